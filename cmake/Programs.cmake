@@ -1,0 +1,93 @@
+# The programs beside the tool: tests, benchmarks, examples, fuzz targets.
+
+# tb_program(target source output): an executable linked to the static library; output is its path
+# under the build folder.
+function(tb_program target source output)
+    cmake_path(GET output PARENT_PATH folder)
+    cmake_path(GET output FILENAME name)
+    add_executable(${target} ${source})
+    set_target_properties(${target} PROPERTIES
+        OUTPUT_NAME ${name}
+        RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/${folder}
+    )
+    target_link_libraries(${target} PRIVATE tensorbus_static)
+endfunction()
+
+# tb_show_internals(target): lets a program include the library's own headers, and what they include.
+function(tb_show_internals target)
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+    target_link_libraries(${target} PRIVATE ${library_dependencies})
+endfunction()
+
+# tb_test(layout/mesh_test [TIMEOUT seconds] [SOURCES file...]): src/layout/mesh_test.c, a cmocka
+# test. SOURCES are files that several tests share.
+function(tb_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 120)
+    endif()
+    string(REPLACE "/" "_" target ${name})
+    tb_program(${target} src/${name}.c tests/${name})
+    target_sources(${target} PRIVATE ${arg_SOURCES})
+    target_link_libraries(${target} PRIVATE PkgConfig::cmocka)
+    tb_show_internals(${target})
+    add_test(NAME ${name} COMMAND ${target})
+    set_tests_properties(${name} PROPERTIES
+        TIMEOUT ${arg_TIMEOUT}
+        ENVIRONMENT "TB_GOLDEN=${PROJECT_SOURCE_DIR}/tests/golden"
+    )
+endfunction()
+
+# tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS; exit
+# status 77 is a skip.
+function(tb_cli_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 120)
+    endif()
+    add_test(NAME cli/${name} COMMAND sh ${PROJECT_SOURCE_DIR}/tests/cli/${name}.sh)
+    set(environment
+        "TB_GOLDEN=${PROJECT_SOURCE_DIR}/tests/golden"
+        "TENSORBUS=$<TARGET_FILE:tensorbus>"
+    )
+    set_tests_properties(cli/${name} PROPERTIES
+        TIMEOUT ${arg_TIMEOUT}
+        SKIP_RETURN_CODE 77
+        ENVIRONMENT "${environment}"
+    )
+endfunction()
+
+# tb_install_test(): installs this build into a temporary prefix, then builds and runs a program
+# against it in each supported way.
+function(tb_install_test)
+    add_test(NAME install COMMAND sh ${PROJECT_SOURCE_DIR}/tests/install/run.sh)
+    set(environment
+        "BUILD=${PROJECT_BINARY_DIR}"
+        "CC=${CMAKE_C_COMPILER}"
+        "CMAKE=${CMAKE_COMMAND}"
+        "GENERATOR=${CMAKE_GENERATOR}"
+        "LIBDIR=${CMAKE_INSTALL_LIBDIR}"
+        "PKG_CONFIG=${PKG_CONFIG_EXECUTABLE}"
+        "VERSION=${PROJECT_VERSION}"
+    )
+    set_tests_properties(install PROPERTIES TIMEOUT 120 ENVIRONMENT "${environment}")
+endfunction()
+
+# tb_bench(name): bench/name.c
+function(tb_bench name)
+    tb_program(bench_${name} bench/${name}.c bench/${name})
+    tb_show_internals(bench_${name})
+endfunction()
+
+# tb_example(name): examples/name.c, which has the public header only, as a user's program would.
+function(tb_example name)
+    tb_program(example_${name} examples/${name}.c examples/${name})
+endfunction()
+
+# tb_fuzz(name): tests/fuzz/name_fuzz.c, a libFuzzer target.
+function(tb_fuzz name)
+    tb_program(fuzz_${name} tests/fuzz/${name}_fuzz.c fuzzers/${name})
+    tb_show_internals(fuzz_${name})
+    target_link_options(fuzz_${name} PRIVATE -fsanitize=fuzzer)
+    add_dependencies(fuzzers fuzz_${name})
+endfunction()
