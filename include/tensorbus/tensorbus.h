@@ -1,0 +1,380 @@
+/* tensorbus: move distributed tensors between programs whose layouts differ.
+ *
+ * This is the whole public API, meant to be read from top to bottom: status and errors, log, dtypes, layouts (who owns
+ * which part of a tensor), plans (which bytes go where), and the transfer IR (chunks, buckets, channels).
+ *
+ * Rules that hold everywhere:
+ *  - Functions that can fail return a tb_status: TB_OK (0) or a negative code. Outputs are written only on success.
+ *    tb_error_detail() then gives one sentence that says what is wrong and where.
+ *  - Nothing here aborts or prints. Objects are opaque, made by *_create or *_parse, and freed by *_destroy, which
+ *    accepts NULL.
+ *  - Options structs begin with `size` (sizeof the struct); zero means the default; NULL means all defaults.
+ *  - Layouts and plans never change once made, and may be used from several threads at once. Other objects belong to
+ *    one thread at a time.
+ */
+#ifndef TENSORBUS_TENSORBUS_H
+#define TENSORBUS_TENSORBUS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TB_API __attribute__((visibility("default")))
+
+/* The library's version, "major.minor.patch". */
+TB_API const char *tb_version_string(void);
+
+/* ---- Status -------------------------------------------------------------------------------------------------- */
+
+typedef enum tb_status {
+    TB_OK = 0,
+    TB_INVALID = -1,   /* an argument or an input is wrong */
+    TB_NO_MEMORY = -2, /* an allocation failed */
+    TB_TOO_BIG = -3,   /* a size or a count is beyond what tensorbus handles */
+    TB_REFUSED = -4,   /* well formed, but against a rule: avg of integers, a silent cast to 8 bits */
+    TB_IO = -5,        /* the system failed to read or write */
+    TB_INTERNAL = -6,  /* a check of tensorbus's own results failed: a bug */
+} tb_status;
+
+/* A short name for the code, never NULL. */
+TB_API const char *tb_status_string(tb_status status);
+
+/* The sentence of the calling thread's last failed call; "" if none failed. Valid until the thread's next failure. */
+TB_API const char *tb_error_detail(void);
+
+/* ---- Log ----------------------------------------------------------------------------------------------------- */
+
+typedef enum tb_log_level { TB_LOG_OFF, TB_LOG_ERROR, TB_LOG_WARN, TB_LOG_INFO, TB_LOG_DEBUG } tb_log_level;
+
+/* Called with one line, without a newline. May be called from any thread. */
+typedef void (*tb_log_fn)(void *arg, tb_log_level level, const char *line);
+
+/* Messages up to `level` go to `fn`; there is no sink until this is called. NULL takes it away. */
+TB_API void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg);
+
+/* ---- Dtypes -------------------------------------------------------------------------------------------------- */
+
+typedef enum tb_dtype {
+    TB_DTYPE_NONE,
+    TB_BOOL,
+    TB_U8,
+    TB_U16,
+    TB_U32,
+    TB_U64,
+    TB_I8,
+    TB_I16,
+    TB_I32,
+    TB_I64,
+    TB_F16,
+    TB_BF16,
+    TB_F32,
+    TB_F64,
+    TB_F8E4M3,
+    TB_F8E5M2,
+    TB_E8M0,   /* a power-of-two scale */
+    TB_F4E2M1, /* two to a byte, the even element in the low half */
+    TB_DTYPE_COUNT
+} tb_dtype;
+
+TB_API const char *tb_dtype_name(tb_dtype dtype); /* "bf16"; NULL for what is no dtype */
+TB_API unsigned tb_dtype_bits(tb_dtype dtype);    /* 16; 0 for what is no dtype */
+
+/* Takes our names, and those of PyTorch ("bfloat16") and safetensors ("BF16"). */
+TB_API tb_status tb_dtype_parse(const char *name, tb_dtype *out);
+
+/* ---- Shapes -------------------------------------------------------------------------------------------------- */
+
+enum {
+    TB_MAX_DIMS = 8,        /* of a tensor, and of a mesh */
+    TB_MAX_RANKS = 1 << 20, /* ranks are 0 .. TB_MAX_RANKS - 1 */
+    TB_NO_RANK = -1,
+};
+
+typedef struct tb_shape {
+    int ndim; /* 0 is a scalar */
+    int64_t dim[TB_MAX_DIMS];
+} tb_shape;
+
+/* "4096,4096"; "" is a scalar. */
+TB_API tb_status tb_shape_parse(const char *text, tb_shape *out);
+
+/* Checks the shape and counts its elements and bytes; a tensor may have at most 2^62 bytes. Outputs may be NULL. */
+TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *nelements, int64_t *nbytes);
+
+/* ---- Layouts ------------------------------------------------------------------------------------------------- */
+
+/* The indices start .. stop-1 of one dimension. */
+typedef struct tb_segment {
+    int64_t start, stop;
+} tb_segment;
+
+typedef enum tb_placement_kind {
+    TB_REPLICATE,     /* keep everything */
+    TB_SHARD,         /* an even cut of `dim`: part r of ceil(n/c) indices */
+    TB_STRIDED_SHARD, /* `split` equal pieces, each cut like Shard */
+    TB_BLOCK_SHARD,   /* pieces of the sizes given, each cut like Shard */
+    TB_EXPLICIT,      /* coordinate r keeps the segments listed for it */
+    TB_PARTIAL,       /* every coordinate holds a contribution; the value is their reduction */
+} tb_placement_kind;
+
+typedef enum tb_reduce_op { TB_SUM, TB_AVG, TB_MIN, TB_MAX, TB_PRODUCT } tb_reduce_op;
+
+/* What one mesh dimension does to the tensor. Only the fields of its kind count. */
+typedef struct tb_placement {
+    tb_placement_kind kind;
+    int dim;                 /* sharding kinds: the tensor dimension; negative counts from the end */
+    int64_t split;           /* STRIDED_SHARD: at least 1 */
+    size_t nsizes;           /* BLOCK_SHARD */
+    const int64_t *sizes;    /*   full sizes of the pieces; they add up to the length they cut */
+    size_t nlists;           /* EXPLICIT: as many as the mesh dimension is long */
+    const size_t *list_ends; /*   coordinate r keeps segments[list_ends[r-1] .. list_ends[r]), in that order */
+    const tb_segment *segments;
+    tb_reduce_op op; /* PARTIAL */
+} tb_placement;
+
+typedef struct tb_layout tb_layout; /* a mesh and a placement for each of its dimensions */
+
+/* `ranks` lists the mesh row-major: distinct ranks in any order, with gaps; NULL means 0, 1, 2, ... All is copied. */
+TB_API tb_status tb_layout_create(int mesh_ndim, const int64_t *mesh_shape, const int32_t *ranks,
+                                  const tb_placement *placements, tb_layout **out);
+
+/* "mesh=2,2 place=R,S1 ranks=4..7". Placements: Shard(0), StridedShard(0,2), BlockShard(0,4,12,8),
+ * Explicit(0, 0-3,5-6; 3-5), Replicate, Partial(sum); short S0, R, P. Without ranks: 0, 1, 2, ... */
+TB_API tb_status tb_layout_parse(const char *text, tb_layout **out);
+
+TB_API void tb_layout_destroy(tb_layout *layout);
+
+/* The text form, which tb_layout_parse reads back. To be freed by the caller with free(). */
+TB_API tb_status tb_layout_format(const tb_layout *layout, char **out);
+
+TB_API bool tb_layout_equal(const tb_layout *a, const tb_layout *b);
+
+/* The mesh: its size, the rank at a row-major index, and the index of a rank (-1 if it is not in the mesh). */
+TB_API int32_t tb_layout_nranks(const tb_layout *layout);
+TB_API int32_t tb_layout_rank_at(const tb_layout *layout, int32_t index);
+TB_API int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank);
+
+/* Whether the layout fits tensors of this shape: dims in range, blocks that add up on every coordinate, and so on. */
+TB_API tb_status tb_layout_check(const tb_layout *layout, const tb_shape *shape);
+
+/* What one rank holds: per tensor dimension the ordered global indices, as segments; memory is row-major over them. */
+typedef struct tb_local {
+    tb_shape shape; /* lengths of the lists; all zero for a rank outside the mesh */
+    size_t nsegments[TB_MAX_DIMS];
+    tb_segment *segments[TB_MAX_DIMS];
+} tb_local;
+
+TB_API tb_status tb_layout_local(const tb_layout *layout, const tb_shape *shape, int32_t rank, tb_local *out);
+TB_API void tb_local_fini(tb_local *local);
+
+/* ---- Bindings ------------------------------------------------------------------------------------------------ */
+
+/* Where a rank keeps its part: element (i, j, ...) of the local shape is at
+ * base + offset + (i*strides[0] + j*strides[1] + ...) elements. Several bindings may share one allocation, so that a
+ * fused parameter is several logical tensors. */
+typedef struct tb_binding {
+    void *base;
+    int64_t offset; /* bytes */
+    tb_dtype dtype;
+    tb_shape shape; /* the local shape */
+    int64_t strides[TB_MAX_DIMS];
+} tb_binding;
+
+/* Row-major, without gaps. */
+TB_API tb_status tb_binding_contiguous(void *base, int64_t offset, tb_dtype dtype, const tb_shape *shape,
+                                       tb_binding *out);
+
+/* Whether every element lies inside an allocation of nbytes that starts at `base`. */
+TB_API tb_status tb_binding_check(const tb_binding *binding, int64_t nbytes);
+
+/* ---- Plans --------------------------------------------------------------------------------------------------- */
+
+/* A plan knows, for one shape, which elements go from which rank to which. It is a pure function of its arguments: no
+ * communication, the same on every rank. What one rank does is worked out from it at a cost proportional to what that
+ * rank moves. */
+typedef struct tb_plan tb_plan;
+
+typedef struct tb_plan_opts {
+    size_t size;
+    const int32_t *hosts; /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other */
+    size_t nhosts;        /* ranks the array covers; it must cover both meshes */
+    bool unbalanced;      /* take the first replica for everything, to compare against */
+} tb_plan_opts;
+
+TB_API tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_shape *shape, tb_dtype dtype,
+                                const tb_plan_opts *opts, tb_plan **out);
+TB_API void tb_plan_destroy(tb_plan *plan);
+
+/* A box of indices: per dimension [start, start+len) of a local tensor. */
+typedef struct tb_box {
+    int64_t start[TB_MAX_DIMS];
+} tb_box;
+
+/* One box that moves: from its place in the source's local tensor to its place in each target's. */
+typedef struct tb_route {
+    int32_t source;    /* TB_NO_RANK: the target box is filled with zeros */
+    uint32_t ntargets; /* at least 1, distinct; the source may be the only one (a local copy) */
+    const int32_t *targets;
+    uint32_t ncontributors; /* of a Partial source, in the order they are combined, the source among them; 0 if none */
+    const int32_t *contributors;
+    uint64_t src_cell; /* which cell of each side's grid the box lies in */
+    uint64_t dst_cell;
+    int64_t nelements;
+    int64_t order; /* row-major offset in the first target's local tensor, in elements */
+    int64_t len[TB_MAX_DIMS];
+    tb_box src; /* the same box at the source and at every contributor */
+    tb_box dst; /* at this rank if it is a target, else at the first target */
+} tb_route;
+
+typedef struct tb_routes tb_routes; /* a list of routes and the memory behind it, to be used again and again */
+
+TB_API tb_status tb_routes_create(tb_routes **out);
+TB_API void tb_routes_destroy(tb_routes *routes);
+TB_API size_t tb_routes_count(const tb_routes *routes);
+TB_API const tb_route *tb_routes_at(const tb_routes *routes, size_t i);
+
+/* Replaces the list by the routes in which `rank` is source, target or contributor. Tensor i of a batch passes
+ * rotation = i, so that the same replica does not serve all of them. */
+TB_API tb_status tb_plan_routes(const tb_plan *plan, int32_t rank, uint64_t rotation, tb_routes *routes);
+
+/* Proves the whole plan: every target element is written exactly once, by a source that holds it at that place, and
+ * both ends of every route agree on it. TB_INTERNAL, with a sentence, if not. Costs the whole world's traffic. */
+TB_API tb_status tb_plan_check(const tb_plan *plan);
+
+/* Figures over all ranks; one beyond INT64_MAX reads INT64_MAX. Local copies count in none of them but local_bytes. */
+typedef struct tb_plan_stats {
+    int32_t nranks;      /* of both meshes together */
+    int32_t *ranks;      /* ascending */
+    int64_t *send_bytes; /* per rank, counting every receiver */
+    int64_t *recv_bytes;
+    int64_t *egress_bytes; /* as send_bytes, but a box that goes to several ranks counts once */
+    int64_t *reduce_bytes; /* other ranks' contributions that this rank combines */
+    int64_t total_bytes;
+    int64_t local_bytes;
+    int64_t nchunks;      /* boxes, counting every receiver, local copies included; boxes of zeros are not */
+    int64_t max_send;     /* of the busiest sender */
+    int64_t min_max_send; /* no choice among replicas can be below this */
+    int64_t max_slice;    /* the largest slice that a cut among replicas was rounded to: max_send - min_max_send is
+                             at most this, unless hosts are known or Explicit lists share indices in part */
+} tb_plan_stats;
+
+TB_API tb_status tb_plan_stats_compute(const tb_plan *plan, tb_plan_stats *out);
+TB_API void tb_plan_stats_fini(tb_plan_stats *stats);
+
+/* Plans and routes are worked out once per distinct (layouts, shape, dtype) and shared. What it returns stays valid
+ * until the cache is destroyed. */
+typedef struct tb_plan_cache tb_plan_cache;
+
+TB_API tb_status tb_plan_cache_create(tb_plan_cache **out);
+TB_API void tb_plan_cache_destroy(tb_plan_cache *cache);
+TB_API tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb_layout *dst,
+                                   const tb_shape *shape, tb_dtype dtype, const tb_plan_opts *opts,
+                                   const tb_plan **out);
+TB_API tb_status tb_plan_cache_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
+                                      const tb_routes **out);
+TB_API void tb_plan_cache_counters(const tb_plan_cache *cache, uint64_t *hits, uint64_t *misses);
+
+/* ---- Transfer IR --------------------------------------------------------------------------------------------- */
+
+/* How a chunk's bytes cross ranks. Roles (is_source, is_target) are told apart from it, and never inferred. */
+typedef enum tb_transport_kind {
+    TB_P2P,
+    TB_BROADCAST,
+    TB_LOCAL, /* same rank: a copy, or a fill with zeros */
+    TB_NONE,  /* takes part in a reduction, ships nothing */
+} tb_transport_kind;
+
+TB_API const char *tb_transport_kind_name(tb_transport_kind kind);
+
+/* One tensor of a batch. */
+typedef struct tb_tensor_spec {
+    const char *name;
+    tb_shape shape; /* global */
+    const tb_layout *src, *dst;
+    tb_dtype src_dtype, dst_dtype;
+    tb_dtype wire_dtype; /* TB_DTYPE_NONE: the narrower side's, the source's where they are equally wide */
+} tb_tensor_spec;
+
+/* One box and what this rank does with it. Pure data. */
+typedef struct tb_chunk {
+    tb_transport_kind transport;
+    bool is_source;    /* reads a local tensor into the buffer */
+    bool is_target;    /* writes the buffer into a local tensor */
+    uint32_t tensor;   /* index of the tensor's name in sorted order */
+    uint64_t id;       /* the same number at both ends */
+    uint32_t part;     /* a chunk too large for the staging memory is cut; its parts share the id */
+    int32_t source;    /* TB_NO_RANK: zeros */
+    uint32_t ntargets; /* for TB_NONE, those to whom the source ships; never the source of a P2P or BROADCAST */
+    const int32_t *targets;
+    uint32_t ncontributors;
+    const int32_t *contributors;
+    uint64_t src_cell, dst_cell;
+    int ndim;
+    int64_t len[TB_MAX_DIMS];
+    tb_box src, dst;
+    int64_t order; /* row-major offset in the first target, in elements */
+    tb_dtype wire_dtype;
+    int64_t nbytes; /* in the wire dtype */
+} tb_chunk;
+
+/* A chunk's place in a bucket's buffer. */
+typedef struct tb_bucket_entry {
+    size_t chunk;
+    int64_t offset, nbytes; /* offsets are multiples of 64; gaps are zero */
+} tb_bucket_entry;
+
+/* The unit that is transferred. */
+typedef struct tb_bucket {
+    size_t channel;
+    size_t first_entry, nentries;
+    int64_t total_bytes;
+} tb_bucket;
+
+/* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
+ * first chunk says: source, targets, contributors, transport, and for TB_NONE the cell. */
+typedef struct tb_channel {
+    size_t first_bucket, nbuckets;
+    uint32_t max_in_flight;
+} tb_channel;
+
+/* All that one rank does for one batch. Read only. */
+typedef struct tb_ir {
+    int32_t rank;
+    int64_t bucket_size;
+    size_t ntensors;
+    const char *const *names; /* sorted */
+    size_t nchunks, nentries, nbuckets, nchannels;
+    const tb_chunk *chunks; /* by channel, then name, then target offset */
+    const tb_bucket_entry *entries;
+    const tb_bucket *buckets;
+    const tb_channel *channels;
+} tb_ir;
+
+typedef struct tb_ir_opts {
+    size_t size;
+    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone */
+    int64_t staging_bytes;  /* 256 MiB; staged chunks larger than a quarter of it are cut */
+    uint32_t max_in_flight; /* 2 */
+    bool direct;            /* chunks need no staging memory, and are never cut */
+    const tb_plan_opts *plan;
+} tb_ir_opts;
+
+/* What `rank` does to move the tensors, which must have distinct names. `cache` may be NULL. */
+TB_API tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntensors, tb_plan_cache *cache,
+                              const tb_ir_opts *opts, tb_ir **out);
+TB_API void tb_ir_destroy(tb_ir *ir);
+
+/* Dumps, to be freed by the caller with free(). The parser reads the JSON one back and checks it. */
+TB_API tb_status tb_ir_dump_text(const tb_ir *ir, char **out);
+TB_API tb_status tb_ir_dump_json(const tb_ir *ir, char **out);
+TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,143 @@
+/* The small things: dtypes, text, sizes, memory, status, log. */
+#include "base/dtype.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "base/text.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static void dtypes(void **state) {
+    (void)state;
+    tb_dtype dtype;
+    for (tb_dtype d = TB_DTYPE_NONE + 1; d < TB_DTYPE_COUNT; d++) {
+        assert_int_equal(tb_dtype_parse(tb_dtype_name(d), &dtype), TB_OK);
+        assert_int_equal(dtype, d);
+        assert_true(tb_dtype_bits(d) > 0);
+    }
+    assert_int_equal(tb_dtype_parse("bfloat16", &dtype), TB_OK);
+    assert_int_equal(dtype, TB_BF16);
+    assert_int_equal(tb_dtype_parse("F8_E4M3", &dtype), TB_OK);
+    assert_int_equal(dtype, TB_F8E4M3);
+    assert_int_equal(tb_dtype_parse("float33", &dtype), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "'float33' is not a dtype"));
+    assert_null(tb_dtype_name(TB_DTYPE_NONE));
+    assert_null(tb_dtype_name((tb_dtype)1000));
+    assert_int_equal(tb_dtype_bits((tb_dtype)-1), 0);
+    assert_int_equal(tb__dtype_packing(TB_F4E2M1), 2);
+}
+
+static void sizes(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        int64_t size; /* -1: refused */
+    } cases[] = {{"0", 0},
+                 {"17", 17},
+                 {"4k", 4096},
+                 {"16MiB", 16 << 20},
+                 {"1 GiB", 1 << 30},
+                 {"2tib", 2LL << 40},
+                 {"", -1},
+                 {"MiB", -1},
+                 {"-1", -1},
+                 {"12x", -1},
+                 {"1MiBx", -1},
+                 {"4611686018427387904", 1LL << 62},
+                 {"4611686018427387905", -1},
+                 {"5000000T", -1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t size = -1;
+        tb_status status = tb__read_size(cases[i].text, &size);
+        assert_int_equal(size, cases[i].size);
+        assert_int_equal(status == TB_OK, cases[i].size >= 0);
+    }
+}
+
+static void growing_text(void **state) {
+    (void)state;
+    tb__text text = {0};
+    char *out;
+    for (int i = 0; i < 1000; i++)
+        tb__text_add(&text, "%d,", i);
+    tb__text_add_json(&text, "a\"b\\c\n\x01");
+    assert_int_equal(tb__text_take(&text, &out), TB_OK);
+    assert_int_equal(strncmp(out, "0,1,2,", 6), 0);
+    assert_non_null(strstr(out, "999,\"a\\\"b\\\\c\\u000a\\u0001\""));
+    free(out);
+    assert_int_equal(tb__text_take(&text, &out), TB_OK); /* empty is fine */
+    assert_string_equal(out, "");
+    free(out);
+    tb__mem_fail_after(0);
+    tb__text_add(&text, "x");
+    tb__mem_fail_after(-1);
+    assert_int_equal(tb__text_take(&text, &out), TB_NO_MEMORY);
+}
+
+static void memory(void **state) {
+    (void)state;
+    assert_null(tb__malloc(SIZE_MAX / 2, 3));
+    assert_non_null(strstr(tb_error_detail(), "out of memory"));
+    tb__arena arena = {0};
+    for (int round = 0; round < 3; round++) {
+        char *last = NULL;
+        for (size_t i = 1; i < 2000; i++) {
+            char *p = tb__arena_alloc(&arena, i, 7);
+            assert_non_null(p);
+            assert_int_equal((uintptr_t)p % _Alignof(max_align_t), 0);
+            memset(p, (int)i, 7 * i);
+            assert_true(last == NULL || *last == (char)(i - 1));
+            last = p;
+        }
+        tb__arena_reset(&arena);
+    }
+    assert_non_null(tb__arena_alloc(&arena, 0, 8));
+    assert_null(tb__arena_alloc(&arena, SIZE_MAX / 4, 8));
+    tb__arena_fini(&arena);
+}
+
+static void errors_say_where(void **state) {
+    (void)state;
+    char *longer = malloc(4096);
+    memset(longer, 'x', 4095);
+    longer[4095] = '\0';
+    assert_int_equal(tb__fail(TB_INVALID, "%s", longer), TB_INVALID);
+    assert_true(strlen(tb_error_detail()) < 600);
+    free(longer);
+    tb__fail(TB_IO, "no such %s", "file") == TB_IO ? (void)0 : fail();
+    assert_int_equal(tb__fail_within(TB_IO, "line %d", 7), TB_IO);
+    assert_string_equal(tb_error_detail(), "line 7: no such file");
+    for (int s = 0; s > -8; s--)
+        assert_true(strlen(tb_status_string((tb_status)s)) > 0);
+}
+
+static void keep(void *arg, tb_log_level level, const char *line) {
+    snprintf(arg, 64, "%d %s", (int)level, line);
+}
+
+static void log_lines(void **state) {
+    (void)state;
+    char line[64] = "";
+    tb__log(TB_LOG_ERROR, "nobody listens");
+    tb_log_set(TB_LOG_WARN, keep, line);
+    tb__log(TB_LOG_INFO, "too fine");
+    assert_string_equal(line, "");
+    tb__log(TB_LOG_WARN, "rank %d", 3);
+    assert_string_equal(line, "2 rank 3");
+    tb_log_set(TB_LOG_DEBUG, NULL, NULL);
+    tb__log(TB_LOG_ERROR, "nobody listens");
+    assert_string_equal(line, "2 rank 3");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(dtypes),           cmocka_unit_test(sizes),
+        cmocka_unit_test(growing_text),     cmocka_unit_test(memory),
+        cmocka_unit_test(errors_say_where), cmocka_unit_test(log_lines),
+    };
+    return cmocka_run_group_tests_name("base", tests, NULL, NULL);
+}

@@ -1,0 +1,59 @@
+/* Settings that come from the environment: one table of names, environment names, defaults and help.
+ *
+ * Only programs read them, once, when they start; the library's layers are handed values and never look here. */
+#ifndef TB_BASE_CONFIG_H
+#define TB_BASE_CONFIG_H
+
+#include "base/text.h"
+
+typedef enum tb__config_key {
+    TB__CONFIG_LOG,
+    TB__CONFIG_BUCKET_SIZE,
+    TB__CONFIG_STAGING_BYTES,
+    TB__CONFIG_MAX_IN_FLIGHT,
+    TB__CONFIG_COUNT
+} tb__config_key;
+
+typedef enum tb__config_kind {
+    TB__CONFIG_IS_LEVEL,  /* off, error, warn, info, debug */
+    TB__CONFIG_IS_SIZE,   /* bytes, such as 16MiB; at least 1 */
+    TB__CONFIG_IS_NUMBER, /* at least 1 */
+} tb__config_kind;
+
+typedef struct tb__config_entry {
+    const char *name, *env;
+    const char *initial; /* the value while the environment says nothing, as the environment would write it */
+    tb__config_kind kind;
+    const char *help;
+} tb__config_entry;
+
+extern const tb__config_entry tb__config_table[TB__CONFIG_COUNT];
+
+typedef struct tb__config {
+    int64_t value[TB__CONFIG_COUNT];
+    bool from_environment[TB__CONFIG_COUNT];
+} tb__config;
+
+/* Reads the environment. A variable that is empty counts as not set; one that is malformed fails, by name. */
+tb_status tb__config_load(tb__config *out);
+
+/* A value as the environment would write it. */
+void tb__config_add(const tb__config *config, tb__config_key key, tb__text *text);
+
+static inline tb_log_level tb__config_log(const tb__config *config) {
+    return (tb_log_level)config->value[TB__CONFIG_LOG];
+}
+
+static inline int64_t tb__config_bucket_size(const tb__config *config) {
+    return config->value[TB__CONFIG_BUCKET_SIZE];
+}
+
+static inline int64_t tb__config_staging_bytes(const tb__config *config) {
+    return config->value[TB__CONFIG_STAGING_BYTES];
+}
+
+static inline uint32_t tb__config_max_in_flight(const tb__config *config) {
+    return (uint32_t)config->value[TB__CONFIG_MAX_IN_FLIGHT];
+}
+
+#endif

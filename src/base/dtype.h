@@ -1,0 +1,20 @@
+/* What may be done with a dtype's values. */
+#ifndef TB_BASE_DTYPE_H
+#define TB_BASE_DTYPE_H
+
+#include "tensorbus/tensorbus.h"
+
+typedef enum tb__dtype_class {
+    TB__OPAQUE, /* bits to be carried, not numbers to be added up */
+    TB__INTEGER,
+    TB__FLOAT,
+} tb__dtype_class;
+
+tb__dtype_class tb__dtype_class_of(tb_dtype dtype);
+
+/* Elements that share a byte: 2 for f4e2m1, else 1. */
+static inline int64_t tb__dtype_packing(tb_dtype dtype) {
+    return tb_dtype_bits(dtype) == 4 ? 2 : 1;
+}
+
+#endif

@@ -1,0 +1,24 @@
+/* The sentence behind a status: the first function that sees an error writes it, callers pass the status on. */
+#ifndef TB_BASE_ERROR_H
+#define TB_BASE_ERROR_H
+
+#include "tensorbus/tensorbus.h"
+
+/* tb__fail(status, format, ...): keeps the sentence for tb_error_detail(); its value is `status`. */
+#define tb__fail(status, ...) (tb__set_detail(__VA_ARGS__), (status))
+
+/* tb__fail_within(status, format, ...): puts "prefix: " before the sentence kept, to say where in a larger input the
+ * failure was; its value is `status`. */
+#define tb__fail_within(status, ...) (tb__prefix_detail(__VA_ARGS__), (status))
+
+void tb__set_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void tb__prefix_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+#define TB_TRY(expr)                                                                                                   \
+    do {                                                                                                               \
+        tb_status try_status_ = (expr);                                                                                \
+        if (try_status_ != TB_OK)                                                                                      \
+            return try_status_;                                                                                        \
+    } while (0)
+
+#endif

@@ -1,0 +1,34 @@
+/* The log: one sink for the process, set by the host program. */
+#include "base/log.h"
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+
+static _Atomic(tb_log_level) threshold = TB_LOG_OFF;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static tb_log_fn sink;
+static void *sink_arg;
+
+void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg) {
+    pthread_mutex_lock(&lock);
+    sink = fn;
+    sink_arg = arg;
+    atomic_store(&threshold, fn ? level : TB_LOG_OFF);
+    pthread_mutex_unlock(&lock);
+}
+
+void tb__log(tb_log_level level, const char *format, ...) {
+    if (level > atomic_load_explicit(&threshold, memory_order_relaxed))
+        return;
+    char line[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    pthread_mutex_lock(&lock);
+    if (sink)
+        sink(sink_arg, level, line);
+    pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,9 @@
+/* Messages for whoever runs the program. Costs a comparison while nobody listens. */
+#ifndef TB_BASE_LOG_H
+#define TB_BASE_LOG_H
+
+#include "tensorbus/tensorbus.h"
+
+void tb__log(tb_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+#endif

@@ -1,0 +1,114 @@
+/* Checked allocation, the arena, growable arrays. */
+#include "base/mem.h"
+
+#include <stdint.h>
+#include <string.h>
+
+struct tb__arena_block {
+    struct tb__arena_block *prev;
+    size_t size;
+    max_align_t data[];
+};
+
+static _Thread_local long fail_after = -1;
+
+void tb__mem_fail_after(long n) {
+    fail_after = n;
+}
+
+static bool refused(size_t count, size_t size) {
+    if (fail_after > 0)
+        fail_after--;
+    else if (fail_after == 0)
+        return true;
+    return size != 0 && count > PTRDIFF_MAX / size;
+}
+
+static void *checked(void *ptr, size_t count, size_t size) {
+    if (!ptr)
+        tb__set_detail("out of memory: %zu times %zu bytes", count, size);
+    return ptr;
+}
+
+void *tb__calloc(size_t count, size_t size) {
+    return checked(refused(count, size) ? NULL : calloc(count ? count : 1, size), count, size);
+}
+
+void *tb__malloc(size_t count, size_t size) {
+    return checked(refused(count, size) ? NULL : malloc(count && size ? count * size : 1), count, size);
+}
+
+void *tb__realloc(void *ptr, size_t count, size_t size) {
+    return checked(refused(count, size) ? NULL : realloc(ptr, count && size ? count * size : 1), count, size);
+}
+
+bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size) {
+    size_t doubled = *capacity * 2 > 8 ? *capacity * 2 : 8;
+    size_t wanted = doubled > need ? doubled : need;
+    void *grown = tb__realloc(*items, wanted, size);
+    if (!grown)
+        return false;
+    *items = grown;
+    *capacity = wanted;
+    return true;
+}
+
+enum { BLOCK_SIZE = 16 * 1024 };
+
+static bool add_block(tb__arena *arena, size_t nbytes) {
+    struct tb__arena_block *block = arena->spare;
+    if (block && block->size >= nbytes) {
+        arena->spare = block->prev;
+    } else {
+        size_t size = nbytes > BLOCK_SIZE ? nbytes : BLOCK_SIZE;
+        block = tb__malloc(1, sizeof *block + size);
+        if (!block)
+            return false;
+        block->size = size;
+    }
+    block->prev = arena->head;
+    arena->head = block;
+    arena->next = (char *)block->data;
+    arena->end = arena->next + block->size;
+    return true;
+}
+
+void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size) {
+    if (size != 0 && count > (PTRDIFF_MAX - 4096) / size)
+        return checked(NULL, count, size);
+    size_t align = _Alignof(max_align_t);
+    size_t nbytes = count && size ? (count * size + align - 1) / align * align : align; /* never NULL for nothing */
+    if ((size_t)(arena->end - arena->next) < nbytes && !add_block(arena, nbytes))
+        return NULL;
+    void *p = arena->next;
+    arena->next += nbytes;
+    return p;
+}
+
+void tb__arena_reset(tb__arena *arena) {
+    /* One block is usual: it stays in place. */
+    while (arena->head && arena->head->prev) {
+        struct tb__arena_block *block = arena->head;
+        arena->head = block->prev;
+        block->prev = arena->spare;
+        arena->spare = block;
+    }
+    if (arena->head) {
+        arena->next = (char *)arena->head->data;
+        arena->end = arena->next + arena->head->size;
+    }
+}
+
+static void free_blocks(struct tb__arena_block *block) {
+    while (block) {
+        struct tb__arena_block *prev = block->prev;
+        free(block);
+        block = prev;
+    }
+}
+
+void tb__arena_fini(tb__arena *arena) {
+    free_blocks(arena->head);
+    free_blocks(arena->spare);
+    *arena = (tb__arena){0};
+}

@@ -1,0 +1,41 @@
+/* Memory: checked allocation, an arena, growable arrays. Every allocation of the library goes through here, so that
+ * tests can make the n-th one fail. */
+#ifndef TB_BASE_MEM_H
+#define TB_BASE_MEM_H
+
+#include "base/error.h"
+
+#include <stdlib.h>
+
+/* Like calloc, malloc and realloc of count*size bytes; NULL, with the sentence set, if that overflows or fails. */
+void *tb__calloc(size_t count, size_t size);
+void *tb__malloc(size_t count, size_t size);
+void *tb__realloc(void *ptr, size_t count, size_t size);
+
+/* Tests: the allocation after `n` more on this thread fails, and those after it; negative: none. */
+void tb__mem_fail_after(long n);
+
+/* Memory that is given back all at once. Zero-initialised is ready to use. */
+typedef struct tb__arena {
+    struct tb__arena_block *head, *spare;
+    char *next, *end;
+} tb__arena;
+
+void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size);
+void tb__arena_reset(tb__arena *arena); /* forgets what was allocated, keeps the memory for next time */
+void tb__arena_fini(tb__arena *arena);
+
+/* TB_VEC(int) v = {0}; if (!tb__vec_push(&v, 1)) return TB_NO_MEMORY; ... free(v.item); */
+#define TB_VEC(type)                                                                                                   \
+    struct {                                                                                                           \
+        type *item;                                                                                                    \
+        size_t count, capacity;                                                                                        \
+    }
+#define tb__vec_push(v, ...) (tb__vec_reserve(v, 1) ? ((v)->item[(v)->count++] = (__VA_ARGS__), true) : false)
+#define tb__vec_reserve(v, more)                                                                                       \
+    ((v)->count + (more) <= (v)->capacity ||                                                                           \
+     tb__vec_grow((void **)&(v)->item, &(v)->capacity, (v)->count + (more), sizeof *(v)->item))
+
+bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size);
+
+#endif

@@ -1,0 +1,56 @@
+/* Status codes, the thread's error sentence, the version. */
+#include "base/error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { DETAIL_SIZE = 512 };
+
+static _Thread_local char detail[DETAIL_SIZE];
+
+const char *tb_version_string(void) {
+    return TB_VERSION_STRING;
+}
+
+const char *tb_status_string(tb_status status) {
+    switch (status) {
+    case TB_OK:
+        return "ok";
+    case TB_INVALID:
+        return "invalid";
+    case TB_NO_MEMORY:
+        return "out of memory";
+    case TB_TOO_BIG:
+        return "too big";
+    case TB_REFUSED:
+        return "refused";
+    case TB_IO:
+        return "input/output";
+    case TB_INTERNAL:
+        return "internal error";
+    }
+    return "unknown status";
+}
+
+const char *tb_error_detail(void) {
+    return detail;
+}
+
+void tb__set_detail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(detail, sizeof detail, format, args);
+    va_end(args);
+}
+
+void tb__prefix_detail(const char *format, ...) {
+    char inner[DETAIL_SIZE];
+    memcpy(inner, detail, sizeof inner);
+    va_list args;
+    va_start(args, format);
+    char prefix[128];
+    vsnprintf(prefix, sizeof prefix, format, args);
+    va_end(args);
+    snprintf(detail, sizeof detail, "%s: %.*s", prefix, DETAIL_SIZE - (int)sizeof prefix - 3, inner);
+}

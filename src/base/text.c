@@ -1,0 +1,112 @@
+/* A growing string, and a cursor for reading one. */
+#include "base/text.h"
+
+#include "base/mem.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <strings.h>
+
+void tb__text_add(tb__text *text, const char *format, ...) {
+    va_list args;
+    for (int round = 0; round < 2 && !text->failed; round++) {
+        size_t room = text->capacity - text->count;
+        va_start(args, format);
+        int n = vsnprintf(text->data ? text->data + text->count : NULL, text->data ? room : 0, format, args);
+        va_end(args);
+        if (n < 0) {
+            text->failed = true;
+        } else if ((size_t)n < room) {
+            text->count += (size_t)n;
+            return;
+        } else if (!tb__vec_grow((void **)&text->data, &text->capacity, text->count + (size_t)n + 1, 1)) {
+            text->failed = true;
+        }
+    }
+}
+
+void tb__text_add_json(tb__text *text, const char *string) {
+    tb__text_add(text, "\"");
+    for (const char *s = string; *s; s++) {
+        unsigned char c = (unsigned char)*s;
+        if (c == '"' || c == '\\')
+            tb__text_add(text, "\\%c", c);
+        else if (c < 0x20)
+            tb__text_add(text, "\\u%04x", c);
+        else
+            tb__text_add(text, "%c", c);
+    }
+    tb__text_add(text, "\"");
+}
+
+void tb__text_fini(tb__text *text) {
+    free(text->data);
+    *text = (tb__text){0};
+}
+
+tb_status tb__text_take(tb__text *text, char **out) {
+    tb__text_add(text, "%s", "");
+    if (text->failed) {
+        tb__text_fini(text);
+        return tb__fail(TB_NO_MEMORY, "out of memory while writing text");
+    }
+    *out = text->data;
+    *text = (tb__text){0};
+    return TB_OK;
+}
+
+void tb__skip_space(const char **at) {
+    while (isspace((unsigned char)**at))
+        (*at)++;
+}
+
+bool tb__accept(const char **at, char c) {
+    tb__skip_space(at);
+    if (**at != c)
+        return false;
+    (*at)++;
+    return true;
+}
+
+bool tb__read_int(const char **at, int64_t *out) {
+    tb__skip_space(at);
+    const char *digits = *at + (**at == '-' || **at == '+');
+    if (!isdigit((unsigned char)*digits))
+        return false;
+    char *end;
+    errno = 0;
+    intmax_t value = strtoimax(*at, &end, 10);
+    if (errno == ERANGE)
+        return false;
+    *at = end;
+    *out = value;
+    return true;
+}
+
+tb_status tb__read_size(const char *text, int64_t *out) {
+    static const struct {
+        const char *unit;
+        int64_t scale;
+    } units[] = {
+        {"", 1},          {"B", 1},       {"k", 1 << 10},   {"KiB", 1 << 10}, {"M", 1 << 20},
+        {"MiB", 1 << 20}, {"G", 1 << 30}, {"GiB", 1 << 30}, {"T", 1LL << 40}, {"TiB", 1LL << 40},
+    };
+    const char *at = text;
+    int64_t value;
+    if (!tb__read_int(&at, &value) || value < 0)
+        return tb__fail(TB_INVALID, "'%.60s' is not a size such as 1048576, 16MiB or 1GiB", text);
+    tb__skip_space(&at);
+    for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
+        if (strcasecmp(at, units[i].unit) != 0)
+            continue;
+        if (value > (INT64_C(1) << 62) / units[i].scale)
+            return tb__fail(TB_TOO_BIG, "size '%.60s' is more than 2^62 bytes", text);
+        *out = value * units[i].scale;
+        return TB_OK;
+    }
+    return tb__fail(TB_INVALID, "'%.60s' is not a size such as 1048576, 16MiB or 1GiB", text);
+}

@@ -1,0 +1,27 @@
+/* A growing string, and a cursor for reading one. */
+#ifndef TB_BASE_TEXT_H
+#define TB_BASE_TEXT_H
+
+#include "base/error.h"
+
+/* Zero-initialised is an empty string. After a failed append it stays failed; ask once, at the end. */
+typedef struct tb__text {
+    char *data;
+    size_t count, capacity;
+    bool failed;
+} tb__text;
+
+void tb__text_add(tb__text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void tb__text_add_json(tb__text *text, const char *string); /* quoted, with JSON's escapes */
+void tb__text_fini(tb__text *text);
+
+/* Hands the string over to the caller (free), or fails if an append failed. */
+tb_status tb__text_take(tb__text *text, char **out);
+
+/* Reading: `at` advances over what was accepted. */
+void tb__skip_space(const char **at);
+bool tb__accept(const char **at, char c);                /* skips space before it */
+bool tb__read_int(const char **at, int64_t *out);        /* decimal, a sign allowed; false on overflow too */
+tb_status tb__read_size(const char *text, int64_t *out); /* "16MiB", "4k", "1048576": bytes */
+
+#endif
