@@ -1,0 +1,227 @@
+/* The plan cache: a model has thousands of tensors and a dozen distinct (layouts, shape), so plans and each rank's
+ * routes are worked out once and shared. */
+#include "plan/plan.h"
+
+#include "base/opts.h"
+
+#include <string.h>
+
+typedef struct plan_entry {
+    uint64_t hash;
+    tb_plan *plan;
+} plan_entry;
+
+typedef struct routes_entry {
+    uint64_t hash;
+    const tb_plan *plan;
+    int32_t rank;
+    uint64_t rotation;
+    tb_routes *routes;
+    uint32_t *numbers; /* NULL until they are asked for */
+} routes_entry;
+
+/* Open addressing over one of the lists below: 1 + index, 0 is free. */
+typedef struct slots {
+    uint32_t *item;
+    size_t count; /* a power of two */
+} slots;
+
+struct tb_plan_cache {
+    TB_VEC(plan_entry) plans;
+    TB_VEC(routes_entry) routes;
+    slots plan_slots, routes_slots;
+    tb_routes *scratch;
+    uint64_t hits, misses;
+};
+
+static uint64_t mix(uint64_t h, uint64_t value) {
+    h = (h ^ value) * 0x9E3779B97F4A7C15U;
+    return h ^ h >> 32;
+}
+
+/* Room for one more entry; entries lie `stride` bytes apart. */
+static bool reserve(slots *s, size_t nentries, const void *entries, size_t stride) {
+    if (2 * (nentries + 1) <= s->count)
+        return true;
+    size_t count = s->count ? 2 * s->count : 64;
+    uint32_t *item = tb__calloc(count, sizeof *item);
+    if (!item)
+        return false;
+    for (size_t i = 0; i < nentries; i++) {
+        uint64_t hash;
+        memcpy(&hash, (const char *)entries + i * stride, sizeof hash); /* every entry begins with its hash */
+        size_t at = hash & (count - 1);
+        while (item[at])
+            at = (at + 1) & (count - 1);
+        item[at] = (uint32_t)i + 1;
+    }
+    free(s->item);
+    *s = (slots){item, count};
+    return true;
+}
+
+static bool same_opts(const tb_plan *plan, const tb_plan_opts *opts) {
+    const int32_t *hosts = opts->hosts;
+    return plan->unbalanced == opts->unbalanced && !plan->hosts == !hosts &&
+           (!hosts || (plan->nhosts == opts->nhosts && memcmp(plan->hosts, hosts, opts->nhosts * sizeof *hosts) == 0));
+}
+
+tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb_layout *dst, const tb_shape *shape,
+                            tb_dtype dtype, const tb_plan_opts *opts, const tb_plan **out) {
+    tb_plan_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    uint64_t hash = mix(mix(mix(src->hash, dst->hash), (uint64_t)dtype), (uint64_t)shape->ndim);
+    for (int d = 0; d < shape->ndim && d < TB_MAX_DIMS; d++)
+        hash = mix(hash, (uint64_t)shape->dim[d]);
+    if (!reserve(&cache->plan_slots, cache->plans.count, cache->plans.item, sizeof *cache->plans.item))
+        return TB_NO_MEMORY;
+    size_t mask = cache->plan_slots.count - 1, at = hash & mask;
+    for (; cache->plan_slots.item[at]; at = (at + 1) & mask) {
+        const plan_entry *entry = &cache->plans.item[cache->plan_slots.item[at] - 1];
+        const tb_plan *plan = entry->plan;
+        if (entry->hash == hash && plan->dtype == dtype && plan->shape.ndim == shape->ndim &&
+            memcmp(plan->shape.dim, shape->dim, (size_t)shape->ndim * sizeof *shape->dim) == 0 &&
+            tb_layout_equal(plan->src_layout, src) && tb_layout_equal(plan->dst_layout, dst) && same_opts(plan, &o)) {
+            cache->hits++;
+            *out = plan;
+            return TB_OK;
+        }
+    }
+    plan_entry entry = {.hash = hash};
+    TB_TRY(tb_plan_create(src, dst, shape, dtype, opts, &entry.plan));
+    if (!tb__vec_push(&cache->plans, entry)) {
+        tb_plan_destroy(entry.plan);
+        return TB_NO_MEMORY;
+    }
+    cache->plan_slots.item[at] = (uint32_t)cache->plans.count;
+    cache->misses++;
+    *out = entry.plan;
+    return TB_OK;
+}
+
+/* A copy without the scratch memory that working routes out takes. */
+static tb_status compact(const tb_routes *from, tb_routes **out) {
+    tb_routes *copy;
+    TB_TRY(tb_routes_create(&copy));
+    size_t count = from->list.count;
+    tb_status status = count == 0 || tb__vec_reserve(&copy->list, count) ? TB_OK : TB_NO_MEMORY;
+    size_t nranks = 0;
+    for (int round = 0; round < 2 && status == TB_OK; round++) { /* count, then copy; neighbours share rank lists */
+        int32_t *next = NULL;
+        if (round == 1) {
+            copy->ranks = next = tb__malloc(nranks, sizeof *next);
+            if (!next) {
+                status = TB_NO_MEMORY;
+                break;
+            }
+            copy->list.count = count;
+        }
+        for (size_t i = 0; i < count; i++) {
+            const tb_route *route = &from->list.item[i], *last = i ? route - 1 : NULL;
+            bool same_targets = last && last->targets == route->targets;
+            bool same_contributors = last && last->contributors == route->contributors;
+            if (round == 0) {
+                nranks += (same_targets ? 0 : route->ntargets) + (same_contributors ? 0 : route->ncontributors);
+                continue;
+            }
+            tb_route *to = &copy->list.item[i];
+            *to = *route;
+            to->targets = same_targets ? to[-1].targets : memcpy(next, route->targets, route->ntargets * sizeof *next);
+            next += same_targets ? 0 : route->ntargets;
+            if (route->ncontributors) {
+                to->contributors = same_contributors
+                                       ? to[-1].contributors
+                                       : memcpy(next, route->contributors, route->ncontributors * sizeof *next);
+                next += same_contributors ? 0 : route->ncontributors;
+            }
+        }
+    }
+    if (status != TB_OK) {
+        tb_routes_destroy(copy);
+        return status;
+    }
+    copy->max_slice = from->max_slice;
+    *out = copy;
+    return TB_OK;
+}
+
+static tb_status find_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
+                             routes_entry **out) {
+    if (plan->rotation_period)
+        rotation %= plan->rotation_period;
+    uint64_t hash = mix(mix(mix(1, (uint64_t)(uintptr_t)plan), (uint64_t)rank), rotation);
+    if (!reserve(&cache->routes_slots, cache->routes.count, cache->routes.item, sizeof *cache->routes.item))
+        return TB_NO_MEMORY;
+    size_t mask = cache->routes_slots.count - 1, at = hash & mask;
+    for (; cache->routes_slots.item[at]; at = (at + 1) & mask) {
+        routes_entry *entry = &cache->routes.item[cache->routes_slots.item[at] - 1];
+        if (entry->plan == plan && entry->rank == rank && entry->rotation == rotation) {
+            *out = entry;
+            return TB_OK;
+        }
+    }
+    routes_entry entry = {.hash = hash, .plan = plan, .rank = rank, .rotation = rotation};
+    TB_TRY(tb_plan_routes(plan, rank, rotation, cache->scratch));
+    TB_TRY(compact(cache->scratch, &entry.routes));
+    if (!tb__vec_push(&cache->routes, entry)) {
+        tb_routes_destroy(entry.routes);
+        return TB_NO_MEMORY;
+    }
+    cache->routes_slots.item[at] = (uint32_t)cache->routes.count;
+    *out = &cache->routes.item[cache->routes.count - 1];
+    return TB_OK;
+}
+
+tb_status tb_plan_cache_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
+                               const tb_routes **out) {
+    routes_entry *entry;
+    TB_TRY(find_routes(cache, plan, rank, rotation, &entry));
+    *out = entry->routes;
+    return TB_OK;
+}
+
+tb_status tb__plan_cache_numbered(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
+                                  const tb_routes **routes, const uint32_t **numbers) {
+    routes_entry *entry;
+    TB_TRY(find_routes(cache, plan, rank, rotation, &entry));
+    if (!entry->numbers)
+        TB_TRY(tb__plan_number(plan, entry->rotation, entry->routes, &entry->numbers));
+    *routes = entry->routes;
+    *numbers = entry->numbers;
+    return TB_OK;
+}
+
+tb_status tb_plan_cache_create(tb_plan_cache **out) {
+    tb_plan_cache *cache = tb__calloc(1, sizeof *cache);
+    if (!cache)
+        return TB_NO_MEMORY;
+    tb_status status = tb_routes_create(&cache->scratch);
+    if (status != TB_OK) {
+        free(cache);
+        return status;
+    }
+    *out = cache;
+    return TB_OK;
+}
+
+void tb_plan_cache_destroy(tb_plan_cache *cache) {
+    if (!cache)
+        return;
+    for (size_t i = 0; i < cache->routes.count; i++) {
+        tb_routes_destroy(cache->routes.item[i].routes);
+        free(cache->routes.item[i].numbers);
+    }
+    tb_routes_destroy(cache->scratch);
+    for (size_t i = 0; i < cache->plans.count; i++)
+        tb_plan_destroy(cache->plans.item[i].plan);
+    free(cache->routes.item);
+    free(cache->plans.item);
+    free(cache->plan_slots.item);
+    free(cache->routes_slots.item);
+    free(cache);
+}
+
+void tb_plan_cache_counters(const tb_plan_cache *cache, uint64_t *hits, uint64_t *misses) {
+    *hits = cache->hits;
+    *misses = cache->misses;
+}

@@ -1,0 +1,42 @@
+/* Cutting a line among those who serve it. */
+#include "plan/cut.h"
+
+#include "base/dtype.h"
+
+enum { SLICES_PER_PART = 64 }; /* how finely a cut should be able to divide what one member sends */
+
+int64_t tb__part_at(const tb__cuts *c, tb__wide position) {
+    tb__wide n = (position + 1) * (uint64_t)c->nparts;
+    return (int64_t)(tb__wide_div(n + c->line - 1, c->line) - 1);
+}
+
+/* The outermost dim whose slices are fine enough for the balance: it keeps the longest contiguous runs whole. */
+tb__knife tb__knife_choose(const tb_plan *plan, const tb__cuts *c, const tb__cell *cell, tb__wide weight) {
+    tb__wide needed = tb__wide_div(weight * (uint64_t)c->nparts * SLICES_PER_PART, c->line);
+    tb__knife best = {.dim = -1, .nslices = 1, .thickness = 1};
+    for (int d = 0; d < plan->shape.ndim; d++) {
+        int64_t thickness = d == plan->shape.ndim - 1 ? tb__dtype_packing(plan->dtype) : 1;
+        int64_t nslices = cell->dim[d]->count / thickness;
+        if (best.dim < 0 || nslices > best.nslices)
+            best = (tb__knife){.dim = d, .nslices = nslices, .thickness = thickness};
+        if ((uint64_t)nslices >= needed)
+            break;
+    }
+    best.slice = tb__wide_div(weight, (uint64_t)best.nslices);
+    return best;
+}
+
+/* The slice of what begins at `position` that is nearest to `from`. */
+static int64_t nearest_slice(const tb__knife *knife, tb__wide from, tb__wide position) {
+    if (from <= position)
+        return 0;
+    tb__wide slices = tb__wide_div(from - position + knife->slice / 2, knife->slice);
+    return slices < (uint64_t)knife->nslices ? (int64_t)slices : knife->nslices;
+}
+
+tb__slices tb__part_slices(const tb__cuts *c, const tb__knife *knife, int64_t k, tb__wide position) {
+    tb__slices s = {.lo = nearest_slice(knife, tb__part_start(c, k), position),
+                    .hi = nearest_slice(knife, tb__part_start(c, k + 1), position)};
+    s.is_whole = s.lo == 0 && s.hi == knife->nslices;
+    return s;
+}

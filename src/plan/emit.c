@@ -1,0 +1,177 @@
+/* Routes: who takes part in one, and the boxes of a cell or of slices of it. */
+#include "plan/walk.h"
+
+#include <string.h>
+
+static uint64_t cell_number(const tb__grid *grid, const int32_t *cls) {
+    uint64_t number = 0;
+    for (int d = 0; d < grid->shape.ndim; d++)
+        number = number * (uint32_t)tb__axis_nclasses(&grid->axis[d]) + (uint32_t)cls[d];
+    return number;
+}
+
+/* The runs of one axis that go into boxes. */
+typedef struct runs {
+    const tb__run *item;
+    size_t count;
+} runs;
+
+/* Of the indices that the runs hold, in their order, keeps [lo, hi). */
+static tb_status trim(runs *r, int64_t lo, int64_t hi, tb__arena *arena) {
+    tb__run *kept = tb__arena_alloc(arena, r->count, sizeof *kept);
+    size_t count = 0;
+    if (!kept)
+        return TB_NO_MEMORY;
+    int64_t at = 0;
+    for (size_t i = 0; i < r->count && at < hi; at += r->item[i++].len) {
+        tb__run run = r->item[i];
+        int64_t from = lo > at ? lo - at : 0, to = hi - at < run.len ? hi - at : run.len;
+        if (from < to)
+            kept[count++] = (tb__run){run.src + from, to - from, run.dst, run.shift + from};
+    }
+    *r = (runs){kept, count};
+    return TB_OK;
+}
+
+tb_status tb__emit(tb__walk *w, const tb__group *group, const tb__cell *cell, const tb__parties *who,
+                   const tb__knife *knife, const tb__slices *slices) {
+    const tb_plan *plan = w->plan;
+    int n = plan->shape.ndim;
+    int32_t cls[TB_MAX_DIMS];
+    int64_t stride[TB_MAX_DIMS], step = 1; /* of the first target's local tensor */
+    runs axis[TB_MAX_DIMS];
+    tb__cell_classes(plan, cell, cls);
+    for (int d = n - 1; d >= 0; d--) {
+        const tb__axis *dst = &plan->dst.axis[d];
+        TB_TRY(tb__pairing_runs(plan, d, cell->dim[d], who->src_holder[d], w->arena));
+        axis[d] = (runs){cell->dim[d]->runs, cell->dim[d]->nruns};
+        if (slices && !slices->is_whole && d == knife->dim)
+            TB_TRY(trim(&axis[d], slices->lo * knife->thickness, slices->hi * knife->thickness, w->arena));
+        stride[d] = step;
+        step *= tb__axis_local(dst, tb__axis_holder(dst, cls[d], who->first_holder[d]));
+    }
+    tb_route route = {.source = who->source,
+                      .ntargets = who->ntargets,
+                      .targets = who->targets,
+                      .ncontributors = who->ncontributors,
+                      .contributors = who->contributors,
+                      .src_cell = cell_number(&plan->src, group->cls),
+                      .dst_cell = cell_number(&plan->dst, cls)};
+    size_t at[TB_MAX_DIMS] = {0};
+    for (int d = n; d >= 0;) {
+        route.nelements = 1;
+        route.order = 0;
+        for (int e = 0; e < n; e++) {
+            const tb__run *run = &axis[e].item[at[e]];
+            route.len[e] = run->len;
+            route.src.start[e] = run->src;
+            route.dst.start[e] = tb__span_offset(run->dst, who->own_holder[e]) + run->shift;
+            route.order += (tb__span_offset(run->dst, who->first_holder[e]) + run->shift) * stride[e];
+            route.nelements *= run->len;
+        }
+        if (!tb__vec_push(&w->routes->list, route))
+            return TB_NO_MEMORY;
+        for (d = n - 1; d >= 0 && ++at[d] == axis[d].count; d--)
+            at[d] = 0;
+    }
+    return TB_OK;
+}
+
+int32_t *tb__one_rank(tb__walk *w, int32_t rank) {
+    int32_t *ranks = tb__arena_alloc(w->arena, 1, sizeof *ranks);
+    if (ranks)
+        *ranks = rank;
+    return ranks;
+}
+
+tb_status tb__set_source(tb__walk *w, const tb__group *group, int64_t m, tb__parties *who) {
+    const tb__grid *src = &w->plan->src;
+    int64_t nparts = src->partial.size;
+    who->source = tb__holder_rank(src, group->cls, nparts, m, who->src_holder);
+    if (src->partial.count == 0)
+        return TB_OK;
+    int32_t *ranks = tb__arena_alloc(w->arena, (size_t)nparts, sizeof *ranks);
+    if (!ranks)
+        return TB_NO_MEMORY;
+    int32_t unused[TB_MAX_DIMS];
+    for (int64_t p = 0; p < nparts; p++)
+        ranks[p] = tb__holder_rank(src, group->cls, nparts, m - m % nparts + p, unused);
+    who->ncontributors = (uint32_t)nparts;
+    who->contributors = ranks;
+    return TB_OK;
+}
+
+tb__receivers tb__receivers_of(const tb_plan *plan, const tb__group *group, const tb__cell *cell) {
+    tb__receivers r = {.position = cell->start, .count = cell->nreceivers};
+    tb__cell_classes(plan, cell, r.cls);
+    for (int d = 0; d < plan->shape.ndim; d++)
+        r.repeats |= tb__axis_repeats(&plan->dst.axis[d], r.cls[d]);
+    for (size_t i = 0; i < group->nabsent && group->absent[i].start <= cell->start; i++) {
+        const tb__absent *a = &group->absent[i];
+        if (a->start < cell->start) {
+            r.position -= (tb__wide)(uint64_t)a->volume * a->count;
+        } else {
+            r.absent = a;
+            r.count -= (int64_t)a->count;
+        }
+    }
+    return r;
+}
+
+/* The number among all receivers of the q-th that the line serves. */
+static int64_t served(const tb__receivers *r, int64_t q) {
+    return q + (int64_t)tb__absent_upto(r->absent, q);
+}
+
+tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, int64_t last, const int32_t *own,
+                          tb__parties *who) {
+    const tb__grid *dst = &w->plan->dst;
+    int32_t unused[TB_MAX_DIMS];
+    int32_t first_rank = tb__holder_rank(dst, r->cls, 1, served(r, first), who->first_holder);
+    memcpy(who->own_holder, own ? own : who->first_holder, sizeof who->own_holder);
+    bool same = w->memo.ranks && !r->absent && w->memo.first == first && w->memo.last == last &&
+                memcmp(w->memo.cls, r->cls, sizeof r->cls) == 0;
+    if (!same) {
+        w->memo.ranks = tb__arena_alloc(w->arena, (size_t)(last - first + 1), sizeof *w->memo.ranks);
+        if (!w->memo.ranks)
+            return TB_NO_MEMORY;
+        w->memo.ranks[0] = first_rank;
+        for (int64_t q = first + 1; q <= last; q++)
+            w->memo.ranks[q - first] = tb__holder_rank(dst, r->cls, 1, served(r, q), unused);
+        memcpy(w->memo.cls, r->cls, sizeof r->cls);
+        w->memo.first = r->absent ? -1 : first;
+        w->memo.last = last;
+    }
+    who->ntargets = (uint32_t)(last - first + 1);
+    who->targets = w->memo.ranks;
+    return TB_OK;
+}
+
+void tb__whole_range(const tb__cuts *c, const tb__knife *knife, int64_t k, const tb__cell *cell, const tb__receivers *r,
+                     int64_t *first, int64_t *last) {
+    tb__wide volume = (uint64_t)cell->volume, half = knife->slice - knife->slice / 2;
+    tb__wide from = tb__part_start(c, k), to = tb__part_start(c, k + 1) + knife->slice / 2;
+    *first = from < r->position + half ? 0 : (int64_t)tb__wide_div(from - half - r->position, volume) + 1;
+    *last = to < r->position + volume ? -1 : (int64_t)tb__wide_div(to - volume - r->position, volume);
+    if (*last >= r->count)
+        *last = r->count - 1;
+}
+
+void tb__note_cut(tb__walk *w, const tb__knife *knife, const tb__cuts *c, int64_t k, tb__wide position,
+                  tb__wide weight) {
+    bool is_cut = tb__part_start(c, k) > position || tb__part_start(c, k + 1) < position + weight;
+    if (is_cut && knife->slice > w->routes->max_slice)
+        w->routes->max_slice = knife->slice;
+}
+
+tb_status tb__emit_local(tb__walk *w, const tb__group *group, const tb__cell *cell, int32_t rank, int64_t m,
+                         const int32_t *dst_holder) {
+    tb__parties who = {.ntargets = 1};
+    TB_TRY(tb__set_source(w, group, m, &who));
+    memcpy(who.first_holder, dst_holder, sizeof who.first_holder);
+    memcpy(who.own_holder, dst_holder, sizeof who.own_holder);
+    who.targets = tb__one_rank(w, rank);
+    if (!who.targets)
+        return TB_NO_MEMORY;
+    return tb__emit(w, group, cell, &who, NULL, NULL);
+}

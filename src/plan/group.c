@@ -1,0 +1,329 @@
+/* Groups: their members, and the receivers that their lines pass over.
+ *
+ * Who is passed over depends on the ranks of both meshes, which may be in any order, so it has no closed form: it takes
+ * a look at every member. It does not depend on the shape, though, so it is remembered from tensor to tensor. */
+#include "plan/line.h"
+
+#include <string.h>
+
+/* A receiver: the target classes of its cell, and its number among the cell's receivers. */
+typedef struct tb__receiver {
+    int32_t cls[TB_MAX_DIMS];
+    int64_t index;
+} tb__receiver;
+
+typedef TB_VEC(tb__receiver) receiver_list;
+
+/* The slots of an axis coordinate whose class has indices in common with the group. */
+static tb_status meeting_slots(const tb_plan *plan, const tb__group *group, int d, int32_t coord, tb__arena *arena,
+                               const tb__slot **out, size_t *count) {
+    const tb__axis *axis = &plan->dst.axis[d];
+    TB_TRY(tb__axis_slots(axis, coord, arena, out, count));
+    if (!axis->table)
+        return TB_OK; /* one slot, and whether it meets the group depends on the shape */
+    tb__slot *kept = tb__arena_alloc(arena, *count, sizeof *kept);
+    if (!kept)
+        return TB_NO_MEMORY;
+    size_t n = 0;
+    for (size_t i = 0; i < *count; i++) {
+        tb__pairing p = {.dst_class = (*out)[i].cls, .src = group->spans[d]};
+        tb__pairing_init(plan, d, &p);
+        if (p.count > 0)
+            kept[n++] = (*out)[i];
+    }
+    *out = kept;
+    *count = n;
+    return TB_OK;
+}
+
+/* Adds what a target rank could want of the group. */
+static tb_status add_wants(const tb_plan *plan, const tb__group *group, int32_t rank, receiver_list *list,
+                           tb__arena *arena) {
+    tb__place place;
+    int n = plan->shape.ndim;
+    const tb__slot *slot[TB_MAX_DIMS];
+    size_t count[TB_MAX_DIMS], at[TB_MAX_DIMS] = {0};
+    if (!tb__grid_place(&plan->dst, rank, &place) || place.part != 0)
+        return TB_OK;
+    for (int d = 0; d < n; d++) {
+        TB_TRY(meeting_slots(plan, group, d, place.coord[d], arena, &slot[d], &count[d]));
+        if (count[d] == 0)
+            return TB_OK;
+    }
+    for (int d = n; d >= 0;) {
+        tb__receiver r = {.index = 0};
+        int32_t holder[TB_MAX_DIMS];
+        for (int e = 0; e < n; e++) {
+            r.cls[e] = slot[e][at[e]].cls;
+            holder[e] = slot[e][at[e]].holder;
+        }
+        r.index = tb__holder_index(&plan->dst, r.cls, 1, holder, place.copy, 0);
+        if (!tb__vec_push(list, r))
+            return TB_NO_MEMORY;
+        for (d = n - 1; d >= 0 && ++at[d] == count[d]; d--)
+            at[d] = 0;
+    }
+    return TB_OK;
+}
+
+/* Adds what the target ranks on a host could want of the group. */
+static tb_status add_host(const tb_plan *plan, const tb__group *group, int32_t host, receiver_list *list,
+                          tb__arena *arena) {
+    size_t lo = 0, ntargets = (size_t)plan->dst_layout->nranks;
+    for (size_t hi = ntargets; lo < hi;) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (plan->target_by_host[mid] >> 32 < (uint64_t)host)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    for (; lo < ntargets && plan->target_by_host[lo] >> 32 == (uint64_t)host; lo++)
+        TB_TRY(add_wants(plan, group, (int32_t)(uint32_t)plan->target_by_host[lo], list, arena));
+    return TB_OK;
+}
+
+static int compare_receivers(const void *a, const void *b) {
+    const tb__receiver *x = a, *y = b;
+    for (int d = 0; d < TB_MAX_DIMS; d++) { /* unused classes are zero */
+        if (x->cls[d] != y->cls[d])
+            return x->cls[d] < y->cls[d] ? -1 : 1;
+    }
+    return (x->index > y->index) - (x->index < y->index);
+}
+
+/* Receivers that hold what the group holds, or are on a member's host; each once, in the order of the line. */
+static tb_status find_absent(const tb_plan *plan, const tb__group *group, receiver_list *list, tb__arena *arena) {
+    int64_t nparts = plan->src.partial.size, n = tb__holders_count(&plan->src, group->cls, nparts);
+    bool by_host = plan->hosts && plan->src.partial.count == 0;
+    int32_t holder[TB_MAX_DIMS];
+    for (int64_t m = 0; m < n; m++) {
+        int32_t rank = tb__holder_rank(&plan->src, group->cls, nparts, m, holder);
+        TB_TRY(by_host ? add_host(plan, group, plan->hosts[rank], list, arena)
+                       : add_wants(plan, group, rank, list, arena));
+    }
+    if (list->count == 0)
+        return TB_OK;
+    qsort(list->item, list->count, sizeof *list->item, compare_receivers);
+    size_t kept = 1; /* several members on one host bring the same receivers */
+    for (size_t i = 1; i < list->count; i++) {
+        if (compare_receivers(&list->item[i], &list->item[kept - 1]) != 0)
+            list->item[kept++] = list->item[i];
+    }
+    list->count = kept;
+    return TB_OK;
+}
+
+/* The same, gathered cell by cell. */
+typedef struct run {
+    int32_t cls[TB_MAX_DIMS];
+    size_t first, count; /* in index */
+} run;
+
+typedef struct absentees {
+    run *runs;
+    int64_t *index;
+    size_t nruns, nreceivers;
+} absentees;
+
+static void absentees_fini(absentees *a) {
+    free(a->runs);
+    free(a->index);
+    *a = (absentees){0};
+}
+
+static tb_status absentees_init(absentees *a, const tb_plan *plan, const tb__group *group, tb__arena *arena) {
+    receiver_list list = {0};
+    TB_VEC(run) runs = {0};
+    tb_status status = find_absent(plan, group, &list, arena);
+    *a = (absentees){.index = tb__malloc(list.count, sizeof *a->index), .nreceivers = list.count};
+    if (!a->index)
+        status = TB_NO_MEMORY;
+    for (size_t i = 0; i < list.count && status == TB_OK; i++) {
+        run *last = runs.count ? &runs.item[runs.count - 1] : NULL;
+        a->index[i] = list.item[i].index;
+        if (last && memcmp(last->cls, list.item[i].cls, sizeof last->cls) == 0) {
+            last->count++;
+            continue;
+        }
+        run new = {.first = i, .count = 1};
+        memcpy(new.cls, list.item[i].cls, sizeof new.cls);
+        if (!tb__vec_push(&runs, new))
+            status = TB_NO_MEMORY;
+    }
+    a->runs = runs.item;
+    a->nruns = runs.count;
+    free(list.item);
+    if (status != TB_OK)
+        absentees_fini(a);
+    return status;
+}
+
+/* What is remembered of one group. */
+typedef struct memory {
+    tb_layout *src, *dst;
+    int ndim;
+    int32_t cls[TB_MAX_DIMS];
+    absentees absent;
+} memory;
+
+enum { MEMORY_SLOTS = 256, MEMORY_RECEIVERS = 1 << 20 };
+
+struct tb__group_memory {
+    memory slot[MEMORY_SLOTS]; /* by hash; a newcomer takes the place of whoever is there */
+    size_t nreceivers;
+    absentees last; /* of a group that can't be remembered */
+};
+
+static void forget(struct tb__group_memory *memories, memory *m) {
+    memories->nreceivers -= m->absent.nreceivers;
+    tb_layout_destroy(m->src);
+    tb_layout_destroy(m->dst);
+    absentees_fini(&m->absent);
+    *m = (memory){0};
+}
+
+void tb__group_memory_destroy(struct tb__group_memory *memories) {
+    for (size_t i = 0; memories && i < MEMORY_SLOTS; i++)
+        forget(memories, &memories->slot[i]);
+    if (memories)
+        absentees_fini(&memories->last);
+    free(memories);
+}
+
+static bool is_shape_independent(const tb_plan *plan) {
+    bool closed = !plan->hosts;
+    for (int d = 0; d < plan->shape.ndim; d++)
+        closed &= !plan->src.axis[d].table && !plan->dst.axis[d].table;
+    return closed;
+}
+
+/* Who is absent from a group; valid until the next call with the same scratch. */
+static tb_status recall(const tb_plan *plan, const tb__group *group, tb_routes *scratch, const absentees **out) {
+    struct tb__group_memory *memories = scratch->memory;
+    if (!memories)
+        memories = scratch->memory = tb__calloc(1, sizeof *memories);
+    if (!memories)
+        return TB_NO_MEMORY;
+    if (!is_shape_independent(plan)) {
+        absentees_fini(&memories->last);
+        *out = &memories->last;
+        return absentees_init(&memories->last, plan, group, &scratch->arena);
+    }
+    size_t nbytes = (size_t)plan->shape.ndim * sizeof *group->cls;
+    uint64_t hash = plan->src_layout->hash * 3 + plan->dst_layout->hash;
+    for (int d = 0; d < plan->shape.ndim; d++)
+        hash = (hash ^ (uint64_t)group->cls[d]) * 0x9E3779B97F4A7C15U;
+    memory *m = &memories->slot[hash >> 32 & (MEMORY_SLOTS - 1)];
+    if (m->src != plan->src_layout || m->dst != plan->dst_layout || m->ndim != plan->shape.ndim ||
+        memcmp(m->cls, group->cls, nbytes) != 0) {
+        absentees absent;
+        TB_TRY(absentees_init(&absent, plan, group, &scratch->arena));
+        forget(memories, m);
+        for (size_t i = 0; memories->nreceivers + absent.nreceivers > MEMORY_RECEIVERS && i < MEMORY_SLOTS; i++)
+            forget(memories, &memories->slot[i]);
+        *m = (memory){.src = tb__layout_ref(plan->src_layout),
+                      .dst = tb__layout_ref(plan->dst_layout),
+                      .ndim = plan->shape.ndim,
+                      .absent = absent};
+        memcpy(m->cls, group->cls, nbytes);
+        memories->nreceivers += absent.nreceivers;
+    }
+    *out = &m->absent;
+    return TB_OK;
+}
+
+/* Takes the absent receivers off the line, where they have anything in common with the group at this shape. */
+static tb_status set_absent(const tb_plan *plan, tb__group *group, const absentees *absent, tb__arena *arena) {
+    group->absent = tb__arena_alloc(arena, absent->nruns, sizeof *group->absent);
+    if (!group->absent)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < absent->nruns; i++) {
+        const run *r = &absent->runs[i];
+        tb__pairing pairing[TB_MAX_DIMS];
+        tb__cell cell;
+        TB_TRY(tb__group_cell(plan, group, r->cls, pairing, &cell, arena));
+        if (cell.volume == 0)
+            continue;
+        tb__absent *a = &group->absent[group->nabsent++];
+        *a = (tb__absent){
+            .start = cell.start, .volume = cell.volume, .index = absent->index + r->first, .count = r->count};
+        memcpy(a->cls, r->cls, sizeof a->cls);
+        group->line -= (tb__wide)(uint64_t)cell.volume * a->count;
+    }
+    return TB_OK;
+}
+
+tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scratch) {
+    group->nmembers = plan->unbalanced ? 1 : tb__holders_count(&plan->src, group->cls, plan->src.partial.size);
+    group->absent = NULL;
+    group->nabsent = 0;
+    group->line = (uint64_t)plan->dst.copies.size;
+    for (int d = 0; d < plan->shape.ndim; d++)
+        group->line *= group->total[d];
+    if (group->line == 0 || (!plan->meshes_meet && !plan->hosts))
+        return TB_OK;
+    const absentees *absent;
+    TB_TRY(recall(plan, group, scratch, &absent));
+    return set_absent(plan, group, absent, &scratch->arena);
+}
+
+bool tb__group_has(const tb_plan *plan, const tb__group *group, int32_t rank, int32_t *holder, int64_t *index) {
+    tb__place place;
+    if (!plan->meshes_meet || !tb__grid_place(&plan->src, rank, &place))
+        return false;
+    for (int d = 0; d < plan->shape.ndim; d++) {
+        if (!tb__axis_holds(&plan->src.axis[d], group->cls[d], place.coord[d], &holder[d]))
+            return false;
+    }
+    *index = tb__holder_index(&plan->src, group->cls, plan->src.partial.size, holder, place.copy, place.part);
+    return true;
+}
+
+size_t tb__absent_before(const tb__absent *a, int64_t index) {
+    size_t lo = 0;
+    for (size_t hi = a ? a->count : 0; lo < hi;) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (a->index[mid] < index)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+size_t tb__absent_upto(const tb__absent *a, int64_t served) {
+    size_t lo = 0;
+    for (size_t hi = a ? a->count : 0; lo < hi;) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (a->index[mid] - (int64_t)mid <= served) /* as many before it are served */
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+tb__wide tb__line_expand(const tb__group *group, tb__wide position) {
+    for (size_t i = 0; i < group->nabsent && group->absent[i].start <= position; i++) {
+        const tb__absent *a = &group->absent[i];
+        tb__wide served = tb__wide_div(position - a->start, (uint64_t)a->volume);
+        size_t passed = served > INT64_MAX ? a->count : tb__absent_upto(a, (int64_t)served);
+        position += (tb__wide)(uint64_t)a->volume * passed;
+    }
+    return position;
+}
+
+tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *scratch, tb__wide *line,
+                        int64_t *nmembers) {
+    tb__group group;
+    for (int d = 0; d < plan->shape.ndim; d++) {
+        const tb__axis *axis = &plan->dst.axis[d];
+        group.cls[d] = classes[d];
+        TB_TRY(tb__axis_class(&plan->src.axis[d], classes[d], &scratch->arena, &group.spans[d]));
+        group.total[d] = tb__axis_before(axis, tb__axis_nclasses(axis), group.spans[d]);
+    }
+    TB_TRY(tb__group_init(plan, &group, scratch));
+    *line = group.line;
+    *nmembers = group.nmembers;
+    return TB_OK;
+}

@@ -1,0 +1,94 @@
+/* Groups, cells, and positions on a group's line. See plan.h for the words. */
+#ifndef TB_PLAN_LINE_H
+#define TB_PLAN_LINE_H
+
+#include "plan/plan.h"
+
+/* One axis of a cell: a source class, a target class, and the indices they have in common. */
+typedef struct tb__pairing {
+    int32_t src_class, dst_class;
+    tb__spans src, dst;
+    tb__wide total;       /* (index, holder) pairs of all target classes on the source class's indices */
+    tb__wide before;      /* those of the target classes before dst_class */
+    int64_t count;        /* indices in common */
+    struct tb__run *runs; /* the indices in common, in ascending order, for the source holder below */
+    size_t nruns;
+    int32_t runs_holder; /* -1: none yet */
+} tb__pairing;
+
+/* A run of indices that is contiguous at the source and at every holder of the target class. */
+typedef struct tb__run {
+    int64_t src, len;    /* where it begins in the source's local order */
+    const tb__span *dst; /* it begins `shift` after this span's beginning */
+    int64_t shift;
+} tb__run;
+
+/* Receivers of one cell that the line does not serve: they hold the elements themselves, or a member on their host
+ * does. */
+typedef struct tb__absent {
+    int32_t cls[TB_MAX_DIMS]; /* the cell's target classes */
+    tb__wide start;           /* the cell's, as if nobody were absent */
+    int64_t volume;
+    const int64_t *index; /* numbers among the cell's receivers, ascending */
+    size_t count;
+} tb__absent;
+
+typedef struct tb__group {
+    int32_t cls[TB_MAX_DIMS];
+    tb__spans spans[TB_MAX_DIMS];
+    tb__wide total[TB_MAX_DIMS];
+    int64_t nmembers;   /* ranks that can send */
+    tb__wide line;      /* elements on it */
+    tb__absent *absent; /* ascending */
+    size_t nabsent;
+} tb__group;
+
+typedef struct tb__cell {
+    tb__pairing *dim[TB_MAX_DIMS];
+    tb__wide start; /* on the line as if nobody were absent */
+    int64_t volume;
+    int64_t nreceivers;
+} tb__cell;
+
+/* The ranks that hold a cell of a grid, numbered: a holder per axis, a copy, and, for sources, a part (innermost). */
+int64_t tb__holders_count(const tb__grid *grid, const int32_t *cls, int64_t nparts);
+int32_t tb__holder_rank(const tb__grid *grid, const int32_t *cls, int64_t nparts, int64_t index, int32_t *holder);
+int64_t tb__holder_index(const tb__grid *grid, const int32_t *cls, int64_t nparts, const int32_t *holder, int32_t copy,
+                         int32_t part);
+
+/* Whether the rank is a member of the group: if so, its holder numbers and its index. */
+bool tb__group_has(const tb_plan *plan, const tb__group *group, int32_t rank, int32_t *holder, int64_t *index);
+
+/* Fills in the rest of a group whose classes, spans and totals are set. Valid until the next group is. */
+tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scratch);
+
+/* Fills in before and count of a pairing whose classes, spans and total are set. */
+void tb__pairing_init(const tb_plan *plan, int d, tb__pairing *pairing);
+tb_status tb__pairing_runs(const tb_plan *plan, int d, tb__pairing *pairing, int32_t src_holder, tb__arena *arena);
+
+/* The pairings of one axis that a receiver at this coordinate has to do with, and its holder number in each. */
+typedef struct tb__meetings {
+    tb__pairing *pairing;
+    int32_t *holder;
+    size_t count;
+} tb__meetings;
+
+tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meetings *out, tb__arena *arena);
+
+/* Fills in the rest of a cell whose pairings are set. */
+void tb__cell_init(const tb_plan *plan, tb__cell *cell);
+void tb__cell_classes(const tb_plan *plan, const tb__cell *cell, int32_t *cls);
+
+/* The cell of a group with given target classes; its pairings are put into `pairing`. */
+tb_status tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
+                         tb__cell *cell, tb__arena *arena);
+
+/* How many absent receivers stand before receiver `index`, and before the one that `served` served ones stand before.
+ * `absent` may be NULL. */
+size_t tb__absent_before(const tb__absent *absent, int64_t index);
+size_t tb__absent_upto(const tb__absent *absent, int64_t served);
+
+/* From a position on the line to the same as if nobody were absent. */
+tb__wide tb__line_expand(const tb__group *group, tb__wide position);
+
+#endif

@@ -1,0 +1,49 @@
+/* Plans inside the library.
+ *
+ * Vocabulary: a *group* is the source ranks that hold one cell of the source grid (a class per axis); any of them can
+ * send its elements. A *cell* here is where a group's cell and a cell of the target grid meet: a product of index
+ * lists, which every *receiver* (a rank that holds the target's cell) gets. A group's *line* is its (cell, receiver)
+ * pairs laid end to end, cells in lexicographic order of target classes and receivers inside; cut into as many equal
+ * parts as the group has members, it tells each member what to send. Because both grids are products, a position on the
+ * line is a sum of products of per-axis counts, and nobody needs to walk the line to find their place on it. */
+#ifndef TB_PLAN_PLAN_H
+#define TB_PLAN_PLAN_H
+
+#include "layout/layout.h"
+
+struct tb_plan {
+    tb_layout *src_layout, *dst_layout;
+    tb_shape shape;
+    tb_dtype dtype;
+    tb__grid src, dst;
+    bool meshes_meet; /* some rank is in both */
+    bool unbalanced;
+    int32_t *hosts; /* by rank; NULL: not known */
+    size_t nhosts;
+    uint64_t *target_by_host; /* host << 32 | rank of every target rank, ascending */
+    uint64_t rotation_period; /* rotations that differ by this give the same routes; 0: unknown */
+};
+
+struct tb_routes {
+    TB_VEC(tb_route) list;
+    tb__arena arena;                 /* rank lists of the routes, and scratch memory of tb_plan_routes */
+    int32_t *ranks;                  /* rank lists of a compact copy, which has no arena */
+    struct tb__group_memory *memory; /* what group.c remembers from one tensor to the next; NULL until needed */
+    tb__wide max_slice;              /* elements; see tb_plan_stats */
+};
+
+/* Elements on the line of the group with these source classes, and its members. */
+tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *scratch, tb__wide *line,
+                        int64_t *nmembers);
+
+void tb__group_memory_destroy(struct tb__group_memory *memory);
+
+/* For each route, the index of its box among all boxes of its first target, by offset: what ids are made of. The array
+ * has one element per route, and is the caller's to free. */
+tb_status tb__plan_number(const tb_plan *plan, uint64_t rotation, const tb_routes *routes, uint32_t **out);
+
+/* As tb_plan_cache_routes, with the numbers of the routes. */
+tb_status tb__plan_cache_numbered(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
+                                  const tb_routes **routes, const uint32_t **numbers);
+
+#endif

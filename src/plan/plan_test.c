@@ -1,0 +1,311 @@
+/* Plans against brute force: thousands of random layout pairs, each plan carried out element by element. */
+#include "plan/plan.h"
+
+#include "../tests/support/random_case.h"
+
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { MAX_ELEMENTS = 4096, POISON = -7, ZERO = -1 };
+
+/* One rank's part: per dim its indices, and per element the global element it holds. */
+typedef struct part {
+    int32_t rank;
+    int64_t shape[TB_MAX_DIMS];
+    int64_t nelements;
+    int64_t element[MAX_ELEMENTS];
+    int64_t coord[TB_MAX_DIMS]; /* in the mesh */
+} part;
+
+static part parts[2][CASE_MAX_RANKS];
+
+static void fill_part(const side *s, const tb_shape *shape, int32_t m, part *p) {
+    static naive_list list[TB_MAX_DIMS];
+    p->rank = s->ranks[m];
+    mesh_coords(s, m, p->coord);
+    p->nelements = 1;
+    for (int d = 0; d < shape->ndim; d++) {
+        naive_local(s, shape, m, d, &list[d]);
+        p->shape[d] = list[d].count;
+        p->nelements *= list[d].count;
+    }
+    assert_true(p->nelements <= MAX_ELEMENTS);
+    for (int64_t i = 0; i < p->nelements; i++) {
+        int64_t left = i, element = 0, scale = 1;
+        for (int d = shape->ndim - 1; d >= 0; d--) {
+            element += list[d].index[left % list[d].count] * scale;
+            scale *= shape->dim[d];
+            left /= list[d].count;
+        }
+        p->element[i] = element;
+    }
+}
+
+static part *part_of(int which, const side *s, int32_t rank) {
+    for (int32_t m = 0; m < s->nranks; m++) {
+        if (parts[which][m].rank == rank)
+            return &parts[which][m];
+    }
+    return NULL;
+}
+
+/* Whether the target holds zeros: away from the origin of a Partial(sum) mesh dim. */
+static bool holds_zeros(const side *s, const part *p) {
+    for (int i = 0; i < s->mesh_ndim; i++) {
+        if (s->place[i].kind == TB_PARTIAL && s->place[i].op == TB_SUM && p->coord[i] != 0)
+            return true;
+    }
+    return false;
+}
+
+static bool holds(const part *p, int64_t element) {
+    for (int64_t i = 0; i < p->nelements; i++) {
+        if (p->element[i] == element)
+            return true;
+    }
+    return false;
+}
+
+/* An element that a target wants and no source holds. */
+static bool has_hole(const random_case *c, int64_t nelements) {
+    for (int64_t e = 0; e < nelements; e++) {
+        bool held = false, wanted = false;
+        for (int32_t m = 0; m < c->src.nranks && !held; m++)
+            held = holds(&parts[0][m], e);
+        for (int32_t m = 0; m < c->dst.nranks && !held && !wanted; m++)
+            wanted = holds(&parts[1][m], e);
+        if (wanted)
+            return true;
+    }
+    return false;
+}
+
+static int64_t flat(const tb_box *box, const int64_t *len, const int64_t *shape, int ndim, int64_t i) {
+    int64_t offset = 0, scale = 1;
+    for (int d = ndim - 1; d >= 0; d--) {
+        int64_t x = box->start[d] + i % len[d];
+        assert_in_range(x, 0, shape[d] - 1);
+        offset += x * scale;
+        scale *= shape[d];
+        i /= len[d];
+    }
+    return offset;
+}
+
+/* The contributors must be all ranks that differ from the source in Partial mesh dims only, in mesh order. */
+static void check_contributors(const random_case *c, const tb_route *route) {
+    const part *source = part_of(0, &c->src, route->source);
+    uint32_t n = 0;
+    bool is_partial = false;
+    for (int32_t m = 0; m < c->src.nranks; m++) {
+        const part *p = &parts[0][m];
+        bool same = true;
+        for (int i = 0; i < c->src.mesh_ndim; i++) {
+            is_partial |= c->src.place[i].kind == TB_PARTIAL;
+            same &= c->src.place[i].kind == TB_PARTIAL || p->coord[i] == source->coord[i];
+        }
+        if (same && is_partial) {
+            assert_true(n < route->ncontributors);
+            assert_int_equal(route->contributors[n++], p->rank);
+        }
+    }
+    assert_int_equal(n, route->ncontributors);
+}
+
+/* Carries out the routes of every target rank and compares with what the layouts say. */
+static void carry_out(const random_case *c, const tb_plan *plan, uint64_t rotation, tb_routes *routes) {
+    static int64_t got[MAX_ELEMENTS];
+    int ndim = c->shape.ndim;
+    for (int32_t m = 0; m < c->dst.nranks; m++) {
+        const part *target = &parts[1][m];
+        for (int64_t i = 0; i < target->nelements; i++)
+            got[i] = POISON;
+        assert_int_equal(tb_plan_routes(plan, target->rank, rotation, routes), TB_OK);
+        for (size_t r = 0; r < tb_routes_count(routes); r++) {
+            const tb_route *route = tb_routes_at(routes, r);
+            bool mine = false;
+            for (uint32_t t = 0; t < route->ntargets; t++)
+                mine |= route->targets[t] == target->rank;
+            if (!mine)
+                continue;
+            const part *source = NULL;
+            if (route->source != TB_NO_RANK) {
+                source = part_of(0, &c->src, route->source);
+                assert_non_null(source);
+                check_contributors(c, route);
+            }
+            for (int64_t i = 0; i < route->nelements; i++) {
+                int64_t to = flat(&route->dst, route->len, target->shape, ndim, i);
+                assert_int_equal(got[to], POISON); /* nothing is written twice */
+                got[to] = source ? source->element[flat(&route->src, route->len, source->shape, ndim, i)] : ZERO;
+            }
+        }
+        for (int64_t i = 0; i < target->nelements; i++)
+            assert_int_equal(got[i], holds_zeros(&c->dst, target) ? ZERO : target->element[i]);
+    }
+}
+
+/* The bound, element by element: all that ranks with one set of holders must send, over the size of the set. Also
+ * tells whether the sets overlap, which only Explicit sources can bring about. */
+static int64_t naive_bound(const random_case *c, int64_t nelements, bool *sets_overlap) {
+    static struct {
+        uint64_t holders;
+        int64_t sends;
+    } group[MAX_ELEMENTS];
+    int64_t ngroups = 0, itemsize = tb_dtype_bits(c->dtype) / 8, bound = 0;
+    *sets_overlap = false;
+    for (int64_t e = 0; e < nelements; e++) {
+        uint64_t holders = 0;
+        int64_t wanted = 0;
+        for (int32_t m = 0; m < c->src.nranks; m++)
+            holders |= (uint64_t)holds(&parts[0][m], e) << m;
+        for (int32_t m = 0; m < c->dst.nranks; m++) {
+            const part *p = &parts[1][m], *as_source = part_of(0, &c->src, p->rank);
+            if (holds_zeros(&c->dst, p) || (as_source && holds(as_source, e)))
+                continue;
+            for (int64_t i = 0; i < p->nelements; i++)
+                wanted += p->element[i] == e;
+        }
+        int64_t g = 0;
+        while (g < ngroups && group[g].holders != holders)
+            g++;
+        if (g == ngroups) {
+            group[ngroups].holders = holders;
+            group[ngroups++].sends = 0;
+        }
+        group[g].sends += wanted;
+    }
+    for (int64_t g = 0; g < ngroups; g++) {
+        int64_t members = __builtin_popcountll(group[g].holders);
+        if (members) {
+            int64_t share = (group[g].sends * itemsize + members - 1) / members;
+            bound = share > bound ? share : bound;
+        }
+        for (int64_t h = 0; h < g; h++)
+            *sets_overlap |= (group[g].holders & group[h].holders) != 0;
+    }
+    return bound;
+}
+
+static void check_stats(const random_case *c, const tb_plan *plan, int64_t nelements) {
+    tb_plan_stats stats;
+    bool sets_overlap;
+    assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
+    int64_t bound = naive_bound(c, nelements, &sets_overlap), sent = 0, received = 0;
+    assert_int_equal(stats.min_max_send, bound);
+    for (int32_t i = 0; i < stats.nranks; i++) {
+        sent += stats.send_bytes[i];
+        received += stats.recv_bytes[i];
+        assert_true(stats.send_bytes[i] <= stats.max_send);
+    }
+    assert_int_equal(sent, received);
+    assert_int_equal(sent, stats.total_bytes);
+    if (!sets_overlap)
+        assert_true(stats.max_send <= stats.min_max_send + stats.max_slice);
+    tb_plan_stats_fini(&stats);
+}
+
+/* A host map: ranks that have a source on their host get nothing from elsewhere. */
+static void check_hosts(const random_case *c, const tb_layout *src, const tb_layout *dst, rng *r, tb_routes *routes) {
+    int32_t hosts[128];
+    for (size_t i = 0; i < 128; i++)
+        hosts[i] = (int32_t)rng_range(r, 0, 4);
+    tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 128};
+    tb_plan *plan;
+    assert_int_equal(tb_plan_create(src, dst, &c->shape, c->dtype, &opts, &plan), TB_OK);
+    assert_int_equal(tb_plan_check(plan), TB_OK);
+    carry_out(c, plan, rng_next(r) % 5, routes);
+    for (int32_t m = 0; m < c->dst.nranks; m++) {
+        const part *target = &parts[1][m];
+        assert_int_equal(tb_plan_routes(plan, target->rank, 0, routes), TB_OK);
+        for (size_t i = 0; i < tb_routes_count(routes); i++) {
+            const tb_route *route = tb_routes_at(routes, i);
+            bool mine = false;
+            for (uint32_t t = 0; t < route->ntargets; t++)
+                mine |= route->targets[t] == target->rank;
+            if (!mine || route->ncontributors || route->source == TB_NO_RANK || route->source == target->rank ||
+                hosts[route->source] == hosts[target->rank])
+                continue;
+            const part *source = part_of(0, &c->src, route->source);
+            int64_t first = source->element[flat(&route->src, route->len, source->shape, c->shape.ndim, 0)];
+            for (int32_t s = 0; s < c->src.nranks; s++) {
+                if (hosts[parts[0][s].rank] == hosts[target->rank])
+                    assert_false(holds(&parts[0][s], first));
+            }
+        }
+    }
+    tb_plan_destroy(plan);
+}
+
+static void check_case(const random_case *c, tb_routes *routes) {
+    int64_t nelements = 1;
+    tb_layout *src, *dst;
+    tb_plan *plan;
+    rng r = {c->seed ^ 0x5EED};
+    for (int d = 0; d < c->shape.ndim; d++)
+        nelements *= c->shape.dim[d];
+    for (int32_t m = 0; m < c->src.nranks; m++)
+        fill_part(&c->src, &c->shape, m, &parts[0][m]);
+    for (int32_t m = 0; m < c->dst.nranks; m++)
+        fill_part(&c->dst, &c->shape, m, &parts[1][m]);
+    assert_int_equal(side_layout(&c->src, &src), TB_OK);
+    assert_int_equal(side_layout(&c->dst, &dst), TB_OK);
+    tb_status status = tb_plan_create(src, dst, &c->shape, c->dtype, NULL, &plan);
+    if (has_hole(c, nelements)) {
+        assert_int_equal(status, TB_INVALID);
+    } else {
+        assert_int_equal(status, TB_OK);
+        assert_int_equal(tb_plan_check(plan), TB_OK);
+        carry_out(c, plan, 0, routes);
+        carry_out(c, plan, rng_next(&r) % 1000, routes);
+        check_stats(c, plan, nelements);
+        tb_plan_destroy(plan);
+        tb_plan_opts opts = {.size = sizeof opts, .unbalanced = true};
+        assert_int_equal(tb_plan_create(src, dst, &c->shape, c->dtype, &opts, &plan), TB_OK);
+        assert_int_equal(tb_plan_check(plan), TB_OK);
+        tb_plan_destroy(plan);
+        check_hosts(c, src, dst, &r, routes);
+    }
+    tb_layout_destroy(src);
+    tb_layout_destroy(dst);
+}
+
+static const random_case *current; /* printed if an assertion fails */
+
+static int print_current(void **state) {
+    (void)state;
+    if (current) {
+        random_case_print(current);
+        printf("TB_SEED=%" PRIu64 " TB_CASES=1 repeats this case; last error: %s\n", current->seed, tb_error_detail());
+    }
+    return 0;
+}
+
+static void random_plans_equal_brute_force(void **state) {
+    (void)state;
+    static random_case c;
+    uint64_t seed = test_seed();
+    int64_t n = test_cases(20000);
+    tb_routes *routes;
+    assert_int_equal(tb_routes_create(&routes), TB_OK);
+    for (int64_t i = 0; i < n; i++) {
+        random_case_make(&c, seed + (uint64_t)i);
+        current = &c;
+        check_case(&c, routes);
+    }
+    current = NULL;
+    tb_routes_destroy(routes);
+    printf("%" PRId64 " random layout pairs\n", n);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_teardown(random_plans_equal_brute_force, print_current),
+    };
+    return cmocka_run_group_tests_name("plan", tests, NULL, NULL);
+}

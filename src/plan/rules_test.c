@@ -1,0 +1,293 @@
+/* Single rules of planning, each by a small case that shows it; the cache; failing allocations. */
+#include "plan/plan.h"
+
+#include "../tests/support/random_case.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static tb_status plan_of(const char *src_text, const char *dst_text, const char *shape_text, tb_dtype dtype,
+                         const tb_plan_opts *opts, tb_plan **out) {
+    tb_layout *src, *dst;
+    tb_shape shape;
+    assert_int_equal(tb_layout_parse(src_text, &src), TB_OK);
+    assert_int_equal(tb_layout_parse(dst_text, &dst), TB_OK);
+    assert_int_equal(tb_shape_parse(shape_text, &shape), TB_OK);
+    tb_status status = tb_plan_create(src, dst, &shape, dtype, opts, out);
+    tb_layout_destroy(src); /* the plan keeps what it needs */
+    tb_layout_destroy(dst);
+    return status;
+}
+
+/* A good plan's figures; the plan has been checked. */
+static tb_plan_stats stats_of(const char *src, const char *dst, const char *shape, tb_dtype dtype,
+                              const tb_plan_opts *opts) {
+    tb_plan *plan;
+    tb_plan_stats stats;
+    assert_int_equal(plan_of(src, dst, shape, dtype, opts, &plan), TB_OK);
+    assert_int_equal(tb_plan_check(plan), TB_OK);
+    assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
+    tb_plan_destroy(plan);
+    return stats;
+}
+
+static void what_can_not_be_planned(void **state) {
+    (void)state;
+    static const struct {
+        const char *src, *dst, *shape;
+        tb_dtype dtype;
+        tb_status status;
+        const char *word;
+    } wrong[] = {
+        {"mesh=2 place=S1", "mesh=2 place=S0", "8", TB_F32, TB_INVALID, "src: mesh dim 0 shards dim 1"},
+        {"mesh=2 place=S0", "mesh=2 place=S3", "8", TB_F32, TB_INVALID, "dst: mesh dim 0 shards dim 3"},
+        {"mesh=2 place=Partial(avg)", "mesh=1 place=R", "8", TB_I32, TB_REFUSED, "avg"},
+        {"mesh=1 place=R", "mesh=2 place=Partial(avg)", "8", TB_U8, TB_REFUSED, "avg"},
+        {"mesh=1 place=R", "mesh=2 place=Partial(product)", "8", TB_F32, TB_REFUSED, "can't be a target"},
+        {"mesh=2 place=P", "mesh=1 place=R", "8", TB_BOOL, TB_REFUSED, "no arithmetic"},
+        {"mesh=2,2 place=Partial(min),Partial(max)", "mesh=1 place=R", "8", TB_F32, TB_INVALID, "mixed"},
+        {"mesh=2 place=Explicit(0, 0-3; 4-8)", "mesh=1 place=R", "8", TB_F32, TB_INVALID, "index 3 of dim 0"},
+        {"mesh=2 place=S0", "mesh=1 place=R", "4611686018427387904", TB_BF16, TB_TOO_BIG, "2^62"},
+        {"mesh=3 place=S0", "mesh=1 place=R", "8", TB_F4E2M1, TB_REFUSED, "inside a byte"},
+        {"mesh=1 place=R", "mesh=1 place=R", "7", TB_F4E2M1, TB_REFUSED, "even"},
+        {"mesh=1 place=R", "mesh=1 place=R", "8", (tb_dtype)77, TB_INVALID, "dtype"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        tb_plan *plan;
+        tb_status status = plan_of(wrong[i].src, wrong[i].dst, wrong[i].shape, wrong[i].dtype, NULL, &plan);
+        if (status != wrong[i].status || !strstr(tb_error_detail(), wrong[i].word))
+            fail_msg("case %zu gave %d '%s', not '%s'", i, status, tb_error_detail(), wrong[i].word);
+    }
+    int32_t hosts[] = {0, 1, 2};
+    tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 3};
+    tb_plan *plan;
+    assert_int_equal(plan_of("mesh=2 place=S0", "mesh=2 place=S0 ranks=2,3", "8", TB_F32, &opts, &plan), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "rank 3"));
+}
+
+static void what_a_rank_holds_is_not_sent(void **state) {
+    (void)state;
+    tb_plan_stats s = stats_of("mesh=4 place=S0", "mesh=4 place=S0", "64", TB_F32, NULL);
+    assert_int_equal(s.total_bytes, 0);
+    assert_int_equal(s.local_bytes, 256);
+    assert_int_equal(s.nchunks, 4);
+    tb_plan_stats_fini(&s);
+    s = stats_of("mesh=4 place=S0", "mesh=2 place=S0 ranks=1,2", "64", TB_F32, NULL);
+    assert_int_equal(s.local_bytes, 128); /* ranks 1 and 2 keep what they have, and get the other half */
+    assert_int_equal(s.total_bytes, 128);
+    tb_plan_stats_fini(&s);
+}
+
+/* Three replicas serve one receiver: a third each, along the outermost dim that is fine enough. */
+static void replicas_share_the_work(void **state) {
+    (void)state;
+    tb_plan_stats s = stats_of("mesh=3 place=R", "mesh=1 place=R ranks=9", "3000,4", TB_F32, NULL);
+    assert_int_equal(s.min_max_send, 16000);
+    assert_int_equal(s.max_send, 16000);
+    assert_int_equal(s.nchunks, 3);
+    tb_plan_stats_fini(&s);
+    s = stats_of("mesh=3 place=R", "mesh=3 place=R ranks=7,8,9", "3000,4", TB_F32, NULL);
+    assert_int_equal(s.nchunks, 3); /* nothing is cut where the balance does not need it */
+    tb_plan_stats_fini(&s);
+    s = stats_of("mesh=3 place=R", "mesh=1 place=R ranks=9", "2,3000", TB_F32, NULL);
+    assert_int_equal(s.max_send, 8000); /* two rows do not divide by three, columns do */
+    tb_plan_stats_fini(&s);
+}
+
+static void equal_boxes_are_one_broadcast(void **state) {
+    (void)state;
+    tb_plan_stats s = stats_of("mesh=2 place=S0", "mesh=4 place=R ranks=4..7", "64", TB_F32, NULL);
+    for (int32_t i = 0; i < 2; i++) {
+        assert_int_equal(s.send_bytes[i], 512);
+        assert_int_equal(s.egress_bytes[i], 128);
+    }
+    tb_plan_stats_fini(&s);
+    /* Redundant experts: the same rows at other places of other ranks. */
+    s = stats_of("mesh=1 place=R", "mesh=2 place=Explicit(0, 0-4,6-8; 6-8,4-6) ranks=4,5", "8", TB_F32, NULL);
+    assert_int_equal(s.send_bytes[0], 40);
+    assert_int_equal(s.egress_bytes[0], 32);
+    tb_plan_stats_fini(&s);
+}
+
+static void contributions_are_counted_apart(void **state) {
+    (void)state;
+    tb_plan_stats s = stats_of("mesh=4 place=P", "mesh=4 place=S0 ranks=4..7", "64", TB_F32, NULL);
+    for (int32_t i = 0; i < 4; i++) { /* no member does all the work */
+        assert_int_equal(s.send_bytes[i], 64);
+        assert_int_equal(s.reduce_bytes[i], 192);
+    }
+    tb_plan_stats_fini(&s);
+    s = stats_of("mesh=4 place=P", "mesh=4 place=R ranks=4..7", "64", TB_F32, NULL);
+    for (int32_t i = 0; i < 4; i++) { /* each element is reduced once, however many want it */
+        assert_int_equal(s.reduce_bytes[i], 192);
+        assert_int_equal(s.send_bytes[i], 256);
+        assert_int_equal(s.egress_bytes[i], 64);
+    }
+    tb_plan_stats_fini(&s);
+}
+
+static void the_same_host_comes_first(void **state) {
+    (void)state;
+    const int32_t hosts[] = {0, 1, 0, 1, 0, 1};
+    tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 6};
+    tb_plan *plan;
+    tb_routes *routes;
+    assert_int_equal(plan_of("mesh=2 place=R", "mesh=4 place=S0 ranks=2..5", "64", TB_F32, &opts, &plan), TB_OK);
+    assert_int_equal(tb_plan_check(plan), TB_OK);
+    assert_int_equal(tb_routes_create(&routes), TB_OK);
+    for (int32_t rank = 2; rank < 6; rank++) {
+        assert_int_equal(tb_plan_routes(plan, rank, 0, routes), TB_OK);
+        assert_int_equal(tb_routes_count(routes), 1);
+        assert_int_equal(tb_routes_at(routes, 0)->source, hosts[rank]);
+    }
+    tb_routes_destroy(routes);
+    tb_plan_destroy(plan);
+}
+
+/* Tensor i of a batch begins with another replica than tensor i+1. */
+static void tensors_take_turns(void **state) {
+    (void)state;
+    tb_plan *plan;
+    tb_routes *routes;
+    assert_int_equal(plan_of("mesh=4 place=R", "mesh=1 place=R ranks=9", "", TB_F32, NULL, &plan), TB_OK);
+    assert_int_equal(tb_routes_create(&routes), TB_OK);
+    bool used[4] = {false};
+    for (uint64_t i = 0; i < 4; i++) {
+        assert_int_equal(tb_plan_routes(plan, 9, i, routes), TB_OK);
+        assert_int_equal(tb_routes_count(routes), 1);
+        used[tb_routes_at(routes, 0)->source] = true;
+        int32_t source = tb_routes_at(routes, 0)->source;
+        for (int32_t rank = 0; rank < 4; rank++) {
+            assert_int_equal(tb_plan_routes(plan, rank, i, routes), TB_OK);
+            assert_int_equal(tb_routes_count(routes), rank == source);
+        }
+    }
+    assert_true(used[0] && used[1] && used[2] && used[3]);
+    tb_routes_destroy(routes);
+    tb_plan_destroy(plan);
+}
+
+/* The largest sizes and the most ranks, without overflow. */
+static void huge_plans(void **state) {
+    (void)state;
+    tb_plan_stats s =
+        stats_of("mesh=3,5 place=R,S0", "mesh=7,2 place=S0,R ranks=20..33", "4611686018427387904", TB_U8, NULL);
+    assert_true(s.max_send <= s.min_max_send + s.max_slice);
+    tb_plan_stats_fini(&s);
+    tb_plan *plan;
+    tb_plan_stats stats;
+    assert_int_equal(plan_of("mesh=1 place=R", "mesh=4 place=R ranks=1..4", "4611686018427387904", TB_U8, NULL, &plan),
+                     TB_OK);
+    assert_int_equal(tb_plan_check(plan), TB_OK);
+    assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
+    assert_int_equal(stats.send_bytes[0], INT64_MAX); /* 2^64, which can't be told */
+    assert_int_equal(stats.recv_bytes[4], INT64_C(1) << 62);
+    tb_plan_stats_fini(&stats);
+    tb_plan_destroy(plan);
+    tb_routes *routes;
+    assert_int_equal(tb_routes_create(&routes), TB_OK);
+    assert_int_equal(plan_of("mesh=524288 place=S0", "mesh=524288 place=S0 ranks=524288..1048575", "1048576,1048576",
+                             TB_BF16, NULL, &plan),
+                     TB_OK);
+    assert_int_equal(tb_plan_routes(plan, 1048575, 0, routes), TB_OK);
+    assert_int_equal(tb_routes_count(routes), 1);
+    assert_int_equal(tb_routes_at(routes, 0)->source, 524287);
+    tb_plan_destroy(plan);
+    tb_routes_destroy(routes);
+}
+
+static void the_cache_shares_plans(void **state) {
+    (void)state;
+    tb_plan_cache *cache;
+    tb_layout *a, *b, *c;
+    const tb_plan *first, *second;
+    const tb_routes *r1, *r2;
+    uint64_t hits, misses;
+    tb_shape shape = {2, {64, 32}}, other = {2, {64, 33}};
+    assert_int_equal(tb_plan_cache_create(&cache), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=4 place=R", &a), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=4 place=Replicate", &b), TB_OK); /* equal, not the same object */
+    assert_int_equal(tb_layout_parse("mesh=2 place=S0 ranks=8,9", &c), TB_OK);
+    assert_int_equal(tb_plan_cache_get(cache, a, c, &shape, TB_F32, NULL, &first), TB_OK);
+    assert_int_equal(tb_plan_cache_get(cache, b, c, &shape, TB_F32, NULL, &second), TB_OK);
+    assert_ptr_equal(first, second);
+    assert_int_equal(tb_plan_cache_get(cache, b, c, &other, TB_F32, NULL, &second), TB_OK);
+    assert_ptr_not_equal(first, second);
+    assert_int_equal(tb_plan_cache_get(cache, b, c, &shape, TB_F16, NULL, &second), TB_OK);
+    assert_ptr_not_equal(first, second);
+    const int32_t hosts[10] = {0};
+    tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 10};
+    assert_int_equal(tb_plan_cache_get(cache, b, c, &shape, TB_F32, &opts, &second), TB_OK);
+    assert_ptr_not_equal(first, second);
+    tb_plan_cache_counters(cache, &hits, &misses);
+    assert_int_equal(hits, 1);
+    assert_int_equal(misses, 4);
+    assert_int_equal(tb_plan_cache_routes(cache, first, 8, 1, &r1), TB_OK);
+    assert_int_equal(tb_plan_cache_routes(cache, first, 8, 5, &r2), TB_OK); /* four replicas: 1 and 5 are the same */
+    assert_ptr_equal(r1, r2);
+    assert_int_equal(tb_plan_cache_routes(cache, first, 8, 2, &r2), TB_OK);
+    assert_ptr_not_equal(r1, r2);
+    tb_layout_destroy(a);
+    tb_layout_destroy(b);
+    tb_layout_destroy(c);
+    tb_plan_cache_destroy(cache);
+}
+
+/* Every allocation fails once, in turn: a clean error, nothing leaked, nothing half made. */
+static void failing_allocations(void **state) {
+    (void)state;
+    static random_case c;
+    for (uint64_t seed = 1; seed <= 40; seed++) {
+        random_case_make(&c, seed * 77);
+        tb_status status = TB_NO_MEMORY;
+        for (long n = 0; status == TB_NO_MEMORY; n++) {
+            tb_layout *src = NULL, *dst = NULL;
+            tb_plan *plan = NULL;
+            tb_plan_stats stats;
+            tb_ir *ir;
+            char *text = NULL;
+            tb__mem_fail_after(n);
+            status = side_layout(&c.src, &src);
+            if (status == TB_OK)
+                status = side_layout(&c.dst, &dst);
+            if (status == TB_OK)
+                status = tb_plan_create(src, dst, &c.shape, c.dtype, NULL, &plan);
+            if (status == TB_OK)
+                status = tb_plan_check(plan);
+            if (status == TB_OK && (status = tb_plan_stats_compute(plan, &stats)) == TB_OK)
+                tb_plan_stats_fini(&stats);
+            tb_tensor_spec spec = {"t", c.shape, src, dst, c.dtype, c.dtype, TB_DTYPE_NONE};
+            if (status == TB_OK && (status = tb_ir_create(c.dst.ranks[0], &spec, 1, NULL, NULL, &ir)) == TB_OK) {
+                status = tb_ir_dump_json(ir, &text);
+                tb_ir_destroy(ir);
+            }
+            tb__mem_fail_after(-1);
+            free(text);
+            tb_plan_destroy(plan);
+            tb_layout_destroy(src);
+            tb_layout_destroy(dst);
+            assert_true(n < 100000);
+        }
+        assert_true(status == TB_OK || status == TB_INVALID); /* invalid: a case with a hole */
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_can_not_be_planned),
+        cmocka_unit_test(what_a_rank_holds_is_not_sent),
+        cmocka_unit_test(replicas_share_the_work),
+        cmocka_unit_test(equal_boxes_are_one_broadcast),
+        cmocka_unit_test(contributions_are_counted_apart),
+        cmocka_unit_test(the_same_host_comes_first),
+        cmocka_unit_test(tensors_take_turns),
+        cmocka_unit_test(huge_plans),
+        cmocka_unit_test(the_cache_shares_plans),
+        cmocka_unit_test(failing_allocations),
+    };
+    return cmocka_run_group_tests_name("plan rules", tests, NULL, NULL);
+}

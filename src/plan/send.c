@@ -1,0 +1,201 @@
+/* What a rank sends. It works out which stretch of its groups' lines is its own, and so whom it serves. */
+#include "plan/walk.h"
+
+/* Moves the pairing of axis d to the target class that holds pair number `position` of the group's indices. */
+static tb_status move_to(tb__walk *w, const tb__group *group, int d, tb__wide position, tb__pairing *p) {
+    const tb__axis *axis = &w->plan->dst.axis[d];
+    *p = (tb__pairing){.src_class = group->cls[d],
+                       .dst_class = tb__axis_seek(axis, group->spans[d], position),
+                       .src = group->spans[d],
+                       .total = group->total[d]};
+    tb__pairing_init(w->plan, d, p);
+    return tb__axis_class(axis, p->dst_class, w->arena, &p->dst);
+}
+
+static tb__wide pairs_of(const tb_plan *plan, int d, const tb__pairing *p) {
+    return (tb__wide)(uint64_t)p->count * (uint32_t)tb__axis_nholders(&plan->dst.axis[d], p->dst_class);
+}
+
+/* The cell in which a position, counted as if nobody were excluded, lies. */
+static tb_status cell_at(tb__walk *w, const tb__group *group, tb__wide position, tb__pairing *pairing, tb__cell *cell) {
+    int n = w->plan->shape.ndim;
+    tb__wide unit = (uint64_t)w->plan->dst.copies.size; /* pairs of later axes, times pairs of earlier ones */
+    for (int d = 0; d < n; d++)
+        unit *= group->total[d];
+    for (int d = 0; d < n; d++) {
+        unit = tb__wide_div(unit, group->total[d]);
+        TB_TRY(move_to(w, group, d, tb__wide_div(position, unit), &pairing[d]));
+        position -= pairing[d].before * unit;
+        unit *= pairs_of(w->plan, d, &pairing[d]);
+        cell->dim[d] = &pairing[d];
+    }
+    tb__cell_init(w->plan, cell);
+    return TB_OK;
+}
+
+static tb_status next_cell(tb__walk *w, const tb__group *group, tb__pairing *pairing, tb__cell *cell, bool *done) {
+    int d = w->plan->shape.ndim - 1;
+    for (; d >= 0; d--) {
+        tb__wide next = pairing[d].before + pairs_of(w->plan, d, &pairing[d]);
+        bool wraps = next == group->total[d];
+        bool alone = wraps && pairing[d].before == 0;
+        if (!alone) /* else it stays where it is, with its runs */
+            TB_TRY(move_to(w, group, d, wraps ? 0 : next, &pairing[d]));
+        if (!wraps)
+            break;
+    }
+    *done = d < 0;
+    if (!*done)
+        tb__cell_init(w->plan, cell);
+    return TB_OK;
+}
+
+/* What part k of the line sends, in one cell. */
+static tb_status send_cell(tb__walk *w, const tb__group *group, const tb__cell *cell, const tb__receivers *r, int64_t k,
+                           tb__parties *who) {
+    tb__cuts c = {group->line, group->nmembers};
+    tb__wide volume = (uint64_t)cell->volume;
+    if (w->plan->src.partial.count > 0) {
+        tb__wide weight = volume * (uint64_t)r->count;
+        tb__knife knife = tb__knife_choose(w->plan, &c, cell, weight);
+        tb__slices s = tb__part_slices(&c, &knife, k, r->position);
+        if (s.lo == s.hi)
+            return TB_OK;
+        tb__note_cut(w, &knife, &c, k, r->position, weight);
+        for (int64_t q = 0; q < r->count; q = r->repeats ? q + 1 : r->count) {
+            TB_TRY(tb__set_targets(w, r, q, r->repeats ? q : r->count - 1, NULL, who));
+            TB_TRY(tb__emit(w, group, cell, who, &knife, &s));
+        }
+        return TB_OK;
+    }
+    tb__knife knife = tb__knife_choose(w->plan, &c, cell, volume);
+    tb__wide from = tb__part_start(&c, k), to = tb__part_start(&c, k + 1);
+    int64_t q = from > r->position ? (int64_t)tb__wide_div(from - r->position, volume) : 0;
+    while (q < r->count && r->position + (tb__wide)(uint64_t)q * volume < to) {
+        tb__wide position = r->position + (tb__wide)(uint64_t)q * volume;
+        tb__slices s = tb__part_slices(&c, &knife, k, position);
+        int64_t first = q, last = q;
+        if (s.is_whole && !r->repeats)
+            tb__whole_range(&c, &knife, k, cell, r, &first, &last);
+        if (s.lo < s.hi) {
+            tb__note_cut(w, &knife, &c, k, position, volume);
+            TB_TRY(tb__set_targets(w, r, first, last, NULL, who));
+            TB_TRY(tb__emit(w, group, cell, who, &knife, &s));
+        }
+        q = last + 1;
+    }
+    return TB_OK;
+}
+
+/* What member `m` of the group sends from the line. */
+static tb_status send_part(tb__walk *w, const tb__group *group, int64_t m) {
+    tb__cuts c = {group->line, group->nmembers};
+    if (group->line == 0 || (w->plan->unbalanced && m != 0))
+        return TB_OK;
+    int64_t k = w->plan->unbalanced ? 0 : tb__member_part(m, c.nparts, w->rotation);
+    tb__wide from = tb__part_start(&c, k), to = tb__part_start(&c, k + 1);
+    if (from == to)
+        return TB_OK;
+    tb__parties who = {0};
+    TB_TRY(tb__set_source(w, group, m, &who));
+    tb__pairing pairing[TB_MAX_DIMS];
+    tb__cell cell;
+    TB_TRY(cell_at(w, group, tb__line_expand(group, from), pairing, &cell));
+    for (bool done = false; !done;) {
+        tb__receivers r = tb__receivers_of(w->plan, group, &cell);
+        if (r.position >= to)
+            break;
+        if (r.count > 0)
+            TB_TRY(send_cell(w, group, &cell, &r, k, &who));
+        TB_TRY(next_cell(w, group, pairing, &cell, &done));
+    }
+    return TB_OK;
+}
+
+/* The part of a Partial source's contributors: they take part in what each of the others ships or keeps. */
+static tb_status contribute(tb__walk *w, const tb__group *group, int64_t m) {
+    int64_t nparts = w->plan->src.partial.size, first = m - m % nparts;
+    for (int64_t other = first; other < first + nparts; other++)
+        TB_TRY(send_part(w, group, other));
+    for (size_t i = 0; i < group->nabsent; i++) {
+        const tb__absent *a = &group->absent[i];
+        for (size_t j = 0; j < a->count; j++) {
+            int32_t src_holder[TB_MAX_DIMS], dst_holder[TB_MAX_DIMS];
+            int32_t rank = tb__holder_rank(&w->plan->dst, a->cls, 1, a->index[j], dst_holder);
+            int64_t member;
+            if (rank == w->rank || !tb__group_has(w->plan, group, rank, src_holder, &member) ||
+                member - member % nparts != first)
+                continue;
+            tb__pairing pairing[TB_MAX_DIMS];
+            tb__cell cell;
+            TB_TRY(tb__group_cell(w->plan, group, a->cls, pairing, &cell, w->arena));
+            TB_TRY(tb__emit_local(w, group, &cell, rank, member, dst_holder));
+        }
+    }
+    return TB_OK;
+}
+
+static tb_status send_group(tb__walk *w, const tb__place *place, tb__group *group, const int32_t *holder) {
+    const tb_plan *plan = w->plan;
+    bool unused;
+    TB_TRY(tb__group_init(plan, group, w->routes));
+    int64_t m = tb__holder_index(&plan->src, group->cls, plan->src.partial.size, holder, place->copy, place->part);
+    if (plan->src.partial.count > 0)
+        return contribute(w, group, m);
+    TB_TRY(send_part(w, group, m));
+    return plan->hosts ? tb__serve_host(w, group, NULL, NULL, &unused) : TB_OK;
+}
+
+/* One source class of an axis that this rank holds. */
+typedef struct holding {
+    int32_t cls, holder;
+    tb__spans spans;
+    tb__wide total;
+} holding;
+
+static tb_status axis_holdings(tb__walk *w, int d, int32_t coord, holding **out, size_t *count) {
+    const tb__axis *src = &w->plan->src.axis[d], *dst = &w->plan->dst.axis[d];
+    const tb__slot *slot;
+    TB_TRY(tb__axis_slots(src, coord, w->arena, &slot, count));
+    *out = tb__arena_alloc(w->arena, *count, sizeof **out);
+    if (!*out)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < *count; i++) {
+        holding *h = &(*out)[i];
+        *h = (holding){.cls = slot[i].cls, .holder = slot[i].holder};
+        TB_TRY(tb__axis_class(src, h->cls, w->arena, &h->spans));
+        h->total = tb__axis_before(dst, tb__axis_nclasses(dst), h->spans);
+    }
+    return TB_OK;
+}
+
+tb_status tb__send_all(tb__walk *w) {
+    const tb_plan *plan = w->plan;
+    int n = plan->shape.ndim;
+    tb__place place;
+    holding *axis[TB_MAX_DIMS];
+    size_t count[TB_MAX_DIMS];
+    if (!tb__grid_place(&plan->src, w->rank, &place))
+        return TB_OK;
+    for (int d = 0; d < n; d++) {
+        TB_TRY(axis_holdings(w, d, place.coord[d], &axis[d], &count[d]));
+        if (count[d] == 0)
+            return TB_OK;
+    }
+    size_t at[TB_MAX_DIMS] = {0};
+    for (int d = n; d >= 0;) {
+        tb__group group;
+        int32_t holder[TB_MAX_DIMS];
+        for (int e = 0; e < n; e++) {
+            const holding *h = &axis[e][at[e]];
+            group.cls[e] = h->cls;
+            group.spans[e] = h->spans;
+            group.total[e] = h->total;
+            holder[e] = h->holder;
+        }
+        TB_TRY(send_group(w, &place, &group, holder));
+        for (d = n - 1; d >= 0 && ++at[d] == count[d]; d--)
+            at[d] = 0;
+    }
+    return TB_OK;
+}

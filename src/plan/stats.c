@@ -1,0 +1,129 @@
+/* Figures of a whole plan, and the bound that no choice among replicas can beat. */
+#include "plan/plan.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+static int compare_ranks(const void *a, const void *b) {
+    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+static tb_status set_ranks(const tb_plan *plan, tb_plan_stats *s) {
+    const tb_layout *src = plan->src_layout, *dst = plan->dst_layout;
+    size_t most = (size_t)src->nranks + (size_t)dst->nranks;
+    s->ranks = tb__malloc(most, sizeof *s->ranks);
+    if (!s->ranks)
+        return TB_NO_MEMORY;
+    for (int32_t i = 0; i < src->nranks; i++)
+        s->ranks[s->nranks++] = tb_layout_rank_at(src, i);
+    for (int32_t i = 0; i < dst->nranks; i++) {
+        int32_t rank = tb_layout_rank_at(dst, i);
+        if (tb_layout_index_of(src, rank) < 0)
+            s->ranks[s->nranks++] = rank;
+    }
+    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, compare_ranks);
+    s->send_bytes = tb__calloc((size_t)s->nranks, sizeof *s->send_bytes);
+    s->recv_bytes = tb__calloc((size_t)s->nranks, sizeof *s->recv_bytes);
+    s->egress_bytes = tb__calloc((size_t)s->nranks, sizeof *s->egress_bytes);
+    s->reduce_bytes = tb__calloc((size_t)s->nranks, sizeof *s->reduce_bytes);
+    return s->send_bytes && s->recv_bytes && s->egress_bytes && s->reduce_bytes ? TB_OK : TB_NO_MEMORY;
+}
+
+/* Adds count*nbytes; what is beyond INT64_MAX stays there. */
+static void add(int64_t *sum, int64_t nbytes, uint64_t count) {
+    int64_t product;
+    if (__builtin_mul_overflow(nbytes, count, &product) || __builtin_add_overflow(*sum, product, sum))
+        *sum = INT64_MAX;
+}
+
+static int64_t bytes_of(const tb_plan *plan, int64_t nelements) {
+    return tb_dtype_bits(plan->dtype) >= 8 ? nelements * (tb_dtype_bits(plan->dtype) / 8) : (nelements + 1) / 2;
+}
+
+static void add_route(const tb_plan *plan, tb_plan_stats *s, int32_t i, const tb_route *route) {
+    int32_t rank = s->ranks[i];
+    int64_t nbytes = bytes_of(plan, route->nelements);
+    if (route->source == TB_NO_RANK)
+        return;
+    if (route->source != rank) {
+        for (uint32_t t = 0; t < route->ntargets; t++)
+            add(&s->recv_bytes[i], nbytes, route->targets[t] == rank);
+        return;
+    }
+    add(&s->reduce_bytes[i], nbytes, route->ncontributors ? route->ncontributors - 1 : 0);
+    add(&s->nchunks, route->ntargets, 1);
+    if (route->targets[0] == rank) {
+        add(&s->local_bytes, nbytes, 1);
+        return;
+    }
+    add(&s->send_bytes[i], nbytes, route->ntargets);
+    add(&s->total_bytes, nbytes, route->ntargets);
+    add(&s->egress_bytes[i], nbytes, 1);
+}
+
+/* The largest, over groups, of what the group has to send divided by its members. */
+static tb_status set_bound(const tb_plan *plan, tb_routes *scratch, tb_plan_stats *s) {
+    tb_plan balanced = *plan; /* the bound knows neither hosts nor the first replica */
+    balanced.hosts = NULL;
+    balanced.unbalanced = false;
+    int n = plan->shape.ndim;
+    int32_t cls[TB_MAX_DIMS] = {0};
+    for (int d = 0; d < n; d++) {
+        if (tb__axis_nclasses(&plan->src.axis[d]) == 0)
+            return TB_OK;
+    }
+    for (int d = n; d >= 0;) {
+        tb__wide line;
+        int64_t nmembers;
+        tb__arena_reset(&scratch->arena);
+        TB_TRY(tb__plan_line(&balanced, cls, scratch, &line, &nmembers));
+        tb__wide nbytes = line * tb_dtype_bits(plan->dtype) / 8;
+        tb__wide share = tb__wide_div(nbytes + (uint64_t)nmembers - 1, (uint64_t)nmembers);
+        int64_t told = share > INT64_MAX ? INT64_MAX : (int64_t)share;
+        s->min_max_send = told > s->min_max_send ? told : s->min_max_send;
+        if (line % (uint64_t)nmembers && s->max_slice < bytes_of(plan, 1)) /* no cut divides an element */
+            s->max_slice = bytes_of(plan, 1);
+        for (d = n - 1; d >= 0 && ++cls[d] == tb__axis_nclasses(&plan->src.axis[d]); d--)
+            cls[d] = 0;
+    }
+    return TB_OK;
+}
+
+static tb_status compute(const tb_plan *plan, tb_routes *routes, tb_plan_stats *s) {
+    TB_TRY(set_ranks(plan, s));
+    tb__wide max_slice = 0;
+    for (int32_t i = 0; i < s->nranks; i++) {
+        TB_TRY(tb_plan_routes(plan, s->ranks[i], 0, routes));
+        for (size_t r = 0; r < tb_routes_count(routes); r++)
+            add_route(plan, s, i, tb_routes_at(routes, r));
+        max_slice = routes->max_slice > max_slice ? routes->max_slice : max_slice;
+        s->max_send = s->send_bytes[i] > s->max_send ? s->send_bytes[i] : s->max_send;
+    }
+    tb__wide slice_bytes = (max_slice * tb_dtype_bits(plan->dtype) + 7) / 8;
+    s->max_slice = slice_bytes > INT64_MAX ? INT64_MAX : (int64_t)slice_bytes;
+    return set_bound(plan, routes, s);
+}
+
+tb_status tb_plan_stats_compute(const tb_plan *plan, tb_plan_stats *out) {
+    tb_routes *routes;
+    TB_TRY(tb_routes_create(&routes));
+    tb_plan_stats stats = {0};
+    tb_status status = compute(plan, routes, &stats);
+    tb_routes_destroy(routes);
+    if (status != TB_OK) {
+        tb_plan_stats_fini(&stats);
+        return status;
+    }
+    *out = stats;
+    return TB_OK;
+}
+
+void tb_plan_stats_fini(tb_plan_stats *stats) {
+    free(stats->ranks);
+    free(stats->send_bytes);
+    free(stats->recv_bytes);
+    free(stats->egress_bytes);
+    free(stats->reduce_bytes);
+    *stats = (tb_plan_stats){0};
+}
