@@ -1,0 +1,76 @@
+/* From chunks to buckets. Both ends of a channel do this on their own and must arrive at the same buckets, so nothing
+ * here may depend on the rank that does it: chunks are sorted by what both ends know of them. */
+#include "ir/ir.h"
+
+#include <string.h>
+
+static int compare_lists(const int32_t *a, uint32_t na, const int32_t *b, uint32_t nb) {
+    if (a == b)
+        return 0;
+    for (uint32_t i = 0; i < na && i < nb; i++) {
+        if (a[i] != b[i])
+            return a[i] < b[i] ? -1 : 1;
+    }
+    return (na > nb) - (na < nb);
+}
+
+/* What chunks of one bucket share. A reduce-only chunk is keyed by the targets of the rank that ships, like the chunk
+ * it belongs to there, so that all members of a reduction keep in step. */
+static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
+    if (x->transport != y->transport)
+        return x->transport < y->transport ? -1 : 1;
+    if (x->source != y->source)
+        return x->source < y->source ? -1 : 1;
+    int c = compare_lists(x->targets, x->ntargets, y->targets, y->ntargets);
+    return c ? c : compare_lists(x->contributors, x->ncontributors, y->contributors, y->ncontributors);
+}
+
+static int compare_chunks(const void *a, const void *b) {
+    const tb_chunk *x = a, *y = b;
+    int c = compare_keys(x, y);
+    if (c)
+        return c;
+    if (x->tensor != y->tensor)
+        return x->tensor < y->tensor ? -1 : 1;
+    if (x->order != y->order)
+        return x->order < y->order ? -1 : 1;
+    return (x->part > y->part) - (x->part < y->part);
+}
+
+static int64_t align_up(int64_t n) {
+    return (n + TB__BUCKET_ALIGN - 1) / TB__BUCKET_ALIGN * TB__BUCKET_ALIGN;
+}
+
+static bool add_entry(tb__ir *ir, size_t i, int64_t bucket_size, bool new_channel) {
+    int64_t nbytes = ir->chunks.item[i].nbytes;
+    tb_bucket *bucket = ir->buckets.count ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
+    if (new_channel || !bucket || nbytes > bucket_size - align_up(bucket->total_bytes)) {
+        tb_bucket new = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
+        if (!tb__vec_push(&ir->buckets, new))
+            return false;
+        ir->channels.item[ir->channels.count - 1].nbuckets++;
+        bucket = &ir->buckets.item[ir->buckets.count - 1];
+    }
+    tb_bucket_entry entry = {.chunk = i, .offset = align_up(bucket->total_bytes), .nbytes = nbytes};
+    if (!tb__vec_push(&ir->entries, entry))
+        return false;
+    bucket->nentries++;
+    bucket->total_bytes = entry.offset + nbytes;
+    return true;
+}
+
+tb_status tb__ir_pack(tb__ir *ir, int64_t bucket_size, uint32_t max_in_flight) {
+    tb_chunk *chunks = ir->chunks.item;
+    size_t n = ir->chunks.count;
+    if (n)
+        qsort(chunks, n, sizeof *chunks, compare_chunks);
+    for (size_t i = 0; i < n; i++) {
+        bool new_channel = i == 0 || compare_keys(&chunks[i - 1], &chunks[i]) != 0;
+        tb_channel channel = {.first_bucket = ir->buckets.count, .max_in_flight = max_in_flight};
+        if (new_channel && !tb__vec_push(&ir->channels, channel))
+            return TB_NO_MEMORY;
+        if (!add_entry(ir, i, bucket_size, new_channel))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}

@@ -1,0 +1,284 @@
+/* From tensors to chunks: each tensor's routes, with the roles this rank has in them. */
+#include "ir/ir.h"
+
+#include "base/dtype.h"
+#include "base/opts.h"
+#include "plan/plan.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+enum { NAME_BITS = 22, PIECE_BITS = 18, SUB_BITS = 4 }; /* of an id; the target rank has the other 20 */
+
+const char *tb_transport_kind_name(tb_transport_kind kind) {
+    static const char *const names[] = {
+        [TB_P2P] = "P2P", [TB_BROADCAST] = "BROADCAST", [TB_LOCAL] = "LOCAL", [TB_NONE] = "NONE"};
+    return (unsigned)kind <= TB_NONE ? names[kind] : NULL;
+}
+
+static bool can_cast(tb_dtype dtype) {
+    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
+}
+
+tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *out) {
+    tb_dtype wire = asked;
+    if (!tb_dtype_bits(src) || !tb_dtype_bits(dst) || (asked != TB_DTYPE_NONE && !tb_dtype_bits(asked)))
+        return tb__fail(TB_INVALID, "not a dtype: %d, %d or %d", (int)src, (int)dst, (int)asked);
+    if (wire == TB_DTYPE_NONE)
+        wire = tb_dtype_bits(dst) < tb_dtype_bits(src) ? dst : src;
+    const tb_dtype step[3] = {src, wire, dst};
+    for (int i = 0; i < 2; i++) {
+        tb_dtype from = step[i], to = step[i + 1];
+        if (from == to)
+            continue;
+        if (!can_cast(from) || !can_cast(to))
+            return tb__fail(TB_REFUSED, "there is no cast from %s to %s", tb_dtype_name(from), tb_dtype_name(to));
+        if (tb_dtype_bits(to) <= 8 && asked != to)
+            return tb__fail(TB_REFUSED, "a cast from %s to %s without scales loses range; ask for it by wire dtype %s",
+                            tb_dtype_name(from), tb_dtype_name(to), tb_dtype_name(to));
+    }
+    *out = wire;
+    return TB_OK;
+}
+
+static uint64_t hash_ranks(const int32_t *ranks, uint32_t count) {
+    uint64_t h = count;
+    for (uint32_t i = 0; i < count; i++) {
+        h = (h ^ (uint64_t)ranks[i]) * 0x9E3779B97F4A7C15U;
+        h ^= h >> 32;
+    }
+    return h;
+}
+
+static bool grow_lists(tb__ir *ir) {
+    size_t n = ir->lists.nslots ? 2 * ir->lists.nslots : 64;
+    uint32_t *slots = tb__calloc(n, sizeof *slots);
+    if (!slots)
+        return false;
+    for (size_t i = 0; i < ir->lists.list.count; i++) {
+        size_t at = ir->lists.list.item[i].hash & (n - 1);
+        while (slots[at])
+            at = (at + 1) & (n - 1);
+        slots[at] = (uint32_t)i + 1;
+    }
+    free(ir->lists.slots);
+    ir->lists.slots = slots;
+    ir->lists.nslots = n;
+    return true;
+}
+
+const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
+    if (2 * (ir->lists.list.count + 1) > ir->lists.nslots && !grow_lists(ir))
+        return NULL;
+    uint64_t hash = hash_ranks(ranks, count);
+    size_t mask = ir->lists.nslots - 1, at = hash & mask;
+    for (; ir->lists.slots[at]; at = (at + 1) & mask) {
+        const struct tb__rank_list *list = &ir->lists.list.item[ir->lists.slots[at] - 1];
+        if (list->hash == hash && list->count == count &&
+            (!count || !memcmp(list->ranks, ranks, count * sizeof *ranks)))
+            return list->ranks;
+    }
+    int32_t *copy = tb__arena_alloc(&ir->arena, count, sizeof *copy);
+    if (!copy)
+        return NULL;
+    if (count)
+        memcpy(copy, ranks, count * sizeof *copy);
+    struct tb__rank_list list = {hash, count, copy};
+    if (!tb__vec_push(&ir->lists.list, list))
+        return NULL;
+    ir->lists.slots[at] = (uint32_t)ir->lists.list.count;
+    return copy;
+}
+
+const char *tb__ir_string(tb__ir *ir, const char *string) {
+    size_t n = strlen(string) + 1;
+    char *copy = tb__arena_alloc(&ir->arena, n, 1);
+    return copy ? memcpy(copy, string, n) : NULL;
+}
+
+/* A batch on its way to chunks. */
+typedef struct builder {
+    tb__ir *ir;
+    tb_plan_cache *cache;
+    const tb_plan_opts *plan_opts;
+    int64_t most_bytes; /* of a chunk; INT64_MAX if none is to be cut */
+} builder;
+
+static bool has_rank(const int32_t *ranks, uint32_t count, int32_t rank) {
+    for (uint32_t i = 0; i < count; i++) {
+        if (ranks[i] == rank)
+            return true;
+    }
+    return false;
+}
+
+/* Adds the chunk, or its parts: slices of the outermost dim that can be cut finely enough. */
+static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *part) {
+    int64_t rows = 0, thickness = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
+    if (chunk->nbytes > b->most_bytes && d < chunk->ndim)
+        rows = b->most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
+    if (chunk->nbytes <= b->most_bytes || d == chunk->ndim) {
+        tb_chunk last = *chunk;
+        last.part = (*part)++;
+        return tb__vec_push(&b->ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
+    }
+    rows = rows > 0 ? rows : thickness;
+    for (int64_t at = 0; at < chunk->len[d]; at += rows) {
+        tb_chunk slice = *chunk;
+        slice.len[d] = chunk->len[d] - at < rows ? chunk->len[d] - at : rows;
+        slice.src.start[d] += at;
+        slice.dst.start[d] += at;
+        slice.nbytes = chunk->nbytes / chunk->len[d] * slice.len[d];
+        if (thickness > 1)
+            slice.nbytes = chunk->nbytes / (chunk->len[d] / thickness) * (slice.len[d] / thickness);
+        TB_TRY(add_parts(b, &slice, d + 1, part));
+    }
+    return TB_OK;
+}
+
+static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, tb_dtype wire,
+                           const tb_route *route, uint32_t number) {
+    int32_t rank = b->ir->view.rank;
+    if (number >> PIECE_BITS)
+        return tb__fail(TB_TOO_BIG, "rank %" PRId32 "'s part is cut into more than 2^%d boxes", route->targets[0],
+                        PIECE_BITS);
+    bool is_local = route->source == TB_NO_RANK || route->targets[0] == route->source;
+    tb_chunk chunk = {
+        .is_source = route->source == rank || has_rank(route->contributors, route->ncontributors, rank),
+        .is_target = has_rank(route->targets, route->ntargets, rank),
+        .tensor = tensor,
+        .id = ((((uint64_t)route->targets[0] << NAME_BITS | tensor) << PIECE_BITS) | number) << SUB_BITS,
+        .source = route->source,
+        .ntargets = route->ntargets,
+        .ncontributors = route->ncontributors,
+        .src_cell = route->src_cell,
+        .dst_cell = route->dst_cell,
+        .ndim = spec->shape.ndim,
+        .src = route->src,
+        .dst = route->dst,
+        .order = route->order,
+        .wire_dtype = wire,
+    };
+    if (!chunk.is_target && route->source != rank)
+        chunk.transport = TB_NONE;
+    else if (is_local)
+        chunk.transport = TB_LOCAL;
+    else
+        chunk.transport = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
+    memcpy(chunk.len, route->len, (size_t)chunk.ndim * sizeof *chunk.len);
+    tb_shape shape = {.ndim = chunk.ndim};
+    memcpy(shape.dim, chunk.len, sizeof shape.dim);
+    TB_TRY(tb_shape_size(&shape, wire, NULL, &chunk.nbytes));
+    chunk.targets = tb__ir_ranks(b->ir, route->targets, route->ntargets);
+    chunk.contributors = tb__ir_ranks(b->ir, route->contributors, route->ncontributors);
+    if (!chunk.targets || !chunk.contributors)
+        return TB_NO_MEMORY;
+    uint32_t part = 0;
+    return add_parts(b, &chunk, 0, &part);
+}
+
+static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *spec) {
+    int32_t rank = b->ir->view.rank;
+    tb_dtype wire;
+    TB_TRY(tb__wire_dtype(spec->src_dtype, spec->dst_dtype, spec->wire_dtype, &wire));
+    if (tb_layout_index_of(spec->src, rank) < 0 && tb_layout_index_of(spec->dst, rank) < 0)
+        return TB_OK;
+    const tb_plan *plan;
+    const tb_routes *routes;
+    const uint32_t *numbers;
+    TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, b->plan_opts, &plan));
+    TB_TRY(tb__plan_cache_numbered(b->cache, plan, rank, index, &routes, &numbers));
+    for (size_t i = 0; i < tb_routes_count(routes); i++)
+        TB_TRY(add_chunk(b, index, spec, wire, tb_routes_at(routes, i), numbers[i]));
+    return TB_OK;
+}
+
+static int compare_names(const void *a, const void *b) {
+    const tb_tensor_spec *const *x = a, *const *y = b;
+    return strcmp((*x)->name, (*y)->name);
+}
+
+static tb_status add_tensors(builder *b, const tb_tensor_spec *tensors, size_t count) {
+    if (count >> NAME_BITS)
+        return tb__fail(TB_TOO_BIG, "a batch has at most 2^%d tensors", NAME_BITS);
+    const tb_tensor_spec **sorted = tb__malloc(count, sizeof *sorted);
+    if (!sorted)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < count; i++)
+        sorted[i] = &tensors[i];
+    qsort(sorted, count, sizeof *sorted, compare_names);
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < count && status == TB_OK; i++) {
+        const char *name = tb__ir_string(b->ir, sorted[i]->name);
+        if (!name || !tb__vec_push(&b->ir->names, name)) {
+            status = TB_NO_MEMORY;
+        } else if (i > 0 && strcmp(name, sorted[i - 1]->name) == 0) {
+            status = tb__fail(TB_INVALID, "tensor '%.100s' is in the batch twice", name);
+        } else {
+            status = add_tensor(b, (uint32_t)i, sorted[i]);
+            if (status != TB_OK)
+                tb__prefix_detail("tensor '%.100s'", name);
+        }
+    }
+    free(sorted);
+    return status;
+}
+
+tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntensors, tb_plan_cache *cache,
+                       const tb_ir_opts *opts, tb_ir **out) {
+    tb_ir_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    if (o.bucket_size < 0 || o.staging_bytes < 0)
+        return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
+    int64_t bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;
+    int64_t staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
+    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    if (!ir)
+        return TB_NO_MEMORY;
+    ir->view.rank = rank;
+    ir->view.bucket_size = bucket_size;
+    builder b = {.ir = ir, .cache = cache, .plan_opts = o.plan};
+    b.most_bytes = o.direct ? INT64_MAX : staging_bytes / 4;
+    tb_status status = cache ? TB_OK : tb_plan_cache_create(&b.cache);
+    if (status == TB_OK)
+        status = add_tensors(&b, tensors, ntensors);
+    if (status == TB_OK)
+        status = tb__ir_pack(ir, bucket_size, o.max_in_flight ? o.max_in_flight : 2);
+    if (!cache)
+        tb_plan_cache_destroy(b.cache);
+    if (status != TB_OK) {
+        tb_ir_destroy(&ir->view);
+        return status;
+    }
+    tb__ir_finish(ir);
+    *out = &ir->view;
+    return TB_OK;
+}
+
+void tb__ir_finish(tb__ir *ir) {
+    ir->view.ntensors = ir->names.count;
+    ir->view.names = ir->names.item;
+    ir->view.nchunks = ir->chunks.count;
+    ir->view.chunks = ir->chunks.item;
+    ir->view.nentries = ir->entries.count;
+    ir->view.entries = ir->entries.item;
+    ir->view.nbuckets = ir->buckets.count;
+    ir->view.buckets = ir->buckets.item;
+    ir->view.nchannels = ir->channels.count;
+    ir->view.channels = ir->channels.item;
+}
+
+void tb_ir_destroy(tb_ir *view) {
+    tb__ir *ir = (tb__ir *)view;
+    if (!ir)
+        return;
+    free(ir->names.item);
+    free(ir->chunks.item);
+    free(ir->entries.item);
+    free(ir->buckets.item);
+    free(ir->channels.item);
+    free(ir->lists.list.item);
+    free(ir->lists.slots);
+    tb__arena_fini(&ir->arena);
+    free(ir);
+}

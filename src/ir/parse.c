@@ -1,0 +1,234 @@
+/* Reads the JSON dump of an IR back, and believes none of it. */
+#include "base/dtype.h"
+#include "ir/ir.h"
+
+#include <inttypes.h>
+#include <jansson.h>
+#include <string.h>
+
+static tb_status read_int(const json_t *object, const char *key, int64_t lo, int64_t hi, int64_t *out) {
+    const json_t *value = json_object_get(object, key);
+    if (!json_is_integer(value))
+        return tb__fail(TB_INVALID, "'%s' is missing or not an integer", key);
+    *out = json_integer_value(value);
+    if (*out < lo || *out > hi)
+        return tb__fail(TB_INVALID, "'%s' is %" PRId64 ", not between %" PRId64 " and %" PRId64, key, *out, lo, hi);
+    return TB_OK;
+}
+
+static tb_status read_array(const json_t *object, const char *key, const json_t **out) {
+    *out = json_object_get(object, key);
+    return json_is_array(*out) ? TB_OK : tb__fail(TB_INVALID, "'%s' is missing or not an array", key);
+}
+
+static tb_status read_bool(const json_t *object, const char *key, bool *out) {
+    const json_t *value = json_object_get(object, key);
+    *out = json_is_true(value);
+    return json_is_boolean(value) ? TB_OK : tb__fail(TB_INVALID, "'%s' is missing or not true or false", key);
+}
+
+static tb_status read_ranks(tb__ir *ir, const json_t *object, const char *key, uint32_t *count, const int32_t **out) {
+    const json_t *array;
+    TB_TRY(read_array(object, key, &array));
+    size_t n = json_array_size(array);
+    int32_t *ranks = tb__malloc(n, sizeof *ranks);
+    if (!ranks)
+        return TB_NO_MEMORY;
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < n && status == TB_OK; i++) {
+        const json_t *rank = json_array_get(array, i);
+        if (!json_is_integer(rank) || json_integer_value(rank) < 0 || json_integer_value(rank) >= TB_MAX_RANKS)
+            status = tb__fail(TB_INVALID, "'%s' element %zu is not a rank", key, i);
+        else
+            ranks[i] = (int32_t)json_integer_value(rank);
+    }
+    if (status == TB_OK) {
+        *count = (uint32_t)n;
+        *out = tb__ir_ranks(ir, ranks, (uint32_t)n);
+        status = *out ? TB_OK : TB_NO_MEMORY;
+    }
+    free(ranks);
+    return status;
+}
+
+static tb_status read_dims(const json_t *object, const char *key, int ndim, int64_t lo, int64_t *out) {
+    const json_t *array;
+    TB_TRY(read_array(object, key, &array));
+    if (json_array_size(array) != (size_t)ndim)
+        return tb__fail(TB_INVALID, "'%s' has %zu dims where the chunk has %d", key, json_array_size(array), ndim);
+    for (int d = 0; d < ndim; d++) {
+        const json_t *value = json_array_get(array, (size_t)d);
+        out[d] = json_integer_value(value);
+        if (!json_is_integer(value) || out[d] < lo || out[d] > INT64_C(1) << 62)
+            return tb__fail(TB_INVALID, "'%s' dim %d is out of range", key, d);
+    }
+    return TB_OK;
+}
+
+static tb_status read_id(const json_t *object, uint64_t *out) {
+    const char *text = json_string_value(json_object_get(object, "id"));
+    if (!text || strlen(text) != 16 || strspn(text, "0123456789abcdef") != 16)
+        return tb__fail(TB_INVALID, "'id' is missing or not 16 hexadecimal digits");
+    *out = strtoull(text, NULL, 16);
+    return TB_OK;
+}
+
+/* Fields of one chunk; `chunk` already has what its channel says. */
+static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chunk, int64_t *offset) {
+    const json_t *shape;
+    int64_t value;
+    const char *dtype = json_string_value(json_object_get(json, "wire_dtype"));
+    if (!dtype)
+        return tb__fail(TB_INVALID, "'wire_dtype' is missing or not a string");
+    TB_TRY(tb_dtype_parse(dtype, &chunk->wire_dtype));
+    if (ir->names.count == 0)
+        return tb__fail(TB_INVALID, "there are chunks but no tensors");
+    TB_TRY(read_int(json, "tensor", 0, (int64_t)ir->names.count - 1, &value));
+    chunk->tensor = (uint32_t)value;
+    TB_TRY(read_id(json, &chunk->id));
+    TB_TRY(read_int(json, "part", 0, UINT32_MAX, &value));
+    chunk->part = (uint32_t)value;
+    TB_TRY(read_bool(json, "is_source", &chunk->is_source));
+    TB_TRY(read_bool(json, "is_target", &chunk->is_target));
+    TB_TRY(read_array(json, "shape", &shape));
+    if (json_array_size(shape) > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "'shape' has more than %d dims", TB_MAX_DIMS);
+    chunk->ndim = (int)json_array_size(shape);
+    TB_TRY(read_dims(json, "shape", chunk->ndim, 1, chunk->len));
+    TB_TRY(read_dims(json, "src", chunk->ndim, 0, chunk->src.start));
+    TB_TRY(read_dims(json, "dst", chunk->ndim, 0, chunk->dst.start));
+    TB_TRY(read_int(json, "src_cell", 0, INT64_MAX, &value));
+    chunk->src_cell = (uint64_t)value;
+    TB_TRY(read_int(json, "dst_cell", 0, INT64_MAX, &value));
+    chunk->dst_cell = (uint64_t)value;
+    TB_TRY(read_int(json, "order", 0, INT64_MAX, &chunk->order));
+    TB_TRY(read_int(json, "offset", 0, INT64_C(1) << 62, offset));
+    TB_TRY(read_int(json, "nbytes", 1, INT64_C(1) << 62, &chunk->nbytes));
+    tb_shape size = {.ndim = chunk->ndim};
+    memcpy(size.dim, chunk->len, sizeof size.dim);
+    TB_TRY(tb_shape_size(&size, chunk->wire_dtype, NULL, &value));
+    if (value != chunk->nbytes)
+        return tb__fail(TB_INVALID, "'nbytes' is %" PRId64 ", but the shape has %" PRId64 " bytes", chunk->nbytes,
+                        value);
+    return TB_OK;
+}
+
+static tb_status read_bucket(tb__ir *ir, const json_t *json, const tb_chunk *key) {
+    const json_t *chunks;
+    tb_bucket bucket = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
+    int64_t total;
+    TB_TRY(read_array(json, "chunks", &chunks));
+    TB_TRY(read_int(json, "total_bytes", 1, INT64_MAX, &total));
+    if (json_array_size(chunks) == 0)
+        return tb__fail(TB_INVALID, "a bucket has no chunks");
+    for (size_t i = 0; i < json_array_size(chunks); i++) {
+        tb_chunk chunk = *key;
+        tb_bucket_entry entry = {.chunk = ir->chunks.count};
+        tb_status status = read_chunk(ir, json_array_get(chunks, i), &chunk, &entry.offset);
+        if (status == TB_OK && (entry.offset % TB__BUCKET_ALIGN || entry.offset < bucket.total_bytes))
+            status = tb__fail(TB_INVALID, "'offset' %" PRId64 " is not a multiple of %d after the chunk before",
+                              entry.offset, TB__BUCKET_ALIGN);
+        if (status != TB_OK)
+            return tb__fail_within(status, "chunk %zu", i);
+        entry.nbytes = chunk.nbytes;
+        bucket.nentries++;
+        bucket.total_bytes = entry.offset + entry.nbytes;
+        if (!tb__vec_push(&ir->chunks, chunk) || !tb__vec_push(&ir->entries, entry))
+            return TB_NO_MEMORY;
+    }
+    if (total != bucket.total_bytes)
+        return tb__fail(TB_INVALID, "'total_bytes' is %" PRId64 ", but the chunks end at %" PRId64, total,
+                        bucket.total_bytes);
+    return tb__vec_push(&ir->buckets, bucket) ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status check_key(const tb_chunk *key) {
+    bool to_itself = key->ntargets == 1 && (key->targets[0] == key->source || key->source == TB_NO_RANK);
+    if (key->ntargets == 0)
+        return tb__fail(TB_INVALID, "'targets' is empty");
+    if ((key->transport == TB_LOCAL && !to_itself) || (key->transport == TB_P2P && key->ntargets != 1) ||
+        (key->transport == TB_BROADCAST && key->ntargets < 2))
+        return tb__fail(TB_INVALID, "%s with %" PRIu32 " targets", tb_transport_kind_name(key->transport),
+                        key->ntargets);
+    for (uint32_t i = 0; i < key->ntargets; i++) {
+        if ((key->transport == TB_P2P || key->transport == TB_BROADCAST) && key->targets[i] == key->source)
+            return tb__fail(TB_INVALID, "rank %" PRId32 " sends to itself by %s", key->source,
+                            tb_transport_kind_name(key->transport));
+    }
+    return TB_OK;
+}
+
+static tb_status read_channel(tb__ir *ir, const json_t *json) {
+    const json_t *buckets;
+    const char *transport = json_string_value(json_object_get(json, "transport"));
+    tb_channel channel = {.first_bucket = ir->buckets.count};
+    tb_chunk key = {0};
+    int64_t value;
+    while (key.transport <= TB_NONE && !(transport && strcmp(transport, tb_transport_kind_name(key.transport)) == 0))
+        key.transport++;
+    if (key.transport > TB_NONE)
+        return tb__fail(TB_INVALID, "'transport' is missing or not P2P, BROADCAST, LOCAL or NONE");
+    TB_TRY(read_int(json, "source", TB_NO_RANK, TB_MAX_RANKS - 1, &value));
+    key.source = (int32_t)value;
+    TB_TRY(read_ranks(ir, json, "targets", &key.ntargets, &key.targets));
+    TB_TRY(read_ranks(ir, json, "contributors", &key.ncontributors, &key.contributors));
+    TB_TRY(check_key(&key));
+    TB_TRY(read_int(json, "max_in_flight", 1, UINT32_MAX, &value));
+    channel.max_in_flight = (uint32_t)value;
+    TB_TRY(read_array(json, "buckets", &buckets));
+    channel.nbuckets = json_array_size(buckets);
+    if (channel.nbuckets == 0)
+        return tb__fail(TB_INVALID, "it has no buckets");
+    if (!tb__vec_push(&ir->channels, channel))
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < channel.nbuckets; i++) {
+        tb_status status = read_bucket(ir, json_array_get(buckets, i), &key);
+        if (status != TB_OK)
+            return tb__fail_within(status, "bucket %zu", i);
+    }
+    return TB_OK;
+}
+
+static tb_status read_ir(tb__ir *ir, const json_t *json) {
+    const json_t *tensors, *channels;
+    int64_t rank;
+    if (!json_is_object(json))
+        return tb__fail(TB_INVALID, "an IR is a JSON object");
+    TB_TRY(read_int(json, "rank", 0, TB_MAX_RANKS - 1, &rank));
+    ir->view.rank = (int32_t)rank;
+    TB_TRY(read_int(json, "bucket_size", 1, INT64_MAX, &ir->view.bucket_size));
+    TB_TRY(read_array(json, "tensors", &tensors));
+    TB_TRY(read_array(json, "channels", &channels));
+    for (size_t i = 0; i < json_array_size(tensors); i++) {
+        const char *name = json_string_value(json_array_get(tensors, i));
+        if (!name || (i > 0 && strcmp(ir->names.item[i - 1], name) >= 0))
+            return tb__fail(TB_INVALID, "'tensors' element %zu is not a name, or not in order", i);
+        name = tb__ir_string(ir, name);
+        if (!name || !tb__vec_push(&ir->names, name))
+            return TB_NO_MEMORY;
+    }
+    for (size_t i = 0; i < json_array_size(channels); i++) {
+        tb_status status = read_channel(ir, json_array_get(channels, i));
+        if (status != TB_OK)
+            return tb__fail_within(status, "channel %zu", i);
+    }
+    return TB_OK;
+}
+
+tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out) {
+    json_error_t error;
+    json_t *json = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
+    if (!json)
+        return tb__fail(TB_INVALID, "line %d, column %d: %.200s", error.line, error.column, error.text);
+    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    tb_status status = ir ? read_ir(ir, json) : TB_NO_MEMORY;
+    json_decref(json);
+    if (status != TB_OK) {
+        if (ir)
+            tb_ir_destroy(&ir->view);
+        return status;
+    }
+    tb__ir_finish(ir);
+    *out = &ir->view;
+    return TB_OK;
+}
