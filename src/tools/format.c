@@ -1,0 +1,102 @@
+/* How figures, ranks, boxes and layouts are written. */
+#include "tools/tools.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+int tool_compare_ranks(const void *left, const void *right) {
+    int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
+    return (a > b) - (a < b);
+}
+
+tool_size_text tool_size(int64_t nbytes) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+    tool_size_text out;
+    int unit = 0;
+    double value = (double)nbytes;
+    for (; value >= 1024 && unit < 6; unit++)
+        value /= 1024;
+    if (nbytes == 0)
+        snprintf(out.text, sizeof out.text, "0");
+    else
+        snprintf(out.text, sizeof out.text, "%.*f %s", value == (double)(int64_t)value || value >= 100 ? 0 : 1, value,
+                 units[unit]);
+    return out;
+}
+
+void tool_add_size(tb__text *out, int64_t nbytes) {
+    if (nbytes >= 1024)
+        tb__text_add(out, "%s (%" PRId64 " bytes)", tool_size(nbytes).text, nbytes);
+    else
+        tb__text_add(out, "%" PRId64 " byte%s", nbytes, nbytes == 1 ? "" : "s");
+}
+
+void tool_add_shape(tb__text *out, const tb_shape *shape) {
+    if (shape->ndim == 0)
+        tb__text_add(out, "scalar");
+    for (int d = 0; d < shape->ndim; d++)
+        tb__text_add(out, "%s%" PRId64, d ? "," : "", shape->dim[d]);
+}
+
+void tool_add_ranks(tb__text *out, const int32_t *ranks, size_t count, size_t most) {
+    size_t i = 0;
+    for (size_t shown = 0; i < count && shown < most; shown++) {
+        size_t run = 1;
+        while (i + run < count && ranks[i + run] == ranks[i] + (int32_t)run)
+            run++;
+        run = run > 2 ? run : 1; /* two neighbours are shorter as 4,5 */
+        tb__text_add(out, "%s%" PRId32, i ? "," : "", ranks[i]);
+        if (run > 1)
+            tb__text_add(out, "..%" PRId32, ranks[i + run - 1]);
+        i += run;
+    }
+    if (i < count)
+        tb__text_add(out, ", %zu more", count - i);
+}
+
+void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *len) {
+    tb__text_add(out, "[");
+    for (int d = 0; d < ndim; d++)
+        tb__text_add(out, "%s%" PRId64 ":%" PRId64, d ? ", " : "", start[d], start[d] + len[d]);
+    tb__text_add(out, "]");
+}
+
+void tool_add_layout(tb__text *out, const tb_layout *layout) {
+    enum { MOST = 160 };
+    char *text;
+    if (tb_layout_format(layout, &text) != TB_OK) {
+        out->failed = true;
+        return;
+    }
+    tb__text_add(out, strlen(text) > MOST ? "%.*s..." : "%.*s", MOST, text);
+    free(text);
+}
+
+/* The length of the UTF-8 character that begins here, or 0 if none does. */
+static int utf8_length(const unsigned char *s) {
+    int length = s[0] < 0x80 ? 1 : s[0] < 0xC2 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF5 ? 4 : 0;
+    for (int i = 1; i < length; i++) {
+        if ((s[i] & 0xC0) != 0x80)
+            return 0;
+    }
+    bool is_surrogate = s[0] == 0xED && length == 3 && s[1] >= 0xA0;
+    bool is_overlong = (s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xF0 && s[1] < 0x90);
+    bool is_beyond = s[0] == 0xF4 && length == 4 && s[1] >= 0x90;
+    return is_surrogate || is_overlong || is_beyond ? 0 : length;
+}
+
+void tool_add_json(tb__text *out, const char *string) {
+    tb__text clean = {0};
+    for (const char *s = string; *s;) {
+        int length = utf8_length((const unsigned char *)s);
+        if (length == 0)
+            tb__text_add(&clean, "?");
+        else
+            tb__text_add(&clean, "%.*s", length, s);
+        s += length ? length : 1;
+    }
+    out->failed |= clean.failed;
+    tb__text_add_json(out, clean.data ? clean.data : "");
+    tb__text_fini(&clean);
+}

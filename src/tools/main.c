@@ -1,0 +1,109 @@
+/* tensorbus: finds the subcommand, reads its options and the settings, and runs it. */
+#include "tools/tools.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static const tool_command *const commands[] = {&tool_layout, &tool_plan, &tool_config, &tool_demo, NULL};
+
+static const tool_command *find_command(const char *name) {
+    for (const tool_command *const *c = commands; *c; c++) {
+        if (strcmp(name, (*c)->name) == 0)
+            return *c;
+    }
+    return NULL;
+}
+
+static int unknown_command(const char *name) {
+    return tool_fail(TOOL_BAD_INPUT, "there is no command '%s'; `tensorbus --help` lists them", name);
+}
+
+static int print_overview(void) {
+    tb__text out = {0};
+    tb__text_add(&out, "usage: tensorbus COMMAND [OPTION...]\n\n"
+                       "Shows how distributed tensors are laid out, and what moves between two layouts.\n\n");
+    for (const tool_command *const *c = commands; *c; c++)
+        tb__text_add(&out, "  %-8s  %s\n", (*c)->name, (*c)->summary);
+    tb__text_add(&out, "\n  %-8s  %s\n", "help", "show this, or the help of a command: tensorbus help COMMAND");
+    tb__text_add(&out, "\nOptions: --help, --version. `tensorbus config` lists the environment variables.\n");
+    return tool_print(&out);
+}
+
+static int print_help(const tool_command *command) {
+    tb__text out = {0};
+    tool_add_help(&out, command);
+    return tool_print(&out);
+}
+
+static int print_version(void) {
+    tb__text out = {0};
+    tb__text_add(&out, "tensorbus %s\n", tb_version_string());
+    return tool_print(&out);
+}
+
+static int help_command(char **argv) {
+    if (!argv[0])
+        return print_overview();
+    const tool_command *command = find_command(argv[0]);
+    if (!command)
+        return unknown_command(argv[0]);
+    if (argv[1])
+        return tool_fail(TOOL_BAD_INPUT, "help takes one command, but '%s' follows '%s'", argv[1], argv[0]);
+    return print_help(command);
+}
+
+static void log_line(void *arg, tb_log_level level, const char *line) {
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
+    (void)arg;
+    fprintf(stderr, "tensorbus: %s: %s\n", names[level], line);
+}
+
+static int run(const tool_command *command, char **argv) {
+    const char *value[TOOL_MAX_OPTIONS] = {NULL};
+    bool wants_help = false;
+    tool_set_command(command->name);
+    int exit_status = tool_read_options(command, argv, value, &wants_help);
+    if (exit_status != TOOL_OK)
+        return exit_status;
+    if (wants_help)
+        return print_help(command);
+    tb__config config;
+    tb_status status = tb__config_load(&config);
+    if (status != TB_OK)
+        return tool_fail_status(status);
+    tb_log_set(tb__config_log(&config), log_line, NULL);
+    return command->run(&config, value);
+}
+
+/* A file opened later must not take the place of a standard stream that the caller closed. Whoever writes to such a
+ * stream still gets an error. */
+static void occupy_standard_streams(void) {
+    int fd;
+    do {
+        fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    } while (fd >= 0 && fd <= STDERR_FILENO);
+    if (fd >= 0)
+        close(fd);
+}
+
+int main(int argc, char **argv) {
+    occupy_standard_streams();
+    signal(SIGPIPE, SIG_IGN); /* a closed pipe is reported like a full disk */
+    char **arguments = argv + (argc > 0);
+    const char *name = arguments[0];
+    if (!name)
+        return print_overview();
+    if (strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0)
+        return help_command(arguments + 1);
+    if (strcmp(name, "--version") == 0)
+        return arguments[1] ? tool_fail(TOOL_BAD_INPUT, "--version stands alone, but '%s' follows it", arguments[1])
+                            : print_version();
+    const tool_command *command = find_command(name);
+    if (command)
+        return run(command, arguments + 1);
+    return name[0] == '-' ? tool_fail(TOOL_BAD_INPUT, "unknown option '%s'; see `tensorbus --help`", name)
+                          : unknown_command(name);
+}

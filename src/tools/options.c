@@ -1,0 +1,93 @@
+/* Options: the table of a command both reads its arguments and writes its help. */
+#include "tools/tools.h"
+
+#include <ctype.h>
+#include <string.h>
+
+/* The index of the option with this name, or -1. */
+static int find_option(const tool_command *command, const char *name, size_t length) {
+    for (int i = 0; command->options[i].name; i++) {
+        if (strlen(command->options[i].name) == length && strncmp(command->options[i].name, name, length) == 0)
+            return i;
+    }
+    return -1;
+}
+
+int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help) {
+    for (char **arg = argv; *arg; arg++) {
+        if (strcmp(*arg, "--help") == 0 || strcmp(*arg, "-h") == 0) {
+            *wants_help = true;
+            return TOOL_OK;
+        }
+        if (**arg != '-')
+            return tool_fail(TOOL_BAD_INPUT, "unexpected argument '%s'; see `tensorbus %s --help`", *arg,
+                             command->name);
+        size_t length = strcspn(*arg, "=");
+        const char *given = (*arg)[length] ? *arg + length + 1 : NULL;
+        int i = strncmp(*arg, "--", 2) == 0 ? find_option(command, *arg + 2, length - 2) : -1;
+        if (i < 0)
+            return tool_fail(TOOL_BAD_INPUT, "unknown option '%.*s'; see `tensorbus %s --help`", (int)length, *arg,
+                             command->name);
+        const tool_option *option = &command->options[i];
+        if (value[i])
+            return tool_fail(TOOL_BAD_INPUT, "--%s is given twice", option->name);
+        if (!option->argument && given)
+            return tool_fail(TOOL_BAD_INPUT, "--%s takes no value, but is given '%s'", option->name, given);
+        if (!option->argument)
+            value[i] = "";
+        else if (given)
+            value[i] = given;
+        else if (arg[1])
+            value[i] = *++arg;
+        else
+            return tool_fail(TOOL_BAD_INPUT, "--%s needs a value: --%s %s", option->name, option->name,
+                             option->argument);
+    }
+    return TOOL_OK;
+}
+
+static void add_option(tb__text *out, const tool_option *option, int width) {
+    const char *argument = option->argument ? option->argument : "";
+    int used = (int)(strlen(option->name) + strlen(argument));
+    tb__text_add(out, "  --%s %s%*s  %s\n", option->name, argument, width - used, "", option->help);
+}
+
+void tool_add_help(tb__text *out, const tool_command *command) {
+    static const tool_option help = {"help", NULL, "show this"};
+    const char *line = command->usage;
+    for (const char *prefix = "usage:"; line; prefix = "      ") {
+        int length = (int)strcspn(line, "\n");
+        tb__text_add(out, "%s tensorbus %s%s%.*s\n", prefix, command->name, length ? " " : "", length, line);
+        line = line[length] ? line + length + 1 : NULL;
+    }
+    tb__text_add(out, "\n%c%s.\n\n", toupper((unsigned char)command->summary[0]), command->summary + 1);
+    int width = (int)strlen(help.name);
+    for (const tool_option *o = command->options; o->name; o++) {
+        int used = (int)(strlen(o->name) + (o->argument ? strlen(o->argument) : 0));
+        width = used > width ? used : width;
+    }
+    for (const tool_option *o = command->options; o->name; o++)
+        add_option(out, o, width);
+    add_option(out, &help, width);
+    if (command->details)
+        tb__text_add(out, "\n%s", command->details);
+}
+
+int tool_expect_alone(const tool_option *options, const char *const *value, int alone) {
+    for (int i = 0; options[i].name; i++) {
+        if (i != alone && value[i])
+            return tool_fail(TOOL_BAD_INPUT, "--%s does not go with --%s", options[alone].name, options[i].name);
+    }
+    return TOOL_OK;
+}
+
+tb_status tool_read_rank(const char *text, int32_t *out) {
+    const char *at = text;
+    int64_t rank;
+    bool is_number = tb__read_int(&at, &rank);
+    tb__skip_space(&at);
+    if (!is_number || *at || rank < 0 || rank >= TB_MAX_RANKS)
+        return tb__fail(TB_INVALID, "--rank: '%.40s' is not a rank between 0 and %d", text, TB_MAX_RANKS - 1);
+    *out = (int32_t)rank;
+    return TB_OK;
+}

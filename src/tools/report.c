@@ -1,0 +1,78 @@
+/* What leaves the program: sentences on standard error, output on standard output or in a file. */
+#include "tools/tools.h"
+
+#include "base/log.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static const char *command_name;
+
+void tool_set_command(const char *name) {
+    command_name = name;
+}
+
+int tool_fail(int exit_status, const char *format, ...) {
+    char sentence[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(sentence, sizeof sentence, format, args);
+    va_end(args);
+    for (char *c = sentence; *c; c++) { /* arguments that are quoted may hold anything; a sentence is one line */
+        if (iscntrl((unsigned char)*c))
+            *c = '?';
+    }
+    fprintf(stderr, "tensorbus%s%s: %s\n", command_name ? " " : "", command_name ? command_name : "", sentence);
+    return exit_status;
+}
+
+int tool_fail_status(tb_status status) {
+    bool is_input = status == TB_INVALID || status == TB_TOO_BIG || status == TB_REFUSED;
+    return tool_fail(is_input ? TOOL_BAD_INPUT : TOOL_FAILED, "%s", tb_error_detail());
+}
+
+/* Consumes the text; the sentence is printed here. */
+static int write_to(FILE *file, const char *name, tb__text *text) {
+    if (text->failed) {
+        tb__text_fini(text);
+        return tool_fail(TOOL_FAILED, "out of memory");
+    }
+    bool ok = text->count == 0 || fwrite(text->data, 1, text->count, file) == text->count;
+    ok = fflush(file) == 0 && ok;
+    int error = errno;
+    tb__text_fini(text);
+    return ok ? TOOL_OK : tool_fail(TOOL_FAILED, "can't write to %s: %s", name, strerror(error));
+}
+
+int tool_print(tb__text *text) {
+    return write_to(stdout, "standard output", text);
+}
+
+static int write_file(const char *path, tb__text *text) {
+    FILE *file = fopen(path, "we");
+    if (!file) {
+        int error = errno;
+        tb__text_fini(text);
+        return tool_fail(TOOL_BAD_INPUT, "can't write to %s: %s", path, strerror(error));
+    }
+    size_t nbytes = text->count;
+    int exit_status = write_to(file, path, text);
+    if (fclose(file) != 0 && exit_status == TOOL_OK)
+        exit_status = tool_fail(TOOL_FAILED, "can't write to %s: %s", path, strerror(errno));
+    if (exit_status == TOOL_OK)
+        tb__log(TB_LOG_INFO, "wrote %s, %zu bytes", path, nbytes);
+    return exit_status;
+}
+
+int tool_deliver(tb__text *text, tb__text *picture, const char *path) {
+    bool is_picture_printed = path && strcmp(path, "-") == 0;
+    int exit_status = path && !is_picture_printed ? write_file(path, picture) : TOOL_OK;
+    if (exit_status == TOOL_OK)
+        exit_status = tool_print(is_picture_printed ? picture : text);
+    tb__text_fini(text);
+    tb__text_fini(picture);
+    return exit_status;
+}

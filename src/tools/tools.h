@@ -1,0 +1,161 @@
+/* The `tensorbus` command: what its subcommands share.
+ *
+ * A subcommand works out everything first, builds its output as text, and prints it at the end; so whatever fails
+ * leaves nothing on standard output but one sentence on standard error. */
+#ifndef TB_TOOLS_TOOLS_H
+#define TB_TOOLS_TOOLS_H
+
+#include "base/config.h"
+#include "base/mem.h"
+#include "tensorbus/tensorbus.h"
+
+#include <jansson.h>
+
+/* Exit statuses. */
+enum { TOOL_OK = 0, TOOL_FAILED = 1, TOOL_BAD_INPUT = 2 };
+
+/* ---- Commands (main.c, options.c) ---------------------------------------------------------------------------- */
+
+typedef struct tool_option {
+    const char *name;     /* without the dashes */
+    const char *argument; /* what it takes, as the help calls it; NULL: nothing */
+    const char *help;
+} tool_option;
+
+enum { TOOL_MAX_OPTIONS = 16 };
+
+typedef struct tool_command {
+    const char *name, *summary;
+    const char *usage;          /* one line per form, without the program's name */
+    const char *details;        /* what the help says below the options; may be NULL */
+    const tool_option *options; /* up to one without a name */
+    /* value[i] is the argument of options[i]; NULL if it was not given; "" for an option that takes none. */
+    int (*run)(const tb__config *config, const char *const *value);
+} tool_command;
+
+extern const tool_command tool_config, tool_demo, tool_layout, tool_plan;
+
+/* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */
+int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help);
+void tool_add_help(tb__text *out, const tool_command *command);
+
+/* For an option that goes with no other: returns an exit status. */
+int tool_expect_alone(const tool_option *options, const char *const *value, int alone);
+
+tb_status tool_read_rank(const char *text, int32_t *out);
+
+/* ---- Reporting (report.c) ------------------------------------------------------------------------------------ */
+
+/* The subcommand whose name sentences begin with; NULL: none. */
+void tool_set_command(const char *name);
+
+/* Prints one sentence on standard error; returns `exit_status`. */
+int tool_fail(int exit_status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* The same for the last failed call of the library, whose status tells the exit status. */
+int tool_fail_status(tb_status status);
+
+/* Prints the text on standard output, at once, and frees it. */
+int tool_print(tb__text *text);
+
+/* Writes the picture to the file at `path`, if that is not NULL, then prints the text; a path of "-" prints the
+ * picture instead of the text. Frees both. */
+int tool_deliver(tb__text *text, tb__text *picture, const char *path);
+
+/* ---- Text (format.c) ----------------------------------------------------------------------------------------- */
+
+int tool_compare_ranks(const void *left, const void *right); /* for qsort and bsearch */
+
+typedef struct tool_size_text {
+    char text[24];
+} tool_size_text;
+
+tool_size_text tool_size(int64_t nbytes); /* "16 MiB", "1.5 KiB", "768 B" */
+
+void tool_add_size(tb__text *out, int64_t nbytes); /* "16 MiB (16777216 bytes)" */
+void tool_add_shape(tb__text *out, const tb_shape *shape);
+/* "0,2,4..7"; what is beyond `most` runs is counted: "0,2,4..7, 12 more". */
+void tool_add_ranks(tb__text *out, const int32_t *ranks, size_t count, size_t most);
+/* "[0:4, 8:16]", half-open, as buckets are dumped. */
+void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *len);
+/* The layout as text, cut short where it has long lists. */
+void tool_add_layout(tb__text *out, const tb_layout *layout);
+/* Any bytes as a JSON string: what is not UTF-8 becomes '?'. */
+void tool_add_json(tb__text *out, const char *string);
+
+/* ---- Tables (table.c) ---------------------------------------------------------------------------------------- */
+
+enum { TOOL_MAX_COLUMNS = 16 };
+
+/* Cells are added row by row; a column is as wide as its widest cell. */
+typedef struct tool_table {
+    int ncolumns;
+    struct {
+        const char *title;
+        bool is_number; /* stands at the right of its column */
+    } column[TOOL_MAX_COLUMNS];
+    TB_VEC(char *) cells;
+    bool failed;
+} tool_table;
+
+void tool_table_column(tool_table *table, const char *title, bool is_number);
+void tool_table_cell(tool_table *table, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void tool_table_take(tool_table *table, tb__text *cell);  /* empties `cell` */
+void tool_table_finish(tool_table *table, tb__text *out); /* adds the table to the text and frees it */
+
+/* Whether standard output is a terminal that wants colours; the codes are "" where it is not. */
+const char *tool_bold(void);
+const char *tool_dim(void);
+const char *tool_plain(void);
+
+/* ---- JSON lines (jsonl.c) ------------------------------------------------------------------------------------ */
+
+/* Answers each line of the file ("-": standard input) with one line: what `answer` adds, or {"error":"..."}. */
+int tool_answer_lines(const char *path, tb_status (*answer)(const json_t *line, tb__text *out));
+
+/* ---- Plans (traffic.c, plan_report.c, rank_report.c) --------------------------------------------------------- */
+
+/* All boxes that one source sends to the same targets. */
+typedef struct tool_transfer {
+    int32_t source; /* TB_NO_RANK: the targets are filled with zeros */
+    uint32_t ntargets;
+    int32_t *targets;
+    uint32_t ncontributors; /* of a Partial source */
+    int64_t nboxes;
+    int64_t nbytes;                               /* that each target gets */
+    int64_t start[TB_MAX_DIMS], len[TB_MAX_DIMS]; /* at the source, of the first box */
+} tool_transfer;
+
+/* A plan with all that is told of it: everybody's traffic, by source, then target. */
+typedef struct tool_plan_view {
+    tb_shape shape;
+    tb_dtype dtype;
+    tb_layout *src, *dst;
+    tb_plan *plan;
+    tb_plan_stats stats;
+    TB_VEC(tool_transfer) transfers;
+    tb__arena arena;
+} tool_plan_view;
+
+bool tool_is_local(const tool_transfer *transfer);
+int64_t tool_route_bytes(const tb_route *route, tb_dtype dtype);
+
+/* Takes the layouts over, also when it fails. */
+tb_status tool_plan_view_init(tool_plan_view *view, tb_layout *src, tb_layout *dst, const tb_shape *shape,
+                              tb_dtype dtype, const tb_plan_opts *opts);
+/* Checks the plan and works out the figures and the traffic; costs the whole world's traffic. */
+tb_status tool_plan_view_fill(tool_plan_view *view);
+void tool_plan_view_fini(tool_plan_view *view);
+
+void tool_add_plan_heading(tb__text *out, const tool_plan_view *view);
+void tool_add_plan(tb__text *out, const tool_plan_view *view, bool all);
+void tool_add_plan_json(tb__text *out, const tool_plan_view *view);
+tb_status tool_add_rank(tb__text *out, const tool_plan_view *view, int32_t rank, bool all);
+tb_status tool_add_rank_json(tb__text *out, const tool_plan_view *view, int32_t rank);
+
+/* ---- Pictures (svg.c) ---------------------------------------------------------------------------------------- */
+
+tb_status tool_draw_layout(tb__text *out, const tb_layout *layout, const tb_shape *shape, tb_dtype dtype);
+tb_status tool_draw_plan(tb__text *out, const tool_plan_view *view);
+
+#endif

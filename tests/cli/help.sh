@@ -1,0 +1,55 @@
+#!/bin/sh
+# Help: every way to ask for it; every option is in it, and every option in it is known.
+# shellcheck source=tests/cli/support.sh
+. "$(dirname -- "$0")/support.sh"
+
+accepted --help
+cp "$out" "$tmp/overview"
+for command in layout plan config demo; do
+    printed "^  $command  *[a-z]"
+done
+accepted
+cmp -s "$tmp/overview" "$out" || fail "tensorbus alone does not show the overview"
+accepted help
+cmp -s "$tmp/overview" "$out" || fail "tensorbus help does not show the overview"
+
+accepted --version
+lines 1
+printed '^tensorbus [0-9][0-9]*\.[0-9][0-9]*\.[0-9][0-9]*$'
+
+# has COMMAND OPTION...: the help of the command tells of these options, and of no others
+has() {
+    command=$1
+    shift
+    accepted "$command" --help
+    cp "$out" "$tmp/help"
+    accepted help "$command"
+    cmp -s "$tmp/help" "$out" || fail "help $command is not $command --help"
+    accepted "$command" -h
+    cmp -s "$tmp/help" "$out" || fail "$command -h is not $command --help"
+    printed "^usage: tensorbus $command"
+    for option in "$@" help; do
+        printed "^  --${option}[ ]"
+    done
+    told=$(grep -c '^  --' "$tmp/help")
+    [ "$told" -eq $(($# + 1)) ] || fail "the help of $command has $told options instead of $(($# + 1))"
+    for option in "$@"; do
+        run "$command" "--$option=" "--$option="
+        expect_status 2 "$command --$option= twice"
+        ! grep -q unknown "$err" || fail "$command: --$option is in the help, but unknown"
+    done
+    awk -v command="$command" 'length($0) > 110 { print command ": a long line: " $0; long = 1 } END { exit long }' \
+        "$tmp/help" || fail "the help of $command has long lines"
+}
+has layout shape layout dtype rank all json svg jsonl
+has plan shape dtype src dst hosts rank buckets all json svg jsonl
+has config json
+has demo
+
+# help needs no sound environment, and comes whatever else is asked for
+export TENSORBUS_LOG=loud
+accepted plan --shape 8 --help
+printed '^usage: tensorbus plan'
+accepted --version
+
+finish
