@@ -33,7 +33,7 @@ void tb__arena_fini(tb__arena *arena);
     }
 #define tb__vec_push(v, ...) (tb__vec_reserve(v, 1) ? ((v)->item[(v)->count++] = (__VA_ARGS__), true) : false)
 #define tb__vec_reserve(v, more)                                                                                       \
-    ((v)->count + (more) <= (v)->capacity ||                                                                           \
+    (((v)->item && (v)->count + (more) <= (v)->capacity) ||                                                            \
      tb__vec_grow((void **)&(v)->item, &(v)->capacity, (v)->count + (more), sizeof *(v)->item))
 
 bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size);

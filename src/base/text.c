@@ -29,16 +29,33 @@ void tb__text_add(tb__text *text, const char *format, ...) {
     }
 }
 
+/* The length of the UTF-8 character that begins here, or 0 if none does. */
+static int utf8_length(const unsigned char *s) {
+    int length = s[0] < 0x80 ? 1 : s[0] < 0xC2 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF5 ? 4 : 0;
+    for (int i = 1; i < length; i++) {
+        if ((s[i] & 0xC0) != 0x80)
+            return 0;
+    }
+    bool is_surrogate = s[0] == 0xED && length == 3 && s[1] >= 0xA0;
+    bool is_overlong = (s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xF0 && s[1] < 0x90);
+    bool is_beyond = s[0] == 0xF4 && length == 4 && s[1] >= 0x90;
+    return is_surrogate || is_overlong || is_beyond ? 0 : length;
+}
+
 void tb__text_add_json(tb__text *text, const char *string) {
     tb__text_add(text, "\"");
-    for (const char *s = string; *s; s++) {
+    for (const char *s = string; *s;) {
         unsigned char c = (unsigned char)*s;
-        if (c == '"' || c == '\\')
+        int length = utf8_length((const unsigned char *)s);
+        if (length == 0)
+            tb__text_add(text, "?");
+        else if (c == '"' || c == '\\')
             tb__text_add(text, "\\%c", c);
         else if (c < 0x20)
             tb__text_add(text, "\\u%04x", c);
         else
-            tb__text_add(text, "%c", c);
+            tb__text_add(text, "%.*s", length, s);
+        s += length ? length : 1;
     }
     tb__text_add(text, "\"");
 }

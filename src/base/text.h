@@ -12,7 +12,7 @@ typedef struct tb__text {
 } tb__text;
 
 void tb__text_add(tb__text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
-void tb__text_add_json(tb__text *text, const char *string); /* quoted, with JSON's escapes */
+void tb__text_add_json(tb__text *text, const char *string); /* a JSON string; what is not UTF-8 becomes ? */
 void tb__text_fini(tb__text *text);
 
 /* Hands the string over to the caller (free), or fails if an append failed. */

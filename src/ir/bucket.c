@@ -41,14 +41,15 @@ static int64_t align_up(int64_t n) {
     return (n + TB__BUCKET_ALIGN - 1) / TB__BUCKET_ALIGN * TB__BUCKET_ALIGN;
 }
 
-static bool add_entry(tb__ir *ir, size_t i, int64_t bucket_size, bool new_channel) {
+/* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit. */
+static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, int64_t bucket_size) {
     int64_t nbytes = ir->chunks.item[i].nbytes;
-    tb_bucket *bucket = ir->buckets.count ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
-    if (new_channel || !bucket || nbytes > bucket_size - align_up(bucket->total_bytes)) {
+    tb_bucket *bucket = channel->nbuckets ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
+    if (!bucket || nbytes > bucket_size - align_up(bucket->total_bytes)) {
         tb_bucket new = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
         if (!tb__vec_push(&ir->buckets, new))
             return false;
-        ir->channels.item[ir->channels.count - 1].nbuckets++;
+        channel->nbuckets++;
         bucket = &ir->buckets.item[ir->buckets.count - 1];
     }
     tb_bucket_entry entry = {.chunk = i, .offset = align_up(bucket->total_bytes), .nbytes = nbytes};
@@ -64,12 +65,15 @@ tb_status tb__ir_pack(tb__ir *ir, int64_t bucket_size, uint32_t max_in_flight) {
     size_t n = ir->chunks.count;
     if (n)
         qsort(chunks, n, sizeof *chunks, compare_chunks);
+    tb_channel *channel = NULL;
     for (size_t i = 0; i < n; i++) {
-        bool new_channel = i == 0 || compare_keys(&chunks[i - 1], &chunks[i]) != 0;
-        tb_channel channel = {.first_bucket = ir->buckets.count, .max_in_flight = max_in_flight};
-        if (new_channel && !tb__vec_push(&ir->channels, channel))
-            return TB_NO_MEMORY;
-        if (!add_entry(ir, i, bucket_size, new_channel))
+        if (!channel || compare_keys(&chunks[i - 1], &chunks[i]) != 0) {
+            tb_channel new = {.first_bucket = ir->buckets.count, .max_in_flight = max_in_flight};
+            if (!tb__vec_push(&ir->channels, new))
+                return TB_NO_MEMORY;
+            channel = &ir->channels.item[ir->channels.count - 1];
+        }
+        if (!add_entry(ir, channel, i, bucket_size))
             return TB_NO_MEMORY;
     }
     return TB_OK;

@@ -82,7 +82,7 @@ static bool select_positions(const span_list *from, int64_t lo, int64_t hi, span
         else
             b = mid;
     }
-    for (size_t i = a - 1; lo < hi; i++) {
+    for (size_t i = a - 1; lo < hi && i < from->count; i++) {
         const tb__span *span = &from->item[i];
         int64_t start = span->start + (lo - span->offset);
         int64_t taken = min64(span->stop - start, hi - lo);

@@ -87,7 +87,7 @@ static int32_t class_of(builder *b, const held *active, size_t count) {
     for (size_t i = 0; i < count; i++)
         key[i] = active[i].coord;
     uint64_t h = hash_holders(key, count);
-    for (; b->bucket[h % b->nbuckets]; h++) {
+    for (; b->classes.count && b->bucket[h % b->nbuckets]; h++) {
         int32_t cls = b->bucket[h % b->nbuckets] - 1;
         const tb__table_class *c = &b->classes.item[cls];
         if ((size_t)c->nholders == count && memcmp(b->holders.item + c->first_holder, key, count * sizeof *key) == 0)

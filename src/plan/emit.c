@@ -38,8 +38,8 @@ tb_status tb__emit(tb__walk *w, const tb__group *group, const tb__cell *cell, co
     const tb_plan *plan = w->plan;
     int n = plan->shape.ndim;
     int32_t cls[TB_MAX_DIMS];
-    int64_t stride[TB_MAX_DIMS], step = 1; /* of the first target's local tensor */
-    runs axis[TB_MAX_DIMS];
+    int64_t stride[TB_MAX_DIMS] = {0}, step = 1; /* of the first target's local tensor */
+    runs axis[TB_MAX_DIMS] = {0};
     tb__cell_classes(plan, cell, cls);
     for (int d = n - 1; d >= 0; d--) {
         const tb__axis *dst = &plan->dst.axis[d];

@@ -39,7 +39,7 @@ static tb_status receive_cell(tb__walk *w, const tb__place *place, const tb__cel
     const tb_plan *plan = w->plan;
     int32_t cls[TB_MAX_DIMS], src_holder[TB_MAX_DIMS];
     int64_t m;
-    tb__group group;
+    tb__group group = {0};
     for (int d = 0; d < plan->shape.ndim; d++) {
         group.cls[d] = cell->dim[d]->src_class;
         group.spans[d] = cell->dim[d]->src;

@@ -98,7 +98,7 @@ static tb_status send_part(tb__walk *w, const tb__group *group, int64_t m) {
         return TB_OK;
     tb__parties who = {0};
     TB_TRY(tb__set_source(w, group, m, &who));
-    tb__pairing pairing[TB_MAX_DIMS];
+    tb__pairing pairing[TB_MAX_DIMS] = {0};
     tb__cell cell;
     TB_TRY(cell_at(w, group, tb__line_expand(group, from), pairing, &cell));
     for (bool done = false; !done;) {
@@ -184,7 +184,7 @@ tb_status tb__send_all(tb__walk *w) {
     }
     size_t at[TB_MAX_DIMS] = {0};
     for (int d = n; d >= 0;) {
-        tb__group group;
+        tb__group group = {0};
         int32_t holder[TB_MAX_DIMS];
         for (int e = 0; e < n; e++) {
             const holding *h = &axis[e][at[e]];

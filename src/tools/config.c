@@ -26,7 +26,7 @@ static void add_json(tb__text *out, const tb__config *config) {
             tb__text_add(out, "%" PRId64, config->value[key]);
         }
         tb__text_add(out, ",\"source\":\"%s\",\"help\":", origin(config, key));
-        tool_add_json(out, entry->help);
+        tb__text_add_json(out, entry->help);
         tb__text_add(out, "}");
     }
     tb__text_add(out, "]\n");

@@ -72,31 +72,3 @@ void tool_add_layout(tb__text *out, const tb_layout *layout) {
     tb__text_add(out, strlen(text) > MOST ? "%.*s..." : "%.*s", MOST, text);
     free(text);
 }
-
-/* The length of the UTF-8 character that begins here, or 0 if none does. */
-static int utf8_length(const unsigned char *s) {
-    int length = s[0] < 0x80 ? 1 : s[0] < 0xC2 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF5 ? 4 : 0;
-    for (int i = 1; i < length; i++) {
-        if ((s[i] & 0xC0) != 0x80)
-            return 0;
-    }
-    bool is_surrogate = s[0] == 0xED && length == 3 && s[1] >= 0xA0;
-    bool is_overlong = (s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xF0 && s[1] < 0x90);
-    bool is_beyond = s[0] == 0xF4 && length == 4 && s[1] >= 0x90;
-    return is_surrogate || is_overlong || is_beyond ? 0 : length;
-}
-
-void tool_add_json(tb__text *out, const char *string) {
-    tb__text clean = {0};
-    for (const char *s = string; *s;) {
-        int length = utf8_length((const unsigned char *)s);
-        if (length == 0)
-            tb__text_add(&clean, "?");
-        else
-            tb__text_add(&clean, "%.*s", length, s);
-        s += length ? length : 1;
-    }
-    out->failed |= clean.failed;
-    tb__text_add_json(out, clean.data ? clean.data : "");
-    tb__text_fini(&clean);
-}

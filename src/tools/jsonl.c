@@ -48,7 +48,7 @@ int tool_answer_lines(const char *path, tb_status (*answer)(const json_t *line, 
         if (answer_line(line, (size_t)length, answer, &out) != TB_OK) {
             tb__text_fini(&out);
             tb__text_add(&out, "{\"error\":");
-            tool_add_json(&out, tb_error_detail());
+            tb__text_add_json(&out, tb_error_detail());
             tb__text_add(&out, "}");
         }
         tb__text_add(&out, "\n");

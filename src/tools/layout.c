@@ -114,7 +114,7 @@ static tb_status add_json(tb__text *out, request *r) {
     for (int d = 0; d < r->shape.ndim; d++)
         tb__text_add(out, "%s%" PRId64, d ? "," : "", r->shape.dim[d]);
     tb__text_add(out, "],\"layout\":");
-    tool_add_json(out, layout);
+    tb__text_add_json(out, layout);
     free(layout);
     if (r->dtype != TB_DTYPE_NONE)
         tb__text_add(out, ",\"dtype\":\"%s\"", tb_dtype_name(r->dtype));

@@ -261,7 +261,7 @@ static void add_layout_json(tb__text *out, const char *key, const tb_layout *lay
         return;
     }
     tb__text_add(out, "\"%s\":", key);
-    tool_add_json(out, text);
+    tb__text_add_json(out, text);
     free(text);
 }
 

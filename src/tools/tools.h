@@ -80,8 +80,6 @@ void tool_add_ranks(tb__text *out, const int32_t *ranks, size_t count, size_t mo
 void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *len);
 /* The layout as text, cut short where it has long lists. */
 void tool_add_layout(tb__text *out, const tb_layout *layout);
-/* Any bytes as a JSON string: what is not UTF-8 becomes '?'. */
-void tool_add_json(tb__text *out, const char *string);
 
 /* ---- Tables (table.c) ---------------------------------------------------------------------------------------- */
 
