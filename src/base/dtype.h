@@ -17,4 +17,10 @@ static inline int64_t tb__dtype_packing(tb_dtype dtype) {
     return tb_dtype_bits(dtype) == 4 ? 2 : 1;
 }
 
+/* Bytes of so many elements next to one another. */
+static inline int64_t tb__dtype_bytes(tb_dtype dtype, int64_t nelements) {
+    int64_t packing = tb__dtype_packing(dtype), bits = tb_dtype_bits(dtype);
+    return packing > 1 ? (nelements + packing - 1) / packing : nelements * (bits / 8);
+}
+
 #endif

@@ -112,6 +112,18 @@ static bool has_rank(const int32_t *ranks, uint32_t count, int32_t rank) {
     return false;
 }
 
+tb__role tb__route_role(const tb_route *route, int32_t rank) {
+    tb__role role = {.is_source = route->source == rank || has_rank(route->contributors, route->ncontributors, rank),
+                     .is_target = has_rank(route->targets, route->ntargets, rank)};
+    if (!role.is_target && route->source != rank)
+        role.transport = TB_NONE;
+    else if (route->source == TB_NO_RANK || route->targets[0] == route->source)
+        role.transport = TB_LOCAL;
+    else
+        role.transport = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
+    return role;
+}
+
 /* Adds the chunk, or its parts: slices of the outermost dim that can be cut finely enough. */
 static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *part) {
     int64_t rows = 0, thickness = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
@@ -138,14 +150,14 @@ static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *p
 
 static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, tb_dtype wire,
                            const tb_route *route, uint32_t number) {
-    int32_t rank = b->ir->view.rank;
     if (number >> PIECE_BITS)
         return tb__fail(TB_TOO_BIG, "rank %" PRId32 "'s part is cut into more than 2^%d boxes", route->targets[0],
                         PIECE_BITS);
-    bool is_local = route->source == TB_NO_RANK || route->targets[0] == route->source;
+    tb__role role = tb__route_role(route, b->ir->view.rank);
     tb_chunk chunk = {
-        .is_source = route->source == rank || has_rank(route->contributors, route->ncontributors, rank),
-        .is_target = has_rank(route->targets, route->ntargets, rank),
+        .transport = role.transport,
+        .is_source = role.is_source,
+        .is_target = role.is_target,
         .tensor = tensor,
         .id = ((((uint64_t)route->targets[0] << NAME_BITS | tensor) << PIECE_BITS) | number) << SUB_BITS,
         .source = route->source,
@@ -159,12 +171,6 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
         .order = route->order,
         .wire_dtype = wire,
     };
-    if (!chunk.is_target && route->source != rank)
-        chunk.transport = TB_NONE;
-    else if (is_local)
-        chunk.transport = TB_LOCAL;
-    else
-        chunk.transport = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
     memcpy(chunk.len, route->len, (size_t)chunk.ndim * sizeof *chunk.len);
     tb_shape shape = {.ndim = chunk.ndim};
     memcpy(shape.dim, chunk.len, sizeof shape.dim);

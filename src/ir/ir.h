@@ -38,6 +38,14 @@ tb_status tb__ir_pack(tb__ir *ir, int64_t bucket_size, uint32_t max_in_flight);
 /* Points the view at the arrays. */
 void tb__ir_finish(tb__ir *ir);
 
+/* What a rank does in a route. */
+typedef struct tb__role {
+    tb_transport_kind transport;
+    bool is_source, is_target;
+} tb__role;
+
+tb__role tb__route_role(const tb_route *route, int32_t rank);
+
 /* The dtype on the wire, or why there can be none. */
 tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *out);
 

@@ -1,4 +1,5 @@
 /* Shapes: text form, and the check that no size can overflow later. */
+#include "base/dtype.h"
 #include "base/text.h"
 #include "layout/layout.h"
 
@@ -66,6 +67,6 @@ tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *nelement
     if (nelements)
         *nelements = size;
     if (nbytes)
-        *nbytes = bits >= 8 ? size * (bits / 8) : size / 2 + size % 2;
+        *nbytes = tb__dtype_bytes(dtype, size);
     return TB_OK;
 }

@@ -1,6 +1,8 @@
 /* Figures of a whole plan, and the bound that no choice among replicas can beat. */
 #include "plan/plan.h"
 
+#include "base/dtype.h"
+
 #include <inttypes.h>
 #include <string.h>
 
@@ -37,13 +39,9 @@ static void add(int64_t *sum, int64_t nbytes, uint64_t count) {
         *sum = INT64_MAX;
 }
 
-static int64_t bytes_of(const tb_plan *plan, int64_t nelements) {
-    return tb_dtype_bits(plan->dtype) >= 8 ? nelements * (tb_dtype_bits(plan->dtype) / 8) : (nelements + 1) / 2;
-}
-
 static void add_route(const tb_plan *plan, tb_plan_stats *s, int32_t i, const tb_route *route) {
     int32_t rank = s->ranks[i];
-    int64_t nbytes = bytes_of(plan, route->nelements);
+    int64_t nbytes = tb__dtype_bytes(plan->dtype, route->nelements);
     if (route->source == TB_NO_RANK)
         return;
     if (route->source != rank) {
@@ -82,8 +80,8 @@ static tb_status set_bound(const tb_plan *plan, tb_routes *scratch, tb_plan_stat
         tb__wide share = tb__wide_div(nbytes + (uint64_t)nmembers - 1, (uint64_t)nmembers);
         int64_t told = share > INT64_MAX ? INT64_MAX : (int64_t)share;
         s->min_max_send = told > s->min_max_send ? told : s->min_max_send;
-        if (line % (uint64_t)nmembers && s->max_slice < bytes_of(plan, 1)) /* no cut divides an element */
-            s->max_slice = bytes_of(plan, 1);
+        if (line % (uint64_t)nmembers && s->max_slice < tb__dtype_bytes(plan->dtype, 1)) /* no cut divides an element */
+            s->max_slice = tb__dtype_bytes(plan->dtype, 1);
         for (d = n - 1; d >= 0 && ++cls[d] == tb__axis_nclasses(&plan->src.axis[d]); d--)
             cls[d] = 0;
     }

@@ -12,7 +12,8 @@ static const char *kind_name(const tool_transfer *t) {
 }
 
 static int64_t bytes_in_all(const tool_transfer *t) {
-    return t->nbytes * t->ntargets;
+    int64_t nbytes;
+    return __builtin_mul_overflow(t->nbytes, t->ntargets, &nbytes) ? INT64_MAX : nbytes;
 }
 
 /* Where something stands, and how much it moves. */

@@ -1,62 +1,45 @@
 /* What one rank does in a plan: its routes, as a table and as JSON. */
 #include "tools/tools.h"
 
+#include "base/dtype.h"
+#include "ir/ir.h"
+
 #include <inttypes.h>
 
-/* A rank's part in a route. */
-typedef struct role {
-    bool is_source, is_target, is_contributor;
-    tb_transport_kind kind;
-} role;
-
-static bool is_among(int32_t rank, const int32_t *ranks, uint32_t count) {
-    for (uint32_t i = 0; i < count; i++) {
-        if (ranks[i] == rank)
-            return true;
-    }
-    return false;
-}
-
-static role role_of(const tb_route *route, int32_t rank) {
-    role r = {.is_source = route->source == rank,
-              .is_target = is_among(rank, route->targets, route->ntargets),
-              .is_contributor = is_among(rank, route->contributors, route->ncontributors)};
-    if (!r.is_source && !r.is_target)
-        r.kind = TB_NONE;
-    else if (route->source == TB_NO_RANK || route->source == route->targets[0])
-        r.kind = TB_LOCAL;
-    else
-        r.kind = route->ntargets > 1 ? TB_BROADCAST : TB_P2P;
-    return r;
-}
-
-static const char *verb(const tb_route *route, role r) {
+static const char *verb(const tb_route *route, tb__role r) {
     if (route->source == TB_NO_RANK)
         return "fills with zeros";
-    if (r.is_source)
-        return r.is_target ? "copies" : "sends";
+    switch (r.transport) {
+    case TB_LOCAL:
+        return "copies";
+    case TB_NONE:
+        return "contributes";
+    case TB_P2P:
+    case TB_BROADCAST:
+        break;
+    }
     if (r.is_target)
-        return r.is_contributor ? "receives, contributes" : "receives";
-    return "contributes";
+        return r.is_source ? "receives, contributes" : "receives";
+    return "sends";
 }
 
 static void add_row(tool_table *table, const tool_plan_view *view, const tb_route *route, int32_t rank,
                     bool has_contributors) {
     enum { MOST_RUNS = 5 };
-    role r = role_of(route, rank);
-    int64_t nbytes = tool_route_bytes(route, view->dtype);
+    tb__role r = tb__route_role(route, rank);
+    int64_t nbytes = tb__dtype_bytes(view->dtype, route->nelements);
     tb__text cell = {0};
     tool_table_cell(table, "%s", verb(route, r));
-    if (r.kind == TB_LOCAL) {
+    if (r.transport == TB_LOCAL) {
         tb__text_add(&cell, "itself");
-    } else if (r.is_source) {
+    } else if (route->source == rank) {
         tb__text_add(&cell, "to ");
         tool_add_ranks(&cell, route->targets, route->ntargets, MOST_RUNS);
     } else {
         tb__text_add(&cell, r.is_target ? "from %" PRId32 : "at %" PRId32, route->source);
     }
     tool_table_take(table, &cell);
-    tool_table_cell(table, "%s", tb_transport_kind_name(r.kind));
+    tool_table_cell(table, "%s", tb_transport_kind_name(r.transport));
     if (route->source != TB_NO_RANK)
         tool_add_box(&cell, view->shape.ndim, route->src.start, route->len);
     else
@@ -127,10 +110,11 @@ static void add_box_json(tb__text *out, const char *key, int ndim, const int64_t
 }
 
 static void add_route_json(tb__text *out, const tool_plan_view *view, const tb_route *route, int32_t rank) {
-    role r = role_of(route, rank);
+    tb__role r = tb__route_role(route, rank);
     int ndim = view->shape.ndim;
-    tb__text_add(out, "{\"kind\":\"%s\",\"is_source\":%s,\"is_target\":%s,\"source\":", tb_transport_kind_name(r.kind),
-                 r.is_source || r.is_contributor ? "true" : "false", r.is_target ? "true" : "false");
+    tb__text_add(out,
+                 "{\"kind\":\"%s\",\"is_source\":%s,\"is_target\":%s,\"source\":", tb_transport_kind_name(r.transport),
+                 r.is_source ? "true" : "false", r.is_target ? "true" : "false");
     if (route->source == TB_NO_RANK)
         tb__text_add(out, "null");
     else
@@ -142,7 +126,7 @@ static void add_route_json(tb__text *out, const tool_plan_view *view, const tb_r
     else
         add_box_json(out, "src", ndim, route->src.start, route->len);
     add_box_json(out, "dst", ndim, route->dst.start, route->len);
-    tb__text_add(out, ",\"bytes\":%" PRId64 "}", tool_route_bytes(route, view->dtype));
+    tb__text_add(out, ",\"bytes\":%" PRId64 "}", tb__dtype_bytes(view->dtype, route->nelements));
 }
 
 tb_status tool_add_rank_json(tb__text *out, const tool_plan_view *view, int32_t rank) {

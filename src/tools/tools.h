@@ -136,7 +136,6 @@ typedef struct tool_plan_view {
 } tool_plan_view;
 
 bool tool_is_local(const tool_transfer *transfer);
-int64_t tool_route_bytes(const tb_route *route, tb_dtype dtype);
 
 /* Takes the layouts over, also when it fails. */
 tb_status tool_plan_view_init(tool_plan_view *view, tb_layout *src, tb_layout *dst, const tb_shape *shape,

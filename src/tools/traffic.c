@@ -1,6 +1,7 @@
 /* Everybody's traffic: the routes of all senders, gathered by source and targets. */
 #include "tools/tools.h"
 
+#include "base/dtype.h"
 #include "base/log.h"
 
 #include <inttypes.h>
@@ -15,11 +16,6 @@ typedef TB_VEC(outgoing) outgoing_list;
 
 bool tool_is_local(const tool_transfer *transfer) {
     return transfer->source == TB_NO_RANK || transfer->targets[0] == transfer->source;
-}
-
-int64_t tool_route_bytes(const tb_route *route, tb_dtype dtype) {
-    unsigned bits = tb_dtype_bits(dtype);
-    return bits >= 8 ? route->nelements * (int64_t)(bits / 8) : (route->nelements + 1) / 2;
 }
 
 static int compare_targets(const tb_route *a, const tb_route *b) {
@@ -47,7 +43,7 @@ static tb_status add_transfer(tool_plan_view *view, const outgoing *routes, size
     memcpy(t.len, first->len, sizeof t.len);
     t.nboxes = (int64_t)count;
     for (size_t i = 0; i < count; i++)
-        t.nbytes += tool_route_bytes(routes[i].route, view->dtype);
+        t.nbytes += tb__dtype_bytes(view->dtype, routes[i].route->nelements);
     return tb__vec_push(&view->transfers, t) ? TB_OK : TB_NO_MEMORY;
 }
 

@@ -73,9 +73,9 @@ static void apply(const tb_placement *p, int64_t c, int64_t r, const naive_list 
 
 /* As naive_local, after the first `nstages` mesh dims. */
 static void naive_after(const side *s, const tb_shape *shape, int32_t m, int d, int nstages, naive_list *out) {
-    int64_t coord[TB_MAX_DIMS];
+    int64_t coord[TB_MAX_DIMS] = {0};
     mesh_coords(s, m, coord);
-    naive_list *next = malloc(sizeof *next);
+    naive_list *next = calloc(1, sizeof *next);
     out->count = shape->dim[d];
     for (int64_t i = 0; i < out->count; i++)
         out->index[i] = i;
@@ -96,7 +96,7 @@ void naive_local(const side *s, const tb_shape *shape, int32_t m, int d, naive_l
 
 /* The shortest and the longest list in dim d before mesh dim i, over the whole mesh. */
 static void lengths_before(const side *s, const tb_shape *shape, int d, int i, int64_t *shortest, int64_t *longest) {
-    naive_list *list = malloc(sizeof *list);
+    naive_list *list = calloc(1, sizeof *list);
     *shortest = INT64_MAX;
     *longest = 0;
     for (int32_t m = 0; m < s->nranks; m++) {
