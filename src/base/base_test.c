@@ -1,5 +1,6 @@
 /* The small things: dtypes, text, sizes, memory, status, log. */
 #include "base/dtype.h"
+#include "base/index.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "base/text.h"
@@ -100,6 +101,24 @@ static void memory(void **state) {
     tb__arena_fini(&arena);
 }
 
+static void indices(void **state) {
+    (void)state;
+    tb__index index = {0};
+    size_t probe = 0;
+    assert_int_equal(tb__index_next(&index, 1, &probe), TB__NOWHERE);
+    for (size_t i = 0; i < 1000; i++)
+        assert_true(tb__index_add(&index, i % 100 * 32, i)); /* many share a hash, all share a place */
+    for (uint64_t h = 0; h < 100; h++) {
+        size_t n = 0, at;
+        for (probe = 0; (at = tb__index_next(&index, h * 32, &probe)) != TB__NOWHERE; n++)
+            assert_int_equal(at % 100, h);
+        assert_int_equal(n, 10);
+    }
+    probe = 0;
+    assert_int_equal(tb__index_next(&index, 7, &probe), TB__NOWHERE);
+    tb__index_fini(&index);
+}
+
 static void errors_say_where(void **state) {
     (void)state;
     char *longer = malloc(4096);
@@ -135,9 +154,9 @@ static void log_lines(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(dtypes),           cmocka_unit_test(sizes),
-        cmocka_unit_test(growing_text),     cmocka_unit_test(memory),
-        cmocka_unit_test(errors_say_where), cmocka_unit_test(log_lines),
+        cmocka_unit_test(dtypes),    cmocka_unit_test(sizes),   cmocka_unit_test(growing_text),
+        cmocka_unit_test(memory),    cmocka_unit_test(indices), cmocka_unit_test(errors_say_where),
+        cmocka_unit_test(log_lines),
     };
     return cmocka_run_group_tests_name("base", tests, NULL, NULL);
 }

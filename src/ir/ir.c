@@ -41,41 +41,14 @@ tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *o
     return TB_OK;
 }
 
-static uint64_t hash_ranks(const int32_t *ranks, uint32_t count) {
-    uint64_t h = count;
-    for (uint32_t i = 0; i < count; i++) {
-        h = (h ^ (uint64_t)ranks[i]) * 0x9E3779B97F4A7C15U;
-        h ^= h >> 32;
-    }
-    return h;
-}
-
-static bool grow_lists(tb__ir *ir) {
-    size_t n = ir->lists.nslots ? 2 * ir->lists.nslots : 64;
-    uint32_t *slots = tb__calloc(n, sizeof *slots);
-    if (!slots)
-        return false;
-    for (size_t i = 0; i < ir->lists.list.count; i++) {
-        size_t at = ir->lists.list.item[i].hash & (n - 1);
-        while (slots[at])
-            at = (at + 1) & (n - 1);
-        slots[at] = (uint32_t)i + 1;
-    }
-    free(ir->lists.slots);
-    ir->lists.slots = slots;
-    ir->lists.nslots = n;
-    return true;
-}
-
 const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
-    if (2 * (ir->lists.list.count + 1) > ir->lists.nslots && !grow_lists(ir))
-        return NULL;
-    uint64_t hash = hash_ranks(ranks, count);
-    size_t mask = ir->lists.nslots - 1, at = hash & mask;
-    for (; ir->lists.slots[at]; at = (at + 1) & mask) {
-        const struct tb__rank_list *list = &ir->lists.list.item[ir->lists.slots[at] - 1];
-        if (list->hash == hash && list->count == count &&
-            (!count || !memcmp(list->ranks, ranks, count * sizeof *ranks)))
+    uint64_t hash = count;
+    for (uint32_t i = 0; i < count; i++)
+        hash = tb__hash(hash, (uint64_t)ranks[i]);
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&ir->by_ranks, hash, &probe)) != TB__NOWHERE) {
+        const struct tb__rank_list *list = &ir->lists.item[at];
+        if (list->count == count && (!count || !memcmp(list->ranks, ranks, count * sizeof *ranks)))
             return list->ranks;
     }
     int32_t *copy = tb__arena_alloc(&ir->arena, count, sizeof *copy);
@@ -83,10 +56,9 @@ const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
         return NULL;
     if (count)
         memcpy(copy, ranks, count * sizeof *copy);
-    struct tb__rank_list list = {hash, count, copy};
-    if (!tb__vec_push(&ir->lists.list, list))
+    if (!tb__vec_reserve(&ir->lists, 1) || !tb__index_add(&ir->by_ranks, hash, ir->lists.count))
         return NULL;
-    ir->lists.slots[at] = (uint32_t)ir->lists.list.count;
+    ir->lists.item[ir->lists.count++] = (struct tb__rank_list){count, copy};
     return copy;
 }
 
@@ -283,8 +255,8 @@ void tb_ir_destroy(tb_ir *view) {
     free(ir->entries.item);
     free(ir->buckets.item);
     free(ir->channels.item);
-    free(ir->lists.list.item);
-    free(ir->lists.slots);
+    free(ir->lists.item);
+    tb__index_fini(&ir->by_ranks);
     tb__arena_fini(&ir->arena);
     free(ir);
 }

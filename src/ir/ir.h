@@ -2,6 +2,7 @@
 #ifndef TB_IR_IR_H
 #define TB_IR_IR_H
 
+#include "base/index.h"
 #include "base/mem.h"
 #include "tensorbus/tensorbus.h"
 
@@ -15,16 +16,12 @@ typedef struct tb__ir {
     TB_VEC(tb_bucket_entry) entries;
     TB_VEC(tb_bucket) buckets;
     TB_VEC(tb_channel) channels;
-    struct { /* rank lists, each kept once: open addressing over `list` */
-        TB_VEC(struct tb__rank_list {
-            uint64_t hash;
-            uint32_t count;
-            const int32_t *ranks;
-        })
-        list;
-        uint32_t *slots;
-        size_t nslots;
-    } lists;
+    TB_VEC(struct tb__rank_list {
+        uint32_t count;
+        const int32_t *ranks;
+    })
+    lists; /* each kept once */
+    tb__index by_ranks;
 } tb__ir;
 
 /* A copy of the list that lives as long as the IR; equal lists have equal addresses. NULL if memory is short. */

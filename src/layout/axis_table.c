@@ -2,6 +2,8 @@
  * them begins or ends, and the cuts sorted into classes by who holds them. */
 #include "layout/axis.h"
 
+#include "base/index.h"
+
 #include <string.h>
 
 /* One run of indices in one coordinate's list. */
@@ -48,60 +50,33 @@ typedef struct builder {
     TB_VEC(int64_t) offsets;
     TB_VEC(tb__table_class) classes;
     TB_VEC(int32_t) holders;
-    int32_t *bucket; /* hash of a holder list -> 1 + class */
-    size_t nbuckets;
+    tb__index by_holders;
 } builder;
-
-static uint64_t hash_holders(const int32_t *holder, size_t count) {
-    uint64_t h = 1469598103934665603U;
-    for (size_t i = 0; i < count; i++)
-        h = (h ^ (uint64_t)holder[i]) * 1099511628211U;
-    return h ^ h >> 29;
-}
-
-static bool grow_buckets(builder *b) {
-    size_t n = b->nbuckets ? 2 * b->nbuckets : 64;
-    int32_t *bucket = tb__calloc(n, sizeof *bucket);
-    if (!bucket)
-        return false;
-    for (size_t c = 0; c < b->classes.count; c++) {
-        const tb__table_class *cls = &b->classes.item[c];
-        uint64_t h = hash_holders(b->holders.item + cls->first_holder, (size_t)cls->nholders);
-        while (bucket[h % n])
-            h++;
-        bucket[h % n] = (int32_t)c + 1;
-    }
-    free(b->bucket);
-    b->bucket = bucket;
-    b->nbuckets = n;
-    return true;
-}
 
 /* The class with these holders, made if it is new; -1 if memory is short. */
 static int32_t class_of(builder *b, const held *active, size_t count) {
-    if (2 * (b->classes.count + 1) > b->nbuckets && !grow_buckets(b))
-        return -1;
     if (!tb__vec_reserve(&b->holders, count))
         return -1;
     int32_t *key = b->holders.item + b->holders.count; /* stays there if the class is new */
-    for (size_t i = 0; i < count; i++)
+    uint64_t hash = count;
+    for (size_t i = 0; i < count; i++) {
         key[i] = active[i].coord;
-    uint64_t h = hash_holders(key, count);
-    for (; b->classes.count && b->bucket[h % b->nbuckets]; h++) {
-        int32_t cls = b->bucket[h % b->nbuckets] - 1;
-        const tb__table_class *c = &b->classes.item[cls];
-        if ((size_t)c->nholders == count && memcmp(b->holders.item + c->first_holder, key, count * sizeof *key) == 0)
-            return cls;
+        hash = tb__hash(hash, (uint64_t)key[i]);
     }
-    int32_t cls = (int32_t)b->classes.count;
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&b->by_holders, hash, &probe)) != TB__NOWHERE) {
+        const tb__table_class *c = &b->classes.item[at];
+        if ((size_t)c->nholders == count && memcmp(b->holders.item + c->first_holder, key, count * sizeof *key) == 0)
+            return (int32_t)at;
+    }
     tb__table_class new = {.first_holder = (int32_t)b->holders.count, .nholders = (int32_t)count};
     for (size_t i = 1; i < count; i++)
         new.repeats |= key[i] == key[i - 1];
-    if (!tb__vec_push(&b->classes, new))
+    if (!tb__vec_reserve(&b->classes, 1) || !tb__index_add(&b->by_holders, hash, b->classes.count))
         return -1;
+    b->classes.item[b->classes.count++] = new;
     b->holders.count += count;
-    b->bucket[h % b->nbuckets] = cls + 1;
-    return cls;
+    return (int32_t)b->classes.count - 1;
 }
 
 /* Whether [start, ...) with these offsets carries on the last segment at every holder. */
@@ -246,7 +221,7 @@ struct tb__axis_table *tb__axis_table_create(const tb__axis *axis, int dim, tb_s
     if (*status == TB_OK)
         *status = sweep(&b, dim, &all, axis->distinct);
     free(all.item);
-    free(b.bucket);
+    tb__index_fini(&b.by_holders);
     if (!table)
         return NULL;
     *table = (tb__axis_table){.segment = b.segments.item,

@@ -2,17 +2,12 @@
  * routes are worked out once and shared. */
 #include "plan/plan.h"
 
+#include "base/index.h"
 #include "base/opts.h"
 
 #include <string.h>
 
-typedef struct plan_entry {
-    uint64_t hash;
-    tb_plan *plan;
-} plan_entry;
-
 typedef struct routes_entry {
-    uint64_t hash;
     const tb_plan *plan;
     int32_t rank;
     uint64_t rotation;
@@ -20,45 +15,13 @@ typedef struct routes_entry {
     uint32_t *numbers; /* NULL until they are asked for */
 } routes_entry;
 
-/* Open addressing over one of the lists below: 1 + index, 0 is free. */
-typedef struct slots {
-    uint32_t *item;
-    size_t count; /* a power of two */
-} slots;
-
 struct tb_plan_cache {
-    TB_VEC(plan_entry) plans;
+    TB_VEC(tb_plan *) plans;
     TB_VEC(routes_entry) routes;
-    slots plan_slots, routes_slots;
+    tb__index by_plan, by_routes;
     tb_routes *scratch;
     uint64_t hits, misses;
 };
-
-static uint64_t mix(uint64_t h, uint64_t value) {
-    h = (h ^ value) * 0x9E3779B97F4A7C15U;
-    return h ^ h >> 32;
-}
-
-/* Room for one more entry; entries lie `stride` bytes apart. */
-static bool reserve(slots *s, size_t nentries, const void *entries, size_t stride) {
-    if (2 * (nentries + 1) <= s->count)
-        return true;
-    size_t count = s->count ? 2 * s->count : 64;
-    uint32_t *item = tb__calloc(count, sizeof *item);
-    if (!item)
-        return false;
-    for (size_t i = 0; i < nentries; i++) {
-        uint64_t hash;
-        memcpy(&hash, (const char *)entries + i * stride, sizeof hash); /* every entry begins with its hash */
-        size_t at = hash & (count - 1);
-        while (item[at])
-            at = (at + 1) & (count - 1);
-        item[at] = (uint32_t)i + 1;
-    }
-    free(s->item);
-    *s = (slots){item, count};
-    return true;
-}
 
 static bool same_opts(const tb_plan *plan, const tb_plan_opts *opts) {
     const int32_t *hosts = opts->hosts;
@@ -70,16 +33,13 @@ tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb
                             tb_dtype dtype, const tb_plan_opts *opts, const tb_plan **out) {
     tb_plan_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    uint64_t hash = mix(mix(mix(src->hash, dst->hash), (uint64_t)dtype), (uint64_t)shape->ndim);
+    uint64_t hash = tb__hash(tb__hash(tb__hash(src->hash, dst->hash), (uint64_t)dtype), (uint64_t)shape->ndim);
     for (int d = 0; d < shape->ndim && d < TB_MAX_DIMS; d++)
-        hash = mix(hash, (uint64_t)shape->dim[d]);
-    if (!reserve(&cache->plan_slots, cache->plans.count, cache->plans.item, sizeof *cache->plans.item))
-        return TB_NO_MEMORY;
-    size_t mask = cache->plan_slots.count - 1, at = hash & mask;
-    for (; cache->plan_slots.item[at]; at = (at + 1) & mask) {
-        const plan_entry *entry = &cache->plans.item[cache->plan_slots.item[at] - 1];
-        const tb_plan *plan = entry->plan;
-        if (entry->hash == hash && plan->dtype == dtype && plan->shape.ndim == shape->ndim &&
+        hash = tb__hash(hash, (uint64_t)shape->dim[d]);
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&cache->by_plan, hash, &probe)) != TB__NOWHERE) {
+        const tb_plan *plan = cache->plans.item[at];
+        if (plan->dtype == dtype && plan->shape.ndim == shape->ndim &&
             memcmp(plan->shape.dim, shape->dim, (size_t)shape->ndim * sizeof *shape->dim) == 0 &&
             tb_layout_equal(plan->src_layout, src) && tb_layout_equal(plan->dst_layout, dst) && same_opts(plan, &o)) {
             cache->hits++;
@@ -87,15 +47,15 @@ tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb
             return TB_OK;
         }
     }
-    plan_entry entry = {.hash = hash};
-    TB_TRY(tb_plan_create(src, dst, shape, dtype, opts, &entry.plan));
-    if (!tb__vec_push(&cache->plans, entry)) {
-        tb_plan_destroy(entry.plan);
+    tb_plan *plan;
+    TB_TRY(tb_plan_create(src, dst, shape, dtype, opts, &plan));
+    if (!tb__vec_reserve(&cache->plans, 1) || !tb__index_add(&cache->by_plan, hash, cache->plans.count)) {
+        tb_plan_destroy(plan);
         return TB_NO_MEMORY;
     }
-    cache->plan_slots.item[at] = (uint32_t)cache->plans.count;
+    cache->plans.item[cache->plans.count++] = plan;
     cache->misses++;
-    *out = entry.plan;
+    *out = plan;
     return TB_OK;
 }
 
@@ -149,26 +109,24 @@ static tb_status find_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t 
                              routes_entry **out) {
     if (plan->rotation_period)
         rotation %= plan->rotation_period;
-    uint64_t hash = mix(mix(mix(1, (uint64_t)(uintptr_t)plan), (uint64_t)rank), rotation);
-    if (!reserve(&cache->routes_slots, cache->routes.count, cache->routes.item, sizeof *cache->routes.item))
-        return TB_NO_MEMORY;
-    size_t mask = cache->routes_slots.count - 1, at = hash & mask;
-    for (; cache->routes_slots.item[at]; at = (at + 1) & mask) {
-        routes_entry *entry = &cache->routes.item[cache->routes_slots.item[at] - 1];
+    uint64_t hash = tb__hash(tb__hash((uint64_t)(uintptr_t)plan, (uint64_t)rank), rotation);
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&cache->by_routes, hash, &probe)) != TB__NOWHERE) {
+        routes_entry *entry = &cache->routes.item[at];
         if (entry->plan == plan && entry->rank == rank && entry->rotation == rotation) {
             *out = entry;
             return TB_OK;
         }
     }
-    routes_entry entry = {.hash = hash, .plan = plan, .rank = rank, .rotation = rotation};
+    routes_entry entry = {.plan = plan, .rank = rank, .rotation = rotation};
     TB_TRY(tb_plan_routes(plan, rank, rotation, cache->scratch));
     TB_TRY(compact(cache->scratch, &entry.routes));
-    if (!tb__vec_push(&cache->routes, entry)) {
+    if (!tb__vec_reserve(&cache->routes, 1) || !tb__index_add(&cache->by_routes, hash, cache->routes.count)) {
         tb_routes_destroy(entry.routes);
         return TB_NO_MEMORY;
     }
-    cache->routes_slots.item[at] = (uint32_t)cache->routes.count;
-    *out = &cache->routes.item[cache->routes.count - 1];
+    *out = &cache->routes.item[cache->routes.count++];
+    **out = entry;
     return TB_OK;
 }
 
@@ -213,11 +171,11 @@ void tb_plan_cache_destroy(tb_plan_cache *cache) {
     }
     tb_routes_destroy(cache->scratch);
     for (size_t i = 0; i < cache->plans.count; i++)
-        tb_plan_destroy(cache->plans.item[i].plan);
+        tb_plan_destroy(cache->plans.item[i]);
     free(cache->routes.item);
     free(cache->plans.item);
-    free(cache->plan_slots.item);
-    free(cache->routes_slots.item);
+    tb__index_fini(&cache->by_plan);
+    tb__index_fini(&cache->by_routes);
     free(cache);
 }
 

@@ -5,6 +5,8 @@
  * form: a source with a thousand targets need not list the boxes of each. Otherwise the target's boxes are listed. */
 #include "plan/line.h"
 
+#include "base/index.h"
+
 #include <string.h>
 
 /* Sorted beginnings: of runs of one coordinate of one axis, or of boxes of one target. */
@@ -21,35 +23,12 @@ typedef struct numbering {
     tb_routes *others; /* of targets */
     tb__arena arena;
     TB_VEC(starts) known;
-    uint32_t *slots; /* open addressing: 1 + index in known */
-    size_t nslots;
+    tb__index by_key;
 } numbering;
 
 static int compare_int64(const void *a, const void *b) {
     int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
     return (x > y) - (x < y);
-}
-
-static uint64_t hash_of(int axis, int32_t key) {
-    uint64_t h = ((uint64_t)(uint32_t)key << 4 | (uint64_t)(axis + 1)) * 0x9E3779B97F4A7C15U;
-    return h ^ h >> 32;
-}
-
-static bool grow(numbering *n) {
-    size_t nslots = n->nslots ? 2 * n->nslots : 64;
-    uint32_t *slots = tb__calloc(nslots, sizeof *slots);
-    if (!slots)
-        return false;
-    for (size_t i = 0; i < n->known.count; i++) {
-        size_t at = hash_of(n->known.item[i].axis, n->known.item[i].key) & (nslots - 1);
-        while (slots[at])
-            at = (at + 1) & (nslots - 1);
-        slots[at] = (uint32_t)i + 1;
-    }
-    free(n->slots);
-    n->slots = slots;
-    n->nslots = nslots;
-    return true;
 }
 
 static tb_status run_starts(numbering *n, int d, int32_t coord, starts *out) {
@@ -98,21 +77,20 @@ static tb_status box_starts(numbering *n, int32_t target, starts *out) {
 }
 
 static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out) {
-    if (2 * (n->known.count + 1) > n->nslots && !grow(n))
-        return TB_NO_MEMORY;
-    size_t at = hash_of(axis, key) & (n->nslots - 1);
-    for (; n->slots[at]; at = (at + 1) & (n->nslots - 1)) {
-        *out = &n->known.item[n->slots[at] - 1];
+    uint64_t hash = tb__hash((uint64_t)(axis + 1), (uint64_t)key);
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&n->by_key, hash, &probe)) != TB__NOWHERE) {
+        *out = &n->known.item[at];
         if ((*out)->axis == axis && (*out)->key == key)
             return TB_OK;
     }
     starts new = {.key = key, .axis = axis};
     TB_TRY(axis < 0 ? box_starts(n, key, &new) : run_starts(n, axis, key, &new));
     qsort(new.at, new.count, sizeof *new.at, compare_int64);
-    if (!tb__vec_push(&n->known, new))
+    if (!tb__vec_reserve(&n->known, 1) || !tb__index_add(&n->by_key, hash, n->known.count))
         return TB_NO_MEMORY;
-    n->slots[at] = (uint32_t)n->known.count;
-    *out = &n->known.item[n->known.count - 1];
+    *out = &n->known.item[n->known.count];
+    n->known.item[n->known.count++] = new;
     return TB_OK;
 }
 
@@ -177,7 +155,7 @@ tb_status tb__plan_number(const tb_plan *plan, uint64_t rotation, const tb_route
     tb_routes_destroy(n.others);
     tb__arena_fini(&n.arena);
     free(n.known.item);
-    free(n.slots);
+    tb__index_fini(&n.by_key);
     if (status != TB_OK) {
         free(numbers);
         return status;
