@@ -77,7 +77,7 @@ static tb_status box_starts(numbering *n, int32_t target, starts *out) {
 }
 
 static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out) {
-    uint64_t hash = tb__hash((uint64_t)(axis + 1), (uint64_t)key);
+    uint64_t hash = tb__hash((uint64_t)axis + 1, (uint64_t)key);
     size_t probe = 0, at;
     while ((at = tb__index_next(&n->by_key, hash, &probe)) != TB__NOWHERE) {
         *out = &n->known.item[at];
