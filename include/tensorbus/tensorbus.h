@@ -32,12 +32,17 @@ TB_API const char *tb_version_string(void);
 
 typedef enum tb_status {
     TB_OK = 0,
-    TB_INVALID = -1,   /* an argument or an input is wrong */
-    TB_NO_MEMORY = -2, /* an allocation failed */
-    TB_TOO_BIG = -3,   /* a size or a count is beyond what tensorbus handles */
-    TB_REFUSED = -4,   /* well formed, but against a rule: avg of integers, a silent cast to 8 bits */
-    TB_IO = -5,        /* the system failed to read or write */
-    TB_INTERNAL = -6,  /* a check of tensorbus's own results failed: a bug */
+    TB_INVALID = -1,    /* an argument or an input is wrong */
+    TB_NO_MEMORY = -2,  /* an allocation failed */
+    TB_TOO_BIG = -3,    /* a size or a count is beyond what tensorbus handles */
+    TB_REFUSED = -4,    /* well formed, but against a rule: avg of integers, a silent cast to 8 bits */
+    TB_IO = -5,         /* the system failed to read or write */
+    TB_INTERNAL = -6,   /* a check of tensorbus's own results failed: a bug */
+    TB_TIMEOUT = -7,    /* nothing happened before the deadline */
+    TB_LOST = -8,       /* a peer or a connection is gone */
+    TB_DENIED = -9,     /* not allowed: a wrong token, another user's process */
+    TB_CONFLICT = -10,  /* somebody else was first */
+    TB_CANCELLED = -11, /* the caller gave it up */
 } tb_status;
 
 /* A short name for the code, never NULL. */
@@ -241,8 +246,9 @@ TB_API const tb_route *tb_routes_at(const tb_routes *routes, size_t i);
  * rotation = i, so that the same replica does not serve all of them. */
 TB_API tb_status tb_plan_routes(const tb_plan *plan, int32_t rank, uint64_t rotation, tb_routes *routes);
 
-/* Proves the whole plan: every target element is written exactly once, by a source that holds it at that place, and
- * both ends of every route agree on it. TB_INTERNAL, with a sentence, if not. Costs the whole world's traffic. */
+/* Proves the whole plan (at rotation 0): every target element is written exactly once, by a source that holds it at
+ * that place, and both ends of every route agree on it. TB_INTERNAL, with a sentence, if not. Costs the whole world's
+ * traffic. */
 TB_API tb_status tb_plan_check(const tb_plan *plan);
 
 /* Figures over all ranks; one beyond INT64_MAX reads INT64_MAX. Local copies count in none of them but local_bytes. */
@@ -312,6 +318,8 @@ typedef struct tb_chunk {
     const int32_t *targets;
     uint32_t ncontributors;
     const int32_t *contributors;
+    tb_reduce_op op;  /* how contributions are combined; TB_SUM for TB_AVG too ... */
+    uint64_t divisor; /* ... whose sum is then divided by this; else 1 */
     uint64_t src_cell, dst_cell;
     int ndim;
     int64_t len[TB_MAX_DIMS];
@@ -335,7 +343,7 @@ typedef struct tb_bucket {
 } tb_bucket;
 
 /* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
- * first chunk says: source, targets, contributors, transport, and for TB_NONE the cell. */
+ * first chunk says: transport, source, targets, contributors. */
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;

@@ -29,6 +29,16 @@ const char *tb_status_string(tb_status status) {
         return "input/output";
     case TB_INTERNAL:
         return "internal error";
+    case TB_TIMEOUT:
+        return "timed out";
+    case TB_LOST:
+        return "a peer or a connection was lost";
+    case TB_DENIED:
+        return "not allowed";
+    case TB_CONFLICT:
+        return "somebody else was first";
+    case TB_CANCELLED:
+        return "cancelled";
     }
     return "unknown status";
 }

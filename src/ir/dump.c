@@ -1,6 +1,7 @@
 /* The IR as text for people and as JSON for programs. */
 #include "base/text.h"
 #include "ir/ir.h"
+#include "layout/layout.h"
 
 #include <inttypes.h>
 
@@ -25,7 +26,7 @@ static void add_key(tb__text *t, const tb_chunk *c) {
     tb__text_add(t, " -> ");
     add_ranks(t, c->targets, c->ntargets);
     if (c->ncontributors) {
-        tb__text_add(t, ", reduced over ");
+        tb__text_add(t, ", combined from ");
         add_ranks(t, c->contributors, c->ncontributors);
     }
 }
@@ -44,6 +45,10 @@ static void add_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *entry
     tb__text_add(t, " %s, %" PRId64 " bytes, id %016" PRIx64, tb_dtype_name(c->wire_dtype), c->nbytes, c->id);
     if (c->part)
         tb__text_add(t, " part %" PRIu32, c->part);
+    if (c->ncontributors)
+        tb__text_add(t, ", %s", tb__reduce_op_name(c->op));
+    if (c->divisor > 1)
+        tb__text_add(t, " over %" PRIu64, c->divisor);
     tb__text_add(t, "%s%s\n", c->is_source ? ", source" : "", c->is_target ? ", target" : "");
 }
 
@@ -81,6 +86,7 @@ static void add_json_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *
     tb__text_add(t, "{\"tensor\":%" PRIu32 ",\"id\":\"%016" PRIx64 "\",\"part\":%" PRIu32, c->tensor, c->id, c->part);
     tb__text_add(t, ",\"is_source\":%s,\"is_target\":%s", c->is_source ? "true" : "false",
                  c->is_target ? "true" : "false");
+    tb__text_add(t, ",\"op\":\"%s\",\"divisor\":%" PRIu64, tb__reduce_op_name(c->op), c->divisor);
     add_json_ints(t, "shape", c->len, c->ndim);
     add_json_ints(t, "src", c->src.start, c->ndim);
     add_json_ints(t, "dst", c->dst.start, c->ndim);

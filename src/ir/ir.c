@@ -120,8 +120,8 @@ static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *p
     return TB_OK;
 }
 
-static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, tb_dtype wire,
-                           const tb_route *route, uint32_t number) {
+static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_dtype wire, const tb_route *route,
+                           uint32_t number) {
     if (number >> PIECE_BITS)
         return tb__fail(TB_TOO_BIG, "rank %" PRId32 "'s part is cut into more than 2^%d boxes", route->targets[0],
                         PIECE_BITS);
@@ -135,9 +135,11 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
         .source = route->source,
         .ntargets = route->ntargets,
         .ncontributors = route->ncontributors,
+        .op = plan->src.op,
+        .divisor = plan->src.avg_divisor,
         .src_cell = route->src_cell,
         .dst_cell = route->dst_cell,
-        .ndim = spec->shape.ndim,
+        .ndim = plan->shape.ndim,
         .src = route->src,
         .dst = route->dst,
         .order = route->order,
@@ -167,7 +169,7 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, b->plan_opts, &plan));
     TB_TRY(tb__plan_cache_numbered(b->cache, plan, rank, index, &routes, &numbers));
     for (size_t i = 0; i < tb_routes_count(routes); i++)
-        TB_TRY(add_chunk(b, index, spec, wire, tb_routes_at(routes, i), numbers[i]));
+        TB_TRY(add_chunk(b, index, plan, wire, tb_routes_at(routes, i), numbers[i]));
     return TB_OK;
 }
 
@@ -177,7 +179,7 @@ static int compare_names(const void *a, const void *b) {
 }
 
 static tb_status add_tensors(builder *b, const tb_tensor_spec *tensors, size_t count) {
-    if (count >> NAME_BITS)
+    if (count > (size_t)1 << NAME_BITS)
         return tb__fail(TB_TOO_BIG, "a batch has at most 2^%d tensors", NAME_BITS);
     const tb_tensor_spec **sorted = tb__malloc(count, sizeof *sorted);
     if (!sorted)

@@ -305,8 +305,14 @@ static void partial_sources_and_targets(void **state) {
         ships |= ir->chunks[i].transport == TB_P2P && ir->chunks[i].source == 0;
         helps |= ir->chunks[i].transport == TB_NONE && ir->chunks[i].source == 1;
         assert_int_equal(ir->chunks[i].ncontributors, 2);
+        assert_int_equal(ir->chunks[i].op, TB_SUM);
+        assert_int_equal(ir->chunks[i].divisor, 1);
     }
     assert_true(ships && helps);
+    tb_ir_destroy(ir);
+    ir = make(0, "mesh=2,3 place=P,Partial(avg)", "mesh=1 place=R ranks=9", shape, TB_F32, 1 << 20);
+    assert_int_equal(ir->chunks[0].op, TB_SUM);
+    assert_int_equal(ir->chunks[0].divisor, 3);
     tb_ir_destroy(ir);
 }
 

@@ -1,6 +1,7 @@
 /* Reads the JSON dump of an IR back, and believes none of it. */
 #include "base/dtype.h"
 #include "ir/ir.h"
+#include "layout/layout.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -90,6 +91,11 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
     chunk->part = (uint32_t)value;
     TB_TRY(read_bool(json, "is_source", &chunk->is_source));
     TB_TRY(read_bool(json, "is_target", &chunk->is_target));
+    const char *op = json_string_value(json_object_get(json, "op"));
+    if (!op || !tb__reduce_op_read(op, &chunk->op))
+        return tb__fail(TB_INVALID, "'op' is missing or not a reduction");
+    TB_TRY(read_int(json, "divisor", 1, INT64_MAX, &value));
+    chunk->divisor = (uint64_t)value;
     TB_TRY(read_array(json, "shape", &shape));
     if (json_array_size(shape) > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "'shape' has more than %d dims", TB_MAX_DIMS);

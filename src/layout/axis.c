@@ -9,7 +9,7 @@ static inline int64_t min64(int64_t a, int64_t b) {
 }
 
 static inline int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
+    return a / b + (a % b != 0); /* b may be anything: no sum of the two */
 }
 
 /* Of the first x positions of a piece, how many go to coordinates before r. */

@@ -24,6 +24,14 @@ static tb_status add_partial(tb__grid *grid, const tb_placement *place, int64_t 
     return TB_OK;
 }
 
+/* Explicit lists that repeat indices can make a part larger than the tensor. */
+tb_shape tb__grid_longest(const tb__grid *grid) {
+    tb_shape longest = grid->shape;
+    for (int d = 0; d < longest.ndim; d++)
+        longest.dim[d] = grid->axis[d].max_local > longest.dim[d] ? grid->axis[d].max_local : longest.dim[d];
+    return longest;
+}
+
 static tb_status init_axes(tb__grid *grid, tb__side side) {
     const tb_layout *layout = grid->layout;
     for (int d = 0; d < grid->shape.ndim; d++) {
@@ -39,9 +47,7 @@ static tb_status init_axes(tb__grid *grid, tb__side side) {
         }
         TB_TRY(tb__axis_init(&grid->axis[d], d, grid->shape.dim[d], n, places, ways, side == TB__SOURCE));
     }
-    tb_shape longest = grid->shape; /* Explicit lists that repeat indices can make a part larger than the tensor */
-    for (int d = 0; d < longest.ndim; d++)
-        longest.dim[d] = grid->axis[d].max_local > longest.dim[d] ? grid->axis[d].max_local : longest.dim[d];
+    tb_shape longest = tb__grid_longest(grid);
     tb_status status = tb_shape_size(&longest, TB_U8, NULL, NULL);
     return status == TB_OK ? TB_OK : tb__fail_within(status, "the largest local part");
 }

@@ -34,6 +34,7 @@ tb_status tb__placement_copy(const tb_placement *from, tb_placement *out);
 void tb__placement_fini(tb_placement *placement);
 bool tb__placement_shards(const tb_placement *placement);
 const char *tb__reduce_op_name(tb_reduce_op op);
+bool tb__reduce_op_read(const char *name, tb_reduce_op *out);
 
 /* {"mesh":[2,2],"ranks":[4,5,6,7],"placements":[["R"],["S",1]]} */
 tb_status tb__layout_from_json(const json_t *json, tb_layout **out);
@@ -65,6 +66,9 @@ typedef enum tb__side {
 /* Checks everything that the layout and the shape can get wrong together. The layout must outlive the grid. */
 tb_status tb__grid_init(tb__grid *grid, const tb_layout *layout, const tb_shape *shape, tb__side side);
 void tb__grid_fini(tb__grid *grid);
+
+/* The largest part of any rank, per dimension, and at least the tensor's own shape. */
+tb_shape tb__grid_longest(const tb__grid *grid);
 
 /* Where a rank stands. */
 typedef struct tb__place {

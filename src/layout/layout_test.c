@@ -260,6 +260,17 @@ static void huge_shapes(void **state) {
     }
     assert_int_equal(sum, (3 * 512 * 512 + 510) / 511);
     tb_layout_destroy(layout);
+    static const char *const factors[] = {"9223372036854775807", "9223372036854775800", "1000000000000"};
+    for (size_t i = 0; i < 3; i++) { /* more pieces than indices: each index is a piece, and goes to coordinate 0 */
+        char text[64];
+        snprintf(text, sizeof text, "mesh=4 place=StridedShard(0,%s)", factors[i]);
+        shape = (tb_shape){1, {9}};
+        assert_int_equal(tb_layout_parse(text, &layout), TB_OK);
+        assert_int_equal(tb_layout_local(layout, &shape, 0, &local), TB_OK);
+        assert_int_equal(local.shape.dim[0], 9);
+        tb_local_fini(&local);
+        tb_layout_destroy(layout);
+    }
     shape = (tb_shape){3, {0, INT64_C(1) << 40, INT64_C(1) << 40}};
     assert_int_equal(tb_shape_size(&shape, TB_U8, NULL, NULL), TB_TOO_BIG);
     shape = (tb_shape){1, {(INT64_C(1) << 59) + 1}};

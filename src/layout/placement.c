@@ -27,6 +27,23 @@ const char *tb__reduce_op_name(tb_reduce_op op) {
     return (unsigned)op < NOPS ? op_names[op] : "?";
 }
 
+static bool read_op(const char **at, tb_reduce_op *op) {
+    tb__skip_space(at);
+    for (int i = 0; i < NOPS; i++) {
+        size_t n = strlen(op_names[i]);
+        if (strncasecmp(*at, op_names[i], n) == 0 && !isalnum((unsigned char)(*at)[n])) {
+            *at += n;
+            *op = (tb_reduce_op)i;
+            return true;
+        }
+    }
+    return false;
+}
+
+bool tb__reduce_op_read(const char *name, tb_reduce_op *out) {
+    return read_op(&name, out) && !*name;
+}
+
 bool tb__placement_shards(const tb_placement *placement) {
     return placement->kind != TB_REPLICATE && placement->kind != TB_PARTIAL;
 }
@@ -58,19 +75,6 @@ static void parts_take(parts *p, tb_placement *out) {
     out->nlists = p->list_ends.count;
     out->list_ends = p->list_ends.item;
     out->segments = p->segments.item;
-}
-
-static bool read_op(const char **at, tb_reduce_op *op) {
-    tb__skip_space(at);
-    for (int i = 0; i < NOPS; i++) {
-        size_t n = strlen(op_names[i]);
-        if (strncasecmp(*at, op_names[i], n) == 0 && !isalnum((unsigned char)(*at)[n])) {
-            *at += n;
-            *op = (tb_reduce_op)i;
-            return true;
-        }
-    }
-    return false;
 }
 
 /* " 0-3,5-6; ; 3-5": lists separated by semicolons, each of half-open segments, up to the closing parenthesis. */
@@ -208,7 +212,7 @@ static tb_status read_json_arguments(const json_t *json, tb_placement *out, part
         return n == 1 ? TB_OK : tb__fail(TB_INVALID, "[\"R\"] takes nothing more");
     if (out->kind == TB_PARTIAL) {
         const char *name = json_string_value(json_array_get(json, 1));
-        if (n != 2 || !name || !read_op(&name, &out->op) || *name)
+        if (n != 2 || !name || !tb__reduce_op_read(name, &out->op))
             return tb__fail(TB_INVALID, "[\"P\",op] takes sum, avg, min, max or product");
         return TB_OK;
     }

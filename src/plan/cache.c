@@ -107,8 +107,7 @@ static tb_status compact(const tb_routes *from, tb_routes **out) {
 
 static tb_status find_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
                              routes_entry **out) {
-    if (plan->rotation_period)
-        rotation %= plan->rotation_period;
+    rotation %= plan->rotation_period;
     uint64_t hash = tb__hash(tb__hash((uint64_t)(uintptr_t)plan, (uint64_t)rank), rotation);
     size_t probe = 0, at;
     while ((at = tb__index_next(&cache->by_routes, hash, &probe)) != TB__NOWHERE) {

@@ -3,7 +3,11 @@
 
 #include "base/dtype.h"
 
-enum { SLICES_PER_PART = 64 }; /* how finely a cut should be able to divide what one member sends */
+enum {
+    SLICES_PER_PART = 64,   /* how finely a cut should be able to divide what one member sends */
+    SLIVERS_PER_PART = 128, /* less than this fraction of a part is not worth a chunk of its own ... */
+    SMALLEST_PART = 4096,   /* ... in parts of at least so many elements */
+};
 
 int64_t tb__part_at(const tb__cuts *c, tb__wide position) {
     tb__wide n = (position + 1) * (uint64_t)c->nparts;
@@ -23,15 +27,26 @@ tb__knife tb__knife_choose(const tb_plan *plan, const tb__cuts *c, const tb__cel
             break;
     }
     best.slice = tb__wide_div(weight, (uint64_t)best.nslices);
+    best.hi = best.slice / 2;
+    best.lo = best.slice - best.hi;
+    tb__wide part = tb__wide_div(c->line, (uint64_t)c->nparts), sliver = part / SLIVERS_PER_PART;
+    if (2 * sliver >= weight)
+        sliver = (weight - 1) / 2; /* lo and hi must not meet */
+    if (part >= SMALLEST_PART && sliver > best.hi) {
+        best.hi = sliver;
+        best.lo = sliver + 1;
+    }
     return best;
 }
 
 /* The slice of what begins at `position` that is nearest to `from`. */
 static int64_t nearest_slice(const tb__knife *knife, tb__wide from, tb__wide position) {
-    if (from <= position)
+    tb__wide end = position + knife->slice * (uint64_t)knife->nslices;
+    if (from < position + knife->lo)
         return 0;
-    tb__wide slices = tb__wide_div(from - position + knife->slice / 2, knife->slice);
-    return slices < (uint64_t)knife->nslices ? (int64_t)slices : knife->nslices;
+    if (from + knife->hi >= end)
+        return knife->nslices;
+    return (int64_t)tb__wide_div(from - position + knife->slice / 2, knife->slice);
 }
 
 tb__slices tb__part_slices(const tb__cuts *c, const tb__knife *knife, int64_t k, tb__wide position) {

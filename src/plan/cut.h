@@ -16,6 +16,8 @@ typedef struct tb__knife {
     int64_t nslices;   /* along dim */
     int64_t thickness; /* indices per slice */
     tb__wide slice;    /* elements on the line per slice */
+    tb__wide lo, hi;   /* an end of a part less than lo after a pair's beginning, or at most hi before its end, moves
+                          there: half a slice, or more where that would cut off a sliver */
 } tb__knife;
 
 /* Where part k begins. */

@@ -149,9 +149,9 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
 
 void tb__whole_range(const tb__cuts *c, const tb__knife *knife, int64_t k, const tb__cell *cell, const tb__receivers *r,
                      int64_t *first, int64_t *last) {
-    tb__wide volume = (uint64_t)cell->volume, half = knife->slice - knife->slice / 2;
-    tb__wide from = tb__part_start(c, k), to = tb__part_start(c, k + 1) + knife->slice / 2;
-    *first = from < r->position + half ? 0 : (int64_t)tb__wide_div(from - half - r->position, volume) + 1;
+    tb__wide volume = (uint64_t)cell->volume;
+    tb__wide from = tb__part_start(c, k), to = tb__part_start(c, k + 1) + knife->hi;
+    *first = from < r->position + knife->lo ? 0 : (int64_t)tb__wide_div(from - knife->lo - r->position, volume) + 1;
     *last = to < r->position + volume ? -1 : (int64_t)tb__wide_div(to - volume - r->position, volume);
     if (*last >= r->count)
         *last = r->count - 1;
@@ -160,8 +160,8 @@ void tb__whole_range(const tb__cuts *c, const tb__knife *knife, int64_t k, const
 void tb__note_cut(tb__walk *w, const tb__knife *knife, const tb__cuts *c, int64_t k, tb__wide position,
                   tb__wide weight) {
     bool is_cut = tb__part_start(c, k) > position || tb__part_start(c, k + 1) < position + weight;
-    if (is_cut && knife->slice > w->routes->max_slice)
-        w->routes->max_slice = knife->slice;
+    if (is_cut && knife->lo + knife->hi > w->routes->max_slice)
+        w->routes->max_slice = knife->lo + knife->hi;
 }
 
 tb_status tb__emit_local(tb__walk *w, const tb__group *group, const tb__cell *cell, int32_t rank, int64_t m,

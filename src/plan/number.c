@@ -108,9 +108,7 @@ static size_t index_of(const starts *s, int64_t start) {
 
 static bool never_cuts(const tb_plan *plan) {
     bool single = plan->src.copies.size * plan->src.partial.size == 1 || plan->unbalanced;
-    for (int d = 0; d < plan->shape.ndim; d++)
-        single &= !plan->src.axis[d].table;
-    return single && !plan->hosts;
+    return single && !plan->has_tables && !plan->hosts;
 }
 
 static tb_status number_route(numbering *n, bool is_product, const tb_route *route, uint64_t *out) {

@@ -7,6 +7,9 @@
 #include <inttypes.h>
 #include <string.h>
 
+/* Where groups differ in size, rotations would repeat late or never; a bounded number keeps the cache bounded. */
+enum { ROTATIONS = 64 };
+
 static tb_status check_partial(const tb_layout *layout, tb_dtype dtype, const char *side) {
     for (int m = 0; m < layout->ndim; m++) {
         const tb_placement *place = &layout->place[m];
@@ -129,6 +132,13 @@ static tb_status init(tb_plan *plan, const tb_plan_opts *callers) {
     status = tb__grid_init(&plan->dst, plan->dst_layout, &plan->shape, TB__TARGET);
     if (status != TB_OK)
         return tb__fail_within(status, "dst");
+    const tb__grid *sides[2] = {&plan->src, &plan->dst};
+    for (int i = 0; i < 2; i++) {
+        tb_shape longest = tb__grid_longest(sides[i]);
+        status = tb_shape_size(&longest, plan->dtype, NULL, NULL);
+        if (status != TB_OK)
+            return tb__fail_within(status, "%s: the largest local part", i ? "dst" : "src");
+    }
     TB_TRY(check_partial(plan->src_layout, plan->dtype, "src"));
     TB_TRY(check_partial(plan->dst_layout, plan->dtype, "dst"));
     if (tb__dtype_packing(plan->dtype) > 1) {
@@ -141,16 +151,17 @@ static tb_status init(tb_plan *plan, const tb_plan_opts *callers) {
     plan->meshes_meet = meet(plan->src_layout, plan->dst_layout);
     plan->rotation_period = (uint64_t)(plan->src.copies.size * plan->src.partial.size);
     for (int d = 0; d < plan->shape.ndim; d++) {
+        plan->has_tables |= plan->src.axis[d].table || plan->dst.axis[d].table;
         if (plan->src.axis[d].table)
-            plan->rotation_period = 0;
+            plan->rotation_period = ROTATIONS;
+    }
+    if (opts.hosts) {
+        plan->rotation_period = ROTATIONS;
+        TB_TRY(set_hosts(plan, &opts));
     }
     if (opts.unbalanced) {
         plan->unbalanced = true;
         plan->rotation_period = 1;
-    }
-    if (opts.hosts) {
-        plan->rotation_period = 0;
-        TB_TRY(set_hosts(plan, &opts));
     }
     return TB_OK;
 }

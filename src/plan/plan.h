@@ -21,7 +21,8 @@ struct tb_plan {
     int32_t *hosts; /* by rank; NULL: not known */
     size_t nhosts;
     uint64_t *target_by_host; /* host << 32 | rank of every target rank, ascending */
-    uint64_t rotation_period; /* rotations that differ by this give the same routes; 0: unknown */
+    uint64_t rotation_period; /* rotations that differ by this give the same routes */
+    bool has_tables;          /* some axis, of either side, is Explicit */
 };
 
 struct tb_routes {

@@ -52,6 +52,8 @@ static void what_can_not_be_planned(void **state) {
         {"mesh=2,2 place=Partial(min),Partial(max)", "mesh=1 place=R", "8", TB_F32, TB_INVALID, "mixed"},
         {"mesh=2 place=Explicit(0, 0-3; 4-8)", "mesh=1 place=R", "8", TB_F32, TB_INVALID, "index 3 of dim 0"},
         {"mesh=2 place=S0", "mesh=1 place=R", "4611686018427387904", TB_BF16, TB_TOO_BIG, "2^62"},
+        {"mesh=1 place=R", "mesh=1 place=Explicit(0, 0-4,0-4)", "4,144115188075855872", TB_F64, TB_TOO_BIG,
+         "local part"},
         {"mesh=3 place=S0", "mesh=1 place=R", "8", TB_F4E2M1, TB_REFUSED, "inside a byte"},
         {"mesh=1 place=R", "mesh=1 place=R", "7", TB_F4E2M1, TB_REFUSED, "even"},
         {"mesh=1 place=R", "mesh=1 place=R", "8", (tb_dtype)77, TB_INVALID, "dtype"},
@@ -110,6 +112,29 @@ static void equal_boxes_are_one_broadcast(void **state) {
     s = stats_of("mesh=1 place=R", "mesh=2 place=Explicit(0, 0-4,6-8; 6-8,4-6) ranks=4,5", "8", TB_F32, NULL);
     assert_int_equal(s.send_bytes[0], 40);
     assert_int_equal(s.egress_bytes[0], 32);
+    tb_plan_stats_fini(&s);
+}
+
+/* Boxes that are contiguous at both ends are one, also where lists repeat or share indices. */
+static void neighbours_are_merged(void **state) {
+    (void)state;
+    tb_plan_stats s = stats_of("mesh=1 place=R ranks=9", "mesh=1 place=Explicit(0, 0-4,2-4)", "8", TB_U8, NULL);
+    assert_int_equal(s.nchunks, 2);
+    tb_plan_stats_fini(&s);
+    s = stats_of("mesh=2 place=Explicit(0, 0-8; 6-8)", "mesh=1 place=R ranks=9", "8", TB_U8, NULL);
+    assert_int_equal(s.nchunks, 2); /* rank 0 sends its own six and the one it shares in one piece */
+    tb_plan_stats_fini(&s);
+    s = stats_of("mesh=2 place=StridedShard(0,2)", "mesh=2 place=StridedShard(0,2) ranks=2,3", "8", TB_U8, NULL);
+    assert_int_equal(s.nchunks, 2);
+    tb_plan_stats_fini(&s);
+}
+
+/* 4096 columns over 3 are not quite even; nobody sends a single column for that. */
+static void slivers_are_not_cut_off(void **state) {
+    (void)state;
+    tb_plan_stats s = stats_of("mesh=2,4 place=R,S0", "mesh=2,3 place=R,S1 ranks=8..13", "4096,4096", TB_BF16, NULL);
+    assert_int_equal(s.nchunks, 24);
+    assert_true(100 * s.max_send <= 101 * s.min_max_send);
     tb_plan_stats_fini(&s);
 }
 
@@ -282,6 +307,8 @@ int main(void) {
         cmocka_unit_test(what_a_rank_holds_is_not_sent),
         cmocka_unit_test(replicas_share_the_work),
         cmocka_unit_test(equal_boxes_are_one_broadcast),
+        cmocka_unit_test(neighbours_are_merged),
+        cmocka_unit_test(slivers_are_not_cut_off),
         cmocka_unit_test(contributions_are_counted_apart),
         cmocka_unit_test(the_same_host_comes_first),
         cmocka_unit_test(tensors_take_turns),
