@@ -1,0 +1,145 @@
+/* What a transport implements: one table of functions, one folder.
+ *
+ * A transport carries bytes between the ranks of a world. The layers above speak to it through the wrappers at the end,
+ * which hold the defaults of the optional slots; so a table names only what the transport really does. Adding one takes
+ * its folder, a line in src/transport/registry.c and a line in the build.
+ *
+ * Rules:
+ *  - One thread at a time uses an open transport: the world's progress thread. Nothing here blocks, but for `open` and
+ *    `close`; what takes time completes in `progress`.
+ *  - An operation belongs to the transport from a successful post until its `done` is called, which happens once, in
+ *    `progress` or `cancel`. If post fails, `done` is never called.
+ *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
+ * to it fail with TB_LOST.
+ *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
+ */
+#ifndef TENSORBUS_TRANSPORT_H
+#define TENSORBUS_TRANSPORT_H
+
+#include "tensorbus/tensorbus.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    TB_ADDRESS_MAX = 256, /* bytes of a transport's address */
+    TB_MEM_KEY_MAX = 64,  /* bytes of a memory key */
+};
+
+/* Which optional slots mean something. */
+typedef enum tb_transport_caps {
+    TB_CAN_READ = 1,      /* READ of a peer's memory */
+    TB_CAN_WRITE = 2,     /* WRITE to a peer's memory */
+    TB_CAN_BROADCAST = 4, /* BROADCAST; without it, one send per peer is posted instead */
+    TB_CAN_MAP = 8,       /* some peers' memory can be addressed directly (mem_map) */
+} tb_transport_caps;
+
+/* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
+typedef struct tb_transport_env {
+    int32_t rank;
+    void *arg;
+    void (*lost)(void *arg, int32_t peer, const char *why);
+} tb_transport_env;
+
+typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
+
+/* Memory to register: an allocation, or a part of one. */
+typedef struct tb_mem_desc {
+    void *base;
+    size_t nbytes;
+    tb_mem_kind kind;
+    int device;    /* of TB_MEM_CUDA */
+    int fd;        /* the memfd behind it, sealed against shrinking; -1: none */
+    size_t offset; /* of base in fd */
+} tb_mem_desc;
+
+typedef struct tb_mem tb_mem;       /* this rank's memory, registered */
+typedef struct tb_remote tb_remote; /* a peer's memory */
+
+/* Enough to find a registration from another rank. Fixed size, to be copied into messages. */
+typedef struct tb_mem_key {
+    uint32_t nbytes;
+    unsigned char bytes[TB_MEM_KEY_MAX];
+} tb_mem_key;
+
+typedef enum tb_op_kind { TB_OP_SEND, TB_OP_RECV, TB_OP_READ, TB_OP_WRITE, TB_OP_BROADCAST } tb_op_kind;
+
+/* A piece of local memory. */
+typedef struct tb_piece {
+    void *base;
+    size_t nbytes;
+} tb_piece;
+
+typedef struct tb_op tb_op;
+struct tb_op {
+    tb_op_kind kind;
+    int32_t peer;           /* whom to, whom from, whose memory */
+    uint64_t tag;           /* SEND, RECV, BROADCAST */
+    const tb_piece *pieces; /* one after the other; they stay the caller's, unchanged until done */
+    size_t npieces;
+    tb_remote *remote; /* READ, WRITE */
+    size_t remote_offset;
+    const int32_t *peers; /* BROADCAST: to these, each of which posts a RECV */
+    size_t npeers;
+    void (*done)(tb_op *op); /* called with the two fields below set */
+    void *arg;
+    tb_status status;
+    size_t nbytes; /* RECV: how many came; more than the pieces hold is TB_TOO_BIG, and none are kept */
+    void *state;   /* the transport's own while it has the operation; NULL before and after */
+};
+
+typedef struct tb_transport_ops {
+    const char *name;
+    unsigned caps;
+
+    /* Opens an endpoint of this rank. */
+    tb_status (*open)(const tb_transport_env *env, void **context);
+    /* Completes what is under way with TB_CANCELLED, and forgets all memory. Never fails. */
+    void (*close)(void *context);
+
+    /* What other ranks need to connect to this one; *nbytes is the room there is, then what was used. */
+    tb_status (*address)(void *context, void *buffer, size_t *nbytes);
+    /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it. */
+    tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
+
+    tb_status (*mem_register)(void *context, const tb_mem_desc *desc, tb_mem **out);
+    /* Every later access by a peer fails, by name. The caller sees to it that none is under way. */
+    void (*mem_unregister)(void *context, tb_mem *mem);
+    /* A key that `peer` may import once a message sent after this call has reached it. */
+    tb_status (*mem_export)(void *context, tb_mem *mem, int32_t peer, tb_mem_key *out);
+    tb_status (*mem_import)(void *context, int32_t peer, const tb_mem_key *key, tb_remote **out);
+    void (*mem_release)(void *context, tb_remote *remote);
+    /* (optional; default NULL) An address at which the peer's memory can be read and written, or NULL where it can't.
+     * Valid until the remote is released. What is read may have become invalid: see mem_is_valid. */
+    void *(*mem_map)(void *context, tb_remote *remote);
+    /* (optional; default true) False once the owner has unregistered the memory or is lost. To be asked after reading
+     * through a mapping, before the bytes are believed. */
+    bool (*mem_is_valid)(void *context, const tb_remote *remote);
+
+    /* (optional; default: TB_REFUSED) Reads a peer's memory at once, or writes it. May be called from any thread while
+     * the remote is held, also while another uses the transport. */
+    tb_status (*mem_read)(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
+    tb_status (*mem_write)(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
+
+    tb_status (*post)(void *context, tb_op *op);
+    /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,
+     * and nobody who reads it then believes what they read. */
+    void (*cancel)(void *context, tb_op *op);
+    /* Does what can be done without waiting; calls `done` and `lost`. */
+    tb_status (*progress)(void *context);
+    /* Readable when progress has something to do. To be waited for after a progress that did. */
+    int (*fd)(void *context);
+} tb_transport_ops;
+
+/* An open transport. */
+typedef struct tb_transport {
+    const tb_transport_ops *ops;
+    void *context;
+} tb_transport;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,168 @@
+/* The transports of this build, and the defaults of their optional slots. */
+#include "transport/transport.h"
+
+#include <string.h>
+
+const tb_transport_ops *const tb__transports[] = {&tb__self_ops, &tb__shm_ops, NULL};
+
+tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out) {
+    for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
+        if (strcmp((*ops)->name, name) != 0)
+            continue;
+        void *context;
+        TB_TRY((*ops)->open(env, &context));
+        *out = (tb_transport){*ops, context};
+        return TB_OK;
+    }
+    return tb__fail(TB_INVALID, "there is no transport '%.40s'", name);
+}
+
+void tb__transport_close(tb_transport *transport) {
+    if (transport->ops)
+        transport->ops->close(transport->context);
+    *transport = (tb_transport){0};
+}
+
+void *tb__transport_map(const tb_transport *t, tb_remote *remote) {
+    return t->ops->mem_map ? t->ops->mem_map(t->context, remote) : NULL;
+}
+
+bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote) {
+    return t->ops->mem_is_valid ? t->ops->mem_is_valid(t->context, remote) : true;
+}
+
+tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
+                             size_t npieces) {
+    if (!t->ops->mem_read)
+        return tb__fail(TB_REFUSED, "transport %s can't read a peer's memory at once", t->ops->name);
+    return t->ops->mem_read(t->context, remote, offset, pieces, npieces);
+}
+
+tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
+                              size_t npieces) {
+    if (!t->ops->mem_write)
+        return tb__fail(TB_REFUSED, "transport %s can't write a peer's memory at once", t->ops->name);
+    return t->ops->mem_write(t->context, remote, offset, pieces, npieces);
+}
+
+/* A broadcast as one send per peer. It is done when the last of them is. */
+typedef struct fan {
+    tb_op *whole;
+    size_t left;
+    tb_status status;
+    tb_op sends[];
+} fan;
+
+static void fan_done(tb_op *op) {
+    fan *f = op->arg;
+    if (op->status != TB_OK && f->status == TB_OK)
+        f->status = op->status;
+    if (--f->left > 0)
+        return;
+    tb_op *whole = f->whole;
+    whole->status = f->status;
+    whole->state = NULL;
+    free(f);
+    whole->done(whole);
+}
+
+static tb_status post_fan(const tb_transport *t, tb_op *op) {
+    fan *f = tb__calloc(1, sizeof *f + op->npeers * sizeof *f->sends);
+    if (!f)
+        return TB_NO_MEMORY;
+    f->whole = op;
+    f->left = op->npeers;
+    op->state = f;
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < op->npeers; i++) {
+        tb_op *send = &f->sends[i];
+        *send = *op;
+        send->kind = TB_OP_SEND;
+        send->peer = op->peers[i];
+        send->done = fan_done;
+        send->arg = f;
+        status = t->ops->post(t->context, send);
+        if (status == TB_OK)
+            continue;
+        if (i == 0) {
+            op->state = NULL;
+            free(f);
+            return status;
+        }
+        /* Some are on their way: the failure is told when they are done, like any other. */
+        f->status = status;
+        f->left -= op->npeers - i;
+        return TB_OK;
+    }
+    return status;
+}
+
+static void cancel_fan(const tb_transport *t, fan *f) {
+    size_t npeers = f->whole->npeers;
+    f->left++; /* so that the last send does not free it under our feet */
+    for (size_t i = 0; i < npeers; i++) {
+        if (f->sends[i].state)
+            t->ops->cancel(t->context, &f->sends[i]);
+    }
+    fan_done(&(tb_op){.arg = f, .status = TB_OK});
+}
+
+void tb__transport_cancel(const tb_transport *t, tb_op *op) {
+    if (!op->state)
+        return;
+    if (op->kind == TB_OP_BROADCAST && !(t->ops->caps & TB_CAN_BROADCAST))
+        cancel_fan(t, op->state);
+    else
+        t->ops->cancel(t->context, op);
+}
+
+tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
+    op->status = TB_OK;
+    op->nbytes = 0;
+    op->state = NULL;
+    if (op->kind != TB_OP_BROADCAST || t->ops->caps & TB_CAN_BROADCAST)
+        return t->ops->post(t->context, op);
+    if (op->npeers == 0)
+        return tb__fail(TB_INVALID, "a broadcast to nobody");
+    return post_fan(t, op);
+}
+
+size_t tb__pieces_size(const tb_piece *pieces, size_t npieces) {
+    size_t nbytes = 0;
+    for (size_t i = 0; i < npieces; i++)
+        nbytes += pieces[i].nbytes;
+    return nbytes;
+}
+
+/* Walks the pieces from `skip` on and copies nbytes one way or the other. */
+static void move(const tb_piece *pieces, size_t npieces, size_t skip, char *memory, size_t nbytes, bool out) {
+    for (size_t i = 0; i < npieces && nbytes > 0; i++) {
+        if (skip >= pieces[i].nbytes) {
+            skip -= pieces[i].nbytes;
+            continue;
+        }
+        char *piece = (char *)pieces[i].base + skip;
+        size_t n = pieces[i].nbytes - skip < nbytes ? pieces[i].nbytes - skip : nbytes;
+        memcpy(out ? memory : piece, out ? piece : memory, n);
+        memory += n;
+        nbytes -= n;
+        skip = 0;
+    }
+}
+
+void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes) {
+    move(pieces, npieces, skip, to, nbytes, true);
+}
+
+void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes) {
+    move(pieces, npieces, skip, (char *)from, nbytes, false);
+}
+
+void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes) {
+    for (size_t i = 0, at = 0; i < nfrom && nbytes > 0; i++) {
+        size_t n = from[i].nbytes < nbytes ? from[i].nbytes : nbytes;
+        tb__pieces_scatter(to, nto, at, from[i].base, n);
+        at += n;
+        nbytes -= n;
+    }
+}

@@ -1,0 +1,324 @@
+/* The reference transport: one rank that talks to itself, by memcpy. What the others must do can be read off it. */
+#include "transport/match.h"
+#include "transport/transport.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+/* A posted operation: waiting for its counterpart, or ready to be done. */
+typedef struct posted {
+    tb__waiter waiter;
+    tb_op *op;
+    struct posted *next_ready;
+    struct posted *counterpart; /* of a receive that is ready: the send */
+    bool is_ready;
+} posted;
+
+typedef struct self {
+    tb_transport_env env;
+    int event; /* readable while something is ready */
+    tb__match sends, receives;
+    posted *ready, **ready_end;
+    TB_VEC(struct tb_mem *) memory; /* by id; NULL: unregistered */
+} self;
+
+struct tb_mem {
+    tb_mem_desc desc;
+    uint64_t id;
+    bool is_valid;
+    size_t refs; /* the registration itself, and remotes */
+};
+
+struct tb_remote {
+    struct tb_mem *mem;
+};
+
+static tb_status self_open(const tb_transport_env *env, void **context) {
+    self *s = tb__calloc(1, sizeof *s);
+    if (!s)
+        return TB_NO_MEMORY;
+    s->env = *env;
+    s->ready_end = &s->ready;
+    s->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (s->event < 0) {
+        free(s);
+        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+    }
+    *context = s;
+    return TB_OK;
+}
+
+static void finish(posted *p, tb_status status) {
+    tb_op *op = p->op;
+    op->status = status;
+    op->state = NULL;
+    free(p);
+    op->done(op);
+}
+
+static void mem_unref(struct tb_mem *mem) {
+    if (--mem->refs == 0)
+        free(mem);
+}
+
+static void self_close(void *context) {
+    self *s = context;
+    tb__waiter *w;
+    while ((w = tb__match_drain(&s->sends, -1)) || (w = tb__match_drain(&s->receives, -1)))
+        finish((posted *)w, TB_CANCELLED);
+    while (s->ready) {
+        posted *p = s->ready;
+        s->ready = p->next_ready;
+        if (p->counterpart)
+            finish(p->counterpart, TB_CANCELLED);
+        finish(p, TB_CANCELLED);
+    }
+    for (size_t i = 0; i < s->memory.count; i++) {
+        if (s->memory.item[i])
+            mem_unref(s->memory.item[i]);
+    }
+    free(s->memory.item);
+    close(s->event);
+    free(s);
+}
+
+static tb_status self_address(void *context, void *buffer, size_t *nbytes) {
+    self *s = context;
+    if (*nbytes < sizeof s->env.rank)
+        return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof s->env.rank);
+    memcpy(buffer, &s->env.rank, sizeof s->env.rank);
+    *nbytes = sizeof s->env.rank;
+    return TB_OK;
+}
+
+static tb_status self_connect(void *context, int32_t peer, const void *address, size_t nbytes) {
+    self *s = context;
+    (void)address;
+    (void)nbytes;
+    return peer == s->env.rank ? TB_OK
+                               : tb__fail(TB_INVALID, "transport self reaches rank %" PRId32 " only, not rank %" PRId32,
+                                          s->env.rank, peer);
+}
+
+static tb_status self_register(void *context, const tb_mem_desc *desc, tb_mem **out) {
+    self *s = context;
+    struct tb_mem *mem = tb__malloc(1, sizeof *mem);
+    if (!mem)
+        return TB_NO_MEMORY;
+    *mem = (struct tb_mem){.desc = *desc, .id = s->memory.count, .is_valid = true, .refs = 1};
+    if (!tb__vec_push(&s->memory, mem)) {
+        free(mem);
+        return TB_NO_MEMORY;
+    }
+    *out = mem;
+    return TB_OK;
+}
+
+static void self_unregister(void *context, tb_mem *mem) {
+    self *s = context;
+    s->memory.item[mem->id] = NULL;
+    mem->is_valid = false;
+    mem_unref(mem);
+}
+
+static tb_status self_export(void *context, tb_mem *mem, int32_t peer, tb_mem_key *out) {
+    (void)context;
+    (void)peer;
+    *out = (tb_mem_key){.nbytes = sizeof mem->id};
+    memcpy(out->bytes, &mem->id, sizeof mem->id);
+    return TB_OK;
+}
+
+static tb_status self_import(void *context, int32_t peer, const tb_mem_key *key, tb_remote **out) {
+    self *s = context;
+    uint64_t id = UINT64_MAX;
+    if (key->nbytes == sizeof id)
+        memcpy(&id, key->bytes, sizeof id);
+    if (id >= s->memory.count || !s->memory.item[id])
+        return tb__fail(TB_INVALID, "rank %" PRId32 " has no such memory, or has unregistered it", peer);
+    tb_remote *remote = tb__malloc(1, sizeof *remote);
+    if (!remote)
+        return TB_NO_MEMORY;
+    remote->mem = s->memory.item[id];
+    remote->mem->refs++;
+    *out = remote;
+    return TB_OK;
+}
+
+static void self_release(void *context, tb_remote *remote) {
+    (void)context;
+    mem_unref(remote->mem);
+    free(remote);
+}
+
+static void *self_map(void *context, tb_remote *remote) {
+    (void)context;
+    return remote->mem->is_valid ? remote->mem->desc.base : NULL;
+}
+
+static bool self_is_valid(void *context, const tb_remote *remote) {
+    (void)context;
+    return remote->mem->is_valid;
+}
+
+static tb_status check_range(self *s, const tb_remote *remote, size_t offset, size_t nbytes) {
+    if (!remote->mem->is_valid)
+        return tb__fail(TB_INVALID, "memory %" PRIu64 " of rank %" PRId32 " has been unregistered", remote->mem->id,
+                        s->env.rank);
+    if (offset > remote->mem->desc.nbytes || nbytes > remote->mem->desc.nbytes - offset)
+        return tb__fail(TB_INVALID, "bytes %zu to %zu of rank %" PRId32 "'s memory, which has %zu", offset,
+                        offset + nbytes, s->env.rank, remote->mem->desc.nbytes);
+    return TB_OK;
+}
+
+static tb_status self_read(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces) {
+    size_t nbytes = tb__pieces_size(pieces, npieces);
+    TB_TRY(check_range(context, remote, offset, nbytes));
+    tb__pieces_scatter(pieces, npieces, 0, (char *)remote->mem->desc.base + offset, nbytes);
+    return TB_OK;
+}
+
+static tb_status self_write(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces) {
+    size_t nbytes = tb__pieces_size(pieces, npieces);
+    TB_TRY(check_range(context, remote, offset, nbytes));
+    tb__pieces_gather(pieces, npieces, 0, (char *)remote->mem->desc.base + offset, nbytes);
+    return TB_OK;
+}
+
+static void make_ready(self *s, posted *p) {
+    p->is_ready = true;
+    p->next_ready = NULL;
+    *s->ready_end = p;
+    s->ready_end = &p->next_ready;
+    eventfd_write(s->event, 1);
+}
+
+static tb_status self_post(void *context, tb_op *op) {
+    self *s = context;
+    bool is_message = op->kind == TB_OP_SEND || op->kind == TB_OP_RECV;
+    if (op->kind == TB_OP_BROADCAST)
+        return tb__fail(TB_REFUSED, "transport self has no broadcast of its own");
+    if (op->peer != s->env.rank)
+        return tb__fail(TB_LOST, "transport self does not reach rank %" PRId32, op->peer);
+    if (!is_message)
+        TB_TRY(check_range(s, op->remote, op->remote_offset, tb__pieces_size(op->pieces, op->npieces)));
+    posted *p = tb__calloc(1, sizeof *p);
+    if (!p)
+        return TB_NO_MEMORY;
+    p->op = op;
+    p->waiter.peer = op->peer;
+    p->waiter.tag = op->tag;
+    op->state = p;
+    if (!is_message) {
+        make_ready(s, p);
+        return TB_OK;
+    }
+    bool is_send = op->kind == TB_OP_SEND;
+    posted *other = (posted *)tb__match_take(is_send ? &s->receives : &s->sends, op->peer, op->tag);
+    if (!other) {
+        tb__match_add(is_send ? &s->sends : &s->receives, &p->waiter);
+        return TB_OK;
+    }
+    posted *receive = is_send ? other : p;
+    receive->counterpart = is_send ? p : other;
+    make_ready(s, receive);
+    return TB_OK;
+}
+
+static tb_status carry_out(self *s, tb_op *op) {
+    return op->kind == TB_OP_READ ? self_read(s, op->remote, op->remote_offset, op->pieces, op->npieces)
+                                  : self_write(s, op->remote, op->remote_offset, op->pieces, op->npieces);
+}
+
+static void receive(posted *p) {
+    tb_op *from = p->counterpart->op, *to = p->op;
+    size_t nbytes = tb__pieces_size(from->pieces, from->npieces);
+    tb_status status = TB_OK;
+    to->nbytes = nbytes;
+    if (nbytes > tb__pieces_size(to->pieces, to->npieces))
+        status =
+            tb__fail(TB_TOO_BIG, "%zu bytes came with tag %" PRIu64 ", more than there is room for", nbytes, to->tag);
+    else
+        tb__pieces_copy(from->pieces, from->npieces, to->pieces, to->npieces, nbytes);
+    finish(p->counterpart, TB_OK);
+    finish(p, status);
+}
+
+static tb_status self_progress(void *context) {
+    self *s = context;
+    eventfd_t unused;
+    eventfd_read(s->event, &unused);
+    while (s->ready) {
+        posted *p = s->ready;
+        s->ready = p->next_ready;
+        if (!s->ready)
+            s->ready_end = &s->ready;
+        if (p->counterpart)
+            receive(p);
+        else
+            finish(p, carry_out(s, p->op));
+    }
+    return TB_OK;
+}
+
+/* Takes it out of the list of what is ready. */
+static void unready(self *s, posted *p) {
+    posted **at = &s->ready;
+    while (*at && *at != p)
+        at = &(*at)->next_ready;
+    if (*at)
+        *at = p->next_ready;
+    for (s->ready_end = &s->ready; *s->ready_end;)
+        s->ready_end = &(*s->ready_end)->next_ready;
+}
+
+static void self_cancel(void *context, tb_op *op) {
+    self *s = context;
+    posted *p = op->state;
+    if (!p)
+        return;
+    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV) {
+        tb__match_remove(op->kind == TB_OP_SEND ? &s->sends : &s->receives, &p->waiter);
+        posted *receive = s->ready; /* that it may already have been paired with, or be itself */
+        while (receive && receive != p && receive->counterpart != p)
+            receive = receive->next_ready;
+        if (receive) { /* the other one waits again */
+            posted *other = receive == p ? receive->counterpart : receive;
+            unready(s, receive);
+            receive->counterpart = NULL;
+            tb__match_add(other->op->kind == TB_OP_SEND ? &s->sends : &s->receives, &other->waiter);
+        }
+    } else {
+        unready(s, p);
+    }
+    finish(p, TB_CANCELLED);
+}
+
+static int self_fd(void *context) {
+    return ((self *)context)->event;
+}
+
+const tb_transport_ops tb__self_ops = {
+    .name = "self",
+    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP,
+    .open = self_open,
+    .close = self_close,
+    .address = self_address,
+    .connect = self_connect,
+    .mem_register = self_register,
+    .mem_unregister = self_unregister,
+    .mem_export = self_export,
+    .mem_import = self_import,
+    .mem_release = self_release,
+    .mem_map = self_map,
+    .mem_is_valid = self_is_valid,
+    .mem_read = self_read,
+    .mem_write = self_write,
+    .post = self_post,
+    .cancel = self_cancel,
+    .progress = self_progress,
+    .fd = self_fd,
+};

@@ -1,0 +1,512 @@
+/* The shm transport: opening, meeting peers, noticing that they are gone, and the event loop. */
+#include "transport/shm/shm.h"
+
+#include "base/log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+/* What the address of an endpoint holds. */
+typedef struct address {
+    uint32_t magic, version;
+    char name[32];
+} address;
+
+void shm_list_add(shm_list *list, shm_posted *p) {
+    if (!list->first)
+        list->last = &list->first;
+    p->next = NULL;
+    *list->last = p;
+    list->last = &p->next;
+}
+
+void shm_list_remove(shm_list *list, shm_posted *p) {
+    for (shm_posted **at = &list->first; *at; at = &(*at)->next) {
+        if (*at != p)
+            continue;
+        *at = p->next;
+        if (list->last == &p->next)
+            list->last = at;
+        return;
+    }
+}
+
+shm_posted *shm_list_take(shm_list *list) {
+    shm_posted *p = list->first;
+    if (p)
+        shm_list_remove(list, p);
+    return p;
+}
+
+void *shm_map_fd(int fd, size_t nbytes) {
+    void *map = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return map == MAP_FAILED ? NULL : map;
+}
+
+void shm_finish(shm *s, shm_posted *p, tb_status status) {
+    p->op->status = status;
+    p->state = SHM_FINISHED;
+    shm_list_add(&s->finished, p);
+    eventfd_write(s->wake, 1);
+}
+
+void shm_tell(shm_posted *p) {
+    tb_op *op = p->op;
+    op->state = NULL;
+    free(p);
+    op->done(op);
+}
+
+shm_peer *shm_find(const shm *s, int32_t rank) {
+    shm_peer *peer = s->peers;
+    while (peer && peer->rank != rank)
+        peer = peer->next;
+    return peer;
+}
+
+static shm_peer *find_or_add(shm *s, int32_t rank) {
+    shm_peer *peer = shm_find(s, rank);
+    if (peer)
+        return peer;
+    peer = tb__calloc(1, sizeof *peer);
+    if (!peer)
+        return NULL;
+    peer->owner = s;
+    peer->rank = rank;
+    peer->pidfd = -1;
+    peer->out = (shm_link){.watch = WATCH_LINK, .fd = -1, .peer = peer, .is_out = true};
+    peer->next = s->peers;
+    s->peers = peer;
+    return peer;
+}
+
+/* When this process, or another, was started: field 22 of its stat line, counted behind the name, which may hold
+ * anything. 0 if it can't be told. */
+static uint64_t start_time_of(pid_t pid) {
+    char path[64], line[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return 0;
+    size_t n = fread(line, 1, sizeof line - 1, file);
+    fclose(file);
+    line[n] = '\0';
+    const char *at = strrchr(line, ')');
+    for (int field = 2; at && field < 22; field++)
+        at = strchr(at + 1, ' ');
+    return at ? strtoull(at, NULL, 10) : 0;
+}
+
+static tb_status open_control(shm *s) {
+    s->control_fd = memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (s->control_fd < 0 || ftruncate(s->control_fd, sizeof *s->control) != 0 ||
+        fcntl(s->control_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0)
+        return tb__fail(TB_IO, "shared memory for the control page: %s", strerror(errno));
+    s->control = shm_map_fd(s->control_fd, sizeof *s->control);
+    if (!s->control)
+        return tb__fail(TB_IO, "mapping the control page: %s", strerror(errno));
+    return getrandom(&s->control->probe, sizeof s->control->probe, 0) > 0
+               ? TB_OK
+               : tb__fail(TB_IO, "getrandom: %s", strerror(errno));
+}
+
+static void set_name(struct sockaddr_un *to, const char *name, socklen_t *length) {
+    *to = (struct sockaddr_un){.sun_family = AF_UNIX}; /* a leading NUL: no file, gone with its last user */
+    size_t n = strnlen(name, 32);
+    memcpy(to->sun_path + 1, name, n);
+    *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
+}
+
+static tb_status open_listener(shm *s) {
+    uint64_t random[1];
+    struct sockaddr_un name;
+    socklen_t length;
+    if (getrandom(random, sizeof random, 0) != sizeof random)
+        return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
+    snprintf(s->name, sizeof s->name, "tensorbus-%016" PRIx64, random[0]);
+    set_name(&name, s->name, &length);
+    s->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (s->listener < 0 || bind(s->listener, (struct sockaddr *)&name, length) != 0 || listen(s->listener, 1024) != 0)
+        return tb__fail(TB_IO, "listening on a Unix socket: %s", strerror(errno));
+    return TB_OK;
+}
+
+static tb_status watch(shm *s, int fd, void *what) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
+    return epoll_ctl(s->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK : tb__fail(TB_IO, "epoll: %s", strerror(errno));
+}
+
+static tb_status open_all(shm *s) {
+    s->epoll = epoll_create1(EPOLL_CLOEXEC);
+    s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (s->epoll < 0 || s->wake < 0)
+        return tb__fail(TB_IO, "epoll and eventfd: %s", strerror(errno));
+    TB_TRY(open_control(s));
+    TB_TRY(open_listener(s));
+    TB_TRY(watch(s, s->listener, &s->listen_watch));
+    return watch(s, s->wake, &s->wake_watch);
+}
+
+static void free_link(shm *s, shm_link *link) {
+    shm_link_close(s, link);
+    free(link);
+}
+
+static void close_descriptors(shm *s, shm_peer *peer) {
+    shm_link_close(s, &peer->out);
+    if (peer->in)
+        free_link(s, peer->in);
+    peer->in = NULL;
+    if (peer->pidfd >= 0)
+        close(peer->pidfd);
+    peer->pidfd = -1;
+}
+
+static void shm_close(void *context) {
+    shm *s = context;
+    shm_posted *p;
+    for (shm_peer *peer = s->peers; peer; peer = peer->next)
+        shm_drop_messages(s, peer, TB_CANCELLED);
+    while ((p = shm_list_take(&s->one_sided)))
+        shm_finish(s, p, TB_CANCELLED);
+    while ((p = shm_list_take(&s->finished)))
+        shm_tell(p);
+    while (s->peers) {
+        shm_peer *peer = s->peers;
+        s->peers = peer->next;
+        close_descriptors(s, peer);
+        shm_drop_imports(peer);
+        if (peer->control)
+            munmap(peer->control, sizeof *peer->control);
+        if (peer->ring_in)
+            munmap(peer->ring_in, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+        if (peer->ring_out)
+            munmap(peer->ring_out, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+        free(peer);
+    }
+    for (size_t i = 0; i < s->strangers.count; i++)
+        free_link(s, s->strangers.item[i]);
+    free(s->strangers.item);
+    int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};
+    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
+        if (fds[i] >= 0)
+            close(fds[i]);
+    }
+    if (s->control)
+        munmap(s->control, sizeof *s->control);
+    free(s);
+}
+
+static tb_status shm_open_endpoint(const tb_transport_env *env, void **context) {
+    shm *s = tb__calloc(1, sizeof *s);
+    if (!s)
+        return TB_NO_MEMORY;
+    s->env = *env;
+    s->listen_watch = WATCH_LISTEN;
+    s->wake_watch = WATCH_WAKE;
+    s->epoll = s->wake = s->listener = s->control_fd = -1;
+    tb_status status = open_all(s);
+    if (status != TB_OK) {
+        shm_close(s);
+        return status;
+    }
+    *context = s;
+    return TB_OK;
+}
+
+static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
+    shm *s = context;
+    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION};
+    if (*nbytes < sizeof a)
+        return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
+    memcpy(a.name, s->name, sizeof a.name);
+    memcpy(buffer, &a, sizeof a);
+    *nbytes = sizeof a;
+    return TB_OK;
+}
+
+static tb_status shm_connect(void *context, int32_t rank, const void *bytes, size_t nbytes) {
+    shm *s = context;
+    address a;
+    struct sockaddr_un name;
+    socklen_t length;
+    if (nbytes != sizeof a || (memcpy(&a, bytes, sizeof a), a.magic != SHM_MAGIC))
+        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address is not one of transport shm", rank);
+    if (a.version != SHM_VERSION)
+        return tb__fail(TB_INVALID, "rank %" PRId32 " speaks version %" PRIu32 " of transport shm, we %d", rank,
+                        a.version, SHM_VERSION);
+    shm_peer *peer = find_or_add(s, rank);
+    if (!peer)
+        return TB_NO_MEMORY;
+    if (peer->out.fd >= 0)
+        return TB_OK;
+    set_name(&name, a.name, &length);
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (fd < 0 || connect(fd, (struct sockaddr *)&name, length) != 0) {
+        int error = errno;
+        if (fd >= 0)
+            close(fd);
+        return tb__fail(TB_LOST, "connect rank %" PRId32 " (socket @%.32s): %s", rank, a.name, strerror(error));
+    }
+    peer->out.fd = fd;
+    shm_hello hello = {.magic = SHM_MAGIC,
+                       .version = SHM_VERSION,
+                       .rank = s->env.rank,
+                       .start_time = start_time_of(getpid()),
+                       .probe_address = (uint64_t)(uintptr_t)&s->control->probe,
+                       .probe = s->control->probe};
+    int error = shm_link_try(&peer->out, &(shm_frame){.kind = SHM_HELLO}, &(struct iovec){&hello, sizeof hello}, 1,
+                             s->control_fd);
+    if (error) {
+        shm_link_close(s, &peer->out);
+        return tb__fail(TB_LOST, "greet rank %" PRId32 ": %s", rank, strerror(error));
+    }
+    return shm_link_watch(s, &peer->out);
+}
+
+void shm_lose(shm *s, shm_peer *peer, const char *why) {
+    if (atomic_exchange(&peer->is_lost, true))
+        return;
+    tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
+    shm_drop_messages(s, peer, TB_LOST);
+    for (shm_posted *p = s->one_sided.first, *next; p; p = next) {
+        next = p->next;
+        if (p->peer == peer) {
+            shm_list_remove(&s->one_sided, p);
+            shm_finish(s, p, TB_LOST);
+        }
+    }
+    close_descriptors(s, peer);
+    shm_posted *p;
+    while ((p = shm_list_take(&s->finished)))
+        shm_tell(p);
+    if (s->env.lost)
+        s->env.lost(s->env.arg, peer->rank, why);
+}
+
+static void accept_all(shm *s) {
+    int fd;
+    while ((fd = accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
+        struct ucred who;
+        socklen_t length = sizeof who;
+        shm_link *link = NULL;
+        bool is_ours = getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+        if (is_ours)
+            link = tb__calloc(1, sizeof *link);
+        if (!link || !tb__vec_push(&s->strangers, link)) {
+            free(link);
+            close(fd);
+            continue;
+        }
+        link->fd = fd;
+        shm_link_watch(s, link);
+    }
+}
+
+/* Binds the peer's process number to the process that is there now, and tries whether its memory can be read. */
+static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello) {
+    struct ucred who;
+    socklen_t length = sizeof who;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
+        return false;
+    peer->pid = who.pid;
+    peer->pidfd = who.pid > 0 ? (int)syscall(SYS_pidfd_open, who.pid, 0) : -1;
+    if (peer->pidfd < 0)
+        return true; /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
+    peer->watch = WATCH_PROCESS;
+    if (watch(s, peer->pidfd, peer) != TB_OK)
+        return false;
+    uint64_t probe = 0;
+    struct iovec here = {&probe, sizeof probe};
+    struct iovec there = {(void *)(uintptr_t)hello->probe_address, sizeof probe}; // NOLINT(performance-no-int-to-ptr)
+    peer->can_read = start_time_of(who.pid) == hello->start_time &&
+                     process_vm_readv(who.pid, &here, 1, &there, 1, 0) == sizeof probe && probe == hello->probe;
+    return true;
+}
+
+/* A stranger says who it is. */
+static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
+    shm_hello hello;
+    if (frame->kind != SHM_HELLO || nbytes != sizeof hello || fd < 0)
+        return false;
+    memcpy(&hello, data, sizeof hello);
+    if (hello.magic != SHM_MAGIC || hello.version != SHM_VERSION || hello.rank < 0 || hello.rank >= TB_MAX_RANKS)
+        return false;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return false;
+    shm_peer *peer = find_or_add(s, hello.rank);
+    if (!peer || peer->in || atomic_load(&peer->is_lost))
+        return false;
+    peer->control = shm_map_fd(fd, sizeof *peer->control);
+    if (!peer->control || !meet_process(s, peer, link->fd, &hello))
+        return false;
+    for (size_t i = 0; i < s->strangers.count; i++) {
+        if (s->strangers.item[i] == link)
+            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
+    }
+    link->peer = peer;
+    peer->in = link;
+    shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, -1);
+    return true;
+}
+
+static void dismiss(shm *s, shm_link *link) {
+    for (size_t i = 0; i < s->strangers.count; i++) {
+        if (s->strangers.item[i] == link)
+            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
+    }
+    free_link(s, link);
+}
+
+/* Frames of one link, a bounded number so that others get their turn. */
+static void read_link(shm *s, shm_link *link) {
+    unsigned char data[SHM_MAX_FRAME];
+    for (int i = 0; i < 64; i++) {
+        shm_frame frame;
+        bool is_empty;
+        int fd;
+        shm_peer *peer = link->peer;
+        ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fd, &is_empty);
+        if (is_empty)
+            return;
+        bool is_good = n >= 0 && (peer ? shm_on_frame(s, link, &frame, data, (size_t)n, fd)
+                                       : on_hello(s, link, &frame, data, (size_t)n, fd));
+        if (fd >= 0)
+            close(fd);
+        if (is_good)
+            continue;
+        if (!peer)
+            dismiss(s, link);
+        else
+            shm_lose(s, peer, n < 0 ? "its connection ended" : "it sent what makes no sense");
+        return;
+    }
+}
+
+static void on_event(shm *s, const struct epoll_event *event) {
+    shm_watch_kind *kind = event->data.ptr;
+    shm_link *link = event->data.ptr;
+    eventfd_t unused;
+    switch (*kind) {
+    case WATCH_LISTEN:
+        accept_all(s);
+        break;
+    case WATCH_WAKE:
+        eventfd_read(s->wake, &unused);
+        break;
+    case WATCH_PROCESS:
+        shm_lose(s, event->data.ptr, "its process ended");
+        break;
+    case WATCH_LINK:
+        if (event->events & EPOLLOUT) {
+            shm_link_flush(s, link);
+            if (link->is_out && link->queue_count == 0)
+                shm_push(s, link->peer);
+        }
+        if (event->events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+            read_link(s, link);
+        break;
+    }
+}
+
+static void carry_out_one_sided(shm *s) {
+    shm_posted *p;
+    while ((p = shm_list_take(&s->one_sided))) {
+        tb_op *op = p->op;
+        tb_status status = op->kind == TB_OP_READ
+                               ? shm_read(s, op->remote, op->remote_offset, op->pieces, op->npieces)
+                               : shm_write(s, op->remote, op->remote_offset, op->pieces, op->npieces);
+        shm_finish(s, p, status);
+    }
+}
+
+static tb_status shm_progress(void *context) {
+    shm *s = context;
+    struct epoll_event event; /* one at a time: handling one may close what another is about */
+    for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
+        on_event(s, &event);
+    carry_out_one_sided(s);
+    bool more = shm_take_slices(s);
+    shm_posted *p;
+    while ((p = shm_list_take(&s->finished)))
+        shm_tell(p);
+    if (more)
+        eventfd_write(s->wake, 1);
+    return TB_OK;
+}
+
+static tb_status shm_post(void *context, tb_op *op) {
+    shm *s = context;
+    shm_peer *peer = op->kind == TB_OP_RECV ? find_or_add(s, op->peer) : shm_find(s, op->peer);
+    if (op->kind == TB_OP_BROADCAST)
+        return tb__fail(TB_REFUSED, "transport shm has no broadcast of its own");
+    if (!peer || atomic_load(&peer->is_lost) || (op->kind == TB_OP_SEND && peer->out.fd < 0))
+        return tb__fail(TB_LOST, "rank %" PRId32 " is %s", op->peer, peer && peer->is_lost ? "lost" : "not connected");
+    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
+        return shm_post_message(s, peer, op);
+    shm_posted *p = tb__calloc(1, sizeof *p);
+    if (!p)
+        return TB_NO_MEMORY;
+    p->op = op;
+    p->peer = peer;
+    op->state = p;
+    shm_list_add(&s->one_sided, p);
+    eventfd_write(s->wake, 1);
+    return TB_OK;
+}
+
+static void shm_cancel(void *context, tb_op *op) {
+    shm *s = context;
+    shm_posted *p = op->state;
+    if (!p)
+        return;
+    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV) {
+        shm_cancel_message(s, p);
+        return;
+    }
+    if (p->state == SHM_FINISHED) {
+        shm_list_remove(&s->finished, p);
+    } else {
+        shm_list_remove(&s->one_sided, p);
+        op->status = TB_CANCELLED;
+    }
+    shm_tell(p);
+}
+
+static int shm_fd(void *context) {
+    return ((shm *)context)->epoll;
+}
+
+const tb_transport_ops tb__shm_ops = {
+    .name = "shm",
+    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP,
+    .open = shm_open_endpoint,
+    .close = shm_close,
+    .address = shm_address,
+    .connect = shm_connect,
+    .mem_register = shm_register,
+    .mem_unregister = shm_unregister,
+    .mem_export = shm_export,
+    .mem_import = shm_import_key,
+    .mem_release = shm_release,
+    .mem_map = shm_map,
+    .mem_is_valid = shm_is_valid,
+    .mem_read = shm_read,
+    .mem_write = shm_write,
+    .post = shm_post,
+    .cancel = shm_cancel,
+    .progress = shm_progress,
+    .fd = shm_fd,
+};

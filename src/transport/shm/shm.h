@@ -1,0 +1,232 @@
+/* The shm transport: processes of one machine.
+ *
+ * Each rank connects to each peer it sends to, over a Unix socket of its own; messages go one way on it, answers come
+ * back. So a pair of ranks has two sockets, and nobody has to agree on who calls whom. Small messages travel inside the
+ * socket. Large ones are offered: the receiver reads them straight from the sender's memory (process_vm_readv), or,
+ * where the system forbids that, gets them through a ring of shared memory. Memory behind a memfd is mapped by peers.
+ *
+ * Each rank shares one *control page* with its peers: a word per offered message and per registration. A sender revokes
+ * an offer, and a receiver completes it, by compare-and-set of its word, so a reader that comes too late never believes
+ * what it read; a registration's word changes when it is withdrawn. */
+#ifndef TB_TRANSPORT_SHM_SHM_H
+#define TB_TRANSPORT_SHM_SHM_H
+
+#include "transport/match.h"
+#include "transport/transport.h"
+
+#include <stdatomic.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+enum {
+    SHM_MAGIC = 0x54425348,
+    SHM_VERSION = 1,
+    SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
+    SHM_MAX_FRAME = 32 << 10,
+    SHM_MAX_PIECES = 512,     /* of an offer; one with more goes through the ring */
+    SHM_OFFERS = 4096,        /* offered messages under way at a time */
+    SHM_REGISTRATIONS = 4096, /* at a time */
+    SHM_READ_SLICE = 4 << 20, /* bytes read from a peer before others get their turn */
+    SHM_RING_SLOTS = 8,
+    SHM_RING_SLOT_SIZE = 256 << 10,
+};
+
+/* What a rank shares with its peers. */
+typedef struct shm_control {
+    _Atomic uint64_t offer[SHM_OFFERS];         /* serial << 2 | state */
+    _Atomic uint64_t memory[SHM_REGISTRATIONS]; /* epoch of the registration that is valid; 0: none */
+    uint64_t probe;                             /* what a peer that can read our memory reads at its address */
+} shm_control;
+
+enum { OFFER_READY = 1, OFFER_COMPLETE = 2, OFFER_REVOKED = 3 };
+
+typedef enum shm_kind {
+    SHM_HELLO,   /* first on a new socket; carries the control page's descriptor */
+    SHM_WELCOME, /* the answer; `serial`: whether the sender's memory can be read */
+    SHM_MESSAGE, /* tag, then the bytes */
+    SHM_OFFER,   /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
+    SHM_REVOKE,  /* slot, serial: the offer is withdrawn */
+    SHM_TAKE,    /* back: slot, serial: send it through the ring */
+    SHM_CHUNK,   /* slot, serial, tag: ring slot, nbytes */
+    SHM_CREDIT,  /* back: tag: ring slot is free again */
+    SHM_DONE,    /* back: slot, serial: the message is in */
+    SHM_MEMFD,   /* slot: registration, serial: epoch; carries its descriptor */
+    SHM_RING,    /* carries the ring's descriptor */
+} shm_kind;
+
+typedef struct shm_frame {
+    uint32_t kind, slot;
+    uint64_t serial, tag, nbytes;
+} shm_frame;
+
+typedef struct shm_hello {
+    uint32_t magic, version;
+    int32_t rank;
+    uint32_t unused;
+    uint64_t start_time; /* of the process, so that its number can't be mistaken for a later one's */
+    uint64_t probe_address, probe;
+} shm_hello;
+
+typedef struct shm shm;
+typedef struct shm_peer shm_peer;
+
+typedef enum shm_watch_kind { WATCH_LISTEN, WATCH_WAKE, WATCH_LINK, WATCH_PROCESS } shm_watch_kind;
+
+/* One socket to or from a peer. */
+typedef struct shm_link {
+    shm_watch_kind watch; /* first: what the event loop finds */
+    int fd;               /* -1: none */
+    shm_peer *peer;       /* NULL: accepted, has not said who it is */
+    bool is_out, is_ready, wants_write;
+    struct shm_queued {
+        shm_frame frame;
+        int fd; /* to go with it, ours to close; -1: none */
+    } * queue;  /* answers and other small frames that wait for room */
+    size_t queue_count, queue_capacity;
+} shm_link;
+
+typedef enum shm_state { SHM_QUEUED, SHM_OFFERED, SHM_RINGING, SHM_WAITING, SHM_TAKING, SHM_FINISHED } shm_state;
+
+/* A posted operation. */
+typedef struct shm_posted {
+    tb__waiter waiter; /* of a receive */
+    tb_op *op;
+    shm_peer *peer;
+    shm_state state;
+    size_t nbytes, at; /* in all, and how far it has come */
+    uint32_t slot;     /* of the offer, at the sender */
+    uint64_t serial;
+    struct shm_arrival *offer; /* that a receive is taking */
+    struct shm_posted *next;   /* in the peer's queue, or in one of the lists of shm */
+} shm_posted;
+
+typedef struct shm_list {
+    shm_posted *first, **last;
+} shm_list;
+
+/* A message that came before its receive, or an offer that is being taken. */
+typedef struct shm_arrival {
+    tb__waiter waiter;
+    shm_peer *peer;
+    bool is_offer, by_ring;
+    uint32_t slot;
+    uint64_t serial;
+    size_t nbytes;
+    shm_posted *taker;
+    struct shm_arrival *next_taken; /* in the peer's list of offers being taken */
+    size_t npieces;
+    struct iovec *pieces; /* in the sender's memory */
+    unsigned char data[]; /* of a message */
+} shm_arrival;
+
+/* A registration of a peer, as far as it is known here. */
+typedef struct shm_import {
+    uint32_t id;
+    uint64_t epoch;
+    int fd;
+    void *map;
+    size_t map_size;
+    size_t refs; /* remotes */
+} shm_import;
+
+struct shm_peer {
+    shm_watch_kind watch; /* first, as in shm_link; for the process */
+    shm *owner;
+    int32_t rank;
+    _Atomic bool is_lost;
+    shm_link out, *in;
+    pid_t pid;
+    int pidfd;
+    bool can_read;        /* we can read its memory */
+    bool it_can_read;     /* it can read ours */
+    shm_control *control; /* its page; NULL until it says hello */
+    shm_list queue;       /* sends that are not on their way yet */
+    shm_list offered;     /* sends that wait for an answer */
+    shm_arrival *taken;   /* offers of it that we are taking */
+    TB_VEC(shm_import *) imports;
+    unsigned char *ring_out, *ring_in;
+    uint32_t ring_free; /* a bit per slot of ring_out */
+    shm_peer *next;
+};
+
+struct tb_mem {
+    tb_mem_desc desc;
+    uint32_t id;
+    uint64_t epoch;
+    TB_VEC(int32_t) sent_to; /* ranks that have the descriptor */
+};
+
+struct tb_remote {
+    shm_peer *peer;
+    shm_import *import; /* NULL: no descriptor came */
+    uint32_t id;
+    uint64_t epoch;
+    uint64_t base; /* in the owner */
+    size_t nbytes, offset;
+};
+
+struct shm {
+    tb_transport_env env;
+    shm_watch_kind listen_watch, wake_watch; /* what the event loop finds */
+    int epoll, listener, wake;
+    char name[32]; /* of the listener, in the abstract namespace */
+    shm_control *control;
+    int control_fd;
+    uint64_t next_serial, next_epoch;
+    uint32_t next_offer, next_memory; /* where to look for a free word */
+    shm_peer *peers;
+    TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
+    tb__match receives, arrivals;
+    shm_list finished;  /* to be told in the next progress */
+    shm_list taking;    /* receives that read a peer's memory */
+    shm_list one_sided; /* READ and WRITE to be carried out */
+};
+
+/* shm_wire.c: frames on sockets. A link that breaks loses its peer. */
+tb_status shm_link_watch(shm *s, shm_link *link);
+/* Sends now, or queues; takes `fd` over. */
+void shm_link_send(shm *s, shm_link *link, const shm_frame *frame, int fd);
+/* Sends a frame and data that must go together. 0: sent; EAGAIN: try again when there is room; else an error. */
+int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *data, size_t ndata, int fd);
+void shm_link_flush(shm *s, shm_link *link);
+void shm_link_want_write(shm *s, shm_link *link, bool wants);
+void shm_link_close(shm *s, shm_link *link);
+/* One frame; returns the bytes after it, 0 with *is_empty if there is none, -1 if the link broke. */
+ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t room, int *fd, bool *is_empty);
+
+/* shm_message.c: sends and receives. */
+tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
+void shm_cancel_message(shm *s, shm_posted *p);
+void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
+bool shm_take_slices(shm *s);          /* true: there is more to read */
+/* A frame of a peer's. False: it makes no sense. */
+bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd);
+void shm_drop_messages(shm *s, shm_peer *peer, tb_status status);
+
+/* shm_memory.c */
+tb_status shm_register(void *context, const tb_mem_desc *desc, tb_mem **out);
+void shm_unregister(void *context, tb_mem *mem);
+tb_status shm_export(void *context, tb_mem *mem, int32_t peer, tb_mem_key *out);
+tb_status shm_import_key(void *context, int32_t peer, const tb_mem_key *key, tb_remote **out);
+void shm_release(void *context, tb_remote *remote);
+void *shm_map(void *context, tb_remote *remote);
+bool shm_is_valid(void *context, const tb_remote *remote);
+tb_status shm_read(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
+tb_status shm_write(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
+bool shm_on_memfd(shm_peer *peer, const shm_frame *frame, int fd);
+void shm_drop_imports(shm_peer *peer);
+/* Reads or writes a peer's memory from `pieces`, beginning `skip` bytes into them; remote pieces likewise. */
+tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, const struct iovec *remote,
+                           size_t nremote, size_t skip, size_t nbytes, bool is_write);
+
+/* shm.c */
+shm_peer *shm_find(const shm *s, int32_t rank);
+void shm_lose(shm *s, shm_peer *peer, const char *why);
+void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
+void shm_tell(shm_posted *p);                             /* told now */
+void shm_list_add(shm_list *list, shm_posted *p);
+void shm_list_remove(shm_list *list, shm_posted *p);
+shm_posted *shm_list_take(shm_list *list);
+void *shm_map_fd(int fd, size_t nbytes);
+
+#endif

@@ -1,0 +1,37 @@
+/* The side of transports that the layers above see: the registry, and wrappers that hold the defaults of optional
+ * slots. */
+#ifndef TB_TRANSPORT_TRANSPORT_H
+#define TB_TRANSPORT_TRANSPORT_H
+
+#include "base/mem.h"
+#include "tensorbus/transport.h"
+
+/* All transports of this build, in order of preference; ends with NULL. */
+extern const tb_transport_ops *const tb__transports[];
+
+tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out);
+void tb__transport_close(tb_transport *transport);
+
+/* The slots, by name. Where one is missing they do what transport.h says. */
+tb_status tb__transport_post(const tb_transport *t, tb_op *op);
+void tb__transport_cancel(const tb_transport *t, tb_op *op);
+void *tb__transport_map(const tb_transport *t, tb_remote *remote);
+bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote);
+tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
+                             size_t npieces);
+tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
+                              size_t npieces);
+
+/* Bytes in all pieces. */
+size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
+
+/* Copies between pieces and contiguous memory, beginning `skip` bytes into the pieces. */
+void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes);
+void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes);
+
+/* Copies from pieces to pieces; both hold at least nbytes. */
+void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes);
+
+extern const tb_transport_ops tb__self_ops, tb__shm_ops;
+
+#endif

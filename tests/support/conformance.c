@@ -1,0 +1,430 @@
+/* What every transport must do. */
+#include "conformance.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+static void mark_done(tb_op *op) {
+    op->arg = op; /* was NULL */
+}
+
+void make_op(tb_op *op, tb_op_kind kind, int32_t peer, uint64_t tag, const tb_piece *pieces, size_t npieces) {
+    *op = (tb_op){.kind = kind, .peer = peer, .tag = tag, .pieces = pieces, .npieces = npieces, .done = mark_done};
+}
+
+bool is_done(const tb_op *op) {
+    return op->arg == op;
+}
+
+static void progress_both(endpoints *e) {
+    assert_int_equal(e->a.ops->progress(e->a.context), TB_OK);
+    if (e->b.context != e->a.context)
+        assert_int_equal(e->b.ops->progress(e->b.context), TB_OK);
+}
+
+void work_until_done(endpoints *e, tb_op *const *ops, size_t count) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    time_t deadline = now.tv_sec + 60;
+    for (size_t i = 0; i < count;) {
+        if (is_done(ops[i])) {
+            i++;
+            continue;
+        }
+        progress_both(e);
+        if (is_done(ops[i]))
+            continue;
+        struct pollfd fds[2] = {{.fd = e->a.ops->fd(e->a.context), .events = POLLIN},
+                                {.fd = e->b.ops->fd(e->b.context), .events = POLLIN}};
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (now.tv_sec >= deadline)
+            fail_msg("operation %zu of %zu is not done after a minute", i, count);
+        poll(fds, 2, 1000);
+    }
+}
+
+static void post(const tb_transport *t, tb_op *op) {
+    if (tb__transport_post(t, op) != TB_OK)
+        fail_msg("post: %s", tb_error_detail());
+}
+
+static unsigned char pattern(size_t i, uint64_t salt) {
+    return (unsigned char)((i * 2654435761U + salt) >> 7);
+}
+
+static void fill(unsigned char *memory, size_t n, uint64_t salt) {
+    for (size_t i = 0; i < n; i++)
+        memory[i] = pattern(i, salt);
+}
+
+static void check(const unsigned char *memory, size_t n, uint64_t salt) {
+    for (size_t i = 0; i < n; i++) {
+        if (memory[i] != pattern(i, salt))
+            fail_msg("byte %zu of %zu is wrong", i, n);
+    }
+}
+
+/* One message of n bytes in pieces; the receive is posted first or last. */
+static void message(endpoints *e, size_t n, size_t npieces, bool receive_first) {
+    unsigned char *from = malloc(n + 1), *to = malloc(n + 1);
+    tb_piece out[8], in[3];
+    tb_op send, receive;
+    fill(from, n, n);
+    memset(to, 0xEE, n + 1);
+    for (size_t i = 0; i < npieces; i++) {
+        size_t start = n * i / npieces;
+        out[i] = (tb_piece){from + start, n * (i + 1) / npieces - start};
+    }
+    in[0] = (tb_piece){to, n / 3};
+    in[1] = (tb_piece){to + n / 3, 0};
+    in[2] = (tb_piece){to + n / 3, n - n / 3};
+    make_op(&send, TB_OP_SEND, e->rank_b, 7, out, npieces);
+    make_op(&receive, TB_OP_RECV, e->rank_a, 7, in, 3);
+    if (receive_first)
+        post(&e->b, &receive);
+    post(&e->a, &send);
+    progress_both(e);
+    if (!receive_first)
+        post(&e->b, &receive);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(send.status, TB_OK);
+    assert_int_equal(receive.status, TB_OK);
+    assert_int_equal(receive.nbytes, n);
+    assert_null(send.state);
+    assert_null(receive.state);
+    check(to, n, n);
+    assert_int_equal(to[n], 0xEE);
+    free(from);
+    free(to);
+}
+
+static void messages(endpoints *e) {
+    static const size_t sizes[] = {0, 1, 100, 4095, 16384, 16385, 65536, 1000003, 9 << 20};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        for (size_t npieces = 1; npieces <= 8; npieces += 7) {
+            message(e, sizes[i], npieces, true);
+            message(e, sizes[i], npieces, false);
+        }
+    }
+}
+
+/* Thousands in flight, received in another order than they were sent in. */
+static void many_messages(endpoints *e) {
+    enum { N = 4000, SIZE = 600, LARGE = 40000 };
+    unsigned char *from = malloc((size_t)N * LARGE), *to = malloc((size_t)N * LARGE);
+    tb_piece *out = calloc(N, sizeof *out), *in = calloc(N, sizeof *in);
+    tb_op *sends = calloc(N, sizeof *sends), *receives = calloc(N, sizeof *receives);
+    tb_op **all = calloc(2 * N, sizeof *all);
+    for (size_t i = 0; i < N; i++) {
+        size_t n = i % 10 ? SIZE : LARGE, other = (i * 1237 + 11) % N;
+        out[i] = (tb_piece){from + i * LARGE, n};
+        fill(out[i].base, n, i);
+        make_op(&sends[i], TB_OP_SEND, e->rank_b, i, &out[i], 1);
+        in[i] = (tb_piece){to + i * LARGE, LARGE};
+        make_op(&receives[i], TB_OP_RECV, e->rank_a, other, &in[i], 1);
+        all[i] = &sends[i];
+        all[N + i] = &receives[i];
+    }
+    for (size_t i = 0; i < N / 2; i++)
+        post(&e->b, &receives[i]);
+    for (size_t i = 0; i < N; i++)
+        post(&e->a, &sends[i]);
+    progress_both(e);
+    for (size_t i = N / 2; i < N; i++)
+        post(&e->b, &receives[i]);
+    work_until_done(e, all, 2 * N);
+    for (size_t i = 0; i < N; i++) {
+        size_t other = (i * 1237 + 11) % N;
+        assert_int_equal(sends[i].status, TB_OK);
+        assert_int_equal(receives[i].status, TB_OK);
+        assert_int_equal(receives[i].nbytes, other % 10 ? SIZE : LARGE);
+        check(in[i].base, receives[i].nbytes, other);
+    }
+    free(from);
+    free(to);
+    free(out);
+    free(in);
+    free(sends);
+    free(receives);
+    free(all);
+}
+
+/* Messages with the same tag come in the order they were sent in, small and large ones mixed. */
+static void equal_tags_keep_their_order(endpoints *e) {
+    enum { N = 6, LARGE = 100000 };
+    static unsigned char from[N][LARGE], to[N][LARGE];
+    tb_piece out[N], in[N];
+    tb_op sends[N], receives[N], *all[2 * N];
+    for (size_t i = 0; i < N; i++) {
+        out[i] = (tb_piece){from[i], i % 2 ? LARGE : 10 + i};
+        in[i] = (tb_piece){to[i], LARGE};
+        fill(from[i], out[i].nbytes, i);
+        make_op(&sends[i], TB_OP_SEND, e->rank_b, 5, &out[i], 1);
+        make_op(&receives[i], TB_OP_RECV, e->rank_a, 5, &in[i], 1);
+        all[i] = &sends[i];
+        all[N + i] = &receives[i];
+        post(&e->a, &sends[i]);
+    }
+    progress_both(e);
+    for (size_t i = 0; i < N; i++)
+        post(&e->b, &receives[i]);
+    work_until_done(e, all, 2 * N);
+    for (size_t i = 0; i < N; i++) {
+        assert_int_equal(receives[i].nbytes, out[i].nbytes);
+        check(to[i], out[i].nbytes, i);
+    }
+}
+
+/* More than there is room for: the receiver is told, nothing is written, the sender has done its part. */
+static void too_big(endpoints *e) {
+    static const size_t sizes[] = {100, 100000};
+    for (size_t i = 0; i < 2; i++) {
+        size_t n = sizes[i];
+        unsigned char *from = malloc(n), *to = malloc(n);
+        memset(to, 0xEE, n);
+        fill(from, n, 1);
+        tb_piece out = {from, n}, in = {to, n - 1};
+        tb_op send, receive;
+        make_op(&send, TB_OP_SEND, e->rank_b, 1, &out, 1);
+        make_op(&receive, TB_OP_RECV, e->rank_a, 1, &in, 1);
+        post(&e->a, &send);
+        post(&e->b, &receive);
+        work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+        assert_int_equal(receive.status, TB_TOO_BIG);
+        assert_int_equal(receive.nbytes, n);
+        for (size_t j = 0; j < n; j++)
+            assert_int_equal(to[j], 0xEE);
+        free(from);
+        free(to);
+        message(e, 1000, 1, true); /* and all goes on */
+    }
+}
+
+static void broadcast(endpoints *e) {
+    static unsigned char from[200000], to[2][200000];
+    tb_piece out = {from, sizeof from}, in[2] = {{to[0], sizeof to[0]}, {to[1], sizeof to[1]}};
+    const int32_t peers[2] = {e->rank_b, e->rank_b}; /* one peer twice is as good as two */
+    tb_op op, receives[2];
+    fill(from, sizeof from, 3);
+    make_op(&op, TB_OP_BROADCAST, TB_NO_RANK, 9, &out, 1);
+    op.peers = peers;
+    op.npeers = 2;
+    post(&e->a, &op);
+    for (int i = 0; i < 2; i++) {
+        make_op(&receives[i], TB_OP_RECV, e->rank_a, 9, &in[i], 1);
+        post(&e->b, &receives[i]);
+    }
+    work_until_done(e, (tb_op *[]){&op, &receives[0], &receives[1]}, 3);
+    assert_int_equal(op.status, TB_OK);
+    check(to[0], sizeof to[0], 3);
+    check(to[1], sizeof to[1], 3);
+}
+
+/* What waits can be given up; what has been given up is not touched, and the rest goes on. */
+static void cancellation(endpoints *e) {
+    static unsigned char from[300000], to[300000];
+    tb_piece out = {from, sizeof from}, in = {to, sizeof to};
+    tb_op send, receive;
+    memset(to, 0xEE, sizeof to);
+    make_op(&receive, TB_OP_RECV, e->rank_a, 20, &in, 1);
+    post(&e->b, &receive);
+    progress_both(e);
+    tb__transport_cancel(&e->b, &receive);
+    assert_true(is_done(&receive));
+    assert_int_equal(receive.status, TB_CANCELLED);
+    tb__transport_cancel(&e->b, &receive); /* again: nothing happens */
+    make_op(&send, TB_OP_SEND, e->rank_b, 21, &out, 1);
+    post(&e->a, &send);
+    progress_both(e);
+    progress_both(e);
+    tb__transport_cancel(&e->a, &send);
+    assert_true(is_done(&send));
+    assert_int_equal(send.status, TB_CANCELLED);
+    for (size_t i = 0; i < sizeof to; i++)
+        assert_int_equal(to[i], 0xEE);
+    message(e, 300000, 1, true);
+    message(e, 10, 1, false);
+}
+
+/* Nothing to do: the file descriptor is quiet. A message: it wakes up. */
+static void wake_up(endpoints *e) {
+    for (int i = 0; i < 8; i++)
+        progress_both(e);
+    struct pollfd fd = {.fd = e->b.ops->fd(e->b.context), .events = POLLIN};
+    assert_int_equal(poll(&fd, 1, 0), 0);
+    unsigned char byte = 1, got = 0;
+    tb_piece out = {&byte, 1}, in = {&got, 1};
+    tb_op send, receive;
+    make_op(&receive, TB_OP_RECV, e->rank_a, 1, &in, 1);
+    post(&e->b, &receive);
+    make_op(&send, TB_OP_SEND, e->rank_b, 1, &out, 1);
+    post(&e->a, &send);
+    if (e->a.context != e->b.context)
+        assert_int_equal(e->a.ops->progress(e->a.context), TB_OK);
+    assert_int_equal(poll(&fd, 1, 60000), 1);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(got, 1);
+}
+
+/* Sends the key of b's memory to a, and imports it there. */
+static tb_remote *import(endpoints *e, tb_mem *mem) {
+    tb_mem_key key, got;
+    tb_piece out = {&key, sizeof key}, in = {&got, sizeof got};
+    tb_op send, receive;
+    tb_remote *remote;
+    assert_int_equal(e->b.ops->mem_export(e->b.context, mem, e->rank_a, &key), TB_OK);
+    make_op(&send, TB_OP_SEND, e->rank_a, 77, &out, 1);
+    make_op(&receive, TB_OP_RECV, e->rank_b, 77, &in, 1);
+    post(&e->b, &send);
+    post(&e->a, &receive);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(e->a.ops->mem_import(e->a.context, e->rank_b, &got, &remote), TB_OK);
+    return remote;
+}
+
+/* b's memory, read and written from a: through operations, at once, and through a mapping where there is one. */
+static void memory_of(endpoints *e, unsigned char *base, size_t n, int fd) {
+    tb_mem_desc desc = {.base = base, .nbytes = n, .kind = TB_MEM_HOST, .fd = fd};
+    tb_mem *mem;
+    unsigned caps = e->a.ops->caps;
+    static unsigned char buffer[50000];
+    tb_piece pieces[2] = {{buffer, 20000}, {buffer + 20000, 30000}};
+    fill(base, n, 0);
+    assert_int_equal(e->b.ops->mem_register(e->b.context, &desc, &mem), TB_OK);
+    tb_remote *remote = import(e, mem);
+    assert_true(tb__transport_is_valid(&e->a, remote));
+    tb_op op;
+    if (caps & TB_CAN_READ) {
+        make_op(&op, TB_OP_READ, e->rank_b, 0, pieces, 2);
+        op.remote = remote;
+        op.remote_offset = 1000;
+        post(&e->a, &op);
+        work_until_done(e, (tb_op *[]){&op}, 1);
+        assert_int_equal(op.status, TB_OK);
+        assert_memory_equal(buffer, base + 1000, sizeof buffer);
+        assert_int_equal(tb__transport_read(&e->a, remote, 2000, pieces, 2), TB_OK);
+        assert_memory_equal(buffer, base + 2000, sizeof buffer);
+        assert_int_equal(tb__transport_read(&e->a, remote, n - 10, pieces, 2), TB_INVALID);
+        assert_int_equal(tb__transport_read(&e->a, remote, SIZE_MAX - 5, pieces, 2), TB_INVALID);
+    }
+    if (caps & TB_CAN_WRITE) {
+        fill(buffer, sizeof buffer, 5);
+        make_op(&op, TB_OP_WRITE, e->rank_b, 0, pieces, 2);
+        op.remote = remote;
+        op.remote_offset = 3000;
+        post(&e->a, &op);
+        work_until_done(e, (tb_op *[]){&op}, 1);
+        assert_int_equal(op.status, TB_OK);
+        check(base + 3000, sizeof buffer, 5);
+        assert_int_equal(base[2999], pattern(2999, 0));
+        fill(buffer, sizeof buffer, 6);
+        assert_int_equal(tb__transport_write(&e->a, remote, 0, pieces, 2), TB_OK);
+        check(base, sizeof buffer, 6);
+    }
+    unsigned char *mapped = tb__transport_map(&e->a, remote);
+    if (fd >= 0)
+        assert_non_null(mapped);
+    if (mapped) {
+        assert_memory_equal(mapped, base, n);
+        mapped[n - 1] ^= 0xFF;
+        assert_int_equal(mapped[n - 1], base[n - 1]);
+    }
+    e->b.ops->mem_unregister(e->b.context, mem); /* from now on nothing gets through */
+    assert_false(tb__transport_is_valid(&e->a, remote));
+    assert_int_not_equal(tb__transport_read(&e->a, remote, 0, pieces, 2), TB_OK);
+    if (caps & TB_CAN_READ)
+        assert_non_null(strstr(tb_error_detail(), "unregistered"));
+    e->a.ops->mem_release(e->a.context, remote);
+}
+
+static void memory(endpoints *e) {
+    size_t n = 3 << 20;
+    unsigned char *plain = malloc(n);
+    memory_of(e, plain, n, -1);
+    free(plain);
+    int fd = memfd_create("conformance", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_true(fd >= 0);
+    assert_int_equal(ftruncate(fd, (off_t)n), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    unsigned char *shared = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_true(shared != MAP_FAILED);
+    memory_of(e, shared, n, fd);
+    memory_of(e, shared, n, fd); /* the same allocation, registered anew */
+    munmap(shared, n);
+    close(fd);
+}
+
+/* Larger than 31 bits can tell. */
+static void gigabytes(endpoints *e) {
+    size_t n = ((size_t)5 << 29) + 12345, step = 4099;
+    unsigned char *from = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *to = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    assert_true(from != MAP_FAILED && to != MAP_FAILED);
+    for (size_t i = 0; i < n; i += step)
+        from[i] = pattern(i, 1);
+    tb_piece out = {from, n}, in = {to, n};
+    tb_op send, receive;
+    make_op(&send, TB_OP_SEND, e->rank_b, 1, &out, 1);
+    make_op(&receive, TB_OP_RECV, e->rank_a, 1, &in, 1);
+    post(&e->a, &send);
+    post(&e->b, &receive);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    assert_int_equal(receive.nbytes, n);
+    for (size_t i = 0; i < n; i++) {
+        unsigned char expected = i % step ? 0 : pattern(i, 1);
+        if (to[i] != expected)
+            fail_msg("byte %zu is wrong", i);
+    }
+    munmap(from, n);
+    munmap(to, n);
+}
+
+/* What is under way when an endpoint closes is told. */
+static void closing(endpoints *e) {
+    static unsigned char byte;
+    static tb_op receive;
+    static tb_piece in = {&byte, 1};
+    make_op(&receive, TB_OP_RECV, e->rank_a, 99, &in, 1);
+    post(&e->b, &receive);
+    bool one_endpoint = e->a.context == e->b.context;
+    tb__transport_close(&e->b);
+    if (one_endpoint)
+        e->a = (tb_transport){0};
+    assert_true(is_done(&receive));
+    assert_int_equal(receive.status, TB_CANCELLED);
+}
+
+void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {
+    static const struct {
+        const char *name;
+        void (*run)(endpoints *e);
+    } parts[] = {{"messages", messages},
+                 {"many messages", many_messages},
+                 {"equal tags keep their order", equal_tags_keep_their_order},
+                 {"too big", too_big},
+                 {"broadcast", broadcast},
+                 {"cancellation", cancellation},
+                 {"wake up", wake_up},
+                 {"memory", memory},
+                 {"gigabytes", gigabytes},
+                 {"closing", closing}};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        endpoints e = {0};
+        printf("  %s\n", parts[i].name);
+        fflush(stdout);
+        make(&e);
+        parts[i].run(&e);
+        unmake(&e);
+    }
+}

@@ -1,0 +1,23 @@
+/* What every transport must do. A transport's own test makes two endpoints that are connected to each other (`self`:
+ * the same one twice) and hands them to these. */
+#ifndef TB_TESTS_CONFORMANCE_H
+#define TB_TESTS_CONFORMANCE_H
+
+#include "transport/transport.h"
+
+typedef struct endpoints {
+    tb_transport a, b;
+    int32_t rank_a, rank_b;
+} endpoints;
+
+/* All of the suite, on endpoints that `make` opens and `unmake` closes again for each part. Asserts with cmocka. */
+void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e));
+
+/* Lets both ends work, asleep in between, until `count` of the operations are done. Fails the test after a minute. */
+void work_until_done(endpoints *e, tb_op *const *ops, size_t count);
+
+/* An operation that remembers that it is done. */
+void make_op(tb_op *op, tb_op_kind kind, int32_t peer, uint64_t tag, const tb_piece *pieces, size_t npieces);
+bool is_done(const tb_op *op);
+
+#endif
