@@ -8,7 +8,8 @@
  *    tb_error_detail() then gives one sentence that says what is wrong and where.
  *  - Nothing here aborts or prints. Objects are opaque, made by *_create or *_parse, and freed by *_destroy, which
  *    accepts NULL.
- *  - Options structs begin with `size` (sizeof the struct); zero means the default; NULL means all defaults.
+ *  - Options structs begin with `size`, which is sizeof the struct; any other field that is zero means the default, and
+ *    NULL means all defaults.
  *  - Layouts and plans never change once made, and may be used from several threads at once. Other objects belong to
  *    one thread at a time.
  */
@@ -158,7 +159,7 @@ TB_API tb_status tb_layout_format(const tb_layout *layout, char **out);
 
 TB_API bool tb_layout_equal(const tb_layout *a, const tb_layout *b);
 
-/* The mesh: its size, the rank at a row-major index, and the index of a rank (-1 if it is not in the mesh). */
+/* The mesh: its size, the rank at a row-major index (0 to size-1), and the index of a rank (-1: not in the mesh). */
 TB_API int32_t tb_layout_nranks(const tb_layout *layout);
 TB_API int32_t tb_layout_rank_at(const tb_layout *layout, int32_t index);
 TB_API int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank);
@@ -214,7 +215,7 @@ TB_API tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, cons
                                 const tb_plan_opts *opts, tb_plan **out);
 TB_API void tb_plan_destroy(tb_plan *plan);
 
-/* A box of indices: per dimension [start, start+len) of a local tensor. */
+/* Where a box of indices begins in a local tensor; how long it is stands beside it. */
 typedef struct tb_box {
     int64_t start[TB_MAX_DIMS];
 } tb_box;
@@ -343,7 +344,7 @@ typedef struct tb_bucket {
 } tb_bucket;
 
 /* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
- * first chunk says: transport, source, targets, contributors. */
+ * first chunk says: transport, source, targets, contributors and how they are combined. */
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;

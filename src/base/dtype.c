@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 
+#include <string.h>
 #include <strings.h>
 
 static const struct {
@@ -46,6 +47,9 @@ tb__dtype_class tb__dtype_class_of(tb_dtype dtype) {
 }
 
 tb_status tb_dtype_parse(const char *name, tb_dtype *out) {
+    const char *given = name;
+    if (strncmp(name, "torch.", 6) == 0)
+        name += 6;
     for (tb_dtype d = TB_DTYPE_NONE + 1; d < TB_DTYPE_COUNT; d++) {
         if (strcasecmp(name, table[d].name) == 0 || strcasecmp(name, table[d].torch) == 0 ||
             strcasecmp(name, table[d].safetensors) == 0) {
@@ -56,5 +60,5 @@ tb_status tb_dtype_parse(const char *name, tb_dtype *out) {
     return tb__fail(TB_INVALID,
                     "'%.40s' is not a dtype; there are bool, u8..u64, i8..i64, f16, bf16, f32, f64, "
                     "f8e4m3, f8e5m2, e8m0, f4e2m1",
-                    name);
+                    given);
 }

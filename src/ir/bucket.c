@@ -22,7 +22,13 @@ static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
     if (x->source != y->source)
         return x->source < y->source ? -1 : 1;
     int c = compare_lists(x->targets, x->ntargets, y->targets, y->ntargets);
-    return c ? c : compare_lists(x->contributors, x->ncontributors, y->contributors, y->ncontributors);
+    if (!c)
+        c = compare_lists(x->contributors, x->ncontributors, y->contributors, y->ncontributors);
+    if (c || x->ncontributors == 0)
+        return c;
+    if (x->op != y->op)
+        return x->op < y->op ? -1 : 1;
+    return (x->divisor > y->divisor) - (x->divisor < y->divisor);
 }
 
 static int compare_chunks(const void *a, const void *b) {

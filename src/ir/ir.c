@@ -9,6 +9,7 @@
 #include <string.h>
 
 enum { NAME_BITS = 22, PIECE_BITS = 18, SUB_BITS = 4 }; /* of an id; the target rank has the other 20 */
+enum { MOST_CHUNKS = 1 << 21 };
 
 const char *tb_transport_kind_name(tb_transport_kind kind) {
     static const char *const names[] = {
@@ -104,6 +105,10 @@ static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *p
     if (chunk->nbytes <= b->most_bytes || d == chunk->ndim) {
         tb_chunk last = *chunk;
         last.part = (*part)++;
+        if (b->ir->chunks.count == MOST_CHUNKS)
+            return tb__fail(TB_TOO_BIG,
+                            "a rank's batch has more than %d chunks; more staging_bytes would make them larger",
+                            MOST_CHUNKS);
         return tb__vec_push(&b->ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
     }
     rows = rows > 0 ? rows : thickness;

@@ -409,37 +409,94 @@ tb_status tb__axis_meeting(const tb__axis *axis, tb__spans spans, tb__arena *are
     return status;
 }
 
-tb__wide tb__axis_before(const tb__axis *axis, int32_t cls, tb__spans spans) {
-    tb__wide before = 0;
+/* Pairs of one class. */
+typedef struct pairs {
+    int32_t cls;
+    tb__wide count;
+} pairs;
+
+static int compare_pairs(const void *a, const void *b) {
+    const pairs *x = a, *y = b;
+    return (x->cls > y->cls) - (x->cls < y->cls);
+}
+
+/* Adds up pairs of the same class. */
+static tb_status make_tally(pairs *list, size_t count, tb__arena *arena, const tb__tally **out) {
+    tb__tally *tally = tb__arena_alloc(arena, 1, sizeof *tally);
+    int32_t *cls = tb__arena_alloc(arena, count, sizeof *cls);
+    tb__wide *before = tb__arena_alloc(arena, count + 1, sizeof *before);
+    if (!tally || !cls || !before)
+        return TB_NO_MEMORY;
+    *tally = (tb__tally){.cls = cls, .before = before};
+    if (count)
+        qsort(list, count, sizeof *list, compare_pairs);
+    tb__wide sum = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (i == 0 || list[i].cls != list[i - 1].cls) {
+            cls[tally->count] = list[i].cls;
+            before[tally->count++] = sum;
+        }
+        sum += list[i].count;
+    }
+    before[tally->count] = sum;
+    *out = tally;
+    return TB_OK;
+}
+
+tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, tb__arena *arena, const tb__tally **out) {
+    const tb__axis_table *table = axis->table;
+    *out = NULL;
+    if (!table)
+        return TB_OK;
+    TB_VEC(pairs) list = {0};
     for (size_t i = 0; i < spans.count; i++) {
         int64_t start = spans.item[i].start, stop = spans.item[i].stop;
-        if (!axis->table) {
-            before += (uint64_t)(count_before(axis, cls, stop) - count_before(axis, cls, start));
-            continue;
-        }
-        const tb__axis_table *table = axis->table;
         for (size_t s = tb__table_find(table, start); s < table->nsegments && table->segment[s].start < stop; s++) {
             const tb__table_segment *segment = &table->segment[s];
-            if (segment->cls >= cls)
-                continue;
             int64_t from = segment->start > start ? segment->start : start;
-            int64_t overlap = min64(segment->stop, stop) - from;
-            before += (tb__wide)(uint64_t)overlap * (uint32_t)table->cls[segment->cls].nholders;
+            tb__wide overlap = (uint64_t)(min64(segment->stop, stop) - from);
+            pairs p = {segment->cls, overlap * (uint32_t)table->cls[segment->cls].nholders};
+            if (!tb__vec_push(&list, p)) {
+                free(list.item);
+                return TB_NO_MEMORY;
+            }
         }
     }
+    tb_status status = make_tally(list.item, list.count, arena, out);
+    free(list.item);
+    return status;
+}
+
+tb__wide tb__axis_before(const tb__axis *axis, int32_t cls, tb__spans spans, const tb__tally *tally) {
+    tb__wide before = 0;
+    if (tally) {
+        size_t lo = 0;
+        for (size_t hi = tally->count; lo < hi;) { /* the first class that is not before */
+            size_t mid = lo + (hi - lo) / 2;
+            if (tally->cls[mid] < cls)
+                lo = mid + 1;
+            else
+                hi = mid;
+        }
+        return tally->before[lo];
+    }
+    for (size_t i = 0; i < spans.count; i++)
+        before +=
+            (uint64_t)(count_before(axis, cls, spans.item[i].stop) - count_before(axis, cls, spans.item[i].start));
     return before;
 }
 
-int32_t tb__axis_seek(const tb__axis *axis, tb__spans spans, tb__wide position) {
-    int32_t lo = 0;
-    for (int32_t hi = tb__axis_nclasses(axis) - 1; lo < hi;) { /* the first class that ends after position */
+int32_t tb__axis_seek(const tb__axis *axis, tb__spans spans, const tb__tally *tally, tb__wide position) {
+    int32_t lo = 0, hi = tally ? (int32_t)tally->count - 1 : tb__axis_nclasses(axis) - 1;
+    while (lo < hi) { /* the first class that ends after position */
         int32_t mid = lo + (hi - lo) / 2;
-        if (tb__axis_before(axis, mid + 1, spans) > position)
+        tb__wide end = tally ? tally->before[mid + 1] : tb__axis_before(axis, mid + 1, spans, NULL);
+        if (end > position)
             hi = mid;
         else
             lo = mid + 1;
     }
-    return lo;
+    return tally ? tally->cls[lo] : lo;
 }
 
 int64_t tb__axis_hole(const tb__axis *axis, int64_t start, int64_t stop) {

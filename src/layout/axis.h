@@ -12,7 +12,11 @@
 #include "base/wide.h"
 #include "tensorbus/tensorbus.h"
 
-enum { TB__MAX_SEGMENTS = 1 << 24 }; /* of one list, and of one table: more would be a mistake or an attack */
+/* More would be a mistake or an attack. */
+enum {
+    TB__MAX_SEGMENTS = 1 << 20,       /* of one list */
+    TB__MAX_TABLE_SEGMENTS = 1 << 22, /* of all lists of an axis together */
+};
 
 typedef struct tb__axis {
     int64_t length;
@@ -75,12 +79,22 @@ bool tb__axis_holds(const tb__axis *axis, int32_t cls, int32_t coord, int32_t *h
 /* The classes that have an index in common with `spans`, ascending. */
 tb_status tb__axis_meeting(const tb__axis *axis, tb__spans spans, tb__arena *arena, const int32_t **out, size_t *count);
 
-/* Number of (index, holder) pairs of the classes before `cls` whose index is in `spans`. With cls = nclasses: of
- * all. */
-tb__wide tb__axis_before(const tb__axis *axis, int32_t cls, tb__spans spans);
+/* The pairs that each class has in a list of spans, counted once where that takes a walk over the list. */
+typedef struct tb__tally {
+    size_t count;
+    const int32_t *cls;     /* those that have any, ascending */
+    const tb__wide *before; /* pairs of the classes before; one more at the end: of all */
+} tb__tally;
+
+/* *out is NULL for the closed form, which needs none. */
+tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, tb__arena *arena, const tb__tally **out);
+
+/* Number of (index, holder) pairs of the classes before `cls` whose index is in `spans`. With cls = nclasses: of all.
+ * `tally` is that of the spans. */
+tb__wide tb__axis_before(const tb__axis *axis, int32_t cls, tb__spans spans, const tb__tally *tally);
 
 /* The class in which the pair number `position` of `spans` lies, counting as tb__axis_before does. */
-int32_t tb__axis_seek(const tb__axis *axis, tb__spans spans, tb__wide position);
+int32_t tb__axis_seek(const tb__axis *axis, tb__spans spans, const tb__tally *tally, tb__wide position);
 
 /* An index in [start, stop) that no coordinate holds, or -1. */
 int64_t tb__axis_hole(const tb__axis *axis, int64_t start, int64_t stop);

@@ -32,8 +32,8 @@ static tb_status collect(const tb__axis *axis, int dim, held_list *all) {
         status = tb__axis_list(axis, coord, &arena, &list);
         for (size_t i = 0; i < list.count && status == TB_OK; i++) {
             const tb__span *s = &list.item[i];
-            if (all->count == TB__MAX_SEGMENTS)
-                status = tb__fail(TB_TOO_BIG, "dim %d has more than %d Explicit segments", dim, TB__MAX_SEGMENTS);
+            if (all->count == TB__MAX_TABLE_SEGMENTS)
+                status = tb__fail(TB_TOO_BIG, "dim %d has more than %d Explicit segments", dim, TB__MAX_TABLE_SEGMENTS);
             else if (!tb__vec_push(all, (held){s->start, s->stop, s->offset, coord}))
                 status = TB_NO_MEMORY;
         }
@@ -101,8 +101,9 @@ static tb_status add_segment(builder *b, int dim, int64_t start, int64_t stop, c
         b->segments.item[b->segments.count - 1].stop = stop;
         return TB_OK;
     }
-    if (b->offsets.count + count > TB__MAX_SEGMENTS || b->holders.count > TB__MAX_SEGMENTS)
-        return tb__fail(TB_TOO_BIG, "Explicit lists of dim %d overlap in more than %d places", dim, TB__MAX_SEGMENTS);
+    if (b->offsets.count + count > TB__MAX_TABLE_SEGMENTS || b->holders.count > TB__MAX_TABLE_SEGMENTS)
+        return tb__fail(TB_TOO_BIG, "Explicit lists of dim %d overlap in more than %d places", dim,
+                        TB__MAX_TABLE_SEGMENTS);
     tb__table_segment segment = {start, stop, cls, b->offsets.count};
     if (!tb__vec_push(&b->segments, segment))
         return TB_NO_MEMORY;
@@ -118,7 +119,7 @@ static tb_status add_segment(builder *b, int dim, int64_t start, int64_t stop, c
 static tb_status sweep(builder *b, int dim, const held_list *all, bool distinct) {
     held_list active = {0}, firsts = {0};
     tb_status status = TB_OK;
-    size_t next = 0;
+    size_t next = 0, work = 0;
     int64_t at = 0;
     while (status == TB_OK && (next < all->count || active.count)) {
         if (active.count == 0)
@@ -136,6 +137,11 @@ static tb_status sweep(builder *b, int dim, const held_list *all, bool distinct)
                 i--;
             }
             active.item[i] = run;
+        }
+        work += active.count;
+        if (work > (size_t)8 * TB__MAX_TABLE_SEGMENTS) {
+            status = tb__fail(TB_TOO_BIG, "Explicit lists of dim %d overlap too often to be told apart", dim);
+            break;
         }
         int64_t stop = next < all->count ? all->item[next].start : INT64_MAX;
         for (size_t i = 0; i < active.count; i++)

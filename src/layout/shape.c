@@ -58,7 +58,7 @@ tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *nelement
             return tb__fail(TB_INVALID, "dim %d of the shape is negative (%" PRId64 ")", d, n);
         is_empty |= n == 0;
         if (n > 0 && size > most / n)
-            return tb__fail(TB_TOO_BIG, "the shape has more than 2^62 elements");
+            return tb__fail(TB_TOO_BIG, "the dims of the shape multiply to more than 2^62");
         size *= n > 0 ? n : 1;
     }
     if (bits >= 8 && size > most / (bits / 8))

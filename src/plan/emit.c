@@ -90,14 +90,19 @@ tb_status tb__set_source(tb__walk *w, const tb__group *group, int64_t m, tb__par
     who->source = tb__holder_rank(src, group->cls, nparts, m, who->src_holder);
     if (src->partial.count == 0)
         return TB_OK;
-    int32_t *ranks = tb__arena_alloc(w->arena, (size_t)nparts, sizeof *ranks);
-    if (!ranks)
-        return TB_NO_MEMORY;
     int32_t unused[TB_MAX_DIMS];
-    for (int64_t p = 0; p < nparts; p++)
-        ranks[p] = tb__holder_rank(src, group->cls, nparts, m - m % nparts + p, unused);
+    int32_t first = tb__holder_rank(src, group->cls, nparts, m - m % nparts, unused);
+    if (!w->contributors.ranks || w->contributors.first != first) { /* the first tells the others */
+        int32_t *ranks = tb__arena_alloc(w->arena, (size_t)nparts, sizeof *ranks);
+        if (!ranks)
+            return TB_NO_MEMORY;
+        for (int64_t p = 0; p < nparts; p++)
+            ranks[p] = tb__holder_rank(src, group->cls, nparts, m - m % nparts + p, unused);
+        w->contributors.first = first;
+        w->contributors.ranks = ranks;
+    }
     who->ncontributors = (uint32_t)nparts;
-    who->contributors = ranks;
+    who->contributors = w->contributors.ranks;
     return TB_OK;
 }
 

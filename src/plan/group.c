@@ -26,7 +26,7 @@ static tb_status meeting_slots(const tb_plan *plan, const tb__group *group, int 
         return TB_NO_MEMORY;
     size_t n = 0;
     for (size_t i = 0; i < *count; i++) {
-        tb__pairing p = {.dst_class = (*out)[i].cls, .src = group->spans[d]};
+        tb__pairing p = {.dst_class = (*out)[i].cls, .src = group->spans[d], .tally = group->tally[d]};
         tb__pairing_init(plan, d, &p);
         if (p.count > 0)
             kept[n++] = (*out)[i];
@@ -241,7 +241,7 @@ static tb_status set_absent(const tb_plan *plan, tb__group *group, const absente
         const run *r = &absent->runs[i];
         tb__pairing pairing[TB_MAX_DIMS];
         tb__cell cell;
-        TB_TRY(tb__group_cell(plan, group, r->cls, pairing, &cell, arena));
+        tb__group_cell(plan, group, r->cls, pairing, &cell);
         if (cell.volume == 0)
             continue;
         tb__absent *a = &group->absent[group->nabsent++];
@@ -320,7 +320,8 @@ tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *
         const tb__axis *axis = &plan->dst.axis[d];
         group.cls[d] = classes[d];
         TB_TRY(tb__axis_class(&plan->src.axis[d], classes[d], &scratch->arena, &group.spans[d]));
-        group.total[d] = tb__axis_before(axis, tb__axis_nclasses(axis), group.spans[d]);
+        TB_TRY(tb__axis_tally(axis, group.spans[d], &scratch->arena, &group.tally[d]));
+        group.total[d] = tb__axis_before(axis, tb__axis_nclasses(axis), group.spans[d], group.tally[d]);
     }
     TB_TRY(tb__group_init(plan, &group, scratch));
     *line = group.line;

@@ -98,7 +98,8 @@ static tb_status walk_line(tb__walk *w, const tb__group *group, const host_line 
         tb__cell cell;
         tb__pairing pairing[TB_MAX_DIMS];
         const tb__absent *at = line->pairs[i].cell;
-        TB_TRY(tb__group_cell(plan, group, at->cls, pairing, &cell, w->arena));
+        tb__group_cell(plan, group, at->cls, pairing, &cell);
+        TB_TRY(tb__cell_lists(plan, &cell, w->arena));
         tb__wide volume = (uint64_t)cell.volume;
         tb__knife knife = tb__knife_choose(plan, c, &cell, volume);
         bool repeats = tb__receivers_of(plan, group, &cell).repeats;

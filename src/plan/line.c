@@ -35,8 +35,8 @@ int64_t tb__holder_index(const tb__grid *grid, const int32_t *cls, int64_t npart
 
 void tb__pairing_init(const tb_plan *plan, int d, tb__pairing *pairing) {
     const tb__axis *axis = &plan->dst.axis[d];
-    pairing->before = tb__axis_before(axis, pairing->dst_class, pairing->src);
-    tb__wide upto = tb__axis_before(axis, pairing->dst_class + 1, pairing->src);
+    pairing->before = tb__axis_before(axis, pairing->dst_class, pairing->src, pairing->tally);
+    tb__wide upto = tb__axis_before(axis, pairing->dst_class + 1, pairing->src, pairing->tally);
     tb__wide pairs = upto - pairing->before;
     int32_t nholders = tb__axis_nholders(axis, pairing->dst_class);
     pairing->count = (int64_t)(nholders == 1 ? pairs : tb__wide_div(pairs, (uint32_t)nholders));
@@ -154,7 +154,8 @@ tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meeti
             tb__pairing *p = &out->pairing[out->count];
             *p = (tb__pairing){.src_class = cls[j], .dst_class = slot[i].cls, .dst = mine};
             TB_TRY(tb__axis_class(src, cls[j], arena, &p->src));
-            p->total = tb__axis_before(dst, tb__axis_nclasses(dst), p->src);
+            TB_TRY(tb__axis_tally(dst, p->src, arena, &p->tally));
+            p->total = tb__axis_before(dst, tb__axis_nclasses(dst), p->src, p->tally);
             tb__pairing_init(plan, d, p);
             out->holder[out->count++] = slot[i].holder;
         }
@@ -162,16 +163,23 @@ tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meeti
     return TB_OK;
 }
 
-tb_status tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
-                         tb__cell *cell, tb__arena *arena) {
+void tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
+                    tb__cell *cell) {
     for (int d = 0; d < plan->shape.ndim; d++) {
         tb__pairing *p = &pairing[d];
-        *p = (tb__pairing){
-            .src_class = group->cls[d], .dst_class = cls[d], .src = group->spans[d], .total = group->total[d]};
-        TB_TRY(tb__axis_class(&plan->dst.axis[d], cls[d], arena, &p->dst));
+        *p = (tb__pairing){.src_class = group->cls[d],
+                           .dst_class = cls[d],
+                           .src = group->spans[d],
+                           .tally = group->tally[d],
+                           .total = group->total[d]};
         tb__pairing_init(plan, d, p);
         cell->dim[d] = p;
     }
     tb__cell_init(plan, cell);
+}
+
+tb_status tb__cell_lists(const tb_plan *plan, tb__cell *cell, tb__arena *arena) {
+    for (int d = 0; d < plan->shape.ndim; d++)
+        TB_TRY(tb__axis_class(&plan->dst.axis[d], cell->dim[d]->dst_class, arena, &cell->dim[d]->dst));
     return TB_OK;
 }

@@ -8,10 +8,11 @@
 typedef struct tb__pairing {
     int32_t src_class, dst_class;
     tb__spans src, dst;
-    tb__wide total;       /* (index, holder) pairs of all target classes on the source class's indices */
-    tb__wide before;      /* those of the target classes before dst_class */
-    int64_t count;        /* indices in common */
-    struct tb__run *runs; /* the indices in common, in ascending order, for the source holder below */
+    const tb__tally *tally; /* of src, over the target classes */
+    tb__wide total;         /* (index, holder) pairs of all target classes on the source class's indices */
+    tb__wide before;        /* those of the target classes before dst_class */
+    int64_t count;          /* indices in common */
+    struct tb__run *runs;   /* the indices in common, in ascending order, for the source holder below */
     size_t nruns;
     int32_t runs_holder; /* -1: none yet */
 } tb__pairing;
@@ -36,6 +37,7 @@ typedef struct tb__absent {
 typedef struct tb__group {
     int32_t cls[TB_MAX_DIMS];
     tb__spans spans[TB_MAX_DIMS];
+    const tb__tally *tally[TB_MAX_DIMS]; /* over the target classes */
     tb__wide total[TB_MAX_DIMS];
     int64_t nmembers;   /* ranks that can send */
     tb__wide line;      /* elements on it */
@@ -59,10 +61,10 @@ int64_t tb__holder_index(const tb__grid *grid, const int32_t *cls, int64_t npart
 /* Whether the rank is a member of the group: if so, its holder numbers and its index. */
 bool tb__group_has(const tb_plan *plan, const tb__group *group, int32_t rank, int32_t *holder, int64_t *index);
 
-/* Fills in the rest of a group whose classes, spans and totals are set. Valid until the next group is. */
+/* Fills in the rest of a group whose classes, spans, tallies and totals are set. Valid until the next group is. */
 tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scratch);
 
-/* Fills in before and count of a pairing whose classes, spans and total are set. */
+/* Fills in before and count of a pairing whose classes, spans, tally and total are set. */
 void tb__pairing_init(const tb_plan *plan, int d, tb__pairing *pairing);
 tb_status tb__pairing_runs(const tb_plan *plan, int d, tb__pairing *pairing, int32_t src_holder, tb__arena *arena);
 
@@ -79,9 +81,12 @@ tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meeti
 void tb__cell_init(const tb_plan *plan, tb__cell *cell);
 void tb__cell_classes(const tb_plan *plan, const tb__cell *cell, int32_t *cls);
 
-/* The cell of a group with given target classes; its pairings are put into `pairing`. */
-tb_status tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
-                         tb__cell *cell, tb__arena *arena);
+/* The cell of a group with given target classes; its pairings are put into `pairing`, without the lists of the target
+ * classes. */
+void tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
+                    tb__cell *cell);
+/* The lists, which boxes are made from. */
+tb_status tb__cell_lists(const tb_plan *plan, tb__cell *cell, tb__arena *arena);
 
 /* How many absent receivers stand before receiver `index`, and before the one that `served` served ones stand before.
  * `absent` may be NULL. */

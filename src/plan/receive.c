@@ -43,6 +43,7 @@ static tb_status receive_cell(tb__walk *w, const tb__place *place, const tb__cel
     for (int d = 0; d < plan->shape.ndim; d++) {
         group.cls[d] = cell->dim[d]->src_class;
         group.spans[d] = cell->dim[d]->src;
+        group.tally[d] = cell->dim[d]->tally;
         group.total[d] = cell->dim[d]->total;
     }
     if (tb__group_has(plan, &group, w->rank, src_holder, &m))

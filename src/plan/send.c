@@ -5,8 +5,9 @@
 static tb_status move_to(tb__walk *w, const tb__group *group, int d, tb__wide position, tb__pairing *p) {
     const tb__axis *axis = &w->plan->dst.axis[d];
     *p = (tb__pairing){.src_class = group->cls[d],
-                       .dst_class = tb__axis_seek(axis, group->spans[d], position),
+                       .dst_class = tb__axis_seek(axis, group->spans[d], group->tally[d], position),
                        .src = group->spans[d],
+                       .tally = group->tally[d],
                        .total = group->total[d]};
     tb__pairing_init(w->plan, d, p);
     return tb__axis_class(axis, p->dst_class, w->arena, &p->dst);
@@ -128,7 +129,8 @@ static tb_status contribute(tb__walk *w, const tb__group *group, int64_t m) {
                 continue;
             tb__pairing pairing[TB_MAX_DIMS];
             tb__cell cell;
-            TB_TRY(tb__group_cell(w->plan, group, a->cls, pairing, &cell, w->arena));
+            tb__group_cell(w->plan, group, a->cls, pairing, &cell);
+            TB_TRY(tb__cell_lists(w->plan, &cell, w->arena));
             TB_TRY(tb__emit_local(w, group, &cell, rank, member, dst_holder));
         }
     }
@@ -150,6 +152,7 @@ static tb_status send_group(tb__walk *w, const tb__place *place, tb__group *grou
 typedef struct holding {
     int32_t cls, holder;
     tb__spans spans;
+    const tb__tally *tally;
     tb__wide total;
 } holding;
 
@@ -164,7 +167,8 @@ static tb_status axis_holdings(tb__walk *w, int d, int32_t coord, holding **out,
         holding *h = &(*out)[i];
         *h = (holding){.cls = slot[i].cls, .holder = slot[i].holder};
         TB_TRY(tb__axis_class(src, h->cls, w->arena, &h->spans));
-        h->total = tb__axis_before(dst, tb__axis_nclasses(dst), h->spans);
+        TB_TRY(tb__axis_tally(dst, h->spans, w->arena, &h->tally));
+        h->total = tb__axis_before(dst, tb__axis_nclasses(dst), h->spans, h->tally);
     }
     return TB_OK;
 }
@@ -190,6 +194,7 @@ tb_status tb__send_all(tb__walk *w) {
             const holding *h = &axis[e][at[e]];
             group.cls[e] = h->cls;
             group.spans[e] = h->spans;
+            group.tally[e] = h->tally;
             group.total[e] = h->total;
             holder[e] = h->holder;
         }

@@ -15,6 +15,10 @@ typedef struct tb__walk {
         int64_t first, last;
         int32_t *ranks;
     } memo;
+    struct { /* the last list of contributors, likewise */
+        int32_t first;
+        int32_t *ranks;
+    } contributors;
 } tb__walk;
 
 /* Who takes part in a route, apart from the box. */

@@ -81,6 +81,8 @@ static int run(const tool_command *command, char **argv) {
 /* A file opened later must not take the place of a standard stream that the caller closed. Whoever writes to such a
  * stream still gets an error. */
 static void occupy_standard_streams(void) {
+    if (fcntl(STDIN_FILENO, F_GETFD) < 0)
+        open("/dev/null", O_WRONLY | O_CLOEXEC); // NOLINT: it becomes standard input, which can't be read
     int fd;
     do {
         fd = open("/dev/null", O_RDONLY | O_CLOEXEC);

@@ -124,7 +124,7 @@ static void many_messages(endpoints *e) {
     unsigned char *from = malloc((size_t)N * LARGE), *to = malloc((size_t)N * LARGE);
     tb_piece *out = calloc(N, sizeof *out), *in = calloc(N, sizeof *in);
     tb_op *sends = calloc(N, sizeof *sends), *receives = calloc(N, sizeof *receives);
-    tb_op **all = calloc(2 * N, sizeof *all);
+    tb_op **all = calloc((size_t)2 * N, sizeof *all);
     for (size_t i = 0; i < N; i++) {
         size_t n = i % 10 ? SIZE : LARGE, other = (i * 1237 + 11) % N;
         out[i] = (tb_piece){from + i * LARGE, n};
@@ -142,7 +142,7 @@ static void many_messages(endpoints *e) {
     progress_both(e);
     for (size_t i = N / 2; i < N; i++)
         post(&e->b, &receives[i]);
-    work_until_done(e, all, 2 * N);
+    work_until_done(e, all, (size_t)2 * N);
     for (size_t i = 0; i < N; i++) {
         size_t other = (i * 1237 + 11) % N;
         assert_int_equal(sends[i].status, TB_OK);
@@ -178,7 +178,7 @@ static void equal_tags_keep_their_order(endpoints *e) {
     progress_both(e);
     for (size_t i = 0; i < N; i++)
         post(&e->b, &receives[i]);
-    work_until_done(e, all, 2 * N);
+    work_until_done(e, all, (size_t)2 * N);
     for (size_t i = 0; i < N; i++) {
         assert_int_equal(receives[i].nbytes, out[i].nbytes);
         check(to[i], out[i].nbytes, i);

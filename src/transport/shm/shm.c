@@ -168,8 +168,10 @@ static void close_descriptors(shm *s, shm_peer *peer) {
     if (peer->in)
         free_link(s, peer->in);
     peer->in = NULL;
-    if (peer->pidfd >= 0)
+    if (peer->pidfd >= 0) {
+        epoll_ctl(s->epoll, EPOLL_CTL_DEL, peer->pidfd, NULL);
         close(peer->pidfd);
+    }
     peer->pidfd = -1;
 }
 

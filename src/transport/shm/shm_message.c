@@ -249,7 +249,8 @@ static void pump(shm *s, shm_peer *peer) {
                 return;
             uint32_t slot = (uint32_t)__builtin_ctz(peer->ring_free);
             size_t n = p->nbytes - p->at < SHM_RING_SLOT_SIZE ? p->nbytes - p->at : SHM_RING_SLOT_SIZE;
-            tb__pieces_gather(p->op->pieces, p->op->npieces, p->at, peer->ring_out + slot * SHM_RING_SLOT_SIZE, n);
+            tb__pieces_gather(p->op->pieces, p->op->npieces, p->at, peer->ring_out + (size_t)slot * SHM_RING_SLOT_SIZE,
+                              n);
             peer->ring_free &= ~(1U << slot);
             p->at += n;
             shm_frame frame = {.kind = SHM_CHUNK, .slot = p->slot, .serial = p->serial, .tag = slot, .nbytes = n};
@@ -470,8 +471,10 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     }
     while (peer->taken) {
         shm_arrival *a = peer->taken;
+        peer->taken = a->next_taken;
         p = a->taker;
-        untake(s, a);
+        p->offer = NULL;
+        shm_list_remove(&s->taking, p);
         free_arrival(a);
         shm_finish(s, p, status);
     }

@@ -93,7 +93,6 @@ void shm_link_flush(shm *s, shm_link *link) {
 }
 
 void shm_link_close(shm *s, shm_link *link) {
-    (void)s;
     for (size_t i = 0; i < link->queue_count; i++) {
         if (link->queue[i].fd >= 0)
             close(link->queue[i].fd);
@@ -101,8 +100,11 @@ void shm_link_close(shm *s, shm_link *link) {
     free(link->queue);
     link->queue = NULL;
     link->queue_count = link->queue_capacity = 0;
-    if (link->fd >= 0)
+    if (link->fd >= 0) { /* a process being spawned may hold a copy for a moment: closing ours is not enough */
+        epoll_ctl(s->epoll, EPOLL_CTL_DEL, link->fd, NULL);
+        shutdown(link->fd, SHUT_RDWR);
         close(link->fd);
+    }
     link->fd = -1;
 }
 
