@@ -1,0 +1,209 @@
+/* URLs, and connecting to what they name. */
+#include "bus/store/address.h"
+
+#include "base/text.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+_Static_assert(sizeof((tb__address *)0)->path == sizeof((struct sockaddr_un *)0)->sun_path,
+               "a path fits a sockaddr_un");
+
+tb_status tb__store_url_split(const char *url, tb__store_url *out) {
+    static const char key[] = "?namespace=";
+    const char *query = strchr(url, '?');
+    size_t length = query ? (size_t)(query - url) : strlen(url);
+    if (length > TB__STORE_MAX_URL)
+        return tb__fail(TB_TOO_BIG, "a store's URL of %zu bytes; %d are allowed", length, TB__STORE_MAX_URL);
+    *out = (tb__store_url){0};
+    memcpy(out->base, url, length);
+    if (!query)
+        return TB_OK;
+    if (strncmp(query, key, sizeof key - 1) != 0)
+        return tb__fail(TB_INVALID, "store '%s': only ?namespace=NAME may follow the address", url);
+    const char *name = query + sizeof key - 1;
+    size_t name_length = strlen(name);
+    if (name_length == 0 || name_length > TB__STORE_MAX_NAMESPACE)
+        return tb__fail(TB_INVALID, "store '%s': a namespace has 1 to %d bytes", url, TB__STORE_MAX_NAMESPACE);
+    memcpy(out->name_space, name, name_length);
+    return TB_OK;
+}
+
+static tb_status parse_tcp(const char *rest, tb__address *out) {
+    const char *host = rest, *end, *colon;
+    if (*rest == '[') {
+        host = rest + 1;
+        end = strchr(host, ']');
+        colon = end ? end + 1 : NULL;
+    } else {
+        end = colon = strrchr(rest, ':');
+        if (colon && memchr(rest, ':', (size_t)(colon - rest)))
+            return tb__fail(TB_INVALID, "store '%s': an IPv6 address goes into brackets", out->url);
+    }
+    int64_t port = -1;
+    const char *at = colon ? colon + 1 : NULL;
+    if (!colon || *colon != ':' || *at < '0' || *at > '9' || !tb__read_int(&at, &port) || *at || port > 65535)
+        return tb__fail(TB_INVALID, "store '%s': no port at its end", out->url);
+    if ((size_t)(end - host) >= sizeof out->host)
+        return tb__fail(TB_TOO_BIG, "store '%s': the host's name is too long", out->url);
+    /* Without a host: this one, reachable from nowhere else. */
+    snprintf(out->host, sizeof out->host, "%.*s", (int)(end - host), end == host ? "" : host);
+    if (!*out->host)
+        snprintf(out->host, sizeof out->host, "127.0.0.1");
+    snprintf(out->port, sizeof out->port, "%d", (int)port);
+    return TB_OK;
+}
+
+tb_status tb__address_parse(const char *base_url, tb__address *out) {
+    tb__address address = {0};
+    snprintf(address.url, sizeof address.url, "%s", base_url);
+    if (strncmp(base_url, "tcp://", 6) == 0) {
+        TB_TRY(parse_tcp(base_url + 6, &address));
+    } else if (strncmp(base_url, "unix:", 5) == 0) {
+        address.is_unix = true;
+        const char *path = base_url + 5;
+        if (!*path)
+            return tb__fail(TB_INVALID, "store '%s': no path", base_url);
+        if (strlen(path) >= sizeof address.path)
+            return tb__fail(TB_TOO_BIG, "store '%s': a socket's path has at most %zu bytes", base_url,
+                            sizeof address.path - 1);
+        memcpy(address.path, path, strlen(path));
+    } else {
+        return tb__fail(TB_INVALID, "store '%s' is neither unix:/path/to.sock nor tcp://host:port", base_url);
+    }
+    *out = address;
+    return TB_OK;
+}
+
+static tb_status fail_connect(const tb__address *address, int error, bool *is_absent) {
+    switch (error) {
+    case ENOENT:
+    case ENOTDIR:
+        *is_absent = true;
+        return tb__fail(TB_IO, "%s: the socket is missing", address->url);
+    case ECONNREFUSED:
+        *is_absent = true;
+        return tb__fail(TB_IO, "%s: refused, nobody listens there", address->url);
+    case EHOSTUNREACH:
+    case ENETUNREACH:
+        *is_absent = true;
+        break;
+    case EAGAIN: /* a Unix socket whose backlog is full */
+    case ETIMEDOUT:
+        return tb__fail(TB_TIMEOUT, "%s: silent, the connection is not accepted", address->url);
+    }
+    return tb__fail(TB_IO, "%s: connect: %s", address->url, strerror(error));
+}
+
+static int connect_unix(int fd, const tb__address *address, int64_t deadline_ms) {
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    memcpy(name.sun_path, address->path, sizeof name.sun_path);
+    for (;;) {
+        /* The only timeout that a connect to a full backlog knows; zero would be none. */
+        long left = tb__ms_until(deadline_ms);
+        struct timeval timeout = {.tv_sec = left / 1000, .tv_usec = left ? left % 1000 * 1000 : 1};
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
+        if (connect(fd, (const struct sockaddr *)&name, sizeof name) == 0)
+            return 0;
+        if (errno != EINTR || tb__ms_until(deadline_ms) == 0)
+            return errno;
+    }
+}
+
+/* A port of the ephemeral range may be chosen for our own end: TCP then connects the socket to itself. */
+static bool is_self_connected(int fd) {
+    struct sockaddr_storage here = {0}, there = {0};
+    socklen_t here_length = sizeof here, there_length = sizeof there;
+    return getsockname(fd, (struct sockaddr *)&here, &here_length) == 0 &&
+           getpeername(fd, (struct sockaddr *)&there, &there_length) == 0 && here_length == there_length &&
+           memcmp(&here, &there, here_length) == 0;
+}
+
+static int connect_tcp(int fd, const struct addrinfo *name, int64_t deadline_ms) {
+    if (connect(fd, name->ai_addr, name->ai_addrlen) != 0) {
+        if (errno != EINPROGRESS && errno != EINTR)
+            return errno;
+        struct pollfd writable = {.fd = fd, .events = POLLOUT};
+        int ready;
+        do
+            ready = poll(&writable, 1, tb__ms_until(deadline_ms));
+        while (ready < 0 && errno == EINTR);
+        int error = 0;
+        socklen_t length = sizeof error;
+        if (ready == 0)
+            return ETIMEDOUT;
+        if (ready < 0 || getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0)
+            return errno;
+        if (error != 0)
+            return error;
+    }
+    return is_self_connected(fd) ? ECONNREFUSED : 0;
+}
+
+void tb__set_tcp_options(int fd) {
+    int on = 1, idle_s = 10, interval_s = 5, count = 3;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+}
+
+/* The token must not be told to another user's process. */
+static tb_status check_server(const tb__address *address, int fd) {
+    struct ucred peer = {0};
+    socklen_t length = sizeof peer;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0)
+        return tb__fail(TB_IO, "%s: who serves it: %s", address->url, strerror(errno));
+    if (peer.uid != geteuid())
+        return tb__fail(TB_DENIED, "%s: served by user %u, and this is user %u", address->url, (unsigned)peer.uid,
+                        (unsigned)geteuid());
+    return TB_OK;
+}
+
+tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, bool *is_absent) {
+    *is_absent = false;
+    if (address->is_unix) {
+        int s = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (s < 0)
+            return tb__fail(TB_IO, "%s: socket: %s", address->url, strerror(errno));
+        int error = connect_unix(s, address, deadline_ms);
+        tb_status status = error ? fail_connect(address, error, is_absent) : check_server(address, s);
+        if (status != TB_OK) {
+            close(s);
+            return status;
+        }
+        fcntl(s, F_SETFL, O_NONBLOCK);
+        *fd = s;
+        return TB_OK;
+    }
+    if (strcmp(address->port, "0") == 0)
+        return tb__fail(TB_INVALID, "store '%s': port 0 is for a server to listen at", address->url);
+    struct addrinfo *names;
+    TB_TRY(tb__resolve(address, deadline_ms, &names));
+    int error = ECONNREFUSED;
+    for (const struct addrinfo *name = names; name; name = name->ai_next) {
+        int s = socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        error = s < 0 ? errno : connect_tcp(s, name, deadline_ms);
+        if (error == 0) {
+            freeaddrinfo(names);
+            tb__set_tcp_options(s);
+            *fd = s;
+            return TB_OK;
+        }
+        if (s >= 0)
+            close(s);
+    }
+    freeaddrinfo(names);
+    return fail_connect(address, error, is_absent);
+}

@@ -1,0 +1,55 @@
+/* Where a store is: its URL taken apart, connecting to it, listening at it. */
+#ifndef TB_BUS_STORE_ADDRESS_H
+#define TB_BUS_STORE_ADDRESS_H
+
+#include "bus/store/process.h"
+#include "bus/store/store.h"
+
+#include <sys/types.h>
+
+struct addrinfo;
+
+enum { TB__STORE_MAX_URL = 511 };
+
+typedef struct tb__store_url {
+    char base[TB__STORE_MAX_URL + 1]; /* without the namespace */
+    char name_space[TB__STORE_MAX_NAMESPACE + 1];
+} tb__store_url;
+
+tb_status tb__store_url_split(const char *url, tb__store_url *out);
+
+typedef struct tb__address {
+    char url[TB__STORE_MAX_URL + 1];
+    bool is_unix;
+    char path[108]; /* what a sockaddr_un holds */
+    char host[256]; /* without brackets */
+    char port[6];
+} tb__address;
+
+tb_status tb__address_parse(const char *base_url, tb__address *out);
+
+/* A connected socket, non-blocking. `is_absent` says that nobody listens there now, so that trying again later makes
+ * sense. TB_TIMEOUT if the other side is silent. */
+tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, bool *is_absent);
+
+/* Nagle's delay has no place between small requests and replies; keepalives find out when a whole host has gone. */
+void tb__set_tcp_options(int fd);
+
+/* The addresses of a TCP host, to be freed with freeaddrinfo. A name that no server answers for is given up in time. */
+tb_status tb__resolve(const tb__address *address, int64_t deadline_ms, struct addrinfo **out);
+
+typedef struct tb__listener {
+    tb__address address; /* with the port that was chosen */
+    tb__owned_fd socket; /* non-blocking */
+    tb__owned_fd lock;   /* Unix sockets: path.lock, held while the server lives */
+    dev_t device;        /* of the socket's file, so that only our own is removed */
+    ino_t inode;
+} tb__listener;
+
+/* TB_CONFLICT if somebody else serves there, TB_REFUSED if the address is no address of this host. */
+tb_status tb__listener_open(const tb__address *address, tb__listener *out);
+
+/* Also removes the files, unless this is a forked child. */
+void tb__listener_close(tb__listener *listener);
+
+#endif

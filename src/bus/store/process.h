@@ -1,0 +1,43 @@
+/* Living inside somebody else's process: a clock for deadlines, threads that take no signals, and descriptors that a
+ * forked child does not keep. A child that kept them would hold up what their end announces: that a client has died,
+ * that a server's lock and port are free. */
+#ifndef TB_BUS_STORE_PROCESS_H
+#define TB_BUS_STORE_PROCESS_H
+
+#include "base/error.h"
+
+#include <pthread.h>
+#include <sys/queue.h>
+#include <time.h>
+
+typedef struct tb__owned_fd {
+    LIST_ENTRY(tb__owned_fd) link;
+    int fd; /* -1 in a forked child, where it is closed */
+} tb__owned_fd;
+
+/* The struct must not move until it is closed. A socket is shut down for everybody who has a copy. */
+void tb__owned_fd_init(tb__owned_fd *owned, int fd);
+void tb__owned_fd_close(tb__owned_fd *owned);
+
+tb_status tb__start_thread(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
+
+/* A condition whose timed waits take the times below. */
+void tb__monotonic_cond_init(pthread_cond_t *cond);
+
+static inline int64_t tb__now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static inline struct timespec tb__time_of_ms(int64_t ms) {
+    return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
+}
+
+/* What poll and epoll_wait take: never negative, and rounded so that sleeping it reaches the deadline. */
+static inline int tb__ms_until(int64_t deadline_ms) {
+    int64_t left = deadline_ms - tb__now_ms();
+    return left < 0 ? 0 : left > 1 << 30 ? 1 << 30 : (int)left;
+}
+
+#endif

@@ -1,0 +1,60 @@
+/* Meeting without knowing who comes first: connect, or else become the server. */
+#include "bus/store/address.h"
+#include "bus/store/server.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <time.h>
+
+/* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */
+enum { FIRST_NAP_MS = 2, LONGEST_NAP_MS = 100 };
+
+static void nap(int ms) {
+    struct timespec left = tb__time_of_ms(ms);
+    while (nanosleep(&left, &left) != 0 && errno == EINTR)
+        ;
+}
+
+/* TB_IO: nobody was there. TB_LOST: somebody was, but ended just then. Either may be different the next time. */
+static bool is_worth_another_try(tb_status status) {
+    return status == TB_IO || status == TB_LOST;
+}
+
+/* Somebody else was faster, or it is for another host to serve. */
+static bool is_for_others(tb_status status) {
+    return status == TB_CONFLICT || status == TB_REFUSED;
+}
+
+static tb_status serve(const char *url, const char *token, int timeout_ms, tb__store **store,
+                       tb__store_server **server) {
+    tb__store_server *mine = NULL;
+    TB_TRY(tb__store_server_start(url, token, &mine));
+    tb_status status = tb__store_open(url, token, timeout_ms, store);
+    if (status != TB_OK) {
+        tb__store_server_stop(mine);
+        return tb__fail_within(TB_IO, "the store's own server does not answer");
+    }
+    *server = mine;
+    return TB_OK;
+}
+
+tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
+                                  tb__store_server **server) {
+    int64_t deadline_ms = tb__now_ms() + timeout_ms;
+    for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
+        tb_status status = tb__store_open_until(url, token, deadline_ms, timeout_ms, store);
+        if (status == TB_OK)
+            *server = NULL;
+        if (!is_worth_another_try(status))
+            return status;
+        char why[256];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        status = serve(url, token, timeout_ms, store, server);
+        if (!is_for_others(status))
+            return status;
+        int left = tb__ms_until(deadline_ms);
+        if (left == 0)
+            return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
+        nap(nap_ms < left ? nap_ms : left);
+    }
+}

@@ -1,0 +1,365 @@
+/* The embedded server's loop: accepts, reads, settles, sleeps. Sessions are only sent to and closed in settle(), after
+ * the events of a round have been handled, so that nothing that handles one can lose its footing. */
+#include "bus/store/server.h"
+
+#include "base/log.h"
+#include "bus/store/session.h"
+
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum {
+    NEVENTS = 64,
+    MAX_BUFFERS = 512 << 20, /* of all sessions together, what is half received or not yet sent */
+    MAX_DISCARD = 64,        /* reads */
+};
+
+static bool watch(tb__store_server *server, int op, int fd, uint32_t events, void *what) {
+    struct epoll_event event = {.events = events, .data.ptr = what};
+    return epoll_ctl(server->epoll.fd, op, fd, &event) == 0;
+}
+
+static void close_session(tb__session *session) {
+    tb__store_server *server = session->server;
+    /* Unread bytes would make TCP's close a reset, which can overtake the last reply. */
+    for (int i = 0; i < MAX_DISCARD; i++) {
+        if (recv(session->socket.fd, server->scratch, sizeof server->scratch, 0) <= 0)
+            break;
+    }
+    /* Closing alone would leave it watched as long as a process that is just being spawned has a copy. */
+    watch(server, EPOLL_CTL_DEL, session->socket.fd, 0, NULL);
+    tb__owned_fd_close(&session->socket);
+    tb__session_drop_waiters(session);
+    if (session->is_dirty)
+        TAILQ_REMOVE(&server->dirty, session, dirty);
+    if (!session->has_greeted)
+        TAILQ_REMOVE(&server->strangers, session, strangers);
+    LIST_REMOVE(session, link);
+    server->nsessions--;
+    server->nbuffers -= session->nbuffers;
+    if (session->has_ephemerals)
+        tb__store_table_remove_owner(&server->table, session->id);
+    free(session->in.item);
+    free(session->out.item);
+    free(session);
+    if (server->is_full) {
+        server->is_full = false;
+        watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, EPOLLIN, &server->listener);
+    }
+}
+
+static bool is_busy(const tb__session *session) {
+    return session->out.count - session->nsent > TB__SESSION_BUSY;
+}
+
+static void empty(tb__bytes *bytes) {
+    free(bytes->item);
+    *bytes = (tb__bytes){0};
+}
+
+/* Serves the whole frames that have come, as far as the client takes its replies. */
+static void serve_frames(tb__session *session) {
+    size_t done = 0;
+    while (!session->is_doomed && !is_busy(session)) {
+        tb__store_message request;
+        size_t used, max = session->has_greeted ? TB__STORE_MAX_REQUEST : TB__STORE_MAX_HELLO;
+        tb_status status = tb__store_decode(session->in.item + done, session->in.count - done, max, &request, &used);
+        if (status != TB_OK) {
+            tb__session_refuse(session, request.id, request.op, status);
+            session->is_doomed = true;
+            break;
+        }
+        if (used == 0)
+            break;
+        tb__session_serve(session, &request);
+        done += used;
+    }
+    if (done == 0)
+        return;
+    session->in.count -= done;
+    if (session->in.count == 0)
+        empty(&session->in);
+    else
+        memmove(session->in.item, session->in.item + done, session->in.count);
+}
+
+static void receive(tb__session *session) {
+    tb__store_server *server = session->server;
+    tb__session_touch(session);
+    /* One read a round, so that everybody gets a turn. */
+    ssize_t n = recv(session->socket.fd, server->scratch, sizeof server->scratch, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    if (n <= 0 || !tb__vec_reserve(&session->in, (size_t)n)) {
+        session->is_doomed = true;
+        return;
+    }
+    memcpy(session->in.item + session->in.count, server->scratch, (size_t)n);
+    session->in.count += (size_t)n;
+    serve_frames(session);
+}
+
+/* False if the connection is broken. */
+static bool send_replies(tb__session *session) {
+    while (session->nsent < session->out.count) {
+        ssize_t n = send(session->socket.fd, session->out.item + session->nsent, session->out.count - session->nsent,
+                         MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return errno == EAGAIN;
+        session->nsent += (size_t)n;
+    }
+    session->nsent = 0;
+    empty(&session->out);
+    return true;
+}
+
+/* What was sent must not be kept for as long as a slow reader has not read it all. */
+static void forget_sent(tb__session *session) {
+    if (session->nsent < TB__SESSION_BUSY || session->nsent < session->out.count / 2)
+        return;
+    session->out.count -= session->nsent;
+    memmove(session->out.item, session->out.item + session->nsent, session->out.count);
+    session->nsent = 0;
+}
+
+static void settle_one(tb__session *session) {
+    tb__store_server *server = session->server;
+    bool is_whole = send_replies(session);
+    while (is_whole && !session->is_doomed && !is_busy(session) && session->in.count > 0) {
+        size_t before = session->in.count;
+        serve_frames(session);
+        is_whole = send_replies(session);
+        if (session->in.count == before)
+            break;
+    }
+    forget_sent(session);
+    size_t nbuffers = session->in.capacity + session->out.capacity;
+    server->nbuffers += nbuffers - session->nbuffers;
+    session->nbuffers = nbuffers;
+    if (!is_whole || session->is_doomed || (nbuffers > 0 && server->nbuffers > MAX_BUFFERS)) {
+        close_session(session);
+        return;
+    }
+    uint32_t events = (is_busy(session) ? 0u : (uint32_t)EPOLLIN) | (session->out.count > 0 ? (uint32_t)EPOLLOUT : 0u);
+    if (events == session->events)
+        return;
+    session->events = events;
+    if (!watch(server, EPOLL_CTL_MOD, session->socket.fd, events, session))
+        close_session(session);
+}
+
+/* Closing one session may wake others, which are settled in their turn. */
+static void settle(tb__store_server *server) {
+    tb__session *session;
+    while ((session = TAILQ_FIRST(&server->dirty))) {
+        TAILQ_REMOVE(&server->dirty, session, dirty);
+        session->is_dirty = false;
+        settle_one(session);
+    }
+}
+
+static tb_status check_peer(const tb__store_server *server, int fd) {
+    struct ucred peer = {0};
+    socklen_t length = sizeof peer;
+    if (server->nsessions >= server->limits.max_sessions)
+        return tb__fail(TB_REFUSED, "the server has %zu connections, and no more are allowed", server->nsessions);
+    if (!server->listener.address.is_unix)
+        return TB_OK;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0 || peer.uid != geteuid())
+        return tb__fail(TB_DENIED, "the server belongs to user %u, and the client to user %u", (unsigned)geteuid(),
+                        (unsigned)peer.uid);
+    return TB_OK;
+}
+
+static void add_session(tb__store_server *server, int fd) {
+    tb__session *session = tb__calloc(1, sizeof *session);
+    if (!session) {
+        close(fd);
+        return;
+    }
+    if (!server->listener.address.is_unix)
+        tb__set_tcp_options(fd);
+    tb_status status = check_peer(server, fd);
+    session->server = server;
+    session->id = ++server->last_session;
+    session->hello_deadline_ms = tb__now_ms() + server->limits.hello_timeout_ms;
+    session->events = EPOLLIN;
+    tb__owned_fd_init(&session->socket, fd);
+    LIST_INIT(&session->waiters);
+    LIST_INSERT_HEAD(&server->sessions, session, link);
+    TAILQ_INSERT_TAIL(&server->strangers, session, strangers);
+    server->nsessions++;
+    if (status != TB_OK) {
+        tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", server->listener.address.url, tb_error_detail());
+        tb__session_refuse(session, 0, TB__STORE_HELLO, status);
+        session->is_doomed = true;
+    } else if (!watch(server, EPOLL_CTL_ADD, fd, session->events, session)) {
+        session->is_doomed = true;
+    }
+    tb__session_touch(session);
+}
+
+static void accept_all(tb__store_server *server) {
+    for (int i = 0; i < NEVENTS; i++) {
+        int fd = accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd >= 0) {
+            add_session(server, fd);
+            continue;
+        }
+        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+            /* It would be ready again at once. It is looked at again when a session ends, or after the loop's nap. */
+            tb__log(TB_LOG_WARN, "store %s: accept: %s", server->listener.address.url, strerror(errno));
+            server->is_full = true;
+            watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, 0, &server->listener);
+        }
+        if (errno != EINTR && errno != ECONNABORTED)
+            return;
+    }
+}
+
+static void drop_silent(tb__store_server *server) {
+    int64_t now = tb__now_ms();
+    for (tb__session *session = TAILQ_FIRST(&server->strangers); session; session = TAILQ_NEXT(session, strangers)) {
+        if (session->hello_deadline_ms > now)
+            break;
+        if (session->is_doomed)
+            continue;
+        tb__set_detail("no hello within %d ms", server->limits.hello_timeout_ms);
+        tb__session_refuse(session, 0, TB__STORE_HELLO, TB_TIMEOUT);
+        session->is_doomed = true;
+    }
+}
+
+static int how_long_to_sleep(const tb__store_server *server) {
+    if (server->is_full)
+        return 100;
+    const tb__session *oldest = TAILQ_FIRST(&server->strangers);
+    return oldest ? tb__ms_until(oldest->hello_deadline_ms) : -1;
+}
+
+static void *run(void *arg) {
+    tb__store_server *server = arg;
+    struct epoll_event events[NEVENTS];
+    for (;;) {
+        int n = epoll_wait(server->epoll.fd, events, NEVENTS, how_long_to_sleep(server));
+        if (n == 0 && server->is_full) {
+            server->is_full = false;
+            watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, EPOLLIN, &server->listener);
+        }
+        for (int i = 0; i < n; i++) {
+            void *what = events[i].data.ptr;
+            tb__session *session = what;
+            if (what == &server->wake)
+                return NULL;
+            if (what == &server->listener) {
+                accept_all(server);
+            } else if (events[i].events & EPOLLIN) {
+                receive(session);
+            } else {
+                session->is_doomed |= (events[i].events & (EPOLLHUP | EPOLLERR)) != 0;
+                tb__session_touch(session);
+            }
+        }
+        drop_silent(server);
+        settle(server);
+    }
+}
+
+static tb_status start(tb__store_server *server, const tb__address *address) {
+    TB_TRY(tb__listener_open(address, &server->listener));
+    int epoll = epoll_create1(EPOLL_CLOEXEC);
+    if (epoll < 0)
+        return tb__fail(TB_IO, "%s: epoll: %s", address->url, strerror(errno));
+    tb__owned_fd_init(&server->epoll, epoll);
+    int wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake < 0)
+        return tb__fail(TB_IO, "%s: eventfd: %s", address->url, strerror(errno));
+    tb__owned_fd_init(&server->wake, wake);
+    if (!watch(server, EPOLL_CTL_ADD, wake, EPOLLIN, &server->wake) ||
+        !watch(server, EPOLL_CTL_ADD, server->listener.socket.fd, EPOLLIN, &server->listener))
+        return tb__fail(TB_IO, "%s: epoll: %s", address->url, strerror(errno));
+    return tb__start_thread(&server->thread, "tb-store", run, server);
+}
+
+/* When the thread is gone, or was never there. */
+static void destroy(tb__store_server *server) {
+    tb__session *next;
+    /* The table outlives the sessions only as memory: nobody is left to be told what goes with them. */
+    server->table.changed = NULL;
+    for (tb__session *session = LIST_FIRST(&server->sessions); session; session = next) {
+        next = LIST_NEXT(session, link);
+        close_session(session);
+    }
+    tb__listener_close(&server->listener);
+    tb__owned_fd_close(&server->wake);
+    tb__owned_fd_close(&server->epoll);
+    tb__store_table_fini(&server->table);
+    free(server);
+}
+
+tb_status tb__store_server_start_limited(const char *url, const char *token, const tb__store_limits *limits,
+                                         tb__store_server **out) {
+    tb__store_url parts;
+    tb__address address;
+    TB_TRY(tb__store_url_split(url, &parts));
+    TB_TRY(tb__address_parse(parts.base, &address));
+    size_t token_length = token ? strlen(token) : 0;
+    if (token_length > TB__STORE_MAX_TOKEN)
+        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", token_length, TB__STORE_MAX_TOKEN);
+    tb__store_server *server = tb__calloc(1, sizeof *server);
+    if (!server)
+        return TB_NO_MEMORY;
+    server->limits = *limits;
+    if (!server->limits.hello_timeout_ms)
+        server->limits.hello_timeout_ms = 5000;
+    if (!server->limits.max_sessions)
+        server->limits.max_sessions = 16384;
+    if (!server->limits.max_table_nbytes)
+        server->limits.max_table_nbytes = (size_t)256 << 20;
+    if (token)
+        memcpy(server->token, token, token_length);
+    server->token_nbytes = token_length;
+    server->table.max_nbytes = server->limits.max_table_nbytes;
+    server->table.changed = tb__wake_waiters;
+    server->table.context = server;
+    server->listener.socket.fd = server->listener.lock.fd = server->epoll.fd = server->wake.fd = -1;
+    LIST_INIT(&server->sessions);
+    LIST_INIT(&server->waiters);
+    TAILQ_INIT(&server->strangers);
+    TAILQ_INIT(&server->dirty);
+    tb_status status = start(server, &address);
+    if (status != TB_OK) {
+        destroy(server);
+        return status;
+    }
+    *out = server;
+    return TB_OK;
+}
+
+tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out) {
+    return tb__store_server_start_limited(url, token, &(tb__store_limits){0}, out);
+}
+
+void tb__store_server_stop(tb__store_server *server) {
+    if (!server)
+        return;
+    /* A forked child has neither the thread nor the descriptors, and memory as the thread had it at that moment. */
+    if (server->wake.fd < 0)
+        return;
+    eventfd_write(server->wake.fd, 1);
+    pthread_join(server->thread, NULL);
+    destroy(server);
+}
+
+const char *tb__store_server_url(const tb__store_server *server) {
+    return server->listener.address.url;
+}

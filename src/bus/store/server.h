@@ -1,0 +1,39 @@
+/* The embedded store: one thread of the calling process that sleeps in epoll and serves the clients of store.h.
+ *
+ * A client says hello with the token first, and on a Unix socket must be a process of the same user. Whatever a client
+ * sends or fails to read, it costs the server bounded memory, and no other client its turn. Sending something malformed
+ * ends its connection. */
+#ifndef TB_BUS_STORE_SERVER_H
+#define TB_BUS_STORE_SERVER_H
+
+#include "bus/store/store.h"
+
+typedef struct tb__store_server tb__store_server;
+
+/* Listens at the URL; a namespace in it means nothing here. TB_CONFLICT if somebody else serves there. The socket that
+ * a dead server has left behind is replaced. */
+tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out);
+
+/* Zero means the default. */
+typedef struct tb__store_limits {
+    int hello_timeout_ms;    /* 5000 */
+    size_t max_sessions;     /* 16384 */
+    size_t max_table_nbytes; /* 256 MiB of keys and values */
+} tb__store_limits;
+
+tb_status tb__store_server_start_limited(const char *url, const char *token, const tb__store_limits *limits,
+                                         tb__store_server **out);
+
+/* Ends every connection and removes the socket. NULL is allowed. */
+void tb__store_server_stop(tb__store_server *server);
+
+/* Where it listens, with the port that was chosen for port 0. Valid until it stops. */
+const char *tb__store_server_url(const tb__store_server *server);
+
+/* Connects; if nobody listens and the address is one of this host, becomes the server and connects to itself; else
+ * tries again until the timeout. Among any number of processes that do this at once exactly one serves: it gets
+ * `server`, to be stopped after its store is closed, and the others get NULL. */
+tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
+                                  tb__store_server **server);
+
+#endif

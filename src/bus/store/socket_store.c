@@ -1,0 +1,442 @@
+/* The client of the embedded server. Callers queue a request and sleep until its reply comes or their time is up; one
+ * thread reads the replies, and sends what the socket did not take at once. */
+#include "bus/store/address.h"
+#include "bus/store/protocol.h"
+
+#include "base/mem.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16 };
+
+/* One caller's request that is under way. */
+typedef struct call {
+    LIST_ENTRY(call) link;
+    uint64_t id;
+    pthread_cond_t answered;
+    bool is_answered;
+    uint8_t *frame; /* the reply; NULL if there was no memory for it */
+    size_t nbytes;
+} call;
+
+typedef struct client {
+    tb__address address;
+    int timeout_ms;
+    tb__owned_fd socket, wake;
+    pthread_t thread;
+    _Atomic uint64_t last_id;
+
+    pthread_mutex_t lock; /* for all that follows */
+    LIST_HEAD(call_list, call) calls;
+    tb__bytes out;
+    size_t nsent; /* of out */
+    bool is_closing;
+    bool is_lost;
+    char why[256];
+
+    tb__bytes in; /* the thread's own */
+} client;
+
+/* With the lock held. */
+static void lose(client *c, const char *why) {
+    if (c->is_lost)
+        return;
+    c->is_lost = true;
+    snprintf(c->why, sizeof c->why, "%s", why);
+    shutdown(c->socket.fd, SHUT_RDWR);
+    for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link))
+        pthread_cond_signal(&waiting->answered);
+}
+
+/* With the lock held. Sends what the socket takes without blocking. */
+static void flush(client *c) {
+    while (c->nsent < c->out.count && !c->is_lost) {
+        ssize_t n = send(c->socket.fd, c->out.item + c->nsent, c->out.count - c->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n >= 0)
+            c->nsent += (size_t)n;
+        else if (errno == EAGAIN)
+            return;
+        else if (errno == EPIPE || errno == ECONNRESET)
+            return; /* the thread reads what the server had to say before it hung up */
+        else if (errno != EINTR)
+            lose(c, strerror(errno));
+    }
+    free(c->out.item);
+    c->out = (tb__bytes){0};
+    c->nsent = 0;
+}
+
+/* With the lock held. */
+static tb_status queue(client *c, const tb__store_message *request) {
+    if (c->out.count - c->nsent > MAX_UNSENT)
+        return tb__fail(TB_TIMEOUT, "%s: silent, %zu bytes wait to be sent", c->address.url, c->out.count - c->nsent);
+    TB_TRY(tb__store_encode(request, &c->out));
+    flush(c);
+    if (c->out.count > 0)
+        eventfd_write(c->wake.fd, 1);
+    return TB_OK;
+}
+
+/* Hands a reply to the caller who waits for it, if one still does. With the lock held. */
+static void deliver(client *c, const tb__store_message *reply, const uint8_t *frame, size_t nbytes) {
+    if (!reply->is_reply) {
+        lose(c, "the server sent a request");
+        return;
+    }
+    if (reply->id == 0) { /* about the connection as such */
+        char why[sizeof c->why];
+        snprintf(why, sizeof why, "the server says: %.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
+        lose(c, why);
+        return;
+    }
+    for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link)) {
+        if (waiting->id != reply->id || waiting->is_answered)
+            continue;
+        waiting->frame = tb__malloc(nbytes, 1);
+        waiting->nbytes = nbytes;
+        if (waiting->frame)
+            memcpy(waiting->frame, frame, nbytes);
+        waiting->is_answered = true;
+        pthread_cond_signal(&waiting->answered);
+        return;
+    }
+}
+
+/* With the lock held. */
+static void deliver_all(client *c) {
+    size_t done = 0;
+    while (!c->is_lost) {
+        tb__store_message reply;
+        size_t used;
+        if (tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used) != TB_OK)
+            lose(c, tb_error_detail());
+        if (used == 0)
+            break;
+        deliver(c, &reply, c->in.item + done, used);
+        done += used;
+    }
+    if (done == 0)
+        return;
+    c->in.count -= done;
+    if (c->in.count > 0) {
+        memmove(c->in.item, c->in.item + done, c->in.count);
+        return;
+    }
+    free(c->in.item);
+    c->in = (tb__bytes){0};
+}
+
+static void receive(client *c) {
+    uint8_t bytes[READ_SIZE];
+    ssize_t n = recv(c->socket.fd, bytes, sizeof bytes, MSG_DONTWAIT);
+    int error = errno;
+    pthread_mutex_lock(&c->lock);
+    if (n > 0 && tb__vec_reserve(&c->in, (size_t)n)) {
+        memcpy(c->in.item + c->in.count, bytes, (size_t)n);
+        c->in.count += (size_t)n;
+        deliver_all(c);
+    } else if (n > 0) {
+        lose(c, "out of memory");
+    } else if (n == 0) {
+        lose(c, "the server closed the connection");
+    } else if (error != EAGAIN && error != EINTR) {
+        lose(c, strerror(error));
+    }
+    pthread_mutex_unlock(&c->lock);
+}
+
+static void *run(void *arg) {
+    client *c = arg;
+    for (;;) {
+        pthread_mutex_lock(&c->lock);
+        bool is_over = c->is_closing || c->is_lost, has_output = c->out.count > 0;
+        pthread_mutex_unlock(&c->lock);
+        if (is_over)
+            return NULL;
+        struct pollfd fds[] = {{.fd = c->socket.fd, .events = (short)(POLLIN | (has_output ? POLLOUT : 0))},
+                               {.fd = c->wake.fd, .events = POLLIN}};
+        poll(fds, 2, -1);
+        eventfd_t ignored;
+        if (fds[1].revents)
+            eventfd_read(c->wake.fd, &ignored);
+        if (fds[0].revents & POLLOUT) {
+            pthread_mutex_lock(&c->lock);
+            flush(c);
+            pthread_mutex_unlock(&c->lock);
+        }
+        if (fds[0].revents & (POLLIN | POLLHUP | POLLERR))
+            receive(c);
+    }
+}
+
+/* Queues the request and sleeps. On success the reply is in `frame`, which the caller frees, and `reply` points into
+ * it. */
+static tb_status exchange(client *c, tb__store_message *request, int timeout_ms, tb__store_message *reply,
+                          uint8_t **frame) {
+    if (c->socket.fd < 0)
+        return tb__fail(TB_LOST, "%s: the connection belongs to the process that opened it", c->address.url);
+    struct timespec deadline = tb__time_of_ms(tb__now_ms() + timeout_ms + 1);
+    call mine = {.id = atomic_fetch_add(&c->last_id, 1) + 1};
+    request->id = mine.id;
+    tb__monotonic_cond_init(&mine.answered);
+    pthread_mutex_lock(&c->lock);
+    LIST_INSERT_HEAD(&c->calls, &mine, link);
+    tb_status status = c->is_lost ? TB_OK : queue(c, request);
+    while (status == TB_OK && !mine.is_answered && !c->is_lost) {
+        if (pthread_cond_timedwait(&mine.answered, &c->lock, &deadline) == ETIMEDOUT)
+            break;
+    }
+    LIST_REMOVE(&mine, link);
+    bool is_answered = mine.is_answered;
+    if (status == TB_OK && !is_answered && c->is_lost) {
+        status = tb__fail(TB_LOST, "%s: the connection was lost: %s", c->address.url, c->why);
+    } else if (status == TB_OK && !is_answered) {
+        if (request->op == TB__STORE_WAIT || request->op == TB__STORE_WAIT_CHANGE)
+            (void)queue(c, &(tb__store_message){.id = mine.id, .op = TB__STORE_CANCEL});
+        status = tb__fail(TB_TIMEOUT, "%s: nothing within %d ms", c->address.url, timeout_ms);
+    }
+    pthread_mutex_unlock(&c->lock);
+    pthread_cond_destroy(&mine.answered);
+    if (status != TB_OK)
+        return status;
+    if (!mine.frame)
+        return tb__fail(TB_NO_MEMORY, "no memory for a reply of %zu bytes", mine.nbytes);
+    size_t used;
+    status = tb__store_decode(mine.frame, mine.nbytes, TB__STORE_MAX_REPLY, reply, &used);
+    if (status == TB_OK && reply->op != request->op && reply->status == TB_OK)
+        status = tb__fail(TB_INTERNAL, "%s: a %s was answered as a %s", c->address.url, tb__store_op_name(request->op),
+                          tb__store_op_name(reply->op));
+    else if (status == TB_OK && reply->status != TB_OK)
+        status = reply->status == TB_CONFLICT
+                     ? TB_CONFLICT
+                     : tb__fail(reply->status, "%.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
+    if (status == TB_OK || status == TB_CONFLICT)
+        *frame = mine.frame;
+    else
+        free(mine.frame);
+    return status;
+}
+
+static tb__span text_span(const char *text) {
+    return (tb__span){.data = (const uint8_t *)text, .nbytes = strlen(text)};
+}
+
+/* For requests that are answered with a revision at most. */
+static tb_status simple(client *c, tb__store_message request, int timeout_ms, uint64_t *revision) {
+    tb__store_message reply;
+    uint8_t *frame;
+    TB_TRY(exchange(c, &request, timeout_ms, &reply, &frame));
+    *revision = reply.revision;
+    free(frame);
+    return TB_OK;
+}
+
+static tb_status copy_value(const tb__store_message *reply, tb__store_value *out) {
+    tb__store_value value = {.nbytes = reply->value.nbytes, .revision = reply->revision};
+    if (value.revision > 0) {
+        char *data = tb__malloc(value.nbytes + 1, 1);
+        if (!data)
+            return TB_NO_MEMORY;
+        if (value.nbytes > 0)
+            memcpy(data, reply->value.data, value.nbytes);
+        data[value.nbytes] = '\0';
+        value.data = data;
+    }
+    *out = value;
+    return TB_OK;
+}
+
+static tb_status read_value(client *c, tb__store_op op, const char *key, int timeout_ms, tb__store_value *out) {
+    tb__store_message request = {.op = op, .key = text_span(key)}, reply;
+    uint8_t *frame;
+    TB_TRY(exchange(c, &request, timeout_ms, &reply, &frame));
+    tb_status status = copy_value(&reply, out);
+    free(frame);
+    return status;
+}
+
+static tb_status socket_set(void *context, const char *key, const void *data, size_t nbytes,
+                            tb__store_lifetime lifetime, uint64_t *revision) {
+    client *c = context;
+    return simple(c,
+                  (tb__store_message){.op = TB__STORE_SET,
+                                      .key = text_span(key),
+                                      .value = {.data = data, .nbytes = nbytes},
+                                      .lifetime = lifetime},
+                  c->timeout_ms, revision);
+}
+
+static tb_status socket_get(void *context, const char *key, tb__store_value *out) {
+    client *c = context;
+    return read_value(c, TB__STORE_GET, key, c->timeout_ms, out);
+}
+
+static tb_status socket_wait(void *context, const char *key, int timeout_ms, tb__store_value *out) {
+    return read_value(context, TB__STORE_WAIT, key, timeout_ms, out);
+}
+
+static tb_status socket_compare_and_set(void *context, const char *key, uint64_t expected, const void *data,
+                                        size_t nbytes, tb__store_lifetime lifetime, uint64_t *revision,
+                                        tb__store_value *present) {
+    client *c = context;
+    tb__store_message request = {.op = TB__STORE_COMPARE_AND_SET,
+                                 .key = text_span(key),
+                                 .revision = expected,
+                                 .value = {.data = data, .nbytes = nbytes},
+                                 .lifetime = lifetime};
+    tb__store_message reply;
+    uint8_t *frame = NULL;
+    tb_status status = exchange(c, &request, c->timeout_ms, &reply, &frame);
+    if (status == TB_OK) {
+        *revision = reply.revision;
+    } else if (status == TB_CONFLICT) {
+        status = copy_value(&reply, present);
+        if (status == TB_OK)
+            status = reply.revision ? tb__fail(TB_CONFLICT, "its revision is %llu, not %llu",
+                                               (unsigned long long)reply.revision, (unsigned long long)expected)
+                                    : tb__fail(TB_CONFLICT, "there is no such key, so its revision is not %llu",
+                                               (unsigned long long)expected);
+    }
+    free(frame);
+    return status;
+}
+
+static tb_status socket_delete(void *context, const char *key) {
+    client *c = context;
+    uint64_t revision;
+    return simple(c, (tb__store_message){.op = TB__STORE_DELETE, .key = text_span(key)}, c->timeout_ms, &revision);
+}
+
+static tb_status socket_delete_prefix(void *context, const char *prefix) {
+    client *c = context;
+    uint64_t revision;
+    return simple(c, (tb__store_message){.op = TB__STORE_DELETE_PREFIX, .key = text_span(prefix)}, c->timeout_ms,
+                  &revision);
+}
+
+/* The array of entries, then their keys and values, each with a NUL after it. */
+static tb_status copy_entries(const tb__store_message *reply, tb__store_entries *out) {
+    size_t count = reply->nentries;
+    char *memory = tb__malloc(1, count * sizeof *out->item + reply->entries.nbytes);
+    if (!memory)
+        return TB_NO_MEMORY;
+    *out = (tb__store_entries){.count = count, .item = (void *)memory, .revision = reply->revision};
+    char *at = memory + count * sizeof *out->item;
+    tb__span rest = reply->entries, key, value;
+    uint64_t revision;
+    for (size_t i = 0; i < count && tb__store_next_entry(&rest, &key, &revision, &value); i++) {
+        memcpy(at, key.data, key.nbytes);
+        at[key.nbytes] = '\0';
+        char *data = at + key.nbytes + 1;
+        if (value.nbytes > 0)
+            memcpy(data, value.data, value.nbytes);
+        data[value.nbytes] = '\0';
+        out->item[i] =
+            (tb__store_entry){.key = at, .value = {.data = data, .nbytes = value.nbytes, .revision = revision}};
+        at = data + value.nbytes + 1;
+    }
+    return TB_OK;
+}
+
+static tb_status socket_list(void *context, const char *prefix, tb__store_entries *out) {
+    client *c = context;
+    tb__store_message request = {.op = TB__STORE_LIST, .key = text_span(prefix)}, reply;
+    uint8_t *frame;
+    TB_TRY(exchange(c, &request, c->timeout_ms, &reply, &frame));
+    tb_status status = copy_entries(&reply, out);
+    free(frame);
+    return status;
+}
+
+static tb_status socket_wait_change(void *context, const char *prefix, uint64_t since, int timeout_ms,
+                                    uint64_t *revision) {
+    return simple(context,
+                  (tb__store_message){.op = TB__STORE_WAIT_CHANGE, .key = text_span(prefix), .revision = since},
+                  timeout_ms, revision);
+}
+
+static void destroy(client *c) {
+    tb__owned_fd_close(&c->socket);
+    tb__owned_fd_close(&c->wake);
+    pthread_mutex_destroy(&c->lock);
+    free(c->in.item);
+    free(c->out.item);
+    free(c);
+}
+
+static void socket_close(void *context) {
+    client *c = context;
+    /* A forked child has neither the thread nor the descriptors, and memory as the thread had it at that moment. */
+    if (c->socket.fd < 0)
+        return;
+    pthread_mutex_lock(&c->lock);
+    c->is_closing = true;
+    pthread_mutex_unlock(&c->lock);
+    eventfd_write(c->wake.fd, 1);
+    pthread_join(c->thread, NULL);
+    destroy(c);
+}
+
+static const tb__store_ops socket_ops = {
+    .set = socket_set,
+    .get = socket_get,
+    .wait = socket_wait,
+    .compare_and_set = socket_compare_and_set,
+    .delete_key = socket_delete,
+    .delete_prefix = socket_delete_prefix,
+    .list = socket_list,
+    .wait_change = socket_wait_change,
+    .close = socket_close,
+};
+
+static tb_status start(client *c, int64_t deadline_ms) {
+    int fd, wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    bool is_absent;
+    if (wake < 0)
+        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+    tb__owned_fd_init(&c->wake, wake);
+    TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &is_absent));
+    tb__owned_fd_init(&c->socket, fd);
+    return tb__start_thread(&c->thread, "tb-store-io", run, c);
+}
+
+tb_status tb__socket_store_open(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
+                                const tb__store_ops **ops, void **context) {
+    tb__address address;
+    TB_TRY(tb__address_parse(url, &address));
+    if (strlen(token) > TB__STORE_MAX_TOKEN)
+        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", strlen(token), TB__STORE_MAX_TOKEN);
+    client *c = tb__calloc(1, sizeof *c);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->address = address;
+    c->timeout_ms = timeout_ms;
+    c->socket.fd = c->wake.fd = -1;
+    pthread_mutex_init(&c->lock, NULL);
+    LIST_INIT(&c->calls);
+    tb_status status = start(c, deadline_ms);
+    if (status != TB_OK) {
+        destroy(c);
+        return status;
+    }
+    uint64_t unused;
+    status =
+        simple(c, (tb__store_message){.op = TB__STORE_HELLO, .version = TB__STORE_VERSION, .value = text_span(token)},
+               tb__ms_until(deadline_ms), &unused);
+    if (status == TB_TIMEOUT)
+        status = tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", url);
+    if (status != TB_OK) {
+        socket_close(c);
+        return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", url) : status;
+    }
+    *ops = &socket_ops;
+    *context = c;
+    return TB_OK;
+}

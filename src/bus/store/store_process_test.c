@@ -1,0 +1,377 @@
+/* The store between processes: who wins, who is woken, what remains when somebody is killed. */
+#include "bus/store/store_test.h"
+
+#include <netinet/in.h>
+#include <sys/resource.h>
+
+enum { NRACERS = 16, NMEETING = 20, WON = 10, LOST = 11, SERVED = 12, BROKEN = 99 };
+
+/* Roles: what the other processes do. They end with an exit status, for cmocka is in the first process only. */
+
+static void must(tb_status status) {
+    if (status == TB_OK)
+        return;
+    fprintf(stderr, "pid %d: %s: %s\n", (int)getpid(), tb_status_string(status), tb_error_detail());
+    _exit(BROKEN);
+}
+
+static void sleep_until_killed(void) {
+    for (;;)
+        pause();
+}
+
+static int race(const char *url, const char *arg) {
+    tb__store *store;
+    tb__store_value value;
+    uint64_t mine = 0;
+    must(tb__store_open(url, TOKEN, PATIENCE_MS, &store));
+    must(tb__store_wait(store, "go", PATIENCE_MS, &value));
+    tb__store_value_fini(&value);
+    tb_status status =
+        tb__store_compare_and_set(store, "leader", 0, arg, strlen(arg), TB__STORE_PERMANENT, &mine, &value);
+    if (status == TB_CONFLICT) {
+        must(value.revision > 0 && strcmp(value.data, arg) != 0 ? TB_OK : TB_INTERNAL);
+        tb__store_value_fini(&value);
+    } else {
+        must(status);
+    }
+    tb__store_close(store);
+    return status == TB_OK ? WON : LOST;
+}
+
+static int live(const char *url, const char *arg) {
+    tb__store *store;
+    must(tb__store_open(url, TOKEN, PATIENCE_MS, &store));
+    must(tb__store_set(store, "member/1", "x", 1, TB__STORE_EPHEMERAL, NULL));
+    must(tb__store_set(store, "member/2", "x", 1, TB__STORE_EPHEMERAL, NULL));
+    must(tb__store_set(store, arg, "x", 1, TB__STORE_PERMANENT, NULL));
+    sleep_until_killed();
+    return 0;
+}
+
+/* With `arg` descriptors at most. */
+static int serve(const char *url, const char *arg) {
+    tb__store_server *server;
+    rlim_t nfiles = (rlim_t)strtol(arg, NULL, 10);
+    if (nfiles > 0)
+        setrlimit(RLIMIT_NOFILE, &(struct rlimit){nfiles, nfiles});
+    must(tb__store_server_start(url, TOKEN, &server));
+    sleep_until_killed();
+    return 0;
+}
+
+/* The number of keys under the prefix reaches what is wanted. */
+static void wait_for_count(tb__store *store, const char *prefix, size_t wanted) {
+    for (;;) {
+        tb__store_entries entries;
+        uint64_t revision;
+        must(tb__store_list(store, prefix, &entries));
+        size_t count = entries.count;
+        revision = entries.revision;
+        tb__store_entries_fini(&entries);
+        if (count == wanted)
+            return;
+        must(tb__store_wait_change(store, prefix, revision, PATIENCE_MS, &revision));
+    }
+}
+
+static int meet(const char *url, const char *arg) {
+    tb__store *store;
+    tb__store_server *server;
+    char key[64];
+    must(tb__store_open_or_serve(url, TOKEN, PATIENCE_MS, &store, &server));
+    snprintf(key, sizeof key, "here/%s", arg);
+    must(tb__store_set(store, key, "", 0, TB__STORE_EPHEMERAL, NULL));
+    snprintf(key, sizeof key, "came/%s", arg);
+    must(tb__store_set(store, key, "", 0, TB__STORE_PERMANENT, NULL));
+    wait_for_count(store, "came/", NMEETING);
+    if (server)
+        wait_for_count(store, "here/", 1);
+    tb__store_close(store);
+    tb__store_server_stop(server);
+    return server ? SERVED : LOST;
+}
+
+/* Another user's process, for whom the file system's permissions are no obstacle. */
+static int strange(const char *url, const char *arg) {
+    (void)arg;
+    tb__store *store;
+    tb__address address;
+    must(setresuid(65534, 65534, 65534) == 0 ? TB_OK : TB_IO);
+    must(tb__store_open(url, TOKEN, PATIENCE_MS, &store) == TB_DENIED ? TB_OK : TB_INTERNAL);
+    must(tb__address_parse(url, &address));
+    struct sockaddr_un {
+        sa_family_t family;
+        char path[108];
+    } name = {.family = AF_UNIX};
+    memcpy(name.path, address.path, sizeof name.path);
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    must(connect(fd, (const struct sockaddr *)&name, sizeof name) == 0 ? TB_OK : TB_IO);
+    uint8_t bytes[1024];
+    tb__store_message reply;
+    size_t used = 0, count = 0;
+    for (ssize_t n; (n = recv(fd, bytes + count, sizeof bytes - count, 0)) > 0;)
+        count += (size_t)n;
+    must(tb__store_decode(bytes, count, sizeof bytes, &reply, &used));
+    return used > 0 && reply.status == TB_DENIED ? 0 : BROKEN;
+}
+
+/* The tests. */
+
+static int make_place(void **state) {
+    place *p = calloc(1, sizeof *p);
+    place_make(p);
+    *state = p;
+    return 0;
+}
+
+static int remove_place(void **state) {
+    place_remove(*state);
+    free(*state);
+    return 0;
+}
+
+static void one_winner(void **state) {
+    const place *p = *state;
+    tb__store_server *server;
+    pid_t racers[NRACERS];
+    char name[16];
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    tb__store *store = open_store(p->url);
+    for (int round = 0; round < 3; round++) {
+        int nwinners = 0;
+        for (int i = 0; i < NRACERS; i++) {
+            snprintf(name, sizeof name, "%d", i);
+            racers[i] = start_role("race", p->url, name);
+        }
+        set_text(store, "go", "");
+        for (int i = 0; i < NRACERS; i++) {
+            int end = end_of(racers[i]);
+            assert_true(end == WON || end == LOST);
+            nwinners += end == WON;
+        }
+        assert_int_equal(nwinners, 1);
+        assert_ok(tb__store_delete_prefix(store, ""));
+    }
+    tb__store_close(store);
+    tb__store_server_stop(server);
+}
+
+static void killed_client(void **state) {
+    const place *p = *state;
+    tb__store_server *server;
+    tb__store_value value;
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    tb__store *store = open_store(p->url);
+    pid_t pid = start_role("live", p->url, "ready");
+    assert_ok(tb__store_wait(store, "ready", PATIENCE_MS, &value));
+    tb__store_value_fini(&value);
+    wait_for_count(store, "member/", 2);
+    kill_role(pid);
+    wait_for_count(store, "member/", 0);
+    wait_for_count(store, "ready", 1);
+    tb__store_close(store);
+    tb__store_server_stop(server);
+}
+
+/* A server in another process; returns once it answers. */
+static pid_t start_server(const char *url, const char *nfiles) {
+    pid_t pid = start_role("serve", url, nfiles);
+    tb__store *store;
+    tb_status status;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    /* Not open_or_serve, which would serve. */
+    while ((status = tb__store_open(url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
+        poll(NULL, 0, 1);
+    assert_ok(status);
+    tb__store_close(store);
+    return pid;
+}
+
+typedef struct waiting {
+    tb__store *store;
+    tb_status status;
+} waiting;
+
+static void *wait_for_nothing(void *arg) {
+    waiting *w = arg;
+    tb__store_value value;
+    w->status = tb__store_wait(w->store, "nothing", 10 * PATIENCE_MS, &value);
+    return NULL;
+}
+
+static void killed_server(void **state) {
+    const place *p = *state;
+    tb__store_value value;
+    uint64_t revision;
+    pthread_t thread;
+    pid_t pid = start_server(p->url, "0");
+    waiting w = {.store = open_store(p->url)};
+    assert_int_equal(pthread_create(&thread, NULL, wait_for_nothing, &w), 0);
+    kill_role(pid);
+    pthread_join(thread, NULL);
+    assert_int_equal(w.status, TB_LOST);
+    assert_fails(tb__store_set(w.store, "k", "", 0, TB__STORE_PERMANENT, NULL), TB_LOST, "set 'k': unix:/tmp/");
+    assert_int_equal(tb__store_get(w.store, "k", &value), TB_LOST);
+    assert_int_equal(tb__store_wait_change(w.store, "k", 0, 0, &revision), TB_LOST);
+    tb__store_close(w.store);
+
+    /* It left its socket behind, which refuses clients and is replaced by the next server. */
+    tb__store *store;
+    tb__store_server *server = NULL;
+    assert_int_equal(access(p->path, F_OK), 0);
+    assert_fails(tb__store_open(p->url, TOKEN, PATIENCE_MS, &store), TB_IO, "refused");
+    assert_ok(tb__store_open_or_serve(p->url, TOKEN, PATIENCE_MS, &store, &server));
+    assert_non_null(server);
+    assert_alive(p->url);
+    tb__store_close(store);
+    tb__store_server_stop(server);
+}
+
+static void stopped_server(void **state) {
+    const place *p = *state;
+    tb__store *late, *store;
+    tb__store_server *server;
+    pid_t pid = start_server(p->url, "0");
+    assert_ok(tb__store_open_until(p->url, TOKEN, tb__now_ms() + PATIENCE_MS, 50, &late));
+    int status = 0;
+    assert_int_equal(kill(pid, SIGSTOP), 0);
+    assert_int_equal(waitpid(pid, &status, WUNTRACED), pid); /* its other threads run on until then */
+    assert_true(WIFSTOPPED(status));
+    assert_fails(tb__store_set(late, "k", "", 0, TB__STORE_PERMANENT, NULL), TB_TIMEOUT, "set 'k'");
+    assert_fails(tb__store_open(p->url, TOKEN, 50, &store), TB_TIMEOUT, "silent");
+    assert_fails(tb__store_open_or_serve(p->url, TOKEN, 50, &store, &server), TB_TIMEOUT, "silent");
+    tb__store_close(late);
+    kill_role(pid);
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    tb__store_server_stop(server);
+}
+
+static void meet_at(const char *url) {
+    pid_t pids[NMEETING];
+    char name[16];
+    int nserved = 0;
+    for (int i = 0; i < NMEETING; i++) {
+        snprintf(name, sizeof name, "%d", i);
+        pids[i] = start_role("meet", url, name);
+    }
+    for (int i = 0; i < NMEETING; i++) {
+        int end = end_of(pids[i]);
+        assert_true(end == SERVED || end == LOST);
+        nserved += end == SERVED;
+    }
+    assert_int_equal(nserved, 1);
+}
+
+static void meeting(void **state) {
+    const place *p = *state;
+    for (int round = 0; round < 3; round++)
+        meet_at(p->url);
+    /* A dead server's socket makes no difference. */
+    kill_role(start_server(p->url, "0"));
+    meet_at(p->url);
+}
+
+static void meeting_over_tcp(void **state) {
+    (void)state;
+    /* Bound, but not listening: nobody else is given the port, and whoever asks for it by number may listen. */
+    struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof name;
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
+    assert_int_equal(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
+    assert_int_equal(bind(fd, (const struct sockaddr *)&name, sizeof name), 0);
+    assert_int_equal(getsockname(fd, (struct sockaddr *)&name, &length), 0);
+    char url[64];
+    snprintf(url, sizeof url, "tcp://127.0.0.1:%d", ntohs(name.sin_port));
+    meet_at(url);
+    close(fd);
+}
+
+/* More connections than the server has descriptors for: those wait, and have their turn when others leave. */
+static void few_descriptors(void **state) {
+    const place *p = *state;
+    enum { NFILES = 32, NCONNECTIONS = 60 };
+    int fds[NCONNECTIONS];
+    char nfiles[16];
+    snprintf(nfiles, sizeof nfiles, "%d", NFILES);
+    pid_t pid = start_server(p->url, nfiles);
+    for (int i = 0; i < NCONNECTIONS; i++)
+        fds[i] = raw_connect(p->url);
+    raw_hello(fds[0]);
+    for (int i = 1; i < NCONNECTIONS; i++)
+        close(fds[i]);
+    assert_alive(p->url);
+    close(fds[0]);
+    kill_role(pid);
+    tb__store_server *server;
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    tb__store_server_stop(server);
+}
+
+/* A forked child does not keep its parent's connections and listeners open, and can't use or break them. */
+static void forked_child(void **state) {
+    const place *p = *state;
+    tb__store_server *server;
+    tb__store_value value;
+    int hold[2];
+    assert_int_equal(pipe(hold), 0);
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    tb__store *store = open_store(p->url), *other = open_store(p->url);
+    assert_ok(tb__store_set(store, "mine", "", 0, TB__STORE_EPHEMERAL, NULL));
+    pid_t pid = fork();
+    if (pid == 0) {
+        bool is_lost = tb__store_get(store, "mine", &value) == TB_LOST;
+        tb__store_close(store);
+        tb__store_server_stop(server);
+        char byte;
+        close(hold[1]);
+        ssize_t n = read(hold[0], &byte, 1);
+        _exit(is_lost && n == 0 ? 0 : BROKEN);
+    }
+    assert_true(pid > 0);
+    assert_alive(p->url);
+    tb__store_close(store);
+    wait_for_count(other, "mine", 0);
+    tb__store_server_stop(server);
+    assert_int_equal(tb__store_get(other, "mine", &value), TB_LOST);
+    tb__store_close(other);
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    assert_alive(p->url);
+    tb__store_server_stop(server);
+    close(hold[1]);
+    close(hold[0]);
+    assert_int_equal(end_of(pid), 0);
+}
+
+static void other_user(void **state) {
+    const place *p = *state;
+    if (geteuid() != 0)
+        skip();
+    tb__store_server *server;
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    assert_int_equal(chmod(p->folder, 0755), 0);
+    assert_int_equal(chmod(p->path, 0777), 0);
+    assert_int_equal(end_of(start_role("strange", p->url, "")), 0);
+    assert_alive(p->url);
+    tb__store_server_stop(server);
+}
+
+#define AT_A_PLACE(test) cmocka_unit_test_setup_teardown(test, make_place, remove_place)
+
+static const struct {
+    const char *name;
+    int (*play)(const char *url, const char *arg);
+} roles[] = {{"race", race}, {"live", live}, {"serve", serve}, {"meet", meet}, {"strange", strange}};
+
+int main(int argc, char **argv) {
+    for (size_t i = 0; argc == 4 && i < sizeof roles / sizeof *roles; i++) {
+        if (strcmp(argv[1], roles[i].name) == 0)
+            return roles[i].play(argv[2], argv[3]);
+    }
+    const struct CMUnitTest tests[] = {
+        AT_A_PLACE(one_winner),      AT_A_PLACE(killed_client), AT_A_PLACE(killed_server),
+        AT_A_PLACE(stopped_server),  AT_A_PLACE(meeting),       AT_A_PLACE(meeting_over_tcp),
+        AT_A_PLACE(few_descriptors), AT_A_PLACE(forked_child),  AT_A_PLACE(other_user),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

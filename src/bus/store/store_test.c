@@ -1,0 +1,436 @@
+/* The store's operations, over every kind of socket: one process, one and several threads. */
+#include "bus/store/store_test.h"
+
+#include "bus/store/table.h"
+
+#include <stdatomic.h>
+
+typedef struct fixture {
+    place at;
+    const char *kind;
+    char url[128];
+    tb__store_server *server;
+    tb__store *a, *b;
+} fixture;
+
+static int set_up(void **state) {
+    fixture *f = calloc(1, sizeof *f);
+    f->kind = *state;
+    place_make(&f->at);
+    assert_ok(tb__store_server_start(strcmp(f->kind, "unix") == 0 ? f->at.url : f->kind, TOKEN, &f->server));
+    snprintf(f->url, sizeof f->url, "%s", tb__store_server_url(f->server));
+    f->a = open_store(f->url);
+    f->b = open_store(f->url);
+    *state = f;
+    return 0;
+}
+
+static int tear_down(void **state) {
+    fixture *f = *state;
+    tb__store_close(f->a);
+    tb__store_close(f->b);
+    tb__store_server_stop(f->server);
+    place_remove(&f->at);
+    *state = (void *)(uintptr_t)f->kind;
+    free(f);
+    return 0;
+}
+
+static void assert_text(tb__store *store, const char *key, const char *text) {
+    tb__store_value value;
+    assert_ok(tb__store_get(store, key, &value));
+    if (text) {
+        assert_true(value.revision > 0);
+        assert_string_equal(value.data, text);
+        assert_int_equal(value.nbytes, strlen(text));
+    } else {
+        assert_int_equal(value.revision, 0);
+        assert_null(value.data);
+    }
+    tb__store_value_fini(&value);
+}
+
+static void set_and_get(void **state) {
+    fixture *f = *state;
+    uint64_t first = 0, second = 0;
+    assert_text(f->b, "k", NULL);
+    assert_ok(tb__store_set(f->a, "k", "one", 3, TB__STORE_PERMANENT, &first));
+    assert_text(f->b, "k", "one");
+    assert_ok(tb__store_set(f->b, "k", "", 0, TB__STORE_PERMANENT, &second));
+    assert_true(second > first);
+    assert_text(f->a, "k", "");
+    assert_ok(tb__store_delete(f->a, "k"));
+    assert_ok(tb__store_delete(f->a, "k"));
+    assert_text(f->b, "k", NULL);
+    assert_fails(tb__store_set(f->a, "", "x", 1, TB__STORE_PERMANENT, NULL), TB_INVALID, "empty");
+}
+
+static void largest(void **state) {
+    fixture *f = *state;
+    char key[TB__STORE_MAX_KEY + 2];
+    memset(key, 'k', sizeof key);
+    key[TB__STORE_MAX_KEY + 1] = '\0';
+    uint8_t *bytes = malloc(TB__STORE_MAX_VALUE + 1);
+    for (size_t i = 0; i <= TB__STORE_MAX_VALUE; i++)
+        bytes[i] = (uint8_t)(i * 7 + i / 256);
+    assert_fails(tb__store_set(f->a, key, "x", 1, TB__STORE_PERMANENT, NULL), TB_TOO_BIG, "1025 bytes");
+    key[TB__STORE_MAX_KEY] = '\0';
+    assert_fails(tb__store_set(f->a, key, bytes, TB__STORE_MAX_VALUE + 1, TB__STORE_PERMANENT, NULL), TB_TOO_BIG,
+                 "1048577 bytes");
+    assert_ok(tb__store_set(f->a, key, bytes, TB__STORE_MAX_VALUE, TB__STORE_PERMANENT, NULL));
+    tb__store_value value;
+    assert_ok(tb__store_wait(f->b, key, PATIENCE_MS, &value));
+    assert_int_equal(value.nbytes, TB__STORE_MAX_VALUE);
+    assert_memory_equal(value.data, bytes, TB__STORE_MAX_VALUE);
+    tb__store_value_fini(&value);
+
+    /* Sixteen of them are more than one list carries. */
+    char name[16];
+    for (int i = 0; i < 16; i++) {
+        snprintf(name, sizeof name, "big/%d", i);
+        assert_ok(tb__store_set(f->a, name, bytes, TB__STORE_MAX_VALUE, TB__STORE_PERMANENT, NULL));
+    }
+    tb__store_entries entries;
+    assert_fails(tb__store_list(f->b, "big/", &entries), TB_TOO_BIG, "longer prefixes");
+    assert_ok(tb__store_list(f->b, "big/1", &entries));
+    assert_int_equal(entries.count, 7);
+    tb__store_entries_fini(&entries);
+    free(bytes);
+}
+
+static void compare_and_set(void **state) {
+    fixture *f = *state;
+    uint64_t revision = 0, next = 0;
+    tb__store_value present;
+    assert_ok(tb__store_compare_and_set(f->a, "k", 0, "a", 1, TB__STORE_PERMANENT, &revision, &present));
+    assert_fails(tb__store_compare_and_set(f->b, "k", 0, "b", 1, TB__STORE_PERMANENT, NULL, &present), TB_CONFLICT,
+                 "compare and set 'k'");
+    assert_string_equal(present.data, "a");
+    assert_int_equal(present.revision, revision);
+    assert_ok(tb__store_compare_and_set(f->b, "k", present.revision, "b", 1, TB__STORE_PERMANENT, &next, NULL));
+    tb__store_value_fini(&present);
+    assert_int_equal(tb__store_compare_and_set(f->a, "k", revision, "c", 1, TB__STORE_PERMANENT, NULL, NULL),
+                     TB_CONFLICT);
+    assert_text(f->a, "k", "b");
+    assert_ok(tb__store_delete(f->a, "k"));
+    assert_int_equal(tb__store_compare_and_set(f->a, "k", next, "c", 1, TB__STORE_PERMANENT, NULL, &present),
+                     TB_CONFLICT);
+    assert_null(present.data);
+    assert_int_equal(present.revision, 0);
+}
+
+static void prefixes(void **state) {
+    fixture *f = *state;
+    tb__store_entries entries;
+    assert_ok(tb__store_list(f->b, "", &entries));
+    assert_int_equal(entries.count, 0);
+    tb__store_entries_fini(&entries);
+    static const char *const keys[] = {"b/2", "a/1", "b/1", "b", "c", "b/10", "b0"};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        set_text(f->a, keys[i], keys[i]);
+    assert_ok(tb__store_list(f->b, "b/", &entries));
+    assert_int_equal(entries.count, 3);
+    static const char *const sorted[] = {"b/1", "b/10", "b/2"};
+    for (size_t i = 0; i < 3; i++) {
+        assert_string_equal(entries.item[i].key, sorted[i]);
+        assert_string_equal(entries.item[i].value.data, sorted[i]);
+        assert_true(entries.item[i].value.revision > 0 && entries.item[i].value.revision <= entries.revision);
+    }
+    tb__store_entries_fini(&entries);
+    assert_ok(tb__store_delete_prefix(f->a, "b/"));
+    assert_ok(tb__store_list(f->b, "", &entries));
+    assert_int_equal(entries.count, 4);
+    assert_string_equal(entries.item[3].key, "c");
+    tb__store_entries_fini(&entries);
+    assert_ok(tb__store_delete_prefix(f->a, ""));
+    assert_text(f->b, "c", NULL);
+}
+
+static void namespaces(void **state) {
+    fixture *f = *state;
+    char url[192];
+    snprintf(url, sizeof url, "%s?namespace=job", f->url);
+    tb__store *job = open_store(url);
+    tb__store_value value;
+    tb__store_entries entries;
+    set_text(job, "k", "mine");
+    set_text(f->a, "k", "other");
+    assert_text(job, "k", "mine");
+    assert_text(f->a, "job/k", "mine");
+    assert_ok(tb__store_list(job, "", &entries));
+    assert_int_equal(entries.count, 1);
+    assert_string_equal(entries.item[0].key, "k");
+    tb__store_entries_fini(&entries);
+    int status = tb__store_wait(job, "absent", 0, &value);
+    assert_int_equal(status, TB_TIMEOUT);
+    assert_non_null(strstr(tb_error_detail(), "'absent'"));
+    assert_ok(tb__store_delete_prefix(job, ""));
+    assert_text(job, "k", NULL);
+    assert_text(f->a, "k", "other");
+    tb__store_close(job);
+    snprintf(url, sizeof url, "%s?namespace=", f->url);
+    assert_fails(tb__store_open(url, TOKEN, PATIENCE_MS, &job), TB_INVALID, "namespace");
+    snprintf(url, sizeof url, "%s?timeout=3", f->url);
+    assert_fails(tb__store_open(url, TOKEN, PATIENCE_MS, &job), TB_INVALID, "only ?namespace");
+}
+
+static void deadlines(void **state) {
+    fixture *f = *state;
+    tb__store_value value;
+    uint64_t revision;
+    static const int64_t timeouts[] = {0, 1, 120};
+    for (size_t i = 0; i < sizeof timeouts / sizeof *timeouts; i++) {
+        int64_t start = tb__now_ms();
+        assert_fails(tb__store_wait(f->a, "never", (int)timeouts[i], &value), TB_TIMEOUT, "wait for 'never'");
+        assert_fails(tb__store_wait_change(f->a, "never", 0, (int)timeouts[i], &revision), TB_TIMEOUT, "'never'");
+        int64_t took = tb__now_ms() - start;
+        assert_true(took >= 2 * timeouts[i] && took < PATIENCE_MS);
+    }
+    assert_fails(tb__store_wait(f->a, "never", -1, &value), TB_INVALID, "-1 ms");
+    /* What timed out is forgotten: the key that comes later wakes nobody, and the connection goes on. */
+    set_text(f->b, "never", "now");
+    assert_text(f->a, "never", "now");
+    assert_ok(tb__store_wait(f->a, "never", PATIENCE_MS, &value));
+    tb__store_value_fini(&value);
+}
+
+static void changes(void **state) {
+    fixture *f = *state;
+    uint64_t revision = 0, since;
+    tb__store_entries entries;
+    set_text(f->a, "p/1", "x");
+    assert_ok(tb__store_list(f->b, "p/", &entries));
+    since = entries.revision;
+    tb__store_entries_fini(&entries);
+    set_text(f->a, "q/1", "x");
+    assert_int_equal(tb__store_wait_change(f->b, "p/", since, 20, &revision), TB_TIMEOUT);
+    assert_ok(tb__store_wait_change(f->b, "", since, PATIENCE_MS, &revision));
+    assert_true(revision > since);
+    assert_ok(tb__store_delete(f->a, "p/1"));
+    assert_ok(tb__store_wait_change(f->b, "p/", since, PATIENCE_MS, &revision));
+    assert_int_equal(tb__store_wait_change(f->b, "p/", revision, 20, &revision), TB_TIMEOUT);
+    /* A number from another life of the store. */
+    assert_ok(tb__store_wait_change(f->b, "p/", UINT64_MAX, PATIENCE_MS, &revision));
+    /* More has happened than is remembered: that counts as a change. */
+    for (int i = 0; i <= TB__STORE_LOG; i++)
+        set_text(f->a, "q/1", "y");
+    since = revision;
+    assert_ok(tb__store_wait_change(f->b, "p/", since, PATIENCE_MS, &revision));
+    assert_int_equal(tb__store_wait_change(f->b, "p/", revision, 20, &revision), TB_TIMEOUT);
+}
+
+static void ephemerals(void **state) {
+    fixture *f = *state;
+    tb__store *c = open_store(f->url);
+    uint64_t revision = 0;
+    tb__store_entries entries;
+    assert_ok(tb__store_set(c, "e/1", "x", 1, TB__STORE_EPHEMERAL, NULL));
+    assert_ok(tb__store_set(c, "e/2", "x", 1, TB__STORE_EPHEMERAL, NULL));
+    assert_ok(tb__store_compare_and_set(c, "e/3", 0, "x", 1, TB__STORE_EPHEMERAL, NULL, NULL));
+    assert_ok(tb__store_set(c, "e/4", "x", 1, TB__STORE_PERMANENT, NULL));
+    set_text(f->a, "e/2", "taken over");
+    assert_text(f->b, "e/1", "x");
+    tb__store_close(c);
+    do {
+        assert_ok(tb__store_list(f->a, "e/", &entries));
+        size_t count = entries.count;
+        revision = entries.revision;
+        tb__store_entries_fini(&entries);
+        if (count == 2)
+            break;
+        assert_ok(tb__store_wait_change(f->a, "e/", revision, PATIENCE_MS, &revision));
+    } while (true);
+    assert_text(f->a, "e/2", "taken over");
+    assert_text(f->a, "e/4", "x");
+}
+
+/* Threads. Assertions of cmocka are for the main thread, so these count what went wrong. */
+typedef struct job {
+    tb__store *store;
+    int index;
+    int nfailures;
+} job;
+
+enum { NTHREADS = 8, NROUNDS = 50 };
+
+static void *add_up(void *arg) {
+    job *j = arg;
+    for (int done = 0; done < NROUNDS;) {
+        tb__store_value value = {0};
+        if (tb__store_get(j->store, "sum", &value) != TB_OK) {
+            j->nfailures++;
+            break;
+        }
+        int sum = 0;
+        if (value.nbytes == sizeof sum)
+            memcpy(&sum, value.data, sizeof sum);
+        sum++;
+        tb_status status = tb__store_compare_and_set(j->store, "sum", value.revision, &sum, sizeof sum,
+                                                     TB__STORE_PERMANENT, NULL, NULL);
+        tb__store_value_fini(&value);
+        done += status == TB_OK;
+        if (status != TB_OK && status != TB_CONFLICT) {
+            j->nfailures++;
+            break;
+        }
+    }
+    return NULL;
+}
+
+static void run_jobs(fixture *f, void *(*run)(void *), job jobs[NTHREADS], pthread_t threads[NTHREADS]) {
+    for (int i = 0; i < NTHREADS; i++) {
+        jobs[i] = (job){.store = i % 2 ? f->a : f->b, .index = i};
+        assert_int_equal(pthread_create(&threads[i], NULL, run, &jobs[i]), 0);
+    }
+}
+
+static void join_jobs(const job jobs[NTHREADS], const pthread_t threads[NTHREADS]) {
+    for (int i = 0; i < NTHREADS; i++) {
+        pthread_join(threads[i], NULL);
+        assert_int_equal(jobs[i].nfailures, 0);
+    }
+}
+
+static void many_threads(void **state) {
+    fixture *f = *state;
+    job jobs[NTHREADS];
+    pthread_t threads[NTHREADS];
+    run_jobs(f, add_up, jobs, threads);
+    join_jobs(jobs, threads);
+    tb__store_value value;
+    int sum;
+    assert_ok(tb__store_get(f->a, "sum", &value));
+    assert_int_equal(value.nbytes, sizeof sum);
+    memcpy(&sum, value.data, sizeof sum);
+    assert_int_equal(sum, NTHREADS * NROUNDS);
+    tb__store_value_fini(&value);
+}
+
+static void *wait_for_rounds(void *arg) {
+    job *j = arg;
+    char key[32];
+    for (int i = 0; i < NROUNDS; i++) {
+        tb__store_value value = {0};
+        snprintf(key, sizeof key, "round/%d", i);
+        if (tb__store_wait(j->store, key, PATIENCE_MS, &value) != TB_OK)
+            j->nfailures++;
+        tb__store_value_fini(&value);
+        snprintf(key, sizeof key, "seen/%d/%d", i, j->index);
+        if (tb__store_set(j->store, key, "", 0, TB__STORE_PERMANENT, NULL) != TB_OK)
+            j->nfailures++;
+    }
+    return NULL;
+}
+
+/* The threads that wait and those that set share their connections. */
+static void waiting_threads(void **state) {
+    fixture *f = *state;
+    job jobs[NTHREADS];
+    pthread_t threads[NTHREADS];
+    char key[32];
+    tb__store_value value;
+    run_jobs(f, wait_for_rounds, jobs, threads);
+    for (int i = 0; i < NROUNDS; i++) {
+        snprintf(key, sizeof key, "round/%d", i);
+        set_text(f->a, key, "go");
+        for (int t = 0; t < NTHREADS; t++) {
+            snprintf(key, sizeof key, "seen/%d/%d", i, t);
+            assert_ok(tb__store_wait(f->b, key, PATIENCE_MS, &value));
+            tb__store_value_fini(&value);
+        }
+    }
+    join_jobs(jobs, threads);
+}
+
+static void frames(void **state) {
+    (void)state;
+    tb__bytes entries = {0}, bytes = {0};
+    tb__store_message out;
+    size_t used;
+    assert_ok(tb__store_add_entry(&entries, span_of("k"), 7, span_of("v")));
+    assert_ok(tb__store_add_entry(&entries, span_of("key"), 8, span_of("")));
+    tb__store_message list = {.id = 5,
+                              .op = TB__STORE_LIST,
+                              .is_reply = true,
+                              .revision = 9,
+                              .nentries = 2,
+                              .entries = {.data = entries.item, .nbytes = entries.count}};
+    assert_ok(tb__store_encode(&list, &bytes));
+    for (size_t n = 0; n < bytes.count; n++) {
+        assert_ok(tb__store_decode(bytes.item, n, TB__STORE_MAX_REPLY, &out, &used));
+        assert_int_equal(used, 0);
+    }
+    assert_ok(tb__store_decode(bytes.item, bytes.count, TB__STORE_MAX_REPLY, &out, &used));
+    assert_int_equal(used, bytes.count);
+    assert_int_equal(out.nentries, 2);
+    assert_int_equal(out.revision, 9);
+    assert_int_equal(out.entries.nbytes, entries.count);
+    assert_memory_equal(out.entries.data, entries.item, entries.count);
+    assert_fails(tb__store_decode(bytes.item, bytes.count, bytes.count - 1, &out, &used), TB_TOO_BIG, "at most");
+    bytes.item[0]++;
+    assert_true(tb__vec_push(&bytes, 0));
+    assert_fails(tb__store_decode(bytes.item, bytes.count, TB__STORE_MAX_REPLY, &out, &used), TB_INVALID, "goes on");
+    assert_int_equal(out.id, 5);
+    free(entries.item);
+    free(bytes.item);
+    assert_string_equal(tb__store_op_name(TB__STORE_WAIT_CHANGE), "wait_change");
+    assert_string_equal(tb__store_op_name(TB__STORE_NOPS), "unknown");
+}
+
+static void urls(void **state) {
+    (void)state;
+    static const char *const bad[] = {"",          "unix:",         "http://x:1",     "tcp://",     "tcp://host",
+                                      "tcp://h:x", "tcp://h:65536", "tcp://::1:7000", "tcp://[::1", "tcp://h:-1"};
+    tb__address address;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        tb__store *store;
+        assert_int_equal(tb__address_parse(bad[i], &address), TB_INVALID);
+        assert_int_equal(tb__store_open(bad[i], NULL, PATIENCE_MS, &store), TB_INVALID);
+    }
+    assert_ok(tb__address_parse("tcp://[fe80::1]:80", &address));
+    assert_string_equal(address.host, "fe80::1");
+    assert_string_equal(address.port, "80");
+    assert_ok(tb__address_parse("tcp://:7000", &address));
+    assert_string_equal(address.host, "127.0.0.1");
+    char path[256];
+    memset(path, 'x', sizeof path);
+    memcpy(path, "unix:", 5);
+    path[sizeof path - 1] = '\0';
+    assert_int_equal(tb__address_parse(path, &address), TB_TOO_BIG);
+}
+
+/* Every allocation of the caller's thread fails once. */
+static void no_memory(void **state) {
+    fixture *f = *state;
+    tb_status status = TB_NO_MEMORY;
+    for (long n = 0; status == TB_NO_MEMORY; n++) {
+        tb__store *store = NULL;
+        tb__store_value value = {0};
+        tb__mem_fail_after(n);
+        status = tb__store_open(f->url, TOKEN, PATIENCE_MS, &store);
+        if (status == TB_OK)
+            status = tb__store_set(store, "k", "v", 1, TB__STORE_PERMANENT, NULL);
+        if (status == TB_OK)
+            status = tb__store_get(store, "k", &value);
+        tb__mem_fail_after(-1);
+        tb__store_value_fini(&value);
+        tb__store_close(store);
+    }
+    assert_int_equal(status, TB_OK);
+    assert_alive(f->url);
+}
+
+#define OVER(kind, test)                                                                                               \
+    { #test " over " kind, test, set_up, tear_down, (void *)(uintptr_t)(kind) }
+#define OVER_ALL(test) OVER("unix", test), OVER("tcp://127.0.0.1:0", test)
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        OVER_ALL(set_and_get),     OVER_ALL(largest),      OVER_ALL(compare_and_set),
+        OVER_ALL(prefixes),        OVER_ALL(namespaces),   OVER_ALL(deadlines),
+        OVER_ALL(changes),         OVER_ALL(ephemerals),   OVER_ALL(many_threads),
+        OVER_ALL(waiting_threads), OVER_ALL(no_memory),    OVER("tcp://localhost:0", set_and_get),
+        cmocka_unit_test(frames),  cmocka_unit_test(urls),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

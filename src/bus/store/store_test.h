@@ -1,0 +1,185 @@
+/* What the store's tests share: a folder of their own, raw connections, other processes. */
+#ifndef TB_BUS_STORE_STORE_TEST_H
+#define TB_BUS_STORE_STORE_TEST_H
+
+#include "bus/store/address.h"
+#include "bus/store/protocol.h"
+#include "bus/store/server.h"
+
+#include "base/mem.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+/* Long enough for any machine; only a hang takes it. */
+enum { PATIENCE_MS = 60000 };
+
+#define TOKEN "open sesame"
+
+#define assert_ok(call)                                                                                                \
+    do {                                                                                                               \
+        tb_status ok_status_ = (call);                                                                                 \
+        if (ok_status_ != TB_OK)                                                                                       \
+            fail_msg("%s: %s: %s", #call, tb_status_string(ok_status_), tb_error_detail());                            \
+    } while (0)
+
+#define assert_fails(call, wanted, text)                                                                               \
+    do {                                                                                                               \
+        tb_status fails_status_ = (call);                                                                              \
+        if (fails_status_ != (wanted) || !strstr(tb_error_detail(), text))                                             \
+            fail_msg("%s: %s: %s", #call, tb_status_string(fails_status_), tb_error_detail());                         \
+    } while (0)
+
+/* A folder of its own with the URL of a socket in it. */
+typedef struct place {
+    char folder[64], path[80], url[96];
+} place;
+
+static inline void place_make(place *p) {
+    snprintf(p->folder, sizeof p->folder, "/tmp/tb-store-XXXXXX");
+    assert_non_null(mkdtemp(p->folder));
+    snprintf(p->path, sizeof p->path, "%s/s", p->folder);
+    snprintf(p->url, sizeof p->url, "unix:%s", p->path);
+}
+
+/* Fails if anything is left in it. */
+static inline void place_remove(const place *p) {
+    assert_int_equal(rmdir(p->folder), 0);
+}
+
+static inline tb__store *open_store(const char *url) {
+    tb__store *store = NULL;
+    assert_ok(tb__store_open(url, TOKEN, PATIENCE_MS, &store));
+    return store;
+}
+
+static inline void set_text(tb__store *store, const char *key, const char *text) {
+    assert_ok(tb__store_set(store, key, text, strlen(text), TB__STORE_PERMANENT, NULL));
+}
+
+/* Works as usual for everybody else. */
+static inline void assert_alive(const char *url) {
+    tb__store *store = open_store(url);
+    tb__store_value value;
+    set_text(store, "alive", "yes");
+    assert_ok(tb__store_get(store, "alive", &value));
+    assert_string_equal(value.data, "yes");
+    tb__store_value_fini(&value);
+    tb__store_close(store);
+}
+
+/* Connections without a client behind them. */
+static inline int raw_connect(const char *url) {
+    tb__address address;
+    int fd = -1;
+    bool is_absent;
+    assert_ok(tb__address_parse(url, &address));
+    assert_ok(tb__address_connect(&address, tb__now_ms() + PATIENCE_MS, &fd, &is_absent));
+    return fd;
+}
+
+/* False if the other side has hung up, or takes no more (when it need not take all). */
+static inline bool raw_send(int fd, const void *data, size_t nbytes) {
+    const char *at = data;
+    while (nbytes > 0) {
+        ssize_t n = send(fd, at, nbytes, MSG_NOSIGNAL);
+        if (n < 0 && errno == EAGAIN) {
+            struct pollfd writable = {.fd = fd, .events = POLLOUT};
+            assert_int_equal(poll(&writable, 1, PATIENCE_MS), 1);
+            continue;
+        }
+        if (n < 0)
+            return false;
+        at += n;
+        nbytes -= (size_t)n;
+    }
+    return true;
+}
+
+static inline bool raw_send_message(int fd, tb__store_message message) {
+    tb__bytes bytes = {0};
+    assert_ok(tb__store_encode(&message, &bytes));
+    bool is_sent = raw_send(fd, bytes.item, bytes.count);
+    free(bytes.item);
+    return is_sent;
+}
+
+static inline tb__span span_of(const char *text) {
+    return (tb__span){.data = (const uint8_t *)text, .nbytes = strlen(text)};
+}
+
+/* Reads the next reply into `in`, whose frames before it are consumed; false at the end of the connection. */
+static inline bool raw_receive(int fd, tb__bytes *in, size_t *consumed, tb__store_message *reply) {
+    for (;;) {
+        size_t used;
+        assert_ok(tb__store_decode(in->item + *consumed, in->count - *consumed, TB__STORE_MAX_REPLY, reply, &used));
+        *consumed += used;
+        if (used > 0)
+            return true;
+        memmove(in->item, in->item + *consumed, in->count - *consumed);
+        in->count -= *consumed;
+        *consumed = 0;
+        struct pollfd readable = {.fd = fd, .events = POLLIN};
+        assert_int_equal(poll(&readable, 1, PATIENCE_MS), 1);
+        assert_true(tb__vec_reserve(in, 1 << 16));
+        ssize_t n = recv(fd, in->item + in->count, 1 << 16, 0);
+        if (n <= 0)
+            return false;
+        in->count += (size_t)n;
+    }
+}
+
+/* One reply; its spans are gone. */
+static inline tb__store_message raw_reply(int fd) {
+    tb__bytes in = {0};
+    size_t consumed = 0;
+    tb__store_message reply = {0};
+    assert_true(tb__vec_reserve(&in, 1));
+    assert_true(raw_receive(fd, &in, &consumed, &reply));
+    assert_true(reply.is_reply);
+    free(in.item);
+    return reply;
+}
+
+static inline void raw_hello(int fd) {
+    assert_true(
+        raw_send_message(fd, (tb__store_message){.id = 1, .version = TB__STORE_VERSION, .value = span_of(TOKEN)}));
+    assert_int_equal(raw_reply(fd).status, TB_OK);
+}
+
+/* This program again, with a role to play instead of the tests. Processes are started afresh rather than forked,
+ * because ThreadSanitizer does not follow threads made after a fork. */
+static inline pid_t start_role(const char *role, const char *url, const char *arg) {
+    extern char **environ;
+    char *argv[] = {(char *)(uintptr_t) "store", (char *)(uintptr_t)role, (char *)(uintptr_t)url,
+                    (char *)(uintptr_t)arg, NULL};
+    pid_t pid = -1;
+    assert_int_equal(posix_spawn(&pid, "/proc/self/exe", NULL, NULL, argv, environ), 0);
+    return pid;
+}
+
+/* The exit status, or minus the signal. */
+static inline int end_of(pid_t pid) {
+    int status = 0;
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+static inline void kill_role(pid_t pid) {
+    assert_int_equal(kill(pid, SIGKILL), 0);
+    assert_int_equal(end_of(pid), -SIGKILL);
+}
+
+#endif
