@@ -121,7 +121,7 @@ static void messages(endpoints *e) {
 /* Thousands in flight, received in another order than they were sent in. */
 static void many_messages(endpoints *e) {
     enum { N = 4000, SIZE = 600, LARGE = 40000 };
-    unsigned char *from = malloc((size_t)N * LARGE), *to = malloc((size_t)N * LARGE);
+    unsigned char *from = calloc(N, LARGE), *to = calloc(N, LARGE);
     tb_piece *out = calloc(N, sizeof *out), *in = calloc(N, sizeof *in);
     tb_op *sends = calloc(N, sizeof *sends), *receives = calloc(N, sizeof *receives);
     tb_op **all = calloc((size_t)2 * N, sizeof *all);

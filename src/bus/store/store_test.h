@@ -48,7 +48,7 @@ typedef struct place {
 } place;
 
 static inline void place_make(place *p) {
-    snprintf(p->folder, sizeof p->folder, "/tmp/tb-store-XXXXXX");
+    *p = (place){.folder = "/tmp/tb-store-XXXXXX"};
     assert_non_null(mkdtemp(p->folder));
     snprintf(p->path, sizeof p->path, "%s/s", p->folder);
     snprintf(p->url, sizeof p->url, "unix:%s", p->path);

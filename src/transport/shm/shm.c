@@ -376,7 +376,7 @@ static void dismiss(shm *s, shm_link *link) {
 static void read_link(shm *s, shm_link *link) {
     unsigned char data[SHM_MAX_FRAME];
     for (int i = 0; i < 64; i++) {
-        shm_frame frame;
+        shm_frame frame = {0};
         bool is_empty;
         int fd;
         shm_peer *peer = link->peer;

@@ -196,7 +196,7 @@ static void nonsense_is_refused(void **state) {
         assert_int_equal(stranger.ops->connect(stranger.context, e.rank_b, address, n), TB_OK);
         shm_peer *peer = shm_find(stranger.context, e.rank_b);
         for (int j = 0; j < i % 4; j++)
-            send(peer->out.fd, garbage, (size_t)(i * 200), MSG_NOSIGNAL | MSG_DONTWAIT);
+            send(peer->out.fd, garbage, (size_t)i * 200, MSG_NOSIGNAL | MSG_DONTWAIT);
         for (int j = 0; j < 10; j++)
             e.b.ops->progress(e.b.context);
         tb__transport_close(&stranger);
