@@ -70,7 +70,8 @@ static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *
         const tb_chunk *k = key_of(peer, other);
         if (k->transport != transport || k->source != key->source ||
             !same_list(k->targets, k->ntargets, key->targets, key->ntargets) ||
-            !same_list(k->contributors, k->ncontributors, key->contributors, key->ncontributors))
+            !same_list(k->contributors, k->ncontributors, key->contributors, key->ncontributors) ||
+            (key->ncontributors && (k->op != key->op || k->divisor != key->divisor)))
             continue;
         assert_int_equal(channel->nbuckets, other->nbuckets);
         for (size_t b = 0; b < channel->nbuckets; b++) {
