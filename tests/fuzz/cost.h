@@ -1,7 +1,8 @@
-/* How much work a layout asks for, so that no input takes seconds. */
+/* How large a layout is, and how much work it asks for, so that no input takes seconds. */
 #ifndef TB_TESTS_FUZZ_COST_H
 #define TB_TESTS_FUZZ_COST_H
 
+#include "fuzz.h"
 #include "layout/layout.h"
 
 static inline bool has_explicit(const tb_layout *layout) {
@@ -10,6 +11,20 @@ static inline bool has_explicit(const tb_layout *layout) {
             return true;
     }
     return false;
+}
+
+static inline void note_sizes(const tb_layout *layout, const tb_shape *shape) {
+    for (int d = 0; d < shape->ndim; d++)
+        note_magnitude(0, shape->dim[d]);
+    for (int m = 0; m < layout->ndim; m++) {
+        const tb_placement *place = &layout->place[m];
+        note_magnitude(1, layout->shape[m]);
+        note_magnitude(2, place->split);
+        if (place->nsizes)
+            note_magnitude(3, place->sizes[0]);
+        if (place->nlists && place->list_ends[0])
+            note_magnitude(4, place->segments[0].stop);
+    }
 }
 
 /* An upper bound of the segments in one rank's list of dim d. */

@@ -2,6 +2,21 @@
 #include "fuzz.h"
 #include "numbers.h"
 
+static void note_chunks(const tb_ir *ir) {
+    for (size_t i = 0; i < ir->nchunks; i++) {
+        const tb_chunk *c = &ir->chunks[i];
+        for (int d = 0; d < c->ndim; d++) {
+            note_magnitude(0, c->len[d]);
+            note_magnitude(1, c->src.start[d]);
+            note_magnitude(2, c->dst.start[d]);
+        }
+        note_magnitude(3, c->nbytes);
+        note_magnitude(4, c->order);
+    }
+    for (size_t i = 0; i < ir->nentries; i++)
+        note_magnitude(5, ir->entries[i].offset);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     tb_ir *ir = NULL, *back;
     char *text, *first, *second;
@@ -9,6 +24,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         expect(!ir);
         return 0;
     }
+    note_chunks(ir);
     expect(tb_ir_dump_json(ir, &first) == TB_OK);
     expect(tb_ir_dump_text(ir, &text) == TB_OK);
     expect(tb_ir_parse_json(first, strlen(first), &back) == TB_OK);

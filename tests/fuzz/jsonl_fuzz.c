@@ -72,6 +72,8 @@ static void check_plan(const tb_shape *shape, tb_dtype dtype, const tb_layout *s
         expect(!plan);
         return;
     }
+    note_sizes(src, shape);
+    note_sizes(dst, shape);
     if (is_small(src, dst, shape)) {
         tb_tensor_spec spec = {
             .name = "tensor", .shape = *shape, .src = src, .dst = dst, .src_dtype = dtype, .dst_dtype = dtype};

@@ -62,6 +62,8 @@ static void check_over(const tb_layout *layout, const tb_shape *shape) {
     if (is_explicit && !lists_are_short(layout, shape, n))
         return;
     bool is_valid = succeeded(tb_layout_check(layout, shape));
+    if (is_valid)
+        note_sizes(layout, shape);
     if (n > MOST_RANKS || !lists_are_short(layout, shape, 4))
         return;
     if (!is_valid) {

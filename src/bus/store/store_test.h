@@ -163,10 +163,11 @@ static inline void raw_hello(int fd) {
  * because ThreadSanitizer does not follow threads made after a fork. */
 static inline pid_t start_role(const char *role, const char *url, const char *arg) {
     extern char **environ;
-    char *argv[] = {(char *)(uintptr_t) "store", (char *)(uintptr_t)role, (char *)(uintptr_t)url,
-                    (char *)(uintptr_t)arg, NULL};
+    char path[4096]; /* glibc's name for how we were called: /proc need not be there */
+    assert_non_null(realpath(program_invocation_name, path));
+    char *argv[] = {path, (char *)(uintptr_t)role, (char *)(uintptr_t)url, (char *)(uintptr_t)arg, NULL};
     pid_t pid = -1;
-    assert_int_equal(posix_spawn(&pid, "/proc/self/exe", NULL, NULL, argv, environ), 0);
+    assert_int_equal(posix_spawn(&pid, path, NULL, NULL, argv, environ), 0);
     return pid;
 }
 
