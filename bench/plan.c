@@ -306,6 +306,7 @@ static bool growth(void) {
         {"tp8 x dp to tp4 x dp, same ranks", 8, 4, "R,S0", "R,S0", true},
         {"Shard(0) to StridedShard(0,2), other ranks", 0, 0, "S0", "StridedShard(0,2)", false},
         {"all replicated to Shard(0), other ranks", 0, 0, "R", "S0", false},
+        {"all replicated to Shard(0), same ranks", 0, 0, "R", "S0", true},
     };
     bool ok = true;
     printf("(c) one rank's plan of a new shape, as the world grows from 64 to 4,096 ranks\n");

@@ -128,8 +128,31 @@ static int64_t served(const tb__receivers *r, int64_t q) {
     return q + (int64_t)tb__absent_upto(r->absent, q);
 }
 
+/* All receivers of a cell but the absent one, beginning after it. In a cell that everybody wants, each source leaves
+ * out itself; a list of their own for each would take the square of their number. */
+static tb_status set_others(tb__walk *w, const tb__receivers *r, const int32_t *own, tb__parties *who) {
+    const tb__grid *dst = &w->plan->dst;
+    int64_t n = r->count + 1, absent = r->absent->index[0];
+    int32_t unused[TB_MAX_DIMS];
+    if (!w->round.ranks || memcmp(w->round.cls, r->cls, sizeof r->cls) != 0) {
+        w->round.ranks = tb__arena_alloc(w->arena, (size_t)(2 * n), sizeof *w->round.ranks);
+        if (!w->round.ranks)
+            return TB_NO_MEMORY;
+        for (int64_t i = 0; i < n; i++)
+            w->round.ranks[i] = w->round.ranks[n + i] = tb__holder_rank(dst, r->cls, 1, i, unused);
+        memcpy(w->round.cls, r->cls, sizeof r->cls);
+    }
+    tb__holder_rank(dst, r->cls, 1, (absent + 1) % n, who->first_holder);
+    memcpy(who->own_holder, own ? own : who->first_holder, sizeof who->own_holder);
+    who->ntargets = (uint32_t)r->count;
+    who->targets = w->round.ranks + absent + 1;
+    return TB_OK;
+}
+
 tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, int64_t last, const int32_t *own,
                           tb__parties *who) {
+    if (r->absent && r->absent->count == 1 && first == 0 && last == r->count - 1 && !r->repeats)
+        return set_others(w, r, own, who);
     const tb__grid *dst = &w->plan->dst;
     int32_t unused[TB_MAX_DIMS];
     int32_t first_rank = tb__holder_rank(dst, r->cls, 1, served(r, first), who->first_holder);

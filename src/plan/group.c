@@ -264,6 +264,11 @@ tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scrat
         return TB_OK;
     const absentees *absent;
     TB_TRY(recall(plan, group, scratch, &absent));
+    size_t nreceivers = (size_t)(plan->dst_layout->nranks / plan->dst.partial.size);
+    if (plan->src.partial.count == 0 && !plan->has_tables && absent->nreceivers == nreceivers && !plan->hosts) {
+        group->line = 0; /* every target rank is a member: nothing moves, and nobody asks who they are */
+        return TB_OK;
+    }
     return set_absent(plan, group, absent, &scratch->arena);
 }
 

@@ -15,6 +15,10 @@ typedef struct tb__walk {
         int64_t first, last;
         int32_t *ranks;
     } memo;
+    struct { /* all receivers of a cell, twice over: all but one are a stretch of it */
+        int32_t cls[TB_MAX_DIMS];
+        int32_t *ranks;
+    } round;
     struct { /* the last list of contributors, likewise */
         int32_t first;
         int32_t *ranks;
