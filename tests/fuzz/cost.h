@@ -29,17 +29,19 @@ static inline void note_sizes(const tb_layout *layout, const tb_shape *shape) {
 
 /* An upper bound of the segments in one rank's list of dim d. */
 static inline double count_segments(const tb_layout *layout, const tb_shape *shape, int d) {
-    double count = 1;
+    double count = 1, length = (double)shape->dim[d];
     for (int m = 0; m < layout->ndim; m++) {
         const tb_placement *place = &layout->place[m];
         if (!tb__placement_shards(place) || (place->dim < 0 ? place->dim + shape->ndim : place->dim) != d)
             continue;
-        if (place->kind == TB_STRIDED_SHARD)
-            count += (double)(place->split < shape->dim[d] ? place->split : shape->dim[d]);
-        else if (place->kind == TB_BLOCK_SHARD)
+        if (place->kind == TB_STRIDED_SHARD) {
+            count += (double)place->split < length ? (double)place->split : length;
+        } else if (place->kind == TB_BLOCK_SHARD) {
             count += (double)place->nsizes;
-        else if (place->kind == TB_EXPLICIT)
+        } else if (place->kind == TB_EXPLICIT) { /* which may repeat the whole list */
             count *= 1 + (double)place->list_ends[place->nlists - 1];
+            length *= 1 + (double)place->list_ends[place->nlists - 1];
+        }
     }
     return count;
 }
