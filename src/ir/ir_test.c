@@ -365,6 +365,28 @@ static void replace(char *text, const char *from, const char *to) {
         *at++ = *to++;
 }
 
+/* Numbers that are good by themselves and overflow together. */
+static void huge_dumps(void **state) {
+    (void)state;
+    static const struct {
+        const char *src, *offset, *word;
+    } wrong[] = {{"4611686018427387904", "0", "a box ends past 2^62"}, {"0", "4611686018427387904", "go past 2^62"}};
+    for (size_t i = 0; i < 2; i++) {
+        char text[1024];
+        tb_ir *ir;
+        int n = snprintf(text, sizeof text,
+                         "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"transport\":\"P2P\","
+                         "\"source\":0,\"targets\":[2],\"contributors\":[],\"max_in_flight\":2,\"buckets\":[{"
+                         "\"total_bytes\":1,\"chunks\":[{\"tensor\":0,\"id\":\"0000200000000000\",\"part\":0,"
+                         "\"is_source\":false,\"is_target\":true,\"op\":\"sum\",\"divisor\":1,"
+                         "\"shape\":[4611686018427387904],\"src\":[%s],\"dst\":[0],\"src_cell\":0,\"dst_cell\":0,"
+                         "\"order\":0,\"wire_dtype\":\"u8\",\"offset\":%s,\"nbytes\":4611686018427387904}]}]}]}",
+                         wrong[i].src, wrong[i].offset);
+        assert_int_equal(tb_ir_parse_json(text, (size_t)n, &ir), TB_INVALID);
+        assert_non_null(strstr(tb_error_detail(), wrong[i].word));
+    }
+}
+
 /* Each falsification of a good dump is found. */
 static void wrong_dumps(void **state) {
     (void)state;
@@ -411,6 +433,7 @@ int main(void) {
         cmocka_unit_test(partial_sources_and_targets),
         cmocka_unit_test(wire_dtypes),
         cmocka_unit_test(wrong_batches),
+        cmocka_unit_test(huge_dumps),
         cmocka_unit_test(wrong_dumps),
     };
     return cmocka_run_group_tests_name("ir", tests, NULL, NULL);

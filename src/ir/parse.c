@@ -103,6 +103,11 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
     TB_TRY(read_dims(json, "shape", chunk->ndim, 1, chunk->len));
     TB_TRY(read_dims(json, "src", chunk->ndim, 0, chunk->src.start));
     TB_TRY(read_dims(json, "dst", chunk->ndim, 0, chunk->dst.start));
+    const int64_t most = INT64_C(1) << 62;
+    for (int d = 0; d < chunk->ndim; d++) {
+        if (chunk->src.start[d] > most - chunk->len[d] || chunk->dst.start[d] > most - chunk->len[d])
+            return tb__fail(TB_INVALID, "a box ends past 2^62 in dim %d", d);
+    }
     TB_TRY(read_int(json, "src_cell", 0, INT64_MAX, &value));
     chunk->src_cell = (uint64_t)value;
     TB_TRY(read_int(json, "dst_cell", 0, INT64_MAX, &value));
@@ -110,6 +115,8 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
     TB_TRY(read_int(json, "order", 0, INT64_MAX, &chunk->order));
     TB_TRY(read_int(json, "offset", 0, INT64_C(1) << 62, offset));
     TB_TRY(read_int(json, "nbytes", 1, INT64_C(1) << 62, &chunk->nbytes));
+    if (*offset > most - chunk->nbytes)
+        return tb__fail(TB_INVALID, "'offset' %" PRId64 " and 'nbytes' go past 2^62", *offset);
     tb_shape size = {.ndim = chunk->ndim};
     memcpy(size.dim, chunk->len, sizeof size.dim);
     TB_TRY(tb_shape_size(&size, chunk->wire_dtype, NULL, &value));
