@@ -1,7 +1,9 @@
 /* tensorbus: move distributed tensors between programs whose layouts differ.
  *
  * This is the whole public API, meant to be read from top to bottom: status and errors, log, dtypes, layouts (who owns
- * which part of a tensor), plans (which bytes go where), and the transfer IR (chunks, buckets, channels).
+ * which part of a tensor), plans (which bytes go where), the transfer IR (chunks, buckets, channels); then what moves
+ * tensors: memory, the world (who is there), pairs (two groups and their layouts), batches (tensors that travel
+ * together), transfers.
  *
  * Rules that hold everywhere:
  *  - Functions that can fail return a tb_status: TB_OK (0) or a negative code. Outputs are written only on success.
@@ -381,6 +383,185 @@ TB_API void tb_ir_destroy(tb_ir *ir);
 TB_API tb_status tb_ir_dump_text(const tb_ir *ir, char **out);
 TB_API tb_status tb_ir_dump_json(const tb_ir *ir, char **out);
 TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
+
+/* ---- Memory -------------------------------------------------------------------------------------------------- */
+
+/* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
+ * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes, zero when it is new; pages
+ * come from a pool of the process, which keeps what was freed warm for the next allocation. Both may be called from
+ * any thread. It does not outlive the process, and a forked child must not use it. */
+TB_API tb_status tb_alloc(size_t nbytes, void **out);
+
+/* NULL is allowed. Memory that a batch uses must first be given up: tb_batch_destroy or tb_world_invalidate. */
+TB_API void tb_free(void *ptr);
+
+/* ---- World --------------------------------------------------------------------------------------------------- */
+
+/* A process's seat on the bus. It has one *bus rank*, and is in one or more *groups*: named arrays of processes.
+ *
+ * The calls below may come from several threads at once, but for the one that destroys an object, which must be the
+ * last. Waits end at their deadline, with TB_TIMEOUT and a sentence that names who is missing. */
+typedef struct tb_world tb_world;
+
+typedef struct tb_world_opts {
+    size_t size;
+    const char *token;     /* must be the same for all who meet in one store; NULL: "" */
+    int timeout_ms;        /* 30000: to join, and for calls below that are given no timeout of their own */
+    const char *transport; /* "auto" (the default), or the only one to use: "self", "shm" */
+    int workers; /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
+    bool manual; /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+} tb_world_opts;
+
+/* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
+ * "tcp://127.0.0.1:7000", and "?namespace=NAME" keeps several busses apart. If nobody serves there, this process does.
+ * TB_CONFLICT while another process has the seat. */
+TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
+                               const tb_world_opts *opts, tb_world **out);
+
+/* Takes a seat in another group too. */
+TB_API tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size);
+
+/* Leaves all groups. Transfers under way fail, here and at their peers. Pairs, batches and transfers of the world must
+ * have been destroyed. */
+TB_API void tb_world_destroy(tb_world *world);
+
+TB_API int32_t tb_world_rank(const tb_world *world);
+TB_API uint64_t tb_world_incarnation(const tb_world *world); /* how often this bus rank has been taken, from 1 */
+
+/* Waits until every seat of the group is taken. A timeout of 0 is the world's; this holds below, too. */
+TB_API tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms);
+
+/* Of a `manual` world; other calls that wait make progress, too. */
+TB_API int tb_world_fd(const tb_world *world);
+TB_API tb_status tb_world_progress(tb_world *world);
+
+/* The memory is about to be freed or moved: every later access by a peer fails, by name. Batches that use it have to be
+ * made again. */
+TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes);
+
+/* ---- Pairs --------------------------------------------------------------------------------------------------- */
+
+/* Two groups that exchange tensors, and the layout each of them has. Each side gives its own, in which ranks are seats
+ * of the group. */
+typedef struct tb_pair tb_pair;
+
+typedef struct tb_pair_opts {
+    size_t size;
+    const char *group; /* this side's, where the process is in several; default: the one it joined first */
+    int timeout_ms;
+} tb_pair_opts;
+
+/* Completes when all of both groups have come to the pair `name`. Ranks of a side that disagree are named on every
+ * rank, at once. A process that is in both groups makes the pair once for each of them. */
+TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                                const tb_pair_opts *opts, tb_pair **out);
+TB_API void tb_pair_destroy(tb_pair *pair);
+
+/* ---- Batches ------------------------------------------------------------------------------------------------- */
+
+/* Tensors that travel together, through one or more pairs. All ranks of a pair make the batch, by the same name, and
+ * add the pair's tensors: names and shapes must be equal on both sides, all else may differ. */
+typedef struct tb_batch tb_batch;
+
+typedef struct tb_batch_opts {
+    size_t size;
+    int64_t bucket_size;    /* 16 MiB; what is sent together. The sending side's counts */
+    int64_t staging_bytes;  /* 256 MiB; the most memory this rank may use for tensors that are not read in place */
+    uint32_t max_in_flight; /* 2; buckets under way per channel */
+    uint32_t group_window;  /* how many groups of tensors may be under way at a time; default: all */
+    bool staged;            /* use staging memory for everything, as between machines */
+    bool snapshot;          /* tb_send copies the tensors first, so that they are released at once; takes as much memory
+                               again as the tensors have */
+} tb_batch_opts;
+
+typedef struct tb_tensor {
+    void *data; /* this rank's part; borrowed until the batch is destroyed. May be NULL where that is empty */
+    tb_dtype dtype;
+    int ndim;
+    int64_t shape[TB_MAX_DIMS]; /* global */
+    const int64_t *strides;     /* of the local part, in elements; NULL: row-major without gaps */
+    const char *layout;         /* of this side, for this tensor; NULL: the pair's */
+    tb_dtype wire_dtype;        /* asks for a cast to it on the way; the sending side's counts */
+    uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
+} tb_tensor;
+
+TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out);
+
+/* Everything but the tensor's data is copied. */
+TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor);
+
+/* Completes when both sides of every pair have added their tensors and these agree. The first transfer does this, if it
+ * has not been done; from then on nothing can be added. */
+TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
+
+/* The tensors are the caller's again. Transfers of the batch must have been destroyed. */
+TB_API void tb_batch_destroy(tb_batch *batch);
+
+/* ---- Transfers ----------------------------------------------------------------------------------------------- */
+
+typedef struct tb_transfer tb_transfer;
+
+typedef enum tb_event {
+    TB_RELEASED = 1,  /* sending: the tensors may change again */
+    TB_ARRIVED = 2,   /* receiving: this rank's data is in */
+    TB_COMMITTED = 4, /* receiving: the group has this version; sending: all receivers of this rank's data have */
+} tb_event;
+
+typedef enum tb_phase {
+    TB_PHASE_PLAN,   /* working out what goes where, the first time */
+    TB_PHASE_WAIT,   /* for others */
+    TB_PHASE_PACK,   /* tensors to staging memory, or to the snapshot */
+    TB_PHASE_WIRE,   /* between processes: reading tensors in place, or sending staged ones */
+    TB_PHASE_UNPACK, /* staging memory to tensors */
+    TB_PHASE_COMMIT,
+    TB_PHASE_COUNT
+} tb_phase;
+
+TB_API const char *tb_phase_name(tb_phase phase); /* "plan"; NULL for what is no phase */
+
+typedef struct tb_transfer_state {
+    tb_status status; /* TB_OK while it is under way and after it succeeded */
+    unsigned events;  /* the tb_events that have come about */
+    uint64_t attempt; /* the number its senders gave it; 0: they have not begun */
+    int64_t bytes_done, bytes_total;
+    uint32_t groups_done, groups_total;
+    double seconds; /* since it began, until it ended */
+    double phase[TB_PHASE_COUNT];
+} tb_transfer_state;
+
+typedef struct tb_transfer_opts {
+    size_t size;
+    int timeout_ms; /* for the whole transfer, after which it fails; default: the world's */
+    /* Called as data arrives or leaves, by the thread that makes progress; it must not call the library. */
+    void (*progress)(void *arg, const tb_transfer_state *state);
+    void *arg;
+} tb_transfer_opts;
+
+/* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of
+ * each at a time. All ranks of a side call it. */
+TB_API tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
+TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
+
+/* Waits for one event, or for the failure of the transfer, whose status it returns. After `timeout_ms` (0: looks
+ * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
+TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
+
+/* Waits until the tensors of this group have arrived. With a group_window, a group counts as under way until its
+ * arrival was taken in this way, or TB_ARRIVED is waited for. */
+TB_API tb_status tb_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms);
+
+TB_API void tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out);
+
+/* Readable when an event or a failure has come about that no wait or query has seen yet. Valid until the transfer is
+ * destroyed. */
+TB_API int tb_transfer_fd(const tb_transfer *transfer);
+
+/* Ends the transfer with TB_CANCELLED, here and at its peers; when it returns nothing of it is read or written any
+ * more. Does nothing to one that has ended. */
+TB_API void tb_cancel(tb_transfer *transfer);
+
+/* Cancels it if it is under way. */
+TB_API void tb_transfer_destroy(tb_transfer *transfer);
 
 #ifdef __cplusplus
 }

@@ -2,7 +2,7 @@
 #ifndef TB_BUS_STORE_ADDRESS_H
 #define TB_BUS_STORE_ADDRESS_H
 
-#include "bus/store/process.h"
+#include "base/process.h"
 #include "bus/store/store.h"
 
 #include <sys/types.h>

@@ -1,8 +1,8 @@
 /* Living inside somebody else's process: a clock for deadlines, threads that take no signals, and descriptors that a
  * forked child does not keep. A child that kept them would hold up what their end announces: that a client has died,
  * that a server's lock and port are free. */
-#ifndef TB_BUS_STORE_PROCESS_H
-#define TB_BUS_STORE_PROCESS_H
+#ifndef TB_BASE_PROCESS_H
+#define TB_BASE_PROCESS_H
 
 #include "base/error.h"
 

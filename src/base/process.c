@@ -1,5 +1,5 @@
 /* Threads without signals, descriptors that do not survive a fork. */
-#include "bus/store/process.h"
+#include "base/process.h"
 
 #include <signal.h>
 #include <string.h>

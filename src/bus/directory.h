@@ -1,0 +1,88 @@
+/* Who is on the bus, as the store tells it: bus ranks, incarnations, the seats of groups, and notes that members
+ * publish (what a pair's ranks have to agree on).
+ *
+ * A thread follows the store and keeps a copy of all of it, so that asking never waits; when something has changed it
+ * calls `changed`. What this process published disappears from the store when it closes the directory or dies. Calls
+ * may come from several threads at once. */
+#ifndef TB_BUS_DIRECTORY_H
+#define TB_BUS_DIRECTORY_H
+
+#include "base/error.h"
+
+typedef struct tb__directory tb__directory;
+
+enum {
+    TB__DIRECTORY_MAX_NAME = 200
+}; /* bytes of a group's or a pair's name: any UTF-8 text without control characters */
+
+typedef struct tb__directory_opts {
+    const char *token;
+    int timeout_ms;             /* for opening, and for each call that asks the store */
+    void (*changed)(void *arg); /* called by the following thread, which holds no lock; may be NULL */
+    void *arg;
+} tb__directory_opts;
+
+/* Connects to the store, or serves it where nobody does, and takes a bus rank: the one that this seat had last time,
+ * with the next incarnation, or a new one where a living process has that. TB_CONFLICT, naming who has it, if the seat
+ * is taken. The member is visible to others after tb__directory_announce. */
+tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
+                             const tb__directory_opts *opts, tb__directory **out);
+void tb__directory_close(tb__directory *directory);
+
+int32_t tb__directory_rank(const tb__directory *directory);
+uint64_t tb__directory_incarnation(const tb__directory *directory);
+
+/* Takes a seat in another group, under the same bus rank. */
+tb_status tb__directory_enter(tb__directory *directory, const char *group, int32_t index, int32_t size);
+
+/* Lets others see this process in all seats it has and will take; `contact` is how to reach it. */
+tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes);
+
+/* A process in its seat. */
+typedef struct tb__member {
+    int32_t rank; /* TB_NO_RANK: nobody there, and the rest is zero */
+    uint64_t incarnation;
+    const void *contact;
+    size_t contact_nbytes;
+} tb__member;
+
+/* A group as it is now: who has announced himself. One allocation, freed with tb__roster_fini. */
+typedef struct tb__roster {
+    int32_t size;     /* 0: nobody has come */
+    int32_t npresent; /* members with a rank */
+    tb__member *member;
+    bool is_torn; /* members differ about the group's size; `size` is the lowest index's */
+} tb__roster;
+
+tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out);
+void tb__roster_fini(tb__roster *roster);
+
+/* How many processes that have announced themselves have a contact beginning with these bytes, by distinct rank. */
+int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes);
+
+/* Publishes a note about `topic` in the name of one of this process's seats; it replaces the one before. Others see it
+ * until it is withdrawn or this process is gone. */
+tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
+                                const void *data, size_t nbytes);
+tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index);
+
+typedef struct tb__note {
+    const char *group;
+    int32_t index;
+    const void *data;
+    size_t nbytes;
+} tb__note;
+
+/* All notes about a topic, by group, then index. One allocation, freed with tb__notes_fini. */
+typedef struct tb__notes {
+    size_t count;
+    tb__note *item;
+} tb__notes;
+
+tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
+void tb__notes_fini(tb__notes *notes);
+
+/* False, with the reason in tb_error_detail, once the connection to the store is lost. What was known stays known. */
+bool tb__directory_is_connected(tb__directory *directory);
+
+#endif

@@ -1,0 +1,19 @@
+/* Memory that peers can map: what tb_alloc hands out. It is cut from *arenas*, each of them one memfd that is sealed
+ * against shrinking and mapped shared, in huge pages where the kernel gives them. An arena stays mapped when its
+ * allocations are freed, so that the next ones find warm pages. */
+#ifndef TB_EXEC_MEMORY_H
+#define TB_EXEC_MEMORY_H
+
+#include "base/error.h"
+
+/* An arena, as far as others need to know it. The descriptor and the mapping last as long as the process. */
+typedef struct tb__arena_file {
+    void *base;
+    size_t nbytes;
+    int fd;
+} tb__arena_file;
+
+/* The arena that all of these bytes lie in, inside of one live allocation. False: they are no memory of tb_alloc. */
+bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out);
+
+#endif
