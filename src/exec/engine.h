@@ -1,0 +1,117 @@
+/* What drives a process's share of the bus: open transports, peers, the messages they exchange, and work to be done
+ * step by step.
+ *
+ * One lock guards all of it, and everything that hangs on it (flows, transfers). One thread at a time is the *driver*:
+ * it moves the transports on, which calls back with the lock held, and steps the tasks, which may let go of the lock
+ * while they copy. The driver is a thread of the engine's own, or, in a manual engine, whoever waits or calls
+ * tb__engine_progress. It sleeps on file descriptors. */
+#ifndef TB_EXEC_ENGINE_H
+#define TB_EXEC_ENGINE_H
+
+#include "base/index.h"
+#include "base/pack.h"
+#include "base/process.h"
+#include "transport/transport.h"
+
+typedef struct tb__engine tb__engine;
+
+/* Another process on the bus, or this one. Lasts as long as the engine. */
+typedef struct tb__peer {
+    tb__engine *engine;
+    int32_t rank; /* bus rank */
+    int32_t wire; /* what transports call it: no other incarnation has that number */
+    const tb_transport *transport;
+    char *label;  /* "rank 6 (inference 2)" */
+    char *host;   /* the host's id */
+    bool is_lost; /* and why */
+    char *why;
+    tb_op receive; /* of the next message */
+    tb_piece receive_piece;
+    unsigned char *inbox, *body;
+    struct tb__peer *next;
+} tb__peer;
+
+/* Where messages go in a process: numbers are given by the engine, told to peers by messages, and never used twice. */
+typedef struct tb__port tb__port;
+struct tb__port {
+    uint32_t id;
+    /* Both are called by the driver, with the lock held. They must not remove ports. */
+    void (*message)(tb__port *port, tb__peer *from, tb__unpack *message);
+    void (*lost)(tb__port *port, tb__peer *peer);
+    tb__port *next;
+};
+
+/* Something that is done in steps. `step` is called by the driver, with the lock held, whenever anything has happened
+ * and at the deadline; it returns whether it did anything. It may let go of the lock with tb__engine_unlock. */
+typedef struct tb__task tb__task;
+struct tb__task {
+    bool (*step)(tb__task *task);
+    int64_t deadline_ms; /* INT64_MAX: none */
+    bool is_stepping;
+    tb__task *next;
+};
+
+typedef struct tb__engine_opts {
+    int32_t rank;
+    uint64_t incarnation;
+    const char *transport; /* "auto", or the only one */
+    bool manual;
+} tb__engine_opts;
+
+enum {
+    TB__PORT_WORLD = 1,      /* the first port that is added */
+    TB__CONTACT_PREFIX = 64, /* bytes of a contact that are equal for processes on one host */
+};
+
+tb_status tb__engine_create(const tb__engine_opts *opts, tb__engine **out);
+/* Tasks and ports must have been removed. */
+void tb__engine_destroy(tb__engine *engine);
+
+/* How others reach this process; to be freed. */
+tb_status tb__engine_contact(tb__engine *engine, tb__pack *out);
+
+void tb__engine_lock(tb__engine *engine);
+void tb__engine_unlock(tb__engine *engine);
+
+/* All below: with the lock held, unless it says otherwise. */
+
+void tb__engine_add_port(tb__engine *engine, tb__port *port);
+void tb__engine_remove_port(tb__engine *engine, tb__port *port);
+void tb__engine_add_task(tb__engine *engine, tb__task *task);
+/* Returns when no step of it is under way. */
+void tb__engine_remove_task(tb__engine *engine, tb__task *task);
+
+/* A process by its contact; the same one for the same rank and incarnation. Its messages are received from then on. */
+tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
+                             const char *label, tb__peer **out);
+
+/* Sends a message to one of the peer's ports; takes over what is packed. To a peer that is lost it goes nowhere: loss
+ * is told through the ports. Messages to one peer arrive in order. */
+tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message);
+
+/* A tag for a message of data that this process has used for no other. */
+uint64_t tb__engine_new_tag(tb__engine *engine);
+
+/* The driver is to look at its tasks (again). */
+void tb__engine_wake(tb__engine *engine);
+/* The same from any thread, without the lock. */
+void tb__engine_poke(tb__engine *engine);
+
+/* Something that others may be waiting for has come about. */
+void tb__engine_signal(tb__engine *engine);
+
+/* Waits until `is_true`, or the deadline: false. Drives where nobody else does. */
+bool tb__engine_wait(tb__engine *engine, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms);
+
+/* Sets how long the driver looks before it sleeps. */
+void tb__engine_set_spin(tb__engine *engine, int microseconds);
+
+/* Readable when there is something to drive. Without the lock. */
+int tb__engine_fd(const tb__engine *engine);
+/* One turn of a manual engine. Without the lock. */
+void tb__engine_progress(tb__engine *engine);
+
+/* Seconds of CLOCK_MONOTONIC, for timings. */
+double tb__seconds(void);
+
+#endif

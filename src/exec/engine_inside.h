@@ -1,0 +1,39 @@
+/* What engine.c and peer.c share. */
+#ifndef TB_EXEC_ENGINE_INSIDE_H
+#define TB_EXEC_ENGINE_INSIDE_H
+
+#include "exec/engine.h"
+
+enum { TB__MAX_TRANSPORTS = 8 };
+
+/* Tags: two for messages between engines, the rest for data. */
+enum { TB__TAG_MESSAGE = 0, TB__TAG_BODY = 1 };
+#define TB__TAG_DATA ((uint64_t)1 << 63)
+
+struct tb__engine {
+    int32_t rank, wire;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pthread_t thread;
+    bool has_thread, stopping;
+    bool is_driven;  /* somebody is the driver */
+    bool is_turning; /* who looks at everything before sleeping */
+    bool again;
+    int spin_us;
+    int epoll, wake, timer;
+    int64_t timer_ms; /* what the timer is set to */
+    tb_transport transports[TB__MAX_TRANSPORTS];
+    size_t ntransports;
+    tb__peer *peers;
+    tb__port *ports;
+    tb__task *tasks;
+    uint64_t task_changes, round;
+    uint32_t last_port;
+    uint64_t last_tag;
+};
+
+int32_t tb__wire_rank(int32_t rank, uint64_t incarnation);
+void tb__peer_on_lost(void *arg, int32_t wire, const char *why);
+void tb__peers_free(tb__engine *engine);
+
+#endif

@@ -1,0 +1,332 @@
+/* Peers, and the messages between engines. A message is a frame: where it goes and how long it is, then its bytes where
+ * they are few; those of a long one follow under a tag of their own. The next frame is not received before the message
+ * is complete, so that messages of one peer stay in order. */
+#include "exec/engine_inside.h"
+
+#include "base/log.h"
+#include "base/mem.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+enum {
+    FRAME_HEADER = 12,     /* port, nbytes */
+    FRAME_ROOM = 4096,     /* with what fits behind the header */
+    MAX_MESSAGE = 1 << 30, /* bytes */
+    RANK_BITS = 20,
+};
+
+_Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "a bus rank fits");
+
+/* Transports never meet two incarnations under one number (as long as there are no 2,047 between them). */
+int32_t tb__wire_rank(int32_t rank, uint64_t incarnation) {
+    return (int32_t)((incarnation - 1) % 2047 << RANK_BITS | (uint64_t)rank);
+}
+
+/* ---- Where we are --------------------------------------------------------------------------------------------- */
+
+static size_t read_line(const char *path, char *out, size_t room) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t n = read(fd, out, room);
+    close(fd);
+    while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\0'))
+        n--;
+    return n > 0 ? (size_t)n : 0;
+}
+
+/* Processes with the same one can meet on sockets of the machine: the same boot of the same kernel, and the same
+ * network namespace. Where the system does not tell, its name must do. */
+static void get_host(char host[TB__CONTACT_PREFIX]) {
+    memset(host, 0, TB__CONTACT_PREFIX);
+    struct stat net;
+    struct utsname name;
+    size_t n = read_line("/proc/sys/kernel/random/boot_id", host, 36);
+    if (n == 0 && uname(&name) == 0)
+        n = (size_t)snprintf(host, 37, "%.36s", name.nodename);
+    if (stat("/proc/self/ns/net", &net) == 0)
+        snprintf(host + n, TB__CONTACT_PREFIX - n, "/%" PRIx64, (uint64_t)net.st_ino);
+}
+
+tb_status tb__engine_contact(tb__engine *engine, tb__pack *out) {
+    char host[TB__CONTACT_PREFIX];
+    get_host(host);
+    tb__pack pack = {0};
+    tb__pack_raw(&pack, host, sizeof host);
+    tb__pack_u32(&pack, (uint32_t)engine->ntransports);
+    for (size_t i = 0; i < engine->ntransports; i++) {
+        unsigned char address[TB_ADDRESS_MAX];
+        size_t nbytes = sizeof address;
+        const tb_transport *t = &engine->transports[i];
+        tb_status status = t->ops->address(t->context, address, &nbytes);
+        if (status != TB_OK) {
+            tb__pack_fini(&pack);
+            return status;
+        }
+        tb__pack_string(&pack, t->ops->name);
+        tb__pack_bytes(&pack, address, nbytes);
+    }
+    if (pack.failed) {
+        tb__pack_fini(&pack);
+        return TB_NO_MEMORY;
+    }
+    *out = pack;
+    return TB_OK;
+}
+
+/* ---- Receiving ------------------------------------------------------------------------------------------------ */
+
+static void receive_frame(tb__peer *peer);
+
+static void lose(tb__peer *peer, const char *why) {
+    tb__engine *engine = peer->engine;
+    if (peer->is_lost || engine->stopping)
+        return;
+    peer->is_lost = true;
+    peer->why = strdup(why ? why : "it is gone");
+    tb__log(TB_LOG_INFO, "%s is lost: %s", peer->label, peer->why ? peer->why : "");
+    for (tb__port *port = engine->ports; port; port = port->next) {
+        if (port->lost)
+            port->lost(port, peer);
+    }
+    tb__engine_wake(engine);
+    tb__engine_signal(engine);
+}
+
+static void deliver(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
+    tb__engine *engine = peer->engine;
+    for (tb__port *port = engine->ports; port; port = port->next) {
+        if (port->id == id) {
+            tb__unpack message = {data, data + nbytes, false};
+            port->message(port, peer, &message);
+            tb__engine_wake(engine);
+            return;
+        }
+    }
+    tb__log(TB_LOG_DEBUG, "a message of %s for port %" PRIu32 ", which is closed", peer->label, id);
+}
+
+static uint32_t frame_port(const tb__peer *peer, uint64_t *nbytes) {
+    tb__unpack frame = {peer->inbox, peer->inbox + FRAME_HEADER, false};
+    uint32_t port = tb__unpack_u32(&frame);
+    *nbytes = tb__unpack_u64(&frame);
+    return port;
+}
+
+static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, void *base, size_t nbytes) {
+    peer->receive_piece = (tb_piece){base, nbytes};
+    peer->receive = (tb_op){.kind = TB_OP_RECV,
+                            .peer = peer->wire,
+                            .tag = tag,
+                            .pieces = &peer->receive_piece,
+                            .npieces = 1,
+                            .done = done,
+                            .arg = peer};
+    if (tb__transport_post(peer->transport, &peer->receive) != TB_OK)
+        lose(peer, tb_error_detail());
+}
+
+static void on_body(tb_op *op) {
+    tb__peer *peer = op->arg;
+    unsigned char *body = peer->body;
+    peer->body = NULL;
+    if (op->status == TB_OK) {
+        uint64_t nbytes;
+        uint32_t port = frame_port(peer, &nbytes);
+        if (op->nbytes == nbytes)
+            deliver(peer, port, body, nbytes);
+        else
+            lose(peer, "it sent less than it said");
+        receive_frame(peer);
+    }
+    free(body);
+}
+
+static void on_frame(tb_op *op) {
+    tb__peer *peer = op->arg;
+    if (op->status != TB_OK) {
+        if (op->status != TB_LOST && op->status != TB_CANCELLED)
+            lose(peer, "it sent what makes no sense");
+        return;
+    }
+    uint64_t nbytes;
+    uint32_t port = frame_port(peer, &nbytes);
+    size_t behind = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0;
+    if (op->nbytes >= FRAME_HEADER && nbytes == behind) {
+        deliver(peer, port, peer->inbox + FRAME_HEADER, nbytes);
+        receive_frame(peer);
+    } else if (op->nbytes != FRAME_HEADER || nbytes > MAX_MESSAGE) {
+        lose(peer, "it sent what makes no sense");
+    } else if (!(peer->body = tb__malloc(nbytes, 1))) {
+        lose(peer, "there is no memory for what it sent");
+    } else {
+        post_receive(peer, on_body, TB__TAG_BODY, peer->body, nbytes);
+    }
+}
+
+static void receive_frame(tb__peer *peer) {
+    if (!peer->is_lost && !peer->engine->stopping)
+        post_receive(peer, on_frame, TB__TAG_MESSAGE, peer->inbox, FRAME_ROOM);
+}
+
+void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
+    tb__engine *engine = arg;
+    for (tb__peer *peer = engine->peers; peer; peer = peer->next) {
+        if (peer->wire == wire)
+            lose(peer, why);
+    }
+}
+
+/* ---- Sending -------------------------------------------------------------------------------------------------- */
+
+typedef struct outgoing {
+    tb_op frame, body;
+    tb_piece pieces[2];
+    unsigned char header[FRAME_HEADER];
+    tb__pack message;
+    int left; /* operations under way */
+} outgoing;
+
+static void on_sent(tb_op *op) {
+    outgoing *out = op->arg;
+    if (--out->left == 0) {
+        tb__pack_fini(&out->message);
+        free(out);
+    }
+}
+
+tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
+    outgoing *out = message->failed || peer->is_lost ? NULL : tb__calloc(1, sizeof *out);
+    if (!out) {
+        bool is_short = message->failed || !peer->is_lost;
+        tb__pack_fini(message);
+        return is_short ? tb__fail(TB_NO_MEMORY, "no memory for a message") : TB_OK;
+    }
+    tb__pack header = {.data = out->header, .capacity = FRAME_HEADER};
+    tb__pack_u32(&header, port);
+    tb__pack_u64(&header, message->count);
+    out->message = *message;
+    *message = (tb__pack){0};
+    out->pieces[0] = (tb_piece){out->header, FRAME_HEADER};
+    out->pieces[1] = (tb_piece){out->message.data, out->message.count};
+    bool is_long = out->message.count > FRAME_ROOM - FRAME_HEADER;
+    out->left = is_long ? 2 : 1;
+    out->frame = (tb_op){.kind = TB_OP_SEND,
+                         .peer = peer->wire,
+                         .tag = TB__TAG_MESSAGE,
+                         .pieces = out->pieces,
+                         .npieces = is_long ? 1 : 2,
+                         .done = on_sent,
+                         .arg = out};
+    out->body = (tb_op){.kind = TB_OP_SEND,
+                        .peer = peer->wire,
+                        .tag = TB__TAG_BODY,
+                        .pieces = out->pieces + 1,
+                        .npieces = 1,
+                        .done = on_sent,
+                        .arg = out};
+    tb_status status = tb__transport_post(peer->transport, &out->frame);
+    if (status != TB_OK)
+        out->left--;
+    if (is_long && (status != TB_OK || (status = tb__transport_post(peer->transport, &out->body)) != TB_OK))
+        out->left--;
+    if (out->left == 0) {
+        tb__pack_fini(&out->message);
+        free(out);
+    }
+    tb__engine_wake(peer->engine);
+    if (status == TB_LOST) {
+        lose(peer, tb_error_detail());
+        return TB_OK;
+    }
+    return status;
+}
+
+/* ---- Peers ---------------------------------------------------------------------------------------------------- */
+
+/* The engine's transport for a process with this contact, and the address it has there. */
+static const tb_transport *choose_transport(tb__engine *engine, bool is_here, tb__unpack contact, const void **address,
+                                            size_t *nbytes) {
+    char host[TB__CONTACT_PREFIX];
+    get_host(host);
+    const char *there = tb__unpack_raw(&contact, sizeof host);
+    bool is_near = there && memcmp(host, there, sizeof host) == 0;
+    uint32_t count = tb__unpack_u32(&contact);
+    const tb_transport *chosen = NULL;
+    for (uint32_t i = 0; i < count && !contact.failed && !chosen; i++) {
+        const char *name = tb__unpack_string(&contact);
+        *address = tb__unpack_bytes(&contact, nbytes);
+        for (size_t j = 0; j < engine->ntransports && !contact.failed; j++) {
+            const tb_transport *t = &engine->transports[j];
+            bool reaches = t->ops == &tb__self_ops ? is_here : !is_here && is_near;
+            if (reaches && strcmp(name, t->ops->name) == 0)
+                chosen = t;
+        }
+    }
+    return chosen;
+}
+
+static void free_peer(tb__peer *peer) {
+    free(peer->label);
+    free(peer->host);
+    free(peer->why);
+    free(peer->inbox);
+    free(peer->body);
+    free(peer);
+}
+
+tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
+                             const char *label, tb__peer **out) {
+    int32_t wire = tb__wire_rank(rank, incarnation);
+    for (tb__peer *peer = engine->peers; peer; peer = peer->next) {
+        if (peer->wire == wire) {
+            *out = peer;
+            return TB_OK;
+        }
+    }
+    const void *address = NULL;
+    size_t address_nbytes = 0;
+    tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
+    const tb_transport *transport = choose_transport(engine, wire == engine->wire, reader, &address, &address_nbytes);
+    if (!transport)
+        return tb__fail(TB_REFUSED, "%s is on another host, or has no transport in common with us", label);
+    tb__peer *peer = tb__calloc(1, sizeof *peer);
+    if (!peer)
+        return TB_NO_MEMORY;
+    peer->engine = engine;
+    peer->rank = rank;
+    peer->wire = wire;
+    peer->transport = transport;
+    peer->label = strdup(label);
+    peer->host = strndup(contact, TB__CONTACT_PREFIX);
+    peer->inbox = tb__malloc(FRAME_ROOM, 1);
+    if (!peer->label || !peer->host || !peer->inbox) {
+        free_peer(peer);
+        return TB_NO_MEMORY;
+    }
+    tb_status status = transport->ops->connect(transport->context, wire, address, address_nbytes);
+    if (status != TB_OK) {
+        tb__prefix_detail("%s", label);
+        free_peer(peer);
+        return status;
+    }
+    peer->next = engine->peers;
+    engine->peers = peer;
+    receive_frame(peer);
+    *out = peer;
+    return TB_OK;
+}
+
+void tb__peers_free(tb__engine *engine) {
+    while (engine->peers) {
+        tb__peer *peer = engine->peers;
+        engine->peers = peer->next;
+        free_peer(peer);
+    }
+}
