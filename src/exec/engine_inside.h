@@ -4,7 +4,7 @@
 
 #include "exec/engine.h"
 
-enum { TB__MAX_TRANSPORTS = 8 };
+enum { TB__MAX_TRANSPORTS = 8, TB__REGION_BUCKETS = 4096 };
 
 /* Tags: two for messages between engines, the rest for data. */
 enum { TB__TAG_MESSAGE = 0, TB__TAG_BODY = 1 };
@@ -27,6 +27,7 @@ struct tb__engine {
     tb__peer *peers;
     tb__port *ports;
     tb__task *tasks;
+    struct tb__region *regions[TB__REGION_BUCKETS];
     uint64_t task_changes, round;
     uint32_t last_port;
     uint64_t last_tag;

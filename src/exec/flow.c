@@ -1,0 +1,357 @@
+/* A flow's life, the numbers of its transfers, and the messages about them. */
+#include "exec/flow_inside.h"
+
+#include "base/log.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { MOST_ABORTS = 64 }; /* that are remembered */
+
+/* ---- Life ----------------------------------------------------------------------------------------------------- */
+
+static tb_status add_members(tb__flow *flow) {
+    const tb__flow_opts *o = &flow->o;
+    flow->self = o->npeers;
+    for (size_t i = 0; i < o->npeers; i++) {
+        member *m = &flow->members[i];
+        m->peer = o->peers[i];
+        m->port = o->ports[i];
+        if (m->peer->rank == o->rank)
+            flow->self = i;
+        if (!tb__index_add(&flow->by_rank, tb__hash(0, (uint64_t)m->peer->rank), i))
+            return TB_NO_MEMORY;
+    }
+    return flow->self < o->npeers ? TB_OK : tb__fail(TB_INTERNAL, "this rank is not in its own flow");
+}
+
+tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
+    tb__flow *flow = tb__calloc(1, sizeof *flow);
+    if (!flow)
+        return TB_NO_MEMORY;
+    flow->o = *opts;
+    flow->nmembers = opts->npeers;
+    flow->members = tb__calloc(opts->npeers, sizeof *flow->members);
+    flow->tensors = tb__malloc(opts->ntensors, sizeof *flow->tensors);
+    flow->what = strdup(opts->what);
+    tb_status status = flow->members && flow->tensors && flow->what ? add_members(flow) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        tb__flow_destroy(flow);
+        return status;
+    }
+    if (opts->ntensors)
+        memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
+    *out = flow;
+    return TB_OK;
+}
+
+void tb__flow_destroy(tb__flow *flow) {
+    if (!flow)
+        return;
+    tb__flow_drop_parcels(flow, true);
+    tb__flow_drop_parcels(flow, false);
+    if (flow->members)
+        tb__flow_unbind(flow);
+    tb__flow_unplan(flow);
+    for (size_t i = 0; i < flow->aborts.count; i++)
+        free(flow->aborts.item[i].why);
+    free(flow->aborts.item);
+    free(flow->stash.item);
+    free(flow->announcements.item);
+    free(flow->copies.item);
+    tb__arena_fini(&flow->copy_arena);
+    tb__index_fini(&flow->by_rank);
+    free(flow->bounce);
+    free(flow->members);
+    free(flow->tensors);
+    free(flow->what);
+    free(flow);
+}
+
+const tb_ir *tb__flow_ir(const tb__flow *flow) {
+    return flow->ir;
+}
+
+tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
+    return is_send ? &flow->send : &flow->recv;
+}
+
+member *tb__flow_find(tb__flow *flow, int32_t rank) {
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&flow->by_rank, tb__hash(0, (uint64_t)rank), &probe)) != TB__NOWHERE) {
+        if (flow->members[at].peer->rank == rank)
+            return &flow->members[at];
+    }
+    return NULL;
+}
+
+/* ---- Messages out --------------------------------------------------------------------------------------------- */
+
+void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt) {
+    tb__pack_u32(pack, flow->o.direction);
+    tb__pack_u32(pack, kind);
+    tb__pack_u64(pack, attempt);
+}
+
+void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
+    tb_status status = tb__engine_send(to->peer, to->port, pack);
+    if (status != TB_OK)
+        tb__log(TB_LOG_ERROR, "%s: message to %s: %s", flow->what, to->peer->label, tb_error_detail());
+}
+
+void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, kind, attempt);
+    tb__flow_send_message(flow, to, &pack);
+}
+
+static void tell_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (i == flow->self)
+            continue;
+        tb__pack pack = {0};
+        tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
+        tb__pack_u32(&pack, (uint32_t)-status);
+        tb__pack_string(&pack, why);
+        tb__flow_send_message(flow, &flow->members[i], &pack);
+    }
+}
+
+/* ---- Numbers -------------------------------------------------------------------------------------------------- */
+
+static const struct abort *find_abort(const tb__flow *flow, uint64_t attempt) {
+    for (size_t i = 0; i < flow->aborts.count; i++) {
+        if (flow->aborts.item[i].attempt == attempt)
+            return &flow->aborts.item[i];
+    }
+    return NULL;
+}
+
+static void note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
+    if (find_abort(flow, attempt))
+        return;
+    if (flow->aborts.count == MOST_ABORTS) {
+        free(flow->aborts.item[0].why);
+        memmove(flow->aborts.item, flow->aborts.item + 1, --flow->aborts.count * sizeof *flow->aborts.item);
+    }
+    char *copy = strdup(why);
+    if (!copy || !tb__vec_reserve(&flow->aborts, 1)) {
+        free(copy); /* the deadline ends it instead */
+        return;
+    }
+    flow->aborts.item[flow->aborts.count++] = (struct abort){attempt, status, copy};
+}
+
+bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (leg->attempt)
+        return true;
+    uint64_t *last = is_send ? &flow->last_sent : &flow->last_received;
+    while (*last < flow->started && find_abort(flow, *last + 1))
+        ++*last; /* given up before we came */
+    if (*last < flow->started)
+        leg->attempt = ++*last;
+    return leg->attempt > 0;
+}
+
+/* ---- Legs ----------------------------------------------------------------------------------------------------- */
+
+void tb__phases_enter(tb__phases *phases, tb_phase phase) {
+    double now = tb__seconds();
+    phases->seconds[phases->now] += now - phases->since;
+    phases->since = now;
+    phases->now = phase;
+}
+
+void tb__leg_idle(tb__leg *leg) {
+    tb__phases_enter(leg->phases, leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT);
+}
+
+void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    *leg = (tb__leg){
+        .is_under_way = true, .bytes_total = leg->bytes_total, .groups_total = leg->groups_total, .phases = phases};
+    if (is_send) {
+        flow->send_is_exposed = false;
+        if (flow->o.lead == flow->self && flow->broken == TB_OK) {
+            flow->started++;
+            for (size_t i = 0; i < flow->nmembers; i++) {
+                if (i != flow->self)
+                    tb__flow_tell(flow, &flow->members[i], MESSAGE_START, flow->started);
+            }
+        }
+    } else {
+        flow->takes_all = false;
+        flow->groups_taken = 0;
+    }
+}
+
+/* The sentence is in tb_error_detail. */
+static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (!leg->is_under_way)
+        return;
+    leg->is_under_way = false;
+    leg->status = status;
+    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
+    if (is_send)
+        tb__flow_revoke(flow);
+    tb__flow_drop_parcels(flow, is_send);
+    if (!is_send)
+        tb__flow_end_recv(flow);
+    if (leg->attempt) {
+        note_abort(flow, leg->attempt, status, leg->why); /* for the other leg, too */
+        if (tell)
+            tell_abort(flow, leg->attempt, status, leg->why);
+    }
+    tb__engine_wake(flow->o.engine);
+}
+
+void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status) {
+    fail_leg(flow, is_send, status, true);
+}
+
+static void break_flow(tb__flow *flow, tb_status status, bool tell) {
+    if (flow->broken != TB_OK)
+        return;
+    flow->broken = status;
+    snprintf(flow->why, sizeof flow->why, "%s", tb_error_detail());
+    fail_leg(flow, true, status, false);
+    fail_leg(flow, false, status, false);
+    if (tell)
+        tell_abort(flow, 0, status, flow->why);
+    tb__engine_wake(flow->o.engine);
+}
+
+void tb__flow_break(tb__flow *flow, tb_status status) {
+    break_flow(flow, status, true);
+}
+
+void tb__flow_lost(tb__flow *flow, size_t position) {
+    const tb__peer *peer = flow->members[position].peer;
+    break_flow(flow,
+               tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, flow->what, peer->why ? peer->why : "?"),
+               false);
+}
+
+bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
+    if (flow->is_planned)
+        return true;
+    if (leg)
+        tb__phases_enter(leg->phases, TB_PHASE_PLAN);
+    tb_status status = tb__flow_plan(flow);
+    if (leg)
+        tb__leg_idle(leg);
+    if (status != TB_OK)
+        tb__flow_break(flow, tb__fail_within(status, "rank %" PRId32, flow->o.rank));
+    return status == TB_OK;
+}
+
+bool tb__flow_step(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (!leg->is_under_way)
+        return false;
+    if (flow->broken != TB_OK) {
+        fail_leg(flow, is_send, tb__fail(flow->broken, "%s", flow->why), false);
+        return true;
+    }
+    const struct abort *abort = leg->attempt ? find_abort(flow, leg->attempt) : NULL;
+    if (abort) {
+        fail_leg(flow, is_send, tb__fail(abort->status, "%s", abort->why), false);
+        return true;
+    }
+    if (leg->is_cancelled) {
+        fail_leg(flow, is_send, tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what),
+                 true);
+        return true;
+    }
+    return is_send ? tb__flow_step_send(flow) : tb__flow_step_recv(flow);
+}
+
+/* ---- Messages in ---------------------------------------------------------------------------------------------- */
+
+static bool on_abort(tb__flow *flow, uint64_t attempt, tb__unpack *message) {
+    uint32_t code = tb__unpack_u32(message);
+    const char *why = tb__unpack_string(message);
+    if (!tb__unpack_is_done(message) || code == 0 || code > 64)
+        return false;
+    if (attempt == 0)
+        break_flow(flow, tb__fail((tb_status) - (int)code, "%s", why), false);
+    else
+        note_abort(flow, attempt, (tb_status) - (int)code, why);
+    return true;
+}
+
+static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t attempt, tb__unpack *message) {
+    switch (kind) {
+    case MESSAGE_BIND:
+        return !tb__flow_ensure_plan(flow, NULL) || tb__flow_on_bind(flow, from, message);
+    case MESSAGE_REACH:
+        return tb__flow_on_reach(flow, from, message);
+    case MESSAGE_START:
+        flow->started = attempt > flow->started ? attempt : flow->started;
+        return from == &flow->members[flow->o.lead];
+    case MESSAGE_READY:
+        from->ready = attempt;
+        return from->is_feeder;
+    case MESSAGE_BUCKET:
+        return tb__flow_on_bucket(flow, from, attempt, message);
+    case MESSAGE_GO:
+        return tb__flow_on_go(flow, from, message);
+    case MESSAGE_STASHED:
+        tb__flow_on_stashed(flow, from, attempt);
+        return from->is_reader;
+    case MESSAGE_DONE:
+        tb__flow_on_done(flow, from, attempt);
+        return from->is_reader;
+    case MESSAGE_ABORT:
+        return on_abort(flow, attempt, message);
+    case MESSAGE_KINDS:
+        break;
+    }
+    return false;
+}
+
+bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
+    uint32_t kind = tb__unpack_u32(message);
+    uint64_t attempt = tb__unpack_u64(message);
+    if (message->failed)
+        return false;
+    if (flow->broken != TB_OK)
+        return true;
+    return on_message(flow, &flow->members[position], (message_kind)kind, attempt, message);
+}
+
+/* ---- Waiting -------------------------------------------------------------------------------------------------- */
+
+static bool awaits(const tb__flow *flow, bool is_send, const member *m) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    if (is_send && flow->send_is_exposed)
+        return m->is_reader && !m->is_done;
+    if (leg->attempt == 0 && (!is_send || flow->self != flow->o.lead) && (is_send || flow->is_reached))
+        return m == &flow->members[flow->o.lead];
+    if (is_send)
+        return m->is_reader && !m->has_reach;
+    return m->is_feeder && (flow->is_reached ? m->ready != leg->attempt && !m->is_concluded : !m->is_bound);
+}
+
+void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
+    const char *first = NULL;
+    size_t others = 0;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (!awaits(flow, is_send, &flow->members[i]))
+            continue;
+        if (!first)
+            first = flow->members[i].peer->label;
+        else
+            others++;
+    }
+    const char *what = !is_send || !flow->send.attempt ? "to send" : "to receive";
+    if (!first)
+        snprintf(out, room, "data is still on its way");
+    else if (others)
+        snprintf(out, room, "waiting for %s and %zu others %s", first, others, what);
+    else
+        snprintf(out, room, "waiting for %s %s", first, what);
+}

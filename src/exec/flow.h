@@ -1,0 +1,113 @@
+/* A flow: the tensors of one batch that go from one group to another, in one direction, and what this process does for
+ * it. It may be on the sending side, on the receiving side, or on both.
+ *
+ * Set-up, the first time: each rank plans on its own. A rank whose tensors others read (a *feeder*) tells its readers
+ * where they are (BIND). A reader finds out what it can reach, and answers with the channels that must be staged for it
+ * (REACH).
+ *
+ * Then, for each transfer: the first rank of the sending side issues its number (START). Senders say READY; readers
+ * copy straight from the feeders' memory; what can't be reached is packed into staging memory, announced (BUCKET),
+ * asked for (GO) and sent. A reader that has all it gets from a feeder completes the exposure, by compare-and-set of a
+ * word in the feeder's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
+ * exposed.
+ *
+ * Where a rank overwrites memory that others still read (source and target in one allocation), readers put all they
+ * read of it aside first (STASHED), and the rank writes nothing before all have.
+ *
+ * All of this needs the engine's lock, which a step lets go of while it copies. */
+#ifndef TB_EXEC_FLOW_H
+#define TB_EXEC_FLOW_H
+
+#include "exec/engine.h"
+
+typedef struct tb__flow tb__flow;
+
+/* A tensor and where this process has its parts. The spec's pointers are borrowed. */
+typedef struct tb__flow_tensor {
+    tb_tensor_spec spec;
+    tb_binding src, dst; /* local shapes are set, also where they are empty */
+} tb__flow_tensor;
+
+typedef struct tb__flow_opts {
+    tb__engine *engine;
+    int32_t rank;
+    uint32_t direction;     /* goes along with messages, so that both directions can share a port */
+    tb__peer *const *peers; /* all ranks of both sides, each once, this one too; borrowed */
+    const uint32_t *ports;  /* theirs; borrowed */
+    size_t npeers;
+    size_t lead; /* position of the peer that issues numbers */
+    const tb__flow_tensor *tensors;
+    size_t ntensors; /* by name */
+    tb_plan_cache *cache;
+    const int32_t *hosts; /* by rank; NULL: all on one */
+    size_t nhosts;
+    const char *what; /* for sentences: "batch 'step'"; borrowed */
+    int64_t bucket_size, staging_bytes;
+    int64_t own_staging_bytes; /* staging_bytes is what both sides can do; this is the rank's own bound */
+    uint32_t max_in_flight;
+    uint32_t group_window; /* 0: all */
+    bool staged, snapshot;
+} tb__flow_opts;
+
+/* Plans nothing yet. */
+tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out);
+void tb__flow_destroy(tb__flow *flow);
+
+/* A message of a peer's; begins with its kind. False: it makes no sense. */
+bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
+
+/* A peer is gone: nothing will ever move in this flow again. */
+void tb__flow_lost(tb__flow *flow, size_t peer);
+
+/* Nothing will move any more, for the reason in tb_error_detail. */
+void tb__flow_break(tb__flow *flow, tb_status status);
+
+/* Times of a transfer by phase: each moment counts to one. */
+typedef struct tb__phases {
+    double seconds[TB_PHASE_COUNT];
+    double since;
+    tb_phase now;
+} tb__phases;
+
+void tb__phases_enter(tb__phases *phases, tb_phase phase);
+
+enum { TB__WHY_MAX = 512 };
+
+/* One rank's part in one transfer. */
+typedef struct tb__leg {
+    bool is_under_way;
+    bool is_cancelled; /* set by anyone, to be noticed by the next step */
+    tb_status status;  /* of one that failed; the sentence is in `why` */
+    char why[TB__WHY_MAX];
+    uint64_t attempt; /* 0: not begun */
+    bool is_released, is_arrived, is_committed;
+    int64_t bytes_done, bytes_total;
+    uint32_t groups_done, groups_total;
+    size_t in_flight; /* staged messages */
+    tb__phases *phases;
+} tb__leg;
+
+tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
+
+/* Begins the next transfer. Its end, good or bad, is told by the leg. */
+void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases);
+
+/* Does what can be done; returns whether it did anything. */
+bool tb__flow_step(tb__flow *flow, bool is_send);
+
+/* Fails the leg, here and at the peers, with the sentence in tb_error_detail. Nothing of it is read or written when
+ * this returns, unless a step is under way. */
+void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
+
+/* Adds to the sentence who is being waited for, and for what. */
+void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);
+
+/* All groups up to this one have been taken by the host: room for more in the window. UINT32_MAX: all. */
+void tb__flow_take_groups(tb__flow *flow, uint32_t group);
+/* Whether all groups up to this one have arrived. */
+bool tb__flow_has_group(const tb__flow *flow, uint32_t group);
+
+/* What the rank does, for dumps; NULL before it was planned. */
+const tb_ir *tb__flow_ir(const tb__flow *flow);
+
+#endif

@@ -1,0 +1,349 @@
+/* Who reaches what. Feeders tell readers where their tensors are; readers find out how they get there, and say what has
+ * to be staged. */
+#include "exec/flow_inside.h"
+
+#include "base/dtype.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* Below this, reading a peer's memory run by run costs more than having it packed. */
+enum { LEAST_RUN = 2048 };
+enum { MOST_FEEDERS_READ = 1024 }; /* at a time, when they are not mapped */
+
+const place *tb__member_place(const member *m, uint32_t tensor) {
+    size_t low = 0, high = m->places.count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (m->places.item[middle].tensor < tensor)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < m->places.count && m->places.item[low].tensor == tensor ? &m->places.item[low] : NULL;
+}
+
+/* ---- BIND ----------------------------------------------------------------------------------------------------- */
+
+static bool has_target(const lane *l, int32_t rank) {
+    for (uint32_t i = 0; i < l->first->ntargets; i++) {
+        if (l->first->targets[i] == rank)
+            return true;
+    }
+    return false;
+}
+
+/* Marks the tensors that the reader gets of this rank. */
+static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_read) {
+    const tb_ir *ir = flow->ir;
+    memset(is_read, 0, flow->o.ntensors * sizeof *is_read);
+    for (size_t i = 0; i < ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        if (!(l->is_shipper || l->is_contributor) || !has_target(l, reader->peer->rank))
+            continue;
+        const tb_bucket *first = &ir->buckets[l->channel->first_bucket], *end = first + l->channel->nbuckets;
+        for (const tb_bucket *b = first; b < end; b++) {
+            for (size_t j = 0; j < b->nentries; j++)
+                is_read[ir->chunks[ir->entries[b->first_entry + j].chunk].tensor] = true;
+        }
+    }
+}
+
+static void pack_key(tb__pack *pack, tb__region *region, tb__peer *peer) {
+    tb_mem_key key = {0};
+    if (!region || tb__region_export(region, peer, &key) != TB_OK)
+        key.nbytes = 0; /* what it can't reach is sent to it */
+    tb__pack_bytes(pack, key.bytes, key.nbytes);
+}
+
+static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
+    tb__pack_u32(&pack, flow->o.staged);
+    pack_key(&pack, flow->words_region, reader->peer);
+    tb__pack_u64(&pack, (uint64_t)((char *)reader->word - flow->words));
+    mark_tensors(flow, reader, is_read);
+    uint32_t count = 0;
+    for (size_t i = 0; i < flow->o.ntensors; i++)
+        count += is_read[i];
+    tb__pack_u32(&pack, count);
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        if (!is_read[i])
+            continue;
+        const tb_binding *b = &flow->tensors[i].src;
+        tb__pack_u32(&pack, (uint32_t)i);
+        tb__pack_u32(&pack, flow->flagged[i]);
+        pack_key(&pack, flow->src_regions[i], reader->peer);
+        /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
+        int64_t back = 0;
+        for (int d = 0; d < b->shape.ndim; d++) {
+            if (b->strides[d] < 0)
+                back -= b->strides[d] * (b->shape.dim[d] - 1);
+        }
+        tb__pack_u64(&pack, (uint64_t)tb__dtype_bytes(b->dtype, back));
+        for (int d = 0; d < b->shape.ndim; d++)
+            tb__pack_i64(&pack, b->strides[d]);
+    }
+    tb__flow_send_message(flow, reader, &pack);
+}
+
+tb_status tb__flow_send_binds(tb__flow *flow) {
+    if (flow->is_bound)
+        return TB_OK;
+    bool *is_read = tb__malloc(flow->o.ntensors, sizeof *is_read);
+    if (!is_read)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_reader)
+            send_bind(flow, &flow->members[i], is_read);
+    }
+    free(is_read);
+    flow->is_bound = true;
+    return TB_OK;
+}
+
+/* ---- What a reader reaches -------------------------------------------------------------------------------------- */
+
+static tb_remote *import(member *m, const void *bytes, size_t nbytes) {
+    tb_mem_key key = {.nbytes = (uint32_t)nbytes};
+    tb_remote *remote;
+    if (nbytes == 0 || nbytes > sizeof key.bytes)
+        return NULL;
+    memcpy(key.bytes, bytes, nbytes);
+    const tb_transport *t = m->peer->transport;
+    return t->ops->mem_import(t->context, m->peer->wire, &key, &remote) == TB_OK ? remote : NULL;
+}
+
+/* Whether the tensor's memory can be had without the feeder's help. One byte tells. */
+static bool reaches(const member *m, place *p) {
+    if (!p->remote)
+        return false;
+    p->map = tb__transport_map(m->peer->transport, p->remote);
+    char byte;
+    return p->map || tb__transport_read(m->peer->transport, p->remote, &(tb_range){p->offset, 1}, 1,
+                                        &(tb_piece){&byte, 1}, 1) == TB_OK;
+}
+
+static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
+    place p = {.tensor = tb__unpack_u32(message)};
+    p.is_flagged = tb__unpack_u32(message) != 0;
+    size_t nbytes;
+    const void *key = tb__unpack_bytes(message, &nbytes);
+    p.offset = tb__unpack_u64(message);
+    if (message->failed || p.tensor >= flow->o.ntensors ||
+        (m->places.count && m->places.item[m->places.count - 1].tensor >= p.tensor))
+        return false;
+    for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
+        p.strides[d] = tb__unpack_i64(message);
+    if (message->failed || !tb__vec_reserve(&m->places, 1))
+        return false;
+    p.remote = import(m, key, nbytes);
+    m->is_reachable &= reaches(m, &p);
+    m->places.item[m->places.count++] = p;
+    return true;
+}
+
+/* The shortest run of bytes in the chunks of a lane that would have to be read from this place. */
+static bool has_long_runs(const tb__flow *flow, const lane *l, const member *m) {
+    const tb_ir *ir = flow->ir;
+    const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
+    for (size_t i = 0; i < l->channel->nbuckets; i++) {
+        for (size_t j = 0; j < first[i].nentries; j++) {
+            const tb_chunk *chunk = &ir->chunks[ir->entries[first[i].first_entry + j].chunk];
+            const place *p = tb__member_place(m, chunk->tensor);
+            if (!p)
+                return false;
+            int64_t run = 1;
+            for (int d = chunk->ndim; d-- > 0 && (p->strides[d] == run || chunk->len[d] == 1);)
+                run *= chunk->len[d];
+            tb_dtype dtype = flow->tensors[chunk->tensor].spec.src_dtype;
+            int64_t nbytes = tb__dtype_bytes(dtype, run);
+            bool is_all = run == chunk->nbytes * 8 / tb_dtype_bits(chunk->wire_dtype);
+            if (!p->map && !is_all && nbytes < LEAST_RUN)
+                return false;
+        }
+    }
+    return true;
+}
+
+static bool lane_is_flagged(const tb__flow *flow, const lane *l) {
+    const tb_ir *ir = flow->ir;
+    const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
+    for (size_t i = 0; i < l->channel->nbuckets; i++) {
+        for (size_t j = 0; j < first[i].nentries; j++) {
+            const tb_chunk *chunk = &ir->chunks[ir->entries[first[i].first_entry + j].chunk];
+            for (uint32_t k = 0; k < l->nfeeders; k++) {
+                const place *p = tb__member_place(&flow->members[l->feeders[k]], chunk->tensor);
+                if (p && p->is_flagged && !tb__flow_is_in_place(flow, chunk))
+                    return true;
+            }
+        }
+    }
+    return false;
+}
+
+static bool all_mapped(const tb__flow *flow, const lane *l) {
+    for (uint32_t i = 0; i < l->nfeeders; i++) {
+        const member *m = &flow->members[l->feeders[i]];
+        for (size_t j = 0; j < m->places.count; j++) {
+            if (!m->places.item[j].map)
+                return false;
+        }
+    }
+    return true;
+}
+
+static void choose_path(tb__flow *flow, lane *l) {
+    bool is_own = l->nfeeders == 1 && l->feeders[0] == flow->self; /* nothing could be gained by staging */
+    l->takes_staged = flow->o.staged && l->nfeeders && !is_own;
+    for (uint32_t i = 0; i < l->nfeeders; i++) {
+        member *m = &flow->members[l->feeders[i]];
+        if ((!m->is_reachable || !has_long_runs(flow, l, m)) && !is_own)
+            l->takes_staged = true;
+    }
+    if (l->nfeeders > MOST_FEEDERS_READ && !is_own)
+        l->takes_staged |= !all_mapped(flow, l);
+    /* A rank that overwrites its own sources does not write what comes staged before it may write anything: held back
+     * in the memory through which others' data has to come, it could hold them up for ever. */
+    l->is_flagged = lane_is_flagged(flow, l) || (flow->has_flagged && l->takes_staged);
+    for (uint32_t i = 0; l->is_flagged && i < l->nfeeders; i++)
+        flow->members[l->feeders[i]].nflagged += l->channel->nbuckets;
+}
+
+/* What all that is put aside takes, against what there is. */
+static tb_status check_stash(tb__flow *flow) {
+    int64_t need = 0;
+    bool is_used[POOL_STASH] = {false};
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        bool is_local = l->is_shipper && l->is_target;
+        is_used[POOL_SEND] |= (l->is_shipper || l->is_contributor) && !is_local;
+        is_used[POOL_REDUCE] |= l->is_shipper && !is_local && l->nfeeders > 1;
+        is_used[POOL_COMBINE] |= is_local && l->takes_staged;
+        is_used[POOL_RECEIVE] |= l->is_target && l->takes_staged;
+        for (size_t j = 0; l->is_target && l->is_flagged && j < l->channel->nbuckets; j++)
+            need += (flow->ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
+    }
+    int64_t room = flow->o.own_staging_bytes;
+    for (int p = 0; p < POOL_STASH; p++)
+        room -= is_used[p] ? flow->pool_size[p] : 0;
+    flow->pool_size[POOL_STASH] = room;
+    if (need > room)
+        return tb__fail(TB_REFUSED,
+                        "%s overwrites tensors that are still being read, and rank %" PRId32
+                        " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
+                        " for that: raise them, or receive into other memory",
+                        flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
+    return TB_OK;
+}
+
+static void send_reach(tb__flow *flow, member *feeder) {
+    uint32_t position = (uint32_t)(feeder - flow->members), count = 0;
+    tb__pack pack = {0}, list = {0};
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        bool feeds = false;
+        for (uint32_t j = 0; l->is_target && l->takes_staged && j < l->nfeeders; j++)
+            feeds |= l->feeders[j] == position;
+        if (!feeds)
+            continue;
+        tb__pack_u64(&list, l->first->id);
+        tb__pack_u32(&list, l->first->part);
+        count++;
+    }
+    tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
+    tb__pack_u32(&pack, feeder->nflagged > 0);
+    tb__pack_u32(&pack, count);
+    if (count)
+        tb__pack_raw(&pack, list.data, list.count);
+    pack.failed |= list.failed;
+    tb__pack_fini(&list);
+    tb__flow_send_message(flow, feeder, &pack);
+}
+
+static tb_status decide(tb__flow *flow) {
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        if (flow->lanes[i].is_target)
+            choose_path(flow, &flow->lanes[i]);
+    }
+    return check_stash(flow);
+}
+
+/* Once all feeders have told: what is staged, and who hears of it. */
+bool tb__flow_try_reach(tb__flow *flow) {
+    if (flow->is_reached)
+        return false;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_feeder && !flow->members[i].is_bound)
+            return false;
+    }
+    tb_status status = decide(flow);
+    if (status != TB_OK) {
+        tb__flow_break(flow, status);
+        return true;
+    }
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_feeder)
+            send_reach(flow, &flow->members[i]);
+    }
+    flow->is_reached = true;
+    return true;
+}
+
+bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
+    if (!from->is_feeder || from->is_bound)
+        return false;
+    bool wants_staging = tb__unpack_u32(message) != 0;
+    size_t nbytes;
+    const void *key = tb__unpack_bytes(message, &nbytes);
+    uint64_t offset = tb__unpack_u64(message);
+    from->words = import(from, key, nbytes);
+    char *words = from->words ? tb__transport_map(from->peer->transport, from->words) : NULL;
+    if (words && offset <= (uint64_t)flow->nmembers * WORD_STRIDE - sizeof(uint64_t) && offset % sizeof(uint64_t) == 0)
+        from->its_word = (_Atomic uint64_t *)(void *)(words + offset);
+    from->is_reachable = from->its_word && !wants_staging;
+    size_t count = tb__unpack_count(message, 20);
+    for (size_t i = 0; i < count; i++) {
+        if (!read_place(flow, from, message))
+            return false;
+    }
+    if (!tb__unpack_is_done(message))
+        return false;
+    from->is_bound = true;
+    tb__flow_try_reach(flow);
+    return true;
+}
+
+bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
+    if (!from->is_reader || from->has_reach || !flow->is_planned)
+        return false;
+    from->stashes = tb__unpack_u32(message) != 0;
+    size_t count = tb__unpack_count(message, 12);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t id = tb__unpack_u64(message);
+        uint32_t part = tb__unpack_u32(message);
+        size_t bucket = tb__flow_find_bucket(flow, id, part);
+        if (bucket == TB__NOWHERE)
+            return false;
+        lane *l = tb__flow_lane(flow, bucket);
+        if (l->nstaged == l->first->ntargets || !has_target(l, from->peer->rank))
+            return false;
+        l->staged[l->nstaged++] = (uint32_t)(from - flow->members);
+    }
+    from->has_reach = tb__unpack_is_done(message);
+    return from->has_reach;
+}
+
+void tb__flow_unbind(tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        const tb_transport *t = m->peer->transport;
+        for (size_t j = 0; j < m->places.count; j++) {
+            if (m->places.item[j].remote)
+                t->ops->mem_release(t->context, m->places.item[j].remote);
+        }
+        free(m->places.item);
+        if (m->words)
+            t->ops->mem_release(t->context, m->words);
+    }
+}

@@ -1,0 +1,279 @@
+/* What the files of a flow share: flow.c (life, numbers of transfers, messages), flow_plan.c (who does what),
+ * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_send.c and flow_recv.c (one transfer), flow_parcel.c
+ * (staged messages). */
+#ifndef TB_EXEC_FLOW_INSIDE_H
+#define TB_EXEC_FLOW_INSIDE_H
+
+#include "base/mem.h"
+#include "exec/copy.h"
+#include "exec/flow.h"
+#include "exec/region.h"
+
+#include <stdatomic.h>
+
+typedef enum message_kind {
+    MESSAGE_BIND,
+    MESSAGE_REACH,
+    MESSAGE_START,
+    MESSAGE_READY,
+    MESSAGE_BUCKET,
+    MESSAGE_GO,
+    MESSAGE_STASHED,
+    MESSAGE_DONE,
+    MESSAGE_ABORT,
+    MESSAGE_KINDS
+} message_kind;
+
+/* An exposure's state word: attempt << 2 | state. */
+enum { EXPOSURE_READY = 1, EXPOSURE_COMPLETE = 2, EXPOSURE_REVOKED = 3 };
+
+/* Each word has a cache line. */
+enum { WORD_STRIDE = 64 };
+
+/* Where a feeder keeps one of its tensors. */
+typedef struct place {
+    uint32_t tensor;
+    bool is_flagged; /* its rank is going to overwrite it */
+    tb_remote *remote;
+    char *map;       /* NULL: it must be read */
+    uint64_t offset; /* of element (0, 0, ...), in bytes from the remote's beginning */
+    int64_t strides[TB_MAX_DIMS];
+} place;
+
+/* Another rank of the flow, or this one. */
+typedef struct member {
+    tb__peer *peer;
+    uint32_t port;
+
+    bool is_reader; /* it reads, or is sent, what we have */
+    bool has_reach, stashes;
+    _Atomic uint64_t *word; /* of what we expose to it */
+    int64_t reads_nbytes;
+    bool has_stashed, is_done; /* in this transfer */
+
+    bool is_feeder; /* we read, or are sent, what it has */
+    bool is_bound, is_reachable;
+    tb_remote *words;
+    _Atomic uint64_t *its_word;
+    TB_VEC(place) places; /* by tensor */
+    size_t nbuckets;      /* that we get from it */
+    size_t nflagged;      /* of them, those to be put aside first */
+    uint64_t ready;       /* for which attempt it is */
+    size_t left, flagged_left;
+    bool is_concluded;
+} member;
+
+/* A channel and what this rank does for it. */
+typedef struct lane {
+    const tb_channel *channel;
+    const tb_chunk *first; /* what its chunks have in common */
+    bool is_target, is_shipper, is_contributor;
+    uint32_t nfeeders;
+    uint32_t *feeders; /* positions of members, in the order they are combined; none: zeros */
+    uint32_t shipper;  /* position; of zeros: this rank's */
+
+    bool takes_staged; /* as a target */
+    bool is_flagged;   /* as a target: put aside before anything is written */
+    uint32_t nstaged;  /* as a source: targets that must be sent it */
+    uint32_t *staged;
+
+    size_t to_send, to_take; /* the next bucket, from the channel's first */
+    uint32_t in_flight;
+} lane;
+
+typedef struct group {
+    uint32_t number;
+    size_t nbuckets, left;
+} group;
+
+/* Staging memory is dealt out by use, so that no use can starve another. */
+typedef enum pool {
+    POOL_SEND,    /* packed buckets and contributions */
+    POOL_REDUCE,  /* contributions that came, for what is shipped, and that itself */
+    POOL_COMBINE, /* contributions that came, for this rank's own tensors */
+    POOL_RECEIVE, /* buckets that came */
+    POOL_STASH,   /* what was put aside; as large as the others leave it */
+    POOL_COUNT
+} pool;
+
+typedef struct parcel parcel;
+
+/* One message of a staged bucket. */
+typedef struct courier {
+    parcel *parcel;
+    uint32_t member;
+    uint64_t tag;
+    tb_op op;
+    tb_piece piece;
+    bool is_posted, is_done;
+} courier;
+
+/* A bucket on its way through staging memory. */
+struct parcel {
+    tb__flow *flow;
+    lane *lane;
+    size_t bucket; /* of the IR */
+    enum { PARCEL_OUT, PARCEL_IN, PARCEL_REDUCE } kind;
+    bool is_send; /* whose leg it belongs to */
+    pool pool;
+    char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
+    size_t nbytes;
+    char *output; /* of a reduction: the bucket to be shipped or put aside; NULL: it goes into the tensors */
+    pool output_pool;
+    size_t output_nbytes;
+    size_t left; /* couriers that are not done */
+    parcel *next;
+    size_t ncouriers;
+    courier couriers[];
+};
+
+/* A bucket that a peer has packed for us. */
+typedef struct announcement {
+    uint64_t attempt;
+    uint32_t member;
+    size_t bucket;
+    uint64_t tag;
+    size_t nbytes;
+} announcement;
+
+/* A bucket that was put aside. */
+typedef struct stashed {
+    lane *lane;
+    size_t bucket;
+    char *buffer;
+    size_t nbytes;
+} stashed;
+
+struct tb__flow {
+    tb__flow_opts o;
+    char *what;
+    tb_status broken; /* and why */
+    char why[TB__WHY_MAX];
+    tb__flow_tensor *tensors;
+    member *members;
+    size_t nmembers, self;
+    tb__index by_rank;
+
+    /* The plan. */
+    bool is_planned, is_bound, is_reached;
+    tb_ir *ir;
+    tb__arena arena;
+    lane *lanes; /* as many as the IR has channels */
+    TB_VEC(group) groups;
+    bool *flagged; /* per tensor: this rank is going to overwrite its source */
+    bool has_flagged;
+    tb__region **src_regions, **dst_regions; /* per tensor; NULL: empty */
+    tb__region *words_region;
+    char *words;
+    char *snapshot;
+    tb_binding *snapshot_of; /* per tensor: the live tensor, where src is the snapshot */
+    tb__index by_bucket;     /* of buckets that may be announced, by their first chunk */
+
+    /* Numbers. */
+    uint64_t started;
+    uint64_t last_sent, last_received; /* attempts that legs of this rank have had */
+    TB_VEC(struct abort {
+        uint64_t attempt;
+        tb_status status;
+        char *why;
+    })
+    aborts;
+
+    /* One transfer each. */
+    tb__leg send, recv;
+    bool send_is_exposed;
+    uint64_t opened; /* the last attempt for which sources may be overwritten */
+    size_t readers_left;
+    size_t sends_left; /* staged buckets, over all lanes */
+    uint32_t next_lane_out, next_lane_in;
+    size_t groups_taken; /* by the host ... */
+    bool takes_all;      /* ... as soon as they are there */
+    size_t buckets_left;
+    TB_VEC(stashed) stash;
+    TB_VEC(announcement) announcements;
+    parcel *parcels;
+    int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
+    TB_VEC(tb__copy) copies; /* of the step under way */
+    tb__arena copy_arena;
+    char *bounce; /* for what is read, not mapped */
+};
+
+/* flow.c */
+member *tb__flow_find(tb__flow *flow, int32_t rank);
+void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt);
+void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack);
+void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt);
+/* Gives a leg that waits for a number the next one, if there is one. */
+bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
+/* Plans, the first time. A failure breaks the flow. */
+bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
+/* Back to waiting, in one way or the other. */
+void tb__leg_idle(tb__leg *leg);
+
+/* flow_plan.c */
+tb_status tb__flow_plan(tb__flow *flow);
+void tb__flow_unplan(tb__flow *flow);
+
+/* flow_bind.c */
+tb_status tb__flow_send_binds(tb__flow *flow);
+bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
+bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
+void tb__flow_unbind(tb__flow *flow);
+const place *tb__member_place(const member *m, uint32_t tensor);
+
+/* flow_copy.c: one end of a copy of a bucket. */
+typedef enum end_kind {
+    END_FEEDER, /* the tensor of a member that was bound */
+    END_SOURCE, /* this rank's source tensor */
+    END_TARGET, /* this rank's target tensor */
+    END_BUCKET, /* a buffer with the bucket's offsets, in the wire dtype */
+    END_RAW,    /* a buffer of contributions, in the source's dtype */
+} end_kind;
+
+typedef struct end {
+    end_kind kind;
+    member *member;
+    char *buffer;
+} end;
+
+/* Copies a bucket, reducing if there are several ends to read from; the lock is free meanwhile. Stops early, with
+ * TB_CANCELLED, if the leg has ended when a slice is done. Counts progress on the leg where `counts`. */
+tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom, end to,
+                        bool counts);
+/* Copies whole tensors, without the lock: the snapshot. */
+tb_status tb__flow_take_snapshot(tb__flow *flow);
+int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
+/* Whether both are the same elements of the same memory. */
+bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
+size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
+
+/* flow_send.c, flow_recv.c */
+bool tb__flow_step_send(tb__flow *flow);
+bool tb__flow_step_recv(tb__flow *flow);
+void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is being sent */
+void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
+void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
+void tb__flow_end_recv(tb__flow *flow);
+bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
+/* Whether this rank's targets may be written: nobody still reads what they overwrite. */
+bool tb__flow_may_write(const tb__flow *flow);
+bool tb__flow_admits(const tb__flow *flow, const tb_bucket *bucket);
+/* A bucket is in the tensors. */
+tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
+/* A bucket is in staging memory, which goes over to the stash. */
+tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
+
+/* flow_parcel.c */
+size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
+bool tb__flow_has_room(const tb__flow *flow, pool pool, size_t nbytes);
+void *tb__flow_stage(tb__flow *flow, pool pool, size_t nbytes); /* NULL: no memory */
+void tb__flow_unstage(tb__flow *flow, pool pool, void *buffer, size_t nbytes);
+bool tb__flow_step_out(tb__flow *flow);                  /* packs and announces */
+bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
+bool tb__flow_step_in(tb__flow *flow);                   /* asks for what was announced, and unpacks what came */
+bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
+bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
+void tb__flow_drop_parcels(tb__flow *flow, bool is_send);
+lane *tb__flow_lane(tb__flow *flow, size_t bucket);
+
+#endif

@@ -1,0 +1,252 @@
+/* The receiving side of one transfer: read what is ready, put aside what has to be, write, and say so. */
+#include "exec/flow_inside.h"
+
+#include <inttypes.h>
+
+/* ---- What may be done ------------------------------------------------------------------------------------------ */
+
+bool tb__flow_may_write(const tb__flow *flow) {
+    return !flow->has_flagged || flow->opened >= flow->recv.attempt;
+}
+
+static size_t find_group(const tb__flow *flow, uint32_t number) {
+    size_t low = 0, high = flow->groups.count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (flow->groups.item[middle].number < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+bool tb__flow_admits(const tb__flow *flow, const tb_bucket *bucket) {
+    if (flow->o.group_window == 0)
+        return true;
+    size_t taken = flow->takes_all ? flow->recv.groups_done : flow->groups_taken;
+    return find_group(flow, bucket->group) < taken + flow->o.group_window;
+}
+
+bool tb__flow_has_group(const tb__flow *flow, uint32_t number) {
+    size_t at = find_group(flow, number);
+    bool is_there = at < flow->groups.count && flow->groups.item[at].number == number;
+    return flow->recv.attempt && flow->recv.groups_done >= at + is_there;
+}
+
+void tb__flow_take_groups(tb__flow *flow, uint32_t number) {
+    if (number == UINT32_MAX) {
+        flow->takes_all = true;
+    } else {
+        size_t at = find_group(flow, number);
+        at += at < flow->groups.count && flow->groups.item[at].number == number;
+        flow->groups_taken = at > flow->groups_taken ? at : flow->groups_taken;
+    }
+    tb__engine_wake(flow->o.engine);
+}
+
+/* ---- What has been done ---------------------------------------------------------------------------------------- */
+
+static tb_status check_places(const tb__flow *flow, const member *m) {
+    for (size_t i = 0; m->is_reachable && i < m->places.count; i++) {
+        const place *p = &m->places.item[i];
+        if (!tb__transport_is_valid(m->peer->transport, p->remote))
+            return tb__fail(m->peer->is_lost ? TB_LOST : TB_INVALID,
+                            "the memory of tensor '%.100s' on %s was invalidated; make %s again",
+                            flow->tensors[p->tensor].spec.name, m->peer->label, flow->what);
+    }
+    return TB_OK;
+}
+
+static tb_status withdrew(const tb__flow *flow, const member *m) {
+    return tb__fail(TB_CANCELLED, "%s withdrew %s while it was being read", m->peer->label, flow->what);
+}
+
+/* All that comes from this feeder is here: completes its exposure. */
+static tb_status conclude(tb__flow *flow, member *m) {
+    uint64_t attempt = flow->recv.attempt, ready = attempt << 2 | EXPOSURE_READY;
+    TB_TRY(check_places(flow, m));
+    if (m->its_word && !atomic_compare_exchange_strong(m->its_word, &ready, attempt << 2 | EXPOSURE_COMPLETE))
+        return withdrew(flow, m);
+    m->is_concluded = true;
+    tb__flow_tell(flow, m, MESSAGE_DONE, attempt);
+    return TB_OK;
+}
+
+/* Before an arrival is announced: what was read until now was good. */
+static tb_status check_exposures(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        const member *m = &flow->members[i];
+        if (!m->is_feeder || m->is_concluded || m->ready != flow->recv.attempt)
+            continue;
+        TB_TRY(check_places(flow, m));
+        if (m->its_word && atomic_load(m->its_word) != (flow->recv.attempt << 2 | EXPOSURE_READY))
+            return withdrew(flow, m);
+    }
+    return TB_OK;
+}
+
+static tb_status count_group(tb__flow *flow, uint32_t number) {
+    flow->groups.item[find_group(flow, number)].left--;
+    while (flow->recv.groups_done < flow->groups.count && flow->groups.item[flow->recv.groups_done].left == 0) {
+        TB_TRY(check_exposures(flow));
+        flow->recv.groups_done++;
+    }
+    return TB_OK;
+}
+
+tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
+    flow->buckets_left--;
+    TB_TRY(count_group(flow, flow->ir->buckets[bucket].group));
+    for (uint32_t i = 0; i < l->nfeeders; i++) {
+        member *m = &flow->members[l->feeders[i]];
+        if (--m->left == 0)
+            TB_TRY(conclude(flow, m));
+    }
+    return TB_OK;
+}
+
+tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
+    if (!tb__vec_push(&flow->stash, (stashed){l, bucket, buffer, nbytes}))
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < l->nfeeders; i++) {
+        member *m = &flow->members[l->feeders[i]];
+        if (--m->flagged_left == 0)
+            tb__flow_tell(flow, m, MESSAGE_STASHED, flow->recv.attempt);
+    }
+    return TB_OK;
+}
+
+/* ---- Steps ----------------------------------------------------------------------------------------------------- */
+
+static bool are_ready(const tb__flow *flow, const lane *l) {
+    for (uint32_t i = 0; i < l->nfeeders; i++) {
+        if (flow->members[l->feeders[i]].ready != flow->recv.attempt)
+            return false;
+    }
+    return true;
+}
+
+/* The next lane that can be read, round and round, so that no feeder waits for all others. */
+static lane *find_ready(tb__flow *flow) {
+    size_t n = flow->ir->nchannels;
+    for (size_t i = 0; i < n; i++) {
+        size_t at = (flow->next_lane_in + i) % n;
+        lane *l = &flow->lanes[at];
+        if (!l->is_target || l->takes_staged || l->to_take == l->channel->nbuckets || !are_ready(flow, l) ||
+            !(l->is_flagged || tb__flow_may_write(flow)) ||
+            !tb__flow_admits(flow, &flow->ir->buckets[l->channel->first_bucket + l->to_take]))
+            continue;
+        flow->next_lane_in = (uint32_t)((at + 1) % n);
+        return l;
+    }
+    return NULL;
+}
+
+static tb_status read_bucket(tb__flow *flow, lane *l) {
+    size_t index = l->channel->first_bucket + l->to_take;
+    const tb_bucket *bucket = &flow->ir->buckets[index];
+    end *from = tb__malloc(l->nfeeders, sizeof *from);
+    if (!from)
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < l->nfeeders; i++)
+        from[i] = (end){.kind = END_FEEDER, .member = &flow->members[l->feeders[i]]};
+    size_t nbytes = (size_t)bucket->total_bytes;
+    end to = {.kind = END_TARGET};
+    if (l->is_flagged)
+        to = (end){.kind = END_BUCKET, .buffer = tb__flow_stage(flow, POOL_STASH, nbytes)};
+    tb_status status = l->is_flagged && !to.buffer ? TB_NO_MEMORY : TB_OK;
+    if (status == TB_OK) {
+        tb__phases_enter(flow->recv.phases, TB_PHASE_WIRE);
+        status = tb__flow_copy(flow, false, bucket, from, l->nfeeders, to, !l->is_flagged);
+        tb__leg_idle(&flow->recv);
+    }
+    free(from);
+    if (status == TB_OK)
+        status = l->is_flagged ? tb__flow_put_aside(flow, l, index, to.buffer, nbytes)
+                               : tb__flow_bucket_arrived(flow, l, index);
+    else if (to.buffer)
+        tb__flow_unstage(flow, POOL_STASH, to.buffer, nbytes);
+    l->to_take++;
+    return status;
+}
+
+/* Writes what was put aside. */
+static tb_status write_stash(tb__flow *flow) {
+    stashed s = flow->stash.item[--flow->stash.count];
+    end from = {.kind = END_BUCKET, .buffer = s.buffer};
+    tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
+    tb_status status =
+        tb__flow_copy(flow, false, &flow->ir->buckets[s.bucket], &from, 1, (end){.kind = END_TARGET}, true);
+    tb__leg_idle(&flow->recv);
+    tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    return status == TB_OK ? tb__flow_bucket_arrived(flow, s.lane, s.bucket) : status;
+}
+
+/* ---- A transfer ------------------------------------------------------------------------------------------------ */
+
+static tb_status open_transfer(tb__flow *flow) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        if (flow->dst_regions[i] && !tb__region_is_valid(flow->dst_regions[i]))
+            return tb__fail(TB_INVALID,
+                            "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
+                            flow->tensors[i].spec.name, flow->o.rank, flow->what);
+    }
+    flow->buckets_left = 0;
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        flow->lanes[i].to_take = 0;
+        flow->buckets_left += flow->lanes[i].is_target ? flow->lanes[i].channel->nbuckets : 0;
+    }
+    for (size_t i = 0; i < flow->groups.count; i++)
+        flow->groups.item[i].left = flow->groups.item[i].nbuckets;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        m->left = m->nbuckets;
+        m->flagged_left = m->nflagged;
+        m->is_concluded = false;
+    }
+    flow->next_lane_in = flow->ir->nchannels ? (uint32_t)flow->self % (uint32_t)flow->ir->nchannels : 0;
+    /* What was announced for transfers that are over will never be asked for. */
+    size_t kept = 0;
+    for (size_t i = 0; i < flow->announcements.count; i++) {
+        if (flow->announcements.item[i].attempt >= flow->recv.attempt)
+            flow->announcements.item[kept++] = flow->announcements.item[i];
+    }
+    flow->announcements.count = kept;
+    return TB_OK;
+}
+
+void tb__flow_end_recv(tb__flow *flow) {
+    while (flow->stash.count > 0) {
+        stashed s = flow->stash.item[--flow->stash.count];
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    }
+}
+
+bool tb__flow_step_recv(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    if (!tb__flow_ensure_plan(flow, leg) || tb__flow_try_reach(flow))
+        return true;
+    if (!flow->is_reached)
+        return false;
+    tb_status status = TB_OK;
+    if (!leg->attempt) {
+        if (!tb__flow_take_attempt(flow, false))
+            return false;
+        status = open_transfer(flow);
+    }
+    lane *l = NULL;
+    if (status == TB_OK && flow->stash.count > 0 && tb__flow_may_write(flow))
+        status = write_stash(flow);
+    else if (status == TB_OK && (l = find_ready(flow)))
+        status = read_bucket(flow, l);
+    else if (status == TB_OK && flow->buckets_left > 0)
+        return tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false);
+    if (status != TB_OK) {
+        tb__flow_abort(flow, false, status);
+    } else if (flow->buckets_left == 0) {
+        leg->is_under_way = false;
+        leg->is_arrived = leg->is_committed = true; /* in place: what is here is live */
+    }
+    return true;
+}

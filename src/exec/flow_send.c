@@ -1,0 +1,125 @@
+/* The sending side of one transfer: expose, serve, wait until everybody is done. */
+#include "exec/flow_inside.h"
+
+#include <inttypes.h>
+
+static uint64_t word_of(uint64_t attempt, unsigned state) {
+    return attempt << 2 | state;
+}
+
+static bool all_have_reach(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_reader && !flow->members[i].has_reach)
+            return false;
+    }
+    return true;
+}
+
+static tb_status check_regions(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        if (flow->src_regions[i] && !tb__region_is_valid(flow->src_regions[i]))
+            return tb__fail(TB_INVALID,
+                            "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
+                            flow->tensors[i].spec.name, flow->o.rank, flow->what);
+    }
+    return TB_OK;
+}
+
+static void open_lanes(tb__flow *flow) {
+    flow->sends_left = 0;
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        lane *l = &flow->lanes[i];
+        l->to_send = 0;
+        if ((l->is_contributor || (l->is_shipper && !l->is_target)) && l->nstaged)
+            flow->sends_left += l->channel->nbuckets;
+    }
+}
+
+/* Once nobody needs what this rank is going to overwrite any more, it may. */
+static void try_open(tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_reader && flow->members[i].stashes && !flow->members[i].has_stashed)
+            return;
+    }
+    flow->opened = flow->send.attempt;
+}
+
+void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt) {
+    if (!flow->send_is_exposed || flow->send.attempt != attempt)
+        return;
+    from->has_stashed = true;
+    try_open(flow);
+}
+
+static tb_status expose(tb__flow *flow) {
+    tb__leg *leg = &flow->send;
+    TB_TRY(check_regions(flow));
+    if (flow->snapshot) {
+        tb__phases_enter(leg->phases, TB_PHASE_PACK);
+        TB_TRY(tb__flow_take_snapshot(flow));
+        tb__leg_idle(leg);
+    }
+    open_lanes(flow);
+    flow->readers_left = 0;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        if (!m->is_reader)
+            continue;
+        m->has_stashed = m->is_done = false;
+        flow->readers_left++;
+        atomic_store(m->word, word_of(leg->attempt, EXPOSURE_READY));
+    }
+    flow->send_is_exposed = true;
+    try_open(flow);
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_reader)
+            tb__flow_tell(flow, &flow->members[i], MESSAGE_READY, leg->attempt);
+    }
+    leg->is_released = flow->snapshot != NULL;
+    return TB_OK;
+}
+
+void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
+    if (!flow->send_is_exposed || flow->send.attempt != attempt || from->is_done || !from->is_reader)
+        return;
+    from->is_done = true;
+    flow->readers_left--;
+    flow->send.bytes_done += from->reads_nbytes;
+}
+
+void tb__flow_revoke(tb__flow *flow) {
+    if (!flow->send_is_exposed)
+        return;
+    flow->send_is_exposed = false;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        uint64_t ready = word_of(flow->send.attempt, EXPOSURE_READY);
+        if (flow->members[i].is_reader)
+            atomic_compare_exchange_strong(flow->members[i].word, &ready,
+                                           word_of(flow->send.attempt, EXPOSURE_REVOKED));
+    }
+}
+
+bool tb__flow_step_send(tb__flow *flow) {
+    tb__leg *leg = &flow->send;
+    if (!tb__flow_ensure_plan(flow, leg))
+        return true;
+    tb_status status = tb__flow_send_binds(flow);
+    if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !all_have_reach(flow)))
+        return false;
+    if (status == TB_OK && !flow->send_is_exposed) {
+        status = expose(flow);
+        if (status == TB_OK)
+            return true;
+    }
+    if (status != TB_OK) {
+        tb__flow_abort(flow, true, status);
+        return true;
+    }
+    if (tb__flow_step_out(flow) || tb__flow_step_reduce(flow, true))
+        return true;
+    if (flow->readers_left > 0 || flow->sends_left > 0)
+        return false;
+    leg->is_under_way = false;
+    leg->is_released = leg->is_committed = true;
+    return true;
+}
