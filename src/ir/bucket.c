@@ -36,6 +36,8 @@ static int compare_chunks(const void *a, const void *b) {
     int c = compare_keys(x, y);
     if (c)
         return c;
+    if (x->group != y->group)
+        return x->group < y->group ? -1 : 1;
     if (x->tensor != y->tensor)
         return x->tensor < y->tensor ? -1 : 1;
     if (x->order != y->order)
@@ -47,12 +49,13 @@ static int64_t align_up(int64_t n) {
     return (n + TB__BUCKET_ALIGN - 1) / TB__BUCKET_ALIGN * TB__BUCKET_ALIGN;
 }
 
-/* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit. */
+/* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit or begins a group. */
 static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, int64_t bucket_size) {
     int64_t nbytes = ir->chunks.item[i].nbytes;
+    uint32_t group = ir->chunks.item[i].group;
     tb_bucket *bucket = channel->nbuckets ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
-    if (!bucket || nbytes > bucket_size - align_up(bucket->total_bytes)) {
-        tb_bucket new = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
+    if (!bucket || bucket->group != group || nbytes > bucket_size - align_up(bucket->total_bytes)) {
+        tb_bucket new = {.channel = ir->channels.count - 1, .group = group, .first_entry = ir->entries.count};
         if (!tb__vec_push(&ir->buckets, new))
             return false;
         channel->nbuckets++;

@@ -64,8 +64,11 @@ tb_status tb_ir_dump_text(const tb_ir *ir, char **out) {
         add_key(&t, &ir->chunks[ir->entries[bucket->first_entry].chunk]);
         tb__text_add(&t, "; %" PRIu32 " in flight\n", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
-            tb__text_add(&t, "  bucket %zu: %zu chunks, %" PRId64 " bytes\n", channel->first_bucket + b,
-                         bucket->nentries, bucket->total_bytes);
+            tb__text_add(&t, "  bucket %zu: %zu chunks, %" PRId64 " bytes", channel->first_bucket + b, bucket->nentries,
+                         bucket->total_bytes);
+            if (bucket->group)
+                tb__text_add(&t, ", group %" PRIu32, bucket->group);
+            tb__text_add(&t, "\n");
             for (size_t e = 0; e < bucket->nentries; e++)
                 add_entry(&t, ir, &ir->entries[bucket->first_entry + e]);
         }
@@ -115,7 +118,8 @@ tb_status tb_ir_dump_json(const tb_ir *ir, char **out) {
         add_ranks(&t, key->contributors, key->ncontributors);
         tb__text_add(&t, "],\"max_in_flight\":%" PRIu32 ",\"buckets\":[", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
-            tb__text_add(&t, "%s\n {\"total_bytes\":%" PRId64 ",\"chunks\":[", b ? "," : "", bucket->total_bytes);
+            tb__text_add(&t, "%s\n {\"group\":%" PRIu32 ",\"total_bytes\":%" PRId64 ",\"chunks\":[", b ? "," : "",
+                         bucket->group, bucket->total_bytes);
             for (size_t e = 0; e < bucket->nentries; e++) {
                 tb__text_add(&t, e ? ",\n  " : "\n  ");
                 add_json_entry(&t, ir, &ir->entries[bucket->first_entry + e]);

@@ -125,8 +125,8 @@ static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *p
     return TB_OK;
 }
 
-static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_dtype wire, const tb_route *route,
-                           uint32_t number) {
+static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, const tb_plan *plan, tb_dtype wire,
+                           const tb_route *route, uint32_t number) {
     if (number >> PIECE_BITS)
         return tb__fail(TB_TOO_BIG, "rank %" PRId32 "'s part is cut into more than 2^%d boxes", route->targets[0],
                         PIECE_BITS);
@@ -136,6 +136,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_
         .is_source = role.is_source,
         .is_target = role.is_target,
         .tensor = tensor,
+        .group = spec->group,
         .id = ((((uint64_t)route->targets[0] << NAME_BITS | tensor) << PIECE_BITS) | number) << SUB_BITS,
         .source = route->source,
         .ntargets = route->ntargets,
@@ -174,7 +175,7 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, b->plan_opts, &plan));
     TB_TRY(tb__plan_cache_numbered(b->cache, plan, rank, index, &routes, &numbers));
     for (size_t i = 0; i < tb_routes_count(routes); i++)
-        TB_TRY(add_chunk(b, index, plan, wire, tb_routes_at(routes, i), numbers[i]));
+        TB_TRY(add_chunk(b, index, spec, plan, wire, tb_routes_at(routes, i), numbers[i]));
     return TB_OK;
 }
 

@@ -76,6 +76,7 @@ static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *
         assert_int_equal(channel->nbuckets, other->nbuckets);
         for (size_t b = 0; b < channel->nbuckets; b++) {
             const tb_bucket *x = &ir->buckets[channel->first_bucket + b], *y = &peer->buckets[other->first_bucket + b];
+            assert_int_equal(x->group, y->group);
             assert_int_equal(x->nentries, y->nentries);
             assert_int_equal(x->total_bytes, y->total_bytes);
             for (size_t e = 0; e < x->nentries; e++) {
@@ -124,6 +125,8 @@ static void check_buckets(const tb_ir *ir, int64_t most_bytes) {
     for (size_t i = 0; i < ir->nbuckets; i++) {
         const tb_bucket *bucket = &ir->buckets[i];
         int64_t end = 0;
+        if (i > 0 && bucket[-1].channel == bucket->channel)
+            assert_true(bucket[-1].group <= bucket->group);
         for (size_t e = 0; e < bucket->nentries; e++) {
             const tb_bucket_entry *entry = &ir->entries[bucket->first_entry + e];
             const tb_chunk *c = &ir->chunks[entry->chunk];
@@ -136,6 +139,7 @@ static void check_buckets(const tb_ir *ir, int64_t most_bytes) {
             assert_int_equal(c->nbytes, elements * tb_dtype_bits(c->wire_dtype) / 8);
             assert_true(c->nbytes <= most_bytes || elements == 1);
             end = entry->offset + entry->nbytes;
+            assert_int_equal(c->group, bucket->group);
             check_roles(ir, c);
         }
         assert_int_equal(bucket->total_bytes, end);
@@ -171,6 +175,17 @@ static void check_ids(const tb_ir *ir) {
     }
 }
 
+/* The group of each chunk is the one that its tensor was given. */
+static void check_groups(const tb_ir *ir, const batch *b) {
+    for (size_t i = 0; i < ir->nchunks; i++) {
+        const char *name = ir->names[ir->chunks[i].tensor];
+        size_t t = 0;
+        while (strcmp(b->spec[t].name, name) != 0)
+            t++;
+        assert_int_equal(ir->chunks[i].group, b->spec[t].group);
+    }
+}
+
 static void both_ends_build_the_same_buckets(void **state) {
     (void)state;
     static batch b;
@@ -181,6 +196,8 @@ static void both_ends_build_the_same_buckets(void **state) {
         rng r = {seed + (uint64_t)i};
         for (int t = 0; t < MAX_TENSORS; t++)
             add_random(&b, seed * 1000 + (uint64_t)i * 10 + (uint64_t)t, TB_F32);
+        for (size_t t = 0; t < b.count; t++)
+            b.spec[t].group = (uint32_t)rng_range(&r, 0, i % 3);
         tb_plan_cache *cache;
         assert_int_equal(tb_plan_cache_create(&cache), TB_OK);
         tb_ir_opts opts = {.size = sizeof opts,
@@ -191,6 +208,7 @@ static void both_ends_build_the_same_buckets(void **state) {
         for (int32_t rank = 0; rank < NRANKS; rank++) {
             check_buckets(ir[rank], opts.staging_bytes / 4);
             check_ids(ir[rank]);
+            check_groups(ir[rank], &b);
             if (i % 20 == 0)
                 check_dumps(ir[rank]);
             for (size_t c = 0; c < ir[rank]->nchannels; c++) {
@@ -278,6 +296,52 @@ static void bucket_sizes(void **state) {
     assert_int_equal(ir->buckets[0].total_bytes, 848);
     assert_int_equal(ir->channels[0].max_in_flight, 2);
     tb_ir_destroy(ir);
+}
+
+/* Groups go in their order, not in that of names, and share no bucket; names keep their numbers. */
+static void groups_are_apart(void **state) {
+    (void)state;
+    tb_layout *src, *dst;
+    tb_ir *ir;
+    char *text;
+    assert_int_equal(tb_layout_parse("mesh=1 place=R", &src), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=1", &dst), TB_OK);
+    static const char *const names[] = {"a", "b", "c", "d"};
+    static const uint32_t groups[] = {7, 0, 7, 2};
+    tb_tensor_spec spec[4];
+    for (size_t i = 0; i < 4; i++)
+        spec[i] = (tb_tensor_spec){.name = names[i],
+                                   .shape = {1, {16}},
+                                   .src = src,
+                                   .dst = dst,
+                                   .src_dtype = TB_F32,
+                                   .dst_dtype = TB_F32,
+                                   .group = groups[i]};
+    assert_int_equal(tb_ir_create(0, spec, 4, NULL, NULL, &ir), TB_OK);
+    assert_int_equal(ir->nchannels, 1);
+    assert_int_equal(ir->nbuckets, 3);
+    static const uint32_t tensors[] = {1, 3, 0, 2};
+    for (size_t i = 0; i < 4; i++)
+        assert_int_equal(ir->chunks[i].tensor, tensors[i]);
+    assert_int_equal(ir->buckets[0].group, 0);
+    assert_int_equal(ir->buckets[1].group, 2);
+    assert_int_equal(ir->buckets[2].group, 7);
+    assert_int_equal(ir->buckets[2].nentries, 2);
+    assert_int_equal(tb_ir_dump_text(ir, &text), TB_OK);
+    assert_non_null(strstr(text, "bucket 0: 1 chunks, 64 bytes\n"));
+    assert_non_null(strstr(text, "bucket 2: 2 chunks, 128 bytes, group 7\n"));
+    free(text);
+    check_dumps(ir);
+    char *json;
+    tb_ir *parsed;
+    assert_int_equal(tb_ir_dump_json(ir, &json), TB_OK);
+    *strstr(json, "0,\"total_bytes\"") = '3'; /* before group 2 */
+    assert_int_equal(tb_ir_parse_json(json, strlen(json), &parsed), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "'group' is 2, not between 3"));
+    free(json);
+    tb_ir_destroy(ir);
+    tb_layout_destroy(src);
+    tb_layout_destroy(dst);
 }
 
 static void ids_are_made_of_target_name_and_box(void **state) {
@@ -374,17 +438,32 @@ static void huge_dumps(void **state) {
     for (size_t i = 0; i < 2; i++) {
         char text[1024];
         tb_ir *ir;
-        int n = snprintf(text, sizeof text,
-                         "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"transport\":\"P2P\","
-                         "\"source\":0,\"targets\":[2],\"contributors\":[],\"max_in_flight\":2,\"buckets\":[{"
-                         "\"total_bytes\":1,\"chunks\":[{\"tensor\":0,\"id\":\"0000200000000000\",\"part\":0,"
-                         "\"is_source\":false,\"is_target\":true,\"op\":\"sum\",\"divisor\":1,"
-                         "\"shape\":[4611686018427387904],\"src\":[%s],\"dst\":[0],\"src_cell\":0,\"dst_cell\":0,"
-                         "\"order\":0,\"wire_dtype\":\"u8\",\"offset\":%s,\"nbytes\":4611686018427387904}]}]}]}",
-                         wrong[i].src, wrong[i].offset);
+        int n =
+            snprintf(text, sizeof text,
+                     "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"transport\":\"P2P\","
+                     "\"source\":0,\"targets\":[2],\"contributors\":[],\"max_in_flight\":2,\"buckets\":[{"
+                     "\"group\":0,\"total_bytes\":1,\"chunks\":[{\"tensor\":0,\"id\":\"0000200000000000\",\"part\":0,"
+                     "\"is_source\":false,\"is_target\":true,\"op\":\"sum\",\"divisor\":1,"
+                     "\"shape\":[4611686018427387904],\"src\":[%s],\"dst\":[0],\"src_cell\":0,\"dst_cell\":0,"
+                     "\"order\":0,\"wire_dtype\":\"u8\",\"offset\":%s,\"nbytes\":4611686018427387904}]}]}]}",
+                     wrong[i].src, wrong[i].offset);
         assert_int_equal(tb_ir_parse_json(text, (size_t)n, &ir), TB_INVALID);
         assert_non_null(strstr(tb_error_detail(), wrong[i].word));
     }
+}
+
+/* A tensor that goes two ways is in the same group on both. */
+static void a_tensor_in_two_groups(void **state) {
+    (void)state;
+    char *json;
+    tb_ir *parsed, *ir = make(0, "mesh=1 place=R", "mesh=2 place=R", (tb_shape){1, {64}}, TB_F32, 1 << 20);
+    assert_int_equal(ir->nchannels, 2);
+    assert_int_equal(tb_ir_dump_json(ir, &json), TB_OK);
+    replace(json, "\"group\":0", "\"group\":1");
+    assert_int_equal(tb_ir_parse_json(json, strlen(json), &parsed), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "tensor 0 is in group 1 and in group 0"));
+    free(json);
+    tb_ir_destroy(ir);
 }
 
 /* Each falsification of a good dump is found. */
@@ -406,6 +485,7 @@ static void wrong_dumps(void **state) {
         {"\"tensor\":1", "\"tensor\":2", "between 0 and 1"},
         {"\"wire_dtype\":\"f32\"", "\"wire_dtype\":\"f33\"", "not a dtype"},
         {"\"is_source\":true", "\"is_source\":null", "true or false"},
+        {"\"group\":0", "\"grope\":0", "'group' is missing"},
     };
     char *json;
     tb_ir *ir = make(0, "mesh=1 place=R", "mesh=1 place=R ranks=1", (tb_shape){1, {100}}, TB_F32, 848);
@@ -429,11 +509,13 @@ int main(void) {
         cmocka_unit_test(a_self_copy_keeps_its_write),
         cmocka_unit_test(a_local_chunk_is_never_bundled_with_a_broadcast),
         cmocka_unit_test(bucket_sizes),
+        cmocka_unit_test(groups_are_apart),
         cmocka_unit_test(ids_are_made_of_target_name_and_box),
         cmocka_unit_test(partial_sources_and_targets),
         cmocka_unit_test(wire_dtypes),
         cmocka_unit_test(wrong_batches),
         cmocka_unit_test(huge_dumps),
+        cmocka_unit_test(a_tensor_in_two_groups),
         cmocka_unit_test(wrong_dumps),
     };
     return cmocka_run_group_tests_name("ir", tests, NULL, NULL);
