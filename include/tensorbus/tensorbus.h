@@ -329,7 +329,8 @@ typedef struct tb_chunk {
     int ndim;
     int64_t len[TB_MAX_DIMS];
     tb_box src, dst;
-    int64_t order; /* row-major offset in the first target, in elements */
+    int64_t order;      /* row-major offset in the first target, in elements */
+    tb_dtype src_dtype; /* the source's: contributions travel and are combined in it, before the cast */
     tb_dtype wire_dtype;
     int64_t nbytes; /* in the wire dtype */
 } tb_chunk;
@@ -371,7 +372,9 @@ typedef struct tb_ir {
 typedef struct tb_ir_opts {
     size_t size;
     int64_t bucket_size;    /* 16 MiB; 1: every chunk alone */
-    int64_t staging_bytes;  /* 256 MiB; staged chunks larger than a quarter of it are cut */
+    int64_t staging_bytes;  /* 256 MiB; staged buckets have at most a quarter of it, and larger chunks are cut. Where
+                               n ranks contribute, an n-th of that, in the wider of source and wire dtype: a rank that
+                               combines holds all contributions to a bucket at once */
     uint32_t max_in_flight; /* 2 */
     bool direct;            /* chunks need no staging memory, and are never cut */
     const tb_plan_opts *plan;

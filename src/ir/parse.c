@@ -74,14 +74,20 @@ static tb_status read_id(const json_t *object, uint64_t *out) {
     return TB_OK;
 }
 
+static tb_status read_dtype(const json_t *object, const char *key, tb_dtype *out) {
+    const char *name = json_string_value(json_object_get(object, key));
+    return name ? tb_dtype_parse(name, out) : tb__fail(TB_INVALID, "'%s' is missing or not a string", key);
+}
+
 /* Fields of one chunk; `chunk` already has what its channel says. */
 static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chunk, int64_t *offset) {
     const json_t *shape;
     int64_t value;
-    const char *dtype = json_string_value(json_object_get(json, "wire_dtype"));
-    if (!dtype)
-        return tb__fail(TB_INVALID, "'wire_dtype' is missing or not a string");
-    TB_TRY(tb_dtype_parse(dtype, &chunk->wire_dtype));
+    TB_TRY(read_dtype(json, "src_dtype", &chunk->src_dtype));
+    TB_TRY(read_dtype(json, "wire_dtype", &chunk->wire_dtype));
+    if (tb__wire_dtype(chunk->src_dtype, chunk->wire_dtype, chunk->wire_dtype, &chunk->wire_dtype) != TB_OK)
+        return tb__fail(TB_INVALID, "there is no cast from %s to %s", tb_dtype_name(chunk->src_dtype),
+                        tb_dtype_name(chunk->wire_dtype));
     if (ir->names.count == 0)
         return tb__fail(TB_INVALID, "there are chunks but no tensors");
     TB_TRY(read_int(json, "tensor", 0, (int64_t)ir->names.count - 1, &value));
@@ -119,6 +125,7 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
         return tb__fail(TB_INVALID, "'offset' %" PRId64 " and 'nbytes' go past 2^62", *offset);
     tb_shape size = {.ndim = chunk->ndim};
     memcpy(size.dim, chunk->len, sizeof size.dim);
+    TB_TRY(tb_shape_size(&size, chunk->src_dtype, NULL, &value)); /* as a contribution it may be larger */
     TB_TRY(tb_shape_size(&size, chunk->wire_dtype, NULL, &value));
     if (value != chunk->nbytes)
         return tb__fail(TB_INVALID, "'nbytes' is %" PRId64 ", but the shape has %" PRId64 " bytes", chunk->nbytes,
