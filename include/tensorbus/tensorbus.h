@@ -306,6 +306,7 @@ typedef struct tb_tensor_spec {
     const tb_layout *src, *dst;
     tb_dtype src_dtype, dst_dtype;
     tb_dtype wire_dtype; /* TB_DTYPE_NONE: the narrower side's, the source's where they are equally wide */
+    uint32_t group;      /* tensors of a lower group go first: a layer, say */
 } tb_tensor_spec;
 
 /* One box and what this rank does with it. Pure data. */
@@ -314,6 +315,7 @@ typedef struct tb_chunk {
     bool is_source;    /* reads a local tensor into the buffer */
     bool is_target;    /* writes the buffer into a local tensor */
     uint32_t tensor;   /* index of the tensor's name in sorted order */
+    uint32_t group;    /* the tensor's */
     uint64_t id;       /* the same number at both ends */
     uint32_t part;     /* a chunk too large for the staging memory is cut; its parts share the id */
     int32_t source;    /* TB_NO_RANK: zeros */
@@ -327,7 +329,8 @@ typedef struct tb_chunk {
     int ndim;
     int64_t len[TB_MAX_DIMS];
     tb_box src, dst;
-    int64_t order; /* row-major offset in the first target, in elements */
+    int64_t order;      /* row-major offset in the first target, in elements */
+    tb_dtype src_dtype; /* the source's: contributions travel and are combined in it, before the cast */
     tb_dtype wire_dtype;
     int64_t nbytes; /* in the wire dtype */
 } tb_chunk;
@@ -338,9 +341,10 @@ typedef struct tb_bucket_entry {
     int64_t offset, nbytes; /* offsets are multiples of 64; gaps are zero */
 } tb_bucket_entry;
 
-/* The unit that is transferred. */
+/* The unit that is transferred. All of its chunks are of one group. */
 typedef struct tb_bucket {
     size_t channel;
+    uint32_t group; /* never falls within a channel */
     size_t first_entry, nentries;
     int64_t total_bytes;
 } tb_bucket;
@@ -359,7 +363,7 @@ typedef struct tb_ir {
     size_t ntensors;
     const char *const *names; /* sorted */
     size_t nchunks, nentries, nbuckets, nchannels;
-    const tb_chunk *chunks; /* by channel, then name, then target offset */
+    const tb_chunk *chunks; /* by channel, then group, name, target offset and part */
     const tb_bucket_entry *entries;
     const tb_bucket *buckets;
     const tb_channel *channels;
@@ -368,7 +372,9 @@ typedef struct tb_ir {
 typedef struct tb_ir_opts {
     size_t size;
     int64_t bucket_size;    /* 16 MiB; 1: every chunk alone */
-    int64_t staging_bytes;  /* 256 MiB; staged chunks larger than a quarter of it are cut */
+    int64_t staging_bytes;  /* 256 MiB; staged buckets have at most a quarter of it, and larger chunks are cut. Where
+                               n ranks contribute, an n-th of that, in the wider of source and wire dtype: a rank that
+                               combines holds all contributions to a bucket at once */
     uint32_t max_in_flight; /* 2 */
     bool direct;            /* chunks need no staging memory, and are never cut */
     const tb_plan_opts *plan;

@@ -50,7 +50,7 @@ typedef struct tb_mem_desc {
     size_t nbytes;
     tb_mem_kind kind;
     int device;    /* of TB_MEM_CUDA */
-    int fd;        /* the memfd behind it, sealed against shrinking; -1: none */
+    int fd;        /* the memfd behind it, sealed against shrinking, needed for the call only; -1: none */
     size_t offset; /* of base in fd */
 } tb_mem_desc;
 
@@ -70,6 +70,11 @@ typedef struct tb_piece {
     void *base;
     size_t nbytes;
 } tb_piece;
+
+/* A part of a peer's memory. */
+typedef struct tb_range {
+    size_t offset, nbytes;
+} tb_range;
 
 typedef struct tb_op tb_op;
 struct tb_op {
@@ -117,10 +122,14 @@ typedef struct tb_transport_ops {
      * through a mapping, before the bytes are believed. */
     bool (*mem_is_valid)(void *context, const tb_remote *remote);
 
-    /* (optional; default: TB_REFUSED) Reads a peer's memory at once, or writes it. May be called from any thread while
-     * the remote is held, also while another uses the transport. */
-    tb_status (*mem_read)(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
-    tb_status (*mem_write)(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
+    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces at once, one after the other, or
+     * writes them; both lists have the same number of bytes in all, else TB_INVALID. What is out of bounds is refused
+     * before anything is moved. May be called from any thread while the remote is held, also while another uses the
+     * transport. */
+    tb_status (*mem_read)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                          const tb_piece *pieces, size_t npieces);
+    tb_status (*mem_write)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                           const tb_piece *pieces, size_t npieces);
 
     tb_status (*post)(void *context, tb_op *op);
     /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,

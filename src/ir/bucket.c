@@ -36,6 +36,8 @@ static int compare_chunks(const void *a, const void *b) {
     int c = compare_keys(x, y);
     if (c)
         return c;
+    if (x->group != y->group)
+        return x->group < y->group ? -1 : 1;
     if (x->tensor != y->tensor)
         return x->tensor < y->tensor ? -1 : 1;
     if (x->order != y->order)
@@ -47,31 +49,55 @@ static int64_t align_up(int64_t n) {
     return (n + TB__BUCKET_ALIGN - 1) / TB__BUCKET_ALIGN * TB__BUCKET_ALIGN;
 }
 
-/* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit. */
-static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, int64_t bucket_size) {
-    int64_t nbytes = ir->chunks.item[i].nbytes;
+int64_t tb__chunk_limit(const tb_chunk *chunk, const tb__ir_limits *limits) {
+    if (limits->staged == INT64_MAX || chunk->ncontributors == 0)
+        return limits->staged;
+    return limits->staged / chunk->ncontributors;
+}
+
+int64_t tb__chunk_widening(const tb_chunk *chunk) {
+    int src = tb_dtype_bits(chunk->src_dtype), wire = tb_dtype_bits(chunk->wire_dtype);
+    return chunk->ncontributors && src > wire ? src / wire : 1;
+}
+
+/* Whether a chunk fits behind what a bucket has, in the wire dtype and as contributions, which are aligned alike. */
+static bool fits(const tb_chunk *chunk, const tb_bucket *bucket, int64_t staged, const tb__ir_limits *limits) {
+    if (chunk->nbytes > limits->bucket_size - align_up(bucket->total_bytes))
+        return false;
+    return limits->staged == INT64_MAX ||
+           chunk->nbytes * tb__chunk_widening(chunk) <= tb__chunk_limit(chunk, limits) - align_up(staged);
+}
+
+/* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit or begins a group. *staged is the
+ * size of the last bucket's contributions. */
+static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, const tb__ir_limits *limits, int64_t *staged) {
+    const tb_chunk *chunk = &ir->chunks.item[i];
     tb_bucket *bucket = channel->nbuckets ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
-    if (!bucket || nbytes > bucket_size - align_up(bucket->total_bytes)) {
-        tb_bucket new = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
+    if (!bucket || bucket->group != chunk->group || !fits(chunk, bucket, *staged, limits)) {
+        tb_bucket new = {.channel = ir->channels.count - 1, .group = chunk->group, .first_entry = ir->entries.count};
         if (!tb__vec_push(&ir->buckets, new))
             return false;
         channel->nbuckets++;
         bucket = &ir->buckets.item[ir->buckets.count - 1];
+        *staged = 0;
     }
-    tb_bucket_entry entry = {.chunk = i, .offset = align_up(bucket->total_bytes), .nbytes = nbytes};
+    tb_bucket_entry entry = {.chunk = i, .offset = align_up(bucket->total_bytes), .nbytes = chunk->nbytes};
     if (!tb__vec_push(&ir->entries, entry))
         return false;
     bucket->nentries++;
-    bucket->total_bytes = entry.offset + nbytes;
+    bucket->total_bytes = entry.offset + entry.nbytes;
+    if (limits->staged != INT64_MAX)
+        *staged = align_up(*staged) + chunk->nbytes * tb__chunk_widening(chunk);
     return true;
 }
 
-tb_status tb__ir_pack(tb__ir *ir, int64_t bucket_size, uint32_t max_in_flight) {
+tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight) {
     tb_chunk *chunks = ir->chunks.item;
     size_t n = ir->chunks.count;
     if (n)
         qsort(chunks, n, sizeof *chunks, compare_chunks);
     tb_channel *channel = NULL;
+    int64_t staged = 0;
     for (size_t i = 0; i < n; i++) {
         if (!channel || compare_keys(&chunks[i - 1], &chunks[i]) != 0) {
             tb_channel new = {.first_bucket = ir->buckets.count, .max_in_flight = max_in_flight};
@@ -79,7 +105,7 @@ tb_status tb__ir_pack(tb__ir *ir, int64_t bucket_size, uint32_t max_in_flight) {
                 return TB_NO_MEMORY;
             channel = &ir->channels.item[ir->channels.count - 1];
         }
-        if (!add_entry(ir, channel, i, bucket_size))
+        if (!add_entry(ir, channel, i, limits, &staged))
             return TB_NO_MEMORY;
     }
     return TB_OK;

@@ -42,7 +42,10 @@ static void add_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *entry
         tb__text_add(t, " -> ");
         add_box(t, &c->dst, c);
     }
-    tb__text_add(t, " %s, %" PRId64 " bytes, id %016" PRIx64, tb_dtype_name(c->wire_dtype), c->nbytes, c->id);
+    tb__text_add(t, " %s", tb_dtype_name(c->wire_dtype));
+    if (c->src_dtype != c->wire_dtype)
+        tb__text_add(t, " from %s", tb_dtype_name(c->src_dtype));
+    tb__text_add(t, ", %" PRId64 " bytes, id %016" PRIx64, c->nbytes, c->id);
     if (c->part)
         tb__text_add(t, " part %" PRIu32, c->part);
     if (c->ncontributors)
@@ -64,8 +67,11 @@ tb_status tb_ir_dump_text(const tb_ir *ir, char **out) {
         add_key(&t, &ir->chunks[ir->entries[bucket->first_entry].chunk]);
         tb__text_add(&t, "; %" PRIu32 " in flight\n", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
-            tb__text_add(&t, "  bucket %zu: %zu chunks, %" PRId64 " bytes\n", channel->first_bucket + b,
-                         bucket->nentries, bucket->total_bytes);
+            tb__text_add(&t, "  bucket %zu: %zu chunks, %" PRId64 " bytes", channel->first_bucket + b, bucket->nentries,
+                         bucket->total_bytes);
+            if (bucket->group)
+                tb__text_add(&t, ", group %" PRIu32, bucket->group);
+            tb__text_add(&t, "\n");
             for (size_t e = 0; e < bucket->nentries; e++)
                 add_entry(&t, ir, &ir->entries[bucket->first_entry + e]);
         }
@@ -92,8 +98,8 @@ static void add_json_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *
     add_json_ints(t, "dst", c->dst.start, c->ndim);
     tb__text_add(t, ",\"src_cell\":%" PRIu64 ",\"dst_cell\":%" PRIu64 ",\"order\":%" PRId64, c->src_cell, c->dst_cell,
                  c->order);
-    tb__text_add(t, ",\"wire_dtype\":\"%s\",\"offset\":%" PRId64 ",\"nbytes\":%" PRId64 "}",
-                 tb_dtype_name(c->wire_dtype), entry->offset, entry->nbytes);
+    tb__text_add(t, ",\"src_dtype\":\"%s\",\"wire_dtype\":\"%s\",\"offset\":%" PRId64 ",\"nbytes\":%" PRId64 "}",
+                 tb_dtype_name(c->src_dtype), tb_dtype_name(c->wire_dtype), entry->offset, entry->nbytes);
 }
 
 tb_status tb_ir_dump_json(const tb_ir *ir, char **out) {
@@ -115,7 +121,8 @@ tb_status tb_ir_dump_json(const tb_ir *ir, char **out) {
         add_ranks(&t, key->contributors, key->ncontributors);
         tb__text_add(&t, "],\"max_in_flight\":%" PRIu32 ",\"buckets\":[", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
-            tb__text_add(&t, "%s\n {\"total_bytes\":%" PRId64 ",\"chunks\":[", b ? "," : "", bucket->total_bytes);
+            tb__text_add(&t, "%s\n {\"group\":%" PRIu32 ",\"total_bytes\":%" PRId64 ",\"chunks\":[", b ? "," : "",
+                         bucket->group, bucket->total_bytes);
             for (size_t e = 0; e < bucket->nentries; e++) {
                 tb__text_add(&t, e ? ",\n  " : "\n  ");
                 add_json_entry(&t, ir, &ir->entries[bucket->first_entry + e]);

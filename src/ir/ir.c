@@ -74,7 +74,7 @@ typedef struct builder {
     tb__ir *ir;
     tb_plan_cache *cache;
     const tb_plan_opts *plan_opts;
-    int64_t most_bytes; /* of a chunk; INT64_MAX if none is to be cut */
+    tb__ir_limits limits;
 } builder;
 
 static bool has_rank(const int32_t *ranks, uint32_t count, int32_t rank) {
@@ -97,12 +97,12 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
     return role;
 }
 
-/* Adds the chunk, or its parts: slices of the outermost dim that can be cut finely enough. */
-static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *part) {
+/* Adds the chunk, or its parts of up to most_bytes: slices of the outermost dim that can be cut finely enough. */
+static tb_status add_parts(builder *b, const tb_chunk *chunk, int64_t most_bytes, int d, uint32_t *part) {
     int64_t rows = 0, thickness = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
-    if (chunk->nbytes > b->most_bytes && d < chunk->ndim)
-        rows = b->most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
-    if (chunk->nbytes <= b->most_bytes || d == chunk->ndim) {
+    if (chunk->nbytes > most_bytes && d < chunk->ndim)
+        rows = most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
+    if (chunk->nbytes <= most_bytes || d == chunk->ndim) {
         tb_chunk last = *chunk;
         last.part = (*part)++;
         if (b->ir->chunks.count == MOST_CHUNKS)
@@ -120,13 +120,13 @@ static tb_status add_parts(builder *b, const tb_chunk *chunk, int d, uint32_t *p
         slice.nbytes = chunk->nbytes / chunk->len[d] * slice.len[d];
         if (thickness > 1)
             slice.nbytes = chunk->nbytes / (chunk->len[d] / thickness) * (slice.len[d] / thickness);
-        TB_TRY(add_parts(b, &slice, d + 1, part));
+        TB_TRY(add_parts(b, &slice, most_bytes, d + 1, part));
     }
     return TB_OK;
 }
 
-static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_dtype wire, const tb_route *route,
-                           uint32_t number) {
+static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, const tb_plan *plan, tb_dtype wire,
+                           const tb_route *route, uint32_t number) {
     if (number >> PIECE_BITS)
         return tb__fail(TB_TOO_BIG, "rank %" PRId32 "'s part is cut into more than 2^%d boxes", route->targets[0],
                         PIECE_BITS);
@@ -136,6 +136,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_
         .is_source = role.is_source,
         .is_target = role.is_target,
         .tensor = tensor,
+        .group = spec->group,
         .id = ((((uint64_t)route->targets[0] << NAME_BITS | tensor) << PIECE_BITS) | number) << SUB_BITS,
         .source = route->source,
         .ntargets = route->ntargets,
@@ -148,6 +149,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_
         .src = route->src,
         .dst = route->dst,
         .order = route->order,
+        .src_dtype = spec->src_dtype,
         .wire_dtype = wire,
     };
     memcpy(chunk.len, route->len, (size_t)chunk.ndim * sizeof *chunk.len);
@@ -159,7 +161,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_plan *plan, tb_
     if (!chunk.targets || !chunk.contributors)
         return TB_NO_MEMORY;
     uint32_t part = 0;
-    return add_parts(b, &chunk, 0, &part);
+    return add_parts(b, &chunk, tb__chunk_limit(&chunk, &b->limits) / tb__chunk_widening(&chunk), 0, &part);
 }
 
 static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *spec) {
@@ -174,7 +176,7 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, b->plan_opts, &plan));
     TB_TRY(tb__plan_cache_numbered(b->cache, plan, rank, index, &routes, &numbers));
     for (size_t i = 0; i < tb_routes_count(routes); i++)
-        TB_TRY(add_chunk(b, index, plan, wire, tb_routes_at(routes, i), numbers[i]));
+        TB_TRY(add_chunk(b, index, spec, plan, wire, tb_routes_at(routes, i), numbers[i]));
     return TB_OK;
 }
 
@@ -223,12 +225,12 @@ tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntens
     ir->view.rank = rank;
     ir->view.bucket_size = bucket_size;
     builder b = {.ir = ir, .cache = cache, .plan_opts = o.plan};
-    b.most_bytes = o.direct ? INT64_MAX : staging_bytes / 4;
+    b.limits = (tb__ir_limits){.bucket_size = bucket_size, .staged = o.direct ? INT64_MAX : staging_bytes / 4};
     tb_status status = cache ? TB_OK : tb_plan_cache_create(&b.cache);
     if (status == TB_OK)
         status = add_tensors(&b, tensors, ntensors);
     if (status == TB_OK)
-        status = tb__ir_pack(ir, bucket_size, o.max_in_flight ? o.max_in_flight : 2);
+        status = tb__ir_pack(ir, &b.limits, o.max_in_flight ? o.max_in_flight : 2);
     if (!cache)
         tb_plan_cache_destroy(b.cache);
     if (status != TB_OK) {

@@ -29,8 +29,19 @@ const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count);
 
 const char *tb__ir_string(tb__ir *ir, const char *string);
 
+/* What bounds a bucket. */
+typedef struct tb__ir_limits {
+    int64_t bucket_size; /* in the wire dtype */
+    int64_t staged;      /* with all that a rank holds for it; INT64_MAX where nothing is staged */
+} tb__ir_limits;
+
+/* The most bytes that buckets of this chunk's channel may have, so that all contributions find room, and how many times
+ * larger than in the wire dtype chunks count towards it. Both follow from what all members of a channel know. */
+int64_t tb__chunk_limit(const tb_chunk *chunk, const tb__ir_limits *limits);
+int64_t tb__chunk_widening(const tb_chunk *chunk);
+
 /* Sorts the chunks into channels and packs them into buckets. */
-tb_status tb__ir_pack(tb__ir *ir, int64_t bucket_size, uint32_t max_in_flight);
+tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight);
 
 /* Points the view at the arrays. */
 void tb__ir_finish(tb__ir *ir);

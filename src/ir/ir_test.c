@@ -76,6 +76,7 @@ static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *
         assert_int_equal(channel->nbuckets, other->nbuckets);
         for (size_t b = 0; b < channel->nbuckets; b++) {
             const tb_bucket *x = &ir->buckets[channel->first_bucket + b], *y = &peer->buckets[other->first_bucket + b];
+            assert_int_equal(x->group, y->group);
             assert_int_equal(x->nentries, y->nentries);
             assert_int_equal(x->total_bytes, y->total_bytes);
             for (size_t e = 0; e < x->nentries; e++) {
@@ -85,6 +86,7 @@ static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *
                 assert_int_equal(p->nbytes, q->nbytes);
                 assert_int_equal(c->id, d->id);
                 assert_int_equal(c->part, d->part);
+                assert_int_equal(c->src_dtype, d->src_dtype);
                 assert_memory_equal(c->len, d->len, (size_t)c->ndim * sizeof *c->len);
                 assert_memory_equal(&c->src, &d->src, (size_t)c->ndim * sizeof *c->src.start);
             }
@@ -120,26 +122,49 @@ static void check_roles(const tb_ir *ir, const tb_chunk *c) {
     }
 }
 
-static void check_buckets(const tb_ir *ir, int64_t most_bytes) {
+/* What a chunk takes in the memory of the rank that combines it, for each contributor. */
+static int64_t staged_size(const tb_chunk *c) {
+    int64_t elements = 1;
+    unsigned bits = tb_dtype_bits(c->wire_dtype);
+    for (int d = 0; d < c->ndim; d++)
+        elements *= c->len[d];
+    assert_int_equal(c->nbytes, elements * bits / 8);
+    if (c->ncontributors && tb_dtype_bits(c->src_dtype) > bits)
+        bits = tb_dtype_bits(c->src_dtype);
+    return elements * bits / 8;
+}
+
+/* Buckets are as large as the limits let them be, and no larger. staging_bytes of 0: nothing is staged. */
+static void check_buckets(const tb_ir *ir, int64_t staging_bytes) {
+    int64_t staged = 0;
     for (size_t i = 0; i < ir->nbuckets; i++) {
         const tb_bucket *bucket = &ir->buckets[i];
-        int64_t end = 0;
+        const tb_chunk *first = &ir->chunks[ir->entries[bucket->first_entry].chunk];
+        int64_t end = 0, limit = staging_bytes ? staging_bytes / 4 : INT64_MAX;
+        if (staging_bytes && first->ncontributors)
+            limit /= first->ncontributors;
+        if (i > 0 && bucket[-1].channel == bucket->channel) {
+            assert_true(bucket[-1].group <= bucket->group);
+            bool fits = (bucket[-1].total_bytes + 63) / 64 * 64 + first->nbytes <= ir->bucket_size &&
+                        (staged + 63) / 64 * 64 + staged_size(first) <= limit;
+            assert_true(!fits || bucket[-1].group < bucket->group);
+        }
+        staged = 0;
         for (size_t e = 0; e < bucket->nentries; e++) {
             const tb_bucket_entry *entry = &ir->entries[bucket->first_entry + e];
             const tb_chunk *c = &ir->chunks[entry->chunk];
-            int64_t elements = 1;
-            for (int d = 0; d < c->ndim; d++)
-                elements *= c->len[d];
             assert_int_equal(entry->offset % 64, 0);
             assert_true(entry->offset >= end && entry->offset < end + 64);
             assert_int_equal(entry->nbytes, c->nbytes);
-            assert_int_equal(c->nbytes, elements * tb_dtype_bits(c->wire_dtype) / 8);
-            assert_true(c->nbytes <= most_bytes || elements == 1);
             end = entry->offset + entry->nbytes;
+            staged = (staged + 63) / 64 * 64 + staged_size(c);
+            assert_int_equal(c->group, bucket->group);
             check_roles(ir, c);
         }
         assert_int_equal(bucket->total_bytes, end);
+        bool is_element = bucket->nentries == 1 && first->nbytes == tb_dtype_bits(first->wire_dtype) / 8;
         assert_true(bucket->nentries == 1 || end <= ir->bucket_size);
+        assert_true(staged <= limit || is_element);
     }
 }
 
@@ -171,6 +196,17 @@ static void check_ids(const tb_ir *ir) {
     }
 }
 
+/* The group of each chunk is the one that its tensor was given. */
+static void check_groups(const tb_ir *ir, const batch *b) {
+    for (size_t i = 0; i < ir->nchunks; i++) {
+        const char *name = ir->names[ir->chunks[i].tensor];
+        size_t t = 0;
+        while (strcmp(b->spec[t].name, name) != 0)
+            t++;
+        assert_int_equal(ir->chunks[i].group, b->spec[t].group);
+    }
+}
+
 static void both_ends_build_the_same_buckets(void **state) {
     (void)state;
     static batch b;
@@ -181,16 +217,27 @@ static void both_ends_build_the_same_buckets(void **state) {
         rng r = {seed + (uint64_t)i};
         for (int t = 0; t < MAX_TENSORS; t++)
             add_random(&b, seed * 1000 + (uint64_t)i * 10 + (uint64_t)t, TB_F32);
+        for (size_t t = 0; t < b.count; t++) {
+            static const tb_dtype dtypes[][3] = {
+                {TB_F32, TB_F32}, {TB_F32, TB_BF16}, {TB_BF16, TB_F32}, {TB_BF16, TB_F32, TB_F32}};
+            const tb_dtype *dtype = dtypes[rng_range(&r, 0, 3)];
+            b.spec[t].src_dtype = dtype[0];
+            b.spec[t].dst_dtype = dtype[1];
+            b.spec[t].wire_dtype = dtype[2];
+            b.spec[t].group = (uint32_t)rng_range(&r, 0, i % 3);
+        }
         tb_plan_cache *cache;
         assert_int_equal(tb_plan_cache_create(&cache), TB_OK);
         tb_ir_opts opts = {.size = sizeof opts,
                            .bucket_size = (int64_t[]){1, 100, 256, 1 << 20}[rng_range(&r, 0, 3)],
-                           .staging_bytes = (int64_t[]){64, 256, 4096, 1 << 20}[rng_range(&r, 0, 3)]};
+                           .staging_bytes = (int64_t[]){64, 256, 4096, 1 << 20}[rng_range(&r, 0, 3)],
+                           .direct = rng_range(&r, 0, 4) == 0};
         for (int32_t rank = 0; rank < NRANKS; rank++)
             assert_int_equal(tb_ir_create(rank, b.spec, b.count, rank % 2 ? cache : NULL, &opts, &ir[rank]), TB_OK);
         for (int32_t rank = 0; rank < NRANKS; rank++) {
-            check_buckets(ir[rank], opts.staging_bytes / 4);
+            check_buckets(ir[rank], opts.direct ? 0 : opts.staging_bytes);
             check_ids(ir[rank]);
+            check_groups(ir[rank], &b);
             if (i % 20 == 0)
                 check_dumps(ir[rank]);
             for (size_t c = 0; c < ir[rank]->nchannels; c++) {
@@ -278,6 +325,96 @@ static void bucket_sizes(void **state) {
     assert_int_equal(ir->buckets[0].total_bytes, 848);
     assert_int_equal(ir->channels[0].max_in_flight, 2);
     tb_ir_destroy(ir);
+}
+
+/* A rank that combines holds what all contribute to a bucket, before the cast to the wire dtype: the staging memory is
+ * divided among them. */
+static void contributions_fit_into_staging_memory(void **state) {
+    (void)state;
+    static const struct {
+        const char *src;
+        int64_t staging_bytes, bucket_size;
+        bool direct;
+        size_t nbuckets; /* of the first channel */
+        int64_t total_bytes;
+    } cases[] = {
+        {"mesh=4 place=P", 131072, 1 << 20, false, 1, 4096}, /* 4 contributors, 2 tensors, 1024 floats of each */
+        {"mesh=4 place=P", 131071, 1 << 20, false, 2, 2048},
+        {"mesh=4 place=P", 16384, 1 << 20, false, 8, 512}, /* cut to 256 floats */
+        {"mesh=4 place=P", 16384, 100, false, 8, 512},     /* larger than a bucket: alone, but not cut further */
+        {"mesh=4 place=P", 16384, 1 << 20, true, 1, 4096},
+        {"mesh=1 place=R", 65536, 1 << 20, false, 1, 16384}, /* nobody contributes: only the wire dtype counts */
+        {"mesh=1 place=R", 65535, 1 << 20, false, 2, 8192},
+        {"mesh=1 place=R", 65536, 8192, false, 2, 8192},
+        {"mesh=1 place=R", 65535, 1 << 20, true, 1, 16384},
+    };
+    tb_layout *src, *dst;
+    tb_ir *ir;
+    assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=9", &dst), TB_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_int_equal(tb_layout_parse(cases[i].src, &src), TB_OK);
+        tb_tensor_spec spec[2] = {
+            {.name = "a", .shape = {1, {4096}}, .src = src, .dst = dst, .src_dtype = TB_F32, .dst_dtype = TB_BF16}};
+        spec[1] = spec[0];
+        spec[1].name = "b";
+        tb_ir_opts opts = {.size = sizeof opts,
+                           .bucket_size = cases[i].bucket_size,
+                           .staging_bytes = cases[i].staging_bytes,
+                           .direct = cases[i].direct};
+        assert_int_equal(tb_ir_create(0, spec, 2, NULL, &opts, &ir), TB_OK);
+        assert_int_equal(key_of(ir, &ir->channels[0])->transport, TB_P2P);
+        assert_int_equal(ir->channels[0].nbuckets, cases[i].nbuckets);
+        assert_int_equal(ir->buckets[0].total_bytes, cases[i].total_bytes);
+        tb_ir_destroy(ir);
+        tb_layout_destroy(src);
+    }
+    tb_layout_destroy(dst);
+}
+
+/* Groups go in their order, not in that of names, and share no bucket; names keep their numbers. */
+static void groups_are_apart(void **state) {
+    (void)state;
+    tb_layout *src, *dst;
+    tb_ir *ir;
+    char *text;
+    assert_int_equal(tb_layout_parse("mesh=1 place=R", &src), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=1", &dst), TB_OK);
+    static const char *const names[] = {"a", "b", "c", "d"};
+    static const uint32_t groups[] = {7, 0, 7, 2};
+    tb_tensor_spec spec[4];
+    for (size_t i = 0; i < 4; i++)
+        spec[i] = (tb_tensor_spec){.name = names[i],
+                                   .shape = {1, {16}},
+                                   .src = src,
+                                   .dst = dst,
+                                   .src_dtype = TB_F32,
+                                   .dst_dtype = TB_F32,
+                                   .group = groups[i]};
+    assert_int_equal(tb_ir_create(0, spec, 4, NULL, NULL, &ir), TB_OK);
+    assert_int_equal(ir->nchannels, 1);
+    assert_int_equal(ir->nbuckets, 3);
+    static const uint32_t tensors[] = {1, 3, 0, 2};
+    for (size_t i = 0; i < 4; i++)
+        assert_int_equal(ir->chunks[i].tensor, tensors[i]);
+    assert_int_equal(ir->buckets[0].group, 0);
+    assert_int_equal(ir->buckets[1].group, 2);
+    assert_int_equal(ir->buckets[2].group, 7);
+    assert_int_equal(ir->buckets[2].nentries, 2);
+    assert_int_equal(tb_ir_dump_text(ir, &text), TB_OK);
+    assert_non_null(strstr(text, "bucket 0: 1 chunks, 64 bytes\n"));
+    assert_non_null(strstr(text, "bucket 2: 2 chunks, 128 bytes, group 7\n"));
+    free(text);
+    check_dumps(ir);
+    char *json;
+    tb_ir *parsed;
+    assert_int_equal(tb_ir_dump_json(ir, &json), TB_OK);
+    *strstr(json, "0,\"total_bytes\"") = '3'; /* before group 2 */
+    assert_int_equal(tb_ir_parse_json(json, strlen(json), &parsed), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "'group' is 2, not between 3"));
+    free(json);
+    tb_ir_destroy(ir);
+    tb_layout_destroy(src);
+    tb_layout_destroy(dst);
 }
 
 static void ids_are_made_of_target_name_and_box(void **state) {
@@ -374,17 +511,33 @@ static void huge_dumps(void **state) {
     for (size_t i = 0; i < 2; i++) {
         char text[1024];
         tb_ir *ir;
-        int n = snprintf(text, sizeof text,
-                         "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"transport\":\"P2P\","
-                         "\"source\":0,\"targets\":[2],\"contributors\":[],\"max_in_flight\":2,\"buckets\":[{"
-                         "\"total_bytes\":1,\"chunks\":[{\"tensor\":0,\"id\":\"0000200000000000\",\"part\":0,"
-                         "\"is_source\":false,\"is_target\":true,\"op\":\"sum\",\"divisor\":1,"
-                         "\"shape\":[4611686018427387904],\"src\":[%s],\"dst\":[0],\"src_cell\":0,\"dst_cell\":0,"
-                         "\"order\":0,\"wire_dtype\":\"u8\",\"offset\":%s,\"nbytes\":4611686018427387904}]}]}]}",
-                         wrong[i].src, wrong[i].offset);
+        int n =
+            snprintf(text, sizeof text,
+                     "{\"rank\":2,\"bucket_size\":1,\"tensors\":[\"w\"],\"channels\":[{\"transport\":\"P2P\","
+                     "\"source\":0,\"targets\":[2],\"contributors\":[],\"max_in_flight\":2,\"buckets\":[{"
+                     "\"group\":0,\"total_bytes\":1,\"chunks\":[{\"tensor\":0,\"id\":\"0000200000000000\",\"part\":0,"
+                     "\"is_source\":false,\"is_target\":true,\"op\":\"sum\",\"divisor\":1,"
+                     "\"shape\":[4611686018427387904],\"src\":[%s],\"dst\":[0],\"src_cell\":0,\"dst_cell\":0,"
+                     "\"order\":0,\"src_dtype\":\"u8\",\"wire_dtype\":\"u8\",\"offset\":%s,\"nbytes\":"
+                     "4611686018427387904}]}]}]}",
+                     wrong[i].src, wrong[i].offset);
         assert_int_equal(tb_ir_parse_json(text, (size_t)n, &ir), TB_INVALID);
         assert_non_null(strstr(tb_error_detail(), wrong[i].word));
     }
+}
+
+/* A tensor that goes two ways is in the same group on both. */
+static void a_tensor_in_two_groups(void **state) {
+    (void)state;
+    char *json;
+    tb_ir *parsed, *ir = make(0, "mesh=1 place=R", "mesh=2 place=R", (tb_shape){1, {64}}, TB_F32, 1 << 20);
+    assert_int_equal(ir->nchannels, 2);
+    assert_int_equal(tb_ir_dump_json(ir, &json), TB_OK);
+    replace(json, "\"group\":0", "\"group\":1");
+    assert_int_equal(tb_ir_parse_json(json, strlen(json), &parsed), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "tensor 0 is in group 1 and in group 0"));
+    free(json);
+    tb_ir_destroy(ir);
 }
 
 /* Each falsification of a good dump is found. */
@@ -405,7 +558,10 @@ static void wrong_dumps(void **state) {
         {"\"shape\":[100]", "\"shape\":[ -1]", "out of range"},
         {"\"tensor\":1", "\"tensor\":2", "between 0 and 1"},
         {"\"wire_dtype\":\"f32\"", "\"wire_dtype\":\"f33\"", "not a dtype"},
+        {"\"src_dtype\":\"f32\"", "\"src_dtype\":\"i32\"", "no cast from i32 to f32"},
+        {"\"src_dtype\":\"f32\"", "\"src_dtype\":12345", "'src_dtype' is missing"},
         {"\"is_source\":true", "\"is_source\":null", "true or false"},
+        {"\"group\":0", "\"grope\":0", "'group' is missing"},
     };
     char *json;
     tb_ir *ir = make(0, "mesh=1 place=R", "mesh=1 place=R ranks=1", (tb_shape){1, {100}}, TB_F32, 848);
@@ -429,11 +585,14 @@ int main(void) {
         cmocka_unit_test(a_self_copy_keeps_its_write),
         cmocka_unit_test(a_local_chunk_is_never_bundled_with_a_broadcast),
         cmocka_unit_test(bucket_sizes),
+        cmocka_unit_test(contributions_fit_into_staging_memory),
+        cmocka_unit_test(groups_are_apart),
         cmocka_unit_test(ids_are_made_of_target_name_and_box),
         cmocka_unit_test(partial_sources_and_targets),
         cmocka_unit_test(wire_dtypes),
         cmocka_unit_test(wrong_batches),
         cmocka_unit_test(huge_dumps),
+        cmocka_unit_test(a_tensor_in_two_groups),
         cmocka_unit_test(wrong_dumps),
     };
     return cmocka_run_group_tests_name("ir", tests, NULL, NULL);

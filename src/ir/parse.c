@@ -74,14 +74,20 @@ static tb_status read_id(const json_t *object, uint64_t *out) {
     return TB_OK;
 }
 
+static tb_status read_dtype(const json_t *object, const char *key, tb_dtype *out) {
+    const char *name = json_string_value(json_object_get(object, key));
+    return name ? tb_dtype_parse(name, out) : tb__fail(TB_INVALID, "'%s' is missing or not a string", key);
+}
+
 /* Fields of one chunk; `chunk` already has what its channel says. */
 static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chunk, int64_t *offset) {
     const json_t *shape;
     int64_t value;
-    const char *dtype = json_string_value(json_object_get(json, "wire_dtype"));
-    if (!dtype)
-        return tb__fail(TB_INVALID, "'wire_dtype' is missing or not a string");
-    TB_TRY(tb_dtype_parse(dtype, &chunk->wire_dtype));
+    TB_TRY(read_dtype(json, "src_dtype", &chunk->src_dtype));
+    TB_TRY(read_dtype(json, "wire_dtype", &chunk->wire_dtype));
+    if (tb__wire_dtype(chunk->src_dtype, chunk->wire_dtype, chunk->wire_dtype, &chunk->wire_dtype) != TB_OK)
+        return tb__fail(TB_INVALID, "there is no cast from %s to %s", tb_dtype_name(chunk->src_dtype),
+                        tb_dtype_name(chunk->wire_dtype));
     if (ir->names.count == 0)
         return tb__fail(TB_INVALID, "there are chunks but no tensors");
     TB_TRY(read_int(json, "tensor", 0, (int64_t)ir->names.count - 1, &value));
@@ -119,6 +125,7 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
         return tb__fail(TB_INVALID, "'offset' %" PRId64 " and 'nbytes' go past 2^62", *offset);
     tb_shape size = {.ndim = chunk->ndim};
     memcpy(size.dim, chunk->len, sizeof size.dim);
+    TB_TRY(tb_shape_size(&size, chunk->src_dtype, NULL, &value)); /* as a contribution it may be larger */
     TB_TRY(tb_shape_size(&size, chunk->wire_dtype, NULL, &value));
     if (value != chunk->nbytes)
         return tb__fail(TB_INVALID, "'nbytes' is %" PRId64 ", but the shape has %" PRId64 " bytes", chunk->nbytes,
@@ -126,16 +133,19 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
     return TB_OK;
 }
 
-static tb_status read_bucket(tb__ir *ir, const json_t *json, const tb_chunk *key) {
+static tb_status read_bucket(tb__ir *ir, const json_t *json, const tb_chunk *key, uint32_t least_group) {
     const json_t *chunks;
     tb_bucket bucket = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
-    int64_t total;
+    int64_t total, group;
     TB_TRY(read_array(json, "chunks", &chunks));
+    TB_TRY(read_int(json, "group", least_group, UINT32_MAX, &group));
+    bucket.group = (uint32_t)group;
     TB_TRY(read_int(json, "total_bytes", 1, INT64_MAX, &total));
     if (json_array_size(chunks) == 0)
         return tb__fail(TB_INVALID, "a bucket has no chunks");
     for (size_t i = 0; i < json_array_size(chunks); i++) {
         tb_chunk chunk = *key;
+        chunk.group = bucket.group;
         tb_bucket_entry entry = {.chunk = ir->chunks.count};
         tb_status status = read_chunk(ir, json_array_get(chunks, i), &chunk, &entry.offset);
         if (status == TB_OK && (entry.offset % TB__BUCKET_ALIGN || entry.offset < bucket.total_bytes))
@@ -195,11 +205,30 @@ static tb_status read_channel(tb__ir *ir, const json_t *json) {
     if (!tb__vec_push(&ir->channels, channel))
         return TB_NO_MEMORY;
     for (size_t i = 0; i < channel.nbuckets; i++) {
-        tb_status status = read_bucket(ir, json_array_get(buckets, i), &key);
+        uint32_t least_group = i ? ir->buckets.item[ir->buckets.count - 1].group : 0;
+        tb_status status = read_bucket(ir, json_array_get(buckets, i), &key, least_group);
         if (status != TB_OK)
             return tb__fail_within(status, "bucket %zu", i);
     }
     return TB_OK;
+}
+
+/* A tensor is in one group, whichever bucket it is in. */
+static tb_status check_groups(const tb__ir *ir) {
+    const tb_chunk **first = tb__calloc(ir->names.count, sizeof *first);
+    if (!first)
+        return TB_NO_MEMORY;
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < ir->chunks.count && status == TB_OK; i++) {
+        const tb_chunk *chunk = &ir->chunks.item[i], **known = &first[chunk->tensor];
+        if (!*known)
+            *known = chunk;
+        else if ((*known)->group != chunk->group)
+            status = tb__fail(TB_INVALID, "tensor %" PRIu32 " is in group %" PRIu32 " and in group %" PRIu32,
+                              chunk->tensor, (*known)->group, chunk->group);
+    }
+    free(first);
+    return status;
 }
 
 static tb_status read_ir(tb__ir *ir, const json_t *json) {
@@ -225,7 +254,7 @@ static tb_status read_ir(tb__ir *ir, const json_t *json) {
         if (status != TB_OK)
             return tb__fail_within(status, "channel %zu", i);
     }
-    return TB_OK;
+    return check_groups(ir);
 }
 
 tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out) {

@@ -285,7 +285,8 @@ static void failing_allocations(void **state) {
                 status = tb_plan_check(plan);
             if (status == TB_OK && (status = tb_plan_stats_compute(plan, &stats)) == TB_OK)
                 tb_plan_stats_fini(&stats);
-            tb_tensor_spec spec = {"t", c.shape, src, dst, c.dtype, c.dtype, TB_DTYPE_NONE};
+            tb_tensor_spec spec = {
+                .name = "t", .shape = c.shape, .src = src, .dst = dst, .src_dtype = c.dtype, .dst_dtype = c.dtype};
             if (status == TB_OK && (status = tb_ir_create(c.dst.ranks[0], &spec, 1, NULL, NULL, &ir)) == TB_OK) {
                 status = tb_ir_dump_json(ir, &text);
                 tb_ir_destroy(ir);

@@ -1,6 +1,7 @@
 /* The transports of this build, and the defaults of their optional slots. */
 #include "transport/transport.h"
 
+#include <inttypes.h>
 #include <string.h>
 
 const tb_transport_ops *const tb__transports[] = {&tb__self_ops, &tb__shm_ops, NULL};
@@ -31,18 +32,18 @@ bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote) {
     return t->ops->mem_is_valid ? t->ops->mem_is_valid(t->context, remote) : true;
 }
 
-tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
-                             size_t npieces) {
+tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                             const tb_piece *pieces, size_t npieces) {
     if (!t->ops->mem_read)
         return tb__fail(TB_REFUSED, "transport %s can't read a peer's memory at once", t->ops->name);
-    return t->ops->mem_read(t->context, remote, offset, pieces, npieces);
+    return t->ops->mem_read(t->context, remote, ranges, nranges, pieces, npieces);
 }
 
-tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
-                              size_t npieces) {
+tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                              const tb_piece *pieces, size_t npieces) {
     if (!t->ops->mem_write)
         return tb__fail(TB_REFUSED, "transport %s can't write a peer's memory at once", t->ops->name);
-    return t->ops->mem_write(t->context, remote, offset, pieces, npieces);
+    return t->ops->mem_write(t->context, remote, ranges, nranges, pieces, npieces);
 }
 
 /* A broadcast as one send per peer. It is done when the last of them is. */
@@ -134,35 +135,71 @@ size_t tb__pieces_size(const tb_piece *pieces, size_t npieces) {
     return nbytes;
 }
 
-/* Walks the pieces from `skip` on and copies nbytes one way or the other. */
-static void move(const tb_piece *pieces, size_t npieces, size_t skip, char *memory, size_t nbytes, bool out) {
-    for (size_t i = 0; i < npieces && nbytes > 0; i++) {
-        if (skip >= pieces[i].nbytes) {
-            skip -= pieces[i].nbytes;
-            continue;
-        }
-        char *piece = (char *)pieces[i].base + skip;
-        size_t n = pieces[i].nbytes - skip < nbytes ? pieces[i].nbytes - skip : nbytes;
-        memcpy(out ? memory : piece, out ? piece : memory, n);
-        memory += n;
-        nbytes -= n;
-        skip = 0;
+/* A place in a list of pieces. */
+typedef struct cursor {
+    const tb_piece *pieces;
+    size_t npieces, skip; /* left, and how much of the first is behind us */
+} cursor;
+
+/* Moves on by up to `most` bytes, which lie together where it returns; NULL at the end. */
+static char *next(cursor *c, size_t most, size_t *n) {
+    while (c->npieces > 0 && c->skip >= c->pieces->nbytes) {
+        c->skip -= c->pieces->nbytes;
+        c->pieces++;
+        c->npieces--;
     }
+    if (c->npieces == 0)
+        return NULL;
+    char *at = (char *)c->pieces->base + c->skip;
+    *n = c->pieces->nbytes - c->skip < most ? c->pieces->nbytes - c->skip : most;
+    c->skip += *n;
+    return at;
+}
+
+/* Copies nbytes between memory and the pieces. */
+static void move(cursor *c, char *memory, size_t nbytes, bool to_memory) {
+    char *piece;
+    size_t n;
+    for (; nbytes > 0 && (piece = next(c, nbytes, &n)); memory += n, nbytes -= n)
+        memcpy(to_memory ? memory : piece, to_memory ? piece : memory, n);
 }
 
 void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes) {
-    move(pieces, npieces, skip, to, nbytes, true);
+    move(&(cursor){pieces, npieces, skip}, to, nbytes, true);
 }
 
 void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes) {
-    move(pieces, npieces, skip, (char *)from, nbytes, false);
+    move(&(cursor){pieces, npieces, skip}, (char *)from, nbytes, false);
 }
 
 void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes) {
-    for (size_t i = 0, at = 0; i < nfrom && nbytes > 0; i++) {
+    cursor at = {to, nto, 0};
+    for (size_t i = 0; i < nfrom && nbytes > 0; i++) {
         size_t n = from[i].nbytes < nbytes ? from[i].nbytes : nbytes;
-        tb__pieces_scatter(to, nto, at, from[i].base, n);
-        at += n;
+        move(&at, from[i].base, n, false);
         nbytes -= n;
     }
+}
+
+tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
+                           size_t nbytes, int32_t rank) {
+    size_t there = 0, here = tb__pieces_size(pieces, npieces);
+    for (size_t i = 0; i < nranges; i++) {
+        const tb_range *r = &ranges[i];
+        if (r->offset > nbytes || r->nbytes > nbytes - r->offset)
+            return tb__fail(TB_INVALID, "%zu bytes from %zu of rank %" PRId32 "'s memory, which has %zu", r->nbytes,
+                            r->offset, rank, nbytes);
+        if (__builtin_add_overflow(there, r->nbytes, &there))
+            return tb__fail(TB_INVALID, "ranges of more than 2^64 bytes of rank %" PRId32 "'s memory", rank);
+    }
+    if (there != here)
+        return tb__fail(TB_INVALID, "%zu bytes of rank %" PRId32 "'s memory, but pieces of %zu", there, rank, here);
+    return TB_OK;
+}
+
+void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
+                     bool is_write) {
+    cursor at = {pieces, npieces, 0};
+    for (size_t i = 0; i < nranges; i++)
+        move(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, is_write);
 }

@@ -17,10 +17,10 @@ tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
 void *tb__transport_map(const tb_transport *t, tb_remote *remote);
 bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote);
-tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
-                             size_t npieces);
-tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, size_t offset, const tb_piece *pieces,
-                              size_t npieces);
+tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                             const tb_piece *pieces, size_t npieces);
+tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                              const tb_piece *pieces, size_t npieces);
 
 /* Bytes in all pieces. */
 size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
@@ -31,6 +31,14 @@ void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, con
 
 /* Copies from pieces to pieces; both hold at least nbytes. */
 void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes);
+
+/* Whether the ranges lie inside memory of nbytes and have as many bytes as the pieces. `rank` is whose it is. */
+tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
+                           size_t nbytes, int32_t rank);
+
+/* Copies ranges of memory to the pieces, or back, where tb__ranges_check has nothing against it. */
+void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
+                     bool is_write);
 
 extern const tb_transport_ops tb__self_ops, tb__shm_ops;
 

@@ -50,7 +50,7 @@ static void check_ir(int32_t rank, const tb_tensor_spec *spec, const tb_plan_opt
     expect(tb_shape_size(&spec->shape, spec->src_dtype, NULL, &nbytes) == TB_OK);
     /* Small tensors are cut, to see that too; of large ones there would be too many parts. */
     tb_ir_opts opts = {
-        .size = sizeof opts, .bucket_size = 256, .staging_bytes = 1024, .direct = nbytes > 1 << 16, .plan = plan_opts};
+        .size = sizeof opts, .bucket_size = 256, .staging_bytes = 1024, .direct = nbytes > 1 << 14, .plan = plan_opts};
     if (!succeeded(tb_ir_create(rank, spec, 1, NULL, &opts, &ir)))
         return;
     expect(tb_ir_dump_json(ir, &first) == TB_OK);

@@ -16,6 +16,12 @@ void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e));
 /* Lets both ends work, asleep in between, until `count` of the operations are done. Fails the test after a minute. */
 void work_until_done(endpoints *e, tb_op *const *ops, size_t count);
 
+/* Sends the key of b's memory to a, and imports it there. */
+tb_remote *import_memory(endpoints *e, tb_mem *mem);
+
+/* A memfd sealed against shrinking, and where it is mapped. */
+unsigned char *make_file(const char *name, size_t nbytes, int *fd);
+
 /* An operation that remembers that it is done. */
 void make_op(tb_op *op, tb_op_kind kind, int32_t peer, uint64_t tag, const tb_piece *pieces, size_t npieces);
 bool is_done(const tb_op *op);

@@ -164,28 +164,31 @@ static bool self_is_valid(void *context, const tb_remote *remote) {
     return remote->mem->is_valid;
 }
 
-static tb_status check_range(self *s, const tb_remote *remote, size_t offset, size_t nbytes) {
+static tb_status check_access(const self *s, const tb_remote *remote, const tb_range *ranges, size_t nranges,
+                              const tb_piece *pieces, size_t npieces) {
     if (!remote->mem->is_valid)
         return tb__fail(TB_INVALID, "memory %" PRIu64 " of rank %" PRId32 " has been unregistered", remote->mem->id,
                         s->env.rank);
-    if (offset > remote->mem->desc.nbytes || nbytes > remote->mem->desc.nbytes - offset)
-        return tb__fail(TB_INVALID, "bytes %zu to %zu of rank %" PRId32 "'s memory, which has %zu", offset,
-                        offset + nbytes, s->env.rank, remote->mem->desc.nbytes);
+    return tb__ranges_check(ranges, nranges, pieces, npieces, remote->mem->desc.nbytes, s->env.rank);
+}
+
+static tb_status self_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                           const tb_piece *pieces, size_t npieces) {
+    TB_TRY(check_access(context, remote, ranges, nranges, pieces, npieces));
+    tb__ranges_copy(remote->mem->desc.base, ranges, nranges, pieces, npieces, false);
     return TB_OK;
 }
 
-static tb_status self_read(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces) {
-    size_t nbytes = tb__pieces_size(pieces, npieces);
-    TB_TRY(check_range(context, remote, offset, nbytes));
-    tb__pieces_scatter(pieces, npieces, 0, (char *)remote->mem->desc.base + offset, nbytes);
+static tb_status self_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
+                            const tb_piece *pieces, size_t npieces) {
+    TB_TRY(check_access(context, remote, ranges, nranges, pieces, npieces));
+    tb__ranges_copy(remote->mem->desc.base, ranges, nranges, pieces, npieces, true);
     return TB_OK;
 }
 
-static tb_status self_write(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces) {
-    size_t nbytes = tb__pieces_size(pieces, npieces);
-    TB_TRY(check_range(context, remote, offset, nbytes));
-    tb__pieces_gather(pieces, npieces, 0, (char *)remote->mem->desc.base + offset, nbytes);
-    return TB_OK;
+/* What a READ or WRITE is about. */
+static tb_range range_of(const tb_op *op) {
+    return (tb_range){op->remote_offset, tb__pieces_size(op->pieces, op->npieces)};
 }
 
 static void make_ready(self *s, posted *p) {
@@ -203,8 +206,10 @@ static tb_status self_post(void *context, tb_op *op) {
         return tb__fail(TB_REFUSED, "transport self has no broadcast of its own");
     if (op->peer != s->env.rank)
         return tb__fail(TB_LOST, "transport self does not reach rank %" PRId32, op->peer);
-    if (!is_message)
-        TB_TRY(check_range(s, op->remote, op->remote_offset, tb__pieces_size(op->pieces, op->npieces)));
+    if (!is_message) {
+        tb_range range = range_of(op);
+        TB_TRY(check_access(s, op->remote, &range, 1, op->pieces, op->npieces));
+    }
     posted *p = tb__calloc(1, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
@@ -229,8 +234,9 @@ static tb_status self_post(void *context, tb_op *op) {
 }
 
 static tb_status carry_out(self *s, tb_op *op) {
-    return op->kind == TB_OP_READ ? self_read(s, op->remote, op->remote_offset, op->pieces, op->npieces)
-                                  : self_write(s, op->remote, op->remote_offset, op->pieces, op->npieces);
+    tb_range range = range_of(op);
+    return op->kind == TB_OP_READ ? self_read(s, op->remote, &range, 1, op->pieces, op->npieces)
+                                  : self_write(s, op->remote, &range, 1, op->pieces, op->npieces);
 }
 
 static void receive(posted *p) {

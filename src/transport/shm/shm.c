@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -188,7 +189,7 @@ static void shm_close(void *context) {
         shm_peer *peer = s->peers;
         s->peers = peer->next;
         close_descriptors(s, peer);
-        shm_drop_imports(peer);
+        shm_mappings_close(peer);
         if (peer->control)
             munmap(peer->control, sizeof *peer->control);
         if (peer->ring_in)
@@ -200,6 +201,7 @@ static void shm_close(void *context) {
     for (size_t i = 0; i < s->strangers.count; i++)
         free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
+    shm_memory_close(s);
     int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
         if (fds[i] >= 0)
@@ -290,6 +292,7 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
         }
     }
     close_descriptors(s, peer);
+    shm_mappings_forget(peer);
     shm_posted *p;
     while ((p = shm_list_take(&s->finished)))
         shm_tell(p);
@@ -345,8 +348,9 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     memcpy(&hello, data, sizeof hello);
     if (hello.magic != SHM_MAGIC || hello.version != SHM_VERSION || hello.rank < 0 || hello.rank >= TB_MAX_RANKS)
         return false;
+    struct stat info;
     int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &info) != 0 || info.st_size < (off_t)sizeof(shm_control))
         return false;
     shm_peer *peer = find_or_add(s, hello.rank);
     if (!peer || peer->in || atomic_load(&peer->is_lost))
@@ -427,9 +431,9 @@ static void carry_out_one_sided(shm *s) {
     shm_posted *p;
     while ((p = shm_list_take(&s->one_sided))) {
         tb_op *op = p->op;
-        tb_status status = op->kind == TB_OP_READ
-                               ? shm_read(s, op->remote, op->remote_offset, op->pieces, op->npieces)
-                               : shm_write(s, op->remote, op->remote_offset, op->pieces, op->npieces);
+        tb_range range = {op->remote_offset, tb__pieces_size(op->pieces, op->npieces)};
+        tb_status status = op->kind == TB_OP_READ ? shm_read(s, op->remote, &range, 1, op->pieces, op->npieces)
+                                                  : shm_write(s, op->remote, &range, 1, op->pieces, op->npieces);
         shm_finish(s, p, status);
     }
 }

@@ -3,7 +3,8 @@
  * Each rank connects to each peer it sends to, over a Unix socket of its own; messages go one way on it, answers come
  * back. So a pair of ranks has two sockets, and nobody has to agree on who calls whom. Small messages travel inside the
  * socket. Large ones are offered: the receiver reads them straight from the sender's memory (process_vm_readv), or,
- * where the system forbids that, gets them through a ring of shared memory. Memory behind a memfd is mapped by peers.
+ * where the system forbids that, gets them through a ring of shared memory. Memory behind a memfd is mapped by peers,
+ * file by file.
  *
  * Each rank shares one *control page* with its peers: a word per offered message and per registration. A sender revokes
  * an offer, and a receiver completes it, by compare-and-set of its word, so a reader that comes too late never believes
@@ -20,13 +21,14 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 1,
+    SHM_VERSION = 2,
     SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
     SHM_MAX_FRAME = 32 << 10,
-    SHM_MAX_PIECES = 512,     /* of an offer; one with more goes through the ring */
-    SHM_OFFERS = 4096,        /* offered messages under way at a time */
-    SHM_REGISTRATIONS = 4096, /* at a time */
-    SHM_READ_SLICE = 4 << 20, /* bytes read from a peer before others get their turn */
+    SHM_MAX_PIECES = 512,      /* of an offer; one with more goes through the ring */
+    SHM_MAX_IOV = 1024,        /* pieces that the kernel takes in one call */
+    SHM_OFFERS = 4096,         /* offered messages under way at a time */
+    SHM_REGISTRATIONS = 65536, /* at a time */
+    SHM_READ_SLICE = 4 << 20,  /* bytes read from a peer before others get their turn */
     SHM_RING_SLOTS = 8,
     SHM_RING_SLOT_SIZE = 256 << 10,
 };
@@ -50,7 +52,8 @@ typedef enum shm_kind {
     SHM_CHUNK,   /* slot, serial, tag: ring slot, nbytes */
     SHM_CREDIT,  /* back: tag: ring slot is free again */
     SHM_DONE,    /* back: slot, serial: the message is in */
-    SHM_MEMFD,   /* slot: registration, serial: epoch; carries its descriptor */
+    SHM_FILE,    /* serial: a file with registered memory in it; carries its descriptor */
+    SHM_FORGET,  /* serial: a file with none left */
     SHM_RING,    /* carries the ring's descriptor */
 } shm_kind;
 
@@ -115,19 +118,30 @@ typedef struct shm_arrival {
     shm_posted *taker;
     struct shm_arrival *next_taken; /* in the peer's list of offers being taken */
     size_t npieces;
-    struct iovec *pieces; /* in the sender's memory */
+    tb_range *pieces;     /* in the sender's memory, from address 0 */
     unsigned char data[]; /* of a message */
 } shm_arrival;
 
-/* A registration of a peer, as far as it is known here. */
-typedef struct shm_import {
-    uint32_t id;
-    uint64_t epoch;
+/* A file of ours with registered memory in it. */
+typedef struct shm_file {
+    uint64_t id; /* never used again */
+    size_t slot; /* in the list of files */
+    dev_t dev;
+    ino_t ino;
+    size_t nbytes;
     int fd;
-    void *map;
-    size_t map_size;
+    size_t refs; /* registrations */
+} shm_file;
+
+/* A file of a peer's, all of it. */
+typedef struct shm_mapping {
+    uint64_t file;
+    void *base; /* NULL: it could not be mapped, for this reason */
+    int error;
+    size_t nbytes;
     size_t refs; /* remotes */
-} shm_import;
+    bool is_forgotten;
+} shm_mapping;
 
 struct shm_peer {
     shm_watch_kind watch; /* first, as in shm_link; for the process */
@@ -143,22 +157,31 @@ struct shm_peer {
     shm_list queue;       /* sends that are not on their way yet */
     shm_list offered;     /* sends that wait for an answer */
     shm_arrival *taken;   /* offers of it that we are taking */
-    TB_VEC(shm_import *) imports;
+    TB_VEC(shm_mapping *) mappings;
+    TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
     uint32_t ring_free; /* a bit per slot of ring_out */
     shm_peer *next;
 };
 
 struct tb_mem {
-    tb_mem_desc desc;
+    void *base;
+    size_t nbytes;
+    shm_file *file; /* NULL: none */
+    size_t offset;
     uint32_t id;
     uint64_t epoch;
-    TB_VEC(int32_t) sent_to; /* ranks that have the descriptor */
 };
+
+/* A number of a registration. */
+typedef struct shm_registration {
+    tb_mem *mem;        /* NULL: free */
+    uint32_t next_free; /* as memory_free */
+} shm_registration;
 
 struct tb_remote {
     shm_peer *peer;
-    shm_import *import; /* NULL: no descriptor came */
+    shm_mapping *mapping; /* NULL: no file */
     uint32_t id;
     uint64_t epoch;
     uint64_t base; /* in the owner */
@@ -172,8 +195,11 @@ struct shm {
     char name[32]; /* of the listener, in the abstract namespace */
     shm_control *control;
     int control_fd;
-    uint64_t next_serial, next_epoch;
-    uint32_t next_offer, next_memory; /* where to look for a free word */
+    uint64_t next_serial, next_epoch, next_file;
+    uint32_t next_offer; /* where to look for a free word */
+    TB_VEC(shm_registration) memory;
+    uint32_t memory_free;     /* the first free number + 1; 0: none */
+    TB_VEC(shm_file *) files; /* NULL: a free place */
     shm_peer *peers;
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
@@ -211,13 +237,30 @@ tb_status shm_import_key(void *context, int32_t peer, const tb_mem_key *key, tb_
 void shm_release(void *context, tb_remote *remote);
 void *shm_map(void *context, tb_remote *remote);
 bool shm_is_valid(void *context, const tb_remote *remote);
-tb_status shm_read(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
-tb_status shm_write(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces);
-bool shm_on_memfd(shm_peer *peer, const shm_frame *frame, int fd);
-void shm_drop_imports(shm_peer *peer);
-/* Reads or writes a peer's memory from `pieces`, beginning `skip` bytes into them; remote pieces likewise. */
-tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, const struct iovec *remote,
-                           size_t nremote, size_t skip, size_t nbytes, bool is_write);
+tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                   size_t npieces);
+tb_status shm_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                    size_t npieces);
+void shm_memory_close(shm *s);
+/* Copies nbytes between a peer's memory and ours, through the kernel: between ranges that count from address `base` and
+ * pieces, beginning `skip` bytes into both lists. */
+tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
+                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes, bool is_write);
+
+/* shm_file.c: files behind memory, ours and peers'. */
+/* The file of a new registration, to be given up with shm_file_drop. */
+tb_status shm_file_take(shm *s, const tb_mem_desc *desc, shm_file **out);
+void shm_file_drop(shm *s, shm_file *file);
+/* Sends its descriptor, unless the peer has it. */
+tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer);
+void shm_files_close(shm *s);
+bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd);
+void shm_on_forget(shm_peer *peer, const shm_frame *frame);
+/* A file that has come from the peer; NULL if it has not. Whoever keeps it adds to its refs. */
+shm_mapping *shm_mapping_find(const shm_peer *peer, uint64_t file);
+void shm_mapping_release(shm_peer *peer, shm_mapping *mapping);
+void shm_mappings_forget(shm_peer *peer); /* its owner is gone */
+void shm_mappings_close(shm_peer *peer);
 
 /* shm.c */
 shm_peer *shm_find(const shm *s, int32_t rank);

@@ -1,38 +1,56 @@
-/* Memory that peers reach: mapped where it has a descriptor, else read and written through the kernel. */
+/* Memory that peers reach: mapped where there is a file behind it, else read and written through the kernel. */
 #include "transport/shm/shm.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 /* What a key holds. */
 typedef struct key {
-    uint32_t id, has_fd;
-    uint64_t epoch, base, nbytes, offset;
+    uint32_t id, unused;
+    uint64_t epoch, base, nbytes;
+    uint64_t file, offset; /* file 0: none */
 } key;
 
 _Static_assert(sizeof(key) <= TB_MEM_KEY_MAX, "a key fits");
+
+/* A number that nobody has, lowest ones first, so that little of the control page is ever touched. */
+static tb_status take_id(shm *s, uint32_t *id) {
+    if (s->memory_free > 0) {
+        *id = s->memory_free - 1;
+        s->memory_free = s->memory.item[*id].next_free;
+        return TB_OK;
+    }
+    if (s->memory.count == SHM_REGISTRATIONS)
+        return tb__fail(TB_TOO_BIG, "more than %d registrations", SHM_REGISTRATIONS);
+    *id = (uint32_t)s->memory.count;
+    return tb__vec_push(&s->memory, (shm_registration){0}) ? TB_OK : TB_NO_MEMORY;
+}
+
+static void give_back_id(shm *s, uint32_t id) {
+    s->memory.item[id] = (shm_registration){.next_free = s->memory_free};
+    s->memory_free = id + 1;
+}
 
 tb_status shm_register(void *context, const tb_mem_desc *desc, tb_mem **out) {
     shm *s = context;
     if (desc->kind == TB_MEM_CUDA)
         return tb__fail(TB_REFUSED, "transport shm carries host memory only");
-    uint32_t id = 0;
-    while (id < SHM_REGISTRATIONS && atomic_load(&s->control->memory[(s->next_memory + id) % SHM_REGISTRATIONS]))
-        id++;
-    if (id == SHM_REGISTRATIONS)
-        return tb__fail(TB_TOO_BIG, "more than %d registrations", SHM_REGISTRATIONS);
     tb_mem *mem = tb__calloc(1, sizeof *mem);
     if (!mem)
         return TB_NO_MEMORY;
-    mem->desc = *desc;
-    mem->id = (s->next_memory + id) % SHM_REGISTRATIONS;
+    mem->base = desc->base;
+    mem->nbytes = desc->nbytes;
+    mem->offset = desc->offset;
+    tb_status status = take_id(s, &mem->id);
+    if (status == TB_OK && desc->fd >= 0 && (status = shm_file_take(s, desc, &mem->file)) != TB_OK)
+        give_back_id(s, mem->id);
+    if (status != TB_OK) {
+        free(mem);
+        return status;
+    }
     mem->epoch = ++s->next_epoch;
-    s->next_memory = mem->id + 1;
+    s->memory.item[mem->id].mem = mem;
     atomic_store(&s->control->memory[mem->id], mem->epoch);
     *out = mem;
     return TB_OK;
@@ -41,76 +59,55 @@ tb_status shm_register(void *context, const tb_mem_desc *desc, tb_mem **out) {
 void shm_unregister(void *context, tb_mem *mem) {
     shm *s = context;
     atomic_store(&s->control->memory[mem->id], 0);
-    free(mem->sent_to.item);
+    give_back_id(s, mem->id);
+    if (mem->file)
+        shm_file_drop(s, mem->file);
     free(mem);
+}
+
+void shm_memory_close(shm *s) {
+    for (size_t i = 0; i < s->memory.count; i++)
+        free(s->memory.item[i].mem);
+    free(s->memory.item);
+    shm_files_close(s);
 }
 
 tb_status shm_export(void *context, tb_mem *mem, int32_t rank, tb_mem_key *out) {
     shm *s = context;
     shm_peer *peer = shm_find(s, rank);
-    if (!peer || atomic_load(&peer->is_lost))
+    if (!peer || peer->out.fd < 0 || atomic_load(&peer->is_lost))
         return tb__fail(TB_LOST, "rank %" PRId32 " is not connected", rank);
-    bool is_sent = mem->desc.fd < 0;
-    for (size_t i = 0; i < mem->sent_to.count && !is_sent; i++)
-        is_sent = mem->sent_to.item[i] == rank;
-    if (!is_sent) {
-        int fd = fcntl(mem->desc.fd, F_DUPFD_CLOEXEC, 0);
-        if (fd < 0)
-            return tb__fail(TB_IO, "memory's descriptor: %s", strerror(errno));
-        if (!tb__vec_push(&mem->sent_to, rank)) {
-            close(fd);
-            return TB_NO_MEMORY;
-        }
-        shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_MEMFD, .slot = mem->id, .serial = mem->epoch}, fd);
-    }
+    if (mem->file)
+        TB_TRY(shm_file_send(s, mem->file, peer));
     key k = {.id = mem->id,
-             .has_fd = mem->desc.fd >= 0,
              .epoch = mem->epoch,
-             .base = (uint64_t)(uintptr_t)mem->desc.base,
-             .nbytes = mem->desc.nbytes,
-             .offset = mem->desc.offset};
+             .base = (uint64_t)(uintptr_t)mem->base,
+             .nbytes = mem->nbytes,
+             .file = mem->file ? mem->file->id : 0,
+             .offset = mem->offset};
     *out = (tb_mem_key){.nbytes = sizeof k};
     memcpy(out->bytes, &k, sizeof k);
     return TB_OK;
 }
 
-bool shm_on_memfd(shm_peer *peer, const shm_frame *frame, int fd) {
-    if (fd < 0 || frame->slot >= SHM_REGISTRATIONS)
-        return false;
-    int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return false; /* its owner could make us fault */
-    shm_import *import = NULL;
-    for (size_t i = 0; i < peer->imports.count && !import; i++) {
-        shm_import *old = peer->imports.item[i];
-        if (old->refs == 0 && old->id == frame->slot) { /* the registration before it is gone */
-            if (old->map)
-                munmap(old->map, old->map_size);
-            close(old->fd);
-            import = old;
-        }
-    }
-    if (!import) {
-        import = tb__calloc(1, sizeof *import);
-        if (!import || !tb__vec_push(&peer->imports, import)) {
-            free(import);
-            return false;
-        }
-    }
-    *import = (shm_import){.id = frame->slot, .epoch = frame->serial, .fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)};
-    return import->fd >= 0;
-}
-
-/* Maps the whole descriptor once; remotes of one allocation share the mapping. */
-static bool map_import(shm_import *import, size_t needed) {
-    struct stat info;
-    if (import->map)
-        return needed <= import->map_size;
-    if (fstat(import->fd, &info) != 0 || (uint64_t)info.st_size < needed)
-        return false;
-    import->map = shm_map_fd(import->fd, (size_t)info.st_size);
-    import->map_size = import->map ? (size_t)info.st_size : 0;
-    return import->map != NULL;
+/* Where a key's memory is mapped here; NULL for memory without a file. */
+static tb_status find_mapping(const shm_peer *peer, const key *k, shm_mapping **out) {
+    *out = NULL;
+    if (k->file == 0)
+        return TB_OK;
+    shm_mapping *mapping = shm_mapping_find(peer, k->file);
+    if (!mapping)
+        return tb__fail(TB_INVALID, "the file of rank %" PRId32 "'s memory %" PRIu32 " has not come", peer->rank,
+                        k->id);
+    if (!mapping->base)
+        return tb__fail(TB_IO, "mapping rank %" PRId32 "'s memory %" PRIu32 ": %s", peer->rank, k->id,
+                        strerror(mapping->error));
+    if (k->offset > mapping->nbytes || k->nbytes > mapping->nbytes - k->offset)
+        return tb__fail(TB_INVALID,
+                        "rank %" PRId32 "'s memory %" PRIu32 " lies outside of its file, which has %zu bytes",
+                        peer->rank, k->id, mapping->nbytes);
+    *out = mapping;
+    return TB_OK;
 }
 
 tb_status shm_import_key(void *context, int32_t rank, const tb_mem_key *from, tb_remote **out) {
@@ -122,41 +119,38 @@ tb_status shm_import_key(void *context, int32_t rank, const tb_mem_key *from, tb
     if (from->nbytes != sizeof k)
         return tb__fail(TB_INVALID, "not a memory key of rank %" PRId32, rank);
     memcpy(&k, from->bytes, sizeof k);
-    if (k.id >= SHM_REGISTRATIONS || k.offset > SIZE_MAX - k.nbytes)
+    if (k.id >= SHM_REGISTRATIONS)
         return tb__fail(TB_INVALID, "not a memory key of rank %" PRId32, rank);
-    shm_import *import = NULL;
-    for (size_t i = 0; i < peer->imports.count && k.has_fd; i++) {
-        if (peer->imports.item[i]->id == k.id && peer->imports.item[i]->epoch == k.epoch)
-            import = peer->imports.item[i];
-    }
-    if (k.has_fd && (!import || !map_import(import, k.offset + k.nbytes)))
-        return tb__fail(TB_INVALID, "rank %" PRId32 "'s memory %" PRIu32 " can't be mapped", rank, k.id);
+    if (atomic_load(&peer->control->memory[k.id]) != k.epoch)
+        return tb__fail(TB_INVALID, "memory %" PRIu32 " of rank %" PRId32 " has been unregistered", k.id, rank);
+    shm_mapping *mapping;
+    TB_TRY(find_mapping(peer, &k, &mapping));
     tb_remote *remote = tb__malloc(1, sizeof *remote);
     if (!remote)
         return TB_NO_MEMORY;
     *remote = (tb_remote){.peer = peer,
-                          .import = import,
+                          .mapping = mapping,
                           .id = k.id,
                           .epoch = k.epoch,
                           .base = k.base,
                           .nbytes = k.nbytes,
                           .offset = k.offset};
-    if (import)
-        import->refs++;
+    if (mapping)
+        mapping->refs++;
     *out = remote;
     return TB_OK;
 }
 
 void shm_release(void *context, tb_remote *remote) {
     (void)context;
-    if (remote->import)
-        remote->import->refs--;
+    if (remote->mapping)
+        shm_mapping_release(remote->peer, remote->mapping);
     free(remote);
 }
 
 void *shm_map(void *context, tb_remote *remote) {
     (void)context;
-    return remote->import ? (char *)remote->import->map + remote->offset : NULL;
+    return remote->mapping ? (char *)remote->mapping->base + remote->offset : NULL;
 }
 
 bool shm_is_valid(void *context, const tb_remote *remote) {
@@ -165,90 +159,92 @@ bool shm_is_valid(void *context, const tb_remote *remote) {
            atomic_load(&remote->peer->control->memory[remote->id]) == remote->epoch;
 }
 
-static tb_status check_access(const tb_remote *remote, size_t offset, size_t nbytes) {
+static tb_status check_valid(const tb_remote *remote) {
     int32_t rank = remote->peer->rank;
     if (atomic_load(&remote->peer->is_lost))
         return tb__fail(TB_LOST, "rank %" PRId32 " is lost", rank);
     if (!shm_is_valid(NULL, remote))
         return tb__fail(TB_INVALID, "memory %" PRIu32 " of rank %" PRId32 " has been unregistered", remote->id, rank);
-    if (offset > remote->nbytes || nbytes > remote->nbytes - offset)
-        return tb__fail(TB_INVALID, "%zu bytes from %zu of rank %" PRId32 "'s memory, which has %zu", nbytes, offset,
-                        rank, remote->nbytes);
     return TB_OK;
 }
 
-/* Up to `room` pieces of a list of n, beginning `skip` bytes into it and covering at most nbytes. */
-static size_t window(const struct iovec *list, size_t n, size_t skip, size_t nbytes, struct iovec *out, size_t room) {
-    size_t count = 0;
-    for (size_t i = 0; i < n && nbytes > 0 && count < room; i++) {
-        if (skip >= list[i].iov_len) {
-            skip -= list[i].iov_len;
-            continue;
-        }
-        size_t take = list[i].iov_len - skip < nbytes ? list[i].iov_len - skip : nbytes;
-        out[count++] = (struct iovec){(char *)list[i].iov_base + skip, take};
-        nbytes -= take;
-        skip = 0;
+/* A place in a list of local pieces, or of ranges that begin at `base` in another process. */
+typedef struct cursor {
+    const tb_piece *pieces; /* NULL: ranges */
+    const tb_range *ranges;
+    uint64_t base;
+    size_t count, at, skip; /* the next byte is `skip` bytes into item `at` */
+} cursor;
+
+static struct iovec item(const cursor *c, size_t i) {
+    if (c->pieces)
+        return (struct iovec){c->pieces[i].base, c->pieces[i].nbytes};
+    uint64_t address = c->base + c->ranges[i].offset;
+    return (struct iovec){(void *)(uintptr_t)address, c->ranges[i].nbytes}; // NOLINT(performance-no-int-to-ptr)
+}
+
+static void advance(cursor *c, size_t nbytes) {
+    c->skip += nbytes;
+    for (size_t n; c->at < c->count && c->skip >= (n = item(c, c->at).iov_len); c->at++)
+        c->skip -= n;
+}
+
+/* As much as one call takes of what comes next, up to nbytes. */
+static size_t look_ahead(const cursor *c, size_t nbytes, struct iovec out[SHM_MAX_IOV]) {
+    size_t count = 0, skip = c->skip;
+    for (size_t i = c->at; i < c->count && nbytes > 0 && count < SHM_MAX_IOV; i++, skip = 0) {
+        struct iovec v = item(c, i);
+        size_t n = v.iov_len - skip < nbytes ? v.iov_len - skip : nbytes;
+        if (n > 0)
+            out[count++] = (struct iovec){(char *)v.iov_base + skip, n};
+        nbytes -= n;
     }
     return count;
 }
 
-_Static_assert(sizeof(tb_piece) == sizeof(struct iovec), "pieces can be handed to the kernel");
-
-tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, const struct iovec *remote,
-                           size_t nremote, size_t skip, size_t nbytes, bool is_write) {
-    enum { ROOM = 64 };
+tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
+                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes, bool is_write) {
+    cursor local = {.pieces = pieces, .count = npieces}, remote = {.ranges = ranges, .base = base, .count = nranges};
+    advance(&local, skip);
+    advance(&remote, skip);
     while (nbytes > 0) {
-        struct iovec here[ROOM], there[ROOM];
-        size_t nhere = window((const struct iovec *)pieces, npieces, skip, nbytes, here, ROOM);
-        size_t nthere = window(remote, nremote, skip, nbytes, there, ROOM);
+        struct iovec here[SHM_MAX_IOV], there[SHM_MAX_IOV];
+        size_t nhere = look_ahead(&local, nbytes, here), nthere = look_ahead(&remote, nbytes, there);
         ssize_t n = is_write ? process_vm_writev(peer->pid, here, nhere, there, nthere, 0)
                              : process_vm_readv(peer->pid, here, nhere, there, nthere, 0);
         if (n <= 0)
-            return tb__fail(errno == ESRCH ? TB_LOST : TB_IO, "%s rank %" PRId32 "'s memory: %s",
+            return tb__fail(n < 0 && errno == ESRCH ? TB_LOST : TB_IO, "%s rank %" PRId32 "'s memory: %s",
                             is_write ? "writing" : "reading", peer->rank, n < 0 ? strerror(errno) : "nothing there");
-        skip += (size_t)n;
+        advance(&local, (size_t)n);
+        advance(&remote, (size_t)n);
         nbytes -= (size_t)n;
     }
     return TB_OK;
 }
 
-static tb_status copy(tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces, bool is_write) {
-    size_t nbytes = tb__pieces_size(pieces, npieces);
-    TB_TRY(check_access(remote, offset, nbytes));
-    if (remote->import) {
-        char *there = (char *)remote->import->map + remote->offset + offset;
-        if (is_write)
-            tb__pieces_gather(pieces, npieces, 0, there, nbytes);
-        else
-            tb__pieces_scatter(pieces, npieces, 0, there, nbytes);
-    } else if (!remote->peer->can_read) {
-        return tb__fail(TB_REFUSED, "the system does not let us read rank %" PRId32 "'s memory", remote->peer->rank);
-    } else {
-        struct iovec there = {(void *)(uintptr_t)(remote->base + offset), nbytes}; // NOLINT(performance-no-int-to-ptr)
-        TB_TRY(shm_process_copy(remote->peer, pieces, npieces, &there, 1, 0, nbytes, is_write));
-    }
-    return check_access(remote, offset, nbytes); /* what was withdrawn meanwhile is not believed */
+static tb_status copy(tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
+                      bool is_write) {
+    shm_peer *peer = remote->peer;
+    TB_TRY(check_valid(remote));
+    TB_TRY(tb__ranges_check(ranges, nranges, pieces, npieces, remote->nbytes, peer->rank));
+    if (remote->mapping)
+        tb__ranges_copy(shm_map(NULL, remote), ranges, nranges, pieces, npieces, is_write);
+    else if (!peer->can_read)
+        return tb__fail(TB_REFUSED, "the system does not let us read rank %" PRId32 "'s memory", peer->rank);
+    else
+        TB_TRY(shm_process_copy(peer, pieces, npieces, remote->base, ranges, nranges, 0,
+                                tb__pieces_size(pieces, npieces), is_write));
+    return check_valid(remote); /* what was withdrawn meanwhile is not believed */
 }
 
-tb_status shm_read(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces) {
+tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                   size_t npieces) {
     (void)context;
-    return copy(remote, offset, pieces, npieces, false);
+    return copy(remote, ranges, nranges, pieces, npieces, false);
 }
 
-tb_status shm_write(void *context, tb_remote *remote, size_t offset, const tb_piece *pieces, size_t npieces) {
+tb_status shm_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                    size_t npieces) {
     (void)context;
-    return copy(remote, offset, pieces, npieces, true);
-}
-
-void shm_drop_imports(shm_peer *peer) {
-    for (size_t i = 0; i < peer->imports.count; i++) {
-        shm_import *import = peer->imports.item[i];
-        if (import->map)
-            munmap(import->map, import->map_size);
-        if (import->fd >= 0)
-            close(import->fd);
-        free(import);
-    }
-    free(peer->imports.item);
+    return copy(remote, ranges, nranges, pieces, npieces, true);
 }

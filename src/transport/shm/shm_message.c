@@ -43,10 +43,10 @@ static int send_eager(shm_peer *peer, const shm_posted *p) {
 
 static int send_offer(shm *s, shm_peer *peer, shm_posted *p) {
     shm_frame frame = {.kind = SHM_OFFER, .tag = p->op->tag, .nbytes = p->nbytes};
-    struct iovec pieces[SHM_MAX_PIECES];
+    tb_range pieces[SHM_MAX_PIECES];
     size_t count = peer->it_can_read && p->op->npieces <= SHM_MAX_PIECES ? p->op->npieces : 0;
     for (size_t i = 0; i < count; i++)
-        pieces[i] = (struct iovec){p->op->pieces[i].base, p->op->pieces[i].nbytes};
+        pieces[i] = (tb_range){(uintptr_t)p->op->pieces[i].base, p->op->pieces[i].nbytes};
     if (!open_offer(s, p))
         return EAGAIN;
     frame.slot = p->slot;
@@ -170,7 +170,7 @@ bool shm_take_slices(shm *s) {
         shm_arrival *a = p->offer;
         size_t n = a->nbytes - p->at < SHM_READ_SLICE ? a->nbytes - p->at : SHM_READ_SLICE;
         tb_status status =
-            shm_process_copy(a->peer, p->op->pieces, p->op->npieces, a->pieces, a->npieces, p->at, n, false);
+            shm_process_copy(a->peer, p->op->pieces, p->op->npieces, 0, a->pieces, a->npieces, p->at, n, false);
         p->at += n;
         if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
             forget_taken(a);
@@ -277,8 +277,8 @@ static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const uns
 }
 
 static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsigned char *data, size_t nbytes) {
-    size_t npieces = nbytes / sizeof(struct iovec), sum = 0;
-    if (!peer->control || frame->slot >= SHM_OFFERS || nbytes % sizeof(struct iovec) || (npieces && !peer->can_read))
+    size_t npieces = nbytes / sizeof(tb_range), sum = 0;
+    if (!peer->control || frame->slot >= SHM_OFFERS || nbytes % sizeof(tb_range) || (npieces && !peer->can_read))
         return false;
     shm_arrival *a = tb__calloc(1, sizeof *a);
     if (!a)
@@ -295,7 +295,7 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
     if (a->pieces && npieces)
         memcpy(a->pieces, data, nbytes);
     for (size_t i = 0; a->pieces && i < npieces; i++)
-        sum += a->pieces[i].iov_len;
+        sum += a->pieces[i].nbytes;
     if (!a->pieces || (npieces && sum != a->nbytes)) {
         free_arrival(a);
         return false;
@@ -405,8 +405,11 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
         return true;
     case SHM_CHUNK:
         return on_chunk(s, peer, frame);
-    case SHM_MEMFD:
-        return shm_on_memfd(peer, frame, fd);
+    case SHM_FILE:
+        return shm_on_file(peer, frame, fd);
+    case SHM_FORGET:
+        shm_on_forget(peer, frame);
+        return true;
     case SHM_RING:
         if (fd >= 0 && !peer->ring_in)
             peer->ring_in = shm_map_fd(fd, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);

@@ -8,6 +8,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -142,6 +143,7 @@ static void a_killed_peer_is_noticed(void **state) {
     tb_remote *remote;
     tb_op receive, send, waiting;
     static unsigned char large[1 << 20], got[MEMORY];
+    const tb_range everything = {0, MEMORY};
     tb_piece in = {&key, sizeof key}, out = {large, sizeof large}, more = {got, 1}, all = {got, sizeof got};
     start_other(&o);
     endpoints e = {o.here, o.here, 0, 0};
@@ -150,7 +152,7 @@ static void a_killed_peer_is_noticed(void **state) {
     work_until_done(&e, (tb_op *[]){&receive}, 1);
     assert_int_equal(receive.status, TB_OK);
     assert_int_equal(o.here.ops->mem_import(o.here.context, 1, &key, &remote), TB_OK);
-    tb_status status = tb__transport_read(&o.here, remote, 0, &all, 1);
+    tb_status status = tb__transport_read(&o.here, remote, &everything, 1, &all, 1);
     if (status == TB_REFUSED) {
         printf("skipped: %s\n", tb_error_detail());
     } else {
@@ -170,13 +172,214 @@ static void a_killed_peer_is_noticed(void **state) {
     assert_int_equal(o.lost, 1);
     assert_true(strlen(o.why) > 0);
     assert_false(tb__transport_is_valid(&o.here, remote));
-    assert_int_equal(tb__transport_read(&o.here, remote, 0, &all, 1), TB_LOST);
+    assert_int_equal(tb__transport_read(&o.here, remote, &everything, 1, &all, 1), TB_LOST);
     assert_non_null(strstr(tb_error_detail(), "rank 1"));
     make_op(&send, TB_OP_SEND, 1, 2, &out, 1);
     assert_int_equal(tb__transport_post(&o.here, &send), TB_LOST);
     o.here.ops->mem_release(o.here.context, remote);
     tb__transport_close(&o.here);
     waitpid(o.pid, NULL, 0);
+}
+
+enum { PAGE = 4096 };
+
+static tb_mem *register_part(endpoints *e, unsigned char *base, int fd, size_t offset, size_t nbytes) {
+    tb_mem_desc desc = {.base = base + offset, .nbytes = nbytes, .fd = fd, .offset = offset};
+    tb_mem *mem;
+    assert_int_equal(e->b.ops->mem_register(e->b.context, &desc, &mem), TB_OK);
+    return mem;
+}
+
+/* How often a file of this name is mapped into this process. */
+static int count_mappings(const char *name) {
+    char line[1024];
+    int count = 0;
+    FILE *file = fopen("/proc/self/maps", "re");
+    assert_non_null(file);
+    while (fgets(line, sizeof line, file))
+        count += strstr(line, name) != NULL;
+    fclose(file);
+    return count;
+}
+
+/* Lets a work until it has so many of b's files. */
+static void work_until_mapped(endpoints *e, size_t count) {
+    shm_peer *peer = shm_find(e->a.context, e->rank_b);
+    struct pollfd fd = {.fd = e->a.ops->fd(e->a.context), .events = POLLIN};
+    for (int i = 0; i < 60 && peer->mappings.count != count; i++) {
+        assert_int_equal(e->a.ops->progress(e->a.context), TB_OK);
+        if (peer->mappings.count != count)
+            poll(&fd, 1, 1000);
+    }
+    assert_int_equal(peer->mappings.count, count);
+}
+
+/* Registrations of one file share a mapping, which goes with the last of them, and with the last remote. */
+static void a_file_is_mapped_once(void **state) {
+    (void)state;
+    endpoints e;
+    int fd;
+    make(&e);
+    unsigned char *base = make_file("mapped-once", (size_t)4 * PAGE, &fd);
+    tb_mem *mem[3];
+    tb_remote *remote[3];
+    int same_file = dup(fd);
+    for (size_t i = 0; i < 3; i++) {
+        mem[i] = register_part(&e, base, i ? fd : same_file, i * PAGE + 64, 100);
+        if (i == 0)
+            close(same_file); /* needed for the call only */
+        base[i * PAGE + 64] = (unsigned char)(i + 1);
+        remote[i] = import_memory(&e, mem[i]);
+        assert_int_equal(*(unsigned char *)tb__transport_map(&e.a, remote[i]), i + 1);
+    }
+    assert_int_equal(count_mappings("mapped-once"), 2); /* the owner's, too */
+    work_until_mapped(&e, 1);
+    for (size_t i = 0; i < 3; i++) /* released, but registered: it may be asked for again */
+        e.a.ops->mem_release(e.a.context, remote[i]);
+    work_until_mapped(&e, 1);
+    remote[0] = import_memory(&e, mem[0]);
+    for (size_t i = 0; i < 3; i++)
+        e.b.ops->mem_unregister(e.b.context, mem[i]);
+    mem[1] = register_part(&e, base, fd, 0, PAGE); /* the same file is another one now, and comes again */
+    remote[1] = import_memory(&e, mem[1]);
+    assert_int_equal(shm_find(e.a.context, e.rank_b)->mappings.count, 2);
+    assert_false(tb__transport_is_valid(&e.a, remote[0]));
+    assert_int_equal(*((unsigned char *)tb__transport_map(&e.a, remote[0])), 1); /* held: still there to be looked at */
+    e.a.ops->mem_release(e.a.context, remote[0]);
+    assert_int_equal(shm_find(e.a.context, e.rank_b)->mappings.count, 1);
+    e.a.ops->mem_release(e.a.context, remote[1]);
+    e.b.ops->mem_unregister(e.b.context, mem[1]);
+    work_until_mapped(&e, 0);
+    assert_int_equal(count_mappings("mapped-once"), 1);
+    munmap(base, (size_t)4 * PAGE);
+    close(fd);
+    unmake(&e);
+}
+
+/* A lost peer's pages are not kept, but for those that somebody may be reading. */
+static void a_lost_peers_files_go(void **state) {
+    (void)state;
+    endpoints e;
+    int fd[2];
+    make(&e);
+    unsigned char *base[2] = {make_file("lost-0", PAGE, &fd[0]), make_file("lost-1", PAGE, &fd[1])};
+    tb_remote *remote[2];
+    for (size_t i = 0; i < 2; i++)
+        remote[i] = import_memory(&e, register_part(&e, base[i], fd[i], 0, PAGE));
+    e.a.ops->mem_release(e.a.context, remote[0]);
+    tb__transport_close(&e.b); /* forgets its memory, too */
+    work_until_mapped(&e, 1);
+    assert_int_equal(count_mappings("lost-0"), 1);
+    assert_int_equal(count_mappings("lost-1"), 2);
+    assert_false(tb__transport_is_valid(&e.a, remote[1]));
+    e.a.ops->mem_release(e.a.context, remote[1]);
+    assert_int_equal(count_mappings("lost-1"), 1);
+    for (size_t i = 0; i < 2; i++) {
+        munmap(base[i], PAGE);
+        close(fd[i]);
+    }
+    unmake(&e);
+}
+
+/* What was registered before the file grew stays where it is; what lies behind that is reached as well. */
+static void a_file_may_grow(void **state) {
+    (void)state;
+    endpoints e;
+    int fd;
+    make(&e);
+    unsigned char *base = make_file("grows", PAGE, &fd);
+    tb_mem *mem[2] = {register_part(&e, base, fd, 0, PAGE)};
+    tb_remote *remote[2] = {import_memory(&e, mem[0])};
+    void *first = tb__transport_map(&e.a, remote[0]);
+    munmap(base, PAGE);
+    assert_int_equal(ftruncate(fd, 2 * PAGE), 0);
+    base = mmap(NULL, (size_t)2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_true(base != MAP_FAILED);
+    base[PAGE] = 9;
+    mem[1] = register_part(&e, base, fd, PAGE, PAGE);
+    remote[1] = import_memory(&e, mem[1]);
+    assert_int_equal(*(unsigned char *)tb__transport_map(&e.a, remote[1]), 9);
+    assert_ptr_equal(tb__transport_map(&e.a, remote[0]), first);
+    for (size_t i = 0; i < 2; i++) {
+        e.b.ops->mem_unregister(e.b.context, mem[i]);
+        e.a.ops->mem_release(e.a.context, remote[i]);
+    }
+    work_until_mapped(&e, 0);
+    munmap(base, (size_t)2 * PAGE);
+    close(fd);
+    unmake(&e);
+}
+
+/* Files that could make a peer fault, and keys that lead out of a file. */
+static void bad_memory_is_refused(void **state) {
+    (void)state;
+    endpoints e;
+    int fd, open_fd = memfd_create("not-sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    unsigned char *base = make_file("sealed", PAGE, &fd);
+    tb_mem *mem;
+    tb_mem_key key;
+    tb_remote *remote;
+    make(&e);
+    assert_int_equal(ftruncate(open_fd, PAGE), 0);
+    tb_mem_desc desc = {.base = base, .nbytes = PAGE, .fd = open_fd};
+    assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem), TB_REFUSED);
+    assert_non_null(strstr(tb_error_detail(), "sealed against shrinking"));
+    desc.fd = fd;
+    desc.offset = 1;
+    assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem), TB_INVALID);
+    desc.offset = SIZE_MAX - 1;
+    assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem), TB_INVALID);
+    mem = register_part(&e, base, fd, 0, PAGE);
+    e.a.ops->mem_release(e.a.context, import_memory(&e, mem));
+    assert_int_equal(e.b.ops->mem_export(e.b.context, mem, e.rank_a, &key), TB_OK);
+    key.bytes[key.nbytes - 8] ^= 1; /* the offset */
+    assert_int_equal(e.a.ops->mem_import(e.a.context, e.rank_b, &key, &remote), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "outside of its file"));
+    key.bytes[key.nbytes - 8] ^= 1;
+    key.bytes[key.nbytes - 1] ^= 0xFF; /* an offset that wraps around */
+    assert_int_equal(e.a.ops->mem_import(e.a.context, e.rank_b, &key, &remote), TB_INVALID);
+    key.bytes[key.nbytes - 1] ^= 0xFF;
+    key.bytes[key.nbytes - 16] ^= 0x40; /* the file */
+    assert_int_equal(e.a.ops->mem_import(e.a.context, e.rank_b, &key, &remote), TB_INVALID);
+    key.bytes[key.nbytes - 16] ^= 0x40;
+    e.b.ops->mem_unregister(e.b.context, mem);
+    assert_int_equal(e.a.ops->mem_import(e.a.context, e.rank_b, &key, &remote), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "unregistered"));
+    shm_peer *peer = shm_find(e.b.context, e.rank_a);
+    int unsealed = dup(open_fd); /* as if b did not look */
+    shm_link_send(e.b.context, &peer->out, &(shm_frame){.kind = SHM_FILE, .serial = 99}, unsealed);
+    for (int i = 0; i < 60 && !shm_find(e.a.context, e.rank_b)->is_lost; i++) {
+        struct pollfd wait = {.fd = e.a.ops->fd(e.a.context), .events = POLLIN};
+        poll(&wait, 1, 1000);
+        e.a.ops->progress(e.a.context);
+    }
+    assert_true(shm_find(e.a.context, e.rank_b)->is_lost);
+    munmap(base, PAGE);
+    close(fd);
+    close(open_fd);
+    unmake(&e);
+}
+
+/* All numbers can be in use, and a number that was given back can be had again, as another registration. */
+static void registrations_run_out(void **state) {
+    (void)state;
+    endpoints e;
+    static tb_mem *mem[SHM_REGISTRATIONS + 1];
+    static unsigned char memory[64];
+    tb_mem_desc desc = {.base = memory, .nbytes = sizeof memory, .fd = -1};
+    make(&e);
+    for (size_t i = 0; i < SHM_REGISTRATIONS; i++)
+        assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem[i]), TB_OK);
+    assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem[SHM_REGISTRATIONS]), TB_TOO_BIG);
+    tb_remote *remote = import_memory(&e, mem[SHM_REGISTRATIONS - 1]);
+    for (size_t i = 1; i < SHM_REGISTRATIONS; i += 2)
+        e.b.ops->mem_unregister(e.b.context, mem[i]);
+    for (size_t i = 1; i < SHM_REGISTRATIONS; i += 2)
+        assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem[i]), TB_OK);
+    assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem[SHM_REGISTRATIONS]), TB_TOO_BIG);
+    assert_false(tb__transport_is_valid(&e.a, remote));
+    e.a.ops->mem_release(e.a.context, remote);
+    unmake(&e); /* which forgets them all */
 }
 
 /* Whoever connects and talks nonsense is shown the door; nobody else notices. */
@@ -222,8 +425,14 @@ static void nonsense_is_refused(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(shm_conforms), cmocka_unit_test(shm_conforms_through_the_ring),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(shm_conforms),
+                                       cmocka_unit_test(shm_conforms_through_the_ring),
                                        cmocka_unit_test(a_killed_peer_is_noticed),
+                                       cmocka_unit_test(a_file_is_mapped_once),
+                                       cmocka_unit_test(a_lost_peers_files_go),
+                                       cmocka_unit_test(a_file_may_grow),
+                                       cmocka_unit_test(bad_memory_is_refused),
+                                       cmocka_unit_test(registrations_run_out),
                                        cmocka_unit_test(nonsense_is_refused)};
     return cmocka_run_group_tests_name("transport shm", tests, NULL, NULL);
 }

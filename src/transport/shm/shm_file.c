@@ -1,0 +1,184 @@
+/* Files behind memory. A process keeps thousands of tensors in a few memfds, so what is sent and mapped is the file:
+ * its descriptor goes to a peer once, the peer maps all of it once, and registrations are offsets in it. When the last
+ * registration in a file is gone, peers are told, and let go of its pages. */
+#include "transport/shm/shm.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static bool is_sealed(int fd) {
+    int seals = fcntl(fd, F_GET_SEALS);
+    return seals >= 0 && seals & F_SEAL_SHRINK;
+}
+
+/* A place in the list of files; SIZE_MAX if memory is short. */
+static size_t free_slot(shm *s) {
+    for (size_t i = 0; i < s->files.count; i++) {
+        if (!s->files.item[i])
+            return i;
+    }
+    return tb__vec_push(&s->files, NULL) ? s->files.count - 1 : SIZE_MAX;
+}
+
+static tb_status add_file(shm *s, int fd, const struct stat *info, shm_file **out) {
+    size_t slot = free_slot(s);
+    shm_file *file = slot < SIZE_MAX ? tb__calloc(1, sizeof *file) : NULL;
+    if (!file)
+        return TB_NO_MEMORY;
+    /* While it is open its number can't become another file's. */
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) {
+        free(file);
+        return tb__fail(TB_IO, "memory's descriptor: %s", strerror(errno));
+    }
+    *file = (shm_file){.id = ++s->next_file,
+                       .slot = slot,
+                       .dev = info->st_dev,
+                       .ino = info->st_ino,
+                       .nbytes = (size_t)info->st_size,
+                       .fd = copy};
+    s->files.item[slot] = file;
+    *out = file;
+    return TB_OK;
+}
+
+tb_status shm_file_take(shm *s, const tb_mem_desc *desc, shm_file **out) {
+    struct stat info;
+    if (fstat(desc->fd, &info) != 0)
+        return tb__fail(TB_INVALID, "memory's descriptor %d: %s", desc->fd, strerror(errno));
+    if (!is_sealed(desc->fd))
+        return tb__fail(TB_REFUSED, "memory's descriptor %d is not a memfd that is sealed against shrinking", desc->fd);
+    if (desc->offset > SIZE_MAX - desc->nbytes || desc->offset + desc->nbytes > (uint64_t)info.st_size)
+        return tb__fail(TB_INVALID, "memory of %zu bytes at %zu of a file that has %" PRId64, desc->nbytes,
+                        desc->offset, (int64_t)info.st_size);
+    shm_file *file = NULL;
+    for (size_t i = 0; i < s->files.count && !file; i++) {
+        shm_file *f = s->files.item[i];
+        /* One that has grown since counts as another: peers have mapped what it was. */
+        if (f && f->dev == info.st_dev && f->ino == info.st_ino && desc->offset + desc->nbytes <= f->nbytes)
+            file = f;
+    }
+    if (!file)
+        TB_TRY(add_file(s, desc->fd, &info, &file));
+    file->refs++;
+    *out = file;
+    return TB_OK;
+}
+
+static void free_file(shm *s, shm_file *file) {
+    s->files.item[file->slot] = NULL;
+    close(file->fd);
+    free(file);
+}
+
+static bool is_sent(const shm_peer *peer, const shm_file *file) {
+    return file->slot < peer->sent.count && peer->sent.item[file->slot] == file->id;
+}
+
+void shm_file_drop(shm *s, shm_file *file) {
+    if (--file->refs > 0)
+        return;
+    for (shm_peer *peer = s->peers; peer; peer = peer->next) {
+        if (is_sent(peer, file))
+            shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FORGET, .serial = file->id}, -1);
+    }
+    free_file(s, file);
+}
+
+tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer) {
+    if (is_sent(peer, file))
+        return TB_OK;
+    while (peer->sent.count <= file->slot) {
+        if (!tb__vec_push(&peer->sent, 0))
+            return TB_NO_MEMORY;
+    }
+    int fd = fcntl(file->fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return tb__fail(TB_IO, "memory's descriptor: %s", strerror(errno));
+    peer->sent.item[file->slot] = file->id;
+    shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FILE, .serial = file->id}, fd);
+    return TB_OK;
+}
+
+void shm_files_close(shm *s) {
+    for (size_t i = 0; i < s->files.count; i++) {
+        if (s->files.item[i])
+            free_file(s, s->files.item[i]);
+    }
+    free(s->files.item);
+}
+
+shm_mapping *shm_mapping_find(const shm_peer *peer, uint64_t file) {
+    for (size_t i = 0; i < peer->mappings.count; i++) {
+        if (peer->mappings.item[i]->file == file)
+            return peer->mappings.item[i];
+    }
+    return NULL;
+}
+
+bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {
+    struct stat info;
+    if (fd < 0 || frame->serial == 0 || shm_mapping_find(peer, frame->serial))
+        return false;
+    if (!is_sealed(fd) || fstat(fd, &info) != 0)
+        return false; /* its owner could make us fault */
+    shm_mapping *mapping = tb__calloc(1, sizeof *mapping);
+    if (!mapping || !tb__vec_push(&peer->mappings, mapping)) {
+        free(mapping);
+        return false;
+    }
+    mapping->file = frame->serial;
+    mapping->base = shm_map_fd(fd, (size_t)info.st_size);
+    if (mapping->base)
+        mapping->nbytes = (size_t)info.st_size;
+    else
+        mapping->error = errno; /* told to whoever imports a part of it */
+    return true;
+}
+
+/* Unmaps it if its owner has no use for it any more, and nobody here has. */
+static void settle(shm_peer *peer, shm_mapping *mapping) {
+    if (!mapping->is_forgotten || mapping->refs > 0)
+        return;
+    for (size_t i = 0; i < peer->mappings.count; i++) {
+        if (peer->mappings.item[i] == mapping)
+            peer->mappings.item[i] = peer->mappings.item[--peer->mappings.count];
+    }
+    if (mapping->base)
+        munmap(mapping->base, mapping->nbytes);
+    free(mapping);
+}
+
+void shm_on_forget(shm_peer *peer, const shm_frame *frame) {
+    shm_mapping *mapping = shm_mapping_find(peer, frame->serial);
+    if (!mapping)
+        return;
+    mapping->is_forgotten = true;
+    settle(peer, mapping);
+}
+
+void shm_mapping_release(shm_peer *peer, shm_mapping *mapping) {
+    mapping->refs--;
+    settle(peer, mapping);
+}
+
+void shm_mappings_forget(shm_peer *peer) {
+    for (size_t i = peer->mappings.count; i-- > 0;) { /* from the end, since what goes is replaced by the last */
+        shm_mapping *mapping = peer->mappings.item[i];
+        mapping->is_forgotten = true;
+        settle(peer, mapping);
+    }
+}
+
+void shm_mappings_close(shm_peer *peer) {
+    for (size_t i = 0; i < peer->mappings.count; i++)
+        peer->mappings.item[i]->refs = 0;
+    shm_mappings_forget(peer);
+    free(peer->mappings.item);
+    free(peer->sent.item);
+}
