@@ -393,12 +393,14 @@ TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
 /* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
- * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes, zero when it is new; pages
- * come from a pool of the process, which keeps what was freed warm for the next allocation. Both may be called from
- * any thread. It does not outlive the process, and a forked child must not use it. */
+ * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes; zero bytes are a pointer,
+ * too. Pages come from a pool of the process, which keeps what was freed warm for the next allocation: they are zero
+ * when they are new, and not cleared in between. Both may be called from any thread. It does not outlive the process,
+ * and a forked child has none of its parent's: touching it there is a fault, freeing it does nothing. */
 TB_API tb_status tb_alloc(size_t nbytes, void **out);
 
-/* NULL is allowed. Memory that a batch uses must first be given up: tb_batch_destroy or tb_world_invalidate. */
+/* NULL is allowed; what is no live allocation is logged as an error, and left alone. Memory that a batch uses must
+ * first be given up: tb_batch_destroy or tb_world_invalidate. */
 TB_API void tb_free(void *ptr);
 
 /* ---- World --------------------------------------------------------------------------------------------------- */
