@@ -12,8 +12,10 @@
 typedef struct tb__directory tb__directory;
 
 enum {
-    TB__DIRECTORY_MAX_NAME = 200
-}; /* bytes of a group's or a pair's name: any UTF-8 text without control characters */
+    TB__DIRECTORY_MAX_NAME = 200, /* bytes of a group's or a topic's name: any UTF-8 text without control characters */
+    TB__DIRECTORY_MAX_CONTACT = 4 << 10,
+    TB__DIRECTORY_MAX_NOTE = 64 << 10,
+};
 
 typedef struct tb__directory_opts {
     const char *token;
