@@ -12,30 +12,39 @@
 typedef struct tb__directory tb__directory;
 
 enum {
-    TB__DIRECTORY_MAX_NAME = 200
-}; /* bytes of a group's or a pair's name: any UTF-8 text without control characters */
+    TB__DIRECTORY_MAX_NAME = 200, /* bytes of a group's or a topic's name: any UTF-8 text without control characters */
+    TB__DIRECTORY_MAX_CONTACT = 4 << 10,
+    TB__DIRECTORY_MAX_NOTE = 64 << 10,
+};
 
 typedef struct tb__directory_opts {
     const char *token;
-    int timeout_ms;             /* for opening, and for each call that asks the store */
-    void (*changed)(void *arg); /* called by the following thread, which holds no lock; may be NULL */
+    int timeout_ms; /* for opening, and for each call that asks the store: enter, announce, publish, withdraw */
+    /* Called by the following thread, which holds no lock, after any change, and once when the store is lost; the first
+     * time perhaps before open returns. It may call the directory, but not close it. May be NULL. */
+    void (*changed)(void *arg);
     void *arg;
 } tb__directory_opts;
 
 /* Connects to the store, or serves it where nobody does, and takes a bus rank: the one that this seat had last time,
  * with the next incarnation, or a new one where a living process has that. TB_CONFLICT, naming who has it, if the seat
- * is taken. The member is visible to others after tb__directory_announce. */
+ * is taken, and naming who says so, if the group has another size: both after half a second, in which the dead
+ * disappear. The member is visible to others after tb__directory_announce. */
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
                              const tb__directory_opts *opts, tb__directory **out);
+
+/* Waits for nobody but a `changed` that is under way. If this process serves the store, all others lose it. No other
+ * call may be under way. NULL is allowed. */
 void tb__directory_close(tb__directory *directory);
 
 int32_t tb__directory_rank(const tb__directory *directory);
 uint64_t tb__directory_incarnation(const tb__directory *directory);
 
-/* Takes a seat in another group, under the same bus rank. */
+/* Takes a seat in another group, under the same bus rank; a process has one seat in a group. TB_CONFLICT as above. */
 tb_status tb__directory_enter(tb__directory *directory, const char *group, int32_t index, int32_t size);
 
-/* Lets others see this process in all seats it has and will take; `contact` is how to reach it. */
+/* Lets others see this process in all seats it has and will take; `contact` is how to reach it. Calling it again
+ * replaces the contact. */
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes);
 
 /* A process in its seat. */
@@ -61,7 +70,8 @@ void tb__roster_fini(tb__roster *roster);
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes);
 
 /* Publishes a note about `topic` in the name of one of this process's seats; it replaces the one before. Others see it
- * until it is withdrawn or this process is gone. */
+ * until it is withdrawn or this process is gone; this process sees it when the call returns. TB_TOO_BIG also if all
+ * contacts and notes on the bus together come close to 16 MiB. */
 tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
                                 const void *data, size_t nbytes);
 tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index);

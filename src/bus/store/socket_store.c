@@ -28,7 +28,7 @@ typedef struct call {
 
 typedef struct client {
     tb__address address;
-    int timeout_ms;
+    _Atomic int timeout_ms;
     tb__owned_fd socket, wake;
     pthread_t thread;
     _Atomic uint64_t last_id;
@@ -362,6 +362,20 @@ static tb_status socket_wait_change(void *context, const char *prefix, uint64_t 
                   timeout_ms, revision);
 }
 
+static void socket_set_timeout(void *context, int timeout_ms) {
+    client *c = context;
+    c->timeout_ms = timeout_ms;
+}
+
+static void socket_hang_up(void *context) {
+    client *c = context;
+    if (c->socket.fd < 0)
+        return;
+    pthread_mutex_lock(&c->lock);
+    lose(c, "this side has hung up");
+    pthread_mutex_unlock(&c->lock);
+}
+
 static void destroy(client *c) {
     tb__owned_fd_close(&c->socket);
     tb__owned_fd_close(&c->wake);
@@ -393,6 +407,8 @@ static const tb__store_ops socket_ops = {
     .delete_prefix = socket_delete_prefix,
     .list = socket_list,
     .wait_change = socket_wait_change,
+    .set_timeout = socket_set_timeout,
+    .hang_up = socket_hang_up,
     .close = socket_close,
 };
 

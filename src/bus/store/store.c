@@ -61,6 +61,14 @@ tb_status tb__store_open_until(const char *url, const char *token, int64_t deadl
     return TB_OK;
 }
 
+void tb__store_set_timeout(tb__store *store, int timeout_ms) {
+    store->ops->set_timeout(store->context, timeout_ms);
+}
+
+void tb__store_hang_up(tb__store *store) {
+    store->ops->hang_up(store->context);
+}
+
 void tb__store_close(tb__store *store) {
     if (!store)
         return;

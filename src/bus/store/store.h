@@ -50,6 +50,13 @@ typedef struct tb__store tb__store;
  * TB_REFUSED for another protocol version. A token of NULL is "". */
 tb_status tb__store_open(const char *url, const char *token, int timeout_ms, tb__store **out);
 
+/* For calls that begin from now on, in place of the timeout given at open. */
+void tb__store_set_timeout(tb__store *store, int timeout_ms);
+
+/* Ends the connection, for a thread that waits and has to be told to stop: every call that is under way, and all later
+ * ones, return TB_LOST. The store has to be closed none the less. */
+void tb__store_hang_up(tb__store *store);
+
 /* Ephemeral keys go with it. No other call may be under way. NULL is allowed. */
 void tb__store_close(tb__store *store);
 
@@ -98,6 +105,8 @@ typedef struct tb__store_ops {
     tb_status (*delete_prefix)(void *context, const char *prefix);
     tb_status (*list)(void *context, const char *prefix, tb__store_entries *out);
     tb_status (*wait_change)(void *context, const char *prefix, uint64_t since, int timeout_ms, uint64_t *revision);
+    void (*set_timeout)(void *context, int timeout_ms);
+    void (*hang_up)(void *context);
     void (*close)(void *context);
 } tb__store_ops;
 

@@ -228,6 +228,27 @@ static void killed_server(void **state) {
     tb__store_server_stop(server);
 }
 
+/* A thread that waits can be told to stop, and what the store's owner had written goes at once. */
+static void hanging_up(void **state) {
+    const place *p = *state;
+    tb__store_server *server;
+    pthread_t thread;
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
+    tb__store *other = open_store(p->url);
+    waiting w = {.store = open_store(p->url)};
+    assert_ok(tb__store_set(w.store, "mine", "", 0, TB__STORE_EPHEMERAL, NULL));
+    assert_int_equal(pthread_create(&thread, NULL, wait_for_nothing, &w), 0);
+    tb__store_hang_up(w.store);
+    pthread_join(thread, NULL);
+    assert_int_equal(w.status, TB_LOST);
+    assert_fails(tb__store_delete(w.store, "mine"), TB_LOST, "this side has hung up");
+    wait_for_count(other, "mine", 0);
+    tb__store_hang_up(w.store);
+    tb__store_close(w.store);
+    tb__store_close(other);
+    tb__store_server_stop(server);
+}
+
 static void stopped_server(void **state) {
     const place *p = *state;
     tb__store *late, *store;
@@ -239,6 +260,8 @@ static void stopped_server(void **state) {
     assert_int_equal(waitpid(pid, &status, WUNTRACED), pid); /* its other threads run on until then */
     assert_true(WIFSTOPPED(status));
     assert_fails(tb__store_set(late, "k", "", 0, TB__STORE_PERMANENT, NULL), TB_TIMEOUT, "set 'k'");
+    tb__store_set_timeout(late, 20);
+    assert_fails(tb__store_delete(late, "k"), TB_TIMEOUT, "nothing within 20 ms");
     assert_fails(tb__store_open(p->url, TOKEN, 50, &store), TB_TIMEOUT, "silent");
     assert_fails(tb__store_open_or_serve(p->url, TOKEN, 50, &store, &server), TB_TIMEOUT, "silent");
     tb__store_close(late);
@@ -369,9 +392,10 @@ int main(int argc, char **argv) {
             return roles[i].play(argv[2], argv[3]);
     }
     const struct CMUnitTest tests[] = {
-        AT_A_PLACE(one_winner),      AT_A_PLACE(killed_client), AT_A_PLACE(killed_server),
-        AT_A_PLACE(stopped_server),  AT_A_PLACE(meeting),       AT_A_PLACE(meeting_over_tcp),
-        AT_A_PLACE(few_descriptors), AT_A_PLACE(forked_child),  AT_A_PLACE(other_user),
+        AT_A_PLACE(one_winner),       AT_A_PLACE(killed_client),   AT_A_PLACE(killed_server),
+        AT_A_PLACE(hanging_up),       AT_A_PLACE(stopped_server),  AT_A_PLACE(meeting),
+        AT_A_PLACE(meeting_over_tcp), AT_A_PLACE(few_descriptors), AT_A_PLACE(forked_child),
+        AT_A_PLACE(other_user),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

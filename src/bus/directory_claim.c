@@ -1,0 +1,216 @@
+/* Taking seats and bus ranks. Keys that must not be there are the locks; they go when their process does. */
+#include "bus/directory_claim.h"
+
+#include "base/log.h"
+#include "base/process.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+/* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
+enum { GRACE_MS = 500 };
+
+tb_status tb__inquiry_continue(const tb__inquiry *inquiry) {
+    int left = tb__ms_until(inquiry->deadline_ms);
+    if (left == 0)
+        return tb__fail(TB_TIMEOUT, "the store has not answered all questions within %d ms", inquiry->timeout_ms);
+    tb__store_set_timeout(inquiry->store, left);
+    return TB_OK;
+}
+
+/* Sleeps until something under the prefix has changed since the revision, which advances. TB_TIMEOUT when `until_ms`
+ * has come. */
+static tb_status wait_change(const tb__inquiry *inquiry, const char *prefix, int64_t until_ms, uint64_t *revision) {
+    int left = tb__ms_until(until_ms < inquiry->deadline_ms ? until_ms : inquiry->deadline_ms);
+    if (left == 0)
+        return TB_TIMEOUT;
+    return tb__store_wait_change(inquiry->store, prefix, *revision, left, revision);
+}
+
+static tb_status seat_taken(const char *group, int32_t index, const tb__store_value *present) {
+    tb__seat other;
+    if (!tb__seat_decode(present, index, &other))
+        return tb__fail(TB_CONFLICT, "seat %" PRId32 " of group '%s' is taken, by somebody who left no name", index,
+                        group);
+    return tb__fail(TB_CONFLICT, "seat %" PRId32 " of group '%s' is taken by %s", index, group,
+                    tb__seat_describe(&other).text);
+}
+
+/* Left over from a call that failed half-way. */
+static bool is_mine(const tb__store_value *present, int32_t index, const tb__seat *mine) {
+    tb__seat other;
+    return mine->rank != TB_NO_RANK && tb__seat_decode(present, index, &other) && other.rank == mine->rank &&
+           other.incarnation == mine->incarnation;
+}
+
+/* `revision` is that of the claim. */
+static tb_status sit_down(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+                          int64_t until_ms, uint64_t *revision) {
+    tb__key key = tb__key_of_seat(group, index);
+    tb__seat_bytes bytes;
+    tb__seat_encode(mine, &bytes);
+    uint64_t expected = 0, since = 0;
+    for (;;) {
+        tb__store_value present;
+        TB_TRY(tb__inquiry_continue(inquiry));
+        tb_status status = tb__store_compare_and_set(inquiry->store, key.text, expected, bytes.data, bytes.nbytes,
+                                                     TB__STORE_EPHEMERAL, revision, &present);
+        if (status != TB_CONFLICT)
+            return status;
+        expected = is_mine(&present, index, mine) ? present.revision : 0;
+        if (present.revision > since)
+            since = present.revision;
+        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(inquiry, key.text, until_ms, &since);
+        if (status == TB_TIMEOUT)
+            status = seat_taken(group, index, &present);
+        tb__store_value_fini(&present);
+        TB_TRY(status);
+    }
+}
+
+/* Whoever has announced himself is right about the size; among the others whoever came first. The later one looks when
+ * the earlier one is already there, so that never both stay. */
+static tb_status compare_size(const tb__store_entry *entry, const char *group, const tb__seat *mine,
+                              uint64_t revision) {
+    tb__key_parts key;
+    tb__seat other;
+    if (!tb__key_split(entry->key, &key) || !tb__seat_decode(&entry->value, key.index, &other))
+        return TB_OK;
+    if (other.size == mine->size || (!other.is_announced && entry->value.revision > revision))
+        return TB_OK;
+    return tb__fail(TB_CONFLICT,
+                    "group '%s' has %" PRId32 " seats according to %s in seat %" PRId32 ", and %" PRId32
+                    " according to this process",
+                    group, other.size, tb__seat_describe(&other).text, key.index, mine->size);
+}
+
+static tb_status agree_on_size(const tb__inquiry *inquiry, const char *group, const tb__seat *mine, int64_t until_ms,
+                               uint64_t revision) {
+    tb__key prefix = tb__key_of_group(group);
+    for (;;) {
+        tb__store_entries entries;
+        tb_status status = TB_OK;
+        TB_TRY(tb__inquiry_continue(inquiry));
+        TB_TRY(tb__store_list(inquiry->store, prefix.text, &entries));
+        for (size_t i = 0; i < entries.count && status == TB_OK; i++)
+            status = compare_size(&entries.item[i], group, mine, revision);
+        uint64_t since = entries.revision;
+        tb__store_entries_fini(&entries);
+        if (status == TB_OK)
+            return TB_OK;
+        char why[512];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        status = wait_change(inquiry, prefix.text, until_ms, &since);
+        if (status == TB_TIMEOUT)
+            return tb__fail(TB_CONFLICT, "%s", why);
+        TB_TRY(status);
+    }
+}
+
+tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_t index, tb_status status) {
+    char why[512];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    /* If this fails, too, then claiming it again finds out whose it is. */
+    if (status != TB_LOST)
+        (void)tb__store_delete(inquiry->store, tb__key_of_seat(group, index).text);
+    return tb__fail(status, "%s", why);
+}
+
+tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine) {
+    int64_t until_ms = tb__now_ms() + GRACE_MS;
+    uint64_t revision = 0;
+    TB_TRY(sit_down(inquiry, group, index, mine, until_ms, &revision));
+    tb_status status = agree_on_size(inquiry, group, mine, until_ms, revision);
+    return status == TB_OK ? TB_OK : tb__seat_give_up(inquiry, group, index, status);
+}
+
+/* Adds 1 to a counter; `before` is what it was. */
+static tb_status count_up(const tb__inquiry *inquiry, const char *key, int64_t max, int64_t *before) {
+    tb__store_value value;
+    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_get(inquiry->store, key, &value));
+    for (;;) {
+        int64_t number = 0;
+        uint64_t expected = value.revision;
+        bool is_number = !value.data || tb__number_decode(&value, INT64_MAX, &number);
+        tb__store_value_fini(&value);
+        if (!is_number)
+            return tb__fail(TB_INVALID, "the store's counter '%s' holds no number", key);
+        if (number >= max)
+            return tb__fail(TB_TOO_BIG, "the store's counter '%s' has reached %" PRId64, key, max);
+        char text[24];
+        int length = snprintf(text, sizeof text, "%" PRId64, number + 1);
+        TB_TRY(tb__inquiry_continue(inquiry));
+        tb_status status = tb__store_compare_and_set(inquiry->store, key, expected, text, (size_t)length,
+                                                     TB__STORE_PERMANENT, NULL, &value);
+        if (status == TB_OK)
+            *before = number;
+        if (status != TB_CONFLICT)
+            return status;
+    }
+}
+
+/* TB_CONFLICT if the rank is in use. */
+static tb_status take_rank(const tb__inquiry *inquiry, int32_t rank, const char *holder) {
+    tb__store_value present;
+    tb__key key = tb__key_of_rank(rank);
+    TB_TRY(tb__inquiry_continue(inquiry));
+    tb_status status = tb__store_compare_and_set(inquiry->store, key.text, 0, holder, strlen(holder),
+                                                 TB__STORE_EPHEMERAL, NULL, &present);
+    if (status == TB_CONFLICT) {
+        tb__log(TB_LOG_INFO, "directory: bus rank %" PRId32 " is in use by %.400s", rank, (const char *)present.data);
+        tb__store_value_fini(&present);
+    }
+    return status;
+}
+
+static tb_status take_last_rank(const tb__inquiry *inquiry, const char *group, int32_t index, const char *holder,
+                                int32_t *rank) {
+    tb__store_value value;
+    tb__key key = tb__key_of_last(group, index);
+    int64_t last = 0;
+    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_get(inquiry->store, key.text, &value));
+    bool has_last = tb__number_decode(&value, TB_MAX_RANKS - 1, &last);
+    tb__store_value_fini(&value);
+    if (!has_last)
+        return TB_CONFLICT;
+    TB_TRY(take_rank(inquiry, (int32_t)last, holder));
+    *rank = (int32_t)last;
+    return TB_OK;
+}
+
+static tb_status take_new_rank(const tb__inquiry *inquiry, const char *holder, int32_t *rank) {
+    for (;;) {
+        int64_t number;
+        TB_TRY(count_up(inquiry, "next_rank", TB_MAX_RANKS, &number));
+        tb_status status = take_rank(inquiry, (int32_t)number, holder);
+        if (status == TB_OK)
+            *rank = (int32_t)number;
+        if (status != TB_CONFLICT)
+            return status;
+    }
+}
+
+tb_status tb__rank_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+                         int32_t *rank, uint64_t *incarnation) {
+    char holder[512];
+    int64_t before;
+    snprintf(holder, sizeof holder, "%s in seat %" PRId32 " of group '%s'", tb__seat_describe(mine).text, index, group);
+    tb_status status = take_last_rank(inquiry, group, index, holder, rank);
+    if (status == TB_CONFLICT)
+        status = take_new_rank(inquiry, holder, rank);
+    TB_TRY(status);
+    TB_TRY(count_up(inquiry, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
+    *incarnation = (uint64_t)before + 1;
+    return TB_OK;
+}
+
+tb_status tb__seat_remember(const tb__inquiry *inquiry, const char *group, int32_t index, int32_t rank) {
+    char text[16];
+    int length = snprintf(text, sizeof text, "%" PRId32, rank);
+    TB_TRY(tb__inquiry_continue(inquiry));
+    return tb__store_set(inquiry->store, tb__key_of_last(group, index).text, text, (size_t)length, TB__STORE_PERMANENT,
+                         NULL);
+}

@@ -1,0 +1,31 @@
+/* Taking seats and bus ranks: what is asked of the store, step by step, against one deadline. */
+#ifndef TB_BUS_DIRECTORY_CLAIM_H
+#define TB_BUS_DIRECTORY_CLAIM_H
+
+#include "bus/directory_keys.h"
+
+/* Several questions to the store that have to be answered by the same deadline (of CLOCK_MONOTONIC). */
+typedef struct tb__inquiry {
+    tb__store *store;
+    int64_t deadline_ms;
+    int timeout_ms; /* that the deadline was made of, for sentences */
+} tb__inquiry;
+
+/* Before each question: gives the store's next call the time that is left, or fails because there is none. */
+tb_status tb__inquiry_continue(const tb__inquiry *inquiry);
+
+/* Takes the seat, not announced yet. Both who sits there already and who thinks that the group has another size may be
+ * about to be found dead, so they are given a moment to disappear; then TB_CONFLICT. */
+tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine);
+
+/* Leaves a seat that was claimed, because of a failure: keeps its sentence and returns its status. */
+tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_t index, tb_status status);
+
+/* Takes the rank that the seat had last, or the next one that nobody has had. */
+tb_status tb__rank_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+                         int32_t *rank, uint64_t *incarnation);
+
+/* From now on this is the rank that the seat had last. */
+tb_status tb__seat_remember(const tb__inquiry *inquiry, const char *group, int32_t index, int32_t rank);
+
+#endif

@@ -1,0 +1,79 @@
+/* How the directory's facts look in the store: keys and what stands behind them. Pure functions.
+ *
+ *   next_rank                     the first bus rank that nobody has had
+ *   incarnations/RANK             how often the rank has been taken
+ *   last/GROUP/INDEX              the rank that this seat had last
+ *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
+ *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat
+ *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are
+ *
+ * All that is followed lies under "now/". In names '~' is written "~0" and '/' "~1", as in JSON pointers. */
+#ifndef TB_BUS_DIRECTORY_KEYS_H
+#define TB_BUS_DIRECTORY_KEYS_H
+
+#include "bus/directory.h"
+#include "bus/store/store.h"
+
+#define TB__NOW "now/"
+
+enum { TB__MAX_HOST = 64 };
+
+typedef struct tb__key {
+    char text[TB__STORE_MAX_KEY + 1];
+} tb__key;
+
+/* `what` is what the sentence calls it: "group", "topic". */
+tb_status tb__name_check(const char *what, const char *name);
+
+/* Names must have been checked. */
+tb__key tb__key_of_counter(const char *name, int32_t rank);
+tb__key tb__key_of_rank(int32_t rank);
+tb__key tb__key_of_last(const char *group, int32_t index);
+tb__key tb__key_of_group(const char *group); /* the prefix of its seats */
+tb__key tb__key_of_seat(const char *group, int32_t index);
+tb__key tb__key_of_note(const char *topic, const char *group, int32_t index);
+
+/* A key under "now/". */
+typedef struct tb__key_parts {
+    bool is_note;
+    char topic[TB__DIRECTORY_MAX_NAME + 1]; /* "" for a seat */
+    char group[TB__DIRECTORY_MAX_NAME + 1];
+    int32_t index;
+} tb__key_parts;
+
+/* False if the directory would not have written such a key. */
+bool tb__key_split(const char *key, tb__key_parts *out);
+
+/* Who has a seat. In the store: a line of numbers and the host's name, then the contact's bytes. */
+typedef struct tb__seat {
+    int32_t size; /* of the group, in this process's opinion */
+    int32_t rank; /* TB_NO_RANK: not known yet */
+    uint64_t incarnation;
+    int64_t pid;
+    char host[TB__MAX_HOST + 1];
+    bool is_announced;
+    const void *contact; /* points into what was decoded */
+    size_t contact_nbytes;
+} tb__seat;
+
+typedef struct tb__seat_bytes {
+    size_t nbytes;
+    char data[TB__MAX_HOST + 128 + TB__DIRECTORY_MAX_CONTACT];
+} tb__seat_bytes;
+
+void tb__seat_encode(const tb__seat *seat, tb__seat_bytes *out);
+
+/* False if it is nonsense for this index. The value must have come from the store. */
+bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat *out);
+
+/* "process 1234 on host node3 (bus rank 2)" */
+typedef struct tb__seat_name {
+    char text[TB__MAX_HOST + 80];
+} tb__seat_name;
+
+tb__seat_name tb__seat_describe(const tb__seat *seat);
+
+/* A number as the store keeps it, at least 0 and at most `max`. */
+bool tb__number_decode(const tb__store_value *value, int64_t max, int64_t *out);
+
+#endif

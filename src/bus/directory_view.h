@@ -1,0 +1,21 @@
+/* What the store said about all groups and notes at one revision. Never changes once made. */
+#ifndef TB_BUS_DIRECTORY_VIEW_H
+#define TB_BUS_DIRECTORY_VIEW_H
+
+#include "bus/directory_keys.h"
+
+typedef struct tb__view tb__view;
+
+/* Takes the entries over, whatever it returns. What is not in the directory's language is left out; there is a warning
+ * in the log if it is newer than revision `warned`. */
+tb_status tb__view_create(tb__store_entries *entries, uint64_t warned, tb__view **out);
+void tb__view_destroy(tb__view *view);
+
+uint64_t tb__view_revision(const tb__view *view);
+
+/* As in directory.h. */
+tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *out);
+tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out);
+int32_t tb__view_count_contacts(const tb__view *view, const void *prefix, size_t nbytes);
+
+#endif
