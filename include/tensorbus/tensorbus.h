@@ -543,6 +543,8 @@ typedef struct tb_transfer_opts {
     /* Called as data arrives or leaves, by the thread that makes progress; it must not call the library. */
     void (*progress)(void *arg, const tb_transfer_state *state);
     void *arg;
+    const char *group; /* as which group this process acts, where it is in both groups of a pair; default: to send, the
+                          one it entered first, and to receive, the other */
 } tb_transfer_opts;
 
 /* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of

@@ -143,15 +143,18 @@ static void note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const
     flow->aborts.item[flow->aborts.count++] = (struct abort){attempt, status, copy};
 }
 
-bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (leg->attempt)
-        return true;
+/* Whether one has been started that this rank has not had. */
+static bool has_attempt(tb__flow *flow, bool is_send) {
     uint64_t *last = is_send ? &flow->last_sent : &flow->last_received;
     while (*last < flow->started && find_abort(flow, *last + 1))
         ++*last; /* given up before we came */
-    if (*last < flow->started)
-        leg->attempt = ++*last;
+    return *last < flow->started;
+}
+
+bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (!leg->attempt && has_attempt(flow, is_send))
+        leg->attempt = ++*(is_send ? &flow->last_sent : &flow->last_received);
     return leg->attempt > 0;
 }
 
@@ -174,7 +177,7 @@ void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
         .is_under_way = true, .bytes_total = leg->bytes_total, .groups_total = leg->groups_total, .phases = phases};
     if (is_send) {
         flow->send_is_exposed = false;
-        if (flow->o.lead == flow->self && flow->broken == TB_OK) {
+        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0) {
             flow->started++;
             for (size_t i = 0; i < flow->nmembers; i++) {
                 if (i != flow->self)
@@ -235,6 +238,26 @@ void tb__flow_lost(tb__flow *flow, size_t position) {
                false);
 }
 
+void tb__flow_gone(tb__flow *flow, size_t position) {
+    flow->ngone += !flow->members[position].is_gone;
+    flow->members[position].is_gone = true;
+    tb__engine_wake(flow->o.engine);
+}
+
+/* A member that is gone and that the leg can't do without; NULL: none. */
+static const member *find_needed(tb__flow *flow, bool is_send) {
+    const tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool is_idle = !leg->attempt && !has_attempt(flow, is_send);
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        const member *m = &flow->members[i];
+        bool needs = is_send ? m->is_reader && !(flow->send_is_exposed && m->is_done)
+                             : m->is_feeder && !(leg->attempt && m->is_concluded);
+        if (m->is_gone && (is_idle || needs))
+            return m;
+    }
+    return NULL;
+}
+
 bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
     if (flow->is_planned)
         return true;
@@ -259,6 +282,11 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
     const struct abort *abort = leg->attempt ? find_abort(flow, leg->attempt) : NULL;
     if (abort) {
         fail_leg(flow, is_send, tb__fail(abort->status, "%s", abort->why), false);
+        return true;
+    }
+    const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
+    if (gone) {
+        fail_leg(flow, is_send, tb__fail(TB_LOST, "%s has given up %s", gone->peer->label, flow->what), true);
         return true;
     }
     if (leg->is_cancelled) {

@@ -56,8 +56,11 @@ void tb__flow_destroy(tb__flow *flow);
 /* A message of a peer's; begins with its kind. False: it makes no sense. */
 bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
 
-/* A peer is gone: nothing will ever move in this flow again. */
+/* A peer is lost: nothing will ever move in this flow again. */
 void tb__flow_lost(tb__flow *flow, size_t peer);
+
+/* A peer takes no further part, in an orderly way: transfers that it has done its part in go on. */
+void tb__flow_gone(tb__flow *flow, size_t peer);
 
 /* Nothing will move any more, for the reason in tb_error_detail. */
 void tb__flow_break(tb__flow *flow, tb_status status);

@@ -44,6 +44,7 @@ typedef struct place {
 typedef struct member {
     tb__peer *peer;
     uint32_t port;
+    bool is_gone;
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;
@@ -122,6 +123,7 @@ struct parcel {
     pool output_pool;
     size_t output_nbytes;
     size_t left; /* couriers that are not done */
+    tb_status status;
     parcel *next;
     size_t ncouriers;
     courier couriers[];
@@ -151,7 +153,7 @@ struct tb__flow {
     char why[TB__WHY_MAX];
     tb__flow_tensor *tensors;
     member *members;
-    size_t nmembers, self;
+    size_t nmembers, self, ngone;
     tb__index by_rank;
 
     /* The plan. */

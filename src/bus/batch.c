@@ -1,0 +1,211 @@
+/* Batches: what is added to one, and when it is agreed on. */
+#include "bus/world.h"
+
+#include "base/opts.h"
+#include "exec/overlap.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { LEAST_STAGING = 64 << 10 };
+
+tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
+    tb_batch_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    TB_TRY(tb__world_check_name("batch", name));
+    if (o.bucket_size < 0 || o.staging_bytes < 0)
+        return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
+    o.bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;
+    o.staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
+    if (o.staging_bytes < LEAST_STAGING)
+        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", LEAST_STAGING);
+    tb_batch *batch = tb__calloc(1, sizeof *batch);
+    if (!batch)
+        return TB_NO_MEMORY;
+    batch->world = world;
+    batch->opts = o;
+    batch->name = strdup(name);
+    if (!batch->name) {
+        free(batch);
+        return TB_NO_MEMORY;
+    }
+    *out = batch;
+    return TB_OK;
+}
+
+static void tensor_fini(tb__tensor *t) {
+    free(t->name);
+    free(t->layout);
+}
+
+void tb__tensors_fini(tb__tensors *tensors) {
+    for (size_t i = 0; i < tensors->list.count; i++)
+        tensor_fini(&tensors->list.item[i]);
+    free(tensors->list.item);
+    *tensors = (tb__tensors){0};
+}
+
+/* The tensor's layout in the pair's seats, as all ranks will compare it; NULL stays NULL. */
+static tb_status canonical_layout(const char *text, char **out) {
+    tb_layout *layout;
+    *out = NULL;
+    if (!text)
+        return TB_OK;
+    TB_TRY(tb_layout_parse(text, &layout));
+    tb_status status = tb_layout_format(layout, out);
+    tb_layout_destroy(layout);
+    return status;
+}
+
+static tb_status bind(const tb_pair *pair, tb__tensor *t, const tb_tensor *given) {
+    tb_layout *layout;
+    tb_local local;
+    TB_TRY(tb__pair_layout(pair, pair->side, t->layout, &layout));
+    tb_status status = tb_layout_local(layout, &t->shape, pair->world->rank, &local);
+    tb_layout_destroy(layout);
+    TB_TRY(status);
+    tb_shape shape = local.shape;
+    shape.ndim = t->shape.ndim;
+    tb_local_fini(&local);
+    status = tb_binding_contiguous(given->data, 0, t->dtype, &shape, &t->binding);
+    if (status == TB_OK && given->strides)
+        memcpy(t->binding.strides, given->strides, (size_t)shape.ndim * sizeof *given->strides);
+    int64_t count;
+    if (status == TB_OK)
+        status = tb_shape_size(&shape, t->dtype, &count, NULL);
+    if (status == TB_OK && count > 0 && !given->data)
+        return tb__fail(TB_INVALID, "its data is NULL, but this rank holds %" PRId64 " elements of it", count);
+    uintptr_t first, last;
+    return status == TB_OK ? tb__binding_span(&t->binding, &first, &last) : status;
+}
+
+static tb_status make_tensor(const tb_pair *pair, const char *name, const tb_tensor *given, tb__tensor *t) {
+    if (given->ndim < 0 || given->ndim > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, given->ndim);
+    t->dtype = given->dtype;
+    t->wire_dtype = given->wire_dtype;
+    t->group = given->group;
+    t->shape.ndim = given->ndim;
+    memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
+    if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
+        return tb__fail(TB_INVALID, "its wire_dtype is %d, which is no dtype", (int)given->wire_dtype);
+    if (given->group == UINT32_MAX)
+        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
+    TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
+    TB_TRY(canonical_layout(given->layout, &t->layout));
+    t->name = strdup(name);
+    return t->name ? bind(pair, t, given) : TB_NO_MEMORY;
+}
+
+tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
+    if (!name || !*name)
+        return tb__fail(TB_INVALID, "a tensor needs a name");
+    if (pair->world != batch->world)
+        return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
+    if (batch->is_sealed)
+        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
+    tb__tensor t = {.pair = pair};
+    tb_status status = make_tensor(pair, name, tensor, &t);
+    tb__engine_lock(batch->world->engine);
+    if (status == TB_OK && !tb__vec_push(&batch->tensors.list, t))
+        status = TB_NO_MEMORY;
+    if (status == TB_OK)
+        pair->refs++;
+    tb__engine_unlock(batch->world->engine);
+    if (status != TB_OK) {
+        tensor_fini(&t);
+        tb__prefix_detail("tensor '%.100s'", name);
+    }
+    return status;
+}
+
+/* ---- Agreement ------------------------------------------------------------------------------------------------- */
+
+/* One tie for each pair, whichever of its sides this process is on. */
+static tb_status make_ties(tb_batch *batch) {
+    for (size_t i = 0; i < batch->tensors.list.count; i++) {
+        tb_pair *pair = batch->tensors.list.item[i].pair;
+        bool is_there = false;
+        for (size_t j = 0; j < batch->ties.count; j++)
+            is_there |= strcmp(batch->ties.item[j]->pair->name, pair->name) == 0;
+        if (is_there)
+            continue;
+        tb__tie *tie;
+        if (!tb__vec_reserve(&batch->ties, 1))
+            return TB_NO_MEMORY;
+        TB_TRY(tb__tie_create(batch, pair, &tie));
+        batch->ties.item[batch->ties.count++] = tie;
+    }
+    if (batch->ties.count == 0)
+        return tb__fail(TB_INVALID, "batch '%s' has no tensors", batch->name);
+    return TB_OK;
+}
+
+static bool is_settled(void *arg) {
+    tb_batch *batch = arg;
+    bool waits = false;
+    for (size_t i = 0; i < batch->ties.count; i++) {
+        if (batch->ties.item[i]->state == TIE_BROKEN)
+            return true;
+        waits |= batch->ties.item[i]->state == TIE_WAITING;
+    }
+    return !waits;
+}
+
+static tb_status settle(const tb_batch *batch) {
+    for (size_t i = 0; i < batch->ties.count; i++) {
+        const tb__tie *tie = batch->ties.item[i];
+        if (tie->state == TIE_BROKEN)
+            return tb__fail(tie->status, "%s", tie->why);
+    }
+    for (size_t i = 0; i < batch->ties.count; i++) {
+        const tb__tie *tie = batch->ties.item[i];
+        for (size_t j = 0; tie->state == TIE_WAITING && j < tie->npeers; j++) {
+            if (tie->ports[j] == 0)
+                return tb__fail(TB_TIMEOUT, "%s has not registered batch '%s' of pair '%s' (%zu of %zu ranks have)",
+                                tie->peers[j]->label, batch->name, tie->pair->name, tie->npeers - tie->nunknown,
+                                tie->npeers);
+        }
+    }
+    return TB_OK;
+}
+
+tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
+    tb__engine *engine = batch->world->engine;
+    tb_status status = TB_OK;
+    tb__engine_lock(engine);
+    if (!batch->is_sealed) {
+        batch->is_sealed = true;
+        status = make_ties(batch);
+        for (size_t i = 0; i < batch->ties.count && status == TB_OK; i++)
+            status = tb__tie_announce(batch->ties.item[i]);
+        if (status != TB_OK) {
+            while (batch->ties.count > 0)
+                tb__tie_destroy(batch->ties.item[--batch->ties.count]);
+            batch->is_sealed = false;
+        }
+    }
+    if (status == TB_OK) {
+        tb__engine_wait(engine, is_settled, batch, tb__world_deadline(batch->world, timeout_ms));
+        status = settle(batch);
+    }
+    tb__engine_unlock(engine);
+    return status;
+}
+
+void tb_batch_destroy(tb_batch *batch) {
+    if (!batch)
+        return;
+    tb__engine *engine = batch->world->engine;
+    tb__engine_lock(engine);
+    for (size_t i = 0; i < batch->ties.count; i++)
+        tb__tie_destroy(batch->ties.item[i]);
+    for (size_t i = 0; i < batch->tensors.list.count; i++)
+        tb__pair_unref(batch->tensors.list.item[i].pair);
+    tb__engine_unlock(engine);
+    tb__tensors_fini(&batch->tensors);
+    free(batch->ties.item);
+    free(batch->name);
+    free(batch);
+}

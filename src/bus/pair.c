@@ -1,0 +1,302 @@
+/* Two groups find each other. Each rank publishes a note under the pair's name: which group it expects, and its side's
+ * layout. Everybody reads all of them, so everybody finds the same disagreement. */
+#include "bus/world.h"
+
+#include "base/opts.h"
+#include "exec/workers.h"
+#include "layout/layout.h"
+
+#include <inttypes.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+
+/* How long the driver looks before it sleeps, where every rank of the host has a core for it. */
+enum { SPIN_US = 50 };
+
+/* ---- Layouts --------------------------------------------------------------------------------------------------- */
+
+tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out) {
+    const tb__pair_side *s = &pair->sides[side];
+    tb_layout *seats;
+    TB_TRY(tb_layout_parse(text ? text : s->layout, &seats));
+    int32_t n = tb_layout_nranks(seats), *ranks = tb__malloc((size_t)n, sizeof *ranks);
+    tb_status status = ranks ? TB_OK : TB_NO_MEMORY;
+    for (int32_t i = 0; i < n && status == TB_OK; i++) {
+        int32_t seat = tb_layout_rank_at(seats, i);
+        if (seat >= s->size)
+            status = tb__fail(TB_INVALID, "the layout names rank %" PRId32 " of group '%s', which has %" PRId32, seat,
+                              s->group, s->size);
+        else
+            ranks[i] = s->peers[seat]->rank;
+    }
+    if (status == TB_OK)
+        status = tb_layout_create(seats->ndim, seats->shape, ranks, seats->place, out);
+    free(ranks);
+    tb_layout_destroy(seats);
+    return status;
+}
+
+/* ---- Agreement ------------------------------------------------------------------------------------------------- */
+
+typedef struct meeting {
+    tb_pair *pair;
+    const char *layout;
+    tb_status status;
+    bool is_complete;
+    char missing[256];
+} meeting;
+
+typedef struct note {
+    const char *remote, *layout;
+} note;
+
+static bool read_note(const tb__note *from, note *out) {
+    tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
+    out->remote = tb__unpack_string(&u);
+    out->layout = tb__unpack_string(&u);
+    return tb__unpack_is_done(&u);
+}
+
+/* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
+static tb_status compare_notes(const meeting *m, const tb__notes *notes, const char *here, const char *there,
+                               int32_t *count, note *agreed) {
+    const tb__note *first = NULL;
+    *count = 0;
+    for (size_t i = 0; i < notes->count; i++) {
+        const tb__note *at = &notes->item[i];
+        note n;
+        if (strcmp(at->group, here) != 0 || !read_note(at, &n))
+            continue;
+        if (strcmp(n.remote, there) != 0)
+            return tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " expects group '%s', not '%s'", m->pair->name, here,
+                            at->index, n.remote, there);
+        if (first && strcmp(n.layout, agreed->layout) != 0)
+            return tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " has layout '%.100s', but %s %" PRId32 " '%.100s'",
+                            m->pair->name, here, first->index, agreed->layout, here, at->index, n.layout);
+        if (!first) {
+            first = at;
+            *agreed = n;
+        }
+        ++*count;
+    }
+    return TB_OK;
+}
+
+static void name_missing(meeting *m, const char *group, const tb__roster *roster, int32_t nnotes) {
+    char seats[128];
+    if (roster->size == 0)
+        snprintf(m->missing, sizeof m->missing, "nobody has joined group '%.100s'", group);
+    else if (tb__world_name_missing(roster, seats, sizeof seats))
+        snprintf(m->missing, sizeof m->missing, "of group '%.100s', %s have not joined", group, seats);
+    else if (nnotes < roster->size)
+        snprintf(m->missing, sizeof m->missing, "only %" PRId32 " of %" PRId32 " ranks of group '%.100s' have come",
+                 nnotes, roster->size, group);
+}
+
+static void name_absent(meeting *m, const tb__notes *notes, const char *group, int32_t size) {
+    for (int32_t i = 0; i < size; i++) {
+        bool is_here = false;
+        for (size_t j = 0; j < notes->count; j++)
+            is_here |= notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0;
+        if (!is_here) {
+            size_t at = strlen(m->missing);
+            snprintf(m->missing + at, sizeof m->missing - at, "; %.100s %" PRId32 " is missing", group, i);
+            return;
+        }
+    }
+}
+
+/* One side: whether it is complete. What it agrees on goes to the pair. */
+static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool *is_complete) {
+    tb_pair *pair = m->pair;
+    tb__pair_side *s = &pair->sides[side];
+    tb__roster roster;
+    note agreed = {0};
+    int32_t nnotes;
+    TB_TRY(compare_notes(m, notes, s->group, pair->sides[!side].group, &nnotes, &agreed));
+    TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
+    *is_complete = roster.size > 0 && roster.npresent == roster.size && nnotes == roster.size && !roster.is_torn;
+    if (!*is_complete) {
+        name_missing(m, s->group, &roster, nnotes);
+        if (roster.npresent == roster.size && roster.size > 0)
+            name_absent(m, notes, s->group, roster.size);
+    } else {
+        s->size = roster.size;
+        free(s->layout);
+        s->layout = strdup(agreed.layout);
+    }
+    tb__roster_fini(&roster);
+    return *is_complete && !s->layout ? TB_NO_MEMORY : TB_OK;
+}
+
+static bool look(void *arg) {
+    meeting *m = arg;
+    tb__notes notes;
+    bool is_complete[2] = {false, false};
+    m->missing[0] = '\0';
+    m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
+    if (m->status != TB_OK)
+        return true;
+    for (size_t i = 0; i < notes.count && m->status == TB_OK; i++) {
+        const char *group = notes.item[i].group;
+        if (strcmp(group, m->pair->sides[0].group) != 0 && strcmp(group, m->pair->sides[1].group) != 0)
+            m->status = tb__fail(TB_CONFLICT, "pair '%s' is also used by group '%s' (its rank %" PRId32 ")",
+                                 m->pair->name, group, notes.item[i].index);
+    }
+    for (int side = 0; side < 2 && m->status == TB_OK; side++)
+        m->status = look_at_side(m, &notes, side, &is_complete[side]);
+    tb__notes_fini(&notes);
+    m->is_complete = is_complete[0] && is_complete[1];
+    return m->status != TB_OK || m->is_complete;
+}
+
+/* ---- Making one ------------------------------------------------------------------------------------------------ */
+
+static tb_status connect_side(tb_pair *pair, int side) {
+    tb__pair_side *s = &pair->sides[side];
+    tb__roster roster;
+    TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
+    tb_status status =
+        roster.npresent == s->size && roster.size == s->size
+            ? TB_OK
+            : tb__fail(TB_LOST, "a rank of group '%s' went away while pair '%s' was being made", s->group, pair->name);
+    s->peers = status == TB_OK ? tb__calloc((size_t)s->size, sizeof *s->peers) : NULL;
+    if (status == TB_OK && !s->peers)
+        status = TB_NO_MEMORY;
+    for (int32_t i = 0; i < s->size && status == TB_OK; i++) {
+        const tb__member *m = &roster.member[i];
+        char label[TB__DIRECTORY_MAX_NAME + 48];
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, s->group, i);
+        status = tb__engine_connect(pair->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
+                                    &s->peers[i]);
+        if (status == TB_OK && s->peers[i]->is_lost)
+            status = tb__fail(TB_LOST, "%s was lost: %s", s->peers[i]->label, s->peers[i]->why);
+    }
+    tb__roster_fini(&roster);
+    return status;
+}
+
+static tb_status publish(tb_pair *pair, const char *layout) {
+    tb_layout *parsed;
+    char *canonical;
+    TB_TRY(tb_layout_parse(layout, &parsed));
+    tb_status status = tb_layout_format(parsed, &canonical);
+    const tb__seat *seat = tb__world_seat(pair->world, pair->sides[pair->side].group);
+    for (int32_t i = 0; status == TB_OK && i < tb_layout_nranks(parsed); i++) {
+        if (tb_layout_rank_at(parsed, i) >= seat->size) {
+            free(canonical);
+            status = tb__fail(TB_INVALID, "the layout names rank %" PRId32 " of group '%s', which has %" PRId32,
+                              tb_layout_rank_at(parsed, i), seat->group, seat->size);
+        }
+    }
+    tb_layout_destroy(parsed);
+    TB_TRY(status);
+    tb__pack pack = {0};
+    tb__pack_string(&pack, pair->sides[!pair->side].group);
+    tb__pack_string(&pack, canonical);
+    free(canonical);
+    status = pack.failed ? TB_NO_MEMORY
+                         : tb__directory_publish(pair->world->directory, pair->name, seat->group, seat->index,
+                                                 pack.data, pack.count);
+    tb__pack_fini(&pack);
+    return status;
+}
+
+/* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
+static void set_workers(tb_world *world) {
+    cpu_set_t set;
+    int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1, ranks = 1;
+    tb__pack contact = {0};
+    if (tb__engine_contact(world->engine, &contact) == TB_OK)
+        ranks = tb__directory_count_contacts(world->directory, contact.data, TB__CONTACT_PREFIX);
+    tb__pack_fini(&contact);
+    ranks = ranks > 0 ? ranks : 1;
+    tb__workers_set(world->workers ? world->workers : cores / ranks);
+    tb__engine_lock(world->engine);
+    tb__engine_set_spin(world->engine, ranks <= cores ? SPIN_US : 0);
+    tb__engine_unlock(world->engine);
+}
+
+static tb_status meet(tb_pair *pair, const char *layout, int64_t deadline_ms) {
+    tb__engine *engine = pair->world->engine;
+    TB_TRY(publish(pair, layout));
+    meeting m = {.pair = pair, .layout = layout};
+    tb__engine_lock(engine);
+    bool is_over = tb__engine_wait(engine, look, &m, deadline_ms);
+    tb_status status = is_over ? m.status : tb__fail(TB_TIMEOUT, "pair '%s': %s", pair->name, m.missing);
+    for (int side = 0; side < 2 && status == TB_OK; side++)
+        status = connect_side(pair, side);
+    tb__engine_unlock(engine);
+    if (status == TB_OK)
+        set_workers(pair->world);
+    return status;
+}
+
+static void free_pair(tb_pair *pair) {
+    for (int side = 0; side < 2; side++) {
+        free(pair->sides[side].group);
+        free(pair->sides[side].peers);
+        free(pair->sides[side].layout);
+    }
+    free(pair->name);
+    free(pair);
+}
+
+static void withdraw(tb_pair *pair) {
+    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index);
+}
+
+tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                         const tb_pair_opts *opts, tb_pair **out) {
+    tb_pair_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    TB_TRY(tb__world_check_name("pair", name));
+    TB_TRY(tb__world_check_name("group", remote_group));
+    if (!layout)
+        return tb__fail(TB_INVALID, "pair '%s' needs this side's layout", name);
+    const char *group = o.group ? o.group : world->seats.item[0].group;
+    const tb__seat *seat = tb__world_seat(world, group);
+    if (!seat)
+        return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
+    if (strcmp(group, remote_group) == 0)
+        return tb__fail(TB_INVALID, "a pair has two groups; '%s' can't be both of them", group);
+    tb_pair *pair = tb__calloc(1, sizeof *pair);
+    if (!pair)
+        return TB_NO_MEMORY;
+    pair->world = world;
+    pair->refs = 1;
+    pair->side = strcmp(group, remote_group) > 0;
+    pair->index = seat->index;
+    pair->name = strdup(name);
+    pair->sides[pair->side].group = strdup(group);
+    pair->sides[!pair->side].group = strdup(remote_group);
+    tb_status status = pair->name && pair->sides[0].group && pair->sides[1].group ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = meet(pair, layout, tb__world_deadline(world, o.timeout_ms));
+    if (status != TB_OK) {
+        char why[TB__WHY_MAX];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        if (pair->name && pair->sides[0].group && pair->sides[1].group)
+            withdraw(pair);
+        free_pair(pair);
+        return tb__fail(status, "%s", why);
+    }
+    *out = pair;
+    return TB_OK;
+}
+
+void tb__pair_unref(tb_pair *pair) {
+    if (pair && --pair->refs == 0)
+        free_pair(pair);
+}
+
+void tb_pair_destroy(tb_pair *pair) {
+    if (!pair)
+        return;
+    tb__engine *engine = pair->world->engine;
+    withdraw(pair);
+    tb__engine_lock(engine);
+    tb__pair_unref(pair);
+    tb__engine_unlock(engine);
+}

@@ -1,0 +1,678 @@
+/* The ranks of a pair agree on a batch. Each sends a manifest to all others: a hash of what its side has added, and to
+ * some the list itself, so that everybody gets each side's list once. Ranks of a side whose hashes differ, and tensors
+ * that the sides do not have alike, are found by everybody at once. Then there are flows, and messages go to them. */
+#include "bus/world.h"
+
+#include "base/log.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { MESSAGE_MANIFEST, MESSAGE_GONE }; /* to the world's port */
+
+/* The sentence is in tb_error_detail. */
+static void break_tie(tb__tie *tie, tb_status status) {
+    if (tie->state == TIE_BROKEN)
+        return;
+    tie->state = TIE_BROKEN;
+    tie->status = status;
+    snprintf(tie->why, sizeof tie->why, "%s", tb_error_detail());
+    for (int i = 0; i < 2; i++) {
+        if (tie->flows[i])
+            tb__flow_break(tie->flows[i], status);
+    }
+    tb__engine_wake(tie->world->engine);
+    tb__engine_signal(tie->world->engine);
+}
+
+/* A rank that has destroyed the batch. What needs it no more goes on. */
+static void let_go(tb__tie *tie, size_t at) {
+    tie->is_gone[at] = true;
+    if (tie->state == TIE_WAITING)
+        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
+    for (int i = 0; i < 2; i++) {
+        if (tie->flows[i])
+            tb__flow_gone(tie->flows[i], at);
+    }
+}
+
+static size_t find_peer(const tb__tie *tie, const tb__peer *peer) {
+    for (size_t i = 0; i < tie->npeers; i++) {
+        if (tie->peers[i] == peer)
+            return i;
+    }
+    return TB__NOWHERE;
+}
+
+/* ---- Manifests ------------------------------------------------------------------------------------------------- */
+
+static int compare_tensors(const void *a, const void *b) {
+    return strcmp(((const tb__tensor *)a)->name, ((const tb__tensor *)b)->name);
+}
+
+static void pack_tensors(tb__pack *pack, const tb__tensors *tensors) {
+    tb__pack_u32(pack, (uint32_t)tensors->list.count);
+    for (size_t i = 0; i < tensors->list.count; i++) {
+        const tb__tensor *t = &tensors->list.item[i];
+        tb__pack_string(pack, t->name);
+        tb__pack_u32(pack, t->dtype);
+        tb__pack_u32(pack, t->wire_dtype);
+        tb__pack_u32(pack, t->group);
+        tb__pack_u32(pack, (uint32_t)t->shape.ndim);
+        for (int d = 0; d < t->shape.ndim; d++)
+            tb__pack_i64(pack, t->shape.dim[d]);
+        tb__pack_string(pack, t->layout ? t->layout : "");
+    }
+}
+
+static bool unpack_tensor(tb__unpack *u, tb__tensor *t) {
+    const char *name = tb__unpack_string(u);
+    t->dtype = (tb_dtype)tb__unpack_u32(u);
+    t->wire_dtype = (tb_dtype)tb__unpack_u32(u);
+    t->group = tb__unpack_u32(u);
+    uint32_t ndim = tb__unpack_u32(u);
+    if (u->failed || !*name || ndim > TB_MAX_DIMS || !tb_dtype_bits(t->dtype) ||
+        (unsigned)t->wire_dtype >= TB_DTYPE_COUNT)
+        return false;
+    t->shape.ndim = (int)ndim;
+    for (uint32_t d = 0; d < ndim; d++)
+        t->shape.dim[d] = tb__unpack_i64(u);
+    const char *layout = tb__unpack_string(u);
+    if (u->failed || tb_shape_size(&t->shape, t->dtype, NULL, NULL) != TB_OK)
+        return false;
+    t->name = strdup(name);
+    t->layout = *layout ? strdup(layout) : NULL;
+    return t->name && (!*layout || t->layout);
+}
+
+static bool unpack_tensors(const void *data, size_t nbytes, tb__tensors *out) {
+    tb__unpack u = {data, (const unsigned char *)data + nbytes, false};
+    size_t count = tb__unpack_count(&u, 25);
+    for (size_t i = 0; i < count && !u.failed; i++) {
+        tb__tensor t = {0};
+        bool is_good = unpack_tensor(&u, &t) && tb__vec_reserve(&out->list, 1) &&
+                       (i == 0 || strcmp(out->list.item[i - 1].name, t.name) < 0);
+        if (!is_good) {
+            free(t.name);
+            free(t.layout);
+            u.failed = true;
+        } else {
+            out->list.item[out->list.count++] = t;
+        }
+    }
+    return tb__unpack_is_done(&u);
+}
+
+static uint64_t hash_of(const tb__pack *pack) {
+    uint64_t hash = pack->count;
+    for (size_t i = 0; i < pack->count; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, pack->data + i, pack->count - i < 8 ? pack->count - i : 8);
+        hash = tb__hash(hash + i, word);
+    }
+    return hash;
+}
+
+/* ---- Making one ------------------------------------------------------------------------------------------------ */
+
+static int compare_peers(const void *a, const void *b) {
+    const tb__peer *const *x = a, *const *y = b;
+    return ((*x)->rank > (*y)->rank) - ((*x)->rank < (*y)->rank);
+}
+
+static tb_status add_peers(tb__tie *tie) {
+    const tb__pair_side *sides = tie->pair->sides;
+    size_t n = (size_t)sides[0].size + (size_t)sides[1].size, kept = 0;
+    tie->peers = tb__malloc(n, sizeof *tie->peers);
+    tie->ports = tb__calloc(n, sizeof *tie->ports);
+    tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
+    if (!tie->peers || !tie->ports || !tie->is_gone)
+        return TB_NO_MEMORY;
+    memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
+    memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
+    qsort(tie->peers, n, sizeof(tb__peer *), compare_peers);
+    for (size_t i = 0; i < n; i++) {
+        if (!kept || tie->peers[kept - 1] != tie->peers[i])
+            tie->peers[kept++] = tie->peers[i];
+    }
+    tie->npeers = tie->nunknown = kept;
+    for (size_t i = 0; i < kept; i++) {
+        if (tie->peers[i]->is_lost)
+            return tb__fail(TB_LOST, "%s was lost before %s: %s", tie->peers[i]->label, tie->what, tie->peers[i]->why);
+    }
+    return TB_OK;
+}
+
+/* Hosts are numbered as they appear by rank: alike on every rank. */
+static tb_status number_hosts(tb__tie *tie) {
+    int32_t most = tie->peers[tie->npeers - 1]->rank, count = 0;
+    tie->nhosts = (size_t)most + 1;
+    tie->hosts = tb__calloc(tie->nhosts, sizeof *tie->hosts);
+    if (!tie->hosts)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < tie->npeers; i++) {
+        int32_t number = count;
+        for (size_t j = 0; j < i && number == count; j++) {
+            if (strcmp(tie->peers[i]->host, tie->peers[j]->host) == 0)
+                number = tie->hosts[tie->peers[j]->rank];
+        }
+        tie->hosts[tie->peers[i]->rank] = number;
+        count += number == count;
+    }
+    if (count == 1) {
+        free(tie->hosts);
+        tie->hosts = NULL;
+        tie->nhosts = 0;
+    }
+    return TB_OK;
+}
+
+/* What this process has added for one side of the pair. */
+static tb_status collect(tb__tie *tie, int side) {
+    tb__tie_side *s = &tie->sides[side];
+    const tb__tensors *all = &tie->batch->tensors;
+    for (size_t i = 0; i < all->list.count; i++) {
+        tb__tensor t = all->list.item[i];
+        if (strcmp(t.pair->name, tie->pair->name) != 0 || t.pair->side != side)
+            continue;
+        s->is_here = true;
+        s->index = t.pair->index;
+        t.name = strdup(t.name);
+        t.layout = t.layout ? strdup(t.layout) : NULL;
+        if (!t.name || !tb__vec_push(&s->tensors.list, t)) {
+            free(t.name);
+            free(t.layout);
+            return TB_NO_MEMORY;
+        }
+    }
+    s->is_known = s->is_here;
+    if (!s->is_here)
+        return TB_OK;
+    qsort(s->tensors.list.item, s->tensors.list.count, sizeof *s->tensors.list.item, compare_tensors);
+    for (size_t i = 1; i < s->tensors.list.count; i++) {
+        const char *name = s->tensors.list.item[i].name;
+        if (strcmp(s->tensors.list.item[i - 1].name, name) == 0)
+            return tb__fail(TB_INVALID, "tensor '%.100s' is in batch '%s' twice", name, tie->batch->name);
+    }
+    pack_tensors(&s->manifest, &s->tensors);
+    return s->manifest.failed ? TB_NO_MEMORY : TB_OK;
+}
+
+static void on_message(tb__port *port, tb__peer *from, tb__unpack *message);
+
+static void on_lost(tb__port *port, tb__peer *peer) {
+    tb__tie *tie = (tb__tie *)port;
+    size_t at = find_peer(tie, peer);
+    if (at == TB__NOWHERE || tie->is_gone[at])
+        return;
+    for (int i = 0; i < 2; i++) {
+        if (tie->flows[i])
+            tb__flow_lost(tie->flows[i], at);
+    }
+    break_tie(tie, tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, tie->what, peer->why ? peer->why : "?"));
+}
+
+static tb_status init(tb__tie *tie) {
+    TB_TRY(add_peers(tie));
+    TB_TRY(number_hosts(tie));
+    for (int side = 0; side < 2; side++) {
+        tb__tie_side *s = &tie->sides[side];
+        size_t size = (size_t)tie->pair->sides[side].size;
+        TB_TRY(collect(tie, side));
+        s->hashes = tb__calloc(size, sizeof *s->hashes);
+        s->bucket_size = tb__calloc(size, sizeof *s->bucket_size);
+        s->has_come = tb__calloc(size, sizeof *s->has_come);
+        if (!s->hashes || !s->bucket_size || !s->has_come)
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
+    tb_world *world = batch->world;
+    for (tb__tie *tie = world->ties; tie; tie = tie->next) {
+        if (strcmp(tie->batch->name, batch->name) == 0 && strcmp(tie->pair->name, pair->name) == 0)
+            return tb__fail(TB_CONFLICT, "there is a batch '%s' of pair '%s' already", batch->name, pair->name);
+    }
+    tb__tie *tie = tb__calloc(1, sizeof *tie);
+    if (!tie)
+        return TB_NO_MEMORY;
+    tie->world = world;
+    tie->batch = batch;
+    tie->pair = pair;
+    tie->staging_bytes = INT64_MAX;
+    pair->refs++;
+    snprintf(tie->what, sizeof tie->what, "batch '%s'", batch->name);
+    tb_status status = init(tie);
+    tie->port.message = on_message;
+    tie->port.lost = on_lost;
+    tb__engine_add_port(world->engine, &tie->port);
+    tie->next = world->ties;
+    world->ties = tie;
+    if (status != TB_OK) {
+        tb__tie_destroy(tie);
+        return status;
+    }
+    *out = tie;
+    return TB_OK;
+}
+
+void tb__tie_destroy(tb__tie *tie) {
+    tb_world *world = tie->world;
+    for (size_t i = 0; i < tie->npeers; i++) {
+        tb__pack gone = {0};
+        tb__pack_u32(&gone, MESSAGE_GONE);
+        tb__pack_string(&gone, tie->batch->name);
+        tb__pack_string(&gone, tie->pair->name);
+        tb__pack_u32(&gone, tie->port.id);
+        if (tie->peers[i]->rank == world->rank)
+            tb__pack_fini(&gone);
+        else
+            tb__engine_send(tie->peers[i], TB__PORT_WORLD, &gone);
+    }
+    tb__engine_remove_port(world->engine, &tie->port);
+    for (tb__tie **at = &world->ties; *at; at = &(*at)->next) {
+        if (*at == tie) {
+            *at = tie->next;
+            break;
+        }
+    }
+    for (int side = 0; side < 2; side++) {
+        tb__flow_destroy(tie->flows[side]);
+        tb__tensors_fini(&tie->sides[side].tensors);
+        tb__pack_fini(&tie->sides[side].manifest);
+        free(tie->sides[side].hashes);
+        free(tie->sides[side].bucket_size);
+        free(tie->sides[side].has_come);
+    }
+    for (size_t i = 0; i < tie->layouts.count; i++)
+        tb_layout_destroy(tie->layouts.item[i]);
+    free(tie->layouts.item);
+    for (size_t i = 0; i < tie->backlog.count; i++)
+        free(tie->backlog.item[i].data);
+    free(tie->backlog.item);
+    tb__pair_unref(tie->pair);
+    free(tie->hosts);
+    free(tie->peers);
+    free(tie->ports);
+    free(tie->is_gone);
+    free(tie);
+}
+
+/* ---- Comparing ------------------------------------------------------------------------------------------------- */
+
+static void add_shape(char *out, size_t room, const tb_shape *shape) {
+    size_t at = 0;
+    out[0] = '\0';
+    for (int d = 0; d < shape->ndim && at < room; d++)
+        at += (size_t)snprintf(out + at, room - at, "%s%" PRId64, d ? "," : "", shape->dim[d]);
+}
+
+static tb_status compare_sides(const tb__tie *tie) {
+    const tb__pair_side *sides = tie->pair->sides;
+    const tb__tensors *a = &tie->sides[0].tensors, *b = &tie->sides[1].tensors;
+    size_t i = 0, j = 0;
+    while (i < a->list.count || j < b->list.count) {
+        const tb__tensor *x = i < a->list.count ? &a->list.item[i] : NULL;
+        const tb__tensor *y = j < b->list.count ? &b->list.item[j] : NULL;
+        int c = !x ? 1 : !y ? -1 : strcmp(x->name, y->name);
+        if (c != 0)
+            return tb__fail(TB_CONFLICT, "%s: tensor '%.100s' was added by group '%s' but not by group '%s'", tie->what,
+                            c < 0 ? x->name : y->name, sides[c > 0].group, sides[c < 0].group);
+        if (x->shape.ndim != y->shape.ndim ||
+            memcmp(x->shape.dim, y->shape.dim, (size_t)x->shape.ndim * sizeof *x->shape.dim) != 0) {
+            char left[96], right[96];
+            add_shape(left, sizeof left, &x->shape);
+            add_shape(right, sizeof right, &y->shape);
+            return tb__fail(TB_CONFLICT, "%s: tensor '%.100s' has shape [%s] in group '%s' but [%s] in group '%s'",
+                            tie->what, x->name, left, sides[0].group, right, sides[1].group);
+        }
+        i++;
+        j++;
+    }
+    return TB_OK;
+}
+
+/* The layout of a tensor on a side, made once for each text. */
+static tb_status get_layout(tb__tie *tie, int side, const tb__tensor *t, const char **texts, size_t *ntexts,
+                            size_t first, const tb_layout **out) {
+    const char *text = t->layout ? t->layout : "";
+    for (size_t i = 0; i < *ntexts; i++) {
+        if (strcmp(texts[i], text) == 0) {
+            *out = tie->layouts.item[first + i];
+            return TB_OK;
+        }
+    }
+    tb_layout *layout;
+    if (!tb__vec_reserve(&tie->layouts, 1))
+        return TB_NO_MEMORY;
+    TB_TRY(tb__pair_layout(tie->pair, side, t->layout, &layout));
+    tie->layouts.item[tie->layouts.count++] = layout;
+    texts[(*ntexts)++] = text;
+    *out = layout;
+    return TB_OK;
+}
+
+/* Each side's layouts, one per tensor. */
+static tb_status get_layouts(tb__tie *tie, int side, const tb_layout **out) {
+    const tb__tensors *tensors = &tie->sides[side].tensors;
+    const char **texts = tb__malloc(tensors->list.count + 1, sizeof *texts);
+    size_t ntexts = 0, first = tie->layouts.count;
+    tb_status status = texts ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < tensors->list.count && status == TB_OK; i++) {
+        status = get_layout(tie, side, &tensors->list.item[i], texts, &ntexts, first, &out[i]);
+        if (status != TB_OK)
+            tb__prefix_detail("tensor '%.100s'", tensors->list.item[i].name);
+    }
+    free(texts);
+    return status;
+}
+
+/* ---- Flows ----------------------------------------------------------------------------------------------------- */
+
+static tb_status bind(const tb__tie *tie, int side, size_t i, tb_binding *out) {
+    const tb__tensor *t = &tie->sides[side].tensors.list.item[i];
+    if (tie->sides[side].is_here) {
+        *out = t->binding;
+        return TB_OK;
+    }
+    tb_shape nothing = {.ndim = t->shape.ndim};
+    if (nothing.ndim == 0) /* a scalar always has an element; a row of none does not */
+        nothing = (tb_shape){.ndim = 1};
+    return tb_binding_contiguous(NULL, 0, t->dtype, &nothing, out);
+}
+
+static tb_status make_flow(tb__tie *tie, int src, const tb_layout **layouts[2], tb__flow_tensor *tensors) {
+    int dst = !src;
+    size_t n = tie->sides[0].tensors.list.count;
+    for (size_t i = 0; i < n; i++) {
+        const tb__tensor *from = &tie->sides[src].tensors.list.item[i], *to = &tie->sides[dst].tensors.list.item[i];
+        tensors[i] = (tb__flow_tensor){.spec = {.name = from->name,
+                                                .shape = from->shape,
+                                                .src = layouts[src][i],
+                                                .dst = layouts[dst][i],
+                                                .src_dtype = from->dtype,
+                                                .dst_dtype = to->dtype,
+                                                .wire_dtype = from->wire_dtype,
+                                                .group = to->group}};
+        TB_TRY(bind(tie, src, i, &tensors[i].src));
+        TB_TRY(bind(tie, dst, i, &tensors[i].dst));
+    }
+    const tb_batch_opts *o = &tie->batch->opts;
+    tb__flow_opts opts = {.engine = tie->world->engine,
+                          .rank = tie->world->rank,
+                          .direction = (uint32_t)src,
+                          .peers = tie->peers,
+                          .ports = tie->ports,
+                          .npeers = tie->npeers,
+                          .lead = find_peer(tie, tie->pair->sides[src].peers[0]),
+                          .tensors = tensors,
+                          .ntensors = n,
+                          .cache = tie->world->cache,
+                          .hosts = tie->hosts,
+                          .nhosts = tie->nhosts,
+                          .what = tie->what,
+                          .bucket_size = tie->sides[src].bucket_size[0],
+                          .staging_bytes = tie->staging_bytes,
+                          .own_staging_bytes = o->staging_bytes,
+                          .max_in_flight = o->max_in_flight,
+                          .group_window = o->group_window,
+                          .staged = o->staged,
+                          .snapshot = o->snapshot};
+    return tb__flow_create(&opts, &tie->flows[src]);
+}
+
+static tb_status make_flows(tb__tie *tie) {
+    size_t n = tie->sides[0].tensors.list.count;
+    const tb_layout **layouts[2] = {tb__malloc(n + 1, sizeof *layouts[0]), tb__malloc(n + 1, sizeof *layouts[1])};
+    tb__flow_tensor *tensors = tb__malloc(n + 1, sizeof *tensors);
+    tb_status status = layouts[0] && layouts[1] && tensors ? TB_OK : TB_NO_MEMORY;
+    for (int side = 0; side < 2 && status == TB_OK; side++)
+        status = get_layouts(tie, side, layouts[side]);
+    for (int side = 0; side < 2 && status == TB_OK; side++)
+        status = make_flow(tie, side, layouts, tensors);
+    free(layouts[0]);
+    free(layouts[1]);
+    free(tensors);
+    return status;
+}
+
+static void pass_on(tb__tie *tie, size_t peer, tb__unpack *message) {
+    uint32_t direction = tb__unpack_u32(message);
+    if (message->failed || direction > 1 || !tb__flow_message(tie->flows[direction], peer, message))
+        break_tie(tie, tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense", tie->peers[peer]->label,
+                                tie->what));
+}
+
+/* Every rank has come, but one that is in both groups may have added tensors for one of them only. */
+static tb_status check_seats(const tb__tie *tie) {
+    for (int side = 0; side < 2; side++) {
+        for (int32_t i = 0; i < tie->pair->sides[side].size; i++) {
+            if (!tie->sides[side].has_come[i])
+                return tb__fail(TB_CONFLICT, "%s has added no tensors to %s as %s %" PRId32,
+                                tie->pair->sides[side].peers[i]->label, tie->what, tie->pair->sides[side].group, i);
+        }
+        if (!tie->sides[side].is_known)
+            return tb__fail(TB_INTERNAL, "nobody sent the tensors of group '%s'", tie->pair->sides[side].group);
+    }
+    return TB_OK;
+}
+
+/* Everybody has come: compare, and begin. */
+static void try_agree(tb__tie *tie) {
+    if (tie->state != TIE_WAITING || tie->nunknown > 0)
+        return;
+    tb_status status = check_seats(tie);
+    if (status == TB_OK)
+        status = compare_sides(tie);
+    if (status == TB_OK)
+        status = make_flows(tie);
+    if (status != TB_OK) {
+        break_tie(tie, status);
+        return;
+    }
+    tie->state = TIE_AGREED;
+    for (size_t i = 0; i < tie->backlog.count; i++) {
+        struct tb__backlog *b = &tie->backlog.item[i];
+        tb__unpack message = {b->data, b->data + b->nbytes, false};
+        if (tie->state == TIE_AGREED)
+            pass_on(tie, b->peer, &message);
+        free(b->data);
+    }
+    tie->backlog.count = 0;
+    tb__engine_signal(tie->world->engine);
+}
+
+static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
+    tb__tie *tie = (tb__tie *)port;
+    size_t at = find_peer(tie, from);
+    if (at == TB__NOWHERE || tie->state == TIE_BROKEN)
+        return;
+    if (tie->state == TIE_AGREED) {
+        pass_on(tie, at, message);
+        return;
+    }
+    size_t nbytes = (size_t)(message->end - message->at);
+    unsigned char *copy = tb__malloc(nbytes, 1);
+    if (copy)
+        memcpy(copy, message->at, nbytes);
+    if (!copy || !tb__vec_push(&tie->backlog, (struct tb__backlog){at, copy, nbytes})) {
+        free(copy);
+        break_tie(tie, TB_NO_MEMORY);
+    }
+}
+
+/* ---- Manifests, out and in ------------------------------------------------------------------------------------- */
+
+static void send_manifest(tb__tie *tie, size_t to) {
+    tb__pack pack = {0};
+    tb__pack_u32(&pack, MESSAGE_MANIFEST);
+    tb__pack_string(&pack, tie->batch->name);
+    tb__pack_string(&pack, tie->pair->name);
+    tb__pack_u32(&pack, tie->port.id);
+    tb__pack_i64(&pack, tie->batch->opts.staging_bytes);
+    tb__pack_u32(&pack, (uint32_t)tie->sides[0].is_here + (uint32_t)tie->sides[1].is_here);
+    for (int side = 0; side < 2; side++) {
+        const tb__tie_side *s = &tie->sides[side];
+        if (!s->is_here)
+            continue;
+        tb__pack_u32(&pack, (uint32_t)side);
+        tb__pack_u32(&pack, (uint32_t)s->index);
+        tb__pack_u64(&pack, hash_of(&s->manifest));
+        tb__pack_i64(&pack, tie->batch->opts.bucket_size);
+        bool takes_list = (int32_t)(to % (size_t)tie->pair->sides[side].size) == s->index;
+        tb__pack_bytes(&pack, s->manifest.data, takes_list ? s->manifest.count : 0);
+    }
+    if (tb__engine_send(tie->peers[to], TB__PORT_WORLD, &pack) != TB_OK)
+        break_tie(tie, TB_NO_MEMORY);
+}
+
+static const char *seat_name(const tb__tie *tie, int side, int32_t seat) {
+    return tie->pair->sides[side].peers[seat]->label;
+}
+
+static tb_status check_side(tb__tie *tie, int side, int32_t seat) {
+    const tb__tie_side *s = &tie->sides[side];
+    for (int32_t i = 0; i < tie->pair->sides[side].size; i++) {
+        if (!s->has_come[i] || i == seat)
+            continue;
+        if (s->hashes[i] != s->hashes[seat])
+            return tb__fail(TB_CONFLICT, "%s and %s added different tensors to %s, which is of pair '%s'",
+                            seat_name(tie, side, i), seat_name(tie, side, seat), tie->what, tie->pair->name);
+        if (s->bucket_size[i] != s->bucket_size[seat])
+            return tb__fail(TB_CONFLICT, "%s and %s have different bucket sizes for %s: %" PRId64 " and %" PRId64,
+                            seat_name(tie, side, i), seat_name(tie, side, seat), tie->what, s->bucket_size[i],
+                            s->bucket_size[seat]);
+    }
+    return TB_OK;
+}
+
+static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
+    uint32_t side = tb__unpack_u32(u), seat = tb__unpack_u32(u);
+    uint64_t hash = tb__unpack_u64(u);
+    int64_t bucket_size = tb__unpack_i64(u);
+    size_t nbytes;
+    const void *list = tb__unpack_bytes(u, &nbytes);
+    if (u->failed || side > 1 || seat >= (uint32_t)tie->pair->sides[side].size ||
+        tie->pair->sides[side].peers[seat] != from || bucket_size < 1)
+        return tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", from->label, tie->what);
+    tb__tie_side *s = &tie->sides[side];
+    s->has_come[seat] = true;
+    s->hashes[seat] = hash;
+    s->bucket_size[seat] = bucket_size;
+    TB_TRY(check_side(tie, (int)side, (int32_t)seat));
+    if (s->is_known || nbytes == 0)
+        return TB_OK;
+    if (!unpack_tensors(list, nbytes, &s->tensors))
+        return tb__fail(TB_INVALID, "%s sent a list of tensors of %s that makes no sense", from->label, tie->what);
+    s->is_known = true;
+    return TB_OK;
+}
+
+static void take_manifest(tb__tie *tie, size_t at, uint32_t port, tb__unpack *u) {
+    int64_t staging_bytes = tb__unpack_i64(u);
+    uint32_t nsides = tb__unpack_u32(u);
+    tb_status status =
+        nsides >= 1 && nsides <= 2 && staging_bytes > 0
+            ? TB_OK
+            : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", tie->peers[at]->label, tie->what);
+    tie->ports[at] = port;
+    tie->nunknown--;
+    tie->staging_bytes = staging_bytes < tie->staging_bytes ? staging_bytes : tie->staging_bytes;
+    for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
+        status = read_side(tie, tie->peers[at], u);
+    if (status != TB_OK)
+        break_tie(tie, status);
+    else
+        try_agree(tie);
+}
+
+static tb__tie *find_tie(const tb_world *world, const char *batch, const char *pair) {
+    for (tb__tie *tie = world->ties; tie; tie = tie->next) {
+        if (strcmp(tie->batch->name, batch) == 0 && strcmp(tie->pair->name, pair) == 0)
+            return tie;
+    }
+    return NULL;
+}
+
+void tb__early_fini(tb__early *early) {
+    free(early->batch);
+    free(early->pair);
+    free(early->data);
+}
+
+static void drop_early(tb_world *world, size_t i) {
+    tb__early_fini(&world->early.item[i]);
+    world->early.item[i] = world->early.item[--world->early.count];
+}
+
+/* Kept until this process makes the batch. What the same peer sent before is out of date. */
+static void keep_early(tb_world *world, tb__peer *from, const char *batch, const char *pair, uint32_t port,
+                       const tb__unpack *u) {
+    for (size_t i = world->early.count; i-- > 0;) {
+        const tb__early *e = &world->early.item[i];
+        if (e->from == from && strcmp(e->batch, batch) == 0 && strcmp(e->pair, pair) == 0)
+            drop_early(world, i);
+    }
+    size_t nbytes = (size_t)(u->end - u->at);
+    tb__early e = {.from = from, .batch = strdup(batch), .pair = strdup(pair), .port = port, .nbytes = nbytes};
+    e.data = tb__malloc(nbytes, 1);
+    if (e.data)
+        memcpy(e.data, u->at, nbytes);
+    if (!e.batch || !e.pair || !e.data || !tb__vec_push(&world->early, e)) {
+        tb__early_fini(&e);
+        tb__log(TB_LOG_ERROR, "no memory for what %s says about batch '%s'", from->label, batch);
+    }
+}
+
+void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message) {
+    tb_world *world = (tb_world *)((char *)world_port - offsetof(tb_world, port));
+    uint32_t kind = tb__unpack_u32(message);
+    const char *batch = tb__unpack_string(message), *pair = tb__unpack_string(message);
+    uint32_t port = tb__unpack_u32(message);
+    if (message->failed || kind > MESSAGE_GONE || port == 0) {
+        tb__log(TB_LOG_WARN, "%s sent a message that makes no sense", from->label);
+        return;
+    }
+    tb__tie *tie = find_tie(world, batch, pair);
+    size_t at = tie ? find_peer(tie, from) : TB__NOWHERE;
+    if (kind == MESSAGE_GONE) {
+        for (size_t i = world->early.count; i-- > 0;) {
+            if (world->early.item[i].from == from && world->early.item[i].port == port)
+                drop_early(world, i);
+        }
+        if (at != TB__NOWHERE && tie->ports[at] == port)
+            let_go(tie, at);
+    } else if (at == TB__NOWHERE || tie->ports[at] != 0 || tie->state == TIE_BROKEN) {
+        keep_early(world, from, batch, pair, port, message);
+    } else {
+        take_manifest(tie, at, port, message);
+    }
+}
+
+tb_status tb__tie_announce(tb__tie *tie) {
+    tb_world *world = tie->world;
+    for (size_t i = 0; i < tie->npeers; i++)
+        send_manifest(tie, i);
+    for (size_t i = world->early.count; i-- > 0;) {
+        tb__early e = world->early.item[i];
+        size_t at = find_peer(tie, e.from);
+        if (at == TB__NOWHERE || tie->ports[at] != 0 || strcmp(e.batch, tie->batch->name) != 0 ||
+            strcmp(e.pair, tie->pair->name) != 0)
+            continue;
+        world->early.item[i] = world->early.item[--world->early.count];
+        tb__unpack u = {e.data, e.data + e.nbytes, false};
+        if (tie->state == TIE_WAITING)
+            take_manifest(tie, at, e.port, &u);
+        tb__early_fini(&e);
+    }
+    return TB_OK;
+}
+
+void tb__ties_lost(tb_world *world, tb__peer *peer) {
+    for (size_t i = world->early.count; i-- > 0;) {
+        if (world->early.item[i].from == peer)
+            drop_early(world, i);
+    }
+}

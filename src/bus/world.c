@@ -1,0 +1,224 @@
+/* Joining, entering, leaving. */
+#include "bus/world.h"
+
+#include "base/opts.h"
+#include "base/process.h"
+#include "exec/region.h"
+#include "exec/workers.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { DEFAULT_TIMEOUT_MS = 30000 };
+
+tb_status tb__world_check_name(const char *what, const char *name) {
+    if (!name || !*name)
+        return tb__fail(TB_INVALID, "a %s needs a name", what);
+    if (strlen(name) > TB__DIRECTORY_MAX_NAME)
+        return tb__fail(TB_INVALID, "a %s's name has at most %d bytes", what, TB__DIRECTORY_MAX_NAME);
+    for (const char *c = name; *c; c++) {
+        if ((unsigned char)*c < ' ' || *c == 127)
+            return tb__fail(TB_INVALID, "a %s's name can't have control characters", what);
+    }
+    return TB_OK;
+}
+
+int64_t tb__world_deadline(const tb_world *world, int timeout_ms) {
+    return tb__now_ms() + (timeout_ms > 0 ? timeout_ms : world->timeout_ms);
+}
+
+const tb__seat *tb__world_seat(const tb_world *world, const char *group) {
+    for (size_t i = 0; i < world->seats.count; i++) {
+        if (strcmp(world->seats.item[i].group, group) == 0)
+            return &world->seats.item[i];
+    }
+    return NULL;
+}
+
+static bool add_seat(tb_world *world, const char *group, int32_t index, int32_t size) {
+    char *copy = strdup(group);
+    if (copy && tb__vec_push(&world->seats, (tb__seat){copy, index, size}))
+        return true;
+    free(copy);
+    return false;
+}
+
+/* The directory's thread: wakes whoever waits for others to come. */
+static void on_change(void *arg) {
+    tb_world *world = arg;
+    if (!atomic_load(&world->is_ready))
+        return;
+    tb__engine_lock(world->engine);
+    tb__engine_signal(world->engine);
+    tb__engine_wake(world->engine);
+    tb__engine_unlock(world->engine);
+}
+
+static void on_lost(tb__port *port, tb__peer *peer) {
+    tb__ties_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
+}
+
+static tb_status announce(tb_world *world) {
+    tb__pack contact = {0};
+    TB_TRY(tb__engine_contact(world->engine, &contact));
+    tb_status status = tb__directory_announce(world->directory, contact.data, contact.count);
+    tb__pack_fini(&contact);
+    return status;
+}
+
+static tb_status join(tb_world *world, const char *url, const char *group, int32_t index, int32_t size,
+                      const tb_world_opts *o) {
+    tb__directory_opts directory = {
+        .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_change, .arg = world};
+    TB_TRY(tb_plan_cache_create(&world->cache));
+    TB_TRY(tb__directory_open(url, group, index, size, &directory, &world->directory));
+    if (!add_seat(world, group, index, size))
+        return TB_NO_MEMORY;
+    world->rank = tb__directory_rank(world->directory);
+    world->incarnation = tb__directory_incarnation(world->directory);
+    tb__engine_opts engine = {
+        .rank = world->rank, .incarnation = world->incarnation, .transport = o->transport, .manual = o->manual};
+    TB_TRY(tb__engine_create(&engine, &world->engine));
+    atomic_store(&world->is_ready, true);
+    world->port.message = tb__ties_message;
+    world->port.lost = on_lost;
+    tb__engine_lock(world->engine);
+    tb__engine_add_port(world->engine, &world->port);
+    tb__engine_unlock(world->engine);
+    return announce(world);
+}
+
+tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
+                        tb_world **out) {
+    tb_world_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    TB_TRY(tb__world_check_name("group", group));
+    if (!url)
+        return tb__fail(TB_INVALID, "a world needs the URL of its store");
+    if (o.timeout_ms < 0 || o.workers < 0 || o.workers > TB__WORKERS_MAX)
+        return tb__fail(TB_INVALID, "timeout_ms can't be negative, and workers must be 0 to %d", TB__WORKERS_MAX);
+    tb_world *world = tb__calloc(1, sizeof *world);
+    if (!world)
+        return TB_NO_MEMORY;
+    world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
+    world->workers = o.workers;
+    tb_status status = join(world, url, group, index, size, &o);
+    if (status != TB_OK) {
+        tb_world_destroy(world);
+        return status;
+    }
+    *out = world;
+    return TB_OK;
+}
+
+tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
+    TB_TRY(tb__world_check_name("group", group));
+    TB_TRY(tb__directory_enter(world->directory, group, index, size));
+    tb__engine_lock(world->engine);
+    bool added = add_seat(world, group, index, size);
+    tb__engine_unlock(world->engine);
+    return added ? TB_OK : TB_NO_MEMORY;
+}
+
+void tb_world_destroy(tb_world *world) {
+    if (!world)
+        return;
+    atomic_store(&world->is_ready, false);
+    /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
+     */
+    tb__directory_close(world->directory);
+    tb__engine_destroy(world->engine);
+    for (size_t i = 0; i < world->seats.count; i++)
+        free(world->seats.item[i].group);
+    free(world->seats.item);
+    for (size_t i = 0; i < world->early.count; i++)
+        tb__early_fini(&world->early.item[i]);
+    free(world->early.item);
+    tb_plan_cache_destroy(world->cache);
+    free(world);
+}
+
+int32_t tb_world_rank(const tb_world *world) {
+    return world->rank;
+}
+
+uint64_t tb_world_incarnation(const tb_world *world) {
+    return world->incarnation;
+}
+
+int tb_world_fd(const tb_world *world) {
+    return tb__engine_fd(world->engine);
+}
+
+tb_status tb_world_progress(tb_world *world) {
+    tb__engine_progress(world->engine);
+    return TB_OK;
+}
+
+tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
+    tb__engine_lock(world->engine);
+    tb__regions_invalidate(world->engine, base, nbytes);
+    tb__engine_unlock(world->engine);
+    return TB_OK;
+}
+
+/* ---- Waiting for a group --------------------------------------------------------------------------------------- */
+
+bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room) {
+    enum { NAMED = 8 };
+    size_t at = 0, missing = 0;
+    out[0] = '\0';
+    for (int32_t i = 0; i < roster->size; i++) {
+        if (roster->member[i].rank != TB_NO_RANK)
+            continue;
+        if (missing < NAMED && at < room)
+            at += (size_t)snprintf(out + at, room - at, "%s%" PRId32, missing ? ", " : "", i);
+        missing++;
+    }
+    if (missing > NAMED && at < room)
+        snprintf(out + at, room - at, " and %zu more", missing - NAMED);
+    return missing > 0;
+}
+
+typedef struct waiting {
+    tb_world *world;
+    const char *group;
+    tb_status status;
+    bool is_complete;
+} waiting;
+
+static bool is_complete(void *arg) {
+    waiting *w = arg;
+    tb__roster roster;
+    w->status = tb__directory_roster(w->world->directory, w->group, &roster);
+    if (w->status != TB_OK)
+        return true;
+    w->is_complete = roster.size > 0 && roster.npresent == roster.size && !roster.is_torn;
+    tb__roster_fini(&roster);
+    return w->is_complete;
+}
+
+tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
+    TB_TRY(tb__world_check_name("group", group));
+    waiting w = {.world = world, .group = group};
+    tb__engine_lock(world->engine);
+    tb__engine_wait(world->engine, is_complete, &w, tb__world_deadline(world, timeout_ms));
+    tb__engine_unlock(world->engine);
+    if (w.status != TB_OK || w.is_complete)
+        return w.status;
+    tb__roster roster;
+    char missing[128];
+    TB_TRY(tb__directory_roster(world->directory, group, &roster));
+    bool is_missing = tb__world_name_missing(&roster, missing, sizeof missing);
+    tb_status status;
+    if (roster.size == 0)
+        status = tb__fail(TB_TIMEOUT, "nobody has joined group '%s'", group);
+    else if (is_missing)
+        status = tb__fail(TB_TIMEOUT, "group '%s' has %" PRId32 " of %" PRId32 " ranks; missing: %s", group,
+                          roster.npresent, roster.size, missing);
+    else
+        status = tb__fail(TB_CONFLICT, "the ranks of group '%s' disagree about its size", group);
+    tb__roster_fini(&roster);
+    return status;
+}
