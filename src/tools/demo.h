@@ -34,7 +34,7 @@ typedef struct tool_model {
 
 enum { TOOL_ELEMENT = 2, TOOL_MIN_MODEL = 64 << 10 };
 
-/* A model of at most `nbytes`, and nearly as many: the vocabulary takes what the layers leave. */
+/* A model of `nbytes`, and hardly more: the vocabulary takes what the layers leave. */
 tb_status tool_model_init(tool_model *model, int64_t nbytes);
 void tool_model_fini(tool_model *model);
 

@@ -56,7 +56,8 @@ static tb_status add_weights(tool_model *model, int64_t nelements) {
     for (int i = 0; i < model->nlayers; i++)
         TB_TRY(add_layer(model, i));
     TB_TRY(add(model, TOOL_CUT_NORM, vector(model->hidden), "model.norm.weight"));
-    int64_t vocabulary = (nelements - model->nelements) / (2 * model->hidden);
+    int64_t row = 2 * model->hidden; /* one in each of both */
+    int64_t vocabulary = (nelements - model->nelements + row - 1) / row;
     TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(vocabulary, model->hidden), "model.embed_tokens.weight"));
     return add(model, TOOL_CUT_COLUMN, matrix(vocabulary, model->hidden), "lm_head.weight");
 }

@@ -108,9 +108,10 @@ static void add_side(tb__text *out, const char *word, const tool_side *side) {
 
 void tool_add_job(tb__text *out, const tool_job *job, double memcpy_rate, int nthreads) {
     int64_t nverified = 0;
+    int32_t n = job->side[TOOL_TARGET].nranks;
     for (int rank = 0; rank < job->nranks; rank++)
         nverified += job->shared->rank[rank].nverified;
-    tb__text_add(out, "model     %zu bf16 tensors, %d layers of %" PRId64 ", ", job->model.weights.count,
+    tb__text_add(out, "model     %zu bf16 tensors, %d layers, hidden size %" PRId64 ", ", job->model.weights.count,
                  job->model.nlayers, job->model.hidden);
     tool_add_size(out, job->model.nelements * TOOL_ELEMENT);
     tb__text_add(out, "\n");
@@ -119,7 +120,6 @@ void tool_add_job(tb__text *out, const tool_job *job, double memcpy_rate, int nt
     tb__text_add(out, "\n");
     add_table(out, job, memcpy_rate);
     tb__text_add(out, "\nmemcpy    %.2f GB/s by %d thread%s\n", memcpy_rate * 1e-9, nthreads, nthreads == 1 ? "" : "s");
-    tb__text_add(out, "%sverified  all %" PRId64 " elements on %" PRId32 " ranks, %d versions of %" PRId64 "%s\n",
-                 tool_bold(), nverified, job->side[TOOL_TARGET].nranks, TOOL_NVERSIONS, nverified / TOOL_NVERSIONS,
-                 tool_plain());
+    tb__text_add(out, "%sverified  all %" PRId64 " elements on %" PRId32 " rank%s, in each of %d versions%s\n",
+                 tool_bold(), nverified / TOOL_NVERSIONS, n, n == 1 ? "" : "s", TOOL_NVERSIONS, tool_plain());
 }

@@ -214,6 +214,8 @@ static void reap(watch *w, int rank, int options) {
 
 static void watch_once(watch *w, int timeout_ms) {
     int n = w->crew->nranks;
+    if (w->crew->tick)
+        w->crew->tick(w->crew->arg);
     for (int rank = 0; rank < n; rank++)
         w->polls[rank] = (struct pollfd){.fd = w->member[rank].pipe, .events = POLLIN};
     w->polls[n] = (struct pollfd){.fd = w->guard->fd, .events = POLLIN};
@@ -227,8 +229,6 @@ static void watch_once(watch *w, int timeout_ms) {
         if (w->member[rank].pid == 0)
             blame(w, rank);
     }
-    if (w->crew->tick)
-        w->crew->tick(w->crew->arg);
 }
 
 /* Until all have ended, or there is a reason to end them. A consequence is no reason yet: its cause may show, or a

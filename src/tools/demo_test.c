@@ -28,8 +28,8 @@ static void model_has_the_size_asked_for(void **state) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         tool_model model;
         assert_int_equal(tool_model_init(&model, sizes[i]), TB_OK);
-        int64_t left = sizes[i] - model.nelements * TOOL_ELEMENT;
-        assert_in_range(left, 0, 4 * model.hidden + 1); /* less than another row of both embeddings */
+        int64_t more = model.nelements - sizes[i] / TOOL_ELEMENT;
+        assert_in_range(more, 0, 2 * model.hidden - 1); /* less than a row in each of both embeddings */
         assert_int_equal(model.weights.count, 9 * model.nlayers + 3);
         for (size_t j = 0; j < model.weights.count; j++) {
             const tool_weight *weight = &model.weights.item[j];
