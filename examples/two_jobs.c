@@ -40,10 +40,11 @@ static int run_job(const char *url, const char *job, int index) {
          tb_wait(transfer, TB_COMMITTED, -1) == TB_OK;
     if (!ok)
         fprintf(stderr, "%s %d: %s\n", job, index, tb_error_detail());
-    for (int i = 0; ok && !is_trainer && i < rows * columns; i++)
-        ok = part[i] == (float)(first + i / columns * COLUMNS + i % columns);
-    if (ok)
-        printf("%s %d: %d x %d elements are where they belong\n", job, index, rows, columns);
+    for (int i = 0; ok && !is_trainer && i < rows * columns; i++) {
+        int row = i / columns, column = i % columns;
+        ok = part[i] == (float)(first + row * COLUMNS + column);
+    }
+    printf("%s %d: %d x %d elements, %s\n", job, index, rows, columns, ok ? "all right" : "not all right");
 
     tb_transfer_destroy(transfer); /* last made, first destroyed; NULL is fine */
     tb_batch_destroy(batch);

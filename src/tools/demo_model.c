@@ -3,21 +3,17 @@
 
 #include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 
-enum { MAX_LAYERS = 32, HIDDEN_STEP = 16, SMALL_HIDDEN = 64 };
+enum { MAX_LAYERS = 32, HIDDEN_STEP = 16, SMALL_HIDDEN = 64, NO_LAYER = -1 };
 
-static tb_status add(tool_model *model, tool_cut cut, tb_shape shape, const char *format, ...)
-    __attribute__((format(printf, 4, 5)));
-
-static tb_status add(tool_model *model, tool_cut cut, tb_shape shape, const char *format, ...) {
+static tb_status add(tool_model *model, tool_cut cut, tb_shape shape, int layer, const char *name) {
     tool_weight weight = {.shape = shape, .cut = cut};
     int64_t nelements;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(weight.name, sizeof weight.name, format, args);
-    va_end(args);
+    if (layer == NO_LAYER)
+        snprintf(weight.name, sizeof weight.name, "%s.weight", name);
+    else
+        snprintf(weight.name, sizeof weight.name, "model.layers.%d.%s.weight", layer, name);
     TB_TRY(tb_shape_size(&shape, TB_BF16, &nelements, NULL));
     if (!tb__vec_push(&model->weights, weight))
         return TB_NO_MEMORY;
@@ -35,15 +31,15 @@ static tb_shape matrix(int64_t rows, int64_t columns) {
 
 static tb_status add_layer(tool_model *model, int i) {
     int64_t h = model->hidden, kv = h / 4, f = h / 4 * 11;
-    TB_TRY(add(model, TOOL_CUT_NORM, vector(h), "model.layers.%d.input_layernorm.weight", i));
-    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(h, h), "model.layers.%d.self_attn.q_proj.weight", i));
-    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(kv, h), "model.layers.%d.self_attn.k_proj.weight", i));
-    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(kv, h), "model.layers.%d.self_attn.v_proj.weight", i));
-    TB_TRY(add(model, TOOL_CUT_ROW, matrix(h, h), "model.layers.%d.self_attn.o_proj.weight", i));
-    TB_TRY(add(model, TOOL_CUT_NORM, vector(h), "model.layers.%d.post_attention_layernorm.weight", i));
-    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(f, h), "model.layers.%d.mlp.gate_proj.weight", i));
-    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(f, h), "model.layers.%d.mlp.up_proj.weight", i));
-    return add(model, TOOL_CUT_ROW, matrix(h, f), "model.layers.%d.mlp.down_proj.weight", i);
+    TB_TRY(add(model, TOOL_CUT_NORM, vector(h), i, "input_layernorm"));
+    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(h, h), i, "self_attn.q_proj"));
+    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(kv, h), i, "self_attn.k_proj"));
+    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(kv, h), i, "self_attn.v_proj"));
+    TB_TRY(add(model, TOOL_CUT_ROW, matrix(h, h), i, "self_attn.o_proj"));
+    TB_TRY(add(model, TOOL_CUT_NORM, vector(h), i, "post_attention_layernorm"));
+    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(f, h), i, "mlp.gate_proj"));
+    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(f, h), i, "mlp.up_proj"));
+    return add(model, TOOL_CUT_ROW, matrix(h, f), i, "mlp.down_proj");
 }
 
 /* Elements in units of hidden^2: of a layer 10.75, and of embedding and head 56, which is a vocabulary of 28*hidden. */
@@ -55,11 +51,11 @@ static int64_t choose_hidden(int64_t nelements, int nlayers) {
 static tb_status add_weights(tool_model *model, int64_t nelements) {
     for (int i = 0; i < model->nlayers; i++)
         TB_TRY(add_layer(model, i));
-    TB_TRY(add(model, TOOL_CUT_NORM, vector(model->hidden), "model.norm.weight"));
+    TB_TRY(add(model, TOOL_CUT_NORM, vector(model->hidden), NO_LAYER, "model.norm"));
     int64_t row = 2 * model->hidden; /* one in each of both */
     int64_t vocabulary = (nelements - model->nelements + row - 1) / row;
-    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(vocabulary, model->hidden), "model.embed_tokens.weight"));
-    return add(model, TOOL_CUT_COLUMN, matrix(vocabulary, model->hidden), "lm_head.weight");
+    TB_TRY(add(model, TOOL_CUT_COLUMN, matrix(vocabulary, model->hidden), NO_LAYER, "model.embed_tokens"));
+    return add(model, TOOL_CUT_COLUMN, matrix(vocabulary, model->hidden), NO_LAYER, "lm_head");
 }
 
 tb_status tool_model_init(tool_model *model, int64_t nbytes) {

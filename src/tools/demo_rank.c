@@ -91,7 +91,7 @@ static tb_status move(rank_run *run, uint32_t version) {
     /* The clock starts when the slowest rank is ready. */
     enter_stage(run, version, TOOL_MOVE);
     TB_TRY(tool_barrier_wait(&run->job->shared->barrier, run->job->timeout_ms, &run->state->began_ns[version]));
-    tb_transfer *transfer;
+    tb_transfer *transfer = NULL;
     TB_TRY((run->is_source ? tb_send : tb_recv)(run->batch, &opts, &transfer));
     tb_status status = finish_transfer(run, version, transfer);
     tb_transfer_destroy(transfer);

@@ -217,7 +217,7 @@ static void systematic_errors_are_found(void **state) {
     /* A shift by exactly one block. */
     hold(&h, "131072", "mesh=1 place=R", 0);
     tool_part_fill(&h.part, 1, h.data);
-    memcpy(h.data, h.data + N, N * sizeof *h.data);
+    memmove(h.data, h.data + N, N * sizeof *h.data);
     assert_false(is_right(&h, 1, &wrong));
     assert_true(wrong.count > N - 100);
     drop(&h);
