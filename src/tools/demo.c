@@ -25,8 +25,8 @@ static const char details[] =
     "Each element has a value that tells its version, its tensor and its place; targets hold wrong values before\n"
     "a version comes, and every element is verified after it, on every rank. The first that is wrong is named.\n"
     "\n"
-    "A layout that is given holds for all weights, but for the norms, where it cuts more than one dimension:\n"
-    "these are then replicated. Its ranks are the processes of its side, from 0. See `tensorbus layout --help`.\n"
+    "A layout that is given holds for all weights; norms are vectors, and are replicated where it cuts a\n"
+    "second dimension. Its ranks are the processes of its side, from 0. See `tensorbus layout --help`.\n"
     "\n"
     "The time runs from when all ranks are ready until the last target has its data; the phases are those of\n"
     "the slowest rank, in ms; memcpy is measured when the transfers are over, by a thread per core.\n";
