@@ -24,7 +24,7 @@ static int unknown_command(const char *name) {
 static int print_overview(void) {
     tb__text out = {0};
     tb__text_add(&out, "usage: tensorbus COMMAND [OPTION...]\n\n"
-                       "Shows how distributed tensors are laid out, and what moves between two layouts.\n\n");
+                       "Shows how distributed tensors are laid out, what moves between two layouts, and moves it.\n\n");
     for (const tool_command *const *c = commands; *c; c++)
         tb__text_add(&out, "  %-8s  %s\n", (*c)->name, (*c)->summary);
     tb__text_add(&out, "\n  %-8s  %s\n", "help", "show this, or the help of a command: tensorbus help COMMAND");

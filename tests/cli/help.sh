@@ -44,7 +44,7 @@ has() {
 has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has config json
-has demo
+has demo size ranks src dst
 
 # help needs no sound environment, and comes whatever else is asked for
 export TENSORBUS_LOG=loud
