@@ -59,7 +59,8 @@ static void after_fork_in_parent(void) {
 static void after_fork_in_child(void) {
     arena *it;
     while ((it = LIST_FIRST(&pool.arenas))) {
-        mmap(it->file.base, it->file.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        (void)mmap(it->file.base, it->file.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+                   -1, 0);
         close(it->file.fd);
         it->file.fd = -1;
         LIST_REMOVE(it, link);
@@ -213,8 +214,7 @@ static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
 /* The idle arena that fits a large request best, unless it is so much larger that much would lie waste. */
 static tb__extent *find_idle(size_t nbytes) {
     tb__extent *best = NULL;
-    arena *it;
-    TAILQ_FOREACH(it, &pool.idle, idle_link) {
+    for (const arena *it = TAILQ_FIRST(&pool.idle); it; it = TAILQ_NEXT(it, idle_link)) {
         size_t has = it->first->nbytes;
         if (it->is_large && has >= nbytes && has - nbytes <= nbytes / 8 && (!best || has < best->nbytes))
             best = it->first;
@@ -305,8 +305,7 @@ static void give_back(tb__extent *extent) {
 }
 
 static bool is_inherited(uintptr_t address) {
-    const arena *it;
-    LIST_FOREACH(it, &pool.inherited, link) {
+    for (const arena *it = LIST_FIRST(&pool.inherited); it; it = LIST_NEXT(it, link)) {
         if (address - (uintptr_t)it->file.base < it->file.nbytes)
             return true;
     }
