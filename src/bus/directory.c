@@ -181,7 +181,7 @@ static tb__seat seat_of(const tb__directory *d, int32_t size) {
 }
 
 static tb_status write_seat(const tb__directory *d, const tb__inquiry *inquiry, const own_seat *own) {
-    tb__seat_bytes bytes;
+    tb__seat_bytes bytes = {0};
     tb__seat seat = seat_of(d, own->size);
     tb__seat_encode(&seat, &bytes);
     TB_TRY(tb__inquiry_continue(inquiry));

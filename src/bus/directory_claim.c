@@ -48,7 +48,7 @@ static bool is_mine(const tb__store_value *present, int32_t index, const tb__sea
 static tb_status sit_down(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
                           int64_t until_ms, uint64_t *revision) {
     tb__key key = tb__key_of_seat(group, index);
-    tb__seat_bytes bytes;
+    tb__seat_bytes bytes = {0};
     tb__seat_encode(mine, &bytes);
     uint64_t expected = 0, since = 0;
     for (;;) {

@@ -47,7 +47,7 @@ static void add_index(char *at, int32_t index) {
 }
 
 tb__key tb__key_of_counter(const char *name, int32_t rank) {
-    tb__key key;
+    tb__key key = {0};
     snprintf(key.text, sizeof key.text, "%s/%" PRId32, name, rank);
     return key;
 }
@@ -57,25 +57,25 @@ tb__key tb__key_of_rank(int32_t rank) {
 }
 
 tb__key tb__key_of_last(const char *group, int32_t index) {
-    tb__key key;
+    tb__key key = {0};
     add_index(add_name(add_text(key.text, "last/"), group), index);
     return key;
 }
 
 tb__key tb__key_of_group(const char *group) {
-    tb__key key;
+    tb__key key = {0};
     add_name(add_text(key.text, TB__NOW "groups/"), group);
     return key;
 }
 
 tb__key tb__key_of_seat(const char *group, int32_t index) {
-    tb__key key;
+    tb__key key = {0};
     add_index(add_name(add_text(key.text, TB__NOW "groups/"), group), index);
     return key;
 }
 
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index) {
-    tb__key key;
+    tb__key key = {0};
     add_index(add_name(add_name(add_text(key.text, TB__NOW "notes/"), topic), group), index);
     return key;
 }

@@ -119,10 +119,12 @@ static int crowd(const char *url, const char *arg) {
     must(tb__directory_roster(e.directory, "crowd", &roster));
     for (int i = 0; i < NCROWD; i++) {
         int32_t rank = roster.member[i].rank;
-        must_be(rank >= 0 && rank < NCROWD && !is_seen[rank], "a rank");
+        if (rank >= 0 && rank < NCROWD)
+            is_seen[rank] = true;
         must_be(roster.member[i].incarnation == 1, "an incarnation");
-        is_seen[rank] = true;
     }
+    for (int i = 0; i < NCROWD; i++)
+        must_be(is_seen[i], "a rank that nobody has");
     must_be(roster.member[index].rank == tb__directory_rank(e.directory), "its own rank");
     tb__roster_fini(&roster);
     part(&e, "crowd", index, &everybody, 1);
