@@ -44,7 +44,7 @@ typedef struct meeting {
     const char *layout;
     tb_status status;
     bool is_complete;
-    char missing[256];
+    char missing[512];
 } meeting;
 
 typedef struct note {

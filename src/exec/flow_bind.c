@@ -41,8 +41,8 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
         const lane *l = &flow->lanes[i];
         if (!(l->is_shipper || l->is_contributor) || !has_target(l, reader->peer->rank))
             continue;
-        const tb_bucket *first = &ir->buckets[l->channel->first_bucket], *end = first + l->channel->nbuckets;
-        for (const tb_bucket *b = first; b < end; b++) {
+        const tb_bucket *first = &ir->buckets[l->channel->first_bucket], *last = first + l->channel->nbuckets;
+        for (const tb_bucket *b = first; b < last; b++) {
             for (size_t j = 0; j < b->nentries; j++)
                 is_read[ir->chunks[ir->entries[b->first_entry + j].chunk].tensor] = true;
         }

@@ -331,8 +331,8 @@ static tb_status run_slice(const tb__flow *flow, const slice *s) {
 static void clear_gaps(const tb__flow *flow, const tb_bucket *bucket, char *buffer) {
     const tb_bucket_entry *entry = &flow->ir->entries[bucket->first_entry];
     for (size_t i = 0; i + 1 < bucket->nentries; i++) {
-        int64_t end = entry[i].offset + entry[i].nbytes;
-        memset(buffer + end, 0, (size_t)(entry[i + 1].offset - end));
+        int64_t stop = entry[i].offset + entry[i].nbytes;
+        memset(buffer + stop, 0, (size_t)(entry[i + 1].offset - stop));
     }
 }
 

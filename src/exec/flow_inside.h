@@ -267,9 +267,9 @@ tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffe
 
 /* flow_parcel.c */
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
-bool tb__flow_has_room(const tb__flow *flow, pool pool, size_t nbytes);
-void *tb__flow_stage(tb__flow *flow, pool pool, size_t nbytes); /* NULL: no memory */
-void tb__flow_unstage(tb__flow *flow, pool pool, void *buffer, size_t nbytes);
+bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes);
+void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
+void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
 bool tb__flow_step_out(tb__flow *flow);                  /* packs and announces */
 bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
 bool tb__flow_step_in(tb__flow *flow);                   /* asks for what was announced, and unpacks what came */

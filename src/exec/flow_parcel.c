@@ -39,24 +39,24 @@ static bool is_before(const tb__flow *flow, size_t a, size_t b) {
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-bool tb__flow_has_room(const tb__flow *flow, pool pool, size_t nbytes) {
+bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes) {
     /* Something always fits: alignment may make a bucket a few bytes longer than it was cut to be. */
-    return flow->pool_used[pool] == 0 || flow->pool_used[pool] + (int64_t)nbytes <= flow->pool_size[pool];
+    return flow->pool_used[which] == 0 || flow->pool_used[which] + (int64_t)nbytes <= flow->pool_size[which];
 }
 
-void *tb__flow_stage(tb__flow *flow, pool pool, size_t nbytes) {
+void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
     void *buffer;
     if (tb_alloc(nbytes, &buffer) != TB_OK)
         return NULL;
-    flow->pool_used[pool] += (int64_t)nbytes;
+    flow->pool_used[which] += (int64_t)nbytes;
     return buffer;
 }
 
-void tb__flow_unstage(tb__flow *flow, pool pool, void *buffer, size_t nbytes) {
+void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     if (!buffer)
         return;
     tb_free(buffer);
-    flow->pool_used[pool] -= (int64_t)nbytes;
+    flow->pool_used[which] -= (int64_t)nbytes;
 }
 
 /* ---- Parcels --------------------------------------------------------------------------------------------------- */
@@ -312,9 +312,9 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     return makes_sense && (int64_t)a.nbytes == nbytes && tb__vec_push(&flow->announcements, a);
 }
 
-static void forget(tb__flow *flow, size_t announcement) {
-    memmove(flow->announcements.item + announcement, flow->announcements.item + announcement + 1,
-            (--flow->announcements.count - announcement) * sizeof *flow->announcements.item);
+static void forget(tb__flow *flow, size_t at) {
+    memmove(flow->announcements.item + at, flow->announcements.item + at + 1,
+            (--flow->announcements.count - at) * sizeof *flow->announcements.item);
 }
 
 static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
