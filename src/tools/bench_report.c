@@ -5,7 +5,7 @@
 #include <inttypes.h>
 
 bool bench_is_reached(const bench_result *result) {
-    return result->ratio >= result->at_least;
+    return result->at_least == 0 || result->ratio >= result->at_least;
 }
 
 void bench_add_table(tb__text *out, const bench_results *results) {
