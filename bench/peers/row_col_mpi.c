@@ -37,11 +37,11 @@ int main(int argc, char **argv) {
     int is_source = rank < SIDE, index = rank % SIDE, band = rows / SIDE, block = columns / SIDE;
     size_t n = (size_t)band * (size_t)columns; /* elements of a band, and of a block of columns */
 
-    float *data = malloc(n * sizeof *data);
+    void *data = malloc(n * sizeof(float));
     double *seconds = malloc((size_t)rounds * sizeof *seconds);
     if (!data || !seconds)
         give_up("out of memory");
-    uint32_t *word = (uint32_t *)data;
+    uint32_t *word = data;
     for (size_t i = 0; i < n; i++)
         word[i] = is_source ? (uint32_t)((size_t)index * n + i) : 0;
 
@@ -63,7 +63,7 @@ int main(int argc, char **argv) {
 
     for (int r = -WARM_UP; r < rounds; r++) {
         if (r == rounds - 1 && !is_source)
-            memset(data, 0xa5, n * sizeof *data);
+            memset(data, 0xa5, n * sizeof(float));
         MPI_Barrier(MPI_COMM_WORLD);
         double start = MPI_Wtime(), own, longest;
         MPI_Alltoallw(data, send_counts, send_at, send_types, data, recv_counts, recv_at, recv_types, MPI_COMM_WORLD);

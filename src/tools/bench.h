@@ -103,7 +103,7 @@ tb_status bench_part_fill(const bench_part *part);
 tb_status bench_part_verify(const bench_part *part);
 
 /* `n` elements of f32, for baselines. */
-void bench_fill_floats(float *dst, size_t n);
+void bench_fill_floats(void *dst, size_t n);
 
 /* ---- Baselines (bench_baseline.c) ---------------------------------------------------------------------------- */
 
@@ -125,13 +125,13 @@ tb_status bench_cast(bench_buffers *buffers, double *gb_per_s);
 
 /* ---- Hand-written loops (bench_hand.c) ----------------------------------------------------------------------- */
 
-/* A matrix of f32 in shared mappings, which every process inherits, and a block of columns of its own in each target.
- * Zero-initialised: none. */
+/* A matrix of 4-byte elements in shared mappings, which every process inherits, and a block of columns of its own in
+ * each target. Zero-initialised: none. */
 typedef struct bench_hand {
     int64_t rows, columns;
     size_t shard_bytes; /* of a source, and of a target */
-    float *shard[BENCH_SIDE];
-    float *block;
+    uint32_t *shard[BENCH_SIDE];
+    uint32_t *block;
 } bench_hand;
 
 tb_status bench_hand_init(bench_hand *hand, const tb_shape *shape); /* in the parent, before ranks are forked */

@@ -27,7 +27,7 @@ tb_status bench_buffers_init(bench_buffers *buffers, size_t nbytes) {
     madvise(buffers->mapping, buffers->mapped, MADV_DONTFORK);
     buffers->src = buffers->mapping;
     buffers->dst = buffers->src + nbytes + SKEW;
-    bench_fill_floats((float *)buffers->src, nbytes / sizeof(float));
+    bench_fill_floats(buffers->src, nbytes / sizeof(float));
     memset(buffers->dst, 1, nbytes);
     return TB_OK;
 }
@@ -55,18 +55,24 @@ static void *copy_share(void *arg) {
     return NULL;
 }
 
+/* Share i of as many as there are threads. */
+static share cut(const bench_buffers *buffers, int i, atomic_int *go) {
+    size_t n = (size_t)buffers->threads, each = buffers->nbytes / n, start = each * (size_t)i;
+    bool is_last = i == buffers->threads - 1;
+    return (share){buffers->dst + start, buffers->src + start, is_last ? buffers->nbytes - start : each, go};
+}
+
 tb_status bench_memcpy(bench_buffers *buffers, double *gb_per_s) {
     pthread_t thread[MAX_THREADS];
     share shares[MAX_THREADS];
     atomic_int go = 0;
-    int n = buffers->threads, error = 0, nstarted = 1;
-    for (int i = 0; i < n; i++) {
-        size_t start = buffers->nbytes / (size_t)n * (size_t)i, end = buffers->nbytes / (size_t)n * (size_t)(i + 1);
-        end = i == n - 1 ? buffers->nbytes : end;
-        shares[i] = (share){buffers->dst + start, buffers->src + start, end - start, &go};
+    int error = 0, nstarted = 1;
+    shares[0] = cut(buffers, 0, &go);
+    while (nstarted < buffers->threads && error == 0) {
+        shares[nstarted] = cut(buffers, nstarted, &go);
+        error = pthread_create(&thread[nstarted], NULL, copy_share, &shares[nstarted]);
+        nstarted += error == 0;
     }
-    while (nstarted < n && (error = pthread_create(&thread[nstarted], NULL, copy_share, &shares[nstarted])) == 0)
-        nstarted++;
     int64_t start = bench_now_ns();
     atomic_store(&go, error ? 2 : 1);
     copy_share(&shares[0]);

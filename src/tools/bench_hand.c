@@ -14,7 +14,7 @@
 /* Shards that begin at the same place of a page slow each other down on some processors. */
 enum { SKEW = 5 * 4096 };
 
-static tb_status map(size_t nbytes, int flags, float **out) {
+static tb_status map(size_t nbytes, int flags, uint32_t **out) {
     void *mapping = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED)
         return tb__fail(TB_NO_MEMORY, "can't map %zu bytes for the hand-written loops: %s", nbytes, strerror(errno));
@@ -25,7 +25,7 @@ static tb_status map(size_t nbytes, int flags, float **out) {
 
 tb_status bench_hand_init(bench_hand *hand, const tb_shape *shape) {
     *hand = (bench_hand){.rows = shape->dim[0] / BENCH_SIDE, .columns = shape->dim[1]};
-    hand->shard_bytes = (size_t)hand->rows * (size_t)hand->columns * sizeof(float);
+    hand->shard_bytes = (size_t)hand->rows * (size_t)hand->columns * sizeof(uint32_t);
     for (int i = 0; i < BENCH_SIDE; i++) {
         tb_status status = map(hand->shard_bytes + SKEW, MAP_SHARED, &hand->shard[i]);
         if (status != TB_OK) {
@@ -53,7 +53,7 @@ tb_status bench_hand_fill(bench_hand *hand, bool is_source, int32_t rank) {
         memset(hand->block, 0xa5, hand->shard_bytes);
         return TB_OK;
     }
-    uint32_t *word = (uint32_t *)hand->shard[rank], first = (uint32_t)(rank * hand->rows * hand->columns);
+    uint32_t *word = hand->shard[rank], first = (uint32_t)(rank * hand->rows * hand->columns);
     for (size_t i = 0; i < hand->shard_bytes / sizeof *word; i++)
         word[i] = first + (uint32_t)i;
     return TB_OK;
@@ -87,7 +87,7 @@ __attribute__((target("avx2"))) static void stream_rows(char *dst, size_t dst_st
 #endif
 
 void bench_hand_run(const bench_hand *hand, int32_t rank) {
-    size_t step = (size_t)hand->columns * sizeof(float), run = step / BENCH_SIDE;
+    size_t step = (size_t)hand->columns * sizeof(uint32_t), run = step / BENCH_SIDE;
     void (*copy)(char *, size_t, const char *, size_t, size_t, int64_t) = copy_rows;
 #ifdef __x86_64__
     if (run % 64 == 0 && __builtin_cpu_supports("avx2"))
@@ -100,7 +100,7 @@ void bench_hand_run(const bench_hand *hand, int32_t rank) {
 
 tb_status bench_hand_verify(const bench_hand *hand, int32_t rank) {
     int64_t width = hand->columns / BENCH_SIDE;
-    const uint32_t *word = (const uint32_t *)hand->block;
+    const uint32_t *word = hand->block;
     for (int s = 0; s < BENCH_SIDE; s++) {
         for (int64_t r = 0; r < hand->rows; r++) {
             uint32_t expected = (uint32_t)((s * hand->rows + r) * hand->columns + rank * width);

@@ -170,7 +170,7 @@ static void close_rank(rank *r) {
         tb_pair_destroy(r->sides[s].pair);
     tb_world_destroy(r->world);
     for (int s = 0; s < r->nsides; s++) {
-        for (size_t i = 0; i < r->job->tensors.count; i++) {
+        for (size_t i = 0; r->sides[s].parts && i < r->job->tensors.count; i++) {
             if (r->job->c->is_foreign)
                 free(r->sides[s].parts[i].data);
             else

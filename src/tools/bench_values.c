@@ -157,7 +157,8 @@ tb_status bench_part_verify(const bench_part *part) {
     return part->nbytes == 0 || part->is_source ? TB_OK : each_run(part, verify_run);
 }
 
-void bench_fill_floats(float *dst, size_t n) {
+void bench_fill_floats(void *dst, size_t n) {
+    float *floats = dst;
     for (size_t i = 0; i < n; i++)
-        dst[i] = float_at(1, (uint32_t)i);
+        floats[i] = float_at(1, (uint32_t)i);
 }
