@@ -12,7 +12,7 @@ refused "there is no command 'plam'" help plam
 refused "unknown option '--verbose'; see .tensorbus --help" --verbose
 refused "--version stands alone, but 'plan' follows it" --version plan
 refused 'takes one command' help plan layout
-for command in layout plan config demo; do
+for command in layout plan config demo bench; do
     refused "^tensorbus $command: unknown option '--frobnicate'; see .tensorbus $command --help" $command --frobnicate=3
     refused "unknown option '-x'" $command -x
     refused "unknown option '-'" $command -
@@ -32,6 +32,15 @@ refused "--json takes no value, but is given 'yes'" plan --json=yes
 refused '--jsonl does not go with --json' plan --jsonl - --json
 refused '--jsonl does not go with --shape' layout --shape 8 --jsonl -
 refused '^tensorbus plan: unexpected argument .a?b.;' plan "$(printf 'a\nb')"
+
+refused "--only: there is no line 'rowcol'" bench --only row_col,rowcol
+refused "--only: there is no line ''" bench --only row_col,
+for rounds in 0 -1 1001 five '5 '; do
+    refused "--rounds: '$rounds' is not a number between 1 and 1000" bench --rounds "$rounds"
+done
+refused "--size: 'big' is not a size" bench --size big
+refused '--size: 1023KiB is not between 1MiB and 1TiB' bench --size 1023KiB
+refused '--size: 1025GiB is not between' bench --size 1025GiB
 
 # plan_refused PATTERN SHAPE DTYPE SRC DST [ARG...]
 plan_refused() {

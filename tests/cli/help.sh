@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan config demo; do
+for command in layout plan config demo bench; do
     printed "^  $command  *[a-z]"
 done
 accepted
@@ -45,6 +45,7 @@ has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has config json
 has demo size ranks src dst
+has bench only rounds size peers check json
 
 # help needs no sound environment, and comes whatever else is asked for
 export TENSORBUS_LOG=loud
