@@ -59,10 +59,17 @@ static tb_status canonical_layout(const char *text, char **out) {
 }
 
 static tb_status bind(const tb_pair *pair, tb__tensor *t, const tb_tensor *given) {
-    tb_layout *layout;
+    tb_layout *layout; /* in seats: who sits in the others does not matter here */
     tb_local local;
-    TB_TRY(tb__pair_layout(pair, pair->side, t->layout, &layout));
-    tb_status status = tb_layout_local(layout, &t->shape, pair->world->rank, &local);
+    TB_TRY(tb_layout_parse(t->layout ? t->layout : pair->sides[pair->side].layout, &layout));
+    tb_status status = tb_layout_local(layout, &t->shape, pair->index, &local);
+    for (int32_t i = 0; status == TB_OK && i < tb_layout_nranks(layout); i++) {
+        if (tb_layout_rank_at(layout, i) >= pair->size) {
+            tb_local_fini(&local);
+            status = tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32,
+                              tb_layout_rank_at(layout, i), pair->sides[pair->side].group, pair->size);
+        }
+    }
     tb_layout_destroy(layout);
     TB_TRY(status);
     tb_shape shape = local.shape;
@@ -173,7 +180,10 @@ static tb_status settle(const tb_batch *batch) {
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
     tb__engine *engine = batch->world->engine;
+    int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);
     tb_status status = TB_OK;
+    for (size_t i = 0; !batch->is_sealed && i < batch->tensors.list.count; i++)
+        TB_TRY(tb__pair_meet(batch->tensors.list.item[i].pair, deadline_ms));
     tb__engine_lock(engine);
     if (!batch->is_sealed) {
         batch->is_sealed = true;
@@ -187,7 +197,7 @@ tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
         }
     }
     if (status == TB_OK) {
-        tb__engine_wait(engine, is_settled, batch, tb__world_deadline(batch->world, timeout_ms));
+        tb__engine_wait(engine, is_settled, batch, deadline_ms);
         status = settle(batch);
     }
     tb__engine_unlock(engine);

@@ -41,7 +41,6 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 typedef struct meeting {
     tb_pair *pair;
-    const char *layout;
     tb_status status;
     bool is_complete;
     char missing[512];
@@ -161,6 +160,7 @@ static tb_status connect_side(tb_pair *pair, int side) {
         roster.npresent == s->size && roster.size == s->size
             ? TB_OK
             : tb__fail(TB_LOST, "a rank of group '%s' went away while pair '%s' was being made", s->group, pair->name);
+    free(s->peers); /* of an attempt before */
     s->peers = status == TB_OK ? tb__calloc((size_t)s->size, sizeof *s->peers) : NULL;
     if (status == TB_OK && !s->peers)
         status = TB_NO_MEMORY;
@@ -195,7 +195,7 @@ static tb_status publish(tb_pair *pair, const char *layout) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, canonical);
-    free(canonical);
+    pair->sides[pair->side].layout = canonical;
     status = pack.failed ? TB_NO_MEMORY
                          : tb__directory_publish(pair->world->directory, pair->name, seat->group, seat->index,
                                                  pack.data, pack.count);
@@ -218,15 +218,19 @@ static void set_workers(tb_world *world) {
     tb__engine_unlock(world->engine);
 }
 
-static tb_status meet(tb_pair *pair, const char *layout, int64_t deadline_ms) {
+tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
     tb__engine *engine = pair->world->engine;
-    TB_TRY(publish(pair, layout));
-    meeting m = {.pair = pair, .layout = layout};
+    meeting m = {.pair = pair};
     tb__engine_lock(engine);
+    if (pair->has_met) {
+        tb__engine_unlock(engine);
+        return TB_OK;
+    }
     bool is_over = tb__engine_wait(engine, look, &m, deadline_ms);
     tb_status status = is_over ? m.status : tb__fail(TB_TIMEOUT, "pair '%s': %s", pair->name, m.missing);
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = connect_side(pair, side);
+    pair->has_met = status == TB_OK;
     tb__engine_unlock(engine);
     if (status == TB_OK)
         set_workers(pair->world);
@@ -268,12 +272,15 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     pair->refs = 1;
     pair->side = strcmp(group, remote_group) > 0;
     pair->index = seat->index;
+    pair->size = seat->size;
     pair->name = strdup(name);
     pair->sides[pair->side].group = strdup(group);
     pair->sides[!pair->side].group = strdup(remote_group);
     tb_status status = pair->name && pair->sides[0].group && pair->sides[1].group ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = meet(pair, layout, tb__world_deadline(world, o.timeout_ms));
+        status = publish(pair, layout);
+    if (status == TB_OK && !o.no_wait)
+        status = tb__pair_meet(pair, tb__world_deadline(world, o.timeout_ms));
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());

@@ -68,11 +68,15 @@ struct tb_pair {
     char *name;
     tb__pair_side sides[2];
     int side;      /* this process's */
-    int32_t index; /* its seat there */
-    size_t refs;   /* the user's, and one per tie */
+    int32_t index; /* its seat there, of so many */
+    int32_t size;
+    bool has_met; /* both sides are known: sizes, peers, layouts */
+    size_t refs;  /* the user's, and one per tie */
 };
 
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
+/* Waits until both sides are known. Without the lock. */
+tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 

@@ -2,7 +2,6 @@
  * says until that is gone. */
 #include "tools/bench.h"
 
-#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,13 +15,9 @@ typedef struct side {
     bool is_source;
     int32_t index;
     const bench_job *job;
-    tb_world *world;
     bench_part *parts; /* one per tensor */
     tb_pair *pair;
-    tb_batch *batch;
     tb_transfer *transfer;
-    tb_status status; /* of a thread that opens it, with its sentence */
-    char sentence[400];
 } side;
 
 typedef struct rank {
@@ -33,6 +28,7 @@ typedef struct rank {
     int nsides;
     side sides[2];
     tb_world *world;
+    tb_batch *batch;
 } rank;
 
 static const char *group_of(bool is_source) {
@@ -70,11 +66,12 @@ static tb_status allocate(rank *r) {
     return TB_OK;
 }
 
-static tb_status open_side(side *s) {
+/* A rank that is in both groups does not wait for itself. */
+static tb_status open_side(rank *r, int number) {
+    side *s = &r->sides[number];
     const bench_case *c = s->job->c;
-    tb_pair_opts opts = {.size = sizeof opts, .group = group_of(s->is_source)};
-    TB_TRY(tb_pair_create(s->world, "bench", group_of(!s->is_source), s->is_source ? c->src : c->dst, &opts, &s->pair));
-    TB_TRY(tb_batch_create(s->world, "bench", NULL, &s->batch));
+    tb_pair_opts opts = {.size = sizeof opts, .group = group_of(s->is_source), .no_wait = number + 1 < r->nsides};
+    TB_TRY(tb_pair_create(r->world, "bench", group_of(!s->is_source), s->is_source ? c->src : c->dst, &opts, &s->pair));
     for (size_t i = 0; i < s->job->tensors.count; i++) {
         const bench_tensor *t = &s->job->tensors.item[i];
         tb_tensor tensor = {
@@ -84,17 +81,9 @@ static tb_status open_side(side *s) {
             .layout = s->is_source ? t->src_layout : t->dst_layout,
         };
         memcpy(tensor.shape, t->shape.dim, sizeof tensor.shape);
-        TB_TRY(tb_batch_add(s->batch, s->pair, t->name, &tensor));
+        TB_TRY(tb_batch_add(r->batch, s->pair, t->name, &tensor));
     }
-    return tb_batch_register(s->batch, 0);
-}
-
-static void *open_in_thread(void *arg) {
-    side *s = arg;
-    s->status = open_side(s);
-    if (s->status != TB_OK)
-        snprintf(s->sentence, sizeof s->sentence, "%s", tb_error_detail());
-    return NULL;
+    return TB_OK;
 }
 
 static tb_status connect_rank(rank *r) {
@@ -103,19 +92,10 @@ static tb_status connect_rank(rank *r) {
     TB_TRY(tb_world_join(url, group_of(r->sides[0].is_source), r->index, BENCH_SIDE, NULL, &r->world));
     if (r->nsides == 2)
         TB_TRY(tb_world_enter(r->world, group_of(r->sides[1].is_source), r->index, BENCH_SIDE));
+    TB_TRY(tb_batch_create(r->world, "bench", NULL, &r->batch));
     for (int s = 0; s < r->nsides; s++)
-        r->sides[s].world = r->world;
-    if (r->nsides == 1)
-        return open_side(&r->sides[0]);
-    /* Each side waits for the other, so they are opened at the same time. */
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, open_in_thread, &r->sides[1]) != 0)
-        return tb__fail(TB_IO, "can't start a thread");
-    tb_status status = open_side(&r->sides[0]);
-    pthread_join(thread, NULL);
-    if (status == TB_OK && r->sides[1].status != TB_OK)
-        return tb__fail(r->sides[1].status, "%s", r->sides[1].sentence);
-    return status;
+        TB_TRY(open_side(r, s));
+    return tb_batch_register(r->batch, 0);
 }
 
 /* The time is taken when this rank has its data, or has its memory back; what follows is for the next transfer. */
@@ -123,8 +103,7 @@ static tb_status transfer(rank *r, int64_t *finished_ns) {
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TRANSFER_TIMEOUT_MS};
     for (int s = 0; s < r->nsides; s++) {
         side *own = &r->sides[s];
-        TB_TRY(own->is_source ? tb_send(own->batch, &opts, &own->transfer)
-                              : tb_recv(own->batch, &opts, &own->transfer));
+        TB_TRY(own->is_source ? tb_send(r->batch, &opts, &own->transfer) : tb_recv(r->batch, &opts, &own->transfer));
     }
     for (int s = r->nsides - 1; s >= 0; s--)
         TB_TRY(tb_wait(r->sides[s].transfer, r->sides[s].is_source ? TB_RELEASED : TB_ARRIVED, -1));
@@ -164,8 +143,7 @@ static void run_by_hand(const rank *r) {
 }
 
 static void close_rank(rank *r) {
-    for (int s = 0; s < r->nsides; s++)
-        tb_batch_destroy(r->sides[s].batch);
+    tb_batch_destroy(r->batch);
     for (int s = 0; s < r->nsides; s++)
         tb_pair_destroy(r->sides[s].pair);
     tb_world_destroy(r->world);
