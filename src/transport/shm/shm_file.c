@@ -141,6 +141,12 @@ bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {
     return true;
 }
 
+static void unmap(shm_mapping *mapping) {
+    if (mapping->base)
+        munmap(mapping->base, mapping->nbytes);
+    free(mapping);
+}
+
 /* Unmaps it if its owner has no use for it any more, and nobody here has. */
 static void settle(shm_peer *peer, shm_mapping *mapping) {
     if (!mapping->is_forgotten || mapping->refs > 0)
@@ -149,9 +155,7 @@ static void settle(shm_peer *peer, shm_mapping *mapping) {
         if (peer->mappings.item[i] == mapping)
             peer->mappings.item[i] = peer->mappings.item[--peer->mappings.count];
     }
-    if (mapping->base)
-        munmap(mapping->base, mapping->nbytes);
-    free(mapping);
+    unmap(mapping);
 }
 
 void shm_on_forget(shm_peer *peer, const shm_frame *frame) {
@@ -168,17 +172,21 @@ void shm_mapping_release(shm_peer *peer, shm_mapping *mapping) {
 }
 
 void shm_mappings_forget(shm_peer *peer) {
-    for (size_t i = peer->mappings.count; i-- > 0;) { /* from the end, since what goes is replaced by the last */
+    size_t kept = 0;
+    for (size_t i = 0; i < peer->mappings.count; i++) {
         shm_mapping *mapping = peer->mappings.item[i];
         mapping->is_forgotten = true;
-        settle(peer, mapping);
+        if (mapping->refs > 0)
+            peer->mappings.item[kept++] = mapping;
+        else
+            unmap(mapping);
     }
+    peer->mappings.count = kept;
 }
 
 void shm_mappings_close(shm_peer *peer) {
     for (size_t i = 0; i < peer->mappings.count; i++)
-        peer->mappings.item[i]->refs = 0;
-    shm_mappings_forget(peer);
+        unmap(peer->mappings.item[i]);
     free(peer->mappings.item);
     free(peer->sent.item);
 }

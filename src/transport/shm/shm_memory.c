@@ -170,14 +170,15 @@ static tb_status check_valid(const tb_remote *remote) {
 
 /* A place in a list of local pieces, or of ranges that begin at `base` in another process. */
 typedef struct cursor {
-    const tb_piece *pieces; /* NULL: ranges */
+    bool is_remote;
+    const tb_piece *pieces;
     const tb_range *ranges;
     uint64_t base;
     size_t count, at, skip; /* the next byte is `skip` bytes into item `at` */
 } cursor;
 
 static struct iovec item(const cursor *c, size_t i) {
-    if (c->pieces)
+    if (!c->is_remote)
         return (struct iovec){c->pieces[i].base, c->pieces[i].nbytes};
     uint64_t address = c->base + c->ranges[i].offset;
     return (struct iovec){(void *)(uintptr_t)address, c->ranges[i].nbytes}; // NOLINT(performance-no-int-to-ptr)
@@ -204,7 +205,8 @@ static size_t look_ahead(const cursor *c, size_t nbytes, struct iovec out[SHM_MA
 
 tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
                            const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes, bool is_write) {
-    cursor local = {.pieces = pieces, .count = npieces}, remote = {.ranges = ranges, .base = base, .count = nranges};
+    cursor local = {.pieces = pieces, .count = npieces};
+    cursor remote = {.is_remote = true, .ranges = ranges, .base = base, .count = nranges};
     advance(&local, skip);
     advance(&remote, skip);
     while (nbytes > 0) {
