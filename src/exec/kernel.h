@@ -17,6 +17,9 @@ enum {
 typedef void tb__widen_fn(float *dst, const void *src, size_t n);
 typedef void tb__narrow_fn(void *dst, const float *src, size_t n);
 
+/* Some rows of n elements in turns, a few of each at a time; streams, for which rows of `dst` begin on 32 bytes. */
+typedef void tb__narrow_rows_fn(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t rows, size_t n);
+
 /* acc = src[0] op src[1] op ..., or with `resume` acc op src[0] op ... The accumulator is f32 for floats of at most 32
  * bits, else of the sources' own dtype. A NaN in it is the positive quiet one, whichever operands it came from. */
 typedef void tb__combine_fn(void *acc, const void *const *src, uint32_t nsrc, size_t n, bool resume);
@@ -25,14 +28,18 @@ typedef void tb__combine_fn(void *acc, const void *const *src, uint32_t nsrc, si
 typedef void tb__reduce_fn(void *dst, const void *const *src, uint32_t nsrc, size_t n, bool stream);
 
 typedef struct tb__kernels {
-    tb__widen_fn *widen[TB_DTYPE_COUNT];   /* f16, bf16, f8e4m3, f8e5m2 */
-    tb__narrow_fn *narrow[TB_DTYPE_COUNT]; /* the same */
+    tb__widen_fn *widen[TB_DTYPE_COUNT];             /* f16, bf16, f8e4m3, f8e5m2 */
+    tb__narrow_fn *narrow[TB_DTYPE_COUNT];           /* the same */
+    tb__narrow_rows_fn *narrow_rows[TB_DTYPE_COUNT]; /* (optional) the same */
     /* By dtype and op, TB_AVG as TB_SUM. NULL in a set other than the portable one: the portable one serves. */
     tb__combine_fn *combine[TB_DTYPE_COUNT][TB__REDUCE_OPS];
     tb__reduce_fn *reduce[TB_DTYPE_COUNT][TB__REDUCE_OPS]; /* (optional) */
     /* Copies and fills with zeros without leaving the destination in the cache; `fence` puts it in order with later
      * stores. `next` is what will be read about a page later, if that is known; it is not needed. */
     void (*stream)(void *dst, const void *src, size_t nbytes, const void *next);
+    /* (optional) The same for n rows of so many bytes, several at a time: a processor that reads ahead in each of them
+     * waits less at their beginnings. */
+    void (*stream_rows)(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t nbytes);
     void (*stream_zeros)(void *dst, size_t nbytes);
     void (*fence)(void);
 } tb__kernels;

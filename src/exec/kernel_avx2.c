@@ -118,30 +118,38 @@ AVX2_INLINE __m256i f8_bits(tb_dtype dtype, __m256 v) {
     return dtype == TB_F8E4M3 ? e4m3_bits(v) : e5m2_bits(v);
 }
 
+AVX2_INLINE void put(char *dst, __m256i x, bool stream) {
+    if (stream)
+        _mm256_stream_si256((__m256i *)dst, x);
+    else
+        store256(dst, x);
+}
+
 /* Stores src[0..31], narrowed. */
-AVX2_INLINE void narrow32(tb_dtype dtype, char *dst, const float *src) {
+AVX2_INLINE void narrow32(tb_dtype dtype, char *dst, const float *src, bool stream) {
     __m256 v[4];
     for (size_t k = 0; k < 4; k++)
         v[k] = _mm256_loadu_ps(src + 8 * k);
     switch (dtype) {
     case TB_F16:
-        for (size_t k = 0; k < 4; k++) {
-            _mm_storeu_si128((__m128i *)(dst + 16 * k),
-                             _mm256_cvtps_ph(v[k], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        for (size_t k = 0; k < 4; k += 2) {
+            __m128i low = _mm256_cvtps_ph(v[k], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            __m128i high = _mm256_cvtps_ph(v[k + 1], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            put(dst + 16 * k, _mm256_set_m128i(high, low), stream);
         }
         return;
     case TB_BF16:
         /* Packing works on each half of the vectors by itself. */
         for (size_t k = 0; k < 4; k += 2) {
             __m256i packed = _mm256_packus_epi32(bf16_bits(v[k]), bf16_bits(v[k + 1]));
-            store256(dst + 16 * k, _mm256_permute4x64_epi64(packed, 0xd8));
+            put(dst + 16 * k, _mm256_permute4x64_epi64(packed, 0xd8), stream);
         }
         return;
     default: {
         __m256i low = _mm256_packus_epi32(f8_bits(dtype, v[0]), f8_bits(dtype, v[1]));
         __m256i high = _mm256_packus_epi32(f8_bits(dtype, v[2]), f8_bits(dtype, v[3]));
         __m256i packed = _mm256_packus_epi16(low, high);
-        store256(dst, _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+        put(dst, _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), stream);
     }
     }
 }
@@ -150,9 +158,21 @@ AVX2_INLINE void narrow(tb_dtype dtype, void *dst, const float *src, size_t n) {
     char *out = dst;
     size_t i = 0, size = bytes_per(dtype);
     for (; i + STEP <= n; i += STEP)
-        narrow32(dtype, out + i * size, src + i);
+        narrow32(dtype, out + i * size, src + i, false);
     if (i < n)
         tb__kernels_portable.narrow[dtype](out + i * size, src + i, n - i);
+}
+
+AVX2_INLINE void narrow_rows(tb_dtype dtype, char *dst, int64_t dst_step, const char *src, int64_t src_step,
+                             int64_t rows, size_t n) {
+    size_t i = 0, size = bytes_per(dtype);
+    for (; i + STEP <= n; i += STEP) {
+        for (int64_t r = 0; r < rows; r++)
+            narrow32(dtype, dst + r * dst_step + i * size, (const float *)(const void *)(src + r * src_step) + i, true);
+    }
+    for (int64_t r = 0; r < rows && i < n; r++)
+        tb__kernels_portable.narrow[dtype](dst + r * dst_step + i * size,
+                                           (const float *)(const void *)(src + r * src_step) + i, n - i);
 }
 
 AVX2_INLINE __m256 apply(tb_reduce_op op, __m256 a, __m256 b) {
@@ -242,13 +262,6 @@ AVX2_INLINE void pack16(tb_dtype dtype, const __m256 v[2], __m256i out[2]) {
     }
 }
 
-AVX2_INLINE void put(char *dst, __m256i x, bool stream) {
-    if (stream)
-        _mm256_stream_si256((__m256i *)dst, x);
-    else
-        store256(dst, x);
-}
-
 AVX2_INLINE void store32(tb_dtype dtype, char *dst, const __m256 a[4], bool stream) {
     __m256i low[2], high[2];
     pack16(dtype, a, low);
@@ -303,6 +316,10 @@ AVX2_INLINE void reduce(tb_dtype dtype, tb_reduce_op op, void *dst, const void *
     }                                                                                                                  \
     AVX2 static void narrow_##name(void *dst, const float *src, size_t n) {                                            \
         narrow(dtype, dst, src, n);                                                                                    \
+    }                                                                                                                  \
+    AVX2 static void narrow_rows_##name(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t rows,  \
+                                        size_t n) {                                                                    \
+        narrow_rows(dtype, dst, dst_step, src, src_step, rows, n);                                                     \
     }                                                                                                                  \
     COMBINE_ALL(name, dtype)
 #define COMBINE_ALL(name, dtype)                                                                                       \
@@ -368,6 +385,37 @@ AVX2 static void stream(void *dst, const void *src, size_t nbytes, const void *n
         memcpy(out, in, nbytes);
 }
 
+enum { ROWS = 4 }; /* at a time; fewer and more are both slower */
+
+/* Lines of ROWS rows in turns. */
+AVX2_INLINE void stream_lines_of_rows(char *dst, int64_t dst_step, const char *src, int64_t src_step, size_t nbytes) {
+    for (size_t i = 0; i < nbytes; i += 64) {
+        for (int64_t r = 0; r < ROWS; r++) {
+            const char *in = src + r * src_step + i;
+            char *out = dst + r * dst_step + i;
+            __m256i a = load256(in), b = load256(in + 32);
+            _mm256_stream_si256((__m256i *)out, a);
+            _mm256_stream_si256((__m256i *)(out + 32), b);
+        }
+    }
+}
+
+AVX2 static void stream_rows(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t nbytes) {
+    int64_t r = 0;
+    for (; dst_step % 64 == 0 && r + ROWS <= n; r += ROWS) { /* lines begin at the same place in all of them */
+        char *out = dst + r * dst_step;
+        const char *in = src + r * src_step;
+        size_t head = head_bytes(out, nbytes), lines = (nbytes - head) & ~(size_t)63, tail = nbytes - head - lines;
+        stream_lines_of_rows(out + head, dst_step, in + head, src_step, lines);
+        for (int64_t k = 0; k < ROWS && head + tail > 0; k++) {
+            memcpy(out + k * dst_step, in + k * src_step, head);
+            memcpy(out + k * dst_step + head + lines, in + k * src_step + head + lines, tail);
+        }
+    }
+    for (; r < n; r++)
+        stream(dst + r * dst_step, src + r * src_step, nbytes, src + (r + 1) * src_step);
+}
+
 AVX2 static void stream_zeros(void *dst, size_t nbytes) {
     char *out = dst;
     size_t i = head_bytes(dst, nbytes);
@@ -392,6 +440,10 @@ static void fence(void) {
 static const tb__kernels kernels = {
     .widen = {[TB_F16] = widen_f16, [TB_BF16] = widen_bf16, [TB_F8E4M3] = widen_e4m3, [TB_F8E5M2] = widen_e5m2},
     .narrow = {[TB_F16] = narrow_f16, [TB_BF16] = narrow_bf16, [TB_F8E4M3] = narrow_e4m3, [TB_F8E5M2] = narrow_e5m2},
+    .narrow_rows = {[TB_F16] = narrow_rows_f16,
+                    [TB_BF16] = narrow_rows_bf16,
+                    [TB_F8E4M3] = narrow_rows_e4m3,
+                    [TB_F8E5M2] = narrow_rows_e5m2},
     .combine = {[TB_F8E4M3] = OPS(e4m3),
                 [TB_F8E5M2] = OPS(e5m2),
                 [TB_F16] = OPS(f16),
@@ -403,6 +455,7 @@ static const tb__kernels kernels = {
                [TB_BF16] = OPS(reduce_bf16),
                [TB_F32] = OPS(reduce_f32)},
     .stream = stream,
+    .stream_rows = stream_rows,
     .stream_zeros = stream_zeros,
     .fence = fence,
 };

@@ -12,6 +12,8 @@
 enum {
     TILE = 2048,
     ROW = 128,
+    ROWS = 8, /* of a tile that is read in rows, in pieces of so many elements */
+    PIECE = 64,
     SIDE = 64, /* of a tile, where source and destination run along different dimensions */
 };
 
@@ -28,6 +30,8 @@ typedef struct nest {
     const tb__kernels *kernels;
     bool stream;
     tb__reduce_fn *reduce; /* for rows that are in place on all sides; NULL: step by step */
+    bool by_rows;
+    tb__narrow_rows_fn *narrow_rows; /* by rows, and straight to the destination */
     size_t src_size, dst_size;
     int ndim;
     int dim[TB_MAX_DIMS];
@@ -92,6 +96,20 @@ static tb__reduce_fn *whole_reduction(const nest *n) {
     return n->kernels->reduce[copy->src_dtype][copy->op];
 }
 
+/* The kernel that narrows rows from source to destination directly, if there is one. */
+static tb__narrow_rows_fn *whole_rows(const nest *n) {
+    const tb__copy *copy = n->copy;
+    bool is_one_cast = copy->wire_dtype == copy->src_dtype || copy->wire_dtype == copy->dst_dtype;
+    uint64_t steps = (uintptr_t)copy->dst;
+    for (int d = 0; d < n->ndim - 1; d++)
+        steps |= (uint64_t)copy->dst_stride[n->dim[d]] * n->dst_size;
+    if (n->part.dim >= 0)
+        steps |= (uint64_t)(n->part.lo * copy->dst_stride[n->part.dim]) * n->dst_size;
+    return n->stream && copy->src_dtype == TB_F32 && is_one_cast && steps % 32 == 0
+               ? n->kernels->narrow_rows[copy->dst_dtype]
+               : NULL;
+}
+
 /* Whether the innermost dimension is contiguous on all sides, and long enough to be a tile by itself. */
 static bool has_rows(const nest *n) {
     int last = n->ndim - 1;
@@ -115,6 +133,13 @@ static void choose_tile(nest *n) {
         /* A row that needs no scratch memory is not cut. */
         n->reduce = whole_reduction(n);
         n->tile[last] = n->len[last] < TILE || n->reduce ? n->len[last] : TILE;
+        /* Several sources are several rows. One source that has gaps is read in several rows, too. */
+        n->by_rows = n->copy->nsrc == 1 && n->copy->avg_divisor <= 1 && last > 0 && n->len[last - 1] >= ROWS;
+        if (n->by_rows) {
+            n->narrow_rows = whole_rows(n);
+            n->tile[last] = n->len[last] < TILE / ROWS || n->narrow_rows ? n->len[last] : TILE / ROWS;
+            n->tile[last - 1] = ROWS;
+        }
         return;
     }
     const int64_t *src = n->copy->src_stride[0];
@@ -252,6 +277,20 @@ static void finish(const nest *n, const void *row, tb_dtype from, void *out, siz
     cast(n, out, to, wire, mid, count);
 }
 
+/* The rows of a tile, a piece of each in turns, so that the processor reads ahead in all of them. */
+static void finish_rows(const nest *n, const int64_t *index, const int64_t *len, char *out, char *wire) {
+    const int64_t *stride = n->copy->src_stride[0];
+    int row = n->ndim - 2;
+    int64_t step = stride[n->dim[row]] * (int64_t)n->src_size, run = len[row + 1];
+    const char *from = (const char *)n->copy->src[0] + offset_of(n, stride, index) * (int64_t)n->src_size;
+    for (int64_t at = 0; at < run; at += PIECE) {
+        int64_t now = run - at < PIECE ? run - at : PIECE;
+        for (int64_t i = 0; i < len[row]; i++)
+            finish(n, from + i * step + at * (int64_t)n->src_size, n->copy->src_dtype,
+                   out + (i * run + at) * (int64_t)n->dst_size, (size_t)now, wire);
+    }
+}
+
 static void run_tile(const nest *n, const int64_t *index, const int64_t *len, scratch *s) {
     const tb__copy *copy = n->copy;
     size_t count = 1;
@@ -265,10 +304,20 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
         n->reduce(dst, rows, copy->nsrc, count, n->stream);
         return;
     }
+    if (n->narrow_rows) {
+        int row = n->ndim - 2;
+        const int64_t *from = copy->src_stride[0];
+        n->narrow_rows(dst, copy->dst_stride[n->dim[row]] * (int64_t)n->dst_size,
+                       (const char *)copy->src[0] + offset_of(n, from, index) * (int64_t)n->src_size,
+                       from[n->dim[row]] * (int64_t)n->src_size, len[row], (size_t)len[row + 1]);
+        return;
+    }
     bool dst_is_row = is_row(n, copy->dst_stride, len, count);
     char *out = dst_is_row && !n->stream ? dst : s->out;
 
-    if (copy->nsrc == 1 && copy->avg_divisor <= 1) {
+    if (n->by_rows) {
+        finish_rows(n, index, len, out, s->wire);
+    } else if (copy->nsrc == 1 && copy->avg_divisor <= 1) {
         const void *row = source_row(n, 0, index, len, count, s->packed);
         finish(n, row, copy->src_dtype, out, count, s->wire);
     } else {
@@ -320,7 +369,7 @@ void tb__tiles_run(const tb__copy *copy, tb__part part, bool stream) {
     collapse(&n);
     choose_tile(&n);
     int last = n.ndim - 1;
-    int64_t first = first_step(&n);
+    int64_t first = n.narrow_rows ? 0 : first_step(&n);
     int64_t index[TB_MAX_DIMS] = {0}, len[TB_MAX_DIMS];
     scratch s;
     for (;;) {
