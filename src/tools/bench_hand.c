@@ -48,7 +48,7 @@ void bench_hand_fini(bench_hand *hand) {
 
 tb_status bench_hand_fill(bench_hand *hand, bool is_source, int32_t rank) {
     if (!is_source && !hand->block)
-        TB_TRY(map(hand->shard_bytes, MAP_PRIVATE, &hand->block));
+        TB_TRY(map(hand->shard_bytes, MAP_SHARED, &hand->block));
     if (!is_source) {
         memset(hand->block, 0xa5, hand->shard_bytes);
         return TB_OK;
