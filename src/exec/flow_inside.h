@@ -164,6 +164,7 @@ struct tb__flow {
     TB_VEC(group) groups;
     bool *flagged; /* per tensor: this rank is going to overwrite its source */
     bool has_flagged;
+    bool overwrites_live;                    /* sources that the snapshot is taken of */
     tb__region **src_regions, **dst_regions; /* per tensor; NULL: empty */
     tb__region *words_region;
     char *words;

@@ -6,7 +6,7 @@
 /* ---- What may be done ------------------------------------------------------------------------------------------ */
 
 bool tb__flow_may_write(const tb__flow *flow) {
-    return !flow->has_flagged || flow->opened >= flow->recv.attempt;
+    return (!flow->has_flagged && !flow->overwrites_live) || flow->opened >= flow->recv.attempt;
 }
 
 static size_t find_group(const tb__flow *flow, uint32_t number) {
