@@ -260,7 +260,8 @@ void tb__flow_end_recv(tb__flow *flow);
 bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
 /* Whether this rank's targets may be written: nobody still reads what they overwrite. */
 bool tb__flow_may_write(const tb__flow *flow);
-bool tb__flow_admits(const tb__flow *flow, const tb_bucket *bucket);
+/* Whether the window has room for it. */
+bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);
 /* A bucket is in the tensors. */
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 /* A bucket is in staging memory, which goes over to the stash. */

@@ -339,7 +339,8 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
     for (size_t i = 0; i < flow->announcements.count;) {
         announcement a = flow->announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
-        if (a.attempt != flow->recv.attempt || l->is_shipper || !tb__flow_admits(flow, &flow->ir->buckets[a.bucket]) ||
+        if (a.attempt != flow->recv.attempt || l->is_shipper ||
+            !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) ||
             !tb__flow_has_room(flow, l->is_flagged ? POOL_STASH : POOL_RECEIVE, a.nbytes)) {
             i++;
             continue;
@@ -425,7 +426,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
     bool fits = from == to ? tb__flow_has_room(flow, from, inputs + output)
                            : tb__flow_has_room(flow, from, inputs) && tb__flow_has_room(flow, to, output);
     if (!fits || (is_send && l->in_flight >= l->channel->max_in_flight) ||
-        (!is_send && (flow->members[flow->self].ready != flow->recv.attempt || !tb__flow_admits(flow, bucket))))
+        (!is_send && (flow->members[flow->self].ready != flow->recv.attempt || !tb__flow_admits(flow, l, bucket))))
         return TB_OK;
     parcel *p = new_parcel(flow, l, index, is_send, l->nfeeders - 1);
     if (!p)
