@@ -187,7 +187,8 @@ struct tb__flow {
     bool send_is_exposed;
     uint64_t opened; /* the last attempt for which sources may be overwritten */
     size_t readers_left;
-    size_t sends_left; /* staged buckets, over all lanes */
+    size_t sends_left;   /* staged buckets, over all lanes */
+    int64_t largest_out; /* of what is packed, a bucket */
     uint32_t next_lane_out, next_lane_in;
     size_t groups_taken; /* by the host ... */
     bool takes_all;      /* ... as soon as they are there */
@@ -272,6 +273,7 @@ size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes);
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
+void tb__flow_open_out(tb__flow *flow);
 bool tb__flow_step_out(tb__flow *flow);                  /* packs and announces */
 bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
 bool tb__flow_step_in(tb__flow *flow);                   /* asks for what was announced, and unpacks what came */
