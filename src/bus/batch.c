@@ -70,14 +70,17 @@ static tb_status bind(const tb_pair *pair, tb__tensor *t, const tb_tensor *given
                               tb_layout_rank_at(layout, i), pair->sides[pair->side].group, pair->size);
         }
     }
+    bool is_outside = tb_layout_index_of(layout, pair->index) < 0;
     tb_layout_destroy(layout);
     TB_TRY(status);
     tb_shape shape = local.shape;
     shape.ndim = t->shape.ndim;
+    if (is_outside && shape.ndim == 0) /* a scalar always has an element; a row of none does not */
+        shape = (tb_shape){.ndim = 1};
     tb_local_fini(&local);
     status = tb_binding_contiguous(given->data, 0, t->dtype, &shape, &t->binding);
     if (status == TB_OK && given->strides)
-        memcpy(t->binding.strides, given->strides, (size_t)shape.ndim * sizeof *given->strides);
+        memcpy(t->binding.strides, given->strides, (size_t)t->shape.ndim * sizeof *given->strides);
     int64_t count;
     if (status == TB_OK)
         status = tb_shape_size(&shape, t->dtype, &count, NULL);

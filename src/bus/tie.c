@@ -26,15 +26,23 @@ static void break_tie(tb__tie *tie, tb_status status) {
     tb__engine_signal(tie->world->engine);
 }
 
-/* A rank that has destroyed the batch. What needs it no more goes on. */
-static void let_go(tb__tie *tie, size_t at) {
-    tie->is_gone[at] = true;
-    if (tie->state == TIE_WAITING)
-        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
+static void tell_flows(tb__tie *tie, size_t gone) {
     for (int i = 0; i < 2; i++) {
         if (tie->flows[i])
-            tb__flow_gone(tie->flows[i], at);
+            tb__flow_gone(tie->flows[i], gone, tie->knew[gone][i]);
     }
+}
+
+/* A rank that has destroyed the batch. What needs it no more goes on: if it had agreed, everybody has come, although
+ * their manifests may still be on their way to us. */
+static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
+    bool had_agreed = tb__unpack_u32(message) != 0;
+    for (int i = 0; i < 2; i++)
+        tie->knew[at][i] = tb__unpack_u64(message);
+    tie->is_gone[at] = true;
+    if (tie->state == TIE_WAITING && (!had_agreed || message->failed))
+        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
+    tell_flows(tie, at);
 }
 
 static size_t find_peer(const tb__tie *tie, const tb__peer *peer) {
@@ -127,7 +135,8 @@ static tb_status add_peers(tb__tie *tie) {
     tie->peers = tb__malloc(n, sizeof *tie->peers);
     tie->ports = tb__calloc(n, sizeof *tie->ports);
     tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
-    if (!tie->peers || !tie->ports || !tie->is_gone)
+    tie->knew = tb__calloc(n, sizeof *tie->knew);
+    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew)
         return TB_NO_MEMORY;
     memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
     memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
@@ -266,6 +275,9 @@ void tb__tie_destroy(tb__tie *tie) {
         tb__pack_string(&gone, tie->batch->name);
         tb__pack_string(&gone, tie->pair->name);
         tb__pack_u32(&gone, tie->port.id);
+        tb__pack_u32(&gone, tie->has_agreed);
+        for (int side = 0; side < 2; side++)
+            tb__pack_u64(&gone, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
         if (tie->peers[i]->rank == world->rank)
             tb__pack_fini(&gone);
         else
@@ -297,6 +309,7 @@ void tb__tie_destroy(tb__tie *tie) {
     free(tie->peers);
     free(tie->ports);
     free(tie->is_gone);
+    free(tie->knew);
     free(tie);
 }
 
@@ -473,6 +486,7 @@ static void try_agree(tb__tie *tie) {
         return;
     }
     tie->state = TIE_AGREED;
+    tie->has_agreed = true;
     for (size_t i = 0; i < tie->backlog.count; i++) {
         struct tb__backlog *b = &tie->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};
@@ -481,6 +495,10 @@ static void try_agree(tb__tie *tie) {
         free(b->data);
     }
     tie->backlog.count = 0;
+    for (size_t i = 0; i < tie->npeers; i++) {
+        if (tie->is_gone[i])
+            tell_flows(tie, i);
+    }
     tb__engine_signal(tie->world->engine);
 }
 
@@ -643,7 +661,7 @@ void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message)
                 drop_early(world, i);
         }
         if (at != TB__NOWHERE && tie->ports[at] == port)
-            let_go(tie, at);
+            let_go(tie, at, message);
     } else if (at == TB__NOWHERE || tie->ports[at] != 0 || tie->state == TIE_BROKEN) {
         keep_early(world, from, batch, pair, port, message);
     } else {

@@ -149,6 +149,7 @@ static bool step(tb__task *task) {
     for (size_t i = 0; i < t->nflows; i++) {
         groups += leg_of(t, i)->groups_done;
         did |= tb__flow_step(t->flows[i], t->is_send);
+        did |= leg_of(t, i)->status != TB_OK; /* also one that a message has ended */
         groups_after += leg_of(t, i)->groups_done;
     }
     if (did)

@@ -119,14 +119,16 @@ struct tb__tie {
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__tie_side sides[2];
     size_t npeers;
-    tb__peer **peers; /* each rank once, ascending */
-    uint32_t *ports;  /* 0: not known */
-    bool *is_gone;    /* has destroyed the batch */
+    tb__peer **peers;    /* each rank once, ascending */
+    uint32_t *ports;     /* 0: not known */
+    bool *is_gone;       /* has destroyed the batch ... */
+    uint64_t (*knew)[2]; /* ... when so many transfers had been started, by sending side */
     size_t nunknown;
     int64_t staging_bytes; /* the least of all ranks */
     int32_t *hosts;        /* by rank; NULL: one host */
     size_t nhosts;
     enum { TIE_WAITING, TIE_AGREED, TIE_BROKEN } state;
+    bool has_agreed;
     tb_status status; /* of one that is broken */
     char why[TB__WHY_MAX];
     TB_VEC(tb_layout *) layouts;

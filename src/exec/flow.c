@@ -238,7 +238,13 @@ void tb__flow_lost(tb__flow *flow, size_t position) {
                false);
 }
 
-void tb__flow_gone(tb__flow *flow, size_t position) {
+uint64_t tb__flow_started(const tb__flow *flow) {
+    return flow->started;
+}
+
+/* Its last word may come before the lead's about the transfer that it has done its part in. */
+void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started) {
+    flow->started = started > flow->started ? started : flow->started;
     flow->ngone += !flow->members[position].is_gone;
     flow->members[position].is_gone = true;
     tb__engine_wake(flow->o.engine);

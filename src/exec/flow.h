@@ -59,8 +59,10 @@ bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
 /* A peer is lost: nothing will ever move in this flow again. */
 void tb__flow_lost(tb__flow *flow, size_t peer);
 
-/* A peer takes no further part, in an orderly way: transfers that it has done its part in go on. */
-void tb__flow_gone(tb__flow *flow, size_t peer);
+/* A peer takes no further part, in an orderly way: transfers that it has done its part in go on. So many had been
+ * started, as far as it knew. */
+void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started);
+uint64_t tb__flow_started(const tb__flow *flow);
 
 /* Nothing will move any more, for the reason in tb_error_detail. */
 void tb__flow_break(tb__flow *flow, tb_status status);

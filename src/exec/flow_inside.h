@@ -164,6 +164,7 @@ struct tb__flow {
     TB_VEC(group) groups;
     bool *flagged; /* per tensor: this rank is going to overwrite its source */
     bool has_flagged;
+    bool overwrites_live;                    /* sources that the snapshot is taken of */
     tb__region **src_regions, **dst_regions; /* per tensor; NULL: empty */
     tb__region *words_region;
     char *words;
@@ -186,7 +187,8 @@ struct tb__flow {
     bool send_is_exposed;
     uint64_t opened; /* the last attempt for which sources may be overwritten */
     size_t readers_left;
-    size_t sends_left; /* staged buckets, over all lanes */
+    size_t sends_left;   /* staged buckets, over all lanes */
+    int64_t largest_out; /* of what is packed, a bucket */
     uint32_t next_lane_out, next_lane_in;
     size_t groups_taken; /* by the host ... */
     bool takes_all;      /* ... as soon as they are there */
@@ -259,7 +261,8 @@ void tb__flow_end_recv(tb__flow *flow);
 bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
 /* Whether this rank's targets may be written: nobody still reads what they overwrite. */
 bool tb__flow_may_write(const tb__flow *flow);
-bool tb__flow_admits(const tb__flow *flow, const tb_bucket *bucket);
+/* Whether the window has room for it. */
+bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);
 /* A bucket is in the tensors. */
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 /* A bucket is in staging memory, which goes over to the stash. */
@@ -270,6 +273,7 @@ size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes);
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
+void tb__flow_open_out(tb__flow *flow);
 bool tb__flow_step_out(tb__flow *flow);                  /* packs and announces */
 bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
 bool tb__flow_step_in(tb__flow *flow);                   /* asks for what was announced, and unpacks what came */

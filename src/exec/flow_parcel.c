@@ -201,33 +201,66 @@ static bool can_send(const lane *l) {
     return l->nstaged && l->to_send < l->channel->nbuckets && l->in_flight < l->channel->max_in_flight;
 }
 
-static size_t packed_size(const tb__flow *flow, const lane *l) {
-    const tb_bucket *bucket = &flow->ir->buckets[next_to_send(l)];
-    return (size_t)(l->is_contributor ? tb__flow_raw_size(flow, bucket) : bucket->total_bytes);
+static size_t packed_size(const tb__flow *flow, const lane *l, size_t bucket) {
+    const tb_bucket *b = &flow->ir->buckets[bucket];
+    return (size_t)(l->is_contributor ? tb__flow_raw_size(flow, b) : b->total_bytes);
+}
+
+/* Contributions, and what is not reduced. */
+static bool packs(const lane *l) {
+    return l->nstaged && (l->is_contributor || (l->is_shipper && !l->is_target && l->nfeeders == 1));
+}
+
+void tb__flow_open_out(tb__flow *flow) {
+    flow->largest_out = 0;
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        for (size_t j = 0; packs(l) && j < l->channel->nbuckets; j++) {
+            int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
+            flow->largest_out = nbytes > flow->largest_out ? nbytes : flow->largest_out;
+        }
+    }
+}
+
+static uint32_t next_group(const tb__flow *flow, const lane *l) {
+    return flow->ir->buckets[next_to_send(l)].group;
+}
+
+/* Receivers may hold back a group until those before it have arrived. So it must not take the room that these need. */
+static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
+    if (!can_send(l))
+        return false;
+    size_t nbytes = packed_size(flow, l, next_to_send(l));
+    return next_group(flow, l) == lowest
+               ? tb__flow_has_room(flow, POOL_SEND, nbytes)
+               : flow->pool_used[POOL_SEND] + (int64_t)nbytes + flow->largest_out <= flow->pool_size[POOL_SEND];
 }
 
 /* The lane whose bucket is packed next: contributions in their order; others as they come round, lower groups first. */
 static lane *choose_out(tb__flow *flow) {
     lane *contribution = NULL, *plain = NULL;
     size_t n = flow->ir->nchannels;
+    uint32_t lowest = UINT32_MAX;
+    for (size_t i = 0; i < n; i++) {
+        const lane *l = &flow->lanes[i];
+        if (packs(l) && l->to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
+            lowest = next_group(flow, l);
+    }
     for (size_t i = 0; i < n; i++) {
         lane *l = &flow->lanes[(flow->next_lane_out + i) % n];
-        bool is_left = l->nstaged && l->to_send < l->channel->nbuckets;
-        if (l->is_contributor && is_left &&
-            (!contribution || is_before(flow, next_to_send(l), next_to_send(contribution))))
+        if (!packs(l) || l->to_send == l->channel->nbuckets)
+            continue;
+        if (l->is_contributor && (!contribution || is_before(flow, next_to_send(l), next_to_send(contribution))))
             contribution = l;
-        if (l->is_shipper && !l->is_target && l->nfeeders == 1 && can_send(l) &&
-            tb__flow_has_room(flow, POOL_SEND, packed_size(flow, l)) &&
-            (!plain || flow->ir->buckets[next_to_send(l)].group < flow->ir->buckets[next_to_send(plain)].group))
+        if (!l->is_contributor && can_pack(flow, l, lowest) &&
+            (!plain || next_group(flow, l) < next_group(flow, plain)))
             plain = l;
     }
-    if (contribution && can_send(contribution) && tb__flow_has_room(flow, POOL_SEND, packed_size(flow, contribution)))
-        return contribution;
-    return plain;
+    return contribution && can_pack(flow, contribution, lowest) ? contribution : plain;
 }
 
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
-    size_t index = next_to_send(l), nbytes = packed_size(flow, l);
+    size_t index = next_to_send(l), nbytes = packed_size(flow, l, index);
     parcel *p = l->is_contributor ? new_parcel(flow, l, index, true, 1) : new_outgoing(flow, l, index);
     if (!p)
         return TB_NO_MEMORY;
@@ -339,7 +372,8 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
     for (size_t i = 0; i < flow->announcements.count;) {
         announcement a = flow->announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
-        if (a.attempt != flow->recv.attempt || l->is_shipper || !tb__flow_admits(flow, &flow->ir->buckets[a.bucket]) ||
+        if (a.attempt != flow->recv.attempt || l->is_shipper ||
+            !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) ||
             !tb__flow_has_room(flow, l->is_flagged ? POOL_STASH : POOL_RECEIVE, a.nbytes)) {
             i++;
             continue;
@@ -425,7 +459,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
     bool fits = from == to ? tb__flow_has_room(flow, from, inputs + output)
                            : tb__flow_has_room(flow, from, inputs) && tb__flow_has_room(flow, to, output);
     if (!fits || (is_send && l->in_flight >= l->channel->max_in_flight) ||
-        (!is_send && (flow->members[flow->self].ready != flow->recv.attempt || !tb__flow_admits(flow, bucket))))
+        (!is_send && (flow->members[flow->self].ready != flow->recv.attempt || !tb__flow_admits(flow, l, bucket))))
         return TB_OK;
     parcel *p = new_parcel(flow, l, index, is_send, l->nfeeders - 1);
     if (!p)

@@ -225,7 +225,7 @@ static tb_status find_flagged(tb__flow *flow) {
     TB_VEC(tb_binding) writes = {0};
     tb_status status = sources ? TB_OK : TB_NO_MEMORY;
     for (size_t i = 0; i < n && sources; i++) {
-        sources[i] = flow->tensors[i].src;
+        sources[i] = flow->snapshot_of ? flow->snapshot_of[i] : flow->tensors[i].src;
         if (!tb__vec_push(&writes, flow->tensors[i].dst))
             status = TB_NO_MEMORY;
     }
@@ -233,6 +233,11 @@ static tb_status find_flagged(tb__flow *flow) {
         status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->flagged);
     for (size_t i = 0; i < n && status == TB_OK; i++)
         flow->has_flagged |= flow->flagged[i];
+    if (status == TB_OK && flow->snapshot_of) { /* others read the snapshot; it only has to be taken first */
+        flow->overwrites_live = flow->has_flagged;
+        flow->has_flagged = false;
+        memset(flow->flagged, 0, n * sizeof *flow->flagged);
+    }
     if (status == TB_OK && flow->has_flagged) { /* whole tensors meet; now look at what is really written */
         writes.count = 0;
         for (size_t i = 0; i < ir->nchunks && status == TB_OK; i++) {

@@ -6,7 +6,7 @@
 /* ---- What may be done ------------------------------------------------------------------------------------------ */
 
 bool tb__flow_may_write(const tb__flow *flow) {
-    return !flow->has_flagged || flow->opened >= flow->recv.attempt;
+    return (!flow->has_flagged && !flow->overwrites_live) || flow->opened >= flow->recv.attempt;
 }
 
 static size_t find_group(const tb__flow *flow, uint32_t number) {
@@ -21,11 +21,17 @@ static size_t find_group(const tb__flow *flow, uint32_t number) {
     return low;
 }
 
-bool tb__flow_admits(const tb__flow *flow, const tb_bucket *bucket) {
+static bool is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
     if (flow->o.group_window == 0)
         return true;
     size_t taken = flow->takes_all ? flow->recv.groups_done : flow->groups_taken;
     return find_group(flow, bucket->group) < taken + flow->o.group_window;
+}
+
+/* What is put aside is not in the tensors yet. It must not wait for groups to be taken, for nothing arrives before all
+ * of it was put aside. */
+bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
+    return l->is_flagged || is_in_window(flow, bucket);
 }
 
 bool tb__flow_has_group(const tb__flow *flow, uint32_t number) {
@@ -135,7 +141,7 @@ static lane *find_ready(tb__flow *flow) {
         lane *l = &flow->lanes[at];
         if (!l->is_target || l->takes_staged || l->to_take == l->channel->nbuckets || !are_ready(flow, l) ||
             !(l->is_flagged || tb__flow_may_write(flow)) ||
-            !tb__flow_admits(flow, &flow->ir->buckets[l->channel->first_bucket + l->to_take]))
+            !tb__flow_admits(flow, l, &flow->ir->buckets[l->channel->first_bucket + l->to_take]))
             continue;
         flow->next_lane_in = (uint32_t)((at + 1) % n);
         return l;
@@ -171,9 +177,18 @@ static tb_status read_bucket(tb__flow *flow, lane *l) {
     return status;
 }
 
-/* Writes what was put aside. */
-static tb_status write_stash(tb__flow *flow) {
-    stashed s = flow->stash.item[--flow->stash.count];
+/* What was put aside and may be written now; NULL: nothing. */
+static stashed *find_writable(tb__flow *flow) {
+    for (size_t i = flow->stash.count; i-- > 0 && tb__flow_may_write(flow);) {
+        if (is_in_window(flow, &flow->ir->buckets[flow->stash.item[i].bucket]))
+            return &flow->stash.item[i];
+    }
+    return NULL;
+}
+
+static tb_status write_stash(tb__flow *flow, stashed *at) {
+    stashed s = *at;
+    *at = flow->stash.item[--flow->stash.count];
     end from = {.kind = END_BUCKET, .buffer = s.buffer};
     tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
     tb_status status =
@@ -236,8 +251,9 @@ bool tb__flow_step_recv(tb__flow *flow) {
         status = open_transfer(flow);
     }
     lane *l = NULL;
-    if (status == TB_OK && flow->stash.count > 0 && tb__flow_may_write(flow))
-        status = write_stash(flow);
+    stashed *aside = status == TB_OK ? find_writable(flow) : NULL;
+    if (aside)
+        status = write_stash(flow, aside);
     else if (status == TB_OK && (l = find_ready(flow)))
         status = read_bucket(flow, l);
     else if (status == TB_OK && flow->buckets_left > 0)

@@ -33,6 +33,7 @@ static void open_lanes(tb__flow *flow) {
         if ((l->is_contributor || (l->is_shipper && !l->is_target)) && l->nstaged)
             flow->sends_left += l->channel->nbuckets;
     }
+    tb__flow_open_out(flow);
 }
 
 /* Once nobody needs what this rank is going to overwrite any more, it may. */

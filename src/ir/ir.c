@@ -168,12 +168,13 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     int32_t rank = b->ir->view.rank;
     tb_dtype wire;
     TB_TRY(tb__wire_dtype(spec->src_dtype, spec->dst_dtype, spec->wire_dtype, &wire));
-    if (tb_layout_index_of(spec->src, rank) < 0 && tb_layout_index_of(spec->dst, rank) < 0)
-        return TB_OK;
     const tb_plan *plan;
     const tb_routes *routes;
     const uint32_t *numbers;
+    /* Also where the rank takes no part: what is refused, is refused by all. */
     TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, b->plan_opts, &plan));
+    if (tb_layout_index_of(spec->src, rank) < 0 && tb_layout_index_of(spec->dst, rank) < 0)
+        return TB_OK;
     TB_TRY(tb__plan_cache_numbered(b->cache, plan, rank, index, &routes, &numbers));
     for (size_t i = 0; i < tb_routes_count(routes); i++)
         TB_TRY(add_chunk(b, index, spec, plan, wire, tb_routes_at(routes, i), numbers[i]));
