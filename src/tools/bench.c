@@ -224,6 +224,7 @@ static tb_status run_case(bench *b, const bench_case *c) {
     tool_ranks_destroy(t.ranks);
     bench_hand_fini(&t.hand);
     tool_job_fini(&t.job);
+    tool_end_threads();
     free(lines);
     return status == TB_OK || status == TB_CANCELLED ? status : tb__fail_within(status, "%s", c->line[0].name);
 }

@@ -1,5 +1,5 @@
 /* What transfers are compared with: one process that copies or casts its own warm memory with as many threads as it may
- * use cores. Threads are made anew each time, so that none is there when ranks are forked. */
+ * use cores. */
 #include "base/process.h"
 #include "exec/workers.h"
 #include "tools/move.h"
@@ -107,4 +107,8 @@ tb_status tool_cast(tool_buffers *buffers, double *gb_per_s) {
     TB_TRY(tb__workers_run(&copy, 1));
     *gb_per_s = (double)buffers->nbytes / (double)(tool_now_ns() - start);
     return TB_OK;
+}
+
+void tool_end_threads(void) {
+    tb__workers_set(1);
 }

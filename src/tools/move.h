@@ -186,7 +186,7 @@ typedef struct tool_ranks_opts {
 typedef struct tool_ranks tool_ranks;
 
 /* Forks the ranks, which sleep between steps. What they write to standard streams goes to standard error, by name.
- * There must be no other thread in this process that a rank would miss. Names and guard must outlive the ranks. */
+ * There must be no other thread in this process. Names and guard must outlive the ranks. */
 tb_status tool_ranks_create(const tool_ranks_opts *opts, tool_guard *guard, tool_ranks **out);
 
 /* Has all ranks do a step; *seconds is from its beginning until the last one had ended it, and may be NULL. If one
@@ -261,5 +261,8 @@ void tool_buffers_fini(tool_buffers *buffers);
 /* Copies all of it, or casts it from f32 to bf16; GB/s of the bytes read. */
 tb_status tool_memcpy(tool_buffers *buffers, double *gb_per_s);
 tb_status tool_cast(tool_buffers *buffers, double *gb_per_s);
+
+/* The cast keeps its threads for the next one; none is to be there when ranks are forked. */
+void tool_end_threads(void);
 
 #endif

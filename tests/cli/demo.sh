@@ -21,7 +21,7 @@ moved 33580032 '4 ranks' --size 32MiB
 printed '^model     291 bf16 tensors, 32 layers, hidden size 192, 32.0 MiB (33555072 bytes)$'
 printed '^source    4 processes; mesh=4 place=Shard(0)$'
 printed '^target    4 processes; mesh=2,2 place=Replicate,Shard(0); o_proj, down_proj mesh=2,2 place=Replicate,Shard(1); norms replicated$'
-printed '^version  delivered  *ms  *GB/s  of memcpy  plan  wait  pack  wire  unpack  commit$'
+printed '^version  delivered  *ms  *GB/s  of memcpy  *plan  *wait  *pack  *wire  *unpack  *commit$'
 printed '^memcpy    [0-9.]* GB/s by [0-9]* threads\{0,1\}$'
 lines 11
 
