@@ -564,14 +564,14 @@ static bool read_before_deadline(int fd, char *byte, ssize_t *n) {
  */
 static int signal_parent(int number, bool whole_group) {
     char byte;
-    ssize_t n;
+    ssize_t n = -1;
     int wait_status;
     assert_int_equal(pipe(announcement), 0);
     pid_t parent = fork();
     assert_true(parent >= 0);
     if (parent == 0) {
         tool_guard guard;
-        tool_ranks *ranks;
+        tool_ranks *ranks = NULL;
         setpgid(0, 0);
         close(announcement[0]);
         tool_ranks_opts opts = {.n = CREW, .names = names, .timeout_ms = PATIENCE_MS, .work = announce_and_hang};

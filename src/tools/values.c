@@ -172,12 +172,11 @@ static void note_first(tool_wrong *wrong, const tb_shape *shape, uint64_t index)
 
 static void check(walk *w, const stretch *s) {
     uint32_t piece[PIECE];
-    const char *expected = (const char *)piece;
     write_values(w->part, *s, piece);
-    if (memcmp(s->data, expected, s->length * w->element) == 0)
+    if (memcmp(s->data, piece, s->length * w->element) == 0)
         return;
     for (size_t i = 0; i < s->length; i++) {
-        uint32_t right = bits_at(expected, i, w->element), found = bits_at(s->data, i, w->element);
+        uint32_t right = bits_at((const char *)piece, i, w->element), found = bits_at(s->data, i, w->element);
         if (found == right || w->wrong->count++ > 0)
             continue;
         note_first(w->wrong, &w->part->tensor->shape, s->first + i);
