@@ -1,23 +1,18 @@
 /* tensorbus bench: how fast tensors move between processes of this machine, next to what the machine can do. */
 #include "tools/bench.h"
-#include "tools/tools.h"
 
-#include <errno.h>
-#include <ftw.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 enum { MIN_SIZE = 1 << 20 };
 #define MAX_SIZE ((int64_t)1 << 40)
 
-enum { ONLY, ROUNDS, SIZE, PEERS, CHECK, JSON };
+enum { ONLY, ROUNDS, SIZE, STAGED, PEERS, CHECK, JSON };
 
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
     [ROUNDS] = {"rounds", "N", "how often each line is measured (5)"},
     [SIZE] = {"size", "BYTES", "what the sources hold together (1GiB; in small, a quarter of it)"},
+    [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
     [PEERS] = {"peers", NULL, "also measure row_col with MPI (MPI_Alltoallw) and with torch (Gloo)"},
     [CHECK] = {"check", NULL, "fail if a ratio is below its mark"},
     [JSON] = {"json", NULL, "print one JSON object per line"},
@@ -29,24 +24,23 @@ typedef struct bench {
     int rounds;
     int64_t size;
     bool with_peers;
-    char folder[64]; /* "": not made */
-    bench_buffers buffers;
+    tb_batch_opts batch;
+    tool_guard guard;
+    tool_buffers buffers;
     bench_results results;
 } bench;
 
-/* ---- What is going on ---------------------------------------------------------------------------------------- */
+/* A case that is being run. */
+typedef struct trial {
+    const bench_case *c;
+    tool_job job;
+    int64_t counted;
+    bench_hand hand;
+    tool_ranks *ranks;
+    tool_mover mover; /* in a rank's process: that rank */
+} trial;
 
-/* One line on a terminal, replaced by the next; "" takes it away. */
-__attribute__((format(printf, 1, 2))) static void say(const char *format, ...) {
-    if (!isatty(STDERR_FILENO))
-        return;
-    va_list args;
-    va_start(args, format);
-    fprintf(stderr, "\r\033[K");
-    vfprintf(stderr, format, args);
-    fflush(stderr);
-    va_end(args);
-}
+enum { BY_HAND = TOOL_NSTEPS }; /* one more step: the hand-written loops */
 
 /* ---- Names --------------------------------------------------------------------------------------------------- */
 
@@ -109,63 +103,64 @@ static const char *const against_names[] = {
     [BENCH_CAST] = "the cast in one process",
 };
 
-static tb_status measure_baseline(bench *b, bench_ranks *ranks, bench_against against, double *gb_per_s) {
+static tb_status measure_baseline(bench *b, const trial *t, bench_against against, double *gb_per_s) {
     double seconds;
     switch (against) {
     case BENCH_MEMCPY:
-        return bench_memcpy(&b->buffers, gb_per_s);
+        return tool_memcpy(&b->buffers, gb_per_s);
     case BENCH_MEMCPY_TRAFFIC:
-        TB_TRY(bench_memcpy(&b->buffers, gb_per_s));
+        TB_TRY(tool_memcpy(&b->buffers, gb_per_s));
         *gb_per_s *= 2;
         return TB_OK;
     case BENCH_CAST:
-        return bench_cast(&b->buffers, gb_per_s);
+        return tool_cast(&b->buffers, gb_per_s);
     case BENCH_HAND:
-        TB_TRY(bench_ranks_step(ranks, BENCH_BY_HAND, &seconds));
-        *gb_per_s = 1e-9 * (double)ranks->job->counted / seconds;
+        TB_TRY(tool_ranks_step(t->ranks, BY_HAND, &seconds));
+        *gb_per_s = 1e-9 * (double)t->counted / seconds;
         return TB_OK;
     }
     return tb__fail(TB_INTERNAL, "there is no baseline %d", (int)against);
 }
 
-static tb_status run_round(bench *b, bench_ranks *ranks, int round, samples *lines) {
-    const bench_case *c = ranks->job->c;
+static tb_status run_round(bench *b, const trial *t, int round, samples *lines) {
     double seconds;
-    for (int l = 0; l < c->nlines; l++) {
-        if (is_wanted(b, c->line[l].name))
-            TB_TRY(measure_baseline(b, ranks, c->line[l].against, &lines[l].theirs[round]));
+    for (int l = 0; l < t->c->nlines; l++) {
+        if (is_wanted(b, t->c->line[l].name))
+            TB_TRY(measure_baseline(b, t, t->c->line[l].against, &lines[l].theirs[round]));
     }
-    TB_TRY(bench_ranks_step(ranks, BENCH_TRANSFER, &seconds));
-    for (int l = 0; l < c->nlines; l++) {
-        lines[l].ours[round] = 1e-9 * (double)ranks->job->counted / seconds;
+    TB_TRY(tool_ranks_step(t->ranks, TOOL_MOVE, &seconds));
+    for (int l = 0; l < t->c->nlines; l++) {
+        lines[l].ours[round] = 1e-9 * (double)t->counted / seconds;
         lines[l].ratio[round] = lines[l].ours[round] / lines[l].theirs[round];
     }
     return TB_OK;
 }
 
-/* Leads the ranks through the case. The last round finds targets that hold something else, and is verified. */
-static tb_status run_rounds(bench *b, bench_ranks *ranks, samples *lines, int64_t *extra_bytes) {
+/* Leads the ranks through the case. The last round moves another version, which is verified. Staging memory stays with
+ * a rank once it had it, so that what they have in the end is the most they had. */
+static tb_status run_rounds(bench *b, trial *t, samples *lines, int64_t *extra_bytes) {
     enum { WARM_UP = 2 };
-    const char *name = ranks->job->c->line[0].name;
-    say("%s: making the tensors", name);
-    TB_TRY(bench_ranks_step(ranks, BENCH_ALLOCATE, NULL));
-    int64_t before = bench_ranks_memory(ranks);
-    say("%s: connecting the ranks", name);
-    TB_TRY(bench_ranks_step(ranks, BENCH_CONNECT, NULL));
-    say("%s: warming up", name);
+    const char *name = t->c->line[0].name;
+    tool_show_line("%s: making the tensors", name);
+    TB_TRY(tool_ranks_step(t->ranks, TOOL_ALLOCATE, NULL));
+    TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
+    int64_t before = tool_ranks_memory(t->ranks);
+    tool_show_line("%s: connecting the ranks", name);
+    TB_TRY(tool_job_connect(&t->job, t->ranks));
+    tool_show_line("%s: warming up", name);
     for (int i = 0; i < WARM_UP; i++)
-        TB_TRY(run_round(b, ranks, 0, lines));
+        TB_TRY(run_round(b, t, 0, lines));
     for (int i = 0; i < b->rounds; i++) {
-        say("%s: round %d of %d", name, i + 1, b->rounds);
+        tool_show_line("%s: round %d of %d", name, i + 1, b->rounds);
         if (i == b->rounds - 1)
-            TB_TRY(bench_ranks_step(ranks, BENCH_SPOIL, NULL));
-        TB_TRY(run_round(b, ranks, i, lines));
+            TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
+        TB_TRY(run_round(b, t, i, lines));
     }
-    say("%s: verifying", name);
-    TB_TRY(bench_ranks_step(ranks, BENCH_VERIFY, NULL));
-    int64_t after = bench_ranks_memory(ranks);
+    tool_show_line("%s: verifying", name);
+    TB_TRY(tool_ranks_step(t->ranks, TOOL_VERIFY, NULL));
+    int64_t after = tool_ranks_memory(t->ranks);
     *extra_bytes = before < 0 || after < 0 ? -1 : after > before ? after - before : 0;
-    return bench_ranks_step(ranks, BENCH_CLOSE, NULL);
+    return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
 
 static tb_status add_results(bench *b, const bench_case *c, samples *lines, int64_t extra_bytes) {
@@ -190,31 +185,48 @@ static tb_status add_results(bench *b, const bench_case *c, samples *lines, int6
     return TB_OK;
 }
 
-static tb_status run_job(bench *b, const bench_job *job, samples *lines) {
-    const bench_case *c = job->c;
-    bench_hand hand = {0};
-    bench_ranks ranks = {0};
-    int64_t extra_bytes = -1;
-    for (int l = 0; l < c->nlines; l++) {
-        if (c->line[l].against == BENCH_HAND && is_wanted(b, c->line[l].name))
-            TB_TRY(bench_hand_init(&hand, &job->tensors.item[0].shape));
+/* In a rank's process. */
+static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
+    trial *t = arg;
+    if (step == TOOL_ALLOCATE)
+        tool_mover_init(&t->mover, &t->job, rank);
+    const tool_end *end = &t->mover.end[0];
+    bool is_source = end->which == TOOL_SOURCE;
+    if (step == BY_HAND) {
+        if (!is_source)
+            bench_hand_run(&t->hand, end->seat);
+        return TB_OK;
     }
-    tb_status status = bench_ranks_start(&ranks, job, &hand, b->folder);
-    if (status == TB_OK)
-        status = run_rounds(b, &ranks, lines, &extra_bytes);
-    bench_ranks_stop(&ranks);
-    bench_hand_fini(&hand);
-    return status == TB_OK ? add_results(b, c, lines, extra_bytes) : status;
+    TB_TRY(tool_mover_do(&t->mover, (tool_step)step, slot));
+    if (step == TOOL_PREPARE)
+        return bench_hand_prepare(&t->hand, is_source, end->seat);
+    return step == TOOL_VERIFY && !is_source ? bench_hand_verify(&t->hand, end->seat) : TB_OK;
+}
+
+static tb_status run_trial(bench *b, trial *t, samples *lines) {
+    tool_ranks_opts opts = {.work = work, .arg = t};
+    int64_t extra_bytes = -1;
+    for (int l = 0; l < t->c->nlines; l++) {
+        if (t->c->line[l].against == BENCH_HAND && is_wanted(b, t->c->line[l].name))
+            TB_TRY(bench_hand_init(&t->hand, &t->job.tensors.item[0].shape));
+    }
+    TB_TRY(tool_job_start(&t->job, &opts, &b->guard, &t->ranks));
+    TB_TRY(run_rounds(b, t, lines, &extra_bytes));
+    return add_results(b, t->c, lines, extra_bytes);
 }
 
 static tb_status run_case(bench *b, const bench_case *c) {
-    bench_job job;
-    TB_TRY(bench_job_init(c, b->size, &job));
+    trial t = {.c = c};
+    TB_TRY(bench_job_init(c, b->size, &t.job, &t.counted));
+    t.job.batch = b->batch;
     samples *lines = tb__calloc(BENCH_MAX_LINES, sizeof *lines);
-    tb_status status = lines ? run_job(b, &job, lines) : TB_NO_MEMORY;
+    tb_status status = lines ? run_trial(b, &t, lines) : TB_NO_MEMORY;
+    tool_ranks_destroy(t.ranks);
+    bench_hand_fini(&t.hand);
+    tool_job_fini(&t.job);
+    tool_end_threads();
     free(lines);
-    bench_job_fini(&job);
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", c->line[0].name);
+    return status == TB_OK || status == TB_CANCELLED ? status : tb__fail_within(status, "%s", c->line[0].name);
 }
 
 /* ---- Peers --------------------------------------------------------------------------------------------------- */
@@ -225,11 +237,11 @@ static tb_status run_peer(bench *b, int i) {
     double theirs[2 * BEFORE] = {0};
     bench_peer_result peer = {0};
     for (int k = 0; k < BEFORE; k++)
-        TB_TRY(bench_memcpy(&b->buffers, &theirs[k]));
-    TB_TRY(bench_peer_run(i, b->folder, b->size, b->rounds, &peer));
+        TB_TRY(tool_memcpy(&b->buffers, &theirs[k]));
+    TB_TRY(bench_peer_run(i, b->size, b->rounds, &b->guard, &peer));
     tb_status status = TB_OK;
     for (int k = BEFORE; k < 2 * BEFORE && status == TB_OK; k++)
-        status = bench_memcpy(&b->buffers, &theirs[k]);
+        status = tool_memcpy(&b->buffers, &theirs[k]);
     bench_result result = {
         .name = peer.name,
         .work = peer.work,
@@ -249,35 +261,9 @@ static tb_status run_peer(bench *b, int i) {
 
 /* ---- The command --------------------------------------------------------------------------------------------- */
 
-static tb_status make_folder(bench *b) {
-    const char *parent = getenv("TMPDIR");
-    char path[sizeof b->folder];
-    /* A socket's path is short; a long TMPDIR would not do. */
-    int length = snprintf(path, sizeof path, "%s/tensorbus-bench-XXXXXX",
-                          parent && *parent == '/' && strlen(parent) < 24 ? parent : "/tmp");
-    if (length < 0 || (size_t)length >= sizeof path || !mkdtemp(path))
-        return tb__fail(TB_IO, "can't make a folder %s: %s", path, strerror(errno));
-    memcpy(b->folder, path, sizeof path);
-    return TB_OK;
-}
-
-static int remove_entry(const char *path, const struct stat *about, int kind, struct FTW *where) {
-    (void)about;
-    (void)kind;
-    (void)where;
-    return remove(path);
-}
-
-/* Ranks and peers that were ended leave files behind. */
-static void remove_folder(const bench *b) {
-    if (b->folder[0])
-        nftw(b->folder, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
-}
-
 static tb_status run_all(bench *b) {
-    TB_TRY(make_folder(b));
-    say("making the buffers of memcpy");
-    TB_TRY(bench_buffers_init(&b->buffers, (size_t)b->size));
+    tool_show_line("making the buffers of memcpy");
+    TB_TRY(tool_buffers_init(&b->buffers, (size_t)b->size));
     for (size_t i = 0; i < bench_ncases; i++) {
         const bench_case *c = &bench_cases[i];
         bool is_any_wanted = false;
@@ -287,7 +273,7 @@ static tb_status run_all(bench *b) {
             TB_TRY(run_case(b, c));
     }
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {
-        say("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
+        tool_show_line("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
         TB_TRY(run_peer(b, i));
     }
     return TB_OK;
@@ -331,28 +317,26 @@ static int report(const bench *b, const char *const *value) {
 }
 
 static int run(const tb__config *config, const char *const *value) {
-    (void)config;
-    bench b = {0};
+    bench b = {.batch = tool_batch_opts(config, value[STAGED])};
     tb_status status = read_options(value, &b);
+    if (status == TB_OK)
+        status = tool_guard_init(&b.guard);
     if (status != TB_OK)
         return tool_fail_status(status);
-    bench_signals_begin();
     status = run_all(&b);
-    say("%s", "");
-    bench_buffers_fini(&b.buffers);
-    remove_folder(&b);
-    bench_signals_end();
+    tool_buffers_fini(&b.buffers);
     int exit_status = status == TB_OK ? report(&b, value) : tool_fail(TOOL_FAILED, "%s", tb_error_detail());
     for (size_t i = 0; i < b.results.count; i++)
         free(b.results.item[i].reason);
     free(b.results.item);
+    tool_guard_fini(&b.guard);
     return exit_status;
 }
 
 const tool_command tool_bench = {
     .name = "bench",
     .summary = "move tensors between processes and measure it against memcpy",
-    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--peers] [--check] [--json]",
+    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--staged] [--peers] [--check] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
         "  row_col       f32 matrix, Shard(0) to Shard(1), 4 to 4 ranks           memcpy                  0.85\n"
@@ -369,7 +353,9 @@ const tool_command tool_bench = {
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"
         "with the transfer: the ratio is worked out in every round, and the median of that is told. A transfer lasts\n"
         "from the moment the sleeping ranks are woken until the last of them is done. The last one is verified,\n"
-        "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over.\n"
+        "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
+        "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
+        "settings; the marks are for the defaults, and without --staged.\n"
         "\n"
         "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio is below\n"
         "its mark.\n",

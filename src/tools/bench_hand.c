@@ -12,7 +12,7 @@
 #endif
 
 /* Shards that begin at the same place of a page slow each other down on some processors. */
-enum { SKEW = 5 * 4096 };
+enum { SKEW = 5 * 4096, SIDE = TOOL_DEFAULT_RANKS };
 
 static tb_status map(size_t nbytes, int flags, uint32_t **out) {
     void *mapping = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
@@ -24,9 +24,9 @@ static tb_status map(size_t nbytes, int flags, uint32_t **out) {
 }
 
 tb_status bench_hand_init(bench_hand *hand, const tb_shape *shape) {
-    *hand = (bench_hand){.rows = shape->dim[0] / BENCH_SIDE, .columns = shape->dim[1]};
+    *hand = (bench_hand){.rows = shape->dim[0] / SIDE, .columns = shape->dim[1]};
     hand->shard_bytes = (size_t)hand->rows * (size_t)hand->columns * sizeof(uint32_t);
-    for (int i = 0; i < BENCH_SIDE; i++) {
+    for (int i = 0; i < SIDE; i++) {
         tb_status status = map(hand->shard_bytes + SKEW, MAP_SHARED, &hand->shard[i]);
         if (status != TB_OK) {
             bench_hand_fini(hand);
@@ -37,7 +37,7 @@ tb_status bench_hand_init(bench_hand *hand, const tb_shape *shape) {
 }
 
 void bench_hand_fini(bench_hand *hand) {
-    for (int i = 0; i < BENCH_SIDE; i++) {
+    for (int i = 0; i < SIDE; i++) {
         if (hand->shard[i])
             munmap(hand->shard[i], hand->shard_bytes + SKEW);
     }
@@ -46,7 +46,9 @@ void bench_hand_fini(bench_hand *hand) {
     *hand = (bench_hand){0};
 }
 
-tb_status bench_hand_fill(bench_hand *hand, bool is_source, int32_t rank) {
+tb_status bench_hand_prepare(bench_hand *hand, bool is_source, int32_t rank) {
+    if (hand->rows == 0)
+        return TB_OK;
     if (!is_source && !hand->block)
         TB_TRY(map(hand->shard_bytes, MAP_SHARED, &hand->block));
     if (!is_source) {
@@ -87,21 +89,21 @@ __attribute__((target("avx2"))) static void stream_rows(char *dst, size_t dst_st
 #endif
 
 void bench_hand_run(const bench_hand *hand, int32_t rank) {
-    size_t step = (size_t)hand->columns * sizeof(uint32_t), run = step / BENCH_SIDE;
+    size_t step = (size_t)hand->columns * sizeof(uint32_t), run = step / SIDE;
     void (*copy)(char *, size_t, const char *, size_t, size_t, int64_t) = copy_rows;
 #ifdef __x86_64__
     if (run % 64 == 0 && __builtin_cpu_supports("avx2"))
         copy = stream_rows;
 #endif
-    for (int s = 0; s < BENCH_SIDE; s++)
+    for (int s = 0; s < SIDE; s++)
         copy((char *)hand->block + (size_t)s * (size_t)hand->rows * run, run,
              (const char *)hand->shard[s] + (size_t)rank * run, step, run, hand->rows);
 }
 
 tb_status bench_hand_verify(const bench_hand *hand, int32_t rank) {
-    int64_t width = hand->columns / BENCH_SIDE;
+    int64_t width = hand->columns / SIDE;
     const uint32_t *word = hand->block;
-    for (int s = 0; s < BENCH_SIDE; s++) {
+    for (int s = 0; s < SIDE; s++) {
         for (int64_t r = 0; r < hand->rows; r++) {
             uint32_t expected = (uint32_t)((s * hand->rows + r) * hand->columns + rank * width);
             for (int64_t c = 0; c < width; c++) {

@@ -35,7 +35,12 @@ static bool find_program(const char *name, char *path, size_t size) {
     return false;
 }
 
-static _Noreturn void become(const char *const *argv, int out, const char *folder, pid_t parent) {
+typedef struct place {
+    char folder[80]; /* for what the program writes */
+    tool_guard *guard;
+} place;
+
+static _Noreturn void become(const char *const *argv, int out, const place *where, pid_t parent) {
     /* For Open MPI, which refuses root, and more ranks than cores, unless told otherwise; others ignore them. */
     static const char *const settings[][2] = {
         {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
@@ -45,11 +50,11 @@ static _Noreturn void become(const char *const *argv, int out, const char *folde
     };
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     setpgid(0, 0);
-    bench_signals_default();
+    tool_guard_drop(where->guard);
     signal(SIGPIPE, SIG_DFL);
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         setenv(settings[i][0], settings[i][1], 1);
-    setenv("TMPDIR", folder, 1);
+    setenv("TMPDIR", where->folder, 1);
     int in = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (getppid() == parent && in >= 0 && dup2(in, STDIN_FILENO) >= 0 && dup2(out, STDOUT_FILENO) >= 0 &&
         dup2(out, STDERR_FILENO) >= 0)
@@ -77,14 +82,14 @@ static int end_program(pid_t pid, bool is_over) {
 }
 
 /* Adds what the program says until it closes its output. */
-static tb_status listen_to(int fd, int64_t deadline, tb__text *said) {
+static tb_status listen_to(int fd, int64_t deadline, tool_guard *guard, tb__text *said) {
     for (;;) {
         char piece[4096];
-        struct pollfd waiting = {.fd = fd, .events = POLLIN};
-        TB_TRY(bench_signals_check());
+        struct pollfd waiting[] = {{.fd = fd, .events = POLLIN}, {.fd = guard->fd, .events = POLLIN}};
+        TB_TRY(tool_guard_check(guard));
         if (tb__now_ms() >= deadline)
             return tb__fail(TB_TIMEOUT, "not done after %d seconds", PEER_TIMEOUT_MS / 1000);
-        if (poll(&waiting, 1, LOOK_MS) <= 0)
+        if (poll(waiting, 2, LOOK_MS) <= 0 || waiting[0].revents == 0)
             continue;
         ssize_t n = read(fd, piece, sizeof piece);
         if (n == 0)
@@ -97,13 +102,13 @@ static tb_status listen_to(int fd, int64_t deadline, tb__text *said) {
 }
 
 /* Runs a program to its end; *how is what waitpid tells of it. */
-static tb_status run_program(const char *const *argv, const char *folder, tb__text *said, int *how) {
+static tb_status run_program(const char *const *argv, const place *where, tb__text *said, int *how) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0)
         return tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
     pid_t parent = getpid(), pid = fork();
     if (pid == 0)
-        become(argv, ends[1], folder, parent);
+        become(argv, ends[1], where, parent);
     int error = errno;
     close(ends[1]);
     if (pid < 0) {
@@ -111,7 +116,7 @@ static tb_status run_program(const char *const *argv, const char *folder, tb__te
         return tb__fail(TB_IO, "can't fork: %s", strerror(error));
     }
     setpgid(pid, pid); /* here too, because either may come first */
-    tb_status status = listen_to(ends[0], tb__now_ms() + PEER_TIMEOUT_MS, said);
+    tb_status status = listen_to(ends[0], tb__now_ms() + PEER_TIMEOUT_MS, where->guard, said);
     close(ends[0]);
     *how = end_program(pid, status == TB_OK);
     return status;
@@ -129,12 +134,12 @@ static void add_last_line(tb__text *out, const tb__text *said) {
 }
 
 /* Runs a step of a peer. What keeps it from running goes to `reason`; the status is that of the bench. */
-static tb_status try_program(const char *const *argv, const char *folder, const char *missing, tb__text *said,
+static tb_status try_program(const char *const *argv, const place *where, const char *missing, tb__text *said,
                              tb__text *reason) {
     int how = 0;
     tb__text_fini(said);
     *said = (tb__text){0};
-    tb_status status = run_program(argv, folder, said, &how);
+    tb_status status = run_program(argv, where, said, &how);
     if (status == TB_CANCELLED || status == TB_NO_MEMORY)
         return status;
     if (status != TB_OK) {
@@ -152,28 +157,28 @@ typedef struct figures {
     char rows[24], columns[24], rounds[24];
 } figures;
 
-static tb_status run_mpi(const char *program, const char *folder, const figures *f, tb__text *said, tb__text *reason) {
+static tb_status run_mpi(const char *program, const place *where, const figures *f, tb__text *said, tb__text *reason) {
     static const char missing[] = "MPI is not installed: apt-get install openmpi-bin libopenmpi-dev";
     char binary[128];
-    snprintf(binary, sizeof binary, "%s/row_col_mpi", folder);
+    snprintf(binary, sizeof binary, "%s/row_col_mpi", where->folder);
     const char *const compile[] = {"mpicc", "-O3", "-o", binary, program, NULL};
     const char *const start[] = {"mpirun", "-np", "8", binary, f->rows, f->columns, f->rounds, NULL};
-    TB_TRY(try_program(compile, folder, missing, said, reason));
-    return reason->count > 0 ? TB_OK : try_program(start, folder, missing, said, reason);
+    TB_TRY(try_program(compile, where, missing, said, reason));
+    return reason->count > 0 ? TB_OK : try_program(start, where, missing, said, reason);
 }
 
-static tb_status run_gloo(const char *program, const char *folder, const figures *f, tb__text *said, tb__text *reason) {
+static tb_status run_gloo(const char *program, const place *where, const figures *f, tb__text *said, tb__text *reason) {
     static const char missing[] = "python3 with torch is not installed: pip install torch";
     static const char look[] = "import sys, importlib.util\nsys.exit(0 if importlib.util.find_spec('torch') else 127)";
     const char *const ask[] = {"python3", "-c", look, NULL};
     const char *const start[] = {"python3", program, f->rows, f->columns, f->rounds, NULL};
-    TB_TRY(try_program(ask, folder, missing, said, reason));
-    return reason->count > 0 ? TB_OK : try_program(start, folder, missing, said, reason);
+    TB_TRY(try_program(ask, where, missing, said, reason));
+    return reason->count > 0 ? TB_OK : try_program(start, where, missing, said, reason);
 }
 
 static const struct {
     const char *name, *work, *program;
-    tb_status (*run)(const char *, const char *, const figures *, tb__text *, tb__text *);
+    tb_status (*run)(const char *, const place *, const figures *, tb__text *, tb__text *);
 } peers[BENCH_NPEERS] = {
     {"row_col_mpi", "row_col by MPI_Alltoallw", "row_col_mpi.c", run_mpi},
     {"row_col_gloo", "row_col by torch.distributed with Gloo", "row_col_gloo.py", run_gloo},
@@ -184,21 +189,12 @@ static bool find_rate(const tb__text *said, double *gb_per_s) {
     return line && sscanf(line, "GB/s %lf", gb_per_s) == 1 && *gb_per_s > 0;
 }
 
-tb_status bench_peer_run(int i, const char *folder, int64_t size, int rounds, bench_peer_result *out) {
+static tb_status run_peer(int i, const figures *f, const place *where, bench_peer_result *out) {
     char program[640];
     tb__text said = {0}, reason = {0};
-    figures f;
-    bench_job job;
-    TB_TRY(bench_job_init(&bench_cases[0], size, &job));
-    snprintf(f.rows, sizeof f.rows, "%lld", (long long)job.tensors.item[0].shape.dim[0]);
-    snprintf(f.columns, sizeof f.columns, "%lld", (long long)job.tensors.item[0].shape.dim[1]);
-    snprintf(f.rounds, sizeof f.rounds, "%d", rounds);
-    bench_job_fini(&job);
-
-    *out = (bench_peer_result){.name = peers[i].name, .work = peers[i].work};
     tb_status status = TB_OK;
     if (find_program(peers[i].program, program, sizeof program))
-        status = peers[i].run(program, folder, &f, &said, &reason);
+        status = peers[i].run(program, where, f, &said, &reason);
     else
         tb__text_add(&reason, "%s is not where it was installed", peers[i].program);
     if (status == TB_OK && reason.count == 0 && !find_rate(&said, &out->gb_per_s))
@@ -207,5 +203,22 @@ tb_status bench_peer_run(int i, const char *folder, int64_t size, int rounds, be
         status = tb__text_take(&reason, &out->reason);
     tb__text_fini(&said);
     tb__text_fini(&reason);
+    return status;
+}
+
+tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out) {
+    place where = {.guard = guard};
+    figures f;
+    tool_job job;
+    int64_t counted;
+    TB_TRY(bench_job_init(&bench_cases[0], size, &job, &counted));
+    snprintf(f.rows, sizeof f.rows, "%lld", (long long)job.tensors.item[0].shape.dim[0]);
+    snprintf(f.columns, sizeof f.columns, "%lld", (long long)job.tensors.item[0].shape.dim[1]);
+    snprintf(f.rounds, sizeof f.rounds, "%d", rounds);
+    tool_job_fini(&job);
+    TB_TRY(tool_folder_make(where.folder, sizeof where.folder));
+    *out = (bench_peer_result){.name = peers[i].name, .work = peers[i].work};
+    tb_status status = run_peer(i, &f, &where, out);
+    tool_folder_remove(where.folder);
     return status;
 }

@@ -1,6 +1,5 @@
 /* Results as a table and as JSON lines. */
 #include "tools/bench.h"
-#include "tools/tools.h"
 
 #include <inttypes.h>
 

@@ -2,20 +2,18 @@
  * is verified. */
 #include "tools/demo.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <inttypes.h>
-#include <stdio.h>
-#include <string.h>
-#include <unistd.h>
+#include "layout/layout.h"
 
-enum { SIZE, RANKS, SRC, DST, NOPTIONS };
+#include <inttypes.h>
+
+enum { SIZE, RANKS, SRC, DST, STAGED, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; 1GiB by default"},
     [RANKS] = {"ranks", "N[,M]", "processes of the source, and of the target; 4 by default"},
     [SRC] = {"src", "LAYOUT", "how the source is laid out, as in 'mesh=4 place=Shard(0)', which is the default"},
     [DST] = {"dst", "LAYOUT", "how the target is laid out; by default every weight as suits tensor parallelism"},
+    [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
 };
 
 static const char details[] =
@@ -28,8 +26,9 @@ static const char details[] =
     "A layout that is given holds for all weights; norms are vectors, and are replicated where it cuts a\n"
     "second dimension. Its ranks are the processes of its side, from 0. See `tensorbus layout --help`.\n"
     "\n"
-    "The time runs from when all ranks are ready until the last target has its data; the phases are those of\n"
-    "the slowest rank, in ms; memcpy is measured when the transfers are over, by a thread per core.\n";
+    "The time runs from when all ranks are ready until the last one has its data, or its memory back; the\n"
+    "phases are those of the slowest rank, in ms; memcpy is measured when the transfers are over, by a thread\n"
+    "per core. `tensorbus config` lists the settings.\n";
 
 static const int64_t default_size = INT64_C(1) << 30;
 
@@ -50,12 +49,21 @@ static tb_status read_ranks(const char *text, int32_t nranks[TOOL_NSIDES]) {
     return TB_OK;
 }
 
-static tb_status read_options(tool_job *job, const char *const *value) {
+static tb_status refuse_partial(const tb_layout *layout) {
+    for (int i = 0; i < layout->ndim; i++) {
+        if (layout->place[i].kind == TB_PARTIAL)
+            return tb__fail(TB_REFUSED, "Partial is not for the demo, which checks that elements arrive as they were");
+    }
+    return TB_OK;
+}
+
+static tb_status read_options(demo *d, const char *const *value) {
+    static const char *const groups[TOOL_NSIDES] = {"trainer", "inference"};
     int32_t nranks[TOOL_NSIDES] = {0};
     int64_t size = default_size;
     tb_status status = value[SIZE] ? tb__read_size(value[SIZE], &size) : TB_OK;
     if (status == TB_OK)
-        status = tool_model_init(&job->model, size);
+        status = tool_llama_add(&d->job.tensors, size, &d->llama);
     if (status != TB_OK)
         return tb__fail_within(status, "--size");
     status = value[RANKS] ? read_ranks(value[RANKS], nranks) : TB_OK;
@@ -63,190 +71,102 @@ static tb_status read_options(tool_job *job, const char *const *value) {
         return tb__fail_within(status, "--ranks");
     for (int which = 0; which < TOOL_NSIDES; which++) {
         int option = which == TOOL_SOURCE ? SRC : DST;
-        status = tool_side_init(&job->side[which], which, value[option], nranks[which]);
+        tool_side *side = &d->job.side[which];
+        status = tool_side_init(side, which, groups[which], value[option], nranks[which]);
+        if (status == TB_OK)
+            status = refuse_partial(side->layout[TOOL_CUT_COLUMN]);
         if (status != TB_OK)
             return tb__fail_within(status, "--%s", options[option].name);
     }
-    return tool_sides_check(job->side, &job->model);
+    TB_TRY(tool_job_check(&d->job));
+    return tool_job_weigh(&d->job);
 }
 
-/* What can be had without pushing others out; 0: not known. */
-static int64_t available_memory(void) {
-    char line[128];
-    int64_t kib = 0;
-    FILE *file = fopen("/proc/meminfo", "re");
-    while (file && kib == 0 && fgets(line, sizeof line, file)) {
-        const char *at = line + strlen("MemAvailable:");
-        if (strncmp(line, "MemAvailable:", strlen("MemAvailable:")) == 0 && !tb__read_int(&at, &kib))
-            kib = 0;
-    }
-    if (file)
-        fclose(file);
-    return kib * 1024;
-}
-
-/* What every rank holds, and whether there is room for all of it. */
-static tb_status weigh_parts(tool_job *job) {
-    int64_t total = 0, available = available_memory();
-    job->nranks = job->side[TOOL_SOURCE].nranks + job->side[TOOL_TARGET].nranks;
-    job->nbytes = tb__calloc((size_t)job->nranks, sizeof *job->nbytes);
-    if (!job->nbytes)
-        return TB_NO_MEMORY;
-    for (int rank = 0; rank < job->nranks; rank++) {
-        int32_t seat;
-        int which = tool_job_side(job, rank, &seat);
-        tool_parts parts;
-        TB_TRY(tool_parts_init(&parts, &job->model, &job->side[which], seat));
-        job->nbytes[rank] = parts.nelements * TOOL_ELEMENT;
-        total = parts.nbytes > INT64_MAX - total ? INT64_MAX : total + parts.nbytes;
-        tool_parts_fini(&parts);
-    }
-    if (available > 0 && total > available)
-        return tb__fail(TB_TOO_BIG, "the ranks would hold %s together, but only %s of memory are free",
-                        tool_size(total).text, tool_size(available).text);
-    int64_t patience_ms = 30000 + total / 100000; /* 100 MB/s is slower than any machine that has room for it */
-    job->timeout_ms = (int)(patience_ms < 3600000 ? patience_ms : 3600000);
-    return TB_OK;
-}
-
-static void fini_job(tool_job *job) {
-    for (int which = 0; which < TOOL_NSIDES; which++)
-        tool_side_fini(&job->side[which]);
-    tool_model_fini(&job->model);
-    free(job->nbytes);
-}
-
-/* The folder that the store's socket is in, and whatever else is put there. */
-
-static tb_status make_folder(char *path, size_t size) {
-    const char *base = getenv("TMPDIR");
-    int length = snprintf(path, size, "%s/tensorbus-demo-XXXXXX", base && *base ? base : "/tmp");
-    if (length < 0 || (size_t)length >= size)
-        return tb__fail(TB_INVALID, "TMPDIR is too long for the name of a socket: %.200s", base);
-    if (!mkdtemp(path))
-        return tb__fail(TB_IO, "can't make a folder %s: %s", path, strerror(errno));
-    return TB_OK;
-}
-
-static void remove_folder(const char *path) {
-    DIR *folder = opendir(path);
-    for (struct dirent *entry; folder && (entry = readdir(folder));)
-        unlinkat(dirfd(folder), entry->d_name, 0); /* . and .. are directories, which it leaves */
-    if (folder)
-        closedir(folder);
-    rmdir(path);
-}
-
-/* The moving line. */
-
-static bool is_shown(void) {
-    const char *terminal = getenv("TERM");
-    return isatty(STDOUT_FILENO) && terminal && strcmp(terminal, "dumb") != 0;
-}
-
-static void show_line(const char *line) {
-    if (!is_shown())
-        return;
-    printf("\r\033[K%s", line);
-    fflush(stdout);
+static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
+    demo *d = arg;
+    if (step == TOOL_ALLOCATE)
+        tool_mover_init(&d->mover, &d->job, rank);
+    return tool_mover_do(&d->mover, (tool_step)step, slot);
 }
 
 static void show_progress(void *arg) {
-    const tool_job *job = arg;
-    tb__text line = {0};
-    tool_add_progress(&line, job);
-    show_line(line.data ? line.data : "");
-    tb__text_fini(&line);
+    demo_show_progress(arg);
 }
 
-static void pass_on(void *arg, const char *name, char *line) {
-    (void)arg;
-    show_line("");
-    tool_fail(TOOL_FAILED, "%s: %s", name, line);
+static tb_status do_step(demo *d, tool_step step, double *seconds) {
+    d->step = step;
+    return tool_ranks_step(d->ranks, (int)step, seconds);
 }
 
-static tb_status run_ranks(tool_job *job, tool_guard *guard) {
-    tb__arena arena = {0};
-    const char **names = tb__arena_alloc(&arena, (size_t)job->nranks, sizeof *names);
-    tb_status status = names ? TB_OK : TB_NO_MEMORY;
-    for (int rank = 0; rank < job->nranks && status == TB_OK; rank++) {
-        enum { LONGEST = 32 };
-        int32_t seat;
-        int which = tool_job_side(job, rank, &seat);
-        char *name = tb__arena_alloc(&arena, LONGEST, 1);
-        if (name)
-            snprintf(name, LONGEST, "%s %" PRId32, job->side[which].group, seat);
-        else
-            status = TB_NO_MEMORY;
-        names[rank] = name;
+static tb_status move_version(demo *d) {
+    demo_version *version = &d->version[d->nmoved];
+    TB_TRY(do_step(d, TOOL_PREPARE, NULL));
+    TB_TRY(do_step(d, TOOL_MOVE, &version->seconds));
+    for (int rank = 0; rank < d->job.nranks; rank++) {
+        const double *theirs = tool_ranks_slot(d->ranks, rank)->phase;
+        for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
+            version->phase[phase] = theirs[phase] > version->phase[phase] ? theirs[phase] : version->phase[phase];
     }
-    if (status == TB_OK) {
-        tool_crew crew = {.nranks = job->nranks,
-                          .names = names,
-                          .work = tool_rank_work,
-                          .tick = show_progress,
-                          .said = pass_on,
-                          .arg = job};
-        status = tool_crew_run(&crew, guard);
-        show_line("");
-    }
-    tb__arena_fini(&arena);
-    return status;
-}
-
-static tb_status run_in_folder(tool_job *job, tool_guard *guard) {
-    char folder[sizeof job->url - sizeof "unix:/store"];
-    TB_TRY(make_folder(folder, sizeof folder));
-    snprintf(job->url, sizeof job->url, "unix:%s/store", folder);
-    tb_status status = run_ranks(job, guard);
-    remove_folder(folder);
-    return status;
-}
-
-/* All ranks said that they verified all they got; this looks whether that was all there is. */
-static tb_status check_count(const tool_job *job) {
-    int64_t nverified = 0, expected = tool_job_delivered(job) / TOOL_ELEMENT * TOOL_NVERSIONS;
-    for (int rank = 0; rank < job->nranks; rank++)
-        nverified += job->shared->rank[rank].nverified;
-    if (nverified != expected)
-        return tb__fail(TB_INTERNAL, "%" PRId64 " elements were verified instead of %" PRId64, nverified, expected);
+    TB_TRY(do_step(d, TOOL_VERIFY, NULL));
+    for (int rank = 0; rank < d->job.nranks; rank++)
+        d->nverified += atomic_load(&tool_ranks_slot(d->ranks, rank)->done);
+    d->nmoved++;
+    /* All ranks said that they verified all they got; this looks whether that was all there is. */
+    if (d->nverified != d->nmoved * d->job.nbytes[TOOL_TARGET])
+        return tb__fail(TB_INTERNAL, "%" PRId64 " bytes were verified instead of %" PRId64, d->nverified,
+                        d->nmoved * d->job.nbytes[TOOL_TARGET]);
     return TB_OK;
 }
 
-static tb_status run_job(tool_job *job, tool_guard *guard, tb__text *out) {
-    size_t nbytes = sizeof(tool_shared) + (size_t)job->nranks * sizeof(tool_rank_state);
-    void *shared;
-    TB_TRY(tool_share(nbytes, &shared));
-    job->shared = shared;
-    job->shared->barrier.count = (uint32_t)job->nranks;
-    double rate = 0;
-    int nthreads = 0;
-    tb_status status = run_in_folder(job, guard);
-    if (status == TB_OK)
-        status = check_count(job);
-    if (status == TB_OK)
-        status = tool_measure_memcpy(tool_job_delivered(job), &rate, &nthreads);
-    if (status == TB_OK)
-        tool_add_job(out, job, rate, nthreads);
-    tool_unshare(shared, nbytes);
+static tb_status move_versions(demo *d) {
+    TB_TRY(do_step(d, TOOL_ALLOCATE, NULL));
+    TB_TRY(tool_job_connect(&d->job, d->ranks));
+    while (d->nmoved < DEMO_NVERSIONS)
+        TB_TRY(move_version(d));
+    return do_step(d, TOOL_CLOSE, NULL);
+}
+
+/* The fastest of some rounds, of about as much as is delivered. */
+static tb_status measure_memcpy(demo *d) {
+    enum { SMALLEST = 32 << 20, LARGEST = 256 << 20, ROUNDS = 4 };
+    tool_buffers buffers;
+    int64_t size = d->job.nbytes[TOOL_TARGET];
+    size = size < SMALLEST ? SMALLEST : size > LARGEST ? LARGEST : size;
+    TB_TRY(tool_buffers_init(&buffers, (size_t)size));
+    tb_status status = TB_OK;
+    for (int i = 0; i < ROUNDS && status == TB_OK; i++) {
+        double gb_per_s = 0;
+        status = tool_memcpy(&buffers, &gb_per_s);
+        d->memcpy_gb_per_s = gb_per_s > d->memcpy_gb_per_s ? gb_per_s : d->memcpy_gb_per_s;
+    }
+    d->nthreads = buffers.nthreads;
+    tool_buffers_fini(&buffers);
     return status;
 }
 
+static tb_status run_demo(demo *d, tool_guard *guard) {
+    tool_ranks_opts opts = {.work = work, .tick = show_progress, .arg = d};
+    TB_TRY(tool_job_start(&d->job, &opts, guard, &d->ranks));
+    tb_status status = move_versions(d);
+    tool_ranks_destroy(d->ranks);
+    return status == TB_OK ? measure_memcpy(d) : status;
+}
+
 static int run(const tb__config *config, const char *const *value) {
-    tool_job job = {.config = config};
+    demo d = {.job.batch = tool_batch_opts(config, value[STAGED])};
     tool_guard guard;
     tb__text out = {0};
-    tb_status status = read_options(&job, value);
-    if (status == TB_OK)
-        status = weigh_parts(&job);
+    tb_status status = read_options(&d, value);
     if (status == TB_OK)
         status = tool_guard_init(&guard);
     if (status != TB_OK) {
-        fini_job(&job);
+        tool_job_fini(&d.job);
         return tool_fail_status(status);
     }
-    status = run_job(&job, &guard, &out);
-    fini_job(&job);
+    status = run_demo(&d, &guard);
+    if (status == TB_OK)
+        demo_add_report(&out, &d);
+    tool_job_fini(&d.job);
     int exit_status = status == TB_OK ? tool_print(&out) : tool_fail_status(status);
     tool_guard_fini(&guard);
     return exit_status;
@@ -255,7 +175,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_demo = {
     .name = "demo",
     .summary = "move a model from a trainer to an inference engine and verify every element",
-    .usage = "[--size SIZE] [--ranks N[,M]] [--src LAYOUT] [--dst LAYOUT]",
+    .usage = "[--size SIZE] [--ranks N[,M]] [--src LAYOUT] [--dst LAYOUT] [--staged]",
     .details = details,
     .options = options,
     .run = run,

@@ -8,15 +8,37 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static const char *command_name;
+static bool is_line_shown;
 
 void tool_set_command(const char *name) {
     command_name = name;
 }
 
+void tool_hide_line(void) {
+    if (is_line_shown)
+        fprintf(stderr, "\r\033[K");
+    is_line_shown = false;
+}
+
+void tool_show_line(const char *format, ...) {
+    const char *terminal = getenv("TERM");
+    if (!isatty(STDERR_FILENO) || !terminal || strcmp(terminal, "dumb") == 0)
+        return;
+    tool_hide_line();
+    va_list args;
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    fflush(stderr);
+    va_end(args);
+    is_line_shown = true;
+}
+
 int tool_fail(int exit_status, const char *format, ...) {
     char sentence[1024];
+    tool_hide_line();
     va_list args;
     va_start(args, format);
     vsnprintf(sentence, sizeof sentence, format, args);
@@ -48,6 +70,7 @@ static int write_to(FILE *file, const char *name, tb__text *text) {
 }
 
 int tool_print(tb__text *text) {
+    tool_hide_line();
     return write_to(stdout, "standard output", text);
 }
 

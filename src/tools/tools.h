@@ -55,6 +55,11 @@ int tool_fail(int exit_status, const char *format, ...) __attribute__((format(pr
 /* The same for the last failed call of the library, whose status tells the exit status. */
 int tool_fail_status(tb_status status);
 
+/* A line that tells how far things are, on standard error if that is a terminal. The next one takes its place, and what
+ * is printed by the functions here. */
+void tool_show_line(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void tool_hide_line(void);
+
 /* Prints the text on standard output, at once, and frees it. */
 int tool_print(tb__text *text);
 

@@ -1,16 +1,7 @@
 #!/bin/sh
 # tensorbus bench: every line is there, and verified; ratios are left alone, because tests share the machine.
-# shellcheck source=tests/cli/support.sh
-. "$(dirname -- "$0")/support.sh"
-
-# Nothing it leaves behind goes unnoticed.
-TMPDIR=$(mktemp -d /tmp/tb.XXXXXX) || exit 1
-export TMPDIR
-trap 'rm -rf "$tmp" "$TMPDIR"' EXIT
-
-nothing_is_left() {
-    [ -z "$(ls -A "$TMPDIR")" ] || fail "$1: left $(ls -A "$TMPDIR")"
-}
+# shellcheck source=tests/cli/ranks.sh
+. "$(dirname -- "$0")/ranks.sh"
 
 accepted bench --size 2MiB --rounds 1 --json
 lines 9
@@ -18,13 +9,32 @@ for name in row_col row_col_hand foreign model replicate local small cast partia
     printed "^{\"name\":\"$name\",.*\"gb_per_s\":[0-9.]*,\"ratio\":[0-9.]*,\"against\":\".*,\"rounds\":1,\"at_least\":0"
 done
 not_printed '"gb_per_s":0\.000'
-nothing_is_left bench
+clean bench
 
 # a size that nothing divides evenly, and an even number of rounds
 accepted bench --size 3500001 --rounds 2 --only small,row_col
 lines 3
 printed '^row_col  .* memcpy  .*0\.85  '
 printed '^small  .*0\.60  '
+
+# the path between machines takes memory beside the tensors, and no more than the settings allow
+extra_bytes() {
+    sed -n 's/.*"extra_bytes":\([0-9]*\).*/\1/p' "$out"
+}
+accepted bench --size 32MiB --rounds 1 --only row_col --json
+direct=$(extra_bytes)
+accepted bench --size 32MiB --rounds 1 --only row_col --staged --json
+staged=$(extra_bytes)
+TENSORBUS_BUCKET_SIZE=256k TENSORBUS_STAGING_BYTES=1MiB accepted bench --size 32MiB --rounds 1 --only row_col --staged --json
+little=$(extra_bytes)
+if [ -n "$direct" ]; then
+    [ "$staged" -gt $((direct + (16 << 20))) ] || fail "staged: $staged bytes of extra memory, $direct otherwise"
+    [ "$little" -lt $((direct + (16 << 20))) ] || fail "TENSORBUS_STAGING_BYTES=1MiB: $little bytes of extra memory"
+else
+    printf 'not tested where the kernel does not tell PSS: extra memory\n'
+fi
+accepted bench --size 1MiB --rounds 1 --staged --json
+lines 9
 
 # without MPI and Python
 mkdir "$tmp/bin" || exit 1
@@ -44,20 +54,22 @@ else
     expect_status 0 'reached, with --check'
 fi
 
-# a signal: it takes ranks and files along
-"$TENSORBUS" bench --size 64MiB --rounds 1000 --only row_col >"$out" 2>"$err" </dev/null &
-pid=$!
-tries=0
-until [ -n "$(ls -A "$TMPDIR")" ] || [ $tries -ge 300 ]; do
-    sleep 0.1
-    tries=$((tries + 1))
-done
-[ $tries -lt 300 ] || fail 'no folder was made'
-kill -TERM $pid
-wait $pid
-status=$?
-expect_status 143 'ended by SIGTERM'
-[ ! -s "$out" ] || fail 'printed something although it was ended'
-nothing_is_left SIGTERM
+# whatever ends it: it takes ranks and files along
+begin() {
+    start bench --size 16MiB --rounds 1000 --only row_col
+    hold || fail "it was not caught at work: $(cat "$err")"
+}
+
+begin
+kill -TERM "$job"
+ended 143 '^tensorbus bench: ended by signal 15 (Terminated)$' 'SIGTERM to the bench'
+
+begin
+kill -INT "-$job"
+ended 130 '^tensorbus bench: ended by signal 2 (Interrupt)$' 'SIGINT to the group'
+
+begin
+kill -KILL "$(ranks | sed -n 6p)"
+ended 1 '^tensorbus bench: row_col: to 1 was ended by signal 9 (Killed)$' 'SIGKILL to a rank'
 
 finish

@@ -1,16 +1,7 @@
 #!/bin/sh
 # tensorbus demo: a model arrives, every element of it; whatever ends the demo leaves nothing behind.
-# shellcheck source=tests/cli/support.sh
-. "$(dirname -- "$0")/support.sh"
-
-TMPDIR=$tmp/t
-export TMPDIR
-mkdir "$TMPDIR" || exit 1
-
-# clean WHAT: the demo has removed its folder
-clean() {
-    [ -z "$(ls -A "$TMPDIR")" ] || fail "$1: left $(ls -A "$TMPDIR") behind"
-}
+# shellcheck source=tests/cli/ranks.sh
+. "$(dirname -- "$0")/ranks.sh"
 
 # moved ELEMENTS RANKS ARG...: the demo must verify this many elements on so many target ranks
 moved() {
@@ -30,7 +21,7 @@ moved 33580032 '4 ranks' --size 32MiB
 printed '^model     291 bf16 tensors, 32 layers, hidden size 192, 32.0 MiB (33555072 bytes)$'
 printed '^source    4 processes; mesh=4 place=Shard(0)$'
 printed '^target    4 processes; mesh=2,2 place=Replicate,Shard(0); o_proj, down_proj mesh=2,2 place=Replicate,Shard(1); norms replicated$'
-printed '^version  delivered  *ms  *GB/s  of memcpy  plan  wait  pack  wire  unpack  commit$'
+printed '^version  delivered  *ms  *GB/s  of memcpy  *plan  *wait  *pack  *wire  *unpack  *commit$'
 printed '^memcpy    [0-9.]* GB/s by [0-9]* threads\{0,1\}$'
 lines 11
 
@@ -53,8 +44,14 @@ printed '^source    4 processes; mesh=2,2 place=Shard(0),Shard(1); norms replica
 printed '^target    4 processes; mesh=4 place=Shard(1); norms replicated$'
 moved "$once" '5 ranks' --size 100k --ranks 3,5 --src 'mesh=2 place=Shard(0)' --dst 'mesh=2 place=Shard(0) ranks=4,1'
 
-# settings take part
+# settings take part, and so does the path between machines, which packs
 TENSORBUS_BUCKET_SIZE=1000 TENSORBUS_STAGING_BYTES=64k moved "$once" '1 rank' --size 100k --ranks 4,1
+moved '[0-9]*' '4 ranks' --size 8MiB
+printed '^ *1 .* 0\.0  *[0-9.]*  *0\.0  *[0-9.]*$' # nothing is packed, nothing unpacked
+moved '[0-9]*' '4 ranks' --size 8MiB --staged
+not_printed '^ *1 .* 0\.0  *[0-9.]*  *0\.0  *[0-9.]*$'
+TENSORBUS_BUCKET_SIZE=4k TENSORBUS_STAGING_BYTES=64k TENSORBUS_MAX_IN_FLIGHT=1 \
+    moved "$once" '3 ranks' --size 100k --ranks 4,3 --staged --dst 'mesh=3 place=Shard(0)'
 
 refused "^tensorbus demo: --size: 'lots' is not a size" demo --size lots
 refused '^tensorbus demo: --size: a model of 1000 bytes is too small; it must have at least 65536$' demo --size 1000
@@ -84,75 +81,38 @@ else
     printf 'not tested without script: the moving line\n'
 fi
 
-# in_session PID: what is alive in the session that PID has begun, as "pid parent" lines
-in_session() {
-    cat /proc/[0-9]*/stat 2>/dev/null | sed 's/^\([0-9]*\) (.*) \([A-Za-z]\) /\1 \2 /' |
-        awk -v session="$1" '$5 == session && $2 != "Z" && $2 != "X" { print $1, $3 }'
-}
-
-# ranks: the processes that the demo has forked, oldest first
-ranks() {
-    in_session "$demo" | awk -v parent="$demo" '$2 == parent { print $1 }' | sort -n
-}
-
-# is_running: the demo has not ended, as one has that only waits to be waited for
-is_running() {
-    case $(sed 's/.*) //' "/proc/$demo/stat" 2>/dev/null) in
-    '' | Z* | X*) return 1 ;;
-    esac
-}
-
-# nothing_left: waits until the session is empty, for a minute at most
-nothing_left() {
-    tries=0
-    while [ -n "$(in_session "$demo")" ]; do
-        tries=$((tries + 1))
-        [ "$tries" -lt 1200 ] || return 1
-        sleep 0.05
+# has_met: waits until the ranks have met, which is when their folder goes; false if the demo has ended
+has_met() {
+    while is_running; do
+        [ -n "$(ls -A "$TMPDIR")" ] || return 0
+        sleep 0.01
     done
+    return 1
 }
 
-# begin: starts a demo in a session of its own, where the shell would have it ignore SIGINT, and stops its first rank, so
-# that it can't come to its end. One that was faster is followed by a larger one.
+# begin [met]: a demo at work, which can't come to its end because its first rank is stopped. One that was faster is
+# followed by a larger one.
 begin() {
     for size in 128MiB 512MiB 2GiB; do
-        setsid env --default-signal=INT "$TENSORBUS" demo --size "$size" >"$out" 2>"$err" </dev/null &
-        demo=$!
-        while is_running && [ "$(ranks | wc -l)" -lt 8 ]; do
-            sleep 0.01
-        done
-        first=$(ranks | head -n 1)
-        if [ -n "$first" ] && kill -STOP "$first" 2>/dev/null; then
-            [ "$(ranks | wc -l)" -lt 8 ] || return 0
-            kill -CONT "$first"
+        start demo --size "$size"
+        if { [ -z "${1-}" ] || has_met; } && hold; then
+            return 0
         fi
-        wait "$demo" || fail "a demo of $size failed: $(cat "$err")"
+        wait "$job" || fail "a demo of $size failed: $(cat "$err")"
     done
     fail "no demo was caught at work"
 }
 
-# ended STATUS PATTERN WHAT: it must end with this status, one sentence, and without a trace
-ended() {
-    wait "$demo" 2>/dev/null
-    status=$?
-    expect_status "$1" "$3"
-    [ ! -s "$out" ] || fail "$3: printed something although it was ended"
-    [ "$(wc -l <"$err")" -eq 1 ] || fail "$3: said $(wc -l <"$err") lines instead of one: $(cat "$err")"
-    grep -q -e "$2" "$err" || fail "$3: expected '$2': $(cat "$err")"
-    [ -z "$(in_session "$demo")" ] || fail "$3: left processes behind: $(in_session "$demo")"
-    clean "$3"
-}
-
 begin
-kill -INT "$demo"
+kill -INT "$job"
 ended 130 '^tensorbus demo: ended by signal 2 (Interrupt)$' 'SIGINT to the demo'
 
 begin
-kill -INT "-$demo"
+kill -INT "-$job"
 ended 130 '^tensorbus demo: ended by signal 2 (Interrupt)$' 'SIGINT to the group'
 
 begin
-kill -TERM "-$demo"
+kill -TERM "-$job"
 ended 143 '^tensorbus demo: ended by signal 15 (Terminated)$' 'SIGTERM to the group'
 
 # a rank of each side, while others wait for them
@@ -162,10 +122,11 @@ for nth in 2 7; do
     ended 1 '^tensorbus demo: [a-z]* [0-3] was ended by signal 9 (Killed)$' "SIGKILL to rank $nth"
 done
 
-# What nobody can tidy up after: at least the processes are gone.
-begin
-kill -KILL "$demo"
-wait "$demo" 2>/dev/null
-nothing_left || fail "SIGKILL to the demo: left processes behind: $(in_session "$demo")"
+# What nobody can tidy up after: the ranks go with it, and the folder has been gone since they met.
+begin met
+kill -KILL "$job"
+wait "$job" 2>/dev/null
+nothing_left || fail "SIGKILL to the demo: left processes behind: $(in_session "$job")"
+clean 'SIGKILL to the demo'
 
 finish

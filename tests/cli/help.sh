@@ -44,8 +44,8 @@ has() {
 has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has config json
-has demo size ranks src dst
-has bench only rounds size peers check json
+has demo size ranks src dst staged
+has bench only rounds size staged peers check json
 
 # help needs no sound environment, and comes whatever else is asked for
 export TENSORBUS_LOG=loud

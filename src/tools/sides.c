@@ -1,20 +1,11 @@
-/* The layouts of the demo's two sides, and what one rank holds of the model. */
-#include "tools/demo.h"
+/* The two sides of a job: the layouts of each, and whether what they ask for can be done here. */
+#include "tools/move.h"
 
 #include "layout/layout.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
-
-enum { DEFAULT_RANKS = 4, ALIGNMENT = 64 };
-
-static tb_status refuse_partial(const tb_layout *layout) {
-    for (int i = 0; i < layout->ndim; i++) {
-        if (layout->place[i].kind == TB_PARTIAL)
-            return tb__fail(TB_REFUSED, "Partial is not for the demo, which checks that elements arrive as they were");
-    }
-    return TB_OK;
-}
 
 static tb_status set_layout(tool_side *side, tool_cut cut, const char *text) {
     TB_TRY(tb_layout_parse(text, &side->layout[cut]));
@@ -50,11 +41,9 @@ static int32_t highest_rank(const tb_layout *layout) {
 }
 
 static tb_status set_given(tool_side *side, const char *text) {
-    side->is_given = true;
     TB_TRY(set_layout(side, TOOL_CUT_COLUMN, text));
     TB_TRY(set_layout(side, TOOL_CUT_ROW, text));
     const tb_layout *layout = side->layout[TOOL_CUT_ROW];
-    TB_TRY(refuse_partial(layout));
     int32_t highest = highest_rank(layout);
     if (side->nranks == 0)
         side->nranks = highest < TOOL_MAX_SIDE ? highest + 1 : TOOL_MAX_SIDE;
@@ -93,13 +82,13 @@ static tb_status set_target(tool_side *side) {
     return TB_OK;
 }
 
-tb_status tool_side_init(tool_side *side, int which, const char *text, int32_t nranks) {
-    *side = (tool_side){.group = which == TOOL_SOURCE ? "trainer" : "inference", .nranks = nranks};
+tb_status tool_side_init(tool_side *side, int which, const char *group, const char *text, int32_t nranks) {
+    *side = (tool_side){.group = group, .nranks = nranks};
     tb_status status;
     if (text) {
         status = set_given(side, text);
     } else {
-        side->nranks = nranks > 0 ? nranks : DEFAULT_RANKS;
+        side->nranks = nranks > 0 ? nranks : TOOL_DEFAULT_RANKS;
         status = which == TOOL_SOURCE ? set_source(side) : set_target(side);
     }
     if (status != TB_OK)
@@ -115,56 +104,77 @@ void tool_side_fini(tool_side *side) {
     *side = (tool_side){0};
 }
 
-tb_status tool_sides_check(const tool_side sides[TOOL_NSIDES], const tool_model *model) {
+tb_status tool_job_check(const tool_job *job) {
     tb_plan_cache *cache;
     TB_TRY(tb_plan_cache_create(&cache));
     tb_status status = TB_OK;
-    for (size_t i = 0; i < model->weights.count && status == TB_OK; i++) {
-        const tool_weight *weight = &model->weights.item[i];
+    for (size_t i = 0; i < job->tensors.count && status == TB_OK; i++) {
+        const tool_tensor *tensor = &job->tensors.item[i];
         const tb_plan *plan;
-        status = tb_plan_cache_get(cache, sides[TOOL_SOURCE].layout[weight->cut],
-                                   sides[TOOL_TARGET].layout[weight->cut], &weight->shape, TB_BF16, NULL, &plan);
+        status = tb_plan_cache_get(cache, job->side[TOOL_SOURCE].layout[tensor->cut],
+                                   job->side[TOOL_TARGET].layout[tensor->cut], &tensor->shape,
+                                   tensor->dtype[TOOL_SOURCE], NULL, &plan);
         if (status != TB_OK)
-            tb__prefix_detail("%s", weight->name);
+            tb__prefix_detail("%s", tensor->name);
     }
     tb_plan_cache_destroy(cache);
     return status;
 }
 
-static tb_status add_part(tool_parts *parts, const tool_model *model, const tool_side *side, int32_t rank) {
-    size_t i = parts->count;
-    const tool_weight *weight = &model->weights.item[i];
-    tool_part part = {.tensor = (uint32_t)i, .weight = weight, .offset = parts->nbytes};
-    TB_TRY(tb_layout_local(side->layout[weight->cut], &weight->shape, rank, &part.local));
-    parts->part[parts->count++] = part;
-    int64_t nbytes;
-    /* A list may name an index twice, so that a part is larger than its tensor. */
-    TB_TRY(tb_shape_size(&part.local.shape, TB_BF16, &parts->part[i].nelements, &nbytes));
-    if (parts->nbytes > INT64_MAX / 4 - nbytes)
-        return tb__fail(TB_TOO_BIG, "a rank would hold more than 2^61 bytes");
-    parts->nelements += parts->part[i].nelements;
-    parts->nbytes += (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return TB_OK;
+/* What can be had without pushing others out; 0: not known. */
+static int64_t available_memory(void) {
+    static const char key[] = "MemAvailable:";
+    char line[128];
+    int64_t kib = 0;
+    FILE *file = fopen("/proc/meminfo", "re");
+    while (file && kib == 0 && fgets(line, sizeof line, file)) {
+        const char *at = line + sizeof key - 1;
+        if (strncmp(line, key, sizeof key - 1) == 0 && !tb__read_int(&at, &kib))
+            kib = 0;
+    }
+    if (file)
+        fclose(file);
+    return kib * 1024;
 }
 
-tb_status tool_parts_init(tool_parts *parts, const tool_model *model, const tool_side *side, int32_t rank) {
-    *parts = (tool_parts){0};
-    parts->part = tb__calloc(model->weights.count, sizeof *parts->part);
-    if (!parts->part)
-        return TB_NO_MEMORY;
-    while (parts->count < model->weights.count) {
-        tb_status status = add_part(parts, model, side, rank);
-        if (status != TB_OK) {
-            tool_parts_fini(parts);
-            return status;
+static void name_ranks(tool_job *job) {
+    job->nranks = 0;
+    for (int which = 0; which < (job->is_local ? 1 : TOOL_NSIDES); which++) {
+        const char *group = job->is_local ? "rank" : job->side[which].group;
+        for (int32_t i = 0; i < job->side[which].nranks; i++) {
+            tool_rank_name *name = &job->names[job->nranks++];
+            snprintf(name->text, sizeof name->text, "%s %" PRId32, group, i);
         }
     }
+}
+
+tb_status tool_job_weigh(tool_job *job) {
+    int64_t total = 0, available = available_memory();
+    name_ranks(job);
+    for (int which = 0; which < TOOL_NSIDES; which++) {
+        job->nbytes[which] = 0;
+        for (int32_t rank = 0; rank < job->side[which].nranks; rank++) {
+            tool_parts parts;
+            TB_TRY(tool_parts_init(&parts, job, which, rank));
+            job->nbytes[which] += parts.nbytes;
+            total += parts.nbytes_allocated;
+            tool_parts_fini(&parts);
+            if (total > INT64_MAX / 4)
+                return tb__fail(TB_TOO_BIG, "the ranks would hold more than 2^61 bytes together");
+        }
+    }
+    if (available > 0 && total > available)
+        return tb__fail(TB_TOO_BIG, "the ranks would hold %s together, but only %s of memory are free",
+                        tool_size(total).text, tool_size(available).text);
+    int64_t patience_ms = 30000 + total / 100000; /* 100 MB/s is slower than any machine that has room for it */
+    job->timeout_ms = (int)(patience_ms < 3600000 ? patience_ms : 3600000);
     return TB_OK;
 }
 
-void tool_parts_fini(tool_parts *parts) {
-    for (size_t i = 0; i < parts->count; i++)
-        tb_local_fini(&parts->part[i].local);
-    free(parts->part);
-    *parts = (tool_parts){0};
+void tool_job_fini(tool_job *job) {
+    for (int which = 0; which < TOOL_NSIDES; which++)
+        tool_side_fini(&job->side[which]);
+    free(job->tensors.item);
+    tool_folder_remove(job->folder);
+    *job = (tool_job){0};
 }

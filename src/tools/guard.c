@@ -1,0 +1,111 @@
+/* What must not be left behind: signals wait until the parent has tidied up, and its folder goes with it. */
+#include "tools/move.h"
+
+#include <errno.h>
+#include <ftw.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/signalfd.h>
+#include <time.h>
+#include <unistd.h>
+
+int64_t tool_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Signals */
+
+tb_status tool_guard_init(tool_guard *guard) {
+    static const int ending[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+    sigset_t watched;
+    guard->caught = 0;
+    sigemptyset(&guard->ending);
+    for (size_t i = 0; i < sizeof ending / sizeof *ending; i++) {
+        struct sigaction action;
+        if (sigaction(ending[i], NULL, &action) == 0 && action.sa_handler != SIG_IGN)
+            sigaddset(&guard->ending, ending[i]);
+    }
+    watched = guard->ending;
+    sigaddset(&watched, SIGCHLD);
+    guard->fd = signalfd(-1, &watched, SFD_NONBLOCK | SFD_CLOEXEC);
+    if (guard->fd < 0)
+        return tb__fail(TB_IO, "signalfd: %s", strerror(errno));
+    /* Whoever started us may ignore it, and then nobody could learn how a child ended. */
+    sigaction(SIGCHLD, &(struct sigaction){.sa_handler = SIG_DFL}, &guard->child_action);
+    sigprocmask(SIG_BLOCK, &watched, &guard->before);
+    return TB_OK;
+}
+
+tb_status tool_guard_check(tool_guard *guard) {
+    struct signalfd_siginfo info;
+    while (read(guard->fd, &info, sizeof info) == (ssize_t)sizeof info) {
+        if (info.ssi_signo != SIGCHLD && guard->caught == 0)
+            guard->caught = (int)info.ssi_signo;
+    }
+    if (guard->caught == 0)
+        return TB_OK;
+    return tb__fail(TB_CANCELLED, "ended by signal %d (%s)", guard->caught, strsignal(guard->caught));
+}
+
+void tool_guard_fini(tool_guard *guard) {
+    (void)tool_guard_check(guard);
+    close(guard->fd);
+    sigaction(SIGCHLD, &guard->child_action, NULL);
+    if (guard->caught != 0)
+        raise(guard->caught);
+    sigprocmask(SIG_SETMASK, &guard->before, NULL); /* a signal that was raised takes effect here */
+}
+
+void tool_guard_drop(const tool_guard *guard) {
+    close(guard->fd);
+    sigaction(SIGCHLD, &guard->child_action, NULL);
+    sigprocmask(SIG_SETMASK, &guard->before, NULL);
+}
+
+/* Folders */
+
+tb_status tool_folder_make(char *path, size_t size) {
+    const char *base = getenv("TMPDIR");
+    int length = snprintf(path, size, "%s/tensorbus-XXXXXX", base && *base ? base : "/tmp");
+    tb_status status = TB_OK;
+    if (length < 0 || (size_t)length >= size)
+        status = tb__fail(TB_INVALID, "TMPDIR is too long for the name of a socket: %.200s", base);
+    else if (!mkdtemp(path))
+        status = tb__fail(TB_IO, "can't make a folder %s: %s", path, strerror(errno));
+    if (status != TB_OK)
+        *path = '\0';
+    return status;
+}
+
+static int remove_entry(const char *path, const struct stat *about, int kind, struct FTW *where) {
+    (void)about;
+    (void)kind;
+    (void)where;
+    (void)remove(path); /* the rest is to go all the same */
+    return 0;
+}
+
+void tool_folder_remove(char *path) {
+    enum { MAX_OPEN = 8 };
+    if (*path)
+        nftw(path, remove_entry, MAX_OPEN, FTW_DEPTH | FTW_PHYS);
+    *path = '\0';
+}
+
+/* Shared memory */
+
+tb_status tool_share(size_t nbytes, void **out) {
+    void *memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return tb__fail(TB_NO_MEMORY, "can't map %zu bytes of shared memory: %s", nbytes, strerror(errno));
+    *out = memory;
+    return TB_OK;
+}
+
+void tool_unshare(void *ptr, size_t nbytes) {
+    if (ptr)
+        munmap(ptr, nbytes);
+}
