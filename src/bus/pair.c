@@ -106,6 +106,20 @@ static void name_absent(meeting *m, const tb__notes *notes, const char *group, i
     }
 }
 
+/* The store may learn later than we that a rank is gone. Its seat is as good as empty; somebody else may take it. */
+static bool names_lost(meeting *m, const char *group, const tb__roster *roster) {
+    for (int32_t i = 0; i < roster->size; i++) {
+        const tb__member *at = &roster->member[i];
+        const tb__peer *peer = tb__engine_find_peer(m->pair->world->engine, at->rank, at->incarnation);
+        if (peer && peer->is_lost) {
+            snprintf(m->missing, sizeof m->missing, "%.100s %" PRId32 " is gone, and nobody has taken its seat", group,
+                     i);
+            return true;
+        }
+    }
+    return false;
+}
+
 /* One side: whether it is complete. What it agrees on goes to the pair. */
 static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool *is_complete) {
     tb_pair *pair = m->pair;
@@ -120,6 +134,8 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
         name_missing(m, s->group, &roster, nnotes);
         if (roster.npresent == roster.size && roster.size > 0)
             name_absent(m, notes, s->group, roster.size);
+    } else if (names_lost(m, s->group, &roster)) {
+        *is_complete = false;
     } else {
         s->size = roster.size;
         free(s->layout);

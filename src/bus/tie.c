@@ -34,13 +34,18 @@ static void tell_flows(tb__tie *tie, size_t gone) {
 }
 
 /* A rank that has destroyed the batch. What needs it no more goes on: if it had agreed, everybody has come, although
- * their manifests may still be on their way to us. */
+ * their manifests may still be on their way to us. If it did so because something went wrong, that is the reason here,
+ * too: it may have heard of a dead rank before us. */
 static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
         tie->knew[at][i] = tb__unpack_u64(message);
+    uint32_t code = tb__unpack_u32(message);
+    const char *why = tb__unpack_string(message);
     tie->is_gone[at] = true;
-    if (tie->state == TIE_WAITING && (!had_agreed || message->failed))
+    if (!message->failed && code > 0 && code <= 64)
+        break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why));
+    else if (tie->state == TIE_WAITING && (!had_agreed || message->failed))
         break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
     tell_flows(tie, at);
 }
@@ -278,6 +283,8 @@ void tb__tie_destroy(tb__tie *tie) {
         tb__pack_u32(&gone, tie->has_agreed);
         for (int side = 0; side < 2; side++)
             tb__pack_u64(&gone, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
+        tb__pack_u32(&gone, tie->state == TIE_BROKEN ? (uint32_t)-tie->status : 0);
+        tb__pack_string(&gone, tie->state == TIE_BROKEN ? tie->why : "");
         if (tie->peers[i]->rank == world->rank)
             tb__pack_fini(&gone);
         else

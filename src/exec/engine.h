@@ -85,6 +85,8 @@ void tb__engine_remove_task(tb__engine *engine, tb__task *task);
 tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                              const char *label, tb__peer **out);
 
+tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarnation); /* NULL: not connected */
+
 /* Sends a message to one of the peer's ports; takes over what is packed. To a peer that is lost it goes nowhere: loss
  * is told through the ports. Messages to one peer arrive in order. */
 tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message);

@@ -281,14 +281,21 @@ static void free_peer(tb__peer *peer) {
     free(peer);
 }
 
+tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarnation) {
+    int32_t wire = tb__wire_rank(rank, incarnation);
+    tb__peer *peer = engine->peers;
+    while (peer && peer->wire != wire)
+        peer = peer->next;
+    return peer;
+}
+
 tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                              const char *label, tb__peer **out) {
     int32_t wire = tb__wire_rank(rank, incarnation);
-    for (tb__peer *peer = engine->peers; peer; peer = peer->next) {
-        if (peer->wire == wire) {
-            *out = peer;
-            return TB_OK;
-        }
+    tb__peer *known = tb__engine_find_peer(engine, rank, incarnation);
+    if (known) {
+        *out = known;
+        return TB_OK;
     }
     const void *address = NULL;
     size_t address_nbytes = 0;

@@ -376,6 +376,25 @@ static void dismiss(shm *s, shm_link *link) {
     free_link(s, link);
 }
 
+/* It is gone, but what it has said before counts: that it is done, for one. What was read goes to receives that are
+ * posted, and these lead to others. */
+static void end_peer(shm *s, shm_peer *peer, const char *why) {
+    unsigned char data[SHM_MAX_FRAME];
+    shm_posted *p;
+    for (bool is_good = peer->in != NULL; is_good;) {
+        shm_frame frame = {0};
+        bool is_empty;
+        int fd;
+        ssize_t n = shm_link_receive(peer->in, &frame, data, sizeof data, &fd, &is_empty);
+        is_good = !is_empty && n >= 0 && shm_on_frame(s, peer->in, &frame, data, (size_t)n, fd);
+        if (fd >= 0)
+            close(fd);
+    }
+    while ((p = shm_list_take(&s->finished)))
+        shm_tell(p);
+    shm_lose(s, peer, why);
+}
+
 /* Frames of one link, a bounded number so that others get their turn. */
 static void read_link(shm *s, shm_link *link) {
     unsigned char data[SHM_MAX_FRAME];
@@ -395,8 +414,10 @@ static void read_link(shm *s, shm_link *link) {
             continue;
         if (!peer)
             dismiss(s, link);
+        else if (n < 0)
+            end_peer(s, peer, "its connection ended");
         else
-            shm_lose(s, peer, n < 0 ? "its connection ended" : "it sent what makes no sense");
+            shm_lose(s, peer, "it sent what makes no sense");
         return;
     }
 }
@@ -413,7 +434,7 @@ static void on_event(shm *s, const struct epoll_event *event) {
         eventfd_read(s->wake, &unused);
         break;
     case WATCH_PROCESS:
-        shm_lose(s, event->data.ptr, "its process ended");
+        end_peer(s, event->data.ptr, "its process ended");
         break;
     case WATCH_LINK:
         if (event->events & EPOLLOUT) {
