@@ -101,6 +101,7 @@ static void on_courier(tb_op *op) {
     c->is_done = true;
     p->left--;
     leg_of(p)->in_flight--;
+    tb__leg_idle(leg_of(p));
     if (op->status != TB_OK && p->status == TB_OK)
         p->status = op->status;
     else if (op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes)
@@ -120,6 +121,7 @@ static void post(courier *c, tb_op_kind kind) {
                     .arg = c};
     c->is_posted = true;
     leg_of(c->parcel)->in_flight++;
+    tb__leg_idle(leg_of(c->parcel));
     tb_status status = tb__transport_post(m->peer->transport, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
