@@ -387,7 +387,7 @@ bool tb__flow_step_in(tb__flow *flow) {
         }
     }
     if (status != TB_OK) {
-        tb__flow_abort(flow, false, status);
+        tb__flow_fail_recv(flow, status);
         return true;
     }
     return did;
@@ -530,9 +530,9 @@ bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
             break;
         }
     }
-    if (status != TB_OK) {
-        tb__flow_abort(flow, is_send, status);
-        return true;
-    }
-    return did;
+    if (status != TB_OK && is_send)
+        tb__flow_abort(flow, true, status);
+    else if (status != TB_OK)
+        tb__flow_fail_recv(flow, status);
+    return did || status != TB_OK;
 }
