@@ -197,7 +197,8 @@ struct tb__flow {
     TB_VEC(announcement) announcements;
     parcel *parcels;
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    TB_VEC(tb__copy) copies; /* of the step under way */
+    int64_t staged, staged_most; /* of all pools together, now and ever */
+    TB_VEC(tb__copy) copies;     /* of the step under way */
     tb__arena copy_arena;
     char *bounce; /* for what is read, not mapped */
 };

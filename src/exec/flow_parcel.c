@@ -49,6 +49,9 @@ void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
     if (tb_alloc(nbytes, &buffer) != TB_OK)
         return NULL;
     flow->pool_used[which] += (int64_t)nbytes;
+    flow->staged += (int64_t)nbytes;
+    if (flow->staged > flow->staged_most)
+        flow->staged_most = flow->staged;
     return buffer;
 }
 
@@ -57,6 +60,7 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
         return;
     tb_free(buffer);
     flow->pool_used[which] -= (int64_t)nbytes;
+    flow->staged -= (int64_t)nbytes;
 }
 
 /* ---- Parcels --------------------------------------------------------------------------------------------------- */
