@@ -152,8 +152,8 @@ static bool step(tb__task *task) {
         did |= leg_of(t, i)->status != TB_OK; /* also one that a message has ended */
         groups_after += leg_of(t, i)->groups_done;
     }
-    if (did)
-        look_at_legs(t);
+    look_at_legs(t); /* always: a leg may have been ended by a message, or by a loss */
+    did |= t->has_ended;
     if (groups_after != groups)
         tell(t);
     if (!t->has_ended && tb__now_ms() >= t->deadline_ms) {

@@ -143,18 +143,19 @@ static void note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const
     flow->aborts.item[flow->aborts.count++] = (struct abort){attempt, status, copy};
 }
 
+static uint64_t *last_of(tb__flow *flow, bool is_send) {
+    return is_send ? &flow->last_sent : &flow->last_received;
+}
+
 /* Whether one has been started that this rank has not had. */
 static bool has_attempt(tb__flow *flow, bool is_send) {
-    uint64_t *last = is_send ? &flow->last_sent : &flow->last_received;
-    while (*last < flow->started && find_abort(flow, *last + 1))
-        ++*last; /* given up before we came */
-    return *last < flow->started;
+    return *last_of(flow, is_send) < flow->started;
 }
 
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     if (!leg->attempt && has_attempt(flow, is_send))
-        leg->attempt = ++*(is_send ? &flow->last_sent : &flow->last_received);
+        leg->attempt = ++*last_of(flow, is_send);
     return leg->attempt > 0;
 }
 
@@ -173,12 +174,16 @@ void tb__leg_idle(tb__leg *leg) {
 
 void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
+    uint64_t *last = last_of(flow, is_send);
     *leg = (tb__leg){
         .is_under_way = true, .bytes_total = leg->bytes_total, .groups_total = leg->groups_total, .phases = phases};
+    while (find_abort(flow, *last + 1))
+        ++*last; /* given up before we came; what is given up from now on is ours */
     if (is_send) {
         flow->send_is_exposed = false;
         if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0) {
-            flow->started++;
+            flow->started = *last > flow->started ? *last + 1 : flow->started + 1;
+            leg->attempt = *last = flow->started;
             for (size_t i = 0; i < flow->nmembers; i++) {
                 if (i != flow->self)
                     tb__flow_tell(flow, &flow->members[i], MESSAGE_START, flow->started);
@@ -203,6 +208,10 @@ static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) 
     tb__flow_drop_parcels(flow, is_send);
     if (!is_send)
         tb__flow_end_recv(flow);
+    /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
+     * that got tired of waiting does not stop a sender that is about to come. */
+    if (!leg->attempt && tell && (is_send || status != TB_TIMEOUT))
+        leg->attempt = ++*last_of(flow, is_send);
     if (leg->attempt) {
         note_abort(flow, leg->attempt, status, leg->why); /* for the other leg, too */
         if (tell)
@@ -285,8 +294,9 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         fail_leg(flow, is_send, tb__fail(flow->broken, "%s", flow->why), false);
         return true;
     }
-    const struct abort *abort = leg->attempt ? find_abort(flow, leg->attempt) : NULL;
+    const struct abort *abort = find_abort(flow, leg->attempt ? leg->attempt : *last_of(flow, is_send) + 1);
     if (abort) {
+        *last_of(flow, is_send) = abort->attempt;
         fail_leg(flow, is_send, tb__fail(abort->status, "%s", abort->why), false);
         return true;
     }

@@ -169,8 +169,9 @@ struct tb__flow {
     tb__region *words_region;
     char *words;
     char *snapshot;
-    tb_binding *snapshot_of; /* per tensor: the live tensor, where src is the snapshot */
-    tb__index by_bucket;     /* of buckets that may be announced, by their first chunk */
+    tb_binding *snapshot_of;   /* per tensor: the live tensor, where src is the snapshot */
+    tb__region **live_regions; /* of those; never exported, but they may be invalidated */
+    tb__index by_bucket;       /* of buckets that may be announced, by their first chunk */
 
     /* Numbers. */
     uint64_t started;
@@ -193,11 +194,13 @@ struct tb__flow {
     size_t groups_taken; /* by the host ... */
     bool takes_all;      /* ... as soon as they are there */
     size_t buckets_left;
+    bool is_withdrawn; /* a feeder has taken back what is being received; why is on its way */
     TB_VEC(stashed) stash;
     TB_VEC(announcement) announcements;
     parcel *parcels;
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    TB_VEC(tb__copy) copies; /* of the step under way */
+    int64_t staged, staged_most; /* of all pools together, now and ever */
+    TB_VEC(tb__copy) copies;     /* of the step under way */
     tb__arena copy_arena;
     char *bounce; /* for what is read, not mapped */
 };
@@ -258,6 +261,7 @@ void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is 
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_end_recv(tb__flow *flow);
+void tb__flow_fail_recv(tb__flow *flow, tb_status status);
 bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
 /* Whether this rank's targets may be written: nobody still reads what they overwrite. */
 bool tb__flow_may_write(const tb__flow *flow);

@@ -49,6 +49,9 @@ void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
     if (tb_alloc(nbytes, &buffer) != TB_OK)
         return NULL;
     flow->pool_used[which] += (int64_t)nbytes;
+    flow->staged += (int64_t)nbytes;
+    if (flow->staged > flow->staged_most)
+        flow->staged_most = flow->staged;
     return buffer;
 }
 
@@ -57,6 +60,7 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
         return;
     tb_free(buffer);
     flow->pool_used[which] -= (int64_t)nbytes;
+    flow->staged -= (int64_t)nbytes;
 }
 
 /* ---- Parcels --------------------------------------------------------------------------------------------------- */
@@ -101,6 +105,7 @@ static void on_courier(tb_op *op) {
     c->is_done = true;
     p->left--;
     leg_of(p)->in_flight--;
+    tb__leg_idle(leg_of(p));
     if (op->status != TB_OK && p->status == TB_OK)
         p->status = op->status;
     else if (op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes)
@@ -120,6 +125,7 @@ static void post(courier *c, tb_op_kind kind) {
                     .arg = c};
     c->is_posted = true;
     leg_of(c->parcel)->in_flight++;
+    tb__leg_idle(leg_of(c->parcel));
     tb_status status = tb__transport_post(m->peer->transport, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
@@ -419,7 +425,7 @@ bool tb__flow_step_in(tb__flow *flow) {
         }
     }
     if (status != TB_OK) {
-        tb__flow_abort(flow, false, status);
+        tb__flow_fail_recv(flow, status);
         return true;
     }
     return did;
@@ -562,9 +568,9 @@ bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
             break;
         }
     }
-    if (status != TB_OK) {
-        tb__flow_abort(flow, is_send, status);
-        return true;
-    }
-    return did;
+    if (status != TB_OK && is_send)
+        tb__flow_abort(flow, true, status);
+    else if (status != TB_OK)
+        tb__flow_fail_recv(flow, status);
+    return did || status != TB_OK;
 }

@@ -272,8 +272,13 @@ static tb_status plan(tb__flow *flow) {
     if (!flow->src_regions || !flow->dst_regions || !flow->flagged)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
-    if (flow->o.snapshot)
+    if (flow->o.snapshot) {
+        flow->live_regions = tb__calloc(n, sizeof *flow->live_regions);
+        if (!flow->live_regions)
+            return TB_NO_MEMORY;
+        TB_TRY(get_regions(flow, true, flow->live_regions));
         TB_TRY(make_snapshot(flow));
+    }
     TB_TRY(find_flagged(flow));
     TB_TRY(get_regions(flow, true, flow->src_regions));
     TB_TRY(get_regions(flow, false, flow->dst_regions));
@@ -298,10 +303,13 @@ void tb__flow_unplan(tb__flow *flow) {
             tb__region_put(flow->src_regions[i]);
         if (flow->dst_regions)
             tb__region_put(flow->dst_regions[i]);
+        if (flow->live_regions)
+            tb__region_put(flow->live_regions[i]);
     }
     tb__region_put(flow->words_region);
     free(flow->src_regions);
     free(flow->dst_regions);
+    free(flow->live_regions);
     free(flow->flagged);
     free(flow->snapshot_of);
     free(flow->lanes);

@@ -16,8 +16,9 @@ static bool all_have_reach(const tb__flow *flow) {
 }
 
 static tb_status check_regions(const tb__flow *flow) {
+    tb__region *const *regions = flow->live_regions ? flow->live_regions : flow->src_regions;
     for (size_t i = 0; i < flow->o.ntensors; i++) {
-        if (flow->src_regions[i] && !tb__region_is_valid(flow->src_regions[i]))
+        if (regions[i] && !tb__region_is_valid(regions[i]))
             return tb__fail(TB_INVALID,
                             "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
                             flow->tensors[i].spec.name, flow->o.rank, flow->what);
