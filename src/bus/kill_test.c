@@ -124,7 +124,7 @@ static void remove_small(member *m) {
 }
 
 static tb_transfer *begin(const member *m, tb_batch *batch) {
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     must(m, (is_sender(m) ? tb_send : tb_recv)(batch, NULL, &t));
     return t;
 }
@@ -159,7 +159,7 @@ static void check(const member *m, int version) {
 }
 
 static tb_status move_main(const member *m, int version) {
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     fill(m, version);
     TB_TRY((is_sender(m) ? tb_send : tb_recv)(m->batch, NULL, &t));
     tb_status status = tb_wait(t, TB_COMMITTED, -1);
@@ -318,7 +318,7 @@ static void start(scene *s, int position, int round) {
 /* Fails as soon as a member has ended. */
 static void hear_of(scene *s, const char *what, int round, int position, char *value, size_t room) {
     char key[64];
-    tb__store_value got;
+    tb__store_value got = {0};
     tb_status status = TB_TIMEOUT;
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     name_key(key, sizeof key, what, round, position);
