@@ -5,6 +5,7 @@
 
 #include <dirent.h>
 #include <inttypes.h>
+#include <sys/prctl.h>
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { NOTICE_MS = 20000 };
@@ -261,6 +262,7 @@ static void take_part(member *m, int first_round) {
 /* A role, as the argument says: which position, from which round on. */
 static int play(const char *url, const char *arg) {
     char *end;
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* nobody is left behind, whatever ends the first process */
     member m = {.url = url, .position = (int)strtol(arg, &end, 10)};
     int first_round = (int)strtol(end, NULL, 10);
     must(&m, tb__store_open(url, TOKEN, PATIENCE_MS, &m.store));

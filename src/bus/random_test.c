@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -597,6 +598,7 @@ static void random_batches_between_processes(void **state) {
         pids[i] = fork();
         assert_true(pids[i] >= 0);
         if (pids[i] == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
             work(i, url, seed, ncases);
             exit(0); /* not _exit: leaks are looked for */
         }
