@@ -5,6 +5,7 @@
 
 #include <dirent.h>
 #include <inttypes.h>
+#include <sys/prctl.h>
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { NOTICE_MS = 20000 };
@@ -124,7 +125,7 @@ static void remove_small(member *m) {
 }
 
 static tb_transfer *begin(const member *m, tb_batch *batch) {
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     must(m, (is_sender(m) ? tb_send : tb_recv)(batch, NULL, &t));
     return t;
 }
@@ -159,7 +160,7 @@ static void check(const member *m, int version) {
 }
 
 static tb_status move_main(const member *m, int version) {
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     fill(m, version);
     TB_TRY((is_sender(m) ? tb_send : tb_recv)(m->batch, NULL, &t));
     tb_status status = tb_wait(t, TB_COMMITTED, -1);
@@ -261,6 +262,7 @@ static void take_part(member *m, int first_round) {
 /* A role, as the argument says: which position, from which round on. */
 static int play(const char *url, const char *arg) {
     char *end;
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* nobody is left behind, whatever ends the first process */
     member m = {.url = url, .position = (int)strtol(arg, &end, 10)};
     int first_round = (int)strtol(end, NULL, 10);
     must(&m, tb__store_open(url, TOKEN, PATIENCE_MS, &m.store));
@@ -318,7 +320,7 @@ static void start(scene *s, int position, int round) {
 /* Fails as soon as a member has ended. */
 static void hear_of(scene *s, const char *what, int round, int position, char *value, size_t room) {
     char key[64];
-    tb__store_value got;
+    tb__store_value got = {0};
     tb_status status = TB_TIMEOUT;
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     name_key(key, sizeof key, what, round, position);

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -22,7 +23,7 @@
 #include <cmocka.h>
 
 #if defined(__SANITIZE_THREAD__)
-enum { USUAL_CASES = 40 };
+enum { USUAL_CASES = 150 };
 #else
 enum { USUAL_CASES = 500 };
 #endif
@@ -295,7 +296,7 @@ static void check_block(const worker *w, const block *b) {
 static tb_transfer *begin(worker *w, bool is_send, int from) {
     int as = is_send ? from : !from, usual = is_send ? w->first : !w->first;
     tb_transfer_opts opts = {.size = sizeof opts};
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     if (w->seat[0] >= 0 && w->seat[1] >= 0 && (as != usual || rng_range(&w->own, 0, 1)))
         opts.group = group_names[as];
     must(w, (is_send ? tb_send : tb_recv)(w->batch, &opts, &t));
@@ -597,6 +598,7 @@ static void random_batches_between_processes(void **state) {
         pids[i] = fork();
         assert_true(pids[i] >= 0);
         if (pids[i] == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
             work(i, url, seed, ncases);
             exit(0); /* not _exit: leaks are looked for */
         }

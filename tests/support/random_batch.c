@@ -56,7 +56,7 @@ static void choose_dtypes(rng *r, bool is_integer, batch_tensor *t) {
 
 /* Any seats in any order; now and then the first ones. */
 static void choose_seats(rng *r, side *s, int32_t nseats) {
-    int32_t seats[CASE_MAX_RANKS];
+    int32_t seats[CASE_MAX_RANKS] = {0};
     bool is_shuffled = rng_range(r, 0, 3) > 0;
     for (int32_t i = 0; i < nseats; i++)
         seats[i] = i;
