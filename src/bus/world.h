@@ -42,6 +42,12 @@ struct tb_world {
     tb__port port;
     TB_VEC(tb__seat) seats; /* the first is the one it joined with */
     tb_plan_cache *cache;
+    tb_pair *pairs; /* those that are not destroyed */
+    TB_VEC(struct tb__round {
+        char *pair;
+        uint32_t round;
+    })
+    rounds; /* see pair.c */
     tb__tie *ties;
     TB_VEC(tb__early) early;
 };
@@ -70,6 +76,8 @@ struct tb_pair {
     int side;      /* this process's */
     int32_t index; /* its seat there, of so many */
     int32_t size;
+    uint32_t round;
+    tb_pair *next;
     bool has_met; /* both sides are known: sizes, peers, layouts */
     size_t refs;  /* the user's, and one per tie */
 };
