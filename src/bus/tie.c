@@ -644,8 +644,10 @@ void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message)
         }
         if (at != TB__NOWHERE && tie->ports[at] == port)
             let_go(tie, at);
-    } else if (at == TB__NOWHERE || tie->ports[at] != 0 || tie->state == TIE_BROKEN) {
+    } else if (at == TB__NOWHERE || tie->ports[at] != 0) {
         keep_early(world, from, batch, pair, port, message);
+    } else if (tie->state == TIE_BROKEN) {
+        tie->ports[at] = port; /* it belongs to what failed; the next one is for when the batch is made again */
     } else {
         take_manifest(tie, at, port, message);
     }
