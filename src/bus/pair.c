@@ -189,6 +189,8 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
 
 static bool look(void *arg) {
     meeting *m = arg;
+    if (m->pair->has_met)
+        return true;
     tb__notes notes;
     bool is_complete[2] = {false, false};
     m->missing[0] = '\0';
@@ -281,6 +283,10 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
         return TB_OK;
     }
     bool is_over = tb__engine_wait(engine, look, &m, deadline_ms);
+    if (pair->has_met) { /* by another thread, meanwhile */
+        tb__engine_unlock(engine);
+        return TB_OK;
+    }
     tb_status status = is_over ? m.status : tb__fail(TB_TIMEOUT, "pair '%s': %s", pair->name, m.missing);
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = connect_side(pair, side);
