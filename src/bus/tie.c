@@ -26,11 +26,33 @@ static void break_tie(tb__tie *tie, tb_status status) {
     tb__engine_signal(tie->world->engine);
 }
 
+/* A rank that has given up its batch while others were missing makes it again, or will be missing: what it had said is
+ * forgotten, and it is told again what we have to say, which it may have forgotten, too. */
+static void forget_manifest(tb__tie *tie, size_t at) {
+    tie->ports[at] = 0;
+    tie->owes[at] = true;
+    tie->nunknown++;
+    for (int side = 0; side < 2; side++) {
+        tb__tie_side *s = &tie->sides[side];
+        for (int32_t seat = 0; seat < tie->pair->sides[side].size; seat++) {
+            if (tie->pair->sides[side].peers[seat] != tie->peers[at] || !s->has_come[seat])
+                continue;
+            s->has_come[seat] = false;
+            if (!s->is_here && s->is_known && s->list_from == seat) {
+                tb__tensors_fini(&s->tensors);
+                s->is_known = false;
+            }
+        }
+    }
+}
+
 /* A rank that has destroyed the batch. What needs it no more goes on. */
 static void let_go(tb__tie *tie, size_t at) {
+    if (tie->state == TIE_WAITING) {
+        forget_manifest(tie, at);
+        return;
+    }
     tie->is_gone[at] = true;
-    if (tie->state == TIE_WAITING)
-        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
     for (int i = 0; i < 2; i++) {
         if (tie->flows[i])
             tb__flow_gone(tie->flows[i], at);
@@ -127,7 +149,9 @@ static tb_status add_peers(tb__tie *tie) {
     tie->peers = tb__malloc(n, sizeof *tie->peers);
     tie->ports = tb__calloc(n, sizeof *tie->ports);
     tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
-    if (!tie->peers || !tie->ports || !tie->is_gone)
+    tie->owes = tb__calloc(n, sizeof *tie->owes);
+    tie->staging = tb__calloc(n, sizeof *tie->staging);
+    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->owes || !tie->staging)
         return TB_NO_MEMORY;
     memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
     memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
@@ -297,6 +321,8 @@ void tb__tie_destroy(tb__tie *tie) {
     free(tie->peers);
     free(tie->ports);
     free(tie->is_gone);
+    free(tie->owes);
+    free(tie->staging);
     free(tie);
 }
 
@@ -463,6 +489,8 @@ static tb_status check_seats(const tb__tie *tie) {
 static void try_agree(tb__tie *tie) {
     if (tie->state != TIE_WAITING || tie->nunknown > 0)
         return;
+    for (size_t i = 0; i < tie->npeers; i++)
+        tie->staging_bytes = tie->staging[i] < tie->staging_bytes ? tie->staging[i] : tie->staging_bytes;
     tb_status status = check_seats(tie);
     if (status == TB_OK)
         status = compare_sides(tie);
@@ -567,6 +595,7 @@ static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
     if (!unpack_tensors(list, nbytes, &s->tensors))
         return tb__fail(TB_INVALID, "%s sent a list of tensors of %s that makes no sense", from->label, tie->what);
     s->is_known = true;
+    s->list_from = (int32_t)seat;
     return TB_OK;
 }
 
@@ -579,7 +608,10 @@ static void take_manifest(tb__tie *tie, size_t at, uint32_t port, tb__unpack *u)
             : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", tie->peers[at]->label, tie->what);
     tie->ports[at] = port;
     tie->nunknown--;
-    tie->staging_bytes = staging_bytes < tie->staging_bytes ? staging_bytes : tie->staging_bytes;
+    tie->staging[at] = staging_bytes;
+    if (tie->owes[at])
+        send_manifest(tie, at);
+    tie->owes[at] = false;
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
         status = read_side(tie, tie->peers[at], u);
     if (status != TB_OK)
@@ -644,6 +676,8 @@ void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message)
         }
         if (at != TB__NOWHERE && tie->ports[at] == port)
             let_go(tie, at);
+    } else if (at != TB__NOWHERE && tie->ports[at] == port) {
+        return; /* told again */
     } else if (at == TB__NOWHERE || tie->ports[at] != 0) {
         keep_early(world, from, batch, pair, port, message);
     } else if (tie->state == TIE_BROKEN) {
@@ -665,6 +699,7 @@ tb_status tb__tie_announce(tb__tie *tie) {
             continue;
         world->early.item[i] = world->early.item[--world->early.count];
         tb__unpack u = {e.data, e.data + e.nbytes, false};
+        tie->ports[at] = e.port;
         if (tie->state == TIE_WAITING)
             take_manifest(tie, at, e.port, &u);
         tb__early_fini(&e);

@@ -111,7 +111,8 @@ typedef struct tb__tie_side {
     bool is_here;         /* this process is on it */
     int32_t index;        /* its seat */
     tb__tensors tensors;  /* by name */
-    bool is_known;        /* tensors are */
+    bool is_known;        /* tensors are ... */
+    int32_t list_from;    /* ... from this seat, where the side is not here */
     tb__pack manifest;    /* of this side, where it is here */
     uint64_t *hashes;     /* by seat */
     int64_t *bucket_size; /* by seat */
@@ -130,6 +131,8 @@ struct tb__tie {
     tb__peer **peers; /* each rank once, ascending */
     uint32_t *ports;  /* 0: not known */
     bool *is_gone;    /* has destroyed the batch */
+    bool *owes;       /* has to be told our manifest again, when it comes back */
+    int64_t *staging; /* its bound on staging memory */
     size_t nunknown;
     int64_t staging_bytes; /* the least of all ranks */
     int32_t *hosts;        /* by rank; NULL: one host */
