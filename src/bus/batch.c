@@ -113,11 +113,11 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
-    if (batch->is_sealed)
-        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
     tb__tensor t = {.pair = pair};
     tb_status status = make_tensor(pair, name, tensor, &t);
     tb__engine_lock(batch->world->engine);
+    if (status == TB_OK && batch->is_sealed)
+        status = tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
     if (status == TB_OK && !tb__vec_push(&batch->tensors.list, t))
         status = TB_NO_MEMORY;
     if (status == TB_OK)
@@ -181,12 +181,21 @@ static tb_status settle(const tb_batch *batch) {
     return TB_OK;
 }
 
+/* The next pair to be met. NULL: the batch is sealed, or that was the last. */
+static tb_pair *next_pair(tb_batch *batch, size_t i) {
+    tb__engine_lock(batch->world->engine);
+    tb_pair *pair = !batch->is_sealed && i < batch->tensors.list.count ? batch->tensors.list.item[i].pair : NULL;
+    tb__engine_unlock(batch->world->engine);
+    return pair;
+}
+
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
     tb__engine *engine = batch->world->engine;
     int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);
     tb_status status = TB_OK;
-    for (size_t i = 0; !batch->is_sealed && i < batch->tensors.list.count; i++)
-        TB_TRY(tb__pair_meet(batch->tensors.list.item[i].pair, deadline_ms));
+    tb_pair *pair;
+    for (size_t i = 0; (pair = next_pair(batch, i)); i++)
+        TB_TRY(tb__pair_meet(pair, deadline_ms));
     tb__engine_lock(engine);
     if (!batch->is_sealed) {
         batch->is_sealed = true;

@@ -1,5 +1,9 @@
 /* Two groups find each other. Each rank publishes a note under the pair's name: which group it expects, and its side's
- * layout. Everybody reads all of them, so everybody finds the same disagreement. */
+ * layout. Everybody reads all of them, so everybody finds the same disagreement.
+ *
+ * Whoever finds one first gives up, and its note with it; others may not have looked yet. So it leaves a verdict in the
+ * note's place, which holds for everybody until its author makes the pair again. Those who have been refused once make
+ * it in the next *round*: for them the verdicts of rounds before are void. */
 #include "bus/world.h"
 
 #include "base/opts.h"
@@ -43,18 +47,70 @@ typedef struct meeting {
     tb_pair *pair;
     tb_status status;
     bool is_complete;
+    uint32_t last_round;
     char missing[512];
 } meeting;
 
 typedef struct note {
     const char *remote, *layout;
+    uint32_t round;
+    const char *verdict; /* "": it is none */
 } note;
 
 static bool read_note(const tb__note *from, note *out) {
     tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
+    out->round = tb__unpack_u32(&u);
+    out->verdict = tb__unpack_string(&u);
     return tb__unpack_is_done(&u);
+}
+
+/* Notes that are no verdict. */
+static bool read_wish(const tb__note *from, note *out) {
+    return read_note(from, out) && !*out->verdict;
+}
+
+static tb_status publish_note(const tb_pair *pair, uint32_t round, const char *verdict) {
+    tb__pack pack = {0};
+    tb__pack_string(&pack, pair->sides[!pair->side].group);
+    tb__pack_string(&pack, pair->sides[pair->side].layout);
+    tb__pack_u32(&pack, round);
+    tb__pack_string(&pack, verdict);
+    tb_status status = pack.failed
+                           ? TB_NO_MEMORY
+                           : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
+                                                   pair->index, pack.data, pack.count);
+    tb__pack_fini(&pack);
+    return status;
+}
+
+/* What others have found; and the last round that anybody is in, as a verdict of ours has to hold for all. */
+static tb_status obey_verdicts(const tb_pair *pair, const tb__notes *notes, uint32_t *last_round) {
+    tb_status status = TB_OK;
+    *last_round = pair->round;
+    for (size_t i = 0; i < notes->count; i++) {
+        note n;
+        if (!read_note(&notes->item[i], &n))
+            continue;
+        *last_round = n.round > *last_round ? n.round : *last_round;
+        if (*n.verdict && n.round >= pair->round && status == TB_OK)
+            status = tb__fail(TB_CONFLICT, "%s", n.verdict);
+    }
+    return status;
+}
+
+/* The round that the process is in, of pairs of this name. With the lock held; NULL: no memory. */
+static uint32_t *round_of(tb_world *world, const char *name) {
+    for (size_t i = 0; i < world->rounds.count; i++) {
+        if (strcmp(world->rounds.item[i].pair, name) == 0)
+            return &world->rounds.item[i].round;
+    }
+    char *copy = strdup(name);
+    if (copy && tb__vec_push(&world->rounds, (struct tb__round){copy, 0}))
+        return &world->rounds.item[world->rounds.count - 1].round;
+    free(copy);
+    return NULL;
 }
 
 /* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
@@ -65,7 +121,7 @@ static tb_status compare_notes(const meeting *m, const tb__notes *notes, const c
     for (size_t i = 0; i < notes->count; i++) {
         const tb__note *at = &notes->item[i];
         note n;
-        if (strcmp(at->group, here) != 0 || !read_note(at, &n))
+        if (strcmp(at->group, here) != 0 || !read_wish(at, &n))
             continue;
         if (strcmp(n.remote, there) != 0)
             return tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " expects group '%s', not '%s'", m->pair->name, here,
@@ -96,8 +152,10 @@ static void name_missing(meeting *m, const char *group, const tb__roster *roster
 static void name_absent(meeting *m, const tb__notes *notes, const char *group, int32_t size) {
     for (int32_t i = 0; i < size; i++) {
         bool is_here = false;
+        note n;
         for (size_t j = 0; j < notes->count; j++)
-            is_here |= notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0;
+            is_here |=
+                notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0 && read_wish(&notes->item[j], &n);
         if (!is_here) {
             size_t at = strlen(m->missing);
             snprintf(m->missing + at, sizeof m->missing - at, "; %.100s %" PRId32 " is missing", group, i);
@@ -147,17 +205,22 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
 
 static bool look(void *arg) {
     meeting *m = arg;
+    if (m->pair->has_met)
+        return true;
     tb__notes notes;
     bool is_complete[2] = {false, false};
     m->missing[0] = '\0';
     m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
     if (m->status != TB_OK)
         return true;
+    m->status = obey_verdicts(m->pair, &notes, &m->last_round);
     for (size_t i = 0; i < notes.count && m->status == TB_OK; i++) {
-        const char *group = notes.item[i].group;
-        if (strcmp(group, m->pair->sides[0].group) != 0 && strcmp(group, m->pair->sides[1].group) != 0)
-            m->status = tb__fail(TB_CONFLICT, "pair '%s' is also used by group '%s' (its rank %" PRId32 ")",
-                                 m->pair->name, group, notes.item[i].index);
+        const char *group = notes.item[i].group, *here = m->pair->sides[0].group, *there = m->pair->sides[1].group;
+        note n;
+        if (strcmp(group, here) != 0 && strcmp(group, there) != 0 && read_wish(&notes.item[i], &n))
+            m->status = tb__fail(TB_CONFLICT,
+                                 "pair '%s' of groups '%s' and '%s' is also used by group '%s' (its rank %" PRId32 ")",
+                                 m->pair->name, here, there, group, notes.item[i].index);
     }
     for (int side = 0; side < 2 && m->status == TB_OK; side++)
         m->status = look_at_side(m, &notes, side, &is_complete[side]);
@@ -208,15 +271,8 @@ static tb_status publish(tb_pair *pair, const char *layout) {
     }
     tb_layout_destroy(parsed);
     TB_TRY(status);
-    tb__pack pack = {0};
-    tb__pack_string(&pack, pair->sides[!pair->side].group);
-    tb__pack_string(&pack, canonical);
     pair->sides[pair->side].layout = canonical;
-    status = pack.failed ? TB_NO_MEMORY
-                         : tb__directory_publish(pair->world->directory, pair->name, seat->group, seat->index,
-                                                 pack.data, pack.count);
-    tb__pack_fini(&pack);
-    return status;
+    return publish_note(pair, pair->round, "");
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -243,11 +299,24 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
         return TB_OK;
     }
     bool is_over = tb__engine_wait(engine, look, &m, deadline_ms);
+    if (pair->has_met) { /* by another thread, meanwhile */
+        tb__engine_unlock(engine);
+        return TB_OK;
+    }
     tb_status status = is_over ? m.status : tb__fail(TB_TIMEOUT, "pair '%s': %s", pair->name, m.missing);
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = connect_side(pair, side);
     pair->has_met = status == TB_OK;
+    uint32_t *round = is_over && m.status == TB_CONFLICT ? round_of(pair->world, pair->name) : NULL;
+    if (round)
+        *round = m.last_round + 1;
     tb__engine_unlock(engine);
+    if (round) {
+        char why[TB__WHY_MAX];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        publish_note(pair, m.last_round, why); /* where this fails, others find it by themselves or time out */
+        status = tb__fail(TB_CONFLICT, "%s", why);
+    }
     if (status == TB_OK)
         set_workers(pair->world);
     return status;
@@ -267,6 +336,38 @@ static void withdraw(tb_pair *pair) {
     tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index);
 }
 
+/* A process makes a pair once from each side: notes are told apart by name and seat. */
+static tb_status enlist(tb_pair *pair) {
+    tb_world *world = pair->world;
+    tb_status status = TB_OK;
+    tb__engine_lock(world->engine);
+    for (const tb_pair *p = world->pairs; p && status == TB_OK; p = p->next) {
+        if (strcmp(p->name, pair->name) == 0 && strcmp(p->sides[p->side].group, pair->sides[pair->side].group) == 0)
+            status = tb__fail(TB_CONFLICT, "this process has made pair '%s' as group '%s' already", p->name,
+                              p->sides[p->side].group);
+    }
+    uint32_t *round = status == TB_OK ? round_of(world, pair->name) : NULL;
+    if (round) {
+        pair->round = *round;
+        pair->next = world->pairs;
+        world->pairs = pair;
+    }
+    tb__engine_unlock(world->engine);
+    return status == TB_OK && !round ? TB_NO_MEMORY : status;
+}
+
+static void delist(const tb_pair *pair) {
+    tb_world *world = pair->world;
+    tb__engine_lock(world->engine);
+    for (tb_pair **at = &world->pairs; *at; at = &(*at)->next) {
+        if (*at == pair) {
+            *at = pair->next;
+            break;
+        }
+    }
+    tb__engine_unlock(world->engine);
+}
+
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                          const tb_pair_opts *opts, tb_pair **out) {
     tb_pair_opts o;
@@ -275,9 +376,12 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     TB_TRY(tb__world_check_name("group", remote_group));
     if (!layout)
         return tb__fail(TB_INVALID, "pair '%s' needs this side's layout", name);
+    tb__engine_lock(world->engine); /* seats may be added meanwhile */
     const char *group = o.group ? o.group : world->seats.item[0].group;
-    const tb__seat *seat = tb__world_seat(world, group);
-    if (!seat)
+    const tb__seat *found = tb__world_seat(world, group);
+    tb__seat seat = found ? *found : (tb__seat){0};
+    tb__engine_unlock(world->engine);
+    if (!found)
         return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
     if (strcmp(group, remote_group) == 0)
         return tb__fail(TB_INVALID, "a pair has two groups; '%s' can't be both of them", group);
@@ -287,21 +391,27 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     pair->world = world;
     pair->refs = 1;
     pair->side = strcmp(group, remote_group) > 0;
-    pair->index = seat->index;
-    pair->size = seat->size;
+    pair->index = seat.index;
+    pair->size = seat.size;
     pair->name = strdup(name);
     pair->sides[pair->side].group = strdup(group);
     pair->sides[!pair->side].group = strdup(remote_group);
     tb_status status = pair->name && pair->sides[0].group && pair->sides[1].group ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = publish(pair, layout);
+        status = enlist(pair);
+    if (status != TB_OK) {
+        free_pair(pair);
+        return status;
+    }
+    status = publish(pair, layout);
     if (status == TB_OK && !o.no_wait)
         status = tb__pair_meet(pair, tb__world_deadline(world, o.timeout_ms));
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        if (pair->name && pair->sides[0].group && pair->sides[1].group)
+        if (status != TB_CONFLICT) /* then there is a verdict in its place */
             withdraw(pair);
+        delist(pair);
         free_pair(pair);
         return tb__fail(status, "%s", why);
     }
@@ -319,6 +429,7 @@ void tb_pair_destroy(tb_pair *pair) {
         return;
     tb__engine *engine = pair->world->engine;
     withdraw(pair);
+    delist(pair);
     tb__engine_lock(engine);
     tb__pair_unref(pair);
     tb__engine_unlock(engine);

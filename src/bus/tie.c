@@ -33,6 +33,26 @@ static void tell_flows(tb__tie *tie, size_t gone) {
     }
 }
 
+/* A rank that has given up its batch while others were missing makes it again, or will be missing: what it had said is
+ * forgotten, and it is told again what we have to say, which it may have forgotten, too. */
+static void forget_manifest(tb__tie *tie, size_t at) {
+    tie->ports[at] = 0;
+    tie->owes[at] = true;
+    tie->nunknown++;
+    for (int side = 0; side < 2; side++) {
+        tb__tie_side *s = &tie->sides[side];
+        for (int32_t seat = 0; seat < tie->pair->sides[side].size; seat++) {
+            if (tie->pair->sides[side].peers[seat] != tie->peers[at] || !s->has_come[seat])
+                continue;
+            s->has_come[seat] = false;
+            if (!s->is_here && s->is_known && s->list_from == seat) {
+                tb__tensors_fini(&s->tensors);
+                s->is_known = false;
+            }
+        }
+    }
+}
+
 /* A rank that has destroyed the batch. What needs it no more goes on: if it had agreed, everybody has come, although
  * their manifests may still be on their way to us. If it did so because something went wrong, that is the reason here,
  * too: it may have heard of a dead rank before us. */
@@ -42,11 +62,17 @@ static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
         tie->knew[at][i] = tb__unpack_u64(message);
     uint32_t code = tb__unpack_u32(message);
     const char *why = tb__unpack_string(message);
+    if (message->failed) {
+        had_agreed = false;
+        code = 0;
+    }
+    if (tie->state == TIE_WAITING && !had_agreed && code == 0) {
+        forget_manifest(tie, at);
+        return;
+    }
     tie->is_gone[at] = true;
-    if (!message->failed && code > 0 && code <= 64)
+    if (code > 0 && code <= 64)
         break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why));
-    else if (tie->state == TIE_WAITING && (!had_agreed || message->failed))
-        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
     tell_flows(tie, at);
 }
 
@@ -141,7 +167,9 @@ static tb_status add_peers(tb__tie *tie) {
     tie->ports = tb__calloc(n, sizeof *tie->ports);
     tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
     tie->knew = tb__calloc(n, sizeof *tie->knew);
-    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew)
+    tie->owes = tb__calloc(n, sizeof *tie->owes);
+    tie->staging = tb__calloc(n, sizeof *tie->staging);
+    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew || !tie->owes || !tie->staging)
         return TB_NO_MEMORY;
     memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
     memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
@@ -317,6 +345,8 @@ void tb__tie_destroy(tb__tie *tie) {
     free(tie->ports);
     free(tie->is_gone);
     free(tie->knew);
+    free(tie->owes);
+    free(tie->staging);
     free(tie);
 }
 
@@ -483,6 +513,8 @@ static tb_status check_seats(const tb__tie *tie) {
 static void try_agree(tb__tie *tie) {
     if (tie->state != TIE_WAITING || tie->nunknown > 0)
         return;
+    for (size_t i = 0; i < tie->npeers; i++)
+        tie->staging_bytes = tie->staging[i] < tie->staging_bytes ? tie->staging[i] : tie->staging_bytes;
     tb_status status = check_seats(tie);
     if (status == TB_OK)
         status = compare_sides(tie);
@@ -592,6 +624,7 @@ static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
     if (!unpack_tensors(list, nbytes, &s->tensors))
         return tb__fail(TB_INVALID, "%s sent a list of tensors of %s that makes no sense", from->label, tie->what);
     s->is_known = true;
+    s->list_from = (int32_t)seat;
     return TB_OK;
 }
 
@@ -604,7 +637,10 @@ static void take_manifest(tb__tie *tie, size_t at, uint32_t port, tb__unpack *u)
             : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", tie->peers[at]->label, tie->what);
     tie->ports[at] = port;
     tie->nunknown--;
-    tie->staging_bytes = staging_bytes < tie->staging_bytes ? staging_bytes : tie->staging_bytes;
+    tie->staging[at] = staging_bytes;
+    if (tie->owes[at])
+        send_manifest(tie, at);
+    tie->owes[at] = false;
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
         status = read_side(tie, tie->peers[at], u);
     if (status != TB_OK)
@@ -669,8 +705,12 @@ void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message)
         }
         if (at != TB__NOWHERE && tie->ports[at] == port)
             let_go(tie, at, message);
-    } else if (at == TB__NOWHERE || tie->ports[at] != 0 || tie->state == TIE_BROKEN) {
+    } else if (at != TB__NOWHERE && tie->ports[at] == port) {
+        return; /* told again */
+    } else if (at == TB__NOWHERE || tie->ports[at] != 0) {
         keep_early(world, from, batch, pair, port, message);
+    } else if (tie->state == TIE_BROKEN) {
+        tie->ports[at] = port; /* it belongs to what failed; the next one is for when the batch is made again */
     } else {
         take_manifest(tie, at, port, message);
     }
@@ -688,6 +728,7 @@ tb_status tb__tie_announce(tb__tie *tie) {
             continue;
         world->early.item[i] = world->early.item[--world->early.count];
         tb__unpack u = {e.data, e.data + e.nbytes, false};
+        tie->ports[at] = e.port;
         if (tie->state == TIE_WAITING)
             take_manifest(tie, at, e.port, &u);
         tb__early_fini(&e);

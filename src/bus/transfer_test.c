@@ -87,6 +87,45 @@ static void test_two_batches_at_once(void **state) {
     run_ranks(both_at_once, 2, 2, NULL);
 }
 
+/* Two threads of a process come to the batch at once: one registers it, one begins a transfer. */
+typedef struct helper {
+    tb_batch *batch;
+    tb_status status;
+} helper;
+
+static void *help(void *arg) {
+    helper *h = arg;
+    h->status = tb_batch_register(h->batch, 0);
+    return NULL;
+}
+
+static void two_threads(rank *r) {
+    setup s;
+    tb_transfer *t;
+    pthread_t thread;
+    check_ok(tb_pair_create(r->world, "p", other_group(r), ALONE, NULL, &s.pair));
+    part_init(&s.w, ALONE, 0, 8, 8);
+    part_fill(&s.w, is_a(r) ? 1 : 2);
+    tb_tensor w = part_tensor(&s.w);
+    check_ok(tb_batch_create(r->world, "step", NULL, &s.batch));
+    check_ok(tb_batch_add(s.batch, s.pair, "w", &w));
+    helper h = {.batch = s.batch};
+    check(pthread_create(&thread, NULL, help, &h) == 0);
+    tb_status status = (is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t);
+    pthread_join(thread, NULL);
+    check_ok(status);
+    check_ok(h.status);
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    check(part_holds(&s.w, 1));
+    tb_transfer_destroy(t);
+    tear_down(&s);
+}
+
+static void test_several_threads(void **state) {
+    (void)state;
+    run_ranks(two_threads, 1, 1, NULL);
+}
+
 /* ---- Waits ----------------------------------------------------------------------------------------------------- */
 
 static void early_receiver(rank *r) {
@@ -410,6 +449,7 @@ int main(void) {
         cmocka_unit_test(test_several_in_a_row_and_in_both_directions),
         cmocka_unit_test(test_staged),
         cmocka_unit_test(test_two_batches_at_once),
+        cmocka_unit_test(test_several_threads),
         cmocka_unit_test(test_recv_long_before_send),
         cmocka_unit_test(test_send_long_before_recv),
         cmocka_unit_test(test_what_makes_no_sense),

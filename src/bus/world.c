@@ -135,6 +135,9 @@ void tb_world_destroy(tb_world *world) {
     for (size_t i = 0; i < world->early.count; i++)
         tb__early_fini(&world->early.item[i]);
     free(world->early.item);
+    for (size_t i = 0; i < world->rounds.count; i++)
+        free(world->rounds.item[i].pair);
+    free(world->rounds.item);
     tb_plan_cache_destroy(world->cache);
     free(world);
 }

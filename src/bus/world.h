@@ -42,6 +42,12 @@ struct tb_world {
     tb__port port;
     TB_VEC(tb__seat) seats; /* the first is the one it joined with */
     tb_plan_cache *cache;
+    tb_pair *pairs; /* those that are not destroyed */
+    TB_VEC(struct tb__round {
+        char *pair;
+        uint32_t round;
+    })
+    rounds; /* see pair.c */
     tb__tie *ties;
     TB_VEC(tb__early) early;
 };
@@ -70,6 +76,8 @@ struct tb_pair {
     int side;      /* this process's */
     int32_t index; /* its seat there, of so many */
     int32_t size;
+    uint32_t round;
+    tb_pair *next;
     bool has_met; /* both sides are known: sizes, peers, layouts */
     size_t refs;  /* the user's, and one per tie */
 };
@@ -103,7 +111,8 @@ typedef struct tb__tie_side {
     bool is_here;         /* this process is on it */
     int32_t index;        /* its seat */
     tb__tensors tensors;  /* by name */
-    bool is_known;        /* tensors are */
+    bool is_known;        /* tensors are ... */
+    int32_t list_from;    /* ... from this seat, where the side is not here */
     tb__pack manifest;    /* of this side, where it is here */
     uint64_t *hashes;     /* by seat */
     int64_t *bucket_size; /* by seat */
@@ -123,6 +132,8 @@ struct tb__tie {
     uint32_t *ports;     /* 0: not known */
     bool *is_gone;       /* has destroyed the batch ... */
     uint64_t (*knew)[2]; /* ... when so many transfers had been started, by sending side */
+    bool *owes;          /* has to be told our manifest again, when it comes back */
+    int64_t *staging;    /* its bound on staging memory */
     size_t nunknown;
     int64_t staging_bytes; /* the least of all ranks */
     int32_t *hosts;        /* by rank; NULL: one host */

@@ -1,0 +1,341 @@
+/* Batches: what can be added, and on what both sides must agree. */
+#include "bus/bus_test.h"
+
+#define ROWS    "mesh=2 place=Shard(0)"
+#define COLUMNS "mesh=2 place=Shard(1)"
+#define ALONE   "mesh=1 place=Replicate"
+
+static void make_pair(rank *r, const char *layout, tb_pair **out) {
+    check_ok(tb_pair_create(r->world, "p", other_group(r), layout, NULL, out));
+}
+
+/* ---- Adding ---------------------------------------------------------------------------------------------------- */
+
+static void add_mistakes(rank *r) {
+    tb_pair *pair;
+    tb_batch *batch = NULL;
+    uint32_t data[16] = {0};
+    int64_t strides[2] = {INT64_MAX / 2, 1};
+    tb_tensor good = {.data = data, .dtype = TB_U32, .ndim = 2, .shape = {4, 4}}, t;
+    make_pair(r, ROWS, &pair);
+    tb_batch_opts negative = {.size = sizeof negative, .bucket_size = -1},
+                  small = {.size = sizeof small, .staging_bytes = 1000};
+    check_fails(tb_batch_create(r->world, "", NULL, &batch), TB_INVALID, "a batch needs a name");
+    check_fails(tb_batch_create(r->world, "step", &negative, &batch), TB_INVALID, "can't be negative");
+    check_fails(tb_batch_create(r->world, "step", &small, &batch), TB_INVALID, "at least 65536");
+    check(!batch);
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    check_fails(tb_batch_register(batch, 0), TB_INVALID, "batch 'step' has no tensors");
+    check_fails(tb_batch_add(batch, pair, NULL, &good), TB_INVALID, "a tensor needs a name");
+    t = good;
+    t.ndim = 9;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");
+    t = good;
+    t.dtype = TB_DTYPE_COUNT;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");
+    t = good;
+    t.wire_dtype = TB_DTYPE_COUNT;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "which is no dtype");
+    t = good;
+    t.shape[0] = -1;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");
+    t = good;
+    t.data = NULL;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "its data is NULL, but this rank holds 8 elements");
+    t = good;
+    t.layout = "mesh=3 place=R";
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "names rank 2 of group");
+    t.layout = "nonsense";
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");
+    t = good;
+    t.group = UINT32_MAX;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "groups go up to");
+    t = good;
+    t.strides = strides;
+    check(tb_batch_add(batch, pair, "x", &t) != TB_OK && strstr(tb_error_detail(), "tensor 'x'"));
+    check_ok(tb_batch_add(batch, pair, "x", &good));
+    check_ok(tb_batch_add(batch, pair, "x", &good));
+    check_fails(tb_batch_register(batch, 0), TB_INVALID, "tensor 'x' is in batch 'step' twice");
+    tb_batch_destroy(batch);
+    tb_batch_destroy(NULL);
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    check_ok(tb_batch_add(batch, pair, "x", &good));
+    check_ok(tb_batch_register(batch, 0));
+    check_ok(tb_batch_register(batch, 0)); /* it is */
+    check_fails(tb_batch_add(batch, pair, "y", &good), TB_REFUSED, "batch 'step' has been registered");
+    tb_batch *again;
+    check_ok(tb_batch_create(r->world, "step", NULL, &again));
+    check_ok(tb_batch_add(again, pair, "x", &good));
+    check_fails(tb_batch_register(again, 0), TB_CONFLICT, "there is a batch 'step' of pair 'p' already");
+    tb_batch_destroy(again);
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_what_can_not_be_added(void **state) {
+    (void)state;
+    run_ranks(add_mistakes, 2, 2, NULL);
+}
+
+/* ---- Agreement ------------------------------------------------------------------------------------------------- */
+
+/* What a 1 does differently from everybody else, or all of a, and what is said of it. */
+typedef struct difference {
+    const char *words;
+    tb_status status;
+    bool whole_side, extra, lacking, longer, other_group, other_bucket;
+    tb_dtype dtype;
+} difference;
+
+static void differ(rank *r) {
+    const difference *d = r->scene->shared;
+    bool is_odd = is_a(r) && (d->whole_side || r->index == 1);
+    tb_pair *pair;
+    tb_batch *batch;
+    uint64_t data[64] = {0};
+    make_pair(r, ROWS, &pair);
+    for (int round = 0; round < 2; round++) { /* the second time all are of one mind */
+        tb_batch_opts opts = {.size = sizeof opts, .bucket_size = is_odd && d->other_bucket ? 4096 : 8192};
+        tb_tensor t = {.data = data, .dtype = is_odd && d->dtype ? d->dtype : TB_U32, .ndim = 2, .shape = {4, 4}};
+        t.group = is_odd && d->other_group;
+        t.shape[1] += is_odd && d->longer;
+        check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+        check_ok(tb_batch_add(batch, pair, "x", &t));
+        if (!(is_odd && d->lacking))
+            check_ok(tb_batch_add(batch, pair, "y", &t));
+        if (is_odd && d->extra)
+            check_ok(tb_batch_add(batch, pair, "z", &t));
+        if (round == 0)
+            check_fails(tb_batch_register(batch, 0), d->status, d->words);
+        else
+            check_ok(tb_batch_register(batch, 0)); /* whoever comes first */
+        meet(r);
+        tb_batch_destroy(batch);
+        is_odd = false;
+    }
+    tb_pair_destroy(pair);
+}
+
+static void test_disagreement_is_found_by_all(void **state) {
+    (void)state;
+    const difference ways[] = {
+        {.words = "(a 1)", .status = TB_CONFLICT, .extra = true},
+        {.words = "added different tensors to batch 'step'", .status = TB_CONFLICT, .lacking = true},
+        {.words = "(a 0)", .status = TB_CONFLICT, .longer = true},
+        {.words = "added different tensors", .status = TB_CONFLICT, .dtype = TB_I32},
+        {.words = "added different tensors", .status = TB_CONFLICT, .other_group = true},
+        {.words = "have different bucket sizes for batch 'step'", .status = TB_CONFLICT, .other_bucket = true},
+        {.words = "tensor 'z' was added by group 'a' but not by group 'b'",
+         .status = TB_CONFLICT,
+         .extra = true,
+         .whole_side = true},
+        {.words = "tensor 'y' was added by group 'b' but not by group 'a'",
+         .status = TB_CONFLICT,
+         .lacking = true,
+         .whole_side = true},
+        {.words = "tensor 'x' has shape [4,5] in group 'a' but [4,4] in group 'b'",
+         .status = TB_CONFLICT,
+         .longer = true,
+         .whole_side = true},
+    };
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++)
+        run_ranks(differ, 2, 2, &ways[i]);
+}
+
+static void missing_rank(rank *r) {
+    setup s;
+    make_pair(r, ROWS, &s.pair);
+    part_init(&s.w, ROWS, r->index, 8, 8);
+    tb_tensor w = part_tensor(&s.w);
+    check_ok(tb_batch_create(r->world, "step", NULL, &s.batch));
+    check_ok(tb_batch_add(s.batch, s.pair, "w", &w));
+    if (is_a(r) && r->index == 1) {
+        meet(r);
+    } else {
+        check_fails(tb_batch_register(s.batch, 50), TB_TIMEOUT, "has not registered batch 'step' of pair 'p'");
+        tb_transfer *t;
+        check_fails((is_a(r) ? tb_send : tb_recv)(
+                        s.batch, &(tb_transfer_opts){.size = sizeof(tb_transfer_opts), .timeout_ms = 50}, &t),
+                    TB_TIMEOUT, "of 4 ranks have)");
+        meet(r);
+    }
+    exchange(r, &s, "a", 1); /* waiting goes on where it ended */
+    tear_down(&s);
+}
+
+static void test_timeout_names_who_is_missing(void **state) {
+    (void)state;
+    run_ranks(missing_rank, 2, 2, NULL);
+}
+
+/* ---- Casts ----------------------------------------------------------------------------------------------------- */
+
+typedef struct cast {
+    tb_dtype from, to, wire;
+    const char *refusal; /* NULL: it works */
+} cast;
+
+static void convert(rank *r) {
+    const cast *c = r->scene->shared;
+    tb_pair *pair;
+    tb_batch *batch;
+    tb_transfer *t;
+    float wide[16] = {0};
+    uint16_t narrow[32] = {0}; /* bf16 is the upper half of f32 */
+    tb_dtype dtype = is_a(r) ? c->from : c->to;
+    void *data = dtype == TB_F32 ? (void *)wide : (void *)narrow;
+    for (int i = 0; is_a(r) && i < 16; i++) {
+        wide[i] = (float)i - 4.5F;
+        uint32_t bits;
+        memcpy(&bits, &wide[i], sizeof bits);
+        narrow[i] = (uint16_t)(bits >> 16);
+    }
+    make_pair(r, ALONE, &pair);
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    tb_tensor tensor = {.data = data, .dtype = dtype, .ndim = 1, .shape = {16}, .wire_dtype = is_a(r) ? c->wire : 0};
+    check_ok(tb_batch_add(batch, pair, "x", &tensor));
+    check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
+    if (c->refusal) {
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_REFUSED, c->refusal);
+    } else {
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        for (int i = 0; i < 16; i++) {
+            float value = wide[i];
+            uint32_t bits = (uint32_t)narrow[i] << 16;
+            if (dtype == TB_BF16)
+                memcpy(&value, &bits, sizeof value);
+            check(value == (float)i - 4.5F);
+        }
+    }
+    tb_transfer_destroy(t);
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_dtypes_may_differ(void **state) {
+    (void)state;
+    const cast casts[] = {
+        {TB_F32, TB_BF16, TB_DTYPE_NONE, NULL},    {TB_BF16, TB_F32, TB_DTYPE_NONE, NULL},
+        {TB_F32, TB_F32, TB_BF16, NULL},           /* small halves survive it */
+        {TB_F32, TB_F8E4M3, TB_DTYPE_NONE, "'x'"}, /* the scale would be lost */
+        {TB_F32, TB_U32, TB_DTYPE_NONE, "'x'"},
+    };
+    for (size_t i = 0; i < sizeof casts / sizeof *casts; i++)
+        run_ranks(convert, 1, 1, &casts[i]);
+}
+
+/* ---- Several pairs --------------------------------------------------------------------------------------------- */
+
+/* Pipeline stages: "a" has two ranks, "b" three, and a 1 talks to "c", which is b 2 alone, as well. */
+static void two_pairs(rank *r) {
+    tb_pair *first, *second = NULL;
+    tb_batch *batch;
+    tb_transfer *t;
+    part x, y;
+    bool is_in_second = is_a(r) ? r->index == 1 : r->index == 2;
+    if (is_in_second)
+        check_ok(tb_world_enter(r->world, is_a(r) ? "late a" : "late b", 0, 1));
+    make_pair(r, is_a(r) ? ROWS : "mesh=3 place=Shard(1)", &first);
+    part_init(&x, is_a(r) ? ROWS : "mesh=3 place=Shard(1)", r->index, 12, 9);
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    tb_tensor tensor = part_tensor(&x);
+    check_ok(tb_batch_add(batch, first, "x", &tensor));
+    if (is_in_second) {
+        tb_pair_opts opts = {.size = sizeof opts, .group = is_a(r) ? "late a" : "late b"};
+        check_ok(tb_pair_create(r->world, "q", is_a(r) ? "late b" : "late a", ALONE, &opts, &second));
+        part_init(&y, ALONE, 0, 5, 5);
+        tensor = part_tensor(&y);
+        check_ok(tb_batch_add(batch, second, "y", &tensor));
+    }
+    for (uint32_t version = 1; version <= 3; version++) {
+        if (is_a(r))
+            part_fill(&x, version);
+        if (is_a(r) && second)
+            part_fill(&y, version + 10);
+        check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        check(part_holds(&x, version) && (!second || part_holds(&y, version + 10)));
+        tb_transfer_destroy(t);
+    }
+    tb_batch_destroy(batch);
+    tb_pair_destroy(first);
+    tb_pair_destroy(second);
+    part_fini(&x);
+    if (second)
+        part_fini(&y);
+}
+
+static void test_pairs_with_different_ranks(void **state) {
+    (void)state;
+    run_ranks(two_pairs, 2, 3, NULL);
+}
+
+/* ---- Life ------------------------------------------------------------------------------------------------------ */
+
+static void again_and_again(rank *r) {
+    setup s;
+    make_pair(r, is_a(r) ? ROWS : COLUMNS, &s.pair);
+    part_init(&s.w, is_a(r) ? ROWS : COLUMNS, r->index, 20, 20);
+    for (uint32_t round = 1; round <= 20; round++) { /* nobody waits for anybody: some are a round ahead */
+        tb_tensor w = part_tensor(&s.w);
+        check_ok(tb_batch_create(r->world, "step", NULL, &s.batch));
+        check_ok(tb_batch_add(s.batch, s.pair, "w", &w));
+        exchange(r, &s, round % 2 ? "a" : "b", round);
+        tb_batch_destroy(s.batch);
+    }
+    tb_pair_destroy(s.pair);
+    part_fini(&s.w);
+}
+
+static void test_a_name_can_be_used_again(void **state) {
+    (void)state;
+    run_ranks(again_and_again, 2, 2, NULL);
+}
+
+/* b 0 is served and goes; b 1 is served after that. What needs b 0 again fails, by its name. */
+static void leave_early(rank *r) {
+    setup s;
+    tb_transfer *t;
+    set_up(r, &s, ALONE, "mesh=2 place=Replicate", 64, 64, NULL);
+    exchange(r, &s, "a", 1);
+    if (is_a(r)) {
+        part_fill(&s.w, 2);
+        check_ok(tb_send(s.batch, NULL, &t));
+        meet(r);
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        tb_transfer_destroy(t);
+        check_ok(tb_send(s.batch, NULL, &t));
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_LOST, "(b 0) has given up batch 'step'");
+        tb_transfer_destroy(t);
+    } else if (r->index == 0) {
+        exchange(r, &s, "a", 2);
+        tb_batch_destroy(s.batch);
+        s.batch = NULL;
+        meet(r);
+    } else {
+        meet(r);
+        exchange(r, &s, "a", 2);
+        check_ok(tb_recv(s.batch, NULL, &t));
+        check_fails(tb_wait(t, TB_ARRIVED, -1), TB_LOST, "has given up batch 'step'");
+        tb_transfer_destroy(t);
+    }
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_who_is_not_needed_may_go(void **state) {
+    (void)state;
+    run_ranks(leave_early, 1, 2, NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_what_can_not_be_added),        cmocka_unit_test(test_disagreement_is_found_by_all),
+        cmocka_unit_test(test_timeout_names_who_is_missing), cmocka_unit_test(test_dtypes_may_differ),
+        cmocka_unit_test(test_pairs_with_different_ranks),   cmocka_unit_test(test_a_name_can_be_used_again),
+        cmocka_unit_test(test_who_is_not_needed_may_go),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,249 @@
+/* Worlds: taking seats, waiting for others, and driving a world by hand. */
+#include "bus/bus_test.h"
+
+#include <poll.h>
+
+static tb_world *join(const scene *s, const char *group, int32_t index, int32_t size, bool manual) {
+    tb_world *world = NULL;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .manual = manual};
+    check_ok(tb_world_join(s->url, group, index, size, &opts, &world));
+    return world;
+}
+
+static int make_scene(void **state) {
+    scene *s = calloc(1, sizeof *s);
+    scene_init(s);
+    *state = s;
+    return 0;
+}
+
+static int remove_scene(void **state) {
+    scene_fini(*state);
+    free(*state);
+    return 0;
+}
+
+static void test_seats(void **state) {
+    const scene *s = *state;
+    tb_world *a = join(s, "a", 0, 2, false), *b = join(s, "a", 1, 2, false), *c = NULL;
+    assert_true(tb_world_rank(a) >= 0 && tb_world_rank(b) >= 0 && tb_world_rank(a) != tb_world_rank(b));
+    assert_int_equal(tb_world_incarnation(a), 1);
+    check_fails(tb_world_join(s->url, "a", 1, 2, NULL, &c), TB_CONFLICT, "");
+    check_fails(tb_world_join(s->url, "a", 1, 3, NULL, &c), TB_CONFLICT, "");
+    check_fails(tb_world_enter(a, "a", 1, 2), TB_CONFLICT, "");
+    check_ok(tb_world_enter(a, "both", 1, 2));
+    check_fails(tb_world_enter(b, "both", 1, 2), TB_CONFLICT, "");
+    check_ok(tb_world_enter(b, "both", 0, 2));
+    check_ok(tb_world_wait(a, "both", 0));
+    check_ok(tb_world_wait(b, "a", 0));
+    assert_null(c);
+    int32_t number = tb_world_rank(b);
+    tb_world_destroy(b); /* not a: that serves the store */
+    b = join(s, "a", 1, 2, false);
+    assert_int_equal(tb_world_rank(b), number); /* the seat keeps its number */
+    assert_int_equal(tb_world_incarnation(b), 2);
+    tb_world_destroy(b);
+    tb_world_destroy(a);
+    tb_world_destroy(NULL);
+}
+
+static void test_wait_names_the_missing(void **state) {
+    const scene *s = *state;
+    tb_world *a = join(s, "a", 3, 12, false);
+    check_fails(tb_world_wait(a, "a", 20), TB_TIMEOUT,
+                "group 'a' has 1 of 12 ranks; missing: 0, 1, 2, 4, 5, 6, 7, 8 and 3 more");
+    check_fails(tb_world_wait(a, "nobody", 20), TB_TIMEOUT, "nobody has joined group 'nobody'");
+    check_fails(tb_world_wait(a, "", 20), TB_INVALID, "a group needs a name");
+    tb_world_destroy(a);
+}
+
+static void test_mistakes(void **state) {
+    const scene *s = *state;
+    tb_world *world = NULL;
+    tb_world_opts opts = {.size = sizeof opts, .transport = "pigeons"};
+    check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "there is no transport 'pigeons'");
+    opts = (tb_world_opts){.size = sizeof opts, .timeout_ms = -1};
+    check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "timeout_ms can't be negative");
+    opts = (tb_world_opts){.size = sizeof opts, .workers = -1};
+    check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "workers");
+    opts = (tb_world_opts){0};
+    check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "");
+    check_fails(tb_world_join(NULL, "a", 0, 1, NULL, &world), TB_INVALID, "URL");
+    check_fails(tb_world_join("carrier:pigeon", "a", 0, 1, NULL, &world), TB_INVALID, "");
+    check_fails(tb_world_join(s->url, "", 0, 1, NULL, &world), TB_INVALID, "a group needs a name");
+    check_fails(tb_world_join(s->url, "a", 1, 1, NULL, &world), TB_INVALID, "");
+    check_fails(tb_world_join(s->url, "a", -1, 1, NULL, &world), TB_INVALID, "");
+    check_fails(tb_world_join(s->url, "a", 0, 0, NULL, &world), TB_INVALID, "");
+    assert_null(world);
+}
+
+static void test_tokens(void **state) {
+    const scene *s = *state;
+    tb_world *a = NULL, *b = NULL;
+    tb_world_opts right = {.size = sizeof right, .timeout_ms = PATIENCE_MS, .token = "sesame"}, wrong = right;
+    wrong.token = "simsim";
+    check_ok(tb_world_join(s->url, "a", 0, 1, &right, &a));
+    check_fails(tb_world_join(s->url, "b", 0, 1, &wrong, &b), TB_DENIED, "");
+    check_fails(tb_world_join(s->url, "b", 0, 1, NULL, &b), TB_DENIED, "");
+    check_ok(tb_world_join(s->url, "b", 0, 1, &right, &b));
+    check_ok(tb_world_wait(a, "b", 0));
+    tb_world_destroy(b);
+    tb_world_destroy(a);
+}
+
+static void test_namespaces(void **state) {
+    const scene *s = *state;
+    char url[96];
+    tb_world *a = join(s, "a", 0, 1, false), *b = NULL;
+    snprintf(url, sizeof url, "%s?namespace=other", s->url);
+    check_ok(tb_world_join(url, "a", 0, 1, NULL, &b)); /* the same seat of another bus */
+    check_ok(tb_world_wait(b, "a", 0));
+    check_ok(tb_world_enter(a, "here", 0, 1));
+    check_fails(tb_world_wait(b, "here", 20), TB_TIMEOUT, "nobody has joined group 'here'");
+    tb_world_destroy(b);
+    tb_world_destroy(a);
+}
+
+/* ---- By hand --------------------------------------------------------------------------------------------------- */
+
+/* Drives both worlds from one thread, asleep in between, until both transfers have the event. */
+static void drive(tb_world *const *worlds, tb_transfer *const *transfers, int n) {
+    int64_t deadline = tb__now_ms() + PATIENCE_MS;
+    for (;;) {
+        int ndone = 0;
+        struct pollfd fds[2];
+        for (int i = 0; i < n; i++) {
+            tb_transfer_state state;
+            check_ok(tb_world_progress(worlds[i]));
+            tb_transfer_query(transfers[i], &state);
+            check(state.status == TB_OK);
+            ndone += (state.events & TB_COMMITTED) != 0;
+            fds[i] = (struct pollfd){.fd = tb_world_fd(worlds[i]), .events = POLLIN};
+        }
+        if (ndone == n)
+            return;
+        check(poll(fds, (nfds_t)n, tb__ms_until(deadline)) > 0);
+    }
+}
+
+typedef struct registration {
+    tb_batch *batch;
+    tb_status status;
+} registration;
+
+static void *register_one(void *arg) {
+    registration *g = arg;
+    g->status = tb_batch_register(g->batch, 0);
+    return NULL;
+}
+
+/* Two worlds of one process, without any thread but ours. Only agreeing on a batch waits for the other side, and so is
+ * left to a thread of its own. */
+static void two_by_hand(const scene *s, bool staged) {
+    enum { N = 2 };
+    const char *groups[N] = {"a", "b"};
+    tb_world *worlds[N];
+    tb_pair *pairs[N];
+    tb_batch *batches[N];
+    tb_transfer *transfers[N];
+    part parts[N];
+    tb_pair_opts pair_opts = {.size = sizeof pair_opts, .no_wait = true};
+    tb_batch_opts batch_opts = {.size = sizeof batch_opts, .staged = staged, .bucket_size = 4096};
+    for (int i = 0; i < N; i++) {
+        worlds[i] = join(s, groups[i], 0, 1, true);
+        check_ok(tb_pair_create(worlds[i], "p", groups[!i], "mesh=1 place=R", &pair_opts, &pairs[i]));
+        part_init(&parts[i], "mesh=1 place=R", 0, 100, 100);
+        tb_tensor t = part_tensor(&parts[i]);
+        check_ok(tb_batch_create(worlds[i], "step", &batch_opts, &batches[i]));
+        check_ok(tb_batch_add(batches[i], pairs[i], "w", &t));
+    }
+    pthread_t thread;
+    registration other = {batches[1], TB_OK};
+    check(pthread_create(&thread, NULL, register_one, &other) == 0);
+    check_ok(tb_batch_register(batches[0], 0));
+    pthread_join(thread, NULL);
+    check_ok(other.status);
+    for (uint32_t version = 1; version <= 4; version++) {
+        int from = version % 2;
+        part_fill(&parts[from], version);
+        part_poison(&parts[!from]);
+        check_ok(tb_recv(batches[!from], NULL, &transfers[!from]));
+        check_ok(tb_send(batches[from], NULL, &transfers[from]));
+        drive(worlds, transfers, N);
+        check(part_holds(&parts[!from], version));
+        tb_transfer_destroy(transfers[0]);
+        tb_transfer_destroy(transfers[1]);
+    }
+    /* Cancelling makes what progress it needs. */
+    check_ok(tb_recv(batches[0], NULL, &transfers[0]));
+    tb_cancel(transfers[0]);
+    check_fails(tb_wait(transfers[0], TB_ARRIVED, -1), TB_CANCELLED, "cancelled batch 'step'");
+    tb_transfer_destroy(transfers[0]);
+    for (int i = 0; i < N; i++) {
+        tb_batch_destroy(batches[i]);
+        tb_pair_destroy(pairs[i]);
+        part_fini(&parts[i]);
+    }
+    for (int i = N; i-- > 0;)
+        tb_world_destroy(worlds[i]);
+}
+
+static void test_two_worlds_driven_by_one_thread(void **state) {
+    two_by_hand(*state, false);
+}
+
+static void test_two_worlds_driven_by_one_thread_staged(void **state) {
+    two_by_hand(*state, true);
+}
+
+/* A deadline passes without anybody else's doing: the descriptor tells. */
+static void test_deadlines_wake_a_manual_world(void **state) {
+    const scene *s = *state;
+    tb_world *a = join(s, "a", 0, 1, true);
+    check_ok(tb_world_enter(a, "b", 0, 1));
+    tb_pair *pairs[2];
+    tb_batch *batch;
+    tb_transfer *t;
+    part p;
+    tb_pair_opts as_a = {.size = sizeof as_a, .group = "a", .no_wait = true}, as_b = as_a;
+    as_b.group = "b";
+    check_ok(tb_pair_create(a, "p", "b", "mesh=1 place=R", &as_a, &pairs[0]));
+    check_ok(tb_pair_create(a, "p", "a", "mesh=1 place=R", &as_b, &pairs[1]));
+    part_init(&p, "mesh=1 place=R", 0, 4, 4);
+    tb_tensor tensor = part_tensor(&p);
+    check_ok(tb_batch_create(a, "step", NULL, &batch));
+    check_ok(tb_batch_add(batch, pairs[0], "w", &tensor));
+    check_ok(tb_batch_add(batch, pairs[1], "w", &tensor));
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
+    check_ok(tb_batch_register(batch, 0));
+    check_ok(tb_recv(batch, &opts, &t));
+    tb_transfer_state now;
+    for (tb_transfer_query(t, &now); now.status == TB_OK; tb_transfer_query(t, &now)) {
+        struct pollfd fd = {.fd = tb_world_fd(a), .events = POLLIN};
+        check(poll(&fd, 1, PATIENCE_MS) == 1);
+        check_ok(tb_world_progress(a));
+    }
+    assert_int_equal(now.status, TB_TIMEOUT);
+    tb_transfer_destroy(t);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pairs[0]);
+    tb_pair_destroy(pairs[1]);
+    part_fini(&p);
+    tb_world_destroy(a);
+}
+
+#define IN_A_SCENE(test) cmocka_unit_test_setup_teardown(test, make_scene, remove_scene)
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        IN_A_SCENE(test_seats),
+        IN_A_SCENE(test_wait_names_the_missing),
+        IN_A_SCENE(test_mistakes),
+        IN_A_SCENE(test_tokens),
+        IN_A_SCENE(test_namespaces),
+        IN_A_SCENE(test_two_worlds_driven_by_one_thread),
+        IN_A_SCENE(test_two_worlds_driven_by_one_thread_staged),
+        IN_A_SCENE(test_deadlines_wake_a_manual_world),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
