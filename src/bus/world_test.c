@@ -2,6 +2,7 @@
 #include "bus/bus_test.h"
 
 #include <poll.h>
+#include <stdatomic.h>
 
 static tb_world *join(const scene *s, const char *group, int32_t index, int32_t size, bool manual) {
     tb_world *world = NULL;
@@ -129,11 +130,15 @@ static void drive(tb_world *const *worlds, tb_transfer *const *transfers, int n)
 typedef struct registration {
     tb_batch *batch;
     tb_status status;
+    char why[300]; /* sentences are a thread's own */
+    _Atomic bool is_done;
 } registration;
 
 static void *register_one(void *arg) {
     registration *g = arg;
     g->status = tb_batch_register(g->batch, 0);
+    snprintf(g->why, sizeof g->why, "%s", tb_error_detail());
+    atomic_store(&g->is_done, true);
     return NULL;
 }
 
@@ -158,11 +163,17 @@ static void two_by_hand(const scene *s, bool staged) {
         check_ok(tb_batch_add(batches[i], pairs[i], "w", &t));
     }
     pthread_t thread;
-    registration other = {batches[1], TB_OK};
+    registration other = {.batch = batches[1]};
     check(pthread_create(&thread, NULL, register_one, &other) == 0);
     check_ok(tb_batch_register(batches[0], 0));
+    while (!atomic_load(&other.is_done)) { /* what we have to say may still be on its way */
+        struct pollfd fd = {.fd = tb_world_fd(worlds[0]), .events = POLLIN};
+        poll(&fd, 1, 10);
+        check_ok(tb_world_progress(worlds[0]));
+    }
     pthread_join(thread, NULL);
-    check_ok(other.status);
+    if (other.status != TB_OK)
+        fails(__FILE__, __LINE__, "the other side", other.why);
     for (uint32_t version = 1; version <= 4; version++) {
         int from = version % 2;
         part_fill(&parts[from], version);
