@@ -177,8 +177,8 @@ AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src,
         half = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
         uint32_t bits = (uint32_t)~_mm_cvtsi128_si32(half) << 16, scale = tb__mxfp8_scale(bits, is_floor);
         /* Where elements may be subnormal and count, their bits don't have the form that is relied on. */
-        __m256i codes = scale > 7 + LOWEST ? bf16_block(x0, x1, a0, a1, scale)
-                                           : mxfp8_block(TB_BF16, src, i, tb__mxfp8_factor(scale));
+        __m256i codes = scale >= 7 + LOWEST ? bf16_block(x0, x1, a0, a1, scale)
+                                            : mxfp8_block(TB_BF16, src, i, tb__mxfp8_factor(scale));
         put32(data + i, codes, stream);
         scales[i / TB__MXFP8_BLOCK] = (uint8_t)scale;
         all = larger(all, bits);

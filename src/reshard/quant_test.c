@@ -228,8 +228,9 @@ static void test_random(void **state) {
 /* Every bf16 up to the amax of its block, for exponents that are usual and for those at both ends. */
 static void test_all_bf16(void **state) {
     (void)state;
-    static const uint32_t amax[] = {0x0001, 0x0040, 0x007f, 0x0080, 0x0460, 0x0461, 0x0480, 0x0580, 0x05e0,
-                                    0x0600, 0x0661, 0x067f, 0x0680, 0x0700, 0x3f80, 0x3fe0, 0x3fe1, 0x7f7f};
+    static const uint32_t amax[] = {0x0001, 0x0040, 0x007f, 0x0080, 0x0460, 0x0461, 0x0480, 0x0580,
+                                    0x05e0, 0x0600, 0x0661, 0x067f, 0x0680, 0x0700, 0x0880, 0x0900,
+                                    0x0960, 0x0980, 0x0a7f, 0x3f80, 0x3fe0, 0x3fe1, 0x7f7f};
     for (size_t i = 0; i < sizeof amax / sizeof *amax; i++) {
         uint32_t least = amax[i] > 40 * 128 ? amax[i] - 40 * 128 : 0, n = amax[i] - least + 1;
         int64_t columns = (n + 15) / 16 * 32;
@@ -264,6 +265,22 @@ static void test_exponents(void **state) {
             check_case(formats[i], &one, 1, 32, 0, 0);
         check_case(formats[7], &one, 1, 32, scale_for(&formats[7], &one, 1, 32), 0);
     }
+    free(from.data);
+}
+
+/* NVFP4's block scales: the middles between two of them, and what is next to those. */
+static void test_scale_ties(void **state) {
+    (void)state;
+    enum { COLUMNS = 126 * 3 * 16 };
+    tb__quant_rows from = make_rows(TB_F32, 1, COLUMNS, 0);
+    for (unsigned block = 0; block < 126 * 3; block++) {
+        unsigned code = block / 3;
+        double middle = (number_value(TB_F8E4M3, code) + number_value(TB_F8E4M3, code + 1)) / 2;
+        for (int k = 0; k < 16; k++)
+            set(&from, 0, block * 16 + k, bits_as(TB_F32, middle * 6 * (k - 7) / 9) + (k > 7 ? block % 3 - 1 : 0));
+        set(&from, 0, block * 16, bits_as(TB_F32, -6 * middle) + block % 3 - 1);
+    }
+    check_case(formats[7], &from, 1, COLUMNS, 1, 0);
     free(from.data);
 }
 
@@ -555,10 +572,10 @@ static void test_sizes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),      cmocka_unit_test(test_known_values),      cmocka_unit_test(test_golden),
-        cmocka_unit_test(test_all_bf16),   cmocka_unit_test(test_exponents),         cmocka_unit_test(test_random),
-        cmocka_unit_test(test_all_codes),  cmocka_unit_test(test_bands_and_threads), cmocka_unit_test(test_large),
-        cmocka_unit_test(test_not_finite), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_sizes),    cmocka_unit_test(test_known_values), cmocka_unit_test(test_golden),
+        cmocka_unit_test(test_all_bf16), cmocka_unit_test(test_exponents),    cmocka_unit_test(test_scale_ties),
+        cmocka_unit_test(test_random),   cmocka_unit_test(test_all_codes),    cmocka_unit_test(test_bands_and_threads),
+        cmocka_unit_test(test_large),    cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
