@@ -132,41 +132,51 @@ AVX2_INLINE uint32_t mxfp8(tb_dtype dtype, uint8_t *data, uint8_t *scales, const
 /* A bf16 and a power of two need no multiplication: a magnitude's bits less those of the scale are E4M3's with four
  * more bits of fraction. LOWEST exponents below E4M3's normal numbers there may still be something left after rounding.
  */
-enum { LOWEST = 4, BF16_FRACTION = 128 };
+enum { LOWEST = 4, BF16_ONE = 128 };
+
+/* Compilers would rather make a constant again each time. */
+AVX2_INLINE __m256i keep(__m256i constant) {
+    __asm__("" : "+x"(constant));
+    return constant;
+}
+
+typedef struct constants {
+    __m256i one, lowest, last_bit, to_code, factors;
+} constants;
+
+AVX2_INLINE constants make_constants(void) {
+    return (constants){
+        .one = keep(_mm256_set1_epi16(BF16_ONE)),
+        .lowest = keep(_mm256_set1_epi16(LOWEST * BF16_ONE << 4)),
+        .last_bit = keep(_mm256_set1_epi16(1)),
+        .to_code = keep(_mm256_set1_epi16(1 << 7)), /* a 256th of what _mm256_mulhrs_epi16 takes for 1 */
+        /* By the exponent: what a fraction below the normal numbers is multiplied with, in place of a shift. */
+        .factors = keep(_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))),
+    };
+}
 
 /* The codes, without signs, of sixteen magnitudes from which (scale - 7 - LOWEST) exponents were subtracted, and 0 is
- * what was below. */
-AVX2_INLINE __m256i bf16_codes(__m256i a) {
-    const __m256i limit = _mm256_set1_epi16((126 << 4) + LOWEST * BF16_FRACTION);
-    /* By the exponent: what the fraction of an E4M3 below the normal numbers is multiplied with, in place of a shift.
-     */
-    const __m256i factors = _mm256_setr_epi8(0, 1, 2, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4, 8, 0, 0, 0, 0,
-                                             0, 0, 0, 0, 0, 0, 0);
-    a = _mm256_min_epu16(a, limit);
-    __m256i factor = _mm256_shuffle_epi8(factors, _mm256_srli_epi16(a, 7));
-    __m256i fraction = _mm256_and_si256(a, _mm256_set1_epi16(BF16_FRACTION - 1));
-    __m256i small = _mm256_mullo_epi16(_mm256_or_si256(fraction, _mm256_set1_epi16(BF16_FRACTION)), factor);
-    __m256i normal = _mm256_slli_epi16(_mm256_sub_epi16(a, _mm256_set1_epi16(LOWEST * BF16_FRACTION)), 4);
+ * what was below. Those over 448 give codes over 126. */
+AVX2_INLINE __m256i bf16_codes(const constants *k, __m256i a) {
+    /* The upper bytes of the factors are 0, so that only the fractions are multiplied. */
+    __m256i factor = _mm256_shuffle_epi8(k->factors, _mm256_srli_epi16(a, 7));
+    __m256i small = _mm256_maddubs_epi16(_mm256_or_si256(a, k->one), factor);
+    __m256i normal = _mm256_sub_epi16(_mm256_slli_epi16(a, 4), k->lowest);
     /* Eight bits of fraction now. The larger is the right one: below 2^-6 `normal` is too small, above it `small` is.
      */
     __m256i x = _mm256_max_epi16(small, normal);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi16(x, 8), _mm256_set1_epi16(1));
-    return _mm256_srli_epi16(_mm256_add_epi16(_mm256_add_epi16(x, odd), _mm256_set1_epi16(127)), 8);
+    /* Halves are rounded up, so that the even ones must become a little less first. */
+    __m256i is_even = _mm256_andnot_si256(_mm256_srli_epi16(x, 8), k->last_bit);
+    return _mm256_mulhrs_epi16(_mm256_sub_epi16(x, is_even), k->to_code);
 }
 
-AVX2_INLINE __m256i bf16_block(__m256i x0, __m256i x1, __m256i a0, __m256i a1, uint32_t scale) {
-    __m256i less = _mm256_set1_epi16((short)((scale - 7 - LOWEST) * BF16_FRACTION));
-    __m256i codes =
-        _mm256_packus_epi16(bf16_codes(_mm256_subs_epu16(a0, less)), bf16_codes(_mm256_subs_epu16(a1, less)));
-    __m256i signs = _mm256_and_si256(_mm256_packs_epi16(x0, x1), _mm256_set1_epi8((char)0x80));
-    return _mm256_permute4x64_epi64(_mm256_or_si256(codes, signs), 0xd8);
-}
-
-AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src, size_t n, bool is_floor, bool stream) {
-    const __m256i mask = _mm256_set1_epi16(0x7fff);
-    size_t i = 0;
-    uint32_t all = 0;
-    stream = stream && is_aligned(data, 32);
+/* Whole blocks until one has so small a scale that its elements may be subnormal and count: their bits don't have the
+ * form that is relied on. Returns where that begins, or the end. */
+AVX2_INLINE size_t mxfp8_bf16_run(uint8_t *data, uint8_t *scales, const void *src, size_t i, size_t n, uint32_t *amax,
+                                  bool is_floor, bool stream) {
+    const constants k = make_constants();
+    const __m256i mask = keep(_mm256_set1_epi16(0x7fff)), sign = keep(_mm256_set1_epi8((char)0x80));
+    __m128i all = _mm_set1_epi16(-1);
     for (; i + TB__MXFP8_BLOCK <= n; i += TB__MXFP8_BLOCK) {
         const __m256i *at = (const __m256i *)(const void *)((const char *)src + 2 * i);
         __m256i x0 = _mm256_loadu_si256(at), x1 = _mm256_loadu_si256(at + 1);
@@ -175,18 +185,48 @@ AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src,
         __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
         /* There is an instruction for the smallest of eight. */
         half = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
-        uint32_t bits = (uint32_t)~_mm_cvtsi128_si32(half) << 16, scale = tb__mxfp8_scale(bits, is_floor);
-        /* Where elements may be subnormal and count, their bits don't have the form that is relied on. */
-        __m256i codes = scale >= 7 + LOWEST ? bf16_block(x0, x1, a0, a1, scale)
-                                            : mxfp8_block(TB_BF16, src, i, tb__mxfp8_factor(scale));
-        put32(data + i, codes, stream);
-        scales[i / TB__MXFP8_BLOCK] = (uint8_t)scale;
-        all = larger(all, bits);
+        uint32_t exponent = tb__mxfp8_exponent((uint32_t)~_mm_cvtsi128_si32(half) << 16, is_floor);
+        if (exponent < 8 + 7 + LOWEST)
+            break;
+        all = _mm_min_epu16(all, half);
+        __m256i less = _mm256_set1_epi16((short)((exponent - 8 - 7 - LOWEST) * BF16_ONE));
+        __m256i low = bf16_codes(&k, _mm256_subs_epu16(a0, less)), high = bf16_codes(&k, _mm256_subs_epu16(a1, less));
+        __m256i codes = _mm256_packus_epi16(low, high);
+        if (is_floor) /* else the scale sees to it */
+            codes = _mm256_min_epu8(codes, _mm256_set1_epi8(126));
+        codes = _mm256_or_si256(codes, _mm256_and_si256(_mm256_packs_epi16(x0, x1), sign));
+        put32(data + i, _mm256_permute4x64_epi64(codes, 0xd8), stream);
+        scales[i / TB__MXFP8_BLOCK] = (uint8_t)(exponent - 8);
     }
-    if (i == n)
-        return all;
-    return larger(
-        all, mxfp8(TB_BF16, data + i, scales + i / TB__MXFP8_BLOCK, (const char *)src + 2 * i, n - i, is_floor, false));
+    *amax = larger(*amax, (uint32_t)~_mm_cvtsi128_si32(all) << 16);
+    return i;
+}
+
+#define RUN(name, is_floor, stream)                                                                                    \
+    AVX2 __attribute__((noinline)) static size_t name(uint8_t *data, uint8_t *scales, const void *src, size_t i,       \
+                                                      size_t n, uint32_t *all) {                                       \
+        return mxfp8_bf16_run(data, scales, src, i, n, all, is_floor, stream);                                         \
+    }
+RUN(run_ceil, false, false)
+RUN(run_floor, true, false)
+RUN(run_ceil_stream, false, true)
+RUN(run_floor_stream, true, true)
+
+AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src, size_t n, bool is_floor, bool stream) {
+    size_t i = 0;
+    uint32_t all = 0;
+    stream = stream && is_aligned(data, 32);
+    while (i < n) {
+        if (is_floor)
+            i = (stream ? run_floor_stream : run_floor)(data, scales, src, i, n, &all);
+        else
+            i = (stream ? run_ceil_stream : run_ceil)(data, scales, src, i, n, &all);
+        size_t next = n - i < TB__MXFP8_BLOCK ? n : i + TB__MXFP8_BLOCK;
+        all = larger(all, mxfp8(TB_BF16, data + i, scales + i / TB__MXFP8_BLOCK, (const char *)src + 2 * i, next - i,
+                                is_floor, stream));
+        i = next;
+    }
+    return all;
 }
 
 AVX2_INLINE uint32_t fp8(tb_dtype dtype, uint8_t *data, const void *src, size_t n, float scale, bool stream) {

@@ -47,15 +47,18 @@ static inline float tb__f32_of(uint32_t bits) {
     return x;
 }
 
-/* The E8M0 byte for an amax. 448 is 1.75 * 2^8: to round up is to carry from fractions over .75, then subtract 8. */
+/* What the E8M0 byte for an amax is, plus 8. 448 is 1.75 * 2^8: to round up is to carry from fractions over .75. */
+static inline uint32_t tb__mxfp8_exponent(uint32_t amax, bool is_floor) {
+    return (is_floor ? amax : amax + 0x1fffff) >> 23;
+}
+
 static inline uint32_t tb__mxfp8_scale(uint32_t amax, bool is_floor) {
-    uint32_t exponent = (is_floor ? amax : amax + 0x1fffff) >> 23;
-    exponent = exponent > 8 ? exponent - 8 : 0;
-    return exponent < 254 ? exponent : 254;
+    uint32_t exponent = tb__mxfp8_exponent(amax, is_floor);
+    return exponent > 8 ? exponent - 8 : 0;
 }
 
 /* 2^(127 - byte), by which elements are multiplied; both are powers of two, so nothing that counts is rounded. Bytes
- * near 254 come from infinities only. */
+ * over 247 come from what is not finite. */
 static inline float tb__mxfp8_factor(uint32_t scale) {
     return tb__f32_of((254 - scale) << 23);
 }
