@@ -17,6 +17,7 @@ enum {
     BLOCKS_PIECE = 1024,    /* of one that has 128 rows and is read twice */
     PART_BYTES = 128 << 10, /* less is not worth a thread */
     TILE_ROWS = 128,
+    TILE_BYTES = 512,
 };
 #define SIZE_LIMIT ((int64_t)1 << 62)
 
@@ -165,15 +166,17 @@ static uint8_t *data_at(const job *j, int64_t row, int64_t column) {
     return (uint8_t *)j->to->data + (j->size.data_dtype == TB_F4E2M1 ? at / 2 : at);
 }
 
-/* The bytes of row `row` of the tensor from scale column `column` on, to their places in the tiles; those of the last
- * one that has no column are zero. */
+/* The bytes of row `row` of the tensor from scale column `column` on, where a tile begins, to their places in the
+ * tiles; those of the last one that has no column are zero. */
 static void place_scales(const job *j, const uint8_t *scales, int64_t row, int64_t column, int64_t n) {
-    int64_t all = j->size.scale_columns;
-    uint8_t *out = j->to->scales;
-    for (int64_t c = column; c < column + n; c += 4) {
+    uint8_t *out = (uint8_t *)j->to->scales + tb__quant_swizzle(row, column, j->size.scale_columns);
+    int64_t whole = n & ~(int64_t)3;
+    for (int64_t c = 0; c < whole; c += 4, out += TILE_BYTES)
+        memcpy(out, scales + c, 4);
+    if (n > whole) {
         uint8_t four[4] = {0};
-        memcpy(four, scales + (c - column), (size_t)(column + n - c < 4 ? column + n - c : 4));
-        memcpy(out + tb__quant_swizzle(row, c, all), four, 4);
+        memcpy(four, scales + whole, (size_t)(n - whole));
+        memcpy(out, four, 4);
     }
 }
 

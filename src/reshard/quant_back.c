@@ -71,7 +71,7 @@ static void codes_to_f32(const job *j, float *out, int64_t row, int64_t column, 
         tb__kernels_get()->widen[TB_F8E4M3](out, data + at, (size_t)n);
         return;
     }
-    for (int64_t i = 0; i + 1 < n; i += 2) {
+    for (int64_t i = 0; i < n; i += 2) { /* rows are even */
         uint8_t two = data[(at + i) / 2];
         out[i] = e2m1[two & 15];
         out[i + 1] = e2m1[two >> 4];

@@ -335,7 +335,7 @@ static void test_golden(void **state) {
 static void test_bands_and_threads(void **state) {
     (void)state;
     rng g = {test_seed()};
-    enum { ROWS = 700, COLUMNS = 8192 + 1024 + 38 };
+    enum { ROWS = 300, COLUMNS = 8192 + 1024 + 38 };
     for (int i = 0; i < NFORMATS; i++) {
         tb__quant_rows from = make_rows(TB_BF16, ROWS, COLUMNS, 10);
         fill(&from, 32, COLUMNS, &g);
@@ -354,7 +354,7 @@ static void test_bands_and_threads(void **state) {
         memset(again.t.data, 0x77, (size_t)again.size.data_nbytes);
         memset(again.t.scales, 0x77, (size_t)again.size.scale_nbytes);
         /* Last band first. */
-        int64_t step = again.size.band == 1 ? 97 : 2 * again.size.band, last = (ROWS - 1) / step * step;
+        int64_t step = again.size.band == 1 ? 97 : again.size.band, last = (ROWS - 1) / step * step;
         for (int64_t first = last; first >= 0; first -= step) {
             tb__quant_rows part = from;
             part.data = (char *)from.data + (size_t)first * row_bytes;
@@ -378,7 +378,9 @@ static void test_large(void **state) {
     for (size_t r = 64; r < ROWS; r++)
         memcpy((char *)from.data + r * 2 * COLUMNS, (char *)from.data + (r * 11 % 64) * 2 * COLUMNS, 2 * COLUMNS);
     tb__workers_set(2);
-    for (int i = 0; i < NFORMATS; i++) {
+    static const int one_of_each[] = {0, 3, 5, 7};
+    for (int k = 0; k < 4; k++) {
+        int i = one_of_each[k];
         held expected = hold(formats[i], ROWS, COLUMNS, 1.5F, 0);
         use_set(0);
         assert_int_equal(tb__quant_quantise(&expected.t, 0, ROWS, &from), TB_OK);
@@ -465,7 +467,7 @@ static void test_known_values(void **state) {
 
 static void test_not_finite(void **state) {
     (void)state;
-    enum { ROWS = 300, COLUMNS = 9000 };
+    enum { ROWS = 140, COLUMNS = 9000 };
     static const uint16_t bad[] = {0x7f80, 0xff80, 0x7fc0, 0xff81};
     tb__quant_rows from = make_rows(TB_BF16, ROWS, COLUMNS, 3);
     for (int64_t r = 0; r < ROWS; r++) {
@@ -474,13 +476,13 @@ static void test_not_finite(void **state) {
     }
     tb__workers_set(3);
     for (int i = 0; i < NFORMATS; i++) {
-        for (int k = 0; k < 8; k++) {
-            if (!use_set(k / 4))
+        for (int k = 0; k < 2; k++) {
+            if (!use_set(k))
                 continue;
             /* The first in the order of rows, wherever the others are. */
-            const int64_t at[3][2] = {{130 + k, 8990 + k}, {131 + k, 5}, {299, 8999}};
+            const int64_t at[3][2] = {{130 + k, 8990 + k}, {131 + k, 5}, {139, 8999}};
             for (int b = 0; b < 3; b++)
-                set(&from, at[b][0], at[b][1], bad[k % 4]);
+                set(&from, at[b][0], at[b][1], bad[(i + 2 * k) % 4]);
             held h = hold(formats[i], ROWS + 128, COLUMNS, 1, 0);
             char where[80], shifted[80];
             snprintf(where, sizeof where, "row %d, column %d is not finite", 130 + k, 8990 + k);
