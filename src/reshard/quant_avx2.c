@@ -1,4 +1,5 @@
-/* The quantisers for processors with AVX2 and F16C. Blocks that are not whole go to the portable ones. */
+/* The quantisers for processors with AVX2 and F16C. Ends of rows that don't fill what is done at a time go to
+ * the portable ones. */
 #include "exec/kernel.h"
 #include "reshard/quant_kernel.h"
 
@@ -257,23 +258,50 @@ AVX2_INLINE int64_t pack_nibbles(__m256i c0, __m256i c1) {
     return _mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
 }
 
+enum { GROUP = 8 }; /* blocks whose scales are worked out together: divisions are slow */
+
+/* Scales for the bits of so many amax, and what the elements are divided by. */
+AVX2_INLINE void nvfp4_scales(uint8_t *scales, float *divisors, const uint32_t *most, float global) {
+    __m256 x = _mm256_loadu_ps((const float *)(const void *)most), globals = _mm256_set1_ps(global);
+    __m256i code = e4m3_round(_mm256_div_ps(_mm256_div_ps(x, _mm256_set1_ps(6.0F)), globals));
+    _mm_storel_epi64((__m128i *)(void *)scales,
+                     _mm256_castsi256_si128(pack32((const __m256i[4]){code, code, code, code})));
+    __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(code), _mm256_set1_ps(0x1p-9F));
+    __m256 normal = float_of(_mm256_add_epi32(_mm256_slli_epi32(code, 20), _mm256_set1_epi32(120 << 23)));
+    __m256 is_small = float_of(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), code));
+    __m256 divisor = _mm256_mul_ps(_mm256_blendv_ps(normal, small, is_small), globals);
+    __m256 is_some = _mm256_cmp_ps(divisor, _mm256_setzero_ps(), _CMP_GT_OQ);
+    _mm256_storeu_ps(divisors, _mm256_blendv_ps(float_of(_mm256_set1_epi32(TB__F32_INF)), divisor, is_some));
+}
+
+AVX2_INLINE void nvfp4_block(tb_dtype dtype, uint8_t *data, const void *src, size_t i, float divisor, bool stream) {
+    __m256 d = _mm256_set1_ps(divisor);
+    __m256i c0 = e2m1_round(_mm256_div_ps(load8(dtype, src, i), d));
+    __m256i c1 = e2m1_round(_mm256_div_ps(load8(dtype, src, i + 8), d));
+    int64_t codes = pack_nibbles(c0, c1);
+    if (stream)
+        _mm_stream_si64((long long *)(void *)(data + i / 2), codes);
+    else
+        __builtin_memcpy(data + i / 2, &codes, sizeof codes);
+}
+
 AVX2_INLINE uint32_t nvfp4(tb_dtype dtype, uint8_t *data, uint8_t *scales, const void *src, size_t n, float global,
                            bool stream) {
     size_t i = 0;
     uint32_t all = 0;
     stream = stream && is_aligned(data, 8);
-    for (; i + TB__NVFP4_BLOCK <= n; i += TB__NVFP4_BLOCK) {
-        __m256 x0 = load8(dtype, src, i), x1 = load8(dtype, src, i + 8);
-        uint32_t bits = largest(_mm256_max_epi32(magnitude(x0), magnitude(x1)));
-        uint8_t scale = tb__e4m3_round(tb__f32_of(bits) / 6.0F / global);
-        __m256 divisor = _mm256_set1_ps(tb__nvfp4_divisor(scale, global));
-        int64_t codes = pack_nibbles(e2m1_round(_mm256_div_ps(x0, divisor)), e2m1_round(_mm256_div_ps(x1, divisor)));
-        if (stream)
-            _mm_stream_si64((long long *)(void *)(data + i / 2), codes);
-        else
-            __builtin_memcpy(data + i / 2, &codes, sizeof codes);
-        scales[i / TB__NVFP4_BLOCK] = scale;
-        all = larger(all, bits);
+    for (; i + GROUP * TB__NVFP4_BLOCK <= n; i += GROUP * TB__NVFP4_BLOCK) {
+        uint32_t most[GROUP];
+        float divisors[GROUP];
+        for (size_t b = 0; b < GROUP; b++) {
+            size_t at = i + b * TB__NVFP4_BLOCK;
+            __m256i low = magnitude(load8(dtype, src, at)), high = magnitude(load8(dtype, src, at + 8));
+            most[b] = largest(_mm256_max_epi32(low, high));
+            all = larger(all, most[b]);
+        }
+        nvfp4_scales(scales + i / TB__NVFP4_BLOCK, divisors, most, global);
+        for (size_t b = 0; b < GROUP; b++)
+            nvfp4_block(dtype, data, src, i + b * TB__NVFP4_BLOCK, divisors[b], stream);
     }
     if (i == n)
         return all;
