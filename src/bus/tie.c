@@ -62,16 +62,12 @@ static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
         tie->knew[at][i] = tb__unpack_u64(message);
     uint32_t code = tb__unpack_u32(message);
     const char *why = tb__unpack_string(message);
-    if (message->failed) {
-        had_agreed = false;
-        code = 0;
-    }
-    if (tie->state == TIE_WAITING && !had_agreed && code == 0) {
-        forget_manifest(tie, at);
+    if (tie->state == TIE_WAITING && (!had_agreed || message->failed)) {
+        forget_manifest(tie, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
         return;
     }
     tie->is_gone[at] = true;
-    if (code > 0 && code <= 64)
+    if (tie->state == TIE_AGREED && !message->failed && code > 0 && code <= 64)
         break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why));
     tell_flows(tie, at);
 }

@@ -1,4 +1,4 @@
-/* A pool of threads for batches of copies. A batch is a line of bytes, cut into more pieces than there are threads;
+/* A pool of threads. A job is a line, for a batch of copies one of bytes, cut into more pieces than there are threads;
  * each thread, the caller's too, takes the next piece until none is left. The caller waits only for threads that took
  * part, so that one which is slow to wake up holds nobody back. */
 #include "exec/workers.h"
@@ -15,19 +15,23 @@ enum {
     PIECES_EACH = 16,        /* per thread: they are not equally fast */
     PIECE_BYTES = 128 << 10, /* less than this is not worth a piece */
     COPY_BYTES = 256,        /* what it costs to begin a copy, in bytes */
-    STREAM_BYTES = 8 << 20,  /* a batch that writes this much would push out of the cache what others have there */
     SPINS = 500,             /* some microseconds: batches often follow one another */
 };
 
 typedef struct job {
-    const tb__copy *copies;
-    const int64_t *ends; /* of each copy on the line */
-    size_t n;
-    int64_t piece;
+    tb__work_fn *fn;
+    void *arg;
+    int64_t total, piece; /* lengths of the line and of a piece of it */
     uint64_t npieces;
-    bool stream;
     _Atomic uint64_t next;
 } job;
+
+typedef struct line {
+    const tb__copy *copies;
+    const int64_t *ends; /* of each copy */
+    size_t n;
+    bool stream;
+} line;
 
 static struct {
     pthread_mutex_t turn; /* held for a batch, and to change the threads */
@@ -62,11 +66,11 @@ static int64_t min64(int64_t a, int64_t b) {
 }
 
 /* The first copy that ends beyond `at`. */
-static size_t find_copy(const job *j, int64_t at) {
-    size_t low = 0, high = j->n;
+static size_t find_copy(const line *l, int64_t at) {
+    size_t low = 0, high = l->n;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
-        if (j->ends[middle] > at)
+        if (l->ends[middle] > at)
             high = middle;
         else
             low = middle + 1;
@@ -74,32 +78,36 @@ static size_t find_copy(const job *j, int64_t at) {
     return low;
 }
 
-static void run_piece(const job *j, int64_t from, int64_t to) {
-    for (size_t i = find_copy(j, from); i < j->n; i++) {
-        int64_t start = i ? j->ends[i - 1] : 0, length = j->ends[i] - start;
+static void run_stretch(const line *l, int64_t from, int64_t to) {
+    for (size_t i = find_copy(l, from); i < l->n; i++) {
+        int64_t start = i ? l->ends[i - 1] : 0, length = l->ends[i] - start;
         if (start >= to)
             return;
         if (length < PIECE_BYTES) { /* whole, to whoever has its start */
             if (start >= from)
-                tb__copy_run(&j->copies[i], tb__copy_whole(&j->copies[i]), j->stream);
+                tb__copy_run(&l->copies[i], tb__copy_whole(&l->copies[i]), l->stream);
             continue;
         }
         int64_t a = from > start ? from - start : 0, b = min64(to - start, length);
-        tb__copy_run(&j->copies[i], tb__copy_cut(&j->copies[i], a, b, length), j->stream);
+        tb__copy_run(&l->copies[i], tb__copy_cut(&l->copies[i], a, b, length), l->stream);
     }
 }
 
+static void run_copies(void *arg, int64_t from, int64_t to) {
+    const line *l = arg;
+    run_stretch(l, from, to);
+    if (l->stream)
+        tb__kernels_get()->fence();
+}
+
 static void take_pieces(job *j) {
-    int64_t total = j->ends[j->n - 1];
     for (;;) {
         uint64_t p = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed);
         if (p >= j->npieces)
-            break;
+            return;
         int64_t from = (int64_t)p * j->piece;
-        run_piece(j, from, min64(from + j->piece, total));
+        j->fn(j->arg, from, from + min64(j->piece, j->total - from));
     }
-    if (j->stream)
-        tb__kernels_get()->fence();
 }
 
 static void *work(void *arg) {
@@ -199,7 +207,13 @@ static void run_alone(const tb__copy *copies, size_t n, bool stream) {
         tb__kernels_get()->fence();
 }
 
-static void run_together(job *j) {
+/* In at most `most` pieces, of which there is at least one. */
+static void run_together(job *j, int64_t most) {
+    /* No piece may be empty: rounded up, fewer may do. */
+    j->piece = (j->total - 1) / most + 1;
+    j->npieces = (uint64_t)((j->total - 1) / j->piece + 1);
+    pthread_mutex_lock(&pool.turn);
+    start_threads();
     pthread_mutex_lock(&pool.lock);
     pool.job = j;
     atomic_fetch_add_explicit(&pool.batch, 1, memory_order_relaxed);
@@ -213,6 +227,7 @@ static void run_together(job *j) {
     while (pool.inside > 0)
         pthread_cond_wait(&pool.done, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.turn);
 }
 
 /* False if there is no memory for the line. */
@@ -224,13 +239,9 @@ static bool run_split(const tb__copy *copies, size_t n, bool stream, int threads
         total += tb__copy_traffic(&copies[i]) + COPY_BYTES;
         ends[i] = total;
     }
-    int64_t npieces = min64((int64_t)threads * PIECES_EACH, total / PIECE_BYTES + 1);
-    int64_t piece = (total + npieces - 1) / npieces;
-    job j = {.copies = copies, .ends = ends, .n = n, .piece = piece, .npieces = (uint64_t)npieces, .stream = stream};
-    pthread_mutex_lock(&pool.turn);
-    start_threads();
-    run_together(&j);
-    pthread_mutex_unlock(&pool.turn);
+    line l = {.copies = copies, .ends = ends, .n = n, .stream = stream};
+    job j = {.fn = run_copies, .arg = &l, .total = total};
+    run_together(&j, min64((int64_t)threads * PIECES_EACH, total / PIECE_BYTES + 1));
     free(ends);
     return true;
 }
@@ -243,7 +254,7 @@ tb_status tb__workers_run(const tb__copy *copies, size_t n) {
         traffic += tb__copy_traffic(&copies[i]);
     }
     int threads = tb__workers_count();
-    bool stream = written >= STREAM_BYTES;
+    bool stream = written >= TB__STREAM_BYTES;
     fenv_t env;
     fegetenv(&env);
     fesetenv(FE_DFL_ENV);
@@ -251,4 +262,20 @@ tb_status tb__workers_run(const tb__copy *copies, size_t n) {
         run_alone(copies, n, stream);
     fesetenv(&env);
     return TB_OK;
+}
+
+void tb__workers_for(int64_t n, tb__work_fn *fn, void *arg) {
+    if (n <= 0)
+        return;
+    int threads = tb__workers_count();
+    fenv_t env;
+    fegetenv(&env);
+    fesetenv(FE_DFL_ENV);
+    if (threads == 1 || n == 1) {
+        fn(arg, 0, n);
+    } else {
+        job j = {.fn = fn, .arg = arg, .total = n};
+        run_together(&j, min64((int64_t)threads * PIECES_EACH, n));
+    }
+    fesetenv(&env);
 }

@@ -1,12 +1,15 @@
-/* The pool: the same bytes from any number of threads, several callers at once, forks, failures. */
+/* The pool: the same bytes from any number of threads, several callers at once, forks, failures; other work than
+ * copies. */
 #include "exec/workers.h"
 #include "base/mem.h"
 
 #include "../tests/support/numbers.h"
 
+#include <fenv.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -215,11 +218,89 @@ static void test_limits(void **state) {
     free_batch(&b);
 }
 
+enum { COUNTED = 5000 };
+
+typedef struct tally {
+    _Atomic int count[COUNTED], parts, strange;
+} tally;
+
+/* Counts each index, parts that are none, and threads that round otherwise than they should. */
+static void count_part(void *arg, int64_t from, int64_t to) {
+    tally *t = arg;
+    atomic_fetch_add(&t->parts, 1);
+    if (from < 0 || from >= to || to > COUNTED || fegetround() != FE_TONEAREST) {
+        atomic_fetch_add(&t->strange, 1);
+        return;
+    }
+    for (int64_t i = from; i < to; i++)
+        atomic_fetch_add(&t->count[i], 1);
+}
+
+static void check_parts(int64_t n) {
+    static tally t;
+    memset(&t, 0, sizeof t);
+    tb__workers_for(n, count_part, &t);
+    assert_int_equal(t.strange, 0);
+    for (int64_t i = 0; i < COUNTED; i++)
+        assert_int_equal(t.count[i], i < n);
+    if (n <= 0)
+        assert_int_equal(t.parts, 0);
+}
+
+static void test_other_work(void **state) {
+    (void)state;
+    assert_int_equal(fesetround(FE_UPWARD), 0);
+    for (int threads = 1; threads <= 4; threads++) {
+        tb__workers_set(threads);
+        for (int64_t n = -1; n < 200; n++)
+            check_parts(n);
+        check_parts(COUNTED);
+    }
+    /* The caller's own rounding is back afterwards. */
+    assert_int_equal(fegetround(), FE_UPWARD);
+    fesetround(FE_TONEAREST);
+}
+
+static void *work_often(void *arg) {
+    for (int i = 0; i < 200; i++)
+        tb__workers_for(COUNTED, count_part, arg);
+    return NULL;
+}
+
+/* Copies and other work from several threads take turns. */
+static void test_mixed_callers(void **state) {
+    (void)state;
+    static tally t[2];
+    static batch b;
+    rng g = {test_seed()};
+    make_batch(&b, &g);
+    pthread_t threads[3];
+    tb__workers_set(3);
+    assert_int_equal(pthread_create(&threads[0], NULL, work_often, &t[0]), 0);
+    assert_int_equal(pthread_create(&threads[1], NULL, work_often, &t[1]), 0);
+    assert_int_equal(pthread_create(&threads[2], NULL, call_often, &b), 0);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(pthread_join(threads[i], NULL), 0);
+    for (int k = 0; k < 2; k++) {
+        assert_int_equal(t[k].strange, 0);
+        for (int i = 0; i < COUNTED; i++)
+            assert_int_equal(t[k].count[i], 200);
+    }
+    uint8_t *got = malloc(MEMORY);
+    memcpy(got, b.dst, MEMORY);
+    tb__workers_set(1);
+    run(&b, 2);
+    assert_true(memcmp(b.dst, got, MEMORY) == 0);
+    free(got);
+    free_batch(&b);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_threads_agree), cmocka_unit_test(test_several_callers),
         cmocka_unit_test(test_fork),          cmocka_unit_test(test_many_small_batches),
-        cmocka_unit_test(test_bad_batch),     cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_bad_batch),     cmocka_unit_test(test_other_work),
+        cmocka_unit_test(test_mixed_callers), cmocka_unit_test(test_limits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
