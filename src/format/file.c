@@ -161,11 +161,14 @@ tb_status tb__draft_close(tb__draft *draft, bool sync) {
     return close(fd) == 0 || errno == EINTR ? TB_OK : fail_errno(TB_IO, draft->path, "can't be written");
 }
 
-/* A name is on the disk once its directory is. */
-static tb_status sync_directory(const char *path) {
+tb_status tb__file_sync_name(const char *path) {
     tb__text text = {0};
     char *dir;
-    size_t length = directory_length(path);
+    size_t length = strlen(path);
+    while (length > 1 && path[length - 1] == '/')
+        length--;
+    while (length > 0 && path[length - 1] != '/')
+        length--;
     tb__text_add(&text, "%.*s", length ? (int)length : 1, length ? path : ".");
     TB_TRY(tb__text_take(&text, &dir));
     int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -178,11 +181,13 @@ static tb_status sync_directory(const char *path) {
 }
 
 tb_status tb__draft_commit(tb__draft *draft, bool sync) {
+    if (!draft->temporary)
+        return TB_OK;
     if (rename(draft->temporary, draft->path) != 0)
         return fail_errno(TB_IO, draft->path, "can't be put in its place");
     free(draft->temporary);
     draft->temporary = NULL;
-    return sync ? sync_directory(draft->path) : TB_OK;
+    return sync ? tb__file_sync_name(draft->path) : TB_OK;
 }
 
 void tb__draft_fini(tb__draft *draft) {

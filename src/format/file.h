@@ -17,6 +17,9 @@ tb_status tb__file_write(int fd, const char *path, int64_t offset, const void *b
 /* DIR/NAME, to be freed by the caller. */
 tb_status tb__file_join(const char *dir, const char *name, char **out);
 
+/* Brings the directory that holds the name to the disk: a file that is there without its name is lost. */
+tb_status tb__file_sync_name(const char *path);
+
 /* A file that is being written. It has a temporary name beside its own, and gets its own at the end, all at once:
  * readers see the file as it was before, or complete. A process that is killed leaves the temporary one behind, whose
  * name is that of the file between a dot and ".PID.N.tmp". */
@@ -33,7 +36,7 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes);
 /* The last step that is likely to fail: hands everything to the system, or with `sync` to the disk. */
 tb_status tb__draft_close(tb__draft *draft, bool sync);
 
-/* Puts the file in its place; it must be closed. */
+/* Puts the file in its place; it must be closed. Once that is done, a second call does nothing. */
 tb_status tb__draft_commit(tb__draft *draft, bool sync);
 
 /* Removes what was not committed. Zero-initialised with fd -1 is fine, too. */
