@@ -22,10 +22,8 @@ typedef struct folder {
 static inline int folder_set_up(void **state) {
     folder *f = calloc(1, sizeof *f);
     strcpy(f->path, "/tmp/tb-format-XXXXXX");
-    if (!mkdtemp(f->path))
-        return -1;
     *state = f;
-    return 0;
+    return mkdtemp(f->path) ? 0 : -1;
 }
 
 /* How many entries a folder has. */
@@ -97,13 +95,15 @@ static inline char *read_bytes(const char *path, size_t *nbytes) {
 
 /* A file with this header and so many bytes of data. */
 static inline void write_file(const char *path, const char *header, size_t data_nbytes) {
-    size_t length = strlen(header);
-    unsigned char *bytes = calloc(1, 8 + length + data_nbytes);
-    for (size_t i = 0; i < 8; i++)
-        bytes[i] = (unsigned char)(length >> 8 * i);
-    memcpy(bytes + 8, header, length);
-    write_bytes(path, bytes, 8 + length + data_nbytes);
-    free(bytes);
+    uint64_t length = strlen(header);
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    for (int i = 0; i < 8; i++)
+        fputc((int)(length >> 8 * i & 0xFF), file);
+    fputs(header, file);
+    for (size_t i = 0; i < data_nbytes; i++)
+        fputc(0, file);
+    assert_int_equal(fclose(file), 0);
 }
 
 static inline void check_sentence(const char *text) {
@@ -143,6 +143,12 @@ static inline unsigned char *bytes_of(const tb__safetensor *t, int64_t nbytes) {
     for (int64_t i = 0; i < nbytes; i++)
         bytes[i] = byte_of(t->name, i);
     return bytes;
+}
+
+static inline void assert_shape(const tb_shape *left, const tb_shape *right) {
+    assert_int_equal(left->ndim, right->ndim);
+    for (int d = 0; d < left->ndim; d++)
+        assert_int_equal(left->dim[d], right->dim[d]);
 }
 
 static inline void assert_data(const tb__safetensors *file, const tb__safetensor *t) {

@@ -194,7 +194,7 @@ static void bad_files(void **state) {
     /* of a long path, the end is what tells files apart */
     char longer[400];
     memset(longer, 'd', sizeof longer);
-    memcpy(longer, "/tmp/", 5);
+    longer[0] = '/';
     snprintf(longer + 300, 50, "/the_file.safetensors");
     assert_fails(tb__safetensors_open(longer, &file), TB_INVALID, "/the_file.safetensors: can't be opened: ");
     assert_int_equal(strncmp(tb_error_detail(), "...ddd", 6), 0);
@@ -475,7 +475,7 @@ static void random_files(void **state) {
             const tb__safetensor *t = tb__safetensors_find(h, names[i]);
             assert_non_null(t);
             assert_int_equal(t->dtype, tensors[i].dtype);
-            assert_memory_equal(&t->shape, &tensors[i].shape, sizeof t->shape);
+            assert_shape(&t->shape, &tensors[i].shape);
             assert_int_equal(tb_dtype_bits(t->dtype) >= 8 ? t->offset % (tb_dtype_bits(t->dtype) / 8) : 0, 0);
             assert_data(file, t);
         }

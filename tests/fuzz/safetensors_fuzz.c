@@ -48,7 +48,9 @@ static void check_round_trip(const tb__safetensors_header *h) {
         for (size_t i = 0; i < h->count; i++) {
             const tb__safetensor *t = tb__safetensors_find(&back, tensors[i].name);
             expect(t && t->dtype == tensors[i].dtype && t->offset == tensors[i].offset);
-            expect(memcmp(&t->shape, &tensors[i].shape, sizeof t->shape) == 0);
+            expect(t->shape.ndim == tensors[i].shape.ndim);
+            for (int d = 0; d < t->shape.ndim; d++)
+                expect(t->shape.dim[d] == tensors[i].shape.dim[d]);
         }
         for (size_t i = 0; i < h->count; i++)
             tensors[i] = back.tensors[i];
