@@ -38,6 +38,10 @@ const char *tb_dtype_name(tb_dtype dtype) {
     return known(dtype) ? table[dtype].name : NULL;
 }
 
+const char *tb__dtype_safetensors(tb_dtype dtype) {
+    return known(dtype) ? table[dtype].safetensors : NULL;
+}
+
 unsigned tb_dtype_bits(tb_dtype dtype) {
     return known(dtype) ? table[dtype].bits : 0;
 }

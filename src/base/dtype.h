@@ -12,6 +12,8 @@ typedef enum tb__dtype_class {
 
 tb__dtype_class tb__dtype_class_of(tb_dtype dtype);
 
+const char *tb__dtype_safetensors(tb_dtype dtype); /* "BF16", as safetensors files have it; NULL for what is no dtype */
+
 /* Elements that share a byte: 2 for f4e2m1, else 1. */
 static inline int64_t tb__dtype_packing(tb_dtype dtype) {
     return tb_dtype_bits(dtype) == 4 ? 2 : 1;

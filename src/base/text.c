@@ -42,6 +42,15 @@ static int utf8_length(const unsigned char *s) {
     return is_surrogate || is_overlong || is_beyond ? 0 : length;
 }
 
+bool tb__is_utf8(const char *string) {
+    for (int length; *string; string += length) {
+        length = utf8_length((const unsigned char *)string);
+        if (length == 0)
+            return false;
+    }
+    return true;
+}
+
 void tb__text_add_json(tb__text *text, const char *string) {
     tb__text_add(text, "\"");
     for (const char *s = string; *s;) {

@@ -19,6 +19,10 @@ int tool_read_options(const tool_command *command, char **argv, const char **val
             *wants_help = true;
             return TOOL_OK;
         }
+        if (**arg != '-' && command->operand && !value[TOOL_OPERAND]) {
+            value[TOOL_OPERAND] = *arg;
+            continue;
+        }
         if (**arg != '-')
             return tool_fail(TOOL_BAD_INPUT, "unexpected argument '%s'; see `tensorbus %s --help`", *arg,
                              command->name);
@@ -43,6 +47,8 @@ int tool_read_options(const tool_command *command, char **argv, const char **val
             return tool_fail(TOOL_BAD_INPUT, "--%s needs a value: --%s %s", option->name, option->name,
                              option->argument);
     }
+    if (command->operand && !value[TOOL_OPERAND])
+        return tool_fail(TOOL_BAD_INPUT, "%s is missing; see `tensorbus %s --help`", command->operand, command->name);
     return TOOL_OK;
 }
 

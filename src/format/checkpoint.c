@@ -1,0 +1,248 @@
+/* Models of one file or several, seen as one set of tensors. */
+#include "format/checkpoint.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static tb_status holds(const char *dir, const char *name, bool *out) {
+    char *path;
+    struct stat about;
+    TB_TRY(tb__file_join(dir, name, &path));
+    *out = stat(path, &about) == 0;
+    free(path);
+    return TB_OK;
+}
+
+static tb_status look_into(const char *dir, tb__checkpoint_kind *out) {
+    bool has_model, has_index;
+    TB_TRY(holds(dir, TB__MODEL_FILE, &has_model));
+    TB_TRY(holds(dir, TB__MODEL_INDEX, &has_index));
+    if (has_model || has_index) {
+        *out = has_model ? TB__CHECKPOINT_MODEL : TB__CHECKPOINT_INDEX;
+        return TB_OK;
+    }
+    tb__rank_files ranks;
+    TB_TRY(tb__rank_files_init(dir, &ranks));
+    bool has_ranks = ranks.count > 0;
+    tb__rank_files_fini(&ranks);
+    if (!has_ranks) {
+        tb__set_detail("it holds no " TB__MODEL_FILE ", no " TB__MODEL_INDEX " and no rank_0.safetensors or the like");
+        return tb__file_fail(TB_INVALID, dir);
+    }
+    *out = TB__CHECKPOINT_RANKS;
+    return TB_OK;
+}
+
+tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
+    struct stat about;
+    if (stat(path, &about) != 0) {
+        bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
+        tb__set_detail("can't be opened: %s", strerror(errno));
+        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, path);
+    }
+    if (S_ISDIR(about.st_mode))
+        return look_into(path, out);
+    *out = TB__CHECKPOINT_FILE;
+    return TB_OK;
+}
+
+/* A line of the index. */
+typedef struct entry {
+    const char *name, *file;
+} entry;
+
+static int compare_entries(const void *left, const void *right) {
+    const entry *a = left, *b = right;
+    int order = strcmp(a->file, b->file);
+    return order ? order : strcmp(a->name, b->name);
+}
+
+static int compare_tensors(const void *left, const void *right) {
+    const tb__checkpoint_tensor *a = left, *b = right;
+    return strcmp(a->tensor->name, b->tensor->name);
+}
+
+static bool make_room(tb__checkpoint *c, size_t nfiles, size_t ntensors, tb__checkpoint_tensor **tensors) {
+    c->files = tb__arena_alloc(&c->arena, nfiles, sizeof *c->files);
+    *tensors = tb__arena_alloc(&c->arena, ntensors, sizeof **tensors);
+    c->tensors = *tensors;
+    return c->files && *tensors;
+}
+
+static tb_status open_single(tb__checkpoint *c, const char *path) {
+    tb__safetensors *file;
+    tb__checkpoint_tensor *tensors;
+    TB_TRY(tb__safetensors_open(path, &file));
+    if (!make_room(c, 1, file->header.count, &tensors)) {
+        tb__safetensors_close(file);
+        return TB_NO_MEMORY;
+    }
+    c->files[c->nfiles++] = file;
+    for (size_t i = 0; i < file->header.count; i++)
+        tensors[c->count++] = (tb__checkpoint_tensor){file->header.by_name[i], 0};
+    c->nbytes = file->header.data_nbytes;
+    return TB_OK;
+}
+
+static tb_status read_entries(const json_t *json, entry *entries) {
+    const json_t *map = json_object_get(json, "weight_map");
+    for (void *it = json_object_iter((json_t *)map); it; it = json_object_iter_next((json_t *)map, it)) {
+        entry e = {json_object_iter_key(it), json_string_value(json_object_iter_value(it))};
+        if (!e.file)
+            return tb__fail(TB_INVALID, "'weight_map' has no file name for tensor '%.100s'", e.name);
+        if (!*e.file || strchr(e.file, '/') || strcmp(e.file, ".") == 0 || strcmp(e.file, "..") == 0)
+            return tb__fail(TB_INVALID, "tensor '%.100s' is in '%.100s', which is not a file of the directory", e.name,
+                            e.file);
+        *entries++ = e;
+    }
+    return TB_OK;
+}
+
+/* The tensors entries[0 .. n-1] are all in one file, which is opened. */
+static tb_status open_part(tb__checkpoint *c, const char *dir, const entry *entries, size_t n,
+                           tb__checkpoint_tensor *tensors) {
+    char *path;
+    TB_TRY(tb__file_join(dir, entries->file, &path));
+    tb_status status = tb__safetensors_open(path, &c->files[c->nfiles]);
+    free(path);
+    TB_TRY(status);
+    const tb__safetensors *file = c->files[c->nfiles++];
+    for (size_t i = 0; i < n; i++) {
+        const tb__safetensor *t = tb__safetensors_find(&file->header, entries[i].name);
+        if (!t) {
+            tb__set_detail("tensor '%.100s' is not in it, but the index says so", entries[i].name);
+            return tb__file_fail(TB_INVALID, file->path);
+        }
+        tensors[i] = (tb__checkpoint_tensor){t, c->nfiles - 1};
+        if (t->nbytes > (INT64_C(1) << 62) - c->nbytes)
+            return tb__fail(TB_TOO_BIG, "the tensors have more than 2^62 bytes together");
+        c->nbytes += t->nbytes;
+    }
+    c->nignored += file->header.count - n;
+    return TB_OK;
+}
+
+static tb_status open_parts(tb__checkpoint *c, const char *dir, const entry *entries, size_t count) {
+    size_t nfiles = 0;
+    tb__checkpoint_tensor *tensors;
+    for (size_t i = 0; i < count; i++)
+        nfiles += i == 0 || strcmp(entries[i - 1].file, entries[i].file) != 0;
+    if (!make_room(c, nfiles, count, &tensors))
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < count;) {
+        size_t n = 1;
+        while (i + n < count && strcmp(entries[i].file, entries[i + n].file) == 0)
+            n++;
+        TB_TRY(open_part(c, dir, entries + i, n, tensors + i));
+        i += n;
+    }
+    c->count = count;
+    qsort(tensors, count, sizeof *tensors, compare_tensors);
+    return TB_OK;
+}
+
+static tb_status read_index(const char *path, json_t **out) {
+    int fd = -1;
+    int64_t nbytes = 0;
+    json_error_t error;
+    TB_TRY(tb__file_open(path, &fd, &nbytes));
+    char *text = NULL;
+    tb_status status = TB_OK;
+    if (nbytes > TB__SAFETENSORS_MAX_HEADER) {
+        tb__set_detail("an index of %" PRId64 " bytes is more than is read (%d)", nbytes, TB__SAFETENSORS_MAX_HEADER);
+        status = tb__file_fail(TB_INVALID, path);
+    } else if (!(text = tb__malloc((size_t)nbytes, 1))) {
+        status = TB_NO_MEMORY;
+    } else {
+        status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
+    }
+    close(fd);
+    if (status == TB_OK && !(*out = json_loadb(text, (size_t)nbytes, JSON_REJECT_DUPLICATES, &error))) {
+        tb__set_detail("it is not JSON, at byte %d: %s", error.position, error.text);
+        status = tb__file_fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID, path);
+    }
+    free(text);
+    return status;
+}
+
+static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path, const json_t *json) {
+    const json_t *map = json_object_get(json, "weight_map");
+    const json_t *total = json_object_get(json_object_get(json, "metadata"), "total_size");
+    if (!json_is_object(map)) {
+        tb__set_detail("'weight_map' is missing or not an object");
+        return tb__file_fail(TB_INVALID, path);
+    }
+    if (json_is_integer(total) && json_integer_value(total) >= 0)
+        c->index_nbytes = json_integer_value(total);
+    else if (json_is_real(total) && json_real_value(total) >= 0 && json_real_value(total) < 0x1p62)
+        c->index_nbytes = (int64_t)json_real_value(total); /* some programs write 1e9 */
+    size_t count = json_object_size(map);
+    entry *entries = tb__malloc(count, sizeof *entries);
+    if (!entries)
+        return TB_NO_MEMORY;
+    tb_status status = read_entries(json, entries);
+    if (status != TB_OK)
+        tb__file_fail(status, path);
+    if (status == TB_OK) {
+        qsort(entries, count, sizeof *entries, compare_entries);
+        status = open_parts(c, dir, entries, count);
+    }
+    free(entries);
+    return status;
+}
+
+static tb_status open_kind(tb__checkpoint *c, const char *path) {
+    char *inner;
+    json_t *json = NULL;
+    switch (c->kind) {
+    case TB__CHECKPOINT_FILE:
+        return open_single(c, path);
+    case TB__CHECKPOINT_RANKS:
+        tb__set_detail("it holds a file for each rank, not a model");
+        return tb__file_fail(TB_INVALID, path);
+    case TB__CHECKPOINT_MODEL:
+    case TB__CHECKPOINT_INDEX:
+        break;
+    }
+    TB_TRY(tb__file_join(path, c->kind == TB__CHECKPOINT_MODEL ? TB__MODEL_FILE : TB__MODEL_INDEX, &inner));
+    tb_status status = c->kind == TB__CHECKPOINT_MODEL ? open_single(c, inner) : read_index(inner, &json);
+    if (status == TB_OK && json)
+        status = open_index(c, path, inner, json);
+    json_decref(json);
+    free(inner);
+    return status;
+}
+
+tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out) {
+    tb__checkpoint *c = tb__calloc(1, sizeof *c);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->index_nbytes = -1;
+    tb_status status = tb__checkpoint_look(path, &c->kind);
+    if (status == TB_OK)
+        status = open_kind(c, path);
+    if (status != TB_OK)
+        tb__checkpoint_close(c);
+    else
+        *out = c;
+    return status;
+}
+
+void tb__checkpoint_close(tb__checkpoint *c) {
+    if (!c)
+        return;
+    for (size_t i = 0; i < c->nfiles; i++)
+        tb__safetensors_close(c->files[i]);
+    tb__arena_fini(&c->arena);
+    free(c);
+}
+
+const tb__checkpoint_tensor *tb__checkpoint_find(const tb__checkpoint *c, const char *name) {
+    const tb__safetensor wanted = {.name = name};
+    const tb__checkpoint_tensor key = {.tensor = &wanted};
+    return c->count ? bsearch(&key, c->tensors, c->count, sizeof *c->tensors, compare_tensors) : NULL;
+}

@@ -1,0 +1,98 @@
+/* Checkpoints: a model in one safetensors file or in several, as Hugging Face lays them out, and sets of files with the
+ * part of each rank.
+ *
+ *     FILE                                     a file of any name
+ *     DIR/model.safetensors                    all in one; comes first if there is an index, too
+ *     DIR/model.safetensors.index.json         "weight_map" says which tensor is in which file of the directory
+ *     DIR/rank_0.safetensors, rank_1...        what each rank holds
+ */
+#ifndef TB_FORMAT_CHECKPOINT_H
+#define TB_FORMAT_CHECKPOINT_H
+
+#include "format/safetensors.h"
+
+typedef enum tb__checkpoint_kind {
+    TB__CHECKPOINT_FILE,
+    TB__CHECKPOINT_MODEL,
+    TB__CHECKPOINT_INDEX,
+    TB__CHECKPOINT_RANKS,
+} tb__checkpoint_kind;
+
+/* What is there; TB_INVALID if it is none of these. */
+tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out);
+
+/* ---- Models (checkpoint.c) ----------------------------------------------------------------------------------- */
+
+typedef struct tb__checkpoint_tensor {
+    const tb__safetensor *tensor;
+    size_t file;
+} tb__checkpoint_tensor;
+
+/* All tensors of a model, whichever files they are in. Files stay open. */
+typedef struct tb__checkpoint {
+    tb__checkpoint_kind kind;
+    size_t nfiles;
+    tb__safetensors **files; /* by name */
+    size_t count;
+    const tb__checkpoint_tensor *tensors; /* by name */
+    int64_t nbytes;                       /* of them all */
+    int64_t index_nbytes;                 /* what the index has as metadata.total_size; -1: nothing */
+    size_t nignored;                      /* tensors of the files that the index does not have */
+    tb__arena arena;
+} tb__checkpoint;
+
+/* Opens every file, and finds every tensor of the index in the file it names. What files have beyond that is ignored
+ * and counted, as transformers 4 ignores it: the index says what the model is. total_size is kept, not checked, since
+ * it is wrong in models that are about. */
+tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out);
+void tb__checkpoint_close(tb__checkpoint *checkpoint); /* accepts NULL */
+
+/* NULL if it is not there. */
+const tb__checkpoint_tensor *tb__checkpoint_find(const tb__checkpoint *checkpoint, const char *name);
+
+/* ---- Sets of rank files (rank_files.c) ----------------------------------------------------------------------- */
+
+typedef struct tb__rank_file {
+    int32_t rank;
+    const char *path;
+} tb__rank_file;
+
+typedef struct tb__rank_files {
+    size_t count;
+    const tb__rank_file *files; /* by rank; gaps are the caller's to judge */
+    tb__arena arena;
+} tb__rank_files;
+
+/* Which ranks have a file; none is opened. A name like rank_07.safetensors, which stands for no rank, is an error. */
+tb_status tb__rank_files_init(const char *dir, tb__rank_files *out);
+void tb__rank_files_fini(tb__rank_files *files);
+
+/* DIR/rank_R.safetensors, to be freed by the caller. */
+tb_status tb__rank_file_path(const char *dir, int32_t rank, char **out);
+
+/* ---- Writing models (checkpoint_writer.c) -------------------------------------------------------------------- */
+
+/* A model that is being written. None of its files has its name until all are complete, and the index is last. */
+typedef struct tb__checkpoint_writer tb__checkpoint_writer;
+
+/* Deals the tensors out in the order given, a file after the other, each with at most max_file_nbytes of data; 0 means
+ * no limit. A tensor that is larger has a file of its own. One file is model.safetensors, several are
+ * model-00001-of-00003.safetensors and so on, with an index: all as huggingface_hub does it. Each file has the notes.
+ *
+ * Makes the directory if it is not there. TB_REFUSED if it holds a model: old and new files would be mixed. */
+tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
+                                const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
+                                tb__checkpoint_writer **out);
+
+/* As for one file: parts in any order, from any threads, each byte once. */
+tb_status tb__checkpoint_write(tb__checkpoint_writer *writer, size_t i, int64_t offset, const void *bytes,
+                               size_t nbytes);
+tb_status tb__checkpoint_commit(tb__checkpoint_writer *writer, bool sync);
+
+/* Abandons what was not committed: nothing stays behind. Accepts NULL. */
+void tb__checkpoint_writer_destroy(tb__checkpoint_writer *writer);
+
+#define TB__MODEL_FILE  "model.safetensors"
+#define TB__MODEL_INDEX "model.safetensors.index.json"
+
+#endif

@@ -1,0 +1,293 @@
+/* Writes a model into one file or several, which all get their names at the end. */
+#include "format/checkpoint.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Where a tensor went: to a file, and to which place among those given for that file. */
+typedef struct seat {
+    size_t file, place;
+    int64_t nbytes;
+} seat;
+
+typedef struct part {
+    char name[64];
+    char *path; /* kept, so that a file can be taken back without memory */
+    tb__safetensors_writer *writer;
+    bool is_committed;
+} part;
+
+struct tb__checkpoint_writer {
+    char *dir;
+    size_t count, nparts;
+    const char **names; /* of the tensors */
+    seat *seats;
+    part *parts;
+    bool made_dir, is_committed;
+    tb__arena arena;
+};
+
+/* Gives each tensor a file, by the rule of huggingface_hub: a file is closed by the first tensor that does not fit in,
+ * and a tensor that fits in none is a file of its own, before the one that is being filled. Numbers are given when
+ * files are closed. */
+static tb_status deal_out(tb__checkpoint_writer *w, int64_t max_nbytes) {
+    size_t *number = tb__malloc(w->count, sizeof *number); /* of a file, by the order in which they were begun */
+    if (!number)
+        return TB_NO_MEMORY;
+    size_t nbegun = 0, nclosed = 0, current = SIZE_MAX;
+    int64_t filled = 0;
+    for (size_t i = 0; i < w->count; i++) {
+        int64_t nbytes = w->seats[i].nbytes;
+        if (nbytes > max_nbytes) {
+            w->seats[i].file = nbegun;
+            number[nbegun++] = nclosed++;
+            continue;
+        }
+        if (current != SIZE_MAX && nbytes > max_nbytes - filled) {
+            number[current] = nclosed++;
+            current = SIZE_MAX;
+        }
+        if (current == SIZE_MAX) {
+            current = nbegun++;
+            filled = 0;
+        }
+        w->seats[i].file = current;
+        filled += nbytes;
+    }
+    if (current != SIZE_MAX)
+        number[current] = nclosed++;
+    for (size_t i = 0; i < w->count; i++)
+        w->seats[i].file = number[w->seats[i].file];
+    free(number);
+    w->nparts = nclosed ? nclosed : 1;
+    return TB_OK;
+}
+
+static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *tensors, size_t count) {
+    w->count = count;
+    w->names = tb__arena_alloc(&w->arena, count, sizeof *w->names);
+    w->seats = tb__arena_alloc(&w->arena, count, sizeof *w->seats);
+    if (!w->names || !w->seats)
+        return TB_NO_MEMORY;
+    int64_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        size_t nbytes = strlen(tensors[i].name) + 1;
+        char *name = tb__arena_alloc(&w->arena, nbytes, 1);
+        if (!name)
+            return TB_NO_MEMORY;
+        memcpy(name, tensors[i].name, nbytes);
+        w->names[i] = name;
+        w->seats[i] = (seat){0};
+        tb_status status = tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &w->seats[i].nbytes);
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor '%.100s'", name);
+        if (w->seats[i].nbytes > (INT64_C(1) << 62) - total)
+            return tb__fail(TB_TOO_BIG, "the tensors have more than 2^62 bytes together");
+        total += w->seats[i].nbytes;
+    }
+    return TB_OK;
+}
+
+static int compare_strings(const void *left, const void *right) {
+    return strcmp(*(const char *const *)left, *(const char *const *)right);
+}
+
+/* Each file's writer sees only its own. */
+static tb_status check_names(const tb__checkpoint_writer *w) {
+    const char **sorted = tb__malloc(w->count, sizeof *sorted);
+    if (!sorted)
+        return TB_NO_MEMORY;
+    tb_status status = TB_OK;
+    memcpy(sorted, w->names, w->count * sizeof *sorted);
+    qsort(sorted, w->count, sizeof *sorted, compare_strings);
+    for (size_t i = 1; i < w->count && status == TB_OK; i++) {
+        if (strcmp(sorted[i - 1], sorted[i]) == 0)
+            status = tb__fail(TB_INVALID, "there are two tensors '%.100s'", sorted[i]);
+    }
+    free(sorted);
+    return status;
+}
+
+static tb_status create_part(tb__checkpoint_writer *w, size_t k, const tb__safetensor *tensors,
+                             const tb__safetensors_note *notes, size_t nnotes) {
+    part *p = &w->parts[k];
+    size_t n = 0;
+    tb__safetensor *mine = tb__malloc(w->count, sizeof *mine);
+    if (!mine)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < w->count; i++) {
+        if (w->seats[i].file == k) {
+            w->seats[i].place = n;
+            mine[n++] = tensors[i];
+        }
+    }
+    tb_status status = tb__file_join(w->dir, p->name, &p->path);
+    if (status == TB_OK)
+        status = tb__safetensors_create(p->path, mine, n, notes, nnotes, &p->writer);
+    free(mine);
+    return status;
+}
+
+static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *tensors,
+                              const tb__safetensors_note *notes, size_t nnotes) {
+    w->parts = tb__arena_alloc(&w->arena, w->nparts, sizeof *w->parts);
+    if (!w->parts)
+        return TB_NO_MEMORY;
+    for (size_t k = 0; k < w->nparts; k++) {
+        w->parts[k] = (part){.name = TB__MODEL_FILE};
+        if (w->nparts > 1)
+            snprintf(w->parts[k].name, sizeof w->parts[k].name, "model-%05zu-of-%05zu.safetensors", k + 1, w->nparts);
+    }
+    for (size_t k = 0; k < w->nparts; k++)
+        TB_TRY(create_part(w, k, tensors, notes, nnotes));
+    return TB_OK;
+}
+
+static tb_status refuse_model(const char *dir, const char *name) {
+    char *path;
+    TB_TRY(tb__file_join(dir, name, &path));
+    bool is_there = access(path, F_OK) == 0;
+    free(path);
+    if (!is_there)
+        return TB_OK;
+    tb__set_detail("it holds %s; old and new files would be mixed", name);
+    return tb__file_fail(TB_REFUSED, dir);
+}
+
+static tb_status take_directory(tb__checkpoint_writer *w, const char *dir) {
+    w->dir = tb__malloc(strlen(dir) + 1, 1);
+    if (!w->dir)
+        return TB_NO_MEMORY;
+    memcpy(w->dir, dir, strlen(dir) + 1);
+    w->made_dir = mkdir(dir, 0777) == 0;
+    if (!w->made_dir && errno != EEXIST) {
+        tb__set_detail("can't be created: %s", strerror(errno));
+        return tb__file_fail(TB_IO, dir);
+    }
+    TB_TRY(refuse_model(dir, TB__MODEL_FILE));
+    return refuse_model(dir, TB__MODEL_INDEX);
+}
+
+tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
+                                const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
+                                tb__checkpoint_writer **out) {
+    tb__checkpoint_writer *w = tb__calloc(1, sizeof *w);
+    if (!w)
+        return TB_NO_MEMORY;
+    tb_status status = take_tensors(w, tensors, count);
+    if (status == TB_OK)
+        status = check_names(w);
+    if (status == TB_OK)
+        status = deal_out(w, max_file_nbytes > 0 ? max_file_nbytes : INT64_MAX);
+    if (status == TB_OK)
+        status = take_directory(w, dir);
+    if (status == TB_OK)
+        status = create_parts(w, tensors, notes, nnotes);
+    if (status != TB_OK)
+        tb__checkpoint_writer_destroy(w);
+    else
+        *out = w;
+    return status;
+}
+
+tb_status tb__checkpoint_write(tb__checkpoint_writer *w, size_t i, int64_t offset, const void *bytes, size_t nbytes) {
+    return tb__safetensors_write(w->parts[w->seats[i].file].writer, w->seats[i].place, offset, bytes, nbytes);
+}
+
+/* A line of the index. */
+typedef struct entry {
+    const char *name, *file;
+} entry;
+
+static int compare_entries(const void *left, const void *right) {
+    return strcmp(((const entry *)left)->name, ((const entry *)right)->name);
+}
+
+/* With the blanks and the order that transformers has. */
+static tb_status index_text(const tb__checkpoint_writer *w, tb__text *out) {
+    int64_t total = 0;
+    entry *entries = tb__malloc(w->count, sizeof *entries);
+    if (!entries)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < w->count; i++) {
+        total += w->seats[i].nbytes;
+        entries[i] = (entry){w->names[i], w->parts[w->seats[i].file].name};
+    }
+    qsort(entries, w->count, sizeof *entries, compare_entries);
+    tb__text_add(out, "{\n  \"metadata\": {\n    \"total_size\": %" PRId64 "\n  },\n  \"weight_map\": {", total);
+    for (size_t i = 0; i < w->count; i++) {
+        tb__text_add(out, "%s\n    ", i ? "," : "");
+        tb__safetensors_add_string(out, entries[i].name);
+        tb__text_add(out, ": \"%s\"", entries[i].file);
+    }
+    tb__text_add(out, "\n  }\n}\n");
+    free(entries);
+    return out->failed ? tb__fail(TB_NO_MEMORY, "out of memory while writing an index") : TB_OK;
+}
+
+static tb_status write_index(const tb__checkpoint_writer *w, bool sync, tb__draft *draft) {
+    char *path;
+    tb__text text = {0};
+    tb_status status = index_text(w, &text);
+    if (status == TB_OK)
+        status = tb__file_join(w->dir, TB__MODEL_INDEX, &path);
+    if (status == TB_OK) {
+        status = tb__draft_init(draft, path, (int64_t)text.count);
+        if (status == TB_OK)
+            status = tb__file_write(draft->fd, path, 0, text.data, text.count);
+        if (status == TB_OK)
+            status = tb__draft_close(draft, sync);
+        free(path);
+    }
+    tb__text_fini(&text);
+    return status;
+}
+
+/* Names on the disk: those in the directory, and its own if it is new. */
+static tb_status sync_names(const tb__checkpoint_writer *w) {
+    TB_TRY(tb__file_sync_name(w->parts[0].path));
+    return w->made_dir ? tb__file_sync_name(w->dir) : TB_OK;
+}
+
+static tb_status commit_parts(tb__checkpoint_writer *w) {
+    for (size_t k = 0; k < w->nparts; k++) {
+        TB_TRY(tb__safetensors_commit(w->parts[k].writer, false));
+        w->parts[k].is_committed = true;
+    }
+    return TB_OK;
+}
+
+tb_status tb__checkpoint_commit(tb__checkpoint_writer *w, bool sync) {
+    tb__draft index = {.fd = -1};
+    for (size_t k = 0; k < w->nparts; k++)
+        TB_TRY(tb__safetensors_finish(w->parts[k].writer, sync));
+    tb_status status = w->nparts > 1 ? write_index(w, sync, &index) : TB_OK;
+    if (status == TB_OK)
+        status = commit_parts(w);
+    if (status == TB_OK && w->nparts > 1)
+        status = tb__draft_commit(&index, false);
+    tb__draft_fini(&index);
+    TB_TRY(status);
+    w->is_committed = true;
+    return sync ? sync_names(w) : TB_OK;
+}
+
+void tb__checkpoint_writer_destroy(tb__checkpoint_writer *w) {
+    if (!w)
+        return;
+    for (size_t k = 0; w->parts && k < w->nparts; k++) {
+        if (w->parts[k].is_committed && !w->is_committed)
+            unlink(w->parts[k].path);
+        tb__safetensors_writer_destroy(w->parts[k].writer);
+        free(w->parts[k].path);
+    }
+    if (w->made_dir && !w->is_committed)
+        rmdir(w->dir);
+    tb__arena_fini(&w->arena);
+    free(w->dir);
+    free(w);
+}

@@ -1,0 +1,201 @@
+/* Files that are read and written in pieces; drafts that take the place of a file when they are done. */
+#include "format/file.h"
+
+#include "base/mem.h"
+#include "base/text.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+tb_status tb__file_fail(tb_status status, const char *path) {
+    enum { MOST = 240 }; /* leaves room for the sentence */
+    char inner[512];
+    snprintf(inner, sizeof inner, "%s", tb_error_detail());
+    size_t length = strlen(path);
+    const char *end = length > MOST ? path + length - MOST : path;
+    while (end > path && (*end & 0xC0) == 0x80) /* not from the middle of a character */
+        end++;
+    return tb__fail(status, "%s%s: %s", end > path ? "..." : "", end, inner);
+}
+
+static tb_status fail_errno(tb_status status, const char *path, const char *what) {
+    tb__set_detail("%s: %s", what, strerror(errno));
+    return tb__file_fail(status, path);
+}
+
+tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes) {
+    struct stat about;
+    int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe without a writer must not hold us up */
+    if (opened < 0) {
+        bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
+        return fail_errno(is_missing ? TB_INVALID : TB_IO, path, "can't be opened");
+    }
+    tb_status status = TB_OK;
+    if (fstat(opened, &about) != 0) {
+        status = fail_errno(TB_IO, path, "can't be looked at");
+    } else if (!S_ISREG(about.st_mode)) {
+        tb__set_detail("it is %s, not a file", S_ISDIR(about.st_mode) ? "a directory" : "a pipe or a device");
+        status = tb__file_fail(TB_INVALID, path);
+    }
+    if (status != TB_OK) {
+        close(opened);
+        return status;
+    }
+    *fd = opened;
+    *nbytes = about.st_size;
+    return TB_OK;
+}
+
+tb_status tb__file_read(int fd, const char *path, int64_t offset, void *buffer, size_t nbytes) {
+    for (size_t done = 0; done < nbytes;) {
+        ssize_t n = pread(fd, (char *)buffer + done, nbytes - done, offset + (int64_t)done);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return fail_errno(TB_IO, path, "can't be read");
+        if (n == 0) {
+            tb__set_detail("it ends at byte %" PRId64 "; it became shorter after it was opened",
+                           offset + (int64_t)done);
+            return tb__file_fail(TB_IO, path);
+        }
+        done += (size_t)n;
+    }
+    return TB_OK;
+}
+
+tb_status tb__file_write(int fd, const char *path, int64_t offset, const void *bytes, size_t nbytes) {
+    for (size_t done = 0; done < nbytes;) {
+        ssize_t n = pwrite(fd, (const char *)bytes + done, nbytes - done, offset + (int64_t)done);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0) {
+            errno = n == 0 ? ENOSPC : errno;
+            return fail_errno(TB_IO, path, "can't be written");
+        }
+        done += (size_t)n;
+    }
+    return TB_OK;
+}
+
+tb_status tb__file_join(const char *dir, const char *name, char **out) {
+    tb__text text = {0};
+    size_t length = strlen(dir);
+    tb__text_add(&text, "%s%s%s", dir, length > 0 && dir[length - 1] == '/' ? "" : "/", name);
+    return tb__text_take(&text, out);
+}
+
+/* The part of a path before its last name, and that name. */
+static size_t directory_length(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? (size_t)(slash - path) + 1 : 0;
+}
+
+static tb_status open_temporary(tb__draft *draft) {
+    static atomic_uint next;
+    enum { ATTEMPTS = 1000 }; /* each name that is taken is what a killed process of the same id left */
+    size_t dir = directory_length(draft->path);
+    for (int i = 0; i < ATTEMPTS; i++) {
+        tb__text name = {0};
+        tb__text_add(&name, "%.*s.%.200s.%ld.%u.tmp", (int)dir, draft->path, draft->path + dir, (long)getpid(),
+                     atomic_fetch_add(&next, 1));
+        free(draft->temporary);
+        draft->temporary = NULL;
+        TB_TRY(tb__text_take(&name, &draft->temporary));
+        draft->fd = open(draft->temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (draft->fd >= 0)
+            return TB_OK;
+        if (errno != EEXIST)
+            break;
+    }
+    free(draft->temporary);
+    draft->temporary = NULL;
+    return fail_errno(TB_IO, draft->path, "can't be created");
+}
+
+/* Only what says that there is no room is a failure: not every file system can promise it. */
+static tb_status reserve(const tb__draft *draft, int64_t nbytes) {
+    if (nbytes > 0 && fallocate(draft->fd, 0, 0, nbytes) == 0)
+        return TB_OK;
+    if (nbytes > 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG))
+        return fail_errno(TB_IO, draft->path, "can't be written");
+    if (ftruncate(draft->fd, nbytes) != 0)
+        return fail_errno(TB_IO, draft->path, "can't be written");
+    return TB_OK;
+}
+
+tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
+    struct stat about;
+    tb__draft made = {.fd = -1, .path = tb__malloc(strlen(path) + 1, 1)};
+    if (!made.path)
+        return TB_NO_MEMORY;
+    memcpy(made.path, path, strlen(path) + 1);
+    tb_status status = TB_OK;
+    if (stat(path, &about) == 0 && !S_ISREG(about.st_mode)) {
+        tb__set_detail("can't be created: something that is not a file is there");
+        status = tb__file_fail(TB_IO, path);
+    }
+    if (status == TB_OK)
+        status = open_temporary(&made);
+    if (status == TB_OK)
+        status = reserve(&made, nbytes);
+    if (status != TB_OK)
+        tb__draft_fini(&made);
+    else
+        *draft = made;
+    return status;
+}
+
+tb_status tb__draft_close(tb__draft *draft, bool sync) {
+    int fd = draft->fd;
+    if (fd < 0)
+        return TB_OK;
+    if (sync && fsync(fd) != 0)
+        return fail_errno(TB_IO, draft->path, "can't be written to the disk");
+    draft->fd = -1;
+    return close(fd) == 0 || errno == EINTR ? TB_OK : fail_errno(TB_IO, draft->path, "can't be written");
+}
+
+tb_status tb__file_sync_name(const char *path) {
+    tb__text text = {0};
+    char *dir;
+    size_t length = strlen(path);
+    while (length > 1 && path[length - 1] == '/')
+        length--;
+    while (length > 0 && path[length - 1] != '/')
+        length--;
+    tb__text_add(&text, "%.*s", length ? (int)length : 1, length ? path : ".");
+    TB_TRY(tb__text_take(&text, &dir));
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool ok = fd >= 0 && (fsync(fd) == 0 || errno == EINVAL); /* some file systems have nothing to sync there */
+    tb_status status = ok ? TB_OK : fail_errno(TB_IO, dir, "can't be written to the disk");
+    if (fd >= 0)
+        close(fd);
+    free(dir);
+    return status;
+}
+
+tb_status tb__draft_commit(tb__draft *draft, bool sync) {
+    if (!draft->temporary)
+        return TB_OK;
+    if (rename(draft->temporary, draft->path) != 0)
+        return fail_errno(TB_IO, draft->path, "can't be put in its place");
+    free(draft->temporary);
+    draft->temporary = NULL;
+    return sync ? tb__file_sync_name(draft->path) : TB_OK;
+}
+
+void tb__draft_fini(tb__draft *draft) {
+    if (draft->fd >= 0)
+        close(draft->fd);
+    if (draft->temporary)
+        unlink(draft->temporary);
+    free(draft->temporary);
+    free(draft->path);
+    *draft = (tb__draft){.fd = -1};
+}

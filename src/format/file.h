@@ -1,0 +1,45 @@
+/* Files that are read and written in pieces, and what is said when that fails. Every sentence names the file. */
+#ifndef TB_FORMAT_FILE_H
+#define TB_FORMAT_FILE_H
+
+#include "base/error.h"
+
+/* Puts "PATH: " before the sentence kept; of a long path the end. Its value is `status`. */
+tb_status tb__file_fail(tb_status status, const char *path);
+
+/* A regular file, for reading. TB_INVALID if there is none at this path, TB_IO if it can't be opened. */
+tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes);
+
+/* All of it: what is interrupted or cut short goes on where it was. Any thread may call these. */
+tb_status tb__file_read(int fd, const char *path, int64_t offset, void *buffer, size_t nbytes);
+tb_status tb__file_write(int fd, const char *path, int64_t offset, const void *bytes, size_t nbytes);
+
+/* DIR/NAME, to be freed by the caller. */
+tb_status tb__file_join(const char *dir, const char *name, char **out);
+
+/* Brings the directory that holds the name to the disk: a file that is there without its name is lost. */
+tb_status tb__file_sync_name(const char *path);
+
+/* A file that is being written. It has a temporary name beside its own, and gets its own at the end, all at once:
+ * readers see the file as it was before, or complete. A process that is killed leaves the temporary one behind, whose
+ * name is that of the file between a dot and ".PID.N.tmp". */
+typedef struct tb__draft {
+    char *path;
+    char *temporary; /* NULL once it is gone */
+    int fd;
+} tb__draft;
+
+/* Takes nbytes on the disk, where the file system can promise them, so that a full one is found here. Failures are
+ * TB_IO, and leave nothing behind. */
+tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes);
+
+/* The last step that is likely to fail: hands everything to the system, or with `sync` to the disk. */
+tb_status tb__draft_close(tb__draft *draft, bool sync);
+
+/* Puts the file in its place; it must be closed. Once that is done, a second call does nothing. */
+tb_status tb__draft_commit(tb__draft *draft, bool sync);
+
+/* Removes what was not committed. Zero-initialised with fd -1 is fine, too. */
+void tb__draft_fini(tb__draft *draft);
+
+#endif

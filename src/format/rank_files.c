@@ -1,0 +1,103 @@
+/* Directories with a safetensors file for each rank. */
+#include "format/checkpoint.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+static int compare_ranks(const void *left, const void *right) {
+    const tb__rank_file *a = left, *b = right;
+    return (a->rank > b->rank) - (a->rank < b->rank);
+}
+
+tb_status tb__rank_file_path(const char *dir, int32_t rank, char **out) {
+    char name[48];
+    snprintf(name, sizeof name, "rank_%" PRId32 ".safetensors", rank);
+    return tb__file_join(dir, name, out);
+}
+
+/* Whether the name has the form of a rank's file; then *rank is the rank, or TB_NO_RANK if it stands for none. */
+static bool is_rank_file(const char *name, int32_t *rank) {
+    static const char head[] = "rank_", tail[] = ".safetensors";
+    size_t length = strlen(name);
+    if (length < strlen(head) + strlen(tail) || strncmp(name, head, strlen(head)) != 0 ||
+        strcmp(name + length - strlen(tail), tail) != 0)
+        return false;
+    const char *digits = name + strlen(head), *at = digits;
+    int64_t value;
+    bool is_number = tb__read_int(&at, &value) && strcmp(at, tail) == 0 && value >= 0 && value < TB_MAX_RANKS;
+    *rank = is_number ? (int32_t)value : TB_NO_RANK;
+    char again[16]; /* a name that is written otherwise, 07 or +7, would be a second one for the same rank */
+    snprintf(again, sizeof again, "%" PRId32, *rank);
+    if (strncmp(digits, again, strlen(again)) != 0 || digits + strlen(again) != at)
+        *rank = TB_NO_RANK;
+    return true;
+}
+
+typedef TB_VEC(tb__rank_file) found_files;
+
+static tb_status add_file(tb__rank_files *out, found_files *found, const char *dir, int32_t rank) {
+    char *path;
+    TB_TRY(tb__rank_file_path(dir, rank, &path));
+    size_t nbytes = strlen(path) + 1;
+    char *kept = tb__arena_alloc(&out->arena, nbytes, 1);
+    if (kept)
+        memcpy(kept, path, nbytes);
+    free(path);
+    return kept && tb__vec_push(found, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status list_files(tb__rank_files *out, found_files *found, const char *dir, DIR *stream) {
+    for (;;) {
+        int32_t rank;
+        errno = 0;
+        const struct dirent *e = readdir(stream);
+        if (!e && errno != 0) {
+            tb__set_detail("can't be listed: %s", strerror(errno));
+            return tb__file_fail(TB_IO, dir);
+        }
+        if (!e)
+            return TB_OK;
+        if (!is_rank_file(e->d_name, &rank))
+            continue;
+        if (rank == TB_NO_RANK) {
+            tb__set_detail("'%.100s' has the form of a rank's file, but stands for no rank", e->d_name);
+            return tb__file_fail(TB_INVALID, dir);
+        }
+        TB_TRY(add_file(out, found, dir, rank));
+    }
+}
+
+tb_status tb__rank_files_init(const char *dir, tb__rank_files *out) {
+    tb__rank_files made = {0};
+    found_files found = {0};
+    DIR *stream = opendir(dir);
+    if (!stream) {
+        bool is_missing = errno == ENOENT || errno == ENOTDIR;
+        tb__set_detail("can't be opened: %s", strerror(errno));
+        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, dir);
+    }
+    tb_status status = list_files(&made, &found, dir, stream);
+    closedir(stream);
+    tb__rank_file *files = status == TB_OK ? tb__arena_alloc(&made.arena, found.count, sizeof *files) : NULL;
+    if (files && found.count > 0) {
+        memcpy(files, found.item, found.count * sizeof *files);
+        qsort(files, found.count, sizeof *files, compare_ranks);
+    }
+    made.count = found.count;
+    made.files = files;
+    free(found.item);
+    if (!files) {
+        tb__rank_files_fini(&made);
+        return status != TB_OK ? status : TB_NO_MEMORY;
+    }
+    *out = made;
+    return TB_OK;
+}
+
+void tb__rank_files_fini(tb__rank_files *files) {
+    tb__arena_fini(&files->arena);
+    *files = (tb__rank_files){0};
+}
