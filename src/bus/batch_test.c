@@ -154,7 +154,7 @@ static void missing_rank(rank *r) {
         meet(r);
     } else {
         check_fails(tb_batch_register(s.batch, 50), TB_TIMEOUT, "has not registered batch 'step' of pair 'p'");
-        tb_transfer *t;
+        tb_transfer *t = NULL;
         check_fails((is_a(r) ? tb_send : tb_recv)(
                         s.batch, &(tb_transfer_opts){.size = sizeof(tb_transfer_opts), .timeout_ms = 50}, &t),
                     TB_TIMEOUT, "of 4 ranks have)");
@@ -180,7 +180,7 @@ static void convert(rank *r) {
     const cast *c = r->scene->shared;
     tb_pair *pair;
     tb_batch *batch;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     float wide[16] = {0};
     uint16_t narrow[32] = {0}; /* bf16 is the upper half of f32 */
     tb_dtype dtype = is_a(r) ? c->from : c->to;
@@ -232,7 +232,7 @@ static void test_dtypes_may_differ(void **state) {
 static void two_pairs(rank *r) {
     tb_pair *first, *second = NULL;
     tb_batch *batch;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     part x, y;
     bool is_in_second = is_a(r) ? r->index == 1 : r->index == 2;
     if (is_in_second)
@@ -297,7 +297,7 @@ static void test_a_name_can_be_used_again(void **state) {
 /* b 0 is served and goes; b 1 is served after that. What needs b 0 again fails, by its name. */
 static void leave_early(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     set_up(r, &s, ALONE, "mesh=2 place=Replicate", 64, 64, NULL);
     exchange(r, &s, "a", 1);
     if (is_a(r)) {

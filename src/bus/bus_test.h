@@ -270,7 +270,7 @@ static inline void tear_down(setup *s) {
 /* One transfer from `from` to the other group, of a version of its own, and what has come of it. */
 static inline void exchange(rank *r, setup *s, const char *from, uint32_t version) {
     bool is_send = strcmp(r->group, from) == 0;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     if (is_send)
         part_fill(&s->w, version);
     else

@@ -33,7 +33,7 @@ static void clear_stage(stage *g) {
 }
 
 static tb_transfer *begin(rank *r, stage *g, uint32_t version) {
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     if (is_a(r)) {
         part_fill(&g->s.w, version);
         part_fill(&g->second, version);
@@ -198,7 +198,7 @@ static void test_destroy_cancels(void **state) {
 /* A receiver cancels while its bytes come in. What it does with its memory then stays. */
 static void in_the_rush(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_transfer_state state;
     tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 64 << 10, .staged = r->scene->shared != NULL};
     set_up(r, &s, ROWS, COLUMNS, 1024, 1024, &opts);
@@ -249,7 +249,7 @@ typedef struct taken {
 static void take_away(rank *r) {
     const taken *how = r->scene->shared;
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_batch_opts opts = {.size = sizeof opts, .staged = how->staged, .snapshot = how->snapshot};
     const rank *who = &r->scene->ranks[strcmp(how->group, "a") == 0 ? 1 : 3];
     char words[100];

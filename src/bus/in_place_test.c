@@ -146,7 +146,7 @@ static void much(rank *r) {
     set_up(r, &s, w->layout_a, w->layout_b, 1024, 1024, &opts);
     bool is_partial = strstr(w->layout_a, "Partial") != NULL;
     for (uint32_t version = 1; version <= 2; version++) {
-        tb_transfer *t;
+        tb_transfer *t = NULL;
         if (is_a(r))
             part_fill(&s.w, version);
         else
@@ -178,7 +178,7 @@ static void test_staging_memory_is_bounded(void **state) {
 
 static void overlapping_targets(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     uint32_t memory[24] = {0};
     const char *layout = "mesh=1 place=Replicate";
     int64_t overlapping[2] = {3, 1}, crossed[2] = {1, 1}, *strides = r->scene->shared ? crossed : overlapping;

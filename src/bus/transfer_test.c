@@ -101,7 +101,7 @@ static void *help(void *arg) {
 
 static void two_threads(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     pthread_t thread;
     check_ok(tb_pair_create(r->world, "p", other_group(r), ALONE, NULL, &s.pair));
     part_init(&s.w, ALONE, 0, 8, 8);
@@ -130,7 +130,7 @@ static void test_several_threads(void **state) {
 
 static void early_receiver(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_transfer_state state;
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
     if (is_a(r)) {
@@ -165,7 +165,7 @@ static void test_recv_long_before_send(void **state) {
 
 static void early_sender(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_transfer_state state;
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
     if (!is_a(r)) {
@@ -196,7 +196,7 @@ static void test_send_long_before_recv(void **state) {
 
 static void wrong_waits(rank *r) {
     setup s;
-    tb_transfer *t, *second = NULL;
+    tb_transfer *t = NULL, *second = NULL;
     set_up(r, &s, ALONE, ALONE, 4, 4, NULL);
     check_fails((is_a(r) ? tb_send : tb_recv)(
                     s.batch, &(tb_transfer_opts){.size = sizeof(tb_transfer_opts), .timeout_ms = -1}, &t),
@@ -220,7 +220,7 @@ static void test_what_makes_no_sense(void **state) {
 
 static void late(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_transfer_state state;
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
@@ -275,7 +275,7 @@ static void on_progress(void *arg, const tb_transfer_state *state) {
 
 static void tell_progress(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_transfer_state state;
     tb_batch_opts batch = {.size = sizeof batch, .bucket_size = 4096, .staged = r->scene->shared != NULL};
     set_up(r, &s, ROWS, COLUMNS, 100, 200, &batch);
@@ -347,7 +347,7 @@ static void set_up_layers(rank *r, layers *s, const tb_batch_opts *opts) {
 }
 
 static void receive_layers(rank *r, layers *s, uint32_t window) {
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_transfer_state state;
     for (int i = 0; i < LAYERS; i++)
         part_poison(&s->layer[i]);
@@ -372,7 +372,7 @@ static void receive_layers(rank *r, layers *s, uint32_t window) {
 static void layer_by_layer(rank *r) {
     const tb_batch_opts *opts = r->scene->shared;
     layers s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     set_up_layers(r, &s, opts);
     for (int round = 0; round < 2; round++) {
         if (is_a(r)) {
@@ -409,7 +409,7 @@ static void test_groups_come_in_order_and_in_a_window(void **state) {
 
 static void overwrite(rank *r) {
     setup s;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     tb_batch_opts opts = {.size = sizeof opts, .snapshot = true, .staged = r->scene->shared != NULL};
     set_up(r, &s, ROWS, COLUMNS, 64, 48, &opts);
     for (uint32_t version = 1; version <= 3; version++) {

@@ -214,7 +214,7 @@ static void test_deadlines_wake_a_manual_world(void **state) {
     check_ok(tb_world_enter(a, "b", 0, 1));
     tb_pair *pairs[2];
     tb_batch *batch;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     part p;
     tb_pair_opts as_a = {.size = sizeof as_a, .group = "a", .no_wait = true}, as_b = as_a;
     as_b.group = "b";
