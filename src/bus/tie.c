@@ -1,6 +1,8 @@
 /* The ranks of a pair agree on a batch. Each sends a manifest to all others: a hash of what its side has added, and to
- * some the list itself, so that everybody gets each side's list once. Ranks of a side whose hashes differ, and tensors
- * that the sides do not have alike, are found by everybody at once. Then there are flows, and messages go to them. */
+ * some the list itself, so that everybody gets each side's list once. Who receives one says so. A manifest counts once
+ * its sender has ours: one that was left over from a batch of the same name never does. Ranks of a side whose hashes
+ * differ, and tensors that the sides do not have alike, are found by everybody at once. Then there are flows, and
+ * messages go to them. */
 #include "bus/world.h"
 
 #include "base/log.h"
@@ -9,10 +11,27 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MESSAGE_MANIFEST, MESSAGE_GONE }; /* to the world's port */
+enum { MESSAGE_MANIFEST, MESSAGE_RECEIVED, MESSAGE_BROKEN, MESSAGE_GONE }; /* to the world's port */
+
+/* What every message to a world begins with. */
+static void begin_message(const tb__tie *tie, tb__pack *pack, uint32_t kind) {
+    tb__pack_u32(pack, kind);
+    tb__pack_string(pack, tie->batch->name);
+    tb__pack_string(pack, tie->pair->name);
+    tb__pack_u32(pack, tie->port.id);
+}
+
+static void tell_broken(const tb__tie *tie, size_t to) {
+    tb__pack pack = {0};
+    begin_message(tie, &pack, MESSAGE_BROKEN);
+    tb__pack_u32(&pack, tie->ports[to]);
+    tb__pack_u32(&pack, (uint32_t)-tie->status);
+    tb__pack_string(&pack, tie->why);
+    tb__engine_send(tie->peers[to], TB__PORT_WORLD, &pack);
+}
 
 /* The sentence is in tb_error_detail. */
-static void break_tie(tb__tie *tie, tb_status status) {
+static void break_quietly(tb__tie *tie, tb_status status) {
     if (tie->state == TIE_BROKEN)
         return;
     tie->state = TIE_BROKEN;
@@ -24,6 +43,16 @@ static void break_tie(tb__tie *tie, tb_status status) {
     }
     tb__engine_wake(tie->world->engine);
     tb__engine_signal(tie->world->engine);
+}
+
+static void break_tie(tb__tie *tie, tb_status status) {
+    if (tie->state == TIE_BROKEN)
+        return;
+    break_quietly(tie, status);
+    for (size_t i = 0; i < tie->npeers; i++) {
+        if (tie->ports[i] && tie->peers[i]->rank != tie->world->rank)
+            tell_broken(tie, i);
+    }
 }
 
 static void tell_flows(tb__tie *tie, size_t gone) {
@@ -38,7 +67,8 @@ static void tell_flows(tb__tie *tie, size_t gone) {
 static void forget_manifest(tb__tie *tie, size_t at) {
     tie->ports[at] = 0;
     tie->owes[at] = true;
-    tie->nunknown++;
+    tie->nunknown += tie->counts[at];
+    tie->counts[at] = false;
     for (int side = 0; side < 2; side++) {
         tb__tie_side *s = &tie->sides[side];
         for (int32_t seat = 0; seat < tie->pair->sides[side].size; seat++) {
@@ -68,7 +98,7 @@ static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
     }
     tie->is_gone[at] = true;
     if (tie->state == TIE_AGREED && !message->failed && code > 0 && code <= 64)
-        break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why));
+        break_quietly(tie, tb__fail((tb_status) - (int)code, "%s", why));
     tell_flows(tie, at);
 }
 
@@ -164,8 +194,9 @@ static tb_status add_peers(tb__tie *tie) {
     tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
     tie->knew = tb__calloc(n, sizeof *tie->knew);
     tie->owes = tb__calloc(n, sizeof *tie->owes);
+    tie->counts = tb__calloc(n, sizeof *tie->counts);
     tie->staging = tb__calloc(n, sizeof *tie->staging);
-    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew || !tie->owes || !tie->staging)
+    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew || !tie->owes || !tie->counts || !tie->staging)
         return TB_NO_MEMORY;
     memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
     memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
@@ -300,10 +331,7 @@ void tb__tie_destroy(tb__tie *tie) {
     tb_world *world = tie->world;
     for (size_t i = 0; i < tie->npeers; i++) {
         tb__pack gone = {0};
-        tb__pack_u32(&gone, MESSAGE_GONE);
-        tb__pack_string(&gone, tie->batch->name);
-        tb__pack_string(&gone, tie->pair->name);
-        tb__pack_u32(&gone, tie->port.id);
+        begin_message(tie, &gone, MESSAGE_GONE);
         tb__pack_u32(&gone, tie->has_agreed);
         for (int side = 0; side < 2; side++)
             tb__pack_u64(&gone, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
@@ -342,6 +370,7 @@ void tb__tie_destroy(tb__tie *tie) {
     free(tie->is_gone);
     free(tie->knew);
     free(tie->owes);
+    free(tie->counts);
     free(tie->staging);
     free(tie);
 }
@@ -560,10 +589,7 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
 
 static void send_manifest(tb__tie *tie, size_t to) {
     tb__pack pack = {0};
-    tb__pack_u32(&pack, MESSAGE_MANIFEST);
-    tb__pack_string(&pack, tie->batch->name);
-    tb__pack_string(&pack, tie->pair->name);
-    tb__pack_u32(&pack, tie->port.id);
+    begin_message(tie, &pack, MESSAGE_MANIFEST);
     tb__pack_i64(&pack, tie->batch->opts.staging_bytes);
     tb__pack_u32(&pack, (uint32_t)tie->sides[0].is_here + (uint32_t)tie->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
@@ -585,10 +611,15 @@ static const char *seat_name(const tb__tie *tie, int side, int32_t seat) {
     return tie->pair->sides[side].peers[seat]->label;
 }
 
-static tb_status check_side(tb__tie *tie, int side, int32_t seat) {
+/* Whether what the seat sent is about this very batch. */
+static bool counts(const tb__tie *tie, int side, int32_t seat) {
+    return tie->sides[side].has_come[seat] && tie->counts[find_peer(tie, tie->pair->sides[side].peers[seat])];
+}
+
+static tb_status check_side(const tb__tie *tie, int side, int32_t seat) {
     const tb__tie_side *s = &tie->sides[side];
     for (int32_t i = 0; i < tie->pair->sides[side].size; i++) {
-        if (!s->has_come[i] || i == seat)
+        if (i == seat || !counts(tie, side, i))
             continue;
         if (s->hashes[i] != s->hashes[seat])
             return tb__fail(TB_CONFLICT, "%s and %s added different tensors to %s, which is of pair '%s'",
@@ -614,7 +645,6 @@ static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
     s->has_come[seat] = true;
     s->hashes[seat] = hash;
     s->bucket_size[seat] = bucket_size;
-    TB_TRY(check_side(tie, (int)side, (int32_t)seat));
     if (s->is_known || nbytes == 0)
         return TB_OK;
     if (!unpack_tensors(list, nbytes, &s->tensors))
@@ -632,13 +662,36 @@ static void take_manifest(tb__tie *tie, size_t at, uint32_t port, tb__unpack *u)
             ? TB_OK
             : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", tie->peers[at]->label, tie->what);
     tie->ports[at] = port;
-    tie->nunknown--;
     tie->staging[at] = staging_bytes;
     if (tie->owes[at])
         send_manifest(tie, at);
     tie->owes[at] = false;
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
         status = read_side(tie, tie->peers[at], u);
+    if (status != TB_OK) {
+        break_tie(tie, status);
+        return;
+    }
+    tb__pack received = {0};
+    begin_message(tie, &received, MESSAGE_RECEIVED);
+    tb__pack_u32(&received, port);
+    if (tb__engine_send(tie->peers[at], TB__PORT_WORLD, &received) != TB_OK)
+        break_tie(tie, TB_NO_MEMORY);
+}
+
+/* The peer has our manifest, and we have its: they are about the same batch. */
+static void count_in(tb__tie *tie, size_t at) {
+    if (tie->counts[at])
+        return;
+    tie->counts[at] = true;
+    tie->nunknown--;
+    tb_status status = TB_OK;
+    for (int side = 0; side < 2; side++) {
+        for (int32_t seat = 0; seat < tie->pair->sides[side].size && status == TB_OK; seat++) {
+            if (tie->pair->sides[side].peers[seat] == tie->peers[at] && counts(tie, side, seat))
+                status = check_side(tie, side, seat);
+        }
+    }
     if (status != TB_OK)
         break_tie(tie, status);
     else
@@ -694,21 +747,39 @@ void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message)
     }
     tb__tie *tie = find_tie(world, batch, pair);
     size_t at = tie ? find_peer(tie, from) : TB__NOWHERE;
-    if (kind == MESSAGE_GONE) {
+    bool is_known = at != TB__NOWHERE && tie->ports[at] == port;
+    switch (kind) {
+    case MESSAGE_MANIFEST:
+        if (is_known)
+            return; /* told again */
+        if (at == TB__NOWHERE || tie->ports[at] != 0) {
+            keep_early(world, from, batch, pair, port, message);
+        } else if (tie->state == TIE_BROKEN) {
+            tie->ports[at] = port; /* it belongs to what failed; the next one is for when the batch is made again */
+            tell_broken(tie, at);
+        } else {
+            take_manifest(tie, at, port, message);
+        }
+        return;
+    case MESSAGE_RECEIVED:
+        if (is_known && tie->state == TIE_WAITING && tb__unpack_u32(message) == tie->port.id)
+            count_in(tie, at);
+        return;
+    case MESSAGE_BROKEN:
+        if (is_known && tb__unpack_u32(message) == tie->port.id) {
+            uint32_t code = tb__unpack_u32(message);
+            const char *why = tb__unpack_string(message);
+            if (!message->failed && code > 0 && code <= 64)
+                break_quietly(tie, tb__fail((tb_status) - (int)code, "%s", why));
+        }
+        return;
+    default:
         for (size_t i = world->early.count; i-- > 0;) {
             if (world->early.item[i].from == from && world->early.item[i].port == port)
                 drop_early(world, i);
         }
-        if (at != TB__NOWHERE && tie->ports[at] == port)
+        if (is_known)
             let_go(tie, at, message);
-    } else if (at != TB__NOWHERE && tie->ports[at] == port) {
-        return; /* told again */
-    } else if (at == TB__NOWHERE || tie->ports[at] != 0) {
-        keep_early(world, from, batch, pair, port, message);
-    } else if (tie->state == TIE_BROKEN) {
-        tie->ports[at] = port; /* it belongs to what failed; the next one is for when the batch is made again */
-    } else {
-        take_manifest(tie, at, port, message);
     }
 }
 

@@ -128,13 +128,14 @@ struct tb__tie {
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__tie_side sides[2];
     size_t npeers;
-    tb__peer **peers;    /* each rank once, ascending */
-    uint32_t *ports;     /* 0: not known */
-    bool *is_gone;       /* has destroyed the batch ... */
-    uint64_t (*knew)[2]; /* ... when so many transfers had been started, by sending side */
-    bool *owes;          /* has to be told our manifest again, when it comes back */
-    int64_t *staging;    /* its bound on staging memory */
-    size_t nunknown;
+    tb__peer **peers;      /* each rank once, ascending */
+    uint32_t *ports;       /* 0: not known */
+    bool *is_gone;         /* has destroyed the batch ... */
+    uint64_t (*knew)[2];   /* ... when so many transfers had been started, by sending side */
+    bool *counts;          /* its manifest is about this batch: it has ours */
+    bool *owes;            /* has to be told our manifest again, when it comes back */
+    int64_t *staging;      /* its bound on staging memory */
+    size_t nunknown;       /* whose manifests do not count yet */
     int64_t staging_bytes; /* the least of all ranks */
     int32_t *hosts;        /* by rank; NULL: one host */
     size_t nhosts;
