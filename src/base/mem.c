@@ -42,6 +42,12 @@ void *tb__realloc(void *ptr, size_t count, size_t size) {
     return checked(refused(count, size) ? NULL : realloc(ptr, count && size ? count * size : 1), count, size);
 }
 
+char *tb__strdup(const char *string) {
+    size_t nbytes = strlen(string) + 1;
+    char *copy = tb__malloc(nbytes, 1);
+    return copy ? memcpy(copy, string, nbytes) : NULL;
+}
+
 bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size) {
     size_t doubled = *capacity * 2 > 8 ? *capacity * 2 : 8;
     size_t wanted = doubled > need ? doubled : need;

@@ -11,6 +11,7 @@
 void *tb__calloc(size_t count, size_t size);
 void *tb__malloc(size_t count, size_t size);
 void *tb__realloc(void *ptr, size_t count, size_t size);
+char *tb__strdup(const char *string);
 
 /* Tests: the allocation after `n` more on this thread fails, and those after it; negative: none. */
 void tb__mem_fail_after(long n);

@@ -25,7 +25,7 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
         return TB_NO_MEMORY;
     batch->world = world;
     batch->opts = o;
-    batch->name = strdup(name);
+    batch->name = tb__strdup(name);
     if (!batch->name) {
         free(batch);
         return TB_NO_MEMORY;
@@ -104,7 +104,7 @@ static tb_status make_tensor(const tb_pair *pair, const char *name, const tb_ten
         return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
     TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
     TB_TRY(canonical_layout(given->layout, &t->layout));
-    t->name = strdup(name);
+    t->name = tb__strdup(name);
     return t->name ? bind(pair, t, given) : TB_NO_MEMORY;
 }
 

@@ -106,7 +106,7 @@ static uint32_t *round_of(tb_world *world, const char *name) {
         if (strcmp(world->rounds.item[i].pair, name) == 0)
             return &world->rounds.item[i].round;
     }
-    char *copy = strdup(name);
+    char *copy = tb__strdup(name);
     if (copy && tb__vec_push(&world->rounds, (struct tb__round){copy, 0}))
         return &world->rounds.item[world->rounds.count - 1].round;
     free(copy);
@@ -197,7 +197,7 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
     } else {
         s->size = roster.size;
         free(s->layout);
-        s->layout = strdup(agreed.layout);
+        s->layout = tb__strdup(agreed.layout);
     }
     tb__roster_fini(&roster);
     return *is_complete && !s->layout ? TB_NO_MEMORY : TB_OK;
@@ -393,9 +393,9 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     pair->side = strcmp(group, remote_group) > 0;
     pair->index = seat.index;
     pair->size = seat.size;
-    pair->name = strdup(name);
-    pair->sides[pair->side].group = strdup(group);
-    pair->sides[!pair->side].group = strdup(remote_group);
+    pair->name = tb__strdup(name);
+    pair->sides[pair->side].group = tb__strdup(group);
+    pair->sides[!pair->side].group = tb__strdup(remote_group);
     tb_status status = pair->name && pair->sides[0].group && pair->sides[1].group ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
         status = enlist(pair);

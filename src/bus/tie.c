@@ -146,8 +146,8 @@ static bool unpack_tensor(tb__unpack *u, tb__tensor *t) {
     const char *layout = tb__unpack_string(u);
     if (u->failed || tb_shape_size(&t->shape, t->dtype, NULL, NULL) != TB_OK)
         return false;
-    t->name = strdup(name);
-    t->layout = *layout ? strdup(layout) : NULL;
+    t->name = tb__strdup(name);
+    t->layout = *layout ? tb__strdup(layout) : NULL;
     return t->name && (!*layout || t->layout);
 }
 
@@ -242,18 +242,19 @@ static tb_status collect(tb__tie *tie, int side) {
     tb__tie_side *s = &tie->sides[side];
     const tb__tensors *all = &tie->batch->tensors;
     for (size_t i = 0; i < all->list.count; i++) {
-        tb__tensor t = all->list.item[i];
-        if (strcmp(t.pair->name, tie->pair->name) != 0 || t.pair->side != side)
+        const tb__tensor *from = &all->list.item[i];
+        if (strcmp(from->pair->name, tie->pair->name) != 0 || from->pair->side != side)
             continue;
         s->is_here = true;
-        s->index = t.pair->index;
-        t.name = strdup(t.name);
-        t.layout = t.layout ? strdup(t.layout) : NULL;
-        if (!t.name || !tb__vec_push(&s->tensors.list, t)) {
-            free(t.name);
-            free(t.layout);
+        s->index = from->pair->index;
+        if (!tb__vec_reserve(&s->tensors.list, 1))
             return TB_NO_MEMORY;
-        }
+        tb__tensor *t = &s->tensors.list.item[s->tensors.list.count++];
+        *t = *from;
+        t->name = tb__strdup(from->name);
+        t->layout = from->layout ? tb__strdup(from->layout) : NULL;
+        if (!t->name || (from->layout && !t->layout))
+            return TB_NO_MEMORY;
     }
     s->is_known = s->is_here;
     if (!s->is_here)
@@ -726,7 +727,7 @@ static void keep_early(tb_world *world, tb__peer *from, const char *batch, const
             drop_early(world, i);
     }
     size_t nbytes = (size_t)(u->end - u->at);
-    tb__early e = {.from = from, .batch = strdup(batch), .pair = strdup(pair), .port = port, .nbytes = nbytes};
+    tb__early e = {.from = from, .batch = tb__strdup(batch), .pair = tb__strdup(pair), .port = port, .nbytes = nbytes};
     e.data = tb__malloc(nbytes, 1);
     if (e.data)
         memcpy(e.data, u->at, nbytes);

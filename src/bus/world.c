@@ -37,11 +37,12 @@ const tb__seat *tb__world_seat(const tb_world *world, const char *group) {
 }
 
 static bool add_seat(tb_world *world, const char *group, int32_t index, int32_t size) {
-    char *copy = strdup(group);
-    if (copy && tb__vec_push(&world->seats, (tb__seat){copy, index, size}))
-        return true;
-    free(copy);
-    return false;
+    if (!tb__vec_reserve(&world->seats, 1))
+        return false;
+    tb__seat *seat = &world->seats.item[world->seats.count];
+    *seat = (tb__seat){tb__strdup(group), index, size};
+    world->seats.count += seat->group != NULL;
+    return seat->group != NULL;
 }
 
 /* The directory's thread: wakes whoever waits for others to come. */

@@ -34,7 +34,7 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     flow->nmembers = opts->npeers;
     flow->members = tb__calloc(opts->npeers, sizeof *flow->members);
     flow->tensors = tb__malloc(opts->ntensors, sizeof *flow->tensors);
-    flow->what = strdup(opts->what);
+    flow->what = tb__strdup(opts->what);
     tb_status status = flow->members && flow->tensors && flow->what ? add_members(flow) : TB_NO_MEMORY;
     if (status != TB_OK) {
         tb__flow_destroy(flow);
@@ -135,12 +135,11 @@ static void note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const
         free(flow->aborts.item[0].why);
         memmove(flow->aborts.item, flow->aborts.item + 1, --flow->aborts.count * sizeof *flow->aborts.item);
     }
-    char *copy = strdup(why);
-    if (!copy || !tb__vec_reserve(&flow->aborts, 1)) {
-        free(copy); /* the deadline ends it instead */
-        return;
-    }
-    flow->aborts.item[flow->aborts.count++] = (struct abort){attempt, status, copy};
+    if (!tb__vec_reserve(&flow->aborts, 1))
+        return; /* the deadline ends it instead */
+    struct abort *abort = &flow->aborts.item[flow->aborts.count];
+    *abort = (struct abort){attempt, status, tb__strdup(why)};
+    flow->aborts.count += abort->why != NULL;
 }
 
 static uint64_t *last_of(tb__flow *flow, bool is_send) {

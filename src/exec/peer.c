@@ -89,7 +89,7 @@ static void lose(tb__peer *peer, const char *why) {
     if (peer->is_lost || engine->stopping)
         return;
     peer->is_lost = true;
-    peer->why = strdup(why ? why : "it is gone");
+    peer->why = tb__strdup(why ? why : "it is gone");
     tb__log(TB_LOG_INFO, "%s is lost: %s", peer->label, peer->why ? peer->why : "");
     for (tb__port *port = engine->ports; port; port = port->next) {
         if (port->lost)
@@ -310,7 +310,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     peer->rank = rank;
     peer->wire = wire;
     peer->transport = transport;
-    peer->label = strdup(label);
+    peer->label = tb__strdup(label);
     peer->host = strndup(contact, TB__CONTACT_PREFIX);
     peer->inbox = tb__malloc(FRAME_ROOM, 1);
     if (!peer->label || !peer->host || !peer->inbox) {
