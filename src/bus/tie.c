@@ -46,9 +46,10 @@ static void forget_manifest(tb__tie *tie, size_t at) {
     }
 }
 
-/* A rank that has destroyed the batch. What needs it no more goes on. */
-static void let_go(tb__tie *tie, size_t at) {
-    if (tie->state == TIE_WAITING) {
+/* A rank that has destroyed the batch. What needs it no more goes on. If it had agreed, so will we: what is missing
+ * here was there for it, and is on its way. */
+static void let_go(tb__tie *tie, size_t at, bool had_agreed) {
+    if (tie->state == TIE_WAITING && !had_agreed) {
         forget_manifest(tie, at);
         return;
     }
@@ -290,6 +291,7 @@ void tb__tie_destroy(tb__tie *tie) {
         tb__pack_string(&gone, tie->batch->name);
         tb__pack_string(&gone, tie->pair->name);
         tb__pack_u32(&gone, tie->port.id);
+        tb__pack_u32(&gone, tie->state == TIE_AGREED);
         if (tie->peers[i]->rank == world->rank)
             tb__pack_fini(&gone);
         else
@@ -509,6 +511,10 @@ static void try_agree(tb__tie *tie) {
         free(b->data);
     }
     tie->backlog.count = 0;
+    for (size_t i = 0; i < tie->npeers && tie->state == TIE_AGREED; i++) {
+        if (tie->is_gone[i])
+            let_go(tie, i, true);
+    }
     tb__engine_signal(tie->world->engine);
 }
 
@@ -675,7 +681,7 @@ void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message)
                 drop_early(world, i);
         }
         if (at != TB__NOWHERE && tie->ports[at] == port)
-            let_go(tie, at);
+            let_go(tie, at, tb__unpack_u32(message) != 0);
     } else if (at != TB__NOWHERE && tie->ports[at] == port) {
         return; /* told again */
     } else if (at == TB__NOWHERE || tie->ports[at] != 0) {
