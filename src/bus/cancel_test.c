@@ -72,8 +72,8 @@ static void was_cancelled(tb_transfer *t, const char *who) {
         struct pollfd news = {.fd = tb_transfer_fd(t), .events = POLLIN};
         check(poll(&news, 1, PATIENCE_MS) == 1);
     }
-    check(state.status == TB_CANCELLED && !(state.events & TB_COMMITTED));
-    check(strstr(tb_error_detail(), who)); /* a query tells, too */
+    check_fails(state.status, TB_CANCELLED, who); /* a query tells, too */
+    check(!(state.events & TB_COMMITTED));
     check_fails(tb_wait(t, TB_COMMITTED, -1), TB_CANCELLED, who);
     check_fails(tb_wait(t, TB_COMMITTED, 0), TB_CANCELLED, "batch 'step'");
     tb_cancel(t); /* nothing is left to cancel */

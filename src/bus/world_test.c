@@ -128,17 +128,24 @@ static void drive(tb_world *const *worlds, tb_transfer *const *transfers, int n)
 }
 
 typedef struct registration {
+    tb_world *world;
     tb_batch *batch;
     tb_status status;
     char why[300]; /* sentences are a thread's own */
-    _Atomic bool is_done;
+    _Atomic int *left;
 } registration;
 
+/* What one side has to say may still be on its way when it has heard the other: both are driven until both are done. */
 static void *register_one(void *arg) {
     registration *g = arg;
     g->status = tb_batch_register(g->batch, 0);
     snprintf(g->why, sizeof g->why, "%s", tb_error_detail());
-    atomic_store(&g->is_done, true);
+    atomic_fetch_sub(g->left, 1);
+    while (atomic_load(g->left) > 0) {
+        struct pollfd fd = {.fd = tb_world_fd(g->world), .events = POLLIN};
+        poll(&fd, 1, 10);
+        tb_world_progress(g->world);
+    }
     return NULL;
 }
 
@@ -163,17 +170,14 @@ static void two_by_hand(const scene *s, bool staged) {
         check_ok(tb_batch_add(batches[i], pairs[i], "w", &t));
     }
     pthread_t thread;
-    registration other = {.batch = batches[1]};
+    _Atomic int left = N;
+    registration mine = {.world = worlds[0], .batch = batches[0], .left = &left};
+    registration other = {.world = worlds[1], .batch = batches[1], .left = &left};
     check(pthread_create(&thread, NULL, register_one, &other) == 0);
-    check_ok(tb_batch_register(batches[0], 0));
-    while (!atomic_load(&other.is_done)) { /* what we have to say may still be on its way */
-        struct pollfd fd = {.fd = tb_world_fd(worlds[0]), .events = POLLIN};
-        poll(&fd, 1, 10);
-        check_ok(tb_world_progress(worlds[0]));
-    }
+    register_one(&mine);
     pthread_join(thread, NULL);
-    if (other.status != TB_OK)
-        fails(__FILE__, __LINE__, "the other side", other.why);
+    if (mine.status != TB_OK || other.status != TB_OK)
+        fails(__FILE__, __LINE__, "register", mine.status != TB_OK ? mine.why : other.why);
     for (uint32_t version = 1; version <= 4; version++) {
         int from = version % 2;
         part_fill(&parts[from], version);

@@ -5,6 +5,7 @@
 
 #include "base/dtype.h"
 
+#include <inttypes.h>
 #include <string.h>
 
 enum {
@@ -358,7 +359,7 @@ tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, c
         if (counts)
             leg->bytes_done += s.nbytes;
         if (leg->is_cancelled && status == TB_OK)
-            status = tb__fail(TB_CANCELLED, "%s was cancelled", flow->what);
+            status = tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     }
     free(s.readings.item);
     free(s.ranges.item);
