@@ -132,14 +132,19 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
+static bool has_tie(const tb_batch *batch, const char *pair) {
+    for (size_t i = 0; i < batch->ties.count; i++) {
+        if (strcmp(batch->ties.item[i]->pair->name, pair) == 0)
+            return true;
+    }
+    return false;
+}
+
 /* One tie for each pair, whichever of its sides this process is on. */
 static tb_status make_ties(tb_batch *batch) {
     for (size_t i = 0; i < batch->tensors.list.count; i++) {
-        tb_pair *pair = batch->tensors.list.item[i].pair;
-        bool is_there = false;
-        for (size_t j = 0; j < batch->ties.count; j++)
-            is_there |= strcmp(batch->ties.item[j]->pair->name, pair->name) == 0;
-        if (is_there)
+        tb_pair *pair = batch->tensors.list.item[i].pair; /* of what was added, it is never NULL */
+        if (!pair || has_tie(batch, pair->name))
             continue;
         tb__tie *tie;
         if (!tb__vec_reserve(&batch->ties, 1))

@@ -392,10 +392,11 @@ static tb_status compare_sides(const tb__tie *tie) {
     while (i < a->list.count || j < b->list.count) {
         const tb__tensor *x = i < a->list.count ? &a->list.item[i] : NULL;
         const tb__tensor *y = j < b->list.count ? &b->list.item[j] : NULL;
-        int c = !x ? 1 : !y ? -1 : strcmp(x->name, y->name);
-        if (c != 0)
+        int c = x && y ? strcmp(x->name, y->name) : x ? -1 : 1;
+        const tb__tensor *lone = c < 0 ? x : c > 0 ? y : NULL;
+        if (!x || !y || lone)
             return tb__fail(TB_CONFLICT, "%s: tensor '%.100s' was added by group '%s' but not by group '%s'", tie->what,
-                            c < 0 ? x->name : y->name, sides[c > 0].group, sides[c < 0].group);
+                            lone ? lone->name : "", sides[c > 0].group, sides[c < 0].group);
         if (x->shape.ndim != y->shape.ndim ||
             memcmp(x->shape.dim, y->shape.dim, (size_t)x->shape.ndim * sizeof *x->shape.dim) != 0) {
             char left[96], right[96];

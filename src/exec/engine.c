@@ -133,17 +133,13 @@ static void *drive(void *arg) {
 
 /* Drives until it is true or the deadline has passed. */
 static bool drive_until(tb__engine *engine, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
-    bool result;
     engine->is_driven = true;
-    while (!(result = is_true(arg))) {
+    do { /* at least once: who only looks wants to see what is there */
         take_wakes(engine);
-        if (turn(engine))
-            continue;
-        if (is_true(arg) || tb__now_ms() >= deadline_ms)
-            break;
-        sleep_until(engine, tb__ms_until(deadline_ms));
-    }
-    result = is_true(arg);
+        if (!turn(engine) && !is_true(arg))
+            sleep_until(engine, tb__ms_until(deadline_ms));
+    } while (!is_true(arg) && tb__now_ms() < deadline_ms);
+    bool result = is_true(arg);
     engine->is_driven = false;
     pthread_cond_broadcast(&engine->changed); /* somebody else may have to drive now */
     return result;

@@ -370,7 +370,7 @@ void tb__tiles_run(const tb__copy *copy, tb__part part, bool stream) {
     choose_tile(&n);
     int last = n.ndim - 1;
     int64_t first = n.narrow_rows ? 0 : first_step(&n);
-    int64_t index[TB_MAX_DIMS] = {0}, len[TB_MAX_DIMS];
+    int64_t index[TB_MAX_DIMS] = {0}, len[TB_MAX_DIMS] = {0};
     scratch s;
     for (;;) {
         for (int d = 0; d < n.ndim; d++) {
