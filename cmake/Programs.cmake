@@ -38,8 +38,8 @@ function(tb_test name)
     )
 endfunction()
 
-# tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS; exit
-# status 77 is a skip.
+# tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
+# $SANITIZED what it was compiled with; exit status 77 is a skip.
 function(tb_cli_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
     if(NOT arg_TIMEOUT)
@@ -49,6 +49,7 @@ function(tb_cli_test name)
     set(environment
         "TB_GOLDEN=${PROJECT_SOURCE_DIR}/tests/golden"
         "TENSORBUS=$<TARGET_FILE:tensorbus>"
+        "SANITIZED=${TB_SANITIZE}"
     )
     set_tests_properties(cli/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}

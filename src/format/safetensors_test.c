@@ -438,7 +438,7 @@ static void several_threads(void **state) {
 
 static void random_name(rng *r, char *name, int unique) {
     static const char *const pieces[] = {"layers.", "w", "\"", "\\", "\n", "\x01", "\xC3\xA9", "/", " ", "7"};
-    int n = snprintf(name, 16, "%d", unique);
+    int n = snprintf(name, 16, "%d-", unique); /* so that no piece can make two alike */
     for (int64_t i = rng_range(r, 0, 6); i > 0; i--)
         n += snprintf(name + n, 16, "%s", pieces[rng_range(r, 0, 9)]);
 }
