@@ -408,7 +408,8 @@ static tb_status make_flow(tb__tie *tie, int src, const tb_layout **layouts[2], 
     size_t n = tie->sides[0].tensors.list.count;
     for (size_t i = 0; i < n; i++) {
         const tb__tensor *from = &tie->sides[src].tensors.list.item[i], *to = &tie->sides[dst].tensors.list.item[i];
-        tensors[i] = (tb__flow_tensor){.spec = {.name = from->name,
+        tensors[i] = (tb__flow_tensor){.key = i,
+                                       .spec = {.name = from->name,
                                                 .shape = from->shape,
                                                 .src = layouts[src][i],
                                                 .dst = layouts[dst][i],
