@@ -3,19 +3,16 @@
  * that the sides do not have alike, are found by everybody at once. Then there are flows, and messages go to them. */
 #include "bus/world.h"
 
-#include "base/log.h"
-
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-
-enum { MESSAGE_MANIFEST, MESSAGE_GONE }; /* to the world's port */
 
 /* The sentence is in tb_error_detail. */
 static void break_tie(tb__tie *tie, tb_status status) {
     if (tie->state == TIE_BROKEN)
         return;
     tie->state = TIE_BROKEN;
+    tie->all.is_closed = true;
     tie->status = status;
     snprintf(tie->why, sizeof tie->why, "%s", tb_error_detail());
     for (int i = 0; i < 2; i++) {
@@ -36,26 +33,18 @@ static void tell_flows(tb__tie *tie, size_t gone) {
 /* A rank that has destroyed the batch. What needs it no more goes on: if it had agreed, everybody has come, although
  * their manifests may still be on their way to us. If it did so because something went wrong, that is the reason here,
  * too: it may have heard of a dead rank before us. */
-static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
+static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
+    tb__tie *tie = (tb__tie *)all;
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
         tie->knew[at][i] = tb__unpack_u64(message);
     uint32_t code = tb__unpack_u32(message);
     const char *why = tb__unpack_string(message);
-    tie->is_gone[at] = true;
     if (!message->failed && code > 0 && code <= 64)
         break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why));
     else if (tie->state == TIE_WAITING && (!had_agreed || message->failed))
-        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->peers[at]->label, tie->what));
+        break_tie(tie, tb__fail(TB_LOST, "%s has given up %s", tie->all.peers[at]->label, tie->what));
     tell_flows(tie, at);
-}
-
-static size_t find_peer(const tb__tie *tie, const tb__peer *peer) {
-    for (size_t i = 0; i < tie->npeers; i++) {
-        if (tie->peers[i] == peer)
-            return i;
-    }
-    return TB__NOWHERE;
 }
 
 /* ---- Manifests ------------------------------------------------------------------------------------------------- */
@@ -129,49 +118,39 @@ static uint64_t hash_of(const tb__pack *pack) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-static int compare_peers(const void *a, const void *b) {
-    const tb__peer *const *x = a, *const *y = b;
-    return ((*x)->rank > (*y)->rank) - ((*x)->rank < (*y)->rank);
+/* Neither name has control characters. */
+static void name_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
+    snprintf(out, room, "batch\n%s\n%s", batch->name, pair->name);
 }
 
-static tb_status add_peers(tb__tie *tie) {
+static tb_status assemble(tb__tie *tie) {
     const tb__pair_side *sides = tie->pair->sides;
-    size_t n = (size_t)sides[0].size + (size_t)sides[1].size, kept = 0;
-    tie->peers = tb__malloc(n, sizeof *tie->peers);
-    tie->ports = tb__calloc(n, sizeof *tie->ports);
-    tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
+    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
+    size_t n = (size_t)sides[0].size + (size_t)sides[1].size;
+    tb__peer **peers = tb__malloc(n, sizeof *peers);
     tie->knew = tb__calloc(n, sizeof *tie->knew);
-    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew)
-        return TB_NO_MEMORY;
-    memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
-    memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
-    qsort(tie->peers, n, sizeof(tb__peer *), compare_peers);
-    for (size_t i = 0; i < n; i++) {
-        if (!kept || tie->peers[kept - 1] != tie->peers[i])
-            tie->peers[kept++] = tie->peers[i];
-    }
-    tie->npeers = tie->nunknown = kept;
-    for (size_t i = 0; i < kept; i++) {
-        if (tie->peers[i]->is_lost)
-            return tb__fail(TB_LOST, "%s was lost before %s: %s", tie->peers[i]->label, tie->what, tie->peers[i]->why);
-    }
-    return TB_OK;
+    name_key(tie->batch, tie->pair, key, sizeof key);
+    for (size_t i = 0; peers && i < n; i++)
+        peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
+    tb_status status = tb__assembly_init(&tie->all, tie->world, key, tie->what, peers, peers ? n : 0);
+    free(peers);
+    return peers && tie->knew ? status : TB_NO_MEMORY;
 }
 
 /* Hosts are numbered as they appear by rank: alike on every rank. */
 static tb_status number_hosts(tb__tie *tie) {
-    int32_t most = tie->peers[tie->npeers - 1]->rank, count = 0;
+    int32_t most = tie->all.peers[tie->all.npeers - 1]->rank, count = 0;
     tie->nhosts = (size_t)most + 1;
     tie->hosts = tb__calloc(tie->nhosts, sizeof *tie->hosts);
     if (!tie->hosts)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < tie->npeers; i++) {
+    for (size_t i = 0; i < tie->all.npeers; i++) {
         int32_t number = count;
         for (size_t j = 0; j < i && number == count; j++) {
-            if (strcmp(tie->peers[i]->host, tie->peers[j]->host) == 0)
-                number = tie->hosts[tie->peers[j]->rank];
+            if (strcmp(tie->all.peers[i]->host, tie->all.peers[j]->host) == 0)
+                number = tie->hosts[tie->all.peers[j]->rank];
         }
-        tie->hosts[tie->peers[i]->rank] = number;
+        tie->hosts[tie->all.peers[i]->rank] = number;
         count += number == count;
     }
     if (count == 1) {
@@ -214,11 +193,12 @@ static tb_status collect(tb__tie *tie, int side) {
 }
 
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message);
+static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u);
 
 static void on_lost(tb__port *port, tb__peer *peer) {
     tb__tie *tie = (tb__tie *)port;
-    size_t at = find_peer(tie, peer);
-    if (at == TB__NOWHERE || tie->is_gone[at])
+    size_t at = tb__assembly_find(&tie->all, peer);
+    if (at == TB__NOWHERE || tie->all.is_gone[at])
         return;
     for (int i = 0; i < 2; i++) {
         if (tie->flows[i])
@@ -228,7 +208,7 @@ static void on_lost(tb__port *port, tb__peer *peer) {
 }
 
 static tb_status init(tb__tie *tie) {
-    TB_TRY(add_peers(tie));
+    TB_TRY(assemble(tie));
     TB_TRY(number_hosts(tie));
     for (int side = 0; side < 2; side++) {
         tb__tie_side *s = &tie->sides[side];
@@ -245,10 +225,10 @@ static tb_status init(tb__tie *tie) {
 
 tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
     tb_world *world = batch->world;
-    for (tb__tie *tie = world->ties; tie; tie = tie->next) {
-        if (strcmp(tie->batch->name, batch->name) == 0 && strcmp(tie->pair->name, pair->name) == 0)
-            return tb__fail(TB_CONFLICT, "there is a batch '%s' of pair '%s' already", batch->name, pair->name);
-    }
+    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
+    name_key(batch, pair, key, sizeof key);
+    if (tb__assembly_exists(world, key))
+        return tb__fail(TB_CONFLICT, "there is a batch '%s' of pair '%s' already", batch->name, pair->name);
     tb__tie *tie = tb__calloc(1, sizeof *tie);
     if (!tie)
         return TB_NO_MEMORY;
@@ -258,12 +238,11 @@ tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
     tie->staging_bytes = INT64_MAX;
     pair->refs++;
     snprintf(tie->what, sizeof tie->what, "batch '%s'", batch->name);
+    tie->all.port.message = on_message;
+    tie->all.port.lost = on_lost;
+    tie->all.come = take_manifest;
+    tie->all.gone = let_go;
     tb_status status = init(tie);
-    tie->port.message = on_message;
-    tie->port.lost = on_lost;
-    tb__engine_add_port(world->engine, &tie->port);
-    tie->next = world->ties;
-    world->ties = tie;
     if (status != TB_OK) {
         tb__tie_destroy(tie);
         return status;
@@ -273,30 +252,14 @@ tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
 }
 
 void tb__tie_destroy(tb__tie *tie) {
-    tb_world *world = tie->world;
-    for (size_t i = 0; i < tie->npeers; i++) {
-        tb__pack gone = {0};
-        tb__pack_u32(&gone, MESSAGE_GONE);
-        tb__pack_string(&gone, tie->batch->name);
-        tb__pack_string(&gone, tie->pair->name);
-        tb__pack_u32(&gone, tie->port.id);
-        tb__pack_u32(&gone, tie->has_agreed);
-        for (int side = 0; side < 2; side++)
-            tb__pack_u64(&gone, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
-        tb__pack_u32(&gone, tie->state == TIE_BROKEN ? (uint32_t)-tie->status : 0);
-        tb__pack_string(&gone, tie->state == TIE_BROKEN ? tie->why : "");
-        if (tie->peers[i]->rank == world->rank)
-            tb__pack_fini(&gone);
-        else
-            tb__engine_send(tie->peers[i], TB__PORT_WORLD, &gone);
-    }
-    tb__engine_remove_port(world->engine, &tie->port);
-    for (tb__tie **at = &world->ties; *at; at = &(*at)->next) {
-        if (*at == tie) {
-            *at = tie->next;
-            break;
-        }
-    }
+    tb__pack farewell = {0};
+    tb__pack_u32(&farewell, tie->has_agreed);
+    for (int side = 0; side < 2; side++)
+        tb__pack_u64(&farewell, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
+    tb__pack_u32(&farewell, tie->state == TIE_BROKEN ? (uint32_t)-tie->status : 0);
+    tb__pack_string(&farewell, tie->state == TIE_BROKEN ? tie->why : "");
+    tb__assembly_leave(&tie->all, &farewell);
+    tb__pack_fini(&farewell);
     for (int side = 0; side < 2; side++) {
         tb__flow_destroy(tie->flows[side]);
         tb__tensors_fini(&tie->sides[side].tensors);
@@ -313,10 +276,8 @@ void tb__tie_destroy(tb__tie *tie) {
     free(tie->backlog.item);
     tb__pair_unref(tie->pair);
     free(tie->hosts);
-    free(tie->peers);
-    free(tie->ports);
-    free(tie->is_gone);
     free(tie->knew);
+    tb__assembly_fini(&tie->all);
     free(tie);
 }
 
@@ -424,10 +385,10 @@ static tb_status make_flow(tb__tie *tie, int src, const tb_layout **layouts[2], 
     tb__flow_opts opts = {.engine = tie->world->engine,
                           .rank = tie->world->rank,
                           .direction = (uint32_t)src,
-                          .peers = tie->peers,
-                          .ports = tie->ports,
-                          .npeers = tie->npeers,
-                          .lead = find_peer(tie, tie->pair->sides[src].peers[0]),
+                          .peers = tie->all.peers,
+                          .ports = tie->all.ports,
+                          .npeers = tie->all.npeers,
+                          .lead = tb__assembly_find(&tie->all, tie->pair->sides[src].peers[0]),
                           .tensors = tensors,
                           .ntensors = n,
                           .cache = tie->world->cache,
@@ -462,8 +423,8 @@ static tb_status make_flows(tb__tie *tie) {
 static void pass_on(tb__tie *tie, size_t peer, tb__unpack *message) {
     uint32_t direction = tb__unpack_u32(message);
     if (message->failed || direction > 1 || !tb__flow_message(tie->flows[direction], peer, message))
-        break_tie(tie, tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense", tie->peers[peer]->label,
-                                tie->what));
+        break_tie(tie, tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense",
+                                tie->all.peers[peer]->label, tie->what));
 }
 
 /* Every rank has come, but one that is in both groups may have added tensors for one of them only. */
@@ -482,7 +443,7 @@ static tb_status check_seats(const tb__tie *tie) {
 
 /* Everybody has come: compare, and begin. */
 static void try_agree(tb__tie *tie) {
-    if (tie->state != TIE_WAITING || tie->nunknown > 0)
+    if (tie->state != TIE_WAITING || tie->all.nunknown > 0)
         return;
     tb_status status = check_seats(tie);
     if (status == TB_OK)
@@ -503,8 +464,8 @@ static void try_agree(tb__tie *tie) {
         free(b->data);
     }
     tie->backlog.count = 0;
-    for (size_t i = 0; i < tie->npeers; i++) {
-        if (tie->is_gone[i])
+    for (size_t i = 0; i < tie->all.npeers; i++) {
+        if (tie->all.is_gone[i])
             tell_flows(tie, i);
     }
     tb__engine_signal(tie->world->engine);
@@ -512,7 +473,7 @@ static void try_agree(tb__tie *tie) {
 
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__tie *tie = (tb__tie *)port;
-    size_t at = find_peer(tie, from);
+    size_t at = tb__assembly_find(&tie->all, from);
     if (at == TB__NOWHERE || tie->state == TIE_BROKEN)
         return;
     if (tie->state == TIE_AGREED) {
@@ -533,10 +494,6 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
 
 static void send_manifest(tb__tie *tie, size_t to) {
     tb__pack pack = {0};
-    tb__pack_u32(&pack, MESSAGE_MANIFEST);
-    tb__pack_string(&pack, tie->batch->name);
-    tb__pack_string(&pack, tie->pair->name);
-    tb__pack_u32(&pack, tie->port.id);
     tb__pack_i64(&pack, tie->batch->opts.staging_bytes);
     tb__pack_u32(&pack, (uint32_t)tie->sides[0].is_here + (uint32_t)tie->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
@@ -550,7 +507,7 @@ static void send_manifest(tb__tie *tie, size_t to) {
         bool takes_list = (int32_t)(to % (size_t)tie->pair->sides[side].size) == s->index;
         tb__pack_bytes(&pack, s->manifest.data, takes_list ? s->manifest.count : 0);
     }
-    if (tb__engine_send(tie->peers[to], TB__PORT_WORLD, &pack) != TB_OK)
+    if (tb__assembly_send(&tie->all, to, &pack) != TB_OK)
         break_tie(tie, TB_NO_MEMORY);
 }
 
@@ -596,109 +553,26 @@ static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
     return TB_OK;
 }
 
-static void take_manifest(tb__tie *tie, size_t at, uint32_t port, tb__unpack *u) {
+static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
+    tb__tie *tie = (tb__tie *)all;
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
-    tb_status status =
-        nsides >= 1 && nsides <= 2 && staging_bytes > 0
-            ? TB_OK
-            : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", tie->peers[at]->label, tie->what);
-    tie->ports[at] = port;
-    tie->nunknown--;
+    tb_status status = nsides >= 1 && nsides <= 2 && staging_bytes > 0
+                           ? TB_OK
+                           : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense",
+                                      tie->all.peers[at]->label, tie->what);
     tie->staging_bytes = staging_bytes < tie->staging_bytes ? staging_bytes : tie->staging_bytes;
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
-        status = read_side(tie, tie->peers[at], u);
+        status = read_side(tie, tie->all.peers[at], u);
     if (status != TB_OK)
         break_tie(tie, status);
     else
         try_agree(tie);
 }
 
-static tb__tie *find_tie(const tb_world *world, const char *batch, const char *pair) {
-    for (tb__tie *tie = world->ties; tie; tie = tie->next) {
-        if (strcmp(tie->batch->name, batch) == 0 && strcmp(tie->pair->name, pair) == 0)
-            return tie;
-    }
-    return NULL;
-}
-
-void tb__early_fini(tb__early *early) {
-    free(early->batch);
-    free(early->pair);
-    free(early->data);
-}
-
-static void drop_early(tb_world *world, size_t i) {
-    tb__early_fini(&world->early.item[i]);
-    world->early.item[i] = world->early.item[--world->early.count];
-}
-
-/* Kept until this process makes the batch. What the same peer sent before is out of date. */
-static void keep_early(tb_world *world, tb__peer *from, const char *batch, const char *pair, uint32_t port,
-                       const tb__unpack *u) {
-    for (size_t i = world->early.count; i-- > 0;) {
-        const tb__early *e = &world->early.item[i];
-        if (e->from == from && strcmp(e->batch, batch) == 0 && strcmp(e->pair, pair) == 0)
-            drop_early(world, i);
-    }
-    size_t nbytes = (size_t)(u->end - u->at);
-    tb__early e = {.from = from, .batch = strdup(batch), .pair = strdup(pair), .port = port, .nbytes = nbytes};
-    e.data = tb__malloc(nbytes, 1);
-    if (e.data)
-        memcpy(e.data, u->at, nbytes);
-    if (!e.batch || !e.pair || !e.data || !tb__vec_push(&world->early, e)) {
-        tb__early_fini(&e);
-        tb__log(TB_LOG_ERROR, "no memory for what %s says about batch '%s'", from->label, batch);
-    }
-}
-
-void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message) {
-    tb_world *world = (tb_world *)((char *)world_port - offsetof(tb_world, port));
-    uint32_t kind = tb__unpack_u32(message);
-    const char *batch = tb__unpack_string(message), *pair = tb__unpack_string(message);
-    uint32_t port = tb__unpack_u32(message);
-    if (message->failed || kind > MESSAGE_GONE || port == 0) {
-        tb__log(TB_LOG_WARN, "%s sent a message that makes no sense", from->label);
-        return;
-    }
-    tb__tie *tie = find_tie(world, batch, pair);
-    size_t at = tie ? find_peer(tie, from) : TB__NOWHERE;
-    if (kind == MESSAGE_GONE) {
-        for (size_t i = world->early.count; i-- > 0;) {
-            if (world->early.item[i].from == from && world->early.item[i].port == port)
-                drop_early(world, i);
-        }
-        if (at != TB__NOWHERE && tie->ports[at] == port)
-            let_go(tie, at, message);
-    } else if (at == TB__NOWHERE || tie->ports[at] != 0 || tie->state == TIE_BROKEN) {
-        keep_early(world, from, batch, pair, port, message);
-    } else {
-        take_manifest(tie, at, port, message);
-    }
-}
-
 tb_status tb__tie_announce(tb__tie *tie) {
-    tb_world *world = tie->world;
-    for (size_t i = 0; i < tie->npeers; i++)
+    for (size_t i = 0; i < tie->all.npeers; i++)
         send_manifest(tie, i);
-    for (size_t i = world->early.count; i-- > 0;) {
-        tb__early e = world->early.item[i];
-        size_t at = find_peer(tie, e.from);
-        if (at == TB__NOWHERE || tie->ports[at] != 0 || strcmp(e.batch, tie->batch->name) != 0 ||
-            strcmp(e.pair, tie->pair->name) != 0)
-            continue;
-        world->early.item[i] = world->early.item[--world->early.count];
-        tb__unpack u = {e.data, e.data + e.nbytes, false};
-        if (tie->state == TIE_WAITING)
-            take_manifest(tie, at, e.port, &u);
-        tb__early_fini(&e);
-    }
+    tb__assembly_take_early(&tie->all);
     return TB_OK;
-}
-
-void tb__ties_lost(tb_world *world, tb__peer *peer) {
-    for (size_t i = world->early.count; i-- > 0;) {
-        if (world->early.item[i].from == peer)
-            drop_early(world, i);
-    }
 }

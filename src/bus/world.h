@@ -10,6 +10,7 @@
 #define TB_BUS_WORLD_H
 
 #include "base/mem.h"
+#include "bus/assembly.h"
 #include "bus/directory.h"
 #include "exec/flow.h"
 
@@ -22,15 +23,6 @@ typedef struct tb__seat {
 
 typedef struct tb__tie tb__tie;
 
-/* A message about a batch that this process does not have yet. */
-typedef struct tb__early {
-    tb__peer *from;
-    char *batch, *pair;
-    uint32_t port;
-    unsigned char *data;
-    size_t nbytes;
-} tb__early;
-
 struct tb_world {
     tb__engine *engine;
     _Atomic bool is_ready; /* the engine is there, for the directory's thread */
@@ -42,7 +34,7 @@ struct tb_world {
     tb__port port;
     TB_VEC(tb__seat) seats; /* the first is the one it joined with */
     tb_plan_cache *cache;
-    tb__tie *ties;
+    tb__assembly *assemblies;
     TB_VEC(tb__early) early;
 };
 
@@ -52,6 +44,8 @@ const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NUL
 /* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
+/* Sets how many threads copy, now that others are known to share the host. Without the lock. */
+void tb__world_set_workers(tb_world *world);
 
 /* ---- Pairs ---------------------------------------------------------------------------------------------------- */
 
@@ -112,18 +106,13 @@ typedef struct tb__tie_side {
 
 /* All ranks of a pair, for one batch. */
 struct tb__tie {
-    tb__port port; /* first: messages find the tie through it */
+    tb__assembly all; /* first: messages find the tie through it */
     tb_world *world;
     tb_batch *batch;
     tb_pair *pair; /* one of this process's, for names and peers */
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__tie_side sides[2];
-    size_t npeers;
-    tb__peer **peers;    /* each rank once, ascending */
-    uint32_t *ports;     /* 0: not known */
-    bool *is_gone;       /* has destroyed the batch ... */
-    uint64_t (*knew)[2]; /* ... when so many transfers had been started, by sending side */
-    size_t nunknown;
+    uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
     int64_t staging_bytes; /* the least of all ranks */
     int32_t *hosts;        /* by rank; NULL: one host */
     size_t nhosts;
@@ -139,7 +128,6 @@ struct tb__tie {
         size_t nbytes;
     })
     backlog; /* messages to flows that are not there yet */
-    tb__tie *next;
 };
 
 struct tb_batch {
@@ -156,9 +144,5 @@ struct tb_batch {
 tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out);
 tb_status tb__tie_announce(tb__tie *tie);
 void tb__tie_destroy(tb__tie *tie);
-/* Manifests come to the world's port: the sender does not know ours yet. */
-void tb__ties_message(tb__port *port, tb__peer *from, tb__unpack *message);
-void tb__ties_lost(tb_world *world, tb__peer *peer);
-void tb__early_fini(tb__early *early);
 
 #endif
