@@ -348,12 +348,17 @@ static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
     tb__engine_wait(copy->world->engine, has_settled, copy, deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
+    copy->bucket_size = copy->staging_bytes = INT64_MAX;
     for (size_t i = 0; i < copy->all.npeers; i++) {
+        const tb__copy_peer *peer = &copy->peers[i];
         if (copy->all.ports[i] == 0)
-            return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", copy->peers[i].label,
-                            copy->what, copy->all.npeers - copy->all.nunknown, copy->all.npeers);
+            return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", peer->label, copy->what,
+                            copy->all.npeers - copy->all.nunknown, copy->all.npeers);
+        copy->bucket_size = peer->bucket_size < copy->bucket_size ? peer->bucket_size : copy->bucket_size;
+        copy->staging_bytes = peer->staging_bytes < copy->staging_bytes ? peer->staging_bytes : copy->staging_bytes;
     }
-    return TB_OK;
+    return copy->has_agreed ? TB_OK
+                            : tb__fail(TB_TIMEOUT, "all ranks have opened %s, but not all know it yet", copy->what);
 }
 
 /* With the lock held. */

@@ -1,7 +1,7 @@
 /* Copy services between threads as ranks: what is copied, and what fails, on every rank and without hanging any. */
 #include "bus/bus_test.h"
 
-#include "bus/world.h"
+#include "copy/copy.h"
 
 static tb_copy *open_service(rank *r, const tb_copy_opts *opts) {
     tb_copy *copy;
@@ -84,6 +84,7 @@ static void mixed(rank *r) {
                          .bucket_size = 1000 << r->index,
                          .staging_bytes = (64 << 10) << r->index};
     tb_copy *copy = open_service(r, &opts);
+    check(copy->bucket_size == 1000 && copy->staging_bytes == 64 << 10);
     uint32_t *data = malloc(sizeof *data * N);
     for (uint32_t i = 0; i < N; i++)
         data[i] = r->index == 1 ? POISON : i * 7;
