@@ -23,10 +23,11 @@ void tb__copy_break(tb_copy *copy, tb_status status) {
     tb__engine_signal(copy->world->engine);
 }
 
-static void note_abort(tb_copy *copy, uint64_t run, tb_status status, const char *why) {
+static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status status, const char *why) {
     if (run <= copy->aborted)
         return;
     copy->aborted = run;
+    copy->is_late = is_late;
     copy->abort_status = status;
     snprintf(copy->abort_why, sizeof copy->abort_why, "%s", why);
     tb__engine_wake(copy->world->engine);
@@ -42,12 +43,13 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
             continue;
         tb__pack_u32(&pack, COPY_ABORT);
         tb__pack_u64(&pack, copy->run);
+        tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
         tb__pack_u32(&pack, (uint32_t)-status);
         tb__pack_string(&pack, why);
         if (tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
     }
-    note_abort(copy, copy->run, status, why);
+    note_abort(copy, copy->run, false, status, why);
     return tb__fail(status, "%s", why);
 }
 
@@ -115,13 +117,14 @@ static bool on_vote(tb__copy_peer *peer, tb__unpack *message) {
 
 static bool on_abort(tb_copy *copy, tb__unpack *message) {
     uint64_t run = tb__unpack_u64(message);
+    bool is_late = tb__unpack_u32(message) != 0;
     tb_status status;
     if (!read_status(message, false, &status))
         return false;
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message))
         return false;
-    note_abort(copy, run, status, why);
+    note_abort(copy, run, is_late, status, why);
     return true;
 }
 

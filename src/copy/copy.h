@@ -49,6 +49,7 @@ struct tb_copy {
     uint64_t run; /* the last one */
     bool is_running;
     uint64_t aborted; /* the last one that was given up, and why */
+    bool is_late;     /* it was given up because this rank, perhaps among others, had not come */
     tb_status abort_status;
     char abort_why[TB__WHY_MAX];
 

@@ -332,12 +332,9 @@ static void judge(tb_copy *copy, tb_status status) {
     }
 }
 
-static tb_status run(tb_copy *copy) {
+/* Until all have voted. */
+static tb_status agree(tb_copy *copy) {
     const tb__copy_peer *self = &copy->peers[copy->self];
-    if (copy->broken != TB_OK)
-        return tb__fail(copy->broken, "%s", copy->why);
-    /* Runs that others have given up before this rank came are not its own. */
-    copy->run = (copy->aborted > copy->run ? copy->aborted : copy->run) + 1;
     judge(copy, check_own(copy));
     tb_status status = send_offers(copy, self->vote == TB_OK);
     if (status != TB_OK)
@@ -346,9 +343,22 @@ static tb_status run(tb_copy *copy) {
     if (self->vote == TB_OK)
         judge(copy, check_offers(copy));
     status = send_votes(copy);
-    if (status != TB_OK)
-        return tb__copy_abort(copy, status);
-    TB_TRY(wait(copy, true));
+    return status == TB_OK ? wait(copy, true) : tb__copy_abort(copy, status);
+}
+
+/* Runs that others have given up before this rank came are not its own. They may have done so while its offers were on
+ * their way to them: then it has come to the next one. */
+static tb_status run(tb_copy *copy) {
+    tb_status status;
+    bool is_late;
+    do {
+        if (copy->broken != TB_OK)
+            return tb__fail(copy->broken, "%s", copy->why);
+        copy->run = (copy->aborted > copy->run ? copy->aborted : copy->run) + 1;
+        status = agree(copy);
+        is_late = copy->aborted > copy->run || (copy->aborted == copy->run && copy->is_late);
+    } while (status != TB_OK && is_late);
+    TB_TRY(status);
     TB_TRY(count_votes(copy));
     return tb__copy_move(copy);
 }
