@@ -365,7 +365,7 @@ static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
 }
 
 /* With the lock held. */
-static tb_status open(tb_copy *copy, const char *name, const char *group, int64_t deadline_ms) {
+static tb_status open_service(tb_copy *copy, const char *name, const char *group, int64_t deadline_ms) {
     waiting w = {.world = copy->world, .group = group};
     tb__engine_wait(copy->world->engine, has_group, &w, deadline_ms);
     tb_status status = w.status;
@@ -409,7 +409,7 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->all.gone = on_gone;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
     tb__engine_lock(world->engine);
-    tb_status status = open(copy, name, group, tb__world_deadline(world, o.timeout_ms));
+    tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
     tb__engine_unlock(world->engine);
     if (status != TB_OK) {
         char why[TB__WHY_MAX];

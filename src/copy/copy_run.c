@@ -67,11 +67,13 @@ static size_t first_of(const tb__copy_list *list, int32_t seat) {
 
 tb__match_end tb__copy_end(tb_copy *copy, bool is_send, int32_t seat) {
     const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
-    size_t first = first_of(list, seat);
-    return (tb__match_end){.label = copy->peers[copy->self].label,
-                           .ops = list->ops.item ? list->ops.item + first : NULL,
-                           .nops = first_of(list, seat + 1) - first,
-                           .views = copy->views.item};
+    tb__match_end end = {.label = copy->peers[copy->self].label, .views = copy->views.item};
+    if (list->ops.item) {
+        size_t first = first_of(list, seat);
+        end.ops = list->ops.item + first;
+        end.nops = first_of(list, seat + 1) - first;
+    }
+    return end;
 }
 
 /* ---- What this rank can tell by itself -------------------------------------------------------------------------- */

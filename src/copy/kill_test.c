@@ -46,6 +46,10 @@ static uint32_t value(int from, int to, int round, int i) {
     return (uint32_t)(((from * NMEMBERS + to) * NROUNDS + round) * N + i);
 }
 
+static uint64_t id_of(int from, int to) {
+    return (uint64_t)from * NMEMBERS + (uint64_t)to;
+}
+
 /* Everybody to everybody, itself too. */
 static void submit(const member *m) {
     for (int other = 0; other < NMEMBERS; other++) {
@@ -55,8 +59,8 @@ static void submit(const member *m) {
             m->out[other * N + i] = value(m->seat, other, m->round, i);
             m->in[other * N + i] = UINT32_MAX;
         }
-        must(m, tb_copy_submit_send(m->copy, &from, 1, other, (uint64_t)(m->seat * NMEMBERS + other)) == TB_OK, "send");
-        must(m, tb_copy_submit_recv(m->copy, &to, 1, other, (uint64_t)(other * NMEMBERS + m->seat)) == TB_OK, "recv");
+        must(m, tb_copy_submit_send(m->copy, &from, 1, other, id_of(m->seat, other)) == TB_OK, "send");
+        must(m, tb_copy_submit_recv(m->copy, &to, 1, other, id_of(other, m->seat)) == TB_OK, "recv");
     }
 }
 
