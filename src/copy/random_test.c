@@ -186,8 +186,7 @@ static void run_graph(const rank *r, tb_copy *copy, graph *g, uint64_t seed) {
     size_t nsent = g->nbytes[0][r->index], nreceived = g->nbytes[1][r->index];
     bool is_shared = rng_range(&own, 0, 2) > 0;
     unsigned char *out = allocate(nsent, is_shared), *in = allocate(nreceived, is_shared);
-    unsigned char *sent = malloc(nsent + 1), *wanted = malloc(nreceived + 1);
-    check(sent && wanted);
+    unsigned char *sent = allocate(nsent, false), *wanted = allocate(nreceived, false);
     memset(out, 0x5a, nsent);
     memset(in, 0xa5, nreceived);
     memset(wanted, 0xa5, nreceived);
