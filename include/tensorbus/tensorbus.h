@@ -3,7 +3,7 @@
  * This is the whole public API, meant to be read from top to bottom: status and errors, log, dtypes, layouts (who owns
  * which part of a tensor), plans (which bytes go where), the transfer IR (chunks, buckets, channels); then what moves
  * tensors: memory, the world (who is there), pairs (two groups and their layouts), batches (tensors that travel
- * together), transfers.
+ * together), transfers; and the copy service, for tensors that go from one rank to another as they are.
  *
  * Rules that hold everywhere:
  *  - Functions that can fail return a tb_status: TB_OK (0) or a negative code. Outputs are written only on success.
@@ -429,8 +429,8 @@ TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index
 /* Takes a seat in another group too. */
 TB_API tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size);
 
-/* Leaves all groups. Transfers under way fail, here and at their peers. Pairs, batches and transfers of the world must
- * have been destroyed. */
+/* Leaves all groups. Transfers under way fail, here and at their peers. Pairs, batches, transfers and copy services of
+ * the world must have been destroyed. */
 TB_API void tb_world_destroy(tb_world *world);
 
 TB_API int32_t tb_world_rank(const tb_world *world);
@@ -573,6 +573,67 @@ TB_API void tb_cancel(tb_transfer *transfer);
 
 /* Cancels it if it is under way. */
 TB_API void tb_transfer_destroy(tb_transfer *transfer);
+
+/* ---- Copy service -------------------------------------------------------------------------------------------- */
+
+/* Copies tensors from rank to rank, within a group. Each rank submits what it sends and what it receives; then all run
+ * it, as one batch. Ranks are seats of the group. */
+typedef struct tb_copy tb_copy;
+
+typedef struct tb_copy_opts {
+    size_t size;
+    int timeout_ms;         /* to open */
+    int64_t bucket_size;    /* 16 MiB; the least of all ranks counts */
+    int64_t staging_bytes;  /* 256 MiB; the most memory this rank may use for tensors that are not read in place */
+    uint32_t max_in_flight; /* 2; buckets under way from one rank to another */
+    bool staged;            /* use staging memory for everything, as between machines */
+} tb_copy_opts;
+
+/* A tensor in this rank's memory. */
+typedef struct tb_view {
+    void *data; /* may be NULL where there are no elements */
+    tb_dtype dtype;
+    int ndim;
+    int64_t shape[TB_MAX_DIMS];
+    const int64_t *strides; /* in elements, may be negative; NULL: row-major without gaps */
+} tb_view;
+
+/* Completes when all of the group have opened the service `name`. `group` NULL: the one this process joined first. */
+TB_API tb_status tb_copy_open(tb_world *world, const char *name, const char *group, const tb_copy_opts *opts,
+                              tb_copy **out);
+
+/* Adds an operation to the next run: one or more tensors (data and its scale) under one `task_id`, which is the same at
+ * both ends and unique in the run. Both ends give as many views, and those that belong together have as many bytes, and
+ * items of the same size; dtypes don't matter, nothing is cast. Elements keep their row-major order. Shapes may differ
+ * where splitting dimensions makes them equal: [6,4] and [2,3,4] do, and so does anything without gaps.
+ *
+ * The views are copied, and their memory is borrowed until the run returns. What is received must not share memory with
+ * anything else that is received, nor, where a rank copies to itself, with anything that is sent. */
+TB_API tb_status tb_copy_submit_send(tb_copy *copy, const tb_view *views, size_t nviews, int32_t dest,
+                                     uint64_t task_id);
+TB_API tb_status tb_copy_submit_recv(tb_copy *copy, const tb_view *views, size_t nviews, int32_t source,
+                                     uint64_t task_id);
+
+/* Does what was submitted since the last run; all ranks of the group call it, also those that have submitted nothing.
+ * Completes when what this rank sends has been read and what it receives is there. Ids that are doubled, or that only
+ * one end has, and tensors that don't fit fail the run on every rank, before anything is written, with the same
+ * sentence. So does the deadline of any rank. Operations are gone then, too, and the next run can succeed, unless a
+ * rank was lost. */
+TB_API tb_status tb_copy_run(tb_copy *copy, int timeout_ms);
+
+/* Runs that need this rank fail from then on. What was submitted and not run is dropped. NULL is allowed. */
+TB_API void tb_copy_close(tb_copy *copy);
+
+typedef struct tb_copy_op {
+    uint64_t task_id;
+    const tb_view *views;
+    size_t nviews;
+} tb_copy_op;
+
+/* How a run pairs what a rank sends to itself: send i belongs to receive recv_of[i]. Pure; fails as the run would.
+ * `rank` is for sentences. */
+TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size_t nsends, const tb_copy_op *recvs,
+                                     size_t nrecvs, size_t *recv_of);
 
 #ifdef __cplusplus
 }

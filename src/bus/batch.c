@@ -172,15 +172,15 @@ static tb_status settle(const tb_batch *batch) {
     for (size_t i = 0; i < batch->ties.count; i++) {
         const tb__tie *tie = batch->ties.item[i];
         if (tie->state == TIE_BROKEN)
-            return tb__fail(tie->status, "%s", tie->why);
+            return tb__fail(tie->all.status, "%s", tie->all.why);
     }
     for (size_t i = 0; i < batch->ties.count; i++) {
         const tb__tie *tie = batch->ties.item[i];
-        for (size_t j = 0; tie->state == TIE_WAITING && j < tie->npeers; j++) {
-            if (!tie->counts[j])
+        for (size_t j = 0; tie->state == TIE_WAITING && j < tie->all.npeers; j++) {
+            if (!tie->all.counts[j])
                 return tb__fail(TB_TIMEOUT, "%s has not registered batch '%s' of pair '%s' (%zu of %zu ranks have)",
-                                tie->peers[j]->label, batch->name, tie->pair->name, tie->npeers - tie->nunknown,
-                                tie->npeers);
+                                tie->all.peers[j]->label, batch->name, tie->pair->name,
+                                tie->all.npeers - tie->all.nunknown, tie->all.npeers);
         }
     }
     return TB_OK;

@@ -276,7 +276,7 @@ static tb_status publish(tb_pair *pair, const char *layout) {
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
-static void set_workers(tb_world *world) {
+void tb__world_set_workers(tb_world *world) {
     cpu_set_t set;
     int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1, ranks = 1;
     tb__pack contact = {0};
@@ -318,7 +318,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
         status = tb__fail(TB_CONFLICT, "%s", why);
     }
     if (status == TB_OK)
-        set_workers(pair->world);
+        tb__world_set_workers(pair->world);
     return status;
 }
 

@@ -1,8 +1,6 @@
 /* The ranks of a pair agree on a batch. Each sends a manifest to all others: a hash of what its side has added, and to
- * some the list itself, so that everybody gets each side's list once. Who receives one says so. A manifest counts once
- * its sender has ours: one that was left over from a batch of the same name never does. Ranks of a side whose hashes
- * differ, and tensors that the sides do not have alike, are found by everybody at once. Then there are flows, and
- * messages go to them. */
+ * some the list itself, so that everybody gets each side's list once. Ranks of a side whose hashes differ, and tensors
+ * that the sides do not have alike, are found by everybody at once. Then there are flows, and messages go to them. */
 #include "bus/world.h"
 
 #include "base/log.h"
@@ -11,48 +9,22 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MESSAGE_MANIFEST, MESSAGE_RECEIVED, MESSAGE_BROKEN, MESSAGE_GONE }; /* to the world's port */
-
-/* What every message to a world begins with. */
-static void begin_message(const tb__tie *tie, tb__pack *pack, uint32_t kind) {
-    tb__pack_u32(pack, kind);
-    tb__pack_string(pack, tie->batch->name);
-    tb__pack_string(pack, tie->pair->name);
-    tb__pack_u32(pack, tie->port.id);
-}
-
-static void tell_broken(const tb__tie *tie, size_t to) {
-    tb__pack pack = {0};
-    begin_message(tie, &pack, MESSAGE_BROKEN);
-    tb__pack_u32(&pack, tie->ports[to]);
-    tb__pack_u32(&pack, (uint32_t)-tie->status);
-    tb__pack_string(&pack, tie->why);
-    tb__engine_send(tie->peers[to], TB__PORT_WORLD, &pack);
-}
-
 /* The sentence is in tb_error_detail. */
-static void break_quietly(tb__tie *tie, tb_status status) {
+static void break_tie(tb__tie *tie, tb_status status, bool tell) {
     if (tie->state == TIE_BROKEN)
         return;
     tie->state = TIE_BROKEN;
-    tie->status = status;
-    snprintf(tie->why, sizeof tie->why, "%s", tb_error_detail());
+    tb__assembly_break(&tie->all, status, tell);
     for (int i = 0; i < 2; i++) {
         if (tie->flows[i])
-            tb__flow_break(tie->flows[i], status);
+            tb__flow_break(tie->flows[i], tb__fail(status, "%s", tie->all.why));
     }
     tb__engine_wake(tie->world->engine);
     tb__engine_signal(tie->world->engine);
 }
 
-static void break_tie(tb__tie *tie, tb_status status) {
-    if (tie->state == TIE_BROKEN)
-        return;
-    break_quietly(tie, status);
-    for (size_t i = 0; i < tie->npeers; i++) {
-        if (tie->ports[i] && tie->peers[i]->rank != tie->world->rank)
-            tell_broken(tie, i);
-    }
+static void on_broken(tb__assembly *all, tb_status status, const char *why) {
+    break_tie((tb__tie *)all, tb__fail(status, "%s", why), false);
 }
 
 static void tell_flows(tb__tie *tie, size_t gone) {
@@ -62,17 +34,13 @@ static void tell_flows(tb__tie *tie, size_t gone) {
     }
 }
 
-/* A rank that has given up its batch while others were missing makes it again, or will be missing: what it had said is
- * forgotten, and it is told again what we have to say, which it may have forgotten, too. */
+/* What a rank had said does not count any more. */
 static void forget_manifest(tb__tie *tie, size_t at) {
-    tie->ports[at] = 0;
-    tie->owes[at] = true;
-    tie->nunknown += tie->counts[at];
-    tie->counts[at] = false;
+    tb__assembly_forget(&tie->all, at);
     for (int side = 0; side < 2; side++) {
         tb__tie_side *s = &tie->sides[side];
         for (int32_t seat = 0; seat < tie->pair->sides[side].size; seat++) {
-            if (tie->pair->sides[side].peers[seat] != tie->peers[at] || !s->has_come[seat])
+            if (tie->pair->sides[side].peers[seat] != tie->all.peers[at] || !s->has_come[seat])
                 continue;
             s->has_come[seat] = false;
             if (!s->is_here && s->is_known && s->list_from == seat) {
@@ -86,7 +54,8 @@ static void forget_manifest(tb__tie *tie, size_t at) {
 /* A rank that has destroyed the batch. What needs it no more goes on: if it had agreed, everybody has come, although
  * their manifests may still be on their way to us. If it did so because something went wrong, that is the reason here,
  * too: it may have heard of a dead rank before us. */
-static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
+static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
+    tb__tie *tie = (tb__tie *)all;
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
         tie->knew[at][i] = tb__unpack_u64(message);
@@ -96,18 +65,9 @@ static void let_go(tb__tie *tie, size_t at, tb__unpack *message) {
         forget_manifest(tie, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
         return;
     }
-    tie->is_gone[at] = true;
     if (tie->state == TIE_AGREED && !message->failed && code > 0 && code <= 64)
-        break_quietly(tie, tb__fail((tb_status) - (int)code, "%s", why));
+        break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why), false);
     tell_flows(tie, at);
-}
-
-static size_t find_peer(const tb__tie *tie, const tb__peer *peer) {
-    for (size_t i = 0; i < tie->npeers; i++) {
-        if (tie->peers[i] == peer)
-            return i;
-    }
-    return TB__NOWHERE;
 }
 
 /* ---- Manifests ------------------------------------------------------------------------------------------------- */
@@ -181,52 +141,40 @@ static uint64_t hash_of(const tb__pack *pack) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-static int compare_peers(const void *a, const void *b) {
-    const tb__peer *const *x = a, *const *y = b;
-    return ((*x)->rank > (*y)->rank) - ((*x)->rank < (*y)->rank);
+/* Neither name has control characters. */
+static void name_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
+    snprintf(out, room, "batch\n%s\n%s", batch->name, pair->name);
 }
 
-static tb_status add_peers(tb__tie *tie) {
+static tb_status assemble(tb__tie *tie) {
     const tb__pair_side *sides = tie->pair->sides;
-    size_t n = (size_t)sides[0].size + (size_t)sides[1].size, kept = 0;
-    tie->peers = tb__malloc(n, sizeof *tie->peers);
-    tie->ports = tb__calloc(n, sizeof *tie->ports);
-    tie->is_gone = tb__calloc(n, sizeof *tie->is_gone);
+    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
+    size_t n = (size_t)sides[0].size + (size_t)sides[1].size;
+    tb__peer **peers = tb__malloc(n, sizeof *peers);
     tie->knew = tb__calloc(n, sizeof *tie->knew);
-    tie->owes = tb__calloc(n, sizeof *tie->owes);
-    tie->counts = tb__calloc(n, sizeof *tie->counts);
     tie->staging = tb__calloc(n, sizeof *tie->staging);
-    if (!tie->peers || !tie->ports || !tie->is_gone || !tie->knew || !tie->owes || !tie->counts || !tie->staging)
-        return TB_NO_MEMORY;
-    memcpy(tie->peers, sides[0].peers, (size_t)sides[0].size * sizeof *tie->peers);
-    memcpy(tie->peers + sides[0].size, sides[1].peers, (size_t)sides[1].size * sizeof *tie->peers);
-    qsort(tie->peers, n, sizeof(tb__peer *), compare_peers);
-    for (size_t i = 0; i < n; i++) {
-        if (!kept || tie->peers[kept - 1] != tie->peers[i])
-            tie->peers[kept++] = tie->peers[i];
-    }
-    tie->npeers = tie->nunknown = kept;
-    for (size_t i = 0; i < kept; i++) {
-        if (tie->peers[i]->is_lost)
-            return tb__fail(TB_LOST, "%s was lost before %s: %s", tie->peers[i]->label, tie->what, tie->peers[i]->why);
-    }
-    return TB_OK;
+    name_key(tie->batch, tie->pair, key, sizeof key);
+    for (size_t i = 0; peers && i < n; i++)
+        peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
+    tb_status status = tb__assembly_init(&tie->all, tie->world, key, tie->what, peers, peers ? n : 0);
+    free(peers);
+    return peers && tie->knew && tie->staging ? status : TB_NO_MEMORY;
 }
 
 /* Hosts are numbered as they appear by rank: alike on every rank. */
 static tb_status number_hosts(tb__tie *tie) {
-    int32_t most = tie->peers[tie->npeers - 1]->rank, count = 0;
+    int32_t most = tie->all.peers[tie->all.npeers - 1]->rank, count = 0;
     tie->nhosts = (size_t)most + 1;
     tie->hosts = tb__calloc(tie->nhosts, sizeof *tie->hosts);
     if (!tie->hosts)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < tie->npeers; i++) {
+    for (size_t i = 0; i < tie->all.npeers; i++) {
         int32_t number = count;
         for (size_t j = 0; j < i && number == count; j++) {
-            if (strcmp(tie->peers[i]->host, tie->peers[j]->host) == 0)
-                number = tie->hosts[tie->peers[j]->rank];
+            if (strcmp(tie->all.peers[i]->host, tie->all.peers[j]->host) == 0)
+                number = tie->hosts[tie->all.peers[j]->rank];
         }
-        tie->hosts[tie->peers[i]->rank] = number;
+        tie->hosts[tie->all.peers[i]->rank] = number;
         count += number == count;
     }
     if (count == 1) {
@@ -270,21 +218,25 @@ static tb_status collect(tb__tie *tie, int side) {
 }
 
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message);
+static tb_status send_manifest(tb__assembly *all, size_t to);
+static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u);
+static void count_in(tb__assembly *all, size_t at);
 
 static void on_lost(tb__port *port, tb__peer *peer) {
     tb__tie *tie = (tb__tie *)port;
-    size_t at = find_peer(tie, peer);
-    if (at == TB__NOWHERE || tie->is_gone[at])
+    size_t at = tb__assembly_find(&tie->all, peer);
+    if (at == TB__NOWHERE || tie->all.is_gone[at])
         return;
     for (int i = 0; i < 2; i++) {
         if (tie->flows[i])
             tb__flow_lost(tie->flows[i], at);
     }
-    break_tie(tie, tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, tie->what, peer->why ? peer->why : "?"));
+    break_tie(tie, tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, tie->what, peer->why ? peer->why : "?"),
+              true);
 }
 
 static tb_status init(tb__tie *tie) {
-    TB_TRY(add_peers(tie));
+    TB_TRY(assemble(tie));
     TB_TRY(number_hosts(tie));
     for (int side = 0; side < 2; side++) {
         tb__tie_side *s = &tie->sides[side];
@@ -301,10 +253,10 @@ static tb_status init(tb__tie *tie) {
 
 tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
     tb_world *world = batch->world;
-    for (tb__tie *tie = world->ties; tie; tie = tie->next) {
-        if (strcmp(tie->batch->name, batch->name) == 0 && strcmp(tie->pair->name, pair->name) == 0)
-            return tb__fail(TB_CONFLICT, "there is a batch '%s' of pair '%s' already", batch->name, pair->name);
-    }
+    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
+    name_key(batch, pair, key, sizeof key);
+    if (tb__assembly_exists(world, key))
+        return tb__fail(TB_CONFLICT, "there is a batch '%s' of pair '%s' already", batch->name, pair->name);
     tb__tie *tie = tb__calloc(1, sizeof *tie);
     if (!tie)
         return TB_NO_MEMORY;
@@ -314,12 +266,14 @@ tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
     tie->staging_bytes = INT64_MAX;
     pair->refs++;
     snprintf(tie->what, sizeof tie->what, "batch '%s'", batch->name);
+    tie->all.port.message = on_message;
+    tie->all.port.lost = on_lost;
+    tie->all.tell = send_manifest;
+    tie->all.come = take_manifest;
+    tie->all.counted = count_in;
+    tie->all.broken = on_broken;
+    tie->all.gone = let_go;
     tb_status status = init(tie);
-    tie->port.message = on_message;
-    tie->port.lost = on_lost;
-    tb__engine_add_port(world->engine, &tie->port);
-    tie->next = world->ties;
-    world->ties = tie;
     if (status != TB_OK) {
         tb__tie_destroy(tie);
         return status;
@@ -329,27 +283,14 @@ tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out) {
 }
 
 void tb__tie_destroy(tb__tie *tie) {
-    tb_world *world = tie->world;
-    for (size_t i = 0; i < tie->npeers; i++) {
-        tb__pack gone = {0};
-        begin_message(tie, &gone, MESSAGE_GONE);
-        tb__pack_u32(&gone, tie->has_agreed);
-        for (int side = 0; side < 2; side++)
-            tb__pack_u64(&gone, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
-        tb__pack_u32(&gone, tie->state == TIE_BROKEN ? (uint32_t)-tie->status : 0);
-        tb__pack_string(&gone, tie->state == TIE_BROKEN ? tie->why : "");
-        if (tie->peers[i]->rank == world->rank)
-            tb__pack_fini(&gone);
-        else
-            tb__engine_send(tie->peers[i], TB__PORT_WORLD, &gone);
-    }
-    tb__engine_remove_port(world->engine, &tie->port);
-    for (tb__tie **at = &world->ties; *at; at = &(*at)->next) {
-        if (*at == tie) {
-            *at = tie->next;
-            break;
-        }
-    }
+    tb__pack farewell = {0};
+    tb__pack_u32(&farewell, tie->has_agreed);
+    for (int side = 0; side < 2; side++)
+        tb__pack_u64(&farewell, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
+    tb__pack_u32(&farewell, tie->state == TIE_BROKEN ? (uint32_t)-tie->all.status : 0);
+    tb__pack_string(&farewell, tie->state == TIE_BROKEN ? tie->all.why : "");
+    tb__assembly_leave(&tie->all, &farewell);
+    tb__pack_fini(&farewell);
     for (int side = 0; side < 2; side++) {
         tb__flow_destroy(tie->flows[side]);
         tb__tensors_fini(&tie->sides[side].tensors);
@@ -366,13 +307,9 @@ void tb__tie_destroy(tb__tie *tie) {
     free(tie->backlog.item);
     tb__pair_unref(tie->pair);
     free(tie->hosts);
-    free(tie->peers);
-    free(tie->ports);
-    free(tie->is_gone);
     free(tie->knew);
-    free(tie->owes);
-    free(tie->counts);
     free(tie->staging);
+    tb__assembly_fini(&tie->all);
     free(tie);
 }
 
@@ -465,7 +402,8 @@ static tb_status make_flow(tb__tie *tie, int src, const tb_layout **layouts[2], 
     size_t n = tie->sides[0].tensors.list.count;
     for (size_t i = 0; i < n; i++) {
         const tb__tensor *from = &tie->sides[src].tensors.list.item[i], *to = &tie->sides[dst].tensors.list.item[i];
-        tensors[i] = (tb__flow_tensor){.spec = {.name = from->name,
+        tensors[i] = (tb__flow_tensor){.key = i,
+                                       .spec = {.name = from->name,
                                                 .shape = from->shape,
                                                 .src = layouts[src][i],
                                                 .dst = layouts[dst][i],
@@ -480,10 +418,10 @@ static tb_status make_flow(tb__tie *tie, int src, const tb_layout **layouts[2], 
     tb__flow_opts opts = {.engine = tie->world->engine,
                           .rank = tie->world->rank,
                           .direction = (uint32_t)src,
-                          .peers = tie->peers,
-                          .ports = tie->ports,
-                          .npeers = tie->npeers,
-                          .lead = find_peer(tie, tie->pair->sides[src].peers[0]),
+                          .peers = tie->all.peers,
+                          .ports = tie->all.ports,
+                          .npeers = tie->all.npeers,
+                          .lead = tb__assembly_find(&tie->all, tie->pair->sides[src].peers[0]),
                           .tensors = tensors,
                           .ntensors = n,
                           .cache = tie->world->cache,
@@ -518,8 +456,10 @@ static tb_status make_flows(tb__tie *tie) {
 static void pass_on(tb__tie *tie, size_t peer, tb__unpack *message) {
     uint32_t direction = tb__unpack_u32(message);
     if (message->failed || direction > 1 || !tb__flow_message(tie->flows[direction], peer, message))
-        break_tie(tie, tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense", tie->peers[peer]->label,
-                                tie->what));
+        break_tie(tie,
+                  tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense", tie->all.peers[peer]->label,
+                           tie->what),
+                  true);
 }
 
 /* Every rank has come, but one that is in both groups may have added tensors for one of them only. */
@@ -538,9 +478,9 @@ static tb_status check_seats(const tb__tie *tie) {
 
 /* Everybody has come: compare, and begin. */
 static void try_agree(tb__tie *tie) {
-    if (tie->state != TIE_WAITING || tie->nunknown > 0)
+    if (tie->state != TIE_WAITING || tie->all.nunknown > 0)
         return;
-    for (size_t i = 0; i < tie->npeers; i++)
+    for (size_t i = 0; i < tie->all.npeers; i++)
         tie->staging_bytes = tie->staging[i] < tie->staging_bytes ? tie->staging[i] : tie->staging_bytes;
     tb_status status = check_seats(tie);
     if (status == TB_OK)
@@ -548,7 +488,7 @@ static void try_agree(tb__tie *tie) {
     if (status == TB_OK)
         status = make_flows(tie);
     if (status != TB_OK) {
-        break_tie(tie, status);
+        break_tie(tie, status, true);
         return;
     }
     tie->state = TIE_AGREED;
@@ -561,8 +501,8 @@ static void try_agree(tb__tie *tie) {
         free(b->data);
     }
     tie->backlog.count = 0;
-    for (size_t i = 0; i < tie->npeers; i++) {
-        if (tie->is_gone[i])
+    for (size_t i = 0; i < tie->all.npeers; i++) {
+        if (tie->all.is_gone[i])
             tell_flows(tie, i);
     }
     tb__engine_signal(tie->world->engine);
@@ -570,7 +510,7 @@ static void try_agree(tb__tie *tie) {
 
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__tie *tie = (tb__tie *)port;
-    size_t at = find_peer(tie, from);
+    size_t at = tb__assembly_find(&tie->all, from);
     if (at == TB__NOWHERE || tie->state == TIE_BROKEN)
         return;
     if (tie->state == TIE_AGREED) {
@@ -583,15 +523,15 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
         memcpy(copy, message->at, nbytes);
     if (!copy || !tb__vec_push(&tie->backlog, (struct tb__backlog){at, copy, nbytes})) {
         free(copy);
-        break_tie(tie, TB_NO_MEMORY);
+        break_tie(tie, TB_NO_MEMORY, true);
     }
 }
 
 /* ---- Manifests, out and in ------------------------------------------------------------------------------------- */
 
-static void send_manifest(tb__tie *tie, size_t to) {
+static tb_status send_manifest(tb__assembly *all, size_t to) {
+    tb__tie *tie = (tb__tie *)all;
     tb__pack pack = {0};
-    begin_message(tie, &pack, MESSAGE_MANIFEST);
     tb__pack_i64(&pack, tie->batch->opts.staging_bytes);
     tb__pack_u32(&pack, (uint32_t)tie->sides[0].is_here + (uint32_t)tie->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
@@ -605,8 +545,7 @@ static void send_manifest(tb__tie *tie, size_t to) {
         bool takes_list = (int32_t)(to % (size_t)tie->pair->sides[side].size) == s->index;
         tb__pack_bytes(&pack, s->manifest.data, takes_list ? s->manifest.count : 0);
     }
-    if (tb__engine_send(tie->peers[to], TB__PORT_WORLD, &pack) != TB_OK)
-        break_tie(tie, TB_NO_MEMORY);
+    return tb__assembly_send(all, to, &pack);
 }
 
 static const char *seat_name(const tb__tie *tie, int side, int32_t seat) {
@@ -615,7 +554,8 @@ static const char *seat_name(const tb__tie *tie, int side, int32_t seat) {
 
 /* Whether what the seat sent is about this very batch. */
 static bool counts(const tb__tie *tie, int side, int32_t seat) {
-    return tie->sides[side].has_come[seat] && tie->counts[find_peer(tie, tie->pair->sides[side].peers[seat])];
+    return tie->sides[side].has_come[seat] &&
+           tie->all.counts[tb__assembly_find(&tie->all, tie->pair->sides[side].peers[seat])];
 }
 
 static tb_status check_side(const tb__tie *tie, int side, int32_t seat) {
@@ -656,158 +596,37 @@ static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
     return TB_OK;
 }
 
-static void take_manifest(tb__tie *tie, size_t at, uint32_t port, tb__unpack *u) {
+static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
+    tb__tie *tie = (tb__tie *)all;
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
     tb_status status =
         nsides >= 1 && nsides <= 2 && staging_bytes > 0
             ? TB_OK
-            : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", tie->peers[at]->label, tie->what);
-    tie->ports[at] = port;
+            : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label, tie->what);
     tie->staging[at] = staging_bytes;
-    if (tie->owes[at])
-        send_manifest(tie, at);
-    tie->owes[at] = false;
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
-        status = read_side(tie, tie->peers[at], u);
-    if (status != TB_OK) {
-        break_tie(tie, status);
-        return;
-    }
-    tb__pack received = {0};
-    begin_message(tie, &received, MESSAGE_RECEIVED);
-    tb__pack_u32(&received, port);
-    if (tb__engine_send(tie->peers[at], TB__PORT_WORLD, &received) != TB_OK)
-        break_tie(tie, TB_NO_MEMORY);
+        status = read_side(tie, all->peers[at], u);
+    if (status != TB_OK)
+        break_tie(tie, status, true);
 }
 
-/* The peer has our manifest, and we have its: they are about the same batch. */
-static void count_in(tb__tie *tie, size_t at) {
-    if (tie->counts[at])
-        return;
-    tie->counts[at] = true;
-    tie->nunknown--;
+/* The peer has our manifest, and we have its. */
+static void count_in(tb__assembly *all, size_t at) {
+    tb__tie *tie = (tb__tie *)all;
     tb_status status = TB_OK;
     for (int side = 0; side < 2; side++) {
         for (int32_t seat = 0; seat < tie->pair->sides[side].size && status == TB_OK; seat++) {
-            if (tie->pair->sides[side].peers[seat] == tie->peers[at] && counts(tie, side, seat))
+            if (tie->pair->sides[side].peers[seat] == all->peers[at] && counts(tie, side, seat))
                 status = check_side(tie, side, seat);
         }
     }
     if (status != TB_OK)
-        break_tie(tie, status);
+        break_tie(tie, status, true);
     else
         try_agree(tie);
 }
 
-static tb__tie *find_tie(const tb_world *world, const char *batch, const char *pair) {
-    for (tb__tie *tie = world->ties; tie; tie = tie->next) {
-        if (strcmp(tie->batch->name, batch) == 0 && strcmp(tie->pair->name, pair) == 0)
-            return tie;
-    }
-    return NULL;
-}
-
-void tb__early_fini(tb__early *early) {
-    free(early->batch);
-    free(early->pair);
-    free(early->data);
-}
-
-static void drop_early(tb_world *world, size_t i) {
-    tb__early_fini(&world->early.item[i]);
-    world->early.item[i] = world->early.item[--world->early.count];
-}
-
-/* Kept until this process makes the batch. What the same peer sent before is out of date. */
-static void keep_early(tb_world *world, tb__peer *from, const char *batch, const char *pair, uint32_t port,
-                       const tb__unpack *u) {
-    for (size_t i = world->early.count; i-- > 0;) {
-        const tb__early *e = &world->early.item[i];
-        if (e->from == from && strcmp(e->batch, batch) == 0 && strcmp(e->pair, pair) == 0)
-            drop_early(world, i);
-    }
-    size_t nbytes = (size_t)(u->end - u->at);
-    tb__early e = {.from = from, .batch = tb__strdup(batch), .pair = tb__strdup(pair), .port = port, .nbytes = nbytes};
-    e.data = tb__malloc(nbytes, 1);
-    if (e.data)
-        memcpy(e.data, u->at, nbytes);
-    if (!e.batch || !e.pair || !e.data || !tb__vec_push(&world->early, e)) {
-        tb__early_fini(&e);
-        tb__log(TB_LOG_ERROR, "no memory for what %s says about batch '%s'", from->label, batch);
-    }
-}
-
-void tb__ties_message(tb__port *world_port, tb__peer *from, tb__unpack *message) {
-    tb_world *world = (tb_world *)((char *)world_port - offsetof(tb_world, port));
-    uint32_t kind = tb__unpack_u32(message);
-    const char *batch = tb__unpack_string(message), *pair = tb__unpack_string(message);
-    uint32_t port = tb__unpack_u32(message);
-    if (message->failed || kind > MESSAGE_GONE || port == 0) {
-        tb__log(TB_LOG_WARN, "%s sent a message that makes no sense", from->label);
-        return;
-    }
-    tb__tie *tie = find_tie(world, batch, pair);
-    size_t at = tie ? find_peer(tie, from) : TB__NOWHERE;
-    bool is_known = at != TB__NOWHERE && tie->ports[at] == port;
-    switch (kind) {
-    case MESSAGE_MANIFEST:
-        if (is_known)
-            return; /* told again */
-        if (at == TB__NOWHERE || tie->ports[at] != 0) {
-            keep_early(world, from, batch, pair, port, message);
-        } else if (tie->state == TIE_BROKEN) {
-            tie->ports[at] = port; /* it belongs to what failed; the next one is for when the batch is made again */
-            tell_broken(tie, at);
-        } else {
-            take_manifest(tie, at, port, message);
-        }
-        return;
-    case MESSAGE_RECEIVED:
-        if (is_known && tie->state == TIE_WAITING && tb__unpack_u32(message) == tie->port.id)
-            count_in(tie, at);
-        return;
-    case MESSAGE_BROKEN:
-        if (is_known && tb__unpack_u32(message) == tie->port.id) {
-            uint32_t code = tb__unpack_u32(message);
-            const char *why = tb__unpack_string(message);
-            if (!message->failed && code > 0 && code <= 64)
-                break_quietly(tie, tb__fail((tb_status) - (int)code, "%s", why));
-        }
-        return;
-    default:
-        for (size_t i = world->early.count; i-- > 0;) {
-            if (world->early.item[i].from == from && world->early.item[i].port == port)
-                drop_early(world, i);
-        }
-        if (is_known)
-            let_go(tie, at, message);
-    }
-}
-
 tb_status tb__tie_announce(tb__tie *tie) {
-    tb_world *world = tie->world;
-    for (size_t i = 0; i < tie->npeers; i++)
-        send_manifest(tie, i);
-    for (size_t i = world->early.count; i-- > 0;) {
-        tb__early e = world->early.item[i];
-        size_t at = find_peer(tie, e.from);
-        if (at == TB__NOWHERE || tie->ports[at] != 0 || strcmp(e.batch, tie->batch->name) != 0 ||
-            strcmp(e.pair, tie->pair->name) != 0)
-            continue;
-        world->early.item[i] = world->early.item[--world->early.count];
-        tb__unpack u = {e.data, e.data + e.nbytes, false};
-        tie->ports[at] = e.port;
-        if (tie->state == TIE_WAITING)
-            take_manifest(tie, at, e.port, &u);
-        tb__early_fini(&e);
-    }
-    return TB_OK;
-}
-
-void tb__ties_lost(tb_world *world, tb__peer *peer) {
-    for (size_t i = world->early.count; i-- > 0;) {
-        if (world->early.item[i].from == peer)
-            drop_early(world, i);
-    }
+    return tb__assembly_announce(&tie->all);
 }

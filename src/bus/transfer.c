@@ -203,7 +203,7 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
         const tb__tie *tie = batch->ties.item[i];
         int side;
         if (tie->state == TIE_BROKEN)
-            return tb__fail(tie->status, "%s", tie->why);
+            return tb__fail(tie->all.status, "%s", tie->all.why);
         TB_TRY(choose_side(tie, is_send, t->opts.group, &side));
         t->flows[t->nflows++] = tie->flows[is_send ? side : !side];
     }

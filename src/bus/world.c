@@ -57,7 +57,7 @@ static void on_change(void *arg) {
 }
 
 static void on_lost(tb__port *port, tb__peer *peer) {
-    tb__ties_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
+    tb__assemblies_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
 }
 
 static tb_status announce(tb_world *world) {
@@ -82,7 +82,7 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
         .rank = world->rank, .incarnation = world->incarnation, .transport = o->transport, .manual = o->manual};
     TB_TRY(tb__engine_create(&engine, &world->engine));
     atomic_store(&world->is_ready, true);
-    world->port.message = tb__ties_message;
+    world->port.message = tb__assemblies_message;
     world->port.lost = on_lost;
     tb__engine_lock(world->engine);
     tb__engine_add_port(world->engine, &world->port);

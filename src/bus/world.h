@@ -10,6 +10,7 @@
 #define TB_BUS_WORLD_H
 
 #include "base/mem.h"
+#include "bus/assembly.h"
 #include "bus/directory.h"
 #include "exec/flow.h"
 
@@ -21,15 +22,6 @@ typedef struct tb__seat {
 } tb__seat;
 
 typedef struct tb__tie tb__tie;
-
-/* A message about a batch that this process does not have yet. */
-typedef struct tb__early {
-    tb__peer *from;
-    char *batch, *pair;
-    uint32_t port;
-    unsigned char *data;
-    size_t nbytes;
-} tb__early;
 
 struct tb_world {
     tb__engine *engine;
@@ -48,13 +40,15 @@ struct tb_world {
         uint32_t round;
     })
     rounds; /* see pair.c */
-    tb__tie *ties;
+    tb__assembly *assemblies;
     TB_VEC(tb__early) early;
 };
 
 /* The deadline of a call that was given a timeout; 0 is the world's. */
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
+/* Sets how many threads copy, now that others are known to share the host. Without the lock. */
+void tb__world_set_workers(tb_world *world);
 /* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
@@ -121,28 +115,19 @@ typedef struct tb__tie_side {
 
 /* All ranks of a pair, for one batch. */
 struct tb__tie {
-    tb__port port; /* first: messages find the tie through it */
+    tb__assembly all; /* first: messages find the tie through it */
     tb_world *world;
     tb_batch *batch;
     tb_pair *pair; /* one of this process's, for names and peers */
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__tie_side sides[2];
-    size_t npeers;
-    tb__peer **peers;      /* each rank once, ascending */
-    uint32_t *ports;       /* 0: not known */
-    bool *is_gone;         /* has destroyed the batch ... */
-    uint64_t (*knew)[2];   /* ... when so many transfers had been started, by sending side */
-    bool *counts;          /* its manifest is about this batch: it has ours */
-    bool *owes;            /* has to be told our manifest again, when it comes back */
-    int64_t *staging;      /* its bound on staging memory */
-    size_t nunknown;       /* whose manifests do not count yet */
+    uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
+    int64_t *staging;      /* by peer: its bound on staging memory */
     int64_t staging_bytes; /* the least of all ranks */
     int32_t *hosts;        /* by rank; NULL: one host */
     size_t nhosts;
     enum { TIE_WAITING, TIE_AGREED, TIE_BROKEN } state;
     bool has_agreed;
-    tb_status status; /* of one that is broken */
-    char why[TB__WHY_MAX];
     TB_VEC(tb_layout *) layouts;
     tb__flow *flows[2]; /* by sending side */
     TB_VEC(struct tb__backlog {
@@ -151,7 +136,6 @@ struct tb__tie {
         size_t nbytes;
     })
     backlog; /* messages to flows that are not there yet */
-    tb__tie *next;
 };
 
 struct tb_batch {
@@ -168,9 +152,5 @@ struct tb_batch {
 tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out);
 tb_status tb__tie_announce(tb__tie *tie);
 void tb__tie_destroy(tb__tie *tie);
-/* Manifests come to the world's port: the sender does not know ours yet. */
-void tb__ties_message(tb__port *port, tb__peer *from, tb__unpack *message);
-void tb__ties_lost(tb_world *world, tb__peer *peer);
-void tb__early_fini(tb__early *early);
 
 #endif

@@ -42,6 +42,8 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     }
     if (opts->ntensors)
         memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
+    flow->ir = opts->ir;
+    flow->started = opts->started;
     *out = flow;
     return TB_OK;
 }

@@ -24,6 +24,7 @@ typedef struct tb__flow tb__flow;
 
 /* A tensor and where this process has its parts. The spec's pointers are borrowed. */
 typedef struct tb__flow_tensor {
+    uint64_t key; /* by which ranks speak of it; ascending in a flow */
     tb_tensor_spec spec;
     tb_binding src, dst; /* local shapes are set, also where they are empty */
 } tb__flow_tensor;
@@ -31,13 +32,16 @@ typedef struct tb__flow_tensor {
 typedef struct tb__flow_opts {
     tb__engine *engine;
     int32_t rank;
-    uint32_t direction;     /* goes along with messages, so that both directions can share a port */
+    uint32_t direction;     /* goes along with messages, so that several flows can share a port */
     tb__peer *const *peers; /* all ranks of both sides, each once, this one too; borrowed */
     const uint32_t *ports;  /* theirs; borrowed */
     size_t npeers;
-    size_t lead; /* position of the peer that issues numbers */
+    size_t lead;      /* position of the peer that issues numbers; npeers: nobody does ... */
+    uint64_t started; /* ... beyond this one, which all know of */
     const tb__flow_tensor *tensors;
-    size_t ntensors; /* by name */
+    size_t ntensors; /* by key */
+    tb_ir *ir; /* what this rank does, where that is known already; the flow's, once it is made. NULL: to be planned,
+                  for which tensors are by name, too */
     tb_plan_cache *cache;
     const int32_t *hosts; /* by rank; NULL: all on one */
     size_t nhosts;

@@ -71,7 +71,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         if (!is_read[i])
             continue;
         const tb_binding *b = &flow->tensors[i].src;
-        tb__pack_u32(&pack, (uint32_t)i);
+        tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->flagged[i]);
         pack_key(&pack, flow->src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
@@ -124,14 +124,28 @@ static bool reaches(const member *m, place *p) {
                                         &(tb_piece){&byte, 1}, 1) == TB_OK;
 }
 
+static size_t find_tensor(const tb__flow *flow, uint64_t key) {
+    size_t low = 0, high = flow->o.ntensors;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (flow->tensors[middle].key < key)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < flow->o.ntensors && flow->tensors[low].key == key ? low : TB__NOWHERE;
+}
+
 static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
-    place p = {.tensor = tb__unpack_u32(message)};
+    size_t tensor = find_tensor(flow, tb__unpack_u64(message));
+    if (message->failed || tensor == TB__NOWHERE)
+        return false;
+    place p = {.tensor = (uint32_t)tensor};
     p.is_flagged = tb__unpack_u32(message) != 0;
     size_t nbytes;
     const void *key = tb__unpack_bytes(message, &nbytes);
     p.offset = tb__unpack_u64(message);
-    if (message->failed || p.tensor >= flow->o.ntensors ||
-        (m->places.count && m->places.item[m->places.count - 1].tensor >= p.tensor))
+    if (message->failed || (m->places.count && m->places.item[m->places.count - 1].tensor >= p.tensor))
         return false;
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
@@ -328,7 +342,7 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     if (words && offset <= (uint64_t)flow->nmembers * WORD_STRIDE - sizeof(uint64_t) && offset % sizeof(uint64_t) == 0)
         from->its_word = (_Atomic uint64_t *)(void *)(words + offset);
     from->is_reachable = from->its_word && !wants_staging;
-    size_t count = tb__unpack_count(message, 20);
+    size_t count = tb__unpack_count(message, 24);
     for (size_t i = 0; i < count; i++) {
         if (!read_place(flow, from, message))
             return false;

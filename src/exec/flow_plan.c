@@ -10,6 +10,8 @@
 
 static tb_status make_ir(tb__flow *flow) {
     const tb__flow_opts *o = &flow->o;
+    if (flow->ir)
+        return TB_OK;
     tb_tensor_spec *specs = tb__malloc(o->ntensors, sizeof *specs);
     if (!specs)
         return TB_NO_MEMORY;

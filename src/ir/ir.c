@@ -98,18 +98,18 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
 }
 
 /* Adds the chunk, or its parts of up to most_bytes: slices of the outermost dim that can be cut finely enough. */
-static tb_status add_parts(builder *b, const tb_chunk *chunk, int64_t most_bytes, int d, uint32_t *part) {
+static tb_status add_parts(tb__ir *ir, const tb_chunk *chunk, int64_t most_bytes, int d, uint32_t *part) {
     int64_t rows = 0, thickness = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
     if (chunk->nbytes > most_bytes && d < chunk->ndim)
         rows = most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
     if (chunk->nbytes <= most_bytes || d == chunk->ndim) {
         tb_chunk last = *chunk;
         last.part = (*part)++;
-        if (b->ir->chunks.count == MOST_CHUNKS)
+        if (ir->chunks.count == MOST_CHUNKS)
             return tb__fail(TB_TOO_BIG,
                             "a rank's batch has more than %d chunks; more staging_bytes would make them larger",
                             MOST_CHUNKS);
-        return tb__vec_push(&b->ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
+        return tb__vec_push(&ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
     }
     rows = rows > 0 ? rows : thickness;
     for (int64_t at = 0; at < chunk->len[d]; at += rows) {
@@ -120,9 +120,14 @@ static tb_status add_parts(builder *b, const tb_chunk *chunk, int64_t most_bytes
         slice.nbytes = chunk->nbytes / chunk->len[d] * slice.len[d];
         if (thickness > 1)
             slice.nbytes = chunk->nbytes / (chunk->len[d] / thickness) * (slice.len[d] / thickness);
-        TB_TRY(add_parts(b, &slice, most_bytes, d + 1, part));
+        TB_TRY(add_parts(ir, &slice, most_bytes, d + 1, part));
     }
     return TB_OK;
+}
+
+tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits) {
+    uint32_t part = 0;
+    return add_parts(ir, chunk, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), 0, &part);
 }
 
 static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, const tb_plan *plan, tb_dtype wire,
@@ -160,8 +165,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
     chunk.contributors = tb__ir_ranks(b->ir, route->contributors, route->ncontributors);
     if (!chunk.targets || !chunk.contributors)
         return TB_NO_MEMORY;
-    uint32_t part = 0;
-    return add_parts(b, &chunk, tb__chunk_limit(&chunk, &b->limits) / tb__chunk_widening(&chunk), 0, &part);
+    return tb__ir_add(b->ir, &chunk, &b->limits);
 }
 
 static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *spec) {

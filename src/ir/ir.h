@@ -40,6 +40,9 @@ typedef struct tb__ir_limits {
 int64_t tb__chunk_limit(const tb_chunk *chunk, const tb__ir_limits *limits);
 int64_t tb__chunk_widening(const tb_chunk *chunk);
 
+/* Adds a chunk, cut into parts that fit into staging memory. Both ends cut alike. */
+tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits);
+
 /* Sorts the chunks into channels and packs them into buckets. */
 tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight);
 

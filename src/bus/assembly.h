@@ -1,0 +1,69 @@
+/* An assembly: processes that have agreed to meet under a name. Each sends all of them a *manifest*, to the world's
+ * port, because it does not know theirs yet, and learns their ports from what they send. What comes before this process
+ * has the assembly is kept until it has. Who receives a manifest says so, and a manifest *counts* once its sender has
+ * ours: one that is left over from an assembly of the same name never does. Whoever leaves tells the others.
+ *
+ * Embedded in what is met about. All of this needs the engine's lock. */
+#ifndef TB_BUS_ASSEMBLY_H
+#define TB_BUS_ASSEMBLY_H
+
+#include "base/mem.h"
+#include "exec/flow.h"
+
+typedef struct tb__assembly tb__assembly;
+struct tb__assembly {
+    tb__port port; /* first. Its callbacks are the owner's */
+    tb_world *world;
+    char *key; /* the name, alike for all who meet */
+    size_t npeers;
+    tb__peer **peers; /* each rank once, ascending, this one too */
+    uint32_t *ports;  /* 0: not known */
+    bool *counts;     /* its manifest is about this very assembly */
+    bool *owes;       /* has to be told our manifest again, when it comes back */
+    bool *is_gone;
+    size_t nunknown;  /* whose manifests do not count yet */
+    tb_status status; /* of one that failed; those who come later are told why */
+    char why[TB__WHY_MAX];
+    /* Called by the driver, with what the peer added to its message. Only `broken` is optional. */
+    tb_status (*tell)(tb__assembly *assembly, size_t peer); /* our manifest */
+    void (*come)(tb__assembly *assembly, size_t peer, tb__unpack *manifest);
+    void (*counted)(tb__assembly *assembly, size_t peer);                      /* its manifest counts now */
+    void (*broken)(tb__assembly *assembly, tb_status status, const char *why); /* for a peer */
+    void (*gone)(tb__assembly *assembly, size_t peer, tb__unpack *farewell);
+    tb__assembly *next;
+};
+
+/* A manifest of an assembly that this process does not have yet. */
+typedef struct tb__early {
+    tb__peer *from;
+    char *key;
+    uint32_t port;
+    unsigned char *data;
+    size_t nbytes;
+} tb__early;
+
+/* Peers may be listed twice. The callbacks must have been set. `what` is for sentences. After a failure, too, there is
+ * something to leave. */
+tb_status tb__assembly_init(tb__assembly *assembly, tb_world *world, const char *key, const char *what,
+                            tb__peer *const *peers, size_t npeers);
+/* For `tell`. Takes over what is packed. */
+tb_status tb__assembly_send(tb__assembly *assembly, size_t to, tb__pack *manifest);
+/* Tells everybody, and takes what came early. */
+tb_status tb__assembly_announce(tb__assembly *assembly);
+/* What the peer has said does not count any more: it may come again. */
+void tb__assembly_forget(tb__assembly *assembly, size_t peer);
+/* It has failed, for the reason in tb_error_detail. With `tell` the others hear of it. */
+void tb__assembly_break(tb__assembly *assembly, tb_status status, bool tell);
+/* Says farewell to all others. */
+void tb__assembly_leave(tb__assembly *assembly, const tb__pack *farewell);
+void tb__assembly_fini(tb__assembly *assembly);
+
+size_t tb__assembly_find(const tb__assembly *assembly, const tb__peer *peer); /* TB__NOWHERE: not in it */
+bool tb__assembly_exists(const tb_world *world, const char *key);
+
+/* For the world. */
+void tb__assemblies_message(tb__port *world_port, tb__peer *from, tb__unpack *message);
+void tb__assemblies_lost(tb_world *world, const tb__peer *peer);
+void tb__early_fini(tb__early *early);
+
+#endif

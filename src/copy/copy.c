@@ -1,0 +1,457 @@
+/* Opening and closing a copy service, and what its ranks tell each other. */
+#include "copy/copy.h"
+
+#include "base/opts.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { LEAST_STAGING = 64 << 10 };
+
+/* ---- Bad news -------------------------------------------------------------------------------------------------- */
+
+void tb__copy_break(tb_copy *copy, tb_status status) {
+    if (copy->broken != TB_OK)
+        return;
+    copy->broken = status;
+    snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
+    tb__assembly_break(&copy->all, status, false); /* whoever has agreed hears of it by the farewell */
+    if (copy->flow)
+        tb__flow_break(copy->flow, status);
+    tb__engine_wake(copy->world->engine);
+    tb__engine_signal(copy->world->engine);
+}
+
+static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status status, const char *why) {
+    if (run <= copy->aborted)
+        return;
+    copy->aborted = run;
+    copy->is_late = is_late;
+    copy->abort_status = status;
+    snprintf(copy->abort_why, sizeof copy->abort_why, "%s", why);
+    tb__engine_wake(copy->world->engine);
+    tb__engine_signal(copy->world->engine);
+}
+
+tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        tb__pack pack = {0};
+        if (i == copy->self)
+            continue;
+        tb__pack_u32(&pack, COPY_ABORT);
+        tb__pack_u64(&pack, copy->run);
+        tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
+        tb__pack_u32(&pack, (uint32_t)-status);
+        tb__pack_string(&pack, why);
+        if (tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
+            tb__copy_break(copy, TB_NO_MEMORY);
+    }
+    note_abort(copy, copy->run, false, status, why);
+    return tb__fail(status, "%s", why);
+}
+
+/* ---- Messages in ----------------------------------------------------------------------------------------------- */
+
+uint32_t tb__copy_flow_number(uint64_t run) {
+    return COPY_FLOWS + (uint32_t)(run % (UINT32_MAX - COPY_FLOWS));
+}
+
+void tb__copy_drop_backlog(tb_copy *copy) {
+    for (size_t i = 0; i < copy->backlog.count; i++)
+        free(copy->backlog.item[i].data);
+    copy->backlog.count = 0;
+}
+
+static bool read_status(tb__unpack *message, bool may_be_good, tb_status *status) {
+    uint32_t code = tb__unpack_u32(message);
+    *status = (tb_status) - (int)code;
+    return !message->failed && code <= 64 && (may_be_good || code > 0);
+}
+
+static bool keep(const tb__unpack *message, unsigned char **data, size_t *nbytes) {
+    size_t n = (size_t)(message->end - message->at);
+    unsigned char *copy = tb__malloc(n, 1);
+    if (!copy)
+        return false;
+    if (n)
+        memcpy(copy, message->at, n);
+    *data = copy;
+    *nbytes = n;
+    return true;
+}
+
+/* Its offer to a run that is over is not needed any more when the next one comes. */
+static bool on_offer(tb_copy *copy, tb__copy_peer *peer, tb__unpack *message) {
+    uint64_t run = tb__unpack_u64(message);
+    unsigned char *data;
+    size_t nbytes;
+    if (message->failed || run <= peer->offered)
+        return false;
+    if (!keep(message, &data, &nbytes)) {
+        tb__copy_break(copy, TB_NO_MEMORY);
+        return true;
+    }
+    free(peer->offer);
+    peer->offer = data;
+    peer->offer_nbytes = nbytes;
+    peer->offered = run;
+    return true;
+}
+
+static bool on_vote(tb__copy_peer *peer, tb__unpack *message) {
+    uint64_t run = tb__unpack_u64(message);
+    tb_status status;
+    if (!read_status(message, true, &status))
+        return false;
+    const char *why = tb__unpack_string(message);
+    if (!tb__unpack_is_done(message) || run <= peer->voted)
+        return false;
+    peer->voted = run;
+    peer->vote = status;
+    snprintf(peer->why, sizeof peer->why, "%s", why);
+    return true;
+}
+
+static bool on_abort(tb_copy *copy, tb__unpack *message) {
+    uint64_t run = tb__unpack_u64(message);
+    bool is_late = tb__unpack_u32(message) != 0;
+    tb_status status;
+    if (!read_status(message, false, &status))
+        return false;
+    const char *why = tb__unpack_string(message);
+    if (!tb__unpack_is_done(message))
+        return false;
+    note_abort(copy, run, is_late, status, why);
+    return true;
+}
+
+static void on_ready(tb_copy *copy, size_t at) {
+    copy->peers[at].is_ready = true;
+    copy->has_agreed = true;
+    for (size_t i = 0; i < copy->all.npeers; i++)
+        copy->has_agreed &= copy->peers[i].is_ready && copy->all.counts[i];
+}
+
+/* A peer may be moving data before this rank has everybody's vote; and what it says of a run that is over here does not
+ * matter. */
+static bool on_flow_message(tb_copy *copy, size_t at, uint32_t number, tb__unpack *message) {
+    if (!copy->is_running || number != tb__copy_flow_number(copy->run))
+        return true;
+    if (copy->flow)
+        return tb__flow_message(copy->flow, at, message);
+    struct tb__copy_backlog b = {.peer = at};
+    if (!keep(message, &b.data, &b.nbytes) || !tb__vec_push(&copy->backlog, b)) {
+        free(b.data);
+        tb__copy_break(copy, TB_NO_MEMORY);
+    }
+    return true;
+}
+
+static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
+    tb_copy *copy = (tb_copy *)port;
+    size_t at = tb__assembly_find(&copy->all, from);
+    if (at == TB__NOWHERE || copy->broken != TB_OK)
+        return;
+    uint32_t kind = tb__unpack_u32(message);
+    bool makes_sense = !message->failed;
+    if (kind == COPY_READY)
+        on_ready(copy, at);
+    else if (kind == COPY_OFFER)
+        makes_sense &= on_offer(copy, &copy->peers[at], message);
+    else if (kind == COPY_VOTE)
+        makes_sense &= on_vote(&copy->peers[at], message);
+    else if (kind == COPY_ABORT)
+        makes_sense &= on_abort(copy, message);
+    else
+        makes_sense &= on_flow_message(copy, at, kind, message);
+    if (!makes_sense)
+        tb__copy_break(copy,
+                       tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense", from->label, copy->what));
+    tb__engine_signal(copy->world->engine);
+}
+
+static void on_lost(tb__port *port, tb__peer *peer) {
+    tb_copy *copy = (tb_copy *)port;
+    size_t at = tb__assembly_find(&copy->all, peer);
+    if (at == TB__NOWHERE || copy->all.is_gone[at])
+        return;
+    if (copy->flow)
+        tb__flow_lost(copy->flow, at);
+    tb__copy_break(
+        copy, tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, copy->what, peer->why ? peer->why : "?"));
+}
+
+/* ---- Coming and going ------------------------------------------------------------------------------------------ */
+
+static tb_status send_manifest(tb__assembly *all, size_t to) {
+    const tb_copy *copy = (const tb_copy *)all;
+    tb__pack pack = {0};
+    tb__pack_i64(&pack, copy->opts.bucket_size);
+    tb__pack_i64(&pack, copy->opts.staging_bytes);
+    return tb__assembly_send(all, to, &pack);
+}
+
+/* One that has come may have given up since. So it is not enough to have everybody's manifest: all must know that they
+ * have. */
+static tb_status say_ready(tb_copy *copy) {
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        tb__pack pack = {0};
+        if (i == copy->self)
+            continue;
+        tb__pack_u32(&pack, COPY_READY);
+        TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
+    }
+    on_ready(copy, copy->self);
+    return TB_OK;
+}
+
+static void on_come(tb__assembly *all, size_t at, tb__unpack *manifest) {
+    tb_copy *copy = (tb_copy *)all;
+    int64_t bucket_size = tb__unpack_i64(manifest), staging_bytes = tb__unpack_i64(manifest);
+    if (!tb__unpack_is_done(manifest) || bucket_size < 1 || staging_bytes < LEAST_STAGING) {
+        tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label,
+                                      copy->what));
+        return;
+    }
+    copy->peers[at].bucket_size = bucket_size;
+    copy->peers[at].staging_bytes = staging_bytes;
+}
+
+static void on_counted(tb__assembly *all, size_t at) {
+    tb_copy *copy = (tb_copy *)all;
+    (void)at;
+    if (all->nunknown == 0 && say_ready(copy) != TB_OK)
+        tb__copy_break(copy, TB_NO_MEMORY);
+    tb__engine_signal(copy->world->engine);
+}
+
+static void on_broken(tb__assembly *all, tb_status status, const char *why) {
+    tb__copy_break((tb_copy *)all, tb__fail(status, "%s", why));
+}
+
+/* If it closes because something went wrong, that is the reason here, too. If it got tired of waiting it may come
+ * again. */
+static void on_gone(tb__assembly *all, size_t at, tb__unpack *farewell) {
+    tb_copy *copy = (tb_copy *)all;
+    bool had_agreed = tb__unpack_u32(farewell) != 0;
+    tb_status status;
+    bool makes_sense = read_status(farewell, true, &status);
+    const char *why = tb__unpack_string(farewell);
+    if (!makes_sense || farewell->failed) {
+        tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a farewell of %s that makes no sense", all->peers[at]->label,
+                                      copy->what));
+    } else if (status != TB_OK) {
+        tb__copy_break(copy, tb__fail(status, "%s", why));
+    } else if (!had_agreed && !copy->has_agreed) {
+        tb__assembly_forget(all, at);
+        copy->peers[at].is_ready = false;
+    } else if (copy->flow) {
+        tb__copy_flow_gone(copy, at);
+    }
+    tb__engine_wake(copy->world->engine);
+    tb__engine_signal(copy->world->engine);
+}
+
+/* ---- Opening --------------------------------------------------------------------------------------------------- */
+
+typedef struct waiting {
+    tb_world *world;
+    const char *group;
+    tb__roster roster;
+    tb_status status;
+    bool is_complete;
+} waiting;
+
+/* A seat whose process is known to be lost is as good as empty: somebody else may take it. */
+static bool has_group(void *arg) {
+    waiting *w = arg;
+    tb__roster_fini(&w->roster);
+    w->roster = (tb__roster){0};
+    w->status = tb__directory_roster(w->world->directory, w->group, &w->roster);
+    if (w->status != TB_OK)
+        return true;
+    w->is_complete = w->roster.size > 0 && w->roster.npresent == w->roster.size && !w->roster.is_torn;
+    for (int32_t i = 0; w->is_complete && i < w->roster.size; i++) {
+        const tb__member *m = &w->roster.member[i];
+        const tb__peer *peer = tb__engine_find_peer(w->world->engine, m->rank, m->incarnation);
+        w->is_complete = !peer || !peer->is_lost;
+    }
+    return w->is_complete;
+}
+
+static tb_status explain_group(const waiting *w, const char *what) {
+    char missing[128];
+    if (w->roster.size == 0)
+        return tb__fail(TB_TIMEOUT, "%s: nobody is in group '%s'", what, w->group);
+    if (tb__world_name_missing(&w->roster, missing, sizeof missing))
+        return tb__fail(TB_TIMEOUT, "%s: group '%s' has %" PRId32 " of %" PRId32 " ranks; missing: %s", what, w->group,
+                        w->roster.npresent, w->roster.size, missing);
+    if (w->roster.is_torn)
+        return tb__fail(TB_CONFLICT, "%s: the ranks of group '%s' disagree about its size", what, w->group);
+    return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
+}
+
+/* The labels are this service's own: an engine knows a process by the first group it met it in. */
+static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *by_seat) {
+    copy->position = tb__malloc((size_t)copy->size, sizeof *copy->position);
+    copy->peers = tb__calloc(copy->all.npeers, sizeof *copy->peers);
+    if (!copy->position || !copy->peers)
+        return TB_NO_MEMORY;
+    for (int32_t i = 0; i < copy->size; i++) {
+        char label[TB__DIRECTORY_MAX_NAME + 48];
+        size_t at = tb__assembly_find(&copy->all, by_seat[i]);
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", by_seat[i]->rank, group, i);
+        copy->position[i] = at;
+        copy->peers[at].seat = i;
+        copy->peers[at].label = tb__strdup(label);
+        if (!copy->peers[at].label)
+            return TB_NO_MEMORY;
+    }
+    copy->self = copy->position[copy->index];
+    return TB_OK;
+}
+
+static tb_status connect(tb_copy *copy, const char *name, const char *group, const tb__roster *roster) {
+    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
+    tb__peer **peers = tb__calloc((size_t)roster->size, sizeof *peers);
+    tb_status status = peers ? TB_OK : TB_NO_MEMORY;
+    for (int32_t i = 0; i < roster->size && status == TB_OK; i++) {
+        const tb__member *m = &roster->member[i];
+        char label[TB__DIRECTORY_MAX_NAME + 48];
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, group, i);
+        status = tb__engine_connect(copy->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
+                                    &peers[i]);
+    }
+    snprintf(key, sizeof key, "copy\n%s\n%s", name, group); /* neither has control characters */
+    if (status == TB_OK && tb__assembly_exists(copy->world, key))
+        status = tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, group);
+    if (status == TB_OK) {
+        copy->size = roster->size;
+        status = tb__assembly_init(&copy->all, copy->world, key, copy->what, peers, (size_t)roster->size);
+    }
+    if (status == TB_OK)
+        status = set_labels(copy, group, peers);
+    free(peers);
+    return status;
+}
+
+static bool has_settled(void *arg) {
+    const tb_copy *copy = arg;
+    return copy->has_agreed || copy->broken != TB_OK;
+}
+
+static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
+    tb__engine_wait(copy->world->engine, has_settled, copy, deadline_ms);
+    if (copy->broken != TB_OK)
+        return tb__fail(copy->broken, "%s", copy->why);
+    copy->bucket_size = copy->staging_bytes = INT64_MAX;
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        const tb__copy_peer *peer = &copy->peers[i];
+        if (!copy->all.counts[i])
+            return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", peer->label, copy->what,
+                            copy->all.npeers - copy->all.nunknown, copy->all.npeers);
+        copy->bucket_size = peer->bucket_size < copy->bucket_size ? peer->bucket_size : copy->bucket_size;
+        copy->staging_bytes = peer->staging_bytes < copy->staging_bytes ? peer->staging_bytes : copy->staging_bytes;
+    }
+    return copy->has_agreed ? TB_OK
+                            : tb__fail(TB_TIMEOUT, "all ranks have opened %s, but not all know it yet", copy->what);
+}
+
+/* With the lock held. */
+static tb_status open_service(tb_copy *copy, const char *name, const char *group, int64_t deadline_ms) {
+    waiting w = {.world = copy->world, .group = group};
+    tb__engine_wait(copy->world->engine, has_group, &w, deadline_ms);
+    tb_status status = w.status;
+    if (status == TB_OK)
+        status = w.is_complete ? connect(copy, name, group, &w.roster) : explain_group(&w, copy->what);
+    tb__roster_fini(&w.roster);
+    TB_TRY(status);
+    TB_TRY(tb__assembly_announce(&copy->all));
+    return meet(copy, deadline_ms);
+}
+
+static tb_status read_opts(const tb_copy_opts *opts, tb_copy_opts *o) {
+    TB_TRY(tb__opts_read(o, sizeof *o, opts));
+    if (o->bucket_size < 0 || o->staging_bytes < 0 || o->timeout_ms < 0)
+        return tb__fail(TB_INVALID, "bucket_size, staging_bytes and timeout_ms can't be negative");
+    o->bucket_size = o->bucket_size ? o->bucket_size : 16 << 20;
+    o->staging_bytes = o->staging_bytes ? o->staging_bytes : 256 << 20;
+    o->max_in_flight = o->max_in_flight ? o->max_in_flight : 2;
+    if (o->staging_bytes < LEAST_STAGING)
+        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", LEAST_STAGING);
+    return TB_OK;
+}
+
+tb_status tb_copy_open(tb_world *world, const char *name, const char *group, const tb_copy_opts *opts, tb_copy **out) {
+    tb_copy_opts o;
+    TB_TRY(read_opts(opts, &o));
+    TB_TRY(tb__world_check_name("copy service", name));
+    group = group ? group : world->seats.item[0].group;
+    const tb__seat *seat = tb__world_seat(world, group);
+    if (!seat)
+        return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
+    tb_copy *copy = tb__calloc(1, sizeof *copy);
+    if (!copy)
+        return TB_NO_MEMORY;
+    copy->world = world;
+    copy->opts = o;
+    copy->index = seat->index;
+    copy->all.port.message = on_message;
+    copy->all.port.lost = on_lost;
+    copy->all.tell = send_manifest;
+    copy->all.come = on_come;
+    copy->all.counted = on_counted;
+    copy->all.broken = on_broken;
+    copy->all.gone = on_gone;
+    snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
+    tb__engine_lock(world->engine);
+    tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
+    tb__engine_unlock(world->engine);
+    if (status != TB_OK) {
+        char why[TB__WHY_MAX];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb_copy_close(copy);
+        return tb__fail(status, "%s", why);
+    }
+    tb__world_set_workers(world);
+    *out = copy;
+    return TB_OK;
+}
+
+/* ---- Closing --------------------------------------------------------------------------------------------------- */
+
+static void leave(tb_copy *copy) {
+    tb__pack farewell = {0};
+    tb__pack_u32(&farewell, copy->has_agreed);
+    tb__pack_u32(&farewell, (uint32_t)-copy->broken);
+    tb__pack_string(&farewell, copy->broken != TB_OK ? copy->why : "");
+    tb__assembly_leave(&copy->all, &farewell);
+    tb__pack_fini(&farewell);
+    tb__assembly_fini(&copy->all);
+}
+
+void tb_copy_close(tb_copy *copy) {
+    if (!copy)
+        return;
+    size_t npeers = copy->all.npeers;
+    if (copy->all.world) { /* it got so far as to meet */
+        tb__engine_lock(copy->world->engine);
+        leave(copy);
+        tb__engine_unlock(copy->world->engine);
+    }
+    for (size_t i = 0; copy->peers && i < npeers; i++) {
+        free(copy->peers[i].label);
+        free(copy->peers[i].offer);
+    }
+    tb__copy_drop_backlog(copy);
+    free(copy->backlog.item);
+    free(copy->peers);
+    free(copy->position);
+    free(copy->sends.ops.item);
+    free(copy->recvs.ops.item);
+    free(copy->views.item);
+    free(copy);
+}

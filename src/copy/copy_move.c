@@ -1,0 +1,411 @@
+/* The data of a run. What goes to other ranks is a flow's, with a chunk for each tensor; what stays on this one is
+ * copied here. */
+#include "copy/copy.h"
+
+#include "exec/copy.h"
+#include "exec/overlap.h"
+#include "exec/workers.h"
+#include "ir/ir.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+/* A step that is copying when the deadline comes takes so long to notice. */
+enum { GRACE_MS = 2000 };
+
+/* ---- Views ----------------------------------------------------------------------------------------------------- */
+
+static tb_binding binding_of(const tb__match_view *v) {
+    tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
+    memcpy(b.strides, v->strides, sizeof b.strides);
+    return b;
+}
+
+static bool is_same_memory(const tb__match_view *a, const tb__match_view *b) {
+    int64_t left[TB_MAX_DIMS], right[TB_MAX_DIMS];
+    tb__match_strides(a, left);
+    tb__match_strides(b, right);
+    return a->data == b->data && memcmp(left, right, (size_t)a->common.ndim * sizeof *left) == 0;
+}
+
+/* The views of a list, but for those of operations of the rank with itself, or only those. */
+typedef enum which { WHICH_ALL, WHICH_LOCAL, WHICH_REMOTE } which;
+
+typedef struct part_list {
+    TB_VEC(tb_binding) parts;
+    TB_VEC(uint64_t) ids;
+} part_list;
+
+static void part_list_fini(part_list *list) {
+    free(list->parts.item);
+    free(list->ids.item);
+}
+
+static bool add_part(part_list *list, const tb__match_view *v, uint64_t id) {
+    return tb__vec_push(&list->parts, binding_of(v)) && tb__vec_push(&list->ids, id);
+}
+
+/* What a rank copies to where it is already is neither read nor written. */
+static tb_status collect(tb_copy *copy, bool is_send, which w, bool with_in_place, part_list *out) {
+    const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
+    tb__match_end others = tb__copy_end(copy, !is_send, copy->index);
+    size_t at = 0; /* of the other end, as operations with itself stand in the same order in both lists */
+    for (size_t i = 0; i < list->ops.count; i++) {
+        const tb__match_op *op = &list->ops.item[i];
+        bool is_local = op->seat == copy->index;
+        const tb__match_op *other = is_local ? &others.ops[at++] : NULL;
+        if (w != WHICH_ALL && is_local != (w == WHICH_LOCAL))
+            continue;
+        for (uint32_t j = 0; j < op->nviews; j++) {
+            const tb__match_view *v = &copy->views.item[op->first_view + j];
+            if (other && !with_in_place && is_same_memory(v, &copy->views.item[other->first_view + j]))
+                continue;
+            if (!add_part(out, v, op->task_id))
+                return TB_NO_MEMORY;
+        }
+    }
+    return TB_OK;
+}
+
+/* No two targets share memory, and none has elements that do. */
+static tb_status check_targets(tb_copy *copy) {
+    part_list targets = {0};
+    tb_status status = collect(copy, false, WHICH_ALL, true, &targets);
+    size_t n = targets.parts.count, a = n, b = n;
+    if (status == TB_OK)
+        status = tb__bindings_find_overlap(targets.parts.item, n, &a, &b);
+    if (status == TB_OK && a < n && a != b)
+        status = tb__fail(TB_INVALID, "tasks %" PRIu64 " and %" PRIu64 " would be received into the same memory",
+                          targets.ids.item[a], targets.ids.item[b]);
+    else if (status == TB_OK && a < n)
+        status = tb__fail(TB_INVALID, "a target of task %" PRIu64 " has several elements in the same memory",
+                          targets.ids.item[a]);
+    part_list_fini(&targets);
+    return status;
+}
+
+static tb_status check_apart(tb_copy *copy, which sources, which targets) {
+    part_list from = {0}, to = {0};
+    tb_status status = collect(copy, true, sources, false, &from);
+    if (status == TB_OK)
+        status = collect(copy, false, targets, false, &to);
+    size_t n = from.parts.count;
+    bool *is_hit = n && to.parts.count ? tb__calloc(n, sizeof *is_hit) : NULL;
+    if (status == TB_OK && n && to.parts.count)
+        status = is_hit ? tb__bindings_mark_overlaps(from.parts.item, n, to.parts.item, to.parts.count, is_hit)
+                        : TB_NO_MEMORY;
+    for (size_t i = 0; is_hit && i < n && status == TB_OK; i++) {
+        if (is_hit[i])
+            status = tb__fail(TB_INVALID, "task %" PRIu64 " sends memory that is received into in the same run",
+                              from.ids.item[i]);
+    }
+    free(is_hit);
+    part_list_fini(&from);
+    part_list_fini(&to);
+    return status;
+}
+
+/* The flow sees to sources and targets of its own that share memory; it does not know of local copies. */
+tb_status tb__copy_check_memory(tb_copy *copy) {
+    TB_TRY(check_targets(copy));
+    TB_TRY(check_apart(copy, WHICH_ALL, WHICH_LOCAL));
+    return check_apart(copy, WHICH_LOCAL, WHICH_REMOTE);
+}
+
+/* ---- On this rank ---------------------------------------------------------------------------------------------- */
+
+typedef struct local {
+    size_t count;
+    tb__copy *copies;
+    const void **sources;
+    int64_t (*strides)[TB_MAX_DIMS];
+} local;
+
+static void local_fini(local *l) {
+    free(l->copies);
+    free((void *)l->sources);
+    free(l->strides);
+}
+
+static void add_local(local *l, const tb__match_view *from, const tb__match_view *to) {
+    size_t i = l->count++;
+    l->sources[i] = from->data;
+    tb__match_strides(from, l->strides[i]);
+    l->copies[i] = (tb__copy){.ndim = from->common.ndim,
+                              .dst = to->data,
+                              .nsrc = 1,
+                              .src = &l->sources[i],
+                              .src_stride = (const int64_t(*)[TB_MAX_DIMS]) & l->strides[i],
+                              .src_dtype = from->dtype,
+                              .wire_dtype = from->dtype,
+                              .dst_dtype = from->dtype};
+    memcpy(l->copies[i].len, from->common.dim, sizeof from->common.dim);
+    tb__match_strides(to, l->copies[i].dst_stride);
+}
+
+static tb_status make_local(tb_copy *copy, local *l) {
+    tb__match_end sends = tb__copy_end(copy, true, copy->index), recvs = tb__copy_end(copy, false, copy->index);
+    size_t n = 0;
+    for (size_t i = 0; i < sends.nops; i++)
+        n += sends.ops[i].nviews;
+    l->copies = tb__calloc(n, sizeof *l->copies);
+    l->sources = tb__calloc(n, sizeof *l->sources);
+    l->strides = tb__calloc(n, sizeof *l->strides);
+    if (!l->copies || !l->sources || !l->strides)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < sends.nops; i++) {
+        for (uint32_t j = 0; j < sends.ops[i].nviews; j++) {
+            const tb__match_view *from = &copy->views.item[sends.ops[i].first_view + j];
+            const tb__match_view *to = &copy->views.item[recvs.ops[i].first_view + j];
+            if (from->nbytes > 0 && !is_same_memory(from, to))
+                add_local(l, from, to);
+        }
+    }
+    return TB_OK;
+}
+
+/* ---- Between ranks --------------------------------------------------------------------------------------------- */
+
+/* Ranks speak of a tensor by this: source, target, and which of those it is that go from one to the other. */
+enum { NUMBER_BITS = 24, RANK_BITS = 20 };
+_Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "two ranks and a number have 64 bits");
+
+typedef TB_VEC(tb__flow_tensor) tensor_list;
+
+static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
+    tb__match_end end = tb__copy_end(copy, is_send, seat);
+    uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->all.peers[copy->position[seat]]->rank;
+    uint64_t key = ((is_send ? here : there) << RANK_BITS | (is_send ? there : here)) << NUMBER_BITS;
+    for (size_t i = 0; i < end.nops; i++) {
+        for (uint32_t j = 0; j < end.ops[i].nviews; j++, key++) {
+            const tb__match_view *v = &copy->views.item[end.ops[i].first_view + j];
+            char name[64];
+            if (v->nbytes == 0)
+                continue;
+            snprintf(name, sizeof name, "task %" PRIu64 ", tensor %" PRIu32, end.ops[i].task_id, j);
+            tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->common};
+            tb_binding nothing = {.dtype = v->dtype, .shape = {.ndim = v->common.ndim}};
+            tb__match_strides(v, b.strides);
+            tb__flow_tensor t = {.key = key, .src = is_send ? b : nothing, .dst = is_send ? nothing : b};
+            t.spec = (tb_tensor_spec){.name = tb__ir_string(ir, name),
+                                      .shape = v->common,
+                                      .src_dtype = v->dtype,
+                                      .dst_dtype = v->dtype,
+                                      .wire_dtype = v->dtype};
+            if (!t.spec.name || !tb__vec_push(out, t))
+                return TB_NO_MEMORY;
+        }
+    }
+    return TB_OK;
+}
+
+static int compare_keys(const void *a, const void *b) {
+    const tb__flow_tensor *x = a, *y = b;
+    return (x->key > y->key) - (x->key < y->key);
+}
+
+static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
+                           const tb__ir_limits *limits) {
+    int32_t source = (int32_t)(t->key >> (RANK_BITS + NUMBER_BITS));
+    int32_t target = (int32_t)(t->key >> NUMBER_BITS & (TB_MAX_RANKS - 1));
+    tb_chunk chunk = {.transport = TB_P2P,
+                      .is_source = source == copy->world->rank,
+                      .is_target = target == copy->world->rank,
+                      .tensor = tensor,
+                      .id = t->key,
+                      .source = source,
+                      .ntargets = 1,
+                      .targets = tb__ir_ranks(ir, &target, 1),
+                      .contributors = tb__ir_ranks(ir, NULL, 0),
+                      .op = TB_SUM,
+                      .divisor = 1,
+                      .ndim = t->spec.shape.ndim,
+                      .src_dtype = t->spec.src_dtype,
+                      .wire_dtype = t->spec.wire_dtype};
+    if (!chunk.targets || !chunk.contributors)
+        return TB_NO_MEMORY;
+    memcpy(chunk.len, t->spec.shape.dim, sizeof chunk.len);
+    TB_TRY(tb_shape_size(&t->spec.shape, chunk.wire_dtype, NULL, &chunk.nbytes));
+    return tb__ir_add(ir, &chunk, limits);
+}
+
+/* Within a channel chunks stand by key: alike on both ends. */
+static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
+    tb__ir_limits limits = {.bucket_size = copy->bucket_size, .staged = copy->staging_bytes / 4};
+    ir->view.rank = copy->world->rank;
+    ir->view.bucket_size = copy->bucket_size;
+    for (int32_t seat = 0; seat < copy->size; seat++) {
+        if (seat == copy->index)
+            continue;
+        TB_TRY(add_tensors(copy, ir, seat, true, tensors));
+        TB_TRY(add_tensors(copy, ir, seat, false, tensors));
+    }
+    if (tensors->count)
+        qsort(tensors->item, tensors->count, sizeof *tensors->item, compare_keys);
+    for (size_t i = 0; i < tensors->count; i++) {
+        TB_TRY(add_chunk(copy, ir, (uint32_t)i, &tensors->item[i], &limits));
+        if (!tb__vec_push(&ir->names, tensors->item[i].spec.name))
+            return TB_NO_MEMORY;
+    }
+    TB_TRY(tb__ir_pack(ir, &limits, copy->opts.max_in_flight));
+    tb__ir_finish(ir);
+    return TB_OK;
+}
+
+static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
+    tb__flow_opts opts = {.engine = copy->world->engine,
+                          .rank = copy->world->rank,
+                          .direction = tb__copy_flow_number(copy->run),
+                          .peers = copy->all.peers,
+                          .ports = copy->all.ports,
+                          .npeers = copy->all.npeers,
+                          .lead = copy->all.npeers,
+                          .started = 1,
+                          .tensors = tensors->item,
+                          .ntensors = tensors->count,
+                          .ir = ir,
+                          .what = copy->what,
+                          .bucket_size = copy->bucket_size,
+                          .staging_bytes = copy->staging_bytes,
+                          .own_staging_bytes = copy->opts.staging_bytes,
+                          .max_in_flight = copy->opts.max_in_flight,
+                          .staged = copy->opts.staged};
+    return tb__flow_create(&opts, &copy->flow);
+}
+
+/* None, where nothing goes to or comes from others. */
+static tb_status make_flow(tb_copy *copy) {
+    tensor_list tensors = {0};
+    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    tb_status status = ir ? make_ir(copy, ir, &tensors) : TB_NO_MEMORY;
+    if (status == TB_OK && tensors.count > 0)
+        status = create_flow(copy, &ir->view, &tensors);
+    if (!copy->flow)
+        tb_ir_destroy(ir ? &ir->view : NULL);
+    free(tensors.item);
+    return status;
+}
+
+/* ---- Steps ----------------------------------------------------------------------------------------------------- */
+
+/* The sentence is in tb_error_detail. */
+static void fail(tb_copy *copy, tb_status status) {
+    copy->status = status;
+    snprintf(copy->moved_why, sizeof copy->moved_why, "%s", tb_error_detail());
+    for (int is_send = 0; is_send < 2; is_send++)
+        tb__flow_abort(copy->flow, is_send, tb__fail(status, "%s", copy->moved_why));
+    copy->has_moved = true;
+}
+
+static void describe_wait(const tb_copy *copy, char *out, size_t room) {
+    bool is_send = tb__flow_leg(copy->flow, true)->is_under_way;
+    tb__flow_describe_wait(copy->flow, is_send, out, room);
+}
+
+static void look_at_legs(tb_copy *copy) {
+    bool is_under_way = false;
+    for (int is_send = 0; is_send < 2; is_send++) {
+        const tb__leg *leg = tb__flow_leg(copy->flow, is_send);
+        is_under_way |= leg->is_under_way;
+        if (leg->status != TB_OK) {
+            fail(copy, tb__fail(leg->status, "%s", leg->why));
+            return;
+        }
+    }
+    if (!is_under_way) {
+        copy->has_moved = true;
+    } else if (copy->aborted >= copy->run) {
+        fail(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
+    } else if (tb__now_ms() >= copy->deadline_ms) {
+        char waits[TB__WHY_MAX];
+        describe_wait(copy, waits, sizeof waits);
+        fail(copy,
+             tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time: %.300s", copy->what, copy->run, waits));
+    }
+}
+
+static bool step(tb__task *task) {
+    tb_copy *copy = (tb_copy *)((char *)task - offsetof(tb_copy, task));
+    if (copy->has_moved)
+        return false;
+    bool did = tb__flow_step(copy->flow, true);
+    did |= tb__flow_step(copy->flow, false);
+    look_at_legs(copy);
+    if (copy->has_moved) {
+        task->deadline_ms = INT64_MAX;
+        tb__engine_signal(copy->world->engine);
+    }
+    return did || copy->has_moved;
+}
+
+static bool has_moved(void *arg) {
+    return ((const tb_copy *)arg)->has_moved;
+}
+
+/* It has come to this run, so it knows that this has been started. */
+void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
+    tb__flow_gone(copy->flow, peer, 1);
+}
+
+static void begin(tb_copy *copy) {
+    copy->phases = (tb__phases){.since = tb__seconds(), .now = TB_PHASE_WAIT};
+    for (int is_send = 0; is_send < 2; is_send++)
+        tb__flow_begin(copy->flow, is_send, &copy->phases);
+    for (size_t i = 0; i < copy->backlog.count && copy->broken == TB_OK; i++) {
+        const struct tb__copy_backlog *b = &copy->backlog.item[i];
+        tb__unpack message = {b->data, b->data + b->nbytes, false};
+        if (!tb__flow_message(copy->flow, b->peer, &message))
+            tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense",
+                                          copy->peers[b->peer].label, copy->what));
+    }
+    tb__copy_drop_backlog(copy);
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        if (copy->all.is_gone[i])
+            tb__copy_flow_gone(copy, i);
+    }
+    copy->task.step = step;
+    copy->task.deadline_ms = copy->deadline_ms;
+    tb__engine_add_task(copy->world->engine, &copy->task);
+    tb__engine_wake(copy->world->engine);
+}
+
+static void end(tb_copy *copy) {
+    tb__engine *engine = copy->world->engine;
+    tb__engine_wait(engine, has_moved, copy, copy->deadline_ms + GRACE_MS);
+    tb__engine_remove_task(engine, &copy->task);
+    if (!copy->has_moved)
+        fail(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time", copy->what, copy->run));
+    tb__flow_destroy(copy->flow);
+    copy->flow = NULL;
+}
+
+tb_status tb__copy_move(tb_copy *copy) {
+    local l = {0};
+    copy->status = TB_OK;
+    copy->has_moved = false;
+    tb_status status = make_local(copy, &l);
+    if (status == TB_OK)
+        status = make_flow(copy);
+    if (status != TB_OK) {
+        local_fini(&l);
+        return tb__copy_abort(copy, status);
+    }
+    if (copy->flow)
+        begin(copy);
+    if (l.count) {
+        tb__engine_unlock(copy->world->engine);
+        status = tb__workers_run(l.copies, l.count);
+        tb__engine_lock(copy->world->engine);
+        if (status != TB_OK)
+            tb__copy_abort(copy, status);
+    }
+    local_fini(&l);
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    if (copy->flow)
+        end(copy);
+    if (status != TB_OK)
+        return tb__fail(status, "%s", why);
+    return copy->status == TB_OK ? TB_OK : tb__fail(copy->status, "%s", copy->moved_why);
+}

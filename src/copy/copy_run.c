@@ -1,0 +1,385 @@
+/* What is submitted, and how a run goes. Each rank *offers* each other one what it has for it. Who has everybody's
+ * offer compares, and *votes*. When all votes are good the data moves; else all fail with the sentence of the lowest
+ * seat that found something. */
+#include "copy/copy.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { MOST_VIEWS = 1 << 24 }; /* in a run, on a rank */
+
+/* ---- Submitting ------------------------------------------------------------------------------------------------ */
+
+static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_view *views, size_t nviews, int32_t seat,
+                        uint64_t task_id) {
+    size_t first = copy->views.count;
+    if (copy->is_running)
+        return tb__fail(TB_REFUSED, "a run is under way");
+    if (seat < 0 || seat >= copy->size)
+        return tb__fail(TB_INVALID, "there is no rank %" PRId32 ": the group has %" PRId32, seat, copy->size);
+    if (nviews == 0 || nviews > MOST_VIEWS - first)
+        return tb__fail(TB_INVALID, "%zu tensors; an operation has at least 1, and a run at most %d", nviews,
+                        MOST_VIEWS);
+    if (!tb__vec_reserve(&copy->views, nviews) || !tb__vec_reserve(&list->ops, 1))
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < nviews; i++) {
+        tb_status status = tb__match_read(&views[i], &copy->views.item[first + i]);
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor %zu", i);
+    }
+    copy->views.count += nviews;
+    list->ops.item[list->ops.count++] =
+        (tb__match_op){.task_id = task_id, .seat = seat, .nviews = (uint32_t)nviews, .first_view = first};
+    return TB_OK;
+}
+
+static tb_status submit(tb_copy *copy, bool is_send, const tb_view *views, size_t nviews, int32_t seat,
+                        uint64_t task_id) {
+    tb__engine_lock(copy->world->engine);
+    tb_status status = add_op(copy, is_send ? &copy->sends : &copy->recvs, views, nviews, seat, task_id);
+    tb__engine_unlock(copy->world->engine);
+    if (status != TB_OK)
+        tb__prefix_detail("%s, task %" PRIu64, copy->what, task_id);
+    return status;
+}
+
+tb_status tb_copy_submit_send(tb_copy *copy, const tb_view *views, size_t nviews, int32_t dest, uint64_t task_id) {
+    return submit(copy, true, views, nviews, dest, task_id);
+}
+
+tb_status tb_copy_submit_recv(tb_copy *copy, const tb_view *views, size_t nviews, int32_t source, uint64_t task_id) {
+    return submit(copy, false, views, nviews, source, task_id);
+}
+
+/* The first operation with a seat that is not below this one. */
+static size_t first_of(const tb__copy_list *list, int32_t seat) {
+    size_t low = 0, high = list->ops.count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (list->ops.item[middle].seat < seat)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+tb__match_end tb__copy_end(tb_copy *copy, bool is_send, int32_t seat) {
+    const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
+    tb__match_end end = {.label = copy->peers[copy->self].label, .views = copy->views.item};
+    if (list->ops.item) {
+        size_t first = first_of(list, seat);
+        end.ops = list->ops.item + first;
+        end.nops = first_of(list, seat + 1) - first;
+    }
+    return end;
+}
+
+/* ---- What this rank can tell by itself -------------------------------------------------------------------------- */
+
+typedef struct use {
+    uint64_t task_id;
+    int32_t seat;
+    bool is_send;
+} use;
+
+static int compare_uses(const void *a, const void *b) {
+    const use *x = a, *y = b;
+    if (x->task_id != y->task_id)
+        return x->task_id < y->task_id ? -1 : 1;
+    return (int)y->is_send - (int)x->is_send;
+}
+
+static void name_use(const tb_copy *copy, const use *u, char *out, size_t room) {
+    snprintf(out, room, "%s %.250s", u->is_send ? "to" : "from", copy->peers[copy->position[u->seat]].label);
+}
+
+/* An id stands for one operation; only that of a rank with itself has both its ends here. */
+static tb_status check_uses(const tb_copy *copy, const use *uses, size_t n) {
+    for (size_t i = 1; i < n; i++) {
+        const use *x = &uses[i - 1], *y = &uses[i];
+        bool is_third = i > 1 && uses[i - 2].task_id == y->task_id;
+        bool is_own = x->is_send && !y->is_send && x->seat == copy->index && y->seat == copy->index;
+        if (x->task_id != y->task_id || (is_own && !is_third))
+            continue;
+        char first[300], second[300];
+        name_use(copy, x, first, sizeof first);
+        name_use(copy, y, second, sizeof second);
+        return tb__fail(TB_CONFLICT, "%s has submitted task %" PRIu64 " twice: %s, and %s",
+                        copy->peers[copy->self].label, y->task_id, first, second);
+    }
+    return TB_OK;
+}
+
+static tb_status check_ids(tb_copy *copy) {
+    size_t nsends = copy->sends.ops.count, n = nsends + copy->recvs.ops.count;
+    use *uses = tb__malloc(n, sizeof *uses);
+    if (!uses)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < n; i++) {
+        const tb__match_op *op = i < nsends ? &copy->sends.ops.item[i] : &copy->recvs.ops.item[i - nsends];
+        uses[i] = (use){op->task_id, op->seat, i < nsends};
+    }
+    if (n)
+        qsort(uses, n, sizeof *uses, compare_uses);
+    tb_status status = check_uses(copy, uses, n);
+    free(uses);
+    return status;
+}
+
+static void sort(tb__copy_list *list) {
+    if (list->ops.count)
+        qsort(list->ops.item, list->ops.count, sizeof *list->ops.item, tb__match_compare);
+}
+
+static tb_status check_own(tb_copy *copy) {
+    sort(&copy->sends);
+    sort(&copy->recvs);
+    TB_TRY(check_ids(copy));
+    tb__match_end sender = tb__copy_end(copy, true, copy->index), receiver = tb__copy_end(copy, false, copy->index);
+    TB_TRY(tb__match_ends(&sender, &receiver));
+    tb_status status = tb__copy_check_memory(copy);
+    return status == TB_OK ? status : tb__fail_within(status, "%s", copy->peers[copy->self].label);
+}
+
+/* ---- Offers ---------------------------------------------------------------------------------------------------- */
+
+static void pack_end(tb__pack *pack, const tb__match_end *end) {
+    tb__pack_u32(pack, (uint32_t)end->nops);
+    for (size_t i = 0; i < end->nops; i++) {
+        tb__pack_u64(pack, end->ops[i].task_id);
+        tb__pack_u32(pack, end->ops[i].nviews);
+        for (uint32_t j = 0; j < end->ops[i].nviews; j++) {
+            const tb__match_view *v = &end->views[end->ops[i].first_view + j];
+            tb__pack_u32(pack, v->item_bits);
+            tb__pack_u32(pack, (uint32_t)v->shape.ndim);
+            for (int d = 0; d < v->shape.ndim; d++)
+                tb__pack_i64(pack, v->shape.dim[d]);
+        }
+    }
+}
+
+/* One whose own lists are wrong offers nothing, so that nobody compares; its vote says what is wrong. */
+static tb_status send_offers(tb_copy *copy, bool is_good) {
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        tb__pack pack = {0};
+        if (i == copy->self)
+            continue;
+        tb__pack_u32(&pack, COPY_OFFER);
+        tb__pack_u64(&pack, copy->run);
+        tb__pack_u32(&pack, is_good);
+        for (int is_send = 0; is_good && is_send < 2; is_send++) {
+            tb__match_end end = tb__copy_end(copy, is_send, copy->peers[i].seat);
+            pack_end(&pack, &end);
+        }
+        TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
+    }
+    return TB_OK;
+}
+
+typedef struct offer {
+    TB_VEC(tb__match_op) ops;
+    TB_VEC(tb__match_view) views;
+} offer;
+
+static bool read_view(tb__unpack *u, tb__match_view *v) {
+    v->item_bits = tb__unpack_u32(u);
+    v->dtype = tb__match_carrier(v->item_bits);
+    uint32_t ndim = tb__unpack_u32(u);
+    if (u->failed || v->dtype == TB_DTYPE_NONE || ndim < 1 || ndim > TB_MAX_DIMS)
+        return false;
+    v->shape.ndim = (int)ndim;
+    for (uint32_t d = 0; d < ndim; d++)
+        v->shape.dim[d] = tb__unpack_i64(u);
+    return !u->failed && tb_shape_size(&v->shape, v->dtype, NULL, &v->nbytes) == TB_OK;
+}
+
+static bool read_op(tb__unpack *u, offer *o, const tb__match_op *last) {
+    tb__match_op op = {.task_id = tb__unpack_u64(u), .first_view = o->views.count};
+    op.nviews = (uint32_t)tb__unpack_count(u, 16);
+    if (u->failed || op.nviews == 0 || (last && last->task_id >= op.task_id) || !tb__vec_push(&o->ops, op) ||
+        !tb__vec_reserve(&o->views, op.nviews))
+        return false;
+    for (uint32_t i = 0; i < op.nviews; i++) {
+        tb__match_view v = {0};
+        if (!read_view(u, &v))
+            return false;
+        o->views.item[o->views.count++] = v;
+    }
+    return true;
+}
+
+static bool read_end(tb__unpack *u, offer *o) {
+    size_t n = tb__unpack_count(u, 12), first = o->ops.count;
+    for (size_t i = 0; i < n && !u->failed; i++) {
+        if (!read_op(u, o, o->ops.count > first ? &o->ops.item[o->ops.count - 1] : NULL))
+            return false;
+    }
+    return !u->failed;
+}
+
+/* What the peer receives against what this rank sends to it, and the other way round. */
+static tb_status compare(tb_copy *copy, const tb__copy_peer *peer, tb__unpack *u, offer *o) {
+    bool is_good = read_end(u, o);
+    size_t nrecvs = o->ops.count;
+    is_good = is_good && read_end(u, o) && tb__unpack_is_done(u);
+    if (!is_good)
+        return tb__fail(TB_INVALID, "%s made an offer that makes no sense", peer->label);
+    tb__match_end sends = tb__copy_end(copy, true, peer->seat), recvs = tb__copy_end(copy, false, peer->seat);
+    tb__match_end its_recvs = {.label = peer->label, .ops = o->ops.item, .nops = nrecvs, .views = o->views.item};
+    tb__match_end its_sends = {.label = peer->label, .nops = o->ops.count - nrecvs, .views = o->views.item};
+    its_sends.ops = its_sends.nops ? o->ops.item + nrecvs : NULL;
+    /* Both ends look at the lower seat's sends first, and so find the same fault. */
+    bool is_lower = copy->index < peer->seat;
+    TB_TRY(is_lower ? tb__match_ends(&sends, &its_recvs) : tb__match_ends(&its_sends, &recvs));
+    return is_lower ? tb__match_ends(&its_sends, &recvs) : tb__match_ends(&sends, &its_recvs);
+}
+
+static tb_status check_offers(tb_copy *copy) {
+    for (int32_t seat = 0; seat < copy->size; seat++) {
+        tb__copy_peer *peer = &copy->peers[copy->position[seat]];
+        if (seat == copy->index)
+            continue;
+        tb__unpack u = {peer->offer, peer->offer + peer->offer_nbytes, false};
+        if (tb__unpack_u32(&u) == 0)
+            continue;
+        offer o = {0};
+        tb_status status = compare(copy, peer, &u, &o);
+        free(o.ops.item);
+        free(o.views.item);
+        TB_TRY(status);
+    }
+    return TB_OK;
+}
+
+/* ---- Votes ----------------------------------------------------------------------------------------------------- */
+
+static tb_status send_votes(tb_copy *copy) {
+    const tb__copy_peer *self = &copy->peers[copy->self];
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        tb__pack pack = {0};
+        if (i == copy->self)
+            continue;
+        tb__pack_u32(&pack, COPY_VOTE);
+        tb__pack_u64(&pack, copy->run);
+        tb__pack_u32(&pack, (uint32_t)-self->vote);
+        tb__pack_string(&pack, self->why);
+        TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
+    }
+    return TB_OK;
+}
+
+static tb_status count_votes(const tb_copy *copy) {
+    for (int32_t seat = 0; seat < copy->size; seat++) {
+        const tb__copy_peer *peer = &copy->peers[copy->position[seat]];
+        if (peer->vote != TB_OK)
+            return tb__fail(peer->vote, "%s", peer->why);
+    }
+    return TB_OK;
+}
+
+/* ---- A run ----------------------------------------------------------------------------------------------------- */
+
+typedef struct waiting {
+    tb_copy *copy;
+    bool for_votes;
+    const tb__copy_peer *missing; /* the first */
+    size_t nthere;
+    bool is_gone; /* for good */
+} waiting;
+
+static bool has_all(void *arg) {
+    waiting *w = arg;
+    tb_copy *copy = w->copy;
+    w->missing = NULL;
+    w->nthere = 0;
+    w->is_gone = false;
+    for (size_t i = 0; i < copy->all.npeers; i++) {
+        const tb__copy_peer *peer = &copy->peers[i];
+        if (i == copy->self || (w->for_votes ? peer->voted : peer->offered) == copy->run) {
+            w->nthere++;
+        } else if (!w->missing || (copy->all.is_gone[i] && !w->is_gone)) {
+            w->missing = peer;
+            w->is_gone = copy->all.is_gone[i];
+        }
+    }
+    return !w->missing || w->is_gone || copy->broken != TB_OK || copy->aborted >= copy->run;
+}
+
+static tb_status wait(tb_copy *copy, bool for_votes) {
+    waiting w = {.copy = copy, .for_votes = for_votes};
+    tb__engine_wait(copy->world->engine, has_all, &w, copy->deadline_ms);
+    if (copy->broken != TB_OK)
+        return tb__fail(copy->broken, "%s", copy->why);
+    if (copy->aborted >= copy->run)
+        return tb__fail(copy->abort_status, "%s", copy->abort_why);
+    if (!w.missing)
+        return TB_OK;
+    if (w.is_gone)
+        return tb__copy_abort(copy, tb__fail(TB_LOST, "%s has closed %s", w.missing->label, copy->what));
+    return tb__copy_abort(copy, tb__fail(TB_TIMEOUT, "%s: %s has not %s run %" PRIu64 " (%zu of %zu ranks have)",
+                                         copy->what, w.missing->label, for_votes ? "agreed to" : "come to", copy->run,
+                                         w.nthere, copy->all.npeers));
+}
+
+/* What this rank says of the run; a fault's sentence is in tb_error_detail. */
+static void judge(tb_copy *copy, tb_status status) {
+    tb__copy_peer *self = &copy->peers[copy->self];
+    self->vote = status;
+    self->why[0] = '\0';
+    if (status != TB_OK) {
+        tb__prefix_detail("%s", copy->what);
+        snprintf(self->why, sizeof self->why, "%s", tb_error_detail());
+    }
+}
+
+/* Until all have voted. */
+static tb_status agree(tb_copy *copy) {
+    const tb__copy_peer *self = &copy->peers[copy->self];
+    judge(copy, check_own(copy));
+    tb_status status = send_offers(copy, self->vote == TB_OK);
+    if (status != TB_OK)
+        return tb__copy_abort(copy, status);
+    TB_TRY(wait(copy, false));
+    if (self->vote == TB_OK)
+        judge(copy, check_offers(copy));
+    status = send_votes(copy);
+    return status == TB_OK ? wait(copy, true) : tb__copy_abort(copy, status);
+}
+
+/* Runs that others have given up before this rank came are not its own. They may have done so while its offers were on
+ * their way to them: then it has come to the next one. */
+static tb_status run(tb_copy *copy) {
+    tb_status status;
+    bool is_late;
+    do {
+        if (copy->broken != TB_OK)
+            return tb__fail(copy->broken, "%s", copy->why);
+        copy->run = (copy->aborted > copy->run ? copy->aborted : copy->run) + 1;
+        status = agree(copy);
+        is_late = copy->aborted > copy->run || (copy->aborted == copy->run && copy->is_late);
+    } while (status != TB_OK && is_late);
+    TB_TRY(status);
+    TB_TRY(count_votes(copy));
+    return tb__copy_move(copy);
+}
+
+tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
+    tb__engine *engine = copy->world->engine;
+    if (timeout_ms < 0)
+        return tb__fail(TB_INVALID, "timeout_ms can't be negative");
+    tb__engine_lock(engine);
+    if (copy->is_running) {
+        tb__engine_unlock(engine);
+        return tb__fail(TB_REFUSED, "%s: a run is under way", copy->what);
+    }
+    copy->is_running = true;
+    copy->deadline_ms = tb__world_deadline(copy->world, timeout_ms);
+    tb_status status = run(copy);
+    copy->is_running = false;
+    copy->sends.ops.count = copy->recvs.ops.count = copy->views.count = 0;
+    tb__copy_drop_backlog(copy);
+    tb__engine_unlock(engine);
+    return status;
+}

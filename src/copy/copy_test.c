@@ -1,0 +1,492 @@
+/* Copy services between threads as ranks: what is copied, and what fails, on every rank and without hanging any. */
+#include "bus/bus_test.h"
+
+#include "copy/copy.h"
+
+static tb_copy *open_service(rank *r, const tb_copy_opts *opts) {
+    tb_copy *copy;
+    check_ok(tb_copy_open(r->world, "c", NULL, opts, &copy));
+    return copy;
+}
+
+static tb_view row(void *data, int64_t n) {
+    return (tb_view){.data = data, .dtype = TB_U32, .ndim = 1, .shape = {n}};
+}
+
+static bool is_all(const uint32_t *data, size_t n, uint32_t value) {
+    for (size_t i = 0; i < n; i++) {
+        if (data[i] != value)
+            return false;
+    }
+    return true;
+}
+
+static void set_all(uint32_t *data, size_t n, uint32_t value) {
+    for (size_t i = 0; i < n; i++)
+        data[i] = value;
+}
+
+/* ---- What is copied -------------------------------------------------------------------------------------------- */
+
+/* Every rank sends to every rank, itself too, in run after run; one of them does nothing in every other run. */
+static void all_to_all(rank *r) {
+    enum { N = 100 };
+    const tb_copy_opts *opts = r->scene->shared;
+    tb_copy *copy = open_service(r, opts);
+    uint32_t *out, *in;
+    check_ok(tb_alloc(sizeof *out * N, (void **)&out));
+    check_ok(tb_alloc(sizeof *in * N * MAX_RANKS, (void **)&in));
+    for (uint32_t round = 1; round <= 6; round++) {
+        bool is_idle = round % 2 && r->index == 1;
+        set_all(out, N, round * 100 + (uint32_t)r->index);
+        set_all(in, (size_t)N * MAX_RANKS, POISON);
+        for (int32_t i = 0; i < r->size && !is_idle; i++) {
+            if (round % 2 && i == 1)
+                continue;
+            tb_view from = row(out, N), to = row(in + (size_t)i * N, N);
+            check_ok(tb_copy_submit_send(copy, &from, 1, i, (uint64_t)(r->index * 100 + i)));
+            check_ok(tb_copy_submit_recv(copy, &to, 1, i, (uint64_t)(i * 100 + r->index)));
+        }
+        check_ok(tb_copy_run(copy, 0));
+        for (int32_t i = 0; i < MAX_RANKS; i++) {
+            bool is_there = i < r->size && !is_idle && !(round % 2 && i == 1);
+            check(is_all(in + (size_t)i * N, N, is_there ? round * 100 + (uint32_t)i : POISON));
+        }
+    }
+    check_ok(tb_copy_run(copy, 0)); /* of nothing at all */
+    tb_copy_close(copy);
+    tb_free(out);
+    tb_free(in);
+}
+
+static void runs_again_and_again(void **state) {
+    (void)state;
+    run_ranks(all_to_all, 4, 0, NULL);
+}
+
+static void runs_staged(void **state) {
+    (void)state;
+    tb_copy_opts opts = {.size = sizeof opts, .staged = true, .bucket_size = 300};
+    run_ranks(all_to_all, 4, 0, &opts);
+}
+
+static void runs_alone(void **state) {
+    (void)state;
+    run_ranks(all_to_all, 1, 0, NULL);
+}
+
+/* One is staged, the others are not; bucket sizes and staging memory differ. What is larger than a quarter of the least
+ * staging memory is cut. */
+static void mixed(rank *r) {
+    enum { N = 100000 };
+    tb_copy_opts opts = {.size = sizeof opts,
+                         .staged = r->index == 0,
+                         .bucket_size = 1000 << r->index,
+                         .staging_bytes = (64 << 10) << r->index};
+    tb_copy *copy = open_service(r, &opts);
+    check(copy->bucket_size == 1000 && copy->staging_bytes == 64 << 10);
+    uint32_t *data = malloc(sizeof *data * N);
+    for (uint32_t i = 0; i < N; i++)
+        data[i] = r->index == 1 ? POISON : i * 7;
+    tb_view v = row(data, N);
+    if (r->index == 0)
+        check_ok(tb_copy_submit_send(copy, &v, 1, 1, 9));
+    if (r->index == 1)
+        check_ok(tb_copy_submit_recv(copy, &v, 1, 0, 9));
+    check_ok(tb_copy_run(copy, 0));
+    for (uint32_t i = 0; i < N; i++)
+        check(data[i] == i * 7);
+    tb_copy_close(copy);
+    free(data);
+}
+
+static void options_may_differ(void **state) {
+    (void)state;
+    run_ranks(mixed, 3, 0, NULL);
+}
+
+/* A matrix goes as its transpose, in 3-d pieces, with data and scale under one id: to another rank and to itself. */
+static void strided(rank *r) {
+    tb_copy *copy = open_service(r, r->scene->shared);
+    uint16_t from[6 * 10], scale = (uint16_t)(1000 + r->index), to[2][4 * 6 * 3], scales[2] = {0};
+    int64_t rows[] = {10, 1}, columns[] = {36, 12, 3};
+    for (int i = 0; i < 60; i++)
+        from[i] = (uint16_t)(r->index * 100 + i);
+    memset(to, 0xee, sizeof to);
+    tb_view out[] = {{.data = from, .dtype = TB_F16, .ndim = 2, .shape = {6, 4}, .strides = rows},
+                     {.data = &scale, .dtype = TB_U16}};
+    int32_t next = (r->index + 1) % r->size, last = (r->index + r->size - 1) % r->size;
+    check_ok(tb_copy_submit_send(copy, out, 2, next, 50 + (uint64_t)r->index));
+    check_ok(tb_copy_submit_send(copy, out, 2, r->index, 5));
+    for (int i = 0; i < 2; i++) {
+        tb_view in[] = {{.data = to[i], .dtype = TB_BF16, .ndim = 3, .shape = {2, 3, 4}, .strides = columns},
+                        {.data = &scales[i], .dtype = TB_U16, .ndim = 1, .shape = {1}}};
+        check_ok(tb_copy_submit_recv(copy, in, 2, i ? r->index : last, i ? 5 : 50 + (uint64_t)last));
+    }
+    check_ok(tb_copy_run(copy, 0));
+    for (int i = 0; i < 2; i++) {
+        int32_t source = i ? r->index : last;
+        check(scales[i] == 1000 + source);
+        for (int at = 0; at < 72; at++) {
+            int element = at / 3, wanted = source * 100 + element / 4 * 10 + element % 4;
+            check(to[i][at] == (at % 3 ? 0xeeee : wanted));
+        }
+    }
+    tb_copy_close(copy);
+}
+
+static void strides_and_several_tensors(void **state) {
+    (void)state;
+    run_ranks(strided, 3, 0, NULL);
+    tb_copy_opts opts = {.size = sizeof opts, .staged = true};
+    run_ranks(strided, 3, 0, &opts);
+}
+
+/* Two services of one group, and one of another, at the same time; ranks are seats of the group. */
+static void several(rank *r) {
+    tb_copy *copies[3];
+    check_ok(tb_world_enter(r->world, "turned", r->size - 1 - r->index, r->size));
+    check_ok(tb_copy_open(r->world, "x", NULL, NULL, &copies[0]));
+    check_ok(tb_copy_open(r->world, "y", "a", NULL, &copies[1]));
+    check_ok(tb_copy_open(r->world, "x", "turned", NULL, &copies[2]));
+    tb_copy *second;
+    check_fails(tb_copy_open(r->world, "x", NULL, NULL, &second), TB_CONFLICT, "already");
+    for (int i = 0; i < 3; i++) {
+        uint32_t out = (uint32_t)(i * 10 + r->index), in = POISON;
+        int32_t seat = i == 2 ? r->size - 1 - r->index : r->index;
+        tb_view from = row(&out, 1), to = row(&in, 1);
+        int32_t next = (seat + 1) % r->size, last = (seat + r->size - 1) % r->size;
+        check_ok(tb_copy_submit_send(copies[i], &from, 1, next, (uint64_t)seat));
+        check_ok(tb_copy_submit_recv(copies[i], &to, 1, last, (uint64_t)last));
+        check_ok(tb_copy_run(copies[i], 0));
+        check(in == (uint32_t)(i * 10 + (i == 2 ? r->size - 1 - last : last)));
+    }
+    for (int i = 0; i < 3; i++)
+        tb_copy_close(copies[i]);
+}
+
+static void services_are_apart(void **state) {
+    (void)state;
+    run_ranks(several, 3, 0, NULL);
+}
+
+/* Source and target may share memory between ranks: two of them swap. A rank's copy to where it is already is nothing.
+ */
+static void swap(rank *r) {
+    tb_copy *copy = open_service(r, NULL);
+    uint32_t data[64], other[64];
+    set_all(data, 64, (uint32_t)r->index);
+    set_all(other, 64, 5);
+    tb_view v = row(data, 64), same = row(other, 64);
+    check_ok(tb_copy_submit_send(copy, &v, 1, !r->index, (uint64_t)r->index));
+    check_ok(tb_copy_submit_recv(copy, &v, 1, !r->index, (uint64_t)!r->index));
+    check_ok(tb_copy_submit_send(copy, &same, 1, r->index, 7));
+    check_ok(tb_copy_submit_recv(copy, &same, 1, r->index, 7));
+    check_ok(tb_copy_run(copy, 0));
+    check(is_all(data, 64, (uint32_t)!r->index) && is_all(other, 64, 5));
+    tb_copy_close(copy);
+}
+
+static void ranks_swap(void **state) {
+    (void)state;
+    run_ranks(swap, 2, 0, NULL);
+}
+
+/* ---- What fails ------------------------------------------------------------------------------------------------ */
+
+typedef enum fault {
+    UNRECEIVED,
+    UNSENT,
+    WRONG_RANK,
+    SIZES,
+    ITEMS,
+    COUNTS,
+    SHAPES,
+    DOUBLED_SEND,
+    DOUBLED_RECV,
+    DOUBLED_BOTH,
+    LOCAL_ALONE,
+    LOCAL_SIZES,
+    SAME_TARGET,
+    FOLDED_TARGET,
+    LOCAL_OVERLAP,
+    LOCAL_READ,
+    FAULTS
+} fault;
+
+static const struct {
+    tb_status status;
+    const char *words, *id;
+} expected[FAULTS] = {
+    [UNRECEIVED] = {TB_CONFLICT, "(a 1) sends task 70 to rank ", "(a 2), which does not receive it"},
+    [UNSENT] = {TB_CONFLICT, "(a 2) is to receive task 70 from rank ", "(a 1), which does not send it"},
+    [WRONG_RANK] = {TB_CONFLICT, "receive task 70 from", "(a 0), which does not send it"},
+    [SIZES] = {TB_CONFLICT, "tensor 0 of task 70 has 32 bytes on rank", "(a 1), which sends it, but 28 on"},
+    [ITEMS] = {TB_CONFLICT, "tensor 0 of task 70 has items of 32 bits", "(a 1), which sends it, but of 64 on"},
+    [COUNTS] = {TB_CONFLICT, "task 70 has 1 tensors on rank", "(a 1), which sends it, but 2 on"},
+    [SHAPES] = {TB_CONFLICT, "tensor 0 of task 70 is strided like [2,3]", "and like [3,2]"},
+    [DOUBLED_SEND] = {TB_CONFLICT, "(a 1) has submitted task 70 twice: to rank", "(a 2), and to rank"},
+    [DOUBLED_RECV] = {TB_CONFLICT, "(a 2) has submitted task 70 twice: from rank", "(a 1), and from rank"},
+    [DOUBLED_BOTH] = {TB_CONFLICT, "(a 1) has submitted task 70 twice: to rank", "(a 2), and from rank"},
+    [LOCAL_ALONE] = {TB_CONFLICT, "(a 1) sends task 70 to rank", "(a 1), which does not receive it"},
+    [LOCAL_SIZES] = {TB_CONFLICT, "tensor 0 of task 70 has 32 bytes", "but 28 on"},
+    [SAME_TARGET] = {TB_INVALID, "(a 2): tasks 7", "would be received into the same memory"},
+    [FOLDED_TARGET] = {TB_INVALID, "(a 2): ", "task 70 has several elements in the same memory"},
+    [LOCAL_OVERLAP] = {TB_INVALID, "(a 1): ", "task 70 sends memory that is received into"},
+    [LOCAL_READ] = {TB_INVALID, "(a 1): ", "task 70 sends memory that is received into"},
+};
+
+static void send(tb_copy *copy, tb_view view, int32_t seat, uint64_t id) {
+    check_ok(tb_copy_submit_send(copy, &view, 1, seat, id));
+}
+
+static void receive(tb_copy *copy, tb_view view, int32_t seat, uint64_t id) {
+    check_ok(tb_copy_submit_recv(copy, &view, 1, seat, id));
+}
+
+typedef struct memory {
+    uint32_t out[64], in[64];
+} memory;
+
+/* On rank 1, which sends. */
+static void do_wrong_sending(tb_copy *copy, fault f, memory *m) {
+    static const int64_t gaps[] = {20, 3};
+    tb_view v = row(m->out, 8);
+    switch (f) {
+    case UNSENT:
+        return;
+    case SHAPES:
+        v = (tb_view){.data = m->out, .dtype = TB_U32, .ndim = 2, .shape = {2, 3}, .strides = gaps};
+        break;
+    case DOUBLED_SEND:
+        send(copy, v, 2, 70);
+        break;
+    case DOUBLED_BOTH:
+        receive(copy, row(m->in, 8), 0, 70);
+        break;
+    case LOCAL_ALONE:
+        send(copy, v, 1, 70);
+        return;
+    case LOCAL_SIZES:
+        send(copy, v, 1, 70);
+        receive(copy, row(m->in, 7), 1, 70);
+        return;
+    case LOCAL_OVERLAP: /* with what is sent to another rank */
+        send(copy, row(m->out + 16, 8), 1, 71);
+        receive(copy, row(m->out + 7, 8), 1, 71);
+        break;
+    case LOCAL_READ: /* with what comes from another rank */
+        send(copy, v, 1, 70);
+        receive(copy, row(m->in, 8), 1, 70);
+        receive(copy, row(m->out + 7, 1), 0, 72);
+        return;
+    default:
+        break;
+    }
+    send(copy, v, 2, 70);
+}
+
+/* On rank 2, which receives. */
+static void do_wrong_receiving(tb_copy *copy, fault f, memory *m) {
+    static const int64_t gaps[] = {20, 3}, folded[] = {0};
+    tb_view v = row(m->in, 8), both[] = {v, row(m->in + 20, 1)};
+    switch (f) {
+    case UNRECEIVED:
+    case LOCAL_ALONE:
+    case LOCAL_SIZES:
+    case LOCAL_READ:
+        return;
+    case WRONG_RANK:
+        receive(copy, v, 0, 70);
+        return;
+    case SIZES:
+        v = row(m->in, 7);
+        break;
+    case ITEMS:
+        v = (tb_view){.data = m->in, .dtype = TB_F64, .ndim = 1, .shape = {4}};
+        break;
+    case COUNTS:
+        check_ok(tb_copy_submit_recv(copy, both, 2, 1, 70));
+        return;
+    case SHAPES:
+        v = (tb_view){.data = m->in, .dtype = TB_U32, .ndim = 2, .shape = {3, 2}, .strides = gaps};
+        break;
+    case DOUBLED_RECV:
+        receive(copy, v, 1, 70);
+        break;
+    case SAME_TARGET:
+        receive(copy, row(m->in + 7, 8), 0, 73);
+        break;
+    case FOLDED_TARGET:
+        v.strides = folded;
+        break;
+    default:
+        break;
+    }
+    receive(copy, v, 1, 70);
+}
+
+/* Something good goes along with each fault, and must not move. */
+static void add_good(tb_copy *copy, const rank *r, memory *m) {
+    int32_t other = 3 - r->index;
+    if (r->index == 0 || r->index == 3) {
+        send(copy, row(m->out + 48, 8), other, 80 + (uint64_t)r->index);
+        receive(copy, row(m->in + 48, 8), other, 80 + (uint64_t)other);
+        send(copy, row(m->out + 48, 8), r->index, 1);
+        receive(copy, row(m->in + 56, 8), r->index, 1);
+    }
+}
+
+static void go_wrong(rank *r) {
+    tb_copy *copy = open_service(r, r->scene->shared);
+    memory m;
+    for (fault f = 0; f < FAULTS; f++) {
+        set_all(m.out, 64, 3);
+        set_all(m.in, 64, POISON);
+        add_good(copy, r, &m);
+        if (r->index == 1)
+            do_wrong_sending(copy, f, &m);
+        if (r->index == 2)
+            do_wrong_receiving(copy, f, &m);
+        if (r->index == 0 && f == SAME_TARGET)
+            send(copy, row(m.out, 8), 2, 73);
+        if (r->index == 0 && f == LOCAL_READ)
+            send(copy, row(m.out, 1), 1, 72);
+        check_fails(tb_copy_run(copy, 0), expected[f].status, expected[f].words);
+        check(strstr(tb_error_detail(), expected[f].id));
+        check(strstr(tb_error_detail(), "copy service 'c'"));
+        check(is_all(m.in, 64, POISON) && is_all(m.out, 64, 3));
+        add_good(copy, r, &m); /* the next one succeeds */
+        check_ok(tb_copy_run(copy, 0));
+        bool has_good = r->index == 0 || r->index == 3;
+        check(is_all(m.in + 48, 16, has_good ? 3 : POISON) && is_all(m.in, 48, POISON));
+    }
+    tb_copy_close(copy);
+}
+
+static void faults_fail_everywhere(void **state) {
+    (void)state;
+    run_ranks(go_wrong, 4, 0, NULL);
+    tb_copy_opts opts = {.size = sizeof opts, .staged = true};
+    run_ranks(go_wrong, 4, 0, &opts);
+}
+
+/* What is wrong with a call alone is refused at once, and leaves nothing behind. */
+static void misuse(rank *r) {
+    tb_copy *copy = open_service(r, NULL), *none;
+    uint32_t data[4] = {0};
+    tb_view v = row(data, 4), bad = row(NULL, 4);
+    check_fails(tb_copy_submit_send(copy, &v, 1, 2, 1), TB_INVALID, "task 1: there is no rank 2");
+    check_fails(tb_copy_submit_recv(copy, &v, 1, -1, 1), TB_INVALID, "there is no rank -1");
+    check_fails(tb_copy_submit_send(copy, &v, 0, 1, 1), TB_INVALID, "0 tensors");
+    check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_INVALID, "task 18: tensor 0: a view's data is NULL");
+    check_fails(tb_copy_run(copy, -1), TB_INVALID, "negative");
+    check_ok(tb_copy_run(copy, 0));
+    tb_copy_opts opts = {.size = sizeof opts, .staging_bytes = 1};
+    check_fails(tb_copy_open(r->world, "d", NULL, &opts, &none), TB_INVALID, "staging_bytes");
+    check_fails(tb_copy_open(r->world, "", NULL, NULL, &none), TB_INVALID, "needs a name");
+    check_fails(tb_copy_open(r->world, "d", "elsewhere", NULL, &none), TB_INVALID, "not in group 'elsewhere'");
+    tb_copy_close(copy);
+    tb_copy_close(NULL);
+}
+
+static void misuse_is_refused(void **state) {
+    (void)state;
+    run_ranks(misuse, 2, 0, NULL);
+}
+
+/* A rank that does not come is named, to all that have; when it does come, it is to the next run. */
+static void come_late(rank *r) {
+    tb_copy *copy = open_service(r, NULL);
+    uint32_t data = (uint32_t)r->index;
+    tb_view v = row(&data, 1);
+    for (int round = 0; round < 3; round++) {
+        if (r->index == 0) {
+            send(copy, v, 2, 4);
+            check_fails(tb_copy_run(copy, SOON_MS), TB_TIMEOUT, "(a 2) has not come to run");
+        } else if (r->index == 1) {
+            check_fails(tb_copy_run(copy, 0), TB_TIMEOUT, "(a 2) has not come to run");
+        }
+        meet(r);
+    }
+    if (r->index == 0)
+        send(copy, v, 2, 4);
+    if (r->index == 2)
+        receive(copy, v, 0, 4);
+    check_ok(tb_copy_run(copy, 0));
+    check(data == (r->index == 1));
+    tb_copy_close(copy);
+}
+
+static void a_rank_never_comes(void **state) {
+    (void)state;
+    run_ranks(come_late, 3, 0, NULL);
+}
+
+/* Nobody waits for a rank that has closed the service, but what it had a part in is good. */
+static void close_early(rank *r) {
+    tb_copy *copy = open_service(r, NULL);
+    uint32_t data = (uint32_t)r->index;
+    tb_view v = row(&data, 1);
+    if (r->index == 2)
+        send(copy, v, 0, 4);
+    if (r->index == 0)
+        receive(copy, v, 2, 4);
+    check_ok(tb_copy_run(copy, 0));
+    check(data == (r->index == 0 ? 2 : (uint32_t)r->index));
+    if (r->index == 2)
+        tb_copy_close(copy);
+    else
+        check_fails(tb_copy_run(copy, 0), TB_LOST, "(a 2) has closed copy service 'c'");
+    meet(r);
+    if (r->index != 2)
+        tb_copy_close(copy);
+    copy = open_service(r, NULL); /* a new one of the same name */
+    check_ok(tb_copy_run(copy, 0));
+    tb_copy_close(copy);
+}
+
+static void a_rank_closes(void **state) {
+    (void)state;
+    run_ranks(close_early, 3, 0, NULL);
+}
+
+/* One gives up waiting for another, and comes again; a third has been waiting all the time. */
+static void open_alone(rank *r) {
+    static _Atomic bool has_given_up;
+    tb_copy *copy;
+    tb_copy_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
+    if (r->index == 0) {
+        check_fails(tb_copy_open(r->world, "c", NULL, &opts, &copy), TB_TIMEOUT, "");
+        has_given_up = true;
+    }
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (r->index == 1 && !has_given_up && tb__now_ms() < deadline_ms)
+        usleep(1000);
+    copy = open_service(r, NULL);
+    check_ok(tb_copy_run(copy, 0));
+    tb_copy_close(copy);
+}
+
+static void a_rank_does_not_open(void **state) {
+    (void)state;
+    run_ranks(open_alone, 3, 0, NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(runs_again_and_again),
+        cmocka_unit_test(runs_staged),
+        cmocka_unit_test(runs_alone),
+        cmocka_unit_test(options_may_differ),
+        cmocka_unit_test(strides_and_several_tensors),
+        cmocka_unit_test(services_are_apart),
+        cmocka_unit_test(ranks_swap),
+        cmocka_unit_test(faults_fail_everywhere),
+        cmocka_unit_test(misuse_is_refused),
+        cmocka_unit_test(a_rank_never_comes),
+        cmocka_unit_test(a_rank_closes),
+        cmocka_unit_test(a_rank_does_not_open),
+    };
+    return cmocka_run_group_tests_name("copy", tests, NULL, NULL);
+}
