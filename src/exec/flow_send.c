@@ -37,9 +37,11 @@ static void open_lanes(tb__flow *flow) {
     tb__flow_open_out(flow);
 }
 
-/* Once nobody needs what this rank is going to overwrite any more, it may. */
+/* Once nobody needs what this rank is going to overwrite any more, it may. A rank whose sources are out of reach, in a
+ * snapshot, waits for nobody: readers put things aside for reasons of their own, too, and may need this rank to get
+ * there. */
 static void try_open(tb__flow *flow) {
-    for (size_t i = 0; i < flow->nmembers; i++) {
+    for (size_t i = 0; flow->has_flagged && i < flow->nmembers; i++) {
         if (flow->members[i].is_reader && flow->members[i].stashes && !flow->members[i].has_stashed)
             return;
     }
