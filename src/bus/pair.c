@@ -143,7 +143,8 @@ static void name_missing(meeting *m, const char *group, const tb__roster *roster
     if (roster->size == 0)
         snprintf(m->missing, sizeof m->missing, "nobody has joined group '%.100s'", group);
     else if (tb__world_name_missing(roster, seats, sizeof seats))
-        snprintf(m->missing, sizeof m->missing, "of group '%.100s', %s have not joined", group, seats);
+        snprintf(m->missing, sizeof m->missing, "group '%.100s' is not complete: nobody has taken seat %s", group,
+                 seats);
     else if (nnotes < roster->size)
         snprintf(m->missing, sizeof m->missing, "only %" PRId32 " of %" PRId32 " ranks of group '%.100s' have come",
                  nnotes, roster->size, group);

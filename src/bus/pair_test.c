@@ -75,7 +75,7 @@ static void nobody_comes(rank *r) {
     meet(r);
     if (!is_a(r) && r->index == 0)
         check_fails(tb_pair_create(r->world, "torso", "c", "mesh=2 place=R", &opts, &pair), TB_TIMEOUT,
-                    "of group 'c', 0, 1, 3 have not joined");
+                    "group 'c' is not complete: nobody has taken seat 0, 1, 3");
     check(!pair);
     meet(r);
 }

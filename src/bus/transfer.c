@@ -140,6 +140,17 @@ static void look_at_legs(tb_transfer *t) {
     }
 }
 
+/* When it has to be looked at, whatever happens. */
+static int64_t next_look(const tb_transfer *t) {
+    int64_t when_ms = t->deadline_ms;
+    for (size_t i = 0; i < t->nflows; i++) {
+        const tb__leg *leg = leg_of(t, i);
+        if (leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
+            when_ms = leg->wake_ms;
+    }
+    return when_ms;
+}
+
 static bool step(tb__task *task) {
     tb_transfer *t = (tb_transfer *)task;
     if (t->has_ended)
@@ -166,6 +177,7 @@ static bool step(tb__task *task) {
     }
     if (did)
         call_back(t);
+    t->task.deadline_ms = t->has_ended ? INT64_MAX : next_look(t);
     return did;
 }
 

@@ -7,7 +7,10 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MOST_ABORTS = 64 }; /* that are remembered */
+enum {
+    MOST_ABORTS = 64, /* that are remembered */
+    DOUBT_MS = 1000,  /* in which others say what went wrong */
+};
 
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
@@ -221,6 +224,17 @@ static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) 
     tb__engine_wake(flow->o.engine);
 }
 
+void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if ((status != TB_LOST && status != TB_INVALID && status != TB_CANCELLED) || leg->is_cancelled) {
+        tb__flow_abort(flow, is_send, status);
+        return;
+    }
+    leg->doubt = status;
+    leg->wake_ms = tb__now_ms() + DOUBT_MS;
+    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
+}
+
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status) {
     fail_leg(flow, is_send, status, true);
 }
@@ -311,20 +325,33 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
                  true);
         return true;
     }
+    if (leg->doubt != TB_OK) {
+        if (tb__now_ms() < leg->wake_ms)
+            return false;
+        char why[TB__WHY_MAX];
+        snprintf(why, sizeof why, "%s", leg->why);
+        tb__flow_abort(flow, is_send, tb__fail(leg->doubt, "%s", why));
+        return true;
+    }
     return is_send ? tb__flow_step_send(flow) : tb__flow_step_recv(flow);
 }
 
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
-static bool on_abort(tb__flow *flow, uint64_t attempt, tb__unpack *message) {
+static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
     uint32_t code = tb__unpack_u32(message);
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message) || code == 0 || code > 64)
         return false;
-    if (attempt == 0)
-        break_flow(flow, tb__fail((tb_status) - (int)code, "%s", why), false);
+    char sentence[TB__WHY_MAX];
+    if ((tb_status) - (int)code == TB_TIMEOUT) /* which says who was waited for, but not by whom */
+        snprintf(sentence, sizeof sentence, "%s: %s", from->peer->label, why);
     else
-        note_abort(flow, attempt, (tb_status) - (int)code, why);
+        snprintf(sentence, sizeof sentence, "%s", why);
+    if (attempt == 0)
+        break_flow(flow, tb__fail((tb_status) - (int)code, "%s", sentence), false);
+    else
+        note_abort(flow, attempt, (tb_status) - (int)code, sentence);
     return true;
 }
 
@@ -351,7 +378,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         tb__flow_on_done(flow, from, attempt);
         return from->is_reader;
     case MESSAGE_ABORT:
-        return on_abort(flow, attempt, message);
+        return on_abort(flow, from, attempt, message);
     case MESSAGE_KINDS:
         break;
     }
@@ -381,14 +408,20 @@ static bool awaits(const tb__flow *flow, bool is_send, const member *m) {
     return m->is_feeder && (flow->is_reached ? m->ready != leg->attempt && !m->is_concluded : !m->is_bound);
 }
 
+/* Whose data is not all here. */
+static bool owes_data(const tb__flow *flow, bool is_send, const member *m) {
+    return !is_send && flow->recv.attempt && m->is_feeder && !m->is_concluded;
+}
+
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
     const char *first = NULL;
     size_t others = 0;
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (!awaits(flow, is_send, &flow->members[i]))
+    for (size_t i = 0; i < 2 * flow->nmembers && (i < flow->nmembers || !first || i > flow->nmembers); i++) {
+        const member *m = &flow->members[i % flow->nmembers];
+        if (i < flow->nmembers ? !awaits(flow, is_send, m) : !owes_data(flow, is_send, m))
             continue;
         if (!first)
-            first = flow->members[i].peer->label;
+            first = m->peer->label;
         else
             others++;
     }

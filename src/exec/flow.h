@@ -93,6 +93,8 @@ typedef struct tb__leg {
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
     size_t in_flight; /* staged messages */
+    int64_t wake_ms;  /* it wants to be stepped then; 0: no time of its own */
+    tb_status doubt;  /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
     tb__phases *phases;
 } tb__leg;
 

@@ -96,6 +96,7 @@ typedef struct block {
 } block;
 
 typedef struct reading {
+    const char *owner;
     const tb_transport *transport;
     tb_remote *remote;
     size_t first_range, nranges;
@@ -231,7 +232,10 @@ static char *locate(tb__flow *flow, slice *s, const end *e, const block *b, int6
         n *= b->len[d];
     char *to = flow->bounce + s->bounce_used;
     size_t nbytes = (size_t)tb__dtype_bytes(dtype, n);
-    reading r = {.transport = e->member->peer->transport, .remote = p->remote, .first_range = s->ranges.count};
+    reading r = {.owner = e->member->peer->label,
+                 .transport = e->member->peer->transport,
+                 .remote = p->remote,
+                 .first_range = s->ranges.count};
     r.piece = (tb_piece){to, nbytes};
     if (!add_ranges(s, p, dtype, b, start))
         return NULL;
@@ -323,7 +327,10 @@ static tb_status fill_slice(tb__flow *flow, slice *s, const tb_bucket *bucket, c
 static tb_status run_slice(const tb__flow *flow, const slice *s) {
     for (size_t i = 0; i < s->readings.count; i++) {
         const reading *r = &s->readings.item[i];
-        TB_TRY(tb__transport_read(r->transport, r->remote, s->ranges.item + r->first_range, r->nranges, &r->piece, 1));
+        tb_status status =
+            tb__transport_read(r->transport, r->remote, s->ranges.item + r->first_range, r->nranges, &r->piece, 1);
+        if (status != TB_OK)
+            return tb__fail_within(status, "%s", r->owner);
     }
     return tb__workers_run(flow->copies.item, flow->copies.count);
 }

@@ -194,7 +194,6 @@ struct tb__flow {
     size_t groups_taken; /* by the host ... */
     bool takes_all;      /* ... as soon as they are there */
     size_t buckets_left;
-    bool is_withdrawn; /* a feeder has taken back what is being received; why is on its way */
     TB_VEC(stashed) stash;
     TB_VEC(announcement) announcements;
     parcel *parcels;
@@ -214,6 +213,9 @@ void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attem
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
 /* Plans, the first time. A failure breaks the flow. */
 bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
+/* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
+ * told: the leg waits for that, a moment, and fails with its own sentence only if nobody says more. */
+void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
 
@@ -261,7 +263,6 @@ void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is 
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_end_recv(tb__flow *flow);
-void tb__flow_fail_recv(tb__flow *flow, tb_status status);
 bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
 /* Whether this rank's targets may be written: nobody still reads what they overwrite. */
 bool tb__flow_may_write(const tb__flow *flow);

@@ -146,11 +146,16 @@ static void ask_for(courier *c, const announcement *a) {
 }
 
 static tb_status check_parcel(const parcel *p) {
-    if (p->status == TB_OK)
-        return TB_OK;
     const tb__flow *flow = p->flow;
-    return tb__fail(p->status, "bucket %zu of %s could not be %s: %s", p->bucket, flow->what,
-                    p->kind == PARCEL_OUT ? "sent" : "received", tb_status_string(p->status));
+    const char *who = "a rank";
+    for (size_t i = 0; i < p->ncouriers && p->status != TB_OK; i++) {
+        if (p->couriers[i].is_done && p->couriers[i].op.status != TB_OK)
+            who = flow->members[p->couriers[i].member].peer->label;
+    }
+    return p->status == TB_OK
+               ? TB_OK
+               : tb__fail(p->status, "bucket %zu of %s could not be %s %s: %s", p->bucket, flow->what,
+                          p->kind == PARCEL_OUT ? "sent to" : "received from", who, tb_status_string(p->status));
 }
 
 void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
@@ -310,11 +315,9 @@ bool tb__flow_step_out(tb__flow *flow) {
         status = pack_bucket(flow, l);
         did = true;
     }
-    if (status != TB_OK) {
-        tb__flow_abort(flow, true, status);
-        return true;
-    }
-    return did;
+    if (status != TB_OK)
+        tb__flow_doubt(flow, true, status);
+    return did || status != TB_OK;
 }
 
 bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message) {
@@ -425,7 +428,7 @@ bool tb__flow_step_in(tb__flow *flow) {
         }
     }
     if (status != TB_OK) {
-        tb__flow_fail_recv(flow, status);
+        tb__flow_doubt(flow, false, status);
         return true;
     }
     return did;
@@ -568,9 +571,7 @@ bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
             break;
         }
     }
-    if (status != TB_OK && is_send)
-        tb__flow_abort(flow, true, status);
-    else if (status != TB_OK)
-        tb__flow_fail_recv(flow, status);
+    if (status != TB_OK)
+        tb__flow_doubt(flow, is_send, status);
     return did || status != TB_OK;
 }

@@ -64,9 +64,7 @@ static tb_status check_places(const tb__flow *flow, const member *m) {
     return TB_OK;
 }
 
-/* The word is quicker than the message that says why, which is waited for. */
-static tb_status withdrew(tb__flow *flow, const member *m) {
-    flow->is_withdrawn = true;
+static tb_status withdrew(const tb__flow *flow, const member *m) {
     return tb__fail(TB_CANCELLED, "%s withdrew %s while it was being read", m->peer->label, flow->what);
 }
 
@@ -82,7 +80,7 @@ static tb_status conclude(tb__flow *flow, member *m) {
 }
 
 /* Before an arrival is announced: what was read until now was good. */
-static tb_status check_exposures(tb__flow *flow) {
+static tb_status check_exposures(const tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
         if (!m->is_feeder || m->is_concluded || m->ready != flow->recv.attempt)
@@ -210,7 +208,6 @@ static tb_status open_transfer(tb__flow *flow) {
                             flow->tensors[i].spec.name, flow->o.rank, flow->what);
     }
     flow->buckets_left = 0;
-    flow->is_withdrawn = false;
     for (size_t i = 0; i < flow->ir->nchannels; i++) {
         flow->lanes[i].to_take = 0;
         flow->buckets_left += flow->lanes[i].is_target ? flow->lanes[i].channel->nbuckets : 0;
@@ -234,11 +231,6 @@ static tb_status open_transfer(tb__flow *flow) {
     return TB_OK;
 }
 
-void tb__flow_fail_recv(tb__flow *flow, tb_status status) {
-    if (!flow->is_withdrawn)
-        tb__flow_abort(flow, false, status);
-}
-
 void tb__flow_end_recv(tb__flow *flow) {
     while (flow->stash.count > 0) {
         stashed s = flow->stash.item[--flow->stash.count];
@@ -257,19 +249,21 @@ bool tb__flow_step_recv(tb__flow *flow) {
         if (!tb__flow_take_attempt(flow, false))
             return false;
         status = open_transfer(flow);
-    } else if (flow->is_withdrawn) {
-        return false;
+        if (status != TB_OK) {
+            tb__flow_abort(flow, false, status);
+            return true;
+        }
     }
     lane *l = NULL;
-    stashed *aside = status == TB_OK ? find_writable(flow) : NULL;
+    stashed *aside = find_writable(flow);
     if (aside)
         status = write_stash(flow, aside);
-    else if (status == TB_OK && (l = find_ready(flow)))
+    else if ((l = find_ready(flow)))
         status = read_bucket(flow, l);
-    else if (status == TB_OK && flow->buckets_left > 0)
+    else if (flow->buckets_left > 0)
         return tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false);
     if (status != TB_OK) {
-        tb__flow_fail_recv(flow, status);
+        tb__flow_doubt(flow, false, status);
     } else if (flow->buckets_left == 0) {
         leg->is_under_way = false;
         leg->is_arrived = leg->is_committed = true; /* in place: what is here is live */
