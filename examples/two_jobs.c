@@ -1,6 +1,7 @@
 /* Two programs that know nothing of each other but where to meet. A trainer has a matrix cut by rows over two
- * processes, an inference engine wants it cut by columns over two others. Start them in any order: two_jobs trainer 0 &
- * two_jobs inference 1 & two_jobs trainer 1 & two_jobs inference 0 Without arguments it starts all four. */
+ * processes, an inference engine wants it cut by columns over two others. Start them in any order, as
+ * "two_jobs trainer 0", "two_jobs trainer 1", "two_jobs inference 0" and "two_jobs inference 1"; without arguments it
+ * starts all four. */
 #include <tensorbus/tensorbus.h>
 
 #include <stdio.h>

@@ -44,7 +44,7 @@ typedef enum tb_status {
     TB_TIMEOUT = -7,    /* nothing happened before the deadline */
     TB_LOST = -8,       /* a peer or a connection is gone */
     TB_DENIED = -9,     /* not allowed: a wrong token, another user's process */
-    TB_CONFLICT = -10,  /* somebody else was first */
+    TB_CONFLICT = -10,  /* somebody else was first, or says something else */
     TB_CANCELLED = -11, /* the caller gave it up */
 } tb_status;
 
@@ -421,7 +421,8 @@ typedef struct tb_world_opts {
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
- * "tcp://127.0.0.1:7000", and "?namespace=NAME" keeps several busses apart. If nobody serves there, this process does.
+ * "tcp://127.0.0.1:7000", and "?namespace=NAME" keeps several busses apart. If nobody serves there, this process does,
+ * for as long as it has the world: transfers go on without it, but nobody new can be met, and seats are free again.
  * TB_CONFLICT while another process has the seat. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
@@ -480,7 +481,8 @@ typedef struct tb_batch_opts {
     uint32_t group_window;  /* how many groups of tensors may be under way at a time; default: all */
     bool staged;            /* use staging memory for everything, as between machines */
     bool snapshot;          /* tb_send copies the tensors first, so that they are released at once; takes as much memory
-                               again as the tensors have */
+                               again as the tensors have. The transfer goes on until it is committed, and must not be
+                               destroyed before */
 } tb_batch_opts;
 
 typedef struct tb_tensor {
@@ -499,8 +501,9 @@ TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_bat
 /* Everything but the tensor's data is copied. */
 TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor);
 
-/* Completes when both sides of every pair have added their tensors and these agree. The first transfer does this, if it
- * has not been done; from then on nothing can be added. */
+/* Completes when both sides of every pair have added their tensors, and names and shapes agree. The first transfer does
+ * this, if it has not been done; from then on nothing can be added. What can't be moved in one of the directions (a
+ * cast that is refused, targets that overlap) is told by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
 /* The tensors are the caller's again. Transfers of the batch must have been destroyed. */

@@ -1,8 +1,8 @@
 /* What a transport implements: one table of functions, one folder.
  *
- * A transport carries bytes between the ranks of a world. The layers above speak to it through the wrappers at the end,
- * which hold the defaults of the optional slots; so a table names only what the transport really does. Adding one takes
- * its folder, a line in src/transport/registry.c and a line in the build.
+ * A transport carries bytes between the ranks of a world. The layers above speak to it through wrappers
+ * (src/transport/transport.h), which hold the defaults of the optional slots; so a table names only what the transport
+ * really does. Adding one takes its folder, a line in src/transport/registry.c and a line in the build.
  *
  * Rules:
  *  - One thread at a time uses an open transport: the world's progress thread. Nothing here blocks, but for `open` and

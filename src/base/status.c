@@ -36,7 +36,7 @@ const char *tb_status_string(tb_status status) {
     case TB_DENIED:
         return "not allowed";
     case TB_CONFLICT:
-        return "somebody else was first";
+        return "in conflict with others";
     case TB_CANCELLED:
         return "cancelled";
     }

@@ -27,10 +27,10 @@ static void on_broken(tb__assembly *all, tb_status status, const char *why) {
     break_tie((tb__tie *)all, tb__fail(status, "%s", why), false);
 }
 
-static void tell_flows(tb__tie *tie, size_t gone) {
+static void tell_flows(tb__tie *tie, size_t gone, const char *why) {
     for (int i = 0; i < 2; i++) {
         if (tie->flows[i])
-            tb__flow_gone(tie->flows[i], gone, tie->knew[gone][i]);
+            tb__flow_gone(tie->flows[i], gone, tie->knew[gone][i], why);
     }
 }
 
@@ -67,7 +67,7 @@ static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
     }
     if (tie->state == TIE_AGREED && !message->failed && code > 0 && code <= 64)
         break_tie(tie, tb__fail((tb_status) - (int)code, "%s", why), false);
-    tell_flows(tie, at);
+    tell_flows(tie, at, why);
 }
 
 /* ---- Manifests ------------------------------------------------------------------------------------------------- */
@@ -288,7 +288,10 @@ void tb__tie_destroy(tb__tie *tie) {
     for (int side = 0; side < 2; side++)
         tb__pack_u64(&farewell, tie->flows[side] ? tb__flow_started(tie->flows[side]) : 0);
     tb__pack_u32(&farewell, tie->state == TIE_BROKEN ? (uint32_t)-tie->all.status : 0);
-    tb__pack_string(&farewell, tie->state == TIE_BROKEN ? tie->all.why : "");
+    const char *why = tie->state == TIE_BROKEN ? tie->all.why : "";
+    for (int side = 0; side < 2 && !*why; side++)
+        why = tie->flows[side] ? tb__flow_last_failure(tie->flows[side]) : "";
+    tb__pack_string(&farewell, why);
     tb__assembly_leave(&tie->all, &farewell);
     tb__pack_fini(&farewell);
     for (int side = 0; side < 2; side++) {
@@ -503,7 +506,7 @@ static void try_agree(tb__tie *tie) {
     tie->backlog.count = 0;
     for (size_t i = 0; i < tie->all.npeers; i++) {
         if (tie->all.is_gone[i])
-            tell_flows(tie, i);
+            tell_flows(tie, i, "");
     }
     tb__engine_signal(tie->world->engine);
 }

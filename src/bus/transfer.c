@@ -301,6 +301,9 @@ static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, in
         return TB_OK;
     char waits[TB__WHY_MAX];
     describe_wait(t, waits, sizeof waits);
+    if (timeout_ms < 0)
+        return tb__fail(TB_TIMEOUT, "batch '%s' has not %s by the transfer's deadline: %s", t->batch->name, what,
+                        waits);
     return tb__fail(TB_TIMEOUT, "batch '%s' has not %s after %d ms: %s", t->batch->name, what, timeout_ms, waits);
 }
 

@@ -345,7 +345,7 @@ static bool has_moved(void *arg) {
 
 /* It has come to this run, so it knows that this has been started. */
 void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
-    tb__flow_gone(copy->flow, peer, 1);
+    tb__flow_gone(copy->flow, peer, 1, "");
 }
 
 static void begin(tb_copy *copy) {

@@ -58,6 +58,8 @@ void tb__flow_destroy(tb__flow *flow) {
     tb__flow_drop_parcels(flow, false);
     if (flow->members)
         tb__flow_unbind(flow);
+    for (size_t i = 0; flow->members && i < flow->nmembers; i++)
+        free(flow->members[i].farewell);
     tb__flow_unplan(flow);
     for (size_t i = 0; i < flow->aborts.count; i++)
         free(flow->aborts.item[i].why);
@@ -267,7 +269,14 @@ uint64_t tb__flow_started(const tb__flow *flow) {
 }
 
 /* Its last word may come before the lead's about the transfer that it has done its part in. */
-void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started) {
+const char *tb__flow_last_failure(const tb__flow *flow) {
+    return flow->send.status != TB_OK ? flow->send.why : flow->recv.status != TB_OK ? flow->recv.why : "";
+}
+
+void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const char *why) {
+    member *m = &flow->members[position];
+    if (*why && !m->farewell)
+        m->farewell = tb__strdup(why);
     flow->started = started > flow->started ? started : flow->started;
     flow->ngone += !flow->members[position].is_gone;
     flow->members[position].is_gone = true;
@@ -317,7 +326,10 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
     }
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
     if (gone) {
-        fail_leg(flow, is_send, tb__fail(TB_LOST, "%s has given up %s", gone->peer->label, flow->what), true);
+        fail_leg(flow, is_send,
+                 tb__fail(TB_LOST, "%s has given up %s%s%s", gone->peer->label, flow->what, gone->farewell ? ": " : "",
+                          gone->farewell ? gone->farewell : ""),
+                 true);
         return true;
     }
     if (leg->is_cancelled) {

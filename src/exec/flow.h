@@ -65,7 +65,10 @@ void tb__flow_lost(tb__flow *flow, size_t peer);
 
 /* A peer takes no further part, in an orderly way: transfers that it has done its part in go on. So many had been
  * started, as far as it knew. */
-void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started);
+void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started, const char *why); /* "": for no reason */
+
+/* Why the last transfer failed; "": it did not. */
+const char *tb__flow_last_failure(const tb__flow *flow);
 uint64_t tb__flow_started(const tb__flow *flow);
 
 /* Nothing will move any more, for the reason in tb_error_detail. */

@@ -45,6 +45,7 @@ typedef struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
+    char *farewell; /* why; NULL: it did not say */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;

@@ -27,8 +27,8 @@ static const char details[] =
     "second dimension. Its ranks are the processes of its side, from 0. See `tensorbus layout --help`.\n"
     "\n"
     "The time runs from when all ranks are ready until the last one has its data, or its memory back; the\n"
-    "phases are those of the slowest rank, in ms; memcpy is measured when the transfers are over, by a thread\n"
-    "per core. `tensorbus config` lists the settings.\n";
+    "phases are in ms, each that of the rank that spent most on it. memcpy is measured when the transfers are\n"
+    "over, by a thread per core. `tensorbus config` lists the settings.\n";
 
 static const int64_t default_size = INT64_C(1) << 30;
 
