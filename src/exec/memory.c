@@ -23,7 +23,7 @@ enum {
     SHARED_BYTES = 64 << 20, /* of an arena for small requests */
     KEPT_BYTES = 1 << 30,    /* of arenas without allocations, at least */
     COLOURS = 16,
-    COLOUR_STEP = 4096 / COLOURS,
+    COLOUR_STEP = 4096,
 };
 
 typedef struct tb__memory_arena {
@@ -182,8 +182,9 @@ static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
     arena *made = tb__calloc(1, sizeof *made);
     tb__extent *extent = tb__calloc(1, sizeof *extent);
     tb_status status = made && extent ? TB_OK : TB_NO_MEMORY;
-    /* Streams that begin at the same offset in a page hinder one another in the cache, and a sum reads the same
-     * allocation of several processes: so each arena, and each process, begins at a different one. */
+    /* Streams that are a power of two apart hinder one another in the cache, and a sum reads the same allocation of
+     * several processes: so each arena, and each process, begins some pages later. Whole pages, because rows that fill
+     * pages should not lie across them. */
     size_t colour = ((size_t)getpid() + pool.narenas) % COLOURS * COLOUR_STEP;
     size_t size = is_large ? round_up(colour + nbytes, HUGE_PAGE) : SHARED_BYTES;
     if (status == TB_OK) {
