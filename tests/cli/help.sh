@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan inspect config demo bench; do
+for command in layout plan inspect reshard config demo bench; do
     printed "^  $command  *[a-z]"
 done
 accepted
