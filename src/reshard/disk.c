@@ -131,7 +131,9 @@ static tb_status deduce_shape(const tb__disk *disk, tb__disk_tensor *t) {
 static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, tb_dtype wanted) {
     tb_local local;
     tb__disk_source source = tb__disk_input_find(disk->input, rank, t->name);
-    TB_TRY(tb_layout_local(t->src, &t->shape, rank, &local));
+    tb_status status = tb_layout_local(t->src, &t->shape, rank, &local);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s': src", t->name);
     tb_shape shape = local.shape;
     tb_local_fini(&local);
     if (!source.tensor)

@@ -52,11 +52,13 @@ enum { TB__DISK_MIN_MEMORY = 16 << 20 };
 typedef struct tb__disk_opts {
     int64_t memory;         /* what buffers and the process itself may take together; 0: 1 GiB */
     int threads;            /* 0: as many as there are cores, and memory for their buffers */
+    int64_t band_bytes;     /* how much is brought together at a time, a multiple of 64; 0: 1 MiB, or what fits */
     bool is_model;          /* the target is one rank, and written as a Hugging Face model */
     int64_t max_file_bytes; /* of the model's files; 0: no limit */
     bool sync;              /* all is on the disk before any file has its name */
     bool verify;            /* reads everything back and compares it with the source before any file has its name */
-    /* Called now and then by the thread that runs it; anything but TB_OK ends the run with that status. */
+    /* Called at the beginning of each pass, and then now and then, by the thread that runs it; anything but TB_OK ends
+     * the run with that status. */
     tb_status (*progress)(void *arg, const tb__disk_state *state);
     void *arg;
 } tb__disk_opts;

@@ -16,6 +16,7 @@ enum {
     MAX_THREADS = 16,          /* more do not make a disk faster */
     BAND_BYTES = 1 << 20,      /* stays in the cache between the read and the write */
     MIN_BAND_BYTES = 16 << 10, /* where there is little memory */
+    MIN_STAGE_BYTES = 4 << 10, /* so that many ranks can be combined */
     STRETCH_BYTES = 64 << 20,  /* what a thread takes at a time */
     LOOK_MS = 100,             /* between two calls of progress */
     BUFFERS = 3,               /* of a thread: the band, the stage, and what is compared with the band */
@@ -338,12 +339,13 @@ static void *run_worker(void *arg) {
 
 static tb_status worker_init(worker *w, job *j) {
     size_t nbytes = (size_t)j->band_bytes;
-    *w = (worker){.job = j, .tensor = SIZE_MAX, .gather = {.input = j->disk->input, .stage_nbytes = nbytes}};
-    w->band = tb__malloc(BUFFERS, nbytes);
+    size_t stage_nbytes = nbytes > MIN_STAGE_BYTES ? nbytes : MIN_STAGE_BYTES;
+    *w = (worker){.job = j, .tensor = SIZE_MAX, .gather = {.input = j->disk->input, .stage_nbytes = stage_nbytes}};
+    w->band = tb__malloc(2 * nbytes + stage_nbytes, 1);
     if (!w->band)
         return TB_NO_MEMORY;
-    w->gather.stage = w->band + nbytes;
-    w->written = w->band + 2 * nbytes;
+    w->written = w->band + nbytes;
+    w->gather.stage = w->band + 2 * nbytes;
     return tb_routes_create(&w->routes);
 }
 
@@ -358,20 +360,19 @@ static void worker_fini(worker *w) {
 
 /* Until all threads have ended, or progress wants it to end. */
 static void watch(job *j, const tb__disk_opts *opts) {
-    pthread_mutex_lock(&j->lock);
-    while (j->nrunning > 0) {
-        const struct timespec until = tb__time_of_ms(tb__now_ms() + LOOK_MS);
-        pthread_cond_timedwait(&j->ended, &j->lock, &until);
-        if (!opts->progress || atomic_load(&j->is_stopped))
-            continue;
+    bool is_over = false;
+    while (!is_over) {
         const tb__disk_state state = {j->is_verifying, atomic_load(&j->bytes_done), j->disk->dst_nbytes};
-        pthread_mutex_unlock(&j->lock);
-        tb_status status = opts->progress(opts->arg, &state);
+        tb_status status = opts->progress ? opts->progress(opts->arg, &state) : TB_OK;
         if (status != TB_OK)
             fail_job(j, status);
+        const struct timespec until = tb__time_of_ms(tb__now_ms() + LOOK_MS);
         pthread_mutex_lock(&j->lock);
+        if (j->nrunning > 0)
+            pthread_cond_timedwait(&j->ended, &j->lock, &until);
+        is_over = j->nrunning == 0;
+        pthread_mutex_unlock(&j->lock);
     }
-    pthread_mutex_unlock(&j->lock);
 }
 
 static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
@@ -427,7 +428,7 @@ static tb_status run_threads(job *j, const tb__disk_opts *opts, int nthreads) {
 static int choose_threads(const tb__disk_opts *opts, int64_t memory, int64_t *band_bytes) {
     long cores = opts->threads > 0 ? opts->threads : sysconf(_SC_NPROCESSORS_ONLN);
     int n = cores < 1 ? 1 : cores > MAX_THREADS ? MAX_THREADS : (int)cores;
-    *band_bytes = BAND_BYTES;
+    *band_bytes = opts->band_bytes ? opts->band_bytes : BAND_BYTES;
     while (n > 1 && n * *band_bytes * BUFFERS > memory / 2)
         n--;
     while (*band_bytes > MIN_BAND_BYTES && *band_bytes * BUFFERS > memory / 2)

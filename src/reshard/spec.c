@@ -102,7 +102,7 @@ static tb_status read_mesh_ranks(const json_t *json, mesh *m, tb__arena *arena) 
     return TB_OK;
 }
 
-static const char *const side_keys[] = {"mesh", "ranks", "names", "placements", "dtype", NULL};
+static const char *const side_keys[] = {"mesh", "ranks", "names", "placements", "layout", "dtype", NULL};
 
 static tb_status read_mesh_names(const json_t *json, mesh *m) {
     if (!json_is_array(json) || json_array_size(json) != (size_t)m->ndim)
@@ -216,8 +216,8 @@ static tb_status read_named_places(const json_t *json, side *s) {
             i++;
         if (i == s->mesh.ndim)
             return tb__fail(TB_INVALID,
-                            "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements' or 'dtype' nor the "
-                            "name of a mesh dim",
+                            "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements', 'layout' or 'dtype' nor "
+                            "the name of a mesh dim",
                             key);
         tb_status status = read_place(json_object_iter_value(it), &s->place[i]);
         if (status != TB_OK)
@@ -259,6 +259,17 @@ static tb_status read_side_parts(const json_t *json, side *s, tb_dtype *dtype, t
     return read_named_places(json, s);
 }
 
+/* {"layout": "mesh=2 place=S0", "dtype": "f16"} */
+static tb_status read_whole_layout(const json_t *json, tb_dtype *dtype, tb_layout **out) {
+    static const char *const keys[] = {"layout", "dtype", NULL};
+    const char *text = json_string_value(json_object_get(json, "layout"));
+    TB_TRY(check_keys(json, keys));
+    if (!text)
+        return tb__fail(TB_INVALID, "'layout' is not text such as \"mesh=2 place=Shard(0) ranks=0,1\"");
+    TB_TRY(read_dtype(json_object_get(json, "dtype"), dtype));
+    return tb_layout_parse(text, out);
+}
+
 static tb_status read_side(const json_t *rule, const char *key, const mesh *usual, tb_dtype *dtype, tb_layout **out,
                            tb__arena *arena) {
     const json_t *json = json_object_get(rule, key);
@@ -266,6 +277,8 @@ static tb_status read_side(const json_t *rule, const char *key, const mesh *usua
     tb_status status;
     if (text && strstr(text, "mesh=")) {
         status = tb_layout_parse(text, out);
+    } else if (json_object_get(json, "layout")) {
+        status = read_whole_layout(json, dtype, out);
     } else {
         side s = {.mesh = *usual};
         status = read_side_parts(json, &s, dtype, arena);

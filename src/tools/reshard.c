@@ -104,6 +104,12 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
     return TB_OK;
 }
 
+/* The most memory that this process has had so far. */
+static int64_t peak_memory(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (int64_t)usage.ru_maxrss * 1024 : 0;
+}
+
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
     tb__text_add(out, "%s", tb_dtype_name(t->src_dtype));
     if (t->dst_dtype != t->src_dtype)
@@ -196,7 +202,8 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
     add_json_tensors(out, disk);
     tb__text_add(out, "]");
     if (!value[DRY_RUN])
-        tb__text_add(out, ",\"seconds\":%.6f,\"verified\":%s", seconds, value[VERIFY] ? "true" : "false");
+        tb__text_add(out, ",\"seconds\":%.6f,\"verified\":%s,\"peak_memory\":%" PRId64, seconds,
+                     value[VERIFY] ? "true" : "false", peak_memory());
     tb__text_add(out, "}\n");
     return TB_OK;
 }
@@ -227,6 +234,7 @@ static tb_status report(tb__text *out, const tb__disk *disk, const char *const *
     }
     int64_t speed = seconds > 0 ? (int64_t)((double)disk->dst_nbytes / seconds) : 0;
     tb__text_add(out, "took      %.2f s, %s/s%s\n", seconds, tool_size(speed).text, value[VERIFY] ? ", verified" : "");
+    tb__text_add(out, "memory    %s at most\n", tool_size(peak_memory()).text);
     return TB_OK;
 }
 
@@ -286,7 +294,8 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_reshard = {
     .name = "reshard",
     .summary = "turn a checkpoint sharded one way into one sharded another way",
-    .usage = "--spec FILE --in DIR --out DIR [--hf [--max-file-size SIZE]] [--memory SIZE] [--verify] [--json]\n"
+    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--json]\n"
+             "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
              "--spec FILE --in DIR --dry-run [--json]",
     .details = details,
     .options = options,
