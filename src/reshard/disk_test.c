@@ -180,8 +180,8 @@ static void random_layouts(void **state) {
         int32_t nranks = 0;
         for (size_t i = 0; i < s.tensors.count; i++)
             nranks = s.tensors.item[i].rank >= nranks ? s.tensors.item[i].rank + 1 : nranks;
-        assert_true(nranks <= CASE_MAX_RANKS);
-        bool has_rank[CASE_MAX_RANKS] = {false};
+        assert_true(nranks <= MOST_RANKS);
+        bool has_rank[MOST_RANKS] = {false};
         for (size_t i = 0; i < s.tensors.count; i++)
             has_rank[s.tensors.item[i].rank] = true;
         const char *dir = path_in(f, in);

@@ -63,15 +63,18 @@ static inline void stock_write(stock *s, const char *dir, int32_t nranks) {
     *s = (stock){0};
 }
 
+enum { MOST_RANKS = 256 };
+
 /* What a target holds. */
 typedef struct shelf {
-    tb__safetensors *ranks[CASE_MAX_RANKS]; /* opened when they are asked for */
+    tb__safetensors *ranks[MOST_RANKS]; /* opened when they are asked for */
     const char *dir;
 } shelf;
 
 /* The bytes of a tensor, which must have this dtype and shape; to be freed. */
 static inline unsigned char *shelf_get(shelf *s, int32_t rank, const char *name, tb_dtype dtype,
                                        const tb_shape *shape) {
+    assert_true(rank < MOST_RANKS);
     if (!s->ranks[rank]) {
         char *path;
         assert_ok(tb__rank_file_path(s->dir, rank, &path));
@@ -88,7 +91,7 @@ static inline unsigned char *shelf_get(shelf *s, int32_t rank, const char *name,
 }
 
 static inline void shelf_fini(shelf *s) {
-    for (int i = 0; i < CASE_MAX_RANKS; i++)
+    for (int i = 0; i < MOST_RANKS; i++)
         tb__safetensors_close(s->ranks[i]);
     *s = (shelf){0};
 }

@@ -55,7 +55,7 @@ accepted reshard --spec "$tmp/merge.json" --in "$tmp/other" --out "$tmp/merged" 
 accepted inspect "$tmp/merged"
 printed '^checkpoint  .*, a model in 2 files with an index$'
 printed '^metadata    format: pt$'
-first=model-00001-of-00002.safetensors
+first="model-00001-of-00002.safetensors"
 cmp -s "$model/$first" "$tmp/merged/$first" || fail "$first is not what it was" # the other has norm, which was rounded
 [ "$(find "$tmp/merged" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/merged")"
 
