@@ -82,7 +82,8 @@ static inline unsigned char *shelf_get(shelf *s, int32_t rank, const char *name,
         free(path);
     }
     const tb__safetensor *t = tb__safetensors_find(&s->ranks[rank]->header, name);
-    assert_non_null(t);
+    if (!t)
+        fail_msg("%s has no '%s'", s->ranks[rank]->path, name);
     assert_int_equal(t->dtype, dtype);
     assert_shape(&t->shape, shape);
     unsigned char *bytes = malloc((size_t)t->nbytes + 1);
