@@ -154,19 +154,48 @@ static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, 
     return TB_OK;
 }
 
+static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *out) {
+    tb__safetensor tensors[2];
+    size_t count;
+    *out = 0;
+    TB_TRY(tb__disk_part_tensors(t, rank, tensors, &count));
+    for (size_t i = 0; i < count; i++) {
+        int64_t nbytes;
+        TB_TRY(tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &nbytes));
+        *out += nbytes;
+    }
+    return TB_OK;
+}
+
 static tb_status add_target_bytes(tb__disk *disk, tb__disk_tensor *t) {
     for (int32_t i = 0; i < tb_layout_nranks(t->dst); i++) {
-        tb_local local;
         int64_t nbytes;
-        TB_TRY(tb_layout_local(t->dst, &t->shape, tb_layout_rank_at(t->dst, i), &local));
-        tb_status status = tb_shape_size(&local.shape, t->dst_dtype, NULL, &nbytes);
-        tb_local_fini(&local);
-        TB_TRY(status);
+        TB_TRY(part_nbytes(t, tb_layout_rank_at(t->dst, i), &nbytes));
         if (nbytes > (INT64_C(1) << 62) - disk->dst_nbytes)
             return tb__fail(TB_TOO_BIG, "the target has more than 2^62 bytes");
         t->dst_nbytes += nbytes;
         disk->dst_nbytes += nbytes;
     }
+    return TB_OK;
+}
+
+/* What is written is worked out by the quantiser, from numbers as the source has them. */
+static tb_status settle_quantised(tb__disk *disk, tb__disk_tensor *t) {
+    bool is_block = t->quant.kind == TB__QUANT_FP8_BLOCK;
+    if (t->src_dtype != TB_F32 && t->src_dtype != TB_F16 && t->src_dtype != TB_BF16)
+        return tb__fail(TB_REFUSED, "it is %s, but %s is made from f32, f16 or bf16", tb_dtype_name(t->src_dtype),
+                        tb__quant_name(t->quant.kind));
+    if (t->shape.ndim < (is_block ? 2 : 1))
+        return tb__fail(TB_REFUSED, "it has %d dims, too few for %s", t->shape.ndim, tb__quant_name(t->quant.kind));
+    const char *ending = is_block ? "_scale_inv" : "_scale";
+    size_t nbytes = strlen(t->name) + strlen(ending) + 1;
+    char *name = tb__arena_alloc(&disk->arena, nbytes, 1);
+    if (!name)
+        return TB_NO_MEMORY;
+    snprintf(name, nbytes, "%s%s", t->name, ending);
+    t->scale_name = name;
+    t->dst_dtype = TB_F8E4M3;
+    t->band_dtype = t->wire_dtype = t->src_dtype;
     return TB_OK;
 }
 
@@ -189,9 +218,14 @@ static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec
 static tb_status settle(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
     if (t->src_dtype == TB_DTYPE_NONE) /* all parts are empty, and no file has one */
         t->src_dtype = rule->src_dtype != TB_DTYPE_NONE ? rule->src_dtype : TB_F32;
-    t->dst_dtype = rule->dst_dtype != TB_DTYPE_NONE ? rule->dst_dtype : t->src_dtype;
-    bool is_narrow = tb_dtype_bits(t->dst_dtype) <= 8; /* asked for in so many words */
-    TB_TRY(tb__wire_dtype(t->src_dtype, t->dst_dtype, is_narrow ? t->dst_dtype : TB_DTYPE_NONE, &t->wire_dtype));
+    t->quant = rule->quant;
+    if (t->quant.kind) {
+        TB_TRY(settle_quantised(disk, t));
+    } else {
+        t->dst_dtype = t->band_dtype = rule->dst_dtype != TB_DTYPE_NONE ? rule->dst_dtype : t->src_dtype;
+        bool is_narrow = tb_dtype_bits(t->dst_dtype) <= 8; /* asked for in so many words */
+        TB_TRY(tb__wire_dtype(t->src_dtype, t->dst_dtype, is_narrow ? t->dst_dtype : TB_DTYPE_NONE, &t->wire_dtype));
+    }
     /* The first replica serves everything: what is read twice is in the page cache the second time. */
     const tb_plan_opts opts = {.size = sizeof opts, .unbalanced = true};
     TB_TRY(tb_plan_cache_get(disk->plans, t->src, t->dst, &t->shape, t->src_dtype, &opts, &t->plan));
@@ -305,15 +339,10 @@ void tb__disk_close(tb__disk *disk) {
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out) {
     int64_t total = 0, nbytes;
     for (size_t i = 0; i < disk->count; i++) {
-        const tb__disk_tensor *t = &disk->tensors[i];
-        tb_local local;
-        TB_TRY(tb_layout_local(t->dst, &t->shape, rank, &local));
-        tb_status status = TB_OK;
-        if (tb_layout_index_of(t->dst, rank) >= 0 &&
-            (status = tb_shape_size(&local.shape, t->dst_dtype, NULL, &nbytes)) == TB_OK)
-            total += nbytes;
-        tb_local_fini(&local);
-        TB_TRY(status);
+        if (tb_layout_index_of(disk->tensors[i].dst, rank) < 0)
+            continue;
+        TB_TRY(part_nbytes(&disk->tensors[i], rank, &nbytes));
+        total += nbytes;
     }
     *out = total;
     return TB_OK;

@@ -14,10 +14,14 @@
 typedef struct tb__disk_tensor {
     const char *name;
     tb_shape shape; /* global */
-    tb_dtype src_dtype, wire_dtype, dst_dtype;
+    tb_dtype src_dtype, wire_dtype;
+    tb_dtype band_dtype;    /* in which parts are brought together: what is written, or what is quantised */
+    tb_dtype dst_dtype;     /* of what is written */
+    tb__quant_format quant; /* kind 0: none */
+    const char *scale_name; /* where it is quantised: of the tensor that goes with it */
     const tb_layout *src, *dst;
     const tb_plan *plan;
-    int64_t dst_nbytes; /* of all target ranks together */
+    int64_t dst_nbytes; /* of all target ranks together, scales included */
 } tb__disk_tensor;
 
 /* A source that has been opened and checked against a spec, and what is to be done with it. */

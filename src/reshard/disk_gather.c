@@ -47,7 +47,7 @@ static tb_status find_sources(tb__disk_gather *g, const tb__disk_tensor *t, cons
  * dimensions are to be stepped through. */
 static bool is_direct(const tb__disk_tensor *t, const tb__disk_piece *piece, const int64_t *src_stride,
                       const int64_t *dst_stride, int64_t *run, int *outer) {
-    if (piece->nsources != 1 || t->src_dtype != t->dst_dtype)
+    if (piece->nsources != 1 || t->src_dtype != t->band_dtype)
         return false;
     int64_t n = 1;
     int d = t->shape.ndim;
@@ -83,7 +83,7 @@ static tb_status read_direct(const tb__disk_gather *g, const tb__disk_tensor *t,
     int64_t index[TB_MAX_DIMS] = {0}, first = dot(piece->src, src_stride, t->shape.ndim);
     do {
         int64_t from = tb__dtype_bytes(t->src_dtype, first + dot(index, src_stride, outer));
-        int64_t at = tb__dtype_bytes(t->dst_dtype, dot(index, dst_stride, outer));
+        int64_t at = tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, outer));
         TB_TRY(tb__safetensors_read(source->file, source->tensor, from, (size_t)tb__dtype_bytes(t->src_dtype, run),
                                     (char *)to + at));
     } while (next_index(index, piece->len, NULL, outer));
@@ -134,10 +134,10 @@ static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const
         tb__copy copy = {.ndim = ndim, .nsrc = piece->nsources, .src = g->from.item, .src_dtype = t->src_dtype};
         copy.src_stride = (const int64_t(*)[TB_MAX_DIMS])g->strides.item;
         copy.wire_dtype = t->wire_dtype;
-        copy.dst_dtype = t->dst_dtype;
+        copy.dst_dtype = t->band_dtype;
         copy.op = t->plan->src.op;
         copy.avg_divisor = t->plan->src.avg_divisor;
-        copy.dst = (char *)to + tb__dtype_bytes(t->dst_dtype, dot(index, dst_stride, ndim));
+        copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, ndim));
         int64_t span = 1, from = tb__dtype_bytes(t->src_dtype, first + dot(index, stride, ndim));
         for (int d = 0; d < ndim; d++) {
             int64_t left = piece->len[d] - index[d];
@@ -160,7 +160,7 @@ static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const
 
 static tb_status fill_zeros(const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
                             const int64_t *dst_stride) {
-    tb__copy copy = {.ndim = t->shape.ndim, .dst = to, .dst_dtype = t->dst_dtype};
+    tb__copy copy = {.ndim = t->shape.ndim, .dst = to, .dst_dtype = t->band_dtype};
     for (int d = 0; d < copy.ndim; d++) {
         copy.len[d] = piece->len[d];
         copy.dst_stride[d] = dst_stride[d];

@@ -32,6 +32,44 @@ const char *tb__disk_input_stranger(const tb__disk_input *input, const tb_layout
 /* The first file, whose notes the target gets; NULL if there is none. */
 const tb__safetensors *tb__disk_input_first(const tb__disk_input *input);
 
+/* ---- Parts (disk_bands.c) ------------------------------------------------------------------------------------ */
+
+/* What the file of a target rank gets for a tensor: the data, and scales if it is quantised. */
+tb_status tb__disk_part_tensors(const tb__disk_tensor *tensor, int32_t rank, tb__safetensor out[2], size_t *count);
+
+/* How a part is cut into bands, which are contiguous: the dims before `dim` are stepped through, `rows` indices of
+ * `dim` make a band, and those after it are whole. Where scales cover several rows, bands begin with them. */
+typedef struct tb__disk_bands {
+    tb_shape shape; /* of the part */
+    int64_t stride[TB_MAX_DIMS];
+    int dim;
+    int64_t rows, per_outer, count;
+} tb__disk_bands;
+
+void tb__disk_bands_init(tb__disk_bands *bands, const tb__disk_tensor *tensor, const tb_shape *shape,
+                         int64_t band_bytes);
+
+/* The box of a band. */
+typedef struct tb__disk_band {
+    int64_t start[TB_MAX_DIMS], len[TB_MAX_DIMS];
+    int64_t first, nelements; /* in the part, row-major */
+} tb__disk_band;
+
+void tb__disk_bands_at(const tb__disk_bands *bands, int64_t i, tb__disk_band *out);
+
+/* What a band of a tensor that is quantised takes at least, a multiple of 64; 0 for others. */
+int64_t tb__disk_least_band(const tb__disk_tensor *tensor);
+
+/* A band, quantised. */
+typedef struct tb__disk_quantised {
+    size_t data_nbytes, scale_nbytes;
+    int64_t scale_offset; /* bytes, among the part's scales */
+} tb__disk_quantised;
+
+/* `to` is as large as a band's buffer; the data comes first and then, from the next multiple of 64 on, the scales. */
+tb_status tb__disk_quantise(const tb__disk_tensor *tensor, const tb__disk_bands *bands, const tb__disk_band *band,
+                            const void *from, unsigned char *to, tb__disk_quantised *out);
+
 /* ---- The target (disk_output.c) ------------------------------------------------------------------------------ */
 
 typedef struct tb__disk_output tb__disk_output;
@@ -39,10 +77,11 @@ typedef struct tb__disk_output tb__disk_output;
 tb_status tb__disk_output_create(const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
                                  tb__disk_output **out);
 
-/* Parts of a rank's tensor; any thread may call these. What was written can be read back until it is committed. */
-tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t tensor, int64_t offset, const void *bytes,
+/* Parts of a rank's tensor, whose slot is 2 * its index, or that plus 1 for its scales; any thread may call these. What
+ * was written can be read back until it is committed. */
+tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, const void *bytes,
                                 size_t nbytes);
-tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t tensor, int64_t offset, void *buffer,
+tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
                                size_t nbytes);
 tb_status tb__disk_output_commit(tb__disk_output *output, bool sync);
 void tb__disk_output_destroy(tb__disk_output *output); /* what was not committed goes away; accepts NULL */

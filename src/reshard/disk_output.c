@@ -12,7 +12,7 @@ typedef struct rank_file {
     char *path; /* kept, so that a file can be taken back without memory */
     tb__safetensors_writer *writer;
     bool is_committed;
-    TB_VEC(size_t) tensors; /* of the job, ascending; their places are those among the file's */
+    TB_VEC(size_t) slots; /* of the job, ascending; their places are those among the file's */
 } rank_file;
 
 struct tb__disk_output {
@@ -56,14 +56,14 @@ static tb_status take_directory(tb__disk_output *output, const char *dir) {
 static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safetensor *out) {
     for (size_t i = 0; i < disk->count; i++) {
         const tb__disk_tensor *t = &disk->tensors[i];
-        tb_local local;
+        size_t count;
         if (tb_layout_index_of(t->dst, file->rank) < 0)
             continue;
-        TB_TRY(tb_layout_local(t->dst, &t->shape, file->rank, &local));
-        out[file->tensors.count] = (tb__safetensor){.name = t->name, .dtype = t->dst_dtype, .shape = local.shape};
-        tb_local_fini(&local);
-        if (!tb__vec_push(&file->tensors, i))
-            return TB_NO_MEMORY;
+        TB_TRY(tb__disk_part_tensors(t, file->rank, out + file->slots.count, &count));
+        for (size_t k = 0; k < count; k++) {
+            if (!tb__vec_push(&file->slots, 2 * i + k))
+                return TB_NO_MEMORY;
+        }
     }
     return TB_OK;
 }
@@ -90,7 +90,7 @@ static tb_status list_notes(const tb__disk *disk, bool is_model, tb__safetensors
 static tb_status create_rank(tb__disk_output *output, rank_file *file, const tb__safetensor *tensors,
                              const tb__safetensors_note *notes, size_t nnotes) {
     TB_TRY(tb__rank_file_path(output->dir, file->rank, &file->path));
-    return tb__safetensors_create(file->path, tensors, file->tensors.count, notes, nnotes, &file->writer);
+    return tb__safetensors_create(file->path, tensors, file->slots.count, notes, nnotes, &file->writer);
 }
 
 static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
@@ -102,7 +102,7 @@ static tb_status create_files(tb__disk_output *output, const tb__disk *disk, con
         file->rank = disk->ranks[i];
         TB_TRY(list_tensors(disk, file, tensors));
         if (opts->is_model)
-            return tb__checkpoint_create(dir, tensors, file->tensors.count, notes, nnotes, opts->max_file_bytes,
+            return tb__checkpoint_create(dir, tensors, file->slots.count, notes, nnotes, opts->max_file_bytes,
                                          &output->model);
         TB_TRY(create_rank(output, file, tensors, notes, nnotes));
     }
@@ -116,7 +116,7 @@ static tb_status create(tb__disk_output *output, const tb__disk *disk, const cha
         return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
     TB_TRY(refuse_checkpoint(dir));
     output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
-    tb__safetensor *tensors = tb__malloc(disk->count, sizeof *tensors);
+    tb__safetensor *tensors = tb__malloc(disk->count, 2 * sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
         status = list_notes(disk, opts->is_model, &notes, &nnotes);
@@ -152,26 +152,26 @@ static int compare_sizes(const void *left, const void *right) {
 }
 
 /* A rank's file, and which of its tensors this is. */
-static const rank_file *find(const tb__disk_output *output, int32_t rank, size_t tensor, size_t *place) {
+static const rank_file *find(const tb__disk_output *output, int32_t rank, size_t slot, size_t *place) {
     const rank_file key = {.rank = rank};
     const rank_file *file = bsearch(&key, output->ranks, output->nranks, sizeof key, compare_ranks);
-    const size_t *at = bsearch(&tensor, file->tensors.item, file->tensors.count, sizeof tensor, compare_sizes);
-    *place = (size_t)(at - file->tensors.item);
+    const size_t *at = bsearch(&slot, file->slots.item, file->slots.count, sizeof slot, compare_sizes);
+    *place = (size_t)(at - file->slots.item);
     return file;
 }
 
-tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t tensor, int64_t offset, const void *bytes,
+tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, const void *bytes,
                                 size_t nbytes) {
     size_t i;
-    const rank_file *file = find(output, rank, tensor, &i);
+    const rank_file *file = find(output, rank, slot, &i);
     return output->model ? tb__checkpoint_write(output->model, i, offset, bytes, nbytes)
                          : tb__safetensors_write(file->writer, i, offset, bytes, nbytes);
 }
 
-tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t tensor, int64_t offset, void *buffer,
+tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
                                size_t nbytes) {
     size_t i;
-    const rank_file *file = find(output, rank, tensor, &i);
+    const rank_file *file = find(output, rank, slot, &i);
     return output->model ? tb__checkpoint_read_back(output->model, i, offset, nbytes, buffer)
                          : tb__safetensors_read_back(file->writer, i, offset, nbytes, buffer);
 }
@@ -205,7 +205,7 @@ void tb__disk_output_destroy(tb__disk_output *output) {
             unlink(file->path);
         tb__safetensors_writer_destroy(file->writer);
         free(file->path);
-        free(file->tensors.item);
+        free(file->slots.item);
     }
     tb__checkpoint_writer_destroy(output->model);
     if (output->made_dir && !output->is_committed)

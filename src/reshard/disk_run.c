@@ -19,63 +19,8 @@ enum {
     MIN_STAGE_BYTES = 4 << 10, /* so that many ranks can be combined */
     STRETCH_BYTES = 64 << 20,  /* what a thread takes at a time */
     LOOK_MS = 100,             /* between two calls of progress */
-    BUFFERS = 3,               /* of a thread: the band, the stage, and what is compared with the band */
+    BUFFERS = 3,               /* of a thread: the band, what it is quantised to, and the stage */
 };
-
-/* How a part is cut into bands, which are contiguous: the dims before `dim` are stepped through, `rows` indices of
- * `dim` make a band, and those after it are whole. */
-typedef struct bands {
-    tb_shape shape; /* of the part */
-    int64_t stride[TB_MAX_DIMS];
-    int dim;
-    int64_t rows, per_outer, count;
-} bands;
-
-static void bands_init(bands *b, const tb_shape *shape, tb_dtype dtype, int64_t band_bytes) {
-    int64_t inner = 1, outer = 1, step = 1, most = band_bytes * 8 / tb_dtype_bits(dtype);
-    *b = (bands){.shape = *shape, .rows = 1, .per_outer = 1};
-    int d = shape->ndim;
-    for (int i = shape->ndim - 1; i >= 0; i--) {
-        b->stride[i] = step;
-        step *= shape->dim[i];
-    }
-    while (d > 0 && shape->dim[d - 1] <= most / (inner ? inner : 1))
-        inner *= shape->dim[--d];
-    if (d > 0) { /* it does not fit in whole */
-        int64_t packing = d == shape->ndim ? tb__dtype_packing(dtype) : 1;
-        b->dim = d - 1;
-        b->rows = most / (inner ? inner : 1);
-        b->rows -= b->rows % packing;
-    } else if (shape->ndim > 0) {
-        b->rows = shape->dim[0] ? shape->dim[0] : 1;
-    }
-    if (shape->ndim > 0)
-        b->per_outer = (shape->dim[b->dim] + b->rows - 1) / b->rows;
-    for (int i = 0; i < b->dim; i++)
-        outer *= shape->dim[i];
-    b->count = outer * b->per_outer;
-}
-
-/* The box of band i, and its first element. */
-static int64_t band_at(const bands *b, int64_t i, int64_t *start, int64_t *len, int64_t *nelements) {
-    int64_t outer = i / b->per_outer, first = 0;
-    *nelements = 1;
-    for (int d = b->shape.ndim - 1; d >= 0; d--) {
-        start[d] = 0;
-        len[d] = b->shape.dim[d];
-        if (d == b->dim) {
-            start[d] = i % b->per_outer * b->rows;
-            len[d] = len[d] - start[d] < b->rows ? len[d] - start[d] : b->rows;
-        } else if (d < b->dim) {
-            start[d] = outer % b->shape.dim[d];
-            outer /= b->shape.dim[d];
-            len[d] = 1;
-        }
-        first += start[d] * b->stride[d];
-        *nelements *= len[d];
-    }
-    return first;
-}
 
 /* What the threads share. */
 typedef struct job {
@@ -83,6 +28,7 @@ typedef struct job {
     tb__disk_output *output;
     bool is_verifying;
     int64_t band_bytes;
+    int64_t buffer_bytes; /* a band's, or more where scales cover more */
     pthread_mutex_t lock;
     pthread_cond_t ended;
     /* Under the lock: the next stretch, and how it went. */
@@ -100,11 +46,11 @@ typedef struct worker {
     job *job;
     pthread_t thread;
     tb__disk_gather gather;
-    unsigned char *band, *written; /* of band_bytes each */
+    unsigned char *band, *quantised; /* the latter where some tensor is */
     /* Of the part at hand. */
     size_t tensor;
     int32_t rank;
-    bands bands;
+    tb__disk_bands bands;
     tb_routes *routes;
     tb__disk_pieces pieces; /* by their start in dim 0 ... */
     TB_VEC(int64_t) reach;  /* ... and the highest end there of those up to each */
@@ -239,36 +185,54 @@ static tb_status gather_band(worker *w, const tb__disk_tensor *t, const int64_t 
         for (int d = 0; d < ndim; d++)
             at += part.dst[d] * w->bands.stride[d];
         TB_TRY(
-            tb__disk_gather_piece(&w->gather, t, &part, w->band + tb__dtype_bytes(t->dst_dtype, at), w->bands.stride));
+            tb__disk_gather_piece(&w->gather, t, &part, w->band + tb__dtype_bytes(t->band_dtype, at), w->bands.stride));
     }
     return TB_OK;
 }
 
-static tb_status compare_band(worker *w, const tb__disk_tensor *t, int64_t first, size_t nbytes) {
-    TB_TRY(tb__disk_output_read(w->job->output, w->rank, w->tensor, tb__dtype_bytes(t->dst_dtype, first), w->written,
-                                nbytes));
-    if (memcmp(w->band, w->written, nbytes) == 0)
-        return TB_OK;
-    size_t i = 0;
-    while (w->band[i] == w->written[i])
-        i++;
-    return tb__fail(TB_INTERNAL, "tensor '%.100s' of rank %" PRId32 " is not what the source has, at element %" PRId64,
-                    t->name, w->rank, first + (int64_t)(i * 8 / tb_dtype_bits(t->dst_dtype)));
+/* Writes what belongs to a slot from `offset` on, or compares it with what was written. */
+static tb_status deliver(worker *w, size_t slot, int64_t offset, const unsigned char *bytes, size_t nbytes) {
+    const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
+    if (!w->job->is_verifying)
+        TB_TRY(tb__disk_output_write(w->job->output, w->rank, slot, offset, bytes, nbytes));
+    for (size_t done = 0; w->job->is_verifying && done < nbytes;) {
+        size_t n = nbytes - done < w->gather.stage_nbytes ? nbytes - done : w->gather.stage_nbytes;
+        unsigned char *written = w->gather.stage; /* the band is complete: nothing is staged any more */
+        TB_TRY(tb__disk_output_read(w->job->output, w->rank, slot, offset + (int64_t)done, written, n));
+        if (memcmp(bytes + done, written, n) != 0) {
+            while (bytes[done] == *written) {
+                done++;
+                written++;
+            }
+            return tb__fail(TB_INTERNAL,
+                            "tensor '%.100s' of rank %" PRId32 " is not what the source has, at byte %" PRId64,
+                            slot % 2 ? t->scale_name : t->name, w->rank, offset + (int64_t)done);
+        }
+        done += n;
+    }
+    atomic_fetch_add(&w->job->bytes_done, (int_fast64_t)nbytes);
+    return TB_OK;
+}
+
+static tb_status do_quantised(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
+    tb__disk_quantised q;
+    tb_status status = tb__disk_quantise(t, &w->bands, band, w->band, w->quantised, &q);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s' of rank %" PRId32 ", from element %" PRId64 " on", t->name,
+                               w->rank, band->first);
+    TB_TRY(deliver(w, 2 * w->tensor, band->first, w->quantised, q.data_nbytes));
+    return deliver(w, 2 * w->tensor + 1, q.scale_offset, w->quantised + (q.data_nbytes + 63) / 64 * 64, q.scale_nbytes);
 }
 
 static tb_status do_band(worker *w, int64_t i) {
     const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
-    int64_t start[TB_MAX_DIMS], len[TB_MAX_DIMS], nelements;
-    int64_t first = band_at(&w->bands, i, start, len, &nelements);
-    size_t nbytes = (size_t)tb__dtype_bytes(t->dst_dtype, nelements);
-    TB_TRY(gather_band(w, t, start, len));
-    if (w->job->is_verifying)
-        TB_TRY(compare_band(w, t, first, nbytes));
-    else
-        TB_TRY(tb__disk_output_write(w->job->output, w->rank, w->tensor, tb__dtype_bytes(t->dst_dtype, first), w->band,
-                                     nbytes));
-    atomic_fetch_add(&w->job->bytes_done, (int_fast64_t)nbytes);
-    return TB_OK;
+    tb__disk_band band;
+    tb__disk_bands_at(&w->bands, i, &band);
+    TB_TRY(gather_band(w, t, band.start, band.len));
+    if (t->quant.kind)
+        return do_quantised(w, t, &band);
+    return deliver(w, 2 * w->tensor, tb__dtype_bytes(t->dst_dtype, band.first), w->band,
+                   (size_t)tb__dtype_bytes(t->dst_dtype, band.nelements));
 }
 
 /* The next stretch that nobody has, as bands *first .. *end-1; false: there is none. */
@@ -293,7 +257,7 @@ static tb_status take_stretch(worker *w, size_t *tensor, int32_t *rank, int64_t 
         status = part_shape(t, *rank, &shape);
         if (status != TB_OK)
             break;
-        bands_init(&w->bands, &shape, t->dst_dtype, j->band_bytes);
+        tb__disk_bands_init(&w->bands, t, &shape, j->band_bytes);
         int64_t most = STRETCH_BYTES / j->band_bytes;
         *first = j->band;
         *end = w->bands.count - j->band < most ? w->bands.count : j->band + most;
@@ -338,14 +302,14 @@ static void *run_worker(void *arg) {
 }
 
 static tb_status worker_init(worker *w, job *j) {
-    size_t nbytes = (size_t)j->band_bytes;
-    size_t stage_nbytes = nbytes > MIN_STAGE_BYTES ? nbytes : MIN_STAGE_BYTES;
+    size_t nbytes = (size_t)j->buffer_bytes;
+    size_t stage_nbytes = j->band_bytes > MIN_STAGE_BYTES ? (size_t)j->band_bytes : MIN_STAGE_BYTES;
     *w = (worker){.job = j, .tensor = SIZE_MAX, .gather = {.input = j->disk->input, .stage_nbytes = stage_nbytes}};
-    w->band = tb__malloc(2 * nbytes + stage_nbytes, 1);
-    if (!w->band)
+    w->band = tb__malloc(nbytes, BUFFERS - 1);
+    w->gather.stage = tb__malloc(stage_nbytes, 1);
+    if (!w->band || !w->gather.stage)
         return TB_NO_MEMORY;
-    w->written = w->band + nbytes;
-    w->gather.stage = w->band + 2 * nbytes;
+    w->quantised = w->band + nbytes;
     return tb_routes_create(&w->routes);
 }
 
@@ -355,6 +319,7 @@ static void worker_fini(worker *w) {
     tb__arena_fini(&w->arena);
     free(w->pieces.item);
     free(w->reach.item);
+    free(w->gather.stage);
     free(w->band);
 }
 
@@ -425,24 +390,35 @@ static tb_status run_threads(job *j, const tb__disk_opts *opts, int nthreads) {
 }
 
 /* Half of the memory is for buffers: the process and the files' headers take some, too. */
-static int choose_threads(const tb__disk_opts *opts, int64_t memory, int64_t *band_bytes) {
+static tb_status choose_sizes(job *j, const tb__disk_opts *opts, int64_t memory, int *nthreads) {
     long cores = opts->threads > 0 ? opts->threads : sysconf(_SC_NPROCESSORS_ONLN);
     int n = cores < 1 ? 1 : cores > MAX_THREADS ? MAX_THREADS : (int)cores;
-    *band_bytes = opts->band_bytes ? opts->band_bytes : BAND_BYTES;
-    while (n > 1 && n * *band_bytes * BUFFERS > memory / 2)
+    j->band_bytes = opts->band_bytes ? opts->band_bytes : BAND_BYTES;
+    while (j->band_bytes > MIN_BAND_BYTES && j->band_bytes * BUFFERS > memory / 2)
+        j->band_bytes /= 2;
+    j->buffer_bytes = j->band_bytes;
+    for (size_t i = 0; i < j->disk->count; i++) {
+        int64_t least = tb__disk_least_band(&j->disk->tensors[i]);
+        if (least > memory / 2 / BUFFERS)
+            return tb__fail(TB_TOO_BIG,
+                            "tensor '%.100s': %s needs %" PRId64 " bytes of memory for what scales cover, three times",
+                            j->disk->tensors[i].name, tb__quant_name(j->disk->tensors[i].quant.kind), least);
+        j->buffer_bytes = least > j->buffer_bytes ? least : j->buffer_bytes;
+    }
+    while (n > 1 && n * j->buffer_bytes * BUFFERS > memory / 2)
         n--;
-    while (*band_bytes > MIN_BAND_BYTES && *band_bytes * BUFFERS > memory / 2)
-        *band_bytes /= 2;
-    return n;
+    *nthreads = n;
+    return TB_OK;
 }
 
 tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts) {
     job j = {.disk = disk};
+    int nthreads;
     int64_t memory = opts->memory ? opts->memory : INT64_C(1) << 30;
     if (memory < TB__DISK_MIN_MEMORY)
         return tb__fail(TB_INVALID, "%" PRId64 " bytes of memory are too few; it takes %d", memory,
                         TB__DISK_MIN_MEMORY);
-    int nthreads = choose_threads(opts, memory, &j.band_bytes);
+    TB_TRY(choose_sizes(&j, opts, memory, &nthreads));
     TB_TRY(tb__disk_output_create(disk, dir, opts, &j.output));
     pthread_mutex_init(&j.lock, NULL);
     tb__monotonic_cond_init(&j.ended);

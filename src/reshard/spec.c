@@ -102,7 +102,8 @@ static tb_status read_mesh_ranks(const json_t *json, mesh *m, tb__arena *arena) 
     return TB_OK;
 }
 
-static const char *const side_keys[] = {"mesh", "ranks", "names", "placements", "layout", "dtype", NULL};
+static const char *const side_keys[] = {"mesh",   "ranks", "names",        "placements",
+                                        "layout", "dtype", "quantisation", NULL};
 
 static tb_status read_mesh_names(const json_t *json, mesh *m) {
     if (!json_is_array(json) || json_array_size(json) != (size_t)m->ndim)
@@ -215,10 +216,11 @@ static tb_status read_named_places(const json_t *json, side *s) {
         while (i < s->mesh.ndim && !(s->mesh.names[i] && strcmp(s->mesh.names[i], key) == 0))
             i++;
         if (i == s->mesh.ndim)
-            return tb__fail(TB_INVALID,
-                            "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements', 'layout' or 'dtype' nor "
-                            "the name of a mesh dim",
-                            key);
+            return tb__fail(
+                TB_INVALID,
+                "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements', 'layout', 'dtype' or 'quantisation' nor "
+                "the name of a mesh dim",
+                key);
         tb_status status = read_place(json_object_iter_value(it), &s->place[i]);
         if (status != TB_OK)
             return tb__fail_within(status, "'%.60s'", key);
@@ -241,6 +243,35 @@ static tb_status read_dtype(const json_t *json, tb_dtype *out) {
     return tb_dtype_parse(json_string_value(json), out);
 }
 
+/* "mxfp8", or {"format": "mxfp8", "exponent": "floor", "scales": "swizzled"} */
+static tb_status read_quant(const json_t *json, tb__quant_format *out) {
+    static const char *const keys[] = {"format", "exponent", "scales", NULL};
+    const json_t *name = json_is_object(json) ? json_object_get(json, "format") : json;
+    const json_t *exponent = json_object_get(json, "exponent"), *scales = json_object_get(json, "scales");
+    const char *kind = json_string_value(name), *rule = json_string_value(exponent), *order = json_string_value(scales);
+    tb__quant_format format = {0};
+    if (json_is_object(json))
+        TB_TRY(check_keys(json, keys));
+    if (kind && strcmp(kind, "mxfp8") == 0)
+        format.kind = TB__QUANT_MXFP8;
+    else if (kind && strcmp(kind, "fp8_block") == 0)
+        format.kind = TB__QUANT_FP8_BLOCK;
+    else
+        return tb__fail(TB_INVALID, "the format is neither \"mxfp8\" nor \"fp8_block\"");
+    bool is_mx = format.kind == TB__QUANT_MXFP8;
+    if (exponent && !(rule && (is_mx ? strcmp(rule, "ceil") == 0 || strcmp(rule, "floor") == 0
+                                     : strcmp(rule, "any") == 0 || strcmp(rule, "power_of_two") == 0)))
+        return tb__fail(TB_INVALID, "'exponent' is neither %s",
+                        is_mx ? "\"ceil\" nor \"floor\"" : "\"any\" nor \"power_of_two\"");
+    format.is_floor = is_mx && rule && strcmp(rule, "floor") == 0;
+    format.is_power_of_two = !is_mx && rule && strcmp(rule, "power_of_two") == 0;
+    if (scales && !(order && (strcmp(order, "rows") == 0 || (is_mx && strcmp(order, "swizzled") == 0))))
+        return tb__fail(TB_INVALID, "'scales' is %s", is_mx ? "neither \"rows\" nor \"swizzled\"" : "not \"rows\"");
+    format.is_swizzled = order && strcmp(order, "swizzled") == 0;
+    *out = format;
+    return TB_OK;
+}
+
 static tb_status finish_side(const side *s, tb_layout **out) {
     if (s->nplaces != s->mesh.ndim)
         return tb__fail(TB_INVALID, "the mesh has %d dims, but there are %d placements", s->mesh.ndim, s->nplaces);
@@ -261,7 +292,7 @@ static tb_status read_side_parts(const json_t *json, side *s, tb_dtype *dtype, t
 
 /* {"layout": "mesh=2 place=S0", "dtype": "f16"} */
 static tb_status read_whole_layout(const json_t *json, tb_dtype *dtype, tb_layout **out) {
-    static const char *const keys[] = {"layout", "dtype", NULL};
+    static const char *const keys[] = {"layout", "dtype", "quantisation", NULL};
     const char *text = json_string_value(json_object_get(json, "layout"));
     TB_TRY(check_keys(json, keys));
     if (!text)
@@ -297,6 +328,18 @@ typedef struct reader {
     mesh src, dst;
 } reader;
 
+static tb_status read_quantisation(const json_t *json, tb__spec_rule *rule) {
+    const json_t *quant = json_object_get(json_object_get(json, "dst"), "quantisation");
+    if (json_object_get(json_object_get(json, "src"), "quantisation"))
+        return tb__fail(TB_INVALID, "src: only 'dst' has a 'quantisation'");
+    if (!quant)
+        return TB_OK;
+    if (rule->dst_dtype != TB_DTYPE_NONE)
+        return tb__fail(TB_INVALID, "dst: it has both 'dtype' and 'quantisation', which has its own dtypes");
+    tb_status status = read_quant(quant, &rule->quant);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "dst: quantisation");
+}
+
 static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_rule *rule) {
     const json_t *shape = json_object_get(json, "shape"), *skip = json_object_get(json, "skip");
     if (skip && !json_is_boolean(skip))
@@ -319,6 +362,7 @@ static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_r
     if (side_dtype != TB_DTYPE_NONE)
         rule->src_dtype = side_dtype;
     TB_TRY(read_side(json, "dst", &r->dst, &rule->dst_dtype, &rule->dst, &r->spec->arena));
+    TB_TRY(read_quantisation(json, rule));
     if (!rule->has_shape)
         return TB_OK;
     tb_status status = tb_layout_check(rule->src, &rule->shape);

@@ -15,6 +15,7 @@
 
 #include "base/index.h"
 #include "base/mem.h"
+#include "reshard/quant.h"
 
 typedef struct tb__spec_rule {
     const char *match; /* a tensor's name, or a pattern */
@@ -23,6 +24,7 @@ typedef struct tb__spec_rule {
     bool has_shape;
     tb_shape shape;                /* global */
     tb_dtype src_dtype, dst_dtype; /* TB_DTYPE_NONE: as the files have it; as the source has it */
+    tb__quant_format quant;        /* of the target; kind 0: none */
     tb_layout *src, *dst;          /* NULL where it is skipped */
 } tb__spec_rule;
 

@@ -115,10 +115,25 @@ static void wrong_specs(void **state) {
         "\"placements\": \"S0\"}}]}",
         "rules 0: dst: it has both 'placements' and placements by");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"layout\": \"mesh=1 place=R\", \"mesh\": [1]}}]}",
-                "rules 0: dst: 'mesh' is not known here; there are 'layout', 'dtype'");
+                "rules 0: dst: 'mesh' is not known here; there are 'layout', 'dtype', 'quantisation'");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"dtype\": \"f33\"}}]}", "rules 0: dst: ");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"dtype\": \"f16\", \"src\": {\"dtype\": \"f32\"}}]}",
                 "rules 0: its dtype is f16, but that of 'src' is f32");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": \"q4\"}}]}",
+                "rules 0: dst: quantisation: the format is neither \"mxfp8\" nor \"fp8_block\"");
+    check_wrong(
+        "{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"mxfp8\", \"exponent\": 1}}}]}",
+        "quantisation: 'exponent' is neither \"ceil\" nor \"floor\"");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"fp8_block\", \"scales\": "
+                "\"swizzled\"}}}]}",
+                "quantisation: 'scales' is not \"rows\"");
+    check_wrong(
+        "{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"mxfp8\", \"block\": 16}}}]}",
+        "quantisation: 'block' is not known here");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": \"mxfp8\", \"dtype\": \"f16\"}}]}",
+                "rules 0: dst: it has both 'dtype' and 'quantisation'");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"src\": {\"quantisation\": \"mxfp8\"}}]}",
+                "rules 0: src: only 'dst' has a 'quantisation'");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"skip\": 1}]}", "rules 0: 'skip' is neither true nor false");
     check_wrong("{\"tensors\": {\"a\": {\"shape\": [-1]}}}", "tensors 'a': shape: ");
     check_wrong("{\"tensors\": {\"a\": {\"shape\": [4], \"dst\": \"S1\"}}}",

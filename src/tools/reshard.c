@@ -112,7 +112,9 @@ static int64_t peak_memory(void) {
 
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
     tb__text_add(out, "%s", tb_dtype_name(t->src_dtype));
-    if (t->dst_dtype != t->src_dtype)
+    if (t->quant.kind)
+        tb__text_add(out, " to %s", tb__quant_name(t->quant.kind));
+    else if (t->dst_dtype != t->src_dtype)
         tb__text_add(out, " to %s", tb_dtype_name(t->dst_dtype));
 }
 
@@ -178,6 +180,8 @@ static void add_json_tensors(tb__text *out, const tb__disk *disk) {
             tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
         tb__text_add(out, "],\"src_dtype\":\"%s\",\"dst_dtype\":\"%s\"", tb_dtype_name(t->src_dtype),
                      tb_dtype_name(t->dst_dtype));
+        if (t->quant.kind)
+            tb__text_add(out, ",\"quantisation\":\"%s\"", tb__quant_name(t->quant.kind));
         add_json_layout(out, "src", t->src);
         add_json_layout(out, "dst", t->dst);
         tb__text_add(out, ",\"bytes\":%" PRId64 "}", t->dst_nbytes);
