@@ -87,6 +87,8 @@ tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, 
 /* As for one file: parts in any order, from any threads, each byte once. */
 tb_status tb__checkpoint_write(tb__checkpoint_writer *writer, size_t i, int64_t offset, const void *bytes,
                                size_t nbytes);
+tb_status tb__checkpoint_read_back(const tb__checkpoint_writer *writer, size_t i, int64_t offset, size_t nbytes,
+                                   void *buffer);
 tb_status tb__checkpoint_commit(tb__checkpoint_writer *writer, bool sync);
 
 /* Abandons what was not committed: nothing stays behind. Accepts NULL. */

@@ -198,6 +198,12 @@ tb_status tb__checkpoint_write(tb__checkpoint_writer *w, size_t i, int64_t offse
     return tb__safetensors_write(w->parts[w->seats[i].file].writer, w->seats[i].place, offset, bytes, nbytes);
 }
 
+tb_status tb__checkpoint_read_back(const tb__checkpoint_writer *w, size_t i, int64_t offset, size_t nbytes,
+                                   void *buffer) {
+    const seat *s = &w->seats[i];
+    return tb__safetensors_read_back(w->parts[s->file].writer, s->place, offset, nbytes, buffer);
+}
+
 /* A line of the index. */
 typedef struct entry {
     const char *name, *file;

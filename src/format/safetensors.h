@@ -106,6 +106,10 @@ tb_status tb__safetensors_create(const char *path, const tb__safetensor *tensors
 tb_status tb__safetensors_write(tb__safetensors_writer *writer, size_t i, int64_t offset, const void *bytes,
                                 size_t nbytes);
 
+/* Reads a part of tensor i as the file has it now. */
+tb_status tb__safetensors_read_back(const tb__safetensors_writer *writer, size_t i, int64_t offset, size_t nbytes,
+                                    void *buffer);
+
 /* Checks that all was written and hands it to the system, or with `sync` to the disk; then commit can hardly fail. For
  * those who commit several files together. */
 tb_status tb__safetensors_finish(tb__safetensors_writer *writer, bool sync);

@@ -61,16 +61,28 @@ tb_status tb__safetensors_create(const char *path, const tb__safetensor *tensors
     return status;
 }
 
-tb_status tb__safetensors_write(tb__safetensors_writer *w, size_t i, int64_t offset, const void *bytes, size_t nbytes) {
-    const tb__safetensor *t = &w->tensors[i];
+static tb_status check_part(const tb__safetensors_writer *w, const tb__safetensor *t, int64_t offset, size_t nbytes) {
     if (w->is_finished)
-        return tb__fail(TB_INVALID, "tensor '%.100s' can't be written: its file is finished", t->name);
+        return tb__fail(TB_INVALID, "tensor '%.100s' can't be reached: its file is finished", t->name);
     if (offset < 0 || offset > t->nbytes || nbytes > (uint64_t)(t->nbytes - offset))
         return tb__fail(TB_INVALID, "%zu bytes from byte %" PRId64 " on are not in tensor '%.100s', which has %" PRId64,
                         nbytes, offset, t->name, t->nbytes);
+    return TB_OK;
+}
+
+tb_status tb__safetensors_write(tb__safetensors_writer *w, size_t i, int64_t offset, const void *bytes, size_t nbytes) {
+    const tb__safetensor *t = &w->tensors[i];
+    TB_TRY(check_part(w, t, offset, nbytes));
     TB_TRY(tb__file_write(w->draft.fd, w->draft.path, w->data_start + t->offset + offset, bytes, nbytes));
     atomic_fetch_add(&w->written[i], (int_fast64_t)nbytes);
     return TB_OK;
+}
+
+tb_status tb__safetensors_read_back(const tb__safetensors_writer *w, size_t i, int64_t offset, size_t nbytes,
+                                    void *buffer) {
+    const tb__safetensor *t = &w->tensors[i];
+    TB_TRY(check_part(w, t, offset, nbytes));
+    return tb__file_read(w->draft.fd, w->draft.path, w->data_start + t->offset + offset, buffer, nbytes);
 }
 
 tb_status tb__safetensors_finish(tb__safetensors_writer *w, bool sync) {

@@ -7,8 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tool_command *const commands[] = {&tool_layout, &tool_plan,  &tool_inspect, &tool_config,
-                                               &tool_demo,   &tool_bench, NULL};
+static const tool_command *const commands[] = {&tool_layout, &tool_plan, &tool_inspect, &tool_reshard,
+                                               &tool_config, &tool_demo, &tool_bench,   NULL};
 
 static const tool_command *find_command(const char *name) {
     for (const tool_command *const *c = commands; *c; c++) {
@@ -95,6 +95,7 @@ static void occupy_standard_streams(void) {
 int main(int argc, char **argv) {
     occupy_standard_streams();
     signal(SIGPIPE, SIG_IGN); /* a closed pipe is reported like a full disk */
+    signal(SIGXFSZ, SIG_IGN); /* so is a limit on the size of files */
     char **arguments = argv + (argc > 0);
     const char *name = arguments[0];
     if (!name)

@@ -1,0 +1,349 @@
+/* What a resharding on disk has to do: the spec and the source's files, compared tensor by tensor. */
+#include "reshard/disk.h"
+
+#include "base/dtype.h"
+#include "base/text.h"
+#include "ir/ir.h"
+#include "layout/layout.h"
+#include "reshard/disk_inside.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+static int compare_ranks(const void *left, const void *right) {
+    int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
+    return (a > b) - (a < b);
+}
+
+/* The ranks that one side of any rule has, ascending; to be freed by the caller. */
+static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out, size_t *count) {
+    TB_VEC(int32_t) all = {0};
+    const tb_layout *last = NULL;
+    for (size_t i = 0; i < spec->ntensors + spec->nrules; i++) {
+        const tb__spec_rule *rule = i < spec->ntensors ? &spec->tensors[i] : &spec->rules[i - spec->ntensors];
+        const tb_layout *layout = is_target ? rule->dst : rule->src;
+        bool is_same = last && layout && tb_layout_nranks(last) == tb_layout_nranks(layout) && !last->ranks &&
+                       !layout->ranks && last->first == layout->first;
+        if (!layout || is_same)
+            continue;
+        last = layout;
+        for (int32_t k = 0; k < tb_layout_nranks(layout); k++) {
+            if (!tb__vec_push(&all, tb_layout_rank_at(layout, k))) {
+                free(all.item);
+                return TB_NO_MEMORY;
+            }
+        }
+    }
+    size_t kept = 0;
+    if (all.count)
+        qsort(all.item, all.count, sizeof *all.item, compare_ranks);
+    for (size_t i = 0; i < all.count; i++) {
+        if (kept == 0 || all.item[kept - 1] != all.item[i])
+            all.item[kept++] = all.item[i];
+    }
+    *out = all.item;
+    *count = kept;
+    return TB_OK;
+}
+
+typedef struct shape_text {
+    char text[TB_MAX_DIMS * 21 + 8];
+} shape_text;
+
+static shape_text text_of(const tb_shape *shape) {
+    shape_text out = {""};
+    size_t at = 0;
+    for (int d = 0; d < shape->ndim; d++)
+        at += (size_t)snprintf(out.text + at, sizeof out.text - at, d ? ",%" PRId64 : "%" PRId64, shape->dim[d]);
+    if (shape->ndim == 0)
+        snprintf(out.text, sizeof out.text, "a scalar");
+    return out;
+}
+
+static bool same_shape(const tb_shape *a, const tb_shape *b) {
+    return a->ndim == b->ndim && (a->ndim == 0 || !memcmp(a->dim, b->dim, (size_t)a->ndim * sizeof *a->dim));
+}
+
+static bool is_empty(const tb_shape *shape) {
+    for (int d = 0; d < shape->ndim; d++) {
+        if (shape->dim[d] == 0)
+            return true;
+    }
+    return false;
+}
+
+static tb_status fail_missing(const tb__disk_source *source, const char *name) {
+    tb__set_detail("tensor '%.100s' is not in it", name);
+    return source->file ? tb__file_fail(TB_INVALID, source->file->path) : TB_INVALID;
+}
+
+/* Whether any placement cuts this dimension by lists, from which its length can't be told. */
+static tb_status check_deducible(const tb__disk_tensor *t) {
+    for (int m = 0; m < t->src->ndim; m++) {
+        if (t->src->place[m].kind == TB_EXPLICIT)
+            return tb__fail(TB_INVALID, "a source that is Explicit needs 'shape' in the spec");
+    }
+    return TB_OK;
+}
+
+/* Whether mesh index `index` stands at 0 in every mesh dim that does not cut tensor dim `d`. */
+static bool is_on_axis(const tb_layout *layout, int32_t index, int ndim, int d) {
+    int64_t rest = index;
+    for (int m = layout->ndim - 1; m >= 0; m--) {
+        const tb_placement *place = &layout->place[m];
+        int dim = place->dim < 0 ? place->dim + ndim : place->dim;
+        bool cuts = tb__placement_shards(place) && dim == d;
+        if (!cuts && rest % layout->shape[m] != 0)
+            return false;
+        rest /= layout->shape[m];
+    }
+    return true;
+}
+
+/* Every placement but Explicit deals the indices of a dimension out, each once: the parts' lengths add up. */
+static tb_status deduce_shape(const tb__disk *disk, tb__disk_tensor *t) {
+    tb_shape shape = {0};
+    for (int32_t i = 0; i < tb_layout_nranks(t->src); i++) {
+        tb__disk_source source = tb__disk_input_find(disk->input, tb_layout_rank_at(t->src, i), t->name);
+        if (!source.tensor)
+            return fail_missing(&source, t->name);
+        const tb_shape *local = &source.tensor->shape;
+        if (i == 0)
+            shape.ndim = local->ndim;
+        if (local->ndim != shape.ndim) {
+            tb__set_detail("tensor '%.100s' has %d dims, but %d on rank %" PRId32, t->name, local->ndim, shape.ndim,
+                           tb_layout_rank_at(t->src, 0));
+            return tb__file_fail(TB_INVALID, source.file->path);
+        }
+        for (int d = 0; d < shape.ndim; d++) {
+            if (!is_on_axis(t->src, i, shape.ndim, d))
+                continue;
+            if (local->dim[d] > (INT64_C(1) << 62) - shape.dim[d])
+                return tb__fail(TB_TOO_BIG, "tensor '%.100s' has more than 2^62 bytes", t->name);
+            shape.dim[d] += local->dim[d];
+        }
+    }
+    t->shape = shape;
+    return TB_OK;
+}
+
+static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, tb_dtype wanted) {
+    tb_local local;
+    tb__disk_source source = tb__disk_input_find(disk->input, rank, t->name);
+    tb_status status = tb_layout_local(t->src, &t->shape, rank, &local);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s': src", t->name);
+    tb_shape shape = local.shape;
+    tb_local_fini(&local);
+    if (!source.tensor)
+        return is_empty(&shape) ? TB_OK : fail_missing(&source, t->name);
+    if (!same_shape(&shape, &source.tensor->shape)) {
+        tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s", t->name,
+                       text_of(&source.tensor->shape).text, rank, text_of(&shape).text, text_of(&t->shape).text);
+        return tb__file_fail(TB_INVALID, source.file->path);
+    }
+    tb_dtype expected = wanted != TB_DTYPE_NONE ? wanted : t->src_dtype;
+    if (expected != TB_DTYPE_NONE && source.tensor->dtype != expected) {
+        tb__set_detail("tensor '%.100s' is %s, but %s %s", t->name, tb_dtype_name(source.tensor->dtype),
+                       wanted != TB_DTYPE_NONE ? "the spec says" : "another rank has it as", tb_dtype_name(expected));
+        return tb__file_fail(TB_INVALID, source.file->path);
+    }
+    t->src_dtype = source.tensor->dtype;
+    disk->src_nbytes += source.tensor->nbytes; /* of files that exist: far from 2^63 */
+    return TB_OK;
+}
+
+static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *out) {
+    tb__safetensor tensors[2];
+    size_t count;
+    *out = 0;
+    TB_TRY(tb__disk_part_tensors(t, rank, tensors, &count));
+    for (size_t i = 0; i < count; i++) {
+        int64_t nbytes;
+        TB_TRY(tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &nbytes));
+        *out += nbytes;
+    }
+    return TB_OK;
+}
+
+static tb_status add_target_bytes(tb__disk *disk, tb__disk_tensor *t) {
+    for (int32_t i = 0; i < tb_layout_nranks(t->dst); i++) {
+        int64_t nbytes;
+        TB_TRY(part_nbytes(t, tb_layout_rank_at(t->dst, i), &nbytes));
+        if (nbytes > (INT64_C(1) << 62) - disk->dst_nbytes)
+            return tb__fail(TB_TOO_BIG, "the target has more than 2^62 bytes");
+        t->dst_nbytes += nbytes;
+        disk->dst_nbytes += nbytes;
+    }
+    return TB_OK;
+}
+
+/* What is written is worked out by the quantiser, from numbers as the source has them. */
+static tb_status settle_quantised(tb__disk *disk, tb__disk_tensor *t) {
+    bool is_block = t->quant.kind == TB__QUANT_FP8_BLOCK;
+    if (t->src_dtype != TB_F32 && t->src_dtype != TB_F16 && t->src_dtype != TB_BF16)
+        return tb__fail(TB_REFUSED, "it is %s, but %s is made from f32, f16 or bf16", tb_dtype_name(t->src_dtype),
+                        tb__quant_name(t->quant.kind));
+    if (t->shape.ndim < (is_block ? 2 : 1))
+        return tb__fail(TB_REFUSED, "it has %d dims, too few for %s", t->shape.ndim, tb__quant_name(t->quant.kind));
+    const char *ending = is_block ? "_scale_inv" : "_scale";
+    size_t nbytes = strlen(t->name) + strlen(ending) + 1;
+    char *name = tb__arena_alloc(&disk->arena, nbytes, 1);
+    if (!name)
+        return TB_NO_MEMORY;
+    snprintf(name, nbytes, "%s%s", t->name, ending);
+    t->scale_name = name;
+    t->dst_dtype = TB_F8E4M3;
+    t->band_dtype = t->wire_dtype = t->src_dtype;
+    return TB_OK;
+}
+
+/* What the files have of it; sentences name the file and the tensor. */
+static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
+    const char *stranger = tb__disk_input_stranger(disk->input, t->src, t->name);
+    if (stranger) {
+        tb__set_detail("tensor '%.100s' is in it, but the rank is not in the tensor's source mesh", t->name);
+        return tb__file_fail(TB_INVALID, stranger);
+    }
+    if (rule->has_shape)
+        t->shape = rule->shape;
+    else
+        TB_TRY(deduce_shape(disk, t));
+    for (int32_t i = 0; i < tb_layout_nranks(t->src); i++)
+        TB_TRY(check_source(disk, t, tb_layout_rank_at(t->src, i), rule->src_dtype));
+    return TB_OK;
+}
+
+static tb_status settle(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
+    if (t->src_dtype == TB_DTYPE_NONE) /* all parts are empty, and no file has one */
+        t->src_dtype = rule->src_dtype != TB_DTYPE_NONE ? rule->src_dtype : TB_F32;
+    t->quant = rule->quant;
+    if (t->quant.kind) {
+        TB_TRY(settle_quantised(disk, t));
+    } else {
+        t->dst_dtype = t->band_dtype = rule->dst_dtype != TB_DTYPE_NONE ? rule->dst_dtype : t->src_dtype;
+        bool is_narrow = tb_dtype_bits(t->dst_dtype) <= 8; /* asked for in so many words */
+        TB_TRY(tb__wire_dtype(t->src_dtype, t->dst_dtype, is_narrow ? t->dst_dtype : TB_DTYPE_NONE, &t->wire_dtype));
+    }
+    /* The first replica serves everything: what is read twice is in the page cache the second time. */
+    const tb_plan_opts opts = {.size = sizeof opts, .unbalanced = true};
+    TB_TRY(tb_plan_cache_get(disk->plans, t->src, t->dst, &t->shape, t->src_dtype, &opts, &t->plan));
+    return add_target_bytes(disk, t);
+}
+
+static tb_status check_sides(const tb__disk *disk, const tb__disk_tensor *t, const tb__spec_rule *rule) {
+    if (tb__disk_input_is_model(disk->input) && tb_layout_nranks(t->src) != 1)
+        return tb__fail(TB_INVALID, "its source mesh has %" PRId32 " ranks, but the source is a model, which is one",
+                        tb_layout_nranks(t->src));
+    return rule->has_shape ? TB_OK : check_deducible(t);
+}
+
+static tb_status add_tensor(tb__disk *disk, const tb__spec *spec, const char *name) {
+    const tb__spec_rule *rule = tb__spec_find(spec, name);
+    if (!rule)
+        return tb__fail(TB_INVALID,
+                        "tensor '%.100s': the spec has no entry and no rule for it; "
+                        "{\"match\": \"*\", \"skip\": true} as the last rule would leave it out",
+                        name);
+    if (rule->is_skipped) {
+        disk->nskipped++;
+        return TB_OK;
+    }
+    tb__disk_tensor *t = &disk->tensors[disk->count];
+    *t = (tb__disk_tensor){.name = name, .src = rule->src, .dst = rule->dst};
+    tb_status status = check_sides(disk, t, rule);
+    if (status == TB_OK) {
+        TB_TRY(find_sources(disk, t, rule));
+        status = settle(disk, t, rule);
+    }
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s'", name);
+    disk->count++;
+    return TB_OK;
+}
+
+static int compare_strings(const void *left, const void *right) {
+    return strcmp(*(const char *const *)left, *(const char *const *)right);
+}
+
+/* The names of the files, and those that only the spec has: that one is missing is said by the file that lacks it. */
+static tb_status list_names(const tb__disk *disk, const tb__spec *spec, const char ***out, size_t *count) {
+    const char **names;
+    size_t n, found;
+    TB_TRY(tb__disk_input_names(disk->input, &names, &found));
+    const char **all = tb__realloc(names, found + spec->ntensors, sizeof *all);
+    if (!all) {
+        free(names);
+        return TB_NO_MEMORY;
+    }
+    n = found;
+    for (size_t i = 0; i < spec->ntensors; i++) {
+        const char *name = spec->tensors[i].match;
+        bool is_found = found && bsearch(&name, all, found, sizeof *all, compare_strings);
+        if (!is_found && !spec->tensors[i].is_skipped)
+            all[n++] = name;
+    }
+    qsort(all, n, sizeof *all, compare_strings);
+    *out = all;
+    *count = n;
+    return TB_OK;
+}
+
+static tb_status add_tensors(tb__disk *disk, const tb__spec *spec) {
+    const char **names;
+    size_t count;
+    TB_TRY(list_names(disk, spec, &names, &count));
+    disk->tensors = tb__arena_alloc(&disk->arena, count, sizeof *disk->tensors);
+    tb_status status = disk->tensors ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < count && status == TB_OK; i++)
+        status = add_tensor(disk, spec, names[i]);
+    free(names);
+    return status;
+}
+
+static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir) {
+    int32_t *ranks;
+    size_t nranks;
+    TB_TRY(list_ranks(spec, false, &ranks, &nranks));
+    tb_status status = tb__disk_input_open(dir, ranks, nranks, &disk->input);
+    free(ranks);
+    TB_TRY(status);
+    TB_TRY(list_ranks(spec, true, &disk->ranks, &disk->nranks));
+    TB_TRY(tb_plan_cache_create(&disk->plans));
+    return add_tensors(disk, spec);
+}
+
+tb_status tb__disk_open(const tb__spec *spec, const char *dir, tb__disk **out) {
+    tb__disk *disk = tb__calloc(1, sizeof *disk);
+    if (!disk)
+        return TB_NO_MEMORY;
+    tb_status status = open_all(disk, spec, dir);
+    if (status != TB_OK)
+        tb__disk_close(disk);
+    else
+        *out = disk;
+    return status;
+}
+
+void tb__disk_close(tb__disk *disk) {
+    if (!disk)
+        return;
+    tb__disk_input_close(disk->input);
+    tb_plan_cache_destroy(disk->plans);
+    tb__arena_fini(&disk->arena);
+    free(disk->ranks);
+    free(disk);
+}
+
+tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out) {
+    int64_t total = 0, nbytes;
+    for (size_t i = 0; i < disk->count; i++) {
+        if (tb_layout_index_of(disk->tensors[i].dst, rank) < 0)
+            continue;
+        TB_TRY(part_nbytes(&disk->tensors[i], rank, &nbytes));
+        total += nbytes;
+    }
+    *out = total;
+    return TB_OK;
+}

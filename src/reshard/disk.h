@@ -1,0 +1,74 @@
+/* Checkpoints from one sharding to another, on disk: a spec says how the files have each tensor and how they shall have
+ * it. Data streams from file to file in bands of bounded size, whatever the size of the tensors; several threads each
+ * take the next part.
+ *
+ * The source is a directory with a file for each rank (rank_0.safetensors, ...), each with its local shards under their
+ * names, or a model as Hugging Face lays it out, which counts as one rank. So is the target. */
+#ifndef TB_RESHARD_DISK_H
+#define TB_RESHARD_DISK_H
+
+#include "format/checkpoint.h"
+#include "reshard/spec.h"
+
+/* A tensor that is moved, after the spec and the files have been compared. */
+typedef struct tb__disk_tensor {
+    const char *name;
+    tb_shape shape; /* global */
+    tb_dtype src_dtype, wire_dtype;
+    tb_dtype band_dtype;    /* in which parts are brought together: what is written, or what is quantised */
+    tb_dtype dst_dtype;     /* of what is written */
+    tb__quant_format quant; /* kind 0: none */
+    const char *scale_name; /* where it is quantised: of the tensor that goes with it */
+    const tb_layout *src, *dst;
+    const tb_plan *plan;
+    int64_t dst_nbytes; /* of all target ranks together, scales included */
+} tb__disk_tensor;
+
+/* A source that has been opened and checked against a spec, and what is to be done with it. */
+typedef struct tb__disk {
+    struct tb__disk_input *input;
+    size_t count;
+    tb__disk_tensor *tensors; /* by name */
+    size_t nskipped;          /* tensors that the spec leaves out */
+    size_t nranks;
+    int32_t *ranks; /* of the target, ascending */
+    int64_t src_nbytes, dst_nbytes;
+    tb_plan_cache *plans;
+    tb__arena arena;
+} tb__disk;
+
+/* Opens all files of the source and finds everything wrong that can be found without reading data: a rank's file that
+ * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors for which the spec
+ * has no word. The spec must outlive it. */
+tb_status tb__disk_open(const tb__spec *spec, const char *dir, tb__disk **out);
+void tb__disk_close(tb__disk *disk); /* accepts NULL */
+
+/* Bytes of data that the file of a target rank will have. */
+tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out);
+
+typedef struct tb__disk_state {
+    bool is_verifying;
+    int64_t bytes_done, bytes_total; /* of the target; in each of the two passes */
+} tb__disk_state;
+
+enum { TB__DISK_MIN_MEMORY = 16 << 20 };
+
+typedef struct tb__disk_opts {
+    int64_t memory;         /* what buffers and the process itself may take together; 0: 1 GiB */
+    int threads;            /* 0: as many as there are cores, and memory for their buffers */
+    int64_t band_bytes;     /* how much is brought together at a time, a multiple of 64; 0: 1 MiB, or what fits */
+    bool is_model;          /* the target is one rank, and written as a Hugging Face model */
+    int64_t max_file_bytes; /* of the model's files; 0: no limit */
+    bool sync;              /* all is on the disk before any file has its name */
+    bool verify;            /* reads everything back and compares it with the source before any file has its name */
+    /* Called at the beginning of each pass, and then now and then, by the thread that runs it; anything but TB_OK ends
+     * the run with that status. */
+    tb_status (*progress)(void *arg, const tb__disk_state *state);
+    void *arg;
+} tb__disk_opts;
+
+/* Writes the target. Makes the directory if it is not there; TB_REFUSED if it holds a checkpoint. Files have temporary
+ * names until all are complete; after a failure nothing stays behind. */
+tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts);
+
+#endif

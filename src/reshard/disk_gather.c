@@ -1,0 +1,187 @@
+/* Boxes from the files of source ranks to memory: read where they lie, cast, combined and put in their places. */
+#include "reshard/disk_inside.h"
+
+#include "base/dtype.h"
+#include "exec/copy.h"
+#include "plan/plan.h"
+
+#include <inttypes.h>
+
+enum {
+    GAP = 4 << 10,         /* fewer bytes than this between two runs are read along: cheaper than a second call */
+    DIRECT_RUN = 16 << 10, /* runs at least this long are read to their places at once */
+};
+
+void tb__disk_gather_fini(tb__disk_gather *g) {
+    free(g->sources.item);
+    free(g->from.item);
+    free(g->strides.item);
+}
+
+static void row_major(const tb_shape *shape, int64_t *stride) {
+    int64_t step = 1;
+    for (int d = shape->ndim - 1; d >= 0; d--) {
+        stride[d] = step;
+        step *= shape->dim[d];
+    }
+}
+
+static tb_status find_sources(tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_piece *piece) {
+    g->sources.count = g->from.count = g->strides.count = 0;
+    if (!tb__vec_reserve(&g->sources, piece->nsources) || !tb__vec_reserve(&g->from, piece->nsources) ||
+        !tb__vec_reserve(&g->strides, piece->nsources))
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < piece->nsources; i++) {
+        tb__disk_source source = tb__disk_input_find(g->input, piece->sources[i], t->name);
+        if (!source.tensor)
+            return tb__fail(TB_INTERNAL, "rank %" PRId32 " has no tensor '%.100s', but is asked for it",
+                            piece->sources[i], t->name);
+        g->sources.item[g->sources.count++] = source;
+        row_major(&source.tensor->shape, g->strides.item[g->strides.count++].dim);
+        g->from.item[g->from.count++] = NULL;
+    }
+    return TB_OK;
+}
+
+/* Whether runs that are long and contiguous at both ends make up the box; *run is their elements, *outer how many
+ * dimensions are to be stepped through. */
+static bool is_direct(const tb__disk_tensor *t, const tb__disk_piece *piece, const int64_t *src_stride,
+                      const int64_t *dst_stride, int64_t *run, int *outer) {
+    if (piece->nsources != 1 || t->src_dtype != t->band_dtype)
+        return false;
+    int64_t n = 1;
+    int d = t->shape.ndim;
+    while (d > 0 && (piece->len[d - 1] == 1 || (src_stride[d - 1] == n && dst_stride[d - 1] == n)))
+        n *= piece->len[--d];
+    *run = n;
+    *outer = d;
+    return d == 0 || tb__dtype_bytes(t->src_dtype, n) >= DIRECT_RUN;
+}
+
+/* Steps through the indices of dims 0 .. ndim-1; false once all were seen. */
+static bool next_index(int64_t *index, const int64_t *len, const int64_t *step, int ndim) {
+    for (int d = ndim - 1; d >= 0; d--) {
+        index[d] += step ? step[d] : 1;
+        if (index[d] < len[d])
+            return true;
+        index[d] = 0;
+    }
+    return false;
+}
+
+static int64_t dot(const int64_t *index, const int64_t *stride, int ndim) {
+    int64_t sum = 0;
+    for (int d = 0; d < ndim; d++)
+        sum += index[d] * stride[d];
+    return sum;
+}
+
+static tb_status read_direct(const tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
+                             const int64_t *dst_stride, int64_t run, int outer) {
+    const tb__disk_source *source = &g->sources.item[0];
+    const int64_t *src_stride = g->strides.item[0].dim;
+    int64_t index[TB_MAX_DIMS] = {0}, first = dot(piece->src, src_stride, t->shape.ndim);
+    do {
+        int64_t from = tb__dtype_bytes(t->src_dtype, first + dot(index, src_stride, outer));
+        int64_t at = tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, outer));
+        TB_TRY(tb__safetensors_read(source->file, source->tensor, from, (size_t)tb__dtype_bytes(t->src_dtype, run),
+                                    (char *)to + at));
+    } while (next_index(index, piece->len, NULL, outer));
+    return TB_OK;
+}
+
+/* How a box is cut for the stage: `step` indices of each dimension at a time. */
+typedef struct cutting {
+    int64_t step[TB_MAX_DIMS];
+} cutting;
+
+/* As much at once as fits in and is not mostly gaps. */
+static cutting cut_for_stage(const tb__disk_tensor *t, const tb__disk_piece *piece, const int64_t *stride,
+                             int64_t capacity) {
+    int64_t span = tb__dtype_packing(t->src_dtype); /* elements from the first to the last, of the dims so far */
+    int64_t most = capacity * 8 / tb_dtype_bits(t->src_dtype), gap = (int64_t)GAP * 8 / tb_dtype_bits(t->src_dtype);
+    cutting cut;
+    int d = t->shape.ndim - 1;
+    for (; d >= 0; d--) {
+        int64_t all = stride[d] * (piece->len[d] - 1) + span;
+        if (piece->len[d] > 1 && (stride[d] - span > gap || all > most))
+            break;
+        cut.step[d] = piece->len[d];
+        span = piece->len[d] > 1 ? all : span;
+    }
+    if (d >= 0) {
+        int64_t n = stride[d] - span > gap || span > most ? 1 : (most - span) / stride[d] + 1;
+        int64_t packing = d == t->shape.ndim - 1 ? tb__dtype_packing(t->src_dtype) : 1;
+        n -= n % packing;
+        cut.step[d--] = n > packing ? n : packing;
+    }
+    for (; d >= 0; d--)
+        cut.step[d] = 1;
+    return cut;
+}
+
+static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
+                             const int64_t *dst_stride) {
+    int ndim = t->shape.ndim;
+    size_t each = g->stage_nbytes / piece->nsources / 64 * 64; /* of the stage, for every source */
+    const int64_t *stride = g->strides.item[0].dim;            /* those that are combined have the same shape */
+    if (each == 0)
+        return tb__fail(TB_TOO_BIG, "tensor '%.100s' is combined from %" PRIu32 " ranks; that takes more memory",
+                        t->name, piece->nsources);
+    cutting cut = cut_for_stage(t, piece, stride, (int64_t)each);
+    int64_t index[TB_MAX_DIMS] = {0}, first = dot(piece->src, stride, ndim);
+    do {
+        tb__copy copy = {.ndim = ndim, .nsrc = piece->nsources, .src = g->from.item, .src_dtype = t->src_dtype};
+        copy.src_stride = (const int64_t(*)[TB_MAX_DIMS])g->strides.item;
+        copy.wire_dtype = t->wire_dtype;
+        copy.dst_dtype = t->band_dtype;
+        copy.op = t->plan->src.op;
+        copy.avg_divisor = t->plan->src.avg_divisor;
+        copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, ndim));
+        int64_t span = 1, from = tb__dtype_bytes(t->src_dtype, first + dot(index, stride, ndim));
+        for (int d = 0; d < ndim; d++) {
+            int64_t left = piece->len[d] - index[d];
+            copy.len[d] = left < cut.step[d] ? left : cut.step[d];
+            copy.dst_stride[d] = dst_stride[d];
+            span += stride[d] * (copy.len[d] - 1);
+        }
+        for (uint32_t i = 0; i < piece->nsources; i++) {
+            const tb__disk_source *source = &g->sources.item[i];
+            unsigned char *place = g->stage + i * each;
+            TB_TRY(tb__safetensors_read(source->file, source->tensor, from, (size_t)tb__dtype_bytes(t->src_dtype, span),
+                                        place));
+            g->from.item[i] = place;
+        }
+        TB_TRY(tb__copy_check(&copy));
+        tb__copy_run(&copy, tb__copy_whole(&copy), false);
+    } while (next_index(index, piece->len, cut.step, ndim));
+    return TB_OK;
+}
+
+static tb_status fill_zeros(const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
+                            const int64_t *dst_stride) {
+    tb__copy copy = {.ndim = t->shape.ndim, .dst = to, .dst_dtype = t->band_dtype};
+    for (int d = 0; d < copy.ndim; d++) {
+        copy.len[d] = piece->len[d];
+        copy.dst_stride[d] = dst_stride[d];
+    }
+    TB_TRY(tb__copy_check(&copy));
+    tb__copy_run(&copy, tb__copy_whole(&copy), false);
+    return TB_OK;
+}
+
+tb_status tb__disk_gather_piece(tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
+                                const int64_t *dst_stride) {
+    int64_t run;
+    int outer;
+    for (int d = 0; d < t->shape.ndim; d++) {
+        if (piece->len[d] == 0)
+            return TB_OK;
+    }
+    if (piece->nsources == 0)
+        return fill_zeros(t, piece, to, dst_stride);
+    TB_TRY(find_sources(g, t, piece));
+    if (is_direct(t, piece, g->strides.item[0].dim, dst_stride, &run, &outer))
+        return read_direct(g, t, piece, to, dst_stride, run, outer);
+    return read_staged(g, t, piece, to, dst_stride);
+}

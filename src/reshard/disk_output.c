@@ -1,0 +1,216 @@
+/* The target of a resharding: a file for each rank, or a model. None has its name until all are complete. */
+#include "reshard/disk_inside.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+typedef struct rank_file {
+    int32_t rank;
+    char *path; /* kept, so that a file can be taken back without memory */
+    tb__safetensors_writer *writer;
+    bool is_committed;
+    TB_VEC(size_t) slots; /* of the job, ascending; their places are those among the file's */
+} rank_file;
+
+struct tb__disk_output {
+    char *dir;
+    bool made_dir, is_committed;
+    tb__checkpoint_writer *model; /* NULL: files of ranks */
+    size_t nranks;
+    rank_file *ranks; /* ascending */
+};
+
+static tb_status fail_errno(const char *dir, const char *what) {
+    tb__set_detail("%s: %s", what, strerror(errno));
+    return tb__file_fail(TB_IO, dir);
+}
+
+/* Old and new files must not be mixed, whichever kind they are. */
+static tb_status refuse_checkpoint(const char *dir) {
+    tb__checkpoint_kind kind;
+    struct stat about;
+    if (stat(dir, &about) != 0)
+        return errno == ENOENT ? TB_OK : fail_errno(dir, "can't be looked at");
+    if (!S_ISDIR(about.st_mode)) {
+        tb__set_detail("it is not a directory");
+        return tb__file_fail(TB_INVALID, dir);
+    }
+    if (tb__checkpoint_look(dir, &kind) != TB_OK)
+        return TB_OK; /* there is none */
+    tb__set_detail("it holds a checkpoint; old and new files would be mixed");
+    return tb__file_fail(TB_REFUSED, dir);
+}
+
+static tb_status take_directory(tb__disk_output *output, const char *dir) {
+    output->dir = tb__strdup(dir);
+    if (!output->dir)
+        return TB_NO_MEMORY;
+    output->made_dir = mkdir(dir, 0777) == 0;
+    return output->made_dir || errno == EEXIST ? TB_OK : fail_errno(dir, "can't be created");
+}
+
+/* Tensors of one rank, as its file will have them. */
+static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safetensor *out) {
+    for (size_t i = 0; i < disk->count; i++) {
+        const tb__disk_tensor *t = &disk->tensors[i];
+        size_t count;
+        if (tb_layout_index_of(t->dst, file->rank) < 0)
+            continue;
+        TB_TRY(tb__disk_part_tensors(t, file->rank, out + file->slots.count, &count));
+        for (size_t k = 0; k < count; k++) {
+            if (!tb__vec_push(&file->slots, 2 * i + k))
+                return TB_NO_MEMORY;
+        }
+    }
+    return TB_OK;
+}
+
+/* Takes the notes of the source. Programs that load models want to know which library's tensors these are. */
+static tb_status list_notes(const tb__disk *disk, bool is_model, tb__safetensors_note **out, size_t *count) {
+    const tb__safetensors *first = tb__disk_input_first(disk->input);
+    size_t n = first ? first->header.nnotes : 0;
+    bool has_format = false;
+    tb__safetensors_note *notes = tb__malloc(n + 1, sizeof *notes);
+    if (!notes)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < n; i++) {
+        notes[i] = first->header.notes[i];
+        has_format |= strcmp(notes[i].key, "format") == 0;
+    }
+    if (is_model && !has_format)
+        notes[n++] = (tb__safetensors_note){"format", "pt"};
+    *out = notes;
+    *count = n;
+    return TB_OK;
+}
+
+static tb_status create_rank(tb__disk_output *output, rank_file *file, const tb__safetensor *tensors,
+                             const tb__safetensors_note *notes, size_t nnotes) {
+    TB_TRY(tb__rank_file_path(output->dir, file->rank, &file->path));
+    return tb__safetensors_create(file->path, tensors, file->slots.count, notes, nnotes, &file->writer);
+}
+
+static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
+                              tb__safetensor *tensors, const tb__safetensors_note *notes, size_t nnotes) {
+    if (!opts->is_model)
+        TB_TRY(take_directory(output, dir));
+    for (size_t i = 0; i < disk->nranks; i++) {
+        rank_file *file = &output->ranks[output->nranks++];
+        file->rank = disk->ranks[i];
+        TB_TRY(list_tensors(disk, file, tensors));
+        if (opts->is_model)
+            return tb__checkpoint_create(dir, tensors, file->slots.count, notes, nnotes, opts->max_file_bytes,
+                                         &output->model);
+        TB_TRY(create_rank(output, file, tensors, notes, nnotes));
+    }
+    return TB_OK;
+}
+
+static tb_status create(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts) {
+    tb__safetensors_note *notes;
+    size_t nnotes;
+    if (opts->is_model && disk->nranks != 1)
+        return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
+    TB_TRY(refuse_checkpoint(dir));
+    output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
+    tb__safetensor *tensors = tb__malloc(disk->count, 2 * sizeof *tensors);
+    tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = list_notes(disk, opts->is_model, &notes, &nnotes);
+    if (status == TB_OK) {
+        status = create_files(output, disk, dir, opts, tensors, notes, nnotes);
+        free(notes);
+    }
+    free(tensors);
+    return status;
+}
+
+tb_status tb__disk_output_create(const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
+                                 tb__disk_output **out) {
+    tb__disk_output *output = tb__calloc(1, sizeof *output);
+    if (!output)
+        return TB_NO_MEMORY;
+    tb_status status = create(output, disk, dir, opts);
+    if (status != TB_OK)
+        tb__disk_output_destroy(output);
+    else
+        *out = output;
+    return status;
+}
+
+static int compare_ranks(const void *left, const void *right) {
+    const rank_file *a = left, *b = right;
+    return (a->rank > b->rank) - (a->rank < b->rank);
+}
+
+static int compare_sizes(const void *left, const void *right) {
+    size_t a = *(const size_t *)left, b = *(const size_t *)right;
+    return (a > b) - (a < b);
+}
+
+/* A rank's file, and which of its tensors this is. */
+static const rank_file *find(const tb__disk_output *output, int32_t rank, size_t slot, size_t *place) {
+    const rank_file key = {.rank = rank};
+    const rank_file *file = bsearch(&key, output->ranks, output->nranks, sizeof key, compare_ranks);
+    const size_t *at = bsearch(&slot, file->slots.item, file->slots.count, sizeof slot, compare_sizes);
+    *place = (size_t)(at - file->slots.item);
+    return file;
+}
+
+tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, const void *bytes,
+                                size_t nbytes) {
+    size_t i;
+    const rank_file *file = find(output, rank, slot, &i);
+    return output->model ? tb__checkpoint_write(output->model, i, offset, bytes, nbytes)
+                         : tb__safetensors_write(file->writer, i, offset, bytes, nbytes);
+}
+
+tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
+                               size_t nbytes) {
+    size_t i;
+    const rank_file *file = find(output, rank, slot, &i);
+    return output->model ? tb__checkpoint_read_back(output->model, i, offset, nbytes, buffer)
+                         : tb__safetensors_read_back(file->writer, i, offset, nbytes, buffer);
+}
+
+/* Names on the disk: those in the directory, and its own if it is new. */
+static tb_status sync_names(const tb__disk_output *output) {
+    if (output->nranks > 0)
+        TB_TRY(tb__file_sync_name(output->ranks[0].path));
+    return output->made_dir ? tb__file_sync_name(output->dir) : TB_OK;
+}
+
+tb_status tb__disk_output_commit(tb__disk_output *output, bool sync) {
+    if (output->model)
+        return tb__checkpoint_commit(output->model, sync);
+    for (size_t i = 0; i < output->nranks; i++)
+        TB_TRY(tb__safetensors_finish(output->ranks[i].writer, sync));
+    for (size_t i = 0; i < output->nranks; i++) {
+        TB_TRY(tb__safetensors_commit(output->ranks[i].writer, false));
+        output->ranks[i].is_committed = true;
+    }
+    output->is_committed = true;
+    return sync ? sync_names(output) : TB_OK;
+}
+
+void tb__disk_output_destroy(tb__disk_output *output) {
+    if (!output)
+        return;
+    for (size_t i = 0; i < output->nranks; i++) {
+        rank_file *file = &output->ranks[i];
+        if (file->is_committed && !output->is_committed)
+            unlink(file->path);
+        tb__safetensors_writer_destroy(file->writer);
+        free(file->path);
+        free(file->slots.item);
+    }
+    tb__checkpoint_writer_destroy(output->model);
+    if (output->made_dir && !output->is_committed)
+        rmdir(output->dir);
+    free(output->ranks);
+    free(output->dir);
+    free(output);
+}

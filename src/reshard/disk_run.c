@@ -1,0 +1,430 @@
+/* Runs a resharding on disk: threads that each take the next stretch of a target rank's tensor, bring it together band
+ * by band, and write it or, when verifying, compare it with what was written. */
+#include "reshard/disk_inside.h"
+
+#include "base/dtype.h"
+#include "base/process.h"
+#include "layout/layout.h"
+
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    MAX_THREADS = 16,          /* more do not make a disk faster */
+    BAND_BYTES = 1 << 20,      /* stays in the cache between the read and the write */
+    MIN_BAND_BYTES = 16 << 10, /* where there is little memory */
+    MIN_STAGE_BYTES = 4 << 10, /* so that many ranks can be combined */
+    STRETCH_BYTES = 64 << 20,  /* what a thread takes at a time */
+    LOOK_MS = 100,             /* between two calls of progress */
+    BUFFERS = 3,               /* of a thread: the band, what it is quantised to, and the stage */
+};
+
+/* What the threads share. */
+typedef struct job {
+    const tb__disk *disk;
+    tb__disk_output *output;
+    bool is_verifying;
+    int64_t band_bytes;
+    int64_t buffer_bytes; /* a band's, or more where scales cover more */
+    pthread_mutex_t lock;
+    pthread_cond_t ended;
+    /* Under the lock: the next stretch, and how it went. */
+    size_t tensor;
+    int32_t target; /* index in the tensor's target mesh */
+    int64_t band;
+    int nrunning;
+    tb_status status;
+    char sentence[1024];
+    atomic_bool is_stopped;
+    atomic_int_fast64_t bytes_done;
+} job;
+
+typedef struct worker {
+    job *job;
+    pthread_t thread;
+    tb__disk_gather gather;
+    unsigned char *band, *quantised; /* the latter where some tensor is */
+    /* Of the part at hand. */
+    size_t tensor;
+    int32_t rank;
+    tb__disk_bands bands;
+    tb_routes *routes;
+    tb__disk_pieces pieces; /* by their start in dim 0 ... */
+    TB_VEC(int64_t) reach;  /* ... and the highest end there of those up to each */
+    tb__arena arena;
+} worker;
+
+static void fail_job(job *j, tb_status status) {
+    pthread_mutex_lock(&j->lock);
+    if (j->status == TB_OK) {
+        j->status = status;
+        snprintf(j->sentence, sizeof j->sentence, "%s", tb_error_detail());
+    }
+    atomic_store(&j->is_stopped, true);
+    pthread_mutex_unlock(&j->lock);
+}
+
+static bool has_rank(const int32_t *ranks, uint32_t count, int32_t rank) {
+    for (uint32_t i = 0; i < count; i++) {
+        if (ranks[i] == rank)
+            return true;
+    }
+    return false;
+}
+
+static tb_status list_plan_pieces(worker *w, const tb__disk_tensor *t) {
+    TB_TRY(tb_plan_routes(t->plan, w->rank, 0, w->routes));
+    for (size_t i = 0; i < tb_routes_count(w->routes); i++) {
+        const tb_route *route = tb_routes_at(w->routes, i);
+        if (!has_rank(route->targets, route->ntargets, w->rank))
+            continue; /* the rank of this number is a source, too */
+        tb__disk_piece piece = {.nsources = 1, .sources = &route->source};
+        if (route->source == TB_NO_RANK) {
+            piece.nsources = 0;
+        } else if (route->ncontributors > 0) {
+            piece.nsources = route->ncontributors;
+            piece.sources = route->contributors;
+        }
+        memcpy(piece.len, route->len, sizeof piece.len);
+        memcpy(piece.src, route->src.start, sizeof piece.src);
+        memcpy(piece.dst, route->dst.start, sizeof piece.dst);
+        if (!tb__vec_push(&w->pieces, piece))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+static int compare_pieces(const void *left, const void *right) {
+    const tb__disk_piece *a = left, *b = right;
+    return (a->dst[0] > b->dst[0]) - (a->dst[0] < b->dst[0]);
+}
+
+/* Pieces that lie before a band, or after it, need not be looked at one by one. */
+static tb_status sort_pieces(worker *w, int ndim) {
+    w->reach.count = 0;
+    if (ndim == 0 || w->pieces.count == 0)
+        return TB_OK;
+    qsort(w->pieces.item, w->pieces.count, sizeof *w->pieces.item, compare_pieces);
+    int64_t reach = 0;
+    for (size_t i = 0; i < w->pieces.count; i++) {
+        int64_t end = w->pieces.item[i].dst[0] + w->pieces.item[i].len[0];
+        reach = end > reach ? end : reach;
+        if (!tb__vec_push(&w->reach, reach))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* The first piece that can reach beyond `start`. */
+static size_t first_piece(const worker *w, int64_t start) {
+    size_t lo = 0, hi = w->reach.count;
+    while (lo < hi) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (w->reach.item[mid] > start)
+            hi = mid;
+        else
+            lo = mid + 1;
+    }
+    return lo;
+}
+
+static tb_status take_part(worker *w, size_t tensor, int32_t rank) {
+    const tb__disk_tensor *t = &w->job->disk->tensors[tensor];
+    if (w->tensor == tensor && w->rank == rank)
+        return TB_OK;
+    w->tensor = SIZE_MAX; /* none, should this fail */
+    w->rank = rank;
+    w->pieces.count = 0;
+    tb__arena_reset(&w->arena);
+    if (w->job->is_verifying)
+        TB_TRY(tb__disk_layout_pieces(t, rank, &w->pieces, &w->arena));
+    else
+        TB_TRY(list_plan_pieces(w, t));
+    TB_TRY(sort_pieces(w, t->shape.ndim));
+    w->tensor = tensor;
+    return TB_OK;
+}
+
+static tb_status part_shape(const tb__disk_tensor *t, int32_t rank, tb_shape *out) {
+    tb_local local;
+    TB_TRY(tb_layout_local(t->dst, &t->shape, rank, &local));
+    *out = local.shape;
+    tb_local_fini(&local);
+    return TB_OK;
+}
+
+/* What of a piece lies in the band; false: nothing. */
+static bool clip(const tb__disk_piece *piece, int ndim, const int64_t *start, const int64_t *len, tb__disk_piece *out) {
+    *out = *piece;
+    for (int d = 0; d < ndim; d++) {
+        int64_t lo = piece->dst[d] > start[d] ? piece->dst[d] : start[d];
+        int64_t piece_end = piece->dst[d] + piece->len[d], band_end = start[d] + len[d];
+        int64_t hi = piece_end < band_end ? piece_end : band_end;
+        if (lo >= hi)
+            return false;
+        out->src[d] += lo - piece->dst[d];
+        out->dst[d] = lo - start[d];
+        out->len[d] = hi - lo;
+    }
+    return true;
+}
+
+static tb_status gather_band(worker *w, const tb__disk_tensor *t, const int64_t *start, const int64_t *len) {
+    int ndim = t->shape.ndim;
+    for (size_t i = ndim ? first_piece(w, start[0]) : 0; i < w->pieces.count; i++) {
+        const tb__disk_piece *piece = &w->pieces.item[i];
+        tb__disk_piece part;
+        int64_t at = 0;
+        if (ndim && piece->dst[0] >= start[0] + len[0])
+            break;
+        if (!clip(piece, ndim, start, len, &part))
+            continue;
+        for (int d = 0; d < ndim; d++)
+            at += part.dst[d] * w->bands.stride[d];
+        TB_TRY(
+            tb__disk_gather_piece(&w->gather, t, &part, w->band + tb__dtype_bytes(t->band_dtype, at), w->bands.stride));
+    }
+    return TB_OK;
+}
+
+/* Writes what belongs to a slot from `offset` on, or compares it with what was written. */
+static tb_status deliver(worker *w, size_t slot, int64_t offset, const unsigned char *bytes, size_t nbytes) {
+    const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
+    if (!w->job->is_verifying)
+        TB_TRY(tb__disk_output_write(w->job->output, w->rank, slot, offset, bytes, nbytes));
+    for (size_t done = 0; w->job->is_verifying && done < nbytes;) {
+        size_t n = nbytes - done < w->gather.stage_nbytes ? nbytes - done : w->gather.stage_nbytes;
+        unsigned char *written = w->gather.stage; /* the band is complete: nothing is staged any more */
+        TB_TRY(tb__disk_output_read(w->job->output, w->rank, slot, offset + (int64_t)done, written, n));
+        if (memcmp(bytes + done, written, n) != 0) {
+            while (bytes[done] == *written) {
+                done++;
+                written++;
+            }
+            return tb__fail(TB_INTERNAL,
+                            "tensor '%.100s' of rank %" PRId32 " is not what the source has, at byte %" PRId64,
+                            slot % 2 ? t->scale_name : t->name, w->rank, offset + (int64_t)done);
+        }
+        done += n;
+    }
+    atomic_fetch_add(&w->job->bytes_done, (int_fast64_t)nbytes);
+    return TB_OK;
+}
+
+static tb_status do_quantised(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
+    tb__disk_quantised q;
+    tb_status status = tb__disk_quantise(t, &w->bands, band, w->band, w->quantised, &q);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s' of rank %" PRId32 ", from element %" PRId64 " on", t->name,
+                               w->rank, band->first);
+    TB_TRY(deliver(w, 2 * w->tensor, band->first, w->quantised, q.data_nbytes));
+    return deliver(w, 2 * w->tensor + 1, q.scale_offset, w->quantised + (q.data_nbytes + 63) / 64 * 64, q.scale_nbytes);
+}
+
+static tb_status do_band(worker *w, int64_t i) {
+    const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
+    tb__disk_band band;
+    tb__disk_bands_at(&w->bands, i, &band);
+    TB_TRY(gather_band(w, t, band.start, band.len));
+    if (t->quant.kind)
+        return do_quantised(w, t, &band);
+    return deliver(w, 2 * w->tensor, tb__dtype_bytes(t->dst_dtype, band.first), w->band,
+                   (size_t)tb__dtype_bytes(t->dst_dtype, band.nelements));
+}
+
+/* The next stretch that nobody has, as bands *first .. *end-1; false: there is none. */
+static tb_status take_stretch(worker *w, size_t *tensor, int32_t *rank, int64_t *first, int64_t *end, bool *is_over) {
+    job *j = w->job;
+    tb_status status = TB_OK;
+    *is_over = false;
+    pthread_mutex_lock(&j->lock);
+    for (;;) {
+        const tb__disk_tensor *t = &j->disk->tensors[j->tensor];
+        tb_shape shape;
+        *is_over = j->tensor == j->disk->count;
+        if (*is_over)
+            break;
+        if (j->target == tb_layout_nranks(t->dst)) {
+            j->tensor++;
+            j->target = 0;
+            continue;
+        }
+        *tensor = j->tensor;
+        *rank = tb_layout_rank_at(t->dst, j->target);
+        status = part_shape(t, *rank, &shape);
+        if (status != TB_OK)
+            break;
+        tb__disk_bands_init(&w->bands, t, &shape, j->band_bytes);
+        int64_t most = STRETCH_BYTES / j->band_bytes;
+        *first = j->band;
+        *end = w->bands.count - j->band < most ? w->bands.count : j->band + most;
+        j->band = *end;
+        if (j->band >= w->bands.count) {
+            j->band = 0;
+            j->target++;
+        }
+        if (*first < *end)
+            break;
+    }
+    pthread_mutex_unlock(&j->lock);
+    return status;
+}
+
+static tb_status work(worker *w) {
+    while (!atomic_load(&w->job->is_stopped)) {
+        size_t tensor;
+        int32_t rank;
+        int64_t i, end;
+        bool is_over;
+        TB_TRY(take_stretch(w, &tensor, &rank, &i, &end, &is_over));
+        if (is_over)
+            break;
+        TB_TRY(take_part(w, tensor, rank));
+        for (; i < end && !atomic_load(&w->job->is_stopped); i++)
+            TB_TRY(do_band(w, i));
+    }
+    return TB_OK;
+}
+
+static void *run_worker(void *arg) {
+    worker *w = arg;
+    tb_status status = work(w);
+    if (status != TB_OK)
+        fail_job(w->job, status);
+    pthread_mutex_lock(&w->job->lock);
+    w->job->nrunning--;
+    pthread_cond_signal(&w->job->ended);
+    pthread_mutex_unlock(&w->job->lock);
+    return NULL;
+}
+
+static tb_status worker_init(worker *w, job *j) {
+    size_t nbytes = (size_t)j->buffer_bytes;
+    size_t stage_nbytes = j->band_bytes > MIN_STAGE_BYTES ? (size_t)j->band_bytes : MIN_STAGE_BYTES;
+    *w = (worker){.job = j, .tensor = SIZE_MAX, .gather = {.input = j->disk->input, .stage_nbytes = stage_nbytes}};
+    w->band = tb__malloc(nbytes, BUFFERS - 1);
+    w->gather.stage = tb__malloc(stage_nbytes, 1);
+    if (!w->band || !w->gather.stage)
+        return TB_NO_MEMORY;
+    w->quantised = w->band + nbytes;
+    return tb_routes_create(&w->routes);
+}
+
+static void worker_fini(worker *w) {
+    tb__disk_gather_fini(&w->gather);
+    tb_routes_destroy(w->routes);
+    tb__arena_fini(&w->arena);
+    free(w->pieces.item);
+    free(w->reach.item);
+    free(w->gather.stage);
+    free(w->band);
+}
+
+/* Until all threads have ended, or progress wants it to end. */
+static void watch(job *j, const tb__disk_opts *opts) {
+    bool is_over = false;
+    while (!is_over) {
+        const tb__disk_state state = {j->is_verifying, atomic_load(&j->bytes_done), j->disk->dst_nbytes};
+        tb_status status = opts->progress ? opts->progress(opts->arg, &state) : TB_OK;
+        if (status != TB_OK)
+            fail_job(j, status);
+        const struct timespec until = tb__time_of_ms(tb__now_ms() + LOOK_MS);
+        pthread_mutex_lock(&j->lock);
+        if (j->nrunning > 0)
+            pthread_cond_timedwait(&j->ended, &j->lock, &until);
+        is_over = j->nrunning == 0;
+        pthread_mutex_unlock(&j->lock);
+    }
+}
+
+static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
+    int started = 0;
+    j->tensor = 0;
+    j->target = 0;
+    j->band = 0;
+    atomic_store(&j->bytes_done, 0);
+    for (; started < nworkers; started++) {
+        worker *w = &workers[started];
+        w->tensor = SIZE_MAX;
+        pthread_mutex_lock(&j->lock);
+        j->nrunning++;
+        pthread_mutex_unlock(&j->lock);
+        tb_status status = tb__start_thread(&w->thread, "tb-reshard", run_worker, w);
+        if (status != TB_OK) {
+            fail_job(j, status);
+            pthread_mutex_lock(&j->lock);
+            j->nrunning--;
+            pthread_mutex_unlock(&j->lock);
+            break;
+        }
+    }
+    watch(j, opts);
+    for (int i = 0; i < started; i++)
+        pthread_join(workers[i].thread, NULL);
+    return j->status == TB_OK ? TB_OK : tb__fail(j->status, "%s", j->sentence);
+}
+
+static tb_status run_passes(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
+    TB_TRY(run_pass(j, opts, workers, nworkers));
+    if (opts->verify) {
+        j->is_verifying = true;
+        TB_TRY(run_pass(j, opts, workers, nworkers));
+    }
+    return tb__disk_output_commit(j->output, opts->sync);
+}
+
+static tb_status run_threads(job *j, const tb__disk_opts *opts, int nthreads) {
+    worker workers[MAX_THREADS];
+    int n = 0;
+    tb_status status = TB_OK;
+    for (; n < nthreads && status == TB_OK; n++)
+        status = worker_init(&workers[n], j);
+    if (status == TB_OK)
+        status = run_passes(j, opts, workers, nthreads);
+    while (n-- > 0)
+        worker_fini(&workers[n]);
+    return status;
+}
+
+/* Half of the memory is for buffers: the process and the files' headers take some, too. */
+static tb_status choose_sizes(job *j, const tb__disk_opts *opts, int64_t memory, int *nthreads) {
+    long cores = opts->threads > 0 ? opts->threads : sysconf(_SC_NPROCESSORS_ONLN);
+    int n = cores < 1 ? 1 : cores > MAX_THREADS ? MAX_THREADS : (int)cores;
+    j->band_bytes = opts->band_bytes ? opts->band_bytes : BAND_BYTES;
+    while (j->band_bytes > MIN_BAND_BYTES && j->band_bytes * BUFFERS > memory / 2)
+        j->band_bytes /= 2;
+    j->buffer_bytes = j->band_bytes;
+    for (size_t i = 0; i < j->disk->count; i++) {
+        int64_t least = tb__disk_least_band(&j->disk->tensors[i]);
+        if (least > memory / 2 / BUFFERS)
+            return tb__fail(TB_TOO_BIG,
+                            "tensor '%.100s': %s needs %" PRId64 " bytes of memory for what scales cover, three times",
+                            j->disk->tensors[i].name, tb__quant_name(j->disk->tensors[i].quant.kind), least);
+        j->buffer_bytes = least > j->buffer_bytes ? least : j->buffer_bytes;
+    }
+    while (n > 1 && n * j->buffer_bytes * BUFFERS > memory / 2)
+        n--;
+    *nthreads = n;
+    return TB_OK;
+}
+
+tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts) {
+    job j = {.disk = disk};
+    int nthreads;
+    int64_t memory = opts->memory ? opts->memory : INT64_C(1) << 30;
+    if (memory < TB__DISK_MIN_MEMORY)
+        return tb__fail(TB_INVALID, "%" PRId64 " bytes of memory are too few; it takes %d", memory,
+                        TB__DISK_MIN_MEMORY);
+    TB_TRY(choose_sizes(&j, opts, memory, &nthreads));
+    TB_TRY(tb__disk_output_create(disk, dir, opts, &j.output));
+    pthread_mutex_init(&j.lock, NULL);
+    tb__monotonic_cond_init(&j.ended);
+    tb_status status = run_threads(&j, opts, nthreads);
+    pthread_cond_destroy(&j.ended);
+    pthread_mutex_destroy(&j.lock);
+    tb__disk_output_destroy(j.output);
+    return status;
+}

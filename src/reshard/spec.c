@@ -1,0 +1,517 @@
+/* Specs: read from JSON and checked, so that what is wrong is said with its place before any file is opened. */
+#include "reshard/spec.h"
+
+#include "base/text.h"
+#include "format/file.h"
+#include "layout/layout.h"
+
+#include <fnmatch.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { MAX_SPEC = 1 << 28 };
+
+/* The ranks of a side, before placements make a layout of it. */
+typedef struct mesh {
+    int ndim;
+    int64_t shape[TB_MAX_DIMS];
+    const char *names[TB_MAX_DIMS]; /* borrowed from the JSON; NULL: none */
+    int64_t nranks;
+    int32_t *ranks; /* NULL: 0, 1, 2, ... */
+} mesh;
+
+static const mesh one_rank = {.ndim = 1, .shape = {1}, .nranks = 1};
+
+/* Whether a key is among those of a list that ends with NULL. */
+static bool is_among(const char *key, const char *const *keys) {
+    while (*keys && strcmp(*keys, key) != 0)
+        keys++;
+    return *keys != NULL;
+}
+
+static tb_status check_keys(const json_t *json, const char *const *keys) {
+    for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
+        const char *key = json_object_iter_key(it);
+        if (is_among(key, keys))
+            continue;
+        tb__text list = {0};
+        for (size_t i = 0; keys[i]; i++)
+            tb__text_add(&list, "%s'%s'", i ? ", " : "", keys[i]);
+        tb_status status =
+            tb__fail(TB_INVALID, "'%.60s' is not known here; there are %s", key, list.data ? list.data : "");
+        tb__text_fini(&list);
+        return status;
+    }
+    return TB_OK;
+}
+
+/* Meshes */
+
+static tb_status read_mesh_shape(const json_t *json, mesh *m) {
+    if (!json_is_array(json) || json_array_size(json) == 0 || json_array_size(json) > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "'mesh' is not an array of 1 to %d sizes", TB_MAX_DIMS);
+    m->ndim = (int)json_array_size(json);
+    m->nranks = 1;
+    for (int i = 0; i < m->ndim; i++) {
+        const json_t *size = json_array_get(json, (size_t)i);
+        m->shape[i] = json_is_integer(size) ? json_integer_value(size) : 0;
+        if (m->shape[i] < 1 || m->shape[i] > TB_MAX_RANKS)
+            return tb__fail(TB_INVALID, "'mesh' dim %d is not a size between 1 and %d", i, TB_MAX_RANKS);
+        m->nranks *= m->shape[i];
+        if (m->nranks > TB_MAX_RANKS)
+            return tb__fail(TB_TOO_BIG, "the mesh has more than %d ranks", TB_MAX_RANKS);
+    }
+    return TB_OK;
+}
+
+/* "0,2,4..7", by way of a layout of so many ranks. */
+static tb_status read_rank_text(const char *text, mesh *m) {
+    char *whole;
+    tb_layout *layout;
+    tb__text t = {0};
+    tb__text_add(&t, "mesh=%" PRId64 " place=R ranks=%s", m->nranks, text);
+    TB_TRY(tb__text_take(&t, &whole));
+    tb_status status = tb_layout_parse(whole, &layout);
+    free(whole);
+    TB_TRY(status);
+    for (int64_t i = 0; i < m->nranks; i++)
+        m->ranks[i] = tb_layout_rank_at(layout, (int32_t)i);
+    tb_layout_destroy(layout);
+    return TB_OK;
+}
+
+static tb_status read_mesh_ranks(const json_t *json, mesh *m, tb__arena *arena) {
+    m->ranks = tb__arena_alloc(arena, (size_t)m->nranks, sizeof *m->ranks);
+    if (!m->ranks)
+        return TB_NO_MEMORY;
+    if (json_is_string(json))
+        return read_rank_text(json_string_value(json), m);
+    if (!json_is_array(json))
+        return tb__fail(TB_INVALID, "'ranks' is neither an array of ranks nor text such as \"0,2,4..7\"");
+    if (json_array_size(json) != (size_t)m->nranks)
+        return tb__fail(TB_INVALID, "the mesh has %" PRId64 " places, but %zu ranks are listed", m->nranks,
+                        json_array_size(json));
+    for (size_t i = 0; i < (size_t)m->nranks; i++) {
+        const json_t *rank = json_array_get(json, i);
+        if (!json_is_integer(rank) || json_integer_value(rank) < 0 || json_integer_value(rank) >= TB_MAX_RANKS)
+            return tb__fail(TB_INVALID, "'ranks' element %zu is not a rank between 0 and %d", i, TB_MAX_RANKS - 1);
+        m->ranks[i] = (int32_t)json_integer_value(rank);
+    }
+    return TB_OK;
+}
+
+static const char *const side_keys[] = {"mesh",   "ranks", "names",        "placements",
+                                        "layout", "dtype", "quantisation", NULL};
+
+static tb_status read_mesh_names(const json_t *json, mesh *m) {
+    if (!json_is_array(json) || json_array_size(json) != (size_t)m->ndim)
+        return tb__fail(TB_INVALID, "'names' is not an array of %d names, one for each mesh dim", m->ndim);
+    for (int i = 0; i < m->ndim; i++) {
+        m->names[i] = json_string_value(json_array_get(json, (size_t)i));
+        if (!m->names[i] || !*m->names[i] || is_among(m->names[i], side_keys))
+            return tb__fail(TB_INVALID, "'names' element %d is not text that can name a mesh dim", i);
+        for (int j = 0; j < i; j++) {
+            if (strcmp(m->names[j], m->names[i]) == 0)
+                return tb__fail(TB_INVALID, "two mesh dims have the name '%.60s'", m->names[i]);
+        }
+    }
+    return TB_OK;
+}
+
+/* Of an object that may have these keys; what it leaves out stays as it is in *m. */
+static tb_status read_mesh(const json_t *json, mesh *m, tb__arena *arena) {
+    const json_t *shape = json_object_get(json, "mesh"), *ranks = json_object_get(json, "ranks");
+    const json_t *names = json_object_get(json, "names");
+    if (shape) {
+        mesh fresh = {0};
+        TB_TRY(read_mesh_shape(shape, &fresh));
+        *m = fresh;
+    }
+    if (ranks)
+        TB_TRY(read_mesh_ranks(ranks, m, arena));
+    return names ? read_mesh_names(names, m) : TB_OK;
+}
+
+static tb_status read_default_mesh(const json_t *root, const char *key, mesh *out, tb__arena *arena) {
+    static const char *const keys[] = {"mesh", "ranks", "names", NULL};
+    const json_t *json = json_object_get(root, key);
+    mesh m = one_rank;
+    tb_status status = TB_OK;
+    if (json_is_array(json))
+        status = read_mesh_shape(json, &m);
+    else if (json_is_object(json) && json_object_get(json, "mesh"))
+        status = check_keys(json, keys) == TB_OK ? read_mesh(json, &m, arena) : TB_INVALID;
+    else if (json)
+        status = tb__fail(TB_INVALID, "it is neither an array of sizes nor an object with 'mesh'");
+    if (status != TB_OK)
+        return tb__fail_within(status, "%s", key);
+    *out = m;
+    return TB_OK;
+}
+
+/* Sides */
+
+typedef struct side {
+    mesh mesh;
+    int nplaces;
+    tb_placement place[TB_MAX_DIMS]; /* own their arrays */
+} side;
+
+/* The only placement that a text has. */
+static tb_status read_place_text(const char *text, tb_placement *out) {
+    const char *at = text;
+    tb_placement place;
+    TB_TRY(tb__placement_parse(&at, &place));
+    tb__skip_space(&at);
+    if (*at) {
+        tb__placement_fini(&place);
+        return tb__fail(TB_INVALID, "unexpected '%.40s' after a placement", at);
+    }
+    *out = place;
+    return TB_OK;
+}
+
+static tb_status read_place(const json_t *json, tb_placement *out) {
+    return json_is_string(json) ? read_place_text(json_string_value(json), out) : tb__placement_from_json(json, out);
+}
+
+/* "R,S1" */
+static tb_status read_places_text(const char *text, side *s) {
+    const char *at = text;
+    do {
+        if (s->nplaces == TB_MAX_DIMS)
+            return tb__fail(TB_INVALID, "there are more than %d placements", TB_MAX_DIMS);
+        TB_TRY(tb__placement_parse(&at, &s->place[s->nplaces]));
+        s->nplaces++;
+    } while (tb__accept(&at, ','));
+    tb__skip_space(&at);
+    return *at ? tb__fail(TB_INVALID, "unexpected '%.40s' after a placement", at) : TB_OK;
+}
+
+static tb_status read_places(const json_t *json, side *s) {
+    if (json_is_string(json))
+        return read_places_text(json_string_value(json), s);
+    if (!json_is_array(json))
+        return tb__fail(TB_INVALID, "placements are an array such as [[\"R\"],[\"S\",0]] or text such as \"R,S0\"");
+    if (json_array_size(json) > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "there are more than %d placements", TB_MAX_DIMS);
+    for (; (size_t)s->nplaces < json_array_size(json); s->nplaces++) {
+        tb_status status = read_place(json_array_get(json, (size_t)s->nplaces), &s->place[s->nplaces]);
+        if (status != TB_OK)
+            return tb__fail_within(status, "placement %d", s->nplaces);
+    }
+    return TB_OK;
+}
+
+/* {"tp": "Shard(0)"}: mesh dims that are not named are Replicate. */
+static tb_status read_named_places(const json_t *json, side *s) {
+    size_t nnamed = 0;
+    for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
+        const char *key = json_object_iter_key(it);
+        if (is_among(key, side_keys))
+            continue;
+        int i = 0;
+        while (i < s->mesh.ndim && !(s->mesh.names[i] && strcmp(s->mesh.names[i], key) == 0))
+            i++;
+        if (i == s->mesh.ndim)
+            return tb__fail(
+                TB_INVALID,
+                "'%.60s' is neither 'mesh', 'ranks', 'names', 'placements', 'layout', 'dtype' or 'quantisation' nor "
+                "the name of a mesh dim",
+                key);
+        tb_status status = read_place(json_object_iter_value(it), &s->place[i]);
+        if (status != TB_OK)
+            return tb__fail_within(status, "'%.60s'", key);
+        nnamed++;
+    }
+    const json_t *places = json_object_get(json, "placements");
+    if (places && nnamed > 0)
+        return tb__fail(TB_INVALID, "it has both 'placements' and placements by the names of mesh dims");
+    if (places)
+        return read_places(places, s);
+    s->nplaces = s->mesh.ndim;
+    return TB_OK;
+}
+
+static tb_status read_dtype(const json_t *json, tb_dtype *out) {
+    if (!json)
+        return TB_OK;
+    if (!json_is_string(json))
+        return tb__fail(TB_INVALID, "'dtype' is not text");
+    return tb_dtype_parse(json_string_value(json), out);
+}
+
+/* "mxfp8", or {"format": "mxfp8", "exponent": "floor", "scales": "swizzled"} */
+static tb_status read_quant(const json_t *json, tb__quant_format *out) {
+    static const char *const keys[] = {"format", "exponent", "scales", NULL};
+    const json_t *name = json_is_object(json) ? json_object_get(json, "format") : json;
+    const json_t *exponent = json_object_get(json, "exponent"), *scales = json_object_get(json, "scales");
+    const char *kind = json_string_value(name), *rule = json_string_value(exponent), *order = json_string_value(scales);
+    tb__quant_format format = {0};
+    if (json_is_object(json))
+        TB_TRY(check_keys(json, keys));
+    if (kind && strcmp(kind, "mxfp8") == 0)
+        format.kind = TB__QUANT_MXFP8;
+    else if (kind && strcmp(kind, "fp8_block") == 0)
+        format.kind = TB__QUANT_FP8_BLOCK;
+    else
+        return tb__fail(TB_INVALID, "the format is neither \"mxfp8\" nor \"fp8_block\"");
+    bool is_mx = format.kind == TB__QUANT_MXFP8;
+    if (exponent && !(rule && (is_mx ? strcmp(rule, "ceil") == 0 || strcmp(rule, "floor") == 0
+                                     : strcmp(rule, "any") == 0 || strcmp(rule, "power_of_two") == 0)))
+        return tb__fail(TB_INVALID, "'exponent' is neither %s",
+                        is_mx ? "\"ceil\" nor \"floor\"" : "\"any\" nor \"power_of_two\"");
+    format.is_floor = is_mx && rule && strcmp(rule, "floor") == 0;
+    format.is_power_of_two = !is_mx && rule && strcmp(rule, "power_of_two") == 0;
+    if (scales && !(order && (strcmp(order, "rows") == 0 || (is_mx && strcmp(order, "swizzled") == 0))))
+        return tb__fail(TB_INVALID, "'scales' is %s", is_mx ? "neither \"rows\" nor \"swizzled\"" : "not \"rows\"");
+    format.is_swizzled = order && strcmp(order, "swizzled") == 0;
+    *out = format;
+    return TB_OK;
+}
+
+static tb_status finish_side(const side *s, tb_layout **out) {
+    if (s->nplaces != s->mesh.ndim)
+        return tb__fail(TB_INVALID, "the mesh has %d dims, but there are %d placements", s->mesh.ndim, s->nplaces);
+    return tb_layout_create(s->mesh.ndim, s->mesh.shape, s->mesh.ranks, s->place, out);
+}
+
+static tb_status read_side_parts(const json_t *json, side *s, tb_dtype *dtype, tb__arena *arena) {
+    if (!json) {
+        s->nplaces = s->mesh.ndim;
+        return TB_OK;
+    }
+    if (!json_is_object(json))
+        return read_places(json, s);
+    TB_TRY(read_mesh(json, &s->mesh, arena));
+    TB_TRY(read_dtype(json_object_get(json, "dtype"), dtype));
+    return read_named_places(json, s);
+}
+
+/* {"layout": "mesh=2 place=S0", "dtype": "f16"} */
+static tb_status read_whole_layout(const json_t *json, tb_dtype *dtype, tb_layout **out) {
+    static const char *const keys[] = {"layout", "dtype", "quantisation", NULL};
+    const char *text = json_string_value(json_object_get(json, "layout"));
+    TB_TRY(check_keys(json, keys));
+    if (!text)
+        return tb__fail(TB_INVALID, "'layout' is not text such as \"mesh=2 place=Shard(0) ranks=0,1\"");
+    TB_TRY(read_dtype(json_object_get(json, "dtype"), dtype));
+    return tb_layout_parse(text, out);
+}
+
+static tb_status read_side(const json_t *rule, const char *key, const mesh *usual, tb_dtype *dtype, tb_layout **out,
+                           tb__arena *arena) {
+    const json_t *json = json_object_get(rule, key);
+    const char *text = json_string_value(json);
+    tb_status status;
+    if (text && strstr(text, "mesh=")) {
+        status = tb_layout_parse(text, out);
+    } else if (json_object_get(json, "layout")) {
+        status = read_whole_layout(json, dtype, out);
+    } else {
+        side s = {.mesh = *usual};
+        status = read_side_parts(json, &s, dtype, arena);
+        if (status == TB_OK)
+            status = finish_side(&s, out);
+        for (int i = 0; i < TB_MAX_DIMS; i++)
+            tb__placement_fini(&s.place[i]);
+    }
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", key);
+}
+
+/* Rules */
+
+typedef struct reader {
+    tb__spec *spec;
+    mesh src, dst;
+} reader;
+
+static tb_status read_quantisation(const json_t *json, tb__spec_rule *rule) {
+    const json_t *quant = json_object_get(json_object_get(json, "dst"), "quantisation");
+    if (json_object_get(json_object_get(json, "src"), "quantisation"))
+        return tb__fail(TB_INVALID, "src: only 'dst' has a 'quantisation'");
+    if (!quant)
+        return TB_OK;
+    if (rule->dst_dtype != TB_DTYPE_NONE)
+        return tb__fail(TB_INVALID, "dst: it has both 'dtype' and 'quantisation', which has its own dtypes");
+    tb_status status = read_quant(quant, &rule->quant);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "dst: quantisation");
+}
+
+static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_rule *rule) {
+    const json_t *shape = json_object_get(json, "shape"), *skip = json_object_get(json, "skip");
+    if (skip && !json_is_boolean(skip))
+        return tb__fail(TB_INVALID, "'skip' is neither true nor false");
+    rule->is_skipped = json_is_true(skip);
+    rule->has_shape = shape != NULL;
+    if (shape) {
+        tb_status status = tb__shape_from_json(shape, &rule->shape);
+        if (status != TB_OK)
+            return tb__fail_within(status, "shape");
+    }
+    if (rule->is_skipped)
+        return TB_OK;
+    tb_dtype side_dtype = TB_DTYPE_NONE;
+    TB_TRY(read_dtype(json_object_get(json, "dtype"), &rule->src_dtype));
+    TB_TRY(read_side(json, "src", &r->src, &side_dtype, &rule->src, &r->spec->arena));
+    if (side_dtype != TB_DTYPE_NONE && rule->src_dtype != TB_DTYPE_NONE && side_dtype != rule->src_dtype)
+        return tb__fail(TB_INVALID, "its dtype is %s, but that of 'src' is %s", tb_dtype_name(rule->src_dtype),
+                        tb_dtype_name(side_dtype));
+    if (side_dtype != TB_DTYPE_NONE)
+        rule->src_dtype = side_dtype;
+    TB_TRY(read_side(json, "dst", &r->dst, &rule->dst_dtype, &rule->dst, &r->spec->arena));
+    TB_TRY(read_quantisation(json, rule));
+    if (!rule->has_shape)
+        return TB_OK;
+    tb_status status = tb_layout_check(rule->src, &rule->shape);
+    if (status != TB_OK)
+        return tb__fail_within(status, "src");
+    status = tb_layout_check(rule->dst, &rule->shape);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "dst");
+}
+
+static tb_status read_rule(const reader *r, const json_t *json, const char *const *keys, tb__spec_rule *rule) {
+    tb_status status = json_is_object(json) ? check_keys(json, keys) : tb__fail(TB_INVALID, "it is not an object");
+    if (status == TB_OK)
+        status = read_rule_parts(r, json, rule);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", rule->where);
+}
+
+static uint64_t hash_name(const char *name) {
+    uint64_t hash = 0;
+    for (; *name; name++)
+        hash = tb__hash(hash, (unsigned char)*name);
+    return hash;
+}
+
+static const char *copy_string(tb__arena *arena, const char *string) {
+    size_t nbytes = strlen(string) + 1;
+    char *copy = tb__arena_alloc(arena, nbytes, 1);
+    return copy ? memcpy(copy, string, nbytes) : NULL;
+}
+
+static tb_status read_tensors(const reader *r, const json_t *json) {
+    static const char *const keys[] = {"shape", "dtype", "src", "dst", "skip", NULL};
+    tb__spec *spec = r->spec;
+    if (!json)
+        return TB_OK;
+    if (!json_is_object(json))
+        return tb__fail(TB_INVALID, "'tensors' is not an object of names and what holds for them");
+    spec->tensors = tb__arena_alloc(&spec->arena, json_object_size(json), sizeof *spec->tensors);
+    if (!spec->tensors)
+        return TB_NO_MEMORY;
+    for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
+        tb__spec_rule *rule = &spec->tensors[spec->ntensors];
+        *rule = (tb__spec_rule){.match = copy_string(&spec->arena, json_object_iter_key(it))};
+        if (!rule->match || !tb__index_add(&spec->by_name, hash_name(rule->match), spec->ntensors))
+            return TB_NO_MEMORY;
+        spec->ntensors++;
+        snprintf(rule->where, sizeof rule->where, "tensors '%.50s'", rule->match);
+        TB_TRY(read_rule(r, json_object_iter_value(it), keys, rule));
+    }
+    return TB_OK;
+}
+
+static tb_status read_rules(const reader *r, const json_t *json) {
+    static const char *const keys[] = {"match", "shape", "dtype", "src", "dst", "skip", NULL};
+    tb__spec *spec = r->spec;
+    if (!json)
+        return TB_OK;
+    if (!json_is_array(json))
+        return tb__fail(TB_INVALID, "'rules' is not an array");
+    spec->rules = tb__arena_alloc(&spec->arena, json_array_size(json), sizeof *spec->rules);
+    if (!spec->rules)
+        return TB_NO_MEMORY;
+    while (spec->nrules < json_array_size(json)) {
+        const json_t *one = json_array_get(json, spec->nrules);
+        const char *match = json_string_value(json_object_get(one, "match"));
+        tb__spec_rule *rule = &spec->rules[spec->nrules];
+        *rule = (tb__spec_rule){.match = copy_string(&spec->arena, match ? match : "")};
+        if (!rule->match)
+            return TB_NO_MEMORY;
+        snprintf(rule->where, sizeof rule->where, "rules %zu", spec->nrules++);
+        TB_TRY(read_rule(r, one, keys, rule));
+        if (!match)
+            return tb__fail(TB_INVALID, "%s: 'match' is missing or not text", rule->where);
+    }
+    return TB_OK;
+}
+
+static tb_status read_root(tb__spec *spec, const json_t *json) {
+    static const char *const keys[] = {"src_mesh", "dst_mesh", "tensors", "rules", NULL};
+    reader r = {.spec = spec};
+    if (!json_is_object(json))
+        return tb__fail(TB_INVALID, "a spec is a JSON object");
+    TB_TRY(check_keys(json, keys));
+    if (!json_object_get(json, "tensors") && !json_object_get(json, "rules"))
+        return tb__fail(TB_INVALID, "a spec has 'tensors' or 'rules'; this one has neither");
+    TB_TRY(read_default_mesh(json, "src_mesh", &r.src, &spec->arena));
+    TB_TRY(read_default_mesh(json, "dst_mesh", &r.dst, &spec->arena));
+    TB_TRY(read_tensors(&r, json_object_get(json, "tensors")));
+    return read_rules(&r, json_object_get(json, "rules"));
+}
+
+tb_status tb__spec_parse(const char *text, size_t length, tb__spec **out) {
+    json_error_t error;
+    json_t *json = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
+    if (!json)
+        return tb__fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID,
+                        "not JSON, at line %d, column %d: %s", error.line, error.column, error.text);
+    tb__spec *spec = tb__calloc(1, sizeof *spec);
+    tb_status status = spec ? read_root(spec, json) : TB_NO_MEMORY;
+    json_decref(json);
+    if (status != TB_OK)
+        tb__spec_destroy(spec);
+    else
+        *out = spec;
+    return status;
+}
+
+tb_status tb__spec_load(const char *path, tb__spec **out) {
+    int fd = -1;
+    int64_t nbytes = 0;
+    TB_TRY(tb__file_open(path, &fd, &nbytes));
+    char *text = NULL;
+    tb_status status = TB_OK;
+    if (nbytes > MAX_SPEC) {
+        tb__set_detail("a spec of %" PRId64 " bytes is more than is read (%d)", nbytes, MAX_SPEC);
+        status = tb__file_fail(TB_TOO_BIG, path);
+    } else if (!(text = tb__malloc((size_t)nbytes + 1, 1))) {
+        status = TB_NO_MEMORY;
+    } else {
+        status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
+        if (status == TB_OK && (status = tb__spec_parse(text, (size_t)nbytes, out)) != TB_OK)
+            tb__file_fail(status, path);
+    }
+    close(fd);
+    free(text);
+    return status;
+}
+
+void tb__spec_destroy(tb__spec *spec) {
+    if (!spec)
+        return;
+    for (size_t i = 0; i < spec->ntensors + spec->nrules; i++) {
+        tb__spec_rule *rule = i < spec->ntensors ? &spec->tensors[i] : &spec->rules[i - spec->ntensors];
+        tb_layout_destroy(rule->src);
+        tb_layout_destroy(rule->dst);
+    }
+    tb__index_fini(&spec->by_name);
+    tb__arena_fini(&spec->arena);
+    free(spec);
+}
+
+const tb__spec_rule *tb__spec_find(const tb__spec *spec, const char *name) {
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&spec->by_name, hash_name(name), &probe)) != TB__NOWHERE) {
+        if (strcmp(spec->tensors[i].match, name) == 0)
+            return &spec->tensors[i];
+    }
+    for (i = 0; i < spec->nrules; i++) {
+        if (fnmatch(spec->rules[i].match, name, 0) == 0)
+            return &spec->rules[i];
+    }
+    return NULL;
+}

@@ -1,0 +1,307 @@
+/* tensorbus reshard: a checkpoint sharded one way becomes one sharded another way. */
+#include "tools/move.h"
+
+#include "reshard/disk.h"
+
+#include <inttypes.h>
+#include <string.h>
+#include <sys/resource.h>
+
+enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, SYNC, DRY_RUN, JSON, NOPTIONS };
+
+static const tool_option options[NOPTIONS + 1] = {
+    [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
+    [IN] = {"in", "DIR", "the source: rank_0.safetensors and so on, or a Hugging Face model"},
+    [OUT] = {"out", "DIR", "the target, which is made; it must not hold a checkpoint"},
+    [HF] = {"hf", NULL, "write a Hugging Face model with its index; the target is one rank"},
+    [MAX_FILE_SIZE] = {"max-file-size", "SIZE", "with --hf: of each file; default 5GiB"},
+    [MEMORY] = {"memory", "SIZE", "the most memory to use, at least 16MiB; default 1GiB"},
+    [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
+    [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
+    [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
+    [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
+    [JSON] = {"json", NULL, "print JSON"},
+};
+
+static const char details[] =
+    "The spec has an entry for a tensor, or rules, which are tried in order:\n"
+    "  {\"src_mesh\": {\"mesh\": [2, 4], \"names\": [\"dp\", \"tp\"]}, \"dst_mesh\": [2],\n"
+    "   \"tensors\": {\"lm_head.weight\": {\"shape\": [32000, 4096], \"dtype\": \"bf16\",\n"
+    "               \"src\": \"R,Shard(0)\", \"dst\": {\"placements\": [[\"S\", 0]], \"dtype\": \"f16\"}}},\n"
+    "   \"rules\": [{\"match\": \"*.q_proj.weight\", \"src\": {\"tp\": \"Shard(0)\"}, \"dst\": \"Shard(0)\"},\n"
+    "             {\"match\": \"*.rotary_emb.*\", \"skip\": true},\n"
+    "             {\"match\": \"*\"}]}\n"
+    "A side that is left out is replicated over its mesh; a mesh that is left out is rank 0. Shapes are\n"
+    "worked out from the files where the spec gives none. A tensor without entry and rule is an error.\n"
+    "docs/reshard.md explains every key.\n"
+    "\n"
+    "Files have temporary names until all are complete. Whatever fails leaves nothing behind.\n"
+    "\n"
+    "Examples:\n"
+    "  tensorbus reshard --spec tp4_to_tp2.json --in step_1000 --out step_1000_tp2 --verify\n"
+    "  tensorbus reshard --spec merge.json --in step_1000 --out model --hf --max-file-size 4GiB\n";
+
+/* What the progress callback needs. */
+typedef struct watch {
+    tool_guard guard;
+    int64_t began_ns, pass_ns; /* of the pass at hand */
+    bool is_verifying;
+} watch;
+
+static tb_status show_progress(void *arg, const tb__disk_state *state) {
+    enum { WIDTH = 30 };
+    static const char full[] = "##############################", empty[] = "..............................";
+    watch *w = arg;
+    int64_t now = tool_now_ns();
+    if (state->is_verifying != w->is_verifying) {
+        w->is_verifying = state->is_verifying;
+        w->pass_ns = now;
+    }
+    double seconds = (double)(now - w->pass_ns) / 1e9;
+    int64_t total = state->bytes_total > 0 ? state->bytes_total : 1;
+    double done = (double)state->bytes_done / (double)total;
+    int marks = (int)(done * WIDTH);
+    int64_t speed = seconds > 0 ? (int64_t)((double)state->bytes_done / seconds) : 0;
+    tool_show_line("%s [%.*s%.*s] %3d%%  %s of %s  %s/s", state->is_verifying ? "verifying" : "resharding", marks, full,
+                   WIDTH - marks, empty, (int)(done * 100), tool_size(state->bytes_done).text,
+                   tool_size(state->bytes_total).text, tool_size(speed).text);
+    return tool_guard_check(&w->guard);
+}
+
+static tb_status read_size(const char *text, const char *option, int64_t least, int64_t *out) {
+    int64_t value;
+    if (!text)
+        return TB_OK;
+    tb_status status = tb__read_size(text, &value);
+    if (status != TB_OK)
+        return tb__fail_within(status, "--%s", option);
+    if (value < least)
+        return tb__fail(TB_INVALID, "--%s: %s is too small; it is at least %s", option, text, tool_size(least).text);
+    *out = value;
+    return TB_OK;
+}
+
+static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
+    int64_t threads = 0;
+    for (int i = SPEC; i <= OUT; i++) {
+        if (!value[i] && !(i == OUT && value[DRY_RUN]))
+            return tb__fail(TB_INVALID, "--%s is missing; see `tensorbus reshard --help`", options[i].name);
+    }
+    if (value[MAX_FILE_SIZE] && !value[HF])
+        return tb__fail(TB_INVALID, "--max-file-size goes with --hf");
+    *opts = (tb__disk_opts){.memory = INT64_C(1) << 30, .max_file_bytes = INT64_C(5) << 30};
+    TB_TRY(read_size(value[MEMORY], "memory", TB__DISK_MIN_MEMORY, &opts->memory));
+    TB_TRY(read_size(value[MAX_FILE_SIZE], "max-file-size", 1, &opts->max_file_bytes));
+    if (value[THREADS]) {
+        const char *at = value[THREADS];
+        if (!tb__read_int(&at, &threads) || *at || threads < 1 || threads > 1024)
+            return tb__fail(TB_INVALID, "--threads: '%.40s' is not a number between 1 and 1024", value[THREADS]);
+    }
+    opts->threads = (int)threads;
+    opts->is_model = value[HF] != NULL;
+    opts->verify = value[VERIFY] != NULL;
+    opts->sync = value[SYNC] != NULL;
+    return TB_OK;
+}
+
+/* The most memory that this process has had so far. */
+static int64_t peak_memory(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (int64_t)usage.ru_maxrss * 1024 : 0;
+}
+
+static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
+    tb__text_add(out, "%s", tb_dtype_name(t->src_dtype));
+    if (t->quant.kind)
+        tb__text_add(out, " to %s", tb__quant_name(t->quant.kind));
+    else if (t->dst_dtype != t->src_dtype)
+        tb__text_add(out, " to %s", tb_dtype_name(t->dst_dtype));
+}
+
+static void add_tensors(tb__text *out, const tb__disk *disk) {
+    tool_table table = {0};
+    tool_table_column(&table, "tensor", false);
+    tool_table_column(&table, "shape", false);
+    tool_table_column(&table, "dtype", false);
+    tool_table_column(&table, "source", false);
+    tool_table_column(&table, "target", false);
+    tool_table_column(&table, "bytes", true);
+    for (size_t i = 0; i < disk->count; i++) {
+        const tb__disk_tensor *t = &disk->tensors[i];
+        tb__text shape = {0}, dtype = {0}, src = {0}, dst = {0};
+        tool_add_shape(&shape, &t->shape);
+        add_dtypes(&dtype, t);
+        tool_add_layout(&src, t->src);
+        tool_add_layout(&dst, t->dst);
+        tool_table_cell(&table, "%s", t->name);
+        tool_table_take(&table, &shape);
+        tool_table_take(&table, &dtype);
+        tool_table_take(&table, &src);
+        tool_table_take(&table, &dst);
+        tool_table_cell(&table, "%" PRId64, t->dst_nbytes);
+    }
+    tool_table_finish(&table, out);
+}
+
+static tb_status add_ranks(tb__text *out, const tb__disk *disk) {
+    tool_table table = {0};
+    tb_status status = TB_OK;
+    tool_table_column(&table, "rank", true);
+    tool_table_column(&table, "bytes", true);
+    tool_table_column(&table, "", false);
+    for (size_t i = 0; i < disk->nranks && status == TB_OK; i++) {
+        int64_t nbytes = 0;
+        status = tb__disk_rank_nbytes(disk, disk->ranks[i], &nbytes);
+        tool_table_cell(&table, "%" PRId32, disk->ranks[i]);
+        tool_table_cell(&table, "%" PRId64, nbytes);
+        tool_table_cell(&table, "%s", tool_size(nbytes).text);
+    }
+    tool_table_finish(&table, out);
+    return status;
+}
+
+static void add_json_layout(tb__text *out, const char *key, const tb_layout *layout) {
+    char *text = NULL;
+    tb__text_add(out, ",\"%s\":", key);
+    if (tb_layout_format(layout, &text) == TB_OK)
+        tb__text_add_json(out, text);
+    else
+        out->failed = true;
+    free(text);
+}
+
+static void add_json_tensors(tb__text *out, const tb__disk *disk) {
+    for (size_t i = 0; i < disk->count; i++) {
+        const tb__disk_tensor *t = &disk->tensors[i];
+        tb__text_add(out, i ? ",{\"name\":" : "{\"name\":");
+        tb__text_add_json(out, t->name);
+        tb__text_add(out, ",\"shape\":[");
+        for (int d = 0; d < t->shape.ndim; d++)
+            tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
+        tb__text_add(out, "],\"src_dtype\":\"%s\",\"dst_dtype\":\"%s\"", tb_dtype_name(t->src_dtype),
+                     tb_dtype_name(t->dst_dtype));
+        if (t->quant.kind)
+            tb__text_add(out, ",\"quantisation\":\"%s\"", tb__quant_name(t->quant.kind));
+        add_json_layout(out, "src", t->src);
+        add_json_layout(out, "dst", t->dst);
+        tb__text_add(out, ",\"bytes\":%" PRId64 "}", t->dst_nbytes);
+    }
+}
+
+static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const *value, double seconds) {
+    tb__text_add(out, "{\"in\":");
+    tb__text_add_json(out, value[IN]);
+    if (value[OUT]) {
+        tb__text_add(out, ",\"out\":");
+        tb__text_add_json(out, value[OUT]);
+    }
+    tb__text_add(out, ",\"src_bytes\":%" PRId64 ",\"dst_bytes\":%" PRId64 ",\"skipped\":%zu,\"ranks\":[",
+                 disk->src_nbytes, disk->dst_nbytes, disk->nskipped);
+    for (size_t i = 0; i < disk->nranks; i++) {
+        int64_t nbytes;
+        TB_TRY(tb__disk_rank_nbytes(disk, disk->ranks[i], &nbytes));
+        tb__text_add(out, "%s{\"rank\":%" PRId32 ",\"bytes\":%" PRId64 "}", i ? "," : "", disk->ranks[i], nbytes);
+    }
+    tb__text_add(out, "],\"tensors\":[");
+    add_json_tensors(out, disk);
+    tb__text_add(out, "]");
+    if (!value[DRY_RUN])
+        tb__text_add(out, ",\"seconds\":%.6f,\"verified\":%s,\"peak_memory\":%" PRId64, seconds,
+                     value[VERIFY] ? "true" : "false", peak_memory());
+    tb__text_add(out, "}\n");
+    return TB_OK;
+}
+
+static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *value) {
+    tb__text_add(out, "source    %s, ", value[IN]);
+    tool_add_size(out, disk->src_nbytes);
+    tb__text_add(out, "\ntarget    %s, ", value[OUT] ? value[OUT] : "not given");
+    tool_add_size(out, disk->dst_nbytes);
+    tb__text_add(out, "\ntensors   %zu", disk->count);
+    if (disk->nskipped > 0)
+        tb__text_add(out, ", and %zu left out", disk->nskipped);
+    tb__text_add(out, "\nranks     ");
+    tool_add_ranks(out, disk->ranks, disk->nranks, 16);
+    tb__text_add(out, "\n");
+}
+
+static tb_status report(tb__text *out, const tb__disk *disk, const char *const *value, double seconds) {
+    if (value[JSON])
+        return add_json(out, disk, value, seconds);
+    add_sizes(out, disk, value);
+    if (value[DRY_RUN]) {
+        tb__text_add(out, "\n");
+        TB_TRY(add_ranks(out, disk));
+        tb__text_add(out, "\n");
+        add_tensors(out, disk);
+        return TB_OK;
+    }
+    int64_t speed = seconds > 0 ? (int64_t)((double)disk->dst_nbytes / seconds) : 0;
+    tb__text_add(out, "took      %.2f s, %s/s%s\n", seconds, tool_size(speed).text, value[VERIFY] ? ", verified" : "");
+    tb__text_add(out, "memory    %s at most\n", tool_size(peak_memory()).text);
+    return TB_OK;
+}
+
+static tb_status reshard(const tb__disk *disk, const char *dir, tb__disk_opts *opts, double *seconds) {
+    watch w = {.began_ns = tool_now_ns()};
+    w.pass_ns = w.began_ns;
+    TB_TRY(tool_guard_init(&w.guard));
+    opts->progress = show_progress;
+    opts->arg = &w;
+    tb_status status = tb__disk_run(disk, dir, opts);
+    *seconds = (double)(tool_now_ns() - w.began_ns) / 1e9;
+    tool_hide_line();
+    tool_guard_fini(&w.guard); /* a signal that came takes effect here, when all is tidy */
+    return status;
+}
+
+/* Every rank's file is open at once. */
+static void allow_many_files(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
+        limit.rlim_cur = limit.rlim_max;
+        (void)setrlimit(RLIMIT_NOFILE, &limit);
+    }
+}
+
+static tb_status run_all(const char *const *value, tb__text *out) {
+    tb__disk_opts opts;
+    tb__spec *spec = NULL;
+    tb__disk *disk = NULL;
+    double seconds = 0;
+    TB_TRY(read_options(value, &opts));
+    allow_many_files();
+    tb_status status = tb__spec_load(value[SPEC], &spec);
+    if (status == TB_OK)
+        status = tb__disk_open(spec, value[IN], &disk);
+    if (status == TB_OK && opts.is_model && disk->nranks != 1)
+        status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
+    if (status == TB_OK && !value[DRY_RUN])
+        status = reshard(disk, value[OUT], &opts, &seconds);
+    if (status == TB_OK)
+        status = report(out, disk, value, seconds);
+    tb__disk_close(disk);
+    tb__spec_destroy(spec);
+    return status;
+}
+
+static int run(const tb__config *config, const char *const *value) {
+    (void)config;
+    tb__text out = {0};
+    tb_status status = run_all(value, &out);
+    if (status == TB_OK)
+        return tool_print(&out);
+    tb__text_fini(&out);
+    return tool_fail_status(status);
+}
+
+const tool_command tool_reshard = {
+    .name = "reshard",
+    .summary = "turn a checkpoint sharded one way into one sharded another way",
+    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--json]\n"
+             "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
+             "--spec FILE --in DIR --dry-run [--json]",
+    .details = details,
+    .options = options,
+    .run = run,
+};

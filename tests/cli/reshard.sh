@@ -1,0 +1,172 @@
+#!/bin/sh
+# tensorbus reshard: from a model to ranks and back, what is printed, what is refused, and that nothing is left behind.
+# shellcheck source=tests/cli/support.sh
+. "$(dirname -- "$0")/support.sh"
+
+model=$TB_GOLDEN/safetensors/model
+
+# octet N: the byte, as printf takes it
+octet() {
+    printf '\\%03o' "$1"
+}
+
+# sparse FILE HEADER NBYTES: a safetensors file whose data is zeros that take no room.
+sparse() {
+    length=$(printf '%s' "$2" | wc -c)
+    printf "$(octet $((length % 256)))$(octet $((length / 256)))\\0\\0\\0\\0\\0\\0%s" "$2" >"$1"
+    truncate -s $((8 + length + $3)) "$1"
+}
+
+# nothing_left DIR...: none may be there.
+nothing_left() {
+    for path in "$@"; do
+        [ ! -e "$path" ] || fail "$path was left behind: $(ls -A "$path")"
+    done
+}
+
+# a model of two files to ranks, the same otherwise, and back to a model
+cat >"$tmp/split.json" <<'END'
+{"dst_mesh": {"mesh": [2], "names": ["tp"]},
+ "rules": [{"match": "embed.*", "dst": {"tp": "Shard(1)"}}, {"match": "layers.*", "dst": "S0"}, {"match": "*"}]}
+END
+cat >"$tmp/other.json" <<'END'
+{"src_mesh": [2], "dst_mesh": {"mesh": [3], "ranks": "5..7"},
+ "rules": [{"match": "embed.*", "src": "Shard(1)", "dst": "S0"}, {"match": "layers.*", "src": "S0", "dst": [["S", 1]]},
+           {"match": "*", "dst": {"dtype": "bf16"}}]}
+END
+cat >"$tmp/merge.json" <<'END'
+{"src_mesh": {"mesh": [3], "ranks": [5, 6, 7]},
+ "rules": [{"match": "embed.*", "src": "S0"}, {"match": "layers.*", "src": "S1"},
+           {"match": "norm", "dst": {"dtype": "f32"}}, {"match": "*"}]}
+END
+accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/split" --verify
+printed '^tensors   4$'
+printed '^ranks     0,1$'
+printed '^took .*, verified$'
+printed '^memory '
+accepted inspect "$tmp/split"
+printed '^   0  layers.0.weight  *bf16  *2,3 '
+printed '^   1  layers.0.weight  *bf16  *1,3 '
+accepted reshard --spec "$tmp/other.json" --in "$tmp/split" --out "$tmp/other" --json --threads 1 --sync
+printed '^{"in":".*/split","out":".*/other","src_bytes":108,"dst_bytes":.*,"skipped":0,"ranks":\[{"rank":5,"bytes":'
+printed '"name":"norm","shape":\[3\],"src_dtype":"f32","dst_dtype":"bf16","src":"mesh=2 place=Replicate","dst":"mesh=3 '
+printed '"verified":false,"peak_memory":[1-9]'
+accepted reshard --spec "$tmp/merge.json" --in "$tmp/other" --out "$tmp/merged" --hf --max-file-size 70 --verify
+accepted inspect "$tmp/merged"
+printed '^checkpoint  .*, a model in 2 files with an index$'
+printed '^metadata    format: pt$'
+first="model-00001-of-00002.safetensors"
+cmp -s "$model/$first" "$tmp/merged/$first" || fail "$first is not what it was" # the other has norm, which was rounded
+[ "$(find "$tmp/merged" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/merged")"
+
+# only looking
+accepted reshard --spec "$tmp/split.json" --in "$model" --dry-run
+printed '^rank  bytes$'
+printed '^embed.weight  *[0-9,]* .*  mesh=1 place=Replicate  mesh=2 place=Shard(1) '
+accepted reshard --spec "$tmp/split.json" --in "$model" --dry-run --json
+printed '"tensors":\[{"name":"embed.weight"'
+not_printed seconds
+accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/dry" --dry-run
+nothing_left "$tmp/dry"
+
+# bad input: options
+out_dir=$tmp/none
+refused '--spec is missing' reshard
+refused '--in is missing' reshard --spec "$tmp/split.json"
+refused '--out is missing' reshard --spec "$tmp/split.json" --in "$model"
+refused '--memory: 1k is too small; it is at least 16 MiB' \
+    reshard --spec "$tmp/split.json" --in "$model" --out "$out_dir" --memory 1k
+refused "--memory: 'much' is not a size" reshard --spec "$tmp/split.json" --in "$model" --out "$out_dir" --memory much
+refused "--threads: '0' is not a number" reshard --spec "$tmp/split.json" --in "$model" --out "$out_dir" --threads 0
+refused '--max-file-size goes with --hf' \
+    reshard --spec "$tmp/split.json" --in "$model" --out "$out_dir" --max-file-size 1M
+refused '--hf: the target is one rank, but the spec has 2' \
+    reshard --spec "$tmp/split.json" --in "$model" --out "$out_dir" --hf
+
+# bad input: specs and sources
+refused '/missing.json: can.t be opened: No such file' reshard --spec "$tmp/missing.json" --in "$model" --out "$out_dir"
+printf '{"rules": [{"match": "*", "dst": "Shrad(0)"}]}' >"$tmp/bad.json"
+refused "/bad.json: rules 0: dst: 'Shrad(0)' is not a placement" \
+    reshard --spec "$tmp/bad.json" --in "$model" --out "$out_dir"
+printf '{"rules": [{"match": "embed*"}]}' >"$tmp/bad.json"
+refused "tensor 'layers.0.weight': the spec has no entry and no rule for it" \
+    reshard --spec "$tmp/bad.json" --in "$model" --out "$out_dir"
+refused "its source mesh has 2 ranks, but the source is a model" \
+    reshard --spec "$tmp/other.json" --in "$model" --out "$out_dir"
+refused '/none: can.t be opened: No such file' reshard --spec "$tmp/split.json" --in "$tmp/none" --out "$out_dir"
+refused '/split: it holds a checkpoint; old and new files would be mixed' \
+    reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/split"
+mv "$tmp/split/rank_1.safetensors" "$tmp/kept"
+refused '/rank_1.safetensors: can.t be opened: No such file' \
+    reshard --spec "$tmp/other.json" --in "$tmp/split" --out "$out_dir"
+head -c 100 "$tmp/kept" >"$tmp/split/rank_1.safetensors"
+refused '/rank_1.safetensors: ' reshard --spec "$tmp/other.json" --in "$tmp/split" --out "$out_dir"
+cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/split/rank_1.safetensors"
+refused "/rank_1.safetensors: tensor 'embed.weight' is not in it" \
+    reshard --spec "$tmp/other.json" --in "$tmp/split" --out "$out_dir"
+cp "$tmp/kept" "$tmp/split/rank_1.safetensors"
+cp "$tmp/kept" "$tmp/split/rank_2.safetensors"
+refused '/rank_2.safetensors: rank 2 is in no source mesh of the spec' \
+    reshard --spec "$tmp/other.json" --in "$tmp/split" --out "$out_dir"
+nothing_left "$out_dir"
+
+# failed PATTERN WHAT: the last run must have failed as the system's failures do.
+failed() {
+    expect_status 1 "$2"
+    [ ! -s "$out" ] || fail "$2: printed something although it failed"
+    grep -q -e "$1" "$err" || fail "$2: expected '$1': $(cat "$err")"
+}
+
+# the system fails: no place for the directory, a limit, a full disk
+run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/none/deeper"
+failed '/none/deeper: can.t be created: No such file' 'a directory in none'
+run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/kept/deeper"
+failed '/kept/deeper: can.t be looked at: Not a directory' 'a directory in a file'
+mkdir "$tmp/big"
+nbytes=$((256 << 20))
+sparse "$tmp/big/rank_0.safetensors" \
+    "{\"w\":{\"dtype\":\"U8\",\"shape\":[$((nbytes / 4096)),4096],\"data_offsets\":[0,$nbytes]}}" $nbytes
+printf '{"dst_mesh": [2], "rules": [{"match": "*", "dst": "S1"}]}' >"$tmp/big.json"
+(
+    ulimit -f 1000
+    run reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$out_dir"
+    echo "$status" >"$tmp/status"
+)
+status=$(cat "$tmp/status")
+failed '/none/rank_0.safetensors: can.t be written: File too large' 'a limit on files'
+nothing_left "$out_dir"
+mkdir "$tmp/small"
+if mount -t tmpfs -o size=200m tmpfs "$tmp/small" 2>/dev/null; then
+    run reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/small/out"
+    umount "$tmp/small"
+    failed '/small/out/rank_1.safetensors: can.t be written: No space left' 'a full disk'
+else
+    echo 'not tested: a full disk, since nothing can be mounted here'
+fi
+
+# memory stays bounded; the limit leaves room for what a sanitizer adds
+accepted reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/done" --memory 200MiB --json --verify
+peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
+[ "$peak" -le $((200 << 20)) ] || fail "$peak bytes of memory for $nbytes bytes of tensors"
+rm -rf "$tmp/done"
+
+# a run that is ended from outside tidies up
+"$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/ended" --threads 1 --verify --sync \
+    >"$out" 2>"$err" &
+pid=$!
+tries=0
+while [ $tries -lt 1000 ] && [ -z "$(ls -A "$tmp/ended" 2>/dev/null)" ] && kill -0 $pid 2>/dev/null; do
+    tries=$((tries + 1))
+    sleep 0.01
+done
+kill -TERM $pid 2>/dev/null
+wait $pid
+status=$?
+if [ "$status" -eq 0 ]; then
+    echo 'not tested: an end from outside, since the run was over before it'
+else
+    expect_status 143 'a run that is ended'
+    nothing_left "$tmp/ended"
+fi
+
+finish
