@@ -36,7 +36,7 @@ static void say(const member *m, const char *what) {
 
 static void hear(const member *m, const char *what, int seat) {
     char key[64];
-    tb__store_value got;
+    tb__store_value got = {0};
     name_key(key, sizeof key, what, m->round, seat);
     must(m, tb__store_wait(m->store, key, PATIENCE_MS, &got) == TB_OK, key);
     tb__store_value_fini(&got);
@@ -174,7 +174,7 @@ static void start(scene *s, int seat, int round) {
 /* Fails as soon as a member has ended. */
 static void hear_of(scene *s, const char *what, int round, int seat) {
     char key[64];
-    tb__store_value got;
+    tb__store_value got = {0};
     tb_status status = TB_TIMEOUT;
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     name_key(key, sizeof key, what, round, seat);
