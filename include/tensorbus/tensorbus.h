@@ -593,13 +593,13 @@ typedef struct tb_copy_opts {
 } tb_copy_opts;
 
 /* A tensor in this rank's memory. */
-typedef struct tb_view {
+typedef struct tb_copy_view {
     void *data; /* may be NULL where there are no elements */
     tb_dtype dtype;
     int ndim;
     int64_t shape[TB_MAX_DIMS];
     const int64_t *strides; /* in elements, may be negative; NULL: row-major without gaps */
-} tb_view;
+} tb_copy_view;
 
 /* Completes when all of the group have opened the service `name`. `group` NULL: the one this process joined first. */
 TB_API tb_status tb_copy_open(tb_world *world, const char *name, const char *group, const tb_copy_opts *opts,
@@ -612,9 +612,9 @@ TB_API tb_status tb_copy_open(tb_world *world, const char *name, const char *gro
  *
  * The views are copied, and their memory is borrowed until the run returns. What is received must not share memory with
  * anything else that is received, nor, where a rank copies to itself, with anything that is sent. */
-TB_API tb_status tb_copy_submit_send(tb_copy *copy, const tb_view *views, size_t nviews, int32_t dest,
+TB_API tb_status tb_copy_submit_send(tb_copy *copy, const tb_copy_view *views, size_t nviews, int32_t dest,
                                      uint64_t task_id);
-TB_API tb_status tb_copy_submit_recv(tb_copy *copy, const tb_view *views, size_t nviews, int32_t source,
+TB_API tb_status tb_copy_submit_recv(tb_copy *copy, const tb_copy_view *views, size_t nviews, int32_t source,
                                      uint64_t task_id);
 
 /* Does what was submitted since the last run; all ranks of the group call it, also those that have submitted nothing.
@@ -629,7 +629,7 @@ TB_API void tb_copy_close(tb_copy *copy);
 
 typedef struct tb_copy_op {
     uint64_t task_id;
-    const tb_view *views;
+    const tb_copy_view *views;
     size_t nviews;
 } tb_copy_op;
 

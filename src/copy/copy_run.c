@@ -11,7 +11,7 @@ enum { MOST_VIEWS = 1 << 24 }; /* in a run, on a rank */
 
 /* ---- Submitting ------------------------------------------------------------------------------------------------ */
 
-static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_view *views, size_t nviews, int32_t seat,
+static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *views, size_t nviews, int32_t seat,
                         uint64_t task_id) {
     size_t first = copy->views.count;
     if (copy->is_running)
@@ -34,7 +34,7 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_view *views
     return TB_OK;
 }
 
-static tb_status submit(tb_copy *copy, bool is_send, const tb_view *views, size_t nviews, int32_t seat,
+static tb_status submit(tb_copy *copy, bool is_send, const tb_copy_view *views, size_t nviews, int32_t seat,
                         uint64_t task_id) {
     tb__engine_lock(copy->world->engine);
     tb_status status = add_op(copy, is_send ? &copy->sends : &copy->recvs, views, nviews, seat, task_id);
@@ -44,11 +44,12 @@ static tb_status submit(tb_copy *copy, bool is_send, const tb_view *views, size_
     return status;
 }
 
-tb_status tb_copy_submit_send(tb_copy *copy, const tb_view *views, size_t nviews, int32_t dest, uint64_t task_id) {
+tb_status tb_copy_submit_send(tb_copy *copy, const tb_copy_view *views, size_t nviews, int32_t dest, uint64_t task_id) {
     return submit(copy, true, views, nviews, dest, task_id);
 }
 
-tb_status tb_copy_submit_recv(tb_copy *copy, const tb_view *views, size_t nviews, int32_t source, uint64_t task_id) {
+tb_status tb_copy_submit_recv(tb_copy *copy, const tb_copy_view *views, size_t nviews, int32_t source,
+                              uint64_t task_id) {
     return submit(copy, false, views, nviews, source, task_id);
 }
 

@@ -9,8 +9,8 @@ static tb_copy *open_service(rank *r, const tb_copy_opts *opts) {
     return copy;
 }
 
-static tb_view row(void *data, int64_t n) {
-    return (tb_view){.data = data, .dtype = TB_U32, .ndim = 1, .shape = {n}};
+static tb_copy_view row(void *data, int64_t n) {
+    return (tb_copy_view){.data = data, .dtype = TB_U32, .ndim = 1, .shape = {n}};
 }
 
 static bool is_all(const uint32_t *data, size_t n, uint32_t value) {
@@ -43,7 +43,7 @@ static void all_to_all(rank *r) {
         for (int32_t i = 0; i < r->size && !is_idle; i++) {
             if (round % 2 && i == 1)
                 continue;
-            tb_view from = row(out, N), to = row(in + (size_t)i * N, N);
+            tb_copy_view from = row(out, N), to = row(in + (size_t)i * N, N);
             check_ok(tb_copy_submit_send(copy, &from, 1, i, (uint64_t)(r->index * 100 + i)));
             check_ok(tb_copy_submit_recv(copy, &to, 1, i, (uint64_t)(i * 100 + r->index)));
         }
@@ -88,7 +88,7 @@ static void mixed(rank *r) {
     uint32_t *data = malloc(sizeof *data * N);
     for (uint32_t i = 0; i < N; i++)
         data[i] = r->index == 1 ? POISON : i * 7;
-    tb_view v = row(data, N);
+    tb_copy_view v = row(data, N);
     if (r->index == 0)
         check_ok(tb_copy_submit_send(copy, &v, 1, 1, 9));
     if (r->index == 1)
@@ -113,14 +113,14 @@ static void strided(rank *r) {
     for (int i = 0; i < 60; i++)
         from[i] = (uint16_t)(r->index * 100 + i);
     memset(to, 0xee, sizeof to);
-    tb_view out[] = {{.data = from, .dtype = TB_F16, .ndim = 2, .shape = {6, 4}, .strides = rows},
-                     {.data = &scale, .dtype = TB_U16}};
+    tb_copy_view out[] = {{.data = from, .dtype = TB_F16, .ndim = 2, .shape = {6, 4}, .strides = rows},
+                          {.data = &scale, .dtype = TB_U16}};
     int32_t next = (r->index + 1) % r->size, last = (r->index + r->size - 1) % r->size;
     check_ok(tb_copy_submit_send(copy, out, 2, next, 50 + (uint64_t)r->index));
     check_ok(tb_copy_submit_send(copy, out, 2, r->index, 5));
     for (int i = 0; i < 2; i++) {
-        tb_view in[] = {{.data = to[i], .dtype = TB_BF16, .ndim = 3, .shape = {2, 3, 4}, .strides = columns},
-                        {.data = &scales[i], .dtype = TB_U16, .ndim = 1, .shape = {1}}};
+        tb_copy_view in[] = {{.data = to[i], .dtype = TB_BF16, .ndim = 3, .shape = {2, 3, 4}, .strides = columns},
+                             {.data = &scales[i], .dtype = TB_U16, .ndim = 1, .shape = {1}}};
         check_ok(tb_copy_submit_recv(copy, in, 2, i ? r->index : last, i ? 5 : 50 + (uint64_t)last));
     }
     check_ok(tb_copy_run(copy, 0));
@@ -154,7 +154,7 @@ static void several(rank *r) {
     for (int i = 0; i < 3; i++) {
         uint32_t out = (uint32_t)(i * 10 + r->index), in = POISON;
         int32_t seat = i == 2 ? r->size - 1 - r->index : r->index;
-        tb_view from = row(&out, 1), to = row(&in, 1);
+        tb_copy_view from = row(&out, 1), to = row(&in, 1);
         int32_t next = (seat + 1) % r->size, last = (seat + r->size - 1) % r->size;
         check_ok(tb_copy_submit_send(copies[i], &from, 1, next, (uint64_t)seat));
         check_ok(tb_copy_submit_recv(copies[i], &to, 1, last, (uint64_t)last));
@@ -177,7 +177,7 @@ static void swap(rank *r) {
     uint32_t data[64], other[64];
     set_all(data, 64, (uint32_t)r->index);
     set_all(other, 64, 5);
-    tb_view v = row(data, 64), same = row(other, 64);
+    tb_copy_view v = row(data, 64), same = row(other, 64);
     check_ok(tb_copy_submit_send(copy, &v, 1, !r->index, (uint64_t)r->index));
     check_ok(tb_copy_submit_recv(copy, &v, 1, !r->index, (uint64_t)!r->index));
     check_ok(tb_copy_submit_send(copy, &same, 1, r->index, 7));
@@ -236,11 +236,11 @@ static const struct {
     [LOCAL_READ] = {TB_INVALID, "(a 1): ", "task 70 sends memory that is received into"},
 };
 
-static void send(tb_copy *copy, tb_view view, int32_t seat, uint64_t id) {
+static void send(tb_copy *copy, tb_copy_view view, int32_t seat, uint64_t id) {
     check_ok(tb_copy_submit_send(copy, &view, 1, seat, id));
 }
 
-static void receive(tb_copy *copy, tb_view view, int32_t seat, uint64_t id) {
+static void receive(tb_copy *copy, tb_copy_view view, int32_t seat, uint64_t id) {
     check_ok(tb_copy_submit_recv(copy, &view, 1, seat, id));
 }
 
@@ -251,12 +251,12 @@ typedef struct memory {
 /* On rank 1, which sends. */
 static void do_wrong_sending(tb_copy *copy, fault f, memory *m) {
     static const int64_t gaps[] = {20, 3};
-    tb_view v = row(m->out, 8);
+    tb_copy_view v = row(m->out, 8);
     switch (f) {
     case UNSENT:
         return;
     case SHAPES:
-        v = (tb_view){.data = m->out, .dtype = TB_U32, .ndim = 2, .shape = {2, 3}, .strides = gaps};
+        v = (tb_copy_view){.data = m->out, .dtype = TB_U32, .ndim = 2, .shape = {2, 3}, .strides = gaps};
         break;
     case DOUBLED_SEND:
         send(copy, v, 2, 70);
@@ -289,7 +289,7 @@ static void do_wrong_sending(tb_copy *copy, fault f, memory *m) {
 /* On rank 2, which receives. */
 static void do_wrong_receiving(tb_copy *copy, fault f, memory *m) {
     static const int64_t gaps[] = {20, 3}, folded[] = {0};
-    tb_view v = row(m->in, 8), both[] = {v, row(m->in + 20, 1)};
+    tb_copy_view v = row(m->in, 8), both[] = {v, row(m->in + 20, 1)};
     switch (f) {
     case UNRECEIVED:
     case LOCAL_ALONE:
@@ -303,13 +303,13 @@ static void do_wrong_receiving(tb_copy *copy, fault f, memory *m) {
         v = row(m->in, 7);
         break;
     case ITEMS:
-        v = (tb_view){.data = m->in, .dtype = TB_F64, .ndim = 1, .shape = {4}};
+        v = (tb_copy_view){.data = m->in, .dtype = TB_F64, .ndim = 1, .shape = {4}};
         break;
     case COUNTS:
         check_ok(tb_copy_submit_recv(copy, both, 2, 1, 70));
         return;
     case SHAPES:
-        v = (tb_view){.data = m->in, .dtype = TB_U32, .ndim = 2, .shape = {3, 2}, .strides = gaps};
+        v = (tb_copy_view){.data = m->in, .dtype = TB_U32, .ndim = 2, .shape = {3, 2}, .strides = gaps};
         break;
     case DOUBLED_RECV:
         receive(copy, v, 1, 70);
@@ -375,7 +375,7 @@ static void faults_fail_everywhere(void **state) {
 static void misuse(rank *r) {
     tb_copy *copy = open_service(r, NULL), *none;
     uint32_t data[4] = {0};
-    tb_view v = row(data, 4), bad = row(NULL, 4);
+    tb_copy_view v = row(data, 4), bad = row(NULL, 4);
     check_fails(tb_copy_submit_send(copy, &v, 1, 2, 1), TB_INVALID, "task 1: there is no rank 2");
     check_fails(tb_copy_submit_recv(copy, &v, 1, -1, 1), TB_INVALID, "there is no rank -1");
     check_fails(tb_copy_submit_send(copy, &v, 0, 1, 1), TB_INVALID, "0 tensors");
@@ -399,7 +399,7 @@ static void misuse_is_refused(void **state) {
 static void come_late(rank *r) {
     tb_copy *copy = open_service(r, NULL);
     uint32_t data = (uint32_t)r->index;
-    tb_view v = row(&data, 1);
+    tb_copy_view v = row(&data, 1);
     for (int round = 0; round < 3; round++) {
         if (r->index == 0) {
             send(copy, v, 2, 4);
@@ -427,7 +427,7 @@ static void a_rank_never_comes(void **state) {
 static void close_early(rank *r) {
     tb_copy *copy = open_service(r, NULL);
     uint32_t data = (uint32_t)r->index;
-    tb_view v = row(&data, 1);
+    tb_copy_view v = row(&data, 1);
     if (r->index == 2)
         send(copy, v, 0, 4);
     if (r->index == 0)

@@ -65,7 +65,7 @@ static void merge(tb__match_view *v) {
     v->shape.ndim = kept;
 }
 
-tb_status tb__match_read(const tb_view *view, tb__match_view *out) {
+tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out) {
     if (view->ndim < 0 || view->ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a view has 0 to %d dimensions, not %d", TB_MAX_DIMS, view->ndim);
     tb_shape shape = {.ndim = view->ndim};

@@ -25,13 +25,13 @@
 
 static uint64_t memory[256];
 
-static tb_view vector(int64_t n) {
-    return (tb_view){.data = memory, .dtype = TB_U8, .ndim = 1, .shape = {n}};
+static tb_copy_view vector(int64_t n) {
+    return (tb_copy_view){.data = memory, .dtype = TB_U8, .ndim = 1, .shape = {n}};
 }
 
 static void pairs_by_id(void **state) {
     (void)state;
-    tb_view a = vector(8), b = vector(16), c = vector(24);
+    tb_copy_view a = vector(8), b = vector(16), c = vector(24);
     tb_copy_op sends[] = {{7, &a, 1}, {UINT64_MAX, &b, 1}, {0, &c, 1}};
     tb_copy_op recvs[] = {{0, &c, 1}, {7, &a, 1}, {UINT64_MAX, &b, 1}};
     size_t recv_of[3];
@@ -45,7 +45,7 @@ static void pairs_by_id(void **state) {
 /* Data and scale under one id: as one operation, in their order. */
 static void several_tensors_under_one_id(void **state) {
     (void)state;
-    tb_view both[] = {vector(64), vector(2)}, swapped[] = {vector(2), vector(64)};
+    tb_copy_view both[] = {vector(64), vector(2)}, swapped[] = {vector(2), vector(64)};
     tb_copy_op send = {5, both, 2}, recv = {5, both, 2}, wrong = {5, swapped, 2}, one = {5, both, 1};
     size_t recv_of;
     assert_ok(tb_copy_match_local(1, &send, 1, &recv, 1, &recv_of));
@@ -58,7 +58,7 @@ static void several_tensors_under_one_id(void **state) {
 /* As two operations the second would take the place of the first. */
 static void an_id_is_used_once(void **state) {
     (void)state;
-    tb_view data = vector(64), scale = vector(2);
+    tb_copy_view data = vector(64), scale = vector(2);
     tb_copy_op sends[] = {{5, &data, 1}, {5, &scale, 1}}, recvs[] = {{5, &data, 1}, {5, &scale, 1}};
     size_t recv_of[2] = {77, 77};
     assert_fails(tb_copy_match_local(4, sends, 2, recvs, 2, recv_of), TB_CONFLICT, "rank 4 sends task 5 twice");
@@ -68,7 +68,7 @@ static void an_id_is_used_once(void **state) {
 
 static void both_ends_must_be_there(void **state) {
     (void)state;
-    tb_view v = vector(8);
+    tb_copy_view v = vector(8);
     tb_copy_op five = {5, &v, 1}, six = {6, &v, 1}, both[] = {five, six};
     size_t recv_of[2];
     assert_fails(tb_copy_match_local(2, &five, 1, NULL, 0, recv_of), TB_CONFLICT, "rank 2 sends task 5 to rank 2");
@@ -81,7 +81,7 @@ static void both_ends_must_be_there(void **state) {
     assert_fails(tb_copy_match_local(2, &five, 1, &five, 1, recv_of), TB_INVALID, "task 5 has 0 tensors");
 }
 
-static tb_status match(tb_view from, tb_view to) {
+static tb_status match(tb_copy_view from, tb_copy_view to) {
     tb_copy_op send = {1, &from, 1}, recv = {1, &to, 1};
     size_t recv_of;
     return tb_copy_match_local(0, &send, 1, &recv, 1, &recv_of);
@@ -89,19 +89,19 @@ static tb_status match(tb_view from, tb_view to) {
 
 static void sizes_and_views(void **state) {
     (void)state;
-    tb_view bytes = vector(8), halves = {.data = memory, .dtype = TB_F16, .ndim = 1, .shape = {4}};
-    tb_view other = {.data = memory, .dtype = TB_BF16, .ndim = 2, .shape = {2, 2}};
+    tb_copy_view bytes = vector(8), halves = {.data = memory, .dtype = TB_F16, .ndim = 1, .shape = {4}};
+    tb_copy_view other = {.data = memory, .dtype = TB_BF16, .ndim = 2, .shape = {2, 2}};
     assert_ok(match(halves, other));
     assert_fails(match(bytes, halves), TB_CONFLICT, "items of 8 bits");
     assert_fails(match(bytes, vector(9)), TB_CONFLICT, "has 8 bytes on rank 0, which sends it, but 9");
-    tb_view bad = vector(-1);
+    tb_copy_view bad = vector(-1);
     assert_fails(match(bad, bad), TB_INVALID, "rank 0: tensor 0 of task 1");
     bad = vector(4);
     bad.data = NULL;
     assert_fails(match(bad, bad), TB_INVALID, "NULL");
     bad.ndim = 9;
     assert_fails(match(bad, bad), TB_INVALID, "dimensions");
-    bad = (tb_view){.data = memory, .ndim = 0};
+    bad = (tb_copy_view){.data = memory, .ndim = 0};
     assert_fails(match(bad, bad), TB_INVALID, "dtype");
     bad = vector(0);
     bad.data = NULL;
@@ -113,11 +113,11 @@ static void sizes_and_views(void **state) {
 static void shapes_are_split(void **state) {
     (void)state;
     int64_t wide[] = {100, 1}, deep[] = {80, 20, 1}, back[] = {-100, -1};
-    tb_view m64 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = wide};
-    tb_view m234 = {.data = memory, .dtype = TB_U8, .ndim = 3, .shape = {2, 3, 4}, .strides = deep};
-    tb_view m38 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {3, 8}, .strides = wide};
-    tb_view m83 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {8, 3}, .strides = wide};
-    tb_view mirrored = {.data = memory + 200, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = back};
+    tb_copy_view m64 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = wide};
+    tb_copy_view m234 = {.data = memory, .dtype = TB_U8, .ndim = 3, .shape = {2, 3, 4}, .strides = deep};
+    tb_copy_view m38 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {3, 8}, .strides = wide};
+    tb_copy_view m83 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {8, 3}, .strides = wide};
+    tb_copy_view mirrored = {.data = memory + 200, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = back};
     assert_ok(match(m64, m234));
     assert_ok(match(m64, m38));
     assert_ok(match(m64, mirrored));
@@ -131,7 +131,7 @@ static void shapes_are_split(void **state) {
 /* More dimensions than a tensor may have are refused, not cut off. */
 static void too_fine(void **state) {
     (void)state;
-    tb_view a = {.data = memory, .dtype = TB_U8, .ndim = 8}, b = a;
+    tb_copy_view a = {.data = memory, .dtype = TB_U8, .ndim = 8}, b = a;
     int64_t strides_a[8], strides_b[8];
     for (int d = 0; d < 8; d++) {
         a.shape[d] = d == 7 ? 2 : 4;
@@ -147,8 +147,8 @@ static void too_fine(void **state) {
 static void four_bits(void **state) {
     (void)state;
     int64_t odd[] = {7, 1}, even[] = {8, 1}, turned[] = {1, 8};
-    tb_view a = {.data = memory, .dtype = TB_F4E2M1, .ndim = 2, .shape = {3, 6}};
-    tb_view b = a;
+    tb_copy_view a = {.data = memory, .dtype = TB_F4E2M1, .ndim = 2, .shape = {3, 6}};
+    tb_copy_view b = a;
     b.strides = even;
     assert_ok(match(a, b));
     b.strides = odd;
@@ -157,14 +157,14 @@ static void four_bits(void **state) {
     assert_fails(match(a, b), TB_INVALID, "even last dimension");
     a.shape[1] = 5;
     assert_fails(match(a, a), TB_INVALID, "even last dimension");
-    tb_view bytes = vector(9);
+    tb_copy_view bytes = vector(9);
     a.shape[1] = 6;
     assert_fails(match(a, bytes), TB_CONFLICT, "items of 4 bits");
 }
 
 static void memory_is_short(void **state) {
     (void)state;
-    tb_view both[] = {vector(64), vector(2)};
+    tb_copy_view both[] = {vector(64), vector(2)};
     tb_copy_op ops[] = {{5, both, 2}, {6, both, 1}};
     size_t recv_of[2];
     int failures = 0;

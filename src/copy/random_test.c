@@ -145,10 +145,10 @@ static void write_items(const tensor *t, const end *e, unsigned char *memory) {
 }
 
 /* A byte is two items of 4 bits. */
-static tb_view view_of(const end *e, unsigned char *memory, int64_t *strides) {
+static tb_copy_view view_of(const end *e, unsigned char *memory, int64_t *strides) {
     bool is_packed = e->dtype == TB_F4E2M1;
     int last = e->shape.ndim - 1;
-    tb_view v = {.data = memory + e->offset, .dtype = e->dtype, .ndim = e->shape.ndim, .strides = strides};
+    tb_copy_view v = {.data = memory + e->offset, .dtype = e->dtype, .ndim = e->shape.ndim, .strides = strides};
     for (int d = 0; d <= last; d++) {
         v.shape[d] = is_packed && d == last ? e->shape.dim[d] * 2 : e->shape.dim[d];
         strides[d] = is_packed && d != last ? e->strides[d] * 2 : e->strides[d];
@@ -157,7 +157,7 @@ static tb_view view_of(const end *e, unsigned char *memory, int64_t *strides) {
 }
 
 static void submit(tb_copy *copy, const operation *op, int which, unsigned char *memory) {
-    tb_view views[MOST_VIEWS];
+    tb_copy_view views[MOST_VIEWS];
     int64_t strides[MOST_VIEWS][TB_MAX_DIMS];
     for (size_t i = 0; i < op->nviews; i++)
         views[i] = view_of(&op->views[i].ends[which], memory, strides[i]);
