@@ -6,6 +6,8 @@
 #include "reshard/pattern.h"
 
 #include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
 
 typedef struct rule {
     tb__pattern match;
@@ -171,9 +173,13 @@ static tb_status apply_numbers(const renumber *numbers, const char *what, const 
     if (!tb__read_int(&at, &local) || local >= numbers->count)
         return tb__fail(TB_INVALID, "'%.200s' has %s %.*s, but this rank has %" PRId64, *name, what, (int)place.length,
                         place.start, numbers->count);
+    char number[24];
+    int ndigits =
+        snprintf(number, sizeof number, "%" PRId64, numbers->map ? numbers->map[local] : numbers->first + local);
     out->count = 0;
-    tb__text_add(out, "%.*s%" PRId64 "%s", (int)(place.start - *name), *name,
-                 numbers->map ? numbers->map[local] : numbers->first + local, place.start + place.length);
+    tb__name_add(out, *name, (size_t)(place.start - *name));
+    tb__name_add(out, number, (size_t)ndigits);
+    tb__name_add(out, place.start + place.length, strlen(place.start + place.length));
     if (out->failed)
         return TB_NO_MEMORY;
     *name = out->data;

@@ -108,8 +108,7 @@ tb_status tb__replacement_check(const tb__pattern *pattern, const char *replacem
     return TB_OK;
 }
 
-/* As tb__text_add, for what needs no formatting: there are tens of thousands of names. */
-static void add_bytes(tb__text *text, const char *bytes, size_t count) {
+void tb__name_add(tb__text *text, const char *bytes, size_t count) {
     if (text->failed)
         return;
     if (text->capacity - text->count <= count &&
@@ -126,14 +125,14 @@ void tb__replacement_expand(const char *replacement, const tb__capture captures[
     for (const char *p = replacement; *p;) {
         size_t plain = strcspn(p, "\\");
         if (plain) {
-            add_bytes(out, p, plain);
+            tb__name_add(out, p, plain);
             p += plain;
         } else if (p[1] == '\\') {
-            add_bytes(out, "\\", 1);
+            tb__name_add(out, "\\", 1);
             p += 2;
         } else {
             const tb__capture *c = &captures[p[1] - '0'];
-            add_bytes(out, c->start, c->length);
+            tb__name_add(out, c->start, c->length);
             p += 2;
         }
     }
