@@ -105,9 +105,7 @@ static tb_status replace_dims(tb__form *form, int d, int replaced, const digits 
     int ndigits = old.first_digit[d];
     if (old.ndim - replaced + count > TB_MAX_DIMS)
         return tb__fail(TB_TOO_BIG, "that makes more than %d dims", TB_MAX_DIMS);
-    form->ndim = 0;
-    for (int i = 0; i < d; i++)
-        form->ndim++;
+    form->ndim = d;
     for (int i = 0; i < count; i++) {
         if (ndigits + dims[i].count > TB__MAX_DIGITS)
             return tb__fail(TB_TOO_BIG, "the view is too long");
@@ -189,7 +187,7 @@ static tb_status split_off(digits *from, int64_t size, digits *out) {
 
 static tb_status apply_split(tb__form *form, const tb__view_op *op) {
     int d, count = op->nargs - 1;
-    int64_t sizes[TB_MAX_DIMS];
+    int64_t sizes[TB_MAX_DIMS] = {0};
     digits parts[TB_MAX_DIMS];
     TB_TRY(read_dim(form, op->arg[0], &d));
     TB_TRY(split_sizes(op, dim_length(form, d), sizes));
@@ -235,9 +233,10 @@ static tb_status apply_merge(tb__form *form, const tb__view_op *op) {
 static tb_status apply_permute(tb__form *form, const tb__view_op *op) {
     digits dims[TB_MAX_DIMS];
     unsigned seen = 0;
-    if (op->nargs != form->ndim)
-        return tb__fail(TB_INVALID, "%d numbers for %d dims", op->nargs, form->ndim);
-    for (int i = 0; i < op->nargs; i++) {
+    int ndim = form->ndim;
+    if (op->nargs != ndim)
+        return tb__fail(TB_INVALID, "%d numbers for %d dims", op->nargs, ndim);
+    for (int i = 0; i < ndim; i++) {
         int d;
         TB_TRY(read_dim(form, op->arg[i], &d));
         if (seen >> d & 1)
@@ -245,7 +244,7 @@ static tb_status apply_permute(tb__form *form, const tb__view_op *op) {
         seen |= 1U << d;
         dims[i] = take_digits(form, d);
     }
-    return replace_dims(form, 0, form->ndim, dims, form->ndim);
+    return replace_dims(form, 0, ndim, dims, ndim);
 }
 
 static tb_status apply_slice(tb__form *form, int64_t dim, int64_t start, int64_t length) {

@@ -7,7 +7,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { MAX_UNITS = 1 << 22 }; /* of one list; more would take longer than anybody expects of a plan */
+enum { MAX_UNITS = 1 << 20 }; /* of one list; more would take longer than anybody expects of a plan */
 
 /* A digit, as the units see it. */
 typedef struct unit_digit {
@@ -110,9 +110,9 @@ static bool collect_runs(walk *w, int64_t first, tb__spans list, tb__arena *aren
 }
 
 static void choose_unit(walk *w) {
-    int64_t unit = 0;
+    int64_t unit = w->digit[0].stride * w->digit[0].count; /* no run ends after it */
     for (size_t i = 0; i < w->nruns; i++)
-        unit = gcd(gcd(unit, w->run[i].start), w->run[i].stop);
+        unit = gcd(gcd(w->run[i].stop, w->run[i].start), unit);
     for (int i = 0; i < w->nmoving;) {
         const unit_digit *d = &w->digit[i];
         int64_t reach = d->stride * d->count, before = unit;
@@ -314,24 +314,34 @@ static tb_status share_whole(const tb__form *form, int axis, int whole, tb__span
     return TB_OK;
 }
 
+static tb_status share_walk(const tb__form *form, walk *w, tb__spans list, tb__arena *scratch, tb__arena *arena,
+                            tb__share *out) {
+    nest n;
+    collect_digits(w, form);
+    if (w->digit[0].count == 0)
+        return tb__fail(TB_INTERNAL, "the view has lost dim %d", w->axis);
+    if (!collect_runs(w, form->start[w->axis], list, scratch))
+        return TB_NO_MEMORY;
+    out->is_empty = w->nruns == 0;
+    if (out->is_empty)
+        return TB_OK;
+    choose_unit(w);
+    TB_TRY(collect_units(w, scratch));
+    out->is_empty = w->count == 0;
+    if (out->is_empty)
+        return TB_OK;
+    if (!find_nest(w, &n) || !check_nest(w, &n))
+        return refuse(w);
+    return fill_share(w, &n, arena, out);
+}
+
 tb_status tb__share_find(const tb__form *form, int axis, tb__spans list, tb__arena *arena, tb__share *out) {
     walk w = {.axis = axis};
-    nest n;
+    tb__arena scratch = {0};
     int whole = tb__form_whole(form, axis);
     if (whole >= 0)
         return share_whole(form, axis, whole, list, arena, out);
-    collect_digits(&w, form);
-    if (!collect_runs(&w, form->start[axis], list, arena))
-        return TB_NO_MEMORY;
-    out->is_empty = w.nruns == 0;
-    if (out->is_empty)
-        return TB_OK;
-    choose_unit(&w);
-    TB_TRY(collect_units(&w, arena));
-    out->is_empty = w.count == 0;
-    if (out->is_empty)
-        return TB_OK;
-    if (!find_nest(&w, &n) || !check_nest(&w, &n))
-        return refuse(&w);
-    return fill_share(&w, &n, arena, out);
+    tb_status status = share_walk(form, &w, list, &scratch, arena, out);
+    tb__arena_fini(&scratch);
+    return status;
 }

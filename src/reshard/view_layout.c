@@ -93,12 +93,15 @@ static tb_status fill_empty(viewing *v, int axis) {
 /* Digits of one axis in one dim must follow on one another in the memory of every rank, so that all refuse alike. */
 static tb_status check_merged(const viewing *v, int axis, const tb__share *share) {
     for (int d = 0; d < v->form.ndim; d++) {
-        int fast = -1;
+        int fast = -1; /* the next faster digit with several values, if no other axis' stands between */
         for (int i = v->form.first_digit[d + 1] - 1; i >= v->form.first_digit[d]; i--) {
-            int64_t n = v->form.digit[i].axis == axis ? share->values[i].length : 1;
-            if (n == 1)
+            if (v->form.digit[i].axis != axis) {
+                fast = -1;
                 continue;
-            if (fast >= 0 && fast == i + 1 && share->step[i] != share->step[fast] * share->values[fast].length)
+            }
+            if (share->values[i].length == 1)
+                continue;
+            if (fast >= 0 && share->step[i] != share->step[fast] * share->values[fast].length)
                 return tb__fail(TB_REFUSED, "dim %d of the view is merged from dims that do not follow on one another",
                                 d);
             fast = i;
@@ -265,6 +268,7 @@ typedef struct cut {
 } cut;
 
 static tb_status find_cut(viewing *v, int d, cut *out) {
+    size_t nsegments = 0;
     *out = (cut){.ncoords = 1};
     for (int i = 0; i < v->nways; i++) {
         if (v->way[i].dim == d) {
@@ -283,6 +287,10 @@ static tb_status find_cut(viewing *v, int d, cut *out) {
             rest /= w->size;
         }
         TB_TRY(multiply_out(v, d, coord, &out->list[c]));
+        nsegments += out->list[c].count;
+        if (nsegments > TB__MAX_TABLE_SEGMENTS)
+            return tb__fail(TB_TOO_BIG, "dim %d of the view would be cut into more than %d segments", d,
+                            TB__MAX_TABLE_SEGMENTS);
     }
     return TB_OK;
 }

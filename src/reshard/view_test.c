@@ -252,7 +252,7 @@ static bool is_box(const naive_view *v, const memory *mem) {
     int64_t origin[TB_MAX_DIMS];
     coords_of(&v->shape, first, origin);
     for (int d = 0; d < v->shape.ndim; d++) {
-        int64_t line[MAX_ELEMENTS]; /* places along the line through the first element */
+        int64_t line[MAX_ELEMENTS] = {0}; /* places along the line through the first element */
         for (int64_t x = 0; x < v->shape.dim[d]; x++) {
             int64_t coord[TB_MAX_DIMS];
             memcpy(coord, origin, sizeof coord);
@@ -328,6 +328,23 @@ static void check_refusal(const naive_view *v, const side *s, const tb_shape *sh
     assert_true(is_reason);
 }
 
+/* Storage with gaps gives the same part with gaps. */
+static void check_spread(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
+                         const tb_binding *binding, const tb_binding *bound) {
+    tb_binding spread = *binding, again;
+    bool is_empty = false;
+    spread.offset = 5;
+    for (int d = 0; d < shape->ndim; d++)
+        spread.strides[d] *= 3;
+    assert_int_equal(tb_view_bind(view, shape, layout, rank, &spread, &again), TB_OK);
+    assert_memory_equal(&again.shape, &bound->shape, sizeof again.shape);
+    for (int d = 0; d < bound->shape.ndim; d++)
+        is_empty |= bound->shape.dim[d] == 0;
+    assert_true(is_empty || again.offset == 5 + 3 * bound->offset);
+    for (int d = 0; d < bound->shape.ndim && !is_empty; d++)
+        assert_true(bound->shape.dim[d] == 1 || again.strides[d] == 3 * bound->strides[d]);
+}
+
 static void check_case(const naive_view *v, const side *s, const tb_shape *shape, tally *t) {
     static memory mem;
     tb_layout *layout, *viewed;
@@ -363,6 +380,7 @@ static void check_case(const naive_view *v, const side *s, const tb_shape *shape
         assert_int_equal(tb_layout_local(viewed, &canonical, s->ranks[m], &local), TB_OK);
         check_part(v, &mem, &local, &bound);
         tb_local_fini(&local);
+        check_spread(view, shape, layout, s->ranks[m], &binding, &bound);
         status = tb_view_padding(view, shape, layout, s->ranks[m], &binding, &boxes, &nboxes);
         if (status == TB_REFUSED)
             continue; /* what is left out need not be a box */
