@@ -12,8 +12,8 @@
  *    accepts NULL.
  *  - Options structs begin with `size`, which is sizeof the struct; any other field that is zero means the default, and
  *    NULL means all defaults.
- *  - Layouts and plans never change once made, and may be used from several threads at once. Other objects belong to
- *    one thread at a time.
+ *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
+ * objects belong to one thread at a time.
  */
 #ifndef TENSORBUS_TENSORBUS_H
 #define TENSORBUS_TENSORBUS_H
@@ -588,7 +588,8 @@ TB_API void tb_transfer_destroy(tb_transfer *transfer);
  *     slice(D, start, length)    some indices of dim D
  *     pad(D, before, after)      dim D without the padding that the storage has there
  *
- * A negative D counts from the end. Nothing is copied: the result is the same memory with other strides. */
+ * A negative D counts from the end. Nothing is copied: the result is the same memory with other strides. Where a view
+ * is taken below, NULL changes nothing. */
 typedef struct tb_view tb_view;
 
 TB_API tb_status tb_view_parse(const char *text, tb_view **out); /* "" changes nothing */
@@ -625,15 +626,14 @@ typedef struct tb_rule {
  * numbered, experts are numbered, rules are applied. */
 typedef struct tb_names_opts {
     size_t size;
-    /* Pipeline stages. The name has the number at #; after it a dot at the end of the pattern is the end of the name,
-     * too. * is any characters but dots. Layers are dealt out to the stages of chunk 0, then to those of chunk 1, ...
-     */
+    /* Pipeline stages: layers are dealt out to the stages of chunk 0, then to those of chunk 1, and so on. In the
+     * pattern, # is the number, * any characters but dots, and a dot at its end the end of the name, too. */
     const char *layer_pattern;   /* "layers.#." */
     int32_t stage, nstages;      /* 0 stages: the numbers stay */
     int32_t chunk, nchunks;      /* virtual stages; default: 1 */
     int64_t nlayers;             /* in all */
-    const int64_t *first_layers; /* nchunks * nstages numbers, in the order said above; NULL: equally many everywhere */
-    /* Experts: this rank has the expert_map[i] as its expert i, or else as many as every other. */
+    const int64_t *first_layers; /* nchunks * nstages numbers, in that order; NULL: equally many everywhere */
+    /* Experts: equally many on every rank, in order; or the rank's expert i is the model's expert_map[i]. */
     const char *expert_pattern;         /* "experts.#." */
     int32_t expert_rank, nexpert_ranks; /* 0 ranks: the numbers stay, unless there is a map */
     int64_t nexperts;                   /* in all */
