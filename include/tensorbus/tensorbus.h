@@ -3,7 +3,8 @@
  * This is the whole public API, meant to be read from top to bottom: status and errors, log, dtypes, layouts (who owns
  * which part of a tensor), plans (which bytes go where), the transfer IR (chunks, buckets, channels); then what moves
  * tensors: memory, the world (who is there), pairs (two groups and their layouts), batches (tensors that travel
- * together), transfers; and the copy service, for tensors that go from one rank to another as they are.
+ * together), transfers; the copy service, for tensors that go from one rank to another as they are; and models (names
+ * and views of many parameters).
  *
  * Rules that hold everywhere:
  *  - Functions that can fail return a tb_status: TB_OK (0) or a negative code. Outputs are written only on success.
@@ -12,8 +13,8 @@
  *    accepts NULL.
  *  - Options structs begin with `size`, which is sizeof the struct; any other field that is zero means the default, and
  *    NULL means all defaults.
- *  - Layouts and plans never change once made, and may be used from several threads at once. Other objects belong to
- *    one thread at a time.
+ *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
+ * objects belong to one thread at a time.
  */
 #ifndef TENSORBUS_TENSORBUS_H
 #define TENSORBUS_TENSORBUS_H
@@ -637,6 +638,123 @@ typedef struct tb_copy_op {
  * `rank` is for sentences. */
 TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size_t nsends, const tb_copy_op *recvs,
                                      size_t nrecvs, size_t *recv_of);
+
+/* ---- Models -------------------------------------------------------------------------------------------------- */
+
+/* A model is many parameters, which two programs keep under different names and in different forms. Each side says how
+ * its own become *canonical* tensors: names and views. Then both have tensors of equal names and shapes, which pairs
+ * and batches can carry. All of this is pure: nothing is sent, and the same arguments give the same result everywhere.
+ *
+ * A view is how a tensor in storage becomes a canonical one: operations, done from left to right.
+ *
+ *     split(D, a, b, ...)        dim D becomes several, the first varies slowest; one size may be -1: what is left
+ *     merge(D, E)                dims D to E become one
+ *     permute(D, E, ...)         the dims in a new order
+ *     slice(D, start, length)    some indices of dim D
+ *     pad(D, before, after)      dim D without the padding that the storage has there
+ *
+ * A negative D counts from the end. Nothing is copied: the result is the same memory with other strides. Where a view
+ * is taken below, NULL changes nothing. */
+typedef struct tb_view tb_view;
+
+TB_API tb_status tb_view_parse(const char *text, tb_view **out); /* "" changes nothing */
+TB_API void tb_view_destroy(tb_view *view);
+
+/* The canonical shape and layout of a tensor stored with this global shape and layout, for all ranks. A dim that is cut
+ * stays Shard where that says it, and becomes Explicit else; mesh dims may be split or joined for it. TB_REFUSED where
+ * what a rank has is no box with even strides any more. */
+TB_API tb_status tb_view_apply(const tb_view *view, const tb_shape *shape, const tb_layout *layout, tb_shape *out_shape,
+                               tb_layout **out_layout);
+
+/* Where `rank` has its part of the canonical tensor, if `binding` is where it has its part of the stored one. */
+TB_API tb_status tb_view_bind(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
+                              const tb_binding *binding, tb_binding *out);
+
+/* The boxes of the rank's storage that are padding. They are never sent; whoever receives the tensor sets them to zero.
+ * To be freed by the caller with free(); NULL if there are none. */
+TB_API tb_status tb_view_padding(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
+                                 const tb_binding *binding, tb_binding **out, size_t *count);
+
+/* A pattern is a glob, in which * stands for any characters (dots, too) and ? for one; or, if it begins with ^, a POSIX
+ * extended regular expression, which takes longer. It has to match the whole name.
+ *
+ * The first rule that matches a name is applied, and no other; except that rules right after it with the same pattern
+ * are applied, too: then the parameter becomes several tensors, linear_qkv q, k and v. Without a match it stays what
+ * it is. */
+typedef struct tb_rule {
+    const char *match;
+    const char *name; /* the new name; \1 to \9 is what the wildcards, or the groups, matched, \0 all; NULL: the old */
+    const char *view; /* NULL: none */
+} tb_rule;
+
+/* What the parameters of one rank are called in the whole model, and what they become. In this order: layers are
+ * numbered, experts are numbered, rules are applied. */
+typedef struct tb_names_opts {
+    size_t size;
+    /* Pipeline stages: layers are dealt out to the stages of chunk 0, then to those of chunk 1, and so on. In the
+     * pattern, # is the number, * any characters but dots, and a dot at its end the end of the name, too. */
+    const char *layer_pattern;   /* "layers.#." */
+    int32_t stage, nstages;      /* 0 stages: the numbers stay */
+    int32_t chunk, nchunks;      /* virtual stages; default: 1 */
+    int64_t nlayers;             /* in all */
+    const int64_t *first_layers; /* nchunks * nstages numbers, in that order; NULL: equally many everywhere */
+    /* Experts: equally many on every rank, in order; or the rank's expert i is the model's expert_map[i]. */
+    const char *expert_pattern;         /* "experts.#." */
+    int32_t expert_rank, nexpert_ranks; /* 0 ranks: the numbers stay, unless there is a map */
+    int64_t nexperts;                   /* in all */
+    const int64_t *expert_map;
+    size_t nexpert_map;
+    const tb_rule *rules;
+    size_t nrules;
+} tb_names_opts;
+
+typedef struct tb_names tb_names;
+
+TB_API tb_status tb_names_create(const tb_names_opts *opts, tb_names **out);
+TB_API void tb_names_destroy(tb_names *names);
+
+/* A canonical tensor that is in a parameter. */
+typedef struct tb_part {
+    size_t param; /* index of the parameter */
+    const char *name;
+    const tb_view *view; /* NULL: none; belongs to the tb_names */
+} tb_part;
+
+typedef struct tb_parts {
+    size_t count;
+    tb_part *part; /* in the order of the parameters, then of the rules */
+} tb_parts;
+
+/* Two parts of one name are an error. */
+TB_API tb_status tb_names_resolve(const tb_names *names, const char *const *params, size_t nparams, tb_parts *out);
+TB_API void tb_parts_fini(tb_parts *parts);
+
+/* Tied weights: one tensor with two names. */
+typedef struct tb_tie {
+    const char *name, *canonical;
+} tb_tie;
+
+typedef struct tb_match_opts {
+    size_t size;
+    const tb_tie *ties; /* a target that the source lacks takes the canonical one, or else another that is tied to it */
+    size_t nties;
+    const char *const *ignored; /* patterns for what may be on one side only */
+    size_t nignored;
+    bool allow_unmatched; /* report it, and do not fail */
+} tb_match_opts;
+
+/* Indices into the names that were given. */
+typedef struct tb_match {
+    size_t nmatched;
+    size_t *source, *target; /* in the targets' order; a source may serve several */
+    size_t nonly_source, nonly_target;
+    size_t *only_source, *only_target; /* sorted by name; without what is ignored, or tied to something that matches */
+} tb_match;
+
+/* The names of each side are distinct. Where a name is on one side only, TB_INVALID, and the sentence has the first. */
+TB_API tb_status tb_match_names(const char *const *source, size_t nsource, const char *const *target, size_t ntarget,
+                                const tb_match_opts *opts, tb_match *out);
+TB_API void tb_match_fini(tb_match *match);
 
 #ifdef __cplusplus
 }
