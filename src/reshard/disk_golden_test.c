@@ -97,7 +97,9 @@ static int32_t count_ranks(json_t *const *lines) {
     for (size_t i = 0; i < NLAYOUTS; i++) {
         const char *rank;
         const json_t *local;
-        json_object_foreach(json_object_get(lines[i], "locals"), rank, local) n = atoi(rank) >= n ? atoi(rank) + 1 : n;
+        json_object_foreach(json_object_get(lines[i], "locals"), rank, local) {
+            n = atoi(rank) >= n ? atoi(rank) + 1 : n;
+        }
     }
     return n;
 }
@@ -297,8 +299,9 @@ static void megatron_plans(void **state) {
         const json_t *ops;
         snprintf(name, sizeof name, "plan_%d", i);
         assert_int_equal(json_object_size(json_object_get(lines[i], "ops")), get(lines[i], "dst", "world"));
-        json_object_foreach(json_object_get(lines[i], "ops"), rank, ops)
+        json_object_foreach(json_object_get(lines[i], "ops"), rank, ops) {
             check_megatron_rank(&out, lines[i], name, atoi(rank), ops);
+        }
     }
     shelf_fini(&out);
     free_lines(lines, NPLANS);

@@ -254,13 +254,14 @@ static tb_status report(tb__text *out, const tb__disk *disk, const char *const *
     return TB_OK;
 }
 
-static tb_status reshard(const tb__disk *disk, const char *dir, tb__disk_opts *opts, double *seconds) {
+static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_opts *wanted, double *seconds) {
+    tb__disk_opts opts = *wanted;
     watch w = {.began_ns = tool_now_ns()};
     w.pass_ns = w.began_ns;
     TB_TRY(tool_guard_init(&w.guard));
-    opts->progress = show_progress;
-    opts->arg = &w;
-    tb_status status = tb__disk_run(disk, dir, opts);
+    opts.progress = show_progress;
+    opts.arg = &w;
+    tb_status status = tb__disk_run(disk, dir, &opts);
     *seconds = (double)(tool_now_ns() - w.began_ns) / 1e9;
     tool_hide_line();
     tool_guard_fini(&w.guard); /* a signal that came takes effect here, when all is tidy */
