@@ -58,6 +58,8 @@ static bool is_wanted(const bench *b, const char *name) {
 }
 
 static bool is_known(const char *name, size_t length) {
+    if (strlen(BENCH_DISK) == length && strncmp(BENCH_DISK, name, length) == 0)
+        return true;
     for (size_t i = 0; i < bench_ncases; i++) {
         for (int l = 0; l < bench_cases[i].nlines; l++) {
             const char *known = bench_cases[i].line[l].name;
@@ -259,6 +261,36 @@ static tb_status run_peer(bench *b, int i) {
     return status == TB_OK ? TB_NO_MEMORY : status;
 }
 
+/* ---- Checkpoints on disk ------------------------------------------------------------------------------------- */
+
+static tb_status run_disk(bench *b) {
+    enum { TIMES = 4 }; /* the size, so that it is 4 GiB unless another is asked for */
+    bench_disk_round *rounds = tb__calloc((size_t)b->rounds, sizeof *rounds);
+    samples *s = tb__calloc(1, sizeof *s);
+    bench_result result = {.name = BENCH_DISK, .work = "checkpoint on disk, tp4 to tp2", .against = "cp"};
+    tb_status status = rounds && s ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = bench_disk_run(TIMES * b->size, b->rounds, &b->guard, rounds, &result.extra_bytes, &result.reason);
+    for (int i = 0; i < b->rounds && status == TB_OK; i++) {
+        s->ours[i] = rounds[i].ours;
+        s->theirs[i] = rounds[i].theirs;
+        s->ratio[i] = rounds[i].theirs > 0 ? rounds[i].ours / rounds[i].theirs : 0;
+    }
+    if (status == TB_OK) {
+        result.gb_per_s = median(s->ours, b->rounds);
+        result.against_gb_per_s = median(s->theirs, b->rounds);
+        result.ratio = median(s->ratio, b->rounds);
+        result.at_least = result.reason ? 0 : 0.8;
+        result.rounds = b->rounds;
+        status = tb__vec_push(&b->results, result) ? TB_OK : TB_NO_MEMORY;
+    }
+    if (status != TB_OK)
+        free(result.reason);
+    free(rounds);
+    free(s);
+    return status == TB_OK || status == TB_CANCELLED ? status : tb__fail_within(status, BENCH_DISK);
+}
+
 /* ---- The command --------------------------------------------------------------------------------------------- */
 
 static tb_status run_all(bench *b) {
@@ -272,6 +304,8 @@ static tb_status run_all(bench *b) {
         if (is_any_wanted)
             TB_TRY(run_case(b, c));
     }
+    if (is_wanted(b, BENCH_DISK))
+        TB_TRY(run_disk(b));
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {
         tool_show_line("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
         TB_TRY(run_peer(b, i));
@@ -348,6 +382,7 @@ const tool_command tool_bench = {
         "  small         tensors of 64 KiB, 4 to 4 ranks                          memcpy                  0.60\n"
         "  cast          f32 to bf16, Shard(0) to Shard(1), input bytes           the cast, 1 process     0.90\n"
         "  partial       bf16 Partial(sum) over 4 to Shard(0): 4 reads, 1 write   memcpy's traffic        0.60\n"
+        "  reshard_disk  `tensorbus reshard` of 4 times the size, tp4 to tp2      cp                      0.80\n"
         "\n"
         "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"
@@ -355,7 +390,8 @@ const tool_command tool_bench = {
         "from the moment the sleeping ranks are woken until the last of them is done. The last one is verified,\n"
         "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
         "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
-        "settings; the marks are for the defaults, and without --staged.\n"
+        "settings; the marks are for the defaults, and without --staged. reshard_disk works in TMPDIR, with files in\n"
+        "the page cache; its extra memory is all that the resharding process had.\n"
         "\n"
         "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio is below\n"
         "its mark.\n",

@@ -71,6 +71,24 @@ enum { BENCH_NPEERS = 2 };
 /* Has peer i move what row_col moves, and verify it. Fails only if it was interrupted or lacks what we need for it. */
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out);
 
+/* Runs a program to its end, with TMPDIR in the folder. What keeps it from running goes to `reason`, which is `missing`
+ * if it is not there; the status is that of the bench. */
+tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
+                            tb__text *said, tb__text *reason);
+
+/* ---- Checkpoints on disk (bench_disk.c) ---------------------------------------------------------------------- */
+
+#define BENCH_DISK "reshard_disk"
+
+typedef struct bench_disk_round {
+    double ours, theirs; /* GB/s */
+} bench_disk_round;
+
+/* Reshards a checkpoint of `size` bytes, and copies it, in every round. *peak is the most memory that a resharding
+ * took. *reason, to be freed, is why it was not measured; NULL if it was. */
+tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_disk_round *out, int64_t *peak,
+                         char **reason);
+
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
 typedef struct bench_result {

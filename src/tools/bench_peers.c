@@ -133,7 +133,6 @@ static void add_last_line(tb__text *out, const tb__text *said) {
     tb__text_add(out, "%.*s", end - start < 300 ? (int)(end - start) : 300, said->data ? said->data + start : "");
 }
 
-/* Runs a step of a peer. What keeps it from running goes to `reason`; the status is that of the bench. */
 static tb_status try_program(const char *const *argv, const place *where, const char *missing, tb__text *said,
                              tb__text *reason) {
     int how = 0;
@@ -151,6 +150,13 @@ static tb_status try_program(const char *const *argv, const place *where, const 
         add_last_line(reason, said);
     }
     return TB_OK;
+}
+
+tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
+                            tb__text *said, tb__text *reason) {
+    place where = {.guard = guard};
+    snprintf(where.folder, sizeof where.folder, "%s", folder);
+    return try_program(argv, &where, missing, said, reason);
 }
 
 typedef struct figures {

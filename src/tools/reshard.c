@@ -4,6 +4,7 @@
 #include "reshard/disk.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
 
@@ -104,10 +105,21 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
     return TB_OK;
 }
 
-/* The most memory that this process has had so far. */
+/* The most memory that this process has had so far; 0: not known. Not getrusage, which counts what the process had that
+ * started this program. */
 static int64_t peak_memory(void) {
-    struct rusage usage;
-    return getrusage(RUSAGE_SELF, &usage) == 0 ? (int64_t)usage.ru_maxrss * 1024 : 0;
+    static const char key[] = "VmHWM:";
+    char line[128];
+    int64_t kib = 0;
+    FILE *file = fopen("/proc/self/status", "re");
+    while (file && kib == 0 && fgets(line, sizeof line, file)) {
+        const char *at = line + sizeof key - 1;
+        if (strncmp(line, key, sizeof key - 1) == 0 && !tb__read_int(&at, &kib))
+            kib = 0;
+    }
+    if (file)
+        fclose(file);
+    return kib * 1024;
 }
 
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
@@ -242,14 +254,14 @@ static tb_status report(tb__text *out, const tb__disk *disk, const char *const *
     return TB_OK;
 }
 
-static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_opts *opts, double *seconds) {
+static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_opts *wanted, double *seconds) {
+    tb__disk_opts opts = *wanted;
     watch w = {.began_ns = tool_now_ns()};
     w.pass_ns = w.began_ns;
     TB_TRY(tool_guard_init(&w.guard));
-    tb__disk_opts watched = *opts;
-    watched.progress = show_progress;
-    watched.arg = &w;
-    tb_status status = tb__disk_run(disk, dir, &watched);
+    opts.progress = show_progress;
+    opts.arg = &w;
+    tb_status status = tb__disk_run(disk, dir, &opts);
     *seconds = (double)(tool_now_ns() - w.began_ns) / 1e9;
     tool_hide_line();
     tool_guard_fini(&w.guard); /* a signal that came takes effect here, when all is tidy */
