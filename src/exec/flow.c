@@ -425,18 +425,26 @@ static bool owes_data(const tb__flow *flow, bool is_send, const member *m) {
     return !is_send && flow->recv.attempt && m->is_feeder && !m->is_concluded;
 }
 
-void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
+typedef bool wait_test(const tb__flow *flow, bool is_send, const member *m);
+
+/* The first member of which it is true, and how many others there are. */
+static const char *find_awaited(const tb__flow *flow, bool is_send, wait_test *is_awaited, size_t *others) {
     const char *first = NULL;
-    size_t others = 0;
-    for (size_t i = 0; i < 2 * flow->nmembers && (i < flow->nmembers || !first || i > flow->nmembers); i++) {
-        const member *m = &flow->members[i % flow->nmembers];
-        if (i < flow->nmembers ? !awaits(flow, is_send, m) : !owes_data(flow, is_send, m))
+    *others = 0;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (!is_awaited(flow, is_send, &flow->members[i]))
             continue;
-        if (!first)
-            first = m->peer->label;
-        else
-            others++;
+        *others += first != NULL;
+        first = first ? first : flow->members[i].peer->label;
     }
+    return first;
+}
+
+void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
+    size_t others;
+    const char *first = find_awaited(flow, is_send, awaits, &others);
+    if (!first)
+        first = find_awaited(flow, is_send, owes_data, &others);
     const char *what = !is_send || !flow->send.attempt ? "to send" : "to receive";
     if (!first)
         snprintf(out, room, "data is still on its way");
