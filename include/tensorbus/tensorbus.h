@@ -431,8 +431,8 @@ TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index
 /* Takes a seat in another group too. */
 TB_API tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size);
 
-/* Leaves all groups. Transfers under way fail, here and at their peers. Pairs, batches, transfers and copy services of
- * the world must have been destroyed. */
+/* Leaves all groups. Pairs, batches and copy services keep their world, and transfers their batch: in whichever order
+ * they are destroyed, each goes when nothing needs it any more. */
 TB_API void tb_world_destroy(tb_world *world);
 
 TB_API int32_t tb_world_rank(const tb_world *world);
@@ -507,7 +507,7 @@ TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, 
  * cast that is refused, targets that overlap) is told by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
-/* The tensors are the caller's again. Transfers of the batch must have been destroyed. */
+/* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
 
 /* ---- Transfers ----------------------------------------------------------------------------------------------- */

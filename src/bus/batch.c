@@ -30,6 +30,8 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
         free(batch);
         return TB_NO_MEMORY;
     }
+    atomic_init(&batch->refs, 1);
+    tb__world_ref(world);
     *out = batch;
     return TB_OK;
 }
@@ -222,9 +224,15 @@ tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
 }
 
 void tb_batch_destroy(tb_batch *batch) {
-    if (!batch)
+    if (batch)
+        tb__batch_unref(batch);
+}
+
+void tb__batch_unref(tb_batch *batch) {
+    if (atomic_fetch_sub(&batch->refs, 1) > 1)
         return;
-    tb__engine *engine = batch->world->engine;
+    tb_world *world = batch->world;
+    tb__engine *engine = world->engine;
     tb__engine_lock(engine);
     for (size_t i = 0; i < batch->ties.count; i++)
         tb__tie_destroy(batch->ties.item[i]);
@@ -235,4 +243,5 @@ void tb_batch_destroy(tb_batch *batch) {
     free(batch->ties.item);
     free(batch->name);
     free(batch);
+    tb__world_unref(world);
 }

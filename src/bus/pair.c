@@ -416,6 +416,7 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
         free_pair(pair);
         return tb__fail(status, "%s", why);
     }
+    tb__world_ref(world);
     *out = pair;
     return TB_OK;
 }
@@ -428,10 +429,11 @@ void tb__pair_unref(tb_pair *pair) {
 void tb_pair_destroy(tb_pair *pair) {
     if (!pair)
         return;
-    tb__engine *engine = pair->world->engine;
+    tb_world *world = pair->world;
     withdraw(pair);
     delist(pair);
-    tb__engine_lock(engine);
+    tb__engine_lock(world->engine);
     tb__pair_unref(pair);
-    tb__engine_unlock(engine);
+    tb__engine_unlock(world->engine);
+    tb__world_unref(world);
 }

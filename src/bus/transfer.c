@@ -256,6 +256,7 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         free(t);
         return status;
     }
+    atomic_fetch_add(&batch->refs, 1);
     *out = t;
     return TB_OK;
 }
@@ -389,16 +390,18 @@ void tb_cancel(tb_transfer *t) {
 void tb_transfer_destroy(tb_transfer *t) {
     if (!t)
         return;
-    tb__engine *engine = t->batch->world->engine;
+    tb_batch *batch = t->batch;
+    tb__engine *engine = batch->world->engine;
     tb__engine_lock(engine);
     if (!t->has_ended)
         cancel(t);
     tb__engine_remove_task(engine, &t->task);
     if (t->is_send)
-        t->batch->sending = NULL;
+        batch->sending = NULL;
     else
-        t->batch->receiving = NULL;
+        batch->receiving = NULL;
     tb__engine_unlock(engine);
     close(t->event);
     free(t);
+    tb__batch_unref(batch);
 }

@@ -102,6 +102,7 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
     tb_world *world = tb__calloc(1, sizeof *world);
     if (!world)
         return TB_NO_MEMORY;
+    atomic_init(&world->refs, 1);
     world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     world->workers = o.workers;
     tb_status status = join(world, url, group, index, size, &o);
@@ -122,8 +123,17 @@ tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int3
     return added ? TB_OK : TB_NO_MEMORY;
 }
 
+void tb__world_ref(tb_world *world) {
+    atomic_fetch_add(&world->refs, 1);
+}
+
 void tb_world_destroy(tb_world *world) {
-    if (!world)
+    if (world)
+        tb__world_unref(world);
+}
+
+void tb__world_unref(tb_world *world) {
+    if (atomic_fetch_sub(&world->refs, 1) > 1)
         return;
     atomic_store(&world->is_ready, false);
     /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.

@@ -24,6 +24,7 @@ typedef struct tb__seat {
 typedef struct tb__tie tb__tie;
 
 struct tb_world {
+    atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
     tb__engine *engine;
     _Atomic bool is_ready; /* the engine is there, for the directory's thread */
     tb__directory *directory;
@@ -44,6 +45,9 @@ struct tb_world {
     TB_VEC(tb__early) early;
 };
 
+/* Whoever is made in a world keeps it; the last one ends it. Without the lock. */
+void tb__world_ref(tb_world *world);
+void tb__world_unref(tb_world *world);
 /* The deadline of a call that was given a timeout; 0 is the world's. */
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
@@ -139,6 +143,7 @@ struct tb__tie {
 };
 
 struct tb_batch {
+    atomic_size_t refs; /* the user's, and one for each of its transfers */
     tb_world *world;
     char *name;
     tb_batch_opts opts;
@@ -147,6 +152,8 @@ struct tb_batch {
     bool is_sealed; /* nothing can be added */
     tb_transfer *sending, *receiving;
 };
+
+void tb__batch_unref(tb_batch *batch); /* without the lock */
 
 /* With the lock held. */
 tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out);

@@ -247,6 +247,39 @@ static void test_deadlines_wake_a_manual_world(void **state) {
     tb_world_destroy(a);
 }
 
+/* The last to be destroyed ends it all. */
+static void test_destroyed_in_any_order(void **state) {
+    const scene *s = *state;
+    tb_world *world;
+    tb_pair *pairs[2];
+    tb_batch *batch;
+    tb_transfer *sent, *received;
+    part p;
+    check_ok(tb_world_join(s->url, "a", 0, 1, NULL, &world));
+    check_ok(tb_world_enter(world, "b", 0, 1));
+    tb_pair_opts as_a = {.size = sizeof as_a, .group = "a", .no_wait = true},
+                 as_b = {.size = sizeof as_b, .group = "b"};
+    check_ok(tb_pair_create(world, "p", "b", "mesh=1 place=R", &as_a, &pairs[0]));
+    check_ok(tb_pair_create(world, "p", "a", "mesh=1 place=R", &as_b, &pairs[1]));
+    part_init(&p, "mesh=1 place=R", 0, 4, 4);
+    tb_tensor tensor = part_tensor(&p);
+    check_ok(tb_batch_create(world, "step", NULL, &batch));
+    check_ok(tb_batch_add(batch, pairs[0], "w", &tensor));
+    check_ok(tb_batch_add(batch, pairs[1], "w", &tensor));
+    check_ok(tb_send(batch, NULL, &sent));
+    check_ok(tb_recv(batch, NULL, &received));
+    tb_world_destroy(world);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pairs[0]);
+    check_ok(tb_wait(received, TB_ARRIVED, -1));
+    tb_transfer_destroy(sent);
+    tb_transfer_destroy(received);
+    tb_pair_destroy(pairs[1]);
+    part_fini(&p);
+    check_ok(tb_world_join(s->url, "a", 0, 1, NULL, &world)); /* the seat is free */
+    tb_world_destroy(world);
+}
+
 #define IN_A_SCENE(test) cmocka_unit_test_setup_teardown(test, make_scene, remove_scene)
 
 int main(void) {
@@ -259,6 +292,7 @@ int main(void) {
         IN_A_SCENE(test_two_worlds_driven_by_one_thread),
         IN_A_SCENE(test_two_worlds_driven_by_one_thread_staged),
         IN_A_SCENE(test_deadlines_wake_a_manual_world),
+        IN_A_SCENE(test_destroyed_in_any_order),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

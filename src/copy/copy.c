@@ -396,6 +396,7 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     tb_copy *copy = tb__calloc(1, sizeof *copy);
     if (!copy)
         return TB_NO_MEMORY;
+    tb__world_ref(world);
     copy->world = world;
     copy->opts = o;
     copy->index = seat->index;
@@ -436,6 +437,7 @@ static void leave(tb_copy *copy) {
 void tb_copy_close(tb_copy *copy) {
     if (!copy)
         return;
+    tb_world *world = copy->world;
     size_t npeers = copy->all.npeers;
     if (copy->all.world) { /* it got so far as to meet */
         tb__engine_lock(copy->world->engine);
@@ -454,4 +456,5 @@ void tb_copy_close(tb_copy *copy) {
     free(copy->recvs.ops.item);
     free(copy->views.item);
     free(copy);
+    tb__world_unref(world);
 }
