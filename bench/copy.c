@@ -1,6 +1,8 @@
 /* How fast copies are, next to plain memcpy by the same number of threads on memory that is as warm, in the same run.
  * Figures are of traffic: bytes read and written. Each line takes turns with memcpy; medians of five. An argument picks
  * the lines that contain it. */
+#include "measure.h"
+
 #include "exec/workers.h"
 
 #include <inttypes.h>
@@ -15,22 +17,6 @@ enum { REPEATS = 5, SIDE = 16384, MANY = 4096 };
 
 static char *src, *dst; /* 1 GiB each, and a little */
 static const char *picked = "";
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *t) {
-    qsort(t, REPEATS, sizeof *t, compare_doubles);
-    return t[REPEATS / 2];
-}
 
 typedef struct half {
     char *dst;
@@ -87,7 +73,7 @@ static bool measure(const char *what, const tb__copy *copies, size_t n, double w
             run(copies, n);
             ours[r] = now() - start;
         }
-        double rate = traffic / median(ours), memcpy_rate = 2 * (double)reference / median(theirs);
+        double rate = traffic / median(ours, REPEATS), memcpy_rate = 2 * (double)reference / median(theirs, REPEATS);
         printf("  %6.2f GB/s %5.2f", 1e-9 * rate, rate / memcpy_rate);
         ok = ok && (threads > 1 || rate >= wanted * memcpy_rate);
     }

@@ -1,5 +1,7 @@
 /* How long it takes to resolve and match the names of a model with 10,000 experts, and to work out its views. Each case
  * prints its figure, what it must not exceed, and whether it does; the exit status tells too. */
+#include "measure.h"
+
 #include "tensorbus/tensorbus.h"
 
 #include <stdio.h>
@@ -7,12 +9,6 @@
 #include <time.h>
 
 enum { EXPERTS = 10000, KINDS = 3, PARAMS = EXPERTS * KINDS, REPEATS = 7 };
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void must(tb_status status) {
     if (status != TB_OK) {

@@ -1,5 +1,7 @@
 /* How long planning takes. Each case prints its figure, what it must not exceed, and whether it does; the exit status
  * tells too. Times are of one thread. */
+#include "measure.h"
+
 #include "tensorbus/tensorbus.h"
 
 #include <inttypes.h>
@@ -8,12 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void must(tb_status status) {
     if (status != TB_OK) {
@@ -26,11 +22,6 @@ static tb_layout *layout(const char *text) {
     tb_layout *l;
     must(tb_layout_parse(text, &l));
     return l;
-}
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
 }
 
 static bool verdict(const char *what, double value, double limit, const char *unit) {

@@ -1,8 +1,10 @@
 /* How fast quantisers are, next to plain memcpy that reads and writes as many bytes with as many threads, in the same
  * run. Figures are of traffic: bytes read and written. Each line takes turns with memcpy; medians of five. --size MIB
  * is how much bf16 there is, --threads N says with how many, else as many as there are cores. */
-#include "reshard/quant.h"
+#include "measure.h"
+
 #include "exec/workers.h"
+#include "reshard/quant.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -17,22 +19,6 @@ enum { REPEATS = 5, COLUMNS = 8192 };
 static tb__quant_rows src;
 static int64_t rows;
 static char *data, *scales;
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *t) {
-    qsort(t, REPEATS, sizeof *t, compare_doubles);
-    return t[REPEATS / 2];
-}
 
 static void copy_part(void *arg, int64_t from, int64_t to) {
     (void)arg;
@@ -76,7 +62,8 @@ static bool measure(const line *l) {
         run(l, &t);
         ours[r] = now() - start;
     }
-    double rate = traffic / median(ours), memcpy_rate = 2.0 * (double)mib * (double)MIB / median(theirs);
+    double rate = traffic / median(ours, REPEATS),
+           memcpy_rate = 2.0 * (double)mib * (double)MIB / median(theirs, REPEATS);
     bool ok = rate >= l->wanted * memcpy_rate;
     printf("  %-40s  %6.2f GB/s  memcpy %6.2f GB/s  %5.2f", l->what, 1e-9 * rate, 1e-9 * memcpy_rate,
            rate / memcpy_rate);

@@ -70,73 +70,8 @@ static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
     tell_flows(tie, at, why);
 }
 
-/* ---- Manifests ------------------------------------------------------------------------------------------------- */
-
 static int compare_tensors(const void *a, const void *b) {
     return strcmp(((const tb__tensor *)a)->name, ((const tb__tensor *)b)->name);
-}
-
-static void pack_tensors(tb__pack *pack, const tb__tensors *tensors) {
-    tb__pack_u32(pack, (uint32_t)tensors->list.count);
-    for (size_t i = 0; i < tensors->list.count; i++) {
-        const tb__tensor *t = &tensors->list.item[i];
-        tb__pack_string(pack, t->name);
-        tb__pack_u32(pack, t->dtype);
-        tb__pack_u32(pack, t->wire_dtype);
-        tb__pack_u32(pack, t->group);
-        tb__pack_u32(pack, (uint32_t)t->shape.ndim);
-        for (int d = 0; d < t->shape.ndim; d++)
-            tb__pack_i64(pack, t->shape.dim[d]);
-        tb__pack_string(pack, t->layout ? t->layout : "");
-    }
-}
-
-static bool unpack_tensor(tb__unpack *u, tb__tensor *t) {
-    const char *name = tb__unpack_string(u);
-    t->dtype = (tb_dtype)tb__unpack_u32(u);
-    t->wire_dtype = (tb_dtype)tb__unpack_u32(u);
-    t->group = tb__unpack_u32(u);
-    uint32_t ndim = tb__unpack_u32(u);
-    if (u->failed || !*name || ndim > TB_MAX_DIMS || !tb_dtype_bits(t->dtype) ||
-        (unsigned)t->wire_dtype >= TB_DTYPE_COUNT)
-        return false;
-    t->shape.ndim = (int)ndim;
-    for (uint32_t d = 0; d < ndim; d++)
-        t->shape.dim[d] = tb__unpack_i64(u);
-    const char *layout = tb__unpack_string(u);
-    if (u->failed || tb_shape_size(&t->shape, t->dtype, NULL, NULL) != TB_OK)
-        return false;
-    t->name = tb__strdup(name);
-    t->layout = *layout ? tb__strdup(layout) : NULL;
-    return t->name && (!*layout || t->layout);
-}
-
-static bool unpack_tensors(const void *data, size_t nbytes, tb__tensors *out) {
-    tb__unpack u = {data, (const unsigned char *)data + nbytes, false};
-    size_t count = tb__unpack_count(&u, 25);
-    for (size_t i = 0; i < count && !u.failed; i++) {
-        tb__tensor t = {0};
-        bool is_good = unpack_tensor(&u, &t) && tb__vec_reserve(&out->list, 1) &&
-                       (i == 0 || strcmp(out->list.item[i - 1].name, t.name) < 0);
-        if (!is_good) {
-            free(t.name);
-            free(t.layout);
-            u.failed = true;
-        } else {
-            out->list.item[out->list.count++] = t;
-        }
-    }
-    return tb__unpack_is_done(&u);
-}
-
-static uint64_t hash_of(const tb__pack *pack) {
-    uint64_t hash = pack->count;
-    for (size_t i = 0; i < pack->count; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, pack->data + i, pack->count - i < 8 ? pack->count - i : 8);
-        hash = tb__hash(hash + i, word);
-    }
-    return hash;
 }
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
@@ -213,7 +148,7 @@ static tb_status collect(tb__tie *tie, int side) {
         if (strcmp(s->tensors.list.item[i - 1].name, name) == 0)
             return tb__fail(TB_INVALID, "tensor '%.100s' is in batch '%s' twice", name, tie->batch->name);
     }
-    pack_tensors(&s->manifest, &s->tensors);
+    tb__tensors_pack(&s->manifest, &s->tensors);
     return s->manifest.failed ? TB_NO_MEMORY : TB_OK;
 }
 
@@ -543,7 +478,7 @@ static tb_status send_manifest(tb__assembly *all, size_t to) {
             continue;
         tb__pack_u32(&pack, (uint32_t)side);
         tb__pack_u32(&pack, (uint32_t)s->index);
-        tb__pack_u64(&pack, hash_of(&s->manifest));
+        tb__pack_u64(&pack, tb__tensors_hash(&s->manifest));
         tb__pack_i64(&pack, tie->batch->opts.bucket_size);
         bool takes_list = (int32_t)(to % (size_t)tie->pair->sides[side].size) == s->index;
         tb__pack_bytes(&pack, s->manifest.data, takes_list ? s->manifest.count : 0);
@@ -592,7 +527,7 @@ static tb_status read_side(tb__tie *tie, const tb__peer *from, tb__unpack *u) {
     s->bucket_size[seat] = bucket_size;
     if (s->is_known || nbytes == 0)
         return TB_OK;
-    if (!unpack_tensors(list, nbytes, &s->tensors))
+    if (!tb__tensors_unpack(list, nbytes, &s->tensors))
         return tb__fail(TB_INVALID, "%s sent a list of tensors of %s that makes no sense", from->label, tie->what);
     s->is_known = true;
     s->list_from = (int32_t)seat;

@@ -18,7 +18,6 @@ struct tb_transfer {
     tb_batch *batch;
     bool is_send;
     bool has_ended;
-    bool wants_end; /* somebody has cancelled it */
     tb_status status;
     char why[TB__WHY_MAX];
     unsigned events;

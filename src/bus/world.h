@@ -103,6 +103,10 @@ typedef struct tb__tensors {
 } tb__tensors;
 
 void tb__tensors_fini(tb__tensors *tensors);
+void tb__tensors_pack(tb__pack *pack, const tb__tensors *tensors);
+/* Without what is this process's own. False: it makes no sense, and what is there has to be freed none the less. */
+bool tb__tensors_unpack(const void *data, size_t nbytes, tb__tensors *out);
+uint64_t tb__tensors_hash(const tb__pack *pack);
 
 /* What one side of a tie brings. */
 typedef struct tb__tie_side {

@@ -48,7 +48,6 @@ void tb__engine_set_spin(tb__engine *engine, int microseconds) {
 /* Tasks may come and go while the lock is free during a step, so the walk begins again where the list changed. */
 static bool step_tasks(tb__engine *engine) {
     bool did = false;
-    engine->round++;
     for (tb__task *task = engine->tasks; task;) {
         uint64_t changes = engine->task_changes;
         task->is_stepping = true;

@@ -28,7 +28,7 @@ struct tb__engine {
     tb__port *ports;
     tb__task *tasks;
     struct tb__region *regions[TB__REGION_BUCKETS];
-    uint64_t task_changes, round;
+    uint64_t task_changes;
     uint32_t last_port;
     uint64_t last_tag;
 };

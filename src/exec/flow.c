@@ -76,10 +76,6 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow);
 }
 
-const tb_ir *tb__flow_ir(const tb__flow *flow) {
-    return flow->ir;
-}
-
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
     return is_send ? &flow->send : &flow->recv;
 }

@@ -121,7 +121,4 @@ void tb__flow_take_groups(tb__flow *flow, uint32_t group);
 /* Whether all groups up to this one have arrived. */
 bool tb__flow_has_group(const tb__flow *flow, uint32_t group);
 
-/* What the rank does, for dumps; NULL before it was planned. */
-const tb_ir *tb__flow_ir(const tb__flow *flow);
-
 #endif

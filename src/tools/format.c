@@ -72,3 +72,18 @@ void tool_add_layout(tb__text *out, const tb_layout *layout) {
     tb__text_add(out, strlen(text) > MOST ? "%.*s..." : "%.*s", MOST, text);
     free(text);
 }
+
+int64_t tool_read_kib(const char *path, const char *key) {
+    char line[128];
+    size_t length = strlen(key);
+    int64_t kib = 0;
+    FILE *file = fopen(path, "re");
+    while (file && kib == 0 && fgets(line, sizeof line, file)) {
+        const char *at = line + length;
+        if (strncmp(line, key, length) == 0 && !tb__read_int(&at, &kib))
+            kib = 0;
+    }
+    if (file)
+        fclose(file);
+    return kib * 1024;
+}

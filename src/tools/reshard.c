@@ -105,21 +105,9 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
     return TB_OK;
 }
 
-/* The most memory that this process has had so far; 0: not known. Not getrusage, which counts what the process had that
- * started this program. */
+/* Not getrusage, which counts what the process had that started this program. */
 static int64_t peak_memory(void) {
-    static const char key[] = "VmHWM:";
-    char line[128];
-    int64_t kib = 0;
-    FILE *file = fopen("/proc/self/status", "re");
-    while (file && kib == 0 && fgets(line, sizeof line, file)) {
-        const char *at = line + sizeof key - 1;
-        if (strncmp(line, key, sizeof key - 1) == 0 && !tb__read_int(&at, &kib))
-            kib = 0;
-    }
-    if (file)
-        fclose(file);
-    return kib * 1024;
+    return tool_read_kib("/proc/self/status", "VmHWM:");
 }
 
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {

@@ -121,22 +121,6 @@ tb_status tool_job_check(const tool_job *job) {
     return status;
 }
 
-/* What can be had without pushing others out; 0: not known. */
-static int64_t available_memory(void) {
-    static const char key[] = "MemAvailable:";
-    char line[128];
-    int64_t kib = 0;
-    FILE *file = fopen("/proc/meminfo", "re");
-    while (file && kib == 0 && fgets(line, sizeof line, file)) {
-        const char *at = line + sizeof key - 1;
-        if (strncmp(line, key, sizeof key - 1) == 0 && !tb__read_int(&at, &kib))
-            kib = 0;
-    }
-    if (file)
-        fclose(file);
-    return kib * 1024;
-}
-
 static void name_ranks(tool_job *job) {
     job->nranks = 0;
     for (int which = 0; which < (job->is_local ? 1 : TOOL_NSIDES); which++) {
@@ -149,7 +133,7 @@ static void name_ranks(tool_job *job) {
 }
 
 tb_status tool_job_weigh(tool_job *job) {
-    int64_t total = 0, available = available_memory();
+    int64_t total = 0, available = tool_read_kib("/proc/meminfo", "MemAvailable:");
     name_ranks(job);
     for (int which = 0; which < TOOL_NSIDES; which++) {
         job->nbytes[which] = 0;

@@ -79,6 +79,9 @@ typedef struct tool_size_text {
 
 tool_size_text tool_size(int64_t nbytes); /* "16 MiB", "1.5 KiB", "768 B" */
 
+/* Bytes behind a key of one of the kernel's lists, "MemAvailable:" of /proc/meminfo; 0: not told. */
+int64_t tool_read_kib(const char *path, const char *key);
+
 void tool_add_size(tb__text *out, int64_t nbytes); /* "16 MiB (16777216 bytes)" */
 void tool_add_shape(tb__text *out, const tb_shape *shape);
 /* "0,2,4..7"; what is beyond `most` runs is counted: "0,2,4..7, 12 more". */
