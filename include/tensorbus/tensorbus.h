@@ -308,6 +308,11 @@ typedef struct tb_tensor_spec {
     tb_dtype src_dtype, dst_dtype;
     tb_dtype wire_dtype; /* TB_DTYPE_NONE: the narrower side's, the source's where they are equally wide */
     uint32_t group;      /* tensors of a lower group go first: a layer, say */
+    int64_t band;        /* so many indices of dim 0, as the targets have it, are a group of their own, from `group` on;
+                            0: the tensor is in one group */
+    bool coded; /* its bytes on the wire are made and read by other means than a cast. A box of `len` has so many: */
+    int64_t (*coded_nbytes)(const void *arg, int ndim, const int64_t *len); /* NULL: as many as in the wire dtype */
+    const void *coded_arg;
 } tb_tensor_spec;
 
 /* One box and what this rank does with it. Pure data. */
@@ -315,8 +320,9 @@ typedef struct tb_chunk {
     tb_transport_kind transport;
     bool is_source;    /* reads a local tensor into the buffer */
     bool is_target;    /* writes the buffer into a local tensor */
+    bool is_coded;     /* see tb_tensor_spec; never in one bucket with those that are not */
     uint32_t tensor;   /* index of the tensor's name in sorted order */
-    uint32_t group;    /* the tensor's */
+    uint32_t group;    /* the tensor's, or its band's */
     uint64_t id;       /* the same number at both ends */
     uint32_t part;     /* a chunk too large for the staging memory is cut; its parts share the id */
     int32_t source;    /* TB_NO_RANK: zeros */
@@ -333,7 +339,7 @@ typedef struct tb_chunk {
     int64_t order;      /* row-major offset in the first target, in elements */
     tb_dtype src_dtype; /* the source's: contributions travel and are combined in it, before the cast */
     tb_dtype wire_dtype;
-    int64_t nbytes; /* in the wire dtype */
+    int64_t nbytes; /* on the wire */
 } tb_chunk;
 
 /* A chunk's place in a bucket's buffer. */

@@ -19,6 +19,8 @@ static int compare_lists(const int32_t *a, uint32_t na, const int32_t *b, uint32
 static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
     if (x->transport != y->transport)
         return x->transport < y->transport ? -1 : 1;
+    if (x->is_coded != y->is_coded)
+        return x->is_coded ? 1 : -1;
     if (x->source != y->source)
         return x->source < y->source ? -1 : 1;
     int c = compare_lists(x->targets, x->ntargets, y->targets, y->ntargets);

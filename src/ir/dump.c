@@ -18,7 +18,7 @@ static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
 }
 
 static void add_key(tb__text *t, const tb_chunk *c) {
-    tb__text_add(t, "%s ", tb_transport_kind_name(c->transport));
+    tb__text_add(t, "%s%s ", tb_transport_kind_name(c->transport), c->is_coded ? ", coded," : "");
     if (c->source == TB_NO_RANK)
         tb__text_add(t, "zeros");
     else
@@ -114,8 +114,8 @@ tb_status tb_ir_dump_json(const tb_ir *ir, char **out) {
         const tb_channel *channel = &ir->channels[i];
         const tb_bucket *bucket = &ir->buckets[channel->first_bucket];
         const tb_chunk *key = &ir->chunks[ir->entries[bucket->first_entry].chunk];
-        tb__text_add(&t, "%s\n{\"transport\":\"%s\",\"source\":%" PRId32 ",\"targets\":[", i ? "," : "",
-                     tb_transport_kind_name(key->transport), key->source);
+        tb__text_add(&t, "%s\n{\"transport\":\"%s\",%s\"source\":%" PRId32 ",\"targets\":[", i ? "," : "",
+                     tb_transport_kind_name(key->transport), key->is_coded ? "\"coded\":true," : "", key->source);
         add_ranks(&t, key->targets, key->ntargets);
         tb__text_add(&t, "],\"contributors\":[");
         add_ranks(&t, key->contributors, key->ncontributors);

@@ -97,37 +97,94 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
     return role;
 }
 
-/* Adds the chunk, or its parts of up to most_bytes: slices of the outermost dim that can be cut finely enough. */
-static tb_status add_parts(tb__ir *ir, const tb_chunk *chunk, int64_t most_bytes, int d, uint32_t *part) {
-    int64_t rows = 0, thickness = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
-    if (chunk->nbytes > most_bytes && d < chunk->ndim)
-        rows = most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
-    if (chunk->nbytes <= most_bytes || d == chunk->ndim) {
+/* A chunk on its way to parts of up to most_bytes. */
+typedef struct cutter {
+    tb__ir *ir;
+    const tb_tensor_spec *spec; /* of a coded chunk */
+    int64_t most_bytes;
+    uint32_t *part;
+} cutter;
+
+/* Indices of dim d are cut in multiples of this: whole bytes, and for coded rows not at all. */
+static int64_t thickness_of(const tb_chunk *chunk, int d) {
+    if (d < chunk->ndim - 1)
+        return 1;
+    return chunk->is_coded ? chunk->len[d] : tb__dtype_packing(chunk->wire_dtype);
+}
+
+static void shorten(const cutter *c, tb_chunk *chunk, int d, int64_t at, int64_t rows) {
+    int64_t packing = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
+    int64_t before = chunk->len[d] / packing;
+    chunk->src.start[d] += at;
+    chunk->dst.start[d] += at;
+    chunk->len[d] = rows;
+    if (chunk->is_coded && c->spec->coded_nbytes)
+        chunk->nbytes = c->spec->coded_nbytes(c->spec->coded_arg, chunk->ndim, chunk->len);
+    else
+        chunk->nbytes = chunk->nbytes / before * (rows / packing);
+}
+
+/* Adds the chunk, or slices of the outermost dim that can be cut finely enough. */
+static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
+    if (chunk->nbytes <= c->most_bytes || d == chunk->ndim) {
         tb_chunk last = *chunk;
-        last.part = (*part)++;
-        if (ir->chunks.count == MOST_CHUNKS)
+        last.part = (*c->part)++;
+        if (c->ir->chunks.count == MOST_CHUNKS)
             return tb__fail(TB_TOO_BIG,
                             "a rank's batch has more than %d chunks; more staging_bytes would make them larger",
                             MOST_CHUNKS);
-        return tb__vec_push(&ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
+        return tb__vec_push(&c->ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
     }
+    int64_t thickness = thickness_of(chunk, d);
+    int64_t rows = c->most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
     rows = rows > 0 ? rows : thickness;
     for (int64_t at = 0; at < chunk->len[d]; at += rows) {
         tb_chunk slice = *chunk;
-        slice.len[d] = chunk->len[d] - at < rows ? chunk->len[d] - at : rows;
-        slice.src.start[d] += at;
-        slice.dst.start[d] += at;
-        slice.nbytes = chunk->nbytes / chunk->len[d] * slice.len[d];
-        if (thickness > 1)
-            slice.nbytes = chunk->nbytes / (chunk->len[d] / thickness) * (slice.len[d] / thickness);
-        TB_TRY(add_parts(ir, &slice, most_bytes, d + 1, part));
+        shorten(c, &slice, d, at, chunk->len[d] - at < rows ? chunk->len[d] - at : rows);
+        TB_TRY(add_parts(c, &slice, d + 1));
     }
     return TB_OK;
 }
 
+tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec, const tb__ir_limits *limits,
+                           uint32_t *part) {
+    cutter c = {ir, spec, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), part};
+    return add_parts(&c, chunk, 0);
+}
+
 tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits) {
     uint32_t part = 0;
-    return add_parts(ir, chunk, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), 0, &part);
+    return tb__ir_add_parts(ir, chunk, NULL, limits, &part);
+}
+
+/* Cuts the chunk where bands of the target meet: each is in a group of its own. */
+static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chunk *chunk) {
+    cutter c = {.spec = spec};
+    uint32_t part = 0;
+    if (spec->band <= 0 || chunk->ndim == 0)
+        return tb__ir_add_parts(b->ir, chunk, spec, &b->limits, &part);
+    int64_t first = chunk->dst.start[0], stop = first + chunk->len[0];
+    for (int64_t at = first, next; at < stop; at = next) {
+        tb_chunk slice = *chunk;
+        int64_t band = at / spec->band;
+        next = (band + 1) * spec->band < stop ? (band + 1) * spec->band : stop;
+        if (band > UINT32_MAX - spec->group)
+            return tb__fail(TB_TOO_BIG, "there are more than 2^32 groups");
+        slice.group = spec->group + (uint32_t)band;
+        if (next - at < chunk->len[0])
+            shorten(&c, &slice, 0, at - first, next - at);
+        TB_TRY(tb__ir_add_parts(b->ir, &slice, spec, &b->limits, &part));
+    }
+    return TB_OK;
+}
+
+static tb_status measure(const tb_tensor_spec *spec, tb_chunk *chunk) {
+    tb_shape shape = {.ndim = chunk->ndim};
+    memcpy(shape.dim, chunk->len, sizeof shape.dim);
+    TB_TRY(tb_shape_size(&shape, chunk->wire_dtype, NULL, &chunk->nbytes));
+    if (chunk->is_coded && spec->coded_nbytes)
+        chunk->nbytes = spec->coded_nbytes(spec->coded_arg, chunk->ndim, chunk->len);
+    return chunk->nbytes > 0 ? TB_OK : tb__fail(TB_INVALID, "a part of it has no bytes on the wire");
 }
 
 static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, const tb_plan *plan, tb_dtype wire,
@@ -140,6 +197,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
         .transport = role.transport,
         .is_source = role.is_source,
         .is_target = role.is_target,
+        .is_coded = spec->coded,
         .tensor = tensor,
         .group = spec->group,
         .id = ((((uint64_t)route->targets[0] << NAME_BITS | tensor) << PIECE_BITS) | number) << SUB_BITS,
@@ -157,21 +215,22 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
         .src_dtype = spec->src_dtype,
         .wire_dtype = wire,
     };
+    if (spec->coded && (route->ncontributors || route->source == TB_NO_RANK))
+        return tb__fail(TB_REFUSED, "a Partial tensor can't be converted on its way");
     memcpy(chunk.len, route->len, (size_t)chunk.ndim * sizeof *chunk.len);
-    tb_shape shape = {.ndim = chunk.ndim};
-    memcpy(shape.dim, chunk.len, sizeof shape.dim);
-    TB_TRY(tb_shape_size(&shape, wire, NULL, &chunk.nbytes));
+    TB_TRY(measure(spec, &chunk));
     chunk.targets = tb__ir_ranks(b->ir, route->targets, route->ntargets);
     chunk.contributors = tb__ir_ranks(b->ir, route->contributors, route->ncontributors);
     if (!chunk.targets || !chunk.contributors)
         return TB_NO_MEMORY;
-    return tb__ir_add(b->ir, &chunk, &b->limits);
+    return add_bands(b, spec, &chunk);
 }
 
 static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *spec) {
     int32_t rank = b->ir->view.rank;
-    tb_dtype wire;
-    TB_TRY(tb__wire_dtype(spec->src_dtype, spec->dst_dtype, spec->wire_dtype, &wire));
+    tb_dtype wire = spec->src_dtype;
+    if (!spec->coded_nbytes)
+        TB_TRY(tb__wire_dtype(spec->src_dtype, spec->dst_dtype, spec->wire_dtype, &wire));
     const tb_plan *plan;
     const tb_routes *routes;
     const uint32_t *numbers;

@@ -127,7 +127,7 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
     memcpy(size.dim, chunk->len, sizeof size.dim);
     TB_TRY(tb_shape_size(&size, chunk->src_dtype, NULL, &value)); /* as a contribution it may be larger */
     TB_TRY(tb_shape_size(&size, chunk->wire_dtype, NULL, &value));
-    if (value != chunk->nbytes)
+    if (value != chunk->nbytes && !chunk->is_coded)
         return tb__fail(TB_INVALID, "'nbytes' is %" PRId64 ", but the shape has %" PRId64 " bytes", chunk->nbytes,
                         value);
     return TB_OK;
@@ -191,6 +191,8 @@ static tb_status read_channel(tb__ir *ir, const json_t *json) {
         key.transport++;
     if (key.transport > TB_NONE)
         return tb__fail(TB_INVALID, "'transport' is missing or not P2P, BROADCAST, LOCAL or NONE");
+    if (json_object_get(json, "coded"))
+        TB_TRY(read_bool(json, "coded", &key.is_coded));
     TB_TRY(read_int(json, "source", TB_NO_RANK, TB_MAX_RANKS - 1, &value));
     key.source = (int32_t)value;
     TB_TRY(read_ranks(ir, json, "targets", &key.ntargets, &key.targets));
@@ -211,24 +213,6 @@ static tb_status read_channel(tb__ir *ir, const json_t *json) {
             return tb__fail_within(status, "bucket %zu", i);
     }
     return TB_OK;
-}
-
-/* A tensor is in one group, whichever bucket it is in. */
-static tb_status check_groups(const tb__ir *ir) {
-    const tb_chunk **first = tb__calloc(ir->names.count, sizeof *first);
-    if (!first)
-        return TB_NO_MEMORY;
-    tb_status status = TB_OK;
-    for (size_t i = 0; i < ir->chunks.count && status == TB_OK; i++) {
-        const tb_chunk *chunk = &ir->chunks.item[i], **known = &first[chunk->tensor];
-        if (!*known)
-            *known = chunk;
-        else if ((*known)->group != chunk->group)
-            status = tb__fail(TB_INVALID, "tensor %" PRIu32 " is in group %" PRIu32 " and in group %" PRIu32,
-                              chunk->tensor, (*known)->group, chunk->group);
-    }
-    free(first);
-    return status;
 }
 
 static tb_status read_ir(tb__ir *ir, const json_t *json) {
@@ -254,7 +238,7 @@ static tb_status read_ir(tb__ir *ir, const json_t *json) {
         if (status != TB_OK)
             return tb__fail_within(status, "channel %zu", i);
     }
-    return check_groups(ir);
+    return TB_OK;
 }
 
 tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out) {
