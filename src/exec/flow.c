@@ -70,6 +70,7 @@ void tb__flow_destroy(tb__flow *flow) {
     tb__arena_fini(&flow->copy_arena);
     tb__index_fini(&flow->by_rank);
     free(flow->bounce);
+    free(flow->slots);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
@@ -107,6 +108,20 @@ void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attem
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, kind, attempt);
     tb__flow_send_message(flow, to, &pack);
+}
+
+void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note) {
+    tb__engine_lock(flow->o.engine);
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, MESSAGE_NOTE, attempt);
+    tb__pack_raw(&pack, note->data, note->count);
+    pack.failed |= note->failed;
+    member *to = tb__flow_find(flow, rank);
+    if (to)
+        tb__flow_send_message(flow, to, &pack);
+    else
+        tb__pack_fini(&pack);
+    tb__engine_unlock(flow->o.engine);
 }
 
 static void tell_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
@@ -193,7 +208,7 @@ void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
         }
     } else {
         flow->takes_all = false;
-        flow->groups_taken = 0;
+        flow->hosts_taken = 0;
     }
 }
 
@@ -385,6 +400,8 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_DONE:
         tb__flow_on_done(flow, from, attempt);
         return from->is_reader;
+    case MESSAGE_NOTE:
+        return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
         return on_abort(flow, from, attempt, message);
     case MESSAGE_KINDS:

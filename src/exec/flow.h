@@ -22,11 +22,35 @@
 
 typedef struct tb__flow tb__flow;
 
+/* How a coded tensor gets to and from the wire. Either may be NULL: then it is copied. Called without the lock; the
+ * chunk's boxes are in the local tensors, and `wire` has its nbytes. */
+typedef struct tb__codec {
+    void *arg;
+    tb_status (*pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire);
+    tb_status (*unpack)(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire);
+} tb__codec;
+
+/* Tensors that are not written into place but handed on, when all of a group is here. Its pieces gather in a *slot*, in
+ * the target's dtype: the band of each tensor row-major, from its offset there on. */
+typedef struct tb__gather {
+    size_t slot_nbytes; /* 0: there are none */
+    uint32_t nslots;    /* groups that may be gathered at a time */
+    void *arg;
+    /* A group is complete. Called without the lock, and again if it waits for somebody. */
+    tb_status (*complete)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, char *slot, bool *waits);
+    /* What another rank said by tb__flow_note. With the lock. False: it makes no sense. */
+    bool (*note)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *note);
+} tb__gather;
+
 /* A tensor and where this process has its parts. The spec's pointers are borrowed. */
 typedef struct tb__flow_tensor {
     uint64_t key; /* by which ranks speak of it; ascending in a flow */
     tb_tensor_spec spec;
-    tb_binding src, dst; /* local shapes are set, also where they are empty */
+    tb_binding src, dst;    /* local shapes are set, also where they are empty. Dtypes may differ from the spec's where
+                               it is coded or gathered */
+    const tb__codec *codec; /* of a coded one; borrowed */
+    bool is_gathered;
+    size_t slot_offset;
 } tb__flow_tensor;
 
 typedef struct tb__flow_opts {
@@ -50,6 +74,8 @@ typedef struct tb__flow_opts {
     int64_t own_staging_bytes; /* staging_bytes is what both sides can do; this is the rank's own bound */
     uint32_t max_in_flight;
     uint32_t group_window; /* 0: all */
+    tb__gather gather;
+    const uint32_t *host_groups; /* by group, never falling: what the host calls it; NULL: the same. Borrowed */
     bool staged, snapshot;
 } tb__flow_opts;
 
@@ -115,6 +141,13 @@ void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
 
 /* Adds to the sentence who is being waited for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);
+
+/* Tells another rank something about a group that is complete. Without the lock. */
+void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note);
+
+/* What this rank sends or receives, piece by piece, and how: directly, by a copy out of a bucket, or by a
+ * transformation. TB_REFUSED before both sides know. */
+tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
 
 /* All groups up to this one have been taken by the host: room for more in the window. UINT32_MAX: all. */
 void tb__flow_take_groups(tb__flow *flow, uint32_t group);

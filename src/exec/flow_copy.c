@@ -44,6 +44,8 @@ static char *binding_at(const tb_binding *b, const int64_t *start) {
 
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk) {
     const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+    if (chunk->is_coded || t->is_gathered)
+        return false;
     if (chunk->source != flow->o.rank || !chunk->is_target || chunk->ncontributors > 0 ||
         t->src.dtype != t->dst.dtype || chunk->wire_dtype != t->src.dtype ||
         binding_at(&t->src, chunk->src.start) != binding_at(&t->dst, chunk->dst.start))
@@ -210,6 +212,13 @@ static char *locate(tb__flow *flow, slice *s, const end *e, const block *b, int6
     const tb_box *box = e->kind == END_TARGET ? &chunk->dst : &chunk->src;
     for (int d = 0; d < chunk->ndim; d++)
         start[d] = box->start[d] + b->start[d];
+    if (e->kind == END_TARGET && t->is_gathered) { /* its band begins in the slot */
+        row_major(chunk, t->dst.shape.dim, strides);
+        if (t->spec.band)
+            start[0] -= (int64_t)(chunk->group - t->spec.group) * t->spec.band;
+        return tb__flow_slot(flow, chunk) + t->slot_offset +
+               distance(t->spec.dst_dtype, element_offset(strides, chunk->ndim, start));
+    }
     if (e->kind == END_SOURCE || e->kind == END_TARGET) {
         const tb_binding *binding = e->kind == END_SOURCE ? &t->src : &t->dst;
         memcpy(strides, binding->strides, sizeof binding->strides);
@@ -344,8 +353,8 @@ static void clear_gaps(const tb__flow *flow, const tb_bucket *bucket, char *buff
     }
 }
 
-tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom, end to,
-                        bool counts) {
+static tb_status copy_plain(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom,
+                            end to, bool counts) {
     tb__leg *leg = is_send ? &flow->send : &flow->recv;
     bool reads = has_to_read(flow, bucket, from, nfrom);
     int64_t budget = reads ? BOUNCE_BYTES / (int64_t)nfrom : SLICE_BYTES;
@@ -371,6 +380,62 @@ tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, c
     free(s.readings.item);
     free(s.ranges.item);
     return status;
+}
+
+/* One chunk of a coded bucket, as if it were alone in it. */
+static tb_status code_entry(tb__flow *flow, bool is_send, const tb_bucket *bucket, size_t i, const end *from, end to) {
+    const tb_bucket_entry *entry = &flow->ir->entries[bucket->first_entry + i];
+    const tb_chunk *chunk = &flow->ir->chunks[entry->chunk];
+    const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+    bool packs = to.kind == END_BUCKET;
+    if (packs ? !t->codec->pack : !t->codec->unpack) {
+        tb_bucket alone = *bucket;
+        alone.first_entry += i;
+        alone.nentries = 1;
+        return copy_plain(flow, is_send, &alone, from, 1, to, false);
+    }
+    tb__engine_unlock(flow->o.engine);
+    tb_status status = packs ? t->codec->pack(t->codec->arg, chunk, &t->src, to.buffer + entry->offset)
+                             : t->codec->unpack(t->codec->arg, chunk, &t->dst, from->buffer + entry->offset);
+    tb__engine_lock(flow->o.engine);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
+}
+
+static tb_status copy_coded(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, end to,
+                            bool counts) {
+    tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    if (to.kind == END_BUCKET)
+        clear_gaps(flow, bucket, to.buffer);
+    for (size_t i = 0; i < bucket->nentries; i++) {
+        TB_TRY(code_entry(flow, is_send, bucket, i, from, to));
+        leg->bytes_done += counts ? flow->ir->entries[bucket->first_entry + i].nbytes : 0;
+        if (leg->is_cancelled)
+            return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+    }
+    return TB_OK;
+}
+
+/* Of this rank with itself: by way of a buffer, as if it came from another. */
+static tb_status copy_coded_local(tb__flow *flow, bool is_send, const tb_bucket *bucket, end to, bool counts) {
+    char *buffer = tb__malloc((size_t)bucket->total_bytes, 1);
+    if (!buffer)
+        return TB_NO_MEMORY;
+    end source = {.kind = END_SOURCE}, middle = {.kind = END_BUCKET, .buffer = buffer};
+    tb_status status = copy_coded(flow, is_send, bucket, &source, middle, false);
+    if (status == TB_OK)
+        status = copy_coded(flow, is_send, bucket, &middle, to, counts);
+    free(buffer);
+    return status;
+}
+
+tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom, end to,
+                        bool counts) {
+    if (!flow->ir->chunks[flow->ir->entries[bucket->first_entry].chunk].is_coded)
+        return copy_plain(flow, is_send, bucket, from, nfrom, to, counts);
+    if (from->kind == END_FEEDER && to.kind == END_TARGET)
+        return copy_coded_local(flow, is_send, bucket, to, counts);
+    end source = {.kind = END_SOURCE};
+    return copy_coded(flow, is_send, bucket, from->kind == END_FEEDER ? &source : from, to, counts);
 }
 
 tb_status tb__flow_take_snapshot(tb__flow *flow) {

@@ -1,6 +1,6 @@
 /* What the files of a flow share: flow.c (life, numbers of transfers, messages), flow_plan.c (who does what),
- * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_send.c and flow_recv.c (one transfer), flow_parcel.c
- * (staged messages). */
+ * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_send.c and flow_recv.c (one transfer), flow_group.c (what
+ * arrives together), flow_parcel.c (staged messages), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -20,6 +20,7 @@ typedef enum message_kind {
     MESSAGE_GO,
     MESSAGE_STASHED,
     MESSAGE_DONE,
+    MESSAGE_NOTE,
     MESSAGE_ABORT,
     MESSAGE_KINDS
 } message_kind;
@@ -85,6 +86,9 @@ typedef struct lane {
 
 typedef struct group {
     uint32_t number;
+    uint32_t host;  /* what the host calls it, which may be many groups */
+    size_t ordinal; /* of that, among those of this rank */
+    size_t slot;    /* how many before it are gathered; TB__NOWHERE: it is not */
     size_t nbuckets, left;
 } group;
 
@@ -192,8 +196,10 @@ struct tb__flow {
     size_t sends_left;   /* staged buckets, over all lanes */
     int64_t largest_out; /* of what is packed, a bucket */
     uint32_t next_lane_out, next_lane_in;
-    size_t groups_taken; /* by the host ... */
-    bool takes_all;      /* ... as soon as they are there */
+    size_t groups_done, slots_done; /* groups that are here, and of them those that were gathered */
+    size_t hosts_taken;             /* groups of the host's, by the host ... */
+    bool takes_all;                 /* ... as soon as they are there */
+    char *slots;                    /* memory to gather in */
     size_t buckets_left;
     TB_VEC(stashed) stash;
     TB_VEC(announcement) announcements;
@@ -257,7 +263,18 @@ int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
 size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
 
+/* flow_group.c */
+tb_status tb__flow_count_groups(tb__flow *flow);
+tb_status tb__flow_open_groups(tb__flow *flow);
+bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
+/* One bucket of the group is here. */
+tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
+/* Hands the next group on, if it is complete and was gathered. */
+tb_status tb__flow_hand_on(tb__flow *flow, bool *did);
+char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
+
 /* flow_send.c, flow_recv.c */
+tb_status tb__flow_check_exposures(const tb__flow *flow); /* what was read until now was good */
 bool tb__flow_step_send(tb__flow *flow);
 bool tb__flow_step_recv(tb__flow *flow);
 void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is being sent */

@@ -112,34 +112,6 @@ static tb_status index_buckets(tb__flow *flow) {
     return TB_OK;
 }
 
-static int compare_groups(const void *a, const void *b) {
-    const group *x = a, *y = b;
-    return (x->number > y->number) - (x->number < y->number);
-}
-
-/* The groups of what this rank receives, ascending. */
-static tb_status count_groups(tb__flow *flow) {
-    const tb_ir *ir = flow->ir;
-    for (size_t i = 0; i < ir->nbuckets; i++) {
-        if (flow->lanes[ir->buckets[i].channel].is_target &&
-            !tb__vec_push(&flow->groups, (group){.number = ir->buckets[i].group, .nbuckets = 1}))
-            return TB_NO_MEMORY;
-    }
-    group *g = flow->groups.item;
-    size_t n = flow->groups.count, kept = 0;
-    if (n)
-        qsort(g, n, sizeof *g, compare_groups);
-    for (size_t i = 0; i < n; i++) {
-        if (kept && g[kept - 1].number == g[i].number)
-            g[kept - 1].nbuckets++;
-        else
-            g[kept++] = g[i];
-    }
-    flow->groups.count = kept;
-    flow->recv.groups_total = (uint32_t)kept;
-    return TB_OK;
-}
-
 static tb_status make_lanes(tb__flow *flow) {
     flow->lanes = tb__calloc(flow->ir->nchannels, sizeof *flow->lanes);
     if (!flow->lanes)
@@ -147,7 +119,7 @@ static tb_status make_lanes(tb__flow *flow) {
     for (size_t i = 0; i < flow->ir->nchannels; i++)
         TB_TRY(make_lane(flow, &flow->lanes[i], &flow->ir->channels[i]));
     TB_TRY(index_buckets(flow));
-    return count_groups(flow);
+    return tb__flow_count_groups(flow);
 }
 
 /* ---- Memory --------------------------------------------------------------------------------------------------- */
@@ -260,6 +232,14 @@ static tb_status find_flagged(tb__flow *flow) {
     }
     free(writes.item);
     free(sources);
+    for (size_t i = 0; i < n && status == TB_OK; i++) {
+        if (flow->flagged[i] && flow->tensors[i].spec.coded)
+            status =
+                tb__fail(TB_REFUSED,
+                         "tensor '%.100s' of %s is converted on its way, and would be overwritten while it is sent; "
+                         "receive into other memory",
+                         flow->tensors[i].spec.name, flow->what);
+    }
     return status;
 }
 

@@ -9,46 +9,10 @@ bool tb__flow_may_write(const tb__flow *flow) {
     return (!flow->has_flagged && !flow->overwrites_live) || flow->opened >= flow->recv.attempt;
 }
 
-static size_t find_group(const tb__flow *flow, uint32_t number) {
-    size_t low = 0, high = flow->groups.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (flow->groups.item[middle].number < number)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-static bool is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
-    if (flow->o.group_window == 0)
-        return true;
-    size_t taken = flow->takes_all ? flow->recv.groups_done : flow->groups_taken;
-    return find_group(flow, bucket->group) < taken + flow->o.group_window;
-}
-
 /* What is put aside is not in the tensors yet. It must not wait for groups to be taken, for nothing arrives before all
  * of it was put aside. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
-    return l->is_flagged || is_in_window(flow, bucket);
-}
-
-bool tb__flow_has_group(const tb__flow *flow, uint32_t number) {
-    size_t at = find_group(flow, number);
-    bool is_there = at < flow->groups.count && flow->groups.item[at].number == number;
-    return flow->recv.attempt && flow->recv.groups_done >= at + is_there;
-}
-
-void tb__flow_take_groups(tb__flow *flow, uint32_t number) {
-    if (number == UINT32_MAX) {
-        flow->takes_all = true;
-    } else {
-        size_t at = find_group(flow, number);
-        at += at < flow->groups.count && flow->groups.item[at].number == number;
-        flow->groups_taken = at > flow->groups_taken ? at : flow->groups_taken;
-    }
-    tb__engine_wake(flow->o.engine);
+    return l->is_flagged || tb__flow_is_in_window(flow, bucket);
 }
 
 /* ---- What has been done ---------------------------------------------------------------------------------------- */
@@ -79,8 +43,8 @@ static tb_status conclude(tb__flow *flow, member *m) {
     return TB_OK;
 }
 
-/* Before an arrival is announced: what was read until now was good. */
-static tb_status check_exposures(const tb__flow *flow) {
+/* Asked before an arrival is announced. */
+tb_status tb__flow_check_exposures(const tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
         if (!m->is_feeder || m->is_concluded || m->ready != flow->recv.attempt)
@@ -92,18 +56,9 @@ static tb_status check_exposures(const tb__flow *flow) {
     return TB_OK;
 }
 
-static tb_status count_group(tb__flow *flow, uint32_t number) {
-    flow->groups.item[find_group(flow, number)].left--;
-    while (flow->recv.groups_done < flow->groups.count && flow->groups.item[flow->recv.groups_done].left == 0) {
-        TB_TRY(check_exposures(flow));
-        flow->recv.groups_done++;
-    }
-    return TB_OK;
-}
-
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     flow->buckets_left--;
-    TB_TRY(count_group(flow, flow->ir->buckets[bucket].group));
+    TB_TRY(tb__flow_count_group(flow, flow->ir->buckets[bucket].group));
     for (uint32_t i = 0; i < l->nfeeders; i++) {
         member *m = &flow->members[l->feeders[i]];
         if (--m->left == 0)
@@ -180,7 +135,7 @@ static tb_status read_bucket(tb__flow *flow, lane *l) {
 /* What was put aside and may be written now; NULL: nothing. */
 static stashed *find_writable(tb__flow *flow) {
     for (size_t i = flow->stash.count; i-- > 0 && tb__flow_may_write(flow);) {
-        if (is_in_window(flow, &flow->ir->buckets[flow->stash.item[i].bucket]))
+        if (tb__flow_is_in_window(flow, &flow->ir->buckets[flow->stash.item[i].bucket]))
             return &flow->stash.item[i];
     }
     return NULL;
@@ -212,8 +167,7 @@ static tb_status open_transfer(tb__flow *flow) {
         flow->lanes[i].to_take = 0;
         flow->buckets_left += flow->lanes[i].is_target ? flow->lanes[i].channel->nbuckets : 0;
     }
-    for (size_t i = 0; i < flow->groups.count; i++)
-        flow->groups.item[i].left = flow->groups.item[i].nbuckets;
+    TB_TRY(tb__flow_open_groups(flow));
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
         m->left = m->nbuckets;
@@ -254,19 +208,28 @@ bool tb__flow_step_recv(tb__flow *flow) {
             return true;
         }
     }
+    bool did = false;
+    status = tb__flow_hand_on(flow, &did);
+    if (status != TB_OK) {
+        tb__flow_abort(flow, false, status);
+        return true;
+    }
+    if (flow->buckets_left == 0 && flow->groups_done == flow->groups.count) {
+        leg->is_under_way = false;
+        leg->is_arrived = leg->is_committed = true; /* in place: what is here is live */
+        return true;
+    }
+    if (did)
+        return true;
     lane *l = NULL;
     stashed *aside = find_writable(flow);
     if (aside)
         status = write_stash(flow, aside);
     else if ((l = find_ready(flow)))
         status = read_bucket(flow, l);
-    else if (flow->buckets_left > 0)
-        return tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false);
-    if (status != TB_OK) {
+    else
+        return flow->buckets_left > 0 && (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
+    if (status != TB_OK)
         tb__flow_doubt(flow, false, status);
-    } else if (flow->buckets_left == 0) {
-        leg->is_under_way = false;
-        leg->is_arrived = leg->is_committed = true; /* in place: what is here is live */
-    }
     return true;
 }
