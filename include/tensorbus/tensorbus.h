@@ -55,6 +55,9 @@ TB_API const char *tb_status_string(tb_status status);
 /* The sentence of the calling thread's last failed call; "" if none failed. Valid until the thread's next failure. */
 TB_API const char *tb_error_detail(void);
 
+/* For functions of the user's that the library calls: sets that sentence, and returns the status. */
+TB_API tb_status tb_error_set(tb_status status, const char *sentence);
+
 /* ---- Log ----------------------------------------------------------------------------------------------------- */
 
 typedef enum tb_log_level { TB_LOG_OFF, TB_LOG_ERROR, TB_LOG_WARN, TB_LOG_INFO, TB_LOG_DEBUG } tb_log_level;
@@ -474,6 +477,31 @@ TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *r
                                 const tb_pair_opts *opts, tb_pair **out);
 TB_API void tb_pair_destroy(tb_pair *pair);
 
+/* ---- Transforms ---------------------------------------------------------------------------------------------- */
+
+/* Conversions on the way that are the user's own. Those that come with tensorbus are said by a tensor's `encode`. */
+typedef struct tb_transform_piece {
+    const char *name; /* of the tensor */
+    tb_dtype dtype;   /* the sending side's */
+    int ndim;
+    int64_t shape[TB_MAX_DIMS];                             /* of the piece */
+    int64_t src_start[TB_MAX_DIMS], dst_start[TB_MAX_DIMS]; /* where it begins in the two local tensors */
+} tb_transform_piece;
+
+/* A tensor goes in pieces, boxes that one rank has for others. Each is turned into bytes where it is sent, and back
+ * where it is received. Both sides of a pair give a transform; which tensors it takes, and how many bytes it makes of a
+ * piece, must be the same at both. Functions may be NULL: then elements are copied. They are called by the thread that
+ * makes progress, one at a time, and must not call the world. A sentence of failure is set by tb_error_set. */
+typedef struct tb_transform {
+    void *arg;
+    bool (*should_transform)(void *arg, const char *name); /* NULL: all */
+    /* How many bytes a piece has on the wire, by its shape; NULL: those of its elements. Asked at both ends. */
+    int64_t (*prepare_recv)(void *arg, const tb_transform_piece *piece);
+    /* `part` is the piece in this rank's tensor. */
+    tb_status (*prepare_send)(void *arg, const tb_transform_piece *piece, const tb_binding *part, void *wire);
+    tb_status (*finalize_recv)(void *arg, const tb_transform_piece *piece, const tb_binding *part, const void *wire);
+} tb_transform;
+
 /* ---- Batches ------------------------------------------------------------------------------------------------- */
 
 /* Tensors that travel together, through one or more pairs. All ranks of a pair make the batch, by the same name, and
@@ -490,6 +518,7 @@ typedef struct tb_batch_opts {
     bool snapshot;          /* tb_send copies the tensors first, so that they are released at once; takes as much memory
                                again as the tensors have. The transfer goes on until it is committed, and must not be
                                destroyed before */
+    const tb_transform *transform; /* see Transforms; borrowed until the batch is destroyed */
 } tb_batch_opts;
 
 typedef struct tb_tensor {
@@ -501,6 +530,16 @@ typedef struct tb_tensor {
     const char *layout;         /* of this side, for this tensor; NULL: the pair's */
     tb_dtype wire_dtype;        /* asks for a cast to it on the way; the sending side's counts */
     uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
+    /* This side has it quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4" (docs/models.md has the formats).
+     * It is quantised when it arrives, and turned back into numbers when it is sent. Options stand in parentheses:
+     * mxfp8(floor) for the exponent rule of OCP, mxfp8(swizzled) and nvfp4(swizzled) for scales in tiles of 128 x 4,
+     * fp8_block(power_of_two) and fp8_tensor(power_of_two), mxfp8(sender) to have the sender quantise, which halves
+     * what is sent. Rows of the last dim stay whole; strides are not allowed. */
+    const char *encode;
+    void *scales;            /* one after the other, as many as the format has for this rank's part; borrowed */
+    float *scale;            /* fp8_tensor and nvfp4: the one for all of it; borrowed */
+    const char *scale_group; /* tensors of this name have that in common, over all ranks of this side, or, if it begins
+                                with "local:", on each for itself; NULL: this rank's part has its own */
 } tb_tensor;
 
 TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out);

@@ -47,6 +47,11 @@ const char *tb_error_detail(void) {
     return detail;
 }
 
+tb_status tb_error_set(tb_status status, const char *sentence) {
+    tb__set_detail("%s", sentence);
+    return status;
+}
+
 void tb__set_detail(const char *format, ...) {
     va_list args;
     va_start(args, format);

@@ -458,6 +458,10 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
     const char *first = find_awaited(flow, is_send, awaits, &others);
     if (!first)
         first = find_awaited(flow, is_send, owes_data, &others);
+    if (!first && !is_send && flow->o.gather.awaits) {
+        const member *m = tb__flow_find(flow, flow->o.gather.awaits(flow->o.gather.arg));
+        first = m ? m->peer->label : NULL;
+    }
     const char *what = !is_send || !flow->send.attempt ? "to send" : "to receive";
     if (!first)
         snprintf(out, room, "data is still on its way");

@@ -38,6 +38,7 @@ typedef struct tb__gather {
     void *arg;
     /* A group is complete. Called without the lock, and again if it waits for somebody. */
     tb_status (*complete)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, char *slot, bool *waits);
+    int32_t (*awaits)(void *arg); /* for whom; TB_NO_RANK: for nobody. With the lock */
     /* What another rank said by tb__flow_note. With the lock. False: it makes no sense. */
     bool (*note)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *note);
 } tb__gather;

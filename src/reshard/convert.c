@@ -1,0 +1,366 @@
+/* Who converts a tensor, and what is done when it is sent, when it comes, and when all of it is here. */
+#include "reshard/convert_inside.h"
+
+#include "base/dtype.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+enum { MOST_NOTES = 4 }; /* of a rank */
+
+/* ---- The user's own -------------------------------------------------------------------------------------------- */
+
+static tb_transform_piece piece_of(const entry *e, int ndim, const int64_t *len) {
+    tb_transform_piece piece = {.name = e->name, .dtype = e->dtype, .ndim = ndim};
+    memcpy(piece.shape, len, (size_t)ndim * sizeof *len);
+    return piece;
+}
+
+static int64_t user_nbytes(const void *arg, int ndim, const int64_t *len) {
+    const entry *e = arg;
+    const tb_transform *t = e->how.transform;
+    tb_transform_piece piece = piece_of(e, ndim, len);
+    int64_t n = 1;
+    for (int d = 0; d < ndim; d++)
+        n *= len[d];
+    return t && t->prepare_recv ? t->prepare_recv(t->arg, &piece) : tb__dtype_bytes(e->dtype, n);
+}
+
+static tb_transform_piece piece_of_chunk(const entry *e, const tb_chunk *chunk) {
+    tb_transform_piece piece = piece_of(e, chunk->ndim, chunk->len);
+    memcpy(piece.src_start, chunk->src.start, sizeof piece.src_start);
+    memcpy(piece.dst_start, chunk->dst.start, sizeof piece.dst_start);
+    return piece;
+}
+
+/* A box of a binding. */
+static tb_binding box_of(const tb_binding *b, const tb_box *box, const tb_chunk *chunk) {
+    tb_binding part = *b;
+    int64_t elements = 0;
+    for (int d = 0; d < chunk->ndim; d++)
+        elements += box->start[d] * b->strides[d];
+    part.offset += tb_dtype_bits(b->dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(b->dtype) / 8);
+    part.shape.ndim = chunk->ndim;
+    memcpy(part.shape.dim, chunk->len, sizeof part.shape.dim);
+    return part;
+}
+
+static tb_status user_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
+    const entry *e = arg;
+    tb_transform_piece piece = piece_of_chunk(e, chunk);
+    tb_binding part = box_of(src, &chunk->src, chunk);
+    return e->how.transform->prepare_send(e->how.transform->arg, &piece, &part, wire);
+}
+
+static tb_status user_unpack(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire) {
+    const entry *e = arg;
+    tb_transform_piece piece = piece_of_chunk(e, chunk);
+    tb_binding part = box_of(dst, &chunk->dst, chunk);
+    return e->how.transform->finalize_recv(e->how.transform->arg, &piece, &part, wire);
+}
+
+/* ---- Ours ------------------------------------------------------------------------------------------------------ */
+
+static tb_status decode_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
+    const entry *e = arg;
+    (void)src;
+    return tb__encoded_read(e->how.src, chunk->ndim, chunk->src.start, chunk->len, wire, chunk->wire_dtype);
+}
+
+static int64_t mxfp8_nbytes(const void *arg, int ndim, const int64_t *len) {
+    (void)arg;
+    return tb__mxfp8_wire_nbytes(ndim, len);
+}
+
+static tb_status mxfp8_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
+    const entry *e = arg;
+    tb_binding part = box_of(src, &chunk->src, chunk);
+    return tb__mxfp8_pack(&e->dst_encoding.format, &part, chunk->dst.start[chunk->ndim - 1], wire);
+}
+
+static tb_status mxfp8_unpack(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire) {
+    const entry *e = arg;
+    (void)dst;
+    return tb__mxfp8_unpack(e->how.dst, chunk->ndim, chunk->dst.start, chunk->len, wire);
+}
+
+static bool is_plain_float(tb_dtype dtype) {
+    return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16;
+}
+
+/* What numbers a quantised source becomes. Those of mxfp8 are bf16 as they are. */
+static tb_dtype decoded_dtype(const entry *e, tb_dtype dst) {
+    if (e->how.dst_encoding)
+        return e->src_encoding.format.kind == TB__QUANT_MXFP8 ? TB_BF16 : TB_F32;
+    return is_plain_float(dst) ? dst : TB_F32;
+}
+
+static tb_status settle_transformed(entry *e, tb__flow_tensor *t) {
+    const tb_transform *own = e->how.transform;
+    if (e->how.src_encoding || e->how.dst_encoding)
+        return tb__fail(TB_REFUSED, "it is encoded, and a transform is to convert it, too");
+    e->dtype = t->spec.src_dtype;
+    t->spec.coded = true;
+    t->spec.coded_nbytes = user_nbytes;
+    t->spec.coded_arg = e;
+    e->codec.pack = own && own->prepare_send ? user_pack : NULL;
+    e->codec.unpack = own && own->finalize_recv ? user_unpack : NULL;
+    return TB_OK;
+}
+
+static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
+    tb_tensor_spec *spec = &t->spec;
+    const tb__encoding *to = e->how.dst_encoding;
+    if (e->how.src_encoding) {
+        spec->src_dtype = decoded_dtype(e, spec->dst_dtype);
+        spec->coded = true;
+        e->codec.pack = decode_pack;
+    } else if (!is_plain_float(spec->src_dtype)) {
+        return tb__fail(TB_REFUSED, "%s is made of f32, f16 or bf16, not of %s", tb__quant_name(to->format.kind),
+                        tb_dtype_name(spec->src_dtype));
+    }
+    e->dtype = spec->src_dtype;
+    if (!to)
+        return TB_OK;
+    spec->dst_dtype = spec->src_dtype;
+    t->is_gathered = !to->by_sender || e->how.src_encoding;
+    if (!t->is_gathered) {
+        spec->coded = true;
+        spec->coded_nbytes = mxfp8_nbytes;
+        e->codec.pack = mxfp8_pack;
+        e->codec.unpack = mxfp8_unpack;
+    }
+    return TB_OK;
+}
+
+static tb_status settle(entry *e, tb__flow_tensor *t) {
+    e->name = tb__strdup(t->spec.name);
+    e->codec.arg = e;
+    if (!e->name)
+        return TB_NO_MEMORY;
+    if (e->how.src_encoding)
+        e->src_encoding = *e->how.src_encoding;
+    if (e->how.dst_encoding)
+        e->dst_encoding = *e->how.dst_encoding;
+    tb_status status = TB_OK;
+    if (e->how.is_transformed)
+        status = settle_transformed(e, t);
+    else if (e->how.src_encoding || e->how.dst_encoding)
+        status = settle_encoded(e, t);
+    t->codec = t->spec.coded ? &e->codec : NULL;
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", e->name);
+}
+
+/* ---- What is complete ------------------------------------------------------------------------------------------ */
+
+/* The rows of a tensor's part that are in the slot. */
+static int64_t rows_in(const entry *e, const unit *u, uint32_t group, int64_t *first) {
+    const tb__encoded *to = e->how.dst;
+    *first = 0;
+    if (!to || to->rows == 0)
+        return 0;
+    int64_t length = to->part.shape.ndim > 1 ? to->part.shape.dim[0] : 1, each = to->rows / length;
+    int64_t band = e->band ? e->band : length, at = (int64_t)(group - u->group) * band;
+    if (at >= length)
+        return 0;
+    *first = at * each;
+    return (length - at < band ? length - at : band) * each;
+}
+
+static tb_status find_amax(const tb__convert *c, const unit *u, const char *slot, float *out) {
+    *out = 0;
+    for (size_t i = 0; i < u->count; i++) {
+        const entry *e = &c->entries[c->order[u->first + i]];
+        int64_t first, rows = rows_in(e, u, u->group, &first);
+        float amax;
+        if (rows == 0)
+            continue;
+        tb__quant_rows from = {(char *)slot + e->slot_offset, e->dtype, e->how.dst->columns};
+        tb_status status = tb__quant_amax(&from, rows, e->how.dst->columns, &amax);
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor '%.100s'", e->name);
+        *out = amax > *out ? amax : *out;
+    }
+    return TB_OK;
+}
+
+static bool add_note(unit *u, note new) {
+    size_t oldest = TB__NOWHERE, count = 0;
+    for (size_t i = 0; i < u->notes.count; i++) {
+        if (u->notes.item[i].rank != new.rank)
+            continue;
+        count++;
+        if (oldest == TB__NOWHERE || u->notes.item[i].attempt < u->notes.item[oldest].attempt)
+            oldest = i;
+    }
+    if (count == MOST_NOTES) {
+        u->notes.item[oldest] = new;
+        return true;
+    }
+    return tb__vec_push(&u->notes, new);
+}
+
+static void tell_others(const tb__convert *c, const unit *u, tb__flow *flow, uint64_t attempt, float amax) {
+    uint32_t bits;
+    memcpy(&bits, &amax, sizeof bits);
+    for (size_t i = 0; i < u->nranks; i++) {
+        if (u->ranks[i] == c->rank)
+            continue;
+        tb__pack pack = {0};
+        tb__pack_u32(&pack, (uint32_t)(u - c->units.item));
+        tb__pack_u32(&pack, bits);
+        tb__flow_note(flow, u->ranks[i], attempt, &pack);
+        tb__pack_fini(&pack);
+    }
+}
+
+static const note *find_note(const unit *u, int32_t rank, uint64_t attempt) {
+    for (size_t i = 0; i < u->notes.count; i++) {
+        if (u->notes.item[i].rank == rank && u->notes.item[i].attempt == attempt)
+            return &u->notes.item[i];
+    }
+    return NULL;
+}
+
+/* The scale of a unit, once all who have parts of it have said how large theirs are. */
+static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, const char *slot,
+                                bool *waits) {
+    float amax;
+    if (u->told != attempt) {
+        TB_TRY(find_amax(c, u, slot, &amax));
+        if (!add_note(u, (note){c->rank, attempt, amax}))
+            return TB_NO_MEMORY;
+        tell_others(c, u, flow, attempt, amax);
+        u->told = attempt;
+    }
+    amax = find_note(u, c->rank, attempt)->amax;
+    for (size_t i = 0; i < u->nranks; i++) {
+        const note *n = find_note(u, u->ranks[i], attempt);
+        if (!n) {
+            *waits = true;
+            c->awaited = u->ranks[i];
+        }
+        amax = n && n->amax > amax ? n->amax : amax;
+    }
+    float scale;
+    const entry *first = &c->entries[c->order[u->first]];
+    TB_TRY(tb__quant_scale(&first->dst_encoding.format, amax, &scale));
+    for (size_t i = 0; !*waits && i < u->count; i++) {
+        const tb__encoded *to = c->entries[c->order[u->first + i]].how.dst;
+        if (to && to->scale)
+            *to->scale = scale;
+    }
+    return TB_OK;
+}
+
+static tb_status finish_unit(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, uint32_t group,
+                             const char *slot, bool *waits) {
+    bool is_early = false;
+    if (u->done == attempt && u->done_group == group)
+        return TB_OK;
+    if (u->is_global)
+        TB_TRY(agree_on_scale(c, u, flow, attempt, slot, &is_early));
+    *waits |= is_early;
+    for (size_t i = 0; !is_early && i < u->count; i++) {
+        const entry *e = &c->entries[c->order[u->first + i]];
+        int64_t first, rows = rows_in(e, u, group, &first);
+        tb_status status =
+            rows > 0 ? tb__encoded_write(e->how.dst, first, rows, slot + e->slot_offset, e->dtype) : TB_OK;
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor '%.100s'", e->name);
+    }
+    if (!is_early) {
+        u->done = attempt;
+        u->done_group = group;
+    }
+    return TB_OK;
+}
+
+static tb_status complete(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, char *slot, bool *waits) {
+    tb__convert *c = arg;
+    c->awaited = TB_NO_RANK;
+    size_t first = c->unit_of[group], stop = c->unit_of[group + 1];
+    if (first < c->units.count && stop == first)
+        stop = first + 1; /* one of several bands */
+    for (size_t i = first; i < stop; i++)
+        TB_TRY(finish_unit(c, &c->units.item[i], flow, attempt, group, slot, waits));
+    return TB_OK;
+}
+
+static int32_t awaits(void *arg) {
+    return ((const tb__convert *)arg)->awaited;
+}
+
+static bool take_note(void *arg, int32_t rank, uint64_t attempt, tb__unpack *message) {
+    tb__convert *c = arg;
+    uint32_t at = tb__unpack_u32(message), bits = tb__unpack_u32(message);
+    note new = {.rank = rank, .attempt = attempt};
+    memcpy(&new.amax, &bits, sizeof bits);
+    return tb__unpack_is_done(message) && at < c->units.count && c->units.item[at].is_global &&
+           add_note(&c->units.item[at], new);
+}
+
+/* ---- All of it ------------------------------------------------------------------------------------------------- */
+
+static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tensors, const tb__convert_how *how) {
+    bool gathers = false;
+    for (size_t i = 0; i < c->nentries; i++) {
+        c->entries[i].how = how[i];
+        TB_TRY(settle(&c->entries[i], &tensors[i]));
+        gathers |= tensors[i].is_gathered;
+    }
+    if (!gathers)
+        return TB_OK;
+    TB_TRY(tb__convert_steps(c, tensors, opts->staging_bytes / 4));
+    opts->staging_bytes -= opts->staging_bytes / 4;
+    opts->own_staging_bytes -= opts->own_staging_bytes / 4;
+    opts->host_groups = c->host_groups;
+    opts->gather = (tb__gather){.slot_nbytes = c->slot_nbytes,
+                                .nslots = c->nslots,
+                                .arg = c,
+                                .complete = complete,
+                                .awaits = awaits,
+                                .note = take_note};
+    return TB_OK;
+}
+
+tb_status tb__convert_create(tb__flow_opts *opts, tb__flow_tensor *tensors, const tb__convert_how *how,
+                             tb__convert **out) {
+    bool is_needed = false;
+    *out = NULL;
+    for (size_t i = 0; i < opts->ntensors; i++)
+        is_needed |= how[i].src_encoding || how[i].dst_encoding || how[i].is_transformed;
+    if (!is_needed)
+        return TB_OK;
+    tb__convert *c = tb__calloc(1, sizeof *c);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->rank = opts->rank;
+    c->awaited = TB_NO_RANK;
+    c->nentries = opts->ntensors;
+    c->entries = tb__calloc(c->nentries, sizeof *c->entries);
+    tb_status status = c->entries ? fill(c, opts, tensors, how) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        tb__convert_destroy(c);
+        return status;
+    }
+    *out = c;
+    return TB_OK;
+}
+
+void tb__convert_destroy(tb__convert *c) {
+    if (!c)
+        return;
+    for (size_t i = 0; c->entries && i < c->nentries; i++)
+        free(c->entries[i].name);
+    for (size_t i = 0; i < c->units.count; i++) {
+        free(c->units.item[i].ranks);
+        free(c->units.item[i].notes.item);
+    }
+    free(c->units.item);
+    free(c->entries);
+    free(c->order);
+    free(c->host_groups);
+    free(c->unit_of);
+    free(c);
+}

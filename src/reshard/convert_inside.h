@@ -1,0 +1,55 @@
+/* What convert.c (who converts, and when) and convert_steps.c (what gathers together) share. */
+#ifndef TB_RESHARD_CONVERT_INSIDE_H
+#define TB_RESHARD_CONVERT_INSIDE_H
+
+#include "base/mem.h"
+#include "reshard/convert.h"
+
+typedef struct entry {
+    char *name;
+    tb__convert_how how;
+    tb__encoding src_encoding, dst_encoding; /* what `how` points to */
+    tb__codec codec;
+    tb_dtype dtype; /* of what is gathered, or sent to a transformation */
+    tb_shape most;  /* no target's part is longer in any dim */
+    int64_t nbytes; /* of that, gathered */
+    size_t slot_offset;
+    int64_t band;
+} entry;
+
+typedef struct note {
+    int32_t rank;
+    uint64_t attempt;
+    float amax;
+} note;
+
+/* Tensors that gather together and are quantised together: one, or a scale group. */
+typedef struct unit {
+    size_t first, count; /* of `order` */
+    uint32_t group;
+    bool is_global;
+    size_t nranks; /* that tell each other, this one too, if it has a part */
+    int32_t *ranks;
+    uint64_t told, done; /* attempts ... */
+    uint32_t done_group; /* ... and which band of it */
+    TB_VEC(note) notes;
+} unit;
+
+struct tb__convert {
+    int32_t rank;
+    size_t nentries;
+    entry *entries; /* by key */
+    size_t *order;  /* of those that gather, unit by unit */
+    TB_VEC(unit) units;
+    size_t ngroups;
+    uint32_t *host_groups;
+    size_t *unit_of; /* by group: the first of its units, or where it would be */
+    size_t slot_nbytes;
+    uint32_t nslots;
+    int32_t awaited; /* a rank that has not said what it has to */
+};
+
+/* Which tensors gather when; sets the groups and bands of all tensors. */
+tb_status tb__convert_steps(tb__convert *convert, tb__flow_tensor *tensors, int64_t most_nbytes);
+
+#endif

@@ -1,0 +1,52 @@
+/* Tensors that a side keeps quantised: data and scales in memory of the host's, which stay where they are. Rows of the
+ * canonical tensor are rows of the storage, whole, in any order that a view makes of them; the storage is a stack of
+ * matrices, each quantised by itself, of which a rank may know several tensors (q, k and v; w1 and w3 of all experts).
+ */
+#ifndef TB_RESHARD_ENCODE_H
+#define TB_RESHARD_ENCODE_H
+
+#include "reshard/quant.h"
+#include "tensorbus/tensorbus.h"
+
+typedef struct tb__encoding {
+    tb__quant_format format;
+    bool by_sender; /* mxfp8: the sending side quantises */
+} tb__encoding;
+
+/* "mxfp8", "mxfp8(floor,swizzled,sender)", "fp8_block(power_of_two)", "fp8_tensor", "nvfp4(swizzled)". */
+tb_status tb__encoding_parse(const char *text, tb__encoding *out);
+bool tb__encoding_is_global(const tb__encoding *encoding); /* it has a scale for the whole of a tensor */
+
+/* One rank's part of an encoded tensor. */
+typedef struct tb__encoded {
+    tb__encoding encoding;
+    char *data, *scales;
+    float *scale; /* of a global one */
+    int64_t columns, matrix_rows;
+    tb__quant_size size; /* of a matrix */
+    tb_binding part;     /* where the canonical tensor is in the data */
+    int64_t rows;        /* of the canonical tensor's part */
+} tb__encoded;
+
+/* `stored` is the shape of the rank's storage, row-major from `data` on; `part` what a view makes of it there. */
+tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored, void *data, void *scales, float *scale,
+                           const tb_binding *part, tb__encoded *out);
+
+/* Quantises rows first .. first+rows-1 of the part, which are in `from` one after the other. */
+tb_status tb__encoded_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from, tb_dtype dtype);
+
+/* A box of the part, row-major. */
+tb_status tb__encoded_read(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len, void *to,
+                           tb_dtype dtype);
+
+/* The wire form of mxfp8: a box's data, row-major, and then its scales, a row for each of its rows. Boxes have whole
+ * blocks, as the target's part has them; else they are refused. */
+int64_t tb__mxfp8_wire_nbytes(int ndim, const int64_t *len);
+/* `from` is the box; `first_column` its place in the target. */
+tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from, int64_t first_column, void *wire);
+tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len, const void *wire);
+
+/* Rows of dim 0 that can be quantised apart from the others: bands begin at its multiples. */
+int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part);
+
+#endif
