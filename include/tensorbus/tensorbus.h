@@ -477,8 +477,15 @@ TB_API void tb_pair_destroy(tb_pair *pair);
 /* ---- Batches ------------------------------------------------------------------------------------------------- */
 
 /* Tensors that travel together, through one or more pairs. All ranks of a pair make the batch, by the same name, and
- * add the pair's tensors: names and shapes must be equal on both sides, all else may differ. */
+ * each adds the tensors that it has a part of; it may add others of its side, too. What the ranks of a side have added,
+ * all together, is what the side has. Names and shapes must be equal on both sides, all else may differ; ranks of one
+ * side describe a tensor alike. */
 typedef struct tb_batch tb_batch;
+
+/* Tied weights: one tensor with two names. */
+typedef struct tb_tie {
+    const char *name, *canonical;
+} tb_tie;
 
 typedef struct tb_batch_opts {
     size_t size;
@@ -490,6 +497,11 @@ typedef struct tb_batch_opts {
     bool snapshot;          /* tb_send copies the tensors first, so that they are released at once; takes as much memory
                                again as the tensors have. The transfer goes on until it is committed, and must not be
                                destroyed before */
+    /* How names are matched, as in tb_match_opts. What any rank of either side gives counts for all. */
+    const tb_tie *ties; /* a target that the sending side lacks takes the tensor of a name that is tied to its own */
+    size_t nties;
+    const char *const *ignored; /* patterns for what may be on one side only; there it stays as it is */
+    size_t nignored;
 } tb_batch_opts;
 
 typedef struct tb_tensor {
@@ -503,13 +515,20 @@ typedef struct tb_tensor {
     uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
 } tb_tensor;
 
+/* Everything in the options is copied. */
 TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out);
 
 /* Everything but the tensor's data is copied. */
 TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor);
 
-/* Completes when both sides of every pair have added their tensors, and names and shapes agree. The first transfer does
- * this, if it has not been done; from then on nothing can be added. What can't be moved in one of the directions (a
+/* This process takes part in the pair's transfers even if it adds none of the pair's tensors: a rank that is idle in
+ * this model. */
+TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
+
+/* Completes when both sides of every pair have added their tensors, and names and shapes agree. Ranks that describe a
+ * tensor differently, one that holds a part of a tensor and has not added it, and tensors that only one side has are
+ * named on every rank, at once. The first transfer registers a batch, if that has not been done; from then on nothing
+ * can be added. What can't be moved in one of the directions (a
  * cast that is refused, targets that overlap) is told by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
@@ -734,11 +753,6 @@ typedef struct tb_parts {
 /* Two parts of one name are an error. */
 TB_API tb_status tb_names_resolve(const tb_names *names, const char *const *params, size_t nparams, tb_parts *out);
 TB_API void tb_parts_fini(tb_parts *parts);
-
-/* Tied weights: one tensor with two names. */
-typedef struct tb_tie {
-    const char *name, *canonical;
-} tb_tie;
 
 typedef struct tb_match_opts {
     size_t size;
