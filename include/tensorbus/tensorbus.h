@@ -455,6 +455,10 @@ TB_API tb_status tb_world_progress(tb_world *world);
  * made again. */
 TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes);
 
+/* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or first
+ * received; plans outlive it, for one that is made again from the same tensors and layouts. */
+TB_API void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses);
+
 /* ---- Pairs --------------------------------------------------------------------------------------------------- */
 
 /* Two groups that exchange tensors, and the layout each of them has. Each side gives its own, in which ranks are seats

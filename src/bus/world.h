@@ -23,6 +23,18 @@ typedef struct tb__seat {
 
 typedef struct tb__accord tb__accord;
 
+/* Plans of models, each with all that it was made from. */
+typedef struct tb__plans {
+    TB_VEC(struct tb__kept_plan {
+        uint64_t hash;
+        tb__pack key;
+        tb_ir *ir;
+        uint64_t used; /* when, by the clock */
+    })
+    kept;
+    uint64_t clock, hits, misses;
+} tb__plans;
+
 struct tb_world {
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
     tb__engine *engine;
@@ -35,6 +47,7 @@ struct tb_world {
     tb__port port;
     TB_VEC(tb__seat) seats; /* the first is the one it joined with */
     tb_plan_cache *cache;
+    tb__plans plans;
     tb_pair *pairs; /* those that are not destroyed */
     TB_VEC(struct tb__round {
         char *pair;
@@ -56,6 +69,11 @@ void tb__world_set_workers(tb_world *world);
 /* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
+
+/* What this process does to move the tensors: a plan that was made from the very same, or a new one. For flows, whose
+ * `arg` is the world; with the lock held. */
+tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
+void tb__plans_fini(tb__plans *plans);
 
 /* ---- Pairs ---------------------------------------------------------------------------------------------------- */
 

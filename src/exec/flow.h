@@ -66,6 +66,10 @@ typedef struct tb__flow_opts {
     size_t ntensors; /* by key */
     tb_ir *ir; /* what this rank does, where that is known already; the flow's, once it is made. NULL: to be planned,
                   for which tensors are by name, too */
+    /* Plans, or finds a plan that is ready, which the flow shares then; it is called once, when the flow is first used.
+     * NULL: tb_ir_create does */
+    tb_status (*get_ir)(void *arg, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
+    void *get_ir_arg;
     tb_plan_cache *cache;
     const int32_t *hosts; /* by rank; NULL: all on one */
     size_t nhosts;

@@ -24,7 +24,8 @@ static tb_status make_ir(tb__flow *flow) {
                        .staging_bytes = o->staging_bytes,
                        .max_in_flight = o->max_in_flight,
                        .plan = &plan};
-    tb_status status = tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->ir);
+    tb_status status = o->get_ir ? o->get_ir(o->get_ir_arg, specs, o->ntensors, &opts, &flow->ir)
+                                 : tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->ir);
     free(specs);
     return status;
 }
