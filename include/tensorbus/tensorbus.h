@@ -455,8 +455,8 @@ TB_API tb_status tb_world_progress(tb_world *world);
  * made again. */
 TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes);
 
-/* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or first
- * received; plans outlive it, for one that is made again from the same tensors and layouts. */
+/* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or
+ * first received; plans outlive it, for one that is made again from the same tensors and layouts. */
 TB_API void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses);
 
 /* ---- Pairs --------------------------------------------------------------------------------------------------- */
@@ -517,6 +517,8 @@ typedef struct tb_tensor {
     const char *layout;         /* of this side, for this tensor; NULL: the pair's */
     tb_dtype wire_dtype;        /* asks for a cast to it on the way; the sending side's counts */
     uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
+    const char *view; /* how the stored tensor becomes the one that `name` names (see Models); shape, strides and layout
+                         are those of the storage. NULL: as it is. Padding is set to zero when a receive begins */
 } tb_tensor;
 
 /* Everything in the options is copied. */

@@ -264,6 +264,7 @@ void tb__accord_destroy(tb__accord *accord) {
     tb__pack_fini(&farewell);
     for (int side = 0; side < 2; side++) {
         tb__flow_destroy(accord->flows[side]);
+        free(accord->padded[side].item);
         side_fini(&accord->sides[side]);
     }
     for (size_t i = 0; i < accord->layouts.count; i++)

@@ -75,7 +75,8 @@ struct tb__accord {
     })
     layouts; /* each once */
     tb__index by_text;
-    tb__flow *flows[2]; /* by sending side */
+    tb__flow *flows[2];                   /* by sending side */
+    TB_VEC(const tb__tensor *) padded[2]; /* by sending side: what this process receives and has padding */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;
@@ -98,6 +99,9 @@ tb_status tb__accord_unite(tb__accord *accord, int side);
 
 /* Which tensors of the two sides belong together, and a flow for each direction. */
 tb_status tb__accord_make_flows(tb__accord *accord);
+
+/* Sets to zero what is padding of the tensors that are received from side `src`. */
+tb_status tb__accord_clear_padding(const tb__accord *accord, int src);
 
 /* "4,5" */
 void tb__shape_text(const tb_shape *shape, char *out, size_t room);

@@ -1,6 +1,8 @@
 /* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
 #include "bus/accord.h"
 
+#include "exec/overlap.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -182,14 +184,52 @@ static tb_status make_flow(tb__accord *accord, int src, const matching *m) {
     TB_TRY(match(accord, src, m, &pairs));
     tb__flow_tensor *tensors = tb__malloc(pairs.nmatched, sizeof *tensors);
     tb_status status = tensors ? TB_OK : TB_NO_MEMORY;
-    for (size_t i = 0; i < pairs.nmatched && status == TB_OK; i++)
-        status = make_tensor(&accord->sides[src].tensors.item[pairs.source[i]],
-                             &accord->sides[!src].tensors.item[pairs.target[i]], i, &tensors[i]);
+    for (size_t i = 0; i < pairs.nmatched && status == TB_OK; i++) {
+        const tb__held *to = &accord->sides[!src].tensors.item[pairs.target[i]];
+        status = make_tensor(&accord->sides[src].tensors.item[pairs.source[i]], to, i, &tensors[i]);
+        if (to->mine && to->mine->npadding && !tb__vec_push(&accord->padded[src], to->mine))
+            status = TB_NO_MEMORY;
+    }
     if (status == TB_OK)
         status = create_flow(accord, src, tensors, pairs.nmatched);
     free(tensors);
     tb_match_fini(&pairs);
     return status;
+}
+
+/* Padding is written as soon as a receive begins, when what is sent from the same memory may not have been read yet. */
+static tb_status check_padding(const tb__accord *accord, int src) {
+    const tb__accord_side *s = &accord->sides[src];
+    TB_VEC(tb_binding) sources = {0}, padding = {0};
+    bool *marks = tb__calloc(s->own.count, sizeof *marks);
+    bool has_room = marks != NULL;
+    for (size_t i = 0; i < s->own.count && has_room; i++)
+        has_room = tb__vec_push(&sources, s->own.item[i]->binding);
+    for (size_t i = 0; i < accord->padded[src].count && has_room; i++) {
+        const tb__tensor *t = accord->padded[src].item[i];
+        for (size_t j = 0; j < t->npadding && has_room; j++)
+            has_room = tb__vec_push(&padding, t->padding[j]);
+    }
+    tb_status status = has_room
+                           ? tb__bindings_mark_overlaps(sources.item, sources.count, padding.item, padding.count, marks)
+                           : TB_NO_MEMORY;
+    for (size_t i = 0; i < s->own.count && status == TB_OK; i++) {
+        if (marks[i])
+            status = tb__fail(TB_REFUSED, "%s: tensor '%.100s' is sent from memory that is padding of one received",
+                              accord->what, s->own.item[i]->name);
+    }
+    free(sources.item);
+    free(padding.item);
+    free(marks);
+    return status;
+}
+
+tb_status tb__accord_clear_padding(const tb__accord *accord, int src) {
+    if (accord->padded[src].count && accord->sides[src].own.count)
+        TB_TRY(check_padding(accord, src));
+    for (size_t i = 0; i < accord->padded[src].count; i++)
+        TB_TRY(tb__tensor_clear_padding(accord->padded[src].item[i]));
+    return TB_OK;
 }
 
 tb_status tb__accord_make_flows(tb__accord *accord) {

@@ -2,10 +2,7 @@
 #include "bus/accord.h"
 
 #include "base/opts.h"
-#include "exec/overlap.h"
 
-#include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
 enum { LEAST_STAGING = 64 << 10 };
@@ -61,73 +58,6 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     return TB_OK;
 }
 
-static void tensor_fini(tb__tensor *t) {
-    free(t->name);
-    free(t->layout);
-}
-
-/* The tensor's layout in the pair's seats, as all ranks will compare it; NULL stays NULL. */
-static tb_status canonical_layout(const char *text, char **out) {
-    tb_layout *layout;
-    *out = NULL;
-    if (!text)
-        return TB_OK;
-    TB_TRY(tb_layout_parse(text, &layout));
-    tb_status status = tb_layout_format(layout, out);
-    tb_layout_destroy(layout);
-    return status;
-}
-
-static tb_status bind(const tb_pair *pair, tb__tensor *t, const tb_tensor *given) {
-    tb_layout *layout; /* in seats: who sits in the others does not matter here */
-    tb_local local;
-    TB_TRY(tb_layout_parse(t->layout ? t->layout : pair->sides[pair->side].layout, &layout));
-    tb_status status = tb_layout_local(layout, &t->shape, pair->index, &local);
-    for (int32_t i = 0; status == TB_OK && i < tb_layout_nranks(layout); i++) {
-        if (tb_layout_rank_at(layout, i) >= pair->size) {
-            tb_local_fini(&local);
-            status = tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32,
-                              tb_layout_rank_at(layout, i), pair->sides[pair->side].group, pair->size);
-        }
-    }
-    bool is_outside = tb_layout_index_of(layout, pair->index) < 0;
-    tb_layout_destroy(layout);
-    TB_TRY(status);
-    tb_shape shape = local.shape;
-    shape.ndim = t->shape.ndim;
-    if (is_outside && shape.ndim == 0) /* a scalar always has an element; a row of none does not */
-        shape = (tb_shape){.ndim = 1};
-    tb_local_fini(&local);
-    status = tb_binding_contiguous(given->data, 0, t->dtype, &shape, &t->binding);
-    if (status == TB_OK && given->strides)
-        memcpy(t->binding.strides, given->strides, (size_t)t->shape.ndim * sizeof *given->strides);
-    int64_t count;
-    if (status == TB_OK)
-        status = tb_shape_size(&shape, t->dtype, &count, NULL);
-    if (status == TB_OK && count > 0 && !given->data)
-        return tb__fail(TB_INVALID, "its data is NULL, but this rank holds %" PRId64 " elements of it", count);
-    uintptr_t first, last;
-    return status == TB_OK ? tb__binding_span(&t->binding, &first, &last) : status;
-}
-
-static tb_status make_tensor(const tb_pair *pair, const char *name, const tb_tensor *given, tb__tensor *t) {
-    if (given->ndim < 0 || given->ndim > TB_MAX_DIMS)
-        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, given->ndim);
-    t->dtype = given->dtype;
-    t->wire_dtype = given->wire_dtype;
-    t->group = given->group;
-    t->shape.ndim = given->ndim;
-    memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
-    if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
-        return tb__fail(TB_INVALID, "its wire_dtype is %d, which is no dtype", (int)given->wire_dtype);
-    if (given->group == UINT32_MAX)
-        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
-    TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
-    TB_TRY(canonical_layout(given->layout, &t->layout));
-    t->name = tb__strdup(name);
-    return t->name ? bind(pair, t, given) : TB_NO_MEMORY;
-}
-
 /* With the lock held. */
 static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
     if (batch->is_sealed)
@@ -156,16 +86,17 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
-    tb__tensor t = {.pair = pair};
-    tb_status status = make_tensor(pair, name, tensor, &t);
+    tb__tensor t;
+    tb_status status = tb__tensor_init(&t, pair, name, tensor);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s'", name);
     tb__engine_lock(batch->world->engine);
-    if (status == TB_OK)
-        status = add_pair(batch, pair);
+    status = add_pair(batch, pair);
     if (status == TB_OK && !tb__vec_push(&batch->tensors, t))
         status = TB_NO_MEMORY;
     tb__engine_unlock(batch->world->engine);
     if (status != TB_OK) {
-        tensor_fini(&t);
+        tb__tensor_fini(&t);
         tb__prefix_detail("tensor '%.100s'", name);
     }
     return status;
@@ -274,7 +205,7 @@ void tb__batch_unref(tb_batch *batch) {
         tb__pair_unref(batch->pairs.item[i]);
     tb__engine_unlock(engine);
     for (size_t i = 0; i < batch->tensors.count; i++)
-        tensor_fini(&batch->tensors.item[i]);
+        tb__tensor_fini(&batch->tensors.item[i]);
     free(batch->tensors.item);
     free(batch->pairs.item);
     free(batch->accords.item);

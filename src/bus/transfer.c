@@ -217,6 +217,8 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
             return tb__fail(accord->all.status, "%s", accord->all.why);
         TB_TRY(choose_side(accord, is_send, t->opts.group, &side));
         t->flows[t->nflows++] = accord->flows[is_send ? side : !side];
+        if (!is_send)
+            TB_TRY(tb__accord_clear_padding(accord, !side));
     }
     for (size_t i = 0; i < t->nflows; i++)
         tb__flow_begin(t->flows[i], is_send, &t->phases);

@@ -115,7 +115,13 @@ typedef struct tb__tensor {
     uint32_t group;
     char *layout; /* in seats; NULL: the pair's */
     tb_binding binding;
+    tb_binding *padding; /* boxes of its storage, to be set to zero when it is received */
+    size_t npadding;
 } tb__tensor;
+
+tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given);
+void tb__tensor_fini(tb__tensor *tensor);
+tb_status tb__tensor_clear_padding(const tb__tensor *tensor);
 
 struct tb_batch {
     atomic_size_t refs; /* the user's, and one for each of its transfers */
