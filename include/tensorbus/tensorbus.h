@@ -458,6 +458,10 @@ TB_API tb_status tb_world_progress(tb_world *world);
  * made again. */
 TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes);
 
+/* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or
+ * first received; plans outlive it, for one that is made again from the same tensors and layouts. */
+TB_API void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses);
+
 /* ---- Pairs --------------------------------------------------------------------------------------------------- */
 
 /* Two groups that exchange tensors, and the layout each of them has. Each side gives its own, in which ranks are seats
@@ -505,8 +509,15 @@ typedef struct tb_transform {
 /* ---- Batches ------------------------------------------------------------------------------------------------- */
 
 /* Tensors that travel together, through one or more pairs. All ranks of a pair make the batch, by the same name, and
- * add the pair's tensors: names and shapes must be equal on both sides, all else may differ. */
+ * each adds the tensors that it has a part of; it may add others of its side, too. What the ranks of a side have added,
+ * all together, is what the side has. Names and shapes must be equal on both sides, all else may differ; ranks of one
+ * side describe a tensor alike. */
 typedef struct tb_batch tb_batch;
+
+/* Tied weights: one tensor with two names. */
+typedef struct tb_tie {
+    const char *name, *canonical;
+} tb_tie;
 
 typedef struct tb_batch_opts {
     size_t size;
@@ -518,6 +529,11 @@ typedef struct tb_batch_opts {
     bool snapshot;          /* tb_send copies the tensors first, so that they are released at once; takes as much memory
                                again as the tensors have. The transfer goes on until it is committed, and must not be
                                destroyed before */
+    /* How names are matched, as in tb_match_opts. What any rank of either side gives counts for all. */
+    const tb_tie *ties; /* a target that the sending side lacks takes the tensor of a name that is tied to its own */
+    size_t nties;
+    const char *const *ignored; /* patterns for what may be on one side only; there it stays as it is */
+    size_t nignored;
     const tb_transform *transform; /* see Transforms; borrowed until the batch is destroyed */
 } tb_batch_opts;
 
@@ -530,6 +546,8 @@ typedef struct tb_tensor {
     const char *layout;         /* of this side, for this tensor; NULL: the pair's */
     tb_dtype wire_dtype;        /* asks for a cast to it on the way; the sending side's counts */
     uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
+    const char *view; /* how the stored tensor becomes the one that `name` names (see Models); shape, strides and layout
+                         are those of the storage. NULL: as it is. Padding is set to zero when a receive begins */
     /* This side has it quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4" (docs/models.md has the formats).
      * It is quantised when it arrives, and turned back into numbers when it is sent. Options stand in parentheses:
      * mxfp8(floor) for the exponent rule of OCP, mxfp8(swizzled) and nvfp4(swizzled) for scales in tiles of 128 x 4,
@@ -542,15 +560,28 @@ typedef struct tb_tensor {
                                 with "local:", on each for itself; NULL: this rank's part has its own */
 } tb_tensor;
 
+/* Everything in the options but the transform is copied. */
 TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out);
 
-/* Everything but the tensor's data is copied. */
+/* Everything but the tensor's data and scales is copied. */
 TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor);
 
-/* Completes when both sides of every pair have added their tensors, and names and shapes agree. The first transfer does
- * this, if it has not been done; from then on nothing can be added. What can't be moved in one of the directions (a
+/* This process takes part in the pair's transfers even if it adds none of the pair's tensors: a rank that is idle in
+ * this model. */
+TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
+
+/* Completes when both sides of every pair have added their tensors, and names and shapes agree. Ranks that describe a
+ * tensor differently, one that holds a part of a tensor and has not added it, and tensors that only one side has are
+ * named on every rank, at once. The first transfer registers a batch, if that has not been done; from then on nothing
+ * can be added. What can't be moved in one of the directions (a
  * cast that is refused, targets that overlap) is told by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
+
+/* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
+ * comes from whom, and, of what is received, how it is written: *direct* (it is read into its place), *copy* (it came
+ * in a bucket), *transform* (it is converted), or *in place* (it is there already). To be freed by the caller with
+ * free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
@@ -622,6 +653,12 @@ TB_API void tb_cancel(tb_transfer *transfer);
 
 /* Cancels it if it is under way. */
 TB_API void tb_transfer_destroy(tb_transfer *transfer);
+
+/* Moves the batch once, from the group `from` to the groups that it exchanges with, and waits until that is done: this
+ * process sends, receives, does both, or, without tensors, waits for nobody, whichever groups it is in. The states, of
+ * which either may be NULL, are those of the two transfers; all zero for one that it had no part in. */
+TB_API tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfer_opts *opts,
+                                    tb_transfer_state *sent, tb_transfer_state *received);
 
 /* ---- Copy service -------------------------------------------------------------------------------------------- */
 
@@ -773,11 +810,6 @@ typedef struct tb_parts {
 /* Two parts of one name are an error. */
 TB_API tb_status tb_names_resolve(const tb_names *names, const char *const *params, size_t nparams, tb_parts *out);
 TB_API void tb_parts_fini(tb_parts *parts);
-
-/* Tied weights: one tensor with two names. */
-typedef struct tb_tie {
-    const char *name, *canonical;
-} tb_tie;
 
 typedef struct tb_match_opts {
     size_t size;

@@ -1,14 +1,30 @@
 /* Batches: what is added to one, and when it is agreed on. */
-#include "bus/world.h"
+#include "bus/accord.h"
 
 #include "base/opts.h"
-#include "exec/overlap.h"
+#include "base/text.h"
 
-#include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
 enum { LEAST_STAGING = 64 << 10 };
+
+/* Nothing matched with nothing: what remains is what is wrong with the options themselves. */
+static tb_status check_matching(const tb_batch_opts *o) {
+    for (size_t i = 0; i < o->nties; i++) {
+        if (!o->ties[i].name || !o->ties[i].canonical)
+            return tb__fail(TB_INVALID, "tie %zu lacks a name", i);
+    }
+    for (size_t i = 0; i < o->nignored; i++) {
+        if (!o->ignored[i])
+            return tb__fail(TB_INVALID, "pattern %zu of what is ignored is NULL", i);
+    }
+    tb_match_opts opts = {
+        .size = sizeof opts, .ties = o->ties, .nties = o->nties, .ignored = o->ignored, .nignored = o->nignored};
+    tb_match match;
+    TB_TRY(tb_match_names(NULL, 0, NULL, 0, &opts, &match));
+    tb_match_fini(&match);
+    return TB_OK;
+}
 
 tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out) {
     tb_batch_opts o;
@@ -20,94 +36,50 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     o.staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
     if (o.staging_bytes < LEAST_STAGING)
         return tb__fail(TB_INVALID, "staging_bytes must be at least %d", LEAST_STAGING);
+    TB_TRY(check_matching(&o));
     tb_batch *batch = tb__calloc(1, sizeof *batch);
     if (!batch)
         return TB_NO_MEMORY;
     batch->world = world;
-    batch->opts = o;
     batch->name = tb__strdup(name);
-    if (!batch->name) {
+    tb__matching_pack(&batch->matching, &o);
+    if (!batch->name || batch->matching.failed) {
+        tb__pack_fini(&batch->matching);
+        free(batch->name);
         free(batch);
         return TB_NO_MEMORY;
     }
+    o.ties = NULL; /* the caller's */
+    o.ignored = NULL;
+    o.nties = o.nignored = 0;
+    batch->opts = o;
     atomic_init(&batch->refs, 1);
     tb__world_ref(world);
     *out = batch;
     return TB_OK;
 }
 
-static void tensor_fini(tb__tensor *t) {
-    free(t->name);
-    free(t->layout);
-}
-
-void tb__tensors_fini(tb__tensors *tensors) {
-    for (size_t i = 0; i < tensors->list.count; i++)
-        tensor_fini(&tensors->list.item[i]);
-    free(tensors->list.item);
-    *tensors = (tb__tensors){0};
-}
-
-/* The tensor's layout in the pair's seats, as all ranks will compare it; NULL stays NULL. */
-static tb_status canonical_layout(const char *text, char **out) {
-    tb_layout *layout;
-    *out = NULL;
-    if (!text)
-        return TB_OK;
-    TB_TRY(tb_layout_parse(text, &layout));
-    tb_status status = tb_layout_format(layout, out);
-    tb_layout_destroy(layout);
-    return status;
-}
-
-static tb_status bind(const tb_pair *pair, tb__tensor *t, const tb_tensor *given) {
-    tb_layout *layout; /* in seats: who sits in the others does not matter here */
-    tb_local local;
-    TB_TRY(tb_layout_parse(t->layout ? t->layout : pair->sides[pair->side].layout, &layout));
-    tb_status status = tb_layout_local(layout, &t->shape, pair->index, &local);
-    for (int32_t i = 0; status == TB_OK && i < tb_layout_nranks(layout); i++) {
-        if (tb_layout_rank_at(layout, i) >= pair->size) {
-            tb_local_fini(&local);
-            status = tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32,
-                              tb_layout_rank_at(layout, i), pair->sides[pair->side].group, pair->size);
-        }
+/* With the lock held. */
+static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
+    if (batch->is_sealed)
+        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
+    for (size_t i = 0; i < batch->pairs.count; i++) {
+        if (batch->pairs.item[i] == pair)
+            return TB_OK;
     }
-    bool is_outside = tb_layout_index_of(layout, pair->index) < 0;
-    tb_layout_destroy(layout);
-    TB_TRY(status);
-    tb_shape shape = local.shape;
-    shape.ndim = t->shape.ndim;
-    if (is_outside && shape.ndim == 0) /* a scalar always has an element; a row of none does not */
-        shape = (tb_shape){.ndim = 1};
-    tb_local_fini(&local);
-    status = tb_binding_contiguous(given->data, 0, t->dtype, &shape, &t->binding);
-    if (status == TB_OK && given->strides)
-        memcpy(t->binding.strides, given->strides, (size_t)t->shape.ndim * sizeof *given->strides);
-    int64_t count;
-    if (status == TB_OK)
-        status = tb_shape_size(&shape, t->dtype, &count, NULL);
-    if (status == TB_OK && count > 0 && !given->data)
-        return tb__fail(TB_INVALID, "its data is NULL, but this rank holds %" PRId64 " elements of it", count);
-    uintptr_t first, last;
-    return status == TB_OK ? tb__binding_span(&t->binding, &first, &last) : status;
+    if (!tb__vec_push(&batch->pairs, pair))
+        return TB_NO_MEMORY;
+    pair->refs++;
+    return TB_OK;
 }
 
-static tb_status make_tensor(const tb_pair *pair, const char *name, const tb_tensor *given, tb__tensor *t) {
-    if (given->ndim < 0 || given->ndim > TB_MAX_DIMS)
-        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, given->ndim);
-    t->dtype = given->dtype;
-    t->wire_dtype = given->wire_dtype;
-    t->group = given->group;
-    t->shape.ndim = given->ndim;
-    memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
-    if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
-        return tb__fail(TB_INVALID, "its wire_dtype is %d, which is no dtype", (int)given->wire_dtype);
-    if (given->group == UINT32_MAX)
-        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
-    TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
-    TB_TRY(canonical_layout(given->layout, &t->layout));
-    t->name = tb__strdup(name);
-    return t->name ? bind(pair, t, given) : TB_NO_MEMORY;
+tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
+    if (pair->world != batch->world)
+        return tb__fail(TB_INVALID, "pair '%s' is of another world", pair->name);
+    tb__engine_lock(batch->world->engine);
+    tb_status status = add_pair(batch, pair);
+    tb__engine_unlock(batch->world->engine);
+    return status;
 }
 
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
@@ -115,18 +87,17 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
-    tb__tensor t = {.pair = pair};
-    tb_status status = make_tensor(pair, name, tensor, &t);
+    tb__tensor t;
+    tb_status status = tb__tensor_init(&t, pair, name, tensor, batch->opts.transform);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s'", name);
     tb__engine_lock(batch->world->engine);
-    if (status == TB_OK && batch->is_sealed)
-        status = tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
-    if (status == TB_OK && !tb__vec_push(&batch->tensors.list, t))
+    status = add_pair(batch, pair);
+    if (status == TB_OK && !tb__vec_push(&batch->tensors, t))
         status = TB_NO_MEMORY;
-    if (status == TB_OK)
-        pair->refs++;
     tb__engine_unlock(batch->world->engine);
     if (status != TB_OK) {
-        tensor_fini(&t);
+        tb__tensor_fini(&t);
         tb__prefix_detail("tensor '%.100s'", name);
     }
     return status;
@@ -134,27 +105,27 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
-static bool has_tie(const tb_batch *batch, const char *pair) {
-    for (size_t i = 0; i < batch->ties.count; i++) {
-        if (strcmp(batch->ties.item[i]->pair->name, pair) == 0)
+static bool has_accord(const tb_batch *batch, const char *pair) {
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        if (strcmp(batch->accords.item[i]->pair->name, pair) == 0)
             return true;
     }
     return false;
 }
 
-/* One tie for each pair, whichever of its sides this process is on. */
-static tb_status make_ties(tb_batch *batch) {
-    for (size_t i = 0; i < batch->tensors.list.count; i++) {
-        tb_pair *pair = batch->tensors.list.item[i].pair; /* of what was added, it is never NULL */
-        if (!pair || has_tie(batch, pair->name))
+/* One for each pair, whichever of its sides this process is on. */
+static tb_status make_accords(tb_batch *batch) {
+    for (size_t i = 0; i < batch->pairs.count; i++) {
+        tb_pair *pair = batch->pairs.item[i];
+        if (has_accord(batch, pair->name))
             continue;
-        tb__tie *tie;
-        if (!tb__vec_reserve(&batch->ties, 1))
+        tb__accord *accord;
+        if (!tb__vec_reserve(&batch->accords, 1))
             return TB_NO_MEMORY;
-        TB_TRY(tb__tie_create(batch, pair, &tie));
-        batch->ties.item[batch->ties.count++] = tie;
+        TB_TRY(tb__accord_create(batch, pair, &accord));
+        batch->accords.item[batch->accords.count++] = accord;
     }
-    if (batch->ties.count == 0)
+    if (batch->accords.count == 0)
         return tb__fail(TB_INVALID, "batch '%s' has no tensors", batch->name);
     return TB_OK;
 }
@@ -162,28 +133,23 @@ static tb_status make_ties(tb_batch *batch) {
 static bool is_settled(void *arg) {
     tb_batch *batch = arg;
     bool waits = false;
-    for (size_t i = 0; i < batch->ties.count; i++) {
-        if (batch->ties.item[i]->state == TIE_BROKEN)
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        if (batch->accords.item[i]->state == ACCORD_BROKEN)
             return true;
-        waits |= batch->ties.item[i]->state == TIE_WAITING;
+        waits |= batch->accords.item[i]->state == ACCORD_WAITING;
     }
     return !waits;
 }
 
 static tb_status settle(const tb_batch *batch) {
-    for (size_t i = 0; i < batch->ties.count; i++) {
-        const tb__tie *tie = batch->ties.item[i];
-        if (tie->state == TIE_BROKEN)
-            return tb__fail(tie->all.status, "%s", tie->all.why);
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        const tb__accord *accord = batch->accords.item[i];
+        if (accord->state == ACCORD_BROKEN)
+            return tb__fail(accord->all.status, "%s", accord->all.why);
     }
-    for (size_t i = 0; i < batch->ties.count; i++) {
-        const tb__tie *tie = batch->ties.item[i];
-        for (size_t j = 0; tie->state == TIE_WAITING && j < tie->all.npeers; j++) {
-            if (!tie->all.counts[j])
-                return tb__fail(TB_TIMEOUT, "%s has not registered batch '%s' of pair '%s' (%zu of %zu ranks have)",
-                                tie->all.peers[j]->label, batch->name, tie->pair->name,
-                                tie->all.npeers - tie->all.nunknown, tie->all.npeers);
-        }
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        if (batch->accords.item[i]->state == ACCORD_WAITING)
+            return tb__accord_not_settled(batch->accords.item[i]);
     }
     return TB_OK;
 }
@@ -191,7 +157,7 @@ static tb_status settle(const tb_batch *batch) {
 /* The next pair to be met. NULL: the batch is sealed, or that was the last. */
 static tb_pair *next_pair(tb_batch *batch, size_t i) {
     tb__engine_lock(batch->world->engine);
-    tb_pair *pair = !batch->is_sealed && i < batch->tensors.list.count ? batch->tensors.list.item[i].pair : NULL;
+    tb_pair *pair = !batch->is_sealed && i < batch->pairs.count ? batch->pairs.item[i] : NULL;
     tb__engine_unlock(batch->world->engine);
     return pair;
 }
@@ -206,12 +172,12 @@ tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
     tb__engine_lock(engine);
     if (!batch->is_sealed) {
         batch->is_sealed = true;
-        status = make_ties(batch);
-        for (size_t i = 0; i < batch->ties.count && status == TB_OK; i++)
-            status = tb__tie_announce(batch->ties.item[i]);
+        status = make_accords(batch);
+        for (size_t i = 0; i < batch->accords.count && status == TB_OK; i++)
+            status = tb__accord_announce(batch->accords.item[i]);
         if (status != TB_OK) {
-            while (batch->ties.count > 0)
-                tb__tie_destroy(batch->ties.item[--batch->ties.count]);
+            while (batch->accords.count > 0)
+                tb__accord_destroy(batch->accords.item[--batch->accords.count]);
             batch->is_sealed = false;
         }
     }
@@ -220,6 +186,33 @@ tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
         status = settle(batch);
     }
     tb__engine_unlock(engine);
+    return status;
+}
+
+tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
+    tb__text text = {0};
+    tb_status status = TB_OK;
+    tb__engine_lock(batch->world->engine);
+    for (size_t i = 0; i < batch->accords.count && status == TB_OK; i++) {
+        const tb__accord *accord = batch->accords.item[i];
+        for (int side = 0; side < 2 && status == TB_OK; side++) {
+            const tb__flow *flow = accord->flows[is_send ? side : !side];
+            char *part;
+            if (!accord->sides[side].is_here || !flow)
+                continue;
+            status = tb__flow_dump(flow, is_send, &part);
+            if (status != TB_OK)
+                break;
+            tb__text_add(&text, "%s", part);
+            free(part);
+        }
+    }
+    tb__engine_unlock(batch->world->engine);
+    if (status == TB_OK && !text.count)
+        status = tb__fail(TB_REFUSED, "batch '%s' has not been registered yet", batch->name);
+    if (status == TB_OK)
+        return tb__text_take(&text, out);
+    tb__text_fini(&text);
     return status;
 }
 
@@ -234,13 +227,17 @@ void tb__batch_unref(tb_batch *batch) {
     tb_world *world = batch->world;
     tb__engine *engine = world->engine;
     tb__engine_lock(engine);
-    for (size_t i = 0; i < batch->ties.count; i++)
-        tb__tie_destroy(batch->ties.item[i]);
-    for (size_t i = 0; i < batch->tensors.list.count; i++)
-        tb__pair_unref(batch->tensors.list.item[i].pair);
+    for (size_t i = 0; i < batch->accords.count; i++)
+        tb__accord_destroy(batch->accords.item[i]);
+    for (size_t i = 0; i < batch->pairs.count; i++)
+        tb__pair_unref(batch->pairs.item[i]);
     tb__engine_unlock(engine);
-    tb__tensors_fini(&batch->tensors);
-    free(batch->ties.item);
+    for (size_t i = 0; i < batch->tensors.count; i++)
+        tb__tensor_fini(&batch->tensors.item[i]);
+    free(batch->tensors.item);
+    free(batch->pairs.item);
+    free(batch->accords.item);
+    tb__pack_fini(&batch->matching);
     free(batch->name);
     free(batch);
     tb__world_unref(world);

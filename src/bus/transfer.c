@@ -1,5 +1,5 @@
 /* Transfers: the legs of a batch's flows, stepped together, and what is told of them. */
-#include "bus/world.h"
+#include "bus/accord.h"
 
 #include "base/opts.h"
 
@@ -182,17 +182,17 @@ static bool step(tb__task *task) {
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
-/* On which side of the tie this process acts. */
-static tb_status choose_side(const tb__tie *tie, bool is_send, const char *group, int *out) {
-    const tb__pair_side *sides = tie->pair->sides;
-    if (!tie->sides[0].is_here || !tie->sides[1].is_here) {
-        *out = tie->sides[1].is_here;
+/* On which side of the accord this process acts. */
+static tb_status choose_side(const tb__accord *accord, bool is_send, const char *group, int *out) {
+    const tb__pair_side *sides = accord->pair->sides;
+    if (!accord->sides[0].is_here || !accord->sides[1].is_here) {
+        *out = accord->sides[1].is_here;
     } else if (group) {
         *out = strcmp(sides[1].group, group) == 0;
         if (strcmp(sides[*out].group, group) != 0)
-            return tb__fail(TB_INVALID, "group '%.100s' is not in pair '%s'", group, tie->pair->name);
+            return tb__fail(TB_INVALID, "group '%.100s' is not in pair '%s'", group, accord->pair->name);
     } else {
-        const tb_world *world = tie->world;
+        const tb_world *world = accord->world;
         int first = 0; /* the side whose group this process entered first */
         for (size_t i = world->seats.count; i-- > 0;) {
             for (int side = 0; side < 2; side++) {
@@ -210,13 +210,15 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
     if (*slot)
         return tb__fail(TB_REFUSED, "batch '%s' is already being %s; destroy that transfer first", batch->name,
                         is_send ? "sent" : "received");
-    for (size_t i = 0; i < batch->ties.count; i++) {
-        const tb__tie *tie = batch->ties.item[i];
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        const tb__accord *accord = batch->accords.item[i];
         int side;
-        if (tie->state == TIE_BROKEN)
-            return tb__fail(tie->all.status, "%s", tie->all.why);
-        TB_TRY(choose_side(tie, is_send, t->opts.group, &side));
-        t->flows[t->nflows++] = tie->flows[is_send ? side : !side];
+        if (accord->state == ACCORD_BROKEN)
+            return tb__fail(accord->all.status, "%s", accord->all.why);
+        TB_TRY(choose_side(accord, is_send, t->opts.group, &side));
+        t->flows[t->nflows++] = accord->flows[is_send ? side : !side];
+        if (!is_send)
+            TB_TRY(tb__accord_clear_padding(accord, !side));
     }
     for (size_t i = 0; i < t->nflows; i++)
         tb__flow_begin(t->flows[i], is_send, &t->phases);
@@ -232,7 +234,7 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
     int64_t deadline_ms = tb__world_deadline(batch->world, o.timeout_ms);
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
-    tb_transfer *t = tb__calloc(1, sizeof *t + batch->ties.count * sizeof *t->flows);
+    tb_transfer *t = tb__calloc(1, sizeof *t + batch->accords.count * sizeof *t->flows);
     if (!t)
         return TB_NO_MEMORY;
     t->batch = batch;

@@ -149,6 +149,7 @@ void tb__world_unref(tb_world *world) {
     for (size_t i = 0; i < world->rounds.count; i++)
         free(world->rounds.item[i].pair);
     free(world->rounds.item);
+    tb__plans_fini(&world->plans);
     tb_plan_cache_destroy(world->cache);
     free(world);
 }

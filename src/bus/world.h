@@ -3,7 +3,7 @@
  *
  *   world    engine + directory
  *   pair     two groups that have found each other: their peers and layouts
- *   batch    tensors; for each pair a *tie*, in which the ranks of the pair agree on them; in each tie two flows
+ *   batch    tensors; for each pair an *accord*, in which its ranks agree on them; in each accord two flows
  *   transfer the legs of one or more flows, stepped as one task
  */
 #ifndef TB_BUS_WORLD_H
@@ -13,6 +13,7 @@
 #include "bus/assembly.h"
 #include "bus/directory.h"
 #include "exec/flow.h"
+#include "reshard/encode.h"
 
 #include <stdatomic.h>
 
@@ -21,7 +22,19 @@ typedef struct tb__seat {
     int32_t index, size;
 } tb__seat;
 
-typedef struct tb__tie tb__tie;
+typedef struct tb__accord tb__accord;
+
+/* Plans of models, each with all that it was made from. */
+typedef struct tb__plans {
+    TB_VEC(struct tb__kept_plan {
+        uint64_t hash;
+        tb__pack key;
+        tb_ir *ir;
+        uint64_t used; /* when, by the clock */
+    })
+    kept;
+    uint64_t clock, hits, misses;
+} tb__plans;
 
 struct tb_world {
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
@@ -35,6 +48,7 @@ struct tb_world {
     tb__port port;
     TB_VEC(tb__seat) seats; /* the first is the one it joined with */
     tb_plan_cache *cache;
+    tb__plans plans;
     tb_pair *pairs; /* those that are not destroyed */
     TB_VEC(struct tb__round {
         char *pair;
@@ -57,6 +71,11 @@ void tb__world_set_workers(tb_world *world);
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
 
+/* What this process does to move the tensors: a plan that was made from the very same, or a new one. For flows, whose
+ * `arg` is the world; with the lock held. */
+tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
+void tb__plans_fini(tb__plans *plans);
+
 /* ---- Pairs ---------------------------------------------------------------------------------------------------- */
 
 /* Sides are ordered by the names of their groups, so that all ranks number them alike. */
@@ -77,7 +96,7 @@ struct tb_pair {
     uint32_t round;
     tb_pair *next;
     bool has_met; /* both sides are known: sizes, peers, layouts */
-    size_t refs;  /* the user's, and one per tie */
+    size_t refs;  /* the user's, and one for each accord, and each batch that has it */
 };
 
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
@@ -88,80 +107,43 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
+/* What this process has added. */
 typedef struct tb__tensor {
-    tb_pair *pair; /* NULL: it came from the other side */
+    tb_pair *pair;
     char *name;
     tb_shape shape; /* global */
     tb_dtype dtype, wire_dtype;
     uint32_t group;
-    char *layout; /* NULL: the pair's */
+    char *layout; /* in seats; NULL: the pair's */
     tb_binding binding;
+    tb_binding *padding; /* boxes of its storage, to be set to zero when it is received */
+    size_t npadding;
+    char *encode;        /* NULL: it is not quantised */
+    char *scale_group;   /* NULL: none */
+    tb__encoded encoded; /* where it is, if this rank has some of it */
+    bool is_transformed;
 } tb__tensor;
 
-typedef struct tb__tensors {
-    TB_VEC(tb__tensor) list;
-} tb__tensors;
-
-void tb__tensors_fini(tb__tensors *tensors);
-void tb__tensors_pack(tb__pack *pack, const tb__tensors *tensors);
-/* Without what is this process's own. False: it makes no sense, and what is there has to be freed none the less. */
-bool tb__tensors_unpack(const void *data, size_t nbytes, tb__tensors *out);
-uint64_t tb__tensors_hash(const tb__pack *pack);
-
-/* What one side of a tie brings. */
-typedef struct tb__tie_side {
-    bool is_here;         /* this process is on it */
-    int32_t index;        /* its seat */
-    tb__tensors tensors;  /* by name */
-    bool is_known;        /* tensors are ... */
-    int32_t list_from;    /* ... from this seat, where the side is not here */
-    tb__pack manifest;    /* of this side, where it is here */
-    uint64_t *hashes;     /* by seat */
-    int64_t *bucket_size; /* by seat */
-    bool *has_come;       /* by seat */
-} tb__tie_side;
-
-/* All ranks of a pair, for one batch. */
-struct tb__tie {
-    tb__assembly all; /* first: messages find the tie through it */
-    tb_world *world;
-    tb_batch *batch;
-    tb_pair *pair; /* one of this process's, for names and peers */
-    char what[TB__DIRECTORY_MAX_NAME + 16];
-    tb__tie_side sides[2];
-    uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
-    int64_t *staging;      /* by peer: its bound on staging memory */
-    int64_t staging_bytes; /* the least of all ranks */
-    int32_t *hosts;        /* by rank; NULL: one host */
-    size_t nhosts;
-    enum { TIE_WAITING, TIE_AGREED, TIE_BROKEN } state;
-    bool has_agreed;
-    TB_VEC(tb_layout *) layouts;
-    tb__flow *flows[2]; /* by sending side */
-    TB_VEC(struct tb__backlog {
-        size_t peer;
-        unsigned char *data;
-        size_t nbytes;
-    })
-    backlog; /* messages to flows that are not there yet */
-};
+tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
+                          const tb_transform *transform);
+void tb__tensor_fini(tb__tensor *tensor);
+tb_status tb__tensor_clear_padding(const tb__tensor *tensor);
 
 struct tb_batch {
     atomic_size_t refs; /* the user's, and one for each of its transfers */
     tb_world *world;
     char *name;
     tb_batch_opts opts;
-    tb__tensors tensors;
-    TB_VEC(tb__tie *) ties;
+    tb__pack matching;       /* how names are matched, as it goes into bodies */
+    TB_VEC(tb_pair *) pairs; /* in which it takes part */
+    TB_VEC(tb__tensor) tensors;
+    TB_VEC(tb__accord *) accords;
     bool is_sealed; /* nothing can be added */
     tb_transfer *sending, *receiving;
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
 
-/* With the lock held. */
-tb_status tb__tie_create(tb_batch *batch, tb_pair *pair, tb__tie **out);
-tb_status tb__tie_announce(tb__tie *tie);
-void tb__tie_destroy(tb__tie *tie);
+void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts);
 
 #endif

@@ -26,6 +26,7 @@ typedef struct tb__flow tb__flow;
  * chunk's boxes are in the local tensors, and `wire` has its nbytes. */
 typedef struct tb__codec {
     void *arg;
+    bool reads_more; /* than src, so that there can be no snapshot */
     tb_status (*pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire);
     tb_status (*unpack)(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire);
 } tb__codec;
@@ -67,6 +68,10 @@ typedef struct tb__flow_opts {
     size_t ntensors; /* by key */
     tb_ir *ir; /* what this rank does, where that is known already; the flow's, once it is made. NULL: to be planned,
                   for which tensors are by name, too */
+    /* Plans, or finds a plan that is ready, which the flow shares then; it is called once, when the flow is first used.
+     * NULL: tb_ir_create does */
+    tb_status (*get_ir)(void *arg, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
+    void *get_ir_arg;
     tb_plan_cache *cache;
     const int32_t *hosts; /* by rank; NULL: all on one */
     size_t nhosts;

@@ -24,7 +24,8 @@ static tb_status make_ir(tb__flow *flow) {
                        .staging_bytes = o->staging_bytes,
                        .max_in_flight = o->max_in_flight,
                        .plan = &plan};
-    tb_status status = tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->ir);
+    tb_status status = o->get_ir ? o->get_ir(o->get_ir_arg, specs, o->ntensors, &opts, &flow->ir)
+                                 : tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->ir);
     free(specs);
     return status;
 }
@@ -144,8 +145,12 @@ static tb_status make_snapshot(tb__flow *flow) {
     for (int pass = 0; pass < 2; pass++) {
         size_t at = 0;
         for (size_t i = 0; i < flow->o.ntensors; i++) {
+            const tb__codec *codec = flow->tensors[i].codec;
             tb_binding *b = &flow->tensors[i].src;
             int64_t nbytes;
+            if (codec && codec->reads_more)
+                return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is quantised, and there are no snapshots of such",
+                                flow->tensors[i].spec.name, flow->what);
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 1) {
                 flow->snapshot_of[i] = *b;

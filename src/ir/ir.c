@@ -319,10 +319,18 @@ void tb__ir_finish(tb__ir *ir) {
     ir->view.channels = ir->channels.item;
 }
 
+void tb__ir_ref(tb_ir *view) {
+    ((tb__ir *)view)->nshares++;
+}
+
 void tb_ir_destroy(tb_ir *view) {
     tb__ir *ir = (tb__ir *)view;
     if (!ir)
         return;
+    if (ir->nshares > 0) {
+        ir->nshares--;
+        return;
+    }
     free(ir->names.item);
     free(ir->chunks.item);
     free(ir->entries.item);

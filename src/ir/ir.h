@@ -9,7 +9,8 @@
 enum { TB__BUCKET_ALIGN = 64 };
 
 typedef struct tb__ir {
-    tb_ir view; /* what users see; first, so that it can be cast back */
+    tb_ir view;     /* what users see; first, so that it can be cast back */
+    size_t nshares; /* who has it besides its first owner; whoever shares it sees to it that only one thread does */
     tb__arena arena;
     TB_VEC(const char *) names;
     TB_VEC(tb_chunk) chunks;
@@ -26,6 +27,9 @@ typedef struct tb__ir {
 
 /* A copy of the list that lives as long as the IR; equal lists have equal addresses. NULL if memory is short. */
 const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count);
+
+/* One owner more: so many have to destroy it. */
+void tb__ir_ref(tb_ir *view);
 
 const char *tb__ir_string(tb__ir *ir, const char *string);
 

@@ -115,6 +115,7 @@ static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
         spec->src_dtype = decoded_dtype(e, spec->dst_dtype);
         spec->coded = true;
         e->codec.pack = decode_pack;
+        e->codec.reads_more = true;
     } else if (!is_plain_float(spec->src_dtype)) {
         return tb__fail(TB_REFUSED, "%s is made of f32, f16 or bf16, not of %s", tb__quant_name(to->format.kind),
                         tb_dtype_name(spec->src_dtype));

@@ -1,0 +1,114 @@
+/* An accord: all ranks of a pair, and what they have added to one batch. Each sends all others a manifest, with a hash
+ * of what it has added for its side; what that is, its *body*, goes to each rank from one of those who have it. From
+ * all bodies follows what each side has, which tensors belong together, and a flow for each direction.
+ *
+ * All of this needs the engine's lock. */
+#ifndef TB_BUS_ACCORD_H
+#define TB_BUS_ACCORD_H
+
+#include "base/index.h"
+#include "bus/world.h"
+#include "reshard/convert.h"
+
+/* What every rank gets to know of a tensor. The strings are the body's. */
+typedef struct tb__described {
+    const char *name;
+    const char *layout; /* in seats; NULL: the pair's */
+    tb_shape shape;     /* global */
+    tb_dtype dtype, wire_dtype;
+    uint32_t group;
+    const char *encode, *scale_group; /* NULL: none */
+    tb__encoding encoding;            /* what `encode` says */
+    bool is_transformed;
+} tb__described;
+
+/* What one rank, or several alike, have added for a side. */
+typedef struct tb__body {
+    uint64_t hash;
+    unsigned char *data;
+    size_t nbytes;
+    TB_VEC(tb__described) tensors; /* by name */
+    TB_VEC(tb_tie) ties;
+    TB_VEC(const char *) ignored;
+} tb__body;
+
+void tb__body_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors);
+uint64_t tb__body_hash(const void *data, size_t nbytes);
+/* Takes over the data, also where it fails. */
+tb_status tb__body_init(tb__body *body, unsigned char *data, size_t nbytes);
+void tb__body_fini(tb__body *body);
+
+/* A tensor that a side has. */
+typedef struct tb__held {
+    const tb__described *as;
+    const tb__tensor *mine;  /* NULL: this process has not added it */
+    const tb_layout *layout; /* in bus ranks */
+} tb__held;
+
+typedef struct tb__accord_side {
+    bool is_here;                   /* this process is on it */
+    int32_t index;                  /* its seat */
+    TB_VEC(const tb__tensor *) own; /* what it has added, by name, as in its body */
+    uint64_t hash;                  /* of its body */
+    uint64_t *hashes;               /* by seat */
+    int64_t *bucket_size;           /* by seat */
+    bool *has_come;                 /* by seat */
+    TB_VEC(tb__body) bodies;        /* each once */
+    tb__index by_hash;              /* of the bodies */
+    TB_VEC(tb__held) tensors;       /* by name; once all bodies are there */
+} tb__accord_side;
+
+struct tb__accord {
+    tb__assembly all; /* first: messages find the accord through it */
+    tb_world *world;
+    tb_batch *batch;
+    tb_pair *pair; /* one of this process's, for names and peers */
+    char what[TB__DIRECTORY_MAX_NAME + 16];
+    tb__accord_side sides[2];
+    uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
+    int64_t *staging;      /* by peer: its bound on staging memory */
+    int64_t staging_bytes; /* the least of all ranks */
+    int32_t *hosts;        /* by rank; NULL: one host */
+    size_t nhosts;
+    enum { ACCORD_WAITING, ACCORD_AGREED, ACCORD_BROKEN } state;
+    bool has_agreed;
+    TB_VEC(struct tb__side_layout {
+        const char *text;
+        int side;
+        tb_layout *layout;
+    })
+    layouts; /* each once */
+    tb__index by_text;
+    tb__flow *flows[2];                   /* by sending side */
+    tb__convert *converts[2];             /* of the flows; NULL: nothing is converted */
+    TB_VEC(const tb__tensor *) padded[2]; /* by sending side: what this process receives and has padding */
+    TB_VEC(struct tb__backlog {
+        size_t peer;
+        unsigned char *data;
+        size_t nbytes;
+    })
+    backlog; /* messages to flows that are not there yet */
+};
+
+tb_status tb__accord_create(tb_batch *batch, tb_pair *pair, tb__accord **out);
+tb_status tb__accord_announce(tb__accord *accord);
+void tb__accord_destroy(tb__accord *accord);
+
+/* TB_TIMEOUT, and a sentence that says what an accord that is not settled waits for. */
+tb_status tb__accord_not_settled(const tb__accord *accord);
+
+const tb__body *tb__accord_body(const tb__accord_side *side, uint64_t hash); /* NULL: it has not come */
+
+/* What the side has, from the bodies of all its seats. Fails alike on every rank. */
+tb_status tb__accord_unite(tb__accord *accord, int side);
+
+/* Which tensors of the two sides belong together, and a flow for each direction. */
+tb_status tb__accord_make_flows(tb__accord *accord);
+
+/* Sets to zero what is padding of the tensors that are received from side `src`. */
+tb_status tb__accord_clear_padding(const tb__accord *accord, int src);
+
+/* "4,5" */
+void tb__shape_text(const tb_shape *shape, char *out, size_t room);
+
+#endif

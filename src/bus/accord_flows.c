@@ -1,0 +1,268 @@
+/* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
+#include "bus/accord.h"
+
+#include "exec/overlap.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- How names are matched ------------------------------------------------------------------------------------- */
+
+/* What all ranks of both sides ask for, each once. */
+typedef struct matching {
+    TB_VEC(tb_tie) ties;
+    TB_VEC(const char *) ignored;
+    const char **names[2]; /* by side */
+} matching;
+
+static int compare_ties(const void *a, const void *b) {
+    const tb_tie *x = a, *y = b;
+    int c = strcmp(x->name, y->name);
+    return c ? c : strcmp(x->canonical, y->canonical);
+}
+
+static int compare_strings(const void *a, const void *b) {
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+static tb_status collect_body(matching *m, const tb__body *body) {
+    for (size_t i = 0; i < body->ties.count; i++) {
+        if (!tb__vec_push(&m->ties, body->ties.item[i]))
+            return TB_NO_MEMORY;
+    }
+    for (size_t i = 0; i < body->ignored.count; i++) {
+        if (!tb__vec_push(&m->ignored, body->ignored.item[i]))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+static void keep_each_once(matching *m) {
+    size_t kept = 0;
+    if (m->ties.count)
+        qsort(m->ties.item, m->ties.count, sizeof *m->ties.item, compare_ties);
+    for (size_t i = 0; i < m->ties.count; i++) {
+        if (!kept || compare_ties(&m->ties.item[kept - 1], &m->ties.item[i]) != 0)
+            m->ties.item[kept++] = m->ties.item[i];
+    }
+    m->ties.count = kept;
+    kept = 0;
+    if (m->ignored.count)
+        qsort(m->ignored.item, m->ignored.count, sizeof *m->ignored.item, compare_strings);
+    for (size_t i = 0; i < m->ignored.count; i++) {
+        if (!kept || strcmp(m->ignored.item[kept - 1], m->ignored.item[i]) != 0)
+            m->ignored.item[kept++] = m->ignored.item[i];
+    }
+    m->ignored.count = kept;
+}
+
+/* Only bodies that a seat stands for count: one that came from a rank that left may be another's. */
+static tb_status matching_init(matching *m, const tb__accord *accord) {
+    for (int side = 0; side < 2; side++) {
+        const tb__accord_side *s = &accord->sides[side];
+        bool *is_taken = tb__calloc(s->bodies.count, sizeof *is_taken);
+        tb_status status = is_taken ? TB_OK : TB_NO_MEMORY;
+        for (int32_t seat = 0; seat < accord->pair->sides[side].size && status == TB_OK; seat++) {
+            const tb__body *body = tb__accord_body(s, s->hashes[seat]);
+            bool *taken = &is_taken[body - s->bodies.item];
+            if (!*taken)
+                status = collect_body(m, body);
+            *taken = true;
+        }
+        free(is_taken);
+        TB_TRY(status);
+        m->names[side] = tb__malloc(s->tensors.count, sizeof *m->names[side]);
+        if (!m->names[side])
+            return TB_NO_MEMORY;
+        for (size_t i = 0; i < s->tensors.count; i++)
+            m->names[side][i] = s->tensors.item[i].as->name;
+    }
+    keep_each_once(m);
+    return TB_OK;
+}
+
+static void matching_fini(matching *m) {
+    free(m->ties.item);
+    free(m->ignored.item);
+    free(m->names[0]);
+    free(m->names[1]);
+}
+
+static tb_status check_shapes(const tb__accord *accord, int src, const tb__described *from, const tb__described *to) {
+    const tb__pair_side *sides = accord->pair->sides;
+    if (from->shape.ndim == to->shape.ndim &&
+        memcmp(from->shape.dim, to->shape.dim, (size_t)to->shape.ndim * sizeof *to->shape.dim) == 0)
+        return TB_OK;
+    char left[96], right[96];
+    tb__shape_text(&from->shape, left, sizeof left);
+    tb__shape_text(&to->shape, right, sizeof right);
+    if (strcmp(from->name, to->name) == 0)
+        return tb__fail(TB_CONFLICT, "%s: tensor '%.100s' has shape [%s] in group '%s' but [%s] in group '%s'",
+                        accord->what, from->name, left, sides[src].group, right, sides[!src].group);
+    return tb__fail(TB_CONFLICT,
+                    "%s: tensor '%.100s' has shape [%s] in group '%s' but '%.100s', which is tied to it, [%s] in group "
+                    "'%s'",
+                    accord->what, from->name, left, sides[src].group, to->name, right, sides[!src].group);
+}
+
+/* In the order of the targets' names. */
+static tb_status match(const tb__accord *accord, int src, const matching *m, tb_match *out) {
+    const tb__pair_side *sides = accord->pair->sides;
+    const tb__accord_side *from = &accord->sides[src], *to = &accord->sides[!src];
+    tb_match_opts opts = {.size = sizeof opts,
+                          .ties = m->ties.item,
+                          .nties = m->ties.count,
+                          .ignored = m->ignored.item,
+                          .nignored = m->ignored.count};
+    tb_status status =
+        tb_match_names(m->names[src], from->tensors.count, m->names[!src], to->tensors.count, &opts, out);
+    if (status != TB_OK) /* what is wrong here is what different ranks say */
+        return tb__fail_within(status == TB_INVALID ? TB_CONFLICT : status, "%s, from group '%s' to group '%s'",
+                               accord->what, sides[src].group, sides[!src].group);
+    for (size_t i = 0; i < out->nmatched && status == TB_OK; i++)
+        status = check_shapes(accord, src, from->tensors.item[out->source[i]].as, to->tensors.item[out->target[i]].as);
+    if (status != TB_OK)
+        tb_match_fini(out);
+    return status;
+}
+
+/* ---- Flows ----------------------------------------------------------------------------------------------------- */
+
+static tb_status bind(const tb__held *held, tb_binding *out) {
+    if (held->mine) {
+        *out = held->mine->binding;
+        return TB_OK;
+    }
+    tb_shape nothing = {.ndim = held->as->shape.ndim};
+    if (nothing.ndim == 0) /* a scalar always has an element; a row of none does not */
+        nothing = (tb_shape){.ndim = 1};
+    return tb_binding_contiguous(NULL, 0, held->as->dtype, &nothing, out);
+}
+
+static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t key, tb__flow_tensor *out) {
+    *out = (tb__flow_tensor){.key = key,
+                             .spec = {.name = to->as->name,
+                                      .shape = to->as->shape,
+                                      .src = from->layout,
+                                      .dst = to->layout,
+                                      .src_dtype = from->as->dtype,
+                                      .dst_dtype = to->as->dtype,
+                                      .wire_dtype = from->as->wire_dtype,
+                                      .group = to->as->group}};
+    TB_TRY(bind(from, &out->src));
+    return bind(to, &out->dst);
+}
+
+static const tb__encoded *encoded_of(const tb__held *held) {
+    return held->mine && held->mine->encode && held->mine->encoded.rows ? &held->mine->encoded : NULL;
+}
+
+/* What is done to it on the way. */
+static tb_status get_how(const tb__accord *accord, const tb__held *from, const tb__held *to, tb__convert_how *out) {
+    *out = (tb__convert_how){.src_encoding = from->as->encode ? &from->as->encoding : NULL,
+                             .dst_encoding = to->as->encode ? &to->as->encoding : NULL,
+                             .src = encoded_of(from),
+                             .dst = encoded_of(to),
+                             .scale_group = to->as->scale_group,
+                             .is_transformed = to->as->is_transformed,
+                             .transform = to->as->is_transformed ? accord->batch->opts.transform : NULL};
+    if (from->as->is_transformed == to->as->is_transformed)
+        return TB_OK;
+    return tb__fail(TB_CONFLICT, "%s: one group transforms tensor '%.100s', the other does not", accord->what,
+                    to->as->name);
+}
+
+static tb_status create_flow(tb__accord *accord, int src, tb__flow_tensor *tensors, const tb__convert_how *how,
+                             size_t ntensors) {
+    const tb_batch_opts *o = &accord->batch->opts;
+    tb__flow_opts opts = {.engine = accord->world->engine,
+                          .rank = accord->world->rank,
+                          .direction = (uint32_t)src,
+                          .peers = accord->all.peers,
+                          .ports = accord->all.ports,
+                          .npeers = accord->all.npeers,
+                          .lead = tb__assembly_find(&accord->all, accord->pair->sides[src].peers[0]),
+                          .tensors = tensors,
+                          .ntensors = ntensors,
+                          .get_ir = tb__plans_get,
+                          .get_ir_arg = accord->world,
+                          .hosts = accord->hosts,
+                          .nhosts = accord->nhosts,
+                          .what = accord->what,
+                          .bucket_size = accord->sides[src].bucket_size[0],
+                          .staging_bytes = accord->staging_bytes,
+                          .own_staging_bytes = o->staging_bytes,
+                          .max_in_flight = o->max_in_flight,
+                          .group_window = o->group_window,
+                          .staged = o->staged,
+                          .snapshot = o->snapshot};
+    TB_TRY(tb__convert_create(&opts, tensors, how, &accord->converts[src]));
+    return tb__flow_create(&opts, &accord->flows[src]);
+}
+
+static tb_status make_flow(tb__accord *accord, int src, const matching *m) {
+    tb_match pairs;
+    TB_TRY(match(accord, src, m, &pairs));
+    tb__flow_tensor *tensors = tb__malloc(pairs.nmatched, sizeof *tensors);
+    tb__convert_how *how = tb__malloc(pairs.nmatched, sizeof *how);
+    tb_status status = tensors && how ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < pairs.nmatched && status == TB_OK; i++) {
+        const tb__held *from = &accord->sides[src].tensors.item[pairs.source[i]];
+        const tb__held *to = &accord->sides[!src].tensors.item[pairs.target[i]];
+        status = make_tensor(from, to, i, &tensors[i]);
+        if (status == TB_OK)
+            status = get_how(accord, from, to, &how[i]);
+        if (to->mine && to->mine->npadding && !tb__vec_push(&accord->padded[src], to->mine))
+            status = TB_NO_MEMORY;
+    }
+    if (status == TB_OK)
+        status = create_flow(accord, src, tensors, how, pairs.nmatched);
+    free(tensors);
+    free(how);
+    tb_match_fini(&pairs);
+    return status;
+}
+
+/* Padding is written as soon as a receive begins, when what is sent from the same memory may not have been read yet. */
+static tb_status check_padding(const tb__accord *accord, int src) {
+    const tb__accord_side *s = &accord->sides[src];
+    TB_VEC(tb_binding) sources = {0}, padding = {0};
+    bool *marks = tb__calloc(s->own.count, sizeof *marks);
+    bool has_room = marks != NULL;
+    for (size_t i = 0; i < s->own.count && has_room; i++)
+        has_room = tb__vec_push(&sources, s->own.item[i]->binding);
+    for (size_t i = 0; i < accord->padded[src].count && has_room; i++) {
+        const tb__tensor *t = accord->padded[src].item[i];
+        for (size_t j = 0; j < t->npadding && has_room; j++)
+            has_room = tb__vec_push(&padding, t->padding[j]);
+    }
+    tb_status status = has_room
+                           ? tb__bindings_mark_overlaps(sources.item, sources.count, padding.item, padding.count, marks)
+                           : TB_NO_MEMORY;
+    for (size_t i = 0; i < s->own.count && status == TB_OK; i++) {
+        if (marks[i])
+            status = tb__fail(TB_REFUSED, "%s: tensor '%.100s' is sent from memory that is padding of one received",
+                              accord->what, s->own.item[i]->name);
+    }
+    free(sources.item);
+    free(padding.item);
+    free(marks);
+    return status;
+}
+
+tb_status tb__accord_clear_padding(const tb__accord *accord, int src) {
+    if (accord->padded[src].count && accord->sides[src].own.count)
+        TB_TRY(check_padding(accord, src));
+    for (size_t i = 0; i < accord->padded[src].count; i++)
+        TB_TRY(tb__tensor_clear_padding(accord->padded[src].item[i]));
+    return TB_OK;
+}
+
+tb_status tb__accord_make_flows(tb__accord *accord) {
+    matching m = {0};
+    tb_status status = matching_init(&m, accord);
+    for (int src = 0; src < 2 && status == TB_OK; src++)
+        status = make_flow(accord, src, &m);
+    matching_fini(&m);
+    return status;
+}

@@ -1,0 +1,62 @@
+/* One transfer of a whole model, whichever part this process has in it. */
+#include "bus/accord.h"
+
+#include "base/opts.h"
+
+#include <string.h>
+
+/* Whether it is on the sending side, on the other, or on both, over all pairs of the batch. */
+static tb_status find_parts(const tb_batch *batch, const char *from, bool *sends, bool *receives, char **to) {
+    bool is_known = false;
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        const tb__accord *accord = batch->accords.item[i];
+        for (int side = 0; side < 2; side++) {
+            if (strcmp(accord->pair->sides[side].group, from) != 0)
+                continue;
+            is_known = true;
+            *sends |= accord->sides[side].is_here;
+            *receives |= accord->sides[!side].is_here;
+            *to = accord->pair->sides[!side].group;
+        }
+    }
+    return is_known ? TB_OK : tb__fail(TB_INVALID, "group '%.100s' is in no pair of batch '%s'", from, batch->name);
+}
+
+static tb_status finish(tb_transfer *transfer, tb_status status, tb_transfer_state *out) {
+    char why[TB__WHY_MAX] = "";
+    if (transfer && status == TB_OK)
+        status = tb_wait(transfer, TB_COMMITTED, -1);
+    if (status != TB_OK)
+        strncat(why, tb_error_detail(), sizeof why - 1);
+    if (transfer && out)
+        tb_transfer_query(transfer, out);
+    tb_transfer_destroy(transfer);
+    return status == TB_OK ? TB_OK : tb__fail(status, "%s", why);
+}
+
+tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfer_opts *opts, tb_transfer_state *sent,
+                             tb_transfer_state *received) {
+    tb_transfer_opts o;
+    tb_transfer *sending = NULL, *receiving = NULL;
+    bool sends = false, receives = false;
+    char *to = NULL;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    TB_TRY(tb_batch_register(batch, o.timeout_ms));
+    if (sent)
+        *sent = (tb_transfer_state){0};
+    if (received)
+        *received = (tb_transfer_state){0};
+    TB_TRY(find_parts(batch, from, &sends, &receives, &to));
+    tb_status status = TB_OK;
+    o.size = sizeof o;
+    if (receives) {
+        o.group = to;
+        status = tb_recv(batch, &o, &receiving);
+    }
+    if (sends && status == TB_OK) {
+        o.group = from;
+        status = tb_send(batch, &o, &sending);
+    }
+    status = finish(sending, status, sent);
+    return finish(receiving, status, received);
+}

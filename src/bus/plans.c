@@ -1,0 +1,165 @@
+/* Plans of models, which outlive their batches: planning thousands of tensors takes long, and a batch that is made
+ * again has mostly the same. A plan is found by all that it was made from, compared in full. */
+#include "bus/accord.h"
+
+#include "base/index.h"
+#include "ir/ir.h"
+
+#include <string.h>
+
+enum { MOST_PLANS = 64 };
+
+/* ---- What a plan is made from ---------------------------------------------------------------------------------- */
+
+/* Layouts that were packed already: many tensors share few of them. */
+typedef struct packed_layouts {
+    TB_VEC(const tb_layout *) list;
+    tb__index index;
+} packed_layouts;
+
+/* The layout's number, and, the first time, what it is. */
+static tb_status pack_layout(tb__pack *key, packed_layouts *known, const tb_layout *layout) {
+    uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)layout);
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&known->index, hash, &probe)) != TB__NOWHERE) {
+        if (known->list.item[i] == layout) {
+            tb__pack_u32(key, (uint32_t)i);
+            return TB_OK;
+        }
+    }
+    char *text;
+    TB_TRY(tb_layout_format(layout, &text));
+    tb__pack_u32(key, (uint32_t)known->list.count);
+    tb__pack_string(key, text);
+    free(text);
+    if (!tb__vec_reserve(&known->list, 1) || !tb__index_add(&known->index, hash, known->list.count))
+        return TB_NO_MEMORY;
+    known->list.item[known->list.count++] = layout;
+    return TB_OK;
+}
+
+static tb_status pack_spec(tb__pack *key, packed_layouts *known, const tb_tensor_spec *spec) {
+    tb__pack_string(key, spec->name);
+    tb__pack_u32(key, (uint32_t)spec->shape.ndim);
+    for (int d = 0; d < spec->shape.ndim; d++)
+        tb__pack_i64(key, spec->shape.dim[d]);
+    tb__pack_u32(key, spec->src_dtype);
+    tb__pack_u32(key, spec->dst_dtype);
+    tb__pack_u32(key, spec->wire_dtype);
+    tb__pack_u32(key, spec->group);
+    tb__pack_i64(key, spec->band);
+    tb__pack_u32(key, spec->coded);
+    tb__pack_u64(key, (uint64_t)(uintptr_t)spec->coded_nbytes);
+    TB_TRY(pack_layout(key, known, spec->src));
+    return pack_layout(key, known, spec->dst);
+}
+
+static void pack_opts(tb__pack *key, const tb_ir_opts *o) {
+    tb__pack_i64(key, o->bucket_size);
+    tb__pack_i64(key, o->staging_bytes);
+    tb__pack_u32(key, o->max_in_flight);
+    tb__pack_u32(key, o->direct);
+    tb__pack_u32(key, o->plan->unbalanced);
+    tb__pack_u32(key, (uint32_t)o->plan->nhosts);
+    for (size_t i = 0; i < o->plan->nhosts; i++)
+        tb__pack_u32(key, (uint32_t)o->plan->hosts[i]);
+}
+
+static tb_status make_key(tb__pack *key, int32_t rank, const tb_tensor_spec *specs, size_t nspecs,
+                          const tb_ir_opts *opts) {
+    packed_layouts known = {0};
+    tb_status status = TB_OK;
+    tb__pack_u32(key, (uint32_t)rank);
+    pack_opts(key, opts);
+    tb__pack_u32(key, (uint32_t)nspecs);
+    for (size_t i = 0; i < nspecs && status == TB_OK; i++)
+        status = pack_spec(key, &known, &specs[i]);
+    free(known.list.item);
+    tb__index_fini(&known.index);
+    return status == TB_OK && key->failed ? TB_NO_MEMORY : status;
+}
+
+/* A function without an argument says the same of equal shapes; one that has it may say something else another time. */
+static bool is_comparable(const tb_tensor_spec *specs, size_t nspecs) {
+    for (size_t i = 0; i < nspecs; i++) {
+        if (specs[i].coded_nbytes && specs[i].coded_arg)
+            return false;
+    }
+    return true;
+}
+
+/* ---- Plans that are kept --------------------------------------------------------------------------------------- */
+
+static struct tb__kept_plan *find(tb__plans *plans, uint64_t hash, const tb__pack *key) {
+    for (size_t i = 0; i < plans->kept.count; i++) {
+        struct tb__kept_plan *p = &plans->kept.item[i];
+        if (p->hash == hash && p->key.count == key->count && memcmp(p->key.data, key->data, key->count) == 0)
+            return p;
+    }
+    return NULL;
+}
+
+static void plan_fini(struct tb__kept_plan *plan) {
+    tb__pack_fini(&plan->key);
+    tb_ir_destroy(plan->ir);
+}
+
+/* Takes over the key. Where memory is short, the plan is not kept, and that is all. */
+static void keep(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
+    if (plans->kept.count == MOST_PLANS) {
+        size_t oldest = 0;
+        for (size_t i = 1; i < plans->kept.count; i++) {
+            if (plans->kept.item[i].used < plans->kept.item[oldest].used)
+                oldest = i;
+        }
+        plan_fini(&plans->kept.item[oldest]);
+        plans->kept.item[oldest] = plans->kept.item[--plans->kept.count];
+    }
+    if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, ++plans->clock}))
+        return;
+    *key = (tb__pack){0};
+    tb__ir_ref(ir);
+}
+
+tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out) {
+    tb_world *world = arg;
+    tb__plans *plans = &world->plans;
+    tb__pack key = {0};
+    uint64_t hash = 0;
+    tb_ir *ir = NULL;
+    bool may_keep = is_comparable(specs, nspecs);
+    tb_status status = may_keep ? make_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
+    if (status == TB_OK && may_keep) {
+        hash = tb__body_hash(key.data, key.count);
+        struct tb__kept_plan *found = find(plans, hash, &key);
+        if (found) {
+            found->used = ++plans->clock;
+            ir = found->ir;
+            tb__ir_ref(ir);
+        }
+    }
+    plans->hits += ir != NULL;
+    if (status == TB_OK && !ir) {
+        plans->misses++;
+        status = tb_ir_create(world->rank, specs, nspecs, world->cache, opts, &ir);
+        if (status == TB_OK && may_keep)
+            keep(plans, hash, &key, ir);
+    }
+    tb__pack_fini(&key);
+    if (status == TB_OK)
+        *out = ir;
+    return status;
+}
+
+void tb__plans_fini(tb__plans *plans) {
+    for (size_t i = 0; i < plans->kept.count; i++)
+        plan_fini(&plans->kept.item[i]);
+    free(plans->kept.item);
+}
+
+void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
+    tb__engine_lock(world->engine);
+    *hits = world->plans.hits;
+    *misses = world->plans.misses;
+    tb__engine_unlock(world->engine);
+}

@@ -1,0 +1,167 @@
+/* One tensor that this process adds: the canonical one that its view makes of what is stored, where this process has
+ * its part of that, and which of its memory is padding. */
+#include "bus/accord.h"
+
+#include "exec/copy.h"
+#include "exec/overlap.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+void tb__tensor_fini(tb__tensor *t) {
+    free(t->name);
+    free(t->layout);
+    free(t->padding);
+    free(t->encode);
+    free(t->scale_group);
+}
+
+static tb_status check_seats(const tb_pair *pair, const tb_layout *layout) {
+    for (int32_t i = 0; i < tb_layout_nranks(layout); i++) {
+        if (tb_layout_rank_at(layout, i) >= pair->size)
+            return tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32,
+                            tb_layout_rank_at(layout, i), pair->sides[pair->side].group, pair->size);
+    }
+    return TB_OK;
+}
+
+static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out) {
+    tb_shape nothing = {.ndim = ndim ? ndim : 1}; /* a scalar always has an element; a row of none does not */
+    return tb_binding_contiguous(given->data, 0, given->dtype, &nothing, out);
+}
+
+/* Where this rank's part is stored. */
+static tb_status bind(const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
+    TB_TRY(tb_binding_contiguous(given->data, 0, given->dtype, shape, out));
+    if (given->strides)
+        memcpy(out->strides, given->strides, (size_t)shape->ndim * sizeof *given->strides);
+    int64_t count;
+    TB_TRY(tb_shape_size(shape, given->dtype, &count, NULL));
+    if (count > 0 && !given->data)
+        return tb__fail(TB_INVALID, "its data is NULL, but this rank holds %" PRId64 " elements of it", count);
+    uintptr_t first, last;
+    return tb__binding_span(out, &first, &last);
+}
+
+/* The layout's text always travels then: that of the pair is the storage's. */
+static tb_status apply(tb__tensor *t, const tb_view *view, const tb_shape *stored, const tb_layout *layout) {
+    tb_layout *viewed;
+    char *text;
+    TB_TRY(tb_view_apply(view, stored, layout, &t->shape, &viewed));
+    tb_status status = tb_layout_format(viewed, &text);
+    tb_layout_destroy(viewed);
+    TB_TRY(status);
+    free(t->layout);
+    t->layout = text;
+    return TB_OK;
+}
+
+/* Quantised storage, of which `mine` is this rank's, and the binding what is seen of it. */
+static tb_status encode(tb__tensor *t, const tb_tensor *given, const tb_shape *mine) {
+    tb__encoding encoding;
+    TB_TRY(tb__encoding_parse(t->encode, &encoding));
+    TB_TRY(tb__encoded_init(&encoding, mine, given->data, given->scales, given->scale, &t->binding, &t->encoded));
+    if (given->strides)
+        return tb__fail(TB_INVALID, "it is %s, and can't have strides", t->encode);
+    if (given->dtype != t->encoded.size.data_dtype)
+        return tb__fail(TB_INVALID, "its data is %s, but that of %s is %s", tb_dtype_name(given->dtype), t->encode,
+                        tb_dtype_name(t->encoded.size.data_dtype));
+    if (t->npadding)
+        return tb__fail(TB_REFUSED, "it is %s, and can't have padding", t->encode);
+    return TB_OK;
+}
+
+static tb_status look(tb__tensor *t, const tb_tensor *given, const tb_layout *layout) {
+    int32_t seat = t->pair->index;
+    bool is_outside = tb_layout_index_of(layout, seat) < 0;
+    tb_shape stored = t->shape;
+    tb_local local;
+    TB_TRY(tb_layout_local(layout, &stored, seat, &local));
+    tb_shape mine = local.shape;
+    mine.ndim = stored.ndim;
+    tb_local_fini(&local);
+    TB_TRY(check_seats(t->pair, layout));
+    if (!is_outside)
+        TB_TRY(bind(given, &mine, &t->binding));
+    tb_view *view = NULL;
+    tb_status status = given->view ? tb_view_parse(given->view, &view) : TB_OK;
+    if (status == TB_OK && view)
+        status = apply(t, view, &stored, layout);
+    if (status == TB_OK && is_outside) {
+        status = bind_nothing(given, t->shape.ndim, &t->binding);
+    } else if (status == TB_OK && view) {
+        tb_binding storage = t->binding;
+        status = tb_view_bind(view, &stored, layout, seat, &storage, &t->binding);
+        if (status == TB_OK)
+            status = tb_view_padding(view, &stored, layout, seat, &storage, &t->padding, &t->npadding);
+    }
+    tb_view_destroy(view);
+    return status == TB_OK && t->encode && !is_outside ? encode(t, given, &mine) : status;
+}
+
+static tb_status set_conversion(tb__tensor *t, const tb_tensor *given, const tb_transform *transform) {
+    tb__encoding encoding; /* for ranks that have nothing of it, too */
+    t->is_transformed =
+        transform && (!transform->should_transform || transform->should_transform(transform->arg, t->name));
+    if (given->encode) {
+        TB_TRY(tb__encoding_parse(given->encode, &encoding));
+        t->encode = tb__strdup(given->encode);
+        t->scale_group = given->scale_group && *given->scale_group ? tb__strdup(given->scale_group) : NULL;
+        if (!t->encode || (given->scale_group && *given->scale_group && !t->scale_group))
+            return TB_NO_MEMORY;
+    } else if (given->scales || given->scale || given->scale_group) {
+        return tb__fail(TB_INVALID, "it has scales but no encoding");
+    }
+    return TB_OK;
+}
+
+/* Layouts are compared as texts, so each is written in one way. */
+static tb_status set_layout(tb__tensor *t, const tb_tensor *given, tb_layout **out) {
+    tb_layout *layout;
+    TB_TRY(tb_layout_parse(given->layout ? given->layout : t->pair->sides[t->pair->side].layout, &layout));
+    tb_status status = given->layout ? tb_layout_format(layout, &t->layout) : TB_OK;
+    if (status != TB_OK) {
+        tb_layout_destroy(layout);
+        return status;
+    }
+    *out = layout;
+    return TB_OK;
+}
+
+tb_status tb__tensor_init(tb__tensor *t, tb_pair *pair, const char *name, const tb_tensor *given,
+                          const tb_transform *transform) {
+    if (given->ndim < 0 || given->ndim > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, given->ndim);
+    *t = (tb__tensor){.pair = pair, .dtype = given->dtype, .wire_dtype = given->wire_dtype, .group = given->group};
+    t->shape.ndim = given->ndim;
+    memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
+    if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
+        return tb__fail(TB_INVALID, "its wire_dtype is %d, which is no dtype", (int)given->wire_dtype);
+    if (given->group == UINT32_MAX)
+        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
+    TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
+    tb_layout *layout; /* in seats: who sits in the others does not matter here */
+    TB_TRY(set_layout(t, given, &layout));
+    t->name = tb__strdup(name);
+    tb_status status = t->name ? set_conversion(t, given, transform) : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = look(t, given, layout);
+    tb_layout_destroy(layout);
+    if (status != TB_OK)
+        tb__tensor_fini(t);
+    return status;
+}
+
+tb_status tb__tensor_clear_padding(const tb__tensor *t) {
+    for (size_t i = 0; i < t->npadding; i++) {
+        const tb_binding *b = &t->padding[i];
+        tb__copy zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
+        memcpy(zeros.len, b->shape.dim, sizeof zeros.len);
+        memcpy(zeros.dst_stride, b->strides, sizeof zeros.dst_stride);
+        tb_status status = tb__copy_check(&zeros);
+        if (status != TB_OK)
+            return tb__fail_within(status, "the padding of tensor '%.100s'", t->name);
+        tb__copy_run(&zeros, tb__copy_whole(&zeros), false);
+    }
+    return TB_OK;
+}
