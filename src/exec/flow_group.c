@@ -30,6 +30,33 @@ static size_t ordinal_at(const tb__flow *flow, size_t at) {
     return at < flow->groups.count ? flow->groups.item[at].ordinal : count_hosts(flow);
 }
 
+static size_t find_group(const tb__flow *flow, uint32_t number) {
+    size_t low = 0, high = flow->groups.count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (flow->groups.item[middle].number < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Until when feeders of what is gathered are needed. */
+static void set_gatherings(tb__flow *flow) {
+    for (size_t i = 0; i < flow->ir->nbuckets; i++) {
+        const tb_bucket *bucket = &flow->ir->buckets[i];
+        const lane *l = &flow->lanes[bucket->channel];
+        size_t until = l->is_target ? find_group(flow, bucket->group) + 1 : 0;
+        if (until == 0 || flow->groups.item[until - 1].slot == TB__NOWHERE)
+            continue;
+        for (uint32_t j = 0; j < l->nfeeders; j++) {
+            member *m = &flow->members[l->feeders[j]];
+            m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
+        }
+    }
+}
+
 /* The groups of what this rank receives, ascending. */
 tb_status tb__flow_count_groups(tb__flow *flow) {
     const tb_ir *ir = flow->ir;
@@ -59,21 +86,9 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
             g[i].slot = slots++;
     }
     flow->recv.groups_total = (uint32_t)count_hosts(flow);
+    set_gatherings(flow);
     return TB_OK;
 }
-
-static size_t find_group(const tb__flow *flow, uint32_t number) {
-    size_t low = 0, high = flow->groups.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (flow->groups.item[middle].number < number)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 tb_status tb__flow_open_groups(tb__flow *flow) {
     bool gathers = false;
     for (size_t i = 0; i < flow->groups.count; i++) {
@@ -163,5 +178,6 @@ tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
     *did = true;
     flow->slots_done++;
     count_done(flow);
-    return advance(flow);
+    TB_TRY(advance(flow));
+    return tb__flow_conclude(flow);
 }

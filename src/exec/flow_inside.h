@@ -63,6 +63,7 @@ typedef struct member {
     size_t nflagged;      /* of them, those to be put aside first */
     uint64_t ready;       /* for which attempt it is */
     size_t left, flagged_left;
+    size_t gathers_until; /* so many groups have to be here before what it sent is where it belongs */
     bool is_concluded;
 } member;
 
@@ -267,6 +268,8 @@ size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
 tb_status tb__flow_count_groups(tb__flow *flow);
 tb_status tb__flow_open_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
+/* Tells feeders that they are not needed any more. */
+tb_status tb__flow_conclude(tb__flow *flow);
 /* One bucket of the group is here. */
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
 /* Hands the next group on, if it is complete and was gathered. */

@@ -43,6 +43,15 @@ static tb_status conclude(tb__flow *flow, member *m) {
     return TB_OK;
 }
 
+tb_status tb__flow_conclude(tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        if (m->is_feeder && !m->is_concluded && m->left == 0 && flow->groups_done >= m->gathers_until)
+            TB_TRY(conclude(flow, m));
+    }
+    return TB_OK;
+}
+
 /* Asked before an arrival is announced. */
 tb_status tb__flow_check_exposures(const tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
@@ -61,7 +70,7 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     TB_TRY(tb__flow_count_group(flow, flow->ir->buckets[bucket].group));
     for (uint32_t i = 0; i < l->nfeeders; i++) {
         member *m = &flow->members[l->feeders[i]];
-        if (--m->left == 0)
+        if (--m->left == 0 && flow->groups_done >= m->gathers_until)
             TB_TRY(conclude(flow, m));
     }
     return TB_OK;

@@ -231,11 +231,16 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     tb_dtype wire = spec->src_dtype;
     if (!spec->coded_nbytes)
         TB_TRY(tb__wire_dtype(spec->src_dtype, spec->dst_dtype, spec->wire_dtype, &wire));
+    tb_plan_opts opts = {.size = sizeof opts};
+    if (b->plan_opts)
+        TB_TRY(tb__opts_read(&opts, sizeof opts, b->plan_opts));
+    opts.size = sizeof opts;
+    opts.whole_rows |= spec->coded;
     const tb_plan *plan;
     const tb_routes *routes;
     const uint32_t *numbers;
     /* Also where the rank takes no part: what is refused, is refused by all. */
-    TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, b->plan_opts, &plan));
+    TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, &opts, &plan));
     if (tb_layout_index_of(spec->src, rank) < 0 && tb_layout_index_of(spec->dst, rank) < 0)
         return TB_OK;
     TB_TRY(tb__plan_cache_numbered(b->cache, plan, rank, index, &routes, &numbers));

@@ -25,7 +25,7 @@ struct tb_plan_cache {
 
 static bool same_opts(const tb_plan *plan, const tb_plan_opts *opts) {
     const int32_t *hosts = opts->hosts;
-    return plan->unbalanced == opts->unbalanced && !plan->hosts == !hosts &&
+    return plan->unbalanced == opts->unbalanced && plan->whole_rows == opts->whole_rows && !plan->hosts == !hosts &&
            (!hosts || (plan->nhosts == opts->nhosts && memcmp(plan->hosts, hosts, opts->nhosts * sizeof *hosts) == 0));
 }
 

@@ -18,7 +18,7 @@ int64_t tb__part_at(const tb__cuts *c, tb__wide position) {
 tb__knife tb__knife_choose(const tb_plan *plan, const tb__cuts *c, const tb__cell *cell, tb__wide weight) {
     tb__wide needed = tb__wide_div(weight * (uint64_t)c->nparts * SLICES_PER_PART, c->line);
     tb__knife best = {.dim = -1, .nslices = 1, .thickness = 1};
-    for (int d = 0; d < plan->shape.ndim; d++) {
+    for (int d = 0; d < plan->shape.ndim - plan->whole_rows; d++) {
         int64_t thickness = d == plan->shape.ndim - 1 ? tb__dtype_packing(plan->dtype) : 1;
         int64_t nslices = cell->dim[d]->count / thickness;
         if (best.dim < 0 || nslices > best.nslices)

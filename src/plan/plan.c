@@ -159,6 +159,7 @@ static tb_status init(tb_plan *plan, const tb_plan_opts *callers) {
         plan->rotation_period = ROTATIONS;
         TB_TRY(set_hosts(plan, &opts));
     }
+    plan->whole_rows = opts.whole_rows;
     if (opts.unbalanced) {
         plan->unbalanced = true;
         plan->rotation_period = 1;

@@ -17,7 +17,7 @@ struct tb_plan {
     tb_dtype dtype;
     tb__grid src, dst;
     bool meshes_meet; /* some rank is in both */
-    bool unbalanced;
+    bool unbalanced, whole_rows;
     int32_t *hosts; /* by rank; NULL: not known */
     size_t nhosts;
     uint64_t *target_by_host; /* host << 32 | rank of every target rank, ascending */
