@@ -447,7 +447,7 @@ static tb_status send_body(tb__accord *accord, int side, size_t to) {
 static tb_status send_side(tb__accord *accord, int side) {
     const tb__accord_side *s = &accord->sides[side];
     const tb__pair_side *seats = &accord->pair->sides[side];
-    size_t nalike = 0, before = 0;
+    size_t nalike = 1, before = 0; /* this seat is one */
     bool *has = tb__calloc(accord->all.npeers, sizeof *has);
     if (!has)
         return TB_NO_MEMORY;
@@ -455,7 +455,7 @@ static tb_status send_side(tb__accord *accord, int side) {
         if (s->hashes[seat] != s->hash)
             continue;
         before += seat < s->index;
-        nalike++;
+        nalike += seat != s->index;
         has[tb__assembly_find(&accord->all, seats->peers[seat])] = true;
     }
     tb_status status = TB_OK;

@@ -116,8 +116,8 @@ static bool has_accord(const tb_batch *batch, const char *pair) {
 /* One for each pair, whichever of its sides this process is on. */
 static tb_status make_accords(tb_batch *batch) {
     for (size_t i = 0; i < batch->pairs.count; i++) {
-        tb_pair *pair = batch->pairs.item[i];
-        if (has_accord(batch, pair->name))
+        tb_pair *pair = batch->pairs.item[i]; /* never NULL */
+        if (!pair || has_accord(batch, pair->name))
             continue;
         tb__accord *accord;
         if (!tb__vec_reserve(&batch->accords, 1))

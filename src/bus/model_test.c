@@ -355,6 +355,90 @@ static void test_who_left_may_come_with_something_else(void **state) {
     run_ranks(come_again, 2, 3, NULL);
 }
 
+/* ---- Plans ----------------------------------------------------------------------------------------------------- */
+
+/* The experts of `experts`, on other ranks of a. */
+static const entry moved_experts[] = {
+    {.name = "router", .layout = {ROWS, "mesh=4 place=Shard(1)"}, .rows = 8, .columns = 12},
+    {.name = "experts.0", .layout = {ON(1), ON(3)}, .rows = 6, .columns = 6},
+    {.name = "experts.1", .layout = {ON(0), "mesh=2 place=Shard(0) ranks=0,1"}, .rows = 6, .columns = 6},
+    {.name = "experts.2", .layout = {ON(0), "mesh=2 place=Shard(1) ranks=2,3"}, .rows = 6, .columns = 6},
+    {.name = "experts.3", .layout = {ON(1), ON(2)}, .rows = 6, .columns = 6},
+};
+
+/* Between two meetings: a rank plans as soon as somebody who is ahead has sent it something. */
+static void check_counters(rank *r, uint64_t hits, uint64_t misses) {
+    uint64_t h, m;
+    meet(r);
+    tb_world_plan_counters(r->world, &h, &m);
+    meet(r);
+    check(h == hits && m == misses);
+}
+
+static void plan_again(rank *r) {
+    model m;
+    model_init(r, &m, experts, sizeof experts / sizeof *experts);
+    make_batch(r, &m, NULL);
+    check_ok(tb_batch_register(m.batch, 0));
+    check_counters(r, 0, 0);
+    for (uint32_t version = 1; version <= 3; version++)
+        move(r, &m, "a", version);
+    check_counters(r, 0, 1);
+    tb_batch_destroy(m.batch);
+    make_batch(r, &m, NULL);
+    move(r, &m, "a", 4);
+    check_counters(r, 1, 1);
+    move(r, &m, "b", 5);
+    check_counters(r, 1, 2);
+    tb_batch_destroy(m.batch);
+    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 128};
+    make_batch(r, &m, &opts);
+    move(r, &m, "a", 6);
+    check_counters(r, 1, 3);
+    model_fini(&m);
+    model_init(r, &m, moved_experts, sizeof moved_experts / sizeof *moved_experts);
+    make_batch(r, &m, NULL);
+    move(r, &m, "a", 7);
+    check_counters(r, 1, 4);
+    tb_batch_destroy(m.batch);
+    make_batch(r, &m, NULL);
+    move(r, &m, "a", 8);
+    check_counters(r, 2, 4);
+    model_fini(&m);
+}
+
+static void test_plans_are_kept(void **state) {
+    (void)state;
+    run_ranks(plan_again, 2, 4, NULL);
+}
+
+/* More plans than are kept: the first is made again, and the last is there. */
+static void plan_many(rank *r) {
+    enum { MANY = 66 };
+    tb_pair *pair;
+    tb_batch *batch;
+    uint32_t data[MANY] = {0};
+    check_ok(tb_pair_create(r->world, "p", other_group(r), ON(0), NULL, &pair));
+    for (int i = 0; i < MANY + 2; i++) {
+        tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 1};
+        tb_transfer *transfer = NULL;
+        t.shape[0] = i < MANY ? i + 1 : i == MANY ? MANY : 1;
+        check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+        check_ok(tb_batch_add(batch, pair, "w", &t));
+        check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &transfer));
+        check_ok(tb_wait(transfer, TB_COMMITTED, -1));
+        tb_transfer_destroy(transfer);
+        tb_batch_destroy(batch);
+        check_counters(r, i >= MANY, (uint64_t)(i < MANY ? i + 1 : i == MANY ? MANY : MANY + 1));
+    }
+    tb_pair_destroy(pair);
+}
+
+static void test_the_oldest_plan_goes(void **state) {
+    (void)state;
+    run_ranks(plan_many, 1, 1, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_pipeline_stages),
@@ -366,6 +450,8 @@ int main(void) {
         cmocka_unit_test(test_conflicts_are_named_on_all_ranks),
         cmocka_unit_test(test_ties_that_do_not_fit),
         cmocka_unit_test(test_who_left_may_come_with_something_else),
+        cmocka_unit_test(test_plans_are_kept),
+        cmocka_unit_test(test_the_oldest_plan_goes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

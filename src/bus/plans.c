@@ -21,6 +21,8 @@ typedef struct packed_layouts {
 static tb_status pack_layout(tb__pack *key, packed_layouts *known, const tb_layout *layout) {
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)layout);
     size_t probe = 0, i;
+    if (!tb__vec_reserve(&known->list, 1))
+        return TB_NO_MEMORY;
     while ((i = tb__index_next(&known->index, hash, &probe)) != TB__NOWHERE) {
         if (known->list.item[i] == layout) {
             tb__pack_u32(key, (uint32_t)i);
@@ -32,7 +34,7 @@ static tb_status pack_layout(tb__pack *key, packed_layouts *known, const tb_layo
     tb__pack_u32(key, (uint32_t)known->list.count);
     tb__pack_string(key, text);
     free(text);
-    if (!tb__vec_reserve(&known->list, 1) || !tb__index_add(&known->index, hash, known->list.count))
+    if (!tb__index_add(&known->index, hash, known->list.count))
         return TB_NO_MEMORY;
     known->list.item[known->list.count++] = layout;
     return TB_OK;
