@@ -41,7 +41,7 @@ enum { TB__DISK_DATA, TB__DISK_SCALES, TB__DISK_SCALE, TB__DISK_SLOTS };
 tb_status tb__disk_quant_init(tb__disk_quant *quant, const tb__quant_format *format, const char *name,
                               tb__arena *arena);
 
-/* What a name has more than that of a tensor it may belong to, as one of its scales: *kept bytes are that tensor's. */
+/* Whether the name is that of a scale tensor, where its first `kept` bytes are the name of a tensor of this format. */
 bool tb__disk_quant_is_scale(const tb__quant_format *format, const char *name, size_t kept);
 
 /* Dims and dtype that can be quantised. */
