@@ -99,9 +99,10 @@ tb_status tb__disk_quant_tensors(const tb__disk_quant *quant, const char *name, 
 
 tb_shape tb__disk_quant_part(const tb__disk_quant *quant, const tb_shape *data) {
     tb_shape part = *data;
-    int64_t *columns = &part.dim[part.ndim - 1], most = INT64_C(1) << 61;
-    if (quant->format.kind == TB__QUANT_NVFP4 && part.ndim > 0)
-        *columns = 2 * (*columns < most ? *columns : most); /* an empty tensor may have any other dim */
+    int last = part.ndim - 1;
+    int64_t most = INT64_C(1) << 61; /* an empty tensor may have any other dim */
+    if (quant->format.kind == TB__QUANT_NVFP4 && last >= 0)
+        part.dim[last] = 2 * (part.dim[last] < most ? part.dim[last] : most);
     return part;
 }
 
