@@ -198,7 +198,7 @@ static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, 
 /* *data is what of it is data. */
 static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *out, int64_t *data) {
     tb__safetensor tensors[TB__DISK_SLOTS];
-    *out = 0;
+    *out = *data = 0;
     TB_TRY(tb__disk_part_tensors(t, rank, tensors));
     for (int i = 0; i < TB__DISK_SLOTS; i++) {
         int64_t nbytes;
