@@ -108,108 +108,158 @@ static tb_status deduce_shape(const tb__disk *disk, tb__disk_tensor *t) {
         tb__disk_source source = tb__disk_input_find(disk->input, tb_layout_rank_at(t->src, i), t->name);
         if (!source.tensor)
             return fail_missing(&source, t->name);
-        const tb_shape *local = &source.tensor->shape;
+        const tb_shape local = tb__disk_quant_part(&t->src_quant, &source.tensor->shape);
         if (i == 0)
-            shape.ndim = local->ndim;
-        if (local->ndim != shape.ndim) {
-            tb__set_detail("tensor '%.100s' has %d dims, but %d on rank %" PRId32, t->name, local->ndim, shape.ndim,
+            shape.ndim = local.ndim;
+        if (local.ndim != shape.ndim) {
+            tb__set_detail("tensor '%.100s' has %d dims, but %d on rank %" PRId32, t->name, local.ndim, shape.ndim,
                            tb_layout_rank_at(t->src, 0));
             return tb__file_fail(TB_INVALID, source.file->path);
         }
         for (int d = 0; d < shape.ndim; d++) {
             if (!is_on_axis(t->src, i, shape.ndim, d))
                 continue;
-            if (local->dim[d] > (INT64_C(1) << 62) - shape.dim[d])
+            if (local.dim[d] > (INT64_C(1) << 62) - shape.dim[d])
                 return tb__fail(TB_TOO_BIG, "tensor '%.100s' has more than 2^62 bytes", t->name);
-            shape.dim[d] += local->dim[d];
+            shape.dim[d] += local.dim[d];
         }
     }
     t->shape = shape;
     return TB_OK;
 }
 
-static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, tb_dtype wanted) {
+/* Data as the layout and the spec have it. */
+static tb_status check_data(const tb__disk_tensor *t, int32_t rank, const tb__disk_source *source,
+                            const tb__safetensor *wanted, bool is_said) {
+    const tb__safetensor *found = source->tensor;
+    const char *format = tb__quant_name(t->src_quant.format.kind);
+    if (!same_shape(&wanted->shape, &found->shape)) {
+        tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s%s%s", t->name,
+                       text_of(&found->shape).text, rank, text_of(&wanted->shape).text, text_of(&t->shape).text,
+                       format ? " as " : "", format ? format : "");
+        return tb__file_fail(TB_INVALID, source->file->path);
+    }
+    if (wanted->dtype == TB_DTYPE_NONE || found->dtype == wanted->dtype)
+        return TB_OK;
+    if (format)
+        tb__set_detail("tensor '%.100s' is %s, but the data of %s is %s", t->name, tb_dtype_name(found->dtype), format,
+                       tb_dtype_name(wanted->dtype));
+    else
+        tb__set_detail("tensor '%.100s' is %s, but %s %s", t->name, tb_dtype_name(found->dtype),
+                       is_said ? "the spec says" : "another rank has it as", tb_dtype_name(wanted->dtype));
+    return tb__file_fail(TB_INVALID, source->file->path);
+}
+
+/* A tensor of scales; that of the whole may be a scalar or have one element. */
+static tb_status check_scales(tb__disk *disk, const tb__disk_tensor *t, int32_t rank, const tb__safetensor *wanted) {
+    tb__disk_source source = tb__disk_input_find(disk->input, rank, wanted->name);
+    const char *format = tb__quant_name(t->src_quant.format.kind);
+    if (!source.tensor) {
+        tb__set_detail("tensor '%.100s' is not in it, but '%.100s' is %s and needs its scales", wanted->name, t->name,
+                       format);
+        return tb__file_fail(TB_INVALID, source.file->path);
+    }
+    const tb_shape *found = &source.tensor->shape, one = {1, {1}};
+    bool is_shaped = same_shape(found, &wanted->shape) || (wanted->shape.ndim == 0 && same_shape(found, &one));
+    if (!is_shaped || source.tensor->dtype != wanted->dtype) {
+        tb__set_detail("tensor '%.100s' is %s of %s, but %s has %s of %s for '%.100s'", wanted->name,
+                       text_of(found).text, tb_dtype_name(source.tensor->dtype), format, text_of(&wanted->shape).text,
+                       tb_dtype_name(wanted->dtype), t->name);
+        return tb__file_fail(TB_INVALID, source.file->path);
+    }
+    disk->src_nbytes += source.tensor->nbytes;
+    return TB_OK;
+}
+
+static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, tb_dtype said) {
     tb_local local;
+    tb__safetensor wanted[TB__DISK_SLOTS];
     tb__disk_source source = tb__disk_input_find(disk->input, rank, t->name);
     tb_status status = tb_layout_local(t->src, &t->shape, rank, &local);
+    if (status == TB_OK) {
+        tb_dtype dtype = said != TB_DTYPE_NONE ? said : t->src_dtype;
+        status = tb__disk_quant_tensors(&t->src_quant, t->name, dtype, &local.shape, wanted);
+        tb_local_fini(&local);
+    }
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s': src", t->name);
-    tb_shape shape = local.shape;
-    tb_local_fini(&local);
     if (!source.tensor)
-        return is_empty(&shape) ? TB_OK : fail_missing(&source, t->name);
-    if (!same_shape(&shape, &source.tensor->shape)) {
-        tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s", t->name,
-                       text_of(&source.tensor->shape).text, rank, text_of(&shape).text, text_of(&t->shape).text);
-        return tb__file_fail(TB_INVALID, source.file->path);
+        return is_empty(&wanted[TB__DISK_DATA].shape) ? TB_OK : fail_missing(&source, t->name);
+    TB_TRY(check_data(t, rank, &source, &wanted[TB__DISK_DATA], said != TB_DTYPE_NONE));
+    for (int i = TB__DISK_SCALES; i < TB__DISK_SLOTS; i++) {
+        if (wanted[i].name)
+            TB_TRY(check_scales(disk, t, rank, &wanted[i]));
     }
-    tb_dtype expected = wanted != TB_DTYPE_NONE ? wanted : t->src_dtype;
-    if (expected != TB_DTYPE_NONE && source.tensor->dtype != expected) {
-        tb__set_detail("tensor '%.100s' is %s, but %s %s", t->name, tb_dtype_name(source.tensor->dtype),
-                       wanted != TB_DTYPE_NONE ? "the spec says" : "another rank has it as", tb_dtype_name(expected));
-        return tb__file_fail(TB_INVALID, source.file->path);
-    }
-    t->src_dtype = source.tensor->dtype;
+    t->src_dtype = t->src_quant.format.kind ? said : source.tensor->dtype;
     disk->src_nbytes += source.tensor->nbytes; /* of files that exist: far from 2^63 */
     return TB_OK;
 }
 
-static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *out) {
-    tb__safetensor tensors[2];
-    size_t count;
-    *out = 0;
-    TB_TRY(tb__disk_part_tensors(t, rank, tensors, &count));
-    for (size_t i = 0; i < count; i++) {
+/* *data is what of it is data. */
+static tb_status part_nbytes(const tb__disk_tensor *t, int32_t rank, int64_t *out, int64_t *data) {
+    tb__safetensor tensors[TB__DISK_SLOTS];
+    *out = *data = 0;
+    TB_TRY(tb__disk_part_tensors(t, rank, tensors));
+    for (int i = 0; i < TB__DISK_SLOTS; i++) {
         int64_t nbytes;
+        if (!tensors[i].name)
+            continue;
         TB_TRY(tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &nbytes));
         *out += nbytes;
+        *data = i == TB__DISK_DATA ? nbytes : *data;
     }
     return TB_OK;
 }
 
 static tb_status add_target_bytes(tb__disk *disk, tb__disk_tensor *t) {
     for (int32_t i = 0; i < tb_layout_nranks(t->dst); i++) {
-        int64_t nbytes;
-        TB_TRY(part_nbytes(t, tb_layout_rank_at(t->dst, i), &nbytes));
+        int64_t nbytes, data;
+        int32_t rank = tb_layout_rank_at(t->dst, i);
+        TB_TRY(part_nbytes(t, rank, &nbytes, &data));
         if (nbytes > (INT64_C(1) << 62) - disk->dst_nbytes)
             return tb__fail(TB_TOO_BIG, "the target has more than 2^62 bytes");
         t->dst_nbytes += nbytes;
         disk->dst_nbytes += nbytes;
+        disk->amax_nbytes += tb__disk_is_looked_at(t, rank) ? data : 0;
     }
     return TB_OK;
 }
 
 /* What is written is worked out by the quantiser, from numbers as the source has them. */
-static tb_status settle_quantised(tb__disk *disk, tb__disk_tensor *t) {
-    bool is_block = t->quant.kind == TB__QUANT_FP8_BLOCK;
-    if (t->src_dtype != TB_F32 && t->src_dtype != TB_F16 && t->src_dtype != TB_BF16)
-        return tb__fail(TB_REFUSED, "it is %s, but %s is made from f32, f16 or bf16", tb_dtype_name(t->src_dtype),
-                        tb__quant_name(t->quant.kind));
-    if (t->shape.ndim < (is_block ? 2 : 1))
-        return tb__fail(TB_REFUSED, "it has %d dims, too few for %s", t->shape.ndim, tb__quant_name(t->quant.kind));
-    const char *ending = is_block ? "_scale_inv" : "_scale";
-    size_t nbytes = strlen(t->name) + strlen(ending) + 1;
-    char *name = tb__arena_alloc(&disk->arena, nbytes, 1);
-    if (!name)
-        return TB_NO_MEMORY;
-    snprintf(name, nbytes, "%s%s", t->name, ending);
-    t->scale_name = name;
-    t->dst_dtype = TB_F8E4M3;
+static tb_status settle_quantised(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
+    tb__quant_size size;
+    TB_TRY(tb__disk_quant_check(&rule->dst_quant, &t->shape, t->src_dtype));
+    TB_TRY(tb__disk_quant_init(&t->dst_quant, &rule->dst_quant, t->name, &disk->arena));
+    TB_TRY(tb__spec_group(rule, t->name, &disk->arena, &t->group));
+    TB_TRY(tb__quant_measure(&rule->dst_quant, 0, 0, &size));
+    t->dst_dtype = size.data_dtype;
     t->band_dtype = t->wire_dtype = t->src_dtype;
-    return TB_OK;
+    return t->dst_quant.scale_name ? tb__disk_take_amax(disk, t) : TB_OK;
+}
+
+static tb_status check_strangers(const tb__disk *disk, const tb__disk_tensor *t, const char *name) {
+    const char *stranger = name ? tb__disk_input_stranger(disk->input, t->src, name) : NULL;
+    if (!stranger)
+        return TB_OK;
+    tb__set_detail("tensor '%.100s' is in it, but the rank is not in the tensor's source mesh", name);
+    return tb__file_fail(TB_INVALID, stranger);
 }
 
 /* What the files have of it; sentences name the file and the tensor. */
 static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
-    const char *stranger = tb__disk_input_stranger(disk->input, t->src, t->name);
-    if (stranger) {
-        tb__set_detail("tensor '%.100s' is in it, but the rank is not in the tensor's source mesh", t->name);
-        return tb__file_fail(TB_INVALID, stranger);
-    }
+    if (rule->src_quant.kind)
+        TB_TRY(tb__disk_quant_init(&t->src_quant, &rule->src_quant, t->name, &disk->arena));
+    TB_TRY(check_strangers(disk, t, t->name));
+    TB_TRY(check_strangers(disk, t, t->src_quant.scales_name));
+    TB_TRY(check_strangers(disk, t, t->src_quant.scale_name));
     if (rule->has_shape)
         t->shape = rule->shape;
     else
         TB_TRY(deduce_shape(disk, t));
+    if (rule->src_quant.kind) {
+        if (tb__disk_quant_check(&rule->src_quant, &t->shape, rule->src_dtype) != TB_OK)
+            return tb__fail_within(TB_INVALID, "tensor '%.100s': src", t->name);
+    }
     for (int32_t i = 0; i < tb_layout_nranks(t->src); i++)
         TB_TRY(check_source(disk, t, tb_layout_rank_at(t->src, i), rule->src_dtype));
     return TB_OK;
@@ -218,9 +268,8 @@ static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec
 static tb_status settle(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
     if (t->src_dtype == TB_DTYPE_NONE) /* all parts are empty, and no file has one */
         t->src_dtype = rule->src_dtype != TB_DTYPE_NONE ? rule->src_dtype : TB_F32;
-    t->quant = rule->quant;
-    if (t->quant.kind) {
-        TB_TRY(settle_quantised(disk, t));
+    if (rule->dst_quant.kind) {
+        TB_TRY(settle_quantised(disk, t, rule));
     } else {
         t->dst_dtype = t->band_dtype = rule->dst_dtype != TB_DTYPE_NONE ? rule->dst_dtype : t->src_dtype;
         bool is_narrow = tb_dtype_bits(t->dst_dtype) <= 8; /* asked for in so many words */
@@ -290,6 +339,45 @@ static tb_status list_names(const tb__disk *disk, const tb__spec *spec, const ch
     return TB_OK;
 }
 
+typedef struct prefix {
+    const char *name;
+    size_t length;
+} prefix;
+
+static int compare_prefix(const void *left, const void *right) {
+    const prefix *key = left;
+    const char *name = *(const char *const *)right;
+    int order = strncmp(key->name, name, key->length);
+    return order != 0 ? order : name[key->length] ? -1 : 0;
+}
+
+/* The quantised tensor of the source that has this one as its scales; NULL: none. */
+static const char *find_owner(const tb__spec *spec, const char *const *names, size_t count, const char *name) {
+    for (const char *at = strrchr(name, '_'); at && at > name; at--) {
+        if (*at != '_')
+            continue;
+        const prefix key = {name, (size_t)(at - name)};
+        const char *const *found = bsearch(&key, names, count, sizeof *names, compare_prefix);
+        const tb__spec_rule *rule = found ? tb__spec_find(spec, *found) : NULL;
+        if (rule && !rule->is_skipped && rule->src_quant.kind &&
+            tb__disk_quant_is_scale(&rule->src_quant, name, key.length))
+            return *found;
+    }
+    return NULL;
+}
+
+/* A name of the source: a tensor, or the scales of one. */
+static tb_status add_name(tb__disk *disk, const tb__spec *spec, const char *const *names, size_t count, size_t i) {
+    const char *owner = find_owner(spec, names, count, names[i]);
+    if (!owner)
+        return add_tensor(disk, spec, names[i]);
+    const tb__spec_rule *rule = tb__spec_find(spec, names[i]);
+    if (rule && strcmp(rule->match, names[i]) == 0)
+        return tb__fail(TB_INVALID, "tensor '%.100s': the spec has an entry for it, but it is a scale of '%.100s'",
+                        names[i], owner);
+    return TB_OK;
+}
+
 static tb_status add_tensors(tb__disk *disk, const tb__spec *spec) {
     const char **names;
     size_t count;
@@ -297,7 +385,7 @@ static tb_status add_tensors(tb__disk *disk, const tb__spec *spec) {
     disk->tensors = tb__arena_alloc(&disk->arena, count, sizeof *disk->tensors);
     tb_status status = disk->tensors ? TB_OK : TB_NO_MEMORY;
     for (size_t i = 0; i < count && status == TB_OK; i++)
-        status = add_tensor(disk, spec, names[i]);
+        status = add_name(disk, spec, names, count, i);
     free(names);
     return status;
 }
@@ -331,17 +419,18 @@ void tb__disk_close(tb__disk *disk) {
         return;
     tb__disk_input_close(disk->input);
     tb_plan_cache_destroy(disk->plans);
+    tb__index_fini(&disk->groups);
     tb__arena_fini(&disk->arena);
     free(disk->ranks);
     free(disk);
 }
 
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out) {
-    int64_t total = 0, nbytes;
+    int64_t total = 0, nbytes, data;
     for (size_t i = 0; i < disk->count; i++) {
         if (tb_layout_index_of(disk->tensors[i].dst, rank) < 0)
             continue;
-        TB_TRY(part_nbytes(&disk->tensors[i], rank, &nbytes));
+        TB_TRY(part_nbytes(&disk->tensors[i], rank, &nbytes, &data));
         total += nbytes;
     }
     *out = total;

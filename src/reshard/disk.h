@@ -10,15 +10,24 @@
 #include "format/checkpoint.h"
 #include "reshard/spec.h"
 
+/* How files have a tensor that is quantised: data under its name, and beside it scales of blocks, a scale of the whole
+ * part, or both. */
+typedef struct tb__disk_quant {
+    tb__quant_format format; /* kind 0: it is not quantised */
+    const char *scales_name; /* of those of blocks; NULL: there are none */
+    const char *scale_name;  /* of the one for the whole part; NULL: there is none */
+} tb__disk_quant;
+
 /* A tensor that is moved, after the spec and the files have been compared. */
 typedef struct tb__disk_tensor {
     const char *name;
-    tb_shape shape; /* global */
-    tb_dtype src_dtype, wire_dtype;
-    tb_dtype band_dtype;    /* in which parts are brought together: what is written, or what is quantised */
-    tb_dtype dst_dtype;     /* of what is written */
-    tb__quant_format quant; /* kind 0: none */
-    const char *scale_name; /* where it is quantised: of the tensor that goes with it */
+    tb_shape shape;                 /* global */
+    tb_dtype src_dtype, wire_dtype; /* a quantised source is read as src_dtype */
+    tb_dtype band_dtype;            /* in which parts are brought together: what is written, or what is quantised */
+    tb_dtype dst_dtype;             /* of what is written */
+    tb__disk_quant src_quant, dst_quant;
+    const char *group; /* whose parts share one scale, on all ranks; NULL: each part has its own */
+    size_t amax;       /* which of disk->namax is the group's, or that of the target mesh's first rank */
     const tb_layout *src, *dst;
     const tb_plan *plan;
     int64_t dst_nbytes; /* of all target ranks together, scales included */
@@ -33,6 +42,9 @@ typedef struct tb__disk {
     size_t nranks;
     int32_t *ranks; /* of the target, ascending */
     int64_t src_nbytes, dst_nbytes;
+    size_t namax;        /* largest magnitudes that are looked for before anything is quantised, for scales */
+    int64_t amax_nbytes; /* of quantised data that is made from what is looked at then */
+    tb__index groups;    /* the first tensor of each */
     tb_plan_cache *plans;
     tb__arena arena;
 } tb__disk;
@@ -48,7 +60,9 @@ tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out)
 
 typedef struct tb__disk_state {
     bool is_verifying;
-    int64_t bytes_done, bytes_total; /* of the target; in each of the two passes */
+    /* Of the target, in each of the two passes. What has a scale for more than blocks counts twice: it is looked at
+     * before it is quantised. */
+    int64_t bytes_done, bytes_total;
 } tb__disk_state;
 
 enum { TB__DISK_MIN_MEMORY = 16 << 20 };

@@ -4,52 +4,15 @@
 #include "base/dtype.h"
 #include "plan/plan.h"
 
-enum { TILE_ROWS = 128 }; /* of swizzled scales */
-
-/* Rows that share scales, or their place in memory: bands are multiples of it. */
-static int64_t rows_together(const tb__disk_tensor *t) {
-    return t->quant.kind == TB__QUANT_FP8_BLOCK || t->quant.is_swizzled ? TILE_ROWS : 1;
-}
-
-/* A part is a stack of matrices, each of which is quantised by itself. */
-static int64_t matrix_rows(const tb_shape *shape) {
-    return shape->ndim > 1 ? shape->dim[shape->ndim - 2] : 1;
-}
-
-static tb_status scale_shape(const tb__disk_tensor *t, const tb_shape *part, tb_shape *out) {
-    tb__quant_size size;
-    int last = part->ndim - 1;
-    TB_TRY(tb__quant_measure(&t->quant, matrix_rows(part), part->dim[last], &size));
-    *out = *part;
-    out->dim[last] = size.scale_columns;
-    if (part->ndim > 1)
-        out->dim[last - 1] = size.scale_rows;
-    if (t->quant.is_swizzled) { /* with the padding of the tiles */
-        int64_t columns = (size.scale_columns + 3) / 4 * 4;
-        int64_t rows = columns ? size.scale_nbytes / columns : 0;
-        out->dim[last] = columns;
-        if (part->ndim > 1)
-            out->dim[last - 1] = rows;
-        else
-            out->dim[last] = columns * rows;
-    }
-    return TB_OK;
-}
-
-tb_status tb__disk_part_tensors(const tb__disk_tensor *t, int32_t rank, tb__safetensor out[2], size_t *count) {
+tb_status tb__disk_part_tensors(const tb__disk_tensor *t, int32_t rank, tb__safetensor out[TB__DISK_SLOTS]) {
     tb_local local;
     TB_TRY(tb_layout_local(t->dst, &t->shape, rank, &local));
-    out[0] = (tb__safetensor){.name = t->name, .dtype = t->dst_dtype, .shape = local.shape};
+    tb_shape shape = local.shape;
     tb_local_fini(&local);
-    *count = 1;
-    if (!t->quant.kind)
-        return TB_OK;
-    out[1] = (tb__safetensor){.name = t->scale_name, .dtype = t->quant.kind == TB__QUANT_MXFP8 ? TB_E8M0 : TB_F32};
-    *count = 2;
-    return scale_shape(t, &out[0].shape, &out[1].shape);
+    return tb__disk_quant_tensors(&t->dst_quant, t->name, t->dst_dtype, &shape, out);
 }
 
-/* What a row takes, before and after: data has half the bytes, and scales at most 1 for 32 elements, or 4. */
+/* What a row takes, before and after: data has at most half the bytes, and scales 1 for 16 elements, or 4 for more. */
 static int64_t row_bytes(const tb__disk_tensor *t, int64_t columns) {
     return tb__dtype_bytes(t->band_dtype, columns) + 8;
 }
@@ -57,16 +20,17 @@ static int64_t row_bytes(const tb__disk_tensor *t, int64_t columns) {
 enum { ALIGNMENT = 64 }; /* of the scales behind the data */
 
 int64_t tb__disk_least_band(const tb__disk_tensor *t) {
-    if (!t->quant.kind)
+    if (!t->dst_quant.format.kind)
         return 0;
     tb_shape longest = tb__grid_longest(&t->plan->dst);
-    int64_t nbytes = rows_together(t) * row_bytes(t, longest.dim[longest.ndim - 1]) + ALIGNMENT;
+    int64_t nbytes =
+        tb__disk_quant_rows(&t->dst_quant.format) * row_bytes(t, longest.dim[longest.ndim - 1]) + ALIGNMENT;
     return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
 /* Whole rows, so many together. */
 static void cut_quantised(tb__disk_bands *b, const tb__disk_tensor *t, int64_t band_bytes) {
-    int64_t columns = b->shape.dim[b->shape.ndim - 1], together = rows_together(t);
+    int64_t columns = b->shape.dim[b->shape.ndim - 1], together = tb__disk_quant_rows(&t->dst_quant.format);
     b->dim = b->shape.ndim > 1 ? b->shape.ndim - 2 : 0;
     b->rows = b->shape.ndim > 1 ? (band_bytes - ALIGNMENT) / row_bytes(t, columns) / together * together : columns;
     b->rows = b->rows > 0 ? b->rows : together;
@@ -95,7 +59,7 @@ void tb__disk_bands_init(tb__disk_bands *b, const tb__disk_tensor *t, const tb_s
         b->stride[i] = step;
         step *= shape->dim[i];
     }
-    if (t->quant.kind)
+    if (t->dst_quant.format.kind)
         cut_quantised(b, t, band_bytes);
     else
         cut_plain(b, t->band_dtype, most);
@@ -126,24 +90,39 @@ void tb__disk_bands_at(const tb__disk_bands *b, int64_t i, tb__disk_band *out) {
     }
 }
 
-tb_status tb__disk_quantise(const tb__disk_tensor *t, const tb__disk_bands *b, const tb__disk_band *band,
+static int64_t band_rows(const tb__disk_bands *b, const tb__disk_band *band) {
+    return b->shape.ndim > 1 ? band->len[b->shape.ndim - 2] : 1;
+}
+
+tb_status tb__disk_quantise(const tb__disk_tensor *t, const tb__disk_bands *b, const tb__disk_band *band, float scale,
                             const void *from, unsigned char *to, tb__disk_quantised *out) {
+    const tb__quant_format *format = &t->dst_quant.format;
     int last = b->shape.ndim - 1;
-    int64_t columns = b->shape.dim[last], rows = last > 0 ? band->len[last - 1] : 1;
+    int64_t columns = b->shape.dim[last], rows = band_rows(b, band), all = tb__disk_matrix_rows(&b->shape);
     int64_t above = last > 0 ? band->start[last - 1] : 0; /* rows of the same matrix, whole blocks of them */
-    int64_t matrix = matrix_rows(&b->shape) * columns;
+    int64_t matrix = all * columns;
     tb__quant_size here, before, whole;
-    TB_TRY(tb__quant_measure(&t->quant, rows, columns, &here));
-    TB_TRY(tb__quant_measure(&t->quant, above, columns, &before));
-    TB_TRY(tb__quant_measure(&t->quant, matrix_rows(&b->shape), columns, &whole));
-    out->data_nbytes = (size_t)here.data_nbytes;
-    out->scale_nbytes = (size_t)here.scale_nbytes;
-    out->scale_offset = (matrix ? band->first / matrix * whole.scale_nbytes : 0) + before.scale_nbytes;
-    const tb__quant_tensor tensor = {.format = t->quant,
-                                     .rows = rows,
-                                     .columns = columns,
-                                     .data = to,
-                                     .scales = to + (here.data_nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT};
+    TB_TRY(tb__quant_measure(format, rows, columns, &here));
+    TB_TRY(tb__quant_measure(format, above, columns, &before));
+    TB_TRY(tb__quant_measure(format, all, columns, &whole));
+    unsigned char *scales = to + (here.data_nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    *out = (tb__disk_quantised){
+        .data = to,
+        .scales = scales,
+        .data_nbytes = (size_t)here.data_nbytes,
+        .scale_nbytes = (size_t)here.scale_nbytes,
+        .data_offset = tb__dtype_bytes(here.data_dtype, band->first),
+        .scale_offset = (matrix ? band->first / matrix * whole.scale_nbytes : 0) + before.scale_nbytes,
+    };
+    const tb__quant_tensor tensor = {
+        .format = *format, .rows = rows, .columns = columns, .data = to, .scales = scales, .scale = scale};
     const tb__quant_rows plain = {.data = (void *)from, .dtype = t->band_dtype, .stride = columns};
     return tb__quant_quantise(&tensor, 0, rows, &plain);
+}
+
+tb_status tb__disk_band_amax(const tb__disk_tensor *t, const tb__disk_bands *b, const tb__disk_band *band,
+                             const void *from, float *out) {
+    int64_t columns = b->shape.dim[b->shape.ndim - 1];
+    const tb__quant_rows plain = {.data = (void *)from, .dtype = t->band_dtype, .stride = columns};
+    return tb__quant_amax(&plain, band_rows(b, band), columns, out);
 }

@@ -32,12 +32,9 @@ static tb_status find_sources(tb__disk_gather *g, const tb__disk_tensor *t, cons
         !tb__vec_reserve(&g->strides, piece->nsources))
         return TB_NO_MEMORY;
     for (uint32_t i = 0; i < piece->nsources; i++) {
-        tb__disk_source source = tb__disk_input_find(g->input, piece->sources[i], t->name);
-        if (!source.tensor)
-            return tb__fail(TB_INTERNAL, "rank %" PRId32 " has no tensor '%.100s', but is asked for it",
-                            piece->sources[i], t->name);
-        g->sources.item[g->sources.count++] = source;
-        row_major(&source.tensor->shape, g->strides.item[g->strides.count++].dim);
+        tb__disk_origin *origin = &g->sources.item[g->sources.count++];
+        TB_TRY(tb__disk_origin_find(g->input, t, piece->sources[i], origin));
+        row_major(&origin->shape, g->strides.item[g->strides.count++].dim);
         g->from.item[g->from.count++] = NULL;
     }
     return TB_OK;
@@ -47,7 +44,7 @@ static tb_status find_sources(tb__disk_gather *g, const tb__disk_tensor *t, cons
  * dimensions are to be stepped through. */
 static bool is_direct(const tb__disk_tensor *t, const tb__disk_piece *piece, const int64_t *src_stride,
                       const int64_t *dst_stride, int64_t *run, int *outer) {
-    if (piece->nsources != 1 || t->src_dtype != t->band_dtype)
+    if (piece->nsources != 1 || t->src_dtype != t->band_dtype || t->src_quant.format.kind)
         return false;
     int64_t n = 1;
     int d = t->shape.ndim;
@@ -78,7 +75,7 @@ static int64_t dot(const int64_t *index, const int64_t *stride, int ndim) {
 
 static tb_status read_direct(const tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
                              const int64_t *dst_stride, int64_t run, int outer) {
-    const tb__disk_source *source = &g->sources.item[0];
+    const tb__disk_source *source = &g->sources.item[0].data;
     const int64_t *src_stride = g->strides.item[0].dim;
     int64_t index[TB_MAX_DIMS] = {0}, first = dot(piece->src, src_stride, t->shape.ndim);
     do {
@@ -120,38 +117,57 @@ static cutting cut_for_stage(const tb__disk_tensor *t, const tb__disk_piece *pie
     return cut;
 }
 
+/* Brings the box from `start` on, which is cut for the stage, into the stage: as it lies in the files or, where it is
+ * quantised, as numbers side by side. */
+static tb_status load_box(tb__disk_gather *g, const tb__disk_tensor *t, const int64_t *start, const int64_t *len,
+                          size_t each) {
+    for (size_t i = 0; i < g->sources.count; i++) {
+        const tb__disk_origin *origin = &g->sources.item[i];
+        unsigned char *place = g->stage + i * each;
+        int64_t *stride = g->strides.item[i].dim, span = 1;
+        g->from.item[i] = place;
+        if (t->src_quant.format.kind) {
+            TB_TRY(tb__disk_dequantise(t, origin, start, len, place, each, &g->from.item[i], stride));
+            continue;
+        }
+        for (int d = 0; d < t->shape.ndim; d++)
+            span += stride[d] * (len[d] - 1);
+        int64_t from = tb__dtype_bytes(t->src_dtype, dot(start, stride, t->shape.ndim));
+        TB_TRY(tb__safetensors_read(origin->data.file, origin->data.tensor, from,
+                                    (size_t)tb__dtype_bytes(t->src_dtype, span), place));
+    }
+    return TB_OK;
+}
+
 static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
                              const int64_t *dst_stride) {
     int ndim = t->shape.ndim;
     size_t each = g->stage_nbytes / piece->nsources / 64 * 64; /* of the stage, for every source */
-    const int64_t *stride = g->strides.item[0].dim;            /* those that are combined have the same shape */
-    if (each == 0)
+    cutting cut = {0};
+    bool fits = each > 0;
+    if (fits && t->src_quant.format.kind)
+        fits = tb__disk_dequant_step(t, piece->len, (int64_t)each, cut.step);
+    else if (fits) /* those that are combined have the same shape */
+        cut = cut_for_stage(t, piece, g->strides.item[0].dim, (int64_t)each);
+    if (!fits)
         return tb__fail(TB_TOO_BIG, "tensor '%.100s' is combined from %" PRIu32 " ranks; that takes more memory",
                         t->name, piece->nsources);
-    cutting cut = cut_for_stage(t, piece, stride, (int64_t)each);
-    int64_t index[TB_MAX_DIMS] = {0}, first = dot(piece->src, stride, ndim);
+    int64_t index[TB_MAX_DIMS] = {0}, start[TB_MAX_DIMS] = {0};
     do {
         tb__copy copy = {.ndim = ndim, .nsrc = piece->nsources, .src = g->from.item, .src_dtype = t->src_dtype};
+        for (int d = 0; d < ndim; d++) {
+            int64_t left = piece->len[d] - index[d];
+            start[d] = piece->src[d] + index[d];
+            copy.len[d] = left < cut.step[d] ? left : cut.step[d];
+            copy.dst_stride[d] = dst_stride[d];
+        }
+        TB_TRY(load_box(g, t, start, copy.len, each));
         copy.src_stride = (const int64_t(*)[TB_MAX_DIMS])g->strides.item;
         copy.wire_dtype = t->wire_dtype;
         copy.dst_dtype = t->band_dtype;
         copy.op = t->plan->src.op;
         copy.avg_divisor = t->plan->src.avg_divisor;
         copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, ndim));
-        int64_t span = 1, from = tb__dtype_bytes(t->src_dtype, first + dot(index, stride, ndim));
-        for (int d = 0; d < ndim; d++) {
-            int64_t left = piece->len[d] - index[d];
-            copy.len[d] = left < cut.step[d] ? left : cut.step[d];
-            copy.dst_stride[d] = dst_stride[d];
-            span += stride[d] * (copy.len[d] - 1);
-        }
-        for (uint32_t i = 0; i < piece->nsources; i++) {
-            const tb__disk_source *source = &g->sources.item[i];
-            unsigned char *place = g->stage + i * each;
-            TB_TRY(tb__safetensors_read(source->file, source->tensor, from, (size_t)tb__dtype_bytes(t->src_dtype, span),
-                                        place));
-            g->from.item[i] = place;
-        }
         TB_TRY(tb__copy_check(&copy));
         tb__copy_run(&copy, tb__copy_whole(&copy), false);
     } while (next_index(index, piece->len, cut.step, ndim));

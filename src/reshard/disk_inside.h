@@ -32,10 +32,46 @@ const char *tb__disk_input_stranger(const tb__disk_input *input, const tb_layout
 /* The first file, whose notes the target gets; NULL if there is none. */
 const tb__safetensors *tb__disk_input_first(const tb__disk_input *input);
 
+/* ---- Quantised tensors in files (disk_quant.c) ---------------------------------------------------------------- */
+
+/* What a file has for a tensor. */
+enum { TB__DISK_DATA, TB__DISK_SCALES, TB__DISK_SCALE, TB__DISK_SLOTS };
+
+/* Names, in the arena, for a tensor of this name. */
+tb_status tb__disk_quant_init(tb__disk_quant *quant, const tb__quant_format *format, const char *name,
+                              tb__arena *arena);
+
+/* Whether the name is that of a scale tensor, where its first `kept` bytes are the name of a tensor of this format. */
+bool tb__disk_quant_is_scale(const tb__quant_format *format, const char *name, size_t kept);
+
+/* Dims and dtype that can be quantised. */
+tb_status tb__disk_quant_check(const tb__quant_format *format, const tb_shape *shape, tb_dtype dtype);
+
+/* Name, dtype and shape of what the file has for a part; without a name where it has nothing. `dtype` is that of data
+ * which is not quantised. */
+tb_status tb__disk_quant_tensors(const tb__disk_quant *quant, const char *name, tb_dtype dtype, const tb_shape *part,
+                                 tb__safetensor out[TB__DISK_SLOTS]);
+
+/* The other way: the shape of the part whose data the file has like this. */
+tb_shape tb__disk_quant_part(const tb__disk_quant *quant, const tb_shape *data);
+
+/* A part is a stack of matrices, each of which has its own blocks. */
+int64_t tb__disk_matrix_rows(const tb_shape *part);
+
+/* Rows that share scales, or their place in memory. */
+int64_t tb__disk_quant_rows(const tb__quant_format *format);
+
+/* Gives the tensor its place among the amax, with its group if it has one; it is disk->tensors[disk->count]. */
+tb_status tb__disk_take_amax(tb__disk *disk, tb__disk_tensor *tensor);
+
+/* Which amax the part of a target rank belongs to. Of ranks that have the same part one is looked at. */
+size_t tb__disk_amax_of(const tb__disk_tensor *tensor, int32_t rank);
+bool tb__disk_is_looked_at(const tb__disk_tensor *tensor, int32_t rank);
+
 /* ---- Parts (disk_bands.c) ------------------------------------------------------------------------------------ */
 
-/* What the file of a target rank gets for a tensor: the data, and scales if it is quantised. */
-tb_status tb__disk_part_tensors(const tb__disk_tensor *tensor, int32_t rank, tb__safetensor out[2], size_t *count);
+/* What the file of a target rank gets for a tensor. */
+tb_status tb__disk_part_tensors(const tb__disk_tensor *tensor, int32_t rank, tb__safetensor out[TB__DISK_SLOTS]);
 
 /* How a part is cut into bands, which are contiguous: the dims before `dim` are stepped through, `rows` indices of
  * `dim` make a band, and those after it are whole. Where scales cover several rows, bands begin with them. */
@@ -62,13 +98,18 @@ int64_t tb__disk_least_band(const tb__disk_tensor *tensor);
 
 /* A band, quantised. */
 typedef struct tb__disk_quantised {
+    const unsigned char *data, *scales;
     size_t data_nbytes, scale_nbytes;
-    int64_t scale_offset; /* bytes, among the part's scales */
+    int64_t data_offset, scale_offset; /* bytes, in the part's data and among its scales */
 } tb__disk_quantised;
 
-/* `to` is as large as a band's buffer; the data comes first and then, from the next multiple of 64 on, the scales. */
+/* `to` is as large as a band's buffer, and holds data and scales. `scale` is that of the whole part, if it has one. */
 tb_status tb__disk_quantise(const tb__disk_tensor *tensor, const tb__disk_bands *bands, const tb__disk_band *band,
-                            const void *from, unsigned char *to, tb__disk_quantised *out);
+                            float scale, const void *from, unsigned char *to, tb__disk_quantised *out);
+
+/* The largest magnitude of a band that is going to be quantised. */
+tb_status tb__disk_band_amax(const tb__disk_tensor *tensor, const tb__disk_bands *bands, const tb__disk_band *band,
+                             const void *from, float *out);
 
 /* ---- The target (disk_output.c) ------------------------------------------------------------------------------ */
 
@@ -77,14 +118,34 @@ typedef struct tb__disk_output tb__disk_output;
 tb_status tb__disk_output_create(const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
                                  tb__disk_output **out);
 
-/* Parts of a rank's tensor, whose slot is 2 * its index, or that plus 1 for its scales; any thread may call these. What
- * was written can be read back until it is committed. */
+/* Parts of a rank's tensor, whose slot is TB__DISK_SLOTS times its index, or that plus TB__DISK_SCALES and so on; any
+ * thread may call these. What was written can be read back until it is committed. */
 tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, const void *bytes,
                                 size_t nbytes);
 tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
                                size_t nbytes);
 tb_status tb__disk_output_commit(tb__disk_output *output, bool sync);
 void tb__disk_output_destroy(tb__disk_output *output); /* what was not committed goes away; accepts NULL */
+
+/* ---- Quantised sources (disk_dequant.c) ----------------------------------------------------------------------- */
+
+/* A source rank's tensor. */
+typedef struct tb__disk_origin {
+    tb__disk_source data, scales; /* scales: of blocks, where it has them */
+    float scale;                  /* of the whole part, where it has one */
+    tb_shape shape;               /* of the part */
+} tb__disk_origin;
+
+tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_tensor *tensor, int32_t rank,
+                               tb__disk_origin *out);
+
+/* How much of a box can be brought to nbytes of memory at a time, in each dim; false: nothing. */
+bool tb__disk_dequant_step(const tb__disk_tensor *tensor, const int64_t *len, int64_t nbytes, int64_t *step);
+
+/* Reads such a box into `stage`, as numbers of the tensor's src_dtype that *out points to; stride is in elements. */
+tb_status tb__disk_dequantise(const tb__disk_tensor *tensor, const tb__disk_origin *origin, const int64_t *start,
+                              const int64_t *len, unsigned char *stage, size_t nbytes, const void **out,
+                              int64_t *stride);
 
 /* ---- Pieces (disk_gather.c, disk_verify.c) ------------------------------------------------------------------- */
 
@@ -102,7 +163,7 @@ typedef struct tb__disk_gather {
     const tb__disk_input *input;
     unsigned char *stage; /* what is read before it is cast, combined or moved apart */
     size_t stage_nbytes;
-    TB_VEC(tb__disk_source) sources;
+    TB_VEC(tb__disk_origin) sources;
     TB_VEC(const void *) from;
     TB_VEC(struct tb__disk_strides { int64_t dim[TB_MAX_DIMS]; }) strides;
 } tb__disk_gather;

@@ -56,12 +56,15 @@ static tb_status take_directory(tb__disk_output *output, const char *dir) {
 static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safetensor *out) {
     for (size_t i = 0; i < disk->count; i++) {
         const tb__disk_tensor *t = &disk->tensors[i];
-        size_t count;
+        tb__safetensor part[TB__DISK_SLOTS];
         if (tb_layout_index_of(t->dst, file->rank) < 0)
             continue;
-        TB_TRY(tb__disk_part_tensors(t, file->rank, out + file->slots.count, &count));
-        for (size_t k = 0; k < count; k++) {
-            if (!tb__vec_push(&file->slots, 2 * i + k))
+        TB_TRY(tb__disk_part_tensors(t, file->rank, part));
+        for (size_t k = 0; k < TB__DISK_SLOTS; k++) {
+            if (!part[k].name)
+                continue;
+            out[file->slots.count] = part[k];
+            if (!tb__vec_push(&file->slots, TB__DISK_SLOTS * i + k))
                 return TB_NO_MEMORY;
         }
     }
@@ -116,7 +119,7 @@ static tb_status create(tb__disk_output *output, const tb__disk *disk, const cha
         return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
     TB_TRY(refuse_checkpoint(dir));
     output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
-    tb__safetensor *tensors = tb__malloc(disk->count, 2 * sizeof *tensors);
+    tb__safetensor *tensors = tb__malloc(disk->count, TB__DISK_SLOTS * sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
         status = list_notes(disk, opts->is_model, &notes, &nnotes);

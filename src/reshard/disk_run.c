@@ -27,6 +27,8 @@ typedef struct job {
     const tb__disk *disk;
     tb__disk_output *output;
     bool is_verifying;
+    bool is_looking;        /* for the largest magnitudes, before anything is written or compared */
+    _Atomic uint32_t *amax; /* their bits, of which a larger number has larger ones */
     int64_t band_bytes;
     int64_t buffer_bytes; /* a band's, or more where scales cover more */
     pthread_mutex_t lock;
@@ -190,6 +192,11 @@ static tb_status gather_band(worker *w, const tb__disk_tensor *t, const int64_t 
     return TB_OK;
 }
 
+static const char *name_of(const tb__disk_tensor *t, size_t slot) {
+    const char *const names[TB__DISK_SLOTS] = {t->name, t->dst_quant.scales_name, t->dst_quant.scale_name};
+    return names[slot % TB__DISK_SLOTS];
+}
+
 /* Writes what belongs to a slot from `offset` on, or compares it with what was written. */
 static tb_status deliver(worker *w, size_t slot, int64_t offset, const unsigned char *bytes, size_t nbytes) {
     const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
@@ -206,7 +213,7 @@ static tb_status deliver(worker *w, size_t slot, int64_t offset, const unsigned 
             }
             return tb__fail(TB_INTERNAL,
                             "tensor '%.100s' of rank %" PRId32 " is not what the source has, at byte %" PRId64,
-                            slot % 2 ? t->scale_name : t->name, w->rank, offset + (int64_t)done);
+                            name_of(t, slot), w->rank, offset + (int64_t)done);
         }
         done += n;
     }
@@ -214,14 +221,46 @@ static tb_status deliver(worker *w, size_t slot, int64_t offset, const unsigned 
     return TB_OK;
 }
 
+/* What is wrong with a band, with its place. */
+static tb_status fail_band(const worker *w, const tb__disk_tensor *t, const tb__disk_band *band, tb_status status) {
+    return tb__fail_within(status, "tensor '%.100s' of rank %" PRId32 ", from element %" PRId64 " on", t->name, w->rank,
+                           band->first);
+}
+
+static tb_status part_scale(const job *j, const tb__disk_tensor *t, int32_t rank, float *out) {
+    uint32_t bits = atomic_load(&j->amax[tb__disk_amax_of(t, rank)]);
+    float amax;
+    memcpy(&amax, &bits, sizeof amax);
+    return tb__quant_scale(&t->dst_quant.format, amax, out);
+}
+
 static tb_status do_quantised(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
     tb__disk_quantised q;
-    tb_status status = tb__disk_quantise(t, &w->bands, band, w->band, w->quantised, &q);
+    size_t slot = TB__DISK_SLOTS * w->tensor;
+    float scale = 0;
+    if (t->dst_quant.scale_name)
+        TB_TRY(part_scale(w->job, t, w->rank, &scale));
+    tb_status status = tb__disk_quantise(t, &w->bands, band, scale, w->band, w->quantised, &q);
     if (status != TB_OK)
-        return tb__fail_within(status, "tensor '%.100s' of rank %" PRId32 ", from element %" PRId64 " on", t->name,
-                               w->rank, band->first);
-    TB_TRY(deliver(w, 2 * w->tensor, band->first, w->quantised, q.data_nbytes));
-    return deliver(w, 2 * w->tensor + 1, q.scale_offset, w->quantised + (q.data_nbytes + 63) / 64 * 64, q.scale_nbytes);
+        return fail_band(w, t, band, status);
+    TB_TRY(deliver(w, slot + TB__DISK_DATA, q.data_offset, q.data, q.data_nbytes));
+    if (!t->dst_quant.scales_name)
+        return TB_OK;
+    return deliver(w, slot + TB__DISK_SCALES, q.scale_offset, q.scales, q.scale_nbytes);
+}
+
+static tb_status look_at(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
+    _Atomic uint32_t *most = &w->job->amax[tb__disk_amax_of(t, w->rank)];
+    uint32_t bits, before = atomic_load(most);
+    float amax;
+    tb_status status = tb__disk_band_amax(t, &w->bands, band, w->band, &amax);
+    if (status != TB_OK)
+        return fail_band(w, t, band, status);
+    memcpy(&bits, &amax, sizeof bits);
+    while (bits > before && !atomic_compare_exchange_weak(most, &before, bits)) {
+    }
+    atomic_fetch_add(&w->job->bytes_done, (int_fast64_t)tb__dtype_bytes(t->dst_dtype, band->nelements));
+    return TB_OK;
 }
 
 static tb_status do_band(worker *w, int64_t i) {
@@ -229,10 +268,27 @@ static tb_status do_band(worker *w, int64_t i) {
     tb__disk_band band;
     tb__disk_bands_at(&w->bands, i, &band);
     TB_TRY(gather_band(w, t, band.start, band.len));
-    if (t->quant.kind)
+    if (w->job->is_looking)
+        return look_at(w, t, &band);
+    if (t->dst_quant.format.kind)
         return do_quantised(w, t, &band);
-    return deliver(w, 2 * w->tensor, tb__dtype_bytes(t->dst_dtype, band.first), w->band,
+    return deliver(w, TB__DISK_SLOTS * w->tensor, tb__dtype_bytes(t->dst_dtype, band.first), w->band,
                    (size_t)tb__dtype_bytes(t->dst_dtype, band.nelements));
+}
+
+/* The scales of whole parts, once everything has been looked at. */
+static tb_status deliver_scales(worker *w) {
+    for (size_t i = 0; i < w->job->disk->count; i++) {
+        const tb__disk_tensor *t = &w->job->disk->tensors[i];
+        for (int32_t k = 0; t->dst_quant.scale_name && k < tb_layout_nranks(t->dst); k++) {
+            float scale;
+            w->tensor = i;
+            w->rank = tb_layout_rank_at(t->dst, k);
+            TB_TRY(part_scale(w->job, t, w->rank, &scale));
+            TB_TRY(deliver(w, TB__DISK_SLOTS * i + TB__DISK_SCALE, 0, (const unsigned char *)&scale, sizeof scale));
+        }
+    }
+    return TB_OK;
 }
 
 /* The next stretch that nobody has, as bands *first .. *end-1; false: there is none. */
@@ -254,6 +310,10 @@ static tb_status take_stretch(worker *w, size_t *tensor, int32_t *rank, int64_t 
         }
         *tensor = j->tensor;
         *rank = tb_layout_rank_at(t->dst, j->target);
+        if (j->is_looking && !tb__disk_is_looked_at(t, *rank)) {
+            j->target++;
+            continue;
+        }
         status = part_shape(t, *rank, &shape);
         if (status != TB_OK)
             break;
@@ -327,7 +387,8 @@ static void worker_fini(worker *w) {
 static void watch(job *j, const tb__disk_opts *opts) {
     bool is_over = false;
     while (!is_over) {
-        const tb__disk_state state = {j->is_verifying, atomic_load(&j->bytes_done), j->disk->dst_nbytes};
+        const tb__disk_state state = {j->is_verifying, atomic_load(&j->bytes_done),
+                                      j->disk->dst_nbytes + j->disk->amax_nbytes};
         tb_status status = opts->progress ? opts->progress(opts->arg, &state) : TB_OK;
         if (status != TB_OK)
             fail_job(j, status);
@@ -345,7 +406,6 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
     j->tensor = 0;
     j->target = 0;
     j->band = 0;
-    atomic_store(&j->bytes_done, 0);
     for (; started < nworkers; started++) {
         worker *w = &workers[started];
         w->tensor = SIZE_MAX;
@@ -367,11 +427,25 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
     return j->status == TB_OK ? TB_OK : tb__fail(j->status, "%s", j->sentence);
 }
 
+/* Writes everything, or compares it. When comparing, scales of whole parts are worked out again, too. */
+static tb_status run_all(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
+    atomic_store(&j->bytes_done, 0);
+    if (j->disk->namax > 0) {
+        for (size_t i = 0; i < j->disk->namax; i++)
+            atomic_store(&j->amax[i], 0);
+        j->is_looking = true;
+        TB_TRY(run_pass(j, opts, workers, nworkers));
+        j->is_looking = false;
+        TB_TRY(deliver_scales(&workers[0]));
+    }
+    return run_pass(j, opts, workers, nworkers);
+}
+
 static tb_status run_passes(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
-    TB_TRY(run_pass(j, opts, workers, nworkers));
+    TB_TRY(run_all(j, opts, workers, nworkers));
     if (opts->verify) {
         j->is_verifying = true;
-        TB_TRY(run_pass(j, opts, workers, nworkers));
+        TB_TRY(run_all(j, opts, workers, nworkers));
     }
     return tb__disk_output_commit(j->output, opts->sync);
 }
@@ -402,7 +476,7 @@ static tb_status choose_sizes(job *j, const tb__disk_opts *opts, int64_t memory,
         if (least > memory / 2 / BUFFERS)
             return tb__fail(TB_TOO_BIG,
                             "tensor '%.100s': %s needs %" PRId64 " bytes of memory for what scales cover, three times",
-                            j->disk->tensors[i].name, tb__quant_name(j->disk->tensors[i].quant.kind), least);
+                            j->disk->tensors[i].name, tb__quant_name(j->disk->tensors[i].dst_quant.format.kind), least);
         j->buffer_bytes = least > j->buffer_bytes ? least : j->buffer_bytes;
     }
     while (n > 1 && n * j->buffer_bytes * BUFFERS > memory / 2)
@@ -419,12 +493,17 @@ tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opt
         return tb__fail(TB_INVALID, "%" PRId64 " bytes of memory are too few; it takes %d", memory,
                         TB__DISK_MIN_MEMORY);
     TB_TRY(choose_sizes(&j, opts, memory, &nthreads));
-    TB_TRY(tb__disk_output_create(disk, dir, opts, &j.output));
-    pthread_mutex_init(&j.lock, NULL);
-    tb__monotonic_cond_init(&j.ended);
-    tb_status status = run_threads(&j, opts, nthreads);
-    pthread_cond_destroy(&j.ended);
-    pthread_mutex_destroy(&j.lock);
+    if (disk->namax > 0 && !(j.amax = tb__calloc(disk->namax, sizeof *j.amax)))
+        return TB_NO_MEMORY;
+    tb_status status = tb__disk_output_create(disk, dir, opts, &j.output);
+    if (status == TB_OK) {
+        pthread_mutex_init(&j.lock, NULL);
+        tb__monotonic_cond_init(&j.ended);
+        status = run_threads(&j, opts, nthreads);
+        pthread_cond_destroy(&j.ended);
+        pthread_mutex_destroy(&j.lock);
+    }
     tb__disk_output_destroy(j.output);
+    free((void *)j.amax);
     return status;
 }

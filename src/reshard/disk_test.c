@@ -4,8 +4,6 @@
 
 #include "../tests/support/numbers.h"
 
-#include <math.h>
-
 /* Random cases */
 
 enum { CASES_TOGETHER = 12 };
@@ -290,13 +288,6 @@ static const char *small_source(folder *f, const char *name) {
 #define SMALL "\"src_mesh\": [2], \"dst_mesh\": [1], "
 static const char small_spec[] = "{" SMALL "\"rules\": [{\"match\": \"w\", \"src\": \"S0\"}, {\"match\": \"n\"}]}";
 
-/* The run fails with this status and sentence, and nothing is there afterwards. */
-static void check_refused(folder *f, const char *spec, const char *in, tb_status wanted, const char *sentence) {
-    const char *out = path_in(f, "refused");
-    assert_fails(reshard_text(spec, in, out, &(tb__disk_opts){.verify = true}), wanted, sentence);
-    assert_int_equal(access(out, F_OK), -1);
-}
-
 static void bad_sources(void **state) {
     folder *f = *state;
     const char *in = small_source(f, "in");
@@ -473,155 +464,13 @@ static void deduced_shapes(void **state) {
     shelf_fini(&out);
 }
 
-/* Quantised targets */
-
-static float number_at(int64_t i) {
-    return (float)((i * 7919) % 2003 - 1001) / (float)(1 + i % 37);
-}
-
-/* The part of rank `rank` of two that have a tensor by its dimension `dim`. */
-static float *half_of(const tb_shape *whole, int dim, int rank, tb_shape *shape) {
-    int64_t n = 1, start = (whole->dim[dim] + 1) / 2 * rank;
-    *shape = *whole;
-    shape->dim[dim] = rank ? whole->dim[dim] - start : (whole->dim[dim] + 1) / 2;
-    for (int d = 0; d < shape->ndim; d++)
-        n *= shape->dim[d];
-    float *values = malloc((size_t)n * sizeof *values);
-    for (int64_t i = 0; i < n; i++) {
-        int64_t rest = i, place = 0, step = 1;
-        for (int d = shape->ndim - 1; d >= 0; d--) {
-            place += (rest % shape->dim[d] + (d == dim ? start : 0)) * step;
-            rest /= shape->dim[d];
-            step *= whole->dim[d];
-        }
-        values[i] = number_at(place);
-    }
-    return values;
-}
-
-typedef struct quant_case {
-    const char *spec;
-    tb__quant_format format;
-    tb_shape shape;
-} quant_case;
-
-/* Matrix by matrix, each at once. */
-static void check_quantised(shelf *out, const quant_case *c, const char *name, int rank) {
-    tb_shape shape, scale_shape;
-    tb__quant_size size;
-    float *values = half_of(&c->shape, c->shape.ndim - 1, rank, &shape);
-    int last = shape.ndim - 1;
-    bool is_block = c->format.kind == TB__QUANT_FP8_BLOCK;
-    int64_t columns = shape.dim[last], rows = last > 0 ? shape.dim[last - 1] : 1,
-            nmatrices = last > 1 ? shape.dim[0] : 1;
-    assert_ok(tb__quant_measure(&c->format, rows, columns, &size));
-    scale_shape = shape;
-    scale_shape.dim[last] = c->format.is_swizzled ? (size.scale_columns + 3) / 4 * 4 : size.scale_columns;
-    if (last > 0)
-        scale_shape.dim[last - 1] = size.scale_nbytes / (is_block ? 4 : 1) / scale_shape.dim[last];
-    else
-        scale_shape.dim[last] = size.scale_nbytes;
-    char scale_name[64];
-    snprintf(scale_name, sizeof scale_name, "%s%s", name, is_block ? "_scale_inv" : "_scale");
-    unsigned char *data = shelf_get(out, rank, name, TB_F8E4M3, &shape);
-    unsigned char *scales = shelf_get(out, rank, scale_name, is_block ? TB_F32 : TB_E8M0, &scale_shape);
-    void *expected = malloc((size_t)size.data_nbytes), *expected_scales = malloc((size_t)size.scale_nbytes);
-    for (int64_t m = 0; m < nmatrices; m++) {
-        const tb__quant_tensor to = {c->format, rows, columns, expected, expected_scales, 0};
-        assert_ok(tb__quant_quantise(&to, 0, rows, &(tb__quant_rows){values + m * rows * columns, TB_F32, columns}));
-        assert_memory_equal(data + m * size.data_nbytes, expected, (size_t)size.data_nbytes);
-        assert_memory_equal(scales + m * size.scale_nbytes, expected_scales, (size_t)size.scale_nbytes);
-    }
-    free(expected);
-    free(expected_scales);
-    free(data);
-    free(scales);
-    free(values);
-}
-
-static void quantised(void **state) {
-    folder *f = *state;
-    static const tb_shape shapes[] = {{2, {300, 200}}, {3, {3, 260, 75}}, {2, {1000, 3}}, {1, {4000}}};
-    static const struct {
-        const char *spec;
-        tb__quant_format format;
-    } formats[] = {
-        {"mxfp8", {.kind = TB__QUANT_MXFP8}},
-        {"{\"format\": \"mxfp8\", \"exponent\": \"floor\", \"scales\": \"swizzled\"}",
-         {.kind = TB__QUANT_MXFP8, .is_floor = true, .is_swizzled = true}},
-        {"fp8_block", {.kind = TB__QUANT_FP8_BLOCK}},
-        {"{\"format\": \"fp8_block\", \"exponent\": \"power_of_two\"}",
-         {.kind = TB__QUANT_FP8_BLOCK, .is_power_of_two = true}},
-    };
-    static const int64_t bands[] = {64, 4096, 0};
-    enum { NSHAPES = sizeof shapes / sizeof *shapes, NFORMATS = sizeof formats / sizeof *formats };
-    stock s = {0};
-    json_t *tensors = json_object();
-    quant_case cases[NSHAPES * NFORMATS];
-    int n = 0;
-    char name[32];
-    for (int i = 0; i < NSHAPES * NFORMATS; i++) {
-        quant_case c = {formats[i % NFORMATS].spec, formats[i % NFORMATS].format, shapes[i / NFORMATS]};
-        if (c.format.kind == TB__QUANT_FP8_BLOCK && c.shape.ndim < 2)
-            continue;
-        snprintf(name, sizeof name, "case_%d", n);
-        for (int32_t rank = 0; rank < 2; rank++) {
-            tb_shape shape;
-            float *values = half_of(&c.shape, 0, rank, &shape);
-            stock_add(&s, rank, name, TB_F32, &shape, values);
-        }
-        json_t *quant = *c.spec == '{' ? json_loads(c.spec, 0, NULL) : json_string(c.spec);
-        json_t *place = json_pack("[[s,i]]", "S", c.shape.ndim - 1);
-        add_entry(tensors, name, &c.shape, TB_F32, json_string("mesh=2 place=S0"),
-                  json_pack("{s:[i],s:o,s:o}", "mesh", 2, "placements", place, "quantisation", quant));
-        cases[n++] = c;
-    }
-    stock_write(&s, path_in(f, "in"), 2);
-    for (int b = 0; b < 3; b++) {
-        char to[16];
-        snprintf(to, sizeof to, "out_%d", b);
-        reshard_entries(json_incref(tensors), path_in(f, "in"), path_in(f, to),
-                        &(tb__disk_opts){.verify = true, .band_bytes = bands[b]});
-        shelf out = {.dir = path_in(f, to)};
-        for (int i = 0; i < n; i++) {
-            snprintf(name, sizeof name, "case_%d", i);
-            check_quantised(&out, &cases[i], name, 0);
-            check_quantised(&out, &cases[i], name, 1);
-        }
-        shelf_fini(&out);
-    }
-    json_decref(tensors);
-}
-
-static void bad_quantised(void **state) {
-    folder *f = *state;
-    stock s = {0};
-    float *w = malloc(64 * sizeof *w);
-    int32_t *i = malloc(4);
-    for (int k = 0; k < 64; k++)
-        w[k] = k == 33 ? INFINITY : 1;
-    *i = 1;
-    stock_add(&s, 0, "w", TB_F32, &(tb_shape){1, {64}}, w);
-    stock_add(&s, 0, "i", TB_I32, &(tb_shape){1, {1}}, i);
-    stock_write(&s, path_in(f, "in"), 1);
-    static const char spec[] =
-        "{\"rules\": [{\"match\": \"%s\", \"dst\": {\"quantisation\": \"%s\"}}, {\"match\": \"*\"}]}";
-    char text[256];
-    snprintf(text, sizeof text, spec, "w", "mxfp8");
-    check_refused(f, text, path_in(f, "in"), TB_INVALID, "tensor 'w' of rank 0, from element 0 on: ");
-    snprintf(text, sizeof text, spec, "i", "mxfp8");
-    check_refused(f, text, path_in(f, "in"), TB_REFUSED, "tensor 'i': it is i32, but mxfp8 is made from f32");
-    snprintf(text, sizeof text, spec, "w", "fp8_block");
-    check_refused(f, text, path_in(f, "in"), TB_REFUSED, "tensor 'w': it has 1 dims, too few for fp8_block");
-}
-
 #define with_folder(test) cmocka_unit_test_setup_teardown(test, folder_set_up, folder_tear_down)
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        with_folder(random_layouts), with_folder(bands_and_runs), with_folder(bad_sources),   with_folder(bad_targets),
-        with_folder(empty_parts),    with_folder(verify_finds),   with_folder(cancelled),     with_folder(no_memory),
-        with_folder(deduced_shapes), with_folder(quantised),      with_folder(bad_quantised),
+        with_folder(random_layouts), with_folder(bands_and_runs), with_folder(bad_sources),
+        with_folder(bad_targets),    with_folder(empty_parts),    with_folder(verify_finds),
+        with_folder(cancelled),      with_folder(no_memory),      with_folder(deduced_shapes),
     };
     return cmocka_run_group_tests_name("reshard disk", tests, NULL, NULL);
 }

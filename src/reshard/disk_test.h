@@ -111,6 +111,13 @@ static inline tb_status reshard_text(const char *text, const char *in, const cha
     return status;
 }
 
+/* The run fails with this status and sentence, and nothing is there afterwards. */
+static inline void check_refused(folder *f, const char *spec, const char *in, tb_status wanted, const char *sentence) {
+    const char *out = path_in(f, "refused");
+    assert_fails(reshard_text(spec, in, out, &(tb__disk_opts){.verify = true}), wanted, sentence);
+    assert_int_equal(access(out, F_OK), -1);
+}
+
 /* Adds a spec's entry for a tensor; takes the sides. */
 static inline void add_entry(json_t *tensors, const char *name, const tb_shape *shape, tb_dtype dtype, json_t *src,
                              json_t *dst) {

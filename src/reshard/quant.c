@@ -74,10 +74,11 @@ tb_status tb__quant_measure(const tb__quant_format *format, int64_t rows, int64_
         .scale_dtype = formats[format->kind].scale,
         .data_nbytes = rows * (is_packed ? columns / 2 : columns),
         .band = formats[format->kind].block_rows,
+        .block = formats[format->kind].block_columns,
     };
     if (format->kind != TB__QUANT_FP8_TENSOR) {
         size.scale_rows = blocks_of(rows, size.band);
-        size.scale_columns = blocks_of(columns, formats[format->kind].block_columns);
+        size.scale_columns = blocks_of(columns, size.block);
         size.scale_nbytes = size.scale_rows * size.scale_columns * (size.scale_dtype == TB_F32 ? 4 : 1);
     }
     if (format->is_swizzled)

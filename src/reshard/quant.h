@@ -44,6 +44,7 @@ typedef struct tb__quant_size {
     int64_t data_nbytes;                             /* row-major, without gaps */
     int64_t scale_rows, scale_columns, scale_nbytes; /* 0 for fp8_tensor; nbytes has the padding of tiles */
     int64_t band;                                    /* rows that share scales: bands begin at its multiples */
+    int64_t block;                                   /* columns that share one; 0 for fp8_tensor */
 } tb__quant_size;
 
 /* Refuses what the format can't do: nvfp4 has an even number of columns, options are those of the format. */

@@ -4,6 +4,7 @@
 #include "base/text.h"
 #include "format/file.h"
 #include "layout/layout.h"
+#include "reshard/spec_inside.h"
 
 #include <fnmatch.h>
 #include <inttypes.h>
@@ -31,7 +32,7 @@ static bool is_among(const char *key, const char *const *keys) {
     return *keys != NULL;
 }
 
-static tb_status check_keys(const json_t *json, const char *const *keys) {
+tb_status tb__spec_check_keys(const json_t *json, const char *const *keys) {
     for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
         const char *key = json_object_iter_key(it);
         if (is_among(key, keys))
@@ -142,7 +143,7 @@ static tb_status read_default_mesh(const json_t *root, const char *key, mesh *ou
     if (json_is_array(json))
         status = read_mesh_shape(json, &m);
     else if (json_is_object(json) && json_object_get(json, "mesh"))
-        status = check_keys(json, keys) == TB_OK ? read_mesh(json, &m, arena) : TB_INVALID;
+        status = tb__spec_check_keys(json, keys) == TB_OK ? read_mesh(json, &m, arena) : TB_INVALID;
     else if (json)
         status = tb__fail(TB_INVALID, "it is neither an array of sizes nor an object with 'mesh'");
     if (status != TB_OK)
@@ -243,35 +244,6 @@ static tb_status read_dtype(const json_t *json, tb_dtype *out) {
     return tb_dtype_parse(json_string_value(json), out);
 }
 
-/* "mxfp8", or {"format": "mxfp8", "exponent": "floor", "scales": "swizzled"} */
-static tb_status read_quant(const json_t *json, tb__quant_format *out) {
-    static const char *const keys[] = {"format", "exponent", "scales", NULL};
-    const json_t *name = json_is_object(json) ? json_object_get(json, "format") : json;
-    const json_t *exponent = json_object_get(json, "exponent"), *scales = json_object_get(json, "scales");
-    const char *kind = json_string_value(name), *rule = json_string_value(exponent), *order = json_string_value(scales);
-    tb__quant_format format = {0};
-    if (json_is_object(json))
-        TB_TRY(check_keys(json, keys));
-    if (kind && strcmp(kind, "mxfp8") == 0)
-        format.kind = TB__QUANT_MXFP8;
-    else if (kind && strcmp(kind, "fp8_block") == 0)
-        format.kind = TB__QUANT_FP8_BLOCK;
-    else
-        return tb__fail(TB_INVALID, "the format is neither \"mxfp8\" nor \"fp8_block\"");
-    bool is_mx = format.kind == TB__QUANT_MXFP8;
-    if (exponent && !(rule && (is_mx ? strcmp(rule, "ceil") == 0 || strcmp(rule, "floor") == 0
-                                     : strcmp(rule, "any") == 0 || strcmp(rule, "power_of_two") == 0)))
-        return tb__fail(TB_INVALID, "'exponent' is neither %s",
-                        is_mx ? "\"ceil\" nor \"floor\"" : "\"any\" nor \"power_of_two\"");
-    format.is_floor = is_mx && rule && strcmp(rule, "floor") == 0;
-    format.is_power_of_two = !is_mx && rule && strcmp(rule, "power_of_two") == 0;
-    if (scales && !(order && (strcmp(order, "rows") == 0 || (is_mx && strcmp(order, "swizzled") == 0))))
-        return tb__fail(TB_INVALID, "'scales' is %s", is_mx ? "neither \"rows\" nor \"swizzled\"" : "not \"rows\"");
-    format.is_swizzled = order && strcmp(order, "swizzled") == 0;
-    *out = format;
-    return TB_OK;
-}
-
 static tb_status finish_side(const side *s, tb_layout **out) {
     if (s->nplaces != s->mesh.ndim)
         return tb__fail(TB_INVALID, "the mesh has %d dims, but there are %d placements", s->mesh.ndim, s->nplaces);
@@ -294,7 +266,7 @@ static tb_status read_side_parts(const json_t *json, side *s, tb_dtype *dtype, t
 static tb_status read_whole_layout(const json_t *json, tb_dtype *dtype, tb_layout **out) {
     static const char *const keys[] = {"layout", "dtype", "quantisation", NULL};
     const char *text = json_string_value(json_object_get(json, "layout"));
-    TB_TRY(check_keys(json, keys));
+    TB_TRY(tb__spec_check_keys(json, keys));
     if (!text)
         return tb__fail(TB_INVALID, "'layout' is not text such as \"mesh=2 place=Shard(0) ranks=0,1\"");
     TB_TRY(read_dtype(json_object_get(json, "dtype"), dtype));
@@ -328,18 +300,6 @@ typedef struct reader {
     mesh src, dst;
 } reader;
 
-static tb_status read_quantisation(const json_t *json, tb__spec_rule *rule) {
-    const json_t *quant = json_object_get(json_object_get(json, "dst"), "quantisation");
-    if (json_object_get(json_object_get(json, "src"), "quantisation"))
-        return tb__fail(TB_INVALID, "src: only 'dst' has a 'quantisation'");
-    if (!quant)
-        return TB_OK;
-    if (rule->dst_dtype != TB_DTYPE_NONE)
-        return tb__fail(TB_INVALID, "dst: it has both 'dtype' and 'quantisation', which has its own dtypes");
-    tb_status status = read_quant(quant, &rule->quant);
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "dst: quantisation");
-}
-
 static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_rule *rule) {
     const json_t *shape = json_object_get(json, "shape"), *skip = json_object_get(json, "skip");
     if (skip && !json_is_boolean(skip))
@@ -362,7 +322,7 @@ static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_r
     if (side_dtype != TB_DTYPE_NONE)
         rule->src_dtype = side_dtype;
     TB_TRY(read_side(json, "dst", &r->dst, &rule->dst_dtype, &rule->dst, &r->spec->arena));
-    TB_TRY(read_quantisation(json, rule));
+    TB_TRY(tb__spec_read_quants(json, json_object_get(json, "match") != NULL, rule, &r->spec->arena));
     if (!rule->has_shape)
         return TB_OK;
     tb_status status = tb_layout_check(rule->src, &rule->shape);
@@ -373,7 +333,8 @@ static tb_status read_rule_parts(const reader *r, const json_t *json, tb__spec_r
 }
 
 static tb_status read_rule(const reader *r, const json_t *json, const char *const *keys, tb__spec_rule *rule) {
-    tb_status status = json_is_object(json) ? check_keys(json, keys) : tb__fail(TB_INVALID, "it is not an object");
+    tb_status status =
+        json_is_object(json) ? tb__spec_check_keys(json, keys) : tb__fail(TB_INVALID, "it is not an object");
     if (status == TB_OK)
         status = read_rule_parts(r, json, rule);
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", rule->where);
@@ -386,7 +347,7 @@ static uint64_t hash_name(const char *name) {
     return hash;
 }
 
-static const char *copy_string(tb__arena *arena, const char *string) {
+const char *tb__spec_copy_string(tb__arena *arena, const char *string) {
     size_t nbytes = strlen(string) + 1;
     char *copy = tb__arena_alloc(arena, nbytes, 1);
     return copy ? memcpy(copy, string, nbytes) : NULL;
@@ -404,7 +365,7 @@ static tb_status read_tensors(const reader *r, const json_t *json) {
         return TB_NO_MEMORY;
     for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
         tb__spec_rule *rule = &spec->tensors[spec->ntensors];
-        *rule = (tb__spec_rule){.match = copy_string(&spec->arena, json_object_iter_key(it))};
+        *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, json_object_iter_key(it))};
         if (!rule->match || !tb__index_add(&spec->by_name, hash_name(rule->match), spec->ntensors))
             return TB_NO_MEMORY;
         spec->ntensors++;
@@ -428,7 +389,7 @@ static tb_status read_rules(const reader *r, const json_t *json) {
         const json_t *one = json_array_get(json, spec->nrules);
         const char *match = json_string_value(json_object_get(one, "match"));
         tb__spec_rule *rule = &spec->rules[spec->nrules];
-        *rule = (tb__spec_rule){.match = copy_string(&spec->arena, match ? match : "")};
+        *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, match ? match : "")};
         if (!rule->match)
             return TB_NO_MEMORY;
         snprintf(rule->where, sizeof rule->where, "rules %zu", spec->nrules++);
@@ -444,7 +405,7 @@ static tb_status read_root(tb__spec *spec, const json_t *json) {
     reader r = {.spec = spec};
     if (!json_is_object(json))
         return tb__fail(TB_INVALID, "a spec is a JSON object");
-    TB_TRY(check_keys(json, keys));
+    TB_TRY(tb__spec_check_keys(json, keys));
     if (!json_object_get(json, "tensors") && !json_object_get(json, "rules"))
         return tb__fail(TB_INVALID, "a spec has 'tensors' or 'rules'; this one has neither");
     TB_TRY(read_default_mesh(json, "src_mesh", &r.src, &spec->arena));

@@ -22,10 +22,11 @@ typedef struct tb__spec_rule {
     char where[64];    /* "tensors 'lm_head.weight'", "rules 2": how sentences name it */
     bool is_skipped;   /* the tensors are left out */
     bool has_shape;
-    tb_shape shape;                /* global */
-    tb_dtype src_dtype, dst_dtype; /* TB_DTYPE_NONE: as the files have it; as the source has it */
-    tb__quant_format quant;        /* of the target; kind 0: none */
-    tb_layout *src, *dst;          /* NULL where it is skipped */
+    tb_shape shape;                        /* global */
+    tb_dtype src_dtype, dst_dtype;         /* TB_DTYPE_NONE: as the files have it; as the source has it */
+    tb__quant_format src_quant, dst_quant; /* kind 0: none */
+    const char *group;                     /* of the target's scales, as the spec has it; NULL: none */
+    tb_layout *src, *dst;                  /* NULL where it is skipped */
 } tb__spec_rule;
 
 typedef struct tb__spec {
@@ -43,5 +44,9 @@ void tb__spec_destroy(tb__spec *spec);                     /* accepts NULL */
 
 /* What holds for the tensor of this name; NULL if nothing does. */
 const tb__spec_rule *tb__spec_find(const tb__spec *spec, const char *name);
+
+/* The scale group of a tensor that the rule is for: "tensor" is the tensor's own, and a * is what that of the rule's
+ * pattern matched. NULL: it is in none. The text is the rule's, the name, or in the arena. */
+tb_status tb__spec_group(const tb__spec_rule *rule, const char *name, tb__arena *arena, const char **out);
 
 #endif

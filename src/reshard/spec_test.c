@@ -68,6 +68,49 @@ static void names(void **state) {
     tb__spec_destroy(spec);
 }
 
+/* The group of a tensor of this name, by a rule. */
+static void check_group(const char *match, const char *group, const char *name, const char *wanted) {
+    char text[256];
+    const char *got = NULL;
+    tb__arena arena = {0};
+    snprintf(text, sizeof text,
+             "{\"rules\": [{\"match\": \"%s\", \"dst\": {\"quantisation\": {\"format\": \"fp8_tensor\", \"group\": "
+             "\"%s\"}}}]}",
+             match, group);
+    tb__spec *spec = parse(text);
+    assert_ok(tb__spec_group(tb__spec_find(spec, name), name, &arena, &got));
+    assert_string_equal(got, wanted);
+    tb__arena_fini(&arena);
+    tb__spec_destroy(spec);
+}
+
+static void groups(void **state) {
+    (void)state;
+    check_group("*", "all", "a.w", "all");
+    check_group("*", "tensor", "a.w", "a.w");
+    check_group("*", "*", "a.w", "a.w");
+    check_group("layers.*.experts.*.w1.*", "*/*", "layers.3.experts.12.w1.weight", "3/12");
+    check_group("*.w*", "x.*.w", "a.w.b.w1", "x.a.w");
+    check_group("a[bc]?", "one", "abc", "one");
+}
+
+static void quantised(void **state) {
+    (void)state;
+    tb__spec *spec = parse("{\"rules\": [{\"match\": \"a\", \"src\": {\"quantisation\": \"fp8_tensor\"}, \"dst\": "
+                           "{\"quantisation\": {\"format\": \"nvfp4\", \"scales\": \"swizzled\"}}}, {\"match\": \"b\", "
+                           "\"dtype\": \"f16\", \"src\": {\"quantisation\": {\"format\": \"mxfp8\"}}, \"dst\": "
+                           "{\"quantisation\": {\"format\": \"fp8_tensor\", \"exponent\": \"power_of_two\"}}}]}");
+    assert_int_equal(spec->rules[0].src_quant.kind, TB__QUANT_FP8_TENSOR);
+    assert_int_equal(spec->rules[0].src_dtype, TB_BF16);
+    assert_int_equal(spec->rules[0].dst_quant.kind, TB__QUANT_NVFP4);
+    assert_true(spec->rules[0].dst_quant.is_swizzled);
+    assert_null(spec->rules[0].group);
+    assert_int_equal(spec->rules[1].src_quant.kind, TB__QUANT_MXFP8);
+    assert_int_equal(spec->rules[1].src_dtype, TB_F16);
+    assert_true(spec->rules[1].dst_quant.is_power_of_two && !spec->rules[1].dst_quant.is_floor);
+    tb__spec_destroy(spec);
+}
+
 static void check_wrong(const char *text, const char *sentence) {
     tb__spec *spec = NULL;
     assert_fails(tb__spec_parse(text, strlen(text), &spec), TB_INVALID, sentence);
@@ -119,8 +162,9 @@ static void wrong_specs(void **state) {
     check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"dtype\": \"f33\"}}]}", "rules 0: dst: ");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"dtype\": \"f16\", \"src\": {\"dtype\": \"f32\"}}]}",
                 "rules 0: its dtype is f16, but that of 'src' is f32");
-    check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": \"q4\"}}]}",
-                "rules 0: dst: quantisation: the format is neither \"mxfp8\" nor \"fp8_block\"");
+    check_wrong(
+        "{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": \"q4\"}}]}",
+        "rules 0: dst: quantisation: the format is none of \"mxfp8\", \"fp8_block\", \"fp8_tensor\" and \"nvfp4\"");
     check_wrong(
         "{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"mxfp8\", \"exponent\": 1}}}]}",
         "quantisation: 'exponent' is neither \"ceil\" nor \"floor\"");
@@ -132,8 +176,28 @@ static void wrong_specs(void **state) {
         "quantisation: 'block' is not known here");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": \"mxfp8\", \"dtype\": \"f16\"}}]}",
                 "rules 0: dst: it has both 'dtype' and 'quantisation'");
-    check_wrong("{\"rules\": [{\"match\": \"*\", \"src\": {\"quantisation\": \"mxfp8\"}}]}",
-                "rules 0: src: only 'dst' has a 'quantisation'");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"src\": {\"quantisation\": {\"format\": \"mxfp8\", \"exponent\": "
+                "\"floor\"}}}]}",
+                "rules 0: src: quantisation: 'exponent' is not known here");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"dtype\": \"f8e4m3\", \"src\": {\"quantisation\": \"mxfp8\"}}]}",
+                "rules 0: its dtype is f8e4m3, but a quantised source is read as f32");
+    check_wrong("{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"nvfp4\", \"exponent\": "
+                "\"ceil\"}}}]}",
+                "quantisation: the format has no 'exponent'");
+    check_wrong(
+        "{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"mxfp8\", \"group\": \"g\"}}}]}",
+        "quantisation: mxfp8 has no 'group'");
+    check_wrong(
+        "{\"rules\": [{\"match\": \"*\", \"dst\": {\"quantisation\": {\"format\": \"nvfp4\", \"group\": \"\"}}}]}",
+        "quantisation: 'group' is not a name");
+    check_wrong(
+        "{\"rules\": [{\"match\": \"a.w\", \"dst\": {\"quantisation\": {\"format\": \"nvfp4\", \"group\": \"*\"}}}]}",
+        "quantisation: 'group' has more * than 'match', or than 9");
+    check_wrong("{\"rules\": [{\"match\": \"*.w[13]\", \"dst\": {\"quantisation\": {\"format\": \"nvfp4\", \"group\": "
+                "\"*\"}}}]}",
+                "'group' has a *, so that 'match' may have no other wildcards than *");
+    check_wrong("{\"tensors\": {\"a\": {\"dst\": {\"quantisation\": {\"format\": \"nvfp4\", \"group\": \"*\"}}}}}",
+                "tensors 'a': dst: quantisation: 'group' has a *, which only that of a rule may have");
     check_wrong("{\"rules\": [{\"match\": \"*\", \"skip\": 1}]}", "rules 0: 'skip' is neither true nor false");
     check_wrong("{\"tensors\": {\"a\": {\"shape\": [-1]}}}", "tensors 'a': shape: ");
     check_wrong("{\"tensors\": {\"a\": {\"shape\": [4], \"dst\": \"S1\"}}}",
@@ -176,6 +240,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(sides),
         cmocka_unit_test(names),
+        cmocka_unit_test(groups),
+        cmocka_unit_test(quantised),
         cmocka_unit_test(wrong_specs),
         cmocka_unit_test(no_memory),
         cmocka_unit_test_setup_teardown(files, folder_set_up, folder_tear_down),

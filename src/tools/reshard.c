@@ -34,7 +34,9 @@ static const char details[] =
     "             {\"match\": \"*\"}]}\n"
     "A side that is left out is replicated over its mesh; a mesh that is left out is rank 0. Shapes are\n"
     "worked out from the files where the spec gives none. A tensor without entry and rule is an error.\n"
-    "docs/reshard.md explains every key.\n"
+    "\"quantisation\": \"mxfp8\", \"fp8_block\", \"fp8_tensor\" or \"nvfp4\" in 'dst' writes data and scales, in "
+    "'src'\n"
+    "reads them. docs/reshard.md explains every key.\n"
     "\n"
     "Files have temporary names until all are complete. Whatever fails leaves nothing behind.\n"
     "\n"
@@ -111,9 +113,11 @@ static int64_t peak_memory(void) {
 }
 
 static void add_dtypes(tb__text *out, const tb__disk_tensor *t) {
+    if (t->src_quant.format.kind)
+        tb__text_add(out, "%s as ", tb__quant_name(t->src_quant.format.kind));
     tb__text_add(out, "%s", tb_dtype_name(t->src_dtype));
-    if (t->quant.kind)
-        tb__text_add(out, " to %s", tb__quant_name(t->quant.kind));
+    if (t->dst_quant.format.kind)
+        tb__text_add(out, " to %s", tb__quant_name(t->dst_quant.format.kind));
     else if (t->dst_dtype != t->src_dtype)
         tb__text_add(out, " to %s", tb_dtype_name(t->dst_dtype));
 }
@@ -180,8 +184,14 @@ static void add_json_tensors(tb__text *out, const tb__disk *disk) {
             tb__text_add(out, "%s%" PRId64, d ? "," : "", t->shape.dim[d]);
         tb__text_add(out, "],\"src_dtype\":\"%s\",\"dst_dtype\":\"%s\"", tb_dtype_name(t->src_dtype),
                      tb_dtype_name(t->dst_dtype));
-        if (t->quant.kind)
-            tb__text_add(out, ",\"quantisation\":\"%s\"", tb__quant_name(t->quant.kind));
+        if (t->src_quant.format.kind)
+            tb__text_add(out, ",\"src_quantisation\":\"%s\"", tb__quant_name(t->src_quant.format.kind));
+        if (t->dst_quant.format.kind)
+            tb__text_add(out, ",\"quantisation\":\"%s\"", tb__quant_name(t->dst_quant.format.kind));
+        if (t->group) {
+            tb__text_add(out, ",\"group\":");
+            tb__text_add_json(out, t->group);
+        }
         add_json_layout(out, "src", t->src);
         add_json_layout(out, "dst", t->dst);
         tb__text_add(out, ",\"bytes\":%" PRId64 "}", t->dst_nbytes);

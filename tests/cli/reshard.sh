@@ -69,6 +69,39 @@ not_printed seconds
 accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/dry" --dry-run
 nothing_left "$tmp/dry"
 
+# to fp8 with one scale for all shards, to mxfp8, and back
+cat >"$tmp/fp8.json" <<'END'
+{"dst_mesh": [2],
+ "rules": [{"match": "layers.*", "dst": {"placements": "S0",
+                                         "quantisation": {"format": "fp8_tensor", "group": "tensor"}}},
+           {"match": "*"}]}
+END
+cat >"$tmp/mxfp8.json" <<'END'
+{"src_mesh": [2],
+ "rules": [{"match": "layers.*", "dtype": "f32", "src": {"placements": "S0", "quantisation": "fp8_tensor"},
+            "dst": {"quantisation": "mxfp8"}},
+           {"match": "*"}]}
+END
+cat >"$tmp/plain.json" <<'END'
+{"rules": [{"match": "layers.*", "src": {"quantisation": "mxfp8"}}, {"match": "*"}]}
+END
+accepted reshard --spec "$tmp/fp8.json" --in "$model" --dry-run
+printed '^layers.0.weight  *3,3  *bf16 to fp8_tensor  '
+accepted reshard --spec "$tmp/fp8.json" --in "$model" --out "$tmp/fp8" --verify
+accepted inspect "$tmp/fp8"
+printed '^   1  layers.0.weight  *f8e4m3  *1,3 '
+printed '^   1  layers.0.weight_scale  *f32 '
+accepted reshard --spec "$tmp/mxfp8.json" --in "$tmp/fp8" --dry-run
+printed '^layers.0.weight  *3,3  *fp8_tensor as f32 to mxfp8  '
+accepted reshard --spec "$tmp/mxfp8.json" --in "$tmp/fp8" --out "$tmp/mxfp8" --verify --json
+printed '"src_dtype":"f32","dst_dtype":"f8e4m3","src_quantisation":"fp8_tensor","quantisation":"mxfp8","src":'
+accepted reshard --spec "$tmp/plain.json" --in "$tmp/mxfp8" --out "$tmp/plain" --hf --verify
+accepted inspect "$tmp/plain"
+printed '^layers.0.weight  *bf16  *3,3 '
+not_printed scale
+accepted reshard --spec "$tmp/fp8.json" --in "$tmp/plain" --dry-run --json
+printed '"quantisation":"fp8_tensor","group":"layers.0.weight"'
+
 # bad input: options
 out_dir=$tmp/none
 refused '--spec is missing' reshard
@@ -90,6 +123,12 @@ refused "/bad.json: rules 0: dst: 'Shrad(0)' is not a placement" \
     reshard --spec "$tmp/bad.json" --in "$model" --out "$out_dir"
 printf '{"rules": [{"match": "embed*"}]}' >"$tmp/bad.json"
 refused "tensor 'layers.0.weight': the spec has no entry and no rule for it" \
+    reshard --spec "$tmp/bad.json" --in "$model" --out "$out_dir"
+printf '{"rules": [{"match": "l*", "dst": {"quantisation": "nvfp4"}}, {"match": "*"}]}' >"$tmp/bad.json"
+refused "tensor 'layers.0.weight': nvfp4 has two elements to a byte, and rows of 3 would end inside one" \
+    reshard --spec "$tmp/bad.json" --in "$model" --out "$out_dir"
+printf '{"rules": [{"match": "l*", "src": {"quantisation": "fp8_block"}}, {"match": "*"}]}' >"$tmp/bad.json"
+refused "/model-00001-of-00002.safetensors: tensor 'layers.0.weight' is bf16, but the data of fp8_block is f8e4m3" \
     reshard --spec "$tmp/bad.json" --in "$model" --out "$out_dir"
 refused "its source mesh has 2 ranks, but the source is a model" \
     reshard --spec "$tmp/other.json" --in "$model" --out "$out_dir"
@@ -149,6 +188,23 @@ accepted reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/done" --memo
 peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
 [ "$peak" -le $((200 << 20)) ] || fail "$peak bytes of memory for $nbytes bytes of tensors"
 rm -rf "$tmp/done"
+
+# so it does when everything is looked at for a scale first, and when scales are read
+mkdir "$tmp/wide"
+sparse "$tmp/wide/rank_0.safetensors" \
+    "{\"w\":{\"dtype\":\"BF16\",\"shape\":[$((nbytes / 8192)),4096],\"data_offsets\":[0,$nbytes]}}" $nbytes
+printf '{"dst_mesh": [2], "rules": [{"match": "*", "dst": {"placements": "S1", "quantisation": "nvfp4"}}]}' \
+    >"$tmp/wide.json"
+printf '{"src_mesh": [2], "rules": [{"match": "*", "src": {"placements": "S1", "quantisation": "nvfp4"}}]}' \
+    >"$tmp/back.json"
+accepted reshard --spec "$tmp/wide.json" --in "$tmp/wide" --out "$tmp/nvfp4" --memory 200MiB --json
+peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
+[ "$peak" -le $((200 << 20)) ] || fail "$peak bytes of memory to quantise $nbytes bytes of tensors"
+accepted reshard --spec "$tmp/back.json" --in "$tmp/nvfp4" --out "$tmp/done" --memory 200MiB --json
+peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
+[ "$peak" -le $((200 << 20)) ] || fail "$peak bytes of memory to read $nbytes bytes of quantised tensors"
+tail -c $nbytes "$tmp/done/rank_0.safetensors" | cmp -s -n $nbytes - /dev/zero || fail 'zeros did not come back'
+rm -rf "$tmp/done" "$tmp/nvfp4" "$tmp/wide"
 
 # a run that is ended from outside tidies up
 "$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/ended" --threads 1 --verify --sync \
