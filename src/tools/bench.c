@@ -57,17 +57,18 @@ static bool is_wanted(const bench *b, const char *name) {
     return !b->only || is_in_list(b->only, name);
 }
 
+static bool is_called(const char *known, const char *name, size_t length) {
+    return strlen(known) == length && strncmp(known, name, length) == 0;
+}
+
 static bool is_known(const char *name, size_t length) {
-    if (strlen(BENCH_DISK) == length && strncmp(BENCH_DISK, name, length) == 0)
-        return true;
     for (size_t i = 0; i < bench_ncases; i++) {
         for (int l = 0; l < bench_cases[i].nlines; l++) {
-            const char *known = bench_cases[i].line[l].name;
-            if (strlen(known) == length && strncmp(known, name, length) == 0)
+            if (is_called(bench_cases[i].line[l].name, name, length))
                 return true;
         }
     }
-    return false;
+    return is_called(BENCH_DISK, name, length) || is_called(BENCH_QUANT, name, length);
 }
 
 static tb_status check_names(const char *list) {
@@ -261,34 +262,53 @@ static tb_status run_peer(bench *b, int i) {
     return status == TB_OK ? TB_NO_MEMORY : status;
 }
 
-/* ---- Checkpoints on disk ------------------------------------------------------------------------------------- */
+/* ---- Lines that are not transfers ---------------------------------------------------------------------------- */
 
-static tb_status run_disk(bench *b) {
-    enum { TIMES = 4 }; /* the size, so that it is 4 GiB unless another is asked for */
-    bench_disk_round *rounds = tb__calloc((size_t)b->rounds, sizeof *rounds);
+/* Adds the result with its medians; takes its reason. */
+static tb_status add_rounds(bench *b, bench_result result, const bench_round *rounds, double at_least) {
     samples *s = tb__calloc(1, sizeof *s);
-    bench_result result = {.name = BENCH_DISK, .work = "checkpoint on disk, tp4 to tp2", .against = "cp"};
-    tb_status status = rounds && s ? TB_OK : TB_NO_MEMORY;
-    if (status == TB_OK)
-        status = bench_disk_run(TIMES * b->size, b->rounds, &b->guard, rounds, &result.extra_bytes, &result.reason);
-    for (int i = 0; i < b->rounds && status == TB_OK; i++) {
+    for (int i = 0; s && i < b->rounds; i++) {
         s->ours[i] = rounds[i].ours;
         s->theirs[i] = rounds[i].theirs;
         s->ratio[i] = rounds[i].theirs > 0 ? rounds[i].ours / rounds[i].theirs : 0;
     }
-    if (status == TB_OK) {
+    if (s) {
         result.gb_per_s = median(s->ours, b->rounds);
         result.against_gb_per_s = median(s->theirs, b->rounds);
         result.ratio = median(s->ratio, b->rounds);
-        result.at_least = result.reason ? 0 : 0.8;
+        result.at_least = result.reason ? 0 : at_least;
         result.rounds = b->rounds;
-        status = tb__vec_push(&b->results, result) ? TB_OK : TB_NO_MEMORY;
     }
-    if (status != TB_OK)
+    bool ok = s && tb__vec_push(&b->results, result);
+    if (!ok)
         free(result.reason);
-    free(rounds);
     free(s);
-    return status == TB_OK || status == TB_CANCELLED ? status : tb__fail_within(status, BENCH_DISK);
+    return ok ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status run_disk(bench *b, bench_round *rounds) {
+    enum { TIMES = 4 }; /* the size, so that it is 4 GiB unless another is asked for */
+    bench_result result = {.name = BENCH_DISK, .work = "checkpoint on disk, tp4 to tp2", .against = "cp"};
+    TB_TRY(bench_disk_run(TIMES * b->size, b->rounds, &b->guard, rounds, &result.extra_bytes, &result.reason));
+    return add_rounds(b, result, rounds, 0.8);
+}
+
+static tb_status run_quant(bench *b, bench_round *rounds) {
+    bench_result result = {.name = BENCH_QUANT,
+                           .work = "bf16 to MXFP8 in memory, reads and writes",
+                           .against = against_names[BENCH_MEMCPY_TRAFFIC],
+                           .extra_bytes = -1};
+    TB_TRY(bench_quant_run(&b->buffers, b->rounds, &b->guard, rounds));
+    return add_rounds(b, result, rounds, 0.6);
+}
+
+static tb_status run_other(bench *b, const char *name, tb_status (*run)(bench *b, bench_round *rounds)) {
+    if (!is_wanted(b, name))
+        return TB_OK;
+    bench_round *rounds = tb__calloc((size_t)b->rounds, sizeof *rounds);
+    tb_status status = rounds ? run(b, rounds) : TB_NO_MEMORY;
+    free(rounds);
+    return status == TB_OK || status == TB_CANCELLED ? status : tb__fail_within(status, "%s", name);
 }
 
 /* ---- The command --------------------------------------------------------------------------------------------- */
@@ -304,8 +324,8 @@ static tb_status run_all(bench *b) {
         if (is_any_wanted)
             TB_TRY(run_case(b, c));
     }
-    if (is_wanted(b, BENCH_DISK))
-        TB_TRY(run_disk(b));
+    TB_TRY(run_other(b, BENCH_DISK, run_disk));
+    TB_TRY(run_other(b, BENCH_QUANT, run_quant));
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {
         tool_show_line("row_col by others, %d of %d", i + 1, BENCH_NPEERS);
         TB_TRY(run_peer(b, i));
@@ -383,6 +403,7 @@ const tool_command tool_bench = {
         "  cast          f32 to bf16, Shard(0) to Shard(1), input bytes           the cast, 1 process     0.90\n"
         "  partial       bf16 Partial(sum) over 4 to Shard(0): 4 reads, 1 write   memcpy's traffic        0.60\n"
         "  reshard_disk  `tensorbus reshard` of 4 times the size, tp4 to tp2      cp                      0.80\n"
+        "  quant_mxfp8   bf16 to MXFP8 in memory, one process: reads and writes   memcpy's traffic        0.60\n"
         "\n"
         "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"
@@ -391,7 +412,8 @@ const tool_command tool_bench = {
         "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
         "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
         "settings; the marks are for the defaults, and without --staged. reshard_disk works in TMPDIR, with files in\n"
-        "the page cache; its extra memory is all that the resharding process had.\n"
+        "the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2 bytes of each\n"
+        "number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same memory.\n"
         "\n"
         "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio is below\n"
         "its mark.\n",

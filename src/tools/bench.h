@@ -76,18 +76,22 @@ tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, ben
 tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
                             tb__text *said, tb__text *reason);
 
-/* ---- Checkpoints on disk (bench_disk.c) ---------------------------------------------------------------------- */
+/* ---- Lines that are not transfers (bench_disk.c, bench_quant.c) ---------------------------------------------- */
 
-#define BENCH_DISK "reshard_disk"
+#define BENCH_DISK  "reshard_disk"
+#define BENCH_QUANT "quant_mxfp8"
 
-typedef struct bench_disk_round {
+typedef struct bench_round {
     double ours, theirs; /* GB/s */
-} bench_disk_round;
+} bench_round;
 
 /* Reshards a checkpoint of `size` bytes, and copies it, in every round. *peak is the most memory that a resharding
  * took. *reason, to be freed, is why it was not measured; NULL if it was. */
-tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_disk_round *out, int64_t *peak,
-                         char **reason);
+tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_round *out, int64_t *peak, char **reason);
+
+/* Quantises as much bf16 as a buffer has room for, and copies as many bytes, in every round; checks some thousand
+ * blocks in the end. The buffers hold other numbers afterwards. */
+tb_status bench_quant_run(const tool_buffers *buffers, int rounds, tool_guard *guard, bench_round *out);
 
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 

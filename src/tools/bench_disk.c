@@ -132,7 +132,7 @@ static void find_peak(const tb__text *said, int64_t *peak) {
     json_decref(json);
 }
 
-static tb_status run_round(const disk *d, bool verify, bench_disk_round *out, int64_t *peak, tb__text *reason) {
+static tb_status run_round(const disk *d, bool verify, bench_round *out, int64_t *peak, tb__text *reason) {
     const char *const copy[] = {"cp", "-r", d->in, d->copy, NULL};
     const char *const reshard[] = {d->tool, "reshard", "--spec", d->spec,  "--in",
                                    d->in,   "--out",   d->out,   "--json", verify ? "--verify" : NULL,
@@ -152,8 +152,8 @@ static tb_status run_round(const disk *d, bool verify, bench_disk_round *out, in
     return status;
 }
 
-static tb_status run_rounds(disk *d, int64_t size, int rounds, bench_disk_round *out, int64_t *peak, tb__text *reason) {
-    bench_disk_round unused;
+static tb_status run_rounds(disk *d, int64_t size, int rounds, bench_round *out, int64_t *peak, tb__text *reason) {
+    bench_round unused;
     ssize_t length = readlink("/proc/self/exe", d->tool, sizeof d->tool - 1);
     if (length < 0)
         return tb__fail(TB_IO, "can't find this program's own file");
@@ -181,8 +181,7 @@ static tb_status run_rounds(disk *d, int64_t size, int rounds, bench_disk_round 
     return TB_OK;
 }
 
-tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_disk_round *out, int64_t *peak,
-                         char **reason) {
+tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_round *out, int64_t *peak, char **reason) {
     disk d = {.guard = guard};
     tb__text why = {0};
     *peak = 0;
