@@ -801,6 +801,7 @@ typedef struct tb_part {
     size_t param; /* index of the parameter */
     const char *name;
     const tb_view *view; /* NULL: none; belongs to the tb_names */
+    const char *text;    /* of the view, as a tb_tensor takes it; NULL: none; belongs to the tb_names */
 } tb_part;
 
 typedef struct tb_parts {

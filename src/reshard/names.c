@@ -13,6 +13,7 @@ typedef struct rule {
     tb__pattern match;
     char *name;    /* NULL: the old one */
     tb_view *view; /* NULL: none */
+    char *text;    /* of the view */
     bool is_more;  /* the same pattern as the rule before */
 } rule;
 
@@ -113,7 +114,10 @@ static tb_status set_rule(const tb_rule *from, const rule *before, rule *out) {
         if (!out->name)
             return TB_NO_MEMORY;
     }
-    return from->view ? tb_view_parse(from->view, &out->view) : TB_OK;
+    if (!from->view)
+        return TB_OK;
+    out->text = tb__strdup(from->view);
+    return out->text ? tb_view_parse(from->view, &out->view) : TB_NO_MEMORY;
 }
 
 static tb_status set_rules(const tb_names_opts *opts, tb_names *names) {
@@ -154,6 +158,7 @@ void tb_names_destroy(tb_names *names) {
     for (size_t i = 0; i < names->nrules; i++) {
         tb__pattern_fini(&names->rule[i].match);
         free(names->rule[i].name);
+        free(names->rule[i].text);
         tb_view_destroy(names->rule[i].view);
     }
     free(names->rule);
@@ -194,12 +199,13 @@ typedef struct resolving {
     tb__text layered, numbered;
 } resolving;
 
-static tb_status add_part(resolving *r, size_t param, const char *replacement, const tb__capture *captures,
-                          const tb_view *view) {
+/* `from` is NULL where no rule applies. */
+static tb_status add_part(resolving *r, size_t param, const rule *from, const tb__capture *captures) {
     if (!tb__vec_reserve(&r->part, 1) || !tb__vec_push(&r->name, r->text.count))
         return TB_NO_MEMORY;
-    r->part.item[r->part.count++] = (tb_part){.param = param, .view = view};
-    tb__replacement_expand(replacement, captures, &r->text);
+    tb_part *part = &r->part.item[r->part.count++];
+    *part = (tb_part){.param = param, .view = from ? from->view : NULL, .text = from ? from->text : NULL};
+    tb__replacement_expand(from && from->name ? from->name : "\\0", captures, &r->text);
     if (!r->text.failed)
         r->text.count++; /* keeps the end of the string */
     return r->text.failed ? TB_NO_MEMORY : TB_OK;
@@ -214,11 +220,10 @@ static tb_status resolve_param(const tb_names *names, size_t param, const char *
         i++;
     if (i == names->nrules) {
         captures[0] = (tb__capture){name, strlen(name)};
-        return add_part(r, param, "\\0", captures, NULL);
+        return add_part(r, param, NULL, captures);
     }
     do {
-        const rule *applied = &names->rule[i];
-        TB_TRY(add_part(r, param, applied->name ? applied->name : "\\0", captures, applied->view));
+        TB_TRY(add_part(r, param, &names->rule[i], captures));
     } while (++i < names->nrules && names->rule[i].is_more);
     return TB_OK;
 }

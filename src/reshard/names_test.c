@@ -31,6 +31,7 @@ static void assert_resolves(const tb_names_opts *opts, const char *local, const 
     assert_int_equal(parts.count, 1);
     assert_int_equal(parts.part[0].param, 0);
     assert_null(parts.part[0].view);
+    assert_null(parts.part[0].text);
     assert_string_equal(parts.part[0].name, expected);
     tb_parts_fini(&parts);
     tb_names_destroy(names);
@@ -228,7 +229,9 @@ static void parts_of_a_parameter(void **state) {
         assert_int_equal(parts.part[i].param, expected[i].param);
         assert_string_equal(parts.part[i].name, expected[i].name);
         assert_int_equal(parts.part[i].view != NULL, expected[i].has_view);
+        assert_int_equal(parts.part[i].text != NULL, expected[i].has_view);
     }
+    assert_string_equal(parts.part[2].text, "split(0,-1,6,128) slice(1,4,1)");
     assert_ptr_equal(parts.part[1].view, parts.part[4].view);
     tb_parts_fini(&parts);
     assert_ok(tb_names_resolve(names, NULL, 0, &parts));

@@ -374,10 +374,9 @@ static tb_status add_trainer_rules(builder *b) {
                     compose(b, "pad(0,0,%" PRId64 ")", padded_vocabulary(b) - m->vocabulary));
 }
 
-/* Each expert that the rank has is a tensor of its own. */
+/* Each expert is a tensor of its own, on all ranks that the stack is cut among: some of them have nothing of it. */
 static tb_status add_stack_rules(builder *b, const char *match, const char *name, int64_t start, int64_t length) {
-    for (int64_t i = 0; i < slots(b); i++) {
-        int64_t e = expert_in(b, expert_rank(b), i);
+    for (int64_t e = 0; e < b->model->nexperts; e++) {
         const char *view =
             compose(b, "slice(0,%" PRId64 ",1) slice(1,%" PRId64 ",%" PRId64 ") merge(0,1)", e, start, length);
         const char *to = compose(b, "\\1.experts.%" PRId64 ".%s.weight", e, name);
@@ -453,4 +452,31 @@ void moe_rank_fini(moe_rank *rank) {
     free(rank->params.item);
     tb__arena_fini(&rank->arena);
     *rank = (moe_rank){0};
+}
+
+/* Padding is the rows of a vocabulary that are none of its words. */
+static int64_t count_words(const moe_model *model, const tb_local *local) {
+    int64_t count = 0;
+    for (size_t i = 0; i < local->nsegments[0]; i++) {
+        tb_segment s = local->segments[0][i];
+        int64_t stop = s.stop < model->vocabulary ? s.stop : model->vocabulary;
+        count += stop > s.start ? stop - s.start : 0;
+    }
+    return count;
+}
+
+tb_status moe_param_size(const moe_rank *rank, const moe_param *param, int64_t *stored, int64_t *used) {
+    tb_layout *layout;
+    tb_local local;
+    TB_TRY(tb_layout_parse(param->layout, &layout));
+    tb_status status = tb_layout_local(layout, &param->shape, rank->rank, &local);
+    tb_layout_destroy(layout);
+    TB_TRY(status);
+    status = tb_shape_size(&local.shape, TB_BF16, NULL, stored);
+    if (status == TB_OK && (param->kind == MOE_EMBEDDING || param->kind == MOE_HEAD))
+        local.shape.dim[0] = count_words(rank->model, &local);
+    if (status == TB_OK)
+        status = tb_shape_size(&local.shape, TB_BF16, NULL, used);
+    tb_local_fini(&local);
+    return status;
 }

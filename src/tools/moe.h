@@ -72,6 +72,9 @@ typedef struct moe_rank {
 tb_status moe_rank_init(moe_rank *rank, const moe_model *model, int which, const moe_cut *cut, int32_t number);
 void moe_rank_fini(moe_rank *rank);
 
+/* The rank's part of a parameter: bytes in its memory, and those of them that are not padding. */
+tb_status moe_param_size(const moe_rank *rank, const moe_param *param, int64_t *stored, int64_t *used);
+
 extern const tb_tie moe_tie; /* lm_head and the embedding */
 
 /* ---- Values (moe_values.c) ----------------------------------------------------------------------------------- */
