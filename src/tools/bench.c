@@ -68,7 +68,8 @@ static bool is_known(const char *name, size_t length) {
                 return true;
         }
     }
-    return is_called(BENCH_DISK, name, length) || is_called(BENCH_QUANT, name, length);
+    return is_called(BENCH_REFIT, name, length) || is_called(BENCH_DISK, name, length) ||
+           is_called(BENCH_QUANT, name, length);
 }
 
 static tb_status check_names(const char *list) {
@@ -262,7 +263,7 @@ static tb_status run_peer(bench *b, int i) {
     return status == TB_OK ? TB_NO_MEMORY : status;
 }
 
-/* ---- Lines that are not transfers ---------------------------------------------------------------------------- */
+/* ---- Lines of their own ------------------------------------------------------------------------------------ */
 
 /* Adds the result with its medians; takes its reason. */
 static tb_status add_rounds(bench *b, bench_result result, const bench_round *rounds, double at_least) {
@@ -284,6 +285,14 @@ static tb_status add_rounds(bench *b, bench_result result, const bench_round *ro
         free(result.reason);
     free(s);
     return ok ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status run_refit(bench *b, bench_round *rounds) {
+    bench_result result = {.name = BENCH_REFIT,
+                           .work = "MoE model, pp2 tp2 ep2 to dp4 ep4, 4 to 4 ranks",
+                           .against = against_names[BENCH_MEMCPY]};
+    TB_TRY(bench_refit_run(&b->buffers, &b->batch, b->rounds, &b->guard, rounds, &result.extra_bytes));
+    return add_rounds(b, result, rounds, 0.8);
 }
 
 static tb_status run_disk(bench *b, bench_round *rounds) {
@@ -324,6 +333,7 @@ static tb_status run_all(bench *b) {
         if (is_any_wanted)
             TB_TRY(run_case(b, c));
     }
+    TB_TRY(run_other(b, BENCH_REFIT, run_refit));
     TB_TRY(run_other(b, BENCH_DISK, run_disk));
     TB_TRY(run_other(b, BENCH_QUANT, run_quant));
     for (int i = 0; i < BENCH_NPEERS && b->with_peers; i++) {
@@ -402,6 +412,7 @@ const tool_command tool_bench = {
         "  small         tensors of 64 KiB, 4 to 4 ranks                          memcpy                  0.60\n"
         "  cast          f32 to bf16, Shard(0) to Shard(1), input bytes           the cast, 1 process     0.90\n"
         "  partial       bf16 Partial(sum) over 4 to Shard(0): 4 reads, 1 write   memcpy's traffic        0.60\n"
+        "  refit         200 tensors, experts, pp2 tp2 ep2 to dp4 ep4, 4 to 4     memcpy                  0.80\n"
         "  reshard_disk  `tensorbus reshard` of 4 times the size, tp4 to tp2      cp                      0.80\n"
         "  quant_mxfp8   bf16 to MXFP8 in memory, one process: reads and writes   memcpy's traffic        0.60\n"
         "\n"

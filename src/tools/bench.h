@@ -76,14 +76,19 @@ tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, ben
 tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
                             tb__text *said, tb__text *reason);
 
-/* ---- Lines that are not transfers (bench_disk.c, bench_quant.c) ---------------------------------------------- */
+/* ---- Lines of their own (bench_refit.c, bench_disk.c, bench_quant.c) ----------------------------------------- */
 
+#define BENCH_REFIT "refit"
 #define BENCH_DISK  "reshard_disk"
 #define BENCH_QUANT "quant_mxfp8"
 
 typedef struct bench_round {
     double ours, theirs; /* GB/s */
 } bench_round;
+
+/* Moves a mixture-of-experts model as large as a buffer, and copies the buffer, in every round. */
+tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, int rounds, tool_guard *guard,
+                          bench_round *out, int64_t *extra_bytes);
 
 /* Reshards a checkpoint of `size` bytes, and copies it, in every round. *peak is the most memory that a resharding
  * took. *reason, to be freed, is why it was not measured; NULL if it was. */
