@@ -3,7 +3,6 @@
 
 #include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -42,6 +41,7 @@ typedef struct builder {
     const moe_cut *cut;
     int32_t stage, number;
     TB_VEC(tb_rule) rules;
+    tb__text scratch;
 } builder;
 
 static bool is_trainer(const builder *b) {
@@ -106,23 +106,28 @@ static tb_status check_cut(const builder *b, int32_t rank) {
 /* ---- Text ---------------------------------------------------------------------------------------------------- */
 
 /* In the rank's arena; NULL, with the sentence set, if there is no memory. */
-__attribute__((format(printf, 2, 3))) static char *compose(builder *b, const char *format, ...) {
-    va_list args, again;
-    va_start(args, format);
-    va_copy(again, args);
-    int length = vsnprintf(NULL, 0, format, args);
-    va_end(args);
-    char *text = length >= 0 ? tb__arena_alloc(&b->out->arena, (size_t)length + 1, 1) : NULL;
-    if (text)
-        vsnprintf(text, (size_t)length + 1, format, again);
-    va_end(again);
-    return text;
+static char *copy(builder *b, const char *string) {
+    size_t size = strlen(string) + 1;
+    char *text = tb__arena_alloc(&b->out->arena, size, 1);
+    return text ? memcpy(text, string, size) : NULL;
 }
+
+static tb__text *begin_text(builder *b) {
+    b->scratch.count = 0;
+    return &b->scratch;
+}
+
+static char *end_text(builder *b) {
+    return b->scratch.failed ? NULL : copy(b, b->scratch.data);
+}
+
+/* compose(b, format, ...): the same for a text that is made here. */
+#define compose(b, ...) (tb__text_add(begin_text(b), __VA_ARGS__), end_text(b))
 
 static tb_status keep(builder *b, tb__text *text, const char **out) {
     char *taken;
     TB_TRY(tb__text_take(text, &taken));
-    *out = compose(b, "%s", taken);
+    *out = copy(b, taken);
     free(taken);
     return *out ? TB_OK : TB_NO_MEMORY;
 }
@@ -441,6 +446,7 @@ tb_status moe_rank_init(moe_rank *rank, const moe_model *model, int which, const
     builder b = {.out = rank, .model = model, .cut = cut};
     tb_status status = build(&b, number);
     free(b.rules.item);
+    tb__text_fini(&b.scratch);
     if (status != TB_OK)
         moe_rank_fini(rank);
     return status;

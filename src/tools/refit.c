@@ -155,7 +155,7 @@ static tb_status connect_rank(refit_rank *rank) {
 static tb_status move(refit_rank *rank, tool_slot *slot) {
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = rank->job->timeout_ms};
     bool is_source = rank->which == TOOL_SOURCE;
-    tb_transfer *transfer;
+    tb_transfer *transfer = NULL;
     TB_TRY((is_source ? tb_send : tb_recv)(rank->batch, &opts, &transfer));
     tb_status status = tb_wait(transfer, is_source ? TB_RELEASED : TB_ARRIVED, -1);
     slot->ended_ns = tool_now_ns();
