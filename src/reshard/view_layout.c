@@ -419,6 +419,51 @@ static int32_t rank_at(const viewing *v, const mesh *m, int64_t index) {
     return tb_layout_rank_at(v->grid.layout, (int32_t)old);
 }
 
+/* Whether those at a coordinate of an Explicit mesh dim hold anything. */
+static bool holds_some(const tb_placement *p, int64_t coord) {
+    return p->kind != TB_EXPLICIT || p->list_ends[coord] > (coord ? p->list_ends[coord - 1] : 0);
+}
+
+/* Takes ranks that hold nothing out of the mesh, coordinate by coordinate: one expert of a stack is on few ranks, and
+ * nobody else has to do with it. */
+static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *nranks) {
+    tb_placement *p = &m->place[d];
+    int64_t before = m->shape[d], kept = 0, inner = 1, left = 0;
+    for (int64_t c = 0; c < before; c++)
+        kept += holds_some(p, c);
+    if (kept == before || kept == 0)
+        return TB_OK;
+    for (int i = d + 1; i < m->ndim; i++)
+        inner *= m->shape[i];
+    for (int64_t i = 0; i < *nranks; i++) {
+        if (holds_some(p, i / inner % before))
+            ranks[left++] = ranks[i];
+    }
+    size_t *ends = tb__arena_alloc(&v->arena, (size_t)kept, sizeof *ends);
+    if (!ends)
+        return TB_NO_MEMORY;
+    size_t at = 0;
+    int64_t n = v->shape.dim[p->dim], part = (n + kept - 1) / kept;
+    bool is_whole = true, is_shard = true; /* each has all of it, or its part */
+    for (int64_t c = 0; c < before; c++) {
+        if (!holds_some(p, c))
+            continue;
+        const tb_segment *first = &p->segments[c ? p->list_ends[c - 1] : 0];
+        size_t count = p->list_ends[c] - (c ? p->list_ends[c - 1] : 0);
+        int64_t start = (int64_t)at * part, stop = start + part < n ? start + part : n;
+        is_whole &= count == 1 && first->start == 0 && first->stop == n;
+        is_shard &= count == 1 && first->start == start && first->stop == stop;
+        ends[at++] = p->list_ends[c];
+    }
+    p->list_ends = ends; /* what is left out had no segments */
+    p->nlists = (size_t)kept;
+    if (is_whole || is_shard)
+        *p = is_whole ? (tb_placement){.kind = TB_REPLICATE} : (tb_placement){.kind = TB_SHARD, .dim = p->dim};
+    m->shape[d] = kept;
+    *nranks = left;
+    return TB_OK;
+}
+
 static tb_status build_layout(viewing *v, const tb_layout *layout, tb_layout **out) {
     mesh m = {0};
     TB_TRY(find_shares(v));
@@ -430,6 +475,9 @@ static tb_status build_layout(viewing *v, const tb_layout *layout, tb_layout **o
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < layout->nranks; i++)
         ranks[i] = rank_at(v, &m, i);
+    int64_t nranks = layout->nranks;
+    for (int d = 0; d < m.ndim; d++)
+        TB_TRY(drop_idle(v, &m, d, ranks, &nranks));
     return tb_layout_create(m.ndim, m.shape, ranks, m.place, out);
 }
 

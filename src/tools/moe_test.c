@@ -114,15 +114,15 @@ static void side_fini(side *s) {
     free(s->names);
 }
 
-/* Who is in a tensor's mesh has it in its list, and nobody else. */
+/* Who is in a tensor's mesh has it in its list. */
 static void assert_lists(const side *s) {
     for (size_t i = 0; i < s->tensors.count; i++) {
         const tensor *t = &s->tensors.item[i];
         for (int32_t r = 0; r < s->nranks; r++) {
             bool is_inside = tb_layout_index_of(t->layout, r) >= 0;
-            if (t->has[r] != is_inside)
+            if (is_inside && !t->has[r])
                 print_error("%s on rank %d\n", t->name, (int)r);
-            assert_int_equal(t->has[r], is_inside);
+            assert_true(!is_inside || t->has[r]);
         }
     }
 }
