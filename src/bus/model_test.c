@@ -43,6 +43,10 @@ static void model_init(rank *r, model *m, const entry *entries, size_t count) {
         m->has[i] = layout && is_in_mesh(layout, r->index);
         if (m->has[i])
             part_init(&m->parts[i], layout, r->index, entries[i].rows, entries[i].columns);
+        if (m->has[i] && m->parts[i].count == 0) { /* in the mesh, but there is nothing left for it */
+            part_fini(&m->parts[i]);
+            m->has[i] = false;
+        }
     }
 }
 
@@ -132,6 +136,7 @@ static void test_pipeline_stages(void **state) {
 /* What is dense is on all ranks, and experts are where they are. */
 static const entry experts[] = {
     {.name = "router", .layout = {ROWS, "mesh=4 place=Shard(1)"}, .rows = 8, .columns = 12},
+    {.name = "few", .layout = {ROWS, "mesh=4 place=Shard(0)"}, .rows = 3, .columns = 5},
     {.name = "experts.0", .layout = {ON(0), ON(3)}, .rows = 6, .columns = 6},
     {.name = "experts.1", .layout = {ON(0), "mesh=2 place=Shard(0) ranks=0,1"}, .rows = 6, .columns = 6},
     {.name = "experts.2", .layout = {ON(1), "mesh=2 place=Shard(1) ranks=2,3"}, .rows = 6, .columns = 6},

@@ -118,6 +118,18 @@ static tb_status compare(const joining *j, const entry *a, const entry *b) {
                     j->accord->what, difference);
 }
 
+/* Whether a rank of the mesh has anything of it: the last of many may not. */
+static bool holds_part(const tb__held *held, int32_t rank) {
+    tb_local local;
+    if (tb_layout_local(held->layout, &held->as->shape, rank, &local) != TB_OK)
+        return true;
+    bool holds = true;
+    for (int d = 0; d < held->as->shape.ndim; d++)
+        holds &= local.shape.dim[d] > 0;
+    tb_local_fini(&local);
+    return holds;
+}
+
 /* Everybody who holds a part of it has added it: those bodies have its number. */
 static tb_status check_mesh(const joining *j, const tb__held *held, uint64_t number) {
     enum { NAMED = 4 };
@@ -126,7 +138,7 @@ static tb_status check_mesh(const joining *j, const tb__held *held, uint64_t num
     int32_t n = tb_layout_nranks(held->layout);
     for (int32_t i = 0; i < n; i++) {
         int32_t seat = j->seat_of[tb_layout_rank_at(held->layout, i)];
-        if (j->listed[j->body_of[seat]] == number)
+        if (j->listed[j->body_of[seat]] == number || !holds_part(held, tb_layout_rank_at(held->layout, i)))
             continue;
         if (count++ < NAMED && at < sizeof missing)
             at += (size_t)snprintf(missing + at, sizeof missing - at, "%s%s", count > 1 ? ", " : "", label_of(j, seat));
