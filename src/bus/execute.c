@@ -3,6 +3,7 @@
 
 #include "base/opts.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* Whether it is on the sending side, on the other, or on both, over all pairs of the batch. */
@@ -27,7 +28,7 @@ static tb_status finish(tb_transfer *transfer, tb_status status, tb_transfer_sta
     if (transfer && status == TB_OK)
         status = tb_wait(transfer, TB_COMMITTED, -1);
     if (status != TB_OK)
-        strncat(why, tb_error_detail(), sizeof why - 1);
+        snprintf(why, sizeof why, "%s", tb_error_detail());
     if (transfer && out)
         tb_transfer_query(transfer, out);
     tb_transfer_destroy(transfer);

@@ -100,7 +100,7 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
 /* A chunk on its way to parts of up to most_bytes. */
 typedef struct cutter {
     tb__ir *ir;
-    const tb_tensor_spec *spec; /* of a coded chunk */
+    const tb_tensor_spec *spec; /* of a coded chunk; else it may be NULL */
     int64_t most_bytes;
     uint32_t *part;
 } cutter;
@@ -118,7 +118,7 @@ static void shorten(const cutter *c, tb_chunk *chunk, int d, int64_t at, int64_t
     chunk->src.start[d] += at;
     chunk->dst.start[d] += at;
     chunk->len[d] = rows;
-    if (chunk->is_coded && c->spec->coded_nbytes)
+    if (c->spec && c->spec->coded && c->spec->coded_nbytes)
         chunk->nbytes = c->spec->coded_nbytes(c->spec->coded_arg, chunk->ndim, chunk->len);
     else
         chunk->nbytes = chunk->nbytes / before * (rows / packing);

@@ -15,11 +15,20 @@ static int64_t align64(int64_t n) {
 
 /* ---- What a tensor takes --------------------------------------------------------------------------------------- */
 
+static bool is_same_shape(const tb_shape *a, const tb_shape *b) {
+    return a->ndim == b->ndim && memcmp(a->dim, b->dim, (size_t)a->ndim * sizeof *a->dim) == 0;
+}
+
+static bool is_same_format(const tb__quant_format *a, const tb__quant_format *b) {
+    return a->kind == b->kind && a->is_floor == b->is_floor && a->is_power_of_two == b->is_power_of_two &&
+           a->is_swizzled == b->is_swizzled;
+}
+
 /* The longest part of any target, dim by dim. Tensors of one layout and shape follow on one another more often than
  * not. */
 static tb_status find_most(const tb_tensor_spec *spec, const tb_tensor_spec *before, const tb_shape *known,
                            tb_shape *out) {
-    if (before && before->dst == spec->dst && memcmp(&before->shape, &spec->shape, sizeof spec->shape) == 0) {
+    if (before && before->dst == spec->dst && is_same_shape(&before->shape, &spec->shape)) {
         *out = *known;
         return TB_OK;
     }
@@ -134,7 +143,7 @@ static tb_status check_unit(const tb__convert *c, const tb__flow_tensor *tensors
     const entry *first = &c->entries[c->order[u->first]];
     for (size_t i = 1; i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];
-        if (memcmp(&e->dst_encoding.format, &first->dst_encoding.format, sizeof e->dst_encoding.format) != 0)
+        if (!is_same_format(&e->dst_encoding.format, &first->dst_encoding.format))
             return tb__fail(
                 TB_CONFLICT, "tensors '%.100s' and '%.100s' are in scale group '%.100s', but encoded differently",
                 tensors[c->order[u->first]].spec.name, tensors[c->order[u->first + i]].spec.name, e->how.scale_group);

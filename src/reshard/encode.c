@@ -291,17 +291,16 @@ tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start
         return refuse_cut(skip);
     if (columns % MXFP8_BLOCK != 0 && !is_end)
         return refuse_cut(skip + columns);
+    bool is_swizzled = to->encoding.format.is_swizzled;
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = storage_row(to, ndim, start, len, i);
-        tb__quant_tensor m = matrix_at(to, row / to->matrix_rows);
-        int64_t r = row % to->matrix_rows, first = skip / MXFP8_BLOCK;
-        unsigned char *scales = m.scales;
-        memcpy((char *)m.data + r * to->columns + skip, data + i * columns, (size_t)columns);
-        if (!to->encoding.format.is_swizzled)
+        int64_t row = storage_row(to, ndim, start, len, i), r = row % to->matrix_rows, first = skip / MXFP8_BLOCK;
+        unsigned char *scales = (unsigned char *)to->scales + row / to->matrix_rows * to->size.scale_nbytes;
+        memcpy(to->data + row * to->columns + skip, data + i * columns, (size_t)columns);
+        if (!is_swizzled)
             memcpy(scales + r * to->size.scale_columns + first, scale + i * nscales, (size_t)nscales);
-        for (int64_t c = 0; to->encoding.format.is_swizzled && c < nscales; c++)
+        for (int64_t c = 0; is_swizzled && c < nscales; c++)
             scales[tb__quant_swizzle(r, first + c, to->size.scale_columns)] = scale[i * nscales + c];
-        if (to->encoding.format.is_swizzled && is_end && r == to->matrix_rows - 1)
+        if (is_swizzled && is_end && r == to->matrix_rows - 1)
             clear_tiles(to, scales);
     }
     return TB_OK;

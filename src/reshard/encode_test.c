@@ -138,7 +138,7 @@ static int64_t scale_place(const scene *s, int64_t row, int64_t c) {
 /* Data and scales of the part's rows are what the reference makes of whole matrices, and no other row was touched. */
 static void check_storage(const scene *s) {
     int64_t row_nbytes = s->size.data_nbytes / s->rows, item = s->size.scale_dtype == TB_F32 ? 4 : 1;
-    uint8_t *data = malloc((size_t)s->size.data_nbytes), *scales = malloc((size_t)s->size.scale_nbytes + 1);
+    uint8_t *data = calloc(1, (size_t)s->size.data_nbytes), *scales = calloc(1, (size_t)s->size.scale_nbytes + 1);
     for (int64_t m = 0; m < s->nmatrices; m++) {
         tb__quant_tensor t = {s->encoding.format, s->rows, s->columns, data, scales, s->scale};
         quantised_make(&t, &(tb__quant_rows){s->expected[m], s->dtype, s->columns});

@@ -457,8 +457,10 @@ static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *
     }
     p->list_ends = ends; /* what is left out had no segments */
     p->nlists = (size_t)kept;
-    if (is_whole || is_shard)
-        *p = is_whole ? (tb_placement){.kind = TB_REPLICATE} : (tb_placement){.kind = TB_SHARD, .dim = p->dim};
+    if (is_whole)
+        *p = (tb_placement){.kind = TB_REPLICATE};
+    else if (is_shard)
+        *p = (tb_placement){.kind = TB_SHARD, .dim = p->dim};
     m->shape[d] = kept;
     *nranks = left;
     return TB_OK;
