@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <sys/queue.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
@@ -325,6 +326,71 @@ void tb_free(void *ptr) {
     pthread_mutex_unlock(&pool.lock);
     if (!is_known)
         tb__log(TB_LOG_ERROR, "tb_free: %p is not the start of a live allocation; nothing is freed", ptr);
+}
+
+/* ---- Of other processes ---------------------------------------------------------------------------------------- */
+
+static tb_status map_foreign(int fd, tb__arena_file *out) {
+    struct stat info;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return tb__fail(TB_DENIED, "the memory is no memfd that is sealed against shrinking");
+    if (fstat(fd, &info) != 0)
+        return tb__fail(TB_IO, "fstat: %s", strerror(errno));
+    *out = (tb__arena_file){.nbytes = (size_t)info.st_size};
+    if (info.st_size <= 0)
+        return tb__fail(TB_INVALID, "the memory has no bytes");
+    out->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (out->fd < 0)
+        return tb__fail(TB_IO, "fcntl: %s", strerror(errno));
+    out->base = map_file(out->fd, out->nbytes);
+    if (out->base)
+        return TB_OK;
+    tb_status status = tb__fail(TB_NO_MEMORY, "%zu bytes of another process: %s", out->nbytes, strerror(errno));
+    close(out->fd);
+    return status;
+}
+
+tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes) {
+    arena *made = tb__calloc(1, sizeof *made);
+    tb__extent *extent = tb__calloc(1, sizeof *extent);
+    tb_status status = made && extent ? map_foreign(fd, &made->file) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        free(made);
+        free(extent);
+        return status;
+    }
+    made->is_large = true;
+    made->nallocations = 1; /* which nobody frees */
+    made->first = extent;
+    *extent = (tb__extent){.start = (uintptr_t)made->file.base,
+                           .nbytes = made->file.nbytes,
+                           .asked = made->file.nbytes,
+                           .is_used = true,
+                           .arena = made};
+    *base = made->file.base;
+    *nbytes = made->file.nbytes;
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&pool.lock);
+    tb__extents_add(&pool.extents, extent);
+    LIST_INSERT_HEAD(&pool.arenas, made, link);
+    pthread_mutex_unlock(&pool.lock);
+    return TB_OK;
+}
+
+void tb__memory_abandon(void *base) {
+    pthread_mutex_lock(&pool.lock);
+    tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)base);
+    arena *it = extent && extent->is_used && extent->start == (uintptr_t)base ? extent->arena : NULL;
+    if (it) {
+        LIST_REMOVE(it, link);
+        tb__extents_remove(&pool.extents, extent);
+        munmap(it->file.base, it->file.nbytes);
+        close(it->file.fd);
+        free(extent);
+        free(it);
+    }
+    pthread_mutex_unlock(&pool.lock);
 }
 
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out) {

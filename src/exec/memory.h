@@ -19,4 +19,9 @@ typedef struct tb__arena_file {
  * no memory of tb_alloc. */
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out);
 
+/* Maps the memory of another process, a memfd that is sealed against shrinking, so that tensors in it can be reached
+ * like those of tb_alloc. The descriptor stays the caller's. *base is byte 0 of the file. */
+tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes);
+void tb__memory_abandon(void *base); /* no tensor in it is used any more */
+
 #endif

@@ -447,8 +447,40 @@ static void test_fork(void **state) {
     tb_free(take(1000));
 }
 
+/* Memory of another process, as its descriptor comes over a socket. */
+static void adopted_memory(void **state) {
+    (void)state;
+    char *ours, *theirs = NULL;
+    void *base;
+    size_t nbytes;
+    tb__arena_file file, found;
+    assert_int_equal(tb_alloc(100000, (void **)&ours), TB_OK);
+    memset(ours, 7, 100000);
+    assert_true(tb__memory_find(ours, 100000, &file));
+    assert_int_equal(tb__memory_adopt(file.fd, &base, &nbytes), TB_OK);
+    assert_int_equal(nbytes, file.nbytes);
+    theirs = (char *)base + (ours - (char *)file.base);
+    assert_int_equal(theirs[99999], 7);
+    theirs[5] = 8;
+    assert_int_equal(ours[5], 8);
+    assert_true(tb__memory_find(theirs, 100000, &found));
+    assert_ptr_equal(found.base, base);
+    assert_true(found.fd != file.fd);
+    assert_false(tb__memory_find((char *)base + nbytes - 1, 2, &found));
+    tb__memory_abandon(base);
+    assert_false(tb__memory_find(theirs, 1, &found));
+    tb_free(ours);
+
+    int fd = memfd_create("not-sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_true(fd >= 0 && ftruncate(fd, 4096) == 0);
+    assert_int_equal(tb__memory_adopt(fd, &base, &nbytes), TB_DENIED);
+    close(fd);
+    assert_int_equal(tb__memory_adopt(STDERR_FILENO, &base, &nbytes), TB_DENIED);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(adopted_memory),
         cmocka_unit_test(test_random),
         cmocka_unit_test(test_reuse),
         cmocka_unit_test(test_pieces_join),
