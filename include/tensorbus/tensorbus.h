@@ -14,7 +14,7 @@
  *  - Options structs begin with `size`, which is sizeof the struct; any other field that is zero means the default, and
  *    NULL means all defaults.
  *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
- * objects belong to one thread at a time.
+ *    objects belong to one thread at a time.
  */
 #ifndef TENSORBUS_TENSORBUS_H
 #define TENSORBUS_TENSORBUS_H
@@ -486,21 +486,26 @@ TB_API void tb_pair_destroy(tb_pair *pair);
 
 /* Conversions on the way that are the user's own. Those that come with tensorbus are said by a tensor's `encode`. */
 typedef struct tb_transform_piece {
-    const char *name; /* of the tensor */
+    const char *name; /* of the tensor; where names are tied, the receiving side's */
     tb_dtype dtype;   /* the sending side's */
     int ndim;
-    int64_t shape[TB_MAX_DIMS];                             /* of the piece */
-    int64_t src_start[TB_MAX_DIMS], dst_start[TB_MAX_DIMS]; /* where it begins in the two local tensors */
+    int64_t shape[TB_MAX_DIMS]; /* of the piece */
+    /* Where it begins in the two local tensors: when it is sent to several ranks, in the first one's; not known to
+     * prepare_recv. */
+    int64_t src_start[TB_MAX_DIMS], dst_start[TB_MAX_DIMS];
 } tb_transform_piece;
 
 /* A tensor goes in pieces, boxes that one rank has for others. Each is turned into bytes where it is sent, and back
  * where it is received. Both sides of a pair give a transform; which tensors it takes, and how many bytes it makes of a
- * piece, must be the same at both. Functions may be NULL: then elements are copied. They are called by the thread that
- * makes progress, one at a time, and must not call the world. A sentence of failure is set by tb_error_set. */
+ * piece, must be the same at both. should_transform is called by tb_batch_add, the others by the thread that makes
+ * progress, one at a time; they must not call the world. prepare_send and finalize_recv may be NULL: then elements are
+ * copied in the sending side's dtype, for which prepare_recv must leave room. A sentence of failure is set by
+ * tb_error_set. */
 typedef struct tb_transform {
     void *arg;
     bool (*should_transform)(void *arg, const char *name); /* NULL: all */
-    /* How many bytes a piece has on the wire, by its shape; NULL: those of its elements. Asked at both ends. */
+    /* How many bytes a piece has on the wire, at least 1, by its shape; NULL: those of its elements. Asked at both
+     * ends, while the batch is planned, perhaps more than once. */
     int64_t (*prepare_recv)(void *arg, const tb_transform_piece *piece);
     /* `part` is the piece in this rank's tensor. */
     tb_status (*prepare_send)(void *arg, const tb_transform_piece *piece, const tb_binding *part, void *wire);
@@ -558,7 +563,8 @@ typedef struct tb_tensor {
     void *scales;            /* one after the other, as many as the format has for this rank's part; borrowed */
     float *scale;            /* fp8_tensor and nvfp4: the one for all of it; borrowed */
     const char *scale_group; /* tensors of this name have that in common, over all ranks of this side, or, if it begins
-                                with "local:", on each for itself; NULL: this rank's part has its own */
+                                with "local:", on each for itself; NULL: this rank's part has its own. Tensors that
+                                point to one `scale` have to be in one group */
 } tb_tensor;
 
 /* Everything in the options but the transform is copied. */
@@ -574,14 +580,14 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
 /* Completes when both sides of every pair have added their tensors, and names and shapes agree. Ranks that describe a
  * tensor differently, one that holds a part of a tensor and has not added it, and tensors that only one side has are
  * named on every rank, at once. The first transfer registers a batch, if that has not been done; from then on nothing
- * can be added. What can't be moved in one of the directions (a
- * cast that is refused, targets that overlap) is told by the first transfer in it. */
+ * can be added. What can't be converted in either direction is told here, too; what else can't be moved in one of them
+ * (a cast that is refused, targets that overlap) by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
 /* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
  * comes from whom, and, of what is received, how it is written: *direct* (it is read into its place), *copy* (it came
- * in a bucket), *transform* (it is converted), or *in place* (it is there already). To be freed by the caller with
- * free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+ * in a bucket), *transform* (it is converted), or *in place* (it is there already). Ranks are those of the bus. To be
+ * freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
