@@ -615,6 +615,40 @@ static void test_transform(void **state) {
     run_ranks(transform, 2, 2, NULL);
 }
 
+/* Bytes that nobody makes. */
+static void short_wire(rank *r) {
+    tb_transform own = {.prepare_recv = wire_size, .finalize_recv = from_wire};
+    tb_batch_opts opts = {.size = sizeof opts, .transform = &own};
+    part p;
+    tb_pair *pair;
+    tb_batch *batch;
+    tb_transfer *receiving = NULL;
+    static const char words[] = "bytes on the wire, and there is no function to make them";
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    part_init(&p, "mesh=1 place=R", r->index, SIDE, SIDE);
+    tb_tensor t = part_tensor(&p);
+    check_ok(tb_batch_add(batch, pair, "w", &t));
+    check_ok(tb_batch_register(batch, 0));
+    if (!is_a(r))
+        check_ok(tb_recv(batch, NULL, &receiving));
+    meet(r);
+    if (is_a(r))
+        check_fails(tb_reshard_execute(batch, "a", NULL, NULL, NULL), TB_INVALID, words);
+    else
+        check_fails(tb_wait(receiving, TB_ARRIVED, -1), TB_INVALID, words);
+    tb_transfer_destroy(receiving);
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    part_fini(&p);
+}
+
+static void test_short_wire(void **state) {
+    (void)state;
+    run_ranks(short_wire, 1, 1, NULL);
+}
+
 /* One side only. */
 static void lone_transform(rank *r) {
     tb_transform own = {.should_transform = takes_w};
@@ -646,7 +680,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_random),     cmocka_unit_test(test_sender),         cmocka_unit_test(test_blocks_are_cut),
         cmocka_unit_test(test_not_finite), cmocka_unit_test(test_too_large),      cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_transform),  cmocka_unit_test(test_lone_transform),
+        cmocka_unit_test(test_transform),  cmocka_unit_test(test_lone_transform), cmocka_unit_test(test_short_wire),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }

@@ -60,9 +60,9 @@ static tb_status apply(tb__tensor *t, const tb_view *view, const tb_shape *store
 static tb_status encode(tb__tensor *t, const tb_tensor *given, const tb_shape *mine) {
     tb__encoding encoding;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
-    TB_TRY(tb__encoded_init(&encoding, mine, given->data, given->scales, given->scale, &t->binding, &t->encoded));
     if (given->strides)
         return tb__fail(TB_INVALID, "it is %s, and can't have strides", t->encode);
+    TB_TRY(tb__encoded_init(&encoding, mine, given->data, given->scales, given->scale, &t->binding, &t->encoded));
     if (given->dtype != t->encoded.size.data_dtype)
         return tb__fail(TB_INVALID, "its data is %s, but that of %s is %s", tb_dtype_name(given->dtype), t->encode,
                         tb_dtype_name(t->encoded.size.data_dtype));

@@ -389,6 +389,11 @@ static tb_status code_entry(tb__flow *flow, bool is_send, const tb_bucket *bucke
     const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
     bool packs = to.kind == END_BUCKET;
     if (packs ? !t->codec->pack : !t->codec->unpack) {
+        if (entry->nbytes != tb__dtype_bytes(chunk->wire_dtype, nelements(chunk)))
+            return tb__fail(TB_INVALID,
+                            "tensor '%.100s': a piece has %" PRId64
+                            " bytes on the wire, and there is no function to %s them",
+                            t->spec.name, entry->nbytes, packs ? "make" : "read");
         tb_bucket alone = *bucket;
         alone.first_entry += i;
         alone.nentries = 1;
