@@ -12,7 +12,7 @@ install(
     FILES_MATCHING PATTERN "*.h"
 )
 
-# Two exports: only the static library makes its user find jansson.
+# Two exports: only the static library makes its user find jansson and msgpack.
 install(TARGETS tensorbus_shared EXPORT tensorbus-shared)
 install(TARGETS tensorbus_static EXPORT tensorbus-static)
 foreach(kind IN ITEMS shared static)

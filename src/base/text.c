@@ -42,6 +42,10 @@ static int utf8_length(const unsigned char *s) {
     return is_surrogate || is_overlong || is_beyond ? 0 : length;
 }
 
+int tb__utf8_length(const char *string) {
+    return utf8_length((const unsigned char *)string);
+}
+
 bool tb__is_utf8(const char *string) {
     for (int length; *string; string += length) {
         length = utf8_length((const unsigned char *)string);

@@ -25,6 +25,7 @@
 #ifndef TB_BUS_STORE_PROTOCOL_H
 #define TB_BUS_STORE_PROTOCOL_H
 
+#include "base/bytes.h"
 #include "bus/store/store.h"
 
 enum {
@@ -53,12 +54,6 @@ typedef enum tb__store_op {
 
 const char *tb__store_op_name(tb__store_op op);
 
-/* Bytes that belong to somebody else. */
-typedef struct tb__span {
-    const uint8_t *data;
-    size_t nbytes;
-} tb__span;
-
 /* Only the fields of the operation count. */
 typedef struct tb__store_message {
     uint64_t id;
@@ -73,11 +68,6 @@ typedef struct tb__store_message {
     uint32_t nentries; /* l: their bytes, checked */
     tb__span entries;
 } tb__store_message;
-
-typedef struct tb__bytes { /* for tb__vec_* */
-    uint8_t *item;
-    size_t count, capacity;
-} tb__bytes;
 
 /* Reads the frame that the bytes begin with, if all of it is there: `used` is its size, or 0 for "more is needed". The
  * message points into the bytes. A frame that claims to be longer than max_nbytes is refused at once; on failure the

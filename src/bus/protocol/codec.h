@@ -1,0 +1,128 @@
+/* Maps with named fields, described by tables: one encoder and one decoder for all messages and payloads.
+ *
+ * A schema lists a map's fields in the order in which they are written, and where each is in a C struct. Fields that
+ * are required are always written; those that may be nil are written as nil; options are left out when they have their
+ * default, which is zero, NULL, false or "not set". Decoders take keys in any order and pass over keys that they do not
+ * know. They refuse a field that comes twice, is missing, or has the wrong type, and name the map and the field. */
+#ifndef TB_BUS_PROTOCOL_CODEC_H
+#define TB_BUS_PROTOCOL_CODEC_H
+
+#include "base/bytes.h"
+#include "base/mem.h"
+
+enum {
+    TB__MAX_TEXT = 64 << 10,    /* bytes of a text */
+    TB__MAX_SENTENCE = 4 << 10, /* the encoder cuts longer ones */
+    TB__MAX_ITEMS = 1 << 20,    /* of an array */
+};
+
+/* A number that may not be there. */
+typedef struct tb__maybe_uint {
+    bool is_set;
+    uint64_t value;
+} tb__maybe_uint;
+
+typedef struct tb__maybe_float {
+    bool is_set;
+    double value;
+} tb__maybe_float;
+
+typedef struct tb__maybe_bool {
+    bool is_set, value;
+} tb__maybe_bool;
+
+static inline tb__maybe_uint tb__some_uint(uint64_t value) {
+    return (tb__maybe_uint){.is_set = true, .value = value};
+}
+
+static inline tb__maybe_float tb__some_float(double value) {
+    return (tb__maybe_float){.is_set = true, .value = value};
+}
+
+static inline tb__maybe_bool tb__some_bool(bool value) {
+    return (tb__maybe_bool){.is_set = true, .value = value};
+}
+
+/* A tensor of a RegisterTensors: a pair's name and a payload. */
+typedef struct tb__entry {
+    const char *pair_name;
+    tb__span payload;
+} tb__entry;
+
+typedef struct tb__entries {
+    size_t count;
+    const tb__entry *item;
+} tb__entries;
+
+typedef struct tb__ties {
+    size_t count;
+    const tb_tie *item;
+} tb__ties;
+
+typedef struct tb__texts {
+    size_t count;
+    const char *const *item;
+} tb__texts;
+
+typedef struct tb__ints {
+    size_t count;
+    const int64_t *item;
+    bool is_set; /* where it may be nil */
+} tb__ints;
+
+typedef enum tb__field_type {                        /*                        in the struct: */
+                              TB__FIELD_TEXT,        /* str, UTF-8 without NUL const char *, NULL for none */
+                              TB__FIELD_SENTENCE,    /* the same; whatever is not UTF-8 is written as ? */
+                              TB__FIELD_CHOICE,      /* str, one of `choices`  an enum: the index in them */
+                              TB__FIELD_DTYPE,       /* str                    tb_dtype, TB_DTYPE_NONE for none */
+                              TB__FIELD_STATUS,      /* uint                   tb_status, which has the other sign */
+                              TB__FIELD_UINT,        /* uint                   uint64_t */
+                              TB__FIELD_BOOL,        /* bool                   bool */
+                              TB__FIELD_UNLESS,      /* bool                   bool, the opposite */
+                              TB__FIELD_MAYBE_UINT,  /* uint                   tb__maybe_uint */
+                              TB__FIELD_MAYBE_FLOAT, /* float                  tb__maybe_float */
+                              TB__FIELD_MAYBE_BOOL,  /* bool                   tb__maybe_bool */
+                              TB__FIELD_BIN,         /* bin                    tb__span into the input */
+                              TB__FIELD_VALUE, /* anything               tb__span: its MessagePack; none if nbytes is 0
+                                                */
+                              TB__FIELD_INTS,  /* array of int           tb__ints */
+                              TB__FIELD_TEXTS, /* array of str           tb__texts */
+                              TB__FIELD_TIES,  /* array of [str, str]    tb__ties */
+                              TB__FIELD_ENTRIES, /* array of [str, bin]    tb__entries */
+} tb__field_type;
+
+typedef enum tb__field_rule {
+    TB__REQUIRED,
+    TB__NILABLE, /* always there, but may be nil */
+    TB__OPTION,  /* left out when it has its default; nil says the same */
+} tb__field_rule;
+
+typedef struct tb__field {
+    const char *name;
+    tb__field_type type;
+    tb__field_rule rule;
+    size_t offset;              /* in the struct */
+    uint64_t max;               /* UINT, MAYBE_UINT, STATUS: the largest; 0: any */
+    const char *const *choices; /* CHOICE: ends with NULL */
+    const char *about;          /* what it is, for the manual */
+} tb__field;
+
+typedef struct tb__schema {
+    const char *name;
+    bool has_type; /* the map begins with "type", which is the name */
+    const tb__field *fields;
+    size_t nfields;
+    size_t size; /* of the struct */
+} tb__schema;
+
+/* Appends the map. On failure nothing is appended; the sentence names the field. */
+tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out);
+
+/* Reads a map, which is all of the bytes, into the struct: its own fields are set, the others left alone. Text and
+ * arrays are the arena's; bytes point into the input. */
+tb_status tb__map_decode(const tb__schema *schema, tb__span bytes, tb__arena *arena, void *out);
+
+/* How the manual writes the type of a field: "str", "str or nil", "`send` or `recv`". */
+void tb__field_type_text(const tb__field *field, char *out, size_t nbytes);
+
+#endif

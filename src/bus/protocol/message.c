@@ -1,0 +1,197 @@
+/* The messages, each a table of its fields, and which table a map belongs to. */
+#include "bus/protocol/protocol.h"
+
+#include "bus/protocol/value.h"
+
+#include <inttypes.h>
+#include <limits.h>
+#include <string.h>
+
+enum { MOST_RANKS = TB_MAX_RANKS, MOST_STATUS = 127 };
+
+#define MOST_BYTES (UINT64_C(1) << 62)
+
+static const char *const directions[] = {[TB__SEND] = "send", [TB__RECV] = "recv", NULL};
+static const char *const commits[] = {[TB__IN_PLACE] = "in_place", [TB__SHADOW] = "shadow", NULL};
+static const char *const state_names[] = {[TB__STATE_ALL] = "",
+                                          [TB__STATE_TRANSFER_SIGNAL] = "transfer_signal",
+                                          [TB__STATE_PROGRESS] = "progress",
+                                          [TB__STATE_VERSION] = "version",
+                                          [TB__STATE_ERROR] = "error",
+                                          NULL};
+
+/* clang-format off */
+#define FIELD(key, kind, how, member, ...)                                                                             \
+    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(tb__message, member), __VA_ARGS__}
+#define ABOUT(text) .about = (text)
+#define MAX(value) .max = (value)
+#define CHOICES(list) .choices = (list)
+
+/* Every command has these after its own fields; options follow. */
+#define COMMON                                                                                                         \
+    FIELD("timestamp", MAYBE_FLOAT, NILABLE, timestamp, ABOUT("the client's time, in seconds; nobody here uses it")),  \
+    FIELD("semaphore_name", TEXT, NILABLE, semaphore_name, ABOUT("posted when the command has succeeded or failed"))
+#define TIMEOUT                                                                                                        \
+    FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("after which the command fails; the agent's"))
+#define HOW_TO_COMMIT                                                                                                  \
+    FIELD("commit", CHOICE, OPTION, commit, CHOICES(commits), ABOUT("where bytes land until all have arrived")),       \
+    FIELD("checksum", BOOL, OPTION, checksum, ABOUT("every bucket is checked"))
+#define BATCH_ID FIELD("batch_id", TEXT, REQUIRED, batch_id, ABOUT("the batch's name"))
+
+static const tb__field hello[] = {
+    FIELD("version", UINT, REQUIRED, protocol, ABOUT("the protocol's version, 1")),
+    FIELD("token", TEXT, NILABLE, token, ABOUT("what the agent wants to hear, if it was given a token")),
+    FIELD("client", TEXT, REQUIRED, client, ABOUT("a name for the client, shown by `tensorbus status`")),
+};
+
+static const tb__field init_pair[] = {
+    FIELD("pair_name", TEXT, REQUIRED, pair_name, ABOUT("the pair's name, the same on both sides")),
+    FIELD("local_name", TEXT, REQUIRED, local_name, ABOUT("this side's group")),
+    FIELD("expected_world_size", UINT, REQUIRED, expected_world_size, MAX(MOST_RANKS),
+          ABOUT("ranks of this side's group")),
+    FIELD("remote_name", TEXT, REQUIRED, remote_name, ABOUT("the other side's group")),
+    FIELD("mesh_shape_payload", BIN, REQUIRED, mesh, ABOUT("this side's mesh; ranks are seats of the group")),
+    FIELD("placements_payload", BIN, REQUIRED, placements, ABOUT("a placement for each dim of the mesh")),
+    COMMON,
+    TIMEOUT,
+};
+
+static const tb__field register_tensors[] = {
+    BATCH_ID,
+    FIELD("tensors", ENTRIES, REQUIRED, tensors, ABOUT("for each tensor its pair's name and the tensor payload")),
+    FIELD("bucket_size", UINT, REQUIRED, bucket_size, MAX(MOST_BYTES), ABOUT("bytes sent together; 0: 16 MiB")),
+    COMMON,
+    TIMEOUT,
+    FIELD("staging_bytes", UINT, OPTION, staging_bytes, MAX(MOST_BYTES),
+          ABOUT("memory for what is not read in place; 256 MiB")),
+    FIELD("ties", TIES, OPTION, ties, ABOUT("tied weights: a name and the canonical one; none")),
+    FIELD("ignored", TEXTS, OPTION, ignored, ABOUT("patterns for what may be on one side only; none")),
+    FIELD("group_window", UINT, OPTION, group_window, MAX(UINT32_MAX), ABOUT("groups under way at a time; all")),
+    FIELD("snapshot", BOOL, OPTION, snapshot, ABOUT("a send copies the tensors first")),
+    FIELD("staged", BOOL, OPTION, staged, ABOUT("everything goes through staging memory")),
+    HOW_TO_COMMIT,
+};
+
+static const tb__field transfer[] = {
+    BATCH_ID,
+    FIELD("transfer_type", CHOICE, REQUIRED, direction, CHOICES(directions), ABOUT("which way")),
+    COMMON,
+    TIMEOUT,
+    FIELD("blocking", UNLESS, OPTION, no_wait, ABOUT("false: the reply comes at once; true")),
+    HOW_TO_COMMIT,
+};
+
+static const tb__field query_status[] = {
+    BATCH_ID,
+    FIELD("state_name", CHOICE, REQUIRED, state_name, CHOICES(state_names), ABOUT("what to tell; empty: everything")),
+    COMMON,
+};
+
+static const tb__field cleanup_batch[] = {
+    BATCH_ID,
+    COMMON,
+};
+
+static const tb__field reply[] = {
+    FIELD("seq", UINT, REQUIRED, seq, ABOUT("which frame of the connection it answers; the Hello is 0")),
+    FIELD("status", STATUS, REQUIRED, status, MAX(MOST_STATUS), ABOUT("0, or a code")),
+    FIELD("message", SENTENCE, REQUIRED, message, ABOUT("what went wrong; empty if nothing did")),
+    FIELD("version", MAYBE_UINT, OPTION, version, ABOUT("to a Hello the protocol's version, else the data's")),
+    FIELD("rank", MAYBE_UINT, OPTION, rank, MAX(MOST_RANKS), ABOUT("Hello: the agent's bus rank")),
+    FIELD("name", TEXT, OPTION, name, ABOUT("Hello: the agent's group")),
+    FIELD("index", MAYBE_UINT, OPTION, index, MAX(MOST_RANKS), ABOUT("Hello: its seat in the group")),
+    FIELD("size", MAYBE_UINT, OPTION, size, MAX(MOST_RANKS), ABOUT("Hello: seats of the group")),
+    FIELD("state", TEXT, OPTION, state, ABOUT("QueryStatus: what the batch does")),
+    FIELD("attempt", MAYBE_UINT, OPTION, attempt, ABOUT("the number that the senders gave the transfer")),
+    FIELD("bytes", MAYBE_UINT, OPTION, bytes, ABOUT("what the transfer moved here")),
+    FIELD("seconds", MAYBE_FLOAT, OPTION, seconds, ABOUT("how long it took")),
+    FIELD("transfer_signal", MAYBE_BOOL, OPTION, transfer_signal, ABOUT("a source is READY and not DONE")),
+    FIELD("bytes_done", MAYBE_UINT, OPTION, bytes_done, ABOUT("progress of the transfer under way, or of the last")),
+    FIELD("bytes_total", MAYBE_UINT, OPTION, bytes_total, ABOUT("of how many")),
+    FIELD("groups_done", MAYBE_UINT, OPTION, groups_done, MAX(UINT32_MAX), ABOUT("groups of tensors that are done")),
+    FIELD("groups_total", MAYBE_UINT, OPTION, groups_total, MAX(UINT32_MAX), ABOUT("of how many")),
+    FIELD("error", SENTENCE, OPTION, error, ABOUT("why the last transfer failed; empty if it did not")),
+};
+
+#define SCHEMA(key, table)                                                                                             \
+    {.name = (key), .has_type = true, .fields = (table), .nfields = sizeof(table) / sizeof *(table),                   \
+     .size = sizeof(tb__message)}
+static const tb__schema schemas[] = {
+    [TB__HELLO] = SCHEMA("Hello", hello),
+    [TB__INIT_PAIR] = SCHEMA("InitPair", init_pair),
+    [TB__REGISTER_TENSORS] = SCHEMA("RegisterTensors", register_tensors),
+    [TB__TRANSFER] = SCHEMA("Transfer", transfer),
+    [TB__QUERY_STATUS] = SCHEMA("QueryStatus", query_status),
+    [TB__CLEANUP_BATCH] = SCHEMA("CleanupBatch", cleanup_batch),
+    [TB__REPLY] = SCHEMA("Reply", reply),
+};
+/* clang-format on */
+
+const tb__schema *tb__message_schema(tb__message_kind kind) {
+    return &schemas[kind];
+}
+
+tb_status tb__message_encode(const tb__message *message, tb__bytes *out) {
+    if ((unsigned)message->kind >= TB__MESSAGE_KINDS)
+        return tb__fail(TB_INVALID, "%d is not a message", (int)message->kind);
+    size_t start = out->count;
+    if (!tb__vec_reserve(out, TB__FRAME_HEADER))
+        return TB_NO_MEMORY;
+    out->count += TB__FRAME_HEADER;
+    tb_status status = tb__map_encode(&schemas[message->kind], message, out);
+    size_t length = out->count - start - TB__FRAME_HEADER;
+    if (status == TB_OK && length > TB__FRAME_MAX)
+        status = tb__fail(TB_TOO_BIG, "%s: a frame of %zu bytes where at most %d are allowed",
+                          schemas[message->kind].name, length, TB__FRAME_MAX);
+    if (status != TB_OK) {
+        out->count = start;
+        return status;
+    }
+    for (int i = 0; i < TB__FRAME_HEADER; i++)
+        out->item[start + (size_t)i] = (uint8_t)(length >> (8 * i));
+    return TB_OK;
+}
+
+/* Which message the map is, by its `type`. */
+static tb_status find_kind(tb__span map, tb__message_kind *out) {
+    tb__value type;
+    if (map.nbytes == 0 || !tb__map_find(map, "type", &type))
+        return tb__fail(TB_INVALID, "a message without a type");
+    if (type.type != TB__VALUE_STR)
+        return tb__fail(TB_INVALID, "a message's type is %s; it must be a string", tb__value_type_name(type.type));
+    for (int i = 0; i < TB__MESSAGE_KINDS; i++) {
+        if (strlen(schemas[i].name) == type.bytes.nbytes &&
+            memcmp(schemas[i].name, type.bytes.data, type.bytes.nbytes) == 0) {
+            *out = (tb__message_kind)i;
+            return TB_OK;
+        }
+    }
+    return tb__fail(TB_INVALID, "there is no command '%.*s'", (int)(type.bytes.nbytes < 40 ? type.bytes.nbytes : 40),
+                    (const char *)type.bytes.data);
+}
+
+tb_status tb__message_decode(tb__span map, tb__arena *arena, tb__message *out) {
+    *out = (tb__message){.kind = TB__MESSAGE_KINDS};
+    if (map.nbytes > TB__FRAME_MAX)
+        return tb__fail(TB_TOO_BIG, "a frame of %zu bytes where at most %d are allowed", map.nbytes, TB__FRAME_MAX);
+    tb_status status = tb__value_check(map);
+    if (status != TB_OK)
+        return tb__fail_within(status, "a frame of %zu bytes", map.nbytes);
+    TB_TRY(find_kind(map, &out->kind));
+    tb__message message = {.kind = out->kind};
+    tb__value version;
+    if (out->kind == TB__HELLO && tb__map_find(map, "version", &version) && version.type == TB__VALUE_UINT &&
+        version.positive != TB__PROTOCOL_VERSION)
+        message.protocol = version.positive;
+    else
+        TB_TRY(tb__map_decode(&schemas[out->kind], map, arena, &message));
+    *out = message;
+    return TB_OK;
+}
+
+tb_status tb__hello_check(const tb__message *hello_message) {
+    if (hello_message->protocol == TB__PROTOCOL_VERSION)
+        return TB_OK;
+    return tb__fail(TB_REFUSED, "the client speaks version %" PRIu64 " of the bus protocol, the agent version %d",
+                    hello_message->protocol, TB__PROTOCOL_VERSION);
+}

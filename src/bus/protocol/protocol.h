@@ -1,0 +1,137 @@
+/* The bus protocol: what a client and its agent say to each other over a socket. Pure functions: bytes in, messages
+ * out, and back. docs/protocol.md has every frame with its bytes.
+ *
+ * A frame is a length (4 bytes, little endian) and a MessagePack map of so many bytes. The client's first frame is a
+ * Hello; then come commands. Each frame of a client is answered by a Reply whose `seq` counts the client's frames: 0 is
+ * the Hello, 1 the first command. Replies come when the work is done, in any order.
+ *
+ * message.c has one table for each message, and nothing else knows the names of fields. To add an option to a command:
+ * a member in tb__message, whose zero is the default, and a line at the end of the command's table. Agents that do not
+ * know it pass over it, so an option whose loss would be a fault needs a new version. */
+#ifndef TB_BUS_PROTOCOL_PROTOCOL_H
+#define TB_BUS_PROTOCOL_PROTOCOL_H
+
+#include "bus/protocol/codec.h"
+
+enum {
+    TB__PROTOCOL_VERSION = 1,
+    TB__FRAME_HEADER = 4,
+    TB__FRAME_MAX = 64 << 20, /* bytes of a map */
+    TB__HELLO_MAX = 4 << 10,  /* all that a stranger can make an agent keep */
+};
+
+typedef enum tb__message_kind {
+    TB__HELLO,
+    TB__INIT_PAIR,
+    TB__REGISTER_TENSORS,
+    TB__TRANSFER,
+    TB__QUERY_STATUS,
+    TB__CLEANUP_BATCH,
+    TB__REPLY,
+    TB__MESSAGE_KINDS
+} tb__message_kind;
+
+const tb__schema *tb__message_schema(tb__message_kind kind);
+
+typedef enum tb__direction { TB__SEND, TB__RECV } tb__direction;
+typedef enum tb__commit { TB__IN_PLACE, TB__SHADOW } tb__commit;
+typedef enum tb__state_name {
+    TB__STATE_ALL,
+    TB__STATE_TRANSFER_SIGNAL,
+    TB__STATE_PROGRESS,
+    TB__STATE_VERSION,
+    TB__STATE_ERROR,
+} tb__state_name;
+
+/* Only the members of its kind count. A member that two kinds share means the same in both. */
+typedef struct tb__message {
+    tb__message_kind kind;
+
+    /* Hello */
+    uint64_t protocol;  /* key `version`: the protocol's */
+    const char *token;  /* NULL: none */
+    const char *client; /* whom `tensorbus status` shows */
+
+    /* every command */
+    tb__maybe_float timestamp;  /* seconds; the client's own */
+    const char *semaphore_name; /* NULL: none */
+    uint64_t timeout_ms;        /* InitPair, RegisterTensors, Transfer; 0: the agent's */
+
+    /* InitPair */
+    const char *pair_name, *local_name, *remote_name;
+    uint64_t expected_world_size; /* of the local group */
+    tb__span mesh, placements;    /* payload.h reads them */
+
+    /* RegisterTensors; the batch's name is in all that follow */
+    const char *batch_id;
+    tb__entries tensors;
+    uint64_t bucket_size;   /* 0: 16 MiB */
+    uint64_t staging_bytes; /* 0: 256 MiB */
+    uint64_t group_window;  /* 0: all */
+    tb__ties ties;
+    tb__texts ignored;
+    bool snapshot, staged;
+
+    /* RegisterTensors for all transfers of the batch, Transfer for one */
+    tb__commit commit;
+    bool checksum;
+
+    /* Transfer */
+    tb__direction direction; /* key `transfer_type` */
+    bool no_wait;            /* key `blocking`, false: the reply comes at once, QueryStatus tells the rest */
+
+    /* QueryStatus */
+    tb__state_name state_name;
+
+    /* Reply; all but the first three are there where the command returns them */
+    uint64_t seq;
+    tb_status status;
+    const char *message;              /* "" where the status is 0 */
+    tb__maybe_uint version;           /* of a Hello: the agent's protocol; of the others: what the transfer delivered */
+    tb__maybe_uint rank, index, size; /* Hello: the agent's bus rank and its seat in the group `name` */
+    const char *name;
+    const char *state; /* QueryStatus: what the batch does */
+    tb__maybe_uint attempt, bytes;
+    tb__maybe_float seconds;
+    tb__maybe_bool transfer_signal; /* a source is READY and not DONE */
+    tb__maybe_uint bytes_done, bytes_total, groups_done, groups_total;
+    const char *error; /* of the batch's last transfer */
+} tb__message;
+
+/* Appends a frame: length and map. On failure nothing is appended. */
+tb_status tb__message_encode(const tb__message *message, tb__bytes *out);
+
+/* Reads the map of one frame, all of which must be used. Text and arrays are the arena's, bytes point into the frame.
+ * On failure only `kind` counts: the message's if it could be told, else TB__MESSAGE_KINDS.
+ *
+ * Of a Hello of another version only `protocol` is read: what else it has is that version's business. */
+tb_status tb__message_decode(tb__span map, tb__arena *arena, tb__message *out);
+
+/* Whether the Hello is of our version; TB_REFUSED, with both numbers, if not. */
+tb_status tb__hello_check(const tb__message *hello);
+
+/* Makes frames of a stream of bytes. Its memory grows as they arrive, never by what a length claims; a frame that
+ * claims to be longer than max_nbytes is refused as soon as its length is known. Zero-initialised is ready to use. */
+typedef struct tb__frame_reader {
+    tb__bytes bytes;
+    size_t taken;      /* bytes of frames that were handed out */
+    size_t max_nbytes; /* of a map; 0: TB__FRAME_MAX. May be changed between frames */
+} tb__frame_reader;
+
+/* Where to read the next bytes to, at least one and at most `nbytes`; then says how many came. */
+tb_status tb__frame_room(tb__frame_reader *reader, uint8_t **at, size_t *nbytes);
+void tb__frame_filled(tb__frame_reader *reader, size_t nbytes);
+
+/* Both at once, for bytes that are elsewhere. */
+tb_status tb__frame_feed(tb__frame_reader *reader, const void *data, size_t nbytes);
+
+/* The next complete frame's map, valid until room or feed is called again; has_frame is false if more is needed. After
+ * a failure the stream can't be trusted any more. */
+tb_status tb__frame_next(tb__frame_reader *reader, tb__span *map, bool *has_frame);
+
+/* Whether the stream may end here: no part of a frame is left over. */
+bool tb__frame_is_between(const tb__frame_reader *reader);
+
+void tb__frame_reader_fini(tb__frame_reader *reader);
+
+#endif

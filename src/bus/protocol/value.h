@@ -1,0 +1,60 @@
+/* MessagePack, read one value at a time where it lies. Nothing is allocated and nothing recurses: a header that claims
+ * more than the bytes behind it can hold is refused when it is met, and values that nobody wants are skipped with a
+ * small stack. The library's own unpacker builds a tree, in memory that it takes by what headers claim. */
+#ifndef TB_BUS_PROTOCOL_VALUE_H
+#define TB_BUS_PROTOCOL_VALUE_H
+
+#include "base/bytes.h"
+#include "base/error.h"
+
+enum { TB__MAX_NESTING = 16 }; /* maps and arrays within one another */
+
+typedef enum tb__value_type {
+    TB__VALUE_NIL,
+    TB__VALUE_BOOL,
+    TB__VALUE_UINT,
+    TB__VALUE_NEGATIVE,
+    TB__VALUE_FLOAT,
+    TB__VALUE_STR,
+    TB__VALUE_BIN,
+    TB__VALUE_ARRAY,
+    TB__VALUE_MAP,
+    TB__VALUE_EXT,
+} tb__value_type;
+
+const char *tb__value_type_name(tb__value_type type); /* "a string" */
+
+typedef struct tb__value {
+    tb__value_type type;
+    union {
+        bool is_true;
+        uint64_t positive;
+        int64_t negative;
+        double number;
+        tb__span bytes; /* STR, BIN, EXT; points into the input */
+        uint32_t count; /* ARRAY: values that follow; MAP: pairs of a key and a value */
+    };
+} tb__value;
+
+/* What is left of the input. */
+typedef struct tb__cursor {
+    const uint8_t *at, *end;
+} tb__cursor;
+
+static inline tb__cursor tb__cursor_over(tb__span span) {
+    return (tb__cursor){.at = span.data, .end = span.data ? span.data + span.nbytes : NULL};
+}
+
+/* Takes the next value; of an array or a map the header only. */
+tb_status tb__value_take(tb__cursor *from, tb__value *out);
+
+/* Goes over one value with all that is in it, which is `nesting` deep already. */
+tb_status tb__value_skip(tb__cursor *from, int nesting);
+
+/* Whether the bytes are one well-formed value and nothing more. */
+tb_status tb__value_check(tb__span bytes);
+
+/* The value at a key of the map, which must have been checked; false if the key is not there. */
+bool tb__map_find(tb__span map, const char *key, tb__value *out);
+
+#endif
