@@ -3,8 +3,8 @@
  * This is the whole public API, meant to be read from top to bottom: status and errors, log, dtypes, layouts (who owns
  * which part of a tensor), plans (which bytes go where), the transfer IR (chunks, buckets, channels); then what moves
  * tensors: memory, the world (who is there), pairs (two groups and their layouts), batches (tensors that travel
- * together), transfers; the copy service, for tensors that go from one rank to another as they are; and models (names
- * and views of many parameters).
+ * together), transfers; the copy service, for tensors that go from one rank to another as they are; agents, which do
+ * all this for other processes; and models (names and views of many parameters).
  *
  * Rules that hold everywhere:
  *  - Functions that can fail return a tb_status: TB_OK (0) or a negative code. Outputs are written only on success.
@@ -727,6 +727,83 @@ typedef struct tb_copy_op {
  * `rank` is for sentences. */
 TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size_t nsends, const tb_copy_op *recvs,
                                      size_t nrecvs, size_t *recv_of);
+
+/* ---- Agents -------------------------------------------------------------------------------------------------- */
+
+/* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
+ * machine, can have the seat, and move tensors for it. What follows is the host program's side. Names, layouts, tensors
+ * and options are those of pairs and batches above. Tensors in memory of tb_alloc are used where they are; others are
+ * copied through the agent, which has to be allowed to read and write this process's memory.
+ *
+ * A client belongs to one thread at a time. When its agent is gone, every call returns TB_LOST at once. */
+typedef struct tb_client tb_client;
+
+typedef struct tb_client_opts {
+    size_t size;
+    int timeout_ms;    /* to connect; default: 5 s */
+    const char *token; /* the agent's, if it asks for one */
+    const char *name;  /* as which `tensorbus status` shows this process; default: the program's name */
+} tb_client_opts;
+
+/* TB_IO, with a sentence, if there is no such socket or nobody listens; TB_TIMEOUT if the agent is silent; TB_DENIED
+ * for a wrong token; TB_REFUSED if it speaks another version of the protocol. */
+TB_API tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out);
+
+/* The agent ends what is under way and cleans up; batches of the client are only good to be destroyed. NULL is
+ * allowed. */
+TB_API void tb_client_close(tb_client *client);
+
+/* The agent's seat. */
+TB_API int32_t tb_client_rank(const tb_client *client);
+TB_API const char *tb_client_group(const tb_client *client);
+TB_API int32_t tb_client_index(const tb_client *client);
+TB_API int32_t tb_client_size(const tb_client *client);
+
+/* As tb_pair_create. A timeout of 0 is the agent's; this holds below, too. */
+TB_API tb_status tb_client_init_pair(tb_client *client, const char *name, const char *remote_group, const char *layout,
+                                     int timeout_ms);
+
+typedef struct tb_client_batch tb_client_batch;
+
+/* Of the options, transforms are not there for agents. */
+TB_API tb_status tb_client_batch_create(tb_client *client, const char *name, const tb_batch_opts *opts,
+                                        tb_client_batch **out);
+TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, const char *name,
+                                     const tb_tensor *tensor);
+
+/* Completes when both sides of every pair have registered their tensors, and these fit. */
+TB_API tb_status tb_client_register(tb_client_batch *batch, int timeout_ms);
+
+typedef struct tb_client_transfer_opts {
+    size_t size;
+    int timeout_ms;
+    bool no_wait; /* return when the agent has begun; tb_client_query tells how it goes */
+    /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
+     * posts it when the transfer has ended, well or not, and removes the name. */
+    const char *semaphore;
+} tb_client_transfer_opts;
+
+/* Sends or receives the batch once; returns when the version is committed. */
+TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
+
+typedef struct tb_client_status {
+    char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
+    bool transfer_signal; /* a source is exposed, and not all have read it */
+    uint64_t version;     /* the last that was completed; 0: none */
+    uint64_t attempt;
+    int64_t bytes_done, bytes_total;
+    uint32_t groups_done, groups_total;
+    double seconds;
+    char error[512]; /* why the last transfer failed; "": it did not */
+} tb_client_status;
+
+TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);
+
+/* The agent gives the batch up: what is under way is cancelled. */
+TB_API tb_status tb_client_cleanup(tb_client_batch *batch);
+
+/* Cleans up, if the agent is there; the tensors are the caller's again. NULL is allowed. */
+TB_API void tb_client_batch_destroy(tb_client_batch *batch);
 
 /* ---- Models -------------------------------------------------------------------------------------------------- */
 

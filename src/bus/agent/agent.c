@@ -1,0 +1,172 @@
+/* The agent's loop. */
+#include "bus/agent/agent_inside.h"
+
+#include "base/log.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000 };
+
+static tb_status watch(const tb__agent *agent, int fd, const void *what) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)what};
+    return epoll_ctl(agent->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK
+                                                                   : tb__fail(TB_IO, "epoll_ctl: %s", strerror(errno));
+}
+
+static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
+    char url[sizeof agent->listener.address.url];
+    tb__address address;
+    agent->epoll = epoll_create1(EPOLL_CLOEXEC);
+    agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    agent->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (agent->epoll < 0 || agent->wake < 0 || agent->stop < 0)
+        return tb__fail(TB_IO, "the agent's descriptors: %s", strerror(errno));
+    snprintf(url, sizeof url, "unix:%s", o->socket);
+    TB_TRY(tb__address_parse(url, &address));
+    TB_TRY(tb__listener_open(&address, &agent->listener));
+    TB_TRY(watch(agent, agent->listener.socket.fd, &agent->listener));
+    TB_TRY(watch(agent, agent->wake, &agent->wake));
+    TB_TRY(watch(agent, agent->stop, &agent->stop));
+    tb_world_opts world = {
+        .size = sizeof world, .token = o->token, .timeout_ms = agent->timeout_ms, .workers = o->workers};
+    return tb_world_join(o->store, o->group, o->index, o->size, &world, &agent->world);
+}
+
+tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
+    tb__agent *agent = tb__calloc(1, sizeof *agent);
+    if (!agent)
+        return TB_NO_MEMORY;
+    agent->epoll = agent->wake = agent->stop = -1;
+    agent->listener.socket.fd = agent->listener.lock.fd = -1;
+    agent->index = opts->index;
+    agent->size = opts->size;
+    agent->timeout_ms = opts->timeout_ms ? opts->timeout_ms : DEFAULT_TIMEOUT_MS;
+    pthread_mutex_init(&agent->done_lock, NULL);
+    agent->group = tb__strdup(opts->group);
+    agent->token = opts->token ? tb__strdup(opts->token) : NULL;
+    tb_status status = agent->group && (!opts->token || agent->token) ? open_all(agent, opts) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        char why[TB__WHY_MAX];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__agent_destroy(agent);
+        return tb__fail(status, "%s", why);
+    }
+    *out = agent;
+    return TB_OK;
+}
+
+int32_t tb__agent_rank(const tb__agent *agent) {
+    return tb_world_rank(agent->world);
+}
+
+void tb__agent_stop(tb__agent *agent) {
+    eventfd_write(agent->stop, 1);
+}
+
+/* ---- The loop -------------------------------------------------------------------------------------------------- */
+
+/* Strangers that do not say who they are are turned away in time. */
+static int next_look(tb__agent *agent) {
+    int64_t now = tb__now_ms(), next = INT64_MAX;
+    agent_session *s;
+    LIST_FOREACH(s, &agent->sessions, link) {
+        if (!s->has_greeted && !s->is_gone && s->hello_deadline_ms < next)
+            next = s->hello_deadline_ms;
+    }
+    return next == INT64_MAX ? -1 : next <= now ? 0 : (int)(next - now) + 1;
+}
+
+static void turn_away(tb__agent *agent) {
+    int64_t now = tb__now_ms();
+    agent_session *s;
+    LIST_FOREACH(s, &agent->sessions, link) {
+        if (!s->has_greeted && !s->is_gone && s->hello_deadline_ms <= now)
+            tb__session_close(s);
+    }
+}
+
+static void sweep(tb__agent *agent) {
+    agent_session *s, *next;
+    for (s = LIST_FIRST(&agent->sessions); s; s = next) {
+        next = LIST_NEXT(s, link);
+        if (s->is_gone && s->njobs == 0)
+            tb__session_free(s);
+    }
+}
+
+static void begin_stopping(tb__agent *agent) {
+    agent->is_stopping = true;
+    epoll_ctl(agent->epoll, EPOLL_CTL_DEL, agent->listener.socket.fd, NULL);
+    epoll_ctl(agent->epoll, EPOLL_CTL_DEL, agent->stop, NULL);
+    tb__log(TB_LOG_INFO, "agent: stopping; %zu commands are under way", agent->njobs);
+}
+
+static void on_event(tb__agent *agent, const struct epoll_event *event) {
+    eventfd_t unused;
+    if (event->data.ptr == &agent->listener) {
+        tb__agent_accept(agent);
+    } else if (event->data.ptr == &agent->stop) {
+        begin_stopping(agent);
+    } else if (event->data.ptr == &agent->wake) {
+        eventfd_read(agent->wake, &unused);
+        tb__agent_reap(agent);
+    } else {
+        agent_session *s = event->data.ptr;
+        if (!s->is_gone && event->events & EPOLLOUT)
+            tb__session_writable(s);
+        if (!s->is_gone && event->events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+            if (s->is_doomed)
+                tb__session_close(s);
+            else
+                tb__session_readable(s);
+        }
+    }
+}
+
+tb_status tb__agent_run(tb__agent *agent) {
+    struct epoll_event events[EVENTS];
+    while (!agent->is_stopping || agent->njobs > 0) {
+        int n = epoll_wait(agent->epoll, events, EVENTS, next_look(agent));
+        if (n < 0 && errno != EINTR)
+            return tb__fail(TB_IO, "epoll_wait: %s", strerror(errno));
+        for (int i = 0; i < n; i++)
+            on_event(agent, &events[i]);
+        turn_away(agent);
+        sweep(agent);
+    }
+    return TB_OK;
+}
+
+void tb__agent_destroy(tb__agent *agent) {
+    if (!agent)
+        return;
+    agent_session *s;
+    LIST_FOREACH(s, &agent->sessions, link)
+    tb__session_close(s);
+    while (agent->njobs > 0) { /* those that were cut off have deadlines */
+        eventfd_t unused;
+        struct epoll_event event;
+        epoll_wait(agent->epoll, &event, 1, 100);
+        eventfd_read(agent->wake, &unused);
+        tb__agent_reap(agent);
+    }
+    sweep(agent);
+    if (agent->listener.socket.fd >= 0)
+        tb__listener_close(&agent->listener);
+    tb_world_destroy(agent->world);
+    if (agent->epoll >= 0)
+        close(agent->epoll);
+    if (agent->wake >= 0)
+        close(agent->wake);
+    if (agent->stop >= 0)
+        close(agent->stop);
+    pthread_mutex_destroy(&agent->done_lock);
+    free(agent->group);
+    free(agent->token);
+    free(agent);
+}

@@ -1,0 +1,238 @@
+/* Tensors of clients: where their memory is, here, and what goes to and fro where only the system can reach it. */
+#include "bus/agent/agent_inside.h"
+
+#include "exec/overlap.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* A batch that is being filled, by a job's thread. */
+typedef struct filling {
+    agent_job *job;
+    tb_batch *batch;
+    tb__guest_file **files; /* by descriptor of the frame; NULL: not mapped yet */
+    const agent_pair *pair; /* of the tensor before, and its layout */
+    tb_layout *layout;
+} filling;
+
+/* ---- Memory ---------------------------------------------------------------------------------------------------- */
+
+static tb_status map_file(filling *f, const tb__memory *m, char **out) {
+    agent_job *job = f->job;
+    if (m->fd >= job->nfds)
+        return tb__fail(TB_INVALID, "its memory is in descriptor %" PRIu32 ", but %zu came with the command", m->fd,
+                        job->nfds);
+    tb__guest_file *file = f->files[m->fd];
+    if (!file) {
+        pthread_mutex_lock(&job->session->guest_lock);
+        tb_status status = tb__guest_take_file(&job->session->guest, job->fds[m->fd], &file);
+        pthread_mutex_unlock(&job->session->guest_lock);
+        TB_TRY(status);
+        f->files[m->fd] = file;
+        if (!tb__vec_push(&job->batch->files, file)) {
+            pthread_mutex_lock(&job->session->guest_lock);
+            tb__guest_put_file(&job->session->guest, file);
+            pthread_mutex_unlock(&job->session->guest_lock);
+            f->files[m->fd] = NULL;
+            return TB_NO_MEMORY;
+        }
+    }
+    if (m->offset > file->nbytes || m->nbytes > file->nbytes - m->offset)
+        return tb__fail(TB_INVALID, "its %" PRIu64 " bytes from %" PRIu64 " on run past its memory, which has %zu",
+                        m->nbytes, m->offset, file->nbytes);
+    *out = (char *)file->base + m->offset;
+    return TB_OK;
+}
+
+/* What is mirrored is read and written as a whole, so nothing of it may be in two mirrors. */
+static tb_status mirror(const filling *f, const tb__memory *m, char **out) {
+    agent_batch *b = f->job->batch;
+    for (size_t i = 0; i < b->mirrors.count; i++) {
+        const agent_mirror *known = &b->mirrors.item[i];
+        if (known->address == m->address && known->nbytes == m->nbytes) {
+            *out = known->data;
+            return TB_OK;
+        }
+        if (m->address < known->address + known->nbytes && known->address < m->address + m->nbytes)
+            return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
+                                        "tb_alloc");
+    }
+    TB_TRY(tb__guest_check(&f->job->session->guest, m->address, m->nbytes, false));
+    agent_mirror new = {.address = m->address, .nbytes = m->nbytes};
+    TB_TRY(tb_alloc(new.nbytes, (void **)&new.data));
+    if (!tb__vec_push(&b->mirrors, new)) {
+        tb_free(new.data);
+        return TB_NO_MEMORY;
+    }
+    *out = new.data;
+    return TB_OK;
+}
+
+static tb_status find_memory(filling *f, const tb__memory *m, const char *what, uint64_t needed, char **out) {
+    *out = NULL;
+    if (needed == 0)
+        return TB_OK;
+    if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
+        return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
+    return m->kind == TB__MEMORY_FD ? map_file(f, m, out) : mirror(f, m, out);
+}
+
+tb_status tb__batch_fetch(const agent_batch *b) {
+    for (size_t i = 0; i < b->mirrors.count; i++) {
+        const agent_mirror *m = &b->mirrors.item[i];
+        TB_TRY(tb__guest_read(&b->session->guest, m->address, m->data, m->nbytes));
+    }
+    return TB_OK;
+}
+
+tb_status tb__batch_deliver(const agent_batch *b) {
+    for (size_t i = 0; i < b->mirrors.count; i++) {
+        const agent_mirror *m = &b->mirrors.item[i];
+        TB_TRY(tb__guest_write(&b->session->guest, m->address, m->data, m->nbytes));
+    }
+    return TB_OK;
+}
+
+void tb__batch_free(agent_batch *b) {
+    agent_session *s = b->session;
+    LIST_REMOVE(b, link);
+    tb_batch_destroy(b->batch);
+    pthread_mutex_lock(&s->guest_lock);
+    for (size_t i = 0; i < b->files.count; i++)
+        tb__guest_put_file(&s->guest, b->files.item[i]);
+    pthread_mutex_unlock(&s->guest_lock);
+    for (size_t i = 0; i < b->mirrors.count; i++)
+        tb_free(b->mirrors.item[i].data);
+    pthread_mutex_destroy(&b->lock);
+    free(b->pairs.item);
+    free(b->files.item);
+    free(b->mirrors.item);
+    free(b->id);
+    free(b);
+}
+
+/* ---- Tensors --------------------------------------------------------------------------------------------------- */
+
+/* This rank's part of the stored tensor. */
+static tb_status get_local(const filling *f, const tb__tensor_payload *p, tb_shape *out) {
+    tb_local local;
+    TB_TRY(tb_layout_local(p->layout ? p->layout : f->layout, &p->shape, f->job->agent->index, &local));
+    *out = local.shape;
+    out->ndim = p->shape.ndim;
+    tb_local_fini(&local);
+    return TB_OK;
+}
+
+/* Its data begins `back` bytes after its memory, where strides are negative. */
+static tb_status find_plain(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
+    tb_binding b;
+    uintptr_t first, last;
+    char *memory;
+    TB_TRY(tb_binding_contiguous((void *)(UINTPTR_MAX / 2), 0, p->dtype, local, &b)); // NOLINT: only measured
+    if (p->has_strides)
+        memcpy(b.strides, p->strides, sizeof b.strides);
+    TB_TRY(tb__binding_span(&b, &first, &last));
+    TB_TRY(find_memory(f, &p->data, "this rank's part of it has", last - first, &memory));
+    t->data = memory ? memory + (UINTPTR_MAX / 2 - first) : NULL;
+    return TB_OK;
+}
+
+static tb_status find_encoded(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
+    tb__encoding encoding;
+    tb__quant_size size;
+    int64_t count = 1;
+    TB_TRY(tb__encoding_parse(p->encode, &encoding));
+    for (int d = 0; d < local->ndim; d++)
+        count *= local->dim[d];
+    int64_t columns = local->ndim > 0 ? local->dim[local->ndim - 1] : 1;
+    int64_t rows = local->ndim > 1 ? local->dim[local->ndim - 2] : 1;
+    TB_TRY(tb__quant_measure(&encoding.format, rows, columns, &size));
+    uint64_t matrices = count > 0 ? (uint64_t)(count / (rows * columns)) : 0;
+    bool is_global = tb__encoding_is_global(&encoding);
+    TB_TRY(find_memory(f, &p->data, "its data has", matrices * (uint64_t)size.data_nbytes, (char **)&t->data));
+    TB_TRY(find_memory(f, &p->scales, "its scales have", matrices * (uint64_t)size.scale_nbytes, (char **)&t->scales));
+    return find_memory(f, &p->scale, "its scale has", is_global && matrices ? sizeof(float) : 0, (char **)&t->scale);
+}
+
+static tb_status add(filling *f, const tb__tensor_payload *p) {
+    tb_tensor t = {.dtype = p->dtype,
+                   .ndim = p->shape.ndim,
+                   .strides = p->has_strides ? p->strides : NULL,
+                   .wire_dtype = p->wire_dtype,
+                   .group = p->group,
+                   .view = p->view,
+                   .encode = p->encode,
+                   .scale_group = p->scale_group};
+    tb_shape local;
+    char *layout = NULL;
+    memcpy(t.shape, p->shape.dim, sizeof t.shape);
+    TB_TRY(get_local(f, p, &local));
+    TB_TRY(p->encode ? find_encoded(f, p, &local, &t) : find_plain(f, p, &local, &t));
+    if (p->layout)
+        TB_TRY(tb_layout_format(p->layout, &layout));
+    t.layout = layout;
+    tb_status status = tb_batch_add(f->batch, f->pair->pair, p->name, &t);
+    free(layout);
+    return status;
+}
+
+static tb_status choose_pair(filling *f, const char *name) {
+    const agent_batch *b = f->job->batch;
+    if (f->pair && strcmp(f->pair->name, name) == 0)
+        return TB_OK;
+    tb_layout_destroy(f->layout);
+    f->layout = NULL;
+    f->pair = NULL;
+    for (size_t i = 0; i < b->pairs.count && !f->pair; i++) {
+        if (strcmp(b->pairs.item[i]->name, name) == 0)
+            f->pair = b->pairs.item[i];
+    }
+    return f->pair ? tb_layout_parse(f->pair->layout, &f->layout)
+                   : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
+}
+
+static tb_status add_all(filling *f) {
+    const tb__entries *entries = &f->job->message.tensors;
+    for (size_t i = 0; i < entries->count; i++) {
+        tb__tensor_payload p;
+        TB_TRY(choose_pair(f, entries->item[i].pair_name));
+        tb_status status = tb__tensor_decode(entries->item[i].payload, f->layout, &f->job->arena, &p);
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor %zu", i);
+        status = add(f, &p);
+        tb_layout_destroy(p.layout);
+        if (status != TB_OK)
+            return strstr(tb_error_detail(), p.name) ? status : tb__fail_within(status, "tensor '%.100s'", p.name);
+    }
+    for (size_t i = 0; i < f->job->batch->pairs.count; i++)
+        TB_TRY(tb_batch_add_pair(f->batch, f->job->batch->pairs.item[i]->pair));
+    return tb_batch_register(f->batch, tb__job_timeout(f->job));
+}
+
+tb_status tb__batch_fill(agent_job *job) {
+    const tb__message *m = &job->message;
+    filling f = {.job = job, .files = tb__calloc(job->nfds, sizeof *f.files)};
+    tb_batch_opts opts = {.size = sizeof opts,
+                          .bucket_size = (int64_t)m->bucket_size,
+                          .staging_bytes = (int64_t)m->staging_bytes,
+                          .group_window = (uint32_t)m->group_window,
+                          .staged = m->staged,
+                          .snapshot = m->snapshot,
+                          .ties = m->ties.item,
+                          .nties = m->ties.count,
+                          .ignored = m->ignored.item,
+                          .nignored = m->ignored.count};
+    tb_status status = f.files ? tb_batch_create(job->agent->world, job->batch->id, &opts, &f.batch) : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = add_all(&f);
+    tb_layout_destroy(f.layout);
+    free(f.files);
+    if (status == TB_OK) {
+        job->registered = f.batch;
+        return TB_OK;
+    }
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb_batch_destroy(f.batch);
+    return tb__fail(status, "%s", why);
+}

@@ -1,0 +1,154 @@
+/* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (work that takes
+ * time, and its end), agent_command.c (what commands do), agent_batch.c (tensors and their memory). All but jobs' own
+ * threads belongs to the loop's thread. */
+#ifndef TB_BUS_AGENT_AGENT_INSIDE_H
+#define TB_BUS_AGENT_AGENT_INSIDE_H
+
+#include "base/mem.h"
+#include "bus/agent/agent.h"
+#include "bus/agent/guest.h"
+#include "bus/protocol/payload.h"
+#include "bus/protocol/protocol.h"
+#include "bus/store/address.h"
+#include "bus/world.h"
+
+#include <pthread.h>
+#include <sys/queue.h>
+
+enum { TB__AGENT_MAX_FDS = 4096 }; /* of one frame */
+
+typedef struct agent_job agent_job;
+
+/* One client's connection. */
+typedef struct agent_session {
+    LIST_ENTRY(agent_session) link;
+    tb__agent *agent;
+    int socket;
+    uint64_t id;
+    bool has_greeted;
+    bool is_doomed; /* what is to be sent is sent, then it is closed */
+    bool is_gone;   /* closed; it stays until its last job has ended */
+    int64_t hello_deadline_ms;
+    char *name;
+    tb__guest guest;
+    pthread_mutex_t guest_lock; /* jobs map and unmap files */
+    tb__frame_reader in;
+    TB_VEC(int) fds; /* of the frame that is arriving */
+    tb__bytes out;
+    size_t nsent;
+    bool waits_for_room; /* epoll watches for it */
+    uint64_t nframes;    /* so far: the next one's ordinal */
+    size_t njobs;
+} agent_session;
+
+/* A pair, however many clients have asked for it. */
+typedef struct agent_pair {
+    LIST_ENTRY(agent_pair) link;
+    char *name, *remote, *layout;
+    tb_pair *pair;          /* NULL: it is being made */
+    agent_job *waiting;     /* who asked for it meanwhile */
+    size_t nbatches;        /* that use it */
+    TB_VEC(uint64_t) users; /* sessions */
+} agent_pair;
+
+/* A tensor in memory that only the system reaches: kept in a mirror here. */
+typedef struct agent_mirror {
+    uint64_t address;
+    size_t nbytes;
+    char *data; /* tb_alloc's */
+} agent_mirror;
+
+typedef struct agent_batch {
+    LIST_ENTRY(agent_batch) link;
+    char *id;
+    agent_session *session;
+    tb_batch *batch; /* NULL: it is being registered */
+    TB_VEC(agent_pair *) pairs;
+    TB_VEC(tb__guest_file *) files;
+    TB_VEC(agent_mirror) mirrors;
+    size_t njobs;              /* that use it */
+    agent_job *farewell;       /* who asked for that */
+    pthread_mutex_t lock;      /* guards what follows */
+    bool is_doomed;            /* to be destroyed when there are no jobs */
+    bool is_busy[2];           /* there is a job, by direction ... */
+    tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
+    tb_transfer_state last;    /* the state of the last one that ended ... */
+    bool was_send;             /* ... and its direction */
+    uint64_t version;          /* of the last that was completed */
+    char error[TB__WHY_MAX];   /* of the last one, if it failed */
+} agent_batch;
+
+/* A command that is being done. */
+struct agent_job {
+    agent_job *next;
+    tb__agent *agent;
+    agent_session *session;
+    uint64_t seq;
+    bool is_answered; /* the reply was sent before the end */
+    unsigned char *frame;
+    tb__arena arena;
+    tb__message message;
+    int *fds;
+    size_t nfds;
+    agent_pair *pair;
+    tb_pair *made; /* for it */
+    agent_batch *batch;
+    tb_batch *registered;             /* for it */
+    tb_status (*run)(agent_job *job); /* in a thread of its own */
+    pthread_t thread;
+    tb_status status;
+    char why[TB__WHY_MAX];
+    tb__message reply;
+};
+
+struct tb__agent {
+    char *group, *token;
+    int32_t index, size;
+    int timeout_ms;
+    tb_world *world;
+    tb__listener listener;
+    int epoll, wake, stop;
+    bool is_stopping;
+    uint64_t nsessions; /* so far */
+    LIST_HEAD(agent_sessions, agent_session) sessions;
+    LIST_HEAD(agent_pairs, agent_pair) pairs;
+    LIST_HEAD(agent_batches, agent_batch) batches;
+    size_t njobs;
+    pthread_mutex_t done_lock;
+    agent_job *done; /* jobs whose threads have ended */
+};
+
+/* agent_session.c */
+void tb__agent_accept(tb__agent *agent);
+void tb__session_readable(agent_session *session);
+void tb__session_writable(agent_session *session);
+void tb__session_reply(agent_session *session, const tb__message *reply);
+/* No more is read, and it is closed when all is sent. */
+void tb__session_end(agent_session *session);
+void tb__session_close(agent_session *session);
+void tb__session_free(agent_session *session); /* of one that is gone and has no jobs */
+
+/* agent_command.c: takes over the job, and answers it, now or later. */
+void tb__agent_do(agent_job *job);
+/* What a thread has done. */
+void tb__agent_finish(agent_job *job);
+/* A client is gone. */
+void tb__agent_forget(tb__agent *agent, agent_session *session);
+
+/* agent_job.c */
+agent_job *tb__job_create(agent_session *session, tb__blob map);
+void tb__job_start(agent_job *job, tb_status (*run)(agent_job *job));
+/* Ends a job, with the sentence in tb_error_detail if it failed: answers, posts the semaphore, frees. */
+void tb__job_end(agent_job *job, tb_status status);
+/* What is told of a job that goes on. */
+void tb__job_answer(agent_job *job, tb_status status);
+void tb__agent_reap(tb__agent *agent);
+int tb__job_timeout(const agent_job *job);
+
+/* agent_batch.c */
+tb_status tb__batch_fill(agent_job *job); /* in the job's thread */
+tb_status tb__batch_fetch(const agent_batch *batch);
+tb_status tb__batch_deliver(const agent_batch *batch);
+void tb__batch_free(agent_batch *batch); /* without jobs */
+
+#endif

@@ -1,0 +1,115 @@
+/* Commands under way. A job's thread does nothing but its own work; what comes of it is dealt with by the loop. */
+#include "bus/agent/agent_inside.h"
+
+#include "base/log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+agent_job *tb__job_create(agent_session *s, tb__blob map) {
+    agent_job *job = tb__calloc(1, sizeof *job);
+    if (!job)
+        return NULL;
+    job->frame = tb__malloc(map.nbytes, 1);
+    if (!job->frame) {
+        free(job);
+        return NULL;
+    }
+    memcpy(job->frame, map.data, map.nbytes);
+    job->agent = s->agent;
+    job->session = s;
+    job->seq = s->nframes++;
+    job->fds = s->fds.item; /* those that came with the frame */
+    job->nfds = s->fds.count;
+    s->fds.item = NULL;
+    s->fds.count = s->fds.capacity = 0;
+    s->njobs++;
+    s->agent->njobs++;
+    return job;
+}
+
+int tb__job_timeout(const agent_job *job) {
+    uint64_t asked = job->message.timeout_ms;
+    return asked == 0 ? job->agent->timeout_ms : asked > INT32_MAX ? INT32_MAX : (int)asked;
+}
+
+static void *job_main(void *arg) {
+    agent_job *job = arg;
+    tb__agent *agent = job->agent;
+    job->status = job->run(job);
+    if (job->status != TB_OK)
+        snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
+    pthread_mutex_lock(&agent->done_lock);
+    job->next = agent->done;
+    agent->done = job;
+    pthread_mutex_unlock(&agent->done_lock);
+    eventfd_write(agent->wake, 1);
+    return NULL;
+}
+
+void tb__job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
+    job->run = run;
+    tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
+    if (status == TB_OK)
+        return;
+    job->run = NULL;
+    tb__job_end(job, status);
+}
+
+/* The semaphore is the client's, which made it for this command; it is gone when it has been posted. */
+static void post_semaphore(const agent_job *job) {
+    const char *name = job->message.semaphore_name;
+    if (!name)
+        return;
+    sem_t *semaphore = sem_open(name, 0);
+    if (semaphore == SEM_FAILED) {
+        tb__log(TB_LOG_WARN, "agent: semaphore '%s': %s", name, strerror(errno));
+        return;
+    }
+    sem_post(semaphore);
+    sem_close(semaphore);
+    sem_unlink(name);
+}
+
+void tb__job_answer(agent_job *job, tb_status status) {
+    job->reply.kind = TB__REPLY;
+    job->reply.seq = job->seq;
+    job->reply.status = status;
+    job->reply.message = status == TB_OK ? "" : tb_error_detail();
+    if (!job->is_answered)
+        tb__session_reply(job->session, &job->reply);
+    job->is_answered = true;
+}
+
+void tb__job_end(agent_job *job, tb_status status) {
+    agent_session *s = job->session;
+    tb__job_answer(job, status);
+    post_semaphore(job);
+    for (size_t i = 0; i < job->nfds; i++)
+        close(job->fds[i]);
+    free(job->fds);
+    tb__arena_fini(&job->arena);
+    free(job->frame);
+    job->agent->njobs--;
+    s->njobs--;
+    free(job);
+    if (s->is_doomed)
+        tb__session_end(s);
+}
+
+void tb__agent_reap(tb__agent *agent) {
+    pthread_mutex_lock(&agent->done_lock);
+    agent_job *list = agent->done;
+    agent->done = NULL;
+    pthread_mutex_unlock(&agent->done_lock);
+    for (agent_job *job = list, *next; job; job = next) {
+        next = job->next;
+        pthread_join(job->thread, NULL);
+        tb__agent_finish(job);
+    }
+}

@@ -1,0 +1,274 @@
+/* Connections: bytes and descriptors in, frames out of them, replies back. */
+#include "bus/agent/agent_inside.h"
+
+#include "base/log.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum {
+    READ_BYTES = 256 << 10,
+    BUSY_BYTES = 4 << 20, /* with this much to send, no more is read */
+    HELLO_MS = 5000,
+    FDS_AT_ONCE = 253, /* what the system takes in one message */
+};
+
+/* ---- Life ------------------------------------------------------------------------------------------------------ */
+
+static void watch(agent_session *s) {
+    bool is_busy = s->out.count - s->nsent > BUSY_BYTES;
+    s->waits_for_room = s->out.count > s->nsent;
+    struct epoll_event event = {.events = (s->is_doomed || is_busy ? 0U : (unsigned)EPOLLIN) |
+                                          (s->waits_for_room ? (unsigned)EPOLLOUT : 0U),
+                                .data.ptr = s};
+    epoll_ctl(s->agent->epoll, EPOLL_CTL_MOD, s->socket, &event);
+}
+
+static tb_status init(agent_session *s, int socket) {
+    TB_TRY(tb__guest_init(&s->guest, socket));
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = s};
+    if (epoll_ctl(s->agent->epoll, EPOLL_CTL_ADD, socket, &event) != 0) {
+        tb__guest_fini(&s->guest);
+        return tb__fail(TB_IO, "epoll_ctl: %s", strerror(errno));
+    }
+    s->socket = socket;
+    s->in.max_nbytes = TB__HELLO_MAX;
+    s->hello_deadline_ms = tb__now_ms() + HELLO_MS;
+    pthread_mutex_init(&s->guest_lock, NULL);
+    LIST_INSERT_HEAD(&s->agent->sessions, s, link);
+    return TB_OK;
+}
+
+void tb__agent_accept(tb__agent *agent) {
+    for (;;) {
+        int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd < 0) {
+            if (errno == EINTR || errno == ECONNABORTED)
+                continue;
+            if (errno != EAGAIN && errno != EWOULDBLOCK)
+                tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(errno));
+            return;
+        }
+        agent_session *s = tb__calloc(1, sizeof *s);
+        tb_status status = TB_NO_MEMORY;
+        if (s) {
+            s->agent = agent;
+            s->id = ++agent->nsessions;
+            s->guest.pidfd = -1;
+            status = init(s, fd);
+        }
+        if (status == TB_OK)
+            continue;
+        tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
+        close(fd);
+        free(s);
+    }
+}
+
+void tb__session_free(agent_session *s) {
+    LIST_REMOVE(s, link);
+    tb__guest_fini(&s->guest);
+    pthread_mutex_destroy(&s->guest_lock);
+    free(s->name);
+    free(s);
+}
+
+void tb__session_close(agent_session *s) {
+    if (s->is_gone)
+        return;
+    s->is_gone = true;
+    epoll_ctl(s->agent->epoll, EPOLL_CTL_DEL, s->socket, NULL);
+    close(s->socket);
+    for (size_t i = 0; i < s->fds.count; i++)
+        close(s->fds.item[i]);
+    free(s->fds.item);
+    s->fds.item = NULL;
+    s->fds.count = 0;
+    tb__frame_reader_fini(&s->in);
+    free(s->out.item);
+    s->out = (tb__bytes){0};
+    tb__agent_forget(s->agent, s);
+    /* Freed by the loop, which may still have events for it. */
+}
+
+/* ---- Out ------------------------------------------------------------------------------------------------------- */
+
+void tb__session_writable(agent_session *s) {
+    while (!s->is_gone && s->nsent < s->out.count) {
+        ssize_t n = send(s->socket, s->out.item + s->nsent, s->out.count - s->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            break;
+        if (n <= 0) {
+            tb__session_close(s);
+            return;
+        }
+        s->nsent += (size_t)n;
+    }
+    if (s->is_gone)
+        return;
+    if (s->nsent == s->out.count) {
+        s->nsent = s->out.count = 0;
+        if (s->is_doomed) {
+            tb__session_close(s);
+            return;
+        }
+    }
+    watch(s);
+}
+
+void tb__session_reply(agent_session *s, const tb__message *reply) {
+    if (s->is_gone)
+        return;
+    tb_status status = tb__message_encode(reply, &s->out);
+    if (status != TB_OK) {
+        tb__log(TB_LOG_ERROR, "agent: a reply could not be made: %s", tb_error_detail());
+        tb__session_close(s);
+        return;
+    }
+    tb__session_writable(s);
+}
+
+void tb__session_end(agent_session *s) {
+    if (s->is_gone)
+        return;
+    s->is_doomed = true;
+    tb__session_writable(s);
+}
+
+/* A frame that could not be read: whoever sent it is told, and no more is believed. */
+static void refuse(agent_session *s, tb_status status) {
+    tb__message reply = {.kind = TB__REPLY, .seq = s->nframes, .status = status, .message = tb_error_detail()};
+    tb__session_reply(s, &reply);
+    tb__session_end(s);
+}
+
+/* ---- In -------------------------------------------------------------------------------------------------------- */
+
+static bool is_token(const char *wanted, const char *given) {
+    size_t n = strlen(wanted), m = given ? strlen(given) : 0;
+    unsigned char difference = n != m;
+    for (size_t i = 0; i < n; i++) /* takes as long whatever was given */
+        difference |= (unsigned char)(wanted[i] ^ (i < m ? given[i] : 0));
+    return !difference;
+}
+
+static tb_status greet(agent_session *s, const agent_job *job) {
+    const tb__message *hello = &job->message;
+    tb__agent *agent = s->agent;
+    if (hello->kind != TB__HELLO)
+        return tb__fail(TB_INVALID, "the first message has to be a Hello");
+    TB_TRY(tb__hello_check(hello));
+    if (agent->token && !is_token(agent->token, hello->token))
+        return tb__fail(TB_DENIED, "the token is wrong");
+    s->name = tb__strdup(hello->client ? hello->client : "");
+    if (!s->name)
+        return TB_NO_MEMORY;
+    s->has_greeted = true;
+    s->in.max_nbytes = TB__FRAME_MAX;
+    return TB_OK;
+}
+
+static void take_frame(agent_session *s, tb__blob map) {
+    agent_job *job = tb__job_create(s, map);
+    if (!job) {
+        refuse(s, TB_NO_MEMORY);
+        return;
+    }
+    tb_status status = tb__message_decode((tb__blob){job->frame, map.nbytes}, &job->arena, &job->message);
+    if (!s->has_greeted) {
+        if (status == TB_OK)
+            status = greet(s, job);
+        if (status == TB_OK)
+            job->reply = (tb__message){.version = tb__some_uint(TB__PROTOCOL_VERSION),
+                                       .rank = tb__some_uint((uint64_t)s->agent->world->rank),
+                                       .name = s->agent->group,
+                                       .index = tb__some_uint((uint64_t)s->agent->index),
+                                       .size = tb__some_uint((uint64_t)s->agent->size)};
+        else
+            s->is_doomed = true;
+        tb__job_end(job, status);
+        return;
+    }
+    if (status == TB_OK && (job->message.kind == TB__HELLO || job->message.kind == TB__REPLY))
+        status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
+    if (status == TB_OK && s->agent->is_stopping)
+        status = tb__fail(TB_REFUSED, "the agent is stopping");
+    if (status != TB_OK)
+        tb__job_end(job, status); /* frames can still be told apart: the next may be good */
+    else
+        tb__agent_do(job);
+}
+
+static void take_frames(agent_session *s) {
+    while (!s->is_gone && !s->is_doomed) {
+        tb__blob map;
+        bool has_frame;
+        tb_status status = tb__frame_next(&s->in, &map, &has_frame);
+        if (status != TB_OK) {
+            refuse(s, status);
+            return;
+        }
+        if (!has_frame)
+            return;
+        take_frame(s, map);
+    }
+}
+
+static bool keep_fds(agent_session *s, const struct msghdr *message) {
+    bool is_good = !(message->msg_flags & MSG_CTRUNC);
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR((struct msghdr *)message, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+            continue;
+        size_t n = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (size_t i = 0; i < n; i++) {
+            int fd;
+            memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
+            if (s->fds.count < TB__AGENT_MAX_FDS && tb__vec_push(&s->fds, fd))
+                continue;
+            close(fd);
+            is_good = false;
+        }
+    }
+    return is_good;
+}
+
+void tb__session_readable(agent_session *s) {
+    size_t total = 0;
+    while (!s->is_gone && !s->is_doomed && total < 4 * READ_BYTES) {
+        uint8_t *room;
+        size_t nbytes = READ_BYTES;
+        if (tb__frame_room(&s->in, &room, &nbytes) != TB_OK) {
+            refuse(s, TB_NO_MEMORY);
+            return;
+        }
+        union {
+            char bytes[CMSG_SPACE(FDS_AT_ONCE * sizeof(int))];
+            struct cmsghdr align;
+        } control;
+        struct iovec piece = {room, nbytes};
+        struct msghdr message = {
+            .msg_iov = &piece, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
+        ssize_t n = recvmsg(s->socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return;
+        if (n <= 0) {
+            tb__session_close(s);
+            return;
+        }
+        if (!keep_fds(s, &message)) {
+            tb__frame_filled(&s->in, 0);
+            refuse(s, tb__fail(TB_TOO_BIG, "a frame has more than %d descriptors", TB__AGENT_MAX_FDS));
+            return;
+        }
+        tb__frame_filled(&s->in, (size_t)n);
+        total += (size_t)n;
+        take_frames(s);
+    }
+}

@@ -1,0 +1,41 @@
+/* The process at the other end of a client's connection, and its memory: files that it hands over (tb_alloc's memory,
+ * used where it is), and any other address, which only the system can read and write. */
+#ifndef TB_BUS_AGENT_GUEST_H
+#define TB_BUS_AGENT_GUEST_H
+
+#include "base/error.h"
+
+#include <sys/types.h>
+
+/* A file that a client has handed over, mapped once however often it comes. */
+typedef struct tb__guest_file {
+    dev_t device;
+    ino_t inode;
+    void *base;
+    size_t nbytes;
+    size_t refs;
+    struct tb__guest_file *next;
+} tb__guest_file;
+
+typedef struct tb__guest {
+    pid_t pid;
+    int pidfd;           /* -1: the kernel has none */
+    uint64_t start_time; /* in ticks since the system started: a pid may be used again */
+    tb__guest_file *files;
+} tb__guest;
+
+/* Who is there, by the socket's credentials. TB_DENIED for another user's process. */
+tb_status tb__guest_init(tb__guest *guest, int socket);
+void tb__guest_fini(tb__guest *guest); /* no file is held any more */
+
+/* Maps a file; what it gives is put back. */
+tb_status tb__guest_take_file(tb__guest *guest, int fd, tb__guest_file **out);
+void tb__guest_put_file(tb__guest *guest, tb__guest_file *file);
+
+/* Whether all of these bytes are mapped in the process, and may be read, and written. */
+tb_status tb__guest_check(const tb__guest *guest, uint64_t address, size_t nbytes, bool writes);
+
+tb_status tb__guest_read(const tb__guest *guest, uint64_t address, void *to, size_t nbytes);
+tb_status tb__guest_write(const tb__guest *guest, uint64_t address, const void *from, size_t nbytes);
+
+#endif

@@ -1,0 +1,324 @@
+/* The client's connection to its agent: frames out, replies in. A reply is kept until the call that waits for it takes
+ * it. Once the connection is lost every call says so. */
+#include "bus/client/client.h"
+
+#include "base/opts.h"
+#include "base/process.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+enum {
+    CONNECT_MS = 5000,
+    COMMAND_MS = 30000,
+    GRACE_MS = 5000, /* what an agent gets beyond the deadline that it was given */
+    READ_BYTES = 64 << 10,
+    FDS_AT_ONCE = 250,
+};
+
+/* ---- Sending and receiving ------------------------------------------------------------------------------------- */
+
+static tb_status lose(tb_client *c, const char *why) {
+    if (c->broken == TB_OK) {
+        c->broken = TB_LOST;
+        snprintf(c->why, sizeof c->why, "the agent at %s is gone: %s", c->path, why);
+    }
+    return tb__fail(c->broken, "%s", c->why);
+}
+
+static tb_status check(const tb_client *c) {
+    return c->broken == TB_OK ? TB_OK : tb__fail(c->broken, "%s", c->why);
+}
+
+static tb_status wait_for(tb_client *c, short events, int64_t deadline_ms, const char *what) {
+    for (;;) {
+        struct pollfd fd = {.fd = c->socket, .events = events};
+        int n = poll(&fd, 1, tb__ms_until(deadline_ms));
+        if (n > 0)
+            return TB_OK;
+        if (n < 0 && errno != EINTR)
+            return lose(c, strerror(errno));
+        if (tb__now_ms() >= deadline_ms)
+            return tb__fail(TB_TIMEOUT, "the agent at %s is silent: it has not %s in time", c->path, what);
+    }
+}
+
+/* Some bytes, and with them some descriptors. */
+static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, const int *fds, size_t nfds,
+                            int64_t deadline_ms, size_t *sent) {
+    union {
+        char bytes[CMSG_SPACE(FDS_AT_ONCE * sizeof(int))];
+        struct cmsghdr align;
+    } control = {{0}};
+    struct iovec piece = {(void *)data, nbytes};
+    struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
+    if (nfds > 0) {
+        message.msg_control = control.bytes;
+        message.msg_controllen = CMSG_SPACE(nfds * sizeof *fds);
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(nfds * sizeof *fds);
+        memcpy(CMSG_DATA(header), fds, nfds * sizeof *fds);
+    }
+    for (;;) {
+        ssize_t n = sendmsg(c->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n > 0) {
+            *sent = (size_t)n;
+            return TB_OK;
+        }
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
+            return lose(c, strerror(errno));
+        TB_TRY(wait_for(c, POLLOUT, deadline_ms, "taken a command"));
+    }
+}
+
+/* All descriptors go with the frame's first bytes: more than the system takes at once, with one byte each time. */
+static tb_status send_frame(tb_client *c, const tb__bytes *frame, const int *fds, size_t nfds, int64_t deadline_ms) {
+    size_t at = 0;
+    while (at < frame->count) {
+        size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent;
+        size_t nbytes = nfds > n ? 1 : frame->count - at;
+        tb_status status = send_piece(c, frame->item + at, nbytes, fds, n, deadline_ms, &sent);
+        if (status != TB_OK) /* half a frame: nothing after it would make sense */
+            return at > 0 ? lose(c, "it does not take what is sent") : status;
+        at += sent;
+        fds += n;
+        nfds -= n;
+    }
+    return TB_OK;
+}
+
+static tb_status read_some(tb_client *c) {
+    uint8_t *room;
+    size_t nbytes = READ_BYTES;
+    TB_TRY(tb__frame_room(&c->in, &room, &nbytes));
+    ssize_t n = recv(c->socket, room, nbytes, MSG_DONTWAIT);
+    int error = errno;
+    tb__frame_filled(&c->in, n > 0 ? (size_t)n : 0);
+    if (n > 0 || (n < 0 && (error == EAGAIN || error == EWOULDBLOCK || error == EINTR)))
+        return TB_OK;
+    return lose(c, n == 0 ? "it has closed the connection" : strerror(error));
+}
+
+static void drop_replies(tb_client *c) {
+    while (c->replies) {
+        tb__client_reply *next = c->replies->next;
+        tb__client_reply_free(c->replies);
+        c->replies = next;
+    }
+}
+
+void tb__client_reply_free(tb__client_reply *reply) {
+    if (!reply)
+        return;
+    tb__arena_fini(&reply->arena);
+    free(reply->frame);
+    free(reply);
+}
+
+static tb_status keep_reply(tb_client *c, tb__blob map) {
+    tb__client_reply *r = tb__calloc(1, sizeof *r);
+    if (!r)
+        return TB_NO_MEMORY;
+    r->frame = tb__malloc(map.nbytes, 1);
+    if (!r->frame) {
+        free(r);
+        return TB_NO_MEMORY;
+    }
+    memcpy(r->frame, map.data, map.nbytes);
+    tb_status status = tb__message_decode((tb__blob){r->frame, map.nbytes}, &r->arena, &r->message);
+    if (status != TB_OK || r->message.kind != TB__REPLY) {
+        tb__client_reply_free(r);
+        return lose(c, "it sent what is no reply");
+    }
+    r->next = c->replies;
+    c->replies = r;
+    return TB_OK;
+}
+
+static tb__client_reply *find_reply(tb_client *c, uint64_t seq) {
+    for (tb__client_reply **at = &c->replies; *at; at = &(*at)->next) {
+        if ((*at)->message.seq == seq) {
+            tb__client_reply *found = *at;
+            *at = found->next;
+            return found;
+        }
+    }
+    return NULL;
+}
+
+tb_status tb__client_wait(tb_client *c, uint64_t seq, int64_t deadline_ms, const char *what, tb__client_reply **out) {
+    for (;;) {
+        tb__blob map;
+        bool has_frame = false;
+        if ((*out = find_reply(c, seq)))
+            return TB_OK;
+        TB_TRY(check(c));
+        if (tb__frame_next(&c->in, &map, &has_frame) != TB_OK)
+            return lose(c, "it sent a frame that is too long");
+        if (has_frame) {
+            TB_TRY(keep_reply(c, map));
+            continue;
+        }
+        TB_TRY(wait_for(c, POLLIN, deadline_ms, what));
+        TB_TRY(read_some(c));
+    }
+}
+
+tb_status tb__client_post(tb_client *c, const tb__message *message, const int *fds, size_t nfds, int64_t deadline_ms,
+                          uint64_t *seq) {
+    tb__bytes frame = {0};
+    TB_TRY(check(c));
+    tb_status status = tb__message_encode(message, &frame);
+    if (status == TB_OK)
+        status = send_frame(c, &frame, fds, nfds, deadline_ms);
+    free(frame.item);
+    if (status == TB_OK)
+        *seq = c->nframes++;
+    return status;
+}
+
+tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
+                          const char *what, tb__client_reply **out) {
+    int64_t deadline_ms = tb__now_ms() + (timeout_ms ? timeout_ms : COMMAND_MS) + GRACE_MS;
+    uint64_t seq;
+    tb__client_reply *reply;
+    message->timeout_ms = (uint64_t)timeout_ms;
+    TB_TRY(tb__client_post(c, message, fds, nfds, deadline_ms, &seq));
+    TB_TRY(tb__client_wait(c, seq, deadline_ms, what, &reply));
+    if (reply->message.status != TB_OK) {
+        tb_status status = tb__fail(reply->message.status, "%s", reply->message.message);
+        tb__client_reply_free(reply);
+        return status;
+    }
+    if (out)
+        *out = reply;
+    else
+        tb__client_reply_free(reply);
+    return TB_OK;
+}
+
+/* ---- Life ------------------------------------------------------------------------------------------------------ */
+
+/* Says whether the socket is missing, refused, or silent. */
+static tb_status open_socket(tb_client *c, int64_t deadline_ms) {
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    if (strlen(c->path) >= sizeof name.sun_path)
+        return tb__fail(TB_INVALID, "the path of the agent's socket is too long: %.120s", c->path);
+    memcpy(name.sun_path, c->path, strlen(c->path) + 1);
+    c->socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (c->socket < 0)
+        return tb__fail(TB_IO, "socket: %s", strerror(errno));
+    for (;;) {
+        if (connect(c->socket, (const struct sockaddr *)&name, sizeof name) == 0)
+            return TB_OK;
+        if (errno == ENOENT)
+            return tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path);
+        if (errno == ECONNREFUSED)
+            return tb__fail(TB_IO, "nobody listens at %s: the agent has ended", c->path);
+        if (errno == EACCES || errno == EPERM)
+            return tb__fail(TB_DENIED, "the socket %s is another user's", c->path);
+        if (errno != EAGAIN && errno != EINTR)
+            return tb__fail(TB_IO, "%s: %s", c->path, strerror(errno));
+        if (tb__now_ms() >= deadline_ms) /* its queue is full, and it takes nobody out */
+            return tb__fail(TB_TIMEOUT, "the agent at %s is silent: it does not accept connections", c->path);
+        poll(NULL, 0, 10);
+    }
+}
+
+static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_ms) {
+    tb__message hello = {.kind = TB__HELLO,
+                         .protocol = TB__PROTOCOL_VERSION,
+                         .token = o->token,
+                         .client = o->name ? o->name : program_invocation_short_name};
+    uint64_t seq;
+    tb__client_reply *reply;
+    TB_TRY(tb__client_post(c, &hello, NULL, 0, deadline_ms, &seq));
+    TB_TRY(tb__client_wait(c, seq, deadline_ms, "answered the hello", &reply));
+    const tb__message *m = &reply->message;
+    tb_status status = m->status == TB_OK ? TB_OK : tb__fail(m->status, "%s: %s", c->path, m->message);
+    if (status == TB_OK) {
+        c->rank = (int32_t)m->rank.value;
+        c->index = (int32_t)m->index.value;
+        c->size = (int32_t)m->size.value;
+        c->group = tb__strdup(m->name ? m->name : "");
+        status = c->group ? TB_OK : TB_NO_MEMORY;
+    }
+    tb__client_reply_free(reply);
+    return status;
+}
+
+tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out) {
+    tb_client_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    int64_t deadline_ms = tb__now_ms() + (o.timeout_ms ? o.timeout_ms : CONNECT_MS);
+    tb_client *c = tb__calloc(1, sizeof *c);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->socket = -1;
+    c->refs = 1;
+    c->path = tb__strdup(path);
+    tb_status status = c->path ? open_socket(c, deadline_ms) : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = greet(c, &o, deadline_ms);
+    if (status != TB_OK) {
+        tb_client_close(c);
+        return status;
+    }
+    *out = c;
+    return TB_OK;
+}
+
+void tb__client_unref(tb_client *c) {
+    if (--c->refs > 0)
+        return;
+    drop_replies(c);
+    tb__frame_reader_fini(&c->in);
+    for (size_t i = 0; i < c->pairs.count; i++) {
+        free(c->pairs.item[i].name);
+        free(c->pairs.item[i].layout);
+    }
+    free(c->pairs.item);
+    free(c->group);
+    free(c->path);
+    free(c);
+}
+
+void tb_client_close(tb_client *c) {
+    if (!c)
+        return;
+    if (c->socket >= 0)
+        close(c->socket);
+    c->socket = -1;
+    if (c->broken == TB_OK) {
+        c->broken = TB_LOST;
+        snprintf(c->why, sizeof c->why, "the client was closed");
+    }
+    tb__client_unref(c);
+}
+
+int32_t tb_client_rank(const tb_client *c) {
+    return c->rank;
+}
+
+int32_t tb_client_index(const tb_client *c) {
+    return c->index;
+}
+
+int32_t tb_client_size(const tb_client *c) {
+    return c->size;
+}
+
+const char *tb_client_group(const tb_client *c) {
+    return c->group;
+}

@@ -1,0 +1,288 @@
+/* Pairs, batches and transfers of a client. */
+#include "bus/client/client.h"
+
+#include "base/opts.h"
+#include "bus/protocol/payload.h"
+#include "exec/memory.h"
+#include "exec/overlap.h"
+#include "reshard/encode.h"
+
+#include <stdio.h>
+#include <string.h>
+
+struct tb_client_batch {
+    tb_client *client;
+    char *name;
+    tb_batch_opts opts;
+    tb__arena arena; /* what the options point to, names, and payloads */
+    TB_VEC(tb__entry) tensors;
+    TB_VEC(int) fds; /* of the memory that goes along */
+    bool is_registered;
+};
+
+/* ---- Pairs ----------------------------------------------------------------------------------------------------- */
+
+static const char *pair_layout(const tb_client *c, const char *name) {
+    for (size_t i = 0; i < c->pairs.count; i++) {
+        if (strcmp(c->pairs.item[i].name, name) == 0)
+            return c->pairs.item[i].layout;
+    }
+    return NULL;
+}
+
+static tb_status remember_pair(tb_client *c, const char *name, const char *layout) {
+    if (pair_layout(c, name))
+        return TB_OK;
+    struct tb__client_pair pair = {tb__strdup(name), tb__strdup(layout)};
+    if (pair.name && pair.layout && tb__vec_push(&c->pairs, pair))
+        return TB_OK;
+    free(pair.name);
+    free(pair.layout);
+    return TB_NO_MEMORY;
+}
+
+tb_status tb_client_init_pair(tb_client *c, const char *name, const char *remote_group, const char *text,
+                              int timeout_ms) {
+    tb_layout *layout;
+    tb__bytes mesh = {0}, placements = {0};
+    TB_TRY(tb_layout_parse(text, &layout));
+    tb_status status = tb__mesh_encode(layout, &mesh);
+    if (status == TB_OK)
+        status = tb__placements_encode(layout, &placements);
+    tb_layout_destroy(layout);
+    if (status == TB_OK) {
+        tb__message message = {.kind = TB__INIT_PAIR,
+                               .pair_name = name,
+                               .local_name = c->group,
+                               .expected_world_size = (uint64_t)c->size,
+                               .remote_name = remote_group,
+                               .mesh = {mesh.item, mesh.count},
+                               .placements = {placements.item, placements.count}};
+        status = tb__client_call(c, &message, NULL, 0, timeout_ms, "made the pair", NULL);
+    }
+    free(mesh.item);
+    free(placements.item);
+    return status == TB_OK ? remember_pair(c, name, text) : status;
+}
+
+/* ---- Batches --------------------------------------------------------------------------------------------------- */
+
+static const char *keep_text(tb_client_batch *b, const char *text) {
+    size_t n = strlen(text) + 1;
+    char *copy = tb__arena_alloc(&b->arena, n, 1);
+    return copy ? memcpy(copy, text, n) : NULL;
+}
+
+/* The options' lists are the caller's. */
+static tb_status keep_opts(tb_client_batch *b) {
+    tb_batch_opts *o = &b->opts;
+    tb_tie *ties = tb__arena_alloc(&b->arena, o->nties, sizeof *ties);
+    const char **ignored = tb__arena_alloc(&b->arena, o->nignored, sizeof *ignored);
+    bool has_room = ties && ignored;
+    for (size_t i = 0; i < o->nties && has_room; i++) {
+        ties[i] = (tb_tie){keep_text(b, o->ties[i].name), keep_text(b, o->ties[i].canonical)};
+        has_room = ties[i].name && ties[i].canonical;
+    }
+    for (size_t i = 0; i < o->nignored && has_room; i++)
+        has_room = (ignored[i] = keep_text(b, o->ignored[i]));
+    o->ties = ties;
+    o->ignored = ignored;
+    return has_room ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_opts *opts, tb_client_batch **out) {
+    tb_batch_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    if (o.transform)
+        return tb__fail(TB_REFUSED, "an agent can't call a transform of this process");
+    if (o.bucket_size < 0 || o.staging_bytes < 0)
+        return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
+    tb_client_batch *b = tb__calloc(1, sizeof *b);
+    if (!b)
+        return TB_NO_MEMORY;
+    b->client = c;
+    b->opts = o;
+    c->refs++;
+    b->name = tb__strdup(name);
+    tb_status status = b->name ? keep_opts(b) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        tb_client_batch_destroy(b);
+        return status;
+    }
+    *out = b;
+    return TB_OK;
+}
+
+/* Where bytes of this process are, as the agent will find them. */
+static tb_status find_memory(tb_client_batch *b, const void *at, size_t nbytes, tb__memory *out) {
+    tb__arena_file file;
+    if (nbytes == 0)
+        return TB_OK;
+    *out = (tb__memory){.kind = TB__MEMORY_ADDRESS, .address = (uint64_t)(uintptr_t)at, .nbytes = nbytes};
+    if (!tb__memory_find(at, nbytes, &file))
+        return TB_OK;
+    *out = (tb__memory){
+        .kind = TB__MEMORY_FD, .offset = (uint64_t)((const char *)at - (const char *)file.base), .nbytes = nbytes};
+    size_t i = 0;
+    while (i < b->fds.count && b->fds.item[i] != file.fd)
+        i++;
+    out->fd = (uint32_t)i;
+    return i < b->fds.count || tb__vec_push(&b->fds, file.fd) ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status find_plain(tb_client_batch *b, const tb_tensor *t, const tb_shape *local, tb__tensor_payload *p) {
+    tb_binding binding;
+    uintptr_t first, last;
+    TB_TRY(tb_binding_contiguous(t->data, 0, t->dtype, local, &binding));
+    if (t->strides)
+        memcpy(binding.strides, t->strides, (size_t)local->ndim * sizeof *t->strides);
+    TB_TRY(tb__binding_span(&binding, &first, &last));
+    if (first != last && !t->data)
+        return tb__fail(TB_INVALID, "its data is NULL, but this rank holds some of it");
+    return find_memory(b, (void *)first, last - first, &p->data); // NOLINT(performance-no-int-to-ptr)
+}
+
+static tb_status find_encoded(tb_client_batch *b, const tb_tensor *t, const tb_shape *local, tb__tensor_payload *p) {
+    tb__encoding encoding;
+    tb__quant_size size;
+    int64_t count = 1;
+    TB_TRY(tb__encoding_parse(t->encode, &encoding));
+    for (int d = 0; d < local->ndim; d++)
+        count *= local->dim[d];
+    int64_t columns = local->ndim > 0 ? local->dim[local->ndim - 1] : 1;
+    int64_t rows = local->ndim > 1 ? local->dim[local->ndim - 2] : 1;
+    TB_TRY(tb__quant_measure(&encoding.format, rows, columns, &size));
+    size_t matrices = count > 0 ? (size_t)(count / (rows * columns)) : 0;
+    TB_TRY(find_memory(b, t->data, matrices * (size_t)size.data_nbytes, &p->data));
+    if (t->scales)
+        TB_TRY(find_memory(b, t->scales, matrices * (size_t)size.scale_nbytes, &p->scales));
+    return t->scale && matrices ? find_memory(b, t->scale, sizeof *t->scale, &p->scale) : TB_OK;
+}
+
+static tb_status describe(tb_client_batch *b, const tb_tensor *t, tb_layout *pair, tb__tensor_payload *p) {
+    tb_local local;
+    p->dtype = t->dtype;
+    p->shape.ndim = t->ndim;
+    memcpy(p->shape.dim, t->shape, sizeof p->shape.dim);
+    p->has_strides = t->strides;
+    if (t->strides)
+        memcpy(p->strides, t->strides, (size_t)t->ndim * sizeof *t->strides);
+    p->view = t->view;
+    p->encode = t->encode;
+    p->scale_group = t->scale_group;
+    p->group = t->group;
+    p->wire_dtype = t->wire_dtype;
+    if (t->layout)
+        TB_TRY(tb_layout_parse(t->layout, &p->layout));
+    TB_TRY(tb_layout_local(p->layout ? p->layout : pair, &p->shape, b->client->index, &local));
+    tb_shape mine = local.shape;
+    mine.ndim = t->ndim;
+    tb_local_fini(&local);
+    return t->encode ? find_encoded(b, t, &mine, p) : find_plain(b, t, &mine, p);
+}
+
+static tb_status add(tb_client_batch *b, const char *pair_name, const tb_tensor *t, tb_layout *pair,
+                     tb__tensor_payload *p) {
+    tb__bytes bytes = {0};
+    TB_TRY(describe(b, t, pair, p));
+    tb_status status = tb__tensor_encode(p, pair, &bytes);
+    uint8_t *kept = status == TB_OK ? tb__arena_alloc(&b->arena, bytes.count, 1) : NULL;
+    tb__entry entry = {.pair_name = keep_text(b, pair_name), .payload = {kept, bytes.count}};
+    if (kept)
+        memcpy(kept, bytes.item, bytes.count);
+    if (status == TB_OK && (!kept || !entry.pair_name || !tb__vec_push(&b->tensors, entry)))
+        status = TB_NO_MEMORY;
+    free(bytes.item);
+    return status;
+}
+
+tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
+    const char *text = pair_layout(b->client, pair);
+    if (!text)
+        return tb__fail(TB_INVALID, "tensor '%.100s': there is no pair '%.100s'", name, pair);
+    if (b->is_registered)
+        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", b->name);
+    if (tensor->ndim < 0 || tensor->ndim > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, tensor->ndim);
+    tb_layout *layout;
+    tb__tensor_payload p = {.name = name};
+    TB_TRY(tb_layout_parse(text, &layout));
+    tb_status status = add(b, pair, tensor, layout, &p);
+    tb_layout_destroy(p.layout);
+    tb_layout_destroy(layout);
+    if (status != TB_OK)
+        tb__prefix_detail("tensor '%.100s'", name);
+    return status;
+}
+
+tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
+    const tb_batch_opts *o = &b->opts;
+    tb__message message = {.kind = TB__REGISTER_TENSORS,
+                           .batch_id = b->name,
+                           .tensors = {b->tensors.count, b->tensors.item},
+                           .bucket_size = (uint64_t)o->bucket_size,
+                           .staging_bytes = (uint64_t)o->staging_bytes,
+                           .group_window = o->group_window,
+                           .ties = {o->nties, o->ties},
+                           .ignored = {o->nignored, o->ignored},
+                           .snapshot = o->snapshot,
+                           .staged = o->staged};
+    if (b->is_registered)
+        return tb__fail(TB_REFUSED, "batch '%s' has been registered already", b->name);
+    TB_TRY(tb__client_call(b->client, &message, b->fds.item, b->fds.count, timeout_ms, "registered the batch", NULL));
+    b->is_registered = true;
+    return TB_OK;
+}
+
+/* ---- Transfers ------------------------------------------------------------------------------------------------- */
+
+tb_status tb_client_transfer(tb_client_batch *b, bool is_send, const tb_client_transfer_opts *opts) {
+    tb_client_transfer_opts o;
+    TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    tb__message message = {.kind = TB__TRANSFER,
+                           .batch_id = b->name,
+                           .direction = is_send ? TB__SEND : TB__RECV,
+                           .no_wait = o.no_wait,
+                           .semaphore_name = o.semaphore};
+    return tb__client_call(b->client, &message, NULL, 0, o.timeout_ms,
+                           o.no_wait ? "begun the transfer" : "ended the transfer", NULL);
+}
+
+tb_status tb_client_query(tb_client_batch *b, tb_client_status *out) {
+    tb__message message = {.kind = TB__QUERY_STATUS, .batch_id = b->name};
+    tb__client_reply *reply;
+    TB_TRY(tb__client_call(b->client, &message, NULL, 0, 0, "told the status", &reply));
+    const tb__message *m = &reply->message;
+    *out = (tb_client_status){.transfer_signal = m->transfer_signal.value,
+                              .version = m->version.value,
+                              .attempt = m->attempt.value,
+                              .bytes_done = (int64_t)m->bytes_done.value,
+                              .bytes_total = (int64_t)m->bytes_total.value,
+                              .groups_done = (uint32_t)m->groups_done.value,
+                              .groups_total = (uint32_t)m->groups_total.value,
+                              .seconds = m->seconds.value};
+    snprintf(out->state, sizeof out->state, "%s", m->state ? m->state : "");
+    snprintf(out->error, sizeof out->error, "%s", m->error ? m->error : "");
+    tb__client_reply_free(reply);
+    return TB_OK;
+}
+
+tb_status tb_client_cleanup(tb_client_batch *b) {
+    tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name};
+    TB_TRY(tb__client_call(b->client, &message, NULL, 0, 0, "cleaned up", NULL));
+    b->is_registered = false;
+    return TB_OK;
+}
+
+void tb_client_batch_destroy(tb_client_batch *b) {
+    if (!b)
+        return;
+    if (b->is_registered && b->client->broken == TB_OK)
+        (void)tb_client_cleanup(b);
+    tb__client_unref(b->client);
+    tb__arena_fini(&b->arena);
+    free(b->tensors.item);
+    free(b->fds.item);
+    free(b->name);
+    free(b);
+}
