@@ -6,10 +6,10 @@
 #include <stdint.h>
 
 /* Bytes that belong to somebody else. */
-typedef struct tb__span {
+typedef struct tb__blob {
     const uint8_t *data;
     size_t nbytes;
-} tb__span;
+} tb__blob;
 
 typedef struct tb__bytes { /* for tb__vec_* */
     uint8_t *item;

@@ -33,6 +33,7 @@ tb_status tb__placement_from_json(const json_t *json, tb_placement *out);
 tb_status tb__placement_copy(const tb_placement *from, tb_placement *out);
 void tb__placement_fini(tb_placement *placement);
 bool tb__placement_shards(const tb_placement *placement);
+const char *tb__placement_tag(tb_placement_kind kind); /* "SS", as in JSON; NULL for what is no kind */
 const char *tb__reduce_op_name(tb_reduce_op op);
 bool tb__reduce_op_read(const char *name, tb_reduce_op *out);
 

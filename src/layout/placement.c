@@ -44,6 +44,14 @@ bool tb__reduce_op_read(const char *name, tb_reduce_op *out) {
     return read_op(&name, out) && !*name;
 }
 
+const char *tb__placement_tag(tb_placement_kind kind) {
+    for (size_t i = 0; i < NKINDS; i++) {
+        if (kinds[i].kind == kind)
+            return kinds[i].json;
+    }
+    return NULL;
+}
+
 bool tb__placement_shards(const tb_placement *placement) {
     return placement->kind != TB_REPLICATE && placement->kind != TB_PARTIAL;
 }

@@ -46,7 +46,7 @@ static inline tb__maybe_bool tb__some_bool(bool value) {
 /* A tensor of a RegisterTensors: a pair's name and a payload. */
 typedef struct tb__entry {
     const char *pair_name;
-    tb__span payload;
+    tb__blob payload;
 } tb__entry;
 
 typedef struct tb__entries {
@@ -82,8 +82,8 @@ typedef enum tb__field_type {                        /*                        i
                               TB__FIELD_MAYBE_UINT,  /* uint                   tb__maybe_uint */
                               TB__FIELD_MAYBE_FLOAT, /* float                  tb__maybe_float */
                               TB__FIELD_MAYBE_BOOL,  /* bool                   tb__maybe_bool */
-                              TB__FIELD_BIN,         /* bin                    tb__span into the input */
-                              TB__FIELD_VALUE, /* anything               tb__span: its MessagePack; none if nbytes is 0
+                              TB__FIELD_BIN,         /* bin                    tb__blob into the input */
+                              TB__FIELD_VALUE, /* anything               tb__blob: its MessagePack; none if nbytes is 0
                                                 */
                               TB__FIELD_INTS,  /* array of int           tb__ints */
                               TB__FIELD_TEXTS, /* array of str           tb__texts */
@@ -120,7 +120,7 @@ tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *
 
 /* Reads a map, which is all of the bytes, into the struct: its own fields are set, the others left alone. Text and
  * arrays are the arena's; bytes point into the input. */
-tb_status tb__map_decode(const tb__schema *schema, tb__span bytes, tb__arena *arena, void *out);
+tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out);
 
 /* How the manual writes the type of a field: "str", "str or nil", "`send` or `recv`". */
 void tb__field_type_text(const tb__field *field, char *out, size_t nbytes);

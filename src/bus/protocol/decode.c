@@ -135,10 +135,10 @@ static tb_status take_dtype(reader *r, tb_dtype *out) {
 }
 
 /* The value's own bytes. */
-static tb_status take_value(reader *r, tb__span *out) {
+static tb_status take_value(reader *r, tb__blob *out) {
     const uint8_t *start = r->from.at;
     TB_TRY(tb__value_skip(&r->from, 1));
-    *out = (tb__span){.data = start, .nbytes = (size_t)(r->from.at - start)};
+    *out = (tb__blob){.data = start, .nbytes = (size_t)(r->from.at - start)};
     return TB_OK;
 }
 
@@ -265,7 +265,7 @@ static tb_status take_field(reader *r, void *at) {
     case TB__FIELD_BIN: {
         tb__value value;
         TB_TRY(take(r, TB__VALUE_BIN, "bytes", &value));
-        *(tb__span *)at = value.bytes;
+        *(tb__blob *)at = value.bytes;
         return TB_OK;
     }
     case TB__FIELD_VALUE:
@@ -290,7 +290,7 @@ static bool accept_nil(tb__cursor *from) {
     return true;
 }
 
-static size_t find_field(const tb__schema *schema, tb__span key) {
+static size_t find_field(const tb__schema *schema, tb__blob key) {
     size_t i = 0;
     while (i < schema->nfields &&
            !(strlen(schema->fields[i].name) == key.nbytes && memcmp(schema->fields[i].name, key.data, key.nbytes) == 0))
@@ -320,7 +320,7 @@ static tb_status take_pair(reader *r, const tb__schema *schema, uint64_t *seen, 
     return take_field(r, member(out, r->field));
 }
 
-tb_status tb__map_decode(const tb__schema *schema, tb__span bytes, tb__arena *arena, void *out) {
+tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out) {
     tb_status status = tb__value_check(bytes);
     if (status != TB_OK)
         return tb__fail_within(status, "%s", schema->name);

@@ -57,7 +57,7 @@ static bool is_set(const tb__field *field, const void *at) {
         return ((const tb__maybe_bool *)at)->is_set;
     case TB__FIELD_BIN:
     case TB__FIELD_VALUE:
-        return ((const tb__span *)at)->nbytes > 0;
+        return ((const tb__blob *)at)->nbytes > 0;
     case TB__FIELD_INTS:
         return ((const tb__ints *)at)->is_set;
     case TB__FIELD_TEXTS:
@@ -129,7 +129,7 @@ static tb_status put_choice(writer *w, unsigned choice) {
     return put_text(w, w->field->choices[n]);
 }
 
-static tb_status put_bin(writer *w, tb__span bytes) {
+static tb_status put_bin(writer *w, tb__blob bytes) {
     if (bytes.nbytes > UINT32_MAX)
         return tb__fail(TB_TOO_BIG, "%s: %s has %zu bytes", w->map, w->field->name, bytes.nbytes);
     TB_TRY(wrote(msgpack_pack_bin(&w->packer, bytes.nbytes)));
@@ -177,7 +177,7 @@ static tb_status put_ints(writer *w, const tb__ints *ints) {
     return TB_OK;
 }
 
-static tb_status put_value(writer *w, tb__span value) {
+static tb_status put_value(writer *w, tb__blob value) {
     if (value.nbytes == 0)
         return tb__fail(TB_INVALID, "%s: %s is not set", w->map, w->field->name);
     return wrote(append(w->packer.data, (const char *)value.data, value.nbytes));
@@ -208,9 +208,9 @@ static tb_status put_field(writer *w, const void *at) {
     case TB__FIELD_MAYBE_BOOL:
         return put_bool(w, ((const tb__maybe_bool *)at)->value);
     case TB__FIELD_BIN:
-        return put_bin(w, *(const tb__span *)at);
+        return put_bin(w, *(const tb__blob *)at);
     case TB__FIELD_VALUE:
-        return put_value(w, *(const tb__span *)at);
+        return put_value(w, *(const tb__blob *)at);
     case TB__FIELD_INTS:
         return put_ints(w, at);
     case TB__FIELD_TEXTS:

@@ -47,7 +47,7 @@ tb_status tb__frame_feed(tb__frame_reader *reader, const void *data, size_t nbyt
     return TB_OK;
 }
 
-tb_status tb__frame_next(tb__frame_reader *reader, tb__span *map, bool *has_frame) {
+tb_status tb__frame_next(tb__frame_reader *reader, tb__blob *map, bool *has_frame) {
     *has_frame = false;
     size_t waiting = reader->bytes.count - reader->taken;
     if (waiting < TB__FRAME_HEADER)
@@ -58,7 +58,7 @@ tb_status tb__frame_next(tb__frame_reader *reader, tb__span *map, bool *has_fram
         return tb__fail(TB_TOO_BIG, "a frame of %zu bytes where at most %zu are allowed", length, most);
     if (waiting - TB__FRAME_HEADER < length)
         return TB_OK;
-    *map = (tb__span){.data = start + TB__FRAME_HEADER, .nbytes = length};
+    *map = (tb__blob){.data = start + TB__FRAME_HEADER, .nbytes = length};
     reader->taken += TB__FRAME_HEADER + length;
     *has_frame = true;
     return TB_OK;

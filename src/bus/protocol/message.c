@@ -153,7 +153,7 @@ tb_status tb__message_encode(const tb__message *message, tb__bytes *out) {
 }
 
 /* Which message the map is, by its `type`. */
-static tb_status find_kind(tb__span map, tb__message_kind *out) {
+static tb_status find_kind(tb__blob map, tb__message_kind *out) {
     tb__value type;
     if (map.nbytes == 0 || !tb__map_find(map, "type", &type))
         return tb__fail(TB_INVALID, "a message without a type");
@@ -170,7 +170,7 @@ static tb_status find_kind(tb__span map, tb__message_kind *out) {
                     (const char *)type.bytes.data);
 }
 
-tb_status tb__message_decode(tb__span map, tb__arena *arena, tb__message *out) {
+tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out) {
     *out = (tb__message){.kind = TB__MESSAGE_KINDS};
     if (map.nbytes > TB__FRAME_MAX)
         return tb__fail(TB_TOO_BIG, "a frame of %zu bytes where at most %d are allowed", map.nbytes, TB__FRAME_MAX);

@@ -45,13 +45,13 @@ static uint64_t random_uint(rng *r, uint64_t max) {
     return max && value > max ? value % max : value;
 }
 
-static tb__span random_bytes(rng *r, tb__arena *arena) {
+static tb__blob random_bytes(rng *r, tb__arena *arena) {
     size_t nbytes = (size_t)rng_range(r, 0, rng_range(r, 0, 9) == 0 ? 70000 : 40);
     uint8_t *data = tb__arena_alloc(arena, nbytes, 1);
     assert_non_null(data);
     for (size_t i = 0; i < nbytes; i++)
         data[i] = (uint8_t)rng_next(r);
-    return (tb__span){.data = data, .nbytes = nbytes};
+    return (tb__blob){.data = data, .nbytes = nbytes};
 }
 
 static void fill_lists(rng *r, tb__arena *arena, const tb__field *field, void *at) {
@@ -106,7 +106,7 @@ static void fill_field(rng *r, tb__arena *arena, const tb__field *field, void *a
         *(tb__maybe_bool *)at = tb__some_bool(rng_range(r, 0, 1));
         break;
     case TB__FIELD_BIN:
-        *(tb__span *)at = random_bytes(r, arena);
+        *(tb__blob *)at = random_bytes(r, arena);
         break;
     case TB__FIELD_ENTRIES:
     case TB__FIELD_TIES:
@@ -141,7 +141,7 @@ static void expect_equivalent(const tb__message *a, const tb__message *b) {
 }
 
 /* Another decoder sees one map, with the keys of the table in their order and no others. */
-static void expect_keys(tb__span map, const tb__schema *schema) {
+static void expect_keys(tb__blob map, const tb__schema *schema) {
     msgpack_unpacked unpacked;
     msgpack_unpacked_init(&unpacked);
     size_t used = 0;
@@ -183,7 +183,7 @@ static void test_random_messages_come_back(void **state) {
 }
 
 /* Refused with a sentence, or taken for something that can be written again and then reads the same. */
-static bool accepts(tb__span map, tb__arena *arena) {
+static bool accepts(tb__blob map, tb__arena *arena) {
     tb__message message, again;
     tb_status status = tb__message_decode(map, arena, &message);
     if (status != TB_OK) {
@@ -210,15 +210,15 @@ static void test_damaged_messages(void **state) {
         tb__bytes frame = {0};
         random_message(&r, &arena, &message);
         assert_int_equal(tb__message_encode(&message, &frame), TB_OK);
-        tb__span map = map_of(&frame);
+        tb__blob map = map_of(&frame);
         size_t step = map.nbytes / 300 + 1;
         for (size_t n = 0; n < map.nbytes; n += step) {
-            tb__span cut = copy_of(map.data, n);
+            tb__blob cut = copy_of(map.data, n);
             assert_false(accepts(cut, &arena));
             free((void *)cut.data);
         }
         for (int change = 0; change < 300; change++) {
-            tb__span other = copy_of(map.data, map.nbytes);
+            tb__blob other = copy_of(map.data, map.nbytes);
             for (int64_t k = rng_range(&r, 1, 3); k > 0; k--)
                 ((uint8_t *)other.data)[rng_range(&r, 0, (int64_t)other.nbytes - 1)] = (uint8_t)rng_next(&r);
             (void)accepts(other, &arena);
@@ -272,7 +272,7 @@ static void pair(by_hand *h, const char *key, const char *value) {
 static void expect_refused(by_hand *h, const char *sentence) {
     tb__arena arena = {0};
     tb__message message;
-    tb__span map = copy_of(h->bytes.item, h->bytes.count);
+    tb__blob map = copy_of(h->bytes.item, h->bytes.count);
     tb_status status = tb__message_decode(map, &arena, &message);
     assert_true(status == TB_INVALID || status == TB_TOO_BIG);
     assert_string_equal(tb_error_detail(), sentence);
@@ -410,7 +410,7 @@ static void test_any_order_and_unknown_keys(void **state) {
     pair(&h, "batch_id", "b");
     tb__arena arena = {0};
     tb__message message;
-    tb__span map = {.data = h.bytes.item, .nbytes = h.bytes.count};
+    tb__blob map = {.data = h.bytes.item, .nbytes = h.bytes.count};
     assert_int_equal(tb__message_decode(map, &arena, &message), TB_OK);
     assert_int_equal(message.kind, TB__TRANSFER);
     assert_int_equal(message.direction, TB__RECV);
@@ -440,7 +440,7 @@ static void test_nesting_is_bounded(void **state) {
         assert_true(tb__vec_push(&h.bytes, 0x01));
         tb__arena arena = {0};
         tb__message message;
-        tb__span map = {.data = h.bytes.item, .nbytes = h.bytes.count};
+        tb__blob map = {.data = h.bytes.item, .nbytes = h.bytes.count};
         tb_status status = tb__message_decode(map, &arena, &message);
         assert_int_equal(status, depth < TB__MAX_NESTING ? TB_OK : TB_TOO_BIG);
         if (status != TB_OK)
@@ -465,7 +465,7 @@ static void test_claims_allocate_nothing(void **state) {
             push_bytes(&h.bytes, claims[i], strlen(claims[i]));
             tb__arena arena = {0};
             tb__message message;
-            tb__span map = {.data = h.bytes.item, .nbytes = h.bytes.count};
+            tb__blob map = {.data = h.bytes.item, .nbytes = h.bytes.count};
             tb__mem_fail_after(0);
             tb_status status = tb__message_decode(map, &arena, &message);
             tb__mem_fail_after(-1);
@@ -529,7 +529,7 @@ static void test_hello_of_another_version(void **state) {
     msgpack_pack_int(&h.packer, 7);
     tb__arena arena = {0};
     tb__message message;
-    assert_int_equal(tb__message_decode((tb__span){h.bytes.item, h.bytes.count}, &arena, &message), TB_OK);
+    assert_int_equal(tb__message_decode((tb__blob){h.bytes.item, h.bytes.count}, &arena, &message), TB_OK);
     assert_int_equal(message.kind, TB__HELLO);
     assert_int_equal(tb__hello_check(&message), TB_REFUSED);
     assert_string_equal(tb_error_detail(), "the client speaks version 7 of the bus protocol, the agent version 1");

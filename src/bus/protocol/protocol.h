@@ -60,7 +60,7 @@ typedef struct tb__message {
     /* InitPair */
     const char *pair_name, *local_name, *remote_name;
     uint64_t expected_world_size; /* of the local group */
-    tb__span mesh, placements;    /* payload.h reads them */
+    tb__blob mesh, placements;    /* payload.h reads them */
 
     /* RegisterTensors; the batch's name is in all that follow */
     const char *batch_id;
@@ -105,7 +105,7 @@ tb_status tb__message_encode(const tb__message *message, tb__bytes *out);
  * On failure only `kind` counts: the message's if it could be told, else TB__MESSAGE_KINDS.
  *
  * Of a Hello of another version only `protocol` is read: what else it has is that version's business. */
-tb_status tb__message_decode(tb__span map, tb__arena *arena, tb__message *out);
+tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out);
 
 /* Whether the Hello is of our version; TB_REFUSED, with both numbers, if not. */
 tb_status tb__hello_check(const tb__message *hello);
@@ -127,7 +127,7 @@ tb_status tb__frame_feed(tb__frame_reader *reader, const void *data, size_t nbyt
 
 /* The next complete frame's map, valid until room or feed is called again; has_frame is false if more is needed. After
  * a failure the stream can't be trusted any more. */
-tb_status tb__frame_next(tb__frame_reader *reader, tb__span *map, bool *has_frame);
+tb_status tb__frame_next(tb__frame_reader *reader, tb__blob *map, bool *has_frame);
 
 /* Whether the stream may end here: no part of a frame is left over. */
 bool tb__frame_is_between(const tb__frame_reader *reader);

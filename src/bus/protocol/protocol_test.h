@@ -13,7 +13,7 @@
 #include <cmocka.h>
 
 /* To be freed by the caller. */
-static inline char *hex_of(tb__span bytes) {
+static inline char *hex_of(tb__blob bytes) {
     char *text = malloc(2 * bytes.nbytes + 1);
     assert_non_null(text);
     for (size_t i = 0; i < bytes.nbytes; i++)
@@ -23,17 +23,17 @@ static inline char *hex_of(tb__span bytes) {
 }
 
 /* The map of a frame. */
-static inline tb__span map_of(const tb__bytes *frame) {
+static inline tb__blob map_of(const tb__bytes *frame) {
     assert_true(frame->count > TB__FRAME_HEADER);
-    return (tb__span){.data = frame->item + TB__FRAME_HEADER, .nbytes = frame->count - TB__FRAME_HEADER};
+    return (tb__blob){.data = frame->item + TB__FRAME_HEADER, .nbytes = frame->count - TB__FRAME_HEADER};
 }
 
 /* A copy of its own, so that reading beyond it is found. */
-static inline tb__span copy_of(const uint8_t *data, size_t nbytes) {
+static inline tb__blob copy_of(const uint8_t *data, size_t nbytes) {
     uint8_t *copy = malloc(nbytes ? nbytes : 1);
     assert_non_null(copy);
     memcpy(copy, data, nbytes);
-    return (tb__span){.data = copy, .nbytes = nbytes};
+    return (tb__blob){.data = copy, .nbytes = nbytes};
 }
 
 #endif

@@ -174,7 +174,7 @@ tb_status tb__value_skip(tb__cursor *from, int nesting) {
     return TB_OK;
 }
 
-tb_status tb__value_check(tb__span bytes) {
+tb_status tb__value_check(tb__blob bytes) {
     tb__cursor from = tb__cursor_over(bytes);
     TB_TRY(tb__value_skip(&from, 0));
     if (from.at != from.end)
@@ -182,7 +182,7 @@ tb_status tb__value_check(tb__span bytes) {
     return TB_OK;
 }
 
-bool tb__map_find(tb__span map, const char *key, tb__value *out) {
+bool tb__map_find(tb__blob map, const char *key, tb__value *out) {
     tb__cursor from = tb__cursor_over(map);
     tb__value header, name;
     if (tb__value_take(&from, &header) != TB_OK || header.type != TB__VALUE_MAP)

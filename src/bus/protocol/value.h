@@ -31,7 +31,7 @@ typedef struct tb__value {
         uint64_t positive;
         int64_t negative;
         double number;
-        tb__span bytes; /* STR, BIN, EXT; points into the input */
+        tb__blob bytes; /* STR, BIN, EXT; points into the input */
         uint32_t count; /* ARRAY: values that follow; MAP: pairs of a key and a value */
     };
 } tb__value;
@@ -41,8 +41,8 @@ typedef struct tb__cursor {
     const uint8_t *at, *end;
 } tb__cursor;
 
-static inline tb__cursor tb__cursor_over(tb__span span) {
-    return (tb__cursor){.at = span.data, .end = span.data ? span.data + span.nbytes : NULL};
+static inline tb__cursor tb__cursor_over(tb__blob blob) {
+    return (tb__cursor){.at = blob.data, .end = blob.data ? blob.data + blob.nbytes : NULL};
 }
 
 /* Takes the next value; of an array or a map the header only. */
@@ -52,9 +52,9 @@ tb_status tb__value_take(tb__cursor *from, tb__value *out);
 tb_status tb__value_skip(tb__cursor *from, int nesting);
 
 /* Whether the bytes are one well-formed value and nothing more. */
-tb_status tb__value_check(tb__span bytes);
+tb_status tb__value_check(tb__blob bytes);
 
 /* The value at a key of the map, which must have been checked; false if the key is not there. */
-bool tb__map_find(tb__span map, const char *key, tb__value *out);
+bool tb__map_find(tb__blob map, const char *key, tb__value *out);
 
 #endif

@@ -54,6 +54,12 @@ typedef enum tb__store_op {
 
 const char *tb__store_op_name(tb__store_op op);
 
+/* Bytes that belong to somebody else. */
+typedef struct tb__span {
+    const uint8_t *data;
+    size_t nbytes;
+} tb__span;
+
 /* Only the fields of the operation count. */
 typedef struct tb__store_message {
     uint64_t id;

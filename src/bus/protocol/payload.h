@@ -1,0 +1,68 @@
+/* What stands in the bytes of commands, as MessagePack of our own: meshes, placements, tensors. Like messages, maps are
+ * described by tables; placements are the arrays that our JSON has, too.
+ *
+ *   mesh        {shape: [2, 2], ranks: [4, 5, 6, 7] or nil}        nil: 0, 1, 2, ...
+ *   placements  one to a dim of the mesh: ["R"], ["S", dim], ["SS", dim, split], ["BS", dim, size, ...],
+ *               ["E", dim, [[[start, stop], ...], ...]] (a list for each coordinate), ["P", op]
+ *   tensor      see tb__tensor_payload
+ *
+ * Decoders check everything that can be checked without the rest of the batch. */
+#ifndef TB_BUS_PROTOCOL_PAYLOAD_H
+#define TB_BUS_PROTOCOL_PAYLOAD_H
+
+#include "bus/protocol/codec.h"
+
+enum { TB__MAX_FDS = 1 << 16 }; /* that one frame can name */
+
+extern const tb__schema tb__mesh_schema, tb__memory_schema, tb__tensor_schema;
+
+/* Append the two payloads of a layout. */
+tb_status tb__mesh_encode(const tb_layout *layout, tb__bytes *out);
+tb_status tb__placements_encode(const tb_layout *layout, tb__bytes *out);
+
+tb_status tb__layout_decode(tb__blob mesh, tb__blob placements, tb_layout **out);
+
+/* Other placements on the mesh of a layout. */
+tb_status tb__placements_decode(const tb_layout *mesh, tb__blob placements, tb_layout **out);
+
+typedef enum tb__memory_kind {
+    TB__MEMORY_NONE,
+    TB__MEMORY_FD,      /* in a file that came with the frame */
+    TB__MEMORY_ADDRESS, /* in the client's own address space */
+} tb__memory_kind;
+
+/* Where a tensor's bytes are. `offset + nbytes` and `address + nbytes` do not overflow; whether they lie in the file or
+ * in the client's maps is the agent's to see. */
+typedef struct tb__memory {
+    tb__memory_kind kind;
+    uint32_t fd;     /* index among the descriptors of the frame */
+    uint64_t offset; /* in the file */
+    uint64_t address;
+    uint64_t nbytes;
+} tb__memory;
+
+/* A tensor as a client has it; the members mean what those of tb_tensor do. */
+typedef struct tb__tensor_payload {
+    const char *name;
+    tb_dtype dtype;
+    tb_shape shape; /* global */
+    bool has_strides;
+    int64_t strides[TB_MAX_DIMS];
+    tb_layout *layout;  /* of this side, for this tensor; NULL: the pair's */
+    const char *view;   /* NULL: as it is. Like `encode` and `scale_group`, the batch checks it */
+    const char *encode; /* NULL: numbers */
+    const char *scale_group;
+    uint32_t group;
+    tb_dtype wire_dtype; /* TB_DTYPE_NONE: none asked for */
+    tb__memory data;     /* NONE only where there are no bytes */
+    tb__memory scales;   /* NONE: the format has none */
+    tb__memory scale;    /* one float; NONE: likewise */
+} tb__tensor_payload;
+
+/* Appends the payload. What the layout's mesh shares with the pair's is left out; `pair` may be NULL. */
+tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *pair, tb__bytes *out);
+
+/* Text is the arena's. The layout is the caller's, to be destroyed. */
+tb_status tb__tensor_decode(tb__blob payload, const tb_layout *pair, tb__arena *arena, tb__tensor_payload *out);
+
+#endif

@@ -1,0 +1,209 @@
+/* Tensors as payloads. */
+#include "bus/protocol/payload.h"
+#include "layout/layout.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#define MOST_BYTES (UINT64_C(1) << 62)
+
+typedef struct wire_memory {
+    tb__maybe_uint fd, address;
+    uint64_t offset;
+} wire_memory;
+
+typedef struct wire_tensor {
+    const char *name, *view, *encode, *scale_group;
+    tb_dtype dtype, wire_dtype;
+    tb__ints shape, strides;
+    tb__blob mesh, placements, mem, scales_mem, scale_mem;
+    uint64_t group, nbytes, scales_nbytes;
+} wire_tensor;
+
+/* clang-format off */
+#define IN_MEMORY(key, kind, how, member, most, text)                                                                  \
+    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(wire_memory, member),              \
+     .max = (most), .about = (text)}
+#define IN_TENSOR(key, kind, how, member, most, text)                                                                  \
+    {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(wire_tensor, member),              \
+     .max = (most), .about = (text)}
+
+static const tb__field memory_fields[] = {
+    IN_MEMORY("fd", MAYBE_UINT, OPTION, fd, TB__MAX_FDS - 1, "index among the descriptors that came with the frame"),
+    IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd`: where the bytes begin in that file; 0"),
+    IN_MEMORY("address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory"),
+};
+
+static const tb__field tensor_fields[] = {
+    IN_TENSOR("name", TEXT, REQUIRED, name, 0, "the same on both sides of the pair"),
+    IN_TENSOR("dtype", DTYPE, REQUIRED, dtype, 0, "as in `tensorbus help`: `bf16`, `bfloat16` or `BF16`"),
+    IN_TENSOR("shape", INTS, REQUIRED, shape, 0, "of the whole tensor"),
+    IN_TENSOR("strides", INTS, OPTION, strides, 0, "of this rank's part, in elements; row-major without gaps"),
+    IN_TENSOR("mesh", VALUE, OPTION, mesh, 0, "a mesh of its own; the pair's"),
+    IN_TENSOR("placements", VALUE, OPTION, placements, 0, "on that mesh; the pair's"),
+    IN_TENSOR("view", TEXT, OPTION, view, 0, "how the stored tensor becomes the one that is named; as it is"),
+    IN_TENSOR("encode", TEXT, OPTION, encode, 0, "a quantised format, such as `mxfp8`; none"),
+    IN_TENSOR("scale_group", TEXT, OPTION, scale_group, 0, "tensors of one group share their scale; none"),
+    IN_TENSOR("group", UINT, OPTION, group, UINT32_MAX, "lower groups arrive first; 0"),
+    IN_TENSOR("wire_dtype", DTYPE, OPTION, wire_dtype, 0, "what it is cast to on the way; the narrower side's"),
+    IN_TENSOR("mem", VALUE, OPTION, mem, 0, "where this rank's part is; may be left out if that is empty"),
+    IN_TENSOR("nbytes", UINT, REQUIRED, nbytes, MOST_BYTES, "bytes from there that belong to the tensor"),
+    IN_TENSOR("scales_mem", VALUE, OPTION, scales_mem, 0, "where the scales of its blocks are; none"),
+    IN_TENSOR("scales_nbytes", UINT, OPTION, scales_nbytes, MOST_BYTES, "bytes of the scales; 0"),
+    IN_TENSOR("scale_mem", VALUE, OPTION, scale_mem, 0, "where the one scale is, a float; none"),
+};
+/* clang-format on */
+
+const tb__schema tb__memory_schema = {.name = "mem",
+                                      .fields = memory_fields,
+                                      .nfields = sizeof memory_fields / sizeof *memory_fields,
+                                      .size = sizeof(wire_memory)};
+const tb__schema tb__tensor_schema = {.name = "tensor",
+                                      .fields = tensor_fields,
+                                      .nfields = sizeof tensor_fields / sizeof *tensor_fields,
+                                      .size = sizeof(wire_tensor)};
+
+/* Parts of a tensor, one after the other in one buffer: it moves while it grows, so they are known by their ends. */
+enum { MESH, PLACEMENTS, MEM, SCALES, SCALE, NPARTS };
+
+static tb_status encode_memory(const tb__memory *memory, tb__bytes *out) {
+    if (memory->kind == TB__MEMORY_NONE)
+        return TB_OK;
+    wire_memory wire = {0};
+    if (memory->kind == TB__MEMORY_FD) {
+        wire.fd = tb__some_uint(memory->fd);
+        wire.offset = memory->offset;
+    } else {
+        wire.address = tb__some_uint(memory->address);
+    }
+    return tb__map_encode(&tb__memory_schema, &wire, out);
+}
+
+static bool same_mesh(const tb_layout *a, const tb_layout *b) {
+    if (a->ndim != b->ndim || a->nranks != b->nranks ||
+        memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) != 0)
+        return false;
+    for (int32_t i = 0; i < a->nranks; i++) {
+        if (tb_layout_rank_at(a, i) != tb_layout_rank_at(b, i))
+            return false;
+    }
+    return true;
+}
+
+static tb_status encode_parts(const tb__tensor_payload *t, const tb_layout *pair, tb__bytes *out, size_t *ends) {
+    if (t->layout && !(pair && same_mesh(t->layout, pair)))
+        TB_TRY(tb__mesh_encode(t->layout, out));
+    ends[MESH] = out->count;
+    if (t->layout)
+        TB_TRY(tb__placements_encode(t->layout, out));
+    ends[PLACEMENTS] = out->count;
+    const tb__memory *memory[] = {&t->data, &t->scales, &t->scale};
+    for (int i = 0; i < 3; i++) {
+        TB_TRY(encode_memory(memory[i], out));
+        ends[MEM + i] = out->count;
+    }
+    return TB_OK;
+}
+
+tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *pair, tb__bytes *out) {
+    const tb__tensor_payload *t = tensor;
+    wire_tensor wire = {.name = t->name, .view = t->view, .encode = t->encode, .scale_group = t->scale_group};
+    wire.dtype = t->dtype;
+    wire.wire_dtype = t->wire_dtype;
+    wire.shape = (tb__ints){.count = (size_t)t->shape.ndim, .item = t->shape.dim};
+    wire.strides = (tb__ints){.count = (size_t)t->shape.ndim, .item = t->strides, .is_set = t->has_strides};
+    wire.group = t->group;
+    wire.nbytes = t->data.nbytes;
+    wire.scales_nbytes = t->scales.nbytes;
+    tb__bytes parts = {0};
+    size_t ends[NPARTS] = {0};
+    tb_status status = encode_parts(t, pair, &parts, ends);
+    tb__blob *blobs[] = {&wire.mesh, &wire.placements, &wire.mem, &wire.scales_mem, &wire.scale_mem};
+    for (size_t i = 0, start = 0; i < NPARTS; start = ends[i++]) {
+        if (ends[i] > start)
+            *blobs[i] = (tb__blob){.data = parts.item + start, .nbytes = ends[i] - start};
+    }
+    if (status == TB_OK)
+        status = tb__map_encode(&tb__tensor_schema, &wire, out);
+    free(parts.item);
+    return status;
+}
+
+static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what, tb__arena *arena, tb__memory *out) {
+    *out = (tb__memory){0};
+    if (bytes.nbytes == 0) {
+        if (nbytes > 0)
+            return tb__fail(TB_INVALID, "%s is missing, and there are %" PRIu64 " bytes", what, nbytes);
+        return TB_OK;
+    }
+    wire_memory wire = {0};
+    tb_status status = tb__map_decode(&tb__memory_schema, bytes, arena, &wire);
+    if (status != TB_OK)
+        return status;
+    if (wire.fd.is_set == wire.address.is_set)
+        return tb__fail(TB_INVALID, "%s has %s `address`; it must have one of them", what,
+                        wire.fd.is_set ? "both `fd` and" : "neither `fd` nor");
+    if (wire.address.is_set && wire.offset > 0)
+        return tb__fail(TB_INVALID, "%s has `offset` with `address`", what);
+    if (wire.address.is_set && wire.address.value > UINT64_MAX - nbytes)
+        return tb__fail(TB_TOO_BIG, "%s: %" PRIu64 " bytes from 0x%" PRIx64 " on run past the last address", what,
+                        nbytes, wire.address.value);
+    *out = (tb__memory){.kind = wire.fd.is_set ? TB__MEMORY_FD : TB__MEMORY_ADDRESS,
+                        .fd = (uint32_t)wire.fd.value,
+                        .offset = wire.offset,
+                        .address = wire.address.value,
+                        .nbytes = nbytes};
+    return TB_OK;
+}
+
+static tb_status decode_shape(const wire_tensor *wire, tb__tensor_payload *out) {
+    if (wire->shape.count > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "shape has %zu dims; there are at most %d", wire->shape.count, TB_MAX_DIMS);
+    out->shape.ndim = (int)wire->shape.count;
+    for (size_t d = 0; d < wire->shape.count; d++)
+        out->shape.dim[d] = wire->shape.item[d];
+    TB_TRY(tb_shape_size(&out->shape, wire->dtype, NULL, NULL));
+    out->has_strides = wire->strides.is_set;
+    if (out->has_strides && wire->strides.count != wire->shape.count)
+        return tb__fail(TB_INVALID, "%zu strides for a tensor of %zu dims", wire->strides.count, wire->shape.count);
+    for (size_t d = 0; d < wire->strides.count; d++)
+        out->strides[d] = wire->strides.item[d];
+    return TB_OK;
+}
+
+static tb_status decode_all_memory(const wire_tensor *wire, tb__arena *arena, tb__tensor_payload *out) {
+    TB_TRY(decode_memory(wire->mem, wire->nbytes, "mem", arena, &out->data));
+    TB_TRY(decode_memory(wire->scales_mem, wire->scales_nbytes, "scales_mem", arena, &out->scales));
+    uint64_t scale = wire->scale_mem.nbytes ? sizeof(float) : 0;
+    return decode_memory(wire->scale_mem, scale, "scale_mem", arena, &out->scale);
+}
+
+/* Last, since the layout is the only thing that would have to be given back. */
+static tb_status decode_layout(const wire_tensor *wire, const tb_layout *pair, tb__tensor_payload *out) {
+    if (wire->mesh.nbytes > 0 && wire->placements.nbytes == 0)
+        return tb__fail(TB_INVALID, "it has a mesh and no placements");
+    if (wire->mesh.nbytes > 0)
+        return tb__layout_decode(wire->mesh, wire->placements, &out->layout);
+    return wire->placements.nbytes > 0 ? tb__placements_decode(pair, wire->placements, &out->layout) : TB_OK;
+}
+
+tb_status tb__tensor_decode(tb__blob payload, const tb_layout *pair, tb__arena *arena, tb__tensor_payload *out) {
+    wire_tensor wire = {0};
+    TB_TRY(tb__map_decode(&tb__tensor_schema, payload, arena, &wire));
+    if (!*wire.name)
+        return tb__fail(TB_INVALID, "tensor: name is empty");
+    tb__tensor_payload t = {.name = wire.name, .view = wire.view, .encode = wire.encode};
+    t.scale_group = wire.scale_group;
+    t.dtype = wire.dtype;
+    t.wire_dtype = wire.wire_dtype;
+    t.group = (uint32_t)wire.group;
+    tb_status status = decode_shape(&wire, &t);
+    if (status == TB_OK)
+        status = decode_all_memory(&wire, arena, &t);
+    if (status == TB_OK)
+        status = decode_layout(&wire, pair, &t);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.200s'", wire.name);
+    *out = t;
+    return TB_OK;
+}
