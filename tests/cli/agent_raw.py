@@ -108,7 +108,8 @@ class Connection:
         frame = struct.pack("<I", len(frame)) + frame
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         n = self.socket.sendmsg([frame], rights)
-        self.socket.sendall(frame[n:])
+        if n < len(frame):
+            self.socket.sendall(frame[n:])
         self.seq += 1
         return self.seq - 1
 

@@ -86,7 +86,7 @@ static void turn_away(tb__agent *agent) {
     agent_session *s;
     LIST_FOREACH(s, &agent->sessions, link) {
         if (!s->has_greeted && !s->is_gone && s->hello_deadline_ms <= now)
-            tb__session_close(s);
+            tb__agent_session_close(s);
     }
 }
 
@@ -95,7 +95,7 @@ static void sweep(tb__agent *agent) {
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
         next = LIST_NEXT(s, link);
         if (s->is_gone && s->njobs == 0)
-            tb__session_free(s);
+            tb__agent_session_free(s);
     }
 }
 
@@ -118,12 +118,12 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
     } else {
         agent_session *s = event->data.ptr;
         if (!s->is_gone && event->events & EPOLLOUT)
-            tb__session_writable(s);
+            tb__agent_session_writable(s);
         if (!s->is_gone && event->events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
             if (s->is_doomed)
-                tb__session_close(s);
+                tb__agent_session_close(s);
             else
-                tb__session_readable(s);
+                tb__agent_session_readable(s);
         }
     }
 }
@@ -147,7 +147,7 @@ void tb__agent_destroy(tb__agent *agent) {
         return;
     agent_session *s;
     LIST_FOREACH(s, &agent->sessions, link)
-    tb__session_close(s);
+    tb__agent_session_close(s);
     while (agent->njobs > 0) { /* those that were cut off have deadlines */
         eventfd_t unused;
         struct epoll_event event;

@@ -4,6 +4,7 @@
 #include "exec/overlap.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 /* A batch that is being filled, by a job's thread. */
@@ -77,7 +78,7 @@ static tb_status find_memory(filling *f, const tb__memory *m, const char *what, 
     return m->kind == TB__MEMORY_FD ? map_file(f, m, out) : mirror(f, m, out);
 }
 
-tb_status tb__batch_fetch(const agent_batch *b) {
+tb_status tb__agent_batch_fetch(const agent_batch *b) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = &b->mirrors.item[i];
         TB_TRY(tb__guest_read(&b->session->guest, m->address, m->data, m->nbytes));
@@ -85,7 +86,7 @@ tb_status tb__batch_fetch(const agent_batch *b) {
     return TB_OK;
 }
 
-tb_status tb__batch_deliver(const agent_batch *b) {
+tb_status tb__agent_batch_deliver(const agent_batch *b) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = &b->mirrors.item[i];
         TB_TRY(tb__guest_write(&b->session->guest, m->address, m->data, m->nbytes));
@@ -93,7 +94,7 @@ tb_status tb__batch_deliver(const agent_batch *b) {
     return TB_OK;
 }
 
-void tb__batch_free(agent_batch *b) {
+void tb__agent_batch_free(agent_batch *b) {
     agent_session *s = b->session;
     LIST_REMOVE(b, link);
     tb_batch_destroy(b->batch);
@@ -206,10 +207,10 @@ static tb_status add_all(filling *f) {
     }
     for (size_t i = 0; i < f->job->batch->pairs.count; i++)
         TB_TRY(tb_batch_add_pair(f->batch, f->job->batch->pairs.item[i]->pair));
-    return tb_batch_register(f->batch, tb__job_timeout(f->job));
+    return tb_batch_register(f->batch, tb__agent_job_timeout(f->job));
 }
 
-tb_status tb__batch_fill(agent_job *job) {
+tb_status tb__agent_batch_fill(agent_job *job) {
     const tb__message *m = &job->message;
     filling f = {.job = job, .files = tb__calloc(job->nfds, sizeof *f.files)};
     tb_batch_opts opts = {.size = sizeof opts,

@@ -64,7 +64,7 @@ static agent_pair *new_pair(tb__agent *agent, const tb__message *m, const char *
 }
 
 static tb_status run_init_pair(agent_job *job) {
-    tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = tb__job_timeout(job)};
+    tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = tb__agent_job_timeout(job)};
     return tb_pair_create(job->agent->world, job->pair->name, job->pair->remote, job->pair->layout, &opts, &job->made);
 }
 
@@ -97,7 +97,7 @@ static tb_status init_pair(agent_job *job, const char *layout) {
     if (p && p->pair) {
         if (!add_user(p, job->session))
             return TB_NO_MEMORY;
-        tb__job_end(job, TB_OK);
+        tb__agent_job_end(job, TB_OK);
         return TB_OK;
     }
     job->pair = p ? p : new_pair(job->agent, m, layout);
@@ -107,7 +107,7 @@ static tb_status init_pair(agent_job *job, const char *layout) {
         job->next = p->waiting;
         p->waiting = job;
     } else {
-        tb__job_start(job, run_init_pair);
+        tb__agent_job_start(job, run_init_pair);
     }
     return TB_OK;
 }
@@ -121,7 +121,7 @@ static void begin_init_pair(agent_job *job) {
         status = init_pair(job, layout);
     free(layout);
     if (status != TB_OK)
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
 }
 
 static void finish_init_pair(agent_job *job) {
@@ -136,7 +136,7 @@ static void finish_init_pair(agent_job *job) {
     for (agent_job *next; job; job = next) {
         next = job->next;
         bool has_room = status != TB_OK || add_user(p, job->session);
-        tb__job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
+        tb__agent_job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
     }
     if (status == TB_OK)
         drop_pair(p); /* if all of them have gone meanwhile */
@@ -170,9 +170,9 @@ static void end_batch(agent_batch *b) {
         b->pairs.item[i]->nbatches--;
     for (size_t i = 0; i < b->pairs.count; i++)
         drop_pair(b->pairs.item[i]);
-    tb__batch_free(b);
+    tb__agent_batch_free(b);
     if (farewell)
-        tb__job_end(farewell, TB_OK);
+        tb__agent_job_end(farewell, TB_OK);
 }
 
 /* Ends it when its last job has ended, which is made to be soon. */
@@ -232,7 +232,7 @@ static void begin_register(agent_job *job) {
     }
     if (status != TB_OK) {
         free(b);
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
         return;
     }
     pthread_mutex_init(&b->lock, NULL);
@@ -241,21 +241,21 @@ static void begin_register(agent_job *job) {
     status = take_pairs(job, b);
     if (status != TB_OK) {
         end_batch(b);
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
         return;
     }
     job->batch = b;
     b->njobs++;
-    tb__job_start(job, tb__batch_fill);
+    tb__agent_job_start(job, tb__agent_batch_fill);
 }
 
 /* ---- Transfers ------------------------------------------------------------------------------------------------- */
 
 static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
     agent_batch *b = job->batch;
-    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = tb__job_timeout(job)};
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = tb__agent_job_timeout(job)};
     if (is_send)
-        TB_TRY(tb__batch_fetch(b));
+        TB_TRY(tb__agent_batch_fetch(b));
     return is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
 }
 
@@ -275,7 +275,7 @@ static tb_status run_transfer(agent_job *job) {
     if (status == TB_OK)
         status = tb_wait(t, TB_COMMITTED, -1);
     if (status == TB_OK && !is_send)
-        status = tb__batch_deliver(b);
+        status = tb__agent_batch_deliver(b);
     char why[TB__WHY_MAX] = "";
     if (status != TB_OK)
         snprintf(why, sizeof why, "%s", tb_error_detail());
@@ -308,15 +308,15 @@ static void begin_transfer(agent_job *job) {
     if (status == TB_OK && b->is_busy[is_send])
         status = tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
     if (status != TB_OK) {
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
         return;
     }
     job->batch = b;
     b->njobs++;
     b->is_busy[is_send] = true;
     if (job->message.no_wait)
-        tb__job_answer(job, TB_OK);
-    tb__job_start(job, run_transfer);
+        tb__agent_job_answer(job, TB_OK);
+    tb__agent_job_start(job, run_transfer);
 }
 
 static bool is_asked(tb__state_name asked, tb__state_name name) {
@@ -329,7 +329,7 @@ static void query(agent_job *job) {
     tb__message *r = &job->reply;
     tb_status status = get_batch(job, &b);
     if (status != TB_OK) {
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
         return;
     }
     char error[TB__WHY_MAX];
@@ -361,14 +361,14 @@ static void query(agent_job *job) {
         r->version = tb__some_uint(version);
     if (is_asked(asked, TB__STATE_ERROR))
         r->error = error;
-    tb__job_end(job, TB_OK);
+    tb__agent_job_end(job, TB_OK);
 }
 
 static void cleanup(agent_job *job) {
     agent_batch *b = NULL;
     tb_status status = get_batch(job, &b);
     if (status != TB_OK) {
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
         return;
     }
     b->farewell = job;
@@ -397,7 +397,7 @@ void tb__agent_do(agent_job *job) {
     case TB__HELLO:
     case TB__REPLY:
     case TB__MESSAGE_KINDS:
-        tb__job_end(job, tb__fail(TB_INVALID, "that is no command"));
+        tb__agent_job_end(job, tb__fail(TB_INVALID, "that is no command"));
         break;
     }
 }
@@ -416,7 +416,7 @@ void tb__agent_finish(agent_job *job) {
         b->is_busy[job->message.direction == TB__SEND] = false;
     if (status != TB_OK)
         tb__set_detail("%s", job->why);
-    tb__job_end(job, status);
+    tb__agent_job_end(job, status);
     if (is_register && status != TB_OK)
         b->is_doomed = true;
     leave_batch(b);

@@ -120,13 +120,13 @@ struct tb__agent {
 
 /* agent_session.c */
 void tb__agent_accept(tb__agent *agent);
-void tb__session_readable(agent_session *session);
-void tb__session_writable(agent_session *session);
-void tb__session_reply(agent_session *session, const tb__message *reply);
+void tb__agent_session_readable(agent_session *session);
+void tb__agent_session_writable(agent_session *session);
+void tb__agent_session_reply(agent_session *session, const tb__message *reply);
 /* No more is read, and it is closed when all is sent. */
-void tb__session_end(agent_session *session);
-void tb__session_close(agent_session *session);
-void tb__session_free(agent_session *session); /* of one that is gone and has no jobs */
+void tb__agent_session_end(agent_session *session);
+void tb__agent_session_close(agent_session *session);
+void tb__agent_session_free(agent_session *session); /* of one that is gone and has no jobs */
 
 /* agent_command.c: takes over the job, and answers it, now or later. */
 void tb__agent_do(agent_job *job);
@@ -136,19 +136,19 @@ void tb__agent_finish(agent_job *job);
 void tb__agent_forget(tb__agent *agent, agent_session *session);
 
 /* agent_job.c */
-agent_job *tb__job_create(agent_session *session, tb__blob map);
-void tb__job_start(agent_job *job, tb_status (*run)(agent_job *job));
+agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
+void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
 /* Ends a job, with the sentence in tb_error_detail if it failed: answers, posts the semaphore, frees. */
-void tb__job_end(agent_job *job, tb_status status);
+void tb__agent_job_end(agent_job *job, tb_status status);
 /* What is told of a job that goes on. */
-void tb__job_answer(agent_job *job, tb_status status);
+void tb__agent_job_answer(agent_job *job, tb_status status);
 void tb__agent_reap(tb__agent *agent);
-int tb__job_timeout(const agent_job *job);
+int tb__agent_job_timeout(const agent_job *job);
 
 /* agent_batch.c */
-tb_status tb__batch_fill(agent_job *job); /* in the job's thread */
-tb_status tb__batch_fetch(const agent_batch *batch);
-tb_status tb__batch_deliver(const agent_batch *batch);
-void tb__batch_free(agent_batch *batch); /* without jobs */
+tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
+tb_status tb__agent_batch_fetch(const agent_batch *batch);
+tb_status tb__agent_batch_deliver(const agent_batch *batch);
+void tb__agent_batch_free(agent_batch *batch); /* without jobs */
 
 #endif

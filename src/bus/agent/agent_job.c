@@ -11,7 +11,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-agent_job *tb__job_create(agent_session *s, tb__blob map) {
+agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
     agent_job *job = tb__calloc(1, sizeof *job);
     if (!job)
         return NULL;
@@ -33,7 +33,7 @@ agent_job *tb__job_create(agent_session *s, tb__blob map) {
     return job;
 }
 
-int tb__job_timeout(const agent_job *job) {
+int tb__agent_job_timeout(const agent_job *job) {
     uint64_t asked = job->message.timeout_ms;
     return asked == 0 ? job->agent->timeout_ms : asked > INT32_MAX ? INT32_MAX : (int)asked;
 }
@@ -52,13 +52,13 @@ static void *job_main(void *arg) {
     return NULL;
 }
 
-void tb__job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
+void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
     tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
     if (status == TB_OK)
         return;
     job->run = NULL;
-    tb__job_end(job, status);
+    tb__agent_job_end(job, status);
 }
 
 /* The semaphore is the client's, which made it for this command; it is gone when it has been posted. */
@@ -76,19 +76,19 @@ static void post_semaphore(const agent_job *job) {
     sem_unlink(name);
 }
 
-void tb__job_answer(agent_job *job, tb_status status) {
+void tb__agent_job_answer(agent_job *job, tb_status status) {
     job->reply.kind = TB__REPLY;
     job->reply.seq = job->seq;
     job->reply.status = status;
     job->reply.message = status == TB_OK ? "" : tb_error_detail();
     if (!job->is_answered)
-        tb__session_reply(job->session, &job->reply);
+        tb__agent_session_reply(job->session, &job->reply);
     job->is_answered = true;
 }
 
-void tb__job_end(agent_job *job, tb_status status) {
+void tb__agent_job_end(agent_job *job, tb_status status) {
     agent_session *s = job->session;
-    tb__job_answer(job, status);
+    tb__agent_job_answer(job, status);
     post_semaphore(job);
     for (size_t i = 0; i < job->nfds; i++)
         close(job->fds[i]);
@@ -99,7 +99,7 @@ void tb__job_end(agent_job *job, tb_status status) {
     s->njobs--;
     free(job);
     if (s->is_doomed)
-        tb__session_end(s);
+        tb__agent_session_end(s);
 }
 
 void tb__agent_reap(tb__agent *agent) {

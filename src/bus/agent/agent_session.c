@@ -68,7 +68,7 @@ void tb__agent_accept(tb__agent *agent) {
     }
 }
 
-void tb__session_free(agent_session *s) {
+void tb__agent_session_free(agent_session *s) {
     LIST_REMOVE(s, link);
     tb__guest_fini(&s->guest);
     pthread_mutex_destroy(&s->guest_lock);
@@ -76,7 +76,7 @@ void tb__session_free(agent_session *s) {
     free(s);
 }
 
-void tb__session_close(agent_session *s) {
+void tb__agent_session_close(agent_session *s) {
     if (s->is_gone)
         return;
     s->is_gone = true;
@@ -96,7 +96,7 @@ void tb__session_close(agent_session *s) {
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
 
-void tb__session_writable(agent_session *s) {
+void tb__agent_session_writable(agent_session *s) {
     while (!s->is_gone && s->nsent < s->out.count) {
         ssize_t n = send(s->socket, s->out.item + s->nsent, s->out.count - s->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0 && errno == EINTR)
@@ -104,7 +104,7 @@ void tb__session_writable(agent_session *s) {
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             break;
         if (n <= 0) {
-            tb__session_close(s);
+            tb__agent_session_close(s);
             return;
         }
         s->nsent += (size_t)n;
@@ -114,37 +114,37 @@ void tb__session_writable(agent_session *s) {
     if (s->nsent == s->out.count) {
         s->nsent = s->out.count = 0;
         if (s->is_doomed) {
-            tb__session_close(s);
+            tb__agent_session_close(s);
             return;
         }
     }
     watch(s);
 }
 
-void tb__session_reply(agent_session *s, const tb__message *reply) {
+void tb__agent_session_reply(agent_session *s, const tb__message *reply) {
     if (s->is_gone)
         return;
     tb_status status = tb__message_encode(reply, &s->out);
     if (status != TB_OK) {
         tb__log(TB_LOG_ERROR, "agent: a reply could not be made: %s", tb_error_detail());
-        tb__session_close(s);
+        tb__agent_session_close(s);
         return;
     }
-    tb__session_writable(s);
+    tb__agent_session_writable(s);
 }
 
-void tb__session_end(agent_session *s) {
+void tb__agent_session_end(agent_session *s) {
     if (s->is_gone)
         return;
     s->is_doomed = true;
-    tb__session_writable(s);
+    tb__agent_session_writable(s);
 }
 
 /* A frame that could not be read: whoever sent it is told, and no more is believed. */
 static void refuse(agent_session *s, tb_status status) {
     tb__message reply = {.kind = TB__REPLY, .seq = s->nframes, .status = status, .message = tb_error_detail()};
-    tb__session_reply(s, &reply);
-    tb__session_end(s);
+    tb__agent_session_reply(s, &reply);
+    tb__agent_session_end(s);
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
@@ -174,7 +174,7 @@ static tb_status greet(agent_session *s, const agent_job *job) {
 }
 
 static void take_frame(agent_session *s, tb__blob map) {
-    agent_job *job = tb__job_create(s, map);
+    agent_job *job = tb__agent_job_create(s, map);
     if (!job) {
         refuse(s, TB_NO_MEMORY);
         return;
@@ -191,7 +191,7 @@ static void take_frame(agent_session *s, tb__blob map) {
                                        .size = tb__some_uint((uint64_t)s->agent->size)};
         else
             s->is_doomed = true;
-        tb__job_end(job, status);
+        tb__agent_job_end(job, status);
         return;
     }
     if (status == TB_OK && (job->message.kind == TB__HELLO || job->message.kind == TB__REPLY))
@@ -199,7 +199,7 @@ static void take_frame(agent_session *s, tb__blob map) {
     if (status == TB_OK && s->agent->is_stopping)
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK)
-        tb__job_end(job, status); /* frames can still be told apart: the next may be good */
+        tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
     else
         tb__agent_do(job);
 }
@@ -237,7 +237,7 @@ static bool keep_fds(agent_session *s, const struct msghdr *message) {
     return is_good;
 }
 
-void tb__session_readable(agent_session *s) {
+void tb__agent_session_readable(agent_session *s) {
     size_t total = 0;
     while (!s->is_gone && !s->is_doomed && total < 4 * READ_BYTES) {
         uint8_t *room;
@@ -259,7 +259,7 @@ void tb__session_readable(agent_session *s) {
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return;
         if (n <= 0) {
-            tb__session_close(s);
+            tb__agent_session_close(s);
             return;
         }
         if (!keep_fds(s, &message)) {
