@@ -83,7 +83,7 @@ static void fill_field(rng *r, tb__arena *arena, const tb__field *field, void *a
         unsigned n = 0;
         while (field->choices[n])
             n++;
-        *(unsigned *)at = (unsigned)rng_range(r, 0, n - 1);
+        *(unsigned *)at = (unsigned)rng_range(r, 0, field->rule == TB__OPTION ? n : n - 1);
         break;
     }
     case TB__FIELD_STATUS:
@@ -417,7 +417,8 @@ static void test_any_order_and_unknown_keys(void **state) {
     assert_true(message.no_wait && message.timestamp.is_set && message.timestamp.value == 1.5);
     assert_string_equal(message.semaphore_name, "/done");
     assert_string_equal(message.batch_id, "b");
-    assert_int_equal(message.commit, TB__IN_PLACE);
+    assert_int_equal(message.commit, TB__COMMIT_UNSAID);
+    assert_false(message.checksum.is_set);
     tb__arena_fini(&arena);
     free(h.bytes.item);
 }
