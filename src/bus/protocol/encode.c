@@ -123,7 +123,7 @@ static tb_status put_float(writer *w, double value) {
 
 static tb_status put_choice(writer *w, unsigned value) {
     unsigned choice = value - (w->field->rule == TB__OPTION), n = 0;
-    while (w->field->choices[n] && n < choice)
+    while (n < choice && w->field->choices[n])
         n++;
     if (!w->field->choices[n])
         return tb__fail(TB_INVALID, "%s: %s has no choice %u", w->map, w->field->name, choice);
