@@ -508,6 +508,46 @@ static void test_fused(void **state) {
     run_ranks(fused, 1, 2, NULL);
 }
 
+/* Two tensors gather together on a rank that has a part of one of them only; the other one's scale is agreed on
+ * without it. */
+static void apart(rank *r) {
+    enum { ROWS = 4, COLUMNS = 32 };
+    static const char *const names[] = {"mine", "others"};
+    tb_pair *pair;
+    tb_batch *batch;
+    float numbers[ROWS][COLUMNS], scale[2] = {-1, -1};
+    uint8_t data[2][ROWS * COLUMNS];
+    for (int64_t i = 0; i < ROWS * COLUMNS; i++)
+        numbers[i / COLUMNS][i % COLUMNS] = (float)(i + 1);
+    check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? "mesh=1 place=R" : "mesh=3 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    for (int i = 0; i < 2; i++) {
+        tb_tensor t = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+        if (!is_a(r))
+            t = (tb_tensor){.data = data[i],
+                            .dtype = TB_F8E4M3,
+                            .ndim = 2,
+                            .shape = {ROWS, COLUMNS},
+                            .layout = i == 0 ? "mesh=3 place=R" : "mesh=2 place=S0 ranks=1,2",
+                            .encode = "fp8_tensor",
+                            .scale = &scale[i],
+                            .scale_group = i == 0 ? NULL : "w13"};
+        check_ok(tb_batch_add(batch, pair, names[i], &t));
+    }
+    check_ok(tb_reshard_execute(batch, "a", &(tb_transfer_opts){.size = sizeof(tb_transfer_opts), .timeout_ms = 5000},
+                                NULL, NULL));
+    check(is_a(r) || scale[0] == ROWS * COLUMNS / 448.0F);
+    check(is_a(r) || scale[1] == (r->index == 0 ? -1 : ROWS * COLUMNS / 448.0F));
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_apart(void **state) {
+    (void)state;
+    run_ranks(apart, 1, 3, NULL);
+}
+
 /* ---- The user's own -------------------------------------------------------------------------------------------- */
 
 enum { SIDE = 12 };
@@ -644,9 +684,9 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),     cmocka_unit_test(test_sender),         cmocka_unit_test(test_blocks_are_cut),
-        cmocka_unit_test(test_not_finite), cmocka_unit_test(test_too_large),      cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_transform),  cmocka_unit_test(test_lone_transform),
+        cmocka_unit_test(test_random),     cmocka_unit_test(test_sender),    cmocka_unit_test(test_blocks_are_cut),
+        cmocka_unit_test(test_not_finite), cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
+        cmocka_unit_test(test_apart),      cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }
