@@ -273,10 +273,11 @@ tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from,
     return status;
 }
 
-/* What tiles have too much. */
-static void clear_tiles(const tb__encoded *e, unsigned char *scales) {
-    int64_t rows = (e->matrix_rows + 127) / 128 * 128, columns = (e->size.scale_columns + 3) / 4 * 4;
-    for (int64_t r = 0; r < rows; r++) {
+/* What tiles have too much in a row, and, if it is the last one, below it. */
+static void clear_tiles(const tb__encoded *e, unsigned char *scales, int64_t row) {
+    int64_t columns = (e->size.scale_columns + 3) / 4 * 4;
+    int64_t stop = row < e->matrix_rows - 1 ? row + 1 : (e->matrix_rows + 127) / 128 * 128;
+    for (int64_t r = row; r < stop; r++) {
         for (int64_t c = r < e->matrix_rows ? e->size.scale_columns : 0; c < columns; c++)
             scales[tb__quant_swizzle(r, c, e->size.scale_columns)] = 0;
     }
@@ -301,8 +302,8 @@ tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start
             memcpy(scales + r * to->size.scale_columns + first, scale + i * nscales, (size_t)nscales);
         for (int64_t c = 0; to->encoding.format.is_swizzled && c < nscales; c++)
             scales[tb__quant_swizzle(r, first + c, to->size.scale_columns)] = scale[i * nscales + c];
-        if (to->encoding.format.is_swizzled && is_end && r == to->matrix_rows - 1)
-            clear_tiles(to, scales);
+        if (to->encoding.format.is_swizzled && is_end)
+            clear_tiles(to, scales, r);
     }
     return TB_OK;
 }
