@@ -495,8 +495,9 @@ typedef struct tb_transform_piece {
 
 /* A tensor goes in pieces, boxes that one rank has for others. Each is turned into bytes where it is sent, and back
  * where it is received. Both sides of a pair give a transform; which tensors it takes, and how many bytes it makes of a
- * piece, must be the same at both. Functions may be NULL: then elements are copied. They are called by the thread that
- * makes progress, one at a time, and must not call the world. A sentence of failure is set by tb_error_set. */
+ * piece, must be the same at both. Functions may be NULL: then elements are copied as they are, and the piece has their
+ * bytes. They are called by the thread that makes progress, one at a time, and must not call the world. A sentence of
+ * failure is set by tb_error_set. */
 typedef struct tb_transform {
     void *arg;
     bool (*should_transform)(void *arg, const char *name); /* NULL: all */

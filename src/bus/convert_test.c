@@ -655,6 +655,45 @@ static void test_transform(void **state) {
     run_ranks(transform, 2, 2, NULL);
 }
 
+static int64_t half_size(void *arg, const tb_transform_piece *piece) {
+    (void)arg;
+    return count_elements(piece) * 2;
+}
+
+/* Pieces have a size of their own, and nothing makes or reads them. */
+static void no_functions(rank *r) {
+    tb_transform own = {.prepare_recv = half_size};
+    tb_batch_opts opts = {.size = sizeof opts, .transform = &own};
+    part p;
+    tb_pair *pair;
+    tb_batch *batch;
+    tb_transfer *receiving = NULL;
+    static const char words[] = "tensor 'w' has a piece of 288 bytes on the wire, but nothing converts it here";
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    part_init(&p, "mesh=1 place=R", r->index, SIDE, SIDE);
+    tb_tensor t = part_tensor(&p);
+    check_ok(tb_batch_add(batch, pair, "w", &t));
+    check_ok(tb_batch_register(batch, 0));
+    if (!is_a(r))
+        check_ok(tb_recv(batch, NULL, &receiving));
+    meet(r);
+    if (is_a(r))
+        check_fails(tb_reshard_execute(batch, "a", NULL, NULL, NULL), TB_INVALID, words);
+    else
+        check_fails(tb_wait(receiving, TB_ARRIVED, -1), TB_INVALID, words);
+    tb_transfer_destroy(receiving);
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    part_fini(&p);
+}
+
+static void test_no_functions(void **state) {
+    (void)state;
+    run_ranks(no_functions, 1, 1, NULL);
+}
+
 /* One side only. */
 static void lone_transform(rank *r) {
     tb_transform own = {.should_transform = takes_w};
@@ -684,9 +723,10 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),     cmocka_unit_test(test_sender),    cmocka_unit_test(test_blocks_are_cut),
-        cmocka_unit_test(test_not_finite), cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_apart),      cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
+        cmocka_unit_test(test_random),       cmocka_unit_test(test_sender),    cmocka_unit_test(test_blocks_are_cut),
+        cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
+        cmocka_unit_test(test_apart),        cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
+        cmocka_unit_test(test_no_functions),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }
