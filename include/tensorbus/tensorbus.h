@@ -498,9 +498,8 @@ typedef struct tb_transform_piece {
 /* A tensor goes in pieces, boxes that one rank has for others. Each is turned into bytes where it is sent, and back
  * where it is received. Both sides of a pair give a transform; which tensors it takes, and how many bytes it makes of a
  * piece, must be the same at both. should_transform is called by tb_batch_add, the others by the thread that makes
- * progress, one at a time; they must not call the world. prepare_send and finalize_recv may be NULL: then elements are
- * copied in the sending side's dtype, for which prepare_recv must leave room. A sentence of failure is set by
- * tb_error_set. */
+ * progress, one at a time; they must not call the world. Functions may be NULL: then elements are copied as they are,
+ * in the sending side's dtype, and the piece has their bytes. A sentence of failure is set by tb_error_set. */
 typedef struct tb_transform {
     void *arg;
     bool (*should_transform)(void *arg, const char *name); /* NULL: all */
