@@ -158,11 +158,12 @@ AVX2_INLINE constants make_constants(void) {
     return (constants){
         .magnitude = words(0x7fff),
         .swap = keep(_mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13))),
-        .carry = words(0x1fffff >> 16),
+        .carry = words(0x1fffff >> 16), /* as in tb__mxfp8_exponent; the lower half of a bf16's bits is 0 */
         .exponent = words(0xff80),
         .bias = words(8 * BF16_ONE),
         .least_scale = words((7 + LOWEST) * BF16_ONE),
         .low = words(LOWEST * BF16_ONE),
+        /* The first byte of each quarter to where it is in the result. */
         .gather = keep(_mm256_setr_epi8(0, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 8, -1,
                                         -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)),
         .last_bit = words(1),
@@ -205,14 +206,14 @@ enum { QUAD = 4, QUAD_LENGTH = QUAD * TB__MXFP8_BLOCK, EXACT_LENGTH = 8 * QUAD_L
 
 typedef struct bf16_row {
     uint8_t *data, *scales;
-    const void *src;
+    const void *src; /* bf16 */
 } bf16_row;
 
 AVX2_INLINE __m256i load16(const bf16_row *row, size_t i) {
     return _mm256_loadu_si256((const __m256i *)(const void *)((const char *)row->src + 2 * i));
 }
 
-/* The largest magnitudes. */
+/* The largest magnitude of each block, in all words of its quarter. */
 AVX2_INLINE __m256i quad_amax(const constants *k, const bf16_row *row, size_t i) {
     __m256i m[QUAD];
     for (size_t b = 0; b < QUAD; b++) {
@@ -251,7 +252,7 @@ AVX2_INLINE __m256i block_codes(const constants *k, const bf16_row *row, size_t 
 }
 
 /* False, and nothing is written, where a scale is so small that elements may be subnormal bf16 and count: their bits
- * don't have the form that is relied on. Also where it is not exact and should be. */
+ * don't have the form that is relied on. Also, unless it is exact, where codes may be below those of normal numbers. */
 AVX2_INLINE bool do_quad(const constants *k, const bf16_row *row, size_t i, __m256i *all, bool is_floor, bool stream,
                          bool is_exact) {
     __m256i amax = quad_amax(k, row, i);
@@ -317,7 +318,8 @@ AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src,
     uint32_t all = 0;
     while (i < n) {
         i = normal[is_floor][stream](row, i, n, &all);
-        /* Neighbours are alike: after one quad some are done the long way at once. */
+        /* Neighbours are alike, so that after a quad that needs it some are made exactly at once. What is left are
+         * those with small scales, and the end. */
         size_t stop = n - i < EXACT_LENGTH ? n : i + EXACT_LENGTH;
         if (stop - i >= QUAD_LENGTH)
             i = exact[is_floor][stream](row, i, stop, &all);
