@@ -28,8 +28,8 @@ typedef struct tb__directory_opts {
 
 /* Connects to the store, or serves it where nobody does, and takes a bus rank: the one that this seat had last time,
  * with the next incarnation, or a new one where a living process has that. TB_CONFLICT, naming who has it, if the seat
- * is taken, and naming who says so, if the group has another size: both after half a second, in which the dead
- * disappear. The member is visible to others after tb__directory_announce. */
+ * is taken, and naming who says so, if the group has another size: both after the time in which the dead disappear:
+ * half a second, or in etcd a few. The member is visible to others after tb__directory_announce. */
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
                              const tb__directory_opts *opts, tb__directory **out);
 

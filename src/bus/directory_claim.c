@@ -8,9 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
-enum { GRACE_MS = 500 };
-
 tb_status tb__inquiry_continue(const tb__inquiry *inquiry) {
     int left = tb__ms_until(inquiry->deadline_ms);
     if (left == 0)
@@ -118,7 +115,7 @@ tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_
 }
 
 tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine) {
-    int64_t until_ms = tb__now_ms() + GRACE_MS;
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(inquiry->store);
     uint64_t revision = 0;
     TB_TRY(sit_down(inquiry, group, index, mine, until_ms, &revision));
     tb_status status = agree_on_size(inquiry, group, mine, until_ms, revision);

@@ -28,6 +28,8 @@ static bool is_for_others(tb_status status) {
 static tb_status serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                        tb__store_server **server) {
     tb__store_server *mine = NULL;
+    if (!tb__store_is_embedded(url))
+        return TB_REFUSED;
     TB_TRY(tb__store_server_start(url, token, &mine));
     tb_status status = tb__store_open(url, token, timeout_ms, store);
     if (status != TB_OK) {
