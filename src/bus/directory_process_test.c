@@ -1,5 +1,6 @@
 /* The directory between processes: meeting, dying, coming back. */
 #include "bus/directory_test.h"
+#include "bus/store/etcd_test.h"
 
 #include <fcntl.h>
 
@@ -338,11 +339,27 @@ static const struct {
     int (*play)(const char *url, const char *arg);
 } roles[] = {{"sit", sit}, {"meet", meet}, {"crowd", crowd}};
 
+static int test_etcd(void) {
+    static etcd the_etcd;
+    const struct CMUnitTest tests[] = {
+        AT_A_PLACE(meeting), AT_A_PLACE(many_at_once), AT_A_PLACE(taken_seat),
+        AT_A_PLACE(death),   AT_A_PLACE(forked_child),
+    };
+    if (!etcd_may_start(&the_etcd))
+        return SKIPPED;
+    store_of_places = the_etcd.url;
+    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
+    etcd_stop(&the_etcd);
+    return nfailed;
+}
+
 int main(int argc, char **argv) {
     for (size_t i = 0; argc == 4 && i < sizeof roles / sizeof *roles; i++) {
         if (strcmp(argv[1], roles[i].name) == 0)
             return roles[i].play(argv[2], argv[3]);
     }
+    if (argc == 2 && strcmp(argv[1], "etcd") == 0)
+        return test_etcd();
     const struct CMUnitTest tests[] = {
         AT_A_PLACE(meeting),    AT_A_PLACE(many_at_once), AT_A_PLACE(taken_seat),   AT_A_PLACE(death),
         AT_A_PLACE(lost_store), AT_A_PLACE(silent_store), AT_A_PLACE(forked_child),

@@ -145,7 +145,9 @@ static tb_status compare_and_set(client *c, const char *key, uint64_t expected, 
     } else {
         const json_t *range = json_array_get(json_object_get(reply, "responses"), 0);
         status = tb__etcd_read_value(first_of(json_object_get(range, "response_range")), present);
-        if (status == TB_OK)
+        if (status == TB_OK && present->revision == expected)
+            status = tb__fail(TB_IO, "%s: etcd's answer makes no sense", c->url);
+        else if (status == TB_OK)
             status = fail_conflict(present->revision, expected);
     }
     json_decref(reply);

@@ -209,9 +209,9 @@ typedef struct attempt {
     tb__gateway *gateway;
     tb__gateway_call *call;
     line *line;
-    tb__bytes in; /* of a stream: what has come of the next object */
-    bool has_begun, is_enough, is_broken;
-    tb_status status; /* of what was received */
+    tb__bytes in;                                 /* of a stream: what has come of the next object */
+    bool has_begun, is_enough, is_broken, is_cut; /* is_cut: its time was up */
+    tb_status status;                             /* of what was received */
 } attempt;
 
 static json_t *parse(const char *text, size_t nbytes) {
@@ -389,8 +389,9 @@ static outcome judge(attempt *a, CURLcode code, json_t **reply) {
     }
 }
 
-static outcome judge_silence(const attempt *a) {
+static outcome judge_silence(attempt *a) {
     long nsent = 0;
+    a->is_cut = true;
     a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_REQUEST_SIZE, &nsent);
     tb__set_detail(a->has_begun ? "%s" : "%s: silent", a->gateway->url);
     return nsent > 0 ? UNANSWERED : SILENT;
@@ -426,7 +427,7 @@ static bool is_worth_another_try(const tb__gateway *g, const tb__gateway_call *c
                                  tb_status *status) {
     bool is_late = tb__ms_until(call->deadline_ms) == 0;
     if (last == UNANSWERED && call->is_change_once) {
-        *status = tb__fail_within(TB_TIMEOUT, "no answer to a change that may have been made");
+        *status = TB_TIMEOUT;
         return false;
     }
     if (call->is_first && last == UNREACHED && ntried >= g->nendpoints) {
@@ -445,6 +446,7 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
     TB_TRY(take_line(g, call->is_farewell, &a.line));
     tb_status status = TB_OK;
     int nap_ms = FIRST_NAP_MS;
+    char why[256] = "";
     for (size_t ntried = 1;; ntried++) {
         size_t index = g->current % g->nendpoints, seen = index;
         outcome result = try_endpoint(&a, index, reply);
@@ -454,9 +456,14 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
         }
         /* Whoever fails first at this endpoint moves everybody on to the next one. */
         atomic_compare_exchange_strong(&g->current, &seen, (index + 1) % g->nendpoints);
+        /* An attempt that the deadline has cut short says less than the one before. */
+        if (!a.is_cut || !why[0])
+            snprintf(why, sizeof why, "%s", tb_error_detail());
         if (!is_worth_another_try(g, call, result, ntried, &status)) {
-            if (status == TB_TIMEOUT && !call->is_change_once)
-                tb__prefix_detail("nothing within %d ms", (int)(call->deadline_ms - begun_ms));
+            if (status == TB_TIMEOUT && result == UNANSWERED && call->is_change_once)
+                tb__set_detail("no answer to a change, which may have been made: %s", why);
+            else if (status == TB_TIMEOUT)
+                tb__set_detail("nothing within %d ms: %s", (int)(call->deadline_ms - begun_ms), why);
             break;
         }
         if (a.has_begun)
