@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tool_command *const commands[] = {&tool_layout, &tool_plan, &tool_inspect, &tool_reshard,
+static const tool_command *const commands[] = {&tool_layout, &tool_plan, &tool_inspect, &tool_reshard, &tool_store,
                                                &tool_config, &tool_demo, &tool_bench,   NULL};
 
 static const tool_command *find_command(const char *name) {
