@@ -40,8 +40,8 @@ typedef struct tb__directory_opts {
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
                              const tb__directory_opts *opts, tb__directory **out);
 
-/* Waits for nobody but a `changed` that is under way, for an attempt to reach a lost store (two seconds at most), and in
- * etcd a second at most for giving the lease back. If this process serves the store, all others lose it, and one of
+/* Waits for nobody but a `changed` that is under way, for an attempt to reach a lost store (two seconds at most), and
+ * in etcd a second at most for giving the lease back. If this process serves the store, all others lose it, and one of
  * them serves it anew. No other call may be under way. NULL is allowed. */
 void tb__directory_close(tb__directory *directory);
 
