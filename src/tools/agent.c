@@ -66,6 +66,8 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
         if (!value[i])
             return tb__fail(TB_INVALID, "--%s is missing; see `tensorbus agent --help`", options[i].name);
     }
+    if (value[HTTP])
+        TB_TRY(tool_http_check(value[HTTP]));
     TB_TRY(read_number("rank", value[RANK], MOST_RANKS - 1, &rank));
     TB_TRY(read_number("size", value[SIZE], MOST_RANKS, &size));
     if (rank >= size)
@@ -87,7 +89,7 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     if (value[WORKERS])
         TB_TRY(read_number("workers", value[WORKERS], 256, &number));
     o->workers = (int)number;
-    return value[HTTP] ? tool_http_check(value[HTTP]) : TB_OK;
+    return TB_OK;
 }
 
 static int run(const tb__config *config, const char *const *value) {
