@@ -27,9 +27,8 @@ static const tool_option options[] = {
 };
 
 static const char details[] =
-    "Shows all agents of this user, as `tensorbus status` finds them, until q or Ctrl-C. GB/s are those since the "
-    "look\n"
-    "before; a pair's count what has been completed. Without a terminal it does what --once does.\n";
+    "Shows all agents of this user, as `tensorbus status` finds them, until q or Ctrl-C. GB/s are those since the\n"
+    "look before; a pair's count what has been completed. Without a terminal it does what --once does.\n";
 
 static tb_status look(tool_agents *agents, int timeout_ms) {
     TB_TRY(tool_agents_find(agents));

@@ -70,25 +70,26 @@ typedef struct tb__ints {
     bool is_set; /* where it may be nil */
 } tb__ints;
 
-typedef enum tb__field_type {                        /*                        in the struct: */
-                              TB__FIELD_TEXT,        /* str, UTF-8 without NUL const char *, NULL for none */
-                              TB__FIELD_SENTENCE,    /* the same; whatever is not UTF-8 is written as ? */
-                              TB__FIELD_CHOICE,      /* str, one of `choices`  an enum: the index in them */
-                              TB__FIELD_DTYPE,       /* str                    tb_dtype, TB_DTYPE_NONE for none */
-                              TB__FIELD_STATUS,      /* uint                   tb_status, which has the other sign */
-                              TB__FIELD_UINT,        /* uint                   uint64_t */
-                              TB__FIELD_BOOL,        /* bool                   bool */
-                              TB__FIELD_UNLESS,      /* bool                   bool, the opposite */
-                              TB__FIELD_MAYBE_UINT,  /* uint                   tb__maybe_uint */
-                              TB__FIELD_MAYBE_FLOAT, /* float                  tb__maybe_float */
-                              TB__FIELD_MAYBE_BOOL,  /* bool                   tb__maybe_bool */
-                              TB__FIELD_BIN,         /* bin                    tb__blob into the input */
-                              TB__FIELD_VALUE, /* anything               tb__blob: its MessagePack; none if nbytes is 0
-                                                */
-                              TB__FIELD_INTS,  /* array of int           tb__ints */
-                              TB__FIELD_TEXTS, /* array of str           tb__texts */
-                              TB__FIELD_TIES,  /* array of [str, str]    tb__ties */
-                              TB__FIELD_ENTRIES, /* array of [str, bin]    tb__entries */
+/* What a field is in the map, and in the struct. */
+typedef enum tb__field_type {
+    TB__FIELD_TEXT,        /* str, UTF-8 without NUL: const char *, NULL for none */
+    TB__FIELD_SENTENCE,    /* the same; the encoder makes UTF-8 of anything */
+    TB__FIELD_CHOICE,      /* str, one of `choices`: an enum, the index in them; of an option one more, 0 for none */
+    TB__FIELD_DTYPE,       /* str: tb_dtype, TB_DTYPE_NONE for none */
+    TB__FIELD_STATUS,      /* uint: tb_status, which has the other sign */
+    TB__FIELD_UINT,        /* uint: uint64_t */
+    TB__FIELD_BOOL,        /* bool: bool */
+    TB__FIELD_UNLESS,      /* bool: bool, the opposite */
+    TB__FIELD_MAYBE_UINT,  /* uint: tb__maybe_uint */
+    TB__FIELD_MAYBE_FLOAT, /* float: tb__maybe_float */
+    TB__FIELD_MAYBE_BOOL,  /* bool: tb__maybe_bool */
+    TB__FIELD_BIN,         /* bin: tb__blob, into the input */
+    TB__FIELD_MAP,         /* map: tb__blob, its MessagePack in the input; no bytes for none */
+    TB__FIELD_ARRAY,       /* array: the same */
+    TB__FIELD_INTS,        /* array of int: tb__ints */
+    TB__FIELD_TEXTS,       /* array of str: tb__texts */
+    TB__FIELD_TIES,        /* array of [str, str]: tb__ties */
+    TB__FIELD_ENTRIES,     /* array of [str, bin]: tb__entries */
 } tb__field_type;
 
 typedef enum tb__field_rule {
@@ -122,7 +123,7 @@ tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *
  * arrays are the arena's; bytes point into the input. */
 tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out);
 
-/* How the manual writes the type of a field: "str", "str or nil", "`send` or `recv`". */
+/* How the manual writes the type of a field: "str", "float or nil", "`send` or `recv`", "uint, optional". */
 void tb__field_type_text(const tb__field *field, char *out, size_t nbytes);
 
 #endif

@@ -31,7 +31,8 @@ static const char *const type_texts[] = {
     [TB__FIELD_MAYBE_FLOAT] = "float",
     [TB__FIELD_MAYBE_BOOL] = "bool",
     [TB__FIELD_BIN] = "bin",
-    [TB__FIELD_VALUE] = "map or array",
+    [TB__FIELD_MAP] = "map",
+    [TB__FIELD_ARRAY] = "array",
     [TB__FIELD_INTS] = "array of int",
     [TB__FIELD_TEXTS] = "array of str",
     [TB__FIELD_TIES] = "array of [str, str]",
@@ -51,10 +52,11 @@ static void write_choices(const char *const *choices, char quote, char *out, siz
 }
 
 void tb__field_type_text(const tb__field *field, char *out, size_t nbytes) {
+    static const char *const rules[] = {[TB__REQUIRED] = "", [TB__NILABLE] = " or nil", [TB__OPTION] = ", optional"};
+    char choices[128] = "";
     if (field->type == TB__FIELD_CHOICE)
-        write_choices(field->choices, '`', out, nbytes);
-    else
-        (void)snprintf(out, nbytes, "%s%s", type_texts[field->type], field->rule == TB__NILABLE ? " or nil" : "");
+        write_choices(field->choices, '`', choices, sizeof choices);
+    (void)snprintf(out, nbytes, "%s%s", *choices ? choices : type_texts[field->type], rules[field->rule]);
 }
 
 static tb_status wrong_type(const reader *r, const tb__value *value, const char *wanted) {
@@ -118,7 +120,7 @@ static tb_status take_choice(reader *r, unsigned *out) {
     TB_TRY(take_text(r, &text));
     for (unsigned i = 0; r->field->choices[i]; i++) {
         if (strcmp(r->field->choices[i], text) == 0) {
-            *out = i;
+            *out = i + (r->field->rule == TB__OPTION);
             return TB_OK;
         }
     }
@@ -134,9 +136,14 @@ static tb_status take_dtype(reader *r, tb_dtype *out) {
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s: %s", r->map, r->field->name);
 }
 
-/* The value's own bytes. */
-static tb_status take_value(reader *r, tb__blob *out) {
+/* All of the value's own bytes. */
+static tb_status take_container(reader *r, tb__value_type type, const char *wanted, tb__blob *out) {
     const uint8_t *start = r->from.at;
+    tb__cursor header = r->from;
+    tb__value value;
+    TB_TRY(tb__value_take(&header, &value));
+    if (value.type != type)
+        return wrong_type(r, &value, wanted);
     TB_TRY(tb__value_skip(&r->from, 1));
     *out = (tb__blob){.data = start, .nbytes = (size_t)(r->from.at - start)};
     return TB_OK;
@@ -268,8 +275,10 @@ static tb_status take_field(reader *r, void *at) {
         *(tb__blob *)at = value.bytes;
         return TB_OK;
     }
-    case TB__FIELD_VALUE:
-        return take_value(r, at);
+    case TB__FIELD_MAP:
+        return take_container(r, TB__VALUE_MAP, "a map", at);
+    case TB__FIELD_ARRAY:
+        return take_container(r, TB__VALUE_ARRAY, "an array", at);
     case TB__FIELD_INTS:
         return take_ints(r, at);
     case TB__FIELD_TEXTS:

@@ -56,7 +56,8 @@ static bool is_set(const tb__field *field, const void *at) {
     case TB__FIELD_MAYBE_BOOL:
         return ((const tb__maybe_bool *)at)->is_set;
     case TB__FIELD_BIN:
-    case TB__FIELD_VALUE:
+    case TB__FIELD_MAP:
+    case TB__FIELD_ARRAY:
         return ((const tb__blob *)at)->nbytes > 0;
     case TB__FIELD_INTS:
         return ((const tb__ints *)at)->is_set;
@@ -120,9 +121,9 @@ static tb_status put_float(writer *w, double value) {
     return wrote(msgpack_pack_double(&w->packer, value));
 }
 
-static tb_status put_choice(writer *w, unsigned choice) {
-    unsigned n = 0;
-    while (w->field->choices[n] && n < choice)
+static tb_status put_choice(writer *w, unsigned value) {
+    unsigned choice = value - (w->field->rule == TB__OPTION), n = 0;
+    while (n < choice && w->field->choices[n])
         n++;
     if (!w->field->choices[n])
         return tb__fail(TB_INVALID, "%s: %s has no choice %u", w->map, w->field->name, choice);
@@ -209,7 +210,8 @@ static tb_status put_field(writer *w, const void *at) {
         return put_bool(w, ((const tb__maybe_bool *)at)->value);
     case TB__FIELD_BIN:
         return put_bin(w, *(const tb__blob *)at);
-    case TB__FIELD_VALUE:
+    case TB__FIELD_MAP:
+    case TB__FIELD_ARRAY:
         return put_value(w, *(const tb__blob *)at);
     case TB__FIELD_INTS:
         return put_ints(w, at);

@@ -12,7 +12,7 @@ enum { MOST_RANKS = TB_MAX_RANKS, MOST_STATUS = 127 };
 #define MOST_BYTES (UINT64_C(1) << 62)
 
 static const char *const directions[] = {[TB__SEND] = "send", [TB__RECV] = "recv", NULL};
-static const char *const commits[] = {[TB__IN_PLACE] = "in_place", [TB__SHADOW] = "shadow", NULL};
+static const char *const commits[] = {[TB__IN_PLACE - 1] = "in_place", [TB__SHADOW - 1] = "shadow", NULL};
 static const char *const state_names[] = {[TB__STATE_ALL] = "",
                                           [TB__STATE_TRANSFER_SIGNAL] = "transfer_signal",
                                           [TB__STATE_PROGRESS] = "progress",
@@ -32,10 +32,11 @@ static const char *const state_names[] = {[TB__STATE_ALL] = "",
     FIELD("timestamp", MAYBE_FLOAT, NILABLE, timestamp, ABOUT("the client's time, in seconds; nobody here uses it")),  \
     FIELD("semaphore_name", TEXT, NILABLE, semaphore_name, ABOUT("posted when the command has succeeded or failed"))
 #define TIMEOUT                                                                                                        \
-    FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("after which the command fails; the agent's"))
-#define HOW_TO_COMMIT                                                                                                  \
-    FIELD("commit", CHOICE, OPTION, commit, CHOICES(commits), ABOUT("where bytes land until all have arrived")),       \
-    FIELD("checksum", BOOL, OPTION, checksum, ABOUT("every bucket is checked"))
+    FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("after which the command fails; default: the agent's own"))
+#define HOW_TO_COMMIT(place, check)                                                                                    \
+    FIELD("commit", CHOICE, OPTION, commit, CHOICES(commits),                                                          \
+          ABOUT("where bytes land until all are in; default: " place)),                                                \
+    FIELD("checksum", MAYBE_BOOL, OPTION, checksum, ABOUT("a checksum for every bucket; default: " check))
 #define BATCH_ID FIELD("batch_id", TEXT, REQUIRED, batch_id, ABOUT("the batch's name"))
 
 static const tb__field hello[] = {
@@ -63,13 +64,13 @@ static const tb__field register_tensors[] = {
     COMMON,
     TIMEOUT,
     FIELD("staging_bytes", UINT, OPTION, staging_bytes, MAX(MOST_BYTES),
-          ABOUT("memory for what is not read in place; 256 MiB")),
-    FIELD("ties", TIES, OPTION, ties, ABOUT("tied weights: a name and the canonical one; none")),
-    FIELD("ignored", TEXTS, OPTION, ignored, ABOUT("patterns for what may be on one side only; none")),
-    FIELD("group_window", UINT, OPTION, group_window, MAX(UINT32_MAX), ABOUT("groups under way at a time; all")),
-    FIELD("snapshot", BOOL, OPTION, snapshot, ABOUT("a send copies the tensors first")),
-    FIELD("staged", BOOL, OPTION, staged, ABOUT("everything goes through staging memory")),
-    HOW_TO_COMMIT,
+          ABOUT("memory for what is not read in place; default: 256 MiB")),
+    FIELD("ties", TIES, OPTION, ties, ABOUT("tied weights: a name and the canonical one")),
+    FIELD("ignored", TEXTS, OPTION, ignored, ABOUT("patterns for what may be on one side only")),
+    FIELD("group_window", UINT, OPTION, group_window, MAX(UINT32_MAX), ABOUT("groups under way at a time; default: all")),
+    FIELD("snapshot", BOOL, OPTION, snapshot, ABOUT("a send copies the tensors first; default: false")),
+    FIELD("staged", BOOL, OPTION, staged, ABOUT("everything goes through staging memory; default: false")),
+    HOW_TO_COMMIT("`in_place`", "false"),
 };
 
 static const tb__field transfer[] = {
@@ -77,13 +78,13 @@ static const tb__field transfer[] = {
     FIELD("transfer_type", CHOICE, REQUIRED, direction, CHOICES(directions), ABOUT("which way")),
     COMMON,
     TIMEOUT,
-    FIELD("blocking", UNLESS, OPTION, no_wait, ABOUT("false: the reply comes at once; true")),
-    HOW_TO_COMMIT,
+    FIELD("blocking", UNLESS, OPTION, no_wait, ABOUT("false: the reply comes at once; default: true")),
+    HOW_TO_COMMIT("the batch's", "the batch's"),
 };
 
 static const tb__field query_status[] = {
     BATCH_ID,
-    FIELD("state_name", CHOICE, REQUIRED, state_name, CHOICES(state_names), ABOUT("what to tell; empty: everything")),
+    FIELD("state_name", CHOICE, REQUIRED, state_name, CHOICES(state_names), ABOUT("what to tell; `\"\"`: everything")),
     COMMON,
 };
 

@@ -299,7 +299,7 @@ static void test_wrong_tensors(void **state) {
     expect_no_tensor(TENSOR(85, MEM "81a761646472657373cffffffffffffffff8"),
                      "tensor 'w': mem: 16 bytes from 0xfffffffffffffff8 on run past the last address");
     expect_no_tensor(TENSOR(85, MEM "81a26664ce00010000"), "tensor 'w': mem: fd is 65536; it is at most 65535");
-    expect_no_tensor(TENSOR(85, MEM "07"), "tensor 'w': mem is a number; it must be a map");
+    expect_no_tensor(TENSOR(85, MEM "07"), "tensor: mem is a number; it must be a map");
     expect_no_tensor(TENSOR(86, MEM "81a2666400a773747269646573920101"),
                      "tensor 'w': 2 strides for a tensor of 1 dims");
     expect_no_tensor(TENSOR(86, MEM "81a2666400a46d65736882a573686170659102a572616e6b73c0"),

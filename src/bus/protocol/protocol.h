@@ -35,7 +35,7 @@ typedef enum tb__message_kind {
 const tb__schema *tb__message_schema(tb__message_kind kind);
 
 typedef enum tb__direction { TB__SEND, TB__RECV } tb__direction;
-typedef enum tb__commit { TB__IN_PLACE, TB__SHADOW } tb__commit;
+typedef enum tb__commit { TB__COMMIT_UNSAID, TB__IN_PLACE, TB__SHADOW } tb__commit;
 typedef enum tb__state_name {
     TB__STATE_ALL,
     TB__STATE_TRANSFER_SIGNAL,
@@ -73,9 +73,9 @@ typedef struct tb__message {
     tb__texts ignored;
     bool snapshot, staged;
 
-    /* RegisterTensors for all transfers of the batch, Transfer for one */
+    /* RegisterTensors for all transfers of the batch, Transfer for one, where it is said */
     tb__commit commit;
-    bool checksum;
+    tb__maybe_bool checksum;
 
     /* Transfer */
     tb__direction direction; /* key `transfer_type` */

@@ -30,27 +30,27 @@ typedef struct wire_tensor {
 
 static const tb__field memory_fields[] = {
     IN_MEMORY("fd", MAYBE_UINT, OPTION, fd, TB__MAX_FDS - 1, "index among the descriptors that came with the frame"),
-    IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd`: where the bytes begin in that file; 0"),
+    IN_MEMORY("offset", UINT, OPTION, offset, MOST_BYTES, "with `fd`: where the bytes begin in that file; default: 0"),
     IN_MEMORY("address", MAYBE_UINT, OPTION, address, 0, "where the bytes begin in the client's memory"),
 };
 
 static const tb__field tensor_fields[] = {
     IN_TENSOR("name", TEXT, REQUIRED, name, 0, "the same on both sides of the pair"),
-    IN_TENSOR("dtype", DTYPE, REQUIRED, dtype, 0, "as in `tensorbus help`: `bf16`, `bfloat16` or `BF16`"),
+    IN_TENSOR("dtype", DTYPE, REQUIRED, dtype, 0, "`bf16`; PyTorch's and safetensors' names will do, too"),
     IN_TENSOR("shape", INTS, REQUIRED, shape, 0, "of the whole tensor"),
-    IN_TENSOR("strides", INTS, OPTION, strides, 0, "of this rank's part, in elements; row-major without gaps"),
-    IN_TENSOR("mesh", VALUE, OPTION, mesh, 0, "a mesh of its own; the pair's"),
-    IN_TENSOR("placements", VALUE, OPTION, placements, 0, "on that mesh; the pair's"),
-    IN_TENSOR("view", TEXT, OPTION, view, 0, "how the stored tensor becomes the one that is named; as it is"),
-    IN_TENSOR("encode", TEXT, OPTION, encode, 0, "a quantised format, such as `mxfp8`; none"),
-    IN_TENSOR("scale_group", TEXT, OPTION, scale_group, 0, "tensors of one group share their scale; none"),
-    IN_TENSOR("group", UINT, OPTION, group, UINT32_MAX, "lower groups arrive first; 0"),
-    IN_TENSOR("wire_dtype", DTYPE, OPTION, wire_dtype, 0, "what it is cast to on the way; the narrower side's"),
-    IN_TENSOR("mem", VALUE, OPTION, mem, 0, "where this rank's part is; may be left out if that is empty"),
+    IN_TENSOR("strides", INTS, OPTION, strides, 0, "of this rank's part, in elements; default: row-major without gaps"),
+    IN_TENSOR("mesh", MAP, OPTION, mesh, 0, "a mesh of its own; default: the pair's"),
+    IN_TENSOR("placements", ARRAY, OPTION, placements, 0, "on that mesh; default: the pair's"),
+    IN_TENSOR("view", TEXT, OPTION, view, 0, "how the stored tensor becomes the one that is named; default: as it is"),
+    IN_TENSOR("encode", TEXT, OPTION, encode, 0, "a quantised format, such as `mxfp8`"),
+    IN_TENSOR("scale_group", TEXT, OPTION, scale_group, 0, "tensors of one group share their scale"),
+    IN_TENSOR("group", UINT, OPTION, group, UINT32_MAX, "lower groups arrive first; default: 0"),
+    IN_TENSOR("wire_dtype", DTYPE, OPTION, wire_dtype, 0, "what it is cast to on the way; default: the narrower side's"),
+    IN_TENSOR("mem", MAP, OPTION, mem, 0, "where this rank's part is; may be left out if that is empty"),
     IN_TENSOR("nbytes", UINT, REQUIRED, nbytes, MOST_BYTES, "bytes from there that belong to the tensor"),
-    IN_TENSOR("scales_mem", VALUE, OPTION, scales_mem, 0, "where the scales of its blocks are; none"),
-    IN_TENSOR("scales_nbytes", UINT, OPTION, scales_nbytes, MOST_BYTES, "bytes of the scales; 0"),
-    IN_TENSOR("scale_mem", VALUE, OPTION, scale_mem, 0, "where the one scale is, a float; none"),
+    IN_TENSOR("scales_mem", MAP, OPTION, scales_mem, 0, "where the scales of its blocks are"),
+    IN_TENSOR("scales_nbytes", UINT, OPTION, scales_nbytes, MOST_BYTES, "bytes of the scales; default: 0"),
+    IN_TENSOR("scale_mem", MAP, OPTION, scale_mem, 0, "where the one scale is, a float of 4 bytes"),
 };
 /* clang-format on */
 
