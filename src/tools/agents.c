@@ -118,7 +118,7 @@ tb_status tool_agents_find(tool_agents *agents) {
 static void give_up(tool_agent_view *view, tb_status status) {
     snprintf(view->why, sizeof view->why, "%s", tb_error_detail());
     view->status = status;
-    view->retry_ms = tb__now_ms() + RETRY_MS;
+    view->retry_ms = status == TB_TIMEOUT ? tb__now_ms() + RETRY_MS : 0; /* others fail at once */
     view->is_asked = false;
     tb_client_close(view->client);
     view->client = NULL;

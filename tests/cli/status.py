@@ -263,10 +263,16 @@ try:
     check("lost: " in tool("status", "--socket", trainer_path).stdout, "status does not say that it is lost")
     check("lost peer" in tool("top", "--once", "--socket", trainer_path).stdout, "top does not say so")
 
+    # The store goes with the agent that serves it; the others say so.
+    spare, spare_path = start("spare", 0, 1)
+    agents.append(spare)
+    check(report(spare_path)["store"]["connected"], "there is no store")
     trainer.terminate()
     check(trainer.wait(20) == 0, f"it ended with {trainer.returncode}")
-    agents = []
     check(not os.path.exists(trainer_path), "its socket is still there")
+    until(lambda: not report(spare_path)["store"]["connected"], "the store is not lost")
+    check(report(spare_path)["store"]["why"], "it is not said why")
+    check("store   lost: " in tool("status", "--socket", spare_path).stdout, "status does not say so")
 finally:
     for screen in screens:
         screen.program.kill()
