@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { REPORT_MS = 2000, IDLE_SECONDS = 10, MOST_CONNECTIONS = 32 };
+enum { REPORT_MS = 5000, IDLE_SECONDS = 10, MOST_CONNECTIONS = 32 };
 
 struct tool_http {
     tb__agent *agent;

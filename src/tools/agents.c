@@ -224,9 +224,13 @@ void tool_json_clean(json_t *value) {
         json_string_set(value, clean ? json_string_value(clean) : "?");
         json_decref(clean);
     } else if (json_is_array(value)) {
-        json_array_foreach(value, i, item) tool_json_clean(item);
+        json_array_foreach(value, i, item) {
+            tool_json_clean(item);
+        }
     } else if (json_is_object(value)) {
-        json_object_foreach(value, key, item) tool_json_clean(item);
+        json_object_foreach(value, key, item) {
+            tool_json_clean(item);
+        }
     }
 }
 
@@ -266,6 +270,8 @@ void tool_add_pair_state(tb__text *out, const json_t *pair) {
 size_t tool_count_alive(const json_t *report) {
     size_t i, count = 0;
     json_t *peer;
-    json_array_foreach(json_object_get(report, "peers"), i, peer) count += json_is_true(json_object_get(peer, "alive"));
+    json_array_foreach(json_object_get(report, "peers"), i, peer) {
+        count += json_is_true(json_object_get(peer, "alive"));
+    }
     return count;
 }

@@ -122,7 +122,9 @@ void tool_add_metrics(tb__text *out, const json_t *report) {
     const json_t *batches = json_object_get(report, "batches");
     size_t i, nmoving = 0;
     json_t *batch;
-    json_array_foreach(batches, i, batch) nmoving += json_array_size(json_object_get(batch, "transfers"));
+    json_array_foreach(batches, i, batch) {
+        nmoving += json_array_size(json_object_get(batch, "transfers"));
+    }
     add_agent(out, report);
     add_totals(out, json_object_get(report, "totals"));
     add_gauge(out, "transfers_under_way", "Transfers that have begun and not ended.", (int64_t)nmoving);

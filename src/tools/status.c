@@ -94,7 +94,9 @@ static void take_names(tool_table *table, const json_t *list) {
     tb__text text = {0};
     size_t i;
     json_t *name;
-    json_array_foreach(list, i, name) tb__text_add(&text, "%s%s", i ? "," : "", json_string_value(name));
+    json_array_foreach(list, i, name) {
+        tb__text_add(&text, "%s%s", i ? "," : "", json_string_value(name));
+    }
     tool_table_take(table, &text);
 }
 
@@ -138,8 +140,9 @@ static void add_transfers(tb__text *out, const json_t *batches) {
         tool_table_column(&table, tb_phase_name((tb_phase)phase), true);
     json_array_foreach(batches, i, batch) {
         const json_t *last = json_object_get(batch, "last");
-        json_array_foreach(json_object_get(batch, "transfers"), j, transfer)
+        json_array_foreach(json_object_get(batch, "transfers"), j, transfer) {
             add_transfer(&table, batch, transfer, "under way");
+        }
         if (json_is_object(last))
             add_transfer(&table, batch, last, *tool_json_text(batch, "error") ? "failed" : "done");
     }

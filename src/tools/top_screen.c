@@ -35,8 +35,9 @@ static double moved(const json_t *report) {
     size_t i, j;
     json_t *batch, *transfer;
     json_array_foreach(json_object_get(report, "batches"), i, batch) {
-        json_array_foreach(json_object_get(batch, "transfers"), j, transfer) sum +=
-            tool_json_real(transfer, "bytes_done");
+        json_array_foreach(json_object_get(batch, "transfers"), j, transfer) {
+            sum += tool_json_real(transfer, "bytes_done");
+        }
     }
     return sum;
 }
@@ -141,7 +142,9 @@ static void add_batch_rows(tool_table *table, view_of view) {
     json_t *batch, *transfer;
     json_array_foreach(json_object_get(view->report, "batches"), i, batch) {
         const json_t *transfers = json_object_get(batch, "transfers");
-        json_array_foreach(transfers, j, transfer) add_batch_row(table, view, batch, transfer);
+        json_array_foreach(transfers, j, transfer) {
+            add_batch_row(table, view, batch, transfer);
+        }
         if (json_array_size(transfers) == 0)
             add_batch_row(table, view, batch, NULL);
     }
@@ -216,8 +219,9 @@ static void add_summary(tb__text *out, const tool_agents *agents) {
         nagents++;
         nclients += json_array_size(json_object_get(view->report, "clients"));
         gb_per_s += agent_speed(view);
-        json_array_foreach(json_object_get(view->report, "batches"), i, batch) nmoving +=
-            json_array_size(json_object_get(batch, "transfers"));
+        json_array_foreach(json_object_get(view->report, "batches"), i, batch) {
+            nmoving += json_array_size(json_object_get(batch, "transfers"));
+        }
     }
     strftime(now, sizeof now, "%H:%M:%S", localtime_r(&seconds, &local));
     tb__text_add(out, "%s  agents %zu, clients %zu, transfers under way %zu, %.2f GB/s\n", now, nagents, nclients,

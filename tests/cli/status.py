@@ -28,7 +28,7 @@ def tool(*words, status=0):
 
 def report(path):
     """What `status --json` says of one agent."""
-    agents = json.loads(tool("status", "--json", "--socket", path).stdout)["agents"]
+    agents = json.loads(tool("status", "--json", "--timeout", "30", "--socket", path).stdout)["agents"]
     check(len(agents) == 1 and agents[0]["socket"] == path, f"agents: {agents}")
     return agents[0]
 
@@ -242,11 +242,11 @@ try:
     os.symlink(inference_path, f"{link}/inference-0.sock")
     inference.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
-    run = tool("status", "--timeout", "1", status=1)
+    run = tool("status", "--timeout", "3", status=1)
     check(time.monotonic() - begun < 20, "the deadline was not kept")
     check("trainer 0 of 1" in run.stdout and "inference 0 of 1" not in run.stdout, f"status: {run.stdout}")
     check("inference-0.sock is silent" in run.stderr and run.stderr.count("\n") == 1, f"said: {run.stderr}")
-    silent = json.loads(tool("status", "--timeout", "1", "--json", status=1).stdout)["agents"]
+    silent = json.loads(tool("status", "--timeout", "3", "--json", status=1).stdout)["agents"]
     check([("error" in agent) for agent in silent] == [True, False], f"silent: {silent}")
     inference.send_signal(signal.SIGCONT)
     check(len(json.loads(tool("status", "--json").stdout)["agents"]) == 2, "it does not answer again")

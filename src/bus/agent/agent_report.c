@@ -42,9 +42,8 @@ static void add_transfer(tb__text *out, const tb_transfer_state *state, bool is_
 /* ---- Lists ----------------------------------------------------------------------------------------------------- */
 
 static void add_clients(tb__text *out, const tb__agent *agent, const agent_session *asker) {
-    const agent_session *s;
     const char *comma = "";
-    LIST_FOREACH(s, &agent->sessions, link) {
+    for (const agent_session *s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link)) {
         if (s == asker || s->is_gone || !s->has_greeted)
             continue;
         tb__text_add(out, "%s{", comma);
@@ -72,9 +71,8 @@ static bool is_whole(const tb__agent *agent, const tb_pair *pair, char why[SENTE
 }
 
 static void add_pairs(tb__text *out, const tb__agent *agent) {
-    const agent_pair *p;
     const char *comma = "";
-    LIST_FOREACH(p, &agent->pairs, link) {
+    for (const agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         char why[SENTENCE] = "";
         const char *state = "ready", *remote_layout = "";
         if (!p->pair) {
@@ -155,9 +153,8 @@ static void add_batch(tb__text *out, agent_batch *b) {
 }
 
 static void add_batches(tb__text *out, const tb__agent *agent) {
-    agent_batch *b;
     const char *comma = "";
-    LIST_FOREACH(b, &agent->batches, link) {
+    for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
         tb__text_add(out, "%s", comma);
         add_batch(out, b);
         comma = ",";
