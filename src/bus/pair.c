@@ -296,6 +296,20 @@ static tb_status fail_late(const meeting *m) {
     return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
 }
 
+void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room) {
+    *out = '\0';
+    tb__engine_lock(world->engine);
+    for (tb_pair *p = world->pairs; p; p = p->next) {
+        meeting m = {.pair = p};
+        if (strcmp(p->name, name) != 0 || p->has_met)
+            continue;
+        look(&m);
+        snprintf(out, room, "%s", m.status == TB_OK ? m.missing : tb_error_detail());
+        break;
+    }
+    tb__engine_unlock(world->engine);
+}
+
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
     tb__engine *engine = pair->world->engine;
     meeting m = {.pair = pair};

@@ -361,6 +361,16 @@ void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
     tb__engine_unlock(engine);
 }
 
+bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
+    if (i >= t->nflows)
+        return false;
+    tb__engine_lock(t->batch->world->engine);
+    *pair = t->batch->accords.item[i]->pair->name;
+    *bytes_done = leg_of(t, i)->bytes_done;
+    tb__engine_unlock(t->batch->world->engine);
+    return true;
+}
+
 int tb_transfer_fd(const tb_transfer *t) {
     return t->event;
 }

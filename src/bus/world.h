@@ -102,6 +102,9 @@ struct tb_pair {
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
 /* Waits until both sides are known. Without the lock. */
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms);
+/* Who has not come yet to a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...". "" if
+ * nobody is missing. Without the lock. */
+void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 
@@ -143,6 +146,10 @@ struct tb_batch {
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
+
+/* How many bytes a transfer has moved in the i-th of its batch's pairs, whose name is the pair's; false: there are no
+ * more. Without the lock. */
+bool tb__transfer_share(const tb_transfer *transfer, size_t i, const char **pair, int64_t *bytes_done);
 
 void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts);
 

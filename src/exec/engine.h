@@ -86,6 +86,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
                              const char *label, tb__peer **out);
 
 tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarnation); /* NULL: not connected */
+const tb__peer *tb__engine_peers(const tb__engine *engine); /* the last one met; the others follow */
 
 /* Sends a message to one of the peer's ports; takes over what is packed. To a peer that is lost it goes nowhere: loss
  * is told through the ports. Messages to one peer arrive in order. */

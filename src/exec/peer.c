@@ -289,6 +289,10 @@ tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarn
     return peer;
 }
 
+const tb__peer *tb__engine_peers(const tb__engine *engine) {
+    return engine->peers;
+}
+
 tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                              const char *label, tb__peer **out) {
     int32_t wire = tb__wire_rank(rank, incarnation);

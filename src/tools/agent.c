@@ -1,18 +1,16 @@
 /* tensorbus agent: a seat on the bus, for programs that are not on it themselves. */
 #include "bus/agent/agent.h"
-#include "tools/tools.h"
+#include "tools/agents.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS };
-enum { MOST_TOKEN = 512, MOST_RANKS = 1 << 20 };
+enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, HTTP };
+enum { MOST_RANKS = 1 << 20 };
 
 static const tool_option options[] = {
     [NAME] = {"name", "GROUP", "the group that the seat is in: trainer, inference, ..."},
@@ -23,13 +21,15 @@ static const tool_option options[] = {
     [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store, and of programs"},
     [TIMEOUT] = {"timeout", "SECONDS", "to join, and for commands that do not say (30)"},
     [WORKERS] = {"workers", "N", "threads that copy (as many as there are cores for this rank)"},
+    [HTTP] = {"http", "[ADDRESS:]PORT", "serve /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
 
 static const char details[] =
     "Programs of the same user connect to the socket and have their tensors moved; see docs/operations.md.\n"
     "It serves until SIGTERM or SIGINT; then it takes no new commands, and ends when those under way have ended.\n"
-    "If nobody serves the store at the URL, and that is an address of this machine, this agent does.\n";
+    "If nobody serves the store at the URL, and that is an address of this machine, this agent does.\n"
+    "What --http serves is for anybody who can connect to the port; port 0 is any, and is printed.\n";
 
 static tb__agent *running; /* for the signal handler */
 
@@ -48,51 +48,26 @@ static tb_status read_number(const char *option, const char *text, long most, lo
     return TB_OK;
 }
 
-static tb_status read_token(const char *path, char out[MOST_TOKEN]) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd >= 0 ? read(fd, out, MOST_TOKEN - 1) : -1;
-    int error = errno;
-    if (fd >= 0)
-        close(fd);
-    if (n < 0)
-        return tb__fail(TB_IO, "%s: %s", path, strerror(error));
-    out[n] = '\0';
-    size_t length = strcspn(out, "\r\n");
-    if (length == (size_t)n && n == MOST_TOKEN - 1)
-        return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, MOST_TOKEN - 2);
-    out[length] = '\0';
-    return length ? TB_OK : tb__fail(TB_INVALID, "%s: there is no token in the first line", path);
-}
-
-static tb_status make_private(const char *folder) {
-    struct stat info;
+/* In the user's folder, which is made if it is not there. */
+static tb_status choose_socket(const char *group, long rank, char *out, size_t room) {
+    char folder[TOOL_MAX_FOLDER];
+    TB_TRY(tool_agents_folder(folder));
     if (mkdir(folder, 0700) != 0 && errno != EEXIST)
         return tb__fail(TB_IO, "can't make the folder %s: %s", folder, strerror(errno));
-    if (lstat(folder, &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != geteuid() || (info.st_mode & 077) != 0)
-        return tb__fail(TB_DENIED, "the folder %s is not this user's alone; give --socket", folder);
-    return TB_OK;
-}
-
-/* In the folder that the system keeps for the user's sockets, or else a private one in /tmp. */
-static tb_status choose_socket(const char *group, long rank, char *out, size_t room) {
-    char folder[80];
-    const char *runtime = getenv("XDG_RUNTIME_DIR");
-    int n = runtime && *runtime ? snprintf(folder, sizeof folder, "%s/tensorbus", runtime)
-                                : snprintf(folder, sizeof folder, "/tmp/tensorbus-%u", (unsigned)geteuid());
-    if (n < 0 || (size_t)n >= sizeof folder)
-        return tb__fail(TB_INVALID, "XDG_RUNTIME_DIR is too long for a socket in it; give --socket");
-    TB_TRY(make_private(folder));
-    n = snprintf(out, room, "%s/%s-%ld.sock", folder, group, rank);
+    TB_TRY(tool_check_private(folder));
+    int n = snprintf(out, room, "%s/%s-%ld.sock", folder, group, rank);
     return n > 0 && (size_t)n < room ? TB_OK : tb__fail(TB_INVALID, "the socket's path is too long; give --socket");
 }
 
 static tb_status read_all(const char *const *value, tb__agent_opts *o, char *socket, size_t room,
-                          char token[MOST_TOKEN]) {
+                          char token[TOOL_MAX_TOKEN]) {
     long rank, size, number = 0;
     for (int i = NAME; i <= STORE; i++) {
         if (!value[i])
             return tb__fail(TB_INVALID, "--%s is missing; see `tensorbus agent --help`", options[i].name);
     }
+    if (value[HTTP])
+        TB_TRY(tool_http_check(value[HTTP]));
     TB_TRY(read_number("rank", value[RANK], MOST_RANKS - 1, &rank));
     TB_TRY(read_number("size", value[SIZE], MOST_RANKS, &size));
     if (rank >= size)
@@ -104,7 +79,7 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
         TB_TRY(choose_socket(value[NAME], rank, socket, room));
     o->socket = socket;
     if (value[TOKEN_FILE]) {
-        TB_TRY(read_token(value[TOKEN_FILE], token));
+        TB_TRY(tool_read_token(value[TOKEN_FILE], token));
         o->token = token;
     }
     if (value[TIMEOUT])
@@ -120,20 +95,29 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     tb__agent_opts opts;
-    char socket[512], token[MOST_TOKEN];
+    char socket[512], token[TOOL_MAX_TOKEN];
+    tool_http *http = NULL;
     tb_status status = read_all(value, &opts, socket, sizeof socket, token);
     if (status == TB_OK)
         status = tb__agent_create(&opts, &running);
-    if (status != TB_OK)
-        return tool_fail_status(status);
+    if (status == TB_OK && value[HTTP])
+        status = tool_http_start(running, value[HTTP], &http);
+    if (status != TB_OK) {
+        int failed = tool_fail_status(status);
+        tb__agent_destroy(running);
+        return failed;
+    }
     struct sigaction action = {.sa_handler = on_signal};
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);
     printf("agent %s %" PRId32 " of %" PRId32 ", bus rank %" PRId32 ", listens at %s\n", opts.group, opts.index,
            opts.size, tb__agent_rank(running), socket);
+    if (http)
+        printf("metrics at %s/metrics\n", tool_http_url(http));
     fflush(stdout);
     status = tb__agent_run(running);
     int exit_status = status == TB_OK ? TOOL_OK : tool_fail_status(status);
+    tool_http_stop(http);
     tb__agent_destroy(running);
     return exit_status;
 }

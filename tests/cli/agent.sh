@@ -10,7 +10,7 @@ refused "^tensorbus agent: --rank takes a number" agent --name a --rank x --size
 refused "there is no token" agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --token-file /dev/null
 
 mkdir "$tmp/agents"
-python3 "$(dirname -- "$0")/agent_raw.py" "$TENSORBUS" "$tmp/agents" >"$out" 2>&1 || fail "$(cat "$out")"
+python3 -B "$(dirname -- "$0")/agent_raw.py" "$TENSORBUS" "$tmp/agents" >"$out" 2>&1 || fail "$(cat "$out")"
 [ -z "$(ls -A "$tmp/agents")" ] || fail "left behind: $(ls -A "$tmp/agents")"
 
 finish

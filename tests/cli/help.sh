@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan inspect reshard store config demo bench; do
+for command in layout plan inspect reshard store config demo bench agent status top; do
     printed "^  $command  *[a-z]"
 done
 accepted
@@ -49,6 +49,9 @@ has store listen token-file
 has config json
 has demo size ranks src dst staged
 has bench only rounds size staged peers check json
+has agent name rank size store socket token-file timeout workers http
+has status socket all token-file timeout json
+has top socket interval once token-file
 
 # help needs no sound environment, and comes whatever else is asked for
 export TENSORBUS_LOG=loud

@@ -46,7 +46,10 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->index = opts->index;
     agent->size = opts->size;
     agent->timeout_ms = opts->timeout_ms ? opts->timeout_ms : DEFAULT_TIMEOUT_MS;
+    agent->begun_ms = tb__now_ms();
     pthread_mutex_init(&agent->done_lock, NULL);
+    pthread_mutex_init(&agent->report_lock, NULL);
+    tb__monotonic_cond_init(&agent->report_made);
     agent->group = tb__strdup(opts->group);
     agent->token = opts->token ? tb__strdup(opts->token) : NULL;
     tb_status status = agent->group && (!opts->token || agent->token) ? open_all(agent, opts) : TB_NO_MEMORY;
@@ -115,6 +118,7 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
     } else if (event->data.ptr == &agent->wake) {
         eventfd_read(agent->wake, &unused);
         tb__agent_reap(agent);
+        tb__agent_serve_reports(agent);
     } else {
         agent_session *s = event->data.ptr;
         if (!s->is_gone && event->events & EPOLLOUT)
@@ -166,6 +170,9 @@ void tb__agent_destroy(tb__agent *agent) {
     if (agent->stop >= 0)
         close(agent->stop);
     pthread_mutex_destroy(&agent->done_lock);
+    pthread_mutex_destroy(&agent->report_lock);
+    pthread_cond_destroy(&agent->report_made);
+    free(agent->report);
     free(agent->group);
     free(agent->token);
     free(agent);

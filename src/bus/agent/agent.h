@@ -31,4 +31,8 @@ void tb__agent_destroy(tb__agent *agent);
 
 int32_t tb__agent_rank(const tb__agent *agent);
 
+/* What the agent does, as docs/protocol.md says of Inspect: a JSON object, to be freed by the caller. From any thread
+ * while the agent runs, but that of tb__agent_run; TB_TIMEOUT if that has not answered in time. */
+tb_status tb__agent_report(tb__agent *agent, int timeout_ms, char **out);
+
 #endif

@@ -14,6 +14,7 @@ typedef struct filling {
     tb__guest_file **files; /* by descriptor of the frame; NULL: not mapped yet */
     const agent_pair *pair; /* of the tensor before, and its layout */
     tb_layout *layout;
+    uint64_t nbytes; /* of all tensors so far */
 } filling;
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
@@ -73,6 +74,7 @@ static tb_status find_memory(filling *f, const tb__memory *m, const char *what, 
     *out = NULL;
     if (needed == 0)
         return TB_OK;
+    f->nbytes += needed;
     if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
     return m->kind == TB__MEMORY_FD ? map_file(f, m, out) : mirror(f, m, out);
@@ -230,6 +232,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
     free(f.files);
     if (status == TB_OK) {
         job->registered = f.batch;
+        job->nbytes = f.nbytes;
         return TB_OK;
     }
     char why[TB__WHY_MAX];

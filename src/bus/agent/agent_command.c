@@ -237,6 +237,7 @@ static void begin_register(agent_job *job) {
     }
     pthread_mutex_init(&b->lock, NULL);
     b->session = job->session;
+    b->ntensors = job->message.tensors.count;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
     status = take_pairs(job, b);
     if (status != TB_OK) {
@@ -257,6 +258,23 @@ static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
     if (is_send)
         TB_TRY(tb__agent_batch_fetch(b));
     return is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
+}
+
+/* What went through each of the batch's pairs. Where there is no memory for it, nobody will know. */
+static void note_moved(agent_job *job, const tb_transfer *t) {
+    const agent_batch *b = job->batch;
+    const char *name;
+    int64_t done;
+    job->moved = tb__arena_alloc(&job->arena, b->pairs.count, sizeof *job->moved);
+    if (!job->moved)
+        return;
+    memset(job->moved, 0, b->pairs.count * sizeof *job->moved);
+    for (size_t i = 0; tb__transfer_share(t, i, &name, &done); i++) {
+        for (size_t j = 0; j < b->pairs.count; j++) {
+            if (strcmp(b->pairs.item[j]->name, name) == 0)
+                job->moved[j] += done;
+        }
+    }
 }
 
 static tb_status run_transfer(agent_job *job) {
@@ -289,6 +307,8 @@ static tb_status run_transfer(agent_job *job) {
         b->version = state.attempt;
     snprintf(b->error, sizeof b->error, "%s", why);
     pthread_mutex_unlock(&b->lock);
+    if (status == TB_OK)
+        note_moved(job, t);
     tb_transfer_destroy(t);
     if (status != TB_OK)
         return tb__fail(status, "%s", why);
@@ -375,6 +395,15 @@ static void cleanup(agent_job *job) {
     doom_batch(b);
 }
 
+static void inspect(agent_job *job) {
+    char *report = NULL;
+    tb_status status = tb__agent_make_report(job->agent, job->session, &report);
+    if (status == TB_OK)
+        job->reply.report = (tb__blob){(const uint8_t *)report, strlen(report)};
+    tb__agent_job_end(job, status);
+    free(report);
+}
+
 /* ---- All of them ----------------------------------------------------------------------------------------------- */
 
 void tb__agent_do(agent_job *job) {
@@ -394,12 +423,30 @@ void tb__agent_do(agent_job *job) {
     case TB__CLEANUP_BATCH:
         cleanup(job);
         break;
+    case TB__INSPECT:
+        inspect(job);
+        break;
     case TB__HELLO:
     case TB__REPLY:
     case TB__MESSAGE_KINDS:
         tb__agent_job_end(job, tb__fail(TB_INVALID, "that is no command"));
         break;
     }
+}
+
+static void count_transfer(const agent_job *job) {
+    bool is_send = job->message.direction == TB__SEND;
+    agent_totals *totals = &job->agent->totals[is_send];
+    const agent_batch *b = job->batch;
+    if (job->status != TB_OK) {
+        totals->nfailed++;
+        return;
+    }
+    totals->ndone++;
+    totals->nbytes += job->reply.bytes.value;
+    totals->seconds += job->reply.seconds.value;
+    for (size_t i = 0; job->moved && i < b->pairs.count; i++)
+        b->pairs.item[i]->moved[is_send] += (uint64_t)job->moved[i];
 }
 
 void tb__agent_finish(agent_job *job) {
@@ -410,10 +457,14 @@ void tb__agent_finish(agent_job *job) {
         finish_init_pair(job);
         return;
     }
-    if (is_register)
+    if (is_register) {
         b->batch = job->registered;
-    if (job->message.kind == TB__TRANSFER)
+        b->nbytes = job->nbytes;
+    }
+    if (job->message.kind == TB__TRANSFER) {
         b->is_busy[job->message.direction == TB__SEND] = false;
+        count_transfer(job);
+    }
     if (status != TB_OK)
         tb__set_detail("%s", job->why);
     tb__agent_job_end(job, status);

@@ -1,6 +1,6 @@
 /* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (work that takes
- * time, and its end), agent_command.c (what commands do), agent_batch.c (tensors and their memory). All but jobs' own
- * threads belongs to the loop's thread. */
+ * time, and its end), agent_command.c (what commands do), agent_batch.c (tensors and their memory), agent_report.c
+ * (what is told of all that). All but jobs' own threads belongs to the loop's thread. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
 #define TB_BUS_AGENT_AGENT_INSIDE_H
 
@@ -48,6 +48,7 @@ typedef struct agent_pair {
     tb_pair *pair;          /* NULL: it is being made */
     agent_job *waiting;     /* who asked for it meanwhile */
     size_t nbatches;        /* that use it */
+    uint64_t moved[2];      /* bytes that were received and sent */
     TB_VEC(uint64_t) users; /* sessions */
 } agent_pair;
 
@@ -66,6 +67,8 @@ typedef struct agent_batch {
     TB_VEC(agent_pair *) pairs;
     TB_VEC(tb__guest_file *) files;
     TB_VEC(agent_mirror) mirrors;
+    size_t ntensors;
+    uint64_t nbytes;           /* of this rank's part of them; once it is registered */
     size_t njobs;              /* that use it */
     agent_job *farewell;       /* who asked for that */
     pthread_mutex_t lock;      /* guards what follows */
@@ -94,12 +97,20 @@ struct agent_job {
     tb_pair *made; /* for it */
     agent_batch *batch;
     tb_batch *registered;             /* for it */
+    uint64_t nbytes;                  /* of its tensors */
+    int64_t *moved;                   /* bytes, by the batch's pairs; NULL: nobody knows */
     tb_status (*run)(agent_job *job); /* in a thread of its own */
     pthread_t thread;
     tb_status status;
     char why[TB__WHY_MAX];
     tb__message reply;
 };
+
+/* Transfers since the start, in one direction. */
+typedef struct agent_totals {
+    uint64_t ndone, nfailed, nbytes; /* bytes of those that succeeded */
+    double seconds;                  /* the same */
+} agent_totals;
 
 struct tb__agent {
     char *group, *token;
@@ -116,6 +127,12 @@ struct tb__agent {
     size_t njobs;
     pthread_mutex_t done_lock;
     agent_job *done; /* jobs whose threads have ended */
+    int64_t begun_ms;
+    agent_totals totals[2];      /* received and sent */
+    pthread_mutex_t report_lock; /* guards what follows: other threads ask for reports */
+    pthread_cond_t report_made;
+    uint64_t nasked, nreports; /* reports that were asked for, and how many of these have been answered ... */
+    char *report;              /* ... by this one; NULL: there was no memory for it */
 };
 
 /* agent_session.c */
@@ -150,5 +167,10 @@ tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
 tb_status tb__agent_batch_fetch(const agent_batch *batch);
 tb_status tb__agent_batch_deliver(const agent_batch *batch);
 void tb__agent_batch_free(agent_batch *batch); /* without jobs */
+
+/* agent_report.c: a JSON object, without the session that asks; to be freed by the caller. */
+tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out);
+/* Answers the threads that have asked. */
+void tb__agent_serve_reports(tb__agent *agent);
 
 #endif

@@ -71,9 +71,9 @@ static void post_semaphore(const agent_job *job) {
         tb__log(TB_LOG_WARN, "agent: semaphore '%s': %s", name, strerror(errno));
         return;
     }
+    sem_unlink(name); /* first: whoever has waited may look for it at once */
     sem_post(semaphore);
     sem_close(semaphore);
-    sem_unlink(name);
 }
 
 void tb__agent_job_answer(agent_job *job, tb_status status) {

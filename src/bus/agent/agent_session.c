@@ -196,7 +196,7 @@ static void take_frame(agent_session *s, tb__blob map) {
     }
     if (status == TB_OK && (job->message.kind == TB__HELLO || job->message.kind == TB__REPLY))
         status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
-    if (status == TB_OK && s->agent->is_stopping)
+    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT)
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK)
         tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */

@@ -146,6 +146,11 @@ static void test_refusals_name_the_field(void **state) {
     msgpack_pack_int(&h.packer, 1);
     expect_refused(&h, "CleanupBatch: a key is a number; it must be a string");
 
+    begin(&h, 2);
+    pair(&h, "type", "Reply");
+    pair(&h, "report", "{}");
+    expect_refused(&h, "Reply: report is a string; it must be bytes");
+
     begin(&h, 1);
     pair(&h, "type", "Explode");
     expect_refused(&h, "there is no command 'Explode'");

@@ -93,6 +93,10 @@ static const tb__field cleanup_batch[] = {
     COMMON,
 };
 
+static const tb__field inspect[] = {
+    COMMON,
+};
+
 static const tb__field reply[] = {
     FIELD("seq", UINT, REQUIRED, seq, ABOUT("which frame of the connection it answers; the Hello is 0")),
     FIELD("status", STATUS, REQUIRED, status, MAX(MOST_STATUS), ABOUT("0, or a code")),
@@ -112,6 +116,7 @@ static const tb__field reply[] = {
     FIELD("groups_done", MAYBE_UINT, OPTION, groups_done, MAX(UINT32_MAX), ABOUT("groups of tensors that are done")),
     FIELD("groups_total", MAYBE_UINT, OPTION, groups_total, MAX(UINT32_MAX), ABOUT("of how many")),
     FIELD("error", SENTENCE, OPTION, error, ABOUT("why the last transfer failed; empty if it did not")),
+    FIELD("report", BIN, OPTION, report, ABOUT("Inspect: what the agent does, a JSON object")),
 };
 
 #define SCHEMA(key, table)                                                                                             \
@@ -124,6 +129,7 @@ static const tb__schema schemas[] = {
     [TB__TRANSFER] = SCHEMA("Transfer", transfer),
     [TB__QUERY_STATUS] = SCHEMA("QueryStatus", query_status),
     [TB__CLEANUP_BATCH] = SCHEMA("CleanupBatch", cleanup_batch),
+    [TB__INSPECT] = SCHEMA("Inspect", inspect),
     [TB__REPLY] = SCHEMA("Reply", reply),
 };
 /* clang-format on */

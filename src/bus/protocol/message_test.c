@@ -24,6 +24,10 @@ static void test_promised_bytes(void **state) {
         &(tb__message){.kind = TB__TRANSFER, .batch_id = "b0", .direction = TB__SEND},
         "85a474797065a85472616e73666572a862617463685f6964a26230ad7472616e736665725f74797065a473656e64a974696d6573"
         "74616d70c0ae73656d6170686f72655f6e616d65c0");
+    expect_map(&(tb__message){.kind = TB__INSPECT},
+               "83a474797065a7496e7370656374a974696d657374616d70c0ae73656d6170686f72655f6e616d65c0");
+    expect_map(&(tb__message){.kind = TB__REPLY, .seq = 1, .message = "", .report = {(const uint8_t *)"{}", 2}},
+               "85a474797065a55265706c79a373657101a673746174757300a76d657373616765a0a67265706f7274c4027b7d");
 }
 
 /* Any contents, by the table: the tests below hold the table itself against bytes. */

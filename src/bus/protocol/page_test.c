@@ -239,6 +239,7 @@ static void test_other_messages(void **state) {
                                   .no_wait = true});
     expect_message(&(tb__message){.kind = TB__QUERY_STATUS, .batch_id = "b0", .state_name = TB__STATE_PROGRESS});
     expect_message(&(tb__message){.kind = TB__CLEANUP_BATCH, .batch_id = "b"});
+    expect_message(&(tb__message){.kind = TB__INSPECT});
     expect_message(&(tb__message){.kind = TB__REPLY,
                                   .message = "",
                                   .version = tb__some_uint(TB__PROTOCOL_VERSION),

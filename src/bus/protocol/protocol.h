@@ -27,6 +27,7 @@ typedef enum tb__message_kind {
     TB__TRANSFER,
     TB__QUERY_STATUS,
     TB__CLEANUP_BATCH,
+    TB__INSPECT,
     TB__REPLY,
     TB__MESSAGE_KINDS
 } tb__message_kind;
@@ -96,6 +97,7 @@ typedef struct tb__message {
     tb__maybe_bool transfer_signal; /* a source is READY and not DONE */
     tb__maybe_uint bytes_done, bytes_total, groups_done, groups_total;
     const char *error; /* of the batch's last transfer */
+    tb__blob report;   /* Inspect: a JSON object */
 } tb__message;
 
 /* Appends a frame: length and map. On failure nothing is appended. */

@@ -1,0 +1,260 @@
+/* What the agent tells of itself, as JSON: for Inspect, and for other threads of its process, which wait until the loop
+ * has written it. */
+#include "bus/agent/agent_inside.h"
+
+#include "base/process.h"
+#include "base/text.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+enum { SENTENCE = 700 };
+
+/* ---- Pieces ---------------------------------------------------------------------------------------------------- */
+
+/* "key":"text" */
+static void add_text(tb__text *out, const char *key, const char *text) {
+    tb__text_add(out, "\"%s\":", key);
+    tb__text_add_json(out, text);
+}
+
+static void add_phases(tb__text *out, const tb_transfer_state *state) {
+    tb__text_add(out, "\"phases\":{");
+    for (int i = 0; i < TB_PHASE_COUNT; i++)
+        tb__text_add(out, "%s\"%s\":%.6f", i ? "," : "", tb_phase_name((tb_phase)i), state->phase[i]);
+    tb__text_add(out, "}");
+}
+
+static void add_transfer(tb__text *out, const tb_transfer_state *state, bool is_send) {
+    tb__text_add(out,
+                 "{\"direction\":\"%s\",\"attempt\":%" PRIu64 ",\"bytes_done\":%" PRId64 ",\"bytes_total\":%" PRId64
+                 ",\"groups_done\":%" PRIu32 ",\"groups_total\":%" PRIu32 ",\"seconds\":%.6f,\"gb_per_s\":%.3f,",
+                 is_send ? "send" : "recv", state->attempt, state->bytes_done, state->bytes_total, state->groups_done,
+                 state->groups_total, state->seconds,
+                 state->seconds > 0 ? (double)state->bytes_done / state->seconds / 1e9 : 0.0);
+    add_phases(out, state);
+    tb__text_add(out, "}");
+}
+
+/* ---- Lists ----------------------------------------------------------------------------------------------------- */
+
+static void add_clients(tb__text *out, const tb__agent *agent, const agent_session *asker) {
+    const char *comma = "";
+    for (const agent_session *s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link)) {
+        if (s == asker || s->is_gone || !s->has_greeted)
+            continue;
+        tb__text_add(out, "%s{", comma);
+        add_text(out, "name", s->name);
+        tb__text_add(out, ",\"pid\":%ld,\"commands\":%" PRIu64 ",\"under_way\":%zu}", (long)s->guest.pid,
+                     s->nframes - 1, s->njobs);
+        comma = ",";
+    }
+}
+
+/* Whether all ranks of the pair are there; says who is not. */
+static bool is_whole(const tb__agent *agent, const tb_pair *pair, char why[SENTENCE]) {
+    bool is_lost = false;
+    tb__engine_lock(agent->world->engine);
+    for (int side = 0; side < 2; side++) {
+        for (int32_t i = 0; i < pair->sides[side].size && !is_lost; i++) {
+            const tb__peer *peer = pair->sides[side].peers[i];
+            is_lost = peer->is_lost;
+            if (is_lost)
+                snprintf(why, SENTENCE, "%s was lost: %s", peer->label, peer->why ? peer->why : "it is gone");
+        }
+    }
+    tb__engine_unlock(agent->world->engine);
+    return !is_lost;
+}
+
+static void add_pairs(tb__text *out, const tb__agent *agent) {
+    const char *comma = "";
+    for (const agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
+        char why[SENTENCE] = "";
+        const char *state = "ready", *remote_layout = "";
+        if (!p->pair) {
+            state = "waiting";
+            tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
+        } else {
+            remote_layout = p->pair->sides[!p->pair->side].layout;
+            if (!is_whole(agent, p->pair, why))
+                state = "lost";
+        }
+        tb__text_add(out, "%s{", comma);
+        add_text(out, "name", p->name);
+        tb__text_add(out, ",");
+        add_text(out, "local", agent->group);
+        tb__text_add(out, ",");
+        add_text(out, "remote", p->remote);
+        tb__text_add(out, ",");
+        add_text(out, "layout", p->layout);
+        tb__text_add(out, ",");
+        add_text(out, "remote_layout", remote_layout);
+        tb__text_add(out, ",\"state\":\"%s\",", state);
+        add_text(out, "why", why);
+        tb__text_add(out, ",\"clients\":%zu,\"batches\":%zu,\"sent\":%" PRIu64 ",\"received\":%" PRIu64 "}",
+                     p->users.count, p->nbatches, p->moved[1], p->moved[0]);
+        comma = ",";
+    }
+}
+
+static void add_batch(tb__text *out, agent_batch *b) {
+    tb_transfer_state now[2] = {{0}}, last;
+    bool is_moving[2], was_send;
+    char error[TB__WHY_MAX];
+    pthread_mutex_lock(&b->lock);
+    for (int i = 0; i < 2; i++) {
+        is_moving[i] = b->is_busy[i];
+        if (b->transfers[i])
+            tb_transfer_query(b->transfers[i], &now[i]);
+    }
+    last = b->last;
+    was_send = b->was_send;
+    snprintf(error, sizeof error, "%s", b->error);
+    uint64_t version = b->version;
+    bool is_doomed = b->is_doomed;
+    pthread_mutex_unlock(&b->lock);
+    const char *state = is_doomed                      ? "ending"
+                        : !b->batch                    ? "registering"
+                        : is_moving[0] && is_moving[1] ? "sending and receiving"
+                        : is_moving[1]                 ? "sending"
+                        : is_moving[0]                 ? "receiving"
+                        : *error                       ? "failed"
+                                                       : "idle";
+    tb__text_add(out, "{");
+    add_text(out, "id", b->id);
+    tb__text_add(out, ",");
+    add_text(out, "client", b->session->name);
+    tb__text_add(out, ",\"pid\":%ld,\"pairs\":[", (long)b->session->guest.pid);
+    for (size_t i = 0; i < b->pairs.count; i++) {
+        tb__text_add(out, "%s", i ? "," : "");
+        tb__text_add_json(out, b->pairs.item[i]->name);
+    }
+    tb__text_add(out,
+                 "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64 ",\"transfers\":[",
+                 b->ntensors, b->nbytes, state, version);
+    for (int i = 0; i < 2; i++) {
+        if (is_moving[i])
+            add_transfer(out, &now[i], i == 1);
+        if (i == 0 && is_moving[0] && is_moving[1])
+            tb__text_add(out, ",");
+    }
+    tb__text_add(out, "],\"last\":");
+    if (last.seconds > 0)
+        add_transfer(out, &last, was_send);
+    else
+        tb__text_add(out, "null");
+    tb__text_add(out, ",");
+    add_text(out, "error", error);
+    tb__text_add(out, "}");
+}
+
+static void add_batches(tb__text *out, const tb__agent *agent) {
+    const char *comma = "";
+    for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
+        tb__text_add(out, "%s", comma);
+        add_batch(out, b);
+        comma = ",";
+    }
+}
+
+/* All but this process itself. */
+static void add_peers(tb__text *out, const tb_world *world) {
+    const char *comma = "";
+    tb__engine_lock(world->engine);
+    const tb__peer *self = tb__engine_find_peer(world->engine, world->rank, world->incarnation);
+    for (const tb__peer *p = tb__engine_peers(world->engine); p; p = p->next) {
+        if (p == self)
+            continue;
+        tb__text_add(out, "%s{\"rank\":%" PRId32 ",", comma, p->rank);
+        add_text(out, "label", p->label);
+        tb__text_add(out, ",");
+        add_text(out, "host", p->host);
+        tb__text_add(out, ",\"transport\":\"%s\",\"alive\":%s,", p->transport->ops->name,
+                     p->is_lost ? "false" : "true");
+        add_text(out, "why", p->is_lost && p->why ? p->why : "");
+        tb__text_add(out, "}");
+        comma = ",";
+    }
+    tb__engine_unlock(world->engine);
+}
+
+static void add_totals(tb__text *out, const tb__agent *agent) {
+    static const char *const names[] = {"recv", "send"};
+    for (int i = 0; i < 2; i++) {
+        const agent_totals *t = &agent->totals[i];
+        tb__text_add(
+            out, "%s\"%s\":{\"transfers\":%" PRIu64 ",\"failures\":%" PRIu64 ",\"bytes\":%" PRIu64 ",\"seconds\":%.6f}",
+            i ? "," : "", names[i], t->ndone, t->nfailed, t->nbytes, t->seconds);
+    }
+}
+
+tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out) {
+    tb__text text = {0};
+    bool is_connected = tb__directory_is_connected(agent->world->directory);
+    tb__text_add(&text, "{");
+    add_text(&text, "group", agent->group);
+    tb__text_add(&text,
+                 ",\"index\":%" PRId32 ",\"size\":%" PRId32 ",\"rank\":%" PRId32 ",\"incarnation\":%" PRIu64
+                 ",\"pid\":%ld,\"version\":\"%s\",\"protocol\":%d,\"state\":\"%s\",\"uptime\":%.3f",
+                 agent->index, agent->size, agent->world->rank, agent->world->incarnation, (long)getpid(),
+                 tb_version_string(), TB__PROTOCOL_VERSION, agent->is_stopping ? "stopping" : "serving",
+                 (double)(tb__now_ms() - agent->begun_ms) / 1e3);
+    tb__text_add(&text, ",\"store\":{\"connected\":%s,", is_connected ? "true" : "false");
+    add_text(&text, "why", is_connected ? "" : tb_error_detail());
+    tb__text_add(&text, "},\"clients\":[");
+    add_clients(&text, agent, asker);
+    tb__text_add(&text, "],\"pairs\":[");
+    add_pairs(&text, agent);
+    tb__text_add(&text, "],\"batches\":[");
+    add_batches(&text, agent);
+    tb__text_add(&text, "],\"peers\":[");
+    add_peers(&text, agent->world);
+    tb__text_add(&text, "],\"totals\":{");
+    add_totals(&text, agent);
+    tb__text_add(&text, "}}");
+    return tb__text_take(&text, out);
+}
+
+/* ---- For other threads ----------------------------------------------------------------------------------------- */
+
+void tb__agent_serve_reports(tb__agent *agent) {
+    pthread_mutex_lock(&agent->report_lock);
+    uint64_t asked = agent->nasked;
+    bool is_due = asked > agent->nreports;
+    pthread_mutex_unlock(&agent->report_lock);
+    if (!is_due)
+        return;
+    char *report = NULL;
+    tb__agent_make_report(agent, NULL, &report);
+    pthread_mutex_lock(&agent->report_lock);
+    free(agent->report);
+    agent->report = report;
+    agent->nreports = asked;
+    pthread_cond_broadcast(&agent->report_made);
+    pthread_mutex_unlock(&agent->report_lock);
+}
+
+tb_status tb__agent_report(tb__agent *agent, int timeout_ms, char **out) {
+    struct timespec deadline = tb__time_of_ms(tb__now_ms() + timeout_ms);
+    char *copy = NULL;
+    int error = 0;
+    pthread_mutex_lock(&agent->report_lock);
+    uint64_t mine = ++agent->nasked;
+    eventfd_write(agent->wake, 1);
+    while (agent->nreports < mine && error == 0)
+        error = pthread_cond_timedwait(&agent->report_made, &agent->report_lock, &deadline);
+    bool is_there = agent->nreports >= mine;
+    if (is_there && agent->report)
+        copy = tb__strdup(agent->report);
+    pthread_mutex_unlock(&agent->report_lock);
+    if (!is_there)
+        return tb__fail(TB_TIMEOUT, "the agent's loop has not answered in %d ms", timeout_ms);
+    if (!copy)
+        return tb__fail(TB_NO_MEMORY, "no memory for a report");
+    *out = copy;
+    return TB_OK;
+}

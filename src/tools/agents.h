@@ -1,0 +1,96 @@
+/* Agents of this machine: where their sockets are, and what they tell of themselves; what `agent`, `status` and `top`
+ * share. */
+#ifndef TB_TOOLS_AGENTS_H
+#define TB_TOOLS_AGENTS_H
+
+#include "tools/tools.h"
+
+/* ---- Sockets (agents.c) -------------------------------------------------------------------------------------- */
+
+enum { TOOL_MAX_TOKEN = 512, TOOL_MAX_FOLDER = 80 };
+
+/* The first line of a file. */
+tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]);
+
+/* The folder that the system keeps for the user's sockets, or else a private one in /tmp. */
+tb_status tool_agents_folder(char out[TOOL_MAX_FOLDER]);
+/* TB_DENIED unless it is this user's alone. */
+tb_status tool_check_private(const char *folder);
+
+/* ---- Reports (agents.c) -------------------------------------------------------------------------------------- */
+
+typedef struct tool_agent_view {
+    char *path;
+    tb_client *client; /* kept; NULL: not connected */
+    uint64_t seq;      /* of the question */
+    bool is_asked;
+    int64_t retry_ms; /* not to be asked before, as it was silent */
+    json_t *report;   /* NULL: it gave none ... */
+    tb_status status; /* ... and why */
+    char why[512];    /* "" unless it failed */
+    double when;      /* the report came, in seconds */
+    json_t *before;   /* the one before; NULL: none */
+    double before_when;
+} tool_agent_view;
+
+/* Zero but for the first three is ready to use. */
+typedef struct tool_agents {
+    const char *socket; /* the only one; NULL: all in the user's folder */
+    const char *token;  /* NULL: none */
+    const char *name;   /* whom agents show */
+    char folder[TOOL_MAX_FOLDER];
+    TB_VEC(tool_agent_view) list;
+} tool_agents;
+
+/* Looks for sockets that are not in the list, which stays in the order of names. */
+tb_status tool_agents_find(tool_agents *agents);
+
+/* Asks all of them for a report, over connections that are kept. The timeout is each silent agent's that has to be
+ * connected to, and that of all the others together. */
+void tool_agents_ask(tool_agents *agents, int timeout_ms);
+
+void tool_agents_fini(tool_agents *agents);
+
+/* A socket that nobody listens at: its agent was killed. */
+bool tool_agent_has_ended(const tool_agent_view *view);
+
+/* ---- What reports say (agents.c) ----------------------------------------------------------------------------- */
+
+/* Makes its strings fit for a terminal: control characters become ?. */
+void tool_json_clean(json_t *value);
+/* Members of an object; "" and 0 where they are not there. */
+const char *tool_json_text(const json_t *object, const char *key);
+int64_t tool_json_int(const json_t *object, const char *key);
+double tool_json_real(const json_t *object, const char *key);
+
+/* "trainer 0" */
+void tool_add_seat(tb__text *out, const json_t *report);
+/* "12 s", "3 min", "5 h", "9 d" */
+void tool_add_duration(tb__text *out, double seconds);
+/* The state of a pair, and why it is not ready. */
+void tool_add_pair_state(tb__text *out, const json_t *pair);
+/* How many of the report's peers are alive. */
+size_t tool_count_alive(const json_t *report);
+
+/* ---- The screen of `top` (top_screen.c) ---------------------------------------------------------------------- */
+
+void top_draw(tb__text *out, const tool_agents *agents);
+
+/* ---- HTTP of `agent` (agent_http.c, metrics.c) --------------------------------------------------------------- */
+
+struct tb__agent;
+typedef struct tool_http tool_http;
+
+/* Whether it is a place, as tool_http_start takes it. */
+tb_status tool_http_check(const char *place);
+
+/* Serves /metrics and /status in a thread of its own. The place is [ADDRESS:]PORT; the address is 127.0.0.1 if it is
+ * not given, and port 0 is any. */
+tb_status tool_http_start(struct tb__agent *agent, const char *place, tool_http **out);
+const char *tool_http_url(const tool_http *http); /* "http://127.0.0.1:9100" */
+void tool_http_stop(tool_http *http);             /* before the agent is destroyed; NULL is allowed */
+
+/* A report in the text form of Prometheus. */
+void tool_add_metrics(tb__text *out, const json_t *report);
+
+#endif

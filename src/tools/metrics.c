@@ -1,0 +1,138 @@
+/* An agent's report in the text form of Prometheus, version 0.0.4. */
+#include "tools/agents.h"
+
+#include <inttypes.h>
+
+static void add_head(tb__text *out, const char *name, const char *type, const char *help) {
+    tb__text_add(out, "# HELP tensorbus_%s %s\n# TYPE tensorbus_%s %s\n", name, help, name, type);
+}
+
+/* ="value" of a label */
+static void add_value(tb__text *out, const char *value) {
+    tb__text_add(out, "=\"");
+    for (const char *c = value; *c; c++) {
+        if (*c == '\n')
+            tb__text_add(out, "\\n");
+        else
+            tb__text_add(out, "%s%c", *c == '\\' || *c == '"' ? "\\" : "", *c);
+    }
+    tb__text_add(out, "\"");
+}
+
+static void add_gauge(tb__text *out, const char *name, const char *help, int64_t value) {
+    add_head(out, name, "gauge", help);
+    tb__text_add(out, "tensorbus_%s %" PRId64 "\n", name, value);
+}
+
+static void add_agent(tb__text *out, const json_t *report) {
+    add_head(out, "agent_info", "gauge", "The agent's seat, as labels.");
+    tb__text_add(out, "tensorbus_agent_info{group");
+    add_value(out, tool_json_text(report, "group"));
+    tb__text_add(out, ",version");
+    add_value(out, tool_json_text(report, "version"));
+    tb__text_add(out, ",index=\"%" PRId64 "\",rank=\"%" PRId64 "\",incarnation=\"%" PRId64 "\"} 1\n",
+                 tool_json_int(report, "index"), tool_json_int(report, "rank"), tool_json_int(report, "incarnation"));
+    add_head(out, "uptime_seconds", "gauge", "Seconds since the agent began.");
+    tb__text_add(out, "tensorbus_uptime_seconds %.3f\n", tool_json_real(report, "uptime"));
+    size_t npeers = json_array_size(json_object_get(report, "peers")), nalive = tool_count_alive(report);
+    add_gauge(out, "store_connected", "Whether the agent is connected to the store.",
+              json_is_true(json_object_get(json_object_get(report, "store"), "connected")));
+    add_gauge(out, "clients", "Programs that are connected.",
+              (int64_t)json_array_size(json_object_get(report, "clients")));
+    add_gauge(out, "peers_alive", "Ranks that were met and are alive.", (int64_t)nalive);
+    add_gauge(out, "peers_lost", "Ranks that were met and have been lost.", (int64_t)(npeers - nalive));
+}
+
+static void add_totals(tb__text *out, const json_t *totals) {
+    static const char *const directions[] = {"send", "recv"};
+    add_head(out, "transfers_total", "counter", "Transfers that have ended, by direction and outcome.");
+    for (int i = 0; i < 2; i++) {
+        const json_t *total = json_object_get(totals, directions[i]);
+        tb__text_add(out,
+                     "tensorbus_transfers_total{direction=\"%s\",outcome=\"success\"} %" PRId64
+                     "\ntensorbus_transfers_total{direction=\"%s\",outcome=\"failure\"} %" PRId64 "\n",
+                     directions[i], tool_json_int(total, "transfers"), directions[i], tool_json_int(total, "failures"));
+    }
+    add_head(out, "bytes_total", "counter", "Bytes that successful transfers have moved here.");
+    for (int i = 0; i < 2; i++)
+        tb__text_add(out, "tensorbus_bytes_total{direction=\"%s\"} %" PRId64 "\n", directions[i],
+                     tool_json_int(json_object_get(totals, directions[i]), "bytes"));
+    add_head(out, "transfer_seconds_total", "counter", "Seconds that successful transfers have taken.");
+    for (int i = 0; i < 2; i++)
+        tb__text_add(out, "tensorbus_transfer_seconds_total{direction=\"%s\"} %.6f\n", directions[i],
+                     tool_json_real(json_object_get(totals, directions[i]), "seconds"));
+}
+
+static void add_pairs(tb__text *out, const json_t *pairs) {
+    size_t i;
+    json_t *pair;
+    add_head(out, "pair_ready", "gauge", "Whether all ranks of the pair have come and are alive.");
+    json_array_foreach(pairs, i, pair) {
+        tb__text_add(out, "tensorbus_pair_ready{pair");
+        add_value(out, tool_json_text(pair, "name"));
+        tb__text_add(out, ",remote");
+        add_value(out, tool_json_text(pair, "remote"));
+        tb__text_add(out, "} %d\n", *tool_json_text(pair, "state") == 'r');
+    }
+    add_head(out, "pair_bytes_total", "counter", "Bytes that successful transfers have moved here, by pair.");
+    json_array_foreach(pairs, i, pair) {
+        for (int is_recv = 0; is_recv < 2; is_recv++) {
+            tb__text_add(out, "tensorbus_pair_bytes_total{pair");
+            add_value(out, tool_json_text(pair, "name"));
+            tb__text_add(out, ",direction=\"%s\"} %" PRId64 "\n", is_recv ? "recv" : "send",
+                         tool_json_int(pair, is_recv ? "received" : "sent"));
+        }
+    }
+}
+
+/* One number of each batch. */
+static void add_batch_gauge(tb__text *out, const json_t *batches, const char *name, const char *key, const char *help) {
+    size_t i;
+    json_t *batch;
+    add_head(out, name, "gauge", help);
+    json_array_foreach(batches, i, batch) {
+        tb__text_add(out, "tensorbus_%s{batch", name);
+        add_value(out, tool_json_text(batch, "id"));
+        tb__text_add(out, "} %" PRId64 "\n", tool_json_int(batch, key));
+    }
+}
+
+/* Of the last transfer of each batch: its seconds, or those of its phases. */
+static void add_last(tb__text *out, const json_t *batches, bool by_phase) {
+    size_t i;
+    json_t *batch;
+    json_array_foreach(batches, i, batch) {
+        const json_t *last = json_object_get(batch, "last");
+        for (int p = 0; json_is_object(last) && p < (by_phase ? (int)TB_PHASE_COUNT : 1); p++) {
+            const char *phase = tb_phase_name((tb_phase)p);
+            tb__text_add(out, "tensorbus_transfer_%sseconds{batch", by_phase ? "phase_" : "");
+            add_value(out, tool_json_text(batch, "id"));
+            tb__text_add(out, ",direction");
+            add_value(out, tool_json_text(last, "direction"));
+            if (by_phase)
+                tb__text_add(out, ",phase=\"%s\"} %.6f\n", phase,
+                             tool_json_real(json_object_get(last, "phases"), phase));
+            else
+                tb__text_add(out, "} %.6f\n", tool_json_real(last, "seconds"));
+        }
+    }
+}
+
+void tool_add_metrics(tb__text *out, const json_t *report) {
+    const json_t *batches = json_object_get(report, "batches");
+    size_t i, nmoving = 0;
+    json_t *batch;
+    json_array_foreach(batches, i, batch) {
+        nmoving += json_array_size(json_object_get(batch, "transfers"));
+    }
+    add_agent(out, report);
+    add_totals(out, json_object_get(report, "totals"));
+    add_gauge(out, "transfers_under_way", "Transfers that have begun and not ended.", (int64_t)nmoving);
+    add_pairs(out, json_object_get(report, "pairs"));
+    add_batch_gauge(out, batches, "batch_version", "version", "The version that the batch's last transfer delivered.");
+    add_batch_gauge(out, batches, "batch_bytes", "bytes", "Bytes of this rank's part of the batch's tensors.");
+    add_head(out, "transfer_seconds", "gauge", "Seconds that the batch's last transfer took.");
+    add_last(out, batches, false);
+    add_head(out, "transfer_phase_seconds", "gauge", "Seconds of the batch's last transfer, by phase.");
+    add_last(out, batches, true);
+}

@@ -1,0 +1,285 @@
+/* tensorbus status: what agents do, as tables or as JSON. */
+#include "tools/agents.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <string.h>
+
+enum { SOCKET, ALL, TOKEN_FILE, TIMEOUT, JSON };
+
+static const tool_option options[] = {
+    [SOCKET] = {"socket", "PATH", "only the agent that listens there"},
+    [ALL] = {"all", NULL, "also sockets that agents have left behind when they were killed"},
+    [TOKEN_FILE] = {"token-file", "FILE", "its first line is the agents' token"},
+    [TIMEOUT] = {"timeout", "SECONDS", "how long an agent may take to answer (5)"},
+    [JSON] = {"json", NULL, "print JSON: the agents' reports"},
+    {NULL, NULL, NULL},
+};
+
+static const char details[] =
+    "Without --socket, all agents of this user with a socket in $XDG_RUNTIME_DIR/tensorbus, or in\n"
+    "/tmp/tensorbus-UID where that variable is not set. If one of them does not answer, the others are shown,\n"
+    "and the exit status is 1. docs/protocol.md says what reports hold.\n";
+
+/* ---- Tables ---------------------------------------------------------------------------------------------------- */
+
+static void columns(tool_table *table, const char *const *titles) {
+    for (; *titles; titles++) { /* numbers have a # before their titles */
+        bool is_number = **titles == '#';
+        tool_table_column(table, *titles + is_number, is_number);
+    }
+}
+
+static void finish(tool_table *table, tb__text *out) {
+    tb__text_add(out, "\n");
+    tool_table_finish(table, out);
+}
+
+static void add_heading(tb__text *out, const char *path, const json_t *report) {
+    const json_t *store = json_object_get(report, "store");
+    tb__text_add(out, "%s", tool_bold());
+    tool_add_seat(out, report);
+    tb__text_add(out, "%s of %" PRId64 ", bus rank %" PRId64 ", incarnation %" PRId64 ", pid %" PRId64 ", %s for ",
+                 tool_plain(), tool_json_int(report, "size"), tool_json_int(report, "rank"),
+                 tool_json_int(report, "incarnation"), tool_json_int(report, "pid"), tool_json_text(report, "state"));
+    tool_add_duration(out, tool_json_real(report, "uptime"));
+    tb__text_add(out, "\nsocket  %s\n", path);
+    if (json_is_true(json_object_get(store, "connected")))
+        tb__text_add(out, "store   connected\n");
+    else
+        tb__text_add(out, "store   lost: %s\n", tool_json_text(store, "why"));
+    static const char *const names[] = {"send", "recv"};
+    for (int i = 0; i < 2; i++) {
+        const json_t *total = json_object_get(json_object_get(report, "totals"), names[i]);
+        tb__text_add(out, "%s %" PRId64 " transfers, %s, %" PRId64 " failed\n", i ? "recv   " : "sent   ",
+                     tool_json_int(total, "transfers"), tool_size(tool_json_int(total, "bytes")).text,
+                     tool_json_int(total, "failures"));
+    }
+}
+
+static void add_clients(tb__text *out, const json_t *list) {
+    tool_table table = {0};
+    size_t i;
+    json_t *client;
+    columns(&table, (const char *const[]){"client", "#pid", "#commands", "#under way", NULL});
+    json_array_foreach(list, i, client) {
+        tool_table_cell(&table, "%s", tool_json_text(client, "name"));
+        tool_table_cell(&table, "%" PRId64, tool_json_int(client, "pid"));
+        tool_table_cell(&table, "%" PRId64, tool_json_int(client, "commands"));
+        tool_table_cell(&table, "%" PRId64, tool_json_int(client, "under_way"));
+    }
+    finish(&table, out);
+}
+
+static void add_pairs(tb__text *out, const json_t *list) {
+    tool_table table = {0};
+    size_t i;
+    json_t *pair;
+    columns(&table, (const char *const[]){"pair", "with", "here", "there", "#sent", "#received", "state", NULL});
+    json_array_foreach(list, i, pair) {
+        tb__text state = {0};
+        tool_add_pair_state(&state, pair);
+        tool_table_cell(&table, "%s", tool_json_text(pair, "name"));
+        tool_table_cell(&table, "%s", tool_json_text(pair, "remote"));
+        tool_table_cell(&table, "%s", tool_json_text(pair, "layout"));
+        tool_table_cell(&table, "%s", tool_json_text(pair, "remote_layout"));
+        tool_table_cell(&table, "%s", tool_size(tool_json_int(pair, "sent")).text);
+        tool_table_cell(&table, "%s", tool_size(tool_json_int(pair, "received")).text);
+        tool_table_take(&table, &state);
+    }
+    finish(&table, out);
+}
+
+static void take_names(tool_table *table, const json_t *list) {
+    tb__text text = {0};
+    size_t i;
+    json_t *name;
+    json_array_foreach(list, i, name) {
+        tb__text_add(&text, "%s%s", i ? "," : "", json_string_value(name));
+    }
+    tool_table_take(table, &text);
+}
+
+static void add_batches(tb__text *out, const json_t *list) {
+    tool_table table = {0};
+    size_t i;
+    json_t *batch;
+    columns(&table, (const char *const[]){"batch", "client", "pairs", "#tensors", "#size", "#version", "state", NULL});
+    json_array_foreach(list, i, batch) {
+        const char *error = tool_json_text(batch, "error");
+        tool_table_cell(&table, "%s", tool_json_text(batch, "id"));
+        tool_table_cell(&table, "%s (%" PRId64 ")", tool_json_text(batch, "client"), tool_json_int(batch, "pid"));
+        take_names(&table, json_object_get(batch, "pairs"));
+        tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "tensors"));
+        tool_table_cell(&table, "%s", tool_size(tool_json_int(batch, "bytes")).text);
+        tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "version"));
+        tool_table_cell(&table, "%s%s%s", tool_json_text(batch, "state"), *error ? ": " : "", error);
+    }
+    finish(&table, out);
+}
+
+static void add_transfer(tool_table *table, const json_t *batch, const json_t *transfer, const char *state) {
+    const json_t *phases = json_object_get(transfer, "phases");
+    tool_table_cell(table, "%s", tool_json_text(batch, "id"));
+    tool_table_cell(table, "%s, %s", tool_json_text(transfer, "direction"), state);
+    tool_table_cell(table, "%" PRId64, tool_json_int(transfer, "attempt"));
+    tool_table_cell(table, "%s", tool_size(tool_json_int(transfer, "bytes_done")).text);
+    tool_table_cell(table, "%.1f", tool_json_real(transfer, "seconds") * 1e3);
+    tool_table_cell(table, "%.2f", tool_json_real(transfer, "gb_per_s"));
+    for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
+        tool_table_cell(table, "%.1f", tool_json_real(phases, tb_phase_name((tb_phase)phase)) * 1e3);
+}
+
+/* Those under way, and the last one of each batch; times in milliseconds. */
+static void add_transfers(tb__text *out, const json_t *batches) {
+    tool_table table = {0};
+    size_t i, j;
+    json_t *batch, *transfer;
+    columns(&table, (const char *const[]){"transfer", "what", "#attempt", "#moved", "#ms", "#GB/s", NULL});
+    for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
+        tool_table_column(&table, tb_phase_name((tb_phase)phase), true);
+    json_array_foreach(batches, i, batch) {
+        const json_t *last = json_object_get(batch, "last");
+        json_array_foreach(json_object_get(batch, "transfers"), j, transfer) {
+            add_transfer(&table, batch, transfer, "under way");
+        }
+        if (json_is_object(last))
+            add_transfer(&table, batch, last, *tool_json_text(batch, "error") ? "failed" : "done");
+    }
+    if (table.cells.count > 0)
+        finish(&table, out);
+}
+
+static void add_peers(tb__text *out, const json_t *list) {
+    tool_table table = {0};
+    size_t i;
+    json_t *peer;
+    columns(&table, (const char *const[]){"peer", "host", "transport", "state", NULL});
+    json_array_foreach(list, i, peer) {
+        bool is_alive = json_is_true(json_object_get(peer, "alive"));
+        tool_table_cell(&table, "%s", tool_json_text(peer, "label"));
+        tool_table_cell(&table, "%.8s", tool_json_text(peer, "host"));
+        tool_table_cell(&table, "%s", tool_json_text(peer, "transport"));
+        tool_table_cell(&table, "%s%s", is_alive ? "alive" : "lost: ", tool_json_text(peer, "why"));
+    }
+    finish(&table, out);
+}
+
+static void add_agent(tb__text *out, const char *path, const json_t *report) {
+    static const struct {
+        const char *key;
+        void (*add)(tb__text *out, const json_t *list);
+    } lists[] = {{"clients", add_clients},
+                 {"pairs", add_pairs},
+                 {"batches", add_batches},
+                 {"batches", add_transfers},
+                 {"peers", add_peers}};
+    add_heading(out, path, report);
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        const json_t *list = json_object_get(report, lists[i].key);
+        if (json_array_size(list) > 0)
+            lists[i].add(out, list);
+    }
+}
+
+/* ---- All of them ----------------------------------------------------------------------------------------------- */
+
+static void add_tables(tb__text *out, tool_agents *agents) {
+    bool is_first = true;
+    for (size_t i = 0; i < agents->list.count; i++) {
+        const tool_agent_view *view = &agents->list.item[i];
+        if (!view->report)
+            continue;
+        tool_json_clean(view->report);
+        tb__text_add(out, "%s", is_first ? "" : "\n\n");
+        add_agent(out, view->path, view->report);
+        is_first = false;
+    }
+}
+
+static void add_json(tb__text *out, const tool_agents *agents, bool wants_ended) {
+    const char *comma = "";
+    tb__text_add(out, "{\"agents\":[");
+    for (size_t i = 0; i < agents->list.count; i++) {
+        const tool_agent_view *view = &agents->list.item[i];
+        if (!view->report && tool_agent_has_ended(view) && !wants_ended && !agents->socket)
+            continue;
+        tb__text_add(out, "%s{\"socket\":", comma);
+        tb__text_add_json(out, view->path);
+        if (view->report) {
+            char *text = json_dumps(view->report, JSON_COMPACT | JSON_EMBED | JSON_REAL_PRECISION(15));
+            out->failed |= !text;
+            tb__text_add(out, ",%s}", text ? text : "");
+            free(text);
+        } else {
+            tb__text_add(out, ",\"error\":");
+            tb__text_add_json(out, view->why);
+            tb__text_add(out, "}");
+        }
+        comma = ",";
+    }
+    tb__text_add(out, "]}\n");
+}
+
+/* Says why some could not be shown; returns an exit status. */
+static int tell_failures(const tool_agents *agents, bool wants_ended) {
+    int exit_status = TOOL_OK;
+    size_t nfound = 0;
+    for (size_t i = 0; i < agents->list.count; i++) {
+        const tool_agent_view *view = &agents->list.item[i];
+        if (!view->report && tool_agent_has_ended(view) && !wants_ended && !agents->socket)
+            continue;
+        nfound++;
+        if (!view->report)
+            exit_status = tool_fail(TOOL_FAILED, "%s", view->why);
+    }
+    return nfound > 0 ? exit_status : tool_fail(TOOL_FAILED, "there is no agent in %s", agents->folder);
+}
+
+static tb_status read_timeout(const char *text, int *out) {
+    char *end;
+    errno = 0;
+    double seconds = strtod(text, &end);
+    if (errno || end == text || *end || !(seconds >= 0.01 && seconds <= 3600))
+        return tb__fail(TB_INVALID, "--timeout takes seconds from 0.01 to 3600, not '%.60s'", text);
+    *out = (int)(seconds * 1e3);
+    return TB_OK;
+}
+
+static int run(const tb__config *config, const char *const *value) {
+    (void)config;
+    char token[TOOL_MAX_TOKEN];
+    int timeout_ms = 5000;
+    tool_agents agents = {.socket = value[SOCKET], .name = "tensorbus status"};
+    if (value[SOCKET] && value[ALL])
+        return tool_fail(TOOL_BAD_INPUT, "--all does not go with --socket");
+    tb_status status = value[TIMEOUT] ? read_timeout(value[TIMEOUT], &timeout_ms) : TB_OK;
+    if (status == TB_OK && value[TOKEN_FILE]) {
+        status = tool_read_token(value[TOKEN_FILE], token);
+        agents.token = token;
+    }
+    if (status == TB_OK)
+        status = tool_agents_find(&agents);
+    if (status != TB_OK) {
+        tool_agents_fini(&agents);
+        return tool_fail_status(status);
+    }
+    tool_agents_ask(&agents, timeout_ms);
+    tb__text out = {0};
+    if (value[JSON])
+        add_json(&out, &agents, value[ALL]);
+    else
+        add_tables(&out, &agents);
+    int printed = tool_print(&out), told = tell_failures(&agents, value[ALL]);
+    tool_agents_fini(&agents);
+    return printed == TOOL_OK ? told : printed;
+}
+
+const tool_command tool_status = {
+    .name = "status",
+    .summary = "show what agents do: clients, pairs, batches, transfers, peers",
+    .usage = "[--all] [--json] [OPTION...]\n--socket PATH [--json] [OPTION...]",
+    .details = details,
+    .options = options,
+    .run = run,
+};
