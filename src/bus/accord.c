@@ -152,7 +152,7 @@ static tb_status collect(tb__accord *accord, int side) {
     if (!s->is_here)
         return TB_OK;
     for (size_t i = 0; i < batch->tensors.count; i++) {
-        const tb__tensor *t = &batch->tensors.item[i];
+        const tb__tensor *t = batch->tensors.item[i];
         if (is_of(accord, t->pair, side) && !tb__vec_push(&s->own, t))
             return TB_NO_MEMORY;
     }
@@ -220,6 +220,8 @@ tb_status tb__accord_create(tb_batch *batch, tb_pair *pair, tb__accord **out) {
     accord->batch = batch;
     accord->pair = pair;
     accord->staging_bytes = INT64_MAX;
+    for (int side = 0; side < 2; side++)
+        accord->commits[side] = (tb__accord_commit){.accord = accord, .src = side};
     pair->refs++;
     snprintf(accord->what, sizeof accord->what, "batch '%s'", batch->name);
     accord->all.port.message = on_message;
@@ -263,6 +265,7 @@ void tb__accord_destroy(tb__accord *accord) {
     tb__assembly_leave(&accord->all, &farewell);
     tb__pack_fini(&farewell);
     for (int side = 0; side < 2; side++) {
+        tb__accord_commit_fini(accord, side);
         tb__flow_destroy(accord->flows[side]);
         tb__convert_destroy(accord->converts[side]);
         free(accord->padded[side].item);
@@ -340,6 +343,8 @@ static void try_agree(tb__accord *accord) {
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = tb__accord_unite(accord, side);
+    if (status == TB_OK)
+        status = tb__accord_settle_modes(accord);
     if (status == TB_OK)
         status = tb__accord_make_flows(accord);
     if (status != TB_OK) {

@@ -196,6 +196,7 @@ static tb_status create_flow(tb__accord *accord, int src, tb__flow_tensor *tenso
                           .group_window = o->group_window,
                           .staged = o->staged,
                           .snapshot = o->snapshot};
+    TB_TRY(tb__accord_commit_init(accord, src, &opts.shadow));
     TB_TRY(tb__convert_create(&opts, tensors, how, &accord->converts[src]));
     return tb__flow_create(&opts, &accord->flows[src]);
 }
@@ -212,6 +213,9 @@ static tb_status make_flow(tb__accord *accord, int src, const matching *m) {
         status = make_tensor(from, to, i, &tensors[i]);
         if (status == TB_OK)
             status = get_how(accord, from, to, &how[i]);
+        tensors[i].has_own_shadow = how[i].dst && accord->sides[!src].commit == TB_SHADOW;
+        if (status == TB_OK && tensors[i].has_own_shadow)
+            status = tb__accord_shadow(accord, src, how[i].dst, &how[i].dst);
         if (to->mine && to->mine->npadding && !tb__vec_push(&accord->padded[src], to->mine))
             status = TB_NO_MEMORY;
     }
@@ -251,6 +255,8 @@ static tb_status check_padding(const tb__accord *accord, int src) {
 }
 
 tb_status tb__accord_clear_padding(const tb__accord *accord, int src) {
+    if (accord->sides[!src].commit == TB_SHADOW) /* with the rest, when it is committed */
+        return TB_OK;
     if (accord->padded[src].count && accord->sides[src].own.count)
         TB_TRY(check_padding(accord, src));
     for (size_t i = 0; i < accord->padded[src].count; i++)

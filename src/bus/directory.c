@@ -133,9 +133,9 @@ static void *follow(void *arg) {
     return NULL;
 }
 
-static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry) {
-    *inquiry = (tb__inquiry){
-        .store = d->store, .deadline_ms = tb__now_ms() + d->opts.timeout_ms, .timeout_ms = d->opts.timeout_ms};
+static tb_status take_turn_within(tb__directory *d, int timeout_ms, tb__inquiry *inquiry) {
+    *inquiry =
+        (tb__inquiry){.store = d->store, .deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
     struct timespec until = tb__time_of_ms(inquiry->deadline_ms + 1);
     bool is_late = false;
     pthread_mutex_lock(&d->lock);
@@ -146,7 +146,11 @@ static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry) {
         d->is_taken = true;
     pthread_mutex_unlock(&d->lock);
     return is_mine ? TB_OK
-                   : tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", d->opts.timeout_ms);
+                   : tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", timeout_ms);
+}
+
+static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry) {
+    return take_turn_within(d, d->opts.timeout_ms, inquiry);
 }
 
 /* Its value is `status`. */
@@ -418,6 +422,44 @@ tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__n
     tb_status status = tb__view_notes(directory->view, topic, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
+}
+
+static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, const char *key, const char *answer,
+                        char **out) {
+    tb__store_value present;
+    TB_TRY(tb__inquiry_continue(inquiry));
+    tb_status status = tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL,
+                                                 &present);
+    if (status == TB_CONFLICT) {
+        *out = present.data ? tb__strdup(present.data) : NULL;
+        tb__store_value_fini(&present);
+        return *out ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for what was decided");
+    }
+    TB_TRY(status);
+    *out = tb__strdup(answer);
+    return *out ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
+                               char **out) {
+    tb__inquiry inquiry;
+    tb__key key;
+    TB_TRY(tb__key_of_decision(question, &key));
+    TB_TRY(take_turn_within(directory, timeout_ms, &inquiry));
+    return end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
+}
+
+static tb_status forget(const tb__directory *d, const tb__inquiry *inquiry, const char *key) {
+    TB_TRY(tb__inquiry_continue(inquiry));
+    return tb__store_delete(d->store, key);
+}
+
+tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms) {
+    tb__inquiry inquiry;
+    tb__key key;
+    TB_TRY(tb__key_of_decision(question, &key));
+    TB_TRY(take_turn_within(directory, timeout_ms, &inquiry));
+    return end_turn(directory, forget(directory, &inquiry, key.text));
 }
 
 bool tb__directory_is_connected(tb__directory *directory) {

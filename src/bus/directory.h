@@ -92,6 +92,13 @@ typedef struct tb__notes {
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
 void tb__notes_fini(tb__notes *notes);
 
+/* Decides a question, named so that nobody ever uses the name for another one: the first answer that anybody gives
+ * holds, and `out`, to be freed, is that one. TB_TIMEOUT and TB_LOST leave open whether this one was given. */
+tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
+                               char **out);
+/* The question is open again, so nobody may ask it any more. */
+tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms);
+
 /* False, with the reason in tb_error_detail, once the connection to the store is lost. What was known stays known. */
 bool tb__directory_is_connected(tb__directory *directory);
 
