@@ -173,7 +173,8 @@ bool tb__accord_is_in_doubt(const tb__accord *accord) {
 
 tb_status tb__accord_check_clash(const tb__accord *to, const tb__flow *receives, const tb__accord *from,
                                  const tb__flow *sends) {
-    const tb__accord_side *target = &to->sides[receives == to->flows[0]], *source = &from->sides[sends == from->flows[1]];
+    const tb__accord_side *target = &to->sides[receives == to->flows[0]],
+                          *source = &from->sides[sends == from->flows[1]];
     TB_VEC(tb_binding) reads = {0}, writes = {0};
     if (target->commit != TB_SHADOW)
         return TB_OK;

@@ -251,8 +251,8 @@ tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
     tb__engine_lock(batch->world->engine);
     for (size_t i = 0; i < batch->pairs.count; i++)
         is_here |= strcmp(batch->pairs.item[i]->name, pair->name) == 0;
-    status = is_here ? check_idle(batch)
-                     : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
+    status =
+        is_here ? check_idle(batch) : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
     if (status == TB_OK)
         remove_pair(batch, pair->name);
     tb__engine_unlock(batch->world->engine);

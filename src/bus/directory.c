@@ -134,8 +134,7 @@ static void *follow(void *arg) {
 }
 
 static tb_status take_turn_within(tb__directory *d, int timeout_ms, tb__inquiry *inquiry) {
-    *inquiry =
-        (tb__inquiry){.store = d->store, .deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
+    *inquiry = (tb__inquiry){.store = d->store, .deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
     struct timespec until = tb__time_of_ms(inquiry->deadline_ms + 1);
     bool is_late = false;
     pthread_mutex_lock(&d->lock);
@@ -145,8 +144,7 @@ static tb_status take_turn_within(tb__directory *d, int timeout_ms, tb__inquiry 
     if (is_mine)
         d->is_taken = true;
     pthread_mutex_unlock(&d->lock);
-    return is_mine ? TB_OK
-                   : tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", timeout_ms);
+    return is_mine ? TB_OK : tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", timeout_ms);
 }
 
 static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry) {
@@ -428,8 +426,8 @@ static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, cons
                         char **out) {
     tb__store_value present;
     TB_TRY(tb__inquiry_continue(inquiry));
-    tb_status status = tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL,
-                                                 &present);
+    tb_status status =
+        tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL, &present);
     if (status == TB_CONFLICT) {
         *out = present.data ? tb__strdup(present.data) : NULL;
         tb__store_value_fini(&present);

@@ -38,7 +38,7 @@ struct tb_transfer {
     tb__phases phases;
     int event; /* a descriptor, readable when there is news */
     tb_transfer_opts opts;
-    int64_t told; /* bytes, to the callback */
+    int64_t told;  /* bytes, to the callback */
     size_t nended; /* legs */
     size_t nparts;
     part parts[];

@@ -136,8 +136,8 @@ struct tb_batch {
     tb_world *world;
     char *name;
     tb_batch_opts opts;
-    tb__pack matching;       /* how names are matched, as it goes into bodies */
-    TB_VEC(tb_pair *) pairs; /* in which it takes part */
+    tb__pack matching;            /* how names are matched, as it goes into bodies */
+    TB_VEC(tb_pair *) pairs;      /* in which it takes part */
     TB_VEC(tb__tensor *) tensors; /* accords point to them */
     TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
     uint64_t epoch;

@@ -507,8 +507,8 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         const member *m = tb__flow_find(flow, flow->o.gather.awaits(flow->o.gather.arg));
         first = m ? m->peer->label : NULL;
     }
-    const char *what = !is_send && flow->is_prepared            ? "to commit"
-                       : !is_send || !flow->send.attempt        ? "to send"
+    const char *what = !is_send && flow->is_prepared               ? "to commit"
+                       : !is_send || !flow->send.attempt           ? "to send"
                        : flow->send.is_released && !flow->snapshot ? "to commit"
                                                                    : "to receive";
     if (!first)

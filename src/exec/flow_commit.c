@@ -85,8 +85,8 @@ static bool all_are_prepared(const tb__flow *flow) {
 const member *tb__flow_find_deserter(const tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
-        bool is_needed = is_lead(flow) ? flow->o.shadow.is_engine[i] && m->prepared != flow->recv.attempt
-                                       : i == flow->o.shadow.lead;
+        bool is_needed =
+            is_lead(flow) ? flow->o.shadow.is_engine[i] && m->prepared != flow->recv.attempt : i == flow->o.shadow.lead;
         if (m->is_gone && is_needed)
             return m;
     }

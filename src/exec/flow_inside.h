@@ -254,7 +254,8 @@ bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
 /* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
  * told: the leg waits for that, a moment, and fails with its own sentence only if nobody says more. */
 void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status);
-/* Whether something has come about that ends the leg; what, is in tb_error_detail. `tells`: others have to hear of it. */
+/* Whether something has come about that ends the leg; what, is in tb_error_detail. `tells`: others have to hear of it.
+ */
 tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 /* Ends a leg that may end, with the sentence in tb_error_detail. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell);
