@@ -546,6 +546,8 @@ typedef struct tb_batch_opts {
     size_t nignored;
     const tb_transform *transform; /* see Transforms; borrowed until the batch is destroyed */
     tb_commit commit;
+    bool checksum; /* every bucket goes with a sum of its bytes, which is compared where it arrives; nothing is read in
+                      place then. Asked for by any rank of either side, it is so for all */
 } tb_batch_opts;
 
 typedef struct tb_tensor {

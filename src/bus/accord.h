@@ -31,6 +31,7 @@ typedef struct tb__body {
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
     tb_commit commit;
+    bool checksum;
 } tb__body;
 
 void tb__body_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors);
@@ -87,6 +88,7 @@ struct tb__accord {
     uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
     int64_t *staging;      /* by peer: its bound on staging memory */
     int64_t staging_bytes; /* the least of all ranks */
+    bool checksum;         /* any rank asks for it */
     int32_t *hosts;        /* by rank; NULL: one host */
     size_t nhosts;
     enum { ACCORD_WAITING, ACCORD_AGREED, ACCORD_BROKEN } state;

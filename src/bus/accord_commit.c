@@ -25,6 +25,7 @@ tb_status tb__accord_settle_modes(tb__accord *accord) {
                                 seats->peers[seat]->label, accord->what, commit_name(s->commit),
                                 commit_name(body->commit));
             s->commit = body->commit;
+            accord->checksum |= body->checksum;
         }
     }
     return TB_OK;

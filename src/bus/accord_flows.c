@@ -195,6 +195,7 @@ static tb_status create_flow(tb__accord *accord, int src, tb__flow_tensor *tenso
                           .max_in_flight = o->max_in_flight,
                           .group_window = o->group_window,
                           .staged = o->staged,
+                          .checksum = accord->checksum,
                           .snapshot = o->snapshot};
     TB_TRY(tb__accord_commit_init(accord, src, &opts.shadow));
     TB_TRY(tb__convert_create(&opts, tensors, how, &accord->converts[src]));

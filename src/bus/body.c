@@ -6,6 +6,7 @@
 
 void tb__body_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors) {
     tb__pack_u32(pack, batch->opts.commit);
+    tb__pack_u32(pack, batch->opts.checksum);
     tb__pack_raw(pack, batch->matching.data, batch->matching.count);
     tb__pack_u32(pack, (uint32_t)ntensors);
     for (size_t i = 0; i < ntensors; i++) {
@@ -93,6 +94,7 @@ tb_status tb__body_init(tb__body *body, unsigned char *data, size_t nbytes) {
     *body = (tb__body){.hash = tb__body_hash(data, nbytes), .data = data, .nbytes = nbytes};
     body->commit = (tb_commit)tb__unpack_u32(&u);
     u.failed |= (unsigned)body->commit > TB_SHADOW;
+    body->checksum = tb__unpack_u32(&u) != 0;
     if (!u.failed && unpack_matching(&u, body) && unpack_tensors(&u, body))
         return TB_OK;
     tb__body_fini(body);

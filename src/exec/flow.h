@@ -105,6 +105,7 @@ typedef struct tb__flow_opts {
     tb__gather gather;
     const uint32_t *host_groups; /* by group, never falling: what the host calls it; NULL: the same. Borrowed */
     bool staged, snapshot;
+    bool checksum; /* everywhere alike */
     tb__shadow shadow;
 } tb__flow_opts;
 
@@ -194,6 +195,9 @@ tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_
 
 /* The last attempt that is in this rank's targets; torn: a later one has written a part of them. */
 uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn);
+
+/* Tests: called with the bytes of each bucket that came, before they are looked at. NULL: nobody is. */
+extern void (*tb__flow_on_arrival)(void *bytes, size_t nbytes);
 
 /* All groups up to this one have been taken by the host: room for more in the window. UINT32_MAX: all. */
 void tb__flow_take_groups(tb__flow *flow, uint32_t group);

@@ -114,7 +114,7 @@ typedef struct parcel parcel;
 typedef struct courier {
     parcel *parcel;
     uint32_t member;
-    uint64_t tag;
+    uint64_t tag, sum;
     tb_op op;
     tb_piece piece;
     bool is_posted, is_done;
@@ -147,6 +147,7 @@ typedef struct announcement {
     size_t bucket;
     uint64_t tag;
     size_t nbytes;
+    uint64_t sum; /* where there are checksums */
 } announcement;
 
 /* A bucket that was put aside. */

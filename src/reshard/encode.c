@@ -241,7 +241,7 @@ void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to) {
     }
     if (from->rows > 0)
         tb__workers_for(c.nparts, copy_part, &c);
-    if (to->scale)
+    if (to->scale && tb__encoding_is_global(&to->encoding))
         *to->scale = *from->scale;
 }
 
