@@ -394,11 +394,22 @@ static void take_body(tb__accord *accord, size_t at, tb__unpack *message) {
         try_agree(accord);
 }
 
+/* What was decided before it broke may still be on its way. Flows take nothing else then. */
+static void hear_verdict(tb__accord *accord, size_t at, tb__unpack *message) {
+    uint32_t direction = tb__unpack_u32(message);
+    if (!message->failed && direction <= 1 && accord->flows[direction])
+        (void)tb__flow_message(accord->flows[direction], at, message);
+}
+
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__accord *accord = (tb__accord *)port;
     size_t at = tb__assembly_find(&accord->all, from);
-    if (at == TB__NOWHERE || accord->state == ACCORD_BROKEN)
+    if (at == TB__NOWHERE)
         return;
+    if (accord->state == ACCORD_BROKEN) {
+        hear_verdict(accord, at, message);
+        return;
+    }
     tb__unpack body = *message;
     if (tb__unpack_u32(&body) == MESSAGE_BODY) {
         take_body(accord, at, &body);

@@ -214,9 +214,10 @@ static tb_status make_flow(tb__accord *accord, int src, const matching *m) {
         status = make_tensor(from, to, i, &tensors[i]);
         if (status == TB_OK)
             status = get_how(accord, from, to, &how[i]);
-        tensors[i].has_own_shadow = how[i].dst && accord->sides[!src].commit == TB_SHADOW;
-        if (status == TB_OK && tensors[i].has_own_shadow)
+        if (status == TB_OK && how[i].dst && accord->sides[!src].commit == TB_SHADOW) {
+            tensors[i].has_own_shadow = true;
             status = tb__accord_shadow(accord, src, how[i].dst, &how[i].dst);
+        }
         if (to->mine && to->mine->npadding && !tb__vec_push(&accord->padded[src], to->mine))
             status = TB_NO_MEMORY;
     }

@@ -70,10 +70,10 @@ static tb__accord *find_accord(const tb_batch *batch, const tb_pair *pair) {
 }
 
 static tb_status check_idle(const tb_batch *batch) {
-    if (!batch->sending && !batch->receiving)
+    if (!batch->sending && !batch->receiving && batch->nstarting == 0)
         return TB_OK;
     return tb__fail(TB_REFUSED, "batch '%s' is being %s; destroy that transfer first", batch->name,
-                    batch->sending ? "sent" : "received");
+                    batch->receiving ? "received" : "sent");
 }
 
 /* With the lock held. */

@@ -353,7 +353,9 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
     if (event < 0)
         return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
     tb__engine_lock(batch->world->engine);
+    batch->nstarting++; /* while the lock is free, pairs must not go */
     tb_status status = resolve(batch, &o, deadline_ms);
+    batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->accords.count * sizeof *t->parts) : NULL;
     if (t) {
         t->batch = batch;

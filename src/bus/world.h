@@ -142,6 +142,7 @@ struct tb_batch {
     TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
+    size_t nstarting; /* calls that are about to begin one */
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */

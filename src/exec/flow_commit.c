@@ -143,6 +143,7 @@ void tb__flow_prepare(tb__flow *flow) {
     flow->recv.is_arrived = true;
     flow->is_prepared = true;
     flow->gives_up = TB_OK;
+    flow->awaits_answer = false;
     flow->unanswered = TB_OK;
     flow->members[flow->self].prepared = flow->recv.attempt;
     if (!is_lead(flow))
@@ -159,6 +160,8 @@ void tb__flow_give_up(tb__flow *flow, tb_status status) {
 
 void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__verdict verdict, tb_status reason,
                      const char *why) {
+    if (attempt != flow->asked) /* it has ended otherwise, and the next one is under way */
+        return;
     flow->awaits_answer = false;
     if (status == TB_OK) {
         take_verdict(flow, attempt, verdict, reason, why);
@@ -269,8 +272,10 @@ static bool step_undecided(tb__flow *flow) {
     if (status == TB_OK)
         return false;
     status = propose(flow, leg->attempt, TB__VERDICT_ABORT, status, why);
-    if (status != TB_OK)
-        tb__flow_answer(flow, leg->attempt, status, TB__VERDICT_NONE, TB_OK, "");
+    if (status != TB_OK) {
+        flow->unanswered = status;
+        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+    }
     return true;
 }
 
