@@ -1,6 +1,7 @@
 /* What the files of a flow share: flow.c (life, numbers of transfers, messages), flow_plan.c (who does what),
  * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_send.c and flow_recv.c (one transfer), flow_group.c (what
- * arrives together), flow_parcel.c (staged messages), flow_commit.c (shadowed receives), flow_dump.c. */
+ * arrives together), flow_parcel.c (staged messages), flow_sum.c (their checksums), flow_commit.c (shadowed receives),
+ * flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -361,5 +362,10 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
 bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_drop_parcels(tb__flow *flow, bool is_send);
 lane *tb__flow_lane(tb__flow *flow, size_t bucket);
+
+/* flow_sum.c. 0 where there are no checksums. */
+uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);
+/* Whether what came is what was sent. */
+tb_status tb__flow_check_sums(const parcel *p);
 
 #endif

@@ -7,12 +7,8 @@
  * to be, and memory at the rank that combines them: it never waits for a later one. */
 #include "exec/flow_inside.h"
 
-#include "base/checksum.h"
-
 #include <inttypes.h>
 #include <string.h>
-
-void (*tb__flow_on_arrival)(void *bytes, size_t nbytes);
 
 lane *tb__flow_lane(tb__flow *flow, size_t bucket) {
     return &flow->lanes[flow->ir->buckets[bucket].channel];
@@ -150,31 +146,6 @@ static void ask_for(courier *c, const announcement *a) {
     tb__flow_send_message(flow, &flow->members[a->member], &pack);
 }
 
-/* With the lock free: it takes about as long as a copy. */
-static uint64_t sum_up(tb__flow *flow, const void *bytes, size_t nbytes) {
-    tb__engine_unlock(flow->o.engine);
-    uint64_t sum = tb__checksum(bytes, nbytes);
-    tb__engine_lock(flow->o.engine);
-    return sum;
-}
-
-/* Whether what came is what was sent. */
-static tb_status check_sums(const parcel *p) {
-    tb__flow *flow = p->flow;
-    for (size_t i = 0; i < p->ncouriers; i++) {
-        const courier *c = &p->couriers[i];
-        if (tb__flow_on_arrival)
-            tb__flow_on_arrival(c->piece.base, c->piece.nbytes);
-        if (flow->o.checksum && sum_up(flow, c->piece.base, c->piece.nbytes) != c->sum)
-            return tb__fail(TB_IO,
-                            "bucket %zu of %s, which begins with tensor '%.100s', has come from %s with other bytes "
-                            "than it was sent with",
-                            p->bucket, flow->what, flow->tensors[first_chunk(flow, p->bucket)->tensor].spec.name,
-                            flow->members[c->member].peer->label);
-    }
-    return TB_OK;
-}
-
 static tb_status check_parcel(const parcel *p) {
     const tb__flow *flow = p->flow;
     const char *who = "a rank";
@@ -209,7 +180,7 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
 static tb_status announce(parcel *p) {
     tb__flow *flow = p->flow;
     const tb_chunk *first = first_chunk(flow, p->bucket);
-    uint64_t sum = flow->o.checksum ? sum_up(flow, p->buffer, p->nbytes) : 0;
+    uint64_t sum = tb__flow_sum(flow, p->buffer, p->nbytes);
     for (size_t i = 0; i < p->ncouriers; i++) {
         courier *c = &p->couriers[i];
         c->tag = tb__engine_new_tag(flow->o.engine);
@@ -430,7 +401,7 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
 static tb_status unpack_bucket(tb__flow *flow, parcel *p) {
     lane *l = p->lane;
     size_t index = p->bucket;
-    tb_status status = check_sums(p);
+    tb_status status = tb__flow_check_sums(p);
     if (status != TB_OK) {
         free_parcel(p);
         return status;
@@ -559,7 +530,7 @@ static tb_status combine(parcel *p) {
     lane *l = p->lane;
     size_t index = p->bucket;
     tb__leg *leg = leg_of(p);
-    TB_TRY(check_sums(p));
+    TB_TRY(tb__flow_check_sums(p));
     end *from = tb__malloc(l->nfeeders, sizeof *from);
     if (!from)
         return TB_NO_MEMORY;
