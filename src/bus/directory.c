@@ -441,7 +441,7 @@ static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, cons
 tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
                                char **out) {
     tb__inquiry inquiry;
-    tb__key key;
+    tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(take_turn_within(directory, timeout_ms, &inquiry));
     return end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
@@ -454,7 +454,7 @@ static tb_status forget(const tb__directory *d, const tb__inquiry *inquiry, cons
 
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms) {
     tb__inquiry inquiry;
-    tb__key key;
+    tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(take_turn_within(directory, timeout_ms, &inquiry));
     return end_turn(directory, forget(directory, &inquiry, key.text));

@@ -19,12 +19,17 @@ static void check_version(const setup *s, uint64_t wanted, bool wanted_torn) {
     check(is_torn == wanted_torn);
 }
 
+static tb_transfer *begin(const rank *r, const setup *s) {
+    tb_transfer *t = NULL;
+    check_ok((is_a(r) ? tb_send : tb_recv)(s->batch, NULL, &t));
+    return t;
+}
+
 /* As exchange, where what has arrived is not live yet. */
 static void move(rank *r, setup *s, uint32_t version) {
-    tb_transfer *t = NULL;
     if (is_a(r))
         part_fill(&s->w, version);
-    check_ok((is_a(r) ? tb_send : tb_recv)(s->batch, NULL, &t));
+    tb_transfer *t = begin(r, s);
     check_ok(tb_wait(t, TB_COMMITTED, -1));
     check(part_holds(&s->w, version));
     tb_transfer_destroy(t);
@@ -242,10 +247,9 @@ static void torn(rank *r) {
     check_ok(tb_batch_add(s.batch, s.pair, "w", &w));
     check_ok(tb_batch_add(s.batch, s.pair, "x", &x));
     for (uint32_t version = 1; version <= 3; version++) {
-        tb_transfer *t = NULL;
         part_fill(&s.w, is_a(r) ? version : 9);
         part_fill(&second, is_a(r) ? version : 9);
-        check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
+        tb_transfer *t = begin(r, &s);
         if (version != 2) {
             check_ok(tb_wait(t, TB_COMMITTED, -1));
             check_version(&s, is_a(r) ? 0 : version, false);
