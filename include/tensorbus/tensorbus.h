@@ -47,6 +47,7 @@ typedef enum tb_status {
     TB_DENIED = -9,     /* not allowed: a wrong token, another user's process */
     TB_CONFLICT = -10,  /* somebody else was first, or says something else */
     TB_CANCELLED = -11, /* the caller gave it up */
+    TB_IN_DOUBT = -12,  /* whether it is committed is not known */
 } tb_status;
 
 /* A short name for the code, never NULL. */
@@ -525,6 +526,14 @@ typedef struct tb_tie {
     const char *name, *canonical;
 } tb_tie;
 
+/* What becomes of data that arrives. The receiving side's counts; its ranks say the same. */
+typedef enum tb_commit {
+    TB_IN_PLACE, /* it lands in the tensors; a receive that fails half-way leaves them torn */
+    TB_SHADOW,   /* it lands beside them, in as much memory again, and is copied into them when all ranks of the group
+                    have all of theirs: then all of them get the new version, or none does. The store decides; what a
+                    transform writes elsewhere is none of its business */
+} tb_commit;
+
 typedef struct tb_batch_opts {
     size_t size;
     int64_t bucket_size;    /* 16 MiB; what is sent together. The sending side's counts */
@@ -541,6 +550,9 @@ typedef struct tb_batch_opts {
     const char *const *ignored; /* patterns for what may be on one side only; there it stays as it is */
     size_t nignored;
     const tb_transform *transform; /* see Transforms; borrowed until the batch is destroyed */
+    tb_commit commit;
+    bool checksum; /* every bucket goes with a sum of its bytes, which is compared where it arrives; nothing is read in
+                      place then. Asked for by any rank of either side, it is so for all */
 } tb_batch_opts;
 
 typedef struct tb_tensor {
@@ -570,7 +582,11 @@ typedef struct tb_tensor {
 /* Everything in the options but the transform is copied. */
 TB_API tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts *opts, tb_batch **out);
 
-/* Everything but the tensor's data and scales is copied. */
+/* Everything but the tensor's data and scales is copied.
+ *
+ * After the batch was registered, too, a new pair may be added to it, while no transfer of it exists: an engine that
+ * joins, or one that comes back and makes its pair again, once the old one is removed. Only the ranks of that pair
+ * register it then; nothing changes for the others. */
 TB_API tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor);
 
 /* This process takes part in the pair's transfers even if it adds none of the pair's tensors: a rank that is idle in
@@ -580,8 +596,8 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
 /* Completes when both sides of every pair have added their tensors, and names and shapes agree. Ranks that describe a
  * tensor differently, one that holds a part of a tensor and has not added it, and tensors that only one side has are
  * named on every rank, at once. The first transfer registers a batch, if that has not been done; from then on nothing
- * can be added. What can't be converted in either direction is told here, too; what else can't be moved in one of them
- * (a cast that is refused, targets that overlap) by the first transfer in it. */
+ * can be added to its pairs. What can't be converted in either direction is told here, too; what else can't be moved
+ * in one of them (a cast that is refused, targets that overlap) by the first transfer in it. */
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
 /* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
@@ -589,6 +605,18 @@ TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
  * in a bucket), *transform* (it is converted), or *in place* (it is there already). Ranks are those of the bus. To be
  * freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
+
+/* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it
+ * without this process any more; nothing changes for other pairs. */
+TB_API tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair);
+
+/* How often this process has registered pairs of the batch, or removed them. */
+TB_API uint64_t tb_batch_epoch(tb_batch *batch);
+
+/* Which version this process has in the tensors that it receives through the pair: the number of the last transfer that
+ * was completed, which all ranks of the pair agree on; 0: none. `is_torn`: a later one has failed after it had begun to
+ * write, and the tensors have parts of it, until another one is completed. */
+TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn);
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
@@ -599,7 +627,7 @@ typedef struct tb_transfer tb_transfer;
 
 typedef enum tb_event {
     TB_RELEASED = 1,  /* sending: the tensors may change again */
-    TB_ARRIVED = 2,   /* receiving: this rank's data is in */
+    TB_ARRIVED = 2,   /* receiving: this rank's data is in, or, with TB_SHADOW, beside the tensors */
     TB_COMMITTED = 4, /* receiving: the group has this version; sending: all receivers of this rank's data have */
 } tb_event;
 
@@ -623,6 +651,7 @@ typedef struct tb_transfer_state {
     uint32_t groups_done, groups_total;
     double seconds; /* since it began, until it ended */
     double phase[TB_PHASE_COUNT];
+    uint64_t version; /* of one that is committed: its number; 0: it is not */
 } tb_transfer_state;
 
 typedef struct tb_transfer_opts {
@@ -633,10 +662,22 @@ typedef struct tb_transfer_opts {
     void *arg;
     const char *group; /* as which group this process acts, where it is in both groups of a pair; default: to send, the
                           one it entered first, and to receive, the other */
+    /* Receiving with TB_SHADOW: called right before a pair's tensors are overwritten with the new version, and right
+     * after. By the thread that makes progress, or the one that begins a transfer; it must not call the library. */
+    void (*committing)(void *arg, bool is_done);
+    bool skip_lost; /* goes without pairs of which a rank was lost, has left, or is in doubt; default: fails by name */
 } tb_transfer_opts;
 
 /* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of
- * each at a time. All ranks of a side call it. */
+ * each at a time. All ranks of a side call it.
+ *
+ * Pairs are independent: if one of several fails, the others go on, and the transfer's own failure, which is the first
+ * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed.
+ *
+ * With TB_SHADOW a rank whose data is there can't go back on its own: what ends the transfer from then on, be it a
+ * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer within a few
+ * seconds fails with TB_IN_DOUBT: its tensors have the version before, but others of its group may have the new one.
+ * The batch is neither sent nor received then until the next of these calls has found out. */
 TB_API tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 
@@ -649,6 +690,10 @@ TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
 TB_API tb_status tb_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms);
 
 TB_API void tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out);
+
+/* What has become of one pair's part; seconds and phases are those of all. A pair that was skipped has the status of
+ * its loss. The sentence of a failure is in tb_error_detail. */
+TB_API tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pair, tb_transfer_state *out);
 
 /* Readable when an event or a failure has come about that no wait or query has seen yet. Valid until the transfer is
  * destroyed. */

@@ -39,6 +39,8 @@ const char *tb_status_string(tb_status status) {
         return "in conflict with others";
     case TB_CANCELLED:
         return "cancelled";
+    case TB_IN_DOUBT:
+        return "whether it is committed is not known";
     }
     return "unknown status";
 }

@@ -152,7 +152,7 @@ static tb_status collect(tb__accord *accord, int side) {
     if (!s->is_here)
         return TB_OK;
     for (size_t i = 0; i < batch->tensors.count; i++) {
-        const tb__tensor *t = &batch->tensors.item[i];
+        const tb__tensor *t = batch->tensors.item[i];
         if (is_of(accord, t->pair, side) && !tb__vec_push(&s->own, t))
             return TB_NO_MEMORY;
     }
@@ -220,6 +220,8 @@ tb_status tb__accord_create(tb_batch *batch, tb_pair *pair, tb__accord **out) {
     accord->batch = batch;
     accord->pair = pair;
     accord->staging_bytes = INT64_MAX;
+    for (int side = 0; side < 2; side++)
+        accord->commits[side] = (tb__accord_commit){.accord = accord, .src = side};
     pair->refs++;
     snprintf(accord->what, sizeof accord->what, "batch '%s'", batch->name);
     accord->all.port.message = on_message;
@@ -263,6 +265,7 @@ void tb__accord_destroy(tb__accord *accord) {
     tb__assembly_leave(&accord->all, &farewell);
     tb__pack_fini(&farewell);
     for (int side = 0; side < 2; side++) {
+        tb__accord_commit_fini(accord, side);
         tb__flow_destroy(accord->flows[side]);
         tb__convert_destroy(accord->converts[side]);
         free(accord->padded[side].item);
@@ -341,6 +344,8 @@ static void try_agree(tb__accord *accord) {
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = tb__accord_unite(accord, side);
     if (status == TB_OK)
+        status = tb__accord_settle_modes(accord);
+    if (status == TB_OK)
         status = tb__accord_make_flows(accord);
     if (status != TB_OK) {
         break_accord(accord, status, true);
@@ -389,11 +394,22 @@ static void take_body(tb__accord *accord, size_t at, tb__unpack *message) {
         try_agree(accord);
 }
 
+/* What was decided before it broke may still be on its way. Flows take nothing else then. */
+static void hear_verdict(tb__accord *accord, size_t at, tb__unpack *message) {
+    uint32_t direction = tb__unpack_u32(message);
+    if (!message->failed && direction <= 1 && accord->flows[direction])
+        (void)tb__flow_message(accord->flows[direction], at, message);
+}
+
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__accord *accord = (tb__accord *)port;
     size_t at = tb__assembly_find(&accord->all, from);
-    if (at == TB__NOWHERE || accord->state == ACCORD_BROKEN)
+    if (at == TB__NOWHERE)
         return;
+    if (accord->state == ACCORD_BROKEN) {
+        hear_verdict(accord, at, message);
+        return;
+    }
     tb__unpack body = *message;
     if (tb__unpack_u32(&body) == MESSAGE_BODY) {
         take_body(accord, at, &body);

@@ -30,6 +30,8 @@ typedef struct tb__body {
     TB_VEC(tb__described) tensors; /* by name */
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
+    tb_commit commit;
+    bool checksum;
 } tb__body;
 
 void tb__body_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors);
@@ -56,7 +58,25 @@ typedef struct tb__accord_side {
     TB_VEC(tb__body) bodies;        /* each once */
     tb__index by_hash;              /* of the bodies */
     TB_VEC(tb__held) tensors;       /* by name; once all bodies are there */
+    tb_commit commit;               /* when it receives */
 } tb__accord_side;
+
+/* A quantised tensor that is received beside the one that lives. */
+typedef struct tb__shadowed {
+    const tb__encoded *live;
+    tb__encoded encoded;
+    float scale;
+    char *memory; /* NULL: another one's */
+} tb__shadowed;
+
+/* Shadowed receives in one direction. */
+typedef struct tb__accord_commit {
+    tb__accord *accord;
+    int src;
+    bool *is_engine; /* by peer */
+    TB_VEC(tb__shadowed *) shadowed;
+    tb__index by_data;
+} tb__accord_commit;
 
 struct tb__accord {
     tb__assembly all; /* first: messages find the accord through it */
@@ -68,6 +88,7 @@ struct tb__accord {
     uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
     int64_t *staging;      /* by peer: its bound on staging memory */
     int64_t staging_bytes; /* the least of all ranks */
+    bool checksum;         /* any rank asks for it */
     int32_t *hosts;        /* by rank; NULL: one host */
     size_t nhosts;
     enum { ACCORD_WAITING, ACCORD_AGREED, ACCORD_BROKEN } state;
@@ -80,6 +101,7 @@ struct tb__accord {
     layouts; /* each once */
     tb__index by_text;
     tb__flow *flows[2];                   /* by sending side */
+    tb__accord_commit commits[2];         /* likewise */
     tb__convert *converts[2];             /* of the flows; NULL: nothing is converted */
     TB_VEC(const tb__tensor *) padded[2]; /* by sending side: what this process receives and has padding */
     TB_VEC(struct tb__backlog {
@@ -104,6 +126,22 @@ tb_status tb__accord_unite(tb__accord *accord, int side);
 
 /* Which tensors of the two sides belong together, and a flow for each direction. */
 tb_status tb__accord_make_flows(tb__accord *accord);
+
+/* accord_commit.c. What both sides ask for; fails alike on every rank. */
+tb_status tb__accord_settle_modes(tb__accord *accord);
+/* How receives from side `src` are decided; leaves it alone where they are in place. */
+tb_status tb__accord_commit_init(tb__accord *accord, int src, tb__shadow *out);
+/* Before the flow goes. */
+void tb__accord_commit_fini(tb__accord *accord, int src);
+/* A second home for a quantised tensor. */
+tb_status tb__accord_shadow(tb__accord *accord, int src, const tb__encoded *live, const tb__encoded **out);
+/* Finds out the end of what has ended in doubt. Waits for the store; TB_IN_DOUBT where it does not tell. */
+tb_status tb__accord_resolve(tb__accord *accord, int64_t deadline_ms, const tb_transfer_opts *opts);
+
+bool tb__accord_is_in_doubt(const tb__accord *accord);
+/* Whether a shadowed receive would write what is sent through another flow at the same time. */
+tb_status tb__accord_check_clash(const tb__accord *to, const tb__flow *receives, const tb__accord *from,
+                                 const tb__flow *sends);
 
 /* Sets to zero what is padding of the tensors that are received from side `src`. */
 tb_status tb__accord_clear_padding(const tb__accord *accord, int src);

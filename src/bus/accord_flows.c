@@ -195,7 +195,9 @@ static tb_status create_flow(tb__accord *accord, int src, tb__flow_tensor *tenso
                           .max_in_flight = o->max_in_flight,
                           .group_window = o->group_window,
                           .staged = o->staged,
+                          .checksum = accord->checksum,
                           .snapshot = o->snapshot};
+    TB_TRY(tb__accord_commit_init(accord, src, &opts.shadow));
     TB_TRY(tb__convert_create(&opts, tensors, how, &accord->converts[src]));
     return tb__flow_create(&opts, &accord->flows[src]);
 }
@@ -212,6 +214,10 @@ static tb_status make_flow(tb__accord *accord, int src, const matching *m) {
         status = make_tensor(from, to, i, &tensors[i]);
         if (status == TB_OK)
             status = get_how(accord, from, to, &how[i]);
+        if (status == TB_OK && how[i].dst && accord->sides[!src].commit == TB_SHADOW) {
+            tensors[i].has_own_shadow = true;
+            status = tb__accord_shadow(accord, src, how[i].dst, &how[i].dst);
+        }
         if (to->mine && to->mine->npadding && !tb__vec_push(&accord->padded[src], to->mine))
             status = TB_NO_MEMORY;
     }
@@ -251,6 +257,8 @@ static tb_status check_padding(const tb__accord *accord, int src) {
 }
 
 tb_status tb__accord_clear_padding(const tb__accord *accord, int src) {
+    if (accord->sides[!src].commit == TB_SHADOW) /* with the rest, when it is committed */
+        return TB_OK;
     if (accord->padded[src].count && accord->sides[src].own.count)
         TB_TRY(check_padding(accord, src));
     for (size_t i = 0; i < accord->padded[src].count; i++)

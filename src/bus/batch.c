@@ -36,6 +36,8 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     o.staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
     if (o.staging_bytes < LEAST_STAGING)
         return tb__fail(TB_INVALID, "staging_bytes must be at least %d", LEAST_STAGING);
+    if ((unsigned)o.commit > TB_SHADOW)
+        return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
     TB_TRY(check_matching(&o));
     tb_batch *batch = tb__calloc(1, sizeof *batch);
     if (!batch)
@@ -59,10 +61,26 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     return TB_OK;
 }
 
+static tb__accord *find_accord(const tb_batch *batch, const tb_pair *pair) {
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        if (strcmp(batch->accords.item[i]->pair->name, pair->name) == 0)
+            return batch->accords.item[i];
+    }
+    return NULL;
+}
+
+static tb_status check_idle(const tb_batch *batch) {
+    if (!batch->sending && !batch->receiving && batch->nstarting == 0)
+        return TB_OK;
+    return tb__fail(TB_REFUSED, "batch '%s' is being %s; destroy that transfer first", batch->name,
+                    batch->receiving ? "received" : "sent");
+}
+
 /* With the lock held. */
 static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
-    if (batch->is_sealed)
+    if (find_accord(batch, pair))
         return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
+    TB_TRY(check_idle(batch));
     for (size_t i = 0; i < batch->pairs.count; i++) {
         if (batch->pairs.item[i] == pair)
             return TB_OK;
@@ -82,22 +100,31 @@ tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     return status;
 }
 
+static void free_tensor(tb__tensor *t) {
+    tb__tensor_fini(t);
+    free(t);
+}
+
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
     if (!name || !*name)
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
-    tb__tensor t;
-    tb_status status = tb__tensor_init(&t, pair, name, tensor, batch->opts.transform);
-    if (status != TB_OK)
+    tb__tensor *t = tb__malloc(1, sizeof *t);
+    if (!t)
+        return TB_NO_MEMORY;
+    tb_status status = tb__tensor_init(t, pair, name, tensor, batch->opts.transform);
+    if (status != TB_OK) {
+        free(t);
         return tb__fail_within(status, "tensor '%.100s'", name);
+    }
     tb__engine_lock(batch->world->engine);
     status = add_pair(batch, pair);
     if (status == TB_OK && !tb__vec_push(&batch->tensors, t))
         status = TB_NO_MEMORY;
     tb__engine_unlock(batch->world->engine);
     if (status != TB_OK) {
-        tb__tensor_fini(&t);
+        free_tensor(t);
         tb__prefix_detail("tensor '%.100s'", name);
     }
     return status;
@@ -105,19 +132,11 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
-static bool has_accord(const tb_batch *batch, const char *pair) {
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        if (strcmp(batch->accords.item[i]->pair->name, pair) == 0)
-            return true;
-    }
-    return false;
-}
-
-/* One for each pair, whichever of its sides this process is on. */
+/* One for each pair that has none, whichever of its sides this process is on. */
 static tb_status make_accords(tb_batch *batch) {
     for (size_t i = 0; i < batch->pairs.count; i++) {
         tb_pair *pair = batch->pairs.item[i]; /* never NULL */
-        if (!pair || has_accord(batch, pair->name))
+        if (!pair || find_accord(batch, pair))
             continue;
         tb__accord *accord;
         if (!tb__vec_reserve(&batch->accords, 1))
@@ -130,11 +149,16 @@ static tb_status make_accords(tb_batch *batch) {
     return TB_OK;
 }
 
+/* What breaks later is a transfer's business. */
+static bool has_failed(const tb__accord *accord) {
+    return accord->state == ACCORD_BROKEN && !accord->has_agreed;
+}
+
 static bool is_settled(void *arg) {
     tb_batch *batch = arg;
     bool waits = false;
     for (size_t i = 0; i < batch->accords.count; i++) {
-        if (batch->accords.item[i]->state == ACCORD_BROKEN)
+        if (has_failed(batch->accords.item[i]))
             return true;
         waits |= batch->accords.item[i]->state == ACCORD_WAITING;
     }
@@ -144,7 +168,7 @@ static bool is_settled(void *arg) {
 static tb_status settle(const tb_batch *batch) {
     for (size_t i = 0; i < batch->accords.count; i++) {
         const tb__accord *accord = batch->accords.item[i];
-        if (accord->state == ACCORD_BROKEN)
+        if (has_failed(accord))
             return tb__fail(accord->all.status, "%s", accord->all.why);
     }
     for (size_t i = 0; i < batch->accords.count; i++) {
@@ -154,39 +178,92 @@ static tb_status settle(const tb_batch *batch) {
     return TB_OK;
 }
 
-/* The next pair to be met. NULL: the batch is sealed, or that was the last. */
-static tb_pair *next_pair(tb_batch *batch, size_t i) {
+/* The next pair to be met, from the i-th on. NULL: that was the last. */
+static tb_pair *next_pair(tb_batch *batch, size_t *i) {
     tb__engine_lock(batch->world->engine);
-    tb_pair *pair = !batch->is_sealed && i < batch->pairs.count ? batch->pairs.item[i] : NULL;
+    while (*i < batch->pairs.count && find_accord(batch, batch->pairs.item[*i]))
+        ++*i;
+    tb_pair *pair = *i < batch->pairs.count ? batch->pairs.item[*i] : NULL;
     tb__engine_unlock(batch->world->engine);
     return pair;
+}
+
+/* Accords for what is new. With the lock held. */
+static tb_status announce(tb_batch *batch) {
+    size_t known = batch->accords.count;
+    tb_status status = make_accords(batch);
+    for (size_t i = known; i < batch->accords.count && status == TB_OK; i++)
+        status = tb__accord_announce(batch->accords.item[i]);
+    batch->epoch += status == TB_OK && batch->accords.count > known;
+    while (status != TB_OK && batch->accords.count > known)
+        tb__accord_destroy(batch->accords.item[--batch->accords.count]);
+    return status;
 }
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
     tb__engine *engine = batch->world->engine;
     int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);
-    tb_status status = TB_OK;
     tb_pair *pair;
-    for (size_t i = 0; (pair = next_pair(batch, i)); i++)
+    for (size_t i = 0; (pair = next_pair(batch, &i)); i++)
         TB_TRY(tb__pair_meet(pair, deadline_ms));
     tb__engine_lock(engine);
-    if (!batch->is_sealed) {
-        batch->is_sealed = true;
-        status = make_accords(batch);
-        for (size_t i = 0; i < batch->accords.count && status == TB_OK; i++)
-            status = tb__accord_announce(batch->accords.item[i]);
-        if (status != TB_OK) {
-            while (batch->accords.count > 0)
-                tb__accord_destroy(batch->accords.item[--batch->accords.count]);
-            batch->is_sealed = false;
-        }
-    }
+    tb_status status = announce(batch);
     if (status == TB_OK) {
         tb__engine_wait(engine, is_settled, batch, deadline_ms);
         status = settle(batch);
     }
     tb__engine_unlock(engine);
     return status;
+}
+
+/* With the lock held. */
+static void remove_pair(tb_batch *batch, const char *name) {
+    size_t kept = 0;
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        if (strcmp(batch->accords.item[i]->pair->name, name) == 0)
+            tb__accord_destroy(batch->accords.item[i]);
+        else
+            batch->accords.item[kept++] = batch->accords.item[i];
+    }
+    batch->accords.count = kept;
+    kept = 0;
+    for (size_t i = 0; i < batch->tensors.count; i++) {
+        if (strcmp(batch->tensors.item[i]->pair->name, name) == 0)
+            free_tensor(batch->tensors.item[i]);
+        else
+            batch->tensors.item[kept++] = batch->tensors.item[i];
+    }
+    batch->tensors.count = kept;
+    kept = 0;
+    for (size_t i = 0; i < batch->pairs.count; i++) {
+        if (strcmp(batch->pairs.item[i]->name, name) != 0)
+            batch->pairs.item[kept++] = batch->pairs.item[i];
+        else
+            tb__pair_unref(batch->pairs.item[i]);
+    }
+    batch->pairs.count = kept;
+    batch->epoch++;
+}
+
+tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
+    tb_status status = TB_OK;
+    bool is_here = false;
+    tb__engine_lock(batch->world->engine);
+    for (size_t i = 0; i < batch->pairs.count; i++)
+        is_here |= strcmp(batch->pairs.item[i]->name, pair->name) == 0;
+    status =
+        is_here ? check_idle(batch) : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
+    if (status == TB_OK)
+        remove_pair(batch, pair->name);
+    tb__engine_unlock(batch->world->engine);
+    return status;
+}
+
+uint64_t tb_batch_epoch(tb_batch *batch) {
+    tb__engine_lock(batch->world->engine);
+    uint64_t epoch = batch->epoch;
+    tb__engine_unlock(batch->world->engine);
+    return epoch;
 }
 
 tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
@@ -216,6 +293,20 @@ tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
     return status;
 }
 
+tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
+    tb__engine_lock(batch->world->engine);
+    const tb__accord *accord = find_accord(batch, pair);
+    const tb__flow *flow = accord ? accord->flows[!pair->side] : NULL;
+    bool torn = false;
+    uint64_t number = flow ? tb__flow_version(flow, &torn) : 0;
+    tb__engine_unlock(batch->world->engine);
+    if (!accord)
+        return tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
+    *version = number;
+    *is_torn = torn;
+    return TB_OK;
+}
+
 void tb_batch_destroy(tb_batch *batch) {
     if (batch)
         tb__batch_unref(batch);
@@ -233,7 +324,7 @@ void tb__batch_unref(tb_batch *batch) {
         tb__pair_unref(batch->pairs.item[i]);
     tb__engine_unlock(engine);
     for (size_t i = 0; i < batch->tensors.count; i++)
-        tb__tensor_fini(&batch->tensors.item[i]);
+        free_tensor(batch->tensors.item[i]);
     free(batch->tensors.item);
     free(batch->pairs.item);
     free(batch->accords.item);

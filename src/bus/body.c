@@ -5,6 +5,8 @@
 #include <string.h>
 
 void tb__body_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors) {
+    tb__pack_u32(pack, batch->opts.commit);
+    tb__pack_u32(pack, batch->opts.checksum);
     tb__pack_raw(pack, batch->matching.data, batch->matching.count);
     tb__pack_u32(pack, (uint32_t)ntensors);
     for (size_t i = 0; i < ntensors; i++) {
@@ -90,7 +92,10 @@ static bool unpack_tensors(tb__unpack *u, tb__body *body) {
 tb_status tb__body_init(tb__body *body, unsigned char *data, size_t nbytes) {
     tb__unpack u = {data, data + nbytes, false};
     *body = (tb__body){.hash = tb__body_hash(data, nbytes), .data = data, .nbytes = nbytes};
-    if (unpack_matching(&u, body) && unpack_tensors(&u, body))
+    body->commit = (tb_commit)tb__unpack_u32(&u);
+    u.failed |= (unsigned)body->commit > TB_SHADOW;
+    body->checksum = tb__unpack_u32(&u) != 0;
+    if (!u.failed && unpack_matching(&u, body) && unpack_tensors(&u, body))
         return TB_OK;
     tb__body_fini(body);
     return u.failed ? tb__fail(TB_INVALID, "a list of tensors makes no sense") : TB_NO_MEMORY;

@@ -20,6 +20,7 @@ typedef struct job {
     int64_t staging_bytes;
     uint32_t group_window;
     bool staged;
+    tb_commit commit;
     int32_t nseats[2];
 } job;
 
@@ -218,8 +219,11 @@ typedef struct member {
 } member;
 
 static void member_init(rank *r, member *m, const job *j) {
-    tb_batch_opts opts = {
-        .size = sizeof opts, .staging_bytes = j->staging_bytes, .group_window = j->group_window, .staged = j->staged};
+    tb_batch_opts opts = {.size = sizeof opts,
+                          .staging_bytes = j->staging_bytes,
+                          .group_window = j->group_window,
+                          .staged = j->staged,
+                          .commit = j->commit};
     int which = !is_a(r);
     check_ok(tb_pair_create(r->world, "p", other_group(r), j->layout[which], NULL, &m->pair));
     check_ok(tb_batch_create(r->world, "step", &opts, &m->batch));
@@ -335,6 +339,7 @@ static void test_random(void **state) {
                  .staging_bytes = (int64_t[]){0, 256 << 10, 2 << 20}[rng_range(&r, 0, 2)],
                  .group_window = (uint32_t)rng_range(&r, 0, 2),
                  .staged = rng_range(&r, 0, 1),
+                 .commit = rng_range(&r, 0, 1) ? TB_SHADOW : TB_IN_PLACE,
                  .nseats = {(int32_t)rng_range(&r, 1, 2), (int32_t)rng_range(&r, 1, 3)}};
         bool is_global = strncmp(j.encode, "nvfp4", 5) == 0 || strncmp(j.encode, "fp8_tensor", 10) == 0;
         if (is_global) {
@@ -349,10 +354,10 @@ static void test_random(void **state) {
             j.staging_bytes = 2 << 20; /* a band has 128 rows */
         if (strstr(j.layout[1], "Explicit"))
             j.staging_bytes = 0; /* no bands there */
-        printf("case %d (seed %llu): %s %s, %s to %s, [%d, %d], %d tensors, staging %d%s, scale group %s\n", (int)i,
+        printf("case %d (seed %llu): %s %s, %s to %s, [%d, %d], %d tensors, staging %d%s%s, scale group %s\n", (int)i,
                (unsigned long long)(seed + (uint64_t)i), j.encode, tb_dtype_name(j.dtype), j.layout[0], j.layout[1],
                (int)j.shape.dim[0], (int)j.shape.dim[1], j.ntensors, (int)j.staging_bytes, j.staged ? ", staged" : "",
-               j.scale_group ? j.scale_group : "none");
+               j.commit == TB_SHADOW ? ", shadow" : "", j.scale_group ? j.scale_group : "none");
         run_ranks(run_job, j.nseats[0], j.nseats[1], &j);
     }
 }
@@ -536,7 +541,7 @@ static void fused(rank *r) {
     for (int64_t i = 0; i < (Q + K + K) * HIDDEN; i++)
         numbers[i / HIDDEN][i % HIDDEN] = (float)((i * 7919 % 1000) - 500);
     check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? "mesh=1 place=R" : "mesh=2 place=R", NULL, &pair));
-    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    check_ok(tb_batch_create(r->world, "step", r->scene->shared, &batch));
     memset(data, 0xa5, sizeof data);
     memset(scales, 0xa5, sizeof scales);
     for (int i = 0; i < 3; i++) {
@@ -575,7 +580,9 @@ static void fused(rank *r) {
 
 static void test_fused(void **state) {
     (void)state;
+    tb_batch_opts shadow = {.size = sizeof shadow, .commit = TB_SHADOW};
     run_ranks(fused, 1, 2, NULL);
+    run_ranks(fused, 1, 2, &shadow);
 }
 
 /* Two tensors gather together on a rank that has a part of one of them only; the other one's scale is agreed on

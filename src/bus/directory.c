@@ -378,6 +378,44 @@ tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__n
     return status;
 }
 
+static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, const char *key, const char *answer,
+                        char **out) {
+    tb__store_value present;
+    TB_TRY(tb__inquiry_continue(inquiry));
+    tb_status status =
+        tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL, &present);
+    if (status == TB_CONFLICT) {
+        *out = present.data ? tb__strdup(present.data) : NULL;
+        tb__store_value_fini(&present);
+        return *out ? TB_OK : tb__fail(TB_NO_MEMORY, "no memory for what was decided");
+    }
+    TB_TRY(status);
+    *out = tb__strdup(answer);
+    return *out ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
+                               char **out) {
+    tb__inquiry inquiry = {.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
+    tb__key key = {0};
+    TB_TRY(tb__key_of_decision(question, &key));
+    TB_TRY(take_turn(directory, &inquiry, true));
+    return end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
+}
+
+static tb_status forget(const tb__directory *d, const tb__inquiry *inquiry, const char *key) {
+    TB_TRY(tb__inquiry_continue(inquiry));
+    return tb__store_delete(d->store, key);
+}
+
+tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms) {
+    tb__inquiry inquiry = {.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
+    tb__key key = {0};
+    TB_TRY(tb__key_of_decision(question, &key));
+    TB_TRY(take_turn(directory, &inquiry, true));
+    return end_turn(directory, forget(directory, &inquiry, key.text));
+}
+
 tb_status tb__directory_state(tb__directory *directory) {
     pthread_mutex_lock(&directory->lock);
     tb_status state = directory->state;

@@ -101,6 +101,13 @@ typedef struct tb__notes {
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
 void tb__notes_fini(tb__notes *notes);
 
+/* Decides a question, named so that nobody ever uses the name for another one: the first answer that anybody gives
+ * holds, and `out`, to be freed, is that one. TB_TIMEOUT and TB_LOST leave open whether this one was given. */
+tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
+                               char **out);
+/* The question is open again, so nobody may ask it any more. */
+tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms);
+
 /* TB_OK, or with the reason in tb_error_detail: TB_LOST while the store is lost, TB_CONFLICT if it stays lost because
  * another process is in this one's place. */
 tb_status tb__directory_state(tb__directory *directory);

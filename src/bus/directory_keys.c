@@ -80,6 +80,13 @@ tb__key tb__key_of_note(const char *topic, const char *group, int32_t index) {
     return key;
 }
 
+tb_status tb__key_of_decision(const char *question, tb__key *out) {
+    int length = snprintf(out->text, sizeof out->text, "decisions/%s", question);
+    return length < (int)sizeof out->text
+               ? TB_OK
+               : tb__fail(TB_TOO_BIG, "a question's name has at most %d bytes", TB__STORE_MAX_KEY - 10);
+}
+
 /* The opposite of add_name. */
 static bool take_name(const char **at, char *name) {
     size_t length = 0;

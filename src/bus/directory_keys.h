@@ -3,6 +3,7 @@
  *   next_rank                     the first bus rank that nobody has had
  *   incarnations/RANK             how often the rank has been taken
  *   last/GROUP/INDEX              the rank that this seat had last
+ *   decisions/QUESTION            what was decided, for ever
  *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
  *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat
  *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are
@@ -32,6 +33,9 @@ tb__key tb__key_of_last(const char *group, int32_t index);
 tb__key tb__key_of_group(const char *group); /* the prefix of its seats */
 tb__key tb__key_of_seat(const char *group, int32_t index);
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index);
+
+/* The question stands there as it is. */
+tb_status tb__key_of_decision(const char *question, tb__key *out);
 
 /* A key under "now/". */
 typedef struct tb__key_parts {

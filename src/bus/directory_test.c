@@ -475,6 +475,35 @@ static void no_memory(void **state) {
     tb__directory_close(d);
 }
 
+/* The first answer holds for everybody, also when whoever gave it is gone. */
+static void deciding(void **state) {
+    const place *p = *state;
+    tb__directory *d = open_directory(p->url, "g", 0, 2), *other = open_directory(p->url, "g", 1, 2);
+    char *answer;
+    assert_ok(tb__directory_decide(other, "3/1/7/0/12", "commit", PATIENCE_MS, &answer));
+    assert_string_equal(answer, "commit");
+    free(answer);
+    tb__directory_close(other);
+    for (int i = 0; i < 2; i++) {
+        assert_ok(tb__directory_decide(d, "3/1/7/0/12", "abort", PATIENCE_MS, &answer));
+        assert_string_equal(answer, "commit");
+        free(answer);
+    }
+    assert_ok(tb__directory_decide(d, "3/1/7/0/13", "abort", PATIENCE_MS, &answer));
+    assert_string_equal(answer, "abort");
+    free(answer);
+    assert_ok(tb__directory_forget(d, "3/1/7/0/12", PATIENCE_MS));
+    assert_ok(tb__directory_forget(d, "3/1/7/0/12", PATIENCE_MS));
+    assert_ok(tb__directory_decide(d, "3/1/7/0/12", "again", PATIENCE_MS, &answer));
+    assert_string_equal(answer, "again");
+    free(answer);
+    char longest[TB__STORE_MAX_KEY + 1];
+    memset(longest, 'q', sizeof longest);
+    longest[TB__STORE_MAX_KEY] = '\0';
+    assert_fails(tb__directory_decide(d, longest, "", PATIENCE_MS, &answer), TB_TOO_BIG, "question");
+    tb__directory_close(d);
+}
+
 int main(int argc, char **argv) {
     static etcd the_etcd;
     bool is_etcd = argc == 2 && strcmp(argv[1], "etcd") == 0;
@@ -482,7 +511,7 @@ int main(int argc, char **argv) {
         AT_A_PLACE(announcing), AT_A_PLACE(several_groups), AT_A_PLACE(same_rank_again), AT_A_PLACE(sizes),
         AT_A_PLACE(size_races), AT_A_PLACE(torn_group),     AT_A_PLACE(notes),           AT_A_PLACE(too_many_notes),
         AT_A_PLACE(names),      AT_A_PLACE(token),          AT_A_PLACE(nonsense),        AT_A_PLACE(answering),
-        AT_A_PLACE(threads),    AT_A_PLACE(no_memory),
+        AT_A_PLACE(threads),    AT_A_PLACE(no_memory),      AT_A_PLACE(deciding),
     };
     if (is_etcd && !etcd_may_start(&the_etcd))
         return SKIPPED;

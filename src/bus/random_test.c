@@ -107,9 +107,10 @@ static void broken(const worker *w, const char *format, ...) {
         const tb_batch_opts *o = &w->opts;
         fprintf(stderr,
                 "here: bucket_size %" PRId64 ", staging_bytes %" PRId64 ", max_in_flight %" PRIu32
-                ", group_window %" PRIu32 "%s%s%s\n",
+                ", group_window %" PRIu32 "%s%s%s%s%s\n",
                 o->bucket_size, o->staging_bytes, o->max_in_flight, o->group_window, o->staged ? ", staged" : "",
-                o->snapshot ? ", snapshot" : "", w->is_aliased ? ", source and target share memory" : "");
+                o->snapshot ? ", snapshot" : "", o->commit == TB_SHADOW ? ", shadow" : "",
+                o->checksum ? ", checksums" : "", w->is_aliased ? ", source and target share memory" : "");
         random_batch_print(&w->b);
     }
     _exit(1);
@@ -433,6 +434,8 @@ static void run_pass(worker *w, int pass) {
     opts.group_window = w->has_window ? (uint32_t)rng_range(&w->own, 0, 2) : 0;
     opts.staged = pass == 2 ? rng_range(&w->own, 0, 1) : pass;
     opts.snapshot = rng_range(&w->own, 0, 3) == 0;
+    opts.commit = rng_range(&w->common, 0, 2) == 0 ? TB_SHADOW : TB_IN_PLACE;
+    opts.checksum = rng_range(&w->own, 0, 3 * NWORKERS) == 0;
     w->opts = opts;
     at(w, "makes the batch");
     must(w, tb_batch_create(w->world, "batch", &opts, &w->batch));

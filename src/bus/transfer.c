@@ -10,25 +10,38 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* What the engine adds to a deadline before a wait without one of its own stops believing in it. */
-enum { GRACE_MS = 2000 };
+/* What the engine adds to a deadline before a wait without one of its own stops believing in it: the time in which the
+ * store is asked how a shadowed receive has ended. */
+enum { GRACE_MS = 6000 };
+
+/* What goes through one pair. */
+typedef struct part {
+    tb__accord *accord;
+    tb__flow *flow;   /* NULL: it is skipped ... */
+    tb_status status; /* ... for this reason */
+    char *why;
+} part;
 
 struct tb_transfer {
     tb__task task; /* first: the engine finds the transfer through it */
     tb_batch *batch;
     bool is_send;
     bool has_ended;
-    tb_status status;
+    bool is_late;
+    tb_status status; /* of one that has ended */
     char why[TB__WHY_MAX];
+    tb_status failure; /* the first that a pair had; the others go on */
+    char failure_why[TB__WHY_MAX];
     unsigned events;
     int64_t deadline_ms;
     double begun, ended;
     tb__phases phases;
     int event; /* a descriptor, readable when there is news */
     tb_transfer_opts opts;
-    int64_t told; /* bytes, to the callback */
-    size_t nflows;
-    tb__flow *flows[];
+    int64_t told;  /* bytes, to the callback */
+    size_t nended; /* legs */
+    size_t nparts;
+    part parts[];
 };
 
 const char *tb_phase_name(tb_phase phase) {
@@ -38,25 +51,35 @@ const char *tb_phase_name(tb_phase phase) {
 
 /* ---- What is told ---------------------------------------------------------------------------------------------- */
 
+/* NULL: that part is skipped. */
 static tb__leg *leg_of(const tb_transfer *t, size_t i) {
-    return tb__flow_leg(t->flows[i], t->is_send);
+    return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
 }
 
-static void get_state(const tb_transfer *t, tb_transfer_state *out) {
-    *out = (tb_transfer_state){.status = t->status, .events = t->events, .attempt = UINT64_MAX};
+static void add_leg(const tb__leg *leg, tb_transfer_state *out) {
+    out->attempt = leg->attempt < out->attempt ? leg->attempt : out->attempt;
+    out->bytes_done += leg->bytes_done;
+    out->bytes_total += leg->bytes_total;
+    out->groups_done += leg->groups_done;
+    out->groups_total += leg->groups_total;
+}
+
+static void add_times(const tb_transfer *t, tb_transfer_state *out) {
     double now = t->has_ended ? t->ended : tb__seconds();
-    for (size_t i = 0; i < t->nflows; i++) {
-        const tb__leg *leg = leg_of(t, i);
-        out->attempt = leg->attempt < out->attempt ? leg->attempt : out->attempt;
-        out->bytes_done += leg->bytes_done;
-        out->bytes_total += leg->bytes_total;
-        out->groups_done += leg->groups_done;
-        out->groups_total += leg->groups_total;
-    }
+    out->version = out->events & TB_COMMITTED ? out->attempt : 0;
     out->seconds = now - t->begun;
     memcpy(out->phase, t->phases.seconds, sizeof out->phase);
     if (!t->has_ended)
         out->phase[t->phases.now] += now - t->phases.since;
+}
+
+static void get_state(const tb_transfer *t, tb_transfer_state *out) {
+    *out = (tb_transfer_state){.status = t->status, .events = t->events, .attempt = UINT64_MAX};
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow)
+            add_leg(leg_of(t, i), out);
+    }
+    add_times(t, out);
 }
 
 static void clear_news(const tb_transfer *t) {
@@ -89,62 +112,84 @@ static void finish(tb_transfer *t) {
     t->task.deadline_ms = INT64_MAX;
 }
 
-/* The sentence is in tb_error_detail. */
-static void fail(tb_transfer *t, tb_status status) {
-    t->status = status;
-    snprintf(t->why, sizeof t->why, "%s", tb_error_detail());
-    for (size_t i = 0; i < t->nflows; i++)
-        tb__flow_abort(t->flows[i], t->is_send, tb__fail(status, "%s", t->why));
-    finish(t);
-    tell(t);
+/* Ends what is under way; what is prepared ends when it is decided. Each pair says whom it has waited for. */
+static void fail_late(tb_transfer *t) {
+    t->is_late = true;
+    for (size_t i = 0; i < t->nparts; i++) {
+        char waits[TB__WHY_MAX];
+        if (!t->parts[i].flow || !leg_of(t, i)->is_under_way)
+            continue;
+        tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
+        tb__flow_abort(t->parts[i].flow, t->is_send,
+                       tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s",
+                                t->is_send ? "the sending" : "the receiving", t->batch->name, tb__seconds() - t->begun,
+                                waits));
+    }
 }
 
 static void describe_wait(const tb_transfer *t, char *out, size_t room) {
     snprintf(out, room, "nothing is missing");
-    for (size_t i = 0; i < t->nflows; i++) {
-        if (leg_of(t, i)->is_under_way) {
-            tb__flow_describe_wait(t->flows[i], t->is_send, out, room);
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow && leg_of(t, i)->is_under_way) {
+            tb__flow_describe_wait(t->parts[i].flow, t->is_send, out, room);
             return;
         }
     }
 }
 
+static unsigned events_of_leg(const tb__leg *leg) {
+    return (leg->is_released ? TB_RELEASED : 0U) | (leg->is_arrived ? TB_ARRIVED : 0U) |
+           (leg->is_committed ? TB_COMMITTED : 0U);
+}
+
+/* What all pairs have come to. Those that failed do not read the tensors any more, so the others release them. */
 static unsigned events_of(const tb_transfer *t) {
-    bool is_released = t->is_send, is_arrived = !t->is_send, is_committed = true;
-    for (size_t i = 0; i < t->nflows; i++) {
+    unsigned events = TB_RELEASED | TB_ARRIVED | TB_COMMITTED, released = TB_RELEASED;
+    bool has_good = false;
+    for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = leg_of(t, i);
-        is_released &= leg->is_released;
-        is_arrived &= leg->is_arrived;
-        is_committed &= leg->is_committed;
+        if (!leg)
+            continue;
+        events &= events_of_leg(leg);
+        if (leg->status == TB_OK)
+            released &= events_of_leg(leg);
+        has_good |= leg->status == TB_OK;
     }
-    return (is_released ? TB_RELEASED : 0U) | (is_arrived ? TB_ARRIVED : 0U) | (is_committed ? TB_COMMITTED : 0U);
+    return events | (has_good ? released : 0U);
 }
 
 static void look_at_legs(tb_transfer *t) {
-    bool is_under_way = false;
-    for (size_t i = 0; i < t->nflows; i++) {
+    size_t nunder_way = 0, nended = 0;
+    for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = leg_of(t, i);
-        is_under_way |= leg->is_under_way;
-        if (leg->status != TB_OK) {
-            fail(t, tb__fail(leg->status, "%s", leg->why));
-            return;
+        if (!leg)
+            continue;
+        nunder_way += leg->is_under_way;
+        nended += !leg->is_under_way;
+        if (leg->status != TB_OK && t->failure == TB_OK) {
+            t->failure = leg->status;
+            snprintf(t->failure_why, sizeof t->failure_why, "%s", leg->why);
         }
     }
     unsigned events = events_of(t);
-    if (!is_under_way)
+    bool has_news = events != t->events || nended != t->nended;
+    t->events = events;
+    t->nended = nended;
+    if (nunder_way == 0) {
+        t->status = t->failure;
+        snprintf(t->why, sizeof t->why, "%s", t->failure_why);
         finish(t);
-    if (events != t->events || !is_under_way) {
-        t->events = events;
-        tell(t);
     }
+    if (has_news)
+        tell(t);
 }
 
 /* When it has to be looked at, whatever happens. */
 static int64_t next_look(const tb_transfer *t) {
-    int64_t when_ms = t->deadline_ms;
-    for (size_t i = 0; i < t->nflows; i++) {
+    int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
+    for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = leg_of(t, i);
-        if (leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
+        if (leg && leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
             when_ms = leg->wake_ms;
     }
     return when_ms;
@@ -155,25 +200,25 @@ static bool step(tb__task *task) {
     if (t->has_ended)
         return false;
     uint32_t groups = 0, groups_after = 0;
+    size_t nended = t->nended;
     bool did = false;
-    for (size_t i = 0; i < t->nflows; i++) {
-        groups += leg_of(t, i)->groups_done;
-        did |= tb__flow_step(t->flows[i], t->is_send);
-        did |= leg_of(t, i)->status != TB_OK; /* also one that a message has ended */
-        groups_after += leg_of(t, i)->groups_done;
+    for (size_t i = 0; i < t->nparts; i++) {
+        const tb__leg *leg = leg_of(t, i);
+        if (!leg)
+            continue;
+        groups += leg->groups_done;
+        did |= tb__flow_step(t->parts[i].flow, t->is_send);
+        groups_after += leg->groups_done;
     }
     look_at_legs(t); /* always: a leg may have been ended by a message, or by a loss */
-    did |= t->has_ended;
-    if (groups_after != groups)
-        tell(t);
-    if (!t->has_ended && tb__now_ms() >= t->deadline_ms) {
-        char waits[TB__WHY_MAX];
-        describe_wait(t, waits, sizeof waits);
-        fail(t,
-             tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s",
-                      t->is_send ? "the sending" : "the receiving", t->batch->name, tb__seconds() - t->begun, waits));
+    if (!t->has_ended && !t->is_late && tb__now_ms() >= t->deadline_ms) {
+        fail_late(t);
+        look_at_legs(t);
         did = true;
     }
+    did |= t->nended != nended;
+    if (groups_after != groups)
+        tell(t);
     if (did)
         call_back(t);
     t->task.deadline_ms = t->has_ended ? INT64_MAX : next_look(t);
@@ -205,26 +250,96 @@ static tb_status choose_side(const tb__accord *accord, bool is_send, const char 
     return TB_OK;
 }
 
+/* Whether nothing can go through the accord any more. */
+static tb_status find_loss(const tb__accord *accord) {
+    if (accord->state == ACCORD_BROKEN)
+        return tb__fail(accord->all.status, "%s", accord->all.why);
+    for (size_t i = 0; i < accord->all.npeers; i++) {
+        if (accord->all.is_gone[i])
+            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", accord->all.peers[i]->label, accord->what,
+                            accord->pair->name);
+    }
+    return TB_OK;
+}
+
+/* The sentence is in tb_error_detail. */
+static tb_status skip(part *p, tb_status status) {
+    p->status = status;
+    p->why = tb__strdup(tb_error_detail());
+    return p->why ? TB_OK : TB_NO_MEMORY;
+}
+
+static tb_status begin_part(tb_transfer *t, tb__accord *accord) {
+    part *p = &t->parts[t->nparts++];
+    int side;
+    *p = (part){.accord = accord};
+    if (t->opts.skip_lost) {
+        tb_status loss = find_loss(accord);
+        if (loss == TB_OK && tb__accord_is_in_doubt(accord))
+            loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", accord->pair->name, t->batch->name);
+        if (loss != TB_OK)
+            return skip(p, loss);
+    } else if (accord->state == ACCORD_BROKEN) {
+        return tb__fail(accord->all.status, "%s", accord->all.why);
+    } else if (tb__accord_is_in_doubt(accord)) {
+        return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", accord->pair->name, t->batch->name);
+    }
+    TB_TRY(choose_side(accord, t->is_send, t->opts.group, &side));
+    p->flow = accord->flows[t->is_send ? side : !side];
+    return t->is_send ? TB_OK : tb__accord_clear_padding(accord, !side);
+}
+
+/* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */
+static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *receives) {
+    for (size_t i = 0; sends && receives && i < receives->nparts; i++) {
+        const part *r = &receives->parts[i];
+        for (size_t j = 0; r->flow && j < sends->nparts; j++) {
+            const part *s = &sends->parts[j];
+            if (s->flow && s->flow != r->flow)
+                TB_TRY(tb__accord_check_clash(r->accord, r->flow, s->accord, s->flow));
+        }
+    }
+    return TB_OK;
+}
+
 static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
     tb_transfer **slot = is_send ? &batch->sending : &batch->receiving;
+    size_t nflows = 0;
     if (*slot)
         return tb__fail(TB_REFUSED, "batch '%s' is already being %s; destroy that transfer first", batch->name,
                         is_send ? "sent" : "received");
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        const tb__accord *accord = batch->accords.item[i];
-        int side;
-        if (accord->state == ACCORD_BROKEN)
-            return tb__fail(accord->all.status, "%s", accord->all.why);
-        TB_TRY(choose_side(accord, is_send, t->opts.group, &side));
-        t->flows[t->nflows++] = accord->flows[is_send ? side : !side];
-        if (!is_send)
-            TB_TRY(tb__accord_clear_padding(accord, !side));
+    for (size_t i = 0; i < batch->accords.count; i++)
+        TB_TRY(begin_part(t, batch->accords.item[i]));
+    for (size_t i = 0; i < t->nparts; i++)
+        nflows += t->parts[i].flow != NULL;
+    if (nflows == 0)
+        return tb__fail(t->parts[0].status, "%s", t->parts[0].why);
+    TB_TRY(check_clashes(is_send ? t : batch->sending, is_send ? batch->receiving : t));
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (!t->parts[i].flow)
+            continue;
+        tb__flow_begin(t->parts[i].flow, is_send, &t->phases);
+        leg_of(t, i)->committing = t->opts.committing;
+        leg_of(t, i)->committing_arg = t->opts.arg;
     }
-    for (size_t i = 0; i < t->nflows; i++)
-        tb__flow_begin(t->flows[i], is_send, &t->phases);
     *slot = t;
     tb__engine_add_task(batch->world->engine, &t->task);
     return TB_OK;
+}
+
+/* What an earlier receive has left open. With skip_lost, a pair that stays so is skipped. */
+static tb_status resolve(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < batch->accords.count && (status == TB_OK || opts->skip_lost); i++)
+        status = tb__accord_resolve(batch->accords.item[i], deadline_ms, opts);
+    return opts->skip_lost ? TB_OK : status;
+}
+
+static void free_transfer(tb_transfer *t) {
+    for (size_t i = 0; i < t->nparts; i++)
+        free(t->parts[i].why);
+    close(t->event);
+    free(t);
 }
 
 static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
@@ -234,27 +349,32 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
     int64_t deadline_ms = tb__world_deadline(batch->world, o.timeout_ms);
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
-    tb_transfer *t = tb__calloc(1, sizeof *t + batch->accords.count * sizeof *t->flows);
-    if (!t)
-        return TB_NO_MEMORY;
-    t->batch = batch;
-    t->is_send = is_send;
-    t->opts = o;
-    t->begun = t->phases.since = tb__seconds();
-    t->phases.now = TB_PHASE_WAIT;
-    t->deadline_ms = t->task.deadline_ms = deadline_ms;
-    t->task.step = step;
-    t->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    tb_status status = t->event >= 0 ? TB_OK : tb__fail(TB_IO, "eventfd: %s", strerror(errno));
-    if (status == TB_OK) {
-        tb__engine_lock(batch->world->engine);
+    int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event < 0)
+        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+    tb__engine_lock(batch->world->engine);
+    batch->nstarting++; /* while the lock is free, pairs must not go */
+    tb_status status = resolve(batch, &o, deadline_ms);
+    batch->nstarting--;
+    tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->accords.count * sizeof *t->parts) : NULL;
+    if (t) {
+        t->batch = batch;
+        t->is_send = is_send;
+        t->opts = o;
+        t->begun = t->phases.since = tb__seconds();
+        t->phases.now = TB_PHASE_WAIT;
+        t->deadline_ms = t->task.deadline_ms = deadline_ms;
+        t->task.step = step;
+        t->event = event;
         status = begin(batch, is_send, t);
-        tb__engine_unlock(batch->world->engine);
+    }
+    tb__engine_unlock(batch->world->engine);
+    if (!t) {
+        close(event);
+        return status == TB_OK ? TB_NO_MEMORY : status;
     }
     if (status != TB_OK) {
-        if (t->event >= 0)
-            close(t->event);
-        free(t);
+        free_transfer(t);
         return status;
     }
     atomic_fetch_add(&batch->refs, 1);
@@ -286,8 +406,8 @@ static bool has_event(void *arg) {
 static bool has_group(void *arg) {
     const waiting *w = arg;
     bool has_all = true;
-    for (size_t i = 0; i < w->t->nflows; i++)
-        has_all &= tb__flow_has_group(w->t->flows[i], w->group);
+    for (size_t i = 0; i < w->t->nparts; i++)
+        has_all &= !w->t->parts[i].flow || tb__flow_has_group(w->t->parts[i].flow, w->group);
     return has_all || w->t->has_ended;
 }
 
@@ -309,6 +429,13 @@ static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, in
     return tb__fail(TB_TIMEOUT, "batch '%s' has not %s after %d ms: %s", t->batch->name, what, timeout_ms, waits);
 }
 
+static void take_groups(tb_transfer *t, uint32_t group) {
+    for (size_t i = 0; !t->is_send && i < t->nparts; i++) {
+        if (t->parts[i].flow)
+            tb__flow_take_groups(t->parts[i].flow, group);
+    }
+}
+
 tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
     static const struct {
         tb_event event;
@@ -326,8 +453,7 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
                                        : "what is received arrives, and is not released");
         tb__engine *engine = t->batch->world->engine;
         tb__engine_lock(engine);
-        for (size_t j = 0; !t->is_send && j < t->nflows; j++)
-            tb__flow_take_groups(t->flows[j], UINT32_MAX);
+        take_groups(t, UINT32_MAX);
         tb_status status = wait(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
         tb__engine_unlock(engine);
         return status;
@@ -345,8 +471,8 @@ tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
     waiting w = {.t = t, .group = group};
     bool had = has_group(&w) && !t->has_ended;
     tb_status status = had ? TB_OK : wait(t, has_group, &w, timeout_ms, "all of the group");
-    for (size_t i = 0; status == TB_OK && i < t->nflows; i++)
-        tb__flow_take_groups(t->flows[i], group);
+    if (status == TB_OK)
+        take_groups(t, group);
     tb__engine_unlock(engine);
     return status;
 }
@@ -362,13 +488,45 @@ void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
 }
 
 bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
-    if (i >= t->nflows)
+    if (i >= t->nparts)
         return false;
     tb__engine_lock(t->batch->world->engine);
-    *pair = t->batch->accords.item[i]->pair->name;
-    *bytes_done = leg_of(t, i)->bytes_done;
+    *pair = t->parts[i].accord->pair->name;
+    *bytes_done = t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send)->bytes_done : 0;
     tb__engine_unlock(t->batch->world->engine);
     return true;
+}
+
+static const part *find_part(const tb_transfer *t, const tb_pair *pair) {
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (strcmp(t->parts[i].accord->pair->name, pair->name) == 0)
+            return &t->parts[i];
+    }
+    return NULL;
+}
+
+tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    const part *p = find_part(t, pair);
+    const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
+    tb_transfer_state state = {.attempt = UINT64_MAX};
+    if (leg) {
+        state.status = leg->is_under_way ? TB_OK : leg->status;
+        state.events = events_of_leg(leg);
+        add_leg(leg, &state);
+    } else if (p) {
+        state.status = p->status;
+        state.attempt = 0;
+    }
+    add_times(t, &state);
+    if (state.status != TB_OK)
+        tb__set_detail("%s", leg ? leg->why : p->why);
+    tb__engine_unlock(engine);
+    if (!p)
+        return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
+    *out = state;
+    return TB_OK;
 }
 
 int tb_transfer_fd(const tb_transfer *t) {
@@ -384,8 +542,10 @@ static bool has_ended(void *arg) {
 /* A step may be under way in the engine's thread, so ending it is left to that. */
 static void cancel(tb_transfer *t) {
     tb__engine *engine = t->batch->world->engine;
-    for (size_t i = 0; i < t->nflows; i++)
-        leg_of(t, i)->is_cancelled = true;
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow)
+            leg_of(t, i)->is_cancelled = true;
+    }
     tb__engine_wake(engine);
     tb__engine_wait(engine, has_ended, t, INT64_MAX);
 }
@@ -412,7 +572,6 @@ void tb_transfer_destroy(tb_transfer *t) {
     else
         batch->receiving = NULL;
     tb__engine_unlock(engine);
-    close(t->event);
-    free(t);
+    free_transfer(t);
     tb__batch_unref(batch);
 }

@@ -136,6 +136,7 @@ void tb__world_unref(tb_world *world) {
     if (atomic_fetch_sub(&world->refs, 1) > 1)
         return;
     atomic_store(&world->is_ready, false);
+    tb__decider_destroy(world->decider);
     /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
      */
     tb__directory_close(world->directory);

@@ -11,6 +11,7 @@
 
 #include "base/mem.h"
 #include "bus/assembly.h"
+#include "bus/decider.h"
 #include "bus/directory.h"
 #include "exec/flow.h"
 #include "reshard/encode.h"
@@ -41,6 +42,7 @@ struct tb_world {
     tb__engine *engine;
     _Atomic bool is_ready; /* the engine is there, for the directory's thread */
     tb__directory *directory;
+    tb__decider *decider; /* NULL: nothing had to be decided yet */
     int32_t rank;
     uint64_t incarnation;
     int timeout_ms;
@@ -137,12 +139,13 @@ struct tb_batch {
     tb_world *world;
     char *name;
     tb_batch_opts opts;
-    tb__pack matching;       /* how names are matched, as it goes into bodies */
-    TB_VEC(tb_pair *) pairs; /* in which it takes part */
-    TB_VEC(tb__tensor) tensors;
-    TB_VEC(tb__accord *) accords;
-    bool is_sealed; /* nothing can be added */
+    tb__pack matching;            /* how names are matched, as it goes into bodies */
+    TB_VEC(tb_pair *) pairs;      /* in which it takes part */
+    TB_VEC(tb__tensor *) tensors; /* accords point to them */
+    TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
+    uint64_t epoch;
     tb_transfer *sending, *receiving;
+    size_t nstarting; /* calls that are about to begin one */
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */

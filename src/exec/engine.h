@@ -19,6 +19,7 @@ typedef struct tb__engine tb__engine;
 typedef struct tb__peer {
     tb__engine *engine;
     int32_t rank; /* bus rank */
+    uint64_t incarnation;
     int32_t wire; /* what transports call it: no other incarnation has that number */
     const tb_transport *transport;
     char *label;  /* "rank 6 (inference 2)" */

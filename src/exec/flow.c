@@ -71,6 +71,7 @@ void tb__flow_destroy(tb__flow *flow) {
     tb__index_fini(&flow->by_rank);
     free(flow->bounce);
     free(flow->slots);
+    free(flow->commits.item);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
@@ -146,7 +147,7 @@ static const struct abort *find_abort(const tb__flow *flow, uint64_t attempt) {
     return NULL;
 }
 
-static void note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
     if (find_abort(flow, attempt))
         return;
     if (flow->aborts.count == MOST_ABORTS) {
@@ -162,6 +163,11 @@ static void note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const
 
 static uint64_t *last_of(tb__flow *flow, bool is_send) {
     return is_send ? &flow->last_sent : &flow->last_received;
+}
+
+uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
+    *is_torn = flow->is_torn;
+    return flow->version;
 }
 
 /* Whether one has been started that this rank has not had. */
@@ -209,14 +215,20 @@ void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
     } else {
         flow->takes_all = false;
         flow->hosts_taken = 0;
+        flow->has_written = false;
     }
 }
 
-/* The sentence is in tb_error_detail. */
-static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+/* What has been written without all of it having come is said where it is, and not to others. */
+static void note_torn(tb__flow *flow) {
+    char why[TB__WHY_MAX];
+    flow->is_torn = true;
+    snprintf(why, sizeof why, "%s", flow->recv.why);
+    snprintf(flow->recv.why, sizeof flow->recv.why, "%.400s; a part of it has been written: the tensors are torn", why);
+}
+
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->is_under_way)
-        return;
     leg->is_under_way = false;
     leg->status = status;
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
@@ -230,11 +242,25 @@ static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) 
     if (!leg->attempt && tell && (is_send || status != TB_TIMEOUT))
         leg->attempt = ++*last_of(flow, is_send);
     if (leg->attempt) {
-        note_abort(flow, leg->attempt, status, leg->why); /* for the other leg, too */
+        tb__flow_note_abort(flow, leg->attempt, status, leg->why); /* for the other leg, too */
         if (tell)
             tell_abort(flow, leg->attempt, status, leg->why);
+        if (!is_send)
+            tb__flow_tell_abort_decided(flow, leg->attempt, status, leg->why);
     }
+    if (!is_send && leg->attempt && flow->has_written)
+        note_torn(flow);
     tb__engine_wake(flow->o.engine);
+}
+
+/* The sentence is in tb_error_detail. */
+static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+    if (!tb__flow_leg(flow, is_send)->is_under_way)
+        return;
+    if (!is_send && flow->is_prepared)
+        tb__flow_give_up(flow, status);
+    else
+        tb__flow_end_leg(flow, is_send, status, tell);
 }
 
 void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status) {
@@ -300,7 +326,7 @@ static const member *find_needed(tb__flow *flow, bool is_send) {
     bool is_idle = !leg->attempt && !has_attempt(flow, is_send);
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
-        bool needs = is_send ? m->is_reader && !(flow->send_is_exposed && m->is_done)
+        bool needs = is_send ? m->is_reader && !(flow->send_is_exposed && tb__flow_is_served(flow, m))
                              : m->is_feeder && !(leg->attempt && m->is_concluded);
         if (m->is_gone && (is_idle || needs))
             return m;
@@ -321,31 +347,38 @@ bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
     return status == TB_OK;
 }
 
-bool tb__flow_step(tb__flow *flow, bool is_send) {
+tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->is_under_way)
-        return false;
-    if (flow->broken != TB_OK) {
-        fail_leg(flow, is_send, tb__fail(flow->broken, "%s", flow->why), false);
-        return true;
-    }
+    *tells = false;
+    if (flow->broken != TB_OK)
+        return tb__fail(flow->broken, "%s", flow->why);
     const struct abort *abort = find_abort(flow, leg->attempt ? leg->attempt : *last_of(flow, is_send) + 1);
     if (abort) {
         *last_of(flow, is_send) = abort->attempt;
-        fail_leg(flow, is_send, tb__fail(abort->status, "%s", abort->why), false);
-        return true;
+        return tb__fail(abort->status, "%s", abort->why);
     }
+    *tells = true;
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
-    if (gone) {
-        fail_leg(flow, is_send,
-                 tb__fail(TB_LOST, "%s has given up %s%s%s", gone->peer->label, flow->what, gone->farewell ? ": " : "",
-                          gone->farewell ? gone->farewell : ""),
-                 true);
-        return true;
-    }
-    if (leg->is_cancelled) {
-        fail_leg(flow, is_send, tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what),
-                 true);
+    if (!gone && flow->ngone && !is_send && flow->is_prepared)
+        gone = tb__flow_find_deserter(flow);
+    if (gone)
+        return tb__fail(TB_LOST, "%s has given up %s%s%s", gone->peer->label, flow->what, gone->farewell ? ": " : "",
+                        gone->farewell ? gone->farewell : "");
+    if (leg->is_cancelled)
+        return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+    return TB_OK;
+}
+
+bool tb__flow_step(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool tells;
+    if (!leg->is_under_way)
+        return false;
+    if (!is_send && flow->is_prepared)
+        return tb__flow_step_prepared(flow);
+    tb_status status = tb__flow_find_reason(flow, is_send, &tells);
+    if (status != TB_OK) {
+        fail_leg(flow, is_send, status, tells);
         return true;
     }
     if (leg->doubt != TB_OK) {
@@ -374,7 +407,7 @@ static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__u
     if (attempt == 0)
         break_flow(flow, tb__fail((tb_status) - (int)code, "%s", sentence), false);
     else
-        note_abort(flow, attempt, (tb_status) - (int)code, sentence);
+        tb__flow_note_abort(flow, attempt, (tb_status) - (int)code, sentence);
     return true;
 }
 
@@ -404,6 +437,14 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
         return on_abort(flow, from, attempt, message);
+    case MESSAGE_PREPARED:
+        tb__flow_on_prepared(flow, from, attempt);
+        return flow->o.shadow.is_used;
+    case MESSAGE_DECIDED:
+        return tb__flow_on_decided(flow, from, attempt, message);
+    case MESSAGE_COMMITTED:
+        tb__flow_on_committed(flow, from, attempt);
+        return from->is_reader;
     case MESSAGE_KINDS:
         break;
     }
@@ -415,7 +456,7 @@ bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
     uint64_t attempt = tb__unpack_u64(message);
     if (message->failed)
         return false;
-    if (flow->broken != TB_OK)
+    if (flow->broken != TB_OK && kind != MESSAGE_DECIDED) /* what is decided holds, whatever breaks */
         return true;
     return on_message(flow, &flow->members[position], (message_kind)kind, attempt, message);
 }
@@ -425,7 +466,11 @@ bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
 static bool awaits(const tb__flow *flow, bool is_send, const member *m) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     if (is_send && flow->send_is_exposed)
-        return m->is_reader && !m->is_done;
+        return m->is_reader && !tb__flow_is_served(flow, m);
+    if (!is_send && flow->is_prepared)
+        return flow->self == flow->o.shadow.lead
+                   ? flow->o.shadow.is_engine[m - flow->members] && m->prepared != leg->attempt
+                   : m == &flow->members[flow->o.shadow.lead];
     if (leg->attempt == 0 && (!is_send || flow->self != flow->o.lead) && (is_send || flow->is_reached))
         return m == &flow->members[flow->o.lead];
     if (is_send)
@@ -462,7 +507,10 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         const member *m = tb__flow_find(flow, flow->o.gather.awaits(flow->o.gather.arg));
         first = m ? m->peer->label : NULL;
     }
-    const char *what = !is_send || !flow->send.attempt ? "to send" : "to receive";
+    const char *what = !is_send && flow->is_prepared               ? "to commit"
+                       : !is_send || !flow->send.attempt           ? "to send"
+                       : flow->send.is_released && !flow->snapshot ? "to commit"
+                                                                   : "to receive";
     if (!first)
         snprintf(out, room, "data is still on its way");
     else if (others)

@@ -11,6 +11,11 @@
  * word in the feeder's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
  * exposed.
  *
+ * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
+ * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are
+ * prepared, and tells them (DECIDED); each copies into its tensors, and tells those who fed it (COMMITTED). Whoever
+ * has to give up meanwhile proposes the opposite: the first proposal holds, for everybody.
+ *
  * Where a rank overwrites memory that others still read (source and target in one allocation), readers put all they
  * read of it aside first (STASHED), and the rank writes nothing before all have.
  *
@@ -44,6 +49,22 @@ typedef struct tb__gather {
     bool (*note)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *note);
 } tb__gather;
 
+typedef enum tb__verdict { TB__VERDICT_NONE, TB__VERDICT_COMMIT, TB__VERDICT_ABORT } tb__verdict;
+
+/* How shadowed receives are decided. Only the lead ever proposes to commit, and once for an attempt. */
+typedef struct tb__shadow {
+    bool is_used;          /* otherwise nothing of this counts */
+    const bool *is_engine; /* by position: who has to be prepared; borrowed */
+    size_t lead;           /* its position */
+    void *arg;
+    /* Proposes a verdict about an attempt, with a reason where it is to abort. The answer, which is what was proposed
+     * first, by whomever, is told by tb__flow_answer, from another thread. If this fails, nothing was proposed. With
+     * the lock. */
+    tb_status (*propose)(void *arg, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why);
+    void (*forget)(void *arg, uint64_t attempt); /* nobody will ever ask about it again. With the lock */
+    void (*apply)(void *arg); /* copies what has a shadow of its own into its place. Without the lock */
+} tb__shadow;
+
 /* A tensor and where this process has its parts. The spec's pointers are borrowed. */
 typedef struct tb__flow_tensor {
     uint64_t key; /* by which ranks speak of it; ascending in a flow */
@@ -52,6 +73,7 @@ typedef struct tb__flow_tensor {
                                it is coded or gathered */
     const tb__codec *codec; /* of a coded one; borrowed */
     bool is_gathered;
+    bool has_own_shadow; /* in a shadowed receive somebody else takes it to its place */
     size_t slot_offset;
 } tb__flow_tensor;
 
@@ -83,6 +105,8 @@ typedef struct tb__flow_opts {
     tb__gather gather;
     const uint32_t *host_groups; /* by group, never falling: what the host calls it; NULL: the same. Borrowed */
     bool staged, snapshot;
+    bool checksum; /* everywhere alike */
+    tb__shadow shadow;
 } tb__flow_opts;
 
 /* Plans nothing yet. */
@@ -131,6 +155,8 @@ typedef struct tb__leg {
     int64_t wake_ms;  /* it wants to be stepped then; 0: no time of its own */
     tb_status doubt;  /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
     tb__phases *phases;
+    void (*committing)(void *arg, bool is_done); /* called around a shadowed receive's last step, without the lock */
+    void *committing_arg;
 } tb__leg;
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
@@ -142,7 +168,7 @@ void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases);
 bool tb__flow_step(tb__flow *flow, bool is_send);
 
 /* Fails the leg, here and at the peers, with the sentence in tb_error_detail. Nothing of it is read or written when
- * this returns, unless a step is under way. */
+ * this returns, unless a step is under way. One that is prepared stays under way until it is decided. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
 
 /* Adds to the sentence who is being waited for, and for what. */
@@ -154,6 +180,24 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
 /* What this rank sends or receives, piece by piece, and how: directly, by a copy out of a bucket, or by a
  * transformation. TB_REFUSED before both sides know. */
 tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
+
+/* What has become of a proposal; a status other than TB_OK: that is not known, for the reason in tb_error_detail. */
+void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__verdict verdict, tb_status reason,
+                     const char *why);
+
+/* Whether a receive has ended without its end being known. Then nothing can be begun. */
+bool tb__flow_is_in_doubt(const tb__flow *flow);
+/* Asks again, if no answer is awaited. Once there is one, tb__flow_settle acts on it. */
+tb_status tb__flow_ask_again(tb__flow *flow);
+bool tb__flow_awaits_answer(const tb__flow *flow);
+/* Lets go of the lock while it copies. TB_IN_DOUBT: there was no answer. */
+tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg);
+
+/* The last attempt that is in this rank's targets; torn: a later one has written a part of them. */
+uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn);
+
+/* Tests: called with the bytes of each bucket that came, before they are looked at. NULL: nobody is. */
+extern void (*tb__flow_on_arrival)(void *bytes, size_t nbytes);
 
 /* All groups up to this one have been taken by the host: room for more in the window. UINT32_MAX: all. */
 void tb__flow_take_groups(tb__flow *flow, uint32_t group);

@@ -209,7 +209,7 @@ static bool all_mapped(const tb__flow *flow, const lane *l) {
 
 static void choose_path(tb__flow *flow, lane *l) {
     bool is_own = l->nfeeders == 1 && l->feeders[0] == flow->self; /* nothing could be gained by staging */
-    l->takes_staged = (flow->o.staged || l->first->is_coded) && l->nfeeders && !is_own;
+    l->takes_staged = (flow->o.staged || flow->o.checksum || l->first->is_coded) && l->nfeeders && !is_own;
     for (uint32_t i = 0; i < l->nfeeders; i++) {
         member *m = &flow->members[l->feeders[i]];
         if ((!m->is_reachable || !has_long_runs(flow, l, m)) && !is_own)

@@ -446,6 +446,7 @@ static tb_status copy_coded_local(tb__flow *flow, bool is_send, const tb_bucket 
 
 tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom, end to,
                         bool counts) {
+    flow->has_written |= to.kind == END_TARGET && !flow->o.shadow.is_used;
     if (!flow->ir->chunks[flow->ir->entries[bucket->first_entry].chunk].is_coded)
         return copy_plain(flow, is_send, bucket, from, nfrom, to, counts);
     if (from->kind == END_FEEDER && to.kind == END_TARGET)

@@ -169,6 +169,7 @@ tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
         return TB_OK;
     TB_TRY(tb__flow_check_exposures(flow));
     tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
+    flow->has_written |= !flow->o.shadow.is_used;
     tb__engine_unlock(flow->o.engine);
     tb_status status = gather->complete(gather->arg, flow, flow->recv.attempt, g->number, slot_of(flow, g), &waits);
     tb__engine_lock(flow->o.engine);

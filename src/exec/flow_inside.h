@@ -1,6 +1,7 @@
 /* What the files of a flow share: flow.c (life, numbers of transfers, messages), flow_plan.c (who does what),
  * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_send.c and flow_recv.c (one transfer), flow_group.c (what
- * arrives together), flow_parcel.c (staged messages), flow_dump.c. */
+ * arrives together), flow_parcel.c (staged messages), flow_sum.c (their checksums), flow_commit.c (shadowed receives),
+ * flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -22,6 +23,9 @@ typedef enum message_kind {
     MESSAGE_DONE,
     MESSAGE_NOTE,
     MESSAGE_ABORT,
+    MESSAGE_PREPARED,
+    MESSAGE_DECIDED,
+    MESSAGE_COMMITTED,
     MESSAGE_KINDS
 } message_kind;
 
@@ -52,7 +56,7 @@ typedef struct member {
     bool has_reach, stashes;
     _Atomic uint64_t *word; /* of what we expose to it */
     int64_t reads_nbytes;
-    bool has_stashed, is_done; /* in this transfer */
+    bool has_stashed, is_done, has_committed; /* in this transfer */
 
     bool is_feeder; /* we read, or are sent, what it has */
     bool is_bound, is_reachable;
@@ -65,6 +69,8 @@ typedef struct member {
     size_t left, flagged_left;
     size_t gathers_until; /* so many groups have to be here before what it sent is where it belongs */
     bool is_concluded;
+
+    uint64_t prepared; /* for which attempt it is; at the lead of a shadowed receive */
 } member;
 
 /* A channel and what this rank does for it. */
@@ -109,7 +115,7 @@ typedef struct parcel parcel;
 typedef struct courier {
     parcel *parcel;
     uint32_t member;
-    uint64_t tag;
+    uint64_t tag, sum;
     tb_op op;
     tb_piece piece;
     bool is_posted, is_done;
@@ -142,6 +148,7 @@ typedef struct announcement {
     size_t bucket;
     uint64_t tag;
     size_t nbytes;
+    uint64_t sum; /* where there are checksums */
 } announcement;
 
 /* A bucket that was put aside. */
@@ -189,11 +196,36 @@ struct tb__flow {
     })
     aborts;
 
+    /* Shadowed receives. */
+    char *shadow;
+    tb_binding *shadow_of;    /* per tensor: the live one, where dst is the shadow */
+    TB_VEC(tb__copy) commits; /* from the one to the other */
+    bool is_prepared;         /* the receive under way */
+    tb_status gives_up;       /* a prepared one would, for this reason */
+    char gives_up_why[TB__WHY_MAX];
+    uint64_t asked; /* the last attempt that a verdict was proposed for */
+    bool awaits_answer;
+    tb_status unanswered; /* why there was none */
+    char unanswered_why[TB__WHY_MAX];
+    uint64_t doubtful; /* an attempt that has ended without an answer; 0: none */
+    bool is_settling;  /* it is being copied after all */
+    struct {
+        uint64_t attempt; /* 0: none yet */
+        tb__verdict verdict;
+        tb_status status; /* the reason of an abort */
+        char why[TB__WHY_MAX];
+    } verdict;          /* the last one */
+    uint64_t forgotten; /* by the lead: attempts up to this one */
+
+    uint64_t version; /* that is in the targets */
+    bool has_written; /* the receive under way, into the targets themselves */
+    bool is_torn;
+
     /* One transfer each. */
     tb__leg send, recv;
     bool send_is_exposed;
     uint64_t opened; /* the last attempt for which sources may be overwritten */
-    size_t readers_left;
+    size_t readers_left, committers_left;
     size_t sends_left;   /* staged buckets, over all lanes */
     int64_t largest_out; /* of what is packed, a bucket */
     uint32_t next_lane_out, next_lane_in;
@@ -224,6 +256,13 @@ bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
 /* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
  * told: the leg waits for that, a moment, and fails with its own sentence only if nobody says more. */
 void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status);
+/* Whether something has come about that ends the leg; what, is in tb_error_detail. `tells`: others have to hear of it.
+ */
+tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
+/* Ends a leg that may end, with the sentence in tb_error_detail. */
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell);
+/* That the attempt was given up, for legs that have it, or will. */
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
 
@@ -279,9 +318,11 @@ char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 /* flow_send.c, flow_recv.c */
 tb_status tb__flow_check_exposures(const tb__flow *flow); /* what was read until now was good */
 bool tb__flow_step_send(tb__flow *flow);
+bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* it needs this rank no more */
 bool tb__flow_step_recv(tb__flow *flow);
 void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is being sent */
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
+void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_end_recv(tb__flow *flow);
 bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
@@ -293,6 +334,20 @@ bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucke
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 /* A bucket is in staging memory, which goes over to the stash. */
 tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
+
+/* flow_commit.c */
+tb_status tb__flow_make_shadow(tb__flow *flow);
+/* All of a shadowed receive is here. */
+void tb__flow_prepare(tb__flow *flow);
+bool tb__flow_step_prepared(tb__flow *flow);
+/* A prepared receive would end. */
+void tb__flow_give_up(tb__flow *flow, tb_status status);
+/* The lead's word about an attempt that it will not propose to commit. */
+void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
+void tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt);
+bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message);
+/* A member that is gone and without whom it can't be decided well; NULL: none. */
+const member *tb__flow_find_deserter(const tb__flow *flow);
 
 /* flow_parcel.c */
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
@@ -307,5 +362,10 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
 bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_drop_parcels(tb__flow *flow, bool is_send);
 lane *tb__flow_lane(tb__flow *flow, size_t bucket);
+
+/* flow_sum.c. 0 where there are no checksums. */
+uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);
+/* Whether what came is what was sent. */
+tb_status tb__flow_check_sums(const parcel *p);
 
 #endif

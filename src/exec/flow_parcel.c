@@ -138,6 +138,7 @@ static void ask_for(courier *c, const announcement *a) {
     tb__flow *flow = c->parcel->flow;
     c->member = a->member;
     c->tag = a->tag;
+    c->sum = a->sum;
     post(c, TB_OP_RECV);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_GO, a->attempt);
@@ -179,6 +180,7 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
 static tb_status announce(parcel *p) {
     tb__flow *flow = p->flow;
     const tb_chunk *first = first_chunk(flow, p->bucket);
+    uint64_t sum = tb__flow_sum(flow, p->buffer, p->nbytes);
     for (size_t i = 0; i < p->ncouriers; i++) {
         courier *c = &p->couriers[i];
         c->tag = tb__engine_new_tag(flow->o.engine);
@@ -189,6 +191,7 @@ static tb_status announce(parcel *p) {
         tb__pack_u32(&pack, first->part);
         tb__pack_u64(&pack, c->tag);
         tb__pack_u64(&pack, p->nbytes);
+        tb__pack_u64(&pack, sum);
         tb__flow_send_message(flow, &flow->members[c->member], &pack);
     }
     return TB_OK;
@@ -344,6 +347,7 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     announcement a = {.attempt = attempt, .member = (uint32_t)(from - flow->members)};
     a.tag = tb__unpack_u64(message);
     a.nbytes = tb__unpack_u64(message);
+    a.sum = tb__unpack_u64(message);
     a.bucket = tb__unpack_is_done(message) && flow->is_planned ? tb__flow_find_bucket(flow, id, part) : TB__NOWHERE;
     if (a.bucket == TB__NOWHERE)
         return false;
@@ -397,7 +401,11 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
 static tb_status unpack_bucket(tb__flow *flow, parcel *p) {
     lane *l = p->lane;
     size_t index = p->bucket;
-    tb_status status;
+    tb_status status = tb__flow_check_sums(p);
+    if (status != TB_OK) {
+        free_parcel(p);
+        return status;
+    }
     if (l->is_flagged) {
         status = tb__flow_put_aside(flow, l, index, p->buffer, p->nbytes);
         if (status == TB_OK)
@@ -522,6 +530,7 @@ static tb_status combine(parcel *p) {
     lane *l = p->lane;
     size_t index = p->bucket;
     tb__leg *leg = leg_of(p);
+    TB_TRY(tb__flow_check_sums(p));
     end *from = tb__malloc(l->nfeeders, sizeof *from);
     if (!from)
         return TB_NO_MEMORY;

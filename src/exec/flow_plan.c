@@ -266,9 +266,13 @@ static tb_status plan(tb__flow *flow) {
         TB_TRY(get_regions(flow, true, flow->live_regions));
         TB_TRY(make_snapshot(flow));
     }
-    TB_TRY(find_flagged(flow));
+    /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
+    if (!flow->o.shadow.is_used)
+        TB_TRY(find_flagged(flow));
     TB_TRY(get_regions(flow, true, flow->src_regions));
     TB_TRY(get_regions(flow, false, flow->dst_regions));
+    if (flow->o.shadow.is_used)
+        TB_TRY(tb__flow_make_shadow(flow));
     TB_TRY(make_lanes(flow));
     TB_TRY(make_words(flow));
     for (int p = 0; p < POOL_STASH; p++)
@@ -299,11 +303,13 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->live_regions);
     free(flow->flagged);
     free(flow->snapshot_of);
+    free(flow->shadow_of);
     free(flow->lanes);
     free(flow->groups.item);
     tb__index_fini(&flow->by_bucket);
     tb__arena_fini(&flow->arena);
     tb_ir_destroy(flow->ir);
     tb_free(flow->snapshot);
+    tb_free(flow->shadow);
     tb_free(flow->words);
 }

@@ -164,13 +164,18 @@ static tb_status write_stash(tb__flow *flow, stashed *at) {
 
 /* ---- A transfer ------------------------------------------------------------------------------------------------ */
 
-static tb_status open_transfer(tb__flow *flow) {
+static tb_status check_memory(const tb__flow *flow) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         if (flow->dst_regions[i] && !tb__region_is_valid(flow->dst_regions[i]))
             return tb__fail(TB_INVALID,
                             "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
                             flow->tensors[i].spec.name, flow->o.rank, flow->what);
     }
+    return TB_OK;
+}
+
+static tb_status open_transfer(tb__flow *flow) {
+    TB_TRY(check_memory(flow));
     flow->buckets_left = 0;
     for (size_t i = 0; i < flow->ir->nchannels; i++) {
         flow->lanes[i].to_take = 0;
@@ -201,6 +206,21 @@ void tb__flow_end_recv(tb__flow *flow) {
     }
 }
 
+/* All of it is here. In place it is live, too. */
+static tb_status arrive(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    if (flow->o.shadow.is_used) {
+        TB_TRY(check_memory(flow));
+        tb__flow_prepare(flow);
+        return TB_OK;
+    }
+    leg->is_under_way = false;
+    leg->is_arrived = leg->is_committed = true;
+    flow->version = leg->attempt;
+    flow->is_torn = false;
+    return TB_OK;
+}
+
 bool tb__flow_step_recv(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (!tb__flow_ensure_plan(flow, leg) || tb__flow_try_reach(flow))
@@ -224,8 +244,9 @@ bool tb__flow_step_recv(tb__flow *flow) {
         return true;
     }
     if (flow->buckets_left == 0 && flow->groups_done == flow->groups.count) {
-        leg->is_under_way = false;
-        leg->is_arrived = leg->is_committed = true; /* in place: what is here is live */
+        status = arrive(flow);
+        if (status != TB_OK)
+            tb__flow_abort(flow, false, status);
         return true;
     }
     if (did)

@@ -64,13 +64,14 @@ static tb_status expose(tb__flow *flow) {
         tb__leg_idle(leg);
     }
     open_lanes(flow);
-    flow->readers_left = 0;
+    flow->readers_left = flow->committers_left = 0;
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
         if (!m->is_reader)
             continue;
-        m->has_stashed = m->is_done = false;
+        m->has_stashed = m->is_done = m->has_committed = false;
         flow->readers_left++;
+        flow->committers_left += flow->o.shadow.is_used;
         atomic_store(m->word, word_of(leg->attempt, EXPOSURE_READY));
     }
     flow->send_is_exposed = true;
@@ -89,6 +90,17 @@ void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
     from->is_done = true;
     flow->readers_left--;
     flow->send.bytes_done += from->reads_nbytes;
+}
+
+void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt) {
+    if (!flow->send_is_exposed || flow->send.attempt != attempt || from->has_committed || !from->is_reader)
+        return;
+    from->has_committed = true;
+    flow->committers_left -= flow->o.shadow.is_used;
+}
+
+bool tb__flow_is_served(const tb__flow *flow, const member *reader) {
+    return reader->is_done && (reader->has_committed || !flow->o.shadow.is_used);
 }
 
 void tb__flow_revoke(tb__flow *flow) {
@@ -123,7 +135,11 @@ bool tb__flow_step_send(tb__flow *flow) {
         return true;
     if (flow->readers_left > 0 || flow->sends_left > 0)
         return false;
+    bool was_released = leg->is_released;
+    leg->is_released = true;
+    if (flow->committers_left > 0)
+        return !was_released;
     leg->is_under_way = false;
-    leg->is_released = leg->is_committed = true;
+    leg->is_committed = true;
     return true;
 }

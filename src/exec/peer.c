@@ -312,6 +312,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
         return TB_NO_MEMORY;
     peer->engine = engine;
     peer->rank = rank;
+    peer->incarnation = incarnation;
     peer->wire = wire;
     peer->transport = transport;
     peer->label = tb__strdup(label);

@@ -8,7 +8,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { MXFP8_BLOCK = 32, READ_BYTES = 256 << 10 };
+enum { MXFP8_BLOCK = 32, READ_BYTES = 256 << 10, COPY_BYTES = 1 << 20 };
 
 /* ---- The text form --------------------------------------------------------------------------------------------- */
 
@@ -148,6 +148,7 @@ tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored,
         return tb__fail(TB_REFUSED, "a scalar can't be %s", name);
     e.columns = stored->dim[stored->ndim - 1];
     e.matrix_rows = stored->ndim > 1 ? stored->dim[stored->ndim - 2] : 1;
+    e.matrices = e.matrix_rows > 0 ? count_rows(stored) / e.matrix_rows : 0;
     e.rows = count_rows(&part->shape);
     TB_TRY(tb__quant_measure(&encoding->format, e.matrix_rows, e.columns, &e.size));
     bool has_data = count_rows(stored) > 0;
@@ -197,6 +198,64 @@ tb_status tb__encoded_write(const tb__encoded *e, int64_t first, int64_t rows, c
         i += r.count;
     }
     return TB_OK;
+}
+
+typedef struct copying {
+    const tb__encoded *from, *to;
+    int64_t nparts;
+} copying;
+
+/* Scales in tiles of rows first .. stop-1; behind the last row, the padding of its tiles. */
+static void copy_tiles(const tb__quant_size *size, const char *from, char *to, int64_t first, int64_t stop) {
+    for (int64_t row = first; row < stop; row++) {
+        for (int64_t c = 0; c < size->scale_columns; c += 4) {
+            int64_t at = tb__quant_swizzle(row, c, size->scale_columns);
+            memcpy(to + at, from + at, 4);
+        }
+    }
+}
+
+static void copy_run(const tb__encoded *from, const tb__encoded *to, const run *r) {
+    const tb__quant_size *size = &from->size;
+    int64_t row_nbytes = size->data_nbytes / from->matrix_rows;
+    int64_t data = r->matrix * size->data_nbytes + r->row * row_nbytes, scales = r->matrix * size->scale_nbytes;
+    memcpy(to->data + data, from->data + data, (size_t)(r->count * row_nbytes));
+    if (size->scale_nbytes == 0)
+        return;
+    if (from->encoding.format.is_swizzled) {
+        int64_t stop = r->row + r->count;
+        if (stop == from->matrix_rows)
+            stop = (stop + 127) / 128 * 128;
+        copy_tiles(size, from->scales + scales, to->scales + scales, r->row, stop);
+        return;
+    }
+    int64_t each = size->scale_nbytes / size->scale_rows, band = size->band > 1 ? size->band : 1;
+    int64_t first = r->row / band, stop = (r->row + r->count + band - 1) / band;
+    memcpy(to->scales + scales + first * each, from->scales + scales + first * each, (size_t)((stop - first) * each));
+}
+
+static void copy_part(void *arg, int64_t from, int64_t to) {
+    const copying *c = arg;
+    const tb_shape *shape = &c->from->part.shape;
+    int64_t stop = c->from->rows * to / c->nparts;
+    for (int64_t i = c->from->rows * from / c->nparts; i < stop;) {
+        run r = next_run(c->from, shape->ndim, NULL, shape->dim, i, stop);
+        copy_run(c->from, c->to, &r);
+        i += r.count;
+    }
+}
+
+void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to) {
+    copying c = {from, to, 1};
+    /* Rows that share scales are copied by one. */
+    if (from->rows > 0 && from->size.band <= 1) {
+        int64_t nparts = from->rows * from->columns / COPY_BYTES;
+        c.nparts = nparts < 1 ? 1 : nparts < from->rows ? nparts : from->rows;
+    }
+    if (from->rows > 0)
+        tb__workers_for(c.nparts, copy_part, &c);
+    if (to->scale && tb__encoding_is_global(&to->encoding))
+        *to->scale = *from->scale;
 }
 
 static int64_t box_rows(int ndim, const int64_t *len) {

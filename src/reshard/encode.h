@@ -22,7 +22,7 @@ typedef struct tb__encoded {
     tb__encoding encoding;
     char *data, *scales;
     float *scale; /* of a global one */
-    int64_t columns, matrix_rows;
+    int64_t columns, matrix_rows, matrices;
     tb__quant_size size; /* of a matrix */
     tb_binding part;     /* where the canonical tensor is in the data */
     int64_t rows;        /* of the canonical tensor's part */
@@ -34,6 +34,9 @@ tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored,
 
 /* Quantises rows first .. first+rows-1 of the part, which are in `from` one after the other. */
 tb_status tb__encoded_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from, tb_dtype dtype);
+
+/* What is in the part, its data and scales, as it is, into the same part of another storage of the same shape. */
+void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to);
 
 /* A box of the part, row-major. */
 tb_status tb__encoded_read(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len, void *to,

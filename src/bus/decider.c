@@ -1,0 +1,174 @@
+/* A queue of questions, and the thread that asks them one by one. In the store an answer is "commit", or "abort", the
+ * number of the reason's status, and the reason. */
+#include "bus/decider.h"
+
+#include "base/log.h"
+#include "base/mem.h"
+#include "base/process.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { ANSWER_MS = 3000, QUESTION_ROOM = 128 };
+
+typedef struct question {
+    tb__flow *flow; /* guarded by the engine's lock; NULL: nobody wants to know */
+    bool forgets;
+    char text[QUESTION_ROOM];
+    uint64_t attempt;
+    char answer[TB__WHY_MAX + 32]; /* that is proposed */
+    struct question *next;
+} question;
+
+struct tb__decider {
+    tb__engine *engine;
+    tb__directory *directory;
+    pthread_t thread;
+    bool has_thread;
+    pthread_mutex_t lock; /* for all that follows; may be taken with the engine's */
+    pthread_cond_t changed;
+    bool is_stopping;
+    question *first, *asked; /* those that wait, and the one that is being asked */
+};
+
+tb_status tb__decider_create(tb__engine *engine, tb__directory *directory, tb__decider **out) {
+    tb__decider *d = tb__calloc(1, sizeof *d);
+    if (!d)
+        return TB_NO_MEMORY;
+    d->engine = engine;
+    d->directory = directory;
+    pthread_mutex_init(&d->lock, NULL);
+    tb__monotonic_cond_init(&d->changed);
+    *out = d;
+    return TB_OK;
+}
+
+/* False: it makes no sense. */
+static bool read_answer(const char *answer, tb__verdict *verdict, tb_status *status, const char **why) {
+    int code = 0, length = 0;
+    *why = "";
+    *status = TB_OK;
+    *verdict = TB__VERDICT_COMMIT;
+    if (strcmp(answer, "commit") == 0)
+        return true;
+    *verdict = TB__VERDICT_ABORT;
+    if (sscanf(answer, "abort %2d %n", &code, &length) != 1 || length == 0 || code < 1 || code > 64)
+        return false;
+    *status = (tb_status)-code;
+    *why = answer + length;
+    return true;
+}
+
+static void ask(tb__decider *d, const question *q) {
+    char *answer = NULL;
+    const char *why = "";
+    tb__verdict verdict = TB__VERDICT_NONE;
+    tb_status reason = TB_OK;
+    tb_status status = tb__directory_decide(d->directory, q->text, q->answer, ANSWER_MS, &answer);
+    if (status == TB_OK && !read_answer(answer, &verdict, &reason, &why))
+        status = tb__fail(TB_INVALID, "the store's answer '%.40s' makes no sense", answer);
+    tb__engine_lock(d->engine);
+    if (q->flow)
+        tb__flow_answer(q->flow, q->attempt, status, verdict, reason, why);
+    tb__engine_unlock(d->engine);
+    free(answer);
+}
+
+static void *ask_all(void *arg) {
+    tb__decider *d = arg;
+    pthread_mutex_lock(&d->lock);
+    while (!d->is_stopping) {
+        question *q = d->first;
+        if (!q) {
+            pthread_cond_wait(&d->changed, &d->lock);
+            continue;
+        }
+        d->first = q->next;
+        d->asked = q;
+        pthread_mutex_unlock(&d->lock);
+        if (!q->forgets)
+            ask(d, q);
+        else if (tb__directory_forget(d->directory, q->text, ANSWER_MS) != TB_OK)
+            tb__log(TB_LOG_INFO, "what was decided about %s stays in the store: %s", q->text, tb_error_detail());
+        pthread_mutex_lock(&d->lock);
+        d->asked = NULL;
+        free(q);
+    }
+    pthread_mutex_unlock(&d->lock);
+    return NULL;
+}
+
+static tb_status add(tb__decider *d, question *q) {
+    tb_status status = TB_OK;
+    pthread_mutex_lock(&d->lock);
+    if (!d->has_thread)
+        status = tb__start_thread(&d->thread, "tb-decider", ask_all, d);
+    d->has_thread |= status == TB_OK;
+    question **at = &d->first;
+    while (*at)
+        at = &(*at)->next;
+    if (status == TB_OK)
+        *at = q;
+    pthread_cond_signal(&d->changed);
+    pthread_mutex_unlock(&d->lock);
+    if (status != TB_OK)
+        free(q);
+    return status;
+}
+
+tb_status tb__decider_propose(tb__decider *d, tb__flow *flow, const char *text, uint64_t attempt, tb__verdict verdict,
+                              tb_status status, const char *why) {
+    if (!tb__directory_is_connected(d->directory))
+        return tb__fail_within(TB_LOST, "the store, which has to decide it");
+    question *q = tb__calloc(1, sizeof *q);
+    if (!q)
+        return TB_NO_MEMORY;
+    q->flow = flow;
+    q->attempt = attempt;
+    snprintf(q->text, sizeof q->text, "%s", text);
+    if (verdict == TB__VERDICT_COMMIT)
+        snprintf(q->answer, sizeof q->answer, "commit");
+    else
+        snprintf(q->answer, sizeof q->answer, "abort %d %s", -(int)status, why);
+    return add(d, q);
+}
+
+void tb__decider_forget(tb__decider *d, const char *text) {
+    question *q = tb__directory_is_connected(d->directory) ? tb__calloc(1, sizeof *q) : NULL;
+    if (!q)
+        return;
+    q->forgets = true;
+    snprintf(q->text, sizeof q->text, "%s", text);
+    (void)add(d, q);
+}
+
+void tb__decider_drop(tb__decider *d, const tb__flow *flow) {
+    pthread_mutex_lock(&d->lock);
+    if (d->asked && d->asked->flow == flow)
+        d->asked->flow = NULL;
+    for (question *q = d->first; q; q = q->next) {
+        if (q->flow == flow)
+            q->flow = NULL;
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+void tb__decider_destroy(tb__decider *d) {
+    if (!d)
+        return;
+    if (d->has_thread) {
+        pthread_mutex_lock(&d->lock);
+        d->is_stopping = true;
+        pthread_cond_signal(&d->changed);
+        pthread_mutex_unlock(&d->lock);
+        pthread_join(d->thread, NULL);
+    }
+    while (d->first) {
+        question *q = d->first;
+        d->first = q->next;
+        free(q);
+    }
+    pthread_cond_destroy(&d->changed);
+    pthread_mutex_destroy(&d->lock);
+    free(d);
+}

@@ -1,0 +1,336 @@
+/* Shadowed receives: a second home for the targets, who is prepared, what is decided, and the copy that follows. */
+#include "exec/flow_inside.h"
+
+#include "exec/workers.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- Memory --------------------------------------------------------------------------------------------------- */
+
+/* Only ranks that receive need it. */
+static bool has_shadow(const tb__flow *flow, size_t i) {
+    const tb__flow_tensor *t = &flow->tensors[i];
+    return !t->is_gathered && !t->has_own_shadow && flow->dst_regions[i];
+}
+
+static tb_status add_commit(tb__flow *flow, const tb_binding *from, const tb_binding *to) {
+    const void **src = tb__arena_alloc(&flow->arena, 1, sizeof *src);
+    int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&flow->arena, 1, sizeof *strides);
+    if (!src || !strides)
+        return TB_NO_MEMORY;
+    *src = (char *)from->base + from->offset;
+    memcpy(strides, from->strides, sizeof *strides);
+    tb__copy copy = {.ndim = to->shape.ndim,
+                     .nsrc = 1,
+                     .src = src,
+                     .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
+                     .dst = (char *)to->base + to->offset,
+                     .src_dtype = from->dtype,
+                     .wire_dtype = from->dtype,
+                     .dst_dtype = from->dtype};
+    memcpy(copy.len, to->shape.dim, sizeof copy.len);
+    memcpy(copy.dst_stride, to->strides, sizeof copy.dst_stride);
+    TB_TRY(tb__copy_check(&copy)); /* nothing may fail once it is decided */
+    return tb__vec_push(&flow->commits, copy) ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__flow_make_shadow(tb__flow *flow) {
+    size_t n = flow->o.ntensors, total = 0;
+    flow->shadow_of = tb__malloc(n, sizeof *flow->shadow_of);
+    if (!flow->shadow_of)
+        return TB_NO_MEMORY;
+    for (int pass = 0; pass < 2; pass++) {
+        size_t at = 0;
+        for (size_t i = 0; i < n; i++) {
+            tb_binding *b = &flow->tensors[i].dst;
+            int64_t nbytes;
+            if (!has_shadow(flow, i))
+                continue;
+            TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
+            if (pass == 1) {
+                flow->shadow_of[i] = *b;
+                TB_TRY(tb_binding_contiguous(flow->shadow, (int64_t)at, b->dtype, &flow->shadow_of[i].shape, b));
+                TB_TRY(add_commit(flow, b, &flow->shadow_of[i]));
+            }
+            at += ((size_t)nbytes + 63) / 64 * 64;
+        }
+        total = at;
+        if (pass == 0)
+            TB_TRY(tb_alloc(total, (void **)&flow->shadow));
+    }
+    return TB_OK;
+}
+
+/* ---- Words between ranks --------------------------------------------------------------------------------------- */
+
+static bool is_lead(const tb__flow *flow) {
+    return flow->self == flow->o.shadow.lead;
+}
+
+void tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt) {
+    from->prepared = attempt;
+    tb__engine_wake(flow->o.engine);
+}
+
+static bool all_are_prepared(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->o.shadow.is_engine[i] && flow->members[i].prepared != flow->recv.attempt)
+            return false;
+    }
+    return true;
+}
+
+const member *tb__flow_find_deserter(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        const member *m = &flow->members[i];
+        bool is_needed =
+            is_lead(flow) ? flow->o.shadow.is_engine[i] && m->prepared != flow->recv.attempt : i == flow->o.shadow.lead;
+        if (m->is_gone && is_needed)
+            return m;
+    }
+    return NULL;
+}
+
+static void tell_decided(tb__flow *flow, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (i == flow->self || !flow->o.shadow.is_engine[i])
+            continue;
+        tb__pack pack = {0};
+        tb__flow_begin_message(flow, &pack, MESSAGE_DECIDED, attempt);
+        tb__pack_u32(&pack, verdict);
+        tb__pack_u32(&pack, (uint32_t)-status);
+        tb__pack_string(&pack, why);
+        tb__flow_send_message(flow, &flow->members[i], &pack);
+    }
+}
+
+void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
+    bool was_asked = flow->asked == attempt && flow->verdict.attempt != attempt;
+    if (flow->o.shadow.is_used && is_lead(flow) && !was_asked)
+        tell_decided(flow, attempt, TB__VERDICT_ABORT, status, why);
+}
+
+static void take_verdict(tb__flow *flow, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why) {
+    if (flow->verdict.attempt >= attempt)
+        return;
+    flow->verdict.attempt = attempt;
+    flow->verdict.verdict = verdict;
+    flow->verdict.status = status;
+    snprintf(flow->verdict.why, sizeof flow->verdict.why, "%s", why);
+    tb__engine_wake(flow->o.engine);
+    tb__engine_signal(flow->o.engine);
+}
+
+bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
+    uint32_t verdict = tb__unpack_u32(message), code = tb__unpack_u32(message);
+    const char *why = tb__unpack_string(message);
+    bool is_commit = verdict == TB__VERDICT_COMMIT;
+    if (!tb__unpack_is_done(message) || !flow->o.shadow.is_used || from != &flow->members[flow->o.shadow.lead] ||
+        (!is_commit && (verdict != TB__VERDICT_ABORT || code == 0 || code > 64)))
+        return false;
+    tb_status status = (tb_status) - (int)code;
+    if (!is_commit) /* a rank that is not prepared ends by that, too */
+        tb__flow_note_abort(flow, attempt, status, why);
+    take_verdict(flow, attempt, (tb__verdict)verdict, status, why);
+    return true;
+}
+
+/* ---- Verdicts -------------------------------------------------------------------------------------------------- */
+
+void tb__flow_prepare(tb__flow *flow) {
+    flow->recv.is_arrived = true;
+    flow->is_prepared = true;
+    flow->gives_up = TB_OK;
+    flow->awaits_answer = false;
+    flow->unanswered = TB_OK;
+    flow->members[flow->self].prepared = flow->recv.attempt;
+    if (!is_lead(flow))
+        tb__flow_tell(flow, &flow->members[flow->o.shadow.lead], MESSAGE_PREPARED, flow->recv.attempt);
+}
+
+void tb__flow_give_up(tb__flow *flow, tb_status status) {
+    if (flow->gives_up != TB_OK)
+        return;
+    flow->gives_up = status;
+    snprintf(flow->gives_up_why, sizeof flow->gives_up_why, "%s", tb_error_detail());
+    tb__engine_wake(flow->o.engine);
+}
+
+void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__verdict verdict, tb_status reason,
+                     const char *why) {
+    if (attempt != flow->asked) /* it has ended otherwise, and the next one is under way */
+        return;
+    flow->awaits_answer = false;
+    if (status == TB_OK) {
+        take_verdict(flow, attempt, verdict, reason, why);
+    } else {
+        flow->unanswered = status;
+        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+    }
+    tb__engine_wake(flow->o.engine);
+    tb__engine_signal(flow->o.engine);
+}
+
+static tb_status propose(tb__flow *flow, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why) {
+    TB_TRY(flow->o.shadow.propose(flow->o.shadow.arg, attempt, verdict, status, why));
+    flow->asked = attempt;
+    flow->awaits_answer = true;
+    flow->unanswered = TB_OK;
+    return TB_OK;
+}
+
+static tb_status say_doubt(const tb__flow *flow, uint64_t attempt, const char *why) {
+    return tb__fail(TB_IN_DOUBT, "whether version %" PRIu64 " of %s is committed is not known: %s", attempt, flow->what,
+                    why);
+}
+
+/* The rank keeps what it has, and does not say that it was given up: it may not have been. */
+static void end_in_doubt(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    say_doubt(flow, leg->attempt, flow->unanswered_why);
+    leg->is_under_way = false;
+    leg->status = TB_IN_DOUBT;
+    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
+    flow->doubtful = leg->attempt;
+    flow->is_prepared = false;
+}
+
+static void end_aborted(tb__flow *flow) {
+    flow->is_prepared = false;
+    tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), true);
+}
+
+/* From the shadow into the tensors, with the lock free. */
+static void commit(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
+    tb__engine_unlock(flow->o.engine);
+    if (committing)
+        committing(arg, false);
+    (void)tb__workers_run(flow->commits.item, flow->commits.count); /* checked before */
+    if (flow->o.shadow.apply)
+        flow->o.shadow.apply(flow->o.shadow.arg);
+    if (committing)
+        committing(arg, true);
+    tb__engine_lock(flow->o.engine);
+}
+
+/* Whoever has committed the last attempt has been told the end of the one before it, as everybody who was prepared for
+ * the last one: nobody will ask about those any more. */
+static void forget_old(tb__flow *flow, uint64_t attempt) {
+    while (is_lead(flow) && flow->forgotten + 2 < attempt)
+        flow->o.shadow.forget(flow->o.shadow.arg, ++flow->forgotten);
+}
+
+static void tell_committed(tb__flow *flow, uint64_t attempt) {
+    flow->version = attempt;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_feeder)
+            tb__flow_tell(flow, &flow->members[i], MESSAGE_COMMITTED, attempt);
+    }
+    forget_old(flow, attempt);
+}
+
+static void end_committed(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    if (is_lead(flow))
+        tell_decided(flow, leg->attempt, TB__VERDICT_COMMIT, TB_OK, "");
+    tb__phases_enter(leg->phases, TB_PHASE_COMMIT);
+    commit(flow, leg->committing, leg->committing_arg);
+    tb__leg_idle(leg);
+    tell_committed(flow, leg->attempt);
+    flow->is_prepared = false;
+    leg->is_under_way = false;
+    leg->is_committed = true;
+}
+
+/* Proposes what this rank is for, if it is for anything. */
+static bool step_undecided(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    bool tells;
+    tb_status status = flow->gives_up;
+    if (status != TB_OK)
+        tb__set_detail("%s", flow->gives_up_why);
+    else
+        status = tb__flow_find_reason(flow, false, &tells);
+    char why[TB__WHY_MAX] = "";
+    if (status != TB_OK)
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+    if (is_lead(flow)) {
+        if (status == TB_OK && !all_are_prepared(flow))
+            return false;
+        /* Nobody else proposes to commit, so as long as the lead has not, its word is enough to abort. */
+        if (status == TB_OK)
+            status = propose(flow, leg->attempt, TB__VERDICT_COMMIT, TB_OK, "");
+        if (status == TB_OK)
+            return true;
+        if (!*why)
+            snprintf(why, sizeof why, "%s", tb_error_detail());
+        take_verdict(flow, leg->attempt, TB__VERDICT_ABORT, status, why);
+        return true;
+    }
+    if (status == TB_OK)
+        return false;
+    status = propose(flow, leg->attempt, TB__VERDICT_ABORT, status, why);
+    if (status != TB_OK) {
+        flow->unanswered = status;
+        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+    }
+    return true;
+}
+
+bool tb__flow_step_prepared(tb__flow *flow) {
+    if (flow->verdict.attempt == flow->recv.attempt) {
+        if (flow->verdict.verdict == TB__VERDICT_COMMIT)
+            end_committed(flow);
+        else
+            end_aborted(flow);
+        return true;
+    }
+    if (flow->awaits_answer)
+        return false;
+    if (flow->unanswered != TB_OK) {
+        end_in_doubt(flow);
+        return true;
+    }
+    return step_undecided(flow);
+}
+
+/* ---- Doubts ---------------------------------------------------------------------------------------------------- */
+
+bool tb__flow_is_in_doubt(const tb__flow *flow) {
+    return flow->doubtful != 0;
+}
+
+bool tb__flow_awaits_answer(const tb__flow *flow) {
+    return flow->awaits_answer && flow->verdict.attempt < flow->doubtful;
+}
+
+tb_status tb__flow_ask_again(tb__flow *flow) {
+    if (flow->awaits_answer || flow->verdict.attempt >= flow->doubtful)
+        return TB_OK;
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "rank %" PRId32 " did not hear the end of it", flow->o.rank);
+    tb_status status = propose(flow, flow->doubtful, TB__VERDICT_ABORT, TB_LOST, why);
+    return status == TB_OK ? TB_OK : say_doubt(flow, flow->doubtful, tb_error_detail());
+}
+
+tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
+    uint64_t attempt = flow->doubtful;
+    if (attempt == 0)
+        return TB_OK;
+    if (flow->verdict.attempt != attempt)
+        return say_doubt(flow, attempt, flow->awaits_answer ? "the store has not answered" : flow->unanswered_why);
+    if (flow->is_settling)
+        return say_doubt(flow, attempt, "another thread is about to copy it");
+    if (flow->verdict.verdict == TB__VERDICT_COMMIT) {
+        flow->is_settling = true;
+        if (is_lead(flow))
+            tell_decided(flow, attempt, TB__VERDICT_COMMIT, TB_OK, "");
+        commit(flow, committing, arg);
+        tell_committed(flow, attempt);
+        flow->is_settling = false;
+    }
+    flow->doubtful = 0;
+    return TB_OK;
+}
