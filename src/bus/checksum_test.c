@@ -45,7 +45,12 @@ static void spoil(rank *r) {
         meet(r);
         if (is_a(r))
             part_fill(&s.w, version);
-        check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
+        bool is_first = is_a(r) && r->index == 0;
+        if (!is_first)
+            check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
+        meet(r); /* who comes when it is given up waits for the next one */
+        if (is_first)
+            check_ok(tb_send(s.batch, NULL, &t));
         if (is_bad) {
             /* In place a rank may have all it needs and be through before another finds the fault. */
             tb_status status = tb_wait(t, TB_COMMITTED, -1);
