@@ -93,7 +93,7 @@ static bool add_number(tb__bytes *out, const char *field, int64_t number) {
 static bool add_end(tb__bytes *out, const char *prefix) {
     uint8_t end[TB__STORE_MAX_NAMESPACE + TB__STORE_MAX_KEY + 64];
     size_t length = strlen(prefix);
-    memcpy(end, prefix, length);
+    memcpy(end, prefix, length + 1);
     while (length > 0 && end[length - 1] == 0xFF)
         length--;
     if (length > 0)
