@@ -38,6 +38,18 @@ function(tb_test name)
     )
 endfunction()
 
+# tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
+# that it starts; exit status 77 is a skip.
+function(tb_etcd_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 120)
+    endif()
+    string(REPLACE "/" "_" target ${name})
+    add_test(NAME ${name}_etcd COMMAND ${target} etcd)
+    set_tests_properties(${name}_etcd PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77)
+endfunction()
+
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
 # $SANITIZED what it was compiled with; exit status 77 is a skip.
 function(tb_cli_test name)

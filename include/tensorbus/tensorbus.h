@@ -432,8 +432,9 @@ typedef struct tb_world_opts {
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
- * "tcp://127.0.0.1:7000", and "?namespace=NAME" keeps several busses apart. If nobody serves there, this process does,
- * for as long as it has the world: transfers go on without it, but nobody new can be met, and seats are free again.
+ * "tcp://127.0.0.1:7000", or etcd, "etcd://a:2379,b:2379"; "?namespace=NAME" keeps several busses apart. If nobody
+ * serves a socket there, this process does, for as long as it has the world. Without the store transfers go on, but
+ * nobody new can be met; when it is back, or another process serves it, all take their seats there again.
  * TB_CONFLICT while another process has the seat. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
@@ -498,9 +499,8 @@ typedef struct tb_transform_piece {
 /* A tensor goes in pieces, boxes that one rank has for others. Each is turned into bytes where it is sent, and back
  * where it is received. Both sides of a pair give a transform; which tensors it takes, and how many bytes it makes of a
  * piece, must be the same at both. should_transform is called by tb_batch_add, the others by the thread that makes
- * progress, one at a time; they must not call the world. prepare_send and finalize_recv may be NULL: then elements are
- * copied in the sending side's dtype, for which prepare_recv must leave room. A sentence of failure is set by
- * tb_error_set. */
+ * progress, one at a time; they must not call the world. Functions may be NULL: then elements are copied as they are,
+ * in the sending side's dtype, and the piece has their bytes. A sentence of failure is set by tb_error_set. */
 typedef struct tb_transform {
     void *arg;
     bool (*should_transform)(void *arg, const char *name); /* NULL: all */

@@ -133,27 +133,31 @@ static inline void *rank_main(void *arg) {
 
 /* Runs `body` as `na` ranks of group "a" and `nb` of group "b", all at once. Worlds go when all are through: who
  * serves the store must not take it away from the others. */
+static inline void run_ranks_in(scene *s, void (*body)(rank *r), int32_t na, int32_t nb, const void *shared) {
+    s->body = body;
+    s->nranks = na + nb;
+    s->shared = shared;
+    for (int32_t i = 0; i < na + nb; i++) {
+        rank *r = &s->ranks[i];
+        *r = (rank){.scene = s, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
+        check(pthread_create(&r->thread, NULL, rank_main, r) == 0);
+    }
+    for (int i = 0; i < s->nranks; i++)
+        pthread_join(s->ranks[i].thread, NULL);
+    for (int i = 0; i < s->nranks; i++) {
+        if (s->ranks[i].failure[0])
+            print_error("%s\n", s->ranks[i].failure);
+    }
+    check(!s->has_failed);
+    for (int i = 0; i < s->nranks; i++)
+        tb_world_destroy(s->ranks[i].world);
+    scene_fini(s);
+}
+
 static inline void run_ranks(void (*body)(rank *r), int32_t na, int32_t nb, const void *shared) {
     scene s;
     scene_init(&s);
-    s.body = body;
-    s.nranks = na + nb;
-    s.shared = shared;
-    for (int32_t i = 0; i < na + nb; i++) {
-        rank *r = &s.ranks[i];
-        *r = (rank){.scene = &s, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
-        check(pthread_create(&r->thread, NULL, rank_main, r) == 0);
-    }
-    for (int i = 0; i < s.nranks; i++)
-        pthread_join(s.ranks[i].thread, NULL);
-    for (int i = 0; i < s.nranks; i++) {
-        if (s.ranks[i].failure[0])
-            print_error("%s\n", s.ranks[i].failure);
-    }
-    check(!s.has_failed);
-    for (int i = 0; i < s.nranks; i++)
-        tb_world_destroy(s.ranks[i].world);
-    scene_fini(&s);
+    run_ranks_in(&s, body, na, nb, shared);
 }
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------- */

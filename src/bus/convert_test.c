@@ -373,6 +373,76 @@ static void test_sender(void **state) {
     }
 }
 
+/* Experts that are dealt out by a list, band by band; where a row has several places, there are no bands. */
+static void test_listed(void **state) {
+    (void)state;
+    static const char *const encodings[] = {"mxfp8", "fp8_block"};
+    for (int i = 0; i < 8; i++) {
+        job j = {.encode = encodings[i % 2],
+                 .dtype = i / 2 % 2 ? TB_BF16 : TB_F32,
+                 .ntensors = 2,
+                 .shape = {3, {7, 128, 128}},
+                 .staging_bytes = 512 << 10,
+                 .staged = i / 4,
+                 .nseats = {2, 3},
+                 .layout = {"mesh=2 place=Shard(0)", "mesh=3 place=Explicit(0, 6-7,1-3; 3-6; 0-1)"}};
+        run_ranks(run_job, 2, 3, &j);
+    }
+}
+
+static void in_two_places(rank *r) {
+    job j = {.encode = "mxfp8",
+             .dtype = TB_F32,
+             .ntensors = 1,
+             .shape = {3, {7, 128, 128}},
+             .staging_bytes = 512 << 10,
+             .nseats = {1, 2},
+             .layout = {"mesh=1 place=R", "mesh=2 place=Explicit(0, 6-7,1-3; 3-7,0-1)"}};
+    member m;
+    member_init(r, &m, &j);
+    check_fails(tb_batch_register(m.batch, 0), TB_REFUSED, "has to be gathered before it is quantised");
+    meet(r);
+    member_fini(r, &m, &j);
+}
+
+static void test_in_two_places(void **state) {
+    (void)state;
+    run_ranks(in_two_places, 1, 2, NULL);
+}
+
+/* Matrices of 100 rows in a row, which bands of whole blocks of 128 do not fit. */
+static void stacked(rank *r) {
+    enum { MATRICES = 20, ROWS = 100, COLUMNS = 128 };
+    static float numbers[MATRICES * ROWS * COLUMNS], scales[MATRICES];
+    static uint8_t data[MATRICES * ROWS * COLUMNS];
+    tb_pair *pair;
+    tb_batch *batch;
+    tb_batch_opts opts = {.size = sizeof opts, .staging_bytes = 512 << 10};
+    tb_tensor t = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {MATRICES * ROWS, COLUMNS}};
+    if (!is_a(r))
+        t = (tb_tensor){.data = data,
+                        .dtype = TB_F8E4M3,
+                        .ndim = 3,
+                        .shape = {MATRICES, ROWS, COLUMNS},
+                        .view = "merge(0,1)",
+                        .encode = "fp8_block",
+                        .scales = scales};
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    check_ok(tb_batch_add(batch, pair, "w", &t));
+    check_fails(
+        tb_reshard_execute(batch, "a", NULL, NULL, NULL), TB_REFUSED,
+        "tensor 'w' has to be gathered in bands of 128 rows, which end inside the blocks of its matrices of 100");
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_stacked(void **state) {
+    (void)state;
+    run_ranks(stacked, 1, 1, NULL);
+}
+
 static void cut_blocks(rank *r) {
     job j = {.encode = "mxfp8(sender)",
              .dtype = TB_BF16,
@@ -508,6 +578,46 @@ static void test_fused(void **state) {
     run_ranks(fused, 1, 2, NULL);
 }
 
+/* Two tensors gather together on a rank that has a part of one of them only; the other one's scale is agreed on
+ * without it. */
+static void apart(rank *r) {
+    enum { ROWS = 4, COLUMNS = 32 };
+    static const char *const names[] = {"mine", "others"};
+    tb_pair *pair;
+    tb_batch *batch;
+    float numbers[ROWS][COLUMNS], scale[2] = {-1, -1};
+    uint8_t data[2][ROWS * COLUMNS];
+    for (int64_t i = 0; i < ROWS * COLUMNS; i++)
+        numbers[i / COLUMNS][i % COLUMNS] = (float)(i + 1);
+    check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? "mesh=1 place=R" : "mesh=3 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    for (int i = 0; i < 2; i++) {
+        tb_tensor t = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+        if (!is_a(r))
+            t = (tb_tensor){.data = data[i],
+                            .dtype = TB_F8E4M3,
+                            .ndim = 2,
+                            .shape = {ROWS, COLUMNS},
+                            .layout = i == 0 ? "mesh=3 place=R" : "mesh=2 place=S0 ranks=1,2",
+                            .encode = "fp8_tensor",
+                            .scale = &scale[i],
+                            .scale_group = i == 0 ? NULL : "w13"};
+        check_ok(tb_batch_add(batch, pair, names[i], &t));
+    }
+    check_ok(tb_reshard_execute(batch, "a", &(tb_transfer_opts){.size = sizeof(tb_transfer_opts), .timeout_ms = 5000},
+                                NULL, NULL));
+    check(is_a(r) || scale[0] == ROWS * COLUMNS / 448.0F);
+    check(is_a(r) || scale[1] == (r->index == 0 ? -1 : ROWS * COLUMNS / 448.0F));
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_apart(void **state) {
+    (void)state;
+    run_ranks(apart, 1, 3, NULL);
+}
+
 /* ---- The user's own -------------------------------------------------------------------------------------------- */
 
 enum { SIDE = 12 };
@@ -615,15 +725,20 @@ static void test_transform(void **state) {
     run_ranks(transform, 2, 2, NULL);
 }
 
-/* Bytes that nobody makes. */
-static void short_wire(rank *r) {
-    tb_transform own = {.prepare_recv = wire_size, .finalize_recv = from_wire};
+static int64_t half_size(void *arg, const tb_transform_piece *piece) {
+    (void)arg;
+    return count_elements(piece) * 2;
+}
+
+/* Pieces have a size of their own, and nothing makes or reads them. */
+static void no_functions(rank *r) {
+    tb_transform own = {.prepare_recv = half_size};
     tb_batch_opts opts = {.size = sizeof opts, .transform = &own};
     part p;
     tb_pair *pair;
     tb_batch *batch;
     tb_transfer *receiving = NULL;
-    static const char words[] = "bytes on the wire, and there is no function to make them";
+    static const char words[] = "tensor 'w' has a piece of 288 bytes on the wire, but nothing converts it here";
     check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", &opts, &batch));
     part_init(&p, "mesh=1 place=R", r->index, SIDE, SIDE);
@@ -644,9 +759,9 @@ static void short_wire(rank *r) {
     part_fini(&p);
 }
 
-static void test_short_wire(void **state) {
+static void test_no_functions(void **state) {
     (void)state;
-    run_ranks(short_wire, 1, 1, NULL);
+    run_ranks(no_functions, 1, 1, NULL);
 }
 
 /* One side only. */
@@ -678,9 +793,11 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),     cmocka_unit_test(test_sender),         cmocka_unit_test(test_blocks_are_cut),
-        cmocka_unit_test(test_not_finite), cmocka_unit_test(test_too_large),      cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_transform),  cmocka_unit_test(test_lone_transform), cmocka_unit_test(test_short_wire),
+        cmocka_unit_test(test_random),        cmocka_unit_test(test_sender),    cmocka_unit_test(test_listed),
+        cmocka_unit_test(test_in_two_places), cmocka_unit_test(test_stacked),   cmocka_unit_test(test_blocks_are_cut),
+        cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
+        cmocka_unit_test(test_apart),         cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
+        cmocka_unit_test(test_no_functions),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }

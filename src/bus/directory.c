@@ -1,164 +1,59 @@
-/* The directory: this process's seats and notes in the store, and the thread that follows everybody's.
+/* The directory: this process's seats and notes in the store.
  *
  * The view of the store is replaced as a whole, under the lock, by whichever thread has listed a newer one. A call that
  * changes something lists afterwards, so that it sees its own change whatever the following thread is doing. */
-#include "bus/directory.h"
-
-#include "base/log.h"
-#include "base/mem.h"
-#include "base/process.h"
-#include "bus/directory_claim.h"
-#include "bus/directory_view.h"
-#include "bus/store/server.h"
+#include "bus/directory_inner.h"
 
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/random.h>
 
-/* Following sleeps until something changes or the connection ends; the longest round is only there to be finite. */
-enum { ROUND_MS = 60000, RETRY_MS = 100, REOPEN_MS = 10 };
+enum { REOPEN_MS = 10 };
 
-typedef struct own_seat {
-    char group[TB__DIRECTORY_MAX_NAME + 1];
-    int32_t index, size;
-} own_seat;
-
-struct tb__directory {
-    tb__store *store;
-    tb__store_server *server; /* NULL: somebody else serves */
-    tb__directory_opts opts;  /* without the token */
-    tb__seat self;            /* what all seats have in common */
-    pid_t owner;
-    pthread_t follower;
-
-    /* These belong to whoever has the turn. */
-    TB_VEC(own_seat) seats;
-    uint8_t contact[TB__DIRECTORY_MAX_CONTACT];
-
-    pthread_mutex_t lock; /* for all that follows */
-    pthread_cond_t freed; /* the turn is free, or the directory is closing */
-    bool is_taken;        /* the turn: one call at a time changes what this process says */
-    bool is_closing;
-    bool is_lost;
-    char why[512];
-    tb__view *view;
-};
-
-static void note_loss(tb__directory *d) {
-    pthread_mutex_lock(&d->lock);
-    if (!d->is_lost)
-        snprintf(d->why, sizeof d->why, "%s", tb_error_detail());
-    d->is_lost = true;
-    pthread_mutex_unlock(&d->lock);
+/* With the lock held: why a call that has waited until its deadline has not had its turn. */
+static tb_status fail_turn(const tb__directory *d) {
+    if (d->state == TB_CONFLICT)
+        return tb__fail(TB_CONFLICT, "the store is lost for good: %s", d->why);
+    if (d->state == TB_LOST)
+        return tb__fail(TB_LOST, "the store is lost: %s", d->why);
+    return tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", d->opts.timeout_ms);
 }
 
-static uint64_t viewed_revision(tb__directory *d) {
-    pthread_mutex_lock(&d->lock);
-    uint64_t revision = d->view ? tb__view_revision(d->view) : 0;
-    pthread_mutex_unlock(&d->lock);
-    return revision;
-}
-
-/* Looks at the store. Afterwards the view is at least as new as the call. */
-static tb_status look(tb__directory *d) {
-    tb__store_entries entries;
-    tb__view *view;
-    TB_TRY(tb__store_list(d->store, TB__NOW, &entries));
-    TB_TRY(tb__view_create(&entries, viewed_revision(d), &view));
-    pthread_mutex_lock(&d->lock);
-    if (!d->view || tb__view_revision(view) > tb__view_revision(d->view)) {
-        tb__view *before = d->view;
-        d->view = view;
-        view = before;
-    }
-    pthread_mutex_unlock(&d->lock);
-    tb__view_destroy(view);
-    return TB_OK;
-}
-
-/* True if it is time to end. */
-static bool pause_following(tb__directory *d) {
-    struct timespec until = tb__time_of_ms(tb__now_ms() + RETRY_MS);
-    pthread_mutex_lock(&d->lock);
-    while (!d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
-        ;
-    bool is_closing = d->is_closing;
-    pthread_mutex_unlock(&d->lock);
-    return is_closing;
-}
-
-static bool is_closing(tb__directory *d) {
-    pthread_mutex_lock(&d->lock);
-    bool result = d->is_closing;
-    pthread_mutex_unlock(&d->lock);
-    return result;
-}
-
-static void tell(const tb__directory *d) {
-    if (d->opts.changed)
-        d->opts.changed(d->opts.arg);
-}
-
-static void *follow(void *arg) {
-    tb__directory *d = arg;
-    uint64_t told = viewed_revision(d), revision = 0;
-    bool has_warned = false;
-    while (!is_closing(d)) {
-        tb_status status = tb__store_wait_change(d->store, TB__NOW, told, ROUND_MS, &revision);
-        if (status == TB_TIMEOUT)
-            continue;
-        /* A call of this process may have been here already. */
-        if (status == TB_OK && viewed_revision(d) < revision)
-            status = look(d);
-        if (status == TB_LOST) {
-            note_loss(d);
-            if (!is_closing(d))
-                tell(d);
-            break;
-        }
-        if (status == TB_OK) {
-            told = viewed_revision(d);
-            has_warned = false;
-            tell(d);
-            continue;
-        }
-        if (!has_warned)
-            tb__log(TB_LOG_WARN, "directory: the view of the bus is old: %s", tb_error_detail());
-        has_warned = true;
-        if (pause_following(d))
-            break;
-    }
-    return NULL;
-}
-
-static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry) {
-    *inquiry = (tb__inquiry){
-        .store = d->store, .deadline_ms = tb__now_ms() + d->opts.timeout_ms, .timeout_ms = d->opts.timeout_ms};
+/* Waits for the calls before it and, if it needs the store, until that is there. The following thread can't wait for
+ * what only itself can bring about. */
+static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_store) {
     struct timespec until = tb__time_of_ms(inquiry->deadline_ms + 1);
+    tb_status status = TB_OK;
     bool is_late = false;
     pthread_mutex_lock(&d->lock);
-    while (d->is_taken && !is_late)
+    while (!is_late && (d->is_taken || (needs_store && !tb__directory_is_follower() && d->state == TB_LOST)))
         is_late = pthread_cond_timedwait(&d->freed, &d->lock, &until) == ETIMEDOUT;
-    bool is_mine = !d->is_taken;
-    if (is_mine)
+    if (d->is_taken || (needs_store && d->state != TB_OK))
+        status = fail_turn(d);
+    else
         d->is_taken = true;
+    inquiry->store = d->store;
     pthread_mutex_unlock(&d->lock);
-    return is_mine ? TB_OK
-                   : tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", d->opts.timeout_ms);
+    return status;
 }
 
 /* Its value is `status`. */
 static tb_status end_turn(tb__directory *d, tb_status status) {
     tb__store_set_timeout(d->store, d->opts.timeout_ms);
     if (status == TB_LOST)
-        note_loss(d);
+        tb__directory_set_state(d, TB_LOST);
     pthread_mutex_lock(&d->lock);
     d->is_taken = false;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
     return status;
+}
+
+/* A call that the store was lost under does what it does once more when the store is back. */
+static bool is_worth_another_turn(const tb__inquiry *inquiry, tb_status status) {
+    return status == TB_LOST && !tb__directory_is_follower() && tb__ms_until(inquiry->deadline_ms) > 0;
 }
 
 static tb_status check_seat(const char *group, int32_t index, int32_t size) {
@@ -173,16 +68,9 @@ static tb_status check_seat(const char *group, int32_t index, int32_t size) {
     return TB_OK;
 }
 
-/* The process in one of its seats, as others see it. */
-static tb__seat seat_of(const tb__directory *d, int32_t size) {
-    tb__seat seat = d->self;
-    seat.size = size;
-    return seat;
-}
-
-static tb_status write_seat(const tb__directory *d, const tb__inquiry *inquiry, const own_seat *own) {
+static tb_status write_seat(const tb__directory *d, const tb__inquiry *inquiry, const tb__own_seat *own) {
     tb__seat_bytes bytes = {0};
-    tb__seat seat = seat_of(d, own->size);
+    tb__seat seat = tb__directory_seat(d, own->size);
     tb__seat_encode(&seat, &bytes);
     TB_TRY(tb__inquiry_continue(inquiry));
     return tb__store_set(d->store, tb__key_of_seat(own->group, own->index).text, bytes.data, bytes.nbytes,
@@ -191,13 +79,13 @@ static tb_status write_seat(const tb__directory *d, const tb__inquiry *inquiry, 
 
 static tb_status look_within(tb__directory *d, const tb__inquiry *inquiry) {
     TB_TRY(tb__inquiry_continue(inquiry));
-    return look(d);
+    return tb__directory_look(d, false);
 }
 
 /* Once the seat is claimed: the rank, for the first one, and what others see. */
-static tb_status settle(tb__directory *d, const tb__inquiry *inquiry, const own_seat *own, const tb__seat *claim) {
+static tb_status settle(tb__directory *d, const tb__inquiry *inquiry, const tb__own_seat *own) {
     if (d->self.rank == TB_NO_RANK)
-        TB_TRY(tb__rank_claim(inquiry, own->group, own->index, claim, &d->self.rank, &d->self.incarnation));
+        TB_TRY(tb__rank_claim(inquiry, own->group, own->index, d->holder, &d->self.rank, &d->self.incarnation));
     TB_TRY(tb__seat_remember(inquiry, own->group, own->index, d->self.rank));
     if (d->self.is_announced)
         TB_TRY(write_seat(d, inquiry, own));
@@ -206,17 +94,22 @@ static tb_status settle(tb__directory *d, const tb__inquiry *inquiry, const own_
 
 /* There must be room in `seats`. */
 static tb_status sit(tb__directory *d, const tb__inquiry *inquiry, const char *group, int32_t index, int32_t size) {
-    own_seat own = {.index = index, .size = size};
+    tb__own_seat own = {.index = index, .size = size};
     memcpy(own.group, group, strlen(group) + 1);
-    tb__seat claim = seat_of(d, size);
+    tb__seat claim = tb__directory_seat(d, size);
     claim.is_announced = false;
     claim.contact_nbytes = 0;
-    TB_TRY(tb__seat_claim(inquiry, group, index, &claim));
-    tb_status status = settle(d, inquiry, &own, &claim);
+    TB_TRY(tb__seat_claim(inquiry, group, index, &claim, false));
+    tb_status status = settle(d, inquiry, &own);
     if (status != TB_OK)
         return tb__seat_give_up(inquiry, group, index, status);
     d->seats.item[d->seats.count++] = own;
     return TB_OK;
+}
+
+static void forget_note(tb__own_note *note) {
+    free(note->key);
+    free(note->data);
 }
 
 /* The threads are gone, or were never there. */
@@ -227,7 +120,21 @@ static void destroy(tb__directory *d) {
     pthread_cond_destroy(&d->freed);
     pthread_mutex_destroy(&d->lock);
     free(d->seats.item);
+    for (size_t i = 0; i < d->notes.count; i++)
+        forget_note(&d->notes.item[i]);
+    free(d->notes.item);
+    free(d->url);
+    free(d->token);
     free(d);
+}
+
+static tb_status describe_holder(tb__directory *d, const char *group, int32_t index) {
+    uint64_t number;
+    if (getrandom(&number, sizeof number, 0) != (ssize_t)sizeof number)
+        return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
+    snprintf(d->holder, sizeof d->holder, "%s in seat %" PRId32 " of group '%s' (%016" PRIx64 ")",
+             tb__seat_describe(&d->self).text, index, group, number);
+    return TB_OK;
 }
 
 static tb_status open_until(const char *url, const char *group, int32_t index, int32_t size,
@@ -243,7 +150,11 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
     d->owner = getpid();
     pthread_mutex_init(&d->lock, NULL);
     tb__monotonic_cond_init(&d->freed);
-    tb_status status = tb__vec_reserve(&d->seats, 1) ? TB_OK : TB_NO_MEMORY;
+    d->url = tb__strdup(url);
+    d->token = tb__strdup(opts->token ? opts->token : "");
+    tb_status status = d->url && d->token && tb__vec_reserve(&d->seats, 1) ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = describe_holder(d, group, index);
     if (status == TB_OK)
         status = tb__store_open_or_serve(url, opts->token, tb__ms_until(deadline_ms), &d->store, &d->server);
     tb__inquiry inquiry = {.store = d->store, .deadline_ms = deadline_ms, .timeout_ms = opts->timeout_ms};
@@ -251,7 +162,7 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         status = sit(d, &inquiry, group, index, size);
     if (status == TB_OK) {
         tb__store_set_timeout(d->store, opts->timeout_ms);
-        status = tb__start_thread(&d->follower, "tb-directory", follow, d);
+        status = tb__start_thread(&d->follower, "tb-directory", tb__directory_follow, d);
     }
     if (status != TB_OK) {
         destroy(d);
@@ -290,8 +201,8 @@ void tb__directory_close(tb__directory *directory) {
     pthread_mutex_lock(&d->lock);
     d->is_closing = true;
     pthread_cond_broadcast(&d->freed);
-    pthread_mutex_unlock(&d->lock);
     tb__store_hang_up(d->store);
+    pthread_mutex_unlock(&d->lock);
     pthread_join(d->follower, NULL);
     destroy(d);
 }
@@ -304,7 +215,7 @@ uint64_t tb__directory_incarnation(const tb__directory *directory) {
     return directory->self.incarnation;
 }
 
-static const own_seat *find_seat(const tb__directory *d, const char *group) {
+static const tb__own_seat *find_seat(const tb__directory *d, const char *group) {
     for (size_t i = 0; i < d->seats.count; i++) {
         if (strcmp(d->seats.item[i].group, group) == 0)
             return &d->seats.item[i];
@@ -313,7 +224,7 @@ static const own_seat *find_seat(const tb__directory *d, const char *group) {
 }
 
 static tb_status enter(tb__directory *d, const tb__inquiry *inquiry, const char *group, int32_t index, int32_t size) {
-    const own_seat *own = find_seat(d, group);
+    const tb__own_seat *own = find_seat(d, group);
     if (own)
         return tb__fail(TB_CONFLICT, "this process already has seat %" PRId32 " of group '%s'", own->index, group);
     if (!tb__vec_reserve(&d->seats, 1))
@@ -322,10 +233,14 @@ static tb_status enter(tb__directory *d, const tb__inquiry *inquiry, const char 
 }
 
 tb_status tb__directory_enter(tb__directory *directory, const char *group, int32_t index, int32_t size) {
-    tb__inquiry inquiry;
     TB_TRY(check_seat(group, index, size));
-    TB_TRY(take_turn(directory, &inquiry));
-    return end_turn(directory, enter(directory, &inquiry, group, index, size));
+    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb_status status;
+    do {
+        TB_TRY(take_turn(directory, &inquiry, true));
+        status = end_turn(directory, enter(directory, &inquiry, group, index, size));
+    } while (is_worth_another_turn(&inquiry, status));
+    return status;
 }
 
 static tb_status announce(tb__directory *d, const tb__inquiry *inquiry, const void *contact, size_t nbytes) {
@@ -340,11 +255,15 @@ static tb_status announce(tb__directory *d, const tb__inquiry *inquiry, const vo
 }
 
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes) {
-    tb__inquiry inquiry;
     if (nbytes > TB__DIRECTORY_MAX_CONTACT)
         return tb__fail(TB_TOO_BIG, "a contact of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_CONTACT);
-    TB_TRY(take_turn(directory, &inquiry));
-    return end_turn(directory, announce(directory, &inquiry, contact, nbytes));
+    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb_status status;
+    do {
+        TB_TRY(take_turn(directory, &inquiry, true));
+        status = end_turn(directory, announce(directory, &inquiry, contact, nbytes));
+    } while (is_worth_another_turn(&inquiry, status));
+    return status;
 }
 
 tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out) {
@@ -363,53 +282,92 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
 }
 
 static tb_status check_note(const tb__directory *d, const char *group, int32_t index) {
-    const own_seat *own = find_seat(d, group);
+    const tb__own_seat *own = find_seat(d, group);
     if (!own || own->index != index)
         return tb__fail(TB_INVALID, "seat %" PRId32 " of group '%s' is not this process's", index, group);
     return TB_OK;
 }
 
-static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
-                         int32_t index, const void *data, size_t nbytes) {
-    tb__key key = tb__key_of_note(topic, group, index);
-    TB_TRY(check_note(d, group, index));
+static void forget_note_at(tb__directory *d, const char *key) {
+    for (size_t i = 0; i < d->notes.count; i++) {
+        if (strcmp(d->notes.item[i].key, key) != 0)
+            continue;
+        forget_note(&d->notes.item[i]);
+        d->notes.item[i] = d->notes.item[--d->notes.count];
+        return;
+    }
+}
+
+static tb_status write_note(tb__directory *d, const tb__inquiry *inquiry, const char *key, const void *data,
+                            size_t nbytes) {
     TB_TRY(tb__inquiry_continue(inquiry));
-    TB_TRY(tb__store_set(d->store, key.text, data, nbytes, TB__STORE_EPHEMERAL, NULL));
+    TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
     tb_status status = look_within(d, inquiry);
     if (status != TB_TOO_BIG)
         return status;
     /* All notes together are more than can be listed, and nobody could see anything any more. */
     char why[512];
     snprintf(why, sizeof why, "%s", tb_error_detail());
-    (void)tb__store_delete(d->store, key.text);
+    (void)tb__store_delete(d->store, key);
     return tb__fail(TB_TOO_BIG, "%s", why);
+}
+
+static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
+                         int32_t index, const void *data, size_t nbytes) {
+    tb__key key = tb__key_of_note(topic, group, index);
+    TB_TRY(check_note(d, group, index));
+    tb__own_note note = {.key = tb__strdup(key.text), .data = tb__malloc(nbytes + 1, 1), .nbytes = nbytes};
+    tb_status status = note.key && note.data && tb__vec_reserve(&d->notes, 1) ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = write_note(d, inquiry, key.text, data, nbytes);
+    if (status != TB_OK) {
+        forget_note(&note);
+        return status;
+    }
+    if (nbytes > 0)
+        memcpy(note.data, data, nbytes);
+    forget_note_at(d, key.text);
+    d->notes.item[d->notes.count++] = note;
+    return TB_OK;
 }
 
 tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
                                 const void *data, size_t nbytes) {
-    tb__inquiry inquiry;
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
     if (nbytes > TB__DIRECTORY_MAX_NOTE)
         return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
-    TB_TRY(take_turn(directory, &inquiry));
-    return end_turn(directory, publish(directory, &inquiry, topic, group, index, data, nbytes));
+    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb_status status;
+    do {
+        TB_TRY(take_turn(directory, &inquiry, true));
+        status = end_turn(directory, publish(directory, &inquiry, topic, group, index, data, nbytes));
+    } while (is_worth_another_turn(&inquiry, status));
+    return status;
 }
 
 static tb_status withdraw(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
                           int32_t index) {
+    tb__key key = tb__key_of_note(topic, group, index);
     TB_TRY(check_note(d, group, index));
+    forget_note_at(d, key.text);
+    if (tb__directory_state(d) != TB_OK)
+        return TB_OK; /* there is nothing to delete it from */
     TB_TRY(tb__inquiry_continue(inquiry));
-    TB_TRY(tb__store_delete(d->store, tb__key_of_note(topic, group, index).text));
+    TB_TRY(tb__store_delete(d->store, key.text));
     return look_within(d, inquiry);
 }
 
 tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index) {
-    tb__inquiry inquiry;
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
-    TB_TRY(take_turn(directory, &inquiry));
-    return end_turn(directory, withdraw(directory, &inquiry, topic, group, index));
+    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb_status status;
+    do {
+        TB_TRY(take_turn(directory, &inquiry, false));
+        status = end_turn(directory, withdraw(directory, &inquiry, topic, group, index));
+    } while (is_worth_another_turn(&inquiry, status));
+    return status;
 }
 
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
@@ -420,11 +378,15 @@ tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__n
     return status;
 }
 
-bool tb__directory_is_connected(tb__directory *directory) {
+tb_status tb__directory_state(tb__directory *directory) {
     pthread_mutex_lock(&directory->lock);
-    bool is_lost = directory->is_lost;
-    if (is_lost)
+    tb_status state = directory->state;
+    if (state != TB_OK)
         tb__set_detail("%s", directory->why);
     pthread_mutex_unlock(&directory->lock);
-    return !is_lost;
+    return state;
+}
+
+bool tb__directory_is_connected(tb__directory *directory) {
+    return tb__directory_state(directory) == TB_OK;
 }

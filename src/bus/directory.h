@@ -3,7 +3,13 @@
  *
  * A thread follows the store and keeps a copy of all of it, so that asking never waits; when something has changed it
  * calls `changed`. What this process published disappears from the store when it closes the directory or dies. Calls
- * may come from several threads at once. */
+ * may come from several threads at once.
+ *
+ * If the store is lost, what was known stays known, and the thread tries to reach it again, less and less often. Where
+ * nobody serves an embedded store any more, whoever comes first does. Once it is back the process takes its rank and
+ * seats again, with the same incarnation, and rewrites its contact and notes; others do the same, each in its time.
+ * Calls that need the store wait for that, and fail with TB_LOST when their time is up. If another process has taken
+ * the rank or a seat meanwhile, the directory stays lost, and they fail with TB_CONFLICT. */
 #ifndef TB_BUS_DIRECTORY_H
 #define TB_BUS_DIRECTORY_H
 
@@ -20,21 +26,23 @@ enum {
 typedef struct tb__directory_opts {
     const char *token;
     int timeout_ms; /* for opening, and for each call that asks the store: enter, announce, publish, withdraw */
-    /* Called by the following thread, which holds no lock, after any change, and once when the store is lost; the first
-     * time perhaps before open returns. It may call the directory, but not close it. May be NULL. */
+    /* Called by the following thread, which holds no lock, after any change, and when the store is lost or back; the
+     * first time perhaps before open returns. It may call the directory, but not close it; what needs the store fails
+     * at once while that is lost. May be NULL. */
     void (*changed)(void *arg);
     void *arg;
 } tb__directory_opts;
 
 /* Connects to the store, or serves it where nobody does, and takes a bus rank: the one that this seat had last time,
  * with the next incarnation, or a new one where a living process has that. TB_CONFLICT, naming who has it, if the seat
- * is taken, and naming who says so, if the group has another size: both after half a second, in which the dead
- * disappear. The member is visible to others after tb__directory_announce. */
+ * is taken, and naming who says so, if the group has another size: both after the time in which the dead disappear:
+ * half a second, or in etcd a few. The member is visible to others after tb__directory_announce. */
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
                              const tb__directory_opts *opts, tb__directory **out);
 
-/* Waits for nobody but a `changed` that is under way. If this process serves the store, all others lose it. No other
- * call may be under way. NULL is allowed. */
+/* Waits for nobody but a `changed` that is under way, for an attempt to reach a lost store (two seconds at most), and
+ * in etcd a second at most for giving the lease back. If this process serves the store, all others lose it, and one of
+ * them serves it anew. No other call may be under way. NULL is allowed. */
 void tb__directory_close(tb__directory *directory);
 
 int32_t tb__directory_rank(const tb__directory *directory);
@@ -71,7 +79,8 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
 
 /* Publishes a note about `topic` in the name of one of this process's seats; it replaces the one before. Others see it
  * until it is withdrawn or this process is gone; this process sees it when the call returns. TB_TOO_BIG also if all
- * contacts and notes on the bus together come close to 16 MiB. */
+ * contacts and notes on the bus together come close to 16 MiB. Withdrawing while the store is lost does not wait: the
+ * note is not written again. */
 tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
                                 const void *data, size_t nbytes);
 tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index);
@@ -92,7 +101,11 @@ typedef struct tb__notes {
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
 void tb__notes_fini(tb__notes *notes);
 
-/* False, with the reason in tb_error_detail, once the connection to the store is lost. What was known stays known. */
+/* TB_OK, or with the reason in tb_error_detail: TB_LOST while the store is lost, TB_CONFLICT if it stays lost because
+ * another process is in this one's place. */
+tb_status tb__directory_state(tb__directory *directory);
+
+/* Whether that is TB_OK. */
 bool tb__directory_is_connected(tb__directory *directory);
 
 #endif

@@ -8,9 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
-enum { GRACE_MS = 500 };
-
 tb_status tb__inquiry_continue(const tb__inquiry *inquiry) {
     int left = tb__ms_until(inquiry->deadline_ms);
     if (left == 0)
@@ -37,16 +34,20 @@ static tb_status seat_taken(const char *group, int32_t index, const tb__store_va
                     tb__seat_describe(&other).text);
 }
 
-/* Left over from a call that failed half-way. */
-static bool is_mine(const tb__store_value *present, int32_t index, const tb__seat *mine) {
+/* Left over from a call that failed half-way, or from before the store was lost: who has not announced himself may have
+ * sat down without a rank. */
+static bool is_mine(const tb__store_value *present, int32_t index, const tb__seat *mine, bool is_again) {
     tb__seat other;
-    return mine->rank != TB_NO_RANK && tb__seat_decode(present, index, &other) && other.rank == mine->rank &&
-           other.incarnation == mine->incarnation;
+    if (mine->rank == TB_NO_RANK || !tb__seat_decode(present, index, &other))
+        return false;
+    if (other.rank == TB_NO_RANK)
+        return is_again && other.pid == mine->pid && strcmp(other.host, mine->host) == 0;
+    return other.rank == mine->rank && other.incarnation == mine->incarnation;
 }
 
 /* `revision` is that of the claim. */
 static tb_status sit_down(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
-                          int64_t until_ms, uint64_t *revision) {
+                          bool is_again, int64_t until_ms, uint64_t *revision) {
     tb__key key = tb__key_of_seat(group, index);
     tb__seat_bytes bytes = {0};
     tb__seat_encode(mine, &bytes);
@@ -58,7 +59,7 @@ static tb_status sit_down(const tb__inquiry *inquiry, const char *group, int32_t
                                                      TB__STORE_EPHEMERAL, revision, &present);
         if (status != TB_CONFLICT)
             return status;
-        expected = is_mine(&present, index, mine) ? present.revision : 0;
+        expected = is_mine(&present, index, mine, is_again) ? present.revision : 0;
         if (present.revision > since)
             since = present.revision;
         status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(inquiry, key.text, until_ms, &since);
@@ -117,10 +118,11 @@ tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_
     return tb__fail(status, "%s", why);
 }
 
-tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine) {
-    int64_t until_ms = tb__now_ms() + GRACE_MS;
+tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+                         bool is_again) {
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(inquiry->store);
     uint64_t revision = 0;
-    TB_TRY(sit_down(inquiry, group, index, mine, until_ms, &revision));
+    TB_TRY(sit_down(inquiry, group, index, mine, is_again, until_ms, &revision));
     tb_status status = agree_on_size(inquiry, group, mine, until_ms, revision);
     return status == TB_OK ? TB_OK : tb__seat_give_up(inquiry, group, index, status);
 }
@@ -193,17 +195,79 @@ static tb_status take_new_rank(const tb__inquiry *inquiry, const char *holder, i
     }
 }
 
-tb_status tb__rank_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+tb_status tb__rank_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const char *holder,
                          int32_t *rank, uint64_t *incarnation) {
-    char holder[512];
     int64_t before;
-    snprintf(holder, sizeof holder, "%s in seat %" PRId32 " of group '%s'", tb__seat_describe(mine).text, index, group);
     tb_status status = take_last_rank(inquiry, group, index, holder, rank);
     if (status == TB_CONFLICT)
         status = take_new_rank(inquiry, holder, rank);
     TB_TRY(status);
     TB_TRY(count_up(inquiry, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
     *incarnation = (uint64_t)before + 1;
+    return TB_OK;
+}
+
+/* Makes a counter at least this much; `reached` is what it is then. */
+static tb_status raise_to(const tb__inquiry *inquiry, const char *key, int64_t least, int64_t *reached) {
+    for (;;) {
+        tb__store_value value;
+        TB_TRY(tb__inquiry_continue(inquiry));
+        TB_TRY(tb__store_get(inquiry->store, key, &value));
+        uint64_t expected = value.revision;
+        *reached = 0;
+        (void)tb__number_decode(&value, INT64_MAX, reached);
+        tb__store_value_fini(&value);
+        if (*reached >= least)
+            return TB_OK;
+        char text[24];
+        int length = snprintf(text, sizeof text, "%" PRId64, least);
+        TB_TRY(tb__inquiry_continue(inquiry));
+        tb_status status = tb__store_compare_and_set(inquiry->store, key, expected, text, (size_t)length,
+                                                     TB__STORE_PERMANENT, NULL, NULL);
+        if (status == TB_OK)
+            *reached = least;
+        if (status != TB_CONFLICT)
+            return status;
+    }
+}
+
+tb_status tb__ranks_reserve(const tb__inquiry *inquiry, int32_t next_rank) {
+    int64_t reached;
+    return raise_to(inquiry, "next_rank", next_rank, &reached);
+}
+
+/* Whoever has the rank may be about to be found dead. */
+static tb_status hold_rank(const tb__inquiry *inquiry, const char *holder, int32_t rank) {
+    tb__key key = tb__key_of_rank(rank);
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(inquiry->store);
+    uint64_t expected = 0, since = 0;
+    for (;;) {
+        tb__store_value present;
+        TB_TRY(tb__inquiry_continue(inquiry));
+        tb_status status = tb__store_compare_and_set(inquiry->store, key.text, expected, holder, strlen(holder),
+                                                     TB__STORE_EPHEMERAL, NULL, &present);
+        if (status != TB_CONFLICT)
+            return status;
+        /* In etcd what this process wrote outlives its connection for a while. */
+        expected = present.data && strcmp(present.data, holder) == 0 ? present.revision : 0;
+        if (present.revision > since)
+            since = present.revision;
+        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(inquiry, key.text, until_ms, &since);
+        if (status == TB_TIMEOUT)
+            status = tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by %.300s", rank,
+                              (const char *)present.data);
+        tb__store_value_fini(&present);
+        TB_TRY(status);
+    }
+}
+
+tb_status tb__rank_reclaim(const tb__inquiry *inquiry, const char *holder, int32_t rank, uint64_t incarnation) {
+    tb__key key = tb__key_of_counter("incarnations", rank);
+    int64_t reached;
+    TB_TRY(hold_rank(inquiry, holder, rank));
+    TB_TRY(raise_to(inquiry, key.text, (int64_t)incarnation, &reached));
+    if (reached > (int64_t)incarnation)
+        return tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by a process that has ended", rank);
     return TB_OK;
 }
 

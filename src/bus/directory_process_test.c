@@ -1,5 +1,6 @@
 /* The directory between processes: meeting, dying, coming back. */
 #include "bus/directory_test.h"
+#include "bus/store/etcd_test.h"
 
 #include <fcntl.h>
 
@@ -47,8 +48,6 @@ static bool all_are_done(tb__directory *directory, const void *arg) {
     const expected *group = arg;
     tb__notes notes;
     tb__roster roster;
-    if (!tb__directory_is_connected(directory))
-        return true; /* who served has left */
     must(tb__directory_notes(directory, "done", &notes));
     must(tb__directory_roster(directory, group->name, &roster));
     int64_t ndone = 0;
@@ -249,36 +248,6 @@ static pid_t start_server(const char *url, const char *seat) {
     return pid;
 }
 
-static void lost_store(void **state) {
-    const place *p = *state;
-    ear e;
-    ear_init(&e);
-    pid_t pid = start_server(p->url, "engine 0 1");
-    assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
-    assert_ok(tb__directory_announce(e.directory, "c", 1));
-    await_members(&e, "engine", 1);
-    await_notes(&e, "sitting", 1);
-    assert_true(tb__directory_is_connected(e.directory));
-    kill_role(pid);
-    assert_true(ear_await(&e, is_lost, NULL));
-    assert_false(tb__directory_is_connected(e.directory));
-    assert_non_null(strstr(tb_error_detail(), "the connection was lost"));
-    /* What was known stays known. */
-    assert_int_equal(present(e.directory, "engine"), 1);
-    assert_int_equal(present(e.directory, "trainer"), 1);
-    assert_true(has_notes(e.directory, &(expected){"sitting", 1}));
-    assert_fails(tb__directory_publish(e.directory, "t", "trainer", 0, "", 0), TB_LOST, "the connection was lost");
-    assert_fails(tb__directory_withdraw(e.directory, "t", "trainer", 0), TB_LOST, "");
-    assert_fails(tb__directory_announce(e.directory, "d", 1), TB_LOST, "");
-    assert_fails(tb__directory_enter(e.directory, "other", 0, 1), TB_LOST, "");
-    tb__directory_close(e.directory);
-    assert_int_equal(e.nlosses, 1);
-    /* The next one serves a new store. */
-    tb__directory *d = open_directory(p->url, "trainer", 0, 1);
-    assert_int_equal(tb__directory_incarnation(d), 1);
-    tb__directory_close(d);
-}
-
 /* A server that is there but does nothing. */
 static void silent_store(void **state) {
     const place *p = *state;
@@ -338,14 +307,30 @@ static const struct {
     int (*play)(const char *url, const char *arg);
 } roles[] = {{"sit", sit}, {"meet", meet}, {"crowd", crowd}};
 
+static int test_etcd(void) {
+    static etcd the_etcd;
+    const struct CMUnitTest tests[] = {
+        AT_A_PLACE(meeting), AT_A_PLACE(many_at_once), AT_A_PLACE(taken_seat),
+        AT_A_PLACE(death),   AT_A_PLACE(forked_child),
+    };
+    if (!etcd_may_start(&the_etcd))
+        return SKIPPED;
+    store_of_places = the_etcd.url;
+    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
+    etcd_stop(&the_etcd);
+    return nfailed;
+}
+
 int main(int argc, char **argv) {
     for (size_t i = 0; argc == 4 && i < sizeof roles / sizeof *roles; i++) {
         if (strcmp(argv[1], roles[i].name) == 0)
             return roles[i].play(argv[2], argv[3]);
     }
+    if (argc == 2 && strcmp(argv[1], "etcd") == 0)
+        return test_etcd();
     const struct CMUnitTest tests[] = {
-        AT_A_PLACE(meeting),    AT_A_PLACE(many_at_once), AT_A_PLACE(taken_seat),   AT_A_PLACE(death),
-        AT_A_PLACE(lost_store), AT_A_PLACE(silent_store), AT_A_PLACE(forked_child),
+        AT_A_PLACE(meeting), AT_A_PLACE(many_at_once), AT_A_PLACE(taken_seat),
+        AT_A_PLACE(death),   AT_A_PLACE(silent_store), AT_A_PLACE(forked_child),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,6 @@
 /* The directory in one process, which opens it several times. */
 #include "bus/directory_test.h"
+#include "bus/store/etcd_test.h"
 
 static void assert_note(tb__directory *directory, const char *topic, size_t i, const char *group, int32_t index,
                         const char *text) {
@@ -238,9 +239,9 @@ static void too_many_notes(void **state) {
     const place *p = *state;
     enum { NBEFORE = 252, NMOST = 260 };
     char *large = calloc(1, TB__DIRECTORY_MAX_NOTE), topic[16];
-    tb__store_server *server;
-    assert_ok(tb__store_server_start(p->url, TOKEN, &server));
-    tb__store *store = open_store(p->url);
+    tb__store_server *server = NULL;
+    tb__store *store;
+    assert_ok(tb__store_open_or_serve(p->url, TOKEN, PATIENCE_MS, &store, &server));
     for (int i = 0; i < NBEFORE; i++) {
         tb__key key = tb__key_of_note("others", "h", i);
         assert_ok(tb__store_set(store, key.text, large, TB__DIRECTORY_MAX_NOTE, TB__STORE_PERMANENT, NULL));
@@ -474,12 +475,20 @@ static void no_memory(void **state) {
     tb__directory_close(d);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    static etcd the_etcd;
+    bool is_etcd = argc == 2 && strcmp(argv[1], "etcd") == 0;
     const struct CMUnitTest tests[] = {
         AT_A_PLACE(announcing), AT_A_PLACE(several_groups), AT_A_PLACE(same_rank_again), AT_A_PLACE(sizes),
         AT_A_PLACE(size_races), AT_A_PLACE(torn_group),     AT_A_PLACE(notes),           AT_A_PLACE(too_many_notes),
         AT_A_PLACE(names),      AT_A_PLACE(token),          AT_A_PLACE(nonsense),        AT_A_PLACE(answering),
         AT_A_PLACE(threads),    AT_A_PLACE(no_memory),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    if (is_etcd && !etcd_may_start(&the_etcd))
+        return SKIPPED;
+    store_of_places = is_etcd ? the_etcd.url : NULL;
+    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
+    if (is_etcd)
+        etcd_stop(&the_etcd);
+    return nfailed;
 }

@@ -125,6 +125,10 @@ uint64_t tb__view_revision(const tb__view *view) {
     return view->entries.revision;
 }
 
+int32_t tb__view_next_rank(const tb__view *view) {
+    return view->seats.count > 0 ? view->by_rank[view->seats.count - 1]->rank + 1 : 0;
+}
+
 /* Copies to where `at` points, which advances. Nothing is copied from NULL. */
 static const void *put(char **at, const void *data, size_t nbytes) {
     char *copy = *at;

@@ -13,6 +13,8 @@ void tb__view_destroy(tb__view *view);
 
 uint64_t tb__view_revision(const tb__view *view);
 
+int32_t tb__view_next_rank(const tb__view *view); /* all ranks are below it */
+
 /* As in directory.h. */
 tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *out);
 tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out);

@@ -232,19 +232,16 @@ static bool look(void *arg) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-static tb_status connect_side(tb_pair *pair, int side) {
+/* `is_torn`: not all are there any more, since just now: they may be gone, or the store has come back without them. */
+static tb_status connect_side(tb_pair *pair, int side, bool *is_torn) {
     tb__pair_side *s = &pair->sides[side];
     tb__roster roster;
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
-    tb_status status =
-        roster.npresent == s->size && roster.size == s->size
-            ? TB_OK
-            : tb__fail(TB_LOST, "a rank of group '%s' went away while pair '%s' was being made", s->group, pair->name);
+    *is_torn = roster.npresent != s->size || roster.size != s->size;
     free(s->peers); /* of an attempt before */
-    s->peers = status == TB_OK ? tb__calloc((size_t)s->size, sizeof *s->peers) : NULL;
-    if (status == TB_OK && !s->peers)
-        status = TB_NO_MEMORY;
-    for (int32_t i = 0; i < s->size && status == TB_OK; i++) {
+    s->peers = *is_torn ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
+    tb_status status = s->peers || *is_torn ? TB_OK : TB_NO_MEMORY;
+    for (int32_t i = 0; i < s->size && status == TB_OK && !*is_torn; i++) {
         const tb__member *m = &roster.member[i];
         char label[TB__DIRECTORY_MAX_NAME + 48];
         snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, s->group, i);
@@ -305,6 +302,14 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
     tb__engine_unlock(world->engine);
 }
 
+static tb_status fail_late(const meeting *m) {
+    if (tb__directory_is_connected(m->pair->world->directory))
+        return tb__fail(TB_TIMEOUT, "pair '%s': %s", m->pair->name, m->missing);
+    char why[256];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
+}
+
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
     tb__engine *engine = pair->world->engine;
     meeting m = {.pair = pair};
@@ -313,14 +318,19 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
         tb__engine_unlock(engine);
         return TB_OK;
     }
-    bool is_over = tb__engine_wait(engine, look, &m, deadline_ms);
-    if (pair->has_met) { /* by another thread, meanwhile */
-        tb__engine_unlock(engine);
-        return TB_OK;
-    }
-    tb_status status = is_over ? m.status : tb__fail(TB_TIMEOUT, "pair '%s': %s", pair->name, m.missing);
-    for (int side = 0; side < 2 && status == TB_OK; side++)
-        status = connect_side(pair, side);
+    bool is_over, is_torn;
+    tb_status status;
+    do {
+        is_torn = false;
+        is_over = tb__engine_wait(engine, look, &m, deadline_ms);
+        if (pair->has_met) { /* by another thread, meanwhile */
+            tb__engine_unlock(engine);
+            return TB_OK;
+        }
+        status = is_over ? m.status : fail_late(&m);
+        for (int side = 0; side < 2 && status == TB_OK && !is_torn; side++)
+            status = connect_side(pair, side, &is_torn);
+    } while (status == TB_OK && is_torn);
     pair->has_met = status == TB_OK;
     uint32_t *round = is_over && m.status == TB_CONFLICT ? round_of(pair->world, pair->name) : NULL;
     if (round)

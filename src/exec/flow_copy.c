@@ -382,6 +382,21 @@ static tb_status copy_plain(tb__flow *flow, bool is_send, const tb_bucket *bucke
     return status;
 }
 
+/* What has no codec at one end travels as its elements. */
+static tb_status check_elements(const tb__flow *flow, const tb_chunk *chunk) {
+    int64_t n = 1;
+    for (int d = 0; d < chunk->ndim; d++)
+        n *= chunk->len[d];
+    int64_t nbytes = tb__dtype_bytes(chunk->wire_dtype, n);
+    if (nbytes == chunk->nbytes)
+        return TB_OK;
+    return tb__fail(TB_INVALID,
+                    "tensor '%.100s' has a piece of %" PRId64
+                    " bytes on the wire, but nothing converts it here, and its "
+                    "elements have %" PRId64,
+                    flow->tensors[chunk->tensor].spec.name, chunk->nbytes, nbytes);
+}
+
 /* One chunk of a coded bucket, as if it were alone in it. */
 static tb_status code_entry(tb__flow *flow, bool is_send, const tb_bucket *bucket, size_t i, const end *from, end to) {
     const tb_bucket_entry *entry = &flow->ir->entries[bucket->first_entry + i];
@@ -389,14 +404,10 @@ static tb_status code_entry(tb__flow *flow, bool is_send, const tb_bucket *bucke
     const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
     bool packs = to.kind == END_BUCKET;
     if (packs ? !t->codec->pack : !t->codec->unpack) {
-        if (entry->nbytes != tb__dtype_bytes(chunk->wire_dtype, nelements(chunk)))
-            return tb__fail(TB_INVALID,
-                            "tensor '%.100s': a piece has %" PRId64
-                            " bytes on the wire, and there is no function to %s them",
-                            t->spec.name, entry->nbytes, packs ? "make" : "read");
         tb_bucket alone = *bucket;
         alone.first_entry += i;
         alone.nentries = 1;
+        TB_TRY(check_elements(flow, chunk));
         return copy_plain(flow, is_send, &alone, from, 1, to, false);
     }
     tb__engine_unlock(flow->o.engine);

@@ -10,6 +10,7 @@
 
 enum { NAME_BITS = 22, PIECE_BITS = 18, SUB_BITS = 4 }; /* of an id; the target rank has the other 20 */
 enum { MOST_CHUNKS = 1 << 21 };
+#define MOST_NBYTES ((int64_t)1 << 62)
 
 const char *tb_transport_kind_name(tb_transport_kind kind) {
     static const char *const names[] = {
@@ -126,6 +127,8 @@ static void shorten(const cutter *c, tb_chunk *chunk, int d, int64_t at, int64_t
 
 /* Adds the chunk, or slices of the outermost dim that can be cut finely enough. */
 static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
+    if (chunk->nbytes <= 0 || chunk->nbytes > MOST_NBYTES)
+        return tb__fail(TB_INVALID, "a part of it has %" PRId64 " bytes on the wire", chunk->nbytes);
     if (chunk->nbytes <= c->most_bytes || d == chunk->ndim) {
         tb_chunk last = *chunk;
         last.part = (*c->part)++;
@@ -135,8 +138,9 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
                             MOST_CHUNKS);
         return tb__vec_push(&c->ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
     }
-    int64_t thickness = thickness_of(chunk, d);
-    int64_t rows = c->most_bytes / (chunk->nbytes / (chunk->len[d] / thickness)) * thickness;
+    int64_t thickness = thickness_of(chunk, d), count = chunk->len[d] / thickness;
+    int64_t each = chunk->nbytes / count + (chunk->nbytes % count != 0); /* coded rows may have less than a byte */
+    int64_t rows = c->most_bytes / each * thickness;
     rows = rows > 0 ? rows : thickness;
     for (int64_t at = 0; at < chunk->len[d]; at += rows) {
         tb_chunk slice = *chunk;
@@ -184,7 +188,7 @@ static tb_status measure(const tb_tensor_spec *spec, tb_chunk *chunk) {
     TB_TRY(tb_shape_size(&shape, chunk->wire_dtype, NULL, &chunk->nbytes));
     if (chunk->is_coded && spec->coded_nbytes)
         chunk->nbytes = spec->coded_nbytes(spec->coded_arg, chunk->ndim, chunk->len);
-    return chunk->nbytes > 0 ? TB_OK : tb__fail(TB_INVALID, "a part of it has no bytes on the wire");
+    return TB_OK;
 }
 
 static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *spec, const tb_plan *plan, tb_dtype wire,

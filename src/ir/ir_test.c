@@ -463,6 +463,51 @@ static void groups_are_apart(void **state) {
     tb_layout_destroy(dst);
 }
 
+/* A bit for each element; less than a byte is nothing. */
+static int64_t bits_size(const void *arg, int ndim, const int64_t *len) {
+    int64_t n = *(const int64_t *)arg;
+    for (int d = 0; d < ndim; d++)
+        n *= len[d];
+    return n / 8;
+}
+
+static void coded_rows_of_less_than_a_byte(void **state) {
+    (void)state;
+    tb_layout *src, *dst;
+    tb_ir *ir;
+    int64_t bits = 1, total = 0;
+    assert_int_equal(tb_layout_parse("mesh=1 place=R", &src), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=1", &dst), TB_OK);
+    tb_ir_opts opts = {.size = sizeof opts, .staging_bytes = 64 << 10};
+    tb_tensor_spec spec = {.name = "x",
+                           .shape = {2, {1 << 20, 2}},
+                           .src = src,
+                           .dst = dst,
+                           .src_dtype = TB_U8,
+                           .dst_dtype = TB_U8,
+                           .coded = true,
+                           .coded_nbytes = bits_size,
+                           .coded_arg = &bits};
+    assert_int_equal(tb_ir_create(0, &spec, 1, NULL, &opts, &ir), TB_OK);
+    assert_true(ir->nchunks >= 16);
+    for (size_t i = 0; i < ir->nchunks; i++) {
+        assert_true(ir->chunks[i].nbytes <= 16 << 10);
+        total += ir->chunks[i].nbytes;
+    }
+    assert_int_equal(total, 1 << 18);
+    tb_ir_destroy(ir);
+    bits = -8;
+    assert_int_equal(tb_ir_create(0, &spec, 1, NULL, NULL, &ir), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "tensor 'x': a part of it has -2097152 bytes on the wire"));
+    spec.shape.dim[1] = 1; /* cut into rows of an eighth of a byte */
+    spec.band = 1;
+    bits = 1;
+    assert_int_equal(tb_ir_create(0, &spec, 1, NULL, NULL, &ir), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "tensor 'x': a part of it has 0 bytes on the wire"));
+    tb_layout_destroy(src);
+    tb_layout_destroy(dst);
+}
+
 static void ids_are_made_of_target_name_and_box(void **state) {
     (void)state;
     tb_ir *ir = make(1, "mesh=2 place=S0", "mesh=1 place=R ranks=5", (tb_shape){1, {8}}, TB_F32, 1);
@@ -619,6 +664,7 @@ int main(void) {
         cmocka_unit_test(bucket_sizes),
         cmocka_unit_test(contributions_fit_into_staging_memory),
         cmocka_unit_test(groups_are_apart),
+        cmocka_unit_test(coded_rows_of_less_than_a_byte),
         cmocka_unit_test(ids_are_made_of_target_name_and_box),
         cmocka_unit_test(partial_sources_and_targets),
         cmocka_unit_test(wire_dtypes),

@@ -254,10 +254,18 @@ static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_
     return TB_OK;
 }
 
+/* Those who have no part of a scale group are not told how large others' are, and need not know. */
+static bool is_concerned(const tb__convert *c, const unit *u) {
+    bool is_listed = u->nranks == 0;
+    for (size_t i = 0; i < u->nranks; i++)
+        is_listed |= u->ranks[i] == c->rank;
+    return is_listed;
+}
+
 static tb_status finish_unit(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, uint32_t group,
                              const char *slot, bool *waits) {
     bool is_early = false;
-    if (u->done == attempt && u->done_group == group)
+    if ((u->done == attempt && u->done_group == group) || !is_concerned(c, u))
         return TB_OK;
     if (u->is_global)
         TB_TRY(agree_on_scale(c, u, flow, attempt, slot, &is_early));

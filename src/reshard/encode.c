@@ -174,6 +174,19 @@ int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part) {
     return a > 0 ? band / a : 1; /* so many indices make up whole blocks of rows */
 }
 
+bool tb__encoded_takes_bands(const tb__encoded *e, int64_t band) {
+    const tb_shape *shape = &e->part.shape;
+    if (e->rows == 0 || shape->ndim < 2)
+        return true;
+    int64_t each = e->rows / shape->dim[0];
+    for (int64_t at = band; at < shape->dim[0]; at += band) {
+        int64_t row = storage_row(e, shape->ndim, NULL, shape->dim, at * each);
+        if (row % e->matrix_rows % e->size.band != 0)
+            return false;
+    }
+    return true;
+}
+
 tb_status tb__encoded_write(const tb__encoded *e, int64_t first, int64_t rows, const void *from, tb_dtype dtype) {
     const tb_shape *shape = &e->part.shape;
     for (int64_t i = first; i < first + rows;) {
@@ -273,10 +286,11 @@ tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from,
     return status;
 }
 
-/* What tiles have too much. */
-static void clear_tiles(const tb__encoded *e, unsigned char *scales) {
-    int64_t rows = (e->matrix_rows + 127) / 128 * 128, columns = (e->size.scale_columns + 3) / 4 * 4;
-    for (int64_t r = 0; r < rows; r++) {
+/* What tiles have too much in a row, and, if it is the last one, below it. */
+static void clear_tiles(const tb__encoded *e, unsigned char *scales, int64_t row) {
+    int64_t columns = (e->size.scale_columns + 3) / 4 * 4;
+    int64_t stop = row < e->matrix_rows - 1 ? row + 1 : (e->matrix_rows + 127) / 128 * 128;
+    for (int64_t r = row; r < stop; r++) {
         for (int64_t c = r < e->matrix_rows ? e->size.scale_columns : 0; c < columns; c++)
             scales[tb__quant_swizzle(r, c, e->size.scale_columns)] = 0;
     }
@@ -300,8 +314,8 @@ tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start
             memcpy(scales + r * to->size.scale_columns + first, scale + i * nscales, (size_t)nscales);
         for (int64_t c = 0; is_swizzled && c < nscales; c++)
             scales[tb__quant_swizzle(r, first + c, to->size.scale_columns)] = scale[i * nscales + c];
-        if (is_swizzled && is_end && r == to->matrix_rows - 1)
-            clear_tiles(to, scales);
+        if (is_swizzled && is_end)
+            clear_tiles(to, scales, r);
     }
     return TB_OK;
 }

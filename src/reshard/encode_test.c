@@ -269,6 +269,36 @@ static void sent_as_mxfp8(void **state) {
     }
 }
 
+/* Rows that are not the last ones of their matrix: what their tiles have too much beside them is zero all the same. */
+static void tiles_of_some_rows(void **state) {
+    (void)state;
+    enum { ROWS = 9, COLUMNS = 96 };
+    float numbers[ROWS * COLUMNS];
+    uint8_t data[2][ROWS * COLUMNS], scales[2][512], wire[4 * (COLUMNS + 3)];
+    for (int i = 0; i < ROWS * COLUMNS; i++)
+        numbers[i] = (float)(i % 37 - 18);
+    tb__encoding mxfp8;
+    tb__encoded part[2];
+    tb_shape stored = {2, {ROWS, COLUMNS}};
+    assert_int_equal(tb__encoding_parse("mxfp8(swizzled)", &mxfp8), TB_OK);
+    for (int i = 0; i < 2; i++) {
+        tb_binding rows = {.base = data[i],
+                           .offset = (int64_t)2 * COLUMNS,
+                           .dtype = TB_F8E4M3,
+                           .shape = {2, {4, COLUMNS}},
+                           .strides = {COLUMNS, 1}};
+        assert_int_equal(tb__encoded_init(&mxfp8, &stored, data[i], scales[i], NULL, &rows, &part[i]), TB_OK);
+        memset(data[i], 0xa5, sizeof data[i]);
+        memset(scales[i], 0xa5, sizeof scales[i]);
+    }
+    tb_binding box = {.base = numbers, .dtype = TB_F32, .shape = {2, {4, COLUMNS}}, .strides = {COLUMNS, 1}};
+    assert_int_equal(tb__encoded_write(&part[0], 0, 4, numbers, TB_F32), TB_OK);
+    assert_int_equal(tb__mxfp8_pack(&mxfp8.format, &box, 0, wire), TB_OK);
+    assert_int_equal(tb__mxfp8_unpack(&part[1], 2, (int64_t[]){0, 0}, box.shape.dim, wire), TB_OK);
+    assert_memory_equal(data[0], data[1], sizeof data[0]);
+    assert_memory_equal(scales[0], scales[1], sizeof scales[0]);
+}
+
 static void blocks_that_are_cut(void **state) {
     (void)state;
     float numbers[64] = {0}, scale = 1;
@@ -323,8 +353,8 @@ static void texts(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(written_in_bands),    cmocka_unit_test(read_in_boxes), cmocka_unit_test(sent_as_mxfp8),
-        cmocka_unit_test(blocks_that_are_cut), cmocka_unit_test(texts),
+        cmocka_unit_test(written_in_bands),   cmocka_unit_test(read_in_boxes),       cmocka_unit_test(sent_as_mxfp8),
+        cmocka_unit_test(tiles_of_some_rows), cmocka_unit_test(blocks_that_are_cut), cmocka_unit_test(texts),
     };
     return cmocka_run_group_tests_name("encode", tests, NULL, NULL);
 }

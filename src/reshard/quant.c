@@ -126,6 +126,7 @@ static tb_status check_band(const tb__quant_tensor *to, int64_t first, int64_t r
 typedef struct job {
     const tb__quant_kernels *kernels;
     const tb__quant_tensor *to; /* NULL: amax only */
+    tb__quant_tensor joined;    /* what `to` is where rows were joined */
     tb__quant_rows from;
     tb__quant_size size;
     int64_t first, rows, columns;
@@ -287,7 +288,28 @@ static void run_parts(void *arg, int64_t from, int64_t to) {
         tb__kernels_get()->fence();
 }
 
+/* Rows of whole blocks that lie one after the other are quantised as a single one: of a short row the kernels could do
+ * little at a time. */
+static void join_rows(job *j) {
+    if (j->from.stride != j->columns || j->band != 1)
+        return;
+    if (j->to) {
+        if (j->to->format.is_swizzled || (j->size.block > 0 && j->columns % j->size.block != 0))
+            return;
+        j->joined = *j->to;
+        j->joined.data = data_at(j, 0, 0);
+        if (j->size.scale_nbytes > 0)
+            j->joined.scales = (uint8_t *)j->to->scales + j->first * j->size.scale_columns;
+        j->to = &j->joined;
+    }
+    j->first = 0;
+    j->columns *= j->rows;
+    j->rows = 1;
+}
+
 static tb_status run_job(job *j) {
+    int64_t first = j->first, columns = j->columns;
+    join_rows(j);
     atomic_init(&j->amax, 0);
     atomic_init(&j->bad, INT64_MAX);
     j->kernels = tb__quant_kernels_get();
@@ -300,7 +322,7 @@ static tb_status run_job(job *j) {
     int64_t bad = atomic_load(&j->bad);
     if (bad != INT64_MAX)
         return tb__fail(TB_INVALID, "the element at row %" PRId64 ", column %" PRId64 " is not finite",
-                        j->first + bad / j->columns, bad % j->columns);
+                        first + bad / columns, bad % columns);
     return TB_OK;
 }
 

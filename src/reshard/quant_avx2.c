@@ -131,9 +131,9 @@ AVX2_INLINE uint32_t mxfp8(tb_dtype dtype, uint8_t *data, uint8_t *scales, const
 }
 
 /* A bf16 and a power of two need no multiplication: a magnitude's bits less those of the scale are E4M3's with four
- * more bits of fraction. LOWEST exponents below E4M3's normal numbers there may still be something left after rounding.
- */
-enum { LOWEST = 4, BF16_ONE = 128 };
+ * more bits of fraction. That holds for E4M3's normal numbers. LOWEST exponents below them there may still be something
+ * left after rounding; weights seldom have that, so that it is first done without. */
+enum { LOWEST = 4, BF16_ONE = 128, LEAST_NORMAL = 8, MOST = 126 };
 
 /* Compilers would rather make a constant again each time. */
 AVX2_INLINE __m256i keep(__m256i constant) {
@@ -141,24 +141,53 @@ AVX2_INLINE __m256i keep(__m256i constant) {
     return constant;
 }
 
+AVX2_INLINE __m256i words(int x) {
+    return keep(_mm256_set1_epi16((short)x));
+}
+
+AVX2_INLINE __m256i bytes(int x) {
+    return keep(_mm256_set1_epi8((char)x));
+}
+
 typedef struct constants {
-    __m256i one, lowest, last_bit, to_code, factors;
+    __m256i magnitude, swap, carry, exponent, bias, least_scale, low, gather; /* of scales */
+    __m256i last_bit, sixteenth, one, lowest, factors, least, most, sign;     /* of elements */
 } constants;
 
 AVX2_INLINE constants make_constants(void) {
     return (constants){
-        .one = keep(_mm256_set1_epi16(BF16_ONE)),
-        .lowest = keep(_mm256_set1_epi16(LOWEST * BF16_ONE << 4)),
-        .last_bit = keep(_mm256_set1_epi16(1)),
-        .to_code = keep(_mm256_set1_epi16(1 << 7)), /* a 256th of what _mm256_mulhrs_epi16 takes for 1 */
+        .magnitude = words(0x7fff),
+        .swap = keep(_mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13))),
+        .carry = words(0x1fffff >> 16), /* as in tb__mxfp8_exponent; the lower half of a bf16's bits is 0 */
+        .exponent = words(0xff80),
+        .bias = words(8 * BF16_ONE),
+        .least_scale = words((7 + LOWEST) * BF16_ONE),
+        .low = words(LOWEST * BF16_ONE),
+        /* The first byte of each quarter to where it is in the result. */
+        .gather = keep(_mm256_setr_epi8(0, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 8, -1,
+                                        -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)),
+        .last_bit = words(1),
+        .sixteenth = words(1 << 11), /* of what _mm256_mulhrs_epi16 takes for 1 */
+        .one = words(BF16_ONE),      /* the 256th of that, too */
+        .lowest = words(LOWEST * BF16_ONE << 4),
         /* By the exponent: what a fraction below the normal numbers is multiplied with, in place of a shift. */
         .factors = keep(_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))),
+        .least = bytes(LEAST_NORMAL),
+        .most = bytes(MOST),
+        .sign = bytes(0x80),
     };
 }
 
-/* The codes, without signs, of sixteen magnitudes from which (scale - 7 - LOWEST) exponents were subtracted, and 0 is
- * what was below. Those over 448 give codes over 126. */
-AVX2_INLINE __m256i bf16_codes(const constants *k, __m256i a) {
+/* The codes, without signs, of sixteen magnitudes from which (scale - 7) exponents were subtracted, and 0 is what was
+ * below. Those over 448 give codes over 126. Those below the normal numbers are wrong, but LEAST_NORMAL at most. */
+AVX2_INLINE __m256i normal_codes(const constants *k, __m256i a) {
+    /* Halves are rounded up, so that the even ones must become a little less first. */
+    __m256i is_even = _mm256_andnot_si256(_mm256_srli_epi16(a, 4), k->last_bit);
+    return _mm256_mulhrs_epi16(_mm256_sub_epi16(a, is_even), k->sixteenth);
+}
+
+/* The same for (scale - 7 - LOWEST) exponents, and all are right. */
+AVX2_INLINE __m256i all_codes(const constants *k, __m256i a) {
     /* The upper bytes of the factors are 0, so that only the fractions are multiplied. */
     __m256i factor = _mm256_shuffle_epi8(k->factors, _mm256_srli_epi16(a, 7));
     __m256i small = _mm256_maddubs_epi16(_mm256_or_si256(a, k->one), factor);
@@ -166,63 +195,137 @@ AVX2_INLINE __m256i bf16_codes(const constants *k, __m256i a) {
     /* Eight bits of fraction now. The larger is the right one: below 2^-6 `normal` is too small, above it `small` is.
      */
     __m256i x = _mm256_max_epi16(small, normal);
-    /* Halves are rounded up, so that the even ones must become a little less first. */
     __m256i is_even = _mm256_andnot_si256(_mm256_srli_epi16(x, 8), k->last_bit);
-    return _mm256_mulhrs_epi16(_mm256_sub_epi16(x, is_even), k->to_code);
+    return _mm256_mulhrs_epi16(_mm256_sub_epi16(x, is_even), k->one);
 }
 
-/* Whole blocks until one has so small a scale that its elements may be subnormal and count: their bits don't have the
- * form that is relied on. Returns where that begins, or the end. */
-AVX2_INLINE size_t mxfp8_bf16_run(uint8_t *data, uint8_t *scales, const void *src, size_t i, size_t n, uint32_t *amax,
-                                  bool is_floor, bool stream) {
-    const constants k = make_constants();
-    const __m256i mask = keep(_mm256_set1_epi16(0x7fff)), sign = keep(_mm256_set1_epi8((char)0x80));
-    __m128i all = _mm_set1_epi16(-1);
-    for (; i + TB__MXFP8_BLOCK <= n; i += TB__MXFP8_BLOCK) {
-        const __m256i *at = (const __m256i *)(const void *)((const char *)src + 2 * i);
-        __m256i x0 = _mm256_loadu_si256(at), x1 = _mm256_loadu_si256(at + 1);
-        __m256i a0 = _mm256_and_si256(x0, mask), a1 = _mm256_and_si256(x1, mask);
-        __m256i most = _mm256_max_epu16(a0, a1);
-        __m128i half = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-        /* There is an instruction for the smallest of eight. */
-        half = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
-        uint32_t exponent = tb__mxfp8_exponent((uint32_t)~_mm_cvtsi128_si32(half) << 16, is_floor);
-        if (exponent < 8 + 7 + LOWEST)
-            break;
-        all = _mm_min_epu16(all, half);
-        __m256i less = _mm256_set1_epi16((short)((exponent - 8 - 7 - LOWEST) * BF16_ONE));
-        __m256i low = bf16_codes(&k, _mm256_subs_epu16(a0, less)), high = bf16_codes(&k, _mm256_subs_epu16(a1, less));
-        __m256i codes = _mm256_packus_epi16(low, high);
-        if (is_floor) /* else the scale sees to it */
-            codes = _mm256_min_epu8(codes, _mm256_set1_epi8(126));
-        codes = _mm256_or_si256(codes, _mm256_and_si256(_mm256_packs_epi16(x0, x1), sign));
-        put32(data + i, _mm256_permute4x64_epi64(codes, 0xd8), stream);
-        scales[i / TB__MXFP8_BLOCK] = (uint8_t)(exponent - 8);
+/* Blocks are done four at a time, so that their scales are found in one vector, where each has the words of a quarter.
+ */
+enum { QUAD = 4, QUAD_LENGTH = QUAD * TB__MXFP8_BLOCK, EXACT_LENGTH = 8 * QUAD_LENGTH };
+#define SIGNS 0xaaaaaaaa /* of words, in a mask of bytes */
+
+typedef struct bf16_row {
+    uint8_t *data, *scales;
+    const void *src; /* bf16 */
+} bf16_row;
+
+AVX2_INLINE __m256i load16(const bf16_row *row, size_t i) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)((const char *)row->src + 2 * i));
+}
+
+/* The largest magnitude of each block, in all words of its quarter. */
+AVX2_INLINE __m256i quad_amax(const constants *k, const bf16_row *row, size_t i) {
+    __m256i m[QUAD];
+    for (size_t b = 0; b < QUAD; b++) {
+        size_t at = i + b * TB__MXFP8_BLOCK;
+        m[b] = _mm256_max_epu16(_mm256_and_si256(load16(row, at), k->magnitude),
+                                _mm256_and_si256(load16(row, at + 16), k->magnitude));
     }
-    *amax = larger(*amax, (uint32_t)~_mm_cvtsi128_si32(all) << 16);
+    __m256i even = _mm256_max_epu16(_mm256_blend_epi32(m[0], m[2], 0xf0), _mm256_permute2x128_si256(m[0], m[2], 0x21));
+    __m256i odd = _mm256_max_epu16(_mm256_blend_epi32(m[1], m[3], 0xf0), _mm256_permute2x128_si256(m[1], m[3], 0x21));
+    __m256i all = _mm256_max_epu16(_mm256_unpacklo_epi64(even, odd), _mm256_unpackhi_epi64(even, odd));
+    all = _mm256_max_epu16(all, _mm256_shuffle_epi32(all, 0xb1));
+    return _mm256_max_epu16(all, _mm256_shuffle_epi8(all, k->swap));
+}
+
+AVX2_INLINE __m256i quarter(__m256i x, size_t b) {
+    switch (b) {
+    case 0:
+        return _mm256_permute4x64_epi64(x, 0x00);
+    case 1:
+        return _mm256_permute4x64_epi64(x, 0x55);
+    case 2:
+        return _mm256_permute4x64_epi64(x, 0xaa);
+    default:
+        return _mm256_permute4x64_epi64(x, 0xff);
+    }
+}
+
+/* The codes of a block, without signs and in the order that packing leaves. */
+AVX2_INLINE __m256i block_codes(const constants *k, const bf16_row *row, size_t at, __m256i less, bool is_floor,
+                                bool is_exact) {
+    __m256i a0 = _mm256_subs_epu16(_mm256_and_si256(load16(row, at), k->magnitude), less);
+    __m256i a1 = _mm256_subs_epu16(_mm256_and_si256(load16(row, at + 16), k->magnitude), less);
+    __m256i codes = is_exact ? _mm256_packus_epi16(all_codes(k, a0), all_codes(k, a1))
+                             : _mm256_packus_epi16(normal_codes(k, a0), normal_codes(k, a1));
+    return is_floor ? _mm256_min_epu8(codes, k->most) : codes; /* else the scale sees to it */
+}
+
+/* False, and nothing is written, where a scale is so small that elements may be subnormal bf16 and count: their bits
+ * don't have the form that is relied on. Also, unless it is exact, where codes may be below those of normal numbers. */
+AVX2_INLINE bool do_quad(const constants *k, const bf16_row *row, size_t i, __m256i *all, bool is_floor, bool stream,
+                         bool is_exact) {
+    __m256i amax = quad_amax(k, row, i);
+    __m256i exponent = _mm256_and_si256(is_floor ? amax : _mm256_add_epi16(amax, k->carry), k->exponent);
+    __m256i scale = _mm256_sub_epi16(exponent, k->bias), less = _mm256_sub_epi16(scale, k->least_scale);
+    if (_mm256_movemask_epi8(less) & SIGNS)
+        return false;
+    if (!is_exact)
+        less = _mm256_add_epi16(less, k->low);
+    __m256i codes[QUAD];
+    for (size_t b = 0; b < QUAD; b++)
+        codes[b] = block_codes(k, row, i + b * TB__MXFP8_BLOCK, quarter(less, b), is_floor, is_exact);
+    if (!is_exact) {
+        __m256i least = _mm256_min_epu8(_mm256_min_epu8(codes[0], codes[1]), _mm256_min_epu8(codes[2], codes[3]));
+        if (_mm256_movemask_epi8(_mm256_cmpgt_epi8(least, k->least)) != -1)
+            return false;
+    }
+    for (size_t b = 0; b < QUAD; b++) {
+        size_t at = i + b * TB__MXFP8_BLOCK;
+        __m256i signs = _mm256_and_si256(_mm256_packs_epi16(load16(row, at), load16(row, at + 16)), k->sign);
+        put32(row->data + at, _mm256_permute4x64_epi64(_mm256_or_si256(codes[b], signs), 0xd8), stream);
+    }
+    __m256i four = _mm256_shuffle_epi8(_mm256_srli_epi16(scale, 7), k->gather);
+    int scales = _mm_cvtsi128_si32(_mm_or_si128(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
+    __builtin_memcpy(row->scales + i / TB__MXFP8_BLOCK, &scales, sizeof scales);
+    *all = _mm256_max_epu16(*all, amax);
+    return true;
+}
+
+/* Quads until one can't be done. Returns where that begins, or what is less than a quad. */
+AVX2_INLINE size_t do_quads(bf16_row row, size_t i, size_t end, uint32_t *amax, bool is_floor, bool stream,
+                            bool is_exact) {
+    const constants k = make_constants();
+    __m256i all = _mm256_setzero_si256();
+    while (end - i >= QUAD_LENGTH && do_quad(&k, &row, i, &all, is_floor, stream, is_exact))
+        i += QUAD_LENGTH;
+    __m128i half = _mm_max_epu16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    half = _mm_max_epu16(half, _mm_unpackhi_epi64(half, half));
+    *amax = larger(*amax, (uint32_t)_mm_extract_epi16(half, 0) << 16);
     return i;
 }
 
-#define RUN(name, is_floor, stream)                                                                                    \
-    AVX2 __attribute__((noinline)) static size_t name(uint8_t *data, uint8_t *scales, const void *src, size_t i,       \
-                                                      size_t n, uint32_t *all) {                                       \
-        return mxfp8_bf16_run(data, scales, src, i, n, all, is_floor, stream);                                         \
+#define QUADS(name, is_floor, stream, is_exact)                                                                        \
+    AVX2 __attribute__((noinline)) static size_t name(bf16_row row, size_t i, size_t end, uint32_t *amax) {            \
+        return do_quads(row, i, end, amax, is_floor, stream, is_exact);                                                \
     }
-RUN(run_ceil, false, false)
-RUN(run_floor, true, false)
-RUN(run_ceil_stream, false, true)
-RUN(run_floor_stream, true, true)
+QUADS(normal_ceil, false, false, false)
+QUADS(normal_ceil_stream, false, true, false)
+QUADS(normal_floor, true, false, false)
+QUADS(normal_floor_stream, true, true, false)
+QUADS(exact_ceil, false, false, true)
+QUADS(exact_ceil_stream, false, true, true)
+QUADS(exact_floor, true, false, true)
+QUADS(exact_floor_stream, true, true, true)
 
 AVX2 static uint32_t mxfp8_bf16(uint8_t *data, uint8_t *scales, const void *src, size_t n, bool is_floor, bool stream) {
+    typedef size_t quads_fn(bf16_row row, size_t i, size_t end, uint32_t * amax);
+    static quads_fn *const normal[2][2] = {{normal_ceil, normal_ceil_stream}, {normal_floor, normal_floor_stream}};
+    static quads_fn *const exact[2][2] = {{exact_ceil, exact_ceil_stream}, {exact_floor, exact_floor_stream}};
+    stream = stream && is_aligned(data, 32);
+    bf16_row row = {data, scales, src};
     size_t i = 0;
     uint32_t all = 0;
-    stream = stream && is_aligned(data, 32);
     while (i < n) {
-        if (is_floor)
-            i = (stream ? run_floor_stream : run_floor)(data, scales, src, i, n, &all);
-        else
-            i = (stream ? run_ceil_stream : run_ceil)(data, scales, src, i, n, &all);
-        size_t next = n - i < TB__MXFP8_BLOCK ? n : i + TB__MXFP8_BLOCK;
+        i = normal[is_floor][stream](row, i, n, &all);
+        /* Neighbours are alike, so that after a quad that needs it some are made exactly at once. What is left are
+         * those with small scales, and the end. */
+        size_t stop = n - i < EXACT_LENGTH ? n : i + EXACT_LENGTH;
+        if (stop - i >= QUAD_LENGTH)
+            i = exact[is_floor][stream](row, i, stop, &all);
+        if (i == stop)
+            continue;
+        size_t next = n - i < QUAD_LENGTH ? n : i + QUAD_LENGTH;
         all = larger(all, mxfp8(TB_BF16, data + i, scales + i / TB__MXFP8_BLOCK, (const char *)src + 2 * i, next - i,
                                 is_floor, stream));
         i = next;

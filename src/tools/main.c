@@ -7,9 +7,9 @@
 #include <string.h>
 #include <unistd.h>
 
-static const tool_command *const commands[] = {&tool_layout, &tool_plan, &tool_inspect, &tool_reshard,
-                                               &tool_config, &tool_demo, &tool_bench,   &tool_agent,
-                                               &tool_status, &tool_top,  NULL};
+static const tool_command *const commands[] = {&tool_layout, &tool_plan,   &tool_inspect, &tool_reshard,
+                                               &tool_agent,  &tool_status, &tool_top,     &tool_store,
+                                               &tool_config, &tool_demo,   &tool_bench,   NULL};
 
 static const tool_command *find_command(const char *name) {
     for (const tool_command *const *c = commands; *c; c++) {
@@ -23,10 +23,12 @@ static int unknown_command(const char *name) {
     return tool_fail(TOOL_BAD_INPUT, "there is no command '%s'; `tensorbus --help` lists them", name);
 }
 
+static const char purpose[] =
+    "Shows how distributed tensors are laid out, what moves between two layouts, and moves it.";
+
 static int print_overview(void) {
     tb__text out = {0};
-    tb__text_add(&out, "usage: tensorbus COMMAND [OPTION...]\n\n"
-                       "Shows how distributed tensors are laid out, what moves between two layouts, and moves it.\n\n");
+    tb__text_add(&out, "usage: tensorbus COMMAND [OPTION...]\n\n%s\n\n", purpose);
     for (const tool_command *const *c = commands; *c; c++)
         tb__text_add(&out, "  %-8s  %s\n", (*c)->name, (*c)->summary);
     tb__text_add(&out, "\n  %-8s  %s\n", "help", "show this, or the help of a command: tensorbus help COMMAND");
@@ -40,6 +42,16 @@ static int print_help(const tool_command *command) {
     return tool_print(&out);
 }
 
+/* NULL: the page of the command as a whole. */
+static int print_man(const tool_command *command) {
+    tb__text out = {0};
+    if (command)
+        tool_add_man(&out, commands, command);
+    else
+        tool_add_man_overview(&out, commands, purpose);
+    return tool_print(&out);
+}
+
 static int print_version(void) {
     tb__text out = {0};
     tb__text_add(&out, "tensorbus %s\n", tb_version_string());
@@ -47,14 +59,16 @@ static int print_version(void) {
 }
 
 static int help_command(char **argv) {
+    bool is_man = argv[0] && strcmp(argv[0], "--man") == 0;
+    argv += is_man;
     if (!argv[0])
-        return print_overview();
+        return is_man ? print_man(NULL) : print_overview();
     const tool_command *command = find_command(argv[0]);
     if (!command)
         return unknown_command(argv[0]);
     if (argv[1])
         return tool_fail(TOOL_BAD_INPUT, "help takes one command, but '%s' follows '%s'", argv[1], argv[0]);
-    return print_help(command);
+    return is_man ? print_man(command) : print_help(command);
 }
 
 static void log_line(void *arg, tb_log_level level, const char *line) {

@@ -14,7 +14,7 @@
 /* Exit statuses. */
 enum { TOOL_OK = 0, TOOL_FAILED = 1, TOOL_BAD_INPUT = 2 };
 
-/* ---- Commands (main.c, options.c) ---------------------------------------------------------------------------- */
+/* ---- Commands (main.c, options.c, man.c) --------------------------------------------------------------------- */
 
 typedef struct tool_option {
     const char *name;     /* without the dashes */
@@ -36,11 +36,15 @@ typedef struct tool_command {
 } tool_command;
 
 extern const tool_command tool_agent, tool_bench, tool_config, tool_demo, tool_inspect, tool_layout, tool_plan,
-    tool_reshard, tool_status, tool_top;
+    tool_reshard, tool_status, tool_store, tool_top;
 
 /* Fills in `value`; returns an exit status. *wants_help is set where --help is among the arguments. */
 int tool_read_options(const tool_command *command, char **argv, const char **value, bool *wants_help);
 void tool_add_help(tb__text *out, const tool_command *command);
+
+/* A man page as roff: of a command, or of `tensorbus` itself. `commands` ends with NULL. */
+void tool_add_man(tb__text *out, const tool_command *const *commands, const tool_command *command);
+void tool_add_man_overview(tb__text *out, const tool_command *const *commands, const char *purpose);
 
 /* For an option that goes with no other: returns an exit status. */
 int tool_expect_alone(const tool_option *options, const char *const *value, int alone);

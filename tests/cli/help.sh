@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan inspect reshard config demo bench agent status top; do
+for command in layout plan inspect reshard agent status top store config demo bench; do
     printed "^  $command  *[a-z]"
 done
 accepted
@@ -45,6 +45,7 @@ has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has inspect json
 has reshard spec in out hf max-file-size memory threads verify sync dry-run json
+has store listen token-file
 has config json
 has demo size ranks src dst staged
 has bench only rounds size staged peers check json

@@ -32,6 +32,9 @@ expect_version() {
 
 quietly "$CMAKE" --install "$BUILD" --prefix "$prefix"
 test -x "$prefix/bin/tensorbus"
+test -s "$prefix/share/man/man1/tensorbus.1"
+test -s "$prefix/share/man/man1/tensorbus-agent.1"
+test -s "$prefix/share/tensorbus/systemd/tensorbus-agent@.service"
 
 export PKG_CONFIG_PATH="$libs/pkgconfig"
 # shellcheck disable=SC2046 # the words are meant to be split

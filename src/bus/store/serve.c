@@ -28,6 +28,8 @@ static bool is_for_others(tb_status status) {
 static tb_status serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                        tb__store_server **server) {
     tb__store_server *mine = NULL;
+    if (!tb__store_is_embedded(url))
+        return TB_REFUSED;
     TB_TRY(tb__store_server_start(url, token, &mine));
     tb_status status = tb__store_open(url, token, timeout_ms, store);
     if (status != TB_OK) {
@@ -38,23 +40,39 @@ static tb_status serve(const char *url, const char *token, int timeout_ms, tb__s
     return TB_OK;
 }
 
+/* `is_for_later`: nobody serves yet, and it is not for this process to. */
+static tb_status open_or_serve_now(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
+                                   tb__store **store, tb__store_server **server, bool *is_for_later) {
+    tb_status status = tb__store_open_until(url, token, deadline_ms, timeout_ms, store);
+    *is_for_later = false;
+    if (status == TB_OK)
+        *server = NULL;
+    if (!is_worth_another_try(status))
+        return status;
+    char why[256];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb_status served = serve(url, token, timeout_ms, store, server);
+    *is_for_later = is_for_others(served);
+    return *is_for_later ? tb__fail(status, "%s", why) : served;
+}
+
+tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
+                                      tb__store_server **server) {
+    bool is_for_later;
+    return open_or_serve_now(url, token, tb__now_ms() + timeout_ms, timeout_ms, store, server, &is_for_later);
+}
+
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
-        tb_status status = tb__store_open_until(url, token, deadline_ms, timeout_ms, store);
-        if (status == TB_OK)
-            *server = NULL;
-        if (!is_worth_another_try(status))
-            return status;
-        char why[256];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-        status = serve(url, token, timeout_ms, store, server);
-        if (!is_for_others(status))
+        bool is_for_later;
+        tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
+        if (!is_for_later)
             return status;
         int left = tb__ms_until(deadline_ms);
         if (left == 0)
-            return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
+            return tb__fail_within(TB_TIMEOUT, "no store within %d ms", timeout_ms);
         nap(nap_ms < left ? nap_ms : left);
     }
 }

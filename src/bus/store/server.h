@@ -36,4 +36,8 @@ const char *tb__store_server_url(const tb__store_server *server);
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server);
 
+/* One attempt of that. Whatever it fails with may be different the next time. */
+tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
+                                      tb__store_server **server);
+
 #endif

@@ -14,7 +14,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16 };
+/* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
+enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16, LINGER_MS = 500 };
 
 /* One caller's request that is under way. */
 typedef struct call {
@@ -410,6 +411,7 @@ static const tb__store_ops socket_ops = {
     .set_timeout = socket_set_timeout,
     .hang_up = socket_hang_up,
     .close = socket_close,
+    .linger_ms = LINGER_MS,
 };
 
 static tb_status start(client *c, int64_t deadline_ms) {
@@ -423,8 +425,9 @@ static tb_status start(client *c, int64_t deadline_ms) {
     return tb__start_thread(&c->thread, "tb-store-io", run, c);
 }
 
-tb_status tb__socket_store_open(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
-                                const tb__store_ops **ops, void **context) {
+tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
+                                int timeout_ms, const tb__store_ops **ops, void **context) {
+    (void)name_space; /* the server knows of none */
     tb__address address;
     TB_TRY(tb__address_parse(url, &address));
     if (strlen(token) > TB__STORE_MAX_TOKEN)

@@ -17,10 +17,27 @@ struct tb__store {
 static const struct {
     const char *scheme;
     tb__store_open_fn open;
+    bool is_embedded;
 } schemes[] = {
-    {"unix:", tb__socket_store_open},
-    {"tcp:", tb__socket_store_open},
+    {"unix:", tb__socket_store_open, true},
+    {"tcp:", tb__socket_store_open, true},
+    {"etcd:", tb__etcd_store_open, false},
 };
+
+enum { NSCHEMES = sizeof schemes / sizeof *schemes };
+
+/* NSCHEMES: none of these. */
+static size_t find_scheme(const char *url) {
+    size_t i = 0;
+    while (i < NSCHEMES && strncmp(url, schemes[i].scheme, strlen(schemes[i].scheme)) != 0)
+        i++;
+    return i;
+}
+
+bool tb__store_is_embedded(const char *url) {
+    size_t scheme = find_scheme(url);
+    return scheme < NSCHEMES && schemes[scheme].is_embedded;
+}
 
 /* A key with its namespace. */
 typedef struct full_key {
@@ -37,13 +54,12 @@ tb_status tb__store_open_until(const char *url, const char *token, int64_t deadl
     TB_TRY(tb__store_url_split(url, &parts));
     if (timeout_ms < 0)
         return tb__fail(TB_INVALID, "a timeout of %d ms", timeout_ms);
-    tb__store_open_fn open = NULL;
-    for (size_t i = 0; i < sizeof schemes / sizeof *schemes; i++) {
-        if (strncmp(parts.base, schemes[i].scheme, strlen(schemes[i].scheme)) == 0)
-            open = schemes[i].open;
-    }
-    if (!open)
-        return tb__fail(TB_INVALID, "no store is known for '%s': URLs are unix:/path/to.sock or tcp://host:port", url);
+    size_t scheme = find_scheme(url);
+    if (scheme == NSCHEMES)
+        return tb__fail(TB_INVALID,
+                        "no store is known for '%s': URLs are unix:/path/to.sock, tcp://host:port or "
+                        "etcd://host:port",
+                        url);
     tb__store *store = tb__calloc(1, sizeof *store);
     if (!store)
         return TB_NO_MEMORY;
@@ -52,7 +68,8 @@ tb_status tb__store_open_until(const char *url, const char *token, int64_t deadl
         memcpy(store->prefix, parts.name_space, store->prefix_length);
         store->prefix[store->prefix_length++] = '/';
     }
-    tb_status status = open(parts.base, token ? token : "", deadline_ms, timeout_ms, &store->ops, &store->context);
+    tb_status status = schemes[scheme].open(parts.base, parts.name_space, token ? token : "", deadline_ms, timeout_ms,
+                                            &store->ops, &store->context);
     if (status != TB_OK) {
         free(store);
         return status;
@@ -63,6 +80,10 @@ tb_status tb__store_open_until(const char *url, const char *token, int64_t deadl
 
 void tb__store_set_timeout(tb__store *store, int timeout_ms) {
     store->ops->set_timeout(store->context, timeout_ms);
+}
+
+int tb__store_linger_ms(const tb__store *store) {
+    return store->ops->linger_ms;
 }
 
 void tb__store_hang_up(tb__store *store) {

@@ -3,14 +3,19 @@
  *
  *   unix:/path/to.sock     the embedded server (server.h) on a Unix socket
  *   tcp://127.0.0.1:7000   the same over TCP: a name, an IPv4 address or a bracketed IPv6 one
+ *   etcd://a:2379,b:2379   etcd 3.4 or newer, by its JSON gateway over plain HTTP; endpoints are tried in turn
  *
- * "?namespace=NAME" after either puts "NAME/" before every key, which the caller never sees.
+ * "?namespace=NAME" after any of them puts "NAME/" before every key, which the caller never sees.
  *
  * Every change gets the next number of the store's one revision counter, from 1. Calls may come from several threads
  * at once, and a wait in one does not hold up the others. Waits end after the timeout they are given, all other calls
  * after the one given at open, with TB_TIMEOUT; a change that timed out may still take effect. Once the connection is
  * lost every call returns TB_LOST, and the object is only good to be closed. It belongs to the process that opened it:
- * in a forked child it counts as lost. */
+ * in a forked child it counts as lost.
+ *
+ * In etcd the connection is a lease of a few seconds: it is lost when nobody has answered for that long, and what a
+ * dead process wrote stays for that long. The token is kept per namespace, by whoever opens it first; it keeps out who
+ * comes by mistake, and etcd has to be protected by its own means. Revisions are etcd's, for all its users. */
 #ifndef TB_BUS_STORE_STORE_H
 #define TB_BUS_STORE_STORE_H
 
@@ -52,6 +57,9 @@ tb_status tb__store_open(const char *url, const char *token, int timeout_ms, tb_
 
 /* For calls that begin from now on, in place of the timeout given at open. */
 void tb__store_set_timeout(tb__store *store, int timeout_ms);
+
+/* How long what a dead process wrote may still be there. */
+int tb__store_linger_ms(const tb__store *store);
 
 /* Ends the connection, for a thread that waits and has to be told to stop: every call that is under way, and all later
  * ones, return TB_LOST. The store has to be closed none the less. */
@@ -108,15 +116,21 @@ typedef struct tb__store_ops {
     void (*set_timeout)(void *context, int timeout_ms);
     void (*hang_up)(void *context);
     void (*close)(void *context);
+    int linger_ms; /* how long what a dead process wrote may still be there */
 } tb__store_ops;
 
 /* Opens an implementation by the deadline (of CLOCK_MONOTONIC); later calls take timeout_ms. The URL comes without the
- * namespace. */
-typedef tb_status (*tb__store_open_fn)(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
-                                       const tb__store_ops **ops, void **context);
+ * namespace, and keys come with it. */
+typedef tb_status (*tb__store_open_fn)(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
+                                       int timeout_ms, const tb__store_ops **ops, void **context);
 
-tb_status tb__socket_store_open(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
-                                const tb__store_ops **ops, void **context);
+tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
+                                int timeout_ms, const tb__store_ops **ops, void **context);
+tb_status tb__etcd_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
+                              int timeout_ms, const tb__store_ops **ops, void **context);
+
+/* Whether processes of this library serve it themselves (server.h). */
+bool tb__store_is_embedded(const char *url);
 
 /* As tb__store_open, with a deadline of its own for connecting. */
 tb_status tb__store_open_until(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,

@@ -1,6 +1,6 @@
-/* The store's operations, over every kind of socket: one process, one and several threads. */
-#include "bus/store/store_test.h"
-
+/* The store's operations, over every kind of socket, and in etcd: one process, one and several threads. */
+#include "bus/store/etcd_test.h"
+#include "bus/store/gateway.h"
 #include "bus/store/table.h"
 
 #include <stdatomic.h>
@@ -13,12 +13,20 @@ typedef struct fixture {
     tb__store *a, *b;
 } fixture;
 
+/* One for all tests, if they are about etcd. */
+static etcd the_etcd;
+
+static bool is_etcd(const fixture *f) {
+    return strcmp(f->kind, "etcd") == 0;
+}
+
 static int set_up(void **state) {
     fixture *f = calloc(1, sizeof *f);
     f->kind = *state;
     place_make(&f->at);
-    assert_ok(tb__store_server_start(strcmp(f->kind, "unix") == 0 ? f->at.url : f->kind, TOKEN, &f->server));
-    snprintf(f->url, sizeof f->url, "%s", tb__store_server_url(f->server));
+    if (!is_etcd(f))
+        assert_ok(tb__store_server_start(strcmp(f->kind, "unix") == 0 ? f->at.url : f->kind, TOKEN, &f->server));
+    snprintf(f->url, sizeof f->url, "%s", is_etcd(f) ? the_etcd.url : tb__store_server_url(f->server));
     f->a = open_store(f->url);
     f->b = open_store(f->url);
     *state = f;
@@ -27,6 +35,8 @@ static int set_up(void **state) {
 
 static int tear_down(void **state) {
     fixture *f = *state;
+    if (is_etcd(f))
+        assert_ok(tb__store_delete_prefix(f->a, ""));
     tb__store_close(f->a);
     tb__store_close(f->b);
     tb__store_server_stop(f->server);
@@ -194,6 +204,28 @@ static void deadlines(void **state) {
     tb__store_value_fini(&value);
 }
 
+/* Makes the store forget what was changed until now. */
+static void forget_changes(const fixture *f) {
+    if (!is_etcd(f)) {
+        for (int i = 0; i <= TB__STORE_LOG; i++)
+            set_text(f->a, "q/1", "y");
+        return;
+    }
+    uint64_t revision;
+    char text[64];
+    tb__gateway *gateway;
+    json_t *reply;
+    for (int i = 0; i < 2; i++)
+        assert_ok(tb__store_set(f->a, "q/1", "y", 1, TB__STORE_PERMANENT, &revision));
+    int length = snprintf(text, sizeof text, "{\"revision\":\"%llu\"}", (unsigned long long)revision);
+    tb__bytes body = {.item = (uint8_t *)text, .count = (size_t)length};
+    tb__gateway_call call = {.path = "/v3/kv/compaction", .body = &body, .deadline_ms = tb__now_ms() + PATIENCE_MS};
+    assert_ok(tb__gateway_create(f->url, &gateway));
+    assert_ok(tb__gateway_post(gateway, &call, &reply));
+    json_decref(reply);
+    tb__gateway_destroy(gateway);
+}
+
 static void changes(void **state) {
     fixture *f = *state;
     uint64_t revision = 0, since;
@@ -212,8 +244,7 @@ static void changes(void **state) {
     /* A number from another life of the store. */
     assert_ok(tb__store_wait_change(f->b, "p/", UINT64_MAX, PATIENCE_MS, &revision));
     /* More has happened than is remembered: that counts as a change. */
-    for (int i = 0; i <= TB__STORE_LOG; i++)
-        set_text(f->a, "q/1", "y");
+    forget_changes(f);
     since = revision;
     assert_ok(tb__store_wait_change(f->b, "p/", since, PATIENCE_MS, &revision));
     assert_int_equal(tb__store_wait_change(f->b, "p/", revision, 20, &revision), TB_TIMEOUT);
@@ -422,15 +453,31 @@ static void no_memory(void **state) {
 
 #define OVER(kind, test)                                                                                               \
     { #test " over " kind, test, set_up, tear_down, (void *)(uintptr_t)(kind) }
-#define OVER_ALL(test) OVER("unix", test), OVER("tcp://127.0.0.1:0", test)
+#define OVER_ETCD(test) OVER("etcd", test)
+#define OVER_ALL(test)  OVER("unix", test), OVER("tcp://127.0.0.1:0", test)
 
-int main(void) {
+/* What holds for every implementation. */
+#define CONFORMANCE(OF)                                                                                                \
+    OF(set_and_get), OF(largest), OF(compare_and_set), OF(prefixes), OF(namespaces), OF(deadlines), OF(changes),       \
+        OF(ephemerals), OF(many_threads), OF(waiting_threads), OF(no_memory)
+
+static int test_etcd(void) {
+    const struct CMUnitTest tests[] = {CONFORMANCE(OVER_ETCD)};
+    if (!etcd_may_start(&the_etcd))
+        return SKIPPED;
+    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
+    etcd_stop(&the_etcd);
+    return nfailed;
+}
+
+int main(int argc, char **argv) {
+    if (argc == 2 && strcmp(argv[1], "etcd") == 0)
+        return test_etcd();
     const struct CMUnitTest tests[] = {
-        OVER_ALL(set_and_get),     OVER_ALL(largest),      OVER_ALL(compare_and_set),
-        OVER_ALL(prefixes),        OVER_ALL(namespaces),   OVER_ALL(deadlines),
-        OVER_ALL(changes),         OVER_ALL(ephemerals),   OVER_ALL(many_threads),
-        OVER_ALL(waiting_threads), OVER_ALL(no_memory),    OVER("tcp://localhost:0", set_and_get),
-        cmocka_unit_test(frames),  cmocka_unit_test(urls),
+        CONFORMANCE(OVER_ALL),
+        OVER("tcp://localhost:0", set_and_get),
+        cmocka_unit_test(frames),
+        cmocka_unit_test(urls),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -44,14 +44,21 @@ enum { PATIENCE_MS = 60000 };
 
 /* A folder of its own with the URL of a socket in it. */
 typedef struct place {
-    char folder[64], path[80], url[96];
+    char folder[64], path[80], url[128];
 } place;
 
+/* Where the places are instead, for tests that are about another store: each has a namespace of its own. */
+static const char *store_of_places;
+
 static inline void place_make(place *p) {
+    static int count;
     *p = (place){.folder = "/tmp/tb-store-XXXXXX"};
     assert_non_null(mkdtemp(p->folder));
     snprintf(p->path, sizeof p->path, "%s/s", p->folder);
-    snprintf(p->url, sizeof p->url, "unix:%s", p->path);
+    if (store_of_places)
+        snprintf(p->url, sizeof p->url, "%s?namespace=place%d", store_of_places, count++);
+    else
+        snprintf(p->url, sizeof p->url, "unix:%s", p->path);
 }
 
 /* Fails if anything is left in it. */

@@ -1,0 +1,208 @@
+/* The thread that follows the store: keeps the view new, and comes back when the store was lost. */
+#include "bus/directory_inner.h"
+
+#include "base/log.h"
+
+#include <errno.h>
+#include <stdio.h>
+
+/* Following sleeps until something changes or the connection ends; the longest round is only there to be finite.
+ * Nothing tells when a lost store is back, so the waits between attempts to reach it grow. */
+enum { ROUND_MS = 60000, RETRY_MS = 100, FIRST_NAP_MS = 10, LONGEST_NAP_MS = 2000, REACH_MS = 2000 };
+
+static _Thread_local bool is_following;
+
+bool tb__directory_is_follower(void) {
+    return is_following;
+}
+
+void tb__directory_set_state(tb__directory *d, tb_status state) {
+    pthread_mutex_lock(&d->lock);
+    bool is_new = d->state != state, is_closing = d->is_closing;
+    if (is_new && state != TB_OK)
+        snprintf(d->why, sizeof d->why, "%s", tb_error_detail());
+    d->state = state;
+    pthread_cond_broadcast(&d->freed);
+    pthread_mutex_unlock(&d->lock);
+    if (!is_new || is_closing)
+        return;
+    if (state == TB_OK)
+        tb__log(TB_LOG_WARN, "directory: the store is back");
+    else
+        tb__log(TB_LOG_WARN, "directory: the store is lost%s: %s", state == TB_CONFLICT ? " for good" : "",
+                tb_error_detail());
+}
+
+static uint64_t viewed_revision(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    uint64_t revision = d->view ? tb__view_revision(d->view) : 0;
+    pthread_mutex_unlock(&d->lock);
+    return revision;
+}
+
+tb_status tb__directory_look(tb__directory *d, bool is_other_store) {
+    tb__store_entries entries;
+    tb__view *view;
+    TB_TRY(tb__store_list(d->store, TB__NOW, &entries));
+    TB_TRY(tb__view_create(&entries, is_other_store ? 0 : viewed_revision(d), &view));
+    pthread_mutex_lock(&d->lock);
+    if (!d->view || is_other_store || tb__view_revision(view) > tb__view_revision(d->view)) {
+        tb__view *before = d->view;
+        d->view = view;
+        view = before;
+    }
+    pthread_mutex_unlock(&d->lock);
+    tb__view_destroy(view);
+    return TB_OK;
+}
+
+/* True if it is time to end. */
+static bool pause_following(tb__directory *d, int ms) {
+    struct timespec until = tb__time_of_ms(tb__now_ms() + ms);
+    pthread_mutex_lock(&d->lock);
+    while (!d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
+        ;
+    bool is_closing = d->is_closing;
+    pthread_mutex_unlock(&d->lock);
+    return is_closing;
+}
+
+static bool is_closing(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    bool result = d->is_closing;
+    pthread_mutex_unlock(&d->lock);
+    return result;
+}
+
+static void tell(const tb__directory *d) {
+    if (d->opts.changed)
+        d->opts.changed(d->opts.arg);
+}
+
+tb__inquiry tb__directory_begin(const tb__directory *d) {
+    return (tb__inquiry){.deadline_ms = tb__now_ms() + d->opts.timeout_ms, .timeout_ms = d->opts.timeout_ms};
+}
+
+tb__seat tb__directory_seat(const tb__directory *d, int32_t size) {
+    tb__seat seat = d->self;
+    seat.size = size;
+    return seat;
+}
+
+/* Everything that this process says, once more. The store may have forgotten all of it, or in etcd still have what was
+ * written before. */
+static tb_status say_again(tb__directory *d, const tb__inquiry *inquiry) {
+    for (size_t i = 0; i < d->seats.count; i++) {
+        const tb__own_seat *own = &d->seats.item[i];
+        tb__seat seat = tb__directory_seat(d, own->size);
+        TB_TRY(tb__seat_claim(inquiry, own->group, own->index, &seat, true));
+        TB_TRY(tb__seat_remember(inquiry, own->group, own->index, d->self.rank));
+    }
+    for (size_t i = 0; i < d->notes.count; i++) {
+        const tb__own_note *note = &d->notes.item[i];
+        TB_TRY(tb__inquiry_continue(inquiry));
+        TB_TRY(tb__store_set(d->store, note->key, note->data, note->nbytes, TB__STORE_EPHEMERAL, NULL));
+    }
+    TB_TRY(tb__inquiry_continue(inquiry));
+    return tb__directory_look(d, true);
+}
+
+/* With the turn. */
+static tb_status come_back(tb__directory *d) {
+    tb__store *store;
+    tb__store_server *server = NULL;
+    TB_TRY(tb__store_try_open_or_serve(d->url, d->token, REACH_MS, &store, &server));
+    pthread_mutex_lock(&d->lock);
+    tb__store *before = d->store;
+    int32_t next_rank = tb__view_next_rank(d->view);
+    d->store = store;
+    if (server)
+        d->server = server;
+    if (d->is_closing)
+        tb__store_hang_up(store);
+    pthread_mutex_unlock(&d->lock);
+    tb__store_close(before);
+    tb__inquiry inquiry = tb__directory_begin(d);
+    inquiry.store = store;
+    TB_TRY(tb__ranks_reserve(&inquiry, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
+    TB_TRY(tb__rank_reclaim(&inquiry, d->holder, d->self.rank, d->self.incarnation));
+    return say_again(d, &inquiry);
+}
+
+/* Waits for the call that has the turn, which can't last: it has a deadline, and the connection is gone. */
+static tb_status come_back_in_turn(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    while (d->is_taken)
+        pthread_cond_wait(&d->freed, &d->lock);
+    d->is_taken = true;
+    pthread_mutex_unlock(&d->lock);
+    tb_status status = come_back(d);
+    tb__store_set_timeout(d->store, d->opts.timeout_ms);
+    /* First the state, so that whoever gets the turn finds it. */
+    if (status == TB_OK || status == TB_CONFLICT)
+        tb__directory_set_state(d, status);
+    pthread_mutex_lock(&d->lock);
+    d->is_taken = false;
+    pthread_cond_broadcast(&d->freed);
+    pthread_mutex_unlock(&d->lock);
+    return status;
+}
+
+/* False if it is time to end, or another process is in this one's place. */
+static bool recover(tb__directory *d) {
+    unsigned seed = (unsigned)d->self.rank * 2654435761u + (unsigned)getpid();
+    for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
+        tb_status status = come_back_in_turn(d);
+        if (status == TB_OK)
+            return true;
+        if (status == TB_CONFLICT) {
+            tb__store_hang_up(d->store); /* what it has taken again is for others */
+            return false;
+        }
+        tb__log(TB_LOG_DEBUG, "directory: the store is not back: %s", tb_error_detail());
+        /* Many that have lost it at once do not come all at once. */
+        if (pause_following(d, nap_ms / 2 + rand_r(&seed) % (nap_ms / 2 + 1)))
+            return false;
+    }
+}
+
+void *tb__directory_follow(void *directory) {
+    tb__directory *d = directory;
+    is_following = true;
+    uint64_t told = viewed_revision(d), revision = 0;
+    bool has_warned = false;
+    while (!is_closing(d)) {
+        tb_status status = tb__store_wait_change(d->store, TB__NOW, told, ROUND_MS, &revision);
+        if (status == TB_TIMEOUT)
+            continue;
+        /* A call of this process may have been here already. */
+        if (status == TB_OK && viewed_revision(d) < revision)
+            status = tb__directory_look(d, false);
+        if (status == TB_LOST) {
+            tb__directory_set_state(d, TB_LOST);
+            if (is_closing(d))
+                break;
+            tell(d);
+            bool is_back = recover(d);
+            if (is_closing(d))
+                break;
+            tell(d);
+            if (!is_back)
+                break;
+            status = TB_OK;
+        } else if (status == TB_OK) {
+            tell(d);
+        }
+        if (status == TB_OK) {
+            told = viewed_revision(d);
+            has_warned = false;
+            continue;
+        }
+        if (!has_warned)
+            tb__log(TB_LOG_WARN, "directory: the view of the bus is old: %s", tb_error_detail());
+        has_warned = true;
+        if (pause_following(d, RETRY_MS))
+            break;
+    }
+    return NULL;
+}

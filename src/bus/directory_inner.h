@@ -1,0 +1,67 @@
+/* What the directory's two files share: the calls are in directory.c, the thread that follows the store in
+ * directory_follow.c. */
+#ifndef TB_BUS_DIRECTORY_INNER_H
+#define TB_BUS_DIRECTORY_INNER_H
+
+#include "base/mem.h"
+#include "base/process.h"
+#include "bus/directory_claim.h"
+#include "bus/directory_view.h"
+#include "bus/store/server.h"
+
+#include <unistd.h>
+
+typedef struct tb__own_seat {
+    char group[TB__DIRECTORY_MAX_NAME + 1];
+    int32_t index, size;
+} tb__own_seat;
+
+typedef struct tb__own_note {
+    char *key;
+    void *data;
+    size_t nbytes;
+} tb__own_note;
+
+struct tb__directory {
+    char *url, *token;
+    tb__directory_opts opts; /* without the token */
+    char holder[600];        /* who has the rank: in words, with a number that only this process has */
+    tb__seat self;           /* what all seats have in common */
+    pid_t owner;
+    pthread_t follower;
+
+    /* These belong to whoever has the turn. The following thread alone replaces the store and the server, with the turn
+     * and the lock, and may use them without. */
+    tb__store *store;
+    tb__store_server *server; /* NULL: somebody else serves */
+    TB_VEC(tb__own_seat) seats;
+    TB_VEC(tb__own_note) notes;
+    uint8_t contact[TB__DIRECTORY_MAX_CONTACT];
+
+    pthread_mutex_t lock; /* for all that follows */
+    pthread_cond_t freed; /* the turn is free, the state is another, or the directory is closing */
+    bool is_taken;        /* the turn: one call at a time changes what this process says */
+    bool is_closing;
+    tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
+    char why[512];
+    tb__view *view;
+};
+
+/* The state and, for a failure, tb_error_detail as the reason. */
+void tb__directory_set_state(tb__directory *d, tb_status state);
+
+/* Looks at the store. Afterwards the view is at least as new as the call. The revisions of another store say nothing
+ * about which view is newer. */
+tb_status tb__directory_look(tb__directory *d, bool is_other_store);
+
+/* What a call has until its timeout is over. */
+tb__inquiry tb__directory_begin(const tb__directory *d);
+
+/* The process in one of its seats, as others see it. */
+tb__seat tb__directory_seat(const tb__directory *d, int32_t size);
+
+/* The thread, and whether this is it. */
+void *tb__directory_follow(void *directory);
+bool tb__directory_is_follower(void);
+
+#endif

@@ -1,0 +1,250 @@
+/* The directory when its store ends and comes back. */
+#include "bus/directory_test.h"
+#include "bus/store/etcd_test.h"
+
+enum { BROKEN = 99 };
+
+static etcd the_etcd;
+
+static bool is_back(tb__directory *directory, const void *arg) {
+    (void)arg;
+    return tb__directory_is_connected(directory);
+}
+
+static bool is_replaced(tb__directory *directory, const void *arg) {
+    (void)arg;
+    return tb__directory_state(directory) == TB_CONFLICT;
+}
+
+/* Roles. */
+
+static void must(tb_status status) {
+    if (status == TB_OK)
+        return;
+    fprintf(stderr, "pid %d: %s: %s\n", (int)getpid(), tb_status_string(status), tb_error_detail());
+    _exit(BROKEN);
+}
+
+static void sleep_until_killed(void) {
+    for (;;)
+        pause();
+}
+
+static int serve(const char *url) {
+    tb__store_server *server;
+    must(tb__store_server_start(url, TOKEN, &server));
+    sleep_until_killed();
+    return 0;
+}
+
+/* Has seat 0 of "trainer" until another process has it. */
+static int be_replaced(const char *url) {
+    ear e;
+    ear_init(&e);
+    must(open_with_ear(url, "trainer", 0, 1, &e));
+    /* It is seen before the call returns, and the other process may be that fast. */
+    tb_status status = tb__directory_announce(e.directory, "old", 3);
+    must(status == TB_CONFLICT ? TB_OK : status);
+    if (!ear_await(&e, is_replaced, NULL))
+        return BROKEN;
+    if (!strstr(tb_error_detail(), "taken") || tb__directory_is_connected(e.directory))
+        return BROKEN;
+    status = tb__directory_publish(e.directory, "t", "trainer", 0, "", 0);
+    if (status != TB_CONFLICT || !strstr(tb_error_detail(), "lost for good"))
+        return BROKEN;
+    must(tb__directory_withdraw(e.directory, "t", "trainer", 0));
+    tb__directory_close(e.directory);
+    return 0;
+}
+
+/* The tests. */
+
+/* A server in another process; returns once it answers. */
+static pid_t start_server(const char *url) {
+    pid_t pid = start_role("serve", url, "");
+    tb__store *store;
+    tb_status status;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while ((status = tb__store_open(url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
+        poll(NULL, 0, 1);
+    assert_ok(status);
+    tb__store_close(store);
+    return pid;
+}
+
+static void await_loss(ear *e) {
+    struct timespec deadline = tb__time_of_ms(tb__now_ms() + PATIENCE_MS);
+    bool is_late = false;
+    pthread_mutex_lock(&e->lock);
+    while (e->nlosses == 0 && !is_late)
+        is_late = pthread_cond_timedwait(&e->heard, &e->lock, &deadline) == ETIMEDOUT;
+    pthread_mutex_unlock(&e->lock);
+    assert_false(is_late);
+}
+
+static void assert_member(tb__directory *directory, const char *group, int32_t rank, uint64_t incarnation) {
+    tb__roster roster;
+    assert_ok(tb__directory_roster(directory, group, &roster));
+    assert_int_equal(roster.npresent, 1);
+    assert_int_equal(roster.member[0].rank, rank);
+    assert_int_equal(roster.member[0].incarnation, incarnation);
+    assert_int_equal(roster.member[0].contact_nbytes, 1);
+    tb__roster_fini(&roster);
+}
+
+/* Whoever served has been killed: one of the others does it, and all say again what they had said. */
+static void killed_server(void **state) {
+    const place *p = *state;
+    enum { NROUNDS = 5 };
+    ear a, b;
+    ear_init(&a);
+    ear_init(&b);
+    pid_t pid = start_server(p->url);
+    assert_ok(open_with_ear(p->url, "trainer", 0, 1, &a));
+    assert_ok(open_with_ear(p->url, "engine", 0, 1, &b));
+    assert_ok(tb__directory_enter(b.directory, "more", 1, 2));
+    assert_ok(tb__directory_announce(a.directory, "a", 1));
+    assert_ok(tb__directory_announce(b.directory, "b", 1));
+    assert_ok(tb__directory_publish(a.directory, "kept", "trainer", 0, "one", 3));
+    assert_ok(tb__directory_publish(a.directory, "kept", "trainer", 0, "two", 3));
+    assert_ok(tb__directory_publish(a.directory, "gone", "trainer", 0, "", 0));
+    assert_ok(tb__directory_withdraw(a.directory, "gone", "trainer", 0));
+    assert_ok(tb__directory_publish(b.directory, "kept", "more", 1, "", 0));
+    kill_role(pid);
+    /* Neither may have noticed yet; both have when they have heard of a loss. */
+    await_loss(&a);
+    await_loss(&b);
+    assert_true(ear_await(&a, is_back, NULL));
+    assert_true(ear_await(&b, is_back, NULL));
+    ear *ears[] = {&a, &b};
+    for (int i = 0; i < 2; i++) {
+        await_members(ears[i], "trainer", 1);
+        await_members(ears[i], "engine", 1);
+        await_members(ears[i], "more", 1);
+        await_notes(ears[i], "kept", 2);
+        await_notes(ears[i], "gone", 0);
+        assert_member(ears[i]->directory, "trainer", 0, 1);
+        assert_member(ears[i]->directory, "engine", 1, 1);
+    }
+    /* Calls work, and newcomers get ranks that nobody has. */
+    for (int i = 0; i < NROUNDS; i++) {
+        assert_ok(tb__directory_publish(b.directory, "again", "engine", 0, "", 0));
+        await_notes(&a, "again", 1);
+        assert_ok(tb__directory_withdraw(b.directory, "again", "engine", 0));
+        await_notes(&a, "again", 0);
+    }
+    tb__directory *late = open_directory(p->url, "late", 0, 1);
+    assert_int_equal(tb__directory_rank(late), 2);
+    tb__directory_close(late);
+    tb__directory_close(a.directory);
+    tb__directory_close(b.directory);
+}
+
+/* Calls that are made while nobody serves wait for the store, or do not notice. */
+static void calls_meanwhile(void **state) {
+    const place *p = *state;
+    char topic[32];
+    ear e;
+    ear_init(&e);
+    pid_t pid = start_server(p->url);
+    assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
+    assert_ok(tb__directory_announce(e.directory, "a", 1));
+    kill_role(pid);
+    for (int i = 0; i < 20; i++) {
+        snprintf(topic, sizeof topic, "topic %d", i);
+        assert_ok(tb__directory_publish(e.directory, topic, "trainer", 0, "", 0));
+        assert_true(has_notes(e.directory, &(expected){topic, 1}));
+    }
+    assert_ok(tb__directory_enter(e.directory, "other", 0, 1));
+    assert_int_equal(present(e.directory, "other"), 1);
+    assert_true(tb__directory_is_connected(e.directory));
+    tb__directory_close(e.directory);
+}
+
+/* Who sleeps while another process takes its place finds that out. */
+static void taken_place(void **state) {
+    const place *p = *state;
+    ear e;
+    int stopped = 0;
+    ear_init(&e);
+    pid_t server = start_server(p->url);
+    assert_ok(open_with_ear(p->url, "watch", 0, 1, &e));
+    pid_t pid = start_role("be_replaced", p->url, "");
+    await_members(&e, "trainer", 1);
+    assert_int_equal(kill(pid, SIGSTOP), 0);
+    assert_int_equal(waitpid(pid, &stopped, WUNTRACED), pid);
+    assert_true(WIFSTOPPED(stopped));
+    kill_role(server);
+    await_members(&e, "trainer", 0); /* the store is new, and knows nobody yet */
+    tb__directory *d = open_directory(p->url, "trainer", 0, 1);
+    assert_int_not_equal(tb__directory_rank(d), 1); /* which is still somebody's, as far as anybody knows */
+    assert_ok(tb__directory_announce(d, "new", 3));
+    await_members(&e, "trainer", 1);
+    assert_int_equal(kill(pid, SIGCONT), 0);
+    assert_int_equal(end_of(pid), 0);
+    /* It harms nobody. */
+    assert_int_equal(present(e.directory, "trainer"), 1);
+    assert_ok(tb__directory_publish(d, "t", "trainer", 0, "", 0));
+    tb__directory_close(d);
+    tb__directory_close(e.directory);
+}
+
+/* Nobody can take etcd's place: the directory stays lost until etcd is back. */
+static void killed_etcd(void **state) {
+    const place *p = *state;
+    tb__directory *hasty;
+    ear e;
+    ear_init(&e);
+    assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
+    assert_ok(
+        tb__directory_open(p->url, "hasty", 0, 1, &(tb__directory_opts){.token = TOKEN, .timeout_ms = 3000}, &hasty));
+    assert_ok(tb__directory_announce(e.directory, "a", 1));
+    assert_ok(tb__directory_publish(e.directory, "kept", "trainer", 0, "", 0));
+    assert_ok(tb__directory_publish(e.directory, "gone", "trainer", 0, "", 0));
+    etcd_kill(&the_etcd);
+    assert_true(ear_await(&e, is_lost, NULL));
+    assert_fails(tb__directory_state(e.directory), TB_LOST, "the connection was lost");
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (tb__directory_is_connected(hasty) && tb__now_ms() < deadline_ms)
+        poll(NULL, 0, 10);
+    assert_fails(tb__directory_publish(hasty, "t", "hasty", 0, "", 0), TB_LOST, "the store is lost: ");
+    /* What was known stays known, and withdrawing waits for nobody. */
+    assert_int_equal(present(e.directory, "trainer"), 1);
+    assert_true(has_notes(e.directory, &(expected){"kept", 1}));
+    int64_t begun_ms = tb__now_ms();
+    assert_ok(tb__directory_withdraw(e.directory, "gone", "trainer", 0));
+    assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
+    etcd_run(&the_etcd);
+    assert_true(ear_await(&e, is_back, NULL));
+    await_members(&e, "trainer", 1);
+    await_notes(&e, "kept", 1);
+    await_notes(&e, "gone", 0);
+    assert_member(e.directory, "trainer", 0, 1);
+    tb_status status;
+    do /* the machine may be busy */
+        status = tb__directory_publish(hasty, "t", "hasty", 0, "", 0);
+    while ((status == TB_LOST || status == TB_TIMEOUT) && tb__now_ms() < deadline_ms);
+    assert_ok(status);
+    await_notes(&e, "t", 1);
+    tb__directory_close(hasty);
+    tb__directory_close(e.directory);
+}
+
+static int test_etcd(void) {
+    const struct CMUnitTest tests[] = {AT_A_PLACE(killed_etcd)};
+    if (!etcd_may_start(&the_etcd))
+        return SKIPPED;
+    store_of_places = the_etcd.url;
+    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
+    etcd_stop(&the_etcd);
+    return nfailed;
+}
+
+int main(int argc, char **argv) {
+    if (argc == 4)
+        return strcmp(argv[1], "serve") == 0 ? serve(argv[2]) : be_replaced(argv[2]);
+    if (argc == 2 && strcmp(argv[1], "etcd") == 0)
+        return test_etcd();
+    const struct CMUnitTest tests[] = {AT_A_PLACE(killed_server), AT_A_PLACE(calls_meanwhile), AT_A_PLACE(taken_place)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,49 @@
+/* What etcd's gateway is asked and what it answers: JSON in which bytes are base64 and 64-bit numbers are text. Pure
+ * functions.
+ *
+ * All keys lie under "tensorbus/data/", so that other users of the same etcd are not in the way. */
+#ifndef TB_BUS_STORE_ETCD_JSON_H
+#define TB_BUS_STORE_ETCD_JSON_H
+
+#include "bus/store/protocol.h"
+
+#include <jansson.h>
+
+#define TB__ETCD_DATA  "tensorbus/data/"
+#define TB__ETCD_TOKEN "tensorbus/token/" /* and a namespace: what its token is checked with */
+
+typedef enum tb__etcd_scope {
+    TB__ETCD_KEY,
+    TB__ETCD_PREFIX,
+} tb__etcd_scope;
+
+/* Each makes a request's body, whose item is for free. Keys are etcd's, with what they lie under. */
+tb_status tb__etcd_range(const char *key, tb__etcd_scope scope, tb__bytes *out);
+
+/* All keys from `from` on that begin with the prefix, at most `limit`; as they were at the revision, if that is not 0.
+ */
+tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision, tb__bytes *out);
+tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out);
+tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
+                                   tb__bytes *out);
+tb_status tb__etcd_delete(const char *key, tb__etcd_scope scope, tb__bytes *out);
+tb_status tb__etcd_watch(const char *key, tb__etcd_scope scope, uint64_t start, tb__bytes *out);
+tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out); /* {"field":"number"} */
+
+/* A number's field; 0 if it is not there, for then etcd leaves it out. */
+int64_t tb__etcd_read_number(const json_t *object, const char *field);
+uint64_t tb__etcd_read_revision(const json_t *reply); /* the store's, from the header */
+
+/* The key-value pair: its value, freed with tb__store_value_fini. `kv` NULL is no such key. */
+tb_status tb__etcd_read_value(const json_t *kv, tb__store_value *out);
+
+/* How many pairs the pages have, and how many bytes their entries take. TB_TOO_BIG for more than a list may have. */
+tb_status tb__etcd_measure(const json_t *pages, size_t *count, size_t *nbytes);
+
+/* The pairs of several pages as entries, without what lies before their keys. */
+tb_status tb__etcd_read_entries(const json_t *pages, size_t strip, uint64_t revision, tb__store_entries *out);
+
+/* The last key of a page; its room is that of the longest key. False if there is none, or it makes no sense. */
+bool tb__etcd_read_last_key(const json_t *page, char *out, size_t room);
+
+#endif

@@ -1,0 +1,482 @@
+/* HTTP by libcurl. Each call drives a connection of its own, in the caller's thread: there is nobody to hand work to,
+ * and stopping wakes all of them. */
+#include "bus/store/gateway.h"
+
+#include "base/mem.h"
+#include "bus/store/address.h"
+#include "bus/store/curl.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+/* An endpoint that is silent must not use up the time in which another would answer. */
+enum { ATTEMPT_MS = 2000, FIRST_NAP_MS = 10, LONGEST_NAP_MS = 500, MAX_REPLY = 48 << 20 };
+
+/* A connection, and what drives it. */
+typedef struct line {
+    LIST_ENTRY(line) link;
+    CURLM *multi;
+    CURL *easy;
+    char error[CURL_ERROR_SIZE];
+} line;
+
+LIST_HEAD(line_list, line);
+
+typedef struct endpoint {
+    char url[300];
+} endpoint;
+
+struct tb__gateway {
+    const tb__curl *curl;
+    char url[TB__STORE_MAX_URL + 1];
+    struct curl_slist *headers;
+    size_t nendpoints;
+    endpoint endpoints[TB__GATEWAY_MAX_ENDPOINTS];
+    atomic_size_t current; /* the endpoint that answered last */
+
+    pthread_mutex_t lock; /* for all that follows */
+    struct line_list busy, idle;
+    bool is_stopped;
+    char why[256];
+};
+
+/* ---- Endpoints -------------------------------------------------------------------------------------------------- */
+
+static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
+    static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_:[]";
+    char url[TB__STORE_MAX_URL + 8];
+    tb__address address;
+    snprintf(url, sizeof url, "tcp://%.*s", (int)length, text);
+    if (strspn(text, allowed) < length || length == 0 || tb__address_parse(url, &address) != TB_OK ||
+        strcmp(address.port, "0") == 0)
+        return tb__fail(TB_INVALID, "store '%s': '%.*s' is not host:port", g->url, (int)length, text);
+    if (g->nendpoints == TB__GATEWAY_MAX_ENDPOINTS)
+        return tb__fail(TB_TOO_BIG, "store '%s': more than %d endpoints", g->url, TB__GATEWAY_MAX_ENDPOINTS);
+    bool is_ipv6 = strchr(address.host, ':') != NULL;
+    snprintf(g->endpoints[g->nendpoints++].url, sizeof g->endpoints->url, "http://%s%s%s:%s", is_ipv6 ? "[" : "",
+             address.host, is_ipv6 ? "]" : "", address.port);
+    return TB_OK;
+}
+
+static tb_status read_endpoints(tb__gateway *g) {
+    static const char scheme[] = "etcd://";
+    if (strncmp(g->url, scheme, sizeof scheme - 1) != 0)
+        return tb__fail(TB_INVALID, "store '%s' is not etcd://host:port", g->url);
+    for (const char *at = g->url + sizeof scheme - 1;;) {
+        size_t length = strcspn(at, ",");
+        TB_TRY(add_endpoint(g, at, length));
+        if (!at[length])
+            return TB_OK;
+        at += length + 1;
+    }
+}
+
+static bool add_header(tb__gateway *g, const char *text) {
+    struct curl_slist *longer = g->curl->slist_append(g->headers, text);
+    if (longer)
+        g->headers = longer;
+    return longer != NULL;
+}
+
+tb_status tb__gateway_create(const char *url, tb__gateway **out) {
+    tb__gateway *g = tb__calloc(1, sizeof *g);
+    if (!g)
+        return TB_NO_MEMORY;
+    snprintf(g->url, sizeof g->url, "%s", url);
+    pthread_mutex_init(&g->lock, NULL);
+    LIST_INIT(&g->busy);
+    LIST_INIT(&g->idle);
+    tb_status status = read_endpoints(g);
+    if (status == TB_OK)
+        status = tb__curl_load(&g->curl);
+    /* A member that has lost the others says so instead of letting a watch sleep on; a large body is sent at once. */
+    if (status == TB_OK && (!add_header(g, "Content-Type: application/json") ||
+                            !add_header(g, "Grpc-Metadata-hasleader: true") || !add_header(g, "Expect:")))
+        status = tb__fail(TB_NO_MEMORY, "no memory for HTTP headers");
+    if (status != TB_OK) {
+        tb__gateway_destroy(g);
+        return status;
+    }
+    *out = g;
+    return TB_OK;
+}
+
+/* ---- Lines ------------------------------------------------------------------------------------------------------ */
+
+static void destroy_line(const tb__gateway *g, line *l) {
+    if (l->easy)
+        g->curl->easy_cleanup(l->easy);
+    if (l->multi)
+        g->curl->multi_cleanup(l->multi);
+    free(l);
+}
+
+static tb_status create_line(const tb__gateway *g, line **out) {
+    line *l = tb__calloc(1, sizeof *l);
+    if (!l)
+        return TB_NO_MEMORY;
+    l->multi = g->curl->multi_init();
+    l->easy = g->curl->easy_init();
+    if (!l->multi || !l->easy) {
+        destroy_line(g, l);
+        return tb__fail(TB_NO_MEMORY, "no memory for a connection");
+    }
+    g->curl->multi_setopt(l->multi, CURLMOPT_MAXCONNECTS, 1L);
+    g->curl->easy_setopt(l->easy, CURLOPT_ERRORBUFFER, l->error);
+    g->curl->easy_setopt(l->easy, CURLOPT_HTTPHEADER, g->headers);
+    g->curl->easy_setopt(l->easy, CURLOPT_NOSIGNAL, 1L);
+    g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPALIVE, 1L);
+    g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPIDLE, 10L);
+    g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPINTVL, 5L);
+    /* The environment's proxies are for the host program. */
+    g->curl->easy_setopt(l->easy, CURLOPT_PROXY, "");
+    *out = l;
+    return TB_OK;
+}
+
+static tb_status fail_stopped(const tb__gateway *g) {
+    return tb__fail(TB_LOST, "%s: the connection was lost: %s", g->url, g->why);
+}
+
+static tb_status take_line(tb__gateway *g, bool is_farewell, line **out) {
+    tb_status status = TB_OK;
+    pthread_mutex_lock(&g->lock);
+    line *l = LIST_FIRST(&g->idle);
+    if (g->is_stopped && !is_farewell)
+        status = fail_stopped(g);
+    else if (l)
+        LIST_REMOVE(l, link);
+    else
+        status = create_line(g, &l);
+    if (status == TB_OK)
+        LIST_INSERT_HEAD(&g->busy, l, link);
+    pthread_mutex_unlock(&g->lock);
+    if (status == TB_OK)
+        *out = l;
+    return status;
+}
+
+static void give_back(tb__gateway *g, line *l) {
+    pthread_mutex_lock(&g->lock);
+    LIST_REMOVE(l, link);
+    LIST_INSERT_HEAD(&g->idle, l, link);
+    pthread_mutex_unlock(&g->lock);
+}
+
+void tb__gateway_destroy(tb__gateway *gateway) {
+    if (!gateway)
+        return;
+    while (!LIST_EMPTY(&gateway->idle)) {
+        line *l = LIST_FIRST(&gateway->idle);
+        LIST_REMOVE(l, link);
+        destroy_line(gateway, l);
+    }
+    if (gateway->headers)
+        gateway->curl->slist_free_all(gateway->headers);
+    pthread_mutex_destroy(&gateway->lock);
+    free(gateway);
+}
+
+void tb__gateway_stop(tb__gateway *gateway, const char *why) {
+    pthread_mutex_lock(&gateway->lock);
+    if (!gateway->is_stopped)
+        snprintf(gateway->why, sizeof gateway->why, "%s", why);
+    gateway->is_stopped = true;
+    for (line *l = LIST_FIRST(&gateway->busy); l; l = LIST_NEXT(l, link))
+        gateway->curl->multi_wakeup(l->multi);
+    pthread_mutex_unlock(&gateway->lock);
+}
+
+bool tb__gateway_is_stopped(tb__gateway *gateway) {
+    pthread_mutex_lock(&gateway->lock);
+    bool is_stopped = gateway->is_stopped;
+    pthread_mutex_unlock(&gateway->lock);
+    return is_stopped;
+}
+
+/* ---- One attempt ------------------------------------------------------------------------------------------------ */
+
+typedef enum outcome {
+    ANSWERED,
+    FAILED,     /* for good, with the attempt's status */
+    UNREACHED,  /* nobody is there: the request was not sent */
+    SILENT,     /* nobody has taken it: it was not sent either */
+    UNANSWERED, /* it may have been */
+} outcome;
+
+typedef struct attempt {
+    tb__gateway *gateway;
+    tb__gateway_call *call;
+    line *line;
+    tb__bytes in;                                 /* of a stream: what has come of the next object */
+    bool has_begun, is_enough, is_broken, is_cut; /* is_cut: its time was up */
+    tb_status status;                             /* of what was received */
+} attempt;
+
+static json_t *parse(const char *text, size_t nbytes) {
+    json_error_t error;
+    return json_loadb(text, nbytes, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
+}
+
+/* One object of a stream; false: no more is wanted. */
+static bool take_object(attempt *a, const char *text, size_t nbytes) {
+    json_t *object = parse(text, nbytes);
+    const json_t *result = json_object_get(object, "result");
+    if (!result) {
+        const char *message = json_string_value(json_object_get(json_object_get(object, "error"), "message"));
+        tb__set_detail("%s: the stream broke off: %.200s", a->gateway->url, message ? message : "no JSON of etcd's");
+        a->is_broken = true;
+    } else {
+        a->has_begun = true;
+        a->is_enough = a->call->heard(a->call->arg, result);
+    }
+    json_decref(object);
+    return !a->is_broken && !a->is_enough;
+}
+
+static bool take_objects(attempt *a) {
+    const char *at = (const char *)a->in.item;
+    size_t left = a->in.count;
+    for (const char *end; (end = memchr(at, '\n', left)) != NULL;) {
+        if (!take_object(a, at, (size_t)(end - at)))
+            return false;
+        left -= (size_t)(end + 1 - at);
+        at = end + 1;
+    }
+    if (left > 0)
+        memmove(a->in.item, at, left);
+    a->in.count = left;
+    return true;
+}
+
+/* libcurl's callback: anything but `count` ends the transfer. */
+static size_t on_bytes(char *data, size_t size, size_t count, void *arg) {
+    (void)size; /* always 1 */
+    attempt *a = arg;
+    long http = 0;
+    if (count > MAX_REPLY - a->in.count) {
+        a->status = tb__fail(TB_TOO_BIG, "%s: an answer of more than %d bytes", a->gateway->url, MAX_REPLY);
+        return 0;
+    }
+    if (!tb__vec_reserve(&a->in, count)) {
+        a->status = TB_NO_MEMORY;
+        return 0;
+    }
+    memcpy(a->in.item + a->in.count, data, count);
+    a->in.count += count;
+    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_RESPONSE_CODE, &http);
+    if (a->call->heard && http == 200 && !take_objects(a))
+        return 0;
+    return count;
+}
+
+static void prepare(attempt *a, const endpoint *to) {
+    const tb__curl *curl = a->gateway->curl;
+    CURL *easy = a->line->easy;
+    char url[sizeof to->url + 64];
+    snprintf(url, sizeof url, "%s%s", to->url, a->call->path);
+    curl->easy_setopt(easy, CURLOPT_URL, url);
+    curl->easy_setopt(easy, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)a->call->body->count);
+    curl->easy_setopt(easy, CURLOPT_POSTFIELDS, a->call->body->item);
+    curl->easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_bytes);
+    curl->easy_setopt(easy, CURLOPT_WRITEDATA, a);
+    /* On a connection that was idle libcurl would send it a second time if that turns out to have been closed. */
+    curl->easy_setopt(easy, CURLOPT_FRESH_CONNECT, (long)a->call->is_change_once);
+    a->line->error[0] = '\0';
+}
+
+/* Lets it run until it ends, or has to. The transfer's end is in `code` if TB_OK. */
+static tb_status drive(attempt *a, int64_t attempt_ms, CURLcode *code) {
+    tb__gateway *g = a->gateway;
+    for (;;) {
+        int nrunning = 0, nleft = 0;
+        g->curl->multi_perform(a->line->multi, &nrunning);
+        const CURLMsg *message = nrunning ? NULL : g->curl->multi_info_read(a->line->multi, &nleft);
+        if (nrunning == 0) {
+            *code = message ? message->data.result : CURLE_FAILED_INIT;
+            return TB_OK;
+        }
+        if (!a->call->is_farewell && tb__gateway_is_stopped(g))
+            return fail_stopped(g);
+        int left = tb__ms_until(a->has_begun ? a->call->deadline_ms : attempt_ms);
+        if (left == 0)
+            return TB_TIMEOUT;
+        g->curl->multi_poll(a->line->multi, NULL, 0, left, NULL);
+    }
+}
+
+/* What an answer other than 200 means. */
+static outcome read_refusal(attempt *a, long http) {
+    json_t *reply = parse((const char *)a->in.item, a->in.count);
+    const json_t *code = json_object_get(reply, "code");
+    const char *message = json_string_value(json_object_get(reply, "message"));
+    const char *url = a->gateway->url;
+    outcome result = FAILED;
+    a->call->code = (tb__etcd_code)json_integer_value(code);
+    if (!code || !message) {
+        a->status =
+            tb__fail(TB_REFUSED, "%s: HTTP status %ld for %s: this is no etcd 3.4 or newer", url, http, a->call->path);
+    } else {
+        tb__set_detail("%s: etcd says: %.200s", url, message);
+        switch ((int)a->call->code) {
+        case 1:  /* cancelled */
+        case 4:  /* its own deadline */
+        case 14: /* no leader, or its members do not answer each other */
+            result = UNANSWERED;
+            break;
+        case 3:
+            a->status = TB_INVALID;
+            break;
+        case TB__ETCD_TOO_LARGE:
+            a->status = TB_TOO_BIG;
+            break;
+        case 7:
+        case 16:
+            a->status = TB_DENIED;
+            break;
+        default:
+            a->status = TB_IO;
+        }
+    }
+    json_decref(reply);
+    return result;
+}
+
+static outcome read_answer(attempt *a, json_t **reply) {
+    long http = 0;
+    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_RESPONSE_CODE, &http);
+    if (http != 200)
+        return read_refusal(a, http);
+    if (a->call->heard) { /* a stream that ends by itself */
+        if (!a->is_broken)
+            tb__set_detail("%s: the stream ended", a->gateway->url);
+        return UNANSWERED;
+    }
+    *reply = parse((const char *)a->in.item, a->in.count);
+    if (*reply)
+        return ANSWERED;
+    a->status =
+        tb__fail(TB_REFUSED, "%s: what answers %s sends no JSON: it is no etcd", a->gateway->url, a->call->path);
+    return FAILED;
+}
+
+/* The transfer ended; `code` is libcurl's. */
+static outcome judge(attempt *a, CURLcode code, json_t **reply) {
+    const tb__curl *curl = a->gateway->curl;
+    if (a->is_enough)
+        return ANSWERED;
+    if (a->status != TB_OK)
+        return FAILED;
+    if (a->is_broken)
+        return UNANSWERED;
+    if (code == CURLE_OK)
+        return read_answer(a, reply);
+    tb__set_detail("%s: %s", a->gateway->url, a->line->error[0] ? a->line->error : curl->easy_strerror(code));
+    switch (code) {
+    case CURLE_COULDNT_CONNECT:
+    case CURLE_COULDNT_RESOLVE_HOST:
+        return UNREACHED;
+    case CURLE_UNSUPPORTED_PROTOCOL: /* what answers does not speak HTTP */
+    case CURLE_WEIRD_SERVER_REPLY:
+        a->status = TB_REFUSED;
+        return FAILED;
+    case CURLE_OUT_OF_MEMORY:
+        a->status = TB_NO_MEMORY;
+        return FAILED;
+    default:
+        return UNANSWERED;
+    }
+}
+
+static outcome judge_silence(attempt *a) {
+    long nsent = 0;
+    a->is_cut = true;
+    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_REQUEST_SIZE, &nsent);
+    tb__set_detail(a->has_begun ? "%s" : "%s: silent", a->gateway->url);
+    return nsent > 0 ? UNANSWERED : SILENT;
+}
+
+static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
+    tb__gateway *g = a->gateway;
+    int64_t attempt_ms = a->call->deadline_ms;
+    CURLcode code = CURLE_OK;
+    if (g->nendpoints > 1 && tb__now_ms() + ATTEMPT_MS < attempt_ms)
+        attempt_ms = tb__now_ms() + ATTEMPT_MS;
+    prepare(a, &g->endpoints[index]);
+    if (g->curl->multi_add_handle(a->line->multi, a->line->easy) != CURLM_OK) {
+        a->status = tb__fail(TB_NO_MEMORY, "no memory for a request");
+        return FAILED;
+    }
+    tb_status status = drive(a, attempt_ms, &code);
+    outcome result = FAILED;
+    if (status == TB_OK)
+        result = judge(a, code, reply);
+    else if (status == TB_TIMEOUT)
+        result = judge_silence(a);
+    else
+        a->status = status;
+    g->curl->multi_remove_handle(a->line->multi, a->line->easy);
+    return result;
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------------------------ */
+
+/* Whether to try again after this, and otherwise with which status to end. */
+static bool is_worth_another_try(const tb__gateway *g, const tb__gateway_call *call, outcome last, size_t ntried,
+                                 tb_status *status) {
+    bool is_late = tb__ms_until(call->deadline_ms) == 0;
+    if (last == UNANSWERED && call->is_change_once) {
+        *status = TB_TIMEOUT;
+        return false;
+    }
+    if (call->is_first && last == UNREACHED && ntried >= g->nendpoints) {
+        *status = TB_IO;
+        return false;
+    }
+    *status = is_late ? TB_TIMEOUT : TB_OK;
+    return !is_late;
+}
+
+tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t **reply) {
+    tb__gateway *g = gateway;
+    int64_t begun_ms = tb__now_ms();
+    attempt a = {.gateway = g, .call = call};
+    *reply = NULL;
+    TB_TRY(take_line(g, call->is_farewell, &a.line));
+    tb_status status = TB_OK;
+    int nap_ms = FIRST_NAP_MS;
+    char why[256] = "";
+    for (size_t ntried = 1;; ntried++) {
+        size_t index = g->current % g->nendpoints, seen = index;
+        outcome result = try_endpoint(&a, index, reply);
+        if (result == ANSWERED || result == FAILED) {
+            status = result == ANSWERED ? TB_OK : a.status;
+            break;
+        }
+        /* Whoever fails first at this endpoint moves everybody on to the next one. */
+        atomic_compare_exchange_strong(&g->current, &seen, (index + 1) % g->nendpoints);
+        /* An attempt that the deadline has cut short says less than the one before. */
+        if (!a.is_cut || !why[0])
+            snprintf(why, sizeof why, "%s", tb_error_detail());
+        if (!is_worth_another_try(g, call, result, ntried, &status)) {
+            if (status == TB_TIMEOUT && result == UNANSWERED && call->is_change_once)
+                tb__set_detail("no answer to a change, which may have been made: %s", why);
+            else if (status == TB_TIMEOUT)
+                tb__set_detail("nothing within %d ms: %s", (int)(call->deadline_ms - begun_ms), why);
+            break;
+        }
+        if (a.has_begun)
+            nap_ms = FIRST_NAP_MS;
+        a = (attempt){.gateway = g, .call = call, .line = a.line, .in = {.item = a.in.item, .capacity = a.in.capacity}};
+        if (ntried % g->nendpoints == 0) {
+            int left = tb__ms_until(call->deadline_ms);
+            /* Ends early when the gateway is stopped; the next attempt finds that out. */
+            g->curl->multi_poll(a.line->multi, NULL, 0, nap_ms < left ? nap_ms : left, NULL);
+            nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS;
+        }
+    }
+    free(a.in.item);
+    give_back(g, a.line);
+    return status;
+}

@@ -1,0 +1,53 @@
+/* etcd's JSON gateway: one JSON object is posted, one or many come back, from whichever of several endpoints answers.
+ *
+ * Calls may come from several threads at once; each has a connection of its own, which is kept for the next. */
+#ifndef TB_BUS_STORE_GATEWAY_H
+#define TB_BUS_STORE_GATEWAY_H
+
+#include "base/process.h"
+#include "bus/store/protocol.h"
+
+#include <jansson.h>
+
+typedef struct tb__gateway tb__gateway;
+
+enum { TB__GATEWAY_MAX_ENDPOINTS = 16 };
+
+/* "etcd://host:port,host:port,..." Connects to nobody yet. */
+tb_status tb__gateway_create(const char *url, tb__gateway **out);
+
+/* No call may be under way. NULL is allowed. */
+void tb__gateway_destroy(tb__gateway *gateway);
+
+/* Every call that is under way, and all later ones, return TB_LOST with this reason. Only the first reason counts. */
+void tb__gateway_stop(tb__gateway *gateway, const char *why);
+bool tb__gateway_is_stopped(tb__gateway *gateway);
+
+/* What etcd said no with: gRPC's codes. */
+typedef enum tb__etcd_code {
+    TB__ETCD_OK = 0,
+    TB__ETCD_NOT_FOUND = 5,     /* there is no such lease */
+    TB__ETCD_TOO_LARGE = 8,     /* a message, or the database */
+    TB__ETCD_OUT_OF_RANGE = 11, /* a revision that is compacted, or has not come yet */
+} tb__etcd_code;
+
+typedef struct tb__gateway_call {
+    const char *path;
+    const tb__bytes *body;
+    int64_t deadline_ms;
+    bool is_change_once; /* doing it twice is not the same: once it may have been received it is not sent again */
+    bool is_first;       /* TB_IO at once if no endpoint is there */
+    bool is_farewell;    /* goes on although the gateway was stopped */
+    /* For a stream: gets each object's "result", and returns true when it has had enough. A connection that breaks is
+     * made again, and then the answer begins anew. */
+    bool (*heard)(void *arg, const json_t *result);
+    void *arg;
+
+    tb__etcd_code code; /* output: why it failed, where etcd has said so */
+} tb__gateway_call;
+
+/* Where nothing answers it is tried again, at every endpoint, until the deadline: TB_TIMEOUT. `reply` is for
+ * json_decref, and NULL after a stream. */
+tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t **reply);
+
+#endif

@@ -1,0 +1,81 @@
+/* tensorbus store: serves the embedded store until it is told to end. */
+#include "bus/store/protocol.h"
+#include "bus/store/server.h"
+#include "tools/tools.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { LISTEN, TOKEN_FILE, NOPTIONS };
+
+static const tool_option options[NOPTIONS + 1] = {
+    [LISTEN] = {"listen", "URL", "where: unix:/path/to.sock or tcp://host:port; port 0 means any"},
+    [TOKEN_FILE] = {"token-file", "FILE", "who does not know its first line is turned away"},
+};
+
+/* The file's first line; "-" is standard input. */
+static int read_token(const char *path, char *out, size_t room) {
+    FILE *file = strcmp(path, "-") == 0 ? stdin : fopen(path, "re");
+    if (!file)
+        return tool_fail(TOOL_BAD_INPUT, "--token-file: can't read %s: %s", path, strerror(errno));
+    out[0] = '\0';
+    bool is_read = fgets(out, (int)room, file) != NULL, has_failed = ferror(file) != 0;
+    int error = errno;
+    if (file != stdin)
+        fclose(file);
+    size_t length = strcspn(out, "\r\n");
+    if (has_failed)
+        return tool_fail(TOOL_BAD_INPUT, "--token-file: can't read %s: %s", path, strerror(error));
+    if (!is_read || length == 0)
+        return tool_fail(TOOL_BAD_INPUT, "--token-file: the first line of %s is empty", path);
+    if (length > TB__STORE_MAX_TOKEN)
+        return tool_fail(TOOL_BAD_INPUT, "--token-file: a token has at most %d bytes", TB__STORE_MAX_TOKEN);
+    out[length] = '\0';
+    return TOOL_OK;
+}
+
+static int run(const tb__config *config, const char *const *value) {
+    (void)config;
+    char token[TB__STORE_MAX_TOKEN + 3] = "";
+    if (!value[LISTEN])
+        return tool_fail(TOOL_BAD_INPUT, "--listen is missing");
+    if (value[TOKEN_FILE]) {
+        int exit_status = read_token(value[TOKEN_FILE], token, sizeof token);
+        if (exit_status != TOOL_OK)
+            return exit_status;
+    }
+    /* Before the first thread, and before anybody can know that it serves. */
+    sigset_t ends;
+    sigemptyset(&ends);
+    sigaddset(&ends, SIGTERM);
+    sigaddset(&ends, SIGINT);
+    sigprocmask(SIG_BLOCK, &ends, NULL);
+    tb__store_server *server;
+    tb_status status = tb__store_server_start(value[LISTEN], token, &server);
+    if (status != TB_OK)
+        return tool_fail_status(status);
+    tb__text out = {0};
+    tb__text_add(&out, "serving %s\n", tb__store_server_url(server));
+    int exit_status = tool_print(&out), number = 0;
+    while (exit_status == TOOL_OK && sigwait(&ends, &number) != 0)
+        ;
+    tb__store_server_stop(server);
+    return exit_status;
+}
+
+const tool_command tool_store = {
+    .name = "store",
+    .summary = "serve the store through which processes meet",
+    .usage = "--listen URL [--token-file FILE]",
+    .details =
+        "Processes that are given the same URL meet there. Without this command the first of them serves the store,\n"
+        "and another one when that has ended. What is in the store is kept in memory only; processes that lose it\n"
+        "write what concerns them again when it is back.\n\n"
+        "Prints \"serving URL\" once it does, and runs until SIGTERM or SIGINT. A Unix socket is for the same user "
+        "only.\n"
+        "A namespace in the URL means nothing here. etcd needs no such process: give etcd://host:port to all.\n",
+    .options = options,
+    .run = run,
+};

@@ -1,0 +1,66 @@
+#!/bin/sh
+# tensorbus store: serves until it is told to end, and leaves nothing behind.
+# shellcheck source=tests/cli/support.sh
+. "$(dirname -- "$0")/support.sh"
+
+# serve ARG...: starts it; returns when it serves. Sets $pid.
+serve() {
+    : >"$out"
+    "$TENSORBUS" store "$@" >"$out" 2>"$err" </dev/null &
+    pid=$!
+    tries=0
+    while [ ! -s "$out" ] && kill -0 "$pid" 2>/dev/null && [ "$tries" -lt 600 ]; do
+        sleep 0.1
+        tries=$((tries + 1))
+    done
+    [ -s "$out" ] || fail "store $*: does not serve: $(cat "$err")"
+}
+
+# ended SIGNAL: it ends well when it gets the signal.
+ended() {
+    kill -s "$1" "$pid"
+    wait "$pid"
+    status=$?
+    expect_status 0 "store after SIG$1"
+    [ ! -s "$err" ] || fail "store: said $(cat "$err")"
+}
+
+for signal in TERM INT; do
+    serve --listen "unix:$tmp/bus.sock"
+    is_exactly "serving unix:$tmp/bus.sock"
+    [ "$(stat -c %a "$tmp/bus.sock")" = 600 ] || fail "the socket is not for its user only"
+    # another one has no place there, and does not disturb it
+    cp "$out" "$tmp/first"
+    run store --listen "unix:$tmp/bus.sock"
+    expect_status 1 'a second store'
+    grep -q '^tensorbus store: .*serve' "$err" || fail "a second store: $(cat "$err")"
+    : >"$err"
+    [ -S "$tmp/bus.sock" ] || fail "the second store has removed the socket"
+    ended "$signal"
+    [ ! -e "$tmp/bus.sock" ] || fail "the socket is left behind"
+done
+
+# a store that was killed is in nobody's way
+serve --listen "unix:$tmp/bus.sock"
+kill -s KILL "$pid"
+wait "$pid" 2>/dev/null
+serve --listen "unix:$tmp/bus.sock"
+ended TERM
+
+printf 'open sesame\nnot this\n' >"$tmp/token"
+serve --listen tcp://127.0.0.1:0 --token-file "$tmp/token"
+printed '^serving tcp://127\.0\.0\.1:[1-9][0-9]*$'
+ended TERM
+
+refused '--listen is missing' store
+refused "store 'etcd://h:1' is neither" store --listen etcd://h:1
+refused "is neither" store --listen bus.sock
+refused 'no port at its end' store --listen tcp://localhost
+refused '--token-file: can.t read .*/none: No such file' store --listen "unix:$tmp/s" --token-file "$tmp/none"
+: >"$tmp/empty"
+refused '--token-file: the first line of .*/empty is empty' store --listen "unix:$tmp/s" --token-file "$tmp/empty"
+head -c 257 /dev/zero | tr '\0' x >"$tmp/long"
+refused '--token-file: a token has at most 256 bytes' store --listen "unix:$tmp/s" --token-file "$tmp/long"
+[ ! -e "$tmp/s" ] || fail "a socket although it failed"
+
+finish
