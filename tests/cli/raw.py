@@ -149,11 +149,11 @@ def bad(reply, words):
 # ---- Agents ----------------------------------------------------------------------------------------------------------
 
 
-def start(group, index, size, *options):
+def start(group, index, size, *options, store=f"unix:{FOLDER}/store"):
     path = f"{FOLDER}/{group}{index}.sock"
     agent = subprocess.Popen(
         [TENSORBUS, "agent", "--name", group, "--rank", str(index), "--size", str(size)]
-        + ["--store", f"unix:{FOLDER}/store", "--socket", path, "--timeout", "20", *options],
+        + ["--store", store, "--socket", path, "--timeout", "20", *options],
         stdout=subprocess.PIPE,
         text=True,
     )

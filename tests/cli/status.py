@@ -263,16 +263,26 @@ try:
     check("lost: " in tool("status", "--socket", trainer_path).stdout, "status does not say that it is lost")
     check("lost peer" in tool("top", "--once", "--socket", trainer_path).stdout, "top does not say so")
 
-    # The store goes with the agent that serves it; the others say so.
-    spare, spare_path = start("spare", 0, 1)
-    agents.append(spare)
-    check(report(spare_path)["store"]["connected"], "there is no store")
     trainer.terminate()
     check(trainer.wait(20) == 0, f"it ended with {trainer.returncode}")
     check(not os.path.exists(trainer_path), "its socket is still there")
+
+    # A store that is lost, while nobody can serve it; and that is back.
+    os.mkdir(f"{FOLDER}/here")
+    address = f"unix:{FOLDER}/here/store"
+    store = subprocess.Popen([TENSORBUS, "store", "--listen", address], stdout=subprocess.PIPE, text=True)
+    agents.append(store)
+    check(store.stdout.readline().startswith("serving "), "the store did not start")
+    spare, spare_path = start("spare", 0, 1, store=address)
+    agents.append(spare)
+    check(report(spare_path)["store"] == {"connected": True, "why": ""}, "there is no store")
+    os.rename(f"{FOLDER}/here", f"{FOLDER}/away")
+    store.kill()
     until(lambda: not report(spare_path)["store"]["connected"], "the store is not lost")
     check(report(spare_path)["store"]["why"], "it is not said why")
     check("store   lost: " in tool("status", "--socket", spare_path).stdout, "status does not say so")
+    os.rename(f"{FOLDER}/away", f"{FOLDER}/here")
+    until(lambda: report(spare_path)["store"]["connected"], "the store is not back")
 finally:
     for screen in screens:
         screen.program.kill()
