@@ -102,6 +102,8 @@ struct tb_pair {
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
 /* Waits until both sides are known. Without the lock. */
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms);
+/* Whether one of its ranks is gone, so that nothing can be moved any more; `who` names it. Without the lock. */
+bool tb__pair_is_lost(const tb_pair *pair, char *who, size_t room);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 
