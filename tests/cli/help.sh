@@ -46,7 +46,7 @@ has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has inspect json
 has reshard spec in out hf max-file-size memory threads verify sync dry-run json
 has config json
-has demo size ranks src dst staged
+has demo size ranks src dst staged bus
 has bench only rounds size staged peers check json
 
 # help needs no sound environment, and comes whatever else is asked for
