@@ -113,7 +113,7 @@ static _Noreturn void be_agent(const tool_agents *a, int rank, int output) {
                            .timeout_ms = job->timeout_ms};
     if (tb__agent_create(&opts, &running) != TB_OK)
         give_up(output);
-    signal(SIGTERM, on_signal);
+    sigaction(SIGTERM, &(struct sigaction){.sa_handler = on_signal}, NULL);
     say_ready(output);
     tb_status status = tb__agent_run(running);
     tb__agent_destroy(running);
