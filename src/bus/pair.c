@@ -347,6 +347,21 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
     return status;
 }
 
+bool tb__pair_is_lost(const tb_pair *pair, char *who, size_t room) {
+    bool is_lost = false;
+    tb__engine_lock(pair->world->engine);
+    for (int side = 0; side < 2 && pair->has_met; side++) {
+        const tb__pair_side *s = &pair->sides[side];
+        for (int32_t i = 0; i < s->size && !is_lost; i++) {
+            is_lost = s->peers[i]->is_lost;
+            if (is_lost)
+                snprintf(who, room, "%s", s->peers[i]->label);
+        }
+    }
+    tb__engine_unlock(pair->world->engine);
+    return is_lost;
+}
+
 static void free_pair(tb_pair *pair) {
     for (int side = 0; side < 2; side++) {
         free(pair->sides[side].group);

@@ -107,6 +107,8 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms);
 /* Who has not come yet to a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...". "" if
  * nobody is missing. Without the lock. */
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
+/* Whether one of its ranks is gone, so that nothing can be moved any more; `who` names it. Without the lock. */
+bool tb__pair_is_lost(const tb_pair *pair, char *who, size_t room);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 

@@ -36,6 +36,8 @@ typedef struct bench_case {
 extern const bench_case bench_cases[];
 extern const size_t bench_ncases;
 
+const bench_case *bench_case_of(const char *line);
+
 /* Fills in all but the job's batch options; *counted is what GB/s are of. */
 tb_status bench_job_init(const bench_case *c, int64_t size, tool_job *job, int64_t *counted);
 
@@ -76,14 +78,16 @@ tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, ben
 tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
                             tb__text *said, tb__text *reason);
 
-/* ---- Lines of their own (bench_refit.c, bench_disk.c, bench_quant.c) ----------------------------------------- */
+/* ---- Lines of their own (bench_refit.c, bench_disk.c, bench_quant.c, bench_bus.c, bench_rtt.c) --------------- */
 
 #define BENCH_REFIT "refit"
 #define BENCH_DISK  "reshard_disk"
 #define BENCH_QUANT "quant_mxfp8"
+#define BENCH_BUS   "bus_model"
+#define BENCH_RTT   "command_rtt"
 
 typedef struct bench_round {
-    double ours, theirs; /* GB/s */
+    double ours, theirs; /* in the line's unit */
 } bench_round;
 
 /* Moves a mixture-of-experts model as large as a buffer, and copies the buffer, in every round. */
@@ -98,12 +102,21 @@ tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_roun
  * blocks in the end. The buffers hold other numbers afterwards. */
 tb_status bench_quant_run(const tool_buffers *buffers, int rounds, tool_guard *guard, bench_round *out);
 
+/* Moves a model of `size` bytes through agents, and without them, in every round. */
+tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out);
+
+/* Times a command's round trip, and one of as many bytes over a bare socket: us, medians of some thousand. */
+tb_status bench_rtt_run(const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out);
+
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
+
+typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US } bench_unit;
 
 typedef struct bench_result {
     const char *name, *work, *against;
-    double gb_per_s, against_gb_per_s, ratio; /* medians over the rounds */
-    double at_least;                          /* 0: nothing is asked */
+    bench_unit unit;
+    double ours, theirs, ratio; /* medians over the rounds */
+    double at_least, at_most;   /* the mark of the ratio; 0: none */
     int rounds;
     int64_t extra_bytes; /* memory that the library took beside the tensors; -1: not known */
     char *reason;        /* of a peer that did not run; else NULL */
@@ -111,7 +124,8 @@ typedef struct bench_result {
 
 typedef TB_VEC(bench_result) bench_results;
 
-bool bench_is_reached(const bench_result *result);
+bool bench_has_mark(const bench_result *result);
+bool bench_is_reached(const bench_result *result); /* true where there is none */
 void bench_add_table(tb__text *out, const bench_results *results);
 void bench_add_json(tb__text *out, const bench_results *results);
 

@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 #define ROWS    "mesh=4 place=Shard(0)"
 #define COLUMNS "mesh=4 place=Shard(1)"
@@ -109,6 +110,16 @@ const bench_case bench_cases[] = {
 };
 
 const size_t bench_ncases = sizeof bench_cases / sizeof *bench_cases;
+
+const bench_case *bench_case_of(const char *line) {
+    for (size_t i = 0; i < bench_ncases; i++) {
+        for (int l = 0; l < bench_cases[i].nlines; l++) {
+            if (strcmp(bench_cases[i].line[l].name, line) == 0)
+                return &bench_cases[i];
+        }
+    }
+    return NULL;
+}
 
 static tb_status fill_job(const bench_case *c, int64_t size, tool_job *job) {
     TB_TRY(tool_side_init(&job->side[TOOL_SOURCE], TOOL_SOURCE, "from", c->src, SIDE));

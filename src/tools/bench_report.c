@@ -3,8 +3,29 @@
 
 #include <inttypes.h>
 
+static const char *const unit_keys[] = {[BENCH_GB_PER_S] = "gb_per_s", [BENCH_US] = "us"};
+
+bool bench_has_mark(const bench_result *result) {
+    return result->at_least > 0 || result->at_most > 0;
+}
+
 bool bench_is_reached(const bench_result *result) {
-    return result->at_least == 0 || result->ratio >= result->at_least;
+    return (result->at_least == 0 || result->ratio >= result->at_least) &&
+           (result->at_most == 0 || result->ratio <= result->at_most);
+}
+
+static void add_figure(tool_table *table, const bench_result *r, double value) {
+    tool_table_cell(table, r->unit == BENCH_US ? "%.2f us" : "%.2f", value);
+}
+
+static void add_mark(tool_table *table, const bench_result *r) {
+    if (r->at_least > 0)
+        tool_table_cell(table, "at least %.2f", r->at_least);
+    else if (r->at_most > 0)
+        tool_table_cell(table, "at most %.2f", r->at_most);
+    else
+        tool_table_cell(table, "%s", "");
+    tool_table_cell(table, "%s", !bench_has_mark(r) ? "" : bench_is_reached(r) ? "ok" : "missed");
 }
 
 void bench_add_table(tb__text *out, const bench_results *results) {
@@ -15,7 +36,7 @@ void bench_add_table(tb__text *out, const bench_results *results) {
     tool_table_column(&table, "against", false);
     tool_table_column(&table, "GB/s", true);
     tool_table_column(&table, "ratio", true);
-    tool_table_column(&table, "at least", true);
+    tool_table_column(&table, "mark", true);
     tool_table_column(&table, "", false);
     tool_table_column(&table, "extra memory", true);
     for (size_t i = 0; i < results->count; i++) {
@@ -24,15 +45,11 @@ void bench_add_table(tb__text *out, const bench_results *results) {
             continue;
         tool_table_cell(&table, "%s", r->name);
         tool_table_cell(&table, "%s", r->work);
-        tool_table_cell(&table, "%.2f", r->gb_per_s);
+        add_figure(&table, r, r->ours);
         tool_table_cell(&table, "%s", r->against);
-        tool_table_cell(&table, "%.2f", r->against_gb_per_s);
+        add_figure(&table, r, r->theirs);
         tool_table_cell(&table, "%.2f", r->ratio);
-        if (r->at_least > 0)
-            tool_table_cell(&table, "%.2f", r->at_least);
-        else
-            tool_table_cell(&table, "%s", "");
-        tool_table_cell(&table, "%s", r->at_least == 0 ? "" : bench_is_reached(r) ? "ok" : "below");
+        add_mark(&table, r);
         if (r->extra_bytes >= 0)
             tool_table_cell(&table, "%s", tool_size(r->extra_bytes).text);
         else
@@ -56,11 +73,16 @@ static void add_result(tb__text *out, const bench_result *r) {
         tb__text_add(out, "}\n");
         return;
     }
-    tb__text_add(out, ",\"gb_per_s\":%.3f,\"ratio\":%.3f,\"against\":", r->gb_per_s, r->ratio);
+    const char *unit = unit_keys[r->unit];
+    tb__text_add(out, ",\"%s\":%.3f,\"ratio\":%.3f,\"against\":", unit, r->ours, r->ratio);
     tb__text_add_json(out, r->against);
-    tb__text_add(out, ",\"against_gb_per_s\":%.3f,\"rounds\":%d", r->against_gb_per_s, r->rounds);
+    tb__text_add(out, ",\"against_%s\":%.3f,\"rounds\":%d", unit, r->theirs, r->rounds);
     if (r->at_least > 0)
-        tb__text_add(out, ",\"at_least\":%.2f,\"ok\":%s", r->at_least, bench_is_reached(r) ? "true" : "false");
+        tb__text_add(out, ",\"at_least\":%.2f", r->at_least);
+    if (r->at_most > 0)
+        tb__text_add(out, ",\"at_most\":%.2f", r->at_most);
+    if (bench_has_mark(r))
+        tb__text_add(out, ",\"ok\":%s", bench_is_reached(r) ? "true" : "false");
     if (r->extra_bytes >= 0)
         tb__text_add(out, ",\"extra_bytes\":%" PRId64, r->extra_bytes);
     tb__text_add(out, "}\n");

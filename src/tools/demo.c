@@ -6,14 +6,15 @@
 
 #include <inttypes.h>
 
-enum { SIZE, RANKS, SRC, DST, STAGED, NOPTIONS };
+enum { SIZE, RANKS, SRC, DST, STAGED, BUS, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
-    [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; 1GiB by default"},
+    [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; 1GiB by default, 256MiB with --bus"},
     [RANKS] = {"ranks", "N[,M]", "processes of the source, and of the target; 4 by default"},
     [SRC] = {"src", "LAYOUT", "how the source is laid out, as in 'mesh=4 place=Shard(0)', which is the default"},
     [DST] = {"dst", "LAYOUT", "how the target is laid out; by default every weight as suits tensor parallelism"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
+    [BUS] = {"bus", NULL, "everything through agents, one of which is killed in the middle"},
 };
 
 static const char details[] =
@@ -26,11 +27,17 @@ static const char details[] =
     "A layout that is given holds for all weights; norms are vectors, and are replicated where it cuts a\n"
     "second dimension. Its ranks are the processes of its side, from 0. See `tensorbus layout --help`.\n"
     "\n"
+    "With --bus there are a store, an agent for each rank, and the ranks are clients of their agents: the tensors\n"
+    "are in their memory, and the agents move them. While version 2 is under way an agent of the engine is killed\n"
+    "(SIGKILL). That version fails on every rank; it is told who heard of it when, and by which sentence. Then the\n"
+    "agent is started again, its client connects again, and all make the pair and register their tensors again,\n"
+    "under the same names; version 2 is sent once more. With --bus the time runs until the version is committed.\n"
+    "\n"
     "The time runs from when all ranks are ready until the last one has its data, or its memory back; the\n"
     "phases are in ms, each that of the rank that spent most on it. memcpy is measured when the transfers are\n"
     "over, by a thread per core. `tensorbus config` lists the settings.\n";
 
-static const int64_t default_size = INT64_C(1) << 30;
+static const int64_t default_size = INT64_C(1) << 30, default_bus_size = INT64_C(256) << 20;
 
 static tb_status read_ranks(const char *text, int32_t nranks[TOOL_NSIDES]) {
     const char *at = text;
@@ -60,7 +67,7 @@ static tb_status refuse_partial(const tb_layout *layout) {
 static tb_status read_options(demo *d, const char *const *value) {
     static const char *const groups[TOOL_NSIDES] = {"trainer", "inference"};
     int32_t nranks[TOOL_NSIDES] = {0};
-    int64_t size = default_size;
+    int64_t size = d->bus ? default_bus_size : default_size;
     tb_status status = value[SIZE] ? tb__read_size(value[SIZE], &size) : TB_OK;
     if (status == TB_OK)
         status = tool_llama_add(&d->job.tensors, size, &d->llama);
@@ -86,28 +93,31 @@ static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
     demo *d = arg;
     if (step == TOOL_ALLOCATE)
         tool_mover_init(&d->mover, &d->job, rank);
-    return tool_mover_do(&d->mover, (tool_step)step, slot);
+    return d->bus ? demo_bus_work(d, rank, step, slot) : tool_mover_do(&d->mover, (tool_step)step, slot);
 }
 
 static void show_progress(void *arg) {
-    demo_show_progress(arg);
+    demo *d = arg;
+    demo_show_progress(d);
+    if (d->bus)
+        demo_bus_tick(d);
 }
 
-static tb_status do_step(demo *d, tool_step step, double *seconds) {
+tb_status demo_do(demo *d, int step, double *seconds) {
     d->step = step;
-    return tool_ranks_step(d->ranks, (int)step, seconds);
+    return tool_ranks_step(d->ranks, step, seconds);
 }
 
-static tb_status move_version(demo *d) {
+tb_status demo_move_version(demo *d) {
     demo_version *version = &d->version[d->nmoved];
-    TB_TRY(do_step(d, TOOL_PREPARE, NULL));
-    TB_TRY(do_step(d, TOOL_MOVE, &version->seconds));
+    TB_TRY(demo_do(d, TOOL_PREPARE, NULL));
+    TB_TRY(demo_do(d, TOOL_MOVE, &version->seconds));
     for (int rank = 0; rank < d->job.nranks; rank++) {
         const double *theirs = tool_ranks_slot(d->ranks, rank)->phase;
         for (int phase = 0; phase < TB_PHASE_COUNT; phase++)
             version->phase[phase] = theirs[phase] > version->phase[phase] ? theirs[phase] : version->phase[phase];
     }
-    TB_TRY(do_step(d, TOOL_VERIFY, NULL));
+    TB_TRY(demo_do(d, TOOL_VERIFY, NULL));
     for (int rank = 0; rank < d->job.nranks; rank++)
         d->nverified += atomic_load(&tool_ranks_slot(d->ranks, rank)->done);
     d->nmoved++;
@@ -119,11 +129,11 @@ static tb_status move_version(demo *d) {
 }
 
 static tb_status move_versions(demo *d) {
-    TB_TRY(do_step(d, TOOL_ALLOCATE, NULL));
+    TB_TRY(demo_do(d, TOOL_ALLOCATE, NULL));
     TB_TRY(tool_job_connect(&d->job, d->ranks));
     while (d->nmoved < DEMO_NVERSIONS)
-        TB_TRY(move_version(d));
-    return do_step(d, TOOL_CLOSE, NULL);
+        TB_TRY(demo_move_version(d));
+    return demo_do(d, TOOL_CLOSE, NULL);
 }
 
 /* The fastest of some rounds, of about as much as is delivered. */
@@ -144,16 +154,22 @@ static tb_status measure_memcpy(demo *d) {
     return status;
 }
 
-static tb_status run_demo(demo *d, tool_guard *guard) {
-    tool_ranks_opts opts = {.work = work, .tick = show_progress, .arg = d};
-    TB_TRY(tool_job_start(&d->job, &opts, guard, &d->ranks));
+static tb_status run_plain(demo *d, const tool_ranks_opts *opts, tool_guard *guard) {
+    TB_TRY(tool_job_start(&d->job, opts, guard, &d->ranks));
     tb_status status = move_versions(d);
     tool_ranks_destroy(d->ranks);
+    return status;
+}
+
+static tb_status run_demo(demo *d, tool_guard *guard) {
+    tool_ranks_opts opts = {.work = work, .tick = show_progress, .arg = d};
+    tb_status status = d->bus ? demo_bus_run(d, &opts, guard) : run_plain(d, &opts, guard);
     return status == TB_OK ? measure_memcpy(d) : status;
 }
 
 static int run(const tb__config *config, const char *const *value) {
-    demo d = {.job.batch = tool_batch_opts(config, value[STAGED])};
+    demo_bus bus = {0};
+    demo d = {.job.batch = tool_batch_opts(config, value[STAGED]), .bus = value[BUS] ? &bus : NULL};
     tool_guard guard;
     tb__text out = {0};
     tb_status status = read_options(&d, value);
@@ -166,6 +182,7 @@ static int run(const tb__config *config, const char *const *value) {
     status = run_demo(&d, &guard);
     if (status == TB_OK)
         demo_add_report(&out, &d);
+    demo_bus_fini(&bus, d.job.nranks);
     tool_job_fini(&d.job);
     int exit_status = status == TB_OK ? tool_print(&out) : tool_fail_status(status);
     tool_guard_fini(&guard);
@@ -175,7 +192,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_demo = {
     .name = "demo",
     .summary = "move a model from a trainer to an inference engine and verify every element",
-    .usage = "[--size SIZE] [--ranks N[,M]] [--src LAYOUT] [--dst LAYOUT] [--staged]",
+    .usage = "[--size SIZE] [--ranks N[,M]] [--src LAYOUT] [--dst LAYOUT] [--staged] [--bus]",
     .details = details,
     .options = options,
     .run = run,

@@ -8,7 +8,7 @@ enum { BAR = 24, ELEMENT = 2 };
 void demo_show_progress(const demo *d) {
     static const char *const words[TOOL_NSTEPS] = {
         [TOOL_PREPARE] = "filling", [TOOL_MOVE] = "moving", [TOOL_VERIFY] = "verifying"};
-    if (!words[d->step])
+    if (d->step >= TOOL_NSTEPS || !words[d->step])
         return;
     /* All have something to fill; what is moved and verified is counted where it arrives. */
     int first = d->step == TOOL_PREPARE ? 0 : d->job.side[TOOL_SOURCE].nranks;
@@ -46,6 +46,39 @@ static void add_table(tb__text *out, const demo *d) {
     tool_table_finish(&table, out);
 }
 
+static void add_failed(tool_table *table) {
+    enum { EMPTY = 5 }; /* columns behind the result */
+    tool_table_cell(table, "%d", DEMO_KILLED);
+    tool_table_cell(table, "%s", "failed");
+    for (int i = 0; i < EMPTY; i++)
+        tool_table_cell(table, "%s", "");
+}
+
+/* With agents: how each version ended, the one that failed before it came the second time. */
+static void add_bus_table(tb__text *out, const demo *d) {
+    tool_table table = {0};
+    tool_table_column(&table, "version", true);
+    tool_table_column(&table, "result", false);
+    tool_table_column(&table, "delivered", true);
+    tool_table_column(&table, "ms", true);
+    tool_table_column(&table, "GB/s", true);
+    tool_table_column(&table, "of memcpy", true);
+    tool_table_column(&table, "verified", false);
+    for (int i = 0; i < DEMO_NVERSIONS; i++) {
+        double gb_per_s = 1e-9 * (double)d->job.nbytes[TOOL_TARGET] / d->version[i].seconds;
+        if (i + 1 == DEMO_KILLED)
+            add_failed(&table);
+        tool_table_cell(&table, "%d", i + 1);
+        tool_table_cell(&table, "%s", "committed");
+        tool_table_cell(&table, "%s", tool_size(d->job.nbytes[TOOL_TARGET]).text);
+        tool_table_cell(&table, "%.1f", d->version[i].seconds * 1e3);
+        tool_table_cell(&table, "%.2f", gb_per_s);
+        tool_table_cell(&table, "%.0f%%", gb_per_s / d->memcpy_gb_per_s * 100);
+        tool_table_cell(&table, "%s", "yes");
+    }
+    tool_table_finish(&table, out);
+}
+
 static void add_side(tb__text *out, const char *word, const tool_side *side) {
     tb__text_add(out, "%s    %" PRId32 " process%s; ", word, side->nranks, side->nranks == 1 ? "" : "es");
     tool_add_layout(out, side->layout[TOOL_CUT_COLUMN]);
@@ -67,8 +100,11 @@ void demo_add_report(tb__text *out, const demo *d) {
     add_side(out, "source", &d->job.side[TOOL_SOURCE]);
     add_side(out, "target", &d->job.side[TOOL_TARGET]);
     tb__text_add(out, "\n");
-    add_table(out, d);
-    tb__text_add(out, "\nmemcpy    %.2f GB/s by %d thread%s\n", d->memcpy_gb_per_s, d->nthreads,
+    (d->bus ? add_bus_table : add_table)(out, d);
+    tb__text_add(out, "\n");
+    if (d->bus)
+        demo_bus_add_report(out, d);
+    tb__text_add(out, "memcpy    %.2f GB/s by %d thread%s\n", d->memcpy_gb_per_s, d->nthreads,
                  d->nthreads == 1 ? "" : "s");
     tb__text_add(out, "%sverified  all %" PRId64 " elements on %" PRId32 " rank%s, in each of %d versions%s\n",
                  tool_bold(), d->nverified / DEMO_NVERSIONS / ELEMENT, n, n == 1 ? "" : "s", DEMO_NVERSIONS,

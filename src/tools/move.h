@@ -235,6 +235,9 @@ typedef struct tool_mover {
 void tool_mover_init(tool_mover *mover, const tool_job *job, int rank);
 tb_status tool_mover_do(tool_mover *mover, tool_step step, tool_slot *slot);
 
+/* As batches take it; valid as long as the side. */
+tb_tensor tool_part_tensor(const tool_part *part, const tool_side *side);
+
 /* As the settings have it; `staged` takes the path that tensors take between machines. */
 tb_batch_opts tool_batch_opts(const tb__config *config, bool staged);
 

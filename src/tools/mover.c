@@ -44,6 +44,15 @@ tb_batch_opts tool_batch_opts(const tb__config *config, bool staged) {
                            .staged = staged};
 }
 
+tb_tensor tool_part_tensor(const tool_part *part, const tool_side *side) {
+    tb_tensor tensor = {.data = part->data,
+                        .dtype = part->tensor->dtype[part->which],
+                        .ndim = part->tensor->shape.ndim,
+                        .layout = side->text[part->tensor->cut]};
+    memcpy(tensor.shape, part->tensor->shape.dim, sizeof tensor.shape);
+    return tensor;
+}
+
 /* A rank that is at both ends does not wait for itself. */
 static tb_status open_end(tool_mover *mover, int number) {
     tool_end *end = &mover->end[number];
@@ -52,11 +61,7 @@ static tb_status open_end(tool_mover *mover, int number) {
     TB_TRY(tb_pair_create(mover->world, "move", remote->group, side->text[TOOL_CUT_COLUMN], &opts, &end->pair));
     for (size_t i = 0; i < end->parts.count; i++) {
         const tool_part *part = &end->parts.part[i];
-        tb_tensor tensor = {.data = part->data,
-                            .dtype = part->tensor->dtype[end->which],
-                            .ndim = part->tensor->shape.ndim,
-                            .layout = side->text[part->tensor->cut]};
-        memcpy(tensor.shape, part->tensor->shape.dim, sizeof tensor.shape);
+        tb_tensor tensor = tool_part_tensor(part, side);
         TB_TRY(tb_batch_add(mover->batch, end->pair, part->tensor->name, &tensor));
     }
     return TB_OK;

@@ -86,6 +86,28 @@ try:
         except EOFError:
             pass
 
+    # An agent that is killed: the other one's client is told at once. When another has come in its place the pair can
+    # be made again, under the same name, once the batch that used the old one is cleaned up.
+    seq = a.send(command("Transfer", batch_id="b", transfer_type="send"))
+    agents[1][0].kill()
+    agents[1][0].wait()
+    bad(a.reply(seq), "was lost")
+    agents[1] = start("inference", 0, 1)
+    bad(a.call(init_pair()), "cleaned up")
+    good(a.call(command("CleanupBatch", batch_id="b")))
+    b = Connection(inference_path)
+    seq = a.send(init_pair())
+    good(b.call(init_pair(local="inference", remote="trainer")))
+    good(a.reply(seq))
+    seq = a.send(register("b", [tensor("w", [ROWS, COLUMNS], 4096, NBYTES)]), [fd_a])
+    good(b.call(register("b", [tensor("w", [ROWS, COLUMNS], 0, NBYTES)]), [fd_b]))
+    good(a.reply(seq))
+    memory_b[:] = b"\xa5" * NBYTES
+    seq = b.send(command("Transfer", batch_id="b", transfer_type="recv"))
+    good(a.call(command("Transfer", batch_id="b", transfer_type="send")))
+    good(b.reply(seq))
+    check(memory_b[:] == values, "what came after the loss is not what was sent")
+
     good(a.call(command("CleanupBatch", batch_id="b")))
     bad(a.call(command("CleanupBatch", batch_id="b")), "no batch 'b'")
     good(b.call(command("CleanupBatch", batch_id="b")))

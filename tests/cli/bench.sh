@@ -4,18 +4,21 @@
 . "$(dirname -- "$0")/ranks.sh"
 
 accepted bench --size 2MiB --rounds 1 --json
-lines 12
-for name in row_col row_col_hand foreign model replicate local small cast partial refit reshard_disk quant_mxfp8; do
+lines 14
+for name in row_col row_col_hand foreign model replicate local small cast partial refit reshard_disk quant_mxfp8 \
+    bus_model; do
     printed "^{\"name\":\"$name\",.*\"gb_per_s\":[0-9.]*,\"ratio\":[0-9.]*,\"against\":\".*,\"rounds\":1,\"at_least\":0"
 done
 not_printed '"gb_per_s":0\.000'
+printed '^{"name":"command_rtt",.*"us":[0-9.]*,"ratio":[0-9.]*,"against":".*,"against_us":[0-9.]*,"rounds":1,"at_most":1\.50,"ok":'
+not_printed '"us":0\.000'
 clean bench
 
 # a size that nothing divides evenly, and an even number of rounds
 accepted bench --size 3500001 --rounds 2 --only small,row_col
 lines 3
-printed '^row_col  .* memcpy  .*0\.85  '
-printed '^small  .*0\.60  '
+printed '^row_col  .* memcpy  .*  at least 0\.85  '
+printed '^small  .*  at least 0\.60  '
 
 # the path between machines takes memory beside the tensors, and no more than the settings allow
 extra_bytes() {
@@ -36,7 +39,7 @@ else
     printf 'not tested where the kernel does not tell PSS: extra memory\n'
 fi
 accepted bench --size 1MiB --rounds 1 --staged --json
-lines 12
+lines 14
 
 # without MPI and Python
 mkdir "$tmp/bin" || exit 1
@@ -48,13 +51,19 @@ printed '^row_col_mpi: not measured: .*install openmpi-bin libopenmpi-dev$'
 printed '^row_col_gloo: not measured: .*install torch$'
 
 # --check: either way, the status says what the table says
-run bench --size 1MiB --rounds 1 --only row_col --check
-if grep -q below "$out"; then
-    expect_status 1 'below, with --check'
-    grep -q '^tensorbus bench: 1 of 1 ratios are below their marks$' "$err" || fail "--check: said $(cat "$err")"
-else
-    expect_status 0 'reached, with --check'
-fi
+# checked LINE
+checked() {
+    run bench --size 1MiB --rounds 1 --only "$1" --check
+    if grep -q '  missed' "$out"; then
+        expect_status 1 "$1: missed, with --check"
+        grep -q '^tensorbus bench: 1 of 1 ratios miss their marks$' "$err" || fail "--check: said $(cat "$err")"
+    else
+        expect_status 0 "$1: reached, with --check"
+    fi
+}
+checked row_col
+checked command_rtt
+printed '^command_rtt  .* us  .* us  .*  at most 1\.50  '
 
 # whatever ends it: it takes ranks and files along
 begin() {
@@ -73,5 +82,11 @@ ended 130 '^tensorbus bench: ended by signal 2 (Interrupt)$' 'SIGINT to the grou
 begin
 kill -KILL "$(ranks | sed -n 6p)"
 ended 1 '^tensorbus bench: row_col: to 1 was ended by signal 9 (Killed)$' 'SIGKILL to a rank'
+
+# agents go with it, too
+start bench --size 16MiB --rounds 1000 --only bus_model
+hold || fail "it was not caught at work: $(cat "$err")"
+kill -TERM "$job"
+ended 143 '^tensorbus bench: ended by signal 15 (Terminated)$' 'SIGTERM to the bench with agents'
 
 finish

@@ -53,6 +53,31 @@ not_printed '^ *1 .* 0\.0  *[0-9.]*  *0\.0  *[0-9.]*$'
 TENSORBUS_BUCKET_SIZE=4k TENSORBUS_STAGING_BYTES=64k TENSORBUS_MAX_IN_FLIGHT=1 \
     moved "$once" '3 ranks' --size 100k --ranks 4,3 --staged --dst 'mesh=3 place=Shard(0)'
 
+# by_agents ELEMENTS RANKS ARG...: the same through agents, one of which is killed: that version fails, and comes again
+by_agents() {
+    elements=$1
+    ranks=$2
+    shift 2
+    accepted demo --bus "$@"
+    printed "^verified  all $elements elements on $ranks, in each of 3 versions\$"
+    for version in 1 2 3; do
+        printed "^ *$version  committed  *[0-9.]* [KMG]iB  *[0-9.]*  *[0-9.]*  *[0-9]*%  yes\$"
+    done
+    printed '^ *2  failed$'
+    [ "$(grep -c ' failed$' "$out")" -eq 1 ] || fail "$*: more than one version failed: $(cat "$out")"
+    clean "--bus $*"
+}
+
+by_agents 33580032 '4 ranks' --size 32MiB
+printed '^version  result  *delivered  *ms  *GB/s  of memcpy  verified$'
+printed '^killed    the agent of inference 1, while version 2 was under way$'
+printed '^          inference 1 was told after [0-9.]* ms: the agent at .* is gone: '
+printed '^          [1-7] others\{0,1\} after [0-9.]* ms.*; [a-z]* [0-3]: rank [0-7] (inference 1) was lost during batch'
+printed '^restarted in [0-9]* ms; [0-9]* ms later all had made the pair and registered again$'
+by_agents "$once" '1 rank' --size 100k --ranks 1
+printed '^killed    the agent of inference 0,'
+by_agents "$once" '3 ranks' --size 100k --ranks 2,3 --staged --dst 'mesh=3 place=Shard(0)'
+
 refused "^tensorbus demo: --size: 'lots' is not a size" demo --size lots
 refused '^tensorbus demo: --size: a model of 1000 bytes is too small; it must have at least 65536$' demo --size 1000
 refused '^tensorbus demo: the ranks would hold .* but only .* of memory are free$' demo --size 1000TiB
@@ -90,12 +115,14 @@ has_met() {
     return 1
 }
 
-# begin [met]: a demo at work, which can't come to its end because its first rank is stopped. One that was faster is
+# begin [met] [ARG...]: a demo at work, which can't come to its end because its first rank is stopped. One that was faster is
 # followed by a larger one.
 begin() {
+    met=${1-}
+    [ $# -eq 0 ] || shift
     for size in 128MiB 512MiB 2GiB; do
-        start demo --size "$size"
-        if { [ -z "${1-}" ] || has_met; } && hold; then
+        start demo --size "$size" "$@"
+        if { [ -z "$met" ] || has_met; } && hold; then
             return 0
         fi
         wait "$job" || fail "a demo of $size failed: $(cat "$err")"
@@ -128,5 +155,42 @@ kill -KILL "$job"
 wait "$job" 2>/dev/null
 nothing_left || fail "SIGKILL to the demo: left processes behind: $(in_session "$job")"
 clean 'SIGKILL to the demo'
+
+# The same with agents, which are the tool's last eight children; the store comes before them.
+begin_bus() {
+    begin '' --bus
+    tries=0
+    while [ "$(ranks | wc -l)" -lt 17 ]; do
+        tries=$((tries + 1))
+        if [ "$tries" -gt 3000 ] || ! is_running; then
+            fail "--bus: there are $(ranks | wc -l) processes: $(cat "$err")"
+            return
+        fi
+        sleep 0.02
+    done
+}
+
+begin_bus
+kill -INT "-$job"
+ended 130 '^tensorbus demo: ended by signal 2 (Interrupt)$' 'SIGINT to the group of agents'
+
+begin_bus
+kill -TERM "-$job"
+ended 143 '^tensorbus demo: ended by signal 15 (Terminated)$' 'SIGTERM to the group of agents'
+
+begin_bus
+kill -KILL "$(ranks | sed -n 4p)"
+ended 1 '^tensorbus demo: trainer 3 was ended by signal 9 (Killed)$' 'SIGKILL to a client'
+
+begin_bus
+kill -KILL "$(ranks | sed -n 15p)"
+kill -CONT "$first"
+ended 1 '^tensorbus demo: the agent of inference 1 was ended by signal 9 (Killed)$' 'SIGKILL to an agent'
+
+begin_bus
+kill -KILL "$job"
+wait "$job" 2>/dev/null
+nothing_left || fail "SIGKILL to the demo with agents: left processes behind: $(in_session "$job")"
+clean 'SIGKILL to the demo with agents'
 
 finish

@@ -47,7 +47,7 @@ has inspect json
 has reshard spec in out hf max-file-size memory threads verify sync dry-run json
 has store listen token-file
 has config json
-has demo size ranks src dst staged
+has demo size ranks src dst staged bus
 has bench only rounds size staged peers check json
 has agent name rank size store socket token-file timeout workers http
 has status socket all token-file timeout json

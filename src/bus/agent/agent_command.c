@@ -87,10 +87,25 @@ static tb_status get_layout(const tb__message *m, char **out) {
     return status;
 }
 
+/* Gives up a pair that a rank was lost from: it would never do anything again, and whoever asks for it wants it with
+ * the rank that came in the lost one's place. */
+static tb_status retire_lost(agent_pair **p) {
+    char who[TB__WHY_MAX];
+    if (!*p || !(*p)->pair || !tb__pair_is_lost((*p)->pair, who, sizeof who))
+        return TB_OK;
+    if ((*p)->nbatches > 0)
+        return tb__fail(TB_LOST, "pair '%.100s' has lost %s; it can be made again when its batches are cleaned up",
+                        (*p)->name, who);
+    free_pair(*p);
+    *p = NULL;
+    return TB_OK;
+}
+
 /* Joins a pair that there is, or begins one. */
 static tb_status init_pair(agent_job *job, const char *layout) {
     const tb__message *m = &job->message;
     agent_pair *p = find_pair(job->agent, m->pair_name);
+    TB_TRY(retire_lost(&p));
     if (p && (strcmp(p->remote, m->remote_name) != 0 || strcmp(p->layout, layout) != 0))
         return tb__fail(TB_CONFLICT, "pair '%.100s' is with group '%s' and has layout '%.100s' here already", p->name,
                         p->remote, p->layout);

@@ -36,8 +36,8 @@ typedef struct agent_session {
     TB_VEC(int) fds; /* of the frame that is arriving */
     tb__bytes out;
     size_t nsent;
-    bool waits_for_room; /* epoll watches for it */
-    uint64_t nframes;    /* so far: the next one's ordinal */
+    unsigned watched; /* what epoll looks for */
+    uint64_t nframes; /* so far: the next one's ordinal */
     size_t njobs;
 } agent_session;
 

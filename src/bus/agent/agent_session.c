@@ -18,13 +18,16 @@ enum {
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
+/* Most replies go out at once and change nothing: then the system is not called. */
 static void watch(agent_session *s) {
-    bool is_busy = s->out.count - s->nsent > BUSY_BYTES;
-    s->waits_for_room = s->out.count > s->nsent;
-    struct epoll_event event = {.events = (s->is_doomed || is_busy ? 0U : (unsigned)EPOLLIN) |
-                                          (s->waits_for_room ? (unsigned)EPOLLOUT : 0U),
-                                .data.ptr = s};
-    epoll_ctl(s->agent->epoll, EPOLL_CTL_MOD, s->socket, &event);
+    size_t waiting = s->out.count - s->nsent;
+    unsigned wanted =
+        (s->is_doomed || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) | (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
+    if (wanted == s->watched)
+        return;
+    struct epoll_event event = {.events = wanted, .data.ptr = s};
+    if (epoll_ctl(s->agent->epoll, EPOLL_CTL_MOD, s->socket, &event) == 0)
+        s->watched = wanted;
 }
 
 static tb_status init(agent_session *s, int socket) {
@@ -35,6 +38,7 @@ static tb_status init(agent_session *s, int socket) {
         return tb__fail(TB_IO, "epoll_ctl: %s", strerror(errno));
     }
     s->socket = socket;
+    s->watched = EPOLLIN;
     s->in.max_nbytes = TB__HELLO_MAX;
     s->hello_deadline_ms = tb__now_ms() + HELLO_MS;
     pthread_mutex_init(&s->guest_lock, NULL);
@@ -270,5 +274,7 @@ void tb__agent_session_readable(agent_session *s) {
         tb__frame_filled(&s->in, (size_t)n);
         total += (size_t)n;
         take_frames(s);
+        if ((size_t)n < nbytes)
+            return; /* that was all, or epoll says that there is more */
     }
 }
