@@ -373,6 +373,43 @@ static void test_sender(void **state) {
     }
 }
 
+/* Experts that are dealt out by a list, band by band; where a row has several places, there are no bands. */
+static void test_listed(void **state) {
+    (void)state;
+    static const char *const encodings[] = {"mxfp8", "fp8_block"};
+    for (int i = 0; i < 4; i++) {
+        job j = {.encode = encodings[i % 2],
+                 .dtype = i / 2 ? TB_BF16 : TB_F32,
+                 .ntensors = 2,
+                 .shape = {3, {7, 128, 32}},
+                 .staging_bytes = 64 << 10,
+                 .staged = i / 2,
+                 .nseats = {2, 3},
+                 .layout = {"mesh=2 place=Shard(0)", "mesh=3 place=Explicit(0, 6-7,1-3; 3-6; 0-1)"}};
+        run_ranks(run_job, 2, 3, &j);
+    }
+}
+
+static void in_two_places(rank *r) {
+    job j = {.encode = "mxfp8",
+             .dtype = TB_F32,
+             .ntensors = 1,
+             .shape = {3, {7, 128, 32}},
+             .staging_bytes = 64 << 10,
+             .nseats = {1, 2},
+             .layout = {"mesh=1 place=R", "mesh=2 place=Explicit(0, 6-7,1-3; 3-7,0-1)"}};
+    member m;
+    member_init(r, &m, &j);
+    check_fails(tb_batch_register(m.batch, 0), TB_REFUSED, "has to be gathered before it is quantised");
+    meet(r);
+    member_fini(r, &m, &j);
+}
+
+static void test_in_two_places(void **state) {
+    (void)state;
+    run_ranks(in_two_places, 1, 2, NULL);
+}
+
 static void cut_blocks(rank *r) {
     job j = {.encode = "mxfp8(sender)",
              .dtype = TB_BF16,
@@ -723,10 +760,12 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),       cmocka_unit_test(test_sender),    cmocka_unit_test(test_blocks_are_cut),
-        cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_apart),        cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
-        cmocka_unit_test(test_no_functions),
+        cmocka_unit_test(test_random),         cmocka_unit_test(test_sender),
+        cmocka_unit_test(test_listed),         cmocka_unit_test(test_in_two_places),
+        cmocka_unit_test(test_blocks_are_cut), cmocka_unit_test(test_not_finite),
+        cmocka_unit_test(test_too_large),      cmocka_unit_test(test_fused),
+        cmocka_unit_test(test_apart),          cmocka_unit_test(test_transform),
+        cmocka_unit_test(test_lone_transform), cmocka_unit_test(test_no_functions),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }

@@ -162,19 +162,57 @@ static tb_status begin_group(walk *w, uint32_t host, size_t first_unit) {
     return TB_OK;
 }
 
-/* Whether bands of one target are bands of all: where Explicit lists give targets the same rows in different places,
- * they are not. */
-static bool has_bands(const tb_tensor_spec *spec) {
-    char *text;
-    if (tb_layout_format(spec->dst, &text) != TB_OK)
-        return false;
-    bool is_explicit = strstr(text, "Explicit") != NULL;
-    free(text);
-    return !is_explicit;
+/* Rows that follow on one another in a target's part. */
+typedef struct rows {
+    int64_t start, stop;
+    int64_t shift; /* from their place in the tensor to that in the part */
+} rows;
+
+typedef TB_VEC(rows) rows_list;
+
+static int compare_rows(const void *a, const void *b) {
+    return (((const rows *)a)->start > ((const rows *)b)->start) -
+           (((const rows *)a)->start < ((const rows *)b)->start);
 }
 
-/* Cuts a tensor that is too large for a slot into bands. False: it can't be. */
-static bool cut(const walk *w, size_t index) {
+static tb_status list_rows(const tb_tensor_spec *spec, rows_list *out) {
+    for (int32_t i = 0; i < tb_layout_nranks(spec->dst); i++) {
+        tb_local local;
+        int64_t at = 0;
+        bool has_room = true;
+        TB_TRY(tb_layout_local(spec->dst, &spec->shape, tb_layout_rank_at(spec->dst, i), &local));
+        for (size_t j = 0; j < local.nsegments[0] && has_room; j++) {
+            tb_segment s = local.segments[0][j];
+            has_room = tb__vec_push(out, (rows){s.start, s.stop, at - s.start});
+            at += s.stop - s.start;
+        }
+        tb_local_fini(&local);
+        if (!has_room)
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* Whether bands of one target are bands of all: no row is in different places of two parts, or of one, as Explicit
+ * lists may have it. */
+static tb_status find_bands(const tb_tensor_spec *spec, bool *has_bands) {
+    rows_list list = {0};
+    tb_status status = list_rows(spec, &list);
+    *has_bands = true;
+    if (status == TB_OK && list.count)
+        qsort(list.item, list.count, sizeof *list.item, compare_rows);
+    rows reach = {0}; /* all that overlaps, up to here */
+    for (size_t i = 0; i < list.count && status == TB_OK; i++) {
+        const rows *next = &list.item[i];
+        *has_bands &= next->start >= reach.stop || next->shift == reach.shift;
+        reach = next->stop > reach.stop ? *next : reach;
+    }
+    free(list.item);
+    return status;
+}
+
+/* Cuts a tensor that is too large for a slot into bands, if it can be. */
+static tb_status cut(const walk *w, size_t index, bool *is_cut) {
     entry *e = &w->c->entries[index];
     const tb__quant_format *format = &e->dst_encoding.format;
     int64_t row = 1, step = tb__encoded_band(format, &e->most);
@@ -182,12 +220,15 @@ static bool cut(const walk *w, size_t index) {
         row *= e->most.dim[d];
     row = tb__dtype_bytes(e->dtype, row);
     if (e->most.ndim < 2 || row == 0 || row * step > w->most || step >= e->most.dim[0] ||
-        tb__encoding_is_global(&e->dst_encoding) || !has_bands(&w->tensors[index].spec))
-        return false;
+        tb__encoding_is_global(&e->dst_encoding))
+        return TB_OK;
+    TB_TRY(find_bands(&w->tensors[index].spec, is_cut));
+    if (!*is_cut)
+        return TB_OK;
     int64_t fit = w->slot / row / step * step;
     e->band = fit > step ? fit : step;
     e->nbytes = align64(row * e->band);
-    return true;
+    return TB_OK;
 }
 
 static tb_status refuse_size(const walk *w, size_t index, int64_t nbytes) {
@@ -205,7 +246,9 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
     TB_TRY(check_unit(c, w->tensors, &u));
     for (size_t i = 0; i < u.count; i++)
         nbytes += c->entries[c->order[u.first + i]].nbytes;
-    bool is_cut = u.count == 1 && nbytes > w->slot && cut(w, first);
+    bool is_cut = false;
+    if (u.count == 1 && nbytes > w->slot)
+        TB_TRY(cut(w, first, &is_cut));
     if (is_cut)
         nbytes = c->entries[first].nbytes;
     if (nbytes > w->most)
