@@ -410,6 +410,39 @@ static void test_in_two_places(void **state) {
     run_ranks(in_two_places, 1, 2, NULL);
 }
 
+/* Matrices of 100 rows in a row, which bands of whole blocks of 128 do not fit. */
+static void stacked(rank *r) {
+    enum { MATRICES = 20, ROWS = 100, COLUMNS = 128 };
+    static float numbers[MATRICES * ROWS * COLUMNS], scales[MATRICES];
+    static uint8_t data[MATRICES * ROWS * COLUMNS];
+    tb_pair *pair;
+    tb_batch *batch;
+    tb_batch_opts opts = {.size = sizeof opts, .staging_bytes = 512 << 10};
+    tb_tensor t = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {MATRICES * ROWS, COLUMNS}};
+    if (!is_a(r))
+        t = (tb_tensor){.data = data,
+                        .dtype = TB_F8E4M3,
+                        .ndim = 3,
+                        .shape = {MATRICES, ROWS, COLUMNS},
+                        .view = "merge(0,1)",
+                        .encode = "fp8_block",
+                        .scales = scales};
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    check_ok(tb_batch_add(batch, pair, "w", &t));
+    check_fails(
+        tb_reshard_execute(batch, "a", NULL, NULL, NULL), TB_REFUSED,
+        "tensor 'w' has to be gathered in bands of 128 rows, which end inside the blocks of its matrices of 100");
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_stacked(void **state) {
+    (void)state;
+    run_ranks(stacked, 1, 1, NULL);
+}
+
 static void cut_blocks(rank *r) {
     job j = {.encode = "mxfp8(sender)",
              .dtype = TB_BF16,
@@ -760,12 +793,11 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),         cmocka_unit_test(test_sender),
-        cmocka_unit_test(test_listed),         cmocka_unit_test(test_in_two_places),
-        cmocka_unit_test(test_blocks_are_cut), cmocka_unit_test(test_not_finite),
-        cmocka_unit_test(test_too_large),      cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_apart),          cmocka_unit_test(test_transform),
-        cmocka_unit_test(test_lone_transform), cmocka_unit_test(test_no_functions),
+        cmocka_unit_test(test_random),        cmocka_unit_test(test_sender),    cmocka_unit_test(test_listed),
+        cmocka_unit_test(test_in_two_places), cmocka_unit_test(test_stacked),   cmocka_unit_test(test_blocks_are_cut),
+        cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
+        cmocka_unit_test(test_apart),         cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
+        cmocka_unit_test(test_no_functions),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }

@@ -228,6 +228,12 @@ static tb_status cut(const walk *w, size_t index, bool *is_cut) {
     int64_t fit = w->slot / row / step * step;
     e->band = fit > step ? fit : step;
     e->nbytes = align64(row * e->band);
+    if (e->how.dst && !tb__encoded_takes_bands(e->how.dst, e->band))
+        return tb__fail(TB_REFUSED,
+                        "tensor '%.100s' has to be gathered in bands of %" PRId64
+                        " rows, which end inside the blocks of its matrices of %" PRId64
+                        " rows; more staging_bytes would gather it whole",
+                        e->name, e->band, e->how.dst->matrix_rows);
     return TB_OK;
 }
 

@@ -174,6 +174,19 @@ int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part) {
     return a > 0 ? band / a : 1; /* so many indices make up whole blocks of rows */
 }
 
+bool tb__encoded_takes_bands(const tb__encoded *e, int64_t band) {
+    const tb_shape *shape = &e->part.shape;
+    if (e->rows == 0 || shape->ndim < 2)
+        return true;
+    int64_t each = e->rows / shape->dim[0];
+    for (int64_t at = band; at < shape->dim[0]; at += band) {
+        int64_t row = storage_row(e, shape->ndim, NULL, shape->dim, at * each);
+        if (row % e->matrix_rows % e->size.band != 0)
+            return false;
+    }
+    return true;
+}
+
 tb_status tb__encoded_write(const tb__encoded *e, int64_t first, int64_t rows, const void *from, tb_dtype dtype) {
     const tb_shape *shape = &e->part.shape;
     for (int64_t i = first; i < first + rows;) {

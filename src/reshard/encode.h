@@ -48,5 +48,7 @@ tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start
 
 /* Rows of dim 0 that can be quantised apart from the others: bands begin at its multiples. */
 int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part);
+/* Whether bands of so many indices of dim 0 end where blocks do: not where they end inside a matrix that is smaller. */
+bool tb__encoded_takes_bands(const tb__encoded *encoded, int64_t band);
 
 #endif
