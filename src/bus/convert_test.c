@@ -618,6 +618,42 @@ static void test_apart(void **state) {
     run_ranks(apart, 1, 3, NULL);
 }
 
+/* What goes with an encoding, and with which. */
+static void wrong_tensors(rank *r) {
+    static const struct {
+        const char *encode, *scale_group, *words;
+        bool has_scales;
+    } wrong[] = {{NULL, NULL, "it has scales but no encoding", true},
+                 {NULL, "w13", "it has scales but no encoding", false},
+                 {"mxfp8", "w13", "mxfp8 has no scale that scale group 'w13' could have in common", true},
+                 {"fp8_block", "local:w13", "fp8_block has no scale that scale group 'local:w13' could have", true},
+                 {"mxfp8", NULL, "its scales are NULL", false},
+                 {"fp8_tensor", "w13", "its `scale` is NULL", false}};
+    tb_pair *pair;
+    tb_batch *batch;
+    uint8_t data[4 * 32], scales[4];
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        tb_tensor t = {.data = data,
+                       .dtype = TB_F8E4M3,
+                       .ndim = 2,
+                       .shape = {4, 32},
+                       .encode = wrong[i].encode,
+                       .scales = wrong[i].has_scales ? scales : NULL,
+                       .scale_group = wrong[i].scale_group};
+        check_fails(tb_batch_add(batch, pair, "w", &t), TB_INVALID, wrong[i].words);
+    }
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_wrong_tensors(void **state) {
+    (void)state;
+    run_ranks(wrong_tensors, 1, 1, NULL);
+}
+
 /* ---- The user's own -------------------------------------------------------------------------------------------- */
 
 enum { SIDE = 12 };
@@ -793,11 +829,13 @@ int main(void) {
     number_cast(TB_F32, TB_BF16, 0);
     number_cast(TB_F32, TB_F8E4M3, 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_random),        cmocka_unit_test(test_sender),    cmocka_unit_test(test_listed),
-        cmocka_unit_test(test_in_two_places), cmocka_unit_test(test_stacked),   cmocka_unit_test(test_blocks_are_cut),
-        cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_too_large), cmocka_unit_test(test_fused),
-        cmocka_unit_test(test_apart),         cmocka_unit_test(test_transform), cmocka_unit_test(test_lone_transform),
-        cmocka_unit_test(test_no_functions),
+        cmocka_unit_test(test_random),         cmocka_unit_test(test_sender),
+        cmocka_unit_test(test_listed),         cmocka_unit_test(test_in_two_places),
+        cmocka_unit_test(test_stacked),        cmocka_unit_test(test_blocks_are_cut),
+        cmocka_unit_test(test_not_finite),     cmocka_unit_test(test_too_large),
+        cmocka_unit_test(test_fused),          cmocka_unit_test(test_apart),
+        cmocka_unit_test(test_wrong_tensors),  cmocka_unit_test(test_transform),
+        cmocka_unit_test(test_lone_transform), cmocka_unit_test(test_no_functions),
     };
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
 }
