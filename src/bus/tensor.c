@@ -105,6 +105,9 @@ static tb_status set_conversion(tb__tensor *t, const tb_tensor *given, const tb_
         transform && (!transform->should_transform || transform->should_transform(transform->arg, t->name));
     if (given->encode) {
         TB_TRY(tb__encoding_parse(given->encode, &encoding));
+        if (given->scale_group && *given->scale_group && !tb__encoding_is_global(&encoding))
+            return tb__fail(TB_INVALID, "%.60s has no scale that scale group '%.100s' could have in common",
+                            given->encode, given->scale_group);
         t->encode = tb__strdup(given->encode);
         t->scale_group = given->scale_group && *given->scale_group ? tb__strdup(given->scale_group) : NULL;
         if (!t->encode || (given->scale_group && *given->scale_group && !t->scale_group))

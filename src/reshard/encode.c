@@ -154,6 +154,8 @@ tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored,
     bool has_data = count_rows(stored) > 0;
     if (has_data && e.size.scale_nbytes > 0 && !scales)
         return tb__fail(TB_INVALID, "it is %s, and its scales are NULL", name);
+    if (has_data && e.size.scale_dtype == TB_F32 && (uintptr_t)scales % sizeof(float) != 0)
+        return tb__fail(TB_INVALID, "the scales of %s are floats, but not aligned like floats", name);
     if (has_data && tb__encoding_is_global(encoding) && !scale)
         return tb__fail(TB_INVALID, "%s has a scale for the whole tensor, and its `scale` is NULL", name);
     if (e.rows > 0)

@@ -324,9 +324,10 @@ static void blocks_that_are_cut(void **state) {
     tb_binding rows = {.base = data, .offset = 64, .dtype = TB_F8E4M3, .shape = {2, {3, 64}}, .strides = {64, 1}};
     assert_int_equal(tb__encoded_init(&block, &stored, data, scales, NULL, &rows, &part), TB_REFUSED);
     assert_non_null(strstr(tb_error_detail(), "its rows 1 to 4 of a quantised matrix are not whole blocks of 128"));
+    assert_int_equal(tb__encoded_init(&block, &stored, data, (char *)&scale + 1, NULL, &whole, &part), TB_INVALID);
+    assert_non_null(strstr(tb_error_detail(), "not aligned like floats"));
     assert_int_equal(tb__encoded_init(&block, &stored, data, NULL, NULL, &whole, &part), TB_INVALID);
     assert_non_null(strstr(tb_error_detail(), "its scales are NULL"));
-    (void)scale;
 }
 
 static void texts(void **state) {
