@@ -86,8 +86,9 @@ static void add_engine(process *p, int engine) {
 }
 
 static void fill(const process *p, int version) {
-    for (int i = 0; i < MOST / NTRAINERS; i++)
-        p->w[i] = (float)(version * 1000 + seat_of(p) * (MOST / NTRAINERS) + i);
+    int count = MOST / NTRAINERS;
+    for (int i = 0; i < count; i++)
+        p->w[i] = (float)(version * 1000 + seat_of(p) * count + i);
 }
 
 static bool holds(const process *p, int version) {

@@ -341,9 +341,10 @@ static pid_t serve(const char *url) {
     if (pid == 0) {
         tb__store_server *server;
         bool is_good = tb__store_server_start(url, "", &server) == TB_OK && write(ready[1], "", 1) == 1;
-        while (is_good)
+        if (!is_good)
+            _exit(1);
+        for (;;)
             pause();
-        _exit(1);
     }
     char byte;
     check(read(ready[0], &byte, 1) == 1);
