@@ -102,8 +102,8 @@ static tb_status propose(void *arg, uint64_t attempt, tb__verdict verdict, tb_st
     const tb__accord_commit *c = arg;
     char question[128];
     name_question(c, attempt, question, sizeof question);
-    return tb__decider_propose(c->accord->world->decider, c->accord->flows[c->src], question, attempt, verdict, status,
-                               why);
+    return tb__decider_propose(c->accord->world->decider, c->accord->flows[c->src], c->store_number, question, attempt,
+                               verdict, status, why);
 }
 
 static void forget(void *arg, uint64_t attempt) {
@@ -121,6 +121,7 @@ tb_status tb__accord_commit_init(tb__accord *accord, int src, tb__shadow *out) {
         return TB_OK;
     if (!world->decider)
         TB_TRY(tb__decider_create(world->engine, world->directory, &world->decider));
+    c->store_number = tb__directory_store_number(world->directory);
     c->is_engine = tb__calloc(accord->all.npeers, sizeof *c->is_engine);
     if (!c->is_engine)
         return TB_NO_MEMORY;

@@ -15,7 +15,7 @@ typedef struct question {
     tb__flow *flow; /* guarded by the engine's lock; NULL: nobody wants to know */
     bool forgets;
     char text[QUESTION_ROOM];
-    uint64_t attempt;
+    uint64_t attempt, store_number;
     char answer[TB__WHY_MAX + 32]; /* that is proposed */
     struct question *next;
 } question;
@@ -64,7 +64,7 @@ static void ask(tb__decider *d, const question *q) {
     const char *why = "";
     tb__verdict verdict = TB__VERDICT_NONE;
     tb_status reason = TB_OK;
-    tb_status status = tb__directory_decide(d->directory, q->text, q->answer, ANSWER_MS, &answer);
+    tb_status status = tb__directory_decide(d->directory, q->store_number, q->text, q->answer, ANSWER_MS, &answer);
     if (status == TB_OK && !read_answer(answer, &verdict, &reason, &why))
         status = tb__fail(TB_INVALID, "the store's answer '%.40s' makes no sense", answer);
     tb__engine_lock(d->engine);
@@ -116,8 +116,8 @@ static tb_status add(tb__decider *d, question *q) {
     return status;
 }
 
-tb_status tb__decider_propose(tb__decider *d, tb__flow *flow, const char *text, uint64_t attempt, tb__verdict verdict,
-                              tb_status status, const char *why) {
+tb_status tb__decider_propose(tb__decider *d, tb__flow *flow, uint64_t store_number, const char *text, uint64_t attempt,
+                              tb__verdict verdict, tb_status status, const char *why) {
     if (!tb__directory_is_connected(d->directory))
         return tb__fail_within(TB_LOST, "the store, which has to decide it");
     question *q = tb__calloc(1, sizeof *q);
@@ -125,6 +125,7 @@ tb_status tb__decider_propose(tb__decider *d, tb__flow *flow, const char *text, 
         return TB_NO_MEMORY;
     q->flow = flow;
     q->attempt = attempt;
+    q->store_number = store_number;
     snprintf(q->text, sizeof q->text, "%s", text);
     if (verdict == TB__VERDICT_COMMIT)
         snprintf(q->answer, sizeof q->answer, "commit");

@@ -159,6 +159,8 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         status = tb__store_open_or_serve(url, opts->token, tb__ms_until(deadline_ms), &d->store, &d->server);
     tb__inquiry inquiry = {.store = d->store, .deadline_ms = deadline_ms, .timeout_ms = opts->timeout_ms};
     if (status == TB_OK)
+        status = tb__directory_know_store(d, &inquiry);
+    if (status == TB_OK)
         status = sit(d, &inquiry, group, index, size);
     if (status == TB_OK) {
         tb__store_set_timeout(d->store, opts->timeout_ms);
@@ -394,12 +396,16 @@ static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, cons
     return *out ? TB_OK : TB_NO_MEMORY;
 }
 
-tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
-                               char **out) {
+tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, const char *question,
+                               const char *answer, int timeout_ms, char **out) {
     tb__inquiry inquiry = {.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(take_turn(directory, &inquiry, true));
+    if (tb__directory_store_number(directory) != store_number)
+        return end_turn(directory,
+                        tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in "
+                                              "its place"));
     return end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
 }
 

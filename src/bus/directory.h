@@ -101,10 +101,15 @@ typedef struct tb__notes {
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
 void tb__notes_fini(tb__notes *notes);
 
+/* Counts the stores that this process has been at: it goes up when another one, empty, took the place of one that was
+ * lost. */
+uint64_t tb__directory_store_number(tb__directory *directory);
+
 /* Decides a question, named so that nobody ever uses the name for another one: the first answer that anybody gives
- * holds, and `out`, to be freed, is that one. TB_TIMEOUT and TB_LOST leave open whether this one was given. */
-tb_status tb__directory_decide(tb__directory *directory, const char *question, const char *answer, int timeout_ms,
-                               char **out);
+ * holds, and `out`, to be freed, is that one. TB_TIMEOUT and TB_LOST leave open whether this one was given; so does
+ * TB_IN_DOUBT, where the store is not the one with this number any more. */
+tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, const char *question,
+                               const char *answer, int timeout_ms, char **out);
 /* The question is open again, so nobody may ask it any more. */
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms);
 

@@ -4,11 +4,14 @@
 #include "base/log.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
 
 /* Following sleeps until something changes or the connection ends; the longest round is only there to be finite.
  * Nothing tells when a lost store is back, so the waits between attempts to reach it grow. */
-enum { ROUND_MS = 60000, RETRY_MS = 100, FIRST_NAP_MS = 10, LONGEST_NAP_MS = 2000, REACH_MS = 2000 };
+enum { ROUND_MS = 60000, RETRY_MS = 100, FIRST_NAP_MS = 10, LONGEST_NAP_MS = 2000, REACH_MS = 2000, PATIENCE_MS = 500 };
 
 static _Thread_local bool is_following;
 
@@ -26,11 +29,44 @@ void tb__directory_set_state(tb__directory *d, tb_status state) {
     pthread_mutex_unlock(&d->lock);
     if (!is_new || is_closing)
         return;
+    /* Processes that end together lose the store, too: it is no news before it lasts. */
     if (state == TB_OK)
-        tb__log(TB_LOG_WARN, "directory: the store is back");
+        tb__log(d->has_warned ? TB_LOG_WARN : TB_LOG_INFO, "directory: the store is back");
     else
-        tb__log(TB_LOG_WARN, "directory: the store is lost%s: %s", state == TB_CONFLICT ? " for good" : "",
-                tb_error_detail());
+        tb__log(state == TB_CONFLICT ? TB_LOG_WARN : TB_LOG_INFO, "directory: the store is lost%s: %s",
+                state == TB_CONFLICT ? " for good" : "", tb_error_detail());
+    if (state == TB_OK)
+        d->has_warned = false;
+}
+
+tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry) {
+    uint64_t number[2];
+    char mark[sizeof d->mark];
+    tb__store_value present = {0};
+    if (getrandom(number, sizeof number, 0) != (ssize_t)sizeof number)
+        return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
+    snprintf(mark, sizeof mark, "%016" PRIx64 "%016" PRIx64, number[0], number[1]);
+    TB_TRY(tb__inquiry_continue(inquiry));
+    tb_status status =
+        tb__store_compare_and_set(inquiry->store, "mark", 0, mark, strlen(mark), TB__STORE_PERMANENT, NULL, &present);
+    if (status == TB_CONFLICT) {
+        snprintf(mark, sizeof mark, "%s", present.data ? (const char *)present.data : "");
+        tb__store_value_fini(&present);
+    } else {
+        TB_TRY(status);
+    }
+    pthread_mutex_lock(&d->lock);
+    d->nstores += strcmp(d->mark, mark) != 0;
+    memcpy(d->mark, mark, sizeof mark);
+    pthread_mutex_unlock(&d->lock);
+    return TB_OK;
+}
+
+uint64_t tb__directory_store_number(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    uint64_t number = d->nstores;
+    pthread_mutex_unlock(&d->lock);
+    return number;
 }
 
 static uint64_t viewed_revision(tb__directory *d) {
@@ -125,6 +161,7 @@ static tb_status come_back(tb__directory *d) {
     tb__inquiry inquiry = tb__directory_begin(d);
     inquiry.store = store;
     TB_TRY(tb__ranks_reserve(&inquiry, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
+    TB_TRY(tb__directory_know_store(d, &inquiry));
     TB_TRY(tb__rank_reclaim(&inquiry, d->holder, d->self.rank, d->self.incarnation));
     return say_again(d, &inquiry);
 }
@@ -150,6 +187,7 @@ static tb_status come_back_in_turn(tb__directory *d) {
 
 /* False if it is time to end, or another process is in this one's place. */
 static bool recover(tb__directory *d) {
+    int64_t lost_ms = tb__now_ms();
     unsigned seed = (unsigned)d->self.rank * 2654435761u + (unsigned)getpid();
     for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
         tb_status status = come_back_in_turn(d);
@@ -159,6 +197,9 @@ static bool recover(tb__directory *d) {
             tb__store_hang_up(d->store); /* what it has taken again is for others */
             return false;
         }
+        if (!d->has_warned && tb__now_ms() - lost_ms > PATIENCE_MS)
+            tb__log(TB_LOG_WARN, "directory: the store is lost: %s", d->why);
+        d->has_warned |= tb__now_ms() - lost_ms > PATIENCE_MS;
         tb__log(TB_LOG_DEBUG, "directory: the store is not back: %s", tb_error_detail());
         /* Many that have lost it at once do not come all at once. */
         if (pause_following(d, nap_ms / 2 + rand_r(&seed) % (nap_ms / 2 + 1)))

@@ -44,6 +44,9 @@ struct tb__directory {
     bool is_closing;
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
+    bool has_warned;  /* of the loss */
+    char mark[33];    /* which this store has, and one that takes its place does not */
+    uint64_t nstores; /* with other marks, so far */
     tb__view *view;
 };
 
@@ -53,6 +56,9 @@ void tb__directory_set_state(tb__directory *d, tb_status state);
 /* Looks at the store. Afterwards the view is at least as new as the call. The revisions of another store say nothing
  * about which view is newer. */
 tb_status tb__directory_look(tb__directory *d, bool is_other_store);
+
+/* Finds out whether this is the store that it was before. With the turn. */
+tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry);
 
 /* What a call has until its timeout is over. */
 tb__inquiry tb__directory_begin(const tb__directory *d);
