@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -117,6 +118,15 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     return TB_OK;
 }
 
+/* Clients hand over descriptors of their memory, and there may be many. */
+static void allow_files(void) {
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0)
+        return;
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+}
+
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     tb__agent_opts opts;
@@ -126,6 +136,7 @@ static int run(const tb__config *config, const char *const *value) {
         status = tb__agent_create(&opts, &running);
     if (status != TB_OK)
         return tool_fail_status(status);
+    allow_files();
     struct sigaction action = {.sa_handler = on_signal};
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);
