@@ -431,16 +431,33 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     return tb__pair_create(world, name, remote_group, layout, opts, NULL, out);
 }
 
-bool tb__pair_is_lost(const tb_pair *pair) {
-    bool is_lost = false;
+/* How many ranks of the side still say what it was made from. */
+static int32_t count_wishes(const tb_pair *pair, int side, const tb__notes *notes) {
+    const tb__pair_side *here = &pair->sides[side], *there = &pair->sides[!side];
+    int32_t count = 0;
+    for (size_t i = 0; i < notes->count; i++) {
+        note n;
+        count += strcmp(notes->item[i].group, here->group) == 0 && read_wish(&notes->item[i], &n) &&
+                 strcmp(n.remote, there->group) == 0 && strcmp(n.layout, here->layout) == 0;
+    }
+    return count;
+}
+
+bool tb__pair_is_stale(const tb_pair *pair) {
+    bool is_stale = false;
+    tb__notes notes;
     tb__engine_lock(pair->world->engine);
-    for (int side = 0; side < 2; side++) {
+    bool has_notes = tb__directory_notes(pair->world->directory, pair->name, &notes) == TB_OK; /* the store is there */
+    for (int side = 0; side < 2 && pair->has_met; side++) {
         const tb__pair_side *s = &pair->sides[side];
-        for (int32_t i = 0; pair->has_met && i < s->size; i++)
-            is_lost |= s->peers[i]->is_lost;
+        for (int32_t i = 0; i < s->size; i++)
+            is_stale |= s->peers[i]->is_lost;
+        is_stale |= has_notes && count_wishes(pair, side, &notes) < s->size;
     }
     tb__engine_unlock(pair->world->engine);
-    return is_lost;
+    if (has_notes)
+        tb__notes_fini(&notes);
+    return is_stale;
 }
 
 void tb__pair_unref(tb_pair *pair) {

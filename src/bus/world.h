@@ -108,8 +108,9 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
                           const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out);
 /* Waits until both sides are known. Without the lock. */
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
-/* A rank of it is gone: it has to be made again. Without the lock. */
-bool tb__pair_is_lost(const tb_pair *pair);
+/* A rank of it is gone, or has left the pair, or made it again with another layout: so it has to be made again here,
+ * too. Without the lock. */
+bool tb__pair_is_stale(const tb_pair *pair);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 

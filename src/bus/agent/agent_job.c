@@ -58,9 +58,10 @@ static void *job_main(void *arg) {
 
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
-    job->status = tb__start_thread(&job->thread, "tb-job", job_main, job);
-    if (job->status == TB_OK)
-        return;
+    tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
+    if (status == TB_OK)
+        return; /* the job is its thread's now */
+    job->status = status;
     snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
     tb__agent_finish(job);
 }
@@ -87,9 +88,9 @@ static void post_semaphore(const agent_job *job) {
         tb__log(TB_LOG_WARN, "agent: there is no semaphore '%.100s' to be posted", name);
         return;
     }
+    sem_unlink(name); /* first, so that whoever is woken finds it gone */
     sem_post(semaphore);
     sem_close(semaphore);
-    sem_unlink(name);
 }
 
 void tb__agent_job_answer(agent_job *job, tb_status status) {

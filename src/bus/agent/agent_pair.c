@@ -223,7 +223,7 @@ static tb_status init_pair(agent_job *job, const char *layout) {
     const tb__message *m = &job->message;
     tb__agent *agent = job->agent;
     agent_pair *p = tb__agent_find_pair(agent, m->pair_name);
-    if (p && p->state == PAIR_MADE && tb__pair_is_lost(p->pair)) {
+    if (p && p->state == PAIR_MADE && tb__pair_is_stale(p->pair)) {
         end_pair(p);
         p = tb__agent_find_pair(agent, m->pair_name);
     }
