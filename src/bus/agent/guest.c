@@ -23,6 +23,8 @@ static tb_status read_start_time(pid_t pid, uint64_t *out) {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 && errno != ENOENT)
+        return tb__fail(TB_IO, "%s: %s", path, strerror(errno));
     ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
     if (fd >= 0)
         close(fd);
