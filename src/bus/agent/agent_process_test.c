@@ -270,8 +270,7 @@ static void test_pipeline(void **state) {
     int fd = raw_connect(s->agents[0].path);
     int memory = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING); /* not sealed: that is what is refused */
     assert_true(memory >= 0 && ftruncate(memory, 4096) == 0);
-    tb__tensor_payload p = {
-        .name = "w", .dtype = TB_U32, .data = {.kind = TB__MEMORY_FD, .nbytes = sizeof(uint32_t)}};
+    tb__tensor_payload p = {.name = "w", .dtype = TB_U32, .data = {.kind = TB__MEMORY_FD, .nbytes = sizeof(uint32_t)}};
     tb__bytes payload = {0};
     assert_ok(tb__tensor_encode(&p, NULL, &payload));
     tb__entry entry = {.pair_name = "p", .payload = {payload.item, payload.count}};

@@ -62,8 +62,8 @@ static inline void begin_agent(agent_process *a, const char *folder, const char 
     snprintf(rank, sizeof rank, "%d", index);
     snprintf(seats, sizeof seats, "%d", size);
     snprintf(store, sizeof store, "unix:%s/store", folder);
-    const char *argv[] = {tool,      "agent", "--name",   group,   "--rank",    rank,      "--size",    seats, "--store",
-                          store,     "--socket", a->path, "--timeout", timeout_s, "--workers", "1",       NULL};
+    const char *argv[] = {tool,  "agent",    "--name", group,       "--rank",  rank,        "--size", seats, "--store",
+                          store, "--socket", a->path,  "--timeout", timeout_s, "--workers", "1",      NULL};
     posix_spawn_file_actions_t files;
     posix_spawn_file_actions_init(&files);
     posix_spawn_file_actions_addopen(&files, STDOUT_FILENO, "/dev/null", 1 /* O_WRONLY */, 0);
