@@ -298,7 +298,7 @@ static void many_clients(rank *r) {
     tb_client *c[CLIENTS];
     tb_client_batch *b[CLIENTS], *other;
     uint32_t *data;
-    char name[16];
+    char name[32];
     check_ok(tb_alloc(CLIENTS * sizeof *data, (void **)&data));
     for (int i = 0; i < CLIENTS; i++) {
         c[i] = open_client(r);

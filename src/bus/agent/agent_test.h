@@ -42,7 +42,9 @@ static inline void *seat_main(void *arg) {
 static inline void seat_open(house *h, int position) {
     struct seat *s = &h->seats[position];
     const rank *r = &h->scene.ranks[position];
-    snprintf(s->path, sizeof s->path, "%s/%s%d", h->scene.folder, r->group, (int)r->index);
+    char path[sizeof s->path];
+    snprintf(path, sizeof path, "%.31s/%.8s%d", h->scene.folder, r->group, (int)r->index);
+    memcpy(s->path, path, sizeof path);
     tb__agent_opts opts = {.socket = s->path,
                            .store = h->scene.url,
                            .group = r->group,
