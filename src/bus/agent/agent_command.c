@@ -227,13 +227,14 @@ static void query(agent_job *job) {
         return;
     }
     char error[TB__WHY_MAX];
-    tb_transfer_state state;
+    tb_transfer_state state = {0};
     pthread_mutex_lock(&b->lock);
     const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
     bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
-    state = is_busy ? (tb_transfer_state){0} : b->last;
     if (t)
         tb_transfer_query(t, &state);
+    else if (!is_busy)
+        state = b->last;
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version;
     pthread_mutex_unlock(&b->lock);

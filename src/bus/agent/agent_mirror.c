@@ -62,7 +62,7 @@ tb_status tb__agent_mirror_add(agent_mirror *m, const tb_binding *b) {
     if (bits % 8 != 0)
         return tb__agent_mirror_add_all(m, m->nbytes); /* a byte has elements of two runs */
     agent_runs runs = {.nbytes = (size_t)bits / 8};
-    dim dims[TB_MAX_DIMS];
+    dim dims[TB_MAX_DIMS] = {0};
     for (int d = 0; d < b->shape.ndim; d++) {
         if (b->shape.dim[d] > 1 && b->strides[d] != 0)
             dims[n++] = (dim){(size_t)b->shape.dim[d], (size_t)llabs(b->strides[d]) * ((size_t)bits / 8)};

@@ -222,7 +222,7 @@ static void quantised(rank *r) {
     static const float exact[8] = {6, 0, 0.5F, -1, 1.5F, -2, 3, 4};
     bool is_here = !is_a(r);
     float *numbers;
-    uint8_t *data, *more, scales[HIGH * WIDE / 32], fine[HIGH * WIDE / 16];
+    uint8_t *data, *more, scales[HIGH * WIDE / 32] = {0}, fine[HIGH * WIDE / 16] = {0};
     float scale = 0;
     check_ok(tb_alloc((size_t)HIGH * WIDE * sizeof *numbers, (void **)&numbers));
     check_ok(tb_alloc((size_t)HIGH * WIDE, (void **)&data));

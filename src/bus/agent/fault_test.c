@@ -3,8 +3,8 @@
  * says what is so, and leaves nothing behind.
  *
  * Case i of a run has the seed TB_SEED + i, which decides who is killed and when. */
-#include "bus/agent/process_test.h"
 #include "../tests/support/random_case.h"
+#include "bus/agent/process_test.h"
 
 #include <fcntl.h>
 #include <inttypes.h>

@@ -85,7 +85,7 @@ static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, co
 static tb_status send_frame(tb_client *c, const tb__bytes *frame, const int *fds, size_t nfds, int64_t deadline_ms) {
     size_t at = 0;
     while (at < frame->count) {
-        size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent;
+        size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent = 0;
         size_t nbytes = nfds > n ? 1 : frame->count - at;
         tb_status status = send_piece(c, frame->item + at, nbytes, fds, n, deadline_ms, &sent);
         if (status != TB_OK) /* half a frame: nothing after it would make sense */
