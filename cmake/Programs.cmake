@@ -50,6 +50,16 @@ function(tb_etcd_test name)
     set_tests_properties(${name}_etcd PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77)
 endfunction()
 
+# tb_agent_test(bus/agent/fault_test ...): a test, as above, that starts agents: the tool is in $TENSORBUS.
+function(tb_agent_test name)
+    tb_test(${name} ${ARGN})
+    string(REPLACE "/" "_" target ${name})
+    add_dependencies(${target} tensorbus)
+    set_tests_properties(${name} PROPERTIES
+        ENVIRONMENT "TB_GOLDEN=${PROJECT_SOURCE_DIR}/tests/golden;TENSORBUS=$<TARGET_FILE:tensorbus>"
+    )
+endfunction()
+
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
 # $SANITIZED what it was compiled with; exit status 77 is a skip.
 function(tb_cli_test name)

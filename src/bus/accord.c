@@ -431,9 +431,18 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
 
 /* ---- Manifests, out and in ------------------------------------------------------------------------------------- */
 
+/* A side that has left the pair, and made it again with another layout, may not have been noticed by all. */
+static uint64_t hash_layouts(const tb_pair *pair) {
+    uint64_t hash[2];
+    for (int side = 0; side < 2; side++)
+        hash[side] = tb__body_hash(pair->sides[side].layout, strlen(pair->sides[side].layout));
+    return tb__body_hash(hash, sizeof hash);
+}
+
 static tb_status send_manifest(tb__assembly *all, size_t to) {
     tb__accord *accord = (tb__accord *)all;
     tb__pack pack = {0};
+    tb__pack_u64(&pack, hash_layouts(accord->pair));
     tb__pack_i64(&pack, accord->batch->opts.staging_bytes);
     tb__pack_u32(&pack, (uint32_t)accord->sides[0].is_here + (uint32_t)accord->sides[1].is_here);
     for (int side = 0; side < 2; side++) {
@@ -531,6 +540,7 @@ static tb_status read_side(tb__accord *accord, const tb__peer *from, tb__unpack 
 
 static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
     tb__accord *accord = (tb__accord *)all;
+    uint64_t layouts = tb__unpack_u64(u);
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
     tb_status status =
@@ -538,6 +548,9 @@ static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
             ? TB_OK
             : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label, accord->what);
     accord->staging[at] = staging_bytes;
+    if (status == TB_OK && layouts != hash_layouts(accord->pair))
+        status = tb__fail(TB_CONFLICT, "%s has made pair '%s' with other layouts: it has to be made again",
+                          all->peers[at]->label, accord->pair->name);
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
         status = read_side(accord, all->peers[at], u);
     if (status != TB_OK)

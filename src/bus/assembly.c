@@ -126,10 +126,9 @@ void tb__assembly_break(tb__assembly *assembly, tb_status status, bool tell) {
 }
 
 void tb__assembly_leave(tb__assembly *assembly, const tb__pack *farewell) {
-    for (size_t i = 0; i < assembly->npeers; i++) {
-        const tb__peer *peer = assembly->peers[i];
-        if (peer->rank != assembly->world->rank && send(assembly, i, MESSAGE_GONE, farewell) != TB_OK)
-            tb__log(TB_LOG_ERROR, "no memory to tell %s that this process leaves", peer->label);
+    for (size_t i = 0; i < assembly->npeers; i++) { /* also to this process: its manifest may still be on its way */
+        if (send(assembly, i, MESSAGE_GONE, farewell) != TB_OK)
+            tb__log(TB_LOG_ERROR, "no memory to tell %s that this process leaves", assembly->peers[i]->label);
     }
 }
 

@@ -54,7 +54,7 @@ tb_status tb__assembly_announce(tb__assembly *assembly);
 void tb__assembly_forget(tb__assembly *assembly, size_t peer);
 /* It has failed, for the reason in tb_error_detail. With `tell` the others hear of it. */
 void tb__assembly_break(tb__assembly *assembly, tb_status status, bool tell);
-/* Says farewell to all others. */
+/* Says farewell to all. */
 void tb__assembly_leave(tb__assembly *assembly, const tb__pack *farewell);
 void tb__assembly_fini(tb__assembly *assembly);
 

@@ -154,9 +154,20 @@ static bool has_failed(const tb__accord *accord) {
     return accord->state == ACCORD_BROKEN && !accord->has_agreed;
 }
 
+typedef struct settling {
+    const tb_batch *batch;
+    const atomic_bool *unwanted; /* NULL: it is wanted */
+} settling;
+
+static bool is_unwanted(const settling *s) {
+    return s->unwanted && atomic_load(s->unwanted);
+}
+
 static bool is_settled(void *arg) {
-    tb_batch *batch = arg;
+    const tb_batch *batch = ((const settling *)arg)->batch;
     bool waits = false;
+    if (is_unwanted(arg))
+        return true;
     for (size_t i = 0; i < batch->accords.count; i++) {
         if (has_failed(batch->accords.item[i]))
             return true;
@@ -165,7 +176,10 @@ static bool is_settled(void *arg) {
     return !waits;
 }
 
-static tb_status settle(const tb_batch *batch) {
+static tb_status settle(const settling *s) {
+    const tb_batch *batch = s->batch;
+    if (is_unwanted(s))
+        return tb__fail(TB_CANCELLED, "batch '%s' was given up", batch->name);
     for (size_t i = 0; i < batch->accords.count; i++) {
         const tb__accord *accord = batch->accords.item[i];
         if (has_failed(accord))
@@ -201,16 +215,21 @@ static tb_status announce(tb_batch *batch) {
 }
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
+    return tb__batch_register(batch, timeout_ms, NULL);
+}
+
+tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted) {
+    settling s = {batch, unwanted};
     tb__engine *engine = batch->world->engine;
     int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);
     tb_pair *pair;
     for (size_t i = 0; (pair = next_pair(batch, &i)); i++)
-        TB_TRY(tb__pair_meet(pair, deadline_ms));
+        TB_TRY(tb__pair_meet(pair, deadline_ms, unwanted));
     tb__engine_lock(engine);
     tb_status status = announce(batch);
     if (status == TB_OK) {
-        tb__engine_wait(engine, is_settled, batch, deadline_ms);
-        status = settle(batch);
+        tb__engine_wait(engine, is_settled, &s, deadline_ms);
+        status = settle(&s);
     }
     tb__engine_unlock(engine);
     return status;

@@ -45,6 +45,7 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 typedef struct meeting {
     tb_pair *pair;
+    const atomic_bool *unwanted; /* NULL: it is wanted */
     tb_status status;
     bool is_complete;
     uint32_t last_round;
@@ -208,6 +209,10 @@ static bool look(void *arg) {
     meeting *m = arg;
     if (m->pair->has_met)
         return true;
+    if (m->unwanted && atomic_load(m->unwanted)) {
+        m->status = tb__fail(TB_CANCELLED, "pair '%s' was given up", m->pair->name);
+        return true;
+    }
     tb__notes notes;
     bool is_complete[2] = {false, false};
     m->missing[0] = '\0';
@@ -310,9 +315,9 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
     tb__engine_unlock(world->engine);
 }
 
-tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
+tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
     tb__engine *engine = pair->world->engine;
-    meeting m = {.pair = pair};
+    meeting m = {.pair = pair, .unwanted = unwanted};
     tb__engine_lock(engine);
     if (pair->has_met) {
         tb__engine_unlock(engine);
@@ -345,21 +350,6 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms) {
     if (status == TB_OK)
         tb__world_set_workers(pair->world);
     return status;
-}
-
-bool tb__pair_is_lost(const tb_pair *pair, char *who, size_t room) {
-    bool is_lost = false;
-    tb__engine_lock(pair->world->engine);
-    for (int side = 0; side < 2 && pair->has_met; side++) {
-        const tb__pair_side *s = &pair->sides[side];
-        for (int32_t i = 0; i < s->size && !is_lost; i++) {
-            is_lost = s->peers[i]->is_lost;
-            if (is_lost)
-                snprintf(who, room, "%s", s->peers[i]->label);
-        }
-    }
-    tb__engine_unlock(pair->world->engine);
-    return is_lost;
 }
 
 static void free_pair(tb_pair *pair) {
@@ -408,8 +398,8 @@ static void delist(const tb_pair *pair) {
     tb__engine_unlock(world->engine);
 }
 
-tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                         const tb_pair_opts *opts, tb_pair **out) {
+tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                          const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out) {
     tb_pair_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     TB_TRY(tb__world_check_name("pair", name));
@@ -445,7 +435,7 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     }
     status = publish(pair, layout);
     if (status == TB_OK && !o.no_wait)
-        status = tb__pair_meet(pair, tb__world_deadline(world, o.timeout_ms));
+        status = tb__pair_meet(pair, tb__world_deadline(world, o.timeout_ms), unwanted);
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
@@ -458,6 +448,40 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     tb__world_ref(world);
     *out = pair;
     return TB_OK;
+}
+
+tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                         const tb_pair_opts *opts, tb_pair **out) {
+    return tb__pair_create(world, name, remote_group, layout, opts, NULL, out);
+}
+
+/* How many ranks of the side still say what it was made from. */
+static int32_t count_wishes(const tb_pair *pair, int side, const tb__notes *notes) {
+    const tb__pair_side *here = &pair->sides[side], *there = &pair->sides[!side];
+    int32_t count = 0;
+    for (size_t i = 0; i < notes->count; i++) {
+        note n;
+        count += strcmp(notes->item[i].group, here->group) == 0 && read_wish(&notes->item[i], &n) &&
+                 strcmp(n.remote, there->group) == 0 && strcmp(n.layout, here->layout) == 0;
+    }
+    return count;
+}
+
+bool tb__pair_is_stale(const tb_pair *pair) {
+    bool is_stale = false;
+    tb__notes notes;
+    tb__engine_lock(pair->world->engine);
+    bool has_notes = tb__directory_notes(pair->world->directory, pair->name, &notes) == TB_OK; /* the store is there */
+    for (int side = 0; side < 2 && pair->has_met; side++) {
+        const tb__pair_side *s = &pair->sides[side];
+        for (int32_t i = 0; i < s->size; i++)
+            is_stale |= s->peers[i]->is_lost;
+        is_stale |= has_notes && count_wishes(pair, side, &notes) < s->size;
+    }
+    tb__engine_unlock(pair->world->engine);
+    if (has_notes)
+        tb__notes_fini(&notes);
+    return is_stale;
 }
 
 void tb__pair_unref(tb_pair *pair) {

@@ -540,14 +540,25 @@ static bool has_ended(void *arg) {
 }
 
 /* A step may be under way in the engine's thread, so ending it is left to that. */
-static void cancel(tb_transfer *t) {
-    tb__engine *engine = t->batch->world->engine;
+static void begin_to_cancel(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
             leg_of(t, i)->is_cancelled = true;
     }
-    tb__engine_wake(engine);
-    tb__engine_wait(engine, has_ended, t, INT64_MAX);
+    tb__engine_wake(t->batch->world->engine);
+}
+
+static void cancel(tb_transfer *t) {
+    begin_to_cancel(t);
+    tb__engine_wait(t->batch->world->engine, has_ended, t, INT64_MAX);
+}
+
+void tb__transfer_give_up(tb_transfer *t) {
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    if (!t->has_ended)
+        begin_to_cancel(t);
+    tb__engine_unlock(engine);
 }
 
 void tb_cancel(tb_transfer *t) {

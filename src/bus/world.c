@@ -45,15 +45,18 @@ static bool add_seat(tb_world *world, const char *group, int32_t index, int32_t 
     return seat->group != NULL;
 }
 
-/* The directory's thread: wakes whoever waits for others to come. */
-static void on_change(void *arg) {
-    tb_world *world = arg;
-    if (!atomic_load(&world->is_ready))
-        return;
+void tb__world_stir(tb_world *world) {
     tb__engine_lock(world->engine);
     tb__engine_signal(world->engine);
     tb__engine_wake(world->engine);
     tb__engine_unlock(world->engine);
+}
+
+/* The directory's thread: wakes whoever waits for others to come. */
+static void on_change(void *arg) {
+    tb_world *world = arg;
+    if (atomic_load(&world->is_ready))
+        tb__world_stir(world);
 }
 
 static void on_lost(tb__port *port, tb__peer *peer) {

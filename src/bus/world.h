@@ -64,6 +64,8 @@ struct tb_world {
 /* Whoever is made in a world keeps it; the last one ends it. Without the lock. */
 void tb__world_ref(tb_world *world);
 void tb__world_unref(tb_world *world);
+/* Whoever waits in the world looks again. Without the lock. */
+void tb__world_stir(tb_world *world);
 /* The deadline of a call that was given a timeout; 0 is the world's. */
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
@@ -102,13 +104,18 @@ struct tb_pair {
 };
 
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
+/* As tb_pair_create; TB_CANCELLED once it is unwanted, which the world has to be told by tb__world_stir. `unwanted` may
+ * be NULL. */
+tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                          const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out);
 /* Waits until both sides are known. Without the lock. */
-tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms);
+tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
 /* Who has not come yet to a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...". "" if
  * nobody is missing. Without the lock. */
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
-/* Whether one of its ranks is gone, so that nothing can be moved any more; `who` names it. Without the lock. */
-bool tb__pair_is_lost(const tb_pair *pair, char *who, size_t room);
+/* A rank of it is gone, or has left the pair, or made it again with another layout: so it has to be made again here,
+ * too. Without the lock. */
+bool tb__pair_is_stale(const tb_pair *pair);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 
@@ -151,6 +158,10 @@ struct tb_batch {
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
+/* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
+tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
+/* As tb_cancel, but does not wait for the end. */
+void tb__transfer_give_up(tb_transfer *transfer);
 
 /* How many bytes a transfer has moved in the i-th of its batch's pairs, whose name is the pair's; false: there are no
  * more. Without the lock. */

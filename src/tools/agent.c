@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, HTTP };
@@ -92,6 +93,15 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     return TB_OK;
 }
 
+/* Clients hand over descriptors of their memory, and there may be many. */
+static void allow_files(void) {
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0)
+        return;
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+}
+
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     tb__agent_opts opts;
@@ -107,6 +117,7 @@ static int run(const tb__config *config, const char *const *value) {
         tb__agent_destroy(running);
         return failed;
     }
+    allow_files();
     struct sigaction action = {.sa_handler = on_signal};
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);

@@ -2,8 +2,11 @@
 #include "bus/agent/agent_inside.h"
 
 #include "base/log.h"
+#include "base/process.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -24,7 +27,8 @@ static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
     agent->epoll = epoll_create1(EPOLL_CLOEXEC);
     agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     agent->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (agent->epoll < 0 || agent->wake < 0 || agent->stop < 0)
+    agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (agent->epoll < 0 || agent->wake < 0 || agent->stop < 0 || agent->spare < 0)
         return tb__fail(TB_IO, "the agent's descriptors: %s", strerror(errno));
     snprintf(url, sizeof url, "unix:%s", o->socket);
     TB_TRY(tb__address_parse(url, &address));
@@ -41,7 +45,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     tb__agent *agent = tb__calloc(1, sizeof *agent);
     if (!agent)
         return TB_NO_MEMORY;
-    agent->epoll = agent->wake = agent->stop = -1;
+    agent->epoll = agent->wake = agent->stop = agent->spare = -1;
     agent->listener.socket.fd = agent->listener.lock.fd = -1;
     agent->index = opts->index;
     agent->size = opts->size;
@@ -73,33 +77,45 @@ void tb__agent_stop(tb__agent *agent) {
 
 /* ---- The loop -------------------------------------------------------------------------------------------------- */
 
-/* Strangers that do not say who they are are turned away in time. */
-static int next_look(tb__agent *agent) {
+/* Strangers that do not say who they are are turned away in time, and those who are to go and do not take what they are
+ * sent. Returns when to look again. */
+static int64_t turn_away(tb__agent *agent) {
     int64_t now = tb__now_ms(), next = INT64_MAX;
     agent_session *s;
     LIST_FOREACH(s, &agent->sessions, link) {
-        if (!s->has_greeted && !s->is_gone && s->hello_deadline_ms < next)
-            next = s->hello_deadline_ms;
-    }
-    return next == INT64_MAX ? -1 : next <= now ? 0 : (int)(next - now) + 1;
-}
-
-static void turn_away(tb__agent *agent) {
-    int64_t now = tb__now_ms();
-    agent_session *s;
-    LIST_FOREACH(s, &agent->sessions, link) {
-        if (!s->has_greeted && !s->is_gone && s->hello_deadline_ms <= now)
+        if (s->is_gone || (s->has_greeted && !s->is_doomed))
+            continue;
+        if (s->deadline_ms <= now)
             tb__agent_session_close(s);
+        else if (s->deadline_ms < next)
+            next = s->deadline_ms;
     }
+    return next;
 }
 
+/* Burying one may bring the end of another, whom a reply can't reach any more. */
 static void sweep(tb__agent *agent) {
     agent_session *s, *next;
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
         next = LIST_NEXT(s, link);
-        if (s->is_gone && s->njobs == 0)
+        if (!s->is_gone || s->is_buried)
+            continue;
+        tb__agent_session_bury(s);
+        next = LIST_FIRST(&agent->sessions);
+    }
+    for (s = LIST_FIRST(&agent->sessions); s; s = next) {
+        next = LIST_NEXT(s, link);
+        if (s->is_buried && s->njobs == 0)
             tb__agent_session_free(s);
     }
+}
+
+/* What has to be done between events; how long to sleep then. */
+static int tidy(tb__agent *agent) {
+    int64_t next = tb__agent_pairs_expire(agent), other = turn_away(agent);
+    sweep(agent);
+    next = other < next ? other : next;
+    return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 
 static void begin_stopping(tb__agent *agent) {
@@ -134,14 +150,14 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
 
 tb_status tb__agent_run(tb__agent *agent) {
     struct epoll_event events[EVENTS];
+    int sleep_ms = -1;
     while (!agent->is_stopping || agent->njobs > 0) {
-        int n = epoll_wait(agent->epoll, events, EVENTS, next_look(agent));
+        int n = epoll_wait(agent->epoll, events, EVENTS, sleep_ms);
         if (n < 0 && errno != EINTR)
             return tb__fail(TB_IO, "epoll_wait: %s", strerror(errno));
         for (int i = 0; i < n; i++)
             on_event(agent, &events[i]);
-        turn_away(agent);
-        sweep(agent);
+        sleep_ms = tidy(agent);
     }
     return TB_OK;
 }
@@ -150,16 +166,17 @@ void tb__agent_destroy(tb__agent *agent) {
     if (!agent)
         return;
     agent_session *s;
-    LIST_FOREACH(s, &agent->sessions, link)
-    tb__agent_session_close(s);
-    while (agent->njobs > 0) { /* those that were cut off have deadlines */
+    for (s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link))
+        tb__agent_session_close(s);
+    sweep(agent);
+    while (agent->njobs > 0) { /* those that were cut off give up, and have deadlines */
         eventfd_t unused;
-        struct epoll_event event;
-        epoll_wait(agent->epoll, &event, 1, 100);
+        struct pollfd end = {.fd = agent->wake, .events = POLLIN};
+        poll(&end, 1, tidy(agent));
         eventfd_read(agent->wake, &unused);
         tb__agent_reap(agent);
+        sweep(agent);
     }
-    sweep(agent);
     if (agent->listener.socket.fd >= 0)
         tb__listener_close(&agent->listener);
     tb_world_destroy(agent->world);
@@ -169,6 +186,8 @@ void tb__agent_destroy(tb__agent *agent) {
         close(agent->wake);
     if (agent->stop >= 0)
         close(agent->stop);
+    if (agent->spare >= 0)
+        close(agent->spare);
     pthread_mutex_destroy(&agent->done_lock);
     pthread_mutex_destroy(&agent->report_lock);
     pthread_cond_destroy(&agent->report_made);

@@ -12,9 +12,10 @@ typedef struct filling {
     agent_job *job;
     tb_batch *batch;
     tb__guest_file **files; /* by descriptor of the frame; NULL: not mapped yet */
-    const agent_pair *pair; /* of the tensor before, and its layout */
-    tb_layout *layout;
-    uint64_t nbytes; /* of all tensors so far */
+    const agent_pair *pair; /* of the tensor before ... */
+    tb_pair *held;
+    tb_layout *layout; /* ... and its layout */
+    uint64_t nbytes;   /* of all tensors so far */
 } filling;
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
@@ -46,72 +47,33 @@ static tb_status map_file(filling *f, const tb__memory *m, char **out) {
     return TB_OK;
 }
 
-/* What is mirrored is read and written as a whole, so nothing of it may be in two mirrors. */
-static tb_status mirror(const filling *f, const tb__memory *m, char **out) {
-    agent_batch *b = f->job->batch;
-    for (size_t i = 0; i < b->mirrors.count; i++) {
-        const agent_mirror *known = &b->mirrors.item[i];
-        if (known->address == m->address && known->nbytes == m->nbytes) {
-            *out = known->data;
-            return TB_OK;
-        }
-        if (m->address < known->address + known->nbytes && known->address < m->address + m->nbytes)
-            return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
-                                        "tb_alloc");
-    }
-    TB_TRY(tb__guest_check(&f->job->session->guest, m->address, m->nbytes, false));
-    agent_mirror new = {.address = m->address, .nbytes = m->nbytes};
-    TB_TRY(tb_alloc(new.nbytes, (void **)&new.data));
-    if (!tb__vec_push(&b->mirrors, new)) {
-        tb_free(new.data);
-        return TB_NO_MEMORY;
-    }
-    *out = new.data;
-    return TB_OK;
-}
-
-static tb_status find_memory(filling *f, const tb__memory *m, const char *what, uint64_t needed, char **out) {
+/* `binding` is what a tensor has of it; NULL: all that is needed. */
+static tb_status find_memory(filling *f, const tb__memory *m, const char *what, uint64_t needed,
+                             const tb_binding *binding, char **out) {
     *out = NULL;
     if (needed == 0)
         return TB_OK;
     f->nbytes += needed;
     if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
-    return m->kind == TB__MEMORY_FD ? map_file(f, m, out) : mirror(f, m, out);
-}
-
-tb_status tb__agent_batch_fetch(const agent_batch *b) {
-    for (size_t i = 0; i < b->mirrors.count; i++) {
-        const agent_mirror *m = &b->mirrors.item[i];
-        TB_TRY(tb__guest_read(&b->session->guest, m->address, m->data, m->nbytes));
-    }
+    if (m->kind == TB__MEMORY_FD)
+        return map_file(f, m, out);
+    agent_mirror *mirror;
+    TB_TRY(tb__agent_mirror(f->job->batch, m, &mirror));
+    TB_TRY(binding ? tb__agent_mirror_add(mirror, binding) : tb__agent_mirror_add_all(mirror, needed));
+    *out = mirror->data;
     return TB_OK;
 }
 
-tb_status tb__agent_batch_deliver(const agent_batch *b) {
-    for (size_t i = 0; i < b->mirrors.count; i++) {
-        const agent_mirror *m = &b->mirrors.item[i];
-        TB_TRY(tb__guest_write(&b->session->guest, m->address, m->data, m->nbytes));
-    }
-    return TB_OK;
-}
-
-void tb__agent_batch_free(agent_batch *b) {
+void tb__agent_batch_empty(agent_batch *b) {
     agent_session *s = b->session;
-    LIST_REMOVE(b, link);
     tb_batch_destroy(b->batch);
     pthread_mutex_lock(&s->guest_lock);
     for (size_t i = 0; i < b->files.count; i++)
         tb__guest_put_file(&s->guest, b->files.item[i]);
     pthread_mutex_unlock(&s->guest_lock);
-    for (size_t i = 0; i < b->mirrors.count; i++)
-        tb_free(b->mirrors.item[i].data);
-    pthread_mutex_destroy(&b->lock);
-    free(b->pairs.item);
     free(b->files.item);
-    free(b->mirrors.item);
-    free(b->id);
-    free(b);
+    tb__agent_mirrors_free(b);
 }
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------- */
@@ -135,7 +97,7 @@ static tb_status find_plain(filling *f, const tb__tensor_payload *p, const tb_sh
     if (p->has_strides)
         memcpy(b.strides, p->strides, sizeof b.strides);
     TB_TRY(tb__binding_span(&b, &first, &last));
-    TB_TRY(find_memory(f, &p->data, "this rank's part of it has", last - first, &memory));
+    TB_TRY(find_memory(f, &p->data, "this rank's part of it has", last - first, &b, &memory));
     t->data = memory ? memory + (UINTPTR_MAX / 2 - first) : NULL;
     return TB_OK;
 }
@@ -152,9 +114,11 @@ static tb_status find_encoded(filling *f, const tb__tensor_payload *p, const tb_
     TB_TRY(tb__quant_measure(&encoding.format, rows, columns, &size));
     uint64_t matrices = count > 0 ? (uint64_t)(count / (rows * columns)) : 0;
     bool is_global = tb__encoding_is_global(&encoding);
-    TB_TRY(find_memory(f, &p->data, "its data has", matrices * (uint64_t)size.data_nbytes, (char **)&t->data));
-    TB_TRY(find_memory(f, &p->scales, "its scales have", matrices * (uint64_t)size.scale_nbytes, (char **)&t->scales));
-    return find_memory(f, &p->scale, "its scale has", is_global && matrices ? sizeof(float) : 0, (char **)&t->scale);
+    TB_TRY(find_memory(f, &p->data, "its data has", matrices * (uint64_t)size.data_nbytes, NULL, (char **)&t->data));
+    TB_TRY(find_memory(f, &p->scales, "its scales have", matrices * (uint64_t)size.scale_nbytes, NULL,
+                       (char **)&t->scales));
+    return find_memory(f, &p->scale, "its scale has", is_global && matrices ? sizeof(float) : 0, NULL,
+                       (char **)&t->scale);
 }
 
 static tb_status add(filling *f, const tb__tensor_payload *p) {
@@ -174,7 +138,7 @@ static tb_status add(filling *f, const tb__tensor_payload *p) {
     if (p->layout)
         TB_TRY(tb_layout_format(p->layout, &layout));
     t.layout = layout;
-    tb_status status = tb_batch_add(f->batch, f->pair->pair, p->name, &t);
+    tb_status status = tb_batch_add(f->batch, f->held, p->name, &t);
     free(layout);
     return status;
 }
@@ -187,8 +151,10 @@ static tb_status choose_pair(filling *f, const char *name) {
     f->layout = NULL;
     f->pair = NULL;
     for (size_t i = 0; i < b->pairs.count && !f->pair; i++) {
-        if (strcmp(b->pairs.item[i]->name, name) == 0)
+        if (strcmp(b->pairs.item[i]->name, name) == 0) {
             f->pair = b->pairs.item[i];
+            f->held = b->held.item[i];
+        }
     }
     return f->pair ? tb_layout_parse(f->pair->layout, &f->layout)
                    : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
@@ -207,9 +173,9 @@ static tb_status add_all(filling *f) {
         if (status != TB_OK)
             return strstr(tb_error_detail(), p.name) ? status : tb__fail_within(status, "tensor '%.100s'", p.name);
     }
-    for (size_t i = 0; i < f->job->batch->pairs.count; i++)
-        TB_TRY(tb_batch_add_pair(f->batch, f->job->batch->pairs.item[i]->pair));
-    return tb_batch_register(f->batch, tb__agent_job_timeout(f->job));
+    for (size_t i = 0; i < f->job->batch->held.count; i++)
+        TB_TRY(tb_batch_add_pair(f->batch, f->job->batch->held.item[i]));
+    return tb__batch_register(f->batch, tb__agent_job_timeout(f->job), &f->job->batch->is_unwanted);
 }
 
 tb_status tb__agent_batch_fill(agent_job *job) {

@@ -1,6 +1,7 @@
 /* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (work that takes
- * time, and its end), agent_command.c (what commands do), agent_batch.c (tensors and their memory), agent_report.c
- * (what is told of all that). All but jobs' own threads belongs to the loop's thread. */
+ * time, and its end), agent_pair.c and agent_command.c (what commands do), agent_batch.c (tensors and their memory),
+ * agent_mirror.c (memory that is not mapped), agent_report.c (what is told of all that). All but jobs' own threads
+ * belongs to the loop's thread, which never waits for a peer or for the store. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
 #define TB_BUS_AGENT_AGENT_INSIDE_H
 
@@ -13,11 +14,13 @@
 #include "bus/world.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/queue.h>
 
 enum { TB__AGENT_MAX_FDS = 4096 }; /* of one frame */
 
 typedef struct agent_job agent_job;
+typedef TB_VEC(int) tb__fds;
 
 /* One client's connection. */
 typedef struct agent_session {
@@ -26,14 +29,16 @@ typedef struct agent_session {
     int socket;
     uint64_t id;
     bool has_greeted;
-    bool is_doomed; /* what is to be sent is sent, then it is closed */
-    bool is_gone;   /* closed; it stays until its last job has ended */
-    int64_t hello_deadline_ms;
+    bool is_doomed;      /* what is to be sent is sent, then it is closed */
+    bool is_gone;        /* nothing is read or sent any more; the loop buries it ... */
+    bool is_buried;      /* ... and it stays until its last job has ended */
+    int64_t deadline_ms; /* for its Hello, and, once it is doomed, for taking what is to be sent */
     char *name;
     tb__guest guest;
     pthread_mutex_t guest_lock; /* jobs map and unmap files */
     tb__frame_reader in;
-    TB_VEC(int) fds; /* of the frame that is arriving */
+    tb__fds fds;     /* of the next frame ... */
+    tb__fds new_fds; /* ... and what came with the last read: of the last frame of which some has arrived */
     tb__bytes out;
     size_t nsent;
     unsigned watched; /* what epoll looks for */
@@ -44,19 +49,31 @@ typedef struct agent_session {
 /* A pair, however many clients have asked for it. */
 typedef struct agent_pair {
     LIST_ENTRY(agent_pair) link;
+    tb__agent *agent;
     char *name, *remote, *layout;
-    tb_pair *pair;          /* NULL: it is being made */
-    agent_job *waiting;     /* who asked for it meanwhile */
-    size_t nbatches;        /* that use it */
-    uint64_t moved[2];      /* bytes that were received and sent */
-    TB_VEC(uint64_t) users; /* sessions */
+    enum { PAIR_MAKING, PAIR_MADE, PAIR_ENDING, PAIR_OVER } state; /* what is over is in no list; batches have it */
+    tb_pair *pair;                                                 /* NULL: it is being made */
+    agent_job *maker;                                              /* while it is being made */
+    agent_job *waiting;                                            /* who asked for it meanwhile */
+    atomic_bool is_unwanted;                                       /* whoever asked for it is gone before it was made */
+    size_t nbatches;                                               /* that use it */
+    TB_VEC(uint64_t) users;                                        /* sessions */
+    uint64_t moved[2];                                             /* bytes that were received and sent */
 } agent_pair;
 
-/* A tensor in memory that only the system reaches: kept in a mirror here. */
+/* Elements of a tensor in a mirror: runs of bytes, evenly spaced in each dim. */
+typedef struct agent_runs {
+    size_t nbytes; /* of a run */
+    int ndim;
+    size_t count[TB_MAX_DIMS], step[TB_MAX_DIMS]; /* in bytes */
+} agent_runs;
+
+/* Memory that only the system reaches: kept in a mirror here. */
 typedef struct agent_mirror {
     uint64_t address;
     size_t nbytes;
-    char *data; /* tb_alloc's */
+    char *data;              /* tb_alloc's */
+    TB_VEC(agent_runs) runs; /* what tensors have of it */
 } agent_mirror;
 
 typedef struct agent_batch {
@@ -65,18 +82,19 @@ typedef struct agent_batch {
     agent_session *session;
     tb_batch *batch; /* NULL: it is being registered */
     TB_VEC(agent_pair *) pairs;
+    TB_VEC(tb_pair *) held; /* theirs: a pair may be ended before the batch */
     TB_VEC(tb__guest_file *) files;
     TB_VEC(agent_mirror) mirrors;
     size_t ntensors;
     uint64_t nbytes;           /* of this rank's part of them; once it is registered */
     size_t njobs;              /* that use it */
-    agent_job *farewell;       /* who asked for that */
+    agent_job *farewell;       /* who is answered when it is gone */
+    atomic_bool is_unwanted;   /* being registered, it gives up */
     pthread_mutex_t lock;      /* guards what follows */
     bool is_doomed;            /* to be destroyed when there are no jobs */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
-    tb_transfer_state last;    /* the state of the last one that ended ... */
-    bool was_send;             /* ... and its direction */
+    tb_transfer_state last;    /* the state of the last one that ended */
     uint64_t version;          /* of the last that was completed */
     char error[TB__WHY_MAX];   /* of the last one, if it failed */
 } agent_batch;
@@ -93,6 +111,7 @@ struct agent_job {
     tb__message message;
     int *fds;
     size_t nfds;
+    int64_t deadline_ms;
     agent_pair *pair;
     tb_pair *made; /* for it */
     agent_batch *batch;
@@ -100,6 +119,9 @@ struct agent_job {
     uint64_t nbytes;                  /* of its tensors */
     int64_t *moved;                   /* bytes, by the batch's pairs; NULL: nobody knows */
     tb_status (*run)(agent_job *job); /* in a thread of its own */
+    void (*work)(void *arg);          /* instead, of a chore: in the thread ... */
+    void (*after)(void *arg);         /* ... and in the loop */
+    void *arg;
     pthread_t thread;
     tb_status status;
     char why[TB__WHY_MAX];
@@ -119,6 +141,7 @@ struct tb__agent {
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
+    int spare; /* a descriptor that is given up to turn somebody away when there are no others */
     bool is_stopping;
     uint64_t nsessions; /* so far */
     LIST_HEAD(agent_sessions, agent_session) sessions;
@@ -142,8 +165,14 @@ void tb__agent_session_writable(agent_session *session);
 void tb__agent_session_reply(agent_session *session, const tb__message *reply);
 /* No more is read, and it is closed when all is sent. */
 void tb__agent_session_end(agent_session *session);
+/* It is gone from now on, but nothing else changes before the loop buries it: whoever calls may be in the middle of
+ * what the session has. */
 void tb__agent_session_close(agent_session *session);
-void tb__agent_session_free(agent_session *session); /* of one that is gone and has no jobs */
+void tb__agent_session_bury(agent_session *session);
+void tb__agent_session_free(agent_session *session); /* of one that is buried and has no jobs */
+
+/* What came last belongs to the next frame. False: no memory. */
+bool tb__agent_session_keep_fds(agent_session *session);
 
 /* agent_command.c: takes over the job, and answers it, now or later. */
 void tb__agent_do(agent_job *job);
@@ -152,6 +181,15 @@ void tb__agent_finish(agent_job *job);
 /* A client is gone. */
 void tb__agent_forget(tb__agent *agent, agent_session *session);
 
+/* agent_pair.c */
+void tb__agent_init_pair(agent_job *job);
+void tb__agent_finish_init_pair(agent_job *job);
+agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name);
+void tb__agent_leave_pair(agent_pair *pair); /* of a batch that ends */
+void tb__agent_forget_pairs(tb__agent *agent, const agent_session *session);
+/* Answers those who have waited for a pair long enough; when to look again. */
+int64_t tb__agent_pairs_expire(tb__agent *agent);
+
 /* agent_job.c */
 agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
@@ -159,14 +197,27 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
 void tb__agent_job_end(agent_job *job, tb_status status);
 /* What is told of a job that goes on. */
 void tb__agent_job_answer(agent_job *job, tb_status status);
+/* Does `work` in a thread, then `after` in the loop; both at once where there is no thread to be had. The session,
+ * which may be NULL, stays until then. */
+void tb__agent_chore(tb__agent *agent, agent_session *session, void (*work)(void *arg), void (*after)(void *arg),
+                     void *arg);
 void tb__agent_reap(tb__agent *agent);
 int tb__agent_job_timeout(const agent_job *job);
 
 /* agent_batch.c */
 tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
-tb_status tb__agent_batch_fetch(const agent_batch *batch);
-tb_status tb__agent_batch_deliver(const agent_batch *batch);
-void tb__agent_batch_free(agent_batch *batch); /* without jobs */
+void tb__agent_batch_empty(agent_batch *batch); /* of one without jobs: gives up tensors and memory; in any thread */
+
+/* agent_mirror.c */
+/* The mirror of these bytes of the client. */
+tb_status tb__agent_mirror(agent_batch *batch, const tb__memory *memory, agent_mirror **out);
+/* A binding, or all of it, is the tensor's; nothing else is written. */
+tb_status tb__agent_mirror_add(agent_mirror *mirror, const tb_binding *binding);
+tb_status tb__agent_mirror_add_all(agent_mirror *mirror, size_t nbytes);
+/* From the client, all of it; and to the client, what the tensors have. */
+tb_status tb__agent_fetch(const agent_batch *batch);
+tb_status tb__agent_deliver(const agent_batch *batch);
+void tb__agent_mirrors_free(agent_batch *batch);
 
 /* agent_report.c: a JSON object, without the session that asks; to be freed by the caller. */
 tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out);

@@ -3,15 +3,17 @@
 
 #include "base/log.h"
 
-#include <errno.h>
 #include <fcntl.h>
 #include <semaphore.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
+    if (tb__frame_is_between(&s->in) && !tb__agent_session_keep_fds(s))
+        return NULL;
     agent_job *job = tb__calloc(1, sizeof *job);
     if (!job)
         return NULL;
@@ -26,8 +28,7 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
     job->seq = s->nframes++;
     job->fds = s->fds.item; /* those that came with the frame */
     job->nfds = s->fds.count;
-    s->fds.item = NULL;
-    s->fds.count = s->fds.capacity = 0;
+    s->fds = (tb__fds){0};
     s->njobs++;
     s->agent->njobs++;
     return job;
@@ -41,7 +42,10 @@ int tb__agent_job_timeout(const agent_job *job) {
 static void *job_main(void *arg) {
     agent_job *job = arg;
     tb__agent *agent = job->agent;
-    job->status = job->run(job);
+    if (job->work)
+        job->work(job->arg);
+    else
+        job->status = job->run(job);
     if (job->status != TB_OK)
         snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
     pthread_mutex_lock(&agent->done_lock);
@@ -56,9 +60,22 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
     tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
     if (status == TB_OK)
-        return;
-    job->run = NULL;
-    tb__agent_job_end(job, status);
+        return; /* the job is its thread's now */
+    job->status = status;
+    snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
+    tb__agent_finish(job);
+}
+
+/* ---- The end --------------------------------------------------------------------------------------------------- */
+
+/* Where glibc keeps it. A file that is too short for a semaphore would bring down whoever touches it. */
+static bool is_semaphore(const char *name) {
+    char path[300];
+    struct stat info;
+    name += strspn(name, "/");
+    int n = snprintf(path, sizeof path, "/dev/shm/sem.%s", name);
+    return n > 0 && (size_t)n < sizeof path && !strchr(name, '/') && lstat(path, &info) == 0 && S_ISREG(info.st_mode) &&
+           info.st_uid == geteuid() && (size_t)info.st_size >= sizeof(sem_t);
 }
 
 /* The semaphore is the client's, which made it for this command; it is gone when it has been posted. */
@@ -66,12 +83,12 @@ static void post_semaphore(const agent_job *job) {
     const char *name = job->message.semaphore_name;
     if (!name)
         return;
-    sem_t *semaphore = sem_open(name, 0);
+    sem_t *semaphore = is_semaphore(name) ? sem_open(name, 0) : SEM_FAILED;
     if (semaphore == SEM_FAILED) {
-        tb__log(TB_LOG_WARN, "agent: semaphore '%s': %s", name, strerror(errno));
+        tb__log(TB_LOG_WARN, "agent: there is no semaphore '%.100s' to be posted", name);
         return;
     }
-    sem_unlink(name); /* first: whoever has waited may look for it at once */
+    sem_unlink(name); /* first, so that whoever is woken finds it gone */
     sem_post(semaphore);
     sem_close(semaphore);
 }
@@ -86,20 +103,41 @@ void tb__agent_job_answer(agent_job *job, tb_status status) {
     job->is_answered = true;
 }
 
-void tb__agent_job_end(agent_job *job, tb_status status) {
-    agent_session *s = job->session;
-    tb__agent_job_answer(job, status);
-    post_semaphore(job);
+static void free_job(agent_job *job) {
     for (size_t i = 0; i < job->nfds; i++)
         close(job->fds[i]);
     free(job->fds);
     tb__arena_fini(&job->arena);
     free(job->frame);
     job->agent->njobs--;
-    s->njobs--;
+    if (job->session)
+        job->session->njobs--;
     free(job);
+}
+
+void tb__agent_job_end(agent_job *job, tb_status status) {
+    agent_session *s = job->session;
+    tb__agent_job_answer(job, status);
+    post_semaphore(job);
+    free_job(job);
     if (s->is_doomed)
         tb__agent_session_end(s);
+}
+
+void tb__agent_chore(tb__agent *agent, agent_session *s, void (*work)(void *arg), void (*after)(void *arg), void *arg) {
+    agent_job *job = tb__calloc(1, sizeof *job);
+    if (job) {
+        *job = (agent_job){.agent = agent, .session = s, .work = work, .after = after, .arg = arg};
+        agent->njobs++;
+        if (s)
+            s->njobs++;
+        if (tb__start_thread(&job->thread, "tb-chore", job_main, job) == TB_OK)
+            return;
+    }
+    work(arg);
+    after(arg);
+    if (job)
+        free_job(job);
 }
 
 void tb__agent_reap(tb__agent *agent) {
@@ -110,6 +148,11 @@ void tb__agent_reap(tb__agent *agent) {
     for (agent_job *job = list, *next; job; job = next) {
         next = job->next;
         pthread_join(job->thread, NULL);
-        tb__agent_finish(job);
+        if (!job->work) {
+            tb__agent_finish(job);
+            continue;
+        }
+        job->after(job->arg);
+        free_job(job);
     }
 }

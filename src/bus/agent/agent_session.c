@@ -4,6 +4,7 @@
 #include "base/log.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -12,8 +13,8 @@
 enum {
     READ_BYTES = 256 << 10,
     BUSY_BYTES = 4 << 20, /* with this much to send, no more is read */
-    HELLO_MS = 5000,
-    FDS_AT_ONCE = 253, /* what the system takes in one message */
+    PATIENCE_MS = 5000,   /* with strangers, and with those who are to go */
+    FDS_AT_ONCE = 253,    /* what the system takes in one message */
 };
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
@@ -40,17 +41,30 @@ static tb_status init(agent_session *s, int socket) {
     s->socket = socket;
     s->watched = EPOLLIN;
     s->in.max_nbytes = TB__HELLO_MAX;
-    s->hello_deadline_ms = tb__now_ms() + HELLO_MS;
+    s->deadline_ms = tb__now_ms() + PATIENCE_MS;
     pthread_mutex_init(&s->guest_lock, NULL);
     LIST_INSERT_HEAD(&s->agent->sessions, s, link);
     return TB_OK;
+}
+
+/* Whoever connects when there are no descriptors left is turned away. Left waiting, he would keep the loop awake. */
+static bool turn_away(tb__agent *agent) {
+    if (agent->spare < 0)
+        return false;
+    close(agent->spare);
+    int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd >= 0)
+        close(fd);
+    agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    tb__log(TB_LOG_ERROR, "agent: a connection was refused: too many files are open");
+    return fd >= 0;
 }
 
 void tb__agent_accept(tb__agent *agent) {
     for (;;) {
         int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
-            if (errno == EINTR || errno == ECONNABORTED)
+            if (errno == EINTR || errno == ECONNABORTED || ((errno == EMFILE || errno == ENFILE) && turn_away(agent)))
                 continue;
             if (errno != EAGAIN && errno != EWOULDBLOCK)
                 tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(errno));
@@ -85,17 +99,24 @@ void tb__agent_session_close(agent_session *s) {
         return;
     s->is_gone = true;
     epoll_ctl(s->agent->epoll, EPOLL_CTL_DEL, s->socket, NULL);
+}
+
+static void close_fds(tb__fds *fds) {
+    for (size_t i = 0; i < fds->count; i++)
+        close(fds->item[i]);
+    free(fds->item);
+    *fds = (tb__fds){0};
+}
+
+void tb__agent_session_bury(agent_session *s) {
+    s->is_buried = true;
     close(s->socket);
-    for (size_t i = 0; i < s->fds.count; i++)
-        close(s->fds.item[i]);
-    free(s->fds.item);
-    s->fds.item = NULL;
-    s->fds.count = 0;
+    close_fds(&s->fds);
+    close_fds(&s->new_fds);
     tb__frame_reader_fini(&s->in);
     free(s->out.item);
     s->out = (tb__bytes){0};
     tb__agent_forget(s->agent, s);
-    /* Freed by the loop, which may still have events for it. */
 }
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
@@ -141,6 +162,7 @@ void tb__agent_session_end(agent_session *s) {
     if (s->is_gone)
         return;
     s->is_doomed = true;
+    s->deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb__agent_session_writable(s);
 }
 
@@ -218,12 +240,28 @@ static void take_frames(agent_session *s) {
             return;
         }
         if (!has_frame)
-            return;
+            break;
         take_frame(s, map);
     }
+    if (!tb__agent_session_keep_fds(s))
+        refuse(s, TB_NO_MEMORY);
 }
 
-static bool keep_fds(agent_session *s, const struct msghdr *message) {
+/* The system ends a read with the message that carries descriptors. So they belong to the last frame of which some has
+ * arrived, not to those before it that came with the same read. */
+bool tb__agent_session_keep_fds(agent_session *s) {
+    size_t n = s->new_fds.count;
+    if (n == 0)
+        return true;
+    if (!tb__vec_reserve(&s->fds, n))
+        return false;
+    memcpy(s->fds.item + s->fds.count, s->new_fds.item, n * sizeof *s->fds.item);
+    s->fds.count += n;
+    s->new_fds.count = 0;
+    return true;
+}
+
+static bool take_fds(agent_session *s, const struct msghdr *message) {
     bool is_good = !(message->msg_flags & MSG_CTRUNC);
     for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR((struct msghdr *)message, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
@@ -232,7 +270,7 @@ static bool keep_fds(agent_session *s, const struct msghdr *message) {
         for (size_t i = 0; i < n; i++) {
             int fd;
             memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
-            if (s->fds.count < TB__AGENT_MAX_FDS && tb__vec_push(&s->fds, fd))
+            if (s->fds.count + s->new_fds.count < TB__AGENT_MAX_FDS && tb__vec_push(&s->new_fds, fd))
                 continue;
             close(fd);
             is_good = false;
@@ -266,9 +304,9 @@ void tb__agent_session_readable(agent_session *s) {
             tb__agent_session_close(s);
             return;
         }
-        if (!keep_fds(s, &message)) {
-            tb__frame_filled(&s->in, 0);
-            refuse(s, tb__fail(TB_TOO_BIG, "a frame has more than %d descriptors", TB__AGENT_MAX_FDS));
+        if (!take_fds(s, &message)) {
+            refuse(s, tb__fail(TB_TOO_BIG, "a frame has more than %d descriptors, or more than the agent may open",
+                               TB__AGENT_MAX_FDS));
             return;
         }
         tb__frame_filled(&s->in, (size_t)n);

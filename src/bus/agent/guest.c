@@ -23,6 +23,8 @@ static tb_status read_start_time(pid_t pid, uint64_t *out) {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 && errno != ENOENT)
+        return tb__fail(TB_IO, "%s: %s", path, strerror(errno));
     ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
     if (fd >= 0)
         close(fd);
@@ -145,30 +147,50 @@ tb_status tb__guest_check(const tb__guest *guest, uint64_t address, size_t nbyte
                                  nbytes, address, (long)guest->pid, writes ? "write" : "read", at);
 }
 
-static tb_status move(const tb__guest *guest, uint64_t address, void *here, size_t nbytes, bool writes) {
+/* After a call of the system that was to move so many bytes; the sentence names the address where it stopped. */
+static tb_status check_moved(const tb__guest *guest, ssize_t moved, uint64_t address, const char *what) {
+    if (moved > 0)
+        return TB_OK;
+    int error = moved < 0 ? errno : 0;
+    return tb__fail(error == EPERM   ? TB_DENIED
+                    : error == ESRCH ? TB_LOST
+                                     : TB_IO,
+                    "memory of process %ld at 0x%" PRIx64 " can't be %s: %s%s", (long)guest->pid, address, what,
+                    moved == 0 ? "nothing was moved" : strerror(error),
+                    error == EPERM ? "; use memory of tb_alloc" : "");
+}
+
+tb_status tb__guest_read(const tb__guest *guest, uint64_t address, void *to, size_t nbytes) {
     TB_TRY(check_alive(guest));
     for (size_t at = 0; at < nbytes;) {
         size_t n = nbytes - at < MOST_AT_ONCE ? nbytes - at : MOST_AT_ONCE;
-        struct iovec local = {(char *)here + at, n};
-        struct iovec remote = {(void *)(uintptr_t)(address + at), n}; // NOLINT(performance-no-int-to-ptr)
-        ssize_t moved = writes ? process_vm_writev(guest->pid, &local, 1, &remote, 1, 0)
-                               : process_vm_readv(guest->pid, &local, 1, &remote, 1, 0);
-        if (moved <= 0)
-            return tb__fail(errno == EPERM   ? TB_DENIED
-                            : errno == ESRCH ? TB_LOST
-                                             : TB_IO,
-                            "memory of process %ld at 0x%" PRIx64 " can't be %s: %s%s", (long)guest->pid, address + at,
-                            writes ? "written" : "read", moved == 0 ? "nothing was moved" : strerror(errno),
-                            errno == EPERM ? "; use memory of tb_alloc" : "");
+        struct iovec here = {(char *)to + at, n};
+        struct iovec there = {(void *)(uintptr_t)(address + at), n}; // NOLINT(performance-no-int-to-ptr)
+        ssize_t moved = process_vm_readv(guest->pid, &here, 1, &there, 1, 0);
+        TB_TRY(check_moved(guest, moved, address + at, "read"));
         at += (size_t)moved;
     }
     return TB_OK;
 }
 
-tb_status tb__guest_read(const tb__guest *guest, uint64_t address, void *to, size_t nbytes) {
-    return move(guest, address, to, nbytes, false);
-}
-
-tb_status tb__guest_write(const tb__guest *guest, uint64_t address, const void *from, size_t nbytes) {
-    return move(guest, address, (void *)from, nbytes, true);
+tb_status tb__guest_write(const tb__guest *guest, uint64_t address, const void *from, const size_t *offsets, size_t n,
+                          size_t nbytes) {
+    TB_TRY(check_alive(guest));
+    for (size_t i = 0, at = 0; i < n;) {
+        struct iovec here[TB__GUEST_PIECES], there[TB__GUEST_PIECES];
+        size_t count = 0, most = MOST_AT_ONCE;
+        for (size_t j = i, from_at = at; j < n && count < TB__GUEST_PIECES && most > 0; j++, from_at = 0) {
+            size_t length = nbytes - from_at < most ? nbytes - from_at : most;
+            here[count] = (struct iovec){(char *)from + offsets[j] + from_at, length};
+            there[count++] = (struct iovec){(void *)(uintptr_t)(address + offsets[j] + from_at),
+                                            length}; // NOLINT: of another process
+            most -= length;
+        }
+        ssize_t moved = process_vm_writev(guest->pid, here, count, there, count, 0);
+        TB_TRY(check_moved(guest, moved, address + offsets[i] + at, "written"));
+        at += (size_t)moved; /* perhaps the end of one piece, and some after it */
+        i += at / nbytes;
+        at %= nbytes;
+    }
+    return TB_OK;
 }

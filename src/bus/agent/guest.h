@@ -7,6 +7,8 @@
 
 #include <sys/types.h>
 
+enum { TB__GUEST_PIECES = 512 }; /* that one call of the system writes */
+
 /* A file that a client has handed over, mapped once however often it comes. */
 typedef struct tb__guest_file {
     dev_t device;
@@ -36,6 +38,8 @@ void tb__guest_put_file(tb__guest *guest, tb__guest_file *file);
 tb_status tb__guest_check(const tb__guest *guest, uint64_t address, size_t nbytes, bool writes);
 
 tb_status tb__guest_read(const tb__guest *guest, uint64_t address, void *to, size_t nbytes);
-tb_status tb__guest_write(const tb__guest *guest, uint64_t address, const void *from, size_t nbytes);
+/* Pieces of `nbytes` each, at the same offsets from `from` and from the address. */
+tb_status tb__guest_write(const tb__guest *guest, uint64_t address, const void *from, const size_t *offsets, size_t n,
+                          size_t nbytes);
 
 #endif

@@ -3,7 +3,6 @@
 #include "bus/client/client.h"
 
 #include "base/opts.h"
-#include "base/process.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -39,7 +38,7 @@ static tb_status check(const tb_client *c) {
 
 static tb_status wait_for(tb_client *c, short events, int64_t deadline_ms, const char *what) {
     for (;;) {
-        struct pollfd fd = {.fd = c->socket, .events = events};
+        struct pollfd fd = {.fd = c->socket.fd, .events = events};
         int n = poll(&fd, 1, tb__ms_until(deadline_ms));
         if (n > 0)
             return TB_OK;
@@ -69,7 +68,7 @@ static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, co
         memcpy(CMSG_DATA(header), fds, nfds * sizeof *fds);
     }
     for (;;) {
-        ssize_t n = sendmsg(c->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = sendmsg(c->socket.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n > 0) {
             *sent = (size_t)n;
             return TB_OK;
@@ -86,7 +85,7 @@ static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, co
 static tb_status send_frame(tb_client *c, const tb__bytes *frame, const int *fds, size_t nfds, int64_t deadline_ms) {
     size_t at = 0;
     while (at < frame->count) {
-        size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent;
+        size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent = 0;
         size_t nbytes = nfds > n ? 1 : frame->count - at;
         tb_status status = send_piece(c, frame->item + at, nbytes, fds, n, deadline_ms, &sent);
         if (status != TB_OK) /* half a frame: nothing after it would make sense */
@@ -102,7 +101,7 @@ static tb_status read_some(tb_client *c) {
     uint8_t *room;
     size_t nbytes = READ_BYTES;
     TB_TRY(tb__frame_room(&c->in, &room, &nbytes));
-    ssize_t n = recv(c->socket, room, nbytes, MSG_DONTWAIT);
+    ssize_t n = recv(c->socket.fd, room, nbytes, MSG_DONTWAIT);
     int error = errno;
     tb__frame_filled(&c->in, n > 0 ? (size_t)n : 0);
     if (n > 0 || (n < 0 && (error == EAGAIN || error == EWOULDBLOCK || error == EINTR)))
@@ -211,16 +210,16 @@ tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, si
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
 /* Says whether the socket is missing, refused, or silent. */
-static tb_status open_socket(tb_client *c, int64_t deadline_ms) {
+static tb_status connect_to(const tb_client *c, int fd, int64_t deadline_ms) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     if (strlen(c->path) >= sizeof name.sun_path)
         return tb__fail(TB_INVALID, "the path of the agent's socket is too long: %.120s", c->path);
     memcpy(name.sun_path, c->path, strlen(c->path) + 1);
-    c->socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (c->socket < 0)
-        return tb__fail(TB_IO, "socket: %s", strerror(errno));
     for (;;) {
-        if (connect(c->socket, (const struct sockaddr *)&name, sizeof name) == 0)
+        int left_ms = tb__ms_until(deadline_ms);
+        struct timeval left = {.tv_sec = left_ms / 1000, .tv_usec = left_ms % 1000 * 1000 + 1}; /* 0 is for ever */
+        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
+        if (connect(fd, (const struct sockaddr *)&name, sizeof name) == 0)
             return TB_OK;
         if (errno == ENOENT)
             return tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path);
@@ -232,8 +231,19 @@ static tb_status open_socket(tb_client *c, int64_t deadline_ms) {
             return tb__fail(TB_IO, "%s: %s", c->path, strerror(errno));
         if (tb__now_ms() >= deadline_ms) /* its queue is full, and it takes nobody out */
             return tb__fail(TB_TIMEOUT, "the agent at %s is silent: it does not accept connections", c->path);
-        poll(NULL, 0, 10);
     }
+}
+
+static tb_status open_socket(tb_client *c, int64_t deadline_ms) {
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return tb__fail(TB_IO, "socket: %s", strerror(errno));
+    tb_status status = connect_to(c, fd, deadline_ms);
+    if (status == TB_OK)
+        tb__owned_fd_init(&c->socket, fd);
+    else
+        close(fd);
+    return status;
 }
 
 static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_ms) {
@@ -265,7 +275,7 @@ tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_cli
     tb_client *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
-    c->socket = -1;
+    c->socket.fd = -1;
     c->refs = 1;
     c->path = tb__strdup(path);
     tb_status status = c->path ? open_socket(c, deadline_ms) : TB_NO_MEMORY;
@@ -297,9 +307,7 @@ void tb__client_unref(tb_client *c) {
 void tb_client_close(tb_client *c) {
     if (!c)
         return;
-    if (c->socket >= 0)
-        close(c->socket);
-    c->socket = -1;
+    tb__owned_fd_close(&c->socket);
     if (c->broken == TB_OK) {
         c->broken = TB_LOST;
         snprintf(c->why, sizeof c->why, "the client was closed");

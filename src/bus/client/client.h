@@ -3,6 +3,7 @@
 #define TB_BUS_CLIENT_CLIENT_H
 
 #include "base/mem.h"
+#include "base/process.h"
 #include "bus/protocol/protocol.h"
 
 enum { TB__CLIENT_WHY = 512 };
@@ -17,8 +18,8 @@ typedef struct tb__client_reply {
 struct tb_client {
     size_t refs; /* the user's, and one for each batch */
     char *path;
-    int socket;
-    tb_status broken; /* and why */
+    tb__owned_fd socket; /* a child that kept it would make the agent believe that this process lives */
+    tb_status broken;    /* and why */
     char why[TB__CLIENT_WHY];
     uint64_t nframes; /* sent so far */
     tb__frame_reader in;

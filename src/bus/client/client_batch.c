@@ -18,22 +18,28 @@ struct tb_client_batch {
     TB_VEC(tb__entry) tensors;
     TB_VEC(int) fds; /* of the memory that goes along */
     bool is_registered;
+    bool may_be_registered; /* the agent did not say */
 };
 
 /* ---- Pairs ----------------------------------------------------------------------------------------------------- */
 
-static const char *pair_layout(const tb_client *c, const char *name) {
+static struct tb__client_pair *find_pair(const tb_client *c, const char *name) {
     for (size_t i = 0; i < c->pairs.count; i++) {
         if (strcmp(c->pairs.item[i].name, name) == 0)
-            return c->pairs.item[i].layout;
+            return &c->pairs.item[i];
     }
     return NULL;
 }
 
+/* One that had to be made again may have another layout. */
 static tb_status remember_pair(tb_client *c, const char *name, const char *layout) {
-    if (pair_layout(c, name))
+    struct tb__client_pair *known = find_pair(c, name);
+    struct tb__client_pair pair = {known ? NULL : tb__strdup(name), tb__strdup(layout)};
+    if (known && pair.layout) {
+        free(known->layout);
+        known->layout = pair.layout;
         return TB_OK;
-    struct tb__client_pair pair = {tb__strdup(name), tb__strdup(layout)};
+    }
     if (pair.name && pair.layout && tb__vec_push(&c->pairs, pair))
         return TB_OK;
     free(pair.name);
@@ -197,8 +203,8 @@ static tb_status add(tb_client_batch *b, const char *pair_name, const tb_tensor 
 }
 
 tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
-    const char *text = pair_layout(b->client, pair);
-    if (!text)
+    const struct tb__client_pair *known = find_pair(b->client, pair);
+    if (!known)
         return tb__fail(TB_INVALID, "tensor '%.100s': there is no pair '%.100s'", name, pair);
     if (b->is_registered)
         return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", b->name);
@@ -206,7 +212,7 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, tensor->ndim);
     tb_layout *layout;
     tb__tensor_payload p = {.name = name};
-    TB_TRY(tb_layout_parse(text, &layout));
+    TB_TRY(tb_layout_parse(known->layout, &layout));
     tb_status status = add(b, pair, tensor, layout, &p);
     tb_layout_destroy(p.layout);
     tb_layout_destroy(layout);
@@ -229,9 +235,11 @@ tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
                            .staged = o->staged};
     if (b->is_registered)
         return tb__fail(TB_REFUSED, "batch '%s' has been registered already", b->name);
-    TB_TRY(tb__client_call(b->client, &message, b->fds.item, b->fds.count, timeout_ms, "registered the batch", NULL));
-    b->is_registered = true;
-    return TB_OK;
+    tb_status status =
+        tb__client_call(b->client, &message, b->fds.item, b->fds.count, timeout_ms, "registered the batch", NULL);
+    b->is_registered = status == TB_OK;
+    b->may_be_registered = status == TB_TIMEOUT;
+    return status;
 }
 
 /* ---- Transfers ------------------------------------------------------------------------------------------------- */
@@ -277,7 +285,7 @@ tb_status tb_client_cleanup(tb_client_batch *b) {
 void tb_client_batch_destroy(tb_client_batch *b) {
     if (!b)
         return;
-    if (b->is_registered && b->client->broken == TB_OK)
+    if ((b->is_registered || b->may_be_registered) && b->client->broken == TB_OK)
         (void)tb_client_cleanup(b);
     tb__client_unref(b->client);
     tb__arena_fini(&b->arena);

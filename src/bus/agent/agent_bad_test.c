@@ -1,0 +1,505 @@
+/* What goes wrong between agents and their clients: who is not there, not in time, not allowed, or gone. */
+#include "bus/agent/agent_test.h"
+#include "bus/protocol/payload.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+/* Commands, for raw connections. */
+static tb__bytes mesh, replicated, sharded;
+
+static int make_payloads(void **state) {
+    (void)state;
+    static const char *const texts[2] = {"mesh=1 place=R", "mesh=1 place=S0"};
+    for (int i = 0; i < 2; i++) {
+        tb_layout *layout;
+        check_ok(tb_layout_parse(texts[i], &layout));
+        if (i == 0)
+            check_ok(tb__mesh_encode(layout, &mesh));
+        check_ok(tb__placements_encode(layout, i ? &sharded : &replicated));
+        tb_layout_destroy(layout);
+    }
+    return 0;
+}
+
+static int free_payloads(void **state) {
+    (void)state;
+    free(mesh.item);
+    free(replicated.item);
+    free(sharded.item);
+    return 0;
+}
+
+static tb__message pair_command(const rank *r, const tb__bytes *placements, int timeout_ms) {
+    return (tb__message){.kind = TB__INIT_PAIR,
+                         .pair_name = "p",
+                         .local_name = r->group,
+                         .expected_world_size = (uint64_t)r->size,
+                         .remote_name = other_group(r),
+                         .mesh = {mesh.item, mesh.count},
+                         .placements = {placements->item, placements->count},
+                         .timeout_ms = (uint64_t)timeout_ms};
+}
+
+/* Registers one number at that address as "w" of the batch "step". */
+static uint64_t post_register(raw *c, const void *at) {
+    tb__tensor_payload p = {.name = "w",
+                            .dtype = TB_U32,
+                            .data = {.kind = TB__MEMORY_ADDRESS, .address = (uintptr_t)at, .nbytes = sizeof(uint32_t)}};
+    tb__bytes payload = {0};
+    check_ok(tb__tensor_encode(&p, NULL, &payload));
+    tb__entry entry = {.pair_name = "p", .payload = {payload.item, payload.count}};
+    tb__message m = {.kind = TB__REGISTER_TENSORS, .batch_id = "step", .tensors = {1, &entry}};
+    uint64_t seq = raw_post(c, &m);
+    free(payload.item);
+    return seq;
+}
+
+static tb_client_batch *new_batch(tb_client *c, const char *name, uint32_t *data) {
+    tb_client_batch *b = NULL;
+    check_ok(tb_client_batch_create(c, name, NULL, &b));
+    check_ok(tb_client_batch_add(b, "p", "w", &(tb_tensor){.data = data, .dtype = TB_U32}));
+    return b;
+}
+
+/* ---- Connecting ------------------------------------------------------------------------------------------------ */
+
+static void test_nobody_there(void **state) {
+    (void)state;
+    char folder[] = "/tmp/tb-agent-XXXXXX", path[64], longer[200];
+    tb_client *c = NULL;
+    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
+    check(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/s", folder);
+    memset(longer, 'x', sizeof longer - 1);
+    longer[sizeof longer - 1] = '\0';
+    check_fails(tb_client_connect(longer, NULL, &c), TB_INVALID, "too long");
+    check_fails(tb_client_connect(path, NULL, &c), TB_IO, "there is no socket");
+
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    snprintf(name.sun_path, sizeof name.sun_path, "%s", path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    check(fd >= 0 && bind(fd, (const struct sockaddr *)&name, sizeof name) == 0);
+    check_fails(tb_client_connect(path, NULL, &c), TB_IO, "nobody listens");
+    check(listen(fd, 0) == 0);
+    int64_t begun_ms = tb__now_ms();
+    check_fails(tb_client_connect(path, &opts, &c), TB_TIMEOUT, "has not answered the hello");
+    check_fails(tb_client_connect(path, &opts, &c), TB_TIMEOUT, "it does not accept connections");
+    check(tb__now_ms() - begun_ms >= 2 * SOON_MS);
+    close(fd);
+    unlink(path);
+    check(rmdir(folder) == 0);
+}
+
+static void strangers(rank *r) {
+    tb_client *c = NULL;
+    tb_client_opts opts = {.size = sizeof opts, .token = "wrong"};
+    const char *path = seat_of(r)->path;
+    check_fails(tb_client_connect(path, &opts, &c), TB_DENIED, "the token is wrong");
+    opts.token = "open sesame!";
+    check_fails(tb_client_connect(path, &opts, &c), TB_DENIED, "the token is wrong");
+    check_fails(tb_client_connect(path, NULL, &c), TB_DENIED, "the token is wrong");
+
+    raw stranger;
+    raw_open(&stranger, path);
+    tb__message reply, hello = {.kind = TB__HELLO, .protocol = 7, .client = "raw"};
+    reply = raw_call(&stranger, &hello);
+    check(reply.status == TB_REFUSED && strstr(reply.message, "7") && strstr(reply.message, "version 1"));
+    check(!raw_reply(&stranger, &reply)); /* it hangs up */
+    raw_close(&stranger);
+
+    /* More than a stranger may send. */
+    raw_open(&stranger, path);
+    check(raw_send(&stranger, "\x00\x00\x10\x00", 4, NULL, 0));
+    check(raw_reply(&stranger, &reply) && reply.status == TB_TOO_BIG);
+    check(!raw_reply(&stranger, &reply));
+    raw_close(&stranger);
+
+    c = open_client(r);
+    tb_client_close(c);
+}
+
+static void test_strangers(void **state) {
+    (void)state;
+    house h = {.token = "open sesame"};
+    run_house(&h, strangers, 1, 0);
+}
+
+/* ---- Pairs ----------------------------------------------------------------------------------------------------- */
+
+/* Each has his own time for a pair, whoever asked first. */
+static void patience(rank *r) {
+    tb_client *c = open_client(r);
+    tb__message reply, short_one = pair_command(r, &replicated, SOON_MS), long_one = pair_command(r, &replicated, 0);
+    if (is_a(r)) {
+        raw first, second;
+        raw_greet(&first, seat_of(r)->path);
+        raw_greet(&second, seat_of(r)->path);
+        raw_post(&first, &short_one);
+        raw_post(&second, &long_one);
+        check(raw_reply(&first, &reply) && reply.status == TB_TIMEOUT);
+        check_fails(tb_client_init_pair(c, "p", "b", "mesh=1 place=R", SOON_MS), TB_TIMEOUT,
+                    "is still being made for another client");
+        check_fails(tb_client_init_pair(c, "p", "b", "mesh=1 place=S0", SOON_MS), TB_CONFLICT, "already");
+        meet(r);
+        check(raw_reply(&second, &reply) && reply.status == TB_OK);
+        meet(r); /* a pair that all its clients leave is not seen by who looks later */
+        raw_close(&first);
+        raw_close(&second);
+    } else {
+        meet(r);
+        check_ok(tb_client_init_pair(c, "p", "a", "mesh=1 place=R", 0));
+        meet(r);
+    }
+    meet(r);
+    tb_client_close(c);
+}
+
+static void test_patience(void **state) {
+    (void)state;
+    run_agents(patience, 1, 1);
+}
+
+/* A client that dies while its pair is made, and one that dies while its batch is registered, leave their names. */
+static void leave_early(rank *r) {
+    uint32_t number = is_a(r) ? 5 : 0;
+    int64_t begun_ms = tb__now_ms();
+    raw gone;
+    if (is_a(r)) {
+        tb__message other = pair_command(r, &sharded, 0);
+        raw_greet(&gone, seat_of(r)->path);
+        raw_post(&gone, &other);
+        raw_close(&gone);
+    }
+    tb_client *c = open_client(r);
+    while (is_a(r) && tb_client_init_pair(c, "p", "b", "mesh=1 place=R", SOON_MS) == TB_CONFLICT &&
+           tb__now_ms() < begun_ms + PATIENCE_MS / 2)
+        usleep(1000); /* until the agent has seen it go; then it waits for b */
+    meet(r);
+    check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    if (is_a(r)) {
+        tb__message mine = pair_command(r, &replicated, 0);
+        raw_greet(&gone, seat_of(r)->path);
+        check(raw_call(&gone, &mine).status == TB_OK);
+        post_register(&gone, &number);
+        tb__message query = {.kind = TB__QUERY_STATUS, .batch_id = "step"};
+        check(strcmp(raw_call(&gone, &query).state, "registering") == 0);
+        raw_close(&gone);
+    }
+    tb_client_batch *b = new_batch(c, "step", &number);
+    while (is_a(r) && tb_client_register(b, SOON_MS) == TB_CONFLICT && tb__now_ms() < begun_ms + PATIENCE_MS / 2)
+        usleep(1000); /* until the agent has seen it go; then it waits for b */
+    meet(r);
+    check_ok(tb_client_register(b, 0));
+    check_ok(tb_client_transfer(b, is_a(r), NULL));
+    check(number == 5);
+    check(tb__now_ms() - begun_ms < PATIENCE_MS); /* nobody's deadline has passed */
+    meet(r);
+    tb_client_batch_destroy(b);
+    tb_client_close(c);
+}
+
+static void test_leave_early(void **state) {
+    (void)state;
+    run_agents(leave_early, 1, 1);
+}
+
+/* A side that comes back with another layout: the other makes the pair again, and is told so if it does not. */
+static void come_back(rank *r) {
+    uint32_t number = is_a(r) ? 5 : 0;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    tb_tensor t = {.data = &number, .dtype = TB_U32, .ndim = 1, .shape = {1}};
+    tb_client *c = open_client(r);
+    tb_client_batch *b;
+    check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    meet(r);
+    if (is_a(r)) {
+        tb_client_close(c);
+        c = open_client(r);
+        tb_status status;
+        while ((status = tb_client_init_pair(c, "p", "b", "mesh=1 place=S0", 0)) == TB_CONFLICT &&
+               tb__now_ms() < deadline_ms)
+            usleep(1000); /* until the agent has seen the first one go */
+        check_ok(status);
+    }
+    meet(r);
+    check_ok(tb_client_batch_create(c, "step", NULL, &b));
+    check_ok(tb_client_batch_add(b, "p", "w", &t));
+    check_fails(tb_client_register(b, 0), TB_CONFLICT, "it has to be made again");
+    meet(r);
+    check_ok(tb_client_init_pair(c, "p", other_group(r), is_a(r) ? "mesh=1 place=S0" : "mesh=1 place=R", 0));
+    meet(r);
+    check_ok(tb_client_register(b, 0));
+    check_ok(tb_client_transfer(b, is_a(r), NULL));
+    check(number == 5);
+    meet(r);
+    tb_client_batch_destroy(b);
+    tb_client_close(c);
+}
+
+static void test_come_back(void **state) {
+    (void)state;
+    run_agents(come_back, 1, 1);
+}
+
+/* ---- Batches --------------------------------------------------------------------------------------------------- */
+
+static void clean_up_early(rank *r) {
+    uint32_t number = 0;
+    int64_t begun_ms = tb__now_ms();
+    raw c;
+    raw_greet(&c, seat_of(r)->path);
+    tb__message pair = pair_command(r, &replicated, 0), reply;
+    check(raw_call(&c, &pair).status == TB_OK);
+    tb__message cleanup = {.kind = TB__CLEANUP_BATCH, .batch_id = "step"};
+    if (is_a(r)) {
+        uint64_t first = post_register(&c, &number), second = raw_post(&c, &cleanup);
+        check(raw_reply(&c, &reply) && reply.seq == first && reply.status == TB_CANCELLED);
+        check(strstr(reply.message, "given up"));
+        check(raw_reply(&c, &reply) && reply.seq == second && reply.status == TB_OK);
+    }
+    meet(r);
+    uint64_t seq = post_register(&c, &number);
+    check(raw_reply(&c, &reply) && reply.seq == seq);
+    check(reply.status == TB_OK);
+    meet(r);
+    if (is_a(r)) {
+        tb__message transfer = {.kind = TB__TRANSFER, .batch_id = "step", .direction = TB__SEND};
+        uint64_t first = raw_post(&c, &transfer), again = raw_post(&c, &transfer), second = raw_post(&c, &cleanup);
+        check(raw_reply(&c, &reply) && reply.seq == again && reply.status == TB_REFUSED);
+        check(strstr(reply.message, "is already being sent"));
+        check(raw_reply(&c, &reply) && reply.seq == first && reply.status == TB_CANCELLED);
+        check(raw_reply(&c, &reply) && reply.seq == second && reply.status == TB_OK);
+    }
+    check(tb__now_ms() - begun_ms < PATIENCE_MS);
+    meet(r);
+    raw_close(&c);
+}
+
+static void test_clean_up_early(void **state) {
+    (void)state;
+    run_agents(clean_up_early, 1, 1);
+}
+
+static void bad_calls(rank *r) {
+    uint32_t *page = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), number = 7, pairs[3] = {0};
+    check(page != MAP_FAILED);
+    tb_client *c = open_client(r);
+    tb_client_batch *b;
+    check_ok(tb_client_batch_create(c, "step", NULL, &b));
+    tb_tensor t = {.data = &number, .dtype = TB_U32};
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "there is no pair 'p'");
+    check_fails(tb_client_init_pair(c, "p", other_group(r), "mesh=1", 0), TB_INVALID, "");
+    check_fails(tb_client_init_pair(c, "p", other_group(r), "mesh=2 place=R", 0), TB_INVALID, "rank 1");
+    check_fails(tb_client_init_pair(c, "p", r->group, "mesh=1 place=R", 0), TB_INVALID, "two groups");
+    check_fails(tb_client_init_pair(c, is_a(r) ? "lonely a" : "lonely b", "nobody", "mesh=1 place=R", SOON_MS),
+                TB_TIMEOUT, "nobody");
+    check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    t.ndim = TB_MAX_DIMS + 1;
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "dimensions");
+    t = (tb_tensor){.dtype = TB_U32};
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "its data is NULL");
+    t = (tb_tensor){.data = &number, .dtype = TB_U32, .ndim = 2, .shape = {INT64_C(1) << 40, INT64_C(1) << 40}};
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_TOO_BIG, "w");
+    t.encode = "mxfp8";
+    check(tb_client_batch_add(b, "p", "w", &t) != TB_OK);
+    check_fails(tb_client_register(b, 0), TB_INVALID, "has no tensors");
+    check_fails(tb_client_transfer(b, true, NULL), TB_INVALID, "there is no batch 'step'");
+    tb_client_batch_destroy(b);
+    tb_transform transform = {0};
+    tb_batch_opts opts = {.size = sizeof opts, .transform = &transform};
+    check_fails(tb_client_batch_create(c, "step", &opts, &b), TB_REFUSED, "transform");
+
+    /* Memory that is not there, memory in two tensors, and a tensor in two pieces of one that overlap. */
+    raw other;
+    tb__message reply, pair = pair_command(r, &replicated, 0);
+    raw_greet(&other, seat_of(r)->path);
+    check(raw_call(&other, &pair).status == TB_OK);
+    post_register(&other, (void *)16); // NOLINT(performance-no-int-to-ptr)
+    check(raw_reply(&other, &reply) && reply.status == TB_INVALID && strstr(reply.message, "run past"));
+    raw_close(&other);
+    check_ok(tb_client_batch_create(c, "step", NULL, &b));
+    t = (tb_tensor){.data = pairs, .dtype = TB_U32, .ndim = 1, .shape = {2}};
+    check_ok(tb_client_batch_add(b, "p", "one", &t));
+    t.data = pairs + 1;
+    check_ok(tb_client_batch_add(b, "p", "two", &t));
+    check_fails(tb_client_register(b, 0), TB_REFUSED, "overlap");
+    tb_client_batch_destroy(b);
+
+    /* Memory that may be read, but not written. */
+    b = new_batch(c, "step", is_a(r) ? &number : page);
+    check_ok(tb_client_register(b, 0));
+    check_fails(tb_client_register(b, 0), TB_REFUSED, "has been registered already");
+    if (is_a(r))
+        (void)tb_client_transfer(b, true, NULL); /* whether it hears of it in time is not said */
+    else
+        check_fails(tb_client_transfer(b, false, NULL), TB_IO, "can't be written");
+    meet(r);
+    tb_client_batch_destroy(b);
+    tb_client_close(c);
+    munmap(page, 4096);
+}
+
+static void test_bad_calls(void **state) {
+    (void)state;
+    run_agents(bad_calls, 1, 1);
+}
+
+/* A receiver that goes in the middle: whoever sends to it hears of it, and not at the deadline. */
+static void receiver_goes(rank *r) {
+    uint32_t number = 1;
+    int64_t begun_ms = tb__now_ms();
+    tb_client *c = open_client(r);
+    check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    tb_client_batch *b = new_batch(c, "step", &number);
+    check_ok(tb_client_register(b, 0));
+    meet(r);
+    if (is_a(r)) {
+        check(tb_client_transfer(b, true, NULL) != TB_OK);
+        check(tb__now_ms() - begun_ms < PATIENCE_MS);
+    } else {
+        tb_client_close(c);
+        check_fails(tb_client_query(b, &(tb_client_status){0}), TB_LOST, "the client was closed");
+        check_fails(tb_client_cleanup(b), TB_LOST, "the client was closed");
+    }
+    tb_client_batch_destroy(b);
+    if (!is_a(r)) { /* a new one, to the same agent */
+        c = open_client(r);
+        check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    }
+    meet(r);
+    tb_client_close(c);
+}
+
+static void test_receiver_goes(void **state) {
+    (void)state;
+    run_agents(receiver_goes, 1, 1);
+}
+
+/* ---- The agent's end ------------------------------------------------------------------------------------------- */
+
+static void agent_goes(rank *r) {
+    house *h = (house *)r->scene;
+    uint32_t number = 1;
+    tb_client *c = open_client(r), *late = NULL;
+    check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    tb_client_batch *b = new_batch(c, "step", &number), *unused = new_batch(c, "unused", &number);
+    check_ok(tb_client_register(b, 0));
+    meet(r);
+    if (is_a(r))
+        seat_close(h, 0);
+    else
+        check(tb_client_transfer(b, false, NULL) != TB_OK); /* from an agent that goes */
+    meet(r);
+    if (is_a(r)) {
+        tb_client_status status;
+        check_fails(tb_client_transfer(b, true, NULL), TB_LOST, "is gone");
+        check_fails(tb_client_query(b, &status), TB_LOST, "is gone");
+        check_fails(tb_client_register(unused, 0), TB_LOST, "is gone");
+        check_fails(tb_client_init_pair(c, "q", "b", "mesh=1 place=R", 0), TB_LOST, "is gone");
+        check_fails(tb_client_connect(seat_of(r)->path, NULL, &late), TB_IO, "there is no socket");
+    }
+    tb_client_batch_destroy(unused);
+    tb_client_close(c);
+    tb_client_batch_destroy(b);
+}
+
+static void test_agent_goes(void **state) {
+    (void)state;
+    run_agents(agent_goes, 1, 1);
+}
+
+/* ---- What strains an agent ------------------------------------------------------------------------------------- */
+
+static int count_files(void) {
+    DIR *folder = opendir("/proc/self/fd");
+    int count = 0;
+    check(folder);
+    while (readdir(folder))
+        count++;
+    closedir(folder);
+    return count;
+}
+
+/* Waits for the agent to have given everything back. */
+static void expect_files(int count) {
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (count_files() != count && tb__now_ms() < deadline_ms)
+        usleep(1000);
+    check(count_files() == count);
+}
+
+static void strain(rank *r) {
+    const char *path = seat_of(r)->path;
+    int before = count_files(), fds[250];
+    tb__message reply, query = {.kind = TB__QUERY_STATUS, .batch_id = "none"};
+    raw c;
+
+    /* More descriptors than a frame may have. */
+    raw_greet(&c, path);
+    for (int i = 0; i < 250; i++)
+        fds[i] = STDIN_FILENO;
+    for (int i = 0; i < 17 && raw_send(&c, "\1", 1, fds, 250); i++)
+        continue;
+    check(raw_reply(&c, &reply) && reply.status == TB_TOO_BIG && strstr(reply.message, "descriptors"));
+    check(!raw_reply(&c, &reply));
+    raw_close(&c);
+    /* And some of a frame that never comes. */
+    raw_greet(&c, path);
+    check(raw_send(&c, "\x10", 1, fds, 250));
+    raw_close(&c);
+    expect_files(before);
+
+    /* A file that is no semaphore. */
+    char name[64], file[96];
+    snprintf(name, sizeof name, "/tensorbus-test-%d-short", (int)getpid());
+    snprintf(file, sizeof file, "/dev/shm/sem.%s", name + 1);
+    int fd = open(file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+    check(fd >= 0);
+    close(fd);
+    raw_greet(&c, path);
+    query.semaphore_name = name;
+    check(raw_call(&c, &query).status == TB_INVALID);
+    query.semaphore_name = "/../../etc/passwd";
+    check(raw_call(&c, &query).status == TB_INVALID);
+    query.semaphore_name = NULL;
+    unlink(file);
+
+    /* One that asks and asks, and never reads an answer. */
+    tb__bytes frame = {0};
+    check_ok(tb__message_encode(&query, &frame));
+    check(fcntl(c.fd, F_SETFL, O_NONBLOCK) == 0);
+    size_t sent = 0;
+    struct pollfd writable = {.fd = c.fd, .events = POLLOUT};
+    while (poll(&writable, 1, SOON_MS) == 1 && sent < (size_t)256 << 20) {
+        ssize_t n = send(c.fd, frame.item, frame.count, MSG_NOSIGNAL);
+        check(n > 0);
+        sent += (size_t)n;
+        if ((size_t)n < frame.count)
+            break;
+    }
+    free(frame.item);
+    check(sent < (size_t)256 << 20); /* the agent has stopped to read */
+    tb_client *other = open_client(r);
+    tb_client_close(other);
+    raw_close(&c);
+    expect_files(before);
+}
+
+static void test_strain(void **state) {
+    (void)state;
+    run_agents(strain, 1, 0);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_nobody_there), cmocka_unit_test(test_strangers),
+        cmocka_unit_test(test_patience),     cmocka_unit_test(test_leave_early),
+        cmocka_unit_test(test_come_back),    cmocka_unit_test(test_clean_up_early),
+        cmocka_unit_test(test_bad_calls),    cmocka_unit_test(test_receiver_goes),
+        cmocka_unit_test(test_agent_goes),   cmocka_unit_test(test_strain),
+    };
+    return cmocka_run_group_tests(tests, make_payloads, free_payloads);
+}

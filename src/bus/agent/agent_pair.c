@@ -1,0 +1,264 @@
+/* Pairs, shared by all clients that ask for the same. One is made and ended by threads, as both may wait for others;
+ * whoever asks for it meanwhile waits, and asks again when it is over. */
+#include "bus/agent/agent_inside.h"
+
+#include "base/process.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name) {
+    agent_pair *p;
+    LIST_FOREACH(p, &agent->pairs, link) {
+        if (strcmp(p->name, name) == 0)
+            return p;
+    }
+    return NULL;
+}
+
+/* It is in no list any more. */
+static void free_pair(agent_pair *p) {
+    free(p->users.item);
+    free(p->name);
+    free(p->remote);
+    free(p->layout);
+    free(p);
+}
+
+static agent_pair *new_pair(tb__agent *agent, const tb__message *m, const char *layout) {
+    agent_pair *p = tb__calloc(1, sizeof *p);
+    if (!p)
+        return NULL;
+    p->agent = agent;
+    p->name = tb__strdup(m->pair_name);
+    p->remote = tb__strdup(m->remote_name);
+    p->layout = tb__strdup(layout);
+    if (!p->name || !p->remote || !p->layout) {
+        free_pair(p);
+        return NULL;
+    }
+    LIST_INSERT_HEAD(&agent->pairs, p, link);
+    return p;
+}
+
+/* ---- Who waits for it, and who uses it ------------------------------------------------------------------------- */
+
+static void wait_for_pair(agent_pair *p, agent_job *job) {
+    agent_job **at = &p->waiting;
+    while (*at)
+        at = &(*at)->next;
+    job->next = NULL;
+    *at = job;
+}
+
+/* What they waited for has failed, or is over: perhaps it can be made now. */
+static void ask_again(agent_job *waiting) {
+    for (agent_job *job = waiting, *next; job; job = next) {
+        next = job->next;
+        if (tb__now_ms() < job->deadline_ms)
+            tb__agent_init_pair(job);
+        else
+            tb__agent_job_end(job, tb__fail(TB_TIMEOUT,
+                                            "pair '%.100s' could not be made in time, and nobody else who "
+                                            "asked for it could",
+                                            job->message.pair_name));
+    }
+}
+
+int64_t tb__agent_pairs_expire(tb__agent *agent) {
+    int64_t now = tb__now_ms(), next = INT64_MAX;
+    agent_pair *p;
+    LIST_FOREACH(p, &agent->pairs, link) {
+        for (agent_job **at = &p->waiting; *at;) {
+            agent_job *job = *at;
+            if (job->deadline_ms > now) {
+                next = job->deadline_ms < next ? job->deadline_ms : next;
+                at = &job->next;
+                continue;
+            }
+            *at = job->next;
+            tb__agent_job_end(job, tb__fail(TB_TIMEOUT, "pair '%s' is still being %s for another client", p->name,
+                                            p->state == PAIR_ENDING ? "ended" : "made"));
+        }
+    }
+    return next;
+}
+
+static bool add_user(agent_pair *p, const agent_session *s) {
+    for (size_t i = 0; i < p->users.count; i++) {
+        if (p->users.item[i] == s->id)
+            return true;
+    }
+    return s->is_gone || tb__vec_push(&p->users, s->id);
+}
+
+static void remove_user(agent_pair *p, const agent_session *s) {
+    for (size_t i = 0; i < p->users.count; i++) {
+        if (p->users.item[i] == s->id) {
+            p->users.item[i] = p->users.item[--p->users.count];
+            return;
+        }
+    }
+}
+
+/* ---- Its end --------------------------------------------------------------------------------------------------- */
+
+static void destroy_pair(void *arg) {
+    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches have it for as long as they need it */
+}
+
+static void after_pair(void *arg) {
+    agent_pair *p = arg;
+    agent_job *waiting = p->waiting;
+    LIST_REMOVE(p, link);
+    p->waiting = NULL;
+    p->pair = NULL;
+    p->state = PAIR_OVER;
+    if (p->nbatches == 0)
+        free_pair(p);
+    ask_again(waiting);
+}
+
+static void end_pair(agent_pair *p) {
+    p->state = PAIR_ENDING;
+    tb__agent_chore(p->agent, NULL, destroy_pair, after_pair, p);
+}
+
+/* One that nobody wants any more. */
+static void drop_pair(agent_pair *p) {
+    if (p->users.count > 0 || p->nbatches > 0)
+        return;
+    if (p->state == PAIR_MADE)
+        end_pair(p);
+    else if (p->state == PAIR_OVER)
+        free_pair(p);
+}
+
+void tb__agent_leave_pair(agent_pair *p) {
+    p->nbatches--;
+    drop_pair(p);
+}
+
+static bool is_wanted(const agent_pair *p) {
+    bool is_wanted = !p->maker->session->is_gone;
+    for (const agent_job *job = p->waiting; job; job = job->next)
+        is_wanted |= !job->session->is_gone;
+    return is_wanted;
+}
+
+void tb__agent_forget_pairs(tb__agent *agent, const agent_session *s) {
+    agent_pair *p, *next;
+    for (p = LIST_FIRST(&agent->pairs); p; p = next) {
+        next = LIST_NEXT(p, link);
+        remove_user(p, s);
+        if (p->state == PAIR_MAKING && !is_wanted(p)) {
+            atomic_store(&p->is_unwanted, true);
+            tb__world_stir(agent->world);
+        }
+        drop_pair(p);
+    }
+}
+
+/* ---- InitPair -------------------------------------------------------------------------------------------------- */
+
+static tb_status run_init_pair(agent_job *job) {
+    agent_pair *p = job->pair;
+    int left_ms = tb__ms_until(job->deadline_ms);
+    tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = left_ms > 0 ? left_ms : 1};
+    return tb__pair_create(job->agent->world, p->name, p->remote, p->layout, &opts, &p->is_unwanted, &job->made);
+}
+
+void tb__agent_finish_init_pair(agent_job *job) {
+    agent_pair *p = job->pair;
+    tb_status status = job->status;
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", job->why);
+    agent_job *waiting = p->waiting;
+    p->waiting = NULL;
+    p->maker = NULL;
+    if (status == TB_OK) {
+        p->pair = job->made;
+        p->state = PAIR_MADE;
+    } else {
+        LIST_REMOVE(p, link);
+        free_pair(p);
+    }
+    if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* for whoever asked first; others may have more time */
+        tb__agent_job_end(job, tb__fail(status, "%s", why));
+        ask_again(waiting);
+        return;
+    }
+    job->next = waiting;
+    for (agent_job *next; job; job = next) {
+        next = job->next;
+        bool has_room = status != TB_OK || add_user(p, job->session);
+        tb__agent_job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
+    }
+    if (status == TB_OK)
+        drop_pair(p); /* if all of them have gone meanwhile */
+}
+
+static tb_status check_side(const tb__agent *agent, const tb__message *m) {
+    if (strcmp(m->local_name, agent->group) != 0)
+        return tb__fail(TB_INVALID, "this agent is %s %" PRId32 ", and has no seat in group '%.100s'", agent->group,
+                        agent->index, m->local_name);
+    if (m->expected_world_size != (uint64_t)agent->size)
+        return tb__fail(TB_CONFLICT,
+                        "group '%s' has %" PRId32 " ranks, not %" PRIu64 " as is expected for pair '%.100s'",
+                        agent->group, agent->size, m->expected_world_size, m->pair_name);
+    return TB_OK;
+}
+
+static tb_status get_layout(const tb__message *m, char **out) {
+    tb_layout *layout;
+    TB_TRY(tb__layout_decode(m->mesh, m->placements, &layout));
+    tb_status status = tb_layout_format(layout, out);
+    tb_layout_destroy(layout);
+    return status;
+}
+
+/* Joins a pair that there is, or begins one. */
+static tb_status init_pair(agent_job *job, const char *layout) {
+    const tb__message *m = &job->message;
+    tb__agent *agent = job->agent;
+    agent_pair *p = tb__agent_find_pair(agent, m->pair_name);
+    if (p && p->state == PAIR_MADE && tb__pair_is_stale(p->pair)) {
+        end_pair(p);
+        p = tb__agent_find_pair(agent, m->pair_name);
+    }
+    if (p && (p->state == PAIR_ENDING || atomic_load(&p->is_unwanted))) {
+        wait_for_pair(p, job);
+        return TB_OK;
+    }
+    if (p && (strcmp(p->remote, m->remote_name) != 0 || strcmp(p->layout, layout) != 0))
+        return tb__fail(TB_CONFLICT, "pair '%.100s' is with group '%s' and has layout '%.100s' here already", p->name,
+                        p->remote, p->layout);
+    if (p && p->state == PAIR_MADE) {
+        if (!add_user(p, job->session))
+            return TB_NO_MEMORY;
+        tb__agent_job_end(job, TB_OK);
+    } else if (p) {
+        wait_for_pair(p, job);
+    } else {
+        p = new_pair(agent, m, layout);
+        if (!p)
+            return TB_NO_MEMORY;
+        p->maker = job;
+        job->pair = p;
+        tb__agent_job_start(job, run_init_pair);
+    }
+    return TB_OK;
+}
+
+void tb__agent_init_pair(agent_job *job) {
+    char *layout = NULL;
+    tb_status status = check_side(job->agent, &job->message);
+    if (status == TB_OK)
+        status = get_layout(&job->message, &layout);
+    if (status == TB_OK)
+        status = init_pair(job, layout);
+    free(layout);
+    if (status != TB_OK)
+        tb__agent_job_end(job, status);
+}

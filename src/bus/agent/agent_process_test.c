@@ -1,0 +1,409 @@
+/* Agents as processes: whose memory it is, who may come, and what happens when an agent stops, dies and comes back. */
+#include "bus/agent/process_test.h"
+#include "bus/protocol/payload.h"
+#include "bus/protocol/protocol.h"
+
+#include <grp.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+typedef struct scene {
+    char folder[32];
+    agent_process agents[2];
+} scene;
+
+static const char *const groups[2] = {"a", "b"};
+
+static int set_up(void **state) {
+    static scene s;
+    s = (scene){.folder = "/tmp/tb-agent-XXXXXX"};
+    assert_non_null(mkdtemp(s.folder));
+    for (int i = 0; i < 2; i++) {
+        begin_agent(&s.agents[i], s.folder, groups[i], 0, 1, "30");
+        await_agent(&s.agents[i]);
+    }
+    *state = &s;
+    return 0;
+}
+
+static int tear_down(void **state) {
+    scene *s = *state;
+    for (int i = 2; i-- > 0;)
+        end_agent(&s->agents[i], SIGTERM);
+    empty_folder(s->folder);
+    return 0;
+}
+
+static tb_client *open_client(const agent_process *a) {
+    tb_client *c = NULL;
+    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+    assert_ok(tb_client_connect(a->path, &opts, &c));
+    return c;
+}
+
+/* ---- A host program for both agents, whose calls wait for each other ------------------------------------------- */
+
+typedef struct call {
+    tb_client *client;
+    tb_client_batch *batch;
+    enum { INIT, REGISTER, TRANSFER } what;
+    int side;
+    tb_status status;
+    char why[512];
+    int64_t ended_ms;
+    pthread_t thread;
+} call;
+
+static void *call_main(void *arg) {
+    call *c = arg;
+    if (c->what == INIT)
+        c->status = tb_client_init_pair(c->client, "p", groups[!c->side], "mesh=1 place=R", 0);
+    else if (c->what == REGISTER)
+        c->status = tb_client_register(c->batch, 0);
+    else
+        c->status = tb_client_transfer(c->batch, c->side == 0, NULL);
+    c->ended_ms = tb__now_ms();
+    if (c->status != TB_OK)
+        snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
+    return NULL;
+}
+
+static void begin_call(call *c, int what) {
+    c->what = what;
+    assert_int_equal(pthread_create(&c->thread, NULL, call_main, c), 0);
+}
+
+static void end_call(call *c) {
+    assert_int_equal(pthread_join(c->thread, NULL), 0);
+}
+
+static void call_both(call calls[2], int what) {
+    for (int i = 0; i < 2; i++)
+        begin_call(&calls[i], what);
+    for (int i = 0; i < 2; i++) {
+        end_call(&calls[i]);
+        if (calls[i].status != TB_OK)
+            fail_msg("%s: %s", groups[i], calls[i].why);
+    }
+}
+
+static void move_in(const scene *s, call calls[2], void *const data[2], int64_t count) {
+    for (int i = 0; i < 2; i++) {
+        if (!calls[i].client)
+            calls[i] = (call){.client = open_client(&s->agents[i]), .side = i};
+    }
+    call_both(calls, INIT);
+    for (int i = 0; i < 2; i++) {
+        tb_tensor t = {.data = data[i], .dtype = TB_U8, .ndim = 1, .shape = {count}};
+        assert_ok(tb_client_batch_create(calls[i].client, "step", NULL, &calls[i].batch));
+        assert_ok(tb_client_batch_add(calls[i].batch, "p", "w", &t));
+    }
+    call_both(calls, REGISTER);
+}
+
+static void move_out(call calls[2]) {
+    for (int i = 0; i < 2; i++) {
+        tb_client_batch_destroy(calls[i].batch);
+        tb_client_close(calls[i].client);
+    }
+}
+
+/* ---- Memory ---------------------------------------------------------------------------------------------------- */
+
+/* Whether this process has mapped the file, too: `which` is its device and inode, as in the line of a mapping. */
+static bool has_mapped(const char *which) {
+    char line[512];
+    bool found = false;
+    FILE *file = fopen("/proc/self/maps", "re");
+    assert_non_null(file);
+    while (!found && fgets(line, sizeof line, file))
+        found = strstr(line, which);
+    fclose(file);
+    return found;
+}
+
+/* What a process has in files of its own, which this one, its client, does not have. */
+static long own_kib(pid_t pid) {
+    char path[64], line[512], which[128];
+    bool is_own = false;
+    long total = 0;
+    snprintf(path, sizeof path, "/proc/%d/smaps", (int)pid);
+    FILE *file = fopen(path, "re");
+    assert_non_null(file);
+    while (fgets(line, sizeof line, file)) {
+        char device[32];
+        unsigned long inode;
+        if (sscanf(line, "%*x-%*x %*s %*x %31s %lu", device, &inode) == 2) {
+            snprintf(which, sizeof which, " %s %lu ", device, inode);
+            is_own = strstr(line, "/memfd:") && !has_mapped(which);
+        } else if (is_own && strncmp(line, "Rss:", 4) == 0) {
+            total += strtol(line + 4, NULL, 10);
+        }
+    }
+    fclose(file);
+    return total;
+}
+
+/* Memory of tb_alloc is used where it is; of other memory there is a copy in the agent, until the batch is gone. */
+static void test_memory(void **state) {
+    const scene *s = *state;
+    enum { MIB = 48 };
+    size_t nbytes = (size_t)MIB << 20;
+    for (int is_shared = 0; is_shared < 2; is_shared++) {
+        void *data[2];
+        long before[2], grown[2];
+        call calls[2] = {0};
+        for (int i = 0; i < 2; i++) {
+            if (is_shared)
+                assert_ok(tb_alloc(nbytes, &data[i]));
+            else
+                assert_non_null(data[i] = malloc(nbytes));
+            memset(data[i], 1 + i, nbytes);
+            before[i] = own_kib(s->agents[i].pid);
+        }
+        move_in(s, calls, data, (int64_t)nbytes);
+        call_both(calls, TRANSFER);
+        for (int i = 0; i < 2; i++)
+            grown[i] = own_kib(s->agents[i].pid) - before[i];
+        assert_memory_equal(data[0], data[1], nbytes);
+        assert_int_equal(((char *)data[1])[nbytes - 1], 1);
+        for (int i = 0; i < 2; i++) {
+            if (is_shared ? grown[i] > (MIB << 10) / 4 : grown[i] < MIB << 10)
+                fail_msg("agent %s has %ld KiB more of its own", groups[i], grown[i]);
+        }
+        move_out(calls);
+        for (int i = 0; i < 2; i++) {
+            if (is_shared)
+                tb_free(data[i]);
+            else
+                free(data[i]);
+        }
+    }
+}
+
+/* ---- Who may come ---------------------------------------------------------------------------------------------- */
+
+static void test_other_user(void **state) {
+    const scene *s = *state;
+    struct stat info;
+    assert_int_equal(stat(s->agents[0].path, &info), 0);
+    assert_int_equal(info.st_mode & 0777, 0600);
+    if (geteuid() != 0) {
+        print_message("only root can be somebody else\n");
+        skip();
+    }
+    /* The file's mode is the first thing in the way; the agent itself is, where that has been changed. */
+    for (int is_open = 0; is_open < 2; is_open++) {
+        if (is_open)
+            assert_true(chmod(s->agents[0].path, 0666) == 0 && chmod(s->folder, 0755) == 0);
+        pid_t pid = fork();
+        assert_true(pid >= 0);
+        if (pid == 0) {
+            tb_client *c = NULL;
+            tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+            if (setgroups(0, NULL) != 0 || setgid(65534) != 0 || setuid(65534) != 0)
+                _exit(9);
+            tb_status status = tb_client_connect(s->agents[0].path, &opts, &c);
+            _exit(status == (is_open ? TB_LOST : TB_DENIED) ? 0 : 1);
+        }
+        assert_int_equal(end_of(pid), 0);
+    }
+    tb_client_close(open_client(&s->agents[0]));
+}
+
+/* ---- Stopped --------------------------------------------------------------------------------------------------- */
+
+/* An agent that does not answer is told from one that is not there, and a batch that it may have is given up later. */
+static void test_silent(void **state) {
+    const scene *s = *state;
+    tb_client *c = open_client(&s->agents[0]), *other = NULL;
+    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = 300};
+    assert_int_equal(kill(s->agents[0].pid, SIGSTOP), 0);
+    int64_t begun_ms = tb__now_ms();
+    assert_fails(tb_client_connect(s->agents[0].path, &opts, &other), TB_TIMEOUT, "is silent");
+    assert_true(tb__now_ms() - begun_ms >= 300);
+    assert_int_equal(kill(s->agents[0].pid, SIGCONT), 0);
+    assert_ok(tb_client_connect(s->agents[0].path, NULL, &other));
+    tb_client_close(other);
+    tb_client_close(c);
+}
+
+static int raw_connect(const char *path) {
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    snprintf(name.sun_path, sizeof name.sun_path, "%s", path);
+    assert_int_equal(connect(fd, (const struct sockaddr *)&name, sizeof name), 0);
+    return fd;
+}
+
+static void raw_send(int fd, const tb__message *message, int memory) {
+    tb__bytes frame = {0};
+    union {
+        char bytes[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control = {{0}};
+    assert_ok(tb__message_encode(message, &frame));
+    struct iovec piece = {frame.item, frame.count};
+    struct msghdr header = {.msg_iov = &piece, .msg_iovlen = 1};
+    if (memory >= 0) {
+        header.msg_control = control.bytes;
+        header.msg_controllen = sizeof control.bytes;
+        *CMSG_FIRSTHDR(&header) =
+            (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof memory), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+        memcpy(CMSG_DATA(CMSG_FIRSTHDR(&header)), &memory, sizeof memory);
+    }
+    assert_int_equal(sendmsg(fd, &header, MSG_NOSIGNAL), (ssize_t)frame.count);
+    free(frame.item);
+}
+
+/* Frames that the agent reads all at once: the descriptor belongs to the one that it came with. */
+static void test_pipeline(void **state) {
+    const scene *s = *state;
+    void *data;
+    call calls[2] = {0};
+    assert_ok(tb_alloc(64, &data));
+    move_in(s, calls, (void *const[]){data, data}, 4);
+    int fd = raw_connect(s->agents[0].path);
+    int memory = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING); /* not sealed: that is what is refused */
+    assert_true(memory >= 0 && ftruncate(memory, 4096) == 0);
+    tb__tensor_payload p = {.name = "w", .dtype = TB_U32, .data = {.kind = TB__MEMORY_FD, .nbytes = sizeof(uint32_t)}};
+    tb__bytes payload = {0};
+    assert_ok(tb__tensor_encode(&p, NULL, &payload));
+    tb__entry entry = {.pair_name = "p", .payload = {payload.item, payload.count}};
+    tb__message hello = {.kind = TB__HELLO, .protocol = TB__PROTOCOL_VERSION, .client = "raw"};
+    tb__message query = {.kind = TB__QUERY_STATUS, .batch_id = "none"};
+    tb__message add = {.kind = TB__REGISTER_TENSORS, .batch_id = "other", .tensors = {1, &entry}};
+    assert_int_equal(kill(s->agents[0].pid, SIGSTOP), 0);
+    raw_send(fd, &hello, -1);
+    raw_send(fd, &query, -1);
+    raw_send(fd, &add, memory);
+    raw_send(fd, &query, -1);
+    assert_int_equal(kill(s->agents[0].pid, SIGCONT), 0);
+    tb__frame_reader in = {0};
+    tb__arena arena = {0};
+    for (int nreplies = 0; nreplies < 4;) {
+        tb__blob map;
+        bool has_frame;
+        assert_ok(tb__frame_next(&in, &map, &has_frame));
+        if (has_frame) {
+            tb__message reply;
+            assert_ok(tb__message_decode(map, &arena, &reply));
+            nreplies++;
+            if (reply.seq == 2 && !strstr(reply.message, "seal"))
+                fail_msg("%s", reply.message);
+            continue;
+        }
+        uint8_t *room;
+        size_t nbytes;
+        struct pollfd readable = {.fd = fd, .events = POLLIN};
+        assert_int_equal(poll(&readable, 1, PATIENCE_MS), 1);
+        assert_ok(tb__frame_room(&in, &room, &nbytes));
+        ssize_t n = recv(fd, room, nbytes, 0);
+        assert_true(n > 0);
+        tb__frame_filled(&in, (size_t)n);
+    }
+    tb__frame_reader_fini(&in);
+    tb__arena_fini(&arena);
+    free(payload.item);
+    close(memory);
+    close(fd);
+    move_out(calls);
+    tb_free(data);
+}
+
+/* Without descriptors left: others are turned away, the agent does not spin, and all is well when some are closed. */
+static void test_no_files(void **state) {
+    const scene *s = *state;
+    enum { ROOM = 12 };
+    pid_t pid = s->agents[0].pid;
+    struct rlimit before, few;
+    int fds[3 * ROOM];
+    assert_int_equal(prlimit(pid, RLIMIT_NOFILE, NULL, &before), 0);
+    few = (struct rlimit){(rlim_t)count_files(pid) + ROOM, before.rlim_max};
+    assert_int_equal(prlimit(pid, RLIMIT_NOFILE, &few, NULL), 0);
+    for (int i = 0; i < 3 * ROOM; i++)
+        fds[i] = raw_connect(s->agents[0].path);
+    struct pollfd end = {.fd = fds[3 * ROOM - 1], .events = POLLIN};
+    assert_int_equal(poll(&end, 1, PATIENCE_MS), 1); /* it is hung up on */
+    for (int i = 0; i < 3 * ROOM; i++)
+        close(fds[i]);
+    tb_client *c = NULL;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+    tb_status status;
+    while ((status = tb_client_connect(s->agents[0].path, &opts, &c)) == TB_LOST && tb__now_ms() < deadline_ms)
+        usleep(1000);
+    assert_ok(status);
+    tb_client_close(c);
+    assert_int_equal(prlimit(pid, RLIMIT_NOFILE, &before, NULL), 0);
+}
+
+/* ---- Killed ---------------------------------------------------------------------------------------------------- */
+
+/* Every call that waits returns, on both sides; then another agent takes the seat, and all can be made again. */
+static void test_agent_dies(void **state) {
+    scene *s = *state;
+    void *data[2];
+    for (int i = 0; i < 2; i++)
+        assert_ok(tb_alloc(4096, &data[i]));
+    for (int what = INIT; what <= TRANSFER; what++) {
+        call calls[2] = {0};
+        memset(data[0], 10 + what, 4096);
+        if (what == INIT) {
+            calls[1] = (call){.client = open_client(&s->agents[1]), .side = 1};
+        } else {
+            move_in(s, calls, data, 4096);
+            if (what == REGISTER)
+                assert_ok(tb_client_cleanup(calls[1].batch));
+        }
+        /* b waits for what a does not do; its own agent dies. */
+        call *waiting = &calls[1];
+        begin_call(waiting, what);
+        usleep(100000);
+        int64_t killed_ms = tb__now_ms();
+        end_agent(&s->agents[1], SIGKILL);
+        end_call(waiting);
+        assert_int_equal(waiting->status, TB_LOST);
+        assert_non_null(strstr(waiting->why, "is gone"));
+        assert_true(waiting->ended_ms - killed_ms < NOTICE_MS);
+        if (what != INIT) { /* and the other side hears of it */
+            begin_call(&calls[0], TRANSFER);
+            end_call(&calls[0]);
+            assert_true(calls[0].status != TB_OK);
+            assert_true(calls[0].ended_ms - killed_ms < NOTICE_MS);
+        }
+        tb_client_batch_destroy(calls[1].batch);
+        tb_client_close(calls[1].client);
+        tb_client_batch_destroy(calls[0].batch);
+        begin_agent(&s->agents[1], s->folder, "b", 0, 1, "30");
+        await_agent(&s->agents[1]);
+        /* a's client is the one it was. */
+        calls[0].batch = NULL;
+        calls[1] = (call){.client = open_client(&s->agents[1]), .side = 1};
+        if (!calls[0].client)
+            calls[0] = (call){.client = open_client(&s->agents[0])};
+        move_in(s, calls, data, 4096);
+        memset(data[1], 0, 4096);
+        call_both(calls, TRANSFER);
+        assert_memory_equal(data[0], data[1], 4096);
+        move_out(calls);
+    }
+    for (int i = 0; i < 2; i++)
+        tb_free(data[i]);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_memory, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_other_user, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_silent, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_pipeline, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_no_files, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_agent_dies, set_up, tear_down),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

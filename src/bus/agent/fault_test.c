@@ -1,0 +1,377 @@
+/* Two groups of agents and their clients, all of them processes, of which one is killed at a random moment of a pair's,
+ * a batch's or a transfer's making: a client, an agent, or the process that has the store. What remains ends in time,
+ * says what is so, and leaves nothing behind.
+ *
+ * Case i of a run has the seed TB_SEED + i, which decides who is killed and when. */
+#include "../tests/support/random_case.h"
+#include "bus/agent/process_test.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+enum { SEATS = 2, NCLIENTS = 2 * SEATS, VERSIONS = 4, ROWS = 64, KEEPER = NCLIENTS, NAGENTS = NCLIENTS + 1 };
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+enum { CALL_MS = 6000, USUAL_CASES = 6 };
+#else
+enum { CALL_MS = 1500, USUAL_CASES = 15 };
+#endif
+
+/* How a client ends. */
+enum { DONE, FAILED, WRONG_DATA, BAD_STATE };
+
+typedef enum stage { STARTING, INIT, REGISTER, TRANSFER, ENDING } stage;
+
+/* What a client tells, in memory that outlives it. */
+typedef struct report {
+    _Atomic int stage;
+    _Atomic bool has_semaphore; /* which no agent knows of yet */
+    _Atomic int64_t longest_ms; /* of its calls */
+    _Atomic int64_t ended_ms;   /* the last of them */
+    _Atomic uint32_t version;   /* the last that it was told had arrived, or left */
+    char why[300];
+} report;
+
+typedef struct plan {
+    uint64_t seed;
+    enum { NOBODY, CLIENT, AGENT } kind;
+    int victim;  /* a position; KEEPER: the process with the store */
+    int watched; /* the client whose stage says when */
+    stage when;
+    uint32_t version; /* in TRANSFER: before which */
+    int delay_us;
+    bool has_keeper; /* or the first agent has the store */
+    bool is_shared;  /* tensors in memory of tb_alloc */
+    int64_t columns;
+} plan;
+
+typedef struct run {
+    plan plan;
+    char folder[32];
+    agent_process agents[NAGENTS];
+    pid_t clients[NCLIENTS];
+    report *reports;
+} run;
+
+static run running; /* so that what is left of a failure can be ended */
+
+/* ---- A client -------------------------------------------------------------------------------------------------- */
+
+typedef struct member {
+    const plan *plan;
+    report *report;
+    int position;
+    tb_client *client;
+    tb_client_batch *batch;
+    int64_t columns; /* of its part */
+    int64_t rows;
+    uint32_t *data;
+    char semaphore[64];
+} member;
+
+static bool sends(const member *m) {
+    return m->position < SEATS;
+}
+
+/* a has rows, b columns of the matrix. */
+static uint32_t value_at(const member *m, int64_t i, uint32_t version) {
+    int64_t seat = m->position % SEATS, row = i / m->columns, column = i % m->columns;
+    row += sends(m) ? seat * m->rows : 0;
+    column += sends(m) ? 0 : seat * m->columns;
+    return version << 24 | (uint32_t)(row * m->plan->columns + column);
+}
+
+static void end(const member *m, int how, const char *why) {
+    snprintf(m->report->why, sizeof m->report->why, "%s", why);
+    _exit(how);
+}
+
+/* A call that fails ends the client: in an orderly way, or at once. */
+static void must(const member *m, tb_status status, int64_t begun_ms) {
+    int64_t now_ms = tb__now_ms();
+    if (now_ms - begun_ms > atomic_load(&m->report->longest_ms))
+        atomic_store(&m->report->longest_ms, now_ms - begun_ms);
+    atomic_store(&m->report->ended_ms, now_ms);
+    if (status == TB_OK)
+        return;
+    char why[300];
+    snprintf(why, sizeof why, "%s: %s", tb_status_string(status), tb_error_detail());
+    if (m->semaphore[0])
+        sem_unlink(m->semaphore); /* an agent that is gone can't */
+    if (m->plan->seed % 2) {
+        tb_client_batch_destroy(m->batch);
+        tb_client_close(m->client);
+    }
+    end(m, FAILED, why);
+}
+
+/* Every second version without waiting, and with a semaphore. */
+static void transfer(member *m, uint32_t version, int timeout_ms) {
+    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = version % 2 == 0};
+    int64_t begun_ms = tb__now_ms();
+    if (!opts.no_wait) {
+        must(m, tb_client_transfer(m->batch, sends(m), &opts), begun_ms);
+        return;
+    }
+    snprintf(m->semaphore, sizeof m->semaphore, "/tensorbus-fault-%d-%" PRIu32, (int)getpid(), version);
+    atomic_store(&m->report->has_semaphore, true);
+    sem_t *semaphore = sem_open(m->semaphore, O_CREAT | O_EXCL, 0600, 0);
+    opts.semaphore = m->semaphore;
+    if (semaphore == SEM_FAILED)
+        end(m, BAD_STATE, "sem_open failed");
+    must(m, tb_client_transfer(m->batch, sends(m), &opts), begun_ms);
+    atomic_store(&m->report->has_semaphore, false);
+    /* An agent that dies never posts: a host program asks now and then. */
+    tb_client_status status;
+    struct timespec until;
+    do {
+        must(m, tb_client_query(m->batch, &status), begun_ms);
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 50000000;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+    } while (sem_timedwait(semaphore, &until) != 0);
+    sem_close(semaphore);
+    m->semaphore[0] = '\0';
+    must(m, tb_client_query(m->batch, &status), begun_ms);
+    if (strcmp(status.state, "failed") == 0)
+        must(m, TB_IO, begun_ms);
+    if (strcmp(status.state, "idle") != 0 || *status.error)
+        end(m, BAD_STATE, status.state);
+}
+
+static void set_stage(const member *m, stage now) {
+    atomic_store(&m->report->stage, now);
+}
+
+static void get_memory(member *m, size_t nbytes) {
+    m->data = NULL;
+    if (m->plan->is_shared ? tb_alloc(nbytes, (void **)&m->data) != TB_OK : !(m->data = malloc(nbytes)))
+        end(m, BAD_STATE, "no memory");
+}
+
+static void be_client(member *m, const char *path) {
+    const plan *p = m->plan;
+    int timeout_ms = p->kind == NOBODY ? PATIENCE_MS : CALL_MS;
+    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms};
+    m->rows = sends(m) ? ROWS / SEATS : ROWS;
+    m->columns = sends(m) ? p->columns : p->columns / SEATS;
+    int64_t count = m->rows * m->columns;
+    get_memory(m, (size_t)count * sizeof *m->data);
+    must(m, tb_client_connect(path, &opts, &m->client), tb__now_ms());
+    set_stage(m, INIT);
+    must(m,
+         tb_client_init_pair(m->client, "p", sends(m) ? "b" : "a", sends(m) ? "mesh=2 place=S0" : "mesh=2 place=S1",
+                             timeout_ms),
+         tb__now_ms());
+    set_stage(m, REGISTER);
+    tb_tensor t = {.data = m->data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, p->columns}};
+    must(m, tb_client_batch_create(m->client, "step", NULL, &m->batch), tb__now_ms());
+    must(m, tb_client_batch_add(m->batch, "p", "w", &t), tb__now_ms());
+    must(m, tb_client_register(m->batch, timeout_ms), tb__now_ms());
+    set_stage(m, TRANSFER);
+    for (uint32_t version = 1; version <= VERSIONS; version++) {
+        for (int64_t i = 0; i < count; i++)
+            m->data[i] = sends(m) ? value_at(m, i, version) : 0xdeadbeefU;
+        transfer(m, version, timeout_ms);
+        for (int64_t i = 0; i < count; i++) {
+            if (m->data[i] != value_at(m, i, version))
+                end(m, WRONG_DATA, "what has arrived is not what was sent");
+        }
+        atomic_store(&m->report->version, version);
+    }
+    set_stage(m, ENDING);
+    if (p->seed % 3)
+        tb_client_batch_destroy(m->batch);
+    tb_client_close(m->client);
+    end(m, DONE, "");
+}
+
+static pid_t begin_client(run *r, int position) {
+    pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        member m = {.plan = &r->plan, .report = &r->reports[position], .position = position};
+        be_client(&m, r->agents[position].path);
+    }
+    return pid;
+}
+
+/* ---- One case -------------------------------------------------------------------------------------------------- */
+
+static void make_plan(plan *p, uint64_t seed) {
+    rng r = {seed};
+    *p = (plan){.seed = seed, .has_keeper = rng_range(&r, 0, 1), .is_shared = rng_range(&r, 0, 1)};
+    p->kind = rng_range(&r, 0, 7) == 0 ? NOBODY : rng_range(&r, 0, 1) ? CLIENT : AGENT;
+    p->victim = (int)rng_range(&r, 0, p->kind == AGENT && p->has_keeper ? KEEPER : NCLIENTS - 1);
+    p->watched = (int)rng_range(&r, 0, NCLIENTS - 1);
+    p->when = (stage)rng_range(&r, INIT, TRANSFER);
+    p->version = (uint32_t)rng_range(&r, 1, VERSIONS);
+    p->delay_us = (int)rng_range(&r, 0, 4000);
+    p->columns = rng_range(&r, 0, 1) ? 32 : 32 << 10; /* 8 KiB, 8 MiB */
+}
+
+static void print_plan(const plan *p) {
+    static const char *const kinds[] = {"nobody", "client", "agent"};
+    static const char *const stages[] = {"", "InitPair", "RegisterTensors", "Transfer"};
+    print_error("TB_SEED=%" PRIu64 " TB_CASES=1 repeats this case: %s %d is killed %d us into %s of client %d (version "
+                "%" PRIu32 "), %s has the store, memory is %s, %" PRId64 " columns\n",
+                p->seed, kinds[p->kind], p->victim, p->delay_us, stages[p->when], p->watched, p->version,
+                p->has_keeper ? "a process of its own" : "the first agent", p->is_shared ? "shared" : "private",
+                p->columns);
+}
+
+static void begin_seat(run *r, int position) {
+    if (position == KEEPER)
+        begin_agent(&r->agents[KEEPER], r->folder, "keeper", 0, 1, "30");
+    else
+        begin_agent(&r->agents[position], r->folder, position < SEATS ? "a" : "b", position % SEATS, SEATS, "30");
+    await_agent(&r->agents[position]);
+}
+
+/* Until the moment has come, or there is nothing left to wait for. */
+static void await_moment(const run *r) {
+    const plan *p = &r->plan;
+    const report *watched = &r->reports[p->watched];
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    for (;;) {
+        int now = atomic_load(&watched->stage);
+        if (now > (int)p->when ||
+            (now == (int)p->when && (now != TRANSFER || atomic_load(&watched->version) + 1 >= p->version)))
+            break;
+        assert_true(tb__now_ms() < deadline_ms);
+        usleep(100);
+    }
+    usleep((useconds_t)p->delay_us);
+}
+
+static void check_clients(run *r, int64_t killed_ms) {
+    const plan *p = &r->plan;
+    for (int i = 0; i < NCLIENTS; i++) {
+        const report *at = &r->reports[i];
+        bool is_victim = p->kind == CLIENT && p->victim == i;
+        int how = end_of(r->clients[i]);
+        r->clients[i] = 0;
+        if (how == -SIGKILL && is_victim)
+            continue;
+        if (how != DONE && (how != FAILED || p->kind == NOBODY))
+            fail_msg("client %d ended with %d: %s", i, how, at->why);
+        if (p->kind != NOBODY && atomic_load(&at->longest_ms) > CALL_MS + NOTICE_MS)
+            fail_msg("a call of client %d took %" PRId64 " ms: %s", i, atomic_load(&at->longest_ms), at->why);
+        if (p->kind == AGENT && p->victim == i && how == FAILED && atomic_load(&at->ended_ms) - killed_ms > NOTICE_MS)
+            fail_msg("client %d noticed the death of its agent after %" PRId64 " ms", i,
+                     atomic_load(&at->ended_ms) - killed_ms);
+    }
+}
+
+/* Names of semaphores that are there, and should not be. */
+static void check_semaphores(const run *r) {
+    int64_t deadline_ms = tb__now_ms() + NOTICE_MS;
+    char name[64];
+    for (int i = 0; i < NCLIENTS; i++) {
+        for (uint32_t version = 1; version <= VERSIONS; version++) {
+            snprintf(name, sizeof name, "/tensorbus-fault-%d-%" PRIu32, (int)r->clients[i], version);
+            sem_t *found;
+            if (atomic_load(&r->reports[i].has_semaphore))
+                sem_unlink(name); /* killed before it could tell its agent */
+            while ((found = sem_open(name, 0)) !=
+                   SEM_FAILED) { /* a client that is gone has an agent that may not know */
+                sem_close(found);
+                if (tb__now_ms() > deadline_ms)
+                    fail_msg("the semaphore %s is still there", name);
+                usleep(1000);
+            }
+        }
+    }
+}
+
+/* A new process takes the seat, whatever the old one has left; then all go, and take everything along. */
+static void check_agents(run *r) {
+    const plan *p = &r->plan;
+    for (int i = 0; i < NAGENTS; i++) {
+        if (r->agents[i].pid)
+            await_agent(&r->agents[i]); /* unharmed */
+    }
+    if (p->kind == AGENT)
+        begin_seat(r, p->victim);
+    for (int i = 0; i < NAGENTS;
+         i++) /* the one with the store, which is the last or the first, comes last or does not */
+        end_agent(&r->agents[i], SIGTERM);
+}
+
+static void run_case(uint64_t seed) {
+    run *r = &running;
+    plan *p = &r->plan;
+    report *reports = r->reports;
+    *r = (run){.folder = "/tmp/tb-fault-XXXXXX", .reports = reports};
+    make_plan(p, seed);
+    memset(reports, 0, NCLIENTS * sizeof *reports);
+    assert_non_null(mkdtemp(r->folder));
+    if (p->has_keeper)
+        begin_seat(r, KEEPER);
+    for (int i = 0; i < NCLIENTS; i++)
+        begin_seat(r, i);
+    pid_t clients[NCLIENTS];
+    for (int i = 0; i < NCLIENTS; i++)
+        clients[i] = r->clients[i] = begin_client(r, i);
+    int64_t killed_ms = 0;
+    if (p->kind != NOBODY) {
+        await_moment(r);
+        if (p->kind == AGENT)
+            end_agent(&r->agents[p->victim], SIGKILL);
+        else
+            kill(r->clients[p->victim], SIGKILL);
+        killed_ms = tb__now_ms();
+    }
+    check_clients(r, killed_ms);
+    memcpy(r->clients, clients, sizeof clients);
+    check_semaphores(r);
+    memset(r->clients, 0, sizeof r->clients);
+    check_agents(r);
+    if (rmdir(r->folder) != 0)
+        fail_msg("something is left in %s", r->folder);
+}
+
+static void test_kill_anyone(void **state) {
+    (void)state;
+    uint64_t seed = test_seed();
+    int64_t cases = test_cases(USUAL_CASES);
+    for (int64_t i = 0; i < cases; i++) {
+        running.plan.seed = seed + (uint64_t)i;
+        run_case(seed + (uint64_t)i);
+    }
+}
+
+static int set_up(void **state) {
+    (void)state;
+    running.reports =
+        mmap(NULL, NCLIENTS * sizeof *running.reports, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return running.reports == MAP_FAILED;
+}
+
+/* After a failure: nothing goes on. */
+static int tear_down(void **state) {
+    (void)state;
+    bool has_failed = false;
+    for (int i = 0; i < NCLIENTS + NAGENTS; i++) {
+        pid_t pid = i < NCLIENTS ? running.clients[i] : running.agents[i - NCLIENTS].pid;
+        has_failed |= pid > 0;
+        if (pid > 0 && kill(pid, SIGKILL) == 0)
+            waitpid(pid, NULL, 0);
+    }
+    if (has_failed || access(running.folder, F_OK) == 0)
+        print_plan(&running.plan);
+    munmap(running.reports, NCLIENTS * sizeof *running.reports);
+    return 0;
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_kill_anyone, set_up, tear_down),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
