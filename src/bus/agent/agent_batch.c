@@ -186,6 +186,8 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .staging_bytes = (int64_t)m->staging_bytes,
                           .group_window = (uint32_t)m->group_window,
                           .staged = m->staged,
+                          .commit = m->commit == TB__SHADOW ? TB_SHADOW : TB_IN_PLACE,
+                          .checksum = m->checksum.is_set && m->checksum.value,
                           .snapshot = m->snapshot,
                           .ties = m->ties.item,
                           .nties = m->ties.count,

@@ -194,6 +194,7 @@ static tb_status run_transfer(agent_job *job) {
     if (t)
         tb_transfer_query(t, &state);
     b->last = state;
+    b->was_send = is_send;
     b->transfers[is_send] = NULL;
     if (status == TB_OK)
         b->version = state.attempt;
@@ -210,12 +211,26 @@ static tb_status run_transfer(agent_job *job) {
     return TB_OK;
 }
 
+/* How a batch is committed, and whether it is summed, is settled when it is registered. */
+static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
+    bool is_shadow = batch->opts.commit == TB_SHADOW;
+    if (m->commit != TB__COMMIT_UNSAID && (m->commit == TB__SHADOW) != is_shadow)
+        return tb__fail(TB_REFUSED, "batch '%.100s' was registered to be committed %s", m->batch_id,
+                        is_shadow ? "by shadow" : "in place");
+    if (m->checksum.is_set && m->checksum.value != batch->opts.checksum)
+        return tb__fail(TB_REFUSED, "batch '%.100s' was registered %s checksums", m->batch_id,
+                        batch->opts.checksum ? "with" : "without");
+    return TB_OK;
+}
+
 static void begin_transfer(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     agent_batch *b = NULL;
     tb_status status = get_batch(job, &b);
     if (status == TB_OK && !b->batch)
         status = tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
+    if (status == TB_OK)
+        status = check_modes(&job->message, b->batch);
     if (status == TB_OK && b->is_busy[is_send])
         status = tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
     if (status != TB_OK) {

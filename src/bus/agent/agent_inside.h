@@ -94,7 +94,8 @@ typedef struct agent_batch {
     bool is_doomed;            /* to be destroyed when there are no jobs */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
-    tb_transfer_state last;    /* the state of the last one that ended */
+    tb_transfer_state last;    /* the state of the last one that ended ... */
+    bool was_send;             /* ... and its direction */
     uint64_t version;          /* of the last that was completed */
     char error[TB__WHY_MAX];   /* of the last one, if it failed */
 } agent_batch;

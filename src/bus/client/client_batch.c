@@ -232,7 +232,9 @@ tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
                            .ties = {o->nties, o->ties},
                            .ignored = {o->nignored, o->ignored},
                            .snapshot = o->snapshot,
-                           .staged = o->staged};
+                           .staged = o->staged,
+                           .commit = o->commit == TB_SHADOW ? TB__SHADOW : TB__COMMIT_UNSAID,
+                           .checksum = {.is_set = o->checksum, .value = o->checksum}};
     if (b->is_registered)
         return tb__fail(TB_REFUSED, "batch '%s' has been registered already", b->name);
     tb_status status =
