@@ -87,17 +87,18 @@ try:
             pass
 
     # An agent that is killed: the other one's client is told at once. When another has come in its place the pair can
-    # be made again, under the same name; the batch that used the old one is made again, too.
+    # be made again, under the same name; the batch that used the old one can only be cleaned up.
     seq = a.send(command("Transfer", batch_id="b", transfer_type="send"))
     agents[1][0].kill()
     agents[1][0].wait()
     bad(a.reply(seq), "was lost")
     agents[1] = start("inference", 0, 1)
-    good(a.call(command("CleanupBatch", batch_id="b")))
     b = Connection(inference_path)
     seq = a.send(init_pair())
     good(b.call(init_pair(local="inference", remote="trainer")))
     good(a.reply(seq))
+    bad(a.call(command("Transfer", batch_id="b", transfer_type="send")), "was lost")
+    good(a.call(command("CleanupBatch", batch_id="b")))
     seq = a.send(register("b", [tensor("w", [ROWS, COLUMNS], 4096, NBYTES)]), [fd_a])
     good(b.call(register("b", [tensor("w", [ROWS, COLUMNS], 0, NBYTES)]), [fd_b]))
     good(a.reply(seq))

@@ -81,8 +81,7 @@ void tb__agent_stop(tb__agent *agent) {
  * sent. Returns when to look again. */
 static int64_t turn_away(tb__agent *agent) {
     int64_t now = tb__now_ms(), next = INT64_MAX;
-    agent_session *s;
-    LIST_FOREACH(s, &agent->sessions, link) {
+    for (agent_session *s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link)) {
         if (s->is_gone || (s->has_greeted && !s->is_doomed))
             continue;
         if (s->deadline_ms <= now)

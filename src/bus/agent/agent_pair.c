@@ -9,8 +9,7 @@
 #include <string.h>
 
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name) {
-    agent_pair *p;
-    LIST_FOREACH(p, &agent->pairs, link) {
+    for (agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (strcmp(p->name, name) == 0)
             return p;
     }
@@ -68,8 +67,7 @@ static void ask_again(agent_job *waiting) {
 
 int64_t tb__agent_pairs_expire(tb__agent *agent) {
     int64_t now = tb__now_ms(), next = INT64_MAX;
-    agent_pair *p;
-    LIST_FOREACH(p, &agent->pairs, link) {
+    for (agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         for (agent_job **at = &p->waiting; *at;) {
             agent_job *job = *at;
             if (job->deadline_ms > now) {

@@ -75,7 +75,9 @@ static void add_pairs(tb__text *out, const tb__agent *agent) {
     for (const agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         char why[SENTENCE] = "";
         const char *state = "ready", *remote_layout = "";
-        if (!p->pair) {
+        if (p->state == PAIR_ENDING)
+            continue; /* a thread has it */
+        if (p->state == PAIR_MAKING) {
             state = "waiting";
             tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
         } else {
