@@ -10,8 +10,7 @@
 /* ---- Batches --------------------------------------------------------------------------------------------------- */
 
 static agent_batch *find_batch(const tb__agent *agent, const char *id) {
-    agent_batch *b;
-    LIST_FOREACH(b, &agent->batches, link) {
+    for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
         if (strcmp(b->id, id) == 0)
             return b;
     }
