@@ -424,6 +424,15 @@ static bool holds_some(const tb_placement *p, int64_t coord) {
     return p->kind != TB_EXPLICIT || p->list_ends[coord] > (coord ? p->list_ends[coord - 1] : 0);
 }
 
+static bool is_only_cut(const mesh *m, int d) {
+    for (int i = 0; i < m->ndim; i++) {
+        const tb_placement *p = &m->place[i];
+        if (i != d && p->kind != TB_REPLICATE && p->kind != TB_PARTIAL && p->dim == m->place[d].dim)
+            return false;
+    }
+    return true;
+}
+
 /* Takes ranks that hold nothing out of the mesh, coordinate by coordinate: one expert of a stack is on few ranks, and
  * nobody else has to do with it. */
 static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *nranks) {
@@ -444,7 +453,8 @@ static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *
         return TB_NO_MEMORY;
     size_t at = 0;
     int64_t n = v->shape.dim[p->dim], part = (n + kept - 1) / kept;
-    bool is_whole = true, is_shard = true; /* each has all of it, or its part */
+    bool is_alone = is_only_cut(m, d);             /* else its lists are of what another one leaves */
+    bool is_whole = is_alone, is_shard = is_alone; /* each has all of it, or its part */
     for (int64_t c = 0; c < before; c++) {
         if (!holds_some(p, c))
             continue;

@@ -113,6 +113,7 @@ static void after_pair(void *arg) {
     p->waiting = NULL;
     p->pair = NULL;
     p->state = PAIR_OVER;
+    p->users.count = 0; /* only batches still have it */
     if (p->nbatches == 0)
         free_pair(p);
     ask_again(waiting);
