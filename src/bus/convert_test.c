@@ -638,7 +638,7 @@ static void wrong_tensors(rank *r) {
                  {"fp8_tensor", "w13", "its `scale` is NULL", false}};
     tb_pair *pair;
     tb_batch *batch;
-    uint8_t data[4 * 32], scales[4];
+    uint8_t data[4 * 32] = {0}, scales[4] = {0};
     check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
