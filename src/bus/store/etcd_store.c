@@ -99,7 +99,8 @@ static tb_status etcd_set(void *context, const char *key, const void *data, size
     tb__bytes body;
     json_t *reply;
     TB_TRY(tb__etcd_put(data_key(key).text, data, nbytes, lease_of(c, lifetime), &body));
-    TB_TRY(change(c, &(tb__gateway_call){.path = "/v3/kv/put"}, &body, &reply));
+    tb__gateway_call call = {.path = "/v3/kv/put"};
+    TB_TRY(change(c, &call, &body, &reply));
     *revision = tb__etcd_read_revision(reply);
     json_decref(reply);
     return TB_OK;
@@ -122,8 +123,8 @@ static tb_status read_key(client *c, const char *key, tb__gateway_call *call, tb
 static tb_status etcd_get(void *context, const char *key, tb__store_value *out) {
     client *c = context;
     uint64_t revision;
-    return read_key(c, data_key(key).text, &(tb__gateway_call){.deadline_ms = tb__now_ms() + c->timeout_ms}, out,
-                    &revision);
+    tb__gateway_call call = {.deadline_ms = tb__now_ms() + c->timeout_ms};
+    return read_key(c, data_key(key).text, &call, out, &revision);
 }
 
 static tb_status fail_conflict(uint64_t present, uint64_t expected) {
@@ -138,7 +139,8 @@ static tb_status compare_and_set(client *c, const char *key, uint64_t expected, 
     tb__bytes body;
     json_t *reply;
     TB_TRY(tb__etcd_compare_and_set(key, expected, data, nbytes, lease, &body));
-    TB_TRY(change(c, &(tb__gateway_call){.path = "/v3/kv/txn", .is_change_once = true}, &body, &reply));
+    tb__gateway_call call = {.path = "/v3/kv/txn", .is_change_once = true};
+    TB_TRY(change(c, &call, &body, &reply));
     tb_status status = TB_OK;
     if (json_is_true(json_object_get(reply, "succeeded"))) {
         *revision = tb__etcd_read_revision(reply);
@@ -302,7 +304,8 @@ static tb_status etcd_wait(void *context, const char *key, int timeout_ms, tb__s
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     for (;;) {
         watch w = {.wants_value = true};
-        TB_TRY(read_key(c, full.text, &(tb__gateway_call){.deadline_ms = deadline_ms}, &w.value, &w.since));
+        tb__gateway_call look = {.deadline_ms = deadline_ms};
+        TB_TRY(read_key(c, full.text, &look, &w.value, &w.since));
         if (w.value.revision == 0)
             TB_TRY(follow(c, full.text, TB__ETCD_KEY, deadline_ms, &w));
         if (w.value.revision > 0) {
@@ -315,7 +318,8 @@ static tb_status etcd_wait(void *context, const char *key, int timeout_ms, tb__s
 /* The store's revision, as most of its members have it. */
 static tb_status ask_revision(client *c, int64_t deadline_ms, uint64_t *revision) {
     tb__store_value value;
-    TB_TRY(read_key(c, TB__ETCD_TOKEN, &(tb__gateway_call){.deadline_ms = deadline_ms}, &value, revision));
+    tb__gateway_call call = {.deadline_ms = deadline_ms};
+    TB_TRY(read_key(c, TB__ETCD_TOKEN, &call, &value, revision));
     tb__store_value_fini(&value);
     return TB_OK;
 }
@@ -424,7 +428,8 @@ static tb_status check_token(client *c, const char *name_space, const char *toke
     tb__verifier verifier;
     uint64_t revision;
     snprintf(key, sizeof key, TB__ETCD_TOKEN "%s", name_space);
-    TB_TRY(read_key(c, key, &(tb__gateway_call){.deadline_ms = deadline_ms, .is_first = true}, &found, &revision));
+    tb__gateway_call call = {.deadline_ms = deadline_ms, .is_first = true};
+    TB_TRY(read_key(c, key, &call, &found, &revision));
     tb_status status = TB_OK;
     if (found.revision == 0) {
         TB_TRY(tb__verifier_make(token, &verifier));
