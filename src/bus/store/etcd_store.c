@@ -63,6 +63,7 @@ static tb_status post(client *c, tb__gateway_call *call, tb__bytes *body, json_t
     call->body = body;
     if (status == TB_OK)
         status = tb__gateway_post(c->gateway, call, reply);
+    call->body = NULL;
     free(body->item);
     return status;
 }
