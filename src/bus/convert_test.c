@@ -7,6 +7,7 @@
 
 #include "../tests/support/quantised.h"
 
+#include <inttypes.h>
 #include <math.h>
 
 enum { MOST_TENSORS = 5, MOST_SEATS = 3 };
@@ -189,7 +190,7 @@ static void ending_make(ending *e, const job *j, uint32_t version) {
 static void check_store(const store *got, const store *wanted) {
     check(memcmp(got->data, wanted->data, (size_t)(got->nmatrices * got->size.data_nbytes)) == 0);
     check(memcmp(got->scales, wanted->scales, (size_t)(got->nmatrices * got->size.scale_nbytes)) == 0);
-    check(got->nmatrices == 0 || memcmp(&got->scale, &wanted->scale, sizeof got->scale) == 0);
+    check(got->nmatrices == 0 || got->scale == wanted->scale);
 }
 
 /* Some seat of b has that element with that value. */
@@ -354,8 +355,8 @@ static void test_random(void **state) {
             j.staging_bytes = 2 << 20; /* a band has 128 rows */
         if (strstr(j.layout[1], "Explicit"))
             j.staging_bytes = 0; /* no bands there */
-        printf("case %d (seed %llu): %s %s, %s to %s, [%d, %d], %d tensors, staging %d%s%s, scale group %s\n", (int)i,
-               (unsigned long long)(seed + (uint64_t)i), j.encode, tb_dtype_name(j.dtype), j.layout[0], j.layout[1],
+        printf("case %d (seed %" PRIu64 "): %s %s, %s to %s, [%d, %d], %d tensors, staging %d%s%s, scale group %s\n",
+               (int)i, seed + (uint64_t)i, j.encode, tb_dtype_name(j.dtype), j.layout[0], j.layout[1],
                (int)j.shape.dim[0], (int)j.shape.dim[1], j.ntensors, (int)j.staging_bytes, j.staged ? ", staged" : "",
                j.commit == TB_SHADOW ? ", shadow" : "", j.scale_group ? j.scale_group : "none");
         run_ranks(run_job, j.nseats[0], j.nseats[1], &j);
