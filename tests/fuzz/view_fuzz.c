@@ -43,7 +43,7 @@ static void check_view(const tb_view *view, const tb_layout *layout, const tb_sh
     if (n > MOST_RANKS || !lists_are_short(layout, shape, n) ||
         !succeeded(tb_view_apply(view, shape, layout, &canonical, &viewed)))
         return;
-    expect(tb_layout_nranks(viewed) == n);
+    expect(tb_layout_nranks(viewed) <= n);
     if (succeeded(tb_layout_check(viewed, &canonical))) {
         for (int32_t i = 0; i < n; i++)
             check_rank(view, layout, shape, viewed, &canonical, tb_layout_rank_at(layout, i));
