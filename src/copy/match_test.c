@@ -3,25 +3,10 @@
 
 #include "copy/match.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
+#include "../tests/support/asserts.h"
+
 #include <stdio.h>
 #include <string.h>
-
-#include <cmocka.h>
-
-#define assert_ok(call)                                                                                                \
-    do {                                                                                                               \
-        if ((call) != TB_OK)                                                                                           \
-            fail_msg("%s: %s", #call, tb_error_detail());                                                              \
-    } while (0)
-
-#define assert_fails(call, wanted, text)                                                                               \
-    do {                                                                                                               \
-        tb_status status_ = (call);                                                                                    \
-        if (status_ != (wanted) || !strstr(tb_error_detail(), text))                                                   \
-            fail_msg("%s: %s: %s", #call, tb_status_string(status_), tb_error_detail());                               \
-    } while (0)
 
 static uint64_t memory[256];
 

@@ -140,23 +140,37 @@ static tb_status check_part(const tb__encoded *e) {
     return TB_OK;
 }
 
+tb_status tb__encoded_measure(const tb__encoding *encoding, const tb_shape *stored, tb__encoded_size *out) {
+    tb__encoded_size s = {0};
+    if (stored->ndim == 0)
+        return tb__fail(TB_REFUSED, "a scalar can't be %s", tb__quant_name(encoding->format.kind));
+    s.columns = stored->dim[stored->ndim - 1];
+    s.matrix_rows = stored->ndim > 1 ? stored->dim[stored->ndim - 2] : 1;
+    s.matrices = s.matrix_rows > 0 ? count_rows(stored) / s.matrix_rows : 0;
+    TB_TRY(tb__quant_measure(&encoding->format, s.matrix_rows, s.columns, &s.matrix));
+    s.data_nbytes = (size_t)(s.matrices * s.matrix.data_nbytes);
+    s.scales_nbytes = (size_t)(s.matrices * s.matrix.scale_nbytes);
+    s.scale_nbytes = s.matrices > 0 && tb__encoding_is_global(encoding) ? sizeof(float) : 0;
+    *out = s;
+    return TB_OK;
+}
+
 tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored, void *data, void *scales, float *scale,
                            const tb_binding *part, tb__encoded *out) {
     tb__encoded e = {.encoding = *encoding, .data = data, .scales = scales, .scale = scale, .part = *part};
     const char *name = tb__quant_name(encoding->format.kind);
-    if (stored->ndim == 0)
-        return tb__fail(TB_REFUSED, "a scalar can't be %s", name);
-    e.columns = stored->dim[stored->ndim - 1];
-    e.matrix_rows = stored->ndim > 1 ? stored->dim[stored->ndim - 2] : 1;
-    e.matrices = e.matrix_rows > 0 ? count_rows(stored) / e.matrix_rows : 0;
+    tb__encoded_size size;
+    TB_TRY(tb__encoded_measure(encoding, stored, &size));
+    e.columns = size.columns;
+    e.matrix_rows = size.matrix_rows;
+    e.matrices = size.matrices;
+    e.size = size.matrix;
     e.rows = count_rows(&part->shape);
-    TB_TRY(tb__quant_measure(&encoding->format, e.matrix_rows, e.columns, &e.size));
-    bool has_data = count_rows(stored) > 0;
-    if (has_data && e.size.scale_nbytes > 0 && !scales)
+    if (size.scales_nbytes > 0 && !scales)
         return tb__fail(TB_INVALID, "it is %s, and its scales are NULL", name);
-    if (has_data && e.size.scale_dtype == TB_F32 && (uintptr_t)scales % sizeof(float) != 0)
+    if (size.matrices > 0 && e.size.scale_dtype == TB_F32 && (uintptr_t)scales % sizeof(float) != 0)
         return tb__fail(TB_INVALID, "the scales of %s are floats, but not aligned like floats", name);
-    if (has_data && tb__encoding_is_global(encoding) && !scale)
+    if (size.scale_nbytes > 0 && !scale)
         return tb__fail(TB_INVALID, "%s has a scale for the whole tensor, and its `scale` is NULL", name);
     if (e.rows > 0)
         TB_TRY(check_part(&e));

@@ -17,6 +17,15 @@ typedef struct tb__encoding {
 tb_status tb__encoding_parse(const char *text, tb__encoding *out);
 bool tb__encoding_is_global(const tb__encoding *encoding); /* it has a scale for the whole of a tensor */
 
+/* What storage of this shape, which is one rank's, takes as a stack of matrices. */
+typedef struct tb__encoded_size {
+    int64_t columns, matrix_rows, matrices; /* no matrices: there is nothing */
+    tb__quant_size matrix;
+    size_t data_nbytes, scales_nbytes, scale_nbytes; /* of all of them; of the one scale, if it has such */
+} tb__encoded_size;
+
+tb_status tb__encoded_measure(const tb__encoding *encoding, const tb_shape *stored, tb__encoded_size *out);
+
 /* One rank's part of an encoded tensor. */
 typedef struct tb__encoded {
     tb__encoding encoding;

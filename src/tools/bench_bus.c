@@ -11,7 +11,7 @@ typedef struct trial {
     tool_job job;
     int64_t counted;
     tool_ranks *ranks;
-    tool_agents *agents;
+    tool_fleet *agents;
     tool_mover mover;
     tool_client client;
 } trial;
@@ -83,14 +83,14 @@ tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, int rounds, too
     t.job.batch = *opts;
     tb_status status = tool_job_start(&t.job, &(tool_ranks_opts){.work = work, .arg = &t}, guard, &t.ranks);
     if (status == TB_OK)
-        status = tool_agents_create(&t.job, guard, &t.agents);
+        status = tool_fleet_create(&t.job, guard, &t.agents);
     if (status == TB_OK) {
         status = run_rounds(&t, rounds, out);
         if (status != TB_OK && status != TB_CANCELLED)
-            (void)tool_agents_check(t.agents);
+            (void)tool_fleet_check(t.agents);
     }
     tool_ranks_destroy(t.ranks);
-    tool_agents_destroy(t.agents);
+    tool_fleet_destroy(t.agents);
     tool_job_fini(&t.job);
     return status;
 }

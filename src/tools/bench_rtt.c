@@ -28,7 +28,7 @@ typedef struct figures {
 typedef struct trial {
     tool_job job;
     tool_ranks *ranks;
-    tool_agents *agents;
+    tool_fleet *agents;
     tool_mover mover;
     tool_client client;
     int bare[TOOL_NSIDES]; /* by rank: the ends of a bare socket */
@@ -182,7 +182,7 @@ static tb_status start(trial *t, tool_guard *guard) {
     TB_TRY(tool_job_weigh(job));
     TB_TRY(make_bare(t->bare, job->timeout_ms));
     TB_TRY(tool_job_start(job, &(tool_ranks_opts){.work = work, .arg = t}, guard, &t->ranks));
-    return tool_agents_create(job, guard, &t->agents);
+    return tool_fleet_create(job, guard, &t->agents);
 }
 
 tb_status bench_rtt_run(const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out) {
@@ -191,10 +191,10 @@ tb_status bench_rtt_run(const tb_batch_opts *opts, int rounds, tool_guard *guard
     if (status == TB_OK) {
         status = run_rounds(&t, rounds, out);
         if (status != TB_OK && status != TB_CANCELLED)
-            (void)tool_agents_check(t.agents);
+            (void)tool_fleet_check(t.agents);
     }
     tool_ranks_destroy(t.ranks);
-    tool_agents_destroy(t.agents);
+    tool_fleet_destroy(t.agents);
     for (int i = 0; i < TOOL_NSIDES; i++) {
         if (t.bare[i] >= 0)
             close(t.bare[i]);

@@ -22,7 +22,7 @@ typedef struct demo_heard {
 
 /* With --bus: everything goes through agents, and one of them is killed. */
 typedef struct demo_bus {
-    tool_agents *agents;
+    tool_fleet *agents;
     tool_client client; /* in a rank's process: that rank */
     int victim;         /* the rank whose agent is killed */
     bool is_to_kill;    /* when all have begun */

@@ -67,20 +67,20 @@ void demo_bus_tick(demo *d) {
     }
     bus->is_to_kill = false;
     bus->killed_ns = tool_now_ns();
-    tool_agents_kill(bus->agents, bus->victim);
+    tool_fleet_kill(bus->agents, bus->victim);
 }
 
 /* The agent is halted before, so that the version can't be complete when it is killed, however small the model is. */
 static tb_status lose_agent(demo *d) {
     demo_bus *bus = d->bus;
     TB_TRY(demo_do(d, TOOL_PREPARE, NULL));
-    tool_agents_halt(bus->agents, bus->victim);
+    tool_fleet_halt(bus->agents, bus->victim);
     bus->is_to_kill = true;
     TB_TRY(demo_do(d, LOSE, NULL));
     tool_show_line("version %d of %d  failed; the agent of %s is started again", DEMO_KILLED, DEMO_NVERSIONS,
                    d->job.names[bus->victim].text);
     int64_t start = tool_now_ns();
-    TB_TRY(tool_agents_restart(bus->agents, bus->victim));
+    TB_TRY(tool_fleet_restart(bus->agents, bus->victim));
     bus->restart_seconds = 1e-9 * (double)(tool_now_ns() - start);
     return demo_do(d, REOPEN, &bus->reopen_seconds);
 }
@@ -104,7 +104,7 @@ static tb_status start(demo *d, const tool_ranks_opts *opts, tool_guard *guard) 
     bus->heard = shared;
     TB_TRY(tool_job_start(&d->job, opts, guard, &d->ranks));
     tool_show_line("starting a store and %d agents", d->job.nranks);
-    return tool_agents_create(&d->job, guard, &bus->agents);
+    return tool_fleet_create(&d->job, guard, &bus->agents);
 }
 
 /* A client's failure may only tell that an agent is gone: how that came about says more. */
@@ -113,10 +113,10 @@ tb_status demo_bus_run(demo *d, const tool_ranks_opts *opts, tool_guard *guard) 
     if (status == TB_OK) {
         status = move_versions(d);
         if (status != TB_OK && status != TB_CANCELLED)
-            (void)tool_agents_check(d->bus->agents);
+            (void)tool_fleet_check(d->bus->agents);
     }
     tool_ranks_destroy(d->ranks);
-    tool_agents_destroy(d->bus->agents);
+    tool_fleet_destroy(d->bus->agents);
     return status;
 }
 

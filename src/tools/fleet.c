@@ -30,7 +30,7 @@ typedef struct process {
     bool has_ended;
 } process;
 
-struct tool_agents {
+struct tool_fleet {
     const tool_job *job;
     tool_guard *guard;
     process store;
@@ -70,7 +70,7 @@ static void leave_signals(const tool_guard *guard) {
 }
 
 /* It is told when its parent dies, and then removes the folder, as nobody else is left to do that. */
-static _Noreturn void be_store(const tool_agents *a, int output, pid_t parent) {
+static _Noreturn void be_store(const tool_fleet *a, int output, pid_t parent) {
     tb__store_server *server;
     sigset_t end;
     char folder[sizeof a->job->folder];
@@ -100,7 +100,7 @@ static void on_signal(int number) {
     tb__agent_stop(running);
 }
 
-static _Noreturn void be_agent(const tool_agents *a, int rank, int output) {
+static _Noreturn void be_agent(const tool_fleet *a, int rank, int output) {
     const tool_job *job = a->job;
     int nsources = job->side[TOOL_SOURCE].nranks, which = rank < nsources ? TOOL_SOURCE : TOOL_TARGET;
     store_url url = url_of(job);
@@ -124,11 +124,11 @@ static _Noreturn void be_agent(const tool_agents *a, int rank, int output) {
 
 enum { STORE = -1 }; /* in place of a rank */
 
-static process *process_of(tool_agents *a, int rank) {
+static process *process_of(tool_fleet *a, int rank) {
     return rank == STORE ? &a->store : &a->agent[rank];
 }
 
-static tool_rank_name name_of(const tool_agents *a, int rank) {
+static tool_rank_name name_of(const tool_fleet *a, int rank) {
     tool_rank_name name;
     if (rank == STORE)
         snprintf(name.text, sizeof name.text, "the store");
@@ -137,7 +137,7 @@ static tool_rank_name name_of(const tool_agents *a, int rank) {
     return name;
 }
 
-static tb_status start(tool_agents *a, int rank) {
+static tb_status start(tool_fleet *a, int rank) {
     process *p = process_of(a, rank);
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0)
@@ -179,14 +179,14 @@ static bool reap(process *p, int options) {
     return true;
 }
 
-static tb_status tell_end(const tool_agents *a, int rank, int how) {
+static tb_status tell_end(const tool_fleet *a, int rank, int how) {
     tool_rank_name name = name_of(a, rank);
     if (WIFSIGNALED(how))
         return tb__fail(TB_LOST, "%s was ended by signal %d (%s)", name.text, WTERMSIG(how), strsignal(WTERMSIG(how)));
     return tb__fail(TB_LOST, "%s ended with exit status %d", name.text, WEXITSTATUS(how));
 }
 
-static tb_status read_answer(tool_agents *a, int rank) {
+static tb_status read_answer(tool_fleet *a, int rank) {
     process *p = process_of(a, rank);
     char said[MAX_SENTENCE + 1];
     ssize_t n = read(p->pipe, said, sizeof said - 1);
@@ -199,7 +199,7 @@ static tb_status read_answer(tool_agents *a, int rank) {
     return n > 0 ? tb__fail(TB_IO, "%s: %s", name_of(a, rank).text, said) : tell_end(a, rank, p->how);
 }
 
-static tb_status wait_ready(tool_agents *a, int rank, int64_t deadline) {
+static tb_status wait_ready(tool_fleet *a, int rank, int64_t deadline) {
     process *p = process_of(a, rank);
     for (;;) {
         struct pollfd polls[] = {{.fd = p->pipe, .events = POLLIN}, {.fd = a->guard->fd, .events = POLLIN}};
@@ -213,7 +213,7 @@ static tb_status wait_ready(tool_agents *a, int rank, int64_t deadline) {
     }
 }
 
-static tb_status start_all(tool_agents *a) {
+static tb_status start_all(tool_fleet *a) {
     int64_t deadline = tb__now_ms() + a->job->timeout_ms;
     TB_TRY(start(a, STORE));
     TB_TRY(wait_ready(a, STORE, deadline));
@@ -224,8 +224,8 @@ static tb_status start_all(tool_agents *a) {
     return TB_OK;
 }
 
-tb_status tool_agents_create(const tool_job *job, tool_guard *guard, tool_agents **out) {
-    tool_agents *a = tb__calloc(1, sizeof *a);
+tb_status tool_fleet_create(const tool_job *job, tool_guard *guard, tool_fleet **out) {
+    tool_fleet *a = tb__calloc(1, sizeof *a);
     if (!a)
         return TB_NO_MEMORY;
     a->job = job;
@@ -236,7 +236,7 @@ tb_status tool_agents_create(const tool_job *job, tool_guard *guard, tool_agents
     if (status == TB_OK)
         *out = a;
     else
-        tool_agents_destroy(a);
+        tool_fleet_destroy(a);
     return status;
 }
 
@@ -245,22 +245,22 @@ static void send_signal(const process *p, int number) {
         kill(p->pid, number);
 }
 
-void tool_agents_halt(tool_agents *a, int rank) {
+void tool_fleet_halt(tool_fleet *a, int rank) {
     send_signal(&a->agent[rank], SIGSTOP);
 }
 
-void tool_agents_kill(tool_agents *a, int rank) {
+void tool_fleet_kill(tool_fleet *a, int rank) {
     send_signal(&a->agent[rank], SIGKILL);
     reap(&a->agent[rank], 0);
     a->agent[rank].has_ended = false; /* as it was told to */
 }
 
-tb_status tool_agents_restart(tool_agents *a, int rank) {
+tb_status tool_fleet_restart(tool_fleet *a, int rank) {
     TB_TRY(start(a, rank));
     return wait_ready(a, rank, tb__now_ms() + a->job->timeout_ms);
 }
 
-tb_status tool_agents_check(tool_agents *a) {
+tb_status tool_fleet_check(tool_fleet *a) {
     for (int rank = STORE; rank < a->job->nranks; rank++) {
         process *p = process_of(a, rank);
         if (p->pid != 0)
@@ -283,7 +283,7 @@ static void await_end(process *p, int64_t deadline) {
     }
 }
 
-void tool_agents_destroy(tool_agents *a) {
+void tool_fleet_destroy(tool_fleet *a) {
     if (!a)
         return;
     /* Whoever has not come so far is killed: it may be waiting for others to join. */

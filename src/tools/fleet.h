@@ -5,25 +5,25 @@
 
 #include "tools/move.h"
 
-/* ---- Processes (agents.c) ------------------------------------------------------------------------------------ */
+/* ---- Processes (fleet.c) ------------------------------------------------------------------------------------- */
 
-typedef struct tool_agents tool_agents;
+typedef struct tool_fleet tool_fleet;
 
 /* Forks the store and the agents, in the job's folder, and waits until all of them can be reached. There must be no
  * other thread in this process. Job and guard must outlive them. If this process is killed they end, and the store
  * removes the folder. */
-tb_status tool_agents_create(const tool_job *job, tool_guard *guard, tool_agents **out);
+tb_status tool_fleet_create(const tool_job *job, tool_guard *guard, tool_fleet **out);
 
 /* Ends all of them; none is left when it returns. NULL is allowed. */
-void tool_agents_destroy(tool_agents *agents);
+void tool_fleet_destroy(tool_fleet *agents);
 
 /* The agent of a rank: takes no more steps, is killed, comes again. */
-void tool_agents_halt(tool_agents *agents, int rank);
-void tool_agents_kill(tool_agents *agents, int rank);
-tb_status tool_agents_restart(tool_agents *agents, int rank);
+void tool_fleet_halt(tool_fleet *agents, int rank);
+void tool_fleet_kill(tool_fleet *agents, int rank);
+tb_status tool_fleet_restart(tool_fleet *agents, int rank);
 
 /* Who has ended without being told to, and how: TB_LOST. Else the last sentence of failure stays what it was. */
-tb_status tool_agents_check(tool_agents *agents);
+tb_status tool_fleet_check(tool_fleet *agents);
 
 /* ---- A rank's work (agent_client.c) -------------------------------------------------------------------------- */
 

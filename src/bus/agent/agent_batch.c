@@ -104,21 +104,12 @@ static tb_status find_plain(filling *f, const tb__tensor_payload *p, const tb_sh
 
 static tb_status find_encoded(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
     tb__encoding encoding;
-    tb__quant_size size;
-    int64_t count = 1;
+    tb__encoded_size size;
     TB_TRY(tb__encoding_parse(p->encode, &encoding));
-    for (int d = 0; d < local->ndim; d++)
-        count *= local->dim[d];
-    int64_t columns = local->ndim > 0 ? local->dim[local->ndim - 1] : 1;
-    int64_t rows = local->ndim > 1 ? local->dim[local->ndim - 2] : 1;
-    TB_TRY(tb__quant_measure(&encoding.format, rows, columns, &size));
-    uint64_t matrices = count > 0 ? (uint64_t)(count / (rows * columns)) : 0;
-    bool is_global = tb__encoding_is_global(&encoding);
-    TB_TRY(find_memory(f, &p->data, "its data has", matrices * (uint64_t)size.data_nbytes, NULL, (char **)&t->data));
-    TB_TRY(find_memory(f, &p->scales, "its scales have", matrices * (uint64_t)size.scale_nbytes, NULL,
-                       (char **)&t->scales));
-    return find_memory(f, &p->scale, "its scale has", is_global && matrices ? sizeof(float) : 0, NULL,
-                       (char **)&t->scale);
+    TB_TRY(tb__encoded_measure(&encoding, local, &size));
+    TB_TRY(find_memory(f, &p->data, "its data has", size.data_nbytes, NULL, (char **)&t->data));
+    TB_TRY(find_memory(f, &p->scales, "its scales have", size.scales_nbytes, NULL, (char **)&t->scales));
+    return find_memory(f, &p->scale, "its scale has", size.scale_nbytes, NULL, (char **)&t->scale);
 }
 
 static tb_status add(filling *f, const tb__tensor_payload *p) {
@@ -185,6 +176,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .bucket_size = (int64_t)m->bucket_size,
                           .staging_bytes = (int64_t)m->staging_bytes,
                           .group_window = (uint32_t)m->group_window,
+                          .max_in_flight = (uint32_t)m->max_in_flight,
                           .staged = m->staged,
                           .commit = m->commit == TB__SHADOW ? TB_SHADOW : TB_IN_PLACE,
                           .checksum = m->checksum.is_set && m->checksum.value,

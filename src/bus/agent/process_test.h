@@ -6,6 +6,8 @@
 
 #include "base/process.h"
 
+#include "../tests/support/asserts.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <poll.h>
@@ -31,20 +33,6 @@ enum { NOTICE_MS = 20000 };
 #else
 enum { NOTICE_MS = 2000 };
 #endif
-
-#define assert_ok(call)                                                                                                \
-    do {                                                                                                               \
-        tb_status ok_status_ = (call);                                                                                 \
-        if (ok_status_ != TB_OK)                                                                                       \
-            fail_msg("%s: %s: %s", #call, tb_status_string(ok_status_), tb_error_detail());                            \
-    } while (0)
-
-#define assert_fails(call, wanted, text)                                                                               \
-    do {                                                                                                               \
-        tb_status fails_status_ = (call);                                                                              \
-        if (fails_status_ != (wanted) || !strstr(tb_error_detail(), text))                                             \
-            fail_msg("%s: %s: %s", #call, tb_status_string(fails_status_), tb_error_detail());                         \
-    } while (0)
 
 typedef struct agent_process {
     pid_t pid; /* 0: none */

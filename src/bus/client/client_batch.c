@@ -150,19 +150,13 @@ static tb_status find_plain(tb_client_batch *b, const tb_tensor *t, const tb_sha
 
 static tb_status find_encoded(tb_client_batch *b, const tb_tensor *t, const tb_shape *local, tb__tensor_payload *p) {
     tb__encoding encoding;
-    tb__quant_size size;
-    int64_t count = 1;
+    tb__encoded_size size;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
-    for (int d = 0; d < local->ndim; d++)
-        count *= local->dim[d];
-    int64_t columns = local->ndim > 0 ? local->dim[local->ndim - 1] : 1;
-    int64_t rows = local->ndim > 1 ? local->dim[local->ndim - 2] : 1;
-    TB_TRY(tb__quant_measure(&encoding.format, rows, columns, &size));
-    size_t matrices = count > 0 ? (size_t)(count / (rows * columns)) : 0;
-    TB_TRY(find_memory(b, t->data, matrices * (size_t)size.data_nbytes, &p->data));
+    TB_TRY(tb__encoded_measure(&encoding, local, &size));
+    TB_TRY(find_memory(b, t->data, size.data_nbytes, &p->data));
     if (t->scales)
-        TB_TRY(find_memory(b, t->scales, matrices * (size_t)size.scale_nbytes, &p->scales));
-    return t->scale && matrices ? find_memory(b, t->scale, sizeof *t->scale, &p->scale) : TB_OK;
+        TB_TRY(find_memory(b, t->scales, size.scales_nbytes, &p->scales));
+    return t->scale ? find_memory(b, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
 }
 
 static tb_status describe(tb_client_batch *b, const tb_tensor *t, tb_layout *pair, tb__tensor_payload *p) {
@@ -229,6 +223,7 @@ tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
                            .bucket_size = (uint64_t)o->bucket_size,
                            .staging_bytes = (uint64_t)o->staging_bytes,
                            .group_window = o->group_window,
+                           .max_in_flight = o->max_in_flight,
                            .ties = {o->nties, o->ties},
                            .ignored = {o->nignored, o->ignored},
                            .snapshot = o->snapshot,

@@ -218,7 +218,7 @@ static void test_members(void **state) {
     by_hand h;
     tb__arena arena = {0};
     tb__message m;
-    begin(&h, 14);
+    begin(&h, 15);
     pair(&h, "type", "RegisterTensors");
     pair(&h, "batch_id", "b");
     str(&h, "tensors");
@@ -243,7 +243,9 @@ static void test_members(void **state) {
     flag(&h, "snapshot");
     pair(&h, "commit", "shadow");
     flag(&h, "checksum");
+    number(&h, "max_in_flight", 5);
     decode_by_hand(&h, &arena, &m);
+    assert_true(m.max_in_flight == 5);
     assert_true(m.kind == TB__REGISTER_TENSORS && m.bucket_size == 1 && m.timeout_ms == 2 && m.staging_bytes == 3);
     assert_true(m.group_window == 4 && m.snapshot && !m.staged && m.commit == TB__SHADOW && m.checksum.value);
     assert_true(m.tensors.count == 1 && m.tensors.item[0].payload.nbytes == 3 && m.ties.count == 1);

@@ -71,6 +71,7 @@ static const tb__field register_tensors[] = {
     FIELD("snapshot", BOOL, OPTION, snapshot, ABOUT("a send copies the tensors first; default: false")),
     FIELD("staged", BOOL, OPTION, staged, ABOUT("everything goes through staging memory; default: false")),
     HOW_TO_COMMIT("`in_place`", "false"),
+    FIELD("max_in_flight", UINT, OPTION, max_in_flight, MAX(UINT32_MAX), ABOUT("buckets under way per channel; default: 2")),
 };
 
 static const tb__field transfer[] = {

@@ -69,6 +69,7 @@ typedef struct tb__message {
     uint64_t bucket_size;   /* 0: 16 MiB */
     uint64_t staging_bytes; /* 0: 256 MiB */
     uint64_t group_window;  /* 0: all */
+    uint64_t max_in_flight; /* 0: 2 */
     tb__ties ties;
     tb__texts ignored;
     bool snapshot, staged;

@@ -8,6 +8,8 @@
 
 #include "base/mem.h"
 
+#include "../tests/support/asserts.h"
+
 #include <errno.h>
 #include <poll.h>
 #include <setjmp.h>
@@ -27,20 +29,6 @@
 enum { PATIENCE_MS = 60000 };
 
 #define TOKEN "open sesame"
-
-#define assert_ok(call)                                                                                                \
-    do {                                                                                                               \
-        tb_status ok_status_ = (call);                                                                                 \
-        if (ok_status_ != TB_OK)                                                                                       \
-            fail_msg("%s: %s: %s", #call, tb_status_string(ok_status_), tb_error_detail());                            \
-    } while (0)
-
-#define assert_fails(call, wanted, text)                                                                               \
-    do {                                                                                                               \
-        tb_status fails_status_ = (call);                                                                              \
-        if (fails_status_ != (wanted) || !strstr(tb_error_detail(), text))                                             \
-            fail_msg("%s: %s: %s", #call, tb_status_string(fails_status_), tb_error_detail());                         \
-    } while (0)
 
 /* A folder of its own with the URL of a socket in it. */
 typedef struct place {
