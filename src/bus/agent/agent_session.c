@@ -199,6 +199,10 @@ static tb_status greet(agent_session *s, const agent_job *job) {
     return TB_OK;
 }
 
+static bool is_no_command(tb__message_kind kind) {
+    return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
+}
+
 static void take_frame(agent_session *s, tb__blob map) {
     agent_job *job = tb__agent_job_create(s, map);
     if (!job) {
@@ -214,15 +218,17 @@ static void take_frame(agent_session *s, tb__blob map) {
                                        .rank = tb__some_uint((uint64_t)s->agent->world->rank),
                                        .name = s->agent->group,
                                        .index = tb__some_uint((uint64_t)s->agent->index),
-                                       .size = tb__some_uint((uint64_t)s->agent->size)};
+                                       .size = tb__some_uint((uint64_t)s->agent->size),
+                                       .timeout_ms = (uint64_t)s->agent->timeout_ms};
         else
             s->is_doomed = true;
         tb__agent_job_end(job, status);
         return;
     }
-    if (status == TB_OK && (job->message.kind == TB__HELLO || job->message.kind == TB__REPLY))
+    if (status == TB_OK && is_no_command(job->message.kind))
         status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
-    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT)
+    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT &&
+        job->message.kind != TB__PROCEED)
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK)
         tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
