@@ -88,8 +88,8 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over,
 
 /* ---- Outcomes -------------------------------------------------------------------------------------------------- */
 
-/* What has become of each pair; a transfer that did not begin has failed for all of them. The highest number of those
- * that were completed: a pair that joined later has counted less. */
+/* What has become of each pair; a transfer that did not begin has failed for all of them. The highest version that was
+ * completed, or is in the tensors: a pair that joined later has counted less. */
 static uint64_t note_outcomes(const agent_job *job, const tb_transfer *t, tb_status status, const char *why) {
     agent_batch *b = job->batch;
     bool is_send = job->message.direction == TB__SEND;
@@ -105,12 +105,13 @@ static uint64_t note_outcomes(const agent_job *job, const tb_transfer *t, tb_sta
         pthread_mutex_lock(&b->lock);
         s->status = state.status;
         snprintf(s->why, sizeof s->why, "%s", state.status == TB_OK ? "" : detail);
-        if (state.version)
-            s->version = state.version;
+        version = state.version > version ? state.version : version;
+        if (version)
+            s->version = version;
         if (was_written) /* what failed was not written back */
             s->is_torn = is_torn && !tb__agent_is_mirrored(b);
         pthread_mutex_unlock(&b->lock);
-        highest = state.version > highest ? state.version : highest;
+        highest = version > highest ? version : highest;
     }
     return highest;
 }
@@ -168,6 +169,19 @@ static void note_moved(agent_job *job, const tb_transfer *t) {
 
 /* ---- The thread ------------------------------------------------------------------------------------------------ */
 
+/* Grows with every version that is in the tensors. */
+static uint64_t count_versions(const agent_batch *b) {
+    uint64_t sum = 0, version;
+    bool is_torn;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        if (tb_batch_version(b->batch, b->shares.item[i].held, &version, &is_torn) == TB_OK)
+            sum += version;
+    }
+    return sum;
+}
+
+/* A version that was in doubt may turn out to be committed when the next transfer begins, whatever becomes of that:
+ * then the client gets it. */
 static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
     agent_batch *b = job->batch;
     tb_transfer_opts opts = {.size = sizeof opts,
@@ -175,7 +189,14 @@ static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
                              .skip_lost = job->message.skip_lost,
                              .hold = job->message.hold};
     TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
-    return is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
+    uint64_t before = count_versions(b);
+    tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
+    if (b->batch->opts.commit != TB_SHADOW || count_versions(b) == before)
+        return status;
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    TB_TRY(tb__agent_deliver(b));
+    return status == TB_OK ? TB_OK : tb__fail(status, "%s", why);
 }
 
 /* One event after the other, as far as the client wants to hear of them. */
@@ -233,7 +254,7 @@ static tb_status run_transfer(agent_job *job) {
     b->last = state;
     b->was_send = is_send;
     b->transfers[is_send] = NULL;
-    if (status == TB_OK)
+    if (version && (status == TB_OK || !is_send))
         b->version = version;
     pthread_mutex_unlock(&b->lock);
     if (status == TB_OK)
