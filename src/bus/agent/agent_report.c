@@ -184,8 +184,8 @@ static void add_peers(tb__text *out, const tb_world *world) {
         add_text(out, "label", p->label);
         tb__text_add(out, ",");
         add_text(out, "host", p->host);
-        tb__text_add(out, ",\"transport\":\"%s\",\"alive\":%s,", p->transport->ops->name,
-                     p->is_lost ? "false" : "true");
+        tb__text_add(out, ",\"transport\":\"%s\",\"sent\":%" PRIu64 ",\"received\":%" PRIu64 ",\"alive\":%s,",
+                     p->transport->ops->name, p->moved[1], p->moved[0], p->is_lost ? "false" : "true");
         add_text(out, "why", p->is_lost && p->why ? p->why : "");
         tb__text_add(out, "}");
         comma = ",";
