@@ -28,6 +28,7 @@ typedef struct agent_session {
     tb__agent *agent;
     int socket;
     uint64_t id;
+    char *denial; /* it may not come in, for this reason, and is told so when it greets; NULL: it may */
     bool has_greeted;
     bool is_doomed;      /* what is to be sent is sent, then it is closed */
     bool is_gone;        /* nothing is read or sent any more; the loop buries it ... */
@@ -167,8 +168,9 @@ struct tb__agent {
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
-    int spare; /* a descriptor that is given up to turn somebody away when there are no others */
-    bool is_stopping;
+    int spare;          /* a descriptor that is given up to turn somebody away when there are no others */
+    bool is_stopping;   /* what is under way ends ... */
+    bool is_cut;        /* ... or is ended */
     uint64_t nsessions; /* so far */
     LIST_HEAD(agent_sessions, agent_session) sessions;
     LIST_HEAD(agent_pairs, agent_pair) pairs;
