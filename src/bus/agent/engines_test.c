@@ -191,6 +191,29 @@ static void join_again(void) {
     expect_good(calls, 2);
 }
 
+/* Coming and going again and again, on both sides, leaves no descriptors behind in the agents. */
+static void go_in_circles(void) {
+    static const int who[] = {TRAINER, ENGINE_2};
+    int nfiles[2] = {0};
+    for (int round = 0; round < 6; round++) {
+        call calls[2];
+        for (int i = 0; i < 2; i++) {
+            assert_ok(tb_client_batch_remove_pair(running.parties[who[i]].batch, "ty"));
+            add(who[i], ENGINE_2);
+            calls[i] = (call){.party = &running.parties[who[i]], .what = REGISTER};
+        }
+        run_calls(calls, 2);
+        expect_good(calls, 2);
+        assert_ok(move(10 + (uint32_t)round, (int[]){ENGINE_1, ENGINE_2}, 2, false));
+        for (int i = 0; i < 2; i++) {
+            int now = count_files(running.parties[who[i]].agent.pid);
+            if (round == 1)
+                nfiles[i] = now;
+            assert_true(round < 1 || now <= nfiles[i]);
+        }
+    }
+}
+
 static void test_engines_come_and_go(void **state) {
     (void)state;
     static const int both[] = {ENGINE_1, ENGINE_2};
@@ -212,6 +235,7 @@ static void test_engines_come_and_go(void **state) {
     expect_pair(ENGINE_1, TB_OK, 6);
     expect_pair(ENGINE_2, TB_OK, 1); /* the first that went through this pair */
     expect_patience();
+    go_in_circles();
 }
 
 static int set_up(void **state) {
