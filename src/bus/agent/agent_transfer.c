@@ -384,11 +384,13 @@ void tb__agent_query(agent_job *job) {
     pthread_mutex_lock(&b->lock);
     const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
     bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
+    unsigned seen = 0;
     if (t) {
         tb_transfer_query(t, &state);
-        state.events = seen_by_client(b, is_send, false, &state);
+        seen = seen_by_client(b, is_send, false, &state);
     } else if (!is_busy) {
         state = b->last;
+        seen = state.events;
     }
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version;
@@ -407,7 +409,7 @@ void tb__agent_query(agent_job *job) {
         r->groups_total = tb__some_uint(state.groups_total);
         r->attempt = tb__some_uint(state.attempt);
         r->seconds = tb__some_float(state.seconds);
-        r->reached = name_events(job, state.events);
+        r->reached = name_events(job, seen);
     }
     if (is_asked(asked, TB__STATE_VERSION)) {
         r->version = tb__some_uint(version);

@@ -81,6 +81,16 @@ static void sleep_for(const line *l, bool is_send, tb_event event) {
     check_ok(status);
 }
 
+/* Its own memory is released, but the agent has not been read. */
+static void await_signal(const line *l) {
+    tb_client_status status;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    do {
+        check_ok(tb_client_query(l->batch, &status));
+        check(tb__now_ms() < deadline_ms);
+    } while (!status.transfer_signal);
+}
+
 static void one_by_one(rank *r) {
     line l;
     open_line(r, &l);
@@ -95,6 +105,7 @@ static void one_by_one(rank *r) {
             if (l.is_private) { /* it was read, and nobody has to receive it for that */
                 check_ok(tb_client_wait(l.batch, true, TB_RELEASED, -1));
                 check(events_of(&l) == TB_RELEASED);
+                await_signal(&l);
                 fill(&l, 0);
             } else {
                 check_fails(tb_client_wait(l.batch, true, TB_RELEASED, 1), TB_TIMEOUT, "has not been released");

@@ -295,8 +295,12 @@ static void forget_tensors(tb_client_batch *b, const char *pair) {
 
 tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name, .pair_name = pair};
-    if (has_pair(b, pair))
-        TB_TRY(tb__client_call(b->client, &message, NULL, 0, 0, "removed the pair", NULL));
+    bool is_there = has_pair(b, pair);
+    if (is_there || b->may_be_registered) {
+        tb_status status = tb__client_call(b->client, &message, NULL, 0, 0, "removed the pair", NULL);
+        if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may have it after all */
+            return status;
+    }
     forget_tensors(b, pair);
     return TB_OK;
 }
