@@ -234,20 +234,22 @@ static bool can_unpack(const tb__flow *flow, const parcel *p) {
     return !p->is_unpacked && (p->lane->is_flagged ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
 }
 
-/* One step for a parcel that has come. */
+/* What can be done for a parcel that has come: it goes on to others and to its place, in this order, and is gone when
+ * it is in both. */
 static tb_status take(tb__flow *flow, parcel *p, bool *did) {
-    *did = true;
     if (!p->is_checked) {
-        p->is_checked = true;
+        *did = p->is_checked = true;
         TB_TRY(tb__flow_check_sums(p));
         if (p->ncouriers > 1)
             tb__parcel_announce(p);
-    } else if (can_unpack(flow, p)) {
-        return unpack(flow, p);
-    } else if (p->is_unpacked && p->left == 0) {
+    }
+    if (can_unpack(flow, p)) {
+        *did = true;
+        TB_TRY(unpack(flow, p));
+    }
+    if (p->is_unpacked && p->left == 0) {
+        *did = true;
         tb__parcel_destroy(p);
-    } else {
-        *did = false;
     }
     return TB_OK;
 }
