@@ -366,6 +366,9 @@ typedef struct tb_bucket {
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;
+    /* A BROADCAST that leaves its host: for each target, which rank sends it there. The source sends to one rank
+     * of another host, and that one hands on. NULL: the source sends to all. */
+    const int32_t *via;
 } tb_channel;
 
 /* All that one rank does for one batch. Read only. */
@@ -425,11 +428,14 @@ typedef struct tb_world tb_world;
 
 typedef struct tb_world_opts {
     size_t size;
-    const char *token;     /* must be the same for all who meet in one store; NULL: "" */
-    int timeout_ms;        /* 30000: to join, and for calls below that are given no timeout of their own */
-    const char *transport; /* "auto" (the default), or the only one to use: "self", "shm" */
-    int workers; /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
-    bool manual; /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+    const char *token; /* must be the same for all who meet in one store; NULL: "" */
+    int timeout_ms;    /* 30000: to join, and for calls below that are given no timeout of their own */
+    /* "auto" (the default): for each process the fastest that gets there, shm on the same host and ucx elsewhere; or
+     * the only one to use: "self", "shm", "ucx". */
+    const char *transport;
+    int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
+    bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+    const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
@@ -601,9 +607,10 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
 /* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
- * comes from whom, and, of what is received, how it is written: *direct* (it is read into its place), *copy* (it came
- * in a bucket), *transform* (it is converted), or *in place* (it is there already). Ranks are those of the bus. To be
- * freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+ * comes from whom, by way of whom, and, of what is received, how it is written: *direct* (it is read into its place),
+ * *copy* (it came in a bucket), *transform* (it is converted), or *in place* (it is there already). Ranks are those of
+ * the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles
+ * it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it
