@@ -70,7 +70,7 @@ static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
 static bool has_rdma(void) {
     DIR *dir = opendir("/sys/class/infiniband");
     bool has = false;
-    for (const struct dirent *entry; dir && !has && (entry = readdir(dir));) // NOLINT(concurrency-mt-unsafe)
+    for (const struct dirent *entry; dir && !has && (entry = readdir(dir));)
         has = entry->d_name[0] != '.';
     if (dir)
         closedir(dir);
@@ -81,7 +81,7 @@ static bool has_rdma(void) {
  * other way. TCP's are looked after by the kernel, and only while nothing is on its way: what UCX would send to see
  * whether the peer is there keeps the kernel from finding out that it is not. */
 static void set_keepalive(const ucx *u, ucp_config_t *config) {
-    if (getenv("UCX_KEEPALIVE_INTERVAL")) // NOLINT(concurrency-mt-unsafe)
+    if (getenv("UCX_KEEPALIVE_INTERVAL"))
         return;
     ucs_status_t status = u->call->config_modify(config, "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
     if (status != UCS_OK)
