@@ -237,8 +237,11 @@ static tb_status open_transports(tb__engine *engine, const char *asked) {
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
         bool is_asked = !is_auto && strcmp((*ops)->name, asked) == 0;
         is_known |= is_asked;
-        if (*ops == &tb__self_ops || is_auto || is_asked)
-            TB_TRY(open_transport(engine, (*ops)->name));
+        if (*ops != &tb__self_ops && !is_auto && !is_asked)
+            continue;
+        tb_status status = open_transport(engine, (*ops)->name);
+        if (status != TB_OK && !(status == TB_REFUSED && is_auto))
+            return status;
     }
     return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", asked);
 }

@@ -264,7 +264,8 @@ static const tb_transport *choose_transport(tb__engine *engine, bool is_here, tb
         *address = tb__unpack_bytes(&contact, nbytes);
         for (size_t j = 0; j < engine->ntransports && !contact.failed; j++) {
             const tb_transport *t = &engine->transports[j];
-            bool reaches = t->ops == &tb__self_ops ? is_here : !is_here && is_near;
+            bool reaches =
+                t->ops == &tb__self_ops ? is_here : !is_here && tb__transport_reaches(t, is_near, *address, *nbytes);
             if (reaches && strcmp(name, t->ops->name) == 0)
                 chosen = t;
         }

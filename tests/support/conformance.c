@@ -377,7 +377,14 @@ static void memory_of(endpoints *e, unsigned char *base, size_t n, int fd) {
     e->a.ops->mem_release(e->a.context, remote);
 }
 
+/* Some transports only carry messages. */
+static bool has_memory(const endpoints *e) {
+    return e->a.ops->mem_register != NULL;
+}
+
 static void memory(endpoints *e) {
+    if (!has_memory(e))
+        return;
     size_t n = 3 << 20;
     unsigned char *plain = malloc(n);
     memory_of(e, plain, n, -1);
@@ -460,6 +467,8 @@ static void scattered_of(endpoints *e, unsigned char *base, size_t n, int fd) {
 }
 
 static void scattered(endpoints *e) {
+    if (!has_memory(e))
+        return;
     size_t n = (size_t)RANGES * STRIDE;
     int fd;
     unsigned char *plain = malloc(n), *shared = make_file("conformance", n, &fd);
@@ -486,6 +495,8 @@ static void many_registrations(endpoints *e) {
     static tb_mem *mem[N];
     static tb_remote *remote[N];
     int fd;
+    if (!has_memory(e))
+        return;
     unsigned char *base = make_file("conformance", (size_t)N * SIZE, &fd), got[SIZE];
     tb_piece piece = {got, SIZE};
     size_t before = count_descriptors();
