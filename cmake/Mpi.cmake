@@ -45,10 +45,10 @@ function(tb_mpi name module)
     )
 endfunction()
 
-# tb_mpi_test(transport/mpi/mpi_test [TIMEOUT seconds] [SOURCES file...]): src/transport/mpi/mpi_test.c, run with four
-# ranks of each MPI.
+# tb_mpi_test(transport/mpi/mpi_test [TIMEOUT seconds] [SOURCES file...] [CASES word...]): src/transport/mpi/mpi_test.c,
+# run with four ranks of each MPI, once for each word, which is its argument.
 function(tb_mpi_test name)
-    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES;CASES")
     if(NOT arg_TIMEOUT)
         set(arg_TIMEOUT 120)
     endif()
@@ -58,8 +58,23 @@ function(tb_mpi_test name)
         target_sources(${target} PRIVATE ${arg_SOURCES})
         target_link_libraries(${target} PRIVATE tensorbus_mpi_${mpi}_static PkgConfig::cmocka)
         tb_show_internals(${target})
-        add_test(NAME ${name}_${mpi} COMMAND ${launch_${mpi}} $<TARGET_FILE:${target}>)
-        set_tests_properties(${name}_${mpi} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${mpi_environment}")
+        if(NOT arg_CASES)
+            add_test(NAME ${name}_${mpi} COMMAND ${launch_${mpi}} $<TARGET_FILE:${target}>)
+            set_tests_properties(${name}_${mpi} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${mpi_environment}")
+        endif()
+        foreach(case IN LISTS arg_CASES)
+            set(test ${name}_${mpi}_${case})
+            add_test(NAME ${test} COMMAND ${launch_${mpi}} $<TARGET_FILE:${target}> ${case})
+            set_tests_properties(${test} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${mpi_environment}")
+        endforeach()
+    endforeach()
+endfunction()
+
+# tb_mpi_program(bench bench name), tb_mpi_program(example examples name): bench/name.c, examples/name.c, with each MPI.
+function(tb_mpi_program kind folder name)
+    foreach(mpi IN LISTS found_mpis)
+        tb_program(${kind}_${name}_${mpi} ${folder}/${name}.c ${folder}/${name}_${mpi})
+        target_link_libraries(${kind}_${name}_${mpi} PRIVATE tensorbus_mpi_${mpi}_static)
     endforeach()
 endfunction()
 
