@@ -2,7 +2,8 @@
  *
  * A transport carries bytes between the ranks of a world. The layers above speak to it through wrappers
  * (src/transport/transport.h), which hold the defaults of the optional slots; so a table names only what the transport
- * really does. Adding one takes its folder, a line in src/transport/registry.c and a line in the build.
+ * really does. Adding one takes its folder, a line in src/transport/registry.c and a line in the build; one that lives
+ * in a library of its own is told to the core by tb_transport_register instead.
  *
  * Rules:
  *  - One thread at a time uses an open transport: the world's progress thread. Nothing here blocks, but for `open` and
@@ -99,7 +100,8 @@ typedef struct tb_transport_ops {
     const char *name;
     unsigned caps;
 
-    /* Opens an endpoint of this rank. */
+    /* Opens an endpoint of this rank. TB_REFUSED: it is not for this world, which goes without it unless it was asked
+     * for by name. */
     tb_status (*open)(const tb_transport_env *env, void **context);
     /* Completes what is under way with TB_CANCELLED, and forgets all memory. Never fails. */
     void (*close)(void *context);
@@ -112,8 +114,7 @@ typedef struct tb_transport_ops {
     /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 
-    /* A transport that offers none of READ, WRITE and MAP refuses to register and to import memory, and needs none of
-     * the other slots of memory. */
+    /* (optional, all of mem_...; default: TB_REFUSED) Without them no peer reaches this rank's memory. */
     tb_status (*mem_register)(void *context, const tb_mem_desc *desc, tb_mem **out);
     /* Every later access by a peer fails, by name. The caller sees to it that none is under way. */
     void (*mem_unregister)(void *context, tb_mem *mem);
@@ -146,6 +147,11 @@ typedef struct tb_transport_ops {
     /* Readable when progress has something to do. To be waited for after a progress that did. */
     int (*fd)(void *context);
 } tb_transport_ops;
+
+/* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,
+ * before those that go over the network, because whoever brings one means it to be used. The same one again is no
+ * error; TB_CONFLICT if another has its name. Worlds that are there already do without. Any thread. */
+TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
 
 /* An open transport. */
 typedef struct tb_transport {

@@ -11,8 +11,9 @@
  * failure was; its value is `status`. */
 #define tb__fail_within(status, ...) (tb__prefix_detail(__VA_ARGS__), (status))
 
-void tb__set_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-void tb__prefix_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* TB_API here and in other headers of this folder: for the libraries that are built beside this one. */
+TB_API void tb__set_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+TB_API void tb__prefix_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #define TB_TRY(expr)                                                                                                   \
     do {                                                                                                               \

@@ -22,9 +22,9 @@ typedef struct tb__index {
     size_t nslots, count; /* nslots is a power of two */
 } tb__index;
 
-bool tb__index_add(tb__index *index, uint64_t hash, size_t position); /* false: no memory */
-size_t tb__index_next(const tb__index *index, uint64_t hash, size_t *probe);
-void tb__index_fini(tb__index *index);
+TB_API bool tb__index_add(tb__index *index, uint64_t hash, size_t position); /* false: no memory */
+TB_API size_t tb__index_next(const tb__index *index, uint64_t hash, size_t *probe);
+TB_API void tb__index_fini(tb__index *index);
 
 /* Mixes a value into a hash. */
 static inline uint64_t tb__hash(uint64_t hash, uint64_t value) {

@@ -4,6 +4,6 @@
 
 #include "tensorbus/tensorbus.h"
 
-void tb__log(tb_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+TB_API void tb__log(tb_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #endif

@@ -8,10 +8,10 @@
 #include <stdlib.h>
 
 /* Like calloc, malloc and realloc of count*size bytes; NULL, with the sentence set, if that overflows or fails. */
-void *tb__calloc(size_t count, size_t size);
-void *tb__malloc(size_t count, size_t size);
-void *tb__realloc(void *ptr, size_t count, size_t size);
-char *tb__strdup(const char *string);
+TB_API void *tb__calloc(size_t count, size_t size);
+TB_API void *tb__malloc(size_t count, size_t size);
+TB_API void *tb__realloc(void *ptr, size_t count, size_t size);
+TB_API char *tb__strdup(const char *string);
 
 /* Tests: the allocation after `n` more on this thread fails, and those after it; negative: none. */
 void tb__mem_fail_after(long n);
@@ -37,6 +37,6 @@ void tb__arena_fini(tb__arena *arena);
     (((v)->item && (v)->count + (more) <= (v)->capacity) ||                                                            \
      tb__vec_grow((void **)&(v)->item, &(v)->capacity, (v)->count + (more), sizeof *(v)->item))
 
-bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size);
+TB_API bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size);
 
 #endif

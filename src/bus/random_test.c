@@ -1,10 +1,8 @@
-/* Random batches between real processes. A pool of workers goes through the same cases, each of which follows from its
- * seed, so that nothing has to be said between them; each fills its sources, and knows every byte that must be in its
- * memory afterwards. The first process only watches. */
+/* Random batches between real processes, which meet in a store. The first process only watches. */
 #include "tensorbus/tensorbus.h"
 
-#include "../tests/support/numbers.h"
-#include "../tests/support/random_batch.h"
+#include "../tests/support/random_case.h"
+#include "../tests/support/random_worker.h"
 
 #include <inttypes.h>
 #include <setjmp.h>
@@ -28,11 +26,7 @@ enum { USUAL_CASES = 150 };
 enum { USUAL_CASES = 500 };
 #endif
 
-enum { NWORKERS = 8, CASES_PER_WORLD = 125, GUARD = 192, NPASSES = 3 };
-/* Long enough for any machine; only a hang takes it. */
-enum { PATIENCE_MS = 60000, WATCH_MS = 90000 };
-
-static const char *const group_names[2] = {"src", "dst"};
+enum { NWORKERS = 8, WATCH_MS = 90000 };
 
 /* What the processes share. */
 typedef struct board {
@@ -47,497 +41,64 @@ typedef struct board {
 
 static board *shared;
 
-/* ---- In a worker ----------------------------------------------------------------------------------------------- */
-
-/* Memory with guards around what tensors use, and what must be in it. */
-typedef struct block {
-    char *memory, *image;
-    size_t nbytes;
-    bool is_bus; /* of tb_alloc */
-    bool has[2]; /* tensors of each side */
-} block;
-
-/* One tensor on one side, at this process. */
-typedef struct part {
-    holding h;
-    int64_t strides[TB_MAX_DIMS];
-    bool is_contiguous;
-    size_t nbytes, origin; /* that it spans, and where its first element is in that */
-    block *block;
-    size_t offset; /* of the span in the block */
-    bool is_null;
-} part;
-
-typedef struct worker {
-    int number;
-    const char *url;
-    uint64_t case_seed;
-    rng own, common; /* of this process's choices, and of those that all make alike */
-    uint32_t nbarriers;
-    tb_world *world;
-    int32_t nseats[2], seat[2]; /* -1: not in the group */
-    int first;                  /* the group it joined with */
-    random_batch b;
-    part parts[2][BATCH_MAX_TENSORS];
-    block blocks[2 * BATCH_MAX_TENSORS];
-    size_t nblocks;
-    bool may_alias, is_aliased; /* sources and targets share memory: somewhere, here */
-    tb_batch_opts opts;
-    bool has_window;
-    tb_pair *pair[2];
-    tb_batch *batch;
-} worker;
-
-static void at(worker *w, const char *step) {
-    atomic_store(&shared->worker[w->number].step, step);
-    atomic_fetch_add(&shared->worker[w->number].steps, 1);
-}
-
-static void broken(const worker *w, const char *format, ...) __attribute__((format(printf, 2, 3), noreturn));
-
-static void broken(const worker *w, const char *format, ...) {
-    if (!atomic_exchange(&shared->is_over, true)) {
-        va_list args;
-        va_start(args, format);
-        fprintf(stderr, "worker %d (src %" PRId32 ", dst %" PRId32 "), %s: ", w->number, w->seat[0], w->seat[1],
-                atomic_load(&shared->worker[w->number].step));
-        vfprintf(stderr, format, args);
-        fprintf(stderr, "\nTB_SEED=%" PRIu64 " TB_CASES=1 repeats this case\n", w->case_seed);
-        va_end(args);
-        const tb_batch_opts *o = &w->opts;
-        fprintf(stderr,
-                "here: bucket_size %" PRId64 ", staging_bytes %" PRId64 ", max_in_flight %" PRIu32
-                ", group_window %" PRIu32 "%s%s%s%s%s\n",
-                o->bucket_size, o->staging_bytes, o->max_in_flight, o->group_window, o->staged ? ", staged" : "",
-                o->snapshot ? ", snapshot" : "", o->commit == TB_SHADOW ? ", shadow" : "",
-                o->checksum ? ", checksums" : "", w->is_aliased ? ", source and target share memory" : "");
-        random_batch_print(&w->b);
-    }
-    _exit(1);
-}
-
-static void must(const worker *w, tb_status status) {
-    if (status != TB_OK)
-        broken(w, "%s: %s", tb_status_string(status), tb_error_detail());
-}
-
 static int64_t now_ms(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
-static void barrier(worker *w) {
-    uint32_t wanted = ++w->nbarriers * NWORKERS;
-    int64_t deadline_ms = now_ms() + PATIENCE_MS;
+/* ---- In a worker ----------------------------------------------------------------------------------------------- */
+
+static int number;
+static const char *store_url;
+
+static void at(uint64_t seed, const char *step) {
+    atomic_store(&shared->worker[number].seed, seed);
+    atomic_store(&shared->worker[number].step, step);
+    atomic_fetch_add(&shared->worker[number].steps, 1);
+}
+
+static bool is_first_to_fail(void) {
+    return !atomic_exchange(&shared->is_over, true);
+}
+
+static _Noreturn void give_up(void) {
+    _exit(1);
+}
+
+static void barrier(void) {
+    static uint32_t nbarriers;
+    uint32_t wanted = ++nbarriers * NWORKERS;
+    int64_t deadline_ms = now_ms() + RANDOM_PATIENCE_MS;
     atomic_fetch_add(&shared->arrived, 1);
     while (atomic_load(&shared->arrived) < wanted) {
-        if (now_ms() > deadline_ms)
-            broken(w, "the others do not come");
+        if (now_ms() > deadline_ms) {
+            if (is_first_to_fail())
+                fprintf(stderr, "worker %d: the others do not come\n", number);
+            give_up();
+        }
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     }
 }
 
-/* ---- Memory ---------------------------------------------------------------------------------------------------- */
-
-/* Row-major, or dims in another order, with gaps, or backwards. */
-static void choose_strides(worker *w, part *p, size_t itemsize) {
-    int order[TB_MAX_DIMS], ndim = p->h.shape.ndim;
-    int64_t stride = 1, back = 0;
-    p->is_contiguous = rng_range(&w->own, 0, 1);
-    bool is_permuted = !p->is_contiguous && rng_range(&w->own, 0, 1);
-    for (int d = 0; d < ndim; d++)
-        order[d] = d;
-    for (int d = ndim - 1; d > 0 && is_permuted; d--) {
-        int other = (int)rng_range(&w->own, 0, d), swap = order[d];
-        order[d] = order[other];
-        order[other] = swap;
-    }
-    for (int d = ndim - 1; d >= 0; d--) {
-        int64_t length = p->h.shape.dim[order[d]];
-        bool is_backwards = !p->is_contiguous && length > 0 && rng_range(&w->own, 0, 5) == 0;
-        p->strides[order[d]] = is_backwards ? -stride : stride;
-        back += is_backwards ? (length - 1) * stride : 0;
-        stride *= length + (p->is_contiguous ? 0 : rng_range(&w->own, 0, 2));
-    }
-    p->nbytes = p->h.count ? (size_t)stride * itemsize : 0;
-    p->origin = p->h.count ? (size_t)back * itemsize : 0;
-}
-
-static block *new_block(worker *w) {
-    block *b = &w->blocks[w->nblocks++];
-    *b = (block){.nbytes = GUARD};
-    return b;
-}
-
-static void put(worker *w, part *p, block *b, size_t *offset, bool is_target) {
-    p->block = b;
-    p->offset = *offset;
-    p->is_null = p->nbytes == 0 && rng_range(&w->own, 0, 1);
-    *offset += (p->nbytes + 7) / 8 * 8 + 8 * (size_t)rng_range(&w->own, 0, 3);
-    b->nbytes = *offset + GUARD > b->nbytes ? *offset + GUARD : b->nbytes;
-    b->has[is_target] = true;
-}
-
-/* Where each side's tensors are: each in memory of its own, all in one, or those of both sides in one. */
-static void place_parts(worker *w) {
-    bool is_shared[2] = {rng_range(&w->own, 0, 2) == 0, rng_range(&w->own, 0, 2) == 0};
-    w->may_alias = rng_range(&w->common, 0, 1);
-    w->is_aliased = w->may_alias && w->seat[0] >= 0 && w->seat[1] >= 0 && rng_range(&w->own, 0, 1);
-    block *common = NULL;
-    for (int s = 0; s < 2; s++) {
-        size_t offset = GUARD;
-        if (w->is_aliased && common) /* anywhere beside, or across, what is there */
-            offset += 8 * (size_t)rng_range(&w->own, 0, (int64_t)(common->nbytes - GUARD) / 8);
-        else
-            common = NULL;
-        for (int i = 0; w->seat[s] >= 0 && i < w->b.ntensors; i++) {
-            part *p = &w->parts[s][i];
-            *p = (part){0};
-            holding_make(&w->b.tensor[i], s, w->seat[s], &p->h);
-            choose_strides(w, p, number_size(w->b.tensor[i].dtype[s]));
-            if (!common || !(is_shared[s] || w->is_aliased)) {
-                common = new_block(w);
-                offset = GUARD + 8 * (size_t)rng_range(&w->own, 0, 3);
-            }
-            put(w, p, common, &offset, s);
-        }
-    }
-    for (size_t i = 0; i < w->nblocks; i++) {
-        block *b = &w->blocks[i];
-        b->is_bus = rng_range(&w->own, 0, 1);
-        b->image = malloc(b->nbytes);
-        if (b->is_bus)
-            must(w, tb_alloc(b->nbytes, (void **)&b->memory));
-        else
-            b->memory = malloc(b->nbytes);
-        if (!b->image || !b->memory)
-            broken(w, "no memory");
-    }
-}
-
-static void remove_parts(worker *w) {
-    for (int s = 0; s < 2; s++) {
-        for (int i = 0; i < w->b.ntensors; i++)
-            holding_fini(&w->parts[s][i].h);
-    }
-    for (size_t i = 0; i < w->nblocks; i++) {
-        free(w->blocks[i].image);
-        if (w->blocks[i].is_bus)
-            tb_free(w->blocks[i].memory);
-        else
-            free(w->blocks[i].memory);
-    }
-    w->nblocks = 0;
-}
-
-/* Where element i of the part is in its block, in bytes. */
-static size_t offset_of(const part *p, size_t itemsize, int64_t i) {
-    int64_t offset = 0;
-    for (int d = p->h.shape.ndim - 1; d >= 0; d--) {
-        offset += i % p->h.shape.dim[d] * p->strides[d];
-        i /= p->h.shape.dim[d];
-    }
-    return p->offset + p->origin + (size_t)(offset * (int64_t)itemsize);
-}
-
-/* Everything is poisoned but the sources. */
-static void fill(worker *w, int from, int version) {
-    for (size_t i = 0; i < w->nblocks; i++)
-        memset(w->blocks[i].memory, 0xA5 + version, w->blocks[i].nbytes);
-    for (int i = 0; w->seat[from] >= 0 && i < w->b.ntensors; i++) {
-        const part *p = &w->parts[from][i];
-        tb_dtype dtype = w->b.tensor[i].dtype[from];
-        for (int64_t e = 0; e < p->h.count; e++)
-            number_store(dtype, p->block->memory + offset_of(p, number_size(dtype), e),
-                         batch_value(&w->b, i, from, version, p->h.element[e], p->h.share));
-    }
-    for (size_t i = 0; i < w->nblocks; i++)
-        memcpy(w->blocks[i].image, w->blocks[i].memory, w->blocks[i].nbytes);
-}
-
-static void expect(worker *w, int from, int version) {
-    for (int i = 0; w->seat[!from] >= 0 && i < w->b.ntensors; i++) {
-        const part *p = &w->parts[!from][i];
-        tb_dtype dtype = w->b.tensor[i].dtype[!from];
-        for (int64_t e = 0; e < p->h.count; e++)
-            number_store(dtype, p->block->image + offset_of(p, number_size(dtype), e),
-                         p->h.gets_zeros ? 0 : batch_arrival(&w->b, i, from, version, p->h.element[e]));
-    }
-}
-
-static void check_elements(const worker *w, int s) {
-    for (int i = 0; w->seat[s] >= 0 && i < w->b.ntensors; i++) {
-        const part *p = &w->parts[s][i];
-        tb_dtype dtype = w->b.tensor[i].dtype[s];
-        for (int64_t e = 0; e < p->h.count; e++) {
-            size_t offset = offset_of(p, number_size(dtype), e);
-            uint64_t got = number_load(dtype, p->block->memory + offset);
-            uint64_t wanted = number_load(dtype, p->block->image + offset);
-            if (got != wanted)
-                broken(w, "%s tensor t%d, local element %" PRId64 " (%" PRId64 " of all): %" PRIx64 ", not %" PRIx64,
-                       group_names[s], i, e, p->h.element[e], got, wanted);
-        }
-    }
-}
-
-static void check_block(const worker *w, const block *b) {
-    if (memcmp(b->memory, b->image, b->nbytes) == 0)
-        return;
-    check_elements(w, 0);
-    check_elements(w, 1);
-    for (size_t i = 0; i < b->nbytes; i++) {
-        if (b->memory[i] != b->image[i])
-            broken(w, "byte %zu of %zu in block %td, which is no tensor's, was written", i, b->nbytes, b - w->blocks);
-    }
-}
-
-/* ---- Transfers ------------------------------------------------------------------------------------------------- */
-
-static tb_transfer *begin(worker *w, bool is_send, int from) {
-    int as = is_send ? from : !from, usual = is_send ? w->first : !w->first;
-    tb_transfer_opts opts = {.size = sizeof opts};
-    tb_transfer *t = NULL;
-    if (w->seat[0] >= 0 && w->seat[1] >= 0 && (as != usual || rng_range(&w->own, 0, 1)))
-        opts.group = group_names[as];
-    must(w, (is_send ? tb_send : tb_recv)(w->batch, &opts, &t));
-    return t;
-}
-
-/* Sources may change as soon as they are released. */
-static void end_send(worker *w, tb_transfer *t, int from) {
-    must(w, tb_wait(t, TB_RELEASED, -1));
-    for (size_t i = 0; i < w->nblocks; i++) {
-        const block *b = &w->blocks[i];
-        if (b->has[!from])
-            continue;
-        check_block(w, b);
-        memset(b->memory, 0x3C, b->nbytes);
-        memset(b->image, 0x3C, b->nbytes);
-    }
-    must(w, tb_wait(t, TB_COMMITTED, -1));
-}
-
-static void end_receive(worker *w, tb_transfer *t, int from, int version) {
-    for (uint32_t group = 0; w->has_window && group < 20; group += 7)
-        must(w, tb_wait_group(t, group, PATIENCE_MS));
-    must(w, tb_wait(t, TB_ARRIVED, -1));
-    must(w, tb_wait(t, TB_COMMITTED, -1));
-    /* Its sources may have been scribbled over; else they are as they were. */
-    expect(w, from, version);
-    for (size_t i = 0; i < w->nblocks; i++) {
-        if (w->blocks[i].has[!from])
-            check_block(w, &w->blocks[i]);
-    }
-}
-
-static void end_refused(worker *w, tb_transfer *t, tb_status wanted) {
-    tb_status status = t ? tb_wait(t, TB_COMMITTED, -1) : wanted;
-    if (status != wanted)
-        broken(w, "%s instead of %s%s%s", tb_status_string(status), tb_status_string(wanted), status ? ": " : "",
-               status ? tb_error_detail() : "");
-}
-
-static void transfer(worker *w, int from, int version, tb_status outcome) {
-    tb_transfer *sends = NULL, *receives = NULL;
-    bool receives_first = rng_range(&w->own, 0, 1);
-    fill(w, from, version);
-    at(w, from ? "begins to move from dst to src" : "begins to move from src to dst");
-    if (w->seat[!from] >= 0 && receives_first)
-        receives = begin(w, false, from);
-    if (w->seat[from] >= 0)
-        sends = begin(w, true, from);
-    if (w->seat[!from] >= 0 && !receives_first)
-        receives = begin(w, false, from);
-    at(w, from ? "moves from dst to src" : "moves from src to dst");
-    if (outcome == TB_OK) {
-        /* Groups must be taken for others to go on. */
-        bool waits_for_send_first = !w->has_window && !w->is_aliased && rng_range(&w->own, 0, 1);
-        if (sends && waits_for_send_first)
-            end_send(w, sends, from);
-        if (receives)
-            end_receive(w, receives, from, version);
-        if (sends && !waits_for_send_first)
-            end_send(w, sends, from);
-    } else {
-        end_refused(w, sends, outcome);
-        end_refused(w, receives, outcome);
-        for (size_t i = 0; i < w->nblocks; i++) {
-            if (!w->blocks[i].has[!from])
-                check_block(w, &w->blocks[i]);
-        }
-    }
-    tb_transfer_destroy(sends);
-    tb_transfer_destroy(receives);
-}
-
-/* ---- Cases ----------------------------------------------------------------------------------------------------- */
-
-static char *text_of(const worker *w, const side *s) {
-    tb_layout *layout;
-    char *text;
-    must(w, side_layout(s, &layout));
-    must(w, tb_layout_format(layout, &text));
-    tb_layout_destroy(layout);
-    return text;
-}
-
-static void make_pairs(worker *w) {
-    char name[32];
-    snprintf(name, sizeof name, "pair %" PRIu64, w->case_seed);
-    int first = (int)rng_range(&w->own, 0, 1);
-    at(w, "makes the pair");
-    for (int i = 0; i < 2; i++) {
-        int s = i ? !first : first;
-        if (w->seat[s] < 0)
-            continue;
-        char *layout = text_of(w, &w->b.tensor[0].sides[s]);
-        tb_pair_opts opts = {.size = sizeof opts, .group = group_names[s]};
-        opts.no_wait = (i == 0 && w->seat[!s] >= 0) || rng_range(&w->own, 0, 3) == 0;
-        must(w, tb_pair_create(w->world, name, group_names[!s], layout, &opts, &w->pair[s]));
-        free(layout);
-    }
-}
-
-static void add_tensors(worker *w) {
-    int first = (int)rng_range(&w->own, 0, w->b.ntensors - 1);
-    for (int n = 0; n < 2 * w->b.ntensors; n++) {
-        int i = (first + n / 2) % w->b.ntensors, s = n % 2;
-        if (w->seat[s] < 0)
-            continue;
-        const batch_tensor *from = &w->b.tensor[i];
-        const part *p = &w->parts[s][i];
-        tb_tensor t = {.dtype = from->dtype[s],
-                       .ndim = from->shape.ndim,
-                       .strides = p->is_contiguous ? NULL : p->strides,
-                       .wire_dtype = from->wire[s],
-                       .group = from->group[s]};
-        char name[16], *layout = from->takes_pair_layout[s] ? NULL : text_of(w, &from->sides[s]);
-        memcpy(t.shape, from->shape.dim, sizeof t.shape);
-        t.layout = layout;
-        t.data = p->is_null ? NULL : p->block->memory + p->offset + p->origin;
-        snprintf(name, sizeof name, "t%d", i);
-        must(w, tb_batch_add(w->batch, w->pair[s], name, &t));
-        free(layout);
-    }
-}
-
-/* A batch, and a few transfers of it. How data goes differs from pass to pass; what arrives does not. */
-static void run_pass(worker *w, int pass) {
-    static const int64_t bucket_sizes[] = {0, 1, 1000};
-    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = bucket_sizes[rng_range(&w->common, 0, 2)]};
-    w->has_window = rng_range(&w->common, 0, 2) == 0;
-    /* What is overwritten is put aside, which takes as much memory as it has. */
-    if (rng_range(&w->own, 0, 1) && !(w->may_alias && w->b.is_large))
-        opts.staging_bytes = rng_range(&w->own, w->b.is_large ? 256 << 10 : 64 << 10, 1 << 20);
-    opts.max_in_flight = (uint32_t)rng_range(&w->own, 0, 3);
-    opts.group_window = w->has_window ? (uint32_t)rng_range(&w->own, 0, 2) : 0;
-    opts.staged = pass == 2 ? rng_range(&w->own, 0, 1) : pass;
-    opts.snapshot = rng_range(&w->own, 0, 3) == 0;
-    opts.commit = rng_range(&w->common, 0, 2) == 0 ? TB_SHADOW : TB_IN_PLACE;
-    opts.checksum = rng_range(&w->own, 0, 3 * NWORKERS) == 0;
-    w->opts = opts;
-    at(w, "makes the batch");
-    must(w, tb_batch_create(w->world, "batch", &opts, &w->batch));
-    add_tensors(w);
-    bool is_dead[2] = {false, false}; /* a direction that was refused */
-    int ntransfers = w->b.is_large ? 1 : (int)rng_range(&w->common, 1, 3);
-    for (int i = 0; i < ntransfers; i++) {
-        int from = i > 0 && rng_range(&w->common, 0, 1);
-        tb_status outcome = random_batch_outcome(&w->b, from);
-        if (!is_dead[from])
-            transfer(w, from, i, outcome);
-        is_dead[from] = outcome != TB_OK;
-    }
-    at(w, "is done with the batch");
-    if (is_dead[0] || is_dead[1])
-        barrier(w); /* whoever leaves early is an error of its own */
-}
-
-static void run_case(worker *w, uint64_t seed) {
-    w->case_seed = seed;
-    atomic_store(&shared->worker[w->number].seed, seed);
-    at(w, "makes the case");
-    random_batch_make(&w->b, seed, w->nseats);
-    w->common = (rng){seed ^ 0xC0};
-    w->own = (rng){seed * NWORKERS * 2 + (uint64_t)w->number};
-    place_parts(w);
-    make_pairs(w);
-    int npasses = rng_range(&w->common, 0, 2) || w->b.is_large ? 2 : NPASSES;
-    for (int pass = 0; pass < npasses; pass++) {
-        run_pass(w, pass);
-        bool pair_goes_first = pass == npasses - 1 && rng_range(&w->own, 0, 1);
-        for (int s = 0; s < 2 && pair_goes_first; s++) {
-            tb_pair_destroy(w->pair[s]);
-            w->pair[s] = NULL;
-        }
-        tb_batch_destroy(w->batch);
-    }
-    at(w, "is done with the case");
-    for (int s = 0; s < 2; s++) {
-        tb_pair_destroy(w->pair[s]);
-        w->pair[s] = NULL;
-    }
-    remove_parts(w);
-}
-
-/* Who sits where: each process in one of the groups or in both, on any seat. */
-static void join(worker *w, uint64_t number) {
-    rng r = {number};
-    int32_t nobody = -1;
-    int order[NWORKERS], shift[2];
-    w->nseats[0] = w->nseats[1] = 0;
-    w->seat[0] = w->seat[1] = nobody;
-    for (int i = 0; i < NWORKERS; i++) {
-        int64_t where = rng_range(&r, 0, 3); /* both: half of them */
-        order[i] = (int)rng_range(&r, 0, 1);
-        bool is_in[2] = {where != 1 || i == 0, where != 0 || i == NWORKERS - 1};
-        for (int s = 0; s < 2; s++) {
-            if (is_in[s] && i == w->number)
-                w->seat[s] = w->nseats[s];
-            w->nseats[s] += is_in[s];
-        }
-    }
-    for (int s = 0; s < 2; s++) {
-        shift[s] = (int)rng_range(&r, 0, w->nseats[s] - 1);
-        if (w->seat[s] >= 0)
-            w->seat[s] = (w->seat[s] + shift[s]) % w->nseats[s];
-    }
-    w->first = w->seat[order[w->number]] >= 0 ? order[w->number] : !order[w->number];
-    at(w, "joins");
-    /* Half of the worlds are on several hosts, as far as anybody can tell. */
-    char host[8];
-    int64_t nhosts = rng_range(&r, -2, 4);
-    for (int i = 0; i <= w->number; i++)
-        snprintf(host, sizeof host, "h%d", (int)rng_range(&r, 1, nhosts < 1 ? 1 : nhosts));
+static tb_status join(const char *group, int32_t seat, int32_t nseats, const char *host, tb_world **out) {
     const char *transport = getenv("TB_TRANSPORT");
     tb_world_opts opts = {.size = sizeof opts,
-                          .timeout_ms = PATIENCE_MS,
+                          .timeout_ms = RANDOM_PATIENCE_MS,
                           .transport = transport ? transport : "shm",
-                          .host = nhosts > 1 ? host : NULL};
-    must(w, tb_world_join(w->url, group_names[w->first], w->seat[w->first], w->nseats[w->first], &opts, &w->world));
-    if (w->seat[!w->first] >= 0)
-        must(w, tb_world_enter(w->world, group_names[!w->first], w->seat[!w->first], w->nseats[!w->first]));
+                          .host = host};
+    return tb_world_join(store_url, group, seat, nseats, &opts, out);
 }
 
-static void work(int number, const char *url, uint64_t seed, int64_t ncases) {
-    static worker w;
-    w.number = number;
-    w.url = url;
-    for (int64_t i = 0; i < ncases; i++) {
-        uint64_t this = seed + (uint64_t)i;
-        w.case_seed = this;
-        if (!w.world)
-            join(&w, this / CASES_PER_WORLD); /* so that a case alone finds the world it failed in */
-        run_case(&w, this);
-        if (i == ncases - 1 || (this + 1) % CASES_PER_WORLD == 0) {
-            at(&w, "leaves");
-            barrier(&w); /* whoever serves the store takes it along */
-            tb_world_destroy(w.world);
-            w.world = NULL;
-            barrier(&w);
-        }
-    }
+static void work(uint64_t seed, int64_t ncases) {
+    random_pool pool = {.number = number,
+                        .nworkers = NWORKERS,
+                        .barrier = barrier,
+                        .join = join,
+                        .at = at,
+                        .is_first_to_fail = is_first_to_fail,
+                        .give_up = give_up};
+    random_work(&pool, seed, ncases);
 }
 
 /* ---- In the first process -------------------------------------------------------------------------------------- */
@@ -611,7 +172,9 @@ static void random_batches_between_processes(void **state) {
         assert_true(pids[i] >= 0);
         if (pids[i] == 0) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
-            work(i, url, seed, ncases);
+            number = i;
+            store_url = url;
+            work(seed, ncases);
             exit(0); /* not _exit: leaks are looked for */
         }
     }

@@ -162,7 +162,14 @@ void tb__world_unref(tb_world *world) {
     free(world->rounds.item);
     tb__plans_fini(&world->plans);
     tb_plan_cache_destroy(world->cache);
+    if (world->at_end)
+        world->at_end(world->at_end_arg);
     free(world);
+}
+
+void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg) {
+    world->at_end = at_end;
+    world->at_end_arg = arg;
 }
 
 int32_t tb_world_rank(const tb_world *world) {

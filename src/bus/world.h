@@ -59,7 +59,12 @@ struct tb_world {
     rounds; /* see pair.c */
     tb__assembly *assemblies;
     TB_VEC(tb__early) early;
+    void (*at_end)(void *arg); /* last of all; NULL: nothing */
+    void *at_end_arg;
 };
+
+/* What to do when the world has ended, in whichever thread that is. To be called before anybody else has the world. */
+TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
 
 /* Whoever is made in a world keeps it; the last one ends it. Without the lock. */
 void tb__world_ref(tb_world *world);

@@ -110,8 +110,7 @@ static tb_remote *import(member *m, const void *bytes, size_t nbytes) {
     if (nbytes == 0 || nbytes > sizeof key.bytes)
         return NULL;
     memcpy(key.bytes, bytes, nbytes);
-    const tb_transport *t = m->peer->transport;
-    return t->ops->mem_import(t->context, m->peer->wire, &key, &remote) == TB_OK ? remote : NULL;
+    return tb__transport_import(m->peer->transport, m->peer->wire, &key, &remote) == TB_OK ? remote : NULL;
 }
 
 /* Whether the tensor's memory can be had without the feeder's help. One byte tells. */

@@ -71,7 +71,7 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out)
             desc.fd = file.fd;
             desc.offset = (size_t)(region->base - (char *)file.base);
         }
-        TB_TRY(t->ops->mem_register(t->context, &desc, &region->mem[i]));
+        TB_TRY(tb__transport_register(t, &desc, &region->mem[i]));
     }
     return t->ops->mem_export(t->context, region->mem[i], peer->wire, out);
 }

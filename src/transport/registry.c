@@ -2,9 +2,45 @@
 #include "transport/transport.h"
 
 #include <inttypes.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 
-const tb_transport_ops *const tb__transports[] = {&tb__self_ops, &tb__shm_ops, &tb__ucx_ops, NULL};
+static const tb_transport_ops *const built_in[] = {&tb__self_ops, &tb__shm_ops, &tb__ucx_ops, NULL};
+
+const tb_transport_ops *const *_Atomic tb__transports = built_in;
+
+/* A new table, for somebody may be reading the old one; the few that there can be are kept. */
+static tb_status add_transport(const tb_transport_ops *ops) {
+    const tb_transport_ops *const *old = tb__transports;
+    size_t n = 0, at = 0;
+    for (; old[n]; n++) {
+        if (old[n] == ops)
+            return TB_OK;
+        if (strcmp(old[n]->name, ops->name) == 0)
+            return tb__fail(TB_CONFLICT, "there is another transport '%.40s'", ops->name);
+        if (old[n] == &tb__shm_ops)
+            at = n + 1;
+    }
+    const tb_transport_ops **table = tb__malloc(n + 2, sizeof *table);
+    if (!table)
+        return TB_NO_MEMORY;
+    memcpy(table, old, at * sizeof *table);
+    table[at] = ops;
+    memcpy(table + at + 1, old + at, (n + 1 - at) * sizeof *table);
+    tb__transports = table;
+    return TB_OK;
+}
+
+tb_status tb_transport_register(const tb_transport_ops *ops) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    if (!ops || !ops->name || !ops->open)
+        return tb__fail(TB_INVALID, "a transport needs a name, and functions");
+    pthread_mutex_lock(&lock);
+    tb_status status = add_transport(ops);
+    pthread_mutex_unlock(&lock);
+    return status;
+}
 
 tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out) {
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
@@ -26,6 +62,18 @@ void tb__transport_close(tb_transport *transport) {
 
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes) {
     return t->ops->reaches ? t->ops->reaches(t->context, address, nbytes) : true;
+}
+
+tb_status tb__transport_register(const tb_transport *t, const tb_mem_desc *desc, tb_mem **out) {
+    if (!t->ops->mem_register)
+        return tb__fail(TB_REFUSED, "transport %s does not make memory reachable", t->ops->name);
+    return t->ops->mem_register(t->context, desc, out);
+}
+
+tb_status tb__transport_import(const tb_transport *t, int32_t peer, const tb_mem_key *key, tb_remote **out) {
+    if (!t->ops->mem_import)
+        return tb__fail(TB_REFUSED, "transport %s does not reach a peer's memory", t->ops->name);
+    return t->ops->mem_import(t->context, peer, key, out);
 }
 
 void *tb__transport_map(const tb_transport *t, tb_remote *remote) {

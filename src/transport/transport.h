@@ -6,8 +6,9 @@
 #include "base/mem.h"
 #include "tensorbus/transport.h"
 
-/* All transports of this build, in order of preference; ends with NULL. */
-extern const tb_transport_ops *const tb__transports[];
+/* All transports of this build, and those that were registered, in order of preference; ends with NULL. A table that
+ * was looked at stays as it is. */
+extern const tb_transport_ops *const *_Atomic tb__transports;
 
 tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out);
 void tb__transport_close(tb_transport *transport);
@@ -16,6 +17,8 @@ void tb__transport_close(tb_transport *transport);
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
+tb_status tb__transport_register(const tb_transport *t, const tb_mem_desc *desc, tb_mem **out);
+tb_status tb__transport_import(const tb_transport *t, int32_t peer, const tb_mem_key *key, tb_remote **out);
 void *tb__transport_map(const tb_transport *t, tb_remote *remote);
 bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote);
 tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
@@ -23,12 +26,13 @@ tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_
 tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
                               const tb_piece *pieces, size_t npieces);
 
-/* Bytes in all pieces. */
-size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
+/* Bytes in all pieces. (Exported, like all that is marked TB_API in these headers, for the libraries beside this one.)
+ */
+TB_API size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
 
 /* Copies between pieces and contiguous memory, beginning `skip` bytes into the pieces. */
-void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes);
-void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes);
+TB_API void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes);
+TB_API void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes);
 
 /* Copies from pieces to pieces; both hold at least nbytes. */
 void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes);

@@ -384,16 +384,16 @@ static void memory_of(endpoints *e, unsigned char *base, size_t n, int fd) {
     e->a.ops->mem_release(e->a.context, remote);
 }
 
-/* A transport that lets nobody reach memory says so. */
-static bool offers_memory(endpoints *e) {
+/* Some transports only carry messages, and say so. */
+static bool offers_memory(const endpoints *e) {
     unsigned char byte = 0;
     tb_mem_desc desc = {.base = &byte, .nbytes = 1, .fd = -1};
     tb_mem *mem;
     tb_remote *remote;
     if (e->a.ops->caps & (TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP))
         return true;
-    assert_int_equal(e->b.ops->mem_register(e->b.context, &desc, &mem), TB_REFUSED);
-    assert_int_equal(e->a.ops->mem_import(e->a.context, e->rank_b, &(tb_mem_key){.nbytes = 8}, &remote), TB_REFUSED);
+    assert_int_equal(tb__transport_register(&e->b, &desc, &mem), TB_REFUSED);
+    assert_int_equal(tb__transport_import(&e->a, e->rank_b, &(tb_mem_key){.nbytes = 8}, &remote), TB_REFUSED);
     printf("    not offered\n");
     return false;
 }
@@ -513,6 +513,8 @@ static void many_registrations(endpoints *e) {
     static tb_mem *mem[N];
     static tb_remote *remote[N];
     int fd;
+    if (!offers_memory(e))
+        return;
     unsigned char *base = make_file("conformance", (size_t)N * SIZE, &fd), got[SIZE];
     tb_piece piece = {got, SIZE};
     size_t before = count_descriptors();

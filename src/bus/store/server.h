@@ -12,7 +12,7 @@ typedef struct tb__store_server tb__store_server;
 
 /* Listens at the URL; a namespace in it means nothing here. TB_CONFLICT if somebody else serves there. The socket that
  * a dead server has left behind is replaced. */
-tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out);
+TB_API tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out);
 
 /* Zero means the default. */
 typedef struct tb__store_limits {
@@ -25,10 +25,10 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
                                          tb__store_server **out);
 
 /* Ends every connection and removes the socket. NULL is allowed. */
-void tb__store_server_stop(tb__store_server *server);
+TB_API void tb__store_server_stop(tb__store_server *server);
 
 /* Where it listens, with the port that was chosen for port 0. Valid until it stops. */
-const char *tb__store_server_url(const tb__store_server *server);
+TB_API const char *tb__store_server_url(const tb__store_server *server);
 
 /* Connects; if nobody listens and the address is one of this host, becomes the server and connects to itself; else
  * tries again until the timeout. Among any number of processes that do this at once exactly one serves: it gets

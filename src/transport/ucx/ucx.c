@@ -369,22 +369,6 @@ static void tell(ucx *u) {
     }
 }
 
-/* ---- Memory, which stays each rank's own ----------------------------------------------------------------------- */
-
-static tb_status ucx_register(void *context, const tb_mem_desc *desc, tb_mem **out) {
-    (void)context;
-    (void)desc;
-    (void)out;
-    return tb__fail(TB_REFUSED, "transport ucx lets no peer reach memory");
-}
-
-static tb_status ucx_import(void *context, int32_t peer, const tb_mem_key *key, tb_remote **out) {
-    (void)context;
-    (void)key;
-    (void)out;
-    return tb__fail(TB_REFUSED, "transport ucx can't reach rank %" PRId32 "'s memory", peer);
-}
-
 /* ---- Operations ----------------------------------------------------------------------------------------------- */
 
 static tb_status ucx_post(void *context, tb_op *op) {
@@ -439,8 +423,6 @@ const tb_transport_ops tb__ucx_ops = {
     .close = ucx_close,
     .address = ucx_get_address,
     .connect = ucx_connect,
-    .mem_register = ucx_register,
-    .mem_import = ucx_import,
     .post = ucx_post,
     .cancel = ucx_cancel,
     .progress = ucx_progress,

@@ -1,0 +1,197 @@
+/* What the files of the transport mpi share: mpi.c (its table, operations, progress), mpi_message.c (what goes over the
+ * wire), mpi_request.c (requests under way, and the timer that has them looked at).
+ *
+ * Our tags have 64 bits, MPI's perhaps 15. So everything begins with a *letter*, a header with up to INLINE_MAX bytes
+ * behind it, under one MPI tag; each rank keeps a few receives for letters posted. Larger messages are offered by a
+ * letter. The receiver answers, once a receive matches, with an MPI tag that nobody else uses with it meanwhile, and
+ * the bytes follow under that, in chunks. Nothing of an operation's memory is given to MPI before both ends are there:
+ * what is still waiting can be taken back by whoever posted it, which MPI itself can't do. */
+#ifndef TB_TRANSPORT_MPI_MPI_H
+#define TB_TRANSPORT_MPI_MPI_H
+
+#include "base/index.h"
+#include "transport/match.h"
+#include "transport/transport.h"
+
+#include <mpi.h>
+#include <pthread.h>
+#include <sys/queue.h>
+
+enum {
+    MPI_UID_SIZE = 16,
+    LETTER_TAG = 0,
+    INLINE_MAX = 4096 + 64, /* what engines tell each other fits */
+    RING = 16,              /* receives posted for letters */
+    CHUNK = 4 << 20,
+    WINDOW = 2,        /* chunks of a message under way */
+    MAX_STREAMS = 256, /* large messages being received */
+    CANCEL_MS = 5000,  /* for chunks that MPI can't take back */
+    CLOSE_MS = 1000,   /* the same, when closing */
+    PART_MS = 200,     /* for others to close, too */
+};
+
+/* What an endpoint is opened on. Two communicators, so that a test can have both ends of a connection in one process;
+ * a world has the same twice. */
+typedef struct tb__mpi_seat {
+    MPI_Comm out, in;
+    unsigned char uid[MPI_UID_SIZE]; /* the same for all ranks of it, and for nobody else */
+    bool is_taken;                   /* set by whoever opens: `in` is its own from then on, and is freed by it */
+} tb__mpi_seat;
+
+/* The next endpoint that this thread opens is on this seat. NULL: none. */
+void tb__mpi_take_seat(tb__mpi_seat *seat);
+
+extern const tb_transport_ops tb__mpi_ops;
+
+typedef enum letter_kind {
+    LETTER_SMALL,    /* the message itself */
+    LETTER_OFFER,    /* of nbytes */
+    LETTER_ACCEPT,   /* of offer `id`; `tag` is the MPI tag to send under */
+    LETTER_DECLINE,  /* there is no room for it */
+    LETTER_WITHDRAW, /* of offer `id`; nbytes of it have been sent */
+    LETTER_BYE,      /* the sender closes: this is its last */
+    LETTER_KINDS
+} letter_kind;
+
+typedef struct header {
+    uint64_t kind, tag, nbytes, id;
+} header;
+
+typedef enum message_state {
+    MESSAGE_WAITS,    /* a receive that nothing has come for */
+    MESSAGE_MATCHED,  /* a receive that `arrival` is for, to be dealt with in progress */
+    MESSAGE_QUEUED,   /* a receive that waits for an MPI tag */
+    MESSAGE_RECEIVES, /* chunks */
+    MESSAGE_LETTER,   /* goes out; op is NULL if it is the transport's own */
+    MESSAGE_OFFERED,
+    MESSAGE_SENDS, /* chunks */
+} message_state;
+
+/* A chunk under way. */
+typedef struct chunk {
+    size_t request; /* NO_REQUEST: none */
+    size_t offset, nbytes;
+    char *bounce; /* NULL: it is in the operation's own memory */
+    bool is_done;
+} chunk;
+
+#define NO_REQUEST SIZE_MAX
+
+/* Something that came before it was asked for. */
+typedef struct arrival {
+    tb__waiter waiter; /* its peer is an MPI rank, here and below */
+    bool is_offer;
+    uint64_t id;
+    size_t nbytes;
+    unsigned char data[]; /* of a small one */
+} arrival;
+
+/* An operation, or a letter. */
+typedef struct message {
+    tb__waiter waiter;
+    message_state state;
+    tb_op *op; /* NULL: nobody's any more */
+    int rank;
+    uint64_t id; /* the sender's, of an offer */
+    int tag;
+    size_t nbytes, posted, done;
+    size_t end; /* of what is received: the sender stops there */
+    chunk chunks[WINDOW];
+    arrival *arrival;
+    bool is_ripe; /* something of it has completed ... */
+    int error;    /* ... with this error of MPI's */
+    TAILQ_ENTRY(message) all, ripe;
+    header header; /* of a letter, with its bytes */
+    unsigned char data[];
+} message;
+
+typedef TAILQ_HEAD(message_list, message) message_list;
+
+typedef struct peer {
+    int32_t wire; /* as the engine calls it */
+    bool is_connected, is_lost;
+} peer;
+
+/* Whose request it is: a message's chunk, a message that is a letter, or a place in the ring. */
+typedef struct owner {
+    message *message; /* NULL: of the ring, or nobody's */
+    size_t at;        /* which chunk, or which place */
+} owner;
+
+typedef struct place {
+    size_t request;
+    bool is_done;
+    int rank;
+    size_t nbytes;
+    unsigned char bytes[sizeof(header) + INLINE_MAX];
+} place;
+
+typedef struct mpi {
+    tb_transport_env env;
+    tb__mpi_seat seat;
+    int rank, nranks;
+    int nbyes;        /* ranks that have closed */
+    bool is_over;     /* closed, or MPI was finalised ... */
+    bool has_to_tell; /* ... which nobody knows yet */
+    peer *peers;      /* by MPI rank */
+    tb__index by_wire;
+    tb__match receives, arrivals;
+    message_list all, ripe;
+    size_t nwaiting, nunder_way; /* messages that wait for the other side, and requests but those of the ring */
+    place *ring;
+    size_t ring_at;
+    bool streams[MAX_STREAMS]; /* MPI tags in use, less 1 */
+    size_t nqueued;
+    TB_VEC(message *) offered; /* by the lower half of their ids; NULL: free */
+    uint64_t last_offer;
+
+    /* mpi_request.c */
+    TB_VEC(MPI_Request) requests;
+    TB_VEC(owner) owners;
+    TB_VEC(size_t) spare;
+    int *outcomes;
+    MPI_Status *statuses;
+    size_t noutcomes;
+    int timer;
+    int64_t interval_ns, event_ns;
+    LIST_ENTRY(mpi) link;
+} mpi;
+
+/* mpi_request.c. All of MPI is called with tb__mpi_lock held: it can be finalised by another thread. */
+extern pthread_mutex_t tb__mpi_lock; /* recursive */
+
+tb_status mpi_requests_init(mpi *m);
+void mpi_requests_fini(mpi *m);
+/* Room for one more, which nothing that follows can fail for. */
+tb_status mpi_reserve_request(mpi *m);
+size_t mpi_keep_request(mpi *m, MPI_Request request, owner whose);
+/* Looks at all of them, and notes what is done with their owners. Whether anything is. */
+tb_status mpi_test_requests(mpi *m, bool *did);
+/* Takes back a receive, or waits until it or a send is done. `is_taken_back`: it never happened. TB_TIMEOUT: neither.
+ */
+tb_status mpi_end_request(mpi *m, size_t request, bool is_receive, int64_t deadline_ms, bool *is_taken_back);
+void mpi_note_event(mpi *m);
+void mpi_set_timer(mpi *m);
+tb_status mpi_failed(const char *what, int code);
+
+/* mpi_message.c */
+message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_t nbytes_behind);
+void mpi_free_message(mpi *m, message *msg);
+void mpi_finish(mpi *m, message *msg, tb_status status);
+void mpi_ripen(mpi *m, message *msg);
+tb_status mpi_post_send(mpi *m, tb_op *op, int rank);
+tb_status mpi_post_receive(mpi *m, tb_op *op, int rank);
+tb_status mpi_fill_place(mpi *m, size_t at);
+/* A letter has come. */
+void mpi_open_letter(mpi *m, const place *p);
+/* Goes on with what has completed a chunk, or was matched. */
+void mpi_go_on(mpi *m, message *msg);
+void mpi_cancel_message(mpi *m, message *msg);
+void mpi_send_bye(mpi *m, int rank);
+/* Nothing of the operation's memory is in MPI's hands after this. */
+tb_status mpi_release_memory(mpi *m, message *msg, int64_t deadline_ms);
+/* Tells whose it is; what MPI still has of it lives on. */
+void mpi_give_up(mpi *m, message *msg, tb_status status);
+void mpi_lose(mpi *m, int rank, const char *why);
+
+#endif

@@ -1,0 +1,172 @@
+/* Requests under way, in one table, so that one call looks at all of them; and when to look.
+ *
+ * MPI has no descriptor to sleep on. A timer stands in for it: it is off while nothing is waited for. Otherwise it
+ * fires every few microseconds while things happen, and less and less often when they don't: after an eighth of the
+ * time that nothing has happened, but at least every SLOWEST_NS. So waiting costs little, and takes little longer than
+ * it must. */
+#include "transport/mpi/mpi.h"
+
+#include "base/process.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/timerfd.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { FASTEST_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
+
+pthread_mutex_t tb__mpi_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+
+tb_status mpi_failed(const char *what, int code) {
+    char text[MPI_MAX_ERROR_STRING];
+    int length = 0;
+    if (MPI_Error_string(code, text, &length) != MPI_SUCCESS)
+        length = 0;
+    return tb__fail(TB_IO, "%s: %.*s", what, length, text);
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+tb_status mpi_requests_init(mpi *m) {
+    m->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    return m->timer >= 0 ? TB_OK : tb__fail(TB_IO, "timerfd: %s", strerror(errno));
+}
+
+void mpi_requests_fini(mpi *m) {
+    free(m->requests.item);
+    free(m->owners.item);
+    free(m->spare.item);
+    free(m->outcomes);
+    free(m->statuses);
+    if (m->timer >= 0)
+        close(m->timer);
+}
+
+/* ---- The timer ------------------------------------------------------------------------------------------------- */
+
+void mpi_note_event(mpi *m) {
+    m->event_ns = now_ns();
+}
+
+static int64_t wanted_interval(const mpi *m) {
+    if (m->is_over)
+        return m->has_to_tell;
+    if (!TAILQ_EMPTY(&m->ripe))
+        return 1;
+    if (m->nunder_way + m->nwaiting == 0)
+        return 0;
+    int64_t interval = FASTEST_NS, wanted = (now_ns() - m->event_ns) / QUIET_SHARE;
+    while (interval < wanted && interval < SLOWEST_NS)
+        interval *= 2; /* in steps, so that it is not set anew each time */
+    return interval < SLOWEST_NS ? interval : SLOWEST_NS;
+}
+
+void mpi_set_timer(mpi *m) {
+    int64_t interval = wanted_interval(m);
+    if (interval == m->interval_ns)
+        return;
+    m->interval_ns = interval;
+    struct itimerspec when = {.it_interval.tv_nsec = interval, .it_value.tv_nsec = interval};
+    timerfd_settime(m->timer, 0, &when, NULL);
+}
+
+/* ---- The table ------------------------------------------------------------------------------------------------- */
+
+tb_status mpi_reserve_request(mpi *m) {
+    if (m->spare.count > 0)
+        return TB_OK;
+    size_t n = m->requests.count + 1;
+    if (!tb__vec_reserve(&m->requests, 1) || !tb__vec_reserve(&m->owners, 1))
+        return TB_NO_MEMORY;
+    if (m->spare.capacity < n && !tb__vec_grow((void **)&m->spare.item, &m->spare.capacity, n, sizeof(size_t)))
+        return TB_NO_MEMORY;
+    if (m->noutcomes < n) {
+        size_t room = 2 * n;
+        int *outcomes = tb__realloc(m->outcomes, room, sizeof *outcomes);
+        if (!outcomes)
+            return TB_NO_MEMORY;
+        m->outcomes = outcomes;
+        MPI_Status *statuses = tb__realloc(m->statuses, room, sizeof *statuses);
+        if (!statuses)
+            return TB_NO_MEMORY;
+        m->statuses = statuses;
+        m->noutcomes = room;
+    }
+    m->requests.item[m->requests.count++] = MPI_REQUEST_NULL;
+    m->owners.item[m->owners.count++] = (owner){0};
+    m->spare.item[m->spare.count++] = n - 1;
+    return TB_OK;
+}
+
+size_t mpi_keep_request(mpi *m, MPI_Request request, owner whose) {
+    size_t at = m->spare.item[--m->spare.count];
+    m->requests.item[at] = request;
+    m->owners.item[at] = whose;
+    m->nunder_way += whose.message != NULL;
+    return at;
+}
+
+static void drop_request(mpi *m, size_t at) {
+    m->nunder_way -= m->owners.item[at].message != NULL;
+    m->requests.item[at] = MPI_REQUEST_NULL;
+    m->owners.item[at] = (owner){0};
+    m->spare.item[m->spare.count++] = at;
+}
+
+/* Only noted here: what follows from it calls back, which may change everything. */
+static void note_done(mpi *m, size_t at, const MPI_Status *status, int error) {
+    owner o = m->owners.item[at];
+    drop_request(m, at);
+    if (!o.message) {
+        place *p = &m->ring[o.at];
+        int n = 0;
+        MPI_Get_count(status, MPI_BYTE, &n);
+        p->is_done = true;
+        p->request = NO_REQUEST;
+        p->rank = error == MPI_SUCCESS ? status->MPI_SOURCE : -1;
+        p->nbytes = n > 0 ? (size_t)n : 0;
+        return;
+    }
+    chunk *c = &o.message->chunks[o.at];
+    c->request = NO_REQUEST;
+    c->is_done = true;
+    o.message->error = error;
+    mpi_ripen(m, o.message);
+}
+
+tb_status mpi_test_requests(mpi *m, bool *did) {
+    int n = 0;
+    int code = MPI_Testsome((int)m->requests.count, m->requests.item, &n, m->outcomes, m->statuses);
+    *did = n != MPI_UNDEFINED && n > 0;
+    if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
+        return mpi_failed("MPI_Testsome", code);
+    for (int i = 0; *did && i < n; i++) {
+        size_t at = (size_t)m->outcomes[i];
+        note_done(m, at, &m->statuses[i], code == MPI_SUCCESS ? MPI_SUCCESS : m->statuses[i].MPI_ERROR);
+    }
+    return TB_OK;
+}
+
+tb_status mpi_end_request(mpi *m, size_t at, bool is_receive, int64_t deadline_ms, bool *is_taken_back) {
+    int is_done = 0, is_cancelled = 0;
+    *is_taken_back = false;
+    if (is_receive)
+        MPI_Cancel(&m->requests.item[at]);
+    do {
+        MPI_Status status;
+        int code = MPI_Test(&m->requests.item[at], &is_done, &status);
+        if (code == MPI_SUCCESS && is_done && is_receive)
+            MPI_Test_cancelled(&status, &is_cancelled);
+        is_done |= code != MPI_SUCCESS;
+    } while (!is_done && tb__now_ms() < deadline_ms);
+    if (!is_done)
+        return tb__fail(TB_TIMEOUT, "a message stands still half-way, and MPI can't take it back");
+    *is_taken_back = is_cancelled;
+    drop_request(m, at);
+    return TB_OK;
+}
