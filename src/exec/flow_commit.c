@@ -112,8 +112,10 @@ void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status sta
         tell_decided(flow, attempt, TB__VERDICT_ABORT, status, why);
 }
 
+/* About the attempt that this rank is prepared for, or in doubt about. The lead may have given up the next one before
+ * this rank is through with that: whoever is not prepared needs no verdict to end. */
 static void take_verdict(tb__flow *flow, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why) {
-    if (flow->verdict.attempt >= attempt)
+    if (attempt != (flow->is_prepared ? flow->recv.attempt : flow->doubtful) || flow->verdict.attempt == attempt)
         return;
     flow->verdict.attempt = attempt;
     flow->verdict.verdict = verdict;
