@@ -425,11 +425,14 @@ typedef struct tb_world tb_world;
 
 typedef struct tb_world_opts {
     size_t size;
-    const char *token;     /* must be the same for all who meet in one store; NULL: "" */
-    int timeout_ms;        /* 30000: to join, and for calls below that are given no timeout of their own */
-    const char *transport; /* "auto" (the default), or the only one to use: "self", "shm" */
-    int workers; /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
-    bool manual; /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+    const char *token; /* must be the same for all who meet in one store; NULL: "" */
+    int timeout_ms;    /* 30000: to join, and for calls below that are given no timeout of their own */
+    /* "auto" (the default): for each process the fastest that gets there, shm on the same host and ucx elsewhere; or
+     * the only one to use: "self", "shm", "ucx". */
+    const char *transport;
+    int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
+    bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
+    const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or

@@ -33,6 +33,7 @@ typedef enum tb_transport_caps {
     TB_CAN_WRITE = 2,     /* WRITE to a peer's memory */
     TB_CAN_BROADCAST = 4, /* BROADCAST; without it, one send per peer is posted instead */
     TB_CAN_MAP = 8,       /* some peers' memory can be addressed directly (mem_map) */
+    TB_NEAR_ONLY = 16,    /* reaches processes of the same host only */
 } tb_transport_caps;
 
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
@@ -105,6 +106,9 @@ typedef struct tb_transport_ops {
 
     /* What other ranks need to connect to this one; *nbytes is the room there is, then what was used. */
     tb_status (*address)(void *context, void *buffer, size_t *nbytes);
+    /* (optional; default true) Whether the process with this address can be connected to. Both ends must say the same.
+     */
+    bool (*reaches)(void *context, const void *address, size_t nbytes);
     /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 

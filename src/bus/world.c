@@ -3,6 +3,7 @@
 
 #include "base/opts.h"
 #include "base/process.h"
+#include "bus/store/address.h"
 #include "exec/region.h"
 #include "exec/workers.h"
 
@@ -81,8 +82,12 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
         return TB_NO_MEMORY;
     world->rank = tb__directory_rank(world->directory);
     world->incarnation = tb__directory_incarnation(world->directory);
-    tb__engine_opts engine = {
-        .rank = world->rank, .incarnation = world->incarnation, .transport = o->transport, .manual = o->manual};
+    tb__engine_opts engine = {.rank = world->rank,
+                              .incarnation = world->incarnation,
+                              .transport = o->transport,
+                              .host = o->host,
+                              .is_local = tb__store_url_is_local(url),
+                              .manual = o->manual};
     TB_TRY(tb__engine_create(&engine, &world->engine));
     atomic_store(&world->is_ready, true);
     world->port.message = tb__assemblies_message;
@@ -102,6 +107,8 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
         return tb__fail(TB_INVALID, "a world needs the URL of its store");
     if (o.timeout_ms < 0 || o.workers < 0 || o.workers > TB__WORKERS_MAX)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative, and workers must be 0 to %d", TB__WORKERS_MAX);
+    if (o.host && (!*o.host || strlen(o.host) >= TB__CONTACT_PREFIX))
+        return tb__fail(TB_INVALID, "a host's id has 1 to %d bytes", TB__CONTACT_PREFIX - 1);
     tb_world *world = tb__calloc(1, sizeof *world);
     if (!world)
         return TB_NO_MEMORY;

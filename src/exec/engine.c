@@ -5,6 +5,7 @@
 #include "base/mem.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -230,17 +231,32 @@ static tb_status open_transport(tb__engine *engine, const char *name) {
     return TB_OK;
 }
 
+/* What is not there is of no concern before somebody can't be reached without it. */
+static void note_missing(tb__engine *engine, const char *name) {
+    size_t n = strlen(engine->missing);
+    tb__log(TB_LOG_DEBUG, "transport %s: %s", name, tb_error_detail());
+    snprintf(engine->missing + n, sizeof engine->missing - n, "%s%s: %s", n ? "; " : "", name, tb_error_detail());
+}
+
 /* `self` for this process; for the others, what the registry has, or the one that was asked for. */
-static tb_status open_transports(tb__engine *engine, const char *asked) {
-    bool is_auto = !asked || strcmp(asked, "auto") == 0;
+static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
+    bool is_auto = !o->transport || strcmp(o->transport, "auto") == 0;
     bool is_known = is_auto;
+    engine->is_asked = !is_auto;
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
-        bool is_asked = !is_auto && strcmp((*ops)->name, asked) == 0;
+        const char *name = (*ops)->name;
+        bool is_asked = !is_auto && strcmp(name, o->transport) == 0;
+        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->caps & TB_NEAR_ONLY);
         is_known |= is_asked;
-        if (*ops == &tb__self_ops || is_auto || is_asked)
-            TB_TRY(open_transport(engine, (*ops)->name));
+        if (is_needed)
+            TB_TRY(open_transport(engine, name));
+        else if (is_auto && o->is_local)
+            snprintf(engine->missing, sizeof engine->missing,
+                     "the store is one that only this host reaches, so nothing else was opened");
+        else if (is_auto && open_transport(engine, name) != TB_OK)
+            note_missing(engine, name);
     }
-    return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", asked);
+    return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);
 }
 
 static tb_status open_descriptors(tb__engine *engine) {
@@ -263,11 +279,12 @@ tb_status tb__engine_create(const tb__engine_opts *opts, tb__engine **out) {
     engine->timer_ms = INT64_MAX;
     engine->rank = opts->rank;
     engine->wire = tb__wire_rank(opts->rank, opts->incarnation);
+    tb__get_host(opts->host, engine->host);
     pthread_mutex_init(&engine->lock, NULL);
     tb__monotonic_cond_init(&engine->changed);
     tb_status status = open_descriptors(engine);
     if (status == TB_OK)
-        status = open_transports(engine, opts->transport);
+        status = open_transports(engine, opts);
     if (status == TB_OK && !opts->manual) {
         engine->has_thread = true;
         status = tb__start_thread(&engine->thread, "tensorbus", drive, engine);

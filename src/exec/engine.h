@@ -56,6 +56,8 @@ typedef struct tb__engine_opts {
     int32_t rank;
     uint64_t incarnation;
     const char *transport; /* "auto", or the only one */
+    const char *host;      /* what processes of this host have in common; NULL: what the system says */
+    bool is_local;         /* nobody is on another host: "auto" need not open transports that get there */
     bool manual;
 } tb__engine_opts;
 

@@ -22,8 +22,11 @@ struct tb__engine {
     int spin_us;
     int epoll, wake, timer;
     int64_t timer_ms; /* what the timer is set to */
-    tb_transport transports[TB__MAX_TRANSPORTS];
+    char host[TB__CONTACT_PREFIX];
+    tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */
     size_t ntransports;
+    bool is_asked;     /* one of them was asked for, and is used for all peers */
+    char missing[256]; /* transports that could not be opened, and why */
     tb__peer *peers;
     tb__port *ports;
     tb__task *tasks;
@@ -33,6 +36,7 @@ struct tb__engine {
     uint64_t last_tag;
 };
 
+void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]);
 int32_t tb__wire_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t wire, const char *why);
 void tb__peers_free(tb__engine *engine);

@@ -43,8 +43,12 @@ static size_t read_line(const char *path, char *out, size_t room) {
 
 /* Processes with the same one can meet on sockets of the machine: the same boot of the same kernel, and the same
  * network namespace. Where the system does not tell, its name must do. */
-static void get_host(char host[TB__CONTACT_PREFIX]) {
+void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]) {
     memset(host, 0, TB__CONTACT_PREFIX);
+    if (given) {
+        snprintf(host, TB__CONTACT_PREFIX, "%s", given);
+        return;
+    }
     struct stat net;
     struct utsname name;
     size_t n = read_line("/proc/sys/kernel/random/boot_id", host, 36);
@@ -55,10 +59,8 @@ static void get_host(char host[TB__CONTACT_PREFIX]) {
 }
 
 tb_status tb__engine_contact(tb__engine *engine, tb__pack *out) {
-    char host[TB__CONTACT_PREFIX];
-    get_host(host);
     tb__pack pack = {0};
-    tb__pack_raw(&pack, host, sizeof host);
+    tb__pack_raw(&pack, engine->host, sizeof engine->host);
     tb__pack_u32(&pack, (uint32_t)engine->ntransports);
     for (size_t i = 0; i < engine->ntransports; i++) {
         unsigned char address[TB_ADDRESS_MAX];
@@ -250,26 +252,36 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
 
 /* ---- Peers ---------------------------------------------------------------------------------------------------- */
 
-/* The engine's transport for a process with this contact, and the address it has there. */
-static const tb_transport *choose_transport(tb__engine *engine, bool is_here, tb__unpack contact, const void **address,
-                                            size_t *nbytes) {
-    char host[TB__CONTACT_PREFIX];
-    get_host(host);
-    const char *there = tb__unpack_raw(&contact, sizeof host);
-    bool is_near = there && memcmp(host, there, sizeof host) == 0;
+/* The address that a transport has in a contact; NULL: the process has not opened it. */
+static const void *find_address(tb__unpack contact, const char *transport, size_t *nbytes) {
     uint32_t count = tb__unpack_u32(&contact);
-    const tb_transport *chosen = NULL;
-    for (uint32_t i = 0; i < count && !contact.failed && !chosen; i++) {
+    for (uint32_t i = 0; i < count && !contact.failed; i++) {
         const char *name = tb__unpack_string(&contact);
-        *address = tb__unpack_bytes(&contact, nbytes);
-        for (size_t j = 0; j < engine->ntransports && !contact.failed; j++) {
-            const tb_transport *t = &engine->transports[j];
-            bool reaches = t->ops == &tb__self_ops ? is_here : !is_here && is_near;
-            if (reaches && strcmp(name, t->ops->name) == 0)
-                chosen = t;
-        }
+        const void *address = tb__unpack_bytes(&contact, nbytes);
+        if (!contact.failed && strcmp(name, transport) == 0)
+            return address;
     }
-    return chosen;
+    return NULL;
+}
+
+/* The first of the engine's transports that gets to a process with this contact, and the address it has there. The
+ * other end comes to the same one: both look at the same things, in the same order. */
+static const tb_transport *choose_transport(const tb__engine *engine, bool is_here, tb__unpack contact,
+                                            const void **address, size_t *nbytes) {
+    const char *there = tb__unpack_raw(&contact, TB__CONTACT_PREFIX);
+    if (!there)
+        return NULL;
+    bool is_near = memcmp(engine->host, there, TB__CONTACT_PREFIX) == 0;
+    for (size_t i = 0; i < engine->ntransports; i++) {
+        const tb_transport *t = &engine->transports[i];
+        bool is_self = t->ops == &tb__self_ops;
+        if (is_self != is_here || (t->ops->caps & TB_NEAR_ONLY && !is_near && !engine->is_asked))
+            continue;
+        *address = find_address(contact, t->ops->name, nbytes);
+        if (*address && tb__transport_reaches(t, *address, *nbytes))
+            return t;
+    }
+    return NULL;
 }
 
 static void free_peer(tb__peer *peer) {
@@ -306,7 +318,8 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
     const tb_transport *transport = choose_transport(engine, wire == engine->wire, reader, &address, &address_nbytes);
     if (!transport)
-        return tb__fail(TB_REFUSED, "%s is on another host, or has no transport in common with us", label);
+        return tb__fail(TB_REFUSED, "%s has no transport in common with us, or is on another host%s%s", label,
+                        *engine->missing ? "; " : "", engine->missing);
     tb__peer *peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return TB_NO_MEMORY;

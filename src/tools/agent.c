@@ -10,7 +10,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, HTTP };
+enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, HTTP };
 enum { MOST_RANKS = 1 << 20 };
 
 static const tool_option options[] = {
@@ -22,6 +22,9 @@ static const tool_option options[] = {
     [TOKEN_FILE] = {"token-file", "FILE", "its first line is the token of the store, and of programs"},
     [TIMEOUT] = {"timeout", "SECONDS", "to join, and for commands that do not say (30)"},
     [WORKERS] = {"workers", "N", "threads that copy (as many as there are cores for this rank)"},
+    [TRANSPORT] = {"transport", "NAME",
+                   "the only one to use: shm, ucx (auto: for each rank the fastest that gets there)"},
+    [HOST] = {"host", "ID", "agents with the same one are on one host (the machine, and its network namespace)"},
     [HTTP] = {"http", "[ADDRESS:]PORT", "serve /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
@@ -90,6 +93,8 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     if (value[WORKERS])
         TB_TRY(read_number("workers", value[WORKERS], 256, &number));
     o->workers = (int)number;
+    o->transport = value[TRANSPORT];
+    o->host = value[HOST];
     return TB_OK;
 }
 

@@ -24,6 +24,10 @@ void tb__transport_close(tb_transport *transport) {
     *transport = (tb_transport){0};
 }
 
+bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes) {
+    return t->ops->reaches ? t->ops->reaches(t->context, address, nbytes) : true;
+}
+
 void *tb__transport_map(const tb_transport *t, tb_remote *remote) {
     return t->ops->mem_map ? t->ops->mem_map(t->context, remote) : NULL;
 }

@@ -13,6 +13,7 @@ tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_t
 void tb__transport_close(tb_transport *transport);
 
 /* The slots, by name. Where one is missing they do what transport.h says. */
+bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
 void *tb__transport_map(const tb_transport *t, tb_remote *remote);

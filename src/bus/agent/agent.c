@@ -36,8 +36,12 @@ static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
     TB_TRY(watch(agent, agent->listener.socket.fd, &agent->listener));
     TB_TRY(watch(agent, agent->wake, &agent->wake));
     TB_TRY(watch(agent, agent->stop, &agent->stop));
-    tb_world_opts world = {
-        .size = sizeof world, .token = o->token, .timeout_ms = agent->timeout_ms, .workers = o->workers};
+    tb_world_opts world = {.size = sizeof world,
+                           .token = o->token,
+                           .timeout_ms = agent->timeout_ms,
+                           .workers = o->workers,
+                           .transport = o->transport,
+                           .host = o->host};
     return tb_world_join(o->store, o->group, o->index, o->size, &world, &agent->world);
 }
 

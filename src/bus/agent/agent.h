@@ -13,9 +13,10 @@ typedef struct tb__agent_opts {
     const char *store;  /* a URL */
     const char *group;
     int32_t index, size;
-    const char *token; /* of the store, and of clients; NULL: none is asked for */
-    int timeout_ms;    /* of joining, and of commands that do not say; 0: 30 s */
-    int workers;       /* 0: as many as there are cores for this rank */
+    const char *token;            /* of the store, and of clients; NULL: none is asked for */
+    int timeout_ms;               /* of joining, and of commands that do not say; 0: 30 s */
+    int workers;                  /* 0: as many as there are cores for this rank */
+    const char *transport, *host; /* as in tb_world_opts */
 } tb__agent_opts;
 
 /* Joins the bus and listens. */

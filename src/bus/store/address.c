@@ -39,6 +39,29 @@ tb_status tb__store_url_split(const char *url, tb__store_url *out) {
     return TB_OK;
 }
 
+static bool is_loopback(const char *host, size_t length) {
+    static const char *const names[] = {"localhost:", "[::1]:", ":"};
+    bool is_local = length > 4 && strncmp(host, "127.", 4) == 0;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        is_local |= length > strlen(names[i]) && strncmp(host, names[i], strlen(names[i])) == 0;
+    return is_local;
+}
+
+bool tb__store_url_is_local(const char *url) {
+    if (strncmp(url, "unix:", 5) == 0)
+        return true;
+    const char *at = strstr(url, "://");
+    bool is_local = at;
+    for (at = at ? at + 3 : ""; *at;) {
+        size_t length = strcspn(at, ",?");
+        is_local &= is_loopback(at, length);
+        at += length;
+        if (*at++ != ',')
+            break;
+    }
+    return is_local;
+}
+
 static tb_status parse_tcp(const char *rest, tb__address *out) {
     const char *host = rest, *end, *colon;
     if (*rest == '[') {

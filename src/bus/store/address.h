@@ -18,6 +18,9 @@ typedef struct tb__store_url {
 
 tb_status tb__store_url_split(const char *url, tb__store_url *out);
 
+/* Whether only processes of this host can get there: a Unix socket, or loopback. */
+bool tb__store_url_is_local(const char *url);
+
 typedef struct tb__address {
     char url[TB__STORE_MAX_URL + 1];
     bool is_unix;

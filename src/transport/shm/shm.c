@@ -518,7 +518,7 @@ static int shm_fd(void *context) {
 
 const tb_transport_ops tb__shm_ops = {
     .name = "shm",
-    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP,
+    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP | TB_NEAR_ONLY,
     .open = shm_open_endpoint,
     .close = shm_close,
     .address = shm_address,
