@@ -12,7 +12,7 @@ refused "there is no command 'plam'" help plam
 refused "unknown option '--verbose'; see .tensorbus --help" --verbose
 refused "--version stands alone, but 'plan' follows it" --version plan
 refused 'takes one command' help plan layout
-for command in layout plan reshard store config demo bench agent status top; do
+for command in layout plan reshard store config doctor demo bench agent status top; do
     refused "^tensorbus $command: unknown option '--frobnicate'; see .tensorbus $command --help" $command --frobnicate=3
     refused "unknown option '-x'" $command -x
     refused "unknown option '-'" $command -
