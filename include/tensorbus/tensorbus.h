@@ -366,6 +366,9 @@ typedef struct tb_bucket {
 typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;
+    /* A BROADCAST that leaves its host: for each target, which rank sends it there. The source sends to one rank
+     * of another host, and that one hands on. NULL: the source sends to all. */
+    const int32_t *via;
 } tb_channel;
 
 /* All that one rank does for one batch. Read only. */
@@ -604,9 +607,10 @@ TB_API tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair);
 TB_API tb_status tb_batch_register(tb_batch *batch, int timeout_ms);
 
 /* Every piece that this process sends or receives in the batch, one to a line: which box of which tensor goes to or
- * comes from whom, and, of what is received, how it is written: *direct* (it is read into its place), *copy* (it came
- * in a bucket), *transform* (it is converted), or *in place* (it is there already). Ranks are those of the bus. To be
- * freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles it. */
+ * comes from whom, by way of whom, and, of what is received, how it is written: *direct* (it is read into its place),
+ * *copy* (it came in a bucket), *transform* (it is converted), or *in place* (it is there already). Ranks are those of
+ * the bus. To be freed by the caller with free(). TB_REFUSED before the first transfer in that direction, which settles
+ * it. */
 TB_API tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out);
 
 /* Takes the pair and its tensors out of the batch, while no transfer of it exists. The pair's other ranks can't move it

@@ -334,6 +334,10 @@ static const member *find_needed(tb__flow *flow, bool is_send) {
     return NULL;
 }
 
+bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
+    return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
+}
+
 bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
     if (flow->is_planned)
         return true;

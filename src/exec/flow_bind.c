@@ -49,9 +49,9 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-static void pack_key(tb__pack *pack, tb__region *region, tb__peer *peer) {
+static void pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
     tb_mem_key key = {0};
-    if (!region || tb__region_export(region, peer, &key) != TB_OK)
+    if (!region || tb__flow_is_far(flow, peer->rank) || tb__region_export(region, peer, &key) != TB_OK)
         key.nbytes = 0; /* what it can't reach is sent to it */
     tb__pack_bytes(pack, key.bytes, key.nbytes);
 }
@@ -60,7 +60,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key(&pack, flow->words_region, reader->peer);
+    pack_key(&pack, flow, flow->words_region, reader->peer);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->word - flow->words));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
@@ -73,7 +73,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->flagged[i]);
-        pack_key(&pack, flow->src_regions[i], reader->peer);
+        pack_key(&pack, flow, flow->src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {
@@ -212,7 +212,7 @@ static void choose_path(tb__flow *flow, lane *l) {
     l->takes_staged = (flow->o.staged || flow->o.checksum || l->first->is_coded) && l->nfeeders && !is_own;
     for (uint32_t i = 0; i < l->nfeeders; i++) {
         member *m = &flow->members[l->feeders[i]];
-        if ((!m->is_reachable || !has_long_runs(flow, l, m)) && !is_own)
+        if ((!m->is_reachable || tb__flow_is_far(flow, m->peer->rank) || !has_long_runs(flow, l, m)) && !is_own)
             l->takes_staged = true;
     }
     if (l->nfeeders > MOST_FEEDERS_READ && !is_own)
@@ -283,7 +283,9 @@ static void send_reach(tb__flow *flow, member *feeder) {
     for (size_t i = 0; i < flow->ir->nchannels; i++) {
         const lane *l = &flow->lanes[i];
         bool feeds = false;
-        for (uint32_t j = 0; l->is_target && l->takes_staged && j < l->nfeeders; j++)
+        bool is_asked =
+            l->is_target && l->takes_staged && l->parent == l->shipper; /* others know that they hand it on */
+        for (uint32_t j = 0; is_asked && j < l->nfeeders; j++)
             feeds |= l->feeders[j] == position;
         if (!feeds)
             continue;

@@ -45,7 +45,11 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, const lan
             tb__text_add(t, "nobody: zeros");
         else
             add_ranks(t, &c->source, 1);
+        if (l->parent != l->shipper)
+            tb__text_add(t, " by way of %" PRId32, flow->members[l->parent].peer->rank);
         tb__text_add(t, ", %s", write_back(flow, l, c));
+        for (uint32_t i = 0; i < l->nchildren; i++)
+            tb__text_add(t, "%s%" PRId32, i ? "," : ", handed on to ", flow->members[l->children[i]].peer->rank);
     }
     tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_transport_kind_name(c->transport), c->nbytes, c->id);
     if (c->part)

@@ -1,7 +1,8 @@
 /* What the files of a flow share: flow.c (life, numbers of transfers, messages), flow_plan.c (who does what),
- * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_send.c and flow_recv.c (one transfer), flow_group.c (what
- * arrives together), flow_parcel.c (staged messages), flow_sum.c (their checksums), flow_commit.c (shadowed receives),
- * flow_dump.c. */
+ * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are), flow_send.c and
+ * flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as messages), flow_stage.c
+ * (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums), flow_commit.c (shadowed
+ * receives), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -9,6 +10,7 @@
 #include "exec/copy.h"
 #include "exec/flow.h"
 #include "exec/region.h"
+#include "ir/ir.h"
 
 #include <stdatomic.h>
 
@@ -81,6 +83,9 @@ typedef struct lane {
     uint32_t nfeeders;
     uint32_t *feeders; /* positions of members, in the order they are combined; none: zeros */
     uint32_t shipper;  /* position; of zeros: this rank's */
+    uint32_t parent;   /* as a target: position of who sends it, if it is staged: the shipper, or who hands it on */
+    uint32_t nchildren;
+    uint32_t *children; /* as a target: positions of those to whom this rank hands it on */
 
     bool takes_staged; /* as a target */
     bool is_flagged;   /* as a target: put aside before anything is written */
@@ -127,10 +132,15 @@ struct parcel {
     lane *lane;
     size_t bucket; /* of the IR */
     enum { PARCEL_OUT, PARCEL_IN, PARCEL_REDUCE } kind;
-    bool is_send; /* whose leg it belongs to */
+    bool is_send;      /* whose leg it belongs to */
+    bool is_announced; /* those who get it know */
+    bool is_checked;   /* of what came: it is what was sent ... */
+    bool is_unpacked;  /* ... and in its place */
     pool pool;
     char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
     size_t nbytes;
+    tb_piece *pieces; /* instead: where the tensors have it; NULL: there is a buffer */
+    size_t npieces;
     char *output; /* of a reduction: the bucket to be shipped or put aside; NULL: it goes into the tensors */
     pool output_pool;
     size_t output_nbytes;
@@ -138,7 +148,7 @@ struct parcel {
     tb_status status;
     parcel *next;
     size_t ncouriers;
-    courier couriers[];
+    courier couriers[]; /* of what came in: the first; the others hand it on */
 };
 
 /* A bucket that a peer has packed for us. */
@@ -234,6 +244,9 @@ struct tb__flow {
     bool takes_all;                 /* ... as soon as they are there */
     char *slots;                    /* memory to gather in */
     size_t buckets_left;
+    bool *is_taken;        /* per bucket that is handed on: it was asked for */
+    size_t nrelays;        /* parcels that are being handed on */
+    int64_t largest_relay; /* bytes of a bucket; 0: this rank hands nothing on */
     TB_VEC(stashed) stash;
     TB_VEC(announcement) announcements;
     parcel *parcels;
@@ -241,7 +254,9 @@ struct tb__flow {
     int64_t staged, staged_most; /* of all pools together, now and ever */
     TB_VEC(tb__copy) copies;     /* of the step under way */
     tb__arena copy_arena;
-    char *bounce; /* for what is read, not mapped */
+    char *bounce;                   /* for what is read, not mapped */
+    char gaps[2][TB__BUCKET_ALIGN]; /* between the chunks of what is sent without a buffer: zeros; and received:
+                                       anything */
 };
 
 /* flow.c */
@@ -263,6 +278,8 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell);
 /* That the attempt was given up, for legs that have it, or will. */
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
+/* Whether the rank is on another host, so that its memory can't be reached. */
+bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
 
@@ -350,18 +367,39 @@ bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, t
 const member *tb__flow_find_deserter(const tb__flow *flow);
 
 /* flow_parcel.c */
+lane *tb__flow_lane(tb__flow *flow, size_t bucket);
+const tb_chunk *tb__flow_first_chunk(const tb__flow *flow, size_t bucket);
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes);
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
 void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
-void tb__flow_open_out(tb__flow *flow);
-bool tb__flow_step_out(tb__flow *flow);                  /* packs and announces */
-bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
-bool tb__flow_step_in(tb__flow *flow);                   /* asks for what was announced, and unpacks what came */
+parcel *tb__parcel_create(tb__flow *flow, lane *l, size_t bucket, bool is_send, size_t ncouriers);
+void tb__parcel_destroy(parcel *p);
+tb__leg *tb__parcel_leg(const parcel *p);
+tb_status tb__parcel_check(const parcel *p); /* whether a message of it has failed */
+/* Tells those who get it that it is there. */
+void tb__parcel_announce(parcel *p);
+/* Takes what was announced: the receive is there before the sender hears that it may send. */
+void tb__courier_ask(courier *c, const announcement *a);
+void tb__flow_forget_bucket(tb__flow *flow, size_t announcement);
 bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
 bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_drop_parcels(tb__flow *flow, bool is_send);
-lane *tb__flow_lane(tb__flow *flow, size_t bucket);
+
+/* flow_stage.c */
+void tb__flow_open_out(tb__flow *flow);
+bool tb__flow_step_out(tb__flow *flow); /* packs and announces */
+bool tb__flow_step_in(tb__flow *flow);  /* asks for what was announced, unpacks what came, and hands it on */
+parcel *tb__parcel_create_out(tb__flow *flow, lane *l, size_t bucket);
+
+/* flow_pieces.c: a bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of
+ * its targets. Whoever calls frees the pieces; NULL: it needs a buffer. */
+tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
+
+/* flow_reduce.c */
+bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
+/* The order of reductions: the same on every rank. */
+bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b);
 
 /* flow_sum.c. 0 where there are no checksums. */
 uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);

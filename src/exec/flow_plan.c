@@ -75,6 +75,36 @@ static bool feeds(const tb__flow *flow, const lane *l) {
     return false;
 }
 
+/* Who sends it to this rank, and to whom this rank hands it on. */
+static tb_status set_family(tb__flow *flow, lane *l) {
+    const tb_chunk *first = l->first;
+    const int32_t *via = l->channel->via;
+    l->parent = l->shipper;
+    if (!l->is_target || !via)
+        return TB_OK;
+    l->children = tb__arena_alloc(&flow->arena, first->ntargets, sizeof *l->children);
+    if (!l->children)
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < first->ntargets; i++) {
+        bool is_parent = first->targets[i] == flow->o.rank, is_child = via[i] == flow->o.rank;
+        if (!is_parent && !is_child)
+            continue;
+        const member *m = tb__flow_find(flow, is_parent ? via[i] : first->targets[i]);
+        if (!m)
+            return tb__fail(TB_INTERNAL, "rank %" PRId32 " is on the way of %s but in neither group",
+                            is_parent ? via[i] : first->targets[i], flow->what);
+        if (is_parent)
+            l->parent = (uint32_t)(m - flow->members);
+        else
+            l->children[l->nchildren++] = (uint32_t)(m - flow->members);
+    }
+    for (size_t i = 0; l->nchildren && i < l->channel->nbuckets; i++) {
+        int64_t nbytes = flow->ir->buckets[l->channel->first_bucket + i].total_bytes;
+        flow->largest_relay = nbytes > flow->largest_relay ? nbytes : flow->largest_relay;
+    }
+    return TB_OK;
+}
+
 static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
     const tb_ir *ir = flow->ir;
     l->channel = channel;
@@ -83,6 +113,7 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
     l->is_target = l->first->is_target;
     l->is_shipper = l->nfeeders && l->shipper == flow->self;
     l->is_contributor = !l->is_shipper && feeds(flow, l);
+    TB_TRY(set_family(flow, l));
     int64_t nbytes = lane_nbytes(ir, channel);
     if (l->is_target) {
         flow->recv.bytes_total += nbytes;
@@ -115,7 +146,8 @@ static tb_status index_buckets(tb__flow *flow) {
 
 static tb_status make_lanes(tb__flow *flow) {
     flow->lanes = tb__calloc(flow->ir->nchannels, sizeof *flow->lanes);
-    if (!flow->lanes)
+    flow->is_taken = tb__calloc(flow->ir->nbuckets, sizeof *flow->is_taken);
+    if (!flow->lanes || !flow->is_taken)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < flow->ir->nchannels; i++)
         TB_TRY(make_lane(flow, &flow->lanes[i], &flow->ir->channels[i]));
@@ -305,6 +337,7 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->snapshot_of);
     free(flow->shadow_of);
     free(flow->lanes);
+    free(flow->is_taken);
     free(flow->groups.item);
     tb__index_fini(&flow->by_bucket);
     tb__arena_fini(&flow->arena);

@@ -2,6 +2,7 @@
 #include "exec/flow_inside.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 /* ---- What may be done ------------------------------------------------------------------------------------------ */
 
@@ -188,6 +189,7 @@ static tb_status open_transfer(tb__flow *flow) {
         m->flagged_left = m->nflagged;
         m->is_concluded = false;
     }
+    memset(flow->is_taken, 0, flow->ir->nbuckets * sizeof *flow->is_taken);
     flow->next_lane_in = flow->ir->nchannels ? (uint32_t)flow->self % (uint32_t)flow->ir->nchannels : 0;
     /* What was announced for transfers that are over will never be asked for. */
     size_t kept = 0;
@@ -243,7 +245,7 @@ bool tb__flow_step_recv(tb__flow *flow) {
         tb__flow_abort(flow, false, status);
         return true;
     }
-    if (flow->buckets_left == 0 && flow->groups_done == flow->groups.count) {
+    if (flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count) {
         status = arrive(flow);
         if (status != TB_OK)
             tb__flow_abort(flow, false, status);
@@ -258,7 +260,8 @@ bool tb__flow_step_recv(tb__flow *flow) {
     else if ((l = find_ready(flow)))
         status = read_bucket(flow, l);
     else
-        return flow->buckets_left > 0 && (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
+        return (flow->buckets_left > 0 || flow->nrelays > 0) &&
+               (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
     if (status != TB_OK)
         tb__flow_doubt(flow, false, status);
     return true;

@@ -31,6 +31,24 @@ static void add_key(tb__text *t, const tb_chunk *c) {
     }
 }
 
+/* Who sends to whom, where not all of it comes from the source: "0>1>2,3" has 0 send to 1, and 1 to 2 and 3. */
+static void add_way(tb__text *t, const tb_chunk *c, const int32_t *via, int32_t from) {
+    bool is_first = true;
+    for (uint32_t i = 0; i < c->ntargets; i++) {
+        if (via[i] != from)
+            continue;
+        tb__text_add(t, is_first ? ", %" PRId32 " sends to %" PRId32 : ",%" PRId32, is_first ? from : c->targets[i],
+                     c->targets[i]);
+        is_first = false;
+    }
+}
+
+static void add_ways(tb__text *t, const tb_chunk *c, const int32_t *via) {
+    add_way(t, c, via, c->source);
+    for (uint32_t i = 0; i < c->ntargets; i++)
+        add_way(t, c, via, c->targets[i]);
+}
+
 static void add_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *entry) {
     const tb_chunk *c = &ir->chunks[entry->chunk];
     tb__text_add(t, "    @%-10" PRId64 " %s", entry->offset, ir->names[c->tensor]);
@@ -64,7 +82,10 @@ tb_status tb_ir_dump_text(const tb_ir *ir, char **out) {
         const tb_channel *channel = &ir->channels[i];
         const tb_bucket *bucket = &ir->buckets[channel->first_bucket];
         tb__text_add(&t, "channel %zu: ", i);
-        add_key(&t, &ir->chunks[ir->entries[bucket->first_entry].chunk]);
+        const tb_chunk *key = &ir->chunks[ir->entries[bucket->first_entry].chunk];
+        add_key(&t, key);
+        if (channel->via)
+            add_ways(&t, key, channel->via);
         tb__text_add(&t, "; %" PRIu32 " in flight\n", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
             tb__text_add(&t, "  bucket %zu: %zu chunks, %" PRId64 " bytes", channel->first_bucket + b, bucket->nentries,
@@ -119,6 +140,10 @@ tb_status tb_ir_dump_json(const tb_ir *ir, char **out) {
         add_ranks(&t, key->targets, key->ntargets);
         tb__text_add(&t, "],\"contributors\":[");
         add_ranks(&t, key->contributors, key->ncontributors);
+        if (channel->via) {
+            tb__text_add(&t, "],\"via\":[");
+            add_ranks(&t, channel->via, key->ntargets);
+        }
         tb__text_add(&t, "],\"max_in_flight\":%" PRIu32 ",\"buckets\":[", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
             tb__text_add(&t, "%s\n {\"group\":%" PRIu32 ",\"total_bytes\":%" PRId64 ",\"chunks\":[", b ? "," : "",

@@ -304,6 +304,8 @@ tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntens
         status = add_tensors(&b, tensors, ntensors);
     if (status == TB_OK)
         status = tb__ir_pack(ir, &b.limits, o.max_in_flight ? o.max_in_flight : 2);
+    if (status == TB_OK)
+        status = tb__ir_fan_out(ir, o.plan);
     if (!cache)
         tb_plan_cache_destroy(b.cache);
     if (status != TB_OK) {

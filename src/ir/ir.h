@@ -54,6 +54,9 @@ tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_sp
 /* Sorts the chunks into channels and packs them into buckets. */
 tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight);
 
+/* Finds the ways of broadcasts to other hosts, once the buckets are there. */
+tb_status tb__ir_fan_out(tb__ir *ir, const tb_plan_opts *plan);
+
 /* Points the view at the arrays. */
 void tb__ir_finish(tb__ir *ir);
 

@@ -74,6 +74,10 @@ static void check_peer(const tb_ir *ir, const tb_channel *channel, const tb_ir *
             k->is_coded != key->is_coded || (key->ncontributors && (k->op != key->op || k->divisor != key->divisor)))
             continue;
         assert_int_equal(channel->nbuckets, other->nbuckets);
+        if (transport == TB_BROADCAST) {
+            assert_int_equal(!channel->via, !other->via);
+            assert_true(!channel->via || same_list(channel->via, key->ntargets, other->via, key->ntargets));
+        }
         for (size_t b = 0; b < channel->nbuckets; b++) {
             const tb_bucket *x = &ir->buckets[channel->first_bucket + b], *y = &peer->buckets[other->first_bucket + b];
             assert_int_equal(x->group, y->group);
@@ -189,6 +193,39 @@ static void check_buckets(const tb_ir *ir, int64_t staging_bytes) {
     }
 }
 
+/* How many hosts away from the source a target is, if all who hand it on have lower ranks. */
+static int count_steps(const tb_chunk *key, const int32_t *via, const int32_t *hosts, int32_t rank) {
+    if (rank == key->source)
+        return 0;
+    for (uint32_t i = 0; i < key->ntargets; i++) {
+        if (key->targets[i] != rank)
+            continue;
+        assert_true(via[i] == key->source || via[i] < rank);
+        return count_steps(key, via, hosts, via[i]) + (hosts[via[i]] != hosts[rank]);
+    }
+    fail_msg("rank %d hands on what it does not get", rank);
+    return 0;
+}
+
+/* A broadcast enters every other host once, leaves its own once, and each host sends it to one or two others. */
+static void check_ways(const tb_chunk *key, const tb_channel *channel, const int32_t *hosts) {
+    int enters[NRANKS] = {0}, leaves[NRANKS] = {0}, has[NRANKS] = {0}, nhosts = 0;
+    for (uint32_t i = 0; i < key->ntargets; i++) {
+        int32_t to = hosts[key->targets[i]], from = hosts[channel->via ? channel->via[i] : key->source];
+        nhosts += to != hosts[key->source] && !has[to]++;
+        enters[to] += from != to;
+        leaves[from] += from != to;
+    }
+    for (int h = 0; h < NRANKS; h++)
+        assert_int_equal(enters[h], has[h] > 0);
+    assert_int_equal(leaves[hosts[key->source]], nhosts > 0);
+    for (uint32_t i = 0; channel->via && i < key->ntargets; i++) {
+        int steps = count_steps(key, channel->via, hosts, key->targets[i]);
+        assert_true(leaves[hosts[key->targets[i]]] <= 2);
+        assert_true(steps <= 4 || (size_t)steps <= channel->nbuckets || 1 << (steps - 2) < nhosts);
+    }
+}
+
 static void check_dumps(const tb_ir *ir) {
     char *json, *again, *text;
     tb_ir *parsed;
@@ -274,7 +311,12 @@ static void both_ends_build_the_same_buckets(void **state) {
         }
         tb_plan_cache *cache;
         assert_int_equal(tb_plan_cache_create(&cache), TB_OK);
+        int32_t hosts[NRANKS], nhosts = (int32_t)rng_range(&r, 1, i % 2 ? 4 : NRANKS);
+        for (int32_t rank = 0; rank < NRANKS; rank++)
+            hosts[rank] = (int32_t)rng_range(&r, 0, nhosts - 1);
+        tb_plan_opts plan = {.size = sizeof plan, .hosts = i % 3 ? hosts : NULL, .nhosts = i % 3 ? NRANKS : 0};
         tb_ir_opts opts = {.size = sizeof opts,
+                           .plan = &plan,
                            .bucket_size = (int64_t[]){1, 100, 256, 1 << 20}[rng_range(&r, 0, 3)],
                            .staging_bytes = (int64_t[]){64, 256, 4096, 1 << 20}[rng_range(&r, 0, 3)],
                            .direct = rng_range(&r, 0, 4) == 0};
@@ -289,6 +331,8 @@ static void both_ends_build_the_same_buckets(void **state) {
             for (size_t c = 0; c < ir[rank]->nchannels; c++) {
                 const tb_channel *channel = &ir[rank]->channels[c];
                 const tb_chunk *key = key_of(ir[rank], channel);
+                if (key->source == rank && key->transport == TB_BROADCAST && plan.hosts)
+                    check_ways(key, channel, hosts);
                 if (key->source == rank && key->transport != TB_LOCAL) {
                     for (uint32_t t = 0; t < key->ntargets; t++)
                         check_peer(ir[rank], channel, ir[key->targets[t]], key->transport);
@@ -639,6 +683,7 @@ static void wrong_dumps(void **state) {
         {"\"src_dtype\":\"f32\"", "\"src_dtype\":12345", "'src_dtype' is missing"},
         {"\"is_source\":true", "\"is_source\":null", "true or false"},
         {"\"group\":0", "\"grope\":0", "'group' is missing"},
+        {"\"max_in_flight\":2", "\"via\":[1],\"yyy\":1", "'via' does not say"},
     };
     char *json;
     tb_ir *ir = make(0, "mesh=1 place=R", "mesh=1 place=R ranks=1", (tb_shape){1, {100}}, TB_F32, 848);

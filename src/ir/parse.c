@@ -181,6 +181,21 @@ static tb_status check_key(const tb_chunk *key) {
     return TB_OK;
 }
 
+/* Every target gets it from the source, or from a target of a lower rank. */
+static tb_status read_via(tb__ir *ir, const json_t *json, const tb_chunk *key, const int32_t **out) {
+    uint32_t count;
+    TB_TRY(read_ranks(ir, json, "via", &count, out));
+    bool makes_sense = key->transport == TB_BROADCAST && count == key->ntargets;
+    for (uint32_t i = 0; makes_sense && i < count; i++) {
+        bool is_known = (*out)[i] == key->source;
+        for (uint32_t j = 0; j < count; j++)
+            is_known |= (*out)[i] == key->targets[j] && key->targets[j] < key->targets[i];
+        makes_sense = is_known;
+    }
+    return makes_sense ? TB_OK
+                       : tb__fail(TB_INVALID, "'via' does not say for each target of a BROADCAST who sends to it");
+}
+
 static tb_status read_channel(tb__ir *ir, const json_t *json) {
     const json_t *buckets;
     const char *transport = json_string_value(json_object_get(json, "transport"));
@@ -198,6 +213,8 @@ static tb_status read_channel(tb__ir *ir, const json_t *json) {
     TB_TRY(read_ranks(ir, json, "targets", &key.ntargets, &key.targets));
     TB_TRY(read_ranks(ir, json, "contributors", &key.ncontributors, &key.contributors));
     TB_TRY(check_key(&key));
+    if (json_object_get(json, "via"))
+        TB_TRY(read_via(ir, json, &key, &channel.via));
     TB_TRY(read_int(json, "max_in_flight", 1, UINT32_MAX, &value));
     channel.max_in_flight = (uint32_t)value;
     TB_TRY(read_array(json, "buckets", &buckets));

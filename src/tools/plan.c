@@ -13,7 +13,8 @@ static const tool_option options[NOPTIONS + 1] = {
     [DTYPE] = {"dtype", "DTYPE", "dtype, such as bf16"},
     [SRC] = {"src", "LAYOUT", "who has the tensor, as in 'mesh=4 place=S0'"},
     [DST] = {"dst", "LAYOUT", "who gets it, as in 'mesh=2,2 place=R,S1 ranks=4..7'"},
-    [HOSTS] = {"hosts", "HOST,...", "host numbers of rank 0, 1, 2, ...; sources on the target's host are preferred"},
+    [HOSTS] = {"hosts", "HOST,...",
+               "host numbers of rank 0, 1, 2, ...; shows what goes between hosts, and by which ways"},
     [RANK] = {"rank", "RANK", "only what this rank does, box by box"},
     [BUCKETS] = {"buckets", "SIZE", "show buckets of up to SIZE (16MiB; 1: no gathering; default: the setting's)"},
     [ALL] = {"all", NULL, "every row, however many there are"},
@@ -165,10 +166,15 @@ static tb_status prepare(const tb__config *config, const char *const *value, req
     if (r->rank != TB_NO_RANK)
         return value[JSON] ? tool_add_rank_json(out, &r->view, r->rank)
                            : tool_add_rank(out, &r->view, r->rank, value[ALL] != NULL);
-    if (value[JSON])
-        tool_add_plan_json(out, &r->view);
-    else
+    if (!value[JSON]) {
         tool_add_plan(out, &r->view, value[ALL] != NULL);
+        return value[HOSTS] ? tool_add_hosts(out, &r->view, &r->ir, value[ALL] != NULL) : TB_OK;
+    }
+    char *hosts = NULL;
+    if (value[HOSTS])
+        TB_TRY(tool_hosts_json(&r->view, &r->ir, &hosts));
+    tool_add_plan_json(out, &r->view, hosts);
+    free(hosts);
     return TB_OK;
 }
 

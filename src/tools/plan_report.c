@@ -266,7 +266,7 @@ static void add_layout_json(tb__text *out, const char *key, const tb_layout *lay
     free(text);
 }
 
-void tool_add_plan_json(tb__text *out, const tool_plan_view *view) {
+void tool_add_plan_json(tb__text *out, const tool_plan_view *view, const char *more) {
     const tb_plan_stats *s = &view->stats;
     figures f;
     int64_t nbytes = 0;
@@ -311,6 +311,6 @@ void tool_add_plan_json(tb__text *out, const tool_plan_view *view) {
         tb__text_add(out, "],\"kind\":\"%s\",\"chunks\":%" PRId64 ",\"bytes\":%" PRId64 "}", kind_name(t),
                      t->nboxes * t->ntargets, bytes_in_all(t));
     }
-    tb__text_add(out, "]}\n");
+    tb__text_add(out, "]%s%s}\n", more ? "," : "", more ? more : "");
     free(f.keeps);
 }

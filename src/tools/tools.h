@@ -161,7 +161,10 @@ void tool_plan_view_fini(tool_plan_view *view);
 
 void tool_add_plan_heading(tb__text *out, const tool_plan_view *view);
 void tool_add_plan(tb__text *out, const tool_plan_view *view, bool all);
-void tool_add_plan_json(tb__text *out, const tool_plan_view *view);
+void tool_add_plan_json(tb__text *out, const tool_plan_view *view, const char *more); /* members; NULL: none */
+/* With a host map (host_report.c): what goes between hosts, and how it is handed on. In JSON: two members. */
+tb_status tool_add_hosts(tb__text *out, const tool_plan_view *view, const tb_ir_opts *opts, bool all);
+tb_status tool_hosts_json(const tool_plan_view *view, const tb_ir_opts *opts, char **out);
 tb_status tool_add_rank(tb__text *out, const tool_plan_view *view, int32_t rank, bool all);
 tb_status tool_add_rank_json(tb__text *out, const tool_plan_view *view, int32_t rank);
 

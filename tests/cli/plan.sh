@@ -74,6 +74,19 @@ printed '{"source":0,"targets":\[3\],"kind":"P2P","chunks":1,"bytes":64},{"sourc
 hosts 0,1,0,1
 printed '{"source":0,"targets":\[2\],"kind":"P2P","chunks":1,"bytes":64},{"source":1,"targets":\[3\],"kind":"P2P"'
 
+# a broadcast enters every host once, and is handed on there
+fan_out() {
+    accepted plan --shape 64 --dtype u8 --src 'mesh=1 place=R' --dst 'mesh=5 place=R ranks=1..5' --hosts 0,1,1,2,2,0 "$@"
+}
+fan_out
+printed '^ *0  *1  *64 *$'
+printed '^ *1  *2  *64 *$'
+printed '^0 > 1 > (2, 3 > 4)  *64 *$'
+fan_out --json
+printed '"hosts":\[{"from":0,"to":1,"bytes":64},{"from":1,"to":2,"bytes":64}\],"ways":\[{"way":"0 > 1 > (2, 3 > 4)","bytes":64}\]}$'
+fan_out --buckets default --rank 1
+printed 'BROADCAST 0 -> 1,2,3,4, 0 sends to 1, 1 sends to 2,3, 3 sends to 4; '
+
 # buckets: of one rank, and of every rank in turn
 plan --buckets 16MiB --rank 0
 [ -s "$out" ] || fail "no buckets"

@@ -1,0 +1,84 @@
+/* How a broadcast gets to several hosts: to one rank of each, which hands it on to the others of its host and to the
+ * next host. The source sends it out once, however many there are. */
+#include "ir/ir.h"
+
+#include <string.h>
+
+/* Up to so many hosts, and wherever there are as many buckets as hosts, each host sends to one other: all links carry
+ * every byte once, and a bucket is on its way while the next one is received. Else each sends to two, so that the last
+ * one is a few steps away. */
+enum { LONGEST_CHAIN = 4 };
+
+typedef struct target {
+    int32_t rank;
+    uint32_t position; /* among the targets */
+} target;
+
+typedef struct fan {
+    const tb_chunk *key;
+    const int32_t *hosts;
+    int32_t *via;    /* by position */
+    target *targets; /* by rank */
+    target *leads;   /* the first of each host but the source's */
+    uint32_t nleads;
+} fan;
+
+static int compare_targets(const void *a, const void *b) {
+    const target *x = a, *y = b;
+    return (x->rank > y->rank) - (x->rank < y->rank);
+}
+
+/* The host's first target; NULL: there is none yet. */
+static const target *find_lead(const fan *f, int32_t host) {
+    for (uint32_t i = 0; i < f->nleads; i++) {
+        if (f->hosts[f->leads[i].rank] == host)
+            return &f->leads[i];
+    }
+    return NULL;
+}
+
+/* Whoever hands on has a lower rank than whom it hands to. So nobody waits in a circle for memory to receive in. */
+static void choose_ways(fan *f, size_t nbuckets) {
+    const tb_chunk *key = f->key;
+    for (uint32_t i = 0; i < key->ntargets; i++)
+        f->targets[i] = (target){key->targets[i], i};
+    qsort(f->targets, key->ntargets, sizeof *f->targets, compare_targets);
+    for (uint32_t i = 0; i < key->ntargets; i++) {
+        const target *t = &f->targets[i], *lead = find_lead(f, f->hosts[t->rank]);
+        f->via[t->position] = lead ? lead->rank : key->source;
+        if (!lead && f->hosts[t->rank] != f->hosts[key->source])
+            f->leads[f->nleads++] = *t;
+    }
+    bool is_chain = f->nleads <= LONGEST_CHAIN || nbuckets >= f->nleads;
+    for (uint32_t i = 1; i < f->nleads; i++)
+        f->via[f->leads[i].position] = f->leads[is_chain ? i - 1 : (i - 1) / 2].rank;
+}
+
+static tb_status fan_out(tb__ir *ir, tb_channel *channel, const tb_plan_opts *plan) {
+    fan f = {.key = &ir->chunks.item[ir->entries.item[ir->buckets.item[channel->first_bucket].first_entry].chunk],
+             .hosts = plan->hosts};
+    uint32_t n = f.key->ntargets;
+    bool is_needed = false;
+    if (f.key->transport != TB_BROADCAST)
+        return TB_OK;
+    f.via = tb__malloc(n, sizeof *f.via);
+    f.targets = tb__malloc(n, sizeof *f.targets);
+    f.leads = tb__malloc(n, sizeof *f.leads);
+    bool has_room = f.via && f.targets && f.leads;
+    if (has_room) {
+        choose_ways(&f, channel->nbuckets);
+        for (uint32_t i = 0; i < n; i++)
+            is_needed |= f.via[i] != f.key->source;
+        channel->via = is_needed ? tb__ir_ranks(ir, f.via, n) : NULL;
+    }
+    free(f.via);
+    free(f.targets);
+    free(f.leads);
+    return has_room && (!is_needed || channel->via) ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__ir_fan_out(tb__ir *ir, const tb_plan_opts *plan) {
+    for (size_t i = 0; plan && plan->hosts && i < ir->channels.count; i++)
+        TB_TRY(fan_out(ir, &ir->channels.item[i], plan));
+    return TB_OK;
+}
