@@ -49,7 +49,7 @@ has store listen token-file
 has config json
 has doctor store token-file json
 has demo size ranks src dst staged bus
-has bench only rounds size staged peers check json
+has bench only rounds size staged peers hosts check json
 has agent name rank size store socket token-file timeout workers transport host http
 has status socket all token-file timeout json
 has top socket interval once token-file
