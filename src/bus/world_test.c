@@ -69,6 +69,8 @@ static void test_mistakes(void **state) {
     check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "workers");
     opts = (tb_world_opts){0};
     check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "");
+    opts = (tb_world_opts){.size = sizeof opts, .host = ""};
+    check_fails(tb_world_join(s->url, "a", 0, 1, &opts, &world), TB_INVALID, "a host's id has 1 to 63 bytes");
     check_fails(tb_world_join(NULL, "a", 0, 1, NULL, &world), TB_INVALID, "URL");
     check_fails(tb_world_join("carrier:pigeon", "a", 0, 1, NULL, &world), TB_INVALID, "");
     check_fails(tb_world_join(s->url, "", 0, 1, NULL, &world), TB_INVALID, "a group needs a name");
@@ -103,6 +105,32 @@ static void test_namespaces(void **state) {
     check_fails(tb_world_wait(b, "here", 20), TB_TIMEOUT, "nobody has joined group 'here'");
     tb_world_destroy(b);
     tb_world_destroy(a);
+}
+
+/* Who is on another host can't be reached through a store that nobody else could have reached. */
+static void test_hosts(void **state) {
+    const scene *s = *state;
+    for (int round = 0; round < 2; round++) {
+        tb_world_opts near = {.size = sizeof near, .timeout_ms = PATIENCE_MS, .host = "here"}, far = near;
+        far.host = "there";
+        near.transport = far.transport = round ? "shm" : "auto";
+        tb_world *a = NULL, *b = NULL;
+        tb_pair *pair[2] = {NULL};
+        tb_pair_opts no_wait = {.size = sizeof no_wait, .no_wait = true};
+        check_ok(tb_world_join(s->url, "a", 0, 1, &near, &a));
+        check_ok(tb_world_join(s->url, "b", 0, 1, &far, &b));
+        check_ok(tb_pair_create(a, "p", "b", "mesh=1 place=R", &no_wait, &pair[0]));
+        if (round)
+            check_ok(tb_pair_create(b, "p", "a", "mesh=1 place=R", NULL, &pair[1]));
+        else
+            check_fails(tb_pair_create(b, "p", "a", "mesh=1 place=R", NULL, &pair[1]), TB_REFUSED,
+                        "has no transport in common with us, or is on another host; the store is one that only this "
+                        "host reaches");
+        tb_pair_destroy(pair[1]);
+        tb_pair_destroy(pair[0]);
+        tb_world_destroy(b);
+        tb_world_destroy(a);
+    }
 }
 
 /* ---- By hand --------------------------------------------------------------------------------------------------- */
@@ -289,6 +317,7 @@ int main(void) {
         IN_A_SCENE(test_mistakes),
         IN_A_SCENE(test_tokens),
         IN_A_SCENE(test_namespaces),
+        IN_A_SCENE(test_hosts),
         IN_A_SCENE(test_two_worlds_driven_by_one_thread),
         IN_A_SCENE(test_two_worlds_driven_by_one_thread_staged),
         IN_A_SCENE(test_deadlines_wake_a_manual_world),

@@ -243,6 +243,9 @@ static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
     bool is_auto = !o->transport || strcmp(o->transport, "auto") == 0;
     bool is_known = is_auto;
     engine->is_asked = !is_auto;
+    if (is_auto && o->is_local)
+        snprintf(engine->missing, sizeof engine->missing,
+                 "the store is one that only this host reaches, so no transport to others was opened");
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
         const char *name = (*ops)->name;
         bool is_asked = !is_auto && strcmp(name, o->transport) == 0;
@@ -250,10 +253,7 @@ static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
         is_known |= is_asked;
         if (is_needed)
             TB_TRY(open_transport(engine, name));
-        else if (is_auto && o->is_local)
-            snprintf(engine->missing, sizeof engine->missing,
-                     "the store is one that only this host reaches, so nothing else was opened");
-        else if (is_auto && open_transport(engine, name) != TB_OK)
+        else if (is_auto && !o->is_local && open_transport(engine, name) != TB_OK)
             note_missing(engine, name);
     }
     return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);
