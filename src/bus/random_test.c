@@ -1,8 +1,9 @@
 /* Random batches between real processes. A pool of workers goes through the same cases, each of which follows from its
  * seed, so that nothing has to be said between them; each fills its sources, and knows every byte that must be in its
- * memory afterwards. The first process only watches. */
+ * memory afterwards. The first process only watches. In a test bed the workers are dealt out to its hosts. */
 #include "tensorbus/tensorbus.h"
 
+#include "../tests/support/hosts.h"
 #include "../tests/support/numbers.h"
 #include "../tests/support/random_batch.h"
 
@@ -513,8 +514,10 @@ static void join(worker *w, uint64_t number) {
     const char *transport = getenv("TB_TRANSPORT");
     tb_world_opts opts = {.size = sizeof opts,
                           .timeout_ms = PATIENCE_MS,
-                          .transport = transport ? transport : "shm",
-                          .host = nhosts > 1 ? host : NULL};
+                          .transport = transport       ? transport
+                                       : hosts_count() ? "auto"
+                                                       : "shm",
+                          .host = nhosts > 1 && !hosts_count() ? host : NULL};
     must(w, tb_world_join(w->url, group_names[w->first], w->seat[w->first], w->nseats[w->first], &opts, &w->world));
     if (w->seat[!w->first] >= 0)
         must(w, tb_world_enter(w->world, group_names[!w->first], w->seat[!w->first], w->nseats[!w->first]));
@@ -524,6 +527,8 @@ static void work(int number, const char *url, uint64_t seed, int64_t ncases) {
     static worker w;
     w.number = number;
     w.url = url;
+    if (hosts_count())
+        hosts_enter(number);
     for (int64_t i = 0; i < ncases; i++) {
         uint64_t this = seed + (uint64_t)i;
         w.case_seed = this;
@@ -605,6 +610,8 @@ static void random_batches_between_processes(void **state) {
     assert_non_null(mkdtemp(folder));
     snprintf(path, sizeof path, "%s/s", folder);
     snprintf(url, sizeof url, "unix:%s", path);
+    if (hosts_count())
+        hosts_store(url, sizeof url);
     fflush(NULL);
     for (int i = 0; i < NWORKERS; i++) {
         pids[i] = fork();
@@ -624,6 +631,8 @@ static void random_batches_between_processes(void **state) {
 }
 
 int main(void) {
+    if (hosts_count())
+        hosts_need_ucx();
     const struct CMUnitTest tests[] = {cmocka_unit_test(random_batches_between_processes)};
     return cmocka_run_group_tests_name("random", tests, NULL, NULL);
 }
