@@ -23,8 +23,8 @@ extern "C" {
 #endif
 
 enum {
-    TB_ADDRESS_MAX = 256, /* bytes of a transport's address */
-    TB_MEM_KEY_MAX = 64,  /* bytes of a memory key */
+    TB_ADDRESS_MAX = 3072, /* bytes of a transport's address */
+    TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
 };
 
 /* Which optional slots mean something. */
@@ -112,6 +112,8 @@ typedef struct tb_transport_ops {
     /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 
+    /* A transport that offers none of READ, WRITE and MAP refuses to register and to import memory, and needs none of
+     * the other slots of memory. */
     tb_status (*mem_register)(void *context, const tb_mem_desc *desc, tb_mem **out);
     /* Every later access by a peer fails, by name. The caller sees to it that none is under way. */
     void (*mem_unregister)(void *context, tb_mem *mem);

@@ -4,7 +4,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-const tb_transport_ops *const tb__transports[] = {&tb__self_ops, &tb__shm_ops, NULL};
+const tb_transport_ops *const tb__transports[] = {&tb__self_ops, &tb__shm_ops, &tb__ucx_ops, NULL};
 
 tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out) {
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {

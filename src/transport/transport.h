@@ -41,6 +41,6 @@ tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piec
 void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
                      bool is_write);
 
-extern const tb_transport_ops tb__self_ops, tb__shm_ops;
+extern const tb_transport_ops tb__self_ops, tb__shm_ops, tb__ucx_ops;
 
 #endif

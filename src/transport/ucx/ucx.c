@@ -1,0 +1,438 @@
+/* The ucx transport: opening, meeting peers, noticing that they are gone, and waking up. */
+#include "transport/ucx/ucx.h"
+
+#include "base/checksum.h"
+#include "base/log.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    TURNS = 256,             /* of UCX, before others get theirs */
+    CLOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
+};
+
+/* What comes before UCX's own address. UCX believes any bytes it is given, so it is given none that have suffered. */
+typedef struct ucx_address {
+    uint32_t magic, version;
+    uint64_t id;
+    uint64_t nbytes, checksum;
+} ucx_address;
+
+/* Settings of ours; what the environment says comes first. UCX looks after its endpoints this often, and lets the
+ * kernel look after TCP's connections. */
+static const struct { const char *name, *value; } defaults[] = {{"KEEPALIVE_INTERVAL", "2s"}};
+
+ucx_peer *ucx_find(const ucx *u, int32_t rank) {
+    ucx_peer *peer = u->peers;
+    while (peer && peer->rank != rank)
+        peer = peer->next;
+    return peer;
+}
+
+ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
+    ucx_peer *peer = ucx_find(u, rank);
+    if (peer)
+        return peer;
+    peer = tb__calloc(1, sizeof *peer);
+    if (!peer)
+        return NULL;
+    peer->owner = u;
+    peer->rank = rank;
+    peer->next = u->peers;
+    u->peers = peer;
+    return peer;
+}
+
+void ucx_wake(ucx *u) {
+    if (!u->is_awake)
+        eventfd_write(u->wake, 1);
+    u->is_awake = true;
+}
+
+void ucx_fail(ucx_peer *peer, const char *why) {
+    if (peer->is_lost || peer->why)
+        return;
+    peer->why = why;
+    ucx_wake(peer->owner);
+}
+
+static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
+    return tb__fail(TB_IO, "ucx: %s: %s", what, u->call->status_string(status));
+}
+
+/* ---- Opening -------------------------------------------------------------------------------------------------- */
+
+static tb_status open_context(ucx *u) {
+    ucp_config_t *config;
+    ucs_status_t status = u->call->config_read(NULL, NULL, &config);
+    if (status != UCS_OK)
+        return fail(u, "reading its settings", status);
+    for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++) {
+        char name[64] = "UCX_";
+        strncat(name, defaults[i].name, sizeof name - 5);
+        if (getenv(name)) // NOLINT(concurrency-mt-unsafe)
+            continue;
+        status = u->call->config_modify(config, defaults[i].name, defaults[i].value);
+        if (status != UCS_OK)
+            tb__log(TB_LOG_DEBUG, "ucx: %s: %s", defaults[i].name, u->call->status_string(status));
+    }
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP};
+    status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
+    u->call->config_release(config);
+    return status == UCS_OK ? TB_OK : fail(u, "opening it", status);
+}
+
+static tb_status open_worker(ucx *u) {
+    ucp_worker_params_t params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+                                  .thread_mode = UCS_THREAD_MODE_SERIALIZED};
+    ucs_status_t status = u->call->worker_create(u->context, &params, &u->worker);
+    if (status != UCS_OK) {
+        u->worker = NULL;
+        return fail(u, "making a worker", status);
+    }
+    ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER};
+    status = u->call->worker_query(u->worker, &attr);
+    if (status != UCS_OK)
+        return fail(u, "asking the worker", status);
+    if (attr.max_am_header < sizeof(ucx_frame))
+        return tb__fail(TB_REFUSED, "ucx: headers have at most %zu bytes here; %zu are needed", attr.max_am_header,
+                        sizeof(ucx_frame));
+    ucp_am_handler_param_t handler = {.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                                                    UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
+                                      .id = UCX_ACTIVE_MESSAGE,
+                                      .flags = UCP_AM_FLAG_WHOLE_MSG,
+                                      .cb = ucx_on_active_message,
+                                      .arg = u};
+    status = u->call->worker_set_am_recv_handler(u->worker, &handler);
+    return status == UCS_OK ? TB_OK : fail(u, "setting a handler", status);
+}
+
+static tb_status make_address(ucx *u) {
+    ucp_address_t *bytes;
+    size_t n;
+    ucs_status_t status = u->call->worker_get_address(u->worker, &bytes, &n);
+    if (status != UCS_OK)
+        return fail(u, "asking for an address", status);
+    ucx_address head = {.magic = UCX_MAGIC, .version = UCX_VERSION, .id = u->id, .nbytes = n};
+    head.checksum = tb__checksum(bytes, n);
+    u->address_nbytes = sizeof head + n;
+    u->address = tb__malloc(1, u->address_nbytes);
+    if (u->address) {
+        memcpy(u->address, &head, sizeof head);
+        memcpy(u->address + sizeof head, bytes, n);
+    }
+    u->call->worker_release_address(u->worker, bytes);
+    if (!u->address)
+        return TB_NO_MEMORY;
+    return u->address_nbytes <= TB_ADDRESS_MAX
+               ? TB_OK
+               : tb__fail(TB_TOO_BIG,
+                          "ucx: the address has %zu bytes, more than %d; fewer devices make it shorter "
+                          "(UCX_NET_DEVICES, UCX_TLS)",
+                          u->address_nbytes, TB_ADDRESS_MAX);
+}
+
+static tb_status watch(ucx *u, int fd) {
+    struct epoll_event event = {.events = EPOLLIN};
+    return epoll_ctl(u->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK : tb__fail(TB_IO, "epoll: %s", strerror(errno));
+}
+
+static tb_status open_all(ucx *u) {
+    int fd;
+    u->epoll = epoll_create1(EPOLL_CLOEXEC);
+    u->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (u->epoll < 0 || u->wake < 0)
+        return tb__fail(TB_IO, "epoll and eventfd: %s", strerror(errno));
+    if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
+        return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
+    u->id |= 1; /* 0 is nobody */
+    TB_TRY(ucx_load(&u->call));
+    TB_TRY(ucx_begin_use());
+    u->is_user = true;
+    TB_TRY(open_context(u));
+    TB_TRY(open_worker(u));
+    TB_TRY(make_address(u));
+    ucs_status_t status = u->call->worker_get_efd(u->worker, &fd);
+    if (status != UCS_OK)
+        return fail(u, "asking for a descriptor", status);
+    TB_TRY(watch(u, fd));
+    TB_TRY(watch(u, u->wake));
+    ucx_wake(u); /* the first progress arms UCX's descriptor */
+    return TB_OK;
+}
+
+/* ---- Closing -------------------------------------------------------------------------------------------------- */
+
+static void on_closed(void *request, ucs_status_t status, void *arg) {
+    (void)status;
+    ucx *u = arg;
+    u->call->request_free(request);
+    u->npending--;
+}
+
+/* Counts a request of an endpoint as pending, if it is. */
+static void pend(ucx *u, ucs_status_ptr_t request) {
+    if (request && !UCS_PTR_IS_ERR(request))
+        u->npending++;
+}
+
+/* At once, whatever is on its way: UCX gives back what it has of it. */
+static void close_endpoint(ucx_peer *peer) {
+    ucx *u = peer->owner;
+    ucp_ep_h ep = peer->ep;
+    ucp_request_param_t param = {.op_attr_mask =
+                                     UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+                                 .flags = UCP_EP_CLOSE_FLAG_FORCE,
+                                 .cb.send = on_closed,
+                                 .user_data = u};
+    peer->ep = NULL;
+    if (ep)
+        pend(u, u->call->ep_close_nbx(ep, &param));
+}
+
+static int64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* Until UCX has done what was asked, or the time is up. */
+static void settle(ucx *u) {
+    for (int64_t deadline = now_ms() + CLOSE_TIMEOUT_MS; u->npending > 0 && now_ms() < deadline;) {
+        if (u->call->worker_progress(u->worker) == 0 && u->call->worker_arm(u->worker) == UCS_OK)
+            poll(&(struct pollfd){.fd = u->epoll, .events = POLLIN}, 1, 10);
+    }
+}
+
+/* What was sent is sent, and peers hear that we leave. */
+static void say_goodbye(ucx *u) {
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+        if (!peer->ep || peer->why)
+            continue;
+        ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
+        pend(u, u->call->ep_flush_nbx(peer->ep, &param));
+    }
+    eventfd_t unused;
+    eventfd_read(u->wake, &unused);
+    settle(u);
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
+        close_endpoint(peer);
+    settle(u);
+}
+
+static void ucx_close(void *context) {
+    ucx *u = context;
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
+        ucx_drop_messages(u, peer, TB_CANCELLED);
+    ucx_tell_all(u);
+    if (u->worker) {
+        say_goodbye(u);
+        u->call->worker_destroy(u->worker);
+    }
+    if (u->context)
+        u->call->cleanup(u->context);
+    if (u->is_user)
+        ucx_end_use();
+    ucx_free_transfers(u);
+    while (u->peers) {
+        ucx_peer *peer = u->peers;
+        u->peers = peer->next;
+        ucx_drop_messages(u, peer, TB_CANCELLED); /* what came while we left */
+        ucx_drop_early(peer);
+        free(peer);
+    }
+    if (u->epoll >= 0)
+        close(u->epoll);
+    if (u->wake >= 0)
+        close(u->wake);
+    free(u->address);
+    free(u);
+}
+
+static tb_status ucx_open(const tb_transport_env *env, void **context) {
+    ucx *u = tb__calloc(1, sizeof *u);
+    if (!u)
+        return TB_NO_MEMORY;
+    u->env = *env;
+    u->epoll = u->wake = -1;
+    tb_status status = open_all(u);
+    if (status != TB_OK) {
+        ucx_close(u);
+        return status;
+    }
+    *context = u;
+    return TB_OK;
+}
+
+/* ---- Peers ---------------------------------------------------------------------------------------------------- */
+
+static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
+    ucx *u = context;
+    if (*nbytes < u->address_nbytes)
+        return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", u->address_nbytes);
+    memcpy(buffer, u->address, u->address_nbytes);
+    *nbytes = u->address_nbytes;
+    return TB_OK;
+}
+
+static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
+    ucx_peer *peer = arg;
+    (void)ep;
+    ucx_fail(peer, peer->owner->call->status_string(status));
+}
+
+static tb_status check_address(int32_t rank, const void *address, size_t nbytes, ucx_address *head) {
+    if (nbytes < sizeof *head || (memcpy(head, address, sizeof *head), head->magic != UCX_MAGIC))
+        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address is not one of transport ucx", rank);
+    if (head->version != UCX_VERSION)
+        return tb__fail(TB_INVALID, "rank %" PRId32 " speaks version %" PRIu32 " of transport ucx, we %d", rank,
+                        head->version, UCX_VERSION);
+    const unsigned char *bytes = (const unsigned char *)address + sizeof *head;
+    if (head->id == 0 || head->nbytes != nbytes - sizeof *head || head->checksum != tb__checksum(bytes, head->nbytes))
+        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address has suffered on its way", rank);
+    return TB_OK;
+}
+
+tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
+    ucx *u = peer->owner;
+    ucx_address head;
+    TB_TRY(check_address(peer->rank, address, nbytes, &head));
+    if (peer->id != 0 && peer->id != head.id)
+        return tb__fail(TB_INVALID, "rank %" PRId32 " is another one than before", peer->rank);
+    peer->id = head.id;
+    if (peer->ep)
+        return TB_OK;
+    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof head),
+                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
+    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
+    if (status != UCS_OK) {
+        peer->ep = NULL;
+        return tb__fail(TB_LOST, "connect rank %" PRId32 ": ucx: %s", peer->rank, u->call->status_string(status));
+    }
+    ucx_send(peer, &(ucx_frame){.kind = UCX_HELLO}, &(tb_piece){u->address, u->address_nbytes}, 1);
+    ucx_wake(u);
+    return TB_OK;
+}
+
+static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
+    ucx *u = context;
+    ucx_address head;
+    TB_TRY(check_address(rank, address, nbytes, &head)); /* before there is a peer of that rank */
+    ucx_peer *peer = ucx_find_or_add(u, rank);
+    if (!peer)
+        return TB_NO_MEMORY;
+    if (peer->is_lost)
+        return tb__fail(TB_LOST, "rank %" PRId32 " is lost", rank);
+    return ucx_reach(peer, address, nbytes);
+}
+
+static void lose(ucx *u, ucx_peer *peer) {
+    tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, peer->why);
+    peer->is_lost = true;
+    ucx_drop_messages(u, peer, TB_LOST);
+    ucx_drop_early(peer);
+    close_endpoint(peer);
+    ucx_tell_all(u);
+    if (u->env.lost)
+        u->env.lost(u->env.arg, peer->rank, peer->why);
+}
+
+/* What a peer has said before it went counts: it is told first, and what that leads to. */
+static void tell(ucx *u) {
+    ucx_tell_all(u);
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+        if (peer->why && !peer->is_lost)
+            lose(u, peer);
+    }
+}
+
+/* ---- Memory, which stays each rank's own ----------------------------------------------------------------------- */
+
+static tb_status ucx_register(void *context, const tb_mem_desc *desc, tb_mem **out) {
+    (void)context;
+    (void)desc;
+    (void)out;
+    return tb__fail(TB_REFUSED, "transport ucx lets no peer reach memory");
+}
+
+static tb_status ucx_import(void *context, int32_t peer, const tb_mem_key *key, tb_remote **out) {
+    (void)context;
+    (void)key;
+    (void)out;
+    return tb__fail(TB_REFUSED, "transport ucx can't reach rank %" PRId32 "'s memory", peer);
+}
+
+/* ---- Operations ----------------------------------------------------------------------------------------------- */
+
+static tb_status ucx_post(void *context, tb_op *op) {
+    ucx *u = context;
+    if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
+        return tb__fail(TB_REFUSED, "transport ucx sends and receives, and nothing else");
+    ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
+    bool is_lost = peer && (peer->is_lost || peer->why);
+    if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
+        return tb__fail(TB_LOST, "rank %" PRId32 " is %s", op->peer, is_lost ? "lost" : "not connected");
+    return ucx_post_message(u, peer, op);
+}
+
+static void ucx_cancel(void *context, tb_op *op) {
+    if (op->state)
+        ucx_cancel_message(context, op->state);
+}
+
+static void sleep_no_more(ucx *u) {
+    eventfd_t unused;
+    if (u->is_awake)
+        eventfd_read(u->wake, &unused);
+    u->is_awake = false;
+}
+
+/* Until UCX has nothing to do and its descriptor is armed; else ours stays readable. */
+static tb_status ucx_progress(void *context) {
+    ucx *u = context;
+    for (int i = 0; i < TURNS; i++) {
+        sleep_no_more(u);
+        unsigned did = u->call->worker_progress(u->worker);
+        tell(u);
+        if (did > 0 || u->is_awake)
+            continue;
+        ucs_status_t status = u->call->worker_arm(u->worker);
+        if (status == UCS_OK)
+            return TB_OK;
+        if (status != UCS_ERR_BUSY)
+            return fail(u, "arming its descriptor", status);
+    }
+    ucx_wake(u);
+    return TB_OK;
+}
+
+static int ucx_fd(void *context) {
+    return ((ucx *)context)->epoll;
+}
+
+const tb_transport_ops tb__ucx_ops = {
+    .name = "ucx",
+    .open = ucx_open,
+    .close = ucx_close,
+    .address = ucx_get_address,
+    .connect = ucx_connect,
+    .mem_register = ucx_register,
+    .mem_import = ucx_import,
+    .post = ucx_post,
+    .cancel = ucx_cancel,
+    .progress = ucx_progress,
+    .fd = ucx_fd,
+};

@@ -1,0 +1,140 @@
+/* Finds OpenUCX's functions, and keeps it from printing and from catching signals in programs that are not its own. */
+#include "transport/ucx/ucx_load.h"
+
+#include "base/log.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucs/debug/log_def.h>
+#include <unistd.h>
+
+enum { MAJOR = 1, MINOR = 13 }; /* the oldest that is known to work: active messages with rendezvous, keepalive */
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static ucx_functions ucx;
+static char failure[256]; /* empty: it is loaded */
+
+/* What it would print goes to our log, one step less urgent: a peer that is gone is an error to it, to us an event. */
+static ucs_log_func_rc_t to_our_log(const char *file, unsigned line, const char *function, ucs_log_level_t level,
+                                    const ucs_log_component_config_t *component, const char *message, va_list ap) {
+    (void)function;
+    (void)component;
+    char text[512];
+    const char *name = strrchr(file, '/');
+    vsnprintf(text, sizeof text, message, ap);
+    tb__log(level == UCS_LOG_LEVEL_FATAL  ? TB_LOG_ERROR
+            : level <= UCS_LOG_LEVEL_WARN ? TB_LOG_INFO
+                                          : TB_LOG_DEBUG,
+            "ucx: %s (%s:%u)", text, name ? name + 1 : file, line);
+    return UCS_LOG_FUNC_RC_STOP;
+}
+
+static bool is_set(const char *name) {
+    return getenv(name) != NULL; // NOLINT(concurrency-mt-unsafe)
+}
+
+/* These two are not in the interface of every build: what can't be had is done without. */
+static void make_quiet(void *library) {
+    void (*push)(ucs_log_func_t handler);
+    void (*disable)(void);
+    void *function = is_set("UCX_LOG_LEVEL") || is_set("UCX_LOG_FILE") ? NULL : dlsym(library, "ucs_log_push_handler");
+    if (function) {
+        memcpy(&push, &function, sizeof push);
+        push(to_our_log);
+    }
+    bool is_asked = is_set("UCX_HANDLE_ERRORS") || is_set("UCX_ERROR_SIGNALS");
+    function = is_asked ? NULL : dlsym(library, "ucs_debug_disable_signals");
+    if (function) {
+        memcpy(&disable, &function, sizeof disable);
+        disable();
+    }
+}
+
+#define SLOT(name)                                                                                                     \
+    { "ucp_" #name, &ucx.name, sizeof ucx.name }
+
+static void load(void) {
+    const struct {
+        const char *name;
+        void *slot;
+        size_t nbytes;
+    } slots[] = {
+        SLOT(get_version),
+        SLOT(config_read),
+        SLOT(config_modify),
+        SLOT(config_release),
+        SLOT(init_version),
+        SLOT(cleanup),
+        SLOT(worker_create),
+        SLOT(worker_destroy),
+        SLOT(worker_query),
+        SLOT(worker_get_address),
+        SLOT(worker_release_address),
+        SLOT(worker_get_efd),
+        SLOT(worker_arm),
+        SLOT(worker_progress),
+        SLOT(worker_set_am_recv_handler),
+        SLOT(ep_create),
+        SLOT(ep_close_nbx),
+        SLOT(ep_flush_nbx),
+        SLOT(am_send_nbx),
+        SLOT(am_recv_data_nbx),
+        SLOT(request_free),
+        {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
+    };
+    void *library = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        snprintf(failure, sizeof failure, "%s", dlerror());
+        return;
+    }
+    for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) {
+        void *function = dlsym(library, slots[i].name);
+        if (!function) {
+            snprintf(failure, sizeof failure, "%s", dlerror());
+            return;
+        }
+        memcpy(slots[i].slot, &function, slots[i].nbytes);
+    }
+    unsigned major, minor, release;
+    ucx.get_version(&major, &minor, &release);
+    if (major != MAJOR || minor < MINOR)
+        snprintf(failure, sizeof failure, "it is version %u.%u.%u, and %d.%d or later is needed", major, minor, release,
+                 MAJOR, MINOR);
+    else
+        make_quiet(library);
+}
+
+tb_status ucx_load(const ucx_functions **out) {
+    pthread_once(&once, load);
+    if (failure[0])
+        return tb__fail(TB_REFUSED, "transport ucx needs OpenUCX %d.%d or later (apt install libucx0): %s", MAJOR,
+                        MINOR, failure);
+    *out = &ucx;
+    return TB_OK;
+}
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static size_t nusers;
+static pid_t user; /* the process of them */
+
+tb_status ucx_begin_use(void) {
+    pthread_mutex_lock(&lock);
+    bool is_forked = nusers > 0 && user != getpid();
+    if (!is_forked) {
+        nusers++;
+        user = getpid();
+    }
+    pthread_mutex_unlock(&lock);
+    return is_forked ? tb__fail(TB_REFUSED, "transport ucx was open when this process was forked, and can't be opened "
+                                            "in it")
+                     : TB_OK;
+}
+
+void ucx_end_use(void) {
+    pthread_mutex_lock(&lock);
+    nusers--;
+    pthread_mutex_unlock(&lock);
+}

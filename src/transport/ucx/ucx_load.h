@@ -1,0 +1,42 @@
+/* OpenUCX, loaded when the first ucx transport is opened, so that the library works where there is none. */
+#ifndef TB_TRANSPORT_UCX_UCX_LOAD_H
+#define TB_TRANSPORT_UCX_UCX_LOAD_H
+
+#include "base/error.h"
+
+#include <ucp/api/ucp.h>
+
+/* Its functions, without their prefix. */
+typedef struct ucx_functions {
+    __typeof__(&ucp_get_version) get_version;
+    __typeof__(&ucp_config_read) config_read;
+    __typeof__(&ucp_config_modify) config_modify;
+    __typeof__(&ucp_config_release) config_release;
+    __typeof__(&ucp_init_version) init_version;
+    __typeof__(&ucp_cleanup) cleanup;
+    __typeof__(&ucp_worker_create) worker_create;
+    __typeof__(&ucp_worker_destroy) worker_destroy;
+    __typeof__(&ucp_worker_query) worker_query;
+    __typeof__(&ucp_worker_get_address) worker_get_address;
+    __typeof__(&ucp_worker_release_address) worker_release_address;
+    __typeof__(&ucp_worker_get_efd) worker_get_efd;
+    __typeof__(&ucp_worker_arm) worker_arm;
+    __typeof__(&ucp_worker_progress) worker_progress;
+    __typeof__(&ucp_worker_set_am_recv_handler) worker_set_am_recv_handler;
+    __typeof__(&ucp_ep_create) ep_create;
+    __typeof__(&ucp_ep_close_nbx) ep_close_nbx;
+    __typeof__(&ucp_ep_flush_nbx) ep_flush_nbx;
+    __typeof__(&ucp_am_send_nbx) am_send_nbx;
+    __typeof__(&ucp_am_recv_data_nbx) am_recv_data_nbx;
+    __typeof__(&ucp_request_free) request_free;
+    __typeof__(&ucs_status_string) status_string;
+} ucx_functions;
+
+/* Once loaded it stays. */
+tb_status ucx_load(const ucx_functions **out);
+
+/* Between these two UCX has threads, which a forked process lacks: in one that was forked meanwhile, begin refuses. */
+tb_status ucx_begin_use(void);
+void ucx_end_use(void);
+
+#endif

@@ -1,0 +1,345 @@
+/* Sends and receives: short messages, offers, and the chunks of what has been taken. */
+#include "transport/ucx/ucx.h"
+
+#include <string.h>
+
+static void list_add(ucx_list *list, ucx_posted *p) {
+    if (!list->first)
+        list->last = &list->first;
+    p->next = NULL;
+    *list->last = p;
+    list->last = &p->next;
+}
+
+static void list_remove(ucx_list *list, ucx_posted *p) {
+    for (ucx_posted **at = &list->first; *at; at = &(*at)->next) {
+        if (*at != p)
+            continue;
+        *at = p->next;
+        if (list->last == &p->next)
+            list->last = at;
+        return;
+    }
+}
+
+static ucx_posted *list_take(ucx_list *list) {
+    ucx_posted *p = list->first;
+    if (p)
+        list_remove(list, p);
+    return p;
+}
+
+static void finish(ucx *u, ucx_posted *p, tb_status status) {
+    p->op->status = status;
+    p->state = UCX_FINISHED;
+    list_add(&u->finished, p);
+    ucx_wake(u);
+}
+
+void ucx_tell(ucx_posted *p) {
+    tb_op *op = p->op;
+    op->state = NULL;
+    free(p);
+    op->done(op);
+}
+
+void ucx_tell_all(ucx *u) {
+    ucx_posted *p;
+    while ((p = list_take(&u->finished)))
+        ucx_tell(p);
+}
+
+static void answer(const ucx_arrival *a, ucx_kind kind) {
+    ucx_send(a->peer, &(ucx_frame){.kind = kind, .offer = a->offer, .attempt = a->attempt}, NULL, 0);
+}
+
+/* ---- Receiving ------------------------------------------------------------------------------------------------ */
+
+static void deliver(ucx *u, ucx_posted *p, const unsigned char *data, size_t nbytes) {
+    tb_op *op = p->op;
+    op->nbytes = nbytes;
+    if (nbytes > p->nbytes) {
+        finish(u, p, TB_TOO_BIG);
+        return;
+    }
+    tb__pieces_scatter(op->pieces, op->npieces, 0, data, nbytes);
+    finish(u, p, TB_OK);
+}
+
+static void begin_take(ucx *u, ucx_posted *p, ucx_arrival *a) {
+    p->op->nbytes = a->nbytes;
+    if (a->nbytes > p->nbytes) {
+        answer(a, UCX_DONE);
+        free(a);
+        finish(u, p, TB_TOO_BIG);
+        return;
+    }
+    p->state = UCX_TAKING;
+    p->arrival = a;
+    a->taker = p;
+    a->got = 0;
+    a->attempt++;
+    a->next_taken = a->peer->taken;
+    a->peer->taken = a;
+    answer(a, UCX_TAKE);
+}
+
+/* It is no longer being taken. */
+static void untake(ucx_arrival *a) {
+    ucx_arrival **at = &a->peer->taken;
+    while (*at && *at != a)
+        at = &(*at)->next_taken;
+    if (*at)
+        *at = a->next_taken;
+    a->taker->arrival = NULL;
+    a->taker = NULL;
+}
+
+/* Finds a message for the receive, or lets it wait. */
+static void match_receive(ucx *u, ucx_posted *p) {
+    ucx_arrival *a = (ucx_arrival *)tb__match_take(&u->arrivals, p->waiter.peer, p->waiter.tag);
+    p->state = UCX_WAITING;
+    if (!a) {
+        tb__match_add(&u->receives, &p->waiter);
+    } else if (a->is_offer) {
+        begin_take(u, p, a);
+    } else {
+        deliver(u, p, a->data, a->nbytes);
+        free(a);
+    }
+}
+
+static ucx_arrival *new_arrival(ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
+    ucx_arrival *a = tb__malloc(1, sizeof *a + nbytes);
+    if (a)
+        *a = (ucx_arrival){.waiter = {.peer = peer->rank, .tag = frame->tag},
+                           .peer = peer,
+                           .offer = frame->offer,
+                           .nbytes = frame->nbytes};
+    return a;
+}
+
+static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+    if (frame->nbytes != nbytes)
+        return false;
+    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
+    if (p) {
+        deliver(u, p, data, nbytes);
+        return true;
+    }
+    ucx_arrival *a = new_arrival(peer, frame, nbytes);
+    if (!a)
+        return false;
+    if (nbytes > 0)
+        memcpy(a->data, data, nbytes);
+    tb__match_add(&u->arrivals, &a->waiter);
+    return true;
+}
+
+static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
+    ucx_arrival *a = frame->nbytes > 0 ? new_arrival(peer, frame, 0) : NULL;
+    if (!a)
+        return false;
+    a->is_offer = true;
+    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
+    if (p)
+        begin_take(u, p, a);
+    else
+        tb__match_add(&u->arrivals, &a->waiter);
+    return true;
+}
+
+static ucx_arrival *find_taken(const ucx_peer *peer, uint64_t offer) {
+    ucx_arrival *a = peer->taken;
+    while (a && a->offer != offer)
+        a = a->next_taken;
+    return a;
+}
+
+static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
+    ucx_arrival *a = find_taken(peer, frame->offer);
+    if (a) { /* its receive waits for another one */
+        ucx_posted *p = a->taker;
+        untake(a);
+        free(a);
+        match_receive(u, p);
+        return;
+    }
+    size_t b = tb__match_bucket(peer->rank, frame->tag);
+    for (tb__waiter *w = u->arrivals.bucket[b].first; w; w = w->next) {
+        a = (ucx_arrival *)w;
+        if (a->peer == peer && a->is_offer && a->offer == frame->offer) {
+            tb__match_remove(&u->arrivals, w);
+            free(a);
+            return;
+        }
+    }
+}
+
+bool ucx_wants_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
+    const ucx_arrival *a = find_taken(peer, frame->offer);
+    return a && a->attempt == frame->attempt && nbytes <= UCX_CHUNK_SIZE && frame->at <= a->nbytes &&
+           nbytes <= a->nbytes - frame->at;
+}
+
+void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+    if (!ucx_wants_chunk(peer, frame, nbytes)) /* any more */
+        return;
+    ucx_arrival *a = find_taken(peer, frame->offer);
+    ucx_posted *p = a->taker;
+    tb__pieces_scatter(p->op->pieces, p->op->npieces, frame->at, data, nbytes);
+    a->got += nbytes;
+    if (a->got < a->nbytes)
+        return;
+    untake(a);
+    answer(a, UCX_DONE);
+    free(a);
+    finish(peer->owner, p, TB_OK);
+}
+
+/* ---- Sending -------------------------------------------------------------------------------------------------- */
+
+static ucx_posted *find_offered(const ucx_peer *peer, uint64_t offer) {
+    ucx_posted *p = peer->offered.first;
+    while (p && p->offer != offer)
+        p = p->next;
+    return p;
+}
+
+void ucx_pump(ucx_peer *peer) {
+    for (ucx_posted *p = peer->offered.first; p; p = p->next) {
+        while (p->state == UCX_SENDING && p->at < p->nbytes) {
+            if (peer->in_flight >= UCX_WINDOW || !peer->ep || peer->why)
+                return;
+            if (!ucx_send_chunk(p)) {
+                ucx_fail(peer, "there is no memory for what it is to be sent");
+                return;
+            }
+        }
+    }
+}
+
+static void send_message(ucx *u, ucx_posted *p) {
+    tb_op *op = p->op;
+    ucx_frame frame = {.kind = UCX_MESSAGE, .tag = op->tag, .nbytes = p->nbytes};
+    if (p->nbytes <= UCX_SHORT) { /* a copy is on its way */
+        ucx_send(p->peer, &frame, op->pieces, op->npieces);
+        finish(u, p, TB_OK);
+        return;
+    }
+    p->state = UCX_OFFERED;
+    p->offer = frame.offer = ++p->peer->next_offer;
+    frame.kind = UCX_OFFER;
+    list_add(&p->peer->offered, p);
+    ucx_send(p->peer, &frame, NULL, 0);
+}
+
+tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
+    ucx_posted *p = tb__calloc(1, sizeof *p);
+    if (!p)
+        return TB_NO_MEMORY;
+    p->op = op;
+    p->peer = peer;
+    p->nbytes = tb__pieces_size(op->pieces, op->npieces);
+    p->waiter.peer = op->peer;
+    p->waiter.tag = op->tag;
+    op->state = p;
+    if (op->kind == TB_OP_RECV)
+        match_receive(u, p);
+    else
+        send_message(u, p);
+    ucx_wake(u);
+    return TB_OK;
+}
+
+static void on_take(ucx_peer *peer, const ucx_frame *frame) {
+    ucx_posted *p = find_offered(peer, frame->offer); /* none if it was revoked meanwhile */
+    if (!p)
+        return;
+    p->state = UCX_SENDING;
+    p->attempt = frame->attempt;
+    p->at = 0;
+    ucx_pump(peer);
+}
+
+bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+    ucx *u = peer->owner;
+    ucx_posted *p;
+    switch ((ucx_kind)frame->kind) {
+    case UCX_HELLO:
+        return ucx_reach(peer, data, nbytes) == TB_OK;
+    case UCX_MESSAGE:
+        return on_message(u, peer, frame, data, nbytes);
+    case UCX_OFFER:
+        return on_offer(u, peer, frame);
+    case UCX_REVOKE:
+        on_revoke(u, peer, frame);
+        return true;
+    case UCX_TAKE:
+        on_take(peer, frame);
+        return true;
+    case UCX_STOP:
+        p = find_offered(peer, frame->offer);
+        if (p && p->attempt == frame->attempt)
+            p->state = UCX_OFFERED;
+        return true;
+    case UCX_DONE:
+        p = find_offered(peer, frame->offer);
+        if (p) {
+            list_remove(&peer->offered, p);
+            finish(u, p, TB_OK);
+        }
+        return true;
+    case UCX_BYE:
+        ucx_fail(peer, "it has left");
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* ---- Giving up ------------------------------------------------------------------------------------------------ */
+
+void ucx_cancel_message(ucx *u, ucx_posted *p) {
+    ucx_arrival *a = p->arrival;
+    if (p->state == UCX_FINISHED) {
+        list_remove(&u->finished, p);
+        ucx_tell(p);
+        return;
+    }
+    p->op->status = TB_CANCELLED;
+    if (p->op->kind == TB_OP_SEND) {
+        list_remove(&p->peer->offered, p);
+        ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag}, NULL, 0);
+    } else if (a) { /* the message is all there at the sender, for another receive */
+        untake(a);
+        answer(a, UCX_STOP);
+        ucx_posted *other = (ucx_posted *)tb__match_take(&u->receives, a->waiter.peer, a->waiter.tag);
+        if (other)
+            begin_take(u, other, a);
+        else
+            tb__match_add(&u->arrivals, &a->waiter);
+    } else {
+        tb__match_remove(&u->receives, &p->waiter);
+    }
+    ucx_wake(u);
+    ucx_tell(p);
+}
+
+void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
+    ucx_posted *p;
+    tb__waiter *w;
+    while ((p = list_take(&peer->offered)))
+        finish(u, p, status);
+    while (peer->taken) {
+        ucx_arrival *a = peer->taken;
+        p = a->taker;
+        untake(a);
+        free(a);
+        finish(u, p, status);
+    }
+    while ((w = tb__match_drain(&u->receives, peer->rank)))
+        finish(u, (ucx_posted *)w, status);
+    while ((w = tb__match_drain(&u->arrivals, peer->rank)))
+        free(w);
+}

@@ -1,0 +1,217 @@
+/* Frames: what UCX is given to send, what it hands over, and the order of it. */
+#include "transport/ucx/ucx.h"
+
+#include <string.h>
+
+static ucx_transfer *new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
+    ucx *u = peer->owner;
+    bool is_chunk = frame->kind == UCX_CHUNK;
+    ucx_transfer *t = is_chunk ? u->spare : NULL;
+    if (t) {
+        u->spare = t->next;
+        u->nspare--;
+    } else {
+        t = tb__malloc(1, sizeof *t + (is_chunk ? UCX_CHUNK_SIZE : nbytes));
+        if (!t)
+            return NULL;
+    }
+    *t = (ucx_transfer){.owner = u, .peer = peer, .frame = *frame, .nbytes = nbytes};
+    t->next = u->transfers;
+    t->link = &u->transfers;
+    if (t->next)
+        t->next->link = &t->next;
+    u->transfers = t;
+    return t;
+}
+
+static void release(ucx_transfer *t) {
+    ucx *u = t->owner;
+    *t->link = t->next;
+    if (t->next)
+        t->next->link = t->link;
+    if (t->frame.kind != UCX_CHUNK || u->nspare == UCX_SPARE) {
+        free(t);
+        return;
+    }
+    t->next = u->spare;
+    u->spare = t;
+    u->nspare++;
+}
+
+void ucx_free_transfers(ucx *u) {
+    while (u->transfers)
+        release(u->transfers);
+    while (u->spare) {
+        ucx_transfer *t = u->spare;
+        u->spare = t->next;
+        free(t);
+    }
+}
+
+/* What went wrong with it is told by the endpoint. */
+static void on_sent(void *request, ucs_status_t status, void *arg) {
+    (void)status;
+    ucx_transfer *t = arg;
+    ucx_peer *peer = t->peer;
+    bool is_chunk = t->frame.kind == UCX_CHUNK;
+    peer->owner->call->request_free(request);
+    release(t);
+    if (is_chunk) {
+        peer->in_flight--;
+        ucx_pump(peer);
+    }
+}
+
+/* Hands it to UCX. */
+static void dispatch(ucx_transfer *t) {
+    ucx_peer *peer = t->peer;
+    bool is_chunk = t->frame.kind == UCX_CHUNK;
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+        .flags = is_chunk ? 0 : UCP_AM_SEND_FLAG_EAGER, /* UCX knows from which size on rendezvous pays */
+        .cb.send = on_sent,
+        .user_data = t};
+    t->frame.rank = peer->owner->env.rank;
+    t->frame.from = peer->owner->id;
+    if (is_chunk)
+        peer->in_flight++;
+    else
+        t->frame.serial = peer->serial_out++;
+    ucs_status_ptr_t request = peer->owner->call->am_send_nbx(peer->ep, UCX_ACTIVE_MESSAGE, &t->frame, sizeof t->frame,
+                                                              t->data, t->nbytes, &param);
+    if (request && !UCS_PTR_IS_ERR(request))
+        return;
+    if (request)
+        ucx_fail(peer, peer->owner->call->status_string(UCS_PTR_STATUS(request)));
+    if (is_chunk)
+        peer->in_flight--;
+    release(t);
+}
+
+void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces) {
+    if (!peer->ep || peer->why)
+        return;
+    size_t nbytes = tb__pieces_size(pieces, npieces);
+    ucx_transfer *t = new_transfer(peer, frame, nbytes);
+    if (!t) {
+        ucx_fail(peer, "there is no memory for what it is to be told");
+        return;
+    }
+    tb__pieces_gather(pieces, npieces, 0, t->data, nbytes);
+    dispatch(t);
+}
+
+bool ucx_send_chunk(ucx_posted *p) {
+    size_t nbytes = p->nbytes - p->at < UCX_CHUNK_SIZE ? p->nbytes - p->at : UCX_CHUNK_SIZE;
+    ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .attempt = p->attempt, .at = p->at};
+    ucx_transfer *t = new_transfer(p->peer, &frame, nbytes);
+    if (!t)
+        return false;
+    tb__pieces_gather(p->op->pieces, p->op->npieces, p->at, t->data, nbytes);
+    p->at += nbytes;
+    dispatch(t);
+    return true;
+}
+
+static void on_received(void *request, ucs_status_t status, size_t length, void *arg) {
+    ucx_transfer *t = arg;
+    ucx_peer *peer = t->peer;
+    if (status == UCS_OK && length == t->nbytes)
+        ucx_on_chunk(peer, &t->frame, t->data, t->nbytes);
+    else if (status != UCS_ERR_CANCELED)
+        ucx_fail(peer, "what it sent did not come whole");
+    if (request)
+        peer->owner->call->request_free(request);
+    release(t);
+}
+
+/* The bytes are still at the sender. */
+static ucs_status_t fetch(ucx_peer *peer, const ucx_frame *frame, void *descriptor, size_t nbytes) {
+    ucx_transfer *t = new_transfer(peer, frame, nbytes);
+    if (!t) {
+        ucx_fail(peer, "there is no memory for what it sent");
+        return UCS_OK;
+    }
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+                                 .cb.recv_am = on_received,
+                                 .user_data = t};
+    const ucx_functions *call = peer->owner->call;
+    ucs_status_ptr_t request = call->am_recv_data_nbx(peer->owner->worker, descriptor, t->data, nbytes, &param);
+    if (UCS_PTR_IS_ERR(request) || !request)
+        on_received(NULL, UCS_PTR_STATUS(request), nbytes, t);
+    return UCS_INPROGRESS;
+}
+
+static void take_in_turn(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+    peer->serial_in++;
+    if (!peer->why && !ucx_on_frame(peer, frame, data, nbytes))
+        ucx_fail(peer, "it sent what makes no sense");
+}
+
+/* UCX makes no promise about the order of active messages. */
+static void keep_early(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+    ucx_early *e = tb__malloc(1, sizeof *e + nbytes);
+    if (!e) {
+        ucx_fail(peer, "there is no memory for what it sent");
+        return;
+    }
+    *e = (ucx_early){.next = peer->early, .frame = *frame, .nbytes = nbytes};
+    if (nbytes > 0)
+        memcpy(e->data, data, nbytes);
+    peer->early = e;
+}
+
+static ucx_early *next_early(ucx_peer *peer) {
+    for (ucx_early **at = &peer->early; *at; at = &(*at)->next) {
+        ucx_early *e = *at;
+        if (e->frame.serial == peer->serial_in) {
+            *at = e->next;
+            return e;
+        }
+    }
+    return NULL;
+}
+
+void ucx_drop_early(ucx_peer *peer) {
+    while (peer->early) {
+        ucx_early *e = peer->early;
+        peer->early = e->next;
+        free(e);
+    }
+}
+
+/* Whom it is from; NULL if from nobody we deal with. */
+static ucx_peer *sender_of(ucx *u, const ucx_frame *frame) {
+    ucx_peer *peer = frame->rank >= 0 && frame->from != 0 ? ucx_find_or_add(u, frame->rank) : NULL;
+    if (peer && peer->id == 0)
+        peer->id = frame->from;
+    return peer && peer->id == frame->from && !peer->is_lost && !peer->why ? peer : NULL;
+}
+
+ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
+                                   const ucp_am_recv_param_t *param) {
+    bool is_elsewhere = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
+    ucx_frame frame;
+    if (header_length != sizeof frame)
+        return UCS_OK;
+    memcpy(&frame, header, sizeof frame);
+    ucx_peer *peer = sender_of(arg, &frame);
+    if (!peer)
+        return UCS_OK;
+    if (frame.kind == UCX_CHUNK) {
+        if (!ucx_wants_chunk(peer, &frame, nbytes))
+            return UCS_OK;
+        if (is_elsewhere)
+            return fetch(peer, &frame, data, nbytes);
+        ucx_on_chunk(peer, &frame, data, nbytes);
+    } else if (is_elsewhere || frame.serial < peer->serial_in) {
+        ucx_fail(peer, "it sent what makes no sense");
+    } else if (frame.serial > peer->serial_in) {
+        keep_early(peer, &frame, data, nbytes);
+    } else {
+        take_in_turn(peer, &frame, data, nbytes);
+        for (ucx_early *e; (e = next_early(peer)); free(e))
+            take_in_turn(peer, &e->frame, e->data, e->nbytes);
+    }
+    return UCS_OK;
+}
