@@ -2,7 +2,8 @@
  * the middle of which something happens to the second engine:
  *
  *   fault_test kill    one of its ranks is killed
- *   fault_test cut     its host is unplugged
+ *   fault_test cut     its host is unplugged, and nobody notices before the deadline
+ *   fault_test quick   its host is unplugged, and the kernels give up a connection after seconds, not minutes
  *   fault_test drop    all hosts lose 5% of what they receive
  *
  * Whatever happens, everybody is told by the deadline: that all is well, and then every element is right, or what is
@@ -36,7 +37,7 @@ static const char *const names[NRANKS] = {"trainer 0", "trainer 1", "near 0", "n
 /* What the processes share. The first one says which version is next, and ranks what has become of it. */
 typedef struct board {
     _Atomic int next;
-    _Atomic bool skips_lost;
+    _Atomic bool is_served;
     struct {
         _Atomic int done;   /* versions; 0: it is not registered */
         _Atomic bool moves; /* some bytes of the one under way are there */
@@ -46,6 +47,7 @@ typedef struct board {
 } board;
 
 static board *shared;
+static bool is_quick;
 
 static int64_t now_ms(void) {
     struct timespec t;
@@ -115,12 +117,12 @@ static void note_progress(void *arg, const tb_transfer_state *state) {
         atomic_store(&shared->rank[r->number].moves, true);
 }
 
-static tb_status move(rank *r) {
+static tb_status move(rank *r, int version) {
     tb_transfer_opts opts = {.size = sizeof opts,
                              .timeout_ms = DEADLINE_MS,
                              .progress = note_progress,
                              .arg = r,
-                             .skip_lost = atomic_load(&shared->skips_lost)};
+                             .skip_lost = version == NVERSIONS};
     tb_transfer *t = NULL;
     tb_status status = (r->group == 0 ? tb_send : tb_recv)(r->batch, &opts, &t);
     if (status == TB_OK)
@@ -142,13 +144,25 @@ static void check(const rank *r, int version) {
 static void run_version(rank *r, int version) {
     for (int64_t i = 0; i < nelements; i++)
         r->w[i] = r->group == 0 ? value(version, index_of(r, i)) : -1;
-    tb_status status = move(r);
+    tb_status status = move(r, version);
     shared->rank[r->number].status = status;
     snprintf(shared->rank[r->number].sentence, sizeof shared->rank[0].sentence, "%s",
              status == TB_OK ? "" : tb_error_detail());
     if (status == TB_OK && r->group > 0)
         check(r, version);
+    /* Late is not lost: whoever does not want to wait for them again goes on without them. */
+    if (status == TB_TIMEOUT && r->group == 0)
+        must(r, tb_batch_remove_pair(r->batch, r->pair[NENGINES - 1]));
     atomic_store(&shared->rank[r->number].done, version + 1);
+}
+
+/* After so many times that bytes were sent again, each after twice the time: some 6 s. It is the host's own setting. */
+static void give_up_quickly(const rank *r) {
+    FILE *setting = fopen("/proc/sys/net/ipv4/tcp_retries2", "we");
+    if (!setting || fputs("4\n", setting) < 0 || fclose(setting) != 0) {
+        fprintf(stderr, "%s: can't set tcp_retries2\n", names[r->number]);
+        exit(1);
+    }
 }
 
 static _Noreturn void play(int number, const char *url) {
@@ -156,6 +170,8 @@ static _Noreturn void play(int number, const char *url) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     hosts_enter(group);
     rank r = {.number = number, .seat = number % SEATS, .group = group};
+    if (is_quick)
+        give_up_quickly(&r);
     open_rank(&r, url);
     atomic_store(&shared->rank[number].done, 1);
     for (int version = 1; version <= NVERSIONS; version++) {
@@ -179,13 +195,14 @@ static _Noreturn void serve(const char *url) {
         fprintf(stderr, "the store: %s\n", tb_error_detail());
         exit(1);
     }
+    atomic_store(&shared->is_served, true);
     for (;;)
         pause();
 }
 
 /* ---- In the first process ---------------------------------------------------------------------------------------- */
 
-static pid_t pids[NRANKS + 1]; /* the last is the store's */
+static pid_t pids[NRANKS];
 
 static void fail(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
 
@@ -266,11 +283,15 @@ static void start_all(const char *url) {
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED)
         exit(1);
-    for (int i = 0; i <= NRANKS; i++) {
+    if (fork() == 0)
+        serve(url);
+    for (int64_t deadline = now_ms() + JOIN_MS; !atomic_load(&shared->is_served); nap()) {
+        if (now_ms() > deadline)
+            fail("there is no store");
+    }
+    for (int i = 0; i < NRANKS; i++) {
         pids[i] = fork();
-        if (pids[i] == 0 && i == NRANKS)
-            serve(url);
-        else if (pids[i] == 0)
+        if (pids[i] == 0)
             play(i, url);
     }
     await_done(0, JOIN_MS + SLACK_MS, ALL);
@@ -287,10 +308,16 @@ static void run_until_middle(void) {
     await_middle();
 }
 
+static void tell(int64_t since_ms) {
+    printf("all were told after %.1f s\n", 1e-3 * (double)(now_ms() - since_ms));
+    for (int i = 0; i < NRANKS; i++)
+        printf("  %s: %s%s%s\n", names[i], tb_status_string(shared->rank[i].status),
+               *shared->rank[i].sentence ? ": " : "", shared->rank[i].sentence);
+}
+
 /* The third goes to those that are left. */
 static void run_without(void) {
     must_do("shape 0 off");
-    atomic_store(&shared->skips_lost, true);
     begin(3);
     await_done(3, DEADLINE_MS + SLACK_MS, NEAR);
     for (int i = 0; i < VICTIM - 1; i++)
@@ -299,28 +326,36 @@ static void run_without(void) {
 
 static void kill_rank(void) {
     run_until_middle();
+    int64_t since_ms = now_ms();
     kill(pids[VICTIM], SIGKILL);
     waitpid(pids[VICTIM], NULL, 0);
     pids[VICTIM] = 0;
     await_done(2, DEADLINE_MS + SLACK_MS, ALL & ~(1u << VICTIM));
+    tell(since_ms);
     for (int i = 0; i < NTRAINERS; i++)
         must_name(i, "far");
     for (int i = NTRAINERS; i < VICTIM - 1; i++)
         must_be_well(i, 2);
-    must_name(VICTIM - 1, "far"); /* of its own group, or */
+    must_name(VICTIM - 1, "far"); /* of its own group */
     run_without();
 }
 
 static void cut_link(void) {
     run_until_middle();
+    int64_t since_ms = now_ms();
     must_do("cut 2");
     await_done(2, DEADLINE_MS + SLACK_MS, ALL);
+    tell(since_ms);
     for (int i = 0; i < NTRAINERS; i++)
         must_name(i, "far");
     for (int i = NTRAINERS; i < VICTIM - 1; i++)
         must_be_well(i, 2);
     for (int i = VICTIM - 1; i < NRANKS; i++)
         must_name(i, "trainer");
+    for (int i = 0; i < NRANKS && is_quick; i++) {
+        if (shared->rank[i].status == TB_TIMEOUT)
+            fail("%s has not noticed", names[i]);
+    }
     run_without();
 }
 
@@ -354,7 +389,7 @@ int main(int argc, char **argv) {
     static const struct {
         const char *name;
         void (*run)(void);
-    } faults[] = {{"kill", kill_rank}, {"cut", cut_link}, {"drop", drop_packets}};
+    } faults[] = {{"kill", kill_rank}, {"cut", cut_link}, {"quick", cut_link}, {"drop", drop_packets}};
     char url[64];
     if (hosts_count() != 3) {
         fprintf(stderr, "to be run by tests/hosts/bed 3 -- %s FAULT\n", argv[0]);
@@ -365,10 +400,11 @@ int main(int argc, char **argv) {
     for (size_t i = 0; argc > 1 && i < sizeof faults / sizeof *faults; i++) {
         if (strcmp(argv[1], faults[i].name) != 0)
             continue;
+        is_quick = strcmp(argv[1], "quick") == 0;
         start_all(url);
         faults[i].run();
         return 0; /* the ranks end with us */
     }
-    fprintf(stderr, "the faults are kill, cut and drop\n");
+    fprintf(stderr, "the faults are kill, cut, quick and drop\n");
     return 2;
 }
