@@ -76,7 +76,8 @@ static bool is_known(const char *name, size_t length) {
 }
 
 static bool is_of_hosts(const char *name, size_t length) {
-    return is_called(BENCH_NET_ROW_COL, name, length) || is_called(BENCH_NET_REPLICATE, name, length);
+    return is_called(BENCH_NET_ROW_COL, name, length) || is_called(BENCH_NET_REPLICATE, name, length) ||
+           is_called(BENCH_MPI_ROW_COL, name, length) || is_called(BENCH_AUTO_ROW_COL, name, length);
 }
 
 static tb_status check_names(const char *list, bool with_hosts) {
@@ -380,7 +381,48 @@ static tb_status run_net_replicate(bench *b, bench_round *rounds) {
     return add_rounds(b, result, rounds);
 }
 
-static tb_status run_hosts(bench *b) {
+static tb_status add_mpi_line(bench *b, bench_result result, double ours, const bench_mpi_rates *rates,
+                              const char *why) {
+    if (!is_wanted(b, result.name))
+        return TB_OK;
+    result.against = "MPI_Alltoallw";
+    result.rounds = b->rounds;
+    result.extra_bytes = -1;
+    result.ours = ours;
+    result.theirs = rates->alltoallw;
+    result.ratio = why ? 0 : ours / rates->alltoallw;
+    result.at_least = why ? 0 : result.at_least;
+    if (why && !(result.reason = tb__strdup(why)))
+        return TB_NO_MEMORY;
+    if (tb__vec_push(&b->results, result))
+        return TB_OK;
+    free(result.reason);
+    return TB_NO_MEMORY;
+}
+
+/* One run of a program has both lines, and medians of its own. */
+static tb_status run_mpi(bench *b) {
+    if (!is_wanted(b, BENCH_MPI_ROW_COL) && !is_wanted(b, BENCH_AUTO_ROW_COL))
+        return TB_OK;
+    bench_mpi_rates rates = {0};
+    char *why = NULL;
+    tool_show_line("%s, %s", BENCH_MPI_ROW_COL, BENCH_AUTO_ROW_COL);
+    TB_TRY(bench_mpi_run(b->size / NET_SHARE, b->rounds, &b->guard, &rates, &why));
+    bench_result mpi = {.name = BENCH_MPI_ROW_COL,
+                        .work = "f32 matrix, rows to columns, 4 ranks of MPI, transport mpi",
+                        .at_least = 0.9};
+    bench_result automatic = {.name = BENCH_AUTO_ROW_COL, .work = "the same, transport auto", .at_least = 1.7};
+    tb_status status = add_mpi_line(b, mpi, rates.mpi, &rates, why);
+    if (status == TB_OK)
+        status = add_mpi_line(b, automatic, rates.automatic, &rates, why);
+    free(why);
+    return status;
+}
+
+/* Lines between hosts, for which there have to be some. */
+static tb_status run_net(bench *b) {
+    if (!is_wanted(b, BENCH_NET_ROW_COL) && !is_wanted(b, BENCH_NET_REPLICATE))
+        return TB_OK;
     tool_show_line("making %d hosts", BENCH_NHOSTS);
     TB_TRY(bench_bed_start(&b->bed, BENCH_NHOSTS, &b->guard));
     tb_status status = run_other(b, BENCH_NET_ROW_COL, run_net_row_col);
@@ -388,6 +430,11 @@ static tb_status run_hosts(bench *b) {
         status = run_other(b, BENCH_NET_REPLICATE, run_net_replicate);
     bench_bed_stop(&b->bed);
     return status;
+}
+
+static tb_status run_hosts(bench *b) {
+    TB_TRY(run_net(b));
+    return run_mpi(b);
 }
 
 /* ---- The command --------------------------------------------------------------------------------------------- */
@@ -497,6 +544,8 @@ const tool_command tool_bench = {
         "with --hosts, between network namespaces of this machine, a quarter of the size:\n"
         "  net_row_col   f32 matrix, Shard(0) to Shard(1), 2 ranks to 2           iperf3                  0.85\n"
         "  net_replicate f32 matrix to 3 other hosts: what leaves its own, GB     the matrix           at most 1.05\n"
+        "  mpi_row_col   f32 matrix, rows to columns, 4 ranks of an MPI job       MPI_Alltoallw           0.90\n"
+        "  auto_row_col  the same by the transport that suits, shm                MPI_Alltoallw           1.70\n"
         "\n"
         "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"

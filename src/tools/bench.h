@@ -146,6 +146,19 @@ tb_status bench_net_row_col_run(const bench_bed *bed, int64_t size, const tb_bat
 tb_status bench_net_replicate_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
                                   tool_guard *guard, bench_round *out);
 
+/* ---- Below MPI (bench_mpi.c) --------------------------------------------------------------------------------- */
+
+#define BENCH_MPI_ROW_COL  "mpi_row_col"
+#define BENCH_AUTO_ROW_COL "auto_row_col"
+
+/* GB/s of one run: by MPI_Alltoallw, by a world whose transport is mpi, by one that chooses itself. */
+typedef struct bench_mpi_rates {
+    double alltoallw, mpi, automatic;
+} bench_mpi_rates;
+
+/* *why, to be freed, is why it was not measured; NULL if it was. */
+tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why);
+
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
 typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US, BENCH_GB } bench_unit;

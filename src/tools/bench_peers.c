@@ -15,8 +15,9 @@
 
 enum { PEER_TIMEOUT_MS = 300000, LOOK_MS = 200, NOT_FOUND = 127 };
 
-/* From the folder of the tool: where `cmake --install` puts the programs, and where they are in the source tree. */
-static const char *const places[] = {TB_PEERS_INSTALLED, "../../bench/peers", "../../tests/hosts"};
+/* From the folder of the tool: where `cmake --install` puts the programs, and where they are in the source tree and in
+ * the build's folder. */
+static const char *const places[] = {TB_PEERS_INSTALLED, "../../bench/peers", "../../tests/hosts", "bench"};
 
 bool bench_find_file(const char *name, char *path, size_t size) {
     char tool[512];
