@@ -34,7 +34,8 @@ void hosts_store(char *url, size_t room) {
 /* /sys shows the network devices of the namespace that it was mounted in, and UCX looks there. */
 void hosts_enter(int number) {
     char path[128];
-    const char *name = variable("HOST", number % hosts_count());
+    int count = hosts_count();
+    const char *name = variable("HOST", count > 0 ? number % count : number);
     snprintf(path, sizeof path, "/run/netns/%s", name);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0 || setns(fd, CLONE_NEWNET) != 0 || unshare(CLONE_NEWNS | CLONE_NEWUTS) != 0 ||
