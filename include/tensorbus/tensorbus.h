@@ -636,6 +636,7 @@ typedef enum tb_event {
     TB_RELEASED = 1,  /* sending: the tensors may change again */
     TB_ARRIVED = 2,   /* receiving: this rank's data is in, or, with TB_SHADOW, beside the tensors */
     TB_COMMITTED = 4, /* receiving: the group has this version; sending: all receivers of this rank's data have */
+    TB_DECIDED = 8,   /* receiving with TB_SHADOW and hold: the group has decided; tb_proceed lets the tensors change */
 } tb_event;
 
 typedef enum tb_phase {
@@ -673,6 +674,10 @@ typedef struct tb_transfer_opts {
      * after. By the thread that makes progress, or the one that begins a transfer; it must not call the library. */
     void (*committing)(void *arg, bool is_done);
     bool skip_lost; /* goes without pairs of which a rank was lost, has left, or is in doubt; default: fails by name */
+    /* Receiving with TB_SHADOW: once the group has decided to commit, this rank does not touch its tensors before
+     * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
+     * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
+    bool hold;
 } tb_transfer_opts;
 
 /* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of
@@ -684,13 +689,17 @@ typedef struct tb_transfer_opts {
  * With TB_SHADOW a rank whose data is there can't go back on its own: what ends the transfer from then on, be it a
  * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer within a few
  * seconds fails with TB_IN_DOUBT: its tensors have the version before, but others of its group may have the new one.
- * The batch is neither sent nor received then until the next of these calls has found out. */
+ * The batch is neither sent nor received then until the next of these calls has found out; if it was committed, that
+ * call copies it into the tensors, without holding it back. */
 TB_API tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 
 /* Waits for one event, or for the failure of the transfer, whose status it returns. After `timeout_ms` (0: looks
  * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
 TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
+
+/* Lets a transfer with `hold` change the tensors, now or as soon as it is decided. TB_INVALID for any other. */
+TB_API tb_status tb_proceed(tb_transfer *transfer);
 
 /* Waits until the tensors of this group have arrived. With a group_window, a group counts as under way until its
  * arrival was taken in this way, or TB_ARRIVED is waited for. */
@@ -823,20 +832,40 @@ TB_API tb_status tb_client_batch_create(tb_client *client, const char *name, con
 TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, const char *name,
                                      const tb_tensor *tensor);
 
-/* Completes when both sides of every pair have registered their tensors, and these fit. */
+/* Completes when both sides of every pair have registered their tensors, and these fit. It may be called again when
+ * tensors of further pairs were added, between transfers: an engine that joins, or one that comes back, once its old
+ * pair is removed and made again. Nothing changes for the other pairs. */
 TB_API tb_status tb_client_register(tb_client_batch *batch, int timeout_ms);
+
+/* Takes a pair and its tensors out of the batch, between transfers. */
+TB_API tb_status tb_client_batch_remove_pair(tb_client_batch *batch, const char *pair);
 
 typedef struct tb_client_transfer_opts {
     size_t size;
     int timeout_ms;
-    bool no_wait; /* return when the agent has begun; tb_client_query tells how it goes */
+    bool no_wait; /* return when the agent has begun; tb_client_wait and tb_client_query tell how it goes */
     /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
      * posts it when the transfer has ended, well or not, and removes the name. */
     const char *semaphore;
+    bool skip_lost; /* as in tb_transfer_opts */
+    bool hold;      /* the same, with tb_client_proceed; only with no_wait */
 } tb_client_transfer_opts;
 
 /* Sends or receives the batch once; returns when the version is committed. */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
+
+/* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are
+ * returned. After `timeout_ms` (0: looks without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT,
+ * and the transfer goes on. Where the agent copies tensors, TB_RELEASED says that it has read them, and TB_COMMITTED,
+ * like TB_ARRIVED without TB_SHADOW, that they are in this process. */
+TB_API tb_status tb_client_wait(tb_client_batch *batch, bool is_send, tb_event event, int timeout_ms);
+
+/* Readable when the agent has something to tell: then tb_client_wait with a timeout of 0 takes it. Other calls take it,
+ * too, so look with tb_client_wait before sleeping. -1 once the agent is lost. */
+TB_API int tb_client_fd(const tb_client *client);
+
+/* As tb_proceed, for the receive that is under way. If this process ends while one is held back, it goes on. */
+TB_API tb_status tb_client_proceed(tb_client_batch *batch);
 
 typedef struct tb_client_status {
     char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
@@ -847,9 +876,21 @@ typedef struct tb_client_status {
     uint32_t groups_done, groups_total;
     double seconds;
     char error[512]; /* why the last transfer failed; "": it did not */
+    unsigned events; /* the tb_events of the transfer under way, or of the last */
+    bool is_torn;    /* a receive has failed after it had begun to write, and the tensors have parts of it */
 } tb_client_status;
 
 TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);
+
+/* What has become of one pair's part of the last transfer. */
+typedef struct tb_client_pair_state {
+    tb_status status;
+    char error[512];  /* "" if it succeeded */
+    uint64_t version; /* the last that was completed; 0: none */
+    bool is_torn;
+} tb_client_pair_state;
+
+TB_API tb_status tb_client_query_pair(tb_client_batch *batch, const char *pair, tb_client_pair_state *out);
 
 /* The agent gives the batch up: what is under way is cancelled. */
 TB_API tb_status tb_client_cleanup(tb_client_batch *batch);

@@ -4,6 +4,7 @@
 #include "base/opts.h"
 #include "base/text.h"
 
+#include <stdio.h>
 #include <string.h>
 
 enum { LEAST_STAGING = 64 << 10 };
@@ -276,6 +277,18 @@ tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
         remove_pair(batch, pair->name);
     tb__engine_unlock(batch->world->engine);
     return status;
+}
+
+void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
+    *out = '\0';
+    tb__engine_lock(batch->world->engine);
+    for (size_t i = 0; i < batch->accords.count && !*out; i++) {
+        if (batch->accords.item[i]->state != ACCORD_WAITING)
+            continue;
+        (void)tb__accord_not_settled(batch->accords.item[i]); /* sets the sentence */
+        snprintf(out, room, "%s", tb_error_detail());
+    }
+    tb__engine_unlock(batch->world->engine);
 }
 
 uint64_t tb_batch_epoch(tb_batch *batch) {

@@ -1,7 +1,8 @@
 /* Shadow commits, and a process that is killed at a random moment: one that sends, one that receives, the receivers'
  * lead, or the one that serves the store. Versions go from two senders to three receivers, one after the other, until
  * somebody is dead; then each receiver that is left has all of one version, and all have the same, or say that they do
- * not know. Tensors are in a file that the first process looks at; it starts everybody, kills, and watches. */
+ * not know. Every second receive is held back for a moment. Tensors are in a file that the first process looks at; it
+ * starts everybody, kills, and watches. */
 #include "bus/store/store_test.h"
 
 #include "../tests/support/random_case.h"
@@ -100,15 +101,32 @@ static void set_up_member(member *m, const char *url) {
     must(m, tb_batch_register(m->batch, 0));
 }
 
+static int version_in(const board *b, int seat);
+
+/* Until it lets the tensors change, or its time is up, they have the version before. */
+static tb_status let_proceed(const member *m, tb_transfer *t, int version, int64_t begun_ms) {
+    TB_TRY(tb_wait(t, TB_DECIDED, -1));
+    nanosleep(&(struct timespec){.tv_nsec = version * 7919 % 1000000}, NULL);
+    if (version_in(m->board, seat_of(m)) != version - 1 && tb__now_ms() - begun_ms < TIMEOUT_MS) {
+        fprintf(stderr, "member %d was held back, and has version %d changed\n", m->position, version - 1);
+        exit(BROKEN);
+    }
+    return tb_proceed(t);
+}
+
 static tb_status move(member *m, int version) {
-    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = version == 1 ? PATIENCE_MS : TIMEOUT_MS};
+    bool hold = !is_sender(m) && version > 1 && (version + seat_of(m)) % 2;
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = version == 1 ? PATIENCE_MS : TIMEOUT_MS, .hold = hold};
     tb_transfer *t = NULL;
     for (int i = 0; is_sender(m) && i < NTENSORS; i++) {
         for (int j = 0; j < part_size(true); j++)
             m->sources[i][j] = value_of(version, i, first_of(true, seat_of(m)) + j);
     }
+    int64_t begun_ms = tb__now_ms();
     TB_TRY((is_sender(m) ? tb_send : tb_recv)(m->batch, &opts, &t));
-    tb_status status = tb_wait(t, TB_COMMITTED, -1);
+    tb_status status = hold ? let_proceed(m, t, version, begun_ms) : TB_OK;
+    if (status == TB_OK)
+        status = tb_wait(t, TB_COMMITTED, -1);
     tb_transfer_destroy(t);
     return status;
 }

@@ -108,6 +108,83 @@ static void test_commits(void **state) {
     run_ranks(commits, 2, 3, &staged);
 }
 
+/* Ranks that hold back have what they had until they proceed, each for itself; others do not wait for them. */
+static void held(rank *r) {
+    setup s;
+    set_up(r, &s, "mesh=2 place=S0", "mesh=3 place=S1", 50, 40, &shadow_opts);
+    for (uint32_t version = 1; version <= 4; version++) {
+        bool holds = !is_a(r) && (r->index + version) % 3 != 0;
+        tb_transfer_opts opts = {.size = sizeof opts, .hold = holds};
+        tb_transfer *t = NULL;
+        if (is_a(r))
+            part_fill(&s.w, version);
+        check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, &opts, &t));
+        if (holds) {
+            check_ok(tb_wait(t, TB_DECIDED, -1));
+            check_fails(tb_wait(t, TB_COMMITTED, 2), TB_TIMEOUT, "has not been committed");
+            check(version == 1 ? part_is_poison(&s.w) : part_holds(&s.w, version - 1));
+        } else if (!is_a(r)) {
+            check_ok(tb_wait(t, TB_COMMITTED, -1));
+            check(part_holds(&s.w, version));
+            check_fails(tb_wait(t, TB_DECIDED, 0), TB_INVALID, "not begun with hold");
+            check_fails(tb_proceed(t), TB_INVALID, "not begun with hold");
+        }
+        meet(r);
+        if (is_a(r))
+            check_fails(tb_wait(t, TB_COMMITTED, 2), TB_TIMEOUT, "has not been committed");
+        meet(r);
+        if (holds && version == 4)
+            tb_cancel(t); /* what is decided holds */
+        else if (holds)
+            check_ok(tb_proceed(t));
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        check(part_holds(&s.w, version));
+        check_version(&s, is_a(r) ? 0 : version, false);
+        tb_transfer_destroy(t);
+        meet(r);
+    }
+    tear_down(&s);
+}
+
+static void test_held(void **state) {
+    (void)state;
+    run_ranks(held, 2, 3, NULL);
+}
+
+/* Nobody lets it go on: the deadline does. One that may from the start does not wait. */
+static void held_too_long(rank *r) {
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=2 place=S0", 8, 8, &shadow_opts);
+    enum { ENOUGH_MS = 1500 }; /* to get there */
+    move(r, &s, 1);
+    for (uint32_t version = 2; version <= 3; version++) {
+        tb_transfer_opts opts = {.size = sizeof opts, .hold = !is_a(r)};
+        tb_transfer *t = NULL;
+        if (is_a(r))
+            part_fill(&s.w, version);
+        opts.timeout_ms = is_a(r) || version == 3 ? 0 : ENOUGH_MS;
+        if (is_a(r)) {
+            opts.hold = true;
+            check_fails(tb_send(s.batch, &opts, &t), TB_INVALID, "for receiving");
+            opts.hold = false;
+        }
+        check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, &opts, &t));
+        if (!is_a(r) && version == 3)
+            check_ok(tb_proceed(t));
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        check(part_holds(&s.w, version));
+        tb_transfer_destroy(t);
+        check_version(&s, is_a(r) ? 0 : version, false);
+        meet(r);
+    }
+    tear_down(&s);
+}
+
+static void test_held_too_long(void **state) {
+    (void)state;
+    run_ranks(held_too_long, 1, 2, NULL);
+}
+
 /* A rank that does not come keeps the others from committing, and nothing of what has arrived is live. */
 static void one_is_missing(rank *r) {
     setup s;
@@ -460,9 +537,9 @@ static void test_doubts(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_doubts),         cmocka_unit_test(test_commits),
-                                       cmocka_unit_test(test_one_is_missing), cmocka_unit_test(test_cancelled),
-                                       cmocka_unit_test(test_padded),         cmocka_unit_test(test_torn),
-                                       cmocka_unit_test(test_refused)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_doubts),    cmocka_unit_test(test_commits), cmocka_unit_test(test_one_is_missing),
+        cmocka_unit_test(test_cancelled), cmocka_unit_test(test_padded),  cmocka_unit_test(test_torn),
+        cmocka_unit_test(test_refused),   cmocka_unit_test(test_held),    cmocka_unit_test(test_held_too_long)};
     return cmocka_run_group_tests_name("shadow", tests, NULL, NULL);
 }

@@ -112,13 +112,15 @@ static void finish(tb_transfer *t) {
     t->task.deadline_ms = INT64_MAX;
 }
 
-/* Ends what is under way; what is prepared ends when it is decided. Each pair says whom it has waited for. */
+/* Ends what is under way; what is prepared ends when it is decided, and is held back no longer. Each pair says whom it
+ * has waited for. */
 static void fail_late(tb_transfer *t) {
     t->is_late = true;
     for (size_t i = 0; i < t->nparts; i++) {
         char waits[TB__WHY_MAX];
         if (!t->parts[i].flow || !leg_of(t, i)->is_under_way)
             continue;
+        leg_of(t, i)->may_proceed = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
         tb__flow_abort(t->parts[i].flow, t->is_send,
                        tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s",
@@ -139,12 +141,13 @@ static void describe_wait(const tb_transfer *t, char *out, size_t room) {
 
 static unsigned events_of_leg(const tb__leg *leg) {
     return (leg->is_released ? TB_RELEASED : 0U) | (leg->is_arrived ? TB_ARRIVED : 0U) |
-           (leg->is_committed ? TB_COMMITTED : 0U);
+           (leg->is_committed ? TB_COMMITTED : 0U) | (leg->holds && leg->is_decided ? TB_DECIDED : 0U);
 }
 
-/* What all pairs have come to. Those that failed do not read the tensors any more, so the others release them. */
+/* What all pairs have come to. Those that failed neither read the tensors any more nor change them, so the others
+ * release them, and are held back alone. */
 static unsigned events_of(const tb_transfer *t) {
-    unsigned events = TB_RELEASED | TB_ARRIVED | TB_COMMITTED, released = TB_RELEASED;
+    unsigned events = TB_RELEASED | TB_ARRIVED | TB_COMMITTED | TB_DECIDED, others = TB_RELEASED | TB_DECIDED;
     bool has_good = false;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = leg_of(t, i);
@@ -152,10 +155,10 @@ static unsigned events_of(const tb_transfer *t) {
             continue;
         events &= events_of_leg(leg);
         if (leg->status == TB_OK)
-            released &= events_of_leg(leg);
+            others &= events_of_leg(leg);
         has_good |= leg->status == TB_OK;
     }
-    return events | (has_good ? released : 0U);
+    return events | (has_good ? others : 0U);
 }
 
 static void look_at_legs(tb_transfer *t) {
@@ -321,6 +324,7 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
         tb__flow_begin(t->parts[i].flow, is_send, &t->phases);
         leg_of(t, i)->committing = t->opts.committing;
         leg_of(t, i)->committing_arg = t->opts.arg;
+        leg_of(t, i)->holds = t->opts.hold;
     }
     *slot = t;
     tb__engine_add_task(batch->world->engine, &t->task);
@@ -347,6 +351,8 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     if (o.timeout_ms < 0)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
+    if (o.hold && (is_send || batch->opts.commit != TB_SHADOW))
+        return tb__fail(TB_INVALID, "hold is for receiving with TB_SHADOW");
     int64_t deadline_ms = tb__world_deadline(batch->world, o.timeout_ms);
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
     int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -443,10 +449,13 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
         bool of_send, of_recv;
     } events[] = {{TB_RELEASED, "been released", true, false},
                   {TB_ARRIVED, "arrived", false, true},
-                  {TB_COMMITTED, "been committed", true, true}};
+                  {TB_COMMITTED, "been committed", true, true},
+                  {TB_DECIDED, "been decided", false, true}};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++) {
         if (events[i].event != event)
             continue;
+        if (event == TB_DECIDED && !t->opts.hold)
+            return tb__fail(TB_INVALID, "the transfer was not begun with hold");
         if (t->is_send ? !events[i].of_send : !events[i].of_recv)
             return tb__fail(TB_INVALID, "%s",
                             t->is_send ? "what is sent is released, and does not arrive here"
@@ -475,6 +484,20 @@ tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
         take_groups(t, group);
     tb__engine_unlock(engine);
     return status;
+}
+
+tb_status tb_proceed(tb_transfer *t) {
+    if (!t->opts.hold)
+        return tb__fail(TB_INVALID, "the transfer was not begun with hold");
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow)
+            leg_of(t, i)->may_proceed = true;
+    }
+    tb__engine_wake(engine);
+    tb__engine_unlock(engine);
+    return TB_OK;
 }
 
 void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {

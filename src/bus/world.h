@@ -160,6 +160,8 @@ struct tb_batch {
 void tb__batch_unref(tb_batch *batch); /* without the lock */
 /* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
+/* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
+void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 /* As tb_cancel, but does not wait for the end. */
 void tb__transfer_give_up(tb_transfer *transfer);
 

@@ -26,7 +26,8 @@ typedef struct tb__peer {
     char *host;   /* the host's id */
     bool is_lost; /* and why */
     char *why;
-    tb_op receive; /* of the next message */
+    uint64_t moved[2]; /* bytes of tensors that came from it, and that went to it */
+    tb_op receive;     /* of the next message */
     tb_piece receive_piece;
     unsigned char *inbox, *body;
     struct tb__peer *next;

@@ -149,6 +149,9 @@ typedef struct tb__leg {
     char why[TB__WHY_MAX];
     uint64_t attempt; /* 0: not begun */
     bool is_released, is_arrived, is_committed;
+    bool holds;       /* a shadowed receive that is decided waits until it ... */
+    bool may_proceed; /* ... may, or is cancelled: a loss changes nothing any more */
+    bool is_decided;  /* it waits, or has waited, for that */
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
     size_t in_flight; /* staged messages */

@@ -233,8 +233,6 @@ static void tell_committed(tb__flow *flow, uint64_t attempt) {
 
 static void end_committed(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
-    if (is_lead(flow))
-        tell_decided(flow, leg->attempt, TB__VERDICT_COMMIT, TB_OK, "");
     tb__phases_enter(leg->phases, TB_PHASE_COMMIT);
     commit(flow, leg->committing, leg->committing_arg);
     tb__leg_idle(leg);
@@ -242,6 +240,24 @@ static void end_committed(tb__flow *flow) {
     flow->is_prepared = false;
     leg->is_under_way = false;
     leg->is_committed = true;
+}
+
+static bool is_held(const tb__flow *flow) {
+    const tb__leg *leg = &flow->recv;
+    return leg->holds && !leg->may_proceed && !leg->is_cancelled;
+}
+
+/* Others are told at once, whatever holds this rank back. */
+static bool step_decided(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    bool is_new = !leg->is_decided;
+    leg->is_decided = true;
+    if (is_new && is_lead(flow))
+        tell_decided(flow, leg->attempt, TB__VERDICT_COMMIT, TB_OK, "");
+    if (is_held(flow))
+        return is_new;
+    end_committed(flow);
+    return true;
 }
 
 /* Proposes what this rank is for, if it is for anything. */
@@ -282,9 +298,8 @@ static bool step_undecided(tb__flow *flow) {
 bool tb__flow_step_prepared(tb__flow *flow) {
     if (flow->verdict.attempt == flow->recv.attempt) {
         if (flow->verdict.verdict == TB__VERDICT_COMMIT)
-            end_committed(flow);
-        else
-            end_aborted(flow);
+            return step_decided(flow);
+        end_aborted(flow);
         return true;
     }
     if (flow->awaits_answer)

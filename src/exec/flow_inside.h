@@ -66,6 +66,7 @@ typedef struct member {
     _Atomic uint64_t *its_word;
     TB_VEC(place) places; /* by tensor */
     size_t nbuckets;      /* that we get from it */
+    int64_t feeds_nbytes; /* in them */
     size_t nflagged;      /* of them, those to be put aside first */
     uint64_t ready;       /* for which attempt it is */
     size_t left, flagged_left;

@@ -120,6 +120,7 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
         for (uint32_t i = 0; i < l->nfeeders; i++) {
             flow->members[l->feeders[i]].is_feeder = true;
             flow->members[l->feeders[i]].nbuckets += channel->nbuckets;
+            flow->members[l->feeders[i]].feeds_nbytes += nbytes;
         }
     }
     for (uint32_t i = 0; (l->is_shipper || l->is_contributor) && i < l->first->ntargets; i++) {

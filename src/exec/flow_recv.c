@@ -40,6 +40,7 @@ static tb_status conclude(tb__flow *flow, member *m) {
     if (m->its_word && !atomic_compare_exchange_strong(m->its_word, &ready, attempt << 2 | EXPOSURE_COMPLETE))
         return withdrew(flow, m);
     m->is_concluded = true;
+    m->peer->moved[0] += (uint64_t)m->feeds_nbytes;
     tb__flow_tell(flow, m, MESSAGE_DONE, attempt);
     return TB_OK;
 }

@@ -90,6 +90,7 @@ void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
     from->is_done = true;
     flow->readers_left--;
     flow->send.bytes_done += from->reads_nbytes;
+    from->peer->moved[1] += (uint64_t)from->reads_nbytes;
 }
 
 void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt) {

@@ -557,8 +557,9 @@ const tool_command tool_bench = {
         "the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2 bytes of each\n"
         "number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same memory.\n"
         "The ranks of bus_model move the same memory by themselves and through their agents, in turns, until the\n"
-        "version is committed. command_rtt is the median of 2000 round trips; two processes that do nothing but send\n"
-        "each other as many bytes take turns with it.\n"
+        "version is committed. command_rtt is the median of 2000 round trips, on one core; a process that does "
+        "nothing\n"
+        "but answer as many bytes takes turns with the agent.\n"
         "\n"
         "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio misses\n"
         "its mark.\n",

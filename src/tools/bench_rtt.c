@@ -1,19 +1,23 @@
 /* command_rtt: how long a client waits for the reply to a QueryStatus, next to two processes that send each other as
- * many bytes over a Unix socket and do nothing else. */
+ * many bytes over a Unix socket and do nothing else. Both are asked in turns by one process, which sleeps in the same
+ * way for each, and both answer by an epoll loop; all are on one core. */
 #include "tools/bench.h"
 
 #include "bus/client/client.h"
 #include "tools/fleet.h"
 
 #include <errno.h>
+#include <poll.h>
+#include <sched.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 enum {
-    QUERY = TOOL_NSTEPS, /* more steps: asking the agent, */
-    PING,                /* and the bare socket */
-    CALLS = 2000,        /* in a step */
+    MEASURE = TOOL_NSTEPS, /* one more step */
+    CALLS = 2000,          /* of each kind in it ... */
+    TURN = 20,             /* ... so many at a time */
     MAX_FRAME = 4096,
     ASKS = 0, /* the rank that measures; the other answers the bare socket */
 };
@@ -21,7 +25,7 @@ enum {
 /* What the rank that measures tells the others. */
 typedef struct figures {
     size_t asked, answered; /* bytes of a command, and of its reply */
-    double us;              /* the last step's median */
+    double ours, theirs;    /* the last step's medians, in us */
 } figures;
 
 /* In each process a copy. */
@@ -33,7 +37,7 @@ typedef struct trial {
     tool_client client;
     int bare[TOOL_NSIDES]; /* by rank: the ends of a bare socket */
     figures *figures;      /* shared */
-    double us[CALLS];
+    double ours[CALLS], theirs[CALLS];
 } trial;
 
 /* ---- In a rank's process ------------------------------------------------------------------------------------- */
@@ -43,9 +47,9 @@ static int compare_doubles(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-static void tell_median(trial *t) {
-    qsort(t->us, CALLS, sizeof *t->us, compare_doubles);
-    t->figures->us = t->us[CALLS / 2];
+static double median(double us[CALLS]) {
+    qsort(us, CALLS, sizeof *us, compare_doubles);
+    return us[CALLS / 2];
 }
 
 static tb_status count_bytes(const tb__message *message, size_t *out) {
@@ -68,51 +72,102 @@ static tb_status learn_sizes(trial *t) {
     return status;
 }
 
-static tb_status query(trial *t) {
-    for (int i = 0; i < CALLS; i++) {
-        tb_client_status about;
-        int64_t start = tool_now_ns();
-        TB_TRY(tb_client_query(t->client.batch, &about));
-        t->us[i] = 1e-3 * (double)(tool_now_ns() - start);
+/* All on one core: it is the programs that are compared, not how long another core takes to wake up. */
+static void take_core(pid_t pid, const cpu_set_t *all) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    for (int i = 0; i < CPU_SETSIZE && CPU_COUNT(&one) == 0; i++) {
+        if (CPU_ISSET(i, all))
+            CPU_SET(i, &one);
     }
-    tell_median(t);
-    return TB_OK;
+    sched_setaffinity(pid, sizeof one, &one);
+}
+
+/* The process at the other end, whose loop is its first thread. */
+static pid_t agent_of(const trial *t) {
+    struct ucred agent = {.pid = 0};
+    socklen_t length = sizeof agent;
+    getsockopt(tb_client_fd(t->client.client), SOL_SOCKET, SO_PEERCRED, &agent, &length);
+    return agent.pid;
 }
 
 static tb_status write_all(int fd, const char *data, size_t nbytes) {
-    ssize_t n = send(fd, data, nbytes, MSG_NOSIGNAL);
+    ssize_t n = send(fd, data, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT);
     return n == (ssize_t)nbytes ? TB_OK : tb__fail(TB_IO, "the bare socket: %s", strerror(errno));
 }
 
-/* It has a deadline of its own: see make_bare. */
-static tb_status read_all(int fd, char *data, size_t nbytes) {
+/* `loop` is an epoll of the socket; -1: there is none. */
+static tb_status read_all(const trial *t, int fd, int loop, char *data, size_t nbytes) {
     for (size_t have = 0; have < nbytes;) {
-        ssize_t n = recv(fd, data + have, nbytes - have, 0);
+        struct epoll_event event;
+        struct pollfd readable = {.fd = fd, .events = POLLIN};
+        int n = loop >= 0 ? epoll_wait(loop, &event, 1, t->job.timeout_ms) : poll(&readable, 1, t->job.timeout_ms);
         if (n < 0 && errno == EINTR)
             continue;
         if (n <= 0)
-            return tb__fail(TB_IO, "the bare socket: %s", n == 0 ? "closed" : strerror(errno));
-        have += (size_t)n;
+            return tb__fail(TB_TIMEOUT, "the bare socket: %s", n == 0 ? "silent" : strerror(errno));
+        ssize_t got = recv(fd, data + have, nbytes - have, MSG_DONTWAIT);
+        if (got <= 0)
+            return tb__fail(TB_IO, "the bare socket: %s", got == 0 ? "closed" : strerror(errno));
+        have += (size_t)got;
     }
     return TB_OK;
 }
 
-static tb_status ping(trial *t, int rank) {
+static tb_status answer(const trial *t) {
     char frame[MAX_FRAME] = {0};
-    size_t asked = t->figures->asked, answered = t->figures->answered;
-    int fd = t->bare[rank];
-    for (int i = 0; i < CALLS; i++) {
-        int64_t start = tool_now_ns();
-        if (rank == ASKS)
-            TB_TRY(write_all(fd, frame, asked));
-        TB_TRY(read_all(fd, frame, rank == ASKS ? answered : asked));
-        if (rank != ASKS)
-            TB_TRY(write_all(fd, frame, answered));
-        t->us[i] = 1e-3 * (double)(tool_now_ns() - start);
+    int fd = t->bare[!ASKS], loop = epoll_create1(EPOLL_CLOEXEC);
+    struct epoll_event event = {.events = EPOLLIN};
+    tb_status status = TB_OK;
+    if (loop < 0 || epoll_ctl(loop, EPOLL_CTL_ADD, fd, &event) != 0)
+        status = tb__fail(TB_IO, "epoll: %s", strerror(errno));
+    for (int i = 0; i < CALLS && status == TB_OK; i++) {
+        status = read_all(t, fd, loop, frame, t->figures->asked);
+        if (status == TB_OK)
+            status = write_all(fd, frame, t->figures->answered);
     }
-    if (rank == ASKS)
-        tell_median(t);
+    if (loop >= 0)
+        close(loop);
+    return status;
+}
+
+static tb_status query(trial *t) {
+    tb_client_status unused;
+    return tb_client_query(t->client.batch, &unused);
+}
+
+static tb_status ping(trial *t) {
+    char frame[MAX_FRAME] = {0};
+    TB_TRY(write_all(t->bare[ASKS], frame, t->figures->asked));
+    return read_all(t, t->bare[ASKS], -1, frame, t->figures->answered);
+}
+
+static tb_status ask(trial *t) {
+    for (int i = 0; i < 2 * CALLS; i++) {
+        bool is_ours = i / TURN % 2;
+        int at = i / (2 * TURN) * TURN + i % TURN;
+        int64_t start = tool_now_ns();
+        TB_TRY(is_ours ? query(t) : ping(t));
+        (is_ours ? t->ours : t->theirs)[at] = 1e-3 * (double)(tool_now_ns() - start);
+    }
+    t->figures->ours = median(t->ours);
+    t->figures->theirs = median(t->theirs);
     return TB_OK;
+}
+
+static tb_status measure(trial *t, int rank) {
+    cpu_set_t all;
+    if (sched_getaffinity(0, sizeof all, &all) != 0)
+        return tb__fail(TB_IO, "sched_getaffinity: %s", strerror(errno));
+    pid_t agent = rank == ASKS ? agent_of(t) : 0;
+    take_core(0, &all);
+    if (agent > 0)
+        take_core(agent, &all);
+    tb_status status = rank == ASKS ? ask(t) : answer(t);
+    sched_setaffinity(0, sizeof all, &all);
+    if (agent > 0)
+        sched_setaffinity(agent, sizeof all, &all);
+    return status;
 }
 
 static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
@@ -123,10 +178,8 @@ static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
     case TOOL_MOVE:
         TB_TRY(tool_client_move(&t->client));
         return rank == ASKS ? learn_sizes(t) : TB_OK;
-    case QUERY:
-        return rank == ASKS ? query(t) : TB_OK;
-    case PING:
-        return ping(t, rank);
+    case MEASURE:
+        return measure(t, rank);
     case TOOL_ALLOCATE:
         tool_mover_init(&t->mover, &t->job, rank);
         t->client = (tool_client){.job = &t->job, .end = &t->mover.end[0], .rank = rank};
@@ -142,32 +195,24 @@ static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
 
 /* ---- In the parent ------------------------------------------------------------------------------------------- */
 
-static tb_status measure(const trial *t, int step, double *us) {
-    TB_TRY(tool_ranks_step(t->ranks, step, NULL));
-    *us = t->figures->us;
-    return TB_OK;
-}
-
 static tb_status run_rounds(trial *t, int rounds, bench_round *out) {
-    static const int steps[] = {TOOL_ALLOCATE, TOOL_PREPARE, TOOL_CONNECT, TOOL_MOVE, TOOL_VERIFY, QUERY, PING};
+    static const int steps[] = {TOOL_ALLOCATE, TOOL_PREPARE, TOOL_CONNECT, TOOL_MOVE, TOOL_VERIFY, MEASURE};
     tool_show_line(BENCH_RTT ": connecting");
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++)
         TB_TRY(tool_ranks_step(t->ranks, steps[i], NULL));
     for (int i = 0; i < rounds; i++) {
         tool_show_line(BENCH_RTT ": round %d of %d", i + 1, rounds);
-        TB_TRY(measure(t, PING, &out[i].theirs));
-        TB_TRY(measure(t, QUERY, &out[i].ours));
+        TB_TRY(tool_ranks_step(t->ranks, MEASURE, NULL));
+        out[i].ours = t->figures->ours;
+        out[i].theirs = t->figures->theirs;
     }
     return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
 
-static tb_status make_bare(int fd[TOOL_NSIDES], int timeout_ms) {
-    struct timeval patience = {.tv_sec = timeout_ms / 1000};
-    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fd) != 0)
-        return tb__fail(TB_IO, "socketpair: %s", strerror(errno));
-    for (int i = 0; i < TOOL_NSIDES; i++)
-        setsockopt(fd[i], SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    return TB_OK;
+static tb_status make_bare(int fd[TOOL_NSIDES]) {
+    return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fd) == 0
+               ? TB_OK
+               : tb__fail(TB_IO, "socketpair: %s", strerror(errno));
 }
 
 static tb_status start(trial *t, tool_guard *guard) {
@@ -180,7 +225,7 @@ static tb_status start(trial *t, tool_guard *guard) {
     TB_TRY(tool_side_init(&job->side[TOOL_TARGET], TOOL_TARGET, "to", NULL, 1));
     TB_TRY(tool_llama_add(&job->tensors, TOOL_MIN_LLAMA, &unused));
     TB_TRY(tool_job_weigh(job));
-    TB_TRY(make_bare(t->bare, job->timeout_ms));
+    TB_TRY(make_bare(t->bare));
     TB_TRY(tool_job_start(job, &(tool_ranks_opts){.work = work, .arg = t}, guard, &t->ranks));
     return tool_fleet_create(job, guard, &t->agents);
 }

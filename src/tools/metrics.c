@@ -2,6 +2,7 @@
 #include "tools/agents.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 static void add_head(tb__text *out, const char *name, const char *type, const char *help) {
     tb__text_add(out, "# HELP tensorbus_%s %s\n# TYPE tensorbus_%s %s\n", name, help, name, type);
@@ -85,6 +86,39 @@ static void add_pairs(tb__text *out, const json_t *pairs) {
     }
 }
 
+/* What went to a rank or came from it, whichever of its incarnations. */
+static int64_t sum_of(const json_t *peers, const char *label, const char *key) {
+    size_t i;
+    json_t *peer;
+    int64_t sum = 0;
+    json_array_foreach(peers, i, peer) {
+        sum += strcmp(tool_json_text(peer, "label"), label) == 0 ? tool_json_int(peer, key) : 0;
+    }
+    return sum;
+}
+
+static bool is_first(const json_t *peers, size_t at, const char *label) {
+    size_t i = 0;
+    while (i < at && strcmp(tool_json_text(json_array_get(peers, i), "label"), label) != 0)
+        i++;
+    return i == at;
+}
+
+static void add_peers(tb__text *out, const json_t *peers) {
+    size_t i;
+    json_t *peer;
+    add_head(out, "peer_bytes_total", "counter", "Bytes of tensors that went to a rank, or came from it.");
+    json_array_foreach(peers, i, peer) {
+        const char *label = tool_json_text(peer, "label");
+        for (int is_recv = 0; is_recv < 2 && is_first(peers, i, label); is_recv++) {
+            tb__text_add(out, "tensorbus_peer_bytes_total{peer");
+            add_value(out, label);
+            tb__text_add(out, ",direction=\"%s\"} %" PRId64 "\n", is_recv ? "recv" : "send",
+                         sum_of(peers, label, is_recv ? "received" : "sent"));
+        }
+    }
+}
+
 /* One number of each batch. */
 static void add_batch_gauge(tb__text *out, const json_t *batches, const char *name, const char *key, const char *help) {
     size_t i;
@@ -129,6 +163,7 @@ void tool_add_metrics(tb__text *out, const json_t *report) {
     add_totals(out, json_object_get(report, "totals"));
     add_gauge(out, "transfers_under_way", "Transfers that have begun and not ended.", (int64_t)nmoving);
     add_pairs(out, json_object_get(report, "pairs"));
+    add_peers(out, json_object_get(report, "peers"));
     add_batch_gauge(out, batches, "batch_version", "version", "The version that the batch's last transfer delivered.");
     add_batch_gauge(out, batches, "batch_bytes", "bytes", "Bytes of this rank's part of the batch's tensors.");
     add_head(out, "transfer_seconds", "gauge", "Seconds that the batch's last transfer took.");

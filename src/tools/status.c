@@ -106,7 +106,7 @@ static void add_batches(tb__text *out, const json_t *list) {
     json_t *batch;
     columns(&table, (const char *const[]){"batch", "client", "pairs", "#tensors", "#size", "#version", "state", NULL});
     json_array_foreach(list, i, batch) {
-        const char *error = tool_json_text(batch, "error");
+        const char *error = tool_json_text(batch, *tool_json_text(batch, "why") ? "why" : "error");
         tool_table_cell(&table, "%s", tool_json_text(batch, "id"));
         tool_table_cell(&table, "%s (%" PRId64 ")", tool_json_text(batch, "client"), tool_json_int(batch, "pid"));
         take_names(&table, json_object_get(batch, "pairs"));
@@ -154,12 +154,14 @@ static void add_peers(tb__text *out, const json_t *list) {
     tool_table table = {0};
     size_t i;
     json_t *peer;
-    columns(&table, (const char *const[]){"peer", "host", "transport", "state", NULL});
+    columns(&table, (const char *const[]){"peer", "host", "transport", "#sent", "#received", "state", NULL});
     json_array_foreach(list, i, peer) {
         bool is_alive = json_is_true(json_object_get(peer, "alive"));
         tool_table_cell(&table, "%s", tool_json_text(peer, "label"));
         tool_table_cell(&table, "%.8s", tool_json_text(peer, "host"));
         tool_table_cell(&table, "%s", tool_json_text(peer, "transport"));
+        tool_table_cell(&table, "%s", tool_size(tool_json_int(peer, "sent")).text);
+        tool_table_cell(&table, "%s", tool_size(tool_json_int(peer, "received")).text);
         tool_table_cell(&table, "%s%s", is_alive ? "alive" : "lost: ", tool_json_text(peer, "why"));
     }
     finish(&table, out);

@@ -28,7 +28,8 @@ static const tool_option options[] = {
 
 static const char details[] =
     "Shows all agents of this user, as `tensorbus status` finds them, until q or Ctrl-C. GB/s are those since the\n"
-    "look before; a pair's count what has been completed. Without a terminal it does what --once does.\n";
+    "look before; those of pairs and peers count what has been completed. Without a terminal it does what --once "
+    "does.\n";
 
 static tb_status look(tool_agents *agents, int timeout_ms) {
     TB_TRY(tool_agents_find(agents));

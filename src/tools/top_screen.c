@@ -61,9 +61,10 @@ static double transfer_speed(view_of view, const json_t *batch, const json_t *tr
     return per_second(view, tool_json_real(transfer, "bytes_done"), tool_json_real(old, "bytes_done"));
 }
 
-static double pair_speed(view_of view, const json_t *pair) {
-    const json_t *old = find(json_object_get(view->before, "pairs"), "name", tool_json_text(pair, "name"));
-    return old ? per_second(view, tool_json_real(pair, "sent") + tool_json_real(pair, "received"),
+/* Of a pair or a peer. */
+static double speed_of(view_of view, const char *list, const char *key, const json_t *item) {
+    const json_t *old = find(json_object_get(view->before, list), key, tool_json_text(item, key));
+    return old ? per_second(view, tool_json_real(item, "sent") + tool_json_real(item, "received"),
                             tool_json_real(old, "sent") + tool_json_real(old, "received"))
                : 0;
 }
@@ -161,7 +162,7 @@ static void add_pair_rows(tool_table *table, view_of view) {
         tool_table_cell(table, "%s", tool_json_text(pair, "remote"));
         tool_table_cell(table, "%s", tool_size(tool_json_int(pair, "sent")).text);
         tool_table_cell(table, "%s", tool_size(tool_json_int(pair, "received")).text);
-        take_speed(table, pair_speed(view, pair));
+        take_speed(table, speed_of(view, "pairs", "name", pair));
         tool_table_take(table, &state);
     }
 }
@@ -178,7 +179,24 @@ static void add_client_rows(tool_table *table, view_of view) {
     }
 }
 
+/* Those that have moved something. The last incarnation of a rank comes first. */
 static void add_peer_rows(tool_table *table, view_of view) {
+    size_t i;
+    json_t *peer;
+    json_array_foreach(json_object_get(view->report, "peers"), i, peer) {
+        if (!json_is_true(json_object_get(peer, "alive")) ||
+            tool_json_int(peer, "sent") + tool_json_int(peer, "received") == 0)
+            continue;
+        take_seat(table, view);
+        tool_table_cell(table, "%s", tool_json_text(peer, "label"));
+        tool_table_cell(table, "%s", tool_json_text(peer, "transport"));
+        tool_table_cell(table, "%s", tool_size(tool_json_int(peer, "sent")).text);
+        tool_table_cell(table, "%s", tool_size(tool_json_int(peer, "received")).text);
+        take_speed(table, speed_of(view, "peers", "label", peer));
+    }
+}
+
+static void add_lost_rows(tool_table *table, view_of view) {
     size_t i;
     json_t *peer;
     json_array_foreach(json_object_get(view->report, "peers"), i, peer) {
@@ -202,7 +220,8 @@ static const struct {
      add_batch_rows},
     {{"agent", "pair", "with", "#sent", "#received", "#GB/s", "state"}, add_pair_rows},
     {{"agent", "client", "#pid", "#commands", "#under way"}, add_client_rows},
-    {{"agent", "lost peer", "why"}, add_peer_rows},
+    {{"agent", "peer", "transport", "#sent", "#received", "#GB/s"}, add_peer_rows},
+    {{"agent", "lost peer", "why"}, add_lost_rows},
 };
 
 static void add_summary(tb__text *out, const tool_agents *agents) {

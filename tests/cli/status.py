@@ -170,6 +170,9 @@ try:
     memory_a[:] = array.array("f", range(64 * 32)).tobytes()
     seq = a.send(register("b", [tensor("w", [64, 32], 0, NBYTES)]), [fd_a])
     until(lambda: [x["state"] for x in report(trainer_path)["batches"]] == ["registering"], "it is not registering")
+    until(lambda: "(inference 0) has not registered batch 'b'" in report(trainer_path)["batches"][0]["why"],
+          "nobody is said to be waited for")
+    check("has not registered batch 'b'" in tool("status", "--socket", trainer_path).stdout, "status does not say so")
     good(b.call(register("b", [tensor("w", [64, 32], 0, NBYTES)]), [fd_b]))
     good(a.reply(seq))
     batch = report(trainer_path)["batches"][0]
@@ -200,6 +203,8 @@ try:
         total = r["totals"][direction]
         check((total["transfers"], total["failures"], total["bytes"]) == (3, 0, 3 * NBYTES), f"{total}")
         check(r["pairs"][0][key] == 3 * NBYTES, f"{r['pairs']}")
+        check(r["peers"][0][key] == 3 * NBYTES and r["peers"][0]["sent"] * r["peers"][0]["received"] == 0, f"{r['peers']}")
+        check(batch["why"] == "", f"{batch}")
         check([p["alive"] for p in r["peers"]] == [True] and r["peers"][0]["rank"] != r["rank"], f"{r['peers']}")
     samples = expect_metrics(url, **{
         'transfers_total{direction="send",outcome="success"}': 3,
@@ -207,6 +212,8 @@ try:
         'transfers_total{direction="recv",outcome="success"}': 0,
         'bytes_total{direction="send"}': 3 * NBYTES,
         'pair_bytes_total{pair="p",direction="send"}': 3 * NBYTES,
+        'peer_bytes_total{peer="rank 1 (inference 0)",direction="send"}': 3 * NBYTES,
+        'peer_bytes_total{peer="rank 1 (inference 0)",direction="recv"}': 0,
         'batch_version{batch="b"}': 3,
         'batch_bytes{batch="b"}': NBYTES,
         "peers_alive": 1,
@@ -215,6 +222,8 @@ try:
     check(samples['tensorbus_transfer_seconds{batch="b",direction="send"}'] > 0, f"{samples}")
     over_http = json.loads(get(url + "/status")[2])
     check(over_http["batches"] == report(trainer_path)["batches"], f"/status: {over_http}")
+    text = tool("top", "--once", "--socket", trainer_path).stdout
+    check("rank 1 (inference 0)  shm" in text, f"top: {text}")
     text = tool("status", "--socket", inference_path).stdout
     for word in ("inference 0 of 1", "received", "recv, done", "rank 0 (trainer 0)", "alive", "commit"):
         check(word in text, f"'{word}' is not in {text}")

@@ -121,10 +121,15 @@ static int tidy(tb__agent *agent) {
     return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 
-static void begin_stopping(tb__agent *agent) {
+/* Whoever says it twice does not want to wait: what is under way is cut off when the agent is destroyed. */
+static void on_stop(tb__agent *agent) {
+    eventfd_t times = 0;
+    eventfd_read(agent->stop, &times);
+    agent->is_cut = agent->is_stopping || times > 1;
+    if (agent->is_stopping)
+        return;
     agent->is_stopping = true;
     epoll_ctl(agent->epoll, EPOLL_CTL_DEL, agent->listener.socket.fd, NULL);
-    epoll_ctl(agent->epoll, EPOLL_CTL_DEL, agent->stop, NULL);
     tb__log(TB_LOG_INFO, "agent: stopping; %zu commands are under way", agent->njobs);
 }
 
@@ -133,7 +138,7 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
     if (event->data.ptr == &agent->listener) {
         tb__agent_accept(agent);
     } else if (event->data.ptr == &agent->stop) {
-        begin_stopping(agent);
+        on_stop(agent);
     } else if (event->data.ptr == &agent->wake) {
         eventfd_read(agent->wake, &unused);
         tb__agent_reap(agent);
@@ -154,7 +159,7 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
 tb_status tb__agent_run(tb__agent *agent) {
     struct epoll_event events[EVENTS];
     int sleep_ms = -1;
-    while (!agent->is_stopping || agent->njobs > 0) {
+    while (!agent->is_cut && (!agent->is_stopping || agent->njobs > 0)) {
         int n = epoll_wait(agent->epoll, events, EVENTS, sleep_ms);
         if (n < 0 && errno != EINTR)
             return tb__fail(TB_IO, "epoll_wait: %s", strerror(errno));

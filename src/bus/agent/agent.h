@@ -22,7 +22,8 @@ typedef struct tb__agent_opts {
 /* Joins the bus and listens. */
 tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out);
 
-/* Serves until it is told to stop; then takes no new commands, and returns when those under way have ended. */
+/* Serves until it is told to stop; then takes no new commands, and returns when those under way have ended, or when it
+ * is told again. */
 tb_status tb__agent_run(tb__agent *agent);
 
 /* From any thread, or a signal handler. */

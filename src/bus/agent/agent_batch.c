@@ -1,4 +1,4 @@
-/* Tensors of clients: where their memory is, here, and what goes to and fro where only the system can reach it. */
+/* Tensors of clients: where their memory is, here, as pairs come to a batch and go. */
 #include "bus/agent/agent_inside.h"
 
 #include "exec/overlap.h"
@@ -12,10 +12,9 @@ typedef struct filling {
     agent_job *job;
     tb_batch *batch;
     tb__guest_file **files; /* by descriptor of the frame; NULL: not mapped yet */
-    const agent_pair *pair; /* of the tensor before ... */
-    tb_pair *held;
-    tb_layout *layout; /* ... and its layout */
-    uint64_t nbytes;   /* of all tensors so far */
+    agent_share *share;     /* of the tensor before ... */
+    tb_layout *layout;      /* ... and its layout */
+    uint64_t nbytes;        /* of the tensor */
 } filling;
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
@@ -32,7 +31,7 @@ static tb_status map_file(filling *f, const tb__memory *m, char **out) {
         pthread_mutex_unlock(&job->session->guest_lock);
         TB_TRY(status);
         f->files[m->fd] = file;
-        if (!tb__vec_push(&job->batch->files, file)) {
+        if (!tb__vec_push(&job->batch->files, ((agent_file){file, job->batch->round}))) {
             pthread_mutex_lock(&job->session->guest_lock);
             tb__guest_put_file(&job->session->guest, file);
             pthread_mutex_unlock(&job->session->guest_lock);
@@ -60,7 +59,8 @@ static tb_status find_memory(filling *f, const tb__memory *m, const char *what, 
         return map_file(f, m, out);
     agent_mirror *mirror;
     TB_TRY(tb__agent_mirror(f->job->batch, m, &mirror));
-    TB_TRY(binding ? tb__agent_mirror_add(mirror, binding) : tb__agent_mirror_add_all(mirror, needed));
+    TB_TRY(binding ? tb__agent_mirror_add(mirror, f->share->held, binding)
+                   : tb__agent_mirror_add_all(mirror, f->share->held, needed));
     *out = mirror->data;
     return TB_OK;
 }
@@ -70,10 +70,37 @@ void tb__agent_batch_empty(agent_batch *b) {
     tb_batch_destroy(b->batch);
     pthread_mutex_lock(&s->guest_lock);
     for (size_t i = 0; i < b->files.count; i++)
-        tb__guest_put_file(&s->guest, b->files.item[i]);
+        tb__guest_put_file(&s->guest, b->files.item[i].file);
     pthread_mutex_unlock(&s->guest_lock);
     free(b->files.item);
     tb__agent_mirrors_free(b);
+}
+
+static void drop_files(agent_batch *b, uint64_t round) {
+    agent_session *s = b->session;
+    size_t nkept = 0;
+    pthread_mutex_lock(&s->guest_lock);
+    for (size_t i = 0; i < b->files.count; i++) {
+        if (b->files.item[i].round == round)
+            tb__guest_put_file(&s->guest, b->files.item[i].file);
+        else
+            b->files.item[nkept++] = b->files.item[i];
+    }
+    pthread_mutex_unlock(&s->guest_lock);
+    b->files.count = nkept;
+}
+
+tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
+    tb_pair *pair = b->shares.item[leaving].held;
+    uint64_t round = b->shares.item[leaving].round;
+    bool is_last = true;
+    TB_TRY(tb_batch_remove_pair(b->batch, pair));
+    for (size_t i = 0; i < b->shares.count; i++)
+        is_last &= i == leaving || b->shares.item[i].round != round;
+    if (is_last)
+        drop_files(b, round);
+    tb__agent_mirrors_drop(b, pair);
+    return TB_OK;
 }
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------- */
@@ -124,31 +151,36 @@ static tb_status add(filling *f, const tb__tensor_payload *p) {
     tb_shape local;
     char *layout = NULL;
     memcpy(t.shape, p->shape.dim, sizeof t.shape);
+    f->nbytes = 0;
     TB_TRY(get_local(f, p, &local));
     TB_TRY(p->encode ? find_encoded(f, p, &local, &t) : find_plain(f, p, &local, &t));
     if (p->layout)
         TB_TRY(tb_layout_format(p->layout, &layout));
     t.layout = layout;
-    tb_status status = tb_batch_add(f->batch, f->held, p->name, &t);
+    tb_status status = tb_batch_add(f->batch, f->share->held, p->name, &t);
     free(layout);
-    return status;
+    if (status != TB_OK)
+        return status;
+    pthread_mutex_lock(&f->job->batch->lock);
+    f->share->ntensors++;
+    f->share->nbytes += f->nbytes;
+    pthread_mutex_unlock(&f->job->batch->lock);
+    return TB_OK;
 }
 
 static tb_status choose_pair(filling *f, const char *name) {
     const agent_batch *b = f->job->batch;
-    if (f->pair && strcmp(f->pair->name, name) == 0)
+    if (f->share && strcmp(f->share->pair->name, name) == 0)
         return TB_OK;
     tb_layout_destroy(f->layout);
     f->layout = NULL;
-    f->pair = NULL;
-    for (size_t i = 0; i < b->pairs.count && !f->pair; i++) {
-        if (strcmp(b->pairs.item[i]->name, name) == 0) {
-            f->pair = b->pairs.item[i];
-            f->held = b->held.item[i];
-        }
+    f->share = NULL;
+    for (size_t i = 0; i < b->shares.count && !f->share; i++) {
+        if (strcmp(b->shares.item[i].pair->name, name) == 0)
+            f->share = &b->shares.item[i];
     }
-    return f->pair ? tb_layout_parse(f->pair->layout, &f->layout)
-                   : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
+    return f->share ? tb_layout_parse(f->share->pair->layout, &f->layout)
+                    : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
 }
 
 static tb_status add_all(filling *f) {
@@ -164,9 +196,39 @@ static tb_status add_all(filling *f) {
         if (status != TB_OK)
             return strstr(tb_error_detail(), p.name) ? status : tb__fail_within(status, "tensor '%.100s'", p.name);
     }
-    for (size_t i = 0; i < f->job->batch->held.count; i++)
-        TB_TRY(tb_batch_add_pair(f->batch, f->job->batch->held.item[i]));
-    return tb__batch_register(f->batch, tb__agent_job_timeout(f->job), &f->job->batch->is_unwanted);
+    const agent_batch *b = f->job->batch;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        if (b->shares.item[i].round == b->round)
+            TB_TRY(tb_batch_add_pair(f->batch, b->shares.item[i].held));
+    }
+    return TB_OK;
+}
+
+/* While it waits for others, it can be asked for whom. */
+static void set_registering(agent_batch *b, tb_batch *batch) {
+    pthread_mutex_lock(&b->lock);
+    b->registering = batch;
+    pthread_mutex_unlock(&b->lock);
+}
+
+static tb_status fill(filling *f) {
+    agent_batch *b = f->job->batch;
+    TB_TRY(add_all(f));
+    set_registering(b, f->batch);
+    tb_status status = tb__batch_register(f->batch, tb__agent_job_timeout(f->job), &b->is_unwanted);
+    set_registering(b, NULL);
+    return status;
+}
+
+/* What came with this round goes again; the loop forgets the shares. */
+static void undo(agent_batch *b) {
+    for (size_t i = 0; i < b->shares.count; i++) {
+        if (b->shares.item[i].round != b->round)
+            continue;
+        (void)tb_batch_remove_pair(b->batch, b->shares.item[i].held); /* or it had not come so far */
+        tb__agent_mirrors_drop(b, b->shares.item[i].held);
+    }
+    drop_files(b, b->round);
 }
 
 tb_status tb__agent_batch_fill(agent_job *job) {
@@ -185,18 +247,24 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .nties = m->ties.count,
                           .ignored = m->ignored.item,
                           .nignored = m->ignored.count};
-    tb_status status = f.files ? tb_batch_create(job->agent->world, job->batch->id, &opts, &f.batch) : TB_NO_MEMORY;
+    agent_batch *b = job->batch;
+    tb_status status = f.files ? TB_OK : TB_NO_MEMORY;
+    f.batch = b->batch; /* which gets more pairs, if there is one */
+    if (status == TB_OK && !f.batch)
+        status = tb_batch_create(job->agent->world, b->id, &opts, &f.batch);
     if (status == TB_OK)
-        status = add_all(&f);
+        status = fill(&f);
     tb_layout_destroy(f.layout);
     free(f.files);
     if (status == TB_OK) {
         job->registered = f.batch;
-        job->nbytes = f.nbytes;
         return TB_OK;
     }
     char why[TB__WHY_MAX];
     snprintf(why, sizeof why, "%s", tb_error_detail());
-    tb_batch_destroy(f.batch);
+    if (b->batch)
+        undo(b);
+    else
+        tb_batch_destroy(f.batch);
     return tb__fail(status, "%s", why);
 }

@@ -1,4 +1,4 @@
-/* What the commands do. A batch belongs to one client. */
+/* What the commands do, but for transfers. A batch belongs to one client. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -17,8 +17,7 @@ static agent_batch *find_batch(const tb__agent *agent, const char *id) {
     return NULL;
 }
 
-/* The client's own, and one that is not on its way out. */
-static tb_status get_batch(const agent_job *job, agent_batch **out) {
+tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out) {
     agent_batch *b = find_batch(job->agent, job->message.batch_id);
     if (!b || b->session != job->session || b->is_doomed)
         return tb__fail(TB_INVALID, "there is no batch '%.100s'", job->message.batch_id);
@@ -26,18 +25,37 @@ static tb_status get_batch(const agent_job *job, agent_batch **out) {
     return TB_OK;
 }
 
-static void free_batch(agent_batch *b) {
+static void leave_pair(const agent_batch *b, const agent_share *s) {
     tb__engine *engine = b->session->agent->world->engine;
     tb__engine_lock(engine);
-    for (size_t i = 0; i < b->held.count; i++)
-        tb__pair_unref(b->held.item[i]);
+    tb__pair_unref(s->held);
     tb__engine_unlock(engine);
-    for (size_t i = 0; i < b->pairs.count; i++)
-        tb__agent_leave_pair(b->pairs.item[i]);
+    tb__agent_leave_pair(s->pair);
+}
+
+/* Nothing of the pair is in use any more. */
+static void remove_share(agent_batch *b, size_t i) {
+    agent_share gone = b->shares.item[i];
+    pthread_mutex_lock(&b->lock);
+    b->shares.count--;
+    memmove(&b->shares.item[i], &b->shares.item[i + 1], (b->shares.count - i) * sizeof gone);
+    pthread_mutex_unlock(&b->lock);
+    leave_pair(b, &gone);
+}
+
+static void remove_round(agent_batch *b, uint64_t round) {
+    for (size_t i = b->shares.count; i-- > 0;) {
+        if (b->shares.item[i].round == round)
+            remove_share(b, i);
+    }
+}
+
+static void free_batch(agent_batch *b) {
+    for (size_t i = 0; i < b->shares.count; i++)
+        leave_pair(b, &b->shares.item[i]);
     pthread_mutex_destroy(&b->lock);
     LIST_REMOVE(b, link);
-    free(b->pairs.item);
-    free(b->held.item);
+    free(b->shares.item);
     free(b->id);
     free(b);
 }
@@ -69,7 +87,7 @@ static void doom_batch(agent_batch *b) {
             tb__transfer_give_up(b->transfers[i]);
     }
     pthread_mutex_unlock(&b->lock);
-    if (!b->batch) {
+    if (!b->batch || b->is_changing) {
         atomic_store(&b->is_unwanted, true);
         tb__world_stir(b->session->agent->world);
     }
@@ -77,19 +95,19 @@ static void doom_batch(agent_batch *b) {
         end_batch(b);
 }
 
-static void leave_batch(agent_batch *b) {
+void tb__agent_leave_batch(agent_batch *b) {
     if (--b->njobs == 0 && b->is_doomed)
         end_batch(b);
 }
 
-static bool has_pair(const agent_batch *b, const agent_pair *p) {
-    for (size_t i = 0; i < b->pairs.count; i++) {
-        if (b->pairs.item[i] == p)
-            return true;
-    }
-    return false;
+static size_t find_share(const agent_batch *b, const char *pair) {
+    size_t i = 0;
+    while (i < b->shares.count && strcmp(b->shares.item[i].pair->name, pair) != 0)
+        i++;
+    return i;
 }
 
+/* Those of the tensors, none of which the batch has from earlier rounds. */
 static tb_status take_pairs(const agent_job *job, agent_batch *b) {
     const tb__entries *tensors = &job->message.tensors;
     const char *last = NULL;
@@ -101,12 +119,14 @@ static tb_status take_pairs(const agent_job *job, agent_batch *b) {
         agent_pair *p = tb__agent_find_pair(job->agent, name);
         if (!p || p->state != PAIR_MADE)
             return tb__fail(TB_INVALID, "there is no pair '%.100s'", name);
-        if (has_pair(b, p))
+        size_t known = find_share(b, name);
+        if (known < b->shares.count && b->shares.item[known].round == b->round)
             continue;
-        if (!tb__vec_reserve(&b->held, 1) || !tb__vec_push(&b->pairs, p))
+        if (known < b->shares.count)
+            return tb__fail(TB_CONFLICT, "pair '%.100s' is in batch '%.100s' already", name, b->id);
+        if (!tb__vec_push(&b->shares, (agent_share){.pair = p, .held = p->pair, .round = b->round}))
             return TB_NO_MEMORY;
         p->nbatches++;
-        b->held.item[b->held.count++] = p->pair;
         tb__engine_lock(job->agent->world->engine);
         p->pair->refs++;
         tb__engine_unlock(job->agent->world->engine);
@@ -114,11 +134,56 @@ static tb_status take_pairs(const agent_job *job, agent_batch *b) {
     return TB_OK;
 }
 
+/* Between transfers. */
+static tb_status begin_change(agent_job *job, agent_batch *b) {
+    if (b->is_changing)
+        return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
+    if (b->is_busy[0] || b->is_busy[1])
+        return tb__fail(TB_REFUSED, "batch '%.100s' is being %s; pairs come and go between transfers", b->id,
+                        b->is_busy[1] ? "sent" : "received");
+    b->is_changing = true;
+    b->njobs++;
+    job->batch = b;
+    return TB_OK;
+}
+
+static void end_change(agent_job *job, tb_status status) {
+    agent_batch *b = job->batch;
+    b->is_changing = false;
+    tb__agent_job_end(job, status);
+    tb__agent_leave_batch(b);
+}
+
+/* More pairs for a batch that there is. */
+static void extend(agent_job *job, agent_batch *b) {
+    tb_status status = begin_change(job, b);
+    if (status != TB_OK) {
+        tb__agent_job_end(job, status);
+        return;
+    }
+    b->round++;
+    status = take_pairs(job, b);
+    if (status == TB_OK && job->message.tensors.count == 0)
+        status = tb__fail(TB_INVALID, "no tensors are given for batch '%.100s'", b->id);
+    if (status == TB_OK) {
+        tb__agent_job_start(job, tb__agent_batch_fill);
+        return;
+    }
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    remove_round(b, b->round);
+    end_change(job, tb__fail(status, "%s", why));
+}
+
 static void begin_register(agent_job *job) {
     const char *id = job->message.batch_id;
-    agent_batch *b = NULL;
-    tb_status status =
-        find_batch(job->agent, id) ? tb__fail(TB_CONFLICT, "there is a batch '%.100s' already", id) : TB_OK;
+    agent_batch *b = find_batch(job->agent, id);
+    if (b && b->session == job->session && b->batch && !b->is_doomed) {
+        extend(job, b);
+        return;
+    }
+    tb_status status = b ? tb__fail(TB_CONFLICT, "there is a batch '%.100s' already", id) : TB_OK;
+    b = NULL;
     if (status == TB_OK) {
         b = tb__calloc(1, sizeof *b);
         status = b && (b->id = tb__strdup(id)) ? TB_OK : TB_NO_MEMORY;
@@ -130,7 +195,7 @@ static void begin_register(agent_job *job) {
     }
     pthread_mutex_init(&b->lock, NULL);
     b->session = job->session;
-    b->ntensors = job->message.tensors.count;
+    b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
     status = take_pairs(job, b);
     if (status != TB_OK) {
@@ -144,160 +209,43 @@ static void begin_register(agent_job *job) {
     tb__agent_job_start(job, tb__agent_batch_fill);
 }
 
-/* ---- Transfers ------------------------------------------------------------------------------------------------- */
+/* ---- The others ------------------------------------------------------------------------------------------------ */
 
-static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
-    agent_batch *b = job->batch;
-    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = tb__agent_job_timeout(job)};
-    TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
-    return is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
+static tb_status run_leave(agent_job *job) {
+    return tb__agent_batch_drop(job->batch, job->leaving);
 }
 
-/* What went through each of the batch's pairs. Where there is no memory for it, nobody will know. */
-static void note_moved(agent_job *job, const tb_transfer *t) {
-    const agent_batch *b = job->batch;
-    const char *name;
-    int64_t done;
-    job->moved = tb__arena_alloc(&job->arena, b->pairs.count, sizeof *job->moved);
-    if (!job->moved)
-        return;
-    memset(job->moved, 0, b->pairs.count * sizeof *job->moved);
-    for (size_t i = 0; tb__transfer_share(t, i, &name, &done); i++) {
-        for (size_t j = 0; j < b->pairs.count; j++) {
-            if (strcmp(b->pairs.item[j]->name, name) == 0)
-                job->moved[j] += done;
-        }
-    }
+static void finish_leave(agent_job *job) {
+    if (job->status == TB_OK)
+        remove_share(job->batch, job->leaving);
+    end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
 }
 
-static tb_status run_transfer(agent_job *job) {
-    agent_batch *b = job->batch;
-    bool is_send = job->message.direction == TB__SEND;
-    tb_transfer *t = NULL;
-    tb_transfer_state state = {0};
-    tb_status status = begin(job, is_send, &t);
-    pthread_mutex_lock(&b->lock);
-    b->transfers[is_send] = t;
-    bool is_late = t && b->is_doomed; /* whoever wanted it has gone before it began */
-    pthread_mutex_unlock(&b->lock);
-    if (is_late)
-        tb_cancel(t);
-    if (status == TB_OK)
-        status = tb_wait(t, TB_COMMITTED, -1);
-    if (status == TB_OK && !is_send)
-        status = tb__agent_deliver(b);
-    char why[TB__WHY_MAX] = "";
-    if (status != TB_OK)
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-    pthread_mutex_lock(&b->lock);
-    if (t)
-        tb_transfer_query(t, &state);
-    b->last = state;
-    b->was_send = is_send;
-    b->transfers[is_send] = NULL;
-    if (status == TB_OK)
-        b->version = state.attempt;
-    pthread_mutex_unlock(&b->lock);
-    if (status == TB_OK)
-        note_moved(job, t);
-    tb_transfer_destroy(t);
-    if (status != TB_OK)
-        return tb__fail(status, "%s", why);
-    job->reply = (tb__message){.attempt = tb__some_uint(state.attempt),
-                               .version = tb__some_uint(state.attempt),
-                               .bytes = tb__some_uint((uint64_t)state.bytes_done),
-                               .seconds = tb__some_float(state.seconds)};
-    return TB_OK;
-}
-
-/* How a batch is committed, and whether it is summed, is settled when it is registered. */
-static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
-    bool is_shadow = batch->opts.commit == TB_SHADOW;
-    if (m->commit != TB__COMMIT_UNSAID && (m->commit == TB__SHADOW) != is_shadow)
-        return tb__fail(TB_REFUSED, "batch '%.100s' was registered to be committed %s", m->batch_id,
-                        is_shadow ? "by shadow" : "in place");
-    if (m->checksum.is_set && m->checksum.value != batch->opts.checksum)
-        return tb__fail(TB_REFUSED, "batch '%.100s' was registered %s checksums", m->batch_id,
-                        batch->opts.checksum ? "with" : "without");
-    return TB_OK;
-}
-
-static void begin_transfer(agent_job *job) {
-    bool is_send = job->message.direction == TB__SEND;
-    agent_batch *b = NULL;
-    tb_status status = get_batch(job, &b);
-    if (status == TB_OK && !b->batch)
-        status = tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
-    if (status == TB_OK)
-        status = check_modes(&job->message, b->batch);
-    if (status == TB_OK && b->is_busy[is_send])
-        status = tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
+/* One pair leaves the batch. */
+static void leave(agent_job *job, agent_batch *b) {
+    const char *pair = job->message.pair_name;
+    size_t i = find_share(b, pair);
+    tb_status status = !b->batch ? tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id)
+                       : i == b->shares.count
+                           ? tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->id)
+                           : begin_change(job, b);
     if (status != TB_OK) {
         tb__agent_job_end(job, status);
         return;
     }
-    job->batch = b;
-    b->njobs++;
-    b->is_busy[is_send] = true;
-    pthread_mutex_lock(&b->lock);
-    b->error[0] = '\0';
-    pthread_mutex_unlock(&b->lock);
-    if (job->message.no_wait)
-        tb__agent_job_answer(job, TB_OK);
-    tb__agent_job_start(job, run_transfer);
-}
-
-static bool is_asked(tb__state_name asked, tb__state_name name) {
-    return asked == TB__STATE_ALL || asked == name;
-}
-
-static void query(agent_job *job) {
-    agent_batch *b = NULL;
-    tb__state_name asked = job->message.state_name;
-    tb__message *r = &job->reply;
-    tb_status status = get_batch(job, &b);
-    if (status != TB_OK) {
-        tb__agent_job_end(job, status);
-        return;
-    }
-    char error[TB__WHY_MAX];
-    tb_transfer_state state = {0};
-    pthread_mutex_lock(&b->lock);
-    const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
-    bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
-    if (t)
-        tb_transfer_query(t, &state);
-    else if (!is_busy)
-        state = b->last;
-    snprintf(error, sizeof error, "%s", b->error);
-    uint64_t version = b->version;
-    pthread_mutex_unlock(&b->lock);
-    *r = (tb__message){.state = !b->batch  ? "registering"
-                                : !is_busy ? (*error ? "failed" : "idle")
-                                : is_send  ? "sending"
-                                           : "receiving"};
-    if (is_asked(asked, TB__STATE_TRANSFER_SIGNAL))
-        r->transfer_signal = tb__some_bool(t && is_send && state.attempt && !(state.events & TB_RELEASED));
-    if (is_asked(asked, TB__STATE_PROGRESS)) {
-        r->bytes_done = tb__some_uint((uint64_t)state.bytes_done);
-        r->bytes_total = tb__some_uint((uint64_t)state.bytes_total);
-        r->groups_done = tb__some_uint(state.groups_done);
-        r->groups_total = tb__some_uint(state.groups_total);
-        r->attempt = tb__some_uint(state.attempt);
-        r->seconds = tb__some_float(state.seconds);
-    }
-    if (is_asked(asked, TB__STATE_VERSION))
-        r->version = tb__some_uint(version);
-    if (is_asked(asked, TB__STATE_ERROR))
-        r->error = error;
-    tb__agent_job_end(job, TB_OK);
+    job->leaving = i;
+    tb__agent_job_start(job, run_leave);
 }
 
 static void cleanup(agent_job *job) {
     agent_batch *b = NULL;
-    tb_status status = get_batch(job, &b);
+    tb_status status = tb__agent_get_batch(job, &b);
     if (status != TB_OK) {
         tb__agent_job_end(job, status);
+        return;
+    }
+    if (job->message.pair_name) {
+        leave(job, b);
         return;
     }
     b->farewell = job;
@@ -325,64 +273,45 @@ void tb__agent_do(agent_job *job) {
         begin_register(job);
         break;
     case TB__TRANSFER:
-        begin_transfer(job);
+        tb__agent_transfer(job);
         break;
     case TB__QUERY_STATUS:
-        query(job);
+        tb__agent_query(job);
         break;
     case TB__CLEANUP_BATCH:
         cleanup(job);
+        break;
+    case TB__PROCEED:
+        tb__agent_proceed(job);
         break;
     case TB__INSPECT:
         inspect(job);
         break;
     case TB__HELLO:
     case TB__REPLY:
+    case TB__EVENT:
     case TB__MESSAGE_KINDS:
         tb__agent_job_end(job, tb__fail(TB_INVALID, "that is no command"));
         break;
     }
 }
 
-static void count_transfer(const agent_job *job) {
-    bool is_send = job->message.direction == TB__SEND;
-    agent_totals *totals = &job->agent->totals[is_send];
-    const agent_batch *b = job->batch;
-    if (job->status != TB_OK) {
-        totals->nfailed++;
-        return;
-    }
-    totals->ndone++;
-    totals->nbytes += job->reply.bytes.value;
-    totals->seconds += job->reply.seconds.value;
-    for (size_t i = 0; job->moved && i < b->pairs.count; i++)
-        b->pairs.item[i]->moved[is_send] += (uint64_t)job->moved[i];
-}
-
 static void finish_register(agent_job *job) {
     agent_batch *b = job->batch;
+    if (b->is_changing) {
+        if (job->status != TB_OK)
+            remove_round(b, b->round);
+        end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
+        return;
+    }
     b->batch = job->registered;
-    b->nbytes = job->nbytes;
     if (job->status == TB_OK || b->farewell) {
         tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
     } else {
         b->is_doomed = true;
         b->farewell = job; /* told when its name is free again */
     }
-    leave_batch(b);
-}
-
-static void finish_transfer(agent_job *job) {
-    agent_batch *b = job->batch;
-    b->is_busy[job->message.direction == TB__SEND] = false;
-    count_transfer(job);
-    if (job->status != TB_OK) {
-        pthread_mutex_lock(&b->lock);
-        snprintf(b->error, sizeof b->error, "%s", job->why);
-        pthread_mutex_unlock(&b->lock);
-    }
-    tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
-    leave_batch(b);
+    tb__agent_leave_batch(b);
 }
 
 void tb__agent_finish(agent_job *job) {
@@ -390,8 +319,10 @@ void tb__agent_finish(agent_job *job) {
         tb__agent_finish_init_pair(job);
     else if (job->message.kind == TB__REGISTER_TENSORS)
         finish_register(job);
+    else if (job->message.kind == TB__CLEANUP_BATCH)
+        finish_leave(job);
     else
-        finish_transfer(job);
+        tb__agent_finish_transfer(job);
 }
 
 void tb__agent_forget(tb__agent *agent, agent_session *s) {

@@ -1,7 +1,7 @@
 /* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (work that takes
- * time, and its end), agent_pair.c and agent_command.c (what commands do), agent_batch.c (tensors and their memory),
- * agent_mirror.c (memory that is not mapped), agent_report.c (what is told of all that). All but jobs' own threads
- * belongs to the loop's thread, which never waits for a peer or for the store. */
+ * time, and its end), agent_pair.c, agent_command.c and agent_transfer.c (what commands do), agent_batch.c (tensors and
+ * their memory), agent_mirror.c (memory that is not mapped), agent_report.c (what is told of all that). All but jobs'
+ * own threads belongs to the loop's thread, which never waits for a peer or for the store. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
 #define TB_BUS_AGENT_AGENT_INSIDE_H
 
@@ -28,6 +28,7 @@ typedef struct agent_session {
     tb__agent *agent;
     int socket;
     uint64_t id;
+    char *denial; /* it may not come in, for this reason, and is told so when it greets; NULL: it may */
     bool has_greeted;
     bool is_doomed;      /* what is to be sent is sent, then it is closed */
     bool is_gone;        /* nothing is read or sent any more; the loop buries it ... */
@@ -63,7 +64,8 @@ typedef struct agent_pair {
 
 /* Elements of a tensor in a mirror: runs of bytes, evenly spaced in each dim. */
 typedef struct agent_runs {
-    size_t nbytes; /* of a run */
+    const tb_pair *pair; /* that the tensor goes through */
+    size_t nbytes;       /* of a run */
     int ndim;
     size_t count[TB_MAX_DIMS], step[TB_MAX_DIMS]; /* in bytes */
 } agent_runs;
@@ -76,21 +78,40 @@ typedef struct agent_mirror {
     TB_VEC(agent_runs) runs; /* what tensors have of it */
 } agent_mirror;
 
+/* A pair that a batch has. */
+typedef struct agent_share {
+    agent_pair *pair;
+    tb_pair *held;         /* its own: a pair may be ended before the batch */
+    uint64_t round;        /* which RegisterTensors brought it */
+    size_t ntensors;       /* guarded by the batch's lock, like what follows */
+    uint64_t nbytes;       /* of this rank's part of them */
+    tb_status status;      /* of the last transfer ... */
+    char why[TB__WHY_MAX]; /* ... and its sentence */
+    uint64_t version;      /* of the last that was completed */
+    bool is_torn;
+} agent_share;
+
+/* A file of the client's that tensors are in. */
+typedef struct agent_file {
+    tb__guest_file *file;
+    uint64_t round; /* which RegisterTensors brought it: it goes with the last pair of that */
+} agent_file;
+
 typedef struct agent_batch {
     LIST_ENTRY(agent_batch) link;
     char *id;
     agent_session *session;
-    tb_batch *batch; /* NULL: it is being registered */
-    TB_VEC(agent_pair *) pairs;
-    TB_VEC(tb_pair *) held; /* theirs: a pair may be ended before the batch */
-    TB_VEC(tb__guest_file *) files;
+    tb_batch *batch;            /* NULL: it is being registered */
+    TB_VEC(agent_share) shares; /* they come and go while there is no transfer */
+    TB_VEC(agent_file) files;
     TB_VEC(agent_mirror) mirrors;
-    size_t ntensors;
-    uint64_t nbytes;           /* of this rank's part of them; once it is registered */
+    uint64_t round;            /* how many RegisterTensors there were */
+    bool is_changing;          /* pairs are coming or going */
     size_t njobs;              /* that use it */
     agent_job *farewell;       /* who is answered when it is gone */
     atomic_bool is_unwanted;   /* being registered, it gives up */
     pthread_mutex_t lock;      /* guards what follows */
+    tb_batch *registering;     /* while it, or one more pair of it, is */
     bool is_doomed;            /* to be destroyed when there are no jobs */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
@@ -117,8 +138,13 @@ struct agent_job {
     tb_pair *made; /* for it */
     agent_batch *batch;
     tb_batch *registered;             /* for it */
-    uint64_t nbytes;                  /* of its tensors */
+    size_t leaving;                   /* which of its shares is */
     int64_t *moved;                   /* bytes, by the batch's pairs; NULL: nobody knows */
+    unsigned told;                    /* events that the client has heard of */
+    agent_job *next_news;             /* guarded by the agent's lock, like what follows */
+    bool has_news;                    /* there are events that the loop has not seen ... */
+    unsigned raised;                  /* ... among these */
+    uint64_t attempt;                 /* 0: not known yet */
     tb_status (*run)(agent_job *job); /* in a thread of its own */
     void (*work)(void *arg);          /* instead, of a chore: in the thread ... */
     void (*after)(void *arg);         /* ... and in the loop */
@@ -142,8 +168,9 @@ struct tb__agent {
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
-    int spare; /* a descriptor that is given up to turn somebody away when there are no others */
-    bool is_stopping;
+    int spare;          /* a descriptor that is given up to turn somebody away when there are no others */
+    bool is_stopping;   /* what is under way ends ... */
+    bool is_cut;        /* ... or is ended */
     uint64_t nsessions; /* so far */
     LIST_HEAD(agent_sessions, agent_session) sessions;
     LIST_HEAD(agent_pairs, agent_pair) pairs;
@@ -151,6 +178,7 @@ struct tb__agent {
     size_t njobs;
     pthread_mutex_t done_lock;
     agent_job *done; /* jobs whose threads have ended */
+    agent_job *news; /* transfers that have something to tell; the last comes first */
     int64_t begun_ms;
     agent_totals totals[2];      /* received and sent */
     pthread_mutex_t report_lock; /* guards what follows: other threads ask for reports */
@@ -177,10 +205,20 @@ bool tb__agent_session_keep_fds(agent_session *session);
 
 /* agent_command.c: takes over the job, and answers it, now or later. */
 void tb__agent_do(agent_job *job);
+/* The client's own, and one that is not on its way out. */
+tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out);
+void tb__agent_leave_batch(agent_batch *batch); /* of a job that ends */
 /* What a thread has done. */
 void tb__agent_finish(agent_job *job);
 /* A client is gone. */
 void tb__agent_forget(tb__agent *agent, agent_session *session);
+
+/* agent_transfer.c */
+void tb__agent_transfer(agent_job *job);
+void tb__agent_finish_transfer(agent_job *job);
+void tb__agent_tell(agent_job *job); /* the events that it has raised */
+void tb__agent_query(agent_job *job);
+void tb__agent_proceed(agent_job *job);
 
 /* agent_pair.c */
 void tb__agent_init_pair(agent_job *job);
@@ -207,17 +245,24 @@ int tb__agent_job_timeout(const agent_job *job);
 
 /* agent_batch.c */
 tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
+/* A pair leaves: its tensors and what memory only they have. In the job's thread. */
+tb_status tb__agent_batch_drop(agent_batch *batch, size_t share);
 void tb__agent_batch_empty(agent_batch *batch); /* of one without jobs: gives up tensors and memory; in any thread */
 
 /* agent_mirror.c */
 /* The mirror of these bytes of the client. */
 tb_status tb__agent_mirror(agent_batch *batch, const tb__memory *memory, agent_mirror **out);
 /* A binding, or all of it, is the tensor's; nothing else is written. */
-tb_status tb__agent_mirror_add(agent_mirror *mirror, const tb_binding *binding);
-tb_status tb__agent_mirror_add_all(agent_mirror *mirror, size_t nbytes);
+tb_status tb__agent_mirror_add(agent_mirror *mirror, const tb_pair *pair, const tb_binding *binding);
+tb_status tb__agent_mirror_add_all(agent_mirror *mirror, const tb_pair *pair, size_t nbytes);
+/* The pair's tensors are gone, and mirrors that nobody else has. */
+void tb__agent_mirrors_drop(agent_batch *batch, const tb_pair *pair);
 /* From the client, all of it; and to the client, what the tensors have. */
 tb_status tb__agent_fetch(const agent_batch *batch);
 tb_status tb__agent_deliver(const agent_batch *batch);
+/* Whether all of the batch's memory is mirrored, and whether any is. */
+bool tb__agent_is_mirrored(const agent_batch *batch);
+bool tb__agent_has_mirrors(const agent_batch *batch);
 void tb__agent_mirrors_free(agent_batch *batch);
 
 /* agent_report.c: a JSON object, without the session that asks; to be freed by the caller. */

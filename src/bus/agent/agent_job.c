@@ -142,9 +142,13 @@ void tb__agent_chore(tb__agent *agent, agent_session *s, void (*work)(void *arg)
 
 void tb__agent_reap(tb__agent *agent) {
     pthread_mutex_lock(&agent->done_lock);
-    agent_job *list = agent->done;
-    agent->done = NULL;
+    agent_job *list = agent->done, *news = agent->news;
+    agent->done = agent->news = NULL;
     pthread_mutex_unlock(&agent->done_lock);
+    for (agent_job *job = news, *next; job; job = next) { /* first: some of them may have ended, too */
+        next = job->next_news;
+        tb__agent_tell(job);
+    }
     for (agent_job *job = list, *next; job; job = next) {
         next = job->next;
         pthread_join(job->thread, NULL);

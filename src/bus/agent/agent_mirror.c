@@ -31,11 +31,40 @@ tb_status tb__agent_mirror(agent_batch *b, const tb__memory *m, agent_mirror **o
     return TB_OK;
 }
 
-void tb__agent_mirrors_free(agent_batch *b) {
+static void free_mirror(agent_mirror *m) {
+    tb_free(m->data);
+    free(m->runs.item);
+}
+
+void tb__agent_mirrors_drop(agent_batch *b, const tb_pair *pair) {
+    size_t nkept = 0;
     for (size_t i = 0; i < b->mirrors.count; i++) {
-        tb_free(b->mirrors.item[i].data);
-        free(b->mirrors.item[i].runs.item);
+        agent_mirror *m = &b->mirrors.item[i];
+        size_t nruns = 0;
+        for (size_t j = 0; j < m->runs.count; j++) {
+            if (m->runs.item[j].pair != pair)
+                m->runs.item[nruns++] = m->runs.item[j];
+        }
+        m->runs.count = nruns;
+        if (nruns == 0)
+            free_mirror(m);
+        else
+            b->mirrors.item[nkept++] = *m;
     }
+    b->mirrors.count = nkept;
+}
+
+bool tb__agent_has_mirrors(const agent_batch *b) {
+    return b->mirrors.count > 0;
+}
+
+bool tb__agent_is_mirrored(const agent_batch *b) {
+    return b->mirrors.count > 0 && b->files.count == 0;
+}
+
+void tb__agent_mirrors_free(agent_batch *b) {
+    for (size_t i = 0; i < b->mirrors.count; i++)
+        free_mirror(&b->mirrors.item[i]);
     free(b->mirrors.item);
     b->mirrors.item = NULL;
     b->mirrors.count = 0;
@@ -43,8 +72,8 @@ void tb__agent_mirrors_free(agent_batch *b) {
 
 /* ---- Runs ------------------------------------------------------------------------------------------------------ */
 
-tb_status tb__agent_mirror_add_all(agent_mirror *m, size_t nbytes) {
-    return tb__vec_push(&m->runs, (agent_runs){.nbytes = nbytes}) ? TB_OK : TB_NO_MEMORY;
+tb_status tb__agent_mirror_add_all(agent_mirror *m, const tb_pair *pair, size_t nbytes) {
+    return tb__vec_push(&m->runs, ((agent_runs){.pair = pair, .nbytes = nbytes})) ? TB_OK : TB_NO_MEMORY;
 }
 
 typedef struct dim {
@@ -57,11 +86,11 @@ static int compare_dims(const void *a, const void *b) {
 }
 
 /* The mirror begins with the lowest element, wherever the binding does. Its span was measured: nothing overflows. */
-tb_status tb__agent_mirror_add(agent_mirror *m, const tb_binding *b) {
+tb_status tb__agent_mirror_add(agent_mirror *m, const tb_pair *pair, const tb_binding *b) {
     int bits = tb_dtype_bits(b->dtype), n = 0;
     if (bits % 8 != 0)
-        return tb__agent_mirror_add_all(m, m->nbytes); /* a byte has elements of two runs */
-    agent_runs runs = {.nbytes = (size_t)bits / 8};
+        return tb__agent_mirror_add_all(m, pair, m->nbytes); /* a byte has elements of two runs */
+    agent_runs runs = {.pair = pair, .nbytes = (size_t)bits / 8};
     dim dims[TB_MAX_DIMS] = {0};
     for (int d = 0; d < b->shape.ndim; d++) {
         if (b->shape.dim[d] > 1 && b->strides[d] != 0)

@@ -208,7 +208,9 @@ static void test_other_user(void **state) {
             if (setgroups(0, NULL) != 0 || setgid(65534) != 0 || setuid(65534) != 0)
                 _exit(9);
             tb_status status = tb_client_connect(s->agents[0].path, &opts, &c);
-            _exit(status == (is_open ? TB_LOST : TB_DENIED) ? 0 : 1);
+            bool is_right =
+                status == TB_DENIED && strstr(tb_error_detail(), is_open ? "user 65534 may not" : "another user's");
+            _exit(is_right ? 0 : 1);
         }
         assert_int_equal(end_of(pid), 0);
     }
@@ -230,6 +232,28 @@ static void test_silent(void **state) {
     assert_ok(tb_client_connect(s->agents[0].path, NULL, &other));
     tb_client_close(other);
     tb_client_close(c);
+}
+
+/* The first signal lets a transfer end, for which nobody is there; the second cuts it off. */
+static void test_stopped_twice(void **state) {
+    scene *s = *state;
+    call calls[2] = {{0}};
+    uint8_t data[2][64] = {{0}};
+    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .no_wait = true};
+    move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
+    tb_client *other = open_client(&s->agents[0]);
+    assert_ok(tb_client_transfer(calls[0].batch, true, &opts));
+    int64_t begun_ms = tb__now_ms();
+    assert_int_equal(kill(s->agents[0].pid, SIGTERM), 0);
+    while (tb_client_init_pair(other, "q", groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
+        assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
+    assert_non_null(strstr(tb_error_detail(), "the agent is stopping"));
+    assert_fails(tb_client_wait(calls[0].batch, true, TB_COMMITTED, 20), TB_TIMEOUT, "so far");
+    end_agent(&s->agents[0], SIGTERM);
+    assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
+    assert_fails(tb_client_wait(calls[0].batch, true, TB_COMMITTED, -1), TB_LOST, "is gone");
+    tb_client_close(other);
+    move_out(calls);
 }
 
 static int raw_connect(const char *path) {
@@ -401,6 +425,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_memory, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_other_user, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_silent, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_stopped_twice, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_pipeline, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_no_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_agent_dies, set_up, tear_down),

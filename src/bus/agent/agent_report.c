@@ -106,7 +106,7 @@ static void add_pairs(tb__text *out, const tb__agent *agent) {
 static void add_batch(tb__text *out, agent_batch *b) {
     tb_transfer_state now[2] = {{0}}, last;
     bool is_moving[2], was_send;
-    char error[TB__WHY_MAX];
+    char error[TB__WHY_MAX], why[SENTENCE] = "";
     pthread_mutex_lock(&b->lock);
     for (int i = 0; i < 2; i++) {
         is_moving[i] = b->is_busy[i];
@@ -116,11 +116,18 @@ static void add_batch(tb__text *out, agent_batch *b) {
     last = b->last;
     was_send = b->was_send;
     snprintf(error, sizeof error, "%s", b->error);
-    uint64_t version = b->version;
+    uint64_t version = b->version, nbytes = 0;
+    size_t ntensors = 0;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        ntensors += b->shares.item[i].ntensors;
+        nbytes += b->shares.item[i].nbytes;
+    }
+    if (b->registering)
+        tb__batch_describe_wait(b->registering, why, sizeof why);
     bool is_doomed = b->is_doomed;
     pthread_mutex_unlock(&b->lock);
     const char *state = is_doomed                      ? "ending"
-                        : !b->batch                    ? "registering"
+                        : !b->batch || *why            ? "registering"
                         : is_moving[0] && is_moving[1] ? "sending and receiving"
                         : is_moving[1]                 ? "sending"
                         : is_moving[0]                 ? "receiving"
@@ -131,13 +138,13 @@ static void add_batch(tb__text *out, agent_batch *b) {
     tb__text_add(out, ",");
     add_text(out, "client", b->session->name);
     tb__text_add(out, ",\"pid\":%ld,\"pairs\":[", (long)b->session->guest.pid);
-    for (size_t i = 0; i < b->pairs.count; i++) {
+    for (size_t i = 0; i < b->shares.count; i++) {
         tb__text_add(out, "%s", i ? "," : "");
-        tb__text_add_json(out, b->pairs.item[i]->name);
+        tb__text_add_json(out, b->shares.item[i].pair->name);
     }
     tb__text_add(out,
                  "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64 ",\"transfers\":[",
-                 b->ntensors, b->nbytes, state, version);
+                 ntensors, nbytes, state, version);
     for (int i = 0; i < 2; i++) {
         if (is_moving[i])
             add_transfer(out, &now[i], i == 1);
@@ -151,6 +158,8 @@ static void add_batch(tb__text *out, agent_batch *b) {
         tb__text_add(out, "null");
     tb__text_add(out, ",");
     add_text(out, "error", error);
+    tb__text_add(out, ",");
+    add_text(out, "why", why);
     tb__text_add(out, "}");
 }
 
@@ -175,8 +184,8 @@ static void add_peers(tb__text *out, const tb_world *world) {
         add_text(out, "label", p->label);
         tb__text_add(out, ",");
         add_text(out, "host", p->host);
-        tb__text_add(out, ",\"transport\":\"%s\",\"alive\":%s,", p->transport->ops->name,
-                     p->is_lost ? "false" : "true");
+        tb__text_add(out, ",\"transport\":\"%s\",\"sent\":%" PRIu64 ",\"received\":%" PRIu64 ",\"alive\":%s,",
+                     p->transport->ops->name, p->moved[1], p->moved[0], p->is_lost ? "false" : "true");
         add_text(out, "why", p->is_lost && p->why ? p->why : "");
         tb__text_add(out, "}");
         comma = ",";

@@ -32,7 +32,13 @@ static void watch(agent_session *s) {
 }
 
 static tb_status init(agent_session *s, int socket) {
-    TB_TRY(tb__guest_init(&s->guest, socket));
+    tb_status status = tb__guest_init(&s->guest, socket);
+    if (status == TB_DENIED) {
+        tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
+        s->denial = tb__strdup(tb_error_detail());
+        status = s->denial ? TB_OK : TB_NO_MEMORY;
+    }
+    TB_TRY(status);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = s};
     if (epoll_ctl(s->agent->epoll, EPOLL_CTL_ADD, socket, &event) != 0) {
         tb__guest_fini(&s->guest);
@@ -82,6 +88,8 @@ void tb__agent_accept(tb__agent *agent) {
             continue;
         tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
         close(fd);
+        if (s)
+            free(s->denial);
         free(s);
     }
 }
@@ -91,6 +99,7 @@ void tb__agent_session_free(agent_session *s) {
     tb__guest_fini(&s->guest);
     pthread_mutex_destroy(&s->guest_lock);
     free(s->name);
+    free(s->denial);
     free(s);
 }
 
@@ -186,6 +195,8 @@ static bool is_token(const char *wanted, const char *given) {
 static tb_status greet(agent_session *s, const agent_job *job) {
     const tb__message *hello = &job->message;
     tb__agent *agent = s->agent;
+    if (s->denial)
+        return tb__fail(TB_DENIED, "%s", s->denial);
     if (hello->kind != TB__HELLO)
         return tb__fail(TB_INVALID, "the first message has to be a Hello");
     TB_TRY(tb__hello_check(hello));
@@ -197,6 +208,10 @@ static tb_status greet(agent_session *s, const agent_job *job) {
     s->has_greeted = true;
     s->in.max_nbytes = TB__FRAME_MAX;
     return TB_OK;
+}
+
+static bool is_no_command(tb__message_kind kind) {
+    return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
 }
 
 static void take_frame(agent_session *s, tb__blob map) {
@@ -214,15 +229,17 @@ static void take_frame(agent_session *s, tb__blob map) {
                                        .rank = tb__some_uint((uint64_t)s->agent->world->rank),
                                        .name = s->agent->group,
                                        .index = tb__some_uint((uint64_t)s->agent->index),
-                                       .size = tb__some_uint((uint64_t)s->agent->size)};
+                                       .size = tb__some_uint((uint64_t)s->agent->size),
+                                       .timeout_ms = (uint64_t)s->agent->timeout_ms};
         else
             s->is_doomed = true;
         tb__agent_job_end(job, status);
         return;
     }
-    if (status == TB_OK && (job->message.kind == TB__HELLO || job->message.kind == TB__REPLY))
+    if (status == TB_OK && is_no_command(job->message.kind))
         status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
-    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT)
+    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT &&
+        job->message.kind != TB__PROCEED)
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK)
         tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */

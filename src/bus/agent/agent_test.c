@@ -1,5 +1,6 @@
 /* Tensors of host programs through agents: wherever they are, whatever they look like, whoever else there is. */
 #include "bus/agent/agent_test.h"
+#include "bus/client/client.h"
 
 #include <fcntl.h>
 #include <math.h>
@@ -374,6 +375,7 @@ static void later(rank *r) {
     char name[64];
     tb_client_status status;
     move_in(r, &s, "mesh=2 place=S0", "mesh=1 place=R", 40, 30);
+    check(s.client->timeout_ms == PATIENCE_MS); /* what commands without a timeout get is the agent's to say */
     check_ok(tb_client_query(s.batch, &status));
     check(strcmp(status.state, "idle") == 0 && status.version == 0);
     for (int i = 0; i < 2; i++) { /* the second time nobody receives */

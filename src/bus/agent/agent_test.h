@@ -198,15 +198,14 @@ static inline uint64_t raw_post(raw *c, const tb__message *message) {
     return c->nframes++;
 }
 
-/* The next reply, whichever command it answers; false: the agent has hung up. Its text stays until the end. */
-static inline bool raw_reply(raw *c, tb__message *out) {
+/* The next reply or event; false: the agent has hung up. Its text stays until the end. */
+static inline bool raw_next(raw *c, tb__message *out) {
     for (;;) {
         tb__blob map;
         bool has_frame;
         check_ok(tb__frame_next(&c->in, &map, &has_frame));
         if (has_frame) {
             check_ok(tb__message_decode(map, &c->arena, out));
-            check(out->kind == TB__REPLY);
             return true;
         }
         uint8_t *room;
@@ -219,6 +218,14 @@ static inline bool raw_reply(raw *c, tb__message *out) {
         if (n <= 0)
             return false;
     }
+}
+
+/* The next reply, whichever command it answers. */
+static inline bool raw_reply(raw *c, tb__message *out) {
+    if (!raw_next(c, out))
+        return false;
+    check(out->kind == TB__REPLY);
+    return true;
 }
 
 static inline tb__message raw_call(raw *c, const tb__message *message) {

@@ -16,8 +16,8 @@
 
 enum {
     CONNECT_MS = 5000,
-    COMMAND_MS = 30000,
-    GRACE_MS = 5000, /* what an agent gets beyond the deadline that it was given */
+    COMMAND_MS = 30000, /* of agents that do not tell */
+    GRACE_MS = 5000,    /* what an agent gets beyond the deadline that it was given */
     READ_BYTES = 64 << 10,
     FDS_AT_ONCE = 250,
 };
@@ -136,6 +136,11 @@ static tb_status keep_reply(tb_client *c, tb__blob map) {
     }
     memcpy(r->frame, map.data, map.nbytes);
     tb_status status = tb__message_decode((tb__blob){r->frame, map.nbytes}, &r->arena, &r->message);
+    if (status == TB_OK && r->message.kind == TB__EVENT) {
+        tb__client_on_event(c, &r->message);
+        tb__client_reply_free(r);
+        return TB_OK;
+    }
     if (status != TB_OK || r->message.kind != TB__REPLY) {
         tb__client_reply_free(r);
         return lose(c, "it sent what is no reply");
@@ -156,22 +161,34 @@ static tb__client_reply *find_reply(tb_client *c, uint64_t seq) {
     return NULL;
 }
 
-tb_status tb__client_wait(tb_client *c, uint64_t seq, int64_t deadline_ms, const char *what, tb__client_reply **out) {
+/* All frames that are here: none is left where nobody would look for it. */
+static tb_status take_frames(tb_client *c) {
     for (;;) {
         tb__blob map;
         bool has_frame = false;
-        if ((*out = find_reply(c, seq)))
-            return TB_OK;
-        TB_TRY(check(c));
         if (tb__frame_next(&c->in, &map, &has_frame) != TB_OK)
             return lose(c, "it sent a frame that is too long");
-        if (has_frame) {
-            TB_TRY(keep_reply(c, map));
-            continue;
-        }
-        TB_TRY(wait_for(c, POLLIN, deadline_ms, what));
-        TB_TRY(read_some(c));
+        if (!has_frame)
+            return TB_OK;
+        TB_TRY(keep_reply(c, map));
     }
+}
+
+tb_status tb__client_listen(tb_client *c, int64_t deadline_ms, const char *what) {
+    TB_TRY(check(c));
+    TB_TRY(wait_for(c, POLLIN, deadline_ms, what));
+    tb_status status = read_some(c), taken = take_frames(c); /* what came before the end counts */
+    return status == TB_OK ? taken : status;
+}
+
+tb_status tb__client_wait(tb_client *c, uint64_t seq, int64_t deadline_ms, const char *what, tb__client_reply **out) {
+    while (!(*out = find_reply(c, seq))) {
+        tb_status status = tb__client_listen(c, deadline_ms, what);
+        if (status == TB_OK)
+            continue;
+        return (*out = find_reply(c, seq)) ? TB_OK : status;
+    }
+    return TB_OK;
 }
 
 tb_status tb__client_post(tb_client *c, const tb__message *message, const int *fds, size_t nfds, int64_t deadline_ms,
@@ -189,7 +206,7 @@ tb_status tb__client_post(tb_client *c, const tb__message *message, const int *f
 
 tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
                           const char *what, tb__client_reply **out) {
-    int64_t deadline_ms = tb__now_ms() + (timeout_ms ? timeout_ms : COMMAND_MS) + GRACE_MS;
+    int64_t deadline_ms = tb__now_ms() + (timeout_ms ? timeout_ms : c->timeout_ms) + GRACE_MS;
     uint64_t seq;
     tb__client_reply *reply;
     message->timeout_ms = (uint64_t)timeout_ms;
@@ -261,6 +278,7 @@ static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_m
         c->rank = (int32_t)m->rank.value;
         c->index = (int32_t)m->index.value;
         c->size = (int32_t)m->size.value;
+        c->timeout_ms = m->timeout_ms ? (int)m->timeout_ms : COMMAND_MS;
         c->group = tb__strdup(m->name ? m->name : "");
         status = c->group ? TB_OK : TB_NO_MEMORY;
     }
@@ -293,6 +311,7 @@ void tb__client_unref(tb_client *c) {
     if (--c->refs > 0)
         return;
     drop_replies(c);
+    tb__client_forget(c, NULL);
     tb__frame_reader_fini(&c->in);
     for (size_t i = 0; i < c->pairs.count; i++) {
         free(c->pairs.item[i].name);
@@ -325,6 +344,10 @@ int32_t tb_client_index(const tb_client *c) {
 
 int32_t tb_client_size(const tb_client *c) {
     return c->size;
+}
+
+int tb_client_fd(const tb_client *c) {
+    return c->broken == TB_OK ? c->socket.fd : -1;
 }
 
 const char *tb_client_group(const tb_client *c) {

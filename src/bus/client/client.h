@@ -1,4 +1,5 @@
-/* What the files of the client share: client.c (the connection), client_batch.c (pairs, batches, transfers). */
+/* What the files of the client share: client.c (the connection), client_batch.c (pairs and batches), client_transfer.c
+ * (transfers, and what is told of them). */
 #ifndef TB_BUS_CLIENT_CLIENT_H
 #define TB_BUS_CLIENT_CLIENT_H
 
@@ -15,6 +16,36 @@ typedef struct tb__client_reply {
     tb__message message;
 } tb__client_reply;
 
+/* A transfer that was begun without waiting for its end. */
+typedef struct tb__client_transfer {
+    struct tb__client_transfer *next;
+    const tb_client_batch *batch;
+    bool is_send;
+    uint64_t seq;
+    int64_t deadline_ms; /* the agent's, and some time to tell */
+    unsigned events;     /* that were told */
+    tb_status status;    /* of one that failed ... */
+    char why[TB__CLIENT_WHY];
+} tb__client_transfer;
+
+struct tb_client_batch {
+    tb_client *client;
+    char *name;
+    tb_batch_opts opts;
+    tb__arena arena; /* what the options point to */
+    TB_VEC(struct tb__client_tensor {
+        const char *pair; /* the client's */
+        tb__bytes payload;
+        uint32_t fds[3]; /* that it names: indices below */
+        size_t nfds;
+    })
+    tensors;
+    size_t nregistered; /* of them; the rest is new */
+    TB_VEC(int) fds;    /* of all memory that went along */
+    bool is_registered;
+    bool may_be_registered; /* the agent did not say */
+};
+
 struct tb_client {
     size_t refs; /* the user's, and one for each batch */
     char *path;
@@ -24,7 +55,9 @@ struct tb_client {
     uint64_t nframes; /* sent so far */
     tb__frame_reader in;
     tb__client_reply *replies; /* that nobody has waited for yet */
+    tb__client_transfer *transfers;
     int32_t rank, index, size;
+    int timeout_ms; /* the agent's own, for what does not say */
     char *group;
     TB_VEC(struct tb__client_pair {
         char *name;
@@ -42,6 +75,13 @@ tb_status tb__client_post(tb_client *client, const tb__message *message, const i
 tb_status tb__client_wait(tb_client *client, uint64_t seq, int64_t deadline_ms, const char *what,
                           tb__client_reply **out);
 void tb__client_reply_free(tb__client_reply *reply);
+
+/* Takes what has come, and waits for more if there is none. */
+tb_status tb__client_listen(tb_client *client, int64_t deadline_ms, const char *what);
+
+/* client_transfer.c */
+void tb__client_on_event(tb_client *client, const tb__message *event);
+void tb__client_forget(tb_client *client, const tb_client_batch *batch); /* NULL: all */
 
 /* Both; a reply that tells of a failure is one. `out` may be NULL. A timeout of 0 is the agent's. */
 tb_status tb__client_call(tb_client *client, tb__message *message, const int *fds, size_t nfds, int timeout_ms,

@@ -1,4 +1,4 @@
-/* Pairs, batches and transfers of a client. */
+/* Pairs and batches of a client. */
 #include "bus/client/client.h"
 
 #include "base/opts.h"
@@ -7,19 +7,7 @@
 #include "exec/overlap.h"
 #include "reshard/encode.h"
 
-#include <stdio.h>
 #include <string.h>
-
-struct tb_client_batch {
-    tb_client *client;
-    char *name;
-    tb_batch_opts opts;
-    tb__arena arena; /* what the options point to, names, and payloads */
-    TB_VEC(tb__entry) tensors;
-    TB_VEC(int) fds; /* of the memory that goes along */
-    bool is_registered;
-    bool may_be_registered; /* the agent did not say */
-};
 
 /* ---- Pairs ----------------------------------------------------------------------------------------------------- */
 
@@ -120,7 +108,8 @@ tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_
 }
 
 /* Where bytes of this process are, as the agent will find them. */
-static tb_status find_memory(tb_client_batch *b, const void *at, size_t nbytes, tb__memory *out) {
+static tb_status find_memory(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
+                             tb__memory *out) {
     tb__arena_file file;
     if (nbytes == 0)
         return TB_OK;
@@ -133,10 +122,12 @@ static tb_status find_memory(tb_client_batch *b, const void *at, size_t nbytes, 
     while (i < b->fds.count && b->fds.item[i] != file.fd)
         i++;
     out->fd = (uint32_t)i;
+    mine->fds[mine->nfds++] = out->fd;
     return i < b->fds.count || tb__vec_push(&b->fds, file.fd) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status find_plain(tb_client_batch *b, const tb_tensor *t, const tb_shape *local, tb__tensor_payload *p) {
+static tb_status find_plain(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
+                            const tb_shape *local, tb__tensor_payload *p) {
     tb_binding binding;
     uintptr_t first, last;
     TB_TRY(tb_binding_contiguous(t->data, 0, t->dtype, local, &binding));
@@ -145,21 +136,23 @@ static tb_status find_plain(tb_client_batch *b, const tb_tensor *t, const tb_sha
     TB_TRY(tb__binding_span(&binding, &first, &last));
     if (first != last && !t->data)
         return tb__fail(TB_INVALID, "its data is NULL, but this rank holds some of it");
-    return find_memory(b, (void *)first, last - first, &p->data); // NOLINT(performance-no-int-to-ptr)
+    return find_memory(b, mine, (void *)first, last - first, &p->data); // NOLINT(performance-no-int-to-ptr)
 }
 
-static tb_status find_encoded(tb_client_batch *b, const tb_tensor *t, const tb_shape *local, tb__tensor_payload *p) {
+static tb_status find_encoded(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
+                              const tb_shape *local, tb__tensor_payload *p) {
     tb__encoding encoding;
     tb__encoded_size size;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
     TB_TRY(tb__encoded_measure(&encoding, local, &size));
-    TB_TRY(find_memory(b, t->data, size.data_nbytes, &p->data));
+    TB_TRY(find_memory(b, mine, t->data, size.data_nbytes, &p->data));
     if (t->scales)
-        TB_TRY(find_memory(b, t->scales, size.scales_nbytes, &p->scales));
-    return t->scale ? find_memory(b, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
+        TB_TRY(find_memory(b, mine, t->scales, size.scales_nbytes, &p->scales));
+    return t->scale ? find_memory(b, mine, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
 }
 
-static tb_status describe(tb_client_batch *b, const tb_tensor *t, tb_layout *pair, tb__tensor_payload *p) {
+static tb_status describe(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t, tb_layout *pair,
+                          tb__tensor_payload *p) {
     tb_local local;
     p->dtype = t->dtype;
     p->shape.ndim = t->ndim;
@@ -175,39 +168,45 @@ static tb_status describe(tb_client_batch *b, const tb_tensor *t, tb_layout *pai
     if (t->layout)
         TB_TRY(tb_layout_parse(t->layout, &p->layout));
     TB_TRY(tb_layout_local(p->layout ? p->layout : pair, &p->shape, b->client->index, &local));
-    tb_shape mine = local.shape;
-    mine.ndim = t->ndim;
+    tb_shape part = local.shape;
+    part.ndim = t->ndim;
     tb_local_fini(&local);
-    return t->encode ? find_encoded(b, t, &mine, p) : find_plain(b, t, &mine, p);
+    return t->encode ? find_encoded(b, mine, t, &part, p) : find_plain(b, mine, t, &part, p);
 }
 
 static tb_status add(tb_client_batch *b, const char *pair_name, const tb_tensor *t, tb_layout *pair,
                      tb__tensor_payload *p) {
-    tb__bytes bytes = {0};
-    TB_TRY(describe(b, t, pair, p));
-    tb_status status = tb__tensor_encode(p, pair, &bytes);
-    uint8_t *kept = status == TB_OK ? tb__arena_alloc(&b->arena, bytes.count, 1) : NULL;
-    tb__entry entry = {.pair_name = keep_text(b, pair_name), .payload = {kept, bytes.count}};
-    if (kept)
-        memcpy(kept, bytes.item, bytes.count);
-    if (status == TB_OK && (!kept || !entry.pair_name || !tb__vec_push(&b->tensors, entry)))
+    struct tb__client_tensor mine = {.pair = pair_name};
+    TB_TRY(describe(b, &mine, t, pair, p));
+    tb_status status = tb__tensor_encode(p, pair, &mine.payload);
+    if (status == TB_OK && !tb__vec_push(&b->tensors, mine))
         status = TB_NO_MEMORY;
-    free(bytes.item);
+    if (status != TB_OK)
+        free(mine.payload.item);
     return status;
+}
+
+/* Whether the agent has the pair in this batch. */
+static bool has_pair(const tb_client_batch *b, const char *pair) {
+    for (size_t i = 0; i < b->nregistered; i++) {
+        if (strcmp(b->tensors.item[i].pair, pair) == 0)
+            return true;
+    }
+    return false;
 }
 
 tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
     const struct tb__client_pair *known = find_pair(b->client, pair);
     if (!known)
         return tb__fail(TB_INVALID, "tensor '%.100s': there is no pair '%.100s'", name, pair);
-    if (b->is_registered)
-        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", b->name);
+    if (has_pair(b, pair))
+        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to its pairs", b->name);
     if (tensor->ndim < 0 || tensor->ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, tensor->ndim);
     tb_layout *layout;
     tb__tensor_payload p = {.name = name};
     TB_TRY(tb_layout_parse(known->layout, &layout));
-    tb_status status = add(b, pair, tensor, layout, &p);
+    tb_status status = add(b, known->name, tensor, layout, &p);
     tb_layout_destroy(p.layout);
     tb_layout_destroy(layout);
     if (status != TB_OK)
@@ -215,11 +214,50 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
     return status;
 }
 
+/* The descriptors that the new tensors name, at their places; others may be closed by now, and are left to any. */
+static tb_status gather_fds(const tb_client_batch *b, int **out, size_t *count) {
+    int *fds = tb__malloc(b->fds.count, sizeof *fds);
+    size_t n = 0;
+    int any = -1;
+    if (!fds)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < b->fds.count; i++)
+        fds[i] = -1;
+    for (size_t i = b->nregistered; i < b->tensors.count; i++) {
+        const struct tb__client_tensor *t = &b->tensors.item[i];
+        for (size_t j = 0; j < t->nfds; j++) {
+            any = fds[t->fds[j]] = b->fds.item[t->fds[j]];
+            n = t->fds[j] >= n ? t->fds[j] + 1 : n;
+        }
+    }
+    for (size_t i = 0; i < n; i++)
+        fds[i] = fds[i] < 0 ? any : fds[i];
+    *out = fds;
+    *count = n;
+    return TB_OK;
+}
+
+static tb_status send_tensors(tb_client_batch *b, tb__message *message, int timeout_ms) {
+    size_t n = b->tensors.count - b->nregistered, nfds = 0;
+    int *fds = NULL;
+    tb__entry *entries = tb__malloc(n, sizeof *entries);
+    tb_status status = entries ? gather_fds(b, &fds, &nfds) : TB_NO_MEMORY;
+    for (size_t i = 0; i < n && status == TB_OK; i++) {
+        const struct tb__client_tensor *t = &b->tensors.item[b->nregistered + i];
+        entries[i] = (tb__entry){t->pair, {t->payload.item, t->payload.count}};
+    }
+    message->tensors = (tb__entries){n, entries};
+    if (status == TB_OK)
+        status = tb__client_call(b->client, message, fds, nfds, timeout_ms, "registered the batch", NULL);
+    free(entries);
+    free(fds);
+    return status;
+}
+
 tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
     const tb_batch_opts *o = &b->opts;
     tb__message message = {.kind = TB__REGISTER_TENSORS,
                            .batch_id = b->name,
-                           .tensors = {b->tensors.count, b->tensors.item},
                            .bucket_size = (uint64_t)o->bucket_size,
                            .staging_bytes = (uint64_t)o->staging_bytes,
                            .group_window = o->group_window,
@@ -230,45 +268,40 @@ tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
                            .staged = o->staged,
                            .commit = o->commit == TB_SHADOW ? TB__SHADOW : TB__COMMIT_UNSAID,
                            .checksum = {.is_set = o->checksum, .value = o->checksum}};
-    if (b->is_registered)
+    if (b->is_registered && b->nregistered == b->tensors.count)
         return tb__fail(TB_REFUSED, "batch '%s' has been registered already", b->name);
-    tb_status status =
-        tb__client_call(b->client, &message, b->fds.item, b->fds.count, timeout_ms, "registered the batch", NULL);
-    b->is_registered = status == TB_OK;
+    tb_status status = send_tensors(b, &message, timeout_ms);
+    if (status == TB_OK) {
+        b->is_registered = true;
+        b->nregistered = b->tensors.count;
+    }
     b->may_be_registered = status == TB_TIMEOUT;
     return status;
 }
 
-/* ---- Transfers ------------------------------------------------------------------------------------------------- */
-
-tb_status tb_client_transfer(tb_client_batch *b, bool is_send, const tb_client_transfer_opts *opts) {
-    tb_client_transfer_opts o;
-    TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    tb__message message = {.kind = TB__TRANSFER,
-                           .batch_id = b->name,
-                           .direction = is_send ? TB__SEND : TB__RECV,
-                           .no_wait = o.no_wait,
-                           .semaphore_name = o.semaphore};
-    return tb__client_call(b->client, &message, NULL, 0, o.timeout_ms,
-                           o.no_wait ? "begun the transfer" : "ended the transfer", NULL);
+static void forget_tensors(tb_client_batch *b, const char *pair) {
+    size_t nkept = 0, nregistered = 0;
+    for (size_t i = 0; i < b->tensors.count; i++) {
+        if (strcmp(b->tensors.item[i].pair, pair) == 0) {
+            free(b->tensors.item[i].payload.item);
+            continue;
+        }
+        nregistered += i < b->nregistered;
+        b->tensors.item[nkept++] = b->tensors.item[i];
+    }
+    b->tensors.count = nkept;
+    b->nregistered = nregistered;
 }
 
-tb_status tb_client_query(tb_client_batch *b, tb_client_status *out) {
-    tb__message message = {.kind = TB__QUERY_STATUS, .batch_id = b->name};
-    tb__client_reply *reply;
-    TB_TRY(tb__client_call(b->client, &message, NULL, 0, 0, "told the status", &reply));
-    const tb__message *m = &reply->message;
-    *out = (tb_client_status){.transfer_signal = m->transfer_signal.value,
-                              .version = m->version.value,
-                              .attempt = m->attempt.value,
-                              .bytes_done = (int64_t)m->bytes_done.value,
-                              .bytes_total = (int64_t)m->bytes_total.value,
-                              .groups_done = (uint32_t)m->groups_done.value,
-                              .groups_total = (uint32_t)m->groups_total.value,
-                              .seconds = m->seconds.value};
-    snprintf(out->state, sizeof out->state, "%s", m->state ? m->state : "");
-    snprintf(out->error, sizeof out->error, "%s", m->error ? m->error : "");
-    tb__client_reply_free(reply);
+tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
+    tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name, .pair_name = pair};
+    bool is_there = has_pair(b, pair);
+    if (is_there || b->may_be_registered) {
+        tb_status status = tb__client_call(b->client, &message, NULL, 0, 0, "removed the pair", NULL);
+        if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may have it after all */
+            return status;
+    }
+    forget_tensors(b, pair);
     return TB_OK;
 }
 
@@ -276,6 +309,8 @@ tb_status tb_client_cleanup(tb_client_batch *b) {
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name};
     TB_TRY(tb__client_call(b->client, &message, NULL, 0, 0, "cleaned up", NULL));
     b->is_registered = false;
+    b->nregistered = 0;
+    tb__client_forget(b->client, b);
     return TB_OK;
 }
 
@@ -284,8 +319,11 @@ void tb_client_batch_destroy(tb_client_batch *b) {
         return;
     if ((b->is_registered || b->may_be_registered) && b->client->broken == TB_OK)
         (void)tb_client_cleanup(b);
+    tb__client_forget(b->client, b);
     tb__client_unref(b->client);
     tb__arena_fini(&b->arena);
+    for (size_t i = 0; i < b->tensors.count; i++)
+        free(b->tensors.item[i].payload.item);
     free(b->tensors.item);
     free(b->fds.item);
     free(b->name);

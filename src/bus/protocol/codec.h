@@ -64,6 +64,20 @@ typedef struct tb__texts {
     const char *const *item;
 } tb__texts;
 
+/* What became of one pair's part of a transfer. */
+typedef struct tb__outcome {
+    const char *pair_name;
+    tb_status status;
+    const char *message; /* "" where the status is 0 */
+    uint64_t version;    /* the last that was completed; 0: none */
+    bool is_torn;
+} tb__outcome;
+
+typedef struct tb__outcomes {
+    size_t count;
+    const tb__outcome *item;
+} tb__outcomes;
+
 typedef struct tb__ints {
     size_t count;
     const int64_t *item;
@@ -90,6 +104,7 @@ typedef enum tb__field_type {
     TB__FIELD_TEXTS,       /* array of str: tb__texts */
     TB__FIELD_TIES,        /* array of [str, str]: tb__ties */
     TB__FIELD_ENTRIES,     /* array of [str, bin]: tb__entries */
+    TB__FIELD_OUTCOMES,    /* array of [str, uint, str, uint, bool]: tb__outcomes */
 } tb__field_type;
 
 typedef enum tb__field_rule {

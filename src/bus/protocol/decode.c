@@ -37,6 +37,7 @@ static const char *const type_texts[] = {
     [TB__FIELD_TEXTS] = "array of str",
     [TB__FIELD_TIES] = "array of [str, str]",
     [TB__FIELD_ENTRIES] = "array of [str, bin]",
+    [TB__FIELD_OUTCOMES] = "array of [str, uint, str, uint, bool]",
 };
 
 /* "`a`, `b` or `c`", with this quote around each. */
@@ -69,10 +70,10 @@ static tb_status take(reader *r, tb__value_type type, const char *wanted, tb__va
     return out->type == type ? TB_OK : wrong_type(r, out, wanted);
 }
 
-static tb_status take_text(reader *r, const char **out) {
+static tb_status take_string(reader *r, size_t most, const char **out) {
     tb__value value;
     TB_TRY(take(r, TB__VALUE_STR, "a string", &value));
-    size_t nbytes = value.bytes.nbytes, most = r->field->type == TB__FIELD_SENTENCE ? TB__MAX_SENTENCE : TB__MAX_TEXT;
+    size_t nbytes = value.bytes.nbytes;
     if (nbytes > most)
         return tb__fail(TB_TOO_BIG, "%s: %s has %zu bytes; at most %zu are allowed", r->map, r->field->name, nbytes,
                         most);
@@ -87,6 +88,10 @@ static tb_status take_text(reader *r, const char **out) {
         return tb__fail(TB_INVALID, "%s: %s is not UTF-8", r->map, r->field->name);
     *out = text;
     return TB_OK;
+}
+
+static tb_status take_text(reader *r, const char **out) {
+    return take_string(r, r->field->type == TB__FIELD_SENTENCE ? TB__MAX_SENTENCE : TB__MAX_TEXT, out);
 }
 
 static tb_status take_uint(reader *r, uint64_t *out) {
@@ -167,11 +172,11 @@ static tb_status take_array(reader *r, size_t size, size_t least, size_t *count,
     return value.count == 0 || *items ? TB_OK : TB_NO_MEMORY;
 }
 
-/* The header of an array of two. */
-static tb_status take_two(reader *r, const char *wanted) {
+/* The header of an item of an array, which is an array of so many. */
+static tb_status take_item(reader *r, uint32_t count, const char *wanted) {
     tb__value value;
     TB_TRY(take(r, TB__VALUE_ARRAY, wanted, &value));
-    if (value.count != 2)
+    if (value.count != count)
         return tb__fail(TB_INVALID, "%s: %s has an item of %" PRIu32 "; it must be %s", r->map, r->field->name,
                         value.count, wanted);
     return TB_OK;
@@ -183,7 +188,7 @@ static tb_status take_entries(reader *r, tb__entries *out) {
     TB_TRY(take_array(r, sizeof *item, 4, &count, (void **)&item));
     for (size_t i = 0; i < count; i++) {
         tb__value payload;
-        TB_TRY(take_two(r, "an array of [str, bin]"));
+        TB_TRY(take_item(r, 2, "an array of [str, bin]"));
         TB_TRY(take_text(r, &item[i].pair_name));
         TB_TRY(take(r, TB__VALUE_BIN, "an array of [str, bin]", &payload));
         item[i].payload = payload.bytes;
@@ -197,11 +202,38 @@ static tb_status take_ties(reader *r, tb__ties *out) {
     size_t count;
     TB_TRY(take_array(r, sizeof *item, 3, &count, (void **)&item));
     for (size_t i = 0; i < count; i++) {
-        TB_TRY(take_two(r, "an array of [str, str]"));
+        TB_TRY(take_item(r, 2, "an array of [str, str]"));
         TB_TRY(take_text(r, &item[i].name));
         TB_TRY(take_text(r, &item[i].canonical));
     }
     *out = (tb__ties){.count = count, .item = item};
+    return TB_OK;
+}
+
+static tb_status take_status(reader *r, tb_status *out) {
+    uint64_t code;
+    TB_TRY(take_uint(r, &code));
+    *out = (tb_status) - (int)code;
+    return TB_OK;
+}
+
+/* What bounds the field's numbers bounds the statuses. */
+static tb_status take_outcomes(reader *r, tb__outcomes *out) {
+    static const char *const wanted = "an array of [str, uint, str, uint, bool]";
+    tb__outcome *item;
+    size_t count;
+    TB_TRY(take_array(r, sizeof *item, 6, &count, (void **)&item));
+    for (size_t i = 0; i < count; i++) {
+        tb__value version;
+        TB_TRY(take_item(r, 5, wanted));
+        TB_TRY(take_text(r, &item[i].pair_name));
+        TB_TRY(take_status(r, &item[i].status));
+        TB_TRY(take_string(r, TB__MAX_SENTENCE, &item[i].message));
+        TB_TRY(take(r, TB__VALUE_UINT, wanted, &version));
+        item[i].version = version.positive;
+        TB_TRY(take_bool(r, &item[i].is_torn));
+    }
+    *out = (tb__outcomes){.count = count, .item = item};
     return TB_OK;
 }
 
@@ -244,12 +276,8 @@ static tb_status take_field(reader *r, void *at) {
         return take_choice(r, at);
     case TB__FIELD_DTYPE:
         return take_dtype(r, at);
-    case TB__FIELD_STATUS: {
-        uint64_t code;
-        TB_TRY(take_uint(r, &code));
-        *(tb_status *)at = (tb_status) - (int)code;
-        return TB_OK;
-    }
+    case TB__FIELD_STATUS:
+        return take_status(r, at);
     case TB__FIELD_UINT:
         return take_uint(r, at);
     case TB__FIELD_BOOL:
@@ -287,6 +315,8 @@ static tb_status take_field(reader *r, void *at) {
         return take_ties(r, at);
     case TB__FIELD_ENTRIES:
         return take_entries(r, at);
+    case TB__FIELD_OUTCOMES:
+        return take_outcomes(r, at);
     }
     return tb__fail(TB_INTERNAL, "%s: %s has no type", r->map, r->field->name);
 }

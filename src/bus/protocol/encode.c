@@ -67,6 +67,8 @@ static bool is_set(const tb__field *field, const void *at) {
         return ((const tb__ties *)at)->count > 0;
     case TB__FIELD_ENTRIES:
         return ((const tb__entries *)at)->count > 0;
+    case TB__FIELD_OUTCOMES:
+        return ((const tb__outcomes *)at)->count > 0;
     }
     return false;
 }
@@ -164,6 +166,24 @@ static tb_status put_ties(writer *w, const tb__ties *ties) {
     return TB_OK;
 }
 
+static tb_status put_status(writer *w, tb_status status) {
+    return put_uint(w, (uint64_t) - (int64_t)status);
+}
+
+static tb_status put_outcomes(writer *w, const tb__outcomes *outcomes) {
+    TB_TRY(put_count(w, outcomes->count));
+    for (size_t i = 0; i < outcomes->count; i++) {
+        const tb__outcome *o = &outcomes->item[i];
+        TB_TRY(wrote(msgpack_pack_array(&w->packer, 5)));
+        TB_TRY(put_text(w, o->pair_name));
+        TB_TRY(put_status(w, o->status));
+        TB_TRY(put_sentence(w, o->message));
+        TB_TRY(wrote(msgpack_pack_uint64(&w->packer, o->version)));
+        TB_TRY(put_bool(w, o->is_torn));
+    }
+    return TB_OK;
+}
+
 static tb_status put_texts(writer *w, const tb__texts *texts) {
     TB_TRY(put_count(w, texts->count));
     for (size_t i = 0; i < texts->count; i++)
@@ -195,7 +215,7 @@ static tb_status put_field(writer *w, const void *at) {
     case TB__FIELD_DTYPE:
         return put_text(w, tb_dtype_name(*(const tb_dtype *)at));
     case TB__FIELD_STATUS:
-        return put_uint(w, (uint64_t) - (int64_t) * (const tb_status *)at);
+        return put_status(w, *(const tb_status *)at);
     case TB__FIELD_UINT:
         return put_uint(w, *(const uint64_t *)at);
     case TB__FIELD_BOOL:
@@ -221,6 +241,8 @@ static tb_status put_field(writer *w, const void *at) {
         return put_ties(w, at);
     case TB__FIELD_ENTRIES:
         return put_entries(w, at);
+    case TB__FIELD_OUTCOMES:
+        return put_outcomes(w, at);
     }
     return tb__fail(TB_INTERNAL, "%s: %s has no type", w->map, w->field->name);
 }

@@ -20,6 +20,14 @@ static const char *const state_names[] = {[TB__STATE_ALL] = "",
                                           [TB__STATE_ERROR] = "error",
                                           NULL};
 
+static const char *const events[] = {
+    [TB__EVENT_RELEASED] = "released",   [TB__EVENT_ARRIVED] = "arrived", [TB__EVENT_COMMITTING] = "committing",
+    [TB__EVENT_COMMITTED] = "committed", [TB__EVENT_FAILED] = "failed",   NULL};
+
+const char *tb__event_name_text(tb__event_name name) {
+    return events[name];
+}
+
 /* clang-format off */
 #define FIELD(key, kind, how, member, ...)                                                                             \
     {.name = (key), .type = TB__FIELD_##kind, .rule = TB__##how, .offset = offsetof(tb__message, member), __VA_ARGS__}
@@ -81,6 +89,9 @@ static const tb__field transfer[] = {
     TIMEOUT,
     FIELD("blocking", UNLESS, OPTION, no_wait, ABOUT("false: the reply comes at once; default: true")),
     HOW_TO_COMMIT("the batch's", "the batch's"),
+    FIELD("events", BOOL, OPTION, events, ABOUT("Events tell how it goes; default: false")),
+    FIELD("hold", BOOL, OPTION, hold, ABOUT("`recv` by `shadow`: waits for Proceed before the tensors change; default: false")),
+    FIELD("skip_lost", BOOL, OPTION, skip_lost, ABOUT("goes without pairs that lost a rank; default: false")),
 };
 
 static const tb__field query_status[] = {
@@ -90,6 +101,12 @@ static const tb__field query_status[] = {
 };
 
 static const tb__field cleanup_batch[] = {
+    BATCH_ID,
+    COMMON,
+    FIELD("pair_name", TEXT, OPTION, pair_name, ABOUT("only this pair leaves the batch; default: all of it")),
+};
+
+static const tb__field proceed[] = {
     BATCH_ID,
     COMMON,
 };
@@ -118,6 +135,18 @@ static const tb__field reply[] = {
     FIELD("groups_total", MAYBE_UINT, OPTION, groups_total, MAX(UINT32_MAX), ABOUT("of how many")),
     FIELD("error", SENTENCE, OPTION, error, ABOUT("why the last transfer failed; empty if it did not")),
     FIELD("report", BIN, OPTION, report, ABOUT("Inspect: what the agent does, a JSON object")),
+    FIELD("timeout_ms", UINT, OPTION, timeout_ms, MAX(INT_MAX), ABOUT("Hello: the timeout of commands that have none")),
+    FIELD("events", TEXTS, OPTION, reached, ABOUT("QueryStatus: what Events have told, or would have")),
+    FIELD("torn", MAYBE_BOOL, OPTION, torn, ABOUT("QueryStatus: the tensors have parts of a version that failed")),
+    FIELD("pairs", OUTCOMES, OPTION, pairs, MAX(MOST_STATUS), ABOUT("by pair: its name, status and message of the last transfer, the last version, whether it is torn")),
+};
+
+static const tb__field event[] = {
+    FIELD("seq", UINT, REQUIRED, seq, ABOUT("which frame the Transfer was")),
+    FIELD("event", CHOICE, REQUIRED, event, CHOICES(events), ABOUT("what has come about")),
+    FIELD("status", STATUS, REQUIRED, status, MAX(MOST_STATUS), ABOUT("0, or the code of a failure")),
+    FIELD("message", SENTENCE, REQUIRED, message, ABOUT("why it failed; empty if it did not")),
+    FIELD("version", MAYBE_UINT, OPTION, version, ABOUT("the transfer's number, once it is known")),
 };
 
 #define SCHEMA(key, table)                                                                                             \
@@ -130,8 +159,10 @@ static const tb__schema schemas[] = {
     [TB__TRANSFER] = SCHEMA("Transfer", transfer),
     [TB__QUERY_STATUS] = SCHEMA("QueryStatus", query_status),
     [TB__CLEANUP_BATCH] = SCHEMA("CleanupBatch", cleanup_batch),
+    [TB__PROCEED] = SCHEMA("Proceed", proceed),
     [TB__INSPECT] = SCHEMA("Inspect", inspect),
     [TB__REPLY] = SCHEMA("Reply", reply),
+    [TB__EVENT] = SCHEMA("Event", event),
 };
 /* clang-format on */
 

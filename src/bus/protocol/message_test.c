@@ -61,16 +61,21 @@ static void fill_lists(rng *r, tb__arena *arena, const tb__field *field, void *a
     tb__entry *entries = tb__arena_alloc(arena, count, sizeof *entries);
     tb_tie *ties = tb__arena_alloc(arena, count, sizeof *ties);
     const char **texts = tb__arena_alloc(arena, count, sizeof *texts);
-    assert_true(entries && ties && texts);
+    tb__outcome *outcomes = tb__arena_alloc(arena, count, sizeof *outcomes);
+    assert_true(entries && ties && texts && outcomes);
     for (size_t i = 0; i < count; i++) {
         entries[i] = (tb__entry){random_text(r, arena), random_bytes(r, arena)};
         ties[i] = (tb_tie){random_text(r, arena), random_text(r, arena)};
         texts[i] = random_text(r, arena);
+        outcomes[i] = (tb__outcome){random_text(r, arena), (tb_status)-rng_range(r, 0, 12), random_text(r, arena),
+                                    random_uint(r, 0), rng_range(r, 0, 1)};
     }
     if (field->type == TB__FIELD_ENTRIES)
         *(tb__entries *)at = (tb__entries){.count = count, .item = entries};
     else if (field->type == TB__FIELD_TIES)
         *(tb__ties *)at = (tb__ties){.count = count, .item = ties};
+    else if (field->type == TB__FIELD_OUTCOMES)
+        *(tb__outcomes *)at = (tb__outcomes){.count = count, .item = outcomes};
     else
         *(tb__texts *)at = (tb__texts){.count = count, .item = texts};
 }
@@ -113,6 +118,7 @@ static void fill_field(rng *r, tb__arena *arena, const tb__field *field, void *a
     case TB__FIELD_ENTRIES:
     case TB__FIELD_TIES:
     case TB__FIELD_TEXTS:
+    case TB__FIELD_OUTCOMES:
         fill_lists(r, arena, field, at);
         break;
     default:

@@ -239,6 +239,7 @@ static void test_other_messages(void **state) {
                                   .no_wait = true});
     expect_message(&(tb__message){.kind = TB__QUERY_STATUS, .batch_id = "b0", .state_name = TB__STATE_PROGRESS});
     expect_message(&(tb__message){.kind = TB__CLEANUP_BATCH, .batch_id = "b"});
+    expect_message(&(tb__message){.kind = TB__PROCEED, .batch_id = "b0"});
     expect_message(&(tb__message){.kind = TB__INSPECT});
     expect_message(&(tb__message){.kind = TB__REPLY,
                                   .message = "",
@@ -246,7 +247,8 @@ static void test_other_messages(void **state) {
                                   .rank = tb__some_uint(2),
                                   .name = "trainer",
                                   .index = tb__some_uint(2),
-                                  .size = tb__some_uint(4)});
+                                  .size = tb__some_uint(4),
+                                  .timeout_ms = 30000});
     expect_message(&(tb__message){.kind = TB__REPLY,
                                   .seq = 3,
                                   .message = "",
@@ -255,6 +257,11 @@ static void test_other_messages(void **state) {
                                   .bytes = tb__some_uint(8388608),
                                   .seconds = tb__some_float(0.25)});
     expect_message(&(tb__message){.kind = TB__REPLY, .seq = 4, .status = TB_LOST, .message = "rank 6 was lost"});
+    expect_message(&(tb__message){
+        .kind = TB__EVENT, .seq = 3, .event = TB__EVENT_ARRIVED, .message = "", .version = tb__some_uint(7)});
+    tb__outcome pairs[] = {{"east", TB_OK, "", 8, false}, {"west", TB_LOST, "rank 6 was lost", 7, false}};
+    expect_message(
+        &(tb__message){.kind = TB__REPLY, .seq = 5, .message = "", .attempt = tb__some_uint(8), .pairs = {2, pairs}});
 }
 
 /* Every code that there is has its line. */

@@ -3,7 +3,8 @@
  *
  * A frame is a length (4 bytes, little endian) and a MessagePack map of so many bytes. The client's first frame is a
  * Hello; then come commands. Each frame of a client is answered by a Reply whose `seq` counts the client's frames: 0 is
- * the Hello, 1 the first command. Replies come when the work is done, in any order.
+ * the Hello, 1 the first command. Replies come when the work is done, in any order. Events tell of a Transfer that
+ * asked for them.
  *
  * message.c has one table for each message, and nothing else knows the names of fields. To add an option to a command:
  * a member in tb__message, whose zero is the default, and a line at the end of the command's table. Agents that do not
@@ -27,8 +28,10 @@ typedef enum tb__message_kind {
     TB__TRANSFER,
     TB__QUERY_STATUS,
     TB__CLEANUP_BATCH,
+    TB__PROCEED,
     TB__INSPECT,
     TB__REPLY,
+    TB__EVENT,
     TB__MESSAGE_KINDS
 } tb__message_kind;
 
@@ -43,6 +46,16 @@ typedef enum tb__state_name {
     TB__STATE_VERSION,
     TB__STATE_ERROR,
 } tb__state_name;
+typedef enum tb__event_name {
+    TB__EVENT_RELEASED,
+    TB__EVENT_ARRIVED,
+    TB__EVENT_COMMITTING,
+    TB__EVENT_COMMITTED,
+    TB__EVENT_FAILED,
+    TB__EVENT_NAMES
+} tb__event_name;
+
+const char *tb__event_name_text(tb__event_name name);
 
 /* Only the members of its kind count. A member that two kinds share means the same in both. */
 typedef struct tb__message {
@@ -56,9 +69,9 @@ typedef struct tb__message {
     /* every command */
     tb__maybe_float timestamp;  /* seconds; the client's own */
     const char *semaphore_name; /* NULL: none */
-    uint64_t timeout_ms;        /* InitPair, RegisterTensors, Transfer; 0: the agent's */
+    uint64_t timeout_ms; /* InitPair, RegisterTensors, Transfer; 0: the agent's, which the Reply to a Hello tells */
 
-    /* InitPair */
+    /* InitPair; the pair's name in a CleanupBatch, too, NULL: the whole batch */
     const char *pair_name, *local_name, *remote_name;
     uint64_t expected_world_size; /* of the local group */
     tb__blob mesh, placements;    /* payload.h reads them */
@@ -81,6 +94,9 @@ typedef struct tb__message {
     /* Transfer */
     tb__direction direction; /* key `transfer_type` */
     bool no_wait;            /* key `blocking`, false: the reply comes at once, QueryStatus tells the rest */
+    bool events;             /* Events are sent */
+    bool hold;               /* waits for Proceed before the tensors change */
+    bool skip_lost;
 
     /* QueryStatus */
     tb__state_name state_name;
@@ -97,8 +113,14 @@ typedef struct tb__message {
     tb__maybe_float seconds;
     tb__maybe_bool transfer_signal; /* a source is READY and not DONE */
     tb__maybe_uint bytes_done, bytes_total, groups_done, groups_total;
-    const char *error; /* of the batch's last transfer */
-    tb__blob report;   /* Inspect: a JSON object */
+    const char *error;   /* of the batch's last transfer */
+    tb__texts reached;   /* key `events`: of the transfer under way, or of the last */
+    tb__maybe_bool torn; /* the tensors have parts of a version that did not arrive */
+    tb__outcomes pairs;
+    tb__blob report; /* Inspect: a JSON object */
+
+    /* Event: seq, status, message and version are as in a Reply */
+    tb__event_name event;
 } tb__message;
 
 /* Appends a frame: length and map. On failure nothing is appended. */

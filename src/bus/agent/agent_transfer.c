@@ -1,0 +1,434 @@
+/* Transfers of a client's batch: their threads, what is told of them while they go on, and what is left of them. */
+#include "bus/agent/agent_inside.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+
+/* ---- Events ---------------------------------------------------------------------------------------------------- */
+
+/* In the order in which they come. */
+static const struct {
+    tb_event event;
+    tb__event_name name;
+} events[] = {{TB_RELEASED, TB__EVENT_RELEASED},
+              {TB_ARRIVED, TB__EVENT_ARRIVED},
+              {TB_DECIDED, TB__EVENT_COMMITTING},
+              {TB_COMMITTED, TB__EVENT_COMMITTED}};
+
+enum { NEVENTS = sizeof events / sizeof *events };
+
+static void send_event(const agent_job *job, tb__event_name name, uint64_t attempt, tb_status status, const char *why) {
+    tb__message event = {.kind = TB__EVENT,
+                         .seq = job->seq,
+                         .event = name,
+                         .status = status,
+                         .message = why,
+                         .version = {.is_set = attempt > 0, .value = attempt}};
+    tb__agent_session_reply(job->session, &event);
+}
+
+/* Sessions belong to the loop, which sends it. */
+static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
+    tb__agent *agent = job->agent;
+    tb_transfer_state state;
+    tb_transfer_query(t, &state);
+    pthread_mutex_lock(&agent->done_lock);
+    job->raised |= (unsigned)event;
+    job->attempt = state.attempt;
+    if (!job->has_news) {
+        job->has_news = true;
+        job->next_news = agent->news;
+        agent->news = job;
+    }
+    pthread_mutex_unlock(&agent->done_lock);
+    eventfd_write(agent->wake, 1);
+}
+
+void tb__agent_tell(agent_job *job) {
+    pthread_mutex_lock(&job->agent->done_lock);
+    unsigned raised = job->raised;
+    uint64_t attempt = job->attempt;
+    job->has_news = false;
+    pthread_mutex_unlock(&job->agent->done_lock);
+    for (size_t i = 0; i < NEVENTS; i++) {
+        if (raised & ~job->told & (unsigned)events[i].event)
+            send_event(job, events[i].name, attempt, TB_OK, "");
+    }
+    job->told |= raised;
+}
+
+/* All that is left to be told of a transfer that has ended. */
+static void tell_end(agent_job *job) {
+    bool is_send = job->message.direction == TB__SEND;
+    if (!job->message.events)
+        return;
+    if (job->status == TB_OK) {
+        job->raised |= (unsigned)(is_send ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED;
+        job->attempt = job->reply.version.value;
+    }
+    tb__agent_tell(job);
+    if (job->status != TB_OK)
+        send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why);
+}
+
+/* What has come about from the client's point of view: where its memory is mirrored, it was read before anything was
+ * sent, and what is received is there when all of it was written back. */
+static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over, const tb_transfer_state *state) {
+    unsigned seen = state->events;
+    if (is_send && tb__agent_is_mirrored(b))
+        seen |= TB_RELEASED;
+    if (!is_send && tb__agent_has_mirrors(b) && !is_over) {
+        seen &= ~(unsigned)TB_COMMITTED;
+        if (b->batch->opts.commit != TB_SHADOW)
+            seen &= ~(unsigned)TB_ARRIVED;
+    }
+    return seen;
+}
+
+/* ---- Outcomes -------------------------------------------------------------------------------------------------- */
+
+/* What has become of each pair; a transfer that did not begin has failed for all of them. The highest version that was
+ * completed, or is in the tensors: a pair that joined later has counted less. */
+static uint64_t note_outcomes(const agent_job *job, const tb_transfer *t, tb_status status, const char *why) {
+    agent_batch *b = job->batch;
+    bool is_send = job->message.direction == TB__SEND;
+    uint64_t highest = 0;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        agent_share *s = &b->shares.item[i];
+        tb_transfer_state state = {.status = status};
+        uint64_t version = 0;
+        bool is_torn = false, is_known = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
+        char detail[TB__WHY_MAX];
+        snprintf(detail, sizeof detail, "%s", is_known ? tb_error_detail() : why);
+        bool was_written = !is_send && tb_batch_version(b->batch, s->held, &version, &is_torn) == TB_OK;
+        pthread_mutex_lock(&b->lock);
+        s->status = state.status;
+        snprintf(s->why, sizeof s->why, "%s", state.status == TB_OK ? "" : detail);
+        version = state.version > version ? state.version : version;
+        if (version)
+            s->version = version;
+        if (was_written) /* what failed was not written back */
+            s->is_torn = is_torn && !tb__agent_is_mirrored(b);
+        pthread_mutex_unlock(&b->lock);
+        highest = version > highest ? version : highest;
+    }
+    return highest;
+}
+
+/* All pairs are well, but the client's memory is not. */
+static void note_undelivered(const agent_job *job, tb_status status, const char *why) {
+    agent_batch *b = job->batch;
+    pthread_mutex_lock(&b->lock);
+    for (size_t i = 0; i < b->shares.count; i++) {
+        agent_share *s = &b->shares.item[i];
+        s->status = status;
+        snprintf(s->why, sizeof s->why, "%s", why);
+        s->is_torn = true;
+    }
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* In the job's memory. Where there is none, nobody will know. */
+static void put_outcomes(agent_job *job, agent_batch *b, tb__message *reply) {
+    size_t n = b->shares.count;
+    tb__outcome *item = tb__arena_alloc(&job->arena, n, sizeof *item);
+    char(*why)[TB__WHY_MAX] = tb__arena_alloc(&job->arena, n, sizeof *why);
+    if (!item || !why)
+        return;
+    pthread_mutex_lock(&b->lock);
+    for (size_t i = 0; i < n; i++) {
+        const agent_share *s = &b->shares.item[i];
+        memcpy(why[i], s->why, sizeof why[i]);
+        item[i] = (tb__outcome){.pair_name = s->pair->name,
+                                .status = s->status,
+                                .message = why[i],
+                                .version = s->version,
+                                .is_torn = s->is_torn};
+    }
+    pthread_mutex_unlock(&b->lock);
+    reply->pairs = (tb__outcomes){.count = n, .item = item};
+}
+
+/* What went through each of the batch's pairs. Where there is no memory for it, nobody will know. */
+static void note_moved(agent_job *job, const tb_transfer *t) {
+    const agent_batch *b = job->batch;
+    const char *name;
+    int64_t done;
+    job->moved = tb__arena_alloc(&job->arena, b->shares.count, sizeof *job->moved);
+    if (!job->moved)
+        return;
+    memset(job->moved, 0, b->shares.count * sizeof *job->moved);
+    for (size_t i = 0; tb__transfer_share(t, i, &name, &done); i++) {
+        for (size_t j = 0; j < b->shares.count; j++) {
+            if (strcmp(b->shares.item[j].pair->name, name) == 0)
+                job->moved[j] += done;
+        }
+    }
+}
+
+/* ---- The thread ------------------------------------------------------------------------------------------------ */
+
+/* Grows with every version that is in the tensors. */
+static uint64_t count_versions(const agent_batch *b) {
+    uint64_t sum = 0, version;
+    bool is_torn;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        if (tb_batch_version(b->batch, b->shares.item[i].held, &version, &is_torn) == TB_OK)
+            sum += version;
+    }
+    return sum;
+}
+
+/* A version that was in doubt may turn out to be committed when the next transfer begins, whatever becomes of that:
+ * then the client gets it. */
+static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
+    agent_batch *b = job->batch;
+    tb_transfer_opts opts = {.size = sizeof opts,
+                             .timeout_ms = tb__agent_job_timeout(job),
+                             .skip_lost = job->message.skip_lost,
+                             .hold = job->message.hold};
+    TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
+    uint64_t before = count_versions(b);
+    tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
+    if (b->batch->opts.commit != TB_SHADOW || count_versions(b) == before)
+        return status;
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    TB_TRY(tb__agent_deliver(b));
+    return status == TB_OK ? TB_OK : tb__fail(status, "%s", why);
+}
+
+/* One event after the other, as far as the client wants to hear of them. */
+static tb_status follow(agent_job *job, tb_transfer *t, bool is_send) {
+    const agent_batch *b = job->batch;
+    bool is_shadowed = b->batch->opts.commit == TB_SHADOW;
+    if (!job->message.events)
+        return TB_OK;
+    if (is_send) {
+        if (!tb__agent_is_mirrored(b))
+            TB_TRY(tb_wait(t, TB_RELEASED, -1));
+        raise_event(job, t, TB_RELEASED);
+        return TB_OK;
+    }
+    TB_TRY(tb_wait(t, TB_ARRIVED, -1));
+    if (is_shadowed || !tb__agent_has_mirrors(b))
+        raise_event(job, t, TB_ARRIVED);
+    if (!job->message.hold)
+        return TB_OK;
+    TB_TRY(tb_wait(t, TB_DECIDED, -1));
+    raise_event(job, t, TB_DECIDED);
+    return TB_OK;
+}
+
+static tb_status run_transfer(agent_job *job) {
+    agent_batch *b = job->batch;
+    bool is_send = job->message.direction == TB__SEND, is_delivered = true;
+    tb_transfer *t = NULL;
+    tb_transfer_state state = {0};
+    tb_status status = begin(job, is_send, &t);
+    pthread_mutex_lock(&b->lock);
+    b->transfers[is_send] = t;
+    bool is_late = t && b->is_doomed; /* whoever wanted it has gone before it began */
+    pthread_mutex_unlock(&b->lock);
+    if (is_late)
+        tb_cancel(t);
+    if (status == TB_OK)
+        status = follow(job, t, is_send);
+    if (status == TB_OK)
+        status = tb_wait(t, TB_COMMITTED, -1);
+    if (status == TB_OK && !is_send) {
+        status = tb__agent_deliver(b);
+        is_delivered = status == TB_OK;
+    }
+    char why[TB__WHY_MAX] = "";
+    if (status != TB_OK)
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+    uint64_t version = note_outcomes(job, t, status, why);
+    if (!is_delivered)
+        note_undelivered(job, status, why);
+    if (t)
+        tb_transfer_query(t, &state);
+    state.events = seen_by_client(b, is_send, is_delivered, &state);
+    pthread_mutex_lock(&b->lock);
+    b->last = state;
+    b->was_send = is_send;
+    b->transfers[is_send] = NULL;
+    if (version && (status == TB_OK || !is_send))
+        b->version = version;
+    pthread_mutex_unlock(&b->lock);
+    if (status == TB_OK)
+        note_moved(job, t);
+    tb_transfer_destroy(t);
+    if (status != TB_OK)
+        return tb__fail(status, "%s", why);
+    job->reply = (tb__message){.attempt = tb__some_uint(state.attempt),
+                               .version = tb__some_uint(version),
+                               .bytes = tb__some_uint((uint64_t)state.bytes_done),
+                               .seconds = tb__some_float(state.seconds)};
+    return TB_OK;
+}
+
+/* ---- Transfer -------------------------------------------------------------------------------------------------- */
+
+/* How a batch is committed, and whether it is summed, is settled when it is registered. */
+static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
+    bool is_shadow = batch->opts.commit == TB_SHADOW;
+    if (m->commit != TB__COMMIT_UNSAID && (m->commit == TB__SHADOW) != is_shadow)
+        return tb__fail(TB_REFUSED, "batch '%.100s' was registered to be committed %s", m->batch_id,
+                        is_shadow ? "by shadow" : "in place");
+    if (m->checksum.is_set && m->checksum.value != batch->opts.checksum)
+        return tb__fail(TB_REFUSED, "batch '%.100s' was registered %s checksums", m->batch_id,
+                        batch->opts.checksum ? "with" : "without");
+    return TB_OK;
+}
+
+static tb_status check_free(const agent_batch *b, bool is_send) {
+    if (!b->batch)
+        return tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id);
+    if (b->is_changing)
+        return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
+    if (b->is_busy[is_send])
+        return tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
+    return TB_OK;
+}
+
+void tb__agent_transfer(agent_job *job) {
+    bool is_send = job->message.direction == TB__SEND;
+    agent_batch *b = NULL;
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status == TB_OK)
+        status = check_free(b, is_send);
+    if (status == TB_OK)
+        status = check_modes(&job->message, b->batch);
+    if (status != TB_OK) {
+        tb__agent_job_end(job, status);
+        return;
+    }
+    job->batch = b;
+    b->njobs++;
+    b->is_busy[is_send] = true;
+    pthread_mutex_lock(&b->lock);
+    b->error[0] = '\0';
+    pthread_mutex_unlock(&b->lock);
+    if (job->message.no_wait)
+        tb__agent_job_answer(job, TB_OK);
+    tb__agent_job_start(job, run_transfer);
+}
+
+static void count_transfer(const agent_job *job) {
+    bool is_send = job->message.direction == TB__SEND;
+    agent_totals *totals = &job->agent->totals[is_send];
+    const agent_batch *b = job->batch;
+    if (job->status != TB_OK) {
+        totals->nfailed++;
+        return;
+    }
+    totals->ndone++;
+    totals->nbytes += job->reply.bytes.value;
+    totals->seconds += job->reply.seconds.value;
+    for (size_t i = 0; job->moved && i < b->shares.count; i++)
+        b->shares.item[i].pair->moved[is_send] += (uint64_t)job->moved[i];
+}
+
+void tb__agent_finish_transfer(agent_job *job) {
+    agent_batch *b = job->batch;
+    b->is_busy[job->message.direction == TB__SEND] = false;
+    count_transfer(job);
+    if (job->status != TB_OK) {
+        pthread_mutex_lock(&b->lock);
+        snprintf(b->error, sizeof b->error, "%s", job->why);
+        pthread_mutex_unlock(&b->lock);
+    }
+    if (b->shares.count > 1)
+        put_outcomes(job, b, &job->reply);
+    tell_end(job);
+    tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
+    tb__agent_leave_batch(b);
+}
+
+/* ---- What is asked of one that goes on ------------------------------------------------------------------------- */
+
+static bool is_asked(tb__state_name asked, tb__state_name name) {
+    return asked == TB__STATE_ALL || asked == name;
+}
+
+static tb__texts name_events(agent_job *job, unsigned seen) {
+    const char **names = tb__arena_alloc(&job->arena, NEVENTS, sizeof *names);
+    size_t n = 0;
+    for (size_t i = 0; names && i < NEVENTS; i++) {
+        if (seen & (unsigned)events[i].event)
+            names[n++] = tb__event_name_text(events[i].name);
+    }
+    return (tb__texts){.count = n, .item = names};
+}
+
+static bool is_torn(const agent_batch *b) {
+    bool torn = false;
+    for (size_t i = 0; i < b->shares.count; i++)
+        torn |= b->shares.item[i].is_torn;
+    return torn;
+}
+
+void tb__agent_query(agent_job *job) {
+    agent_batch *b = NULL;
+    tb__state_name asked = job->message.state_name;
+    tb__message *r = &job->reply;
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status != TB_OK) {
+        tb__agent_job_end(job, status);
+        return;
+    }
+    char error[TB__WHY_MAX];
+    tb_transfer_state state = {0};
+    pthread_mutex_lock(&b->lock);
+    const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
+    bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
+    unsigned seen = 0;
+    if (t) {
+        tb_transfer_query(t, &state);
+        seen = seen_by_client(b, is_send, false, &state);
+    } else if (!is_busy) {
+        state = b->last;
+        seen = state.events;
+    }
+    snprintf(error, sizeof error, "%s", b->error);
+    uint64_t version = b->version;
+    bool torn = is_torn(b);
+    pthread_mutex_unlock(&b->lock);
+    *r = (tb__message){.state = !b->batch  ? "registering"
+                                : !is_busy ? (*error ? "failed" : "idle")
+                                : is_send  ? "sending"
+                                           : "receiving"};
+    if (is_asked(asked, TB__STATE_TRANSFER_SIGNAL))
+        r->transfer_signal = tb__some_bool(t && is_send && state.attempt && !(state.events & TB_RELEASED));
+    if (is_asked(asked, TB__STATE_PROGRESS)) {
+        r->bytes_done = tb__some_uint((uint64_t)state.bytes_done);
+        r->bytes_total = tb__some_uint((uint64_t)state.bytes_total);
+        r->groups_done = tb__some_uint(state.groups_done);
+        r->groups_total = tb__some_uint(state.groups_total);
+        r->attempt = tb__some_uint(state.attempt);
+        r->seconds = tb__some_float(state.seconds);
+        r->reached = name_events(job, seen);
+    }
+    if (is_asked(asked, TB__STATE_VERSION)) {
+        r->version = tb__some_uint(version);
+        r->torn = tb__some_bool(torn);
+        put_outcomes(job, b, r);
+    }
+    if (is_asked(asked, TB__STATE_ERROR))
+        r->error = error;
+    tb__agent_job_end(job, TB_OK);
+}
+
+void tb__agent_proceed(agent_job *job) {
+    agent_batch *b = NULL;
+    tb_status status = tb__agent_get_batch(job, &b);
+    if (status == TB_OK) {
+        pthread_mutex_lock(&b->lock);
+        status = b->transfers[0] ? tb_proceed(b->transfers[0])
+                                 : tb__fail(TB_REFUSED, "batch '%.100s' is not being received", b->id);
+        pthread_mutex_unlock(&b->lock);
+    }
+    tb__agent_job_end(job, status);
+}
