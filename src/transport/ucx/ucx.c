@@ -4,6 +4,7 @@
 #include "base/checksum.h"
 #include "base/log.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
@@ -25,10 +26,6 @@ typedef struct ucx_address {
     uint64_t id;
     uint64_t nbytes, checksum;
 } ucx_address;
-
-/* Settings of ours; what the environment says comes first. UCX looks after its endpoints this often, and lets the
- * kernel look after TCP's connections. */
-static const struct { const char *name, *value; } defaults[] = {{"KEEPALIVE_INTERVAL", "2s"}};
 
 ucx_peer *ucx_find(const ucx *u, int32_t rank) {
     ucx_peer *peer = u->peers;
@@ -70,20 +67,33 @@ static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
 
 /* ---- Opening -------------------------------------------------------------------------------------------------- */
 
+static bool has_rdma(void) {
+    DIR *dir = opendir("/sys/class/infiniband");
+    bool has = false;
+    for (const struct dirent *entry; dir && !has && (entry = readdir(dir));)
+        has = entry->d_name[0] != '.';
+    if (dir)
+        closedir(dir);
+    return has;
+}
+
+/* How often UCX looks after its endpoints, unless the environment says. RDMA lanes notice the end of an idle peer in no
+ * other way. TCP's are looked after by the kernel, and only while nothing is on its way: what UCX would send to see
+ * whether the peer is there keeps the kernel from finding out that it is not. */
+static void set_keepalive(const ucx *u, ucp_config_t *config) {
+    if (getenv("UCX_KEEPALIVE_INTERVAL"))
+        return;
+    ucs_status_t status = u->call->config_modify(config, "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    if (status != UCS_OK)
+        tb__log(TB_LOG_WARN, "ucx: setting its keepalive: %s", u->call->status_string(status));
+}
+
 static tb_status open_context(ucx *u) {
     ucp_config_t *config;
     ucs_status_t status = u->call->config_read(NULL, NULL, &config);
     if (status != UCS_OK)
         return fail(u, "reading its settings", status);
-    for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++) {
-        char name[64] = "UCX_";
-        strncat(name, defaults[i].name, sizeof name - 5);
-        if (getenv(name)) // NOLINT(concurrency-mt-unsafe)
-            continue;
-        status = u->call->config_modify(config, defaults[i].name, defaults[i].value);
-        if (status != UCS_OK)
-            tb__log(TB_LOG_DEBUG, "ucx: %s: %s", defaults[i].name, u->call->status_string(status));
-    }
+    set_keepalive(u, config);
     ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP};
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);

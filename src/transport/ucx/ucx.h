@@ -9,9 +9,9 @@
  * ours: UCX can't be told to keep its hands off memory that it was given, and an operation that is cancelled must have
  * its memory back at once. Chunks are short enough to be in the cache when they are copied.
  *
- * Peers reach no memory here (no READ, WRITE or mapping). TCP has no such thing. Shared memory lanes read whatever is
- * at an address, registered or not; and InfiniBand answers an access to what has been unregistered by breaking the
- * connection. Neither makes an access fail by name, and only that one. */
+ * Peers reach no memory here (no READ, WRITE or mapping). TCP has none of it, and UCX's stand-in for writing is slow.
+ * Shared memory lanes read whatever is at an address, registered or not; and InfiniBand answers an access to what has
+ * been unregistered by breaking the connection. Neither makes an access fail by name, and only that one. */
 #ifndef TB_TRANSPORT_UCX_UCX_H
 #define TB_TRANSPORT_UCX_UCX_H
 

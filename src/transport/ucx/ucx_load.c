@@ -33,7 +33,7 @@ static ucs_log_func_rc_t to_our_log(const char *file, unsigned line, const char 
 }
 
 static bool is_set(const char *name) {
-    return getenv(name) != NULL; // NOLINT(concurrency-mt-unsafe)
+    return getenv(name) != NULL;
 }
 
 /* These two are not in the interface of every build: what can't be had is done without. */

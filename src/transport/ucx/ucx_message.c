@@ -334,7 +334,8 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     while (peer->taken) {
         ucx_arrival *a = peer->taken;
         p = a->taker;
-        untake(a);
+        peer->taken = a->next_taken;
+        p->arrival = NULL;
         free(a);
         finish(u, p, status);
     }

@@ -483,6 +483,8 @@ int main(int argc, char **argv) {
     bool is_shm = argc > 1 && strcmp(argv[1], "shm") == 0;
     setenv("UCX_TLS", is_shm ? "posix" : "tcp", 1);
     setenv("UCX_POSIX_ERROR_HANDLING", "y", 1);
+    if (is_shm)
+        setenv("UCX_KEEPALIVE_INTERVAL", "1s", 1); /* nothing else tells of a peer that is killed there */
     const ucx_functions *unused;
     if (ucx_load(&unused) != TB_OK) {
         printf("skipped: %s\n", tb_error_detail());

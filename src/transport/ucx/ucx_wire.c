@@ -39,13 +39,14 @@ static void release(ucx_transfer *t) {
 }
 
 void ucx_free_transfers(ucx *u) {
-    while (u->transfers)
-        release(u->transfers);
-    while (u->spare) {
-        ucx_transfer *t = u->spare;
-        u->spare = t->next;
-        free(t);
+    ucx_transfer *const lists[] = {u->transfers, u->spare};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        for (ucx_transfer *t = lists[i], *next; t; t = next) {
+            next = t->next;
+            free(t);
+        }
     }
+    u->transfers = u->spare = NULL;
 }
 
 /* What went wrong with it is told by the endpoint. */
