@@ -80,6 +80,17 @@ function(tb_cli_test name)
     )
 endfunction()
 
+# tb_hosts_test(name hosts [TIMEOUT seconds] COMMAND command...): a command with so many hosts around it, for which
+# tests/hosts/bed makes network namespaces; exit status 77 is a skip.
+function(tb_hosts_test name hosts)
+    cmake_parse_arguments(PARSE_ARGV 2 arg "" "TIMEOUT" "COMMAND")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 120)
+    endif()
+    add_test(NAME hosts/${name} COMMAND ${PROJECT_SOURCE_DIR}/tests/hosts/bed ${hosts} -- ${arg_COMMAND})
+    set_tests_properties(hosts/${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77)
+endfunction()
+
 # tb_install_test(): installs this build into a temporary prefix, then builds and runs a program
 # against it in each supported way.
 function(tb_install_test)

@@ -1,6 +1,8 @@
-/* Random batches between real processes, which meet in a store. The first process only watches. */
+/* Random batches between real processes, which meet in a store. The first process only watches. In a test bed the
+ * workers are dealt out to its hosts. */
 #include "tensorbus/tensorbus.h"
 
+#include "../tests/support/hosts.h"
 #include "../tests/support/random_case.h"
 #include "../tests/support/random_worker.h"
 
@@ -85,12 +87,16 @@ static tb_status join(const char *group, int32_t seat, int32_t nseats, const cha
     const char *transport = getenv("TB_TRANSPORT");
     tb_world_opts opts = {.size = sizeof opts,
                           .timeout_ms = RANDOM_PATIENCE_MS,
-                          .transport = transport ? transport : "shm",
-                          .host = host};
+                          .transport = transport       ? transport
+                                       : hosts_count() ? "auto"
+                                                       : "shm",
+                          .host = hosts_count() ? NULL : host};
     return tb_world_join(store_url, group, seat, nseats, &opts, out);
 }
 
 static void work(uint64_t seed, int64_t ncases) {
+    if (hosts_count())
+        hosts_enter(number);
     random_pool pool = {.number = number,
                         .nworkers = NWORKERS,
                         .barrier = barrier,
@@ -166,6 +172,8 @@ static void random_batches_between_processes(void **state) {
     assert_non_null(mkdtemp(folder));
     snprintf(path, sizeof path, "%s/s", folder);
     snprintf(url, sizeof url, "unix:%s", path);
+    if (hosts_count())
+        hosts_store(url, sizeof url);
     fflush(NULL);
     for (int i = 0; i < NWORKERS; i++) {
         pids[i] = fork();
@@ -187,6 +195,8 @@ static void random_batches_between_processes(void **state) {
 }
 
 int main(void) {
+    if (hosts_count())
+        hosts_need_ucx();
     const struct CMUnitTest tests[] = {cmocka_unit_test(random_batches_between_processes)};
     return cmocka_run_group_tests_name("random", tests, NULL, NULL);
 }

@@ -6,7 +6,7 @@
 enum { MIN_SIZE = 1 << 20 };
 #define MAX_SIZE ((int64_t)1 << 40)
 
-enum { ONLY, ROUNDS, SIZE, STAGED, PEERS, CHECK, JSON };
+enum { ONLY, ROUNDS, SIZE, STAGED, PEERS, HOSTS, CHECK, JSON };
 
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
@@ -14,6 +14,7 @@ static const tool_option options[] = {
     [SIZE] = {"size", "BYTES", "what the sources hold together (1GiB; in small, a quarter of it)"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
     [PEERS] = {"peers", NULL, "also measure row_col with MPI (MPI_Alltoallw) and with torch (Gloo)"},
+    [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
     [JSON] = {"json", NULL, "print one JSON object per line"},
     {NULL, NULL, NULL},
@@ -23,7 +24,8 @@ typedef struct bench {
     const char *only; /* NULL: all */
     int rounds;
     int64_t size;
-    bool with_peers;
+    bool with_peers, with_hosts;
+    bench_bed bed; /* with_hosts */
     tb_batch_opts batch;
     tool_guard guard;
     tool_buffers buffers;
@@ -73,10 +75,18 @@ static bool is_known(const char *name, size_t length) {
            is_called(BENCH_RTT, name, length);
 }
 
-static tb_status check_names(const char *list) {
+static bool is_of_hosts(const char *name, size_t length) {
+    return is_called(BENCH_NET_ROW_COL, name, length) || is_called(BENCH_NET_REPLICATE, name, length) ||
+           is_called(BENCH_MPI_ROW_COL, name, length) || is_called(BENCH_AUTO_ROW_COL, name, length);
+}
+
+static tb_status check_names(const char *list, bool with_hosts) {
     for (const char *at = list; at; at = strchr(at, ','), at = at ? at + 1 : NULL) {
         int length = (int)strcspn(at, ",");
-        if (!is_known(at, (size_t)length))
+        bool is_hosts = is_of_hosts(at, (size_t)length), is_one = is_known(at, (size_t)length);
+        if (is_hosts ? !with_hosts : is_one && with_hosts)
+            return tb__fail(TB_INVALID, "--only: '%.*s' is measured with%s --hosts", length, at, is_hosts ? "" : "out");
+        if (!is_hosts && !is_one)
             return tb__fail(TB_INVALID, "--only: there is no line '%.*s'; `tensorbus bench --help` lists them",
                             length < 40 ? length : 40, at);
     }
@@ -345,6 +355,88 @@ static tb_status run_other(bench *b, const char *name, tb_status (*run)(bench *b
     return status == TB_OK || status == TB_CANCELLED ? status : tb__fail_within(status, "%s", name);
 }
 
+/* ---- Several hosts ------------------------------------------------------------------------------------------- */
+
+enum { NET_SHARE = 4 }; /* of the size: networks are slower than memory */
+
+static tb_status run_net_row_col(bench *b, bench_round *rounds) {
+    bench_result result = {.name = BENCH_NET_ROW_COL,
+                           .work = "f32 matrix, Shard(0) to Shard(1), 2 to 2 ranks, host to host",
+                           .against = "iperf3",
+                           .at_least = 0.85,
+                           .extra_bytes = -1};
+    TB_TRY(
+        bench_net_row_col_run(&b->bed, b->size / NET_SHARE, &b->batch, b->rounds, &b->guard, rounds, &result.reason));
+    return add_rounds(b, result, rounds);
+}
+
+static tb_status run_net_replicate(bench *b, bench_round *rounds) {
+    bench_result result = {.name = BENCH_NET_REPLICATE,
+                           .work = "f32 matrix, 1 host to 3: what leaves the one",
+                           .against = "the matrix",
+                           .unit = BENCH_GB,
+                           .at_most = 1.05,
+                           .extra_bytes = -1};
+    TB_TRY(bench_net_replicate_run(&b->bed, b->size / NET_SHARE, &b->batch, b->rounds, &b->guard, rounds));
+    return add_rounds(b, result, rounds);
+}
+
+static tb_status add_mpi_line(bench *b, bench_result result, double ours, const bench_mpi_rates *rates,
+                              const char *why) {
+    if (!is_wanted(b, result.name))
+        return TB_OK;
+    result.against = "MPI_Alltoallw";
+    result.rounds = b->rounds;
+    result.extra_bytes = -1;
+    result.ours = ours;
+    result.theirs = rates->alltoallw;
+    result.ratio = why ? 0 : ours / rates->alltoallw;
+    result.at_least = why ? 0 : result.at_least;
+    if (why && !(result.reason = tb__strdup(why)))
+        return TB_NO_MEMORY;
+    if (tb__vec_push(&b->results, result))
+        return TB_OK;
+    free(result.reason);
+    return TB_NO_MEMORY;
+}
+
+/* One run of a program has both lines, and medians of its own. */
+static tb_status run_mpi(bench *b) {
+    if (!is_wanted(b, BENCH_MPI_ROW_COL) && !is_wanted(b, BENCH_AUTO_ROW_COL))
+        return TB_OK;
+    bench_mpi_rates rates = {0};
+    char *why = NULL;
+    tool_show_line("%s, %s", BENCH_MPI_ROW_COL, BENCH_AUTO_ROW_COL);
+    TB_TRY(bench_mpi_run(b->size / NET_SHARE, b->rounds, &b->guard, &rates, &why));
+    bench_result mpi = {.name = BENCH_MPI_ROW_COL,
+                        .work = "f32 matrix, rows to columns, 4 ranks of MPI, transport mpi",
+                        .at_least = 0.9};
+    bench_result automatic = {.name = BENCH_AUTO_ROW_COL, .work = "the same, transport auto", .at_least = 1.7};
+    tb_status status = add_mpi_line(b, mpi, rates.mpi, &rates, why);
+    if (status == TB_OK)
+        status = add_mpi_line(b, automatic, rates.automatic, &rates, why);
+    free(why);
+    return status;
+}
+
+/* Lines between hosts, for which there have to be some. */
+static tb_status run_net(bench *b) {
+    if (!is_wanted(b, BENCH_NET_ROW_COL) && !is_wanted(b, BENCH_NET_REPLICATE))
+        return TB_OK;
+    tool_show_line("making %d hosts", BENCH_NHOSTS);
+    TB_TRY(bench_bed_start(&b->bed, BENCH_NHOSTS, &b->guard));
+    tb_status status = run_other(b, BENCH_NET_ROW_COL, run_net_row_col);
+    if (status == TB_OK)
+        status = run_other(b, BENCH_NET_REPLICATE, run_net_replicate);
+    bench_bed_stop(&b->bed);
+    return status;
+}
+
+static tb_status run_hosts(bench *b) {
+    TB_TRY(run_net(b));
+    return run_mpi(b);
+}
+
 /* ---- The command --------------------------------------------------------------------------------------------- */
 
 static tb_status run_all(bench *b) {
@@ -375,7 +467,10 @@ static tb_status read_options(const char *const *value, bench *b) {
     b->rounds = 5;
     b->size = (int64_t)1 << 30;
     b->with_peers = value[PEERS] != NULL;
-    TB_TRY(check_names(b->only));
+    b->with_hosts = value[HOSTS] != NULL;
+    if (b->with_hosts && b->with_peers)
+        return tb__fail(TB_INVALID, "--hosts does not go with --peers");
+    TB_TRY(check_names(b->only, b->with_hosts));
     if (value[ROUNDS]) {
         const char *at = value[ROUNDS];
         int64_t rounds;
@@ -414,7 +509,7 @@ static int run(const tb__config *config, const char *const *value) {
         status = tool_guard_init(&b.guard);
     if (status != TB_OK)
         return tool_fail_status(status);
-    status = run_all(&b);
+    status = b.with_hosts ? run_hosts(&b) : run_all(&b);
     tool_buffers_fini(&b.buffers);
     int exit_status = status == TB_OK ? report(&b, value) : tool_fail(TOOL_FAILED, "%s", tb_error_detail());
     for (size_t i = 0; i < b.results.count; i++)
@@ -427,7 +522,8 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_bench = {
     .name = "bench",
     .summary = "move tensors between processes and measure it against memcpy",
-    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--staged] [--peers] [--check] [--json]",
+    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--staged] [--peers] [--check] [--json]\n"
+             "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
         "  row_col       f32 matrix, Shard(0) to Shard(1), 4 to 4 ranks           memcpy                  0.85\n"
@@ -444,6 +540,12 @@ const tool_command tool_bench = {
         "  quant_mxfp8   bf16 to MXFP8 in memory, one process: reads and writes   memcpy's traffic        0.60\n"
         "  bus_model     the model through agents, whose clients have it          without agents          0.95\n"
         "  command_rtt   QueryStatus to an agent and back: us                     bare Unix socket     at most 1.50\n"
+        "\n"
+        "with --hosts, between network namespaces of this machine, a quarter of the size:\n"
+        "  net_row_col   f32 matrix, Shard(0) to Shard(1), 2 ranks to 2           iperf3                  0.85\n"
+        "  net_replicate f32 matrix to 3 other hosts: what leaves its own, GB     the matrix           at most 1.05\n"
+        "  mpi_row_col   f32 matrix, rows to columns, 4 ranks of an MPI job       MPI_Alltoallw           0.90\n"
+        "  auto_row_col  the same by the transport that suits, shm                MPI_Alltoallw           1.70\n"
         "\n"
         "GB/s (10^9) are of bytes delivered, unless the line says otherwise; they are medians over the rounds.\n"
         "Every rank is a process. memcpy is one process with a thread for each core, on warm memory. It takes turns\n"

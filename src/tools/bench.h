@@ -73,6 +73,9 @@ enum { BENCH_NPEERS = 2 };
 /* Has peer i move what row_col moves, and verify it. Fails only if it was interrupted or lacks what we need for it. */
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out);
 
+/* Where a file is that the tool needs beside itself: as it is installed, or in the source tree. */
+bool bench_find_file(const char *name, char *path, size_t size);
+
 /* Runs a program to its end, with TMPDIR in the folder. What keeps it from running goes to `reason`, which is `missing`
  * if it is not there; the status is that of the bench. */
 tb_status bench_program_run(const char *const *argv, const char *folder, tool_guard *guard, const char *missing,
@@ -108,9 +111,57 @@ tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, int rounds, too
 /* Times a command's round trip, and one of as many bytes over a bare socket: us, medians of some thousand. */
 tb_status bench_rtt_run(const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out);
 
+/* ---- Several hosts (bench_bed.c, bench_hosts.c) -------------------------------------------------------------- */
+
+#define BENCH_NET_ROW_COL   "net_row_col"
+#define BENCH_NET_REPLICATE "net_replicate"
+
+enum { BENCH_MAX_HOSTS = 8, BENCH_NHOSTS = 4 };
+
+/* Network namespaces on one bridge, which tests/hosts/bed makes. */
+typedef struct bench_bed {
+    pid_t pid;
+    int input; /* they are there while it is open */
+    int count;
+    char script[640];
+    char host[BENCH_MAX_HOSTS][32], address[BENCH_MAX_HOSTS][32];
+} bench_bed;
+
+/* TB_DENIED without root; TB_REFUSED, and why, where they can't be made. */
+tb_status bench_bed_start(bench_bed *bed, int count, tool_guard *guard);
+void bench_bed_stop(bench_bed *bed); /* all that runs there ends */
+
+/* For a process without threads: it is on that host from now on, and has its name. */
+tb_status bench_bed_enter(const bench_bed *bed, int host);
+
+/* What has left the host through its network so far. */
+tb_status bench_bed_sent(const bench_bed *bed, int host, tool_guard *guard, int64_t *nbytes);
+
+/* Moves a matrix from two ranks of a host to two of another, and as many bytes by iperf3, in every round. *reason, to
+ * be freed, is why it was not measured; NULL if it was. */
+tb_status bench_net_row_col_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
+                                tool_guard *guard, bench_round *out, char **reason);
+
+/* Moves a matrix from one host to three others: GB that leave the one, and those of the matrix. */
+tb_status bench_net_replicate_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
+                                  tool_guard *guard, bench_round *out);
+
+/* ---- Below MPI (bench_mpi.c) --------------------------------------------------------------------------------- */
+
+#define BENCH_MPI_ROW_COL  "mpi_row_col"
+#define BENCH_AUTO_ROW_COL "auto_row_col"
+
+/* GB/s of one run: by MPI_Alltoallw, by a world whose transport is mpi, by one that chooses itself. */
+typedef struct bench_mpi_rates {
+    double alltoallw, mpi, automatic;
+} bench_mpi_rates;
+
+/* *why, to be freed, is why it was not measured; NULL if it was. */
+tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why);
+
 /* ---- Report (bench_report.c) --------------------------------------------------------------------------------- */
 
-typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US } bench_unit;
+typedef enum bench_unit { BENCH_GB_PER_S, BENCH_US, BENCH_GB } bench_unit;
 
 typedef struct bench_result {
     const char *name, *work, *against;

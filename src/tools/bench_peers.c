@@ -15,10 +15,11 @@
 
 enum { PEER_TIMEOUT_MS = 300000, LOOK_MS = 200, NOT_FOUND = 127 };
 
-/* From the folder of the tool: where `cmake --install` puts the programs, and where they are in the source tree. */
-static const char *const places[] = {TB_PEERS_INSTALLED, "../../bench/peers"};
+/* From the folder of the tool: where `cmake --install` puts the programs, and where they are in the source tree and in
+ * the build's folder. */
+static const char *const places[] = {TB_PEERS_INSTALLED, "../../bench/peers", "../../tests/hosts", "bench"};
 
-static bool find_program(const char *name, char *path, size_t size) {
+bool bench_find_file(const char *name, char *path, size_t size) {
     char tool[512];
     ssize_t length = readlink("/proc/self/exe", tool, sizeof tool - 1);
     if (length < 0)
@@ -199,7 +200,7 @@ static tb_status run_peer(int i, const figures *f, const place *where, bench_pee
     char program[640];
     tb__text said = {0}, reason = {0};
     tb_status status = TB_OK;
-    if (find_program(peers[i].program, program, sizeof program))
+    if (bench_find_file(peers[i].program, program, sizeof program))
         status = peers[i].run(program, where, f, &said, &reason);
     else
         tb__text_add(&reason, "%s is not where it was installed", peers[i].program);

@@ -3,7 +3,7 @@
 
 #include <inttypes.h>
 
-static const char *const unit_keys[] = {[BENCH_GB_PER_S] = "gb_per_s", [BENCH_US] = "us"};
+static const char *const unit_keys[] = {[BENCH_GB_PER_S] = "gb_per_s", [BENCH_US] = "us", [BENCH_GB] = "gb"};
 
 bool bench_has_mark(const bench_result *result) {
     return result->at_least > 0 || result->at_most > 0;
@@ -15,7 +15,8 @@ bool bench_is_reached(const bench_result *result) {
 }
 
 static void add_figure(tool_table *table, const bench_result *r, double value) {
-    tool_table_cell(table, r->unit == BENCH_US ? "%.2f us" : "%.2f", value);
+    static const char *const units[] = {[BENCH_GB_PER_S] = "", [BENCH_US] = " us", [BENCH_GB] = " GB"};
+    tool_table_cell(table, "%.2f%s", value, units[r->unit]);
 }
 
 static void add_mark(tool_table *table, const bench_result *r) {

@@ -76,6 +76,7 @@ typedef struct tool_job {
     bool is_foreign;     /* memory that is not tb_alloc's */
     tb_batch_opts batch; /* see tool_batch_opts */
     char folder[80];     /* where the ranks meet; "": none */
+    const char *store;   /* where they meet instead; NULL: in the folder */
     /* Set by tool_job_weigh: */
     int nranks; /* processes; sources come first */
     tool_rank_name names[TOOL_NSIDES * TOOL_MAX_SIDE];

@@ -72,10 +72,11 @@ static tb_status connect_ends(tool_mover *mover) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = job->timeout_ms};
     char url[sizeof job->folder + 16];
     snprintf(url, sizeof url, "unix:%s/store", job->folder);
+    const char *store = job->store ? job->store : url;
     for (int i = 0; i < mover->nends; i++) {
         const tool_side *side = &job->side[mover->end[i].which];
         int32_t seat = mover->end[i].seat;
-        TB_TRY(i == 0 ? tb_world_join(url, side->group, seat, side->nranks, &opts, &mover->world)
+        TB_TRY(i == 0 ? tb_world_join(store, side->group, seat, side->nranks, &opts, &mover->world)
                       : tb_world_enter(mover->world, side->group, seat, side->nranks));
     }
     TB_TRY(tb_batch_create(mover->world, "tensors", &job->batch, &mover->batch));

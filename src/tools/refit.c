@@ -142,11 +142,12 @@ static tb_status make_batch(refit_rank *rank) {
 
 static tb_status connect_rank(refit_rank *rank) {
     const refit_job *job = rank->job;
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = job->timeout_ms, .transport = "shm"};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = job->timeout_ms, .transport = job->store ? NULL : "shm"};
     char url[sizeof job->folder + 16], layout[64];
     snprintf(url, sizeof url, "unix:%s/store", job->folder);
     snprintf(layout, sizeof layout, "mesh=%" PRId32 " place=Replicate", job->nranks[rank->which]);
-    TB_TRY(tb_world_join(url, groups[rank->which], rank->seat, job->nranks[rank->which], &opts, &rank->world));
+    TB_TRY(tb_world_join(job->store ? job->store : url, groups[rank->which], rank->seat, job->nranks[rank->which],
+                         &opts, &rank->world));
     TB_TRY(tb_pair_create(rank->world, "refit", groups[!rank->which], layout, NULL, &rank->pair));
     return make_batch(rank);
 }

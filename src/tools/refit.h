@@ -9,7 +9,8 @@ typedef struct refit_job {
     moe_model model;
     moe_cut cut[TOOL_NSIDES];
     tb_batch_opts batch;
-    char folder[80]; /* where the ranks meet; "": none */
+    char folder[80];   /* where the ranks meet; "": none */
+    const char *store; /* where they meet instead, each by the transport that suits; NULL: in the folder, by shm */
     /* Set by refit_job_init: */
     int32_t nranks[TOOL_NSIDES];
     tool_rank_name names[TOOL_NSIDES * TOOL_MAX_SIDE];

@@ -1,6 +1,9 @@
 /* Refits between processes: a model of some 200 tensors from 4 to 4 ranks that are cut differently in every way,
- * several versions of it, every element checked; and experts that are dealt out anew in between. */
+ * several versions of it, every element checked; and experts that are dealt out anew in between. In a test bed the
+ * ranks are dealt out to its hosts. */
 #include "tools/refit.h"
+
+#include "../tests/support/hosts.h"
 
 #include <inttypes.h>
 #include <setjmp.h>
@@ -47,6 +50,8 @@ static tb_status check_counters(const trial *t) {
 /* Plans are made by the first transfer of a batch; the last recut is to what there was at first. */
 static tb_status work(void *arg, int number, int step, tool_slot *slot) {
     trial *t = arg;
+    if (step == TOOL_ALLOCATE && t->job.store)
+        hosts_enter(number);
     if (step == TOOL_ALLOCATE)
         refit_rank_init(&t->rank, &t->job, number);
     if (step == TOOL_CONNECT)
@@ -73,6 +78,11 @@ static void run(trial *t, const moe_cut *trainer, const moe_cut *engine, bool st
     tool_ranks *ranks;
     assert_ok(refit_job_init(&t->job, NBYTES, trainer, engine));
     t->job.batch.staged = staged;
+    char url[64];
+    if (hosts_count() > 0) {
+        hosts_store(url, sizeof url);
+        t->job.store = url;
+    }
     assert_ok(tool_guard_init(&guard));
     assert_ok(refit_job_start(&t->job, &(tool_ranks_opts){.work = work, .arg = t}, &guard, &ranks));
     assert_ok(tool_ranks_step(ranks, TOOL_ALLOCATE, NULL));
@@ -115,6 +125,8 @@ static void test_experts_move(void **state) {
 }
 
 int main(void) {
+    if (hosts_count() > 0)
+        hosts_need_ucx();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_everything_differs),
         cmocka_unit_test(test_staged),

@@ -12,7 +12,7 @@ refused "there is no command 'plam'" help plam
 refused "unknown option '--verbose'; see .tensorbus --help" --verbose
 refused "--version stands alone, but 'plan' follows it" --version plan
 refused 'takes one command' help plan layout
-for command in layout plan reshard store config demo bench agent status top; do
+for command in layout plan reshard store config doctor demo bench agent status top; do
     refused "^tensorbus $command: unknown option '--frobnicate'; see .tensorbus $command --help" $command --frobnicate=3
     refused "unknown option '-x'" $command -x
     refused "unknown option '-'" $command -
@@ -35,6 +35,9 @@ refused '^tensorbus plan: unexpected argument .a?b.;' plan "$(printf 'a\nb')"
 
 refused "--only: there is no line 'rowcol'" bench --only row_col,rowcol
 refused "--only: there is no line ''" bench --only row_col,
+refused "--only: 'net_row_col' is measured with --hosts" bench --only net_row_col
+refused "--only: 'row_col' is measured without --hosts" bench --hosts --only net_row_col,row_col
+refused '--hosts does not go with --peers' bench --hosts --peers
 for rounds in 0 -1 1001 five '5 '; do
     refused "--rounds: '$rounds' is not a number between 1 and 1000" bench --rounds "$rounds"
 done

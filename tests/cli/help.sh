@@ -5,7 +5,7 @@
 
 accepted --help
 cp "$out" "$tmp/overview"
-for command in layout plan inspect reshard store config demo bench agent status top; do
+for command in layout plan inspect reshard store config doctor demo bench agent status top; do
     printed "^  $command  *[a-z]"
 done
 accepted
@@ -47,8 +47,9 @@ has inspect json
 has reshard spec in out hf max-file-size memory threads verify sync dry-run json
 has store listen token-file
 has config json
+has doctor store token-file json
 has demo size ranks src dst staged bus
-has bench only rounds size staged peers check json
+has bench only rounds size staged peers hosts check json
 has agent name rank size store socket token-file timeout workers transport host http
 has status socket all token-file timeout json
 has top socket interval once token-file

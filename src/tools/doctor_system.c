@@ -1,0 +1,186 @@
+/* What the system gives to tensorbus, and what it withholds. */
+#include "tools/doctor.h"
+
+#include "exec/kernel.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* The first line of a file; false where it can't be read. */
+static bool read_line(const char *path, char *out, size_t room) {
+    FILE *file = fopen(path, "re");
+    bool is_read = file && fgets(out, (int)room, file);
+    if (file)
+        fclose(file);
+    if (is_read)
+        out[strcspn(out, "\n")] = '\0';
+    return is_read;
+}
+
+/* ---- Other processes' memory --------------------------------------------------------------------------------- */
+
+typedef struct target {
+    pid_t pid;
+    uint64_t *word;
+    uint64_t value;
+} target;
+
+/* Reads a word of the process that has forked it: as far as the rules go, two that are not related. A parent may read
+ * its child where others may not. */
+static bool read_parent(const void *arg, int out) {
+    const target *t = arg;
+    uint64_t found = 0;
+    struct iovec here = {&found, sizeof found}, there = {t->word, sizeof *t->word};
+    *t->word = 0; /* the child's own */
+    if (process_vm_readv(t->pid, &here, 1, &there, 1, 0) == sizeof found)
+        return found == t->value;
+    const char *why = strerror(errno);
+    (void)!write(out, why, strlen(why));
+    return false;
+}
+
+static const char *remedy_of_scope(int scope) {
+    switch (scope) {
+    case 1:
+        return "sysctl kernel.yama.ptrace_scope=0, or prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY) in the program, or "
+               "memory of tb_alloc, which needs none of it";
+    case 2:
+        return "give agents CAP_SYS_PTRACE, or use memory of tb_alloc, which needs none of it";
+    case 3:
+        return "use memory of tb_alloc, which needs none of it; Yama lets nobody do it before the next boot";
+    default:
+        return "let the container's seccomp profile have process_vm_readv and process_vm_writev, or use memory of "
+               "tb_alloc, which needs none of it";
+    }
+}
+
+void doctor_process_vm(doctor *d, const char *name) {
+    uint64_t word = 0x746f62656f72206f;
+    target t = {.pid = getpid(), .word = &word, .value = word};
+    doctor_answer answer;
+    char line[32], yama[64] = "no Yama here";
+    int scope = -1;
+    if (read_line("/proc/sys/kernel/yama/ptrace_scope", line, sizeof line) && sscanf(line, "%d", &scope) == 1)
+        snprintf(yama, sizeof yama, "kernel.yama.ptrace_scope is %d", scope);
+    doctor_probe(read_parent, &t, &answer);
+    if (answer.is_ok)
+        doctor_add(d, DOCTOR_OK, name, NULL, "processes may read one another's memory; %s", yama);
+    else
+        doctor_add(d, DOCTOR_LIMITED, name, remedy_of_scope(scope),
+                   "memory that is not tb_alloc's goes through a buffer, and not through agents: %s; %s",
+                   answer.said[0] ? answer.said : "what was read is wrong", yama);
+}
+
+/* ---- Memory -------------------------------------------------------------------------------------------------- */
+
+void doctor_tb_alloc(doctor *d, const char *name) {
+    enum { NBYTES = 1 << 20 };
+    struct rlimit files;
+    void *memory;
+    if (tb_alloc(NBYTES, &memory) != TB_OK) {
+        doctor_add(d, DOCTOR_FAILED, name, "raise RLIMIT_FSIZE (ulimit -f unlimited), and allow memfd_create", "%s",
+                   tb_error_detail());
+        return;
+    }
+    memset(memory, 1, NBYTES);
+    tb_free(memory);
+    if (getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur != RLIM_INFINITY)
+        doctor_add(d, DOCTOR_LIMITED, name, "raise RLIMIT_FSIZE: ulimit -f unlimited",
+                   "shared memory is there, up to %s at a time: it counts as a file",
+                   tool_size((int64_t)files.rlim_cur).text);
+    else
+        doctor_add(d, DOCTOR_OK, name, NULL, "shared memory is there, and no limit on its size");
+}
+
+void doctor_huge_pages(doctor *d, const char *name) {
+    char line[64] = "0", shmem[128] = "not told";
+    long count = 0;
+    if (read_line("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", line, sizeof line))
+        count = strtol(line, NULL, 10);
+    (void)read_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled", shmem, sizeof shmem);
+    bool is_given = strstr(shmem, "[advise]") || strstr(shmem, "[always]") || strstr(shmem, "[within_size]") ||
+                    strstr(shmem, "[force]");
+    const char *start = strchr(shmem, '[');
+    int length = start ? (int)strcspn(start + 1, "]") : (int)strlen(shmem);
+    doctor_add(d, count > 0 || is_given ? DOCTOR_OK : DOCTOR_LIMITED, name,
+               count > 0 || is_given ? NULL
+                                     : "echo advise >/sys/kernel/mm/transparent_hugepage/shmem_enabled, or reserve "
+                                       "some: sysctl vm.nr_hugepages=N",
+               "%ld of 2 MiB are free; transparent ones for shared memory: %.*s", count, length,
+               start ? start + 1 : shmem);
+}
+
+void doctor_dev_shm(doctor *d, const char *name) {
+    static const char remedy[] = "mount a larger one: docker run --shm-size=1g, an emptyDir of medium Memory";
+    enum { ENOUGH_MIB = 256 };
+    struct statvfs about;
+    if (statvfs("/dev/shm", &about) != 0) {
+        doctor_add(d, DOCTOR_LIMITED, name, remedy, "semaphores, and the shared memory of UCX and MPI, are there: %s",
+                   strerror(errno));
+        return;
+    }
+    uint64_t room = (uint64_t)about.f_bavail * about.f_frsize;
+    bool is_enough = room >> 20 >= ENOUGH_MIB;
+    doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name, is_enough ? NULL : remedy,
+               "%s are free, for semaphores, and for UCX and MPI; tb_alloc takes nothing of it",
+               tool_size((int64_t)room).text);
+}
+
+/* Devices that take memory only if it is locked. */
+static int count_rdma_devices(void) {
+    int count = 0;
+    DIR *folder = opendir("/sys/class/infiniband");
+    for (struct dirent *entry; folder && (entry = readdir(folder));)
+        count += entry->d_name[0] != '.';
+    if (folder)
+        closedir(folder);
+    return count;
+}
+
+void doctor_memlock(doctor *d, const char *name) {
+    struct rlimit locked = {0};
+    int ndevices = count_rdma_devices();
+    getrlimit(RLIMIT_MEMLOCK, &locked);
+    bool is_unlimited = locked.rlim_cur == RLIM_INFINITY;
+    bool is_enough = is_unlimited || ndevices == 0;
+    doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name,
+               is_enough ? NULL : "ulimit -l unlimited: limits.conf, LimitMEMLOCK=infinity, docker --ulimit memlock=-1",
+               "%s may be locked; %d RDMA device%s, which need it for what they read and write",
+               is_unlimited ? "any memory" : tool_size((int64_t)locked.rlim_cur).text, ndevices,
+               ndevices == 1 ? "" : "s");
+}
+
+/* ---- The rest ------------------------------------------------------------------------------------------------ */
+
+void doctor_descriptors(doctor *d, const char *name) {
+    enum { ENOUGH = 8192 }; /* a batch may bring 4096 */
+    struct rlimit files = {0};
+    getrlimit(RLIMIT_NOFILE, &files);
+    bool is_enough = files.rlim_max >= ENOUGH;
+    doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name,
+               is_enough ? NULL : "raise RLIMIT_NOFILE to 8192 or more: limits.conf, LimitNOFILE=, docker --ulimit",
+               "%llu for a program, %llu for an agent", (unsigned long long)files.rlim_cur,
+               (unsigned long long)files.rlim_max);
+}
+
+void doctor_cores(doctor *d, const char *name) {
+    long all = sysconf(_SC_NPROCESSORS_ONLN);
+    cpu_set_t mine;
+    int count = sched_getaffinity(0, sizeof mine, &mine) == 0 ? CPU_COUNT(&mine) : (int)all;
+    doctor_add(d, DOCTOR_OK, name, NULL, "%d of %ld; the ranks of a host share them, and each has at least 1 worker",
+               count, all);
+}
+
+void doctor_avx2(doctor *d, const char *name) {
+    bool has_it = tb__kernels_avx2() != NULL;
+    doctor_add(d, has_it ? DOCTOR_OK : DOCTOR_LIMITED, name,
+               has_it ? NULL : "a processor, or a virtual machine's model of one, that has AVX2 and F16C",
+               has_it ? "casts and large copies use it" : "casts and large copies are done in portable C, and slower");
+}

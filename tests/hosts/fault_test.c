@@ -1,0 +1,410 @@
+/* Faults between hosts. Two trainers on host 0 send to two engines of two ranks, one on host 1 and one on host 2, in
+ * the middle of which something happens to the second engine:
+ *
+ *   fault_test kill    one of its ranks is killed
+ *   fault_test cut     its host is unplugged, and nobody notices before the deadline
+ *   fault_test quick   its host is unplugged, and the kernels give up a connection after seconds, not minutes
+ *   fault_test drop    all hosts lose 5% of what they receive
+ *
+ * Whatever happens, everybody is told by the deadline: that all is well, and then every element is right, or what is
+ * wrong and with whom. Then the rest move the next version without those that were lost. */
+#include "bus/store/server.h"
+#include "tests/support/hosts.h"
+
+#include "tensorbus/tensorbus.h"
+
+#include <inttypes.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { NTRAINERS = 2, NENGINES = 2, SEATS = 2, NRANKS = NTRAINERS + NENGINES * SEATS, VICTIM = NRANKS - 1 };
+/* 8 MiB to each engine, through a link that takes 40 Mbit/s: what is done in between happens in the middle. */
+enum { ROWS = 2048, COLUMNS = 1024, NVERSIONS = 3 };
+enum { DEADLINE_MS = 30000, SLACK_MS = 20000, JOIN_MS = 60000, LOOK_MS = 5 };
+
+static const char *const groups[] = {"trainer", "near", "far"};
+static const char *const names[NRANKS] = {"trainer 0", "trainer 1", "near 0", "near 1", "far 0", "far 1"};
+
+/* What the processes share. The first one says which version is next, and ranks what has become of it. */
+typedef struct board {
+    _Atomic int next;
+    _Atomic bool is_served;
+    struct {
+        _Atomic int done;   /* versions; 0: it is not registered */
+        _Atomic bool moves; /* some bytes of the one under way are there */
+        tb_status status;   /* of the last one */
+        char sentence[512];
+    } rank[NRANKS];
+} board;
+
+static board *shared;
+static bool is_quick;
+
+static int64_t now_ms(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static void nap(void) {
+    nanosleep(&(struct timespec){.tv_nsec = LOOK_MS * 1000000}, NULL);
+}
+
+/* ---- In a rank's process ----------------------------------------------------------------------------------------- */
+
+typedef struct rank {
+    int number, seat, group;
+    tb_world *world;
+    tb_pair *pair[NENGINES];
+    tb_batch *batch;
+    float *w;
+} rank;
+
+static void must(const rank *r, tb_status status) {
+    if (status == TB_OK)
+        return;
+    fprintf(stderr, "%s: %s: %s\n", names[r->number], tb_status_string(status), tb_error_detail());
+    exit(1);
+}
+
+static float value(int version, int64_t index) {
+    return (float)((index * 7 + (int64_t)version * 1000003) % (1 << 24));
+}
+
+/* Trainers have rows, engines have columns. */
+static int64_t index_of(const rank *r, int64_t i) {
+    int64_t width = COLUMNS / SEATS;
+    return r->group == 0 ? r->seat * (int64_t)(ROWS / NTRAINERS) * COLUMNS + i
+                         : i / width * COLUMNS + r->seat * width + i % width;
+}
+
+static const int64_t nelements = (int64_t)ROWS * COLUMNS / 2; /* of each rank */
+
+static void add_pair(rank *r, int engine) {
+    char name[24];
+    tb_tensor w = {.data = r->w, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    snprintf(name, sizeof name, "to %s", groups[engine + 1]);
+    must(r, tb_pair_create(r->world, name, r->group == 0 ? groups[engine + 1] : groups[0],
+                           r->group == 0 ? "mesh=2 place=S0" : "mesh=2 place=S1", NULL, &r->pair[engine]));
+    must(r, tb_batch_add(r->batch, r->pair[engine], "w", &w));
+}
+
+static void open_rank(rank *r, const char *url) {
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS};
+    tb_batch_opts batch = {.size = sizeof batch, .bucket_size = 1 << 20};
+    must(r, tb_alloc((size_t)nelements * sizeof(float), (void **)&r->w));
+    must(r, tb_world_join(url, groups[r->group], r->seat, SEATS, &opts, &r->world));
+    must(r, tb_batch_create(r->world, "step", &batch, &r->batch));
+    for (int engine = 0; engine < NENGINES; engine++) {
+        if (r->group == 0 || r->group == engine + 1)
+            add_pair(r, engine);
+    }
+    must(r, tb_batch_register(r->batch, 0));
+}
+
+static void note_progress(void *arg, const tb_transfer_state *state) {
+    const rank *r = arg;
+    if (state->bytes_done > 0)
+        atomic_store(&shared->rank[r->number].moves, true);
+}
+
+static tb_status move(rank *r, int version) {
+    tb_transfer_opts opts = {.size = sizeof opts,
+                             .timeout_ms = DEADLINE_MS,
+                             .progress = note_progress,
+                             .arg = r,
+                             .skip_lost = version == NVERSIONS};
+    tb_transfer *t = NULL;
+    tb_status status = (r->group == 0 ? tb_send : tb_recv)(r->batch, &opts, &t);
+    if (status == TB_OK)
+        status = tb_wait(t, TB_COMMITTED, -1);
+    tb_transfer_destroy(t);
+    return status;
+}
+
+static void check(const rank *r, int version) {
+    for (int64_t i = 0; i < nelements; i++) {
+        if (r->w[i] != value(version, index_of(r, i))) {
+            fprintf(stderr, "%s: version %d is said to be there, but element %" PRId64 " is %.0f, not %.0f\n",
+                    names[r->number], version, i, r->w[i], value(version, index_of(r, i)));
+            exit(1);
+        }
+    }
+}
+
+static void run_version(rank *r, int version) {
+    for (int64_t i = 0; i < nelements; i++)
+        r->w[i] = r->group == 0 ? value(version, index_of(r, i)) : -1;
+    tb_status status = move(r, version);
+    shared->rank[r->number].status = status;
+    snprintf(shared->rank[r->number].sentence, sizeof shared->rank[0].sentence, "%s",
+             status == TB_OK ? "" : tb_error_detail());
+    if (status == TB_OK && r->group > 0)
+        check(r, version);
+    /* Late is not lost: whoever does not want to wait for them again goes on without them. */
+    if (status == TB_TIMEOUT && r->group == 0)
+        must(r, tb_batch_remove_pair(r->batch, r->pair[NENGINES - 1]));
+    atomic_store(&shared->rank[r->number].done, version + 1);
+}
+
+/* After so many times that bytes were sent again, each after twice the time: some 6 s. It is the host's own setting. */
+static void give_up_quickly(const rank *r) {
+    FILE *setting = fopen("/proc/sys/net/ipv4/tcp_retries2", "we");
+    if (!setting || fputs("4\n", setting) < 0 || fclose(setting) != 0) {
+        fprintf(stderr, "%s: can't set tcp_retries2\n", names[r->number]);
+        exit(1);
+    }
+}
+
+static _Noreturn void play(int number, const char *url) {
+    int group = number / SEATS;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    hosts_enter(group);
+    rank r = {.number = number, .seat = number % SEATS, .group = group};
+    if (is_quick)
+        give_up_quickly(&r);
+    open_rank(&r, url);
+    atomic_store(&shared->rank[number].done, 1);
+    for (int version = 1; version <= NVERSIONS; version++) {
+        while (atomic_load(&shared->next) < version)
+            nap(); /* the first process ends us if it does not come so far */
+        run_version(&r, version);
+    }
+    tb_batch_destroy(r.batch);
+    for (int i = 0; i < NENGINES; i++)
+        tb_pair_destroy(r.pair[i]);
+    tb_world_destroy(r.world);
+    tb_free(r.w);
+    exit(0);
+}
+
+static _Noreturn void serve(const char *url) {
+    tb__store_server *server;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    hosts_enter(0);
+    if (tb__store_server_start(url, NULL, &server) != TB_OK) {
+        fprintf(stderr, "the store: %s\n", tb_error_detail());
+        exit(1);
+    }
+    atomic_store(&shared->is_served, true);
+    for (;;)
+        pause();
+}
+
+/* ---- In the first process ---------------------------------------------------------------------------------------- */
+
+static pid_t pids[NRANKS];
+
+static void fail(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
+
+static void fail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "FAILED: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    for (int i = 0; i < NRANKS; i++)
+        fprintf(stderr, "  %s: %d done, %s%s%s\n", names[i], atomic_load(&shared->rank[i].done),
+                tb_status_string(shared->rank[i].status), *shared->rank[i].sentence ? ": " : "",
+                shared->rank[i].sentence);
+    exit(1);
+}
+
+/* Whoever ends before it is over has failed, and has said why. */
+static void look_at(int i) {
+    int how;
+    if (pids[i] > 0 && waitpid(pids[i], &how, WNOHANG) == pids[i]) {
+        pids[i] = 0;
+        fail("%s has ended", names[i]);
+    }
+}
+
+static void await_done(int version, int patience_ms, unsigned whom) {
+    int64_t deadline = now_ms() + patience_ms;
+    for (int i = 0; i < NRANKS; i++) {
+        while (whom & 1u << i && atomic_load(&shared->rank[i].done) < version + 1) {
+            if (now_ms() > deadline)
+                fail("%s has not come to the end of version %d", names[i], version);
+            look_at(i);
+            nap();
+        }
+    }
+}
+
+static void begin(int version) {
+    for (int i = 0; i < NRANKS; i++)
+        atomic_store(&shared->rank[i].moves, false);
+    atomic_store(&shared->next, version);
+}
+
+static void await_middle(void) {
+    int64_t deadline = now_ms() + DEADLINE_MS;
+    while (!atomic_load(&shared->rank[VICTIM].moves) && !atomic_load(&shared->rank[VICTIM - 1].moves)) {
+        if (now_ms() > deadline)
+            fail("nothing moves");
+        nap();
+    }
+}
+
+static void must_do(const char *what) {
+    if (!hosts_do(what))
+        fail("the bed can't do '%s'", what);
+}
+
+static void must_be_well(int i, int version) {
+    if (shared->rank[i].status != TB_OK)
+        fail("%s does not get version %d", names[i], version);
+}
+
+/* The sentence has to name a rank of the other side. */
+static void must_name(int i, const char *group) {
+    const char *sentence = shared->rank[i].sentence;
+    char name[32];
+    snprintf(name, sizeof name, "(%s ", group);
+    if (shared->rank[i].status == TB_OK)
+        fail("%s thinks that all is well", names[i]);
+    if (!strstr(sentence, name))
+        fail("%s does not name a rank of %s", names[i], group);
+}
+
+enum { ALL = (1 << NRANKS) - 1, NEAR = 15, FAR = ALL & ~NEAR };
+
+static void start_all(const char *url) {
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED)
+        exit(1);
+    if (fork() == 0)
+        serve(url);
+    for (int64_t deadline = now_ms() + JOIN_MS; !atomic_load(&shared->is_served); nap()) {
+        if (now_ms() > deadline)
+            fail("there is no store");
+    }
+    for (int i = 0; i < NRANKS; i++) {
+        pids[i] = fork();
+        if (pids[i] == 0)
+            play(i, url);
+    }
+    await_done(0, JOIN_MS + SLACK_MS, ALL);
+}
+
+/* The first version is whole; the second is slow, and what happens, happens in the middle of it. */
+static void run_until_middle(void) {
+    begin(1);
+    await_done(1, DEADLINE_MS + SLACK_MS, ALL);
+    for (int i = 0; i < NRANKS; i++)
+        must_be_well(i, 1);
+    must_do("shape 0 40mbit");
+    begin(2);
+    await_middle();
+}
+
+static void tell(int64_t since_ms) {
+    printf("all were told after %.1f s\n", 1e-3 * (double)(now_ms() - since_ms));
+    for (int i = 0; i < NRANKS; i++)
+        printf("  %s: %s%s%s\n", names[i], tb_status_string(shared->rank[i].status),
+               *shared->rank[i].sentence ? ": " : "", shared->rank[i].sentence);
+}
+
+/* The third goes to those that are left. */
+static void run_without(void) {
+    must_do("shape 0 off");
+    begin(3);
+    await_done(3, DEADLINE_MS + SLACK_MS, NEAR);
+    for (int i = 0; i < VICTIM - 1; i++)
+        must_be_well(i, 3);
+}
+
+static void kill_rank(void) {
+    run_until_middle();
+    int64_t since_ms = now_ms();
+    kill(pids[VICTIM], SIGKILL);
+    waitpid(pids[VICTIM], NULL, 0);
+    pids[VICTIM] = 0;
+    await_done(2, DEADLINE_MS + SLACK_MS, ALL & ~(1u << VICTIM));
+    tell(since_ms);
+    for (int i = 0; i < NTRAINERS; i++)
+        must_name(i, "far");
+    for (int i = NTRAINERS; i < VICTIM - 1; i++)
+        must_be_well(i, 2);
+    must_name(VICTIM - 1, "far"); /* of its own group */
+    run_without();
+}
+
+static void cut_link(void) {
+    run_until_middle();
+    int64_t since_ms = now_ms();
+    must_do("cut 2");
+    await_done(2, DEADLINE_MS + SLACK_MS, ALL);
+    tell(since_ms);
+    for (int i = 0; i < NTRAINERS; i++)
+        must_name(i, "far");
+    for (int i = NTRAINERS; i < VICTIM - 1; i++)
+        must_be_well(i, 2);
+    for (int i = VICTIM - 1; i < NRANKS; i++)
+        must_name(i, "trainer");
+    for (int i = 0; i < NRANKS && is_quick; i++) {
+        if (shared->rank[i].status == TB_TIMEOUT)
+            fail("%s has not noticed", names[i]);
+    }
+    run_without();
+}
+
+/* TCP makes good for it; a rank that is not well has to say with whom. */
+static void drop_packets(void) {
+    static const char *const others[] = {"far", "trainer", "trainer"};
+    run_until_middle();
+    for (int host = 0; host < 3; host++) {
+        char what[32];
+        snprintf(what, sizeof what, "drop %d 5", host);
+        must_do(what);
+    }
+    await_done(2, DEADLINE_MS + SLACK_MS, ALL);
+    int nwell = 0;
+    for (int i = 0; i < NRANKS; i++) {
+        if (shared->rank[i].status == TB_OK)
+            nwell++;
+        else if (!strstr(shared->rank[i].sentence, "(near "))
+            must_name(i, others[i / SEATS]);
+    }
+    printf("%d of %d ranks have a version of which 5%% of the packets were lost\n", nwell, NRANKS);
+    for (int host = 0; host < 3; host++) {
+        char what[32];
+        snprintf(what, sizeof what, "drop %d 0", host);
+        must_do(what);
+    }
+    run_without();
+}
+
+int main(int argc, char **argv) {
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } faults[] = {{"kill", kill_rank}, {"cut", cut_link}, {"quick", cut_link}, {"drop", drop_packets}};
+    char url[64];
+    if (hosts_count() != 3) {
+        fprintf(stderr, "to be run by tests/hosts/bed 3 -- %s FAULT\n", argv[0]);
+        return 2;
+    }
+    hosts_need_ucx();
+    hosts_store(url, sizeof url);
+    for (size_t i = 0; argc > 1 && i < sizeof faults / sizeof *faults; i++) {
+        if (strcmp(argv[1], faults[i].name) != 0)
+            continue;
+        is_quick = strcmp(argv[1], "quick") == 0;
+        start_all(url);
+        faults[i].run();
+        return 0; /* the ranks end with us */
+    }
+    fprintf(stderr, "the faults are kill, cut, quick and drop\n");
+    return 2;
+}
