@@ -12,11 +12,13 @@ int main(int argc, char **argv) {
     MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level); /* the world has a thread that calls MPI */
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &nranks);
-    int half = nranks / 2, index = half ? rank % half : 0;
-    if (nranks % 2 || SIDE % half) {
+    int half = nranks / 2;
+    if (nranks % 2 || half < 1 || SIDE % half) {
         fprintf(stderr, "start it with 2, 4, 6 or 8 ranks\n");
-        MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE);
+        MPI_Finalize();
+        return EXIT_FAILURE;
     }
+    int index = rank % half;
     bool is_trainer = rank < half;
     int rows = is_trainer ? SIDE / half : SIDE, columns = is_trainer ? SIDE : SIDE / half;
     int first = index * (is_trainer ? rows * SIDE : columns); /* where this rank's part begins in the matrix */
@@ -51,8 +53,10 @@ int main(int argc, char **argv) {
     ok = ok && tb_wait(transfer, TB_COMMITTED, -1) == TB_OK;
     if (!ok)
         fprintf(stderr, "%s %d: %s\n", group, index, tb_error_detail());
-    for (int i = 0; ok && !is_trainer && i < rows * columns; i++)
-        ok = part[i] == (float)(first + i / columns * SIDE + i % columns);
+    for (int i = 0; ok && !is_trainer && i < rows * columns; i++) {
+        int row = i / columns, column = i % columns;
+        ok = part[i] == (float)(first + row * SIDE + column);
+    }
     printf("%s %d: %d x %d elements, %s\n", group, index, rows, columns, ok ? "all right" : "not all right");
 
     /* Whoever leaves is lost to those who are not through yet. And the world goes before MPI does. */

@@ -5,7 +5,6 @@
 #include "random_batch.h"
 
 #include <inttypes.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -59,17 +58,18 @@ static void at(worker *w, const char *step) {
         w->pool->at(w->case_seed, step);
 }
 
-static void broken(const worker *w, const char *format, ...) __attribute__((format(printf, 2, 3), noreturn));
+/* broken(w, format, ...): says what is wrong, and ends. */
+#define broken(w, ...) (snprintf(complaint, sizeof complaint, __VA_ARGS__), complain(w))
 
-static void broken(const worker *w, const char *format, ...) {
+static char complaint[1500];
+
+static void complain(const worker *w) __attribute__((noreturn));
+
+static void complain(const worker *w) {
     if (w->pool->is_first_to_fail()) {
-        va_list args;
-        va_start(args, format);
-        fprintf(stderr, "worker %d (src %" PRId32 ", dst %" PRId32 "), %s: ", w->pool->number, w->seat[0], w->seat[1],
-                w->step);
-        vfprintf(stderr, format, args);
-        fprintf(stderr, "\nTB_SEED=%" PRIu64 " TB_CASES=1 repeats this case\n", w->case_seed);
-        va_end(args);
+        fprintf(stderr, "worker %d (src %" PRId32 ", dst %" PRId32 "), %s: %s\n", w->pool->number, w->seat[0],
+                w->seat[1], w->step, complaint);
+        fprintf(stderr, "TB_SEED=%" PRIu64 " TB_CASES=1 repeats this case\n", w->case_seed);
         const tb_batch_opts *o = &w->opts;
         fprintf(stderr,
                 "here: bucket_size %" PRId64 ", staging_bytes %" PRId64 ", max_in_flight %" PRIu32
@@ -80,6 +80,7 @@ static void broken(const worker *w, const char *format, ...) {
         random_batch_print(&w->b);
     }
     w->pool->give_up();
+    abort();
 }
 
 static void must(const worker *w, tb_status status) {
@@ -433,7 +434,7 @@ static void run_case(worker *w, uint64_t seed) {
 static void join(worker *w, uint64_t number) {
     rng r = {number};
     int32_t nobody = -1;
-    int order[RANDOM_MAX_WORKERS], shift[2];
+    int order[RANDOM_MAX_WORKERS] = {0}, shift[2];
     w->nseats[0] = w->nseats[1] = 0;
     w->seat[0] = w->seat[1] = nobody;
     for (int i = 0; i < w->pool->nworkers; i++) {

@@ -18,7 +18,7 @@ typedef struct random_pool {
     tb_status (*join)(const char *group, int32_t seat, int32_t nseats, const char *host, tb_world **out);
     void (*at)(uint64_t seed, const char *step); /* may be NULL */
     bool (*is_first_to_fail)(void);              /* the others need not say so, too */
-    void (*give_up)(void) __attribute__((noreturn));
+    void (*give_up)(void);                       /* does not return */
 } random_pool;
 
 /* Ends by `give_up` if anything is wrong, having said what. */

@@ -46,7 +46,7 @@ static void leave(halves *h) {
 
 static tb_transfer *begin(halves *h, const char *from, uint32_t version) {
     bool is_send = strcmp(h->group, from) == 0;
-    tb_transfer *t;
+    tb_transfer *t = NULL;
     if (is_send)
         part_fill(&h->w, version);
     else

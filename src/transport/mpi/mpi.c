@@ -24,10 +24,9 @@ static LIST_HEAD(endpoints, mpi) endpoints = LIST_HEAD_INITIALIZER(endpoints), p
 /* Says goodbye, and takes the memory of operations back from MPI. */
 static void stop(mpi *m) {
     int64_t deadline_ms = tb__now_ms() + CLOSE_MS;
-    message *msg;
     for (int i = 0; i < m->nranks; i++)
         mpi_send_bye(m, i);
-    TAILQ_FOREACH(msg, &m->all, all) {
+    for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
         if (mpi_release_memory(m, msg, deadline_ms) != TB_OK)
             tb__log(TB_LOG_ERROR, "transport mpi: rank %d of the communicator: %s", msg->rank, tb_error_detail());
     }
@@ -65,8 +64,7 @@ static bool has_parted(mpi *m) {
     bool did = true;
     while (did && look(m, &did) == TB_OK)
         ;
-    message *msg;
-    TAILQ_FOREACH(msg, &m->all, all) {
+    for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
         if (msg->state == MESSAGE_LETTER)
             return false;
     }
@@ -93,7 +91,7 @@ static int on_finalize(MPI_Comm comm, int keyval, void *value, void *extra) {
     (void)extra;
     mpi *m;
     pthread_mutex_lock(&tb__mpi_lock);
-    LIST_FOREACH(m, &endpoints, link) {
+    for (m = LIST_FIRST(&endpoints); m; m = LIST_NEXT(m, link)) {
         if (m->is_over)
             continue;
         stop(m);

@@ -1,5 +1,6 @@
 /* What the files of the transport mpi share: mpi.c (its table, operations, progress), mpi_message.c (what goes over the
- * wire), mpi_request.c (requests under way, and the timer that has them looked at).
+ * wire), mpi_chunk.c (memory that MPI sends from and receives to), mpi_request.c (requests under way, and the timer
+ * that has them looked at).
  *
  * Our tags have 64 bits, MPI's perhaps 15. So everything begins with a *letter*, a header with up to INLINE_MAX bytes
  * behind it, under one MPI tag; each rank keeps a few receives for letters posted. Larger messages are offered by a
@@ -71,7 +72,8 @@ typedef enum message_state {
 typedef struct chunk {
     size_t request; /* NO_REQUEST: none */
     size_t offset, nbytes;
-    char *bounce; /* NULL: it is in the operation's own memory */
+    bool is_direct; /* in the operation's own memory, not in `bounce` */
+    char *bounce;   /* NULL: none was needed yet */
     bool is_done;
 } chunk;
 
@@ -173,6 +175,9 @@ tb_status mpi_end_request(mpi *m, size_t request, bool is_receive, int64_t deadl
 void mpi_note_event(mpi *m);
 void mpi_set_timer(mpi *m);
 tb_status mpi_failed(const char *what, int code);
+
+/* mpi_chunk.c: gives the next chunk of a message to MPI, as its i-th under way. */
+tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i);
 
 /* mpi_message.c */
 message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_t nbytes_behind);

@@ -1,4 +1,4 @@
-/* Letters, offers and chunks. */
+/* Letters and offers, and what becomes of chunks. */
 #include "transport/mpi/mpi.h"
 
 #include "base/log.h"
@@ -221,44 +221,6 @@ tb_status mpi_post_receive(mpi *m, tb_op *op, int rank) {
 
 /* ---- Chunks ---------------------------------------------------------------------------------------------------- */
 
-/* Where a chunk is sent from or received to: the operation's own memory where it lies together. Otherwise it is packed
- * by hand: derived datatypes (MPI_Type_create_hindexed) of the same pieces were slower, in both MPIs, for pieces from
- * 64 bytes to 64 KiB. A bounce buffer also serves what nobody wants any more. */
-static char *chunk_memory(const message *msg, chunk *c, size_t offset) {
-    if (msg->op && msg->op->npieces == 1)
-        return (char *)msg->op->pieces[0].base + offset;
-    if (!c->bounce)
-        c->bounce = tb__malloc(CHUNK, 1);
-    return c->bounce;
-}
-
-static size_t length_at(const message *msg, size_t offset) {
-    return msg->nbytes - offset < CHUNK ? msg->nbytes - offset : CHUNK;
-}
-
-static tb_status begin_chunk(mpi *m, message *msg, size_t i) {
-    chunk *c = &msg->chunks[i];
-    bool is_send = msg->state == MESSAGE_SENDS;
-    size_t nbytes = length_at(msg, msg->posted);
-    TB_TRY(mpi_reserve_request(m));
-    char *memory = chunk_memory(msg, c, msg->posted);
-    if (!memory)
-        return TB_NO_MEMORY;
-    if (is_send && memory == c->bounce)
-        tb__pieces_gather(msg->op->pieces, msg->op->npieces, msg->posted, memory, nbytes);
-    MPI_Request request;
-    int code = is_send ? MPI_Isend(memory, (int)nbytes, MPI_BYTE, msg->rank, msg->tag, m->seat.out, &request)
-                       : MPI_Irecv(memory, (int)nbytes, MPI_BYTE, msg->rank, msg->tag, m->seat.in, &request);
-    if (code != MPI_SUCCESS)
-        return mpi_failed(is_send ? "MPI_Isend" : "MPI_Irecv", code);
-    c->request = mpi_keep_request(m, request, (owner){msg, i});
-    c->is_done = false;
-    c->offset = msg->posted;
-    c->nbytes = nbytes;
-    msg->posted += nbytes;
-    return TB_OK;
-}
-
 /* Keeps the window full. A send that was given up sends no more; a receive that was, throws away what still comes. */
 static void begin_chunks(mpi *m, message *msg) {
     bool is_send = msg->state == MESSAGE_SENDS;
@@ -269,7 +231,7 @@ static void begin_chunks(mpi *m, message *msg) {
             i++;
         if (i == WINDOW)
             return;
-        status = begin_chunk(m, msg, i);
+        status = mpi_begin_chunk(m, msg, i);
     }
     if (status != TB_OK)
         mpi_lose(m, msg->rank, tb_error_detail());
@@ -298,7 +260,7 @@ static void move_chunks(mpi *m, message *msg) {
             continue;
         c->is_done = false;
         msg->done += c->nbytes;
-        if (!is_send && msg->op && c->bounce)
+        if (!is_send && msg->op && !c->is_direct)
             tb__pieces_scatter(msg->op->pieces, msg->op->npieces, c->offset, c->bounce, c->nbytes);
     }
     if (is_send && (msg->done == msg->nbytes || (!msg->op && msg->done == msg->posted))) {
@@ -451,8 +413,7 @@ static tb_status shorten(mpi *m, message *msg, size_t end) {
 }
 
 static tb_status on_withdraw(mpi *m, int rank, const header *h) {
-    message *msg;
-    TAILQ_FOREACH(msg, &m->all, all) {
+    for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
         bool has_it = (msg->state == MESSAGE_RECEIVES || msg->state == MESSAGE_QUEUED) && msg->id == h->id;
         bool is_about_to = msg->state == MESSAGE_MATCHED && msg->arrival->is_offer && msg->arrival->id == h->id;
         if (msg->rank != rank || !(has_it || is_about_to))
@@ -521,7 +482,7 @@ tb_status mpi_release_memory(mpi *m, message *msg, int64_t deadline_ms) {
         chunk *last = NULL;
         for (size_t i = 0; i < WINDOW; i++) {
             chunk *c = &msg->chunks[i];
-            if (c->request != NO_REQUEST && !c->bounce && (!last || c->offset > last->offset))
+            if (c->request != NO_REQUEST && c->is_direct && (!last || c->offset > last->offset))
                 last = c;
         }
         if (!last)
@@ -603,8 +564,7 @@ void mpi_lose(mpi *m, int rank, const char *why) {
         free(w);
     for (bool again = true; again;) { /* from the beginning: callbacks change the list */
         again = false;
-        message *msg;
-        TAILQ_FOREACH(msg, &m->all, all) {
+        for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
             if (msg->rank != rank || !msg->op)
                 continue;
             /* Receives are taken back. A send that nobody takes is never read either. */

@@ -157,6 +157,40 @@ static void a_send_is_given_up_half_way(void **state) {
     }
 }
 
+/* Pieces so short that they are packed, on either side or both. */
+static void short_pieces(void **state) {
+    (void)state;
+    enum { N = CHUNK + 4321, SHORT = 100, MOST = N / SHORT + 1 };
+    endpoints e = {0};
+    make(&e);
+    unsigned char *from = malloc(N), *to = malloc(N);
+    tb_piece *out = calloc(MOST, sizeof *out), *in = calloc(MOST, sizeof *in);
+    assert_true(from && to && out && in);
+    for (int which = 1; which <= 3; which++) {
+        size_t nout = 0, nin = 0, step_out = which & 1 ? SHORT : 5000, step_in = which & 2 ? SHORT : 7777;
+        for (size_t at = 0; at < N; at += step_out)
+            out[nout++] = (tb_piece){from + at, N - at < step_out ? N - at : step_out};
+        for (size_t at = 0; at < N; at += step_in)
+            in[nin++] = (tb_piece){to + at, N - at < step_in ? N - at : step_in};
+        for (size_t i = 0; i < N; i++)
+            from[i] = (unsigned char)(i * 2654435761U / 512 + (size_t)which);
+        memset(to, 0, N);
+        tb_op send, receive;
+        make_op(&send, TB_OP_SEND, e.rank_b, 1, out, nout);
+        make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, nin);
+        assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
+        assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
+        work_until_done(&e, (tb_op *[]){&send, &receive}, 2);
+        assert_int_equal(receive.status, TB_OK);
+        assert_memory_equal(from, to, N);
+    }
+    unmake(&e);
+    free(from);
+    free(to);
+    free(out);
+    free(in);
+}
+
 /* Waiting for messages that don't come takes next to no time. */
 static void waiting_costs_little(void **state) {
     (void)state;
@@ -268,6 +302,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(mpi_conforms),
         cmocka_unit_test(a_receive_is_given_up_half_way),
         cmocka_unit_test(a_send_is_given_up_half_way),
+        cmocka_unit_test(short_pieces),
         cmocka_unit_test(waiting_costs_little),
     };
     const struct CMUnitTest together[] = {cmocka_unit_test(ranks_talk)};
