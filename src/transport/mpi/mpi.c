@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <sched.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -329,7 +330,10 @@ static tb_status mpi_progress(void *context) {
     }
     m->has_to_tell = false;
     mpi_set_timer(m);
+    bool is_hot = m->interval_ns == 1;
     pthread_mutex_unlock(&tb__mpi_lock);
+    if (is_hot) /* whoever is at the other end may need this core */
+        sched_yield();
     return status;
 }
 

@@ -23,8 +23,8 @@ enum {
     LETTER_TAG = 0,
     INLINE_MAX = 4096 + 64, /* what engines tell each other fits */
     RING = 16,              /* receives posted for letters */
-    CHUNK = 4 << 20,
-    WINDOW = 2,        /* chunks of a message under way */
+    CHUNK = 512 << 10,
+    WINDOW = 4,        /* chunks of a message under way */
     MAX_STREAMS = 256, /* large messages being received */
     CANCEL_MS = 5000,  /* for chunks that MPI can't take back */
     CLOSE_MS = 1000,   /* the same, when closing */

@@ -1,9 +1,10 @@
 /* Requests under way, in one table, so that one call looks at all of them; and when to look.
  *
- * MPI has no descriptor to sleep on. A timer stands in for it: it is off while nothing is waited for. Otherwise it
- * fires every few microseconds while things happen, and less and less often when they don't: after an eighth of the
- * time that nothing has happened, but at least every SLOWEST_NS. So waiting costs little, and takes little longer than
- * it must. */
+ * MPI has no descriptor to sleep on. A timer stands in for it: it is off while nothing is waited for. While MPI moves
+ * bytes it is always due, since MPI moves them only when it is called, and so on for HOT_NS after the last that
+ * happened. Otherwise it fires every few microseconds while things happen, and less and less often when they don't:
+ * after an eighth of the time that nothing has happened, but at least every SLOWEST_NS. So waiting costs little, and
+ * takes little longer than it must. */
 #include "transport/mpi/mpi.h"
 
 #include "base/process.h"
@@ -14,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FASTEST_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
+enum { HOT_NS = 10000000, FASTEST_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
 
 pthread_mutex_t tb__mpi_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 
@@ -60,7 +61,9 @@ static int64_t wanted_interval(const mpi *m) {
         return 1;
     if (m->nunder_way + m->nwaiting == 0)
         return 0;
-    int64_t interval = FASTEST_NS, wanted = (now_ns() - m->event_ns) / QUIET_SHARE;
+    int64_t quiet_ns = now_ns() - m->event_ns, interval = FASTEST_NS, wanted = quiet_ns / QUIET_SHARE;
+    if (m->nunder_way > 0 && quiet_ns < HOT_NS)
+        return 1;
     while (interval < wanted && interval < SLOWEST_NS)
         interval *= 2; /* in steps, so that it is not set anew each time */
     return interval < SLOWEST_NS ? interval : SLOWEST_NS;

@@ -7,7 +7,9 @@
  * Short messages carry their bytes. Long ones are offered; once a receive matches, the receiver takes the offer, and
  * the bytes come in chunks. A chunk is copied into memory of ours before UCX sees it, and is received into memory of
  * ours: UCX can't be told to keep its hands off memory that it was given, and an operation that is cancelled must have
- * its memory back at once. Chunks are short enough to be in the cache when they are copied.
+ * its memory back at once. Chunks are short enough to be in the cache when they are copied, and go at once (eager):
+ * over TCP UCX sends a segment from where it is, and hands it over where it was received, which was a third faster than
+ * its rendezvous.
  *
  * Peers reach no memory here (no READ, WRITE or mapping). TCP has none of it, and UCX's stand-in for writing is slow.
  * Shared memory lanes read whatever is at an address, registered or not; and InfiniBand answers an access to what has
@@ -22,11 +24,11 @@
 enum {
     UCX_MAGIC = 0x54425558,
     UCX_VERSION = 1,
-    UCX_ACTIVE_MESSAGE = 1,     /* the number of our handler */
-    UCX_SHORT = 16 << 10,       /* messages up to this size carry their bytes */
-    UCX_CHUNK_SIZE = 512 << 10, /* of what an offered message is sent in */
-    UCX_WINDOW = 4,             /* chunks on their way to one peer */
-    UCX_SPARE = 16,             /* chunks that are kept to be used again */
+    UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
+    UCX_SHORT = 16 << 10,      /* messages up to this size carry their bytes */
+    UCX_CHUNK_SIZE = 60 << 10, /* of what an offered message is sent in: with headers, one segment of UCX's TCP */
+    UCX_WINDOW = 16,           /* chunks on their way to one peer */
+    UCX_SPARE = 64,            /* chunks that are kept to be used again */
 };
 
 typedef enum ucx_kind {

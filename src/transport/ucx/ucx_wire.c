@@ -67,11 +67,11 @@ static void on_sent(void *request, ucs_status_t status, void *arg) {
 static void dispatch(ucx_transfer *t) {
     ucx_peer *peer = t->peer;
     bool is_chunk = t->frame.kind == UCX_CHUNK;
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
-        .flags = is_chunk ? 0 : UCP_AM_SEND_FLAG_EAGER, /* UCX knows from which size on rendezvous pays */
-        .cb.send = on_sent,
-        .user_data = t};
+    ucp_request_param_t param = {.op_attr_mask =
+                                     UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+                                 .flags = UCP_AM_SEND_FLAG_EAGER,
+                                 .cb.send = on_sent,
+                                 .user_data = t};
     t->frame.rank = peer->owner->env.rank;
     t->frame.from = peer->owner->id;
     if (is_chunk)
