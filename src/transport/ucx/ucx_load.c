@@ -1,6 +1,7 @@
 /* Finds OpenUCX's functions, and keeps it from printing and from catching signals in programs that are not its own. */
 #include "transport/ucx/ucx_load.h"
 
+#include "base/library.h"
 #include "base/log.h"
 
 #include <dlfcn.h>
@@ -57,11 +58,7 @@ static void make_quiet(void *library) {
     { "ucp_" #name, &ucx.name, sizeof ucx.name }
 
 static void load(void) {
-    const struct {
-        const char *name;
-        void *slot;
-        size_t nbytes;
-    } slots[] = {
+    const tb__symbol slots[] = {
         SLOT(get_version),
         SLOT(config_read),
         SLOT(config_modify),
@@ -85,19 +82,9 @@ static void load(void) {
         SLOT(request_free),
         {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
     };
-    void *library = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
-    if (!library) {
-        snprintf(failure, sizeof failure, "%s", dlerror());
+    void *library = tb__library_load("libucp.so.0", slots, sizeof slots / sizeof *slots, failure, sizeof failure);
+    if (!library)
         return;
-    }
-    for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) {
-        void *function = dlsym(library, slots[i].name);
-        if (!function) {
-            snprintf(failure, sizeof failure, "%s", dlerror());
-            return;
-        }
-        memcpy(slots[i].slot, &function, slots[i].nbytes);
-    }
     unsigned major, minor, release;
     ucx.get_version(&major, &minor, &release);
     if (major != MAJOR || minor < MINOR)
