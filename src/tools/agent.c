@@ -10,7 +10,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, HTTP };
+enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, CHECKSUM, HTTP };
 enum { MOST_RANKS = 1 << 20 };
 
 static const tool_option options[] = {
@@ -25,6 +25,8 @@ static const tool_option options[] = {
     [TRANSPORT] = {"transport", "NAME",
                    "the only one to use: shm, ucx (auto: for each rank the fastest that gets there)"},
     [HOST] = {"host", "ID", "agents with the same one are on one host (the machine, and its network namespace)"},
+    [CHECKSUM] = {"checksum", NULL,
+                  "every bucket of every batch goes with a sum of its bytes, compared where it arrives"},
     [HTTP] = {"http", "[ADDRESS:]PORT", "serve /metrics and /status over HTTP, on 127.0.0.1 unless told otherwise"},
     {NULL, NULL, NULL},
 };
@@ -95,6 +97,7 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     o->workers = (int)number;
     o->transport = value[TRANSPORT];
     o->host = value[HOST];
+    o->checksum = value[CHECKSUM] != NULL;
     return TB_OK;
 }
 

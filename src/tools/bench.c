@@ -6,13 +6,14 @@
 enum { MIN_SIZE = 1 << 20 };
 #define MAX_SIZE ((int64_t)1 << 40)
 
-enum { ONLY, ROUNDS, SIZE, STAGED, PEERS, HOSTS, CHECK, JSON };
+enum { ONLY, ROUNDS, SIZE, STAGED, CHECKSUM, PEERS, HOSTS, CHECK, JSON };
 
 static const tool_option options[] = {
     [ONLY] = {"only", "NAME,...", "these lines only"},
     [ROUNDS] = {"rounds", "N", "how often each line is measured (5)"},
     [SIZE] = {"size", "BYTES", "what the sources hold together (1GiB; in small, a quarter of it)"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
+    [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
     [PEERS] = {"peers", NULL, "also measure row_col with MPI (MPI_Alltoallw) and with torch (Gloo)"},
     [HOSTS] = {"hosts", NULL, "measure the lines of several hosts instead (needs root, and iperf3)"},
     [CHECK] = {"check", NULL, "fail if a ratio misses its mark"},
@@ -503,7 +504,7 @@ static int report(const bench *b, const char *const *value) {
 }
 
 static int run(const tb__config *config, const char *const *value) {
-    bench b = {.batch = tool_batch_opts(config, value[STAGED])};
+    bench b = {.batch = tool_batch_opts(config, value[STAGED], value[CHECKSUM])};
     tb_status status = read_options(value, &b);
     if (status == TB_OK)
         status = tool_guard_init(&b.guard);
@@ -522,7 +523,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_bench = {
     .name = "bench",
     .summary = "move tensors between processes and measure it against memcpy",
-    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--staged] [--peers] [--check] [--json]\n"
+    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--staged] [--peers] [--check] [OPTION...]\n"
              "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
@@ -553,13 +554,13 @@ const tool_command tool_bench = {
         "from the moment the sleeping ranks are woken until the last of them is done. The last one is verified,\n"
         "element by element. Extra memory is what all ranks have beside the tensors when the rounds are over; staging\n"
         "memory is kept for the next transfer, so that this is the most they had. `tensorbus config` lists the\n"
-        "settings; the marks are for the defaults, and without --staged. reshard_disk works in TMPDIR, with files in\n"
-        "the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2 bytes of each\n"
-        "number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same memory.\n"
+        "settings; the marks are for the defaults, and without --staged or --checksum. reshard_disk works in TMPDIR,\n"
+        "with files in the page cache; its extra memory is all that the resharding process had. quant_mxfp8 reads 2\n"
+        "bytes of each number and writes 33/32; memcpy copies half of their sum, with as many threads, in the same\n"
+        "memory.\n"
         "The ranks of bus_model move the same memory by themselves and through their agents, in turns, until the\n"
-        "version is committed. command_rtt is the median of 2000 round trips, on one core; a process that does "
-        "nothing\n"
-        "but answer as many bytes takes turns with the agent.\n"
+        "version is committed. command_rtt is the median of 2000 round trips, on one core; a process that does\n"
+        "nothing but answer as many bytes takes turns with the agent.\n"
         "\n"
         "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio misses\n"
         "its mark.\n",

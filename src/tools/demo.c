@@ -6,7 +6,7 @@
 
 #include <inttypes.h>
 
-enum { SIZE, RANKS, SRC, DST, STAGED, BUS, NOPTIONS };
+enum { SIZE, RANKS, SRC, DST, STAGED, CHECKSUM, BUS, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SIZE] = {"size", "SIZE", "size of the model, such as 64MiB; 1GiB by default, 256MiB with --bus"},
@@ -14,6 +14,7 @@ static const tool_option options[NOPTIONS + 1] = {
     [SRC] = {"src", "LAYOUT", "how the source is laid out, as in 'mesh=4 place=Shard(0)', which is the default"},
     [DST] = {"dst", "LAYOUT", "how the target is laid out; by default every weight as suits tensor parallelism"},
     [STAGED] = {"staged", NULL, "pack, send and unpack everything, as between machines"},
+    [CHECKSUM] = {"checksum", NULL, "every bucket goes with a sum of its bytes, which is compared where it arrives"},
     [BUS] = {"bus", NULL, "everything through agents, one of which is killed in the middle"},
 };
 
@@ -169,7 +170,7 @@ static tb_status run_demo(demo *d, tool_guard *guard) {
 
 static int run(const tb__config *config, const char *const *value) {
     demo_bus bus = {0};
-    demo d = {.job.batch = tool_batch_opts(config, value[STAGED]), .bus = value[BUS] ? &bus : NULL};
+    demo d = {.job.batch = tool_batch_opts(config, value[STAGED], value[CHECKSUM]), .bus = value[BUS] ? &bus : NULL};
     tool_guard guard;
     tb__text out = {0};
     tb_status status = read_options(&d, value);
@@ -192,7 +193,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_demo = {
     .name = "demo",
     .summary = "move a model from a trainer to an inference engine and verify every element",
-    .usage = "[--size SIZE] [--ranks N[,M]] [--src LAYOUT] [--dst LAYOUT] [--staged] [--bus]",
+    .usage = "[--size SIZE] [--ranks N[,M]] [--src LAYOUT] [--dst LAYOUT] [OPTION...]",
     .details = details,
     .options = options,
     .run = run,

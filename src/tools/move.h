@@ -240,7 +240,7 @@ tb_status tool_mover_do(tool_mover *mover, tool_step step, tool_slot *slot);
 tb_tensor tool_part_tensor(const tool_part *part, const tool_side *side);
 
 /* As the settings have it; `staged` takes the path that tensors take between machines. */
-tb_batch_opts tool_batch_opts(const tb__config *config, bool staged);
+tb_batch_opts tool_batch_opts(const tb__config *config, bool staged, bool checksum);
 
 /* Makes the folder that the ranks will meet in, and forks them; of the options work, tick and arg count. */
 tb_status tool_job_start(tool_job *job, const tool_ranks_opts *opts, tool_guard *guard, tool_ranks **out);

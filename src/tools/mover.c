@@ -36,12 +36,13 @@ static void prepare(tool_mover *mover, tool_slot *slot) {
     }
 }
 
-tb_batch_opts tool_batch_opts(const tb__config *config, bool staged) {
+tb_batch_opts tool_batch_opts(const tb__config *config, bool staged, bool checksum) {
     return (tb_batch_opts){.size = sizeof(tb_batch_opts),
                            .bucket_size = tb__config_bucket_size(config),
                            .staging_bytes = tb__config_staging_bytes(config),
                            .max_in_flight = tb__config_max_in_flight(config),
-                           .staged = staged};
+                           .staged = staged,
+                           .checksum = checksum};
 }
 
 tb_tensor tool_part_tensor(const tool_part *part, const tool_side *side) {

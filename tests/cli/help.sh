@@ -48,9 +48,9 @@ has reshard spec in out hf max-file-size memory threads verify sync dry-run json
 has store listen token-file
 has config json
 has doctor store token-file json
-has demo size ranks src dst staged bus
-has bench only rounds size staged peers hosts check json
-has agent name rank size store socket token-file timeout workers transport host http
+has demo size ranks src dst staged checksum bus
+has bench only rounds size staged checksum peers hosts check json
+has agent name rank size store socket token-file timeout workers transport host checksum http
 has status socket all token-file timeout json
 has top socket interval once token-file
 

@@ -53,6 +53,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->listener.socket.fd = agent->listener.lock.fd = -1;
     agent->index = opts->index;
     agent->size = opts->size;
+    agent->checksum = opts->checksum;
     agent->timeout_ms = opts->timeout_ms ? opts->timeout_ms : DEFAULT_TIMEOUT_MS;
     agent->begun_ms = tb__now_ms();
     pthread_mutex_init(&agent->done_lock, NULL);

@@ -17,6 +17,7 @@ typedef struct tb__agent_opts {
     int timeout_ms;               /* of joining, and of commands that do not say; 0: 30 s */
     int workers;                  /* 0: as many as there are cores for this rank */
     const char *transport, *host; /* as in tb_world_opts */
+    bool checksum;                /* all batches have it */
 } tb__agent_opts;
 
 /* Joins the bus and listens. */

@@ -241,7 +241,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .max_in_flight = (uint32_t)m->max_in_flight,
                           .staged = m->staged,
                           .commit = m->commit == TB__SHADOW ? TB_SHADOW : TB_IN_PLACE,
-                          .checksum = m->checksum.is_set && m->checksum.value,
+                          .checksum = job->agent->checksum || (m->checksum.is_set && m->checksum.value),
                           .snapshot = m->snapshot,
                           .ties = m->ties.item,
                           .nties = m->ties.count,

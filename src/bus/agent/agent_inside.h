@@ -165,6 +165,7 @@ struct tb__agent {
     char *group, *token;
     int32_t index, size;
     int timeout_ms;
+    bool checksum;
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
