@@ -523,7 +523,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_bench = {
     .name = "bench",
     .summary = "move tensors between processes and measure it against memcpy",
-    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--staged] [--peers] [--check] [OPTION...]\n"
+    .usage = "[--only NAME,...] [--rounds N] [--size BYTES] [--check] [OPTION...]\n"
              "--hosts [--only NAME,...] [--rounds N] [--size BYTES] [--check] [--json]",
     .details =
         "  name          what moves                                               against             at least\n"
