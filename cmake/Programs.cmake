@@ -92,8 +92,9 @@ function(tb_hosts_test name hosts)
 endfunction()
 
 # tb_install_test(): installs this build into a temporary prefix, then builds and runs a program
-# against it in each supported way.
+# against it in each supported way, and one with each MPI.
 function(tb_install_test)
+    string(REPLACE ";" " " mpis "${found_mpis}")
     add_test(NAME install COMMAND sh ${PROJECT_SOURCE_DIR}/tests/install/run.sh)
     set(environment
         "BUILD=${PROJECT_BINARY_DIR}"
@@ -103,7 +104,14 @@ function(tb_install_test)
         "LIBDIR=${CMAKE_INSTALL_LIBDIR}"
         "PKG_CONFIG=${PKG_CONFIG_EXECUTABLE}"
         "VERSION=${PROJECT_VERSION}"
+        "EXAMPLES=${PROJECT_SOURCE_DIR}/examples"
+        "MPIS=${mpis}"
+        "${mpi_environment}"
     )
+    foreach(mpi IN LISTS found_mpis)
+        string(REPLACE ";" " " launch "${launch_${mpi}}")
+        list(APPEND environment "LAUNCH_${mpi}=${launch}")
+    endforeach()
     set_tests_properties(install PROPERTIES TIMEOUT 120 ENVIRONMENT "${environment}")
 endfunction()
 

@@ -72,7 +72,7 @@ static tb_status announce(tb_world *world) {
     return status;
 }
 
-static tb_status join(tb_world *world, const char *url, const char *group, int32_t index, int32_t size,
+static tb_status join(tb_world *world, const char *url, const char *group, int32_t index, int32_t size, bool is_local,
                       const tb_world_opts *o) {
     tb__directory_opts directory = {
         .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_change, .arg = world};
@@ -86,7 +86,7 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
                               .incarnation = world->incarnation,
                               .transport = o->transport,
                               .host = o->host,
-                              .is_local = tb__store_url_is_local(url),
+                              .is_local = is_local,
                               .manual = o->manual};
     TB_TRY(tb__engine_create(&engine, &world->engine));
     atomic_store(&world->is_ready, true);
@@ -98,13 +98,11 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
     return announce(world);
 }
 
-tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
-                        tb_world **out) {
+tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
+                         const tb_world_opts *opts, tb_world **out) {
     tb_world_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     TB_TRY(tb__world_check_name("group", group));
-    if (!url)
-        return tb__fail(TB_INVALID, "a world needs the URL of its store");
     if (o.timeout_ms < 0 || o.workers < 0 || o.workers > TB__WORKERS_MAX)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative, and workers must be 0 to %d", TB__WORKERS_MAX);
     if (o.host && (!*o.host || strlen(o.host) >= TB__CONTACT_PREFIX))
@@ -115,13 +113,20 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
     atomic_init(&world->refs, 1);
     world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     world->workers = o.workers;
-    tb_status status = join(world, url, group, index, size, &o);
+    tb_status status = join(world, url, group, index, size, is_local, &o);
     if (status != TB_OK) {
         tb_world_destroy(world);
         return status;
     }
     *out = world;
     return TB_OK;
+}
+
+tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size, const tb_world_opts *opts,
+                        tb_world **out) {
+    if (!url)
+        return tb__fail(TB_INVALID, "a world needs the URL of its store");
+    return tb__world_join(url, group, index, size, tb__store_url_is_local(url), opts, out);
 }
 
 tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {

@@ -64,6 +64,9 @@ struct tb_world {
 };
 
 /* What to do when the world has ended, in whichever thread that is. To be called before anybody else has the world. */
+/* As tb_world_join, for somebody who knows whether all are on one host; otherwise the URL has to tell. */
+TB_API tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
+                                const tb_world_opts *opts, tb_world **out);
 TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
 
 /* Whoever is made in a world keeps it; the last one ends it. Without the lock. */

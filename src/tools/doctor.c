@@ -75,7 +75,9 @@ static void add_transports(doctor *d, const char *name) {
                        is_essential ? "opens; for processes of this host" : "opens; for other hosts, too");
         else
             doctor_add(d, is_essential ? DOCTOR_FAILED : DOCTOR_LIMITED, title,
-                       is_essential ? NULL : "without it the processes of this host reach one another, and nobody else",
+                       is_essential ? NULL
+                                    : "see ucx, below; without it the processes of this host reach one another, and "
+                                      "nobody else",
                        "%s", answer.said);
     }
 }
@@ -105,7 +107,18 @@ static bool get_ucx_version(const void *arg, int out) {
     return version && write(out, version(), strlen(version())) > 0;
 }
 
+/* "; UCX_TLS=tcp", and so on: what the environment tells it, which may leave it without a lane. */
+static void list_ucx_settings(char *out, size_t room) {
+    size_t n = 0;
+    out[0] = '\0';
+    for (char *const *at = environ; *at && n < room; at++) {
+        if (strncmp(*at, "UCX_", 4) == 0)
+            n += (size_t)snprintf(out + n, room - n, "; %s", *at);
+    }
+}
+
 static void add_ucx(doctor *d, const char *name) {
+    char settings[512];
     doctor_answer version, lanes;
     doctor_probe(get_ucx_version, NULL, &version);
     if (!version.is_ok) {
@@ -113,11 +126,15 @@ static void add_ucx(doctor *d, const char *name) {
         return;
     }
     doctor_probe(list_lanes, NULL, &lanes);
+    list_ucx_settings(settings, sizeof settings);
     if (lanes.is_ok)
-        doctor_add(d, DOCTOR_OK, name, NULL, "%s; lanes: %s", version.said, lanes.said);
+        doctor_add(d, DOCTOR_OK, name,
+                   *settings ? "if somebody is not reached: what the variables say has to allow a lane that leads there"
+                             : NULL,
+                   "%s; lanes: %s%s", version.said, lanes.said, settings);
     else
-        doctor_add(d, DOCTOR_OK, name, "apt-get install ucx-utils, for `ucx_info -d`, to see its lanes", "%s",
-                   version.said);
+        doctor_add(d, DOCTOR_OK, name, "apt-get install ucx-utils, for `ucx_info -d`, to see its lanes", "%s%s",
+                   version.said, settings);
 }
 
 /* ---- Libraries ----------------------------------------------------------------------------------------------- */
@@ -142,7 +159,7 @@ static void add_mpi(doctor *d, const char *name) {
     if (*found)
         doctor_add(d, DOCTOR_OK, name, NULL, "%s", found);
     else
-        doctor_add(d, DOCTOR_LIMITED, name, "apt-get install libopenmpi3 openmpi-bin, where MPI starts the ranks",
+        doctor_add(d, DOCTOR_LIMITED, name, "apt-get install openmpi-bin, or mpich, where MPI is to start the ranks",
                    "neither Open MPI nor MPICH is there; only tb_world_from_mpi needs one");
 }
 

@@ -7,7 +7,7 @@
 
 enum { ALIGNMENT = 64 };
 
-static const char *const groups[TOOL_NSIDES] = {"trainer", "engine"};
+const char *const refit_groups[TOOL_NSIDES] = {"trainer", "engine"};
 
 /* ---- The job ------------------------------------------------------------------------------------------------- */
 
@@ -36,7 +36,7 @@ tb_status refit_job_init(refit_job *job, int64_t nbytes, const moe_cut *trainer,
         if (job->nranks[which] > TOOL_MAX_SIDE)
             return tb__fail(TB_TOO_BIG, "a side has at most %d ranks", TOOL_MAX_SIDE);
         for (int32_t i = 0; i < job->nranks[which]; i++) {
-            snprintf(job->names[n].text, sizeof job->names[n].text, "%s %" PRId32, groups[which], i);
+            snprintf(job->names[n].text, sizeof job->names[n].text, "%s %" PRId32, refit_groups[which], i);
             n++;
             TB_TRY(weigh_rank(job, which, i, &total));
         }
@@ -120,12 +120,22 @@ static tb_status verify(const refit_rank *rank) {
     return TB_OK;
 }
 
-static tb_status make_batch(refit_rank *rank) {
-    tb_batch_opts opts = rank->job->batch;
+tb_status refit_batch_create(const refit_job *job, tb_world *world, tb_batch **out) {
+    tb_batch_opts opts = job->batch;
     opts.ties = &moe_tie;
     opts.nties = 1;
-    TB_TRY(tb_batch_create(rank->world, "weights", &opts, &rank->batch));
-    TB_TRY(tb_batch_add_pair(rank->batch, rank->pair)); /* a stage may have no layers */
+    return tb_batch_create(world, "weights", &opts, out);
+}
+
+tb_status refit_rank_pair(refit_rank *rank, tb_world *world, bool no_wait) {
+    tb_pair_opts opts = {.size = sizeof opts, .group = refit_groups[rank->which], .no_wait = no_wait};
+    char layout[64];
+    snprintf(layout, sizeof layout, "mesh=%" PRId32 " place=Replicate", rank->job->nranks[rank->which]);
+    return tb_pair_create(world, "refit", refit_groups[!rank->which], layout, &opts, &rank->pair);
+}
+
+tb_status refit_rank_add(refit_rank *rank, tb_batch *batch) {
+    TB_TRY(tb_batch_add_pair(batch, rank->pair)); /* a stage may have no layers */
     for (size_t i = 0; i < rank->model.parts.count; i++) {
         const tb_part *part = &rank->model.parts.part[i];
         const moe_param *param = &rank->model.params.item[part->param];
@@ -135,20 +145,25 @@ static tb_status make_batch(refit_rank *rank) {
                             .layout = param->layout,
                             .view = part->text};
         memcpy(tensor.shape, param->shape.dim, sizeof tensor.shape);
-        TB_TRY(tb_batch_add(rank->batch, rank->pair, part->name, &tensor));
+        TB_TRY(tb_batch_add(batch, rank->pair, part->name, &tensor));
     }
+    return TB_OK;
+}
+
+static tb_status make_batch(refit_rank *rank) {
+    TB_TRY(refit_batch_create(rank->job, rank->world, &rank->batch));
+    TB_TRY(refit_rank_add(rank, rank->batch));
     return tb_batch_register(rank->batch, 0);
 }
 
 static tb_status connect_rank(refit_rank *rank) {
     const refit_job *job = rank->job;
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = job->timeout_ms, .transport = job->store ? NULL : "shm"};
-    char url[sizeof job->folder + 16], layout[64];
+    char url[sizeof job->folder + 16];
     snprintf(url, sizeof url, "unix:%s/store", job->folder);
-    snprintf(layout, sizeof layout, "mesh=%" PRId32 " place=Replicate", job->nranks[rank->which]);
-    TB_TRY(tb_world_join(job->store ? job->store : url, groups[rank->which], rank->seat, job->nranks[rank->which],
+    TB_TRY(tb_world_join(job->store ? job->store : url, refit_groups[rank->which], rank->seat, job->nranks[rank->which],
                          &opts, &rank->world));
-    TB_TRY(tb_pair_create(rank->world, "refit", groups[!rank->which], layout, NULL, &rank->pair));
+    TB_TRY(refit_rank_pair(rank, rank->world, false));
     return make_batch(rank);
 }
 

@@ -45,6 +45,14 @@ typedef struct refit_rank {
 void refit_rank_init(refit_rank *rank, const refit_job *job, int number);
 tb_status refit_rank_do(refit_rank *rank, tool_step step, tool_slot *slot);
 
+/* The step CONNECT in parts, for processes that meet in another way, or are of both sides. Such a process has entered a
+ * world as refit_groups[which] on each of its seats, makes the pair for both, the first time with no_wait, and one
+ * batch, to which it adds both. World and batch are its own: CLOSE does not end them. */
+extern const char *const refit_groups[TOOL_NSIDES];
+tb_status refit_rank_pair(refit_rank *rank, tb_world *world, bool no_wait);
+tb_status refit_batch_create(const refit_job *job, tb_world *world, tb_batch **out);
+tb_status refit_rank_add(refit_rank *rank, tb_batch *batch);
+
 /* Between transfers, on all ranks: the engine is cut otherwise from now on. Its ranks get other memory, and everybody
  * another batch. */
 tb_status refit_rank_recut(refit_rank *rank, const moe_cut *engine);

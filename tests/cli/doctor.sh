@@ -13,6 +13,7 @@ failed() {
     [ -s "$out" ] || fail "$*: nothing is printed"
 }
 
+unset UCX_TLS UCX_NET_DEVICES
 accepted doctor
 printed '^ok  *transport self  *opens'
 printed '^ok  *transport shm  *opens'
@@ -64,7 +65,18 @@ LD_LIBRARY_PATH=$tmp/lib accepted doctor
 printed '^limited  *etcd  *etcd is reached through libcurl, which can.t be loaded'
 printed '^limited  *ucx  *libucp.so.0 is not there'
 printed '^limited  *mpi  *neither Open MPI nor MPICH'
+printed '^limited  *transport ucx  *transport ucx needs OpenUCX'
+printed '^  *-> see ucx, below; without it '
 printed '^  *-> apt-get install libucx0$'
+printed '^  *-> apt-get install openmpi-bin, or mpich'
+
+# settings of UCX that leave it without a lane, or without one that leads anywhere
+UCX_NET_DEVICES=nowhere0 UCX_TLS=tcp accepted doctor
+if grep -q '^limited  *transport ucx  *ucx: opening it' "$out"; then
+    printed '^ok  *ucx  .*; UCX_NET_DEVICES=nowhere0'
+else
+    printed '^limited  *ucx  *libucp.so.0 is not there'
+fi
 
 # a store
 printf 'open sesame\n' >"$tmp/token"

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs the build in $BUILD into a temporary prefix and checks that a program outside the tree
 # can be built against it, by pkg-config and by find_package, with the shared and with the static
-# library. ctest sets the variables used here.
+# library; and an MPI program with each MPI in $MPIS that the build was made with. ctest sets the variables
+# used here.
 set -eu
 
 here=$(cd -- "$(dirname -- "$0")" && pwd)
@@ -19,7 +20,18 @@ quietly() {
 }
 
 compile() {
-    "$CC" -std=c17 -Wall -Wextra -Wpedantic -Werror "$here/consumer.c" "$@"
+    "$CC" -std=c17 -Wall -Wextra -Wpedantic -Werror "$@"
+}
+
+# expect_ranks MPI PROGRAM: its four ranks say that all is right.
+expect_ranks() {
+    eval "launch=\$LAUNCH_$1"
+    # shellcheck disable=SC2086,SC2154 # words that are meant to be split; set by eval
+    env LD_LIBRARY_PATH="$libs" $launch "$2" >"$work/log" 2>&1 && [ "$(grep -c ', all right$' "$work/log")" -eq 4 ] || {
+        printf '%s, with %s:\n' "$2" "$1" >&2
+        cat "$work/log" >&2
+        exit 1
+    }
 }
 
 expect_version() {
@@ -38,14 +50,22 @@ test -s "$prefix/share/tensorbus/systemd/tensorbus-agent@.service"
 
 export PKG_CONFIG_PATH="$libs/pkgconfig"
 # shellcheck disable=SC2046 # the words are meant to be split
-compile -o "$work/pc_shared" $("$PKG_CONFIG" --cflags --libs tensorbus)
+compile "$here/consumer.c" -o "$work/pc_shared" $("$PKG_CONFIG" --cflags --libs tensorbus)
 expect_version env LD_LIBRARY_PATH="$libs" "$work/pc_shared"
 # shellcheck disable=SC2046
-compile -o "$work/pc_static" -static $("$PKG_CONFIG" --static --cflags --libs tensorbus)
+compile "$here/consumer.c" -o "$work/pc_static" -static $("$PKG_CONFIG" --static --cflags --libs tensorbus)
 expect_version "$work/pc_static"
+for mpi in $MPIS; do
+    # shellcheck disable=SC2046
+    compile "$EXAMPLES/mpi.c" -o "$work/pc_$mpi" $("$PKG_CONFIG" --cflags --libs "tensorbus-mpi-$mpi")
+    expect_ranks "$mpi" "$work/pc_$mpi"
+done
 
 quietly "$CMAKE" -S "$here" -B "$work/build" -G "$GENERATOR" -DCMAKE_C_COMPILER="$CC" \
-    -DCMAKE_PREFIX_PATH="$prefix" -DVERSION="$VERSION"
+    -DCMAKE_PREFIX_PATH="$prefix" -DVERSION="$VERSION" -DMPIS="$(printf '%s' "$MPIS" | tr ' ' ';')" -DEXAMPLES="$EXAMPLES"
 quietly "$CMAKE" --build "$work/build"
 expect_version "$work/build/consumer_shared"
 expect_version "$work/build/consumer_static"
+for mpi in $MPIS; do
+    expect_ranks "$mpi" "$work/build/consumer_$mpi"
+done

@@ -4,6 +4,7 @@
  * that was begun can't be taken back: what it may still write to is then left to MPI. */
 #include "tensorbus/mpi.h"
 
+#include "base/index.h"
 #include "base/mem.h"
 #include "base/opts.h"
 #include "base/process.h"
@@ -22,7 +23,8 @@ typedef struct convention {
     int rank, nranks;
     int64_t deadline_ms;
     int verdict[2], verdicts[2]; /* a status, and whose it is: the least of all */
-    uint64_t hosts[2], least[2];
+    uint64_t hosts[4], least[4]; /* the host, and its id; of each the complement, whose least tells the greatest */
+    bool has_one_host, has_one_id;
     char sentence[SENTENCE];
     tb__invitation invitation;
     bool has_entered;
@@ -116,12 +118,18 @@ static tb_status duplicate(convention *c, MPI_Comm comm) {
     return TB_OK;
 }
 
-static tb_status are_on_one_host(convention *c, bool *out) {
+/* Whether a socket in a folder reaches all, and whether all reach one another by shm: ids may tell apart what is one
+ * machine. */
+static tb_status compare_hosts(convention *c, const char *id) {
     MPI_Request request;
-    c->hosts[0] = tb__meeting_host();
+    c->hosts[0] = c->hosts[2] = tb__meeting_host();
+    for (; id && *id; id++)
+        c->hosts[2] = tb__hash(c->hosts[2], (unsigned char)*id);
     c->hosts[1] = ~c->hosts[0];
-    TB_TRY(finish(c, &request, MPI_Iallreduce(c->hosts, c->least, 2, MPI_UINT64_T, MPI_MIN, c->comm, &request)));
-    *out = c->least[0] == ~c->least[1];
+    c->hosts[3] = ~c->hosts[2];
+    TB_TRY(finish(c, &request, MPI_Iallreduce(c->hosts, c->least, 4, MPI_UINT64_T, MPI_MIN, c->comm, &request)));
+    c->has_one_host = c->least[0] == ~c->least[1];
+    c->has_one_id = c->least[2] == ~c->least[3];
     return TB_OK;
 }
 
@@ -141,7 +149,7 @@ static tb_status join(convention *c, const char *group, tb_world_opts o, tb_worl
     int timeout_ms = o.timeout_ms > 0 ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     o.timeout_ms = left_ms > 0 ? left_ms : 1;
     tb__mpi_take_seat(&c->seat);
-    tb_status status = tb_world_join(url, group, c->rank, c->nranks, &o, out);
+    tb_status status = tb__world_join(url, group, c->rank, c->nranks, c->has_one_id, &o, out);
     tb__mpi_take_seat(NULL);
     if (status == TB_OK)
         (*out)->timeout_ms = timeout_ms;
@@ -170,14 +178,13 @@ static void dissolve(void *arg) {
 /* Everything after the ranks have found each other. `is_broken` as in agree. */
 static tb_status convene(convention *c, tb_status own, const char *group, const tb_world_opts *o, tb_world **world,
                          bool *is_broken) {
-    bool is_one_host;
     MPI_Request request;
     TB_TRY(agree(c, own, is_broken));
     *is_broken = true;
-    TB_TRY(are_on_one_host(c, &is_one_host));
+    TB_TRY(compare_hosts(c, o->host));
     tb_status status = TB_OK;
     if (c->rank == 0)
-        status = tb__meeting_serve(group, is_one_host, &c->invitation, &c->server);
+        status = tb__meeting_serve(group, c->has_one_host, &c->invitation, &c->server);
     TB_TRY(agree(c, status, is_broken));
     *is_broken = true;
     TB_TRY(finish(c, &request, MPI_Ibcast(&c->invitation, (int)sizeof c->invitation, MPI_BYTE, 0, c->comm, &request)));

@@ -5,6 +5,7 @@
 #include "bus/bus_test.h"
 #include "bus/mpi/meeting.h"
 #include "bus/store/store.h"
+#include "bus/world.h"
 
 #include <dirent.h>
 #include <sys/resource.h>
@@ -129,6 +130,32 @@ static void tensors_move_over_what_is_best(void **state) {
     (void)state;
     tensors_move_over(NULL);
     tensors_move_over("shm");
+}
+
+/* Each half has a rank on each of two hosts: tensors take both ways, and what is reported of peers says which. */
+static void hosts_are_reached_by_mpi(void **state) {
+    (void)state;
+    static const char *const hosts[] = {"left", "right"};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .host = hosts[my_rank % 2]};
+    tb_world *world = NULL;
+    halves h;
+    int nnear[2] = {0}, nfar[2] = {0}; /* of each: those that nothing was exchanged with, and the others */
+    check_ok(tb_world_from_mpi(MPI_COMM_WORLD, "all", &opts, &world));
+    enter(world, &h);
+    there_and_back(&h);
+    tb__engine_lock(world->engine);
+    for (const tb__peer *p = tb__engine_peers(world->engine); p; p = p->next) {
+        bool is_near = strcmp(p->host, hosts[my_rank % 2]) == 0;
+        if (p->rank == world->rank)
+            continue;
+        check(strcmp(p->transport->ops->name, is_near ? "shm" : "mpi") == 0);
+        ++(is_near ? nnear : nfar)[p->moved[0] > 0 && p->moved[1] > 0];
+    }
+    tb__engine_unlock(world->engine);
+    check(nnear[0] == 0 && nnear[1] == 1 && nfar[0] == 1 && nfar[1] == 1);
+    MPI_Barrier(MPI_COMM_WORLD);
+    leave(&h);
+    tb_world_destroy(world);
 }
 
 /* Many worlds, one after the other and two at once: communicators are given back. */
@@ -352,10 +379,15 @@ typedef struct program {
 } program;
 
 static const struct CMUnitTest usual[] = {
-    cmocka_unit_test(tensors_move_over_mpi), cmocka_unit_test(tensors_move_over_what_is_best),
-    cmocka_unit_test(worlds_come_and_go),    cmocka_unit_test(the_program_goes_on_beside_it),
-    cmocka_unit_test(all_fail_together),     cmocka_unit_test(ranks_meet_at_a_port),
-    cmocka_unit_test(idle_worlds_sleep),     cmocka_unit_test(who_leaves_is_lost),
+    cmocka_unit_test(tensors_move_over_mpi),
+    cmocka_unit_test(tensors_move_over_what_is_best),
+    cmocka_unit_test(hosts_are_reached_by_mpi),
+    cmocka_unit_test(worlds_come_and_go),
+    cmocka_unit_test(the_program_goes_on_beside_it),
+    cmocka_unit_test(all_fail_together),
+    cmocka_unit_test(ranks_meet_at_a_port),
+    cmocka_unit_test(idle_worlds_sleep),
+    cmocka_unit_test(who_leaves_is_lost),
 };
 static const struct CMUnitTest funneled[] = {cmocka_unit_test(a_manual_world_needs_no_threads)};
 static const struct CMUnitTest single[] = {cmocka_unit_test(a_single_thread_is_refused)};
