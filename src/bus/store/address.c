@@ -50,16 +50,17 @@ static bool is_loopback(const char *host, size_t length) {
 bool tb__store_url_is_local(const char *url) {
     if (strncmp(url, "unix:", 5) == 0)
         return true;
-    const char *at = strstr(url, "://");
-    bool is_local = at;
-    for (at = at ? at + 3 : ""; *at;) {
+    const char *scheme = strstr(url, "://");
+    if (!scheme)
+        return false;
+    for (const char *at = scheme + 3;; at++) { /* etcd may have several */
         size_t length = strcspn(at, ",?");
-        is_local &= is_loopback(at, length);
+        if (!is_loopback(at, length))
+            return false;
         at += length;
-        if (*at++ != ',')
-            break;
+        if (*at != ',')
+            return true;
     }
-    return is_local;
 }
 
 static tb_status parse_tcp(const char *rest, tb__address *out) {

@@ -430,6 +430,29 @@ static void urls(void **state) {
     assert_int_equal(tb__address_parse(path, &address), TB_TOO_BIG);
 }
 
+/* Whether somebody on another host could be there. */
+static void local_urls(void **state) {
+    (void)state;
+    static const char *const local[] = {"unix:/tmp/s",           "tcp://127.0.0.1:7000",
+                                        "tcp://localhost:0",     "tcp://[::1]:7000",
+                                        "tcp://:7000",           "tcp://127.1.2.3:1?namespace=n",
+                                        "etcd://127.0.0.1:2379", "etcd://localhost:1,[::1]:2?namespace=n"};
+    static const char *const far[] = {"tcp://10.0.0.1:7000",
+                                      "tcp://node0:7000",
+                                      "tcp://localhost.example:1",
+                                      "tcp://0.0.0.0:7000",
+                                      "tcp://[::]:7000",
+                                      "etcd://127.0.0.1:1,node1:2",
+                                      "etcd://127.0.0.1:1,",
+                                      "tcp://127:7000",
+                                      "nonsense",
+                                      ""};
+    for (size_t i = 0; i < sizeof local / sizeof *local; i++)
+        assert_true(tb__store_url_is_local(local[i]));
+    for (size_t i = 0; i < sizeof far / sizeof *far; i++)
+        assert_false(tb__store_url_is_local(far[i]));
+}
+
 /* Every allocation of the caller's thread fails once. */
 static void no_memory(void **state) {
     fixture *f = *state;
@@ -474,10 +497,8 @@ int main(int argc, char **argv) {
     if (argc == 2 && strcmp(argv[1], "etcd") == 0)
         return test_etcd();
     const struct CMUnitTest tests[] = {
-        CONFORMANCE(OVER_ALL),
-        OVER("tcp://localhost:0", set_and_get),
-        cmocka_unit_test(frames),
-        cmocka_unit_test(urls),
+        CONFORMANCE(OVER_ALL),  OVER("tcp://localhost:0", set_and_get), cmocka_unit_test(frames),
+        cmocka_unit_test(urls), cmocka_unit_test(local_urls),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
