@@ -23,9 +23,9 @@
 #include <cmocka.h>
 
 #if defined(__SANITIZE_THREAD__)
-enum { USUAL_CASES = 150 };
+enum { USUAL_CASES = 150, HOSTS_CASES = 100 };
 #else
-enum { USUAL_CASES = 500 };
+enum { USUAL_CASES = 500, HOSTS_CASES = 200 };
 #endif
 
 enum { NWORKERS = 8, WATCH_MS = 90000 };
@@ -166,7 +166,7 @@ static void random_batches_between_processes(void **state) {
     char folder[] = "/tmp/tb-random-XXXXXX", path[64], url[80];
     pid_t pids[NWORKERS];
     uint64_t seed = test_seed();
-    int64_t ncases = test_cases(USUAL_CASES);
+    int64_t ncases = test_cases(hosts_count() ? HOSTS_CASES : USUAL_CASES);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     assert_true(shared != MAP_FAILED);
     assert_non_null(mkdtemp(folder));

@@ -556,11 +556,12 @@ static void gigabytes(endpoints *e) {
     (void)e;
     return;
 #endif
-    size_t n = ((size_t)1 << 31) + 12345, step = 4099;
+    enum { STEP = 4099 };
+    size_t n = ((size_t)1 << 31) + 12345;
     unsigned char *from = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     unsigned char *to = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     assert_true(from != MAP_FAILED && to != MAP_FAILED);
-    for (size_t i = 0; i < n; i += step)
+    for (size_t i = 0; i < n; i += STEP)
         from[i] = pattern(i, 1);
     tb_piece out = {from, n}, in = {to, n};
     tb_op send, receive;
@@ -571,10 +572,11 @@ static void gigabytes(endpoints *e) {
     work_until_done(e, (tb_op *[]){&send, &receive}, 2);
     assert_int_equal(receive.status, TB_OK);
     assert_int_equal(receive.nbytes, n);
-    for (size_t i = 0; i < n; i++) {
-        unsigned char expected = i % step ? 0 : pattern(i, 1);
-        if (to[i] != expected)
-            fail_msg("byte %zu is wrong", i);
+    static const unsigned char zeros[STEP - 1]; /* as all between the marks */
+    for (size_t i = 0; i < n; i += STEP) {
+        size_t rest = n - i - 1 < sizeof zeros ? n - i - 1 : sizeof zeros;
+        if (to[i] != pattern(i, 1) || memcmp(to + i + 1, zeros, rest) != 0)
+            fail_msg("one of the bytes from %zu to %zu is wrong", i, i + rest);
     }
     munmap(from, n);
     munmap(to, n);
@@ -596,6 +598,10 @@ static void closing(endpoints *e) {
 }
 
 void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {
+    conformance_without(NULL, make, unmake);
+}
+
+void conformance_without(const char *part, void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {
     static const struct {
         const char *name;
         void (*run)(endpoints *e);
@@ -613,6 +619,8 @@ void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {
                  {"closing", closing}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         endpoints e = {0};
+        if (part && strcmp(parts[i].name, part) == 0)
+            continue;
         printf("  %s\n", parts[i].name);
         fflush(stdout);
         make(&e);

@@ -13,6 +13,9 @@ typedef struct endpoints {
 /* All of the suite, on endpoints that `make` opens and `unmake` closes again for each part. Asserts with cmocka. */
 void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e));
 
+/* All but one part, for a second run that could not tell anything new about it. */
+void conformance_without(const char *part, void (*make)(endpoints *e), void (*unmake)(endpoints *e));
+
 /* Lets both ends work, asleep in between, until `count` of the operations are done. Fails the test after a minute. */
 void work_until_done(endpoints *e, tb_op *const *ops, size_t count);
 

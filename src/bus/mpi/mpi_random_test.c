@@ -11,7 +11,7 @@
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { USUAL_CASES = 100 };
 #else
-enum { USUAL_CASES = 300 };
+enum { USUAL_CASES = 200 };
 #endif
 
 static int my_rank;

