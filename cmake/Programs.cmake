@@ -88,7 +88,9 @@ function(tb_hosts_test name hosts)
         set(arg_TIMEOUT 120)
     endif()
     add_test(NAME hosts/${name} COMMAND ${PROJECT_SOURCE_DIR}/tests/hosts/bed ${hosts} -- ${arg_COMMAND})
-    set_tests_properties(hosts/${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77)
+    set_tests_properties(hosts/${name} PROPERTIES
+        TIMEOUT ${arg_TIMEOUT} SKIP_RETURN_CODE 77 ENVIRONMENT "${ucx_environment}"
+    )
 endfunction()
 
 # tb_install_test(): installs this build into a temporary prefix, then builds and runs a program

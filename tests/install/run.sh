@@ -27,11 +27,12 @@ compile() {
 expect_ranks() {
     eval "launch=\$LAUNCH_$1"
     # shellcheck disable=SC2086,SC2154 # words that are meant to be split; set by eval
-    env LD_LIBRARY_PATH="$libs" $launch "$2" >"$work/log" 2>&1 && [ "$(grep -c ', all right$' "$work/log")" -eq 4 ] || {
+    if ! env LD_LIBRARY_PATH="$libs" $launch "$2" >"$work/log" 2>&1 ||
+        [ "$(grep -c ', all right$' "$work/log")" -ne 4 ]; then
         printf '%s, with %s:\n' "$2" "$1" >&2
         cat "$work/log" >&2
         exit 1
-    }
+    fi
 }
 
 expect_version() {
