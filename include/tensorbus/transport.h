@@ -6,8 +6,8 @@
  * in a library of its own is told to the core by tb_transport_register instead.
  *
  * Rules:
- *  - One thread at a time uses an open transport: the world's progress thread. Nothing here blocks, but for `open` and
- *    `close`; what takes time completes in `progress`.
+ *  - One thread at a time uses an open transport: the world's progress thread. Nothing here blocks, but for `open`,
+ *    `close`, and `cancel` of what is under way, for seconds at most; what takes time completes in `progress`.
  *  - An operation belongs to the transport from a successful post until its `done` is called, which happens once, in
  *    `progress` or `cancel`. If post fails, `done` is never called.
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts

@@ -16,8 +16,8 @@
 #include <unistd.h>
 
 enum {
-    TURNS = 256,             /* of UCX, before others get theirs */
-    CLOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
+    TURNS = 256,                 /* of UCX, before others get theirs */
+    CUCX_LOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
 };
 
 /* What comes before UCX's own address. UCX believes any bytes it is given, so it is given none that have suffered. */
@@ -156,7 +156,6 @@ static tb_status watch(ucx *u, int fd) {
 }
 
 static tb_status open_all(ucx *u) {
-    int fd;
     u->epoll = epoll_create1(EPOLL_CLOEXEC);
     u->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (u->epoll < 0 || u->wake < 0)
@@ -170,10 +169,10 @@ static tb_status open_all(ucx *u) {
     TB_TRY(open_context(u));
     TB_TRY(open_worker(u));
     TB_TRY(make_address(u));
-    ucs_status_t status = u->call->worker_get_efd(u->worker, &fd);
+    ucs_status_t status = u->call->worker_get_efd(u->worker, &u->worker_fd);
     if (status != UCS_OK)
         return fail(u, "asking for a descriptor", status);
-    TB_TRY(watch(u, fd));
+    TB_TRY(watch(u, u->worker_fd));
     TB_TRY(watch(u, u->wake));
     ucx_wake(u); /* the first progress arms UCX's descriptor */
     return TB_OK;
@@ -194,8 +193,7 @@ static void pend(ucx *u, ucs_status_ptr_t request) {
         u->npending++;
 }
 
-/* At once, whatever is on its way: UCX gives back what it has of it. */
-static void close_endpoint(ucx_peer *peer) {
+void ucx_hang_up(ucx_peer *peer) {
     ucx *u = peer->owner;
     ucp_ep_h ep = peer->ep;
     ucp_request_param_t param = {.op_attr_mask =
@@ -214,12 +212,13 @@ static int64_t now_ms(void) {
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-/* Until UCX has done what was asked, or the time is up. */
-static void settle(ucx *u) {
-    for (int64_t deadline = now_ms() + CLOSE_TIMEOUT_MS; u->npending > 0 && now_ms() < deadline;) {
-        if (u->call->worker_progress(u->worker) == 0 && u->call->worker_arm(u->worker) == UCS_OK)
-            poll(&(struct pollfd){.fd = u->epoll, .events = POLLIN}, 1, 10);
+bool ucx_await(ucx *u, const size_t *count, int timeout_ms) {
+    for (int64_t deadline = now_ms() + timeout_ms; *count > 0 && now_ms() < deadline;) {
+        if (u->call->worker_progress(u->worker) == 0 && *count > 0 && u->call->worker_arm(u->worker) == UCS_OK)
+            poll(&(struct pollfd){.fd = u->worker_fd, .events = POLLIN}, 1, 10);
     }
+    ucx_wake(u); /* what has come meanwhile is to be told, and UCX's descriptor to be armed */
+    return *count == 0;
 }
 
 /* What was sent is sent, and peers hear that we leave. */
@@ -232,23 +231,23 @@ static void say_goodbye(ucx *u) {
         ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
         pend(u, u->call->ep_flush_nbx(peer->ep, &param));
     }
-    eventfd_t unused;
-    eventfd_read(u->wake, &unused);
-    settle(u);
+    ucx_await(u, &u->npending, CUCX_LOSE_TIMEOUT_MS);
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
-        close_endpoint(peer);
-    settle(u);
+        ucx_hang_up(peer);
+    ucx_await(u, &u->npending, CUCX_LOSE_TIMEOUT_MS);
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
+        ucx_await(u, &peer->nrequests, CUCX_LOSE_TIMEOUT_MS);
 }
 
 static void ucx_close(void *context) {
     ucx *u = context;
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
         ucx_drop_messages(u, peer, TB_CANCELLED);
-    ucx_tell_all(u);
     if (u->worker) {
         say_goodbye(u);
         u->call->worker_destroy(u->worker);
     }
+    ucx_tell_all(u); /* now that UCX has none of their memory */
     if (u->context)
         u->call->cleanup(u->context);
     if (u->is_user)
@@ -332,6 +331,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         peer->ep = NULL;
         return tb__fail(TB_LOST, "connect rank %" PRId32 ": ucx: %s", peer->rank, u->call->status_string(status));
     }
+    peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
     ucx_send(peer, &(ucx_frame){.kind = UCX_HELLO}, &(tb_piece){u->address, u->address_nbytes}, 1);
     ucx_wake(u);
     return TB_OK;
@@ -351,10 +351,12 @@ static tb_status ucx_connect(void *context, int32_t rank, const void *address, s
 
 static void lose(ucx *u, ucx_peer *peer) {
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, peer->why);
+    ucx_hang_up(peer);
+    if (!ucx_await(u, &peer->nrequests, UCX_LOSE_TIMEOUT_MS))
+        tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", peer->nrequests, peer->rank);
     peer->is_lost = true;
     ucx_drop_messages(u, peer, TB_LOST);
     ucx_drop_early(peer);
-    close_endpoint(peer);
     ucx_tell_all(u);
     if (u->env.lost)
         u->env.lost(u->env.arg, peer->rank, peer->why);

@@ -5,11 +5,17 @@
  * (UCX's own tags are matched across all senders together. Large messages are as fast either way.)
  *
  * Short messages carry their bytes. Long ones are offered; once a receive matches, the receiver takes the offer, and
- * the bytes come in chunks. A chunk is copied into memory of ours before UCX sees it, and is received into memory of
- * ours: UCX can't be told to keep its hands off memory that it was given, and an operation that is cancelled must have
- * its memory back at once. Chunks are short enough to be in the cache when they are copied, and go at once (eager):
- * over TCP UCX sends a segment from where it is, and hands it over where it was received, which was a third faster than
- * its rendezvous.
+ * the bytes come in chunks, which go in one of two ways. The sender chooses, by the lanes that UCX found:
+ *
+ *  - copied, over TCP: into memory of ours before UCX sees them, and at the receiver out of UCX's own. Chunks are short
+ *    enough to be in the cache when they are copied, and go at once (eager): UCX sends a segment from where it is, and
+ *    hands it over where it was received, which was a third faster than its rendezvous.
+ *  - direct, over RDMA and shared memory: long ones, from where they lie in the sender's operation to where they belong
+ *    in the receiver's, by UCX's rendezvous. An adapter then reads the sender's memory itself.
+ *
+ * UCX can't be told to keep its hands off memory that it was given. So an operation of which direct chunks are under
+ * way is not done, whatever becomes of it, before UCX has given them back (`nrequests`). Where the peer stands still
+ * that takes the end of its endpoint, and so of the peer.
  *
  * Peers reach no memory here (no READ, WRITE or mapping). TCP has none of it, and UCX's stand-in for writing is slow.
  * Shared memory lanes read whatever is at an address, registered or not; and InfiniBand answers an access to what has
@@ -23,12 +29,21 @@
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 1,
+    UCX_VERSION = 2,
     UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
     UCX_SHORT = 16 << 10,      /* messages up to this size carry their bytes */
     UCX_CHUNK_SIZE = 60 << 10, /* of what an offered message is sent in: with headers, one segment of UCX's TCP */
     UCX_WINDOW = 16,           /* chunks on their way to one peer */
     UCX_SPARE = 64,            /* chunks that are kept to be used again */
+
+    UCX_DIRECT_SIZE = 4 << 20,    /* of direct chunks, if there is so much */
+    UCX_DIRECT_LEAST = 64 << 10,  /* what is shorter is copied */
+    UCX_DIRECT_WINDOW = 4,        /* direct chunks on their way to one peer */
+    UCX_PIECE_LONG = 256 << 10,   /* a piece that is a chunk of its own: memory in one piece is what adapters read */
+    UCX_PIECE_LEAST = 4 << 10,    /* pieces that are shorter on average are copied */
+    UCX_CHUNK_MOST = 8 << 20,     /* that is received */
+    UCX_CANCEL_TIMEOUT_MS = 1000, /* for what is under way of an operation that is given up */
+    UCX_LOSE_TIMEOUT_MS = 10000,  /* for what UCX has of an endpoint that is closed; it takes moments */
 };
 
 typedef enum ucx_kind {
@@ -57,7 +72,14 @@ typedef struct ucx_frame {
 typedef struct ucx ucx;
 typedef struct ucx_peer ucx_peer;
 
-typedef enum ucx_state { UCX_OFFERED, UCX_SENDING, UCX_WAITING, UCX_TAKING, UCX_FINISHED } ucx_state;
+typedef enum ucx_state {
+    UCX_OFFERED,
+    UCX_SENDING,
+    UCX_WAITING,
+    UCX_TAKING,
+    UCX_SETTLING, /* all is said, but UCX still has some of its memory */
+    UCX_FINISHED,
+} ucx_state;
 
 /* A posted operation. */
 typedef struct ucx_posted {
@@ -67,6 +89,7 @@ typedef struct ucx_posted {
     ucx_state state;
     size_t nbytes, at;           /* in all, and how much has been sent */
     uint64_t offer, attempt;     /* of a send */
+    size_t nrequests;            /* direct chunks: UCX may touch the operation's memory while there are any */
     struct ucx_arrival *arrival; /* that a receive is taking */
     struct ucx_posted *next;     /* in one of the lists */
 } ucx_posted;
@@ -81,21 +104,33 @@ typedef struct ucx_arrival {
     ucx_peer *peer;
     bool is_offer;
     uint64_t offer, attempt;
-    size_t nbytes, got;
+    size_t nbytes, coming, got; /* in all; of chunks that came or are being fetched; of those that are in */
     ucx_posted *taker;
     struct ucx_arrival *next_taken; /* in the peer's list of offers being taken */
     unsigned char data[];           /* of a short message */
 } ucx_arrival;
 
-/* Memory that UCX works with. It is ours until UCX says that it is done, whatever becomes of the operation. */
+/* Something that UCX works on, with memory of ours, or with an operation's. It lasts until UCX says that it is done,
+ * whatever becomes of the operation. */
 typedef struct ucx_transfer {
     ucx *owner;
     ucx_peer *peer;
     struct ucx_transfer *next, **link; /* in the list of all of them */
     ucx_frame frame;
     size_t nbytes;
-    unsigned char data[];
+    bool is_direct;     /* the bytes are in an operation's memory, not in `data`, which may have a list of the pieces */
+    bool is_sent;       /* direct, and not received */
+    ucx_posted *direct; /* whose memory it is; NULL: not direct, or disowned */
+    bool is_spare;      /* has room for a chunk that is copied, and can be used again */
+    _Alignas(ucp_dt_iov_t) unsigned char data[];
 } ucx_transfer;
+
+/* Where some bytes of an operation lie. */
+typedef struct ucx_place {
+    const tb_piece *pieces; /* from the first one on */
+    size_t skip;            /* in the first one */
+    size_t nbytes, npieces; /* in all; those that are not empty */
+} ucx_place;
 
 /* A frame that came before one with a lower serial. */
 typedef struct ucx_early {
@@ -113,8 +148,12 @@ struct ucx_peer {
     bool is_lost;
     const char *why; /* it is to be lost when there is time; NULL: it is not */
     uint64_t serial_out, serial_in, next_offer;
-    size_t in_flight;   /* chunks on their way to it */
+    bool is_direct;     /* its lanes are such that chunks go from their place */
+    size_t in_flight;   /* chunks on their way to it that were copied */
+    size_t ndirect;     /* those that were not */
+    size_t nrequests;   /* and those that are being fetched */
     ucx_list offered;   /* sends that wait for an answer, or are being sent */
+    ucx_list settling;  /* sends and receives that wait for UCX only */
     ucx_arrival *taken; /* offers of it that we are taking */
     ucx_early *early;
     ucx_peer *next;
@@ -130,6 +169,7 @@ struct ucx {
     unsigned char *address; /* ours, as peers get it */
     size_t address_nbytes;
     int epoll, wake; /* UCX's descriptor and ours, in one */
+    int worker_fd;   /* UCX's */
     bool is_awake;   /* `wake` is readable */
     ucx_peer *peers;
     tb__match receives, arrivals;
@@ -146,13 +186,21 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank);
 void ucx_wake(ucx *u);
 /* The peer's loss is told in the next progress; `why` is a constant. */
 void ucx_fail(ucx_peer *peer, const char *why);
+/* Closes the endpoint at once, whatever is on its way: UCX gives back what it has of it, without the peer. */
+void ucx_hang_up(ucx_peer *peer);
+/* Lets UCX work until there are none of these, which it counts. False: the time is up. */
+bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 /* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
 
 /* ucx_wire.c: frames. What can't be sent loses the peer. */
 void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces);
+/* Whether another chunk may be on its way to the peer. */
+bool ucx_may_send_chunk(const ucx_peer *peer);
 /* Sends the next chunk of an offered message. False: there is no memory for it. */
 bool ucx_send_chunk(ucx_posted *p);
+/* UCX has not given back what it has of an operation, and the operation ends all the same. */
+void ucx_disown(ucx *u, const ucx_posted *p);
 ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
                                    const ucp_am_recv_param_t *param);
 void ucx_drop_early(ucx_peer *peer);
@@ -163,13 +211,31 @@ tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
 /* A frame in its turn. False: it makes no sense. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
-/* Whether these bytes of a chunk are wanted by a receive. */
-bool ucx_wants_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes);
+/* The receive that wants a chunk of so many bytes, which are counted as coming; NULL: nobody does. */
+ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes);
+/* A chunk that was expected is there; data is NULL where it is in its place. */
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
+/* UCX has given back a direct chunk of it. */
+void ucx_give_back(ucx_posted *p);
 /* Sends chunks of what has been taken, as many as the window lets through. */
 void ucx_pump(ucx_peer *peer);
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status);
 void ucx_tell(ucx_posted *p);
 void ucx_tell_all(ucx *u);
+
+/* ucx_direct.c: what is sent and received without a copy. */
+
+/* Whether the endpoint has lanes for it. */
+bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep);
+/* Tests: 1 and 0 say so in place of the lanes of endpoints that are made from then on; -1: the lanes do. */
+extern int tb__ucx_direct;
+/* The next bytes of an operation from `at` on, at most so many, that are worth sending as one direct chunk. False: none
+ * are. */
+bool ucx_place_next(const tb_op *op, size_t at, size_t most, ucx_place *out);
+/* Where bytes of an operation lie. False: in pieces that are too short to be received to. */
+bool ucx_place_all(const tb_op *op, size_t at, size_t nbytes, ucx_place *out);
+/* What UCX is given: memory and its count, of the type that is set in `param`. A list of pieces is written to `list`.
+ */
+void *ucx_place_memory(const ucx_place *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count);
 
 #endif

@@ -77,6 +77,7 @@ static void load(void) {
         SLOT(ep_create),
         SLOT(ep_close_nbx),
         SLOT(ep_flush_nbx),
+        SLOT(ep_print_info),
         SLOT(am_send_nbx),
         SLOT(am_recv_data_nbx),
         SLOT(request_free),

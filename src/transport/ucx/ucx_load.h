@@ -26,6 +26,7 @@ typedef struct ucx_functions {
     __typeof__(&ucp_ep_create) ep_create;
     __typeof__(&ucp_ep_close_nbx) ep_close_nbx;
     __typeof__(&ucp_ep_flush_nbx) ep_flush_nbx;
+    __typeof__(&ucp_ep_print_info) ep_print_info;
     __typeof__(&ucp_am_send_nbx) am_send_nbx;
     __typeof__(&ucp_am_recv_data_nbx) am_recv_data_nbx;
     __typeof__(&ucp_request_free) request_free;

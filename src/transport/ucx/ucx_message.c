@@ -1,6 +1,9 @@
 /* Sends and receives: short messages, offers, and the chunks of what has been taken. */
 #include "transport/ucx/ucx.h"
 
+#include "base/log.h"
+
+#include <inttypes.h>
 #include <string.h>
 
 static void list_add(ucx_list *list, ucx_posted *p) {
@@ -77,7 +80,7 @@ static void begin_take(ucx *u, ucx_posted *p, ucx_arrival *a) {
     p->state = UCX_TAKING;
     p->arrival = a;
     a->taker = p;
-    a->got = 0;
+    a->coming = a->got = 0;
     a->attempt++;
     a->next_taken = a->peer->taken;
     a->peer->taken = a;
@@ -93,6 +96,12 @@ static void untake(ucx_arrival *a) {
         *at = a->next_taken;
     a->taker->arrival = NULL;
     a->taker = NULL;
+}
+
+/* Lets it wait for UCX, which still has some of its memory. */
+static void settle(ucx_posted *p) {
+    p->state = UCX_SETTLING;
+    list_add(&p->peer->settling, p);
 }
 
 /* Finds a message for the receive, or lets it wait. */
@@ -158,11 +167,14 @@ static ucx_arrival *find_taken(const ucx_peer *peer, uint64_t offer) {
 
 static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
     ucx_arrival *a = find_taken(peer, frame->offer);
-    if (a) { /* its receive waits for another one */
+    if (a) { /* its receive waits for another one, which must not meet bytes of this one */
         ucx_posted *p = a->taker;
         untake(a);
         free(a);
-        match_receive(u, p);
+        if (p->nrequests > 0)
+            settle(p);
+        else
+            match_receive(u, p);
         return;
     }
     size_t b = tb__match_bucket(peer->rank, frame->tag);
@@ -176,18 +188,22 @@ static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
     }
 }
 
-bool ucx_wants_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
-    const ucx_arrival *a = find_taken(peer, frame->offer);
-    return a && a->attempt == frame->attempt && nbytes <= UCX_CHUNK_SIZE && frame->at <= a->nbytes &&
-           nbytes <= a->nbytes - frame->at;
+ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
+    ucx_arrival *a = find_taken(peer, frame->offer);
+    if (!a || a->attempt != frame->attempt || nbytes > UCX_CHUNK_MOST || frame->at > a->nbytes ||
+        nbytes > a->nbytes - frame->at || nbytes > a->nbytes - a->coming)
+        return NULL;
+    a->coming += nbytes;
+    return a->taker;
 }
 
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
-    if (!ucx_wants_chunk(peer, frame, nbytes)) /* any more */
-        return;
     ucx_arrival *a = find_taken(peer, frame->offer);
+    if (!a || a->attempt != frame->attempt) /* any more */
+        return;
     ucx_posted *p = a->taker;
-    tb__pieces_scatter(p->op->pieces, p->op->npieces, frame->at, data, nbytes);
+    if (data)
+        tb__pieces_scatter(p->op->pieces, p->op->npieces, frame->at, data, nbytes);
     a->got += nbytes;
     if (a->got < a->nbytes)
         return;
@@ -209,7 +225,7 @@ static ucx_posted *find_offered(const ucx_peer *peer, uint64_t offer) {
 void ucx_pump(ucx_peer *peer) {
     for (ucx_posted *p = peer->offered.first; p; p = p->next) {
         while (p->state == UCX_SENDING && p->at < p->nbytes) {
-            if (peer->in_flight >= UCX_WINDOW || !peer->ep || peer->why)
+            if (!ucx_may_send_chunk(peer))
                 return;
             if (!ucx_send_chunk(p)) {
                 ucx_fail(peer, "there is no memory for what it is to be sent");
@@ -287,7 +303,10 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         p = find_offered(peer, frame->offer);
         if (p) {
             list_remove(&peer->offered, p);
-            finish(u, p, TB_OK);
+            if (p->nrequests > 0)
+                settle(p);
+            else
+                finish(u, p, TB_OK);
         }
         return true;
     case UCX_BYE:
@@ -298,7 +317,33 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     }
 }
 
+void ucx_give_back(ucx_posted *p) {
+    p->nrequests--;
+    if (p->nrequests > 0 || p->state != UCX_SETTLING)
+        return;
+    list_remove(&p->peer->settling, p);
+    if (p->op->kind == TB_OP_SEND)
+        finish(p->peer->owner, p, TB_OK);
+    else
+        match_receive(p->peer->owner, p);
+}
+
 /* ---- Giving up ------------------------------------------------------------------------------------------------ */
+
+/* Returns when UCX has nothing of the operation any more, which is in no list. A peer that stands still for so long is
+ * given up for it. */
+static void await_requests(ucx *u, ucx_posted *p) {
+    ucx_peer *peer = p->peer;
+    if (peer->ep && !peer->why && ucx_await(u, &p->nrequests, UCX_CANCEL_TIMEOUT_MS))
+        return;
+    ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0); /* for when it moves again; it may get through */
+    ucx_fail(peer, "it stood still while an operation with it was given up");
+    ucx_hang_up(peer);
+    if (ucx_await(u, &p->nrequests, UCX_LOSE_TIMEOUT_MS))
+        return;
+    tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", p->nrequests, peer->rank);
+    ucx_disown(u, p);
+}
 
 void ucx_cancel_message(ucx *u, ucx_posted *p) {
     ucx_arrival *a = p->arrival;
@@ -308,7 +353,9 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
         return;
     }
     p->op->status = TB_CANCELLED;
-    if (p->op->kind == TB_OP_SEND) {
+    if (p->state == UCX_SETTLING) {
+        list_remove(&p->peer->settling, p);
+    } else if (p->op->kind == TB_OP_SEND) {
         list_remove(&p->peer->offered, p);
         ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag}, NULL, 0);
     } else if (a) { /* the message is all there at the sender, for another receive */
@@ -322,6 +369,9 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     } else {
         tb__match_remove(&u->receives, &p->waiter);
     }
+    p->state = UCX_FINISHED;
+    if (p->nrequests > 0)
+        await_requests(u, p);
     ucx_wake(u);
     ucx_tell(p);
 }
@@ -331,6 +381,8 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((p = list_take(&peer->offered)))
         finish(u, p, status);
+    while ((p = list_take(&peer->settling)))
+        finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
     while (peer->taken) {
         ucx_arrival *a = peer->taken;
         p = a->taker;

@@ -1,10 +1,8 @@
-/* The ucx transport: the shared suite, messages given up half way, and peers that leave, die or talk nonsense. Over
- * TCP, or with the argument "shm" over UCX's shared memory. */
-#include "transport/ucx/ucx.h"
-#include "../tests/support/conformance.h"
+/* The ucx transport: the shared suite, messages given up half way, and peers that leave, die or talk nonsense. The
+ * first argument is "tcp" or "shm", the lanes; the second "copied" or "direct", how chunks go, whatever the lanes. */
+#include "../tests/support/ucx_ends.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -18,61 +16,6 @@
 
 #include <cmocka.h>
 
-/* Who is lost, of those that an endpoint knows. */
-typedef struct losses {
-    int count;
-    int32_t rank;
-    char why[128];
-} losses;
-
-static void note_loss(void *arg, int32_t rank, const char *why) {
-    losses *l = arg;
-    l->count++;
-    l->rank = rank;
-    snprintf(l->why, sizeof l->why, "%s", why);
-}
-
-static void open_one(tb_transport *t, int32_t rank, losses *l, unsigned char *address, size_t *n) {
-    tb_transport_env env = {.rank = rank, .arg = l, .lost = l ? note_loss : NULL};
-    *n = TB_ADDRESS_MAX;
-    if (tb__transport_open("ucx", &env, t) != TB_OK)
-        fail_msg("open: %s", tb_error_detail());
-    assert_int_equal(t->ops->address(t->context, address, n), TB_OK);
-}
-
-static void connect_to(const tb_transport *t, int32_t rank, const unsigned char *address, size_t n) {
-    if (t->ops->connect(t->context, rank, address, n) != TB_OK)
-        fail_msg("connect: %s", tb_error_detail());
-}
-
-static losses lost_by_a, lost_by_b;
-
-static void make(endpoints *e) {
-    unsigned char a[TB_ADDRESS_MAX], b[TB_ADDRESS_MAX];
-    size_t na, nb;
-    lost_by_a = lost_by_b = (losses){0};
-    e->rank_a = 5;
-    e->rank_b = 2;
-    open_one(&e->a, e->rank_a, &lost_by_a, a, &na);
-    open_one(&e->b, e->rank_b, &lost_by_b, b, &nb);
-    connect_to(&e->a, e->rank_b, b, nb);
-    connect_to(&e->b, e->rank_a, a, na);
-    connect_to(&e->b, e->rank_a, a, na); /* again: nothing happens */
-}
-
-static void *close_it(void *arg) {
-    tb__transport_close(arg);
-    return NULL;
-}
-
-/* Both at once: an end that leaves waits for the other to take what is on its way. */
-static void unmake(endpoints *e) {
-    pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, close_it, &e->a), 0);
-    tb__transport_close(&e->b);
-    pthread_join(thread, NULL);
-}
-
 static bool is_shm; /* the lane */
 
 /* Long messages are cut into chunks before any lane sees them, and shared memory takes its time when both ends are one
@@ -80,71 +23,6 @@ static bool is_shm; /* the lane */
 static void ucx_conforms(void **state) {
     (void)state;
     conformance_without(is_shm ? "gigabytes" : NULL, make, unmake);
-}
-
-static void post(const tb_transport *t, tb_op *op) {
-    if (tb__transport_post(t, op) != TB_OK)
-        fail_msg("post: %s", tb_error_detail());
-}
-
-static void progress(endpoints *e) {
-    assert_int_equal(e->a.ops->progress(e->a.context), TB_OK);
-    assert_int_equal(e->b.ops->progress(e->b.context), TB_OK);
-}
-
-static time_t seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec;
-}
-
-/* Sleeps until one end has something to do. */
-static void rest(endpoints *e) {
-    struct pollfd fds[2] = {{.fd = e->a.ops->fd(e->a.context), .events = POLLIN},
-                            {.fd = e->b.ops->fd(e->b.context), .events = POLLIN}};
-    poll(fds, 2, 1000);
-}
-
-static void work_until_lost(endpoints *e, const losses *l) {
-    for (time_t deadline = seconds() + 60; l->count == 0 && seconds() < deadline; rest(e))
-        progress(e);
-    assert_int_equal(l->count, 1);
-}
-
-static void send_byte(endpoints *e, bool from_a, uint64_t tag, unsigned char value) {
-    unsigned char got = 0;
-    tb_piece out = {&value, 1}, in = {&got, 1};
-    tb_op send, receive;
-    make_op(&send, TB_OP_SEND, from_a ? e->rank_b : e->rank_a, tag, &out, 1);
-    make_op(&receive, TB_OP_RECV, from_a ? e->rank_a : e->rank_b, tag, &in, 1);
-    post(from_a ? &e->a : &e->b, &send);
-    post(from_a ? &e->b : &e->a, &receive);
-    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
-    assert_int_equal(receive.status, TB_OK);
-    assert_int_equal(got, value);
-}
-
-enum { LARGE = 64 << 20 };
-
-/* Lets a send to b until the message is half in. One call of UCX at a time, else it would be all in at once. */
-static void work_until_half(endpoints *e) {
-    ucx *a = e->a.context, *b = e->b.context;
-    ucx_peer *peer = ucx_find(b, e->rank_a);
-    for (time_t deadline = seconds() + 60; seconds() < deadline;) {
-        a->call->worker_progress(a->worker);
-        b->call->worker_progress(b->worker);
-        if (peer->taken && peer->taken->got > 0)
-            break;
-    }
-    assert_non_null(peer->taken);
-    assert_in_range(peer->taken->got, 1, peer->taken->nbytes - 1);
-}
-
-static void check(const unsigned char *memory, unsigned char value) {
-    for (size_t i = 0; i < LARGE; i++) {
-        if (memory[i] != value)
-            fail_msg("byte %zu is %d, not %d", i, memory[i], value);
-    }
 }
 
 /* The receive's memory is left alone from then on, and the message is there for another receive. */
@@ -162,15 +40,14 @@ static void a_receive_is_given_up_half_way(void **state) {
     post(&e.a, &send);
     post(&e.b, &receive);
     work_until_half(&e);
-    tb__transport_cancel(&e.b, &receive);
-    assert_true(is_done(&receive));
+    cancel(&e.b, &receive, &e.a);
     assert_int_equal(receive.status, TB_CANCELLED);
     memset(to, 0xEE, LARGE);
     progress(&e);
     assert_false(is_done(&send));
     post(&e.b, &again);
     work_until_half(&e);
-    tb__transport_cancel(&e.b, &again); /* and once more, with the receive that takes over already posted */
+    cancel(&e.b, &again, &e.a); /* and once more, with the receive that takes over already posted */
     memset(other, 0xEE, LARGE);
     make_op(&again, TB_OP_RECV, e.rank_a, 7, &in_other, 1);
     post(&e.b, &again);
@@ -199,8 +76,7 @@ static void a_send_is_given_up_half_way(void **state) {
     post(&e.b, &receive);
     post(&e.a, &send);
     work_until_half(&e);
-    tb__transport_cancel(&e.a, &send);
-    assert_true(is_done(&send));
+    cancel(&e.a, &send, &e.b);
     assert_int_equal(send.status, TB_CANCELLED);
     memset(from, 2, LARGE);
     progress(&e);
@@ -485,15 +361,9 @@ static void memory_may_run_out(void **state) {
 
 int main(int argc, char **argv) {
     is_shm = argc > 1 && strcmp(argv[1], "shm") == 0;
-    setenv("UCX_TLS", is_shm ? "posix" : "tcp", 1);
-    setenv("UCX_POSIX_ERROR_HANDLING", "y", 1);
-    if (is_shm)
-        setenv("UCX_KEEPALIVE_INTERVAL", "1s", 1); /* nothing else tells of a peer that is killed there */
-    const ucx_functions *unused;
-    if (ucx_load(&unused) != TB_OK) {
-        printf("skipped: %s\n", tb_error_detail());
+    tb__ucx_direct = argc > 2 && strcmp(argv[2], "direct") == 0;
+    if (!choose_lanes(argc, argv))
         return 77;
-    }
     const struct CMUnitTest tests[] = {cmocka_unit_test(ucx_conforms),
                                        cmocka_unit_test(a_receive_is_given_up_half_way),
                                        cmocka_unit_test(a_send_is_given_up_half_way),
@@ -505,6 +375,5 @@ int main(int argc, char **argv) {
                                        cmocka_unit_test(a_fork_is_refused),
                                        cmocka_unit_test(idleness_costs_nothing),
                                        cmocka_unit_test(memory_may_run_out)};
-    return cmocka_run_group_tests_name(is_shm ? "transport ucx, shared memory" : "transport ucx, TCP", tests, NULL,
-                                       NULL);
+    return cmocka_run_group_tests_name("transport ucx", tests, NULL, NULL);
 }

@@ -3,19 +3,20 @@
 
 #include <string.h>
 
-static ucx_transfer *new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
+/* With room for so many bytes in `data`. */
+static ucx_transfer *new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes, size_t room) {
     ucx *u = peer->owner;
-    bool is_chunk = frame->kind == UCX_CHUNK;
-    ucx_transfer *t = is_chunk ? u->spare : NULL;
+    bool is_spare = frame->kind == UCX_CHUNK && room == nbytes && nbytes <= UCX_CHUNK_SIZE;
+    ucx_transfer *t = is_spare ? u->spare : NULL;
     if (t) {
         u->spare = t->next;
         u->nspare--;
     } else {
-        t = tb__malloc(1, sizeof *t + (is_chunk ? UCX_CHUNK_SIZE : nbytes));
+        t = tb__malloc(1, sizeof *t + (is_spare ? UCX_CHUNK_SIZE : room));
         if (!t)
             return NULL;
     }
-    *t = (ucx_transfer){.owner = u, .peer = peer, .frame = *frame, .nbytes = nbytes};
+    *t = (ucx_transfer){.owner = u, .peer = peer, .frame = *frame, .nbytes = nbytes, .is_spare = is_spare};
     t->next = u->transfers;
     t->link = &u->transfers;
     if (t->next)
@@ -29,7 +30,7 @@ static void release(ucx_transfer *t) {
     *t->link = t->next;
     if (t->next)
         t->next->link = t->link;
-    if (t->frame.kind != UCX_CHUNK || u->nspare == UCX_SPARE) {
+    if (!t->is_spare || u->nspare == UCX_SPARE) {
         free(t);
         return;
     }
@@ -49,86 +50,135 @@ void ucx_free_transfers(ucx *u) {
     u->transfers = u->spare = NULL;
 }
 
-/* What went wrong with it is told by the endpoint. */
+/* UCX has an operation's memory from now on. */
+static void lend(ucx_transfer *t, ucx_posted *p, bool is_sent) {
+    t->direct = p;
+    t->is_direct = true;
+    t->is_sent = is_sent;
+    p->nrequests++;
+    t->peer->nrequests++;
+    t->peer->ndirect += is_sent;
+}
+
+/* UCX is done with it. */
+static void let_go(ucx_transfer *t) {
+    ucx_posted *p = t->direct;
+    if (t->is_direct) {
+        t->peer->nrequests--;
+        t->peer->ndirect -= t->is_sent;
+    }
+    release(t);
+    if (p)
+        ucx_give_back(p);
+}
+
+/* What went wrong is told by the endpoint as well, unless it was one request only. */
 static void on_sent(void *request, ucs_status_t status, void *arg) {
-    (void)status;
     ucx_transfer *t = arg;
     ucx_peer *peer = t->peer;
     bool is_chunk = t->frame.kind == UCX_CHUNK;
-    peer->owner->call->request_free(request);
-    release(t);
-    if (is_chunk) {
+    if (t->is_direct && status != UCS_OK)
+        ucx_fail(peer, peer->owner->call->status_string(status));
+    if (is_chunk && !t->is_direct)
         peer->in_flight--;
+    peer->owner->call->request_free(request);
+    let_go(t);
+    if (is_chunk)
         ucx_pump(peer);
-    }
 }
 
-/* Hands it to UCX. */
-static void dispatch(ucx_transfer *t) {
+/* Hands it to UCX, with memory of ours, or from its place. */
+static void dispatch(ucx_transfer *t, const ucx_place *place) {
     ucx_peer *peer = t->peer;
-    bool is_chunk = t->frame.kind == UCX_CHUNK;
+    bool is_copied_chunk = t->frame.kind == UCX_CHUNK && !place;
     ucp_request_param_t param = {.op_attr_mask =
                                      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
-                                 .flags = UCP_AM_SEND_FLAG_EAGER,
+                                 .flags = place ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER,
                                  .cb.send = on_sent,
                                  .user_data = t};
+    size_t count = t->nbytes;
+    const void *memory = place ? ucx_place_memory(place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
     t->frame.rank = peer->owner->env.rank;
     t->frame.from = peer->owner->id;
-    if (is_chunk)
-        peer->in_flight++;
-    else
+    if (t->frame.kind != UCX_CHUNK)
         t->frame.serial = peer->serial_out++;
-    ucs_status_ptr_t request = peer->owner->call->am_send_nbx(peer->ep, UCX_ACTIVE_MESSAGE, &t->frame, sizeof t->frame,
-                                                              t->data, t->nbytes, &param);
+    peer->in_flight += is_copied_chunk;
+    ucs_status_ptr_t request =
+        peer->owner->call->am_send_nbx(peer->ep, UCX_ACTIVE_MESSAGE, &t->frame, sizeof t->frame, memory, count, &param);
     if (request && !UCS_PTR_IS_ERR(request))
         return;
     if (request)
         ucx_fail(peer, peer->owner->call->status_string(UCS_PTR_STATUS(request)));
-    if (is_chunk)
-        peer->in_flight--;
-    release(t);
+    peer->in_flight -= is_copied_chunk;
+    let_go(t);
 }
 
 void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces) {
     if (!peer->ep || peer->why)
         return;
     size_t nbytes = tb__pieces_size(pieces, npieces);
-    ucx_transfer *t = new_transfer(peer, frame, nbytes);
+    ucx_transfer *t = new_transfer(peer, frame, nbytes, nbytes);
     if (!t) {
         ucx_fail(peer, "there is no memory for what it is to be told");
         return;
     }
     tb__pieces_gather(pieces, npieces, 0, t->data, nbytes);
-    dispatch(t);
+    dispatch(t, NULL);
+}
+
+bool ucx_may_send_chunk(const ucx_peer *peer) {
+    return peer->ep && !peer->why && peer->in_flight < UCX_WINDOW && peer->ndirect < UCX_DIRECT_WINDOW;
+}
+
+/* How much memory a list of the pieces takes; none where there is but one. */
+static size_t list_room(const ucx_place *place) {
+    return place->npieces > 1 ? place->npieces * sizeof(ucp_dt_iov_t) : 0;
 }
 
 bool ucx_send_chunk(ucx_posted *p) {
-    size_t nbytes = p->nbytes - p->at < UCX_CHUNK_SIZE ? p->nbytes - p->at : UCX_CHUNK_SIZE;
+    const tb_op *op = p->op;
+    ucx_place place;
+    bool is_direct = p->peer->is_direct && ucx_place_next(op, p->at, UCX_DIRECT_SIZE, &place);
+    size_t left = p->nbytes - p->at;
+    size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
     ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .attempt = p->attempt, .at = p->at};
-    ucx_transfer *t = new_transfer(p->peer, &frame, nbytes);
+    ucx_transfer *t = new_transfer(p->peer, &frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t)
         return false;
-    tb__pieces_gather(p->op->pieces, p->op->npieces, p->at, t->data, nbytes);
     p->at += nbytes;
-    dispatch(t);
+    if (is_direct)
+        lend(t, p, true);
+    else
+        tb__pieces_gather(op->pieces, op->npieces, frame.at, t->data, nbytes);
+    dispatch(t, is_direct ? &place : NULL);
     return true;
+}
+
+void ucx_disown(ucx *u, const ucx_posted *p) {
+    for (ucx_transfer *t = u->transfers; t; t = t->next) {
+        if (t->direct == p)
+            t->direct = NULL;
+    }
 }
 
 static void on_received(void *request, ucs_status_t status, size_t length, void *arg) {
     ucx_transfer *t = arg;
     ucx_peer *peer = t->peer;
     if (status == UCS_OK && length == t->nbytes)
-        ucx_on_chunk(peer, &t->frame, t->data, t->nbytes);
+        ucx_on_chunk(peer, &t->frame, t->is_direct ? NULL : t->data, t->nbytes);
     else if (status != UCS_ERR_CANCELED)
         ucx_fail(peer, "what it sent did not come whole");
     if (request)
         peer->owner->call->request_free(request);
-    release(t);
+    let_go(t);
 }
 
 /* The bytes are still at the sender. */
-static ucs_status_t fetch(ucx_peer *peer, const ucx_frame *frame, void *descriptor, size_t nbytes) {
-    ucx_transfer *t = new_transfer(peer, frame, nbytes);
+static ucs_status_t fetch(ucx_posted *p, const ucx_frame *frame, void *descriptor, size_t nbytes) {
+    ucx_peer *peer = p->peer;
+    ucx_place place;
+    bool is_direct = ucx_place_all(p->op, frame->at, nbytes, &place);
+    ucx_transfer *t = new_transfer(peer, frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t) {
         ucx_fail(peer, "there is no memory for what it sent");
         return UCS_OK;
@@ -136,8 +186,12 @@ static ucs_status_t fetch(ucx_peer *peer, const ucx_frame *frame, void *descript
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
                                  .cb.recv_am = on_received,
                                  .user_data = t};
+    size_t count = nbytes;
+    void *memory = is_direct ? ucx_place_memory(&place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
+    if (is_direct)
+        lend(t, p, false);
     const ucx_functions *call = peer->owner->call;
-    ucs_status_ptr_t request = call->am_recv_data_nbx(peer->owner->worker, descriptor, t->data, nbytes, &param);
+    ucs_status_ptr_t request = call->am_recv_data_nbx(peer->owner->worker, descriptor, memory, count, &param);
     if (UCS_PTR_IS_ERR(request) || !request)
         on_received(NULL, UCS_PTR_STATUS(request), nbytes, t);
     return UCS_INPROGRESS;
@@ -200,10 +254,11 @@ ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_
     if (!peer)
         return UCS_OK;
     if (frame.kind == UCX_CHUNK) {
-        if (!ucx_wants_chunk(peer, &frame, nbytes))
+        ucx_posted *p = ucx_expect_chunk(peer, &frame, nbytes);
+        if (!p)
             return UCS_OK;
         if (is_elsewhere)
-            return fetch(peer, &frame, data, nbytes);
+            return fetch(p, &frame, data, nbytes);
         ucx_on_chunk(peer, &frame, data, nbytes);
     } else if (is_elsewhere || frame.serial < peer->serial_in) {
         ucx_fail(peer, "it sent what makes no sense");

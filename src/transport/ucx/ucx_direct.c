@@ -1,0 +1,106 @@
+/* Chunks that are sent from where they lie: over which lanes, and which bytes of an operation. */
+#include "transport/ucx/ucx.h"
+
+#include <stdio.h>
+#include <string.h>
+
+int tb__ucx_direct = -1;
+
+/* A line as " lane[0]:  4:rc_mlx5/mlx5_0:1.0 md[3] -> ...": the kind of lane stands between the second colon and the
+ * slash. Over TCP a copy is faster, and whatever is no lane is none of them. */
+static bool is_direct_lane(const char *line) {
+    const char *at = strstr(line, "lane[");
+    at = at ? strstr(at, "]:") : NULL;
+    at = at ? strchr(at + 2, ':') : NULL;
+    const char *end = at ? strchr(at, '/') : NULL;
+    if (!end)
+        return false;
+    size_t n = (size_t)(end - ++at);
+    static const char *const kinds[] = {"rc", "dc", "ud", "cma", "knem", "xpmem", "posix", "sysv"};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        size_t length = strlen(kinds[i]);
+        if (n >= length && strncmp(at, kinds[i], length) == 0 && (n == length || at[length] == '_'))
+            return true;
+    }
+    return false;
+}
+
+/* UCX 1.13 tells of its lanes in no other way than by printing them. */
+bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep) {
+    char *text = NULL;
+    size_t nbytes;
+    FILE *stream = open_memstream(&text, &nbytes);
+    if (!stream)
+        return false;
+    u->call->ep_print_info(ep, stream);
+    bool is_direct = false;
+    if (fclose(stream) == 0) {
+        char *rest = text;
+        for (char *line; (line = strsep(&rest, "\n")) && !is_direct;)
+            is_direct = is_direct_lane(line);
+    }
+    free(text);
+    return is_direct;
+}
+
+/* The piece that `at` is in. */
+static ucx_place seek(const tb_op *op, size_t at) {
+    size_t i = 0;
+    for (; at >= op->pieces[i].nbytes; i++)
+        at -= op->pieces[i].nbytes;
+    return (ucx_place){.pieces = op->pieces + i, .skip = at};
+}
+
+/* Goes on by nbytes, which are there. */
+static void extend(ucx_place *place, size_t nbytes) {
+    size_t skip = place->skip;
+    for (const tb_piece *piece = place->pieces; nbytes > 0; piece++, skip = 0) {
+        size_t here = piece->nbytes - skip < nbytes ? piece->nbytes - skip : nbytes;
+        place->nbytes += here;
+        place->npieces += here > 0;
+        nbytes -= here;
+    }
+}
+
+static bool is_coarse(const ucx_place *place) {
+    return place->npieces == 1 || place->nbytes / place->npieces >= UCX_PIECE_LEAST;
+}
+
+bool ucx_place_next(const tb_op *op, size_t at, size_t most, ucx_place *out) {
+    size_t left = tb__pieces_size(op->pieces, op->npieces) - at;
+    ucx_place place = seek(op, at);
+    size_t here = place.pieces->nbytes - place.skip;
+    size_t nbytes = here >= UCX_PIECE_LONG ? here : left;
+    extend(&place, nbytes < most ? nbytes : most);
+    if (place.nbytes < UCX_DIRECT_LEAST || !is_coarse(&place))
+        return false;
+    *out = place;
+    return true;
+}
+
+bool ucx_place_all(const tb_op *op, size_t at, size_t nbytes, ucx_place *out) {
+    if (nbytes == 0)
+        return false;
+    ucx_place place = seek(op, at);
+    extend(&place, nbytes);
+    *out = place;
+    return is_coarse(&place);
+}
+
+void *ucx_place_memory(const ucx_place *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count) {
+    if (place->npieces == 1) {
+        *count = place->nbytes;
+        return (char *)place->pieces->base + place->skip;
+    }
+    size_t n = 0, left = place->nbytes, skip = place->skip;
+    for (const tb_piece *piece = place->pieces; left > 0; piece++, skip = 0) {
+        size_t here = piece->nbytes - skip < left ? piece->nbytes - skip : left;
+        if (here > 0)
+            list[n++] = (ucp_dt_iov_t){.buffer = (char *)piece->base + skip, .length = here};
+        left -= here;
+    }
+    param->op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
+    param->datatype = ucp_dt_make_iov();
+    *count = n;
+    return list;
+}

@@ -1,0 +1,168 @@
+#include "ucx_ends.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+bool choose_lanes(int argc, char **argv) {
+    bool is_shm = argc > 1 && strcmp(argv[1], "shm") == 0;
+    setenv("UCX_TLS", is_shm ? "posix" : "tcp", 1);
+    setenv("UCX_POSIX_ERROR_HANDLING", "y", 1);
+    if (is_shm)
+        setenv("UCX_KEEPALIVE_INTERVAL", "1s", 1); /* nothing else tells of a peer that is killed there */
+    const ucx_functions *unused;
+    if (ucx_load(&unused) == TB_OK)
+        return true;
+    printf("skipped: %s\n", tb_error_detail());
+    return false;
+}
+
+static void note_loss(void *arg, int32_t rank, const char *why) {
+    losses *l = arg;
+    l->count++;
+    l->rank = rank;
+    snprintf(l->why, sizeof l->why, "%s", why);
+}
+
+void open_one(tb_transport *t, int32_t rank, losses *l, unsigned char *address, size_t *n) {
+    tb_transport_env env = {.rank = rank, .arg = l, .lost = l ? note_loss : NULL};
+    *n = TB_ADDRESS_MAX;
+    if (tb__transport_open("ucx", &env, t) != TB_OK)
+        fail_msg("open: %s", tb_error_detail());
+    assert_int_equal(t->ops->address(t->context, address, n), TB_OK);
+}
+
+void connect_to(const tb_transport *t, int32_t rank, const unsigned char *address, size_t n) {
+    if (t->ops->connect(t->context, rank, address, n) != TB_OK)
+        fail_msg("connect: %s", tb_error_detail());
+}
+
+losses lost_by_a, lost_by_b;
+
+void make(endpoints *e) {
+    unsigned char a[TB_ADDRESS_MAX], b[TB_ADDRESS_MAX];
+    size_t na, nb;
+    lost_by_a = lost_by_b = (losses){0};
+    e->rank_a = 5;
+    e->rank_b = 2;
+    open_one(&e->a, e->rank_a, &lost_by_a, a, &na);
+    open_one(&e->b, e->rank_b, &lost_by_b, b, &nb);
+    connect_to(&e->a, e->rank_b, b, nb);
+    connect_to(&e->b, e->rank_a, a, na);
+    connect_to(&e->b, e->rank_a, a, na); /* again: nothing happens */
+}
+
+static void *close_it(void *arg) {
+    tb__transport_close(arg);
+    return NULL;
+}
+
+void unmake(endpoints *e) {
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, close_it, &e->a), 0);
+    tb__transport_close(&e->b);
+    pthread_join(thread, NULL);
+}
+
+void post(const tb_transport *t, tb_op *op) {
+    if (tb__transport_post(t, op) != TB_OK)
+        fail_msg("post: %s", tb_error_detail());
+}
+
+void progress(endpoints *e) {
+    assert_int_equal(e->a.ops->progress(e->a.context), TB_OK);
+    assert_int_equal(e->b.ops->progress(e->b.context), TB_OK);
+}
+
+time_t seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec;
+}
+
+void rest(endpoints *e) {
+    struct pollfd fds[2] = {{.fd = e->a.ops->fd(e->a.context), .events = POLLIN},
+                            {.fd = e->b.ops->fd(e->b.context), .events = POLLIN}};
+    poll(fds, 2, 1000);
+}
+
+void work_until_lost(endpoints *e, const losses *l) {
+    for (time_t deadline = seconds() + 60; l->count == 0 && seconds() < deadline; rest(e))
+        progress(e);
+    assert_int_equal(l->count, 1);
+}
+
+void send_byte(endpoints *e, bool from_a, uint64_t tag, unsigned char value) {
+    unsigned char got = 0;
+    tb_piece out = {&value, 1}, in = {&got, 1};
+    tb_op send, receive;
+    make_op(&send, TB_OP_SEND, from_a ? e->rank_b : e->rank_a, tag, &out, 1);
+    make_op(&receive, TB_OP_RECV, from_a ? e->rank_a : e->rank_b, tag, &in, 1);
+    post(from_a ? &e->a : &e->b, &send);
+    post(from_a ? &e->b : &e->a, &receive);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    assert_int_equal(got, value);
+}
+
+void work_until_half(endpoints *e) {
+    ucx *a = e->a.context, *b = e->b.context;
+    ucx_peer *peer = ucx_find(b, e->rank_a);
+    for (time_t deadline = seconds() + 60; seconds() < deadline;) {
+        a->call->worker_progress(a->worker);
+        b->call->worker_progress(b->worker);
+        if (peer->taken && peer->taken->got > 0)
+            break;
+    }
+    assert_non_null(peer->taken);
+    assert_in_range(peer->taken->got, 1, peer->taken->nbytes - 1);
+}
+
+void check(const unsigned char *memory, unsigned char value) {
+    for (size_t i = 0; i < LARGE; i++) {
+        if (memory[i] != value)
+            fail_msg("byte %zu is %d, not %d", i, memory[i], value);
+    }
+}
+
+typedef struct worker {
+    const tb_transport *transport;
+    _Atomic bool is_over;
+} worker;
+
+static void *work(void *arg) {
+    worker *w = arg;
+    const tb_transport *t = w->transport;
+    while (!atomic_load(&w->is_over)) {
+        t->ops->progress(t->context);
+        poll(&(struct pollfd){.fd = t->ops->fd(t->context), .events = POLLIN}, 1, 1);
+    }
+    return NULL;
+}
+
+static void cancel_or_close(tb_transport *t, tb_op *op, const tb_transport *other) {
+    worker w = {.transport = other};
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, work, &w), 0);
+    if (op)
+        tb__transport_cancel(t, op);
+    else
+        tb__transport_close(t);
+    atomic_store(&w.is_over, true);
+    pthread_join(thread, NULL);
+}
+
+void cancel(tb_transport *t, tb_op *op, const tb_transport *other) {
+    cancel_or_close(t, op, other);
+    assert_true(is_done(op));
+}
+
+void leave(tb_transport *t, const tb_transport *other) {
+    cancel_or_close(t, NULL, other);
+}
