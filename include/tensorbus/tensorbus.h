@@ -621,7 +621,8 @@ TB_API tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair);
 TB_API uint64_t tb_batch_epoch(tb_batch *batch);
 
 /* Which version this process has in the tensors that it receives through the pair: the number of the last transfer that
- * was completed, which all ranks of the pair agree on; 0: none. `is_torn`: a later one has failed after it had begun to
+ * was completed, which all ranks agree on, those of other pairs too; 0: none. It counts what the first sender of the
+ * pair has sent of its batch, what failed included. `is_torn`: a later one has failed after it had begun to
  * write, and the tensors have parts of it, until another one is completed. */
 TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn);
 

@@ -56,8 +56,9 @@ static tb__leg *leg_of(const tb_transfer *t, size_t i) {
     return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
 }
 
-static void add_leg(const tb__leg *leg, tb_transfer_state *out) {
-    out->attempt = leg->attempt < out->attempt ? leg->attempt : out->attempt;
+static void add_leg(const tb__flow *flow, const tb__leg *leg, tb_transfer_state *out) {
+    uint64_t number = leg->attempt ? tb__flow_number(flow, leg->attempt) : 0;
+    out->attempt = number < out->attempt ? number : out->attempt;
     out->bytes_done += leg->bytes_done;
     out->bytes_total += leg->bytes_total;
     out->groups_done += leg->groups_done;
@@ -77,7 +78,7 @@ static void get_state(const tb_transfer *t, tb_transfer_state *out) {
     *out = (tb_transfer_state){.status = t->status, .events = t->events, .attempt = UINT64_MAX};
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
-            add_leg(leg_of(t, i), out);
+            add_leg(t->parts[i].flow, leg_of(t, i), out);
     }
     add_times(t, out);
 }
@@ -318,10 +319,11 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
     if (nflows == 0)
         return tb__fail(t->parts[0].status, "%s", t->parts[0].why);
     TB_TRY(check_clashes(is_send ? t : batch->sending, is_send ? batch->receiving : t));
+    batch->nsends += is_send;
     for (size_t i = 0; i < t->nparts; i++) {
         if (!t->parts[i].flow)
             continue;
-        tb__flow_begin(t->parts[i].flow, is_send, &t->phases);
+        tb__flow_begin(t->parts[i].flow, is_send, batch->nsends, &t->phases);
         leg_of(t, i)->committing = t->opts.committing;
         leg_of(t, i)->committing_arg = t->opts.arg;
         leg_of(t, i)->holds = t->opts.hold;
@@ -537,7 +539,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     if (leg) {
         state.status = leg->is_under_way ? TB_OK : leg->status;
         state.events = events_of_leg(leg);
-        add_leg(leg, &state);
+        add_leg(p->flow, leg, &state);
     } else if (p) {
         state.status = p->status;
         state.attempt = 0;

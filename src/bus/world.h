@@ -162,6 +162,7 @@ struct tb_batch {
     TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
+    uint64_t nsends;  /* that this process has begun */
     size_t nstarting; /* calls that are about to begin one */
 };
 

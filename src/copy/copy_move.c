@@ -351,7 +351,7 @@ void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
 static void begin(tb_copy *copy) {
     copy->phases = (tb__phases){.since = tb__seconds(), .now = TB_PHASE_WAIT};
     for (int is_send = 0; is_send < 2; is_send++)
-        tb__flow_begin(copy->flow, is_send, &copy->phases);
+        tb__flow_begin(copy->flow, is_send, 1, &copy->phases);
     for (size_t i = 0; i < copy->backlog.count && copy->broken == TB_OK; i++) {
         const struct tb__copy_backlog *b = &copy->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};

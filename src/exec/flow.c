@@ -9,7 +9,8 @@
 
 enum {
     MOST_ABORTS = 64, /* that are remembered */
-    DOUBT_MS = 1000,  /* in which others say what went wrong */
+    MOST_STARTS = 64,
+    DOUBT_MS = 1000, /* in which others say what went wrong */
 };
 
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
@@ -64,6 +65,7 @@ void tb__flow_destroy(tb__flow *flow) {
     for (size_t i = 0; i < flow->aborts.count; i++)
         free(flow->aborts.item[i].why);
     free(flow->aborts.item);
+    free(flow->starts.item);
     free(flow->stash.item);
     free(flow->announcements.item);
     free(flow->copies.item);
@@ -161,6 +163,22 @@ void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, con
     flow->aborts.count += abort->why != NULL;
 }
 
+/* Those who are late have missed attempts that were given up, not many others. */
+static bool note_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
+    if (flow->starts.count == MOST_STARTS)
+        memmove(flow->starts.item, flow->starts.item + 1, --flow->starts.count * sizeof *flow->starts.item);
+    flow->started = attempt > flow->started ? attempt : flow->started;
+    return tb__vec_push(&flow->starts, (issued){attempt, number});
+}
+
+uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt) {
+    for (size_t i = flow->starts.count; i-- > 0;) {
+        if (flow->starts.item[i].attempt == attempt)
+            return flow->starts.item[i].number;
+    }
+    return attempt; /* of one that nobody has begun */
+}
+
 static uint64_t *last_of(tb__flow *flow, bool is_send) {
     return is_send ? &flow->last_sent : &flow->last_received;
 }
@@ -195,7 +213,20 @@ void tb__leg_idle(tb__leg *leg) {
     tb__phases_enter(leg->phases, leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT);
 }
 
-void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
+static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
+    if (!note_start(flow, attempt, number))
+        tb__log(TB_LOG_ERROR, "%s: no memory for the number of a transfer", flow->what);
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (i == flow->self)
+            continue;
+        tb__pack pack = {0};
+        tb__flow_begin_message(flow, &pack, MESSAGE_START, attempt);
+        tb__pack_u64(&pack, number);
+        tb__flow_send_message(flow, &flow->members[i], &pack);
+    }
+}
+
+void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     uint64_t *last = last_of(flow, is_send);
     *leg = (tb__leg){
@@ -205,12 +236,9 @@ void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases) {
     if (is_send) {
         flow->send_is_exposed = false;
         if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0) {
-            flow->started = *last > flow->started ? *last + 1 : flow->started + 1;
-            leg->attempt = *last = flow->started;
-            for (size_t i = 0; i < flow->nmembers; i++) {
-                if (i != flow->self)
-                    tb__flow_tell(flow, &flow->members[i], MESSAGE_START, flow->started);
-            }
+            leg->attempt = *last > flow->started ? *last + 1 : flow->started + 1;
+            *last = leg->attempt;
+            issue(flow, leg->attempt, number);
         }
     } else {
         flow->takes_all = false;
@@ -415,6 +443,11 @@ static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__u
     return true;
 }
 
+static bool on_start(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
+    uint64_t number = tb__unpack_u64(message);
+    return tb__unpack_is_done(message) && from == &flow->members[flow->o.lead] && note_start(flow, attempt, number);
+}
+
 static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t attempt, tb__unpack *message) {
     switch (kind) {
     case MESSAGE_BIND:
@@ -422,8 +455,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_REACH:
         return tb__flow_on_reach(flow, from, message);
     case MESSAGE_START:
-        flow->started = attempt > flow->started ? attempt : flow->started;
-        return from == &flow->members[flow->o.lead];
+        return on_start(flow, from, attempt, message);
     case MESSAGE_READY:
         from->ready = attempt;
         return from->is_feeder;

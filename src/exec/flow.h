@@ -164,8 +164,12 @@ typedef struct tb__leg {
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
 
-/* Begins the next transfer. Its end, good or bad, is told by the leg. */
-void tb__flow_begin(tb__flow *flow, bool is_send, tb__phases *phases);
+/* Begins the next transfer. Its end, good or bad, is told by the leg. `number` is what all are told it is called: of a
+ * send, that of the rank which issues numbers. It grows from one to the next. */
+void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
+
+/* What an attempt is called; 0: it has not begun. */
+uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
 
 /* Does what can be done; returns whether it did anything. */
 bool tb__flow_step(tb__flow *flow, bool is_send);

@@ -184,8 +184,8 @@ static tb_status propose(tb__flow *flow, uint64_t attempt, tb__verdict verdict, 
 }
 
 static tb_status say_doubt(const tb__flow *flow, uint64_t attempt, const char *why) {
-    return tb__fail(TB_IN_DOUBT, "whether version %" PRIu64 " of %s is committed is not known: %s", attempt, flow->what,
-                    why);
+    return tb__fail(TB_IN_DOUBT, "whether version %" PRIu64 " of %s is committed is not known: %s",
+                    tb__flow_number(flow, attempt), flow->what, why);
 }
 
 /* The rank keeps what it has, and does not say that it was given up: it may not have been. */
@@ -225,7 +225,7 @@ static void forget_old(tb__flow *flow, uint64_t attempt) {
 }
 
 static void tell_committed(tb__flow *flow, uint64_t attempt) {
-    flow->version = attempt;
+    flow->version = tb__flow_number(flow, attempt);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].is_feeder)
             tb__flow_tell(flow, &flow->members[i], MESSAGE_COMMITTED, attempt);

@@ -170,6 +170,11 @@ typedef struct stashed {
     size_t nbytes;
 } stashed;
 
+/* A transfer that the lead has begun, and what it is called. */
+typedef struct issued {
+    uint64_t attempt, number;
+} issued;
+
 struct tb__flow {
     tb__flow_opts o;
     char *what;
@@ -197,8 +202,9 @@ struct tb__flow {
     tb__region **live_regions; /* of those; never exported, but they may be invalidated */
     tb__index by_bucket;       /* of buckets that may be announced, by their first chunk */
 
-    /* Numbers. */
+    /* Numbers. Attempts are the flow's own, one after the other; what they are called is the batch's business. */
     uint64_t started;
+    TB_VEC(issued) starts;             /* the last few */
     uint64_t last_sent, last_received; /* attempts that legs of this rank have had */
     TB_VEC(struct abort {
         uint64_t attempt;

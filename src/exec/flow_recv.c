@@ -219,7 +219,7 @@ static tb_status arrive(tb__flow *flow) {
     }
     leg->is_under_way = false;
     leg->is_arrived = leg->is_committed = true;
-    flow->version = leg->attempt;
+    flow->version = tb__flow_number(flow, leg->attempt);
     flow->is_torn = false;
     return TB_OK;
 }
