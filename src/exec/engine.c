@@ -218,8 +218,8 @@ uint64_t tb__engine_new_tag(tb__engine *engine) {
 
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
-static tb_status open_transport(tb__engine *engine, const char *name) {
-    tb_transport_env env = {.rank = engine->wire, .arg = engine, .lost = tb__peer_on_lost};
+static tb_status open_transport(tb__engine *engine, const tb__engine_opts *o, const char *name) {
+    tb_transport_env env = {.rank = engine->wire, .arg = engine, .lost = tb__peer_on_lost, .is_driven = !o->manual};
     tb_transport *t = &engine->transports[engine->ntransports];
     TB_TRY(tb__transport_open(name, &env, t));
     struct epoll_event event = {.events = EPOLLIN};
@@ -252,8 +252,8 @@ static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
         bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->caps & TB_NEAR_ONLY);
         is_known |= is_asked;
         if (is_needed)
-            TB_TRY(open_transport(engine, name));
-        else if (is_auto && !o->is_local && open_transport(engine, name) != TB_OK)
+            TB_TRY(open_transport(engine, o, name));
+        else if (is_auto && !o->is_local && open_transport(engine, o, name) != TB_OK)
             note_missing(engine, name);
     }
     return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);

@@ -21,6 +21,9 @@ typedef struct losses {
 /* By the endpoints of the last make. */
 extern losses lost_by_a, lost_by_b;
 
+/* Of endpoints that are opened from then on: whether they say that they work all the time. They do at first. */
+extern bool ends_are_driven;
+
 /* What the tests of this program go over: TCP, or with "shm" as its first argument UCX's shared memory. False: there is
  * no UCX, which is said. */
 bool choose_lanes(int argc, char **argv);

@@ -12,6 +12,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -158,8 +159,9 @@ static tb_status watch(ucx *u, int fd) {
 static tb_status open_all(ucx *u) {
     u->epoll = epoll_create1(EPOLL_CLOEXEC);
     u->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (u->epoll < 0 || u->wake < 0)
-        return tb__fail(TB_IO, "epoll and eventfd: %s", strerror(errno));
+    u->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (u->epoll < 0 || u->wake < 0 || u->timer < 0)
+        return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", strerror(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     u->id |= 1; /* 0 is nobody */
@@ -174,6 +176,7 @@ static tb_status open_all(ucx *u) {
         return fail(u, "asking for a descriptor", status);
     TB_TRY(watch(u, u->worker_fd));
     TB_TRY(watch(u, u->wake));
+    TB_TRY(watch(u, u->timer));
     ucx_wake(u); /* the first progress arms UCX's descriptor */
     return TB_OK;
 }
@@ -264,6 +267,8 @@ static void ucx_close(void *context) {
         close(u->epoll);
     if (u->wake >= 0)
         close(u->wake);
+    if (u->timer >= 0)
+        close(u->timer);
     free(u->address);
     free(u);
 }
@@ -273,7 +278,7 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     if (!u)
         return TB_NO_MEMORY;
     u->env = *env;
-    u->epoll = u->wake = -1;
+    u->epoll = u->wake = u->timer = -1;
     tb_status status = open_all(u);
     if (status != TB_OK) {
         ucx_close(u);
@@ -332,7 +337,8 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         return tb__fail(TB_LOST, "connect rank %" PRId32 ": ucx: %s", peer->rank, u->call->status_string(status));
     }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
-    ucx_send(peer, &(ucx_frame){.kind = UCX_HELLO}, &(tb_piece){u->address, u->address_nbytes}, 1);
+    ucx_send(peer, &(ucx_frame){.kind = UCX_HELLO, .tag = u->env.is_driven}, &(tb_piece){u->address, u->address_nbytes},
+             1);
     ucx_wake(u);
     return TB_OK;
 }
@@ -402,6 +408,8 @@ static tb_status ucx_progress(void *context) {
     for (int i = 0; i < TURNS; i++) {
         sleep_no_more(u);
         unsigned did = u->call->worker_progress(u->worker);
+        if (did == 0)
+            ucx_beat(u);
         tell(u);
         if (did > 0 || u->is_awake)
             continue;
@@ -411,6 +419,7 @@ static tb_status ucx_progress(void *context) {
         if (status != UCS_ERR_BUSY)
             return fail(u, "arming its descriptor", status);
     }
+    ucx_beat(u);
     ucx_wake(u);
     return TB_OK;
 }

@@ -47,7 +47,7 @@ enum {
 };
 
 typedef enum ucx_kind {
-    UCX_HELLO,   /* first of all; carries the sender's address */
+    UCX_HELLO,   /* first of all; tag: whether the sender is driven; carries its address */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_OFFER,   /* offer, tag, nbytes */
     UCX_REVOKE,  /* offer, tag: it is withdrawn */
@@ -55,6 +55,8 @@ typedef enum ucx_kind {
     UCX_STOP,    /* back: offer, attempt: not now; it may be taken again */
     UCX_DONE,    /* back: offer: the message is in, or nobody can have it */
     UCX_BYE,     /* last of all */
+    UCX_PING,    /* is somebody there? */
+    UCX_PONG,    /* somebody is */
     UCX_CHUNK,   /* offer, attempt, at; carries bytes of an offered message. The only kind that may overtake others. */
 } ucx_kind;
 
@@ -148,6 +150,10 @@ struct ucx_peer {
     bool is_lost;
     const char *why; /* it is to be lost when there is time; NULL: it is not */
     uint64_t serial_out, serial_in, next_offer;
+    bool is_driven;     /* it works all the time, as it says */
+    bool is_heard;      /* something has come from it since the last beat, */
+    bool is_sending;    /* chunks, even */
+    unsigned silence;   /* beats since then */
     bool is_direct;     /* its lanes are such that chunks go from their place */
     size_t in_flight;   /* chunks on their way to it that were copied */
     size_t ndirect;     /* those that were not */
@@ -170,6 +176,8 @@ struct ucx {
     size_t address_nbytes;
     int epoll, wake; /* UCX's descriptor and ours, in one */
     int worker_fd;   /* UCX's */
+    int timer;       /* of the heartbeat */
+    bool is_beating; /* the timer is set */
     bool is_awake;   /* `wake` is readable */
     ucx_peer *peers;
     tb__match receives, arrivals;
@@ -222,6 +230,18 @@ void ucx_pump(ucx_peer *peer);
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status);
 void ucx_tell(ucx_posted *p);
 void ucx_tell_all(ucx *u);
+
+/* ucx_pulse.c: whether peers are still there. */
+
+/* Asks a peer and loses it after so many beats of silence. A beat is a second; tests may change that. */
+enum { UCX_ASK = 3, UCX_LOSE = 13 };
+extern int tb__ucx_beat_ms;
+/* The peer has told whether it is driven. */
+void ucx_watch_peer(ucx_peer *peer);
+/* Something has come from it. */
+void ucx_hear(ucx_peer *peer, bool is_chunk);
+/* To be called after UCX has handed over what there is. */
+void ucx_beat(ucx *u);
 
 /* ucx_direct.c: what is sent and received without a copy. */
 

@@ -283,7 +283,11 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     ucx_posted *p;
     switch ((ucx_kind)frame->kind) {
     case UCX_HELLO:
-        return ucx_reach(peer, data, nbytes) == TB_OK;
+        if (ucx_reach(peer, data, nbytes) != TB_OK)
+            return false;
+        peer->is_driven = frame->tag;
+        ucx_watch_peer(peer);
+        return true;
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
     case UCX_OFFER:
@@ -311,6 +315,11 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         return true;
     case UCX_BYE:
         ucx_fail(peer, "it has left");
+        return true;
+    case UCX_PING:
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG}, NULL, 0);
+        return true;
+    case UCX_PONG:
         return true;
     default:
         return false;

@@ -164,6 +164,8 @@ void ucx_disown(ucx *u, const ucx_posted *p) {
 static void on_received(void *request, ucs_status_t status, size_t length, void *arg) {
     ucx_transfer *t = arg;
     ucx_peer *peer = t->peer;
+    if (status == UCS_OK)
+        ucx_hear(peer, true);
     if (status == UCS_OK && length == t->nbytes)
         ucx_on_chunk(peer, &t->frame, t->is_direct ? NULL : t->data, t->nbytes);
     else if (status != UCS_ERR_CANCELED)
@@ -253,6 +255,7 @@ ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_
     ucx_peer *peer = sender_of(arg, &frame);
     if (!peer)
         return UCS_OK;
+    ucx_hear(peer, frame.kind == UCX_CHUNK);
     if (frame.kind == UCX_CHUNK) {
         ucx_posted *p = ucx_expect_chunk(peer, &frame, nbytes);
         if (!p)

@@ -1,0 +1,124 @@
+/* The heartbeat of the ucx transport, with beats that are shorter than in life. */
+#include "../tests/support/ucx_ends.h"
+
+#include <poll.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/timerfd.h>
+
+#include <cmocka.h>
+
+enum { BEAT_MS = 20, NEVER_MS = 3600000 };
+
+static void make_with(endpoints *e, int beat_ms) {
+    tb__ucx_beat_ms = beat_ms;
+    make(e);
+    send_byte(e, true, 1, 1);
+    send_byte(e, false, 1, 2);
+}
+
+static int64_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* Lets the ends work for so many beats. */
+static void live(endpoints *e, int nbeats) {
+    struct pollfd fds[2] = {{.fd = e->a.ops->fd(e->a.context), .events = POLLIN},
+                            {.fd = e->b.ops->fd(e->b.context), .events = POLLIN}};
+    for (int64_t end = now_ms() + (int64_t)nbeats * BEAT_MS; now_ms() < end; poll(fds, 2, BEAT_MS))
+        progress(e);
+}
+
+/* As one whose machine is gone: nothing comes, and its connections stay. */
+static void a_silent_peer_is_lost(void **state) {
+    (void)state;
+    endpoints e;
+    make_with(&e, BEAT_MS);
+    ucx *a = e.a.context;
+    assert_true(a->is_beating);
+    unsigned char byte;
+    tb_piece in = {&byte, 1};
+    tb_op receive;
+    make_op(&receive, TB_OP_RECV, e.rank_b, 2, &in, 1);
+    post(&e.a, &receive);
+    endpoints alone = {e.a, e.a, e.rank_a, e.rank_a};
+    int64_t before = now_ms();
+    work_until_lost(&alone, &lost_by_a);
+    assert_true(now_ms() - before >= (UCX_LOSE - 2) * BEAT_MS);
+    assert_string_equal(lost_by_a.why, "nothing has come from it for 13 s");
+    assert_int_equal(lost_by_a.rank, e.rank_b);
+    assert_int_equal(receive.status, TB_LOST);
+    live(&alone, 2);
+    assert_false(a->is_beating); /* there is nobody left */
+    unmake(&e);
+}
+
+/* Two that have nothing to say to each other ask, and answer. */
+static void an_idle_peer_is_not(void **state) {
+    (void)state;
+    endpoints e;
+    make_with(&e, BEAT_MS);
+    const ucx_peer *b = ucx_find(e.a.context, e.rank_b);
+    uint64_t said = b->serial_in;
+    live(&e, 4 * UCX_LOSE);
+    assert_int_equal(lost_by_a.count + lost_by_b.count, 0);
+    assert_true(b->serial_in > said);
+    send_byte(&e, true, 3, 3);
+    unmake(&e);
+}
+
+/* Whoever works only when its program waits can't answer in between. */
+static void who_is_not_driven_is_left_alone(void **state) {
+    (void)state;
+    endpoints e;
+    ends_are_driven = false;
+    make_with(&e, BEAT_MS);
+    ends_are_driven = true;
+    const ucx *a = e.a.context;
+    assert_false(a->is_beating);
+    ucx_find(e.a.context, e.rank_b)->is_driven = true; /* one of two is not enough */
+    ucx_watch_peer(ucx_find(e.a.context, e.rank_b));
+    assert_false(a->is_beating);
+    unmake(&e);
+}
+
+/* Once, as if it were time. */
+static void beat(ucx *u) {
+    assert_int_equal(timerfd_settime(u->timer, 0, &(struct itimerspec){.it_value = {.tv_nsec = 1}}, NULL), 0);
+    assert_int_equal(poll(&(struct pollfd){.fd = u->timer, .events = POLLIN}, 1, 1000), 1);
+    ucx_beat(u);
+}
+
+/* What a sender asks comes after its chunks: it need not. */
+static void a_sender_is_told_unasked(void **state) {
+    (void)state;
+    endpoints e;
+    make_with(&e, NEVER_MS);
+    progress(&e);
+    ucx_peer *b = ucx_find(e.a.context, e.rank_b), *a = ucx_find(e.b.context, e.rank_a);
+    uint64_t said = b->serial_in;
+    ucx_hear(a, false);
+    beat(e.b.context);
+    assert_int_equal(a->serial_out, said);
+    ucx_hear(a, true);
+    beat(e.b.context);
+    b->is_heard = false;
+    for (time_t deadline = seconds() + 60; !b->is_heard && seconds() < deadline; rest(&e))
+        progress(&e);
+    assert_true(b->is_heard);
+    assert_int_equal(b->serial_in, said + 1);
+    unmake(&e);
+}
+
+int main(int argc, char **argv) {
+    if (!choose_lanes(argc, argv))
+        return 77;
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_silent_peer_is_lost), cmocka_unit_test(an_idle_peer_is_not),
+                                       cmocka_unit_test(who_is_not_driven_is_left_alone),
+                                       cmocka_unit_test(a_sender_is_told_unasked)};
+    return cmocka_run_group_tests_name("transport ucx, heartbeat", tests, NULL, NULL);
+}
