@@ -2,13 +2,11 @@
 #include "bus/agent/agent_inside.h"
 
 #include "base/log.h"
+#include "bus/agent/semaphore.h"
 
-#include <fcntl.h>
-#include <semaphore.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
@@ -68,29 +66,11 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
 
 /* ---- The end --------------------------------------------------------------------------------------------------- */
 
-/* Where glibc keeps it. A file that is too short for a semaphore would bring down whoever touches it. */
-static bool is_semaphore(const char *name) {
-    char path[300];
-    struct stat info;
-    name += strspn(name, "/");
-    int n = snprintf(path, sizeof path, "/dev/shm/sem.%s", name);
-    return n > 0 && (size_t)n < sizeof path && !strchr(name, '/') && lstat(path, &info) == 0 && S_ISREG(info.st_mode) &&
-           info.st_uid == geteuid() && (size_t)info.st_size >= sizeof(sem_t);
-}
-
 /* The semaphore is the client's, which made it for this command; it is gone when it has been posted. */
 static void post_semaphore(const agent_job *job) {
     const char *name = job->message.semaphore_name;
-    if (!name)
-        return;
-    sem_t *semaphore = is_semaphore(name) ? sem_open(name, 0) : SEM_FAILED;
-    if (semaphore == SEM_FAILED) {
-        tb__log(TB_LOG_WARN, "agent: there is no semaphore '%.100s' to be posted", name);
-        return;
-    }
-    sem_unlink(name); /* first, so that whoever is woken finds it gone */
-    sem_post(semaphore);
-    sem_close(semaphore);
+    if (name && tb__semaphore_post(name) != TB_OK)
+        tb__log(TB_LOG_WARN, "agent: semaphore '%.100s' was not posted: %s", name, tb_error_detail());
 }
 
 void tb__agent_job_answer(agent_job *job, tb_status status) {
