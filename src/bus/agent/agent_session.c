@@ -233,6 +233,7 @@ static void take_frame(agent_session *s, tb__blob map) {
                                        .timeout_ms = (uint64_t)s->agent->timeout_ms};
         else
             s->is_doomed = true;
+        job->message.semaphore_name = NULL; /* strangers have none */
         tb__agent_job_end(job, status);
         return;
     }
