@@ -19,16 +19,25 @@ enum {
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
+static bool is_full(const agent_session *s) {
+    return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
+}
+
 /* Most replies go out at once and change nothing: then the system is not called. */
 static void watch(agent_session *s) {
     size_t waiting = s->out.count - s->nsent;
-    unsigned wanted =
-        (s->is_doomed || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) | (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
+    unsigned wanted = (s->is_doomed || is_full(s) || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) |
+                      (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
     if (wanted == s->watched)
         return;
     struct epoll_event event = {.events = wanted, .data.ptr = s};
     if (epoll_ctl(s->agent->epoll, EPOLL_CTL_MOD, s->socket, &event) == 0)
         s->watched = wanted;
+}
+
+void tb__agent_session_watch(agent_session *s) {
+    if (!s->is_gone)
+        watch(s);
 }
 
 static tb_status init(agent_session *s, int socket) {
@@ -242,10 +251,12 @@ static void take_frame(agent_session *s, tb__blob map) {
     if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT &&
         job->message.kind != TB__PROCEED)
         status = tb__fail(TB_REFUSED, "the agent is stopping");
-    if (status != TB_OK)
+    if (status != TB_OK) {
         tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
-    else
-        tb__agent_do(job);
+        return;
+    }
+    tb__agent_job_trim(job);
+    tb__agent_do(job);
 }
 
 static void take_frames(agent_session *s) {
@@ -299,7 +310,7 @@ static bool take_fds(agent_session *s, const struct msghdr *message) {
 
 void tb__agent_session_readable(agent_session *s) {
     size_t total = 0;
-    while (!s->is_gone && !s->is_doomed && total < 4 * READ_BYTES) {
+    while (!s->is_gone && !s->is_doomed && !is_full(s) && total < 4 * READ_BYTES) {
         uint8_t *room;
         size_t nbytes = READ_BYTES;
         if (tb__frame_room(&s->in, &room, &nbytes) != TB_OK) {
