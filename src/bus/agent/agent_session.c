@@ -223,6 +223,11 @@ static bool is_no_command(tb__message_kind kind) {
     return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
 }
 
+/* Whoever stops still tells what becomes of what is under way, and lets it be ended. */
+static bool begins_something(tb__message_kind kind) {
+    return kind == TB__INIT_PAIR || kind == TB__REGISTER_TENSORS || kind == TB__TRANSFER;
+}
+
 static void take_frame(agent_session *s, tb__blob map) {
     agent_job *job = tb__agent_job_create(s, map);
     if (!job) {
@@ -248,8 +253,7 @@ static void take_frame(agent_session *s, tb__blob map) {
     }
     if (status == TB_OK && is_no_command(job->message.kind))
         status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
-    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT &&
-        job->message.kind != TB__PROCEED)
+    if (status == TB_OK && s->agent->is_stopping && begins_something(job->message.kind))
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK) {
         tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
