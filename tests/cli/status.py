@@ -272,6 +272,20 @@ try:
     check("lost: " in tool("status", "--socket", trainer_path).stdout, "status does not say that it is lost")
     check("lost peer" in tool("top", "--once", "--socket", trainer_path).stdout, "top does not say so")
 
+    # Whoever is there again is no longer lost, and what went to it before still counts.
+    before = r["peers"][0]["sent"]
+    inference, inference_path = start("inference", 0, 1)
+    agents.append(inference)
+    b = Connection(inference_path)
+    seq = a.send(init_pair())
+    good(b.call(init_pair(local="inference", remote="trainer")))
+    good(a.reply(seq))
+    peers = report(trainer_path)["peers"]
+    check([(p["alive"], p["sent"]) for p in peers] == [(True, before)] and before >= 3 * NBYTES, f"{peers}")
+    expect_metrics(url, peers_alive=1, peers_lost=0)
+    inference.terminate()
+    check(inference.wait(20) == 0, f"it ended with {inference.returncode}")
+
     trainer.terminate()
     check(trainer.wait(20) == 0, f"it ended with {trainer.returncode}")
     check(not os.path.exists(trainer_path), "its socket is still there")

@@ -111,6 +111,8 @@ static void sweep(tb__agent *agent) {
         next = LIST_NEXT(s, link);
         if (s->is_buried && s->njobs == 0)
             tb__agent_session_free(s);
+        else
+            tb__agent_session_watch(s);
     }
 }
 
@@ -149,7 +151,7 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
         if (!s->is_gone && event->events & EPOLLOUT)
             tb__agent_session_writable(s);
         if (!s->is_gone && event->events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-            if (s->is_doomed)
+            if (s->is_doomed || !(event->events & EPOLLIN)) /* an end, which would be told again and again */
                 tb__agent_session_close(s);
             else
                 tb__agent_session_readable(s);

@@ -4,6 +4,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <semaphore.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -411,6 +412,84 @@ static void test_agent_goes(void **state) {
     run_agents(agent_goes, 1, 1);
 }
 
+/* ---- Semaphores ------------------------------------------------------------------------------------------------ */
+
+static sem_t *new_semaphore(const char *name) {
+    sem_t *semaphore = sem_open(name, O_CREAT | O_EXCL, 0600, 0);
+    check(semaphore != SEM_FAILED);
+    return semaphore;
+}
+
+/* It is posted once, and its name is gone. */
+static void expect_posted(const char *name, sem_t *semaphore) {
+    int value = -1;
+    check(sem_getvalue(semaphore, &value) == 0 && value == 1);
+    check(sem_open(name, 0) == SEM_FAILED);
+    sem_close(semaphore);
+}
+
+static void post_map(raw *c, const char *map, size_t nbytes) {
+    char frame[256] = {(char)nbytes};
+    memcpy(frame + 4, map, nbytes);
+    check(raw_send(c, frame, 4 + nbytes, NULL, 0));
+    c->nframes++;
+}
+
+/* Whoever waits for a command is woken, also where the agent could not make sense of the rest. */
+static void semaphores(rank *r) {
+    static const char *const maps[] = {
+        "\x82\xa4type\xa4Nope",     /* no such command */
+        "\x82\xa4type\x07",         /* nor any other */
+        "\x82\xa4type\xa8Transfer", /* fields are missing */
+        "\x84\xa4type\xa8Transfer\xa8"
+        "batch_id\xa1x\xadtransfer_type\xa8sideways", /* a choice is wrong */
+        "\x83\xa4type\xa7Proceed\xa8"
+        "batch_id\x07", /* and a type */
+    };
+    raw c;
+    tb__message reply;
+    char name[32], map[256];
+    raw_greet(&c, seat_of(r)->path);
+    for (size_t i = 0; i < sizeof maps / sizeof *maps; i++) {
+        int n = snprintf(name, sizeof name, "/tb-test-%07d-%zu", (int)getpid() % 10000000, i);
+        sem_t *semaphore = new_semaphore(name);
+        int nbytes = snprintf(map, sizeof map, "%s\xaesemaphore_name%c%s", maps[i], 0xa0 | n, name);
+        post_map(&c, map, (size_t)nbytes);
+        check(raw_reply(&c, &reply) && reply.status == TB_INVALID);
+        (void)raw_call(&c, &(tb__message){.kind = TB__INSPECT}); /* it comes after that */
+        expect_posted(name, semaphore);
+    }
+
+    /* Where the agent keeps no promise: bytes that are no semaphore, which only their owner suffers from. */
+    char file[64];
+    unsigned char garbage[sizeof(sem_t)];
+    memset(garbage, 0xff, sizeof garbage);
+    snprintf(file, sizeof file, "/dev/shm/sem.%s", name + 1);
+    int fd = open(file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+    check(fd >= 0 && write(fd, garbage, sizeof garbage) == (ssize_t)sizeof garbage);
+    close(fd);
+    check(raw_call(&c, &(tb__message){.kind = TB__INSPECT, .semaphore_name = name}).status == TB_OK);
+    check(raw_call(&c, &(tb__message){.kind = TB__INSPECT}).status == TB_OK);
+    check(access(file, F_OK) != 0);
+    raw_close(&c);
+
+    /* A stranger can't have any posted. */
+    sem_t *semaphore = new_semaphore(name);
+    int value = -1;
+    raw_open(&c, seat_of(r)->path);
+    check(raw_call(&c, &(tb__message){.kind = TB__INSPECT, .semaphore_name = name}).status == TB_INVALID);
+    check(!raw_reply(&c, &reply));
+    check(sem_getvalue(semaphore, &value) == 0 && value == 0);
+    sem_close(semaphore);
+    check(sem_unlink(name) == 0);
+    raw_close(&c);
+}
+
+static void test_semaphores(void **state) {
+    (void)state;
+    run_agents(semaphores, 1, 0);
+}
+
 /* ---- What strains an agent ------------------------------------------------------------------------------------- */
 
 static int count_files(void) {
@@ -500,6 +579,7 @@ int main(void) {
         cmocka_unit_test(test_come_back),    cmocka_unit_test(test_clean_up_early),
         cmocka_unit_test(test_bad_calls),    cmocka_unit_test(test_receiver_goes),
         cmocka_unit_test(test_agent_goes),   cmocka_unit_test(test_strain),
+        cmocka_unit_test(test_semaphores),
     };
     return cmocka_run_group_tests(tests, make_payloads, free_payloads);
 }

@@ -214,6 +214,8 @@ static void set_registering(agent_batch *b, tb_batch *batch) {
 static tb_status fill(filling *f) {
     agent_batch *b = f->job->batch;
     TB_TRY(add_all(f));
+    f->job->message.tensors = (tb__entries){0};
+    tb__agent_job_drop_frame(f->job); /* now it waits for others, perhaps for long */
     set_registering(b, f->batch);
     tb_status status = tb__batch_register(f->batch, tb__agent_job_timeout(f->job), &b->is_unwanted);
     set_registering(b, NULL);

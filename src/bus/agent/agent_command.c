@@ -263,8 +263,19 @@ static void inspect(agent_job *job) {
 
 /* ---- All of them ----------------------------------------------------------------------------------------------- */
 
+/* Those that a thread is started for, or that wait for one. All others are taken at any time. */
+static bool may_wait(const tb__message *m) {
+    return m->kind == TB__INIT_PAIR || m->kind == TB__REGISTER_TENSORS || m->kind == TB__TRANSFER ||
+           (m->kind == TB__CLEANUP_BATCH && m->pair_name);
+}
+
 void tb__agent_do(agent_job *job) {
     job->deadline_ms = tb__now_ms() + tb__agent_job_timeout(job);
+    tb_status status = may_wait(&job->message) ? tb__agent_job_begin(job) : TB_OK;
+    if (status != TB_OK) {
+        tb__agent_job_end(job, status);
+        return;
+    }
     switch (job->message.kind) {
     case TB__INIT_PAIR:
         tb__agent_init_pair(job);

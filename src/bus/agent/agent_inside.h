@@ -17,7 +17,13 @@
 #include <stdatomic.h>
 #include <sys/queue.h>
 
-enum { TB__AGENT_MAX_FDS = 4096 }; /* of one frame */
+enum {
+    TB__AGENT_MAX_FDS = 4096,       /* of one frame */
+    TB__AGENT_MAX_COMMANDS = 64,    /* of a client that are begun and have not ended ... */
+    TB__AGENT_MAX_THREADS = 1024,   /* ... and of all clients */
+    TB__AGENT_MAX_CHORES = 64,      /* that are done at once; the others wait */
+    TB__AGENT_MAX_HELD = 256 << 20, /* bytes of a client's frames that are in use; beyond it no more is read */
+};
 
 typedef struct agent_job agent_job;
 typedef TB_VEC(int) tb__fds;
@@ -45,6 +51,8 @@ typedef struct agent_session {
     unsigned watched; /* what epoll looks for */
     uint64_t nframes; /* so far: the next one's ordinal */
     size_t njobs;
+    size_t nbegun;        /* among them: those that wait for others */
+    atomic_size_t nbytes; /* of their frames, as far as they are still needed */
 } agent_session;
 
 /* A pair, however many clients have asked for it. */
@@ -128,7 +136,9 @@ struct agent_job {
     agent_session *session;
     uint64_t seq;
     bool is_answered; /* the reply was sent before the end */
+    bool is_begun;    /* it counts among those */
     unsigned char *frame;
+    size_t nbytes; /* of it, or of what is kept of it */
     tb__arena arena;
     tb__message message;
     int *fds;
@@ -177,6 +187,9 @@ struct tb__agent {
     LIST_HEAD(agent_pairs, agent_pair) pairs;
     LIST_HEAD(agent_batches, agent_batch) batches;
     size_t njobs;
+    size_t nbegun;     /* among them: commands that wait for others */
+    size_t nchores;    /* that are being done ... */
+    agent_job *chores; /* ... and those that wait for that */
     pthread_mutex_t done_lock;
     agent_job *done; /* jobs whose threads have ended */
     agent_job *news; /* transfers that have something to tell; the last comes first */
@@ -200,6 +213,8 @@ void tb__agent_session_end(agent_session *session);
 void tb__agent_session_close(agent_session *session);
 void tb__agent_session_bury(agent_session *session);
 void tb__agent_session_free(agent_session *session); /* of one that is buried and has no jobs */
+/* What is read and sent of it, now: its jobs' frames may have gone meanwhile. */
+void tb__agent_session_watch(agent_session *session);
 
 /* What came last belongs to the next frame. False: no memory. */
 bool tb__agent_session_keep_fds(agent_session *session);
@@ -232,13 +247,19 @@ int64_t tb__agent_pairs_expire(tb__agent *agent);
 
 /* agent_job.c */
 agent_job *tb__agent_job_create(agent_session *session, tb__blob map);
+/* One that waits for others, while there are not too many of these; called once, before it starts. */
+tb_status tb__agent_job_begin(agent_job *job);
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job));
+/* Keeps of the frame what the message points to. Of tensors that is all of it. */
+void tb__agent_job_trim(agent_job *job);
+/* The frame is not needed any more. In any thread. */
+void tb__agent_job_drop_frame(agent_job *job);
 /* Ends a job, with the sentence in tb_error_detail if it failed: answers, posts the semaphore, frees. */
 void tb__agent_job_end(agent_job *job, tb_status status);
 /* What is told of a job that goes on. */
 void tb__agent_job_answer(agent_job *job, tb_status status);
-/* Does `work` in a thread, then `after` in the loop; both at once where there is no thread to be had. The session,
- * which may be NULL, stays until then. */
+/* Does `work` in a thread, then `after` in the loop; both at once where there is no thread to be had. Where too many
+ * are being done it waits for others. The session, which may be NULL, stays until then. */
 void tb__agent_chore(tb__agent *agent, agent_session *session, void (*work)(void *arg), void (*after)(void *arg),
                      void *arg);
 void tb__agent_reap(tb__agent *agent);

@@ -2,13 +2,11 @@
 #include "bus/agent/agent_inside.h"
 
 #include "base/log.h"
+#include "bus/agent/semaphore.h"
 
-#include <fcntl.h>
-#include <semaphore.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
@@ -23,6 +21,8 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
         return NULL;
     }
     memcpy(job->frame, map.data, map.nbytes);
+    job->nbytes = map.nbytes;
+    atomic_fetch_add(&s->nbytes, job->nbytes);
     job->agent = s->agent;
     job->session = s;
     job->seq = s->nframes++;
@@ -32,6 +32,37 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
     s->njobs++;
     s->agent->njobs++;
     return job;
+}
+
+void tb__agent_job_drop_frame(agent_job *job) {
+    if (!job->session)
+        return; /* a chore has none */
+    size_t before = atomic_fetch_sub(&job->session->nbytes, job->nbytes);
+    if (before > TB__AGENT_MAX_HELD)
+        eventfd_write(job->agent->wake, 1); /* the loop may read again */
+    free(job->frame);
+    job->frame = NULL;
+    job->nbytes = 0;
+}
+
+void tb__agent_job_trim(agent_job *job) {
+    tb__message *m = &job->message;
+    size_t nbytes = m->mesh.nbytes + m->placements.nbytes;
+    if (m->kind == TB__REGISTER_TENSORS)
+        return;
+    uint8_t *kept = NULL;
+    if (nbytes > 0) {
+        kept = tb__arena_alloc(&job->arena, nbytes, 1);
+        if (!kept)
+            return; /* then all of it stays */
+        memcpy(kept, m->mesh.data, m->mesh.nbytes);
+        memcpy(kept + m->mesh.nbytes, m->placements.data, m->placements.nbytes);
+        m->mesh.data = kept;
+        m->placements.data = kept + m->mesh.nbytes;
+    }
+    tb__agent_job_drop_frame(job);
+    job->nbytes = nbytes;
+    atomic_fetch_add(&job->session->nbytes, nbytes);
 }
 
 int tb__agent_job_timeout(const agent_job *job) {
@@ -56,6 +87,19 @@ static void *job_main(void *arg) {
     return NULL;
 }
 
+tb_status tb__agent_job_begin(agent_job *job) {
+    tb__agent *agent = job->agent;
+    if (job->session->nbegun >= TB__AGENT_MAX_COMMANDS)
+        return tb__fail(TB_TOO_BIG, "%d commands are under way; wait for one", TB__AGENT_MAX_COMMANDS);
+    if (agent->nbegun >= TB__AGENT_MAX_THREADS)
+        return tb__fail(TB_TOO_BIG, "%d commands of all the agent's clients are under way; wait for one",
+                        TB__AGENT_MAX_THREADS);
+    job->is_begun = true;
+    job->session->nbegun++;
+    agent->nbegun++;
+    return TB_OK;
+}
+
 void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
     tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
@@ -68,29 +112,11 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
 
 /* ---- The end --------------------------------------------------------------------------------------------------- */
 
-/* Where glibc keeps it. A file that is too short for a semaphore would bring down whoever touches it. */
-static bool is_semaphore(const char *name) {
-    char path[300];
-    struct stat info;
-    name += strspn(name, "/");
-    int n = snprintf(path, sizeof path, "/dev/shm/sem.%s", name);
-    return n > 0 && (size_t)n < sizeof path && !strchr(name, '/') && lstat(path, &info) == 0 && S_ISREG(info.st_mode) &&
-           info.st_uid == geteuid() && (size_t)info.st_size >= sizeof(sem_t);
-}
-
 /* The semaphore is the client's, which made it for this command; it is gone when it has been posted. */
 static void post_semaphore(const agent_job *job) {
     const char *name = job->message.semaphore_name;
-    if (!name)
-        return;
-    sem_t *semaphore = is_semaphore(name) ? sem_open(name, 0) : SEM_FAILED;
-    if (semaphore == SEM_FAILED) {
-        tb__log(TB_LOG_WARN, "agent: there is no semaphore '%.100s' to be posted", name);
-        return;
-    }
-    sem_unlink(name); /* first, so that whoever is woken finds it gone */
-    sem_post(semaphore);
-    sem_close(semaphore);
+    if (name && tb__semaphore_post(name) != TB_OK)
+        tb__log(TB_LOG_WARN, "agent: semaphore '%.100s' was not posted: %s", name, tb_error_detail());
 }
 
 void tb__agent_job_answer(agent_job *job, tb_status status) {
@@ -108,10 +134,14 @@ static void free_job(agent_job *job) {
         close(job->fds[i]);
     free(job->fds);
     tb__arena_fini(&job->arena);
-    free(job->frame);
+    tb__agent_job_drop_frame(job);
     job->agent->njobs--;
     if (job->session)
         job->session->njobs--;
+    if (job->is_begun) {
+        job->agent->nbegun--;
+        job->session->nbegun--;
+    }
     free(job);
 }
 
@@ -124,20 +154,47 @@ void tb__agent_job_end(agent_job *job, tb_status status) {
         tb__agent_session_end(s);
 }
 
+/* ---- Chores ---------------------------------------------------------------------------------------------------- */
+
+static void finish_chore(agent_job *job) {
+    job->after(job->arg);
+    free_job(job);
+}
+
+static void start_chore(agent_job *job) {
+    if (tb__start_thread(&job->thread, "tb-chore", job_main, job) == TB_OK) {
+        job->agent->nchores++;
+        return;
+    }
+    job->work(job->arg);
+    finish_chore(job);
+}
+
 void tb__agent_chore(tb__agent *agent, agent_session *s, void (*work)(void *arg), void (*after)(void *arg), void *arg) {
     agent_job *job = tb__calloc(1, sizeof *job);
-    if (job) {
-        *job = (agent_job){.agent = agent, .session = s, .work = work, .after = after, .arg = arg};
-        agent->njobs++;
-        if (s)
-            s->njobs++;
-        if (tb__start_thread(&job->thread, "tb-chore", job_main, job) == TB_OK)
-            return;
+    if (!job) {
+        work(arg);
+        after(arg);
+        return;
     }
-    work(arg);
-    after(arg);
-    if (job)
-        free_job(job);
+    *job = (agent_job){.agent = agent, .session = s, .work = work, .after = after, .arg = arg};
+    agent->njobs++;
+    if (s)
+        s->njobs++;
+    if (agent->nchores < TB__AGENT_MAX_CHORES) {
+        start_chore(job);
+        return;
+    }
+    job->next = agent->chores; /* in which order they are done does not matter */
+    agent->chores = job;
+}
+
+static void start_chores(tb__agent *agent) {
+    while (agent->chores && agent->nchores < TB__AGENT_MAX_CHORES) {
+        agent_job *job = agent->chores;
+        agent->chores = job->next;
+        start_chore(job);
+    }
 }
 
 void tb__agent_reap(tb__agent *agent) {
@@ -156,7 +213,8 @@ void tb__agent_reap(tb__agent *agent) {
             tb__agent_finish(job);
             continue;
         }
-        job->after(job->arg);
-        free_job(job);
+        agent->nchores--;
+        finish_chore(job);
     }
+    start_chores(agent);
 }

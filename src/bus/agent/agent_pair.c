@@ -55,7 +55,9 @@ static void wait_for_pair(agent_pair *p, agent_job *job) {
 static void ask_again(agent_job *waiting) {
     for (agent_job *job = waiting, *next; job; job = next) {
         next = job->next;
-        if (tb__now_ms() < job->deadline_ms)
+        if (job->session->is_gone) /* nobody would give up what is begun for it */
+            tb__agent_job_end(job, tb__fail(TB_CANCELLED, "the client is gone"));
+        else if (tb__now_ms() < job->deadline_ms)
             tb__agent_init_pair(job);
         else
             tb__agent_job_end(job, tb__fail(TB_TIMEOUT,

@@ -239,6 +239,7 @@ static void test_stopped_twice(void **state) {
     scene *s = *state;
     call calls[2] = {{0}};
     uint8_t data[2][64] = {{0}};
+    tb_client_status status;
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .no_wait = true};
     move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
     tb_client *other = open_client(&s->agents[0]);
@@ -248,10 +249,32 @@ static void test_stopped_twice(void **state) {
     while (tb_client_init_pair(other, "q", groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
         assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     assert_non_null(strstr(tb_error_detail(), "the agent is stopping"));
+    assert_ok(tb_client_query(calls[0].batch, &status));
+    assert_string_equal(status.state, "sending");
     assert_fails(tb_client_wait(calls[0].batch, true, TB_COMMITTED, 20), TB_TIMEOUT, "so far");
     end_agent(&s->agents[0], SIGTERM);
     assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     assert_fails(tb_client_wait(calls[0].batch, true, TB_COMMITTED, -1), TB_LOST, "is gone");
+    tb_client_close(other);
+    move_out(calls);
+}
+
+/* What an agent that stops would wait for is given up, and it is gone. */
+static void test_stopped_and_cleaned(void **state) {
+    scene *s = *state;
+    call calls[2] = {{0}};
+    uint8_t data[2][64] = {{0}};
+    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .no_wait = true};
+    move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
+    tb_client *other = open_client(&s->agents[0]);
+    assert_ok(tb_client_transfer(calls[0].batch, true, &opts));
+    int64_t begun_ms = tb__now_ms();
+    assert_int_equal(kill(s->agents[0].pid, SIGTERM), 0);
+    while (tb_client_init_pair(other, "q", groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
+        assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
+    assert_ok(tb_client_cleanup(calls[0].batch));
+    end_agent(&s->agents[0], 0);
+    assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     tb_client_close(other);
     move_out(calls);
 }
@@ -426,6 +449,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(test_other_user, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_silent, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_stopped_twice, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_stopped_and_cleaned, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_pipeline, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_no_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_agent_dies, set_up, tear_down),

@@ -172,20 +172,36 @@ static void add_batches(tb__text *out, const tb__agent *agent) {
     }
 }
 
-/* All but this process itself. */
+/* Those before it are history. What went to them and came from them still counts. */
+static bool is_newest(const tb__peer *all, const tb__peer *peer, uint64_t moved[2]) {
+    bool is_newest = true;
+    moved[0] = moved[1] = 0;
+    for (const tb__peer *p = all; p; p = p->next) {
+        if (p->rank != peer->rank)
+            continue;
+        is_newest &= p->incarnation <= peer->incarnation;
+        moved[0] += p->moved[0];
+        moved[1] += p->moved[1];
+    }
+    return is_newest;
+}
+
+/* All ranks but this one. */
 static void add_peers(tb__text *out, const tb_world *world) {
     const char *comma = "";
+    uint64_t moved[2];
     tb__engine_lock(world->engine);
     const tb__peer *self = tb__engine_find_peer(world->engine, world->rank, world->incarnation);
-    for (const tb__peer *p = tb__engine_peers(world->engine); p; p = p->next) {
-        if (p == self)
+    const tb__peer *all = tb__engine_peers(world->engine);
+    for (const tb__peer *p = all; p; p = p->next) {
+        if (p == self || !is_newest(all, p, moved))
             continue;
         tb__text_add(out, "%s{\"rank\":%" PRId32 ",", comma, p->rank);
         add_text(out, "label", p->label);
         tb__text_add(out, ",");
         add_text(out, "host", p->host);
         tb__text_add(out, ",\"transport\":\"%s\",\"sent\":%" PRIu64 ",\"received\":%" PRIu64 ",\"alive\":%s,",
-                     p->transport->ops->name, p->moved[1], p->moved[0], p->is_lost ? "false" : "true");
+                     p->transport->ops->name, moved[1], moved[0], p->is_lost ? "false" : "true");
         add_text(out, "why", p->is_lost && p->why ? p->why : "");
         tb__text_add(out, "}");
         comma = ",";

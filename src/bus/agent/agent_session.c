@@ -19,16 +19,25 @@ enum {
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
+static bool is_full(const agent_session *s) {
+    return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
+}
+
 /* Most replies go out at once and change nothing: then the system is not called. */
 static void watch(agent_session *s) {
     size_t waiting = s->out.count - s->nsent;
-    unsigned wanted =
-        (s->is_doomed || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) | (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
+    unsigned wanted = (s->is_doomed || is_full(s) || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) |
+                      (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
     if (wanted == s->watched)
         return;
     struct epoll_event event = {.events = wanted, .data.ptr = s};
     if (epoll_ctl(s->agent->epoll, EPOLL_CTL_MOD, s->socket, &event) == 0)
         s->watched = wanted;
+}
+
+void tb__agent_session_watch(agent_session *s) {
+    if (!s->is_gone)
+        watch(s);
 }
 
 static tb_status init(agent_session *s, int socket) {
@@ -214,6 +223,11 @@ static bool is_no_command(tb__message_kind kind) {
     return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
 }
 
+/* Whoever stops still tells what becomes of what is under way, and lets it be ended. */
+static bool begins_something(tb__message_kind kind) {
+    return kind == TB__INIT_PAIR || kind == TB__REGISTER_TENSORS || kind == TB__TRANSFER;
+}
+
 static void take_frame(agent_session *s, tb__blob map) {
     agent_job *job = tb__agent_job_create(s, map);
     if (!job) {
@@ -233,18 +247,20 @@ static void take_frame(agent_session *s, tb__blob map) {
                                        .timeout_ms = (uint64_t)s->agent->timeout_ms};
         else
             s->is_doomed = true;
+        job->message.semaphore_name = NULL; /* strangers have none */
         tb__agent_job_end(job, status);
         return;
     }
     if (status == TB_OK && is_no_command(job->message.kind))
         status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
-    if (status == TB_OK && s->agent->is_stopping && job->message.kind != TB__INSPECT &&
-        job->message.kind != TB__PROCEED)
+    if (status == TB_OK && s->agent->is_stopping && begins_something(job->message.kind))
         status = tb__fail(TB_REFUSED, "the agent is stopping");
-    if (status != TB_OK)
+    if (status != TB_OK) {
         tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
-    else
-        tb__agent_do(job);
+        return;
+    }
+    tb__agent_job_trim(job);
+    tb__agent_do(job);
 }
 
 static void take_frames(agent_session *s) {
@@ -298,7 +314,7 @@ static bool take_fds(agent_session *s, const struct msghdr *message) {
 
 void tb__agent_session_readable(agent_session *s) {
     size_t total = 0;
-    while (!s->is_gone && !s->is_doomed && total < 4 * READ_BYTES) {
+    while (!s->is_gone && !s->is_doomed && !is_full(s) && total < 4 * READ_BYTES) {
         uint8_t *room;
         size_t nbytes = READ_BYTES;
         if (tb__frame_room(&s->in, &room, &nbytes) != TB_OK) {

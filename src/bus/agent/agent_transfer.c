@@ -380,7 +380,7 @@ void tb__agent_query(agent_job *job) {
         return;
     }
     char error[TB__WHY_MAX];
-    tb_transfer_state state = {0};
+    tb_transfer_state state = {0}, send = {0};
     pthread_mutex_lock(&b->lock);
     const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
     bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];
@@ -392,6 +392,8 @@ void tb__agent_query(agent_job *job) {
         state = b->last;
         seen = state.events;
     }
+    if (b->transfers[1]) /* whether or not the batch is being received, too */
+        tb_transfer_query(b->transfers[1], &send);
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version;
     bool torn = is_torn(b);
@@ -401,7 +403,7 @@ void tb__agent_query(agent_job *job) {
                                 : is_send  ? "sending"
                                            : "receiving"};
     if (is_asked(asked, TB__STATE_TRANSFER_SIGNAL))
-        r->transfer_signal = tb__some_bool(t && is_send && state.attempt && !(state.events & TB_RELEASED));
+        r->transfer_signal = tb__some_bool(send.attempt && !(send.events & TB_RELEASED));
     if (is_asked(asked, TB__STATE_PROGRESS)) {
         r->bytes_done = tb__some_uint((uint64_t)state.bytes_done);
         r->bytes_total = tb__some_uint((uint64_t)state.bytes_total);

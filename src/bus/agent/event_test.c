@@ -350,10 +350,47 @@ static void test_let_go(void **state) {
     run_house(&h.house, let_go, 1, 1);
 }
 
+/* A batch that is sent and received at once tells of the send, too. */
+static void both_ways(rank *r) {
+    line l;
+    open_line(r, &l);
+    meet(r);
+    if (is_a(r)) {
+        tb_client_transfer_opts opts = {.size = sizeof opts, .no_wait = true};
+        fill(&l, 1);
+        check_ok(tb_client_transfer(l.batch, false, &opts));
+        check_ok(tb_client_transfer(l.batch, true, &opts));
+        await_signal(&l);
+        meet(r);
+        check_ok(tb_client_wait(l.batch, true, TB_COMMITTED, -1));
+        tb_client_status status;
+        check_ok(tb_client_query(l.batch, &status));
+        check(!status.transfer_signal);
+        meet(r);
+        check_ok(tb_client_wait(l.batch, false, TB_COMMITTED, -1));
+        check(holds(&l, 2));
+    } else {
+        meet(r);
+        check_ok(tb_client_transfer(l.batch, false, NULL));
+        check(holds(&l, 1));
+        meet(r);
+        fill(&l, 2);
+        check_ok(tb_client_transfer(l.batch, true, NULL));
+    }
+    meet(r);
+    close_line(&l);
+}
+
+static void test_both_ways(void **state) {
+    (void)state;
+    hall h = {.commit = TB_IN_PLACE};
+    run_house(&h.house, both_ways, 1, 1);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_one_by_one), cmocka_unit_test(test_failures), cmocka_unit_test(test_on_the_wire),
-        cmocka_unit_test(test_held),       cmocka_unit_test(test_let_go),
+        cmocka_unit_test(test_held),       cmocka_unit_test(test_let_go),   cmocka_unit_test(test_both_ways),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

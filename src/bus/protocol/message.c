@@ -1,6 +1,7 @@
 /* The messages, each a table of its fields, and which table a map belongs to. */
 #include "bus/protocol/protocol.h"
 
+#include "base/text.h"
 #include "bus/protocol/value.h"
 
 #include <inttypes.h>
@@ -209,13 +210,7 @@ static tb_status find_kind(tb__blob map, tb__message_kind *out) {
                     (const char *)type.bytes.data);
 }
 
-tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out) {
-    *out = (tb__message){.kind = TB__MESSAGE_KINDS};
-    if (map.nbytes > TB__FRAME_MAX)
-        return tb__fail(TB_TOO_BIG, "a frame of %zu bytes where at most %d are allowed", map.nbytes, TB__FRAME_MAX);
-    tb_status status = tb__value_check(map);
-    if (status != TB_OK)
-        return tb__fail_within(status, "a frame of %zu bytes", map.nbytes);
+static tb_status decode(tb__blob map, tb__arena *arena, tb__message *out) {
     TB_TRY(find_kind(map, &out->kind));
     tb__message message = {.kind = out->kind};
     tb__value version;
@@ -226,6 +221,32 @@ tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out) {
         TB_TRY(tb__map_decode(&schemas[out->kind], map, arena, &message));
     *out = message;
     return TB_OK;
+}
+
+/* NULL if there is none that could be the name of one. */
+static const char *find_semaphore(tb__blob map, tb__arena *arena) {
+    tb__value name;
+    if (!tb__map_find(map, "semaphore_name", &name) || name.type != TB__VALUE_STR || name.bytes.nbytes > TB__MAX_TEXT)
+        return NULL;
+    char *text = tb__arena_alloc(arena, name.bytes.nbytes + 1, 1);
+    if (!text)
+        return NULL;
+    memcpy(text, name.bytes.data, name.bytes.nbytes);
+    text[name.bytes.nbytes] = '\0';
+    return strlen(text) == name.bytes.nbytes && tb__is_utf8(text) ? text : NULL;
+}
+
+tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out) {
+    *out = (tb__message){.kind = TB__MESSAGE_KINDS};
+    if (map.nbytes > TB__FRAME_MAX)
+        return tb__fail(TB_TOO_BIG, "a frame of %zu bytes where at most %d are allowed", map.nbytes, TB__FRAME_MAX);
+    tb_status status = tb__value_check(map);
+    if (status != TB_OK)
+        return tb__fail_within(status, "a frame of %zu bytes", map.nbytes);
+    status = decode(map, arena, out);
+    if (status != TB_OK)
+        out->semaphore_name = find_semaphore(map, arena);
+    return status;
 }
 
 tb_status tb__hello_check(const tb__message *hello_message) {

@@ -127,7 +127,8 @@ typedef struct tb__message {
 tb_status tb__message_encode(const tb__message *message, tb__bytes *out);
 
 /* Reads the map of one frame, all of which must be used. Text and arrays are the arena's, bytes point into the frame.
- * On failure only `kind` counts: the message's if it could be told, else TB__MESSAGE_KINDS.
+ * On failure only `kind` counts, which is the message's if it could be told, else TB__MESSAGE_KINDS, and
+ * `semaphore_name`, which is the map's if it has one: somebody waits for it.
  *
  * Of a Hello of another version only `protocol` is read: what else it has is that version's business. */
 tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out);
