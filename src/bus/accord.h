@@ -71,7 +71,6 @@ typedef struct tb__shadowed {
 
 /* Shadowed receives in one direction. */
 typedef struct tb__accord_commit {
-    uint64_t store_number; /* of the store that decides */
     tb__accord *accord;
     int src;
     bool *is_engine; /* by peer */

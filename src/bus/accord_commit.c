@@ -98,12 +98,18 @@ static void name_question(const tb__accord_commit *c, uint64_t attempt, char *ou
              accord->all.ports[tb__assembly_find(&accord->all, lead)], c->src, attempt);
 }
 
-static tb_status propose(void *arg, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why) {
+static uint64_t store_number(void *arg) {
+    const tb__accord_commit *c = arg;
+    return tb__directory_store_number(c->accord->world->directory);
+}
+
+static tb_status propose(void *arg, uint64_t store, uint64_t attempt, tb__verdict verdict, tb_status status,
+                         const char *why) {
     const tb__accord_commit *c = arg;
     char question[128];
     name_question(c, attempt, question, sizeof question);
-    return tb__decider_propose(c->accord->world->decider, c->accord->flows[c->src], c->store_number, question, attempt,
-                               verdict, status, why);
+    return tb__decider_propose(c->accord->world->decider, c->accord->flows[c->src], store, question, attempt, verdict,
+                               status, why);
 }
 
 static void forget(void *arg, uint64_t attempt) {
@@ -121,7 +127,6 @@ tb_status tb__accord_commit_init(tb__accord *accord, int src, tb__shadow *out) {
         return TB_OK;
     if (!world->decider)
         TB_TRY(tb__decider_create(world->engine, world->directory, &world->decider));
-    c->store_number = tb__directory_store_number(world->directory);
     c->is_engine = tb__calloc(accord->all.npeers, sizeof *c->is_engine);
     if (!c->is_engine)
         return TB_NO_MEMORY;
@@ -131,6 +136,7 @@ tb_status tb__accord_commit_init(tb__accord *accord, int src, tb__shadow *out) {
                         .is_engine = c->is_engine,
                         .lead = tb__assembly_find(&accord->all, engine->peers[0]),
                         .arg = c,
+                        .store_number = store_number,
                         .propose = propose,
                         .forget = forget,
                         .apply = apply};

@@ -120,6 +120,8 @@ tb_status tb__decider_propose(tb__decider *d, tb__flow *flow, uint64_t store_num
                               tb__verdict verdict, tb_status status, const char *why) {
     if (!tb__directory_is_connected(d->directory))
         return tb__fail_within(TB_LOST, "the store, which has to decide it");
+    if (tb__directory_store_number(d->directory) != store_number)
+        return tb__fail(TB_LOST, "the store that has to decide it has been lost, and another one is in its place");
     question *q = tb__calloc(1, sizeof *q);
     if (!q)
         return TB_NO_MEMORY;

@@ -14,7 +14,8 @@ void tb__decider_destroy(tb__decider *decider);
 
 /* All below: with the engine's lock. */
 
-/* Proposes a verdict; the answer goes to the flow. TB_LOST if the store is known to be gone: nothing is asked then. */
+/* Proposes a verdict; the answer goes to the flow. TB_LOST if the store with this number is known to be gone:
+ * nothing is asked then. */
 tb_status tb__decider_propose(tb__decider *decider, tb__flow *flow, uint64_t store_number, const char *question,
                               uint64_t attempt, tb__verdict verdict, tb_status status, const char *why);
 /* Nobody will ask this again. What can't be forgotten stays in the store. */

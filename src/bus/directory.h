@@ -101,8 +101,8 @@ typedef struct tb__notes {
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out);
 void tb__notes_fini(tb__notes *notes);
 
-/* Counts the stores that this process has been at: it goes up when another one, empty, took the place of one that was
- * lost. */
+/* Tells stores apart, and is the same for all processes that are at one: it is another when another one, empty, took
+ * the place of one that was lost. While the store is lost it is that one's. */
 uint64_t tb__directory_store_number(tb__directory *directory);
 
 /* Decides a question, named so that nobody ever uses the name for another one: the first answer that anybody gives

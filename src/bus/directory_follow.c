@@ -1,6 +1,7 @@
 /* The thread that follows the store: keeps the view new, and comes back when the store was lost. */
 #include "bus/directory_inner.h"
 
+#include "base/index.h"
 #include "base/log.h"
 
 #include <errno.h>
@@ -41,7 +42,7 @@ void tb__directory_set_state(tb__directory *d, tb_status state) {
 
 tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry) {
     uint64_t number[2];
-    char mark[sizeof d->mark];
+    char mark[33] = "";
     tb__store_value present = {0};
     if (getrandom(number, sizeof number, 0) != (ssize_t)sizeof number)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
@@ -55,16 +56,18 @@ tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry)
     } else {
         TB_TRY(status);
     }
+    uint64_t hash = 0;
+    for (size_t i = 0; i < strlen(mark); i++)
+        hash = tb__hash(hash, (unsigned char)mark[i]);
     pthread_mutex_lock(&d->lock);
-    d->nstores += strcmp(d->mark, mark) != 0;
-    memcpy(d->mark, mark, sizeof mark);
+    d->store_number = hash;
     pthread_mutex_unlock(&d->lock);
     return TB_OK;
 }
 
 uint64_t tb__directory_store_number(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    uint64_t number = d->nstores;
+    uint64_t number = d->store_number;
     pthread_mutex_unlock(&d->lock);
     return number;
 }

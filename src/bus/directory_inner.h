@@ -44,9 +44,8 @@ struct tb__directory {
     bool is_closing;
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
-    bool has_warned;  /* of the loss */
-    char mark[33];    /* which this store has, and one that takes its place does not */
-    uint64_t nstores; /* with other marks, so far */
+    bool has_warned;       /* of the loss */
+    uint64_t store_number; /* made of the mark that this store has, and one that takes its place does not */
     tb__view *view;
 };
 

@@ -97,6 +97,73 @@ static void lose_while_setting_up(rank *r) {
     tear_down(&s);
 }
 
+/* ---- Shadows ---------------------------------------------------------------------------------------------------- */
+
+static const tb_batch_opts shadow_opts = {.size = sizeof shadow_opts, .commit = TB_SHADOW};
+
+static tb_transfer *begin(const rank *r, setup *s, uint32_t version) {
+    tb_transfer *t = NULL;
+    if (is_a(r))
+        part_fill(&s->w, version);
+    check_ok((is_a(r) ? tb_send : tb_recv)(s->batch, NULL, &t));
+    return t;
+}
+
+static void commit(const rank *r, setup *s, uint32_t version) {
+    tb_transfer *t = begin(r, s, version);
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    check(part_holds(&s->w, version));
+    tb_transfer_destroy(t);
+}
+
+/* Returns when this rank is at the store that came after, as all others are. */
+static void change_store(rank *r) {
+    meet(r);
+    if (is_killer(r))
+        kill_server(r->scene->shared);
+    meet(r);
+    make_another(r);
+    meet(r);
+}
+
+static void lose_while_idle(rank *r) {
+    setup s = {0};
+    set_up(r, &s, "mesh=2 place=S0", "mesh=2 place=S1", 32, 24, &shadow_opts);
+    for (uint32_t version = 1; version <= 3; version++)
+        commit(r, &s, version);
+    change_store(r);
+    for (uint32_t version = 4; version <= 6; version++)
+        commit(r, &s, version);
+    meet(r);
+    tear_down(&s);
+}
+
+/* One receiver would ask in the store that is lost, the other in the one that came after: nothing can be decided in
+ * both, so the first receiver gives it up, for all. */
+static void lose_while_prepared(rank *r) {
+    setup s = {0};
+    tb_transfer *t = NULL;
+    bool is_late = !is_a(r) && r->index == 0;
+    set_up(r, &s, "mesh=2 place=S0", "mesh=2 place=S1", 32, 24, &shadow_opts);
+    commit(r, &s, 1);
+    if (!is_late)
+        t = begin(r, &s, 2);
+    if (!is_a(r) && !is_late)
+        check_ok(tb_wait(t, TB_ARRIVED, -1));
+    change_store(r);
+    if (is_late)
+        t = begin(r, &s, 2);
+    check_fails(tb_wait(t, TB_COMMITTED, -1), TB_LOST, "(b 1) was not at the same store as");
+    check(is_a(r) || part_holds(&s.w, 1));
+    tb_transfer_destroy(t);
+    meet(r);
+    commit(r, &s, 3);
+    meet(r);
+    tear_down(&s);
+}
+
+/* ---- Scenes ----------------------------------------------------------------------------------------------------- */
+
 static void run_with_server(void (*body)(rank *r), int delay_ms) {
     scene s;
     scene_init(&s);
@@ -116,9 +183,20 @@ static void during_set_up(void **state) {
         run_with_server(lose_while_setting_up, i);
 }
 
+static void between_shadows(void **state) {
+    (void)state;
+    run_with_server(lose_while_idle, 0);
+}
+
+static void between_the_prepared(void **state) {
+    (void)state;
+    run_with_server(lose_while_prepared, 0);
+}
+
 int main(int argc, char **argv) {
     if (argc == 2)
         return serve(argv[1]);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(during_transfers), cmocka_unit_test(during_set_up)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(during_transfers), cmocka_unit_test(during_set_up),
+                                       cmocka_unit_test(between_shadows), cmocka_unit_test(between_the_prepared)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -271,10 +271,10 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell)
         leg->attempt = ++*last_of(flow, is_send);
     if (leg->attempt) {
         tb__flow_note_abort(flow, leg->attempt, status, leg->why); /* for the other leg, too */
+        if (!is_send) /* first: whoever is prepared need not ask any more */
+            tb__flow_tell_abort_decided(flow, leg->attempt, status, leg->why);
         if (tell)
             tell_abort(flow, leg->attempt, status, leg->why);
-        if (!is_send)
-            tb__flow_tell_abort_decided(flow, leg->attempt, status, leg->why);
     }
     if (!is_send && leg->attempt && flow->has_written)
         note_torn(flow);
@@ -474,8 +474,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_ABORT:
         return on_abort(flow, from, attempt, message);
     case MESSAGE_PREPARED:
-        tb__flow_on_prepared(flow, from, attempt);
-        return flow->o.shadow.is_used;
+        return tb__flow_on_prepared(flow, from, attempt, message);
     case MESSAGE_DECIDED:
         return tb__flow_on_decided(flow, from, attempt, message);
     case MESSAGE_COMMITTED:

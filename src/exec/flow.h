@@ -13,8 +13,8 @@
  *
  * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
  * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are
- * prepared, and tells them (DECIDED); each copies into its tensors, and tells those who fed it (COMMITTED). Whoever
- * has to give up meanwhile proposes the opposite: the first proposal holds, for everybody.
+ * prepared and at the same store, and tells them (DECIDED); each copies into its tensors, and tells those who fed it
+ * (COMMITTED). Whoever has to give up meanwhile proposes the opposite: the first proposal holds, for everybody.
  *
  * Where a rank overwrites memory that others still read (source and target in one allocation), readers put all they
  * read of it aside first (STASHED), and the rank writes nothing before all have.
@@ -57,10 +57,13 @@ typedef struct tb__shadow {
     const bool *is_engine; /* by position: who has to be prepared; borrowed */
     size_t lead;           /* its position */
     void *arg;
-    /* Proposes a verdict about an attempt, with a reason where it is to abort. The answer, which is what was proposed
-     * first, by whomever, is told by tb__flow_answer, from another thread. If this fails, nothing was proposed. With
-     * the lock. */
-    tb_status (*propose)(void *arg, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why);
+    /* The store that would decide now. All ranks that are at one have the same number for it. With the lock. */
+    uint64_t (*store_number)(void *arg);
+    /* Proposes a verdict about an attempt in that store, with a reason where it is to abort. The answer, which is what
+     * was proposed first, by whomever, is told by tb__flow_answer, from another thread. If this fails, nothing was
+     * proposed. With the lock. */
+    tb_status (*propose)(void *arg, uint64_t store_number, uint64_t attempt, tb__verdict verdict, tb_status status,
+                         const char *why);
     void (*forget)(void *arg, uint64_t attempt); /* nobody will ever ask about it again. With the lock */
     void (*apply)(void *arg); /* copies what has a shadow of its own into its place. Without the lock */
 } tb__shadow;

@@ -69,9 +69,14 @@ static bool is_lead(const tb__flow *flow) {
     return flow->self == flow->o.shadow.lead;
 }
 
-void tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt) {
+bool tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
+    uint64_t store_number = tb__unpack_u64(message);
+    if (!tb__unpack_is_done(message) || !flow->o.shadow.is_used)
+        return false;
     from->prepared = attempt;
+    from->store_number = store_number;
     tb__engine_wake(flow->o.engine);
+    return true;
 }
 
 static bool all_are_prepared(const tb__flow *flow) {
@@ -80,6 +85,16 @@ static bool all_are_prepared(const tb__flow *flow) {
             return false;
     }
     return true;
+}
+
+/* Whether all who are prepared would ask in the store in which the lead proposes. Otherwise nothing may be proposed. */
+static tb_status check_stores(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->o.shadow.is_engine[i] && flow->members[i].store_number != flow->store_number)
+            return tb__fail(TB_LOST, "%s was not at the same store as %s, which has to decide %s",
+                            flow->members[i].peer->label, flow->members[flow->self].peer->label, flow->what);
+    }
+    return TB_OK;
 }
 
 const member *tb__flow_find_deserter(const tb__flow *flow) {
@@ -147,9 +162,15 @@ void tb__flow_prepare(tb__flow *flow) {
     flow->gives_up = TB_OK;
     flow->awaits_answer = false;
     flow->unanswered = TB_OK;
+    flow->store_number = flow->o.shadow.store_number(flow->o.shadow.arg);
     flow->members[flow->self].prepared = flow->recv.attempt;
-    if (!is_lead(flow))
-        tb__flow_tell(flow, &flow->members[flow->o.shadow.lead], MESSAGE_PREPARED, flow->recv.attempt);
+    flow->members[flow->self].store_number = flow->store_number;
+    if (is_lead(flow))
+        return;
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, MESSAGE_PREPARED, flow->recv.attempt);
+    tb__pack_u64(&pack, flow->store_number);
+    tb__flow_send_message(flow, &flow->members[flow->o.shadow.lead], &pack);
 }
 
 void tb__flow_give_up(tb__flow *flow, tb_status status) {
@@ -176,7 +197,7 @@ void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__ver
 }
 
 static tb_status propose(tb__flow *flow, uint64_t attempt, tb__verdict verdict, tb_status status, const char *why) {
-    TB_TRY(flow->o.shadow.propose(flow->o.shadow.arg, attempt, verdict, status, why));
+    TB_TRY(flow->o.shadow.propose(flow->o.shadow.arg, flow->store_number, attempt, verdict, status, why));
     flow->asked = attempt;
     flow->awaits_answer = true;
     flow->unanswered = TB_OK;
@@ -278,6 +299,8 @@ static bool step_undecided(tb__flow *flow) {
         if (status == TB_OK && !all_are_prepared(flow))
             return false;
         /* Nobody else proposes to commit, so as long as the lead has not, its word is enough to abort. */
+        if (status == TB_OK)
+            status = check_stores(flow);
         if (status == TB_OK)
             status = propose(flow, leg->attempt, TB__VERDICT_COMMIT, TB_OK, "");
         if (status == TB_OK)

@@ -73,7 +73,9 @@ typedef struct member {
     size_t gathers_until; /* so many groups have to be here before what it sent is where it belongs */
     bool is_concluded;
 
-    uint64_t prepared; /* for which attempt it is; at the lead of a shadowed receive */
+    /* At the lead of a shadowed receive. */
+    uint64_t prepared;     /* for which attempt it is */
+    uint64_t store_number; /* of the store that it was at then */
 } member;
 
 /* A channel and what this rank does for it. */
@@ -218,6 +220,7 @@ struct tb__flow {
     tb_binding *shadow_of;    /* per tensor: the live one, where dst is the shadow */
     TB_VEC(tb__copy) commits; /* from the one to the other */
     bool is_prepared;         /* the receive under way */
+    uint64_t store_number;    /* where the last attempt that was prepared is decided */
     tb_status gives_up;       /* a prepared one would, for this reason */
     char gives_up_why[TB__WHY_MAX];
     uint64_t asked; /* the last attempt that a verdict was proposed for */
@@ -368,7 +371,7 @@ bool tb__flow_step_prepared(tb__flow *flow);
 void tb__flow_give_up(tb__flow *flow, tb_status status);
 /* The lead's word about an attempt that it will not propose to commit. */
 void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
-void tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt);
+bool tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
 bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message);
 /* A member that is gone and without whom it can't be decided well; NULL: none. */
 const member *tb__flow_find_deserter(const tb__flow *flow);

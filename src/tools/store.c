@@ -1,4 +1,5 @@
 /* tensorbus store: serves the embedded store until it is told to end. */
+#include "base/process.h"
 #include "bus/store/protocol.h"
 #include "bus/store/server.h"
 #include "tools/tools.h"
@@ -6,13 +7,17 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-enum { LISTEN, TOKEN_FILE, NOPTIONS };
+enum { LISTEN, TOKEN_FILE, WAIT, NOPTIONS };
+
+enum { MOST_SECONDS = 1000000000, RETRY_MS = 100 };
 
 static const tool_option options[NOPTIONS + 1] = {
     [LISTEN] = {"listen", "URL", "where: unix:/path/to.sock or tcp://host:port; port 0 means any"},
     [TOKEN_FILE] = {"token-file", "FILE", "who does not know its first line is turned away"},
+    [WAIT] = {"wait", "SECONDS", "while another process serves there (0)"},
 };
 
 /* The file's first line; "-" is standard input. */
@@ -36,13 +41,46 @@ static int read_token(const char *path, char *out, size_t room) {
     return TOOL_OK;
 }
 
+static int read_wait(const char *text, int64_t *out) {
+    char *end;
+    errno = 0;
+    long seconds = strtol(text, &end, 10);
+    if (errno || end == text || *end || seconds < 0 || seconds > MOST_SECONDS)
+        return tool_fail(TOOL_BAD_INPUT, "--wait takes a number from 0 to %d, not '%.60s'", MOST_SECONDS, text);
+    *out = (int64_t)seconds * 1000;
+    return TOOL_OK;
+}
+
+/* Serves as soon as nobody else does. TB_CANCELLED: it was told to end before. */
+static tb_status serve(const char *url, const char *token, int64_t wait_ms, const sigset_t *ends,
+                       tb__store_server **out) {
+    const struct timespec nap = {.tv_nsec = RETRY_MS * 1000000};
+    int64_t deadline_ms = tb__now_ms() + wait_ms;
+    tb_status status;
+    bool has_told = false;
+    while ((status = tb__store_server_start(url, token, out)) == TB_CONFLICT && tb__now_ms() < deadline_ms) {
+        if (!has_told)
+            tool_fail(TOOL_OK, "%s; waiting until it ends", tb_error_detail());
+        has_told = true;
+        if (sigtimedwait(ends, NULL, &nap) > 0)
+            return TB_CANCELLED;
+    }
+    return status;
+}
+
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     char token[TB__STORE_MAX_TOKEN + 3] = "";
+    int64_t wait_ms = 0;
     if (!value[LISTEN])
         return tool_fail(TOOL_BAD_INPUT, "--listen is missing");
     if (value[TOKEN_FILE]) {
         int exit_status = read_token(value[TOKEN_FILE], token, sizeof token);
+        if (exit_status != TOOL_OK)
+            return exit_status;
+    }
+    if (value[WAIT]) {
+        int exit_status = read_wait(value[WAIT], &wait_ms);
         if (exit_status != TOOL_OK)
             return exit_status;
     }
@@ -53,7 +91,9 @@ static int run(const tb__config *config, const char *const *value) {
     sigaddset(&ends, SIGINT);
     sigprocmask(SIG_BLOCK, &ends, NULL);
     tb__store_server *server;
-    tb_status status = tb__store_server_start(value[LISTEN], token, &server);
+    tb_status status = serve(value[LISTEN], token, wait_ms, &ends, &server);
+    if (status == TB_CANCELLED)
+        return TOOL_OK;
     if (status != TB_OK)
         return tool_fail_status(status);
     tb__text out = {0};
@@ -68,13 +108,15 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_store = {
     .name = "store",
     .summary = "serve the store through which processes meet",
-    .usage = "--listen URL [--token-file FILE]",
+    .usage = "--listen URL [--token-file FILE] [--wait SECONDS]",
     .details =
         "Processes that are given the same URL meet there. Without this command the first of them serves the store,\n"
         "and another one when that has ended. What is in the store is kept in memory only; processes that lose it\n"
         "write what concerns them again when it is back.\n\n"
         "Prints \"serving URL\" once it does, and runs until SIGTERM or SIGINT. A Unix socket is for the same user "
         "only.\n"
+        "If another process serves there, for one because it took the place of a store that had ended, this fails, or\n"
+        "with --wait says so and waits for its end.\n"
         "A namespace in the URL means nothing here. etcd needs no such process: give etcd://host:port to all.\n",
     .options = options,
     .run = run,

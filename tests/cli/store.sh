@@ -47,12 +47,47 @@ wait "$pid" 2>/dev/null
 serve --listen "unix:$tmp/bus.sock"
 ended TERM
 
+# one that waits says so, and takes the place of the first when that has ended; or ends itself when it is told to
+serve --listen "unix:$tmp/bus.sock"
+first=$pid
+"$TENSORBUS" store --listen "unix:$tmp/bus.sock" --wait 600 >"$tmp/out2" 2>"$tmp/err2" </dev/null &
+second=$!
+"$TENSORBUS" store --listen "unix:$tmp/bus.sock" --wait 600 >"$tmp/out3" 2>"$tmp/err3" </dev/null &
+third=$!
+for file in err2 err3; do
+    tries=0
+    while [ ! -s "$tmp/$file" ] && [ "$tries" -lt 600 ]; do
+        sleep 0.1
+        tries=$((tries + 1))
+    done
+    grep -q '^tensorbus store: .*another process serves it; waiting' "$tmp/$file" || fail "it does not say that it waits"
+done
+kill -s TERM "$third"
+wait "$third"
+status=$?
+expect_status 0 'a store that waits, after SIGTERM'
+{ [ -s "$tmp/out2" ] || [ -s "$tmp/out3" ]; } && fail 'it serves although another one does'
+pid=$first
+ended TERM
+tries=0
+while [ ! -s "$tmp/out2" ] && [ "$tries" -lt 600 ]; do
+    sleep 0.1
+    tries=$((tries + 1))
+done
+[ "$(cat "$tmp/out2")" = "serving unix:$tmp/bus.sock" ] || fail "the one that waited does not serve: $(cat "$tmp/err2")"
+run store --listen "unix:$tmp/bus.sock" --wait 1
+expect_status 1 'a store that has waited in vain'
+: >"$err"
+pid=$second
+ended TERM
+
 printf 'open sesame\nnot this\n' >"$tmp/token"
 serve --listen tcp://127.0.0.1:0 --token-file "$tmp/token"
 printed '^serving tcp://127\.0\.0\.1:[1-9][0-9]*$'
 ended TERM
 
 refused '--listen is missing' store
+refused '--wait takes a number from 0 .* not .soon.' store --listen "unix:$tmp/s" --wait soon
 refused "store 'etcd://h:1' is neither" store --listen etcd://h:1
 refused "is neither" store --listen bus.sock
 refused 'no port at its end' store --listen tcp://localhost
