@@ -130,6 +130,10 @@ static void errors_say_where(void **state) {
     tb__fail(TB_IO, "no such %s", "file") == TB_IO ? (void)0 : fail();
     assert_int_equal(tb__fail_within(TB_IO, "line %d", 7), TB_IO);
     assert_string_equal(tb_error_detail(), "line 7: no such file");
+    assert_int_equal(tb__fail(TB_INVALID, "'%s'", "\x1b[2J\n\x7f\xc2\x9b\xc3\xa9"), TB_INVALID);
+    assert_string_equal(tb_error_detail(), "'?[2J ???\xc3\xa9'");
+    assert_int_equal(tb__fail_within(TB_INVALID, "\r%d", 7), TB_INVALID);
+    assert_string_equal(tb_error_detail(), " 7: '?[2J ???\xc3\xa9'");
     for (int s = 0; s > -8; s--)
         assert_true(strlen(tb_status_string((tb_status)s)) > 0);
 }

@@ -1,5 +1,6 @@
 /* The log: one sink for the process, set by the host program. */
 #include "base/log.h"
+#include "base/text.h"
 
 #include <pthread.h>
 #include <stdarg.h>
@@ -27,6 +28,7 @@ void tb__log(tb_log_level level, const char *format, ...) {
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
+    tb__text_tame(line);
     pthread_mutex_lock(&lock);
     if (sink)
         sink(sink_arg, level, line);

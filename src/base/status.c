@@ -1,5 +1,6 @@
 /* Status codes, the thread's error sentence, the version. */
 #include "base/error.h"
+#include "base/text.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -54,11 +55,13 @@ tb_status tb_error_set(tb_status status, const char *sentence) {
     return status;
 }
 
+/* Names in sentences come from anywhere, and sentences go to terminals and logs. */
 void tb__set_detail(const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(detail, sizeof detail, format, args);
     va_end(args);
+    tb__text_tame(detail);
 }
 
 void tb__prefix_detail(const char *format, ...) {
@@ -70,4 +73,5 @@ void tb__prefix_detail(const char *format, ...) {
     vsnprintf(prefix, sizeof prefix, format, args);
     va_end(args);
     snprintf(detail, sizeof detail, "%s: %.*s", prefix, DETAIL_SIZE - (int)sizeof prefix - 3, inner);
+    tb__text_tame(detail);
 }

@@ -55,6 +55,15 @@ bool tb__is_utf8(const char *string) {
     return true;
 }
 
+void tb__text_tame(char *string) {
+    for (unsigned char *s = (unsigned char *)string; *s; s++) {
+        if (s[0] == 0xC2 && s[1] >= 0x80 && s[1] < 0xA0) /* U+0080 to U+009F: terminals obey these, too */
+            s[0] = s[1] = '?';
+        else if (*s < 0x20 || *s == 0x7F)
+            *s = isspace(*s) ? ' ' : '?';
+    }
+}
+
 void tb__text_add_json(tb__text *text, const char *string) {
     tb__text_add(text, "\"");
     for (const char *s = string; *s;) {

@@ -14,6 +14,7 @@ typedef struct tb__text {
 void tb__text_add(tb__text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void tb__text_add_json(tb__text *text, const char *string); /* a JSON string; what is not UTF-8 becomes ? */
 bool tb__is_utf8(const char *string);
+void tb__text_tame(char *string);        /* white space becomes a blank, other control characters become ? */
 int tb__utf8_length(const char *string); /* of the character that it begins with; 0 if that is no UTF-8 */
 void tb__text_fini(tb__text *text);
 

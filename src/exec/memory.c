@@ -335,6 +335,10 @@ static tb_status map_foreign(int fd, tb__arena_file *out) {
     int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
         return tb__fail(TB_DENIED, "the memory is no memfd that is sealed against shrinking");
+    if (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE))
+        return tb__fail(TB_DENIED, "the memory is sealed against writing");
+    if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR)
+        return tb__fail(TB_DENIED, "the memory's descriptor was not opened for reading and writing");
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
     *out = (tb__arena_file){.nbytes = (size_t)info.st_size};

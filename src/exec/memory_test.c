@@ -474,6 +474,17 @@ static void adopted_memory(void **state) {
     int fd = memfd_create("not-sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_true(fd >= 0 && ftruncate(fd, 4096) == 0);
     assert_int_equal(tb__memory_adopt(fd, &base, &nbytes), TB_DENIED);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    int reader = open(path, O_RDONLY | O_CLOEXEC);
+    assert_true(reader >= 0);
+    assert_int_equal(tb__memory_adopt(reader, &base, &nbytes), TB_DENIED);
+    assert_non_null(strstr(tb_error_detail(), "was not opened for reading and writing"));
+    close(reader);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), 0);
+    assert_int_equal(tb__memory_adopt(fd, &base, &nbytes), TB_DENIED);
+    assert_non_null(strstr(tb_error_detail(), "is sealed against writing"));
     close(fd);
     assert_int_equal(tb__memory_adopt(STDERR_FILENO, &base, &nbytes), TB_DENIED);
 }

@@ -72,6 +72,19 @@ try:
         check(sent["version"] == received["version"] == version, f"versions: {sent} {received}")
         check(memory_b[:] == values, f"version {version} is not what was sent")
         check(not libc.sem_open(name.encode(), 0), "the semaphore's name is still there")
+
+    # Whoever waits is woken where the command made no sense, too; and what is no semaphore harms nobody.
+    name = f"/tensorbus-raw-{os.getpid()}-wrong"
+    semaphore = libc.sem_open(name.encode(), os.O_CREAT | os.O_EXCL, 0o600, 0)
+    check(semaphore, "sem_open failed")
+    bad(b.call({"type": "Transfer", "batch_id": "b", "transfer_type": "sideways", "semaphore_name": name}), "sideways")
+    good(b.call(command("Inspect")))
+    check(libc.sem_trywait(ctypes.c_void_p(semaphore)) == 0, "the semaphore of a malformed command was not posted")
+    check(not libc.sem_open(name.encode(), 0), "the name of a malformed command's semaphore is still there")
+    with open(f"/dev/shm/sem.{name[1:]}", "xb") as file:
+        file.write(b"\xff" * 32)
+    good(b.call({**command("Inspect"), "semaphore_name": name}))
+    good(b.call(command("Inspect")))
     status = good(b.call(command("QueryStatus", batch_id="b", state_name="version")))
     check(status["version"] == 3, f"status: {status}")
     status = good(a.call(command("QueryStatus", batch_id="b", state_name="transfer_signal")))

@@ -78,6 +78,11 @@ static void test_nobody_there(void **state) {
     longer[sizeof longer - 1] = '\0';
     check_fails(tb_client_connect(longer, NULL, &c), TB_INVALID, "too long");
     check_fails(tb_client_connect(path, NULL, &c), TB_IO, "there is no socket");
+    check_fails(tb_client_connect("", NULL, &c), TB_INVALID, "is empty");
+    check_fails(tb_client_connect(folder, NULL, &c), TB_INVALID, "is a folder");
+    check_fails(tb_client_connect("/dev/null", NULL, &c), TB_INVALID, "is a file");
+    check_fails(tb_client_connect(path, &(tb_client_opts){.size = sizeof opts, .timeout_ms = -1}, &c), TB_INVALID,
+                "a timeout of -1 ms");
 
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     snprintf(name.sun_path, sizeof name.sun_path, "%s", path);
@@ -308,6 +313,12 @@ static void bad_calls(rank *r) {
     check(tb_client_batch_add(b, "p", "w", &t) != TB_OK);
     check_fails(tb_client_register(b, 0), TB_INVALID, "has no tensors");
     check_fails(tb_client_transfer(b, true, NULL), TB_INVALID, "there is no batch 'step'");
+    check_fails(tb_client_batch_remove_pair(b, "p"), TB_INVALID, "pair 'p' is not in batch 'step'");
+    check_fails(tb_client_init_pair(c, "q", other_group(r), "mesh=1 place=R", -1), TB_INVALID, "a timeout of -1 ms");
+    check_fails(tb_client_transfer(b, true,
+                                   &(tb_client_transfer_opts){
+                                       .size = sizeof(tb_client_transfer_opts), .timeout_ms = -5, .no_wait = true}),
+                TB_INVALID, "a timeout of -5 ms");
     tb_client_batch_destroy(b);
     tb_transform transform = {0};
     tb_batch_opts opts = {.size = sizeof opts, .transform = &transform};
@@ -320,6 +331,7 @@ static void bad_calls(rank *r) {
     check(raw_call(&other, &pair).status == TB_OK);
     post_register(&other, (void *)16); // NOLINT(performance-no-int-to-ptr)
     check(raw_reply(&other, &reply) && reply.status == TB_INVALID && strstr(reply.message, "run past"));
+    check(strncmp(reply.message, "tensor 'w': ", 12) == 0); /* also where the sentence has its letters */
     raw_close(&other);
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
     t = (tb_tensor){.data = pairs, .dtype = TB_U32, .ndim = 1, .shape = {2}};
@@ -333,6 +345,7 @@ static void bad_calls(rank *r) {
     b = new_batch(c, "step", is_a(r) ? &number : page);
     check_ok(tb_client_register(b, 0));
     check_fails(tb_client_register(b, 0), TB_REFUSED, "has been registered already");
+    check_fails(tb_client_batch_remove_pair(b, "q"), TB_INVALID, "pair 'q' is not in batch 'step'");
     if (is_a(r))
         (void)tb_client_transfer(b, true, NULL); /* whether it hears of it in time is not said */
     else

@@ -139,6 +139,15 @@ static tb_status find_encoded(filling *f, const tb__tensor_payload *p, const tb_
     return find_memory(f, &p->scale, "its scale has", size.scale_nbytes, NULL, (char **)&t->scale);
 }
 
+/* Where the stored tensor is, and its layout, which is to be freed. */
+static tb_status locate(filling *f, const tb__tensor_payload *p, tb_tensor *t, char **layout) {
+    tb_shape local;
+    f->nbytes = 0;
+    TB_TRY(get_local(f, p, &local));
+    TB_TRY(p->encode ? find_encoded(f, p, &local, t) : find_plain(f, p, &local, t));
+    return p->layout ? tb_layout_format(p->layout, layout) : TB_OK;
+}
+
 static tb_status add(filling *f, const tb__tensor_payload *p) {
     tb_tensor t = {.dtype = p->dtype,
                    .ndim = p->shape.ndim,
@@ -148,16 +157,13 @@ static tb_status add(filling *f, const tb__tensor_payload *p) {
                    .view = p->view,
                    .encode = p->encode,
                    .scale_group = p->scale_group};
-    tb_shape local;
     char *layout = NULL;
     memcpy(t.shape, p->shape.dim, sizeof t.shape);
-    f->nbytes = 0;
-    TB_TRY(get_local(f, p, &local));
-    TB_TRY(p->encode ? find_encoded(f, p, &local, &t) : find_plain(f, p, &local, &t));
-    if (p->layout)
-        TB_TRY(tb_layout_format(p->layout, &layout));
+    tb_status status = locate(f, p, &t, &layout);
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s'", p->name);
     t.layout = layout;
-    tb_status status = tb_batch_add(f->batch, f->share->held, p->name, &t);
+    status = tb_batch_add(f->batch, f->share->held, p->name, &t); /* whose sentences name it */
     free(layout);
     if (status != TB_OK)
         return status;
@@ -193,8 +199,7 @@ static tb_status add_all(filling *f) {
             return tb__fail_within(status, "tensor %zu", i);
         status = add(f, &p);
         tb_layout_destroy(p.layout);
-        if (status != TB_OK)
-            return strstr(tb_error_detail(), p.name) ? status : tb__fail_within(status, "tensor '%.100s'", p.name);
+        TB_TRY(status);
     }
     const agent_batch *b = f->job->batch;
     for (size_t i = 0; i < b->shares.count; i++) {

@@ -204,8 +204,13 @@ tb_status tb__client_post(tb_client *c, const tb__message *message, const int *f
     return status;
 }
 
+tb_status tb__client_check_timeout(int timeout_ms) {
+    return timeout_ms >= 0 ? TB_OK : tb__fail(TB_INVALID, "a timeout of %d ms; it can't be negative", timeout_ms);
+}
+
 tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
                           const char *what, tb__client_reply **out) {
+    TB_TRY(tb__client_check_timeout(timeout_ms));
     int64_t deadline_ms = tb__now_ms() + (timeout_ms ? timeout_ms : c->timeout_ms) + GRACE_MS;
     uint64_t seq;
     tb__client_reply *reply;
@@ -226,9 +231,20 @@ tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, si
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
+/* The system says the same of a socket that nobody listens at and of what is no socket. */
+static tb_status refused(const char *path) {
+    struct stat info;
+    if (stat(path, &info) == 0 && !S_ISSOCK(info.st_mode))
+        return tb__fail(TB_INVALID, "%s is %s, and no agent's socket", path,
+                        S_ISDIR(info.st_mode) ? "a folder" : "a file");
+    return tb__fail(TB_IO, "nobody listens at %s: the agent has ended", path);
+}
+
 /* Says whether the socket is missing, refused, or silent. */
 static tb_status connect_to(const tb_client *c, int fd, int64_t deadline_ms) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
+    if (!*c->path)
+        return tb__fail(TB_INVALID, "the path of the agent's socket is empty");
     if (strlen(c->path) >= sizeof name.sun_path)
         return tb__fail(TB_INVALID, "the path of the agent's socket is too long: %.120s", c->path);
     memcpy(name.sun_path, c->path, strlen(c->path) + 1);
@@ -241,7 +257,7 @@ static tb_status connect_to(const tb_client *c, int fd, int64_t deadline_ms) {
         if (errno == ENOENT)
             return tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path);
         if (errno == ECONNREFUSED)
-            return tb__fail(TB_IO, "nobody listens at %s: the agent has ended", c->path);
+            return refused(c->path);
         if (errno == EACCES || errno == EPERM)
             return tb__fail(TB_DENIED, "the socket %s is another user's", c->path);
         if (errno != EAGAIN && errno != EINTR)
@@ -289,6 +305,7 @@ static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_m
 tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out) {
     tb_client_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    TB_TRY(tb__client_check_timeout(o.timeout_ms));
     int64_t deadline_ms = tb__now_ms() + (o.timeout_ms ? o.timeout_ms : CONNECT_MS);
     tb_client *c = tb__calloc(1, sizeof *c);
     if (!c)

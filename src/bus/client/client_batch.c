@@ -295,7 +295,11 @@ static void forget_tensors(tb_client_batch *b, const char *pair) {
 
 tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name, .pair_name = pair};
-    bool is_there = has_pair(b, pair);
+    bool is_there = has_pair(b, pair), is_new = false;
+    for (size_t i = b->nregistered; i < b->tensors.count; i++)
+        is_new |= strcmp(b->tensors.item[i].pair, pair) == 0;
+    if (!is_there && !is_new)
+        return tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->name);
     if (is_there || b->may_be_registered) {
         tb_status status = tb__client_call(b->client, &message, NULL, 0, 0, "removed the pair", NULL);
         if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may have it after all */
