@@ -688,10 +688,11 @@ typedef struct tb_transfer_opts {
  * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed.
  *
  * With TB_SHADOW a rank whose data is there can't go back on its own: what ends the transfer from then on, be it a
- * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer within a few
- * seconds fails with TB_IN_DOUBT: its tensors have the version before, but others of its group may have the new one.
- * The batch is neither sent nor received then until the next of these calls has found out; if it was committed, that
- * call copies it into the tensors, without holding it back. */
+ * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer before its
+ * deadline, or in a few seconds if that is later, fails with TB_IN_DOUBT: its tensors have the version before, but
+ * others of its group may have the new one. So do those who sent to it, by its name, for whom that is an end as any
+ * other. For the receiver the batch is neither sent nor received then until the next of these calls has found out; if
+ * it was committed, that call copies it into the tensors, without holding it back. */
 TB_API tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out);
 

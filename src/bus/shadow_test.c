@@ -480,6 +480,7 @@ static void doubts(rank *r) {
     const stopping *stop = r->scene->shared;
     setup s;
     tb_transfer_opts soon = {.size = sizeof soon, .timeout_ms = SOON_MS};
+    tb_transfer_opts later = {.size = sizeof later, .timeout_ms = 5000};
     tb_transfer *t = NULL;
     set_up(r, &s, "mesh=1 place=R", "mesh=2 place=S0", 8, 6, &shadow_opts);
     move(r, &s, 1);
@@ -491,13 +492,16 @@ static void doubts(rank *r) {
         check(waitpid(*stop->server, &status, WUNTRACED) == *stop->server && WIFSTOPPED(status));
     }
     meet(r);
-    t = begin(r, &s);
     if (is_a(r)) {
+        t = begin(r, &s);
         check_ok(tb_wait(t, TB_RELEASED, -1));
         check_fails(tb_wait(t, TB_COMMITTED, SOON_MS), TB_TIMEOUT, "to commit");
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_IN_DOUBT, "): whether version 2 of batch 'step'");
     } else {
+        /* the lead asks by itself, until its deadline */
+        check_ok(tb_recv(s.batch, r->index == 0 ? &later : NULL, &t));
         check_ok(tb_wait(t, TB_ARRIVED, -1));
-        if (r->index == 1) /* the lead asks by itself */
+        if (r->index == 1)
             tb_cancel(t);
         check_fails(tb_wait(t, TB_COMMITTED, -1), TB_IN_DOUBT, "version 2 of batch 'step'");
         check(part_holds(&s.w, 1));

@@ -1,4 +1,5 @@
-/* Worlds whose store is killed: what is set up goes on, and new pairs can be made afterwards. */
+/* Worlds whose store is killed: what is set up goes on, and new pairs can be made afterwards. Shadows are decided in
+ * the store that is there. */
 #include "bus/bus_test.h"
 
 #include "bus/store/server.h"
@@ -162,6 +163,31 @@ static void lose_while_prepared(rank *r) {
     tear_down(&s);
 }
 
+/* The store is silent for longer than a question waits for its answer, and there is time to ask again. */
+static void wait_while_silent(rank *r) {
+    const victim *v = r->scene->shared;
+    setup s = {0};
+    set_up(r, &s, "mesh=2 place=S0", "mesh=2 place=S1", 32, 24, &shadow_opts);
+    commit(r, &s, 1);
+    meet(r);
+    if (is_killer(r)) {
+        int status;
+        check(kill(v->pid, SIGSTOP) == 0);
+        check(waitpid(v->pid, &status, WUNTRACED) == v->pid && WIFSTOPPED(status));
+    }
+    meet(r);
+    tb_transfer *t = begin(r, &s, 2);
+    if (is_killer(r)) {
+        check_fails(tb_wait(t, TB_COMMITTED, 4000), TB_TIMEOUT, "to commit");
+        check(kill(v->pid, SIGCONT) == 0);
+    }
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    check(part_holds(&s.w, 2));
+    tb_transfer_destroy(t);
+    change_store(r);
+    tear_down(&s);
+}
+
 /* ---- Scenes ----------------------------------------------------------------------------------------------------- */
 
 static void run_with_server(void (*body)(rank *r), int delay_ms) {
@@ -193,10 +219,16 @@ static void between_the_prepared(void **state) {
     run_with_server(lose_while_prepared, 0);
 }
 
+static void while_silent(void **state) {
+    (void)state;
+    run_with_server(wait_while_silent, 0);
+}
+
 int main(int argc, char **argv) {
     if (argc == 2)
         return serve(argv[1]);
     const struct CMUnitTest tests[] = {cmocka_unit_test(during_transfers), cmocka_unit_test(during_set_up),
-                                       cmocka_unit_test(between_shadows), cmocka_unit_test(between_the_prepared)};
+                                       cmocka_unit_test(between_shadows), cmocka_unit_test(between_the_prepared),
+                                       cmocka_unit_test(while_silent)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -121,7 +121,7 @@ static void fail_late(tb_transfer *t) {
         char waits[TB__WHY_MAX];
         if (!t->parts[i].flow || !leg_of(t, i)->is_under_way)
             continue;
-        leg_of(t, i)->may_proceed = true;
+        leg_of(t, i)->may_proceed = leg_of(t, i)->is_late = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
         tb__flow_abort(t->parts[i].flow, t->is_send,
                        tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s",

@@ -127,15 +127,22 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
     tb__engine_unlock(flow->o.engine);
 }
 
+void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, tb_status status, const char *why) {
+    tb__pack pack = {0};
+    if (position == flow->self) {
+        tb__flow_note_abort(flow, attempt, status, why);
+        return;
+    }
+    tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
+    tb__pack_u32(&pack, (uint32_t)-status);
+    tb__pack_string(&pack, why);
+    tb__flow_send_message(flow, &flow->members[position], &pack);
+}
+
 static void tell_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (i == flow->self)
-            continue;
-        tb__pack pack = {0};
-        tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
-        tb__pack_u32(&pack, (uint32_t)-status);
-        tb__pack_string(&pack, why);
-        tb__flow_send_message(flow, &flow->members[i], &pack);
+        if (i != flow->self)
+            tb__flow_tell_abort(flow, i, attempt, status, why);
     }
 }
 
@@ -432,14 +439,15 @@ static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__u
     if (!tb__unpack_is_done(message) || code == 0 || code > 64)
         return false;
     char sentence[TB__WHY_MAX];
-    if ((tb_status) - (int)code == TB_TIMEOUT) /* which says who was waited for, but not by whom */
+    tb_status status = (tb_status) - (int)code;
+    if (status == TB_TIMEOUT || status == TB_IN_DOUBT) /* which says who was waited for, or why, but not by whom */
         snprintf(sentence, sizeof sentence, "%s: %s", from->peer->label, why);
     else
         snprintf(sentence, sizeof sentence, "%s", why);
     if (attempt == 0)
-        break_flow(flow, tb__fail((tb_status) - (int)code, "%s", sentence), false);
+        break_flow(flow, tb__fail(status, "%s", sentence), false);
     else
-        tb__flow_note_abort(flow, attempt, (tb_status) - (int)code, sentence);
+        tb__flow_note_abort(flow, attempt, status, sentence);
     return true;
 }
 

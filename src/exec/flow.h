@@ -51,7 +51,7 @@ typedef struct tb__gather {
 
 typedef enum tb__verdict { TB__VERDICT_NONE, TB__VERDICT_COMMIT, TB__VERDICT_ABORT } tb__verdict;
 
-/* How shadowed receives are decided. Only the lead ever proposes to commit, and once for an attempt. */
+/* How shadowed receives are decided. Only the lead ever proposes to commit. */
 typedef struct tb__shadow {
     bool is_used;          /* otherwise nothing of this counts */
     const bool *is_engine; /* by position: who has to be prepared; borrowed */
@@ -154,6 +154,7 @@ typedef struct tb__leg {
     bool is_released, is_arrived, is_committed;
     bool holds;       /* a shadowed receive that is decided waits until it ... */
     bool may_proceed; /* ... may, or is cancelled: a loss changes nothing any more */
+    bool is_late;     /* its deadline is over */
     bool is_decided;  /* it waits, or has waited, for that */
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
+enum { ASK_AGAIN_MS = 100, LEADS_WORD_MS = 1000 };
+
 /* ---- Memory --------------------------------------------------------------------------------------------------- */
 
 /* Only ranks that receive need it. */
@@ -181,17 +183,21 @@ void tb__flow_give_up(tb__flow *flow, tb_status status) {
     tb__engine_wake(flow->o.engine);
 }
 
+/* For the reason in tb_error_detail. */
+static void leave_unanswered(tb__flow *flow, tb_status status) {
+    flow->unanswered = status;
+    snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+}
+
 void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__verdict verdict, tb_status reason,
                      const char *why) {
     if (attempt != flow->asked) /* it has ended otherwise, and the next one is under way */
         return;
     flow->awaits_answer = false;
-    if (status == TB_OK) {
+    if (status == TB_OK)
         take_verdict(flow, attempt, verdict, reason, why);
-    } else {
-        flow->unanswered = status;
-        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
-    }
+    else
+        leave_unanswered(flow, status);
     tb__engine_wake(flow->o.engine);
     tb__engine_signal(flow->o.engine);
 }
@@ -209,7 +215,8 @@ static tb_status say_doubt(const tb__flow *flow, uint64_t attempt, const char *w
                     tb__flow_number(flow, attempt), flow->what, why);
 }
 
-/* The rank keeps what it has, and does not say that it was given up: it may not have been. */
+/* The rank keeps what it has, and does not say to other receivers that it was given up: it may not have been. Those who
+ * fed it have nothing to wait for. */
 static void end_in_doubt(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     say_doubt(flow, leg->attempt, flow->unanswered_why);
@@ -218,6 +225,10 @@ static void end_in_doubt(tb__flow *flow) {
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
     flow->doubtful = leg->attempt;
     flow->is_prepared = false;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].is_feeder)
+            tb__flow_tell_abort(flow, i, leg->attempt, TB_IN_DOUBT, leg->why);
+    }
 }
 
 static void end_aborted(tb__flow *flow) {
@@ -283,45 +294,64 @@ static bool step_decided(tb__flow *flow) {
     return true;
 }
 
-/* Proposes what this rank is for, if it is for anything. */
+/* What this rank is for: TB_OK, to commit, or to abort, for this reason. */
+static tb_status choose(tb__flow *flow) {
+    bool tells;
+    if (flow->gives_up != TB_OK)
+        return tb__fail(flow->gives_up, "%s", flow->gives_up_why);
+    return tb__flow_find_reason(flow, false, &tells);
+}
+
+/* Proposes what this rank is for, if it is for anything. Nobody but the lead proposes to commit, so as long as it has
+ * not, its word is enough to abort. */
 static bool step_undecided(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
-    bool tells;
-    tb_status status = flow->gives_up;
-    if (status != TB_OK)
-        tb__set_detail("%s", flow->gives_up_why);
-    else
-        status = tb__flow_find_reason(flow, false, &tells);
+    bool has_the_word = is_lead(flow) && flow->asked != leg->attempt;
+    tb_status status = choose(flow);
+    if (status == TB_OK && (!is_lead(flow) || !all_are_prepared(flow)))
+        return false;
+    if (status == TB_OK && has_the_word)
+        status = check_stores(flow);
     char why[TB__WHY_MAX] = "";
     if (status != TB_OK)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    if (is_lead(flow)) {
-        if (status == TB_OK && !all_are_prepared(flow))
-            return false;
-        /* Nobody else proposes to commit, so as long as the lead has not, its word is enough to abort. */
-        if (status == TB_OK)
-            status = check_stores(flow);
-        if (status == TB_OK)
-            status = propose(flow, leg->attempt, TB__VERDICT_COMMIT, TB_OK, "");
-        if (status == TB_OK)
-            return true;
-        if (!*why)
-            snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb_status asking = TB_OK;
+    if (status == TB_OK || !has_the_word)
+        asking = propose(flow, leg->attempt, status == TB_OK ? TB__VERDICT_COMMIT : TB__VERDICT_ABORT, status, why);
+    if (asking != TB_OK && !has_the_word)
+        leave_unanswered(flow, asking);
+    else if (asking != TB_OK)
+        take_verdict(flow, leg->attempt, TB__VERDICT_ABORT, asking, tb_error_detail());
+    else if (status != TB_OK && has_the_word)
         take_verdict(flow, leg->attempt, TB__VERDICT_ABORT, status, why);
+    return true;
+}
+
+/* A store that is silent is asked until the deadline. One that has another in its place never answers any more, but the
+ * lead may be about to give up for all. */
+static bool step_unanswered(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    int64_t now_ms = tb__now_ms();
+    bool is_gone = flow->o.shadow.store_number(flow->o.shadow.arg) != flow->store_number;
+    bool is_over = leg->is_late || leg->is_cancelled || (is_gone && is_lead(flow));
+    if (!is_over && !leg->wake_ms) {
+        leg->wake_ms = now_ms + (is_gone ? LEADS_WORD_MS : ASK_AGAIN_MS);
         return true;
     }
-    if (status == TB_OK)
+    if (!is_over && now_ms < leg->wake_ms)
         return false;
-    status = propose(flow, leg->attempt, TB__VERDICT_ABORT, status, why);
-    if (status != TB_OK) {
-        flow->unanswered = status;
-        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+    leg->wake_ms = 0;
+    if (is_over || is_gone) {
+        end_in_doubt(flow);
+        return true;
     }
-    return true;
+    flow->unanswered = TB_OK;
+    return step_undecided(flow);
 }
 
 bool tb__flow_step_prepared(tb__flow *flow) {
     if (flow->verdict.attempt == flow->recv.attempt) {
+        flow->recv.wake_ms = 0;
         if (flow->verdict.verdict == TB__VERDICT_COMMIT)
             return step_decided(flow);
         end_aborted(flow);
@@ -329,11 +359,7 @@ bool tb__flow_step_prepared(tb__flow *flow) {
     }
     if (flow->awaits_answer)
         return false;
-    if (flow->unanswered != TB_OK) {
-        end_in_doubt(flow);
-        return true;
-    }
-    return step_undecided(flow);
+    return flow->unanswered != TB_OK ? step_unanswered(flow) : step_undecided(flow);
 }
 
 /* ---- Doubts ---------------------------------------------------------------------------------------------------- */

@@ -362,6 +362,9 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 /* A bucket is in staging memory, which goes over to the stash. */
 tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
 
+/* flow.c: tells one member, which may be this rank itself, that an attempt has ended for it. */
+void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, tb_status status, const char *why);
+
 /* flow_commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
 /* All of a shadowed receive is here. */
