@@ -871,7 +871,8 @@ TB_API tb_status tb_client_proceed(tb_client_batch *batch);
 
 typedef struct tb_client_status {
     char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
-    bool transfer_signal; /* a source is exposed, and not all have read it */
+    bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
+                           */
     uint64_t version;     /* the last that was completed; 0: none */
     uint64_t attempt;
     int64_t bytes_done, bytes_total;

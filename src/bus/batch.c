@@ -339,6 +339,18 @@ tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *versi
     return TB_OK;
 }
 
+bool tb__batch_is_offered(const tb_batch *batch) {
+    bool is_offered = false;
+    tb__engine_lock(batch->world->engine);
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        const tb__accord *accord = batch->accords.item[i];
+        const tb__flow *flow = accord->flows[!accord->pair->side];
+        is_offered |= flow && tb__flow_is_offered(flow);
+    }
+    tb__engine_unlock(batch->world->engine);
+    return is_offered;
+}
+
 void tb_batch_destroy(tb_batch *batch) {
     if (batch)
         tb__batch_unref(batch);

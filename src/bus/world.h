@@ -171,6 +171,8 @@ void tb__batch_unref(tb_batch *batch); /* without the lock */
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
 /* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
+/* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */
+bool tb__batch_is_offered(const tb_batch *batch);
 /* As tb_cancel, but does not wait for the end. */
 void tb__transfer_give_up(tb_transfer *transfer);
 

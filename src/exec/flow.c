@@ -186,6 +186,13 @@ uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt) {
     return attempt; /* of one that nobody has begun */
 }
 
+bool tb__flow_is_offered(const tb__flow *flow) {
+    bool is_offered = flow->recv.is_under_way && flow->recv.attempt && !flow->recv.is_arrived;
+    for (uint64_t i = flow->last_received + 1; i <= flow->started && !is_offered; i++)
+        is_offered = !find_abort(flow, i);
+    return is_offered && flow->broken == TB_OK;
+}
+
 static uint64_t *last_of(tb__flow *flow, bool is_send) {
     return is_send ? &flow->last_sent : &flow->last_received;
 }

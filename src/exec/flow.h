@@ -172,6 +172,9 @@ tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
  * send, that of the rank which issues numbers. It grows from one to the next. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
 
+/* Whether senders have begun a transfer that this rank has not received yet, and that was not given up. */
+bool tb__flow_is_offered(const tb__flow *flow);
+
 /* What an attempt is called; 0: it has not begun. */
 uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
 

@@ -403,7 +403,8 @@ void tb__agent_query(agent_job *job) {
                                 : is_send  ? "sending"
                                            : "receiving"};
     if (is_asked(asked, TB__STATE_TRANSFER_SIGNAL))
-        r->transfer_signal = tb__some_bool(send.attempt && !(send.events & TB_RELEASED));
+        r->transfer_signal = tb__some_bool((send.attempt && !(send.events & TB_RELEASED)) ||
+                                           (b->batch && !b->is_changing && tb__batch_is_offered(b->batch)));
     if (is_asked(asked, TB__STATE_PROGRESS)) {
         r->bytes_done = tb__some_uint((uint64_t)state.bytes_done);
         r->bytes_total = tb__some_uint((uint64_t)state.bytes_total);

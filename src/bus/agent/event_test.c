@@ -371,7 +371,11 @@ static void both_ways(rank *r) {
         check(holds(&l, 2));
     } else {
         meet(r);
+        await_signal(&l); /* there is something to receive */
         check_ok(tb_client_transfer(l.batch, false, NULL));
+        tb_client_status status;
+        check_ok(tb_client_query(l.batch, &status));
+        check(!status.transfer_signal);
         check(holds(&l, 1));
         meet(r);
         fill(&l, 2);

@@ -129,7 +129,7 @@ static const tb__field reply[] = {
     FIELD("attempt", MAYBE_UINT, OPTION, attempt, ABOUT("the number that the senders gave the transfer")),
     FIELD("bytes", MAYBE_UINT, OPTION, bytes, ABOUT("what the transfer moved here")),
     FIELD("seconds", MAYBE_FLOAT, OPTION, seconds, ABOUT("how long it took")),
-    FIELD("transfer_signal", MAYBE_BOOL, OPTION, transfer_signal, ABOUT("a source is READY and not DONE")),
+    FIELD("transfer_signal", MAYBE_BOOL, OPTION, transfer_signal, ABOUT("a source is READY and not DONE: this one, or one that this rank receives from")),
     FIELD("bytes_done", MAYBE_UINT, OPTION, bytes_done, ABOUT("progress of the transfer under way, or of the last")),
     FIELD("bytes_total", MAYBE_UINT, OPTION, bytes_total, ABOUT("of how many")),
     FIELD("groups_done", MAYBE_UINT, OPTION, groups_done, MAX(UINT32_MAX), ABOUT("groups of tensors that are done")),
