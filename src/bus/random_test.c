@@ -22,7 +22,7 @@
 
 #include <cmocka.h>
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { USUAL_CASES = 150, HOSTS_CASES = 100 };
 #else
 enum { USUAL_CASES = 500, HOSTS_CASES = 200 };
