@@ -19,8 +19,10 @@ static ucx_functions ucx;
 static char failure[256]; /* empty: it is loaded */
 
 /* What it would print goes to our log, one step less urgent: a peer that is gone is an error to it, to us an event. */
-static ucs_log_func_rc_t to_our_log(const char *file, unsigned line, const char *function, ucs_log_level_t level,
-                                    const ucs_log_component_config_t *component, const char *message, va_list ap) {
+static __attribute__((format(printf, 6, 0))) ucs_log_func_rc_t to_our_log(const char *file, unsigned line,
+                                                                          const char *function, ucs_log_level_t level,
+                                                                          const ucs_log_component_config_t *component,
+                                                                          const char *message, va_list ap) {
     (void)function;
     (void)component;
     char text[512];
