@@ -166,13 +166,11 @@ static bool has_long_runs(const tb__flow *flow, const lane *l, const member *m) 
             const place *p = tb__member_place(m, chunk->tensor);
             if (!p)
                 return false;
-            int64_t run = 1;
-            for (int d = chunk->ndim; d-- > 0 && (p->strides[d] == run || chunk->len[d] == 1);)
-                run *= chunk->len[d];
+            int outer;
+            int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
             tb_dtype dtype = flow->tensors[chunk->tensor].spec.src_dtype;
             int64_t nbytes = tb__dtype_bytes(dtype, run);
-            bool is_all = run == chunk->nbytes * 8 / tb_dtype_bits(chunk->wire_dtype);
-            if (!p->map && !is_all && nbytes < LEAST_RUN)
+            if (!p->map && outer > 0 && nbytes < LEAST_RUN)
                 return false;
         }
     }

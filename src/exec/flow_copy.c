@@ -38,7 +38,23 @@ size_t tb__box_offset(const tb_binding *binding, const tb_box *box) {
     return (size_t)distance(binding->dtype, element_offset(binding->strides, binding->shape.ndim, box->start));
 }
 
-static char *binding_at(const tb_binding *b, const int64_t *start) {
+int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer) {
+    int64_t run = 1;
+    int d = ndim;
+    while (d > 0 && (strides[d - 1] == run || len[d - 1] == 1))
+        run *= len[--d];
+    *outer = d;
+    return run;
+}
+
+void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index) {
+    for (int i = outer; i-- > 0;) {
+        index[i] = start[i] + n % len[i];
+        n /= len[i];
+    }
+}
+
+char *tb__binding_at(const tb_binding *b, const int64_t *start) {
     return (char *)b->base + b->offset + distance(b->dtype, element_offset(b->strides, b->shape.ndim, start));
 }
 
@@ -48,7 +64,7 @@ bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk) {
         return false;
     if (chunk->source != flow->o.rank || !chunk->is_target || chunk->ncontributors > 0 ||
         t->src.dtype != t->dst.dtype || chunk->wire_dtype != t->src.dtype ||
-        binding_at(&t->src, chunk->src.start) != binding_at(&t->dst, chunk->dst.start))
+        tb__binding_at(&t->src, chunk->src.start) != tb__binding_at(&t->dst, chunk->dst.start))
         return false;
     for (int d = 0; d < chunk->ndim; d++) {
         if (chunk->len[d] > 1 && t->src.strides[d] != t->dst.strides[d])
@@ -183,20 +199,13 @@ static void row_major(const tb_chunk *chunk, const int64_t *len, int64_t *stride
 
 static bool add_ranges(slice *s, const place *p, tb_dtype dtype, const block *b, const int64_t *start) {
     const tb_chunk *chunk = b->chunk;
-    int64_t run = 1;
-    int d = chunk->ndim;
-    while (d > 0 && (p->strides[d - 1] == run || b->len[d - 1] == 1))
-        run *= b->len[--d];
-    int64_t count = 1, index[TB_MAX_DIMS];
-    for (int i = 0; i < d; i++)
+    int outer;
+    int64_t run = tb__box_run(chunk->ndim, b->len, p->strides, &outer), count = 1, index[TB_MAX_DIMS];
+    for (int i = 0; i < outer; i++)
         count *= b->len[i];
     memcpy(index, start, sizeof index);
     for (int64_t n = 0; n < count; n++) {
-        int64_t rest = n;
-        for (int i = d; i-- > 0;) {
-            index[i] = start[i] + rest % b->len[i];
-            rest /= b->len[i];
-        }
+        tb__box_run_start(n, outer, b->len, start, index);
         int64_t offset = (int64_t)p->offset + distance(dtype, element_offset(p->strides, chunk->ndim, index));
         if (!tb__vec_push(&s->ranges, (tb_range){(size_t)offset, (size_t)tb__dtype_bytes(dtype, run)}))
             return false;
@@ -222,7 +231,7 @@ static char *locate(tb__flow *flow, slice *s, const end *e, const block *b, int6
     if (e->kind == END_SOURCE || e->kind == END_TARGET) {
         const tb_binding *binding = e->kind == END_SOURCE ? &t->src : &t->dst;
         memcpy(strides, binding->strides, sizeof binding->strides);
-        return binding_at(binding, start);
+        return tb__binding_at(binding, start);
     }
     if (e->kind == END_BUCKET || e->kind == END_RAW) {
         row_major(chunk, chunk->len, strides);
@@ -469,13 +478,13 @@ tb_status tb__flow_take_snapshot(tb__flow *flow) {
             return TB_NO_MEMORY;
         if (count == 0)
             continue;
-        *src = binding_at(live, (int64_t[TB_MAX_DIMS]){0});
+        *src = tb__binding_at(live, (int64_t[TB_MAX_DIMS]){0});
         memcpy(strides, live->strides, sizeof *strides);
         tb__copy copy = {.ndim = live->shape.ndim,
                          .nsrc = 1,
                          .src = src,
                          .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
-                         .dst = binding_at(to, (int64_t[TB_MAX_DIMS]){0}),
+                         .dst = tb__binding_at(to, (int64_t[TB_MAX_DIMS]){0}),
                          .src_dtype = live->dtype,
                          .wire_dtype = live->dtype,
                          .dst_dtype = live->dtype};

@@ -329,6 +329,11 @@ int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
 /* Whether both are the same elements of the same memory. */
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
 size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
+char *tb__binding_at(const tb_binding *binding, const int64_t *index);
+/* How many elements of a box lie together, one after the other; `outer` is how many dims count such runs. */
+int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer);
+/* Where the n-th run of a box that begins at `start` begins. */
+void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
 
 /* flow_group.c */
 tb_status tb__flow_count_groups(tb__flow *flow);

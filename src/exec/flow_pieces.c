@@ -11,32 +11,18 @@ enum { LEAST_MEAN_RUN = 2048 };
 
 typedef TB_VEC(tb_piece) pieces;
 
-static int64_t offset_of(const tb_binding *b, const int64_t *index) {
-    int64_t offset = 0;
-    for (int d = 0; d < b->shape.ndim; d++)
-        offset += index[d] * b->strides[d];
-    return offset * tb_dtype_bits(b->dtype) / 8;
-}
-
 /* The runs of a chunk, in the order of its elements. */
 static bool add_runs(const tb_chunk *chunk, const tb_binding *b, const int64_t *start, size_t most, pieces *out) {
-    int64_t run = 1, count = 1, index[TB_MAX_DIMS];
-    int d = chunk->ndim;
-    while (d > 0 && (b->strides[d - 1] == run || chunk->len[d - 1] == 1))
-        run *= chunk->len[--d];
-    for (int i = 0; i < d; i++)
+    int outer;
+    int64_t run = tb__box_run(chunk->ndim, chunk->len, b->strides, &outer), count = 1, index[TB_MAX_DIMS];
+    for (int i = 0; i < outer; i++)
         count *= chunk->len[i];
     if (out->count + (size_t)count > most || !tb__vec_reserve(out, (size_t)count))
         return false;
     memcpy(index, start, sizeof index);
     for (int64_t n = 0; n < count; n++) {
-        int64_t rest = n;
-        for (int i = d; i-- > 0;) {
-            index[i] = start[i] + rest % chunk->len[i];
-            rest /= chunk->len[i];
-        }
-        out->item[out->count++] =
-            (tb_piece){(char *)b->base + b->offset + offset_of(b, index), (size_t)tb__dtype_bytes(b->dtype, run)};
+        tb__box_run_start(n, outer, chunk->len, start, index);
+        out->item[out->count++] = (tb_piece){tb__binding_at(b, index), (size_t)tb__dtype_bytes(b->dtype, run)};
     }
     return true;
 }
