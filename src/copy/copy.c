@@ -24,9 +24,10 @@ void tb__copy_break(tb_copy *copy, tb_status status) {
 }
 
 static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status status, const char *why) {
-    if (run <= copy->aborted)
+    copy->aborted = run > copy->aborted ? run : copy->aborted;
+    if (!copy->is_running || run != copy->run || copy->is_given_up)
         return;
-    copy->aborted = run;
+    copy->is_given_up = true;
     copy->is_late = is_late;
     copy->abort_status = status;
     snprintf(copy->abort_why, sizeof copy->abort_why, "%s", why);

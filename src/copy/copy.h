@@ -47,8 +47,9 @@ struct tb_copy {
     /* Runs. */
     uint64_t run; /* the last one */
     bool is_running;
-    uint64_t aborted; /* the last one that was given up, and why */
-    bool is_late;     /* it was given up because this rank, perhaps among others, had not come */
+    uint64_t aborted; /* the last one that was given up; perhaps by others, who have finished the one under way */
+    bool is_given_up; /* the one under way; why: */
+    bool is_late;     /* this rank, perhaps among others, had not come */
     tb_status abort_status;
     char abort_why[TB__WHY_MAX];
 

@@ -315,7 +315,7 @@ static void look_at_legs(tb_copy *copy) {
     }
     if (!is_under_way) {
         copy->has_moved = true;
-    } else if (copy->aborted >= copy->run) {
+    } else if (copy->is_given_up) {
         fail(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
     } else if (tb__now_ms() >= copy->deadline_ms) {
         char waits[TB__WHY_MAX];

@@ -305,7 +305,7 @@ static bool has_all(void *arg) {
             w->is_gone = copy->all.is_gone[i];
         }
     }
-    return !w->missing || w->is_gone || copy->broken != TB_OK || copy->aborted >= copy->run;
+    return !w->missing || w->is_gone || copy->broken != TB_OK || copy->is_given_up;
 }
 
 static tb_status wait(tb_copy *copy, bool for_votes) {
@@ -313,7 +313,7 @@ static tb_status wait(tb_copy *copy, bool for_votes) {
     tb__engine_wait(copy->world->engine, has_all, &w, copy->deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
-    if (copy->aborted >= copy->run)
+    if (copy->is_given_up)
         return tb__fail(copy->abort_status, "%s", copy->abort_why);
     if (!w.missing)
         return TB_OK;
@@ -353,14 +353,13 @@ static tb_status agree(tb_copy *copy) {
  * their way to them: then it has come to the next one. */
 static tb_status run(tb_copy *copy) {
     tb_status status;
-    bool is_late;
     do {
         if (copy->broken != TB_OK)
             return tb__fail(copy->broken, "%s", copy->why);
         copy->run = (copy->aborted > copy->run ? copy->aborted : copy->run) + 1;
+        copy->is_given_up = false;
         status = agree(copy);
-        is_late = copy->aborted > copy->run || (copy->aborted == copy->run && copy->is_late);
-    } while (status != TB_OK && is_late);
+    } while (status != TB_OK && copy->is_given_up && copy->is_late);
     TB_TRY(status);
     TB_TRY(count_votes(copy));
     return tb__copy_move(copy);

@@ -423,6 +423,35 @@ static void a_rank_never_comes(void **state) {
     run_ranks(come_late, 3, 0, NULL);
 }
 
+/* One with nothing to do in a run goes on to the next and gives that up. It is not the others' run that it gave up. */
+static void run_ahead(rank *r) {
+    enum { N = 16 << 20 };
+    tb_copy *copy = open_service(r, NULL);
+    uint32_t *data = calloc(N, sizeof *data);
+    for (uint32_t round = 1; round <= 5; round++) {
+        tb_copy_view v = row(data, N);
+        for (size_t i = 0; i < N && r->index == 0; i++)
+            data[i] = (uint32_t)i * round;
+        if (r->index == 0)
+            send(copy, v, 1, round);
+        if (r->index == 1)
+            receive(copy, v, 0, round);
+        check_ok(tb_copy_run(copy, 0));
+        if (r->index == 2)
+            check_fails(tb_copy_run(copy, 1), TB_TIMEOUT, "has not come to run");
+        for (size_t i = 0; i < N && r->index == 1; i++)
+            check(data[i] == (uint32_t)i * round);
+        meet(r);
+    }
+    free(data);
+    tb_copy_close(copy);
+}
+
+static void a_rank_runs_ahead(void **state) {
+    (void)state;
+    run_ranks(run_ahead, 3, 0, NULL);
+}
+
 /* Nobody waits for a rank that has closed the service, but what it had a part in is good. */
 static void close_early(rank *r) {
     tb_copy *copy = open_service(r, NULL);
@@ -485,6 +514,7 @@ int main(void) {
         cmocka_unit_test(faults_fail_everywhere),
         cmocka_unit_test(misuse_is_refused),
         cmocka_unit_test(a_rank_never_comes),
+        cmocka_unit_test(a_rank_runs_ahead),
         cmocka_unit_test(a_rank_closes),
         cmocka_unit_test(a_rank_does_not_open),
     };
