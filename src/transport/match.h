@@ -1,24 +1,57 @@
-/* Who waits for what: entries found by (peer, tag), the oldest first. */
+/* Who waits: in a list, or in a table where entries are found by (peer, tag). The oldest comes first. */
 #ifndef TB_TRANSPORT_MATCH_H
 #define TB_TRANSPORT_MATCH_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* The first member of whatever waits. */
+/* The first member of whatever waits, in one list or table at a time. */
 typedef struct tb__waiter {
     struct tb__waiter *next;
     int32_t peer;
     uint64_t tag;
 } tb__waiter;
 
+/* Zero-initialised is empty, here and below. */
+typedef struct tb__waiters {
+    tb__waiter *first, **last; /* last: where the next one goes, unless it is empty */
+} tb__waiters;
+
+static inline void tb__waiters_add(tb__waiters *list, tb__waiter *w) {
+    if (!list->first)
+        list->last = &list->first;
+    w->next = NULL;
+    *list->last = w;
+    list->last = &w->next;
+}
+
+/* Takes out the one that `at` points to. */
+static inline tb__waiter *tb__waiters_unlink(tb__waiters *list, tb__waiter **at) {
+    tb__waiter *w = *at;
+    *at = w->next;
+    if (list->last == &w->next)
+        list->last = at;
+    return w;
+}
+
+/* NULL if there is none. */
+static inline tb__waiter *tb__waiters_take(tb__waiters *list) {
+    return list->first ? tb__waiters_unlink(list, &list->first) : NULL;
+}
+
+/* Takes out one in particular, if it is there. */
+static inline void tb__waiters_remove(tb__waiters *list, const tb__waiter *w) {
+    tb__waiter **at = &list->first;
+    while (*at && *at != w)
+        at = &(*at)->next;
+    if (*at)
+        tb__waiters_unlink(list, at);
+}
+
 enum { TB__MATCH_BUCKETS = 1024 };
 
-/* Zero-initialised is empty. */
 typedef struct tb__match {
-    struct {
-        tb__waiter *first, **last; /* last: where the next one goes; NULL while empty */
-    } bucket[TB__MATCH_BUCKETS];
+    tb__waiters bucket[TB__MATCH_BUCKETS];
 } tb__match;
 
 static inline size_t tb__match_bucket(int32_t peer, uint64_t tag) {
@@ -27,54 +60,31 @@ static inline size_t tb__match_bucket(int32_t peer, uint64_t tag) {
 }
 
 static inline void tb__match_add(tb__match *m, tb__waiter *w) {
-    size_t b = tb__match_bucket(w->peer, w->tag);
-    if (!m->bucket[b].first)
-        m->bucket[b].last = &m->bucket[b].first;
-    w->next = NULL;
-    *m->bucket[b].last = w;
-    m->bucket[b].last = &w->next;
-}
-
-static inline void tb__match_unlink(tb__match *m, size_t b, tb__waiter **at) {
-    tb__waiter *w = *at;
-    *at = w->next;
-    if (m->bucket[b].last == &w->next)
-        m->bucket[b].last = at;
+    tb__waiters_add(&m->bucket[tb__match_bucket(w->peer, w->tag)], w);
 }
 
 /* Takes out the oldest with this peer and tag; NULL if there is none. */
 static inline tb__waiter *tb__match_take(tb__match *m, int32_t peer, uint64_t tag) {
-    size_t b = tb__match_bucket(peer, tag);
-    for (tb__waiter **at = &m->bucket[b].first; *at; at = &(*at)->next) {
-        tb__waiter *w = *at;
-        if (w->peer == peer && w->tag == tag) {
-            tb__match_unlink(m, b, at);
-            return w;
-        }
+    tb__waiters *list = &m->bucket[tb__match_bucket(peer, tag)];
+    for (tb__waiter **at = &list->first; *at; at = &(*at)->next) {
+        if ((*at)->peer == peer && (*at)->tag == tag)
+            return tb__waiters_unlink(list, at);
     }
     return NULL;
 }
 
 /* Takes out one in particular, if it is there. */
-static inline void tb__match_remove(tb__match *m, tb__waiter *w) {
-    size_t b = tb__match_bucket(w->peer, w->tag);
-    for (tb__waiter **at = &m->bucket[b].first; *at; at = &(*at)->next) {
-        if (*at == w) {
-            tb__match_unlink(m, b, at);
-            return;
-        }
-    }
+static inline void tb__match_remove(tb__match *m, const tb__waiter *w) {
+    tb__waiters_remove(&m->bucket[tb__match_bucket(w->peer, w->tag)], w);
 }
 
 /* Takes out any with this peer; any at all if peer is negative. NULL if there is none. */
 static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
     for (size_t b = 0; b < TB__MATCH_BUCKETS; b++) {
-        for (tb__waiter **at = &m->bucket[b].first; *at; at = &(*at)->next) {
-            tb__waiter *w = *at;
-            if (peer < 0 || w->peer == peer) {
-                tb__match_unlink(m, b, at);
-                return w;
-            }
+        tb__waiters *list = &m->bucket[b];
+        for (tb__waiter **at = &list->first; *at; at = &(*at)->next) {
+            if (peer < 0 || (*at)->peer == peer)
+                return tb__waiters_unlink(list, at);
         }
     }
     return NULL;

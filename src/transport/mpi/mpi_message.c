@@ -73,10 +73,7 @@ void mpi_free_message(mpi *m, message *msg) {
     free(msg);
 }
 
-/* Tells whose operation it is, and takes it from the message, which may live on. */
-static void tell(message *msg, tb_status status) {
-    tb_op *op = msg->op;
-    msg->op = NULL;
+static void complete(tb_op *op, tb_status status) {
     if (!op)
         return;
     op->status = status;
@@ -84,14 +81,17 @@ static void tell(message *msg, tb_status status) {
     op->done(op);
 }
 
+/* Tells whose operation it is, and takes it from the message, which may live on. */
+static void tell(message *msg, tb_status status) {
+    tb_op *op = msg->op;
+    msg->op = NULL;
+    complete(op, status);
+}
+
 void mpi_finish(mpi *m, message *msg, tb_status status) {
     tb_op *op = msg->op;
     mpi_free_message(m, msg);
-    if (!op)
-        return;
-    op->status = status;
-    op->state = NULL;
-    op->done(op);
+    complete(op, status);
 }
 
 /* ---- Letters --------------------------------------------------------------------------------------------------- */

@@ -24,32 +24,6 @@ typedef struct address {
     char name[32];
 } address;
 
-void shm_list_add(shm_list *list, shm_posted *p) {
-    if (!list->first)
-        list->last = &list->first;
-    p->next = NULL;
-    *list->last = p;
-    list->last = &p->next;
-}
-
-void shm_list_remove(shm_list *list, shm_posted *p) {
-    for (shm_posted **at = &list->first; *at; at = &(*at)->next) {
-        if (*at != p)
-            continue;
-        *at = p->next;
-        if (list->last == &p->next)
-            list->last = at;
-        return;
-    }
-}
-
-shm_posted *shm_list_take(shm_list *list) {
-    shm_posted *p = list->first;
-    if (p)
-        shm_list_remove(list, p);
-    return p;
-}
-
 void *shm_map_fd(int fd, size_t nbytes) {
     void *map = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     return map == MAP_FAILED ? NULL : map;
@@ -58,7 +32,7 @@ void *shm_map_fd(int fd, size_t nbytes) {
 void shm_finish(shm *s, shm_posted *p, tb_status status) {
     p->op->status = status;
     p->state = SHM_FINISHED;
-    shm_list_add(&s->finished, p);
+    tb__waiters_add(&s->finished, &p->waiter);
     eventfd_write(s->wake, 1);
 }
 
@@ -67,6 +41,12 @@ void shm_tell(shm_posted *p) {
     op->state = NULL;
     free(p);
     op->done(op);
+}
+
+void shm_tell_all(shm *s) {
+    tb__waiter *w;
+    while ((w = tb__waiters_take(&s->finished)))
+        shm_tell((shm_posted *)w);
 }
 
 shm_peer *shm_find(const shm *s, int32_t rank) {
@@ -178,13 +158,12 @@ static void close_descriptors(shm *s, shm_peer *peer) {
 
 static void shm_close(void *context) {
     shm *s = context;
-    shm_posted *p;
+    tb__waiter *w;
     for (shm_peer *peer = s->peers; peer; peer = peer->next)
         shm_drop_messages(s, peer, TB_CANCELLED);
-    while ((p = shm_list_take(&s->one_sided)))
-        shm_finish(s, p, TB_CANCELLED);
-    while ((p = shm_list_take(&s->finished)))
-        shm_tell(p);
+    while ((w = tb__waiters_take(&s->one_sided)))
+        shm_finish(s, (shm_posted *)w, TB_CANCELLED);
+    shm_tell_all(s);
     while (s->peers) {
         shm_peer *peer = s->peers;
         s->peers = peer->next;
@@ -284,18 +263,16 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
         return;
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
-    for (shm_posted *p = s->one_sided.first, *next; p; p = next) {
-        next = p->next;
-        if (p->peer == peer) {
-            shm_list_remove(&s->one_sided, p);
-            shm_finish(s, p, TB_LOST);
+    for (tb__waiter *w = s->one_sided.first, *next; w; w = next) {
+        next = w->next;
+        if (((shm_posted *)w)->peer == peer) {
+            tb__waiters_remove(&s->one_sided, w);
+            shm_finish(s, (shm_posted *)w, TB_LOST);
         }
     }
     close_descriptors(s, peer);
     shm_mappings_forget(peer);
-    shm_posted *p;
-    while ((p = shm_list_take(&s->finished)))
-        shm_tell(p);
+    shm_tell_all(s);
     if (s->env.lost)
         s->env.lost(s->env.arg, peer->rank, why);
 }
@@ -380,7 +357,6 @@ static void dismiss(shm *s, shm_link *link) {
  * posted, and these lead to others. */
 static void end_peer(shm *s, shm_peer *peer, const char *why) {
     unsigned char data[SHM_MAX_FRAME];
-    shm_posted *p;
     for (bool is_good = peer->in != NULL; is_good;) {
         shm_frame frame = {0};
         bool is_empty;
@@ -390,8 +366,7 @@ static void end_peer(shm *s, shm_peer *peer, const char *why) {
         if (fd >= 0)
             close(fd);
     }
-    while ((p = shm_list_take(&s->finished)))
-        shm_tell(p);
+    shm_tell_all(s);
     shm_lose(s, peer, why);
 }
 
@@ -449,8 +424,9 @@ static void on_event(shm *s, const struct epoll_event *event) {
 }
 
 static void carry_out_one_sided(shm *s) {
-    shm_posted *p;
-    while ((p = shm_list_take(&s->one_sided))) {
+    tb__waiter *w;
+    while ((w = tb__waiters_take(&s->one_sided))) {
+        shm_posted *p = (shm_posted *)w;
         tb_op *op = p->op;
         tb_range range = {op->remote_offset, tb__pieces_size(op->pieces, op->npieces)};
         tb_status status = op->kind == TB_OP_READ ? shm_read(s, op->remote, &range, 1, op->pieces, op->npieces)
@@ -466,9 +442,7 @@ static tb_status shm_progress(void *context) {
         on_event(s, &event);
     carry_out_one_sided(s);
     bool more = shm_take_slices(s);
-    shm_posted *p;
-    while ((p = shm_list_take(&s->finished)))
-        shm_tell(p);
+    shm_tell_all(s);
     if (more)
         eventfd_write(s->wake, 1);
     return TB_OK;
@@ -489,7 +463,7 @@ static tb_status shm_post(void *context, tb_op *op) {
     p->op = op;
     p->peer = peer;
     op->state = p;
-    shm_list_add(&s->one_sided, p);
+    tb__waiters_add(&s->one_sided, &p->waiter);
     eventfd_write(s->wake, 1);
     return TB_OK;
 }
@@ -504,9 +478,9 @@ static void shm_cancel(void *context, tb_op *op) {
         return;
     }
     if (p->state == SHM_FINISHED) {
-        shm_list_remove(&s->finished, p);
+        tb__waiters_remove(&s->finished, &p->waiter);
     } else {
-        shm_list_remove(&s->one_sided, p);
+        tb__waiters_remove(&s->one_sided, &p->waiter);
         op->status = TB_CANCELLED;
     }
     shm_tell(p);

@@ -92,7 +92,7 @@ typedef enum shm_state { SHM_QUEUED, SHM_OFFERED, SHM_RINGING, SHM_WAITING, SHM_
 
 /* A posted operation. */
 typedef struct shm_posted {
-    tb__waiter waiter; /* of a receive */
+    tb__waiter waiter; /* in one of the lists, or a receive by its tag */
     tb_op *op;
     shm_peer *peer;
     shm_state state;
@@ -100,23 +100,17 @@ typedef struct shm_posted {
     uint32_t slot;     /* of the offer, at the sender */
     uint64_t serial;
     struct shm_arrival *offer; /* that a receive is taking */
-    struct shm_posted *next;   /* in the peer's queue, or in one of the lists of shm */
 } shm_posted;
-
-typedef struct shm_list {
-    shm_posted *first, **last;
-} shm_list;
 
 /* A message that came before its receive, or an offer that is being taken. */
 typedef struct shm_arrival {
-    tb__waiter waiter;
+    tb__waiter waiter; /* by its tag, or among those that are being taken */
     shm_peer *peer;
     bool is_offer, by_ring;
     uint32_t slot;
     uint64_t serial;
     size_t nbytes;
     shm_posted *taker;
-    struct shm_arrival *next_taken; /* in the peer's list of offers being taken */
     size_t npieces;
     tb_range *pieces;     /* in the sender's memory, from address 0 */
     unsigned char data[]; /* of a message */
@@ -154,9 +148,9 @@ struct shm_peer {
     bool can_read;        /* we can read its memory */
     bool it_can_read;     /* it can read ours */
     shm_control *control; /* its page; NULL until it says hello */
-    shm_list queue;       /* sends that are not on their way yet */
-    shm_list offered;     /* sends that wait for an answer */
-    shm_arrival *taken;   /* offers of it that we are taking */
+    tb__waiters queue;    /* sends that are not on their way yet */
+    tb__waiters offered;  /* sends that wait for an answer */
+    tb__waiters taken;    /* offers of it that we are taking */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -203,9 +197,9 @@ struct shm {
     shm_peer *peers;
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
-    shm_list finished;  /* to be told in the next progress */
-    shm_list taking;    /* receives that read a peer's memory */
-    shm_list one_sided; /* READ and WRITE to be carried out */
+    tb__waiters finished;  /* to be told in the next progress */
+    tb__waiters taking;    /* receives that read a peer's memory */
+    tb__waiters one_sided; /* READ and WRITE to be carried out */
 };
 
 /* shm_wire.c: frames on sockets. A link that breaks loses its peer. */
@@ -267,9 +261,7 @@ shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
 void shm_tell(shm_posted *p);                             /* told now */
-void shm_list_add(shm_list *list, shm_posted *p);
-void shm_list_remove(shm_list *list, shm_posted *p);
-shm_posted *shm_list_take(shm_list *list);
+void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
 
 #endif

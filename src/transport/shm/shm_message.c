@@ -59,7 +59,7 @@ static int send_offer(shm *s, shm_peer *peer, shm_posted *p) {
 
 void shm_push(shm *s, shm_peer *peer) {
     shm_posted *p;
-    while ((p = peer->queue.first) && peer->out.is_ready && peer->out.queue_count == 0) {
+    while ((p = (shm_posted *)peer->queue.first) && peer->out.is_ready && peer->out.queue_count == 0) {
         bool is_eager = p->nbytes <= SHM_EAGER;
         int error = is_eager ? send_eager(peer, p) : send_offer(s, peer, p);
         if (error == EAGAIN && peer->offered.first && !is_eager && peer->out.queue_count == 0 &&
@@ -69,12 +69,12 @@ void shm_push(shm *s, shm_peer *peer) {
             shm_link_want_write(s, &peer->out, true);
         if (error)
             return; /* a broken socket is seen by the event loop */
-        shm_list_take(&peer->queue);
+        tb__waiters_take(&peer->queue);
         if (is_eager) {
             shm_finish(s, p, TB_OK);
         } else {
             p->state = SHM_OFFERED;
-            shm_list_add(&peer->offered, p);
+            tb__waiters_add(&peer->offered, &p->waiter);
         }
     }
 }
@@ -86,11 +86,7 @@ static void answer(shm *s, shm_peer *peer, shm_kind kind, const shm_arrival *a, 
 }
 
 static void forget_taken(shm_arrival *a) {
-    shm_arrival **at = &a->peer->taken;
-    while (*at && *at != a)
-        at = &(*at)->next_taken;
-    if (*at)
-        *at = a->next_taken;
+    tb__waiters_remove(&a->peer->taken, &a->waiter);
 }
 
 static void free_arrival(shm_arrival *a) {
@@ -121,14 +117,22 @@ static void begin_take(shm *s, shm_posted *p, shm_arrival *a) {
     p->offer = a;
     p->at = 0;
     a->taker = p;
-    a->next_taken = a->peer->taken;
-    a->peer->taken = a;
+    tb__waiters_add(&a->peer->taken, &a->waiter);
     if (a->by_ring) {
         answer(s, a->peer, SHM_TAKE, a, 0);
     } else {
-        shm_list_add(&s->taking, p);
+        tb__waiters_add(&s->taking, &p->waiter);
         eventfd_write(s->wake, 1);
     }
+}
+
+/* Finds a receive for the offer, or lets it wait. */
+static void match_offer(shm *s, shm_arrival *a) {
+    shm_posted *p = (shm_posted *)tb__match_take(&s->receives, a->waiter.peer, a->waiter.tag);
+    if (p)
+        begin_take(s, p, a);
+    else
+        tb__match_add(&s->arrivals, &a->waiter);
 }
 
 /* Finds a message for the receive, or lets it wait. */
@@ -163,10 +167,10 @@ static void complete_take(shm *s, shm_posted *p) {
 }
 
 bool shm_take_slices(shm *s) {
-    shm_list round = s->taking;
-    s->taking = (shm_list){0};
-    shm_posted *p;
-    while ((p = shm_list_take(&round))) {
+    tb__waiters round = s->taking;
+    s->taking = (tb__waiters){0};
+    for (tb__waiter *w; (w = tb__waiters_take(&round));) {
+        shm_posted *p = (shm_posted *)w;
         shm_arrival *a = p->offer;
         size_t n = a->nbytes - p->at < SHM_READ_SLICE ? a->nbytes - p->at : SHM_READ_SLICE;
         tb_status status =
@@ -181,7 +185,7 @@ bool shm_take_slices(shm *s) {
         } else if (p->at == a->nbytes) {
             complete_take(s, p);
         } else {
-            shm_list_add(&s->taking, p);
+            tb__waiters_add(&s->taking, &p->waiter);
         }
     }
     return s->taking.first != NULL;
@@ -201,14 +205,15 @@ tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
         match_receive(s, p);
     } else {
         p->state = SHM_QUEUED;
-        shm_list_add(&peer->queue, p);
+        tb__waiters_add(&peer->queue, &p->waiter);
         shm_push(s, peer);
     }
     return TB_OK;
 }
 
 static shm_posted *find_offered(const shm_peer *peer, const shm_frame *frame) {
-    for (shm_posted *p = peer->offered.first; p; p = p->next) {
+    for (tb__waiter *w = peer->offered.first; w; w = w->next) {
+        shm_posted *p = (shm_posted *)w;
         if (p->slot == frame->slot && p->serial == frame->serial)
             return p;
     }
@@ -216,7 +221,8 @@ static shm_posted *find_offered(const shm_peer *peer, const shm_frame *frame) {
 }
 
 static shm_arrival *find_taken(const shm_peer *peer, const shm_frame *frame) {
-    for (shm_arrival *a = peer->taken; a; a = a->next_taken) {
+    for (tb__waiter *w = peer->taken.first; w; w = w->next) {
+        shm_arrival *a = (shm_arrival *)w;
         if (a->slot == frame->slot && a->serial == frame->serial)
             return a;
     }
@@ -241,7 +247,8 @@ static bool make_ring(shm *s, shm_peer *peer) {
 
 /* Fills the ring with what has been asked for. */
 static void pump(shm *s, shm_peer *peer) {
-    for (shm_posted *p = peer->offered.first; p; p = p->next) {
+    for (tb__waiter *w = peer->offered.first; w; w = w->next) {
+        shm_posted *p = (shm_posted *)w;
         while (p->state == SHM_RINGING && p->at < p->nbytes) {
             if (!peer->ring_out && !make_ring(s, peer))
                 return;
@@ -300,11 +307,7 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
         free_arrival(a);
         return false;
     }
-    shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
-    if (p)
-        begin_take(s, p, a);
-    else
-        tb__match_add(&s->arrivals, &a->waiter);
+    match_offer(s, a);
     return true;
 }
 
@@ -315,7 +318,7 @@ static void untake(shm *s, shm_arrival *a) {
     a->taker = NULL;
     p->offer = NULL;
     if (!a->by_ring)
-        shm_list_remove(&s->taking, p);
+        tb__waiters_remove(&s->taking, &p->waiter);
 }
 
 static void on_revoke(shm *s, shm_peer *peer, const shm_frame *frame) {
@@ -360,7 +363,7 @@ static bool on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
     shm_posted *p = find_offered(peer, frame);
     if (!p)
         return true; /* revoked meanwhile */
-    shm_list_remove(&peer->offered, p);
+    tb__waiters_remove(&peer->offered, &p->waiter);
     close_offer(s, p);
     shm_finish(s, p, frame->tag ? TB_IO : TB_OK);
     shm_push(s, peer);
@@ -421,14 +424,14 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
 
 static void cancel_send(shm *s, shm_posted *p) {
     if (p->state == SHM_QUEUED) {
-        shm_list_remove(&p->peer->queue, p);
+        tb__waiters_remove(&p->peer->queue, &p->waiter);
         p->op->status = TB_CANCELLED;
         return;
     }
     uint64_t expected = offer_value(p->serial, OFFER_READY);
     bool is_revoked = atomic_compare_exchange_strong(offer_word(s->control, p->slot), &expected,
                                                      offer_value(p->serial, OFFER_REVOKED));
-    shm_list_remove(&p->peer->offered, p);
+    tb__waiters_remove(&p->peer->offered, &p->waiter);
     close_offer(s, p);
     p->op->status = is_revoked ? TB_CANCELLED : TB_OK; /* the receiver was first: it is delivered */
     if (is_revoked) {
@@ -449,13 +452,13 @@ static void cancel_receive(shm *s, shm_posted *p) {
         answer(s, a->peer, SHM_DONE, a, (uint64_t)-TB_CANCELLED);
         free_arrival(a);
     } else {
-        tb__match_add(&s->arrivals, &a->waiter);
+        match_offer(s, a);
     }
 }
 
 void shm_cancel_message(shm *s, shm_posted *p) {
     if (p->state == SHM_FINISHED)
-        shm_list_remove(&s->finished, p);
+        tb__waiters_remove(&s->finished, &p->waiter);
     else if (p->op->kind == TB_OP_SEND)
         cancel_send(s, p);
     else
@@ -464,20 +467,17 @@ void shm_cancel_message(shm *s, shm_posted *p) {
 }
 
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
-    shm_posted *p;
     tb__waiter *w;
-    while ((p = shm_list_take(&peer->queue)))
-        shm_finish(s, p, status);
-    while ((p = shm_list_take(&peer->offered))) {
-        close_offer(s, p);
-        shm_finish(s, p, status);
+    while ((w = tb__waiters_take(&peer->queue)))
+        shm_finish(s, (shm_posted *)w, status);
+    while ((w = tb__waiters_take(&peer->offered))) {
+        close_offer(s, (shm_posted *)w);
+        shm_finish(s, (shm_posted *)w, status);
     }
-    while (peer->taken) {
-        shm_arrival *a = peer->taken;
-        peer->taken = a->next_taken;
-        p = a->taker;
-        p->offer = NULL;
-        shm_list_remove(&s->taking, p);
+    while (peer->taken.first) {
+        shm_arrival *a = (shm_arrival *)peer->taken.first;
+        shm_posted *p = a->taker;
+        untake(s, a);
         free_arrival(a);
         shm_finish(s, p, status);
     }

@@ -17,8 +17,8 @@
 #include <unistd.h>
 
 enum {
-    TURNS = 256,                 /* of UCX, before others get theirs */
-    CUCX_LOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
+    TURNS = 256,             /* of UCX, before others get theirs */
+    CLOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
 };
 
 /* What comes before UCX's own address. UCX believes any bytes it is given, so it is given none that have suffered. */
@@ -234,12 +234,12 @@ static void say_goodbye(ucx *u) {
         ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
         pend(u, u->call->ep_flush_nbx(peer->ep, &param));
     }
-    ucx_await(u, &u->npending, CUCX_LOSE_TIMEOUT_MS);
+    ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
         ucx_hang_up(peer);
-    ucx_await(u, &u->npending, CUCX_LOSE_TIMEOUT_MS);
+    ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
-        ucx_await(u, &peer->nrequests, CUCX_LOSE_TIMEOUT_MS);
+        ucx_await(u, &peer->nrequests, CLOSE_TIMEOUT_MS);
 }
 
 static void ucx_close(void *context) {

@@ -85,7 +85,7 @@ typedef enum ucx_state {
 
 /* A posted operation. */
 typedef struct ucx_posted {
-    tb__waiter waiter; /* of a receive */
+    tb__waiter waiter; /* in one of the lists, or a receive by its tag */
     tb_op *op;
     ucx_peer *peer;
     ucx_state state;
@@ -93,23 +93,17 @@ typedef struct ucx_posted {
     uint64_t offer, attempt;     /* of a send */
     size_t nrequests;            /* direct chunks: UCX may touch the operation's memory while there are any */
     struct ucx_arrival *arrival; /* that a receive is taking */
-    struct ucx_posted *next;     /* in one of the lists */
 } ucx_posted;
-
-typedef struct ucx_list {
-    ucx_posted *first, **last;
-} ucx_list;
 
 /* A message that came before its receive, or an offer, also while it is being taken. */
 typedef struct ucx_arrival {
-    tb__waiter waiter;
+    tb__waiter waiter; /* by its tag, or among those that are being taken */
     ucx_peer *peer;
     bool is_offer;
     uint64_t offer, attempt;
     size_t nbytes, coming, got; /* in all; of chunks that came or are being fetched; of those that are in */
     ucx_posted *taker;
-    struct ucx_arrival *next_taken; /* in the peer's list of offers being taken */
-    unsigned char data[];           /* of a short message */
+    unsigned char data[]; /* of a short message */
 } ucx_arrival;
 
 /* Something that UCX works on, with memory of ours, or with an operation's. It lasts until UCX says that it is done,
@@ -150,17 +144,17 @@ struct ucx_peer {
     bool is_lost;
     const char *why; /* it is to be lost when there is time; NULL: it is not */
     uint64_t serial_out, serial_in, next_offer;
-    bool is_driven;     /* it works all the time, as it says */
-    bool is_heard;      /* something has come from it since the last beat, */
-    bool is_sending;    /* chunks, even */
-    unsigned silence;   /* beats since then */
-    bool is_direct;     /* its lanes are such that chunks go from their place */
-    size_t in_flight;   /* chunks on their way to it that were copied */
-    size_t ndirect;     /* those that were not */
-    size_t nrequests;   /* and those that are being fetched */
-    ucx_list offered;   /* sends that wait for an answer, or are being sent */
-    ucx_list settling;  /* sends and receives that wait for UCX only */
-    ucx_arrival *taken; /* offers of it that we are taking */
+    bool is_driven;       /* it works all the time, as it says */
+    bool is_heard;        /* something has come from it since the last beat, */
+    bool is_sending;      /* chunks, even */
+    unsigned silence;     /* beats since then */
+    bool is_direct;       /* its lanes are such that chunks go from their place */
+    size_t in_flight;     /* chunks on their way to it that were copied */
+    size_t ndirect;       /* those that were not */
+    size_t nrequests;     /* and those that are being fetched */
+    tb__waiters offered;  /* sends that wait for an answer, or are being sent */
+    tb__waiters settling; /* sends and receives that wait for UCX only */
+    tb__waiters taken;    /* offers of it that we are taking */
     ucx_early *early;
     ucx_peer *next;
 };
@@ -181,7 +175,7 @@ struct ucx {
     bool is_awake;   /* `wake` is readable */
     ucx_peer *peers;
     tb__match receives, arrivals;
-    ucx_list finished;       /* to be told in the next progress */
+    tb__waiters finished;    /* to be told in the next progress */
     ucx_transfer *transfers; /* that UCX has */
     ucx_transfer *spare;     /* of chunks */
     size_t nspare;

@@ -6,36 +6,10 @@
 #include <inttypes.h>
 #include <string.h>
 
-static void list_add(ucx_list *list, ucx_posted *p) {
-    if (!list->first)
-        list->last = &list->first;
-    p->next = NULL;
-    *list->last = p;
-    list->last = &p->next;
-}
-
-static void list_remove(ucx_list *list, ucx_posted *p) {
-    for (ucx_posted **at = &list->first; *at; at = &(*at)->next) {
-        if (*at != p)
-            continue;
-        *at = p->next;
-        if (list->last == &p->next)
-            list->last = at;
-        return;
-    }
-}
-
-static ucx_posted *list_take(ucx_list *list) {
-    ucx_posted *p = list->first;
-    if (p)
-        list_remove(list, p);
-    return p;
-}
-
 static void finish(ucx *u, ucx_posted *p, tb_status status) {
     p->op->status = status;
     p->state = UCX_FINISHED;
-    list_add(&u->finished, p);
+    tb__waiters_add(&u->finished, &p->waiter);
     ucx_wake(u);
 }
 
@@ -47,9 +21,9 @@ void ucx_tell(ucx_posted *p) {
 }
 
 void ucx_tell_all(ucx *u) {
-    ucx_posted *p;
-    while ((p = list_take(&u->finished)))
-        ucx_tell(p);
+    tb__waiter *w;
+    while ((w = tb__waiters_take(&u->finished)))
+        ucx_tell((ucx_posted *)w);
 }
 
 static void answer(const ucx_arrival *a, ucx_kind kind) {
@@ -82,18 +56,13 @@ static void begin_take(ucx *u, ucx_posted *p, ucx_arrival *a) {
     a->taker = p;
     a->coming = a->got = 0;
     a->attempt++;
-    a->next_taken = a->peer->taken;
-    a->peer->taken = a;
+    tb__waiters_add(&a->peer->taken, &a->waiter);
     answer(a, UCX_TAKE);
 }
 
 /* It is no longer being taken. */
 static void untake(ucx_arrival *a) {
-    ucx_arrival **at = &a->peer->taken;
-    while (*at && *at != a)
-        at = &(*at)->next_taken;
-    if (*at)
-        *at = a->next_taken;
+    tb__waiters_remove(&a->peer->taken, &a->waiter);
     a->taker->arrival = NULL;
     a->taker = NULL;
 }
@@ -101,7 +70,16 @@ static void untake(ucx_arrival *a) {
 /* Lets it wait for UCX, which still has some of its memory. */
 static void settle(ucx_posted *p) {
     p->state = UCX_SETTLING;
-    list_add(&p->peer->settling, p);
+    tb__waiters_add(&p->peer->settling, &p->waiter);
+}
+
+/* Finds a receive for the offer, or lets it wait. */
+static void match_offer(ucx *u, ucx_arrival *a) {
+    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, a->waiter.peer, a->waiter.tag);
+    if (p)
+        begin_take(u, p, a);
+    else
+        tb__match_add(&u->arrivals, &a->waiter);
 }
 
 /* Finds a message for the receive, or lets it wait. */
@@ -150,19 +128,15 @@ static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     if (!a)
         return false;
     a->is_offer = true;
-    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
-    if (p)
-        begin_take(u, p, a);
-    else
-        tb__match_add(&u->arrivals, &a->waiter);
+    match_offer(u, a);
     return true;
 }
 
 static ucx_arrival *find_taken(const ucx_peer *peer, uint64_t offer) {
-    ucx_arrival *a = peer->taken;
-    while (a && a->offer != offer)
-        a = a->next_taken;
-    return a;
+    tb__waiter *w = peer->taken.first;
+    while (w && ((ucx_arrival *)w)->offer != offer)
+        w = w->next;
+    return (ucx_arrival *)w;
 }
 
 static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
@@ -216,14 +190,15 @@ void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
 
 static ucx_posted *find_offered(const ucx_peer *peer, uint64_t offer) {
-    ucx_posted *p = peer->offered.first;
-    while (p && p->offer != offer)
-        p = p->next;
-    return p;
+    tb__waiter *w = peer->offered.first;
+    while (w && ((ucx_posted *)w)->offer != offer)
+        w = w->next;
+    return (ucx_posted *)w;
 }
 
 void ucx_pump(ucx_peer *peer) {
-    for (ucx_posted *p = peer->offered.first; p; p = p->next) {
+    for (tb__waiter *w = peer->offered.first; w; w = w->next) {
+        ucx_posted *p = (ucx_posted *)w;
         while (p->state == UCX_SENDING && p->at < p->nbytes) {
             if (!ucx_may_send_chunk(peer))
                 return;
@@ -246,7 +221,7 @@ static void send_message(ucx *u, ucx_posted *p) {
     p->state = UCX_OFFERED;
     p->offer = frame.offer = ++p->peer->next_offer;
     frame.kind = UCX_OFFER;
-    list_add(&p->peer->offered, p);
+    tb__waiters_add(&p->peer->offered, &p->waiter);
     ucx_send(p->peer, &frame, NULL, 0);
 }
 
@@ -306,7 +281,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     case UCX_DONE:
         p = find_offered(peer, frame->offer);
         if (p) {
-            list_remove(&peer->offered, p);
+            tb__waiters_remove(&peer->offered, &p->waiter);
             if (p->nrequests > 0)
                 settle(p);
             else
@@ -330,7 +305,7 @@ void ucx_give_back(ucx_posted *p) {
     p->nrequests--;
     if (p->nrequests > 0 || p->state != UCX_SETTLING)
         return;
-    list_remove(&p->peer->settling, p);
+    tb__waiters_remove(&p->peer->settling, &p->waiter);
     if (p->op->kind == TB_OP_SEND)
         finish(p->peer->owner, p, TB_OK);
     else
@@ -357,24 +332,20 @@ static void await_requests(ucx *u, ucx_posted *p) {
 void ucx_cancel_message(ucx *u, ucx_posted *p) {
     ucx_arrival *a = p->arrival;
     if (p->state == UCX_FINISHED) {
-        list_remove(&u->finished, p);
+        tb__waiters_remove(&u->finished, &p->waiter);
         ucx_tell(p);
         return;
     }
     p->op->status = TB_CANCELLED;
     if (p->state == UCX_SETTLING) {
-        list_remove(&p->peer->settling, p);
+        tb__waiters_remove(&p->peer->settling, &p->waiter);
     } else if (p->op->kind == TB_OP_SEND) {
-        list_remove(&p->peer->offered, p);
+        tb__waiters_remove(&p->peer->offered, &p->waiter);
         ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag}, NULL, 0);
     } else if (a) { /* the message is all there at the sender, for another receive */
         untake(a);
         answer(a, UCX_STOP);
-        ucx_posted *other = (ucx_posted *)tb__match_take(&u->receives, a->waiter.peer, a->waiter.tag);
-        if (other)
-            begin_take(u, other, a);
-        else
-            tb__match_add(&u->arrivals, &a->waiter);
+        match_offer(u, a);
     } else {
         tb__match_remove(&u->receives, &p->waiter);
     }
@@ -386,17 +357,17 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
 }
 
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
-    ucx_posted *p;
     tb__waiter *w;
-    while ((p = list_take(&peer->offered)))
-        finish(u, p, status);
-    while ((p = list_take(&peer->settling)))
+    while ((w = tb__waiters_take(&peer->offered)))
+        finish(u, (ucx_posted *)w, status);
+    while ((w = tb__waiters_take(&peer->settling))) {
+        ucx_posted *p = (ucx_posted *)w;
         finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
-    while (peer->taken) {
-        ucx_arrival *a = peer->taken;
-        p = a->taker;
-        peer->taken = a->next_taken;
-        p->arrival = NULL;
+    }
+    while (peer->taken.first) {
+        ucx_arrival *a = (ucx_arrival *)peer->taken.first;
+        ucx_posted *p = a->taker;
+        untake(a);
         free(a);
         finish(u, p, status);
     }
