@@ -96,10 +96,9 @@ static void on_courier(tb_op *op) {
     p->left--;
     tb__parcel_leg(p)->in_flight--;
     tb__leg_idle(tb__parcel_leg(p));
-    if (op->status != TB_OK && p->status == TB_OK)
-        p->status = op->status;
-    else if (op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes)
-        p->status = TB_INVALID;
+    bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
+    if (p->status == TB_OK)
+        p->status = op->status == TB_OK && is_short ? TB_INVALID : op->status;
     tb__engine_wake(p->flow->o.engine);
 }
 
