@@ -32,6 +32,7 @@ install(
     FILES
         ${PROJECT_BINARY_DIR}/cmake/tensorbus-config.cmake
         ${PROJECT_BINARY_DIR}/cmake/tensorbus-config-version.cmake
+        cmake/FindMsgpackC.cmake
     DESTINATION ${package_dir}
 )
 
