@@ -6,10 +6,10 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucs/debug/log_def.h>
 #include <unistd.h>
 
 enum { MAJOR = 1, MINOR = 13 }; /* the oldest that is known to work: active messages with rendezvous, keepalive */
@@ -18,11 +18,15 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ucx_functions ucx;
 static char failure[256]; /* empty: it is loaded */
 
+/* What UCX's own header says of handlers of its log. That header is not made for C17: later ones have asm. */
+typedef int log_handler(const char *file, unsigned line, const char *function, ucs_log_level_t level,
+                        const void *component, const char *message, va_list ap);
+enum { THAT_IS_ALL = 0 }; /* of handlers */
+
 /* What it would print goes to our log, one step less urgent: a peer that is gone is an error to it, to us an event. */
-static __attribute__((format(printf, 6, 0))) ucs_log_func_rc_t to_our_log(const char *file, unsigned line,
-                                                                          const char *function, ucs_log_level_t level,
-                                                                          const ucs_log_component_config_t *component,
-                                                                          const char *message, va_list ap) {
+static __attribute__((format(printf, 6, 0))) int to_our_log(const char *file, unsigned line, const char *function,
+                                                            ucs_log_level_t level, const void *component,
+                                                            const char *message, va_list ap) {
     (void)function;
     (void)component;
     char text[512];
@@ -32,7 +36,7 @@ static __attribute__((format(printf, 6, 0))) ucs_log_func_rc_t to_our_log(const 
             : level <= UCS_LOG_LEVEL_WARN ? TB_LOG_INFO
                                           : TB_LOG_DEBUG,
             "ucx: %s (%s:%u)", text, name ? name + 1 : file, line);
-    return UCS_LOG_FUNC_RC_STOP;
+    return THAT_IS_ALL;
 }
 
 static bool is_set(const char *name) {
@@ -41,7 +45,7 @@ static bool is_set(const char *name) {
 
 /* These two are not in the interface of every build: what can't be had is done without. */
 static void make_quiet(void *library) {
-    void (*push)(ucs_log_func_t handler);
+    void (*push)(log_handler * handler);
     void (*disable)(void);
     void *function = is_set("UCX_LOG_LEVEL") || is_set("UCX_LOG_FILE") ? NULL : dlsym(library, "ucs_log_push_handler");
     if (function) {
