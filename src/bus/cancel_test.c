@@ -293,8 +293,77 @@ static void test_invalidated_memory_fails_by_name(void **state) {
         run_ranks(take_away, 2, 2, &ways[i]);
 }
 
+/* A sender comes to a transfer that the receivers have given up meanwhile. It must not become a part of the next one,
+ * which the other sender has begun: that is another version. */
+static void come_late(rank *r) {
+    setup s;
+    tb_transfer *t = NULL;
+    tb_transfer_opts soon = {.size = sizeof soon, .timeout_ms = 1000};
+    bool is_late = is_a(r) && r->index == 1;
+    set_up(r, &s, ROWS, COLUMNS, 32, 32, NULL);
+    exchange(r, &s, "a", 1);
+    meet(r);
+    part_fill(&s.w, 2);
+    if (is_a(r) && !is_late)
+        check_ok(tb_send(s.batch, NULL, &t));
+    meet(r);
+    if (is_a(r) && !is_late) /* they take its part */
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+    if (!is_a(r)) {
+        check_ok(tb_recv(s.batch, &soon, &t));
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_TIMEOUT, "(a 1)");
+    }
+    tb_transfer_destroy(t);
+    t = NULL;
+    meet(r);
+    if (is_late) {
+        check_ok(tb_send(s.batch, NULL, &t));
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_TIMEOUT, "the receiving of batch 'step'");
+        tb_transfer_destroy(t);
+    }
+    exchange(r, &s, "a", 3);
+    tear_down(&s);
+}
+
+static void test_late_sender(void **state) {
+    (void)state;
+    run_ranks(come_late, 2, 2, NULL);
+}
+
+/* The other way round: one sender has waited for the one that begins transfers, in vain. */
+static void begin_late(rank *r) {
+    setup s;
+    tb_transfer *t = NULL;
+    tb_transfer_opts soon = {.size = sizeof soon, .timeout_ms = 300};
+    set_up(r, &s, ROWS, COLUMNS, 32, 32, NULL);
+    exchange(r, &s, "a", 1);
+    meet(r);
+    part_fill(&s.w, 2);
+    for (int tries = 0; tries < 3 && is_a(r) && r->index == 1; tries++) {
+        check_ok(tb_send(s.batch, &soon, &t));
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_TIMEOUT, "(a 0) to send");
+        tb_transfer_destroy(t);
+    }
+    meet(r);
+    if (is_a(r) && r->index == 0) {
+        check_ok(tb_send(s.batch, NULL, &t));
+        check_fails(tb_wait(t, TB_COMMITTED, -1), TB_TIMEOUT, "(a 1): the sending of batch 'step'");
+        tb_transfer_destroy(t);
+    }
+    meet(r);
+    exchange(r, &s, "a", 3);
+    tear_down(&s);
+}
+
+static void test_late_lead(void **state) {
+    (void)state;
+    run_ranks(begin_late, 2, 2, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_late_sender),
+        cmocka_unit_test(test_late_lead),
         cmocka_unit_test(test_cancel_during),
         cmocka_unit_test(test_cancel_before),
         cmocka_unit_test(test_cancel_after),

@@ -127,22 +127,24 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
     tb__engine_unlock(flow->o.engine);
 }
 
-void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, tb_status status, const char *why) {
+void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
+                         const char *why) {
     tb__pack pack = {0};
     if (position == flow->self) {
-        tb__flow_note_abort(flow, attempt, status, why);
+        tb__flow_note_abort(flow, attempt, number, status, why);
         return;
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
+    tb__pack_u64(&pack, number);
     tb__pack_u32(&pack, (uint32_t)-status);
     tb__pack_string(&pack, why);
     tb__flow_send_message(flow, &flow->members[position], &pack);
 }
 
-static void tell_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
+static void tell_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (i != flow->self)
-            tb__flow_tell_abort(flow, i, attempt, status, why);
+            tb__flow_tell_abort(flow, i, attempt, number, status, why);
     }
 }
 
@@ -156,7 +158,7 @@ static const struct abort *find_abort(const tb__flow *flow, uint64_t attempt) {
     return NULL;
 }
 
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why) {
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
     if (find_abort(flow, attempt))
         return;
     if (flow->aborts.count == MOST_ABORTS) {
@@ -166,7 +168,7 @@ void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, con
     if (!tb__vec_reserve(&flow->aborts, 1))
         return; /* the deadline ends it instead */
     struct abort *abort = &flow->aborts.item[flow->aborts.count];
-    *abort = (struct abort){attempt, status, tb__strdup(why)};
+    *abort = (struct abort){attempt, number, status, tb__strdup(why)};
     flow->aborts.count += abort->why != NULL;
 }
 
@@ -184,6 +186,11 @@ uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt) {
             return flow->starts.item[i].number;
     }
     return attempt; /* of one that nobody has begun */
+}
+
+/* Of the last one that was begun, as far as this rank knows. */
+static uint64_t last_number(const tb__flow *flow) {
+    return flow->starts.count ? flow->starts.item[flow->starts.count - 1].number : 0;
 }
 
 bool tb__flow_is_offered(const tb__flow *flow) {
@@ -209,8 +216,10 @@ static bool has_attempt(tb__flow *flow, bool is_send) {
 
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->attempt && has_attempt(flow, is_send))
+    if (!leg->attempt && has_attempt(flow, is_send)) {
         leg->attempt = ++*last_of(flow, is_send);
+        leg->number = tb__flow_number(flow, leg->attempt);
+    }
     return leg->attempt > 0;
 }
 
@@ -240,16 +249,32 @@ static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
     }
 }
 
+/* Attempts that were given up before this rank came are not its own; what is given up from now on is. But a sender that
+ * came too late to its own must not send it as the next, which is another version: it stops before the last of them,
+ * and ends by that. */
+static void skip_given_up(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    const struct abort *last = NULL;
+    for (const struct abort *next; (next = find_abort(flow, *last_of(flow, is_send) + 1)); last = next)
+        ++*last_of(flow, is_send);
+    if (is_send && last && last->number >= leg->number) {
+        --*last_of(flow, is_send);
+        leg->number = last->number;
+    }
+}
+
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     uint64_t *last = last_of(flow, is_send);
-    *leg = (tb__leg){
-        .is_under_way = true, .bytes_total = leg->bytes_total, .groups_total = leg->groups_total, .phases = phases};
-    while (find_abort(flow, *last + 1))
-        ++*last; /* given up before we came; what is given up from now on is ours */
+    *leg = (tb__leg){.is_under_way = true,
+                     .number = number,
+                     .bytes_total = leg->bytes_total,
+                     .groups_total = leg->groups_total,
+                     .phases = phases};
+    skip_given_up(flow, is_send);
     if (is_send) {
         flow->send_is_exposed = false;
-        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0) {
+        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0 && !find_abort(flow, *last + 1)) {
             leg->attempt = *last > flow->started ? *last + 1 : flow->started + 1;
             *last = leg->attempt;
             issue(flow, leg->attempt, number);
@@ -281,14 +306,16 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell)
         tb__flow_end_recv(flow);
     /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
      * that got tired of waiting does not stop a sender that is about to come. */
-    if (!leg->attempt && tell && (is_send || status != TB_TIMEOUT))
+    if (!leg->attempt && tell && (is_send || status != TB_TIMEOUT)) {
         leg->attempt = ++*last_of(flow, is_send);
+        leg->number = is_send ? leg->number : last_number(flow) + 1;
+    }
     if (leg->attempt) {
-        tb__flow_note_abort(flow, leg->attempt, status, leg->why); /* for the other leg, too */
+        tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
         if (!is_send) /* first: whoever is prepared need not ask any more */
             tb__flow_tell_abort_decided(flow, leg->attempt, status, leg->why);
         if (tell)
-            tell_abort(flow, leg->attempt, status, leg->why);
+            tell_abort(flow, leg->attempt, leg->number, status, leg->why);
     }
     if (!is_send && leg->attempt && flow->has_written)
         note_torn(flow);
@@ -328,7 +355,7 @@ static void break_flow(tb__flow *flow, tb_status status, bool tell) {
     fail_leg(flow, true, status, false);
     fail_leg(flow, false, status, false);
     if (tell)
-        tell_abort(flow, 0, status, flow->why);
+        tell_abort(flow, 0, 0, status, flow->why);
     tb__engine_wake(flow->o.engine);
 }
 
@@ -441,6 +468,7 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
 static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
+    uint64_t number = tb__unpack_u64(message);
     uint32_t code = tb__unpack_u32(message);
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message) || code == 0 || code > 64)
@@ -454,7 +482,7 @@ static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__u
     if (attempt == 0)
         break_flow(flow, tb__fail(status, "%s", sentence), false);
     else
-        tb__flow_note_abort(flow, attempt, status, sentence);
+        tb__flow_note_abort(flow, attempt, number, status, sentence);
     return true;
 }
 

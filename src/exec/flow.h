@@ -151,6 +151,7 @@ typedef struct tb__leg {
     tb_status status;  /* of one that failed; the sentence is in `why` */
     char why[TB__WHY_MAX];
     uint64_t attempt; /* 0: not begun */
+    uint64_t number;  /* of a send: what it is called, as far as this rank knows */
     bool is_released, is_arrived, is_committed;
     bool holds;       /* a shadowed receive that is decided waits until it ... */
     bool may_proceed; /* ... may, or is cancelled: a loss changes nothing any more */
@@ -168,8 +169,9 @@ typedef struct tb__leg {
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
 
-/* Begins the next transfer. Its end, good or bad, is told by the leg. `number` is what all are told it is called: of a
- * send, that of the rank which issues numbers. It grows from one to the next. */
+/* Begins the next transfer. Its end, good or bad, is told by the leg. `number` is what a send is called: all are told
+ * that of the rank which issues attempts. It grows from one to the next. Other senders count for themselves: by that
+ * they know a transfer of theirs that was given up before they came, and don't send it as the next one. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
 
 /* Whether senders have begun a transfer that this rank has not received yet, and that was not given up. */

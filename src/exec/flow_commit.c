@@ -151,7 +151,7 @@ bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, t
         return false;
     tb_status status = (tb_status) - (int)code;
     if (!is_commit) /* a rank that is not prepared ends by that, too */
-        tb__flow_note_abort(flow, attempt, status, why);
+        tb__flow_note_abort(flow, attempt, tb__flow_number(flow, attempt), status, why);
     take_verdict(flow, attempt, (tb__verdict)verdict, status, why);
     return true;
 }
@@ -227,7 +227,7 @@ static void end_in_doubt(tb__flow *flow) {
     flow->is_prepared = false;
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].is_feeder)
-            tb__flow_tell_abort(flow, i, leg->attempt, TB_IN_DOUBT, leg->why);
+            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, TB_IN_DOUBT, leg->why);
     }
 }
 

@@ -210,6 +210,7 @@ struct tb__flow {
     uint64_t last_sent, last_received; /* attempts that legs of this rank have had */
     TB_VEC(struct abort {
         uint64_t attempt;
+        uint64_t number;
         tb_status status;
         char *why;
     })
@@ -287,7 +288,7 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 /* Ends a leg that may end, with the sentence in tb_error_detail. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell);
 /* That the attempt was given up, for legs that have it, or will. */
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 /* Whether the rank is on another host, so that its memory can't be reached. */
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
 /* Back to waiting, in one way or the other. */
@@ -368,7 +369,8 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
 
 /* flow.c: tells one member, which may be this rank itself, that an attempt has ended for it. */
-void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, tb_status status, const char *why);
+void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
+                         const char *why);
 
 /* flow_commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
