@@ -44,7 +44,9 @@ struct scene {
     int nmet;
     uint64_t round;
     bool has_failed;
-    const void *shared; /* what a test's ranks tell each other */
+    const void *shared;       /* what a test's ranks tell each other */
+    const char *const *hosts; /* of the ranks, between which there is ucx; NULL: all are on this one */
+    bool is_manual;           /* their worlds are */
 };
 
 static _Thread_local rank *me; /* NULL: the test's own thread */
@@ -123,7 +125,12 @@ static inline void scene_fini(const scene *s) {
 static inline void *rank_main(void *arg) {
     rank *r = me = arg;
     if (setjmp(r->end) == 0) {
-        tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+        const scene *s = r->scene;
+        tb_world_opts opts = {.size = sizeof opts,
+                              .timeout_ms = PATIENCE_MS,
+                              .manual = s->is_manual,
+                              .transport = s->hosts ? "ucx" : NULL,
+                              .host = s->hosts ? s->hosts[r - s->ranks] : NULL};
         check_ok(tb_world_join(r->scene->url, r->group, r->index, r->size, &opts, &r->world));
         r->scene->body(r);
     }
