@@ -284,6 +284,26 @@ static const tb_transport *choose_transport(const tb__engine *engine, bool is_he
     return NULL;
 }
 
+/* Names of transports, of which both sides might lack one. */
+static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack contact) {
+    char theirs[128] = "", ours[128] = "";
+    tb__unpack_raw(&contact, TB__CONTACT_PREFIX);
+    uint32_t count = tb__unpack_u32(&contact);
+    for (uint32_t i = 0; i < count && !contact.failed; i++) {
+        size_t n = strlen(theirs), unused;
+        const char *name = tb__unpack_string(&contact);
+        tb__unpack_bytes(&contact, &unused);
+        snprintf(theirs + n, sizeof theirs - n, "%s%s", n ? ", " : "", name);
+    }
+    for (size_t i = 0; i < engine->ntransports; i++) {
+        size_t n = strlen(ours);
+        snprintf(ours + n, sizeof ours - n, "%s%s", n ? ", " : "", engine->transports[i].ops->name);
+    }
+    return tb__fail(TB_REFUSED,
+                    "%s has no transport in common with us, or is on another host: it has %s, we have %s%s%s", label,
+                    theirs, ours, *engine->missing ? "; " : "", engine->missing);
+}
+
 static void free_peer(tb__peer *peer) {
     free(peer->label);
     free(peer->host);
@@ -318,8 +338,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
     const tb_transport *transport = choose_transport(engine, wire == engine->wire, reader, &address, &address_nbytes);
     if (!transport)
-        return tb__fail(TB_REFUSED, "%s has no transport in common with us, or is on another host%s%s", label,
-                        *engine->missing ? "; " : "", engine->missing);
+        return refuse(engine, label, reader);
     tb__peer *peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return TB_NO_MEMORY;
