@@ -167,11 +167,11 @@ static void dissolve(void *arg) {
     convention *c = arg;
     int is_finalised = 0;
     leave(c);
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     MPI_Finalized(&is_finalised);
     if (!is_finalised && c->comm != MPI_COMM_NULL && !c->seat.is_taken)
         MPI_Comm_free(&c->comm);
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
     free(c);
 }
 
@@ -219,10 +219,10 @@ tb_status tb_world_from_mpi(MPI_Comm comm, const char *group, const tb_world_opt
     tb_world_destroy(world);
     if (is_broken) {
         leave(c);
-        pthread_mutex_lock(&tb__mpi_lock);
+        mpi_lock();
         c->next = left_to_mpi;
         left_to_mpi = c;
-        pthread_mutex_unlock(&tb__mpi_lock);
+        mpi_unlock();
     } else {
         dissolve(c);
     }
