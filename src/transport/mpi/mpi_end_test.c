@@ -1,5 +1,5 @@
 /* The transport mpi where things don't come through: receives that are given up, peers that leave or stand still. The
- * argument says how MPI sends: as it likes, or by TCP and rendezvous, where even small messages can be half-way.
+ * argument says how MPI sends: as it likes, or by rendezvous and bit by bit, so that even letters can be half-way.
  * Started by mpirun or mpiexec with four ranks. */
 #include "transport/mpi/mpi.h"
 
@@ -474,7 +474,7 @@ static void ask_for_rendezvous(void) {
         {"OMPI_MCA_btl_tcp_eager_limit", "1024"},
         {"OMPI_MCA_btl_tcp_rndv_eager_limit", "512"},
         {"MPIR_CVAR_NOLOCAL", "1"},
-        {"UCX_TLS", "tcp,self"},
+        {"UCX_TLS", "posix,self"},
         {"UCX_RNDV_THRESH", "1024"},
     };
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
