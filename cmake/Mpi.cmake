@@ -4,7 +4,9 @@
 set(mpi_sources
     src/transport/mpi/mpi_request.c
     src/transport/mpi/mpi_chunk.c
+    src/transport/mpi/mpi_letter.c
     src/transport/mpi/mpi_message.c
+    src/transport/mpi/mpi_end.c
     src/transport/mpi/mpi.c
     src/bus/mpi/meeting.c
     src/bus/mpi/mpi_world.c

@@ -73,12 +73,25 @@ static tb_status agree(convention *c, tb_status status, bool *is_broken) {
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
+/* Not even the others can be told of this: that takes MPI. */
+static tb_status check_this_thread(void) {
+    int level = MPI_THREAD_SINGLE, is_main = 1;
+    MPI_Query_thread(&level);
+    MPI_Is_thread_main(&is_main);
+    if (level < MPI_THREAD_SERIALIZED && !is_main)
+        return tb__fail(TB_REFUSED,
+                        "only the thread that has initialised MPI may call it, and this is another one: call "
+                        "from that one, or initialise MPI with MPI_THREAD_SERIALIZED, or more");
+    return TB_OK;
+}
+
 static tb_status check_mpi(MPI_Comm comm) {
     int is_initialised = 0, is_finalised = 0, is_inter = 0;
     MPI_Initialized(&is_initialised);
     MPI_Finalized(&is_finalised);
     if (!is_initialised || is_finalised)
         return tb__fail(TB_INVALID, is_finalised ? "MPI is finalised already" : "MPI is not initialised yet");
+    TB_TRY(check_this_thread());
     if (comm == MPI_COMM_NULL)
         return tb__fail(TB_INVALID, "a world needs a communicator, not MPI_COMM_NULL");
     if (MPI_Comm_test_inter(comm, &is_inter) != MPI_SUCCESS || is_inter)
@@ -167,11 +180,11 @@ static void dissolve(void *arg) {
     convention *c = arg;
     int is_finalised = 0;
     leave(c);
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     MPI_Finalized(&is_finalised);
     if (!is_finalised && c->comm != MPI_COMM_NULL && !c->seat.is_taken)
         MPI_Comm_free(&c->comm);
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
     free(c);
 }
 
@@ -219,10 +232,10 @@ tb_status tb_world_from_mpi(MPI_Comm comm, const char *group, const tb_world_opt
     tb_world_destroy(world);
     if (is_broken) {
         leave(c);
-        pthread_mutex_lock(&tb__mpi_lock);
+        mpi_lock();
         c->next = left_to_mpi;
         left_to_mpi = c;
-        pthread_mutex_unlock(&tb__mpi_lock);
+        mpi_unlock();
     } else {
         dissolve(c);
     }

@@ -321,6 +321,21 @@ static void a_manual_world_needs_no_threads(void **state) {
     tb_world_destroy(world);
 }
 
+static void *make_elsewhere(void *arg) {
+    (void)arg;
+    tb_world *world = NULL;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .manual = true};
+    check_fails(tb_world_from_mpi(MPI_COMM_WORLD, "all", &opts, &world), TB_REFUSED, "this is another one");
+    return NULL;
+}
+
+static void another_thread_is_refused(void **state) {
+    (void)state;
+    pthread_t thread;
+    check(pthread_create(&thread, NULL, make_elsewhere, NULL) == 0);
+    pthread_join(thread, NULL);
+}
+
 static void a_single_thread_is_refused(void **state) {
     (void)state;
     tb_world *world = NULL;
@@ -389,14 +404,17 @@ static const struct CMUnitTest usual[] = {
     cmocka_unit_test(idle_worlds_sleep),
     cmocka_unit_test(who_leaves_is_lost),
 };
-static const struct CMUnitTest funneled[] = {cmocka_unit_test(a_manual_world_needs_no_threads)};
+static const struct CMUnitTest funneled[] = {
+    cmocka_unit_test(a_manual_world_needs_no_threads),
+    cmocka_unit_test(another_thread_is_refused),
+};
 static const struct CMUnitTest single[] = {cmocka_unit_test(a_single_thread_is_refused)};
 static const struct CMUnitTest finalized[] = {cmocka_unit_test(mpi_may_end_first)};
 static const struct CMUnitTest late[] = {cmocka_unit_test(one_comes_too_late)};
 
 static const program programs[] = {
     {"usual", MPI_THREAD_MULTIPLE, usual, sizeof usual / sizeof *usual},
-    {"funneled", MPI_THREAD_FUNNELED, funneled, 1},
+    {"funneled", MPI_THREAD_FUNNELED, funneled, sizeof funneled / sizeof *funneled},
     {"single", MPI_THREAD_SINGLE, single, 1},
     {"finalized", MPI_THREAD_MULTIPLE, finalized, 1},
     {"late", MPI_THREAD_MULTIPLE, late, 1},

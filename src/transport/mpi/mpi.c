@@ -22,15 +22,18 @@ typedef struct address {
  * at the same time; where they don't, it is looked at again when others are opened or closed. */
 static LIST_HEAD(endpoints, mpi) endpoints = LIST_HEAD_INITIALIZER(endpoints), parting = LIST_HEAD_INITIALIZER(parting);
 
-/* Says goodbye, and takes the memory of operations back from MPI. */
+/* Takes the memory of operations back from MPI, then says goodbye: whoever hears it may rely on nothing more coming. So
+ * all that was sent is waited for, copies, too. */
 static void stop(mpi *m) {
     int64_t deadline_ms = tb__now_ms() + CLOSE_MS;
-    for (int i = 0; i < m->nranks; i++)
-        mpi_send_bye(m, i);
     for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
-        if (mpi_release_memory(m, msg, deadline_ms) != TB_OK)
+        bool has_chunks = msg->state == MESSAGE_RECEIVES || msg->state == MESSAGE_SENDS;
+        bool is_waited_for = msg->state == MESSAGE_ENDS && msg->op;
+        if ((has_chunks || is_waited_for) && mpi_release(m, msg, has_chunks, deadline_ms) != TB_OK)
             tb__log(TB_LOG_ERROR, "transport mpi: rank %d of the communicator: %s", msg->rank, tb_error_detail());
     }
+    for (int i = 0; i < m->nranks; i++)
+        mpi_send_bye(m, i);
     m->is_over = true;
 }
 
@@ -38,24 +41,19 @@ static void free_endpoint(mpi *m) {
     message *msg;
     tb__waiter *w;
     while ((msg = TAILQ_FIRST(&m->all)))
-        mpi_free_message(m, msg);
+        mpi_leave_message(m, msg);
     while ((w = tb__match_drain(&m->arrivals, -1)))
         free(w);
+    for (int i = 0; m->peers && i < m->nranks; i++) {
+        mpi_free_early(&m->peers[i]);
+        free(m->peers[i].why);
+    }
     mpi_requests_fini(m);
     tb__index_fini(&m->by_wire);
     free(m->offered.item);
     free(m->ring);
     free(m->peers);
     free(m);
-}
-
-static void drop_ring(mpi *m) {
-    bool is_taken_back;
-    for (size_t i = 0; m->ring && i < RING; i++) {
-        if (m->ring[i].request != NO_REQUEST)
-            mpi_end_request(m, m->ring[i].request, true, tb__now_ms() + CLOSE_MS, &is_taken_back);
-        m->ring[i].request = NO_REQUEST;
-    }
 }
 
 static tb_status look(mpi *m, bool *did);
@@ -72,16 +70,25 @@ static bool has_parted(mpi *m) {
     return m->nbyes == m->nranks;
 }
 
+static void leave(mpi *m) {
+    LIST_REMOVE(m, link);
+    if (m->is_freed)
+        *m->is_freed = true;
+    mpi_drop_ring(m);
+}
+
 static void part(void) {
-    for (mpi *m = LIST_FIRST(&parting), *next; m; m = next) {
-        next = LIST_NEXT(m, link);
-        if (!has_parted(m))
-            continue;
-        LIST_REMOVE(m, link);
-        drop_ring(m);
-        MPI_Comm_free(&m->seat.in);
-        free_endpoint(m);
-    }
+    mpi *m;
+    do {
+        m = LIST_FIRST(&parting);
+        while (m && !has_parted(m))
+            m = LIST_NEXT(m, link);
+        if (m) { /* out of the list first: others have their turn while the ring is dropped */
+            leave(m);
+            MPI_Comm_free(&m->seat.in);
+            free_endpoint(m);
+        }
+    } while (m);
 }
 
 /* MPI calls this first of all when it is finalised. */
@@ -91,21 +98,21 @@ static int on_finalize(MPI_Comm comm, int keyval, void *value, void *extra) {
     (void)value;
     (void)extra;
     mpi *m;
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
+    mpi_end_naps();
     for (m = LIST_FIRST(&endpoints); m; m = LIST_NEXT(m, link)) {
         if (m->is_over)
             continue;
         stop(m);
-        drop_ring(m);
+        mpi_drop_ring(m);
         m->has_to_tell = true;
         mpi_set_timer(m);
     }
     while ((m = LIST_FIRST(&parting))) {
-        LIST_REMOVE(m, link);
-        drop_ring(m);
+        leave(m);
         free_endpoint(m); /* MPI frees the communicator */
     }
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
     return MPI_SUCCESS;
 }
 
@@ -163,7 +170,7 @@ static tb_status mpi_open(const tb_transport_env *env, void **context) {
     m->timer = -1;
     TAILQ_INIT(&m->all);
     TAILQ_INIT(&m->ripe);
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     part();
     tb_status status = open_locked(m);
     if (status == TB_OK) {
@@ -171,16 +178,16 @@ static tb_status mpi_open(const tb_transport_env *env, void **context) {
         LIST_INSERT_HEAD(&endpoints, m, link);
         *context = m;
     } else {
-        drop_ring(m);
+        mpi_drop_ring(m);
         free_endpoint(m);
     }
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
     return status;
 }
 
 static void mpi_close(void *context) {
     mpi *m = context;
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     bool is_finalised = m->is_over;
     if (!is_finalised)
         stop(m);
@@ -197,11 +204,15 @@ static void mpi_close(void *context) {
         free_endpoint(m);
     } else {
         int64_t deadline_ms = tb__now_ms() + PART_MS;
+        bool is_freed = false; /* by this thread, or another one that looks after those that part */
+        m->is_freed = &is_freed;
         LIST_INSERT_HEAD(&parting, m, link);
-        for (part(); LIST_FIRST(&parting) == m && tb__now_ms() < deadline_ms; part())
-            nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+        for (part(); !is_freed && tb__now_ms() < deadline_ms; part())
+            mpi_nap();
+        if (!is_freed)
+            m->is_freed = NULL;
     }
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
 }
 
 /* ---- Peers ----------------------------------------------------------------------------------------------------- */
@@ -263,7 +274,7 @@ static tb_status mpi_post(void *context, tb_op *op) {
     int rank = find_rank(m, op->peer);
     if (rank < 0)
         return tb__fail(TB_LOST, "transport mpi is not connected to rank %" PRId32, op->peer);
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     tb_status status;
     if (m->is_over)
         status = tb__fail(TB_LOST, "MPI was finalised");
@@ -273,7 +284,7 @@ static tb_status mpi_post(void *context, tb_op *op) {
         status = op->kind == TB_OP_SEND ? mpi_post_send(m, op, rank) : mpi_post_receive(m, op, rank);
     if (status == TB_OK)
         mpi_set_timer(m);
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
     return status;
 }
 
@@ -281,29 +292,25 @@ static void mpi_cancel(void *context, tb_op *op) {
     mpi *m = context;
     if (!op->state)
         return;
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     if (m->is_over)
-        mpi_finish(m, op->state, TB_CANCELLED);
+        mpi_give_up(m, op->state, TB_CANCELLED);
     else
         mpi_cancel_message(m, op->state);
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
 }
 
 /* One look. Whether anything came of it. */
 static tb_status look(mpi *m, bool *did) {
     TB_TRY(mpi_test_requests(m, did));
-    while (m->ring[m->ring_at].is_done) { /* in the order in which they were posted, which is that of sending */
-        size_t at = m->ring_at;
-        mpi_open_letter(m, &m->ring[at]);
-        m->ring_at = (at + 1) % RING;
-        TB_TRY(mpi_fill_place(m, at));
-        *did = true;
-    }
+    TB_TRY(mpi_open_letters(m));
     message *msg;
     while ((msg = TAILQ_FIRST(&m->ripe))) {
         mpi_go_on(m, msg);
         *did = true;
     }
+    if (m->ending_ms != 0 && tb__now_ms() >= m->ending_ms)
+        mpi_end_late(m);
     return TB_OK;
 }
 
@@ -313,7 +320,7 @@ static tb_status mpi_progress(void *context) {
     uint64_t expirations;
     bool did = true;
     tb_status status = TB_OK;
-    pthread_mutex_lock(&tb__mpi_lock);
+    mpi_lock();
     ssize_t unused = read(m->timer, &expirations, sizeof expirations);
     (void)unused;
     /* Nobody waits for anything: what comes can wait, too. */
@@ -324,6 +331,8 @@ static tb_status mpi_progress(void *context) {
         if (did)
             mpi_note_event(m);
     }
+    if (m->has_to_tell)
+        mpi_end_late(m);
     for (int i = 0; i < m->nranks && m->has_to_tell; i++) {
         if (m->peers[i].is_connected)
             mpi_lose(m, i, "MPI was finalised before the world was destroyed");
@@ -331,7 +340,7 @@ static tb_status mpi_progress(void *context) {
     m->has_to_tell = false;
     mpi_set_timer(m);
     bool is_hot = m->interval_ns == 1;
-    pthread_mutex_unlock(&tb__mpi_lock);
+    mpi_unlock();
     if (is_hot) /* whoever is at the other end may need this core */
         sched_yield();
     return status;

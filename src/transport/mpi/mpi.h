@@ -1,12 +1,19 @@
-/* What the files of the transport mpi share: mpi.c (its table, operations, progress), mpi_message.c (what goes over the
- * wire), mpi_chunk.c (memory that MPI sends from and receives to), mpi_request.c (requests under way, and the timer
- * that has them looked at).
+/* What the files of the transport mpi share: mpi.c (its table, operations, progress), mpi_message.c (offers, and what
+ * becomes of chunks), mpi_end.c (messages that are given up, peers that are lost), mpi_letter.c (letters, and their
+ * order), mpi_chunk.c (memory that MPI sends from and receives to), mpi_request.c (requests under way, the lock, and
+ * the timer that has them looked at).
  *
  * Our tags have 64 bits, MPI's perhaps 15. So everything begins with a *letter*, a header with up to INLINE_MAX bytes
  * behind it, under one MPI tag; each rank keeps a few receives for letters posted. Larger messages are offered by a
  * letter. The receiver answers, once a receive matches, with an MPI tag that nobody else uses with it meanwhile, and
  * the bytes follow under that, in chunks. Nothing of an operation's memory is given to MPI before both ends are there:
- * what is still waiting can be taken back by whoever posted it, which MPI itself can't do. */
+ * what is still waiting can be taken back by whoever posted it, which MPI itself can't do.
+ *
+ * While MPI has chunks in an operation's memory, the operation is not over: whoever is told so may free it, or fill it
+ * anew. A receive that nothing has come for yet MPI gives back; what is half-way has to be waited for, and so has a
+ * send. Cancelling waits there and then; if the peer is lost, the message is MESSAGE_ENDS until MPI is through with it.
+ * Both wait CANCEL_MS and no longer, closing CLOSE_MS: a peer that stands still in the middle of a chunk must not
+ * hold up others for good. Then an error is logged, since MPI may still write there. */
 #ifndef TB_TRANSPORT_MPI_MPI_H
 #define TB_TRANSPORT_MPI_MPI_H
 
@@ -26,7 +33,7 @@ enum {
     CHUNK = 512 << 10,
     WINDOW = 4,        /* chunks of a message under way */
     MAX_STREAMS = 256, /* large messages being received */
-    CANCEL_MS = 5000,  /* for chunks that MPI can't take back */
+    CANCEL_MS = 5000,  /* for chunks that MPI can't give back */
     CLOSE_MS = 1000,   /* the same, when closing */
     PART_MS = 200,     /* for others to close, too */
 };
@@ -50,12 +57,13 @@ typedef enum letter_kind {
     LETTER_ACCEPT,   /* of offer `id`; `tag` is the MPI tag to send under */
     LETTER_DECLINE,  /* there is no room for it */
     LETTER_WITHDRAW, /* of offer `id`; nbytes of it have been sent */
-    LETTER_BYE,      /* the sender closes: this is its last */
+    LETTER_BYE,      /* the sender closes: this is its last, and its chunks are through */
     LETTER_KINDS
 } letter_kind;
 
 typedef struct header {
     uint64_t kind, tag, nbytes, id;
+    uint64_t serial; /* how many letters came before it, from the same rank to the same */
 } header;
 
 typedef enum message_state {
@@ -66,15 +74,17 @@ typedef enum message_state {
     MESSAGE_LETTER,   /* goes out; op is NULL if it is the transport's own */
     MESSAGE_OFFERED,
     MESSAGE_SENDS, /* chunks */
+    MESSAGE_ENDS,  /* it was given up, but MPI still has chunks of it; `op` is told `verdict` when it hasn't */
 } message_state;
 
 /* A chunk under way. */
 typedef struct chunk {
     size_t request; /* NO_REQUEST: none */
     size_t offset, nbytes;
-    bool is_direct; /* in the operation's own memory, not in `bounce` */
-    char *bounce;   /* NULL: none was needed yet */
-    bool is_done;
+    bool is_direct;   /* in the operation's own memory, not in `bounce` */
+    char *bounce;     /* NULL: none was needed yet */
+    bool is_recalled; /* MPI was asked to give it back */
+    bool is_done;     /* it is through, and not counted yet */
 } chunk;
 
 #define NO_REQUEST SIZE_MAX
@@ -96,9 +106,13 @@ typedef struct message {
     int rank;
     uint64_t id; /* the sender's, of an offer */
     int tag;
-    size_t nbytes, posted, done;
-    size_t end; /* of what is received: the sender stops there */
+    size_t nbytes;
+    size_t posted; /* where the next chunk begins: all before it were given to MPI, and are there or through */
+    size_t done;   /* bytes that are through */
+    size_t end;    /* of what is received: the sender stops there */
     chunk chunks[WINDOW];
+    tb_status verdict;   /* of one that ends ... */
+    int64_t deadline_ms; /* ... and when it is told at the latest */
     arrival *arrival;
     bool is_ripe; /* something of it has completed ... */
     int error;    /* ... with this error of MPI's */
@@ -109,21 +123,36 @@ typedef struct message {
 
 typedef TAILQ_HEAD(message_list, message) message_list;
 
+/* A letter that has overtaken another of the same rank. */
+typedef struct early {
+    struct early *next;
+    header header;
+    size_t nbytes;
+    unsigned char data[];
+} early;
+
 typedef struct peer {
     int32_t wire; /* as the engine calls it */
-    bool is_connected, is_lost;
+    bool is_connected;
+    bool has_left;     /* its last letter has come */
+    bool is_lost;      /* nothing is exchanged with it any more ... */
+    bool is_told;      /* ... and the engine knows: all operations with it are over */
+    char *why;         /* NULL: there was no memory for it */
+    uint64_t nwritten; /* letters to it, and from it */
+    uint64_t nopened;
+    early *early;
 } peer;
 
 /* Whose request it is: a message's chunk, a message that is a letter, or a place in the ring. */
 typedef struct owner {
-    message *message; /* NULL: of the ring, or nobody's */
+    message *message; /* NULL: of the ring */
     size_t at;        /* which chunk, or which place */
 } owner;
 
 typedef struct place {
     size_t request;
     bool is_done;
-    int rank;
+    int rank, error;
     size_t nbytes;
     unsigned char bytes[sizeof(header) + INLINE_MAX];
 } place;
@@ -140,8 +169,9 @@ typedef struct mpi {
     tb__match receives, arrivals;
     message_list all, ripe;
     size_t nwaiting, nunder_way; /* messages that wait for the other side, and requests but those of the ring */
+    int64_t ending_ms;           /* when the first message that ends is to be told; 0: there is none */
     place *ring;
-    size_t ring_at;
+    size_t ndone;              /* places that have a letter */
     bool streams[MAX_STREAMS]; /* MPI tags in use, less 1 */
     size_t nqueued;
     TB_VEC(message *) offered; /* by the lower half of their ids; NULL: free */
@@ -157,10 +187,17 @@ typedef struct mpi {
     int timer;
     int64_t interval_ns, event_ns;
     LIST_ENTRY(mpi) link;
+    bool *is_freed; /* for whoever waits for it to part; NULL: nobody does */
 } mpi;
 
-/* mpi_request.c. All of MPI is called with tb__mpi_lock held: it can be finalised by another thread. */
-extern pthread_mutex_t tb__mpi_lock; /* recursive */
+/* mpi_request.c. All of MPI is called with this lock, which is recursive: it can be finalised by another thread. */
+void mpi_lock(void);
+void mpi_unlock(void);
+/* Lets the other endpoints of the process have the lock for a moment. Nobody else uses the one that naps: its thread is
+ * here, and finalising waits. */
+void mpi_nap(void);
+/* From here on nobody naps. */
+void mpi_end_naps(void);
 
 tb_status mpi_requests_init(mpi *m);
 void mpi_requests_fini(mpi *m);
@@ -169,9 +206,10 @@ tb_status mpi_reserve_request(mpi *m);
 size_t mpi_keep_request(mpi *m, MPI_Request request, owner whose);
 /* Looks at all of them, and notes what is done with their owners. Whether anything is. */
 tb_status mpi_test_requests(mpi *m, bool *did);
-/* Takes back a receive, or waits until it or a send is done. `is_taken_back`: it never happened. TB_TIMEOUT: neither.
- */
-tb_status mpi_end_request(mpi *m, size_t request, bool is_receive, int64_t deadline_ms, bool *is_taken_back);
+/* Asks a receive back, once. It is over, later or at once: either it never happened, or it has come. */
+void mpi_recall_request(mpi *m, size_t request);
+/* Waits until it is done. `is_taken_back`: it never happened. TB_TIMEOUT: MPI still has it. */
+tb_status mpi_end_request(mpi *m, size_t request, int64_t deadline_ms, bool *is_taken_back);
 void mpi_note_event(mpi *m);
 void mpi_set_timer(mpi *m);
 tb_status mpi_failed(const char *what, int code);
@@ -179,24 +217,57 @@ tb_status mpi_failed(const char *what, int code);
 /* mpi_chunk.c: gives the next chunk of a message to MPI, as its i-th under way. */
 tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i);
 
+/* mpi_letter.c */
+tb_status mpi_fill_place(mpi *m, size_t at);
+/* Gives the ring back to MPI. */
+void mpi_drop_ring(mpi *m);
+void mpi_free_early(peer *p);
+/* Sends a message that is a letter. */
+tb_status mpi_send_letter(mpi *m, message *msg, size_t nbytes_behind);
+/* Sends one of the transport's own. */
+tb_status mpi_write_letter(mpi *m, int rank, header h);
+/* The same where the other side would wait for good without it: if it can't be sent, the peer is lost. */
+void mpi_answer(mpi *m, int rank, letter_kind kind, uint64_t id, uint64_t tag, uint64_t nbytes);
+void mpi_send_bye(mpi *m, int rank);
+/* Opens those that have come. */
+tb_status mpi_open_letters(mpi *m);
+
 /* mpi_message.c */
 message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_t nbytes_behind);
+void mpi_set_state(mpi *m, message *msg, message_state state);
+/* Whether MPI has anything of it; `is_direct`: in the operation's own memory. */
+bool mpi_is_held(const message *msg, bool is_direct);
+/* Frees one that MPI has nothing of. */
 void mpi_free_message(mpi *m, message *msg);
+/* The same when the endpoint goes: what MPI has of it stays. */
+void mpi_leave_message(mpi *m, message *msg);
+/* Tells whose operation it is, and takes it from the message, which lives on. */
+void mpi_tell(message *msg, tb_status status);
+/* Tells, and frees one that MPI has nothing of. */
 void mpi_finish(mpi *m, message *msg, tb_status status);
 void mpi_ripen(mpi *m, message *msg);
 tb_status mpi_post_send(mpi *m, tb_op *op, int rank);
 tb_status mpi_post_receive(mpi *m, tb_op *op, int rank);
-tb_status mpi_fill_place(mpi *m, size_t at);
-/* A letter has come. */
-void mpi_open_letter(mpi *m, const place *p);
+/* A letter is opened. */
+tb_status mpi_on_letter(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes);
 /* Goes on with what has completed a chunk, or was matched. */
 void mpi_go_on(mpi *m, message *msg);
+/* Receives that wait for an MPI tag get what there is. */
+void mpi_take_queued(mpi *m);
+
+/* mpi_end.c */
+/* Takes chunks back from MPI: those in the operation's memory, or all; of a receive, always all. TB_TIMEOUT: some are
+ * still there. */
+tb_status mpi_release(mpi *m, message *msg, bool is_all, int64_t deadline_ms);
+/* The receives of chunks at `from` and behind it. */
+tb_status mpi_take_back(mpi *m, message *msg, size_t from, int64_t deadline_ms);
 void mpi_cancel_message(mpi *m, message *msg);
-void mpi_send_bye(mpi *m, int rank);
-/* Nothing of the operation's memory is in MPI's hands after this. */
-tb_status mpi_release_memory(mpi *m, message *msg, int64_t deadline_ms);
-/* Tells whose it is; what MPI still has of it lives on. */
+/* Ends it with `status`, as soon as MPI has nothing of the operation's memory; at once if the endpoint is over. */
 void mpi_give_up(mpi *m, message *msg, tb_status status);
+/* MPI has nothing any more of one that ends. */
+void mpi_end_message(mpi *m, message *msg);
+/* Tells those that end of which the deadline has passed; of an endpoint that is over, all. */
+void mpi_end_late(mpi *m);
 void mpi_lose(mpi *m, int rank, const char *why);
 
 #endif

@@ -82,7 +82,7 @@ tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i) {
     memory at;
     MPI_Request request;
     TB_TRY(mpi_reserve_request(m));
-    c->is_done = false;
+    c->is_done = c->is_recalled = false;
     c->offset = msg->posted;
     c->nbytes = msg->nbytes - msg->posted < CHUNK ? msg->nbytes - msg->posted : CHUNK;
     TB_TRY(find_memory(msg, c, is_send, &at));

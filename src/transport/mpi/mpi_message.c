@@ -1,7 +1,6 @@
-/* Letters and offers, and what becomes of chunks. */
+/* Messages: small ones are letters, larger ones are offered, and follow in chunks. */
 #include "transport/mpi/mpi.h"
 
-#include "base/log.h"
 #include "base/process.h"
 
 #include <inttypes.h>
@@ -10,12 +9,19 @@
 /* ---- Messages -------------------------------------------------------------------------------------------------- */
 
 static bool is_waiting(message_state state) {
-    return state == MESSAGE_WAITS || state == MESSAGE_QUEUED || state == MESSAGE_OFFERED ||
-           state == MESSAGE_RECEIVES; /* what is to come of it may take its time */
+    return state == MESSAGE_WAITS || state == MESSAGE_QUEUED || state == MESSAGE_OFFERED || state == MESSAGE_RECEIVES ||
+           state == MESSAGE_ENDS; /* what is to come of it may take its time */
 }
 
-static void set_state(mpi *m, message *msg, message_state state) {
+/* Leaving a state gives back what it had. */
+void mpi_set_state(mpi *m, message *msg, message_state state) {
+    bool was_offered = msg->state == MESSAGE_OFFERED || msg->state == MESSAGE_SENDS;
     m->nwaiting += (size_t)is_waiting(state) - (size_t)is_waiting(msg->state);
+    m->nqueued += (size_t)(state == MESSAGE_QUEUED) - (size_t)(msg->state == MESSAGE_QUEUED);
+    if (msg->state == MESSAGE_RECEIVES)
+        m->streams[msg->tag - 1] = false;
+    if (was_offered && state != MESSAGE_SENDS)
+        m->offered.item[(uint32_t)msg->id] = NULL;
     msg->state = state;
 }
 
@@ -43,34 +49,39 @@ void mpi_ripen(mpi *m, message *msg) {
     msg->is_ripe = true;
 }
 
-/* What MPI may still read when nobody waits for it any more. It is kept, and never looked at again. */
-static message_list left_behind = TAILQ_HEAD_INITIALIZER(left_behind);
-
-static bool is_held(const message *msg) {
+bool mpi_is_held(const message *msg, bool is_direct) {
     bool is = false;
     for (size_t i = 0; i < WINDOW; i++)
-        is |= msg->chunks[i].request != NO_REQUEST;
+        is |= msg->chunks[i].request != NO_REQUEST && (msg->chunks[i].is_direct || !is_direct);
     return is;
 }
 
-void mpi_free_message(mpi *m, message *msg) {
+/* Takes it out of all that leads to it. */
+static void unlink_message(mpi *m, message *msg) {
     if (msg->is_ripe)
         TAILQ_REMOVE(&m->ripe, msg, ripe);
     TAILQ_REMOVE(&m->all, msg, all);
-    m->nwaiting -= is_waiting(msg->state);
-    m->nqueued -= msg->state == MESSAGE_QUEUED;
-    if (msg->state == MESSAGE_RECEIVES)
-        m->streams[msg->tag - 1] = false;
-    if (msg->state == MESSAGE_OFFERED || msg->state == MESSAGE_SENDS)
-        m->offered.item[(uint32_t)msg->id] = NULL;
+    mpi_set_state(m, msg, MESSAGE_LETTER);
     free(msg->arrival);
-    if (is_held(msg)) {
-        TAILQ_INSERT_TAIL(&left_behind, msg, all);
-        return;
-    }
+}
+
+void mpi_free_message(mpi *m, message *msg) {
+    unlink_message(m, msg);
     for (size_t i = 0; i < WINDOW; i++)
         free(msg->chunks[i].bounce);
     free(msg);
+}
+
+/* What MPI may still read or write when its endpoint is gone. It is kept, and nothing leads to it but this. */
+static message_list left_behind = TAILQ_HEAD_INITIALIZER(left_behind);
+
+void mpi_leave_message(mpi *m, message *msg) {
+    if (!mpi_is_held(msg, false)) {
+        mpi_free_message(m, msg);
+        return;
+    }
+    unlink_message(m, msg);
+    TAILQ_INSERT_TAIL(&left_behind, msg, all);
 }
 
 static void complete(tb_op *op, tb_status status) {
@@ -81,8 +92,7 @@ static void complete(tb_op *op, tb_status status) {
     op->done(op);
 }
 
-/* Tells whose operation it is, and takes it from the message, which may live on. */
-static void tell(message *msg, tb_status status) {
+void mpi_tell(message *msg, tb_status status) {
     tb_op *op = msg->op;
     msg->op = NULL;
     complete(op, status);
@@ -92,56 +102,6 @@ void mpi_finish(mpi *m, message *msg, tb_status status) {
     tb_op *op = msg->op;
     mpi_free_message(m, msg);
     complete(op, status);
-}
-
-/* ---- Letters --------------------------------------------------------------------------------------------------- */
-
-static tb_status send_letter(mpi *m, message *msg, size_t nbytes_behind) {
-    MPI_Request request;
-    int code = MPI_Isend(&msg->header, (int)(sizeof msg->header + nbytes_behind), MPI_BYTE, msg->rank, LETTER_TAG,
-                         m->seat.out, &request);
-    if (code != MPI_SUCCESS)
-        return mpi_failed("MPI_Isend", code);
-    msg->chunks[0].request = mpi_keep_request(m, request, (owner){msg, 0});
-    mpi_note_event(m);
-    return TB_OK;
-}
-
-/* A letter of the transport's own. The bytes behind the header begin right after it. */
-static tb_status write_letter(mpi *m, int rank, header h) {
-    TB_TRY(mpi_reserve_request(m));
-    message *msg = mpi_new_message(m, MESSAGE_LETTER, NULL, rank, 0);
-    if (!msg)
-        return TB_NO_MEMORY;
-    msg->header = h;
-    tb_status status = send_letter(m, msg, 0);
-    if (status != TB_OK)
-        mpi_free_message(m, msg);
-    return status;
-}
-
-/* Without its answer the other side would wait for good. */
-static void answer(mpi *m, int rank, letter_kind kind, uint64_t id, uint64_t tag, uint64_t nbytes) {
-    if (write_letter(m, rank, (header){.kind = kind, .tag = tag, .nbytes = nbytes, .id = id}) != TB_OK)
-        mpi_lose(m, rank, tb_error_detail());
-}
-
-void mpi_send_bye(mpi *m, int rank) {
-    if (write_letter(m, rank, (header){.kind = LETTER_BYE}) != TB_OK)
-        tb__log(TB_LOG_DEBUG, "transport mpi: %s", tb_error_detail());
-}
-
-tb_status mpi_fill_place(mpi *m, size_t at) {
-    place *p = &m->ring[at];
-    MPI_Request request;
-    p->is_done = false;
-    p->request = NO_REQUEST;
-    TB_TRY(mpi_reserve_request(m));
-    int code = MPI_Irecv(p->bytes, (int)sizeof p->bytes, MPI_BYTE, MPI_ANY_SOURCE, LETTER_TAG, m->seat.in, &request);
-    if (code != MPI_SUCCESS)
-        return mpi_failed("MPI_Irecv", code);
-    p->request = mpi_keep_request(m, request, (owner){NULL, at});
-    return TB_OK;
 }
 
 /* ---- Posting --------------------------------------------------------------------------------------------------- */
@@ -154,7 +114,7 @@ static tb_status post_small(mpi *m, tb_op *op, int rank, size_t nbytes) {
     _Static_assert(offsetof(message, data) == offsetof(message, header) + sizeof(header), "nothing in between");
     msg->header = (header){.kind = LETTER_SMALL, .tag = op->tag, .nbytes = nbytes};
     tb__pieces_gather(op->pieces, op->npieces, 0, msg->data, nbytes);
-    tb_status status = send_letter(m, msg, nbytes);
+    tb_status status = mpi_send_letter(m, msg, nbytes);
     if (status != TB_OK) {
         op->state = NULL;
         mpi_free_message(m, msg);
@@ -183,8 +143,9 @@ tb_status mpi_post_send(mpi *m, tb_op *op, int rank) {
         return TB_NO_MEMORY;
     tb_status status = number_offer(m, msg);
     if (status == TB_OK) {
-        set_state(m, msg, MESSAGE_OFFERED);
-        status = write_letter(m, rank, (header){.kind = LETTER_OFFER, .tag = op->tag, .nbytes = nbytes, .id = msg->id});
+        mpi_set_state(m, msg, MESSAGE_OFFERED);
+        status =
+            mpi_write_letter(m, rank, (header){.kind = LETTER_OFFER, .tag = op->tag, .nbytes = nbytes, .id = msg->id});
     }
     if (status != TB_OK) {
         op->state = NULL;
@@ -194,7 +155,7 @@ tb_status mpi_post_send(mpi *m, tb_op *op, int rank) {
 }
 
 static void match(mpi *m, message *msg, arrival *a) {
-    set_state(m, msg, MESSAGE_MATCHED);
+    mpi_set_state(m, msg, MESSAGE_MATCHED);
     msg->arrival = a;
     mpi_ripen(m, msg);
 }
@@ -206,7 +167,7 @@ static void await(mpi *m, message *msg) {
         match(m, msg, a);
         return;
     }
-    set_state(m, msg, MESSAGE_WAITS);
+    mpi_set_state(m, msg, MESSAGE_WAITS);
     tb__match_add(&m->receives, &msg->waiter);
 }
 
@@ -243,14 +204,11 @@ static void end_receive(mpi *m, message *msg) {
         mpi_finish(m, msg, TB_OK);
         return;
     }
-    m->streams[msg->tag - 1] = false;
     msg->nbytes = tb__pieces_size(msg->op->pieces, msg->op->npieces);
     msg->posted = msg->done = 0;
     msg->end = SIZE_MAX;
     await(m, msg);
 }
-
-static void take_queued(mpi *m);
 
 static void move_chunks(mpi *m, message *msg) {
     bool is_send = msg->state == MESSAGE_SENDS;
@@ -267,7 +225,7 @@ static void move_chunks(mpi *m, message *msg) {
         mpi_finish(m, msg, TB_OK);
     } else if (!is_send && (msg->done == msg->nbytes || msg->done >= msg->end)) {
         end_receive(m, msg);
-        take_queued(m);
+        mpi_take_queued(m);
     } else {
         begin_chunks(m, msg);
     }
@@ -282,18 +240,17 @@ static bool accept(mpi *m, message *msg) {
         return false;
     m->streams[at] = true;
     msg->tag = at + 1;
-    m->nqueued -= msg->state == MESSAGE_QUEUED;
-    set_state(m, msg, MESSAGE_RECEIVES);
+    mpi_set_state(m, msg, MESSAGE_RECEIVES);
     int rank = msg->rank;
     uint64_t id = msg->id;
     /* The receives are there before the sender hears of it: nothing comes unexpected. */
     begin_chunks(m, msg);
     if (!m->peers[rank].is_lost)
-        answer(m, rank, LETTER_ACCEPT, id, (uint64_t)at + 1, 0);
+        mpi_answer(m, rank, LETTER_ACCEPT, id, (uint64_t)at + 1, 0);
     return true;
 }
 
-static void take_queued(mpi *m) {
+void mpi_take_queued(mpi *m) {
     bool is_taken = m->nqueued > 0;
     while (is_taken) {
         message *msg = TAILQ_FIRST(&m->all);
@@ -308,10 +265,13 @@ static void deal_with_arrival(mpi *m, message *msg) {
     tb_op *op = msg->op;
     op->nbytes = a->nbytes;
     if (a->nbytes > msg->nbytes) {
-        if (a->is_offer)
-            answer(m, msg->rank, LETTER_DECLINE, a->id, 0, 0);
+        int rank = msg->rank;
+        uint64_t id = a->id;
+        bool is_offer = a->is_offer;
         tb__set_detail("%zu bytes came with tag %" PRIu64 ", more than there is room for", a->nbytes, op->tag);
-        mpi_finish(m, msg, TB_TOO_BIG);
+        mpi_finish(m, msg, TB_TOO_BIG); /* first: if the peer is lost in answering, all of its messages are given up */
+        if (is_offer && !m->peers[rank].is_lost)
+            mpi_answer(m, rank, LETTER_DECLINE, id, 0, 0);
     } else if (!a->is_offer) {
         tb__pieces_scatter(op->pieces, op->npieces, 0, a->data, a->nbytes);
         mpi_finish(m, msg, TB_OK);
@@ -320,25 +280,40 @@ static void deal_with_arrival(mpi *m, message *msg) {
         msg->id = a->id;
         msg->arrival = NULL;
         free(a);
-        if (!accept(m, msg)) {
-            set_state(m, msg, MESSAGE_QUEUED);
-            m->nqueued++;
-        }
+        if (!accept(m, msg))
+            mpi_set_state(m, msg, MESSAGE_QUEUED);
     }
 }
 
 void mpi_go_on(mpi *m, message *msg) {
+    int error = msg->error;
+    if (error != MPI_SUCCESS && !m->peers[msg->rank].is_lost) {
+        msg->error = MPI_SUCCESS; /* it stays ripe, and is gone on with, unless that has ended it */
+        mpi_failed("MPI", error);
+        mpi_lose(m, msg->rank, tb_error_detail());
+        return;
+    }
     TAILQ_REMOVE(&m->ripe, msg, ripe);
     msg->is_ripe = false;
-    if (msg->error != MPI_SUCCESS) {
-        mpi_failed("MPI", msg->error);
-        mpi_lose(m, msg->rank, tb_error_detail());
-    } else if (msg->state == MESSAGE_MATCHED)
+    switch (msg->state) {
+    case MESSAGE_MATCHED:
         deal_with_arrival(m, msg);
-    else if (msg->state == MESSAGE_LETTER)
+        break;
+    case MESSAGE_LETTER:
         mpi_finish(m, msg, TB_OK);
-    else
+        break;
+    case MESSAGE_RECEIVES:
+    case MESSAGE_SENDS:
         move_chunks(m, msg);
+        break;
+    case MESSAGE_ENDS:
+        mpi_end_message(m, msg);
+        break;
+    case MESSAGE_WAITS:
+    case MESSAGE_QUEUED:
+    case MESSAGE_OFFERED:
+        break; /* nothing of these completes */
+    }
 }
 
 /* ---- What comes ------------------------------------------------------------------------------------------------ */
@@ -349,17 +324,16 @@ static message *find_offered(const mpi *m, int rank, uint64_t id) {
     return msg && msg->id == id && msg->rank == rank ? msg : NULL;
 }
 
-static tb_status on_message(mpi *m, const place *p, const header *h) {
+static tb_status on_message(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes) {
     bool is_offer = h->kind == LETTER_OFFER;
-    size_t behind = p->nbytes - sizeof *h;
-    if (is_offer ? behind != 0 || h->nbytes <= INLINE_MAX : behind != h->nbytes)
+    if (is_offer ? nbytes != 0 || h->nbytes <= INLINE_MAX : nbytes != h->nbytes)
         return tb__fail(TB_INVALID, "it sent what makes no sense");
-    arrival *a = tb__malloc(1, sizeof *a + behind);
+    arrival *a = tb__malloc(1, sizeof *a + nbytes);
     if (!a)
         return TB_NO_MEMORY;
-    *a = (arrival){.waiter = {.peer = p->rank, .tag = h->tag}, .is_offer = is_offer, .id = h->id, .nbytes = h->nbytes};
-    memcpy(a->data, p->bytes + sizeof *h, behind);
-    message *msg = (message *)tb__match_take(&m->receives, p->rank, h->tag);
+    *a = (arrival){.waiter = {.peer = rank, .tag = h->tag}, .is_offer = is_offer, .id = h->id, .nbytes = h->nbytes};
+    memcpy(a->data, behind, nbytes);
+    message *msg = (message *)tb__match_take(&m->receives, rank, h->tag);
     if (msg)
         match(m, msg, a);
     else
@@ -373,7 +347,7 @@ static tb_status on_accept(mpi *m, int rank, const header *h) {
         return TB_OK;
     if (msg->state != MESSAGE_OFFERED || h->tag < 1 || h->tag > MAX_STREAMS)
         return tb__fail(TB_INVALID, "it accepted what was not offered");
-    set_state(m, msg, MESSAGE_SENDS);
+    mpi_set_state(m, msg, MESSAGE_SENDS);
     msg->tag = (int)h->tag;
     begin_chunks(m, msg);
     return TB_OK;
@@ -391,23 +365,10 @@ static void forget_offer(mpi *m, int rank, const header *h) {
     }
 }
 
-/* The sender's chunks end early: the receives beyond that are for nothing, and MPI takes those back. From the last: an
- * earlier one might get what a later one waits for. */
+/* The sender's chunks end early: the receives beyond that are for nothing. */
 static tb_status shorten(mpi *m, message *msg, size_t end) {
     msg->end = end;
-    for (;;) {
-        chunk *last = NULL;
-        for (size_t i = 0; i < WINDOW; i++) {
-            chunk *c = &msg->chunks[i];
-            if (c->request != NO_REQUEST && c->offset >= end && (!last || c->offset > last->offset))
-                last = c;
-        }
-        if (!last)
-            break;
-        bool is_taken_back;
-        TB_TRY(mpi_end_request(m, last->request, true, tb__now_ms() + CANCEL_MS, &is_taken_back));
-        last->request = NO_REQUEST;
-    }
+    TB_TRY(mpi_take_back(m, msg, end, tb__now_ms() + CANCEL_MS));
     mpi_ripen(m, msg);
     return TB_OK;
 }
@@ -420,7 +381,6 @@ static tb_status on_withdraw(mpi *m, int rank, const header *h) {
             continue;
         if (msg->state == MESSAGE_RECEIVES)
             return shorten(m, msg, h->nbytes);
-        m->nqueued -= msg->state == MESSAGE_QUEUED;
         free(msg->arrival);
         msg->arrival = NULL;
         msg->nbytes = tb__pieces_size(msg->op->pieces, msg->op->npieces);
@@ -434,148 +394,26 @@ static tb_status on_withdraw(mpi *m, int rank, const header *h) {
     return TB_OK;
 }
 
-static tb_status deal_with_letter(mpi *m, const place *p, const header *h) {
+tb_status mpi_on_letter(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes) {
     message *msg;
     switch (h->kind) {
     case LETTER_SMALL:
     case LETTER_OFFER:
-        return on_message(m, p, h);
+        return on_message(m, rank, h, behind, nbytes);
     case LETTER_ACCEPT:
-        return on_accept(m, p->rank, h);
+        return on_accept(m, rank, h);
     case LETTER_DECLINE:
-        msg = find_offered(m, p->rank, h->id);
+        msg = find_offered(m, rank, h->id);
         if (msg && msg->state == MESSAGE_OFFERED)
             mpi_finish(m, msg, TB_OK);
         return TB_OK;
     case LETTER_WITHDRAW:
-        return on_withdraw(m, p->rank, h);
+        return on_withdraw(m, rank, h);
     case LETTER_BYE:
         m->nbyes++;
+        m->peers[rank].has_left = true;
         return tb__fail(TB_LOST, "it has left");
     default:
         return tb__fail(TB_INVALID, "it sent what makes no sense");
     }
-}
-
-void mpi_open_letter(mpi *m, const place *p) {
-    header h = {.kind = LETTER_KINDS};
-    if (p->rank < 0 || p->rank >= m->nranks)
-        return;
-    if (p->nbytes >= sizeof h)
-        memcpy(&h, p->bytes, sizeof h);
-    if (h.kind != LETTER_BYE && (m->is_over || m->peers[p->rank].is_lost))
-        return;
-    tb_status status = deal_with_letter(m, p, &h);
-    if (status != TB_OK)
-        mpi_lose(m, p->rank, tb_error_detail());
-}
-
-/* ---- The end of messages --------------------------------------------------------------------------------------- */
-
-/* Fails if the other side stands still in the middle of a chunk: then it counts as lost, which is all that can be done.
- * From the last chunk: an earlier receive might get what a later one waits for. */
-tb_status mpi_release_memory(mpi *m, message *msg, int64_t deadline_ms) {
-    bool is_receive = msg->state == MESSAGE_RECEIVES;
-    if (!is_receive && msg->state != MESSAGE_SENDS)
-        return TB_OK;
-    for (;;) {
-        chunk *last = NULL;
-        for (size_t i = 0; i < WINDOW; i++) {
-            chunk *c = &msg->chunks[i];
-            if (c->request != NO_REQUEST && c->is_direct && (!last || c->offset > last->offset))
-                last = c;
-        }
-        if (!last)
-            return TB_OK;
-        bool is_taken_back;
-        TB_TRY(mpi_end_request(m, last->request, is_receive, deadline_ms, &is_taken_back));
-        last->request = NO_REQUEST;
-        if (is_taken_back)
-            msg->posted = last->offset;
-        else
-            last->is_done = true;
-    }
-}
-
-static void cancel_stream(mpi *m, message *msg) {
-    int rank = msg->rank;
-    bool is_send = msg->state == MESSAGE_SENDS;
-    tb_status status = mpi_release_memory(m, msg, tb__now_ms() + CANCEL_MS);
-    if (status != TB_OK) {
-        tb__log(TB_LOG_ERROR, "transport mpi: rank %d of the communicator: %s", rank, tb_error_detail());
-        mpi_lose(m, rank, tb_error_detail());
-        return;
-    }
-    if (is_send)
-        answer(m, rank, LETTER_WITHDRAW, msg->id, msg->op->tag, msg->posted);
-    if (m->peers[rank].is_lost) /* which has told everybody */
-        return;
-    mpi_ripen(m, msg);
-    tell(msg, TB_CANCELLED);
-}
-
-void mpi_cancel_message(mpi *m, message *msg) {
-    switch (msg->state) {
-    case MESSAGE_WAITS:
-        tb__match_remove(&m->receives, &msg->waiter);
-        break;
-    case MESSAGE_MATCHED: /* it is for the next one that asks */
-        tb__match_add(&m->arrivals, &msg->arrival->waiter);
-        msg->arrival = NULL;
-        break;
-    case MESSAGE_QUEUED:
-        answer(m, msg->rank, LETTER_DECLINE, msg->id, 0, 0);
-        if (m->peers[msg->rank].is_lost)
-            return;
-        break;
-    case MESSAGE_OFFERED:
-        answer(m, msg->rank, LETTER_WITHDRAW, msg->id, msg->op->tag, 0);
-        if (m->peers[msg->rank].is_lost)
-            return;
-        break;
-    case MESSAGE_LETTER: /* it is a copy, and on its way */
-        tell(msg, TB_CANCELLED);
-        return;
-    case MESSAGE_RECEIVES:
-    case MESSAGE_SENDS:
-        cancel_stream(m, msg);
-        return;
-    }
-    mpi_finish(m, msg, TB_CANCELLED);
-}
-
-void mpi_give_up(mpi *m, message *msg, tb_status status) {
-    if (msg->state == MESSAGE_WAITS)
-        tb__match_remove(&m->receives, &msg->waiter);
-    if (is_held(msg))
-        tell(msg, status);
-    else
-        mpi_finish(m, msg, status);
-}
-
-void mpi_lose(mpi *m, int rank, const char *why) {
-    peer *p = &m->peers[rank];
-    if (p->is_lost)
-        return;
-    p->is_lost = true;
-    char *reason = tb__strdup(why);
-    tb__waiter *w;
-    while ((w = tb__match_drain(&m->arrivals, rank)))
-        free(w);
-    for (bool again = true; again;) { /* from the beginning: callbacks change the list */
-        again = false;
-        for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
-            if (msg->rank != rank || !msg->op)
-                continue;
-            /* Receives are taken back. A send that nobody takes is never read either. */
-            if (msg->state == MESSAGE_RECEIVES && !m->is_over && mpi_release_memory(m, msg, 0) != TB_OK)
-                tb__log(TB_LOG_ERROR, "transport mpi: rank %d of the communicator: %s", rank, tb_error_detail());
-            mpi_give_up(m, msg, TB_LOST);
-            again = true;
-            break;
-        }
-    }
-    if (p->is_connected && m->env.lost)
-        m->env.lost(m->env.arg, p->wire, reason ? reason : "it is lost");
-    free(reason);
 }

@@ -15,9 +15,48 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HOT_NS = 10000000, FASTEST_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
+enum { HOT_NS = 10000000, FASTEST_NS = 20000, NAP_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
 
-pthread_mutex_t tb__mpi_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+/* ---- The lock -------------------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static int depth; /* how often its thread has it */
+static int nnaps; /* under way */
+static bool has_naps = true;
+
+void mpi_lock(void) {
+    pthread_mutex_lock(&lock);
+    depth++;
+}
+
+void mpi_unlock(void) {
+    depth--;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Callbacks come back in, and nap there: then all that was locked is unlocked. */
+static void sleep_unlocked(void) {
+    int n = depth;
+    for (int i = 0; i < n; i++)
+        mpi_unlock();
+    nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+    for (int i = 0; i < n; i++)
+        mpi_lock();
+}
+
+void mpi_nap(void) {
+    if (!has_naps)
+        return;
+    nnaps++;
+    sleep_unlocked();
+    nnaps--;
+}
+
+void mpi_end_naps(void) {
+    has_naps = false;
+    while (nnaps > 0) /* whoever wakes up keeps the lock until it is through */
+        sleep_unlocked();
+}
 
 tb_status mpi_failed(const char *what, int code) {
     char text[MPI_MAX_ERROR_STRING];
@@ -121,24 +160,33 @@ static void drop_request(mpi *m, size_t at) {
     m->spare.item[m->spare.count++] = at;
 }
 
+static void note_letter(mpi *m, place *p, const MPI_Status *status, int error) {
+    int n = 0;
+    MPI_Get_count(status, MPI_BYTE, &n);
+    p->request = NO_REQUEST;
+    p->is_done = true;
+    p->rank = status->MPI_SOURCE;
+    p->error = error;
+    p->nbytes = n > 0 ? (size_t)n : 0;
+    m->ndone++;
+}
+
 /* Only noted here: what follows from it calls back, which may change everything. */
 static void note_done(mpi *m, size_t at, const MPI_Status *status, int error) {
     owner o = m->owners.item[at];
+    int is_cancelled = 0;
     drop_request(m, at);
     if (!o.message) {
-        place *p = &m->ring[o.at];
-        int n = 0;
-        MPI_Get_count(status, MPI_BYTE, &n);
-        p->is_done = true;
-        p->request = NO_REQUEST;
-        p->rank = error == MPI_SUCCESS ? status->MPI_SOURCE : -1;
-        p->nbytes = n > 0 ? (size_t)n : 0;
+        note_letter(m, &m->ring[o.at], status, error);
         return;
     }
     chunk *c = &o.message->chunks[o.at];
+    if (c->is_recalled && error == MPI_SUCCESS)
+        MPI_Test_cancelled(status, &is_cancelled);
     c->request = NO_REQUEST;
-    c->is_done = true;
-    o.message->error = error;
+    c->is_done = !is_cancelled;
+    if (error != MPI_SUCCESS)
+        o.message->error = error;
     mpi_ripen(m, o.message);
 }
 
@@ -155,20 +203,23 @@ tb_status mpi_test_requests(mpi *m, bool *did) {
     return TB_OK;
 }
 
-tb_status mpi_end_request(mpi *m, size_t at, bool is_receive, int64_t deadline_ms, bool *is_taken_back) {
+void mpi_recall_request(mpi *m, size_t at) {
+    MPI_Cancel(&m->requests.item[at]);
+}
+
+tb_status mpi_end_request(mpi *m, size_t at, int64_t deadline_ms, bool *is_taken_back) {
     int is_done = 0, is_cancelled = 0;
-    *is_taken_back = false;
-    if (is_receive)
-        MPI_Cancel(&m->requests.item[at]);
-    do {
+    for (;;) {
         MPI_Status status;
         int code = MPI_Test(&m->requests.item[at], &is_done, &status);
-        if (code == MPI_SUCCESS && is_done && is_receive)
+        if (code == MPI_SUCCESS && is_done)
             MPI_Test_cancelled(&status, &is_cancelled);
-        is_done |= code != MPI_SUCCESS;
-    } while (!is_done && tb__now_ms() < deadline_ms);
-    if (!is_done)
-        return tb__fail(TB_TIMEOUT, "a message stands still half-way, and MPI can't take it back");
+        if (code != MPI_SUCCESS || is_done)
+            break;
+        if (tb__now_ms() >= deadline_ms)
+            return tb__fail(TB_TIMEOUT, "a message stands still half-way, and MPI can't take it back");
+        mpi_nap();
+    }
     *is_taken_back = is_cancelled;
     drop_request(m, at);
     return TB_OK;

@@ -1,0 +1,522 @@
+/* The transport mpi where things don't come through: receives that are given up, peers that leave or stand still. The
+ * argument says how MPI sends: as it likes, or by rendezvous and bit by bit, so that even letters can be half-way.
+ * Started by mpirun or mpiexec with four ranks. */
+#include "transport/mpi/mpi.h"
+
+#include "../tests/support/conformance.h"
+#include "base/process.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+/* Long enough for any machine; only a hang takes it. */
+enum { PATIENCE_MS = 60000, NRANKS = 4 };
+
+static int my_rank;
+static int nlost;
+
+static void on_lost(void *arg, int32_t wire, const char *why) {
+    (void)arg;
+    (void)wire;
+    (void)why;
+    nlost++;
+}
+
+static void open_end(tb_transport *t, tb__mpi_seat *seat, int32_t rank) {
+    tb_transport_env env = {.rank = rank, .lost = on_lost};
+    tb__mpi_take_seat(seat);
+    assert_int_equal(tb__transport_open("mpi", &env, t), TB_OK);
+    tb__mpi_take_seat(NULL);
+}
+
+static unsigned char *make_memory(size_t n, unsigned char value) {
+    unsigned char *memory = malloc(n);
+    assert_non_null(memory);
+    memset(memory, value, n);
+    return memory;
+}
+
+static size_t count_other(const unsigned char *memory, size_t n, unsigned char value) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++)
+        count += memory[i] != value;
+    return count;
+}
+
+static void progress_one(const tb_transport *t) {
+    assert_int_equal(t->ops->progress(t->context), TB_OK);
+}
+
+/* ---- One process ----------------------------------------------------------------------------------------------- */
+
+static void make(endpoints *e, tb__mpi_seat seats[2]) {
+    unsigned char address[TB_ADDRESS_MAX];
+    size_t n = sizeof address;
+    MPI_Comm there, back;
+    MPI_Comm_dup(MPI_COMM_SELF, &there);
+    MPI_Comm_dup(MPI_COMM_SELF, &back);
+    seats[0] = (tb__mpi_seat){.out = there, .in = back};
+    seats[1] = (tb__mpi_seat){.out = back, .in = there};
+    e->rank_a = 3;
+    e->rank_b = 7;
+    open_end(&e->a, &seats[0], e->rank_a);
+    open_end(&e->b, &seats[1], e->rank_b);
+    assert_int_equal(e->a.ops->address(e->a.context, address, &n), TB_OK);
+    assert_int_equal(e->b.ops->connect(e->b.context, e->rank_a, address, n), TB_OK);
+    n = sizeof address;
+    assert_int_equal(e->b.ops->address(e->b.context, address, &n), TB_OK);
+    assert_int_equal(e->a.ops->connect(e->a.context, e->rank_b, address, n), TB_OK);
+}
+
+static void unmake(endpoints *e) {
+    tb__transport_close(&e->a);
+    tb__transport_close(&e->b);
+}
+
+/* A message of as many bytes as there are, which comes whole. */
+static void move(endpoints *e, uint64_t tag, unsigned char *from, unsigned char *to, size_t n) {
+    tb_piece out = {from, n}, in = {to, n};
+    tb_op send, receive;
+    for (size_t i = 0; i < n; i++)
+        from[i] = (unsigned char)(i / 1000 + tag);
+    memset(to, 0, n);
+    make_op(&send, TB_OP_SEND, e->rank_b, tag, &out, 1);
+    make_op(&receive, TB_OP_RECV, e->rank_a, tag, &in, 1);
+    assert_int_equal(tb__transport_post(&e->a, &send), TB_OK);
+    assert_int_equal(tb__transport_post(&e->b, &receive), TB_OK);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    assert_memory_equal(from, to, n);
+}
+
+/* The first chunks have long pieces or short ones, as the bits say: MPI receives those to the operation's memory or to
+ * memory of the transport's. */
+static size_t cut(unsigned char *memory, size_t n, unsigned bits, tb_piece *pieces) {
+    enum { SHORT = 128, FIRST = 4 };
+    size_t count = 0, at = 0;
+    for (; at < FIRST * (size_t)CHUNK; bits >>= 1) {
+        size_t step = bits & 1 ? SHORT : CHUNK;
+        for (size_t end = at + CHUNK; at < end; at += step)
+            pieces[count++] = (tb_piece){memory + at, step};
+    }
+    pieces[count++] = (tb_piece){memory + at, n - at};
+    return count;
+}
+
+/* Before the sender has begun, or half-way: either way nothing is written after it, the sender is rid of it, and the
+ * next messages get what is theirs. */
+static void receives_are_given_up(void **state) {
+    (void)state;
+    enum { MOST = 16 * CHUNK + 1001 };
+    tb__mpi_seat seats[2];
+    endpoints e = {0};
+    make(&e, seats);
+    unsigned char *from = make_memory(MOST, 7), *to = make_memory(MOST, 0xEE);
+    tb_piece *in = calloc(4 * CHUNK / 128 + 1, sizeof *in);
+    const mpi *b = e.b.context;
+    assert_non_null(in);
+    for (unsigned i = 0; i < 64; i++) {
+        bool is_half_way = i & 1;
+        size_t n = i & 2 ? MOST : 16 * CHUNK;
+        tb_piece out = {from, n};
+        tb_op send, receive;
+        memset(to, 0xEE, n);
+        make_op(&send, TB_OP_SEND, e.rank_b, 1, &out, 1);
+        make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, cut(to, n, i / 4, in));
+        assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
+        assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
+        int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+        const message *msg = receive.state;
+        while (!is_done(&receive) && (is_half_way ? msg->done == 0 : msg->state != MESSAGE_RECEIVES)) {
+            assert_true(tb__now_ms() < deadline_ms);
+            progress_one(&e.b);
+            if (is_half_way)
+                progress_one(&e.a);
+        }
+        assert_false(is_done(&receive));
+        tb__transport_cancel(&e.b, &receive);
+        assert_true(is_done(&receive));
+        assert_int_equal(receive.status, TB_CANCELLED);
+        memset(to, 0xEE, n);
+        work_until_done(&e, (tb_op *[]){&send}, 1);
+        assert_int_equal(send.status, TB_OK);
+        while (!TAILQ_EMPTY(&b->all) && tb__now_ms() < deadline_ms)
+            progress_one(&e.b);
+        assert_true(TAILQ_EMPTY(&b->all)); /* all has come that was waited for */
+        assert_int_equal(count_other(to, n, 0xEE), 0);
+        for (uint64_t tag = 2; tag < 4; tag++)
+            move(&e, tag, from, to, n);
+    }
+    unmake(&e);
+    free(from);
+    free(to);
+    free(in);
+}
+
+/* Those of one rank are opened in the order in which they were written, in whichever they come; more than the ring has
+ * places for. The test writes them itself. */
+static void letters_keep_their_order(void **state) {
+    (void)state;
+    enum { N = 3 * RING };
+    struct {
+        header header;
+        unsigned char data[8];
+    } letters[N];
+    MPI_Request requests[N];
+    tb__mpi_seat seats[2];
+    endpoints e = {0};
+    unsigned char got[N][8];
+    tb_piece in[N];
+    tb_op receives[N], *all[N];
+    memset(got, 0, sizeof got);
+    make(&e, seats);
+    for (int i = 0; i < N; i++) {
+        uint64_t serial = (uint64_t)(N - 1 - i);
+        letters[i].header = (header){.kind = LETTER_SMALL, .tag = 5, .nbytes = 8, .serial = serial};
+        memset(letters[i].data, (int)serial, 8);
+        MPI_Isend(&letters[i], sizeof letters[i], MPI_BYTE, 0, LETTER_TAG, seats[0].out, &requests[i]);
+        in[i] = (tb_piece){got[i], 8};
+        make_op(&receives[i], TB_OP_RECV, e.rank_a, 5, &in[i], 1);
+        assert_int_equal(tb__transport_post(&e.b, &receives[i]), TB_OK);
+        all[i] = &receives[i];
+    }
+    ((mpi *)e.a.context)->peers[0].nwritten = N; /* as if it had */
+    work_until_done(&e, all, N);
+    for (int i = 0; i < N; i++) {
+        assert_int_equal(count_other(got[i], 8, (unsigned char)i), 0);
+        MPI_Wait(&requests[i], MPI_STATUS_IGNORE);
+    }
+    unmake(&e);
+}
+
+typedef struct cancelling {
+    tb_transport *transport;
+    tb_op *op;
+} cancelling;
+
+static void *cancel(void *arg) {
+    cancelling *c = arg;
+    tb__transport_cancel(c->transport, c->op);
+    return NULL;
+}
+
+/* A send that is given up waits for its receiver, which has not got to it. Other endpoints go on meanwhile, and its
+ * receiver as well: after five seconds it would be lost. */
+static void who_waits_holds_up_nobody(void **state) {
+    (void)state;
+    enum { N = 8 * CHUNK };
+    tb__mpi_seat seats[2], others[2];
+    endpoints e = {0}, other = {0};
+    make(&e, seats);
+    make(&other, others);
+    unsigned char *from = make_memory(N, 7), *to = make_memory(N, 0);
+    tb_piece out = {from, N}, in = {to, N};
+    tb_op send, receive;
+    make_op(&send, TB_OP_SEND, e.rank_b, 1, &out, 1);
+    make_op(&receive, TB_OP_RECV, e.rank_a, 1, &in, 1);
+    assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
+    assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (((message *)receive.state)->state != MESSAGE_RECEIVES && tb__now_ms() < deadline_ms)
+        progress_one(&e.b);
+    tb__transport_cancel(&e.b, &receive); /* its chunks are received and thrown away, by and by */
+    while (((message *)send.state)->state != MESSAGE_SENDS && tb__now_ms() < deadline_ms)
+        progress_one(&e.a);
+    assert_false(is_done(&send));
+    nlost = 0;
+    pthread_t thread;
+    cancelling c = {&e.a, &send};
+    assert_int_equal(pthread_create(&thread, NULL, cancel, &c), 0);
+    unsigned char *from_other = make_memory(N, 0), *to_other = make_memory(N, 0);
+    for (uint64_t tag = 0; tag < 10; tag++)
+        move(&other, tag, from_other, to_other, N);
+    mpi *b = e.b.context;
+    while (tb__now_ms() < deadline_ms && !TAILQ_EMPTY(&b->all))
+        progress_one(&e.b);
+    pthread_join(thread, NULL);
+    assert_true(is_done(&send));
+    assert_int_equal(send.status, TB_CANCELLED);
+    assert_int_equal(nlost, 0);
+    move(&e, 2, from, to, N);
+    unmake(&other);
+    unmake(&e);
+    free(from);
+    free(to);
+    free(from_other);
+    free(to_other);
+}
+
+/* ---- Four processes --------------------------------------------------------------------------------------------- */
+
+enum { STANDS, GOES_ON, NFLAGS };
+static _Atomic int *flags; /* shared by all, so that ranks hear of each other without MPI */
+
+static void share_flags(void) {
+    char path[] = "/tmp/tb-mpi-XXXXXX";
+    int fd = -1;
+    if (my_rank == 0)
+        fd = mkstemp(path);
+    MPI_Bcast(path, sizeof path, MPI_CHAR, 0, MPI_COMM_WORLD);
+    FILE *file = my_rank == 0 ? fdopen(fd, "r+") : fopen(path, "r+");
+    if (!file || ftruncate(fileno(file), sizeof *flags * NFLAGS) != 0)
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    flags = mmap(NULL, sizeof *flags * NFLAGS, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+    fclose(file);
+    if (flags == MAP_FAILED)
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (my_rank == 0)
+        unlink(path);
+}
+
+static void clear_flags(void) {
+    for (int i = 0; i < NFLAGS; i++)
+        atomic_store(&flags[i], 0);
+    MPI_Barrier(MPI_COMM_WORLD);
+}
+
+/* Without MPI; or with it, by progress of `t`. */
+static void wait_for_flag(int which, const tb_transport *t) {
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (!atomic_load(&flags[which])) {
+        assert_true(tb__now_ms() < deadline_ms);
+        if (t)
+            progress_one(t);
+        else
+            poll(NULL, 0, 1);
+        sched_yield();
+    }
+}
+
+static void work(const tb_transport *t, const tb_op *op) {
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while (!is_done(op)) {
+        assert_true(tb__now_ms() < deadline_ms);
+        progress_one(t);
+        sched_yield();
+    }
+}
+
+/* An endpoint that is connected to all, as 100 and the rank, and has exchanged a message with all. */
+static void meet(tb_transport *t, tb__mpi_seat *seat) {
+    unsigned char address[TB_ADDRESS_MAX], all[NRANKS][TB_ADDRESS_MAX], byte[2 * NRANKS];
+    size_t n = sizeof address;
+    MPI_Comm comm;
+    MPI_Comm_dup(MPI_COMM_WORLD, &comm);
+    *seat = (tb__mpi_seat){.out = comm, .in = comm, .uid = {4, 5}};
+    nlost = 0;
+    open_end(t, seat, 100 + my_rank);
+    memset(address, 0, sizeof address);
+    assert_int_equal(t->ops->address(t->context, address, &n), TB_OK);
+    MPI_Allgather(address, TB_ADDRESS_MAX, MPI_BYTE, all, TB_ADDRESS_MAX, MPI_BYTE, MPI_COMM_WORLD);
+    tb_op ops[2 * NRANKS];
+    tb_piece pieces[2 * NRANKS];
+    for (int i = 0; i < NRANKS; i++) {
+        assert_int_equal(t->ops->connect(t->context, 100 + i, all[i], n), TB_OK);
+        for (int k = 2 * i; k <= 2 * i + 1; k++) {
+            pieces[k] = (tb_piece){&byte[k], 1};
+            make_op(&ops[k], k % 2 ? TB_OP_RECV : TB_OP_SEND, 100 + i, 99, &pieces[k], 1);
+            assert_int_equal(tb__transport_post(t, &ops[k]), TB_OK);
+        }
+    }
+    for (int k = 0; k < 2 * NRANKS; k++)
+        work(t, &ops[k]);
+    clear_flags();
+}
+
+/* A sender closes in the middle. Who is told that it is lost may use the memory for something else. */
+static void nothing_is_written_after_a_loss(void **state) {
+    (void)state;
+    enum { N = 24 * CHUNK, ROUNDS = 12 };
+    unsigned char *memory = make_memory(N, 7);
+    int ncut = 0;
+    for (size_t round = 0; round < ROUNDS; round++) {
+        bool is_send = my_rank % 2 == 0;
+        tb__mpi_seat seat;
+        tb_transport t;
+        tb_piece piece = {memory, N};
+        tb_op op;
+        meet(&t, &seat);
+        memset(memory, 7, N);
+        make_op(&op, is_send ? TB_OP_SEND : TB_OP_RECV, 100 + (my_rank ^ 1), 1, &piece, 1);
+        assert_int_equal(tb__transport_post(&t, &op), TB_OK);
+        if (is_send) {
+            int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+            const message *msg = op.state;
+            while (!is_done(&op) && (msg->state != MESSAGE_SENDS || msg->done < round * CHUNK)) {
+                assert_true(tb__now_ms() < deadline_ms);
+                progress_one(&t);
+            }
+            tb__transport_close(&t);
+            assert_true(is_done(&op));
+        } else {
+            work(&t, &op);
+            assert_true(op.status == TB_OK || op.status == TB_LOST);
+            ncut += op.status == TB_LOST;
+            memset(memory, 0xEE, N);
+        }
+        MPI_Barrier(MPI_COMM_WORLD);
+        MPI_Barrier(MPI_COMM_WORLD);
+        if (!is_send) {
+            assert_int_equal(count_other(memory, N, 0xEE), 0);
+            tb__transport_close(&t);
+        }
+    }
+    if (my_rank % 2)
+        printf("    %d of %d were cut short\n", ncut, (int)ROUNDS);
+    free(memory);
+}
+
+/* Rank 2 has begun letters, and does nothing more. Rank 1 is heard by rank 0 all the same, and rank 2 when it goes on,
+ * each letter in its turn. */
+static void who_stands_still_holds_up_nobody(void **state) {
+    (void)state;
+    enum { LONG = 4000, SHORT = 100, N = 2 * RING };
+    tb__mpi_seat seat;
+    tb_transport t;
+    unsigned char *memory = make_memory((N + 1) * (size_t)LONG, 0), byte = 1;
+    tb_piece pieces[N + 1];
+    tb_op ops[N + 1], one;
+    meet(&t, &seat);
+    for (int i = 0; i <= N; i++)
+        pieces[i] = (tb_piece){memory + (size_t)i * LONG, my_rank == 2 && i > 0 ? SHORT : LONG};
+    for (int i = 0; i <= N && (my_rank == 0 || my_rank == 2); i++) {
+        if (my_rank == 2)
+            memset(pieces[i].base, i, pieces[i].nbytes);
+        make_op(&ops[i], my_rank == 2 ? TB_OP_SEND : TB_OP_RECV, my_rank == 2 ? 100 : 102, 1, &pieces[i], 1);
+        assert_int_equal(tb__transport_post(&t, &ops[i]), TB_OK);
+    }
+    make_op(&one, my_rank == 1 ? TB_OP_SEND : TB_OP_RECV, my_rank == 1 ? 100 : 101, 2, &(tb_piece){&byte, 1}, 1);
+    if (my_rank == 2) {
+        atomic_store(&flags[STANDS], 1);
+        wait_for_flag(GOES_ON, NULL);
+    } else if (my_rank < 2) {
+        wait_for_flag(STANDS, NULL);
+        assert_int_equal(tb__transport_post(&t, &one), TB_OK);
+        work(&t, &one);
+    }
+    if (my_rank == 0)
+        atomic_store(&flags[GOES_ON], 1);
+    for (int i = 0; i <= N && (my_rank == 0 || my_rank == 2); i++) {
+        work(&t, &ops[i]);
+        assert_int_equal(ops[i].status, TB_OK);
+        if (my_rank == 0) {
+            assert_int_equal(ops[i].nbytes, i > 0 ? SHORT : LONG);
+            assert_int_equal(count_other(pieces[i].base, ops[i].nbytes, (unsigned char)i), 0);
+        }
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    tb__transport_close(&t);
+    free(memory);
+}
+
+/* Rank 2 stands still in the middle of chunks when rank 0 loses it: rank 0 is told when MPI is through with them. */
+static void a_loss_waits_for_what_is_half_way(void **state) {
+    (void)state;
+    enum { N = 16 * CHUNK };
+    tb__mpi_seat seat;
+    tb_transport t;
+    unsigned char *memory = make_memory(N, 7);
+    tb_piece piece = {memory, N};
+    tb_op op;
+    meet(&t, &seat);
+    make_op(&op, my_rank == 2 ? TB_OP_SEND : TB_OP_RECV, my_rank == 2 ? 100 : 102, 1, &piece, 1);
+    if (my_rank == 0 || my_rank == 2)
+        assert_int_equal(tb__transport_post(&t, &op), TB_OK);
+    if (my_rank == 2) {
+        const message *msg = op.state;
+        int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+        while (!is_done(&op) && msg->state != MESSAGE_SENDS && tb__now_ms() < deadline_ms)
+            progress_one(&t);
+        atomic_store(&flags[STANDS], 1);
+        wait_for_flag(GOES_ON, NULL);
+        work(&t, &op); /* until rank 0 has closed */
+    }
+    if (my_rank == 0) {
+        wait_for_flag(STANDS, &t);
+        mpi_lock();
+        mpi_lose(t.context, 2, "of the test");
+        mpi_unlock();
+        printf("    %s\n", is_done(&op) ? "nothing was half-way" : "something was half-way");
+        assert_int_equal(nlost, is_done(&op));
+        if (is_done(&op))
+            memset(memory, 0xEE, N);
+        atomic_store(&flags[GOES_ON], 1);
+        if (!is_done(&op)) {
+            work(&t, &op);
+            memset(memory, 0xEE, N);
+        }
+        assert_int_equal(nlost, 1);
+        tb__transport_close(&t);
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (my_rank == 0)
+        assert_int_equal(count_other(memory, N, 0xEE), 0);
+    else
+        tb__transport_close(&t);
+    free(memory);
+}
+
+static void ask_for_rendezvous(void) {
+    static const char *const settings[][2] = {
+        {"OMPI_MCA_pml", "ob1"},
+        {"OMPI_MCA_btl", "tcp,self"},
+        {"OMPI_MCA_btl_tcp_eager_limit", "1024"},
+        {"OMPI_MCA_btl_tcp_rndv_eager_limit", "512"},
+        {"MPIR_CVAR_NOLOCAL", "1"},
+        {"UCX_TLS", "posix,self"},
+        {"UCX_RNDV_THRESH", "1024"},
+    };
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
+        setenv(settings[i][0], settings[i][1], 1);
+}
+
+int main(int argc, char **argv) {
+    const struct CMUnitTest together[] = {
+        cmocka_unit_test(who_stands_still_holds_up_nobody),
+        cmocka_unit_test(a_loss_waits_for_what_is_half_way),
+        cmocka_unit_test(nothing_is_written_after_a_loss),
+    };
+    const struct CMUnitTest alone[] = {
+        cmocka_unit_test(receives_are_given_up),
+        cmocka_unit_test(letters_keep_their_order),
+        cmocka_unit_test(who_waits_holds_up_nobody),
+    };
+    int level, nranks, failures = 0;
+    if (argc == 2 && strcmp(argv[1], "rendezvous") == 0)
+        ask_for_rendezvous();
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &my_rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &nranks);
+    if (nranks != NRANKS || level < MPI_THREAD_MULTIPLE || tb_transport_register(&tb__mpi_ops) != TB_OK)
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    share_flags();
+    for (size_t i = 0; i < sizeof together / sizeof *together; i++) {
+        failures = _cmocka_run_group_tests("transport mpi, between ranks", &together[i], 1, NULL, NULL);
+        fflush(NULL);
+        if (failures > 0)
+            MPI_Abort(MPI_COMM_WORLD, 1); /* the others may be waiting */
+    }
+    /* The others sleep, which MPI_Barrier would not. */
+    MPI_Request done;
+    int is_done_there = 0;
+    if (my_rank == 0)
+        failures = cmocka_run_group_tests_name("transport mpi", alone, NULL, NULL);
+    MPI_Ibarrier(MPI_COMM_WORLD, &done);
+    while (!is_done_there) {
+        poll(NULL, 0, 20);
+        MPI_Test(&done, &is_done_there, MPI_STATUS_IGNORE);
+    }
+    MPI_Finalize();
+    return failures > 0;
+}
