@@ -18,7 +18,7 @@ on() {
 
 # found STATE PATTERN REMEDY: what the doctor says of the store on its last call.
 found() {
-    grep -q "^$1  *store  *$2" "$tmp/doctor" && grep -A 1 ' store  ' "$tmp/doctor" | grep -q "^  *-> $3" ||
+    { grep -q "^$1  *store  *$2" "$tmp/doctor" && grep -A 1 ' store  ' "$tmp/doctor" | grep -q "^  *-> $3"; } ||
         fail "expected '$1 store $2' and '$3': $(grep -A 1 ' store  ' "$tmp/doctor")"
 }
 
