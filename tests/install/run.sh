@@ -48,6 +48,13 @@ test -x "$prefix/bin/tensorbus"
 test -s "$prefix/share/man/man1/tensorbus.1"
 test -s "$prefix/share/man/man1/tensorbus-agent.1"
 test -s "$prefix/share/tensorbus/systemd/tensorbus-agent@.service"
+if [ -n "$MPIS" ]; then
+    "$prefix/bin/tensorbus" bench --hosts --only mpi_row_col --size 1MiB --rounds 1 --json >"$work/bench"
+    if ! grep -q '"against":"MPI_Alltoallw"' "$work/bench"; then
+        printf 'the installed bench: %s\n' "$(cat "$work/bench")" >&2
+        exit 1
+    fi
+fi
 
 export PKG_CONFIG_PATH="$libs/pkgconfig"
 # shellcheck disable=SC2046 # the words are meant to be split
