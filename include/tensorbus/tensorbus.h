@@ -808,9 +808,9 @@ typedef struct tb_client_opts {
     const char *name;  /* as which `tensorbus status` shows this process; default: the program's name */
 } tb_client_opts;
 
-/* An agent and its programs may be started together: while there is no such socket, or nobody listens, it is waited for.
- * TB_IO, with a sentence, if that is so at the end of the timeout, which is 1 ms for who wants to know at once;
- * TB_TIMEOUT if the agent is silent; TB_DENIED for a wrong token; TB_REFUSED if it speaks another version of the
+/* An agent and its programs may be started together: while there is no such socket, or nobody listens, it is waited
+ * for. TB_IO, with a sentence, if that is still so at the end of the timeout; who wants to know at once gives a short
+ * one. TB_TIMEOUT if the agent is silent; TB_DENIED for a wrong token; TB_REFUSED if it speaks another version of the
  * protocol. */
 TB_API tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out);
 

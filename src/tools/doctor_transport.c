@@ -61,8 +61,7 @@ static const char *remedy_of_ucx(const doctor_answer *version, bool has_settings
     int major = 0, minor = 0;
     if (!version->is_ok)
         return "apt-get install libucx0; without it the processes of this host reach one another, and nobody else";
-    if (sscanf(version->said, "%d.%d", &major, &minor) == 2 &&
-        (major != TB__UCX_MAJOR || minor < TB__UCX_MINOR))
+    if (sscanf(version->said, "%d.%d", &major, &minor) == 2 && (major != TB__UCX_MAJOR || minor < TB__UCX_MINOR))
         return "install a later one, and let it be found before this one (LD_LIBRARY_PATH); until then the processes "
                "of this host reach one another, and nobody else";
     if (has_settings)
