@@ -61,7 +61,7 @@ function(tb_agent_test name)
 endfunction()
 
 # tb_cli_test(name [TIMEOUT seconds]): tests/cli/name.sh, which finds the tool in $TENSORBUS, and in
-# $SANITIZED what it was compiled with; exit status 77 is a skip.
+# $SANITIZED what it was compiled with, in $MPIS the MPIs that it was built with; exit status 77 is a skip.
 function(tb_cli_test name)
     cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
     if(NOT arg_TIMEOUT)
@@ -72,6 +72,7 @@ function(tb_cli_test name)
         "TB_GOLDEN=${PROJECT_SOURCE_DIR}/tests/golden"
         "TENSORBUS=$<TARGET_FILE:tensorbus>"
         "SANITIZED=${TB_SANITIZE}"
+        "MPIS=${built_mpis}"
     )
     set_tests_properties(cli/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}

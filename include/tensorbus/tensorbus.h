@@ -807,13 +807,15 @@ typedef struct tb_client tb_client;
 
 typedef struct tb_client_opts {
     size_t size;
-    int timeout_ms;    /* to connect; default: 5 s */
+    int timeout_ms;    /* to connect, an agent's start included; default: 5 s */
     const char *token; /* the agent's, if it asks for one */
     const char *name;  /* as which `tensorbus status` shows this process; default: the program's name */
 } tb_client_opts;
 
-/* TB_IO, with a sentence, if there is no such socket or nobody listens; TB_TIMEOUT if the agent is silent; TB_DENIED
- * for a wrong token; TB_REFUSED if it speaks another version of the protocol. */
+/* An agent and its programs may be started together: while there is no such socket, or nobody listens, it is waited
+ * for. TB_IO, with a sentence, if that is still so at the end of the timeout; who wants to know at once gives a short
+ * one. TB_TIMEOUT if the agent is silent; TB_DENIED for a wrong token; TB_REFUSED if it speaks another version of the
+ * protocol. */
 TB_API tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out);
 
 /* The agent ends what is under way and cleans up; batches of the client are only good to be destroyed. NULL is

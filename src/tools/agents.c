@@ -177,7 +177,7 @@ void tool_agents_ask(tool_agents *agents, int timeout_ms) {
             .size = sizeof opts, .timeout_ms = timeout_ms, .token = agents->token, .name = agents->name};
         if (view->client || view->retry_ms > tb__now_ms())
             continue;
-        tb_status status = tb_client_connect(view->path, &opts, &view->client);
+        tb_status status = tb__client_connect(view->path, &opts, false, &view->client);
         if (status != TB_OK)
             give_up(view, status);
     }

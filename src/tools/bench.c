@@ -289,7 +289,6 @@ static tb_status add_rounds(bench *b, bench_result result, const bench_round *ro
         result.ours = median(s->ours, b->rounds);
         result.theirs = median(s->theirs, b->rounds);
         result.ratio = median(s->ratio, b->rounds);
-        result.at_least = result.reason ? 0 : result.at_least;
         result.rounds = b->rounds;
     }
     bool ok = s && tb__vec_push(&b->results, result);
@@ -392,7 +391,6 @@ static tb_status add_mpi_line(bench *b, bench_result result, double ours, const 
     result.ours = ours;
     result.theirs = rates->alltoallw;
     result.ratio = why ? 0 : ours / rates->alltoallw;
-    result.at_least = why ? 0 : result.at_least;
     if (why && !(result.reason = tb__strdup(why)))
         return TB_NO_MEMORY;
     if (tb__vec_push(&b->results, result))
@@ -493,11 +491,15 @@ static tb_status read_options(const char *const *value, bench *b) {
 static int report(const bench *b, const char *const *value) {
     tb__text out = {0};
     (value[JSON] ? bench_add_json : bench_add_table)(&out, &b->results);
-    int exit_status = tool_print(&out), nmarks = 0, nmissed = 0;
+    int exit_status = tool_print(&out), nmarks = 0, nmissed = 0, nunknown = 0;
     for (size_t i = 0; i < b->results.count; i++) {
         nmarks += bench_has_mark(&b->results.item[i]);
         nmissed += !bench_is_reached(&b->results.item[i]);
+        nunknown += bench_has_mark(&b->results.item[i]) && b->results.item[i].reason;
     }
+    if (exit_status == TOOL_OK && value[CHECK] && nunknown > 0)
+        return tool_fail(TOOL_FAILED, "%d of %d ratios miss their marks, %d of which were not measured", nmissed,
+                         nmarks, nunknown);
     if (exit_status == TOOL_OK && value[CHECK] && nmissed > 0)
         return tool_fail(TOOL_FAILED, "%d of %d ratios miss their marks", nmissed, nmarks);
     return exit_status;
@@ -563,7 +565,7 @@ const tool_command tool_bench = {
         "nothing but answer as many bytes takes turns with the agent.\n"
         "\n"
         "The exit status is 1 if something failed or a wrong element arrived; with --check also if a ratio misses\n"
-        "its mark.\n",
+        "its mark, or was not measured.\n",
     .options = options,
     .run = run,
 };

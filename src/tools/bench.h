@@ -170,13 +170,13 @@ typedef struct bench_result {
     double at_least, at_most;   /* the mark of the ratio; 0: none */
     int rounds;
     int64_t extra_bytes; /* memory that the library took beside the tensors; -1: not known */
-    char *reason;        /* of a peer that did not run; else NULL */
+    char *reason;        /* why it was not measured; NULL if it was */
 } bench_result;
 
 typedef TB_VEC(bench_result) bench_results;
 
 bool bench_has_mark(const bench_result *result);
-bool bench_is_reached(const bench_result *result); /* true where there is none */
+bool bench_is_reached(const bench_result *result); /* true where there is none; false if not measured */
 void bench_add_table(tb__text *out, const bench_results *results);
 void bench_add_json(tb__text *out, const bench_results *results);
 

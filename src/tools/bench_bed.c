@@ -40,8 +40,10 @@ static void take_variable(bench_bed *bed, char *line) {
         snprintf(bed->address[i], sizeof bed->address[i], "%s", equals + 1);
 }
 
+/* What is neither a variable nor the end of them may be a warning of the shell's, or why there are no hosts: the end
+ * tells. */
 static tb_status read_variables(bench_bed *bed, int fd, tool_guard *guard) {
-    char line[512];
+    char line[512], said[512] = "there are no hosts";
     size_t length = 0;
     int64_t deadline = tb__now_ms() + START_MS;
     while (tb__now_ms() < deadline) {
@@ -52,8 +54,8 @@ static tb_status read_variables(bench_bed *bed, int fd, tool_guard *guard) {
         ssize_t n = read(fd, line + length, 1);
         if (n <= 0 && errno == EINTR)
             continue;
-        if (n <= 0) /* what it said last is why it has ended */
-            return tb__fail(TB_REFUSED, "%s", length ? line : "there are no hosts");
+        if (n <= 0)
+            return tb__fail(TB_REFUSED, "%s", length ? line : said);
         line[length + 1] = '\0';
         if (line[length] != '\n') {
             length += length + 2 < sizeof line;
@@ -62,9 +64,10 @@ static tb_status read_variables(bench_bed *bed, int fd, tool_guard *guard) {
         line[length] = '\0';
         if (strcmp(line, "ready") == 0)
             return TB_OK;
-        if (strncmp(line, "BED", 3) != 0)
-            return tb__fail(TB_REFUSED, "%s", line);
-        take_variable(bed, line);
+        if (strncmp(line, "BED", 3) == 0)
+            take_variable(bed, line);
+        else
+            snprintf(said, sizeof said, "%s", line);
         length = 0;
     }
     return tb__fail(TB_TIMEOUT, "the hosts are not there after %d s", START_MS / 1000);

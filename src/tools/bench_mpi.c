@@ -15,7 +15,8 @@ static const struct {
     {"mpi_row_col_mpich", {"mpiexec.mpich", "mpiexec"}},
 };
 
-static const char missing[] = "MPI is not installed: apt-get install openmpi-bin libopenmpi-dev, and build again";
+static const char not_built[] = "tensorbus was built without MPI: apt-get install libopenmpi-dev, and build it again";
+static const char missing[] = "the MPI that it was built with is not installed: apt-get install openmpi-bin, or mpich";
 
 /* A side that every rank has an equal share of. */
 static int64_t side_of(int64_t size) {
@@ -23,6 +24,10 @@ static int64_t side_of(int64_t size) {
     while ((side + RANKS) * (side + RANKS) * (int64_t)sizeof(float) <= size)
         side += RANKS;
     return side;
+}
+
+static bool is_missing(const tb__text *reason) {
+    return reason->data && strcmp(reason->data, missing) == 0;
 }
 
 static tb_status launch(size_t build, const char *program, int64_t size, int rounds, tool_guard *guard, tb__text *said,
@@ -37,7 +42,7 @@ static tb_status launch(size_t build, const char *program, int64_t size, int rou
         tb__text_fini(reason);
         *reason = (tb__text){0};
         status = bench_program_run(argv, folder, guard, missing, said, reason);
-        if (!reason->data || strcmp(reason->data, missing) != 0)
+        if (!is_missing(reason))
             break;
     }
     tool_folder_remove(folder);
@@ -58,15 +63,18 @@ static void read_rates(const tb__text *said, bench_mpi_rates *out, tb__text *rea
 
 tb_status bench_mpi_run(int64_t size, int rounds, tool_guard *guard, bench_mpi_rates *out, char **why) {
     char program[640];
-    size_t build = 0;
     tb__text said = {0}, reason = {0};
     tb_status status = TB_OK;
-    while (build < sizeof builds / sizeof *builds && !bench_find_file(builds[build].program, program, sizeof program))
-        build++;
-    if (build == sizeof builds / sizeof *builds)
-        tb__text_add(&reason, "%s", missing);
-    else
-        status = launch(build, program, size, rounds, guard, &said, &reason);
+    bool is_any = false;
+    /* The first whose MPI is there. */
+    for (size_t i = 0; i < sizeof builds / sizeof *builds && status == TB_OK && (!is_any || is_missing(&reason)); i++) {
+        if (!bench_find_file(builds[i].program, program, sizeof program))
+            continue;
+        is_any = true;
+        status = launch(i, program, size, rounds, guard, &said, &reason);
+    }
+    if (!is_any)
+        tb__text_add(&reason, "%s", not_built);
     if (status == TB_OK && reason.count == 0)
         read_rates(&said, out, &reason);
     if (status == TB_OK && reason.count > 0)

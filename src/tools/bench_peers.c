@@ -41,7 +41,7 @@ typedef struct place {
     tool_guard *guard;
 } place;
 
-static _Noreturn void become(const char *const *argv, int out, const place *where, pid_t parent) {
+static _Noreturn void become(const char *const *argv, int out, int err, const place *where, pid_t parent) {
     /* For Open MPI, which refuses root, and more ranks than cores, unless told otherwise; others ignore them. */
     static const char *const settings[][2] = {
         {"OMPI_ALLOW_RUN_AS_ROOT", "1"},
@@ -58,7 +58,7 @@ static _Noreturn void become(const char *const *argv, int out, const place *wher
     setenv("TMPDIR", where->folder, 1);
     int in = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (getppid() == parent && in >= 0 && dup2(in, STDIN_FILENO) >= 0 && dup2(out, STDOUT_FILENO) >= 0 &&
-        dup2(out, STDERR_FILENO) >= 0)
+        dup2(err, STDERR_FILENO) >= 0)
         execvp(argv[0], (char *const *)argv);
     _exit(NOT_FOUND);
 }
@@ -82,44 +82,79 @@ static int end_program(pid_t pid, bool is_over) {
     return how;
 }
 
-/* Adds what the program says until it closes its output. */
-static tb_status listen_to(int fd, int64_t deadline, tool_guard *guard, tb__text *said) {
-    for (;;) {
-        char piece[4096];
-        struct pollfd waiting[] = {{.fd = fd, .events = POLLIN}, {.fd = guard->fd, .events = POLLIN}};
+/* What a program says, and what it complains of: warnings must not get between its figures. */
+typedef struct words {
+    tb__text said, complaints;
+} words;
+
+static void words_clear(words *w) {
+    tb__text_fini(&w->said);
+    tb__text_fini(&w->complaints);
+    *w = (words){0};
+}
+
+/* Takes what is there. -1 in *fd once that was the end. */
+static tb_status listen_once(int *fd, tb__text *said) {
+    char piece[4096];
+    ssize_t n = read(*fd, piece, sizeof piece);
+    if (n > 0)
+        tb__text_add(said, "%.*s", (int)n, piece);
+    else if (n == 0)
+        *fd = -1;
+    else if (errno != EINTR)
+        return tb__fail(TB_IO, "can't read what it says: %s", strerror(errno));
+    return TB_OK;
+}
+
+/* Adds what the program says until it closes its outputs. */
+static tb_status listen_to(int out, int err, tool_guard *guard, words *w) {
+    int64_t deadline = tb__now_ms() + PEER_TIMEOUT_MS;
+    while (out >= 0 || err >= 0) {
+        struct pollfd waiting[] = {
+            {.fd = out, .events = POLLIN}, {.fd = err, .events = POLLIN}, {.fd = guard->fd, .events = POLLIN}};
         TB_TRY(tool_guard_check(guard));
         if (tb__now_ms() >= deadline)
             return tb__fail(TB_TIMEOUT, "not done after %d seconds", PEER_TIMEOUT_MS / 1000);
-        if (poll(waiting, 2, LOOK_MS) <= 0 || waiting[0].revents == 0)
+        if (poll(waiting, 3, LOOK_MS) <= 0)
             continue;
-        ssize_t n = read(fd, piece, sizeof piece);
-        if (n == 0)
-            return TB_OK;
-        if (n > 0)
-            tb__text_add(said, "%.*s", (int)n, piece);
-        else if (errno != EINTR)
-            return tb__fail(TB_IO, "can't read what it says: %s", strerror(errno));
+        if (waiting[0].revents)
+            TB_TRY(listen_once(&out, &w->said));
+        if (waiting[1].revents)
+            TB_TRY(listen_once(&err, &w->complaints));
     }
+    return TB_OK;
+}
+
+static tb_status run_between(const char *const *argv, const place *where, const int out[2], const int err[2], words *w,
+                             int *how) {
+    pid_t parent = getpid(), pid = fork();
+    if (pid == 0)
+        become(argv, out[1], err[1], where, parent);
+    int error = errno;
+    close(out[1]);
+    close(err[1]);
+    if (pid < 0)
+        return tb__fail(TB_IO, "can't fork: %s", strerror(error));
+    setpgid(pid, pid); /* here too, because either may come first */
+    tb_status status = listen_to(out[0], err[0], where->guard, w);
+    *how = end_program(pid, status == TB_OK);
+    return status;
 }
 
 /* Runs a program to its end; *how is what waitpid tells of it. */
-static tb_status run_program(const char *const *argv, const place *where, tb__text *said, int *how) {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0)
+static tb_status run_program(const char *const *argv, const place *where, words *w, int *how) {
+    int out[2], err[2];
+    if (pipe2(out, O_CLOEXEC) != 0)
         return tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
-    pid_t parent = getpid(), pid = fork();
-    if (pid == 0)
-        become(argv, ends[1], where, parent);
-    int error = errno;
-    close(ends[1]);
-    if (pid < 0) {
-        close(ends[0]);
-        return tb__fail(TB_IO, "can't fork: %s", strerror(error));
+    if (pipe2(err, O_CLOEXEC) != 0) {
+        tb_status status = tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
+        close(out[0]);
+        close(out[1]);
+        return status;
     }
-    setpgid(pid, pid); /* here too, because either may come first */
-    tb_status status = listen_to(ends[0], tb__now_ms() + PEER_TIMEOUT_MS, where->guard, said);
-    close(ends[0]);
-    *how = end_program(pid, status == TB_OK);
+    tb_status status = run_between(argv, where, out, err, w, how);
+    close(out[0]);
+    close(err[0]);
     return status;
 }
 
@@ -137,19 +172,24 @@ static void add_last_line(tb__text *out, const tb__text *said) {
 static tb_status try_program(const char *const *argv, const place *where, const char *missing, tb__text *said,
                              tb__text *reason) {
     int how = 0;
-    tb__text_fini(said);
-    *said = (tb__text){0};
-    tb_status status = run_program(argv, where, said, &how);
-    if (status == TB_CANCELLED || status == TB_NO_MEMORY)
+    words w = {0};
+    tb_status status = run_program(argv, where, &w, &how);
+    if (status == TB_CANCELLED || status == TB_NO_MEMORY) {
+        words_clear(&w);
         return status;
+    }
     if (status != TB_OK) {
         tb__text_add(reason, "%s: %s", argv[0], tb_error_detail());
     } else if (WIFEXITED(how) && WEXITSTATUS(how) == NOT_FOUND) {
         tb__text_add(reason, "%s", missing);
     } else if (!WIFEXITED(how) || WEXITSTATUS(how) != 0) {
         tb__text_add(reason, "%s failed: ", argv[0]);
-        add_last_line(reason, said);
+        add_last_line(reason, w.complaints.count ? &w.complaints : &w.said);
     }
+    tb__text_fini(said);
+    *said = w.said;
+    w.said = (tb__text){0};
+    words_clear(&w);
     return TB_OK;
 }
 

@@ -1,12 +1,9 @@
 /* tensorbus doctor: what is there, what is not, and what to do about it. */
 #include "tools/doctor.h"
 
-#include "bus/store/address.h"
 #include "bus/store/curl.h"
-#include "bus/store/store.h"
 #include "exec/engine_inside.h"
 #include "tools/agents.h"
-#include "transport/transport.h"
 
 #include <dlfcn.h>
 #include <microhttpd.h>
@@ -43,100 +40,6 @@ void doctor_add(doctor *d, doctor_state state, const char *name, const char *rem
     d->has_failed = true;
 }
 
-/* ---- Transports ---------------------------------------------------------------------------------------------- */
-
-static void ignore_loss(void *arg, int32_t peer, const char *why) {
-    (void)arg;
-    (void)peer;
-    (void)why;
-}
-
-/* The same call as a world's, so that what is told is what a world would say. */
-static bool open_transport(const void *arg, int out) {
-    tb_transport transport;
-    tb_transport_env env = {.rank = 0, .lost = ignore_loss};
-    if (tb__transport_open(arg, &env, &transport) != TB_OK) {
-        (void)!write(out, tb_error_detail(), strlen(tb_error_detail()));
-        return false;
-    }
-    tb__transport_close(&transport);
-    return true;
-}
-
-static void add_transports(doctor *d, const char *name) {
-    for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
-        char title[64];
-        doctor_answer answer;
-        bool is_essential = *ops == &tb__self_ops || (*ops)->caps & TB_NEAR_ONLY;
-        snprintf(title, sizeof title, "%s %s", name, (*ops)->name);
-        doctor_probe(open_transport, (*ops)->name, &answer);
-        if (answer.is_ok)
-            doctor_add(d, DOCTOR_OK, title, NULL, "%s",
-                       is_essential ? "opens; for processes of this host" : "opens; for other hosts, too");
-        else
-            doctor_add(d, is_essential ? DOCTOR_FAILED : DOCTOR_LIMITED, title,
-                       is_essential ? NULL
-                                    : "see ucx, below; without it the processes of this host reach one another, and "
-                                      "nobody else",
-                       "%s", answer.said);
-    }
-}
-
-/* "tcp/eth0, tcp/lo, posix/memory": what stands in lines such as "# Transport: tcp" and "# Device: eth0". */
-static bool list_lanes(const void *arg, int out) {
-    (void)arg;
-    char line[256], word[64], transport[64] = "";
-    FILE *said = popen("ucx_info -d 2>/dev/null", "re");
-    bool is_any = false;
-    while (said && fgets(line, sizeof line, said)) {
-        if (sscanf(line, "# Transport: %63s", transport) != 1 && sscanf(line, "# Device: %63s", word) == 1) {
-            dprintf(out, "%s%s/%s", is_any ? ", " : "", transport, word);
-            is_any = true;
-        }
-    }
-    return said && pclose(said) == 0 && is_any;
-}
-
-/* A world needs none of this to say what UCX lacks; it tells what UCX could use. */
-static bool get_ucx_version(const void *arg, int out) {
-    (void)arg;
-    void *library = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
-    const char *(*version)(void) = NULL;
-    void *function = library ? dlsym(library, "ucp_get_version_string") : NULL;
-    memcpy(&version, &function, sizeof version);
-    return version && write(out, version(), strlen(version())) > 0;
-}
-
-/* "; UCX_TLS=tcp", and so on: what the environment tells it, which may leave it without a lane. */
-static void list_ucx_settings(char *out, size_t room) {
-    size_t n = 0;
-    out[0] = '\0';
-    for (char *const *at = environ; *at && n < room; at++) {
-        if (strncmp(*at, "UCX_", 4) == 0)
-            n += (size_t)snprintf(out + n, room - n, "; %s", *at);
-    }
-}
-
-static void add_ucx(doctor *d, const char *name) {
-    char settings[512];
-    doctor_answer version, lanes;
-    doctor_probe(get_ucx_version, NULL, &version);
-    if (!version.is_ok) {
-        doctor_add(d, DOCTOR_LIMITED, name, "apt-get install libucx0", "libucp.so.0 is not there: no other hosts");
-        return;
-    }
-    doctor_probe(list_lanes, NULL, &lanes);
-    list_ucx_settings(settings, sizeof settings);
-    if (lanes.is_ok)
-        doctor_add(d, DOCTOR_OK, name,
-                   *settings ? "if somebody is not reached: what the variables say has to allow a lane that leads there"
-                             : NULL,
-                   "%s; lanes: %s%s", version.said, lanes.said, settings);
-    else
-        doctor_add(d, DOCTOR_OK, name, "apt-get install ucx-utils, for `ucx_info -d`, to see its lanes", "%s%s",
-                   version.said, settings);
-}
-
 /* ---- Libraries ----------------------------------------------------------------------------------------------- */
 
 static bool is_library(const void *arg, int out) {
@@ -144,23 +47,38 @@ static bool is_library(const void *arg, int out) {
     return dlopen(arg, RTLD_LAZY | RTLD_LOCAL) != NULL;
 }
 
+/* Its ABI is its own, so one that is there is of use only to a tensorbus that was built with it. */
 static void add_mpi(doctor *d, const char *name) {
     static const struct {
-        const char *library, *title;
-    } known[] = {{"libmpi.so.40", "Open MPI (libmpi.so.40)"}, {"libmpich.so.12", "MPICH (libmpich.so.12)"}};
-    char found[160] = "";
+        const char *name, *library, *title, *remedy;
+    } known[] = {
+        {"openmpi", "libmpi.so.40", "Open MPI (libmpi.so.40)",
+         "apt-get install openmpi-bin, where MPI is to start the ranks"},
+        {"mpich", "libmpich.so.12", "MPICH (libmpich.so.12)", "apt-get install mpich, where MPI is to start the ranks"},
+    };
+    const char *remedy = NULL;
+    char usable[160] = "", unusable[160] = "";
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         doctor_answer answer;
-        size_t n = strlen(found);
+        bool is_built = strstr(TB_BUILT_MPIS, known[i].name);
+        char *out = is_built ? usable : unusable;
+        size_t n = strlen(out);
         doctor_probe(is_library, known[i].library, &answer);
         if (answer.is_ok)
-            snprintf(found + n, sizeof found - n, "%s%s", n ? ", " : "", known[i].title);
+            snprintf(out + n, sizeof usable - n, "%s%s", n ? ", " : "", known[i].title);
+        if (is_built && !remedy)
+            remedy = known[i].remedy;
     }
-    if (*found)
-        doctor_add(d, DOCTOR_OK, name, NULL, "%s", found);
+    if (!remedy)
+        remedy = "build tensorbus again, where libopenmpi-dev or libmpich-dev is, if MPI is to start the ranks";
+    if (*usable)
+        doctor_add(d, DOCTOR_OK, name, NULL, "%s%s%s", usable, *unusable ? "; built without " : "", unusable);
+    else if (*unusable)
+        doctor_add(d, DOCTOR_LIMITED, name, remedy, "%s: there, but this tensorbus was built without", unusable);
     else
-        doctor_add(d, DOCTOR_LIMITED, name, "apt-get install openmpi-bin, or mpich, where MPI is to start the ranks",
-                   "neither Open MPI nor MPICH is there; only tb_world_from_mpi needs one");
+        doctor_add(d, DOCTOR_LIMITED, name, remedy,
+                   "no MPI that it was built with is there; only tb_world_from_mpi "
+                   "needs one");
 }
 
 static void add_curl(doctor *d, const char *name) {
@@ -185,45 +103,22 @@ static void add_host(doctor *d, const char *name) {
     doctor_add(d, DOCTOR_OK, name, NULL, "'%s', called %s; who says the same is reached by shm", id, called);
 }
 
-static void add_store(doctor *d, const char *name) {
-    enum { TIMEOUT_MS = 5000 };
-    if (!d->store)
-        return;
-    tb__store *store = NULL;
-    tb__store_value value = {0};
-    tb_status status = tb__store_open(d->store, d->token, TIMEOUT_MS, &store);
-    if (status == TB_OK)
-        status = tb__store_get(store, "doctor", &value);
-    tb__store_value_fini(&value);
-    tb__store_close(store);
-    d->is_refused = status == TB_INVALID;
-    if (status == TB_OK)
-        doctor_add(d, DOCTOR_OK, name, NULL, "%s answers%s", d->store,
-                   tb__store_url_is_local(d->store) ? "; processes of other hosts can't reach it" : "");
-    else if (!d->is_refused)
-        doctor_add(d, DOCTOR_FAILED, name,
-                   status == TB_DENIED ? "give the store's token: --token-file FILE"
-                                       : "start it (tensorbus store --listen URL, or etcd), and open its port",
-                   "%s", tb_error_detail());
-}
-
 /* ---- The command --------------------------------------------------------------------------------------------- */
 
 static const struct {
     const char *name;
     void (*look)(doctor *d, const char *name);
 } checks[] = {
-    {"transport", add_transports},
-    {"ucx", add_ucx},
+    {"descriptors", doctor_descriptors}, /* without some there is nothing to be found out */
+    {"transport", doctor_transports},
     {"mpi", add_mpi},
     {"host id", add_host},
-    {"store", add_store},
+    {"store", doctor_store},
     {"process_vm", doctor_process_vm},
     {"tb_alloc", doctor_tb_alloc},
     {"huge pages", doctor_huge_pages},
     {"/dev/shm", doctor_dev_shm},
     {"locked memory", doctor_memlock},
-    {"descriptors", doctor_descriptors},
     {"cores", doctor_cores},
     {"AVX2", doctor_avx2},
     {"etcd", add_curl},
@@ -296,7 +191,7 @@ static int run(const tb__config *config, const char *const *value) {
     }
     if (status != TB_OK)
         return tool_fail(TOOL_BAD_INPUT, "%s", tb_error_detail());
-    for (size_t i = 0; i < sizeof checks / sizeof *checks && !d.is_refused; i++)
+    for (size_t i = 0; i < sizeof checks / sizeof *checks && !d.is_refused && !d.is_over; i++)
         checks[i].look(&d, checks[i].name);
     int exit_status = d.is_refused ? tool_fail(TOOL_BAD_INPUT, "%s", tb_error_detail()) : report(&d, value[JSON]);
     for (size_t i = 0; i < d.findings.count; i++) {

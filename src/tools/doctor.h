@@ -22,6 +22,7 @@ typedef struct doctor {
     TB_VEC(doctor_finding) findings;
     bool has_failed; /* no memory */
     bool is_refused; /* the store's URL is none */
+    bool is_over;    /* what else is looked at would only seem to be missing */
 } doctor;
 
 void doctor_add(doctor *d, doctor_state state, const char *name, const char *remedy, const char *format, ...)
@@ -37,6 +38,12 @@ void doctor_memlock(doctor *d, const char *name);
 void doctor_descriptors(doctor *d, const char *name);
 void doctor_cores(doctor *d, const char *name);
 void doctor_avx2(doctor *d, const char *name);
+
+/* ---- Transports and the store (doctor_transport.c, doctor_store.c) -------------------------------------------------
+ */
+
+void doctor_transports(doctor *d, const char *name);
+void doctor_store(doctor *d, const char *name);
 
 /* ---- Probes (doctor_probe.c) --------------------------------------------------------------------------------- */
 

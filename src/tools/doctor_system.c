@@ -160,10 +160,18 @@ void doctor_memlock(doctor *d, const char *name) {
 /* ---- The rest ------------------------------------------------------------------------------------------------ */
 
 void doctor_descriptors(doctor *d, const char *name) {
-    enum { ENOUGH = 8192 }; /* a batch may bring 4096 */
+    enum { ENOUGH = 8192, LEAST = 64 }; /* a batch may bring 4096; UCX alone opens some 25 */
     struct rlimit files = {0};
     getrlimit(RLIMIT_NOFILE, &files);
     bool is_enough = files.rlim_max >= ENOUGH;
+    d->is_over = files.rlim_cur < LEAST;
+    if (d->is_over) {
+        doctor_add(d, DOCTOR_FAILED, name,
+                   "raise RLIMIT_NOFILE: ulimit -n 8192, limits.conf, LimitNOFILE=, docker --ulimit",
+                   "%llu for a program; transports need more, and so does looking at the rest",
+                   (unsigned long long)files.rlim_cur);
+        return;
+    }
     doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name,
                is_enough ? NULL : "raise RLIMIT_NOFILE to 8192 or more: limits.conf, LimitNOFILE=, docker --ulimit",
                "%llu for a program, %llu for an agent", (unsigned long long)files.rlim_cur,

@@ -4,6 +4,7 @@
 #define TB_TRANSPORT_TRANSPORT_H
 
 #include "base/mem.h"
+#include "base/text.h"
 #include "tensorbus/transport.h"
 
 /* All transports of this build, and those that were registered, in order of preference; ends with NULL. A table that
@@ -46,5 +47,15 @@ void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const
                      bool is_write);
 
 extern const tb_transport_ops tb__self_ops, tb__shm_ops, tb__ucx_ops;
+
+/* ---- What is told of ucx -------------------------------------------------------------------------------------- */
+
+enum { TB__UCX_MAJOR = 1, TB__UCX_MINOR = 13 }; /* the oldest version that does */
+
+/* "tcp/eth0 posix/memory": a word for each lane that an open ucx transport may use, as its environment is. */
+void tb__ucx_list_lanes(const tb_transport *ucx, tb__text *out);
+
+/* Whether a lane leads to other hosts. */
+bool tb__ucx_lane_is_far(const char *lane);
 
 #endif

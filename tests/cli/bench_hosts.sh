@@ -43,6 +43,19 @@ fi
 accepted bench --hosts --size 64MiB --rounds 1 --only net_replicate --check
 printed '^net_replicate  .* GB  .*  at most 1\.05  ok$'
 
+# A shell that warns of its locale, whatever it does, says nothing that is to be measured.
+LC_ALL=xx_XX.UTF-8 accepted bench --hosts --size 4MiB --rounds 1 --only net_replicate,net_row_col
+printed '^net_replicate  .* GB  '
+
+# What was not measured has not reached its mark.
+mkdir "$tmp/bin"
+printf '#!/bin/sh\nexit 127\n' >"$tmp/bin/iperf3"
+chmod +x "$tmp/bin/iperf3"
+PATH=$tmp/bin:$PATH run bench --hosts --size 4MiB --rounds 1 --only net_row_col --check
+expect_status 1 'a line that was not measured, with --check'
+printed '^net_row_col: not measured: iperf3 is not installed'
+grep -q '^tensorbus bench: 1 of 1 ratios miss their marks, 1 of which were not measured$' "$err" || fail "$(cat "$err")"
+
 # Ended by a signal, it takes its hosts along.
 "$TENSORBUS" bench --hosts --size 64MiB --rounds 1000 --only net_replicate >"$out" 2>"$err" </dev/null &
 job=$!

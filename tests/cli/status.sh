@@ -33,7 +33,7 @@ done
 failed "there is no agent in $XDG_RUNTIME_DIR/tensorbus" status
 [ ! -s "$out" ] || fail "status without agents printed $(cat "$out")"
 failed "there is no agent in $XDG_RUNTIME_DIR/tensorbus" top --once
-failed "there is no socket $tmp/none" status --socket "$tmp/none"
+failed "there is no socket $tmp/none" status --socket "$tmp/none" --timeout 3600 # at once
 failed "there is no socket $tmp/none" top --socket "$tmp/none"
 
 # A folder that others can write to is not believed.

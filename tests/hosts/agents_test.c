@@ -125,13 +125,9 @@ static void look_for(const client *c, int kind, int version) {
 /* The agent is up once it listens. */
 static tb_status connect_agent(client *c) {
     char path[64];
-    tb_status status;
-    int64_t deadline_ms = tb__now_ms() + JOIN_MS;
     tb_client_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
     path_of(c->seat, path);
-    while ((status = tb_client_connect(path, &opts, &c->agent)) == TB_IO && tb__now_ms() < deadline_ms)
-        nap();
-    return status;
+    return tb_client_connect(path, &opts, &c->agent);
 }
 
 static tb_status open_kind(client *c, int kind) {

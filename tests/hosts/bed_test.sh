@@ -79,6 +79,23 @@ reaches 0 2 'host 1 is unplugged'
 "$BED" mend 1
 reaches 0 1 'host 1 is plugged in again'
 
+# What can't be meant is wrong: neither the kernel's fault, nor a reason to skip.
+# wrong WORD ARG...: bed ARG... fails with 1 and says WORD.
+wrong() {
+    local word=$1 said status
+    shift
+    said=$("$BED" "$@" 2>&1)
+    status=$?
+    { [ "$status" -eq 1 ] && [[ $said = *"$word"* ]]; } || fail "bed $*: exit status $status: $said"
+}
+wrong "'00' is no host" exec 00 true
+for rate in fast 1mbot 0 '' -1; do
+    wrong "'$rate' is no rate" shape 0 "$rate"
+done
+for part in 200 100.1 1.2.3 . '' -1 5%; do
+    wrong "'$part' is no percentage" drop 0 "$part"
+done
+
 # A million bytes take a second at this rate, less what may go at once; no machine is too fast for that.
 "$BED" shape 0 8mbit || fail "shape"
 ms=$(sends 0 1 1000000 60)
@@ -113,6 +130,7 @@ PATH=$PATH:/usr/sbin:/sbin
 inner 1 -- sh -c 'exit 5'
 [ $? -eq 5 ] || fail "the command's status is lost"
 inner 0 -- true 2>/dev/null && fail "a bed of no hosts"
+inner 02 -- true 2>/dev/null && fail "a bed of 02 hosts"
 inner 2 true 2>/dev/null && fail "a bed without --"
 
 # begin: a bed whose command, and one on its host, sleep. Sets $bed. A job of its own, because others ignore SIGINT.
@@ -138,6 +156,54 @@ for signal in TERM INT HUP; do
     [ "$status" -eq $((128 + $(kill -l "$signal"))) ] || fail "ended by SIG$signal: exit status $status"
     ! left "$bed" || fail "ended by SIG$signal: something is left"
 done
+
+# On a terminal: a bed heeds signals while its command runs, and leaves what is typed to the command.
+cat >"$tmp/terminal.py" <<'PYTHON'
+import os, pty, select, signal, sys, time
+how, command = sys.argv[1], sys.argv[2:]
+deadline = time.monotonic() + 60
+pid, terminal = pty.fork()
+if pid == 0:
+    os.environ.pop("BED_NHOSTS")
+    os.execv(os.environ["BED"], [os.environ["BED"], "1", "--", *command])
+said, is_told, status = b"", False, None
+while status is None and time.monotonic() < deadline:
+    if select.select([terminal], [], [], 0.1)[0]:
+        try:
+            said += os.read(terminal, 4096)
+        except OSError:
+            pass
+    if b"ready" in said and not is_told:
+        is_told = True
+        if how == "^C":
+            os.write(terminal, b"\x03")
+        elif how == "exit":
+            os.write(terminal, b"exit 5\n")
+        else:
+            os.kill(pid, getattr(signal, "SIG" + how))
+    ended, code = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        status = os.waitstatus_to_exitcode(code)
+print(pid, status)
+if status is None:
+    os.kill(pid, signal.SIGKILL)
+PYTHON
+# on_terminal HOW STATUS COMMAND...: the command says "ready", and then it happens; the bed ends with STATUS.
+on_terminal() {
+    local how=$1 expected=$2 pid status
+    shift 2
+    read -r pid status < <(python3 -B "$tmp/terminal.py" "$how" "$@")
+    [ "$status" = "$expected" ] || fail "on a terminal, $how, $*: exit status $status"
+    ! left "$pid" || fail "on a terminal, $how: something is left"
+}
+sleeps='echo ready; exec sleep 600'
+on_terminal TERM 143 sh -c "$sleeps"
+on_terminal HUP 129 sh -c "$sleeps"
+on_terminal ^C 130 sh -c "$sleeps"
+on_terminal ^C 9 bash -c 'trap "exit 9" INT; echo ready; while :; do sleep 0.1; done'
+printf 'PS1=; echo ready\n' >"$tmp/bashrc"
+on_terminal TERM 143 bash --rcfile "$tmp/bashrc" -i
+on_terminal exit 5 bash --rcfile "$tmp/bashrc" -i
 
 begin
 kill -s KILL "$bed"

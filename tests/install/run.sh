@@ -48,6 +48,13 @@ test -x "$prefix/bin/tensorbus"
 test -s "$prefix/share/man/man1/tensorbus.1"
 test -s "$prefix/share/man/man1/tensorbus-agent.1"
 test -s "$prefix/share/tensorbus/systemd/tensorbus-agent@.service"
+if [ -n "$MPIS" ]; then
+    "$prefix/bin/tensorbus" bench --hosts --only mpi_row_col --size 1MiB --rounds 1 --json >"$work/bench"
+    if ! grep -q '"against":"MPI_Alltoallw"' "$work/bench"; then
+        printf 'the installed bench: %s\n' "$(cat "$work/bench")" >&2
+        exit 1
+    fi
+fi
 
 export PKG_CONFIG_PATH="$libs/pkgconfig"
 # shellcheck disable=SC2046 # the words are meant to be split
@@ -70,3 +77,17 @@ expect_version "$work/build/consumer_static"
 for mpi in $MPIS; do
     expect_ranks "$mpi" "$work/build/consumer_$mpi"
 done
+
+# A component that there is none of is named.
+mkdir "$work/wrong"
+cat >"$work/wrong/CMakeLists.txt" <<'CMAKE'
+cmake_minimum_required(VERSION 3.25)
+project(wrong LANGUAGES C)
+find_package(tensorbus REQUIRED COMPONENTS shared mpi)
+CMAKE
+if "$CMAKE" -S "$work/wrong" -B "$work/wrong/build" -G "$GENERATOR" -DCMAKE_C_COMPILER="$CC" \
+    -DCMAKE_PREFIX_PATH="$prefix" >"$work/log" 2>&1 || ! tr -s ' \n' ' ' <"$work/log" | grep -q "has no component 'mpi'"; then
+    printf 'find_package of a component that is none:\n' >&2
+    cat "$work/log" >&2
+    exit 1
+fi

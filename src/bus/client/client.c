@@ -20,6 +20,7 @@ enum {
     GRACE_MS = 5000,    /* what an agent gets beyond the deadline that it was given */
     READ_BYTES = 64 << 10,
     FDS_AT_ONCE = 250,
+    RETRY_MS = 20, /* nothing tells when somebody begins to listen */
 };
 
 /* ---- Sending and receiving ------------------------------------------------------------------------------------- */
@@ -240,8 +241,14 @@ static tb_status refused(const char *path) {
     return tb__fail(TB_IO, "nobody listens at %s: the agent has ended", path);
 }
 
+/* Nobody listens. An agent that is being started may do so the next time; what is no socket will never be one. */
+static tb_status absent(const tb_client *c, int error) {
+    return error == ENOENT ? tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path)
+                           : refused(c->path);
+}
+
 /* Says whether the socket is missing, refused, or silent. */
-static tb_status connect_to(const tb_client *c, int fd, int64_t deadline_ms) {
+static tb_status connect_to(const tb_client *c, int fd, bool is_awaited, int64_t deadline_ms) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     if (!*c->path)
         return tb__fail(TB_INVALID, "the path of the agent's socket is empty");
@@ -254,10 +261,14 @@ static tb_status connect_to(const tb_client *c, int fd, int64_t deadline_ms) {
         setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
         if (connect(fd, (const struct sockaddr *)&name, sizeof name) == 0)
             return TB_OK;
-        if (errno == ENOENT)
-            return tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path);
-        if (errno == ECONNREFUSED)
-            return refused(c->path);
+        if (errno == ENOENT || errno == ECONNREFUSED) {
+            tb_status status = absent(c, errno);
+            left_ms = tb__ms_until(deadline_ms);
+            if (status != TB_IO || !is_awaited || left_ms == 0)
+                return status;
+            poll(NULL, 0, left_ms < RETRY_MS ? left_ms : RETRY_MS);
+            continue;
+        }
         if (errno == EACCES || errno == EPERM)
             return tb__fail(TB_DENIED, "the socket %s is another user's", c->path);
         if (errno != EAGAIN && errno != EINTR)
@@ -267,11 +278,11 @@ static tb_status connect_to(const tb_client *c, int fd, int64_t deadline_ms) {
     }
 }
 
-static tb_status open_socket(tb_client *c, int64_t deadline_ms) {
+static tb_status open_socket(tb_client *c, bool is_awaited, int64_t deadline_ms) {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return tb__fail(TB_IO, "socket: %s", strerror(errno));
-    tb_status status = connect_to(c, fd, deadline_ms);
+    tb_status status = connect_to(c, fd, is_awaited, deadline_ms);
     if (status == TB_OK)
         tb__owned_fd_init(&c->socket, fd);
     else
@@ -302,7 +313,7 @@ static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_m
     return status;
 }
 
-tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out) {
+tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out) {
     tb_client_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     TB_TRY(tb__client_check_timeout(o.timeout_ms));
@@ -313,7 +324,7 @@ tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_cli
     c->socket.fd = -1;
     c->refs = 1;
     c->path = tb__strdup(path);
-    tb_status status = c->path ? open_socket(c, deadline_ms) : TB_NO_MEMORY;
+    tb_status status = c->path ? open_socket(c, is_awaited, deadline_ms) : TB_NO_MEMORY;
     if (status == TB_OK)
         status = greet(c, &o, deadline_ms);
     if (status != TB_OK) {
@@ -322,6 +333,10 @@ tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_cli
     }
     *out = c;
     return TB_OK;
+}
+
+tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out) {
+    return tb__client_connect(path, opts, true, out);
 }
 
 void tb__client_unref(tb_client *c) {

@@ -66,6 +66,9 @@ struct tb_client {
     pairs;
 };
 
+/* As tb_client_connect. Unless the agent is awaited, TB_IO at once if nobody listens. */
+tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out);
+
 void tb__client_unref(tb_client *client);
 
 /* Sends a frame, with descriptors; *seq is what its reply will have. */

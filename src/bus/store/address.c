@@ -109,19 +109,13 @@ tb_status tb__address_parse(const char *base_url, tb__address *out) {
     return TB_OK;
 }
 
-static tb_status fail_connect(const tb__address *address, int error, bool *is_absent) {
+static tb_status fail_connect(const tb__address *address, int error) {
     switch (error) {
     case ENOENT:
     case ENOTDIR:
-        *is_absent = true;
         return tb__fail(TB_IO, "%s: the socket is missing", address->url);
     case ECONNREFUSED:
-        *is_absent = true;
         return tb__fail(TB_IO, "%s: refused, nobody listens there", address->url);
-    case EHOSTUNREACH:
-    case ENETUNREACH:
-        *is_absent = true;
-        break;
     case EAGAIN: /* a Unix socket whose backlog is full */
     case ETIMEDOUT:
         return tb__fail(TB_TIMEOUT, "%s: silent, the connection is not accepted", address->url);
@@ -195,14 +189,14 @@ static tb_status check_server(const tb__address *address, int fd) {
     return TB_OK;
 }
 
-tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, bool *is_absent) {
-    *is_absent = false;
+tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error) {
+    *error = 0;
     if (address->is_unix) {
         int s = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (s < 0)
             return tb__fail(TB_IO, "%s: socket: %s", address->url, strerror(errno));
-        int error = connect_unix(s, address, deadline_ms);
-        tb_status status = error ? fail_connect(address, error, is_absent) : check_server(address, s);
+        *error = connect_unix(s, address, deadline_ms);
+        tb_status status = *error ? fail_connect(address, *error) : check_server(address, s);
         if (status != TB_OK) {
             close(s);
             return status;
@@ -215,11 +209,11 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
         return tb__fail(TB_INVALID, "store '%s': port 0 is for a server to listen at", address->url);
     struct addrinfo *names;
     TB_TRY(tb__resolve(address, deadline_ms, &names));
-    int error = ECONNREFUSED;
+    *error = ECONNREFUSED;
     for (const struct addrinfo *name = names; name; name = name->ai_next) {
         int s = socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-        error = s < 0 ? errno : connect_tcp(s, name, deadline_ms);
-        if (error == 0) {
+        *error = s < 0 ? errno : connect_tcp(s, name, deadline_ms);
+        if (*error == 0) {
             freeaddrinfo(names);
             tb__set_tcp_options(s);
             *fd = s;
@@ -229,5 +223,5 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
             close(s);
     }
     freeaddrinfo(names);
-    return fail_connect(address, error, is_absent);
+    return fail_connect(address, *error);
 }

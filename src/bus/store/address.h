@@ -31,15 +31,25 @@ typedef struct tb__address {
 
 tb_status tb__address_parse(const char *base_url, tb__address *out);
 
-/* A connected socket, non-blocking. `is_absent` says that nobody listens there now, so that trying again later makes
- * sense. TB_TIMEOUT if the other side is silent. */
-tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, bool *is_absent);
+/* A connected socket, non-blocking. TB_TIMEOUT if the other side is silent. `error` is always written: the errno of the
+ * attempt, 0 where it did not come to one, or not of this. */
+tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error);
 
 /* Nagle's delay has no place between small requests and replies; keepalives find out when a whole host has gone. */
 void tb__set_tcp_options(int fd);
 
 /* The addresses of a TCP host, to be freed with freeaddrinfo. A name that no server answers for is given up in time. */
 tb_status tb__resolve(const tb__address *address, int64_t deadline_ms, struct addrinfo **out);
+
+/* Whether none of them leads to this host from elsewhere. A name may be one of these on its own host alone: Debian and
+ * Ubuntu write "127.0.1.1 NAME" into /etc/hosts. */
+bool tb__is_loopback(const struct addrinfo *names);
+
+/* The first of them, without its port. */
+typedef struct tb__numeric {
+    char text[64];
+} tb__numeric;
+tb__numeric tb__numeric_of(const struct addrinfo *names);
 
 typedef struct tb__listener {
     tb__address address; /* with the port that was chosen */
@@ -49,7 +59,8 @@ typedef struct tb__listener {
     ino_t inode;
 } tb__listener;
 
-/* TB_CONFLICT if somebody else serves there, TB_REFUSED if the address is no address of this host. */
+/* TB_CONFLICT if somebody else serves there, TB_REFUSED if the address is no address of this host, or a name that
+ * promises to be reached from elsewhere and is not. */
 tb_status tb__listener_open(const tb__address *address, tb__listener *out);
 
 /* Also removes the files, unless this is a forked child. */

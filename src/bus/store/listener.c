@@ -57,12 +57,11 @@ static tb_status remove_stale(const tb__address *address) {
         return errno == ENOENT ? TB_OK : tb__fail(TB_IO, "%s: %s", address->url, strerror(errno));
     if (!S_ISSOCK(present.st_mode))
         return tb__fail(TB_INVALID, "%s: there is a file that is not a socket", address->url);
-    int fd = -1;
-    bool is_absent = false;
-    tb_status status = tb__address_connect(address, tb__now_ms() + 100, &fd, &is_absent);
+    int fd = -1, error = 0;
+    tb_status status = tb__address_connect(address, tb__now_ms() + 100, &fd, &error);
     if (status == TB_OK)
         close(fd);
-    if (!is_absent)
+    if (error != ECONNREFUSED && error != ENOENT)
         return tb__fail(TB_CONFLICT, "%s: another process serves it", address->url);
     if (unlink(address->path) != 0 && errno != ENOENT)
         return tb__fail(TB_IO, "%s: removing the socket of a dead server: %s", address->url, strerror(errno));
@@ -137,9 +136,22 @@ static tb_status name_port(tb__address *address, int fd) {
     return TB_OK;
 }
 
+/* Whoever was given the URL elsewhere would look for it at another address of this host. */
+static tb_status check_reach(const tb__address *address, const struct addrinfo *names) {
+    if (tb__store_url_is_local(address->url) || !tb__is_loopback(names))
+        return TB_OK;
+    return tb__fail(TB_REFUSED, "%s: '%s' is %s here, which no other host reaches; listen at tcp://0.0.0.0:%s",
+                    address->url, address->host, tb__numeric_of(names).text, address->port);
+}
+
 static tb_status listen_tcp(tb__listener *listener) {
     struct addrinfo *names;
     TB_TRY(tb__resolve(&listener->address, tb__now_ms() + RESOLVE_MS, &names));
+    tb_status status = check_reach(&listener->address, names);
+    if (status != TB_OK) {
+        freeaddrinfo(names);
+        return status;
+    }
     int fd = -1, error = EADDRNOTAVAIL;
     /* A taken port is not the cue to try the next address: whoever has it is the server. */
     for (const struct addrinfo *name = names; name && (error == EADDRNOTAVAIL || error == EAFNOSUPPORT);
@@ -153,7 +165,7 @@ static tb_status listen_tcp(tb__listener *listener) {
         return tb__fail(TB_REFUSED, "%s: not an address of this host", url);
     if (error != 0)
         return tb__fail(TB_IO, "%s: listen: %s", url, strerror(error));
-    tb_status status = name_port(&listener->address, fd);
+    status = name_port(&listener->address, fd);
     if (status != TB_OK)
         close(fd);
     else

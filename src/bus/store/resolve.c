@@ -4,6 +4,7 @@
 
 #include "base/mem.h"
 
+#include <arpa/inet.h>
 #include <netdb.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -81,4 +82,22 @@ tb_status tb__resolve(const tb__address *address, int64_t deadline_ms, struct ad
     }
     free_lookup(l);
     return status;
+}
+
+bool tb__is_loopback(const struct addrinfo *names) {
+    for (; names; names = names->ai_next) {
+        if (names->ai_family == AF_INET6) {
+            if (!IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)names->ai_addr)->sin6_addr))
+                return false;
+        } else if (ntohl(((const struct sockaddr_in *)names->ai_addr)->sin_addr.s_addr) >> 24 != IN_LOOPBACKNET) {
+            return false;
+        }
+    }
+    return true;
+}
+
+tb__numeric tb__numeric_of(const struct addrinfo *names) {
+    tb__numeric out = {""};
+    getnameinfo(names->ai_addr, names->ai_addrlen, out.text, sizeof out.text, NULL, 0, NI_NUMERICHOST);
+    return out;
 }

@@ -53,7 +53,12 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
     snprintf(why, sizeof why, "%s", tb_error_detail());
     tb_status served = serve(url, token, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
-    return *is_for_later ? tb__fail(status, "%s", why) : served;
+    if (!*is_for_later)
+        return served;
+    char why_not[256] = "";
+    if (served == TB_REFUSED && tb__store_is_embedded(url))
+        snprintf(why_not, sizeof why_not, "; nor can this process serve it: %.200s", tb_error_detail());
+    return tb__fail(status, "%s%s", why, why_not);
 }
 
 tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,

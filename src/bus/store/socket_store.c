@@ -415,12 +415,11 @@ static const tb__store_ops socket_ops = {
 };
 
 static tb_status start(client *c, int64_t deadline_ms) {
-    int fd, wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    bool is_absent;
+    int fd, error, wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake < 0)
         return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
     tb__owned_fd_init(&c->wake, wake);
-    TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &is_absent));
+    TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &error));
     tb__owned_fd_init(&c->socket, fd);
     return tb__start_thread(&c->thread, "tb-store-io", run, c);
 }

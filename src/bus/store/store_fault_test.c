@@ -375,6 +375,11 @@ static void files(void **state) {
     place_remove(&p);
     assert_fails(tb__store_server_start(p.url, TOKEN, &server), TB_IO, "No such file");
     assert_fails(tb__store_server_start("tcp://192.0.2.1:0", TOKEN, &server), TB_REFUSED, "this host");
+    /* Another way to write 127.0.0.1, as a host's name in its /etc/hosts may be. */
+    assert_fails(tb__store_server_start("tcp://0x7f000001:0", TOKEN, &server), TB_REFUSED,
+                 "'0x7f000001' is 127.0.0.1 here, which no other host reaches");
+    assert_fails(tb__store_open_or_serve("tcp://0x7f000001:1", TOKEN, 30, &store, &server), TB_TIMEOUT,
+                 "nobody listens there; nor can this process serve it: ");
     assert_fails(tb__store_open("tcp://127.0.0.1:0", TOKEN, 10, &store), TB_INVALID, "port 0");
 }
 

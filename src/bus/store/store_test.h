@@ -79,9 +79,8 @@ static inline void assert_alive(const char *url) {
 static inline int raw_connect(const char *url) {
     tb__address address;
     int fd = -1;
-    bool is_absent;
     assert_ok(tb__address_parse(url, &address));
-    assert_ok(tb__address_connect(&address, tb__now_ms() + PATIENCE_MS, &fd, &is_absent));
+    assert_ok(tb__address_connect(&address, tb__now_ms() + PATIENCE_MS, &fd, &(int){0}));
     return fd;
 }
 

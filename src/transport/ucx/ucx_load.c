@@ -3,6 +3,7 @@
 
 #include "base/library.h"
 #include "base/log.h"
+#include "transport/transport.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -12,7 +13,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { MAJOR = 1, MINOR = 13 }; /* the oldest that is known to work: active messages with rendezvous, keepalive */
+/* The oldest that is known to work: active messages with rendezvous, keepalive. */
+enum { MAJOR = TB__UCX_MAJOR, MINOR = TB__UCX_MINOR };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ucx_functions ucx;
@@ -65,29 +67,18 @@ static void make_quiet(void *library) {
 
 static void load(void) {
     const tb__symbol slots[] = {
-        SLOT(get_version),
-        SLOT(config_read),
-        SLOT(config_modify),
-        SLOT(config_release),
-        SLOT(init_version),
-        SLOT(cleanup),
-        SLOT(worker_create),
-        SLOT(worker_destroy),
-        SLOT(worker_query),
-        SLOT(worker_get_address),
-        SLOT(worker_release_address),
-        SLOT(worker_get_efd),
-        SLOT(worker_arm),
-        SLOT(worker_progress),
-        SLOT(worker_set_am_recv_handler),
-        SLOT(ep_create),
-        SLOT(ep_close_nbx),
-        SLOT(ep_flush_nbx),
-        SLOT(ep_print_info),
-        SLOT(am_send_nbx),
-        SLOT(am_recv_data_nbx),
-        SLOT(request_free),
-        {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
+        SLOT(get_version),        SLOT(config_read),
+        SLOT(config_modify),      SLOT(config_release),
+        SLOT(init_version),       SLOT(cleanup),
+        SLOT(context_print_info), SLOT(worker_create),
+        SLOT(worker_destroy),     SLOT(worker_query),
+        SLOT(worker_get_address), SLOT(worker_release_address),
+        SLOT(worker_get_efd),     SLOT(worker_arm),
+        SLOT(worker_progress),    SLOT(worker_set_am_recv_handler),
+        SLOT(ep_create),          SLOT(ep_close_nbx),
+        SLOT(ep_flush_nbx),       SLOT(ep_print_info),
+        SLOT(am_send_nbx),        SLOT(am_recv_data_nbx),
+        SLOT(request_free),       {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
     };
     void *library = tb__library_load("libucp.so.0", slots, sizeof slots / sizeof *slots, failure, sizeof failure);
     if (!library)

@@ -1,0 +1,125 @@
+/* Transports: whether they open, as a world opens them, and whom UCX reaches as its environment is. */
+#include "tools/doctor.h"
+
+#include "transport/transport.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static void ignore_loss(void *arg, int32_t peer, const char *why) {
+    (void)arg;
+    (void)peer;
+    (void)why;
+}
+
+/* The same call as a world's, so that what is told is what a world would say. Of ucx it writes the lanes. */
+static bool open_transport(const void *arg, int out) {
+    const tb_transport_ops *ops = arg;
+    tb_transport transport;
+    tb_transport_env env = {.rank = 0, .lost = ignore_loss};
+    tb__text lanes = {0};
+    if (tb__transport_open(ops->name, &env, &transport) != TB_OK) {
+        (void)!write(out, tb_error_detail(), strlen(tb_error_detail()));
+        return false;
+    }
+    if (ops == &tb__ucx_ops)
+        tb__ucx_list_lanes(&transport, &lanes);
+    if (lanes.count > 0)
+        (void)!write(out, lanes.data, lanes.count);
+    tb__text_fini(&lanes);
+    tb__transport_close(&transport);
+    return true;
+}
+
+/* ---- UCX ------------------------------------------------------------------------------------------------------- */
+
+static bool get_ucx_version(const void *arg, int out) {
+    (void)arg;
+    void *library = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+    const char *(*version)(void) = NULL;
+    void *function = library ? dlsym(library, "ucp_get_version_string") : NULL;
+    memcpy(&version, &function, sizeof version);
+    return version && write(out, version(), strlen(version())) > 0;
+}
+
+/* "; UCX 1.13.1; UCX_TLS=tcp", and so on: what the environment tells it may leave it without a lane. */
+static void describe_ucx(const doctor_answer *version, char *out, size_t room, bool *has_settings) {
+    size_t n = version->is_ok ? (size_t)snprintf(out, room, "; UCX %.40s", version->said) : 0;
+    *has_settings = false;
+    out[n] = '\0';
+    for (char *const *at = environ; *at && n < room; at++) {
+        if (strncmp(*at, "UCX_", 4) != 0)
+            continue;
+        n += (size_t)snprintf(out + n, room - n, "; %s", *at);
+        *has_settings = true;
+    }
+}
+
+static const char *remedy_of_ucx(const doctor_answer *version, bool has_settings) {
+    int major = 0, minor = 0;
+    if (!version->is_ok)
+        return "apt-get install libucx0; without it the processes of this host reach one another, and nobody else";
+    if (sscanf(version->said, "%d.%d", &major, &minor) == 2 && (major != TB__UCX_MAJOR || minor < TB__UCX_MINOR))
+        return "install a later one, and let it be found before this one (LD_LIBRARY_PATH); until then the processes "
+               "of this host reach one another, and nobody else";
+    if (has_settings)
+        return "change the variables, or unset them: as they are, UCX can't be opened";
+    return "`ucx_info -d`, of the package ucx-utils, says more of what UCX lacks";
+}
+
+/* The lanes that lead to other hosts, or those that don't, with commas between them. */
+static void pick_lanes(const char *lanes, bool is_far, tb__text *out) {
+    char lane[128];
+    int n;
+    for (; sscanf(lanes, "%127s%n", lane, &n) == 1; lanes += n) {
+        if (tb__ucx_lane_is_far(lane) == is_far)
+            tb__text_add(out, "%s%s", out->count ? ", " : "", lane);
+    }
+}
+
+static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
+    char about[512];
+    bool has_settings;
+    doctor_answer version;
+    tb__text far = {0}, near = {0};
+    doctor_probe(get_ucx_version, NULL, &version);
+    describe_ucx(&version, about, sizeof about, &has_settings);
+    pick_lanes(answer->is_ok ? answer->said : "", true, &far);
+    pick_lanes(answer->is_ok ? answer->said : "", false, &near);
+    if (!answer->is_ok)
+        doctor_add(d, DOCTOR_LIMITED, title, remedy_of_ucx(&version, has_settings), "%s%s", answer->said, about);
+    else if (far.count > 0)
+        doctor_add(d, DOCTOR_OK, title, NULL, "opens; for other hosts, too: %s%s", far.data, about);
+    else if (near.count > 0)
+        doctor_add(d, DOCTOR_LIMITED, title,
+                   has_settings
+                       ? "let the variables allow tcp or an RDMA adapter, and a device that leads to the others"
+                       : "a network interface that is up, beside lo, or an RDMA adapter",
+                   "opens, but none of its lanes leads to other hosts: %s%s", near.data, about);
+    else
+        doctor_add(d, DOCTOR_OK, title, NULL, "opens; its lanes are not told%s", about);
+    d->has_failed |= far.failed || near.failed;
+    tb__text_fini(&far);
+    tb__text_fini(&near);
+}
+
+/* ---- All of them ------------------------------------------------------------------------------------------------ */
+
+void doctor_transports(doctor *d, const char *name) {
+    for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
+        char title[64];
+        doctor_answer answer;
+        snprintf(title, sizeof title, "%s %s", name, (*ops)->name);
+        doctor_probe(open_transport, *ops, &answer);
+        if (*ops == &tb__ucx_ops)
+            add_ucx(d, title, &answer);
+        else if (answer.is_ok)
+            doctor_add(d, DOCTOR_OK, title, NULL, "opens; for processes of this host");
+        else
+            doctor_add(d, DOCTOR_FAILED, title,
+                       "let processes have what it lacks: limits (ulimit -a), the container's seccomp profile", "%s",
+                       answer.said);
+    }
+}
