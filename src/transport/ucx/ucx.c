@@ -59,6 +59,7 @@ void ucx_fail(ucx_peer *peer, const char *why) {
     if (peer->is_lost || peer->why)
         return;
     peer->why = why;
+    ucx_drop_held(peer);
     ucx_wake(peer->owner);
 }
 
@@ -78,15 +79,24 @@ static bool has_rdma(void) {
     return has;
 }
 
-/* How often UCX looks after its endpoints, unless the environment says. RDMA lanes notice the end of an idle peer in no
- * other way. TCP's are looked after by the kernel, and only while nothing is on its way: what UCX would send to see
- * whether the peer is there keeps the kernel from finding out that it is not. */
-static void set_keepalive(const ucx *u, ucp_config_t *config) {
-    if (getenv("UCX_KEEPALIVE_INTERVAL"))
+/* Unless the environment says what it is to be. UCX has names for it that are more or less precise, and does not take
+ * all of them here. */
+static void set(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
+    if (getenv(variable))
         return;
-    ucs_status_t status = u->call->config_modify(config, "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    ucs_status_t status = u->call->config_modify(config, name, value);
     if (status != UCS_OK)
-        tb__log(TB_LOG_WARN, "ucx: setting its keepalive: %s", u->call->status_string(status));
+        tb__log(TB_LOG_WARN, "ucx: setting %s: %s", variable, u->call->status_string(status));
+}
+
+/* UCX looks after its endpoints now and then: RDMA lanes notice the end of an idle peer in no other way. TCP's are
+ * looked after by the kernel, and only while nothing is on its way: what UCX would send to see whether the peer is
+ * there keeps the kernel from finding out that it is not.
+ *
+ * And it would wait for connections over TCP, two minutes where nobody answers, while all other peers wait for us. */
+static void make_settings(const ucx *u, ucp_config_t *config) {
+    set(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    set(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
 }
 
 static tb_status open_context(ucx *u) {
@@ -94,8 +104,9 @@ static tb_status open_context(ucx *u) {
     ucs_status_t status = u->call->config_read(NULL, NULL, &config);
     if (status != UCS_OK)
         return fail(u, "reading its settings", status);
-    set_keepalive(u, config);
-    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP};
+    make_settings(u, config);
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES,
+                           .features = UCP_FEATURE_AM | UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);
     return status == UCS_OK ? TB_OK : fail(u, "opening it", status);
@@ -171,6 +182,7 @@ static tb_status open_all(ucx *u) {
     TB_TRY(open_context(u));
     TB_TRY(open_worker(u));
     TB_TRY(make_address(u));
+    TB_TRY(ucx_listen(u));
     ucs_status_t status = u->call->worker_get_efd(u->worker, &u->worker_fd);
     if (status != UCS_OK)
         return fail(u, "asking for a descriptor", status);
@@ -228,11 +240,12 @@ bool ucx_await(ucx *u, const size_t *count, int timeout_ms) {
 static void say_goodbye(ucx *u) {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
-        if (!peer->ep || peer->why)
-            continue;
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
         ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
-        pend(u, u->call->ep_flush_nbx(peer->ep, &param));
+    ucx_await(u, &u->nheld, CLOSE_TIMEOUT_MS);
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+        if (peer->ep && !peer->why)
+            pend(u, u->call->ep_flush_nbx(peer->ep, &param));
     }
     ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
@@ -248,6 +261,7 @@ static void ucx_close(void *context) {
         ucx_drop_messages(u, peer, TB_CANCELLED);
     if (u->worker) {
         say_goodbye(u);
+        ucx_listen_no_more(u);
         u->call->worker_destroy(u->worker);
     }
     ucx_tell_all(u); /* now that UCX has none of their memory */
@@ -269,6 +283,7 @@ static void ucx_close(void *context) {
         close(u->wake);
     if (u->timer >= 0)
         close(u->timer);
+    free(u->hello);
     free(u->address);
     free(u);
 }
@@ -288,7 +303,8 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     return TB_OK;
 }
 
-/* ---- Peers ---------------------------------------------------------------------------------------------------- */
+/* ---- Peers ----------------------------------------------------------------------------------------------------
+ */
 
 static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
     ucx *u = context;
@@ -337,8 +353,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         return tb__fail(TB_LOST, "connect rank %" PRId32 ": ucx: %s", peer->rank, u->call->status_string(status));
     }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
-    ucx_send(peer, &(ucx_frame){.kind = UCX_HELLO, .tag = u->env.is_driven}, &(tb_piece){u->address, u->address_nbytes},
-             1);
+    ucx_say_hello(peer);
     ucx_wake(u);
     return TB_OK;
 }
@@ -377,7 +392,8 @@ static void tell(ucx *u) {
     }
 }
 
-/* ---- Operations ----------------------------------------------------------------------------------------------- */
+/* ---- Operations -----------------------------------------------------------------------------------------------
+ */
 
 static tb_status ucx_post(void *context, tb_op *op) {
     ucx *u = context;

@@ -86,6 +86,9 @@ static void load(void) {
         SLOT(ep_print_info),
         SLOT(am_send_nbx),
         SLOT(am_recv_data_nbx),
+        SLOT(tag_send_nbx),
+        SLOT(tag_recv_nbx),
+        SLOT(request_cancel),
         SLOT(request_free),
         {"ucs_status_string", &ucx.status_string, sizeof ucx.status_string},
     };

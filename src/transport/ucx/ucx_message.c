@@ -262,6 +262,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
             return false;
         peer->is_driven = frame->tag;
         ucx_watch_peer(peer);
+        ucx_meet(peer);
         return true;
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
