@@ -148,6 +148,10 @@ typedef struct tb_transport_ops {
     tb_status (*progress)(void *context);
     /* Readable when progress has something to do. To be waited for after a progress that did. */
     int (*fd)(void *context);
+    /* (optional; default: nothing) A receive that was cancelled is not posted again: of the peer's messages under its
+     * tag the next one that no receive has matched, which may be here or may still come, is dropped. Its send is done
+     * then. */
+    void (*forget)(void *context, int32_t peer, uint64_t tag);
 } tb_transport_ops;
 
 /* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,

@@ -169,6 +169,11 @@ void tb__transport_cancel(const tb_transport *t, tb_op *op) {
         t->ops->cancel(t->context, op);
 }
 
+void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag) {
+    if (t->ops->forget)
+        t->ops->forget(t->context, peer, tag);
+}
+
 tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
     op->nbytes = 0;

@@ -145,12 +145,13 @@ struct shm_peer {
     shm_link out, *in;
     pid_t pid;
     int pidfd;
-    bool can_read;        /* we can read its memory */
-    bool it_can_read;     /* it can read ours */
-    shm_control *control; /* its page; NULL until it says hello */
-    tb__waiters queue;    /* sends that are not on their way yet */
-    tb__waiters offered;  /* sends that wait for an answer */
-    tb__waiters taken;    /* offers of it that we are taking */
+    bool can_read;         /* we can read its memory */
+    bool it_can_read;      /* it can read ours */
+    shm_control *control;  /* its page; NULL until it says hello */
+    tb__waiters queue;     /* sends that are not on their way yet */
+    tb__waiters offered;   /* sends that wait for an answer */
+    tb__waiters taken;     /* offers of it that we are taking */
+    tb__unwanted unwanted; /* messages of it */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -217,6 +218,7 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
 /* shm_message.c: sends and receives. */
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
 void shm_cancel_message(shm *s, shm_posted *p);
+void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag);
 void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
 bool shm_take_slices(shm *s);          /* true: there is more to read */
 /* A frame of a peer's. False: it makes no sense. */

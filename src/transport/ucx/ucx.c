@@ -411,6 +411,12 @@ static void ucx_cancel(void *context, tb_op *op) {
         ucx_cancel_message(context, op->state);
 }
 
+static void ucx_forget(void *context, int32_t rank, uint64_t tag) {
+    ucx_peer *peer = ucx_find(context, rank);
+    if (peer && !peer->is_lost)
+        ucx_forget_message(context, peer, tag);
+}
+
 static void sleep_no_more(ucx *u) {
     eventfd_t unused;
     if (u->is_awake)
@@ -454,4 +460,5 @@ const tb_transport_ops tb__ucx_ops = {
     .cancel = ucx_cancel,
     .progress = ucx_progress,
     .fd = ucx_fd,
+    .forget = ucx_forget,
 };

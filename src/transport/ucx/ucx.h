@@ -162,6 +162,7 @@ struct ucx_peer {
     tb__waiters settling; /* sends and receives that wait for UCX only */
     tb__waiters taken;    /* offers of it that we are taking */
     ucx_early *early;
+    tb__unwanted unwanted; /* messages of it */
     ucx_peer *next;
 };
 
@@ -244,6 +245,7 @@ void ucx_free_transfers(ucx *u); /* when UCX is gone */
 /* ucx_message.c: sends and receives. */
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
+void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag);
 /* A frame in its turn. False: it makes no sense. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
 /* The receive that wants a chunk of so many bytes, which are counted as coming; NULL: nobody does. */

@@ -43,11 +43,17 @@ static void deliver(ucx *u, ucx_posted *p, const unsigned char *data, size_t nby
     finish(u, p, TB_OK);
 }
 
+/* Nobody can have it, or wants it. */
+static void discard(ucx_arrival *a) {
+    if (a->is_offer)
+        answer(a, UCX_DONE);
+    free(a);
+}
+
 static void begin_take(ucx *u, ucx_posted *p, ucx_arrival *a) {
     p->op->nbytes = a->nbytes;
     if (a->nbytes > p->nbytes) {
-        answer(a, UCX_DONE);
-        free(a);
+        discard(a);
         finish(u, p, TB_TOO_BIG);
         return;
     }
@@ -114,6 +120,8 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
         deliver(u, p, data, nbytes);
         return true;
     }
+    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+        return true;
     ucx_arrival *a = new_arrival(peer, frame, nbytes);
     if (!a)
         return false;
@@ -128,7 +136,10 @@ static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     if (!a)
         return false;
     a->is_offer = true;
-    match_offer(u, a);
+    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+        discard(a);
+    else
+        match_offer(u, a);
     return true;
 }
 
@@ -357,6 +368,14 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     ucx_tell(p);
 }
 
+void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag) {
+    ucx_arrival *a = (ucx_arrival *)tb__match_take(&u->arrivals, peer->rank, tag);
+    if (a)
+        discard(a);
+    else
+        tb__unwanted_add(&peer->unwanted, tag);
+}
+
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&peer->offered)))
@@ -376,4 +395,5 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
         finish(u, (ucx_posted *)w, status);
     while ((w = tb__match_drain(&u->arrivals, peer->rank)))
         free(w);
+    tb__unwanted_fini(&peer->unwanted);
 }
