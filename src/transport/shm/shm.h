@@ -21,7 +21,7 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 2,
+    SHM_VERSION = 3,
     SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
     SHM_MAX_FRAME = 32 << 10,
     SHM_MAX_PIECES = 512,      /* of an offer; one with more goes through the ring */

@@ -321,24 +321,24 @@ static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
     ucx_fail(peer, peer->owner->call->status_string(status));
 }
 
-static tb_status check_address(int32_t rank, const void *address, size_t nbytes, ucx_address *head) {
+static tb_status check_address(const void *address, size_t nbytes, ucx_address *head) {
     if (nbytes < sizeof *head || (memcpy(head, address, sizeof *head), head->magic != UCX_MAGIC))
-        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address is not one of transport ucx", rank);
+        return tb__fail(TB_INVALID, "its address is not one of transport ucx");
     if (head->version != UCX_VERSION)
-        return tb__fail(TB_INVALID, "rank %" PRId32 " speaks version %" PRIu32 " of transport ucx, we %d", rank,
-                        head->version, UCX_VERSION);
+        return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport ucx, we %d", head->version,
+                        UCX_VERSION);
     const unsigned char *bytes = (const unsigned char *)address + sizeof *head;
     if (head->id == 0 || head->nbytes != nbytes - sizeof *head || head->checksum != tb__checksum(bytes, head->nbytes))
-        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address has suffered on its way", rank);
+        return tb__fail(TB_INVALID, "its address has suffered on its way");
     return TB_OK;
 }
 
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucx *u = peer->owner;
     ucx_address head;
-    TB_TRY(check_address(peer->rank, address, nbytes, &head));
+    TB_TRY(check_address(address, nbytes, &head));
     if (peer->id != 0 && peer->id != head.id)
-        return tb__fail(TB_INVALID, "rank %" PRId32 " is another one than before", peer->rank);
+        return tb__fail(TB_INVALID, "it is another one than before");
     peer->id = head.id;
     if (peer->ep)
         return TB_OK;
@@ -350,7 +350,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
     if (status != UCS_OK) {
         peer->ep = NULL;
-        return tb__fail(TB_LOST, "connect rank %" PRId32 ": ucx: %s", peer->rank, u->call->status_string(status));
+        return tb__fail(TB_LOST, "connecting to it: ucx: %s", u->call->status_string(status));
     }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
     ucx_say_hello(peer);
@@ -361,12 +361,12 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
 static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
     ucx *u = context;
     ucx_address head;
-    TB_TRY(check_address(rank, address, nbytes, &head)); /* before there is a peer of that rank */
+    TB_TRY(check_address(address, nbytes, &head)); /* before there is a peer of that rank */
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->is_lost)
-        return tb__fail(TB_LOST, "rank %" PRId32 " is lost", rank);
+        return tb__fail(TB_LOST, "it is lost");
     return ucx_reach(peer, address, nbytes);
 }
 
@@ -402,7 +402,7 @@ static tb_status ucx_post(void *context, tb_op *op) {
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
     bool is_lost = peer && (peer->is_lost || peer->why);
     if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
-        return tb__fail(TB_LOST, "rank %" PRId32 " is %s", op->peer, is_lost ? "lost" : "not connected");
+        return tb__fail(TB_LOST, "it is %s", is_lost ? "lost" : "not connected");
     return ucx_post_message(u, peer, op);
 }
 
