@@ -52,10 +52,12 @@ void shm_tell_all(shm *s) {
 }
 
 shm_peer *shm_find(const shm *s, int32_t rank) {
-    shm_peer *peer = s->peers;
-    while (peer && peer->rank != rank)
-        peer = peer->next;
-    return peer;
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&s->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
+        if (s->all.item[i]->rank == rank)
+            return s->all.item[i];
+    }
+    return NULL;
 }
 
 static shm_peer *find_or_add(shm *s, int32_t rank) {
@@ -65,6 +67,11 @@ static shm_peer *find_or_add(shm *s, int32_t rank) {
     peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return NULL;
+    if (!tb__vec_push(&s->all, peer) || !tb__index_add(&s->by_rank, tb__hash(0, (uint32_t)rank), s->all.count - 1)) {
+        s->all.count -= s->all.count > 0 && s->all.item[s->all.count - 1] == peer;
+        free(peer);
+        return NULL;
+    }
     peer->owner = s;
     peer->rank = rank;
     peer->pidfd = -1;
@@ -182,6 +189,8 @@ static void shm_close(void *context) {
     for (size_t i = 0; i < s->strangers.count; i++)
         free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
+    free(s->all.item);
+    tb__index_fini(&s->by_rank);
     shm_memory_close(s);
     int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {

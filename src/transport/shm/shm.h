@@ -12,6 +12,7 @@
 #ifndef TB_TRANSPORT_SHM_SHM_H
 #define TB_TRANSPORT_SHM_SHM_H
 
+#include "base/index.h"
 #include "transport/match.h"
 #include "transport/transport.h"
 
@@ -196,6 +197,8 @@ struct shm {
     uint32_t memory_free;     /* the first free number + 1; 0: none */
     TB_VEC(shm_file *) files; /* NULL: a free place */
     shm_peer *peers;
+    TB_VEC(shm_peer *) all;       /* the same, as they came */
+    tb__index by_rank;            /* in there */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
     tb__waiters finished;  /* to be told in the next progress */

@@ -29,10 +29,12 @@ typedef struct ucx_address {
 } ucx_address;
 
 ucx_peer *ucx_find(const ucx *u, int32_t rank) {
-    ucx_peer *peer = u->peers;
-    while (peer && peer->rank != rank)
-        peer = peer->next;
-    return peer;
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&u->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
+        if (u->all.item[i]->rank == rank)
+            return u->all.item[i];
+    }
+    return NULL;
 }
 
 ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
@@ -44,6 +46,11 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
         return NULL;
     peer->owner = u;
     peer->rank = rank;
+    if (!tb__vec_push(&u->all, peer) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->all.count - 1)) {
+        u->all.count -= u->all.count > 0 && u->all.item[u->all.count - 1] == peer;
+        free(peer);
+        return NULL;
+    }
     peer->next = u->peers;
     u->peers = peer;
     return peer;
@@ -64,7 +71,14 @@ void ucx_fail(ucx_peer *peer, const char *why) {
 }
 
 static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
-    return tb__fail(TB_IO, "ucx: %s: %s", what, u->call->status_string(status));
+    return tb__fail(TB_IO, "%s: %s", what, u->call->status_string(status));
+}
+
+/* Where there is no device, or none that leads to a peer, it matters which ones UCX may use. */
+static tb_status fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out) {
+    const char *devices = getenv("UCX_NET_DEVICES"), *kinds = getenv("UCX_TLS");
+    return tb__fail(out, "%s: %s (UCX_NET_DEVICES=%.200s, UCX_TLS=%.200s)", what, u->call->status_string(status),
+                    devices ? devices : "all", kinds ? kinds : "all");
 }
 
 /* ---- Opening -------------------------------------------------------------------------------------------------- */
@@ -103,13 +117,13 @@ static tb_status open_context(ucx *u) {
     ucp_config_t *config;
     ucs_status_t status = u->call->config_read(NULL, NULL, &config);
     if (status != UCS_OK)
-        return fail(u, "reading its settings", status);
+        return fail(u, "reading UCX's settings", status);
     make_settings(u, config);
     ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES,
                            .features = UCP_FEATURE_AM | UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);
-    return status == UCS_OK ? TB_OK : fail(u, "opening it", status);
+    return status == UCS_OK ? TB_OK : fail_by_choice(u, "opening UCX", status, TB_IO);
 }
 
 static tb_status open_worker(ucx *u) {
@@ -118,14 +132,14 @@ static tb_status open_worker(ucx *u) {
     ucs_status_t status = u->call->worker_create(u->context, &params, &u->worker);
     if (status != UCS_OK) {
         u->worker = NULL;
-        return fail(u, "making a worker", status);
+        return fail(u, "making a worker of UCX", status);
     }
     ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER};
     status = u->call->worker_query(u->worker, &attr);
     if (status != UCS_OK)
-        return fail(u, "asking the worker", status);
+        return fail(u, "asking UCX's worker", status);
     if (attr.max_am_header < sizeof(ucx_frame))
-        return tb__fail(TB_REFUSED, "ucx: headers have at most %zu bytes here; %zu are needed", attr.max_am_header,
+        return tb__fail(TB_REFUSED, "UCX's headers have at most %zu bytes here; %zu are needed", attr.max_am_header,
                         sizeof(ucx_frame));
     ucp_am_handler_param_t handler = {.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
                                                     UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
@@ -134,7 +148,7 @@ static tb_status open_worker(ucx *u) {
                                       .cb = ucx_on_active_message,
                                       .arg = u};
     status = u->call->worker_set_am_recv_handler(u->worker, &handler);
-    return status == UCS_OK ? TB_OK : fail(u, "setting a handler", status);
+    return status == UCS_OK ? TB_OK : fail(u, "setting a handler of UCX", status);
 }
 
 static tb_status make_address(ucx *u) {
@@ -142,7 +156,7 @@ static tb_status make_address(ucx *u) {
     size_t n;
     ucs_status_t status = u->call->worker_get_address(u->worker, &bytes, &n);
     if (status != UCS_OK)
-        return fail(u, "asking for an address", status);
+        return fail(u, "asking UCX for an address", status);
     ucx_address head = {.magic = UCX_MAGIC, .version = UCX_VERSION, .id = u->id, .nbytes = n};
     head.checksum = tb__checksum(bytes, n);
     u->address_nbytes = sizeof head + n;
@@ -157,7 +171,7 @@ static tb_status make_address(ucx *u) {
     return u->address_nbytes <= TB_ADDRESS_MAX
                ? TB_OK
                : tb__fail(TB_TOO_BIG,
-                          "ucx: the address has %zu bytes, more than %d; fewer devices make it shorter "
+                          "UCX's address has %zu bytes, more than %d; fewer devices make it shorter "
                           "(UCX_NET_DEVICES, UCX_TLS)",
                           u->address_nbytes, TB_ADDRESS_MAX);
 }
@@ -185,7 +199,7 @@ static tb_status open_all(ucx *u) {
     TB_TRY(ucx_listen(u));
     ucs_status_t status = u->call->worker_get_efd(u->worker, &u->worker_fd);
     if (status != UCS_OK)
-        return fail(u, "asking for a descriptor", status);
+        return fail(u, "asking UCX for a descriptor", status);
     TB_TRY(watch(u, u->worker_fd));
     TB_TRY(watch(u, u->wake));
     TB_TRY(watch(u, u->timer));
@@ -283,6 +297,8 @@ static void ucx_close(void *context) {
         close(u->wake);
     if (u->timer >= 0)
         close(u->timer);
+    free(u->all.item);
+    tb__index_fini(&u->by_rank);
     free(u->hello);
     free(u->address);
     free(u);
@@ -350,7 +366,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
     if (status != UCS_OK) {
         peer->ep = NULL;
-        return tb__fail(TB_LOST, "connecting to it: ucx: %s", u->call->status_string(status));
+        return fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);
     }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
     ucx_say_hello(peer);
@@ -439,7 +455,7 @@ static tb_status ucx_progress(void *context) {
         if (status == UCS_OK)
             return TB_OK;
         if (status != UCS_ERR_BUSY)
-            return fail(u, "arming its descriptor", status);
+            return fail(u, "arming UCX's descriptor", status);
     }
     ucx_beat(u);
     ucx_wake(u);

@@ -26,6 +26,7 @@
 #ifndef TB_TRANSPORT_UCX_UCX_H
 #define TB_TRANSPORT_UCX_UCX_H
 
+#include "base/index.h"
 #include "transport/match.h"
 #include "transport/transport.h"
 #include "transport/ucx/ucx_load.h"
@@ -93,6 +94,7 @@ typedef struct ucx_posted {
     ucx_peer *peer;
     ucx_state state;
     size_t nbytes, at;           /* in all, and how much has been sent */
+    tb__mark mark;               /* where in the operation chunks come from, or go to */
     uint64_t offer, attempt;     /* of a send */
     size_t nrequests;            /* direct chunks: UCX may touch the operation's memory while there are any */
     struct ucx_arrival *arrival; /* that a receive is taking */
@@ -181,6 +183,8 @@ struct ucx {
     bool is_beating; /* the timer is set */
     bool is_awake;   /* `wake` is readable */
     ucx_peer *peers;
+    TB_VEC(ucx_peer *) all; /* the same, as they came */
+    tb__index by_rank;      /* in there */
     tb__match receives, arrivals;
     tb__waiters finished;    /* to be told in the next progress */
     ucx_transfer *transfers; /* that UCX has */
@@ -280,9 +284,9 @@ bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep);
 extern int tb__ucx_direct;
 /* The next bytes of an operation from `at` on, at most so many, that are worth sending as one direct chunk. False: none
  * are. */
-bool ucx_place_next(const tb_op *op, size_t at, size_t most, ucx_place *out);
+bool ucx_place_next(ucx_posted *p, size_t at, size_t most, ucx_place *out);
 /* Where bytes of an operation lie. False: in pieces that are too short to be received to. */
-bool ucx_place_all(const tb_op *op, size_t at, size_t nbytes, ucx_place *out);
+bool ucx_place_all(ucx_posted *p, size_t at, size_t nbytes, ucx_place *out);
 /* What UCX is given: memory and its count, of the type that is set in `param`. A list of pieces is written to `list`.
  */
 void *ucx_place_memory(const ucx_place *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count);

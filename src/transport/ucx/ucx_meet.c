@@ -50,7 +50,7 @@ tb_status ucx_listen(ucx *u) {
         ucs_status_ptr_t request =
             u->call->tag_recv_nbx(u->worker, u->hello, HELLO_ROOM, HELLO_TAG, UINT64_MAX, &param);
         if (UCS_PTR_IS_ERR(request))
-            return tb__fail(TB_IO, "ucx: listening: %s", u->call->status_string(UCS_PTR_STATUS(request)));
+            return tb__fail(TB_IO, "listening with UCX: %s", u->call->status_string(UCS_PTR_STATUS(request)));
         if (request) {
             u->listening = request;
             return TB_OK;

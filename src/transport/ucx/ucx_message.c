@@ -188,7 +188,7 @@ void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         return;
     ucx_posted *p = a->taker;
     if (data)
-        tb__pieces_scatter(p->op->pieces, p->op->npieces, frame->at, data, nbytes);
+        tb__pieces_scatter_on(p->op->pieces, p->op->npieces, &p->mark, frame->at, data, nbytes);
     a->got += nbytes;
     if (a->got < a->nbytes)
         return;

@@ -148,7 +148,7 @@ static size_t list_room(const ucx_place *place) {
 bool ucx_send_chunk(ucx_posted *p) {
     const tb_op *op = p->op;
     ucx_place place;
-    bool is_direct = p->peer->is_direct && ucx_place_next(op, p->at, UCX_DIRECT_SIZE, &place);
+    bool is_direct = p->peer->is_direct && ucx_place_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
     ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .attempt = p->attempt, .at = p->at};
@@ -159,7 +159,7 @@ bool ucx_send_chunk(ucx_posted *p) {
     if (is_direct)
         lend(t, p, true);
     else
-        tb__pieces_gather(op->pieces, op->npieces, frame.at, t->data, nbytes);
+        tb__pieces_gather_on(op->pieces, op->npieces, &p->mark, frame.at, t->data, nbytes);
     ucx_dispatch(t, is_direct ? &place : NULL);
     return true;
 }
@@ -189,7 +189,7 @@ static void on_received(void *request, ucs_status_t status, size_t length, void 
 static ucs_status_t fetch(ucx_posted *p, const ucx_frame *frame, void *descriptor, size_t nbytes) {
     ucx_peer *peer = p->peer;
     ucx_place place;
-    bool is_direct = ucx_place_all(p->op, frame->at, nbytes, &place);
+    bool is_direct = ucx_place_all(p, frame->at, nbytes, &place);
     ucx_transfer *t = ucx_new_transfer(peer, frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t) {
         ucx_fail(peer, "there is no memory for what it sent");
