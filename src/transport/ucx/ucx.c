@@ -129,7 +129,9 @@ static tb_status open_context(ucx *u) {
 static tb_status open_worker(ucx *u) {
     ucp_worker_params_t params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                                   .thread_mode = UCS_THREAD_MODE_SERIALIZED};
+    ucx_sockets_look(u);
     ucs_status_t status = u->call->worker_create(u->context, &params, &u->worker);
+    ucx_sockets_take_new(u);
     if (status != UCS_OK) {
         u->worker = NULL;
         return fail(u, "making a worker of UCX", status);
@@ -297,6 +299,8 @@ static void ucx_close(void *context) {
         close(u->wake);
     if (u->timer >= 0)
         close(u->timer);
+    free(u->descriptors.item);
+    free(u->ports.item);
     free(u->all.item);
     tb__index_fini(&u->by_rank);
     free(u->hello);
@@ -363,7 +367,9 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
                               .address = (const ucp_address_t *)((const unsigned char *)address + sizeof head),
                               .err_mode = UCP_ERR_HANDLING_MODE_PEER,
                               .err_handler = {.cb = on_endpoint_error, .arg = peer}};
+    ucx_sockets_look(u);
     ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
+    ucx_sockets_take_new(u);
     if (status != UCS_OK) {
         peer->ep = NULL;
         return fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);

@@ -190,10 +190,12 @@ struct ucx {
     ucx_transfer *transfers; /* that UCX has */
     ucx_transfer *spare;     /* of chunks */
     size_t nspare;
-    size_t npending;      /* endpoints that UCX is flushing or closing */
-    size_t nheld;         /* frames to peers that we have not met */
-    unsigned char *hello; /* where the next one is received */
-    void *listening;      /* UCX's request for it; NULL: none */
+    size_t npending;         /* endpoints that UCX is flushing or closing */
+    size_t nheld;            /* frames to peers that we have not met */
+    unsigned char *hello;    /* where the next one is received */
+    TB_VEC(int) descriptors; /* that there were before UCX made some */
+    TB_VEC(uint16_t) ports;  /* on which it listens */
+    void *listening;         /* UCX's request for it; NULL: none */
 };
 
 /* ucx.c */
@@ -275,6 +277,14 @@ void ucx_watch_peer(ucx_peer *peer);
 void ucx_hear(ucx_peer *peer, bool is_chunk);
 /* To be called after UCX has handed over what there is. */
 void ucx_beat(ucx *u);
+
+/* ucx_sockets.c: what UCX would let other programs inherit. */
+
+/* Before and after UCX is called to make sockets. */
+void ucx_sockets_look(ucx *u);
+void ucx_sockets_take_new(ucx *u);
+/* When it has accepted some. */
+void ucx_sockets_take_accepted(ucx *u);
 
 /* ucx_direct.c: what is sent and received without a copy. */
 

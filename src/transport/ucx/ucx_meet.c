@@ -106,6 +106,7 @@ static ucx_transfer *take_held(ucx_peer *peer) {
 
 void ucx_meet(ucx_peer *peer) {
     peer->is_met = true;
+    ucx_sockets_take_accepted(peer->owner);
     for (ucx_transfer *t; (t = take_held(peer));)
         ucx_dispatch(t, NULL);
 }
