@@ -93,8 +93,7 @@ static bool has_rdma(void) {
     return has;
 }
 
-/* Unless the environment says what it is to be. UCX has names for it that are more or less precise, and does not take
- * all of them here. */
+/* Unless the environment says what it is to be. UCX takes any name; what it has no use for is noted in its log. */
 static void set(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
     if (getenv(variable))
         return;
@@ -107,10 +106,12 @@ static void set(const ucx *u, ucp_config_t *config, const char *variable, const 
  * looked after by the kernel, and only while nothing is on its way: what UCX would send to see whether the peer is
  * there keeps the kernel from finding out that it is not.
  *
- * And it would wait for connections over TCP, two minutes where nobody answers, while all other peers wait for us. */
+ * And it would wait for connections over TCP, two minutes where nobody answers, while all other peers wait for us. The
+ * name of that is the first one in UCX 1.13, the second one in 1.18. */
 static void make_settings(const ucx *u, ucp_config_t *config) {
     set(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
     set(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
+    set(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y");
 }
 
 static tb_status open_context(ucx *u) {
@@ -388,7 +389,7 @@ static tb_status ucx_connect(void *context, int32_t rank, const void *address, s
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->is_lost)
-        return tb__fail(TB_LOST, "it is lost");
+        return tb__fail(TB_LOST, "%s", peer->why);
     return ucx_reach(peer, address, nbytes);
 }
 
@@ -424,7 +425,7 @@ static tb_status ucx_post(void *context, tb_op *op) {
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
     bool is_lost = peer && (peer->is_lost || peer->why);
     if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
-        return tb__fail(TB_LOST, "it is %s", is_lost ? "lost" : "not connected");
+        return tb__fail(TB_LOST, "%s", is_lost ? peer->why : "it is not connected");
     return ucx_post_message(u, peer, op);
 }
 
