@@ -493,8 +493,8 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
         close_offer(s, (shm_posted *)w);
         shm_finish(s, (shm_posted *)w, status);
     }
-    while (peer->taken.first) {
-        shm_arrival *a = (shm_arrival *)peer->taken.first;
+    while ((w = tb__waiters_take(&peer->taken))) {
+        shm_arrival *a = (shm_arrival *)w;
         shm_posted *p = a->taker;
         untake(s, a);
         free_arrival(a);

@@ -38,7 +38,7 @@ static void on_heard(void *request, ucs_status_t status, const ucp_tag_recv_info
 }
 
 tb_status ucx_listen(ucx *u) {
-    ucp_tag_recv_info_t info;
+    ucp_tag_recv_info_t info = {0};
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
                                                  UCP_OP_ATTR_FIELD_RECV_INFO,
                                  .cb.recv = on_heard,

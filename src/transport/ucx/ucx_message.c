@@ -384,8 +384,8 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
         ucx_posted *p = (ucx_posted *)w;
         finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
     }
-    while (peer->taken.first) {
-        ucx_arrival *a = (ucx_arrival *)peer->taken.first;
+    while ((w = tb__waiters_take(&peer->taken))) {
+        ucx_arrival *a = (ucx_arrival *)w;
         ucx_posted *p = a->taker;
         untake(a);
         free(a);

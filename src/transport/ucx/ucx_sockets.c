@@ -72,7 +72,7 @@ static int option(int fd, int level, int name) {
 
 /* A socket of TCP that other programs inherit: its port, else 0. */
 static uint16_t port_of(int fd) {
-    struct sockaddr_storage name;
+    struct sockaddr_storage name = {0};
     socklen_t length = sizeof name;
     int flags = fcntl(fd, F_GETFD);
     if (flags < 0 || flags & FD_CLOEXEC || getsockname(fd, (struct sockaddr *)&name, &length) != 0 ||
