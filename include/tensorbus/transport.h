@@ -111,9 +111,10 @@ typedef struct tb_transport_ops {
     /* What other ranks need to connect to this one; *nbytes is the room there is, then what was used. */
     tb_status (*address)(void *context, void *buffer, size_t *nbytes);
     /* (optional; default true) Whether the process with this address can be connected to. Both ends must say the same.
-     */
+     * Where it can't, the reason may be left as the sentence of tb_error_detail. */
     bool (*reaches)(void *context, const void *address, size_t nbytes);
-    /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it. */
+    /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it.
+     * What is wrong with the peer is told of "it": the world puts before it who that is. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 
     /* (optional, all of mem_...; default: TB_REFUSED) Without them no peer reaches this rank's memory. */
@@ -148,6 +149,10 @@ typedef struct tb_transport_ops {
     tb_status (*progress)(void *context);
     /* Readable when progress has something to do. To be waited for after a progress that did. */
     int (*fd)(void *context);
+    /* (optional; default: nothing) A receive that was cancelled is not posted again: of the peer's messages under its
+     * tag the next one that no receive has matched, which may be here or may still come, is dropped. Its send is done
+     * then. */
+    void (*forget)(void *context, int32_t peer, uint64_t tag);
 } tb_transport_ops;
 
 /* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,

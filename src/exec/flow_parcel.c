@@ -155,8 +155,12 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
             continue;
         for (size_t i = 0; i < p->ncouriers; i++) {
             courier *c = &p->couriers[i];
-            if (c->is_posted && !c->is_done)
-                tb__transport_cancel(flow->members[c->member].peer->transport, &c->op);
+            const tb__peer *peer = flow->members[c->member].peer;
+            if (!c->is_posted || c->is_done)
+                continue;
+            tb__transport_cancel(peer->transport, &c->op);
+            if (c->op.kind == TB_OP_RECV && c->op.status == TB_CANCELLED) /* it was asked for, and may still come */
+                tb__transport_forget(peer->transport, peer->wire, c->tag);
         }
         tb__parcel_destroy(p);
     }

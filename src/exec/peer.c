@@ -134,6 +134,12 @@ static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, 
         lose(peer, tb_error_detail());
 }
 
+/* Nothing is received from it any more. Peers stay, and those that come again and again would add up. */
+static void free_inbox(tb__peer *peer) {
+    free(peer->inbox);
+    peer->inbox = NULL;
+}
+
 static void on_body(tb_op *op) {
     tb__peer *peer = op->arg;
     unsigned char *body = peer->body;
@@ -146,6 +152,8 @@ static void on_body(tb_op *op) {
         else
             lose(peer, "it sent less than it said");
         receive_frame(peer);
+    } else {
+        free_inbox(peer);
     }
     free(body);
 }
@@ -155,6 +163,7 @@ static void on_frame(tb_op *op) {
     if (op->status != TB_OK) {
         if (op->status != TB_LOST && op->status != TB_CANCELLED)
             lose(peer, "it sent what makes no sense");
+        free_inbox(peer);
         return;
     }
     uint64_t nbytes;
@@ -265,9 +274,10 @@ static const void *find_address(tb__unpack contact, const char *transport, size_
 }
 
 /* The first of the engine's transports that gets to a process with this contact, and the address it has there. The
- * other end comes to the same one: both look at the same things, in the same order. */
+ * other end comes to the same one: both look at the same things, in the same order. If none does, `why` has what a
+ * transport has said of it. */
 static const tb_transport *choose_transport(const tb__engine *engine, bool is_here, tb__unpack contact,
-                                            const void **address, size_t *nbytes) {
+                                            const void **address, size_t *nbytes, char *why, size_t room) {
     const char *there = tb__unpack_raw(&contact, TB__CONTACT_PREFIX);
     if (!there)
         return NULL;
@@ -278,14 +288,17 @@ static const tb_transport *choose_transport(const tb__engine *engine, bool is_he
         if (is_self != is_here || (t->ops->caps & TB_NEAR_ONLY && !is_near && !engine->is_asked))
             continue;
         *address = find_address(contact, t->ops->name, nbytes);
+        tb__set_detail("%s", "");
         if (*address && tb__transport_reaches(t, *address, *nbytes))
             return t;
+        if (*address && *tb_error_detail())
+            snprintf(why, room, "; %s: %s", t->ops->name, tb_error_detail());
     }
     return NULL;
 }
 
 /* Names of transports, of which both sides might lack one. */
-static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack contact) {
+static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack contact, const char *why) {
     char theirs[128] = "", ours[128] = "";
     tb__unpack_raw(&contact, TB__CONTACT_PREFIX);
     uint32_t count = tb__unpack_u32(&contact);
@@ -300,8 +313,8 @@ static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack 
         snprintf(ours + n, sizeof ours - n, "%s%s", n ? ", " : "", engine->transports[i].ops->name);
     }
     return tb__fail(TB_REFUSED,
-                    "%s has no transport in common with us, or is on another host: it has %s, we have %s%s%s", label,
-                    theirs, ours, *engine->missing ? "; " : "", engine->missing);
+                    "%s has no transport in common with us, or is on another host: it has %s, we have %s%s%s%s", label,
+                    theirs, ours, why, *engine->missing ? "; " : "", engine->missing);
 }
 
 static void free_peer(tb__peer *peer) {
@@ -336,9 +349,11 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     const void *address = NULL;
     size_t address_nbytes = 0;
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
-    const tb_transport *transport = choose_transport(engine, wire == engine->wire, reader, &address, &address_nbytes);
+    char why[128] = "";
+    const tb_transport *transport =
+        choose_transport(engine, wire == engine->wire, reader, &address, &address_nbytes, why, sizeof why);
     if (!transport)
-        return refuse(engine, label, reader);
+        return refuse(engine, label, reader, why);
     tb__peer *peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return TB_NO_MEMORY;

@@ -2,6 +2,8 @@
 #ifndef TB_TRANSPORT_MATCH_H
 #define TB_TRANSPORT_MATCH_H
 
+#include "base/mem.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -88,6 +90,43 @@ static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
         }
     }
     return NULL;
+}
+
+/* Tags of which the next message is not wanted. It may never come: of too many the oldest are dropped. */
+typedef struct tb__unwanted {
+    uint64_t *tag;
+    size_t count, oldest;
+} tb__unwanted;
+
+enum { TB__UNWANTED_MOST = 1024 };
+
+/* Without memory for it the message is kept when it comes; nothing worse. */
+static inline void tb__unwanted_add(tb__unwanted *u, uint64_t tag) {
+    if (!u->tag && !(u->tag = tb__malloc(TB__UNWANTED_MOST, sizeof *u->tag)))
+        return;
+    if (u->count < TB__UNWANTED_MOST) {
+        u->tag[u->count++] = tag;
+    } else {
+        u->tag[u->oldest] = tag;
+        u->oldest = (u->oldest + 1) % TB__UNWANTED_MOST;
+    }
+}
+
+/* Whether it was among them; it is no more. */
+static inline bool tb__unwanted_take(tb__unwanted *u, uint64_t tag) {
+    for (size_t i = 0; i < u->count; i++) {
+        if (u->tag[i] == tag) {
+            u->tag[i] = u->tag[--u->count];
+            u->oldest = 0; /* about so */
+            return true;
+        }
+    }
+    return false;
+}
+
+static inline void tb__unwanted_fini(tb__unwanted *u) {
+    free(u->tag);
+    *u = (tb__unwanted){0};
 }
 
 #endif

@@ -169,6 +169,11 @@ void tb__transport_cancel(const tb_transport *t, tb_op *op) {
         t->ops->cancel(t->context, op);
 }
 
+void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag) {
+    if (t->ops->forget)
+        t->ops->forget(t->context, peer, tag);
+}
+
 tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
     op->nbytes = 0;
@@ -222,6 +227,25 @@ void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void
 
 void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes) {
     move(&(cursor){pieces, npieces, skip}, (char *)from, nbytes, false);
+}
+
+void tb__pieces_seek(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t at) {
+    if (at < mark->before)
+        *mark = (tb__mark){0};
+    while (mark->piece < npieces && at - mark->before >= pieces[mark->piece].nbytes)
+        mark->before += pieces[mark->piece++].nbytes;
+}
+
+void tb__pieces_gather_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, void *to,
+                          size_t nbytes) {
+    tb__pieces_seek(pieces, npieces, mark, skip);
+    tb__pieces_gather(pieces + mark->piece, npieces - mark->piece, skip - mark->before, to, nbytes);
+}
+
+void tb__pieces_scatter_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, const void *from,
+                           size_t nbytes) {
+    tb__pieces_seek(pieces, npieces, mark, skip);
+    tb__pieces_scatter(pieces + mark->piece, npieces - mark->piece, skip - mark->before, from, nbytes);
 }
 
 void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes) {

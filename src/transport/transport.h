@@ -18,6 +18,7 @@ void tb__transport_close(tb_transport *transport);
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
+void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag);
 tb_status tb__transport_register(const tb_transport *t, const tb_mem_desc *desc, tb_mem **out);
 tb_status tb__transport_import(const tb_transport *t, int32_t peer, const tb_mem_key *key, tb_remote **out);
 void *tb__transport_map(const tb_transport *t, tb_remote *remote);
@@ -34,6 +35,19 @@ TB_API size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
 /* Copies between pieces and contiguous memory, beginning `skip` bytes into the pieces. */
 TB_API void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes);
 TB_API void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes);
+
+/* How far one has come in a list of pieces, which may be long. Zero-initialised is its beginning. */
+typedef struct tb__mark {
+    size_t piece, before; /* the bytes before this piece */
+} tb__mark;
+
+/* Moves the mark to the piece that byte `at` is in: past empty ones, to the end if it is behind the last. */
+void tb__pieces_seek(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t at);
+
+/* As above, for those who come again for what follows: from the mark on, which moves to `skip`. */
+void tb__pieces_gather_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, void *to, size_t nbytes);
+void tb__pieces_scatter_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, const void *from,
+                           size_t nbytes);
 
 /* Copies from pieces to pieces; both hold at least nbytes. */
 void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes);

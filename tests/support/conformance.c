@@ -257,6 +257,52 @@ static void cancellation(endpoints *e) {
     message(e, 10, 1, false);
 }
 
+/* A message that came for a receive that is no more, or still comes, is not kept, and its send does not wait for ever.
+ */
+static void forget_one(endpoints *e, size_t n, bool has_come) {
+    unsigned char *from = malloc(n), *other = malloc(n), *to = malloc(n);
+    tb_piece out = {from, n}, out_other = {other, n}, in = {to, n};
+    tb_op send, again, receive;
+    fill(from, n, 1);
+    fill(other, n, 2);
+    make_op(&send, TB_OP_SEND, e->rank_b, 30, &out, 1);
+    make_op(&again, TB_OP_SEND, e->rank_b, 30, &out_other, 1);
+    make_op(&receive, TB_OP_RECV, e->rank_a, 30, &in, 1);
+    post(&e->b, &receive);
+    tb__transport_cancel(&e->b, &receive);
+    if (!has_come)
+        tb__transport_forget(&e->b, e->rank_a, 30);
+    post(&e->a, &send);
+    message(e, 10, 1, false); /* what was sent before is there when this one is */
+    if (has_come)
+        tb__transport_forget(&e->b, e->rank_a, 30);
+    work_until_done(e, (tb_op *[]){&send}, 1);
+    make_op(&receive, TB_OP_RECV, e->rank_a, 30, &in, 1);
+    post(&e->a, &again);
+    post(&e->b, &receive);
+    work_until_done(e, (tb_op *[]){&again, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    check(to, n, 2);
+    free(from);
+    free(other);
+    free(to);
+}
+
+static void forgetting(endpoints *e) {
+    if (!e->b.ops->forget) {
+        printf("    not offered\n");
+        return;
+    }
+    for (int has_come = 0; has_come < 2; has_come++) {
+        forget_one(e, 100, has_come);
+        forget_one(e, 100000, has_come);
+    }
+    for (uint64_t tag = 1000; tag < 10000; tag++) /* of which nothing ever comes */
+        tb__transport_forget(&e->b, e->rank_a, tag);
+    forget_one(e, 100, false);
+    message(e, 100000, 1, false);
+}
+
 /* Nothing to do: the file descriptor is quiet. A message: it wakes up. */
 static void wake_up(endpoints *e) {
     struct pollfd fd = {.fd = e->b.ops->fd(e->b.context), .events = POLLIN};
@@ -611,6 +657,7 @@ void conformance_without(const char *part, void (*make)(endpoints *e), void (*un
                  {"too big", too_big},
                  {"broadcast", broadcast},
                  {"cancellation", cancellation},
+                 {"forgetting", forgetting},
                  {"wake up", wake_up},
                  {"memory", memory},
                  {"scattered", scattered},

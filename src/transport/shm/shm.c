@@ -22,6 +22,8 @@
 typedef struct address {
     uint32_t magic, version;
     char name[32];
+    uint64_t users; /* the namespace of the user's number */
+    uint32_t user, unused;
 } address;
 
 void *shm_map_fd(int fd, size_t nbytes) {
@@ -50,10 +52,12 @@ void shm_tell_all(shm *s) {
 }
 
 shm_peer *shm_find(const shm *s, int32_t rank) {
-    shm_peer *peer = s->peers;
-    while (peer && peer->rank != rank)
-        peer = peer->next;
-    return peer;
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&s->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
+        if (s->all.item[i]->rank == rank)
+            return s->all.item[i];
+    }
+    return NULL;
 }
 
 static shm_peer *find_or_add(shm *s, int32_t rank) {
@@ -63,6 +67,11 @@ static shm_peer *find_or_add(shm *s, int32_t rank) {
     peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return NULL;
+    if (!tb__vec_push(&s->all, peer) || !tb__index_add(&s->by_rank, tb__hash(0, (uint32_t)rank), s->all.count - 1)) {
+        s->all.count -= s->all.count > 0 && s->all.item[s->all.count - 1] == peer;
+        free(peer);
+        return NULL;
+    }
     peer->owner = s;
     peer->rank = rank;
     peer->pidfd = -1;
@@ -180,6 +189,8 @@ static void shm_close(void *context) {
     for (size_t i = 0; i < s->strangers.count; i++)
         free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
+    free(s->all.item);
+    tb__index_fini(&s->by_rank);
     shm_memory_close(s);
     int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
@@ -208,9 +219,14 @@ static tb_status shm_open_endpoint(const tb_transport_env *env, void **context) 
     return TB_OK;
 }
 
+static uint64_t user_namespace(void) {
+    struct stat info;
+    return stat("/proc/self/ns/user", &info) == 0 ? info.st_ino : 0;
+}
+
 static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     shm *s = context;
-    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION};
+    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .user = geteuid(), .users = user_namespace()};
     if (*nbytes < sizeof a)
         return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
     memcpy(a.name, s->name, sizeof a.name);
@@ -219,16 +235,27 @@ static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     return TB_OK;
 }
 
+/* Others are not let in. Among namespaces of users the numbers don't say who is who; then the socket does. */
+static bool shm_reaches(void *context, const void *bytes, size_t nbytes) {
+    (void)context;
+    address a;
+    if (nbytes != sizeof a || (memcpy(&a, bytes, sizeof a), a.version != SHM_VERSION))
+        return true; /* connect tells what is wrong */
+    if (a.users != user_namespace() || a.user == geteuid())
+        return true;
+    tb__set_detail("it runs as user %" PRIu32 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
+    return false;
+}
+
 static tb_status shm_connect(void *context, int32_t rank, const void *bytes, size_t nbytes) {
     shm *s = context;
     address a;
     struct sockaddr_un name;
     socklen_t length;
     if (nbytes != sizeof a || (memcpy(&a, bytes, sizeof a), a.magic != SHM_MAGIC))
-        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address is not one of transport shm", rank);
+        return tb__fail(TB_INVALID, "its address is not one of transport shm");
     if (a.version != SHM_VERSION)
-        return tb__fail(TB_INVALID, "rank %" PRId32 " speaks version %" PRIu32 " of transport shm, we %d", rank,
-                        a.version, SHM_VERSION);
+        return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport shm, we %d", a.version, SHM_VERSION);
     shm_peer *peer = find_or_add(s, rank);
     if (!peer)
         return TB_NO_MEMORY;
@@ -240,7 +267,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
         int error = errno;
         if (fd >= 0)
             close(fd);
-        return tb__fail(TB_LOST, "connect rank %" PRId32 " (socket @%.32s): %s", rank, a.name, strerror(error));
+        return tb__fail(TB_LOST, "connecting to its socket @%.32s: %s", a.name, strerror(error));
     }
     peer->out.fd = fd;
     shm_hello hello = {.magic = SHM_MAGIC,
@@ -253,7 +280,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
                              s->control_fd);
     if (error) {
         shm_link_close(s, &peer->out);
-        return tb__fail(TB_LOST, "greet rank %" PRId32 ": %s", rank, strerror(error));
+        return tb__fail(TB_LOST, "greeting it through its socket: %s", strerror(error));
     }
     return shm_link_watch(s, &peer->out);
 }
@@ -454,7 +481,7 @@ static tb_status shm_post(void *context, tb_op *op) {
     if (op->kind == TB_OP_BROADCAST)
         return tb__fail(TB_REFUSED, "transport shm has no broadcast of its own");
     if (!peer || atomic_load(&peer->is_lost) || (op->kind == TB_OP_SEND && peer->out.fd < 0))
-        return tb__fail(TB_LOST, "rank %" PRId32 " is %s", op->peer, peer && peer->is_lost ? "lost" : "not connected");
+        return tb__fail(TB_LOST, "it is %s", peer && peer->is_lost ? "lost" : "not connected");
     if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
         return shm_post_message(s, peer, op);
     shm_posted *p = tb__calloc(1, sizeof *p);
@@ -466,6 +493,12 @@ static tb_status shm_post(void *context, tb_op *op) {
     tb__waiters_add(&s->one_sided, &p->waiter);
     eventfd_write(s->wake, 1);
     return TB_OK;
+}
+
+static void shm_forget(void *context, int32_t rank, uint64_t tag) {
+    shm_peer *peer = shm_find(context, rank);
+    if (peer && !peer->is_lost)
+        shm_forget_message(context, peer, tag);
 }
 
 static void shm_cancel(void *context, tb_op *op) {
@@ -496,6 +529,7 @@ const tb_transport_ops tb__shm_ops = {
     .open = shm_open_endpoint,
     .close = shm_close,
     .address = shm_address,
+    .reaches = shm_reaches,
     .connect = shm_connect,
     .mem_register = shm_register,
     .mem_unregister = shm_unregister,
@@ -510,4 +544,5 @@ const tb_transport_ops tb__shm_ops = {
     .cancel = shm_cancel,
     .progress = shm_progress,
     .fd = shm_fd,
+    .forget = shm_forget,
 };

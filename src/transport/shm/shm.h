@@ -12,6 +12,7 @@
 #ifndef TB_TRANSPORT_SHM_SHM_H
 #define TB_TRANSPORT_SHM_SHM_H
 
+#include "base/index.h"
 #include "transport/match.h"
 #include "transport/transport.h"
 
@@ -21,7 +22,7 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 2,
+    SHM_VERSION = 3,
     SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
     SHM_MAX_FRAME = 32 << 10,
     SHM_MAX_PIECES = 512,      /* of an offer; one with more goes through the ring */
@@ -145,12 +146,13 @@ struct shm_peer {
     shm_link out, *in;
     pid_t pid;
     int pidfd;
-    bool can_read;        /* we can read its memory */
-    bool it_can_read;     /* it can read ours */
-    shm_control *control; /* its page; NULL until it says hello */
-    tb__waiters queue;    /* sends that are not on their way yet */
-    tb__waiters offered;  /* sends that wait for an answer */
-    tb__waiters taken;    /* offers of it that we are taking */
+    bool can_read;         /* we can read its memory */
+    bool it_can_read;      /* it can read ours */
+    shm_control *control;  /* its page; NULL until it says hello */
+    tb__waiters queue;     /* sends that are not on their way yet */
+    tb__waiters offered;   /* sends that wait for an answer */
+    tb__waiters taken;     /* offers of it that we are taking */
+    tb__unwanted unwanted; /* messages of it */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -195,6 +197,8 @@ struct shm {
     uint32_t memory_free;     /* the first free number + 1; 0: none */
     TB_VEC(shm_file *) files; /* NULL: a free place */
     shm_peer *peers;
+    TB_VEC(shm_peer *) all;       /* the same, as they came */
+    tb__index by_rank;            /* in there */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
     tb__waiters finished;  /* to be told in the next progress */
@@ -217,6 +221,7 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
 /* shm_message.c: sends and receives. */
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
 void shm_cancel_message(shm *s, shm_posted *p);
+void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag);
 void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
 bool shm_take_slices(shm *s);          /* true: there is more to read */
 /* A frame of a peer's. False: it makes no sense. */

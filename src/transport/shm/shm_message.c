@@ -105,11 +105,17 @@ static void deliver(shm *s, shm_posted *p, const unsigned char *data, size_t nby
     shm_finish(s, p, TB_OK);
 }
 
+/* Nobody can have it, or wants it. */
+static void discard(shm *s, shm_arrival *a) {
+    if (a->is_offer)
+        answer(s, a->peer, SHM_DONE, a, 0);
+    free_arrival(a);
+}
+
 static void begin_take(shm *s, shm_posted *p, shm_arrival *a) {
     p->op->nbytes = a->nbytes;
     if (a->nbytes > p->nbytes) {
-        answer(s, a->peer, SHM_DONE, a, 0);
-        free_arrival(a);
+        discard(s, a);
         shm_finish(s, p, TB_TOO_BIG);
         return;
     }
@@ -274,6 +280,8 @@ static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const uns
         deliver(s, p, data, nbytes);
         return true;
     }
+    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+        return true;
     shm_arrival *a = tb__calloc(1, sizeof *a + nbytes);
     if (!a)
         return false;
@@ -307,7 +315,10 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
         free_arrival(a);
         return false;
     }
-    match_offer(s, a);
+    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+        discard(s, a);
+    else
+        match_offer(s, a);
     return true;
 }
 
@@ -466,6 +477,14 @@ void shm_cancel_message(shm *s, shm_posted *p) {
     shm_tell(p);
 }
 
+void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag) {
+    shm_arrival *a = (shm_arrival *)tb__match_take(&s->arrivals, peer->rank, tag);
+    if (a)
+        discard(s, a);
+    else
+        tb__unwanted_add(&peer->unwanted, tag);
+}
+
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&peer->queue)))
@@ -474,8 +493,8 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
         close_offer(s, (shm_posted *)w);
         shm_finish(s, (shm_posted *)w, status);
     }
-    while (peer->taken.first) {
-        shm_arrival *a = (shm_arrival *)peer->taken.first;
+    while ((w = tb__waiters_take(&peer->taken))) {
+        shm_arrival *a = (shm_arrival *)w;
         shm_posted *p = a->taker;
         untake(s, a);
         free_arrival(a);
@@ -485,4 +504,5 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
         shm_finish(s, (shm_posted *)w, status);
     while ((w = tb__match_drain(&s->arrivals, peer->rank)))
         free_arrival((shm_arrival *)w);
+    tb__unwanted_fini(&peer->unwanted);
 }

@@ -424,6 +424,24 @@ static void nonsense_is_refused(void **state) {
     unmake(&e);
 }
 
+/* Sockets would turn them away; so they are to meet by other means, or be told why not. */
+static void other_users_are_out_of_reach(void **state) {
+    (void)state;
+    endpoints e;
+    unsigned char address[TB_ADDRESS_MAX];
+    size_t n = sizeof address;
+    make(&e);
+    e.b.ops->address(e.b.context, address, &n);
+    assert_true(tb__transport_reaches(&e.a, address, n));
+    uint32_t user = geteuid() + 1;
+    memcpy(address + n - 2 * sizeof user, &user, sizeof user);
+    assert_false(tb__transport_reaches(&e.a, address, n));
+    assert_non_null(strstr(tb_error_detail(), "it runs as user "));
+    address[n - 16] ^= 1; /* in another namespace of users the number tells nothing */
+    assert_true(tb__transport_reaches(&e.a, address, n));
+    unmake(&e);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(shm_conforms),
                                        cmocka_unit_test(shm_conforms_through_the_ring),
@@ -433,6 +451,7 @@ int main(void) {
                                        cmocka_unit_test(a_file_may_grow),
                                        cmocka_unit_test(bad_memory_is_refused),
                                        cmocka_unit_test(registrations_run_out),
-                                       cmocka_unit_test(nonsense_is_refused)};
+                                       cmocka_unit_test(nonsense_is_refused),
+                                       cmocka_unit_test(other_users_are_out_of_reach)};
     return cmocka_run_group_tests_name("transport shm", tests, NULL, NULL);
 }

@@ -29,10 +29,12 @@ typedef struct ucx_address {
 } ucx_address;
 
 ucx_peer *ucx_find(const ucx *u, int32_t rank) {
-    ucx_peer *peer = u->peers;
-    while (peer && peer->rank != rank)
-        peer = peer->next;
-    return peer;
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&u->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
+        if (u->all.item[i]->rank == rank)
+            return u->all.item[i];
+    }
+    return NULL;
 }
 
 ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
@@ -44,6 +46,11 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
         return NULL;
     peer->owner = u;
     peer->rank = rank;
+    if (!tb__vec_push(&u->all, peer) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->all.count - 1)) {
+        u->all.count -= u->all.count > 0 && u->all.item[u->all.count - 1] == peer;
+        free(peer);
+        return NULL;
+    }
     peer->next = u->peers;
     u->peers = peer;
     return peer;
@@ -59,11 +66,19 @@ void ucx_fail(ucx_peer *peer, const char *why) {
     if (peer->is_lost || peer->why)
         return;
     peer->why = why;
+    ucx_drop_held(peer);
     ucx_wake(peer->owner);
 }
 
 static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
-    return tb__fail(TB_IO, "ucx: %s: %s", what, u->call->status_string(status));
+    return tb__fail(TB_IO, "%s: %s", what, u->call->status_string(status));
+}
+
+/* Where there is no device, or none that leads to a peer, it matters which ones UCX may use. */
+static tb_status fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out) {
+    const char *devices = getenv("UCX_NET_DEVICES"), *kinds = getenv("UCX_TLS");
+    return tb__fail(out, "%s: %s (UCX_NET_DEVICES=%.200s, UCX_TLS=%.200s)", what, u->call->status_string(status),
+                    devices ? devices : "all", kinds ? kinds : "all");
 }
 
 /* ---- Opening -------------------------------------------------------------------------------------------------- */
@@ -78,43 +93,56 @@ static bool has_rdma(void) {
     return has;
 }
 
-/* How often UCX looks after its endpoints, unless the environment says. RDMA lanes notice the end of an idle peer in no
- * other way. TCP's are looked after by the kernel, and only while nothing is on its way: what UCX would send to see
- * whether the peer is there keeps the kernel from finding out that it is not. */
-static void set_keepalive(const ucx *u, ucp_config_t *config) {
-    if (getenv("UCX_KEEPALIVE_INTERVAL"))
+/* Unless the environment says what it is to be. UCX takes any name; what it has no use for is noted in its log. */
+static void set(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
+    if (getenv(variable))
         return;
-    ucs_status_t status = u->call->config_modify(config, "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    ucs_status_t status = u->call->config_modify(config, name, value);
     if (status != UCS_OK)
-        tb__log(TB_LOG_WARN, "ucx: setting its keepalive: %s", u->call->status_string(status));
+        tb__log(TB_LOG_WARN, "ucx: setting %s: %s", variable, u->call->status_string(status));
+}
+
+/* UCX looks after its endpoints now and then: RDMA lanes notice the end of an idle peer in no other way. TCP's are
+ * looked after by the kernel, and only while nothing is on its way: what UCX would send to see whether the peer is
+ * there keeps the kernel from finding out that it is not.
+ *
+ * And it would wait for connections over TCP, two minutes where nobody answers, while all other peers wait for us. The
+ * name of that is the first one in UCX 1.13, the second one in 1.18. */
+static void make_settings(const ucx *u, ucp_config_t *config) {
+    set(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    set(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
+    set(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y");
 }
 
 static tb_status open_context(ucx *u) {
     ucp_config_t *config;
     ucs_status_t status = u->call->config_read(NULL, NULL, &config);
     if (status != UCS_OK)
-        return fail(u, "reading its settings", status);
-    set_keepalive(u, config);
-    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP};
+        return fail(u, "reading UCX's settings", status);
+    make_settings(u, config);
+    ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES,
+                           .features = UCP_FEATURE_AM | UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);
-    return status == UCS_OK ? TB_OK : fail(u, "opening it", status);
+    return status == UCS_OK ? TB_OK : fail_by_choice(u, "opening UCX", status, TB_IO);
 }
 
 static tb_status open_worker(ucx *u) {
     ucp_worker_params_t params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                                   .thread_mode = UCS_THREAD_MODE_SERIALIZED};
+    ucx_sockets_look(u);
     ucs_status_t status = u->call->worker_create(u->context, &params, &u->worker);
+    ucx_sockets_take_new(u);
     if (status != UCS_OK) {
         u->worker = NULL;
-        return fail(u, "making a worker", status);
+        return fail(u, "making a worker of UCX", status);
     }
     ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER};
     status = u->call->worker_query(u->worker, &attr);
     if (status != UCS_OK)
-        return fail(u, "asking the worker", status);
+        return fail(u, "asking UCX's worker", status);
     if (attr.max_am_header < sizeof(ucx_frame))
-        return tb__fail(TB_REFUSED, "ucx: headers have at most %zu bytes here; %zu are needed", attr.max_am_header,
+        return tb__fail(TB_REFUSED, "UCX's headers have at most %zu bytes here; %zu are needed", attr.max_am_header,
                         sizeof(ucx_frame));
     ucp_am_handler_param_t handler = {.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
                                                     UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS,
@@ -123,7 +151,7 @@ static tb_status open_worker(ucx *u) {
                                       .cb = ucx_on_active_message,
                                       .arg = u};
     status = u->call->worker_set_am_recv_handler(u->worker, &handler);
-    return status == UCS_OK ? TB_OK : fail(u, "setting a handler", status);
+    return status == UCS_OK ? TB_OK : fail(u, "setting a handler of UCX", status);
 }
 
 static tb_status make_address(ucx *u) {
@@ -131,7 +159,7 @@ static tb_status make_address(ucx *u) {
     size_t n;
     ucs_status_t status = u->call->worker_get_address(u->worker, &bytes, &n);
     if (status != UCS_OK)
-        return fail(u, "asking for an address", status);
+        return fail(u, "asking UCX for an address", status);
     ucx_address head = {.magic = UCX_MAGIC, .version = UCX_VERSION, .id = u->id, .nbytes = n};
     head.checksum = tb__checksum(bytes, n);
     u->address_nbytes = sizeof head + n;
@@ -146,7 +174,7 @@ static tb_status make_address(ucx *u) {
     return u->address_nbytes <= TB_ADDRESS_MAX
                ? TB_OK
                : tb__fail(TB_TOO_BIG,
-                          "ucx: the address has %zu bytes, more than %d; fewer devices make it shorter "
+                          "UCX's address has %zu bytes, more than %d; fewer devices make it shorter "
                           "(UCX_NET_DEVICES, UCX_TLS)",
                           u->address_nbytes, TB_ADDRESS_MAX);
 }
@@ -171,9 +199,10 @@ static tb_status open_all(ucx *u) {
     TB_TRY(open_context(u));
     TB_TRY(open_worker(u));
     TB_TRY(make_address(u));
+    TB_TRY(ucx_listen(u));
     ucs_status_t status = u->call->worker_get_efd(u->worker, &u->worker_fd);
     if (status != UCS_OK)
-        return fail(u, "asking for a descriptor", status);
+        return fail(u, "asking UCX for a descriptor", status);
     TB_TRY(watch(u, u->worker_fd));
     TB_TRY(watch(u, u->wake));
     TB_TRY(watch(u, u->timer));
@@ -228,11 +257,12 @@ bool ucx_await(ucx *u, const size_t *count, int timeout_ms) {
 static void say_goodbye(ucx *u) {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
-        if (!peer->ep || peer->why)
-            continue;
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
         ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
-        pend(u, u->call->ep_flush_nbx(peer->ep, &param));
+    ucx_await(u, &u->nheld, CLOSE_TIMEOUT_MS);
+    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+        if (peer->ep && !peer->why)
+            pend(u, u->call->ep_flush_nbx(peer->ep, &param));
     }
     ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
@@ -248,6 +278,7 @@ static void ucx_close(void *context) {
         ucx_drop_messages(u, peer, TB_CANCELLED);
     if (u->worker) {
         say_goodbye(u);
+        ucx_listen_no_more(u);
         u->call->worker_destroy(u->worker);
     }
     ucx_tell_all(u); /* now that UCX has none of their memory */
@@ -269,6 +300,11 @@ static void ucx_close(void *context) {
         close(u->wake);
     if (u->timer >= 0)
         close(u->timer);
+    free(u->descriptors.item);
+    free(u->ports.item);
+    free(u->all.item);
+    tb__index_fini(&u->by_rank);
+    free(u->hello);
     free(u->address);
     free(u);
 }
@@ -288,7 +324,8 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     return TB_OK;
 }
 
-/* ---- Peers ---------------------------------------------------------------------------------------------------- */
+/* ---- Peers ----------------------------------------------------------------------------------------------------
+ */
 
 static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
     ucx *u = context;
@@ -305,24 +342,24 @@ static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
     ucx_fail(peer, peer->owner->call->status_string(status));
 }
 
-static tb_status check_address(int32_t rank, const void *address, size_t nbytes, ucx_address *head) {
+static tb_status check_address(const void *address, size_t nbytes, ucx_address *head) {
     if (nbytes < sizeof *head || (memcpy(head, address, sizeof *head), head->magic != UCX_MAGIC))
-        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address is not one of transport ucx", rank);
+        return tb__fail(TB_INVALID, "its address is not one of transport ucx");
     if (head->version != UCX_VERSION)
-        return tb__fail(TB_INVALID, "rank %" PRId32 " speaks version %" PRIu32 " of transport ucx, we %d", rank,
-                        head->version, UCX_VERSION);
+        return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport ucx, we %d", head->version,
+                        UCX_VERSION);
     const unsigned char *bytes = (const unsigned char *)address + sizeof *head;
     if (head->id == 0 || head->nbytes != nbytes - sizeof *head || head->checksum != tb__checksum(bytes, head->nbytes))
-        return tb__fail(TB_INVALID, "rank %" PRId32 "'s address has suffered on its way", rank);
+        return tb__fail(TB_INVALID, "its address has suffered on its way");
     return TB_OK;
 }
 
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucx *u = peer->owner;
     ucx_address head;
-    TB_TRY(check_address(peer->rank, address, nbytes, &head));
+    TB_TRY(check_address(address, nbytes, &head));
     if (peer->id != 0 && peer->id != head.id)
-        return tb__fail(TB_INVALID, "rank %" PRId32 " is another one than before", peer->rank);
+        return tb__fail(TB_INVALID, "it is another one than before");
     peer->id = head.id;
     if (peer->ep)
         return TB_OK;
@@ -331,14 +368,15 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
                               .address = (const ucp_address_t *)((const unsigned char *)address + sizeof head),
                               .err_mode = UCP_ERR_HANDLING_MODE_PEER,
                               .err_handler = {.cb = on_endpoint_error, .arg = peer}};
+    ucx_sockets_look(u);
     ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
+    ucx_sockets_take_new(u);
     if (status != UCS_OK) {
         peer->ep = NULL;
-        return tb__fail(TB_LOST, "connect rank %" PRId32 ": ucx: %s", peer->rank, u->call->status_string(status));
+        return fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);
     }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
-    ucx_send(peer, &(ucx_frame){.kind = UCX_HELLO, .tag = u->env.is_driven}, &(tb_piece){u->address, u->address_nbytes},
-             1);
+    ucx_say_hello(peer);
     ucx_wake(u);
     return TB_OK;
 }
@@ -346,12 +384,12 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
 static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
     ucx *u = context;
     ucx_address head;
-    TB_TRY(check_address(rank, address, nbytes, &head)); /* before there is a peer of that rank */
+    TB_TRY(check_address(address, nbytes, &head)); /* before there is a peer of that rank */
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->is_lost)
-        return tb__fail(TB_LOST, "rank %" PRId32 " is lost", rank);
+        return tb__fail(TB_LOST, "%s", peer->why);
     return ucx_reach(peer, address, nbytes);
 }
 
@@ -377,7 +415,8 @@ static void tell(ucx *u) {
     }
 }
 
-/* ---- Operations ----------------------------------------------------------------------------------------------- */
+/* ---- Operations -----------------------------------------------------------------------------------------------
+ */
 
 static tb_status ucx_post(void *context, tb_op *op) {
     ucx *u = context;
@@ -386,13 +425,19 @@ static tb_status ucx_post(void *context, tb_op *op) {
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
     bool is_lost = peer && (peer->is_lost || peer->why);
     if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
-        return tb__fail(TB_LOST, "rank %" PRId32 " is %s", op->peer, is_lost ? "lost" : "not connected");
+        return tb__fail(TB_LOST, "%s", is_lost ? peer->why : "it is not connected");
     return ucx_post_message(u, peer, op);
 }
 
 static void ucx_cancel(void *context, tb_op *op) {
     if (op->state)
         ucx_cancel_message(context, op->state);
+}
+
+static void ucx_forget(void *context, int32_t rank, uint64_t tag) {
+    ucx_peer *peer = ucx_find(context, rank);
+    if (peer && !peer->is_lost)
+        ucx_forget_message(context, peer, tag);
 }
 
 static void sleep_no_more(ucx *u) {
@@ -417,7 +462,7 @@ static tb_status ucx_progress(void *context) {
         if (status == UCS_OK)
             return TB_OK;
         if (status != UCS_ERR_BUSY)
-            return fail(u, "arming its descriptor", status);
+            return fail(u, "arming UCX's descriptor", status);
     }
     ucx_beat(u);
     ucx_wake(u);
@@ -438,4 +483,5 @@ const tb_transport_ops tb__ucx_ops = {
     .cancel = ucx_cancel,
     .progress = ucx_progress,
     .fd = ucx_fd,
+    .forget = ucx_forget,
 };

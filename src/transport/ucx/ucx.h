@@ -1,8 +1,11 @@
 /* The ucx transport: processes of many machines, through OpenUCX.
  *
- * Everything travels as active messages of one kind, each with a frame of ours in its header: so a receiver knows who
- * sent what, tags have all their 64 bits for each pair of ranks, and what is too long is known before it is received.
- * (UCX's own tags are matched across all senders together. Large messages are as fast either way.)
+ * Everything but the first message to a peer travels as active messages of one kind, each with a frame of ours in its
+ * header: so a receiver knows who sent what, tags have all their 64 bits for each pair of ranks, and what is too long
+ * is known before it is received. (UCX's own tags are matched across all senders together. Large messages are as fast
+ * either way.)
+ *
+ * The first is a hello, under a tag, and nothing else is sent before the peer's has come (ucx_meet.c).
  *
  * Short messages carry their bytes. Long ones are offered; once a receive matches, the receiver takes the offer, and
  * the bytes come in chunks, which go in one of two ways. The sender chooses, by the lanes that UCX found:
@@ -23,13 +26,14 @@
 #ifndef TB_TRANSPORT_UCX_UCX_H
 #define TB_TRANSPORT_UCX_UCX_H
 
+#include "base/index.h"
 #include "transport/match.h"
 #include "transport/transport.h"
 #include "transport/ucx/ucx_load.h"
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 2,
+    UCX_VERSION = 3,
     UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
     UCX_SHORT = 16 << 10,      /* messages up to this size carry their bytes */
     UCX_CHUNK_SIZE = 60 << 10, /* of what an offered message is sent in: with headers, one segment of UCX's TCP */
@@ -47,7 +51,7 @@ enum {
 };
 
 typedef enum ucx_kind {
-    UCX_HELLO,   /* first of all; tag: whether the sender is driven; carries its address */
+    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; carries its address */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_OFFER,   /* offer, tag, nbytes */
     UCX_REVOKE,  /* offer, tag: it is withdrawn */
@@ -90,6 +94,7 @@ typedef struct ucx_posted {
     ucx_peer *peer;
     ucx_state state;
     size_t nbytes, at;           /* in all, and how much has been sent */
+    tb__mark mark;               /* where in the operation chunks come from, or go to */
     uint64_t offer, attempt;     /* of a send */
     size_t nrequests;            /* direct chunks: UCX may touch the operation's memory while there are any */
     struct ucx_arrival *arrival; /* that a receive is taking */
@@ -118,6 +123,7 @@ typedef struct ucx_transfer {
     bool is_sent;       /* direct, and not received */
     ucx_posted *direct; /* whose memory it is; NULL: not direct, or disowned */
     bool is_spare;      /* has room for a chunk that is copied, and can be used again */
+    struct ucx_transfer *later; /* the next one that is held */
     _Alignas(ucp_dt_iov_t) unsigned char data[];
 } ucx_transfer;
 
@@ -141,8 +147,10 @@ struct ucx_peer {
     int32_t rank;
     uint64_t id; /* 0: not known yet */
     ucp_ep_h ep; /* NULL: none yet, or no more */
+    bool is_met; /* its hello has come */
     bool is_lost;
-    const char *why; /* it is to be lost when there is time; NULL: it is not */
+    const char *why;                 /* it is to be lost when there is time; NULL: it is not */
+    ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
     uint64_t serial_out, serial_in, next_offer;
     bool is_driven;       /* it works all the time, as it says */
     bool is_heard;        /* something has come from it since the last beat, */
@@ -156,6 +164,7 @@ struct ucx_peer {
     tb__waiters settling; /* sends and receives that wait for UCX only */
     tb__waiters taken;    /* offers of it that we are taking */
     ucx_early *early;
+    tb__unwanted unwanted; /* messages of it */
     ucx_peer *next;
 };
 
@@ -174,12 +183,19 @@ struct ucx {
     bool is_beating; /* the timer is set */
     bool is_awake;   /* `wake` is readable */
     ucx_peer *peers;
+    TB_VEC(ucx_peer *) all; /* the same, as they came */
+    tb__index by_rank;      /* in there */
     tb__match receives, arrivals;
     tb__waiters finished;    /* to be told in the next progress */
     ucx_transfer *transfers; /* that UCX has */
     ucx_transfer *spare;     /* of chunks */
     size_t nspare;
-    size_t npending; /* endpoints that UCX is flushing or closing */
+    size_t npending;         /* endpoints that UCX is flushing or closing */
+    size_t nheld;            /* frames to peers that we have not met */
+    unsigned char *hello;    /* where the next one is received */
+    TB_VEC(int) descriptors; /* that there were before UCX made some */
+    TB_VEC(uint16_t) ports;  /* on which it listens */
+    void *listening;         /* UCX's request for it; NULL: none */
 };
 
 /* ucx.c */
@@ -195,7 +211,31 @@ bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 /* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
 
+/* ucx_meet.c: hellos. */
+
+/* Receives the hellos of peers from now on, or no more. */
+tb_status ucx_listen(ucx *u);
+void ucx_listen_no_more(ucx *u);
+void ucx_say_hello(ucx_peer *peer);
+/* The frame is sent when we have met the peer. */
+void ucx_hold(ucx_transfer *t);
+/* Its hello has come. */
+void ucx_meet(ucx_peer *peer);
+void ucx_drop_held(ucx_peer *peer);
+
 /* ucx_wire.c: frames. What can't be sent loses the peer. */
+
+/* With room for so many bytes in `data`; NULL: there is no memory. */
+ucx_transfer *ucx_new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes, size_t room);
+void ucx_release(ucx_transfer *t);
+/* Says whom it is from, and numbers it. */
+void ucx_sign(ucx_transfer *t);
+/* Hands it to UCX, with memory of ours (NULL), or from its place. */
+void ucx_dispatch(ucx_transfer *t, const ucx_place *place);
+/* What UCX calls when it has sent a transfer. */
+void ucx_on_sent(void *request, ucs_status_t status, void *arg);
+/* What UCX returns for a transfer that it was given: whether it is under way. Else it is gone. */
+bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request);
 void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces);
 /* Whether another chunk may be on its way to the peer. */
 bool ucx_may_send_chunk(const ucx_peer *peer);
@@ -211,6 +251,7 @@ void ucx_free_transfers(ucx *u); /* when UCX is gone */
 /* ucx_message.c: sends and receives. */
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
+void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag);
 /* A frame in its turn. False: it makes no sense. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
 /* The receive that wants a chunk of so many bytes, which are counted as coming; NULL: nobody does. */
@@ -237,6 +278,14 @@ void ucx_hear(ucx_peer *peer, bool is_chunk);
 /* To be called after UCX has handed over what there is. */
 void ucx_beat(ucx *u);
 
+/* ucx_sockets.c: what UCX would let other programs inherit. */
+
+/* Before and after UCX is called to make sockets. */
+void ucx_sockets_look(ucx *u);
+void ucx_sockets_take_new(ucx *u);
+/* When it has accepted some. */
+void ucx_sockets_take_accepted(ucx *u);
+
 /* ucx_direct.c: what is sent and received without a copy. */
 
 /* Whether the endpoint has lanes for it. */
@@ -245,9 +294,9 @@ bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep);
 extern int tb__ucx_direct;
 /* The next bytes of an operation from `at` on, at most so many, that are worth sending as one direct chunk. False: none
  * are. */
-bool ucx_place_next(const tb_op *op, size_t at, size_t most, ucx_place *out);
+bool ucx_place_next(ucx_posted *p, size_t at, size_t most, ucx_place *out);
 /* Where bytes of an operation lie. False: in pieces that are too short to be received to. */
-bool ucx_place_all(const tb_op *op, size_t at, size_t nbytes, ucx_place *out);
+bool ucx_place_all(ucx_posted *p, size_t at, size_t nbytes, ucx_place *out);
 /* What UCX is given: memory and its count, of the type that is set in `param`. A list of pieces is written to `list`.
  */
 void *ucx_place_memory(const ucx_place *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count);

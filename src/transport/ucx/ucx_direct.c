@@ -44,11 +44,9 @@ bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep) {
 }
 
 /* The piece that `at` is in. */
-static ucx_place seek(const tb_op *op, size_t at) {
-    size_t i = 0;
-    for (; at >= op->pieces[i].nbytes; i++)
-        at -= op->pieces[i].nbytes;
-    return (ucx_place){.pieces = op->pieces + i, .skip = at};
+static ucx_place seek(ucx_posted *p, size_t at) {
+    tb__pieces_seek(p->op->pieces, p->op->npieces, &p->mark, at);
+    return (ucx_place){.pieces = p->op->pieces + p->mark.piece, .skip = at - p->mark.before};
 }
 
 /* Goes on by nbytes, which are there. */
@@ -66,9 +64,9 @@ static bool is_coarse(const ucx_place *place) {
     return place->npieces == 1 || place->nbytes / place->npieces >= UCX_PIECE_LEAST;
 }
 
-bool ucx_place_next(const tb_op *op, size_t at, size_t most, ucx_place *out) {
-    size_t left = tb__pieces_size(op->pieces, op->npieces) - at;
-    ucx_place place = seek(op, at);
+bool ucx_place_next(ucx_posted *p, size_t at, size_t most, ucx_place *out) {
+    size_t left = p->nbytes - at;
+    ucx_place place = seek(p, at);
     size_t here = place.pieces->nbytes - place.skip;
     size_t nbytes = here >= UCX_PIECE_LONG ? here : left;
     extend(&place, nbytes < most ? nbytes : most);
@@ -78,10 +76,10 @@ bool ucx_place_next(const tb_op *op, size_t at, size_t most, ucx_place *out) {
     return true;
 }
 
-bool ucx_place_all(const tb_op *op, size_t at, size_t nbytes, ucx_place *out) {
+bool ucx_place_all(ucx_posted *p, size_t at, size_t nbytes, ucx_place *out) {
     if (nbytes == 0)
         return false;
-    ucx_place place = seek(op, at);
+    ucx_place place = seek(p, at);
     extend(&place, nbytes);
     *out = place;
     return is_coarse(&place);

@@ -30,6 +30,9 @@ typedef struct ucx_functions {
     __typeof__(&ucp_ep_print_info) ep_print_info;
     __typeof__(&ucp_am_send_nbx) am_send_nbx;
     __typeof__(&ucp_am_recv_data_nbx) am_recv_data_nbx;
+    __typeof__(&ucp_tag_send_nbx) tag_send_nbx;
+    __typeof__(&ucp_tag_recv_nbx) tag_recv_nbx;
+    __typeof__(&ucp_request_cancel) request_cancel;
     __typeof__(&ucp_request_free) request_free;
     __typeof__(&ucs_status_string) status_string;
 } ucx_functions;

@@ -43,11 +43,17 @@ static void deliver(ucx *u, ucx_posted *p, const unsigned char *data, size_t nby
     finish(u, p, TB_OK);
 }
 
+/* Nobody can have it, or wants it. */
+static void discard(ucx_arrival *a) {
+    if (a->is_offer)
+        answer(a, UCX_DONE);
+    free(a);
+}
+
 static void begin_take(ucx *u, ucx_posted *p, ucx_arrival *a) {
     p->op->nbytes = a->nbytes;
     if (a->nbytes > p->nbytes) {
-        answer(a, UCX_DONE);
-        free(a);
+        discard(a);
         finish(u, p, TB_TOO_BIG);
         return;
     }
@@ -114,6 +120,8 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
         deliver(u, p, data, nbytes);
         return true;
     }
+    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+        return true;
     ucx_arrival *a = new_arrival(peer, frame, nbytes);
     if (!a)
         return false;
@@ -128,7 +136,10 @@ static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     if (!a)
         return false;
     a->is_offer = true;
-    match_offer(u, a);
+    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+        discard(a);
+    else
+        match_offer(u, a);
     return true;
 }
 
@@ -177,7 +188,7 @@ void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         return;
     ucx_posted *p = a->taker;
     if (data)
-        tb__pieces_scatter(p->op->pieces, p->op->npieces, frame->at, data, nbytes);
+        tb__pieces_scatter_on(p->op->pieces, p->op->npieces, &p->mark, frame->at, data, nbytes);
     a->got += nbytes;
     if (a->got < a->nbytes)
         return;
@@ -262,6 +273,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
             return false;
         peer->is_driven = frame->tag;
         ucx_watch_peer(peer);
+        ucx_meet(peer);
         return true;
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
@@ -356,6 +368,14 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     ucx_tell(p);
 }
 
+void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag) {
+    ucx_arrival *a = (ucx_arrival *)tb__match_take(&u->arrivals, peer->rank, tag);
+    if (a)
+        discard(a);
+    else
+        tb__unwanted_add(&peer->unwanted, tag);
+}
+
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&peer->offered)))
@@ -364,8 +384,8 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
         ucx_posted *p = (ucx_posted *)w;
         finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
     }
-    while (peer->taken.first) {
-        ucx_arrival *a = (ucx_arrival *)peer->taken.first;
+    while ((w = tb__waiters_take(&peer->taken))) {
+        ucx_arrival *a = (ucx_arrival *)w;
         ucx_posted *p = a->taker;
         untake(a);
         free(a);
@@ -375,4 +395,5 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
         finish(u, (ucx_posted *)w, status);
     while ((w = tb__match_drain(&u->arrivals, peer->rank)))
         free(w);
+    tb__unwanted_fini(&peer->unwanted);
 }

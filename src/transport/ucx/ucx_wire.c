@@ -3,8 +3,7 @@
 
 #include <string.h>
 
-/* With room for so many bytes in `data`. */
-static ucx_transfer *new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes, size_t room) {
+ucx_transfer *ucx_new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes, size_t room) {
     ucx *u = peer->owner;
     bool is_spare = frame->kind == UCX_CHUNK && room == nbytes && nbytes <= UCX_CHUNK_SIZE;
     ucx_transfer *t = is_spare ? u->spare : NULL;
@@ -25,7 +24,7 @@ static ucx_transfer *new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t
     return t;
 }
 
-static void release(ucx_transfer *t) {
+void ucx_release(ucx_transfer *t) {
     ucx *u = t->owner;
     *t->link = t->next;
     if (t->next)
@@ -67,13 +66,13 @@ static void let_go(ucx_transfer *t) {
         t->peer->nrequests--;
         t->peer->ndirect -= t->is_sent;
     }
-    release(t);
+    ucx_release(t);
     if (p)
         ucx_give_back(p);
 }
 
 /* What went wrong is told by the endpoint as well, unless it was one request only. */
-static void on_sent(void *request, ucs_status_t status, void *arg) {
+void ucx_on_sent(void *request, ucs_status_t status, void *arg) {
     ucx_transfer *t = arg;
     ucx_peer *peer = t->peer;
     bool is_chunk = t->frame.kind == UCX_CHUNK;
@@ -87,43 +86,54 @@ static void on_sent(void *request, ucs_status_t status, void *arg) {
         ucx_pump(peer);
 }
 
-/* Hands it to UCX, with memory of ours, or from its place. */
-static void dispatch(ucx_transfer *t, const ucx_place *place) {
+bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request) {
+    if (request && !UCS_PTR_IS_ERR(request))
+        return true;
+    if (request)
+        ucx_fail(t->peer, t->owner->call->status_string(UCS_PTR_STATUS(request)));
+    let_go(t);
+    return false;
+}
+
+void ucx_sign(ucx_transfer *t) {
+    t->frame.rank = t->owner->env.rank;
+    t->frame.from = t->owner->id;
+    if (t->frame.kind != UCX_CHUNK)
+        t->frame.serial = t->peer->serial_out++;
+}
+
+void ucx_dispatch(ucx_transfer *t, const ucx_place *place) {
     ucx_peer *peer = t->peer;
     bool is_copied_chunk = t->frame.kind == UCX_CHUNK && !place;
     ucp_request_param_t param = {.op_attr_mask =
                                      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
                                  .flags = place ? UCP_AM_SEND_FLAG_RNDV : UCP_AM_SEND_FLAG_EAGER,
-                                 .cb.send = on_sent,
+                                 .cb.send = ucx_on_sent,
                                  .user_data = t};
     size_t count = t->nbytes;
     const void *memory = place ? ucx_place_memory(place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
-    t->frame.rank = peer->owner->env.rank;
-    t->frame.from = peer->owner->id;
-    if (t->frame.kind != UCX_CHUNK)
-        t->frame.serial = peer->serial_out++;
+    ucx_sign(t);
     peer->in_flight += is_copied_chunk;
     ucs_status_ptr_t request =
         peer->owner->call->am_send_nbx(peer->ep, UCX_ACTIVE_MESSAGE, &t->frame, sizeof t->frame, memory, count, &param);
-    if (request && !UCS_PTR_IS_ERR(request))
-        return;
-    if (request)
-        ucx_fail(peer, peer->owner->call->status_string(UCS_PTR_STATUS(request)));
-    peer->in_flight -= is_copied_chunk;
-    let_go(t);
+    if (!ucx_is_under_way(t, request))
+        peer->in_flight -= is_copied_chunk;
 }
 
 void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces) {
     if (!peer->ep || peer->why)
         return;
     size_t nbytes = tb__pieces_size(pieces, npieces);
-    ucx_transfer *t = new_transfer(peer, frame, nbytes, nbytes);
+    ucx_transfer *t = ucx_new_transfer(peer, frame, nbytes, nbytes);
     if (!t) {
         ucx_fail(peer, "there is no memory for what it is to be told");
         return;
     }
     tb__pieces_gather(pieces, npieces, 0, t->data, nbytes);
-    dispatch(t, NULL);
+    if (peer->is_met)
+        ucx_dispatch(t, NULL);
+    else
+        ucx_hold(t);
 }
 
 bool ucx_may_send_chunk(const ucx_peer *peer) {
@@ -138,19 +148,19 @@ static size_t list_room(const ucx_place *place) {
 bool ucx_send_chunk(ucx_posted *p) {
     const tb_op *op = p->op;
     ucx_place place;
-    bool is_direct = p->peer->is_direct && ucx_place_next(op, p->at, UCX_DIRECT_SIZE, &place);
+    bool is_direct = p->peer->is_direct && ucx_place_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
     ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .attempt = p->attempt, .at = p->at};
-    ucx_transfer *t = new_transfer(p->peer, &frame, nbytes, is_direct ? list_room(&place) : nbytes);
+    ucx_transfer *t = ucx_new_transfer(p->peer, &frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t)
         return false;
     p->at += nbytes;
     if (is_direct)
         lend(t, p, true);
     else
-        tb__pieces_gather(op->pieces, op->npieces, frame.at, t->data, nbytes);
-    dispatch(t, is_direct ? &place : NULL);
+        tb__pieces_gather_on(op->pieces, op->npieces, &p->mark, frame.at, t->data, nbytes);
+    ucx_dispatch(t, is_direct ? &place : NULL);
     return true;
 }
 
@@ -179,8 +189,8 @@ static void on_received(void *request, ucs_status_t status, size_t length, void 
 static ucs_status_t fetch(ucx_posted *p, const ucx_frame *frame, void *descriptor, size_t nbytes) {
     ucx_peer *peer = p->peer;
     ucx_place place;
-    bool is_direct = ucx_place_all(p->op, frame->at, nbytes, &place);
-    ucx_transfer *t = new_transfer(peer, frame, nbytes, is_direct ? list_room(&place) : nbytes);
+    bool is_direct = ucx_place_all(p, frame->at, nbytes, &place);
+    ucx_transfer *t = ucx_new_transfer(peer, frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t) {
         ucx_fail(peer, "there is no memory for what it sent");
         return UCS_OK;
