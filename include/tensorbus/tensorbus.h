@@ -386,7 +386,8 @@ typedef struct tb_ir {
 
 typedef struct tb_ir_opts {
     size_t size;
-    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone */
+    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone. A broadcast that is handed on is cut to it (but not to less
+                               than 64 KiB), so that buckets follow one another from host to host */
     int64_t staging_bytes;  /* 256 MiB; staged buckets have at most a quarter of it, and larger chunks are cut. Where
                                n ranks contribute, an n-th of that, in the wider of source and wire dtype: a rank that
                                combines holds all contributions to a bucket at once */
