@@ -213,10 +213,12 @@ typedef struct tb_plan tb_plan;
 
 typedef struct tb_plan_opts {
     size_t size;
-    const int32_t *hosts; /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other */
-    size_t nhosts;        /* ranks the array covers; it must cover both meshes */
-    bool unbalanced;      /* take the first replica for everything, to compare against */
-    bool whole_rows;      /* what replicas share is not cut along the last dim */
+    /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other. A source on the target's
+     * host comes first; what ranks without one want leaves the sources' hosts once, in a broadcast to all of them. */
+    const int32_t *hosts;
+    size_t nhosts;   /* ranks the array covers; it must cover both meshes */
+    bool unbalanced; /* take the first replica for everything, to compare against */
+    bool whole_rows; /* what replicas share is not cut along the last dim */
 } tb_plan_opts;
 
 TB_API tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_shape *shape, tb_dtype dtype,
