@@ -213,10 +213,12 @@ typedef struct tb_plan tb_plan;
 
 typedef struct tb_plan_opts {
     size_t size;
-    const int32_t *hosts; /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other */
-    size_t nhosts;        /* ranks the array covers; it must cover both meshes */
-    bool unbalanced;      /* take the first replica for everything, to compare against */
-    bool whole_rows;      /* what replicas share is not cut along the last dim */
+    /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other. A source on the target's
+     * host comes first; what ranks without one want leaves the sources' hosts once, in a broadcast to all of them. */
+    const int32_t *hosts;
+    size_t nhosts;   /* ranks the array covers; it must cover both meshes */
+    bool unbalanced; /* take the first replica for everything, to compare against */
+    bool whole_rows; /* what replicas share is not cut along the last dim */
 } tb_plan_opts;
 
 TB_API tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_shape *shape, tb_dtype dtype,
@@ -386,7 +388,8 @@ typedef struct tb_ir {
 
 typedef struct tb_ir_opts {
     size_t size;
-    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone */
+    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone. A broadcast that is handed on is cut to it (but not to less
+                               than 64 KiB), so that buckets follow one another from host to host */
     int64_t staging_bytes;  /* 256 MiB; staged buckets have at most a quarter of it, and larger chunks are cut. Where
                                n ranks contribute, an n-th of that, in the wider of source and wire dtype: a rank that
                                combines holds all contributions to a bucket at once */

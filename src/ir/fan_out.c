@@ -54,27 +54,30 @@ static void choose_ways(fan *f, size_t nbuckets) {
         f->via[f->leads[i].position] = f->leads[is_chain ? i - 1 : (i - 1) / 2].rank;
 }
 
+bool tb__ir_hands_on(const tb_chunk *key, const tb_plan_opts *plan) {
+    uint32_t away = 0;
+    for (uint32_t i = 0; plan && plan->hosts && key->source != TB_NO_RANK && away < 2 && i < key->ntargets; i++)
+        away += plan->hosts[key->targets[i]] != plan->hosts[key->source];
+    return away > 1;
+}
+
 static tb_status fan_out(tb__ir *ir, tb_channel *channel, const tb_plan_opts *plan) {
     fan f = {.key = &ir->chunks.item[ir->entries.item[ir->buckets.item[channel->first_bucket].first_entry].chunk],
              .hosts = plan->hosts};
     uint32_t n = f.key->ntargets;
-    bool is_needed = false;
-    if (f.key->transport != TB_BROADCAST)
+    if (f.key->transport != TB_BROADCAST || !tb__ir_hands_on(f.key, plan))
         return TB_OK;
     f.via = tb__malloc(n, sizeof *f.via);
     f.targets = tb__malloc(n, sizeof *f.targets);
     f.leads = tb__malloc(n, sizeof *f.leads);
-    bool has_room = f.via && f.targets && f.leads;
-    if (has_room) {
+    if (f.via && f.targets && f.leads) {
         choose_ways(&f, channel->nbuckets);
-        for (uint32_t i = 0; i < n; i++)
-            is_needed |= f.via[i] != f.key->source;
-        channel->via = is_needed ? tb__ir_ranks(ir, f.via, n) : NULL;
+        channel->via = tb__ir_ranks(ir, f.via, n);
     }
     free(f.via);
     free(f.targets);
     free(f.leads);
-    return has_room && (!is_needed || channel->via) ? TB_OK : TB_NO_MEMORY;
+    return channel->via ? TB_OK : TB_NO_MEMORY;
 }
 
 tb_status tb__ir_fan_out(tb__ir *ir, const tb_plan_opts *plan) {

@@ -10,6 +10,7 @@
 
 enum { NAME_BITS = 22, PIECE_BITS = 18, SUB_BITS = 4 }; /* of an id; the target rank has the other 20 */
 enum { MOST_CHUNKS = 1 << 21 };
+enum { LEAST_HANDED_ON = 64 << 10 }; /* smaller messages would take longer than waiting for a larger one */
 #define MOST_NBYTES ((int64_t)1 << 62)
 
 const char *tb_transport_kind_name(tb_transport_kind kind) {
@@ -133,9 +134,11 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
         tb_chunk last = *chunk;
         last.part = (*c->part)++;
         if (c->ir->chunks.count == MOST_CHUNKS)
-            return tb__fail(TB_TOO_BIG,
-                            "a rank's batch has more than %d chunks; more staging_bytes would make them larger",
-                            MOST_CHUNKS);
+            return tb__fail(
+                TB_TOO_BIG,
+                "a rank's batch has more than %d chunks; more staging_bytes, or a larger bucket_size, would make "
+                "them larger",
+                MOST_CHUNKS);
         return tb__vec_push(&c->ir->chunks, last) ? TB_OK : TB_NO_MEMORY;
     }
     int64_t thickness = thickness_of(chunk, d), count = chunk->len[d] / thickness;
@@ -153,6 +156,8 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
 tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec, const tb__ir_limits *limits,
                            uint32_t *part) {
     cutter c = {ir, spec, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), part};
+    if (limits->chunk && limits->chunk < c.most_bytes)
+        c.most_bytes = limits->chunk;
     return add_parts(&c, chunk, 0);
 }
 
@@ -161,12 +166,23 @@ tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *lim
     return tb__ir_add_parts(ir, chunk, NULL, limits, &part);
 }
 
+/* What is handed on goes in parts of a bucket, so that one is on its way to the next host while the next is received.
+ * All who have to do with the chunk know its targets and the hosts, and cut alike. */
+static tb__ir_limits limits_of(const builder *b, const tb_chunk *chunk) {
+    tb__ir_limits limits = b->limits;
+    bool is_cut = limits.staged != INT64_MAX && limits.bucket_size > 1 && tb__ir_hands_on(chunk, b->plan_opts);
+    if (is_cut)
+        limits.chunk = limits.bucket_size > LEAST_HANDED_ON ? limits.bucket_size : LEAST_HANDED_ON;
+    return limits;
+}
+
 /* Cuts the chunk where bands of the target meet: each is in a group of its own. */
 static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chunk *chunk) {
     cutter c = {.spec = spec};
+    tb__ir_limits limits = limits_of(b, chunk);
     uint32_t part = 0;
     if (spec->band <= 0 || chunk->ndim == 0)
-        return tb__ir_add_parts(b->ir, chunk, spec, &b->limits, &part);
+        return tb__ir_add_parts(b->ir, chunk, spec, &limits, &part);
     int64_t first = chunk->dst.start[0], stop = first + chunk->len[0];
     for (int64_t at = first, next; at < stop; at = next) {
         tb_chunk slice = *chunk;
@@ -177,7 +193,7 @@ static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chun
         slice.group = spec->group + (uint32_t)band;
         if (next - at < chunk->len[0])
             shorten(&c, &slice, 0, at - first, next - at);
-        TB_TRY(tb__ir_add_parts(b->ir, &slice, spec, &b->limits, &part));
+        TB_TRY(tb__ir_add_parts(b->ir, &slice, spec, &limits, &part));
     }
     return TB_OK;
 }

@@ -37,6 +37,7 @@ const char *tb__ir_string(tb__ir *ir, const char *string);
 typedef struct tb__ir_limits {
     int64_t bucket_size; /* in the wire dtype */
     int64_t staged;      /* with all that a rank holds for it; INT64_MAX where nothing is staged */
+    int64_t chunk;       /* larger chunks are cut, also where more can be staged; 0: no limit of its own */
 } tb__ir_limits;
 
 /* The most bytes that buckets of this chunk's channel may have, so that all contributions find room, and how many times
@@ -44,7 +45,7 @@ typedef struct tb__ir_limits {
 int64_t tb__chunk_limit(const tb_chunk *chunk, const tb__ir_limits *limits);
 int64_t tb__chunk_widening(const tb_chunk *chunk);
 
-/* Adds a chunk, cut into parts that fit into staging memory. Both ends cut alike. */
+/* Adds a chunk, cut into parts that are within the limits. Both ends cut alike. */
 tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits);
 
 /* The same; parts are numbered from *part on, and a coded chunk is measured as its tensor says. */
@@ -53,6 +54,9 @@ tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_sp
 
 /* Sorts the chunks into channels and packs them into buckets. */
 tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight);
+
+/* Whether a broadcast reaches some of its targets through others: two or more are on other hosts than its source. */
+bool tb__ir_hands_on(const tb_chunk *key, const tb_plan_opts *plan);
 
 /* Finds the ways of broadcasts to other hosts, once the buckets are there. */
 tb_status tb__ir_fan_out(tb__ir *ir, const tb_plan_opts *plan);

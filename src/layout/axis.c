@@ -443,7 +443,7 @@ static tb_status make_tally(pairs *list, size_t count, tb__arena *arena, const t
     return TB_OK;
 }
 
-tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, tb__arena *arena, const tb__tally **out) {
+tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, bool once, tb__arena *arena, const tb__tally **out) {
     const tb__axis_table *table = axis->table;
     *out = NULL;
     if (!table)
@@ -455,7 +455,7 @@ tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, tb__arena *arena
             const tb__table_segment *segment = &table->segment[s];
             int64_t from = segment->start > start ? segment->start : start;
             tb__wide overlap = (uint64_t)(min64(segment->stop, stop) - from);
-            pairs p = {segment->cls, overlap * (uint32_t)table->cls[segment->cls].nholders};
+            pairs p = {segment->cls, once ? overlap : overlap * (uint32_t)table->cls[segment->cls].nholders};
             if (!tb__vec_push(&list, p)) {
                 free(list.item);
                 return TB_NO_MEMORY;

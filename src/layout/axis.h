@@ -86,8 +86,9 @@ typedef struct tb__tally {
     const tb__wide *before; /* pairs of the classes before; one more at the end: of all */
 } tb__tally;
 
-/* *out is NULL for the closed form, which needs none. */
-tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, tb__arena *arena, const tb__tally **out);
+/* *out is NULL for the closed form, which needs none. `once`: an index counts once, however many hold it; what is
+ * counted by the tally below are indices then, not pairs. */
+tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, bool once, tb__arena *arena, const tb__tally **out);
 
 /* Number of (index, holder) pairs of the classes before `cls` whose index is in `spans`. With cls = nclasses: of all.
  * `tally` is that of the spans. */

@@ -114,12 +114,13 @@ tb__receivers tb__receivers_of(const tb_plan *plan, const tb__group *group, cons
     for (size_t i = 0; i < group->nabsent && group->absent[i].start <= cell->start; i++) {
         const tb__absent *a = &group->absent[i];
         if (a->start < cell->start) {
-            r.position -= (tb__wide)(uint64_t)a->volume * a->count;
+            r.position -= a->weight;
         } else {
             r.absent = a;
             r.count -= (int64_t)a->count;
         }
     }
+    r.weight = (tb__wide)(uint64_t)cell->volume * (tb__counts_once(plan) ? 1 : (uint64_t)r.count);
     return r;
 }
 
@@ -157,7 +158,7 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
     int32_t unused[TB_MAX_DIMS];
     int32_t first_rank = tb__holder_rank(dst, r->cls, 1, served(r, first), who->first_holder);
     memcpy(who->own_holder, own ? own : who->first_holder, sizeof who->own_holder);
-    bool same = w->memo.ranks && !r->absent && w->memo.first == first && w->memo.last == last &&
+    bool same = w->memo.ranks && w->memo.absent == r->absent && w->memo.first == first && w->memo.last == last &&
                 memcmp(w->memo.cls, r->cls, sizeof r->cls) == 0;
     if (!same) {
         w->memo.ranks = tb__arena_alloc(w->arena, (size_t)(last - first + 1), sizeof *w->memo.ranks);
@@ -167,7 +168,8 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
         for (int64_t q = first + 1; q <= last; q++)
             w->memo.ranks[q - first] = tb__holder_rank(dst, r->cls, 1, served(r, q), unused);
         memcpy(w->memo.cls, r->cls, sizeof r->cls);
-        w->memo.first = r->absent ? -1 : first;
+        w->memo.absent = r->absent; /* one of the walk's: those of no two groups are at the same address */
+        w->memo.first = first;
         w->memo.last = last;
     }
     who->ntargets = (uint32_t)(last - first + 1);

@@ -248,7 +248,11 @@ static tb_status set_absent(const tb_plan *plan, tb__group *group, const absente
         *a = (tb__absent){
             .start = cell.start, .volume = cell.volume, .index = absent->index + r->first, .count = r->count};
         memcpy(a->cls, r->cls, sizeof a->cls);
-        group->line -= (tb__wide)(uint64_t)cell.volume * a->count;
+        if (!tb__counts_once(plan))
+            a->weight = (tb__wide)(uint64_t)cell.volume * a->count;
+        else if (a->count == (uint64_t)cell.nreceivers)
+            a->weight = (uint64_t)cell.volume; /* nobody is left */
+        group->line -= a->weight;
     }
     return TB_OK;
 }
@@ -257,7 +261,7 @@ tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scrat
     group->nmembers = plan->unbalanced ? 1 : tb__holders_count(&plan->src, group->cls, plan->src.partial.size);
     group->absent = NULL;
     group->nabsent = 0;
-    group->line = (uint64_t)plan->dst.copies.size;
+    group->line = tb__copies_weight(plan);
     for (int d = 0; d < plan->shape.ndim; d++)
         group->line *= group->total[d];
     if (group->line == 0 || (!plan->meshes_meet && !plan->hosts))
@@ -308,9 +312,13 @@ size_t tb__absent_upto(const tb__absent *a, int64_t served) {
     return lo;
 }
 
-tb__wide tb__line_expand(const tb__group *group, tb__wide position) {
+tb__wide tb__line_expand(const tb_plan *plan, const tb__group *group, tb__wide position) {
     for (size_t i = 0; i < group->nabsent && group->absent[i].start <= position; i++) {
         const tb__absent *a = &group->absent[i];
+        if (tb__counts_once(plan)) {
+            position += a->weight;
+            continue;
+        }
         tb__wide served = tb__wide_div(position - a->start, (uint64_t)a->volume);
         size_t passed = served > INT64_MAX ? a->count : tb__absent_upto(a, (int64_t)served);
         position += (tb__wide)(uint64_t)a->volume * passed;
@@ -325,7 +333,7 @@ tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *
         const tb__axis *axis = &plan->dst.axis[d];
         group.cls[d] = classes[d];
         TB_TRY(tb__axis_class(&plan->src.axis[d], classes[d], &scratch->arena, &group.spans[d]));
-        TB_TRY(tb__axis_tally(axis, group.spans[d], &scratch->arena, &group.tally[d]));
+        TB_TRY(tb__axis_tally(axis, group.spans[d], tb__counts_once(plan), &scratch->arena, &group.tally[d]));
         group.total[d] = tb__axis_before(axis, tb__axis_nclasses(axis), group.spans[d], group.tally[d]);
     }
     TB_TRY(tb__group_init(plan, &group, scratch));

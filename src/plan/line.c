@@ -38,15 +38,15 @@ void tb__pairing_init(const tb_plan *plan, int d, tb__pairing *pairing) {
     pairing->before = tb__axis_before(axis, pairing->dst_class, pairing->src, pairing->tally);
     tb__wide upto = tb__axis_before(axis, pairing->dst_class + 1, pairing->src, pairing->tally);
     tb__wide pairs = upto - pairing->before;
-    int32_t nholders = tb__axis_nholders(axis, pairing->dst_class);
-    pairing->count = (int64_t)(nholders == 1 ? pairs : tb__wide_div(pairs, (uint32_t)nholders));
+    uint64_t weight = tb__class_weight(plan, d, pairing->dst_class);
+    pairing->count = (int64_t)(weight == 1 ? pairs : tb__wide_div(pairs, weight));
     pairing->runs_holder = -1;
 }
 
 void tb__cell_init(const tb_plan *plan, tb__cell *cell) {
     int n = plan->shape.ndim;
     tb__wide after[TB_MAX_DIMS + 1]; /* pairs per index of the axes before, over all target classes of those after */
-    after[n] = (uint64_t)plan->dst.copies.size;
+    after[n] = tb__copies_weight(plan);
     for (int d = n - 1; d >= 0; d--)
         after[d] = after[d + 1] * cell->dim[d]->total;
     cell->start = 0;
@@ -55,11 +55,10 @@ void tb__cell_init(const tb_plan *plan, tb__cell *cell) {
     tb__wide pairs = 1;
     for (int d = 0; d < n; d++) {
         const tb__pairing *p = cell->dim[d];
-        int32_t nholders = tb__axis_nholders(&plan->dst.axis[d], p->dst_class);
         cell->start += pairs * p->before * after[d + 1];
-        pairs *= (tb__wide)(uint64_t)p->count * (uint32_t)nholders;
+        pairs *= (tb__wide)(uint64_t)p->count * tb__class_weight(plan, d, p->dst_class);
         cell->volume *= p->count;
-        cell->nreceivers *= nholders;
+        cell->nreceivers *= tb__axis_nholders(&plan->dst.axis[d], p->dst_class);
     }
 }
 
@@ -154,7 +153,7 @@ tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meeti
             tb__pairing *p = &out->pairing[out->count];
             *p = (tb__pairing){.src_class = cls[j], .dst_class = slot[i].cls, .dst = mine};
             TB_TRY(tb__axis_class(src, cls[j], arena, &p->src));
-            TB_TRY(tb__axis_tally(dst, p->src, arena, &p->tally));
+            TB_TRY(tb__axis_tally(dst, p->src, tb__counts_once(plan), arena, &p->tally));
             p->total = tb__axis_before(dst, tb__axis_nclasses(dst), p->src, p->tally);
             tb__pairing_init(plan, d, p);
             out->holder[out->count++] = slot[i].holder;

@@ -4,12 +4,33 @@
 
 #include "plan/plan.h"
 
+/* Whether a cell stands on the line once, with all the receivers that the line serves, and not once for each: where
+ * hosts are known, those are on other hosts than all members, and what they get leaves the members' hosts once. */
+static inline bool tb__counts_once(const tb_plan *plan) {
+    return plan->hosts && plan->src.partial.count == 0;
+}
+
+/* Whether receivers of a cell are served together: cutting divides the elements, not the receivers. */
+static inline bool tb__serves_together(const tb_plan *plan) {
+    return plan->hosts || plan->src.partial.count > 0;
+}
+
+/* How many times the line counts an index of a target class, and each element of a cell on top of that. */
+static inline uint64_t tb__class_weight(const tb_plan *plan, int d, int32_t cls) {
+    return tb__counts_once(plan) ? 1 : (uint64_t)tb__axis_nholders(&plan->dst.axis[d], cls);
+}
+
+static inline uint64_t tb__copies_weight(const tb_plan *plan) {
+    return tb__counts_once(plan) ? 1 : (uint64_t)plan->dst.copies.size;
+}
+
 /* One axis of a cell: a source class, a target class, and the indices they have in common. */
 typedef struct tb__pairing {
     int32_t src_class, dst_class;
     tb__spans src, dst;
     const tb__tally *tally; /* of src, over the target classes */
-    tb__wide total;         /* (index, holder) pairs of all target classes on the source class's indices */
+    tb__wide total;         /* (index, holder) pairs of all target classes on the source class's indices; where cells
+                               count once, indices */
     tb__wide before;        /* those of the target classes before dst_class */
     int64_t count;          /* indices in common */
     struct tb__run *runs;   /* the indices in common, in ascending order, for the source holder below */
@@ -32,6 +53,7 @@ typedef struct tb__absent {
     int64_t volume;
     const int64_t *index; /* numbers among the cell's receivers, ascending */
     size_t count;
+    tb__wide weight; /* elements that the line is shorter by */
 } tb__absent;
 
 typedef struct tb__group {
@@ -94,6 +116,6 @@ size_t tb__absent_before(const tb__absent *absent, int64_t index);
 size_t tb__absent_upto(const tb__absent *absent, int64_t served);
 
 /* From a position on the line to the same as if nobody were absent. */
-tb__wide tb__line_expand(const tb__group *group, tb__wide position);
+tb__wide tb__line_expand(const tb_plan *plan, const tb__group *group, tb__wide position);
 
 #endif

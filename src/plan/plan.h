@@ -4,7 +4,8 @@
  * send its elements. A *cell* here is where a group's cell and a cell of the target grid meet: a product of index
  * lists, which every *receiver* (a rank that holds the target's cell) gets. A group's *line* is its (cell, receiver)
  * pairs laid end to end, cells in lexicographic order of target classes and receivers inside; cut into as many equal
- * parts as the group has members, it tells each member what to send. Because both grids are products, a position on the
+ * parts as the group has members, it tells each member what to send. Where hosts are known, and at a Partial source, a
+ * cell stands there with all its receivers together. Because both grids are products, a position on the
  * line is a sum of products of per-axis counts, and nobody needs to walk the line to find their place on it. */
 #ifndef TB_PLAN_PLAN_H
 #define TB_PLAN_PLAN_H

@@ -8,11 +8,11 @@
 static tb_status receive(tb__walk *w, const tb__group *group, const tb__cell *cell, int64_t index, const int32_t *own) {
     tb__receivers r = tb__receivers_of(w->plan, group, cell);
     tb__cuts c = {group->line, group->nmembers};
-    bool is_partial = w->plan->src.partial.count > 0;
+    bool together = tb__serves_together(w->plan);
     tb__wide position = r.position, weight = (uint64_t)cell->volume;
     int64_t q = index - (int64_t)tb__absent_before(r.absent, index); /* among those served */
-    if (is_partial)
-        weight *= (uint64_t)r.count;
+    if (together)
+        weight = r.weight;
     else
         position += (tb__wide)(uint64_t)q * weight;
     tb__knife knife = tb__knife_choose(w->plan, &c, cell, weight);
@@ -22,9 +22,9 @@ static tb_status receive(tb__walk *w, const tb__group *group, const tb__cell *ce
             continue;
         tb__parties who = {0};
         int64_t first = q, last = q;
-        if (is_partial && !r.repeats)
+        if (together && !r.repeats)
             first = 0, last = r.count - 1;
-        else if (!is_partial && s.is_whole && !r.repeats)
+        else if (!together && s.is_whole && !r.repeats)
             tb__whole_range(&c, &knife, k, cell, &r, &first, &last);
         tb__note_cut(w, &knife, &c, k, position, weight);
         int64_t m = w->plan->unbalanced ? 0 : tb__part_member(k, c.nparts, w->rotation);

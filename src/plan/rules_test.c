@@ -173,6 +173,39 @@ static void the_same_host_comes_first(void **state) {
     tb_plan_destroy(plan);
 }
 
+/* What ranks without a source on their host want leaves the sources' hosts once, and the replicas share it. */
+static void other_hosts_are_sent_to_once(void **state) {
+    (void)state;
+    static const struct {
+        const char *src, *dst;
+        int32_t hosts[8];
+        int64_t egress[3], total_bytes; /* 64 elements of 4 bytes */
+    } cases[] = {
+        {"mesh=2 place=R", "mesh=2 place=R ranks=2,3", {0, 0, 1, 1}, {128, 128}, 512},
+        {"mesh=2 place=R", "mesh=4 place=R ranks=2..5", {0, 1, 2, 2, 3, 3}, {128, 128}, 1024},
+        {"mesh=2 place=R", "mesh=1 place=R ranks=2", {0, 0, 1}, {128, 128}, 256},
+        {"mesh=2 place=R", "mesh=4 place=S0 ranks=2..5", {0, 0, 1, 1, 1, 1}, {128, 128}, 256},
+        /* Rank 2 has sources beside it, which share what it gets. Rank 3 gets the same half from the line, and ranks 4
+         * and 5 the other. */
+        {"mesh=2 place=R", "mesh=2,2 place=S0,R ranks=2..5", {0, 0, 0, 1, 1, 1}, {192, 192}, 512},
+        /* Rank 0 sends its half to rank 2, which is beside it, and to rank 3; rank 1 sends its own to both at once. */
+        {"mesh=2 place=S0", "mesh=2 place=R ranks=2,3", {0, 1, 0, 2}, {256, 128}, 512},
+        /* Indices 32 to 48 are wanted twice, and count once. */
+        {"mesh=3 place=R", "mesh=2 place=Explicit(0, 0-48; 32-48) ranks=3,4", {0, 0, 0, 1, 1}, {64, 64, 64}, 256},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        tb_plan_opts opts = {.size = sizeof opts, .hosts = cases[i].hosts, .nhosts = 8};
+        tb_plan_stats s = stats_of(cases[i].src, cases[i].dst, "64", TB_F32, &opts);
+        assert_int_equal(s.total_bytes, cases[i].total_bytes);
+        for (int32_t r = 0; r < 3 && cases[i].egress[r]; r++) {
+            if (s.egress_bytes[r] != cases[i].egress[r])
+                fail_msg("case %zu: %lld bytes leave rank %d, not %lld", i, (long long)s.egress_bytes[r], r,
+                         (long long)cases[i].egress[r]);
+        }
+        tb_plan_stats_fini(&s);
+    }
+}
+
 /* Tensor i of a batch begins with another replica than tensor i+1. */
 static void tensors_take_turns(void **state) {
     (void)state;
@@ -312,6 +345,7 @@ int main(void) {
         cmocka_unit_test(slivers_are_not_cut_off),
         cmocka_unit_test(contributions_are_counted_apart),
         cmocka_unit_test(the_same_host_comes_first),
+        cmocka_unit_test(other_hosts_are_sent_to_once),
         cmocka_unit_test(tensors_take_turns),
         cmocka_unit_test(huge_plans),
         cmocka_unit_test(the_cache_shares_plans),

@@ -14,13 +14,13 @@ static tb_status move_to(tb__walk *w, const tb__group *group, int d, tb__wide po
 }
 
 static tb__wide pairs_of(const tb_plan *plan, int d, const tb__pairing *p) {
-    return (tb__wide)(uint64_t)p->count * (uint32_t)tb__axis_nholders(&plan->dst.axis[d], p->dst_class);
+    return (tb__wide)(uint64_t)p->count * tb__class_weight(plan, d, p->dst_class);
 }
 
 /* The cell in which a position, counted as if nobody were excluded, lies. */
 static tb_status cell_at(tb__walk *w, const tb__group *group, tb__wide position, tb__pairing *pairing, tb__cell *cell) {
     int n = w->plan->shape.ndim;
-    tb__wide unit = (uint64_t)w->plan->dst.copies.size; /* pairs of later axes, times pairs of earlier ones */
+    tb__wide unit = tb__copies_weight(w->plan); /* pairs of later axes, times pairs of earlier ones */
     for (int d = 0; d < n; d++)
         unit *= group->total[d];
     for (int d = 0; d < n; d++) {
@@ -56,13 +56,12 @@ static tb_status send_cell(tb__walk *w, const tb__group *group, const tb__cell *
                            tb__parties *who) {
     tb__cuts c = {group->line, group->nmembers};
     tb__wide volume = (uint64_t)cell->volume;
-    if (w->plan->src.partial.count > 0) {
-        tb__wide weight = volume * (uint64_t)r->count;
-        tb__knife knife = tb__knife_choose(w->plan, &c, cell, weight);
+    if (tb__serves_together(w->plan)) {
+        tb__knife knife = tb__knife_choose(w->plan, &c, cell, r->weight);
         tb__slices s = tb__part_slices(&c, &knife, k, r->position);
         if (s.lo == s.hi)
             return TB_OK;
-        tb__note_cut(w, &knife, &c, k, r->position, weight);
+        tb__note_cut(w, &knife, &c, k, r->position, r->weight);
         for (int64_t q = 0; q < r->count; q = r->repeats ? q + 1 : r->count) {
             TB_TRY(tb__set_targets(w, r, q, r->repeats ? q : r->count - 1, NULL, who));
             TB_TRY(tb__emit(w, group, cell, who, &knife, &s));
@@ -101,7 +100,7 @@ static tb_status send_part(tb__walk *w, const tb__group *group, int64_t m) {
     TB_TRY(tb__set_source(w, group, m, &who));
     tb__pairing pairing[TB_MAX_DIMS] = {0};
     tb__cell cell;
-    TB_TRY(cell_at(w, group, tb__line_expand(group, from), pairing, &cell));
+    TB_TRY(cell_at(w, group, tb__line_expand(w->plan, group, from), pairing, &cell));
     for (bool done = false; !done;) {
         tb__receivers r = tb__receivers_of(w->plan, group, &cell);
         if (r.position >= to)
@@ -167,7 +166,7 @@ static tb_status axis_holdings(tb__walk *w, int d, int32_t coord, holding **out,
         holding *h = &(*out)[i];
         *h = (holding){.cls = slot[i].cls, .holder = slot[i].holder};
         TB_TRY(tb__axis_class(src, h->cls, w->arena, &h->spans));
-        TB_TRY(tb__axis_tally(dst, h->spans, w->arena, &h->tally));
+        TB_TRY(tb__axis_tally(dst, h->spans, tb__counts_once(w->plan), w->arena, &h->tally));
         h->total = tb__axis_before(dst, tb__axis_nclasses(dst), h->spans, h->tally);
     }
     return TB_OK;

@@ -13,6 +13,7 @@ typedef struct tb__walk {
     struct { /* the last list of receivers, which neighbouring routes often share */
         int32_t cls[TB_MAX_DIMS];
         int64_t first, last;
+        const tb__absent *absent;
         int32_t *ranks;
     } memo;
     struct { /* all receivers of a cell, twice over: all but one are a stretch of it */
@@ -42,6 +43,7 @@ typedef struct tb__receivers {
     int32_t cls[TB_MAX_DIMS];
     bool repeats;      /* some rank is among them twice: then they are served one by one */
     tb__wide position; /* of the first on the line */
+    tb__wide weight;   /* of all of them there */
     int64_t count;
     const tb__absent *absent; /* the others, or NULL */
 } tb__receivers;

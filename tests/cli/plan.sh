@@ -74,6 +74,10 @@ printed '{"source":0,"targets":\[3\],"kind":"P2P","chunks":1,"bytes":64},{"sourc
 hosts 0,1,0,1
 printed '{"source":0,"targets":\[2\],"kind":"P2P","chunks":1,"bytes":64},{"source":1,"targets":\[3\],"kind":"P2P"'
 
+# what goes to other hosts goes there once, and replicas share it
+hosts 0,0,1,1
+printed '"hosts":\[{"from":0,"to":1,"bytes":64}\],"ways":\[{"way":"0 > 2 > 3","bytes":32},{"way":"1 > 2 > 3","bytes":32}\]}$'
+
 # a broadcast enters every host once, and is handed on there
 fan_out() {
     accepted plan --shape 64 --dtype u8 --src 'mesh=1 place=R' --dst 'mesh=5 place=R ranks=1..5' --hosts 0,1,1,2,2,0 "$@"
