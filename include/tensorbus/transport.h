@@ -42,8 +42,8 @@ typedef struct tb_transport_env {
     int32_t rank;
     void *arg;
     void (*lost)(void *arg, int32_t peer, const char *why);
-    bool is_driven; /* progress is called whenever there is something to do, by a thread that does nothing else for long
-                     */
+    bool is_driven; /* progress is called whenever there is something to do, by a thread that is away only while it
+                       copies, or is in a function of the host's */
 } tb_transport_env;
 
 typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;

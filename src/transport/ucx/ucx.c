@@ -274,6 +274,7 @@ static void say_goodbye(ucx *u) {
 
 static void ucx_close(void *context) {
     ucx *u = context;
+    ucx_end_stand_in(u);
     for (ucx_peer *peer = u->peers; peer; peer = peer->next)
         ucx_drop_messages(u, peer, TB_CANCELLED);
     if (u->worker) {
@@ -314,7 +315,8 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     if (!u)
         return TB_NO_MEMORY;
     u->env = *env;
-    u->epoll = u->wake = u->timer = -1;
+    u->epoll = u->wake = u->timer = u->quit = -1;
+    u->lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     tb_status status = open_all(u);
     if (status != TB_OK) {
         ucx_close(u);
@@ -324,8 +326,7 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     return TB_OK;
 }
 
-/* ---- Peers ----------------------------------------------------------------------------------------------------
- */
+/* ---- Peers ---------------------------------------------------------------------------------------------------- */
 
 static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
     ucx *u = context;
@@ -381,8 +382,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     return TB_OK;
 }
 
-static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
-    ucx *u = context;
+static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nbytes) {
     ucx_address head;
     TB_TRY(check_address(address, nbytes, &head)); /* before there is a peer of that rank */
     ucx_peer *peer = ucx_find_or_add(u, rank);
@@ -391,6 +391,14 @@ static tb_status ucx_connect(void *context, int32_t rank, const void *address, s
     if (peer->is_lost)
         return tb__fail(TB_LOST, "%s", peer->why);
     return ucx_reach(peer, address, nbytes);
+}
+
+static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
+    tb_status status = connect_to(u, rank, address, nbytes);
+    pthread_mutex_unlock(&u->lock);
+    return status;
 }
 
 static void lose(ucx *u, ucx_peer *peer) {
@@ -415,11 +423,9 @@ static void tell(ucx *u) {
     }
 }
 
-/* ---- Operations -----------------------------------------------------------------------------------------------
- */
+/* ---- Operations ----------------------------------------------------------------------------------------------- */
 
-static tb_status ucx_post(void *context, tb_op *op) {
-    ucx *u = context;
+static tb_status post(ucx *u, tb_op *op) {
     if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
         return tb__fail(TB_REFUSED, "transport ucx sends and receives, and nothing else");
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
@@ -429,15 +435,29 @@ static tb_status ucx_post(void *context, tb_op *op) {
     return ucx_post_message(u, peer, op);
 }
 
+static tb_status ucx_post(void *context, tb_op *op) {
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
+    tb_status status = post(u, op);
+    pthread_mutex_unlock(&u->lock);
+    return status;
+}
+
 static void ucx_cancel(void *context, tb_op *op) {
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
     if (op->state)
-        ucx_cancel_message(context, op->state);
+        ucx_cancel_message(u, op->state);
+    pthread_mutex_unlock(&u->lock);
 }
 
 static void ucx_forget(void *context, int32_t rank, uint64_t tag) {
-    ucx_peer *peer = ucx_find(context, rank);
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
+    ucx_peer *peer = ucx_find(u, rank);
     if (peer && !peer->is_lost)
-        ucx_forget_message(context, peer, tag);
+        ucx_forget_message(u, peer, tag);
+    pthread_mutex_unlock(&u->lock);
 }
 
 static void sleep_no_more(ucx *u) {
@@ -447,9 +467,14 @@ static void sleep_no_more(ucx *u) {
     u->is_awake = false;
 }
 
+void ucx_work(ucx *u) {
+    for (int i = 0; i < TURNS && u->call->worker_progress(u->worker) > 0; i++)
+        ;
+}
+
 /* Until UCX has nothing to do and its descriptor is armed; else ours stays readable. */
-static tb_status ucx_progress(void *context) {
-    ucx *u = context;
+static tb_status progress(ucx *u) {
+    u->nturns++;
     for (int i = 0; i < TURNS; i++) {
         sleep_no_more(u);
         unsigned did = u->call->worker_progress(u->worker);
@@ -467,6 +492,14 @@ static tb_status ucx_progress(void *context) {
     ucx_beat(u);
     ucx_wake(u);
     return TB_OK;
+}
+
+static tb_status ucx_progress(void *context) {
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
+    tb_status status = progress(u);
+    pthread_mutex_unlock(&u->lock);
+    return status;
 }
 
 static int ucx_fd(void *context) {

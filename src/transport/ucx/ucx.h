@@ -31,6 +31,8 @@
 #include "transport/transport.h"
 #include "transport/ucx/ucx_load.h"
 
+#include <pthread.h>
+
 enum {
     UCX_MAGIC = 0x54425558,
     UCX_VERSION = 3,
@@ -169,6 +171,11 @@ struct ucx_peer {
 };
 
 struct ucx {
+    pthread_mutex_t lock; /* recursive. Held by the driver while it is here, or by who stands in for it */
+    uint64_t nturns;      /* how often the driver has been here */
+    pthread_t stand_in;
+    bool has_stand_in;
+    int quit; /* readable: it may go */
     const ucx_functions *call;
     tb_transport_env env;
     bool is_user; /* ucx_begin_use has been called */
@@ -202,6 +209,8 @@ struct ucx {
 ucx_peer *ucx_find(const ucx *u, int32_t rank);
 ucx_peer *ucx_find_or_add(ucx *u, int32_t rank);
 void ucx_wake(ucx *u);
+/* Lets UCX do what it can, within bounds. */
+void ucx_work(ucx *u);
 /* The peer's loss is told in the next progress; `why` is a constant. */
 void ucx_fail(ucx_peer *peer, const char *why);
 /* Closes the endpoint at once, whatever is on its way: UCX gives back what it has of it, without the peer. */
@@ -266,17 +275,20 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status);
 void ucx_tell(ucx_posted *p);
 void ucx_tell_all(ucx *u);
 
-/* ucx_pulse.c: whether peers are still there. */
+/* ucx_pulse.c: whether peers are still there, and that we are. */
 
 /* Asks a peer and loses it after so many beats of silence. A beat is a second; tests may change that. */
 enum { UCX_ASK = 3, UCX_LOSE = 13 };
 extern int tb__ucx_beat_ms;
+/* Tests: false: nobody works for endpoints that are opened from then on but those who drive them. */
+extern bool tb__ucx_stands_in;
 /* The peer has told whether it is driven. */
 void ucx_watch_peer(ucx_peer *peer);
 /* Something has come from it. */
 void ucx_hear(ucx_peer *peer, bool is_chunk);
 /* To be called after UCX has handed over what there is. */
 void ucx_beat(ucx *u);
+void ucx_end_stand_in(ucx *u);
 
 /* ucx_sockets.c: what UCX would let other programs inherit. */
 

@@ -2,13 +2,24 @@
  * out while bytes are on their way. Two processes that both work all the time need not wait for that.
  *
  * Silence is counted in beats that this process has lived through, not in time: one that was stopped for a while hears
- * what has come meanwhile before it counts on. */
+ * what has come meanwhile before it counts on.
+ *
+ * The driver may be away for longer than peers wait, in a function of the host's or in a copy. Then a thread stands in
+ * for it: it lets UCX work, and keeps the beat. What has come of it is told when the driver is back. */
 #include "transport/ucx/ucx.h"
 
+#include "base/log.h"
+#include "base/process.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
+enum { AWAY = 2 }; /* beats without the driver */
+
 int tb__ucx_beat_ms = 1000;
+bool tb__ucx_stands_in = true;
 
 static bool is_watched(const ucx_peer *peer) {
     return peer->owner->env.is_driven && peer->is_driven && peer->ep && !peer->is_lost && !peer->why;
@@ -20,9 +31,44 @@ static void set_timer(ucx *u, bool is_on) {
         u->is_beating = is_on;
 }
 
+static void *stand_in(void *arg) {
+    ucx *u = arg;
+    uint64_t seen = 0;
+    int away = 0;
+    while (poll(&(struct pollfd){.fd = u->quit, .events = POLLIN}, 1, tb__ucx_beat_ms) == 0) {
+        pthread_mutex_lock(&u->lock);
+        away = u->nturns == seen ? away + 1 : 0;
+        seen = u->nturns;
+        if (away >= AWAY) {
+            ucx_work(u);
+            ucx_beat(u);
+            ucx_wake(u); /* the driver arms UCX's descriptor again */
+        }
+        pthread_mutex_unlock(&u->lock);
+    }
+    return NULL;
+}
+
 void ucx_watch_peer(ucx_peer *peer) {
-    if (is_watched(peer))
-        set_timer(peer->owner, true);
+    ucx *u = peer->owner;
+    if (!is_watched(peer))
+        return;
+    set_timer(u, true);
+    if (u->has_stand_in || !tb__ucx_stands_in)
+        return;
+    u->quit = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    u->has_stand_in = u->quit >= 0 && tb__start_thread(&u->stand_in, "tb-ucx", stand_in, u) == TB_OK;
+    if (!u->has_stand_in)
+        tb__log(TB_LOG_WARN, "ucx: nobody stands in for the driver: %s", tb_error_detail());
+}
+
+void ucx_end_stand_in(ucx *u) {
+    if (u->has_stand_in) {
+        eventfd_write(u->quit, 1);
+        pthread_join(u->stand_in, NULL);
+    }
+    if (u->quit >= 0)
+        close(u->quit);
 }
 
 void ucx_hear(ucx_peer *peer, bool is_chunk) {

@@ -71,6 +71,36 @@ static void an_idle_peer_is_not(void **state) {
     unmake(&e);
 }
 
+/* Its driver is in a function of the host's, as it were. Its process lives, and the bytes move. */
+static void a_peer_whose_driver_is_away_is_not(void **state) {
+    (void)state;
+    static unsigned char from[4 << 20], to[sizeof from];
+    tb_piece out = {from, sizeof from}, in = {to, sizeof to};
+    tb_op send, receive;
+    endpoints e;
+    tb__ucx_stands_in = true;
+    make_with(&e, BEAT_MS);
+    memset(from, 5, sizeof from);
+    make_op(&receive, TB_OP_RECV, e.rank_a, 9, &in, 1);
+    post(&e.b, &receive);
+    make_op(&send, TB_OP_SEND, e.rank_b, 9, &out, 1);
+    post(&e.a, &send);
+    endpoints alone = {e.a, e.a, e.rank_a, e.rank_a};
+    live(&alone, 3 * UCX_LOSE);
+    assert_int_equal(lost_by_a.count, 0);
+    for (time_t deadline = seconds() + 60; !is_done(&send) && seconds() < deadline; rest(&alone))
+        progress(&alone);
+    assert_int_equal(send.status, TB_OK);
+    assert_false(is_done(&receive)); /* told by the driver only */
+    work_until_done(&e, (tb_op *[]){&receive}, 1);
+    assert_int_equal(receive.status, TB_OK);
+    assert_memory_equal(from, to, sizeof from);
+    send_byte(&e, true, 3, 3);
+    assert_int_equal(lost_by_a.count + lost_by_b.count, 0);
+    unmake(&e);
+    tb__ucx_stands_in = false;
+}
+
 /* Whoever works only when its program waits can't answer in between. */
 static void who_is_not_driven_is_left_alone(void **state) {
     (void)state;
@@ -118,6 +148,7 @@ int main(int argc, char **argv) {
     if (!choose_lanes(argc, argv))
         return 77;
     const struct CMUnitTest tests[] = {cmocka_unit_test(a_silent_peer_is_lost), cmocka_unit_test(an_idle_peer_is_not),
+                                       cmocka_unit_test(a_peer_whose_driver_is_away_is_not),
                                        cmocka_unit_test(who_is_not_driven_is_left_alone),
                                        cmocka_unit_test(a_sender_is_told_unasked)};
     return cmocka_run_group_tests_name("transport ucx, heartbeat", tests, NULL, NULL);
