@@ -15,15 +15,21 @@
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 /* ---- What a fork leaves alone ---------------------------------------------------------------------------------- */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static TB_VEC(ino_t) known; /* by descriptor: the socket that it was; 0: none */
-static int nothing = -1;    /* what a forked process has in place of it */
+static TB_VEC(uint64_t) known; /* by descriptor: the socket that it was; 0: none */
+static int nothing = -1;       /* what a forked process has in place of it */
+
+/* The kernel's number for a socket, which no other ever has; 0: it is none. */
+static uint64_t number_of(int fd) {
+    uint64_t number = 0;
+    socklen_t length = sizeof number;
+    return getsockopt(fd, SOL_SOCKET, SO_COOKIE, &number, &length) == 0 ? number : 0;
+}
 
 static void before_fork(void) {
     pthread_mutex_lock(&lock);
@@ -35,9 +41,8 @@ static void after_fork(void) {
 
 /* The descriptors stay taken: whoever closes them for UCX would close another one's. */
 static void in_fork(void) {
-    struct stat info;
     for (size_t fd = 0; nothing >= 0 && fd < known.count; fd++) {
-        if (known.item[fd] != 0 && fstat((int)fd, &info) == 0 && info.st_ino == known.item[fd])
+        if (known.item[fd] != 0 && known.item[fd] == number_of((int)fd))
             dup3(nothing, (int)fd, O_CLOEXEC);
     }
     pthread_mutex_unlock(&lock);
@@ -49,16 +54,15 @@ static void prepare(void) {
 }
 
 static void keep_to_ourselves(int fd) {
-    struct stat info;
     pthread_once(&once, prepare);
-    if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0 || fstat(fd, &info) != 0)
+    if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
         return;
     pthread_mutex_lock(&lock);
     bool has_room = true;
     while (has_room && known.count <= (size_t)fd)
         has_room = tb__vec_push(&known, 0);
     if (has_room)
-        known.item[fd] = info.st_ino;
+        known.item[fd] = number_of(fd);
     pthread_mutex_unlock(&lock);
 }
 
