@@ -690,9 +690,9 @@ typedef struct tb_transfer_opts {
  * Pairs are independent: if one of several fails, the others go on, and the transfer's own failure, which is the first
  * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed.
  *
- * The senders' calls belong together by their number: a rank's fifth with the others' fifth. A sender that comes when the
- * others, or the receivers, have given its transfer up fails with their reason, at once; so nothing of it gets into the
- * next one. A receiver that comes then waits for the next one.
+ * The senders' calls belong together by their number: a rank's fifth with the others' fifth. A sender that comes when
+ * the others, or the receivers, have given its transfer up fails with their reason, at once; so nothing of it gets into
+ * the next one. A receiver that comes then waits for the next one.
  *
  * With TB_SHADOW a rank whose data is there can't go back on its own: what ends the transfer from then on, be it a
  * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer before its

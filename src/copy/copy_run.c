@@ -352,7 +352,7 @@ static tb_status agree(tb_copy *copy) {
 /* Runs that others have given up before this rank came are not its own. They may have done so while its offers were on
  * their way to them: then it has come to the next one. */
 static tb_status run(tb_copy *copy) {
-    tb_status status;
+    tb_status status = TB_OK;
     do {
         if (copy->broken != TB_OK)
             return tb__fail(copy->broken, "%s", copy->why);

@@ -134,11 +134,12 @@ typedef struct early {
 typedef struct peer {
     int32_t wire; /* as the engine calls it */
     bool is_connected;
-    bool has_left;     /* its last letter has come */
-    bool is_lost;      /* nothing is exchanged with it any more ... */
-    bool is_told;      /* ... and the engine knows: all operations with it are over */
-    char *why;         /* NULL: there was no memory for it */
-    uint64_t nwritten; /* letters to it, and from it */
+    bool has_left;         /* its last letter has come */
+    bool is_lost;          /* nothing is exchanged with it any more ... */
+    bool is_told;          /* ... and the engine knows: all operations with it are over */
+    char *why;             /* NULL: there was no memory for it */
+    tb__unwanted unwanted; /* messages of it */
+    uint64_t nwritten;     /* letters to it, and from it */
     uint64_t nopened;
     early *early;
 } peer;
@@ -246,6 +247,7 @@ void mpi_tell(message *msg, tb_status status);
 /* Tells, and frees one that MPI has nothing of. */
 void mpi_finish(mpi *m, message *msg, tb_status status);
 void mpi_ripen(mpi *m, message *msg);
+void mpi_forget_message(mpi *m, int rank, uint64_t tag);
 tb_status mpi_post_send(mpi *m, tb_op *op, int rank);
 tb_status mpi_post_receive(mpi *m, tb_op *op, int rank);
 /* A letter is opened. */

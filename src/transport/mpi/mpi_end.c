@@ -93,6 +93,7 @@ void mpi_lose(mpi *m, int rank, const char *why) {
     tb__waiter *w;
     while ((w = tb__match_drain(&m->arrivals, rank)))
         free(w);
+    tb__unwanted_fini(&p->unwanted);
     for (bool again = true; again;) { /* from the beginning: callbacks change the list */
         again = false;
         for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {

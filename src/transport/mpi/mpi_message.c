@@ -328,17 +328,31 @@ static tb_status on_message(mpi *m, int rank, const header *h, const unsigned ch
     bool is_offer = h->kind == LETTER_OFFER;
     if (is_offer ? nbytes != 0 || h->nbytes <= INLINE_MAX : nbytes != h->nbytes)
         return tb__fail(TB_INVALID, "it sent what makes no sense");
+    message *msg = (message *)tb__match_take(&m->receives, rank, h->tag);
+    if (!msg && tb__unwanted_take(&m->peers[rank].unwanted, h->tag)) {
+        if (is_offer)
+            mpi_answer(m, rank, LETTER_DECLINE, h->id, 0, 0);
+        return TB_OK;
+    }
     arrival *a = tb__malloc(1, sizeof *a + nbytes);
     if (!a)
         return TB_NO_MEMORY;
     *a = (arrival){.waiter = {.peer = rank, .tag = h->tag}, .is_offer = is_offer, .id = h->id, .nbytes = h->nbytes};
     memcpy(a->data, behind, nbytes);
-    message *msg = (message *)tb__match_take(&m->receives, rank, h->tag);
     if (msg)
         match(m, msg, a);
     else
         tb__match_add(&m->arrivals, &a->waiter);
     return TB_OK;
+}
+
+void mpi_forget_message(mpi *m, int rank, uint64_t tag) {
+    arrival *a = (arrival *)tb__match_take(&m->arrivals, rank, tag);
+    if (!a)
+        tb__unwanted_add(&m->peers[rank].unwanted, tag);
+    else if (a->is_offer)
+        mpi_answer(m, rank, LETTER_DECLINE, a->id, 0, 0);
+    free(a);
 }
 
 static tb_status on_accept(mpi *m, int rank, const header *h) {
