@@ -44,16 +44,18 @@ static bool get_ucx_version(const void *arg, int out) {
     return version && write(out, version(), strlen(version())) > 0;
 }
 
-/* "; UCX 1.13.1; UCX_TLS=tcp", and so on: what the environment tells it may leave it without a lane. */
-static void describe_ucx(const doctor_answer *version, char *out, size_t room, bool *has_settings) {
+/* "; UCX 1.13.1; UCX_TLS=tcp", and so on: what the environment tells it may leave it without a lane. But for what was
+ * said already. */
+static void describe_ucx(const doctor_answer *version, const char *said, char *out, size_t room, bool *has_settings) {
     size_t n = version->is_ok ? (size_t)snprintf(out, room, "; UCX %.40s", version->said) : 0;
     *has_settings = false;
     out[n] = '\0';
     for (char *const *at = environ; *at && n < room; at++) {
         if (strncmp(*at, "UCX_", 4) != 0)
             continue;
-        n += (size_t)snprintf(out + n, room - n, "; %s", *at);
         *has_settings = true;
+        if (!strstr(said, *at))
+            n += (size_t)snprintf(out + n, room - n, "; %s", *at);
     }
 }
 
@@ -85,7 +87,7 @@ static void add_ucx(doctor *d, const char *title, const doctor_answer *answer) {
     doctor_answer version;
     tb__text far = {0}, near = {0};
     doctor_probe(get_ucx_version, NULL, &version);
-    describe_ucx(&version, about, sizeof about, &has_settings);
+    describe_ucx(&version, answer->said, about, sizeof about, &has_settings);
     pick_lanes(answer->is_ok ? answer->said : "", true, &far);
     pick_lanes(answer->is_ok ? answer->said : "", false, &near);
     if (!answer->is_ok)

@@ -471,6 +471,7 @@ static void ask_for_rendezvous(void) {
     static const char *const settings[][2] = {
         {"OMPI_MCA_pml", "ob1"},
         {"OMPI_MCA_btl", "tcp,self"},
+        {"OMPI_MCA_btl_tcp_if_include", "lo"},
         {"OMPI_MCA_btl_tcp_eager_limit", "1024"},
         {"OMPI_MCA_btl_tcp_rndv_eager_limit", "512"},
         {"MPIR_CVAR_NOLOCAL", "1"},
