@@ -195,10 +195,54 @@ static void what_is_not_handed_on_stays_whole(void **state) {
     check(&b);
 }
 
+/* Replicas take turns with small tensors, each of which goes to all other hosts in one piece; large ones they share. */
+static void replicas_take_turns(void **state) {
+    (void)state;
+    enum { NTENSORS = 6 };
+    static const struct {
+        int64_t nelements; /* of f32 */
+        size_t nchunks;    /* of each replica */
+    } cases[] = {{2048, NTENSORS / 2}, {MIB / 16, NTENSORS / 2}, {MIB / 8, NTENSORS}};
+    static const char *const names[NTENSORS] = {"a", "b", "c", "d", "e", "f"};
+    tb_plan_opts plan = {.size = sizeof plan, .hosts = two_away, .nhosts = NRANKS};
+    tb_ir_opts opts = {.size = sizeof opts, .plan = &plan};
+    tb_layout *src, *dst;
+    assert_int_equal(tb_layout_parse("mesh=2 place=R", &src), TB_OK);
+    assert_int_equal(tb_layout_parse("mesh=2 place=R ranks=2,3", &dst), TB_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        tb_tensor_spec spec[NTENSORS];
+        tb_ir *ir[NRANKS];
+        for (size_t t = 0; t < NTENSORS; t++)
+            spec[t] = (tb_tensor_spec){.name = names[t],
+                                       .shape = {1, {cases[i].nelements}},
+                                       .src = src,
+                                       .dst = dst,
+                                       .src_dtype = TB_F32,
+                                       .dst_dtype = TB_F32};
+        for (int32_t rank = 0; rank < NRANKS; rank++)
+            assert_int_equal(tb_ir_create(rank, spec, NTENSORS, NULL, &opts, &ir[rank]), TB_OK);
+        for (int32_t rank = 0; rank < 2; rank++) {
+            int64_t nbytes = 0;
+            assert_int_equal(ir[rank]->nchannels, 1);
+            assert_int_equal(ir[rank]->nchunks, cases[i].nchunks);
+            for (size_t c = 0; c < ir[rank]->nchunks; c++)
+                nbytes += ir[rank]->chunks[c].nbytes;
+            assert_int_equal(nbytes, cases[i].nelements * 4 * NTENSORS / 2);
+            for (int32_t target = 2; target < NRANKS; target++)
+                check_peer(ir[rank], &ir[rank]->channels[0], ir[target]);
+        }
+        for (int32_t rank = 0; rank < NRANKS; rank++)
+            tb_ir_destroy(ir[rank]);
+    }
+    tb_layout_destroy(src);
+    tb_layout_destroy(dst);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_is_handed_on_goes_in_buckets),
         cmocka_unit_test(what_is_not_handed_on_stays_whole),
+        cmocka_unit_test(replicas_take_turns),
     };
     return cmocka_run_group_tests_name("fan-out", tests, NULL, NULL);
 }

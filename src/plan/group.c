@@ -257,7 +257,21 @@ static tb_status set_absent(const tb_plan *plan, tb__group *group, const absente
     return TB_OK;
 }
 
-tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scratch) {
+int64_t tb__least_part = 256 << 10; /* less is not worth a chunk of its own to every receiver */
+
+/* Where cells count once, every cut costs each receiver of the cell a chunk. Short lines need not be cut to keep all
+ * members busy: tensors of a batch take turns with the member they begin with. */
+static int64_t count_parts(const tb_plan *plan, const tb__group *group) {
+    if (!tb__counts_once(plan))
+        return group->nmembers;
+    tb__wide nbytes = (group->line * tb_dtype_bits(plan->dtype) + 7) / 8;
+    tb__wide worth = tb__wide_div(nbytes + (uint64_t)tb__least_part - 1, (uint64_t)tb__least_part);
+    if (worth >= (uint64_t)group->nmembers)
+        return group->nmembers;
+    return worth > 0 ? (int64_t)worth : 1;
+}
+
+static tb_status init_line(const tb_plan *plan, tb__group *group, tb_routes *scratch) {
     group->nmembers = plan->unbalanced ? 1 : tb__holders_count(&plan->src, group->cls, plan->src.partial.size);
     group->absent = NULL;
     group->nabsent = 0;
@@ -274,6 +288,12 @@ tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scrat
         return TB_OK;
     }
     return set_absent(plan, group, absent, &scratch->arena);
+}
+
+tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scratch) {
+    TB_TRY(init_line(plan, group, scratch));
+    group->nparts = count_parts(plan, group);
+    return TB_OK;
 }
 
 bool tb__group_has(const tb_plan *plan, const tb__group *group, int32_t rank, int32_t *holder, int64_t *index) {

@@ -63,6 +63,7 @@ typedef struct tb__group {
     tb__wide total[TB_MAX_DIMS];
     int64_t nmembers;   /* ranks that can send */
     tb__wide line;      /* elements on it */
+    int64_t nparts;     /* that it is cut into, at most one for each member */
     tb__absent *absent; /* ascending */
     size_t nabsent;
 } tb__group;

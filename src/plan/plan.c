@@ -155,8 +155,9 @@ static tb_status init(tb_plan *plan, const tb_plan_opts *callers) {
         if (plan->src.axis[d].table)
             plan->rotation_period = ROTATIONS;
     }
-    if (opts.hosts) {
-        plan->rotation_period = ROTATIONS;
+    if (opts.hosts) { /* a host may have any number of members; still, all members of a group take turns */
+        uint64_t n = plan->rotation_period;
+        plan->rotation_period = (ROTATIONS + n - 1) / n * n;
         TB_TRY(set_hosts(plan, &opts));
     }
     plan->whole_rows = opts.whole_rows;

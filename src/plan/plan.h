@@ -5,8 +5,9 @@
  * lists, which every *receiver* (a rank that holds the target's cell) gets. A group's *line* is its (cell, receiver)
  * pairs laid end to end, cells in lexicographic order of target classes and receivers inside; cut into as many equal
  * parts as the group has members, it tells each member what to send. Where hosts are known, and at a Partial source, a
- * cell stands there with all its receivers together. Because both grids are products, a position on the
- * line is a sum of products of per-axis counts, and nobody needs to walk the line to find their place on it. */
+ * cell stands there with all its receivers together; where hosts are known, a short line has fewer parts than members.
+ * Because both grids are products, a position on the line is a sum of products of per-axis counts, and nobody needs to
+ * walk the line to find their place on it. */
 #ifndef TB_PLAN_PLAN_H
 #define TB_PLAN_PLAN_H
 
@@ -33,6 +34,10 @@ struct tb_routes {
     struct tb__group_memory *memory; /* what group.c remembers from one tensor to the next; NULL until needed */
     tb__wide max_slice;              /* elements; see tb_plan_stats */
 };
+
+/* Where cells count once, a line has one part for each so many bytes of it, and at most one for each member. The same
+ * on all ranks; tests may change it. */
+extern int64_t tb__least_part;
 
 /* Elements on the line of the group with these source classes, and its members. */
 tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *scratch, tb__wide *line,

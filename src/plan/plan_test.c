@@ -117,6 +117,13 @@ static void check_contributors(const random_case *c, const tb_route *route) {
     assert_int_equal(n, route->ncontributors);
 }
 
+static bool is_target(const tb_route *route, int32_t rank) {
+    bool mine = false;
+    for (uint32_t t = 0; t < route->ntargets; t++)
+        mine |= route->targets[t] == rank;
+    return mine;
+}
+
 /* Carries out the routes of every target rank and compares with what the layouts say. */
 static void carry_out(const random_case *c, const tb_plan *plan, uint64_t rotation, tb_routes *routes) {
     static int64_t got[MAX_ELEMENTS];
@@ -128,10 +135,7 @@ static void carry_out(const random_case *c, const tb_plan *plan, uint64_t rotati
         assert_int_equal(tb_plan_routes(plan, target->rank, rotation, routes), TB_OK);
         for (size_t r = 0; r < tb_routes_count(routes); r++) {
             const tb_route *route = tb_routes_at(routes, r);
-            bool mine = false;
-            for (uint32_t t = 0; t < route->ntargets; t++)
-                mine |= route->targets[t] == target->rank;
-            if (!mine)
+            if (!is_target(route, target->rank))
                 continue;
             const part *source = NULL;
             if (route->source != TB_NO_RANK) {
@@ -174,15 +178,15 @@ static int64_t count_sends(const random_case *c, int64_t element, const int32_t 
     return wanted;
 }
 
-/* The bound, element by element: all that ranks with one set of holders must send, over the size of the set. Also
- * tells whether the sets overlap, which only Explicit sources can bring about. */
-static int64_t naive_bound(const random_case *c, int64_t nelements, const int32_t *hosts, bool *sets_overlap) {
-    static struct {
-        uint64_t holders;
-        int64_t sends;
-    } group[MAX_ELEMENTS];
-    int64_t ngroups = 0, itemsize = tb_dtype_bits(c->dtype) / 8, bound = 0;
-    *sets_overlap = false;
+/* Elements with the same set of holders. */
+static struct {
+    uint64_t holders, senders; /* senders: to other hosts */
+    int64_t nbytes;            /* to be sent */
+} group[MAX_ELEMENTS];
+static int64_t ngroups, group_of[MAX_ELEMENTS];
+
+static void find_groups(const random_case *c, int64_t nelements, const int32_t *hosts) {
+    ngroups = 0;
     for (int64_t e = 0; e < nelements; e++) {
         uint64_t holders = 0;
         for (int32_t m = 0; m < c->src.nranks; m++)
@@ -192,27 +196,38 @@ static int64_t naive_bound(const random_case *c, int64_t nelements, const int32_
             g++;
         if (g == ngroups) {
             group[ngroups].holders = holders;
-            group[ngroups++].sends = 0;
+            group[ngroups].senders = 0;
+            group[ngroups++].nbytes = 0;
         }
-        group[g].sends += count_sends(c, e, hosts);
+        group_of[e] = g;
+        group[g].nbytes += count_sends(c, e, hosts) * tb_dtype_bits(c->dtype) / 8;
     }
+}
+
+/* The bound: all that a group must send, over its members; or the least part of it, where that is more. Also tells
+ * whether the groups have members in common, which only Explicit sources can bring about. */
+static int64_t naive_bound(int64_t least, bool *groups_meet) {
+    int64_t bound = 0;
+    *groups_meet = false;
     for (int64_t g = 0; g < ngroups; g++) {
-        int64_t members = __builtin_popcountll(group[g].holders);
+        int64_t members = __builtin_popcountll(group[g].holders), nbytes = group[g].nbytes;
         if (members) {
-            int64_t share = (group[g].sends * itemsize + members - 1) / members;
+            int64_t share = (nbytes + members - 1) / members, smallest = nbytes < least ? nbytes : least;
+            share = share > smallest ? share : smallest;
             bound = share > bound ? share : bound;
         }
         for (int64_t h = 0; h < g; h++)
-            *sets_overlap |= (group[g].holders & group[h].holders) != 0;
+            *groups_meet |= (group[g].holders & group[h].holders) != 0;
     }
     return bound;
 }
 
 static void check_stats(const random_case *c, const tb_plan *plan, int64_t nelements) {
     tb_plan_stats stats;
-    bool sets_overlap;
+    bool groups_meet;
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
-    int64_t bound = naive_bound(c, nelements, NULL, &sets_overlap), sent = 0, received = 0;
+    find_groups(c, nelements, NULL);
+    int64_t bound = naive_bound(0, &groups_meet), sent = 0, received = 0;
     assert_int_equal(stats.min_max_send, bound);
     for (int32_t i = 0; i < stats.nranks; i++) {
         sent += stats.send_bytes[i];
@@ -221,7 +236,7 @@ static void check_stats(const random_case *c, const tb_plan *plan, int64_t nelem
     }
     assert_int_equal(sent, received);
     assert_int_equal(sent, stats.total_bytes);
-    if (!sets_overlap)
+    if (!groups_meet)
         assert_true(stats.max_send <= stats.min_max_send + stats.max_slice);
     tb_plan_stats_fini(&stats);
 }
@@ -241,14 +256,16 @@ static bool has_repeats(const random_case *c) {
 }
 
 /* Each element that goes to other hosts is sent by one rank, in one broadcast, to all ranks that have no source of it
- * on their host; and the members of a group share what they send there. */
+ * on their host; and the members of a group share what they send there, but in no smaller parts than make sense. */
 static void check_once(const random_case *c, const tb_plan *plan, const int32_t *hosts, uint64_t rotation,
                        tb_routes *routes) {
     static uint64_t reached[MAX_ELEMENTS]; /* the targets of the broadcast, by number in the mesh */
+    static int32_t sender[MAX_ELEMENTS];
     int64_t nelements = 1, most = 0;
     for (int d = 0; d < c->shape.ndim; d++)
         nelements *= c->shape.dim[d];
     memset(reached, 0, (size_t)nelements * sizeof *reached);
+    find_groups(c, nelements, hosts);
     for (int32_t m = 0; m < c->src.nranks; m++) {
         const part *source = &parts[0][m];
         int64_t sent = 0;
@@ -264,6 +281,8 @@ static void check_once(const random_case *c, const tb_plan *plan, const int32_t 
                 int64_t element = source->element[flat(&route->src, route->len, source->shape, c->shape.ndim, e)];
                 assert_int_equal(reached[element], 0); /* it leaves no host a second time */
                 reached[element] = targets;
+                sender[element] = source->rank;
+                group[group_of[element]].senders |= (uint64_t)1 << m;
                 sent++;
             }
         }
@@ -278,11 +297,27 @@ static void check_once(const random_case *c, const tb_plan *plan, const int32_t 
         }
         assert_int_equal(reached[e], far);
     }
+    for (int32_t m = 0; m < c->dst.nranks; m++) { /* who receives it knows who sends it */
+        const part *target = &parts[1][m];
+        assert_int_equal(tb_plan_routes(plan, target->rank, rotation, routes), TB_OK);
+        for (size_t i = 0; i < tb_routes_count(routes); i++) {
+            const tb_route *route = tb_routes_at(routes, i);
+            if (route->source == TB_NO_RANK || hosts[route->source] == hosts[target->rank] ||
+                !is_target(route, target->rank))
+                continue;
+            for (int64_t e = 0; e < route->nelements; e++) {
+                int64_t at = flat(&route->dst, route->len, target->shape, c->shape.ndim, e);
+                assert_int_equal(sender[target->element[at]], route->source);
+            }
+        }
+    }
+    for (int64_t g = 0; g < ngroups; g++)
+        assert_true(__builtin_popcountll(group[g].senders) <= (group[g].nbytes + tb__least_part - 1) / tb__least_part);
     tb_plan_stats stats;
-    bool sets_overlap;
+    bool groups_meet;
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
-    int64_t bound = naive_bound(c, nelements, hosts, &sets_overlap), itemsize = tb_dtype_bits(c->dtype) / 8;
-    if (!sets_overlap) /* no cut divides an element */
+    int64_t bound = naive_bound(tb__least_part, &groups_meet), itemsize = tb_dtype_bits(c->dtype) / 8;
+    if (!groups_meet) /* no cut divides an element */
         assert_true(most * itemsize <= bound + (stats.max_slice > itemsize ? stats.max_slice : itemsize));
     tb_plan_stats_fini(&stats);
 }
@@ -297,6 +332,8 @@ static void check_hosts(const random_case *c, const tb_layout *src, const tb_lay
         for (int32_t m = 0; m < c->src.nranks; m++)
             hosts[parts[0][m].rank] = (int32_t)rng_range(r, 0, 1);
     }
+    /* Lines of a few bytes are cut, too: as finely as can be, or so that some have fewer parts than members. */
+    tb__least_part = (int64_t[]){1, rng_range(r, 2, 64), rng_range(r, 64, 2048)}[rng_range(r, 0, 2)];
     tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 128};
     tb_plan *plan;
     assert_int_equal(tb_plan_create(src, dst, &c->shape, c->dtype, &opts, &plan), TB_OK);
@@ -313,11 +350,8 @@ static void check_hosts(const random_case *c, const tb_layout *src, const tb_lay
         assert_int_equal(tb_plan_routes(plan, target->rank, 0, routes), TB_OK);
         for (size_t i = 0; i < tb_routes_count(routes); i++) {
             const tb_route *route = tb_routes_at(routes, i);
-            bool mine = false;
-            for (uint32_t t = 0; t < route->ntargets; t++)
-                mine |= route->targets[t] == target->rank;
-            if (!mine || route->ncontributors || route->source == TB_NO_RANK || route->source == target->rank ||
-                hosts[route->source] == hosts[target->rank])
+            if (!is_target(route, target->rank) || route->ncontributors || route->source == TB_NO_RANK ||
+                route->source == target->rank || hosts[route->source] == hosts[target->rank])
                 continue;
             const part *source = part_of(0, &c->src, route->source);
             int64_t first = source->element[flat(&route->src, route->len, source->shape, c->shape.ndim, 0)];

@@ -7,7 +7,7 @@
 /* A cell of which this rank is receiver number `index`, served from the line. */
 static tb_status receive(tb__walk *w, const tb__group *group, const tb__cell *cell, int64_t index, const int32_t *own) {
     tb__receivers r = tb__receivers_of(w->plan, group, cell);
-    tb__cuts c = {group->line, group->nmembers};
+    tb__cuts c = {group->line, group->nparts};
     bool together = tb__serves_together(w->plan);
     tb__wide position = r.position, weight = (uint64_t)cell->volume;
     int64_t q = index - (int64_t)tb__absent_before(r.absent, index); /* among those served */
@@ -27,7 +27,7 @@ static tb_status receive(tb__walk *w, const tb__group *group, const tb__cell *ce
         else if (!together && s.is_whole && !r.repeats)
             tb__whole_range(&c, &knife, k, cell, &r, &first, &last);
         tb__note_cut(w, &knife, &c, k, position, weight);
-        int64_t m = w->plan->unbalanced ? 0 : tb__part_member(k, c.nparts, w->rotation);
+        int64_t m = w->plan->unbalanced ? 0 : tb__part_member(k, group->nmembers, w->rotation);
         TB_TRY(tb__set_source(w, group, m, &who));
         TB_TRY(tb__set_targets(w, &r, first, last, own, &who));
         TB_TRY(tb__emit(w, group, cell, &who, &knife, &s));

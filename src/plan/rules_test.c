@@ -179,7 +179,7 @@ static void other_hosts_are_sent_to_once(void **state) {
     static const struct {
         const char *src, *dst;
         int32_t hosts[8];
-        int64_t egress[3], total_bytes; /* 64 elements of 4 bytes */
+        int64_t egress[3], total_bytes; /* in units of 4096, of 64 times as many elements of 4 bytes */
     } cases[] = {
         {"mesh=2 place=R", "mesh=2 place=R ranks=2,3", {0, 0, 1, 1}, {128, 128}, 512},
         {"mesh=2 place=R", "mesh=4 place=R ranks=2..5", {0, 1, 2, 2, 3, 3}, {128, 128}, 1024},
@@ -190,20 +190,68 @@ static void other_hosts_are_sent_to_once(void **state) {
         {"mesh=2 place=R", "mesh=2,2 place=S0,R ranks=2..5", {0, 0, 0, 1, 1, 1}, {192, 192}, 512},
         /* Rank 0 sends its half to rank 2, which is beside it, and to rank 3; rank 1 sends its own to both at once. */
         {"mesh=2 place=S0", "mesh=2 place=R ranks=2,3", {0, 1, 0, 2}, {256, 128}, 512},
-        /* Indices 32 to 48 are wanted twice, and count once. */
-        {"mesh=3 place=R", "mesh=2 place=Explicit(0, 0-48; 32-48) ranks=3,4", {0, 0, 0, 1, 1}, {64, 64, 64}, 256},
+        /* The last third of it is wanted twice, and counts once. */
+        {"mesh=3 place=R",
+         "mesh=2 place=Explicit(0, 0-196608; 131072-196608) ranks=3,4",
+         {0, 0, 0, 1, 1},
+         {64, 64, 64},
+         256},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         tb_plan_opts opts = {.size = sizeof opts, .hosts = cases[i].hosts, .nhosts = 8};
-        tb_plan_stats s = stats_of(cases[i].src, cases[i].dst, "64", TB_F32, &opts);
-        assert_int_equal(s.total_bytes, cases[i].total_bytes);
+        tb_plan_stats s = stats_of(cases[i].src, cases[i].dst, "262144", TB_F32, &opts);
+        assert_int_equal(s.total_bytes, 4096 * cases[i].total_bytes);
         for (int32_t r = 0; r < 3 && cases[i].egress[r]; r++) {
-            if (s.egress_bytes[r] != cases[i].egress[r])
+            if (s.egress_bytes[r] != 4096 * cases[i].egress[r])
                 fail_msg("case %zu: %lld bytes leave rank %d, not %lld", i, (long long)s.egress_bytes[r], r,
-                         (long long)cases[i].egress[r]);
+                         4096 * (long long)cases[i].egress[r]);
         }
         tb_plan_stats_fini(&s);
     }
+}
+
+/* What other hosts want of little is not cut among all replicas, and tensors take turns among them. */
+static void little_is_not_cut_for_other_hosts(void **state) {
+    (void)state;
+    enum { NREPLICAS = 70, NRANKS = 73 }; /* three targets */
+    static const struct {
+        const char *shape;
+        tb_dtype dtype;
+        uint64_t nparts;
+    } cases[] = {
+        {"", TB_F32, 1},         {"8192", TB_U8, 1},        {"65536", TB_F32, 1},          {"65537", TB_F32, 2},
+        {"1048576", TB_BF16, 8}, {"1048578", TB_F4E2M1, 3}, {"33554432", TB_U8, NREPLICAS}};
+    int32_t hosts[NRANKS];
+    for (int32_t rank = 0; rank < NRANKS; rank++)
+        hosts[rank] = rank < NREPLICAS ? rank % 4 : 4 + rank % 2;
+    tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = NRANKS};
+    tb_routes *routes;
+    assert_int_equal(tb_routes_create(&routes), TB_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        tb_plan *plan;
+        assert_int_equal(
+            plan_of("mesh=70 place=R", "mesh=3 place=R ranks=70..72", cases[i].shape, cases[i].dtype, &opts, &plan),
+            TB_OK);
+        assert_int_equal(tb_plan_check(plan), TB_OK);
+        for (uint64_t rotation = 0; rotation < 2 * NREPLICAS; rotation += 23) {
+            uint64_t n = 0;
+            for (int32_t rank = 0; rank < NREPLICAS; rank++) {
+                uint64_t part = ((uint64_t)rank + 2 * NREPLICAS - rotation) % NREPLICAS;
+                assert_int_equal(tb_plan_routes(plan, rank, rotation, routes), TB_OK);
+                assert_int_equal(tb_routes_count(routes), part < cases[i].nparts);
+                n += tb_routes_count(routes);
+            }
+            assert_int_equal(n, cases[i].nparts);
+            assert_int_equal(tb_plan_routes(plan, 71, rotation, routes), TB_OK);
+            assert_int_equal(tb_routes_count(routes), cases[i].nparts);
+            for (uint64_t k = 0; k < cases[i].nparts; k++) {
+                uint64_t source = (uint64_t)tb_routes_at(routes, k)->source;
+                assert_true((source + 2 * NREPLICAS - rotation) % NREPLICAS < cases[i].nparts);
+            }
+        }
+        tb_plan_destroy(plan);
+    }
+    tb_routes_destroy(routes);
 }
 
 /* Tensor i of a batch begins with another replica than tensor i+1. */
@@ -346,6 +394,7 @@ int main(void) {
         cmocka_unit_test(contributions_are_counted_apart),
         cmocka_unit_test(the_same_host_comes_first),
         cmocka_unit_test(other_hosts_are_sent_to_once),
+        cmocka_unit_test(little_is_not_cut_for_other_hosts),
         cmocka_unit_test(tensors_take_turns),
         cmocka_unit_test(huge_plans),
         cmocka_unit_test(the_cache_shares_plans),

@@ -54,7 +54,7 @@ static tb_status next_cell(tb__walk *w, const tb__group *group, tb__pairing *pai
 /* What part k of the line sends, in one cell. */
 static tb_status send_cell(tb__walk *w, const tb__group *group, const tb__cell *cell, const tb__receivers *r, int64_t k,
                            tb__parties *who) {
-    tb__cuts c = {group->line, group->nmembers};
+    tb__cuts c = {group->line, group->nparts};
     tb__wide volume = (uint64_t)cell->volume;
     if (tb__serves_together(w->plan)) {
         tb__knife knife = tb__knife_choose(w->plan, &c, cell, r->weight);
@@ -89,10 +89,12 @@ static tb_status send_cell(tb__walk *w, const tb__group *group, const tb__cell *
 
 /* What member `m` of the group sends from the line. */
 static tb_status send_part(tb__walk *w, const tb__group *group, int64_t m) {
-    tb__cuts c = {group->line, group->nmembers};
+    tb__cuts c = {group->line, group->nparts};
     if (group->line == 0 || (w->plan->unbalanced && m != 0))
         return TB_OK;
-    int64_t k = w->plan->unbalanced ? 0 : tb__member_part(m, c.nparts, w->rotation);
+    int64_t k = w->plan->unbalanced ? 0 : tb__member_part(m, group->nmembers, w->rotation);
+    if (k >= c.nparts)
+        return TB_OK;
     tb__wide from = tb__part_start(&c, k), to = tb__part_start(&c, k + 1);
     if (from == to)
         return TB_OK;

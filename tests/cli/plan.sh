@@ -67,16 +67,18 @@ printed '"chunks":2,"total_bytes":8,'
 
 # a replica on the target's host is preferred
 hosts() {
-    accepted plan --shape 64 --dtype u8 --src 'mesh=2 place=R' --dst 'mesh=2 place=R ranks=2,3' --json --hosts "$1"
+    accepted plan --shape "${2:-64}" --dtype u8 --src 'mesh=2 place=R' --dst 'mesh=2 place=R ranks=2,3' --json --hosts "$1"
 }
 hosts 0,1,1,0
 printed '{"source":0,"targets":\[3\],"kind":"P2P","chunks":1,"bytes":64},{"source":1,"targets":\[2\],"kind":"P2P"'
 hosts 0,1,0,1
 printed '{"source":0,"targets":\[2\],"kind":"P2P","chunks":1,"bytes":64},{"source":1,"targets":\[3\],"kind":"P2P"'
 
-# what goes to other hosts goes there once, and replicas share it
+# what goes to other hosts goes there once, and replicas share it where it is worth it
+hosts 0,0,1,1 1048576
+printed '"hosts":\[{"from":0,"to":1,"bytes":1048576}\],"ways":\[{"way":"0 > 2 > 3","bytes":524288},{"way":"1 > 2 > 3",'
 hosts 0,0,1,1
-printed '"hosts":\[{"from":0,"to":1,"bytes":64}\],"ways":\[{"way":"0 > 2 > 3","bytes":32},{"way":"1 > 2 > 3","bytes":32}\]}$'
+printed '"hosts":\[{"from":0,"to":1,"bytes":64}\],"ways":\[{"way":"0 > 2 > 3","bytes":64}\]}$'
 
 # a broadcast enters every host once, and is handed on there
 fan_out() {
