@@ -3,10 +3,14 @@
 #include <poll.h>
 #include <pthread.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -168,4 +172,51 @@ void cancel(tb_transport *t, tb_op *op, const tb_transport *other) {
 
 void leave(tb_transport *t, const tb_transport *other) {
     cancel_or_close(t, NULL, other);
+}
+
+static _Noreturn void be_stranger(stranger_part *part, int in, int out, const void *arg) {
+    tb_transport t;
+    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX];
+    size_t n;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    open_one(&t, 1, NULL, mine, &n);
+    if (write(out, mine, n) != (ssize_t)n)
+        _exit(1);
+    ssize_t got = read(in, theirs, sizeof theirs);
+    if (got <= 0)
+        _exit(1);
+    part(&t, theirs, (size_t)got, in, out, arg);
+    _exit(0);
+}
+
+void stranger_start(stranger *o, stranger_part *part, const void *arg) {
+    int up[2], down[2];
+    assert_int_equal(pipe(up), 0);
+    assert_int_equal(pipe(down), 0);
+    *o = (stranger){.pid = fork(), .up = up[0], .down = down[1]};
+    assert_true(o->pid >= 0);
+    if (o->pid == 0) {
+        close(up[0]);
+        close(down[1]);
+        be_stranger(part, down[0], up[1], arg);
+    }
+    close(up[1]);
+    close(down[0]);
+    ssize_t got = read(o->up, o->address, sizeof o->address);
+    assert_true(got > 0);
+    o->nbytes = (size_t)got;
+}
+
+void stranger_tell(const stranger *o, const void *bytes, size_t nbytes) {
+    assert_int_equal(write(o->down, bytes, nbytes), nbytes);
+}
+
+void stranger_kill(const stranger *o) {
+    kill(o->pid, SIGKILL);
+    waitpid(o->pid, NULL, 0);
+}
+
+void stranger_close(const stranger *o) {
+    close(o->up);
+    close(o->down);
 }

@@ -7,6 +7,7 @@
 #include "conformance.h"
 #include "transport/ucx/ucx.h"
 
+#include <sys/types.h>
 #include <time.h>
 
 enum { LARGE = 64 << 20 }; /* bytes of a message that takes a while */
@@ -46,6 +47,24 @@ void work_until_half(endpoints *e);
 void cancel(tb_transport *t, tb_op *op, const tb_transport *other);
 /* Closes one end while the other works. */
 void leave(tb_transport *t, const tb_transport *other);
+/* Another process, with an endpoint of rank 1, until it is killed. */
+typedef struct stranger {
+    pid_t pid;
+    int up, down; /* what it says, what it is told */
+    unsigned char address[TB_ADDRESS_MAX];
+    size_t nbytes;
+} stranger;
+
+/* What it does there; `address` is the first that it was told, in and out are its ends of the pipes. */
+typedef void stranger_part(tb_transport *t, const unsigned char *address, size_t nbytes, int in, int out,
+                           const void *arg);
+
+/* Begins when it has an address. It waits to be told one. */
+void stranger_start(stranger *o, stranger_part *part, const void *arg);
+void stranger_tell(const stranger *o, const void *bytes, size_t nbytes);
+void stranger_kill(const stranger *o);
+void stranger_close(const stranger *o);
+
 /* That LARGE bytes are the same. */
 void check(const unsigned char *memory, unsigned char value);
 

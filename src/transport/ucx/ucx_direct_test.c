@@ -3,13 +3,10 @@
 #include "../tests/support/ucx_ends.h"
 
 #include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -150,55 +147,39 @@ static void an_end_leaves_in_the_middle(void **state) {
 }
 
 /* Takes part in one large message, until it is killed. */
-static _Noreturn void child(int in, int out, bool is_send) {
-    tb_transport t;
-    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX];
-    size_t n;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    open_one(&t, 1, NULL, mine, &n);
-    if (write(out, mine, n) != (ssize_t)n)
-        _exit(1);
-    ssize_t got = read(in, theirs, sizeof theirs);
-    if (got <= 0)
-        _exit(1);
-    connect_to(&t, 0, theirs, (size_t)got);
+static void move_large(tb_transport *t, const unsigned char *address, size_t nbytes, int in, int out, const void *arg) {
+    (void)in;
+    (void)out;
+    connect_to(t, 0, address, nbytes);
     tb_piece piece = {map_large(), LARGE};
     tb_op op;
-    make_op(&op, is_send ? TB_OP_SEND : TB_OP_RECV, 0, 7, &piece, 1);
-    post(&t, &op);
-    for (endpoints e = {t, t, 1, 1};; rest(&e))
-        t.ops->progress(t.context);
+    make_op(&op, *(const tb_op_kind *)arg, 0, 7, &piece, 1);
+    post(t, &op);
+    for (endpoints e = {*t, *t, 1, 1};; rest(&e))
+        t->ops->progress(t->context);
 }
 
-static void kill_in_the_middle(bool is_send) {
+static void kill_in_the_middle(tb_op_kind mine, tb_op_kind theirs) {
     losses l = {0};
-    int up[2], down[2];
-    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX];
+    unsigned char address[TB_ADDRESS_MAX];
     size_t n;
-    assert_int_equal(pipe(up), 0);
-    assert_int_equal(pipe(down), 0);
-    pid_t pid = fork();
-    assert_true(pid >= 0);
-    if (pid == 0)
-        child(down[0], up[1], !is_send);
+    stranger o;
+    stranger_start(&o, move_large, &theirs);
     tb_transport t;
-    open_one(&t, 0, &l, mine, &n);
-    ssize_t got = read(up[0], theirs, sizeof theirs);
-    assert_true(got > 0);
-    assert_int_equal(write(down[1], mine, n), n);
-    connect_to(&t, 1, theirs, (size_t)got);
+    open_one(&t, 0, &l, address, &n);
+    stranger_tell(&o, address, n);
+    connect_to(&t, 1, o.address, o.nbytes);
     unsigned char *memory = map_large();
     tb_piece piece = {memory, LARGE};
     tb_op op;
-    make_op(&op, is_send ? TB_OP_SEND : TB_OP_RECV, 1, 7, &piece, 1);
+    make_op(&op, mine, 1, 7, &piece, 1);
     post(&t, &op);
     ucx *u = t.context;
     const ucx_posted *p = op.state;
     for (time_t deadline = seconds() + 60; p->nrequests == 0 && seconds() < deadline;)
         u->call->worker_progress(u->worker);
     assert_true(p->nrequests > 0);
-    kill(pid, SIGKILL);
-    waitpid(pid, NULL, 0);
+    stranger_kill(&o);
     endpoints alone = {t, t, 0, 0};
     work_until_done(&alone, (tb_op *[]){&op}, 1);
     assert_int_equal(munmap(memory, LARGE), 0);
@@ -206,20 +187,17 @@ static void kill_in_the_middle(bool is_send) {
     assert_int_equal(l.count, 1);
     assert_int_equal(l.rank, 1);
     tb__transport_close(&t);
-    for (int i = 0; i < 2; i++) {
-        close(up[i]);
-        close(down[i]);
-    }
+    stranger_close(&o);
 }
 
 static void a_receiver_is_killed(void **state) {
     (void)state;
-    kill_in_the_middle(true);
+    kill_in_the_middle(TB_OP_SEND, TB_OP_RECV);
 }
 
 static void a_sender_is_killed(void **state) {
     (void)state;
-    kill_in_the_middle(false);
+    kill_in_the_middle(TB_OP_RECV, TB_OP_SEND);
 }
 
 int main(int argc, char **argv) {

@@ -4,23 +4,21 @@
 
 #include <poll.h>
 #include <setjmp.h>
-#include <signal.h>
 #include <spawn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
 typedef enum way { FORK, SPAWN } way;
 
-typedef struct other {
-    pid_t pid;
-    int up, down;
-} other;
+/* What the other end does. */
+typedef struct habits {
+    way way;
+    bool connects;
+} habits;
 
 extern char **environ;
 
@@ -44,60 +42,33 @@ static void start_another(way w, int in) {
 
 /* Rank 1: says hello to rank 0 or waits for its hello, starts another process when it has met it, says so, and works
  * until it is killed. */
-static void play(way w, bool connects, int in, int out) {
-    tb_transport t;
-    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX];
-    size_t n;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    open_one(&t, 1, NULL, mine, &n);
-    if (write(out, mine, n) != (ssize_t)n)
-        _exit(1);
-    ssize_t got = read(in, theirs, sizeof theirs);
-    if (got <= 0)
-        _exit(1);
-    if (connects)
-        connect_to(&t, 0, theirs, (size_t)got);
-    struct pollfd fd = {.fd = t.ops->fd(t.context), .events = POLLIN};
+static void play(tb_transport *t, const unsigned char *address, size_t nbytes, int in, int out, const void *arg) {
+    const habits *h = arg;
+    if (h->connects)
+        connect_to(t, 0, address, nbytes);
+    struct pollfd fd = {.fd = t->ops->fd(t->context), .events = POLLIN};
     for (bool has_told = false;;) {
-        t.ops->progress(t.context);
-        const ucx_peer *peer = ucx_find(t.context, 0);
+        t->ops->progress(t->context);
+        const ucx_peer *peer = ucx_find(t->context, 0);
         if (!has_told && peer && peer->is_met) {
-            start_another(w, in);
+            start_another(h->way, in);
             has_told = write(out, "x", 1) == 1;
         }
         poll(&fd, 1, 100);
     }
 }
 
-static other start(way w, bool connects, unsigned char *address, size_t *nbytes) {
-    int up[2], down[2];
-    assert_int_equal(pipe(up), 0);
-    assert_int_equal(pipe(down), 0);
-    other o = {.pid = fork(), .up = up[0], .down = down[1]};
-    assert_true(o.pid >= 0);
-    if (o.pid == 0) {
-        close(up[0]);
-        close(down[1]);
-        play(w, connects, down[0], up[1]);
-    }
-    close(up[1]);
-    close(down[0]);
-    ssize_t got = read(o.up, address, TB_ADDRESS_MAX);
-    assert_true(got > 0);
-    *nbytes = (size_t)got;
-    return o;
-}
-
 static void kill_one(way w, bool they_connect) {
     losses l = {0};
-    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX], byte;
-    size_t n, ntheirs;
-    other o = start(w, they_connect, theirs, &ntheirs);
+    unsigned char mine[TB_ADDRESS_MAX], byte;
+    size_t n;
+    stranger o;
+    stranger_start(&o, play, &(habits){w, they_connect});
     tb_transport t;
     open_one(&t, 0, &l, mine, &n);
     if (!they_connect)
-        connect_to(&t, 1, theirs, ntheirs);
-    assert_int_equal(write(o.down, mine, n), n);
+        connect_to(&t, 1, o.address, o.nbytes);
+    stranger_tell(&o, mine, n);
     endpoints e = {.a = t, .b = t, .rank_a = 0, .rank_b = 0};
     struct pollfd fds[2] = {{.fd = t.ops->fd(t.context), .events = POLLIN}, {.fd = o.up, .events = POLLIN}};
     for (time_t deadline = seconds() + 60; !(fds[1].revents & POLLIN) && seconds() < deadline;) {
@@ -105,8 +76,7 @@ static void kill_one(way w, bool they_connect) {
         poll(fds, 2, 100);
     }
     assert_int_equal(read(o.up, &byte, 1), 1);
-    kill(o.pid, SIGKILL);
-    waitpid(o.pid, NULL, 0);
+    stranger_kill(&o);
     work_until_lost(&e, &l);
     assert_null(strstr(l.why, "nothing has come"));
     tb__transport_close(&t);

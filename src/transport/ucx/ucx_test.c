@@ -4,11 +4,9 @@
 
 #include <poll.h>
 #include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -222,25 +220,20 @@ static void a_peer_that_leaves_is_lost(void **state) {
 }
 
 /* Says hello, sends a byte, and then does nothing but progress until it is killed. */
-static void child(int in, int out) {
-    tb_transport t;
-    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX], byte = 1;
-    size_t n;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    open_one(&t, 1, NULL, mine, &n);
-    if (write(out, mine, n) != (ssize_t)n)
-        _exit(1);
-    ssize_t got = read(in, theirs, sizeof theirs);
-    if (got <= 0)
-        _exit(1);
-    connect_to(&t, 0, theirs, (size_t)got);
+static void send_a_byte(tb_transport *t, const unsigned char *address, size_t nbytes, int in, int out,
+                        const void *arg) {
+    (void)in;
+    (void)out;
+    (void)arg;
+    unsigned char byte = 1;
+    connect_to(t, 0, address, nbytes);
     tb_piece piece = {&byte, 1};
     tb_op op;
     make_op(&op, TB_OP_SEND, 0, 1, &piece, 1);
-    post(&t, &op);
-    struct pollfd fd = {.fd = t.ops->fd(t.context), .events = POLLIN};
+    post(t, &op);
+    struct pollfd fd = {.fd = t->ops->fd(t->context), .events = POLLIN};
     for (;;) {
-        t.ops->progress(t.context);
+        t->ops->progress(t->context);
         poll(&fd, 1, -1);
     }
 }
@@ -249,26 +242,17 @@ static void child(int in, int out) {
 static void a_killed_peer_is_noticed(void **state) {
     (void)state;
     losses l = {0};
-    int up[2], down[2];
-    unsigned char mine[TB_ADDRESS_MAX], theirs[TB_ADDRESS_MAX], byte = 0, more;
+    unsigned char mine[TB_ADDRESS_MAX], beside[TB_ADDRESS_MAX], byte = 0, more;
     static unsigned char large[8 << 20];
-    size_t n;
-    assert_int_equal(pipe(up), 0);
-    assert_int_equal(pipe(down), 0);
-    pid_t pid = fork();
-    assert_true(pid >= 0);
-    if (pid == 0)
-        child(down[0], up[1]);
+    size_t n, nbeside;
+    stranger o;
+    stranger_start(&o, send_a_byte, NULL);
     endpoints e = {.rank_a = 0, .rank_b = 2};
-    unsigned char other[TB_ADDRESS_MAX];
-    size_t nother;
     open_one(&e.a, 0, &l, mine, &n);
-    open_one(&e.b, 2, NULL, other, &nother);
-    ssize_t got = read(up[0], theirs, sizeof theirs);
-    assert_true(got > 0);
-    assert_int_equal(write(down[1], mine, n), n);
-    connect_to(&e.a, 1, theirs, (size_t)got);
-    connect_to(&e.a, 2, other, nother);
+    open_one(&e.b, 2, NULL, beside, &nbeside);
+    stranger_tell(&o, mine, n);
+    connect_to(&e.a, 1, o.address, o.nbytes);
+    connect_to(&e.a, 2, beside, nbeside);
     tb_piece in = {&byte, 1}, out = {large, sizeof large}, in_more = {&more, 1};
     tb_op receive, send, waiting;
     make_op(&receive, TB_OP_RECV, 1, 1, &in, 1);
@@ -280,8 +264,7 @@ static void a_killed_peer_is_noticed(void **state) {
     post(&e.a, &send);
     post(&e.a, &waiting);
     progress(&e);
-    kill(pid, SIGKILL);
-    waitpid(pid, NULL, 0);
+    stranger_kill(&o);
     work_until_done(&e, (tb_op *[]){&send, &waiting}, 2);
     assert_int_equal(send.status, TB_LOST);
     assert_int_equal(waiting.status, TB_LOST);
@@ -292,10 +275,7 @@ static void a_killed_peer_is_noticed(void **state) {
     assert_int_equal(tb__transport_post(&e.a, &send), TB_LOST);
     send_byte(&e, true, 1, 8);
     unmake(&e);
-    for (int i = 0; i < 2; i++) {
-        close(up[i]);
-        close(down[i]);
-    }
+    stranger_close(&o);
 }
 
 static int64_t cpu_us(void) {
