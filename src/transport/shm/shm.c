@@ -54,8 +54,8 @@ void shm_tell_all(shm *s) {
 shm_peer *shm_find(const shm *s, int32_t rank) {
     size_t probe = 0, i;
     while ((i = tb__index_next(&s->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
-        if (s->all.item[i]->rank == rank)
-            return s->all.item[i];
+        if (s->peers.item[i]->rank == rank)
+            return s->peers.item[i];
     }
     return NULL;
 }
@@ -67,17 +67,15 @@ static shm_peer *find_or_add(shm *s, int32_t rank) {
     peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return NULL;
-    if (!tb__vec_push(&s->all, peer) || !tb__index_add(&s->by_rank, tb__hash(0, (uint32_t)rank), s->all.count - 1)) {
-        s->all.count -= s->all.count > 0 && s->all.item[s->all.count - 1] == peer;
+    if (!tb__vec_reserve(&s->peers, 1) || !tb__index_add(&s->by_rank, tb__hash(0, (uint32_t)rank), s->peers.count)) {
         free(peer);
         return NULL;
     }
+    s->peers.item[s->peers.count++] = peer;
     peer->owner = s;
     peer->rank = rank;
     peer->pidfd = -1;
     peer->out = (shm_link){.watch = WATCH_LINK, .fd = -1, .peer = peer, .is_out = true};
-    peer->next = s->peers;
-    s->peers = peer;
     return peer;
 }
 
@@ -168,14 +166,13 @@ static void close_descriptors(shm *s, shm_peer *peer) {
 static void shm_close(void *context) {
     shm *s = context;
     tb__waiter *w;
-    for (shm_peer *peer = s->peers; peer; peer = peer->next)
-        shm_drop_messages(s, peer, TB_CANCELLED);
+    for (size_t i = 0; i < s->peers.count; i++)
+        shm_drop_messages(s, s->peers.item[i], TB_CANCELLED);
     while ((w = tb__waiters_take(&s->one_sided)))
         shm_finish(s, (shm_posted *)w, TB_CANCELLED);
     shm_tell_all(s);
-    while (s->peers) {
-        shm_peer *peer = s->peers;
-        s->peers = peer->next;
+    for (size_t i = 0; i < s->peers.count; i++) {
+        shm_peer *peer = s->peers.item[i];
         close_descriptors(s, peer);
         shm_mappings_close(peer);
         if (peer->control)
@@ -189,7 +186,7 @@ static void shm_close(void *context) {
     for (size_t i = 0; i < s->strangers.count; i++)
         free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
-    free(s->all.item);
+    free(s->peers.item);
     tb__index_fini(&s->by_rank);
     shm_memory_close(s);
     int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};

@@ -157,7 +157,6 @@ struct shm_peer {
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
     uint32_t ring_free; /* a bit per slot of ring_out */
-    shm_peer *next;
 };
 
 struct tb_mem {
@@ -196,8 +195,7 @@ struct shm {
     TB_VEC(shm_registration) memory;
     uint32_t memory_free;     /* the first free number + 1; 0: none */
     TB_VEC(shm_file *) files; /* NULL: a free place */
-    shm_peer *peers;
-    TB_VEC(shm_peer *) all;       /* the same, as they came */
+    TB_VEC(shm_peer *) peers;
     tb__index by_rank;            /* in there */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;

@@ -83,7 +83,8 @@ static bool is_sent(const shm_peer *peer, const shm_file *file) {
 void shm_file_drop(shm *s, shm_file *file) {
     if (--file->refs > 0)
         return;
-    for (shm_peer *peer = s->peers; peer; peer = peer->next) {
+    for (size_t i = 0; i < s->peers.count; i++) {
+        shm_peer *peer = s->peers.item[i];
         if (is_sent(peer, file))
             shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FORGET, .serial = file->id}, -1);
     }

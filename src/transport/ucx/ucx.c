@@ -3,6 +3,7 @@
 
 #include "base/checksum.h"
 #include "base/log.h"
+#include "base/process.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -13,7 +14,6 @@
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/timerfd.h>
-#include <time.h>
 #include <unistd.h>
 
 enum {
@@ -31,8 +31,8 @@ typedef struct ucx_address {
 ucx_peer *ucx_find(const ucx *u, int32_t rank) {
     size_t probe = 0, i;
     while ((i = tb__index_next(&u->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
-        if (u->all.item[i]->rank == rank)
-            return u->all.item[i];
+        if (u->peers.item[i]->rank == rank)
+            return u->peers.item[i];
     }
     return NULL;
 }
@@ -46,13 +46,11 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
         return NULL;
     peer->owner = u;
     peer->rank = rank;
-    if (!tb__vec_push(&u->all, peer) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->all.count - 1)) {
-        u->all.count -= u->all.count > 0 && u->all.item[u->all.count - 1] == peer;
+    if (!tb__vec_reserve(&u->peers, 1) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->peers.count)) {
         free(peer);
         return NULL;
     }
-    peer->next = u->peers;
-    u->peers = peer;
+    u->peers.item[u->peers.count++] = peer;
     return peer;
 }
 
@@ -238,14 +236,8 @@ void ucx_hang_up(ucx_peer *peer) {
         pend(u, u->call->ep_close_nbx(ep, &param));
 }
 
-static int64_t now_ms(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 bool ucx_await(ucx *u, const size_t *count, int timeout_ms) {
-    for (int64_t deadline = now_ms() + timeout_ms; *count > 0 && now_ms() < deadline;) {
+    for (int64_t deadline_ms = tb__now_ms() + timeout_ms; *count > 0 && tb__now_ms() < deadline_ms;) {
         if (u->call->worker_progress(u->worker) == 0 && *count > 0 && u->call->worker_arm(u->worker) == UCS_OK)
             poll(&(struct pollfd){.fd = u->worker_fd, .events = POLLIN}, 1, 10);
     }
@@ -257,26 +249,27 @@ bool ucx_await(ucx *u, const size_t *count, int timeout_ms) {
 static void say_goodbye(ucx *u) {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
-        ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
+    for (size_t i = 0; i < u->peers.count; i++)
+        ucx_send(u->peers.item[i], &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
     ucx_await(u, &u->nheld, CLOSE_TIMEOUT_MS);
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+    for (size_t i = 0; i < u->peers.count; i++) {
+        ucx_peer *peer = u->peers.item[i];
         if (peer->ep && !peer->why)
             pend(u, u->call->ep_flush_nbx(peer->ep, &param));
     }
     ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
-        ucx_hang_up(peer);
+    for (size_t i = 0; i < u->peers.count; i++)
+        ucx_hang_up(u->peers.item[i]);
     ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
-        ucx_await(u, &peer->nrequests, CLOSE_TIMEOUT_MS);
+    for (size_t i = 0; i < u->peers.count; i++)
+        ucx_await(u, &u->peers.item[i]->nrequests, CLOSE_TIMEOUT_MS);
 }
 
 static void ucx_close(void *context) {
     ucx *u = context;
     ucx_end_stand_in(u);
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next)
-        ucx_drop_messages(u, peer, TB_CANCELLED);
+    for (size_t i = 0; i < u->peers.count; i++)
+        ucx_drop_messages(u, u->peers.item[i], TB_CANCELLED);
     if (u->worker) {
         say_goodbye(u);
         ucx_listen_no_more(u);
@@ -288,9 +281,8 @@ static void ucx_close(void *context) {
     if (u->is_user)
         ucx_end_use();
     ucx_free_transfers(u);
-    while (u->peers) {
-        ucx_peer *peer = u->peers;
-        u->peers = peer->next;
+    for (size_t i = 0; i < u->peers.count; i++) {
+        ucx_peer *peer = u->peers.item[i];
         ucx_drop_messages(u, peer, TB_CANCELLED); /* what came while we left */
         ucx_drop_early(peer);
         free(peer);
@@ -303,7 +295,7 @@ static void ucx_close(void *context) {
         close(u->timer);
     free(u->descriptors.item);
     free(u->ports.item);
-    free(u->all.item);
+    free(u->peers.item);
     tb__index_fini(&u->by_rank);
     free(u->hello);
     free(u->address);
@@ -417,7 +409,8 @@ static void lose(ucx *u, ucx_peer *peer) {
 /* What a peer has said before it went counts: it is told first, and what that leads to. */
 static void tell(ucx *u) {
     ucx_tell_all(u);
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+    for (size_t i = 0; i < u->peers.count; i++) {
+        ucx_peer *peer = u->peers.item[i];
         if (peer->why && !peer->is_lost)
             lose(u, peer);
     }

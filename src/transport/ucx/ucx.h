@@ -167,7 +167,6 @@ struct ucx_peer {
     tb__waiters taken;    /* offers of it that we are taking */
     ucx_early *early;
     tb__unwanted unwanted; /* messages of it */
-    ucx_peer *next;
 };
 
 struct ucx {
@@ -189,9 +188,8 @@ struct ucx {
     int timer;       /* of the heartbeat */
     bool is_beating; /* the timer is set */
     bool is_awake;   /* `wake` is readable */
-    ucx_peer *peers;
-    TB_VEC(ucx_peer *) all; /* the same, as they came */
-    tb__index by_rank;      /* in there */
+    TB_VEC(ucx_peer *) peers;
+    tb__index by_rank; /* in there */
     tb__match receives, arrivals;
     tb__waiters finished;    /* to be told in the next progress */
     ucx_transfer *transfers; /* that UCX has */

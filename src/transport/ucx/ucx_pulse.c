@@ -94,7 +94,8 @@ void ucx_beat(ucx *u) {
     if (!u->is_beating || read(u->timer, &unused, sizeof unused) != (ssize_t)sizeof unused)
         return;
     bool is_needed = false;
-    for (ucx_peer *peer = u->peers; peer; peer = peer->next) {
+    for (size_t i = 0; i < u->peers.count; i++) {
+        ucx_peer *peer = u->peers.item[i];
         if (is_watched(peer)) {
             is_needed = true;
             look_at(peer);

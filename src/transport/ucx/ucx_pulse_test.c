@@ -1,5 +1,6 @@
 /* The heartbeat of the ucx transport, with beats that are shorter than in life. */
 #include "../tests/support/ucx_ends.h"
+#include "base/process.h"
 
 #include <poll.h>
 #include <setjmp.h>
@@ -19,17 +20,11 @@ static void make_with(endpoints *e, int beat_ms) {
     send_byte(e, false, 1, 2);
 }
 
-static int64_t now_ms(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 /* Lets the ends work for so many beats. */
 static void live(endpoints *e, int nbeats) {
     struct pollfd fds[2] = {{.fd = e->a.ops->fd(e->a.context), .events = POLLIN},
                             {.fd = e->b.ops->fd(e->b.context), .events = POLLIN}};
-    for (int64_t end = now_ms() + (int64_t)nbeats * BEAT_MS; now_ms() < end; poll(fds, 2, BEAT_MS))
+    for (int64_t end = tb__now_ms() + (int64_t)nbeats * BEAT_MS; tb__now_ms() < end; poll(fds, 2, BEAT_MS))
         progress(e);
 }
 
@@ -46,9 +41,9 @@ static void a_silent_peer_is_lost(void **state) {
     make_op(&receive, TB_OP_RECV, e.rank_b, 2, &in, 1);
     post(&e.a, &receive);
     endpoints alone = {e.a, e.a, e.rank_a, e.rank_a};
-    int64_t before = now_ms();
+    int64_t before = tb__now_ms();
     work_until_lost(&alone, &lost_by_a);
-    assert_true(now_ms() - before >= (UCX_LOSE - 2) * BEAT_MS);
+    assert_true(tb__now_ms() - before >= (UCX_LOSE - 2) * BEAT_MS);
     assert_string_equal(lost_by_a.why, "nothing has come from it for 13 s");
     assert_int_equal(lost_by_a.rank, e.rank_b);
     assert_int_equal(receive.status, TB_LOST);
