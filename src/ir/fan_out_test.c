@@ -1,13 +1,8 @@
 /* What is handed on from host to host goes in buckets that follow one another, the same on all who have to do with it.
  */
-#include "ir/ir.h"
+#include "ir/ir_test.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
-
-#include <cmocka.h>
 
 enum { MIB = 1 << 20, NRANKS = 4 };
 
@@ -48,10 +43,6 @@ static void make(const batch *b, tb_ir **ir) {
         assert_int_equal(tb_ir_create(rank, spec, (size_t)b->ntensors, NULL, &opts, &ir[rank]), TB_OK);
     tb_layout_destroy(src);
     tb_layout_destroy(dst);
-}
-
-static const tb_chunk *key_of(const tb_ir *ir, const tb_channel *channel) {
-    return &ir->chunks[ir->entries[ir->buckets[channel->first_bucket].first_entry].chunk];
 }
 
 /* The peer's channel from the same source. */
