@@ -54,8 +54,9 @@ static tb_status read_hosts(const char *text, rank_list *out) {
     const char *at = text;
     do {
         int64_t host;
+        const char *begin = at;
         if (!tb__read_int(&at, &host) || host < 0 || host > INT32_MAX)
-            return tb__fail(TB_INVALID, "--hosts: expected a host number at '%.40s'", at);
+            return tb__fail(TB_INVALID, "--hosts: expected a host number at '%.40s'", begin);
         if (out->count == TB_MAX_RANKS)
             return tb__fail(TB_TOO_BIG, "--hosts: more than %d hosts are listed", TB_MAX_RANKS);
         if (!tb__vec_push(out, (int32_t)host))
