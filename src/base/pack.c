@@ -6,6 +6,8 @@
 #include <endian.h>
 #include <string.h>
 
+enum { MOST_STATUS = 64 }; /* as far as statuses will ever go */
+
 void tb__pack_raw(tb__pack *pack, const void *data, size_t nbytes) {
     if (pack->failed || (nbytes > pack->capacity - pack->count &&
                          !tb__vec_grow((void **)&pack->data, &pack->capacity, pack->count + nbytes, 1))) {
@@ -29,6 +31,10 @@ void tb__pack_u64(tb__pack *pack, uint64_t value) {
 
 void tb__pack_i64(tb__pack *pack, int64_t value) {
     tb__pack_u64(pack, (uint64_t)value);
+}
+
+void tb__pack_status(tb__pack *pack, tb_status status) {
+    tb__pack_u32(pack, (uint32_t)-status);
 }
 
 void tb__pack_bytes(tb__pack *pack, const void *data, size_t nbytes) {
@@ -78,6 +84,12 @@ uint64_t tb__unpack_u64(tb__unpack *u) {
 
 int64_t tb__unpack_i64(tb__unpack *u) {
     return (int64_t)tb__unpack_u64(u);
+}
+
+tb_status tb__unpack_status(tb__unpack *u) {
+    uint32_t code = tb__unpack_u32(u);
+    u->failed |= code > MOST_STATUS;
+    return u->failed ? TB_OK : (tb_status) - (int)code;
 }
 
 const void *tb__unpack_bytes(tb__unpack *u, size_t *nbytes) {

@@ -16,6 +16,7 @@ typedef struct tb__pack {
 void tb__pack_u32(tb__pack *pack, uint32_t value);
 void tb__pack_u64(tb__pack *pack, uint64_t value);
 void tb__pack_i64(tb__pack *pack, int64_t value);
+void tb__pack_status(tb__pack *pack, tb_status status);
 void tb__pack_raw(tb__pack *pack, const void *data, size_t nbytes);   /* without a length */
 void tb__pack_bytes(tb__pack *pack, const void *data, size_t nbytes); /* with one */
 void tb__pack_string(tb__pack *pack, const char *string);
@@ -29,6 +30,7 @@ typedef struct tb__unpack {
 uint32_t tb__unpack_u32(tb__unpack *u);
 uint64_t tb__unpack_u64(tb__unpack *u);
 int64_t tb__unpack_i64(tb__unpack *u);
+tb_status tb__unpack_status(tb__unpack *u);
 const void *tb__unpack_raw(tb__unpack *u, size_t nbytes);    /* NULL if there are fewer */
 const void *tb__unpack_bytes(tb__unpack *u, size_t *nbytes); /* points into the message */
 const char *tb__unpack_string(tb__unpack *u);                /* likewise; never NULL */

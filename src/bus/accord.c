@@ -56,14 +56,14 @@ static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
         accord->knew[at][i] = tb__unpack_u64(message);
-    uint32_t code = tb__unpack_u32(message);
+    tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     if (accord->state == ACCORD_WAITING && (!had_agreed || message->failed)) {
         forget_manifest(accord, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
         return;
     }
-    if (accord->state == ACCORD_AGREED && !message->failed && code > 0 && code <= 64)
-        break_accord(accord, tb__fail((tb_status) - (int)code, "%s", why), false);
+    if (accord->state == ACCORD_AGREED && !message->failed && status != TB_OK)
+        break_accord(accord, tb__fail(status, "%s", why), false);
     tell_flows(accord, at, why);
 }
 
@@ -257,7 +257,7 @@ void tb__accord_destroy(tb__accord *accord) {
     tb__pack_u32(&farewell, accord->has_agreed);
     for (int side = 0; side < 2; side++)
         tb__pack_u64(&farewell, accord->flows[side] ? tb__flow_started(accord->flows[side]) : 0);
-    tb__pack_u32(&farewell, accord->state == ACCORD_BROKEN ? (uint32_t)-accord->all.status : 0);
+    tb__pack_status(&farewell, accord->state == ACCORD_BROKEN ? accord->all.status : TB_OK);
     const char *why = accord->state == ACCORD_BROKEN ? accord->all.why : "";
     for (int side = 0; side < 2 && !*why; side++)
         why = accord->flows[side] ? tb__flow_last_failure(accord->flows[side]) : "";

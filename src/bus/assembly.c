@@ -107,7 +107,7 @@ tb_status tb__assembly_send(tb__assembly *assembly, size_t to, tb__pack *manifes
 static void tell_broken(tb__assembly *assembly, size_t to) {
     tb__pack pack = {0};
     tb__pack_u32(&pack, assembly->ports[to]);
-    tb__pack_u32(&pack, (uint32_t)-assembly->status);
+    tb__pack_status(&pack, assembly->status);
     tb__pack_string(&pack, assembly->why);
     if (send(assembly, to, MESSAGE_BROKEN, &pack) != TB_OK)
         tb__log(TB_LOG_ERROR, "no memory to tell %s: %s", assembly->peers[to]->label, assembly->why);
@@ -221,10 +221,10 @@ static void on_received(tb__assembly *assembly, size_t at, tb__unpack *message) 
 
 static void on_broken(tb__assembly *assembly, tb__unpack *message) {
     bool is_ours = tb__unpack_u32(message) == assembly->port.id;
-    uint32_t code = tb__unpack_u32(message);
+    tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
-    if (is_ours && !message->failed && code > 0 && code <= 64 && assembly->status == TB_OK && assembly->broken)
-        assembly->broken(assembly, (tb_status) - (int)code, why);
+    if (is_ours && !message->failed && status != TB_OK && assembly->status == TB_OK && assembly->broken)
+        assembly->broken(assembly, status, why);
 }
 
 static void on_gone(tb_world *world, tb__assembly *assembly, tb__peer *from, size_t at, uint32_t port,

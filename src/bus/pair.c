@@ -1,9 +1,10 @@
 /* Two groups find each other. Each rank publishes a note under the pair's name: which group it expects, and its side's
- * layout. Everybody reads all of them, so everybody finds the same disagreement.
+ * layout. Everybody reads all of them, so everybody finds the same disagreement; that two ranks can't reach each other
+ * they find alone.
  *
- * Whoever finds one first gives up, and its note with it; others may not have looked yet. So it leaves a verdict in the
- * note's place, which holds for everybody until its author makes the pair again. Those who have been refused once make
- * it in the next *round*: for them the verdicts of rounds before are void. */
+ * Whoever finds something first gives up, and its note with it; others may not have looked yet. So it leaves a verdict
+ * in the note's place, which holds for everybody until its author makes the pair again. Those who have been refused
+ * once make it in the next *round*: for them the verdicts of rounds before are void. */
 #include "bus/world.h"
 
 #include "base/opts.h"
@@ -55,7 +56,8 @@ typedef struct meeting {
 typedef struct note {
     const char *remote, *layout;
     uint32_t round;
-    const char *verdict; /* "": it is none */
+    tb_status verdict; /* TB_OK: it is none */
+    const char *why;
 } note;
 
 static bool read_note(const tb__note *from, note *out) {
@@ -63,27 +65,34 @@ static bool read_note(const tb__note *from, note *out) {
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
     out->round = tb__unpack_u32(&u);
-    out->verdict = tb__unpack_string(&u);
+    out->verdict = tb__unpack_status(&u);
+    out->why = tb__unpack_string(&u);
     return tb__unpack_is_done(&u);
 }
 
 /* Notes that are no verdict. */
 static bool read_wish(const tb__note *from, note *out) {
-    return read_note(from, out) && !*out->verdict;
+    return read_note(from, out) && out->verdict == TB_OK;
 }
 
-static tb_status publish_note(const tb_pair *pair, uint32_t round, const char *verdict) {
+static tb_status publish_note(const tb_pair *pair, uint32_t round, tb_status verdict, const char *why) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, pair->sides[pair->side].layout);
     tb__pack_u32(&pack, round);
-    tb__pack_string(&pack, verdict);
+    tb__pack_status(&pack, verdict);
+    tb__pack_string(&pack, why);
     tb_status status = pack.failed
                            ? TB_NO_MEMORY
                            : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
                                                    pair->index, pack.data, pack.count);
     tb__pack_fini(&pack);
     return status;
+}
+
+/* What nobody can make good by waiting: wishes that differ, ranks that can't talk to each other. */
+static bool is_verdict(tb_status status) {
+    return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
 /* What others have found; and the last round that anybody is in, as a verdict of ours has to hold for all. */
@@ -95,8 +104,8 @@ static tb_status obey_verdicts(const tb_pair *pair, const tb__notes *notes, uint
         if (!read_note(&notes->item[i], &n))
             continue;
         *last_round = n.round > *last_round ? n.round : *last_round;
-        if (*n.verdict && n.round >= pair->round && status == TB_OK)
-            status = tb__fail(TB_CONFLICT, "%s", n.verdict);
+        if (n.verdict != TB_OK && n.round >= pair->round && status == TB_OK)
+            status = tb__fail(n.verdict, "%s", n.why);
     }
     return status;
 }
@@ -252,6 +261,8 @@ static tb_status connect_side(tb_pair *pair, int side, bool *is_torn) {
         snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, s->group, i);
         status = tb__engine_connect(pair->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
                                     &s->peers[i]);
+        if (status == TB_REFUSED) /* a sentence that others will read, too */
+            tb__prefix_detail("%s %" PRId32, pair->sides[pair->side].group, pair->index);
         if (status == TB_OK && s->peers[i]->is_lost)
             status = tb__fail(TB_LOST, "%s was lost: %s", s->peers[i]->label, s->peers[i]->why);
     }
@@ -275,7 +286,7 @@ static tb_status publish(tb_pair *pair, const char *layout) {
     tb_layout_destroy(parsed);
     TB_TRY(status);
     pair->sides[pair->side].layout = canonical;
-    return publish_note(pair, pair->round, "");
+    return publish_note(pair, pair->round, TB_OK, "");
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -337,15 +348,15 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
             status = connect_side(pair, side, &is_torn);
     } while (status == TB_OK && is_torn);
     pair->has_met = status == TB_OK;
-    uint32_t *round = is_over && m.status == TB_CONFLICT ? round_of(pair->world, pair->name) : NULL;
+    uint32_t *round = is_verdict(status) ? round_of(pair->world, pair->name) : NULL;
     if (round)
         *round = m.last_round + 1;
     tb__engine_unlock(engine);
     if (round) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        publish_note(pair, m.last_round, why); /* where this fails, others find it by themselves or time out */
-        status = tb__fail(TB_CONFLICT, "%s", why);
+        publish_note(pair, m.last_round, status, why); /* where this fails, others find it by themselves or time out */
+        status = tb__fail(status, "%s", why);
     }
     if (status == TB_OK)
         tb__world_set_workers(pair->world);
@@ -439,7 +450,7 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        if (status != TB_CONFLICT) /* then there is a verdict in its place */
+        if (!is_verdict(status)) /* then there is a verdict in its place */
             withdraw(pair);
         delist(pair);
         free_pair(pair);

@@ -1,6 +1,8 @@
 /* Pairs: two groups find each other, or everybody learns why not. */
 #include "bus/bus_test.h"
 
+#include "bus/world.h"
+
 #define ROWS    "mesh=2 place=Shard(0)"
 #define COLUMNS "mesh=2 place=Shard(1)"
 
@@ -132,6 +134,39 @@ static void test_a_name_is_used_once(void **state) {
     run_ranks(names, 2, 2, NULL);
 }
 
+/* b has the version that `shared` says, as far as others can see. Those that differ in the last number only meet. */
+static void another_version(rank *r) {
+    const char *version = r->scene->shared;
+    const bool is_close = *version == *tb_version_string();
+    tb_pair *pair = NULL;
+    if (!is_a(r)) {
+        tb__pack contact = {0};
+        check_ok(tb__engine_contact(r->world->engine, &contact));
+        unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), strlen(tb_version_string()));
+        check(at && strlen(version) == strlen(tb_version_string()));
+        memcpy(at, version, strlen(version));
+        check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count));
+        tb__pack_fini(&contact);
+    }
+    meet(r);
+    tb_status status = tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair);
+    if (is_close)
+        check_ok(status);
+    else
+        check_fails(status, TB_REFUSED, "(b 0) has tensorbus 9.9.9, we have ");
+    meet(r);
+    tb_pair_destroy(pair);
+}
+
+static void test_versions_that_differ_are_named(void **state) {
+    (void)state;
+    char last[32];
+    snprintf(last, sizeof last, "%s", tb_version_string());
+    last[strlen(last) - 1] ^= 1; /* from one digit to another */
+    run_ranks(another_version, 1, 1, last);
+    run_ranks(another_version, 1, 1, "9.9.9");
+}
+
 static void mistakes(rank *r) {
     tb_pair *pair = NULL;
     tb_pair_opts opts = {.size = sizeof opts, .group = "elsewhere"};
@@ -165,6 +200,7 @@ int main(void) {
         cmocka_unit_test(test_timeouts_name_the_missing),
         cmocka_unit_test(test_no_wait_is_made_up_for_by_the_batch),
         cmocka_unit_test(test_a_name_is_used_once),
+        cmocka_unit_test(test_versions_that_differ_are_named),
         cmocka_unit_test(test_mistakes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

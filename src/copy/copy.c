@@ -45,7 +45,7 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
         tb__pack_u32(&pack, COPY_ABORT);
         tb__pack_u64(&pack, copy->run);
         tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
-        tb__pack_u32(&pack, (uint32_t)-status);
+        tb__pack_status(&pack, status);
         tb__pack_string(&pack, why);
         if (tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
@@ -64,12 +64,6 @@ void tb__copy_drop_backlog(tb_copy *copy) {
     for (size_t i = 0; i < copy->backlog.count; i++)
         free(copy->backlog.item[i].data);
     copy->backlog.count = 0;
-}
-
-static bool read_status(tb__unpack *message, bool may_be_good, tb_status *status) {
-    uint32_t code = tb__unpack_u32(message);
-    *status = (tb_status) - (int)code;
-    return !message->failed && code <= 64 && (may_be_good || code > 0);
 }
 
 static bool keep(const tb__unpack *message, unsigned char **data, size_t *nbytes) {
@@ -104,9 +98,7 @@ static bool on_offer(tb_copy *copy, tb__copy_peer *peer, tb__unpack *message) {
 
 static bool on_vote(tb__copy_peer *peer, tb__unpack *message) {
     uint64_t run = tb__unpack_u64(message);
-    tb_status status;
-    if (!read_status(message, true, &status))
-        return false;
+    tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message) || run <= peer->voted)
         return false;
@@ -119,11 +111,9 @@ static bool on_vote(tb__copy_peer *peer, tb__unpack *message) {
 static bool on_abort(tb_copy *copy, tb__unpack *message) {
     uint64_t run = tb__unpack_u64(message);
     bool is_late = tb__unpack_u32(message) != 0;
-    tb_status status;
-    if (!read_status(message, false, &status))
-        return false;
+    tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
-    if (!tb__unpack_is_done(message))
+    if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
     note_abort(copy, run, is_late, status, why);
     return true;
@@ -238,10 +228,9 @@ static void on_broken(tb__assembly *all, tb_status status, const char *why) {
 static void on_gone(tb__assembly *all, size_t at, tb__unpack *farewell) {
     tb_copy *copy = (tb_copy *)all;
     bool had_agreed = tb__unpack_u32(farewell) != 0;
-    tb_status status;
-    bool makes_sense = read_status(farewell, true, &status);
+    tb_status status = tb__unpack_status(farewell);
     const char *why = tb__unpack_string(farewell);
-    if (!makes_sense || farewell->failed) {
+    if (farewell->failed) {
         tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a farewell of %s that makes no sense", all->peers[at]->label,
                                       copy->what));
     } else if (status != TB_OK) {
@@ -428,7 +417,7 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
 static void leave(tb_copy *copy) {
     tb__pack farewell = {0};
     tb__pack_u32(&farewell, copy->has_agreed);
-    tb__pack_u32(&farewell, (uint32_t)-copy->broken);
+    tb__pack_status(&farewell, copy->broken);
     tb__pack_string(&farewell, copy->broken != TB_OK ? copy->why : "");
     tb__assembly_leave(&copy->all, &farewell);
     tb__pack_fini(&farewell);

@@ -264,7 +264,7 @@ static tb_status send_votes(tb_copy *copy) {
             continue;
         tb__pack_u32(&pack, COPY_VOTE);
         tb__pack_u64(&pack, copy->run);
-        tb__pack_u32(&pack, (uint32_t)-self->vote);
+        tb__pack_status(&pack, self->vote);
         tb__pack_string(&pack, self->why);
         TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
     }

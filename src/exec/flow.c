@@ -136,7 +136,7 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
     tb__pack_u64(&pack, number);
-    tb__pack_u32(&pack, (uint32_t)-status);
+    tb__pack_status(&pack, status);
     tb__pack_string(&pack, why);
     tb__flow_send_message(flow, &flow->members[position], &pack);
 }
@@ -469,12 +469,11 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 
 static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
-    uint32_t code = tb__unpack_u32(message);
+    tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
-    if (!tb__unpack_is_done(message) || code == 0 || code > 64)
+    if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
     char sentence[TB__WHY_MAX];
-    tb_status status = (tb_status) - (int)code;
     if (status == TB_TIMEOUT || status == TB_IN_DOUBT) /* which says who was waited for, or why, but not by whom */
         snprintf(sentence, sizeof sentence, "%s: %s", from->peer->label, why);
     else

@@ -117,7 +117,7 @@ static void tell_decided(tb__flow *flow, uint64_t attempt, tb__verdict verdict, 
         tb__pack pack = {0};
         tb__flow_begin_message(flow, &pack, MESSAGE_DECIDED, attempt);
         tb__pack_u32(&pack, verdict);
-        tb__pack_u32(&pack, (uint32_t)-status);
+        tb__pack_status(&pack, status);
         tb__pack_string(&pack, why);
         tb__flow_send_message(flow, &flow->members[i], &pack);
     }
@@ -143,13 +143,13 @@ static void take_verdict(tb__flow *flow, uint64_t attempt, tb__verdict verdict, 
 }
 
 bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
-    uint32_t verdict = tb__unpack_u32(message), code = tb__unpack_u32(message);
+    uint32_t verdict = tb__unpack_u32(message);
+    tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     bool is_commit = verdict == TB__VERDICT_COMMIT;
     if (!tb__unpack_is_done(message) || !flow->o.shadow.is_used || from != &flow->members[flow->o.shadow.lead] ||
-        (!is_commit && (verdict != TB__VERDICT_ABORT || code == 0 || code > 64)))
+        (!is_commit && (verdict != TB__VERDICT_ABORT || status == TB_OK)))
         return false;
-    tb_status status = (tb_status) - (int)code;
     if (!is_commit) /* a rank that is not prepared ends by that, too */
         tb__flow_note_abort(flow, attempt, tb__flow_number(flow, attempt), status, why);
     take_verdict(flow, attempt, (tb__verdict)verdict, status, why);

@@ -61,6 +61,7 @@ void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]) {
 tb_status tb__engine_contact(tb__engine *engine, tb__pack *out) {
     tb__pack pack = {0};
     tb__pack_raw(&pack, engine->host, sizeof engine->host);
+    tb__pack_string(&pack, tb_version_string());
     tb__pack_u32(&pack, (uint32_t)engine->ntransports);
     for (size_t i = 0; i < engine->ntransports; i++) {
         unsigned char address[TB_ADDRESS_MAX];
@@ -261,6 +262,16 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
 
 /* ---- Peers ---------------------------------------------------------------------------------------------------- */
 
+/* What ranks say to each other may change with every version but the last number's, so others are not talked to. */
+static tb_status check_version(const char *label, const char *theirs) {
+    const char *ours = tb_version_string();
+    size_t nbytes = (size_t)(strrchr(ours, '.') + 1 - ours);
+    if (theirs && strncmp(ours, theirs, nbytes) == 0)
+        return TB_OK;
+    return tb__fail(TB_REFUSED, "%s has tensorbus %.32s, we have %s: all ranks of a bus must have one version", label,
+                    theirs ? theirs : "of an unknown version", ours);
+}
+
 /* The address that a transport has in a contact; NULL: the process has not opened it. */
 static const void *find_address(tb__unpack contact, const char *transport, size_t *nbytes) {
     uint32_t count = tb__unpack_u32(&contact);
@@ -273,15 +284,11 @@ static const void *find_address(tb__unpack contact, const char *transport, size_
     return NULL;
 }
 
-/* The first of the engine's transports that gets to a process with this contact, and the address it has there. The
+/* The first of the engine's transports that gets to a process with these transports, and the address it has there. The
  * other end comes to the same one: both look at the same things, in the same order. If none does, `why` has what a
  * transport has said of it. */
-static const tb_transport *choose_transport(const tb__engine *engine, bool is_here, tb__unpack contact,
+static const tb_transport *choose_transport(const tb__engine *engine, bool is_here, bool is_near, tb__unpack contact,
                                             const void **address, size_t *nbytes, char *why, size_t room) {
-    const char *there = tb__unpack_raw(&contact, TB__CONTACT_PREFIX);
-    if (!there)
-        return NULL;
-    bool is_near = memcmp(engine->host, there, TB__CONTACT_PREFIX) == 0;
     for (size_t i = 0; i < engine->ntransports; i++) {
         const tb_transport *t = &engine->transports[i];
         bool is_self = t->ops == &tb__self_ops;
@@ -300,7 +307,6 @@ static const tb_transport *choose_transport(const tb__engine *engine, bool is_he
 /* Names of transports, of which both sides might lack one. */
 static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack contact, const char *why) {
     char theirs[128] = "", ours[128] = "";
-    tb__unpack_raw(&contact, TB__CONTACT_PREFIX);
     uint32_t count = tb__unpack_u32(&contact);
     for (uint32_t i = 0; i < count && !contact.failed; i++) {
         size_t n = strlen(theirs), unused;
@@ -350,8 +356,11 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     size_t address_nbytes = 0;
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
     char why[128] = "";
+    const char *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX), *version = tb__unpack_string(&reader);
+    TB_TRY(check_version(label, reader.failed ? NULL : version));
+    bool is_near = memcmp(engine->host, host, TB__CONTACT_PREFIX) == 0;
     const tb_transport *transport =
-        choose_transport(engine, wire == engine->wire, reader, &address, &address_nbytes, why, sizeof why);
+        choose_transport(engine, wire == engine->wire, is_near, reader, &address, &address_nbytes, why, sizeof why);
     if (!transport)
         return refuse(engine, label, reader, why);
     tb__peer *peer = tb__calloc(1, sizeof *peer);
@@ -363,7 +372,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     peer->wire = wire;
     peer->transport = transport;
     peer->label = tb__strdup(label);
-    peer->host = strndup(contact, TB__CONTACT_PREFIX);
+    peer->host = strndup(host, TB__CONTACT_PREFIX);
     peer->inbox = tb__malloc(FRAME_ROOM, 1);
     if (!peer->label || !peer->host || !peer->inbox) {
         free_peer(peer);
