@@ -488,7 +488,8 @@ typedef struct tb_pair_opts {
 } tb_pair_opts;
 
 /* Completes when all of both groups have come to the pair `name`. Ranks of a side that disagree are named on every
- * rank, at once. A process that is in both groups makes the pair once for each of them, the first time with no_wait. */
+ * rank, at once (TB_CONFLICT), and so are ranks that have no transport in common, or other versions of tensorbus
+ * (TB_REFUSED). A process that is in both groups makes the pair once for each of them, the first time with no_wait. */
 TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                                 const tb_pair_opts *opts, tb_pair **out);
 TB_API void tb_pair_destroy(tb_pair *pair);
