@@ -351,6 +351,58 @@ static void closing(endpoints *e) {
     assert_int_equal(receive.status, TB_CANCELLED);
 }
 
+enum { LAST_WORDS = 5 };
+
+/* Takes one message after the other under one tag, asking for the next when one is there. */
+typedef struct listener {
+    tb_op op;
+    tb_transport *transport;
+    unsigned char byte;
+    tb_piece piece;
+    int count;
+    tb_status end;
+} listener;
+
+static void listen_on(tb_op *op) {
+    listener *l = (listener *)op;
+    l->end = op->status;
+    if (op->status == TB_OK && l->byte == l->count) {
+        l->count++;
+        l->end = tb__transport_post(l->transport, op);
+    }
+    if (l->end != TB_OK)
+        op->arg = op;
+}
+
+/* All that a peer has said before it left is heard, also by whoever asks for one thing after the other; then it is
+ * lost. */
+static void last_words(endpoints *e) {
+    if (e->a.context == e->b.context)
+        return;
+    message(e, 1, 1, true); /* they know each other */
+    listener l = {.transport = &e->b, .byte = 0xEE};
+    l.piece = (tb_piece){&l.byte, 1};
+    make_op(&l.op, TB_OP_RECV, e->rank_a, 7, &l.piece, 1);
+    l.op.done = listen_on;
+    post(&e->b, &l.op);
+    unsigned char bytes[LAST_WORDS];
+    tb_piece pieces[LAST_WORDS];
+    tb_op sends[LAST_WORDS], *all[LAST_WORDS];
+    for (int i = 0; i < LAST_WORDS; i++) {
+        bytes[i] = (unsigned char)i;
+        pieces[i] = (tb_piece){&bytes[i], 1};
+        make_op(&sends[i], TB_OP_SEND, e->rank_b, 7, &pieces[i], 1);
+        post(&e->a, &sends[i]);
+        all[i] = &sends[i];
+    }
+    endpoints one = {e->a, e->a, e->rank_a, e->rank_a}, other = {e->b, e->b, e->rank_b, e->rank_b};
+    work_until_done(&one, all, LAST_WORDS);
+    tb__transport_close(&e->a);
+    work_until_done(&other, (tb_op *[]){&l.op}, 1);
+    assert_int_equal(l.count, LAST_WORDS);
+    assert_int_equal(l.end, TB_LOST);
+}
+
 void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {
     conformance_without(NULL, make, unmake);
 }
@@ -371,7 +423,8 @@ void conformance_without(const char *part, void (*make)(endpoints *e), void (*un
                  {"scattered", conformance_scattered},
                  {"many registrations", conformance_many_registrations},
                  {"gigabytes", gigabytes},
-                 {"closing", closing}};
+                 {"closing", closing},
+                 {"last words", last_words}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         endpoints e = {0};
         if (part && strcmp(parts[i].name, part) == 0)

@@ -319,6 +319,7 @@ static tb_status look(mpi *m, bool *did) {
         mpi_go_on(m, msg);
         *did = true;
     }
+    mpi_lose_leavers(m);
     if (m->ending_ms != 0 && tb__now_ms() >= m->ending_ms)
         mpi_end_late(m);
     return TB_OK;

@@ -163,6 +163,7 @@ typedef struct mpi {
     tb__mpi_seat seat;
     int rank, nranks;
     int nbyes;        /* ranks that have closed */
+    int nleaving;     /* of those, the ones that are not lost yet */
     bool is_over;     /* closed, or MPI was finalised ... */
     bool has_to_tell; /* ... which nobody knows yet */
     peer *peers;      /* by MPI rank */
@@ -271,5 +272,7 @@ void mpi_end_message(mpi *m, message *msg);
 /* Tells those that end of which the deadline has passed; of an endpoint that is over, all. */
 void mpi_end_late(mpi *m);
 void mpi_lose(mpi *m, int rank, const char *why);
+/* Those whose last letter has come, once all that they said before has been heard. */
+void mpi_lose_leavers(mpi *m);
 
 #endif

@@ -110,6 +110,14 @@ void mpi_lose(mpi *m, int rank, const char *why) {
         mpi_take_queued(m);
 }
 
+void mpi_lose_leavers(mpi *m) {
+    for (int i = 0; i < m->nranks && m->nleaving > 0; i++) {
+        if (m->peers[i].has_left && !m->peers[i].is_lost)
+            mpi_lose(m, i, "it has left");
+    }
+    m->nleaving = 0;
+}
+
 /* ---- Messages -------------------------------------------------------------------------------------------------- */
 
 void mpi_give_up(mpi *m, message *msg, tb_status status) {

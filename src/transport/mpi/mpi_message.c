@@ -425,8 +425,9 @@ tb_status mpi_on_letter(mpi *m, int rank, const header *h, const unsigned char *
         return on_withdraw(m, rank, h);
     case LETTER_BYE:
         m->nbyes++;
+        m->nleaving++;
         m->peers[rank].has_left = true;
-        return tb__fail(TB_LOST, "it has left");
+        return TB_OK;
     default:
         return tb__fail(TB_INVALID, "it sent what makes no sense");
     }

@@ -422,7 +422,8 @@ static tb_status post(ucx *u, tb_op *op) {
     if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
         return tb__fail(TB_REFUSED, "transport ucx sends and receives, and nothing else");
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
-    bool is_lost = peer && (peer->is_lost || peer->why);
+    /* Of a peer that is about to be lost there may be messages left. */
+    bool is_lost = peer && (peer->is_lost || (peer->why && op->kind == TB_OP_SEND));
     if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
         return tb__fail(TB_LOST, "%s", is_lost ? peer->why : "it is not connected");
     return ucx_post_message(u, peer, op);
