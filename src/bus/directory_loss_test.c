@@ -1,10 +1,7 @@
 /* The directory when its store ends and comes back. */
 #include "bus/directory_test.h"
 #include "bus/store/etcd_test.h"
-
-enum { BROKEN = 99 };
-
-static etcd the_etcd;
+#include "bus/store/roles_test.h"
 
 static bool is_back(tb__directory *directory, const void *arg) {
     (void)arg;
@@ -16,29 +13,9 @@ static bool is_replaced(tb__directory *directory, const void *arg) {
     return tb__directory_state(directory) == TB_CONFLICT;
 }
 
-/* Roles. */
-
-static void must(tb_status status) {
-    if (status == TB_OK)
-        return;
-    fprintf(stderr, "pid %d: %s: %s\n", (int)getpid(), tb_status_string(status), tb_error_detail());
-    _exit(BROKEN);
-}
-
-static void sleep_until_killed(void) {
-    for (;;)
-        pause();
-}
-
-static int serve(const char *url) {
-    tb__store_server *server;
-    must(tb__store_server_start(url, TOKEN, &server));
-    sleep_until_killed();
-    return 0;
-}
-
-/* Has seat 0 of "trainer" until another process has it. */
-static int be_replaced(const char *url) {
+/* A role: has seat 0 of "trainer" until another process has it. */
+static int be_replaced(const char *url, const char *arg) {
+    (void)arg;
     ear e;
     ear_init(&e);
     must(open_with_ear(url, "trainer", 0, 1, &e));
@@ -58,19 +35,6 @@ static int be_replaced(const char *url) {
 }
 
 /* The tests. */
-
-/* A server in another process; returns once it answers. */
-static pid_t start_server(const char *url) {
-    pid_t pid = start_role("serve", url, "");
-    tb__store *store;
-    tb_status status;
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    while ((status = tb__store_open(url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
-        poll(NULL, 0, 1);
-    assert_ok(status);
-    tb__store_close(store);
-    return pid;
-}
 
 static void await_loss(ear *e) {
     struct timespec deadline = tb__time_of_ms(tb__now_ms() + PATIENCE_MS);
@@ -99,7 +63,7 @@ static void killed_server(void **state) {
     ear a, b;
     ear_init(&a);
     ear_init(&b);
-    pid_t pid = start_server(p->url);
+    pid_t pid = start_server("serve", p->url, "");
     assert_ok(open_with_ear(p->url, "trainer", 0, 1, &a));
     assert_ok(open_with_ear(p->url, "engine", 0, 1, &b));
     assert_ok(tb__directory_enter(b.directory, "more", 1, 2));
@@ -146,7 +110,7 @@ static void calls_meanwhile(void **state) {
     char topic[32];
     ear e;
     ear_init(&e);
-    pid_t pid = start_server(p->url);
+    pid_t pid = start_server("serve", p->url, "");
     assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
     assert_ok(tb__directory_announce(e.directory, "a", 1));
     kill_role(pid);
@@ -165,15 +129,12 @@ static void calls_meanwhile(void **state) {
 static void taken_place(void **state) {
     const place *p = *state;
     ear e;
-    int stopped = 0;
     ear_init(&e);
-    pid_t server = start_server(p->url);
+    pid_t server = start_server("serve", p->url, "");
     assert_ok(open_with_ear(p->url, "watch", 0, 1, &e));
     pid_t pid = start_role("be_replaced", p->url, "");
     await_members(&e, "trainer", 1);
-    assert_int_equal(kill(pid, SIGSTOP), 0);
-    assert_int_equal(waitpid(pid, &stopped, WUNTRACED), pid);
-    assert_true(WIFSTOPPED(stopped));
+    stop_role(pid);
     kill_role(server);
     await_members(&e, "trainer", 0); /* the store is new, and knows nobody yet */
     tb__directory *d = open_directory(p->url, "trainer", 0, 1);
@@ -232,17 +193,15 @@ static void killed_etcd(void **state) {
 
 static int test_etcd(void) {
     const struct CMUnitTest tests[] = {AT_A_PLACE(killed_etcd)};
-    if (!etcd_may_start(&the_etcd))
-        return SKIPPED;
-    store_of_places = the_etcd.url;
-    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
-    etcd_stop(&the_etcd);
-    return nfailed;
+    return etcd_is_missing() ? SKIPPED : cmocka_run_group_tests(tests, start_the_etcd, stop_the_etcd);
 }
 
+static const role roles[] = {{"serve", serve}, {"be_replaced", be_replaced}};
+
 int main(int argc, char **argv) {
-    if (argc == 4)
-        return strcmp(argv[1], "serve") == 0 ? serve(argv[2]) : be_replaced(argv[2]);
+    int end;
+    if (has_played(roles, sizeof roles / sizeof *roles, argc, argv, &end))
+        return end;
     if (argc == 2 && strcmp(argv[1], "etcd") == 0)
         return test_etcd();
     const struct CMUnitTest tests[] = {AT_A_PLACE(killed_server), AT_A_PLACE(calls_meanwhile), AT_A_PLACE(taken_place)};

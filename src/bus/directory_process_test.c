@@ -1,28 +1,13 @@
 /* The directory between processes: meeting, dying, coming back. */
 #include "bus/directory_test.h"
 #include "bus/store/etcd_test.h"
+#include "bus/store/roles_test.h"
 
 #include <fcntl.h>
 
-enum { NCROWD = 32, NTRAINERS = 2, NENGINES = 3, BROKEN = 99 };
+enum { NCROWD = 32, NTRAINERS = 2, NENGINES = 3 };
 
-/* Roles: what the other processes do. They end with an exit status, for cmocka is in the first process only. */
-
-static void must(tb_status status) {
-    if (status == TB_OK)
-        return;
-    fprintf(stderr, "pid %d: %s: %s\n", (int)getpid(), tb_status_string(status), tb_error_detail());
-    _exit(BROKEN);
-}
-
-static void must_be(bool claim, const char *what) {
-    must(claim ? TB_OK : tb__fail(TB_INTERNAL, "%s", what));
-}
-
-static void sleep_until_killed(void) {
-    for (;;)
-        pause();
-}
+/* Roles: what the other processes do. */
 
 /* Takes the seats "group index size, group index size, ...", writes a note in each one's name, and announces itself. */
 static int sit(const char *url, const char *arg) {
@@ -234,25 +219,11 @@ static void death(void **state) {
     tb__directory_close(e.directory);
 }
 
-/* Another process that serves the store; returns when it does. */
-static pid_t start_server(const char *url, const char *seat) {
-    pid_t pid = start_role("sit", url, seat);
-    tb__store *store;
-    tb_status status;
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    /* Not a directory, which would serve. */
-    while ((status = tb__store_open(url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
-        poll(NULL, 0, 1);
-    assert_ok(status);
-    tb__store_close(store);
-    return pid;
-}
-
 /* A server that is there but does nothing. */
 static void silent_store(void **state) {
     const place *p = *state;
     const tb__directory_opts hasty = {.token = TOKEN, .timeout_ms = 100};
-    pid_t pid = start_server(p->url, "engine 0 1");
+    pid_t pid = start_server("sit", p->url, "engine 0 1");
     tb__directory *d = open_directory(p->url, "trainer", 0, 1), *late;
     tb_status status;
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
@@ -260,10 +231,7 @@ static void silent_store(void **state) {
         status = tb__directory_open(p->url, "hasty", 0, 1, &hasty, &late);
     while ((status == TB_TIMEOUT || status == TB_CONFLICT) && tb__now_ms() < deadline_ms);
     assert_ok(status);
-    int stopped = 0;
-    assert_int_equal(kill(pid, SIGSTOP), 0);
-    assert_int_equal(waitpid(pid, &stopped, WUNTRACED), pid);
-    assert_true(WIFSTOPPED(stopped));
+    stop_role(pid);
     assert_int_equal(tb__directory_publish(late, "t", "hasty", 0, "", 0), TB_TIMEOUT);
     assert_int_equal(tb__directory_enter(late, "more", 0, 1), TB_TIMEOUT);
     assert_true(tb__directory_is_connected(late));
@@ -302,30 +270,20 @@ static void forked_child(void **state) {
     tb__directory_close(d);
 }
 
-static const struct {
-    const char *name;
-    int (*play)(const char *url, const char *arg);
-} roles[] = {{"sit", sit}, {"meet", meet}, {"crowd", crowd}};
+static const role roles[] = {{"sit", sit}, {"meet", meet}, {"crowd", crowd}};
 
 static int test_etcd(void) {
-    static etcd the_etcd;
     const struct CMUnitTest tests[] = {
         AT_A_PLACE(meeting), AT_A_PLACE(many_at_once), AT_A_PLACE(taken_seat),
         AT_A_PLACE(death),   AT_A_PLACE(forked_child),
     };
-    if (!etcd_may_start(&the_etcd))
-        return SKIPPED;
-    store_of_places = the_etcd.url;
-    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
-    etcd_stop(&the_etcd);
-    return nfailed;
+    return etcd_is_missing() ? SKIPPED : cmocka_run_group_tests(tests, start_the_etcd, stop_the_etcd);
 }
 
 int main(int argc, char **argv) {
-    for (size_t i = 0; argc == 4 && i < sizeof roles / sizeof *roles; i++) {
-        if (strcmp(argv[1], roles[i].name) == 0)
-            return roles[i].play(argv[2], argv[3]);
-    }
+    int end;
+    if (has_played(roles, sizeof roles / sizeof *roles, argc, argv, &end))
+        return end;
     if (argc == 2 && strcmp(argv[1], "etcd") == 0)
         return test_etcd();
     const struct CMUnitTest tests[] = {

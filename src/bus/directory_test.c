@@ -509,7 +509,6 @@ static void deciding(void **state) {
 }
 
 int main(int argc, char **argv) {
-    static etcd the_etcd;
     bool is_etcd = argc == 2 && strcmp(argv[1], "etcd") == 0;
     const struct CMUnitTest tests[] = {
         AT_A_PLACE(announcing), AT_A_PLACE(several_groups), AT_A_PLACE(same_rank_again), AT_A_PLACE(sizes),
@@ -517,11 +516,7 @@ int main(int argc, char **argv) {
         AT_A_PLACE(names),      AT_A_PLACE(token),          AT_A_PLACE(nonsense),        AT_A_PLACE(answering),
         AT_A_PLACE(threads),    AT_A_PLACE(no_memory),      AT_A_PLACE(deciding),
     };
-    if (is_etcd && !etcd_may_start(&the_etcd))
-        return SKIPPED;
-    store_of_places = is_etcd ? the_etcd.url : NULL;
-    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
     if (is_etcd)
-        etcd_stop(&the_etcd);
-    return nfailed;
+        return etcd_is_missing() ? SKIPPED : cmocka_run_group_tests(tests, start_the_etcd, stop_the_etcd);
+    return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -129,19 +129,4 @@ static inline void await_notes(ear *e, const char *topic, int64_t count) {
     assert_true(ear_await(e, has_notes, &(expected){topic, count}));
 }
 
-static inline int make_place(void **state) {
-    place *p = calloc(1, sizeof *p);
-    place_make(p);
-    *state = p;
-    return 0;
-}
-
-static inline int remove_place(void **state) {
-    place_remove(*state);
-    free(*state);
-    return 0;
-}
-
-#define AT_A_PLACE(test) cmocka_unit_test_setup_teardown(test, make_place, remove_place)
-
 #endif

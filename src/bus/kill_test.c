@@ -1,7 +1,7 @@
 /* What remains when a process is killed in the middle of a transfer. Eight processes in two groups go through as many
  * rounds; in each, one of them is killed while all hold a transfer that nobody can have finished, and another takes its
  * seat. The first process serves the store, kills, and watches. */
-#include "bus/store/store_test.h"
+#include "bus/members_test.h"
 
 #include <dirent.h>
 #include <inttypes.h>
@@ -13,7 +13,7 @@ enum { NOTICE_MS = 20000 };
 enum { NOTICE_MS = 2000 };
 #endif
 
-enum { SEATS = 4, NMEMBERS = 2 * SEATS, ROWS = 64, COLUMNS = 48, BROKEN = 99 };
+enum { SEATS = 4, NMEMBERS = 2 * SEATS, ROWS = 64, COLUMNS = 48 };
 
 /* ---- In a member ----------------------------------------------------------------------------------------------- */
 
@@ -53,30 +53,13 @@ static int other_of(int position) {
     return (position + SEATS) % NMEMBERS;
 }
 
-static void name_key(char *out, size_t room, const char *what, int round, int position) {
-    snprintf(out, room, "%s/%d/%d", what, round, position);
-}
-
 static void say(const member *m, const char *what, const char *value) {
-    char key[64];
-    name_key(key, sizeof key, what, m->round, m->position);
-    must(m, tb__store_set(m->store, key, value, strlen(value), TB__STORE_PERMANENT, NULL));
-}
-
-static void hear(const member *m, const char *what, int position, char *value, size_t room) {
-    char key[64];
-    tb__store_value got;
-    name_key(key, sizeof key, what, m->round, position);
-    must(m, tb__store_wait(m->store, key, PATIENCE_MS, &got));
-    snprintf(value, room, "%.*s", (int)got.nbytes, (const char *)got.data);
-    tb__store_value_fini(&got);
+    must(m, say_of(m->store, what, m->round, m->position, value));
 }
 
 static void join(member *m) {
-    char url[128], alone[32];
-    tb_world_opts opts = {.size = sizeof opts, .token = TOKEN, .timeout_ms = PATIENCE_MS};
-    snprintf(url, sizeof url, "%s?namespace=bus", m->url);
-    must(m, tb_world_join(url, is_sender(m) ? "a" : "b", m->position % SEATS, SEATS, &opts, &m->world));
+    char alone[32];
+    must(m, join_bus(m->url, is_sender(m) ? "a" : "b", m->position % SEATS, SEATS, &m->world));
     snprintf(alone, sizeof alone, "alone %d", m->position);
     must(m, tb_world_enter(m->world, alone, 0, 1));
 }
@@ -202,7 +185,7 @@ static void hold(const member *m, const tb_transfer *t) {
 
 static void lose(const member *m, int victim) {
     char rank[64], wanted[64], when[32];
-    hear(m, "rank", victim, rank, sizeof rank);
+    must(m, hear_of(m->store, "rank", m->round, victim, PATIENCE_MS, rank, sizeof rank));
     fill(m, 50 + m->round);
     tb_transfer *t = begin(m, m->batch);
     hold(m, t);
@@ -280,64 +263,6 @@ static int play(const char *url, const char *arg) {
 
 /* ---- In the first process -------------------------------------------------------------------------------------- */
 
-typedef struct scene {
-    place place;
-    tb__store_server *server;
-    tb__store *store;
-    pid_t pids[NMEMBERS]; /* 0: has ended */
-} scene;
-
-static int set_up(void **state) {
-    scene *s = calloc(1, sizeof *s);
-    place_make(&s->place);
-    assert_ok(tb__store_server_start(s->place.url, TOKEN, &s->server));
-    s->store = open_store(s->place.url);
-    *state = s;
-    return 0;
-}
-
-static int tear_down(void **state) {
-    scene *s = *state;
-    for (int i = 0; i < NMEMBERS; i++) {
-        if (s->pids[i] > 0) { /* it may have ended by itself */
-            kill(s->pids[i], SIGKILL);
-            end_of(s->pids[i]);
-        }
-    }
-    tb__store_close(s->store);
-    tb__store_server_stop(s->server);
-    place_remove(&s->place);
-    free(s);
-    return 0;
-}
-
-static void start(scene *s, int position, int round) {
-    char arg[32];
-    snprintf(arg, sizeof arg, "%d %d", position, round);
-    s->pids[position] = start_role("member", s->place.url, arg);
-}
-
-/* Fails as soon as a member has ended. */
-static void hear_of(scene *s, const char *what, int round, int position, char *value, size_t room) {
-    char key[64];
-    tb__store_value got = {0};
-    tb_status status = TB_TIMEOUT;
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    name_key(key, sizeof key, what, round, position);
-    while (status == TB_TIMEOUT && tb__now_ms() < deadline_ms) {
-        for (int i = 0; i < NMEMBERS; i++) {
-            if (waitpid(s->pids[i], NULL, WNOHANG) == s->pids[i]) {
-                s->pids[i] = 0;
-                fail_msg("member %d has ended in round %d", i, round);
-            }
-        }
-        status = tb__store_wait(s->store, key, 200, &got);
-    }
-    assert_ok(status);
-    snprintf(value, room, "%.*s", (int)got.nbytes, (const char *)got.data);
-    tb__store_value_fini(&got);
-}
-
 static int count_shared_files(void) {
     DIR *folder = opendir("/dev/shm");
     int count = 0;
@@ -351,14 +276,14 @@ static int count_shared_files(void) {
 static void kill_one(scene *s, int victim) {
     char value[64];
     for (int i = 0; i < NMEMBERS; i++)
-        hear_of(s, "held", victim, i, value, sizeof value);
+        hear_member(s, "held", victim, i, value, sizeof value);
     int64_t killed_ms = tb__now_ms();
     kill_role(s->pids[victim]);
-    start(s, victim, victim + 1);
+    start_member(s, victim, victim + 1);
     for (int i = 0; i < NMEMBERS; i++) {
         if (i == victim)
             continue;
-        hear_of(s, "lost", victim, i, value, sizeof value);
+        hear_member(s, "lost", victim, i, value, sizeof value);
         assert_in_range(strtoll(value, NULL, 10) - killed_ms, 0, NOTICE_MS);
     }
 }
@@ -366,8 +291,8 @@ static void kill_one(scene *s, int victim) {
 /* The new one is the same rank of the bus, and another incarnation of it. */
 static void compare_ranks(scene *s, int victim) {
     char before[64], after[64], *at_before, *at_after;
-    hear_of(s, "rank", victim, victim, before, sizeof before);
-    hear_of(s, "rank", victim + 1, victim, after, sizeof after);
+    hear_member(s, "rank", victim, victim, before, sizeof before);
+    hear_member(s, "rank", victim + 1, victim, after, sizeof after);
     assert_int_equal(strtol(before, &at_before, 10), strtol(after, &at_after, 10));
     assert_int_equal(strtol(before, &at_before, 10), strtol(after, &at_after, 10));
     assert_int_equal(strtoull(at_before, NULL, 10) + 1, strtoull(at_after, NULL, 10));
@@ -377,16 +302,12 @@ static void everyone_in_turn(void **state) {
     scene *s = *state;
     int nfiles = count_shared_files();
     for (int i = 0; i < NMEMBERS; i++)
-        start(s, i, 0);
+        start_member(s, i, 0);
     for (int victim = 0; victim < NMEMBERS; victim++) {
         kill_one(s, victim);
         compare_ranks(s, victim);
     }
-    for (int i = 0; i < NMEMBERS; i++) {
-        int end = end_of(s->pids[i]);
-        s->pids[i] = 0;
-        assert_int_equal(end, 0);
-    }
+    end_members(s);
     assert_int_equal(waitpid(-1, NULL, WNOHANG), -1);
     assert_true(count_shared_files() <= nfiles);
 }

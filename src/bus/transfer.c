@@ -1,92 +1,15 @@
-/* Transfers: the legs of a batch's flows, stepped together, and what is told of them. */
-#include "bus/accord.h"
+/* Transfers: the legs of a batch's flows, begun, stepped and ended together. */
+#include "bus/transfer_inside.h"
 
 #include "base/opts.h"
 
 #include <errno.h>
-#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* What the engine adds to a deadline before a wait without one of its own stops believing in it: the time in which the
- * store is asked how a shadowed receive has ended. */
-enum { GRACE_MS = 6000 };
-
-/* What goes through one pair. */
-typedef struct part {
-    tb__accord *accord;
-    tb__flow *flow;   /* NULL: it is skipped ... */
-    tb_status status; /* ... for this reason */
-    char *why;
-} part;
-
-struct tb_transfer {
-    tb__task task; /* first: the engine finds the transfer through it */
-    tb_batch *batch;
-    bool is_send;
-    bool has_ended;
-    bool is_late;
-    tb_status status; /* of one that has ended */
-    char why[TB__WHY_MAX];
-    tb_status failure; /* the first that a pair had; the others go on */
-    char failure_why[TB__WHY_MAX];
-    unsigned events;
-    int64_t deadline_ms;
-    double begun, ended;
-    tb__phases phases;
-    int event; /* a descriptor, readable when there is news */
-    tb_transfer_opts opts;
-    int64_t told;  /* bytes, to the callback */
-    size_t nended; /* legs */
-    size_t nparts;
-    part parts[];
-};
-
-const char *tb_phase_name(tb_phase phase) {
-    static const char *const names[] = {"plan", "wait", "pack", "wire", "unpack", "commit"};
-    return (unsigned)phase < TB_PHASE_COUNT ? names[phase] : NULL;
-}
-
-/* ---- What is told ---------------------------------------------------------------------------------------------- */
-
-/* NULL: that part is skipped. */
-static tb__leg *leg_of(const tb_transfer *t, size_t i) {
-    return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
-}
-
-static void add_leg(const tb__flow *flow, const tb__leg *leg, tb_transfer_state *out) {
-    uint64_t number = leg->attempt ? tb__flow_number(flow, leg->attempt) : 0;
-    out->attempt = number < out->attempt ? number : out->attempt;
-    out->bytes_done += leg->bytes_done;
-    out->bytes_total += leg->bytes_total;
-    out->groups_done += leg->groups_done;
-    out->groups_total += leg->groups_total;
-}
-
-static void add_times(const tb_transfer *t, tb_transfer_state *out) {
-    double now = t->has_ended ? t->ended : tb__seconds();
-    out->version = out->events & TB_COMMITTED ? out->attempt : 0;
-    out->seconds = now - t->begun;
-    memcpy(out->phase, t->phases.seconds, sizeof out->phase);
-    if (!t->has_ended)
-        out->phase[t->phases.now] += now - t->phases.since;
-}
-
-static void get_state(const tb_transfer *t, tb_transfer_state *out) {
-    *out = (tb_transfer_state){.status = t->status, .events = t->events, .attempt = UINT64_MAX};
-    for (size_t i = 0; i < t->nparts; i++) {
-        if (t->parts[i].flow)
-            add_leg(t->parts[i].flow, leg_of(t, i), out);
-    }
-    add_times(t, out);
-}
-
-static void clear_news(const tb_transfer *t) {
-    eventfd_t unused;
-    eventfd_read(t->event, &unused);
-}
+/* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
 static void tell(tb_transfer *t) {
     eventfd_write(t->event, 1);
@@ -97,21 +20,19 @@ static void call_back(tb_transfer *t) {
     tb_transfer_state state;
     if (!t->opts.progress)
         return;
-    get_state(t, &state);
+    tb__transfer_get_state(t, &state);
     if (state.bytes_done == t->told && !t->has_ended)
         return;
     t->told = state.bytes_done;
     t->opts.progress(t->opts.arg, &state);
 }
 
-/* ---- Steps ----------------------------------------------------------------------------------------------------- */
-
 /* Sends are counted alike everywhere, whoever has begun one more or less than the others. */
 static void catch_up(tb_transfer *t) {
     uint64_t *count = &t->batch->nsends;
     for (size_t i = 0; i < t->nparts && t->is_send; i++) {
-        if (t->parts[i].flow && leg_of(t, i)->number > *count)
-            *count = leg_of(t, i)->number;
+        if (t->parts[i].flow && tb__transfer_leg(t, i)->number > *count)
+            *count = tb__transfer_leg(t, i)->number;
     }
 }
 
@@ -129,9 +50,9 @@ static void fail_late(tb_transfer *t) {
     t->is_late = true;
     for (size_t i = 0; i < t->nparts; i++) {
         char waits[TB__WHY_MAX];
-        if (!t->parts[i].flow || !leg_of(t, i)->is_under_way)
+        if (!t->parts[i].flow || !tb__transfer_leg(t, i)->is_under_way)
             continue;
-        leg_of(t, i)->may_proceed = leg_of(t, i)->is_late = true;
+        tb__transfer_leg(t, i)->may_proceed = tb__transfer_leg(t, i)->is_late = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
         tb__flow_abort(t->parts[i].flow, t->is_send,
                        tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s",
@@ -140,33 +61,18 @@ static void fail_late(tb_transfer *t) {
     }
 }
 
-static void describe_wait(const tb_transfer *t, char *out, size_t room) {
-    snprintf(out, room, "nothing is missing");
-    for (size_t i = 0; i < t->nparts; i++) {
-        if (t->parts[i].flow && leg_of(t, i)->is_under_way) {
-            tb__flow_describe_wait(t->parts[i].flow, t->is_send, out, room);
-            return;
-        }
-    }
-}
-
-static unsigned events_of_leg(const tb__leg *leg) {
-    return (leg->is_released ? TB_RELEASED : 0U) | (leg->is_arrived ? TB_ARRIVED : 0U) |
-           (leg->is_committed ? TB_COMMITTED : 0U) | (leg->holds && leg->is_decided ? TB_DECIDED : 0U);
-}
-
 /* What all pairs have come to. Those that failed neither read the tensors any more nor change them, so the others
  * release them, and are held back alone. */
 static unsigned events_of(const tb_transfer *t) {
     unsigned events = TB_RELEASED | TB_ARRIVED | TB_COMMITTED | TB_DECIDED, others = TB_RELEASED | TB_DECIDED;
     bool has_good = false;
     for (size_t i = 0; i < t->nparts; i++) {
-        const tb__leg *leg = leg_of(t, i);
+        const tb__leg *leg = tb__transfer_leg(t, i);
         if (!leg)
             continue;
-        events &= events_of_leg(leg);
+        events &= tb__leg_events(leg);
         if (leg->status == TB_OK)
-            others &= events_of_leg(leg);
+            others &= tb__leg_events(leg);
         has_good |= leg->status == TB_OK;
     }
     return events | (has_good ? others : 0U);
@@ -175,7 +81,7 @@ static unsigned events_of(const tb_transfer *t) {
 static void look_at_legs(tb_transfer *t) {
     size_t nunder_way = 0, nended = 0;
     for (size_t i = 0; i < t->nparts; i++) {
-        const tb__leg *leg = leg_of(t, i);
+        const tb__leg *leg = tb__transfer_leg(t, i);
         if (!leg)
             continue;
         nunder_way += leg->is_under_way;
@@ -202,7 +108,7 @@ static void look_at_legs(tb_transfer *t) {
 static int64_t next_look(const tb_transfer *t) {
     int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
     for (size_t i = 0; i < t->nparts; i++) {
-        const tb__leg *leg = leg_of(t, i);
+        const tb__leg *leg = tb__transfer_leg(t, i);
         if (leg && leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
             when_ms = leg->wake_ms;
     }
@@ -217,7 +123,7 @@ static bool step(tb__task *task) {
     size_t nended = t->nended;
     bool did = false;
     for (size_t i = 0; i < t->nparts; i++) {
-        const tb__leg *leg = leg_of(t, i);
+        const tb__leg *leg = tb__transfer_leg(t, i);
         if (!leg)
             continue;
         groups += leg->groups_done;
@@ -277,16 +183,16 @@ static tb_status find_loss(const tb__accord *accord) {
 }
 
 /* The sentence is in tb_error_detail. */
-static tb_status skip(part *p, tb_status status) {
+static tb_status skip(tb__transfer_part *p, tb_status status) {
     p->status = status;
     p->why = tb__strdup(tb_error_detail());
     return p->why ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status begin_part(tb_transfer *t, tb__accord *accord) {
-    part *p = &t->parts[t->nparts++];
+    tb__transfer_part *p = &t->parts[t->nparts++];
     int side;
-    *p = (part){.accord = accord};
+    *p = (tb__transfer_part){.accord = accord};
     if (t->opts.skip_lost) {
         tb_status loss = find_loss(accord);
         if (loss == TB_OK && tb__accord_is_in_doubt(accord))
@@ -306,9 +212,9 @@ static tb_status begin_part(tb_transfer *t, tb__accord *accord) {
 /* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */
 static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *receives) {
     for (size_t i = 0; sends && receives && i < receives->nparts; i++) {
-        const part *r = &receives->parts[i];
+        const tb__transfer_part *r = &receives->parts[i];
         for (size_t j = 0; r->flow && j < sends->nparts; j++) {
-            const part *s = &sends->parts[j];
+            const tb__transfer_part *s = &sends->parts[j];
             if (s->flow && s->flow != r->flow)
                 TB_TRY(tb__accord_check_clash(r->accord, r->flow, s->accord, s->flow));
         }
@@ -334,9 +240,9 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
         if (!t->parts[i].flow)
             continue;
         tb__flow_begin(t->parts[i].flow, is_send, batch->nsends, &t->phases);
-        leg_of(t, i)->committing = t->opts.committing;
-        leg_of(t, i)->committing_arg = t->opts.arg;
-        leg_of(t, i)->holds = t->opts.hold;
+        tb__transfer_leg(t, i)->committing = t->opts.committing;
+        tb__transfer_leg(t, i)->committing_arg = t->opts.arg;
+        tb__transfer_leg(t, i)->holds = t->opts.hold;
     }
     *slot = t;
     tb__engine_add_task(batch->world->engine, &t->task);
@@ -408,95 +314,7 @@ tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **o
     return start(batch, false, opts, out);
 }
 
-/* ---- Wait ------------------------------------------------------------------------------------------------------ */
-
-typedef struct waiting {
-    tb_transfer *t;
-    unsigned event;
-    uint32_t group;
-} waiting;
-
-static bool has_event(void *arg) {
-    const waiting *w = arg;
-    return (w->t->events & w->event) || w->t->has_ended;
-}
-
-static bool has_group(void *arg) {
-    const waiting *w = arg;
-    bool has_all = true;
-    for (size_t i = 0; i < w->t->nparts; i++)
-        has_all &= !w->t->parts[i].flow || tb__flow_has_group(w->t->parts[i].flow, w->group);
-    return has_all || w->t->has_ended;
-}
-
-/* With the lock held; what came about, or why it did not. */
-static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, int timeout_ms, const char *what) {
-    tb__engine *engine = t->batch->world->engine;
-    int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms + GRACE_MS : tb__now_ms() + timeout_ms;
-    bool is_over = tb__engine_wait(engine, is_true, w, deadline_ms);
-    clear_news(t);
-    if (t->status != TB_OK && !(t->events & w->event))
-        return tb__fail(t->status, "%s", t->why);
-    if (is_over)
-        return TB_OK;
-    char waits[TB__WHY_MAX];
-    describe_wait(t, waits, sizeof waits);
-    if (timeout_ms < 0)
-        return tb__fail(TB_TIMEOUT, "batch '%s' has not %s by the transfer's deadline: %s", t->batch->name, what,
-                        waits);
-    return tb__fail(TB_TIMEOUT, "batch '%s' has not %s after %d ms: %s", t->batch->name, what, timeout_ms, waits);
-}
-
-static void take_groups(tb_transfer *t, uint32_t group) {
-    for (size_t i = 0; !t->is_send && i < t->nparts; i++) {
-        if (t->parts[i].flow)
-            tb__flow_take_groups(t->parts[i].flow, group);
-    }
-}
-
-tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
-    static const struct {
-        tb_event event;
-        const char *what;
-        bool of_send, of_recv;
-    } events[] = {{TB_RELEASED, "been released", true, false},
-                  {TB_ARRIVED, "arrived", false, true},
-                  {TB_COMMITTED, "been committed", true, true},
-                  {TB_DECIDED, "been decided", false, true}};
-    for (size_t i = 0; i < sizeof events / sizeof *events; i++) {
-        if (events[i].event != event)
-            continue;
-        if (event == TB_DECIDED && !t->opts.hold)
-            return tb__fail(TB_INVALID, "the transfer was not begun with hold");
-        if (t->is_send ? !events[i].of_send : !events[i].of_recv)
-            return tb__fail(TB_INVALID, "%s",
-                            t->is_send ? "what is sent is released, and does not arrive here"
-                                       : "what is received arrives, and is not released");
-        tb__engine *engine = t->batch->world->engine;
-        tb__engine_lock(engine);
-        take_groups(t, UINT32_MAX);
-        tb_status status = wait(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
-        tb__engine_unlock(engine);
-        return status;
-    }
-    return tb__fail(TB_INVALID, "%d is not an event", (int)event);
-}
-
-tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
-    if (t->is_send)
-        return tb__fail(TB_INVALID, "groups arrive where they are received");
-    if (group == UINT32_MAX)
-        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
-    waiting w = {.t = t, .group = group};
-    bool had = has_group(&w) && !t->has_ended;
-    tb_status status = had ? TB_OK : wait(t, has_group, &w, timeout_ms, "all of the group");
-    if (status == TB_OK)
-        take_groups(t, group);
-    tb__engine_unlock(engine);
-    return status;
-}
+/* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
 
 tb_status tb_proceed(tb_transfer *t) {
     if (!t->opts.hold)
@@ -505,70 +323,12 @@ tb_status tb_proceed(tb_transfer *t) {
     tb__engine_lock(engine);
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
-            leg_of(t, i)->may_proceed = true;
+            tb__transfer_leg(t, i)->may_proceed = true;
     }
     tb__engine_wake(engine);
     tb__engine_unlock(engine);
     return TB_OK;
 }
-
-void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
-    get_state(t, out);
-    clear_news(t);
-    if (t->status != TB_OK)
-        tb__set_detail("%s", t->why);
-    tb__engine_unlock(engine);
-}
-
-bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
-    if (i >= t->nparts)
-        return false;
-    tb__engine_lock(t->batch->world->engine);
-    *pair = t->parts[i].accord->pair->name;
-    *bytes_done = t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send)->bytes_done : 0;
-    tb__engine_unlock(t->batch->world->engine);
-    return true;
-}
-
-static const part *find_part(const tb_transfer *t, const tb_pair *pair) {
-    for (size_t i = 0; i < t->nparts; i++) {
-        if (strcmp(t->parts[i].accord->pair->name, pair->name) == 0)
-            return &t->parts[i];
-    }
-    return NULL;
-}
-
-tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
-    const part *p = find_part(t, pair);
-    const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
-    tb_transfer_state state = {.attempt = UINT64_MAX};
-    if (leg) {
-        state.status = leg->is_under_way ? TB_OK : leg->status;
-        state.events = events_of_leg(leg);
-        add_leg(p->flow, leg, &state);
-    } else if (p) {
-        state.status = p->status;
-        state.attempt = 0;
-    }
-    add_times(t, &state);
-    if (state.status != TB_OK)
-        tb__set_detail("%s", leg ? leg->why : p->why);
-    tb__engine_unlock(engine);
-    if (!p)
-        return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
-    *out = state;
-    return TB_OK;
-}
-
-int tb_transfer_fd(const tb_transfer *t) {
-    return t->event;
-}
-
-/* ---- End ------------------------------------------------------------------------------------------------------- */
 
 static bool has_ended(void *arg) {
     return ((const tb_transfer *)arg)->has_ended;
@@ -578,7 +338,7 @@ static bool has_ended(void *arg) {
 static void begin_to_cancel(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
-            leg_of(t, i)->is_cancelled = true;
+            tb__transfer_leg(t, i)->is_cancelled = true;
     }
     tb__engine_wake(t->batch->world->engine);
 }

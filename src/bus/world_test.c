@@ -239,27 +239,37 @@ static void test_two_worlds_driven_by_one_thread_staged(void **state) {
     two_by_hand(*state, true);
 }
 
+/* A world that is both groups, and so has to do with itself. */
+typedef struct loop {
+    tb_pair *pairs[2];
+    tb_batch *batch;
+    part part;
+} loop;
+
+/* The world is in group "a". */
+static void loop_init(loop *l, tb_world *world) {
+    check_ok(tb_world_enter(world, "b", 0, 1));
+    tb_pair_opts as_a = {.size = sizeof as_a, .group = "a", .no_wait = true},
+                 as_b = {.size = sizeof as_b, .group = "b"};
+    check_ok(tb_pair_create(world, "p", "b", "mesh=1 place=R", &as_a, &l->pairs[0]));
+    check_ok(tb_pair_create(world, "p", "a", "mesh=1 place=R", &as_b, &l->pairs[1]));
+    part_init(&l->part, "mesh=1 place=R", 0, 4, 4);
+    tb_tensor tensor = part_tensor(&l->part);
+    check_ok(tb_batch_create(world, "step", NULL, &l->batch));
+    for (int i = 0; i < 2; i++)
+        check_ok(tb_batch_add(l->batch, l->pairs[i], "w", &tensor));
+}
+
 /* A deadline passes without anybody else's doing: the descriptor tells. */
 static void test_deadlines_wake_a_manual_world(void **state) {
     const scene *s = *state;
     tb_world *a = join(s, "a", 0, 1, true);
-    check_ok(tb_world_enter(a, "b", 0, 1));
-    tb_pair *pairs[2];
-    tb_batch *batch;
     tb_transfer *t = NULL;
-    part p;
-    tb_pair_opts as_a = {.size = sizeof as_a, .group = "a", .no_wait = true}, as_b = as_a;
-    as_b.group = "b";
-    check_ok(tb_pair_create(a, "p", "b", "mesh=1 place=R", &as_a, &pairs[0]));
-    check_ok(tb_pair_create(a, "p", "a", "mesh=1 place=R", &as_b, &pairs[1]));
-    part_init(&p, "mesh=1 place=R", 0, 4, 4);
-    tb_tensor tensor = part_tensor(&p);
-    check_ok(tb_batch_create(a, "step", NULL, &batch));
-    check_ok(tb_batch_add(batch, pairs[0], "w", &tensor));
-    check_ok(tb_batch_add(batch, pairs[1], "w", &tensor));
+    loop l;
+    loop_init(&l, a);
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
-    check_ok(tb_batch_register(batch, 0));
-    check_ok(tb_recv(batch, &opts, &t));
+    check_ok(tb_batch_register(l.batch, 0));
+    check_ok(tb_recv(l.batch, &opts, &t));
     tb_transfer_state now;
     for (tb_transfer_query(t, &now); now.status == TB_OK; tb_transfer_query(t, &now)) {
         struct pollfd fd = {.fd = tb_world_fd(a), .events = POLLIN};
@@ -268,10 +278,10 @@ static void test_deadlines_wake_a_manual_world(void **state) {
     }
     assert_int_equal(now.status, TB_TIMEOUT);
     tb_transfer_destroy(t);
-    tb_batch_destroy(batch);
-    tb_pair_destroy(pairs[0]);
-    tb_pair_destroy(pairs[1]);
-    part_fini(&p);
+    tb_batch_destroy(l.batch);
+    tb_pair_destroy(l.pairs[0]);
+    tb_pair_destroy(l.pairs[1]);
+    part_fini(&l.part);
     tb_world_destroy(a);
 }
 
@@ -279,31 +289,20 @@ static void test_deadlines_wake_a_manual_world(void **state) {
 static void test_destroyed_in_any_order(void **state) {
     const scene *s = *state;
     tb_world *world;
-    tb_pair *pairs[2];
-    tb_batch *batch;
     tb_transfer *sent, *received;
-    part p;
+    loop l;
     check_ok(tb_world_join(s->url, "a", 0, 1, NULL, &world));
-    check_ok(tb_world_enter(world, "b", 0, 1));
-    tb_pair_opts as_a = {.size = sizeof as_a, .group = "a", .no_wait = true},
-                 as_b = {.size = sizeof as_b, .group = "b"};
-    check_ok(tb_pair_create(world, "p", "b", "mesh=1 place=R", &as_a, &pairs[0]));
-    check_ok(tb_pair_create(world, "p", "a", "mesh=1 place=R", &as_b, &pairs[1]));
-    part_init(&p, "mesh=1 place=R", 0, 4, 4);
-    tb_tensor tensor = part_tensor(&p);
-    check_ok(tb_batch_create(world, "step", NULL, &batch));
-    check_ok(tb_batch_add(batch, pairs[0], "w", &tensor));
-    check_ok(tb_batch_add(batch, pairs[1], "w", &tensor));
-    check_ok(tb_send(batch, NULL, &sent));
-    check_ok(tb_recv(batch, NULL, &received));
+    loop_init(&l, world);
+    check_ok(tb_send(l.batch, NULL, &sent));
+    check_ok(tb_recv(l.batch, NULL, &received));
     tb_world_destroy(world);
-    tb_batch_destroy(batch);
-    tb_pair_destroy(pairs[0]);
+    tb_batch_destroy(l.batch);
+    tb_pair_destroy(l.pairs[0]);
     check_ok(tb_wait(received, TB_ARRIVED, -1));
     tb_transfer_destroy(sent);
     tb_transfer_destroy(received);
-    tb_pair_destroy(pairs[1]);
-    part_fini(&p);
+    tb_pair_destroy(l.pairs[1]);
+    part_fini(&l.part);
     check_ok(tb_world_join(s->url, "a", 0, 1, NULL, &world)); /* the seat is free */
     tb_world_destroy(world);
 }

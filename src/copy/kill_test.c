@@ -1,11 +1,9 @@
 /* Copy services between processes, and what remains when one of them is killed: those who wait for it hear at once who
  * it was, and a service of the same name works again when another has taken the seat. The first process serves the
  * store, kills, and watches. */
-#include "bus/store/store_test.h"
+#include "bus/members_test.h"
 
-#include <inttypes.h>
-
-enum { NMEMBERS = 3, VICTIM = 2, NROUNDS = 3, N = 5000, BROKEN = 99 };
+enum { NMEMBERS = 3, VICTIM = 2, NROUNDS = 3, N = 5000 };
 
 /* ---- In a member ----------------------------------------------------------------------------------------------- */
 
@@ -24,22 +22,8 @@ static void must(const member *m, bool claim, const char *what) {
     exit(BROKEN);
 }
 
-static void name_key(char *out, size_t room, const char *what, int round, int seat) {
-    snprintf(out, room, "%s/%d/%d", what, round, seat);
-}
-
 static void say(const member *m, const char *what) {
-    char key[64];
-    name_key(key, sizeof key, what, m->round, m->seat);
-    must(m, tb__store_set(m->store, key, "", 0, TB__STORE_PERMANENT, NULL) == TB_OK, key);
-}
-
-static void hear(const member *m, const char *what, int seat) {
-    char key[64];
-    tb__store_value got = {0};
-    name_key(key, sizeof key, what, m->round, seat);
-    must(m, tb__store_wait(m->store, key, PATIENCE_MS, &got) == TB_OK, key);
-    tb__store_value_fini(&got);
+    must(m, say_of(m->store, what, m->round, m->seat, "") == TB_OK, what);
 }
 
 static uint32_t value(int from, int to, int round, int i) {
@@ -96,7 +80,7 @@ static void lose(const member *m) {
     }
     say(m, "held");
     if (m->round == 1)
-        hear(m, "killed", VICTIM);
+        must(m, hear_of(m->store, "killed", m->round, VICTIM, PATIENCE_MS, NULL, 0) == TB_OK, "killed");
     char wanted[32];
     snprintf(wanted, sizeof wanted, "(a %d)", VICTIM);
     must(m, tb_copy_run(m->copy, 0) == TB_LOST && strstr(tb_error_detail(), wanted), "does not name the dead");
@@ -107,13 +91,11 @@ static void lose(const member *m) {
 }
 
 static int play(const char *url, const char *arg) {
-    char *end, address[128];
+    char *end;
     member m = {.seat = (int)strtol(arg, &end, 10)};
     m.round = (int)strtol(end, NULL, 10);
-    tb_world_opts opts = {.size = sizeof opts, .token = TOKEN, .timeout_ms = PATIENCE_MS};
     must(&m, tb__store_open(url, TOKEN, PATIENCE_MS, &m.store) == TB_OK, "store");
-    snprintf(address, sizeof address, "%s?namespace=bus", url);
-    must(&m, tb_world_join(address, "a", m.seat, NMEMBERS, &opts, &m.world) == TB_OK, "join");
+    must(&m, join_bus(url, "a", m.seat, NMEMBERS, &m.world) == TB_OK, "join");
     must(&m, tb_alloc(sizeof *m.out * NMEMBERS * N, (void **)&m.out) == TB_OK, "memory");
     m.in = malloc(sizeof *m.in * NMEMBERS * N);
     must(&m, m.in != NULL, "memory");
@@ -134,81 +116,18 @@ static int play(const char *url, const char *arg) {
 
 /* ---- In the first process -------------------------------------------------------------------------------------- */
 
-typedef struct scene {
-    place place;
-    tb__store_server *server;
-    tb__store *store;
-    pid_t pids[NMEMBERS]; /* 0: has ended */
-} scene;
-
-static int set_up(void **state) {
-    scene *s = calloc(1, sizeof *s);
-    place_make(&s->place);
-    assert_ok(tb__store_server_start(s->place.url, TOKEN, &s->server));
-    s->store = open_store(s->place.url);
-    *state = s;
-    return 0;
-}
-
-static int tear_down(void **state) {
-    scene *s = *state;
-    for (int i = 0; i < NMEMBERS; i++) {
-        if (s->pids[i] > 0) {
-            kill(s->pids[i], SIGKILL);
-            end_of(s->pids[i]);
-        }
-    }
-    tb__store_close(s->store);
-    tb__store_server_stop(s->server);
-    place_remove(&s->place);
-    free(s);
-    return 0;
-}
-
-static void start(scene *s, int seat, int round) {
-    char arg[32];
-    snprintf(arg, sizeof arg, "%d %d", seat, round);
-    s->pids[seat] = start_role("member", s->place.url, arg);
-}
-
-/* Fails as soon as a member has ended. */
-static void hear_of(scene *s, const char *what, int round, int seat) {
-    char key[64];
-    tb__store_value got = {0};
-    tb_status status = TB_TIMEOUT;
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    name_key(key, sizeof key, what, round, seat);
-    while (status == TB_TIMEOUT && tb__now_ms() < deadline_ms) {
-        for (int i = 0; i < NMEMBERS; i++) {
-            if (waitpid(s->pids[i], NULL, WNOHANG) == s->pids[i]) {
-                s->pids[i] = 0;
-                fail_msg("member %d has ended in round %d", i, round);
-            }
-        }
-        status = tb__store_wait(s->store, key, 200, &got);
-    }
-    assert_ok(status);
-    tb__store_value_fini(&got);
-}
-
 static void the_same_seat_again_and_again(void **state) {
     scene *s = *state;
     for (int i = 0; i < NMEMBERS; i++)
-        start(s, i, 0);
+        start_member(s, i, 0);
     for (int round = 0; round < NROUNDS - 1; round++) {
-        char key[64];
         for (int i = 0; i < NMEMBERS; i++)
-            hear_of(s, "held", round, i);
+            hear_member(s, "held", round, i, NULL, 0);
         kill_role(s->pids[VICTIM]);
-        name_key(key, sizeof key, "killed", round, VICTIM);
-        set_text(s->store, key, "");
-        start(s, VICTIM, round + 1);
+        assert_ok(say_of(s->store, "killed", round, VICTIM, ""));
+        start_member(s, VICTIM, round + 1);
     }
-    for (int i = 0; i < NMEMBERS; i++) {
-        int end = end_of(s->pids[i]);
-        s->pids[i] = 0;
-        assert_int_equal(end, 0);
-    }
+    end_members(s);
 }
 
 int main(int argc, char **argv) {

@@ -3,20 +3,12 @@
 #include "base/mem.h"
 #include "tensorbus/tensorbus.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
+#include "../tests/support/elements.h"
 
-#include <cmocka.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 enum { MAX_RANKS = 8, UNTOUCHED = -7 };
-
-static void assert_ok(tb_status status) {
-    if (status != TB_OK)
-        print_error("%s\n", tb_error_detail());
-    assert_int_equal(status, TB_OK);
-}
 
 static void assert_shape(const tb_shape *shape, const tb_shape *expected) {
     assert_int_equal(shape->ndim, expected->ndim);
@@ -112,36 +104,12 @@ static void assert_layout(const param *p, const char *view, const char *shape, c
     part_fini(&out);
 }
 
-static int32_t *element(const tb_binding *b, const tb_box *box, const int64_t *len, int64_t i) {
-    int64_t at = b->offset / (int64_t)sizeof(int32_t);
-    for (int d = b->shape.ndim - 1; d >= 0; d--) {
-        at += (box->start[d] + i % len[d]) * b->strides[d];
-        i /= len[d];
-    }
-    return (int32_t *)b->base + at;
-}
-
-/* Moves the tensor as a plan says, one element at a time. */
 static void move(const part *from, const part *to) {
     tb_plan *plan;
-    tb_routes *routes;
     assert_shape(&from->shape, &to->shape);
     assert_ok(tb_plan_create(from->layout, to->layout, &from->shape, TB_I32, NULL, &plan));
     assert_ok(tb_plan_check(plan));
-    assert_ok(tb_routes_create(&routes));
-    for (int32_t rank = 0; rank < MAX_RANKS; rank++) {
-        assert_ok(tb_plan_routes(plan, rank, 0, routes));
-        for (size_t r = 0; r < tb_routes_count(routes); r++) {
-            const tb_route *route = tb_routes_at(routes, r);
-            bool is_target = false;
-            for (uint32_t t = 0; t < route->ntargets; t++)
-                is_target |= route->targets[t] == rank;
-            for (int64_t i = 0; i < route->nelements && is_target; i++)
-                *element(&to->binding[rank], &route->dst, route->len, i) =
-                    *element(&from->binding[route->source], &route->src, route->len, i);
-        }
-    }
-    tb_routes_destroy(routes);
+    move_elements(plan, from->binding, to->binding, MAX_RANKS);
     tb_plan_destroy(plan);
 }
 
@@ -337,7 +305,7 @@ static void padded_vocabulary(void **state) {
         for (size_t b = 0; b < nboxes; b++) {
             assert_int_equal(boxes[b].shape.dim[0], 2);
             for (int64_t i = 0; i < 4; i++) {
-                int32_t *at = element(&boxes[b], &(tb_box){{0}}, boxes[b].shape.dim, i);
+                int32_t *at = element_at(&boxes[b], &(tb_box){{0}}, boxes[b].shape.dim, i);
                 assert_int_equal(*at, UNTOUCHED);
                 *at = 0;
             }

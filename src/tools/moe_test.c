@@ -2,20 +2,11 @@
  * every element comes to where the other side looks for it. */
 #include "tools/moe.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
+#include "../tests/support/elements.h"
 
-#include <cmocka.h>
+#include <stdlib.h>
 
 enum { MAX_RANKS = 16 };
-
-static void assert_ok(tb_status status) {
-    if (status != TB_OK)
-        print_error("%s\n", tb_error_detail());
-    assert_int_equal(status, TB_OK);
-}
 
 /* A canonical tensor of a side, with what every rank has of it. */
 typedef struct tensor {
@@ -129,34 +120,6 @@ static void assert_lists(const side *s) {
 
 /* ---- Values ---------------------------------------------------------------------------------------------------- */
 
-static uint16_t *element(const tb_binding *b, const tb_box *box, const int64_t *len, int64_t i) {
-    int64_t at = b->offset / 2;
-    for (int d = b->shape.ndim - 1; d >= 0; d--) {
-        at += (box->start[d] + i % len[d]) * b->strides[d];
-        i /= len[d];
-    }
-    return (uint16_t *)b->base + at;
-}
-
-/* As the plan says, one element at a time. */
-static void move(const tb_plan *plan, const tensor *from, const tensor *to, int32_t ntargets) {
-    tb_routes *routes;
-    assert_ok(tb_routes_create(&routes));
-    for (int32_t rank = 0; rank < ntargets; rank++) {
-        assert_ok(tb_plan_routes(plan, rank, 0, routes));
-        for (size_t r = 0; r < tb_routes_count(routes); r++) {
-            const tb_route *route = tb_routes_at(routes, r);
-            bool is_target = false;
-            for (uint32_t t = 0; t < route->ntargets; t++)
-                is_target |= route->targets[t] == rank;
-            for (int64_t i = 0; i < route->nelements && is_target; i++)
-                *element(&to->binding[rank], &route->dst, route->len, i) =
-                    *element(&from->binding[route->source], &route->src, route->len, i);
-        }
-    }
-    tb_routes_destroy(routes);
-}
-
 static void each_param(side *s, tb_status (*visit)(const moe_rank *, const moe_param *, uint32_t, void *)) {
     for (int32_t r = 0; r < s->nranks; r++) {
         for (size_t i = 0; i < s->rank[r].params.count; i++)
@@ -177,7 +140,7 @@ static void clear_padding(const side *s, int32_t rank, const tb_part *part) {
         for (int d = 0; d < boxes[b].shape.ndim; d++)
             n *= boxes[b].shape.dim[d];
         for (int64_t i = 0; i < n; i++)
-            *element(&boxes[b], &(tb_box){{0}}, boxes[b].shape.dim, i) = 0;
+            *(uint16_t *)element_at(&boxes[b], &(tb_box){{0}}, boxes[b].shape.dim, i) = 0;
     }
     free(boxes);
     tb_layout_destroy(layout);
@@ -215,7 +178,7 @@ static void refit(const moe_cut *trainer, const moe_cut *engine) {
         assert_memory_equal(&from->shape, &to->shape, sizeof from->shape);
         assert_ok(tb_plan_create(from->layout, to->layout, &from->shape, TB_BF16, NULL, &plan));
         assert_ok(tb_plan_check(plan));
-        move(plan, from, to, dst.nranks);
+        move_elements(plan, from->binding, to->binding, dst.nranks);
         tb_plan_destroy(plan);
     }
     tb_match_fini(&match);

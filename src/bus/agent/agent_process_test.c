@@ -234,21 +234,28 @@ static void test_silent(void **state) {
     tb_client_close(c);
 }
 
-/* The first signal lets a transfer end, for which nobody is there; the second cuts it off. */
-static void test_stopped_twice(void **state) {
-    scene *s = *state;
-    call calls[2] = {{0}};
-    uint8_t data[2][64] = {{0}};
-    tb_client_status status;
+/* The first agent sends what nobody receives, and is told to stop; it has begun to when it tells its other client so.
+ * Returns when it was told. */
+static int64_t begin_to_stop(const scene *s, call calls[2], tb_client *other) {
+    static uint8_t data[2][64];
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .no_wait = true};
     move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
-    tb_client *other = open_client(&s->agents[0]);
     assert_ok(tb_client_transfer(calls[0].batch, true, &opts));
     int64_t begun_ms = tb__now_ms();
     assert_int_equal(kill(s->agents[0].pid, SIGTERM), 0);
     while (tb_client_init_pair(other, "q", groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
         assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     assert_non_null(strstr(tb_error_detail(), "the agent is stopping"));
+    return begun_ms;
+}
+
+/* The first signal lets a transfer end, for which nobody is there; the second cuts it off. */
+static void test_stopped_twice(void **state) {
+    scene *s = *state;
+    call calls[2] = {{0}};
+    tb_client *other = open_client(&s->agents[0]);
+    tb_client_status status;
+    int64_t begun_ms = begin_to_stop(s, calls, other);
     assert_ok(tb_client_query(calls[0].batch, &status));
     assert_string_equal(status.state, "sending");
     assert_fails(tb_client_wait(calls[0].batch, true, TB_COMMITTED, 20), TB_TIMEOUT, "so far");
@@ -263,15 +270,8 @@ static void test_stopped_twice(void **state) {
 static void test_stopped_and_cleaned(void **state) {
     scene *s = *state;
     call calls[2] = {{0}};
-    uint8_t data[2][64] = {{0}};
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .no_wait = true};
-    move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
     tb_client *other = open_client(&s->agents[0]);
-    assert_ok(tb_client_transfer(calls[0].batch, true, &opts));
-    int64_t begun_ms = tb__now_ms();
-    assert_int_equal(kill(s->agents[0].pid, SIGTERM), 0);
-    while (tb_client_init_pair(other, "q", groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
-        assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
+    int64_t begun_ms = begin_to_stop(s, calls, other);
     assert_ok(tb_client_cleanup(calls[0].batch));
     end_agent(&s->agents[0], 0);
     assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);

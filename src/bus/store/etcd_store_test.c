@@ -3,36 +3,9 @@
 #include "bus/store/etcd_test.h"
 #include "bus/store/etcd_token.h"
 #include "bus/store/gateway.h"
+#include "bus/store/roles_test.h"
 
-enum { BROKEN = 99, NATTEMPTS = 10 };
-
-static etcd the_etcd;
-
-/* Another process, which lives until it is killed. */
-static int live(const char *url) {
-    tb__store *store;
-    if (tb__store_open(url, TOKEN, PATIENCE_MS, &store) != TB_OK ||
-        tb__store_set(store, "member/1", "x", 1, TB__STORE_EPHEMERAL, NULL) != TB_OK ||
-        tb__store_set(store, "member/2", "x", 1, TB__STORE_EPHEMERAL, NULL) != TB_OK ||
-        tb__store_set(store, "ready", "x", 1, TB__STORE_PERMANENT, NULL) != TB_OK)
-        return BROKEN;
-    for (;;)
-        pause();
-}
-
-static void wait_for_count(tb__store *store, const char *prefix, size_t wanted) {
-    for (;;) {
-        tb__store_entries entries;
-        uint64_t revision;
-        assert_ok(tb__store_list(store, prefix, &entries));
-        size_t count = entries.count;
-        revision = entries.revision;
-        tb__store_entries_fini(&entries);
-        if (count == wanted)
-            return;
-        assert_ok(tb__store_wait_change(store, prefix, revision, PATIENCE_MS, &revision));
-    }
-}
+enum { NATTEMPTS = 10 };
 
 /* A namespace that no other test uses. */
 static const char *fresh_url(void) {
@@ -40,20 +13,6 @@ static const char *fresh_url(void) {
     static int count;
     snprintf(url, sizeof url, "%s?namespace=test%d", the_etcd.url, count++);
     return url;
-}
-
-typedef struct waiting {
-    tb__store *store;
-    tb_status status;
-} waiting;
-
-static void *wait_for_key(void *arg) {
-    waiting *w = arg;
-    tb__store_value value;
-    w->status = tb__store_wait(w->store, "key", 10 * PATIENCE_MS, &value);
-    if (w->status == TB_OK)
-        tb__store_value_fini(&value);
-    return NULL;
 }
 
 /* Posts to etcd by hand. */
@@ -73,7 +32,7 @@ static void killed_client(void **state) {
     const char *url = fresh_url();
     tb__store_value value;
     tb__store *store = open_store(url);
-    pid_t pid = start_role("live", url, "");
+    pid_t pid = start_role("live", url, "ready");
     assert_ok(tb__store_wait(store, "ready", PATIENCE_MS, &value));
     tb__store_value_fini(&value);
     wait_for_count(store, "member/", 2);
@@ -103,15 +62,13 @@ static void kept_lease(void **state) {
 static void hanging_up(void **state) {
     (void)state;
     const char *url = fresh_url();
-    pthread_t thread;
     tb__store *other = open_store(url);
     waiting w = {.store = open_store(url)};
     assert_ok(tb__store_set(w.store, "mine", "", 0, TB__STORE_EPHEMERAL, NULL));
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_key, &w), 0);
+    begin_waiting(&w);
     int64_t begun_ms = tb__now_ms();
     tb__store_hang_up(w.store);
-    pthread_join(thread, NULL);
-    assert_int_equal(w.status, TB_LOST);
+    assert_int_equal(end_waiting(&w), TB_LOST);
     assert_fails(tb__store_delete(w.store, "mine"), TB_LOST, "this side has hung up");
     wait_for_count(other, "mine", 0);
     assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
@@ -143,9 +100,8 @@ static void forked_child(void **state) {
 /* Somebody takes the lease away. */
 static void lost_lease(void **state) {
     (void)state;
-    pthread_t thread;
     waiting w = {.store = open_store(fresh_url())};
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_key, &w), 0);
+    begin_waiting(&w);
     json_t *leases = post("/v3/lease/leases", "{}"), *lease;
     size_t i;
     assert_true(json_array_size(json_object_get(leases, "leases")) > 0);
@@ -155,8 +111,7 @@ static void lost_lease(void **state) {
         json_decref(post("/v3/lease/revoke", text));
     }
     json_decref(leases);
-    pthread_join(thread, NULL);
-    assert_int_equal(w.status, TB_LOST);
+    assert_int_equal(end_waiting(&w), TB_LOST);
     assert_fails(tb__store_set(w.store, "k", "", 0, TB__STORE_EPHEMERAL, NULL), TB_LOST, "its lease has run out");
     tb__store_close(w.store);
 }
@@ -240,21 +195,19 @@ static void pages(void **state) {
 static void lost_etcd(void **state) {
     (void)state;
     const char *url = fresh_url();
-    pthread_t thread;
     tb__store_value value;
     waiting w = {.store = open_store(url)};
     set_text(w.store, "stays", "x");
     assert_ok(tb__store_set(w.store, "goes", "x", 1, TB__STORE_EPHEMERAL, NULL));
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_key, &w), 0);
+    begin_waiting(&w);
     etcd_kill(&the_etcd);
     tb__store_set_timeout(w.store, 100);
     assert_fails(tb__store_get(w.store, "stays", &value), TB_TIMEOUT, " ms: etcd://127");
-    pthread_join(thread, NULL);
-    assert_int_equal(w.status, TB_LOST);
+    assert_int_equal(end_waiting(&w), TB_LOST);
     assert_fails(tb__store_get(w.store, "stays", &value), TB_LOST, "the connection was lost: nothing within");
     tb__store_close(w.store);
     etcd_run(&the_etcd);
-    etcd_await(&the_etcd);
+    await_store(the_etcd.url);
     tb__store *store = open_store(url);
     wait_for_count(store, "stays", 1);
     wait_for_count(store, "goes", 0);
@@ -264,22 +217,21 @@ static void lost_etcd(void **state) {
 /* etcd ends and comes back soon enough. Returns false if it took too long to tell. */
 static bool survive(void) {
     const char *url = fresh_url();
-    pthread_t thread;
     waiting w = {.store = open_store(url)};
     assert_ok(tb__store_set(w.store, "mine", "x", 1, TB__STORE_EPHEMERAL, NULL));
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_key, &w), 0);
+    begin_waiting(&w);
     int64_t begun_ms = tb__now_ms();
     etcd_kill(&the_etcd);
     etcd_run(&the_etcd);
-    etcd_await(&the_etcd);
+    await_store(the_etcd.url);
     bool is_soon = tb__now_ms() - begun_ms < 2500;
     if (!is_soon)
         tb__store_hang_up(w.store);
     tb__store *other = open_store(url);
     set_text(other, "key", "x");
-    pthread_join(thread, NULL);
+    tb_status status = end_waiting(&w);
     if (is_soon) {
-        assert_int_equal(w.status, TB_OK);
+        assert_int_equal(status, TB_OK);
         wait_for_count(w.store, "mine", 1);
         wait_for_count(w.store, "key", 1);
     }
@@ -356,16 +308,12 @@ static void strange_answers(void **state) {
 
 int main(int argc, char **argv) {
     if (argc == 4 && strcmp(argv[1], "live") == 0)
-        return live(argv[2]);
+        return live(argv[2], argv[3]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(killed_client), cmocka_unit_test(kept_lease),     cmocka_unit_test(hanging_up),
         cmocka_unit_test(forked_child),  cmocka_unit_test(lost_lease),     cmocka_unit_test(tokens),
         cmocka_unit_test(endpoints),     cmocka_unit_test(pages),          cmocka_unit_test(strange_answers),
         cmocka_unit_test(lost_etcd),     cmocka_unit_test(restarted_etcd),
     };
-    if (!etcd_may_start(&the_etcd))
-        return SKIPPED;
-    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
-    etcd_stop(&the_etcd);
-    return nfailed;
+    return etcd_is_missing() ? SKIPPED : cmocka_run_group_tests(tests, start_the_etcd, stop_the_etcd);
 }

@@ -6,7 +6,6 @@
 
 #include <fcntl.h>
 #include <ftw.h>
-#include <netinet/in.h>
 #include <sys/prctl.h>
 
 /* ctest's word for a test that lacks something of the machine. */
@@ -18,18 +17,6 @@ typedef struct etcd {
     int port[2];
     char folder[64], url[64];
 } etcd;
-
-/* Bound, but not listening: nobody else is given the port, and whoever asks for it by number may listen. */
-static inline int hold_port(int *port) {
-    struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof name;
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
-    assert_int_equal(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
-    assert_int_equal(bind(fd, (const struct sockaddr *)&name, sizeof name), 0);
-    assert_int_equal(getsockname(fd, (struct sockaddr *)&name, &length), 0);
-    *port = ntohs(name.sin_port);
-    return fd;
-}
 
 static inline bool etcd_is_installed(void) {
     char path[4096];
@@ -69,17 +56,6 @@ static inline void etcd_run(etcd *e) {
     assert_true(e->pid > 0);
 }
 
-/* Returns once it answers. */
-static inline void etcd_await(const etcd *e) {
-    tb__store *store;
-    tb_status status;
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    while ((status = tb__store_open(e->url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
-        poll(NULL, 0, 10);
-    assert_ok(status);
-    tb__store_close(store);
-}
-
 static inline void etcd_start(etcd *e) {
     *e = (etcd){.folder = "/tmp/tb-etcd-XXXXXX"};
     assert_non_null(mkdtemp(e->folder));
@@ -87,7 +63,7 @@ static inline void etcd_start(etcd *e) {
         e->held[i] = hold_port(&e->port[i]);
     snprintf(e->url, sizeof e->url, "etcd://127.0.0.1:%d", e->port[0]);
     etcd_run(e);
-    etcd_await(e);
+    await_store(e->url);
 }
 
 static inline void etcd_kill(etcd *e) {
@@ -109,13 +85,27 @@ static inline void etcd_stop(etcd *e) {
 }
 
 /* For a main that was asked for etcd: says so if there is none. */
-static inline bool etcd_may_start(etcd *e) {
-    if (!etcd_is_installed()) {
+static inline bool etcd_is_missing(void) {
+    bool is_missing = !etcd_is_installed();
+    if (is_missing)
         printf("skipped: etcd is not installed\n");
-        return false;
-    }
-    etcd_start(e);
-    return true;
+    return is_missing;
+}
+
+/* The one that a group of tests has for all of them, and for their places. */
+static etcd the_etcd;
+
+static inline int start_the_etcd(void **state) {
+    (void)state;
+    etcd_start(&the_etcd);
+    store_of_places = the_etcd.url;
+    return 0;
+}
+
+static inline int stop_the_etcd(void **state) {
+    (void)state;
+    etcd_stop(&the_etcd);
+    return 0;
 }
 
 #endif

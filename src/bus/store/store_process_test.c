@@ -1,24 +1,9 @@
 /* The store between processes: who wins, who is woken, what remains when somebody is killed. */
-#include "bus/store/store_test.h"
+#include "bus/store/roles_test.h"
 
-#include <netinet/in.h>
-#include <sys/resource.h>
+enum { NRACERS = 16, NMEETING = 20, WON = 10, LOST = 11, SERVED = 12 };
 
-enum { NRACERS = 16, NMEETING = 20, WON = 10, LOST = 11, SERVED = 12, BROKEN = 99 };
-
-/* Roles: what the other processes do. They end with an exit status, for cmocka is in the first process only. */
-
-static void must(tb_status status) {
-    if (status == TB_OK)
-        return;
-    fprintf(stderr, "pid %d: %s: %s\n", (int)getpid(), tb_status_string(status), tb_error_detail());
-    _exit(BROKEN);
-}
-
-static void sleep_until_killed(void) {
-    for (;;)
-        pause();
-}
+/* Roles: what the other processes do. */
 
 static int race(const char *url, const char *arg) {
     tb__store *store;
@@ -39,42 +24,6 @@ static int race(const char *url, const char *arg) {
     return status == TB_OK ? WON : LOST;
 }
 
-static int live(const char *url, const char *arg) {
-    tb__store *store;
-    must(tb__store_open(url, TOKEN, PATIENCE_MS, &store));
-    must(tb__store_set(store, "member/1", "x", 1, TB__STORE_EPHEMERAL, NULL));
-    must(tb__store_set(store, "member/2", "x", 1, TB__STORE_EPHEMERAL, NULL));
-    must(tb__store_set(store, arg, "x", 1, TB__STORE_PERMANENT, NULL));
-    sleep_until_killed();
-    return 0;
-}
-
-/* With `arg` descriptors at most. */
-static int serve(const char *url, const char *arg) {
-    tb__store_server *server;
-    rlim_t nfiles = (rlim_t)strtol(arg, NULL, 10);
-    if (nfiles > 0)
-        setrlimit(RLIMIT_NOFILE, &(struct rlimit){nfiles, nfiles});
-    must(tb__store_server_start(url, TOKEN, &server));
-    sleep_until_killed();
-    return 0;
-}
-
-/* The number of keys under the prefix reaches what is wanted. */
-static void wait_for_count(tb__store *store, const char *prefix, size_t wanted) {
-    for (;;) {
-        tb__store_entries entries;
-        uint64_t revision;
-        must(tb__store_list(store, prefix, &entries));
-        size_t count = entries.count;
-        revision = entries.revision;
-        tb__store_entries_fini(&entries);
-        if (count == wanted)
-            return;
-        must(tb__store_wait_change(store, prefix, revision, PATIENCE_MS, &revision));
-    }
-}
-
 static int meet(const char *url, const char *arg) {
     tb__store *store;
     tb__store_server *server;
@@ -84,9 +33,9 @@ static int meet(const char *url, const char *arg) {
     must(tb__store_set(store, key, "", 0, TB__STORE_EPHEMERAL, NULL));
     snprintf(key, sizeof key, "came/%s", arg);
     must(tb__store_set(store, key, "", 0, TB__STORE_PERMANENT, NULL));
-    wait_for_count(store, "came/", NMEETING);
+    must(await_count(store, "came/", NMEETING));
     if (server)
-        wait_for_count(store, "here/", 1);
+        must(await_count(store, "here/", 1));
     tb__store_close(store);
     tb__store_server_stop(server);
     return server ? SERVED : LOST;
@@ -117,19 +66,6 @@ static int strange(const char *url, const char *arg) {
 }
 
 /* The tests. */
-
-static int make_place(void **state) {
-    place *p = calloc(1, sizeof *p);
-    place_make(p);
-    *state = p;
-    return 0;
-}
-
-static int remove_place(void **state) {
-    place_remove(*state);
-    free(*state);
-    return 0;
-}
 
 static void one_winner(void **state) {
     const place *p = *state;
@@ -174,43 +110,15 @@ static void killed_client(void **state) {
     tb__store_server_stop(server);
 }
 
-/* A server in another process; returns once it answers. */
-static pid_t start_server(const char *url, const char *nfiles) {
-    pid_t pid = start_role("serve", url, nfiles);
-    tb__store *store;
-    tb_status status;
-    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    /* Not open_or_serve, which would serve. */
-    while ((status = tb__store_open(url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
-        poll(NULL, 0, 1);
-    assert_ok(status);
-    tb__store_close(store);
-    return pid;
-}
-
-typedef struct waiting {
-    tb__store *store;
-    tb_status status;
-} waiting;
-
-static void *wait_for_nothing(void *arg) {
-    waiting *w = arg;
-    tb__store_value value;
-    w->status = tb__store_wait(w->store, "nothing", 10 * PATIENCE_MS, &value);
-    return NULL;
-}
-
 static void killed_server(void **state) {
     const place *p = *state;
     tb__store_value value;
     uint64_t revision;
-    pthread_t thread;
-    pid_t pid = start_server(p->url, "0");
+    pid_t pid = start_server("serve", p->url, "");
     waiting w = {.store = open_store(p->url)};
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_nothing, &w), 0);
+    begin_waiting(&w);
     kill_role(pid);
-    pthread_join(thread, NULL);
-    assert_int_equal(w.status, TB_LOST);
+    assert_int_equal(end_waiting(&w), TB_LOST);
     assert_fails(tb__store_set(w.store, "k", "", 0, TB__STORE_PERMANENT, NULL), TB_LOST, "set 'k': unix:/tmp/");
     assert_int_equal(tb__store_get(w.store, "k", &value), TB_LOST);
     assert_int_equal(tb__store_wait_change(w.store, "k", 0, 0, &revision), TB_LOST);
@@ -232,15 +140,13 @@ static void killed_server(void **state) {
 static void hanging_up(void **state) {
     const place *p = *state;
     tb__store_server *server;
-    pthread_t thread;
     assert_ok(tb__store_server_start(p->url, TOKEN, &server));
     tb__store *other = open_store(p->url);
     waiting w = {.store = open_store(p->url)};
     assert_ok(tb__store_set(w.store, "mine", "", 0, TB__STORE_EPHEMERAL, NULL));
-    assert_int_equal(pthread_create(&thread, NULL, wait_for_nothing, &w), 0);
+    begin_waiting(&w);
     tb__store_hang_up(w.store);
-    pthread_join(thread, NULL);
-    assert_int_equal(w.status, TB_LOST);
+    assert_int_equal(end_waiting(&w), TB_LOST);
     assert_fails(tb__store_delete(w.store, "mine"), TB_LOST, "this side has hung up");
     wait_for_count(other, "mine", 0);
     tb__store_hang_up(w.store);
@@ -253,12 +159,9 @@ static void stopped_server(void **state) {
     const place *p = *state;
     tb__store *late, *store;
     tb__store_server *server;
-    pid_t pid = start_server(p->url, "0");
+    pid_t pid = start_server("serve", p->url, "");
     assert_ok(tb__store_open_until(p->url, TOKEN, tb__now_ms() + PATIENCE_MS, 50, &late));
-    int status = 0;
-    assert_int_equal(kill(pid, SIGSTOP), 0);
-    assert_int_equal(waitpid(pid, &status, WUNTRACED), pid); /* its other threads run on until then */
-    assert_true(WIFSTOPPED(status));
+    stop_role(pid);
     assert_fails(tb__store_set(late, "k", "", 0, TB__STORE_PERMANENT, NULL), TB_TIMEOUT, "set 'k'");
     tb__store_set_timeout(late, 20);
     assert_fails(tb__store_delete(late, "k"), TB_TIMEOUT, "nothing within 20 ms");
@@ -291,21 +194,15 @@ static void meeting(void **state) {
     for (int round = 0; round < 3; round++)
         meet_at(p->url);
     /* A dead server's socket makes no difference. */
-    kill_role(start_server(p->url, "0"));
+    kill_role(start_server("serve", p->url, ""));
     meet_at(p->url);
 }
 
 static void meeting_over_tcp(void **state) {
     (void)state;
-    /* Bound, but not listening: nobody else is given the port, and whoever asks for it by number may listen. */
-    struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof name;
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
-    assert_int_equal(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
-    assert_int_equal(bind(fd, (const struct sockaddr *)&name, sizeof name), 0);
-    assert_int_equal(getsockname(fd, (struct sockaddr *)&name, &length), 0);
+    int port, fd = hold_port(&port);
     char url[64];
-    snprintf(url, sizeof url, "tcp://127.0.0.1:%d", ntohs(name.sin_port));
+    snprintf(url, sizeof url, "tcp://127.0.0.1:%d", port);
     meet_at(url);
     close(fd);
 }
@@ -317,7 +214,7 @@ static void few_descriptors(void **state) {
     int fds[NCONNECTIONS];
     char nfiles[16];
     snprintf(nfiles, sizeof nfiles, "%d", NFILES);
-    pid_t pid = start_server(p->url, nfiles);
+    pid_t pid = start_server("serve", p->url, nfiles);
     for (int i = 0; i < NCONNECTIONS; i++)
         fds[i] = raw_connect(p->url);
     raw_hello(fds[0]);
@@ -379,18 +276,12 @@ static void other_user(void **state) {
     tb__store_server_stop(server);
 }
 
-#define AT_A_PLACE(test) cmocka_unit_test_setup_teardown(test, make_place, remove_place)
-
-static const struct {
-    const char *name;
-    int (*play)(const char *url, const char *arg);
-} roles[] = {{"race", race}, {"live", live}, {"serve", serve}, {"meet", meet}, {"strange", strange}};
+static const role roles[] = {{"race", race}, {"live", live}, {"serve", serve}, {"meet", meet}, {"strange", strange}};
 
 int main(int argc, char **argv) {
-    for (size_t i = 0; argc == 4 && i < sizeof roles / sizeof *roles; i++) {
-        if (strcmp(argv[1], roles[i].name) == 0)
-            return roles[i].play(argv[2], argv[3]);
-    }
+    int end;
+    if (has_played(roles, sizeof roles / sizeof *roles, argc, argv, &end))
+        return end;
     const struct CMUnitTest tests[] = {
         AT_A_PLACE(one_winner),       AT_A_PLACE(killed_client),   AT_A_PLACE(killed_server),
         AT_A_PLACE(hanging_up),       AT_A_PLACE(stopped_server),  AT_A_PLACE(meeting),

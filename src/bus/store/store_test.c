@@ -13,9 +13,6 @@ typedef struct fixture {
     tb__store *a, *b;
 } fixture;
 
-/* One for all tests, if they are about etcd. */
-static etcd the_etcd;
-
 static bool is_etcd(const fixture *f) {
     return strcmp(f->kind, "etcd") == 0;
 }
@@ -486,11 +483,7 @@ static void no_memory(void **state) {
 
 static int test_etcd(void) {
     const struct CMUnitTest tests[] = {CONFORMANCE(OVER_ETCD)};
-    if (!etcd_may_start(&the_etcd))
-        return SKIPPED;
-    int nfailed = cmocka_run_group_tests(tests, NULL, NULL);
-    etcd_stop(&the_etcd);
-    return nfailed;
+    return etcd_is_missing() ? SKIPPED : cmocka_run_group_tests(tests, start_the_etcd, stop_the_etcd);
 }
 
 int main(int argc, char **argv) {

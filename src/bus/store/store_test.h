@@ -11,7 +11,9 @@
 #include "../tests/support/asserts.h"
 
 #include <errno.h>
+#include <netinet/in.h>
 #include <poll.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <spawn.h>
@@ -54,6 +56,21 @@ static inline void place_remove(const place *p) {
     assert_int_equal(rmdir(p->folder), 0);
 }
 
+static inline int make_place(void **state) {
+    place *p = calloc(1, sizeof *p);
+    place_make(p);
+    *state = p;
+    return 0;
+}
+
+static inline int remove_place(void **state) {
+    place_remove(*state);
+    free(*state);
+    return 0;
+}
+
+#define AT_A_PLACE(test) cmocka_unit_test_setup_teardown(test, make_place, remove_place)
+
 static inline tb__store *open_store(const char *url) {
     tb__store *store = NULL;
     assert_ok(tb__store_open(url, TOKEN, PATIENCE_MS, &store));
@@ -73,6 +90,73 @@ static inline void assert_alive(const char *url) {
     assert_string_equal(value.data, "yes");
     tb__store_value_fini(&value);
     tb__store_close(store);
+}
+
+/* Returns once somebody answers there, who is being started. Not open_or_serve, which would serve. */
+static inline void await_store(const char *url) {
+    tb__store *store;
+    tb_status status;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    while ((status = tb__store_open(url, TOKEN, PATIENCE_MS, &store)) == TB_IO && tb__now_ms() < deadline_ms)
+        poll(NULL, 0, 2);
+    assert_ok(status);
+    tb__store_close(store);
+}
+
+/* The number of keys under the prefix reaches what is wanted. */
+static inline tb_status await_count(tb__store *store, const char *prefix, size_t wanted) {
+    for (;;) {
+        tb__store_entries entries;
+        TB_TRY(tb__store_list(store, prefix, &entries));
+        size_t count = entries.count;
+        uint64_t revision = entries.revision;
+        tb__store_entries_fini(&entries);
+        if (count == wanted)
+            return TB_OK;
+        TB_TRY(tb__store_wait_change(store, prefix, revision, PATIENCE_MS, &revision));
+    }
+}
+
+static inline void wait_for_count(tb__store *store, const char *prefix, size_t wanted) {
+    assert_ok(await_count(store, prefix, wanted));
+}
+
+/* A thread that waits for "key". */
+typedef struct waiting {
+    tb__store *store;
+    pthread_t thread;
+    tb_status status;
+} waiting;
+
+static inline void *wait_for_key(void *arg) {
+    waiting *w = arg;
+    tb__store_value value;
+    w->status = tb__store_wait(w->store, "key", 10 * PATIENCE_MS, &value);
+    if (w->status == TB_OK)
+        tb__store_value_fini(&value);
+    return NULL;
+}
+
+static inline void begin_waiting(waiting *w) {
+    assert_int_equal(pthread_create(&w->thread, NULL, wait_for_key, w), 0);
+}
+
+/* How it ended. */
+static inline tb_status end_waiting(waiting *w) {
+    assert_int_equal(pthread_join(w->thread, NULL), 0);
+    return w->status;
+}
+
+/* Bound, but not listening: nobody else is given the port, and whoever asks for it by number may listen. */
+static inline int hold_port(int *port) {
+    struct sockaddr_in name = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof name;
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
+    assert_int_equal(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
+    assert_int_equal(bind(fd, (const struct sockaddr *)&name, sizeof name), 0);
+    assert_int_equal(getsockname(fd, (struct sockaddr *)&name, &length), 0);
+    *port = ntohs(name.sin_port);
+    return fd;
 }
 
 /* Connections without a client behind them. */
@@ -175,6 +259,14 @@ static inline int end_of(pid_t pid) {
 static inline void kill_role(pid_t pid) {
     assert_int_equal(kill(pid, SIGKILL), 0);
     assert_int_equal(end_of(pid), -SIGKILL);
+}
+
+/* Until SIGCONT. */
+static inline void stop_role(pid_t pid) {
+    int status = 0;
+    assert_int_equal(kill(pid, SIGSTOP), 0);
+    assert_int_equal(waitpid(pid, &status, WUNTRACED), pid); /* its other threads run on until then */
+    assert_true(WIFSTOPPED(status));
 }
 
 #endif

@@ -1,0 +1,49 @@
+/* A transfer from inside, for the files that implement it: transfer.c moves it on, transfer_wait.c tells what has come
+ * of it. All that changes in it is guarded by the engine's lock. */
+#ifndef TB_BUS_TRANSFER_INSIDE_H
+#define TB_BUS_TRANSFER_INSIDE_H
+
+#include "bus/accord.h"
+
+/* What goes through one pair. */
+typedef struct tb__transfer_part {
+    tb__accord *accord;
+    tb__flow *flow;   /* NULL: it is skipped ... */
+    tb_status status; /* ... for this reason */
+    char *why;
+} tb__transfer_part;
+
+struct tb_transfer {
+    tb__task task; /* first: the engine finds the transfer through it */
+    tb_batch *batch;
+    bool is_send;
+    bool has_ended;
+    bool is_late;
+    tb_status status; /* of one that has ended */
+    char why[TB__WHY_MAX];
+    tb_status failure; /* the first that a pair had; the others go on */
+    char failure_why[TB__WHY_MAX];
+    unsigned events;
+    int64_t deadline_ms;
+    double begun, ended;
+    tb__phases phases;
+    int event; /* a descriptor, readable when there is news */
+    tb_transfer_opts opts;
+    int64_t told;  /* bytes, to the callback */
+    size_t nended; /* legs */
+    size_t nparts;
+    tb__transfer_part parts[];
+};
+
+/* NULL: that part is skipped. */
+static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
+    return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
+}
+
+/* What a leg has come to: a set of tb_event. */
+unsigned tb__leg_events(const tb__leg *leg);
+
+/* With the lock held. */
+void tb__transfer_get_state(const tb_transfer *t, tb_transfer_state *out);
+
+#endif

@@ -1,0 +1,211 @@
+/* What is told of a transfer, and waiting for it. */
+#include "bus/transfer_inside.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+
+/* What the engine adds to a deadline before a wait without one of its own stops believing in it: the time in which the
+ * store is asked how a shadowed receive has ended. */
+enum { GRACE_MS = 6000 };
+
+const char *tb_phase_name(tb_phase phase) {
+    static const char *const names[] = {"plan", "wait", "pack", "wire", "unpack", "commit"};
+    return (unsigned)phase < TB_PHASE_COUNT ? names[phase] : NULL;
+}
+
+/* ---- State ----------------------------------------------------------------------------------------------------- */
+
+static void add_leg(const tb__flow *flow, const tb__leg *leg, tb_transfer_state *out) {
+    uint64_t number = leg->attempt ? tb__flow_number(flow, leg->attempt) : 0;
+    out->attempt = number < out->attempt ? number : out->attempt;
+    out->bytes_done += leg->bytes_done;
+    out->bytes_total += leg->bytes_total;
+    out->groups_done += leg->groups_done;
+    out->groups_total += leg->groups_total;
+}
+
+static void add_times(const tb_transfer *t, tb_transfer_state *out) {
+    double now = t->has_ended ? t->ended : tb__seconds();
+    out->version = out->events & TB_COMMITTED ? out->attempt : 0;
+    out->seconds = now - t->begun;
+    memcpy(out->phase, t->phases.seconds, sizeof out->phase);
+    if (!t->has_ended)
+        out->phase[t->phases.now] += now - t->phases.since;
+}
+
+void tb__transfer_get_state(const tb_transfer *t, tb_transfer_state *out) {
+    *out = (tb_transfer_state){.status = t->status, .events = t->events, .attempt = UINT64_MAX};
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow)
+            add_leg(t->parts[i].flow, tb__transfer_leg(t, i), out);
+    }
+    add_times(t, out);
+}
+
+unsigned tb__leg_events(const tb__leg *leg) {
+    return (leg->is_released ? TB_RELEASED : 0U) | (leg->is_arrived ? TB_ARRIVED : 0U) |
+           (leg->is_committed ? TB_COMMITTED : 0U) | (leg->holds && leg->is_decided ? TB_DECIDED : 0U);
+}
+
+static void clear_news(const tb_transfer *t) {
+    eventfd_t unused;
+    eventfd_read(t->event, &unused);
+}
+
+void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    tb__transfer_get_state(t, out);
+    clear_news(t);
+    if (t->status != TB_OK)
+        tb__set_detail("%s", t->why);
+    tb__engine_unlock(engine);
+}
+
+bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
+    if (i >= t->nparts)
+        return false;
+    tb__engine_lock(t->batch->world->engine);
+    *pair = t->parts[i].accord->pair->name;
+    *bytes_done = t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send)->bytes_done : 0;
+    tb__engine_unlock(t->batch->world->engine);
+    return true;
+}
+
+static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *pair) {
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (strcmp(t->parts[i].accord->pair->name, pair->name) == 0)
+            return &t->parts[i];
+    }
+    return NULL;
+}
+
+tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    const tb__transfer_part *p = find_part(t, pair);
+    const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
+    tb_transfer_state state = {.attempt = UINT64_MAX};
+    if (leg) {
+        state.status = leg->is_under_way ? TB_OK : leg->status;
+        state.events = tb__leg_events(leg);
+        add_leg(p->flow, leg, &state);
+    } else if (p) {
+        state.status = p->status;
+        state.attempt = 0;
+    }
+    add_times(t, &state);
+    if (state.status != TB_OK)
+        tb__set_detail("%s", leg ? leg->why : p->why);
+    tb__engine_unlock(engine);
+    if (!p)
+        return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
+    *out = state;
+    return TB_OK;
+}
+
+int tb_transfer_fd(const tb_transfer *t) {
+    return t->event;
+}
+
+/* ---- Wait ------------------------------------------------------------------------------------------------------ */
+
+typedef struct waiting {
+    tb_transfer *t;
+    unsigned event;
+    uint32_t group;
+} waiting;
+
+static bool has_event(void *arg) {
+    const waiting *w = arg;
+    return (w->t->events & w->event) || w->t->has_ended;
+}
+
+static bool has_group(void *arg) {
+    const waiting *w = arg;
+    bool has_all = true;
+    for (size_t i = 0; i < w->t->nparts; i++)
+        has_all &= !w->t->parts[i].flow || tb__flow_has_group(w->t->parts[i].flow, w->group);
+    return has_all || w->t->has_ended;
+}
+
+static void describe_wait(const tb_transfer *t, char *out, size_t room) {
+    snprintf(out, room, "nothing is missing");
+    for (size_t i = 0; i < t->nparts; i++) {
+        if (t->parts[i].flow && tb__transfer_leg(t, i)->is_under_way) {
+            tb__flow_describe_wait(t->parts[i].flow, t->is_send, out, room);
+            return;
+        }
+    }
+}
+
+/* With the lock held; what came about, or why it did not. */
+static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, int timeout_ms, const char *what) {
+    tb__engine *engine = t->batch->world->engine;
+    int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms + GRACE_MS : tb__now_ms() + timeout_ms;
+    bool is_over = tb__engine_wait(engine, is_true, w, deadline_ms);
+    clear_news(t);
+    if (t->status != TB_OK && !(t->events & w->event))
+        return tb__fail(t->status, "%s", t->why);
+    if (is_over)
+        return TB_OK;
+    char waits[TB__WHY_MAX];
+    describe_wait(t, waits, sizeof waits);
+    if (timeout_ms < 0)
+        return tb__fail(TB_TIMEOUT, "batch '%s' has not %s by the transfer's deadline: %s", t->batch->name, what,
+                        waits);
+    return tb__fail(TB_TIMEOUT, "batch '%s' has not %s after %d ms: %s", t->batch->name, what, timeout_ms, waits);
+}
+
+static void take_groups(tb_transfer *t, uint32_t group) {
+    for (size_t i = 0; !t->is_send && i < t->nparts; i++) {
+        if (t->parts[i].flow)
+            tb__flow_take_groups(t->parts[i].flow, group);
+    }
+}
+
+tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
+    static const struct {
+        tb_event event;
+        const char *what;
+        bool of_send, of_recv;
+    } events[] = {{TB_RELEASED, "been released", true, false},
+                  {TB_ARRIVED, "arrived", false, true},
+                  {TB_COMMITTED, "been committed", true, true},
+                  {TB_DECIDED, "been decided", false, true}};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++) {
+        if (events[i].event != event)
+            continue;
+        if (event == TB_DECIDED && !t->opts.hold)
+            return tb__fail(TB_INVALID, "the transfer was not begun with hold");
+        if (t->is_send ? !events[i].of_send : !events[i].of_recv)
+            return tb__fail(TB_INVALID, "%s",
+                            t->is_send ? "what is sent is released, and does not arrive here"
+                                       : "what is received arrives, and is not released");
+        tb__engine *engine = t->batch->world->engine;
+        tb__engine_lock(engine);
+        take_groups(t, UINT32_MAX);
+        tb_status status = wait(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
+        tb__engine_unlock(engine);
+        return status;
+    }
+    return tb__fail(TB_INVALID, "%d is not an event", (int)event);
+}
+
+tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
+    if (t->is_send)
+        return tb__fail(TB_INVALID, "groups arrive where they are received");
+    if (group == UINT32_MAX)
+        return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    waiting w = {.t = t, .group = group};
+    bool had = has_group(&w) && !t->has_ended;
+    tb_status status = had ? TB_OK : wait(t, has_group, &w, timeout_ms, "all of the group");
+    if (status == TB_OK)
+        take_groups(t, group);
+    tb__engine_unlock(engine);
+    return status;
+}
