@@ -182,6 +182,7 @@ static void many_batches(rank *r) {
     for (int i = 0; i < 3; i++)
         raw_greet(&c[i], seat_of(r)->path);
     check(raw_call(&c[0], &command).status == TB_OK);
+    meet(r); /* nobody goes before both have the pair */
     for (int i = 0; is_a(r) && i < 2 * BATCHES; i++) {
         char id[16];
         snprintf(id, sizeof id, "b%d", i);
