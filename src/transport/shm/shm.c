@@ -38,17 +38,10 @@ void shm_finish(shm *s, shm_posted *p, tb_status status) {
     eventfd_write(s->wake, 1);
 }
 
-void shm_tell(shm_posted *p) {
-    tb_op *op = p->op;
-    op->state = NULL;
-    free(p);
-    op->done(op);
-}
-
 void shm_tell_all(shm *s) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&s->finished)))
-        shm_tell((shm_posted *)w);
+        tb__op_tell(((shm_posted *)w)->op);
 }
 
 shm_peer *shm_find(const shm *s, int32_t rank) {
@@ -513,7 +506,7 @@ static void shm_cancel(void *context, tb_op *op) {
         tb__waiters_remove(&s->one_sided, &p->waiter);
         op->status = TB_CANCELLED;
     }
-    shm_tell(p);
+    tb__op_tell(op);
 }
 
 static int shm_fd(void *context) {
