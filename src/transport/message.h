@@ -1,5 +1,5 @@
 /* What transports that match messages with receives themselves have in common: messages that come before their
- * receives, and how receives and operations end. */
+ * receives, and how operations begin and end. */
 #ifndef TB_TRANSPORT_MESSAGE_H
 #define TB_TRANSPORT_MESSAGE_H
 
@@ -35,6 +35,14 @@ static inline bool tb__arrival_keep(tb__match *arrivals, int32_t peer, uint64_t 
     return true;
 }
 
+/* Takes out one that is not wanted, for the caller to free. NULL: it has not come, and will be thrown away. */
+static inline tb__arrival *tb__arrival_forget(tb__match *arrivals, tb__unwanted *unwanted, int32_t peer, uint64_t tag) {
+    tb__waiter *w = tb__match_take(arrivals, peer, tag);
+    if (!w)
+        tb__unwanted_add(unwanted, tag);
+    return (tb__arrival *)w;
+}
+
 /* The offer of this id in a list of one peer's; NULL if there is none. */
 static inline tb__arrival *tb__offer_find(const tb__waiters *offers, uint64_t id) {
     tb__waiter *w = offers->first;
@@ -55,6 +63,17 @@ static inline void tb__offer_drop(tb__match *arrivals, int32_t peer, uint64_t ta
     }
 }
 
+/* What a transport has of an operation: so much memory, which begins with a waiter. NULL: there is none. */
+static inline void *tb__op_begin(tb_op *op, size_t size) {
+    tb__waiter *w = tb__calloc(1, size);
+    if (w) {
+        w->peer = op->peer;
+        w->tag = op->tag;
+        op->state = w;
+    }
+    return w;
+}
+
 /* Puts a message into a receive that has room for so many bytes; returns what it ends with. */
 static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, size_t nbytes) {
     op->nbytes = nbytes;
@@ -64,7 +83,7 @@ static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, si
     return TB_OK;
 }
 
-/* Frees what the transport has of an operation that is over, and tells so. */
+/* Frees what a transport has of an operation that is over, and tells so. */
 static inline void tb__op_tell(tb_op *op) {
     free(op->state);
     op->state = NULL;

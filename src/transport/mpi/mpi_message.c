@@ -347,10 +347,8 @@ static tb_status on_message(mpi *m, int rank, const header *h, const unsigned ch
 }
 
 void mpi_forget_message(mpi *m, int rank, uint64_t tag) {
-    tb__arrival *a = (tb__arrival *)tb__match_take(&m->arrivals, rank, tag);
-    if (!a)
-        tb__unwanted_add(&m->peers[rank].unwanted, tag);
-    else if (a->is_offer)
+    tb__arrival *a = tb__arrival_forget(&m->arrivals, &m->peers[rank].unwanted, rank, tag);
+    if (a && a->is_offer)
         mpi_answer(m, rank, LETTER_DECLINE, a->id, 0, 0);
     free(a);
 }

@@ -206,13 +206,10 @@ static tb_status self_post(void *context, tb_op *op) {
         tb_range range = range_of(op);
         TB_TRY(check_access(s, op->remote, &range, 1, op->pieces, op->npieces));
     }
-    posted *p = tb__calloc(1, sizeof *p);
+    posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
-    p->waiter.peer = op->peer;
-    p->waiter.tag = op->tag;
-    op->state = p;
     if (!is_message) {
         make_ready(s, p);
         return TB_OK;

@@ -474,12 +474,11 @@ static tb_status shm_post(void *context, tb_op *op) {
         return tb__fail(TB_LOST, "it is %s", peer && peer->is_lost ? "lost" : "not connected");
     if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
         return shm_post_message(s, peer, op);
-    shm_posted *p = tb__calloc(1, sizeof *p);
+    shm_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
     p->peer = peer;
-    op->state = p;
     tb__waiters_add(&s->one_sided, &p->waiter);
     eventfd_write(s->wake, 1);
     return TB_OK;

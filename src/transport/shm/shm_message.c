@@ -178,15 +178,12 @@ bool shm_take_slices(shm *s) {
 }
 
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
-    shm_posted *p = tb__calloc(1, sizeof *p);
+    shm_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
     p->peer = peer;
     p->nbytes = tb__pieces_size(op->pieces, op->npieces);
-    p->waiter.peer = op->peer;
-    p->waiter.tag = op->tag;
-    op->state = p;
     if (op->kind == TB_OP_RECV) {
         match_receive(s, p);
     } else {
@@ -434,11 +431,9 @@ void shm_cancel_message(shm *s, shm_posted *p) {
 }
 
 void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag) {
-    tb__arrival *a = (tb__arrival *)tb__match_take(&s->arrivals, peer->rank, tag);
+    tb__arrival *a = tb__arrival_forget(&s->arrivals, &peer->unwanted, peer->rank, tag);
     if (a)
         discard(s, a);
-    else
-        tb__unwanted_add(&peer->unwanted, tag);
 }
 
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {

@@ -190,15 +190,12 @@ static void send_message(ucx *u, ucx_posted *p) {
 }
 
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
-    ucx_posted *p = tb__calloc(1, sizeof *p);
+    ucx_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
     p->peer = peer;
     p->nbytes = tb__pieces_size(op->pieces, op->npieces);
-    p->waiter.peer = op->peer;
-    p->waiter.tag = op->tag;
-    op->state = p;
     if (op->kind == TB_OP_RECV)
         match_receive(u, p);
     else
@@ -322,11 +319,9 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
 }
 
 void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag) {
-    tb__arrival *a = (tb__arrival *)tb__match_take(&u->arrivals, peer->rank, tag);
+    tb__arrival *a = tb__arrival_forget(&u->arrivals, &peer->unwanted, peer->rank, tag);
     if (a)
         discard(a);
-    else
-        tb__unwanted_add(&peer->unwanted, tag);
 }
 
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
