@@ -81,6 +81,15 @@ static inline void tb__match_remove(tb__match *m, const tb__waiter *w) {
     tb__waiters_remove(&m->bucket[tb__match_bucket(w->peer, w->tag)], w);
 }
 
+/* The counterpart of one that is new, which is taken from among those that wait. NULL: there is none, and the new one
+ * waits where it will be looked for. */
+static inline tb__waiter *tb__match_meet(tb__match *others, tb__match *own, tb__waiter *w) {
+    tb__waiter *other = tb__match_take(others, w->peer, w->tag);
+    if (!other)
+        tb__match_add(own, w);
+    return other;
+}
+
 /* Takes out any with this peer; any at all if peer is negative. NULL if there is none. */
 static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
     for (size_t b = 0; b < TB__MATCH_BUCKETS; b++) {
@@ -91,6 +100,12 @@ static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
         }
     }
     return NULL;
+}
+
+/* Frees those. */
+static inline void tb__match_free(tb__match *m, int32_t peer) {
+    for (tb__waiter *w; (w = tb__match_drain(m, peer));)
+        free(w);
 }
 
 /* Tags of which the next message is not wanted. It may never come: of too many the oldest are dropped. */

@@ -6,32 +6,23 @@
  * Versions go in place and by shadow, and every element is looked at. One agent is killed in the middle of a version:
  * everybody is told whom that was, and the engine keeps the version that it had. Then it comes back, and all goes on.
  */
-#include "base/process.h"
 #include "bus/store/store.h"
-#include "tests/support/hosts.h"
-
-#include "tensorbus/tensorbus.h"
+#include "tests/hosts/board.h"
 
 #include <fcntl.h>
 #include <ftw.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { NTRAINERS = 2, NENGINES = 4, NSEATS = NTRAINERS + NENGINES, VICTIM = NSEATS - 1, SEATS_OF_HOST = 2 };
+enum { NTRAINERS = 2, SEATS_OF_HOST = 2 };
 /* 8 MiB leave the trainer's host, through a link that takes 40 Mbit/s: what is done in between happens in the middle.
  */
 enum { ROWS = 2048, COLUMNS = 1024, SKIPPED = 77 };
-enum { DEADLINE_MS = 30000, SLACK_MS = 20000, JOIN_MS = 60000, LOOK_MS = 5 };
 enum { PLACE, SHADOW, NKINDS };
 
 static const char *const kinds[NKINDS] = {"place", "shadow"}; /* pairs, and batches */
@@ -46,18 +37,6 @@ static const struct {
              {MOVE, SHADOW}, {LOSE, SHADOW}, {REOPEN, PLACE}, {MOVE, PLACE},  {MOVE, SHADOW}};
 enum { NSTEPS = sizeof steps / sizeof *steps };
 
-/* What the processes share: which step is next, and what has become of it. */
-typedef struct board {
-    _Atomic int next;
-    struct {
-        _Atomic int done;   /* steps; -1: it is not connected yet */
-        _Atomic bool moves; /* some bytes of the version under way are there */
-        tb_status status;   /* of the last step */
-        char sentence[512];
-    } seat[NSEATS];
-} board;
-
-static board *shared;
 static char folder[] = "/tmp/tb-hosts-XXXXXX";
 
 static bool is_trainer(int seat) {
@@ -72,17 +51,8 @@ static int host_of(int seat) {
     return seat / SEATS_OF_HOST;
 }
 
-static const char *name_of(int seat) {
-    static const char *const names[NSEATS] = {"trainer 0", "trainer 1", "engine 0", "engine 1", "engine 2", "engine 3"};
-    return names[seat];
-}
-
 static void path_of(int seat, char out[64]) {
     snprintf(out, 64, "%s/agent-%d", folder, seat);
-}
-
-static void nap(void) {
-    nanosleep(&(struct timespec){.tv_nsec = LOOK_MS * 1000000}, NULL);
 }
 
 /* ---- In a client's process --------------------------------------------------------------------------------------- */
@@ -229,9 +199,7 @@ static _Noreturn void be_client(int seat) {
         while (atomic_load(&shared->next) <= step)
             nap(); /* the first process ends us if it does not come so far */
         tb_status status = do_step(&c, step);
-        shared->seat[seat].status = status;
-        snprintf(shared->seat[seat].sentence, sizeof shared->seat[0].sentence, "%s",
-                 status == TB_OK ? "" : tb_error_detail());
+        note_status(seat, status);
         atomic_store(&shared->seat[seat].done, step + 1);
     }
     drop_batches(&c);
@@ -255,22 +223,6 @@ static int remove_one(const char *path, const struct stat *about, int type, stru
 static void clean_up(void) {
     if (getpid() == first)
         nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-static void fail(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-
-static void fail(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    fprintf(stderr, "FAILED: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-    for (int i = 0; i < NSEATS; i++)
-        fprintf(stderr, "  %s: %d done, %s%s%s\n", name_of(i), atomic_load(&shared->seat[i].done),
-                tb_status_string(shared->seat[i].status), *shared->seat[i].sentence ? ": " : "",
-                shared->seat[i].sentence);
-    exit(1);
 }
 
 /* A program on a host, without its standard output. */
@@ -396,7 +348,7 @@ static void await_done(int nsteps) {
 }
 
 static void run_step(int step) {
-    atomic_store(&shared->next, step + 1);
+    begin(step + 1);
     await_done(step + 1);
     for (int i = 0; i < NSEATS; i++) {
         if (shared->seat[i].status != TB_OK)
@@ -449,37 +401,19 @@ static void look_at_peers(bool is_victim_there) {
     }
 }
 
-static void must_do(const char *what) {
-    if (!hosts_do(what))
-        fail("the bed can't do '%s'", what);
-}
-
-static void await_middle(void) {
-    int64_t deadline_ms = tb__now_ms() + DEADLINE_MS;
-    while (!atomic_load(&shared->seat[VICTIM].moves)) {
-        if (tb__now_ms() > deadline_ms)
-            fail("nothing moves");
-        nap();
-    }
-}
-
 static void kill_agent(int step) {
     must_do("shape 0 40mbit");
-    for (int i = 0; i < NSEATS; i++)
-        atomic_store(&shared->seat[i].moves, false);
-    atomic_store(&shared->next, step + 1);
-    await_middle();
+    begin(step + 1);
+    await_middle(VICTIM);
     int64_t since_ms = tb__now_ms();
     kill(agents[VICTIM], SIGKILL);
     end_of(agents[VICTIM], "an agent that was killed");
     await_done(step + 1);
-    printf("all were told after %.1f s\n", 1e-3 * (double)(tb__now_ms() - since_ms));
+    tell_all(since_ms);
     for (int i = 0; i < NSEATS; i++) {
-        const char *sentence = shared->seat[i].sentence;
-        printf("  %s: %s: %s\n", name_of(i), tb_status_string(shared->seat[i].status), sentence);
         if (shared->seat[i].status != TB_LOST)
             fail("%s does not hear that an agent is lost", name_of(i));
-        if (i != VICTIM && !strstr(sentence, name_of(VICTIM)))
+        if (i != VICTIM && !strstr(shared->seat[i].sentence, name_of(VICTIM)))
             fail("%s is not told which agent was lost", name_of(i));
     }
     must_do("shape 0 off");
@@ -514,8 +448,8 @@ int main(int argc, char **argv) {
         printf("skipped: etcd is not installed\n");
         return SKIPPED;
     }
-    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (shared == MAP_FAILED || !mkdtemp(folder))
+    board_make((const char *const[NSEATS]){"trainer 0", "trainer 1", "engine 0", "engine 1", "engine 2", "engine 3"});
+    if (!mkdtemp(folder))
         return 1;
     first = getpid();
     atexit(clean_up);

@@ -8,55 +8,22 @@
  * Whatever happens, everybody is told by the deadline: that all is well, and then every element is right, or what is
  * wrong and with whom. Then the rest move the next version without those that were lost. */
 #include "bus/store/server.h"
-#include "tests/support/hosts.h"
-
-#include "tensorbus/tensorbus.h"
+#include "tests/hosts/board.h"
 
 #include <inttypes.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
-enum { NTRAINERS = 2, NENGINES = 2, SEATS = 2, NRANKS = NTRAINERS + NENGINES * SEATS, VICTIM = NRANKS - 1 };
+enum { NTRAINERS = 2, NENGINES = 2, SEATS = 2 /* of each group */ };
 /* 8 MiB to each engine, through a link that takes 40 Mbit/s: what is done in between happens in the middle. */
 enum { ROWS = 2048, COLUMNS = 1024, NVERSIONS = 3 };
-enum { DEADLINE_MS = 30000, SLACK_MS = 20000, JOIN_MS = 60000, LOOK_MS = 5 };
 enum { NOTICE_MS = 20000 }; /* less than the deadline */
 
 static const char *const groups[] = {"trainer", "near", "far"};
-static const char *const names[NRANKS] = {"trainer 0", "trainer 1", "near 0", "near 1", "far 0", "far 1"};
-
-/* What the processes share. The first one says which version is next, and ranks what has become of it. */
-typedef struct board {
-    _Atomic int next;
-    _Atomic bool is_served;
-    struct {
-        _Atomic int done;   /* versions; 0: it is not registered */
-        _Atomic bool moves; /* some bytes of the one under way are there */
-        tb_status status;   /* of the last one */
-        char sentence[512];
-    } rank[NRANKS];
-} board;
-
-static board *shared;
-
-static int64_t now_ms(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
-static void nap(void) {
-    nanosleep(&(struct timespec){.tv_nsec = LOOK_MS * 1000000}, NULL);
-}
+static const char *const names[NSEATS] = {"trainer 0", "trainer 1", "near 0", "near 1", "far 0", "far 1"};
 
 /* ---- In a rank's process ----------------------------------------------------------------------------------------- */
 
@@ -71,7 +38,7 @@ typedef struct rank {
 static void must(const rank *r, tb_status status) {
     if (status == TB_OK)
         return;
-    fprintf(stderr, "%s: %s: %s\n", names[r->number], tb_status_string(status), tb_error_detail());
+    fprintf(stderr, "%s: %s: %s\n", name_of(r->number), tb_status_string(status), tb_error_detail());
     exit(1);
 }
 
@@ -113,7 +80,7 @@ static void open_rank(rank *r, const char *url) {
 static void note_progress(void *arg, const tb_transfer_state *state) {
     const rank *r = arg;
     if (state->bytes_done > 0)
-        atomic_store(&shared->rank[r->number].moves, true);
+        atomic_store(&shared->seat[r->number].moves, true);
 }
 
 static tb_status move(rank *r, int version) {
@@ -134,7 +101,7 @@ static void check(const rank *r, int version) {
     for (int64_t i = 0; i < nelements; i++) {
         if (r->w[i] != value(version, index_of(r, i))) {
             fprintf(stderr, "%s: version %d is said to be there, but element %" PRId64 " is %.0f, not %.0f\n",
-                    names[r->number], version, i, r->w[i], value(version, index_of(r, i)));
+                    name_of(r->number), version, i, r->w[i], value(version, index_of(r, i)));
             exit(1);
         }
     }
@@ -144,15 +111,13 @@ static void run_version(rank *r, int version) {
     for (int64_t i = 0; i < nelements; i++)
         r->w[i] = r->group == 0 ? value(version, index_of(r, i)) : -1;
     tb_status status = move(r, version);
-    shared->rank[r->number].status = status;
-    snprintf(shared->rank[r->number].sentence, sizeof shared->rank[0].sentence, "%s",
-             status == TB_OK ? "" : tb_error_detail());
+    note_status(r->number, status);
     if (status == TB_OK && r->group > 0)
         check(r, version);
     /* Late is not lost: whoever does not want to wait for them again goes on without them. */
     if (status == TB_TIMEOUT && r->group == 0)
         must(r, tb_batch_remove_pair(r->batch, r->pair[NENGINES - 1]));
-    atomic_store(&shared->rank[r->number].done, version + 1);
+    atomic_store(&shared->seat[r->number].done, version + 1);
 }
 
 static _Noreturn void play(int number, const char *url) {
@@ -161,7 +126,7 @@ static _Noreturn void play(int number, const char *url) {
     hosts_enter(group);
     rank r = {.number = number, .seat = number % SEATS, .group = group};
     open_rank(&r, url);
-    atomic_store(&shared->rank[number].done, 1);
+    atomic_store(&shared->seat[number].done, 1);
     for (int version = 1; version <= NVERSIONS; version++) {
         while (atomic_load(&shared->next) < version)
             nap(); /* the first process ends us if it does not come so far */
@@ -183,108 +148,71 @@ static _Noreturn void serve(const char *url) {
         fprintf(stderr, "the store: %s\n", tb_error_detail());
         exit(1);
     }
-    atomic_store(&shared->is_served, true);
+    atomic_store(&shared->next, 0);
     for (;;)
         pause();
 }
 
 /* ---- In the first process ---------------------------------------------------------------------------------------- */
 
-static pid_t pids[NRANKS];
-
-static void fail(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-
-static void fail(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    fprintf(stderr, "FAILED: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
-    va_end(args);
-    for (int i = 0; i < NRANKS; i++)
-        fprintf(stderr, "  %s: %d done, %s%s%s\n", names[i], atomic_load(&shared->rank[i].done),
-                tb_status_string(shared->rank[i].status), *shared->rank[i].sentence ? ": " : "",
-                shared->rank[i].sentence);
-    exit(1);
-}
+static pid_t pids[NSEATS];
 
 /* Whoever ends before it is over has failed, and has said why. */
 static void look_at(int i) {
     int how;
     if (pids[i] > 0 && waitpid(pids[i], &how, WNOHANG) == pids[i]) {
         pids[i] = 0;
-        fail("%s has ended", names[i]);
+        fail("%s has ended", name_of(i));
     }
 }
 
 static void await_done(int version, int patience_ms, unsigned whom) {
-    int64_t deadline = now_ms() + patience_ms;
-    for (int i = 0; i < NRANKS; i++) {
-        while (whom & 1u << i && atomic_load(&shared->rank[i].done) < version + 1) {
-            if (now_ms() > deadline)
-                fail("%s has not come to the end of version %d", names[i], version);
+    int64_t deadline = tb__now_ms() + patience_ms;
+    for (int i = 0; i < NSEATS; i++) {
+        while (whom & 1u << i && atomic_load(&shared->seat[i].done) < version + 1) {
+            if (tb__now_ms() > deadline)
+                fail("%s has not come to the end of version %d", name_of(i), version);
             look_at(i);
             nap();
         }
     }
 }
 
-static void begin(int version) {
-    for (int i = 0; i < NRANKS; i++)
-        atomic_store(&shared->rank[i].moves, false);
-    atomic_store(&shared->next, version);
-}
-
-static void await_middle(void) {
-    int64_t deadline = now_ms() + DEADLINE_MS;
-    while (!atomic_load(&shared->rank[VICTIM].moves) && !atomic_load(&shared->rank[VICTIM - 1].moves)) {
-        if (now_ms() > deadline)
-            fail("nothing moves");
-        nap();
-    }
-}
-
-static void must_do(const char *what) {
-    if (!hosts_do(what))
-        fail("the bed can't do '%s'", what);
-}
-
 static void must_be_well(int i, int version) {
-    if (shared->rank[i].status != TB_OK)
-        fail("%s does not get version %d", names[i], version);
+    if (shared->seat[i].status != TB_OK)
+        fail("%s does not get version %d", name_of(i), version);
 }
 
 /* The sentence has to name a rank of the other side. */
 static void must_name(int i, const char *group) {
-    const char *sentence = shared->rank[i].sentence;
+    const char *sentence = shared->seat[i].sentence;
     char name[32];
     snprintf(name, sizeof name, "(%s ", group);
-    if (shared->rank[i].status == TB_OK)
-        fail("%s thinks that all is well", names[i]);
+    if (shared->seat[i].status == TB_OK)
+        fail("%s thinks that all is well", name_of(i));
     if (!strstr(sentence, name))
-        fail("%s does not name a rank of %s", names[i], group);
+        fail("%s does not name a rank of %s", name_of(i), group);
 }
 
 /* And it is lost, not only late, so that the next version skips it. */
 static void must_miss(int i, const char *group) {
     must_name(i, group);
-    if (shared->rank[i].status != TB_LOST || !strstr(shared->rank[i].sentence, "nothing has come from it for 13 s"))
-        fail("%s has not missed a rank of %s", names[i], group);
+    if (shared->seat[i].status != TB_LOST || !strstr(shared->seat[i].sentence, "nothing has come from it for 13 s"))
+        fail("%s has not missed a rank of %s", name_of(i), group);
 }
 
-enum { ALL = (1 << NRANKS) - 1, NEAR = 15, FAR = ALL & ~NEAR };
+enum { ALL = (1 << NSEATS) - 1, NEAR = 15, FAR = ALL & ~NEAR };
 
 static void start_all(const char *url) {
-    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (shared == MAP_FAILED)
-        exit(1);
+    board_make(names);
+    atomic_store(&shared->next, -1); /* until there is a store */
     if (fork() == 0)
         serve(url);
-    for (int64_t deadline = now_ms() + JOIN_MS; !atomic_load(&shared->is_served); nap()) {
-        if (now_ms() > deadline)
+    for (int64_t deadline = tb__now_ms() + JOIN_MS; atomic_load(&shared->next) < 0; nap()) {
+        if (tb__now_ms() > deadline)
             fail("there is no store");
     }
-    for (int i = 0; i < NRANKS; i++) {
+    for (int i = 0; i < NSEATS; i++) {
         pids[i] = fork();
         if (pids[i] == 0)
             play(i, url);
@@ -296,18 +224,11 @@ static void start_all(const char *url) {
 static void run_until_middle(void) {
     begin(1);
     await_done(1, DEADLINE_MS + SLACK_MS, ALL);
-    for (int i = 0; i < NRANKS; i++)
+    for (int i = 0; i < NSEATS; i++)
         must_be_well(i, 1);
     must_do("shape 0 40mbit");
     begin(2);
-    await_middle();
-}
-
-static void tell(int64_t since_ms) {
-    printf("all were told after %.1f s\n", 1e-3 * (double)(now_ms() - since_ms));
-    for (int i = 0; i < NRANKS; i++)
-        printf("  %s: %s%s%s\n", names[i], tb_status_string(shared->rank[i].status),
-               *shared->rank[i].sentence ? ": " : "", shared->rank[i].sentence);
+    await_middle(VICTIM - 1);
 }
 
 /* The third goes to those that are left. */
@@ -321,12 +242,12 @@ static void run_without(void) {
 
 static void kill_rank(void) {
     run_until_middle();
-    int64_t since_ms = now_ms();
+    int64_t since_ms = tb__now_ms();
     kill(pids[VICTIM], SIGKILL);
     waitpid(pids[VICTIM], NULL, 0);
     pids[VICTIM] = 0;
     await_done(2, DEADLINE_MS + SLACK_MS, ALL & ~(1u << VICTIM));
-    tell(since_ms);
+    tell_all(since_ms);
     for (int i = 0; i < NTRAINERS; i++)
         must_name(i, "far");
     for (int i = NTRAINERS; i < VICTIM - 1; i++)
@@ -337,15 +258,15 @@ static void kill_rank(void) {
 
 static void cut_link(void) {
     run_until_middle();
-    int64_t since_ms = now_ms();
+    int64_t since_ms = tb__now_ms();
     must_do("cut 2");
     await_done(2, NOTICE_MS, ALL);
-    tell(since_ms);
+    tell_all(since_ms);
     for (int i = 0; i < NTRAINERS; i++)
         must_miss(i, "far");
     for (int i = NTRAINERS; i < VICTIM - 1; i++)
         must_be_well(i, 2);
-    for (int i = VICTIM - 1; i < NRANKS; i++)
+    for (int i = VICTIM - 1; i < NSEATS; i++)
         must_miss(i, "trainer");
     run_without();
 }
@@ -361,13 +282,13 @@ static void drop_packets(void) {
     }
     await_done(2, DEADLINE_MS + SLACK_MS, ALL);
     int nwell = 0;
-    for (int i = 0; i < NRANKS; i++) {
-        if (shared->rank[i].status == TB_OK)
+    for (int i = 0; i < NSEATS; i++) {
+        if (shared->seat[i].status == TB_OK)
             nwell++;
-        else if (!strstr(shared->rank[i].sentence, "(near "))
+        else if (!strstr(shared->seat[i].sentence, "(near "))
             must_name(i, others[i / SEATS]);
     }
-    printf("%d of %d ranks have a version of which 5%% of the packets were lost\n", nwell, NRANKS);
+    printf("%d of %d ranks have a version of which 5%% of the packets were lost\n", nwell, NSEATS);
     for (int host = 0; host < 3; host++) {
         char what[32];
         snprintf(what, sizeof what, "drop %d 0", host);

@@ -124,9 +124,9 @@ void work_until_half(endpoints *e) {
     for (time_t deadline = seconds() + 60; got == 0 && seconds() < deadline;) {
         a->call->worker_progress(a->worker);
         b->call->worker_progress(b->worker);
-        const ucx_arrival *taken = (const ucx_arrival *)peer->taken.first;
+        const ucx_offer *taken = (const ucx_offer *)peer->taken.first;
         got = taken ? taken->got : 0;
-        nbytes = taken ? taken->nbytes : 0;
+        nbytes = taken ? taken->arrival.nbytes : 0;
     }
     assert_in_range(got, 1, nbytes - 1);
 }

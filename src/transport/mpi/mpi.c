@@ -39,13 +39,11 @@ static void stop(mpi *m) {
 
 static void free_endpoint(mpi *m) {
     message *msg;
-    tb__waiter *w;
     while ((msg = TAILQ_FIRST(&m->all)))
         mpi_leave_message(m, msg);
-    while ((w = tb__match_drain(&m->arrivals, -1)))
-        free(w);
+    tb__match_free(&m->arrivals, -1);
+    tb__match_free(&m->early, -1);
     for (int i = 0; m->peers && i < m->nranks; i++) {
-        mpi_free_early(&m->peers[i]);
         tb__unwanted_fini(&m->peers[i].unwanted);
         free(m->peers[i].why);
     }

@@ -18,8 +18,7 @@
 #define TB_TRANSPORT_MPI_MPI_H
 
 #include "base/index.h"
-#include "transport/match.h"
-#include "transport/transport.h"
+#include "transport/message.h"
 
 #include <mpi.h>
 #include <pthread.h>
@@ -89,18 +88,9 @@ typedef struct chunk {
 
 #define NO_REQUEST SIZE_MAX
 
-/* Something that came before it was asked for. */
-typedef struct arrival {
-    tb__waiter waiter; /* its peer is an MPI rank, here and below */
-    bool is_offer;
-    uint64_t id;
-    size_t nbytes;
-    unsigned char data[]; /* of a small one */
-} arrival;
-
 /* An operation, or a letter. */
 typedef struct message {
-    tb__waiter waiter;
+    tb__waiter waiter; /* its peer is an MPI rank, here and below */
     message_state state;
     tb_op *op; /* NULL: nobody's any more */
     int rank;
@@ -113,7 +103,7 @@ typedef struct message {
     chunk chunks[WINDOW];
     tb_status verdict;   /* of one that ends ... */
     int64_t deadline_ms; /* ... and when it is told at the latest */
-    arrival *arrival;
+    tb__arrival *arrival;
     bool is_ripe; /* something of it has completed ... */
     int error;    /* ... with this error of MPI's */
     TAILQ_ENTRY(message) all, ripe;
@@ -122,14 +112,6 @@ typedef struct message {
 } message;
 
 typedef TAILQ_HEAD(message_list, message) message_list;
-
-/* A letter that has overtaken another of the same rank. */
-typedef struct early {
-    struct early *next;
-    header header;
-    size_t nbytes;
-    unsigned char data[];
-} early;
 
 typedef struct peer {
     int32_t wire; /* as the engine calls it */
@@ -141,7 +123,6 @@ typedef struct peer {
     tb__unwanted unwanted; /* messages of it */
     uint64_t nwritten;     /* letters to it, and from it */
     uint64_t nopened;
-    early *early;
 } peer;
 
 /* Whose request it is: a message's chunk, a message that is a letter, or a place in the ring. */
@@ -169,6 +150,7 @@ typedef struct mpi {
     peer *peers;      /* by MPI rank */
     tb__index by_wire;
     tb__match receives, arrivals;
+    tb__match early; /* by serial: letters that have overtaken another of the same rank */
     message_list all, ripe;
     size_t nwaiting, nunder_way; /* messages that wait for the other side, and requests but those of the ring */
     int64_t ending_ms;           /* when the first message that ends is to be told; 0: there is none */
@@ -223,7 +205,6 @@ tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i);
 tb_status mpi_fill_place(mpi *m, size_t at);
 /* Gives the ring back to MPI. */
 void mpi_drop_ring(mpi *m);
-void mpi_free_early(peer *p);
 /* Sends a message that is a letter. */
 tb_status mpi_send_letter(mpi *m, message *msg, size_t nbytes_behind);
 /* Sends one of the transport's own. */

@@ -90,9 +90,7 @@ void mpi_lose(mpi *m, int rank, const char *why) {
         return;
     p->is_lost = true;
     p->why = tb__strdup(why);
-    tb__waiter *w;
-    while ((w = tb__match_drain(&m->arrivals, rank)))
-        free(w);
+    tb__match_free(&m->arrivals, rank);
     tb__unwanted_fini(&p->unwanted);
     for (bool again = true; again;) { /* from the beginning: callbacks change the list */
         again = false;

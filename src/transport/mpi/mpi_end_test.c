@@ -1,87 +1,16 @@
 /* The transport mpi where things don't come through: receives that are given up, peers that leave or stand still. The
  * argument says how MPI sends: as it likes, or by rendezvous and bit by bit, so that even letters can be half-way.
  * Started by mpirun or mpiexec with four ranks. */
-#include "transport/mpi/mpi.h"
+#include "transport/mpi/mpi_test.h"
 
-#include "../tests/support/conformance.h"
 #include "base/process.h"
 
-#include <poll.h>
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
-/* Long enough for any machine; only a hang takes it. */
-enum { PATIENCE_MS = 60000, NRANKS = 4 };
-
-static int my_rank;
-static int nlost;
-
-static void on_lost(void *arg, int32_t wire, const char *why) {
-    (void)arg;
-    (void)wire;
-    (void)why;
-    nlost++;
-}
-
-static void open_end(tb_transport *t, tb__mpi_seat *seat, int32_t rank) {
-    tb_transport_env env = {.rank = rank, .lost = on_lost};
-    tb__mpi_take_seat(seat);
-    assert_int_equal(tb__transport_open("mpi", &env, t), TB_OK);
-    tb__mpi_take_seat(NULL);
-}
-
-static unsigned char *make_memory(size_t n, unsigned char value) {
-    unsigned char *memory = malloc(n);
-    assert_non_null(memory);
-    memset(memory, value, n);
-    return memory;
-}
-
-static size_t count_other(const unsigned char *memory, size_t n, unsigned char value) {
-    size_t count = 0;
-    for (size_t i = 0; i < n; i++)
-        count += memory[i] != value;
-    return count;
-}
-
-static void progress_one(const tb_transport *t) {
-    assert_int_equal(t->ops->progress(t->context), TB_OK);
-}
-
 /* ---- One process ----------------------------------------------------------------------------------------------- */
-
-static void make(endpoints *e, tb__mpi_seat seats[2]) {
-    unsigned char address[TB_ADDRESS_MAX];
-    size_t n = sizeof address;
-    MPI_Comm there, back;
-    MPI_Comm_dup(MPI_COMM_SELF, &there);
-    MPI_Comm_dup(MPI_COMM_SELF, &back);
-    seats[0] = (tb__mpi_seat){.out = there, .in = back};
-    seats[1] = (tb__mpi_seat){.out = back, .in = there};
-    e->rank_a = 3;
-    e->rank_b = 7;
-    open_end(&e->a, &seats[0], e->rank_a);
-    open_end(&e->b, &seats[1], e->rank_b);
-    assert_int_equal(e->a.ops->address(e->a.context, address, &n), TB_OK);
-    assert_int_equal(e->b.ops->connect(e->b.context, e->rank_a, address, n), TB_OK);
-    n = sizeof address;
-    assert_int_equal(e->b.ops->address(e->b.context, address, &n), TB_OK);
-    assert_int_equal(e->a.ops->connect(e->a.context, e->rank_b, address, n), TB_OK);
-}
-
-static void unmake(endpoints *e) {
-    tb__transport_close(&e->a);
-    tb__transport_close(&e->b);
-}
 
 /* A message of as many bytes as there are, which comes whole. */
 static void move(endpoints *e, uint64_t tag, unsigned char *from, unsigned char *to, size_t n) {
@@ -92,8 +21,7 @@ static void move(endpoints *e, uint64_t tag, unsigned char *from, unsigned char 
     memset(to, 0, n);
     make_op(&send, TB_OP_SEND, e->rank_b, tag, &out, 1);
     make_op(&receive, TB_OP_RECV, e->rank_a, tag, &in, 1);
-    assert_int_equal(tb__transport_post(&e->a, &send), TB_OK);
-    assert_int_equal(tb__transport_post(&e->b, &receive), TB_OK);
+    post_both(e, &send, &receive);
     work_until_done(e, (tb_op *[]){&send, &receive}, 2);
     assert_int_equal(receive.status, TB_OK);
     assert_memory_equal(from, to, n);
@@ -118,9 +46,8 @@ static size_t cut(unsigned char *memory, size_t n, unsigned bits, tb_piece *piec
 static void receives_are_given_up(void **state) {
     (void)state;
     enum { MOST = 16 * CHUNK + 1001 };
-    tb__mpi_seat seats[2];
     endpoints e = {0};
-    make(&e, seats);
+    make(&e);
     unsigned char *from = make_memory(MOST, 7), *to = make_memory(MOST, 0xEE);
     tb_piece *in = calloc(4 * CHUNK / 128 + 1, sizeof *in);
     const mpi *b = e.b.context;
@@ -133,8 +60,7 @@ static void receives_are_given_up(void **state) {
         memset(to, 0xEE, n);
         make_op(&send, TB_OP_SEND, e.rank_b, 1, &out, 1);
         make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, cut(to, n, i / 4, in));
-        assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
-        assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
+        post_both(&e, &send, &receive);
         int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
         const message *msg = receive.state;
         while (!is_done(&receive) && (is_half_way ? msg->done == 0 : msg->state != MESSAGE_RECEIVES)) {
@@ -173,24 +99,24 @@ static void letters_keep_their_order(void **state) {
         unsigned char data[8];
     } letters[N];
     MPI_Request requests[N];
-    tb__mpi_seat seats[2];
     endpoints e = {0};
     unsigned char got[N][8];
     tb_piece in[N];
     tb_op receives[N], *all[N];
     memset(got, 0, sizeof got);
-    make(&e, seats);
+    make(&e);
+    mpi *a = e.a.context;
     for (int i = 0; i < N; i++) {
         uint64_t serial = (uint64_t)(N - 1 - i);
         letters[i].header = (header){.kind = LETTER_SMALL, .tag = 5, .nbytes = 8, .serial = serial};
         memset(letters[i].data, (int)serial, 8);
-        MPI_Isend(&letters[i], sizeof letters[i], MPI_BYTE, 0, LETTER_TAG, seats[0].out, &requests[i]);
+        MPI_Isend(&letters[i], sizeof letters[i], MPI_BYTE, 0, LETTER_TAG, a->seat.out, &requests[i]);
         in[i] = (tb_piece){got[i], 8};
         make_op(&receives[i], TB_OP_RECV, e.rank_a, 5, &in[i], 1);
         assert_int_equal(tb__transport_post(&e.b, &receives[i]), TB_OK);
         all[i] = &receives[i];
     }
-    ((mpi *)e.a.context)->peers[0].nwritten = N; /* as if it had */
+    a->peers[0].nwritten = N; /* as if it had */
     work_until_done(&e, all, N);
     for (int i = 0; i < N; i++) {
         assert_int_equal(count_other(got[i], 8, (unsigned char)i), 0);
@@ -215,17 +141,15 @@ static void *cancel(void *arg) {
 static void who_waits_holds_up_nobody(void **state) {
     (void)state;
     enum { N = 8 * CHUNK };
-    tb__mpi_seat seats[2], others[2];
     endpoints e = {0}, other = {0};
-    make(&e, seats);
-    make(&other, others);
+    make(&e);
+    make(&other);
     unsigned char *from = make_memory(N, 7), *to = make_memory(N, 0);
     tb_piece out = {from, N}, in = {to, N};
     tb_op send, receive;
     make_op(&send, TB_OP_SEND, e.rank_b, 1, &out, 1);
     make_op(&receive, TB_OP_RECV, e.rank_a, 1, &in, 1);
-    assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
-    assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
+    post_both(&e, &send, &receive);
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     while (((message *)receive.state)->state != MESSAGE_RECEIVES && tb__now_ms() < deadline_ms)
         progress_one(&e.b);
@@ -308,26 +232,16 @@ static void work(const tb_transport *t, const tb_op *op) {
 }
 
 /* An endpoint that is connected to all, as 100 and the rank, and has exchanged a message with all. */
-static void meet(tb_transport *t, tb__mpi_seat *seat) {
-    unsigned char address[TB_ADDRESS_MAX], all[NRANKS][TB_ADDRESS_MAX], byte[2 * NRANKS];
-    size_t n = sizeof address;
-    MPI_Comm comm;
-    MPI_Comm_dup(MPI_COMM_WORLD, &comm);
-    *seat = (tb__mpi_seat){.out = comm, .in = comm, .uid = {4, 5}};
-    nlost = 0;
-    open_end(t, seat, 100 + my_rank);
-    memset(address, 0, sizeof address);
-    assert_int_equal(t->ops->address(t->context, address, &n), TB_OK);
-    MPI_Allgather(address, TB_ADDRESS_MAX, MPI_BYTE, all, TB_ADDRESS_MAX, MPI_BYTE, MPI_COMM_WORLD);
+static void meet(tb_transport *t) {
+    unsigned char byte[2 * NRANKS];
     tb_op ops[2 * NRANKS];
     tb_piece pieces[2 * NRANKS];
-    for (int i = 0; i < NRANKS; i++) {
-        assert_int_equal(t->ops->connect(t->context, 100 + i, all[i], n), TB_OK);
-        for (int k = 2 * i; k <= 2 * i + 1; k++) {
-            pieces[k] = (tb_piece){&byte[k], 1};
-            make_op(&ops[k], k % 2 ? TB_OP_RECV : TB_OP_SEND, 100 + i, 99, &pieces[k], 1);
-            assert_int_equal(tb__transport_post(t, &ops[k]), TB_OK);
-        }
+    nlost = 0;
+    open_among_ranks(t);
+    for (int k = 0; k < 2 * NRANKS; k++) {
+        pieces[k] = (tb_piece){&byte[k], 1};
+        make_op(&ops[k], k % 2 ? TB_OP_RECV : TB_OP_SEND, 100 + k / 2, 99, &pieces[k], 1);
+        assert_int_equal(tb__transport_post(t, &ops[k]), TB_OK);
     }
     for (int k = 0; k < 2 * NRANKS; k++)
         work(t, &ops[k]);
@@ -342,11 +256,10 @@ static void nothing_is_written_after_a_loss(void **state) {
     int ncut = 0;
     for (size_t round = 0; round < ROUNDS; round++) {
         bool is_send = my_rank % 2 == 0;
-        tb__mpi_seat seat;
         tb_transport t;
         tb_piece piece = {memory, N};
         tb_op op;
-        meet(&t, &seat);
+        meet(&t);
         memset(memory, 7, N);
         make_op(&op, is_send ? TB_OP_SEND : TB_OP_RECV, 100 + (my_rank ^ 1), 1, &piece, 1);
         assert_int_equal(tb__transport_post(&t, &op), TB_OK);
@@ -382,12 +295,11 @@ static void nothing_is_written_after_a_loss(void **state) {
 static void who_stands_still_holds_up_nobody(void **state) {
     (void)state;
     enum { LONG = 4000, SHORT = 100, N = 2 * RING };
-    tb__mpi_seat seat;
     tb_transport t;
     unsigned char *memory = make_memory((N + 1) * (size_t)LONG, 0), byte = 1;
     tb_piece pieces[N + 1];
     tb_op ops[N + 1], one;
-    meet(&t, &seat);
+    meet(&t);
     for (int i = 0; i <= N; i++)
         pieces[i] = (tb_piece){memory + (size_t)i * LONG, my_rank == 2 && i > 0 ? SHORT : LONG};
     for (int i = 0; i <= N && (my_rank == 0 || my_rank == 2); i++) {
@@ -424,12 +336,11 @@ static void who_stands_still_holds_up_nobody(void **state) {
 static void a_loss_waits_for_what_is_half_way(void **state) {
     (void)state;
     enum { N = 16 * CHUNK };
-    tb__mpi_seat seat;
     tb_transport t;
     unsigned char *memory = make_memory(N, 7);
     tb_piece piece = {memory, N};
     tb_op op;
-    meet(&t, &seat);
+    meet(&t);
     make_op(&op, my_rank == 2 ? TB_OP_SEND : TB_OP_RECV, my_rank == 2 ? 100 : 102, 1, &piece, 1);
     if (my_rank == 0 || my_rank == 2)
         assert_int_equal(tb__transport_post(&t, &op), TB_OK);
@@ -493,31 +404,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(letters_keep_their_order),
         cmocka_unit_test(who_waits_holds_up_nobody),
     };
-    int level, nranks, failures = 0;
     if (argc == 2 && strcmp(argv[1], "rendezvous") == 0)
         ask_for_rendezvous();
-    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
-    MPI_Comm_rank(MPI_COMM_WORLD, &my_rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &nranks);
-    if (nranks != NRANKS || level < MPI_THREAD_MULTIPLE || tb_transport_register(&tb__mpi_ops) != TB_OK)
-        MPI_Abort(MPI_COMM_WORLD, 2);
+    begin_ranks(&argc, &argv);
     share_flags();
-    for (size_t i = 0; i < sizeof together / sizeof *together; i++) {
-        failures = _cmocka_run_group_tests("transport mpi, between ranks", &together[i], 1, NULL, NULL);
-        fflush(NULL);
-        if (failures > 0)
-            MPI_Abort(MPI_COMM_WORLD, 1); /* the others may be waiting */
-    }
-    /* The others sleep, which MPI_Barrier would not. */
-    MPI_Request done;
-    int is_done_there = 0;
-    if (my_rank == 0)
-        failures = cmocka_run_group_tests_name("transport mpi", alone, NULL, NULL);
-    MPI_Ibarrier(MPI_COMM_WORLD, &done);
-    while (!is_done_there) {
-        poll(NULL, 0, 20);
-        MPI_Test(&done, &is_done_there, MPI_STATUS_IGNORE);
-    }
-    MPI_Finalize();
-    return failures > 0;
+    run_together(together, sizeof together / sizeof *together);
+    return run_alone(alone, sizeof alone / sizeof *alone);
 }

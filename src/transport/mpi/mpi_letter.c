@@ -74,55 +74,32 @@ void mpi_drop_ring(mpi *m) {
     }
 }
 
-void mpi_free_early(peer *p) {
-    for (early *e = p->early, *next; e; e = next) {
-        next = e->next;
-        free(e);
-    }
-}
-
 /* ---- Opening --------------------------------------------------------------------------------------------------- */
 
 /* The next one of its rank. */
-static void open_letter(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes) {
+static void open_letter(mpi *m, int rank, const unsigned char *bytes, size_t nbytes) {
+    header h;
+    memcpy(&h, bytes, sizeof h);
     m->peers[rank].nopened++;
-    if (h->kind != LETTER_BYE && (m->is_over || m->peers[rank].is_lost))
+    if (h.kind != LETTER_BYE && (m->is_over || m->peers[rank].is_lost))
         return;
-    if (mpi_on_letter(m, rank, h, behind, nbytes) != TB_OK)
+    if (mpi_on_letter(m, rank, &h, bytes + sizeof h, nbytes - sizeof h) != TB_OK)
         mpi_lose(m, rank, tb_error_detail());
 }
 
 /* Those that have waited for the last one. */
 static void open_early(mpi *m, int rank) {
-    peer *p = &m->peers[rank];
-    for (early **at = &p->early; *at;) {
-        early *e = *at;
-        if (e->header.serial != p->nopened) {
-            at = &e->next;
-            continue;
-        }
-        *at = e->next;
-        open_letter(m, rank, &e->header, e->data, e->nbytes);
+    tb__arrival *e;
+    while ((e = (tb__arrival *)tb__match_take(&m->early, rank, m->peers[rank].nopened))) {
+        open_letter(m, rank, e->data, e->nbytes);
         free(e);
-        at = &p->early;
     }
-}
-
-static tb_status put_aside(peer *p, const header *h, const unsigned char *behind, size_t nbytes) {
-    early *e = tb__malloc(1, sizeof *e + nbytes);
-    if (!e)
-        return TB_NO_MEMORY;
-    *e = (early){.next = p->early, .header = *h, .nbytes = nbytes};
-    memcpy(e->data, behind, nbytes);
-    p->early = e;
-    return TB_OK;
 }
 
 static tb_status take_letter(mpi *m, const place *in) {
     header h;
     if (in->rank < 0 || in->rank >= m->nranks)
         return TB_OK;
-    peer *p = &m->peers[in->rank];
     if (in->error != MPI_SUCCESS || in->nbytes < sizeof h) {
         tb__set_detail("it sent what makes no sense");
         if (in->error != MPI_SUCCESS)
@@ -131,9 +108,9 @@ static tb_status take_letter(mpi *m, const place *in) {
         return TB_OK;
     }
     memcpy(&h, in->bytes, sizeof h);
-    if (h.serial != p->nopened)
-        return put_aside(p, &h, in->bytes + sizeof h, in->nbytes - sizeof h);
-    open_letter(m, in->rank, &h, in->bytes + sizeof h, in->nbytes - sizeof h);
+    if (h.serial != m->peers[in->rank].nopened)
+        return tb__arrival_keep(&m->early, in->rank, h.serial, in->bytes, in->nbytes) ? TB_OK : TB_NO_MEMORY;
+    open_letter(m, in->rank, in->bytes, in->nbytes);
     open_early(m, in->rank);
     return TB_OK;
 }

@@ -154,7 +154,7 @@ tb_status mpi_post_send(mpi *m, tb_op *op, int rank) {
     return status;
 }
 
-static void match(mpi *m, message *msg, arrival *a) {
+static void match(mpi *m, message *msg, tb__arrival *a) {
     mpi_set_state(m, msg, MESSAGE_MATCHED);
     msg->arrival = a;
     mpi_ripen(m, msg);
@@ -162,13 +162,11 @@ static void match(mpi *m, message *msg, arrival *a) {
 
 /* What has come already, or what is to come. */
 static void await(mpi *m, message *msg) {
-    arrival *a = (arrival *)tb__match_take(&m->arrivals, msg->rank, msg->waiter.tag);
-    if (a) {
+    tb__arrival *a = (tb__arrival *)tb__match_meet(&m->arrivals, &m->receives, &msg->waiter);
+    if (a)
         match(m, msg, a);
-        return;
-    }
-    mpi_set_state(m, msg, MESSAGE_WAITS);
-    tb__match_add(&m->receives, &msg->waiter);
+    else
+        mpi_set_state(m, msg, MESSAGE_WAITS);
 }
 
 tb_status mpi_post_receive(mpi *m, tb_op *op, int rank) {
@@ -261,7 +259,7 @@ void mpi_take_queued(mpi *m) {
 }
 
 static void deal_with_arrival(mpi *m, message *msg) {
-    arrival *a = msg->arrival;
+    tb__arrival *a = msg->arrival;
     tb_op *op = msg->op;
     op->nbytes = a->nbytes;
     if (a->nbytes > msg->nbytes) {
@@ -334,11 +332,13 @@ static tb_status on_message(mpi *m, int rank, const header *h, const unsigned ch
             mpi_answer(m, rank, LETTER_DECLINE, h->id, 0, 0);
         return TB_OK;
     }
-    arrival *a = tb__malloc(1, sizeof *a + nbytes);
+    tb__arrival *a = tb__arrival_create(rank, h->tag, nbytes);
     if (!a)
         return TB_NO_MEMORY;
-    *a = (arrival){.waiter = {.peer = rank, .tag = h->tag}, .is_offer = is_offer, .id = h->id, .nbytes = h->nbytes};
     memcpy(a->data, behind, nbytes);
+    a->is_offer = is_offer;
+    a->id = h->id;
+    a->nbytes = h->nbytes;
     if (msg)
         match(m, msg, a);
     else
@@ -347,10 +347,8 @@ static tb_status on_message(mpi *m, int rank, const header *h, const unsigned ch
 }
 
 void mpi_forget_message(mpi *m, int rank, uint64_t tag) {
-    arrival *a = (arrival *)tb__match_take(&m->arrivals, rank, tag);
-    if (!a)
-        tb__unwanted_add(&m->peers[rank].unwanted, tag);
-    else if (a->is_offer)
+    tb__arrival *a = tb__arrival_forget(&m->arrivals, &m->peers[rank].unwanted, rank, tag);
+    if (a && a->is_offer)
         mpi_answer(m, rank, LETTER_DECLINE, a->id, 0, 0);
     free(a);
 }
@@ -365,18 +363,6 @@ static tb_status on_accept(mpi *m, int rank, const header *h) {
     msg->tag = (int)h->tag;
     begin_chunks(m, msg);
     return TB_OK;
-}
-
-static void forget_offer(mpi *m, int rank, const header *h) {
-    size_t b = tb__match_bucket(rank, h->tag);
-    for (tb__waiter *w = m->arrivals.bucket[b].first; w; w = w->next) {
-        arrival *a = (arrival *)w;
-        if (w->peer == rank && w->tag == h->tag && a->is_offer && a->id == h->id) {
-            tb__match_remove(&m->arrivals, w);
-            free(a);
-            return;
-        }
-    }
 }
 
 /* The sender's chunks end early: the receives beyond that are for nothing. */
@@ -404,7 +390,7 @@ static tb_status on_withdraw(mpi *m, int rank, const header *h) {
         await(m, msg);
         return TB_OK;
     }
-    forget_offer(m, rank, h);
+    tb__offer_drop(&m->arrivals, rank, h->tag, h->id);
     return TB_OK;
 }
 

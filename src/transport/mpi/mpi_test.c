@@ -1,61 +1,13 @@
 /* The transport mpi. The suite has both ends in one process, which MPI connects with itself; then the ranks of a job
  * send each other messages, and give some of them up half-way. Started by mpirun or mpiexec with four ranks. */
-#include "transport/mpi/mpi.h"
+#include "transport/mpi/mpi_test.h"
 
-#include "../tests/support/conformance.h"
 #include "base/process.h"
 
 #include <inttypes.h>
-#include <poll.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/resource.h>
 
-#include <cmocka.h>
-
-/* Long enough for any machine; only a hang takes it. */
-enum { PATIENCE_MS = 60000, NRANKS = 4 };
-
-static int my_rank;
-
 /* ---- One process ----------------------------------------------------------------------------------------------- */
-
-static tb__mpi_seat seats[2];
-
-static void open_end(tb_transport *t, tb__mpi_seat *seat, int32_t rank) {
-    tb_transport_env env = {.rank = rank};
-    tb__mpi_take_seat(seat);
-    assert_int_equal(tb__transport_open("mpi", &env, t), TB_OK);
-    tb__mpi_take_seat(NULL);
-}
-
-static void connect_ends(const tb_transport *from, const tb_transport *to, int32_t rank_to) {
-    unsigned char address[TB_ADDRESS_MAX];
-    size_t n = sizeof address;
-    assert_int_equal(to->ops->address(to->context, address, &n), TB_OK);
-    assert_int_equal(from->ops->connect(from->context, rank_to, address, n), TB_OK);
-}
-
-static void make(endpoints *e) {
-    MPI_Comm there, back;
-    MPI_Comm_dup(MPI_COMM_SELF, &there);
-    MPI_Comm_dup(MPI_COMM_SELF, &back);
-    seats[0] = (tb__mpi_seat){.out = there, .in = back};
-    seats[1] = (tb__mpi_seat){.out = back, .in = there};
-    e->rank_a = 3;
-    e->rank_b = 70000;
-    open_end(&e->a, &seats[0], e->rank_a);
-    open_end(&e->b, &seats[1], e->rank_b);
-    connect_ends(&e->a, &e->b, e->rank_b);
-    connect_ends(&e->b, &e->a, e->rank_a);
-}
-
-static void unmake(endpoints *e) {
-    tb__transport_close(&e->a);
-    tb__transport_close(&e->b);
-}
 
 static void mpi_conforms(void **state) {
     (void)state;
@@ -63,97 +15,90 @@ static void mpi_conforms(void **state) {
 }
 
 static void progress(const endpoints *e) {
-    assert_int_equal(e->a.ops->progress(e->a.context), TB_OK);
-    assert_int_equal(e->b.ops->progress(e->b.context), TB_OK);
+    progress_one(&e->a);
+    progress_one(&e->b);
 }
 
-static size_t count_other(const unsigned char *memory, size_t n, unsigned char value) {
-    size_t count = 0;
-    for (size_t i = 0; i < n; i++)
-        count += memory[i] != value;
-    return count;
+enum { HALVED = 10 * CHUNK };
+
+/* A message of which some is there, in one piece or two at each end. */
+typedef struct half_way {
+    endpoints e;
+    unsigned char *from, *to;
+    tb_piece out[2], in[2];
+    tb_op send, receive;
+} half_way;
+
+static void cut_in_two(unsigned char *memory, size_t npieces, tb_piece pieces[2]) {
+    pieces[0] = (tb_piece){memory, npieces == 1 ? HALVED : HALVED / 3};
+    pieces[1] = (tb_piece){memory + HALVED / 3, HALVED - HALVED / 3};
+}
+
+static void begin_half_way(half_way *h, size_t nout, size_t nin) {
+    *h = (half_way){.from = make_memory(HALVED, 7), .to = make_memory(HALVED, 0xEE)};
+    make(&h->e);
+    cut_in_two(h->from, nout, h->out);
+    cut_in_two(h->to, nin, h->in);
+    make_op(&h->send, TB_OP_SEND, h->e.rank_b, 1, h->out, nout);
+    make_op(&h->receive, TB_OP_RECV, h->e.rank_a, 1, h->in, nin);
+    post_both(&h->e, &h->send, &h->receive);
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    /* One look at each end at a time, so that it is seen half-way. */
+    while (h->to[0] == 0xEE && tb__now_ms() < deadline_ms)
+        progress(&h->e);
+    assert_int_equal(h->to[0], 7);
+}
+
+static void end_half_way(half_way *h) {
+    unmake(&h->e);
+    free(h->from);
+    free(h->to);
 }
 
 /* A receive given up when some of it is there: nothing is written after that, the sender is rid of it. */
 static void a_receive_is_given_up_half_way(void **state) {
     (void)state;
-    enum { N = 10 * CHUNK };
     for (size_t npieces = 1; npieces <= 2; npieces++) {
-        endpoints e = {0};
-        make(&e);
-        unsigned char *from = malloc(N), *to = malloc(N);
-        assert_true(from && to);
-        memset(from, 7, N);
-        memset(to, 0xEE, N);
-        tb_piece out = {from, N}, in[2] = {{to, npieces == 1 ? N : N / 3}, {to + N / 3, N - N / 3}};
-        tb_op send, receive;
-        make_op(&send, TB_OP_SEND, e.rank_b, 1, &out, 1);
-        make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, npieces);
-        assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
-        assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
-        int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-        /* One look at each end at a time, so that it is seen half-way. */
-        while (to[0] == 0xEE && tb__now_ms() < deadline_ms)
-            progress(&e);
-        assert_int_equal(to[0], 7);
-        bool was_done = is_done(&receive);
-        tb__transport_cancel(&e.b, &receive);
-        assert_true(is_done(&receive));
-        assert_int_equal(receive.status, was_done ? TB_OK : TB_CANCELLED);
-        size_t written = count_other(to, N, 0xEE);
-        memset(to, 0xEE, N);
-        work_until_done(&e, (tb_op *[]){&send}, 1);
-        assert_int_equal(send.status, TB_OK);
+        half_way h;
+        begin_half_way(&h, 1, npieces);
+        bool was_done = is_done(&h.receive);
+        tb__transport_cancel(&h.e.b, &h.receive);
+        assert_true(is_done(&h.receive));
+        assert_int_equal(h.receive.status, was_done ? TB_OK : TB_CANCELLED);
+        size_t written = count_other(h.to, HALVED, 0xEE);
+        memset(h.to, 0xEE, HALVED);
+        work_until_done(&h.e, (tb_op *[]){&h.send}, 1);
+        assert_int_equal(h.send.status, TB_OK);
         for (int i = 0; i < 1000; i++)
-            progress(&e);
-        assert_int_equal(count_other(to, N, 0xEE), 0);
-        printf("    given up after %zu of %d bytes\n", written, (int)N);
-        unmake(&e);
-        free(from);
-        free(to);
+            progress(&h.e);
+        assert_int_equal(count_other(h.to, HALVED, 0xEE), 0);
+        printf("    given up after %zu of %d bytes\n", written, (int)HALVED);
+        end_half_way(&h);
     }
 }
 
 /* A send given up when some of it is there: the receive waits on, and gets the next one whole. */
 static void a_send_is_given_up_half_way(void **state) {
     (void)state;
-    enum { N = 10 * CHUNK };
     for (size_t npieces = 1; npieces <= 2; npieces++) {
-        endpoints e = {0};
-        make(&e);
-        unsigned char *from = malloc(N), *to = malloc(N);
-        assert_true(from && to);
-        memset(from, 7, N);
-        memset(to, 0xEE, N);
-        tb_piece out[2] = {{from, npieces == 1 ? N : N / 3}, {from + N / 3, N - N / 3}}, in = {to, N};
-        tb_op send, again, receive;
-        make_op(&send, TB_OP_SEND, e.rank_b, 1, out, npieces);
-        make_op(&receive, TB_OP_RECV, e.rank_a, 1, &in, 1);
-        assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
-        assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
-        int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-        while (to[0] == 0xEE && tb__now_ms() < deadline_ms)
-            progress(&e);
-        assert_int_equal(to[0], 7);
-        if (!is_done(&send)) {
-            tb__transport_cancel(&e.a, &send);
-            assert_true(is_done(&send));
-            assert_int_equal(send.status, TB_CANCELLED);
-            memset(from, 9, N); /* nobody reads it any more */
-            for (int i = 0; i < 100; i++)
-                progress(&e);
-            assert_false(is_done(&receive));
-            make_op(&again, TB_OP_SEND, e.rank_b, 1, out, npieces);
-            assert_int_equal(tb__transport_post(&e.a, &again), TB_OK);
-            work_until_done(&e, (tb_op *[]){&again, &receive}, 2);
-            assert_int_equal(count_other(to, N, 9), 0);
-        } else {
+        half_way h;
+        tb_op again;
+        begin_half_way(&h, npieces, 1);
+        if (is_done(&h.send))
             fail_msg("it was sent at one go");
-        }
-        assert_int_equal(receive.status, TB_OK);
-        unmake(&e);
-        free(from);
-        free(to);
+        tb__transport_cancel(&h.e.a, &h.send);
+        assert_true(is_done(&h.send));
+        assert_int_equal(h.send.status, TB_CANCELLED);
+        memset(h.from, 9, HALVED); /* nobody reads it any more */
+        for (int i = 0; i < 100; i++)
+            progress(&h.e);
+        assert_false(is_done(&h.receive));
+        make_op(&again, TB_OP_SEND, h.e.rank_b, 1, h.out, npieces);
+        assert_int_equal(tb__transport_post(&h.e.a, &again), TB_OK);
+        work_until_done(&h.e, (tb_op *[]){&again, &h.receive}, 2);
+        assert_int_equal(count_other(h.to, HALVED, 9), 0);
+        assert_int_equal(h.receive.status, TB_OK);
+        end_half_way(&h);
     }
 }
 
@@ -178,8 +123,7 @@ static void short_pieces(void **state) {
         tb_op send, receive;
         make_op(&send, TB_OP_SEND, e.rank_b, 1, out, nout);
         make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, nin);
-        assert_int_equal(tb__transport_post(&e.a, &send), TB_OK);
-        assert_int_equal(tb__transport_post(&e.b, &receive), TB_OK);
+        post_both(&e, &send, &receive);
         work_until_done(&e, (tb_op *[]){&send, &receive}, 2);
         assert_int_equal(receive.status, TB_OK);
         assert_memory_equal(from, to, N);
@@ -207,7 +151,7 @@ static void waiting_costs_little(void **state) {
     while (tb__now_ms() < end_ms) {
         struct pollfd fd = {.fd = e.b.ops->fd(e.b.context), .events = POLLIN};
         poll(&fd, 1, tb__ms_until(end_ms));
-        assert_int_equal(e.b.ops->progress(e.b.context), TB_OK);
+        progress_one(&e.b);
     }
     getrusage(RUSAGE_THREAD, &after);
     double used =
@@ -234,22 +178,11 @@ static size_t length(size_t i) {
 static void ranks_talk(void **state) {
     (void)state;
     enum { N = 45 };
-    static tb__mpi_seat seat;
-    MPI_Comm comm;
-    MPI_Comm_dup(MPI_COMM_WORLD, &comm);
-    seat = (tb__mpi_seat){.out = comm, .in = comm, .uid = {1, 2, 3}};
     tb_transport t;
-    open_end(&t, &seat, 100 + my_rank);
-    unsigned char address[TB_ADDRESS_MAX], all[NRANKS][TB_ADDRESS_MAX];
-    size_t n = sizeof address;
-    memset(address, 0, sizeof address);
-    assert_int_equal(t.ops->address(t.context, address, &n), TB_OK);
-    MPI_Allgather(address, TB_ADDRESS_MAX, MPI_BYTE, all, TB_ADDRESS_MAX, MPI_BYTE, MPI_COMM_WORLD);
+    open_among_ranks(&t);
     tb_op *ops = calloc((size_t)2 * NRANKS * N, sizeof *ops);
     tb_piece *pieces = calloc((size_t)2 * NRANKS * N, sizeof *pieces);
     assert_true(ops && pieces);
-    for (int other = 0; other < NRANKS; other++)
-        assert_int_equal(t.ops->connect(t.context, 100 + other, all[other], n), TB_OK);
     assert_false(t.ops->reaches(t.context, "elsewhere", 9));
     size_t count = 0;
     for (size_t i = 0; i < N; i++) {
@@ -275,7 +208,7 @@ static void ranks_talk(void **state) {
             k++;
             continue;
         }
-        assert_int_equal(t.ops->progress(t.context), TB_OK);
+        progress_one(&t);
         if (!is_done(&ops[k]))
             poll(&fd, 1, 1000);
     }
@@ -306,25 +239,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(waiting_costs_little),
     };
     const struct CMUnitTest together[] = {cmocka_unit_test(ranks_talk)};
-    int level, nranks, failures = 0;
-    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
-    MPI_Comm_rank(MPI_COMM_WORLD, &my_rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &nranks);
-    if (nranks != NRANKS || tb_transport_register(&tb__mpi_ops) != TB_OK)
-        MPI_Abort(MPI_COMM_WORLD, 2);
-    failures = cmocka_run_group_tests_name("transport mpi, between ranks", together, NULL, NULL);
-    if (failures > 0)
-        MPI_Abort(MPI_COMM_WORLD, 1);
-    /* The suite moves gigabytes: once is enough. The others sleep, which MPI_Barrier would not. */
-    MPI_Request done;
-    int is_done_there = 0;
-    if (my_rank == 0)
-        failures = cmocka_run_group_tests_name("transport mpi", alone, NULL, NULL);
-    MPI_Ibarrier(MPI_COMM_WORLD, &done);
-    while (!is_done_there) {
-        poll(NULL, 0, 20);
-        MPI_Test(&done, &is_done_there, MPI_STATUS_IGNORE);
-    }
-    MPI_Finalize();
-    return failures > 0;
+    begin_ranks(&argc, &argv);
+    run_together(together, sizeof together / sizeof *together);
+    return run_alone(alone, sizeof alone / sizeof *alone);
 }

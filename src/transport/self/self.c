@@ -1,6 +1,5 @@
 /* The reference transport: one rank that talks to itself, by memcpy. What the others must do can be read off it. */
-#include "transport/match.h"
-#include "transport/transport.h"
+#include "transport/message.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -52,11 +51,8 @@ static tb_status self_open(const tb_transport_env *env, void **context) {
 }
 
 static void finish(posted *p, tb_status status) {
-    tb_op *op = p->op;
-    op->status = status;
-    op->state = NULL;
-    free(p);
-    op->done(op);
+    p->op->status = status;
+    tb__op_tell(p->op);
 }
 
 static void mem_unref(struct tb_mem *mem) {
@@ -210,23 +206,19 @@ static tb_status self_post(void *context, tb_op *op) {
         tb_range range = range_of(op);
         TB_TRY(check_access(s, op->remote, &range, 1, op->pieces, op->npieces));
     }
-    posted *p = tb__calloc(1, sizeof *p);
+    posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
-    p->waiter.peer = op->peer;
-    p->waiter.tag = op->tag;
-    op->state = p;
     if (!is_message) {
         make_ready(s, p);
         return TB_OK;
     }
     bool is_send = op->kind == TB_OP_SEND;
-    posted *other = (posted *)tb__match_take(is_send ? &s->receives : &s->sends, op->peer, op->tag);
-    if (!other) {
-        tb__match_add(is_send ? &s->sends : &s->receives, &p->waiter);
+    tb__match *others = is_send ? &s->receives : &s->sends, *own = is_send ? &s->sends : &s->receives;
+    posted *other = (posted *)tb__match_meet(others, own, &p->waiter);
+    if (!other)
         return TB_OK;
-    }
     posted *receive = is_send ? other : p;
     receive->counterpart = is_send ? p : other;
     make_ready(s, receive);

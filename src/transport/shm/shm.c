@@ -38,17 +38,10 @@ void shm_finish(shm *s, shm_posted *p, tb_status status) {
     eventfd_write(s->wake, 1);
 }
 
-void shm_tell(shm_posted *p) {
-    tb_op *op = p->op;
-    op->state = NULL;
-    free(p);
-    op->done(op);
-}
-
 void shm_tell_all(shm *s) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&s->finished)))
-        shm_tell((shm_posted *)w);
+        tb__op_tell(((shm_posted *)w)->op);
 }
 
 shm_peer *shm_find(const shm *s, int32_t rank) {
@@ -481,12 +474,11 @@ static tb_status shm_post(void *context, tb_op *op) {
         return tb__fail(TB_LOST, "it is %s", peer && peer->is_lost ? "lost" : "not connected");
     if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
         return shm_post_message(s, peer, op);
-    shm_posted *p = tb__calloc(1, sizeof *p);
+    shm_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
     p->peer = peer;
-    op->state = p;
     tb__waiters_add(&s->one_sided, &p->waiter);
     eventfd_write(s->wake, 1);
     return TB_OK;
@@ -513,7 +505,7 @@ static void shm_cancel(void *context, tb_op *op) {
         tb__waiters_remove(&s->one_sided, &p->waiter);
         op->status = TB_CANCELLED;
     }
-    shm_tell(p);
+    tb__op_tell(op);
 }
 
 static int shm_fd(void *context) {

@@ -13,8 +13,7 @@
 #define TB_TRANSPORT_SHM_SHM_H
 
 #include "base/index.h"
-#include "transport/match.h"
-#include "transport/transport.h"
+#include "transport/message.h"
 
 #include <stdatomic.h>
 #include <sys/types.h>
@@ -100,22 +99,19 @@ typedef struct shm_posted {
     size_t nbytes, at; /* in all, and how far it has come */
     uint32_t slot;     /* of the offer, at the sender */
     uint64_t serial;
-    struct shm_arrival *offer; /* that a receive is taking */
+    struct shm_offer *taking; /* by a receive */
 } shm_posted;
 
-/* A message that came before its receive, or an offer that is being taken. */
-typedef struct shm_arrival {
-    tb__waiter waiter; /* by its tag, or among those that are being taken */
+/* An offer that waits for its receive, or is being taken. */
+typedef struct shm_offer {
+    tb__arrival arrival; /* by its tag, or among those that are being taken; its id is the serial */
     shm_peer *peer;
-    bool is_offer, by_ring;
+    bool by_ring;
     uint32_t slot;
-    uint64_t serial;
-    size_t nbytes;
     shm_posted *taker;
     size_t npieces;
-    tb_range *pieces;     /* in the sender's memory, from address 0 */
-    unsigned char data[]; /* of a message */
-} shm_arrival;
+    tb_range pieces[]; /* in the sender's memory, from address 0 */
+} shm_offer;
 
 /* A file of ours with registered memory in it. */
 typedef struct shm_file {
@@ -263,7 +259,6 @@ void shm_mappings_close(shm_peer *peer);
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
-void shm_tell(shm_posted *p);                             /* told now */
 void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
 

@@ -79,53 +79,37 @@ void shm_push(shm *s, shm_peer *peer) {
     }
 }
 
-static void answer(shm *s, shm_peer *peer, shm_kind kind, const shm_arrival *a, uint64_t tag) {
-    shm_frame frame = {.kind = kind, .slot = a->slot, .serial = a->serial, .tag = tag};
-    if (peer->in)
-        shm_link_send(s, peer->in, &frame, -1);
+static void answer(shm *s, const shm_offer *o, shm_kind kind, uint64_t tag) {
+    shm_frame frame = {.kind = kind, .slot = o->slot, .serial = o->arrival.id, .tag = tag};
+    if (o->peer->in)
+        shm_link_send(s, o->peer->in, &frame, -1);
 }
 
-static void forget_taken(shm_arrival *a) {
-    tb__waiters_remove(&a->peer->taken, &a->waiter);
-}
-
-static void free_arrival(shm_arrival *a) {
-    free(a->pieces);
-    free(a);
-}
-
-static void deliver(shm *s, shm_posted *p, const unsigned char *data, size_t nbytes) {
-    tb_op *op = p->op;
-    op->nbytes = nbytes;
-    if (nbytes > p->nbytes) {
-        shm_finish(s, p, TB_TOO_BIG);
-        return;
-    }
-    tb__pieces_scatter(op->pieces, op->npieces, 0, data, nbytes);
-    shm_finish(s, p, TB_OK);
+static void forget_taken(shm_offer *o) {
+    tb__waiters_remove(&o->peer->taken, &o->arrival.waiter);
 }
 
 /* Nobody can have it, or wants it. */
-static void discard(shm *s, shm_arrival *a) {
+static void discard(shm *s, tb__arrival *a) {
     if (a->is_offer)
-        answer(s, a->peer, SHM_DONE, a, 0);
-    free_arrival(a);
+        answer(s, (shm_offer *)a, SHM_DONE, 0);
+    free(a);
 }
 
-static void begin_take(shm *s, shm_posted *p, shm_arrival *a) {
-    p->op->nbytes = a->nbytes;
-    if (a->nbytes > p->nbytes) {
-        discard(s, a);
+static void begin_take(shm *s, shm_posted *p, shm_offer *o) {
+    p->op->nbytes = o->arrival.nbytes;
+    if (o->arrival.nbytes > p->nbytes) {
+        discard(s, &o->arrival);
         shm_finish(s, p, TB_TOO_BIG);
         return;
     }
     p->state = SHM_TAKING;
-    p->offer = a;
+    p->taking = o;
     p->at = 0;
-    a->taker = p;
-    tb__waiters_add(&a->peer->taken, &a->waiter);
-    if (a->by_ring) {
-        answer(s, a->peer, SHM_TAKE, a, 0);
+    o->taker = p;
+    tb__waiters_add(&o->peer->taken, &o->arrival.waiter);
+    if (o->by_ring) {
+        answer(s, o, SHM_TAKE, 0);
     } else {
         tb__waiters_add(&s->taking, &p->waiter);
         eventfd_write(s->wake, 1);
@@ -133,43 +117,39 @@ static void begin_take(shm *s, shm_posted *p, shm_arrival *a) {
 }
 
 /* Finds a receive for the offer, or lets it wait. */
-static void match_offer(shm *s, shm_arrival *a) {
-    shm_posted *p = (shm_posted *)tb__match_take(&s->receives, a->waiter.peer, a->waiter.tag);
+static void match_offer(shm *s, shm_offer *o) {
+    shm_posted *p = (shm_posted *)tb__match_meet(&s->receives, &s->arrivals, &o->arrival.waiter);
     if (p)
-        begin_take(s, p, a);
-    else
-        tb__match_add(&s->arrivals, &a->waiter);
+        begin_take(s, p, o);
 }
 
 /* Finds a message for the receive, or lets it wait. */
 static void match_receive(shm *s, shm_posted *p) {
-    shm_arrival *a = (shm_arrival *)tb__match_take(&s->arrivals, p->waiter.peer, p->waiter.tag);
+    tb__arrival *a = (tb__arrival *)tb__match_meet(&s->arrivals, &s->receives, &p->waiter);
     p->state = SHM_WAITING;
-    if (!a) {
-        tb__match_add(&s->receives, &p->waiter);
-    } else if (a->is_offer) {
-        begin_take(s, p, a);
-    } else {
-        deliver(s, p, a->data, a->nbytes);
-        free_arrival(a);
+    if (a && a->is_offer) {
+        begin_take(s, p, (shm_offer *)a);
+    } else if (a) {
+        shm_finish(s, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
+        free(a);
     }
 }
 
 /* The bytes are in: they count if the sender has not revoked them meanwhile. */
 static void complete_take(shm *s, shm_posted *p) {
-    shm_arrival *a = p->offer;
-    uint64_t expected = offer_value(a->serial, OFFER_READY);
-    bool is_complete = atomic_compare_exchange_strong(offer_word(a->peer->control, a->slot), &expected,
-                                                      offer_value(a->serial, OFFER_COMPLETE));
-    forget_taken(a);
-    p->offer = NULL;
+    shm_offer *o = p->taking;
+    uint64_t expected = offer_value(o->arrival.id, OFFER_READY);
+    bool is_complete = atomic_compare_exchange_strong(offer_word(o->peer->control, o->slot), &expected,
+                                                      offer_value(o->arrival.id, OFFER_COMPLETE));
+    forget_taken(o);
+    p->taking = NULL;
     if (is_complete) {
-        answer(s, a->peer, SHM_DONE, a, 0);
+        answer(s, o, SHM_DONE, 0);
         shm_finish(s, p, TB_OK);
     } else {
         match_receive(s, p);
     }
-    free_arrival(a);
+    free(o);
 }
 
 bool shm_take_slices(shm *s) {
@@ -177,18 +157,18 @@ bool shm_take_slices(shm *s) {
     s->taking = (tb__waiters){0};
     for (tb__waiter *w; (w = tb__waiters_take(&round));) {
         shm_posted *p = (shm_posted *)w;
-        shm_arrival *a = p->offer;
-        size_t n = a->nbytes - p->at < SHM_READ_SLICE ? a->nbytes - p->at : SHM_READ_SLICE;
+        shm_offer *o = p->taking;
+        size_t left = o->arrival.nbytes - p->at, n = left < SHM_READ_SLICE ? left : SHM_READ_SLICE;
         tb_status status =
-            shm_process_copy(a->peer, p->op->pieces, p->op->npieces, 0, a->pieces, a->npieces, p->at, n, false);
+            shm_process_copy(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n, false);
         p->at += n;
         if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
-            forget_taken(a);
-            answer(s, a->peer, SHM_DONE, a, (uint64_t)-status);
-            free_arrival(a);
-            p->offer = NULL;
+            forget_taken(o);
+            answer(s, o, SHM_DONE, (uint64_t)-status);
+            free(o);
+            p->taking = NULL;
             shm_finish(s, p, status);
-        } else if (p->at == a->nbytes) {
+        } else if (n == left) {
             complete_take(s, p);
         } else {
             tb__waiters_add(&s->taking, &p->waiter);
@@ -198,15 +178,12 @@ bool shm_take_slices(shm *s) {
 }
 
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
-    shm_posted *p = tb__calloc(1, sizeof *p);
+    shm_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
     p->peer = peer;
     p->nbytes = tb__pieces_size(op->pieces, op->npieces);
-    p->waiter.peer = op->peer;
-    p->waiter.tag = op->tag;
-    op->state = p;
     if (op->kind == TB_OP_RECV) {
         match_receive(s, p);
     } else {
@@ -226,13 +203,8 @@ static shm_posted *find_offered(const shm_peer *peer, const shm_frame *frame) {
     return NULL;
 }
 
-static shm_arrival *find_taken(const shm_peer *peer, const shm_frame *frame) {
-    for (tb__waiter *w = peer->taken.first; w; w = w->next) {
-        shm_arrival *a = (shm_arrival *)w;
-        if (a->slot == frame->slot && a->serial == frame->serial)
-            return a;
-    }
-    return NULL;
+static shm_offer *find_taken(const shm_peer *peer, const shm_frame *frame) {
+    return (shm_offer *)tb__offer_find(&peer->taken, frame->serial);
 }
 
 static bool make_ring(shm *s, shm_peer *peer) {
@@ -276,97 +248,78 @@ static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const uns
     if (frame->nbytes != nbytes)
         return false;
     shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
-    if (p) {
-        deliver(s, p, data, nbytes);
-        return true;
-    }
-    if (tb__unwanted_take(&peer->unwanted, frame->tag))
-        return true;
-    shm_arrival *a = tb__calloc(1, sizeof *a + nbytes);
-    if (!a)
-        return false;
-    *a = (shm_arrival){.waiter = {.peer = peer->rank, .tag = frame->tag}, .peer = peer, .nbytes = nbytes};
-    memcpy(a->data, data, nbytes);
-    tb__match_add(&s->arrivals, &a->waiter);
-    return true;
+    if (p)
+        shm_finish(s, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
+    return p || tb__unwanted_take(&peer->unwanted, frame->tag) ||
+           tb__arrival_keep(&s->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
 static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsigned char *data, size_t nbytes) {
     size_t npieces = nbytes / sizeof(tb_range), sum = 0;
     if (!peer->control || frame->slot >= SHM_OFFERS || nbytes % sizeof(tb_range) || (npieces && !peer->can_read))
         return false;
-    shm_arrival *a = tb__calloc(1, sizeof *a);
-    if (!a)
+    shm_offer *o = tb__malloc(1, sizeof *o + nbytes);
+    if (!o)
         return false;
-    *a = (shm_arrival){.waiter = {.peer = peer->rank, .tag = frame->tag},
-                       .peer = peer,
-                       .is_offer = true,
-                       .by_ring = npieces == 0,
-                       .slot = frame->slot,
-                       .serial = frame->serial,
-                       .nbytes = frame->nbytes,
-                       .npieces = npieces};
-    a->pieces = tb__malloc(npieces, sizeof *a->pieces);
-    if (a->pieces && npieces)
-        memcpy(a->pieces, data, nbytes);
-    for (size_t i = 0; a->pieces && i < npieces; i++)
-        sum += a->pieces[i].nbytes;
-    if (!a->pieces || (npieces && sum != a->nbytes)) {
-        free_arrival(a);
+    *o = (shm_offer){.arrival = {.waiter = {.peer = peer->rank, .tag = frame->tag},
+                                 .is_offer = true,
+                                 .id = frame->serial,
+                                 .nbytes = frame->nbytes},
+                     .peer = peer,
+                     .by_ring = npieces == 0,
+                     .slot = frame->slot,
+                     .npieces = npieces};
+    memcpy(o->pieces, data, nbytes);
+    for (size_t i = 0; i < npieces; i++)
+        sum += o->pieces[i].nbytes;
+    if (npieces && sum != frame->nbytes) {
+        free(o);
         return false;
     }
     if (tb__unwanted_take(&peer->unwanted, frame->tag))
-        discard(s, a);
+        discard(s, &o->arrival);
     else
-        match_offer(s, a);
+        match_offer(s, o);
     return true;
 }
 
 /* The receive that was taking a message waits for another one. */
-static void untake(shm *s, shm_arrival *a) {
-    shm_posted *p = a->taker;
-    forget_taken(a);
-    a->taker = NULL;
-    p->offer = NULL;
-    if (!a->by_ring)
+static void untake(shm *s, shm_offer *o) {
+    shm_posted *p = o->taker;
+    forget_taken(o);
+    o->taker = NULL;
+    p->taking = NULL;
+    if (!o->by_ring)
         tb__waiters_remove(&s->taking, &p->waiter);
 }
 
 static void on_revoke(shm *s, shm_peer *peer, const shm_frame *frame) {
-    shm_arrival *a = find_taken(peer, frame);
-    if (a) {
-        shm_posted *p = a->taker;
-        untake(s, a);
-        free_arrival(a);
-        match_receive(s, p);
+    shm_offer *o = find_taken(peer, frame);
+    if (!o) {
+        tb__offer_drop(&s->arrivals, peer->rank, frame->tag, frame->serial);
         return;
     }
-    size_t b = tb__match_bucket(peer->rank, frame->tag);
-    for (tb__waiter *w = s->arrivals.bucket[b].first; w; w = w->next) {
-        a = (shm_arrival *)w;
-        if (a->peer == peer && a->is_offer && a->slot == frame->slot && a->serial == frame->serial) {
-            tb__match_remove(&s->arrivals, w);
-            free_arrival(a);
-            return;
-        }
-    }
+    shm_posted *p = o->taker;
+    untake(s, o);
+    free(o);
+    match_receive(s, p);
 }
 
 static bool on_chunk(shm *s, shm_peer *peer, const shm_frame *frame) {
     if (!peer->ring_in || frame->tag >= SHM_RING_SLOTS || frame->nbytes > SHM_RING_SLOT_SIZE)
         return false;
-    shm_arrival *a = find_taken(peer, frame); /* none if the receive was given up */
-    if (a && frame->nbytes > a->nbytes - a->taker->at)
+    shm_offer *o = find_taken(peer, frame); /* none if the receive was given up */
+    if (o && frame->nbytes > o->arrival.nbytes - o->taker->at)
         return false;
-    if (a) {
-        shm_posted *p = a->taker;
+    if (o) {
+        shm_posted *p = o->taker;
         tb__pieces_scatter(p->op->pieces, p->op->npieces, p->at, peer->ring_in + frame->tag * SHM_RING_SLOT_SIZE,
                            frame->nbytes);
         p->at += frame->nbytes;
     }
     shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_CREDIT, .tag = frame->tag}, -1);
-    if (a && a->taker->at == a->nbytes)
-        complete_take(s, a->taker);
+    if (o && o->taker->at == o->arrival.nbytes)
+        complete_take(s, o->taker);
     return true;
 }
 
@@ -457,13 +410,13 @@ static void cancel_receive(shm *s, shm_posted *p) {
         tb__match_remove(&s->receives, &p->waiter);
         return;
     }
-    shm_arrival *a = p->offer;
-    untake(s, a);
-    if (a->by_ring) { /* what is in the ring is spent; the sender is told that nobody wants it */
-        answer(s, a->peer, SHM_DONE, a, (uint64_t)-TB_CANCELLED);
-        free_arrival(a);
+    shm_offer *o = p->taking;
+    untake(s, o);
+    if (o->by_ring) { /* what is in the ring is spent; the sender is told that nobody wants it */
+        answer(s, o, SHM_DONE, (uint64_t)-TB_CANCELLED);
+        free(o);
     } else {
-        match_offer(s, a);
+        match_offer(s, o);
     }
 }
 
@@ -474,15 +427,13 @@ void shm_cancel_message(shm *s, shm_posted *p) {
         cancel_send(s, p);
     else
         cancel_receive(s, p);
-    shm_tell(p);
+    tb__op_tell(p->op);
 }
 
 void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag) {
-    shm_arrival *a = (shm_arrival *)tb__match_take(&s->arrivals, peer->rank, tag);
+    tb__arrival *a = tb__arrival_forget(&s->arrivals, &peer->unwanted, peer->rank, tag);
     if (a)
         discard(s, a);
-    else
-        tb__unwanted_add(&peer->unwanted, tag);
 }
 
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
@@ -494,15 +445,14 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
         shm_finish(s, (shm_posted *)w, status);
     }
     while ((w = tb__waiters_take(&peer->taken))) {
-        shm_arrival *a = (shm_arrival *)w;
-        shm_posted *p = a->taker;
-        untake(s, a);
-        free_arrival(a);
+        shm_offer *o = (shm_offer *)w;
+        shm_posted *p = o->taker;
+        untake(s, o);
+        free(o);
         shm_finish(s, p, status);
     }
     while ((w = tb__match_drain(&s->receives, peer->rank)))
         shm_finish(s, (shm_posted *)w, status);
-    while ((w = tb__match_drain(&s->arrivals, peer->rank)))
-        free_arrival((shm_arrival *)w);
+    tb__match_free(&s->arrivals, peer->rank);
     tb__unwanted_fini(&peer->unwanted);
 }

@@ -284,9 +284,9 @@ static void ucx_close(void *context) {
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
         ucx_drop_messages(u, peer, TB_CANCELLED); /* what came while we left */
-        ucx_drop_early(peer);
         free(peer);
     }
+    tb__match_free(&u->early, -1);
     if (u->epoll >= 0)
         close(u->epoll);
     if (u->wake >= 0)
@@ -400,7 +400,7 @@ static void lose(ucx *u, ucx_peer *peer) {
         tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", peer->nrequests, peer->rank);
     peer->is_lost = true;
     ucx_drop_messages(u, peer, TB_LOST);
-    ucx_drop_early(peer);
+    tb__match_free(&u->early, peer->rank);
     ucx_tell_all(u);
     if (u->env.lost)
         u->env.lost(u->env.arg, peer->rank, peer->why);

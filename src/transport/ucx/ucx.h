@@ -27,8 +27,7 @@
 #define TB_TRANSPORT_UCX_UCX_H
 
 #include "base/index.h"
-#include "transport/match.h"
-#include "transport/transport.h"
+#include "transport/message.h"
 #include "transport/ucx/ucx_load.h"
 
 #include <pthread.h>
@@ -95,23 +94,21 @@ typedef struct ucx_posted {
     tb_op *op;
     ucx_peer *peer;
     ucx_state state;
-    size_t nbytes, at;           /* in all, and how much has been sent */
-    tb__mark mark;               /* where in the operation chunks come from, or go to */
-    uint64_t offer, attempt;     /* of a send */
-    size_t nrequests;            /* direct chunks: UCX may touch the operation's memory while there are any */
-    struct ucx_arrival *arrival; /* that a receive is taking */
+    size_t nbytes, at;        /* in all, and how much has been sent */
+    tb__mark mark;            /* where in the operation chunks come from, or go to */
+    uint64_t offer, attempt;  /* of a send */
+    size_t nrequests;         /* direct chunks: UCX may touch the operation's memory while there are any */
+    struct ucx_offer *taking; /* by a receive */
 } ucx_posted;
 
-/* A message that came before its receive, or an offer, also while it is being taken. */
-typedef struct ucx_arrival {
-    tb__waiter waiter; /* by its tag, or among those that are being taken */
+/* An offer that waits for its receive, or is being taken. */
+typedef struct ucx_offer {
+    tb__arrival arrival; /* by its tag, or among those that are being taken */
     ucx_peer *peer;
-    bool is_offer;
-    uint64_t offer, attempt;
-    size_t nbytes, coming, got; /* in all; of chunks that came or are being fetched; of those that are in */
+    uint64_t attempt;
+    size_t coming, got; /* bytes of chunks that came or are being fetched; of those that are in */
     ucx_posted *taker;
-    unsigned char data[]; /* of a short message */
-} ucx_arrival;
+} ucx_offer;
 
 /* Something that UCX works on, with memory of ours, or with an operation's. It lasts until UCX says that it is done,
  * whatever becomes of the operation. */
@@ -136,14 +133,6 @@ typedef struct ucx_place {
     size_t nbytes, npieces; /* in all; those that are not empty */
 } ucx_place;
 
-/* A frame that came before one with a lower serial. */
-typedef struct ucx_early {
-    struct ucx_early *next;
-    ucx_frame frame;
-    size_t nbytes;
-    unsigned char data[];
-} ucx_early;
-
 struct ucx_peer {
     ucx *owner;
     int32_t rank;
@@ -154,18 +143,17 @@ struct ucx_peer {
     const char *why;                 /* it is to be lost when there is time; NULL: it is not */
     ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
     uint64_t serial_out, serial_in, next_offer;
-    bool is_driven;       /* it works all the time, as it says */
-    bool is_heard;        /* something has come from it since the last beat, */
-    bool is_sending;      /* chunks, even */
-    unsigned silence;     /* beats since then */
-    bool is_direct;       /* its lanes are such that chunks go from their place */
-    size_t in_flight;     /* chunks on their way to it that were copied */
-    size_t ndirect;       /* those that were not */
-    size_t nrequests;     /* and those that are being fetched */
-    tb__waiters offered;  /* sends that wait for an answer, or are being sent */
-    tb__waiters settling; /* sends and receives that wait for UCX only */
-    tb__waiters taken;    /* offers of it that we are taking */
-    ucx_early *early;
+    bool is_driven;        /* it works all the time, as it says */
+    bool is_heard;         /* something has come from it since the last beat, */
+    bool is_sending;       /* chunks, even */
+    unsigned silence;      /* beats since then */
+    bool is_direct;        /* its lanes are such that chunks go from their place */
+    size_t in_flight;      /* chunks on their way to it that were copied */
+    size_t ndirect;        /* those that were not */
+    size_t nrequests;      /* and those that are being fetched */
+    tb__waiters offered;   /* sends that wait for an answer, or are being sent */
+    tb__waiters settling;  /* sends and receives that wait for UCX only */
+    tb__waiters taken;     /* offers of it that we are taking */
     tb__unwanted unwanted; /* messages of it */
 };
 
@@ -191,6 +179,7 @@ struct ucx {
     TB_VEC(ucx_peer *) peers;
     tb__index by_rank; /* in there */
     tb__match receives, arrivals;
+    tb__match early;         /* by serial: frames, with what they carry, that came before one with a lower serial */
     tb__waiters finished;    /* to be told in the next progress */
     ucx_transfer *transfers; /* that UCX has */
     ucx_transfer *spare;     /* of chunks */
@@ -252,7 +241,6 @@ bool ucx_send_chunk(ucx_posted *p);
 void ucx_disown(ucx *u, const ucx_posted *p);
 ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
                                    const ucp_am_recv_param_t *param);
-void ucx_drop_early(ucx_peer *peer);
 void ucx_free_transfers(ucx *u); /* when UCX is gone */
 
 /* ucx_message.c: sends and receives. */
@@ -270,7 +258,6 @@ void ucx_give_back(ucx_posted *p);
 /* Sends chunks of what has been taken, as many as the window lets through. */
 void ucx_pump(ucx_peer *peer);
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status);
-void ucx_tell(ucx_posted *p);
 void ucx_tell_all(ucx *u);
 
 /* ucx_pulse.c: whether peers are still there, and that we are. */

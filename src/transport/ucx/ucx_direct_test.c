@@ -79,35 +79,47 @@ static unsigned char *map_large(void) {
     return memory;
 }
 
+/* A large message from a to b, of which some is there. */
+typedef struct half_way {
+    endpoints e;
+    unsigned char *from, *to;
+    tb_piece out, in;
+    tb_op send, receive;
+} half_way;
+
+static void begin_half_way(half_way *h) {
+    *h = (half_way){.from = map_large(), .to = map_large()};
+    make(&h->e);
+    h->out = (tb_piece){h->from, LARGE};
+    h->in = (tb_piece){h->to, LARGE};
+    make_op(&h->send, TB_OP_SEND, h->e.rank_b, 7, &h->out, 1);
+    make_op(&h->receive, TB_OP_RECV, h->e.rank_a, 7, &h->in, 1);
+    post(&h->e.b, &h->receive);
+    post(&h->e.a, &h->send);
+    work_until_half(&h->e);
+}
+
 /* Given up while the other end stands still: it is lost for it, and nobody touches the memory any more, which is gone.
  */
 static void give_up_alone(bool is_send) {
-    endpoints e;
-    make(&e);
-    unsigned char *from = map_large(), *to = map_large();
-    tb_piece out = {from, LARGE}, in = {to, LARGE};
-    tb_op send, receive;
-    make_op(&send, TB_OP_SEND, e.rank_b, 7, &out, 1);
-    make_op(&receive, TB_OP_RECV, e.rank_a, 7, &in, 1);
-    post(&e.b, &receive);
-    post(&e.a, &send);
-    work_until_half(&e);
-    tb_op *mine = is_send ? &send : &receive;
+    half_way h;
+    begin_half_way(&h);
+    tb_op *mine = is_send ? &h.send : &h.receive;
     const losses *lost = is_send ? &lost_by_a : &lost_by_b;
     ucx_peer *peer = ((ucx_posted *)mine->state)->peer;
     assert_true(((ucx_posted *)mine->state)->nrequests > 0);
     time_t before = seconds();
-    tb__transport_cancel(is_send ? &e.a : &e.b, mine);
+    tb__transport_cancel(is_send ? &h.e.a : &h.e.b, mine);
     assert_in_range(seconds() - before, 0, 5);
     assert_true(is_done(mine));
     assert_int_equal(mine->status, TB_CANCELLED);
     assert_int_equal(peer->nrequests, 0);
-    assert_int_equal(munmap(is_send ? from : to, LARGE), 0);
+    assert_int_equal(munmap(is_send ? h.from : h.to, LARGE), 0);
     assert_int_equal(lost->count, 0); /* that is told by progress */
-    work_until_lost(&e, lost);
+    work_until_lost(&h.e, lost);
     assert_string_equal(lost->why, "it stood still while an operation with it was given up");
-    unmake(&e);
-    munmap(is_send ? to : from, LARGE);
+    unmake(&h.e);
+    munmap(is_send ? h.to : h.from, LARGE);
 }
 
 static void a_send_is_given_up_alone(void **state) {
@@ -124,24 +136,16 @@ static void a_receive_is_given_up_alone(void **state) {
 static void an_end_leaves_in_the_middle(void **state) {
     (void)state;
     for (int i = 0; i < 2; i++) {
-        endpoints e;
-        make(&e);
-        unsigned char *from = map_large(), *to = map_large();
-        tb_piece out = {from, LARGE}, in = {to, LARGE};
-        tb_op send, receive;
-        make_op(&send, TB_OP_SEND, e.rank_b, 7, &out, 1);
-        make_op(&receive, TB_OP_RECV, e.rank_a, 7, &in, 1);
-        post(&e.b, &receive);
-        post(&e.a, &send);
-        work_until_half(&e);
-        leave(i == 0 ? &e.a : &e.b, i == 0 ? &e.b : &e.a);
-        assert_int_equal((i == 0 ? send : receive).status, TB_CANCELLED);
-        assert_int_equal(munmap(i == 0 ? from : to, LARGE), 0);
-        tb_transport left = i == 0 ? e.b : e.a;
-        endpoints alone = {left, left, e.rank_b, e.rank_b};
-        work_until_done(&alone, (tb_op *[]){i == 0 ? &receive : &send}, 1);
-        assert_int_equal((i == 0 ? receive : send).status, TB_LOST);
-        assert_int_equal(munmap(i == 0 ? to : from, LARGE), 0);
+        half_way h;
+        begin_half_way(&h);
+        leave(i == 0 ? &h.e.a : &h.e.b, i == 0 ? &h.e.b : &h.e.a);
+        assert_int_equal((i == 0 ? h.send : h.receive).status, TB_CANCELLED);
+        assert_int_equal(munmap(i == 0 ? h.from : h.to, LARGE), 0);
+        tb_transport left = i == 0 ? h.e.b : h.e.a;
+        endpoints alone = {left, left, h.e.rank_b, h.e.rank_b};
+        work_until_done(&alone, (tb_op *[]){i == 0 ? &h.receive : &h.send}, 1);
+        assert_int_equal((i == 0 ? h.receive : h.send).status, TB_LOST);
+        assert_int_equal(munmap(i == 0 ? h.to : h.from, LARGE), 0);
         tb__transport_close(&left);
     }
 }

@@ -13,64 +13,46 @@ static void finish(ucx *u, ucx_posted *p, tb_status status) {
     ucx_wake(u);
 }
 
-void ucx_tell(ucx_posted *p) {
-    tb_op *op = p->op;
-    op->state = NULL;
-    free(p);
-    op->done(op);
-}
-
 void ucx_tell_all(ucx *u) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&u->finished)))
-        ucx_tell((ucx_posted *)w);
+        tb__op_tell(((ucx_posted *)w)->op);
 }
 
-static void answer(const ucx_arrival *a, ucx_kind kind) {
-    ucx_send(a->peer, &(ucx_frame){.kind = kind, .offer = a->offer, .attempt = a->attempt}, NULL, 0);
+static void answer(const ucx_offer *o, ucx_kind kind) {
+    ucx_send(o->peer, &(ucx_frame){.kind = kind, .offer = o->arrival.id, .attempt = o->attempt}, NULL, 0);
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------------ */
 
-static void deliver(ucx *u, ucx_posted *p, const unsigned char *data, size_t nbytes) {
-    tb_op *op = p->op;
-    op->nbytes = nbytes;
-    if (nbytes > p->nbytes) {
-        finish(u, p, TB_TOO_BIG);
-        return;
-    }
-    tb__pieces_scatter(op->pieces, op->npieces, 0, data, nbytes);
-    finish(u, p, TB_OK);
-}
-
 /* Nobody can have it, or wants it. */
-static void discard(ucx_arrival *a) {
+static void discard(tb__arrival *a) {
     if (a->is_offer)
-        answer(a, UCX_DONE);
+        answer((ucx_offer *)a, UCX_DONE);
     free(a);
 }
 
-static void begin_take(ucx *u, ucx_posted *p, ucx_arrival *a) {
-    p->op->nbytes = a->nbytes;
-    if (a->nbytes > p->nbytes) {
-        discard(a);
+static void begin_take(ucx *u, ucx_posted *p, ucx_offer *o) {
+    p->op->nbytes = o->arrival.nbytes;
+    if (o->arrival.nbytes > p->nbytes) {
+        discard(&o->arrival);
         finish(u, p, TB_TOO_BIG);
         return;
     }
     p->state = UCX_TAKING;
-    p->arrival = a;
-    a->taker = p;
-    a->coming = a->got = 0;
-    a->attempt++;
-    tb__waiters_add(&a->peer->taken, &a->waiter);
-    answer(a, UCX_TAKE);
+    p->taking = o;
+    o->taker = p;
+    o->coming = o->got = 0;
+    o->attempt++;
+    tb__waiters_add(&o->peer->taken, &o->arrival.waiter);
+    answer(o, UCX_TAKE);
 }
 
 /* It is no longer being taken. */
-static void untake(ucx_arrival *a) {
-    tb__waiters_remove(&a->peer->taken, &a->waiter);
-    a->taker->arrival = NULL;
-    a->taker = NULL;
+static void untake(ucx_offer *o) {
+    tb__waiters_remove(&o->peer->taken, &o->arrival.waiter);
+    o->taker->taking = NULL;
+    o->taker = NULL;
 }
 
 /* Lets it wait for UCX, which still has some of its memory. */
@@ -80,121 +62,92 @@ static void settle(ucx_posted *p) {
 }
 
 /* Finds a receive for the offer, or lets it wait. */
-static void match_offer(ucx *u, ucx_arrival *a) {
-    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, a->waiter.peer, a->waiter.tag);
+static void match_offer(ucx *u, ucx_offer *o) {
+    ucx_posted *p = (ucx_posted *)tb__match_meet(&u->receives, &u->arrivals, &o->arrival.waiter);
     if (p)
-        begin_take(u, p, a);
-    else
-        tb__match_add(&u->arrivals, &a->waiter);
+        begin_take(u, p, o);
 }
 
 /* Finds a message for the receive, or lets it wait. */
 static void match_receive(ucx *u, ucx_posted *p) {
-    ucx_arrival *a = (ucx_arrival *)tb__match_take(&u->arrivals, p->waiter.peer, p->waiter.tag);
+    tb__arrival *a = (tb__arrival *)tb__match_meet(&u->arrivals, &u->receives, &p->waiter);
     p->state = UCX_WAITING;
-    if (!a) {
-        tb__match_add(&u->receives, &p->waiter);
-    } else if (a->is_offer) {
-        begin_take(u, p, a);
-    } else {
-        deliver(u, p, a->data, a->nbytes);
+    if (a && a->is_offer) {
+        begin_take(u, p, (ucx_offer *)a);
+    } else if (a) {
+        finish(u, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
         free(a);
     }
-}
-
-static ucx_arrival *new_arrival(ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
-    ucx_arrival *a = tb__malloc(1, sizeof *a + nbytes);
-    if (a)
-        *a = (ucx_arrival){.waiter = {.peer = peer->rank, .tag = frame->tag},
-                           .peer = peer,
-                           .offer = frame->offer,
-                           .nbytes = frame->nbytes};
-    return a;
 }
 
 static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
     if (frame->nbytes != nbytes)
         return false;
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
-    if (p) {
-        deliver(u, p, data, nbytes);
-        return true;
-    }
-    if (tb__unwanted_take(&peer->unwanted, frame->tag))
-        return true;
-    ucx_arrival *a = new_arrival(peer, frame, nbytes);
-    if (!a)
-        return false;
-    if (nbytes > 0)
-        memcpy(a->data, data, nbytes);
-    tb__match_add(&u->arrivals, &a->waiter);
-    return true;
+    if (p)
+        finish(u, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
+    return p || tb__unwanted_take(&peer->unwanted, frame->tag) ||
+           tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
 static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
-    ucx_arrival *a = frame->nbytes > 0 ? new_arrival(peer, frame, 0) : NULL;
-    if (!a)
+    ucx_offer *o = frame->nbytes > 0 ? tb__malloc(1, sizeof *o) : NULL;
+    if (!o)
         return false;
-    a->is_offer = true;
+    *o = (ucx_offer){.arrival = {.waiter = {.peer = peer->rank, .tag = frame->tag},
+                                 .is_offer = true,
+                                 .id = frame->offer,
+                                 .nbytes = frame->nbytes},
+                     .peer = peer};
     if (tb__unwanted_take(&peer->unwanted, frame->tag))
-        discard(a);
+        discard(&o->arrival);
     else
-        match_offer(u, a);
+        match_offer(u, o);
     return true;
 }
 
-static ucx_arrival *find_taken(const ucx_peer *peer, uint64_t offer) {
-    tb__waiter *w = peer->taken.first;
-    while (w && ((ucx_arrival *)w)->offer != offer)
-        w = w->next;
-    return (ucx_arrival *)w;
+static ucx_offer *find_taken(const ucx_peer *peer, const ucx_frame *frame) {
+    return (ucx_offer *)tb__offer_find(&peer->taken, frame->offer);
 }
 
 static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
-    ucx_arrival *a = find_taken(peer, frame->offer);
-    if (a) { /* its receive waits for another one, which must not meet bytes of this one */
-        ucx_posted *p = a->taker;
-        untake(a);
-        free(a);
-        if (p->nrequests > 0)
-            settle(p);
-        else
-            match_receive(u, p);
+    ucx_offer *o = find_taken(peer, frame);
+    if (!o) {
+        tb__offer_drop(&u->arrivals, peer->rank, frame->tag, frame->offer);
         return;
     }
-    size_t b = tb__match_bucket(peer->rank, frame->tag);
-    for (tb__waiter *w = u->arrivals.bucket[b].first; w; w = w->next) {
-        a = (ucx_arrival *)w;
-        if (a->peer == peer && a->is_offer && a->offer == frame->offer) {
-            tb__match_remove(&u->arrivals, w);
-            free(a);
-            return;
-        }
-    }
+    ucx_posted *p = o->taker; /* it waits for another one, which must not meet bytes of this one */
+    untake(o);
+    free(o);
+    if (p->nrequests > 0)
+        settle(p);
+    else
+        match_receive(u, p);
 }
 
 ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
-    ucx_arrival *a = find_taken(peer, frame->offer);
-    if (!a || a->attempt != frame->attempt || nbytes > UCX_CHUNK_MOST || frame->at > a->nbytes ||
-        nbytes > a->nbytes - frame->at || nbytes > a->nbytes - a->coming)
+    ucx_offer *o = find_taken(peer, frame);
+    size_t all = o ? o->arrival.nbytes : 0;
+    if (!o || o->attempt != frame->attempt || nbytes > UCX_CHUNK_MOST || frame->at > all || nbytes > all - frame->at ||
+        nbytes > all - o->coming)
         return NULL;
-    a->coming += nbytes;
-    return a->taker;
+    o->coming += nbytes;
+    return o->taker;
 }
 
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
-    ucx_arrival *a = find_taken(peer, frame->offer);
-    if (!a || a->attempt != frame->attempt) /* any more */
+    ucx_offer *o = find_taken(peer, frame);
+    if (!o || o->attempt != frame->attempt) /* any more */
         return;
-    ucx_posted *p = a->taker;
+    ucx_posted *p = o->taker;
     if (data)
         tb__pieces_scatter_on(p->op->pieces, p->op->npieces, &p->mark, frame->at, data, nbytes);
-    a->got += nbytes;
-    if (a->got < a->nbytes)
+    o->got += nbytes;
+    if (o->got < o->arrival.nbytes)
         return;
-    untake(a);
-    answer(a, UCX_DONE);
-    free(a);
+    untake(o);
+    answer(o, UCX_DONE);
+    free(o);
     finish(peer->owner, p, TB_OK);
 }
 
@@ -237,15 +190,12 @@ static void send_message(ucx *u, ucx_posted *p) {
 }
 
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
-    ucx_posted *p = tb__calloc(1, sizeof *p);
+    ucx_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
     p->peer = peer;
     p->nbytes = tb__pieces_size(op->pieces, op->npieces);
-    p->waiter.peer = op->peer;
-    p->waiter.tag = op->tag;
-    op->state = p;
     if (op->kind == TB_OP_RECV)
         match_receive(u, p);
     else
@@ -342,10 +292,10 @@ static void await_requests(ucx *u, ucx_posted *p) {
 }
 
 void ucx_cancel_message(ucx *u, ucx_posted *p) {
-    ucx_arrival *a = p->arrival;
+    ucx_offer *o = p->taking;
     if (p->state == UCX_FINISHED) {
         tb__waiters_remove(&u->finished, &p->waiter);
-        ucx_tell(p);
+        tb__op_tell(p->op);
         return;
     }
     p->op->status = TB_CANCELLED;
@@ -354,10 +304,10 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     } else if (p->op->kind == TB_OP_SEND) {
         tb__waiters_remove(&p->peer->offered, &p->waiter);
         ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag}, NULL, 0);
-    } else if (a) { /* the message is all there at the sender, for another receive */
-        untake(a);
-        answer(a, UCX_STOP);
-        match_offer(u, a);
+    } else if (o) { /* the message is all there at the sender, for another receive */
+        untake(o);
+        answer(o, UCX_STOP);
+        match_offer(u, o);
     } else {
         tb__match_remove(&u->receives, &p->waiter);
     }
@@ -365,15 +315,13 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     if (p->nrequests > 0)
         await_requests(u, p);
     ucx_wake(u);
-    ucx_tell(p);
+    tb__op_tell(p->op);
 }
 
 void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag) {
-    ucx_arrival *a = (ucx_arrival *)tb__match_take(&u->arrivals, peer->rank, tag);
+    tb__arrival *a = tb__arrival_forget(&u->arrivals, &peer->unwanted, peer->rank, tag);
     if (a)
         discard(a);
-    else
-        tb__unwanted_add(&peer->unwanted, tag);
 }
 
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
@@ -385,15 +333,14 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
         finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
     }
     while ((w = tb__waiters_take(&peer->taken))) {
-        ucx_arrival *a = (ucx_arrival *)w;
-        ucx_posted *p = a->taker;
-        untake(a);
-        free(a);
+        ucx_offer *o = (ucx_offer *)w;
+        ucx_posted *p = o->taker;
+        untake(o);
+        free(o);
         finish(u, p, status);
     }
     while ((w = tb__match_drain(&u->receives, peer->rank)))
         finish(u, (ucx_posted *)w, status);
-    while ((w = tb__match_drain(&u->arrivals, peer->rank)))
-        free(w);
+    tb__match_free(&u->arrivals, peer->rank);
     tb__unwanted_fini(&peer->unwanted);
 }

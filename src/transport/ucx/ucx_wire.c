@@ -217,32 +217,24 @@ static void take_in_turn(ucx_peer *peer, const ucx_frame *frame, const unsigned 
 
 /* UCX makes no promise about the order of active messages. */
 static void keep_early(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
-    ucx_early *e = tb__malloc(1, sizeof *e + nbytes);
+    tb__arrival *e = tb__arrival_create(peer->rank, frame->serial, sizeof *frame + nbytes);
     if (!e) {
         ucx_fail(peer, "there is no memory for what it sent");
         return;
     }
-    *e = (ucx_early){.next = peer->early, .frame = *frame, .nbytes = nbytes};
+    memcpy(e->data, frame, sizeof *frame);
     if (nbytes > 0)
-        memcpy(e->data, data, nbytes);
-    peer->early = e;
+        memcpy(e->data + sizeof *frame, data, nbytes);
+    tb__match_add(&peer->owner->early, &e->waiter);
 }
 
-static ucx_early *next_early(ucx_peer *peer) {
-    for (ucx_early **at = &peer->early; *at; at = &(*at)->next) {
-        ucx_early *e = *at;
-        if (e->frame.serial == peer->serial_in) {
-            *at = e->next;
-            return e;
-        }
-    }
-    return NULL;
-}
-
-void ucx_drop_early(ucx_peer *peer) {
-    while (peer->early) {
-        ucx_early *e = peer->early;
-        peer->early = e->next;
+/* Those that have waited for the last one. */
+static void take_early(ucx_peer *peer) {
+    tb__arrival *e;
+    while ((e = (tb__arrival *)tb__match_take(&peer->owner->early, peer->rank, peer->serial_in))) {
+        ucx_frame frame;
+        memcpy(&frame, e->data, sizeof frame);
+        take_in_turn(peer, &frame, e->data + sizeof frame, e->nbytes - sizeof frame);
         free(e);
     }
 }
@@ -279,8 +271,7 @@ ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_
         keep_early(peer, &frame, data, nbytes);
     } else {
         take_in_turn(peer, &frame, data, nbytes);
-        for (ucx_early *e; (e = next_early(peer)); free(e))
-            take_in_turn(peer, &e->frame, e->data, e->nbytes);
+        take_early(peer);
     }
     return UCS_OK;
 }

@@ -1,0 +1,93 @@
+/* What transports that match messages with receives themselves have in common: messages that come before their
+ * receives, and how operations begin and end. */
+#ifndef TB_TRANSPORT_MESSAGE_H
+#define TB_TRANSPORT_MESSAGE_H
+
+#include "transport/match.h"
+#include "transport/transport.h"
+
+/* A message that came before its receive, or what begins an offer of one, whose bytes are still at the sender. Each is
+ * one block of memory. */
+typedef struct tb__arrival {
+    tb__waiter waiter;
+    bool is_offer;
+    uint64_t id; /* of an offer: the sender's own */
+    size_t nbytes;
+    unsigned char *data; /* of a message: behind this */
+} tb__arrival;
+
+/* The bytes are the caller's to fill in. NULL: there is no memory. */
+static inline tb__arrival *tb__arrival_create(int32_t peer, uint64_t tag, size_t nbytes) {
+    tb__arrival *a = tb__malloc(1, sizeof *a + nbytes);
+    if (a)
+        *a = (tb__arrival){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes, .data = (unsigned char *)(a + 1)};
+    return a;
+}
+
+/* A message that nobody waits for is kept. False: there is no memory. */
+static inline bool tb__arrival_keep(tb__match *arrivals, int32_t peer, uint64_t tag, const void *data, size_t nbytes) {
+    tb__arrival *a = tb__arrival_create(peer, tag, nbytes);
+    if (!a)
+        return false;
+    if (nbytes > 0)
+        memcpy(a->data, data, nbytes);
+    tb__match_add(arrivals, &a->waiter);
+    return true;
+}
+
+/* Takes out one that is not wanted, for the caller to free. NULL: it has not come, and will be thrown away. */
+static inline tb__arrival *tb__arrival_forget(tb__match *arrivals, tb__unwanted *unwanted, int32_t peer, uint64_t tag) {
+    tb__waiter *w = tb__match_take(arrivals, peer, tag);
+    if (!w)
+        tb__unwanted_add(unwanted, tag);
+    return (tb__arrival *)w;
+}
+
+/* The offer of this id in a list of one peer's; NULL if there is none. */
+static inline tb__arrival *tb__offer_find(const tb__waiters *offers, uint64_t id) {
+    tb__waiter *w = offers->first;
+    while (w && ((tb__arrival *)w)->id != id)
+        w = w->next;
+    return (tb__arrival *)w;
+}
+
+/* It was withdrawn before anybody took it. */
+static inline void tb__offer_drop(tb__match *arrivals, int32_t peer, uint64_t tag, uint64_t id) {
+    tb__waiters *list = &arrivals->bucket[tb__match_bucket(peer, tag)];
+    for (tb__waiter **at = &list->first; *at; at = &(*at)->next) {
+        const tb__arrival *a = (const tb__arrival *)*at;
+        if (a->waiter.peer == peer && a->waiter.tag == tag && a->is_offer && a->id == id) {
+            free(tb__waiters_unlink(list, at));
+            return;
+        }
+    }
+}
+
+/* What a transport has of an operation: so much memory, which begins with a waiter. NULL: there is none. */
+static inline void *tb__op_begin(tb_op *op, size_t size) {
+    tb__waiter *w = tb__calloc(1, size);
+    if (w) {
+        w->peer = op->peer;
+        w->tag = op->tag;
+        op->state = w;
+    }
+    return w;
+}
+
+/* Puts a message into a receive that has room for so many bytes; returns what it ends with. */
+static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, size_t nbytes) {
+    op->nbytes = nbytes;
+    if (nbytes > room)
+        return TB_TOO_BIG;
+    tb__pieces_scatter(op->pieces, op->npieces, 0, data, nbytes);
+    return TB_OK;
+}
+
+/* Frees what a transport has of an operation that is over, and tells so. */
+static inline void tb__op_tell(tb_op *op) {
+    free(op->state);
+    op->state = NULL;
+    op->done(op);
+}
+
+#endif
