@@ -132,24 +132,33 @@ static void find_peak(const tb__text *said, int64_t *peak) {
     json_decref(json);
 }
 
+/* One of the two, and away with what it made. The better of its times in this round counts. */
+static tb_status run_once(const disk *d, const char *const *argv, const char *made, double *best, int64_t *peak,
+                          tb__text *reason) {
+    tb__text said = {0};
+    char gone[96];
+    double gb_per_s = 0;
+    tb_status status = reason->count == 0 ? time_program(d, argv, &said, reason, &gb_per_s) : TB_OK;
+    *best = gb_per_s > *best ? gb_per_s : *best;
+    find_peak(&said, peak);
+    snprintf(gone, sizeof gone, "%s", made);
+    tool_folder_remove(gone);
+    tb__text_fini(&said);
+    return status;
+}
+
+/* Memory that was free for a while is slow to take where a hypervisor has had it back, and two programs in turn would
+ * find it so in turn: each runs twice, once after the other one and once after itself. */
 static tb_status run_round(const disk *d, bool verify, bench_round *out, int64_t *peak, tb__text *reason) {
     const char *const copy[] = {"cp", "-r", d->in, d->copy, NULL};
     const char *const reshard[] = {d->tool, "reshard", "--spec", d->spec,  "--in",
                                    d->in,   "--out",   d->out,   "--json", verify ? "--verify" : NULL,
                                    NULL};
-    tb__text said = {0};
-    char gone[96];
-    tb_status status = time_program(d, copy, &said, reason, &out->theirs);
-    snprintf(gone, sizeof gone, "%s", d->copy);
-    tool_folder_remove(gone);
-    if (status == TB_OK && reason->count == 0)
-        status = time_program(d, reshard, &said, reason, &out->ours);
-    if (status == TB_OK && reason->count == 0)
-        find_peak(&said, peak);
-    snprintf(gone, sizeof gone, "%s", d->out);
-    tool_folder_remove(gone);
-    tb__text_fini(&said);
-    return status;
+    *out = (bench_round){0};
+    TB_TRY(run_once(d, copy, d->copy, &out->theirs, peak, reason));
+    TB_TRY(run_once(d, reshard, d->out, &out->ours, peak, reason));
+    TB_TRY(run_once(d, reshard, d->out, &out->ours, peak, reason));
+    return run_once(d, copy, d->copy, &out->theirs, peak, reason);
 }
 
 static tb_status run_rounds(disk *d, int64_t size, int rounds, bench_round *out, int64_t *peak, tb__text *reason) {
