@@ -353,9 +353,10 @@ static void closing(endpoints *e) {
 
 enum { LAST_WORDS = 5 };
 
-/* Takes one message after the other under one tag, asking for the next when one is there. */
+/* Takes one message after the other under one tag, asking for the next when one is there, and answers each. */
 typedef struct listener {
     tb_op op;
+    tb_op answers[LAST_WORDS];
     tb_transport *transport;
     unsigned char byte;
     tb_piece piece;
@@ -367,15 +368,17 @@ static void listen_on(tb_op *op) {
     listener *l = (listener *)op;
     l->end = op->status;
     if (op->status == TB_OK && l->byte == l->count) {
-        l->count++;
+        tb_op *answer = &l->answers[l->count++];
+        make_op(answer, TB_OP_SEND, op->peer, 8, NULL, 0);
+        post(l->transport, answer);
         l->end = tb__transport_post(l->transport, op);
     }
     if (l->end != TB_OK)
         op->arg = op;
 }
 
-/* All that a peer has said before it left is heard, also by whoever asks for one thing after the other; then it is
- * lost. */
+/* All that a peer has said before it left is heard, also by whoever asks for one thing after the other, and whatever he
+ * says to it; then it is lost. */
 static void last_words(endpoints *e) {
     if (e->a.context == e->b.context)
         return;

@@ -422,8 +422,8 @@ static tb_status post(ucx *u, tb_op *op) {
     if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
         return tb__fail(TB_REFUSED, "transport ucx sends and receives, and nothing else");
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
-    /* Of a peer that is about to be lost there may be messages left. */
-    bool is_lost = peer && (peer->is_lost || (peer->why && op->kind == TB_OP_SEND));
+    /* One that is about to be lost is not yet: there may be messages left of it, and whoever answers them is told then. */
+    bool is_lost = peer && peer->is_lost;
     if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
         return tb__fail(TB_LOST, "%s", is_lost ? peer->why : "it is not connected");
     return ucx_post_message(u, peer, op);
