@@ -362,10 +362,44 @@ static void test_late_lead(void **state) {
     run_ranks(begin_late, 2, 2, NULL);
 }
 
+/* A receiver's time is up while one of the senders is missing: all say whose it was, also with a shadow, where the
+ * lead's word ends it. */
+static void one_is_late(rank *r) {
+    setup s;
+    tb_transfer *t = NULL;
+    tb_batch_opts opts = {.size = sizeof opts, .commit = r->scene->shared ? TB_SHADOW : TB_IN_PLACE};
+    tb_transfer_opts soon = {.size = sizeof soon, .timeout_ms = 500};
+    bool is_late = !is_a(r) && r->index == 0, is_missing = is_a(r) && r->index == 1;
+    set_up(r, &s, ROWS, COLUMNS, 32, 32, &opts);
+    check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t)); /* one that is well */
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    tb_transfer_destroy(t);
+    t = NULL;
+    meet(r);
+    if (is_a(r) && !is_missing)
+        check_ok(tb_send(s.batch, NULL, &t));
+    if (!is_a(r))
+        check_ok(tb_recv(s.batch, is_late ? &soon : NULL, &t));
+    tb_status status = is_missing ? TB_OK : tb_wait(t, TB_COMMITTED, -1);
+    if (!is_a(r) || status != TB_OK) /* in place a sender is done when its own part is taken */
+        check_fails(status, TB_TIMEOUT, is_late ? "the receiving of batch 'step'" : "(b 0): the receiving of batch");
+    check(!r->scene->shared || is_missing || status != TB_OK);
+    tb_transfer_destroy(t);
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_whose_time_is_up(void **state) {
+    (void)state;
+    run_ranks(one_is_late, 2, 2, NULL);
+    run_ranks(one_is_late, 2, 2, "shadow");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_late_sender),
         cmocka_unit_test(test_late_lead),
+        cmocka_unit_test(test_whose_time_is_up),
         cmocka_unit_test(test_cancel_during),
         cmocka_unit_test(test_cancel_before),
         cmocka_unit_test(test_cancel_after),

@@ -294,7 +294,7 @@ static void note_torn(tb__flow *flow) {
     snprintf(flow->recv.why, sizeof flow->recv.why, "%.400s; a part of it has been written: the tensors are torn", why);
 }
 
-void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->is_under_way = false;
     leg->status = status;
@@ -306,30 +306,40 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell)
         tb__flow_end_recv(flow);
     /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
      * that got tired of waiting does not stop a sender that is about to come. */
-    if (!leg->attempt && tell && (is_send || status != TB_TIMEOUT)) {
+    if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
         leg->attempt = ++*last_of(flow, is_send);
         leg->number = is_send ? leg->number : last_number(flow) + 1;
     }
     if (leg->attempt) {
         tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
         if (!is_send) /* first: whoever is prepared need not ask any more */
-            tb__flow_tell_abort_decided(flow, leg->attempt, status, leg->why);
-        if (tell)
-            tell_abort(flow, leg->attempt, leg->number, status, leg->why);
+            tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
+        if (told)
+            tell_abort(flow, leg->attempt, leg->number, status, told);
     }
     if (!is_send && leg->attempt && flow->has_written)
         note_torn(flow);
     tb__engine_wake(flow->o.engine);
 }
 
-/* The sentence is in tb_error_detail. */
+/* What others are told of a reason: a sentence about a wait says who was waited for, or why, but not by whom. */
+const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WHY_MAX]) {
+    bool is_wait = status == TB_TIMEOUT || status == TB_IN_DOUBT;
+    const char *label = flow->members[flow->self].peer->label;
+    snprintf(words, TB__WHY_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
+    return words;
+}
+
+/* The sentence is in tb_error_detail. `tell`: it is this rank's own. */
 static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+    char words[TB__WHY_MAX];
     if (!tb__flow_leg(flow, is_send)->is_under_way)
         return;
+    const char *told = tell ? tb__flow_own_words(flow, status, tb_error_detail(), words) : NULL;
     if (!is_send && flow->is_prepared)
-        tb__flow_give_up(flow, status);
+        tb__flow_give_up(flow, status, told ? told : tb_error_detail());
     else
-        tb__flow_end_leg(flow, is_send, status, tell);
+        tb__flow_end_leg(flow, is_send, status, told);
 }
 
 void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status) {
@@ -354,8 +364,9 @@ static void break_flow(tb__flow *flow, tb_status status, bool tell) {
     snprintf(flow->why, sizeof flow->why, "%s", tb_error_detail());
     fail_leg(flow, true, status, false);
     fail_leg(flow, false, status, false);
+    char words[TB__WHY_MAX];
     if (tell)
-        tell_abort(flow, 0, 0, status, flow->why);
+        tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->why, words));
     tb__engine_wake(flow->o.engine);
 }
 
@@ -467,21 +478,16 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
-static bool on_abort(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
+static bool on_abort(tb__flow *flow, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
-    char sentence[TB__WHY_MAX];
-    if (status == TB_TIMEOUT || status == TB_IN_DOUBT) /* which says who was waited for, or why, but not by whom */
-        snprintf(sentence, sizeof sentence, "%s: %s", from->peer->label, why);
-    else
-        snprintf(sentence, sizeof sentence, "%s", why);
     if (attempt == 0)
-        break_flow(flow, tb__fail(status, "%s", sentence), false);
+        break_flow(flow, tb__fail(status, "%s", why), false);
     else
-        tb__flow_note_abort(flow, attempt, number, status, sentence);
+        tb__flow_note_abort(flow, attempt, number, status, why);
     return true;
 }
 
@@ -514,7 +520,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_NOTE:
         return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
-        return on_abort(flow, from, attempt, message);
+        return on_abort(flow, attempt, message);
     case MESSAGE_PREPARED:
         return tb__flow_on_prepared(flow, from, attempt, message);
     case MESSAGE_DECIDED:

@@ -175,11 +175,11 @@ void tb__flow_prepare(tb__flow *flow) {
     tb__flow_send_message(flow, &flow->members[flow->o.shadow.lead], &pack);
 }
 
-void tb__flow_give_up(tb__flow *flow, tb_status status) {
+void tb__flow_give_up(tb__flow *flow, tb_status status, const char *why) {
     if (flow->gives_up != TB_OK)
         return;
     flow->gives_up = status;
-    snprintf(flow->gives_up_why, sizeof flow->gives_up_why, "%s", tb_error_detail());
+    snprintf(flow->gives_up_why, sizeof flow->gives_up_why, "%s", why);
     tb__engine_wake(flow->o.engine);
 }
 
@@ -225,15 +225,17 @@ static void end_in_doubt(tb__flow *flow) {
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
     flow->doubtful = leg->attempt;
     flow->is_prepared = false;
+    char words[TB__WHY_MAX];
+    tb__flow_own_words(flow, TB_IN_DOUBT, leg->why, words);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].is_feeder)
-            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, TB_IN_DOUBT, leg->why);
+            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, TB_IN_DOUBT, words);
     }
 }
 
 static void end_aborted(tb__flow *flow) {
     flow->is_prepared = false;
-    tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), true);
+    tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), flow->verdict.why);
 }
 
 /* From the shadow into the tensors, with the lock free. */

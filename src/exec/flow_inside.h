@@ -285,8 +285,10 @@ void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status);
 /* Whether something has come about that ends the leg; what, is in tb_error_detail. `tells`: others have to hear of it.
  */
 tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
-/* Ends a leg that may end, with the sentence in tb_error_detail. */
-void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, bool tell);
+/* Ends a leg that may end, with the sentence in tb_error_detail. Others are told `told`; NULL: they know. */
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told);
+/* This rank's reason, for others. */
+const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WHY_MAX]);
 /* That the attempt was given up, for legs that have it, or will. */
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 /* Whether the rank is on another host, so that its memory can't be reached. */
@@ -377,8 +379,8 @@ tb_status tb__flow_make_shadow(tb__flow *flow);
 /* All of a shadowed receive is here. */
 void tb__flow_prepare(tb__flow *flow);
 bool tb__flow_step_prepared(tb__flow *flow);
-/* A prepared receive would end. */
-void tb__flow_give_up(tb__flow *flow, tb_status status);
+/* A prepared receive would end, for a reason in words that all may hear. */
+void tb__flow_give_up(tb__flow *flow, tb_status status, const char *why);
 /* The lead's word about an attempt that it will not propose to commit. */
 void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
 bool tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
