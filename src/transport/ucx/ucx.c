@@ -68,6 +68,14 @@ void ucx_fail(ucx_peer *peer, const char *why) {
     ucx_wake(peer->owner);
 }
 
+void ucx_break(ucx_peer *peer, ucs_status_t status) {
+    if (peer->is_lost || peer->why)
+        return;
+    snprintf(peer->words, sizeof peer->words, "its connection ended (UCX: %s)",
+             peer->owner->call->status_string(status));
+    ucx_fail(peer, peer->words);
+}
+
 static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
     return tb__fail(TB_IO, "%s: %s", what, u->call->status_string(status));
 }
@@ -332,7 +340,7 @@ static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
 static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
     ucx_peer *peer = arg;
     (void)ep;
-    ucx_fail(peer, peer->owner->call->status_string(status));
+    ucx_break(peer, status);
 }
 
 static tb_status check_address(const void *address, size_t nbytes, ucx_address *head) {

@@ -141,6 +141,7 @@ struct ucx_peer {
     bool is_met; /* its hello has come */
     bool is_lost;
     const char *why;                 /* it is to be lost when there is time; NULL: it is not */
+    char words[96];                  /* room for that, where UCX says it */
     ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
     uint64_t serial_out, serial_in, next_offer;
     bool is_driven;        /* it works all the time, as it says */
@@ -200,6 +201,8 @@ void ucx_wake(ucx *u);
 void ucx_work(ucx *u);
 /* The peer's loss is told in the next progress; `why` is a constant. */
 void ucx_fail(ucx_peer *peer, const char *why);
+/* The same, by what UCX says of the connection. */
+void ucx_break(ucx_peer *peer, ucs_status_t status);
 /* Closes the endpoint at once, whatever is on its way: UCX gives back what it has of it, without the peer. */
 void ucx_hang_up(ucx_peer *peer);
 /* Lets UCX work until there are none of these, which it counts. False: the time is up. */

@@ -77,7 +77,7 @@ void ucx_on_sent(void *request, ucs_status_t status, void *arg) {
     ucx_peer *peer = t->peer;
     bool is_chunk = t->frame.kind == UCX_CHUNK;
     if (t->is_direct && status != UCS_OK)
-        ucx_fail(peer, peer->owner->call->status_string(status));
+        ucx_break(peer, status);
     if (is_chunk && !t->is_direct)
         peer->in_flight--;
     peer->owner->call->request_free(request);
@@ -90,7 +90,7 @@ bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request) {
     if (request && !UCS_PTR_IS_ERR(request))
         return true;
     if (request)
-        ucx_fail(t->peer, t->owner->call->status_string(UCS_PTR_STATUS(request)));
+        ucx_break(t->peer, UCS_PTR_STATUS(request));
     let_go(t);
     return false;
 }
