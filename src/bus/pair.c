@@ -3,8 +3,9 @@
  * they find alone.
  *
  * Whoever finds something first gives up, and its note with it; others may not have looked yet. So it leaves a verdict
- * in the note's place, which holds for everybody until its author makes the pair again. Those who have been refused
- * once make it in the next *round*: for them the verdicts of rounds before are void. */
+ * in the note's place, which holds for everybody until its author makes the pair again, or one of those it is about was
+ * started anew. Those who have been refused once make it in the next *round*: for them the verdicts of rounds before
+ * are void. */
 #include "bus/world.h"
 
 #include "base/opts.h"
@@ -44,10 +45,26 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
+enum { MOST_SUBJECTS = 2 };
+
+/* A process that a verdict is about. */
+typedef struct subject {
+    char group[TB__DIRECTORY_MAX_NAME + 1];
+    int32_t index, rank;
+    uint64_t incarnation;
+} subject;
+
+typedef struct verdict {
+    tb_status status; /* TB_OK: it is none */
+    size_t nsubjects;
+    subject subjects[MOST_SUBJECTS];
+} verdict;
+
 typedef struct meeting {
     tb_pair *pair;
     const atomic_bool *unwanted; /* NULL: it is wanted */
     tb_status status;
+    verdict verdict; /* whom that is about */
     bool is_complete;
     uint32_t last_round;
     char missing[512];
@@ -56,32 +73,53 @@ typedef struct meeting {
 typedef struct note {
     const char *remote, *layout;
     uint32_t round;
-    tb_status verdict; /* TB_OK: it is none */
+    verdict verdict;
     const char *why;
 } note;
+
+static bool read_verdict(tb__unpack *u, verdict *out) {
+    out->status = tb__unpack_status(u);
+    out->nsubjects = tb__unpack_u32(u);
+    if (u->failed || out->nsubjects > MOST_SUBJECTS)
+        return false;
+    for (size_t i = 0; i < out->nsubjects; i++) {
+        subject *s = &out->subjects[i];
+        snprintf(s->group, sizeof s->group, "%s", tb__unpack_string(u));
+        s->index = (int32_t)tb__unpack_u32(u);
+        s->rank = (int32_t)tb__unpack_u32(u);
+        s->incarnation = tb__unpack_u64(u);
+    }
+    return !u->failed;
+}
 
 static bool read_note(const tb__note *from, note *out) {
     tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
     out->round = tb__unpack_u32(&u);
-    out->verdict = tb__unpack_status(&u);
     out->why = tb__unpack_string(&u);
-    return tb__unpack_is_done(&u);
+    return read_verdict(&u, &out->verdict) && tb__unpack_is_done(&u);
 }
 
 /* Notes that are no verdict. */
 static bool read_wish(const tb__note *from, note *out) {
-    return read_note(from, out) && out->verdict == TB_OK;
+    return read_note(from, out) && out->verdict.status == TB_OK;
 }
 
-static tb_status publish_note(const tb_pair *pair, uint32_t round, tb_status verdict, const char *why) {
+static tb_status publish_note(const tb_pair *pair, uint32_t round, const verdict *v, const char *why) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, pair->sides[pair->side].layout);
     tb__pack_u32(&pack, round);
-    tb__pack_status(&pack, verdict);
     tb__pack_string(&pack, why);
+    tb__pack_status(&pack, v->status);
+    tb__pack_u32(&pack, (uint32_t)v->nsubjects);
+    for (size_t i = 0; i < v->nsubjects; i++) {
+        tb__pack_string(&pack, v->subjects[i].group);
+        tb__pack_u32(&pack, (uint32_t)v->subjects[i].index);
+        tb__pack_u32(&pack, (uint32_t)v->subjects[i].rank);
+        tb__pack_u64(&pack, v->subjects[i].incarnation);
+    }
     tb_status status = pack.failed
                            ? TB_NO_MEMORY
                            : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
@@ -95,17 +133,55 @@ static bool is_verdict(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
+/* Who has the seat now; a rank of TB_NO_RANK: nobody. */
+static tb_status find_subject(const tb_pair *pair, const char *group, int32_t index, subject *out) {
+    tb__roster roster;
+    TB_TRY(tb__directory_roster(pair->world->directory, group, &roster));
+    *out = (subject){.index = index, .rank = TB_NO_RANK};
+    snprintf(out->group, sizeof out->group, "%s", group);
+    if (index >= 0 && index < roster.size) {
+        out->rank = roster.member[index].rank;
+        out->incarnation = roster.member[index].incarnation;
+    }
+    tb__roster_fini(&roster);
+    return TB_OK;
+}
+
+/* Notes one of those whom the reason that was found is about. */
+static tb_status blame(meeting *m, tb_status status, const char *group, int32_t index) {
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    if (m->verdict.nsubjects < MOST_SUBJECTS &&
+        find_subject(m->pair, group, index, &m->verdict.subjects[m->verdict.nsubjects]) == TB_OK)
+        m->verdict.nsubjects++;
+    return tb__fail(status, "%s", why);
+}
+
+/* Whether another process is in the place of one that it is about. */
+static bool is_void(const tb_pair *pair, const verdict *v) {
+    for (size_t i = 0; i < v->nsubjects; i++) {
+        const subject *then = &v->subjects[i];
+        subject now;
+        if (find_subject(pair, then->group, then->index, &now) == TB_OK && now.rank != TB_NO_RANK &&
+            (now.rank != then->rank || now.incarnation != then->incarnation))
+            return true;
+    }
+    return false;
+}
+
 /* What others have found; and the last round that anybody is in, as a verdict of ours has to hold for all. */
-static tb_status obey_verdicts(const tb_pair *pair, const tb__notes *notes, uint32_t *last_round) {
+static tb_status obey_verdicts(meeting *m, const tb__notes *notes) {
     tb_status status = TB_OK;
-    *last_round = pair->round;
+    m->last_round = m->pair->round;
     for (size_t i = 0; i < notes->count; i++) {
         note n;
         if (!read_note(&notes->item[i], &n))
             continue;
-        *last_round = n.round > *last_round ? n.round : *last_round;
-        if (n.verdict != TB_OK && n.round >= pair->round && status == TB_OK)
-            status = tb__fail(n.verdict, "%s", n.why);
+        m->last_round = n.round > m->last_round ? n.round : m->last_round;
+        if (status != TB_OK || n.verdict.status == TB_OK || n.round < m->pair->round || is_void(m->pair, &n.verdict))
+            continue;
+        m->verdict = n.verdict;
+        status = tb__fail(n.verdict.status, "%s", n.why);
     }
     return status;
 }
@@ -124,8 +200,8 @@ static uint32_t *round_of(tb_world *world, const char *name) {
 }
 
 /* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
-static tb_status compare_notes(const meeting *m, const tb__notes *notes, const char *here, const char *there,
-                               int32_t *count, note *agreed) {
+static tb_status compare_notes(meeting *m, const tb__notes *notes, const char *here, const char *there, int32_t *count,
+                               note *agreed) {
     const tb__note *first = NULL;
     *count = 0;
     for (size_t i = 0; i < notes->count; i++) {
@@ -133,12 +209,17 @@ static tb_status compare_notes(const meeting *m, const tb__notes *notes, const c
         note n;
         if (strcmp(at->group, here) != 0 || !read_wish(at, &n))
             continue;
-        if (strcmp(n.remote, there) != 0)
-            return tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " expects group '%s', not '%s'", m->pair->name, here,
-                            at->index, n.remote, there);
-        if (first && strcmp(n.layout, agreed->layout) != 0)
-            return tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " has layout '%.100s', but %s %" PRId32 " '%.100s'",
-                            m->pair->name, here, first->index, agreed->layout, here, at->index, n.layout);
+        if (strcmp(n.remote, there) != 0) {
+            tb_status status = tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " expects group '%s', not '%s'",
+                                        m->pair->name, here, at->index, n.remote, there);
+            return blame(m, status, here, at->index);
+        }
+        if (first && strcmp(n.layout, agreed->layout) != 0) {
+            tb_status status =
+                tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " has layout '%.100s', but %s %" PRId32 " '%.100s'",
+                         m->pair->name, here, first->index, agreed->layout, here, at->index, n.layout);
+            return blame(m, blame(m, status, here, first->index), here, at->index);
+        }
         if (!first) {
             first = at;
             *agreed = n;
@@ -228,14 +309,17 @@ static bool look(void *arg) {
     m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
     if (m->status != TB_OK)
         return true;
-    m->status = obey_verdicts(m->pair, &notes, &m->last_round);
+    m->verdict = (verdict){0};
+    m->status = obey_verdicts(m, &notes);
     for (size_t i = 0; i < notes.count && m->status == TB_OK; i++) {
         const char *group = notes.item[i].group, *here = m->pair->sides[0].group, *there = m->pair->sides[1].group;
         note n;
-        if (strcmp(group, here) != 0 && strcmp(group, there) != 0 && read_wish(&notes.item[i], &n))
-            m->status = tb__fail(TB_CONFLICT,
-                                 "pair '%s' of groups '%s' and '%s' is also used by group '%s' (its rank %" PRId32 ")",
-                                 m->pair->name, here, there, group, notes.item[i].index);
+        if (strcmp(group, here) == 0 || strcmp(group, there) == 0 || !read_wish(&notes.item[i], &n))
+            continue;
+        m->status =
+            tb__fail(TB_CONFLICT, "pair '%s' of groups '%s' and '%s' is also used by group '%s' (its rank %" PRId32 ")",
+                     m->pair->name, here, there, group, notes.item[i].index);
+        blame(m, m->status, group, notes.item[i].index);
     }
     for (int side = 0; side < 2 && m->status == TB_OK; side++)
         m->status = look_at_side(m, &notes, side, &is_complete[side]);
@@ -247,7 +331,8 @@ static bool look(void *arg) {
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
 /* `is_torn`: not all are there any more, since just now: they may be gone, or the store has come back without them. */
-static tb_status connect_side(tb_pair *pair, int side, bool *is_torn) {
+static tb_status connect_side(meeting *m, int side, bool *is_torn) {
+    tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
     tb__roster roster;
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
@@ -256,13 +341,16 @@ static tb_status connect_side(tb_pair *pair, int side, bool *is_torn) {
     s->peers = *is_torn ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
     tb_status status = s->peers || *is_torn ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < s->size && status == TB_OK && !*is_torn; i++) {
-        const tb__member *m = &roster.member[i];
+        const tb__member *member = &roster.member[i];
         char label[TB__DIRECTORY_MAX_NAME + 48];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, s->group, i);
-        status = tb__engine_connect(pair->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
-                                    &s->peers[i]);
-        if (status == TB_REFUSED) /* a sentence that others will read, too */
-            tb__prefix_detail("%s %" PRId32, pair->sides[pair->side].group, pair->index);
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", member->rank, s->group, i);
+        status = tb__engine_connect(pair->world->engine, member->rank, member->incarnation, member->contact,
+                                    member->contact_nbytes, label, &s->peers[i]);
+        if (is_verdict(status)) { /* a sentence that others will read, too */
+            const char *here = pair->sides[pair->side].group;
+            tb__prefix_detail("%s %" PRId32, here, pair->index);
+            blame(m, blame(m, status, here, pair->index), s->group, i);
+        }
         if (status == TB_OK && s->peers[i]->is_lost)
             status = tb__fail(TB_LOST, "%s was lost: %s", s->peers[i]->label, s->peers[i]->why);
     }
@@ -286,7 +374,7 @@ static tb_status publish(tb_pair *pair, const char *layout) {
     tb_layout_destroy(parsed);
     TB_TRY(status);
     pair->sides[pair->side].layout = canonical;
-    return publish_note(pair, pair->round, TB_OK, "");
+    return publish_note(pair, pair->round, &(verdict){0}, "");
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -345,7 +433,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         }
         status = is_over ? m.status : fail_late(&m);
         for (int side = 0; side < 2 && status == TB_OK && !is_torn; side++)
-            status = connect_side(pair, side, &is_torn);
+            status = connect_side(&m, side, &is_torn);
     } while (status == TB_OK && is_torn);
     pair->has_met = status == TB_OK;
     uint32_t *round = is_verdict(status) ? round_of(pair->world, pair->name) : NULL;
@@ -355,7 +443,8 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     if (round) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        publish_note(pair, m.last_round, status, why); /* where this fails, others find it by themselves or time out */
+        m.verdict.status = status;
+        publish_note(pair, m.last_round, &m.verdict, why); /* where this fails, others find it alone or time out */
         status = tb__fail(status, "%s", why);
     }
     if (status == TB_OK)

@@ -1,6 +1,7 @@
 /* Pairs: two groups find each other, or everybody learns why not. */
 #include "bus/bus_test.h"
 
+#include "bus/store/server.h"
 #include "bus/world.h"
 
 #define ROWS    "mesh=2 place=Shard(0)"
@@ -134,23 +135,26 @@ static void test_a_name_is_used_once(void **state) {
     run_ranks(names, 2, 2, NULL);
 }
 
-/* b has the version that `shared` says, as far as others can see. Those that differ in the last number only meet. */
+/* Lets others see this process as one of another version. */
+static void announce_as(const rank *r, const char *version) {
+    tb__pack contact = {0};
+    check_ok(tb__engine_contact(r->world->engine, &contact));
+    unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), strlen(tb_version_string()));
+    check(at && strlen(version) == strlen(tb_version_string()));
+    memcpy(at, version, strlen(version));
+    check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count));
+    tb__pack_fini(&contact);
+}
+
+/* Those that differ in the last number only meet. */
 static void another_version(rank *r) {
     const char *version = r->scene->shared;
-    const bool is_close = *version == *tb_version_string();
     tb_pair *pair = NULL;
-    if (!is_a(r)) {
-        tb__pack contact = {0};
-        check_ok(tb__engine_contact(r->world->engine, &contact));
-        unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), strlen(tb_version_string()));
-        check(at && strlen(version) == strlen(tb_version_string()));
-        memcpy(at, version, strlen(version));
-        check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count));
-        tb__pack_fini(&contact);
-    }
+    if (!is_a(r))
+        announce_as(r, version);
     meet(r);
     tb_status status = tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair);
-    if (is_close)
+    if (*version == *tb_version_string())
         check_ok(status);
     else
         check_fails(status, TB_REFUSED, "(b 0) has tensorbus 9.9.9, we have ");
@@ -158,13 +162,72 @@ static void another_version(rank *r) {
     tb_pair_destroy(pair);
 }
 
+static void get_close_version(char *out, size_t room) {
+    snprintf(out, room, "%s", tb_version_string());
+    out[strlen(out) - 1] ^= 1; /* from one digit to another */
+}
+
 static void test_versions_that_differ_are_named(void **state) {
     (void)state;
     char last[32];
-    snprintf(last, sizeof last, "%s", tb_version_string());
-    last[strlen(last) - 1] ^= 1; /* from one digit to another */
+    get_close_version(last, sizeof last);
     run_ranks(another_version, 1, 1, last);
     run_ranks(another_version, 1, 1, "9.9.9");
+}
+
+/* A process that is found under the number of one that was met before is not taken for that one. */
+static void another_process(rank *r) {
+    tb_pair *pair = NULL;
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    meet(r);
+    tb_pair_destroy(pair);
+    pair = NULL;
+    if (!is_a(r))
+        announce_as(r, r->scene->shared);
+    meet(r);
+    check_fails(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair), TB_CONFLICT,
+                "(b 0) has the number of another process, rank ");
+    meet(r);
+}
+
+static void test_numbers_that_are_given_twice(void **state) {
+    (void)state;
+    char last[32];
+    get_close_version(last, sizeof last);
+    run_ranks(another_process, 1, 1, last);
+}
+
+/* a 1 was the one that differed, is mended, and started anew: what was said of it does not hold any more. */
+static void started_anew(rank *r) {
+    tb_pair *pair = NULL;
+    tb_pair_opts soon = {.size = sizeof soon, .timeout_ms = SOON_MS};
+    const char *layout = is_a(r) && r->index == 1 ? "mesh=2 place=R" : ROWS;
+    check_fails(tb_pair_create(r->world, "p", other_group(r), layout, NULL, &pair), TB_CONFLICT, "but a 1");
+    meet(r);
+    if (is_a(r) && r->index == 1) {
+        tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
+        tb_world_destroy(r->world);
+        r->world = NULL;
+        check_ok(tb_world_join(r->scene->url, r->group, r->index, r->size, &opts, &r->world));
+        check_fails(tb_pair_create(r->world, "p", "b", ROWS, &soon, &pair), TB_TIMEOUT, "b 0 is missing");
+    }
+    meet(r);
+    check_ok(tb_pair_create(r->world, "p", other_group(r), ROWS, NULL, &pair));
+    meet(r);
+    tb_pair_destroy(pair);
+}
+
+static void test_verdicts_end_with_those_they_are_about(void **state) {
+    (void)state;
+    scene s, elsewhere; /* nobody of the ranks serves the store */
+    tb__store_server *server;
+    scene_init(&s);
+    scene_init(&elsewhere);
+    check_ok(tb__store_server_start(elsewhere.url, NULL, &server));
+    snprintf(s.url, sizeof s.url, "%s", elsewhere.url);
+    run_ranks_in(&s, started_anew, 2, 2, NULL);
+    tb__store_server_stop(server);
+    scene_fini(&elsewhere);
 }
 
 static void mistakes(rank *r) {
@@ -201,6 +264,8 @@ int main(void) {
         cmocka_unit_test(test_no_wait_is_made_up_for_by_the_batch),
         cmocka_unit_test(test_a_name_is_used_once),
         cmocka_unit_test(test_versions_that_differ_are_named),
+        cmocka_unit_test(test_numbers_that_are_given_twice),
+        cmocka_unit_test(test_verdicts_end_with_those_they_are_about),
         cmocka_unit_test(test_mistakes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

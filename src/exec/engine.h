@@ -20,7 +20,8 @@ typedef struct tb__peer {
     tb__engine *engine;
     int32_t rank; /* bus rank */
     uint64_t incarnation;
-    int32_t wire; /* what transports call it: no other incarnation has that number */
+    int32_t wire;     /* what transports call it: no other incarnation has that number */
+    uint64_t contact; /* a hash of it */
     const tb_transport *transport;
     char *label;  /* "rank 6 (inference 2)" */
     char *host;   /* the host's id */

@@ -3,6 +3,7 @@
  * is complete, so that messages of one peer stay in order. */
 #include "exec/engine_inside.h"
 
+#include "base/checksum.h"
 #include "base/log.h"
 #include "base/mem.h"
 
@@ -347,7 +348,13 @@ const tb__peer *tb__engine_peers(const tb__engine *engine) {
 tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                              const char *label, tb__peer **out) {
     int32_t wire = tb__wire_rank(rank, incarnation);
+    uint64_t hash = tb__checksum(contact, nbytes);
     tb__peer *known = tb__engine_find_peer(engine, rank, incarnation);
+    if (known && known->contact != hash)
+        return tb__fail(TB_CONFLICT,
+                        "%s has the number of another process, %s, which we met before the store was lost: one of them "
+                        "has to be started again",
+                        label, known->label);
     if (known) {
         *out = known;
         return TB_OK;
@@ -370,6 +377,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     peer->rank = rank;
     peer->incarnation = incarnation;
     peer->wire = wire;
+    peer->contact = hash;
     peer->transport = transport;
     peer->label = tb__strdup(label);
     peer->host = strndup(host, TB__CONTACT_PREFIX);
