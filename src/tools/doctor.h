@@ -34,6 +34,8 @@ void doctor_process_vm(doctor *d, const char *name);
 void doctor_tb_alloc(doctor *d, const char *name);
 void doctor_huge_pages(doctor *d, const char *name);
 void doctor_dev_shm(doctor *d, const char *name);
+/* Whether there is room in it, and it may be written to. */
+bool doctor_has_dev_shm(void);
 void doctor_memlock(doctor *d, const char *name);
 void doctor_descriptors(doctor *d, const char *name);
 void doctor_cores(doctor *d, const char *name);

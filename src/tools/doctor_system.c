@@ -117,16 +117,29 @@ void doctor_huge_pages(doctor *d, const char *name) {
                start ? start + 1 : shmem);
 }
 
+/* How many bytes are free there; 0: nothing can be written, for the reason in errno. */
+static uint64_t room_in_dev_shm(void) {
+    struct statvfs about;
+    if (access("/dev/shm", W_OK) != 0 || statvfs("/dev/shm", &about) != 0)
+        return 0;
+    errno = ENOSPC; /* if it is full */
+    return (uint64_t)about.f_bavail * about.f_frsize;
+}
+
+enum { ENOUGH_MIB = 256 };
+
+bool doctor_has_dev_shm(void) {
+    return room_in_dev_shm() >> 20 >= ENOUGH_MIB;
+}
+
 void doctor_dev_shm(doctor *d, const char *name) {
     static const char remedy[] = "mount a larger one: docker run --shm-size=1g, an emptyDir of medium Memory";
-    enum { ENOUGH_MIB = 256 };
-    struct statvfs about;
-    if (statvfs("/dev/shm", &about) != 0) {
-        doctor_add(d, DOCTOR_LIMITED, name, remedy, "semaphores, and the shared memory of UCX and MPI, are there: %s",
-                   strerror(errno));
+    uint64_t room = room_in_dev_shm();
+    if (room == 0) {
+        doctor_add(d, DOCTOR_LIMITED, name, errno == ENOSPC ? remedy : "mount a tmpfs there that may be written to",
+                   "semaphores, and the shared memory of UCX and MPI, are there: %s", strerror(errno));
         return;
     }
-    uint64_t room = (uint64_t)about.f_bavail * about.f_frsize;
     bool is_enough = room >> 20 >= ENOUGH_MIB;
     doctor_add(d, is_enough ? DOCTOR_OK : DOCTOR_LIMITED, name, is_enough ? NULL : remedy,
                "%s are free, for semaphores, and for UCX and MPI; tb_alloc takes nothing of it",

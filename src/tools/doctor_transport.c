@@ -68,6 +68,8 @@ static const char *remedy_of_ucx(const doctor_answer *version, bool has_settings
                "of this host reach one another, and nobody else";
     if (has_settings)
         return "change the variables, or unset them: as they are, UCX can't be opened";
+    if (!doctor_has_dev_shm())
+        return "see to /dev/shm, which is below; until then UCX_TLS=tcp, or the lanes of an RDMA adapter, may do";
     return "`ucx_info -d`, of the package ucx-utils, says more of what UCX lacks";
 }
 

@@ -47,6 +47,15 @@ printed '^failed  *tb_alloc  '
 printed '^  *-> raise RLIMIT_FSIZE'
 grep -q '^tensorbus doctor: essential, and not well: .*tb_alloc$' "$err" || fail "small files: $(cat "$err")"
 
+if unshare -m mount -t tmpfs -o ro none /dev/shm 2>/dev/null; then # that takes root
+    # shellcheck disable=SC2016 # the inner shell expands it
+    unshare -m sh -c 'mount -t tmpfs -o ro none /dev/shm && exec "$0" doctor' "$TENSORBUS" >"$out" 2>"$err"
+    status=$?
+    expect_status 0 'doctor where /dev/shm may not be written to'
+    printed '^limited  */dev/shm  .*: Read-only file system$'
+    printed '^  *-> mount a tmpfs there that may be written to$'
+fi
+
 (
     # shellcheck disable=SC3045 # all shells have it
     ulimit -n 100
