@@ -139,9 +139,12 @@ static void test_a_name_is_used_once(void **state) {
 static void announce_as(const rank *r, const char *version) {
     tb__pack contact = {0};
     check_ok(tb__engine_contact(r->world->engine, &contact));
-    unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), strlen(tb_version_string()));
-    check(at && strlen(version) == strlen(tb_version_string()));
-    memcpy(at, version, strlen(version));
+    size_t length = strlen(version);
+    check(length == strlen(tb_version_string()));
+    unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), length);
+    for (size_t i = 0; at && i < length; i++)
+        at[i] = (unsigned char)version[i];
+    check(at);
     check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count));
     tb__pack_fini(&contact);
 }
