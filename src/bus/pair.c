@@ -19,6 +19,9 @@
 /* How long the driver looks before it sleeps, where every rank of the host has a core for it. */
 enum { SPIN_US = 50 };
 
+/* What a call still says to the store when it has failed, or when a pair goes, must not hold it up. */
+enum { LAST_WORD_MS = 1000 };
+
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
 
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out) {
@@ -75,7 +78,8 @@ static bool read_wish(const tb__note *from, note *out) {
     return read_note(from, out) && out->verdict == TB_OK;
 }
 
-static tb_status publish_note(const tb_pair *pair, uint32_t round, tb_status verdict, const char *why) {
+static tb_status publish_note(const tb_pair *pair, uint32_t round, tb_status verdict, const char *why,
+                              int64_t deadline_ms) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, pair->sides[pair->side].layout);
@@ -85,7 +89,7 @@ static tb_status publish_note(const tb_pair *pair, uint32_t round, tb_status ver
     tb_status status = pack.failed
                            ? TB_NO_MEMORY
                            : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
-                                                   pair->index, pack.data, pack.count);
+                                                   pair->index, pack.data, pack.count, tb__ms_until(deadline_ms));
     tb__pack_fini(&pack);
     return status;
 }
@@ -270,7 +274,7 @@ static tb_status connect_side(tb_pair *pair, int side, bool *is_torn) {
     return status;
 }
 
-static tb_status publish(tb_pair *pair, const char *layout) {
+static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms) {
     tb_layout *parsed;
     char *canonical;
     TB_TRY(tb_layout_parse(layout, &parsed));
@@ -286,7 +290,7 @@ static tb_status publish(tb_pair *pair, const char *layout) {
     tb_layout_destroy(parsed);
     TB_TRY(status);
     pair->sides[pair->side].layout = canonical;
-    return publish_note(pair, pair->round, TB_OK, "");
+    return publish_note(pair, pair->round, TB_OK, "", deadline_ms);
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -355,7 +359,9 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     if (round) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        publish_note(pair, m.last_round, status, why); /* where this fails, others find it by themselves or time out */
+        int64_t last_ms = tb__now_ms() + LAST_WORD_MS; /* there may be no time left */
+        /* where this fails, others find it by themselves or time out */
+        publish_note(pair, m.last_round, status, why, last_ms > deadline_ms ? last_ms : deadline_ms);
         status = tb__fail(status, "%s", why);
     }
     if (status == TB_OK)
@@ -374,7 +380,8 @@ static void free_pair(tb_pair *pair) {
 }
 
 static void withdraw(tb_pair *pair) {
-    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index);
+    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index,
+                           LAST_WORD_MS);
 }
 
 /* A process makes a pair once from each side: notes are told apart by name and seat. */
@@ -413,6 +420,7 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
                           const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out) {
     tb_pair_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    int64_t deadline_ms = tb__world_deadline(world, o.timeout_ms);
     TB_TRY(tb__world_check_name("pair", name));
     TB_TRY(tb__world_check_name("group", remote_group));
     if (!layout)
@@ -444,9 +452,9 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
         free_pair(pair);
         return status;
     }
-    status = publish(pair, layout);
+    status = publish(pair, layout, deadline_ms);
     if (status == TB_OK && !o.no_wait)
-        status = tb__pair_meet(pair, tb__world_deadline(world, o.timeout_ms), unwanted);
+        status = tb__pair_meet(pair, deadline_ms, unwanted);
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());

@@ -145,7 +145,7 @@ static void another_version(rank *r) {
         unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), strlen(tb_version_string()));
         check(at && strlen(version) == strlen(tb_version_string()));
         memcpy(at, version, strlen(version));
-        check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count));
+        check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count, PATIENCE_MS));
         tb__pack_fini(&contact);
     }
     meet(r);
