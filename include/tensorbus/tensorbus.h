@@ -483,8 +483,8 @@ typedef struct tb_pair tb_pair;
 typedef struct tb_pair_opts {
     size_t size;
     const char *group; /* this side's, where the process is in several; default: the one it joined first */
-    int timeout_ms;
-    bool no_wait; /* returns at once; the others are waited for when a batch is registered */
+    int timeout_ms;    /* if the store does not answer, up to a second more */
+    bool no_wait;      /* returns at once; the others are waited for when a batch is registered */
 } tb_pair_opts;
 
 /* Completes when all of both groups have come to the pair `name`. Ranks of a side that disagree are named on every
@@ -854,8 +854,8 @@ TB_API tb_status tb_client_batch_remove_pair(tb_client_batch *batch, const char 
 
 typedef struct tb_client_transfer_opts {
     size_t size;
-    int timeout_ms;
-    bool no_wait; /* return when the agent has begun; tb_client_wait and tb_client_query tell how it goes */
+    int timeout_ms; /* if the store does not answer, up to a second more */
+    bool no_wait;   /* return when the agent has begun; tb_client_wait and tb_client_query tell how it goes */
     /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
      * posts it when the transfer has ended, well or not, and removes the name. */
     const char *semaphore;

@@ -19,8 +19,9 @@
 /* How long the driver looks before it sleeps, where every rank of the host has a core for it. */
 enum { SPIN_US = 50 };
 
-/* What a call still says to the store when it has failed, or when a pair goes, must not hold it up. */
-enum { LAST_WORD_MS = 1000 };
+/* What a pair says to the store is given this long even where a call has less: a note of one that waits for nobody, a
+ * verdict that is found when the time is over. Withdrawing has no longer than this. */
+enum { WORD_MS = 1000 };
 
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
 
@@ -86,10 +87,11 @@ static tb_status publish_note(const tb_pair *pair, uint32_t round, tb_status ver
     tb__pack_u32(&pack, round);
     tb__pack_status(&pack, verdict);
     tb__pack_string(&pack, why);
-    tb_status status = pack.failed
-                           ? TB_NO_MEMORY
-                           : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
-                                                   pair->index, pack.data, pack.count, tb__ms_until(deadline_ms));
+    int left_ms = tb__ms_until(deadline_ms);
+    tb_status status =
+        pack.failed ? TB_NO_MEMORY
+                    : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
+                                            pair->index, pack.data, pack.count, left_ms > WORD_MS ? left_ms : WORD_MS);
     tb__pack_fini(&pack);
     return status;
 }
@@ -359,9 +361,8 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     if (round) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        int64_t last_ms = tb__now_ms() + LAST_WORD_MS; /* there may be no time left */
         /* where this fails, others find it by themselves or time out */
-        publish_note(pair, m.last_round, status, why, last_ms > deadline_ms ? last_ms : deadline_ms);
+        publish_note(pair, m.last_round, status, why, deadline_ms);
         status = tb__fail(status, "%s", why);
     }
     if (status == TB_OK)
@@ -380,8 +381,7 @@ static void free_pair(tb_pair *pair) {
 }
 
 static void withdraw(tb_pair *pair) {
-    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index,
-                           LAST_WORD_MS);
+    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, WORD_MS);
 }
 
 /* A process makes a pair once from each side: notes are told apart by name and seat. */
