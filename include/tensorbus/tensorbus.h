@@ -854,8 +854,8 @@ TB_API tb_status tb_client_batch_remove_pair(tb_client_batch *batch, const char 
 
 typedef struct tb_client_transfer_opts {
     size_t size;
-    int timeout_ms; /* if the store does not answer, up to a second more */
-    bool no_wait;   /* return when the agent has begun; tb_client_wait and tb_client_query tell how it goes */
+    int timeout_ms;
+    bool no_wait; /* return when the agent has begun; tb_client_wait and tb_client_query tell how it goes */
     /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
      * posts it when the transfer has ended, well or not, and removes the name. */
     const char *semaphore;
