@@ -483,8 +483,8 @@ typedef struct tb_pair tb_pair;
 typedef struct tb_pair_opts {
     size_t size;
     const char *group; /* this side's, where the process is in several; default: the one it joined first */
-    int timeout_ms;
-    bool no_wait; /* returns at once; the others are waited for when a batch is registered */
+    int timeout_ms;    /* if the store does not answer, up to a second more */
+    bool no_wait;      /* returns at once; the others are waited for when a batch is registered */
 } tb_pair_opts;
 
 /* Completes when all of both groups have come to the pair `name`. Ranks of a side that disagree are named on every

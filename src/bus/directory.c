@@ -13,12 +13,12 @@
 enum { REOPEN_MS = 10 };
 
 /* With the lock held: why a call that has waited until its deadline has not had its turn. */
-static tb_status fail_turn(const tb__directory *d) {
+static tb_status fail_turn(const tb__directory *d, const tb__inquiry *inquiry) {
     if (d->state == TB_CONFLICT)
         return tb__fail(TB_CONFLICT, "the store is lost for good: %s", d->why);
     if (d->state == TB_LOST)
         return tb__fail(TB_LOST, "the store is lost: %s", d->why);
-    return tb__fail(TB_TIMEOUT, "another thread's call has not ended within %d ms", d->opts.timeout_ms);
+    return tb__fail(TB_TIMEOUT, "another call to the store has not ended within %d ms", inquiry->timeout_ms);
 }
 
 /* Waits for the calls before it and, if it needs the store, until that is there. The following thread can't wait for
@@ -31,7 +31,7 @@ static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_st
     while (!is_late && (d->is_taken || (needs_store && !tb__directory_is_follower() && d->state == TB_LOST)))
         is_late = pthread_cond_timedwait(&d->freed, &d->lock, &until) == ETIMEDOUT;
     if (d->is_taken || (needs_store && d->state != TB_OK))
-        status = fail_turn(d);
+        status = fail_turn(d, inquiry);
     else
         d->is_taken = true;
     inquiry->store = d->store;
@@ -236,7 +236,7 @@ static tb_status enter(tb__directory *d, const tb__inquiry *inquiry, const char 
 
 tb_status tb__directory_enter(tb__directory *directory, const char *group, int32_t index, int32_t size) {
     TB_TRY(check_seat(group, index, size));
-    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb__inquiry inquiry = tb__directory_begin(directory->opts.timeout_ms);
     tb_status status;
     do {
         TB_TRY(take_turn(directory, &inquiry, true));
@@ -256,10 +256,10 @@ static tb_status announce(tb__directory *d, const tb__inquiry *inquiry, const vo
     return look_within(d, inquiry);
 }
 
-tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes) {
+tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms) {
     if (nbytes > TB__DIRECTORY_MAX_CONTACT)
         return tb__fail(TB_TOO_BIG, "a contact of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_CONTACT);
-    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb_status status;
     do {
         TB_TRY(take_turn(directory, &inquiry, true));
@@ -334,12 +334,12 @@ static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const cha
 }
 
 tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
-                                const void *data, size_t nbytes) {
+                                const void *data, size_t nbytes, int timeout_ms) {
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
     if (nbytes > TB__DIRECTORY_MAX_NOTE)
         return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
-    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb_status status;
     do {
         TB_TRY(take_turn(directory, &inquiry, true));
@@ -360,10 +360,11 @@ static tb_status withdraw(tb__directory *d, const tb__inquiry *inquiry, const ch
     return look_within(d, inquiry);
 }
 
-tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index) {
+tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,
+                                 int timeout_ms) {
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
-    tb__inquiry inquiry = tb__directory_begin(directory);
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb_status status;
     do {
         TB_TRY(take_turn(directory, &inquiry, false));
@@ -398,7 +399,7 @@ static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, cons
 
 tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, const char *question,
                                const char *answer, int timeout_ms, char **out) {
-    tb__inquiry inquiry = {.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(take_turn(directory, &inquiry, true));
@@ -415,7 +416,7 @@ static tb_status forget(const tb__directory *d, const tb__inquiry *inquiry, cons
 }
 
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms) {
-    tb__inquiry inquiry = {.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
     TB_TRY(take_turn(directory, &inquiry, true));

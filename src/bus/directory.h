@@ -25,7 +25,7 @@ enum {
 
 typedef struct tb__directory_opts {
     const char *token;
-    int timeout_ms; /* for opening, and for each call that asks the store: enter, announce, publish, withdraw */
+    int timeout_ms; /* for opening, and for calls that ask the store and are given none of their own */
     /* Called by the following thread, which holds no lock, after any change, and when the store is lost or back; the
      * first time perhaps before open returns. It may call the directory, but not close it; what needs the store fails
      * at once while that is lost. May be NULL. */
@@ -53,7 +53,7 @@ tb_status tb__directory_enter(tb__directory *directory, const char *group, int32
 
 /* Lets others see this process in all seats it has and will take; `contact` is how to reach it. Calling it again
  * replaces the contact. */
-tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes);
+tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms);
 
 /* A process in its seat. */
 typedef struct tb__member {
@@ -82,8 +82,9 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
  * contacts and notes on the bus together come close to 16 MiB. Withdrawing while the store is lost does not wait: the
  * note is not written again. */
 tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
-                                const void *data, size_t nbytes);
-tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index);
+                                const void *data, size_t nbytes, int timeout_ms);
+tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,
+                                 int timeout_ms);
 
 typedef struct tb__note {
     const char *group;

@@ -118,8 +118,8 @@ static void tell(const tb__directory *d) {
         d->opts.changed(d->opts.arg);
 }
 
-tb__inquiry tb__directory_begin(const tb__directory *d) {
-    return (tb__inquiry){.deadline_ms = tb__now_ms() + d->opts.timeout_ms, .timeout_ms = d->opts.timeout_ms};
+tb__inquiry tb__directory_begin(int timeout_ms) {
+    return (tb__inquiry){.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
 }
 
 tb__seat tb__directory_seat(const tb__directory *d, int32_t size) {
@@ -161,7 +161,7 @@ static tb_status come_back(tb__directory *d) {
         tb__store_hang_up(store);
     pthread_mutex_unlock(&d->lock);
     tb__store_close(before);
-    tb__inquiry inquiry = tb__directory_begin(d);
+    tb__inquiry inquiry = tb__directory_begin(d->opts.timeout_ms);
     inquiry.store = store;
     TB_TRY(tb__ranks_reserve(&inquiry, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
     TB_TRY(tb__directory_know_store(d, &inquiry));

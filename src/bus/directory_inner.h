@@ -60,7 +60,7 @@ tb_status tb__directory_look(tb__directory *d, bool is_other_store);
 tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry);
 
 /* What a call has until its timeout is over. */
-tb__inquiry tb__directory_begin(const tb__directory *d);
+tb__inquiry tb__directory_begin(int timeout_ms);
 
 /* The process in one of its seats, as others see it. */
 tb__seat tb__directory_seat(const tb__directory *d, int32_t size);

@@ -20,16 +20,16 @@ static int be_replaced(const char *url, const char *arg) {
     ear_init(&e);
     must(open_with_ear(url, "trainer", 0, 1, &e));
     /* It is seen before the call returns, and the other process may be that fast. */
-    tb_status status = tb__directory_announce(e.directory, "old", 3);
+    tb_status status = tb__directory_announce(e.directory, "old", 3, PATIENCE_MS);
     must(status == TB_CONFLICT ? TB_OK : status);
     if (!ear_await(&e, is_replaced, NULL))
         return BROKEN;
     if (!strstr(tb_error_detail(), "taken") || tb__directory_is_connected(e.directory))
         return BROKEN;
-    status = tb__directory_publish(e.directory, "t", "trainer", 0, "", 0);
+    status = tb__directory_publish(e.directory, "t", "trainer", 0, "", 0, PATIENCE_MS);
     if (status != TB_CONFLICT || !strstr(tb_error_detail(), "lost for good"))
         return BROKEN;
-    must(tb__directory_withdraw(e.directory, "t", "trainer", 0));
+    must(tb__directory_withdraw(e.directory, "t", "trainer", 0, PATIENCE_MS));
     tb__directory_close(e.directory);
     return 0;
 }
@@ -67,13 +67,13 @@ static void killed_server(void **state) {
     assert_ok(open_with_ear(p->url, "trainer", 0, 1, &a));
     assert_ok(open_with_ear(p->url, "engine", 0, 1, &b));
     assert_ok(tb__directory_enter(b.directory, "more", 1, 2));
-    assert_ok(tb__directory_announce(a.directory, "a", 1));
-    assert_ok(tb__directory_announce(b.directory, "b", 1));
-    assert_ok(tb__directory_publish(a.directory, "kept", "trainer", 0, "one", 3));
-    assert_ok(tb__directory_publish(a.directory, "kept", "trainer", 0, "two", 3));
-    assert_ok(tb__directory_publish(a.directory, "gone", "trainer", 0, "", 0));
-    assert_ok(tb__directory_withdraw(a.directory, "gone", "trainer", 0));
-    assert_ok(tb__directory_publish(b.directory, "kept", "more", 1, "", 0));
+    assert_ok(tb__directory_announce(a.directory, "a", 1, PATIENCE_MS));
+    assert_ok(tb__directory_announce(b.directory, "b", 1, PATIENCE_MS));
+    assert_ok(tb__directory_publish(a.directory, "kept", "trainer", 0, "one", 3, PATIENCE_MS));
+    assert_ok(tb__directory_publish(a.directory, "kept", "trainer", 0, "two", 3, PATIENCE_MS));
+    assert_ok(tb__directory_publish(a.directory, "gone", "trainer", 0, "", 0, PATIENCE_MS));
+    assert_ok(tb__directory_withdraw(a.directory, "gone", "trainer", 0, PATIENCE_MS));
+    assert_ok(tb__directory_publish(b.directory, "kept", "more", 1, "", 0, PATIENCE_MS));
     kill_role(pid);
     /* Neither may have noticed yet; both have when they have heard of a loss. */
     await_loss(&a);
@@ -92,9 +92,9 @@ static void killed_server(void **state) {
     }
     /* Calls work, and newcomers get ranks that nobody has. */
     for (int i = 0; i < NROUNDS; i++) {
-        assert_ok(tb__directory_publish(b.directory, "again", "engine", 0, "", 0));
+        assert_ok(tb__directory_publish(b.directory, "again", "engine", 0, "", 0, PATIENCE_MS));
         await_notes(&a, "again", 1);
-        assert_ok(tb__directory_withdraw(b.directory, "again", "engine", 0));
+        assert_ok(tb__directory_withdraw(b.directory, "again", "engine", 0, PATIENCE_MS));
         await_notes(&a, "again", 0);
     }
     tb__directory *late = open_directory(p->url, "late", 0, 1);
@@ -112,11 +112,11 @@ static void calls_meanwhile(void **state) {
     ear_init(&e);
     pid_t pid = start_server("serve", p->url, "");
     assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
-    assert_ok(tb__directory_announce(e.directory, "a", 1));
+    assert_ok(tb__directory_announce(e.directory, "a", 1, PATIENCE_MS));
     kill_role(pid);
     for (int i = 0; i < 20; i++) {
         snprintf(topic, sizeof topic, "topic %d", i);
-        assert_ok(tb__directory_publish(e.directory, topic, "trainer", 0, "", 0));
+        assert_ok(tb__directory_publish(e.directory, topic, "trainer", 0, "", 0, PATIENCE_MS));
         assert_true(has_notes(e.directory, &(expected){topic, 1}));
     }
     assert_ok(tb__directory_enter(e.directory, "other", 0, 1));
@@ -139,13 +139,13 @@ static void taken_place(void **state) {
     await_members(&e, "trainer", 0); /* the store is new, and knows nobody yet */
     tb__directory *d = open_directory(p->url, "trainer", 0, 1);
     assert_int_not_equal(tb__directory_rank(d), 1); /* which is still somebody's, as far as anybody knows */
-    assert_ok(tb__directory_announce(d, "new", 3));
+    assert_ok(tb__directory_announce(d, "new", 3, PATIENCE_MS));
     await_members(&e, "trainer", 1);
     assert_int_equal(kill(pid, SIGCONT), 0);
     assert_int_equal(end_of(pid), 0);
     /* It harms nobody. */
     assert_int_equal(present(e.directory, "trainer"), 1);
-    assert_ok(tb__directory_publish(d, "t", "trainer", 0, "", 0));
+    assert_ok(tb__directory_publish(d, "t", "trainer", 0, "", 0, PATIENCE_MS));
     tb__directory_close(d);
     tb__directory_close(e.directory);
 }
@@ -159,21 +159,21 @@ static void killed_etcd(void **state) {
     assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
     assert_ok(
         tb__directory_open(p->url, "hasty", 0, 1, &(tb__directory_opts){.token = TOKEN, .timeout_ms = 3000}, &hasty));
-    assert_ok(tb__directory_announce(e.directory, "a", 1));
-    assert_ok(tb__directory_publish(e.directory, "kept", "trainer", 0, "", 0));
-    assert_ok(tb__directory_publish(e.directory, "gone", "trainer", 0, "", 0));
+    assert_ok(tb__directory_announce(e.directory, "a", 1, PATIENCE_MS));
+    assert_ok(tb__directory_publish(e.directory, "kept", "trainer", 0, "", 0, PATIENCE_MS));
+    assert_ok(tb__directory_publish(e.directory, "gone", "trainer", 0, "", 0, PATIENCE_MS));
     etcd_kill(&the_etcd);
     assert_true(ear_await(&e, is_lost, NULL));
     assert_fails(tb__directory_state(e.directory), TB_LOST, "the connection was lost");
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     while (tb__directory_is_connected(hasty) && tb__now_ms() < deadline_ms)
         poll(NULL, 0, 10);
-    assert_fails(tb__directory_publish(hasty, "t", "hasty", 0, "", 0), TB_LOST, "the store is lost: ");
+    assert_fails(tb__directory_publish(hasty, "t", "hasty", 0, "", 0, 3000), TB_LOST, "the store is lost: ");
     /* What was known stays known, and withdrawing waits for nobody. */
     assert_int_equal(present(e.directory, "trainer"), 1);
     assert_true(has_notes(e.directory, &(expected){"kept", 1}));
     int64_t begun_ms = tb__now_ms();
-    assert_ok(tb__directory_withdraw(e.directory, "gone", "trainer", 0));
+    assert_ok(tb__directory_withdraw(e.directory, "gone", "trainer", 0, PATIENCE_MS));
     assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     etcd_run(&the_etcd);
     assert_true(ear_await(&e, is_back, NULL));
@@ -183,7 +183,7 @@ static void killed_etcd(void **state) {
     assert_member(e.directory, "trainer", 0, 1);
     tb_status status;
     do /* the machine may be busy */
-        status = tb__directory_publish(hasty, "t", "hasty", 0, "", 0);
+        status = tb__directory_publish(hasty, "t", "hasty", 0, "", 0, 3000);
     while ((status == TB_LOST || status == TB_TIMEOUT) && tb__now_ms() < deadline_ms);
     assert_ok(status);
     await_notes(&e, "t", 1);

@@ -21,9 +21,9 @@ static int sit(const char *url, const char *arg) {
             must(tb__directory_enter(directory, group, index, size));
         else
             must(try_open(url, group, index, size, &directory));
-        must(tb__directory_publish(directory, "sitting", group, index, group, strlen(group)));
+        must(tb__directory_publish(directory, "sitting", group, index, group, strlen(group), PATIENCE_MS));
     }
-    must(tb__directory_announce(directory, "sitting", 7));
+    must(tb__directory_announce(directory, "sitting", 7, PATIENCE_MS));
     sleep_until_killed();
     return 0;
 }
@@ -49,7 +49,7 @@ static bool all_are_done(tb__directory *directory, const void *arg) {
 
 /* Whoever closes while it serves ends the store for the others: all wait for each other. */
 static void part(ear *e, const char *group, int32_t index, const expected *groups, int ngroups) {
-    tb_status status = tb__directory_publish(e->directory, "done", group, index, "", 0);
+    tb_status status = tb__directory_publish(e->directory, "done", group, index, "", 0, PATIENCE_MS);
     if (status != TB_LOST)
         must(status);
     for (int i = 0; i < ngroups; i++)
@@ -67,7 +67,7 @@ static int meet(const char *url, const char *arg) {
     ear_init(&e);
     must(open_with_ear(url, group, index, size, &e));
     snprintf(contact, sizeof contact, "%s %d", group, index);
-    must(tb__directory_announce(e.directory, contact, strlen(contact)));
+    must(tb__directory_announce(e.directory, contact, strlen(contact), PATIENCE_MS));
     for (int i = 0; i < 2; i++)
         must_be(ear_await(&e, has_members, &groups[i]), "not all have come");
     for (int i = 0; i < 2; i++) {
@@ -96,7 +96,7 @@ static int crowd(const char *url, const char *arg) {
     must_be(read(fd, &byte, 1) == 0, "the signal");
     ear_init(&e);
     must(open_with_ear(url, "crowd", index, NCROWD, &e));
-    must(tb__directory_announce(e.directory, "", 0));
+    must(tb__directory_announce(e.directory, "", 0, PATIENCE_MS));
     must_be(ear_await(&e, has_members, &everybody), "not all have come");
     tb__roster roster;
     bool is_seen[NCROWD] = {false};
@@ -232,7 +232,7 @@ static void silent_store(void **state) {
     while ((status == TB_TIMEOUT || status == TB_CONFLICT) && tb__now_ms() < deadline_ms);
     assert_ok(status);
     stop_role(pid);
-    assert_int_equal(tb__directory_publish(late, "t", "hasty", 0, "", 0), TB_TIMEOUT);
+    assert_int_equal(tb__directory_publish(late, "t", "hasty", 0, "", 0, PATIENCE_MS), TB_TIMEOUT);
     assert_int_equal(tb__directory_enter(late, "more", 0, 1), TB_TIMEOUT);
     assert_true(tb__directory_is_connected(late));
     tb__directory *none;
@@ -257,7 +257,7 @@ static void silent_store(void **state) {
 static void forked_child(void **state) {
     const place *p = *state;
     tb__directory *d = open_directory(p->url, "g", 0, 1);
-    assert_ok(tb__directory_announce(d, "", 0));
+    assert_ok(tb__directory_announce(d, "", 0, PATIENCE_MS));
     pid_t pid = fork();
     if (pid == 0) {
         tb__directory_close(d);
@@ -265,7 +265,7 @@ static void forked_child(void **state) {
     }
     assert_true(pid > 0);
     assert_int_equal(end_of(pid), 0);
-    assert_ok(tb__directory_publish(d, "t", "g", 0, "", 0));
+    assert_ok(tb__directory_publish(d, "t", "g", 0, "", 0, PATIENCE_MS));
     assert_int_equal(present(d, "g"), 1);
     tb__directory_close(d);
 }

@@ -24,7 +24,7 @@ static size_t count_notes(tb__directory *directory, const char *topic) {
 
 static tb_status publish_text(tb__directory *directory, const char *topic, const char *group, int32_t index,
                               const char *text) {
-    return tb__directory_publish(directory, topic, group, index, text, strlen(text));
+    return tb__directory_publish(directory, topic, group, index, text, strlen(text), PATIENCE_MS);
 }
 
 static void announcing(void **state) {
@@ -44,7 +44,7 @@ static void announcing(void **state) {
     assert_int_equal(roster.npresent, 0);
     tb__roster_fini(&roster);
 
-    assert_ok(tb__directory_announce(second, "here\0it is", 10));
+    assert_ok(tb__directory_announce(second, "here\0it is", 10, PATIENCE_MS));
     assert_ok(tb__directory_roster(second, "trainer", &roster)); /* its own word counts at once */
     assert_int_equal(roster.size, 2);
     assert_int_equal(roster.npresent, 1);
@@ -59,8 +59,8 @@ static void announcing(void **state) {
     await_members(&e, "trainer", 1);
 
     static const char longest[TB__DIRECTORY_MAX_CONTACT + 1];
-    assert_fails(tb__directory_announce(first, longest, sizeof longest), TB_TOO_BIG, "4097 bytes");
-    assert_ok(tb__directory_announce(first, longest, sizeof longest - 1));
+    assert_fails(tb__directory_announce(first, longest, sizeof longest, PATIENCE_MS), TB_TOO_BIG, "4097 bytes");
+    assert_ok(tb__directory_announce(first, longest, sizeof longest - 1, PATIENCE_MS));
     assert_int_equal(present(first, "trainer"), 2);
     tb__directory_close(second);
     await_members(&e, "trainer", 1);
@@ -74,8 +74,8 @@ static void several_groups(void **state) {
     tb__directory *d = open_directory(p->url, "a", 0, 1), *other = open_directory(p->url, "b", 1, 2);
     assert_ok(tb__directory_enter(d, "b", 0, 2));
     assert_int_equal(present(d, "b"), 0);
-    assert_ok(tb__directory_announce(d, "host1:x", 7));
-    assert_ok(tb__directory_announce(other, "host2:y", 7));
+    assert_ok(tb__directory_announce(d, "host1:x", 7, PATIENCE_MS));
+    assert_ok(tb__directory_announce(other, "host2:y", 7, PATIENCE_MS));
     assert_ok(tb__directory_enter(d, "c", 6, 7));
     assert_fails(tb__directory_enter(d, "b", 0, 2), TB_CONFLICT, "already has seat 0 of group 'b'");
     assert_fails(tb__directory_enter(other, "c", 6, 7), TB_CONFLICT, "seat 6 of group 'c' is taken by process ");
@@ -133,7 +133,7 @@ static void sizes(void **state) {
     tb__directory *first = open_directory(p->url, "g", 0, 2);
     assert_fails(try_open(p->url, "g", 1, 3, &refused), TB_CONFLICT, "group 'g' has 2 seats according to process ");
     assert_non_null(strstr(tb_error_detail(), " in seat 0, and 3 according to this process"));
-    assert_ok(tb__directory_announce(first, "", 0));
+    assert_ok(tb__directory_announce(first, "", 0, PATIENCE_MS));
     assert_fails(tb__directory_enter(server, "g", 1, 3), TB_CONFLICT, "(bus rank 1) in seat 0, and 3 according");
     assert_fails(publish_text(server, "t", "g", 1, ""), TB_INVALID, "not this process's");
     /* They left the seat that they had claimed. */
@@ -173,7 +173,7 @@ static void torn_group(void **state) {
     const place *p = *state;
     tb__directory *d = open_directory(p->url, "g", 1, 3);
     tb__store *store = open_store(p->url);
-    assert_ok(tb__directory_announce(d, "me", 2));
+    assert_ok(tb__directory_announce(d, "me", 2, PATIENCE_MS));
     /* No directory would do this. */
     tb__seat_bytes bytes = {0};
     tb__seat seat = {.size = 9, .rank = 5, .incarnation = 1, .pid = 77, .host = "far", .is_announced = true};
@@ -213,21 +213,22 @@ static void notes(void **state) {
 
     assert_ok(publish_text(other, "pair", "g", 10, "TEN"));
     assert_note(other, "pair", 2, "g", 10, "TEN");
-    assert_ok(tb__directory_withdraw(other, "pair", "f", 0));
-    assert_ok(tb__directory_withdraw(other, "pair", "f", 0));
+    assert_ok(tb__directory_withdraw(other, "pair", "f", 0, PATIENCE_MS));
+    assert_ok(tb__directory_withdraw(other, "pair", "f", 0, PATIENCE_MS));
     assert_int_equal(count_notes(other, "pair"), 2);
     await_notes(&e, "pair", 2);
     assert_note(d, "pair", 1, "g", 10, "TEN");
 
     char *large = calloc(1, TB__DIRECTORY_MAX_NOTE + 1);
-    assert_fails(tb__directory_publish(d, "pair", "g", 2, large, TB__DIRECTORY_MAX_NOTE + 1), TB_TOO_BIG,
+    assert_fails(tb__directory_publish(d, "pair", "g", 2, large, TB__DIRECTORY_MAX_NOTE + 1, PATIENCE_MS), TB_TOO_BIG,
                  "65537 bytes");
     memset(large, 'x', TB__DIRECTORY_MAX_NOTE);
-    assert_ok(tb__directory_publish(d, "pair", "g", 2, large, TB__DIRECTORY_MAX_NOTE));
+    assert_ok(tb__directory_publish(d, "pair", "g", 2, large, TB__DIRECTORY_MAX_NOTE, PATIENCE_MS));
     assert_note(d, "pair", 0, "g", 2, large);
     free(large);
     assert_fails(publish_text(d, "pair", "g", 10, ""), TB_INVALID, "seat 10 of group 'g' is not this process's");
-    assert_fails(tb__directory_withdraw(d, "pair", "f", 0), TB_INVALID, "seat 0 of group 'f' is not this process's");
+    assert_fails(tb__directory_withdraw(d, "pair", "f", 0, PATIENCE_MS), TB_INVALID,
+                 "seat 0 of group 'f' is not this process's");
     tb__directory_close(other);
     await_notes(&e, "pair", 1);
     await_notes(&e, "pair2", 0);
@@ -251,14 +252,14 @@ static void too_many_notes(void **state) {
     tb_status status = TB_OK;
     for (int i = NBEFORE; i < NMOST && status == TB_OK; i++) {
         snprintf(topic, sizeof topic, "%d", i);
-        status = tb__directory_publish(d, topic, "g", 0, large, TB__DIRECTORY_MAX_NOTE);
+        status = tb__directory_publish(d, topic, "g", 0, large, TB__DIRECTORY_MAX_NOTE, PATIENCE_MS);
     }
     assert_int_equal(status, TB_TOO_BIG);
     assert_non_null(strstr(tb_error_detail(), "list 'now/'"));
     assert_int_equal(count_notes(d, topic), 0);
     snprintf(topic, sizeof topic, "%d", NBEFORE);
-    assert_ok(tb__directory_withdraw(d, topic, "g", 0));
-    assert_ok(tb__directory_publish(d, "instead", "g", 0, large, TB__DIRECTORY_MAX_NOTE));
+    assert_ok(tb__directory_withdraw(d, topic, "g", 0, PATIENCE_MS));
+    assert_ok(tb__directory_publish(d, "instead", "g", 0, large, TB__DIRECTORY_MAX_NOTE, PATIENCE_MS));
     assert_int_equal(count_notes(d, "instead"), 1);
     free(large);
     tb__directory_close(d);
@@ -276,7 +277,7 @@ static void names(void **state) {
                                  "0/", "été 日本", "?",    ".",   "..",   "'",   "a/0/b/1", slashes, tildes};
     enum { NVALID = sizeof valid / sizeof *valid };
     tb__directory *d = open_directory(p->url, "first", 0, 1);
-    assert_ok(tb__directory_announce(d, "c", 1));
+    assert_ok(tb__directory_announce(d, "c", 1, PATIENCE_MS));
     for (int i = 0; i < NVALID; i++) {
         assert_ok(tb__directory_enter(d, valid[i], i, i + 1));
         assert_ok(publish_text(d, valid[NVALID - 1 - i], valid[i], i, valid[i]));
@@ -346,7 +347,7 @@ static void nonsense(void **state) {
     tb__store *store = open_store(p->url);
     for (int i = 0; i < NENTRIES; i++)
         set_text(store, entries[i][0], entries[i][1]);
-    assert_ok(tb__directory_announce(d, "", 0));
+    assert_ok(tb__directory_announce(d, "", 0, PATIENCE_MS));
     assert_int_equal(present(d, "g"), 1);
     assert_int_equal(count_notes(d, "t"), 0);
     set_text(store, "last/h/0", "none");
@@ -386,7 +387,7 @@ static void answering(void **state) {
     e.answer = publish_answer;
     assert_ok(open_with_ear(p->url, "g", 0, 2, &e));
     tb__directory *other = open_directory(p->url, "g", 1, 2);
-    assert_ok(tb__directory_announce(other, "", 0));
+    assert_ok(tb__directory_announce(other, "", 0, PATIENCE_MS));
     assert_true(ear_await(&e, is_answered, &e));
     assert_int_equal(e.answered, TB_OK);
     tb__directory_close(e.directory);
@@ -414,7 +415,7 @@ static void *talk(void *arg) {
             found.item[0].nbytes != strlen(text) || memcmp(found.item[0].data, text, strlen(text)) != 0)
             t->nfailures++;
         tb__notes_fini(&found);
-        if (tb__directory_withdraw(t->directory, topic, "g", 0) != TB_OK ||
+        if (tb__directory_withdraw(t->directory, topic, "g", 0, PATIENCE_MS) != TB_OK ||
             tb__directory_notes(t->directory, topic, &found) != TB_OK || found.count != 0)
             t->nfailures++;
         tb__notes_fini(&found);
@@ -427,7 +428,7 @@ static void threads(void **state) {
     const place *p = *state;
     talker talkers[NTHREADS];
     tb__directory *d = open_directory(p->url, "g", 0, 1);
-    assert_ok(tb__directory_announce(d, "", 0));
+    assert_ok(tb__directory_announce(d, "", 0, PATIENCE_MS));
     for (int i = 0; i < NTHREADS; i++) {
         talkers[i] = (talker){.directory = d, .number = i};
         assert_int_equal(pthread_create(&talkers[i].thread, NULL, talk, &talkers[i]), 0);
@@ -450,7 +451,7 @@ static void no_memory(void **state) {
         tb__mem_fail_after(-1);
         assert_in_range(n, 0, 1000);
     }
-    assert_ok(tb__directory_announce(d, "c", 1));
+    assert_ok(tb__directory_announce(d, "c", 1, PATIENCE_MS));
     assert_ok(publish_text(d, "t", "g", 0, "x"));
     for (int call = 0; call < 4; call++) {
         status = TB_NO_MEMORY;

@@ -20,6 +20,10 @@
 /* How long the driver looks before it sleeps, where every rank of the host has a core for it. */
 enum { SPIN_US = 50 };
 
+/* What a pair says to the store is given this long even where a call has less: a note of one that waits for nobody, a
+ * verdict that is found when the time is over. Withdrawing has no longer than this. */
+enum { WORD_MS = 1000 };
+
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
 
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out) {
@@ -106,7 +110,8 @@ static bool read_wish(const tb__note *from, note *out) {
     return read_note(from, out) && out->verdict.status == TB_OK;
 }
 
-static tb_status publish_note(const tb_pair *pair, uint32_t round, const verdict *v, const char *why) {
+static tb_status publish_note(const tb_pair *pair, uint32_t round, const verdict *v, const char *why,
+                              int64_t deadline_ms) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, pair->sides[pair->side].layout);
@@ -120,10 +125,11 @@ static tb_status publish_note(const tb_pair *pair, uint32_t round, const verdict
         tb__pack_u32(&pack, (uint32_t)v->subjects[i].rank);
         tb__pack_u64(&pack, v->subjects[i].incarnation);
     }
-    tb_status status = pack.failed
-                           ? TB_NO_MEMORY
-                           : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
-                                                   pair->index, pack.data, pack.count);
+    int left_ms = tb__ms_until(deadline_ms);
+    tb_status status =
+        pack.failed ? TB_NO_MEMORY
+                    : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
+                                            pair->index, pack.data, pack.count, left_ms > WORD_MS ? left_ms : WORD_MS);
     tb__pack_fini(&pack);
     return status;
 }
@@ -358,7 +364,7 @@ static tb_status connect_side(meeting *m, int side, bool *is_torn) {
     return status;
 }
 
-static tb_status publish(tb_pair *pair, const char *layout) {
+static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms) {
     tb_layout *parsed;
     char *canonical;
     TB_TRY(tb_layout_parse(layout, &parsed));
@@ -374,7 +380,7 @@ static tb_status publish(tb_pair *pair, const char *layout) {
     tb_layout_destroy(parsed);
     TB_TRY(status);
     pair->sides[pair->side].layout = canonical;
-    return publish_note(pair, pair->round, &(verdict){0}, "");
+    return publish_note(pair, pair->round, &(verdict){0}, "", deadline_ms);
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -444,7 +450,8 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
         m.verdict.status = status;
-        publish_note(pair, m.last_round, &m.verdict, why); /* where this fails, others find it alone or time out */
+        /* where this fails, others find it alone or time out */
+        publish_note(pair, m.last_round, &m.verdict, why, deadline_ms);
         status = tb__fail(status, "%s", why);
     }
     if (status == TB_OK)
@@ -463,7 +470,7 @@ static void free_pair(tb_pair *pair) {
 }
 
 static void withdraw(tb_pair *pair) {
-    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index);
+    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, WORD_MS);
 }
 
 /* A process makes a pair once from each side: notes are told apart by name and seat. */
@@ -502,6 +509,7 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
                           const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out) {
     tb_pair_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
+    int64_t deadline_ms = tb__world_deadline(world, o.timeout_ms);
     TB_TRY(tb__world_check_name("pair", name));
     TB_TRY(tb__world_check_name("group", remote_group));
     if (!layout)
@@ -533,9 +541,9 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
         free_pair(pair);
         return status;
     }
-    status = publish(pair, layout);
+    status = publish(pair, layout, deadline_ms);
     if (status == TB_OK && !o.no_wait)
-        status = tb__pair_meet(pair, tb__world_deadline(world, o.timeout_ms), unwanted);
+        status = tb__pair_meet(pair, deadline_ms, unwanted);
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());

@@ -145,7 +145,7 @@ static void announce_as(const rank *r, const char *version) {
     for (size_t i = 0; at && i < length; i++)
         at[i] = (unsigned char)version[i];
     check(at);
-    check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count));
+    check_ok(tb__directory_announce(r->world->directory, contact.data, contact.count, PATIENCE_MS));
     tb__pack_fini(&contact);
 }
 

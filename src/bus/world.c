@@ -64,10 +64,10 @@ static void on_lost(tb__port *port, tb__peer *peer) {
     tb__assemblies_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
 }
 
-static tb_status announce(tb_world *world) {
+static tb_status announce(tb_world *world, int64_t deadline_ms) {
     tb__pack contact = {0};
     TB_TRY(tb__engine_contact(world->engine, &contact));
-    tb_status status = tb__directory_announce(world->directory, contact.data, contact.count);
+    tb_status status = tb__directory_announce(world->directory, contact.data, contact.count, tb__ms_until(deadline_ms));
     tb__pack_fini(&contact);
     return status;
 }
@@ -76,6 +76,7 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
                       const tb_world_opts *o) {
     tb__directory_opts directory = {
         .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_change, .arg = world};
+    int64_t deadline_ms = tb__world_deadline(world, 0);
     TB_TRY(tb_plan_cache_create(&world->cache));
     TB_TRY(tb__directory_open(url, group, index, size, &directory, &world->directory));
     if (!add_seat(world, group, index, size))
@@ -95,7 +96,7 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
     tb__engine_lock(world->engine);
     tb__engine_add_port(world->engine, &world->port);
     tb__engine_unlock(world->engine);
-    return announce(world);
+    return announce(world, deadline_ms);
 }
 
 tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,

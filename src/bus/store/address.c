@@ -170,11 +170,15 @@ static int connect_tcp(int fd, const struct addrinfo *name, int64_t deadline_ms)
 
 void tb__set_tcp_options(int fd) {
     int on = 1, idle_s = 10, interval_s = 5, count = 3;
+    /* Where it is set it also takes the place of the count: so it ends between the last probe and the end of the wait
+     * for its answer. */
+    unsigned unanswered_ms = (unsigned)(idle_s + count * interval_s) * 1000 - 1000;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
 }
 
 /* The token must not be told to another user's process. */

@@ -3,6 +3,7 @@
 #include "bus/store/gateway.h"
 #include "bus/store/table.h"
 
+#include <netinet/tcp.h>
 #include <stdatomic.h>
 
 typedef struct fixture {
@@ -471,6 +472,32 @@ static void no_memory(void **state) {
     assert_alive(f->url);
 }
 
+static int option_of(int fd, int option) {
+    int value = 0;
+    socklen_t length = sizeof value;
+    assert_int_equal(getsockopt(fd, IPPROTO_TCP, option, &value, &length), 0);
+    return value;
+}
+
+/* A host that goes silent is found out as fast with a request under way as without: at both ends of each connection,
+ * all of which this process has. */
+static void silent_hosts(void **state) {
+    (void)state;
+    enum { NFILES = 256 };
+    int nends = 0;
+    for (int fd = 0; fd < NFILES; fd++) {
+        struct sockaddr_storage peer;
+        socklen_t length = sizeof peer;
+        if (getpeername(fd, (struct sockaddr *)&peer, &length) != 0 || peer.ss_family != AF_INET)
+            continue;
+        nends++;
+        int idle_s = option_of(fd, TCP_KEEPIDLE), probes_s = option_of(fd, TCP_KEEPCNT) * option_of(fd, TCP_KEEPINTVL);
+        int unanswered_ms = option_of(fd, TCP_USER_TIMEOUT);
+        assert_true(unanswered_ms > idle_s * 1000 && unanswered_ms < (idle_s + probes_s) * 1000);
+    }
+    assert_int_equal(nends, 4);
+}
+
 #define OVER(kind, test)                                                                                               \
     { #test " over " kind, test, set_up, tear_down, (void *)(uintptr_t)(kind) }
 #define OVER_ETCD(test) OVER("etcd", test)
@@ -491,7 +518,7 @@ int main(int argc, char **argv) {
         return test_etcd();
     const struct CMUnitTest tests[] = {
         CONFORMANCE(OVER_ALL),  OVER("tcp://localhost:0", set_and_get), cmocka_unit_test(frames),
-        cmocka_unit_test(urls), cmocka_unit_test(local_urls),
+        cmocka_unit_test(urls), cmocka_unit_test(local_urls),           OVER("tcp://127.0.0.1:0", silent_hosts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
