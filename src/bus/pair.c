@@ -6,7 +6,7 @@
  * in the note's place, which holds for everybody until its author makes the pair again, or one of those it is about was
  * started anew. Those who have been refused once make it in the next *round*: for them the verdicts of rounds before
  * are void. */
-#include "bus/world.h"
+#include "bus/pair_notes.h"
 
 #include "base/opts.h"
 #include "exec/workers.h"
@@ -19,10 +19,6 @@
 
 /* How long the driver looks before it sleeps, where every rank of the host has a core for it. */
 enum { SPIN_US = 50 };
-
-/* What a pair says to the store is given this long even where a call has less: a note of one that waits for nobody, a
- * verdict that is found when the time is over. Withdrawing has no longer than this. */
-enum { WORD_MS = 1000 };
 
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
 
@@ -49,148 +45,15 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
-enum { MOST_SUBJECTS = 2 };
-
-/* A process that a verdict is about. */
-typedef struct subject {
-    char group[TB__DIRECTORY_MAX_NAME + 1];
-    int32_t index, rank;
-    uint64_t incarnation;
-} subject;
-
-typedef struct verdict {
-    tb_status status; /* TB_OK: it is none */
-    size_t nsubjects;
-    subject subjects[MOST_SUBJECTS];
-} verdict;
-
 typedef struct meeting {
     tb_pair *pair;
     const atomic_bool *unwanted; /* NULL: it is wanted */
     tb_status status;
-    verdict verdict; /* whom that is about */
+    tb__pair_verdict verdict; /* whom that is about */
     bool is_complete;
     uint32_t last_round;
     char missing[512];
 } meeting;
-
-typedef struct note {
-    const char *remote, *layout;
-    uint32_t round;
-    verdict verdict;
-    const char *why;
-} note;
-
-static bool read_verdict(tb__unpack *u, verdict *out) {
-    out->status = tb__unpack_status(u);
-    out->nsubjects = tb__unpack_u32(u);
-    if (u->failed || out->nsubjects > MOST_SUBJECTS)
-        return false;
-    for (size_t i = 0; i < out->nsubjects; i++) {
-        subject *s = &out->subjects[i];
-        snprintf(s->group, sizeof s->group, "%s", tb__unpack_string(u));
-        s->index = (int32_t)tb__unpack_u32(u);
-        s->rank = (int32_t)tb__unpack_u32(u);
-        s->incarnation = tb__unpack_u64(u);
-    }
-    return !u->failed;
-}
-
-static bool read_note(const tb__note *from, note *out) {
-    tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
-    out->remote = tb__unpack_string(&u);
-    out->layout = tb__unpack_string(&u);
-    out->round = tb__unpack_u32(&u);
-    out->why = tb__unpack_string(&u);
-    return read_verdict(&u, &out->verdict) && tb__unpack_is_done(&u);
-}
-
-/* Notes that are no verdict. */
-static bool read_wish(const tb__note *from, note *out) {
-    return read_note(from, out) && out->verdict.status == TB_OK;
-}
-
-static tb_status publish_note(const tb_pair *pair, uint32_t round, const verdict *v, const char *why,
-                              int64_t deadline_ms) {
-    tb__pack pack = {0};
-    tb__pack_string(&pack, pair->sides[!pair->side].group);
-    tb__pack_string(&pack, pair->sides[pair->side].layout);
-    tb__pack_u32(&pack, round);
-    tb__pack_string(&pack, why);
-    tb__pack_status(&pack, v->status);
-    tb__pack_u32(&pack, (uint32_t)v->nsubjects);
-    for (size_t i = 0; i < v->nsubjects; i++) {
-        tb__pack_string(&pack, v->subjects[i].group);
-        tb__pack_u32(&pack, (uint32_t)v->subjects[i].index);
-        tb__pack_u32(&pack, (uint32_t)v->subjects[i].rank);
-        tb__pack_u64(&pack, v->subjects[i].incarnation);
-    }
-    int left_ms = tb__ms_until(deadline_ms);
-    tb_status status =
-        pack.failed ? TB_NO_MEMORY
-                    : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
-                                            pair->index, pack.data, pack.count, left_ms > WORD_MS ? left_ms : WORD_MS);
-    tb__pack_fini(&pack);
-    return status;
-}
-
-/* What nobody can make good by waiting: wishes that differ, ranks that can't talk to each other. */
-static bool is_verdict(tb_status status) {
-    return status == TB_CONFLICT || status == TB_REFUSED;
-}
-
-/* Who has the seat now; a rank of TB_NO_RANK: nobody. */
-static tb_status find_subject(const tb_pair *pair, const char *group, int32_t index, subject *out) {
-    tb__roster roster;
-    TB_TRY(tb__directory_roster(pair->world->directory, group, &roster));
-    *out = (subject){.index = index, .rank = TB_NO_RANK};
-    snprintf(out->group, sizeof out->group, "%s", group);
-    if (index >= 0 && index < roster.size) {
-        out->rank = roster.member[index].rank;
-        out->incarnation = roster.member[index].incarnation;
-    }
-    tb__roster_fini(&roster);
-    return TB_OK;
-}
-
-/* Notes one of those whom the reason that was found is about. */
-static tb_status blame(meeting *m, tb_status status, const char *group, int32_t index) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    if (m->verdict.nsubjects < MOST_SUBJECTS &&
-        find_subject(m->pair, group, index, &m->verdict.subjects[m->verdict.nsubjects]) == TB_OK)
-        m->verdict.nsubjects++;
-    return tb__fail(status, "%s", why);
-}
-
-/* Whether another process is in the place of one that it is about. */
-static bool is_void(const tb_pair *pair, const verdict *v) {
-    for (size_t i = 0; i < v->nsubjects; i++) {
-        const subject *then = &v->subjects[i];
-        subject now;
-        if (find_subject(pair, then->group, then->index, &now) == TB_OK && now.rank != TB_NO_RANK &&
-            (now.rank != then->rank || now.incarnation != then->incarnation))
-            return true;
-    }
-    return false;
-}
-
-/* What others have found; and the last round that anybody is in, as a verdict of ours has to hold for all. */
-static tb_status obey_verdicts(meeting *m, const tb__notes *notes) {
-    tb_status status = TB_OK;
-    m->last_round = m->pair->round;
-    for (size_t i = 0; i < notes->count; i++) {
-        note n;
-        if (!read_note(&notes->item[i], &n))
-            continue;
-        m->last_round = n.round > m->last_round ? n.round : m->last_round;
-        if (status != TB_OK || n.verdict.status == TB_OK || n.round < m->pair->round || is_void(m->pair, &n.verdict))
-            continue;
-        m->verdict = n.verdict;
-        status = tb__fail(n.verdict.status, "%s", n.why);
-    }
-    return status;
-}
 
 /* The round that the process is in, of pairs of this name. With the lock held; NULL: no memory. */
 static uint32_t *round_of(tb_world *world, const char *name) {
@@ -205,15 +68,19 @@ static uint32_t *round_of(tb_world *world, const char *name) {
     return NULL;
 }
 
+static tb_status blame(meeting *m, tb_status status, const char *group, int32_t index) {
+    return tb__pair_blame(m->pair, &m->verdict, status, group, index);
+}
+
 /* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
 static tb_status compare_notes(meeting *m, const tb__notes *notes, const char *here, const char *there, int32_t *count,
-                               note *agreed) {
+                               tb__pair_note *agreed) {
     const tb__note *first = NULL;
     *count = 0;
     for (size_t i = 0; i < notes->count; i++) {
         const tb__note *at = &notes->item[i];
-        note n;
-        if (strcmp(at->group, here) != 0 || !read_wish(at, &n))
+        tb__pair_note n;
+        if (strcmp(at->group, here) != 0 || !tb__pair_read_wish(at, &n))
             continue;
         if (strcmp(n.remote, there) != 0) {
             tb_status status = tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " expects group '%s', not '%s'",
@@ -250,10 +117,10 @@ static void name_missing(meeting *m, const char *group, const tb__roster *roster
 static void name_absent(meeting *m, const tb__notes *notes, const char *group, int32_t size) {
     for (int32_t i = 0; i < size; i++) {
         bool is_here = false;
-        note n;
+        tb__pair_note n;
         for (size_t j = 0; j < notes->count; j++)
-            is_here |=
-                notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0 && read_wish(&notes->item[j], &n);
+            is_here |= notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0 &&
+                       tb__pair_read_wish(&notes->item[j], &n);
         if (!is_here) {
             size_t at = strlen(m->missing);
             snprintf(m->missing + at, sizeof m->missing - at, "; %.100s %" PRId32 " is missing", group, i);
@@ -281,7 +148,7 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
     tb__roster roster;
-    note agreed = {0};
+    tb__pair_note agreed = {0};
     int32_t nnotes;
     TB_TRY(compare_notes(m, notes, s->group, pair->sides[!side].group, &nnotes, &agreed));
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
@@ -315,12 +182,12 @@ static bool look(void *arg) {
     m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
     if (m->status != TB_OK)
         return true;
-    m->verdict = (verdict){0};
-    m->status = obey_verdicts(m, &notes);
+    m->verdict = (tb__pair_verdict){0};
+    m->status = tb__pair_obey(m->pair, &notes, &m->verdict, &m->last_round);
     for (size_t i = 0; i < notes.count && m->status == TB_OK; i++) {
         const char *group = notes.item[i].group, *here = m->pair->sides[0].group, *there = m->pair->sides[1].group;
-        note n;
-        if (strcmp(group, here) == 0 || strcmp(group, there) == 0 || !read_wish(&notes.item[i], &n))
+        tb__pair_note n;
+        if (strcmp(group, here) == 0 || strcmp(group, there) == 0 || !tb__pair_read_wish(&notes.item[i], &n))
             continue;
         m->status =
             tb__fail(TB_CONFLICT, "pair '%s' of groups '%s' and '%s' is also used by group '%s' (its rank %" PRId32 ")",
@@ -352,7 +219,7 @@ static tb_status connect_side(meeting *m, int side, bool *is_torn) {
         snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", member->rank, s->group, i);
         status = tb__engine_connect(pair->world->engine, member->rank, member->incarnation, member->contact,
                                     member->contact_nbytes, label, &s->peers[i]);
-        if (is_verdict(status)) { /* a sentence that others will read, too */
+        if (tb__is_verdict(status)) { /* a sentence that others will read, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
             blame(m, blame(m, status, here, pair->index), s->group, i);
@@ -380,7 +247,7 @@ static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms)
     tb_layout_destroy(parsed);
     TB_TRY(status);
     pair->sides[pair->side].layout = canonical;
-    return publish_note(pair, pair->round, &(verdict){0}, "", deadline_ms);
+    return tb__pair_say(pair, pair->round, &(tb__pair_verdict){0}, "", deadline_ms);
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -442,7 +309,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
             status = connect_side(&m, side, &is_torn);
     } while (status == TB_OK && is_torn);
     pair->has_met = status == TB_OK;
-    uint32_t *round = is_verdict(status) ? round_of(pair->world, pair->name) : NULL;
+    uint32_t *round = tb__is_verdict(status) ? round_of(pair->world, pair->name) : NULL;
     if (round)
         *round = m.last_round + 1;
     tb__engine_unlock(engine);
@@ -451,7 +318,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         snprintf(why, sizeof why, "%s", tb_error_detail());
         m.verdict.status = status;
         /* where this fails, others find it alone or time out */
-        publish_note(pair, m.last_round, &m.verdict, why, deadline_ms);
+        tb__pair_say(pair, m.last_round, &m.verdict, why, deadline_ms);
         status = tb__fail(status, "%s", why);
     }
     if (status == TB_OK)
@@ -467,10 +334,6 @@ static void free_pair(tb_pair *pair) {
     }
     free(pair->name);
     free(pair);
-}
-
-static void withdraw(tb_pair *pair) {
-    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, WORD_MS);
 }
 
 /* A process makes a pair once from each side: notes are told apart by name and seat. */
@@ -547,8 +410,8 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (status != TB_OK) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", tb_error_detail());
-        if (!is_verdict(status)) /* then there is a verdict in its place */
-            withdraw(pair);
+        if (!tb__is_verdict(status)) /* then there is a verdict in its place */
+            tb__pair_unsay(pair);
         delist(pair);
         free_pair(pair);
         return tb__fail(status, "%s", why);
@@ -568,8 +431,8 @@ static int32_t count_wishes(const tb_pair *pair, int side, const tb__notes *note
     const tb__pair_side *here = &pair->sides[side], *there = &pair->sides[!side];
     int32_t count = 0;
     for (size_t i = 0; i < notes->count; i++) {
-        note n;
-        count += strcmp(notes->item[i].group, here->group) == 0 && read_wish(&notes->item[i], &n) &&
+        tb__pair_note n;
+        count += strcmp(notes->item[i].group, here->group) == 0 && tb__pair_read_wish(&notes->item[i], &n) &&
                  strcmp(n.remote, there->group) == 0 && strcmp(n.layout, here->layout) == 0;
     }
     return count;
@@ -601,7 +464,7 @@ void tb_pair_destroy(tb_pair *pair) {
     if (!pair)
         return;
     tb_world *world = pair->world;
-    withdraw(pair);
+    tb__pair_unsay(pair);
     delist(pair);
     tb__engine_lock(world->engine);
     tb__pair_unref(pair);

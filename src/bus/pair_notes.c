@@ -1,0 +1,114 @@
+/* Notes about pairs, and verdicts. What is read was written by others. */
+#include "bus/pair_notes.h"
+
+#include <stdio.h>
+
+/* What a pair says to the store is given this long even where a call has less: a note of one that waits for nobody, a
+ * verdict that is found when the time is over. Withdrawing has no longer than this. */
+enum { WORD_MS = 1000 };
+
+static bool read_verdict(tb__unpack *u, tb__pair_verdict *out) {
+    out->status = tb__unpack_status(u);
+    out->nsubjects = tb__unpack_u32(u);
+    if (u->failed || out->nsubjects > TB__MOST_SUBJECTS)
+        return false;
+    for (size_t i = 0; i < out->nsubjects; i++) {
+        tb__subject *s = &out->subjects[i];
+        snprintf(s->group, sizeof s->group, "%s", tb__unpack_string(u));
+        s->index = (int32_t)tb__unpack_u32(u);
+        s->rank = (int32_t)tb__unpack_u32(u);
+        s->incarnation = tb__unpack_u64(u);
+    }
+    return !u->failed;
+}
+
+static bool read_note(const tb__note *from, tb__pair_note *out) {
+    tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
+    out->remote = tb__unpack_string(&u);
+    out->layout = tb__unpack_string(&u);
+    out->round = tb__unpack_u32(&u);
+    out->why = tb__unpack_string(&u);
+    return read_verdict(&u, &out->verdict) && tb__unpack_is_done(&u);
+}
+
+bool tb__pair_read_wish(const tb__note *from, tb__pair_note *out) {
+    return read_note(from, out) && out->verdict.status == TB_OK;
+}
+
+tb_status tb__pair_say(const tb_pair *pair, uint32_t round, const tb__pair_verdict *v, const char *why,
+                       int64_t deadline_ms) {
+    tb__pack pack = {0};
+    tb__pack_string(&pack, pair->sides[!pair->side].group);
+    tb__pack_string(&pack, pair->sides[pair->side].layout);
+    tb__pack_u32(&pack, round);
+    tb__pack_string(&pack, why);
+    tb__pack_status(&pack, v->status);
+    tb__pack_u32(&pack, (uint32_t)v->nsubjects);
+    for (size_t i = 0; i < v->nsubjects; i++) {
+        tb__pack_string(&pack, v->subjects[i].group);
+        tb__pack_u32(&pack, (uint32_t)v->subjects[i].index);
+        tb__pack_u32(&pack, (uint32_t)v->subjects[i].rank);
+        tb__pack_u64(&pack, v->subjects[i].incarnation);
+    }
+    int left_ms = tb__ms_until(deadline_ms);
+    tb_status status =
+        pack.failed ? TB_NO_MEMORY
+                    : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
+                                            pair->index, pack.data, pack.count, left_ms > WORD_MS ? left_ms : WORD_MS);
+    tb__pack_fini(&pack);
+    return status;
+}
+
+void tb__pair_unsay(const tb_pair *pair) {
+    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, WORD_MS);
+}
+
+/* Who has the seat now; a rank of TB_NO_RANK: nobody. */
+static tb_status find_subject(const tb_pair *pair, const char *group, int32_t index, tb__subject *out) {
+    tb__roster roster;
+    TB_TRY(tb__directory_roster(pair->world->directory, group, &roster));
+    *out = (tb__subject){.index = index, .rank = TB_NO_RANK};
+    snprintf(out->group, sizeof out->group, "%s", group);
+    if (index >= 0 && index < roster.size) {
+        out->rank = roster.member[index].rank;
+        out->incarnation = roster.member[index].incarnation;
+    }
+    tb__roster_fini(&roster);
+    return TB_OK;
+}
+
+tb_status tb__pair_blame(const tb_pair *pair, tb__pair_verdict *v, tb_status status, const char *group, int32_t index) {
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    if (v->nsubjects < TB__MOST_SUBJECTS && find_subject(pair, group, index, &v->subjects[v->nsubjects]) == TB_OK)
+        v->nsubjects++;
+    return tb__fail(status, "%s", why);
+}
+
+/* Whether another process is in the place of one that it is about. */
+static bool is_void(const tb_pair *pair, const tb__pair_verdict *v) {
+    for (size_t i = 0; i < v->nsubjects; i++) {
+        const tb__subject *then = &v->subjects[i];
+        tb__subject now;
+        if (find_subject(pair, then->group, then->index, &now) == TB_OK && now.rank != TB_NO_RANK &&
+            (now.rank != then->rank || now.incarnation != then->incarnation))
+            return true;
+    }
+    return false;
+}
+
+tb_status tb__pair_obey(const tb_pair *pair, const tb__notes *notes, tb__pair_verdict *v, uint32_t *last_round) {
+    tb_status status = TB_OK;
+    *last_round = pair->round;
+    for (size_t i = 0; i < notes->count; i++) {
+        tb__pair_note n;
+        if (!read_note(&notes->item[i], &n))
+            continue;
+        *last_round = n.round > *last_round ? n.round : *last_round;
+        if (status != TB_OK || n.verdict.status == TB_OK || n.round < pair->round || is_void(pair, &n.verdict))
+            continue;
+        *v = n.verdict;
+        status = tb__fail(n.verdict.status, "%s", n.why);
+    }
+    return status;
+}
