@@ -35,8 +35,8 @@ tb_status tb__address_parse(const char *base_url, tb__address *out);
  * attempt, 0 where it did not come to one, or not of this. */
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error);
 
-/* Nagle's delay has no place between small requests and replies. A host that has gone is found out within 25 seconds: by
- * keepalives, and while something that was sent waits to be acknowledged, when none are sent, by a timeout. */
+/* Nagle's delay has no place between small requests and replies. A host that has gone is found out within 25 seconds:
+ * by keepalives, and while something that was sent waits to be acknowledged, when none are sent, by a timeout. */
 void tb__set_tcp_options(int fd);
 
 /* The addresses of a TCP host, to be freed with freeaddrinfo. A name that no server answers for is given up in time. */
