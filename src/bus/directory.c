@@ -1,4 +1,4 @@
-/* The directory: this process's seats and notes in the store.
+/* The directory: this process's seats in the store, and the turns of the calls that ask it.
  *
  * The view of the store is replaced as a whole, under the lock, by whichever thread has listed a newer one. A call that
  * changes something lists afterwards, so that it sees its own change whatever the following thread is doing. */
@@ -21,16 +21,18 @@ static tb_status fail_turn(const tb__directory *d, const tb__inquiry *inquiry) {
     return tb__fail(TB_TIMEOUT, "another call to the store has not ended within %d ms", inquiry->timeout_ms);
 }
 
-/* Waits for the calls before it and, if it needs the store, until that is there. The following thread can't wait for
- * what only itself can bring about. */
-static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_store) {
+/* The following thread can't wait for what only itself can bring about. */
+tb_status tb__directory_take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_store) {
     struct timespec until = tb__time_of_ms(inquiry->deadline_ms + 1);
     tb_status status = TB_OK;
     bool is_late = false;
     pthread_mutex_lock(&d->lock);
-    while (!is_late && (d->is_taken || (needs_store && !tb__directory_is_follower() && d->state == TB_LOST)))
+    while (!is_late && !d->is_closing &&
+           (d->is_taken || (needs_store && !tb__directory_is_follower() && d->state == TB_LOST)))
         is_late = pthread_cond_timedwait(&d->freed, &d->lock, &until) == ETIMEDOUT;
-    if (d->is_taken || (needs_store && d->state != TB_OK))
+    if (d->is_closing)
+        status = tb__fail(TB_LOST, "the directory is being closed");
+    else if (d->is_taken || (needs_store && d->state != TB_OK))
         status = fail_turn(d, inquiry);
     else
         d->is_taken = true;
@@ -39,20 +41,25 @@ static tb_status take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_st
     return status;
 }
 
-/* Its value is `status`. */
-static tb_status end_turn(tb__directory *d, tb_status status) {
+void tb__directory_set_silent(tb__directory *d, bool is_silent) {
+    pthread_mutex_lock(&d->lock);
+    d->is_silent = is_silent;
+    pthread_mutex_unlock(&d->lock);
+}
+
+tb_status tb__directory_end_turn(tb__directory *d, tb_status status) {
     tb__store_set_timeout(d->store, d->opts.timeout_ms);
     if (status == TB_LOST)
         tb__directory_set_state(d, TB_LOST);
     pthread_mutex_lock(&d->lock);
+    d->is_silent |= status == TB_TIMEOUT;
     d->is_taken = false;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
     return status;
 }
 
-/* A call that the store was lost under does what it does once more when the store is back. */
-static bool is_worth_another_turn(const tb__inquiry *inquiry, tb_status status) {
+bool tb__directory_is_worth_another_turn(const tb__inquiry *inquiry, tb_status status) {
     return status == TB_LOST && !tb__directory_is_follower() && tb__ms_until(inquiry->deadline_ms) > 0;
 }
 
@@ -77,7 +84,7 @@ static tb_status write_seat(const tb__directory *d, const tb__inquiry *inquiry, 
                          TB__STORE_EPHEMERAL, NULL);
 }
 
-static tb_status look_within(tb__directory *d, const tb__inquiry *inquiry) {
+tb_status tb__directory_look_within(tb__directory *d, const tb__inquiry *inquiry) {
     TB_TRY(tb__inquiry_continue(inquiry));
     return tb__directory_look(d, false);
 }
@@ -89,7 +96,7 @@ static tb_status settle(tb__directory *d, const tb__inquiry *inquiry, const tb__
     TB_TRY(tb__seat_remember(inquiry, own->group, own->index, d->self.rank));
     if (d->self.is_announced)
         TB_TRY(write_seat(d, inquiry, own));
-    return look_within(d, inquiry);
+    return tb__directory_look_within(d, inquiry);
 }
 
 /* There must be room in `seats`. */
@@ -107,11 +114,6 @@ static tb_status sit(tb__directory *d, const tb__inquiry *inquiry, const char *g
     return TB_OK;
 }
 
-static void forget_note(tb__own_note *note) {
-    free(note->key);
-    free(note->data);
-}
-
 /* The threads are gone, or were never there. */
 static void destroy(tb__directory *d) {
     tb__store_close(d->store);
@@ -120,9 +122,7 @@ static void destroy(tb__directory *d) {
     pthread_cond_destroy(&d->freed);
     pthread_mutex_destroy(&d->lock);
     free(d->seats.item);
-    for (size_t i = 0; i < d->notes.count; i++)
-        forget_note(&d->notes.item[i]);
-    free(d->notes.item);
+    tb__directory_free_notes(d);
     free(d->url);
     free(d->token);
     free(d);
@@ -206,6 +206,8 @@ void tb__directory_close(tb__directory *directory) {
     tb__store_hang_up(d->store);
     pthread_mutex_unlock(&d->lock);
     pthread_join(d->follower, NULL);
+    if (d->has_helper)
+        pthread_join(d->helper, NULL);
     destroy(d);
 }
 
@@ -217,7 +219,7 @@ uint64_t tb__directory_incarnation(const tb__directory *directory) {
     return directory->self.incarnation;
 }
 
-static const tb__own_seat *find_seat(const tb__directory *d, const char *group) {
+const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group) {
     for (size_t i = 0; i < d->seats.count; i++) {
         if (strcmp(d->seats.item[i].group, group) == 0)
             return &d->seats.item[i];
@@ -226,7 +228,7 @@ static const tb__own_seat *find_seat(const tb__directory *d, const char *group) 
 }
 
 static tb_status enter(tb__directory *d, const tb__inquiry *inquiry, const char *group, int32_t index, int32_t size) {
-    const tb__own_seat *own = find_seat(d, group);
+    const tb__own_seat *own = tb__directory_find_seat(d, group);
     if (own)
         return tb__fail(TB_CONFLICT, "this process already has seat %" PRId32 " of group '%s'", own->index, group);
     if (!tb__vec_reserve(&d->seats, 1))
@@ -239,9 +241,9 @@ tb_status tb__directory_enter(tb__directory *directory, const char *group, int32
     tb__inquiry inquiry = tb__directory_begin(directory->opts.timeout_ms);
     tb_status status;
     do {
-        TB_TRY(take_turn(directory, &inquiry, true));
-        status = end_turn(directory, enter(directory, &inquiry, group, index, size));
-    } while (is_worth_another_turn(&inquiry, status));
+        TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
+        status = tb__directory_end_turn(directory, enter(directory, &inquiry, group, index, size));
+    } while (tb__directory_is_worth_another_turn(&inquiry, status));
     return status;
 }
 
@@ -253,7 +255,7 @@ static tb_status announce(tb__directory *d, const tb__inquiry *inquiry, const vo
     d->self.is_announced = true;
     for (size_t i = 0; i < d->seats.count; i++)
         TB_TRY(write_seat(d, inquiry, &d->seats.item[i]));
-    return look_within(d, inquiry);
+    return tb__directory_look_within(d, inquiry);
 }
 
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms) {
@@ -262,9 +264,9 @@ tb_status tb__directory_announce(tb__directory *directory, const void *contact, 
     tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb_status status;
     do {
-        TB_TRY(take_turn(directory, &inquiry, true));
-        status = end_turn(directory, announce(directory, &inquiry, contact, nbytes));
-    } while (is_worth_another_turn(&inquiry, status));
+        TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
+        status = tb__directory_end_turn(directory, announce(directory, &inquiry, contact, nbytes));
+    } while (tb__directory_is_worth_another_turn(&inquiry, status));
     return status;
 }
 
@@ -281,104 +283,6 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
     int32_t count = tb__view_count_contacts(directory->view, prefix, nbytes);
     pthread_mutex_unlock(&directory->lock);
     return count;
-}
-
-static tb_status check_note(const tb__directory *d, const char *group, int32_t index) {
-    const tb__own_seat *own = find_seat(d, group);
-    if (!own || own->index != index)
-        return tb__fail(TB_INVALID, "seat %" PRId32 " of group '%s' is not this process's", index, group);
-    return TB_OK;
-}
-
-static void forget_note_at(tb__directory *d, const char *key) {
-    for (size_t i = 0; i < d->notes.count; i++) {
-        if (strcmp(d->notes.item[i].key, key) != 0)
-            continue;
-        forget_note(&d->notes.item[i]);
-        d->notes.item[i] = d->notes.item[--d->notes.count];
-        return;
-    }
-}
-
-static tb_status write_note(tb__directory *d, const tb__inquiry *inquiry, const char *key, const void *data,
-                            size_t nbytes) {
-    TB_TRY(tb__inquiry_continue(inquiry));
-    TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
-    tb_status status = look_within(d, inquiry);
-    if (status != TB_TOO_BIG)
-        return status;
-    /* All notes together are more than can be listed, and nobody could see anything any more. */
-    char why[512];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    (void)tb__store_delete(d->store, key);
-    return tb__fail(TB_TOO_BIG, "%s", why);
-}
-
-static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
-                         int32_t index, const void *data, size_t nbytes) {
-    tb__key key = tb__key_of_note(topic, group, index);
-    TB_TRY(check_note(d, group, index));
-    tb__own_note note = {.key = tb__strdup(key.text), .data = tb__malloc(nbytes + 1, 1), .nbytes = nbytes};
-    tb_status status = note.key && note.data && tb__vec_reserve(&d->notes, 1) ? TB_OK : TB_NO_MEMORY;
-    if (status == TB_OK)
-        status = write_note(d, inquiry, key.text, data, nbytes);
-    if (status != TB_OK) {
-        forget_note(&note);
-        return status;
-    }
-    if (nbytes > 0)
-        memcpy(note.data, data, nbytes);
-    forget_note_at(d, key.text);
-    d->notes.item[d->notes.count++] = note;
-    return TB_OK;
-}
-
-tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
-                                const void *data, size_t nbytes, int timeout_ms) {
-    TB_TRY(tb__name_check("topic", topic));
-    TB_TRY(tb__name_check("group", group));
-    if (nbytes > TB__DIRECTORY_MAX_NOTE)
-        return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
-    tb_status status;
-    do {
-        TB_TRY(take_turn(directory, &inquiry, true));
-        status = end_turn(directory, publish(directory, &inquiry, topic, group, index, data, nbytes));
-    } while (is_worth_another_turn(&inquiry, status));
-    return status;
-}
-
-static tb_status withdraw(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
-                          int32_t index) {
-    tb__key key = tb__key_of_note(topic, group, index);
-    TB_TRY(check_note(d, group, index));
-    forget_note_at(d, key.text);
-    if (tb__directory_state(d) != TB_OK)
-        return TB_OK; /* there is nothing to delete it from */
-    TB_TRY(tb__inquiry_continue(inquiry));
-    TB_TRY(tb__store_delete(d->store, key.text));
-    return look_within(d, inquiry);
-}
-
-tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,
-                                 int timeout_ms) {
-    TB_TRY(tb__name_check("topic", topic));
-    TB_TRY(tb__name_check("group", group));
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
-    tb_status status;
-    do {
-        TB_TRY(take_turn(directory, &inquiry, false));
-        status = end_turn(directory, withdraw(directory, &inquiry, topic, group, index));
-    } while (is_worth_another_turn(&inquiry, status));
-    return status;
-}
-
-tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
-    TB_TRY(tb__name_check("topic", topic));
-    pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__view_notes(directory->view, topic, out);
-    pthread_mutex_unlock(&directory->lock);
-    return status;
 }
 
 static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, const char *key, const char *answer,
@@ -402,12 +306,12 @@ tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, 
     tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
-    TB_TRY(take_turn(directory, &inquiry, true));
+    TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
     if (tb__directory_store_number(directory) != store_number)
-        return end_turn(directory,
-                        tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in "
-                                              "its place"));
-    return end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
+        return tb__directory_end_turn(
+            directory, tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in "
+                                             "its place"));
+    return tb__directory_end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
 }
 
 static tb_status forget(const tb__directory *d, const tb__inquiry *inquiry, const char *key) {
@@ -419,8 +323,8 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
     tb__inquiry inquiry = tb__directory_begin(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
-    TB_TRY(take_turn(directory, &inquiry, true));
-    return end_turn(directory, forget(directory, &inquiry, key.text));
+    TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
+    return tb__directory_end_turn(directory, forget(directory, &inquiry, key.text));
 }
 
 tb_status tb__directory_state(tb__directory *directory) {

@@ -79,8 +79,12 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
 
 /* Publishes a note about `topic` in the name of one of this process's seats; it replaces the one before. Others see it
  * until it is withdrawn or this process is gone; this process sees it when the call returns. TB_TOO_BIG also if all
- * contacts and notes on the bus together come close to 16 MiB. Withdrawing while the store is lost does not wait: the
- * note is not written again. */
+ * contacts and notes on the bus together come close to 16 MiB. A new note that could not be published does not stay: if
+ * the store has it all the same, it is withdrawn.
+ *
+ * Withdrawing while the store is lost does not wait: the note is not written again. A store that is there but has not
+ * answered within the timeout (TB_TIMEOUT) is told when it answers, and until then withdrawing other notes does not
+ * wait for it at all, but fails as well; nothing is left to be done by the caller. */
 tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
                                 const void *data, size_t nbytes, int timeout_ms);
 tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,

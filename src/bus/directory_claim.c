@@ -8,6 +8,9 @@
 #include <stdio.h>
 #include <string.h>
 
+/* For undoing what has failed: the deadline may have passed, and nobody is to wait for it. */
+enum { UNDO_MS = 1000 };
+
 tb_status tb__inquiry_continue(const tb__inquiry *inquiry) {
     int left = tb__ms_until(inquiry->deadline_ms);
     if (left == 0)
@@ -113,8 +116,10 @@ tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_
     char why[512];
     snprintf(why, sizeof why, "%s", tb_error_detail());
     /* If this fails, too, then claiming it again finds out whose it is. */
-    if (status != TB_LOST)
+    if (status != TB_LOST) {
+        tb__store_set_timeout(inquiry->store, UNDO_MS);
         (void)tb__store_delete(inquiry->store, tb__key_of_seat(group, index).text);
+    }
     return tb__fail(status, "%s", why);
 }
 

@@ -90,6 +90,7 @@ tb_status tb__directory_look(tb__directory *d, bool is_other_store) {
         d->view = view;
         view = before;
     }
+    d->is_silent = false;
     pthread_mutex_unlock(&d->lock);
     tb__view_destroy(view);
     return TB_OK;
@@ -137,6 +138,7 @@ static tb_status say_again(tb__directory *d, const tb__inquiry *inquiry) {
         TB_TRY(tb__seat_claim(inquiry, own->group, own->index, &seat, true));
         TB_TRY(tb__seat_remember(inquiry, own->group, own->index, d->self.rank));
     }
+    TB_TRY(tb__directory_clear_notes(d, inquiry));
     for (size_t i = 0; i < d->notes.count; i++) {
         const tb__own_note *note = &d->notes.item[i];
         TB_TRY(tb__inquiry_continue(inquiry));
@@ -185,6 +187,8 @@ static tb_status come_back_in_turn(tb__directory *d) {
     d->is_taken = false;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
+    if (status == TB_OK)
+        tb__directory_make_up(d); /* for what was withdrawn while this was under way */
     return status;
 }
 

@@ -1,5 +1,5 @@
-/* What the directory's two files share: the calls are in directory.c, the thread that follows the store in
- * directory_follow.c. */
+/* What the directory's files share: the calls are in directory.c and directory_notes.c, the thread that follows the
+ * store in directory_follow.c. */
 #ifndef TB_BUS_DIRECTORY_INNER_H
 #define TB_BUS_DIRECTORY_INNER_H
 
@@ -18,8 +18,9 @@ typedef struct tb__own_seat {
 
 typedef struct tb__own_note {
     char *key;
-    void *data;
+    void *data; /* NULL: it is being written for the first time, or that has failed */
     size_t nbytes;
+    bool is_withdrawn; /* it is still to be deleted; guarded by the lock */
 } tb__own_note;
 
 struct tb__directory {
@@ -35,13 +36,16 @@ struct tb__directory {
     tb__store *store;
     tb__store_server *server; /* NULL: somebody else serves */
     TB_VEC(tb__own_seat) seats;
-    TB_VEC(tb__own_note) notes;
+    TB_VEC(tb__own_note) notes; /* changed with the lock, too */
     uint8_t contact[TB__DIRECTORY_MAX_CONTACT];
 
     pthread_mutex_t lock; /* for all that follows */
     pthread_cond_t freed; /* the turn is free, the state is another, or the directory is closing */
     bool is_taken;        /* the turn: one call at a time changes what this process says */
     bool is_closing;
+    bool is_silent;   /* the last call that asked the store had no answer in its time */
+    pthread_t helper; /* makes up for notes that could not be withdrawn */
+    bool has_helper;
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
     bool has_warned;       /* of the loss */
@@ -58,6 +62,27 @@ tb_status tb__directory_look(tb__directory *d, bool is_other_store);
 
 /* Finds out whether this is the store that it was before. With the turn. */
 tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry);
+
+/* The same by the inquiry's deadline. */
+tb_status tb__directory_look_within(tb__directory *d, const tb__inquiry *inquiry);
+
+/* Waits for the calls before it and, if it needs the store, until that is there. */
+tb_status tb__directory_take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_store);
+/* Its value is `status`, that of the call. */
+tb_status tb__directory_end_turn(tb__directory *d, tb_status status);
+/* A call that the store was lost under does what it does once more when the store is back. */
+bool tb__directory_is_worth_another_turn(const tb__inquiry *inquiry, tb_status status);
+
+void tb__directory_set_silent(tb__directory *d, bool is_silent);
+
+/* NULL: none in that group. With the turn. */
+const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);
+
+/* Deletes what was withdrawn. With the turn. */
+tb_status tb__directory_clear_notes(tb__directory *d, const tb__inquiry *inquiry);
+/* Has that done as soon as the store answers. */
+void tb__directory_make_up(tb__directory *d);
+void tb__directory_free_notes(tb__directory *d);
 
 /* What a call has until its timeout is over. */
 tb__inquiry tb__directory_begin(int timeout_ms);

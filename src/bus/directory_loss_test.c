@@ -150,6 +150,101 @@ static void taken_place(void **state) {
     tb__directory_close(e.directory);
 }
 
+static void go_on(pid_t pid) {
+    assert_int_equal(kill(pid, SIGCONT), 0);
+}
+
+/* A thread's call that keeps the turn for as long as the store is silent. */
+typedef struct holding {
+    tb__directory *directory;
+    tb_status status;
+} holding;
+
+enum { HOLDING_MS = 2000, BRIEF_MS = 100, BOUND_MS = 20000 };
+
+static void *hold_turn(void *arg) {
+    holding *h = arg;
+    h->status = tb__directory_publish(h->directory, "held", "trainer", 0, "", 0, HOLDING_MS);
+    return NULL;
+}
+
+/* The store does not answer, and the connection stands. Calls end in their time; what was not withdrawn, or not known
+ * to be written, goes when the store answers: also what the store was never told, because another call had the turn. */
+static void silent_store(void **state) {
+    const place *p = *state;
+    ear a, b;
+    ear_init(&a);
+    ear_init(&b);
+    pid_t pid = start_server("serve", p->url, "");
+    assert_ok(open_with_ear(p->url, "trainer", 0, 1, &a));
+    assert_ok(open_with_ear(p->url, "watch", 0, 1, &b));
+    static const char *const topics[] = {"kept", "gone", "gone, too", "again"};
+    for (size_t i = 0; i < sizeof topics / sizeof *topics; i++)
+        assert_ok(tb__directory_publish(a.directory, topics[i], "trainer", 0, "1", 1, PATIENCE_MS));
+    await_notes(&b, "again", 1);
+    stop_role(pid);
+    int64_t begun_ms = tb__now_ms();
+    holding h = {.directory = a.directory};
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, hold_turn, &h), 0);
+    poll(NULL, 0, BRIEF_MS); /* so that most often it has the turn; if not, all that follows holds none the less */
+    assert_int_equal(tb__directory_withdraw(a.directory, "gone", "trainer", 0, BRIEF_MS), TB_TIMEOUT);
+    assert_fails(tb__directory_withdraw(a.directory, "gone, too", "trainer", 0, PATIENCE_MS), TB_TIMEOUT,
+                 "has not answered the last question");
+    assert_fails(tb__directory_withdraw(a.directory, "again", "trainer", 0, PATIENCE_MS), TB_TIMEOUT,
+                 "has not answered the last question");
+    pthread_join(thread, NULL);
+    assert_int_equal(h.status, TB_TIMEOUT);
+    assert_int_equal(tb__directory_publish(a.directory, "late", "trainer", 0, "", 0, BRIEF_MS), TB_TIMEOUT);
+    assert_true(tb__now_ms() - begun_ms < BOUND_MS);
+    assert_true(tb__directory_is_connected(a.directory));
+    go_on(pid);
+    assert_ok(tb__directory_publish(a.directory, "again", "trainer", 0, "2", 1, PATIENCE_MS));
+    await_notes(&b, "again", 1);
+    await_notes(&b, "gone", 0);
+    await_notes(&b, "gone, too", 0);
+    await_notes(&b, "held", 0);
+    await_notes(&b, "late", 0);
+    await_notes(&b, "kept", 1);
+    /* The same once more, for the thread that has made up for it. */
+    stop_role(pid);
+    assert_int_equal(tb__directory_withdraw(a.directory, "kept", "trainer", 0, BRIEF_MS), TB_TIMEOUT);
+    go_on(pid);
+    await_notes(&b, "kept", 0);
+    await_notes(&b, "again", 1);
+    /* Nobody waits for the answer when the directory is closed. */
+    stop_role(pid);
+    assert_int_equal(tb__directory_withdraw(a.directory, "again", "trainer", 0, BRIEF_MS), TB_TIMEOUT);
+    begun_ms = tb__now_ms();
+    tb__directory_close(a.directory);
+    assert_true(tb__now_ms() - begun_ms < BOUND_MS);
+    go_on(pid);
+    await_notes(&b, "again", 0);
+    tb__directory_close(b.directory);
+    kill_role(pid);
+    tb__store_server *server;
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server)); /* which takes away what the other has left */
+    tb__store_server_stop(server);
+}
+
+/* Withdrawn while the store is lost, and not said again when it is back. */
+static void withdrawn_meanwhile(void **state) {
+    const place *p = *state;
+    ear e;
+    ear_init(&e);
+    pid_t pid = start_server("serve", p->url, "");
+    assert_ok(open_with_ear(p->url, "trainer", 0, 1, &e));
+    assert_ok(tb__directory_publish(e.directory, "kept", "trainer", 0, "", 0, PATIENCE_MS));
+    assert_ok(tb__directory_publish(e.directory, "gone", "trainer", 0, "", 0, PATIENCE_MS));
+    kill_role(pid);
+    assert_ok(tb__directory_withdraw(e.directory, "gone", "trainer", 0, PATIENCE_MS));
+    await_loss(&e);
+    assert_true(ear_await(&e, is_back, NULL));
+    await_notes(&e, "kept", 1);
+    await_notes(&e, "gone", 0);
+    tb__directory_close(e.directory);
+}
+
 /* Nobody can take etcd's place: the directory stays lost until etcd is back. */
 static void killed_etcd(void **state) {
     const place *p = *state;
@@ -204,6 +299,7 @@ int main(int argc, char **argv) {
         return end;
     if (argc == 2 && strcmp(argv[1], "etcd") == 0)
         return test_etcd();
-    const struct CMUnitTest tests[] = {AT_A_PLACE(killed_server), AT_A_PLACE(calls_meanwhile), AT_A_PLACE(taken_place)};
+    const struct CMUnitTest tests[] = {AT_A_PLACE(killed_server), AT_A_PLACE(calls_meanwhile), AT_A_PLACE(taken_place),
+                                       AT_A_PLACE(silent_store), AT_A_PLACE(withdrawn_meanwhile)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

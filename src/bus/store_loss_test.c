@@ -1,5 +1,5 @@
-/* Worlds whose store is killed: what is set up goes on, and new pairs can be made afterwards. Shadows are decided in
- * the store that is there. */
+/* Worlds whose store is killed, or silent: what is set up goes on, and new pairs can be made afterwards. Shadows are
+ * decided in the store that is there. */
 #include "bus/bus_test.h"
 
 #include "bus/store/server.h"
@@ -188,6 +188,46 @@ static void wait_while_silent(rank *r) {
     tear_down(&s);
 }
 
+/* ---- Silence ---------------------------------------------------------------------------------------------------- */
+
+/* The store does not answer, and the connection to it stands: a pair's calls keep to their own time, whatever the world
+ * would allow. All of them together take far less than its timeout. */
+static void calls_while_silent(void **state) {
+    (void)state;
+    enum { WORLD_MS = 120000, BOUND_MS = 20000, NPAIRS = 8 };
+    static const char layout[] = "mesh=1 place=R";
+    scene s;
+    scene_init(&s);
+    pid_t pid = start_server(s.url);
+    tb_world *world;
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = WORLD_MS};
+    tb_pair_opts unmet = {.size = sizeof unmet, .no_wait = true}, brief = {.size = sizeof brief, .timeout_ms = 100};
+    tb_pair *pairs[NPAIRS], *late;
+    char name[16];
+    int end;
+    check_ok(tb_world_join(s.url, "a", 0, 1, &opts, &world));
+    for (int i = 0; i < NPAIRS; i++) {
+        snprintf(name, sizeof name, "p%d", i);
+        check_ok(tb_pair_create(world, name, "b", layout, &unmet, &pairs[i]));
+    }
+    check(kill(pid, SIGSTOP) == 0);
+    check(waitpid(pid, &end, WUNTRACED) == pid && WIFSTOPPED(end));
+    int64_t begun_ms = tb__now_ms();
+    tb_pair_destroy(pairs[0]);
+    check_fails(tb_pair_create(world, "late", "b", layout, &brief, &late), TB_TIMEOUT, "nothing within");
+    check_fails(tb_pair_create(world, "late", "b", layout, &brief, &late), TB_TIMEOUT, "within");
+    for (int i = 1; i < NPAIRS; i++)
+        tb_pair_destroy(pairs[i]);
+    tb_world_destroy(world);
+    check(tb__now_ms() - begun_ms < BOUND_MS);
+    tb__store_server *server;
+    check(kill(pid, SIGKILL) == 0);
+    check(waitpid(pid, NULL, 0) == pid);
+    check_ok(tb__store_server_start(s.url, NULL, &server)); /* which takes away what the other has left */
+    tb__store_server_stop(server);
+    scene_fini(&s);
+}
+
 /* ---- Scenes ----------------------------------------------------------------------------------------------------- */
 
 static void run_with_server(void (*body)(rank *r), int delay_ms) {
@@ -228,7 +268,7 @@ int main(int argc, char **argv) {
     if (argc == 2)
         return serve(argv[1]);
     const struct CMUnitTest tests[] = {cmocka_unit_test(during_transfers), cmocka_unit_test(during_set_up),
-                                       cmocka_unit_test(between_shadows), cmocka_unit_test(between_the_prepared),
-                                       cmocka_unit_test(while_silent)};
+                                       cmocka_unit_test(between_shadows),  cmocka_unit_test(between_the_prepared),
+                                       cmocka_unit_test(while_silent),     cmocka_unit_test(calls_while_silent)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,253 @@
+/* The notes that this process publishes.
+ *
+ * A note that is withdrawn stays in the list until the store has confirmed that it is gone. So withdrawing need not
+ * wait for a store that does not answer: what is still owed is made up for by whoever comes back to a store that was
+ * lost, and otherwise by a thread, which is started when there is something for it to do. */
+#include "bus/directory_inner.h"
+
+#include "base/log.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { RETRY_MS = 1000 };
+
+void tb__directory_free_notes(tb__directory *d) {
+    for (size_t i = 0; i < d->notes.count; i++) {
+        free(d->notes.item[i].key);
+        free(d->notes.item[i].data);
+    }
+    free(d->notes.item);
+}
+
+/* With the turn or the lock. */
+static tb__own_note *find_note(const tb__directory *d, const char *key) {
+    for (size_t i = 0; i < d->notes.count; i++) {
+        if (strcmp(d->notes.item[i].key, key) == 0)
+            return &d->notes.item[i];
+    }
+    return NULL;
+}
+
+/* With the turn. */
+static tb__own_note *add_note(tb__directory *d, const char *key) {
+    char *copy = tb__strdup(key);
+    tb__own_note *note = NULL;
+    pthread_mutex_lock(&d->lock);
+    if (copy && tb__vec_reserve(&d->notes, 1)) {
+        note = &d->notes.item[d->notes.count++];
+        *note = (tb__own_note){.key = copy};
+    }
+    pthread_mutex_unlock(&d->lock);
+    if (!note)
+        free(copy);
+    return note;
+}
+
+/* With the turn. */
+static void drop_note(tb__directory *d, tb__own_note *note) {
+    tb__own_note gone = *note;
+    pthread_mutex_lock(&d->lock);
+    *note = d->notes.item[--d->notes.count];
+    pthread_mutex_unlock(&d->lock);
+    free(gone.key);
+    free(gone.data);
+}
+
+/* With the turn; the first one that is to be deleted. */
+static tb__own_note *first_owed(tb__directory *d) {
+    tb__own_note *owed = NULL;
+    pthread_mutex_lock(&d->lock);
+    for (size_t i = 0; i < d->notes.count && !owed; i++)
+        owed = d->notes.item[i].is_withdrawn ? &d->notes.item[i] : NULL;
+    pthread_mutex_unlock(&d->lock);
+    return owed;
+}
+
+tb_status tb__directory_clear_notes(tb__directory *d, const tb__inquiry *inquiry) {
+    for (tb__own_note *note; (note = first_owed(d));) {
+        TB_TRY(tb__inquiry_continue(inquiry));
+        TB_TRY(tb__store_delete(d->store, note->key));
+        drop_note(d, note);
+    }
+    return TB_OK;
+}
+
+/* ---- Making up for what was not withdrawn ----------------------------------------------------------------------- */
+
+/* With the lock held. Where another process is in this one's place, nothing is left to be withdrawn. */
+static bool owes(const tb__directory *d) {
+    bool is_owing = false;
+    for (size_t i = 0; i < d->notes.count && d->state != TB_CONFLICT; i++)
+        is_owing |= d->notes.item[i].is_withdrawn;
+    return is_owing;
+}
+
+static tb_status clear_and_look(tb__directory *d, const tb__inquiry *inquiry) {
+    TB_TRY(tb__directory_clear_notes(d, inquiry));
+    return tb__directory_look_within(d, inquiry);
+}
+
+static void *make_up(void *arg) {
+    tb__directory *d = arg;
+    pthread_mutex_lock(&d->lock);
+    while (!d->is_closing) {
+        if (!owes(d)) {
+            pthread_cond_wait(&d->freed, &d->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&d->lock);
+        tb__inquiry inquiry = tb__directory_begin(d->opts.timeout_ms);
+        tb_status status = tb__directory_take_turn(d, &inquiry, true);
+        if (status == TB_OK)
+            status = tb__directory_end_turn(d, clear_and_look(d, &inquiry));
+        struct timespec until = tb__time_of_ms(tb__now_ms() + RETRY_MS);
+        pthread_mutex_lock(&d->lock);
+        while (status != TB_OK && !d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
+            ;
+    }
+    pthread_mutex_unlock(&d->lock);
+    return NULL;
+}
+
+void tb__directory_make_up(tb__directory *d) {
+    pthread_mutex_lock(&d->lock);
+    bool is_missing = owes(d) && !d->has_helper && !d->is_closing;
+    if (is_missing)
+        d->has_helper = tb__start_thread(&d->helper, "tb-withdraw", make_up, d) == TB_OK;
+    bool has_failed = is_missing && !d->has_helper;
+    pthread_cond_broadcast(&d->freed);
+    pthread_mutex_unlock(&d->lock);
+    if (has_failed)
+        tb__log(TB_LOG_WARN, "directory: what was withdrawn stays in the store for now: %s", tb_error_detail());
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------------------------ */
+
+static tb_status check_note(const tb__directory *d, const char *group, int32_t index) {
+    const tb__own_seat *own = tb__directory_find_seat(d, group);
+    if (!own || own->index != index)
+        return tb__fail(TB_INVALID, "seat %" PRId32 " of group '%s' is not this process's", index, group);
+    return TB_OK;
+}
+
+static tb_status write_note(tb__directory *d, const tb__inquiry *inquiry, const char *key, const void *data,
+                            size_t nbytes) {
+    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
+    tb_status status = tb__directory_look_within(d, inquiry);
+    if (status != TB_TOO_BIG)
+        return status;
+    /* All notes together are more than can be listed, and nobody could see anything any more. */
+    char why[512];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    if (tb__inquiry_continue(inquiry) == TB_OK)
+        (void)tb__store_delete(d->store, key);
+    return tb__fail(TB_TOO_BIG, "%s", why);
+}
+
+static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
+                         int32_t index, const void *data, size_t nbytes) {
+    tb__key key = tb__key_of_note(topic, group, index);
+    TB_TRY(check_note(d, group, index));
+    void *copy = tb__malloc(nbytes + 1, 1);
+    tb__own_note *note = copy ? find_note(d, key.text) : NULL;
+    if (copy && !note)
+        note = add_note(d, key.text);
+    if (!note) {
+        free(copy);
+        return TB_NO_MEMORY;
+    }
+    if (nbytes > 0)
+        memcpy(copy, data, nbytes);
+    tb_status status = write_note(d, inquiry, key.text, data, nbytes);
+    pthread_mutex_lock(&d->lock);
+    if (status == TB_OK) {
+        void *before = note->data;
+        note->data = copy;
+        note->nbytes = nbytes;
+        note->is_withdrawn = false;
+        copy = before;
+    } else if (!note->data) {
+        note->is_withdrawn = true; /* it may have been written all the same */
+    }
+    pthread_mutex_unlock(&d->lock);
+    free(copy);
+    return status;
+}
+
+tb_status tb__directory_publish(tb__directory *directory, const char *topic, const char *group, int32_t index,
+                                const void *data, size_t nbytes, int timeout_ms) {
+    TB_TRY(tb__name_check("topic", topic));
+    TB_TRY(tb__name_check("group", group));
+    if (nbytes > TB__DIRECTORY_MAX_NOTE)
+        return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    tb_status status;
+    do {
+        TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
+        status = tb__directory_end_turn(directory, publish(directory, &inquiry, topic, group, index, data, nbytes));
+    } while (tb__directory_is_worth_another_turn(&inquiry, status));
+    if (status != TB_OK)
+        tb__directory_make_up(directory);
+    return status;
+}
+
+static tb_status withdraw(tb__directory *d, const tb__inquiry *inquiry, const char *key, const char *group,
+                          int32_t index) {
+    TB_TRY(check_note(d, group, index));
+    tb__own_note *note = find_note(d, key);
+    if (!note)
+        return TB_OK; /* it never was there, or has been made up for */
+    pthread_mutex_lock(&d->lock);
+    note->is_withdrawn = true;
+    bool is_there = d->state == TB_OK;
+    pthread_mutex_unlock(&d->lock);
+    return is_there ? clear_and_look(d, inquiry) : TB_OK;
+}
+
+/* What can be said without the store: TB_TIMEOUT if that has to be asked, and does not answer. */
+static tb_status withdraw_unasked(tb__directory *d, const char *key, bool *is_enough) {
+    pthread_mutex_lock(&d->lock);
+    tb__own_note *note = find_note(d, key);
+    bool is_known = note && (note->data || note->is_withdrawn); /* and not just being written */
+    if (is_known)
+        note->is_withdrawn = true;
+    tb_status state = d->state;
+    *is_enough = is_known && (state != TB_OK || d->is_silent);
+    pthread_mutex_unlock(&d->lock);
+    if (!*is_enough || state != TB_OK)
+        return TB_OK;
+    return tb__fail(TB_TIMEOUT, "the store has not answered the last question either");
+}
+
+tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, const char *group, int32_t index,
+                                 int timeout_ms) {
+    TB_TRY(tb__name_check("topic", topic));
+    TB_TRY(tb__name_check("group", group));
+    tb__key key = tb__key_of_note(topic, group, index);
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    bool is_over;
+    tb_status status = withdraw_unasked(directory, key.text, &is_over);
+    while (!is_over) {
+        status = tb__directory_take_turn(directory, &inquiry, false);
+        if (status == TB_OK)
+            status = tb__directory_end_turn(directory, withdraw(directory, &inquiry, key.text, group, index));
+        else if (status == TB_TIMEOUT)
+            tb__directory_set_silent(directory, true);
+        is_over = !tb__directory_is_worth_another_turn(&inquiry, status);
+    }
+    if (status != TB_OK)
+        tb__directory_make_up(directory);
+    return status;
+}
+
+tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
+    TB_TRY(tb__name_check("topic", topic));
+    pthread_mutex_lock(&directory->lock);
+    tb_status status = tb__view_notes(directory->view, topic, out);
+    pthread_mutex_unlock(&directory->lock);
+    return status;
+}
