@@ -232,7 +232,7 @@ static void silent_store(void **state) {
     while ((status == TB_TIMEOUT || status == TB_CONFLICT) && tb__now_ms() < deadline_ms);
     assert_ok(status);
     stop_role(pid);
-    assert_int_equal(tb__directory_publish(late, "t", "hasty", 0, "", 0, PATIENCE_MS), TB_TIMEOUT);
+    assert_int_equal(tb__directory_publish(late, "t", "hasty", 0, "", 0, hasty.timeout_ms), TB_TIMEOUT);
     assert_int_equal(tb__directory_enter(late, "more", 0, 1), TB_TIMEOUT);
     assert_true(tb__directory_is_connected(late));
     tb__directory *none;
