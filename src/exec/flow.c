@@ -323,16 +323,16 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
 }
 
 /* What others are told of a reason: a sentence about a wait says who was waited for, or why, but not by whom. */
-const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WHY_MAX]) {
+const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]) {
     bool is_wait = status == TB_TIMEOUT || status == TB_IN_DOUBT;
     const char *label = flow->members[flow->self].peer->label;
-    snprintf(words, TB__WHY_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
+    snprintf(words, TB__WORDS_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
     return words;
 }
 
 /* The sentence is in tb_error_detail. `tell`: it is this rank's own. */
 static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
-    char words[TB__WHY_MAX];
+    char words[TB__WORDS_MAX];
     if (!tb__flow_leg(flow, is_send)->is_under_way)
         return;
     const char *told = tell ? tb__flow_own_words(flow, status, tb_error_detail(), words) : NULL;
@@ -364,7 +364,7 @@ static void break_flow(tb__flow *flow, tb_status status, bool tell) {
     snprintf(flow->why, sizeof flow->why, "%s", tb_error_detail());
     fail_leg(flow, true, status, false);
     fail_leg(flow, false, status, false);
-    char words[TB__WHY_MAX];
+    char words[TB__WORDS_MAX];
     if (tell)
         tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->why, words));
     tb__engine_wake(flow->o.engine);

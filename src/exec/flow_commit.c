@@ -225,7 +225,7 @@ static void end_in_doubt(tb__flow *flow) {
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
     flow->doubtful = leg->attempt;
     flow->is_prepared = false;
-    char words[TB__WHY_MAX];
+    char words[TB__WORDS_MAX];
     tb__flow_own_words(flow, TB_IN_DOUBT, leg->why, words);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].is_feeder)

@@ -288,7 +288,8 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 /* Ends a leg that may end, with the sentence in tb_error_detail. Others are told `told`; NULL: they know. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told);
 /* This rank's reason, for others. */
-const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WHY_MAX]);
+enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
+const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
 /* That the attempt was given up, for legs that have it, or will. */
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 /* Whether the rank is on another host, so that its memory can't be reached. */
