@@ -273,13 +273,13 @@ static tb_status check_version(const char *label, const char *theirs) {
                     theirs ? theirs : "of an unknown version", ours);
 }
 
-/* The address that a transport has in a contact; NULL: the process has not opened it. */
-static const void *find_address(tb__unpack contact, const char *transport, size_t *nbytes) {
-    uint32_t count = tb__unpack_u32(&contact);
-    for (uint32_t i = 0; i < count && !contact.failed; i++) {
-        const char *name = tb__unpack_string(&contact);
-        const void *address = tb__unpack_bytes(&contact, nbytes);
-        if (!contact.failed && strcmp(name, transport) == 0)
+/* The address that a transport has among a process's; NULL: the process has not opened it. */
+static const void *find_address(tb__unpack transports, const char *transport, size_t *nbytes) {
+    uint32_t count = tb__unpack_u32(&transports);
+    for (uint32_t i = 0; i < count && !transports.failed; i++) {
+        const char *name = tb__unpack_string(&transports);
+        const void *address = tb__unpack_bytes(&transports, nbytes);
+        if (!transports.failed && strcmp(name, transport) == 0)
             return address;
     }
     return NULL;
@@ -288,14 +288,14 @@ static const void *find_address(tb__unpack contact, const char *transport, size_
 /* The first of the engine's transports that gets to a process with these transports, and the address it has there. The
  * other end comes to the same one: both look at the same things, in the same order. If none does, `why` has what a
  * transport has said of it. */
-static const tb_transport *choose_transport(const tb__engine *engine, bool is_here, bool is_near, tb__unpack contact,
+static const tb_transport *choose_transport(const tb__engine *engine, bool is_here, bool is_near, tb__unpack transports,
                                             const void **address, size_t *nbytes, char *why, size_t room) {
     for (size_t i = 0; i < engine->ntransports; i++) {
         const tb_transport *t = &engine->transports[i];
         bool is_self = t->ops == &tb__self_ops;
         if (is_self != is_here || (t->ops->caps & TB_NEAR_ONLY && !is_near && !engine->is_asked))
             continue;
-        *address = find_address(contact, t->ops->name, nbytes);
+        *address = find_address(transports, t->ops->name, nbytes);
         tb__set_detail("%s", "");
         if (*address && tb__transport_reaches(t, *address, *nbytes))
             return t;
@@ -306,13 +306,13 @@ static const tb_transport *choose_transport(const tb__engine *engine, bool is_he
 }
 
 /* Names of transports, of which both sides might lack one. */
-static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack contact, const char *why) {
+static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack transports, const char *why) {
     char theirs[128] = "", ours[128] = "";
-    uint32_t count = tb__unpack_u32(&contact);
-    for (uint32_t i = 0; i < count && !contact.failed; i++) {
+    uint32_t count = tb__unpack_u32(&transports);
+    for (uint32_t i = 0; i < count && !transports.failed; i++) {
         size_t n = strlen(theirs), unused;
-        const char *name = tb__unpack_string(&contact);
-        tb__unpack_bytes(&contact, &unused);
+        const char *name = tb__unpack_string(&transports);
+        tb__unpack_bytes(&transports, &unused);
         snprintf(theirs + n, sizeof theirs - n, "%s%s", n ? ", " : "", name);
     }
     for (size_t i = 0; i < engine->ntransports; i++) {

@@ -144,7 +144,7 @@ typedef struct mpi {
     tb__mpi_seat seat;
     int rank, nranks;
     int nbyes;        /* ranks that have closed */
-    int nleaving;     /* of those, the ones that are not lost yet */
+    bool has_leavers; /* some of those are not lost yet */
     bool is_over;     /* closed, or MPI was finalised ... */
     bool has_to_tell; /* ... which nobody knows yet */
     peer *peers;      /* by MPI rank */

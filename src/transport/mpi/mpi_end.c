@@ -109,11 +109,11 @@ void mpi_lose(mpi *m, int rank, const char *why) {
 }
 
 void mpi_lose_leavers(mpi *m) {
-    for (int i = 0; i < m->nranks && m->nleaving > 0; i++) {
+    for (int i = 0; i < m->nranks && m->has_leavers; i++) {
         if (m->peers[i].has_left && !m->peers[i].is_lost)
             mpi_lose(m, i, "it has left");
     }
-    m->nleaving = 0;
+    m->has_leavers = false;
 }
 
 /* ---- Messages -------------------------------------------------------------------------------------------------- */

@@ -411,7 +411,7 @@ tb_status mpi_on_letter(mpi *m, int rank, const header *h, const unsigned char *
         return on_withdraw(m, rank, h);
     case LETTER_BYE:
         m->nbyes++;
-        m->nleaving++;
+        m->has_leavers = true;
         m->peers[rank].has_left = true;
         return TB_OK;
     default:
