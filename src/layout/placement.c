@@ -120,7 +120,8 @@ static tb_status read_arguments(const char **at, tb_placement *out, parts *p) {
     int64_t dim;
     const char *begin = *at;
     if (!tb__read_int(at, &dim) || dim < -TB_MAX_DIMS || dim >= TB_MAX_DIMS)
-        return tb__fail(TB_INVALID, "expected a dim between %d and %d at '%.40s'", -TB_MAX_DIMS, TB_MAX_DIMS - 1, begin);
+        return tb__fail(TB_INVALID, "expected a dim between %d and %d at '%.40s'", -TB_MAX_DIMS, TB_MAX_DIMS - 1,
+                        begin);
     out->dim = (int)dim;
     if (out->kind == TB_SHARD)
         return TB_OK;
