@@ -75,7 +75,7 @@ class State:
 
 
 class Program:
-    def __init__(self, bed, name, release=None, pipes=None):
+    def __init__(self, bed, name, release=None, pipes=None, user=None):
         self.bed, self.name = bed, name
         self.asked = []
         self.process = None
@@ -83,7 +83,8 @@ class Program:
             self.input, self.output = pipes
         else:
             self.process = subprocess.Popen(
-                [(release or bed.release).program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+                [(release or bed.release).program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+                user=user)
             self.input, self.output = self.process.stdin, self.process.stdout
         bed.programs.append(self)
 
@@ -165,7 +166,8 @@ class Server:
 
 
 class Agent(Server):
-    def __init__(self, bed, group, index, size, *options, release=None, store=None, socket=None, wait=True):
+    def __init__(self, bed, group, index, size, *options, release=None, store=None, socket=None, user=None,
+                 wait=True):
         self.bed, self.group, self.index = bed, group, index
         self.socket = socket or f"{bed.folder}/{group}-{index}"
         self.errors = f"{bed.folder}/errors-{bed.count()}"
@@ -173,9 +175,8 @@ class Agent(Server):
             self.process = subprocess.Popen(
                 [(release or bed.release).tensorbus, "agent", "--name", group, "--rank", str(index), "--size", str(size),
                  "--store", store or bed.url, "--socket", self.socket, "--workers", "1", *options],
-                stdout=subprocess.PIPE, stderr=errors, text=True)
+                stdout=subprocess.PIPE, stderr=errors, text=True, user=user)
         bed.agents.append(self)
-        self.metrics = None
         if wait:
             self.listening()
 
@@ -246,6 +247,20 @@ def all_of(programs, *words, **options):
 
 def all_do(programs, *words, **options):
     return [a.ok() for a in all_of(programs, *words, **options)]
+
+
+DOCS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "docs")
+
+
+def read_page(name):
+    with open(os.path.join(DOCS, name), encoding="utf-8") as page:
+        return page.read()
+
+
+def table_rows(text):
+    """The cells of all table rows of a page's text, without heads and rules."""
+    rows = [[c.strip() for c in line.strip().strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    return [cells for cells in rows if not set(cells[0]) <= set("-|") and cells[0].startswith("`")]
 
 
 def until(claim, what):

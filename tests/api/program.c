@@ -611,6 +611,12 @@ static void do_end(void) {
     answer(TB_OK);
 }
 
+/* From now on an agent that has no capabilities may not look at this process. */
+static void do_close_to_agents(void) {
+    prctl(PR_SET_DUMPABLE, 0);
+    answer(TB_OK);
+}
+
 /* ---- Commands -------------------------------------------------------------------------------------------------- */
 
 static const struct {
@@ -619,13 +625,13 @@ static const struct {
 } commands[] = {
 #define COMMAND(name)                                                                                                  \
     { #name, do_##name }
-    COMMAND(memory),  COMMAND(fill),     COMMAND(poison),     COMMAND(look),       COMMAND(free),
-    COMMAND(release), COMMAND(join),     COMMAND(enter),      COMMAND(rank),       COMMAND(leave),
-    COMMAND(connect), COMMAND(close),    COMMAND(pair),       COMMAND(drop_pair),  COMMAND(batch),
-    COMMAND(add),     COMMAND(register), COMMAND(remove),     COMMAND(drop_batch), COMMAND(version),
-    COMMAND(status),  COMMAND(begin),    COMMAND(wait),       COMMAND(wait_group), COMMAND(proceed),
-    COMMAND(cancel),  COMMAND(query),    COMMAND(query_pair), COMMAND(readable),   COMMAND(log),
-    COMMAND(end)
+    COMMAND(memory),  COMMAND(fill),           COMMAND(poison),     COMMAND(look),       COMMAND(free),
+    COMMAND(release), COMMAND(join),           COMMAND(enter),      COMMAND(rank),       COMMAND(leave),
+    COMMAND(connect), COMMAND(close),          COMMAND(pair),       COMMAND(drop_pair),  COMMAND(batch),
+    COMMAND(add),     COMMAND(register),       COMMAND(remove),     COMMAND(drop_batch), COMMAND(version),
+    COMMAND(status),  COMMAND(begin),          COMMAND(wait),       COMMAND(wait_group), COMMAND(proceed),
+    COMMAND(cancel),  COMMAND(query),          COMMAND(query_pair), COMMAND(readable),   COMMAND(log),
+    COMMAND(end),     COMMAND(close_to_agents)
 #undef COMMAND
 };
 
