@@ -109,6 +109,7 @@ function(tb_api_test name)
         set(arg_TIMEOUT 300)
     endif()
     add_test(NAME api/${name} COMMAND python3 -B ${PROJECT_SOURCE_DIR}/tests/api/${name}.py)
+    set(api_environment ${api_environment} TB_BUILD=${PROJECT_BINARY_DIR} CC=${CMAKE_C_COMPILER})
     set_tests_properties(api/${name} PROPERTIES
         TIMEOUT ${arg_TIMEOUT}
         SKIP_RETURN_CODE 77

@@ -217,6 +217,10 @@ class Bed:
         self.number += 1
         return self.number
 
+    def release_of(self, group, seat, is_agent):
+        """Of the agent, or of the program, in that seat."""
+        return self.release
+
     def __enter__(self):
         return self
 

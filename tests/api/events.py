@@ -130,10 +130,12 @@ class Cast:
         for group in "ab":
             for seat in range(nranks):
                 place = {"transport": self.transport, "host": f"host-{group}{seat}" if self.transport == "ucx" else None}
-                p = programs[group, seat] = Program(self.bed, f"{group} {seat}")
+                p = programs[group, seat] = Program(self.bed, f"{group} {seat}",
+                                                    release=self.bed.release_of(group, seat, False))
                 if self.with_agents:
                     options = [w for k, v in place.items() if v for w in (f"--{k}", v)]
-                    agent = Agent(self.bed, group, seat, nranks, *options, wait=False)
+                    agent = Agent(self.bed, group, seat, nranks, *options, wait=False,
+                                  release=self.bed.release_of(group, seat, True))
                     p.ask("connect", agent.socket, timeout=PATIENCE_MS)
                 else:
                     p.ask("join", self.bed.url, group, seat, nranks, timeout=PATIENCE_MS, **place)
@@ -342,15 +344,19 @@ def run_case(cast, commit, memory, kind, options):
     cast.drop_batch(name)
 
 
-def run_cast(transport, with_agents):
+def run_cast(bed, transport, with_agents, memories=MEMORIES):
+    cast = Cast(bed, transport, with_agents)
+    for commit in ("in_place", "shadow"):
+        for memory, kind, options in memories:
+            run_case(cast, commit, memory, kind, options)
+    bed.end()
+    if transport == "mpi":
+        equal(bed.mpi.wait(PATIENCE_MS / 1000), 0, "mpirun ends with")
+
+
+def run_cast_in_bed(transport, with_agents):
     with Bed() as bed:
-        cast = Cast(bed, transport, with_agents)
-        for commit in ("in_place", "shadow"):
-            for memory, kind, options in MEMORIES:
-                run_case(cast, commit, memory, kind, options)
-        bed.end()
-        if transport == "mpi":
-            equal(bed.mpi.wait(PATIENCE_MS / 1000), 0, "mpirun ends with")
+        run_cast(bed, transport, with_agents)
 
 
 def cases():
@@ -365,7 +371,7 @@ def cases():
                 skips.append("mpi: there is none")
                 break
             name = f"{transport}, {'through agents' if with_agents else 'worlds'}"
-            yield name, lambda transport=transport, with_agents=with_agents: run_cast(transport, with_agents)
+            yield name, lambda transport=transport, with_agents=with_agents: run_cast_in_bed(transport, with_agents)
 
 
 skips = []

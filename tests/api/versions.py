@@ -33,9 +33,10 @@ class Member:
 
     def start(self):
         bed = self.bus.bed
-        self.program = Program(bed, f"{self.group} {self.seat}")
+        self.program = Program(bed, f"{self.group} {self.seat}", release=bed.release_of(self.group, self.seat, False))
         if self.bus.with_agents:
-            self.agent = Agent(bed, self.group, self.seat, self.size, wait=False)
+            self.agent = Agent(bed, self.group, self.seat, self.size, wait=False,
+                               release=bed.release_of(self.group, self.seat, True))
             self.program.ask("connect", self.agent.socket, timeout=PATIENCE_MS)
         else:
             self.program.ask("join", bed.url, self.group, self.seat, self.size, timeout=PATIENCE_MS)
@@ -362,12 +363,16 @@ SCENARIOS = (
 )
 
 
-def run_scenario(scenario, engines, commit, with_agents):
+def run_scenario(bed, scenario, engines, commit, with_agents):
+    Store(bed, bed.url)  # so that nobody takes the store along
+    bus = Bus(bed, commit, with_agents, engines)
+    scenario(bus)
+    bed.end()
+
+
+def run_scenario_in_bed(*args):
     with Bed() as bed:
-        Store(bed, bed.url)  # so that nobody takes the store along
-        bus = Bus(bed, commit, with_agents, engines)
-        scenario(bus)
-        bed.end()
+        run_scenario(bed, *args)
 
 
 def cases():
@@ -375,7 +380,7 @@ def cases():
         for commit in ("in_place", "shadow"):
             for with_agents in (False, True) if for_agents else (False,):
                 name = f"{scenario.__name__}, {commit}, {'through agents' if with_agents else 'worlds'}"
-                yield name, lambda args=(scenario, engines, commit, with_agents): run_scenario(*args)
+                yield name, lambda args=(scenario, engines, commit, with_agents): run_scenario_in_bed(*args)
 
 
 if __name__ == "__main__":
