@@ -40,7 +40,7 @@ def build_old(folder):
         run_quietly("git", "-C", ROOT, "archive", "-o", f"{folder}/old.tar", OLD_COMMIT)
         run_quietly("tar", "-xf", f"{folder}/old.tar", "-C", folder)
         run_quietly("cmake", "-G", "Ninja", "-S", folder, "-B", f"{folder}/build", "-DCMAKE_BUILD_TYPE=",
-                    "-DCMAKE_C_FLAGS=-O1", "-DTB_BUILD_TESTS=OFF")
+                    "-DTB_BUILD_TESTS=OFF")
         run_quietly("ninja", "-C", f"{folder}/build", "tensorbus", "tensorbus_shared")
         with open(f"{folder}/built", "w", encoding="utf-8") as file:
             file.write(OLD_COMMIT + "\n")
