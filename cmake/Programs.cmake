@@ -81,6 +81,43 @@ function(tb_cli_test name)
     )
 endfunction()
 
+# tb_api_programs(): tests/api/program.c, which has the public headers only, and, with the first MPI that is found, once
+# more for ranks of MPI.
+function(tb_api_programs)
+    tb_program(api_program tests/api/program.c tests/api/program)
+    set(api_environment TENSORBUS=$<TARGET_FILE:tensorbus> TB_PROGRAM=$<TARGET_FILE:api_program>)
+    if(found_mpis)
+        list(GET found_mpis 0 mpi)
+        tb_program(api_program_mpi tests/api/program.c tests/api/program_mpi)
+        target_compile_definitions(api_program_mpi PRIVATE TB_PROGRAM_MPI)
+        target_link_libraries(api_program_mpi PRIVATE tensorbus_mpi_${mpi}_static)
+        string(REPLACE ";" " " launcher "${launch_${mpi}}")
+        list(APPEND api_environment
+            "TB_MPI_LAUNCHER=${launcher}" TB_PROGRAM_MPI=$<TARGET_FILE:api_program_mpi>
+        )
+        string(REPLACE ";" " " variables "${mpi_environment}")
+        list(APPEND api_environment "TB_MPI_ENVIRONMENT=${variables}")
+    endif()
+    set(api_environment ${api_environment} PARENT_SCOPE)
+endfunction()
+
+# tb_api_test(name [TIMEOUT seconds]): tests/api/name.py, which finds the tool in $TENSORBUS, and in $TB_PROGRAM the
+# program that it drives; exit status 77 is a skip.
+function(tb_api_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 300)
+    endif()
+    add_test(NAME api/${name} COMMAND python3 -B ${PROJECT_SOURCE_DIR}/tests/api/${name}.py)
+    set(api_environment ${api_environment} TB_BUILD=${PROJECT_BINARY_DIR} CC=${CMAKE_C_COMPILER})
+    set_tests_properties(api/${name} PROPERTIES
+        TIMEOUT ${arg_TIMEOUT}
+        SKIP_RETURN_CODE 77
+        LABELS api
+        ENVIRONMENT "${api_environment};${ucx_environment}"
+    )
+endfunction()
+
 # tb_hosts_test(name hosts [TIMEOUT seconds] COMMAND command...): a command with so many hosts around it, for which
 # tests/hosts/bed makes network namespaces; exit status 77 is a skip.
 function(tb_hosts_test name hosts)

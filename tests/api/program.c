@@ -1,0 +1,680 @@
+/* A program that uses the bus as a script tells it: through a world of its own, or through an agent. It has the public
+ * headers only, so that one source can be linked with any release.
+ *
+ * Commands are lines on standard input, words separated by tabs, options as key=value behind them. Each is answered
+ * with one line: the status, then a tab and the sentence of a failure, or what was asked for. Objects are named by the
+ * script: bus.py has what each command takes. */
+#include "tensorbus/tensorbus.h"
+#ifdef TB_PROGRAM_MPI
+#include "tensorbus/mpi.h"
+#endif
+
+#include <inttypes.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+enum { MAX_WORDS = 24, MAX_OBJECTS = 512, MAX_MEMBERS = 16, LINE = 8192 };
+#define POISON 0xdeadbeefU
+enum { IS_POISON = -1, IS_MIXED = -2 };
+
+/* This rank's part of a matrix of 32-bit integers, whose values tell version, place and tensor. */
+typedef struct memory {
+    bool is_shared; /* of tb_alloc */
+    tb_local local;
+    int64_t rows, columns;
+    uint32_t seed;
+    size_t count;
+    uint32_t *data;
+} memory;
+
+typedef struct batch {
+    tb_batch *of_world;
+    tb_client_batch *of_agent;
+    const memory *members[MAX_MEMBERS];
+    const tb_pair *pairs[MAX_MEMBERS]; /* of the members */
+    size_t nmembers;
+} batch;
+
+typedef struct transfer {
+    tb_transfer *of_world;
+    const batch *batch;
+    const tb_pair *watched; /* whose tensors the callback looks at */
+    bool is_send;
+    pthread_mutex_t lock;
+    char log[LINE];             /* what the callbacks saw */
+    tb_transfer_state reported; /* by the last call of progress */
+    bool has_reported, has_gone_back;
+} transfer;
+
+typedef struct object {
+    char kind; /* 'p'air, 'b'atch, 'm'emory, 't'ransfer; 0: free */
+    char key[64];
+    union {
+        tb_pair *pair;
+        batch *batch;
+        memory *memory;
+        transfer *transfer;
+    } as;
+    char name[64]; /* of a pair */
+} object;
+
+static object objects[MAX_OBJECTS];
+static tb_world *world;
+static tb_client *client;
+static char *words[MAX_WORDS];
+static int nwords;
+
+/* ---- Answers --------------------------------------------------------------------------------------------------- */
+
+static const char *const status_names[] = {"TB_OK",       "TB_INVALID",   "TB_NO_MEMORY", "TB_TOO_BIG", "TB_REFUSED",
+                                           "TB_IO",       "TB_INTERNAL",  "TB_TIMEOUT",   "TB_LOST",    "TB_DENIED",
+                                           "TB_CONFLICT", "TB_CANCELLED", "TB_IN_DOUBT"};
+
+static void answer(tb_status status) {
+    printf("%s\t%s\n", status_names[-(int)status], status == TB_OK ? "" : tb_error_detail());
+}
+
+__attribute__((format(printf, 1, 2))) static void answer_values(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    printf("TB_OK\t");
+    vprintf(format, args);
+    printf("\n");
+    va_end(args);
+}
+
+/* Only a script that is wrong gets here. */
+static void give_up(const char *what, const char *which) {
+    fprintf(stderr, "program: %s '%s'\n", what, which);
+    exit(3);
+}
+
+static const char *word(int i) {
+    if (i >= nwords)
+        give_up("too few words for", words[0]);
+    return words[i];
+}
+
+static long number(int i) {
+    return strtol(word(i), NULL, 10);
+}
+
+static const char *option(const char *key) {
+    size_t length = strlen(key);
+    for (int i = 1; i < nwords; i++) {
+        if (strncmp(words[i], key, length) == 0 && words[i][length] == '=')
+            return words[i] + length + 1;
+    }
+    return NULL;
+}
+
+static long option_number(const char *key) {
+    const char *text = option(key);
+    return text ? strtol(text, NULL, 10) : 0;
+}
+
+/* ---- Objects --------------------------------------------------------------------------------------------------- */
+
+static object *find(char kind, const char *key) {
+    for (int i = 0; i < MAX_OBJECTS; i++) {
+        if (objects[i].kind == kind && strcmp(objects[i].key, key) == 0)
+            return &objects[i];
+    }
+    give_up("there is no object", key);
+    return NULL;
+}
+
+static object *make(char kind, const char *key) {
+    for (int i = 0; i < MAX_OBJECTS; i++) {
+        if (!objects[i].kind) {
+            objects[i].kind = kind;
+            snprintf(objects[i].key, sizeof objects[i].key, "%s", key);
+            return &objects[i];
+        }
+    }
+    give_up("no room for", key);
+    return NULL;
+}
+
+static void drop(object *o) {
+    *o = (object){0};
+}
+
+/* ---- Memory ---------------------------------------------------------------------------------------------------- */
+
+static int64_t global_index(const tb_local *local, int dim, int64_t i) {
+    for (size_t k = 0; k < local->nsegments[dim]; k++) {
+        const tb_segment *s = &local->segments[dim][k];
+        if (i < s->stop - s->start)
+            return s->start + i;
+        i -= s->stop - s->start;
+    }
+    return -1;
+}
+
+static uint32_t value_at(const memory *m, size_t i, uint32_t version) {
+    int64_t width = m->local.shape.dim[1];
+    int64_t row = global_index(&m->local, 0, (int64_t)i / width);
+    int64_t column = global_index(&m->local, 1, (int64_t)i % width);
+    return (version << 24) | (((uint32_t)(row * m->columns + column) + m->seed) & 0xffffff);
+}
+
+static int content(const memory *m) {
+    if (m->count == 0)
+        return IS_MIXED;
+    uint32_t version = m->data[0] >> 24;
+    bool is_whole = true, is_poison = true;
+    for (size_t i = 0; i < m->count; i++) {
+        is_whole &= m->data[i] == value_at(m, i, version);
+        is_poison &= m->data[i] == POISON;
+    }
+    return is_poison ? IS_POISON : is_whole ? (int)version : IS_MIXED;
+}
+
+static const char *content_name(int c, char text[16]) {
+    if (c < 0)
+        return c == IS_POISON ? "poison" : "mixed";
+    snprintf(text, 16, "%d", c);
+    return text;
+}
+
+static int content_of_all(const batch *b, const tb_pair *pair) {
+    int all = IS_MIXED;
+    bool is_first = true;
+    for (size_t i = 0; i < b->nmembers; i++) {
+        if (b->pairs[i] != pair)
+            continue;
+        int one = content(b->members[i]);
+        if (!is_first && one != all)
+            return IS_MIXED;
+        all = one;
+        is_first = false;
+    }
+    return all;
+}
+
+/* memory KEY alloc|malloc LAYOUT SEAT ROWS COLUMNS TENSOR */
+static void do_memory(void) {
+    memory *m = calloc(1, sizeof *m);
+    tb_layout *layout = NULL;
+    m->rows = number(5);
+    m->columns = number(6);
+    for (const char *c = word(7); *c; c++)
+        m->seed = m->seed * 31 + (uint32_t)*c * 7919;
+    tb_shape shape = {.ndim = 2, .dim = {m->rows, m->columns}};
+    m->is_shared = strcmp(word(2), "alloc") == 0;
+    tb_status status = tb_layout_parse(word(3), &layout);
+    if (status == TB_OK)
+        status = tb_layout_local(layout, &shape, (int32_t)number(4), &m->local);
+    tb_layout_destroy(layout);
+    if (status == TB_OK) {
+        m->count = (size_t)(m->local.shape.dim[0] * m->local.shape.dim[1]);
+        if (m->is_shared)
+            status = tb_alloc(m->count * sizeof *m->data, (void **)&m->data);
+        else
+            m->data = malloc(m->count * sizeof *m->data + 1);
+    }
+    if (status == TB_OK) {
+        for (size_t i = 0; i < m->count; i++)
+            m->data[i] = POISON;
+        make('m', word(1))->as.memory = m;
+    } else {
+        free(m);
+    }
+    answer(status);
+}
+
+static void do_fill(void) {
+    memory *m = find('m', word(1))->as.memory;
+    for (size_t i = 0; i < m->count; i++)
+        m->data[i] = value_at(m, i, (uint32_t)number(2));
+    answer(TB_OK);
+}
+
+static void do_poison(void) {
+    memory *m = find('m', word(1))->as.memory;
+    for (size_t i = 0; i < m->count; i++)
+        m->data[i] = POISON;
+    answer(TB_OK);
+}
+
+static void do_look(void) {
+    char text[16];
+    answer_values("%s", content_name(content(find('m', word(1))->as.memory), text));
+}
+
+static void do_free(void) {
+    object *o = find('m', word(1));
+    memory *m = o->as.memory;
+    tb_local_fini(&m->local);
+    if (m->is_shared)
+        tb_free(m->data);
+    else
+        free(m->data);
+    free(m);
+    drop(o);
+    answer(TB_OK);
+}
+
+/* ---- Worlds, clients, pairs ------------------------------------------------------------------------------------ */
+
+static void do_release(void) {
+    answer_values("%s", tb_version_string());
+}
+
+/* join URL GROUP INDEX SIZE; an MPI program has its URL, index and size from MPI */
+static void do_join(void) {
+    tb_world_opts opts = {.size = sizeof opts,
+                          .token = option("token"),
+                          .timeout_ms = (int)option_number("timeout"),
+                          .transport = option("transport"),
+                          .workers = 1,
+                          .host = option("host")};
+#ifdef TB_PROGRAM_MPI
+    answer(tb_world_from_mpi(MPI_COMM_WORLD, word(2), &opts, &world));
+#else
+    answer(tb_world_join(word(1), word(2), (int32_t)number(3), (int32_t)number(4), &opts, &world));
+#endif
+}
+
+static void do_enter(void) {
+    answer(tb_world_enter(world, word(1), (int32_t)number(2), (int32_t)number(3)));
+}
+
+static void do_rank(void) {
+    if (world)
+        answer_values("%" PRId32 "\t%" PRIu64, tb_world_rank(world), tb_world_incarnation(world));
+    else
+        answer_values("%" PRId32 "\t0", tb_client_rank(client));
+}
+
+static void do_leave(void) {
+    tb_world_destroy(world);
+    world = NULL;
+    answer(TB_OK);
+}
+
+static void do_connect(void) {
+    tb_client_opts opts = {.size = sizeof opts,
+                           .timeout_ms = (int)option_number("timeout"),
+                           .token = option("token"),
+                           .name = option("name")};
+    tb_client_close(client);
+    client = NULL;
+    answer(tb_client_connect(word(1), &opts, &client));
+}
+
+static void do_close(void) {
+    tb_client_close(client);
+    client = NULL;
+    answer(TB_OK);
+}
+
+/* pair KEY NAME REMOTE LAYOUT */
+static void do_pair(void) {
+    tb_pair_opts opts = {.size = sizeof opts,
+                         .group = option("group"),
+                         .timeout_ms = (int)option_number("timeout"),
+                         .no_wait = option("no_wait") != NULL};
+    tb_pair *pair = NULL;
+    tb_status status = client ? tb_client_init_pair(client, word(2), word(3), word(4), opts.timeout_ms)
+                              : tb_pair_create(world, word(2), word(3), word(4), &opts, &pair);
+    if (status == TB_OK) {
+        object *o = make('p', word(1));
+        o->as.pair = pair;
+        snprintf(o->name, sizeof o->name, "%s", word(2));
+    }
+    answer(status);
+}
+
+static void do_drop_pair(void) {
+    object *o = find('p', word(1));
+    if (o->as.pair)
+        tb_pair_destroy(o->as.pair);
+    drop(o);
+    answer(TB_OK);
+}
+
+/* ---- Batches --------------------------------------------------------------------------------------------------- */
+
+/* batch KEY NAME */
+static void do_batch(void) {
+    const char *commit = option("commit");
+    tb_batch_opts opts = {.size = sizeof opts,
+                          .bucket_size = option_number("bucket_size"),
+                          .group_window = (uint32_t)option_number("group_window"),
+                          .staged = option("staged") != NULL,
+                          .snapshot = option("snapshot") != NULL,
+                          .commit = commit && strcmp(commit, "shadow") == 0 ? TB_SHADOW : TB_IN_PLACE,
+                          .checksum = option("checksum") != NULL};
+    batch *b = calloc(1, sizeof *b);
+    tb_status status = client ? tb_client_batch_create(client, word(2), &opts, &b->of_agent)
+                              : tb_batch_create(world, word(2), &opts, &b->of_world);
+    if (status == TB_OK)
+        make('b', word(1))->as.batch = b;
+    else
+        free(b);
+    answer(status);
+}
+
+/* add BATCH PAIR TENSOR MEMORY */
+static void do_add(void) {
+    batch *b = find('b', word(1))->as.batch;
+    const object *p = find('p', word(2));
+    const memory *m = find('m', word(4))->as.memory;
+    const char *rows = option("rows");
+    tb_tensor t = {.data = m->data,
+                   .dtype = TB_U32,
+                   .ndim = 2,
+                   .shape = {rows ? option_number("rows") : m->rows, m->columns},
+                   .group = (uint32_t)option_number("group")};
+    tb_status status = b->of_agent ? tb_client_batch_add(b->of_agent, p->name, word(3), &t)
+                                   : tb_batch_add(b->of_world, p->as.pair, word(3), &t);
+    if (status == TB_OK && b->nmembers < MAX_MEMBERS) {
+        b->pairs[b->nmembers] = p->as.pair;
+        b->members[b->nmembers++] = m;
+    }
+    answer(status);
+}
+
+static void do_register(void) {
+    const batch *b = find('b', word(1))->as.batch;
+    int timeout_ms = (int)option_number("timeout");
+    answer(b->of_agent ? tb_client_register(b->of_agent, timeout_ms) : tb_batch_register(b->of_world, timeout_ms));
+}
+
+static void do_remove(void) {
+    const batch *b = find('b', word(1))->as.batch;
+    const object *p = find('p', word(2));
+    answer(b->of_agent ? tb_client_batch_remove_pair(b->of_agent, p->name)
+                       : tb_batch_remove_pair(b->of_world, p->as.pair));
+}
+
+static void do_drop_batch(void) {
+    object *o = find('b', word(1));
+    tb_client_batch_destroy(o->as.batch->of_agent);
+    tb_batch_destroy(o->as.batch->of_world);
+    free(o->as.batch);
+    drop(o);
+    answer(TB_OK);
+}
+
+/* What the pair's tensors have: version, is_torn. */
+static void do_version(void) {
+    const batch *b = find('b', word(1))->as.batch;
+    const object *p = find('p', word(2));
+    uint64_t version = 0;
+    bool is_torn = false;
+    tb_status status;
+    if (b->of_agent) {
+        tb_client_pair_state state = {0};
+        status = tb_client_query_pair(b->of_agent, p->name, &state);
+        version = state.version;
+        is_torn = state.is_torn;
+    } else {
+        status = tb_batch_version(b->of_world, p->as.pair, &version, &is_torn);
+    }
+    if (status == TB_OK)
+        answer_values("%" PRIu64 "\t%d", version, is_torn);
+    else
+        answer(status);
+}
+
+/* What an agent says of the batch: state, version, attempt, events, is_torn, error. */
+static void do_status(void) {
+    tb_client_status s = {0};
+    tb_status status = tb_client_query(find('b', word(1))->as.batch->of_agent, &s);
+    if (status == TB_OK)
+        answer_values("%s\t%" PRIu64 "\t%" PRIu64 "\t%u\t%d\t%s", s.state, s.version, s.attempt, s.events, s.is_torn,
+                      s.error);
+    else
+        answer(status);
+}
+
+/* ---- Transfers ------------------------------------------------------------------------------------------------- */
+
+static void add_to_log(transfer *t, const char *what, const char *text) {
+    pthread_mutex_lock(&t->lock);
+    size_t used = strlen(t->log);
+    snprintf(t->log + used, sizeof t->log - used, " %s:%s", what, text);
+    pthread_mutex_unlock(&t->lock);
+}
+
+static void on_committing(void *arg, bool is_done) {
+    transfer *t = arg;
+    char text[16];
+    add_to_log(t, is_done ? "after" : "before", content_name(content_of_all(t->batch, t->watched), text));
+}
+
+static void on_progress(void *arg, const tb_transfer_state *state) {
+    transfer *t = arg;
+    char text[16];
+    const tb_transfer_state *last = &t->reported;
+    snprintf(text, sizeof text, "%u", state->events);
+    if (!t->has_reported || last->events != state->events)
+        add_to_log(t, "events", text);
+    t->has_gone_back |= t->has_reported && (state->bytes_done < last->bytes_done ||
+                                            state->groups_done < last->groups_done || (last->events & ~state->events));
+    t->has_gone_back |= state->bytes_done > state->bytes_total || state->groups_done > state->groups_total;
+    t->reported = *state;
+    t->has_reported = true;
+}
+
+/* begin KEY BATCH send|recv */
+static void do_begin(void) {
+    transfer *t = calloc(1, sizeof *t);
+    tb_status status;
+    int timeout_ms = (int)option_number("timeout");
+    bool skip_lost = option("skip_lost") != NULL, hold = option("hold") != NULL;
+    pthread_mutex_init(&t->lock, NULL);
+    t->batch = find('b', word(2))->as.batch;
+    t->is_send = strcmp(word(3), "send") == 0;
+    t->watched = option("watched") ? find('p', option("watched"))->as.pair : NULL;
+    if (t->batch->of_agent) {
+        tb_client_transfer_opts opts = {
+            .size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = true, .skip_lost = skip_lost, .hold = hold};
+        status = tb_client_transfer(t->batch->of_agent, t->is_send, &opts);
+    } else {
+        tb_transfer_opts opts = {.size = sizeof opts,
+                                 .timeout_ms = timeout_ms,
+                                 .progress = on_progress,
+                                 .arg = t,
+                                 .group = option("group"),
+                                 .committing = on_committing,
+                                 .skip_lost = skip_lost,
+                                 .hold = hold};
+        status = (t->is_send ? tb_send : tb_recv)(t->batch->of_world, &opts, &t->of_world);
+    }
+    if (status == TB_OK)
+        make('t', word(1))->as.transfer = t;
+    else
+        free(t);
+    answer(status);
+}
+
+static tb_event event_of(const char *name) {
+    static const struct {
+        const char *name;
+        tb_event event;
+    } events[] = {
+        {"released", TB_RELEASED}, {"arrived", TB_ARRIVED}, {"committed", TB_COMMITTED}, {"decided", TB_DECIDED}};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++) {
+        if (strcmp(name, events[i].name) == 0)
+            return events[i].event;
+    }
+    give_up("there is no event", name);
+    return TB_RELEASED;
+}
+
+/* wait KEY EVENT MS */
+static void do_wait(void) {
+    transfer *t = find('t', word(1))->as.transfer;
+    tb_event event = event_of(word(2));
+    int timeout_ms = (int)number(3);
+    answer(t->of_world ? tb_wait(t->of_world, event, timeout_ms)
+                       : tb_client_wait(t->batch->of_agent, t->is_send, event, timeout_ms));
+}
+
+/* wait_group KEY GROUP MS */
+static void do_wait_group(void) {
+    answer(tb_wait_group(find('t', word(1))->as.transfer->of_world, (uint32_t)number(2), (int)number(3)));
+}
+
+static void do_proceed(void) {
+    transfer *t = find('t', word(1))->as.transfer;
+    answer(t->of_world ? tb_proceed(t->of_world) : tb_client_proceed(t->batch->of_agent));
+}
+
+static void do_cancel(void) {
+    tb_cancel(find('t', word(1))->as.transfer->of_world);
+    answer(TB_OK);
+}
+
+static void answer_state(const tb_transfer_state *s) {
+    answer_values("%s\t%u\t%" PRIu64 "\t%" PRIu64 "\t%" PRId64 "\t%" PRId64 "\t%u\t%u", status_names[-(int)s->status],
+                  s->events, s->attempt, s->version, s->bytes_done, s->bytes_total, s->groups_done, s->groups_total);
+}
+
+/* status, events, attempt, version, bytes_done, bytes_total, groups_done, groups_total */
+static void do_query(void) {
+    const transfer *t = find('t', word(1))->as.transfer;
+    tb_transfer_state s = {0};
+    if (t->of_world) {
+        tb_transfer_query(t->of_world, &s);
+    } else {
+        tb_client_status of_agent = {0};
+        tb_status status = tb_client_query(t->batch->of_agent, &of_agent);
+        if (status != TB_OK) {
+            answer(status);
+            return;
+        }
+        s = (tb_transfer_state){.status = *of_agent.error ? TB_INTERNAL : TB_OK,
+                                .events = of_agent.events,
+                                .attempt = of_agent.attempt,
+                                .version = of_agent.version,
+                                .bytes_done = of_agent.bytes_done,
+                                .bytes_total = of_agent.bytes_total,
+                                .groups_done = of_agent.groups_done,
+                                .groups_total = of_agent.groups_total};
+    }
+    answer_state(&s);
+}
+
+/* Of one pair, as above. */
+static void do_query_pair(void) {
+    const transfer *t = find('t', word(1))->as.transfer;
+    const object *p = find('p', word(2));
+    tb_transfer_state s = {0};
+    if (t->of_world) {
+        tb_transfer_pair(t->of_world, p->as.pair, &s);
+    } else {
+        tb_client_pair_state of_agent = {0};
+        tb_status status = tb_client_query_pair(t->batch->of_agent, p->name, &of_agent);
+        if (status != TB_OK) {
+            answer(status);
+            return;
+        }
+        s.status = of_agent.status;
+        s.version = of_agent.version;
+    }
+    answer_state(&s);
+}
+
+/* Whether the descriptor is readable within so many ms. */
+static void do_readable(void) {
+    const transfer *t = find('t', word(1))->as.transfer;
+    struct pollfd fd = {.fd = t->of_world ? tb_transfer_fd(t->of_world) : tb_client_fd(client), .events = POLLIN};
+    answer_values("%d", poll(&fd, 1, (int)number(2)) == 1);
+}
+
+/* What the callbacks saw; whether anything has gone back; the last events and bytes that progress was told. */
+static void do_log(void) {
+    transfer *t = find('t', word(1))->as.transfer;
+    pthread_mutex_lock(&t->lock);
+    answer_values("%s\t%d\t%u\t%" PRId64, *t->log ? t->log + 1 : "", t->has_gone_back, t->reported.events,
+                  t->reported.bytes_done);
+    pthread_mutex_unlock(&t->lock);
+}
+
+static void do_end(void) {
+    object *o = find('t', word(1));
+    tb_transfer_destroy(o->as.transfer->of_world);
+    free(o->as.transfer);
+    drop(o);
+    answer(TB_OK);
+}
+
+/* From now on an agent that has no capabilities may not look at this process. */
+static void do_close_to_agents(void) {
+    prctl(PR_SET_DUMPABLE, 0);
+    answer(TB_OK);
+}
+
+/* ---- Commands -------------------------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} commands[] = {
+#define COMMAND(name)                                                                                                  \
+    { #name, do_##name }
+    COMMAND(memory),  COMMAND(fill),           COMMAND(poison),     COMMAND(look),       COMMAND(free),
+    COMMAND(release), COMMAND(join),           COMMAND(enter),      COMMAND(rank),       COMMAND(leave),
+    COMMAND(connect), COMMAND(close),          COMMAND(pair),       COMMAND(drop_pair),  COMMAND(batch),
+    COMMAND(add),     COMMAND(register),       COMMAND(remove),     COMMAND(drop_batch), COMMAND(version),
+    COMMAND(status),  COMMAND(begin),          COMMAND(wait),       COMMAND(wait_group), COMMAND(proceed),
+    COMMAND(cancel),  COMMAND(query),          COMMAND(query_pair), COMMAND(readable),   COMMAND(log),
+    COMMAND(end),     COMMAND(close_to_agents)
+#undef COMMAND
+};
+
+static void run(char *line) {
+    nwords = 0;
+    line[strcspn(line, "\n")] = 0;
+    for (char *rest = line; rest && nwords < MAX_WORDS;)
+        words[nwords++] = strsep(&rest, "\t");
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
+        if (strcmp(words[0], commands[i].name) == 0) {
+            commands[i].run();
+            fflush(stdout);
+            return;
+        }
+    }
+    give_up("there is no command", words[0]);
+}
+
+int main(int argc, char **argv) {
+    static char line[LINE];
+    FILE *in = stdin;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* an agent reads memory that is not of tb_alloc */
+#ifdef TB_PROGRAM_MPI
+    /* Ranks have no standard input of their own: each reads FOLDER/RANK.in, and writes FOLDER/RANK.out. */
+    int provided, rank;
+    char path[200];
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    snprintf(path, sizeof path, "%s/%d.in", argv[1], rank);
+    in = fopen(path, "re");
+    snprintf(path, sizeof path, "%s/%d.out", argv[1], rank);
+    if (!in || !freopen(path, "we", stdout))
+        give_up("can't open", path);
+#else
+    (void)argc;
+    (void)argv;
+#endif
+    while (fgets(line, sizeof line, in))
+        run(line);
+#ifdef TB_PROGRAM_MPI
+    tb_world_destroy(world);
+    MPI_Finalize();
+#endif
+    return 0;
+}
