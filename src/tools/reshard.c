@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/resource.h>
 
-enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, SYNC, DRY_RUN, JSON, NOPTIONS };
+enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, SYNC, DRY_RUN, JSON, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
@@ -19,6 +19,7 @@ static const tool_option options[NOPTIONS + 1] = {
     [MEMORY] = {"memory", "SIZE", "the most memory to use, at least 16MiB; default 1GiB"},
     [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
     [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
+    [TRUST] = {"trust-replicas", NULL, "do not compare source ranks that hold the same; the first one is read"},
     [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
@@ -33,7 +34,8 @@ static const char details[] =
     "             {\"match\": \"*.rotary_emb.*\", \"skip\": true},\n"
     "             {\"match\": \"*\"}]}\n"
     "A side that is left out is replicated over its mesh; a mesh that is left out is rank 0. Shapes are\n"
-    "worked out from the files where the spec gives none. A tensor without entry and rule is an error.\n"
+    "worked out from the files where the spec gives none. A tensor without entry and rule is an error. So are\n"
+    "source ranks that should hold the same, but differ: a tensor that is cut needs a rule that says so.\n"
     "\"quantisation\": \"mxfp8\", \"fp8_block\", \"fp8_tensor\" or \"nvfp4\" in 'dst' writes data and scales, in "
     "'src'\n"
     "reads them. docs/reshard.md explains every key.\n"
@@ -103,6 +105,7 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
     opts->threads = (int)threads;
     opts->is_model = value[HF] != NULL;
     opts->verify = value[VERIFY] != NULL;
+    opts->trust_replicas = value[TRUST] != NULL;
     opts->sync = value[SYNC] != NULL;
     return TB_OK;
 }
@@ -215,6 +218,8 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
     tb__text_add(out, "],\"tensors\":[");
     add_json_tensors(out, disk);
     tb__text_add(out, "]");
+    tb__text_add(out, ",\"replicated\":%zu,\"replica_bytes\":%" PRId64 ",\"replicas\":\"%s\"", disk->nreplicated,
+                 disk->replica_nbytes, value[TRUST] ? "trusted" : "compared");
     if (!value[DRY_RUN])
         tb__text_add(out, ",\"seconds\":%.6f,\"verified\":%s,\"peak_memory\":%" PRId64, seconds,
                      value[VERIFY] ? "true" : "false", peak_memory());
@@ -233,6 +238,12 @@ static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *va
     tb__text_add(out, "\nranks     ");
     tool_add_ranks(out, disk->ranks, disk->nranks, 16);
     tb__text_add(out, "\n");
+    if (disk->nreplicated > 0)
+        tb__text_add(out, "replicas  of %zu tensor%s, %s: %s\n", disk->nreplicated, disk->nreplicated == 1 ? "" : "s",
+                     tool_size(disk->replica_nbytes).text,
+                     value[TRUST]     ? "not compared"
+                     : value[DRY_RUN] ? "will be compared with the first"
+                                      : "the same as the first");
 }
 
 static tb_status report(tb__text *out, const tb__disk *disk, const char *const *value, double seconds) {
@@ -309,7 +320,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_reshard = {
     .name = "reshard",
     .summary = "turn a checkpoint sharded one way into one sharded another way",
-    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--json]\n"
+    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
              "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
              "--spec FILE --in DIR --dry-run [--json]",
     .details = details,

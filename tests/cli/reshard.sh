@@ -102,6 +102,32 @@ not_printed scale
 accepted reshard --spec "$tmp/fp8.json" --in "$tmp/plain" --dry-run --json
 printed '"quantisation":"fp8_tensor","group":"layers.0.weight"'
 
+# sharded tensors that the spec takes for replicated
+mkdir "$tmp/tp4"
+header='{"norm":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"up_proj":{"dtype":"U8","shape":[2,3],"data_offsets":[2,8]}}'
+for rank in 0 1 2 3; do
+    sparse "$tmp/tp4/rank_$rank.safetensors" "$header" 0
+    printf 'nnshard%s' "$rank" >>"$tmp/tp4/rank_$rank.safetensors"
+done
+printf '{"src_mesh": [4], "rules": [{"match": "*"}]}' >"$tmp/forgotten.json"
+printf '{"src_mesh": [4], "rules": [{"match": "up_proj", "src": "Shard(0)"}, {"match": "*"}]}' >"$tmp/complete.json"
+for option in --verify --sync; do
+    refused "tensor 'up_proj': by the spec ranks 0, 1, 2, 3 hold the same, but in the files ranks 1, 2, 3 differ from \
+rank 0, at byte 5 first; do they hold shards of it?" \
+        reshard --spec "$tmp/forgotten.json" --in "$tmp/tp4" --out "$tmp/whole" --hf $option
+    nothing_left "$tmp/whole"
+done
+accepted reshard --spec "$tmp/forgotten.json" --in "$tmp/tp4" --dry-run
+printed '^replicas  of 2 tensors, 24 B: will be compared with the first$'
+accepted reshard --spec "$tmp/complete.json" --in "$tmp/tp4" --out "$tmp/whole" --hf --verify
+printed '^replicas  of 1 tensor, 6 B: the same as the first$'
+tail -c 26 "$tmp/whole/model.safetensors" | grep -q '^nnshard0shard1shard2shard3$' || fail 'shards that are not what they were'
+rm -r "$tmp/whole"
+accepted reshard --spec "$tmp/forgotten.json" --in "$tmp/tp4" --out "$tmp/whole" --hf --verify --trust-replicas --json
+printed '"replicated":2,"replica_bytes":24,"replicas":"trusted"'
+tail -c 8 "$tmp/whole/model.safetensors" | grep -q '^nnshard0$' || fail 'the first replica was not read'
+rm -r "$tmp/whole"
+
 # bad input: options
 out_dir=$tmp/none
 refused '--spec is missing' reshard
