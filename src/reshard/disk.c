@@ -296,7 +296,7 @@ static tb_status settle(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule 
 }
 
 static tb_status check_sides(const tb__disk *disk, const tb__disk_tensor *t, const tb__spec_rule *rule) {
-    if (tb__disk_input_is_model(disk->input) && tb_layout_nranks(t->src) != 1)
+    if (tb__disk_input_model(disk->input) && tb_layout_nranks(t->src) != 1)
         return tb__fail(TB_INVALID, "its source mesh has %" PRId32 " ranks, but the source is a model, which is one",
                         tb_layout_nranks(t->src));
     return rule->has_shape ? TB_OK : check_deducible(t);
@@ -404,11 +404,11 @@ static tb_status add_tensors(tb__disk *disk, const tb__spec *spec) {
     return status;
 }
 
-static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir) {
+static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir, bool ignore_unindexed) {
     int32_t *ranks;
     size_t nranks;
     TB_TRY(list_ranks(spec, false, &ranks, &nranks));
-    tb_status status = tb__disk_input_open(dir, ranks, nranks, &disk->input);
+    tb_status status = tb__disk_input_open(dir, ranks, nranks, ignore_unindexed, &disk->input);
     free(ranks);
     TB_TRY(status);
     TB_TRY(list_ranks(spec, true, &disk->ranks, &disk->nranks));
@@ -416,11 +416,11 @@ static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir)
     return add_tensors(disk, spec);
 }
 
-tb_status tb__disk_open(const tb__spec *spec, const char *dir, tb__disk **out) {
+tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out) {
     tb__disk *disk = tb__calloc(1, sizeof *disk);
     if (!disk)
         return TB_NO_MEMORY;
-    tb_status status = open_all(disk, spec, dir);
+    tb_status status = open_all(disk, spec, dir, ignore_unindexed);
     if (status != TB_OK)
         tb__disk_close(disk);
     else
@@ -437,6 +437,10 @@ void tb__disk_close(tb__disk *disk) {
     tb__arena_fini(&disk->arena);
     free(disk->ranks);
     free(disk);
+}
+
+const tb__checkpoint *tb__disk_model(const tb__disk *disk) {
+    return tb__disk_input_model(disk->input);
 }
 
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out) {

@@ -17,10 +17,11 @@ typedef struct tb__disk_source {
 } tb__disk_source;
 
 /* `ranks`, ascending, are those that the spec wants. */
-tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, tb__disk_input **out);
+tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, bool ignore_unindexed,
+                              tb__disk_input **out);
 void tb__disk_input_close(tb__disk_input *input);
 
-bool tb__disk_input_is_model(const tb__disk_input *input);
+const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input); /* NULL: files of ranks */
 
 /* Of a model, every rank has everything. */
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name);

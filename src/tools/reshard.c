@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/resource.h>
 
-enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, SYNC, DRY_RUN, JSON, NOPTIONS };
+enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, UNINDEXED, SYNC, DRY_RUN, JSON, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
@@ -20,6 +20,7 @@ static const tool_option options[NOPTIONS + 1] = {
     [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
     [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
     [TRUST] = {"trust-replicas", NULL, "do not compare source ranks that hold the same; the first one is read"},
+    [UNINDEXED] = {"ignore-unindexed", NULL, "leave out tensors of the model's files that its index does not have"},
     [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
@@ -218,6 +219,11 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
     tb__text_add(out, "],\"tensors\":[");
     add_json_tensors(out, disk);
     tb__text_add(out, "]");
+    const tb__checkpoint *model = tb__disk_model(disk);
+    if (model) {
+        tb__text_add(out, ",\"unindexed\":");
+        tool_add_unindexed_json(out, model);
+    }
     tb__text_add(out, ",\"replicated\":%zu,\"replica_bytes\":%" PRId64 ",\"replicas\":\"%s\"", disk->nreplicated,
                  disk->replica_nbytes, value[TRUST] ? "trusted" : "compared");
     if (!value[DRY_RUN])
@@ -228,8 +234,16 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
 }
 
 static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *value) {
+    const tb__checkpoint *model = tb__disk_model(disk);
     tb__text_add(out, "source    %s, ", value[IN]);
     tool_add_size(out, disk->src_nbytes);
+    if (model && model->index_nbytes >= 0 && model->index_nbytes != model->nbytes)
+        tb__text_add(out, "\nindex     says %" PRId64 " bytes, but its tensors have %" PRId64, model->index_nbytes,
+                     model->nbytes);
+    if (model && model->nunindexed > 0) {
+        tb__text_add(out, "\nignored   ");
+        tool_add_unindexed(out, model);
+    }
     tb__text_add(out, "\ntarget    %s, ", value[OUT] ? value[OUT] : "not given");
     tool_add_size(out, disk->dst_nbytes);
     tb__text_add(out, "\ntensors   %zu", disk->count);
@@ -295,7 +309,7 @@ static tb_status run_all(const char *const *value, tb__text *out) {
     allow_many_files();
     tb_status status = tb__spec_load(value[SPEC], &spec);
     if (status == TB_OK)
-        status = tb__disk_open(spec, value[IN], &disk);
+        status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);
     if (status == TB_OK && opts.is_model && disk->nranks != 1)
         status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
     if (status == TB_OK && !value[DRY_RUN])

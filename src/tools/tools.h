@@ -93,6 +93,11 @@ void tool_add_shape(tb__text *out, const tb_shape *shape);
 void tool_add_ranks(tb__text *out, const int32_t *ranks, size_t count, size_t most);
 /* "[0:4, 8:16]", half-open, as buckets are dumped. */
 void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *len);
+void tool_add_name(tb__text *out, const char *name); /* control characters become ? */
+/* How many tensors in the directory of a model are not part of it, and the first of them; all, as a JSON array. */
+struct tb__checkpoint;
+void tool_add_unindexed(tb__text *out, const struct tb__checkpoint *model);
+void tool_add_unindexed_json(tb__text *out, const struct tb__checkpoint *model);
 /* The layout as text, cut short where it has long lists. */
 void tool_add_layout(tb__text *out, const tb_layout *layout);
 

@@ -128,6 +128,37 @@ printed '"replicated":2,"replica_bytes":24,"replicas":"trusted"'
 tail -c 8 "$tmp/whole/model.safetensors" | grep -q '^nnshard0$' || fail 'the first replica was not read'
 rm -r "$tmp/whole"
 
+# tensors that the index of a model does not have
+mkdir "$tmp/indexed"
+cp "$model"/model-0000* "$tmp/indexed"
+sed -e '/"norm"/d' -e 's/\("layers.1.*\),/\1/' "$model/model.safetensors.index.json" >"$tmp/indexed/model.safetensors.index.json"
+refused "/indexed: tensor 'norm' is in 'model-00002-of-00002.safetensors', but not in model.safetensors.index.json; \
+--ignore-unindexed goes on without" reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+refused "tensor 'norm' is in " reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run
+accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/without" --verify --ignore-unindexed
+printed '^index     says 96 bytes, but its tensors have 84$'
+printed '^ignored   1 tensor of the files, which the index does not have: norm (model-00002-of-00002.safetensors)$'
+printed '^tensors   3$'
+rm -r "$tmp/without"
+accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run --json --ignore-unindexed
+printed '"unindexed":\[{"file":"model-00002-of-00002.safetensors","name":"norm"}\]'
+cp "$model/model.safetensors.index.json" "$tmp/indexed"
+cp "$TB_GOLDEN/safetensors/names.safetensors" "$tmp/indexed/model-00003-of-00003.safetensors"
+refused "' is in 'model-00003-of-00003.safetensors', but not in model.safetensors.index.json, and so for [0-9]* more; " \
+    reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+cp "$model/model-00001-of-00002.safetensors" "$tmp/indexed/model-00003-of-00003.safetensors"
+refused "tensor 'embed.weight' is in 'model-00003-of-00003.safetensors', but model.safetensors.index.json has it in \
+'model-00001-of-00002.safetensors', and so for 1 more; " \
+    reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+rm "$tmp/indexed/model-00003-of-00003.safetensors"
+cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/indexed/extra.safetensors" # nothing is lost with it
+accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run
+cp "$model/model-00001-of-00002.safetensors" "$tmp/indexed/model.safetensors"
+refused "/indexed: model.safetensors.index.json has tensor 'layers.1.weight' in 'model-00002-of-00002.safetensors', but \
+model.safetensors comes before it and does not have the tensor, and so for 1 more; " \
+    reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+nothing_left "$tmp/none"
+
 # bad input: options
 out_dir=$tmp/none
 refused '--spec is missing' reshard
