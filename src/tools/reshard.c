@@ -41,7 +41,8 @@ static const char details[] =
     "'src'\n"
     "reads them. docs/reshard.md explains every key.\n"
     "\n"
-    "Files have temporary names until all are complete. Whatever fails leaves nothing behind.\n"
+    "Files have temporary names until all are complete. Whatever fails leaves nothing behind. A run that is\n"
+    "killed (SIGKILL) leaves its temporary files; the next run into the same directory removes them.\n"
     "\n"
     "Examples:\n"
     "  tensorbus reshard --spec tp4_to_tp2.json --in step_1000 --out step_1000_tp2 --verify\n"
@@ -291,6 +292,19 @@ static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_o
     return status;
 }
 
+/* What runs into the same directory left there when they were killed. */
+static tb_status remove_leftovers(const char *dir) {
+    tb__leftovers found;
+    TB_TRY(tb__leftovers_remove(dir, &found));
+    if (found.count > 0)
+        tool_say("%s: removed %zu temporary file%s (%s) of a run that was killed", dir, found.count,
+                 found.count == 1 ? "" : "s", tool_size(found.nbytes).text);
+    if (found.nstuck > 0)
+        tool_say("%s: %zu temporary file%s of a run that was killed can't be removed", dir, found.nstuck,
+                 found.nstuck == 1 ? "" : "s");
+    return TB_OK;
+}
+
 /* Every rank's file is open at once. */
 static void allow_many_files(void) {
     struct rlimit limit;
@@ -312,6 +326,8 @@ static tb_status run_all(const char *const *value, tb__text *out) {
         status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);
     if (status == TB_OK && opts.is_model && disk->nranks != 1)
         status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
+    if (status == TB_OK && !value[DRY_RUN])
+        status = remove_leftovers(value[OUT]);
     if (status == TB_OK && !value[DRY_RUN])
         status = reshard(disk, value[OUT], &opts, &seconds);
     if (status == TB_OK)

@@ -56,7 +56,10 @@ tb_status tool_read_rank(const char *text, int32_t *out);
 /* The subcommand whose name sentences begin with; NULL: none. */
 void tool_set_command(const char *name);
 
-/* Prints one sentence on standard error; returns `exit_status`. */
+/* Prints one sentence on standard error. */
+void tool_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* The same for what ends the command; returns `exit_status`. */
 int tool_fail(int exit_status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same for the last failed call of the library, whose status tells the exit status. */

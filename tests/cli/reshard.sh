@@ -263,6 +263,63 @@ peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
 tail -c $nbytes "$tmp/done/rank_0.safetensors" | cmp -s -n $nbytes - /dev/zero || fail 'zeros did not come back'
 rm -rf "$tmp/done" "$tmp/nvfp4" "$tmp/wide"
 
+# what killed runs left goes away with the next run, but not what a run holds
+mkdir "$tmp/left"
+for file in rank_0.safetensors rank_1.safetensors model.safetensors.index.json; do
+    head -c 100000 /dev/zero >"$tmp/left/.$file.4711.0.tmp"
+done
+head -c 1000 /dev/zero >"$tmp/left/.held.safetensors.4711.0.tmp"
+: >"$tmp/left/.config.json.1.0.tmp"
+if command -v flock >/dev/null; then
+    mkfifo "$tmp/locked" "$tmp/enough"
+    # shellcheck disable=SC2016 # the inner shell expands these
+    flock -x "$tmp/left/.held.safetensors.4711.0.tmp" \
+        sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
+    holder=$!
+    read -r _ <"$tmp/locked"
+else
+    echo 'not tested: a file that is held, since there is no flock'
+    rm "$tmp/left/.held.safetensors.4711.0.tmp"
+    holder=
+fi
+accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left" --dry-run
+[ -e "$tmp/left/.rank_0.safetensors.4711.0.tmp" ] || fail 'a dry run removed something'
+run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+expect_status 0 'a run into a directory with leftovers'
+grep -q '^tensorbus reshard: .*/left: removed 3 temporary files ([0-9.]* KiB) of a run that was killed$' "$err" ||
+    fail "leftovers: said $(cat "$err")"
+if [ -n "$holder" ]; then
+    [ -e "$tmp/left/.held.safetensors.4711.0.tmp" ] || fail 'a file that another process holds was removed'
+    echo >"$tmp/enough"
+    wait "$holder"
+    rm "$tmp/left/.held.safetensors.4711.0.tmp"
+fi
+[ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
+# the same with a run that is killed
+"$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/killed" --threads 1 --verify --sync \
+    >"$out" 2>"$err" &
+pid=$!
+tries=0
+while [ $tries -lt 1000 ] && [ -z "$(ls -A "$tmp/killed" 2>/dev/null)" ] && kill -0 $pid 2>/dev/null; do
+    tries=$((tries + 1))
+    sleep 0.01
+done
+kill -KILL $pid 2>/dev/null
+wait $pid 2>/dev/null
+status=$?
+if [ "$status" -eq 137 ]; then
+    run reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/killed"
+    expect_status 0 'a run after one that was killed'
+    grep -q '/killed: removed [12] temporary files* (.*) of a run that was killed$' "$err" ||
+        fail "after a run that was killed: said $(cat "$err")"
+    [ "$(find "$tmp/killed" -type f | wc -l)" -eq 2 ] || fail "strange files: $(ls -A "$tmp/killed")"
+else
+    echo 'not tested: a run that is killed, since it was over before that'
+fi
+rm -rf "$tmp/killed"
+
 # a run that is ended from outside tidies up
 "$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/ended" --threads 1 --verify --sync \
     >"$out" 2>"$err" &
