@@ -1,7 +1,8 @@
 /* The `tensorbus` command: what its subcommands share.
  *
  * A subcommand works out everything first, builds its output as text, and prints it at the end; so whatever fails
- * leaves nothing on standard output but one sentence on standard error. */
+ * leaves nothing on standard output but one sentence on standard error. What takes minutes, like `bench`, prints each
+ * result when it is there. */
 #ifndef TB_TOOLS_TOOLS_H
 #define TB_TOOLS_TOOLS_H
 
@@ -114,14 +115,18 @@ typedef struct tool_table {
     struct {
         const char *title;
         bool is_number; /* stands at the right of its column */
+        int width;      /* at least */
     } column[TOOL_MAX_COLUMNS];
     TB_VEC(char *) cells;
+    bool is_begun; /* the titles were added */
     bool failed;
 } tool_table;
 
 void tool_table_column(tool_table *table, const char *title, bool is_number);
+void tool_table_width(tool_table *table, int width); /* of the last column, at least */
 void tool_table_cell(tool_table *table, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void tool_table_take(tool_table *table, tb__text *cell);  /* empties `cell` */
+void tool_table_flush(tool_table *table, tb__text *out);  /* adds the rows so far to the text; more may follow */
 void tool_table_finish(tool_table *table, tb__text *out); /* adds the table to the text and frees it */
 
 /* Whether standard output is a terminal that wants colours; the codes are "" where it is not. */

@@ -79,9 +79,43 @@ begin
 kill -INT "-$job"
 ended 130 '^tensorbus bench: ended by signal 2 (Interrupt)$' 'SIGINT to the group'
 
-begin
+# a line that fails: the others are measured
+start bench --size 16MiB --rounds 300 --only row_col,quant_mxfp8
+hold || fail "it was not caught at work: $(cat "$err")"
 kill -KILL "$(ranks | sed -n 6p)"
-ended 1 '^tensorbus bench: row_col: to 1 was ended by signal 9 (Killed)$' 'SIGKILL to a rank'
+wait "$job" 2>/dev/null
+status=$?
+expect_status 1 'SIGKILL to a rank'
+printed '^row_col: failed: to 1 was ended by signal 9 (Killed)$'
+printed '^quant_mxfp8  '
+lines 3
+[ "$(cat "$err")" = 'tensorbus bench: row_col: to 1 was ended by signal 9 (Killed)' ] ||
+    fail "SIGKILL to a rank: said $(cat "$err")"
+[ -z "$(in_session "$job")" ] || fail "SIGKILL to a rank: left processes behind: $(in_session "$job")"
+clean 'SIGKILL to a rank'
+
+# a line is there as soon as it is measured, whatever ends the command afterwards
+setsid env --default-signal=INT "$TENSORBUS" bench --size 1MiB --rounds 300 --only quant_mxfp8,bus_model --json \
+    >"$out" 2>"$err" </dev/null &
+job=$!
+while is_running && [ ! -s "$out" ]; do
+    sleep 0.01
+done
+kill -INT "$job" 2>/dev/null
+wait "$job" 2>/dev/null
+status=$?
+expect_status 130 'SIGINT after the first line'
+lines 1
+printed '^{"name":"quant_mxfp8",.*"rounds":300,'
+clean 'SIGINT after the first line'
+
+# nobody who reads it
+if [ -w /dev/full ]; then
+    "$TENSORBUS" bench --size 1MiB --rounds 1 --only quant_mxfp8,row_col >/dev/full 2>"$err" </dev/null
+    status=$?
+    expect_status 1 'output to a full device'
+    [ "$(wc -l <"$err")" -eq 1 ] || fail "output to a full device: said $(cat "$err")"
+fi
 
 # agents go with it, too
 start bench --size 16MiB --rounds 1000 --only bus_model
