@@ -48,6 +48,11 @@ tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
     }
     if (S_ISDIR(about.st_mode))
         return look_into(path, out);
+    const char *slash = strrchr(path, '/');
+    if (strcmp(slash ? slash + 1 : path, TB__MODEL_INDEX) == 0) {
+        tb__set_detail("it is an index; the model is the directory that it is in");
+        return tb__file_fail(TB_INVALID, path);
+    }
     *out = TB__CHECKPOINT_FILE;
     return TB_OK;
 }

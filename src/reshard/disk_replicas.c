@@ -117,7 +117,8 @@ static int64_t first_difference(const unsigned char *a, const unsigned char *b, 
     return i;
 }
 
-static const char advice[] = "do they hold shards of it? Then its 'src' in the spec has to say how it is cut";
+static const char advice[] = "do they hold shards of it? Then its 'src' in the spec has to say how it is cut; "
+                             "--trust-replicas reads the first";
 
 /* ---- Copies -------------------------------------------------------------------------------------------------- */
 

@@ -96,6 +96,8 @@ refused "unknown option '-'" inspect -
 refused "unknown option '--frobnicate'" inspect "$golden/model" --frobnicate
 refused '/none: can.t be opened: No such file' inspect "$tmp/none"
 refused 'it holds no model.safetensors, no ' inspect "$golden"
+refused '/model.safetensors.index.json: it is an index; the model is the directory' \
+    inspect "$golden/model/model.safetensors.index.json"
 printf 'hello' >"$bad"
 refused '/bad.safetensors: it has 5 bytes, too few' inspect "$bad"
 printf '\016\0\0\0\0\0\0\0{"a":{"b":1}} ' >"$bad"
