@@ -451,8 +451,26 @@ static tb_status run_hosts(bench *b) {
 
 /* ---- All ----------------------------------------------------------------------------------------------------- */
 
+/* How much the first line moves, by how long it takes to fill some memory: a line takes ten times as long, at least, as
+ * it takes to make the buffers. */
+static tb_status choose_size(bench *b) {
+    enum { PROBE = 64 << 20, TIMES = 10 };
+    tool_buffers probe = {0};
+    int64_t began = tool_now_ns(), size = b->size;
+    if (b->is_size_given || b->budget_ns == 0)
+        return TB_OK;
+    TB_TRY(tool_buffers_init(&probe, PROBE));
+    int64_t took = (tool_now_ns() - began) * TIMES * (size / PROBE);
+    tool_buffers_fini(&probe);
+    b->size = bench_fit_size(size, took / 2, b->budget_ns);
+    if (b->size < size)
+        tool_say("memory is slow here: lines move %s instead of %s", tool_size(b->size).text, tool_size(size).text);
+    return TB_OK;
+}
+
 static tb_status run_all(bench *b) {
     tool_show_line("making the buffers of memcpy");
+    TB_TRY(choose_size(b));
     TB_TRY(tool_buffers_init(&b->buffers, (size_t)b->size));
     for (size_t i = 0; i < bench_ncases; i++) {
         const bench_case *c = &bench_cases[i];
