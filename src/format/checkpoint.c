@@ -1,9 +1,11 @@
 /* Models of one file or several, seen as one set of tensors. */
 #include "format/checkpoint.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -46,6 +48,11 @@ tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
     }
     if (S_ISDIR(about.st_mode))
         return look_into(path, out);
+    const char *slash = strrchr(path, '/');
+    if (strcmp(slash ? slash + 1 : path, TB__MODEL_INDEX) == 0) {
+        tb__set_detail("it is an index; the model is the directory that it is in");
+        return tb__file_fail(TB_INVALID, path);
+    }
     *out = TB__CHECKPOINT_FILE;
     return TB_OK;
 }
@@ -122,7 +129,6 @@ static tb_status open_part(tb__checkpoint *c, const char *dir, const entry *entr
             return tb__fail(TB_TOO_BIG, "the tensors have more than 2^62 bytes together");
         c->nbytes += t->nbytes;
     }
-    c->nignored += file->header.count - n;
     return TB_OK;
 }
 
@@ -195,6 +201,160 @@ static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path
     return status;
 }
 
+/* ---- What is not part of the model --------------------------------------------------------------------------- */
+
+typedef TB_VEC(tb__unindexed) unindexed_list;
+
+static const char *base_name(const tb__safetensors *file) {
+    const char *slash = strrchr(file->path, '/');
+    return slash ? slash + 1 : file->path;
+}
+
+static tb_status keep_string(tb__checkpoint *c, const char *string, const char **out) {
+    size_t nbytes = strlen(string) + 1;
+    char *kept = tb__arena_alloc(&c->arena, nbytes, 1);
+    if (!kept)
+        return TB_NO_MEMORY;
+    memcpy(kept, string, nbytes);
+    *out = kept;
+    return TB_OK;
+}
+
+static const char *indexed_in(const tb__checkpoint *c, const char *name) {
+    const tb__checkpoint_tensor *found = tb__checkpoint_find(c, name);
+    return found ? base_name(c->files[found->file]) : NULL;
+}
+
+static tb_status list_part(const tb__checkpoint *c, size_t file, unindexed_list *out) {
+    const tb__safetensors_header *header = &c->files[file]->header;
+    for (size_t i = 0; i < header->count; i++) {
+        const char *name = header->by_name[i]->name;
+        const tb__checkpoint_tensor *found = tb__checkpoint_find(c, name);
+        if (found && found->file == file)
+            continue;
+        if (!tb__vec_push(out, (tb__unindexed){base_name(c->files[file]), name, indexed_in(c, name)}))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* A file that the index does not name. */
+static tb_status list_stray(tb__checkpoint *c, const char *dir, const char *name, unindexed_list *out) {
+    char *path;
+    struct stat about;
+    tb__safetensors *file = NULL;
+    tb__unindexed item = {0};
+    TB_TRY(tb__file_join(dir, name, &path));
+    bool is_file = stat(path, &about) == 0 && S_ISREG(about.st_mode);
+    tb_status status = is_file ? tb__safetensors_open(path, &file) : TB_OK;
+    free(path);
+    if (!is_file || status == TB_NO_MEMORY)
+        return status;
+    status = keep_string(c, name, &item.file);
+    if (status == TB_OK && !file)
+        status = tb__vec_push(out, item) ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; file && i < file->header.count && status == TB_OK; i++) {
+        status = keep_string(c, file->header.by_name[i]->name, &item.name);
+        if (status == TB_OK) {
+            item.indexed_in = indexed_in(c, item.name);
+            status = tb__vec_push(out, item) ? TB_OK : TB_NO_MEMORY;
+        }
+    }
+    tb__safetensors_close(file);
+    return status;
+}
+
+static int is_stray(const struct dirent *e) {
+    static const char tail[] = ".safetensors";
+    size_t length = strlen(e->d_name);
+    return e->d_name[0] != '.' && length > strlen(tail) && strcmp(e->d_name + length - strlen(tail), tail) == 0;
+}
+
+static tb_status list_strays(tb__checkpoint *c, const char *dir, unindexed_list *out) {
+    struct dirent **entries;
+    int n = scandir(dir, &entries, is_stray, alphasort);
+    if (n < 0) {
+        tb__set_detail("can't be listed: %s", strerror(errno));
+        return tb__file_fail(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, dir);
+    }
+    tb_status status = TB_OK;
+    for (int i = 0; i < n; i++) {
+        bool is_named = false;
+        for (size_t k = 0; k < c->nfiles && !is_named; k++)
+            is_named = strcmp(base_name(c->files[k]), entries[i]->d_name) == 0;
+        if (!is_named && status == TB_OK)
+            status = list_stray(c, dir, entries[i]->d_name, out);
+        free(entries[i]);
+    }
+    free(entries);
+    return status;
+}
+
+/* What the index beside a model in one file has beyond that file. One that can't be read says nothing. */
+static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_list *out) {
+    char *path;
+    json_t *json = NULL;
+    TB_TRY(tb__file_join(dir, TB__MODEL_INDEX, &path));
+    tb_status status = read_index(path, &json);
+    free(path);
+    if (status != TB_OK)
+        return status == TB_NO_MEMORY ? status : TB_OK;
+    const char *name;
+    json_t *file;
+    json_object_foreach(json_object_get(json, "weight_map"), name, file) {
+        tb__unindexed item = {0};
+        if (status != TB_OK || !json_is_string(file) || tb__checkpoint_find(c, name))
+            continue;
+        status = keep_string(c, name, &item.name);
+        if (status == TB_OK)
+            status = keep_string(c, json_string_value(file), &item.file);
+        if (status == TB_OK && !tb__vec_push(out, item))
+            status = TB_NO_MEMORY;
+    }
+    json_decref(json);
+    return status;
+}
+
+static tb_status list_unindexed(tb__checkpoint *c, const char *dir) {
+    unindexed_list list = {0};
+    tb_status status = TB_OK;
+    for (size_t i = 0; c->kind == TB__CHECKPOINT_INDEX && i < c->nfiles && status == TB_OK; i++)
+        status = list_part(c, i, &list);
+    if (status == TB_OK)
+        status = c->kind == TB__CHECKPOINT_INDEX ? list_strays(c, dir, &list) : list_other_index(c, dir, &list);
+    tb__unindexed *kept = status == TB_OK ? tb__arena_alloc(&c->arena, list.count, sizeof *kept) : NULL;
+    if (kept && list.count > 0)
+        memcpy(kept, list.item, list.count * sizeof *kept);
+    c->unindexed = kept;
+    c->nunindexed = list.count;
+    free(list.item);
+    return status == TB_OK && !kept ? TB_NO_MEMORY : status;
+}
+
+tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *c, const char *dir) {
+    if (c->nunindexed == 0)
+        return TB_OK;
+    const tb__unindexed *first = c->unindexed;
+    static const char advice[] = "; --ignore-unindexed goes on without";
+    char more[96];
+    snprintf(more, sizeof more, "%s", advice);
+    if (c->nunindexed > 1)
+        snprintf(more, sizeof more, ", and so for %zu more%s", c->nunindexed - 1, advice);
+    if (c->kind == TB__CHECKPOINT_MODEL)
+        tb__set_detail(TB__MODEL_INDEX " has tensor '%.100s' in '%.60s', but " TB__MODEL_FILE
+                                       " comes before it and does not have the tensor%s",
+                       first->name, first->file, more);
+    else if (!first->name)
+        tb__set_detail("'%.60s' is not in " TB__MODEL_INDEX " and can't be read%s", first->file, more);
+    else if (first->indexed_in)
+        tb__set_detail("tensor '%.100s' is in '%.60s', but " TB__MODEL_INDEX " has it in '%.60s'%s", first->name,
+                       first->file, first->indexed_in, more);
+    else
+        tb__set_detail("tensor '%.100s' is in '%.60s', but not in " TB__MODEL_INDEX "%s", first->name, first->file,
+                       more);
+    return tb__file_fail(TB_INVALID, dir);
+}
+
 static tb_status open_kind(tb__checkpoint *c, const char *path) {
     char *inner;
     json_t *json = NULL;
@@ -212,6 +372,8 @@ static tb_status open_kind(tb__checkpoint *c, const char *path) {
     tb_status status = c->kind == TB__CHECKPOINT_MODEL ? open_single(c, inner) : read_index(inner, &json);
     if (status == TB_OK && json)
         status = open_index(c, path, inner, json);
+    if (status == TB_OK)
+        status = list_unindexed(c, path);
     json_decref(json);
     free(inner);
     return status;

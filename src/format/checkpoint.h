@@ -28,6 +28,13 @@ typedef struct tb__checkpoint_tensor {
     size_t file;
 } tb__checkpoint_tensor;
 
+/* A tensor that lies in the directory of a model, but is not part of it. */
+typedef struct tb__unindexed {
+    const char *file;       /* its name */
+    const char *name;       /* of the tensor; NULL: the file can't be read */
+    const char *indexed_in; /* the file in which the index has a tensor of this name; NULL: it has none */
+} tb__unindexed;
+
 /* All tensors of a model, whichever files they are in. Files stay open. */
 typedef struct tb__checkpoint {
     tb__checkpoint_kind kind;
@@ -37,14 +44,19 @@ typedef struct tb__checkpoint {
     const tb__checkpoint_tensor *tensors; /* by name */
     int64_t nbytes;                       /* of them all */
     int64_t index_nbytes;                 /* what the index has as metadata.total_size; -1: nothing */
-    size_t nignored;                      /* tensors of the files that the index does not have */
+    size_t nunindexed;
+    const tb__unindexed *unindexed;
     tb__arena arena;
 } tb__checkpoint;
 
-/* Opens every file, and finds every tensor of the index in the file it names. What files have beyond that is ignored
- * and counted, as transformers 4 ignores it: the index says what the model is. total_size is kept, not checked, since
- * it is wrong in models that are about. */
+/* Opens every file, and finds every tensor of the index in the file it names. What else there is in these files and in
+ * others of the directory (*.safetensors) is listed as unindexed: transformers ignores it. So is what an index beside
+ * model.safetensors has, but that file does not. total_size is kept, not checked, since it is wrong in models that are
+ * about. */
 tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out);
+
+/* TB_INVALID, with a sentence that names the first, if there are unindexed tensors. */
+tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *checkpoint, const char *dir);
 void tb__checkpoint_close(tb__checkpoint *checkpoint); /* accepts NULL */
 
 /* NULL if it is not there. */

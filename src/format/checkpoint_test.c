@@ -43,7 +43,7 @@ static void official_model(void **state) {
     assert_int_equal(c->count, 4);
     assert_int_equal(c->nbytes, 96);
     assert_int_equal(c->index_nbytes, 96);
-    assert_int_equal(c->nignored, 0);
+    assert_int_equal(c->nunindexed, 0);
     assert_string_equal(file_name(c, "layers.0.weight"), "model-00001-of-00002.safetensors");
     assert_string_equal(file_name(c, "layers.1.weight"), "model-00002-of-00002.safetensors");
     assert_null(tb__checkpoint_find(c, "layers.2.weight"));
@@ -161,8 +161,12 @@ static void indices(void **state) {
     assert_int_equal(tb__checkpoint_find(c, "a")->tensor->nbytes, 2);
     assert_int_equal(c->nbytes, 7);
     assert_int_equal(c->index_nbytes, 5);
-    assert_int_equal(c->nignored, 1);
+    assert_int_equal(c->nunindexed, 1);
+    assert_string_equal(c->unindexed[0].name, "a");
+    assert_string_equal(c->unindexed[0].file, "one");
+    assert_string_equal(c->unindexed[0].indexed_in, "two");
     assert_int_equal(c->count, 3);
+    assert_fails(tb__checkpoint_refuse_unindexed(c, f->path), TB_INVALID, "tensor 'a' is in 'one', but");
     tb__checkpoint_close(c);
 }
 
@@ -273,7 +277,7 @@ static void random_models(void **state) {
         assert_ok(tb__checkpoint_open(dir, &c));
         assert_int_equal(c->count, n);
         assert_int_equal(c->nbytes, total);
-        assert_int_equal(c->nignored, 0);
+        assert_int_equal(c->nunindexed, 0);
         assert_int_equal(c->index_nbytes, c->kind == TB__CHECKPOINT_INDEX ? total : -1);
         for (size_t i = 0; i < c->nfiles; i++)
             assert_true(c->files[i]->header.data_nbytes <= max_nbytes || c->files[i]->header.count == 1);

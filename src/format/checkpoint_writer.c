@@ -246,7 +246,7 @@ static tb_status write_index(const tb__checkpoint_writer *w, bool sync, tb__draf
         if (status == TB_OK)
             status = tb__file_write(draft->fd, path, 0, text.data, text.count);
         if (status == TB_OK)
-            status = tb__draft_close(draft, sync);
+            status = tb__draft_flush(draft, sync);
         free(path);
     }
     tb__text_fini(&text);

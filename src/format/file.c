@@ -4,12 +4,15 @@
 #include "base/mem.h"
 #include "base/text.h"
 
+#include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -96,6 +99,15 @@ static size_t directory_length(const char *path) {
     return slash ? (size_t)(slash - path) + 1 : 0;
 }
 
+/* Whether the file stays: one who removes leftovers may have seen it before it was locked. Where there are no locks,
+ * nobody removes it. */
+static bool lock_new(int fd) {
+    struct stat about;
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        return false;
+    return fstat(fd, &about) == 0 && about.st_nlink > 0;
+}
+
 static tb_status open_temporary(tb__draft *draft) {
     static atomic_uint next;
     enum { ATTEMPTS = 1000 }; /* each name that is taken is what a killed process of the same id left */
@@ -108,10 +120,14 @@ static tb_status open_temporary(tb__draft *draft) {
         draft->temporary = NULL;
         TB_TRY(tb__text_take(&name, &draft->temporary));
         draft->fd = open(draft->temporary, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (draft->fd >= 0)
+        if (draft->fd >= 0 && lock_new(draft->fd))
             return TB_OK;
-        if (errno != EEXIST)
+        if (draft->fd >= 0)
+            close(draft->fd);
+        else if (errno != EEXIST)
             break;
+        draft->fd = -1;
+        errno = EEXIST;
     }
     free(draft->temporary);
     draft->temporary = NULL;
@@ -151,14 +167,15 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
     return status;
 }
 
-tb_status tb__draft_close(tb__draft *draft, bool sync) {
-    int fd = draft->fd;
-    if (fd < 0)
+tb_status tb__draft_flush(tb__draft *draft, bool sync) {
+    if (draft->fd < 0)
         return TB_OK;
-    if (sync && fsync(fd) != 0)
+    if (sync && fsync(draft->fd) != 0)
         return fail_errno(TB_IO, draft->path, "can't be written to the disk");
-    draft->fd = -1;
-    return close(fd) == 0 || errno == EINTR ? TB_OK : fail_errno(TB_IO, draft->path, "can't be written");
+    /* Some file systems tell at a close what went wrong before. The lock stays with the other descriptor. */
+    int fd = fcntl(draft->fd, F_DUPFD_CLOEXEC, 0);
+    bool ok = fd >= 0 && (close(fd) == 0 || errno == EINTR);
+    return ok ? TB_OK : fail_errno(TB_IO, draft->path, "can't be written");
 }
 
 tb_status tb__file_sync_name(const char *path) {
@@ -187,15 +204,81 @@ tb_status tb__draft_commit(tb__draft *draft, bool sync) {
         return fail_errno(TB_IO, draft->path, "can't be put in its place");
     free(draft->temporary);
     draft->temporary = NULL;
+    close(draft->fd);
+    draft->fd = -1;
     return sync ? tb__file_sync_name(draft->path) : TB_OK;
 }
 
 void tb__draft_fini(tb__draft *draft) {
-    if (draft->fd >= 0)
-        close(draft->fd);
     if (draft->temporary)
         unlink(draft->temporary);
+    if (draft->fd >= 0)
+        close(draft->fd);
     free(draft->temporary);
     free(draft->path);
     *draft = (tb__draft){.fd = -1};
+}
+
+/* ".NUMBER" before `end`; where it begins, or NULL. */
+static const char *number_before(const char *start, const char *end) {
+    const char *at = end;
+    while (at > start && isdigit((unsigned char)at[-1]))
+        at--;
+    return at < end && at > start && at[-1] == '.' ? at - 1 : NULL;
+}
+
+static bool ends_in(const char *start, const char *end, const char *tail) {
+    size_t length = strlen(tail);
+    return (size_t)(end - start) > length && memcmp(end - length, tail, length) == 0;
+}
+
+/* Whether a draft of a checkpoint's file has such a name. */
+static int is_temporary(const struct dirent *e) {
+    const char *start = e->d_name + 1, *end = e->d_name + strlen(e->d_name);
+    if (e->d_name[0] != '.' || !ends_in(start, end, ".tmp"))
+        return false;
+    end = number_before(start, end - strlen(".tmp"));
+    end = end ? number_before(start, end) : NULL;
+    return end && (ends_in(start, end, ".safetensors") || ends_in(start, end, ".safetensors.index.json"));
+}
+
+/* By the lock nobody writes it, and nobody will: its name is its process's own. */
+static void remove_leftover(const char *path, tb__leftovers *out) {
+    struct stat about;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0) {
+        out->nstuck += errno == EACCES || errno == EPERM || errno == EROFS;
+        return;
+    }
+    bool is_held = flock(fd, LOCK_EX | LOCK_NB) != 0;
+    if (!is_held && fstat(fd, &about) == 0 && S_ISREG(about.st_mode)) {
+        if (unlink(path) == 0) {
+            out->count++;
+            out->nbytes += (int64_t)about.st_blocks * 512;
+        } else {
+            out->nstuck += errno != ENOENT; /* it was committed meanwhile */
+        }
+    }
+    close(fd);
+}
+
+tb_status tb__leftovers_remove(const char *dir, tb__leftovers *out) {
+    struct dirent **entries;
+    *out = (tb__leftovers){0};
+    int n = scandir(dir, &entries, is_temporary, NULL);
+    if (n < 0)
+        return errno == ENOENT || errno == ENOTDIR ? TB_OK : fail_errno(TB_IO, dir, "can't be listed");
+    tb_status status = TB_OK;
+    for (int i = 0; i < n; i++) {
+        char *path;
+        if (status == TB_OK)
+            status = tb__file_join(dir, entries[i]->d_name, &path);
+        if (status == TB_OK) {
+            remove_leftover(path, out);
+            free(path);
+        }
+        free(entries[i]);
+    }
+    free(entries);
+    return status;
 }

@@ -21,8 +21,9 @@ tb_status tb__file_join(const char *dir, const char *name, char **out);
 tb_status tb__file_sync_name(const char *path);
 
 /* A file that is being written. It has a temporary name beside its own, and gets its own at the end, all at once:
- * readers see the file as it was before, or complete. A process that is killed leaves the temporary one behind, whose
- * name is that of the file between a dot and ".PID.N.tmp". */
+ * readers see the file as it was before, or complete. The process has a lock (flock) on the temporary file as long as
+ * that exists. One that is killed leaves the file behind, without the lock; its name is that of the file between a dot
+ * and ".PID.N.tmp". */
 typedef struct tb__draft {
     char *path;
     char *temporary; /* NULL once it is gone */
@@ -34,12 +35,22 @@ typedef struct tb__draft {
 tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes);
 
 /* The last step that is likely to fail: hands everything to the system, or with `sync` to the disk. */
-tb_status tb__draft_close(tb__draft *draft, bool sync);
+tb_status tb__draft_flush(tb__draft *draft, bool sync);
 
-/* Puts the file in its place; it must be closed. Once that is done, a second call does nothing. */
+/* Puts the file in its place; it must be flushed. Once that is done, a second call does nothing. */
 tb_status tb__draft_commit(tb__draft *draft, bool sync);
 
 /* Removes what was not committed. Zero-initialised with fd -1 is fine, too. */
 void tb__draft_fini(tb__draft *draft);
+
+typedef struct tb__leftovers {
+    size_t count;   /* files that were removed */
+    int64_t nbytes; /* that they took on the disk */
+    size_t nstuck;  /* files that can't be removed */
+} tb__leftovers;
+
+/* Removes the temporary safetensors files and indices that killed processes left in the directory. Those that a process
+ * still writes stay; so do all where the file system has no locks. A directory that is not there holds none. */
+tb_status tb__leftovers_remove(const char *dir, tb__leftovers *out);
 
 #endif

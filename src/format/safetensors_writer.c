@@ -96,7 +96,7 @@ tb_status tb__safetensors_finish(tb__safetensors_writer *w, bool sync) {
             return tb__file_fail(TB_INVALID, w->draft.path);
         }
     }
-    TB_TRY(tb__draft_close(&w->draft, sync));
+    TB_TRY(tb__draft_flush(&w->draft, sync));
     w->is_finished = true;
     return TB_OK;
 }

@@ -73,8 +73,8 @@ static bool is_empty(const tb_shape *shape) {
     return false;
 }
 
-static tb_status fail_missing(const tb__disk_source *source, const char *name) {
-    tb__set_detail("tensor '%.100s' is not in it", name);
+static tb_status fail_missing(const tb__disk_source *source, int32_t rank, const char *name) {
+    tb__set_detail("tensor '%.100s' is not in it, but the spec has it on rank %" PRId32, name, rank);
     return source->file ? tb__file_fail(TB_INVALID, source->file->path) : TB_INVALID;
 }
 
@@ -105,9 +105,10 @@ static bool is_on_axis(const tb_layout *layout, int32_t index, int ndim, int d) 
 static tb_status deduce_shape(const tb__disk *disk, tb__disk_tensor *t) {
     tb_shape shape = {0};
     for (int32_t i = 0; i < tb_layout_nranks(t->src); i++) {
-        tb__disk_source source = tb__disk_input_find(disk->input, tb_layout_rank_at(t->src, i), t->name);
+        int32_t rank = tb_layout_rank_at(t->src, i);
+        tb__disk_source source = tb__disk_input_find(disk->input, rank, t->name);
         if (!source.tensor)
-            return fail_missing(&source, t->name);
+            return fail_missing(&source, rank, t->name);
         const tb_shape local = tb__disk_quant_part(&t->src_quant, &source.tensor->shape);
         if (i == 0)
             shape.ndim = local.ndim;
@@ -128,15 +129,25 @@ static tb_status deduce_shape(const tb__disk *disk, tb__disk_tensor *t) {
     return TB_OK;
 }
 
+/* Whether ranks hold the same, unless the spec forgot that they hold shards. */
+static bool has_replicas(const tb_layout *layout) {
+    for (int m = 0; m < layout->ndim; m++) {
+        if (layout->place[m].kind == TB_REPLICATE && layout->shape[m] > 1)
+            return true;
+    }
+    return false;
+}
+
 /* Data as the layout and the spec have it. */
 static tb_status check_data(const tb__disk_tensor *t, int32_t rank, const tb__disk_source *source,
                             const tb__safetensor *wanted, bool is_said) {
     const tb__safetensor *found = source->tensor;
     const char *format = tb__quant_name(t->src_quant.format.kind);
     if (!same_shape(&wanted->shape, &found->shape)) {
-        tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s%s%s", t->name,
+        tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s%s%s%s", t->name,
                        text_of(&found->shape).text, rank, text_of(&wanted->shape).text, text_of(&t->shape).text,
-                       format ? " as " : "", format ? format : "");
+                       format ? " as " : "", format ? format : "",
+                       has_replicas(t->src) ? "; the spec has it replicated, do the ranks hold shards of it?" : "");
         return tb__file_fail(TB_INVALID, source->file->path);
     }
     if (wanted->dtype == TB_DTYPE_NONE || found->dtype == wanted->dtype)
@@ -184,7 +195,7 @@ static tb_status check_source(tb__disk *disk, tb__disk_tensor *t, int32_t rank, 
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s': src", t->name);
     if (!source.tensor)
-        return is_empty(&wanted[TB__DISK_DATA].shape) ? TB_OK : fail_missing(&source, t->name);
+        return is_empty(&wanted[TB__DISK_DATA].shape) ? TB_OK : fail_missing(&source, rank, t->name);
     TB_TRY(check_data(t, rank, &source, &wanted[TB__DISK_DATA], said != TB_DTYPE_NONE));
     for (int i = TB__DISK_SCALES; i < TB__DISK_SLOTS; i++) {
         if (wanted[i].name)
@@ -278,11 +289,14 @@ static tb_status settle(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule 
     /* The first replica serves everything: what is read twice is in the page cache the second time. */
     const tb_plan_opts opts = {.size = sizeof opts, .unbalanced = true};
     TB_TRY(tb_plan_cache_get(disk->plans, t->src, t->dst, &t->shape, t->src_dtype, &opts, &t->plan));
+    tb__disk_count_replicas(disk->input, t);
+    disk->nreplicated += t->replica_nbytes > 0;
+    disk->replica_nbytes += t->replica_nbytes;
     return add_target_bytes(disk, t);
 }
 
 static tb_status check_sides(const tb__disk *disk, const tb__disk_tensor *t, const tb__spec_rule *rule) {
-    if (tb__disk_input_is_model(disk->input) && tb_layout_nranks(t->src) != 1)
+    if (tb__disk_input_model(disk->input) && tb_layout_nranks(t->src) != 1)
         return tb__fail(TB_INVALID, "its source mesh has %" PRId32 " ranks, but the source is a model, which is one",
                         tb_layout_nranks(t->src));
     return rule->has_shape ? TB_OK : check_deducible(t);
@@ -390,11 +404,11 @@ static tb_status add_tensors(tb__disk *disk, const tb__spec *spec) {
     return status;
 }
 
-static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir) {
+static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir, bool ignore_unindexed) {
     int32_t *ranks;
     size_t nranks;
     TB_TRY(list_ranks(spec, false, &ranks, &nranks));
-    tb_status status = tb__disk_input_open(dir, ranks, nranks, &disk->input);
+    tb_status status = tb__disk_input_open(dir, ranks, nranks, ignore_unindexed, &disk->input);
     free(ranks);
     TB_TRY(status);
     TB_TRY(list_ranks(spec, true, &disk->ranks, &disk->nranks));
@@ -402,11 +416,11 @@ static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir)
     return add_tensors(disk, spec);
 }
 
-tb_status tb__disk_open(const tb__spec *spec, const char *dir, tb__disk **out) {
+tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out) {
     tb__disk *disk = tb__calloc(1, sizeof *disk);
     if (!disk)
         return TB_NO_MEMORY;
-    tb_status status = open_all(disk, spec, dir);
+    tb_status status = open_all(disk, spec, dir, ignore_unindexed);
     if (status != TB_OK)
         tb__disk_close(disk);
     else
@@ -423,6 +437,10 @@ void tb__disk_close(tb__disk *disk) {
     tb__arena_fini(&disk->arena);
     free(disk->ranks);
     free(disk);
+}
+
+const tb__checkpoint *tb__disk_model(const tb__disk *disk) {
+    return tb__disk_input_model(disk->input);
 }
 
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out) {

@@ -31,6 +31,9 @@ typedef struct tb__disk_tensor {
     const tb_layout *src, *dst;
     const tb_plan *plan;
     int64_t dst_nbytes; /* of all target ranks together, scales included */
+    /* Source bytes that another rank should have, too: of all replicas but the first, and what of that belongs to
+     * parts of different ranks (or one rank's part twice) that have elements in common. */
+    int64_t replica_nbytes, shared_nbytes;
 } tb__disk_tensor;
 
 /* A source that has been opened and checked against a spec, and what is to be done with it. */
@@ -42,6 +45,8 @@ typedef struct tb__disk {
     size_t nranks;
     int32_t *ranks; /* of the target, ascending */
     int64_t src_nbytes, dst_nbytes;
+    size_t nreplicated; /* tensors that have replicas in the source */
+    int64_t replica_nbytes;
     size_t namax;        /* largest magnitudes that are looked for before anything is quantised, for scales */
     int64_t amax_nbytes; /* of quantised data that is made from what is looked at then */
     tb__index groups;    /* the first tensor of each */
@@ -51,17 +56,20 @@ typedef struct tb__disk {
 
 /* Opens all files of the source and finds everything wrong that can be found without reading data: a rank's file that
  * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors for which the spec
- * has no word. The spec must outlive it. */
-tb_status tb__disk_open(const tb__spec *spec, const char *dir, tb__disk **out);
+ * has no word, tensors that a model's index does not have (unless these are ignored). The spec must outlive it. */
+tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out);
 void tb__disk_close(tb__disk *disk); /* accepts NULL */
+
+/* The source, where it is a model; else NULL. */
+const tb__checkpoint *tb__disk_model(const tb__disk *disk);
 
 /* Bytes of data that the file of a target rank will have. */
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out);
 
 typedef struct tb__disk_state {
     bool is_verifying;
-    /* Of the target, in each of the two passes. What has a scale for more than blocks counts twice: it is looked at
-     * before it is quantised. */
+    /* Of the target, in each of the two passes, and in the first of replicas that are compared. What has a scale for
+     * more than blocks counts twice: it is looked at before it is quantised. */
     int64_t bytes_done, bytes_total;
 } tb__disk_state;
 
@@ -74,6 +82,7 @@ typedef struct tb__disk_opts {
     bool is_model;          /* the target is one rank, and written as a Hugging Face model */
     int64_t max_file_bytes; /* of the model's files; 0: no limit */
     bool sync;              /* all is on the disk before any file has its name */
+    bool trust_replicas;    /* reads the first replica and does not compare the others with it */
     bool verify;            /* reads everything back and compares it with the source before any file has its name */
     /* Called at the beginning of each pass, and then now and then, by the thread that runs it; anything but TB_OK ends
      * the run with that status. */
@@ -82,7 +91,8 @@ typedef struct tb__disk_opts {
 } tb__disk_opts;
 
 /* Writes the target. Makes the directory if it is not there; TB_REFUSED if it holds a checkpoint. Files have temporary
- * names until all are complete; after a failure nothing stays behind. */
+ * names until all are complete; after a failure nothing stays behind. Replicas of the source that differ are
+ * TB_INVALID. */
 tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts);
 
 #endif

@@ -166,7 +166,7 @@ static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const
         copy.wire_dtype = t->wire_dtype;
         copy.dst_dtype = t->band_dtype;
         copy.op = t->plan->src.op;
-        copy.avg_divisor = t->plan->src.avg_divisor;
+        copy.avg_divisor = piece->nsources > 1 ? t->plan->src.avg_divisor : 1;
         copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, ndim));
         TB_TRY(tb__copy_check(&copy));
         tb__copy_run(&copy, tb__copy_whole(&copy), false);

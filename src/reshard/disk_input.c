@@ -53,19 +53,22 @@ static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_
     return check_strangers(dir, ranks, nranks);
 }
 
-static tb_status open_kind(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks) {
+static tb_status open_kind(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks,
+                           bool ignore_unindexed) {
     tb__checkpoint_kind kind;
     TB_TRY(tb__checkpoint_look(dir, &kind));
     if (kind == TB__CHECKPOINT_RANKS)
         return open_ranks(input, dir, ranks, nranks);
-    return tb__checkpoint_open(dir, &input->model);
+    TB_TRY(tb__checkpoint_open(dir, &input->model));
+    return ignore_unindexed ? TB_OK : tb__checkpoint_refuse_unindexed(input->model, dir);
 }
 
-tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, tb__disk_input **out) {
+tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, bool ignore_unindexed,
+                              tb__disk_input **out) {
     tb__disk_input *input = tb__calloc(1, sizeof *input);
     if (!input)
         return TB_NO_MEMORY;
-    tb_status status = open_kind(input, dir, ranks, nranks);
+    tb_status status = open_kind(input, dir, ranks, nranks, ignore_unindexed);
     if (status != TB_OK)
         tb__disk_input_close(input);
     else
@@ -83,8 +86,8 @@ void tb__disk_input_close(tb__disk_input *input) {
     free(input);
 }
 
-bool tb__disk_input_is_model(const tb__disk_input *input) {
-    return input->model != NULL;
+const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input) {
+    return input->model;
 }
 
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name) {

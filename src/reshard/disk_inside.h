@@ -4,6 +4,8 @@
 
 #include "reshard/disk.h"
 
+#include <stdatomic.h>
+
 /* ---- The source (disk_input.c) ------------------------------------------------------------------------------- */
 
 typedef struct tb__disk_input tb__disk_input;
@@ -15,10 +17,11 @@ typedef struct tb__disk_source {
 } tb__disk_source;
 
 /* `ranks`, ascending, are those that the spec wants. */
-tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, tb__disk_input **out);
+tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nranks, bool ignore_unindexed,
+                              tb__disk_input **out);
 void tb__disk_input_close(tb__disk_input *input);
 
-bool tb__disk_input_is_model(const tb__disk_input *input);
+const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input); /* NULL: files of ranks */
 
 /* Of a model, every rank has everything. */
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name);
@@ -176,5 +179,36 @@ tb_status tb__disk_gather_piece(tb__disk_gather *gather, const tb__disk_tensor *
 
 /* What a target rank's part is made of, worked out from the layouts alone: the plan has no say in it. For verifying. */
 tb_status tb__disk_layout_pieces(const tb__disk_tensor *tensor, int32_t rank, tb__disk_pieces *out, tb__arena *arena);
+
+/* ---- Replicas (disk_replicas.c) ------------------------------------------------------------------------------ */
+
+enum { TB__DISK_SHARED = TB__DISK_SLOTS }; /* instead of a slot: the elements that other parts have, too */
+
+/* Bytes of a source rank's tensor that are to be compared with those of other ranks. */
+typedef struct tb__disk_comparison {
+    int32_t source; /* index in the source mesh */
+    int slot;
+    int64_t first, nbytes; /* of a slot */
+} tb__disk_comparison;
+
+/* Fills in replica_nbytes and shared_nbytes of a tensor that has its plan. */
+void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_tensor *tensor);
+
+/* The next one after *at, which is all zeros before the first; false: there is none. */
+bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor *tensor, tb__disk_comparison *at,
+                              tb__disk_comparison *out);
+
+/* What one thread compares with. */
+typedef struct tb__disk_comparer {
+    tb__disk_gather *gather;
+    unsigned char *one, *other;
+    size_t nbytes; /* of each of these */
+    const atomic_bool *is_stopped;
+    atomic_int_fast64_t *bytes_done;
+} tb__disk_comparer;
+
+/* TB_INVALID, with a sentence that names the tensor and the ranks, if they differ. */
+tb_status tb__disk_compare(const tb__disk_comparer *comparer, const tb__disk_tensor *tensor,
+                           const tb__disk_comparison *comparison);
 
 #endif

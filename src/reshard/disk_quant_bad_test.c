@@ -48,10 +48,13 @@ static void verify_finds(void **state) {
         stock_add(&s, rank, "w", TB_F32, &(tb_shape){1, {2}}, values);
     }
     stock_write(&s, path_in(f, "in"), 2);
-    check_refused(f,
-                  "{\"src_mesh\": [2], \"tensors\": {\"w\": {\"shape\": [3], \"src\": \"Explicit(0, 0-2; 1-3)\", "
-                  "\"dst\": {\"quantisation\": \"fp8_tensor\"}}}}",
-                  path_in(f, "in"), TB_INTERNAL, "tensor 'w_scale' of rank 0 is not what the source has, at byte");
+    const tb__disk_opts opts = {.verify = true, .trust_replicas = true};
+    assert_fails(
+        reshard_text("{\"src_mesh\": [2], \"tensors\": {\"w\": {\"shape\": [3], \"src\": \"Explicit(0, 0-2; 1-3)\", "
+                     "\"dst\": {\"quantisation\": \"fp8_tensor\"}}}}",
+                     path_in(f, "in"), path_in(f, "out"), &opts),
+        TB_INTERNAL, "tensor 'w_scale' of rank 0 is not what the source has, at byte");
+    assert_int_equal(access(path_in(f, "out"), F_OK), -1);
 }
 
 /* One rank's file with w and these others, as a header's text, and what is said of it. */

@@ -27,6 +27,7 @@ typedef struct job {
     const tb__disk *disk;
     tb__disk_output *output;
     bool is_verifying;
+    bool is_comparing;      /* replicas of the source; in the first pass */
     bool is_looking;        /* for the largest magnitudes, before anything is written or compared */
     _Atomic uint32_t *amax; /* their bits, of which a larger number has larger ones */
     int64_t band_bytes;
@@ -35,7 +36,8 @@ typedef struct job {
     pthread_cond_t ended;
     /* Under the lock: the next stretch, and how it went. */
     size_t tensor;
-    int32_t target; /* index in the tensor's target mesh */
+    tb__disk_comparison comparison; /* before the targets, whose reads find the first replica in the page cache */
+    int32_t target;                 /* index in the tensor's target mesh */
     int64_t band;
     int nrunning;
     tb_status status;
@@ -291,42 +293,57 @@ static tb_status deliver_scales(worker *w) {
     return TB_OK;
 }
 
-/* The next stretch that nobody has, as bands *first .. *end-1; false: there is none. */
-static tb_status take_stretch(worker *w, size_t *tensor, int32_t *rank, int64_t *first, int64_t *end, bool *is_over) {
+/* What a thread takes at a time: a comparison, or bands first .. end-1 of a target rank's part. */
+typedef struct stretch {
+    bool is_over; /* there is nothing left */
+    size_t tensor;
+    bool is_comparison;
+    tb__disk_comparison comparison;
+    int32_t rank;
+    int64_t first, end;
+} stretch;
+
+/* The next stretch that nobody has. */
+static tb_status take_stretch(worker *w, stretch *out) {
     job *j = w->job;
     tb_status status = TB_OK;
-    *is_over = false;
+    *out = (stretch){.is_over = false};
     pthread_mutex_lock(&j->lock);
     for (;;) {
         const tb__disk_tensor *t = &j->disk->tensors[j->tensor];
         tb_shape shape;
-        *is_over = j->tensor == j->disk->count;
-        if (*is_over)
+        out->is_over = j->tensor == j->disk->count;
+        if (out->is_over)
+            break;
+        out->tensor = j->tensor;
+        out->is_comparison =
+            j->is_comparing && tb__disk_next_comparison(j->disk->input, t, &j->comparison, &out->comparison);
+        if (out->is_comparison)
             break;
         if (j->target == tb_layout_nranks(t->dst)) {
             j->tensor++;
             j->target = 0;
+            j->comparison = (tb__disk_comparison){0};
             continue;
         }
-        *tensor = j->tensor;
-        *rank = tb_layout_rank_at(t->dst, j->target);
-        if (j->is_looking && !tb__disk_is_looked_at(t, *rank)) {
+        out->rank = tb_layout_rank_at(t->dst, j->target);
+        if (j->is_looking && !tb__disk_is_looked_at(t, out->rank)) {
             j->target++;
             continue;
         }
-        status = part_shape(t, *rank, &shape);
+        status = part_shape(t, out->rank, &shape);
         if (status != TB_OK)
             break;
         tb__disk_bands_init(&w->bands, t, &shape, j->band_bytes);
         int64_t most = STRETCH_BYTES / j->band_bytes;
-        *first = j->band;
-        *end = w->bands.count - j->band < most ? w->bands.count : j->band + most;
-        j->band = *end;
+        out->first = j->band;
+        out->end = w->bands.count - j->band < most ? w->bands.count : j->band + most;
+        j->band = out->end;
         if (j->band >= w->bands.count) {
             j->band = 0;
             j->target++;
         }
-        if (*first < *end)
+        if (out->first < out->end)
             break;
     }
     pthread_mutex_unlock(&j->lock);
@@ -334,16 +351,24 @@ static tb_status take_stretch(worker *w, size_t *tensor, int32_t *rank, int64_t 
 }
 
 static tb_status work(worker *w) {
-    while (!atomic_load(&w->job->is_stopped)) {
-        size_t tensor;
-        int32_t rank;
-        int64_t i, end;
-        bool is_over;
-        TB_TRY(take_stretch(w, &tensor, &rank, &i, &end, &is_over));
-        if (is_over)
+    job *j = w->job;
+    const tb__disk_comparer comparer = {.gather = &w->gather,
+                                        .one = w->band,
+                                        .other = w->quantised,
+                                        .nbytes = (size_t)j->band_bytes,
+                                        .is_stopped = &j->is_stopped,
+                                        .bytes_done = &j->bytes_done};
+    while (!atomic_load(&j->is_stopped)) {
+        stretch s;
+        TB_TRY(take_stretch(w, &s));
+        if (s.is_over)
             break;
-        TB_TRY(take_part(w, tensor, rank));
-        for (; i < end && !atomic_load(&w->job->is_stopped); i++)
+        if (s.is_comparison) {
+            TB_TRY(tb__disk_compare(&comparer, &j->disk->tensors[s.tensor], &s.comparison));
+            continue;
+        }
+        TB_TRY(take_part(w, s.tensor, s.rank));
+        for (int64_t i = s.first; i < s.end && !atomic_load(&j->is_stopped); i++)
             TB_TRY(do_band(w, i));
     }
     return TB_OK;
@@ -387,8 +412,9 @@ static void worker_fini(worker *w) {
 static void watch(job *j, const tb__disk_opts *opts) {
     bool is_over = false;
     while (!is_over) {
+        int64_t compared = j->is_verifying || opts->trust_replicas ? 0 : j->disk->replica_nbytes;
         const tb__disk_state state = {j->is_verifying, atomic_load(&j->bytes_done),
-                                      j->disk->dst_nbytes + j->disk->amax_nbytes};
+                                      j->disk->dst_nbytes + j->disk->amax_nbytes + compared};
         tb_status status = opts->progress ? opts->progress(opts->arg, &state) : TB_OK;
         if (status != TB_OK)
             fail_job(j, status);
@@ -404,6 +430,7 @@ static void watch(job *j, const tb__disk_opts *opts) {
 static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
     int started = 0;
     j->tensor = 0;
+    j->comparison = (tb__disk_comparison){0};
     j->target = 0;
     j->band = 0;
     for (; started < nworkers; started++) {
@@ -424,6 +451,7 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
     watch(j, opts);
     for (int i = 0; i < started; i++)
         pthread_join(workers[i].thread, NULL);
+    j->is_comparing = false;
     return j->status == TB_OK ? TB_OK : tb__fail(j->status, "%s", j->sentence);
 }
 
@@ -442,6 +470,7 @@ static tb_status run_all(job *j, const tb__disk_opts *opts, worker *workers, int
 }
 
 static tb_status run_passes(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
+    j->is_comparing = !opts->trust_replicas;
     TB_TRY(run_all(j, opts, workers, nworkers));
     if (opts->verify) {
         j->is_verifying = true;

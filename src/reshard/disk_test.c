@@ -387,7 +387,7 @@ static void empty_parts(void **state) {
     check_refused(f, text, path_in(f, "in"), TB_INVALID, "/in/rank_1.safetensors: tensor 'w' is not in it");
 }
 
-/* Both ranks have index 1, but not the same there: what is written is not what every layout says. */
+/* Both ranks have index 1, but not the same there, and are trusted: what is written is not what every layout says. */
 static void verify_finds(void **state) {
     folder *f = *state;
     stock s = {0};
@@ -397,8 +397,12 @@ static void verify_finds(void **state) {
         stock_add(&s, rank, "w", TB_I32, &(tb_shape){1, {2}}, values);
     }
     stock_write(&s, path_in(f, "in"), 2);
-    check_refused(f, "{\"src_mesh\": [2], \"tensors\": {\"w\": {\"shape\": [3], \"src\": \"Explicit(0, 0-2; 1-3)\"}}}",
-                  path_in(f, "in"), TB_INTERNAL, "tensor 'w' of rank 0 is not what the source has, at byte 4");
+    const tb__disk_opts opts = {.verify = true, .trust_replicas = true};
+    assert_fails(
+        reshard_text("{\"src_mesh\": [2], \"tensors\": {\"w\": {\"shape\": [3], \"src\": \"Explicit(0, 0-2; 1-3)\"}}}",
+                     path_in(f, "in"), path_in(f, "out"), &opts),
+        TB_INTERNAL, "tensor 'w' of rank 0 is not what the source has, at byte 4");
+    assert_int_equal(access(path_in(f, "out"), F_OK), -1);
 }
 
 static tb_status give_up(void *arg, const tb__disk_state *state) {

@@ -103,7 +103,7 @@ static inline tb_status reshard_text(const char *text, const char *in, const cha
     tb__disk *disk = NULL;
     tb_status status = tb__spec_parse(text, strlen(text), &spec);
     if (status == TB_OK)
-        status = tb__disk_open(spec, in, &disk);
+        status = tb__disk_open(spec, in, false, &disk);
     if (status == TB_OK)
         status = tb__disk_run(disk, out, opts);
     tb__disk_close(disk);

@@ -9,6 +9,26 @@
 
 enum { BENCH_MAX_LINES = 2, BENCH_MAX_ROUNDS = 1000 };
 
+/* ---- Rounds (bench_rounds.c) --------------------------------------------------------------------------------- */
+
+/* How often a line is measured: so many times, or as often as there is time for, but at least once. */
+typedef struct bench_rounds {
+    int most;
+    int64_t budget_ns; /* for the whole line, its preparations included; 0: no limit */
+    int done;          /* with the one at hand */
+    bool is_last;      /* so is the one at hand */
+    int64_t began_ns, round_ns, longest_ns;
+} bench_rounds;
+
+/* The line begins now. */
+bench_rounds bench_rounds_begin(int most, int64_t budget_ns, int64_t now_ns);
+
+/* Whether there is another round, which begins now. */
+bool bench_rounds_next(bench_rounds *rounds, int64_t now_ns);
+
+/* What a line is to move after one that took so long, where `size` was moved. */
+int64_t bench_fit_size(int64_t size, int64_t took_ns, int64_t budget_ns);
+
 /* ---- Cases (bench_cases.c) ----------------------------------------------------------------------------------- */
 
 typedef enum bench_against {
@@ -70,6 +90,9 @@ typedef struct bench_peer_result {
 
 enum { BENCH_NPEERS = 2 };
 
+/* Peer i before it has run. */
+bench_peer_result bench_peer_of(int i);
+
 /* Has peer i move what row_col moves, and verify it. Fails only if it was interrupted or lacks what we need for it. */
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out);
 
@@ -94,22 +117,25 @@ typedef struct bench_round {
 } bench_round;
 
 /* Moves a mixture-of-experts model as large as a buffer, and copies the buffer, in every round. */
-tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, int rounds, tool_guard *guard,
+tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
                           bench_round *out, int64_t *extra_bytes);
 
-/* Reshards a checkpoint of `size` bytes, and copies it, in every round. *peak is the most memory that a resharding
- * took. *reason, to be freed, is why it was not measured; NULL if it was. */
-tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_round *out, int64_t *peak, char **reason);
+/* Reshards a checkpoint of `size` bytes, less where writing is slow and nobody asked for the size, and copies it, in
+ * every round. *peak is the most memory that a resharding took. *reason, to be freed, is why it was not measured; NULL
+ * if it was. */
+tb_status bench_disk_run(int64_t size, bool is_size_given, bench_rounds *rounds, tool_guard *guard, bench_round *out,
+                         int64_t *peak, char **reason);
 
 /* Quantises as much bf16 as a buffer has room for, and copies as many bytes, in every round; checks some thousand
  * blocks in the end. The buffers hold other numbers afterwards. */
-tb_status bench_quant_run(const tool_buffers *buffers, int rounds, tool_guard *guard, bench_round *out);
+tb_status bench_quant_run(const tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
 /* Moves a model of `size` bytes through agents, and without them, in every round. */
-tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out);
+tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
+                        bench_round *out);
 
 /* Times a command's round trip, and one of as many bytes over a bare socket: us, medians of some thousand. */
-tb_status bench_rtt_run(const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out);
+tb_status bench_rtt_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out);
 
 /* ---- Several hosts (bench_bed.c, bench_hosts.c) -------------------------------------------------------------- */
 
@@ -139,11 +165,11 @@ tb_status bench_bed_sent(const bench_bed *bed, int host, tool_guard *guard, int6
 
 /* Moves a matrix from two ranks of a host to two of another, and as many bytes by iperf3, in every round. *reason, to
  * be freed, is why it was not measured; NULL if it was. */
-tb_status bench_net_row_col_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
+tb_status bench_net_row_col_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, bench_rounds *rounds,
                                 tool_guard *guard, bench_round *out, char **reason);
 
 /* Moves a matrix from one host to three others: GB that leave the one, and those of the matrix. */
-tb_status bench_net_replicate_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
+tb_status bench_net_replicate_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, bench_rounds *rounds,
                                   tool_guard *guard, bench_round *out);
 
 /* ---- Below MPI (bench_mpi.c) --------------------------------------------------------------------------------- */
@@ -171,13 +197,39 @@ typedef struct bench_result {
     int rounds;
     int64_t extra_bytes; /* memory that the library took beside the tensors; -1: not known */
     char *reason;        /* why it was not measured; NULL if it was */
+    bool is_failure;     /* something went wrong: the reason tells what */
 } bench_result;
 
 typedef TB_VEC(bench_result) bench_results;
 
 bool bench_has_mark(const bench_result *result);
 bool bench_is_reached(const bench_result *result); /* true where there is none; false if not measured */
-void bench_add_table(tb__text *out, const bench_results *results);
-void bench_add_json(tb__text *out, const bench_results *results);
+
+/* A row of a table, whose widths are such that more rows of any line can follow; the first comes with the titles. */
+void bench_table_init(tool_table *table);
+void bench_add_row(tb__text *out, tool_table *table, const bench_result *result);
+void bench_add_json(tb__text *out, const bench_result *result);
+
+/* ---- All of it (bench_lines.c) ------------------------------------------------------------------------------- */
+
+typedef struct bench {
+    const char *only; /* NULL: all */
+    int rounds;
+    int64_t budget_ns; /* 0: no limit */
+    int64_t size;
+    bool is_size_given;
+    bool with_peers, with_hosts, is_json;
+    bool is_unheard; /* what is printed can't be written */
+    int nfailed;
+    tool_table table;
+    bench_bed bed; /* with_hosts */
+    tb_batch_opts batch;
+    tool_guard guard;
+    tool_buffers buffers;
+    bench_results results;
+} bench;
+
+/* Measures and prints the lines that are wanted; those that fail are counted. */
+tb_status bench_run(bench *bench);
 
 #endif

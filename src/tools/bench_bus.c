@@ -53,7 +53,7 @@ static tb_status run_round(const trial *t, bench_round *out) {
 }
 
 /* The last round's transfer through agents moves another version, which is verified. */
-static tb_status run_rounds(trial *t, int rounds, bench_round *out) {
+static tb_status run_rounds(trial *t, bench_rounds *rounds, bench_round *out) {
     enum { WARM_UP = 2 };
     bench_round unused;
     tool_show_line(BENCH_BUS ": making the tensors");
@@ -65,19 +65,21 @@ static tb_status run_rounds(trial *t, int rounds, bench_round *out) {
     tool_show_line(BENCH_BUS ": warming up");
     for (int i = 0; i < WARM_UP; i++)
         TB_TRY(run_round(t, &unused));
-    for (int i = 0; i < rounds; i++) {
-        tool_show_line(BENCH_BUS ": round %d of %d", i + 1, rounds);
-        TB_TRY(measure(t, TOOL_MOVE, &out[i].theirs));
-        if (i == rounds - 1)
+    while (bench_rounds_next(rounds, tool_now_ns())) {
+        bench_round *round = &out[rounds->done - 1];
+        tool_show_line(BENCH_BUS ": round %d of %d", rounds->done, rounds->most);
+        TB_TRY(measure(t, TOOL_MOVE, &round->theirs));
+        if (rounds->is_last)
             TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
-        TB_TRY(measure(t, BY_AGENTS, &out[i].ours));
+        TB_TRY(measure(t, BY_AGENTS, &round->ours));
     }
     tool_show_line(BENCH_BUS ": verifying");
     TB_TRY(tool_ranks_step(t->ranks, TOOL_VERIFY, NULL));
     return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
 
-tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out) {
+tb_status bench_bus_run(int64_t size, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
+                        bench_round *out) {
     trial t = {.ranks = NULL};
     TB_TRY(bench_job_init(bench_case_of("model"), size, &t.job, &t.counted));
     t.job.batch = *opts;

@@ -4,9 +4,12 @@
 
 #include "format/checkpoint.h"
 
+#include <fcntl.h>
+#include <glob.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -33,8 +36,11 @@ typedef struct disk {
     char folder[80];
     char in[96], copy[96], out[96], spec[96], tool[512];
     int64_t nbytes; /* of the source */
+    int lock;       /* a file of the folder: whose lock nobody has, that was left by one that was killed */
     tool_guard *guard;
 } disk;
+
+#define LOCK BENCH_DISK ".lock"
 
 /* The tensors of one rank: as many layers as make `size` on four ranks, the last one narrower. */
 static tb_status list_tensors(int64_t size, tb__arena *arena, tb__safetensor **out, size_t *count) {
@@ -107,6 +113,23 @@ static tb_status write_source(disk *d, int64_t size) {
     return status;
 }
 
+/* What can be written and read a dozen times in the time there is, as fast as the first files are written. */
+static tb_status fit_source(disk *d, const bench_rounds *rounds, int64_t *size) {
+    enum { PROBE = 256 << 20, TIMES = 12 };
+    if (rounds->budget_ns == 0 || *size <= PROBE)
+        return TB_OK;
+    int64_t began = tool_now_ns();
+    TB_TRY(write_source(d, PROBE));
+    int64_t took = (tool_now_ns() - began) * TIMES * (*size / PROBE),
+            fitting = bench_fit_size(*size, took, rounds->budget_ns);
+    d->nbytes = 0;
+    if (fitting < *size)
+        tool_say(BENCH_DISK " moves %s instead of %s, because writing is slow here", tool_size(fitting).text,
+                 tool_size(*size).text);
+    *size = fitting;
+    return TB_OK;
+}
+
 static tb_status write_spec(const disk *d) {
     FILE *file = fopen(d->spec, "we");
     bool ok = file && fputs(spec, file) >= 0;
@@ -149,11 +172,10 @@ static tb_status run_once(const disk *d, const char *const *argv, const char *ma
 
 /* Memory that was free for a while is slow to take where a hypervisor has had it back, and two programs in turn would
  * find it so in turn: each runs twice, once after the other one and once after itself. */
-static tb_status run_round(const disk *d, bool verify, bench_round *out, int64_t *peak, tb__text *reason) {
+static tb_status run_round(const disk *d, bench_round *out, int64_t *peak, tb__text *reason) {
     const char *const copy[] = {"cp", "-r", d->in, d->copy, NULL};
     const char *const reshard[] = {d->tool, "reshard", "--spec", d->spec,  "--in",
-                                   d->in,   "--out",   d->out,   "--json", verify ? "--verify" : NULL,
-                                   NULL};
+                                   d->in,   "--out",   d->out,   "--json", NULL};
     *out = (bench_round){0};
     TB_TRY(run_once(d, copy, d->copy, &out->theirs, peak, reason));
     TB_TRY(run_once(d, reshard, d->out, &out->ours, peak, reason));
@@ -161,8 +183,9 @@ static tb_status run_round(const disk *d, bool verify, bench_round *out, int64_t
     return run_once(d, copy, d->copy, &out->theirs, peak, reason);
 }
 
-static tb_status run_rounds(disk *d, int64_t size, int rounds, bench_round *out, int64_t *peak, tb__text *reason) {
-    bench_round unused;
+static tb_status run_rounds(disk *d, int64_t size, bool is_size_given, bench_rounds *rounds, bench_round *out,
+                            int64_t *peak, tb__text *reason) {
+    double unused = 0;
     ssize_t length = readlink("/proc/self/exe", d->tool, sizeof d->tool - 1);
     if (length < 0)
         return tb__fail(TB_IO, "can't find this program's own file");
@@ -175,29 +198,73 @@ static tb_status run_rounds(disk *d, int64_t size, int rounds, bench_round *out,
         return tb__fail(TB_IO, "can't make %s", d->in);
     tool_show_line("reshard_disk: writing the checkpoint");
     TB_TRY(write_spec(d));
-    tb_status status = write_source(d, size);
+    tb_status status = is_size_given ? TB_OK : fit_source(d, rounds, &size);
+    if (status == TB_OK)
+        status = write_source(d, size);
     if (status == TB_IO) { /* no room for it, say */
         tb__text_add(reason, "%s", tb_error_detail());
         return TB_OK;
     }
     TB_TRY(status);
     tool_show_line("reshard_disk: verifying");
-    TB_TRY(run_round(d, true, &unused, peak, reason));
-    for (int i = 0; i < rounds && reason->count == 0; i++) {
-        tool_show_line("reshard_disk: round %d of %d", i + 1, rounds);
-        TB_TRY(run_round(d, false, &out[i], peak, reason));
+    const char *const verify[] = {d->tool, "reshard", "--spec", d->spec,    "--in", d->in,
+                                  "--out", d->out,    "--json", "--verify", NULL};
+    TB_TRY(run_once(d, verify, d->out, &unused, peak, reason));
+    while (reason->count == 0 && bench_rounds_next(rounds, tool_now_ns())) {
+        tool_show_line("reshard_disk: round %d of %d", rounds->done, rounds->most);
+        TB_TRY(run_round(d, &out[rounds->done - 1], peak, reason));
     }
     return TB_OK;
 }
 
-tb_status bench_disk_run(int64_t size, int rounds, tool_guard *guard, bench_round *out, int64_t *peak, char **reason) {
-    disk d = {.guard = guard};
+/* Gigabytes, if there are any. */
+static void remove_leftovers(void) {
+    char pattern[512];
+    glob_t found;
+    const char *base = getenv("TMPDIR");
+    snprintf(pattern, sizeof pattern, "%s/tensorbus-*/" LOCK, base && *base ? base : "/tmp");
+    if (glob(pattern, 0, NULL, &found) != 0)
+        return;
+    for (size_t i = 0; i < found.gl_pathc; i++) {
+        char *folder = found.gl_pathv[i];
+        int fd = open(folder, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+        if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) {
+            *strrchr(folder, '/') = '\0';
+            tool_say("removing %s, which a run that was killed left", folder);
+            tool_folder_remove(folder);
+        }
+        if (fd >= 0)
+            close(fd);
+    }
+    globfree(&found);
+}
+
+/* The file is locked before it has the name by which others find it. */
+static tb_status lock_folder(disk *d) {
+    char path[128], unlocked[128];
+    snprintf(path, sizeof path, "%s/" LOCK, d->folder);
+    snprintf(unlocked, sizeof unlocked, "%s/lock", d->folder);
+    d->lock = open(unlocked, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (d->lock < 0)
+        return tb__fail(TB_IO, "can't make %s", unlocked);
+    bool is_locked = flock(d->lock, LOCK_EX | LOCK_NB) == 0; /* not every file system has locks */
+    return !is_locked || rename(unlocked, path) == 0 ? TB_OK : tb__fail(TB_IO, "can't make %s", path);
+}
+
+tb_status bench_disk_run(int64_t size, bool is_size_given, bench_rounds *rounds, tool_guard *guard, bench_round *out,
+                         int64_t *peak, char **reason) {
+    disk d = {.guard = guard, .lock = -1};
     tb__text why = {0};
     *peak = 0;
     *reason = NULL;
+    remove_leftovers();
     TB_TRY(tool_folder_make(d.folder, sizeof d.folder));
-    tb_status status = run_rounds(&d, size, rounds, out, peak, &why);
+    tb_status status = lock_folder(&d);
+    if (status == TB_OK)
+        status = run_rounds(&d, size, is_size_given, rounds, out, peak, &why);
     tool_folder_remove(d.folder);
+    if (d.lock >= 0)
+        close(d.lock);
     if (status == TB_OK && why.count > 0)
         status = tb__text_take(&why, reason);
     tb__text_fini(&why);

@@ -70,22 +70,24 @@ static void end(trial *t) {
 }
 
 /* Rounds of one of the measurements below; the last moves another version, which is verified. */
-static tb_status run_rounds(trial *t, int rounds, tb_status (*measure)(trial *t, bench_round *out), bench_round *out) {
+static tb_status run_rounds(trial *t, bench_rounds *rounds, tb_status (*measure)(trial *t, bench_round *out),
+                            bench_round *out) {
     double seconds;
     tool_show_line("%s: warming up", t->c->name);
     TB_TRY(tool_ranks_step(t->ranks, TOOL_MOVE, &seconds));
-    for (int i = 0; i < rounds; i++) {
-        tool_show_line("%s: round %d of %d", t->c->name, i + 1, rounds);
-        if (i == rounds - 1)
+    while (bench_rounds_next(rounds, tool_now_ns())) {
+        tool_show_line("%s: round %d of %d", t->c->name, rounds->done, rounds->most);
+        if (rounds->is_last)
             TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
-        TB_TRY(measure(t, &out[i]));
+        TB_TRY(measure(t, &out[rounds->done - 1]));
     }
     TB_TRY(tool_ranks_step(t->ranks, TOOL_VERIFY, NULL));
     return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
 
-static tb_status run(const net_case *c, const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
-                     tool_guard *guard, tb_status (*measure)(trial *t, bench_round *out), bench_round *out) {
+static tb_status run(const net_case *c, const bench_bed *bed, int64_t size, const tb_batch_opts *opts,
+                     bench_rounds *rounds, tool_guard *guard, tb_status (*measure)(trial *t, bench_round *out),
+                     bench_round *out) {
     trial t = {.c = c, .bed = bed, .guard = guard, .job = {.batch = *opts}};
     tb_status status = start(&t, size);
     if (status == TB_OK)
@@ -167,7 +169,7 @@ static tb_status measure_row_col(trial *t, bench_round *out) {
     return TB_OK;
 }
 
-tb_status bench_net_row_col_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
+tb_status bench_net_row_col_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, bench_rounds *rounds,
                                 tool_guard *guard, bench_round *out, char **reason) {
     tb__text why = {0};
     tb_status status = start_iperf(bed, guard, &why);
@@ -191,7 +193,7 @@ static tb_status measure_egress(trial *t, bench_round *out) {
     return TB_OK;
 }
 
-tb_status bench_net_replicate_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, int rounds,
+tb_status bench_net_replicate_run(const bench_bed *bed, int64_t size, const tb_batch_opts *opts, bench_rounds *rounds,
                                   tool_guard *guard, bench_round *out) {
     return run(&replicate, bed, size, opts, rounds, guard, measure_egress, out);
 }

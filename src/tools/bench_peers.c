@@ -253,6 +253,10 @@ static tb_status run_peer(int i, const figures *f, const place *where, bench_pee
     return status;
 }
 
+bench_peer_result bench_peer_of(int i) {
+    return (bench_peer_result){.name = peers[i].name, .work = peers[i].work};
+}
+
 tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, bench_peer_result *out) {
     place where = {.guard = guard};
     figures f;
@@ -264,7 +268,6 @@ tb_status bench_peer_run(int i, int64_t size, int rounds, tool_guard *guard, ben
     snprintf(f.rounds, sizeof f.rounds, "%d", rounds);
     tool_job_fini(&job);
     TB_TRY(tool_folder_make(where.folder, sizeof where.folder));
-    *out = (bench_peer_result){.name = peers[i].name, .work = peers[i].work};
     tb_status status = run_peer(i, &f, &where, out);
     tool_folder_remove(where.folder);
     return status;

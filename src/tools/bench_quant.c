@@ -109,22 +109,22 @@ static tb_status verify(const quant *q) {
 }
 
 /* The memory that is quantised to has just been copied to in every round, so what is verified is of the last one. */
-static tb_status run_rounds(const tool_buffers *buffers, int rounds, tool_guard *guard, bench_round *out) {
+static tb_status run_rounds(const tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out) {
     bench_round unused;
     quant q;
     tool_show_line(BENCH_QUANT ": warming up");
     TB_TRY(quant_init(&q, buffers));
     TB_TRY(run_round(&q, &unused));
-    for (int i = 0; i < rounds; i++) {
+    while (bench_rounds_next(rounds, tool_now_ns())) {
         TB_TRY(tool_guard_check(guard));
-        tool_show_line(BENCH_QUANT ": round %d of %d", i + 1, rounds);
-        TB_TRY(run_round(&q, &out[i]));
+        tool_show_line(BENCH_QUANT ": round %d of %d", rounds->done, rounds->most);
+        TB_TRY(run_round(&q, &out[rounds->done - 1]));
     }
     tool_show_line(BENCH_QUANT ": verifying");
     return verify(&q);
 }
 
-tb_status bench_quant_run(const tool_buffers *buffers, int rounds, tool_guard *guard, bench_round *out) {
+tb_status bench_quant_run(const tool_buffers *buffers, bench_rounds *rounds, tool_guard *guard, bench_round *out) {
     tb_status status = run_rounds(buffers, rounds, guard, out);
     tool_end_threads();
     return status;

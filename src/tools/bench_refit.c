@@ -27,7 +27,8 @@ static tb_status run_round(const trial *t, tool_buffers *buffers, bench_round *o
 }
 
 /* The last round moves another version, which is verified. */
-static tb_status run_rounds(trial *t, tool_buffers *buffers, int rounds, bench_round *out, int64_t *extra_bytes) {
+static tb_status run_rounds(trial *t, tool_buffers *buffers, bench_rounds *rounds, bench_round *out,
+                            int64_t *extra_bytes) {
     enum { WARM_UP = 2 };
     bench_round unused;
     tool_show_line(BENCH_REFIT ": making the tensors");
@@ -39,11 +40,11 @@ static tb_status run_rounds(trial *t, tool_buffers *buffers, int rounds, bench_r
     tool_show_line(BENCH_REFIT ": warming up");
     for (int i = 0; i < WARM_UP; i++)
         TB_TRY(run_round(t, buffers, &unused));
-    for (int i = 0; i < rounds; i++) {
-        tool_show_line(BENCH_REFIT ": round %d of %d", i + 1, rounds);
-        if (i == rounds - 1)
+    while (bench_rounds_next(rounds, tool_now_ns())) {
+        tool_show_line(BENCH_REFIT ": round %d of %d", rounds->done, rounds->most);
+        if (rounds->is_last)
             TB_TRY(tool_ranks_step(t->ranks, TOOL_PREPARE, NULL));
-        TB_TRY(run_round(t, buffers, &out[i]));
+        TB_TRY(run_round(t, buffers, &out[rounds->done - 1]));
     }
     tool_show_line(BENCH_REFIT ": verifying");
     TB_TRY(tool_ranks_step(t->ranks, TOOL_VERIFY, NULL));
@@ -52,7 +53,7 @@ static tb_status run_rounds(trial *t, tool_buffers *buffers, int rounds, bench_r
     return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
 
-tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, int rounds, tool_guard *guard,
+tb_status bench_refit_run(tool_buffers *buffers, const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard,
                           bench_round *out, int64_t *extra_bytes) {
     static const moe_cut trainer = {.tp = 2, .pp = 2, .dp = 1, .ep = 2, .etp = 1},
                          engine = {.tp = 1, .pp = 1, .dp = 4, .ep = 4, .etp = 1};

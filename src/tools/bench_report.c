@@ -31,47 +31,46 @@ static void add_mark(tool_table *table, const bench_result *r) {
     tool_table_cell(table, "%s", !bench_has_mark(r) ? "" : bench_is_reached(r) ? "ok" : "missed");
 }
 
-void bench_add_table(tb__text *out, const bench_results *results) {
-    tool_table table = {0};
-    tool_table_column(&table, "name", false);
-    tool_table_column(&table, "work", false);
-    tool_table_column(&table, "GB/s", true);
-    tool_table_column(&table, "against", false);
-    tool_table_column(&table, "GB/s", true);
-    tool_table_column(&table, "ratio", true);
-    tool_table_column(&table, "mark", true);
-    tool_table_column(&table, "", false);
-    tool_table_column(&table, "extra memory", true);
-    for (size_t i = 0; i < results->count; i++) {
-        const bench_result *r = &results->item[i];
-        if (r->reason)
-            continue;
-        tool_table_cell(&table, "%s", r->name);
-        tool_table_cell(&table, "%s", r->work);
-        add_figure(&table, r, r->ours);
-        tool_table_cell(&table, "%s", r->against);
-        add_figure(&table, r, r->theirs);
-        tool_table_cell(&table, "%.2f", r->ratio);
-        add_mark(&table, r);
-        if (r->extra_bytes >= 0)
-            tool_table_cell(&table, "%s", tool_size(r->extra_bytes).text);
-        else
-            tool_table_cell(&table, "%s", "");
-    }
-    tool_table_finish(&table, out);
-    for (size_t i = 0; i < results->count; i++) {
-        if (results->item[i].reason)
-            tb__text_add(out, "%s: not measured: %s\n", results->item[i].name, results->item[i].reason);
+void bench_table_init(tool_table *table) {
+    static const struct {
+        const char *title;
+        int width; /* of what any line has there */
+        bool is_number;
+    } columns[] = {{"name", 13, false},    {"work", 60, false}, {"GB/s", 8, true},
+                   {"against", 24, false}, {"GB/s", 8, true},   {"ratio", 5, true},
+                   {"mark", 13, true},     {"", 6, false},      {"extra memory", 12, true}};
+    for (size_t i = 0; i < sizeof columns / sizeof *columns; i++) {
+        tool_table_column(table, columns[i].title, columns[i].is_number);
+        tool_table_width(table, columns[i].width);
     }
 }
 
-static void add_result(tb__text *out, const bench_result *r) {
+void bench_add_row(tb__text *out, tool_table *table, const bench_result *r) {
+    if (r->reason) {
+        tb__text_add(out, "%s: %s: %s\n", r->name, r->is_failure ? "failed" : "not measured", r->reason);
+        return;
+    }
+    tool_table_cell(table, "%s", r->name);
+    tool_table_cell(table, "%s", r->work);
+    add_figure(table, r, r->ours);
+    tool_table_cell(table, "%s", r->against);
+    add_figure(table, r, r->theirs);
+    tool_table_cell(table, "%.2f", r->ratio);
+    add_mark(table, r);
+    if (r->extra_bytes >= 0)
+        tool_table_cell(table, "%s", tool_size(r->extra_bytes).text);
+    else
+        tool_table_cell(table, "%s", "");
+    tool_table_flush(table, out);
+}
+
+void bench_add_json(tb__text *out, const bench_result *r) {
     tb__text_add(out, "{\"name\":");
     tb__text_add_json(out, r->name);
     tb__text_add(out, ",\"work\":");
     tb__text_add_json(out, r->work);
     if (r->reason) {
-        tb__text_add(out, ",\"not_measured\":");
+        tb__text_add(out, ",\"%s\":", r->is_failure ? "failed" : "not_measured");
         tb__text_add_json(out, r->reason);
         tb__text_add(out, "}\n");
         return;
@@ -89,9 +88,4 @@ static void add_result(tb__text *out, const bench_result *r) {
     if (r->extra_bytes >= 0)
         tb__text_add(out, ",\"extra_bytes\":%" PRId64, r->extra_bytes);
     tb__text_add(out, "}\n");
-}
-
-void bench_add_json(tb__text *out, const bench_results *results) {
-    for (size_t i = 0; i < results->count; i++)
-        add_result(out, &results->item[i]);
 }

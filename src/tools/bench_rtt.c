@@ -195,16 +195,15 @@ static tb_status work(void *arg, int rank, int step, tool_slot *slot) {
 
 /* ---- In the parent ------------------------------------------------------------------------------------------- */
 
-static tb_status run_rounds(trial *t, int rounds, bench_round *out) {
+static tb_status run_rounds(trial *t, bench_rounds *rounds, bench_round *out) {
     static const int steps[] = {TOOL_ALLOCATE, TOOL_PREPARE, TOOL_CONNECT, TOOL_MOVE, TOOL_VERIFY, MEASURE};
     tool_show_line(BENCH_RTT ": connecting");
     for (size_t i = 0; i < sizeof steps / sizeof *steps; i++)
         TB_TRY(tool_ranks_step(t->ranks, steps[i], NULL));
-    for (int i = 0; i < rounds; i++) {
-        tool_show_line(BENCH_RTT ": round %d of %d", i + 1, rounds);
+    while (bench_rounds_next(rounds, tool_now_ns())) {
+        tool_show_line(BENCH_RTT ": round %d of %d", rounds->done, rounds->most);
         TB_TRY(tool_ranks_step(t->ranks, MEASURE, NULL));
-        out[i].ours = t->figures->ours;
-        out[i].theirs = t->figures->theirs;
+        out[rounds->done - 1] = (bench_round){t->figures->ours, t->figures->theirs};
     }
     return tool_ranks_step(t->ranks, TOOL_CLOSE, NULL);
 }
@@ -230,7 +229,7 @@ static tb_status start(trial *t, tool_guard *guard) {
     return tool_fleet_create(job, guard, &t->agents);
 }
 
-tb_status bench_rtt_run(const tb_batch_opts *opts, int rounds, tool_guard *guard, bench_round *out) {
+tb_status bench_rtt_run(const tb_batch_opts *opts, bench_rounds *rounds, tool_guard *guard, bench_round *out) {
     trial t = {.job.batch = *opts, .bare = {-1, -1}};
     tb_status status = start(&t, guard);
     if (status == TB_OK) {

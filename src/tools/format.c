@@ -1,6 +1,9 @@
-/* How figures, ranks, boxes and layouts are written. */
+/* How figures, ranks, boxes, layouts and names are written. */
 #include "tools/tools.h"
 
+#include "format/checkpoint.h"
+
+#include <ctype.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -59,6 +62,42 @@ void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *
     tb__text_add(out, "[");
     for (int d = 0; d < ndim; d++)
         tb__text_add(out, "%s%" PRId64 ":%" PRId64, d ? ", " : "", start[d], start[d] + len[d]);
+    tb__text_add(out, "]");
+}
+
+/* Names may hold anything; on a terminal they must not. */
+void tool_add_name(tb__text *out, const char *name) {
+    for (const char *c = name; *c; c++)
+        tb__text_add(out, "%c", iscntrl((unsigned char)*c) ? '?' : *c);
+}
+
+void tool_add_unindexed(tb__text *out, const tb__checkpoint *model) {
+    enum { MOST = 8 };
+    size_t n = model->nunindexed;
+    tb__text_add(out, "%zu tensor%s of the %s does not have:", n, n == 1 ? "" : "s",
+                 model->kind == TB__CHECKPOINT_MODEL ? "index, which " TB__MODEL_FILE : "files, which the index");
+    for (size_t i = 0; i < n && i < MOST; i++) {
+        tb__text_add(out, i ? ", " : " ");
+        tool_add_name(out, model->unindexed[i].name ? model->unindexed[i].name : "can't be read");
+        tb__text_add(out, " (");
+        tool_add_name(out, model->unindexed[i].file);
+        tb__text_add(out, ")");
+    }
+    if (n > MOST)
+        tb__text_add(out, " and %zu more", n - MOST);
+}
+
+void tool_add_unindexed_json(tb__text *out, const tb__checkpoint *model) {
+    tb__text_add(out, "[");
+    for (size_t i = 0; i < model->nunindexed; i++) {
+        tb__text_add(out, i ? ",{\"file\":" : "{\"file\":");
+        tb__text_add_json(out, model->unindexed[i].file);
+        if (model->unindexed[i].name) {
+            tb__text_add(out, ",\"name\":");
+            tb__text_add_json(out, model->unindexed[i].name);
+        }
+        tb__text_add(out, "}");
+    }
     tb__text_add(out, "]");
 }
 

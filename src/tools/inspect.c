@@ -3,7 +3,6 @@
 
 #include "format/checkpoint.h"
 
-#include <ctype.h>
 #include <inttypes.h>
 #include <string.h>
 
@@ -18,7 +17,8 @@ static const char details[] =
     "  model.safetensors               a model in one file\n"
     "  model.safetensors.index.json    a model in several files; its weight_map says which tensor is where\n"
     "  rank_0.safetensors, rank_1...   a file for each rank\n"
-    "Headers are checked completely; data is not read. Tensors are sorted by name.\n"
+    "Headers are checked completely; data is not read. Tensors are sorted by name. What lies in the directory of\n"
+    "a model but is not in its index is told as ignored; `tensorbus reshard` refuses such a model.\n"
     "\n"
     "Example:\n"
     "  tensorbus inspect Llama-3.1-8B --json\n";
@@ -31,7 +31,8 @@ typedef struct report {
     size_t nfiles, ntensors;
     int64_t nbytes;
     int64_t index_nbytes; /* -1: the index does not say, or there is none */
-    size_t nignored;
+    size_t nunindexed;
+    tb__text unindexed;
     TB_VEC(int32_t) ranks;
     tool_table tensors, files;
     tb__text tensors_json, files_json, notes;
@@ -46,15 +47,9 @@ static bool has_several_files(const report *r) {
     return r->kind == TB__CHECKPOINT_INDEX || has_ranks(r);
 }
 
-/* Names may hold anything; on a terminal they must not. */
-static void add_plain(tb__text *out, const char *string) {
-    for (const char *c = string; *c; c++)
-        tb__text_add(out, "%c", iscntrl((unsigned char)*c) ? '?' : *c);
-}
-
 static void take_plain(tool_table *table, const char *string) {
     tb__text cell = {0};
-    add_plain(&cell, string);
+    tool_add_name(&cell, string);
     tool_table_take(table, &cell);
 }
 
@@ -127,9 +122,9 @@ static void add_notes(report *r, const tb__safetensors *file) {
     for (size_t i = 0; i < file->header.nnotes; i++) {
         const tb__safetensors_note *note = &file->header.notes[i];
         tb__text value = {0};
-        add_plain(&value, note->value);
+        tool_add_name(&value, note->value);
         tb__text_add(&lines, "metadata    ");
-        add_plain(&lines, note->key);
+        tool_add_name(&lines, note->key);
         tb__text_add(&lines, value.count > MOST ? ": %.*s...\n" : ": %.*s\n", MOST, value.data ? value.data : "");
         lines.failed |= value.failed;
         tb__text_fini(&value);
@@ -141,7 +136,7 @@ static void add_notes(report *r, const tb__safetensors *file) {
     }
     if (strcmp(lines.data ? lines.data : "", r->first_notes.data ? r->first_notes.data : "") != 0) {
         tb__text_add(&r->notes, "of file     ");
-        add_plain(&r->notes, name_of(r, file));
+        tool_add_name(&r->notes, name_of(r, file));
         tb__text_add(&r->notes, "\n%s", lines.data ? lines.data : "");
     }
     r->notes.failed |= lines.failed;
@@ -206,7 +201,8 @@ static tb_status look_at_model(report *r) {
     for (size_t i = 0; i < c->count; i++)
         add_tensor(r, c->files[c->tensors[i].file], c->tensors[i].tensor, TB_NO_RANK);
     r->index_nbytes = c->index_nbytes;
-    r->nignored = c->nignored;
+    r->nunindexed = c->nunindexed;
+    (r->is_json ? tool_add_unindexed_json : tool_add_unindexed)(&r->unindexed, c);
     tb__checkpoint_close(c);
     return TB_OK;
 }
@@ -219,14 +215,32 @@ static void add_json(tb__text *out, report *r) {
     if (r->index_nbytes >= 0)
         tb__text_add(out, ",\"index_bytes\":%" PRId64, r->index_nbytes);
     if (r->kind == TB__CHECKPOINT_INDEX)
-        tb__text_add(out, ",\"ignored\":%zu", r->nignored);
+        tb__text_add(out, ",\"ignored\":%zu", r->nunindexed);
     tb__text_add(out, ",\"files\":[%s]", r->files_json.data ? r->files_json.data : "");
+    if (r->kind == TB__CHECKPOINT_INDEX || r->nunindexed > 0)
+        tb__text_add(out, ",\"unindexed\":%s", r->unindexed.data ? r->unindexed.data : "[]");
     tb__text_add(out, ",\"tensors\":[%s]}\n", r->tensors_json.data ? r->tensors_json.data : "");
+}
+
+/* Ranks between the others that have no file: one that was forgotten, perhaps. */
+static void add_missing_ranks(tb__text *out, const report *r) {
+    TB_VEC(int32_t) missing = {0};
+    int32_t next = 0;
+    for (size_t i = 0; i < r->ranks.count; i++) {
+        for (; next < r->ranks.item[i] && !out->failed; next++)
+            out->failed = !tb__vec_push(&missing, next);
+        next = r->ranks.item[i] + 1;
+    }
+    if (missing.count > 0) {
+        tb__text_add(out, "; no file for ");
+        tool_add_ranks(out, missing.item, missing.count, 16);
+    }
+    free(missing.item);
 }
 
 static void add_heading(tb__text *out, const report *r) {
     tb__text_add(out, "checkpoint  ");
-    add_plain(out, r->path);
+    tool_add_name(out, r->path);
     if (r->kind == TB__CHECKPOINT_MODEL)
         tb__text_add(out, ", a model in one file");
     else if (r->kind == TB__CHECKPOINT_INDEX)
@@ -236,13 +250,13 @@ static void add_heading(tb__text *out, const report *r) {
     if (has_ranks(r)) {
         tb__text_add(out, "\nranks       ");
         tool_add_ranks(out, r->ranks.item, r->ranks.count, 16);
+        add_missing_ranks(out, r);
     }
     tb__text_add(out, "\n");
     if (r->index_nbytes >= 0 && r->index_nbytes != r->nbytes)
         tb__text_add(out, "index       says %" PRId64 " bytes\n", r->index_nbytes);
-    if (r->nignored > 0)
-        tb__text_add(out, "ignored     %zu tensor%s of the files, which the index does not have\n", r->nignored,
-                     r->nignored == 1 ? "" : "s");
+    if (r->nunindexed > 0)
+        tb__text_add(out, "ignored     %s\n", r->unindexed.data ? r->unindexed.data : "");
     tb__text_add(out, "%s", r->notes.data ? r->notes.data : "");
 }
 
@@ -269,6 +283,7 @@ static void free_report(report *r) {
     tb__text_fini(&r->tensors_json);
     tb__text_fini(&r->notes);
     tb__text_fini(&r->first_notes);
+    tb__text_fini(&r->unindexed);
     free(r->ranks.item);
 }
 
@@ -285,7 +300,8 @@ static int run(const tb__config *config, const char *const *value) {
         add_json(&out, &r);
     else if (status == TB_OK)
         add_tables(&out, &r);
-    out.failed |= r.files_json.failed || r.tensors_json.failed || r.notes.failed || r.first_notes.failed;
+    out.failed |=
+        r.files_json.failed || r.tensors_json.failed || r.notes.failed || r.first_notes.failed || r.unindexed.failed;
     free_report(&r);
     return status == TB_OK ? tool_print(&out) : tool_fail_status(status);
 }

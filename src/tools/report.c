@@ -36,18 +36,30 @@ void tool_show_line(const char *format, ...) {
     is_line_shown = true;
 }
 
-int tool_fail(int exit_status, const char *format, ...) {
+static void say(const char *format, va_list args) __attribute__((format(printf, 1, 0)));
+static void say(const char *format, va_list args) {
     char sentence[1024];
     tool_hide_line();
-    va_list args;
-    va_start(args, format);
     vsnprintf(sentence, sizeof sentence, format, args);
-    va_end(args);
     for (char *c = sentence; *c; c++) { /* arguments that are quoted may hold anything; a sentence is one line */
         if (iscntrl((unsigned char)*c))
             *c = '?';
     }
     fprintf(stderr, "tensorbus%s%s: %s\n", command_name ? " " : "", command_name ? command_name : "", sentence);
+}
+
+void tool_say(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say(format, args);
+    va_end(args);
+}
+
+int tool_fail(int exit_status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say(format, args);
+    va_end(args);
     return exit_status;
 }
 

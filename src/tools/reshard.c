@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/resource.h>
 
-enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, SYNC, DRY_RUN, JSON, NOPTIONS };
+enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, UNINDEXED, SYNC, DRY_RUN, JSON, NOPTIONS };
 
 static const tool_option options[NOPTIONS + 1] = {
     [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
@@ -19,6 +19,8 @@ static const tool_option options[NOPTIONS + 1] = {
     [MEMORY] = {"memory", "SIZE", "the most memory to use, at least 16MiB; default 1GiB"},
     [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
     [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
+    [TRUST] = {"trust-replicas", NULL, "do not compare source ranks that hold the same; the first one is read"},
+    [UNINDEXED] = {"ignore-unindexed", NULL, "leave out tensors of the model's files that its index does not have"},
     [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
@@ -33,12 +35,14 @@ static const char details[] =
     "             {\"match\": \"*.rotary_emb.*\", \"skip\": true},\n"
     "             {\"match\": \"*\"}]}\n"
     "A side that is left out is replicated over its mesh; a mesh that is left out is rank 0. Shapes are\n"
-    "worked out from the files where the spec gives none. A tensor without entry and rule is an error.\n"
+    "worked out from the files where the spec gives none. A tensor without entry and rule is an error. So are\n"
+    "source ranks that should hold the same, but differ: a tensor that is cut needs a rule that says so.\n"
     "\"quantisation\": \"mxfp8\", \"fp8_block\", \"fp8_tensor\" or \"nvfp4\" in 'dst' writes data and scales, in "
     "'src'\n"
     "reads them. docs/reshard.md explains every key.\n"
     "\n"
-    "Files have temporary names until all are complete. Whatever fails leaves nothing behind.\n"
+    "Files have temporary names until all are complete. Whatever fails leaves nothing behind. A run that is\n"
+    "killed (SIGKILL) leaves its temporary files; the next run into the same directory removes them.\n"
     "\n"
     "Examples:\n"
     "  tensorbus reshard --spec tp4_to_tp2.json --in step_1000 --out step_1000_tp2 --verify\n"
@@ -103,6 +107,7 @@ static tb_status read_options(const char *const *value, tb__disk_opts *opts) {
     opts->threads = (int)threads;
     opts->is_model = value[HF] != NULL;
     opts->verify = value[VERIFY] != NULL;
+    opts->trust_replicas = value[TRUST] != NULL;
     opts->sync = value[SYNC] != NULL;
     return TB_OK;
 }
@@ -215,6 +220,13 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
     tb__text_add(out, "],\"tensors\":[");
     add_json_tensors(out, disk);
     tb__text_add(out, "]");
+    const tb__checkpoint *model = tb__disk_model(disk);
+    if (model) {
+        tb__text_add(out, ",\"unindexed\":");
+        tool_add_unindexed_json(out, model);
+    }
+    tb__text_add(out, ",\"replicated\":%zu,\"replica_bytes\":%" PRId64 ",\"replicas\":\"%s\"", disk->nreplicated,
+                 disk->replica_nbytes, value[TRUST] ? "trusted" : "compared");
     if (!value[DRY_RUN])
         tb__text_add(out, ",\"seconds\":%.6f,\"verified\":%s,\"peak_memory\":%" PRId64, seconds,
                      value[VERIFY] ? "true" : "false", peak_memory());
@@ -223,8 +235,16 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
 }
 
 static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *value) {
+    const tb__checkpoint *model = tb__disk_model(disk);
     tb__text_add(out, "source    %s, ", value[IN]);
     tool_add_size(out, disk->src_nbytes);
+    if (model && model->index_nbytes >= 0 && model->index_nbytes != model->nbytes)
+        tb__text_add(out, "\nindex     says %" PRId64 " bytes, but its tensors have %" PRId64, model->index_nbytes,
+                     model->nbytes);
+    if (model && model->nunindexed > 0) {
+        tb__text_add(out, "\nignored   ");
+        tool_add_unindexed(out, model);
+    }
     tb__text_add(out, "\ntarget    %s, ", value[OUT] ? value[OUT] : "not given");
     tool_add_size(out, disk->dst_nbytes);
     tb__text_add(out, "\ntensors   %zu", disk->count);
@@ -233,6 +253,12 @@ static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *va
     tb__text_add(out, "\nranks     ");
     tool_add_ranks(out, disk->ranks, disk->nranks, 16);
     tb__text_add(out, "\n");
+    if (disk->nreplicated > 0)
+        tb__text_add(out, "replicas  of %zu tensor%s, %s: %s\n", disk->nreplicated, disk->nreplicated == 1 ? "" : "s",
+                     tool_size(disk->replica_nbytes).text,
+                     value[TRUST]     ? "not compared"
+                     : value[DRY_RUN] ? "will be compared with the first"
+                                      : "the same as the first");
 }
 
 static tb_status report(tb__text *out, const tb__disk *disk, const char *const *value, double seconds) {
@@ -266,6 +292,19 @@ static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_o
     return status;
 }
 
+/* What runs into the same directory left there when they were killed. */
+static tb_status remove_leftovers(const char *dir) {
+    tb__leftovers found;
+    TB_TRY(tb__leftovers_remove(dir, &found));
+    if (found.count > 0)
+        tool_say("%s: removed %zu temporary file%s (%s) of a run that was killed", dir, found.count,
+                 found.count == 1 ? "" : "s", tool_size(found.nbytes).text);
+    if (found.nstuck > 0)
+        tool_say("%s: %zu temporary file%s of a run that was killed can't be removed", dir, found.nstuck,
+                 found.nstuck == 1 ? "" : "s");
+    return TB_OK;
+}
+
 /* Every rank's file is open at once. */
 static void allow_many_files(void) {
     struct rlimit limit;
@@ -284,9 +323,11 @@ static tb_status run_all(const char *const *value, tb__text *out) {
     allow_many_files();
     tb_status status = tb__spec_load(value[SPEC], &spec);
     if (status == TB_OK)
-        status = tb__disk_open(spec, value[IN], &disk);
+        status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);
     if (status == TB_OK && opts.is_model && disk->nranks != 1)
         status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
+    if (status == TB_OK && !value[DRY_RUN])
+        status = remove_leftovers(value[OUT]);
     if (status == TB_OK && !value[DRY_RUN])
         status = reshard(disk, value[OUT], &opts, &seconds);
     if (status == TB_OK)
@@ -309,7 +350,7 @@ static int run(const tb__config *config, const char *const *value) {
 const tool_command tool_reshard = {
     .name = "reshard",
     .summary = "turn a checkpoint sharded one way into one sharded another way",
-    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--json]\n"
+    .usage = "--spec FILE --in DIR --out DIR [--memory SIZE] [--verify] [--trust-replicas] [--json]\n"
              "--spec FILE --in DIR --out DIR --hf [--max-file-size SIZE] ...\n"
              "--spec FILE --in DIR --dry-run [--json]",
     .details = details,

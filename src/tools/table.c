@@ -27,7 +27,12 @@ const char *tool_plain(void) {
 void tool_table_column(tool_table *table, const char *title, bool is_number) {
     table->column[table->ncolumns].title = title;
     table->column[table->ncolumns].is_number = is_number;
+    table->column[table->ncolumns].width = (int)strlen(title);
     table->ncolumns++;
+}
+
+void tool_table_width(tool_table *table, int width) {
+    table->column[table->ncolumns - 1].width = width;
 }
 
 static void add_cell(tool_table *table, char *cell) {
@@ -52,11 +57,12 @@ void tool_table_take(tool_table *table, tb__text *cell) {
     add_cell(table, tb__text_take(cell, &string) == TB_OK ? string : NULL);
 }
 
-static void add_row(const tool_table *table, const int *width, const char *const *cells, tb__text *out) {
+static void add_row(const tool_table *table, const char *const *cells, tb__text *out) {
     int blanks = 0; /* held back, so that no line ends in blanks */
     for (int c = 0; c < table->ncolumns; c++) {
-        int length = (int)strlen(cells[c]), padding = width[c] - length;
+        int length = (int)strlen(cells[c]), padding = table->column[c].width - length;
         bool is_number = table->column[c].is_number;
+        padding = padding > 0 ? padding : 0;
         blanks += is_number ? padding : 0;
         if (length > 0) {
             tb__text_add(out, "%*s%s", blanks, "", cells[c]);
@@ -67,26 +73,32 @@ static void add_row(const tool_table *table, const int *width, const char *const
     tb__text_add(out, "\n");
 }
 
-void tool_table_finish(tool_table *table, tb__text *out) {
-    int width[TOOL_MAX_COLUMNS] = {0};
+void tool_table_flush(tool_table *table, tb__text *out) {
     const char *titles[TOOL_MAX_COLUMNS] = {NULL};
     size_t n = (size_t)table->ncolumns;
     for (size_t c = 0; c < n; c++) {
         titles[c] = table->column[c].title;
-        width[c] = (int)strlen(titles[c]);
         for (size_t i = c; i < table->cells.count; i += n) {
             int length = (int)strlen(table->cells.item[i]);
-            width[c] = length > width[c] ? length : width[c];
+            table->column[c].width = length > table->column[c].width ? length : table->column[c].width;
         }
     }
-    tb__text_add(out, "%s", tool_bold());
-    add_row(table, width, titles, out);
-    tb__text_add(out, "%s", tool_plain());
+    if (!table->is_begun) {
+        tb__text_add(out, "%s", tool_bold());
+        add_row(table, titles, out);
+        tb__text_add(out, "%s", tool_plain());
+        table->is_begun = true;
+    }
     for (size_t i = 0; i + n <= table->cells.count; i += n)
-        add_row(table, width, (const char *const *)table->cells.item + i, out);
+        add_row(table, (const char *const *)table->cells.item + i, out);
     out->failed |= table->failed;
     for (size_t i = 0; i < table->cells.count; i++)
         free(table->cells.item[i]);
+    table->cells.count = 0;
+}
+
+void tool_table_finish(tool_table *table, tb__text *out) {
+    tool_table_flush(table, out);
     free(table->cells.item);
     *table = (tool_table){0};
 }

@@ -1,7 +1,8 @@
 /* The `tensorbus` command: what its subcommands share.
  *
  * A subcommand works out everything first, builds its output as text, and prints it at the end; so whatever fails
- * leaves nothing on standard output but one sentence on standard error. */
+ * leaves nothing on standard output but one sentence on standard error. What takes minutes, like `bench`, prints each
+ * result when it is there. */
 #ifndef TB_TOOLS_TOOLS_H
 #define TB_TOOLS_TOOLS_H
 
@@ -56,7 +57,10 @@ tb_status tool_read_rank(const char *text, int32_t *out);
 /* The subcommand whose name sentences begin with; NULL: none. */
 void tool_set_command(const char *name);
 
-/* Prints one sentence on standard error; returns `exit_status`. */
+/* Prints one sentence on standard error. */
+void tool_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* The same for what ends the command; returns `exit_status`. */
 int tool_fail(int exit_status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The same for the last failed call of the library, whose status tells the exit status. */
@@ -93,6 +97,11 @@ void tool_add_shape(tb__text *out, const tb_shape *shape);
 void tool_add_ranks(tb__text *out, const int32_t *ranks, size_t count, size_t most);
 /* "[0:4, 8:16]", half-open, as buckets are dumped. */
 void tool_add_box(tb__text *out, int ndim, const int64_t *start, const int64_t *len);
+void tool_add_name(tb__text *out, const char *name); /* control characters become ? */
+/* How many tensors in the directory of a model are not part of it, and the first of them; all, as a JSON array. */
+struct tb__checkpoint;
+void tool_add_unindexed(tb__text *out, const struct tb__checkpoint *model);
+void tool_add_unindexed_json(tb__text *out, const struct tb__checkpoint *model);
 /* The layout as text, cut short where it has long lists. */
 void tool_add_layout(tb__text *out, const tb_layout *layout);
 
@@ -106,14 +115,18 @@ typedef struct tool_table {
     struct {
         const char *title;
         bool is_number; /* stands at the right of its column */
+        int width;      /* at least */
     } column[TOOL_MAX_COLUMNS];
     TB_VEC(char *) cells;
+    bool is_begun; /* the titles were added */
     bool failed;
 } tool_table;
 
 void tool_table_column(tool_table *table, const char *title, bool is_number);
+void tool_table_width(tool_table *table, int width); /* of the last column, at least */
 void tool_table_cell(tool_table *table, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void tool_table_take(tool_table *table, tb__text *cell);  /* empties `cell` */
+void tool_table_flush(tool_table *table, tb__text *out);  /* adds the rows so far to the text; more may follow */
 void tool_table_finish(tool_table *table, tb__text *out); /* adds the table to the text and frees it */
 
 /* Whether standard output is a terminal that wants colours; the codes are "" where it is not. */

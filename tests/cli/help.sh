@@ -44,7 +44,7 @@ has() {
 has layout shape layout dtype rank all json svg jsonl
 has plan shape dtype src dst hosts rank buckets all json svg jsonl
 has inspect json
-has reshard spec in out hf max-file-size memory threads verify sync dry-run json
+has reshard spec in out hf max-file-size memory threads verify trust-replicas ignore-unindexed sync dry-run json
 has store listen token-file wait
 has config json
 has doctor store token-file json

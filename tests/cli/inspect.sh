@@ -52,15 +52,24 @@ cp "$golden"/model/model-0000* "$tmp/model"
 sed -e 's/"total_size": 96/"total_size": 84/' -e '/"norm"/d' -e 's/\("layers.1.*\),/\1/' \
     "$golden/model/model.safetensors.index.json" >"$tmp/model/model.safetensors.index.json"
 accepted inspect "$tmp/model"
-printed '^ignored     1 tensor of the files, which the index does not have$'
+printed '^ignored     1 tensor of the files, which the index does not have: norm (model-00002-of-00002.safetensors)$'
 not_printed '^norm'
 not_printed '^index'
+cp "$golden/model/model-00001-of-00002.safetensors" "$tmp/model/model-00003-of-00002.safetensors"
+cp "$tmp/err" "$tmp/model/garbage.safetensors"
+accepted inspect "$tmp/model"
+printed "^ignored     4 tensors of the files, which the index does not have: norm (model-00002-of-00002.safetensors), can't \
+be read (garbage.safetensors), embed.weight (model-00003-of-00002.safetensors), layers.0.weight (model-00003"
+accepted inspect "$tmp/model" --json
+printed '"ignored":4,.*,"unindexed":\[{"file":"model-00002-of-00002.safetensors","name":"norm"},{"file":"garbage.safetensors"},'
+rm "$tmp/model/model-00003-of-00002.safetensors" "$tmp/model/garbage.safetensors"
 sed -i 's/84/85/' "$tmp/model/model.safetensors.index.json"
 accepted inspect "$tmp/model"
 printed '^index       says 85 bytes$'
 cp "$golden/empty.safetensors" "$tmp/model/model.safetensors"
 accepted inspect "$tmp/model"
 printed '^checkpoint  .*, a model in one file$'
+printed '^ignored     3 tensors of the index, which model.safetensors does not have: embed.weight (model-00001-of-00002.safe'
 
 # a file for each rank
 mkdir "$tmp/ranks"
@@ -70,7 +79,7 @@ done
 cp "$golden/empty.safetensors" "$tmp/ranks/rank_11.safetensors"
 accepted inspect "$tmp/ranks"
 printed '^tensors     8, 264 bytes$'
-printed '^ranks       0..2,10,11$'
+printed '^ranks       0..2,10,11; no file for 3..9$'
 printed '^  10  rank_10.safetensors  *2  *66$'
 printed '^  10  layers.0.weight  *bf16  *3,3  *18$'
 printed '^of file     rank_11.safetensors$'
@@ -87,6 +96,8 @@ refused "unknown option '-'" inspect -
 refused "unknown option '--frobnicate'" inspect "$golden/model" --frobnicate
 refused '/none: can.t be opened: No such file' inspect "$tmp/none"
 refused 'it holds no model.safetensors, no ' inspect "$golden"
+refused '/model.safetensors.index.json: it is an index; the model is the directory' \
+    inspect "$golden/model/model.safetensors.index.json"
 printf 'hello' >"$bad"
 refused '/bad.safetensors: it has 5 bytes, too few' inspect "$bad"
 printf '\016\0\0\0\0\0\0\0{"a":{"b":1}} ' >"$bad"

@@ -102,6 +102,63 @@ not_printed scale
 accepted reshard --spec "$tmp/fp8.json" --in "$tmp/plain" --dry-run --json
 printed '"quantisation":"fp8_tensor","group":"layers.0.weight"'
 
+# sharded tensors that the spec takes for replicated
+mkdir "$tmp/tp4"
+header='{"norm":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"up_proj":{"dtype":"U8","shape":[2,3],"data_offsets":[2,8]}}'
+for rank in 0 1 2 3; do
+    sparse "$tmp/tp4/rank_$rank.safetensors" "$header" 0
+    printf 'nnshard%s' "$rank" >>"$tmp/tp4/rank_$rank.safetensors"
+done
+printf '{"src_mesh": [4], "rules": [{"match": "*"}]}' >"$tmp/forgotten.json"
+printf '{"src_mesh": [4], "rules": [{"match": "up_proj", "src": "Shard(0)"}, {"match": "*"}]}' >"$tmp/complete.json"
+for option in --verify --sync; do
+    refused "tensor 'up_proj': by the spec ranks 0, 1, 2, 3 hold the same, but in the files ranks 1, 2, 3 differ from \
+rank 0, at byte 5 first; do they hold shards of it?" \
+        reshard --spec "$tmp/forgotten.json" --in "$tmp/tp4" --out "$tmp/whole" --hf $option
+    nothing_left "$tmp/whole"
+done
+accepted reshard --spec "$tmp/forgotten.json" --in "$tmp/tp4" --dry-run
+printed '^replicas  of 2 tensors, 24 B: will be compared with the first$'
+accepted reshard --spec "$tmp/complete.json" --in "$tmp/tp4" --out "$tmp/whole" --hf --verify
+printed '^replicas  of 1 tensor, 6 B: the same as the first$'
+tail -c 26 "$tmp/whole/model.safetensors" | grep -q '^nnshard0shard1shard2shard3$' || fail 'shards that are not what they were'
+rm -r "$tmp/whole"
+accepted reshard --spec "$tmp/forgotten.json" --in "$tmp/tp4" --out "$tmp/whole" --hf --verify --trust-replicas --json
+printed '"replicated":2,"replica_bytes":24,"replicas":"trusted"'
+tail -c 8 "$tmp/whole/model.safetensors" | grep -q '^nnshard0$' || fail 'the first replica was not read'
+rm -r "$tmp/whole"
+
+# tensors that the index of a model does not have
+mkdir "$tmp/indexed"
+cp "$model"/model-0000* "$tmp/indexed"
+sed -e '/"norm"/d' -e 's/\("layers.1.*\),/\1/' "$model/model.safetensors.index.json" >"$tmp/indexed/model.safetensors.index.json"
+refused "/indexed: tensor 'norm' is in 'model-00002-of-00002.safetensors', but not in model.safetensors.index.json; \
+--ignore-unindexed goes on without" reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+refused "tensor 'norm' is in " reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run
+accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/without" --verify --ignore-unindexed
+printed '^index     says 96 bytes, but its tensors have 84$'
+printed '^ignored   1 tensor of the files, which the index does not have: norm (model-00002-of-00002.safetensors)$'
+printed '^tensors   3$'
+rm -r "$tmp/without"
+accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run --json --ignore-unindexed
+printed '"unindexed":\[{"file":"model-00002-of-00002.safetensors","name":"norm"}\]'
+cp "$model/model.safetensors.index.json" "$tmp/indexed"
+cp "$TB_GOLDEN/safetensors/names.safetensors" "$tmp/indexed/model-00003-of-00003.safetensors"
+refused "' is in 'model-00003-of-00003.safetensors', but not in model.safetensors.index.json, and so for [0-9]* more; " \
+    reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+cp "$model/model-00001-of-00002.safetensors" "$tmp/indexed/model-00003-of-00003.safetensors"
+refused "tensor 'embed.weight' is in 'model-00003-of-00003.safetensors', but model.safetensors.index.json has it in \
+'model-00001-of-00002.safetensors', and so for 1 more; " \
+    reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+rm "$tmp/indexed/model-00003-of-00003.safetensors"
+cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/indexed/extra.safetensors" # nothing is lost with it
+accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run
+cp "$model/model-00001-of-00002.safetensors" "$tmp/indexed/model.safetensors"
+refused "/indexed: model.safetensors.index.json has tensor 'layers.1.weight' in 'model-00002-of-00002.safetensors', but \
+model.safetensors comes before it and does not have the tensor, and so for 1 more; " \
+    reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
+nothing_left "$tmp/none"
+
 # bad input: options
 out_dir=$tmp/none
 refused '--spec is missing' reshard
@@ -205,6 +262,63 @@ peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
 [ "$peak" -le $((200 << 20)) ] || fail "$peak bytes of memory to read $nbytes bytes of quantised tensors"
 tail -c $nbytes "$tmp/done/rank_0.safetensors" | cmp -s -n $nbytes - /dev/zero || fail 'zeros did not come back'
 rm -rf "$tmp/done" "$tmp/nvfp4" "$tmp/wide"
+
+# what killed runs left goes away with the next run, but not what a run holds
+mkdir "$tmp/left"
+for file in rank_0.safetensors rank_1.safetensors model.safetensors.index.json; do
+    head -c 100000 /dev/zero >"$tmp/left/.$file.4711.0.tmp"
+done
+head -c 1000 /dev/zero >"$tmp/left/.held.safetensors.4711.0.tmp"
+: >"$tmp/left/.config.json.1.0.tmp"
+if command -v flock >/dev/null; then
+    mkfifo "$tmp/locked" "$tmp/enough"
+    # shellcheck disable=SC2016 # the inner shell expands these
+    flock -x "$tmp/left/.held.safetensors.4711.0.tmp" \
+        sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
+    holder=$!
+    read -r _ <"$tmp/locked"
+else
+    echo 'not tested: a file that is held, since there is no flock'
+    rm "$tmp/left/.held.safetensors.4711.0.tmp"
+    holder=
+fi
+accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left" --dry-run
+[ -e "$tmp/left/.rank_0.safetensors.4711.0.tmp" ] || fail 'a dry run removed something'
+run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+expect_status 0 'a run into a directory with leftovers'
+grep -q '^tensorbus reshard: .*/left: removed 3 temporary files ([0-9.]* KiB) of a run that was killed$' "$err" ||
+    fail "leftovers: said $(cat "$err")"
+if [ -n "$holder" ]; then
+    [ -e "$tmp/left/.held.safetensors.4711.0.tmp" ] || fail 'a file that another process holds was removed'
+    echo >"$tmp/enough"
+    wait "$holder"
+    rm "$tmp/left/.held.safetensors.4711.0.tmp"
+fi
+[ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
+# the same with a run that is killed
+"$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/killed" --threads 1 --verify --sync \
+    >"$out" 2>"$err" &
+pid=$!
+tries=0
+while [ $tries -lt 1000 ] && [ -z "$(ls -A "$tmp/killed" 2>/dev/null)" ] && kill -0 $pid 2>/dev/null; do
+    tries=$((tries + 1))
+    sleep 0.01
+done
+kill -KILL $pid 2>/dev/null
+wait $pid 2>/dev/null
+status=$?
+if [ "$status" -eq 137 ]; then
+    run reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/killed"
+    expect_status 0 'a run after one that was killed'
+    grep -q '/killed: removed [12] temporary files* (.*) of a run that was killed$' "$err" ||
+        fail "after a run that was killed: said $(cat "$err")"
+    [ "$(find "$tmp/killed" -type f | wc -l)" -eq 2 ] || fail "strange files: $(ls -A "$tmp/killed")"
+else
+    echo 'not tested: a run that is killed, since it was over before that'
+fi
+rm -rf "$tmp/killed"
 
 # a run that is ended from outside tidies up
 "$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/ended" --threads 1 --verify --sync \
