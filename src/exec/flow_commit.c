@@ -274,8 +274,7 @@ static void end_committed(tb__flow *flow) {
     tb__leg_idle(leg);
     tell_committed(flow, leg->attempt);
     flow->is_prepared = false;
-    leg->is_under_way = false;
-    leg->is_committed = true;
+    leg->is_complete = true;
 }
 
 static bool is_held(const tb__flow *flow) {
