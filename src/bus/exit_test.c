@@ -12,16 +12,24 @@ enum { ROUNDS = 8 };
 
 enum { ROWS = 512, COLUMNS = 256, NTENSORS = 2 };
 
-typedef enum leaver { LEAVE_SENDERS, LEAVE_RECEIVERS, LEAVE_FIRST, LEAVERS } leaver;
+typedef enum leaver {
+    LEAVE_SENDERS,
+    LEAVE_RECEIVERS,
+    LEAVE_FIRST, /* of each side */
+    LEAVE_FIRST_SENDER,
+    LEAVE_FIRST_RECEIVER,
+} leaver;
 
 /* One way to move a tensor, and who ends at once. */
 typedef struct config {
     const char *name;
     int seats; /* of each side */
     bool staged, shadow, snapshot, checksum, is_ucx;
-    bool is_apart;    /* each sender has what one receiver wants */
-    bool is_windowed; /* receivers take the second tensor when they are told */
-    bool is_late;     /* all but the first of each side begin when they are told */
+    bool is_apart;         /* each sender has what one receiver wants */
+    bool is_windowed;      /* receivers take the second tensor when they are told */
+    bool is_late;          /* all but the first of each side begin when they are told; those who leave have done so */
+    bool is_late_receiver; /* likewise, but senders do not wait */
+    bool at_release;       /* they leave when their tensors are released */
     bool is_killed;
     leaver leaver;
 } config;
@@ -64,6 +72,40 @@ static const config configs[] = {
      .is_apart = true,
      .is_windowed = true,
      .leaver = LEAVE_FIRST},
+    {.name = "the others come later, ucx",
+     .seats = 2,
+     .is_ucx = true,
+     .is_apart = true,
+     .is_late = true,
+     .leaver = LEAVE_FIRST},
+    {.name = "a receiver comes later, direct", .seats = 2, .is_late_receiver = true, .leaver = LEAVE_FIRST_RECEIVER},
+    {.name = "a receiver comes later, staged",
+     .seats = 2,
+     .staged = true,
+     .is_late_receiver = true,
+     .leaver = LEAVE_FIRST_RECEIVER},
+    {.name = "a receiver comes later, ucx",
+     .seats = 2,
+     .is_ucx = true,
+     .is_late_receiver = true,
+     .leaver = LEAVE_FIRST_RECEIVER},
+    {.name = "prepared, the sender is killed",
+     .seats = 2,
+     .shadow = true,
+     .is_apart = true,
+     .is_late = true,
+     .at_release = true,
+     .is_killed = true,
+     .leaver = LEAVE_FIRST_SENDER},
+    {.name = "prepared, staged, the sender is killed",
+     .seats = 2,
+     .shadow = true,
+     .staged = true,
+     .is_apart = true,
+     .is_late = true,
+     .at_release = true,
+     .is_killed = true,
+     .leaver = LEAVE_FIRST_SENDER},
     {.name = "the others come later, direct", .seats = 2, .is_apart = true, .is_late = true, .leaver = LEAVE_FIRST},
     {.name = "the others come later, staged",
      .seats = 2,
@@ -111,8 +153,9 @@ static int seat_of(const member *m) {
 }
 
 static bool leaves(const member *m) {
-    if (m->c->leaver == LEAVE_FIRST)
-        return seat_of(m) == 0;
+    if (m->c->leaver >= LEAVE_FIRST)
+        return seat_of(m) == 0 &&
+               (is_sender(m) ? m->c->leaver != LEAVE_FIRST_RECEIVER : m->c->leaver != LEAVE_FIRST_SENDER);
     return is_sender(m) == (m->c->leaver == LEAVE_SENDERS);
 }
 
@@ -216,7 +259,7 @@ static void move(member *m) {
     bool is_first = seat_of(m) == 0;
     say(m, "ready");
     wait_word(m, "begin");
-    if (m->c->is_late && !is_first)
+    if (!is_first && (m->c->is_late || (m->c->is_late_receiver && !is_sender(m))))
         wait_word(m, "left");
     must(m, (is_sender(m) ? tb_send : tb_recv)(m->batch, NULL, &t), "begin");
     if (m->c->is_windowed && !is_sender(m)) {
@@ -224,7 +267,7 @@ static void move(member *m) {
         say(m, "half");
         wait_word(m, is_first ? "half" : "left");
     }
-    must(m, tb_wait(t, TB_COMMITTED, PATIENCE_MS), "the transfer");
+    must(m, tb_wait(t, leaves(m) && m->c->at_release ? TB_RELEASED : TB_COMMITTED, PATIENCE_MS), "the transfer");
     if (leaves(m)) {
         if (!is_sender(m))
             check_elements(m);

@@ -70,6 +70,7 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->bounce);
     free(flow->slots);
     free(flow->commits.item);
+    free(flow->questions.item);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
@@ -257,10 +258,11 @@ static bool has_unsent(const tb__flow *flow) {
 }
 
 /* Nothing that happens to others matters to a leg that is complete. It ends when its messages are on their way, so that
- * nobody misses them if the process ends then; at its deadline without them. */
+ * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
 static bool step_complete(tb__flow *flow, bool is_send) {
     bool did = is_send && tb__flow_step_out(flow);
-    if ((is_send && flow->sends_left > 0) || has_unsent(flow))
+    bool waits = (is_send && flow->sends_left > 0) || has_unsent(flow);
+    if (waits && !tb__flow_leg(flow, is_send)->is_cancelled)
         return did;
     end_complete(flow, is_send);
     return true;

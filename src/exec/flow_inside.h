@@ -179,6 +179,10 @@ typedef struct issued {
     uint64_t attempt, number;
 } issued;
 
+typedef struct span {
+    uint64_t first, last;
+} span;
+
 /* Attempts that have ended without success. What is said of them is said of the last one. */
 typedef struct tb__abort {
     uint64_t first, last;
@@ -239,8 +243,8 @@ struct tb__flow {
         tb__verdict verdict;
         tb_status status; /* the reason of an abort */
         char why[TB__WHY_MAX];
-    } verdict;          /* the last one */
-    uint64_t forgotten; /* by the lead: attempts up to this one */
+    } verdict;              /* the last one */
+    TB_VEC(span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
 
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
