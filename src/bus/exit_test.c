@@ -25,9 +25,11 @@ typedef struct config {
     const char *name;
     int seats; /* of each side */
     bool staged, shadow, snapshot, checksum, is_ucx;
-    bool is_apart;         /* each sender has what one receiver wants */
-    bool is_windowed;      /* receivers take the second tensor when they are told */
-    bool is_late;          /* all but the first of each side begin when they are told; those who leave have done so */
+    bool is_encoded;  /* receivers have it quantised, with a scale that all of them agree on */
+    bool is_copied;   /* each receiver has all of it: where they are on different hosts, one hands it on to the other */
+    bool is_apart;    /* each sender has what one receiver wants */
+    bool is_windowed; /* receivers take the second tensor when they are told */
+    bool is_late;     /* all but the first of each side begin when they are told; those who leave have done so */
     bool is_late_receiver; /* likewise, but senders do not wait */
     bool at_release;       /* they leave when their tensors are released */
     bool is_killed;
@@ -59,6 +61,15 @@ static const config configs[] = {
      .is_ucx = true,
      .shadow = true,
      .leaver = LEAVE_RECEIVERS},
+    {.name = "ucx, handed on, senders", .seats = 2, .is_ucx = true, .is_copied = true},
+    {.name = "ucx, handed on, receivers", .seats = 2, .is_ucx = true, .is_copied = true, .leaver = LEAVE_RECEIVERS},
+    {.name = "quantised, senders", .seats = 2, .is_encoded = true},
+    {.name = "quantised, receivers", .seats = 2, .is_encoded = true, .leaver = LEAVE_RECEIVERS},
+    {.name = "quantised, staged, the first receiver",
+     .seats = 2,
+     .staged = true,
+     .is_encoded = true,
+     .leaver = LEAVE_FIRST_RECEIVER},
     {.name = "the first of each, direct", .seats = 2, .is_apart = true, .is_windowed = true, .leaver = LEAVE_FIRST},
     {.name = "the first of each, staged",
      .seats = 2,
@@ -115,6 +126,9 @@ static const config configs[] = {
      .leaver = LEAVE_FIRST},
 };
 
+/* All elements of what is quantised are the same: 448 is the largest number of its format. */
+enum { ENCODED = 7, ENCODED_BYTE = 0x7e, ENCODED_LARGEST = 448 };
+
 enum { NCONFIGS = sizeof configs / sizeof *configs };
 
 /* ---- In a member ----------------------------------------------------------------------------------------------- */
@@ -126,7 +140,8 @@ typedef struct member {
     tb_world *world;
     tb_pair *pair;
     tb_batch *batch;
-    float *memory[NTENSORS];
+    float *memory[NTENSORS]; /* where it is quantised: bytes */
+    float scale;
 } member;
 
 static void must(const member *m, tb_status status, const char *what) {
@@ -160,21 +175,33 @@ static bool leaves(const member *m) {
 }
 
 static bool has_rows(const member *m) {
-    return is_sender(m) || m->c->is_apart;
+    return is_sender(m) != m->c->is_encoded || m->c->is_apart;
+}
+
+static bool has_all(const member *m) {
+    return m->c->is_copied && !is_sender(m);
+}
+
+static bool is_encoded(const member *m) {
+    return m->c->is_encoded && !is_sender(m);
 }
 
 static int count_of(const member *m) {
-    return ROWS * COLUMNS / m->c->seats;
+    return ROWS * COLUMNS / (has_all(m) ? 1 : m->c->seats);
 }
 
 /* Where the local part's element i is in the whole tensor. */
 static int index_of(const member *m, int i) {
+    if (has_all(m))
+        return i;
     int width = has_rows(m) ? COLUMNS : COLUMNS / m->c->seats;
     int row = i / width + (has_rows(m) ? seat_of(m) * ROWS / m->c->seats : 0);
     return row * COLUMNS + i % width + (has_rows(m) ? 0 : seat_of(m) * width);
 }
 
 static float value_of(const member *m, int tensor, int i) {
+    if (m->c->is_encoded)
+        return ENCODED;
     return (float)(tensor * ROWS * COLUMNS + index_of(m, i));
 }
 
@@ -185,7 +212,19 @@ static void fill(const member *m) {
     }
 }
 
+static void check_encoded(const member *m) {
+    for (int t = 0; t < NTENSORS; t++) {
+        for (int i = 0; i < count_of(m); i++)
+            must_be(m, ((const unsigned char *)m->memory[t])[i] == ENCODED_BYTE, "an element is wrong");
+    }
+    must_be(m, m->scale == (float)ENCODED / ENCODED_LARGEST, "the scale is wrong");
+}
+
 static void check_elements(const member *m) {
+    if (is_encoded(m)) {
+        check_encoded(m);
+        return;
+    }
     for (int t = 0; t < NTENSORS; t++) {
         for (int i = 0; i < count_of(m); i++)
             must_be(m, m->memory[t][i] == value_of(m, t, i), "an element is wrong");
@@ -206,7 +245,8 @@ static void join(member *m, const char *url) {
 
 static void make_batch(member *m) {
     char layout[48];
-    snprintf(layout, sizeof layout, "mesh=%d place=Shard(%d)", m->c->seats, has_rows(m) ? 0 : 1);
+    snprintf(layout, sizeof layout, has_all(m) ? "mesh=%d place=R" : "mesh=%d place=Shard(%d)", m->c->seats,
+             has_rows(m) ? 0 : 1);
     tb_batch_opts opts = {.size = sizeof opts,
                           .bucket_size = 64 << 10,
                           .staged = m->c->staged,
@@ -222,6 +262,12 @@ static void make_batch(member *m) {
                             .ndim = 2,
                             .shape = {ROWS, COLUMNS},
                             .group = m->c->is_windowed ? t : 0};
+        if (is_encoded(m)) {
+            tensor.dtype = TB_F8E4M3;
+            tensor.encode = "fp8_tensor";
+            tensor.scale = &m->scale;
+            tensor.scale_group = "both";
+        }
         must(m, tb_batch_add(m->batch, m->pair, t ? "second" : "first", &tensor), "add");
     }
     must(m, tb_batch_register(m->batch, 0), "register");

@@ -336,6 +336,10 @@ static void drop_member(tb__flow *flow, member *m, bool is_orderly) {
     tb__engine_wake(flow->o.engine);
 }
 
+tb_status tb__member_is_gone(const member *m) {
+    return tb__fail(TB_LOST, "%s", m->gone_why ? m->gone_why : m->peer->label);
+}
+
 void tb__flow_lost(tb__flow *flow, size_t position) {
     member *m = &flow->members[position];
     tb__set_detail("%s was lost during %s: %s", m->peer->label, flow->what, m->peer->why ? m->peer->why : "?");
@@ -414,7 +418,7 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
         gone = tb__flow_find_deserter(flow);
     if (gone)
-        return tb__fail(TB_LOST, "%s", gone->gone_why ? gone->gone_why : gone->peer->label);
+        return tb__member_is_gone(gone);
     if (leg->is_cancelled)
         return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     return TB_OK;

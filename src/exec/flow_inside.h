@@ -298,6 +298,8 @@ enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
 const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
 /* Whether the rank is on another host, so that its memory can't be reached. */
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
+/* TB_LOST: that a member is gone, and why. */
+tb_status tb__member_is_gone(const member *m);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
 

@@ -90,8 +90,7 @@ bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
                has_to_contribute(flow, true, m);
     if (!flow->recv.attempt)
         return m->is_feeder;
-    return has_more(flow, false, m) || has_to_send(flow, false, m) ||
-           (flow->o.gather.awaits && flow->o.gather.awaits(flow->o.gather.arg) == m->peer->rank);
+    return has_more(flow, false, m) || has_to_send(flow, false, m);
 }
 
 /* The first member of which it is true, and how many others there are. */
