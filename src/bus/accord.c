@@ -12,22 +12,64 @@
 /* Messages to the accord's port begin with the direction of the flow they are for, or with this. */
 enum { MESSAGE_BODY = 2 };
 
-/* The sentence is in tb_error_detail. */
-static void break_accord(tb__accord *accord, tb_status status, bool tell) {
-    if (accord->state == ACCORD_BROKEN)
-        return;
+static void close_accord(tb__accord *accord, tb_status status, bool tell) {
     accord->state = ACCORD_BROKEN;
     tb__assembly_break(&accord->all, status, tell);
-    for (int i = 0; i < 2; i++) {
-        if (accord->flows[i])
-            tb__flow_break(accord->flows[i], tb__fail(status, "%s", accord->all.why));
-    }
     tb__engine_wake(accord->world->engine);
     tb__engine_signal(accord->world->engine);
 }
 
-static void on_broken(tb__assembly *all, tb_status status, const char *why) {
-    break_accord((tb__accord *)all, tb__fail(status, "%s", why), false);
+/* The sentence is in tb_error_detail. */
+static void break_accord(tb__accord *accord, tb_status status, bool tell) {
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    close_accord(accord, status, tell);
+    for (int i = 0; i < 2; i++) {
+        if (accord->flows[i])
+            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why));
+    }
+}
+
+/* Whether this rank is in a transfer, or will be in one that others have begun. */
+static bool is_moving(const tb__accord *accord) {
+    for (int side = 0; side < 2; side++) {
+        for (int src = 0; accord->sides[side].is_here && src < 2; src++) {
+            tb__flow *flow = accord->flows[src];
+            if (tb__flow_leg(flow, src == side)->is_under_way || tb__flow_may_begin(flow, src == side))
+                return true;
+        }
+    }
+    return false;
+}
+
+void tb__accord_tell_loss(tb__accord *accord) {
+    if (!accord->owes_loss || is_moving(accord))
+        return;
+    accord->owes_loss = false;
+    tb__assembly_tell(&accord->all);
+}
+
+/* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
+ * what it can, because that says that it takes no further part. The sentence is in tb_error_detail. */
+static void lose_rank(tb__accord *accord, bool tell) {
+    bool is_new = accord->all.status == TB_OK;
+    close_accord(accord, TB_LOST, false);
+    accord->owes_loss |= is_new && tell;
+    tb__accord_tell_loss(accord);
+}
+
+static void on_broken(tb__assembly *all, size_t at, tb_status status, const char *why) {
+    tb__accord *accord = (tb__accord *)all;
+    if (status != TB_LOST || !accord->has_agreed) {
+        break_accord(accord, tb__fail(status, "%s", why), false);
+        return;
+    }
+    for (int i = 0; i < 2; i++) {
+        if (accord->flows[i])
+            tb__flow_failed(accord->flows[i], at, why);
+    }
+    tb__set_detail("%s", why);
+    lose_rank(accord, false);
 }
 
 static void tell_flows(tb__accord *accord, size_t gone, const char *why) {
@@ -62,8 +104,12 @@ static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
         forget_manifest(accord, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
         return;
     }
-    if (accord->state == ACCORD_AGREED && !message->failed && status != TB_OK)
+    if (accord->state == ACCORD_AGREED && !message->failed && status == TB_LOST) {
+        tb__set_detail("%s", why);
+        lose_rank(accord, false);
+    } else if (accord->state == ACCORD_AGREED && !message->failed && status != TB_OK) {
         break_accord(accord, tb__fail(status, "%s", why), false);
+    }
     tell_flows(accord, at, why);
 }
 
@@ -186,9 +232,11 @@ static void on_lost(tb__port *port, tb__peer *peer) {
         if (accord->flows[i])
             tb__flow_lost(accord->flows[i], at);
     }
-    break_accord(accord,
-                 tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, accord->what, peer->why ? peer->why : "?"),
-                 true);
+    tb__set_detail("%s was lost during %s: %s", peer->label, accord->what, peer->why ? peer->why : "?");
+    if (accord->has_agreed)
+        lose_rank(accord, true);
+    else
+        break_accord(accord, TB_LOST, true);
 }
 
 static tb_status init(tb__accord *accord) {
@@ -288,6 +336,7 @@ void tb__accord_destroy(tb__accord *accord) {
 
 /* ---- Agreement -------------------------------------------------------------------------------------------------- */
 
+/* Flows that are broken take only what was decided before, and may still be on its way. */
 static void pass_on(tb__accord *accord, size_t peer, tb__unpack *message) {
     uint32_t direction = tb__unpack_u32(message);
     if (message->failed || direction > 1 || !tb__flow_message(accord->flows[direction], peer, message))
@@ -394,28 +443,17 @@ static void take_body(tb__accord *accord, size_t at, tb__unpack *message) {
         try_agree(accord);
 }
 
-/* What was decided before it broke may still be on its way. Flows take nothing else then. */
-static void hear_verdict(tb__accord *accord, size_t at, tb__unpack *message) {
-    uint32_t direction = tb__unpack_u32(message);
-    if (!message->failed && direction <= 1 && accord->flows[direction])
-        (void)tb__flow_message(accord->flows[direction], at, message);
-}
-
 static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__accord *accord = (tb__accord *)port;
     size_t at = tb__assembly_find(&accord->all, from);
-    if (at == TB__NOWHERE)
+    if (at == TB__NOWHERE || (accord->state == ACCORD_BROKEN && !accord->has_agreed))
         return;
-    if (accord->state == ACCORD_BROKEN) {
-        hear_verdict(accord, at, message);
-        return;
-    }
     tb__unpack body = *message;
     if (tb__unpack_u32(&body) == MESSAGE_BODY) {
         take_body(accord, at, &body);
         return;
     }
-    if (accord->state == ACCORD_AGREED) {
+    if (accord->has_agreed) {
         pass_on(accord, at, message);
         return;
     }

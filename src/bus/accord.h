@@ -93,6 +93,7 @@ struct tb__accord {
     size_t nhosts;
     enum { ACCORD_WAITING, ACCORD_AGREED, ACCORD_BROKEN } state;
     bool has_agreed;
+    bool owes_loss; /* others have to be told that a rank was lost */
     TB_VEC(struct tb__side_layout {
         const char *text;
         int side;
@@ -115,6 +116,9 @@ struct tb__accord {
 tb_status tb__accord_create(tb_batch *batch, tb_pair *pair, tb__accord **out);
 tb_status tb__accord_announce(tb__accord *accord);
 void tb__accord_destroy(tb__accord *accord);
+
+/* A transfer of it has ended: others are told of a loss that was noticed meanwhile. */
+void tb__accord_tell_loss(tb__accord *accord);
 
 /* TB_TIMEOUT, and a sentence that says what an accord that is not settled waits for. */
 tb_status tb__accord_not_settled(const tb__accord *accord);

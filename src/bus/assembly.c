@@ -119,7 +119,12 @@ void tb__assembly_break(tb__assembly *assembly, tb_status status, bool tell) {
         return;
     assembly->status = status;
     snprintf(assembly->why, sizeof assembly->why, "%s", tb_error_detail());
-    for (size_t i = 0; tell && i < assembly->npeers; i++) {
+    if (tell)
+        tb__assembly_tell(assembly);
+}
+
+void tb__assembly_tell(tb__assembly *assembly) {
+    for (size_t i = 0; i < assembly->npeers; i++) {
         if (assembly->ports[i] && assembly->peers[i]->rank != assembly->world->rank)
             tell_broken(assembly, i);
     }
@@ -181,7 +186,7 @@ static void take(tb__assembly *assembly, size_t at, uint32_t port, tb__unpack *m
         status = send(assembly, at, MESSAGE_RECEIVED, &received);
     tb__pack_fini(&received);
     if (status != TB_OK && assembly->broken)
-        assembly->broken(assembly, status, tb_error_detail());
+        assembly->broken(assembly, at, status, tb_error_detail());
 }
 
 /* A rank that has given up while others were missing makes it again, or will be missing: it is told again what we have
@@ -219,12 +224,12 @@ static void on_received(tb__assembly *assembly, size_t at, tb__unpack *message) 
     assembly->counted(assembly, at);
 }
 
-static void on_broken(tb__assembly *assembly, tb__unpack *message) {
+static void on_broken(tb__assembly *assembly, size_t at, tb__unpack *message) {
     bool is_ours = tb__unpack_u32(message) == assembly->port.id;
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
-    if (is_ours && !message->failed && status != TB_OK && assembly->status == TB_OK && assembly->broken)
-        assembly->broken(assembly, status, why);
+    if (is_ours && !message->failed && status != TB_OK && assembly->broken)
+        assembly->broken(assembly, at, status, why);
 }
 
 static void on_gone(tb_world *world, tb__assembly *assembly, tb__peer *from, size_t at, uint32_t port,
@@ -256,7 +261,7 @@ void tb__assemblies_message(tb__port *world_port, tb__peer *from, tb__unpack *me
     else if (kind == MESSAGE_RECEIVED && is_known)
         on_received(assembly, at, message);
     else if (kind == MESSAGE_BROKEN && is_known)
-        on_broken(assembly, message);
+        on_broken(assembly, at, message);
     else if (kind == MESSAGE_MANIFEST && at != TB__NOWHERE && assembly->ports[at] == 0)
         take(assembly, at, port, message);
     else if (kind == MESSAGE_MANIFEST && !is_known) /* what is known has only been told again */

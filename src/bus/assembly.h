@@ -27,8 +27,8 @@ struct tb__assembly {
     /* Called by the driver, with what the peer added to its message. Only `broken` is optional. */
     tb_status (*tell)(tb__assembly *assembly, size_t peer); /* our manifest */
     void (*come)(tb__assembly *assembly, size_t peer, tb__unpack *manifest);
-    void (*counted)(tb__assembly *assembly, size_t peer);                      /* its manifest counts now */
-    void (*broken)(tb__assembly *assembly, tb_status status, const char *why); /* for a peer */
+    void (*counted)(tb__assembly *assembly, size_t peer); /* its manifest counts now */
+    void (*broken)(tb__assembly *assembly, size_t peer, tb_status status, const char *why); /* for this peer */
     void (*gone)(tb__assembly *assembly, size_t peer, tb__unpack *farewell);
     tb__assembly *next;
 };
@@ -54,6 +54,7 @@ tb_status tb__assembly_announce(tb__assembly *assembly);
 void tb__assembly_forget(tb__assembly *assembly, size_t peer);
 /* It has failed, for the reason in tb_error_detail. With `tell` the others hear of it. */
 void tb__assembly_break(tb__assembly *assembly, tb_status status, bool tell);
+void tb__assembly_tell(tb__assembly *assembly); /* one that has failed without that: now */
 /* Says farewell to all. */
 void tb__assembly_leave(tb__assembly *assembly, const tb__pack *farewell);
 void tb__assembly_fini(tb__assembly *assembly);

@@ -1,5 +1,5 @@
-/* A queue of questions, and the thread that asks them one by one. In the store an answer is "commit", or "abort", the
- * number of the reason's status, and the reason. */
+/* A queue of questions, and the thread that asks them one by one; what is to be forgotten waits until there are none.
+ * In the store an answer is "commit", or "abort", the number of the reason's status, and the reason. */
 #include "bus/decider.h"
 
 #include "base/log.h"
@@ -29,6 +29,7 @@ struct tb__decider {
     pthread_cond_t changed;
     bool is_stopping;
     question *first, *asked; /* those that wait, and the one that is being asked */
+    question *old;           /* those that are to be forgotten, in any order */
 };
 
 tb_status tb__decider_create(tb__engine *engine, tb__directory *directory, tb__decider **out) {
@@ -78,12 +79,12 @@ static void *ask_all(void *arg) {
     tb__decider *d = arg;
     pthread_mutex_lock(&d->lock);
     while (!d->is_stopping) {
-        question *q = d->first;
+        question **from = d->first ? &d->first : &d->old, *q = *from;
         if (!q) {
             pthread_cond_wait(&d->changed, &d->lock);
             continue;
         }
-        d->first = q->next;
+        *from = q->next;
         d->asked = q;
         pthread_mutex_unlock(&d->lock);
         if (!q->forgets)
@@ -104,9 +105,10 @@ static tb_status add(tb__decider *d, question *q) {
     if (!d->has_thread)
         status = tb__start_thread(&d->thread, "tb-decider", ask_all, d);
     d->has_thread |= status == TB_OK;
-    question **at = &d->first;
-    while (*at)
+    question **at = q->forgets ? &d->old : &d->first;
+    while (*at && !q->forgets)
         at = &(*at)->next;
+    q->next = *at;
     if (status == TB_OK)
         *at = q;
     pthread_cond_signal(&d->changed);
@@ -166,10 +168,13 @@ void tb__decider_destroy(tb__decider *d) {
         pthread_mutex_unlock(&d->lock);
         pthread_join(d->thread, NULL);
     }
-    while (d->first) {
-        question *q = d->first;
-        d->first = q->next;
-        free(q);
+    question *lists[] = {d->first, d->old};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        while (lists[i]) {
+            question *q = lists[i];
+            lists[i] = q->next;
+            free(q);
+        }
     }
     pthread_cond_destroy(&d->changed);
     pthread_mutex_destroy(&d->lock);

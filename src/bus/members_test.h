@@ -34,11 +34,16 @@ static inline tb_status hear_of(tb__store *store, const char *what, int round, i
 /* ---- In a member ----------------------------------------------------------------------------------------------- */
 
 /* The bus has a namespace of its own in the store. */
-static inline tb_status join_bus(const char *url, const char *group, int index, int size, tb_world **world) {
+static inline tb_status join_named_bus(const char *url, const char *bus, const char *group, int index, int size,
+                                       tb_world **world) {
     char address[160];
     tb_world_opts opts = {.size = sizeof opts, .token = TOKEN, .timeout_ms = PATIENCE_MS};
-    snprintf(address, sizeof address, "%s?namespace=bus", url);
+    snprintf(address, sizeof address, "%s?namespace=%s", url, bus);
     return tb_world_join(address, group, index, size, &opts, world);
+}
+
+static inline tb_status join_bus(const char *url, const char *group, int index, int size, tb_world **world) {
+    return join_named_bus(url, "bus", group, index, size, world);
 }
 
 /* ---- In the first process -------------------------------------------------------------------------------------- */

@@ -42,6 +42,8 @@ static void finish(tb_transfer *t) {
     t->has_ended = true;
     t->ended = tb__seconds();
     t->task.deadline_ms = INT64_MAX;
+    for (size_t i = 0; i < t->nparts; i++)
+        tb__accord_tell_loss(t->parts[i].accord);
 }
 
 /* Ends what is under way; what is prepared ends when it is decided, and is held back no longer. Each pair says whom it
@@ -193,19 +195,20 @@ static tb_status begin_part(tb_transfer *t, tb__accord *accord) {
     tb__transfer_part *p = &t->parts[t->nparts++];
     int side;
     *p = (tb__transfer_part){.accord = accord};
+    TB_TRY(choose_side(accord, t->is_send, t->opts.group, &side));
+    tb__flow *flow = accord->flows[t->is_send ? side : !side];
     if (t->opts.skip_lost) {
         tb_status loss = find_loss(accord);
         if (loss == TB_OK && tb__accord_is_in_doubt(accord))
             loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", accord->pair->name, t->batch->name);
         if (loss != TB_OK)
             return skip(p, loss);
-    } else if (accord->state == ACCORD_BROKEN) {
+    } else if (accord->state == ACCORD_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
         return tb__fail(accord->all.status, "%s", accord->all.why);
     } else if (tb__accord_is_in_doubt(accord)) {
         return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", accord->pair->name, t->batch->name);
     }
-    TB_TRY(choose_side(accord, t->is_send, t->opts.group, &side));
-    p->flow = accord->flows[t->is_send ? side : !side];
+    p->flow = flow;
     return t->is_send ? TB_OK : tb__accord_clear_padding(accord, !side);
 }
 

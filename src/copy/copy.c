@@ -164,15 +164,37 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__engine_signal(copy->world->engine);
 }
 
+tb_status tb__copy_find_loss(const tb_copy *copy) {
+    for (size_t i = 0; i < copy->all.npeers && copy->nlost > 0; i++) {
+        if (copy->peers[i].lost_why)
+            return tb__fail(TB_LOST, "%s", copy->peers[i].lost_why);
+    }
+    return TB_OK;
+}
+
+/* The peer takes no further part. What has all that it needs of it goes on. */
+static void lose_peer(tb_copy *copy, size_t at, const char *why) {
+    tb__copy_peer *peer = &copy->peers[at];
+    if (!copy->has_agreed || (!peer->lost_why && !(peer->lost_why = tb__strdup(why)))) {
+        tb__copy_break(copy, tb__fail(TB_LOST, "%s", why));
+        return;
+    }
+    copy->nlost++;
+    tb__assembly_break(&copy->all, tb__fail(TB_LOST, "%s", why), false);
+    if (copy->flow)
+        tb__copy_flow_gone(copy, at);
+    tb__engine_wake(copy->world->engine);
+    tb__engine_signal(copy->world->engine);
+}
+
 static void on_lost(tb__port *port, tb__peer *peer) {
     tb_copy *copy = (tb_copy *)port;
     size_t at = tb__assembly_find(&copy->all, peer);
+    char why[TB__WHY_MAX];
     if (at == TB__NOWHERE || copy->all.is_gone[at])
         return;
-    if (copy->flow)
-        tb__flow_lost(copy->flow, at);
-    tb__copy_break(
-        copy, tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, copy->what, peer->why ? peer->why : "?"));
+    snprintf(why, sizeof why, "%s was lost during %s: %s", peer->label, copy->what, peer->why ? peer->why : "?");
+    lose_peer(copy, at, why);
 }
 
 /* ---- Coming and going ------------------------------------------------------------------------------------------ */
@@ -219,7 +241,8 @@ static void on_counted(tb__assembly *all, size_t at) {
     tb__engine_signal(copy->world->engine);
 }
 
-static void on_broken(tb__assembly *all, tb_status status, const char *why) {
+static void on_broken(tb__assembly *all, size_t at, tb_status status, const char *why) {
+    (void)at;
     tb__copy_break((tb_copy *)all, tb__fail(status, "%s", why));
 }
 
@@ -233,6 +256,8 @@ static void on_gone(tb__assembly *all, size_t at, tb__unpack *farewell) {
     if (farewell->failed) {
         tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a farewell of %s that makes no sense", all->peers[at]->label,
                                       copy->what));
+    } else if (status == TB_LOST) {
+        lose_peer(copy, at, why);
     } else if (status != TB_OK) {
         tb__copy_break(copy, tb__fail(status, "%s", why));
     } else if (!had_agreed && !copy->has_agreed) {
@@ -337,6 +362,7 @@ static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
     tb__engine_wait(copy->world->engine, has_settled, copy, deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
+    TB_TRY(tb__copy_find_loss(copy));
     copy->bucket_size = copy->staging_bytes = INT64_MAX;
     for (size_t i = 0; i < copy->all.npeers; i++) {
         const tb__copy_peer *peer = &copy->peers[i];
@@ -417,8 +443,9 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
 static void leave(tb_copy *copy) {
     tb__pack farewell = {0};
     tb__pack_u32(&farewell, copy->has_agreed);
-    tb__pack_status(&farewell, copy->broken);
-    tb__pack_string(&farewell, copy->broken != TB_OK ? copy->why : "");
+    tb_status status = copy->broken != TB_OK ? tb__fail(copy->broken, "%s", copy->why) : tb__copy_find_loss(copy);
+    tb__pack_status(&farewell, status);
+    tb__pack_string(&farewell, status != TB_OK ? tb_error_detail() : "");
     tb__assembly_leave(&copy->all, &farewell);
     tb__pack_fini(&farewell);
     tb__assembly_fini(&copy->all);
@@ -437,6 +464,7 @@ void tb_copy_close(tb_copy *copy) {
     for (size_t i = 0; copy->peers && i < npeers; i++) {
         free(copy->peers[i].label);
         free(copy->peers[i].offer);
+        free(copy->peers[i].lost_why);
     }
     tb__copy_drop_backlog(copy);
     free(copy->backlog.item);

@@ -23,6 +23,7 @@ typedef struct tb__copy_peer {
     uint64_t voted; /* the run that it has judged last, and how */
     tb_status vote;
     char why[TB__WHY_MAX];
+    char *lost_why; /* it takes no further part, for this reason; NULL: it has not failed */
 } tb__copy_peer;
 
 struct tb_copy {
@@ -39,6 +40,7 @@ struct tb_copy {
     bool has_agreed;  /* all have come, and know it */
     tb_status broken; /* no run can succeed any more, and why */
     char why[TB__WHY_MAX];
+    size_t nlost; /* peers: the run under way may succeed without them, the next can't */
 
     /* What was submitted. */
     tb__copy_list sends, recvs;
@@ -86,5 +88,7 @@ tb_status tb__copy_move(tb_copy *copy);
 /* Where local copies would not know what to read, or targets share memory. */
 tb_status tb__copy_check_memory(tb_copy *copy);
 void tb__copy_flow_gone(tb_copy *copy, size_t peer);
+/* The service can't be used any more because of peers that were lost. TB_OK: it can. */
+tb_status tb__copy_find_loss(const tb_copy *copy);
 
 #endif

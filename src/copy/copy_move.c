@@ -303,21 +303,24 @@ static void describe_wait(const tb_copy *copy, char *out, size_t room) {
     tb__flow_describe_wait(copy->flow, is_send, out, room);
 }
 
+/* Legs that are complete end well, whatever others say; at the deadline, without having sent all they had to say. */
 static void look_at_legs(tb_copy *copy) {
-    bool is_under_way = false;
+    bool is_under_way = false, is_complete = true;
+    bool is_over = tb__now_ms() >= copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {
         const tb__leg *leg = tb__flow_leg(copy->flow, is_send);
         is_under_way |= leg->is_under_way;
+        is_complete &= !leg->is_under_way || leg->is_complete;
         if (leg->status != TB_OK) {
             fail(copy, tb__fail(leg->status, "%s", leg->why));
             return;
         }
     }
-    if (!is_under_way) {
+    if (!is_under_way || (is_complete && is_over)) {
         copy->has_moved = true;
-    } else if (copy->is_given_up) {
+    } else if (copy->is_given_up && !is_complete) {
         fail(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
-    } else if (tb__now_ms() >= copy->deadline_ms) {
+    } else if (is_over) {
         char waits[TB__WHY_MAX];
         describe_wait(copy, waits, sizeof waits);
         fail(copy,
@@ -345,7 +348,10 @@ static bool has_moved(void *arg) {
 
 /* It has come to this run, so it knows that this has been started. */
 void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
-    tb__flow_gone(copy->flow, peer, 1, "");
+    if (copy->peers[peer].lost_why)
+        tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);
+    else
+        tb__flow_gone(copy->flow, peer, 1, "");
 }
 
 static void begin(tb_copy *copy) {
@@ -361,7 +367,7 @@ static void begin(tb_copy *copy) {
     }
     tb__copy_drop_backlog(copy);
     for (size_t i = 0; i < copy->all.npeers; i++) {
-        if (copy->all.is_gone[i])
+        if (copy->all.is_gone[i] || copy->peers[i].lost_why)
             tb__copy_flow_gone(copy, i);
     }
     copy->task.step = step;

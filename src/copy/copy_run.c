@@ -300,9 +300,9 @@ static bool has_all(void *arg) {
         const tb__copy_peer *peer = &copy->peers[i];
         if (i == copy->self || (w->for_votes ? peer->voted : peer->offered) == copy->run) {
             w->nthere++;
-        } else if (!w->missing || (copy->all.is_gone[i] && !w->is_gone)) {
+        } else if (!w->missing || ((copy->all.is_gone[i] || peer->lost_why) && !w->is_gone)) {
             w->missing = peer;
-            w->is_gone = copy->all.is_gone[i];
+            w->is_gone = copy->all.is_gone[i] || peer->lost_why;
         }
     }
     return !w->missing || w->is_gone || copy->broken != TB_OK || copy->is_given_up;
@@ -317,6 +317,8 @@ static tb_status wait(tb_copy *copy, bool for_votes) {
         return tb__fail(copy->abort_status, "%s", copy->abort_why);
     if (!w.missing)
         return TB_OK;
+    if (w.missing->lost_why)
+        return tb__copy_abort(copy, tb__fail(TB_LOST, "%s", w.missing->lost_why));
     if (w.is_gone)
         return tb__copy_abort(copy, tb__fail(TB_LOST, "%s has closed %s", w.missing->label, copy->what));
     return tb__copy_abort(copy, tb__fail(TB_TIMEOUT, "%s: %s has not %s run %" PRIu64 " (%zu of %zu ranks have)",
@@ -356,6 +358,7 @@ static tb_status run(tb_copy *copy) {
     do {
         if (copy->broken != TB_OK)
             return tb__fail(copy->broken, "%s", copy->why);
+        TB_TRY(tb__copy_find_loss(copy));
         copy->run = (copy->aborted > copy->run ? copy->aborted : copy->run) + 1;
         copy->is_given_up = false;
         status = agree(copy);

@@ -1,9 +1,15 @@
 /* Copy services between processes, and what remains when one of them is killed: those who wait for it hear at once who
  * it was, and a service of the same name works again when another has taken the seat. The first process serves the
- * store, kills, and watches. */
+ * store, kills, and watches. Then, those who end as soon as their own run has: the others have all that they need. */
 #include "bus/members_test.h"
 
 enum { NMEMBERS = 3, VICTIM = 2, NROUNDS = 3, N = 5000 };
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+enum { NLEAVING = 2 };
+#else
+enum { NLEAVING = 10 };
+#endif
 
 /* ---- In a member ----------------------------------------------------------------------------------------------- */
 
@@ -90,15 +96,47 @@ static void lose(const member *m) {
     tb_copy_close(m->copy);
 }
 
-static int play(const char *url, const char *arg) {
+static member begin(const char *url, const char *arg) {
     char *end;
     member m = {.seat = (int)strtol(arg, &end, 10)};
     m.round = (int)strtol(end, NULL, 10);
     must(&m, tb__store_open(url, TOKEN, PATIENCE_MS, &m.store) == TB_OK, "store");
-    must(&m, join_bus(url, "a", m.seat, NMEMBERS, &m.world) == TB_OK, "join");
     must(&m, tb_alloc(sizeof *m.out * NMEMBERS * N, (void **)&m.out) == TB_OK, "memory");
     m.in = malloc(sizeof *m.in * NMEMBERS * N);
     must(&m, m.in != NULL, "memory");
+    return m;
+}
+
+static int finish(member *m) {
+    tb_copy_close(m->copy);
+    tb_world_destroy(m->world);
+    tb_free(m->out);
+    free(m->in);
+    tb__store_close(m->store);
+    return 0;
+}
+
+/* One run; the victim, or all others, end right after it without a word. */
+static int play_leaving(const char *url, const char *arg) {
+    member m = begin(url, arg);
+    char bus[16];
+    bool leaves = (m.seat == VICTIM) == (m.round % 4 < 2);
+    snprintf(bus, sizeof bus, "leaving%d", m.round);
+    must(&m, join_named_bus(url, bus, "a", m.seat, NMEMBERS, &m.world) == TB_OK, "join");
+    tb_copy_opts opts = {.size = sizeof opts, .staged = m.round % 2};
+    must(&m, tb_copy_open(m.world, "c", NULL, &opts, &m.copy) == TB_OK, "open");
+    exchange(&m);
+    if (leaves)
+        _exit(0);
+    must(&m, hear_of(m.store, "left", m.round, 0, PATIENCE_MS, NULL, 0) == TB_OK, "left");
+    submit(&m);
+    must(&m, tb_copy_run(m.copy, 0) == TB_LOST && strstr(tb_error_detail(), "(a "), "works without the others");
+    return finish(&m);
+}
+
+static int play(const char *url, const char *arg) {
+    member m = begin(url, arg);
+    must(&m, join_bus(url, "a", m.seat, NMEMBERS, &m.world) == TB_OK, "join");
     for (; m.round < NROUNDS; m.round++) {
         open_service(&m);
         exchange(&m);
@@ -106,12 +144,7 @@ static int play(const char *url, const char *arg) {
         if (m.round < NROUNDS - 1)
             lose(&m);
     }
-    tb_copy_close(m.copy);
-    tb_world_destroy(m.world);
-    tb_free(m.out);
-    free(m.in);
-    tb__store_close(m.store);
-    return 0;
+    return finish(&m);
 }
 
 /* ---- In the first process -------------------------------------------------------------------------------------- */
@@ -130,10 +163,33 @@ static void the_same_seat_again_and_again(void **state) {
     end_members(s);
 }
 
+static void who_is_through_may_end(void **state) {
+    scene *s = *state;
+    for (int round = 0; round < NLEAVING; round++) {
+        for (int i = 0; i < NMEMBERS; i++) {
+            char arg[32];
+            snprintf(arg, sizeof arg, "%d %d", i, round);
+            s->pids[i] = start_role("leaving", s->place.url, arg);
+        }
+        for (int i = 0; i < NMEMBERS; i++) {
+            if ((i == VICTIM) != (round % 4 < 2))
+                continue;
+            int end = end_of(s->pids[i]);
+            s->pids[i] = 0;
+            assert_int_equal(end, 0);
+        }
+        assert_ok(say_of(s->store, "left", round, 0, ""));
+        end_members(s);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc == 4 && strcmp(argv[1], "member") == 0)
         return play(argv[2], argv[3]);
+    if (argc == 4 && strcmp(argv[1], "leaving") == 0)
+        return play_leaving(argv[2], argv[3]);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(the_same_seat_again_and_again, set_up, tear_down)};
+        cmocka_unit_test_setup_teardown(the_same_seat_again_and_again, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(who_is_through_may_end, set_up, tear_down)};
     return cmocka_run_group_tests_name("copy kill", tests, NULL, NULL);
 }

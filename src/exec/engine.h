@@ -27,6 +27,7 @@ typedef struct tb__peer {
     char *host;   /* the host's id */
     bool is_lost; /* and why */
     char *why;
+    size_t nunsent;    /* messages to it that the transport has not taken yet */
     uint64_t moved[2]; /* bytes of tensors that came from it, and that went to it */
     tb_op receive;     /* of the next message */
     tb_piece receive_piece;

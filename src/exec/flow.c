@@ -7,11 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum {
-    MOST_ABORTS = 64, /* that are remembered */
-    MOST_STARTS = 64,
-    DOUBT_MS = 1000, /* in which others say what went wrong */
-};
+enum { DOUBT_MS = 1000 }; /* in which others say what went wrong */
 
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
@@ -60,7 +56,7 @@ void tb__flow_destroy(tb__flow *flow) {
     if (flow->members)
         tb__flow_unbind(flow);
     for (size_t i = 0; flow->members && i < flow->nmembers; i++)
-        free(flow->members[i].farewell);
+        free(flow->members[i].gone_why);
     tb__flow_unplan(flow);
     for (size_t i = 0; i < flow->aborts.count; i++)
         free(flow->aborts.item[i].why);
@@ -74,6 +70,7 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->bounce);
     free(flow->slots);
     free(flow->commits.item);
+    free(flow->questions.item);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
@@ -148,81 +145,6 @@ static void tell_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_sta
     }
 }
 
-/* ---- Numbers -------------------------------------------------------------------------------------------------- */
-
-static const struct abort *find_abort(const tb__flow *flow, uint64_t attempt) {
-    for (size_t i = 0; i < flow->aborts.count; i++) {
-        if (flow->aborts.item[i].attempt == attempt)
-            return &flow->aborts.item[i];
-    }
-    return NULL;
-}
-
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
-    if (find_abort(flow, attempt))
-        return;
-    if (flow->aborts.count == MOST_ABORTS) {
-        free(flow->aborts.item[0].why);
-        memmove(flow->aborts.item, flow->aborts.item + 1, --flow->aborts.count * sizeof *flow->aborts.item);
-    }
-    if (!tb__vec_reserve(&flow->aborts, 1))
-        return; /* the deadline ends it instead */
-    struct abort *abort = &flow->aborts.item[flow->aborts.count];
-    *abort = (struct abort){attempt, number, status, tb__strdup(why)};
-    flow->aborts.count += abort->why != NULL;
-}
-
-/* Those who are late have missed attempts that were given up, not many others. */
-static bool note_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    if (flow->starts.count == MOST_STARTS)
-        memmove(flow->starts.item, flow->starts.item + 1, --flow->starts.count * sizeof *flow->starts.item);
-    flow->started = attempt > flow->started ? attempt : flow->started;
-    return tb__vec_push(&flow->starts, (issued){attempt, number});
-}
-
-uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt) {
-    for (size_t i = flow->starts.count; i-- > 0;) {
-        if (flow->starts.item[i].attempt == attempt)
-            return flow->starts.item[i].number;
-    }
-    return attempt; /* of one that nobody has begun */
-}
-
-/* Of the last one that was begun, as far as this rank knows. */
-static uint64_t last_number(const tb__flow *flow) {
-    return flow->starts.count ? flow->starts.item[flow->starts.count - 1].number : 0;
-}
-
-bool tb__flow_is_offered(const tb__flow *flow) {
-    bool is_offered = flow->recv.is_under_way && flow->recv.attempt && !flow->recv.is_arrived;
-    for (uint64_t i = flow->last_received + 1; i <= flow->started && !is_offered; i++)
-        is_offered = !find_abort(flow, i);
-    return is_offered && flow->broken == TB_OK;
-}
-
-static uint64_t *last_of(tb__flow *flow, bool is_send) {
-    return is_send ? &flow->last_sent : &flow->last_received;
-}
-
-uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
-    *is_torn = flow->is_torn;
-    return flow->version;
-}
-
-/* Whether one has been started that this rank has not had. */
-static bool has_attempt(tb__flow *flow, bool is_send) {
-    return *last_of(flow, is_send) < flow->started;
-}
-
-bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->attempt && has_attempt(flow, is_send)) {
-        leg->attempt = ++*last_of(flow, is_send);
-        leg->number = tb__flow_number(flow, leg->attempt);
-    }
-    return leg->attempt > 0;
-}
-
 /* ---- Legs ----------------------------------------------------------------------------------------------------- */
 
 void tb__phases_enter(tb__phases *phases, tb_phase phase) {
@@ -237,7 +159,7 @@ void tb__leg_idle(tb__leg *leg) {
 }
 
 static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    if (!note_start(flow, attempt, number))
+    if (!tb__flow_note_start(flow, attempt, number))
         tb__log(TB_LOG_ERROR, "%s: no memory for the number of a transfer", flow->what);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (i == flow->self)
@@ -249,32 +171,19 @@ static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
     }
 }
 
-/* Attempts that were given up before this rank came are not its own; what is given up from now on is. But a sender that
- * came too late to its own must not send it as the next, which is another version: it stops before the last of them,
- * and ends by that. */
-static void skip_given_up(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    const struct abort *last = NULL;
-    for (const struct abort *next; (next = find_abort(flow, *last_of(flow, is_send) + 1)); last = next)
-        ++*last_of(flow, is_send);
-    if (is_send && last && last->number >= leg->number) {
-        --*last_of(flow, is_send);
-        leg->number = last->number;
-    }
-}
-
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    uint64_t *last = last_of(flow, is_send);
+    uint64_t *last = tb__flow_last_of(flow, is_send);
     *leg = (tb__leg){.is_under_way = true,
                      .number = number,
                      .bytes_total = leg->bytes_total,
                      .groups_total = leg->groups_total,
                      .phases = phases};
-    skip_given_up(flow, is_send);
+    tb__flow_skip_ended(flow, is_send);
     if (is_send) {
         flow->send_is_exposed = false;
-        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0 && !find_abort(flow, *last + 1)) {
+        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0 &&
+            !tb__flow_find_abort(flow, *last + 1)) {
             leg->attempt = *last > flow->started ? *last + 1 : flow->started + 1;
             *last = leg->attempt;
             issue(flow, leg->attempt, number);
@@ -307,8 +216,8 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
      * that got tired of waiting does not stop a sender that is about to come. */
     if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
-        leg->attempt = ++*last_of(flow, is_send);
-        leg->number = is_send ? leg->number : last_number(flow) + 1;
+        leg->attempt = ++*tb__flow_last_of(flow, is_send);
+        leg->number = is_send ? leg->number : tb__flow_last_number(flow) + 1;
     }
     if (leg->attempt) {
         tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
@@ -330,11 +239,44 @@ const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const cha
     return words;
 }
 
+static void end_complete(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (is_send)
+        tb__flow_drop_parcels(flow, true); /* everybody has what is in them */
+    leg->is_under_way = false;
+    leg->is_committed = true;
+    leg->is_released |= is_send;
+}
+
+/* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
+static bool has_unsent(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].peer->nunsent > 0)
+            return true;
+    }
+    return false;
+}
+
+/* Nothing that happens to others matters to a leg that is complete. It ends when its messages are on their way, so that
+ * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
+static bool step_complete(tb__flow *flow, bool is_send) {
+    bool did = is_send && tb__flow_step_out(flow);
+    bool waits = (is_send && flow->sends_left > 0) || has_unsent(flow);
+    if (waits && !tb__flow_leg(flow, is_send)->is_cancelled)
+        return did;
+    end_complete(flow, is_send);
+    return true;
+}
+
 /* The sentence is in tb_error_detail. `tell`: it is this rank's own. */
 static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
     char words[TB__WORDS_MAX];
     if (!tb__flow_leg(flow, is_send)->is_under_way)
         return;
+    if (tb__flow_leg(flow, is_send)->is_complete) {
+        end_complete(flow, is_send);
+        return;
+    }
     const char *told = tell ? tb__flow_own_words(flow, status, tb_error_detail(), words) : NULL;
     if (!is_send && flow->is_prepared)
         tb__flow_give_up(flow, status, told ? told : tb_error_detail());
@@ -374,11 +316,46 @@ void tb__flow_break(tb__flow *flow, tb_status status) {
     break_flow(flow, status, true);
 }
 
+/* The member takes no further part, for the reason in tb_error_detail. Legs that still need it fail by that, at their
+ * next step. */
+static void drop_member(tb__flow *flow, member *m, bool is_orderly) {
+    if (m->is_gone)
+        return;
+    m->is_gone = true;
+    m->gone_why = tb__strdup(tb_error_detail());
+    m->lost_ms = is_orderly ? 0 : tb__now_ms();
+    flow->ngone++;
+    tb__flow_drop_sends(flow, m);
+    tb__flow_read_word(flow, m);
+    tb__flow_conclude_gone(flow, m);
+    for (int is_send = 0; is_send < 2 && !is_orderly; is_send++) {
+        tb__leg *leg = tb__flow_leg(flow, is_send);
+        if (leg->is_under_way && !leg->attempt && !leg->wake_ms)
+            leg->wake_ms = m->lost_ms + DOUBT_MS;
+    }
+    tb__engine_wake(flow->o.engine);
+}
+
+tb_status tb__member_is_gone(const member *m) {
+    return tb__fail(TB_LOST, "%s", m->gone_why ? m->gone_why : m->peer->label);
+}
+
 void tb__flow_lost(tb__flow *flow, size_t position) {
-    const tb__peer *peer = flow->members[position].peer;
-    break_flow(flow,
-               tb__fail(TB_LOST, "%s was lost during %s: %s", peer->label, flow->what, peer->why ? peer->why : "?"),
-               false);
+    member *m = &flow->members[position];
+    tb__set_detail("%s was lost during %s: %s", m->peer->label, flow->what, m->peer->why ? m->peer->why : "?");
+    drop_member(flow, m, false);
+}
+
+void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
+    tb__set_detail("%s", why);
+    drop_member(flow, &flow->members[position], false);
+}
+
+void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const char *why) {
+    member *m = &flow->members[position];
+    flow->started = started > flow->started ? started : flow->started;
+    tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *why ? ": " : "", why);
+    drop_member(flow, m, true);
 }
 
 uint64_t tb__flow_started(const tb__flow *flow) {
@@ -390,25 +367,19 @@ const char *tb__flow_last_failure(const tb__flow *flow) {
     return flow->send.status != TB_OK ? flow->send.why : flow->recv.status != TB_OK ? flow->recv.why : "";
 }
 
-void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const char *why) {
-    member *m = &flow->members[position];
-    if (*why && !m->farewell)
-        m->farewell = tb__strdup(why);
-    flow->started = started > flow->started ? started : flow->started;
-    flow->ngone += !flow->members[position].is_gone;
-    flow->members[position].is_gone = true;
-    tb__engine_wake(flow->o.engine);
+bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
+    return flow->broken == TB_OK && (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->started);
 }
 
-/* A member that is gone and that the leg can't do without; NULL: none. */
+/* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
+ * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it. */
 static const member *find_needed(tb__flow *flow, bool is_send) {
     const tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool is_idle = !leg->attempt && !has_attempt(flow, is_send);
+    bool is_idle = !leg->attempt && *tb__flow_last_of(flow, is_send) >= flow->started;
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
-        bool needs = is_send ? m->is_reader && !(flow->send_is_exposed && tb__flow_is_served(flow, m))
-                             : m->is_feeder && !(leg->attempt && m->is_concluded);
-        if (m->is_gone && (is_idle || needs))
+        bool is_over = m->lost_ms == 0 || i == flow->o.lead || tb__now_ms() >= m->lost_ms + DOUBT_MS;
+        if (m->is_gone && ((is_idle && is_over) || tb__flow_needs(flow, is_send, m)))
             return m;
     }
     return NULL;
@@ -436,18 +407,18 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     *tells = false;
     if (flow->broken != TB_OK)
         return tb__fail(flow->broken, "%s", flow->why);
-    const struct abort *abort = find_abort(flow, leg->attempt ? leg->attempt : *last_of(flow, is_send) + 1);
+    uint64_t *last = tb__flow_last_of(flow, is_send);
+    const tb__abort *abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : *last + 1);
     if (abort) {
-        *last_of(flow, is_send) = abort->attempt;
+        *last += !leg->attempt;
         return tb__fail(abort->status, "%s", abort->why);
     }
     *tells = true;
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
-    if (!gone && flow->ngone && !is_send && flow->is_prepared)
+    if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
         gone = tb__flow_find_deserter(flow);
     if (gone)
-        return tb__fail(TB_LOST, "%s has given up %s%s%s", gone->peer->label, flow->what, gone->farewell ? ": " : "",
-                        gone->farewell ? gone->farewell : "");
+        return tb__member_is_gone(gone);
     if (leg->is_cancelled)
         return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     return TB_OK;
@@ -458,6 +429,8 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
     bool tells;
     if (!leg->is_under_way)
         return false;
+    if (leg->is_complete)
+        return step_complete(flow, is_send);
     if (!is_send && flow->is_prepared)
         return tb__flow_step_prepared(flow);
     tb_status status = tb__flow_find_reason(flow, is_send, &tells);
@@ -478,13 +451,16 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
-static bool on_abort(tb__flow *flow, uint64_t attempt, tb__unpack *message) {
+/* Attempt 0: for good. A rank that ends so because another was lost may have been needed, or not. */
+static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
-    if (attempt == 0)
+    if (attempt == 0 && status == TB_LOST)
+        tb__flow_failed(flow, (size_t)(from - flow->members), why);
+    else if (attempt == 0)
         break_flow(flow, tb__fail(status, "%s", why), false);
     else
         tb__flow_note_abort(flow, attempt, number, status, why);
@@ -493,7 +469,8 @@ static bool on_abort(tb__flow *flow, uint64_t attempt, tb__unpack *message) {
 
 static bool on_start(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
-    return tb__unpack_is_done(message) && from == &flow->members[flow->o.lead] && note_start(flow, attempt, number);
+    return tb__unpack_is_done(message) && from == &flow->members[flow->o.lead] &&
+           tb__flow_note_start(flow, attempt, number);
 }
 
 static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t attempt, tb__unpack *message) {
@@ -520,7 +497,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_NOTE:
         return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
-        return on_abort(flow, attempt, message);
+        return on_abort(flow, from, attempt, message);
     case MESSAGE_PREPARED:
         return tb__flow_on_prepared(flow, from, attempt, message);
     case MESSAGE_DECIDED:

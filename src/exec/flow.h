@@ -119,11 +119,11 @@ void tb__flow_destroy(tb__flow *flow);
 /* A message of a peer's; begins with its kind. False: it makes no sense. */
 bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
 
-/* A peer is lost: nothing will ever move in this flow again. */
+/* A peer takes no further part: transfers that it has done its part in go on, others fail, and none is begun any more.
+ * It is lost; or another one is lost, and this one says so in its own words; or it leaves in an orderly way. Then so
+ * many had been started, as far as it knew. */
 void tb__flow_lost(tb__flow *flow, size_t peer);
-
-/* A peer takes no further part, in an orderly way: transfers that it has done its part in go on. So many had been
- * started, as far as it knew. */
+void tb__flow_failed(tb__flow *flow, size_t peer, const char *why);
 void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started, const char *why); /* "": for no reason */
 
 /* Why the last transfer failed; "": it did not. */
@@ -153,6 +153,7 @@ typedef struct tb__leg {
     uint64_t attempt; /* 0: not begun */
     uint64_t number;  /* of a send: what it is called, as far as this rank knows */
     bool is_released, is_arrived, is_committed;
+    bool is_complete; /* it has all that it needs from others, and ends well */
     bool holds;       /* a shadowed receive that is decided waits until it ... */
     bool may_proceed; /* ... may, or is cancelled: a loss changes nothing any more */
     bool is_late;     /* its deadline is over */
@@ -173,6 +174,9 @@ tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
  * that of the rank which issues attempts. It grows from one to the next. Other senders count for themselves: by that
  * they know a transfer of theirs that was given up before they came, and don't send it as the next one. */
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
+
+/* Whether a transfer can begin: one that peers are in already, where some of them are gone. */
+bool tb__flow_may_begin(const tb__flow *flow, bool is_send);
 
 /* Whether senders have begun a transfer that this rank has not received yet, and that was not given up. */
 bool tb__flow_is_offered(const tb__flow *flow);

@@ -1,6 +1,7 @@
 /* Shadowed receives: a second home for the targets, who is prepared, what is decided, and the copy that follows. */
 #include "exec/flow_inside.h"
 
+#include "base/log.h"
 #include "exec/workers.h"
 
 #include <inttypes.h>
@@ -8,6 +9,7 @@
 #include <string.h>
 
 enum { ASK_AGAIN_MS = 100, LEADS_WORD_MS = 1000 };
+enum { MOST_SPANS = 64 };
 
 /* ---- Memory --------------------------------------------------------------------------------------------------- */
 
@@ -71,12 +73,30 @@ static bool is_lead(const tb__flow *flow) {
     return flow->self == flow->o.shadow.lead;
 }
 
+/* Whoever is prepared may ask the store about the attempt. */
+static void note_question(tb__flow *flow, uint64_t attempt) {
+    span *last = flow->questions.count ? &flow->questions.item[flow->questions.count - 1] : NULL;
+    if (last && attempt <= last->last + 1) {
+        last->first = attempt < last->first ? attempt : last->first;
+        last->last = attempt > last->last ? attempt : last->last;
+        return;
+    }
+    if (flow->questions.count == MOST_SPANS) { /* then some are forgotten that were never asked */
+        flow->questions.item[1].first = flow->questions.item[0].first;
+        memmove(flow->questions.item, flow->questions.item + 1, --flow->questions.count * sizeof *last);
+    }
+    if (!tb__vec_push(&flow->questions, (span){attempt, attempt}))
+        tb__log(TB_LOG_INFO, "no memory: what is decided about version %" PRIu64 " of %s stays in the store",
+                tb__flow_number(flow, attempt), flow->what);
+}
+
 bool tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t store_number = tb__unpack_u64(message);
     if (!tb__unpack_is_done(message) || !flow->o.shadow.is_used)
         return false;
     from->prepared = attempt;
     from->store_number = store_number;
+    note_question(flow, attempt);
     tb__engine_wake(flow->o.engine);
     return true;
 }
@@ -167,8 +187,10 @@ void tb__flow_prepare(tb__flow *flow) {
     flow->store_number = flow->o.shadow.store_number(flow->o.shadow.arg);
     flow->members[flow->self].prepared = flow->recv.attempt;
     flow->members[flow->self].store_number = flow->store_number;
-    if (is_lead(flow))
+    if (is_lead(flow)) {
+        note_question(flow, flow->recv.attempt);
         return;
+    }
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_PREPARED, flow->recv.attempt);
     tb__pack_u64(&pack, flow->store_number);
@@ -254,8 +276,12 @@ static void commit(tb__flow *flow, void (*committing)(void *arg, bool is_done), 
 /* Whoever has committed the last attempt has been told the end of the one before it, as everybody who was prepared for
  * the last one: nobody will ask about those any more. */
 static void forget_old(tb__flow *flow, uint64_t attempt) {
-    while (is_lead(flow) && flow->forgotten + 2 < attempt)
-        flow->o.shadow.forget(flow->o.shadow.arg, ++flow->forgotten);
+    while (flow->questions.count && flow->questions.item[0].first + 2 <= attempt) {
+        span *oldest = &flow->questions.item[0];
+        flow->o.shadow.forget(flow->o.shadow.arg, oldest->first++);
+        if (oldest->first > oldest->last)
+            memmove(oldest, oldest + 1, --flow->questions.count * sizeof *oldest);
+    }
 }
 
 static void tell_committed(tb__flow *flow, uint64_t attempt) {
@@ -274,8 +300,7 @@ static void end_committed(tb__flow *flow) {
     tb__leg_idle(leg);
     tell_committed(flow, leg->attempt);
     flow->is_prepared = false;
-    leg->is_under_way = false;
-    leg->is_committed = true;
+    leg->is_complete = true;
 }
 
 static bool is_held(const tb__flow *flow) {

@@ -174,6 +174,9 @@ tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
     tb_status status = gather->complete(gather->arg, flow, flow->recv.attempt, g->number, slot_of(flow, g), &waits);
     tb__engine_lock(flow->o.engine);
     tb__leg_idle(&flow->recv);
+    const member *awaited = waits && flow->ngone ? tb__flow_find(flow, gather->awaits(gather->arg)) : NULL;
+    if (status == TB_OK && awaited && awaited->is_gone)
+        status = tb__member_is_gone(awaited);
     if (status != TB_OK || waits)
         return status;
     *did = true;

@@ -1,8 +1,8 @@
-/* What the files of a flow share: flow.c (life, numbers of transfers, messages), flow_plan.c (who does what),
- * flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are), flow_send.c and
- * flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as messages), flow_stage.c
- * (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums), flow_commit.c (shadowed
- * receives), flow_dump.c. */
+/* What the files of a flow share: flow.c (life, legs, messages), flow_attempt.c (numbers of transfers), flow_plan.c
+ * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
+ * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
+ * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
+ * flow_commit.c (shadowed receives), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -52,7 +52,8 @@ typedef struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
-    char *farewell; /* why; NULL: it did not say */
+    char *gone_why;  /* a sentence; NULL: there was no memory for it */
+    int64_t lost_ms; /* when that was noticed; 0: it has left in an orderly way */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;
@@ -172,10 +173,23 @@ typedef struct stashed {
     size_t nbytes;
 } stashed;
 
-/* A transfer that the lead has begun, and what it is called. */
+/* A transfer that the lead has begun, and what it is called. Those that follow are called by the numbers that follow,
+ * up to the next entry. */
 typedef struct issued {
     uint64_t attempt, number;
 } issued;
+
+typedef struct span {
+    uint64_t first, last;
+} span;
+
+/* Attempts that have ended without success. What is said of them is said of the last one. */
+typedef struct tb__abort {
+    uint64_t first, last;
+    uint64_t number;
+    tb_status status;
+    char *why;
+} tb__abort;
 
 struct tb__flow {
     tb__flow_opts o;
@@ -206,15 +220,9 @@ struct tb__flow {
 
     /* Numbers. Attempts are the flow's own, one after the other; what they are called is the batch's business. */
     uint64_t started;
-    TB_VEC(issued) starts;             /* the last few */
+    TB_VEC(issued) starts;             /* ascending */
     uint64_t last_sent, last_received; /* attempts that legs of this rank have had */
-    TB_VEC(struct abort {
-        uint64_t attempt;
-        uint64_t number;
-        tb_status status;
-        char *why;
-    })
-    aborts;
+    TB_VEC(tb__abort) aborts;          /* ascending */
 
     /* Shadowed receives. */
     char *shadow;
@@ -235,8 +243,8 @@ struct tb__flow {
         tb__verdict verdict;
         tb_status status; /* the reason of an abort */
         char why[TB__WHY_MAX];
-    } verdict;          /* the last one */
-    uint64_t forgotten; /* by the lead: attempts up to this one */
+    } verdict;              /* the last one */
+    TB_VEC(span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
 
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
@@ -275,8 +283,6 @@ member *tb__flow_find(tb__flow *flow, int32_t rank);
 void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt);
 void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack);
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt);
-/* Gives a leg that waits for a number the next one, if there is one. */
-bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
 /* Plans, the first time. A failure breaks the flow. */
 bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
 /* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
@@ -290,12 +296,31 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
 /* This rank's reason, for others. */
 enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
 const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
-/* That the attempt was given up, for legs that have it, or will. */
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 /* Whether the rank is on another host, so that its memory can't be reached. */
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
+/* TB_LOST: that a member is gone, and why. */
+tb_status tb__member_is_gone(const member *m);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
+
+/* flow_attempt.c */
+/* False: there is no memory for it. */
+bool tb__flow_note_start(tb__flow *flow, uint64_t attempt, uint64_t number);
+/* Of the last one that was begun, as far as this rank knows. */
+uint64_t tb__flow_last_number(const tb__flow *flow);
+/* The last attempt that a leg of this rank has had. */
+uint64_t *tb__flow_last_of(tb__flow *flow, bool is_send);
+/* The first attempt after that one that has not ended. */
+uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send);
+void tb__flow_skip_ended(tb__flow *flow, bool is_send);
+/* Gives a leg that waits for a number the next one, if there is one. */
+bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
+/* That the attempt was given up, for legs that have it, or will. */
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
+const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
+
+/* flow_wait.c: whether a leg can't end well without the member. */
+bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);
 
 /* flow_plan.c */
 tb_status tb__flow_plan(tb__flow *flow);
@@ -355,6 +380,8 @@ char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 tb_status tb__flow_check_exposures(const tb__flow *flow); /* what was read until now was good */
 bool tb__flow_step_send(tb__flow *flow);
 bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* it needs this rank no more */
+void tb__flow_read_word(tb__flow *flow, member *reader); /* of one that is gone: it may have completed its exposure */
+void tb__flow_conclude_gone(tb__flow *flow, member *feeder); /* if all that comes from it is here */
 bool tb__flow_step_recv(tb__flow *flow);
 void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is being sent */
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
@@ -408,6 +435,7 @@ void tb__flow_forget_bucket(tb__flow *flow, size_t announcement);
 bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
 bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_drop_parcels(tb__flow *flow, bool is_send);
+void tb__flow_drop_sends(tb__flow *flow, const member *to); /* buckets that one that is gone has not asked for */
 
 /* flow_stage.c */
 void tb__flow_open_out(tb__flow *flow);

@@ -97,7 +97,8 @@ static void on_courier(tb_op *op) {
     tb__parcel_leg(p)->in_flight--;
     tb__leg_idle(tb__parcel_leg(p));
     bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
-    if (p->status == TB_OK)
+    bool is_to_lost = op->kind == TB_OP_SEND && op->status == TB_LOST; /* whether it is needed is another question */
+    if (p->status == TB_OK && !is_to_lost)
         p->status = op->status == TB_OK && is_short ? TB_INVALID : op->status;
     tb__engine_wake(p->flow->o.engine);
 }
@@ -168,6 +169,22 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
         flow->lanes[i].in_flight = 0;
 }
 
+static bool is_outgoing(const parcel *p, size_t i) {
+    return p->kind == PARCEL_OUT || (p->kind == PARCEL_IN && i > 0);
+}
+
+void tb__flow_drop_sends(tb__flow *flow, const member *to) {
+    for (parcel *p = flow->parcels; p; p = p->next) {
+        for (size_t i = 0; p->is_announced && i < p->ncouriers; i++) {
+            courier *c = &p->couriers[i];
+            if (!is_outgoing(p, i) || c->is_posted || c->is_done || &flow->members[c->member] != to)
+                continue;
+            c->is_done = true;
+            p->left--;
+        }
+    }
+}
+
 /* ---- Messages --------------------------------------------------------------------------------------------------- */
 
 void tb__parcel_announce(parcel *p) {
@@ -177,6 +194,11 @@ void tb__parcel_announce(parcel *p) {
     p->is_announced = true;
     for (size_t i = p->kind == PARCEL_IN; i < p->ncouriers; i++) {
         courier *c = &p->couriers[i];
+        if (flow->members[c->member].is_gone) {
+            c->is_done = true;
+            p->left--;
+            continue;
+        }
         c->tag = tb__engine_new_tag(flow->o.engine);
         c->piece = (tb_piece){p->buffer, p->nbytes};
         tb__pack pack = {0};
@@ -220,7 +242,9 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     const tb_bucket *bucket = &flow->ir->buckets[a.bucket];
     int64_t nbytes = l->is_shipper ? tb__flow_raw_size(flow, bucket) : bucket->total_bytes;
     bool makes_sense = l->is_shipper ? l->nfeeders > 1 : l->is_target && l->parent == a.member;
-    return makes_sense && (int64_t)a.nbytes == nbytes && tb__vec_push(&flow->announcements, a);
+    if (!makes_sense || (int64_t)a.nbytes != nbytes)
+        return false;
+    return tb__flow_find_abort(flow, attempt) || tb__vec_push(&flow->announcements, a);
 }
 
 void tb__flow_forget_bucket(tb__flow *flow, size_t at) {

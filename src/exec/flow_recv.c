@@ -34,15 +34,28 @@ static tb_status withdrew(const tb__flow *flow, const member *m) {
 }
 
 /* All that comes from this feeder is here: completes its exposure. */
-static tb_status conclude(tb__flow *flow, member *m) {
+static tb_status complete_exposure(tb__flow *flow, member *m) {
     uint64_t attempt = flow->recv.attempt, ready = attempt << 2 | EXPOSURE_READY;
-    TB_TRY(check_places(flow, m));
     if (m->its_word && !atomic_compare_exchange_strong(m->its_word, &ready, attempt << 2 | EXPOSURE_COMPLETE))
         return withdrew(flow, m);
     m->is_concluded = true;
     m->peer->moved[0] += (uint64_t)m->feeds_nbytes;
-    tb__flow_tell(flow, m, MESSAGE_DONE, attempt);
     return TB_OK;
+}
+
+static tb_status conclude(tb__flow *flow, member *m) {
+    TB_TRY(check_places(flow, m));
+    TB_TRY(complete_exposure(flow, m));
+    tb__flow_tell(flow, m, MESSAGE_DONE, flow->recv.attempt);
+    return TB_OK;
+}
+
+/* What was read of it may still have to be handed on; that needs it no more. Its word can be read, although its memory
+ * is lost: the mapping stays. */
+void tb__flow_conclude_gone(tb__flow *flow, member *m) {
+    bool has_all = flow->recv.is_under_way && flow->recv.attempt && m->is_feeder && !m->is_concluded && m->left == 0;
+    if (has_all)
+        (void)complete_exposure(flow, m); /* else it is needed, and the leg fails by that */
 }
 
 tb_status tb__flow_conclude(tb__flow *flow) {
@@ -217,14 +230,17 @@ static tb_status arrive(tb__flow *flow) {
         tb__flow_prepare(flow);
         return TB_OK;
     }
-    leg->is_under_way = false;
-    leg->is_arrived = leg->is_committed = true;
+    leg->is_arrived = leg->is_complete = true;
     flow->version = tb__flow_number(flow, leg->attempt);
     flow->is_torn = false;
     return TB_OK;
 }
 
-bool tb__flow_step_recv(tb__flow *flow) {
+static bool has_all(const tb__flow *flow) {
+    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count;
+}
+
+static bool step(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (!tb__flow_ensure_plan(flow, leg) || tb__flow_try_reach(flow))
         return true;
@@ -246,14 +262,8 @@ bool tb__flow_step_recv(tb__flow *flow) {
         tb__flow_abort(flow, false, status);
         return true;
     }
-    if (flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count) {
-        status = arrive(flow);
-        if (status != TB_OK)
-            tb__flow_abort(flow, false, status);
-        return true;
-    }
-    if (did)
-        return true;
+    if (did || has_all(flow))
+        return did;
     lane *l = NULL;
     stashed *aside = find_writable(flow);
     if (aside)
@@ -265,5 +275,18 @@ bool tb__flow_step_recv(tb__flow *flow) {
                (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
     if (status != TB_OK)
         tb__flow_doubt(flow, false, status);
+    return true;
+}
+
+/* The step that gets the last of it ends with the arrival: those who fed it know by then that they are not needed any
+ * more, and may be gone before the next step. */
+bool tb__flow_step_recv(tb__flow *flow) {
+    const tb__leg *leg = &flow->recv;
+    bool did = step(flow);
+    if (!leg->is_under_way || !leg->attempt || leg->doubt != TB_OK || !has_all(flow))
+        return did;
+    tb_status status = arrive(flow);
+    if (status != TB_OK)
+        tb__flow_abort(flow, false, status);
     return true;
 }

@@ -55,6 +55,10 @@ void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt) {
     try_open(flow);
 }
 
+static void note_served(tb__flow *flow) {
+    flow->send.is_complete = flow->readers_left == 0 && flow->committers_left == 0;
+}
+
 static tb_status expose(tb__flow *flow) {
     tb__leg *leg = &flow->send;
     TB_TRY(check_regions(flow));
@@ -81,6 +85,7 @@ static tb_status expose(tb__flow *flow) {
             tb__flow_tell(flow, &flow->members[i], MESSAGE_READY, leg->attempt);
     }
     leg->is_released = flow->snapshot != NULL;
+    note_served(flow);
     return TB_OK;
 }
 
@@ -91,6 +96,12 @@ void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
     flow->readers_left--;
     flow->send.bytes_done += from->reads_nbytes;
     from->peer->moved[1] += (uint64_t)from->reads_nbytes;
+    note_served(flow);
+}
+
+void tb__flow_read_word(tb__flow *flow, member *reader) {
+    if (reader->word && atomic_load(reader->word) == word_of(flow->send.attempt, EXPOSURE_COMPLETE))
+        tb__flow_on_done(flow, reader, flow->send.attempt);
 }
 
 void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt) {
@@ -98,6 +109,7 @@ void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt) {
         return;
     from->has_committed = true;
     flow->committers_left -= flow->o.shadow.is_used;
+    note_served(flow);
 }
 
 bool tb__flow_is_served(const tb__flow *flow, const member *reader) {
@@ -138,9 +150,5 @@ bool tb__flow_step_send(tb__flow *flow) {
         return false;
     bool was_released = leg->is_released;
     leg->is_released = true;
-    if (flow->committers_left > 0)
-        return !was_released;
-    leg->is_under_way = false;
-    leg->is_committed = true;
-    return true;
+    return !was_released;
 }

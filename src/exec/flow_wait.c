@@ -1,4 +1,4 @@
-/* Whom a leg is waiting for, for those who have waited long enough. */
+/* Whom a leg is waiting for: for those who have waited long enough, and for when one of them is gone. */
 #include "exec/flow_inside.h"
 
 #include <stdio.h>
@@ -63,6 +63,34 @@ static bool has_to_take(const tb__flow *flow, bool is_send, const member *m) {
 /* Whose data is not all here. */
 static bool has_more(const tb__flow *flow, bool is_send, const member *m) {
     return !is_send && flow->recv.attempt && m->is_feeder && !m->is_concluded;
+}
+
+/* Whose contributions to what this rank ships are not all here. */
+static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *m) {
+    for (const parcel *p = flow->parcels; p && is_send; p = p->next) {
+        for (size_t i = 0; p->is_send && p->kind == PARCEL_REDUCE && i < p->ncouriers; i++) {
+            if (!p->couriers[i].is_done && &flow->members[p->couriers[i].member] == m)
+                return true;
+        }
+    }
+    for (size_t i = 0; is_send && flow->send_is_exposed && i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        bool reduces = l->is_shipper && !l->is_target && l->nstaged && l->nfeeders > 1;
+        for (uint32_t j = 0; reduces && l->to_send < l->channel->nbuckets && j < l->nfeeders; j++) {
+            if (&flow->members[l->feeders[j]] == m)
+                return true;
+        }
+    }
+    return false;
+}
+
+bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
+    if (is_send)
+        return (m->is_reader && !(flow->send_is_exposed && tb__flow_is_served(flow, m))) ||
+               has_to_contribute(flow, true, m);
+    if (!flow->recv.attempt)
+        return m->is_feeder;
+    return has_more(flow, false, m) || has_to_send(flow, false, m);
 }
 
 /* The first member of which it is true, and how many others there are. */

@@ -199,6 +199,7 @@ void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
 
 typedef struct outgoing {
+    tb__peer *peer;
     tb_op frame, body;
     tb_piece pieces[2];
     unsigned char header[FRAME_HEADER];
@@ -209,6 +210,7 @@ typedef struct outgoing {
 static void on_sent(tb_op *op) {
     outgoing *out = op->arg;
     if (--out->left == 0) {
+        out->peer->nunsent--;
         tb__pack_fini(&out->message);
         free(out);
     }
@@ -228,6 +230,8 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
     *message = (tb__pack){0};
     out->pieces[0] = (tb_piece){out->header, FRAME_HEADER};
     out->pieces[1] = (tb_piece){out->message.data, out->message.count};
+    out->peer = peer;
+    peer->nunsent++;
     bool is_long = out->message.count > FRAME_ROOM - FRAME_HEADER;
     out->left = is_long ? 2 : 1;
     out->frame = (tb_op){.kind = TB_OP_SEND,
@@ -250,6 +254,7 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
     if (is_long && (status != TB_OK || (status = tb__transport_post(peer->transport, &out->body)) != TB_OK))
         out->left--;
     if (out->left == 0) {
+        peer->nunsent--;
         tb__pack_fini(&out->message);
         free(out);
     }

@@ -305,6 +305,34 @@ static void who_leaves_is_lost(void **state) {
     tb_world_destroy(world);
 }
 
+/* One half leaves as soon as its own part is committed; the other one has all that it needs. */
+static void who_is_through_may_leave(void **state) {
+    (void)state;
+    for (uint32_t round = 1; round <= 12; round++) {
+        halves h;
+        tb_world *world = make_world("mpi", false);
+        enter(world, &h);
+        tb_transfer *t = begin(&h, "a", round);
+        check_ok(tb_wait(t, TB_COMMITTED, PATIENCE_MS));
+        check(part_holds(&h.w, round));
+        tb_transfer_destroy(t);
+        if ((my_rank < HALF) == (round % 2 == 1)) {
+            leave(&h);
+            tb_world_destroy(world);
+            MPI_Barrier(MPI_COMM_WORLD);
+            continue;
+        }
+        MPI_Barrier(MPI_COMM_WORLD);
+        check_fails((my_rank < HALF ? tb_send : tb_recv)(h.batch, NULL, &t) == TB_OK
+                        ? tb_wait(t, TB_COMMITTED, PATIENCE_MS)
+                        : TB_LOST,
+                    TB_LOST, "rank ");
+        tb_transfer_destroy(t);
+        leave(&h);
+        tb_world_destroy(world);
+    }
+}
+
 /* ---- MPIs of other kinds ---------------------------------------------------------------------------------------- */
 
 static void a_manual_world_needs_no_threads(void **state) {
@@ -368,6 +396,24 @@ static void mpi_may_end_first(void **state) {
     check_fails(tb_world_from_mpi(MPI_COMM_WORLD, "all", NULL, &world), TB_INVALID, "finalised");
 }
 
+/* One half finalises MPI as soon as its own part is committed. MPICH: as above. */
+static void who_is_through_may_finalize(void **state) {
+    (void)state;
+    halves h;
+#ifdef MPICH
+    tb_world *world = make_world("mpi", true);
+#else
+    tb_world *world = make_world("mpi", false);
+#endif
+    enter(world, &h);
+    there_and_back(&h);
+    MPI_Barrier(MPI_COMM_WORLD);
+    end(&h, begin(&h, "a", 5), 5);
+    MPI_Finalize();
+    leave(&h);
+    tb_world_destroy(world);
+}
+
 /* One comes when the others have given up: all hear of it in time. */
 static void one_comes_too_late(void **state) {
     (void)state;
@@ -403,6 +449,7 @@ static const struct CMUnitTest usual[] = {
     cmocka_unit_test(ranks_meet_at_a_port),
     cmocka_unit_test(idle_worlds_sleep),
     cmocka_unit_test(who_leaves_is_lost),
+    cmocka_unit_test(who_is_through_may_leave),
 };
 static const struct CMUnitTest funneled[] = {
     cmocka_unit_test(a_manual_world_needs_no_threads),
@@ -410,6 +457,7 @@ static const struct CMUnitTest funneled[] = {
 };
 static const struct CMUnitTest single[] = {cmocka_unit_test(a_single_thread_is_refused)};
 static const struct CMUnitTest finalized[] = {cmocka_unit_test(mpi_may_end_first)};
+static const struct CMUnitTest through[] = {cmocka_unit_test(who_is_through_may_finalize)};
 static const struct CMUnitTest late[] = {cmocka_unit_test(one_comes_too_late)};
 
 static const program programs[] = {
@@ -417,6 +465,7 @@ static const program programs[] = {
     {"funneled", MPI_THREAD_FUNNELED, funneled, sizeof funneled / sizeof *funneled},
     {"single", MPI_THREAD_SINGLE, single, 1},
     {"finalized", MPI_THREAD_MULTIPLE, finalized, 1},
+    {"through", MPI_THREAD_MULTIPLE, through, 1},
     {"late", MPI_THREAD_MULTIPLE, late, 1},
 };
 

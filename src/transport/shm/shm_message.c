@@ -441,8 +441,10 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     while ((w = tb__waiters_take(&peer->queue)))
         shm_finish(s, (shm_posted *)w, status);
     while ((w = tb__waiters_take(&peer->offered))) {
-        close_offer(s, (shm_posted *)w);
-        shm_finish(s, (shm_posted *)w, status);
+        shm_posted *p = (shm_posted *)w; /* the word tells whether it was received, also if the answer did not come */
+        bool is_complete = atomic_load(offer_word(s->control, p->slot)) == offer_value(p->serial, OFFER_COMPLETE);
+        close_offer(s, p);
+        shm_finish(s, p, is_complete ? TB_OK : status);
     }
     while ((w = tb__waiters_take(&peer->taken))) {
         shm_offer *o = (shm_offer *)w;

@@ -97,7 +97,8 @@ typedef struct ucx_posted {
     size_t nbytes, at;        /* in all, and how much has been sent */
     tb__mark mark;            /* where in the operation chunks come from, or go to */
     uint64_t offer, attempt;  /* of a send */
-    size_t nrequests;         /* direct chunks: UCX may touch the operation's memory while there are any */
+    size_t nrequests;         /* direct chunks: UCX may touch the operation's memory while there are any; or a short
+                                 message that it has not taken yet */
     struct ucx_offer *taking; /* by a receive */
 } ucx_posted;
 
@@ -120,7 +121,7 @@ typedef struct ucx_transfer {
     size_t nbytes;
     bool is_direct;     /* the bytes are in an operation's memory, not in `data`, which may have a list of the pieces */
     bool is_sent;       /* direct, and not received */
-    ucx_posted *direct; /* whose memory it is; NULL: not direct, or disowned */
+    ucx_posted *direct; /* whose memory it is, or who waits until it is sent; NULL: nobody does, or it is disowned */
     bool is_spare;      /* has room for a chunk that is copied, and can be used again */
     struct ucx_transfer *later; /* the next one that is held */
     _Alignas(ucp_dt_iov_t) unsigned char data[];
@@ -236,6 +237,7 @@ void ucx_on_sent(void *request, ucs_status_t status, void *arg);
 /* What UCX returns for a transfer that it was given: whether it is under way. Else it is gone. */
 bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request);
 void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces);
+void ucx_send_for(ucx_posted *p, const ucx_frame *frame); /* the short message of an operation, which waits for it */
 /* Whether another chunk may be on its way to the peer. */
 bool ucx_may_send_chunk(const ucx_peer *peer);
 /* Sends the next chunk of an offered message. False: there is no memory for it. */

@@ -174,12 +174,13 @@ void ucx_pump(ucx_peer *peer) {
     }
 }
 
-static void send_message(ucx *u, ucx_posted *p) {
+static void send_message(ucx_posted *p) {
     tb_op *op = p->op;
     ucx_frame frame = {.kind = UCX_MESSAGE, .tag = op->tag, .nbytes = p->nbytes};
-    if (p->nbytes <= UCX_SHORT) { /* a copy is on its way */
-        ucx_send(p->peer, &frame, op->pieces, op->npieces);
-        finish(u, p, TB_OK);
+    if (p->nbytes <= UCX_SHORT) { /* a copy goes; it is sent when UCX has taken it: our process may end then */
+        p->nrequests = 1;
+        settle(p);
+        ucx_send_for(p, &frame);
         return;
     }
     p->state = UCX_OFFERED;
@@ -199,7 +200,7 @@ tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
     if (op->kind == TB_OP_RECV)
         match_receive(u, p);
     else
-        send_message(u, p);
+        send_message(p);
     ucx_wake(u);
     return TB_OK;
 }
@@ -298,6 +299,13 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
         tb__op_tell(p->op);
         return;
     }
+    if (p->state == UCX_SETTLING && p->op->kind == TB_OP_SEND && p->nbytes <= UCX_SHORT) { /* the copy goes anyway */
+        tb__waiters_remove(&p->peer->settling, &p->waiter);
+        ucx_disown(u, p);
+        p->op->status = TB_OK;
+        tb__op_tell(p->op);
+        return;
+    }
     p->op->status = TB_CANCELLED;
     if (p->state == UCX_SETTLING) {
         tb__waiters_remove(&p->peer->settling, &p->waiter);
@@ -330,6 +338,7 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
         finish(u, (ucx_posted *)w, status);
     while ((w = tb__waiters_take(&peer->settling))) {
         ucx_posted *p = (ucx_posted *)w;
+        ucx_disown(u, p);
         finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
     }
     while ((w = tb__waiters_take(&peer->taken))) {

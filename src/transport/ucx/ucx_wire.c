@@ -120,9 +120,10 @@ void ucx_dispatch(ucx_transfer *t, const ucx_place *place) {
         peer->in_flight -= is_copied_chunk;
 }
 
-void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces) {
+/* `op` is done when UCX has taken it; NULL: nobody waits for that. */
+static void send_frame(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces, ucx_posted *op) {
     if (!peer->ep || peer->why)
-        return;
+        return; /* what waits for it ends when the peer is lost, which is next */
     size_t nbytes = tb__pieces_size(pieces, npieces);
     ucx_transfer *t = ucx_new_transfer(peer, frame, nbytes, nbytes);
     if (!t) {
@@ -130,10 +131,19 @@ void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, si
         return;
     }
     tb__pieces_gather(pieces, npieces, 0, t->data, nbytes);
+    t->direct = op;
     if (peer->is_met)
         ucx_dispatch(t, NULL);
     else
         ucx_hold(t);
+}
+
+void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces) {
+    send_frame(peer, frame, pieces, npieces, NULL);
+}
+
+void ucx_send_for(ucx_posted *p, const ucx_frame *frame) {
+    send_frame(p->peer, frame, p->op->pieces, p->op->npieces, p);
 }
 
 bool ucx_may_send_chunk(const ucx_peer *peer) {

@@ -1,0 +1,185 @@
+/* Ranks that are idle while others give up one send after the other: however many there were, the next one arrives. */
+#include "bus/bus_test.h"
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+enum { MANY = 500 };
+#else
+enum { MANY = 5000 };
+#endif
+
+#define ROWS    "mesh=2 place=Shard(0)"
+#define COLUMNS "mesh=2 place=Shard(1)"
+
+typedef enum way { BY_CANCEL, BY_TIMEOUT } way;
+
+/* What the ranks of a test do. */
+typedef struct plan {
+    int count; /* of sends that are given up */
+    way way;
+    tb_batch_opts opts;
+} plan;
+
+static uint32_t version_of(int i) {
+    return (uint32_t)i % 200 + 1;
+}
+
+/* Sends what nobody receives. */
+static void give_up_one(setup *s, way how, int i) {
+    tb_transfer *t = NULL;
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = how == BY_TIMEOUT ? 1 : 0};
+    part_fill(&s->w, version_of(i));
+    check_ok(tb_send(s->batch, &opts, &t));
+    if (how == BY_CANCEL)
+        tb_cancel(t);
+    tb_status status = tb_wait(t, TB_COMMITTED, -1);
+    check(status == (how == BY_CANCEL ? TB_CANCELLED : TB_TIMEOUT));
+    tb_transfer_destroy(t);
+}
+
+/* A version that everybody gets, under the number that it has. A receiver may hear of a send that was given up before
+ * just after it has begun: then it begins again. */
+static void get_through(rank *r, setup *s, uint32_t version, uint64_t number) {
+    tb_transfer *t = NULL;
+    tb_transfer_state state;
+    tb_status status;
+    int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
+    if (is_a(r))
+        part_fill(&s->w, version);
+    else
+        part_poison(&s->w);
+    do {
+        tb_transfer_destroy(t);
+        check_ok((is_a(r) ? tb_send : tb_recv)(s->batch, NULL, &t));
+        status = tb_wait(t, TB_COMMITTED, -1);
+        tb_transfer_query(t, &state);
+    } while (!is_a(r) && state.attempt < number && (status == TB_CANCELLED || status == TB_TIMEOUT) &&
+             tb__now_ms() < deadline_ms);
+    check_ok(status == TB_OK ? TB_OK : tb_wait(t, TB_COMMITTED, 0));
+    check(part_holds(&s->w, version));
+    check(state.version == number && state.attempt == number);
+    tb_transfer_destroy(t);
+}
+
+/* ---- One and one ----------------------------------------------------------------------------------------------- */
+
+static void idle_receiver(rank *r) {
+    const plan *p = r->scene->shared;
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", 40, 40, &p->opts);
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; is_a(r) && i < p->count; i++)
+            give_up_one(&s, p->way, i);
+        meet(r);
+        get_through(r, &s, 201, (uint64_t)((round + 1) * (p->count + 1)));
+        meet(r);
+    }
+    tear_down(&s);
+}
+
+static void run_plan(void (*body)(rank *r), int n, plan p) {
+    p.opts.size = sizeof p.opts;
+    run_ranks(body, n, n, &p);
+}
+
+static void test_cancelled(void **state) {
+    (void)state;
+    const int counts[] = {64, 65, 200, MANY};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        run_plan(idle_receiver, 1, (plan){.count = counts[i]});
+}
+
+static void test_timed_out(void **state) {
+    (void)state;
+    run_plan(idle_receiver, 1, (plan){.count = 65, .way = BY_TIMEOUT});
+    run_plan(idle_receiver, 1, (plan){.count = 200, .way = BY_TIMEOUT});
+}
+
+static void test_staged(void **state) {
+    (void)state;
+    run_plan(idle_receiver, 1, (plan){.count = 65, .opts = {.staged = true}});
+    run_plan(idle_receiver, 1, (plan){.count = 65, .way = BY_TIMEOUT, .opts = {.staged = true, .bucket_size = 512}});
+    run_plan(idle_receiver, 1, (plan){.count = MANY, .opts = {.staged = true}});
+}
+
+static void test_shadowed(void **state) {
+    (void)state;
+    run_plan(idle_receiver, 1, (plan){.count = 65, .opts = {.commit = TB_SHADOW}});
+    run_plan(idle_receiver, 1, (plan){.count = 200, .way = BY_TIMEOUT, .opts = {.commit = TB_SHADOW}});
+    run_plan(idle_receiver, 1, (plan){.count = MANY, .opts = {.commit = TB_SHADOW}});
+}
+
+/* ---- Two and two ------------------------------------------------------------------------------------------------ */
+
+/* The first sender gives up; all others are idle. The second one has come too late to its own send, and must not send
+ * it as the next version. */
+static void late_sender(rank *r) {
+    const plan *p = r->scene->shared;
+    setup s;
+    set_up(r, &s, ROWS, COLUMNS, 40, 40, &p->opts);
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; is_a(r) && r->index == 0 && i < p->count; i++)
+            give_up_one(&s, p->way, i);
+        meet(r);
+        if (is_a(r) && r->index == 1) {
+            tb_transfer *t = NULL;
+            part_fill(&s.w, 230);
+            check_ok(tb_send(s.batch, NULL, &t));
+            check_fails(tb_wait(t, TB_COMMITTED, -1), TB_CANCELLED, "cancelled");
+            tb_transfer_destroy(t);
+        }
+        meet(r);
+        get_through(r, &s, 202, (uint64_t)((round + 1) * (p->count + 1)));
+        meet(r);
+    }
+    tear_down(&s);
+}
+
+static void test_late_sender(void **state) {
+    (void)state;
+    run_plan(late_sender, 2, (plan){.count = 65});
+    run_plan(late_sender, 2, (plan){.count = MANY});
+    run_plan(late_sender, 2, (plan){.count = 200, .opts = {.staged = true}});
+    run_plan(late_sender, 2, (plan){.count = 200, .opts = {.commit = TB_SHADOW}});
+}
+
+/* Both senders and one receiver take part in every send that is given up; the other receiver is idle. The first one may
+ * have got all of its part. */
+static void one_idle(rank *r) {
+    const plan *p = r->scene->shared;
+    bool is_idle = !is_a(r) && r->index == 1;
+    setup s;
+    set_up(r, &s, ROWS, COLUMNS, 40, 40, &p->opts);
+    for (int i = 0; i < p->count; i++) {
+        tb_transfer *t = NULL;
+        if (is_a(r))
+            part_fill(&s.w, version_of(i));
+        if (!is_idle)
+            check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
+        meet(r);
+        if (is_a(r) && r->index == i % 2)
+            tb_cancel(t);
+        tb_status status = is_idle ? TB_OK : tb_wait(t, TB_COMMITTED, -1);
+        check(status == (is_a(r) ? TB_CANCELLED : status) && (status == TB_OK || status == TB_CANCELLED));
+        check(is_a(r) || is_idle || status != TB_OK || part_holds(&s.w, version_of(i)));
+        tb_transfer_destroy(t);
+        meet(r);
+    }
+    get_through(r, &s, 203, (uint64_t)p->count + 1);
+    get_through(r, &s, 204, (uint64_t)p->count + 2);
+    tear_down(&s);
+}
+
+static void test_one_idle(void **state) {
+    (void)state;
+    run_plan(one_idle, 2, (plan){.count = 70});
+    run_plan(one_idle, 2, (plan){.count = 200, .opts = {.staged = true}});
+    run_plan(one_idle, 2, (plan){.count = 200, .opts = {.commit = TB_SHADOW}});
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_cancelled), cmocka_unit_test(test_timed_out),   cmocka_unit_test(test_staged),
+        cmocka_unit_test(test_shadowed),  cmocka_unit_test(test_late_sender), cmocka_unit_test(test_one_idle),
+    };
+    return cmocka_run_group_tests_name("idle", tests, NULL, NULL);
+}
