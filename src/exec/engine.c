@@ -73,6 +73,7 @@ static bool turn(tb__engine *engine) {
         if (status != TB_OK)
             tb__log(TB_LOG_ERROR, "transport %s: %s", t->ops->name, tb_error_detail());
     }
+    tb__peers_tell_losses(engine);
     bool did = step_tasks(engine);
     engine->is_turning = false;
     return did || engine->again;
