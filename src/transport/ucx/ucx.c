@@ -2,6 +2,7 @@
 #include "transport/ucx/ucx.h"
 
 #include "base/checksum.h"
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -195,7 +196,7 @@ static tb_status open_all(ucx *u) {
     u->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     u->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
     if (u->epoll < 0 || u->wake < 0 || u->timer < 0)
-        return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", strerror(errno));
+        return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     u->id |= 1; /* 0 is nobody */
