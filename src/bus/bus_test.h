@@ -46,6 +46,7 @@ struct scene {
     bool has_failed;
     const void *shared;       /* what a test's ranks tell each other */
     const char *const *hosts; /* of the ranks, between which there is ucx; NULL: all are on this one */
+    const char *transport;    /* all of them use this one; NULL: what is best */
     bool is_manual;           /* their worlds are */
 };
 
@@ -129,7 +130,9 @@ static inline void *rank_main(void *arg) {
         tb_world_opts opts = {.size = sizeof opts,
                               .timeout_ms = PATIENCE_MS,
                               .manual = s->is_manual,
-                              .transport = s->hosts ? "ucx" : NULL,
+                              .transport = s->transport ? s->transport
+                                           : s->hosts   ? "ucx"
+                                                        : NULL,
                               .host = s->hosts ? s->hosts[r - s->ranks] : NULL};
         check_ok(tb_world_join(r->scene->url, r->group, r->index, r->size, &opts, &r->world));
         r->scene->body(r);

@@ -1,6 +1,7 @@
 /* Transfers: the legs of a batch's flows, begun, stepped and ended together. */
 #include "bus/transfer_inside.h"
 
+#include "base/descriptors.h"
 #include "base/opts.h"
 
 #include <errno.h>
@@ -278,7 +279,7 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
     int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event < 0)
-        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+        return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     tb__engine_lock(batch->world->engine);
     batch->nstarting++; /* while the lock is free, pairs must not go */
     tb_status status = resolve(batch, &o, deadline_ms);

@@ -17,8 +17,7 @@ void tb__copy_break(tb_copy *copy, tb_status status) {
     copy->broken = status;
     snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
     tb__assembly_break(&copy->all, status, false); /* whoever has agreed hears of it by the farewell */
-    if (copy->flow)
-        tb__flow_break(copy->flow, status);
+    /* The flow is broken by the next step of the run: one may be under way now, in another thread. */
     tb__engine_wake(copy->world->engine);
     tb__engine_signal(copy->world->engine);
 }

@@ -332,6 +332,8 @@ static bool step(tb__task *task) {
     tb_copy *copy = (tb_copy *)((char *)task - offsetof(tb_copy, task));
     if (copy->has_moved)
         return false;
+    if (copy->broken != TB_OK)
+        tb__flow_break(copy->flow, tb__fail(copy->broken, "%s", copy->why));
     bool did = tb__flow_step(copy->flow, true);
     did |= tb__flow_step(copy->flow, false);
     look_at_legs(copy);

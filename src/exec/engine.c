@@ -1,6 +1,7 @@
 /* The driver's loop, waits, tasks and ports. Messages and peers are in peer.c. */
 #include "exec/engine_inside.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
 
@@ -73,6 +74,7 @@ static bool turn(tb__engine *engine) {
         if (status != TB_OK)
             tb__log(TB_LOG_ERROR, "transport %s: %s", t->ops->name, tb_error_detail());
     }
+    tb__peers_tell_losses(engine);
     bool did = step_tasks(engine);
     engine->is_turning = false;
     return did || engine->again;
@@ -267,7 +269,7 @@ static tb_status open_descriptors(tb__engine *engine) {
     if (engine->epoll < 0 || engine->wake < 0 || engine->timer < 0 ||
         epoll_ctl(engine->epoll, EPOLL_CTL_ADD, engine->wake, &event) != 0 ||
         epoll_ctl(engine->epoll, EPOLL_CTL_ADD, engine->timer, &event) != 0)
-        return tb__fail(TB_IO, "an event loop: %s", strerror(errno));
+        return tb__fail(TB_IO, "an event loop: %s", tb__errno_text(errno));
     return TB_OK;
 }
 

@@ -28,6 +28,7 @@ typedef struct tb__peer {
     bool is_lost; /* and why */
     char *why;
     size_t nunsent;    /* messages to it that the transport has not taken yet */
+    bool is_told;      /* the ports have been told so */
     uint64_t moved[2]; /* bytes of tensors that came from it, and that went to it */
     tb_op receive;     /* of the next message */
     tb_piece receive_piece;
@@ -39,7 +40,8 @@ typedef struct tb__peer {
 typedef struct tb__port tb__port;
 struct tb__port {
     uint32_t id;
-    /* Both are called by the driver, with the lock held. They must not remove ports. */
+    /* Both are called by the driver, with the lock held, and never from inside of another function here. They must not
+     * remove ports. */
     void (*message)(tb__port *port, tb__peer *from, tb__unpack *message);
     void (*lost)(tb__port *port, tb__peer *peer);
     tb__port *next;
@@ -95,7 +97,7 @@ tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarn
 const tb__peer *tb__engine_peers(const tb__engine *engine); /* the last one met; the others follow */
 
 /* Sends a message to one of the peer's ports; takes over what is packed. To a peer that is lost it goes nowhere: loss
- * is told through the ports. Messages to one peer arrive in order. */
+ * is told through the ports, in the driver's next turn. Messages to one peer arrive in order. */
 tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message);
 
 /* A tag for a message of data that this process has used for no other. */

@@ -28,6 +28,7 @@ struct tb__engine {
     bool is_asked;     /* one of them was asked for, and is used for all peers */
     char missing[256]; /* transports that could not be opened, and why */
     tb__peer *peers;
+    size_t nuntold; /* of them, those that are lost, and that the ports have not been told of */
     tb__port *ports;
     tb__task *tasks;
     struct tb__region *regions[TB__REGION_BUCKETS];
@@ -39,6 +40,8 @@ struct tb__engine {
 void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]);
 int32_t tb__wire_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t wire, const char *why);
+/* Tells the ports who was lost. Only between steps: ports end what steps are about. */
+void tb__peers_tell_losses(tb__engine *engine);
 void tb__peers_free(tb__engine *engine);
 
 #endif

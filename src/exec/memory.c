@@ -1,7 +1,13 @@
 /* tb_alloc and tb_free. Large requests have arenas of their own, small ones share arenas, in which each takes the first
- * free extent that is long enough. What is free is known here and in extent.c, and nowhere in the memory itself. */
+ * free extent that is long enough. What is free is known here and in extent.c, and nowhere in the memory itself.
+ *
+ * A descriptor is scarce, and a file that has no pages costs nothing. So files are made much longer than what is asked
+ * for, and arenas take their places in them: each new file is as long as all before it together, within bounds. What an
+ * arena leaves is given back to the system as a hole. Only reserved huge pages, which are taken for a whole file at
+ * once, have files of their own. */
 #include "exec/memory.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "exec/extent.h"
@@ -27,25 +33,44 @@ enum {
     COLOUR_STEP = 4096,
 };
 
-typedef struct tb__memory_arena {
-    tb__arena_file file;
+static const size_t least_file = (size_t)1 << 30, most_file = (size_t)64 << 30;
+
+typedef struct tb__memory_arena arena;
+
+/* A memfd, and addresses for all of it, at which only its arenas are mapped. */
+typedef struct file {
+    tb__arena_file map;
+    bool is_whole;                                   /* one arena has all of it: of huge pages, and other processes' */
+    TAILQ_HEAD(arena_list, tb__memory_arena) arenas; /* by their addresses */
+    LIST_ENTRY(file) link;
+} file;
+
+struct tb__memory_arena {
+    file *file;
+    char *base;
+    size_t nbytes;
     size_t nallocations;
     bool is_large;     /* never has more than one */
     tb__extent *first; /* the only one while there are no allocations */
-    LIST_ENTRY(tb__memory_arena) link;
-    TAILQ_ENTRY(tb__memory_arena) idle_link;
-} arena;
+    TAILQ_ENTRY(tb__memory_arena) link, idle_link;
+};
 
 static struct {
     pthread_mutex_t lock;
     tb__extents extents;
-    LIST_HEAD(arena_list, tb__memory_arena) arenas, inherited; /* inherited: the parent's, of which we have no memory */
-    TAILQ_HEAD(idle_list, tb__memory_arena) idle;              /* without allocations; the longest idle first */
-    size_t busy_bytes, idle_bytes;
-    size_t narenas; /* so far */
+    LIST_HEAD(file_list, file) files, inherited;  /* inherited: the parent's, of which we have no memory */
+    TAILQ_HEAD(idle_list, tb__memory_arena) idle; /* without allocations; the longest idle first */
+    size_t busy_bytes, idle_bytes;                /* of arenas */
+    size_t file_bytes;                            /* of files for several arenas */
+    size_t narenas;                               /* so far */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .idle = TAILQ_HEAD_INITIALIZER(pool.idle)};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Addresses that stay taken, without memory. */
+static void hide(void *base, size_t nbytes) {
+    (void)mmap(base, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
 
 static void before_fork(void) {
     pthread_mutex_lock(&pool.lock);
@@ -58,18 +83,17 @@ static void after_fork_in_parent(void) {
 /* The parent's tensors must not be written to from here, nor kept in memory when it gives them up. Their addresses stay
  * taken, so that a pointer into them is never taken for one of ours. */
 static void after_fork_in_child(void) {
-    arena *it;
-    while ((it = LIST_FIRST(&pool.arenas))) {
-        (void)mmap(it->file.base, it->file.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-                   -1, 0);
-        close(it->file.fd);
-        it->file.fd = -1;
+    file *it;
+    while ((it = LIST_FIRST(&pool.files))) {
+        hide(it->map.base, it->map.nbytes);
+        close(it->map.fd);
+        it->map.fd = -1;
         LIST_REMOVE(it, link);
         LIST_INSERT_HEAD(&pool.inherited, it, link);
     }
     TAILQ_INIT(&pool.idle);
     pool.extents.root = NULL;
-    pool.busy_bytes = pool.idle_bytes = 0;
+    pool.busy_bytes = pool.idle_bytes = pool.file_bytes = 0;
     pthread_mutex_unlock(&pool.lock);
 }
 
@@ -98,70 +122,94 @@ static bool has_huge_pages(size_t nbytes) {
     return unused >= promised && unused - promised >= nbytes / HUGE_PAGE;
 }
 
-/* A mapping at a multiple of the huge page's size, or NULL. */
-static void *map_file(int fd, size_t nbytes) {
+/* Addresses that begin at a multiple of the huge page's size, without memory, or NULL. */
+static void *reserve(size_t nbytes) {
     char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (space == MAP_FAILED)
         return NULL;
     size_t before = round_up((uintptr_t)space, HUGE_PAGE) - (uintptr_t)space;
-    if (mmap(space + before, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-        int error = errno;
-        munmap(space, nbytes + HUGE_PAGE);
-        errno = error;
-        return NULL;
-    }
     if (before > 0)
         munmap(space, before);
     munmap(space + before + nbytes, HUGE_PAGE - before);
     return space + before;
 }
 
-static tb_status open_file(size_t nbytes, bool is_huge, tb__arena_file *out) {
+/* The file's bytes at their addresses. */
+static bool map_part(const tb__arena_file *map, char *base, size_t nbytes) {
+    return mmap(base, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, map->fd,
+                (off_t)(base - (char *)map->base)) != MAP_FAILED;
+}
+
+static tb_status open_file(size_t nbytes, bool is_huge, file **out) {
     unsigned flags = is_huge ? MFD_HUGETLB | MFD_HUGE_2MB : 0;
+    file *made = tb__calloc(1, sizeof *made);
+    if (!made)
+        return TB_NO_MEMORY;
     int fd = memfd_create("tensorbus", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
-    if (fd < 0)
-        return tb__fail(TB_IO, "memfd_create: %s", strerror(errno));
+    if (fd < 0) {
+        free(made);
+        return tb__fail(TB_IO, "memfd_create: %s", tb__errno_text(errno));
+    }
     /* Reserved huge pages may still be denied to this process's control group, and that must not show as a signal
      * when they are touched. Other pages come as they are touched, as malloc's do. */
     void *base = NULL;
     if (ftruncate(fd, (off_t)nbytes) == 0 && (!is_huge || fallocate(fd, 0, 0, (off_t)nbytes) == 0) &&
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
-        base = map_file(fd, nbytes);
+        base = reserve(nbytes);
     if (!base) {
         int error = errno;
         close(fd);
+        free(made);
         return tb__fail(error == ENOMEM || error == ENOSPC ? TB_NO_MEMORY : TB_IO, "an arena of %zu bytes: %s", nbytes,
                         strerror(error));
     }
-    if (!is_huge)
-        madvise(base, nbytes, MADV_HUGEPAGE); /* where the kernel knows better, that is fine too */
-    *out = (tb__arena_file){.base = base, .nbytes = nbytes, .fd = fd};
+    made->map = (tb__arena_file){.base = base, .nbytes = nbytes, .fd = fd};
+    made->is_whole = is_huge;
+    TAILQ_INIT(&made->arenas);
+    LIST_INSERT_HEAD(&pool.files, made, link);
+    pool.file_bytes += is_huge ? 0 : nbytes;
+    *out = made;
     return TB_OK;
+}
+
+/* One without arenas. */
+static void close_file(file *it) {
+    pool.file_bytes -= it->is_whole ? 0 : it->map.nbytes;
+    LIST_REMOVE(it, link);
+    munmap(it->map.base, it->map.nbytes);
+    close(it->map.fd);
+    free(it);
 }
 
 /* The kernel promises more than it has, and kills who believes it. What can't be there is refused here. */
 static tb_status check_room(size_t nbytes) {
     struct sysinfo info;
-    struct rlimit file;
+    struct rlimit limit;
     if (sysinfo(&info) == 0) {
         size_t most = ((size_t)info.totalram + info.totalswap) * info.mem_unit;
         if (nbytes > most || pool.busy_bytes + pool.idle_bytes > most - nbytes)
             return tb__fail(TB_NO_MEMORY, "an arena of %zu bytes, beside %zu in use: the machine has %zu in all",
                             nbytes, pool.busy_bytes, most);
     }
-    if (getrlimit(RLIMIT_FSIZE, &file) == 0 && nbytes > file.rlim_cur)
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && nbytes > limit.rlim_cur)
         return tb__fail(TB_NO_MEMORY, "an arena of %zu bytes: the process is limited to files of %zu", nbytes,
-                        (size_t)file.rlim_cur);
+                        (size_t)limit.rlim_cur);
     return TB_OK;
 }
 
 static void release_arena(arena *it) {
+    file *from = it->file;
     TAILQ_REMOVE(&pool.idle, it, idle_link);
-    LIST_REMOVE(it, link);
-    pool.idle_bytes -= it->file.nbytes;
+    TAILQ_REMOVE(&from->arenas, it, link);
+    pool.idle_bytes -= it->nbytes;
     tb__extents_remove(&pool.extents, it->first);
-    munmap(it->file.base, it->file.nbytes);
-    close(it->file.fd);
+    if (TAILQ_EMPTY(&from->arenas)) {
+        close_file(from);
+    } else {
+        hide(it->base, it->nbytes);
+        (void)fallocate(from->map.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->base - (char *)from->map.base,
+                        (off_t)it->nbytes);
+    }
     free(it->first);
     free(it);
 }
@@ -171,11 +219,67 @@ static void release_idle(size_t keep) {
         release_arena(TAILQ_FIRST(&pool.idle));
 }
 
-static tb_status open_arena_file(size_t nbytes, tb__arena_file *out) {
-    TB_TRY(check_room(nbytes));
-    if (has_huge_pages(nbytes) && open_file(nbytes, true, out) == TB_OK)
+/* Where in the file there is room; *next is the arena that follows, NULL: none does. SIZE_MAX: there is none. */
+static size_t find_room(const file *in, size_t nbytes, arena **next) {
+    size_t at = 0;
+    TAILQ_FOREACH(*next, &in->arenas, link) {
+        size_t start = (size_t)((*next)->base - (char *)in->map.base);
+        if (start - at >= nbytes)
+            return at;
+        at = start + (*next)->nbytes;
+    }
+    return in->map.nbytes - at >= nbytes ? at : SIZE_MAX;
+}
+
+/* A new file, for this arena and, where the process may have that, for many others. */
+static tb_status add_file(size_t nbytes, file **out) {
+    struct rlimit limit;
+    size_t size = pool.file_bytes < least_file ? least_file : pool.file_bytes;
+    size = size < most_file ? size : most_file;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < size)
+        size = limit.rlim_cur / HUGE_PAGE * HUGE_PAGE;
+    if (size > nbytes && open_file(size, false, out) == TB_OK)
         return TB_OK;
     return open_file(nbytes, false, out);
+}
+
+/* Gives the arena its place in a file. */
+static tb_status place_arena(arena *it, size_t nbytes) {
+    arena *next = NULL;
+    file *in = NULL;
+    size_t at = SIZE_MAX;
+    TB_TRY(check_room(nbytes));
+    if (has_huge_pages(nbytes) && open_file(nbytes, true, &in) == TB_OK)
+        at = 0;
+    for (file *known = LIST_FIRST(&pool.files); known && at == SIZE_MAX; known = LIST_NEXT(known, link)) {
+        in = known;
+        at = known->is_whole ? SIZE_MAX : find_room(known, nbytes, &next);
+    }
+    if (at == SIZE_MAX) {
+        TB_TRY(add_file(nbytes, &in));
+        at = 0;
+        next = NULL;
+    }
+    it->file = in;
+    it->base = (char *)in->map.base + at;
+    it->nbytes = nbytes;
+    if (next)
+        TAILQ_INSERT_BEFORE(next, it, link);
+    else
+        TAILQ_INSERT_TAIL(&in->arenas, it, link);
+    if (map_part(&in->map, it->base, nbytes)) {
+        if (!in->is_whole)
+            madvise(it->base, nbytes, MADV_HUGEPAGE); /* where the kernel knows better, that is fine too */
+        return TB_OK;
+    }
+    int error = errno;
+    TAILQ_REMOVE(&in->arenas, it, link);
+    if (TAILQ_EMPTY(&in->arenas))
+        close_file(in);
+    else
+        hide(it->base, nbytes);
+    return tb__fail(error == ENOMEM || error == ENOSPC ? TB_NO_MEMORY : TB_IO, "an arena of %zu bytes: %s", nbytes,
+                    strerror(error));
 }
 
 /* Makes an arena, idle at first, with one extent of at least nbytes. */
@@ -189,10 +293,10 @@ static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
     size_t colour = ((size_t)getpid() + pool.narenas) % COLOURS * COLOUR_STEP;
     size_t size = is_large ? round_up(colour + nbytes, HUGE_PAGE) : SHARED_BYTES;
     if (status == TB_OK) {
-        status = open_arena_file(size, &made->file);
+        status = place_arena(made, size);
         if (status != TB_OK && pool.idle_bytes > 0) {
             release_idle(0);
-            status = open_arena_file(size, &made->file);
+            status = place_arena(made, size);
         }
     }
     if (status != TB_OK) {
@@ -204,9 +308,8 @@ static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
     made->is_large = is_large;
     made->first = extent;
     *extent = (tb__extent){
-        .start = (uintptr_t)made->file.base + colour, .nbytes = size - colour, .is_offered = !is_large, .arena = made};
+        .start = (uintptr_t)made->base + colour, .nbytes = size - colour, .is_offered = !is_large, .arena = made};
     tb__extents_add(&pool.extents, extent);
-    LIST_INSERT_HEAD(&pool.arenas, made, link);
     TAILQ_INSERT_TAIL(&pool.idle, made, idle_link);
     pool.idle_bytes += size;
     *out = extent;
@@ -257,8 +360,8 @@ static tb_status take(size_t nbytes, size_t asked, tb__extent **out) {
     arena *from = extent->arena;
     if (from->nallocations++ == 0) {
         TAILQ_REMOVE(&pool.idle, from, idle_link);
-        pool.idle_bytes -= from->file.nbytes;
-        pool.busy_bytes += from->file.nbytes;
+        pool.idle_bytes -= from->nbytes;
+        pool.busy_bytes += from->nbytes;
     }
     *out = extent;
     return TB_OK;
@@ -301,14 +404,14 @@ static void give_back(tb__extent *extent) {
     if (--from->nallocations > 0)
         return;
     TAILQ_INSERT_TAIL(&pool.idle, from, idle_link);
-    pool.idle_bytes += from->file.nbytes;
-    pool.busy_bytes -= from->file.nbytes;
+    pool.idle_bytes += from->nbytes;
+    pool.busy_bytes -= from->nbytes;
     release_idle(pool.busy_bytes > KEPT_BYTES ? pool.busy_bytes : KEPT_BYTES);
 }
 
 static bool is_inherited(uintptr_t address) {
-    for (const arena *it = LIST_FIRST(&pool.inherited); it; it = LIST_NEXT(it, link)) {
-        if (address - (uintptr_t)it->file.base < it->file.nbytes)
+    for (const file *it = LIST_FIRST(&pool.inherited); it; it = LIST_NEXT(it, link)) {
+        if (address - (uintptr_t)it->map.base < it->map.nbytes)
             return true;
     }
     return false;
@@ -346,38 +449,45 @@ static tb_status map_foreign(int fd, tb__arena_file *out) {
         return tb__fail(TB_INVALID, "the memory has no bytes");
     out->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (out->fd < 0)
-        return tb__fail(TB_IO, "fcntl: %s", strerror(errno));
-    out->base = map_file(out->fd, out->nbytes);
-    if (out->base)
+        return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
+    out->base = reserve(out->nbytes);
+    if (out->base && map_part(out, out->base, out->nbytes))
         return TB_OK;
     tb_status status = tb__fail(TB_NO_MEMORY, "%zu bytes of another process: %s", out->nbytes, strerror(errno));
+    if (out->base)
+        munmap(out->base, out->nbytes);
     close(out->fd);
     return status;
 }
 
 tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes) {
+    file *from = tb__calloc(1, sizeof *from);
     arena *made = tb__calloc(1, sizeof *made);
     tb__extent *extent = tb__calloc(1, sizeof *extent);
-    tb_status status = made && extent ? map_foreign(fd, &made->file) : TB_NO_MEMORY;
+    tb_status status = from && made && extent ? map_foreign(fd, &from->map) : TB_NO_MEMORY;
     if (status != TB_OK) {
+        free(from);
         free(made);
         free(extent);
         return status;
     }
-    made->is_large = true;
-    made->nallocations = 1; /* which nobody frees */
-    made->first = extent;
-    *extent = (tb__extent){.start = (uintptr_t)made->file.base,
-                           .nbytes = made->file.nbytes,
-                           .asked = made->file.nbytes,
-                           .is_used = true,
-                           .arena = made};
-    *base = made->file.base;
-    *nbytes = made->file.nbytes;
+    from->is_whole = true;
+    TAILQ_INIT(&from->arenas);
+    *made = (arena){.file = from,
+                    .base = from->map.base,
+                    .nbytes = from->map.nbytes,
+                    .nallocations = 1, /* which nobody frees */
+                    .is_large = true,
+                    .first = extent};
+    TAILQ_INSERT_HEAD(&from->arenas, made, link);
+    *extent = (tb__extent){
+        .start = (uintptr_t)made->base, .nbytes = made->nbytes, .asked = made->nbytes, .is_used = true, .arena = made};
+    *base = made->base;
+    *nbytes = made->nbytes;
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.lock);
     tb__extents_add(&pool.extents, extent);
-    LIST_INSERT_HEAD(&pool.arenas, made, link);
+    LIST_INSERT_HEAD(&pool.files, from, link);
     pthread_mutex_unlock(&pool.lock);
     return TB_OK;
 }
@@ -387,10 +497,8 @@ void tb__memory_abandon(void *base) {
     tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)base);
     arena *it = extent && extent->is_used && extent->start == (uintptr_t)base ? extent->arena : NULL;
     if (it) {
-        LIST_REMOVE(it, link);
         tb__extents_remove(&pool.extents, extent);
-        munmap(it->file.base, it->file.nbytes);
-        close(it->file.fd);
+        close_file(it->file);
         free(extent);
         free(it);
     }
@@ -406,7 +514,7 @@ bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out) {
         is_found = nbytes > 0 ? offset < extent->asked && nbytes <= extent->asked - offset
                               : offset < extent->asked || offset == 0;
         if (is_found)
-            *out = extent->arena->file;
+            *out = extent->arena->file->map;
     }
     pthread_mutex_unlock(&pool.lock);
     return is_found;

@@ -88,6 +88,8 @@ tb_status tb__engine_contact(tb__engine *engine, tb__pack *out) {
 
 static void receive_frame(tb__peer *peer);
 
+/* Whoever posts may find out that the peer is lost, in the middle of anything. So nobody is told here: nothing is sent
+ * to the peer any more, and the driver tells the ports in its next turn. */
 static void lose(tb__peer *peer, const char *why) {
     tb__engine *engine = peer->engine;
     if (peer->is_lost || engine->stopping)
@@ -95,11 +97,28 @@ static void lose(tb__peer *peer, const char *why) {
     peer->is_lost = true;
     peer->why = tb__strdup(why ? why : "it is gone");
     tb__log(TB_LOG_INFO, "%s is lost: %s", peer->label, peer->why ? peer->why : "");
-    for (tb__port *port = engine->ports; port; port = port->next) {
+    engine->nuntold++;
+    tb__engine_wake(engine);
+}
+
+static void tell_ports(tb__peer *peer) {
+    peer->is_told = true;
+    peer->engine->nuntold--;
+    for (tb__port *port = peer->engine->ports; port; port = port->next) {
         if (port->lost)
             port->lost(port, peer);
     }
-    tb__engine_wake(engine);
+}
+
+void tb__peers_tell_losses(tb__engine *engine) {
+    if (engine->nuntold == 0)
+        return;
+    while (engine->nuntold > 0) { /* what a port does then may lead to other losses */
+        for (tb__peer *peer = engine->peers; peer; peer = peer->next) {
+            if (peer->is_lost && !peer->is_told)
+                tell_ports(peer);
+        }
+    }
     tb__engine_signal(engine);
 }
 

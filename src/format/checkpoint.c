@@ -1,6 +1,8 @@
 /* Models of one file or several, seen as one set of tensors. */
 #include "format/checkpoint.h"
 
+#include "base/descriptors.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -43,7 +45,7 @@ tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
     struct stat about;
     if (stat(path, &about) != 0) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
-        tb__set_detail("can't be opened: %s", strerror(errno));
+        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
         return tb__file_fail(is_missing ? TB_INVALID : TB_IO, path);
     }
     if (S_ISDIR(about.st_mode))

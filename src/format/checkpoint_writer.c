@@ -1,6 +1,8 @@
 /* Writes a model into one file or several, which all get their names at the end. */
 #include "format/checkpoint.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -165,7 +167,7 @@ static tb_status take_directory(tb__checkpoint_writer *w, const char *dir) {
     memcpy(w->dir, dir, strlen(dir) + 1);
     w->made_dir = mkdir(dir, 0777) == 0;
     if (!w->made_dir && errno != EEXIST) {
-        tb__set_detail("can't be created: %s", strerror(errno));
+        tb__set_detail("can't be created: %s", tb__errno_text(errno));
         return tb__file_fail(TB_IO, dir);
     }
     TB_TRY(refuse_model(dir, TB__MODEL_FILE));

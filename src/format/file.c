@@ -1,6 +1,7 @@
 /* Files that are read and written in pieces; drafts that take the place of a file when they are done. */
 #include "format/file.h"
 
+#include "base/descriptors.h"
 #include "base/mem.h"
 #include "base/text.h"
 
@@ -28,7 +29,7 @@ tb_status tb__file_fail(tb_status status, const char *path) {
 }
 
 static tb_status fail_errno(tb_status status, const char *path, const char *what) {
-    tb__set_detail("%s: %s", what, strerror(errno));
+    tb__set_detail("%s: %s", what, tb__errno_text(errno));
     return tb__file_fail(status, path);
 }
 

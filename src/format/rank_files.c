@@ -1,6 +1,8 @@
 /* Directories with a safetensors file for each rank. */
 #include "format/checkpoint.h"
 
+#include "base/descriptors.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -55,7 +57,7 @@ static tb_status list_files(tb__rank_files *out, found_files *found, const char 
         errno = 0;
         const struct dirent *e = readdir(stream);
         if (!e && errno != 0) {
-            tb__set_detail("can't be listed: %s", strerror(errno));
+            tb__set_detail("can't be listed: %s", tb__errno_text(errno));
             return tb__file_fail(TB_IO, dir);
         }
         if (!e)
@@ -76,7 +78,7 @@ tb_status tb__rank_files_init(const char *dir, tb__rank_files *out) {
     DIR *stream = opendir(dir);
     if (!stream) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR;
-        tb__set_detail("can't be opened: %s", strerror(errno));
+        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
         return tb__file_fail(is_missing ? TB_INVALID : TB_IO, dir);
     }
     tb_status status = list_files(&made, &found, dir, stream);

@@ -1,6 +1,8 @@
 /* The target of a resharding: a file for each rank, or a model. None has its name until all are complete. */
 #include "reshard/disk_inside.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
@@ -24,7 +26,7 @@ struct tb__disk_output {
 };
 
 static tb_status fail_errno(const char *dir, const char *what) {
-    tb__set_detail("%s: %s", what, strerror(errno));
+    tb__set_detail("%s: %s", what, tb__errno_text(errno));
     return tb__file_fail(TB_IO, dir);
 }
 

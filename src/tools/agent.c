@@ -2,12 +2,13 @@
 #include "bus/agent/agent.h"
 #include "tools/agents.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 
 enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, CHECKSUM, HTTP };
@@ -101,21 +102,13 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     return TB_OK;
 }
 
-/* Clients hand over descriptors of their memory, and there may be many. */
-static void allow_files(void) {
-    struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) != 0)
-        return;
-    files.rlim_cur = files.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &files);
-}
-
 static int run(const tb__config *config, const char *const *value) {
     (void)config;
     tb__agent_opts opts;
     char socket[512], token[TOOL_MAX_TOKEN];
     tool_http *http = NULL;
     tb_status status = read_all(value, &opts, socket, sizeof socket, token);
+    tb__descriptor_limit_raise(); /* clients hand over descriptors of their memory, and there may be many */
     if (status == TB_OK)
         status = tb__agent_create(&opts, &running);
     if (status == TB_OK && value[HTTP])
@@ -125,7 +118,6 @@ static int run(const tb__config *config, const char *const *value) {
         tb__agent_destroy(running);
         return failed;
     }
-    allow_files();
     struct sigaction action = {.sa_handler = on_signal};
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);

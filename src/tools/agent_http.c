@@ -1,6 +1,8 @@
 /* The agent over HTTP, for what collects metrics: libmicrohttpd's thread asks the agent's loop for a report, and gives
  * it away as it is, or as metrics. */
 #include "bus/agent/agent.h"
+
+#include "base/descriptors.h"
 #include "tools/agents.h"
 
 #include <arpa/inet.h>
@@ -138,7 +140,7 @@ static tb_status open_socket(const char *place, int *out) {
     if (!listens) {
         if (fd >= 0)
             close(fd);
-        return tb__fail(TB_IO, "--http %.100s: %s", place, strerror(error));
+        return tb__fail(TB_IO, "--http %.100s: %s", place, tb__errno_text(error));
     }
     *out = fd;
     return TB_OK;

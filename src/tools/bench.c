@@ -1,6 +1,8 @@
 /* tensorbus bench: how fast tensors move between processes of this machine, next to what the machine can do. */
 #include "tools/bench.h"
 
+#include "base/descriptors.h"
+
 #include <string.h>
 
 enum { MIN_SIZE = 1 << 20 };
@@ -113,6 +115,7 @@ static int conclude(const bench *b, const char *const *value) {
 static int run(const tb__config *config, const char *const *value) {
     bench b = {.batch = tool_batch_opts(config, value[STAGED], value[CHECKSUM])};
     tb_status status = read_options(value, &b);
+    tb__descriptor_limit_raise();
     if (status == TB_OK)
         status = tool_guard_init(&b.guard);
     if (status != TB_OK)

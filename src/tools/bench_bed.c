@@ -2,6 +2,7 @@
  * that it runs has its standard input. So they go when this process does, however it ends. */
 #include "tools/bench.h"
 
+#include "base/descriptors.h"
 #include "base/process.h"
 
 #include <errno.h>
@@ -78,11 +79,11 @@ static tb_status start(bench_bed *bed, int count, tool_guard *guard) {
     char number[16];
     snprintf(number, sizeof number, "%d", count);
     if (pipe2(in, O_CLOEXEC) != 0)
-        return tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
+        return tb__fail(TB_IO, "can't make a pipe: %s", tb__errno_text(errno));
     bed->input = in[1];
     if (pipe2(out, O_CLOEXEC) != 0) {
         close(in[0]);
-        return tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
+        return tb__fail(TB_IO, "can't make a pipe: %s", tb__errno_text(errno));
     }
     bed->pid = fork();
     if (bed->pid == 0)

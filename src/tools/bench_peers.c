@@ -1,5 +1,6 @@
 /* How fast others do what row_col does. Their programs are files beside the tool; what they need may not be there,
  * which is told in one line and is no failure. */
+#include "base/descriptors.h"
 #include "base/process.h"
 #include "tools/bench.h"
 
@@ -145,9 +146,9 @@ static tb_status run_between(const char *const *argv, const place *where, const 
 static tb_status run_program(const char *const *argv, const place *where, words *w, int *how) {
     int out[2], err[2];
     if (pipe2(out, O_CLOEXEC) != 0)
-        return tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
+        return tb__fail(TB_IO, "can't make a pipe: %s", tb__errno_text(errno));
     if (pipe2(err, O_CLOEXEC) != 0) {
-        tb_status status = tb__fail(TB_IO, "can't make a pipe: %s", strerror(errno));
+        tb_status status = tb__fail(TB_IO, "can't make a pipe: %s", tb__errno_text(errno));
         close(out[0]);
         close(out[1]);
         return status;

@@ -3,6 +3,8 @@
  * way for each, and both answer by an epoll loop; all are on one core. */
 #include "tools/bench.h"
 
+#include "base/descriptors.h"
+
 #include "bus/client/client.h"
 #include "tools/fleet.h"
 
@@ -120,7 +122,7 @@ static tb_status answer(const trial *t) {
     struct epoll_event event = {.events = EPOLLIN};
     tb_status status = TB_OK;
     if (loop < 0 || epoll_ctl(loop, EPOLL_CTL_ADD, fd, &event) != 0)
-        status = tb__fail(TB_IO, "epoll: %s", strerror(errno));
+        status = tb__fail(TB_IO, "epoll: %s", tb__errno_text(errno));
     for (int i = 0; i < CALLS && status == TB_OK; i++) {
         status = read_all(t, fd, loop, frame, t->figures->asked);
         if (status == TB_OK)
@@ -211,7 +213,7 @@ static tb_status run_rounds(trial *t, bench_rounds *rounds, bench_round *out) {
 static tb_status make_bare(int fd[TOOL_NSIDES]) {
     return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fd) == 0
                ? TB_OK
-               : tb__fail(TB_IO, "socketpair: %s", strerror(errno));
+               : tb__fail(TB_IO, "socketpair: %s", tb__errno_text(errno));
 }
 
 static tb_status start(trial *t, tool_guard *guard) {

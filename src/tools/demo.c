@@ -2,6 +2,7 @@
  * is verified. */
 #include "tools/demo.h"
 
+#include "base/descriptors.h"
 #include "layout/layout.h"
 
 #include <inttypes.h>
@@ -174,6 +175,7 @@ static int run(const tb__config *config, const char *const *value) {
     tool_guard guard;
     tb__text out = {0};
     tb_status status = read_options(&d, value);
+    tb__descriptor_limit_raise();
     if (status == TB_OK)
         status = tool_guard_init(&guard);
     if (status != TB_OK) {

@@ -1,6 +1,7 @@
 /* Agents and their store as processes of this one: forked, watched, killed where that is to be shown, and ended. */
 #include "tools/fleet.h"
 
+#include "base/descriptors.h"
 #include "base/process.h"
 #include "bus/agent/agent.h"
 #include "bus/store/server.h"
@@ -141,7 +142,7 @@ static tb_status start(tool_fleet *a, int rank) {
     process *p = process_of(a, rank);
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0)
-        return tb__fail(TB_IO, "%s: pipe: %s", name_of(a, rank).text, strerror(errno));
+        return tb__fail(TB_IO, "%s: pipe: %s", name_of(a, rank).text, tb__errno_text(errno));
     fflush(NULL); /* or the child would print it again */
     pid_t parent = getpid(), pid = fork();
     if (pid == 0) {

@@ -1,6 +1,8 @@
 /* What must not be left behind: signals wait until the parent has tidied up, and its folder goes with it. */
 #include "tools/move.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <ftw.h>
 #include <stdio.h>
@@ -32,7 +34,7 @@ tb_status tool_guard_init(tool_guard *guard) {
     sigaddset(&watched, SIGCHLD);
     guard->fd = signalfd(-1, &watched, SFD_NONBLOCK | SFD_CLOEXEC);
     if (guard->fd < 0)
-        return tb__fail(TB_IO, "signalfd: %s", strerror(errno));
+        return tb__fail(TB_IO, "signalfd: %s", tb__errno_text(errno));
     /* Whoever started us may ignore it, and then nobody could learn how a child ended. */
     sigaction(SIGCHLD, &(struct sigaction){.sa_handler = SIG_DFL}, &guard->child_action);
     sigprocmask(SIG_BLOCK, &watched, &guard->before);

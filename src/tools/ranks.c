@@ -1,6 +1,7 @@
 /* Processes that work together: forked from this one, led through steps, watched, and ended with it. */
 #include "tools/move.h"
 
+#include "base/descriptors.h"
 #include "base/process.h"
 
 #include <errno.h>
@@ -116,7 +117,7 @@ static tb_status start_rank(tool_ranks *r, int rank) {
     int ends[2];
     const char *name = r->opts.names[rank].text;
     if (pipe2(ends, O_CLOEXEC) != 0)
-        return tb__fail(TB_IO, "%s: pipe: %s", name, strerror(errno));
+        return tb__fail(TB_IO, "%s: pipe: %s", name, tb__errno_text(errno));
     fflush(NULL); /* or the child would print it again */
     pid_t parent = getpid(), pid = fork();
     if (pid == 0) {
@@ -146,7 +147,7 @@ static tb_status start_all(tool_ranks *r) {
         r->member[rank].pipe = -1;
     r->done_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (r->done_fd < 0)
-        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+        return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     r->board_nbytes = sizeof(board) + n * sizeof(seat);
     TB_TRY(tool_share(r->board_nbytes, &shared));
     r->board = shared;

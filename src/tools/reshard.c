@@ -1,12 +1,12 @@
 /* tensorbus reshard: a checkpoint sharded one way becomes one sharded another way. */
 #include "tools/move.h"
 
+#include "base/descriptors.h"
 #include "reshard/disk.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 
 enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, UNINDEXED, SYNC, DRY_RUN, JSON, NOPTIONS };
 
@@ -292,6 +292,7 @@ static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_o
     return status;
 }
 
+<<<<<<< HEAD
 /* What runs into the same directory left there when they were killed. */
 static tb_status remove_leftovers(const char *dir) {
     tb__leftovers found;
@@ -305,22 +306,15 @@ static tb_status remove_leftovers(const char *dir) {
     return TB_OK;
 }
 
-/* Every rank's file is open at once. */
-static void allow_many_files(void) {
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
-        limit.rlim_cur = limit.rlim_max;
-        (void)setrlimit(RLIMIT_NOFILE, &limit);
-    }
-}
-
+=======
+>>>>>>> losses
 static tb_status run_all(const char *const *value, tb__text *out) {
     tb__disk_opts opts;
     tb__spec *spec = NULL;
     tb__disk *disk = NULL;
     double seconds = 0;
     TB_TRY(read_options(value, &opts));
-    allow_many_files();
+    tb__descriptor_limit_raise(); /* every rank's file is open at once */
     tb_status status = tb__spec_load(value[SPEC], &spec);
     if (status == TB_OK)
         status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);

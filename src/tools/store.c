@@ -1,4 +1,5 @@
 /* tensorbus store: serves the embedded store until it is told to end. */
+#include "base/descriptors.h"
 #include "base/process.h"
 #include "bus/store/protocol.h"
 #include "bus/store/server.h"
@@ -84,6 +85,7 @@ static int run(const tb__config *config, const char *const *value) {
         if (exit_status != TOOL_OK)
             return exit_status;
     }
+    tb__descriptor_limit_raise(); /* one for each client */
     /* Before the first thread, and before anybody can know that it serves. */
     sigset_t ends;
     sigemptyset(&ends);

@@ -2,6 +2,7 @@
  * signals are read from a descriptor, so that every way out is the same. */
 #include "tools/agents.h"
 
+#include "base/descriptors.h"
 #include "base/process.h"
 
 #include <errno.h>
@@ -163,7 +164,7 @@ static tb_status watch_signals(terminal *t) {
         sigaddset(&set, numbers[i]);
     sigprocmask(SIG_BLOCK, &set, NULL);
     t->signals = signalfd(-1, &set, SFD_CLOEXEC);
-    return t->signals >= 0 ? TB_OK : tb__fail(TB_IO, "signalfd: %s", strerror(errno));
+    return t->signals >= 0 ? TB_OK : tb__fail(TB_IO, "signalfd: %s", tb__errno_text(errno));
 }
 
 static tb_status show_live(tool_agents *agents, int interval_ms) {

@@ -1,6 +1,7 @@
 /* The agent's loop. */
 #include "bus/agent/agent_inside.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -13,7 +14,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000 };
+enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000, RETRY_MS = 100 };
 
 static tb_status watch(const tb__agent *agent, int fd, const void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)what};
@@ -29,7 +30,7 @@ static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
     agent->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (agent->epoll < 0 || agent->wake < 0 || agent->stop < 0 || agent->spare < 0)
-        return tb__fail(TB_IO, "the agent's descriptors: %s", strerror(errno));
+        return tb__fail(TB_IO, "the agent's descriptors: %s", tb__errno_text(errno));
     snprintf(url, sizeof url, "unix:%s", o->socket);
     TB_TRY(tb__address_parse(url, &address));
     TB_TRY(tb__listener_open(&address, &agent->listener));
@@ -121,6 +122,10 @@ static int tidy(tb__agent *agent) {
     int64_t next = tb__agent_pairs_expire(agent), other = turn_away(agent);
     sweep(agent);
     next = other < next ? other : next;
+    if (agent->is_full)
+        tb__agent_listen_again(agent);
+    if (agent->is_full && !agent->is_stopping && next > tb__now_ms() + RETRY_MS)
+        next = tb__now_ms() + RETRY_MS;
     return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 

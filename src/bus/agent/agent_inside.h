@@ -35,6 +35,7 @@ typedef struct agent_session {
     int socket;
     uint64_t id;
     char *denial; /* it may not come in, for this reason, and is told so when it greets; NULL: it may */
+    tb_status denied_with;
     bool has_greeted;
     bool is_doomed;      /* what is to be sent is sent, then it is closed */
     bool is_gone;        /* nothing is read or sent any more; the loop buries it ... */
@@ -179,7 +180,8 @@ struct tb__agent {
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
-    int spare;          /* a descriptor that is given up to turn somebody away when there are no others */
+    int spare;          /* a descriptor that is given up to tell somebody that there are no others; -1: it is */
+    bool is_full;       /* there is none: the listener is not watched */
     bool is_stopping;   /* what is under way ends ... */
     bool is_cut;        /* ... or is ended */
     uint64_t nsessions; /* so far */
@@ -203,6 +205,8 @@ struct tb__agent {
 
 /* agent_session.c */
 void tb__agent_accept(tb__agent *agent);
+/* Listens again if there are descriptors. */
+void tb__agent_listen_again(tb__agent *agent);
 void tb__agent_session_readable(agent_session *session);
 void tb__agent_session_writable(agent_session *session);
 void tb__agent_session_reply(agent_session *session, const tb__message *reply);

@@ -1,6 +1,7 @@
 /* Connections: bytes and descriptors in, frames out of them, replies back. */
 #include "bus/agent/agent_inside.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
 
 #include <errno.h>
@@ -13,7 +14,8 @@
 enum {
     READ_BYTES = 256 << 10,
     BUSY_BYTES = 4 << 20, /* with this much to send, no more is read */
-    PATIENCE_MS = 5000,   /* with strangers, and with those who are to go */
+    PATIENCE_MS = 5000,   /* with strangers, and with those who are to go ... */
+    DENIED_MS = 1000,     /* ... and with strangers who may not come in: others may be waiting for the descriptor */
     FDS_AT_ONCE = 253,    /* what the system takes in one message */
 };
 
@@ -40,14 +42,20 @@ void tb__agent_session_watch(agent_session *s) {
         watch(s);
 }
 
-static tb_status init(agent_session *s, int socket) {
-    tb_status status = tb__guest_init(&s->guest, socket);
-    if (status == TB_DENIED) {
-        tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
-        s->denial = tb__strdup(tb_error_detail());
-        status = s->denial ? TB_OK : TB_NO_MEMORY;
-    }
-    TB_TRY(status);
+/* For the reason in tb_error_detail. */
+static tb_status deny(agent_session *s, tb_status status) {
+    tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
+    s->denied_with = status;
+    s->denial = tb__strdup(tb_error_detail());
+    return s->denial ? TB_OK : TB_NO_MEMORY;
+}
+
+/* `status` is why it may not come in, unless that is TB_OK. */
+static tb_status init(agent_session *s, int socket, tb_status status) {
+    if (status == TB_OK)
+        status = tb__guest_init(&s->guest, socket);
+    if (status != TB_OK)
+        TB_TRY(deny(s, status));
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = s};
     if (epoll_ctl(s->agent->epoll, EPOLL_CTL_ADD, socket, &event) != 0) {
         tb__guest_fini(&s->guest);
@@ -56,50 +64,77 @@ static tb_status init(agent_session *s, int socket) {
     s->socket = socket;
     s->watched = EPOLLIN;
     s->in.max_nbytes = TB__HELLO_MAX;
-    s->deadline_ms = tb__now_ms() + PATIENCE_MS;
+    s->deadline_ms = tb__now_ms() + (s->denial ? DENIED_MS : PATIENCE_MS);
     pthread_mutex_init(&s->guest_lock, NULL);
     LIST_INSERT_HEAD(&s->agent->sessions, s, link);
     return TB_OK;
 }
 
-/* Whoever connects when there are no descriptors left is turned away. Left waiting, he would keep the loop awake. */
-static bool turn_away(tb__agent *agent) {
+static void watch_listener(const tb__agent *agent, bool is_watched) {
+    struct epoll_event event = {.events = is_watched ? EPOLLIN : 0, .data.ptr = (void *)&agent->listener};
+    epoll_ctl(agent->epoll, EPOLL_CTL_MOD, agent->listener.socket.fd, &event);
+}
+
+/* Whoever waits to be accepted would keep the loop awake. */
+static void stop_listening(tb__agent *agent) {
+    agent->is_full = true;
+    watch_listener(agent, false);
+}
+
+void tb__agent_listen_again(tb__agent *agent) {
     if (agent->spare < 0)
-        return false;
-    close(agent->spare);
+        agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (agent->spare < 0 || agent->is_stopping)
+        return;
+    agent->is_full = false;
+    watch_listener(agent, true);
+}
+
+/* The next connection. When there are no descriptors left it gets the one that was spared, to be told so: one at a
+ * time, the others wait. *status: whether it may come in. */
+static int accept_one(tb__agent *agent, tb_status *status) {
+    *status = TB_OK;
     int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd >= 0)
-        close(fd);
-    agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    tb__log(TB_LOG_ERROR, "agent: a connection was refused: too many files are open");
-    return fd >= 0;
+    if (fd >= 0 || !tb__is_out_of_descriptors(errno) || agent->spare < 0)
+        return fd;
+    *status = tb__fail(TB_IO, "the agent can't take another connection: %s", tb__errno_text(errno));
+    close(agent->spare);
+    agent->spare = -1;
+    return accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+}
+
+static void add_session(tb__agent *agent, int fd, tb_status status) {
+    agent_session *s = tb__calloc(1, sizeof *s);
+    if (s) {
+        s->agent = agent;
+        s->id = ++agent->nsessions;
+        s->guest.pidfd = -1;
+        status = init(s, fd, status);
+    }
+    if (s && status == TB_OK)
+        return;
+    tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
+    close(fd);
+    if (s)
+        free(s->denial);
+    free(s);
 }
 
 void tb__agent_accept(tb__agent *agent) {
-    for (;;) {
-        int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (fd < 0) {
-            if (errno == EINTR || errno == ECONNABORTED || ((errno == EMFILE || errno == ENFILE) && turn_away(agent)))
-                continue;
-            if (errno != EAGAIN && errno != EWOULDBLOCK)
-                tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(errno));
+    while (!agent->is_full) {
+        tb_status status;
+        int fd = accept_one(agent, &status), error = errno;
+        if (fd >= 0)
+            add_session(agent, fd, status);
+        if (fd >= 0 ? agent->spare < 0 : tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM) {
+            if (fd < 0)
+                tb__log(TB_LOG_ERROR, "agent: accept: %s", tb__errno_text(error));
+            stop_listening(agent);
+        } else if (fd < 0 && error != EINTR && error != ECONNABORTED) {
+            if (error != EAGAIN && error != EWOULDBLOCK)
+                tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(error));
             return;
         }
-        agent_session *s = tb__calloc(1, sizeof *s);
-        tb_status status = TB_NO_MEMORY;
-        if (s) {
-            s->agent = agent;
-            s->id = ++agent->nsessions;
-            s->guest.pidfd = -1;
-            status = init(s, fd);
-        }
-        if (status == TB_OK)
-            continue;
-        tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
-        close(fd);
-        if (s)
-            free(s->denial);
-        free(s);
     }
 }
 
@@ -205,7 +240,7 @@ static tb_status greet(agent_session *s, const agent_job *job) {
     const tb__message *hello = &job->message;
     tb__agent *agent = s->agent;
     if (s->denial)
-        return tb__fail(TB_DENIED, "%s", s->denial);
+        return tb__fail(s->denied_with, "%s", s->denial);
     if (hello->kind != TB__HELLO)
         return tb__fail(TB_INVALID, "the first message has to be a Hello");
     TB_TRY(tb__hello_check(hello));
@@ -294,8 +329,8 @@ bool tb__agent_session_keep_fds(agent_session *s) {
     return true;
 }
 
-static bool take_fds(agent_session *s, const struct msghdr *message) {
-    bool is_good = !(message->msg_flags & MSG_CTRUNC);
+static tb_status take_fds(agent_session *s, const struct msghdr *message) {
+    tb_status status = TB_OK;
     for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR((struct msghdr *)message, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
             continue;
@@ -306,10 +341,12 @@ static bool take_fds(agent_session *s, const struct msghdr *message) {
             if (s->fds.count + s->new_fds.count < TB__AGENT_MAX_FDS && tb__vec_push(&s->new_fds, fd))
                 continue;
             close(fd);
-            is_good = false;
+            status = tb__fail(TB_TOO_BIG, "a frame has more than %d descriptors", TB__AGENT_MAX_FDS);
         }
     }
-    return is_good;
+    if (status == TB_OK && message->msg_flags & MSG_CTRUNC) /* the system has dropped some */
+        status = tb__fail(TB_TOO_BIG, "the agent can't take the descriptors of a frame: %s", tb__errno_text(EMFILE));
+    return status;
 }
 
 void tb__agent_session_readable(agent_session *s) {
@@ -337,9 +374,9 @@ void tb__agent_session_readable(agent_session *s) {
             tb__agent_session_close(s);
             return;
         }
-        if (!take_fds(s, &message)) {
-            refuse(s, tb__fail(TB_TOO_BIG, "a frame has more than %d descriptors, or more than the agent may open",
-                               TB__AGENT_MAX_FDS));
+        tb_status status = take_fds(s, &message);
+        if (status != TB_OK) {
+            refuse(s, status);
             return;
         }
         tb__frame_filled(&s->in, (size_t)n);

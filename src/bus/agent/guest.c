@@ -1,6 +1,7 @@
 /* A client's process. Its pid is only believed while the process that connected still has it. */
 #include "bus/agent/guest.h"
 
+#include "base/descriptors.h"
 #include "base/mem.h"
 #include "exec/memory.h"
 
@@ -24,7 +25,7 @@ static tb_status read_start_time(pid_t pid, uint64_t *out) {
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0 && errno != ENOENT)
-        return tb__fail(TB_IO, "%s: %s", path, strerror(errno));
+        return tb__fail(TB_IO, "%s: %s", path, tb__errno_text(errno));
     ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
     if (fd >= 0)
         close(fd);
@@ -128,7 +129,7 @@ tb_status tb__guest_check(const tb__guest *guest, uint64_t address, size_t nbyte
     snprintf(path, sizeof path, "/proc/%ld/maps", (long)guest->pid);
     FILE *maps = fopen(path, "re");
     if (!maps)
-        return tb__fail(TB_DENIED, "%s: %s", path, strerror(errno));
+        return tb__fail(TB_DENIED, "%s: %s", path, tb__errno_text(errno));
     while (at < stop && fgets(line, sizeof line, maps)) {
         char *rest;
         uint64_t first = strtoull(line, &rest, 16), last = *rest == '-' ? strtoull(rest + 1, &rest, 16) : 0;

@@ -2,6 +2,8 @@
  * does so, too. So the system does both for us: it adds and wakes in one call, and fails where we would have died. */
 #include "bus/agent/semaphore.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -58,7 +60,7 @@ tb_status tb__semaphore_post(const char *name) {
     TB_TRY(find(name, path, sizeof path));
     int fd = open(path, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0)
-        return tb__fail(TB_IO, "it can't be opened: %s", strerror(errno));
+        return tb__fail(TB_IO, "it can't be opened: %s", tb__errno_text(errno));
     tb_status status = post(path, fd);
     close(fd);
     return status;

@@ -2,6 +2,7 @@
  * it. Once the connection is lost every call says so. */
 #include "bus/client/client.h"
 
+#include "base/descriptors.h"
 #include "base/opts.h"
 
 #include <errno.h>
@@ -281,7 +282,7 @@ static tb_status connect_to(const tb_client *c, int fd, bool is_awaited, int64_t
 static tb_status open_socket(tb_client *c, bool is_awaited, int64_t deadline_ms) {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0)
-        return tb__fail(TB_IO, "socket: %s", strerror(errno));
+        return tb__fail(TB_IO, "socket: %s", tb__errno_text(errno));
     tb_status status = connect_to(c, fd, is_awaited, deadline_ms);
     if (status == TB_OK)
         tb__owned_fd_init(&c->socket, fd);

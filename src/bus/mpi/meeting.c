@@ -1,6 +1,7 @@
 /* Serving and finding the store of a communicator. */
 #include "bus/mpi/meeting.h"
 
+#include "base/descriptors.h"
 #include "base/index.h"
 #include "base/process.h"
 
@@ -191,7 +192,7 @@ tb_status tb__meeting_enter(const tb__invitation *invitation) {
     name_entry(invitation, path);
     int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
-        return tb__fail(TB_IO, "%s: %s", path, strerror(errno));
+        return tb__fail(TB_IO, "%s: %s", path, tb__errno_text(errno));
     close(fd);
     return TB_OK;
 }

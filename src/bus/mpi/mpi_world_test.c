@@ -25,18 +25,22 @@ typedef struct halves {
     part w;
 } halves;
 
-static void enter(tb_world *world, halves *h) {
+static void enter_with(tb_world *world, halves *h, const tb_batch_opts *opts) {
     bool is_first = my_rank < HALF;
     const char *layout = is_first ? "mesh=2 place=Shard(0)" : "mesh=2 place=Shard(1)";
     *h = (halves){.world = world, .group = is_first ? "a" : "b", .other = is_first ? "b" : "a"};
     part_init(&h->w, layout, my_rank % HALF, ROWS, COLUMNS);
     check_ok(tb_world_enter(world, h->group, my_rank % HALF, HALF));
-    tb_pair_opts opts = {.size = sizeof opts, .group = h->group};
-    check_ok(tb_pair_create(world, "p", h->other, layout, &opts, &h->pair));
-    check_ok(tb_batch_create(world, "step", NULL, &h->batch));
+    tb_pair_opts pair = {.size = sizeof pair, .group = h->group};
+    check_ok(tb_pair_create(world, "p", h->other, layout, &pair, &h->pair));
+    check_ok(tb_batch_create(world, "step", opts, &h->batch));
     tb_tensor w = part_tensor(&h->w);
     check_ok(tb_batch_add(h->batch, h->pair, "w", &w));
     check_ok(tb_batch_register(h->batch, 0));
+}
+
+static void enter(tb_world *world, halves *h) {
+    enter_with(world, h, NULL);
 }
 
 static void leave(halves *h) {
@@ -414,6 +418,51 @@ static void who_is_through_may_finalize(void **state) {
     tb_world_destroy(world);
 }
 
+/* MPI ends on one rank while buckets go to it and come from it, in several worlds: each transfer ends, and what is not
+ * lost is all there. */
+static void mpi_may_end_midway(void **state) {
+    (void)state;
+    enum { NWORLDS = 4 };
+    tb_world *worlds[NWORLDS];
+    halves h[NWORLDS];
+    tb_transfer *t[NWORLDS];
+    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 16 << 10}; /* many buckets under way */
+    for (int i = 0; i < NWORLDS; i++) {
+#ifdef MPICH /* as above */
+        worlds[i] = make_world("mpi", true);
+#else
+        worlds[i] = make_world("mpi", false);
+#endif
+        enter_with(worlds[i], &h[i], &opts);
+        there_and_back(&h[i]);
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    for (int i = 0; i < NWORLDS; i++) {
+        bool is_send = (my_rank < HALF) == (i % 2 == 0);
+        if (is_send)
+            part_fill(&h[i].w, 5);
+        else
+            part_poison(&h[i].w);
+        t[i] = NULL;
+        tb_status status = (is_send ? tb_send : tb_recv)(h[i].batch, NULL, &t[i]);
+        check(status == TB_OK || status == TB_LOST); /* the first rank may have been faster */
+    }
+    if (my_rank == 0)
+        MPI_Finalize();
+    for (int i = 0; i < NWORLDS; i++) {
+        tb_status status = t[i] ? tb_wait(t[i], TB_COMMITTED, PATIENCE_MS) : TB_LOST;
+        check(status == TB_LOST || (status == TB_OK && part_holds(&h[i].w, 5)));
+        tb_transfer_destroy(t[i]);
+    }
+    if (my_rank != 0)
+        MPI_Finalize();
+    for (int i = 0; i < NWORLDS; i++) {
+        leave(&h[i]);
+        tb_world_destroy(worlds[i]);
+    }
+    check(count_folders() == 0);
+}
+
 /* One comes when the others have given up: all hear of it in time. */
 static void one_comes_too_late(void **state) {
     (void)state;
@@ -458,6 +507,7 @@ static const struct CMUnitTest funneled[] = {
 static const struct CMUnitTest single[] = {cmocka_unit_test(a_single_thread_is_refused)};
 static const struct CMUnitTest finalized[] = {cmocka_unit_test(mpi_may_end_first)};
 static const struct CMUnitTest through[] = {cmocka_unit_test(who_is_through_may_finalize)};
+static const struct CMUnitTest midway[] = {cmocka_unit_test(mpi_may_end_midway)};
 static const struct CMUnitTest late[] = {cmocka_unit_test(one_comes_too_late)};
 
 static const program programs[] = {
@@ -466,6 +516,7 @@ static const program programs[] = {
     {"single", MPI_THREAD_SINGLE, single, 1},
     {"finalized", MPI_THREAD_MULTIPLE, finalized, 1},
     {"through", MPI_THREAD_MULTIPLE, through, 1},
+    {"midway", MPI_THREAD_MULTIPLE, midway, 1},
     {"late", MPI_THREAD_MULTIPLE, late, 1},
 };
 

@@ -1,6 +1,7 @@
 /* URLs, and connecting to what they name. */
 #include "bus/store/address.h"
 
+#include "base/descriptors.h"
 #include "base/text.h"
 
 #include <errno.h>
@@ -120,7 +121,7 @@ static tb_status fail_connect(const tb__address *address, int error) {
     case ETIMEDOUT:
         return tb__fail(TB_TIMEOUT, "%s: silent, the connection is not accepted", address->url);
     }
-    return tb__fail(TB_IO, "%s: connect: %s", address->url, strerror(error));
+    return tb__fail(TB_IO, "%s: connect: %s", address->url, tb__errno_text(error));
 }
 
 static int connect_unix(int fd, const tb__address *address, int64_t deadline_ms) {
@@ -197,8 +198,10 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
     *error = 0;
     if (address->is_unix) {
         int s = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (s < 0)
-            return tb__fail(TB_IO, "%s: socket: %s", address->url, strerror(errno));
+        if (s < 0) {
+            *error = errno;
+            return tb__fail(TB_IO, "%s: socket: %s", address->url, tb__errno_text(*error));
+        }
         *error = connect_unix(s, address, deadline_ms);
         tb_status status = *error ? fail_connect(address, *error) : check_server(address, s);
         if (status != TB_OK) {

@@ -2,6 +2,8 @@
  * holds it may remove a socket that a dead server has left behind, and nobody else touches the files. */
 #include "bus/store/address.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -31,7 +33,7 @@ static tb_status take_lock(const tb__address *address, int *out) {
     for (;;) {
         int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (fd < 0)
-            return tb__fail(TB_IO, "%s: %s.lock: %s", address->url, address->path, strerror(errno));
+            return tb__fail(TB_IO, "%s: %s.lock: %s", address->url, address->path, tb__errno_text(errno));
         if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
             int error = errno;
             close(fd);
@@ -39,7 +41,7 @@ static tb_status take_lock(const tb__address *address, int *out) {
                 continue;
             return error == EWOULDBLOCK
                        ? tb__fail(TB_CONFLICT, "%s: another process serves it", address->url)
-                       : tb__fail(TB_IO, "%s: %s.lock: %s", address->url, address->path, strerror(error));
+                       : tb__fail(TB_IO, "%s: %s.lock: %s", address->url, address->path, tb__errno_text(error));
         }
         /* A server that stopped in between has removed the file: then the lock is on nothing. */
         if (is_same_file(fd, path)) {
@@ -61,6 +63,8 @@ static tb_status remove_stale(const tb__address *address) {
     tb_status status = tb__address_connect(address, tb__now_ms() + 100, &fd, &error);
     if (status == TB_OK)
         close(fd);
+    if (tb__is_out_of_descriptors(error)) /* which says nothing about who is there */
+        return status;
     if (error != ECONNREFUSED && error != ENOENT)
         return tb__fail(TB_CONFLICT, "%s: another process serves it", address->url);
     if (unlink(address->path) != 0 && errno != ENOENT)
@@ -93,8 +97,8 @@ static tb_status listen_unix(tb__listener *listener) {
     int lock = -1;
     TB_TRY(take_lock(&listener->address, &lock));
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    tb_status status =
-        fd < 0 ? tb__fail(TB_IO, "%s: socket: %s", listener->address.url, strerror(errno)) : bind_unix(listener, fd);
+    tb_status status = fd < 0 ? tb__fail(TB_IO, "%s: socket: %s", listener->address.url, tb__errno_text(errno))
+                              : bind_unix(listener, fd);
     if (status != TB_OK) {
         if (fd >= 0)
             close(fd);
@@ -164,7 +168,7 @@ static tb_status listen_tcp(tb__listener *listener) {
     if (error == EADDRNOTAVAIL)
         return tb__fail(TB_REFUSED, "%s: not an address of this host", url);
     if (error != 0)
-        return tb__fail(TB_IO, "%s: listen: %s", url, strerror(error));
+        return tb__fail(TB_IO, "%s: listen: %s", url, tb__errno_text(error));
     status = name_port(&listener->address, fd);
     if (status != TB_OK)
         close(fd);

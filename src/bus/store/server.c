@@ -2,6 +2,7 @@
  * the events of a round have been handled, so that nothing that handles one can lose its footing. */
 #include "bus/store/server.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "bus/store/session.h"
 
@@ -19,11 +20,22 @@ enum {
     NEVENTS = 64,
     MAX_BUFFERS = 512 << 20, /* of all sessions together, what is half received or not yet sent */
     MAX_DISCARD = 64,        /* reads */
+    FULL_MS = 100,           /* without descriptors: after which it is tried again to accept somebody, ... */
+    REFUSE_MS = 1000,        /* ... after which those who wait are told, ... */
+    WARN_MS = 10000,         /* ... and how often it is logged */
 };
 
 static bool watch(tb__store_server *server, int op, int fd, uint32_t events, void *what) {
     struct epoll_event event = {.events = events, .data.ptr = what};
     return epoll_ctl(server->epoll.fd, op, fd, &event) == 0;
+}
+
+static void listen_again(tb__store_server *server) {
+    int fd = server->spare.fd < 0 ? eventfd(0, EFD_CLOEXEC) : -1;
+    if (fd >= 0)
+        tb__owned_fd_init(&server->spare, fd);
+    server->is_full = false;
+    watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, EPOLLIN, &server->listener);
 }
 
 static void close_session(tb__session *session) {
@@ -49,10 +61,8 @@ static void close_session(tb__session *session) {
     free(session->in.item);
     free(session->out.item);
     free(session);
-    if (server->is_full) {
-        server->is_full = false;
-        watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, EPOLLIN, &server->listener);
-    }
+    if (server->is_full)
+        listen_again(server);
 }
 
 static bool is_busy(const tb__session *session) {
@@ -180,7 +190,8 @@ static tb_status check_peer(const tb__store_server *server, int fd) {
     return TB_OK;
 }
 
-static void add_session(tb__store_server *server, int fd) {
+/* `status` is why it is refused, for the reason in tb_error_detail, unless that is TB_OK. */
+static void add_session(tb__store_server *server, int fd, tb_status status) {
     tb__session *session = tb__calloc(1, sizeof *session);
     if (!session) {
         close(fd);
@@ -188,7 +199,8 @@ static void add_session(tb__store_server *server, int fd) {
     }
     if (!server->listener.address.is_unix)
         tb__set_tcp_options(fd);
-    tb_status status = check_peer(server, fd);
+    if (status == TB_OK)
+        status = check_peer(server, fd);
     session->server = server;
     session->id = ++server->last_session;
     session->hello_deadline_ms = tb__now_ms() + server->limits.hello_timeout_ms;
@@ -208,21 +220,40 @@ static void add_session(tb__store_server *server, int fd) {
     tb__session_touch(session);
 }
 
+/* Nobody can be accepted: the listener would be ready again at once. It is looked at again when a session ends, or
+ * after a moment. Who waits for long is told why. */
+static void go_without(tb__store_server *server, int error) {
+    int64_t now = tb__now_ms();
+    tb_status status = tb__fail(TB_REFUSED, "the store can't take another connection: %s", tb__errno_text(error));
+    if (now >= server->warn_again_ms) {
+        tb__log(TB_LOG_WARN, "store %s: accept: %s", server->listener.address.url, tb__errno_text(error));
+        server->warn_again_ms = now + WARN_MS;
+    }
+    server->full_since_ms = server->full_since_ms ? server->full_since_ms : now;
+    server->full_until_ms = now + FULL_MS;
+    server->is_full = true;
+    watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, 0, &server->listener);
+    if (!tb__is_out_of_descriptors(error) || now - server->full_since_ms < REFUSE_MS || server->spare.fd < 0)
+        return;
+    tb__owned_fd_close(&server->spare);
+    int fd = accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd >= 0)
+        add_session(server, fd, status);
+}
+
 static void accept_all(tb__store_server *server) {
     for (int i = 0; i < NEVENTS; i++) {
         int fd = accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int error = fd < 0 ? errno : 0;
         if (fd >= 0) {
-            add_session(server, fd);
-            continue;
-        }
-        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-            /* It would be ready again at once. It is looked at again when a session ends, or after the loop's nap. */
-            tb__log(TB_LOG_WARN, "store %s: accept: %s", server->listener.address.url, strerror(errno));
-            server->is_full = true;
-            watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, 0, &server->listener);
-        }
-        if (errno != EINTR && errno != ECONNABORTED)
+            server->full_since_ms = 0;
+            add_session(server, fd, TB_OK);
+        } else if (tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM) {
+            go_without(server, error);
             return;
+        } else if (error != EINTR && error != ECONNABORTED) {
+            return;
+        }
     }
 }
 
@@ -241,7 +272,7 @@ static void drop_silent(tb__store_server *server) {
 
 static int how_long_to_sleep(const tb__store_server *server) {
     if (server->is_full)
-        return 100;
+        return tb__ms_until(server->full_until_ms);
     const tb__session *oldest = TAILQ_FIRST(&server->strangers);
     return oldest ? tb__ms_until(oldest->hello_deadline_ms) : -1;
 }
@@ -251,10 +282,8 @@ static void *run(void *arg) {
     struct epoll_event events[NEVENTS];
     for (;;) {
         int n = epoll_wait(server->epoll.fd, events, NEVENTS, how_long_to_sleep(server));
-        if (n == 0 && server->is_full) {
-            server->is_full = false;
-            watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, EPOLLIN, &server->listener);
-        }
+        if (server->is_full && tb__now_ms() >= server->full_until_ms)
+            listen_again(server);
         for (int i = 0; i < n; i++) {
             void *what = events[i].data.ptr;
             tb__session *session = what;
@@ -278,15 +307,19 @@ static tb_status start(tb__store_server *server, const tb__address *address) {
     TB_TRY(tb__listener_open(address, &server->listener));
     int epoll = epoll_create1(EPOLL_CLOEXEC);
     if (epoll < 0)
-        return tb__fail(TB_IO, "%s: epoll: %s", address->url, strerror(errno));
+        return tb__fail(TB_IO, "%s: epoll: %s", address->url, tb__errno_text(errno));
     tb__owned_fd_init(&server->epoll, epoll);
     int wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake < 0)
-        return tb__fail(TB_IO, "%s: eventfd: %s", address->url, strerror(errno));
+        return tb__fail(TB_IO, "%s: eventfd: %s", address->url, tb__errno_text(errno));
     tb__owned_fd_init(&server->wake, wake);
+    int spare = eventfd(0, EFD_CLOEXEC);
+    if (spare < 0)
+        return tb__fail(TB_IO, "%s: eventfd: %s", address->url, tb__errno_text(errno));
+    tb__owned_fd_init(&server->spare, spare);
     if (!watch(server, EPOLL_CTL_ADD, wake, EPOLLIN, &server->wake) ||
         !watch(server, EPOLL_CTL_ADD, server->listener.socket.fd, EPOLLIN, &server->listener))
-        return tb__fail(TB_IO, "%s: epoll: %s", address->url, strerror(errno));
+        return tb__fail(TB_IO, "%s: epoll: %s", address->url, tb__errno_text(errno));
     return tb__start_thread(&server->thread, "tb-store", run, server);
 }
 
@@ -301,6 +334,7 @@ static void destroy(tb__store_server *server) {
     }
     tb__listener_close(&server->listener);
     tb__owned_fd_close(&server->wake);
+    tb__owned_fd_close(&server->spare);
     tb__owned_fd_close(&server->epoll);
     tb__store_table_fini(&server->table);
     free(server);
@@ -331,7 +365,7 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
     server->table.max_nbytes = server->limits.max_table_nbytes;
     server->table.changed = tb__wake_waiters;
     server->table.context = server;
-    server->listener.socket.fd = server->listener.lock.fd = server->epoll.fd = server->wake.fd = -1;
+    server->listener.socket.fd = server->listener.lock.fd = server->epoll.fd = server->wake.fd = server->spare.fd = -1;
     LIST_INIT(&server->sessions);
     LIST_INIT(&server->waiters);
     TAILQ_INIT(&server->strangers);

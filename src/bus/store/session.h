@@ -61,7 +61,11 @@ struct tb__store_server {
     tb__session_queue dirty;
     tb__waiter_list waiters;
     size_t nbuffers;
-    bool is_full; /* out of descriptors: the listener is not watched */
+    bool is_full;          /* out of descriptors: the listener is not watched ... */
+    int64_t full_until_ms; /* ... until then, at the latest */
+    int64_t full_since_ms; /* since when nobody could be accepted; 0: the last one could */
+    int64_t warn_again_ms; /* when that may be logged again */
+    tb__owned_fd spare;    /* is given up to tell somebody so, one at a time */
     uint8_t scratch[1 << 16];
 };
 

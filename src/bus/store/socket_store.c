@@ -3,6 +3,7 @@
 #include "bus/store/address.h"
 #include "bus/store/protocol.h"
 
+#include "base/descriptors.h"
 #include "base/mem.h"
 
 #include <errno.h>
@@ -417,7 +418,7 @@ static const tb__store_ops socket_ops = {
 static tb_status start(client *c, int64_t deadline_ms) {
     int fd, error, wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake < 0)
-        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+        return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     tb__owned_fd_init(&c->wake, wake);
     TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &error));
     tb__owned_fd_init(&c->socket, fd);

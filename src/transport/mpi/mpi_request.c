@@ -7,6 +7,7 @@
  * takes little longer than it must. */
 #include "transport/mpi/mpi.h"
 
+#include "base/descriptors.h"
 #include "base/process.h"
 
 #include <errno.h>
@@ -74,7 +75,7 @@ static int64_t now_ns(void) {
 
 tb_status mpi_requests_init(mpi *m) {
     m->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    return m->timer >= 0 ? TB_OK : tb__fail(TB_IO, "timerfd: %s", strerror(errno));
+    return m->timer >= 0 ? TB_OK : tb__fail(TB_IO, "timerfd: %s", tb__errno_text(errno));
 }
 
 void mpi_requests_fini(mpi *m) {

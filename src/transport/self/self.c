@@ -1,6 +1,8 @@
 /* The reference transport: one rank that talks to itself, by memcpy. What the others must do can be read off it. */
 #include "transport/message.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
@@ -44,7 +46,7 @@ static tb_status self_open(const tb_transport_env *env, void **context) {
     s->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (s->event < 0) {
         free(s);
-        return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
+        return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     }
     *context = s;
     return TB_OK;

@@ -1,7 +1,9 @@
 /* The shm transport: opening, meeting peers, noticing that they are gone, and the event loop. */
 #include "transport/shm/shm.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
+#include "base/process.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -15,6 +17,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -93,7 +96,7 @@ static tb_status open_control(shm *s) {
     s->control_fd = memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (s->control_fd < 0 || ftruncate(s->control_fd, sizeof *s->control) != 0 ||
         fcntl(s->control_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0)
-        return tb__fail(TB_IO, "shared memory for the control page: %s", strerror(errno));
+        return tb__fail(TB_IO, "shared memory for the control page: %s", tb__errno_text(errno));
     s->control = shm_map_fd(s->control_fd, sizeof *s->control);
     if (!s->control)
         return tb__fail(TB_IO, "mapping the control page: %s", strerror(errno));
@@ -119,7 +122,7 @@ static tb_status open_listener(shm *s) {
     set_name(&name, s->name, &length);
     s->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (s->listener < 0 || bind(s->listener, (struct sockaddr *)&name, length) != 0 || listen(s->listener, 1024) != 0)
-        return tb__fail(TB_IO, "listening on a Unix socket: %s", strerror(errno));
+        return tb__fail(TB_IO, "listening on a Unix socket: %s", tb__errno_text(errno));
     return TB_OK;
 }
 
@@ -131,15 +134,27 @@ static tb_status watch(shm *s, int fd, void *what) {
 static tb_status open_all(shm *s) {
     s->epoll = epoll_create1(EPOLL_CLOEXEC);
     s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (s->epoll < 0 || s->wake < 0)
-        return tb__fail(TB_IO, "epoll and eventfd: %s", strerror(errno));
+    s->retry = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (s->epoll < 0 || s->wake < 0 || s->retry < 0)
+        return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
+    s->start_time = start_time_of(getpid());
     TB_TRY(open_control(s));
     TB_TRY(open_listener(s));
     TB_TRY(watch(s, s->listener, &s->listen_watch));
+    TB_TRY(watch(s, s->retry, &s->retry_watch));
     return watch(s, s->wake, &s->wake_watch);
 }
 
+static void release_reserved(shm_link *link) {
+    for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
+        if (link->reserved[i] >= 0)
+            close(link->reserved[i]);
+        link->reserved[i] = -1;
+    }
+}
+
 static void free_link(shm *s, shm_link *link) {
+    release_reserved(link);
     shm_link_close(s, link);
     free(link);
 }
@@ -182,7 +197,7 @@ static void shm_close(void *context) {
     free(s->peers.item);
     tb__index_fini(&s->by_rank);
     shm_memory_close(s);
-    int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};
+    int fds[] = {s->epoll, s->wake, s->retry, s->listener, s->control_fd};
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
         if (fds[i] >= 0)
             close(fds[i]);
@@ -199,7 +214,8 @@ static tb_status shm_open_endpoint(const tb_transport_env *env, void **context) 
     s->env = *env;
     s->listen_watch = WATCH_LISTEN;
     s->wake_watch = WATCH_WAKE;
-    s->epoll = s->wake = s->listener = s->control_fd = -1;
+    s->retry_watch = WATCH_RETRY;
+    s->epoll = s->wake = s->retry = s->listener = s->control_fd = -1;
     tb_status status = open_all(s);
     if (status != TB_OK) {
         shm_close(s);
@@ -257,13 +273,15 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
         int error = errno;
         if (fd >= 0)
             close(fd);
-        return tb__fail(TB_LOST, "connecting to its socket @%.32s: %s", a.name, strerror(error));
+        return tb__fail(tb__is_out_of_descriptors(error) ? TB_REFUSED : TB_LOST, "connecting to its socket @%.32s: %s",
+                        a.name, tb__errno_text(error));
     }
     peer->out.fd = fd;
     shm_hello hello = {.magic = SHM_MAGIC,
                        .version = SHM_VERSION,
                        .rank = s->env.rank,
-                       .start_time = start_time_of(getpid()),
+                       .features = SHM_KNOWS_SHORTAGE,
+                       .start_time = s->start_time,
                        .probe_address = (uint64_t)(uintptr_t)&s->control->probe,
                        .probe = s->control->probe};
     int error = shm_link_try(&peer->out, &(shm_frame){.kind = SHM_HELLO}, &(struct iovec){&hello, sizeof hello}, 1,
@@ -294,23 +312,91 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
         s->env.lost(s->env.arg, peer->rank, why);
 }
 
-static void accept_all(shm *s) {
-    int fd;
-    while ((fd = accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
-        struct ucred who;
-        socklen_t length = sizeof who;
-        shm_link *link = NULL;
-        bool is_ours = getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
-        if (is_ours)
-            link = tb__calloc(1, sizeof *link);
-        if (!link || !tb__vec_push(&s->strangers, link)) {
-            free(link);
-            close(fd);
-            continue;
-        }
-        link->fd = fd;
-        shm_link_watch(s, link);
+/* ---- Shortage of descriptors ----------------------------------------------------------------------------------- */
+
+void shm_retry_later(shm *s, const char *what, int error) {
+    struct itimerspec when = {.it_value = tb__time_of_ms(SHM_RETRY_MS)}, now;
+    if (timerfd_gettime(s->retry, &now) == 0 && (now.it_value.tv_sec || now.it_value.tv_nsec))
+        return;
+    if (tb__now_ms() >= s->warn_again_ms) {
+        tb__log(TB_LOG_WARN, "transport shm: %s: %s; it is tried again", what, tb__errno_text(error));
+        s->warn_again_ms = tb__now_ms() + SHM_WARN_MS;
     }
+    timerfd_settime(s->retry, 0, &when, NULL);
+}
+
+/* It would be ready again at once. */
+static void stop_accepting(shm *s, int error) {
+    struct epoll_event event = {.events = 0, .data.ptr = &s->listen_watch};
+    s->is_full = true;
+    epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
+    shm_retry_later(s, "a connection that waits to be accepted", error);
+}
+
+static void tell_shortage(shm *s, shm_link *link, uint32_t features) {
+    if (features & SHM_KNOWS_SHORTAGE)
+        shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, -1);
+}
+
+void shm_give_up(shm *s, shm_peer *peer) {
+    char why[256];
+    snprintf(why, sizeof why, "what it sent can't be received: %s", tb__errno_text(EMFILE));
+    tell_shortage(s, peer->in, peer->features);
+    shm_lose(s, peer, why);
+}
+
+/* ---- Meeting --------------------------------------------------------------------------------------------------- */
+
+/* Descriptors that are given up again when the connection's hello is read: its own, and what it takes to know the
+ * process. So nobody is let in whom there is no room for. */
+static bool reserve(shm *s, shm_link *link) {
+    for (size_t i = 0; i < SHM_MEETING_FDS; i++)
+        link->reserved[i] = -1;
+    for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
+        link->reserved[i] = fcntl(s->wake, F_DUPFD_CLOEXEC, 0);
+        if (link->reserved[i] < 0)
+            return false;
+    }
+    return true;
+}
+
+/* Whether there may be more to accept. */
+static bool accept_one(shm *s) {
+    struct ucred who;
+    socklen_t length = sizeof who;
+    shm_link *link = tb__calloc(1, sizeof *link);
+    if (!link) {
+        stop_accepting(s, ENOMEM);
+        return false;
+    }
+    link->fd = reserve(s, link) ? accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+    int error = link->fd < 0 ? errno : 0;
+    bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+    if (is_ours && tb__vec_push(&s->strangers, link)) {
+        shm_link_watch(s, link);
+        return true;
+    }
+    free_link(s, link);
+    if (tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM)
+        stop_accepting(s, error);
+    return !error || error == EINTR || error == ECONNABORTED;
+}
+
+static void accept_all(shm *s) {
+    while (accept_one(s))
+        ;
+}
+
+static void retry(shm *s) {
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &s->listen_watch};
+    uint64_t expirations;
+    ssize_t unused = read(s->retry, &expirations, sizeof expirations);
+    (void)unused;
+    if (s->is_full)
+        epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
+    s->is_full = false;
+    for (size_t i = 0; i < s->peers.count; i++)
+        shm_pump(s, s->peers.item[i]);
 }
 
 /* Binds the peer's process number to the process that is there now, and tries whether its memory can be read. */
@@ -322,7 +408,8 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     peer->pid = who.pid;
     peer->pidfd = who.pid > 0 ? (int)syscall(SYS_pidfd_open, who.pid, 0) : -1;
     if (peer->pidfd < 0)
-        return true; /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
+        return !tb__is_out_of_descriptors(
+            errno); /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
     peer->watch = WATCH_PROCESS;
     if (watch(s, peer->pidfd, peer) != TB_OK)
         return false;
@@ -334,24 +421,35 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     return true;
 }
 
+static bool is_control_page(int fd) {
+    struct stat info;
+    int seals = fcntl(fd, F_GET_SEALS);
+    return seals >= 0 && seals & F_SEAL_SHRINK && fstat(fd, &info) == 0 && info.st_size >= (off_t)sizeof(shm_control);
+}
+
 /* A stranger says who it is. */
 static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
     shm_hello hello;
-    if (frame->kind != SHM_HELLO || nbytes != sizeof hello || fd < 0)
+    if (frame->kind != SHM_HELLO || nbytes != sizeof hello || fd == -1)
         return false;
     memcpy(&hello, data, sizeof hello);
     if (hello.magic != SHM_MAGIC || hello.version != SHM_VERSION || hello.rank < 0)
         return false;
-    struct stat info;
-    int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK) || fstat(fd, &info) != 0 || info.st_size < (off_t)sizeof(shm_control))
-        return false;
     shm_peer *peer = find_or_add(s, hello.rank);
-    if (!peer || peer->in || atomic_load(&peer->is_lost))
+    if (!peer || peer->in || atomic_load(&peer->is_lost) || (fd >= 0 && !is_control_page(fd)))
         return false;
-    peer->control = shm_map_fd(fd, sizeof *peer->control);
-    if (!peer->control || !meet_process(s, peer, link->fd, &hello))
+    shm_control *control = fd >= 0 ? shm_map_fd(fd, sizeof *control) : NULL;
+    errno = fd >= 0 ? errno : EMFILE;
+    if (!control || !meet_process(s, peer, link->fd, &hello)) {
+        tb__log(TB_LOG_WARN, "rank %" PRId32 " can't be met: %s", hello.rank, tb__errno_text(errno));
+        if (tb__is_out_of_descriptors(errno))
+            tell_shortage(s, link, hello.features);
+        if (control)
+            munmap(control, sizeof *control);
         return false;
+    }
+    peer->control = control;
+    peer->features = hello.features;
     for (size_t i = 0; i < s->strangers.count; i++) {
         if (s->strangers.item[i] == link)
             s->strangers.item[i] = s->strangers.item[--s->strangers.count];
@@ -370,19 +468,28 @@ static void dismiss(shm *s, shm_link *link) {
     free_link(s, link);
 }
 
-/* It is gone, but what it has said before counts: that it is done, for one. What was read goes to receives that are
- * posted, and these lead to others. */
-static void end_peer(shm *s, shm_peer *peer, const char *why) {
+/* What is still to be read. A frame may lead to the peer's loss, which closes the link. */
+static void drain(shm *s, shm_peer *peer, bool is_out) {
     unsigned char data[SHM_MAX_FRAME];
-    for (bool is_good = peer->in != NULL; is_good;) {
+    for (bool is_good = true; is_good;) {
+        shm_link *link = is_out ? &peer->out : peer->in;
         shm_frame frame = {0};
         bool is_empty;
         int fd;
-        ssize_t n = shm_link_receive(peer->in, &frame, data, sizeof data, &fd, &is_empty);
-        is_good = !is_empty && n >= 0 && shm_on_frame(s, peer->in, &frame, data, (size_t)n, fd);
+        if (!link || link->fd < 0)
+            return;
+        ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fd, &is_empty);
+        is_good = !is_empty && n >= 0 && shm_on_frame(s, link, &frame, data, (size_t)n, fd);
         if (fd >= 0)
             close(fd);
     }
+}
+
+/* It is gone, but what it has said before counts: that it is done, for one, or why it goes. What was read goes to
+ * receives that are posted, and these lead to others. */
+static void end_peer(shm *s, shm_peer *peer, const char *why) {
+    drain(s, peer, false);
+    drain(s, peer, true);
     shm_tell_all(s);
     shm_lose(s, peer, why);
 }
@@ -395,6 +502,8 @@ static void read_link(shm *s, shm_link *link) {
         bool is_empty;
         int fd;
         shm_peer *peer = link->peer;
+        if (!peer)
+            release_reserved(link);
         ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fd, &is_empty);
         if (is_empty)
             return;
@@ -424,6 +533,9 @@ static void on_event(shm *s, const struct epoll_event *event) {
         break;
     case WATCH_WAKE:
         eventfd_read(s->wake, &unused);
+        break;
+    case WATCH_RETRY:
+        retry(s);
         break;
     case WATCH_PROCESS:
         end_peer(s, event->data.ptr, "its process ended");

@@ -31,7 +31,13 @@ enum {
     SHM_READ_SLICE = 4 << 20,  /* bytes read from a peer before others get their turn */
     SHM_RING_SLOTS = 8,
     SHM_RING_SLOT_SIZE = 256 << 10,
+    SHM_MEETING_FDS = 3, /* descriptors that meeting a peer takes, beside its socket */
+    SHM_RETRY_MS = 100,  /* after which what failed for want of descriptors is tried again ... */
+    SHM_WARN_MS = 10000, /* ... and how often that is logged */
 };
+
+/* In place of a descriptor that came with a frame: this process had none left for it. */
+enum { SHM_FD_LOST = -2 };
 
 /* What a rank shares with its peers. */
 typedef struct shm_control {
@@ -55,7 +61,14 @@ typedef enum shm_kind {
     SHM_FILE,    /* serial: a file with registered memory in it; carries its descriptor */
     SHM_FORGET,  /* serial: a file with none left */
     SHM_RING,    /* carries the ring's descriptor */
+    /* To peers with SHM_KNOWS_SHORTAGE: */
+    SHM_AGAIN,    /* back: serial: the file's descriptor could not be taken; the next export is to send it again */
+    SHM_SHORTAGE, /* back: nbytes: the connection is given up, because the limit of descriptors, which is this, is
+                     reached */
 } shm_kind;
+
+/* What the sender of a hello understands beyond version 3. */
+enum { SHM_KNOWS_SHORTAGE = 1 };
 
 typedef struct shm_frame {
     uint32_t kind, slot;
@@ -65,7 +78,7 @@ typedef struct shm_frame {
 typedef struct shm_hello {
     uint32_t magic, version;
     int32_t rank;
-    uint32_t unused;
+    uint32_t features;
     uint64_t start_time; /* of the process, so that its number can't be mistaken for a later one's */
     uint64_t probe_address, probe;
 } shm_hello;
@@ -73,7 +86,7 @@ typedef struct shm_hello {
 typedef struct shm shm;
 typedef struct shm_peer shm_peer;
 
-typedef enum shm_watch_kind { WATCH_LISTEN, WATCH_WAKE, WATCH_LINK, WATCH_PROCESS } shm_watch_kind;
+typedef enum shm_watch_kind { WATCH_LISTEN, WATCH_WAKE, WATCH_RETRY, WATCH_LINK, WATCH_PROCESS } shm_watch_kind;
 
 /* One socket to or from a peer. */
 typedef struct shm_link {
@@ -86,6 +99,7 @@ typedef struct shm_link {
         int fd; /* to go with it, ours to close; -1: none */
     } * queue;  /* answers and other small frames that wait for room */
     size_t queue_count, queue_capacity;
+    int reserved[SHM_MEETING_FDS]; /* of one that has not said who it is: descriptors that make room for what follows */
 } shm_link;
 
 typedef enum shm_state { SHM_QUEUED, SHM_OFFERED, SHM_RINGING, SHM_WAITING, SHM_TAKING, SHM_FINISHED } shm_state;
@@ -144,6 +158,7 @@ struct shm_peer {
     int pidfd;
     bool can_read;         /* we can read its memory */
     bool it_can_read;      /* it can read ours */
+    uint32_t features;     /* of its hello */
     shm_control *control;  /* its page; NULL until it says hello */
     tb__waiters queue;     /* sends that are not on their way yet */
     tb__waiters offered;   /* sends that wait for an answer */
@@ -181,9 +196,13 @@ struct tb_remote {
 
 struct shm {
     tb_transport_env env;
-    shm_watch_kind listen_watch, wake_watch; /* what the event loop finds */
+    shm_watch_kind listen_watch, wake_watch, retry_watch; /* what the event loop finds */
     int epoll, listener, wake;
-    char name[32]; /* of the listener, in the abstract namespace */
+    int retry;             /* a timer, for what failed for want of descriptors */
+    bool is_full;          /* the listener is not watched until then */
+    int64_t warn_again_ms; /* when that may be logged again */
+    uint64_t start_time;   /* of this process */
+    char name[32];         /* of the listener, in the abstract namespace */
     shm_control *control;
     int control_fd;
     uint64_t next_serial, next_epoch, next_file;
@@ -209,7 +228,8 @@ int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *dat
 void shm_link_flush(shm *s, shm_link *link);
 void shm_link_want_write(shm *s, shm_link *link, bool wants);
 void shm_link_close(shm *s, shm_link *link);
-/* One frame; returns the bytes after it, 0 with *is_empty if there is none, -1 if the link broke. */
+/* One frame; returns the bytes after it, 0 with *is_empty if there is none, -1 if the link broke. *fd is the descriptor
+ * that came with it, -1 if there is none, or SHM_FD_LOST. */
 ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t room, int *fd, bool *is_empty);
 
 /* shm_message.c: sends and receives. */
@@ -217,6 +237,7 @@ tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
 void shm_cancel_message(shm *s, shm_posted *p);
 void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag);
 void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
+void shm_pump(shm *s, shm_peer *peer); /* fills the ring with what has been asked for */
 bool shm_take_slices(shm *s);          /* true: there is more to read */
 /* A frame of a peer's. False: it makes no sense. */
 bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd);
@@ -249,6 +270,7 @@ tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer);
 void shm_files_close(shm *s);
 bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd);
 void shm_on_forget(shm_peer *peer, const shm_frame *frame);
+void shm_on_again(shm *s, shm_peer *peer, const shm_frame *frame);
 /* A file that has come from the peer; NULL if it has not. Whoever keeps it adds to its refs. */
 shm_mapping *shm_mapping_find(const shm_peer *peer, uint64_t file);
 void shm_mapping_release(shm_peer *peer, shm_mapping *mapping);
@@ -259,6 +281,10 @@ void shm_mappings_close(shm_peer *peer);
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
+/* Something failed for want of descriptors: `what` is logged, and it is tried again in a moment. */
+void shm_retry_later(shm *s, const char *what, int error);
+/* The peer is given up because this process has no descriptor for what it sent; it is told so. */
+void shm_give_up(shm *s, shm_peer *peer);
 void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
 

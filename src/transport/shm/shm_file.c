@@ -3,6 +3,9 @@
  * registration in a file is gone, peers are told, and let go of its pages. */
 #include "transport/shm/shm.h"
 
+#include "base/descriptors.h"
+#include "base/log.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -34,7 +37,7 @@ static tb_status add_file(shm *s, int fd, const struct stat *info, shm_file **ou
     int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (copy < 0) {
         free(file);
-        return tb__fail(TB_IO, "memory's descriptor: %s", strerror(errno));
+        return tb__fail(TB_IO, "memory's descriptor: %s", tb__errno_text(errno));
     }
     *file = (shm_file){.id = ++s->next_file,
                        .slot = slot,
@@ -98,11 +101,14 @@ tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer) {
         if (!tb__vec_push(&peer->sent, 0))
             return TB_NO_MEMORY;
     }
-    int fd = fcntl(file->fd, F_DUPFD_CLOEXEC, 0);
-    if (fd < 0)
-        return tb__fail(TB_IO, "memory's descriptor: %s", strerror(errno));
+    shm_frame frame = {.kind = SHM_FILE, .serial = file->id};
+    if (peer->out.queue_count > 0 || shm_link_try(&peer->out, &frame, NULL, 0, file->fd) != 0) {
+        int fd = fcntl(file->fd, F_DUPFD_CLOEXEC, 0); /* the file may be gone when it is sent */
+        if (fd < 0)
+            return tb__fail(TB_IO, "memory's descriptor: %s", tb__errno_text(errno));
+        shm_link_send(s, &peer->out, &frame, fd);
+    }
     peer->sent.item[file->slot] = file->id;
-    shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_FILE, .serial = file->id}, fd);
     return TB_OK;
 }
 
@@ -122,18 +128,42 @@ shm_mapping *shm_mapping_find(const shm_peer *peer, uint64_t file) {
     return NULL;
 }
 
+void shm_on_again(shm *s, shm_peer *peer, const shm_frame *frame) {
+    for (size_t i = 0; i < s->files.count && i < peer->sent.count; i++) {
+        if (peer->sent.item[i] == frame->serial)
+            peer->sent.item[i] = 0;
+    }
+}
+
+/* What there was no descriptor for can't be mapped. Tensors in it are sent instead. */
+static void note_shortage(shm_peer *peer, shm_mapping *mapping) {
+    mapping->error = EMFILE;
+    tb__log(TB_LOG_WARN, "memory of rank %" PRId32 " can't be mapped, and will be sent: %s", peer->rank,
+            tb__errno_text(EMFILE));
+    if (peer->features & SHM_KNOWS_SHORTAGE)
+        shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_AGAIN, .serial = mapping->file}, -1);
+}
+
 bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {
     struct stat info;
-    if (fd < 0 || frame->serial == 0 || shm_mapping_find(peer, frame->serial))
+    shm_mapping *mapping = shm_mapping_find(peer, frame->serial);
+    bool comes_again = mapping && !mapping->base && mapping->error == EMFILE;
+    if (fd == -1 || frame->serial == 0 || (mapping && !comes_again))
         return false;
-    if (!is_sealed(fd) || fstat(fd, &info) != 0)
+    if (fd != SHM_FD_LOST && (!is_sealed(fd) || fstat(fd, &info) != 0))
         return false; /* its owner could make us fault */
-    shm_mapping *mapping = tb__calloc(1, sizeof *mapping);
-    if (!mapping || !tb__vec_push(&peer->mappings, mapping)) {
-        free(mapping);
-        return false;
+    if (!mapping) {
+        mapping = tb__calloc(1, sizeof *mapping);
+        if (!mapping || !tb__vec_push(&peer->mappings, mapping)) {
+            free(mapping);
+            return false;
+        }
+        mapping->file = frame->serial;
     }
-    mapping->file = frame->serial;
+    if (fd == SHM_FD_LOST) {
+        note_shortage(peer, mapping);
+        return true;
+    }
     mapping->base = shm_map_fd(fd, (size_t)info.st_size);
     if (mapping->base)
         mapping->nbytes = (size_t)info.st_size;

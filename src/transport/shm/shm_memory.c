@@ -1,6 +1,8 @@
 /* Memory that peers reach: mapped where there is a file behind it, else read and written through the kernel. */
 #include "transport/shm/shm.h"
 
+#include "base/descriptors.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
@@ -101,7 +103,7 @@ static tb_status find_mapping(const shm_peer *peer, const key *k, shm_mapping **
                         k->id);
     if (!mapping->base)
         return tb__fail(TB_IO, "mapping rank %" PRId32 "'s memory %" PRIu32 ": %s", peer->rank, k->id,
-                        strerror(mapping->error));
+                        tb__errno_text(mapping->error));
     if (k->offset > mapping->nbytes || k->nbytes > mapping->nbytes - k->offset)
         return tb__fail(TB_INVALID,
                         "rank %" PRId32 "'s memory %" PRIu32 " lies outside of its file, which has %zu bytes",

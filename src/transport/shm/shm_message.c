@@ -2,6 +2,8 @@
 #include "transport/shm/shm.h"
 
 #include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -210,12 +212,12 @@ static shm_offer *find_taken(const shm_peer *peer, const shm_frame *frame) {
 static bool make_ring(shm *s, shm_peer *peer) {
     size_t nbytes = (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE;
     int fd = memfd_create("tensorbus-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0)
-        return false;
-    if (ftruncate(fd, (off_t)nbytes) == 0)
+    if (fd >= 0 && ftruncate(fd, (off_t)nbytes) == 0)
         peer->ring_out = shm_map_fd(fd, nbytes);
     if (!peer->ring_out) {
-        close(fd);
+        shm_retry_later(s, "a ring of shared memory", errno);
+        if (fd >= 0)
+            close(fd);
         return false;
     }
     peer->ring_free = (1U << SHM_RING_SLOTS) - 1;
@@ -223,8 +225,7 @@ static bool make_ring(shm *s, shm_peer *peer) {
     return true;
 }
 
-/* Fills the ring with what has been asked for. */
-static void pump(shm *s, shm_peer *peer) {
+void shm_pump(shm *s, shm_peer *peer) {
     for (tb__waiter *w = peer->offered.first; w; w = w->next) {
         shm_posted *p = (shm_posted *)w;
         while (p->state == SHM_RINGING && p->at < p->nbytes) {
@@ -337,6 +338,7 @@ static bool on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
 bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
     shm_peer *peer = link->peer;
     shm_posted *p;
+    char why[96];
     if (link->is_out) {
         switch ((shm_kind)frame->kind) {
         case SHM_WELCOME:
@@ -348,16 +350,23 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
             p = find_offered(peer, frame);
             if (p)
                 p->state = SHM_RINGING;
-            pump(s, peer);
+            shm_pump(s, peer);
             return true;
         case SHM_CREDIT:
             if (frame->tag >= SHM_RING_SLOTS)
                 return false;
             peer->ring_free |= 1U << frame->tag;
-            pump(s, peer);
+            shm_pump(s, peer);
             return true;
         case SHM_DONE:
             return on_done(s, peer, frame);
+        case SHM_AGAIN:
+            shm_on_again(s, peer, frame);
+            return true;
+        case SHM_SHORTAGE:
+            snprintf(why, sizeof why, "it is out of file descriptors: its RLIMIT_NOFILE is %" PRIu64, frame->nbytes);
+            shm_lose(s, peer, why);
+            return false;
         default:
             return false;
         }
@@ -378,6 +387,10 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
         shm_on_forget(peer, frame);
         return true;
     case SHM_RING:
+        if (fd == SHM_FD_LOST) {
+            shm_give_up(s, peer);
+            return false;
+        }
         if (fd >= 0 && !peer->ring_in)
             peer->ring_in = shm_map_fd(fd, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
         return peer->ring_in != NULL;

@@ -122,11 +122,16 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
     do {
         n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     } while (n < 0 && errno == EINTR);
+    if (n < 0 && errno == ECONNRESET) /* is told once, before what the other end has sent until then */
+        n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
         *is_empty = true;
         return 0;
     }
-    bool is_good = n >= (ssize_t)sizeof *frame && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+    /* The system drops descriptors that the process has no room for; the frame itself is there. */
+    bool is_short = message.msg_flags & MSG_CTRUNC && n > 0 && !CMSG_FIRSTHDR(&message);
+    bool is_good = n >= (ssize_t)sizeof *frame && !(message.msg_flags & MSG_TRUNC) &&
+                   (is_short || !(message.msg_flags & MSG_CTRUNC));
     for (struct cmsghdr *c = n > 0 ? CMSG_FIRSTHDR(&message) : NULL; c; c = CMSG_NXTHDR(&message, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
             continue;
@@ -140,5 +145,7 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
                 close(got);
         }
     }
+    if (is_short)
+        *fd = SHM_FD_LOST;
     return is_good ? n - (ssize_t)sizeof *frame : -1;
 }

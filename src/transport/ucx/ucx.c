@@ -2,6 +2,7 @@
 #include "transport/ucx/ucx.h"
 
 #include "base/checksum.h"
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -76,13 +77,24 @@ void ucx_break(ucx_peer *peer, ucs_status_t status) {
     ucx_fail(peer, peer->words);
 }
 
+/* UCX does not say that it could not open something. */
+static bool is_out_of_descriptors(void) {
+    int fd = eventfd(0, EFD_CLOEXEC), error = fd < 0 ? errno : 0;
+    if (fd >= 0)
+        close(fd);
+    return tb__is_out_of_descriptors(error);
+}
+
 static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
-    return tb__fail(TB_IO, "%s: %s", what, u->call->status_string(status));
+    return tb__fail(TB_IO, "%s: %s", what,
+                    is_out_of_descriptors() ? tb__errno_text(EMFILE) : u->call->status_string(status));
 }
 
 /* Where there is no device, or none that leads to a peer, it matters which ones UCX may use. */
 static tb_status fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out) {
     const char *devices = getenv("UCX_NET_DEVICES"), *kinds = getenv("UCX_TLS");
+    if (is_out_of_descriptors())
+        return tb__fail(TB_REFUSED, "%s: %s", what, tb__errno_text(EMFILE));
     return tb__fail(out, "%s: %s (UCX_NET_DEVICES=%.200s, UCX_TLS=%.200s)", what, u->call->status_string(status),
                     devices ? devices : "all", kinds ? kinds : "all");
 }
@@ -194,8 +206,9 @@ static tb_status open_all(ucx *u) {
     u->epoll = epoll_create1(EPOLL_CLOEXEC);
     u->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     u->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    if (u->epoll < 0 || u->wake < 0 || u->timer < 0)
-        return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", strerror(errno));
+    u->guard = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (u->epoll < 0 || u->wake < 0 || u->timer < 0 || u->guard < 0)
+        return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     u->id |= 1; /* 0 is nobody */
@@ -212,6 +225,9 @@ static tb_status open_all(ucx *u) {
     TB_TRY(watch(u, u->worker_fd));
     TB_TRY(watch(u, u->wake));
     TB_TRY(watch(u, u->timer));
+    TB_TRY(watch(u, u->guard));
+    struct timespec often = tb__time_of_ms(UCX_GUARD_MS);
+    timerfd_settime(u->guard, 0, &(struct itimerspec){often, often}, NULL);
     ucx_wake(u); /* the first progress arms UCX's descriptor */
     return TB_OK;
 }
@@ -301,8 +317,11 @@ static void ucx_close(void *context) {
         close(u->wake);
     if (u->timer >= 0)
         close(u->timer);
+    if (u->guard >= 0)
+        close(u->guard);
     free(u->descriptors.item);
     free(u->ports.item);
+    free(u->listeners.item);
     free(u->peers.item);
     tb__index_fini(&u->by_rank);
     free(u->hello);
@@ -315,7 +334,7 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     if (!u)
         return TB_NO_MEMORY;
     u->env = *env;
-    u->epoll = u->wake = u->timer = u->quit = -1;
+    u->epoll = u->wake = u->timer = u->guard = u->quit = -1;
     u->lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     tb_status status = open_all(u);
     if (status != TB_OK) {
@@ -478,6 +497,7 @@ void ucx_work(ucx *u) {
 /* Until UCX has nothing to do and its descriptor is armed; else ours stays readable. */
 static tb_status progress(ucx *u) {
     u->nturns++;
+    ucx_sockets_guard(u);
     for (int i = 0; i < TURNS; i++) {
         sleep_no_more(u);
         unsigned did = u->call->worker_progress(u->worker);

@@ -159,6 +159,12 @@ struct ucx_peer {
     tb__unwanted unwanted; /* messages of it */
 };
 
+/* A socket on which UCX listens. */
+typedef struct ucx_listener {
+    int fd;
+    uint64_t number; /* the kernel's for it: the descriptor may be another's by now */
+} ucx_listener;
+
 struct ucx {
     pthread_mutex_t lock; /* recursive. Held by the driver while it is here, or by who stands in for it */
     uint64_t nturns;      /* how often the driver has been here */
@@ -191,7 +197,11 @@ struct ucx {
     unsigned char *hello;    /* where the next one is received */
     TB_VEC(int) descriptors; /* that there were before UCX made some */
     TB_VEC(uint16_t) ports;  /* on which it listens */
-    void *listening;         /* UCX's request for it; NULL: none */
+    TB_VEC(ucx_listener) listeners;
+    bool is_shut;           /* nobody gets in there: descriptors are running out */
+    int guard;              /* a timer: when to look at that ... */
+    int64_t guard_again_ms; /* ... but not before */
+    void *listening;        /* UCX's request for it; NULL: none */
 };
 
 /* ucx.c */
@@ -287,6 +297,10 @@ void ucx_sockets_look(ucx *u);
 void ucx_sockets_take_new(ucx *u);
 /* When it has accepted some. */
 void ucx_sockets_take_accepted(ucx *u);
+/* UCX stops listening for good when it can't accept somebody for want of descriptors. So connections are kept waiting
+ * while these are running out. To be called often; it looks every UCX_GUARD_MS. */
+enum { UCX_GUARD_MS = 250 };
+void ucx_sockets_guard(ucx *u);
 
 /* ucx_direct.c: what is sent and received without a copy. */
 

@@ -8,8 +8,13 @@
  * listens. One that is not found is no harm: the peer is missed a little later. */
 #include "transport/ucx/ucx.h"
 
+#include "base/descriptors.h"
+#include "base/log.h"
+#include "base/process.h"
+
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/filter.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
@@ -120,8 +125,10 @@ static void take_new(ucx *u, int fd) {
     }
     uint16_t port = port_of(fd);
     bool is_listener = port && option(fd, SOL_SOCKET, SO_ACCEPTCONN);
-    if (is_listener)
+    if (is_listener) {
         tb__vec_push(&u->ports, port);
+        tb__vec_push(&u->listeners, ((ucx_listener){fd, number_of(fd)}));
+    }
     if (is_listener || (port && is_like_ucx(fd)))
         keep_to_ourselves(fd);
 }
@@ -143,4 +150,60 @@ static void take_accepted(ucx *u, int fd) {
 void ucx_sockets_take_accepted(ucx *u) {
     if (u->ports.count > 0)
         for_each(u, take_accepted);
+}
+
+/* ---- When descriptors run out ----------------------------------------------------------------------------------- */
+
+enum { MARGIN = 32, NEIGHBOURS = 4 };
+
+/* The lowest free number is taken first, so those near the limit are in use when there are few left. Some program may
+ * have chosen one of them; not several in a row. */
+static bool is_running_out(void) {
+    unsigned long long limit = tb__descriptor_limit();
+    int first = (int)(limit < INT32_MAX ? limit : INT32_MAX) - (limit > 4 * MARGIN ? MARGIN : (int)limit / 4);
+    for (int fd = first; fd < first + NEIGHBOURS; fd++) {
+        if (fcntl(fd, F_GETFD) < 0)
+            return false;
+    }
+    return true;
+}
+
+/* A filter that lets nothing in: the other end asks again, in a second, two, four ... */
+static void shut(int fd, bool is_shut) {
+    struct sock_filter nothing_gets_in = {.code = BPF_RET | BPF_K, .k = 0};
+    struct sock_fprog program = {.len = 1, .filter = &nothing_gets_in};
+    int unused = 0;
+    if (is_shut)
+        setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program);
+    else
+        setsockopt(fd, SOL_SOCKET, SO_DETACH_FILTER, &unused, sizeof unused);
+}
+
+void ucx_sockets_guard(ucx *u) {
+    uint64_t expirations;
+    int64_t now_ms = tb__now_ms();
+    if (now_ms < u->guard_again_ms)
+        return;
+    u->guard_again_ms = now_ms + UCX_GUARD_MS / 2;
+    ssize_t unused = read(u->guard, &expirations, sizeof expirations);
+    (void)unused;
+    bool is_shut = is_running_out();
+    for (size_t i = 0; i < u->listeners.count; i++) {
+        ucx_listener *l = &u->listeners.item[i];
+        if (number_of(l->fd) != l->number) {
+            tb__log(TB_LOG_ERROR,
+                    "ucx: process %d was out of file descriptors, and UCX has stopped listening: ranks that "
+                    "have not met this one can't reach it; raise RLIMIT_NOFILE, which is %llu, and start it again",
+                    (int)getpid(), tb__descriptor_limit());
+            u->listeners.item[i--] = u->listeners.item[--u->listeners.count];
+        } else if (is_shut != u->is_shut) {
+            shut(l->fd, is_shut);
+        }
+    }
+    if (is_shut && !u->is_shut)
+        tb__log(TB_LOG_WARN,
+                "ucx: process %d is running out of file descriptors, its RLIMIT_NOFILE is %llu: ranks that "
+                "want to connect have to wait",
+                (int)getpid(), tb__descriptor_limit());
+    u->is_shut = is_shut;
 }

@@ -1,0 +1,25 @@
+/* The limit of file descriptors: what is said when it is reached, and how a program raises it. */
+#ifndef TB_BASE_DESCRIPTORS_H
+#define TB_BASE_DESCRIPTORS_H
+
+#include "base/error.h"
+
+#include <errno.h>
+
+/* strerror, for calls that open descriptors. Where there are none left it says whose limit that is, how high it is, and
+ * what to do. The text is the thread's, until the next call. */
+TB_API const char *tb__errno_text(int error);
+
+/* Whether it says that there are none left, in the process or in the machine. */
+static inline bool tb__is_out_of_descriptors(int error) {
+    return error == EMFILE || error == ENFILE;
+}
+
+/* RLIMIT_NOFILE: what this process may have now. */
+TB_API unsigned long long tb__descriptor_limit(void);
+
+/* Raises the soft limit to the hard one. For programs of our own: in a library's host there may be select(), which
+ * can't deal with descriptors above 1023. */
+void tb__descriptor_limit_raise(void);
+
+#endif

@@ -1,0 +1,21 @@
+/* The transport "cut": shm's messages, and an end that a test chooses. Peers reach no memory, so tensors are staged.
+ *
+ * From a given call on, an endpoint finds its peers gone. If that call is a post, it fails with TB_LOST, and so do all
+ * later ones; the endpoint's next progress completes what is under way and tells of every peer that it is lost. This is
+ * what a transport does whose library was shut down in the middle. If the call is a cancel, the peer is lost there and
+ * then, inside of it. The peers learn of it in their own next progress. */
+#ifndef TB_TESTS_CUT_TRANSPORT_H
+#define TB_TESTS_CUT_TRANSPORT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+void cut_register(void);
+
+/* Of the endpoint that this thread opened last: the n-th post or cancel from now on, counted from 1, is the one. */
+void cut_arm(uint64_t n);
+
+/* Whether an endpoint has come to that call since the last cut_arm. Any thread. */
+bool cut_has_happened(void);
+
+#endif
