@@ -152,8 +152,7 @@ static void take_away(rank *r) {
     char words[100];
     stage g;
     set_stage(r, &g, w);
-    snprintf(words, sizeof words, "the memory of tensor 'second' on rank %d was invalidated; batch 'step'",
-             (int)tb_world_rank(who->world));
+    snprintf(words, sizeof words, "the memory of tensor 'second' on rank %d", (int)tb_world_rank(who->world));
     tb_transfer *t = begin(r, &g, 1);
     await_first(r, t, s);
     meet(r);
@@ -163,6 +162,7 @@ static void take_away(rank *r) {
     }
     meet(r);
     check_fails(tb_wait(t, TB_COMMITTED, -1), TB_INVALID, words);
+    check(strstr(tb_error_detail(), "batch 'step'"));
     meet(r);
     check(r != who || part_is_poison(&g.second));
     tb_transfer_destroy(t);
@@ -303,8 +303,8 @@ static void before_the_first(rank *r) {
         check_ok(tb_world_invalidate(r->world, s.w.data + 17, 1)); /* one byte is enough */
     for (int i = 0; i < 2; i++) {
         meet(r);
-        snprintf(words, sizeof words, "the memory of tensor '%s' on rank %d was invalidated; batch '%s'", i ? "v" : "w",
-                 (int)tb_world_rank(who->world), i ? "other" : "step");
+        snprintf(words, sizeof words, "the memory of tensor '%s' on rank %d was invalidated; make batch '%s' again",
+                 i ? "v" : "w", (int)tb_world_rank(who->world), i ? "other" : "step");
         if (is_a(r))
             meet(r);
         check_ok((is_a(r) ? tb_send : tb_recv)(i ? other.batch : s.batch, NULL, &t));
@@ -322,6 +322,49 @@ static void before_the_first(rank *r) {
 static void test_before_the_first_transfer(void **state) {
     (void)state;
     run_ranks(before_the_first, 1, 1, NULL);
+}
+
+/* What a quantised tensor has beside its data. */
+static void scales_away(rank *r) {
+    enum { SIDE = 64, NSCALES = SIDE * SIDE / 32 };
+    static float numbers[SIDE * SIDE];
+    static unsigned char data[SIDE * SIDE], scales[NSCALES];
+    tb_tensor plain = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {SIDE, SIDE}};
+    tb_tensor quantised = {
+        .data = data, .dtype = TB_F8E4M3, .ndim = 2, .shape = {SIDE, SIDE}, .encode = "mxfp8", .scales = scales};
+    tb_pair *pair;
+    tb_batch *batch;
+    tb_transfer *t = NULL;
+    memset(data, 0xa5, sizeof data);
+    memset(scales, 0xa5, sizeof scales);
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    check_ok(tb_batch_add(batch, pair, "w", is_a(r) ? &plain : &quantised));
+    check_ok(tb_batch_register(batch, 0));
+    if (!is_a(r)) {
+        check_ok(tb_recv(batch, NULL, &t));
+        check_ok(tb_world_invalidate(r->world, scales + NSCALES - 1, 1));
+    }
+    meet(r);
+    if (is_a(r))
+        check_ok(tb_send(batch, NULL, &t)); /* which comes too late */
+    tb_status status = tb_wait(t, TB_COMMITTED, is_a(r) ? SOON_MS : -1);
+    if (!is_a(r))
+        check_fails(status, TB_INVALID, "the memory of tensor 'w' on rank");
+    check(status != TB_OK);
+    tb_transfer_destroy(t);
+    meet(r);
+    for (int i = 0; i < NSCALES; i++)
+        check(scales[i] == 0xa5);
+    for (int i = 0; i < SIDE * SIDE; i++)
+        check(data[i] == 0xa5);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+}
+
+static void test_scales(void **state) {
+    (void)state;
+    run_ranks(scales_away, 1, 1, NULL);
 }
 
 /* What is in a snapshot is not read any more: it goes on. The next send fails. */
@@ -560,6 +603,7 @@ int main(void) {
         cmocka_unit_test(test_between_hosts),
         cmocka_unit_test(test_in_the_rush),
         cmocka_unit_test(test_before_the_first_transfer),
+        cmocka_unit_test(test_scales),
         cmocka_unit_test(test_in_a_snapshot),
         cmocka_unit_test(test_held_back),
         cmocka_unit_test(test_prepared),

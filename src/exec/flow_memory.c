@@ -25,7 +25,7 @@ tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
         t = find_gone(flow, true);
     if (!t)
         return TB_OK;
-    return tb__fail(TB_INVALID, "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; %s can't use it",
+    return tb__fail(TB_INVALID, "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
                     t->spec.name, flow->o.rank, flow->what);
 }
 
