@@ -418,7 +418,7 @@ TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
 TB_API tb_status tb_alloc(size_t nbytes, void **out);
 
 /* NULL is allowed; what is no live allocation is logged as an error, and left alone. Memory that a batch uses must
- * first be given up: tb_batch_destroy or tb_world_invalidate. */
+ * first be given up: tb_batch_destroy, or tb_world_invalidate that has returned TB_OK. */
 TB_API void tb_free(void *ptr);
 
 /* ---- World --------------------------------------------------------------------------------------------------- */
@@ -466,8 +466,16 @@ TB_API tb_status tb_world_wait(tb_world *world, const char *group, int timeout_m
 TB_API int tb_world_fd(const tb_world *world);
 TB_API tb_status tb_world_progress(tb_world *world);
 
-/* The memory is about to be freed or moved: every later access by a peer fails, by name. Batches that use it have to be
- * made again. */
+/* The memory is about to be freed or moved. Transfers of this world that use it fail, on all their ranks, with
+ * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services. What was
+ * released, or is in a snapshot, is not affected. TB_OK says that nothing reads or writes the memory any more, in this
+ * process or by way of a peer, and that a peer that has read it meanwhile, or still does, fails. Batches with tensors in
+ * it have to be made again, also those that have not moved yet.
+ *
+ * Waits for copies that are under way, until the world's timeout_ms: TB_TIMEOUT, "still in use by ...", and the memory
+ * must stay; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a function that the
+ * library calls. A shadowed receive that was decided and has not changed the tensors yet fails here alone: the others
+ * of its group have the version. */
 TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes);
 
 /* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or

@@ -56,8 +56,12 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     o.ignored = NULL;
     o.nties = o.nignored = 0;
     batch->opts = o;
+    batch->memory.take_away = tb__batch_take_away;
     atomic_init(&batch->refs, 1);
     tb__world_ref(world);
+    tb__engine_lock(world->engine);
+    tb__world_add_user(world, &batch->memory);
+    tb__engine_unlock(world->engine);
     *out = batch;
     return TB_OK;
 }
@@ -362,6 +366,7 @@ void tb__batch_unref(tb_batch *batch) {
     tb_world *world = batch->world;
     tb__engine *engine = world->engine;
     tb__engine_lock(engine);
+    tb__world_remove_user(world, &batch->memory);
     for (size_t i = 0; i < batch->accords.count; i++)
         tb__accord_destroy(batch->accords.item[i]);
     for (size_t i = 0; i < batch->pairs.count; i++)

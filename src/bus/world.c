@@ -4,7 +4,6 @@
 #include "base/opts.h"
 #include "base/process.h"
 #include "bus/store/address.h"
-#include "exec/region.h"
 #include "exec/workers.h"
 
 #include <inttypes.h>
@@ -192,13 +191,6 @@ int tb_world_fd(const tb_world *world) {
 
 tb_status tb_world_progress(tb_world *world) {
     tb__engine_progress(world->engine);
-    return TB_OK;
-}
-
-tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
-    tb__engine_lock(world->engine);
-    tb__regions_invalidate(world->engine, base, nbytes);
-    tb__engine_unlock(world->engine);
     return TB_OK;
 }
 

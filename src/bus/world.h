@@ -37,6 +37,16 @@ typedef struct tb__plans {
     uint64_t clock, hits, misses;
 } tb__plans;
 
+/* Whoever has tensors in memory of the program's: a batch, a copy service. */
+typedef struct tb__memory_user tb__memory_user;
+struct tb__memory_user {
+    /* The program takes the bytes from `first` to `last` away. Marks the tensors in them, for good, and asks transfers
+     * that use them to end. Returns whether something may still read or write them: then `still` says what. Called
+     * again until nothing does. With the lock held. */
+    bool (*take_away)(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+    tb__memory_user *next;
+};
+
 struct tb_world {
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
     tb__engine *engine;
@@ -52,6 +62,7 @@ struct tb_world {
     tb_plan_cache *cache;
     tb__plans plans;
     tb_pair *pairs; /* those that are not destroyed */
+    tb__memory_user *memory_users;
     TB_VEC(struct tb__round {
         char *pair;
         uint32_t round;
@@ -82,6 +93,12 @@ void tb__world_set_workers(tb_world *world);
 /* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
+
+/* From the first until the last tensor. With the lock held. */
+void tb__world_add_user(tb_world *world, tb__memory_user *user);
+void tb__world_remove_user(tb_world *world, tb__memory_user *user);
+/* Whether a binding has an element in these bytes, or between elements of its. */
+bool tb__binding_meets(const tb_binding *binding, uintptr_t first, uintptr_t last);
 
 /* What this process does to move the tensors: a plan that was made from the very same, or a new one. For flows, whose
  * `arg` is the world; with the lock held. */
@@ -144,6 +161,7 @@ typedef struct tb__tensor {
     char *scale_group;   /* NULL: none */
     tb__encoded encoded; /* where it is, if this rank has some of it */
     bool is_transformed;
+    bool is_gone; /* its memory was taken away */
 } tb__tensor;
 
 tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
@@ -162,11 +180,13 @@ struct tb_batch {
     TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
+    tb__memory_user memory;
     uint64_t nsends;  /* that this process has begun */
     size_t nstarting; /* calls that are about to begin one */
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
+bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 /* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
 /* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */

@@ -423,7 +423,9 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->all.broken = on_broken;
     copy->all.gone = on_gone;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
+    copy->memory.take_away = tb__copy_take_away;
     tb__engine_lock(world->engine);
+    tb__world_add_user(world, &copy->memory);
     tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
     tb__engine_unlock(world->engine);
     if (status != TB_OK) {
@@ -455,11 +457,11 @@ void tb_copy_close(tb_copy *copy) {
         return;
     tb_world *world = copy->world;
     size_t npeers = copy->all.npeers;
-    if (copy->all.world) { /* it got so far as to meet */
-        tb__engine_lock(copy->world->engine);
+    tb__engine_lock(world->engine);
+    tb__world_remove_user(world, &copy->memory);
+    if (copy->all.world) /* it got so far as to meet */
         leave(copy);
-        tb__engine_unlock(copy->world->engine);
-    }
+    tb__engine_unlock(world->engine);
     for (size_t i = 0; copy->peers && i < npeers; i++) {
         free(copy->peers[i].label);
         free(copy->peers[i].offer);

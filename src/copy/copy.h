@@ -1,5 +1,5 @@
 /* What the files of the copy service share: copy.c (who takes part, messages), copy_run.c (what is submitted, and how a
- * run goes), copy_move.c (the data). */
+ * run goes), copy_move.c (the data), copy_memory.c (memory that the program takes away). */
 #ifndef TB_COPY_COPY_H
 #define TB_COPY_COPY_H
 
@@ -45,6 +45,7 @@ struct tb_copy {
     /* What was submitted. */
     tb__copy_list sends, recvs;
     TB_VEC(tb__match_view) views;
+    tb__memory_user memory;
 
     /* Runs. */
     uint64_t run; /* the last one */
@@ -60,7 +61,8 @@ struct tb_copy {
     tb__phases phases;
     int64_t deadline_ms;
     bool has_moved;
-    tb_status status; /* of one that has failed; the sentence is in `moved_why` */
+    bool copies_local; /* what stays on this rank is being copied, with the lock free */
+    tb_status status;  /* of one that has failed; the sentence is in `moved_why` */
     char moved_why[TB__WHY_MAX];
     TB_VEC(struct tb__copy_backlog {
         size_t peer;
@@ -90,5 +92,9 @@ tb_status tb__copy_check_memory(tb_copy *copy);
 void tb__copy_flow_gone(tb_copy *copy, size_t peer);
 /* The service can't be used any more because of peers that were lost. TB_OK: it can. */
 tb_status tb__copy_find_loss(const tb_copy *copy);
+
+/* copy_memory.c: TB_INVALID, by name, if memory of what was submitted was taken away. */
+tb_status tb__copy_check_gone(const tb_copy *copy);
+bool tb__copy_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 
 #endif

@@ -187,7 +187,11 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
             tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->common};
             tb_binding nothing = {.dtype = v->dtype, .shape = {.ndim = v->common.ndim}};
             tb__match_strides(v, b.strides);
-            tb__flow_tensor t = {.key = key, .src = is_send ? b : nothing, .dst = is_send ? nothing : b};
+            tb__flow_tensor t = {.key = key,
+                                 .src = is_send ? b : nothing,
+                                 .dst = is_send ? nothing : b,
+                                 .src_gone = is_send ? &v->is_gone : NULL,
+                                 .dst_gone = is_send ? NULL : &v->is_gone};
             t.spec = (tb_tensor_spec){.name = tb__ir_string(ir, name),
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
@@ -402,9 +406,14 @@ tb_status tb__copy_move(tb_copy *copy) {
     if (copy->flow)
         begin(copy);
     if (l.count) {
+        copy->copies_local = true;
         tb__engine_unlock(copy->world->engine);
         status = tb__workers_run(l.copies, l.count);
         tb__engine_lock(copy->world->engine);
+        copy->copies_local = false;
+        tb__engine_signal(copy->world->engine); /* somebody may wait for the memory */
+        if (status == TB_OK)
+            status = tb__copy_check_gone(copy);
         if (status != TB_OK)
             tb__copy_abort(copy, status);
     }

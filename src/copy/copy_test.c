@@ -502,6 +502,119 @@ static void a_rank_does_not_open(void **state) {
     run_ranks(open_alone, 3, 0, NULL);
 }
 
+/* ---- Memory that is taken away --------------------------------------------------------------------------------- */
+
+typedef struct runner {
+    tb_copy *copy;
+    int timeout_ms;
+    tb_status status;
+    char why[512];
+} runner;
+
+static void *run_elsewhere(void *arg) {
+    runner *n = arg;
+    n->status = tb_copy_run(n->copy, n->timeout_ms);
+    snprintf(n->why, sizeof n->why, "%s", tb_error_detail());
+    return NULL;
+}
+
+/* Rank 0 takes away what it has submitted: before the run, or while the run waits for rank 1. Both fail by name, and
+ * nothing is read or written. Then all is well again. */
+static void taken_away(rank *r) {
+    enum { N = 1000 };
+    bool is_early = r->scene->shared != NULL;
+    tb_copy *copy = open_service(r, NULL);
+    runner n = {.copy = copy};
+    pthread_t thread;
+    uint32_t *data = malloc(sizeof *data * N);
+    char words[80];
+    for (int round = 0; round < 4; round++) {
+        bool is_send = (r->index == 0) == (round % 2 == 0);
+        set_all(data, N, is_send ? 7 : POISON);
+        tb_copy_view v = row(data, N);
+        check_ok((is_send ? tb_copy_submit_send : tb_copy_submit_recv)(copy, &v, 1, 1 - r->index, 3));
+        meet(r);
+        snprintf(words, sizeof words, "the memory of tensor 'task 3, tensor 0' on rank %d",
+                 (int)tb_world_rank(r->scene->ranks[0].world));
+        if (r->index == 0 && round < 2) {
+            if (is_early)
+                check_ok(tb_world_invalidate(r->world, data, sizeof *data * N));
+            check(pthread_create(&thread, NULL, run_elsewhere, &n) == 0);
+            for (bool is_running = is_early; !is_running; usleep(100)) {
+                tb__engine_lock(r->world->engine);
+                is_running = copy->is_running;
+                tb__engine_unlock(r->world->engine);
+            }
+            if (!is_early)
+                check_ok(tb_world_invalidate(r->world, data, sizeof *data * N));
+            set_all(data, N, POISON);
+            if (!is_early)
+                pthread_join(thread, NULL);
+            meet(r);
+            if (is_early)
+                pthread_join(thread, NULL);
+            check(n.status == TB_INVALID && strstr(n.why, words) && strstr(n.why, "copy service 'c'"));
+            check(is_all(data, N, POISON));
+        } else {
+            if (round < 2)
+                meet(r);
+            tb_status status = tb_copy_run(copy, round < 2 && !is_early ? SOON_MS : 0);
+            if (round < 2 && status != TB_TIMEOUT) /* it was given up before this rank came */
+                check_fails(status, TB_INVALID, words);
+            check(round < 2 ? is_early || status != TB_OK : status == TB_OK);
+            check(is_all(data, N, round >= 2 || is_send ? 7 : POISON));
+        }
+        meet(r);
+    }
+    tb_copy_close(copy);
+    free(data);
+}
+
+/* What a rank copies to itself, and to others, in the middle of it. */
+static void taken_in_the_rush(rank *r) {
+    enum { N = 2 << 20 };
+    tb_copy *copy = open_service(r, NULL);
+    runner n = {.copy = copy, .timeout_ms = r->index ? 1000 : 0}; /* who comes after the end waits in vain */
+    pthread_t thread;
+    uint32_t *from = malloc(sizeof *from * N), *to = malloc(sizeof *to * N), *all;
+    for (int round = 0; round < 6; round++) {
+        set_all(from, N, 7);
+        set_all(to, N, POISON);
+        tb_copy_view source = row(from, N), target = row(to, N);
+        check_ok(tb_copy_submit_send(copy, &source, 1, (r->index + 1) % r->size, 1 + (uint64_t)r->index));
+        check_ok(tb_copy_submit_recv(copy, &target, 1, (r->index + r->size - 1) % r->size,
+                                     1 + (uint64_t)(r->index + r->size - 1) % r->size));
+        all = round % 2 ? from : to;
+        check(pthread_create(&thread, NULL, run_elsewhere, &n) == 0);
+        usleep(200 * (useconds_t)round);
+        if (r->index == 0) {
+            check_ok(tb_world_invalidate(r->world, all, sizeof *all * N));
+            set_all(all, N, POISON);
+        }
+        pthread_join(thread, NULL);
+        check(n.status == TB_OK || (n.status == TB_TIMEOUT && r->index) ||
+              (n.status == TB_INVALID && strstr(n.why, "the memory of tensor 'task")));
+        check(r->index != 0 || is_all(all, N, POISON));
+        check((r->index == 0 && all == to) || n.status != TB_OK || is_all(to, N, 7));
+        meet(r);
+    }
+    tb_copy_close(copy);
+    free(from);
+    free(to);
+}
+
+static void memory_is_taken_in_the_rush(void **state) {
+    (void)state;
+    run_ranks(taken_in_the_rush, 1, 0, NULL);
+    run_ranks(taken_in_the_rush, 2, 0, NULL);
+}
+
+static void memory_is_taken_away(void **state) {
+    (void)state;
+    run_ranks(taken_away, 2, 0, NULL);
+    run_ranks(taken_away, 2, 0, "early");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(runs_again_and_again),
@@ -517,6 +630,8 @@ int main(void) {
         cmocka_unit_test(a_rank_runs_ahead),
         cmocka_unit_test(a_rank_closes),
         cmocka_unit_test(a_rank_does_not_open),
+        cmocka_unit_test(memory_is_taken_away),
+        cmocka_unit_test(memory_is_taken_in_the_rush),
     };
     return cmocka_run_group_tests_name("copy", tests, NULL, NULL);
 }

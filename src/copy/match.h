@@ -13,6 +13,7 @@ typedef struct tb__match_view {
     int64_t nbytes; /* follows from the above */
     int64_t strides[TB_MAX_DIMS];
     tb_shape common; /* of a pair that was matched: the shape in which both ends see it */
+    bool is_gone;    /* its memory was taken away */
 } tb__match_view;
 
 typedef struct tb__match_op {

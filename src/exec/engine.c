@@ -27,6 +27,17 @@ void tb__engine_unlock(tb__engine *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
+bool tb__engine_lock_until(tb__engine *engine, int64_t deadline_ms) {
+    struct timespec until = tb__time_of_ms(deadline_ms);
+    return pthread_mutex_clocklock(&engine->lock, CLOCK_MONOTONIC, &until) == 0;
+}
+
+static _Thread_local char this_thread; /* no other thread has one at its address */
+
+bool tb__engine_is_driver(const tb__engine *engine) {
+    return atomic_load(&engine->driver) == &this_thread;
+}
+
 void tb__engine_signal(tb__engine *engine) {
     pthread_cond_broadcast(&engine->changed);
 }
@@ -67,6 +78,7 @@ static bool step_tasks(tb__engine *engine) {
 /* One look at everything. Whether there may be more to do at once. */
 static bool turn(tb__engine *engine) {
     engine->is_turning = true;
+    atomic_store(&engine->driver, &this_thread);
     engine->again = false;
     for (size_t i = 0; i < engine->ntransports; i++) {
         const tb_transport *t = &engine->transports[i];
@@ -77,6 +89,7 @@ static bool turn(tb__engine *engine) {
     tb__peers_tell_losses(engine);
     bool did = step_tasks(engine);
     engine->is_turning = false;
+    atomic_store(&engine->driver, NULL);
     return did || engine->again;
 }
 

@@ -81,6 +81,11 @@ tb_status tb__engine_contact(tb__engine *engine, tb__pack *out);
 void tb__engine_lock(tb__engine *engine);
 void tb__engine_unlock(tb__engine *engine);
 
+/* Gives up at the deadline: then false. */
+bool tb__engine_lock_until(tb__engine *engine, int64_t deadline_ms);
+/* Whether this thread is the driver, in a function that the driver calls. With or without the lock. */
+bool tb__engine_is_driver(const tb__engine *engine);
+
 /* All below: with the lock held, unless it says otherwise. */
 
 void tb__engine_add_port(tb__engine *engine, tb__port *port);

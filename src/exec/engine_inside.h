@@ -4,6 +4,8 @@
 
 #include "exec/engine.h"
 
+#include <stdatomic.h>
+
 enum { TB__MAX_TRANSPORTS = 8, TB__REGION_BUCKETS = 4096 };
 
 /* Tags: two for messages between engines, the rest for data. */
@@ -16,8 +18,9 @@ struct tb__engine {
     pthread_cond_t changed;
     pthread_t thread;
     bool has_thread, stopping;
-    bool is_driven;  /* somebody is the driver */
-    bool is_turning; /* who looks at everything before sleeping */
+    bool is_driven;               /* somebody is the driver */
+    bool is_turning;              /* who looks at everything before sleeping */
+    _Atomic(const void *) driver; /* what tells the thread apart that is turning; NULL: nobody is */
     bool again;
     int spin_us;
     int epoll, wake, timer;

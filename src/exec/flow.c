@@ -414,6 +414,8 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
         return tb__fail(abort->status, "%s", abort->why);
     }
     *tells = true;
+    if (leg->memory_gone)
+        return tb__flow_check_memory(flow, is_send);
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
     if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
         gone = tb__flow_find_deserter(flow);

@@ -238,21 +238,24 @@ static tb_status say_doubt(const tb__flow *flow, uint64_t attempt, const char *w
 }
 
 /* The rank keeps what it has, and does not say to other receivers that it was given up: it may not have been. Those who
- * fed it have nothing to wait for. */
-static void end_in_doubt(tb__flow *flow) {
+ * fed it have nothing to wait for. The sentence is in tb_error_detail. */
+static void end_alone(tb__flow *flow, tb_status status) {
     tb__leg *leg = &flow->recv;
-    say_doubt(flow, leg->attempt, flow->unanswered_why);
     leg->is_under_way = false;
-    leg->status = TB_IN_DOUBT;
+    leg->status = status;
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
-    flow->doubtful = leg->attempt;
     flow->is_prepared = false;
     char words[TB__WORDS_MAX];
-    tb__flow_own_words(flow, TB_IN_DOUBT, leg->why, words);
+    tb__flow_own_words(flow, status, leg->why, words);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].is_feeder)
-            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, TB_IN_DOUBT, words);
+            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, status, words);
     }
+}
+
+static void end_in_doubt(tb__flow *flow) {
+    flow->doubtful = flow->recv.attempt;
+    end_alone(flow, say_doubt(flow, flow->doubtful, flow->unanswered_why));
 }
 
 static void end_aborted(tb__flow *flow) {
@@ -260,8 +263,13 @@ static void end_aborted(tb__flow *flow) {
     tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), flow->verdict.why);
 }
 
-/* From the shadow into the tensors, with the lock free. */
-static void commit(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
+/* From the shadow into the tensors, with the lock free. Fails only where the tensors' memory was taken away. */
+static tb_status commit(tb__flow *flow, uint64_t attempt, void (*committing)(void *arg, bool is_done), void *arg) {
+    tb_status status = tb__flow_check_memory(flow, false);
+    if (status != TB_OK)
+        return tb__fail_within(status, "version %" PRIu64 " of %s is committed, but not on this rank",
+                               tb__flow_number(flow, attempt), flow->what);
+    flow->is_applying = true;
     tb__engine_unlock(flow->o.engine);
     if (committing)
         committing(arg, false);
@@ -271,6 +279,9 @@ static void commit(tb__flow *flow, void (*committing)(void *arg, bool is_done), 
     if (committing)
         committing(arg, true);
     tb__engine_lock(flow->o.engine);
+    flow->is_applying = false;
+    tb__engine_signal(flow->o.engine); /* somebody may wait for the memory */
+    return TB_OK;
 }
 
 /* Whoever has committed the last attempt has been told the end of the one before it, as everybody who was prepared for
@@ -296,8 +307,12 @@ static void tell_committed(tb__flow *flow, uint64_t attempt) {
 static void end_committed(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     tb__phases_enter(leg->phases, TB_PHASE_COMMIT);
-    commit(flow, leg->committing, leg->committing_arg);
+    tb_status status = commit(flow, leg->attempt, leg->committing, leg->committing_arg);
     tb__leg_idle(leg);
+    if (status != TB_OK) {
+        end_alone(flow, status);
+        return;
+    }
     tell_committed(flow, leg->attempt);
     flow->is_prepared = false;
     leg->is_complete = true;
@@ -305,7 +320,7 @@ static void end_committed(tb__flow *flow) {
 
 static bool is_held(const tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
-    return leg->holds && !leg->may_proceed && !leg->is_cancelled;
+    return leg->holds && !leg->may_proceed && !leg->is_cancelled && !leg->memory_gone;
 }
 
 /* Others are told at once, whatever holds this rank back. */
@@ -420,9 +435,11 @@ tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_
         flow->is_settling = true;
         if (is_lead(flow))
             tell_decided(flow, attempt, TB__VERDICT_COMMIT, TB_OK, "");
-        commit(flow, committing, arg);
-        tell_committed(flow, attempt);
+        tb_status status = commit(flow, attempt, committing, arg);
+        if (status == TB_OK)
+            tell_committed(flow, attempt);
         flow->is_settling = false;
+        TB_TRY(status);
     }
     flow->doubtful = 0;
     return TB_OK;

@@ -362,6 +362,15 @@ static void clear_gaps(const tb__flow *flow, const tb_bucket *bucket, char *buff
     }
 }
 
+/* Whether the leg still wants what is being copied. */
+static tb_status check_wanted(const tb__flow *flow, bool is_send) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    if (leg->memory_gone)
+        return tb__flow_check_memory(flow, is_send);
+    return leg->is_cancelled ? tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what)
+                             : TB_OK;
+}
+
 static tb_status copy_plain(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom,
                             end to, bool counts) {
     tb__leg *leg = is_send ? &flow->send : &flow->recv;
@@ -383,8 +392,8 @@ static tb_status copy_plain(tb__flow *flow, bool is_send, const tb_bucket *bucke
         tb__engine_lock(flow->o.engine);
         if (counts)
             leg->bytes_done += s.nbytes;
-        if (leg->is_cancelled && status == TB_OK)
-            status = tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+        if (status == TB_OK)
+            status = check_wanted(flow, is_send);
     }
     free(s.readings.item);
     free(s.ranges.item);
@@ -434,8 +443,7 @@ static tb_status copy_coded(tb__flow *flow, bool is_send, const tb_bucket *bucke
     for (size_t i = 0; i < bucket->nentries; i++) {
         TB_TRY(code_entry(flow, is_send, bucket, i, from, to));
         leg->bytes_done += counts ? flow->ir->entries[bucket->first_entry + i].nbytes : 0;
-        if (leg->is_cancelled)
-            return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+        TB_TRY(check_wanted(flow, is_send));
     }
     return TB_OK;
 }

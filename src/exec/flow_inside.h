@@ -2,7 +2,7 @@
  * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
  * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
  * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
- * flow_commit.c (shadowed receives), flow_dump.c. */
+ * flow_commit.c (shadowed receives), flow_memory.c (memory that the program takes away), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -214,9 +214,8 @@ struct tb__flow {
     tb__region *words_region;
     char *words;
     char *snapshot;
-    tb_binding *snapshot_of;   /* per tensor: the live tensor, where src is the snapshot */
-    tb__region **live_regions; /* of those; never exported, but they may be invalidated */
-    tb__index by_bucket;       /* of buckets that may be announced, by their first chunk */
+    tb_binding *snapshot_of; /* per tensor: the live tensor, where src is the snapshot */
+    tb__index by_bucket;     /* of buckets that may be announced, by their first chunk */
 
     /* Numbers. Attempts are the flow's own, one after the other; what they are called is the batch's business. */
     uint64_t started;
@@ -238,6 +237,7 @@ struct tb__flow {
     char unanswered_why[TB__WHY_MAX];
     uint64_t doubtful; /* an attempt that has ended without an answer; 0: none */
     bool is_settling;  /* it is being copied after all */
+    bool is_applying;  /* shadows are being copied into the tensors, with the lock free */
     struct {
         uint64_t attempt; /* 0: none yet */
         tb__verdict verdict;
@@ -249,6 +249,7 @@ struct tb__flow {
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
     bool is_torn;
+    const member *held_by; /* a message to or from it has not given this rank's tensors back; NULL: none */
 
     /* One transfer each. */
     tb__leg send, recv;
@@ -446,6 +447,9 @@ parcel *tb__parcel_create_out(tb__flow *flow, lane *l, size_t bucket);
 /* flow_pieces.c: a bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of
  * its targets. Whoever calls frees the pieces; NULL: it needs a buffer. */
 tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
+
+/* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was taken away. */
+tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
 
 /* flow_reduce.c */
 bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */

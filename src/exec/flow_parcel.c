@@ -160,6 +160,8 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
             if (!c->is_posted || c->is_done)
                 continue;
             tb__transport_cancel(peer->transport, &c->op);
+            if (c->op.status == TB_TIMEOUT && p->pieces)
+                flow->held_by = &flow->members[c->member];
             if (c->op.kind == TB_OP_RECV && c->op.status == TB_CANCELLED) /* it was asked for, and may still come */
                 tb__transport_forget(peer->transport, peer->wire, c->tag);
         }

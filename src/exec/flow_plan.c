@@ -292,13 +292,8 @@ static tb_status plan(tb__flow *flow) {
     if (!flow->src_regions || !flow->dst_regions || !flow->flagged)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
-    if (flow->o.snapshot) {
-        flow->live_regions = tb__calloc(n, sizeof *flow->live_regions);
-        if (!flow->live_regions)
-            return TB_NO_MEMORY;
-        TB_TRY(get_regions(flow, true, flow->live_regions));
+    if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
-    }
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
     if (!flow->o.shadow.is_used)
         TB_TRY(find_flagged(flow));
@@ -327,13 +322,10 @@ void tb__flow_unplan(tb__flow *flow) {
             tb__region_put(flow->src_regions[i]);
         if (flow->dst_regions)
             tb__region_put(flow->dst_regions[i]);
-        if (flow->live_regions)
-            tb__region_put(flow->live_regions[i]);
     }
     tb__region_put(flow->words_region);
     free(flow->src_regions);
     free(flow->dst_regions);
-    free(flow->live_regions);
     free(flow->flagged);
     free(flow->snapshot_of);
     free(flow->shadow_of);

@@ -147,6 +147,10 @@ static tb_status read_bucket(tb__flow *flow, lane *l) {
         tb__leg_idle(&flow->recv);
     }
     free(from);
+    for (uint32_t i = 0; i < l->nfeeders && status == TB_INVALID; i++) {
+        tb_status named = check_places(flow, &flow->members[l->feeders[i]]); /* by tensor and rank */
+        status = named != TB_OK ? named : status;
+    }
     if (status == TB_OK)
         status = l->is_flagged ? tb__flow_put_aside(flow, l, index, to.buffer, nbytes)
                                : tb__flow_bucket_arrived(flow, l, index);
@@ -179,18 +183,8 @@ static tb_status write_stash(tb__flow *flow, stashed *at) {
 
 /* ---- A transfer ------------------------------------------------------------------------------------------------ */
 
-static tb_status check_memory(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        if (flow->dst_regions[i] && !tb__region_is_valid(flow->dst_regions[i]))
-            return tb__fail(TB_INVALID,
-                            "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
-                            flow->tensors[i].spec.name, flow->o.rank, flow->what);
-    }
-    return TB_OK;
-}
-
 static tb_status open_transfer(tb__flow *flow) {
-    TB_TRY(check_memory(flow));
+    TB_TRY(tb__flow_check_memory(flow, false));
     flow->buckets_left = 0;
     for (size_t i = 0; i < flow->ir->nchannels; i++) {
         flow->lanes[i].to_take = 0;
@@ -226,7 +220,7 @@ void tb__flow_end_recv(tb__flow *flow) {
 static tb_status arrive(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (flow->o.shadow.is_used) {
-        TB_TRY(check_memory(flow));
+        TB_TRY(tb__flow_check_memory(flow, false));
         tb__flow_prepare(flow);
         return TB_OK;
     }

@@ -15,17 +15,6 @@ static bool all_have_reach(const tb__flow *flow) {
     return true;
 }
 
-static tb_status check_regions(const tb__flow *flow) {
-    tb__region *const *regions = flow->live_regions ? flow->live_regions : flow->src_regions;
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        if (regions[i] && !tb__region_is_valid(regions[i]))
-            return tb__fail(TB_INVALID,
-                            "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
-                            flow->tensors[i].spec.name, flow->o.rank, flow->what);
-    }
-    return TB_OK;
-}
-
 static void open_lanes(tb__flow *flow) {
     flow->sends_left = 0;
     for (size_t i = 0; i < flow->ir->nchannels; i++) {
@@ -61,7 +50,7 @@ static void note_served(tb__flow *flow) {
 
 static tb_status expose(tb__flow *flow) {
     tb__leg *leg = &flow->send;
-    TB_TRY(check_regions(flow));
+    TB_TRY(tb__flow_check_memory(flow, true));
     if (flow->snapshot) {
         tb__phases_enter(leg->phases, TB_PHASE_PACK);
         TB_TRY(tb__flow_take_snapshot(flow));

@@ -55,10 +55,6 @@ void tb__region_put(tb__region *region) {
     free(region);
 }
 
-bool tb__region_is_valid(const tb__region *region) {
-    return region->is_valid;
-}
-
 tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out) {
     const tb_transport *t = peer->transport;
     size_t i = (size_t)(t - region->engine->transports);

@@ -13,8 +13,6 @@ typedef struct tb__region tb__region;
 tb_status tb__region_get(tb__engine *engine, void *base, size_t nbytes, tb__region **out);
 void tb__region_put(tb__region *region); /* NULL is allowed */
 
-bool tb__region_is_valid(const tb__region *region);
-
 /* A key for the peer. */
 tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out);
 

@@ -292,7 +292,6 @@ static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_o
     return status;
 }
 
-<<<<<<< HEAD
 /* What runs into the same directory left there when they were killed. */
 static tb_status remove_leftovers(const char *dir) {
     tb__leftovers found;
@@ -306,8 +305,6 @@ static tb_status remove_leftovers(const char *dir) {
     return TB_OK;
 }
 
-=======
->>>>>>> losses
 static tb_status run_all(const char *const *value, tb__text *out) {
     tb__disk_opts opts;
     tb__spec *spec = NULL;

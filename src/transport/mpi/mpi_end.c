@@ -174,10 +174,11 @@ void mpi_end_late(mpi *m) {
 
 static void cancel_ending(mpi *m, message *msg) {
     int rank = msg->rank;
-    if (mpi_release(m, msg, false, msg->deadline_ms) != TB_OK)
+    tb_status status = mpi_release(m, msg, false, msg->deadline_ms);
+    if (status != TB_OK)
         log_held(msg);
     if (mpi_is_held(msg, false))
-        mpi_tell(msg, TB_CANCELLED);
+        mpi_tell(msg, status == TB_OK ? TB_CANCELLED : TB_TIMEOUT);
     else
         mpi_finish(m, msg, TB_CANCELLED);
     tell_lost(m, rank);
@@ -188,7 +189,7 @@ static void cancel_stream(mpi *m, message *msg) {
     int rank = msg->rank;
     if (mpi_release(m, msg, false, tb__now_ms() + CANCEL_MS) != TB_OK) {
         log_held(msg);
-        mpi_tell(msg, TB_CANCELLED);
+        mpi_tell(msg, TB_TIMEOUT);
         mpi_lose(m, rank, "a message stands still half-way");
         return;
     }

@@ -231,14 +231,17 @@ static tb_status copy(tb_remote *remote, const tb_range *ranges, size_t nranges,
     shm_peer *peer = remote->peer;
     TB_TRY(check_valid(remote));
     TB_TRY(tb__ranges_check(ranges, nranges, pieces, npieces, remote->nbytes, peer->rank));
+    tb_status status = TB_OK;
     if (remote->mapping)
         tb__ranges_copy(shm_map(NULL, remote), ranges, nranges, pieces, npieces, is_write);
     else if (!peer->can_read)
-        return tb__fail(TB_REFUSED, "the system does not let us read rank %" PRId32 "'s memory", peer->rank);
+        status = tb__fail(TB_REFUSED, "the system does not let us read rank %" PRId32 "'s memory", peer->rank);
     else
-        TB_TRY(shm_process_copy(peer, pieces, npieces, remote->base, ranges, nranges, 0,
-                                tb__pieces_size(pieces, npieces), is_write));
-    return check_valid(remote); /* what was withdrawn meanwhile is not believed */
+        status = shm_process_copy(peer, pieces, npieces, remote->base, ranges, nranges, 0,
+                                  tb__pieces_size(pieces, npieces), is_write);
+    if (status != TB_OK && shm_is_valid(NULL, remote))
+        return status;
+    return check_valid(remote); /* what was withdrawn meanwhile is not believed, and may not be there any more */
 }
 
 tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,

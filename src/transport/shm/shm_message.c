@@ -164,7 +164,10 @@ bool shm_take_slices(shm *s) {
         tb_status status =
             shm_process_copy(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n, false);
         p->at += n;
-        if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
+        bool is_revoked = atomic_load(offer_word(o->peer->control, o->slot)) != offer_value(o->arrival.id, OFFER_READY);
+        if (status != TB_OK && is_revoked) { /* whoever revokes may give the memory back at once */
+            complete_take(s, p);
+        } else if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
             forget_taken(o);
             answer(s, o, SHM_DONE, (uint64_t)-status);
             free(o);

@@ -290,6 +290,7 @@ static void await_requests(ucx *u, ucx_posted *p) {
         return;
     tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", p->nrequests, peer->rank);
     ucx_disown(u, p);
+    p->op->status = TB_TIMEOUT;
 }
 
 void ucx_cancel_message(ucx *u, ucx_posted *p) {

@@ -1,0 +1,101 @@
+/* Memory that the program takes away: whoever has tensors in it is told, and waited for. */
+#include "bus/accord.h"
+
+#include "exec/overlap.h"
+#include "exec/region.h"
+
+#include <stdio.h>
+#include <string.h>
+
+void tb__world_add_user(tb_world *world, tb__memory_user *user) {
+    user->next = world->memory_users;
+    world->memory_users = user;
+}
+
+void tb__world_remove_user(tb_world *world, tb__memory_user *user) {
+    tb__memory_user **at = &world->memory_users;
+    while (*at && *at != user)
+        at = &(*at)->next;
+    if (*at)
+        *at = user->next;
+}
+
+bool tb__binding_meets(const tb_binding *binding, uintptr_t first, uintptr_t last) {
+    uintptr_t from, to;
+    return tb__binding_span(binding, &from, &to) == TB_OK && from < last && first < to;
+}
+
+/* ---- Batches ---------------------------------------------------------------------------------------------------- */
+
+static bool bytes_meet(const void *base, size_t nbytes, uintptr_t first, uintptr_t last) {
+    uintptr_t from = (uintptr_t)base;
+    return base && nbytes > 0 && from < last && first < from + nbytes;
+}
+
+static bool tensor_meets(const tb__tensor *t, uintptr_t first, uintptr_t last) {
+    const tb__encoded *e = &t->encoded;
+    bool meets = tb__binding_meets(&t->binding, first, last) ||
+                 bytes_meet(e->scales, (size_t)(e->matrices * e->size.scale_nbytes), first, last) ||
+                 bytes_meet(e->scale, sizeof *e->scale, first, last);
+    for (size_t i = 0; i < t->npadding && !meets; i++)
+        meets = tb__binding_meets(&t->padding[i], first, last);
+    return meets;
+}
+
+bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room) {
+    tb_batch *batch = (tb_batch *)((char *)user - offsetof(tb_batch, memory));
+    bool has_some = false, is_used = false;
+    for (size_t i = 0; i < batch->tensors.count; i++) {
+        bool meets = tensor_meets(batch->tensors.item[i], first, last);
+        batch->tensors.item[i]->is_gone |= meets;
+        has_some |= meets;
+    }
+    for (size_t i = 0; has_some && i < batch->accords.count; i++) {
+        for (int src = 0; src < 2; src++) {
+            const char *tensor = "";
+            tb__flow *flow = batch->accords.item[i]->flows[src];
+            if (!flow || !tb__flow_memory_gone(flow, &tensor))
+                continue;
+            snprintf(still, room, "tensor '%.100s' of batch '%s'", tensor, batch->name);
+            is_used = true;
+        }
+    }
+    return is_used;
+}
+
+/* ---- All of a world --------------------------------------------------------------------------------------------- */
+
+typedef struct taking {
+    tb_world *world;
+    uintptr_t first, last;
+    char still[256]; /* what uses it */
+} taking;
+
+static bool is_free(void *arg) {
+    taking *t = arg;
+    bool is_used = false;
+    for (tb__memory_user *user = t->world->memory_users; user; user = user->next)
+        is_used |= user->take_away(user, t->first, t->last, t->still, sizeof t->still);
+    return !is_used;
+}
+
+tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
+    taking t = {.world = world, .first = (uintptr_t)base};
+    if (__builtin_add_overflow(t.first, nbytes, &t.last))
+        return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);
+    if (tb__engine_is_driver(world->engine))
+        return tb__fail(TB_REFUSED, "memory can't be invalidated by a function that the library calls: it would wait "
+                                    "for itself");
+    int64_t deadline_ms = tb__world_deadline(world, 0);
+    if (!tb__engine_lock_until(world->engine, deadline_ms))
+        return tb__fail(TB_TIMEOUT,
+                        "%zu bytes at %p may still be in use by a transfer whose progress function has not "
+                        "returned",
+                        nbytes, base);
+    tb__regions_invalidate(world->engine, base, nbytes);
+    bool is_ours = nbytes == 0 || tb__engine_wait(world->engine, is_free, &t, deadline_ms);
+    tb__engine_unlock(world->engine);
+    return is_ours ? TB_OK
+                   : tb__fail(TB_TIMEOUT, "%zu bytes at %p are still in use by %s on rank %d", nbytes, base, t.still,
+                              (int)world->rank);
+}
