@@ -78,6 +78,9 @@ tb_status tb__engine_contact(tb__engine *engine, tb__pack *out);
 void tb__engine_lock(tb__engine *engine);
 void tb__engine_unlock(tb__engine *engine);
 
+/* In a forked child: whether no thread had the lock when it was forked, so that what it guards is whole. */
+bool tb__engine_was_unlocked(tb__engine *engine);
+
 /* All below: with the lock held, unless it says otherwise. */
 
 void tb__engine_add_port(tb__engine *engine, tb__port *port);

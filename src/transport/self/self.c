@@ -1,6 +1,8 @@
 /* The reference transport: one rank that talks to itself, by memcpy. What the others must do can be read off it. */
 #include "transport/message.h"
 
+#include "base/process.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <string.h>
@@ -41,7 +43,7 @@ static tb_status self_open(const tb_transport_env *env, void **context) {
         return TB_NO_MEMORY;
     s->env = *env;
     s->ready_end = &s->ready;
-    s->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->event = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (s->event < 0) {
         free(s);
         return tb__fail(TB_IO, "eventfd: %s", strerror(errno));
@@ -77,7 +79,7 @@ static void self_close(void *context) {
             mem_unref(s->memory.item[i]);
     }
     free(s->memory.item);
-    close(s->event);
+    tb__fd_close(s->event);
     free(s);
 }
 

@@ -28,7 +28,10 @@ typedef struct address {
 
 void *shm_map_fd(int fd, size_t nbytes) {
     void *map = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    return map == MAP_FAILED ? NULL : map;
+    if (map == MAP_FAILED)
+        return NULL;
+    madvise(map, nbytes, MADV_DONTFORK); /* a child would keep the pages when their owner has given them up */
+    return map;
 }
 
 void shm_finish(shm *s, shm_posted *p, tb_status status) {
@@ -90,7 +93,7 @@ static uint64_t start_time_of(pid_t pid) {
 }
 
 static tb_status open_control(shm *s) {
-    s->control_fd = memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    s->control_fd = tb__fd_own(memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (s->control_fd < 0 || ftruncate(s->control_fd, sizeof *s->control) != 0 ||
         fcntl(s->control_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0)
         return tb__fail(TB_IO, "shared memory for the control page: %s", strerror(errno));
@@ -117,7 +120,7 @@ static tb_status open_listener(shm *s) {
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     snprintf(s->name, sizeof s->name, "tensorbus-%016" PRIx64, random[0]);
     set_name(&name, s->name, &length);
-    s->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    s->listener = tb__fd_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (s->listener < 0 || bind(s->listener, (struct sockaddr *)&name, length) != 0 || listen(s->listener, 1024) != 0)
         return tb__fail(TB_IO, "listening on a Unix socket: %s", strerror(errno));
     return TB_OK;
@@ -129,8 +132,8 @@ static tb_status watch(shm *s, int fd, void *what) {
 }
 
 static tb_status open_all(shm *s) {
-    s->epoll = epoll_create1(EPOLL_CLOEXEC);
-    s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
+    s->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (s->epoll < 0 || s->wake < 0)
         return tb__fail(TB_IO, "epoll and eventfd: %s", strerror(errno));
     TB_TRY(open_control(s));
@@ -151,7 +154,7 @@ static void close_descriptors(shm *s, shm_peer *peer) {
     peer->in = NULL;
     if (peer->pidfd >= 0) {
         epoll_ctl(s->epoll, EPOLL_CTL_DEL, peer->pidfd, NULL);
-        close(peer->pidfd);
+        tb__fd_close(peer->pidfd);
     }
     peer->pidfd = -1;
 }
@@ -185,7 +188,7 @@ static void shm_close(void *context) {
     int fds[] = {s->epoll, s->wake, s->listener, s->control_fd};
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
         if (fds[i] >= 0)
-            close(fds[i]);
+            tb__fd_close(fds[i]);
     }
     if (s->control)
         munmap(s->control, sizeof *s->control);
@@ -252,11 +255,11 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     if (peer->out.fd >= 0)
         return TB_OK;
     set_name(&name, a.name, &length);
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    int fd = tb__fd_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd < 0 || connect(fd, (struct sockaddr *)&name, length) != 0) {
         int error = errno;
         if (fd >= 0)
-            close(fd);
+            tb__fd_close(fd);
         return tb__fail(TB_LOST, "connecting to its socket @%.32s: %s", a.name, strerror(error));
     }
     peer->out.fd = fd;
@@ -296,7 +299,7 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
 
 static void accept_all(shm *s) {
     int fd;
-    while ((fd = accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
+    while ((fd = tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK))) >= 0) {
         struct ucred who;
         socklen_t length = sizeof who;
         shm_link *link = NULL;
@@ -305,7 +308,7 @@ static void accept_all(shm *s) {
             link = tb__calloc(1, sizeof *link);
         if (!link || !tb__vec_push(&s->strangers, link)) {
             free(link);
-            close(fd);
+            tb__fd_close(fd);
             continue;
         }
         link->fd = fd;
@@ -320,7 +323,7 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
         return false;
     peer->pid = who.pid;
-    peer->pidfd = who.pid > 0 ? (int)syscall(SYS_pidfd_open, who.pid, 0) : -1;
+    peer->pidfd = who.pid > 0 ? tb__fd_own((int)syscall(SYS_pidfd_open, who.pid, 0)) : -1;
     if (peer->pidfd < 0)
         return true; /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
     peer->watch = WATCH_PROCESS;

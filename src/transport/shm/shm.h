@@ -13,6 +13,7 @@
 #define TB_TRANSPORT_SHM_SHM_H
 
 #include "base/index.h"
+#include "base/process.h"
 #include "transport/message.h"
 
 #include <stdatomic.h>
