@@ -196,13 +196,13 @@ static tb_status check_server(const tb__address *address, int fd) {
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error) {
     *error = 0;
     if (address->is_unix) {
-        int s = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        int s = tb__fd_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
         if (s < 0)
             return tb__fail(TB_IO, "%s: socket: %s", address->url, strerror(errno));
         *error = connect_unix(s, address, deadline_ms);
         tb_status status = *error ? fail_connect(address, *error) : check_server(address, s);
         if (status != TB_OK) {
-            close(s);
+            tb__fd_close(s);
             return status;
         }
         fcntl(s, F_SETFL, O_NONBLOCK);
@@ -215,7 +215,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
     TB_TRY(tb__resolve(address, deadline_ms, &names));
     *error = ECONNREFUSED;
     for (const struct addrinfo *name = names; name; name = name->ai_next) {
-        int s = socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        int s = tb__fd_own(socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
         *error = s < 0 ? errno : connect_tcp(s, name, deadline_ms);
         if (*error == 0) {
             freeaddrinfo(names);
@@ -224,7 +224,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
             return TB_OK;
         }
         if (s >= 0)
-            close(s);
+            tb__fd_close(s);
     }
     freeaddrinfo(names);
     return fail_connect(address, *error);

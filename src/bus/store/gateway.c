@@ -6,6 +6,7 @@
 #include "bus/store/address.h"
 #include "bus/store/curl.h"
 
+#include <fcntl.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -112,6 +113,21 @@ static void destroy_line(const tb__gateway *g, line *l) {
     free(l);
 }
 
+/* libcurl's callbacks: its sockets go neither with an exec nor with a fork. */
+static int on_socket(void *arg, curl_socket_t fd, curlsocktype purpose) {
+    (void)arg;
+    (void)purpose;
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    tb__fd_own(fd);
+    return CURL_SOCKOPT_OK;
+}
+
+static int on_socket_closed(void *arg, curl_socket_t fd) {
+    (void)arg;
+    tb__fd_close(fd);
+    return 0;
+}
+
 static tb_status create_line(const tb__gateway *g, line **out) {
     line *l = tb__calloc(1, sizeof *l);
     if (!l)
@@ -126,6 +142,8 @@ static tb_status create_line(const tb__gateway *g, line **out) {
     g->curl->easy_setopt(l->easy, CURLOPT_ERRORBUFFER, l->error);
     g->curl->easy_setopt(l->easy, CURLOPT_HTTPHEADER, g->headers);
     g->curl->easy_setopt(l->easy, CURLOPT_NOSIGNAL, 1L);
+    g->curl->easy_setopt(l->easy, CURLOPT_SOCKOPTFUNCTION, on_socket);
+    g->curl->easy_setopt(l->easy, CURLOPT_CLOSESOCKETFUNCTION, on_socket_closed);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPALIVE, 1L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPIDLE, 10L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPINTVL, 5L);

@@ -183,7 +183,7 @@ static tb_status check_peer(const tb__store_server *server, int fd) {
 static void add_session(tb__store_server *server, int fd) {
     tb__session *session = tb__calloc(1, sizeof *session);
     if (!session) {
-        close(fd);
+        tb__fd_close(fd);
         return;
     }
     if (!server->listener.address.is_unix)
@@ -210,7 +210,7 @@ static void add_session(tb__store_server *server, int fd) {
 
 static void accept_all(tb__store_server *server) {
     for (int i = 0; i < NEVENTS; i++) {
-        int fd = accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = tb__fd_own(accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (fd >= 0) {
             add_session(server, fd);
             continue;
