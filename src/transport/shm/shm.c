@@ -279,8 +279,10 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
 }
 
 void shm_lose(shm *s, shm_peer *peer, const char *why) {
-    if (atomic_exchange(&peer->is_lost, true))
+    if (atomic_load(&peer->is_lost))
         return;
+    snprintf(peer->why, sizeof peer->why, "%s", why); /* before others can see it */
+    atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
     for (tb__waiter *w = s->one_sided.first, *next; w; w = next) {
@@ -474,7 +476,7 @@ static tb_status shm_post(void *context, tb_op *op) {
     if (op->kind == TB_OP_BROADCAST)
         return tb__fail(TB_REFUSED, "transport shm has no broadcast of its own");
     if (!peer || atomic_load(&peer->is_lost) || (op->kind == TB_OP_SEND && peer->out.fd < 0))
-        return tb__fail(TB_LOST, "it is %s", peer && peer->is_lost ? "lost" : "not connected");
+        return tb__fail(TB_LOST, "%s", peer && peer->is_lost ? peer->why : "it is not connected");
     if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
         return shm_post_message(s, peer, op);
     shm_posted *p = tb__op_begin(op, sizeof *p);

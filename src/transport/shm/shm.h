@@ -140,6 +140,7 @@ struct shm_peer {
     shm *owner;
     int32_t rank;
     _Atomic bool is_lost;
+    char why[96]; /* it is lost */
     shm_link out, *in;
     pid_t pid;
     int pidfd;
