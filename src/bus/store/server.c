@@ -19,6 +19,7 @@ enum {
     NEVENTS = 64,
     MAX_BUFFERS = 512 << 20, /* of all sessions together, what is half received or not yet sent */
     MAX_DISCARD = 64,        /* reads */
+    PROBE_MS = 1000,
 };
 
 static bool watch(tb__store_server *server, int op, int fd, uint32_t events, void *what) {
@@ -345,8 +346,20 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
     return TB_OK;
 }
 
+/* Somebody has the port. A store answers a hello, be it that the token is wrong. */
+static tb_status explain_conflict(const char *url, const char *token) {
+    tb__store *other = NULL;
+    tb_status status = tb__store_open(url, token, PROBE_MS, &other);
+    tb__store_close(other);
+    if (status == TB_OK || status == TB_DENIED || status == TB_REFUSED)
+        return tb__fail(TB_CONFLICT, "%.300s: another process serves it", url);
+    return tb__fail_within(TB_CONFLICT, "the port is taken, and not by a tensorbus store that answers");
+}
+
 tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out) {
-    return tb__store_server_start_limited(url, token, &(tb__store_limits){0}, out);
+    tb_status status = tb__store_server_start_limited(url, token, &(tb__store_limits){0}, out);
+    bool is_taken_port = status == TB_CONFLICT && strncmp(url, "tcp://", 6) == 0;
+    return is_taken_port ? explain_conflict(url, token) : status;
 }
 
 void tb__store_server_stop(tb__store_server *server) {
