@@ -22,8 +22,8 @@ extern unsigned tb__nforks; /* between the first process and this one; changes i
 void tb__owner_init(tb__owner *owner);
 
 /* True in a forked child of the process that made the object. */
-static inline bool tb__is_inherited(const tb__owner *owner) {
-    return owner->nforks != tb__nforks;
+static inline bool tb__is_inherited(const tb__owner *of) {
+    return of->nforks != tb__nforks;
 }
 
 /* TB_REFUSED in a forked child: "this WHAT belongs to process 123; a forked child can't use it: INSTEAD". */
