@@ -15,6 +15,10 @@
  *    NULL means all defaults.
  *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
  *    objects belong to one thread at a time.
+ *  - After fork() the child can't use worlds, clients, and what was made from them: calls on them fail at once, with
+ *    TB_REFUSED, or -1 for a descriptor. Destroying them there frees memory, and neither tells the peers nor changes
+ *    anything for the parent. The child has none of their descriptors. It can join, or connect to an agent, by itself.
+ *    Ranks, incarnations, groups and sizes can still be read, and layouts, plans, the IR, views and names still work.
  */
 #ifndef TENSORBUS_TENSORBUS_H
 #define TENSORBUS_TENSORBUS_H

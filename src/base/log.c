@@ -11,8 +11,19 @@ static _Atomic(tb_log_level) threshold = TB_LOG_OFF;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static tb_log_fn sink;
 static void *sink_arg;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Another thread may have had it: a sink takes its time. */
+static void after_fork_in_child(void) {
+    pthread_mutex_init(&lock, NULL);
+}
+
+static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, after_fork_in_child);
+}
 
 void tb_log_set(tb_log_level level, tb_log_fn fn, void *arg) {
+    pthread_once(&once, watch_forks);
     pthread_mutex_lock(&lock);
     sink = fn;
     sink_arg = arg;

@@ -1,14 +1,23 @@
-/* Threads without signals, descriptors that do not survive a fork. */
+/* Threads without signals, and what a forked child finds. */
 #include "base/process.h"
 
 #include <signal.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+unsigned tb__nforks;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static LIST_HEAD(owned_list, tb__owned_fd) all = LIST_HEAD_INITIALIZER(all);
+
+/* A bit for each descriptor that a child closes. Systems give the lowest number that is free, so there is none beyond
+ * this while fewer are open. */
+enum { MOST_FDS = 1 << 20, WORD_BITS = 64 };
+static _Atomic uint64_t closed_in_child[MOST_FDS / WORD_BITS];
+static _Atomic int last_fd = -1; /* the highest that was ever owned */
 
 static void before_fork(void) {
     pthread_mutex_lock(&lock);
@@ -19,11 +28,14 @@ static void after_fork_in_parent(void) {
 }
 
 static void after_fork_in_child(void) {
-    for (tb__owned_fd *owned = LIST_FIRST(&all); owned; owned = LIST_NEXT(owned, link)) {
-        close(owned->fd);
+    tb__nforks++;
+    for (tb__owned_fd *owned = LIST_FIRST(&all); owned; owned = LIST_NEXT(owned, link))
         owned->fd = -1;
-    }
     LIST_INIT(&all);
+    for (int at = 0; at <= last_fd; at += WORD_BITS) {
+        for (uint64_t word = atomic_exchange(&closed_in_child[at / WORD_BITS], 0); word; word &= word - 1)
+            close(at + __builtin_ctzll(word));
+    }
     pthread_mutex_unlock(&lock);
 }
 
@@ -31,8 +43,40 @@ static void watch_forks(void) {
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
-void tb__owned_fd_init(tb__owned_fd *owned, int fd) {
+void tb__owner_init(tb__owner *owner) {
     pthread_once(&once, watch_forks);
+    *owner = (tb__owner){.nforks = tb__nforks, .pid = getpid()};
+}
+
+tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *instead) {
+    if (!tb__is_inherited(owner))
+        return TB_OK;
+    return tb__fail(TB_REFUSED, "this %s belongs to process %d; a forked child can't use it: %s", what, (int)owner->pid,
+                    instead);
+}
+
+int tb__fd_own(int fd) {
+    if (fd < 0 || fd >= MOST_FDS)
+        return fd;
+    pthread_once(&once, watch_forks);
+    int last = last_fd;
+    while (last < fd && !atomic_compare_exchange_weak(&last_fd, &last, fd))
+        ;
+    atomic_fetch_or(&closed_in_child[fd / WORD_BITS], (uint64_t)1 << fd % WORD_BITS);
+    return fd;
+}
+
+void tb__fd_close(int fd) {
+    /* In this order: once it is closed, its number may become that of another's descriptor. */
+    if (fd >= 0 && fd < MOST_FDS)
+        atomic_fetch_and(&closed_in_child[fd / WORD_BITS], ~((uint64_t)1 << fd % WORD_BITS));
+    /* A process that is just being spawned may have a copy, which must not keep a connection going. */
+    shutdown(fd, SHUT_RDWR);
+    close(fd);
+}
+
+void tb__owned_fd_init(tb__owned_fd *owned, int fd) {
+    tb__fd_own(fd);
     pthread_mutex_lock(&lock);
     owned->fd = fd;
     LIST_INSERT_HEAD(&all, owned, link);
@@ -43,9 +87,7 @@ void tb__owned_fd_close(tb__owned_fd *owned) {
     pthread_mutex_lock(&lock);
     if (owned->fd >= 0) {
         LIST_REMOVE(owned, link);
-        /* A process that is just being spawned may have a copy, which must not keep a connection going. */
-        shutdown(owned->fd, SHUT_RDWR);
-        close(owned->fd);
+        tb__fd_close(owned->fd);
         owned->fd = -1;
     }
     pthread_mutex_unlock(&lock);

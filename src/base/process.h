@@ -1,6 +1,6 @@
-/* Living inside somebody else's process: a clock for deadlines, threads that take no signals, and descriptors that a
- * forked child does not keep. A child that kept them would hold up what their end announces: that a client has died,
- * that a server's lock and port are free. */
+/* Living inside somebody else's process: a clock for deadlines, threads that take no signals, and what a forked child
+ * may do with the objects it has inherited: nothing but free them. It has neither the threads nor the descriptors, and
+ * locks and memory as other threads had them at that moment. */
 #ifndef TB_BASE_PROCESS_H
 #define TB_BASE_PROCESS_H
 
@@ -8,14 +8,40 @@
 
 #include <pthread.h>
 #include <sys/queue.h>
+#include <sys/types.h>
 #include <time.h>
 
+/* The process that made an object. */
+typedef struct tb__owner {
+    unsigned nforks;
+    pid_t pid;
+} tb__owner;
+
+extern unsigned tb__nforks; /* between the first process and this one; changes in a forked child before fork returns */
+
+void tb__owner_init(tb__owner *owner);
+
+/* True in a forked child of the process that made the object. */
+static inline bool tb__is_inherited(const tb__owner *of) {
+    return of->nforks != tb__nforks;
+}
+
+/* TB_REFUSED in a forked child: "this WHAT belongs to process 123; a forked child can't use it: INSTEAD". */
+tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *instead);
+
+/* Closes the descriptor in every child that is forked from now on. A child that kept it would hold up what its end
+ * announces: that a client has died, that a server's lock and port are free. Returns the descriptor; -1 is allowed. */
+int tb__fd_own(int fd);
+/* Closes it here. A socket is shut down for everybody who has a copy. */
+void tb__fd_close(int fd);
+
+/* A descriptor that is owned, and that a forked child can tell from one of its own. */
 typedef struct tb__owned_fd {
     LIST_ENTRY(tb__owned_fd) link;
     int fd; /* -1 in a forked child, where it is closed */
 } tb__owned_fd;
 
-/* The struct must not move until it is closed. A socket is shut down for everybody who has a copy. */
+/* The struct must not move until it is closed. */
 void tb__owned_fd_init(tb__owned_fd *owned, int fd);
 void tb__owned_fd_close(tb__owned_fd *owned);
 

@@ -2,6 +2,7 @@
 #include "bus/accord.h"
 
 #include "exec/overlap.h"
+#include "reshard/names.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -114,11 +115,14 @@ static tb_status match(const tb__accord *accord, int src, const matching *m, tb_
                           .nties = m->ties.count,
                           .ignored = m->ignored.item,
                           .nignored = m->ignored.count};
+    /* Nobody knows yet in which direction the batch will go, so groups are told apart by their names. */
+    char here[TB__DIRECTORY_MAX_NAME + 16], there[sizeof here];
+    snprintf(here, sizeof here, "group '%s'", sides[src].group);
+    snprintf(there, sizeof there, "group '%s'", sides[!src].group);
     tb_status status =
-        tb_match_names(m->names[src], from->tensors.count, m->names[!src], to->tensors.count, &opts, out);
+        tb__match_names(m->names[src], from->tensors.count, m->names[!src], to->tensors.count, &opts, here, there, out);
     if (status != TB_OK) /* what is wrong here is what different ranks say */
-        return tb__fail_within(status == TB_INVALID ? TB_CONFLICT : status, "%s, from group '%s' to group '%s'",
-                               accord->what, sides[src].group, sides[!src].group);
+        return tb__fail_within(status == TB_INVALID ? TB_CONFLICT : status, "%s", accord->what);
     for (size_t i = 0; i < out->nmatched && status == TB_OK; i++)
         status = check_shapes(accord, src, from->tensors.item[out->source[i]].as, to->tensors.item[out->target[i]].as);
     if (status != TB_OK)

@@ -40,6 +40,7 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     if ((unsigned)o.commit > TB_SHADOW)
         return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
     TB_TRY(check_matching(&o));
+    TB_TRY(tb__world_check(world, "world"));
     tb_batch *batch = tb__calloc(1, sizeof *batch);
     if (!batch)
         return TB_NO_MEMORY;
@@ -97,6 +98,7 @@ static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
 }
 
 tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "pair '%s' is of another world", pair->name);
     tb__engine_lock(batch->world->engine);
@@ -111,6 +113,7 @@ static void free_tensor(tb__tensor *t) {
 }
 
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
     if (!name || !*name)
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
@@ -220,6 +223,7 @@ static tb_status announce(tb_batch *batch) {
 }
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
     return tb__batch_register(batch, timeout_ms, NULL);
 }
 
@@ -270,6 +274,7 @@ static void remove_pair(tb_batch *batch, const char *name) {
 }
 
 tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
     tb_status status = TB_OK;
     bool is_here = false;
     tb__engine_lock(batch->world->engine);
@@ -296,6 +301,8 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
 }
 
 uint64_t tb_batch_epoch(tb_batch *batch) {
+    if (tb__world_check(batch->world, "batch") != TB_OK)
+        return 0;
     tb__engine_lock(batch->world->engine);
     uint64_t epoch = batch->epoch;
     tb__engine_unlock(batch->world->engine);
@@ -303,6 +310,7 @@ uint64_t tb_batch_epoch(tb_batch *batch) {
 }
 
 tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
     tb__text text = {0};
     tb_status status = TB_OK;
     tb__engine_lock(batch->world->engine);
@@ -330,6 +338,7 @@ tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
 }
 
 tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
     tb__engine_lock(batch->world->engine);
     const tb__accord *accord = find_accord(batch, pair);
     const tb__flow *flow = accord ? accord->flows[!pair->side] : NULL;
@@ -360,18 +369,7 @@ void tb_batch_destroy(tb_batch *batch) {
         tb__batch_unref(batch);
 }
 
-void tb__batch_unref(tb_batch *batch) {
-    if (atomic_fetch_sub(&batch->refs, 1) > 1)
-        return;
-    tb_world *world = batch->world;
-    tb__engine *engine = world->engine;
-    tb__engine_lock(engine);
-    tb__world_remove_user(world, &batch->memory);
-    for (size_t i = 0; i < batch->accords.count; i++)
-        tb__accord_destroy(batch->accords.item[i]);
-    for (size_t i = 0; i < batch->pairs.count; i++)
-        tb__pair_unref(batch->pairs.item[i]);
-    tb__engine_unlock(engine);
+static void free_batch(tb_batch *batch) {
     for (size_t i = 0; i < batch->tensors.count; i++)
         free_tensor(batch->tensors.item[i]);
     free(batch->tensors.item);
@@ -380,5 +378,28 @@ void tb__batch_unref(tb_batch *batch) {
     tb__pack_fini(&batch->matching);
     free(batch->name);
     free(batch);
+}
+
+static void unref_pairs(tb_batch *batch) {
+    for (size_t i = 0; i < batch->pairs.count; i++)
+        tb__pair_unref(batch->pairs.item[i]);
+}
+
+void tb__batch_unref(tb_batch *batch) {
+    if (atomic_fetch_sub(&batch->refs, 1) > 1)
+        return;
+    tb_world *world = batch->world;
+    if (!tb__world_is_inherited(world)) {
+        tb__engine_lock(world->engine);
+        tb__world_remove_user(world, &batch->memory);
+        for (size_t i = 0; i < batch->accords.count; i++)
+            tb__accord_destroy(batch->accords.item[i]);
+        unref_pairs(batch);
+        tb__engine_unlock(world->engine);
+        free_batch(batch);
+    } else if (tb__world_was_unlocked(world)) {
+        unref_pairs(batch);
+        free_batch(batch);
+    }
     tb__world_unref(world);
 }

@@ -41,6 +41,7 @@ tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfe
     tb_transfer *sending = NULL, *receiving = NULL;
     bool sends = false, receives = false;
     char *to = NULL;
+    TB_TRY(tb__world_check(batch->world, "batch"));
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
     if (sent)

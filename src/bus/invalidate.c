@@ -80,6 +80,7 @@ static bool is_free(void *arg) {
 }
 
 tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
+    TB_TRY(tb__world_check(world, "world"));
     taking t = {.world = world, .first = (uintptr_t)base};
     if (__builtin_add_overflow(t.first, nbytes, &t.last))
         return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);

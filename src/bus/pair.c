@@ -423,6 +423,7 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
 
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                          const tb_pair_opts *opts, tb_pair **out) {
+    TB_TRY(tb__world_check(world, "world"));
     return tb__pair_create(world, name, remote_group, layout, opts, NULL, out);
 }
 
@@ -464,10 +465,15 @@ void tb_pair_destroy(tb_pair *pair) {
     if (!pair)
         return;
     tb_world *world = pair->world;
-    tb__pair_unsay(pair);
-    delist(pair);
-    tb__engine_lock(world->engine);
-    tb__pair_unref(pair);
-    tb__engine_unlock(world->engine);
+    if (tb__world_is_inherited(world)) {
+        if (tb__world_was_unlocked(world))
+            tb__pair_unref(pair);
+    } else {
+        tb__pair_unsay(pair);
+        delist(pair);
+        tb__engine_lock(world->engine);
+        tb__pair_unref(pair);
+        tb__engine_unlock(world->engine);
+    }
     tb__world_unref(world);
 }

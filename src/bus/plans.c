@@ -160,6 +160,9 @@ void tb__plans_fini(tb__plans *plans) {
 }
 
 void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {
+    *hits = *misses = 0;
+    if (tb__world_check(world, "world") != TB_OK)
+        return;
     tb__engine_lock(world->engine);
     *hits = world->plans.hits;
     *misses = world->plans.misses;

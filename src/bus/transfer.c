@@ -264,12 +264,12 @@ static tb_status resolve(tb_batch *batch, const tb_transfer_opts *opts, int64_t 
 static void free_transfer(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++)
         free(t->parts[i].why);
-    close(t->event);
     free(t);
 }
 
 static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     tb_transfer_opts o;
+    TB_TRY(tb__world_check(batch->world, "batch"));
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     if (o.timeout_ms < 0)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
@@ -277,7 +277,7 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         return tb__fail(TB_INVALID, "hold is for receiving with TB_SHADOW");
     int64_t deadline_ms = tb__world_deadline(batch->world, o.timeout_ms);
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
-    int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int event = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (event < 0)
         return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     tb__engine_lock(batch->world->engine);
@@ -297,13 +297,11 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         status = begin(batch, is_send, t);
     }
     tb__engine_unlock(batch->world->engine);
-    if (!t) {
-        close(event);
+    if (status != TB_OK || !t) {
+        tb__fd_close(event);
+        if (t)
+            free_transfer(t);
         return status == TB_OK ? TB_NO_MEMORY : status;
-    }
-    if (status != TB_OK) {
-        free_transfer(t);
-        return status;
     }
     atomic_fetch_add(&batch->refs, 1);
     *out = t;
@@ -321,6 +319,7 @@ tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **o
 /* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
 
 tb_status tb_proceed(tb_transfer *t) {
+    TB_TRY(tb__world_check(t->batch->world, "transfer"));
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
     tb__engine *engine = t->batch->world->engine;
@@ -361,6 +360,8 @@ void tb__transfer_give_up(tb_transfer *t) {
 }
 
 void tb_cancel(tb_transfer *t) {
+    if (tb__world_check(t->batch->world, "transfer") != TB_OK)
+        return;
     tb__engine *engine = t->batch->world->engine;
     tb__engine_lock(engine);
     if (!t->has_ended)
@@ -372,16 +373,19 @@ void tb_transfer_destroy(tb_transfer *t) {
     if (!t)
         return;
     tb_batch *batch = t->batch;
-    tb__engine *engine = batch->world->engine;
-    tb__engine_lock(engine);
-    if (!t->has_ended)
-        cancel(t);
-    tb__engine_remove_task(engine, &t->task);
-    if (t->is_send)
-        batch->sending = NULL;
-    else
-        batch->receiving = NULL;
-    tb__engine_unlock(engine);
+    if (!tb__world_is_inherited(batch->world)) {
+        tb__engine *engine = batch->world->engine;
+        tb__engine_lock(engine);
+        if (!t->has_ended)
+            cancel(t);
+        tb__engine_remove_task(engine, &t->task);
+        if (t->is_send)
+            batch->sending = NULL;
+        else
+            batch->receiving = NULL;
+        tb__engine_unlock(engine);
+        tb__fd_close(t->event);
+    }
     free_transfer(t);
     tb__batch_unref(batch);
 }

@@ -55,6 +55,9 @@ static void clear_news(const tb_transfer *t) {
 }
 
 void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
+    *out = (tb_transfer_state){.status = tb__world_check(t->batch->world, "transfer")};
+    if (out->status != TB_OK)
+        return;
     tb__engine *engine = t->batch->world->engine;
     tb__engine_lock(engine);
     tb__transfer_get_state(t, out);
@@ -83,6 +86,7 @@ static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *p
 }
 
 tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
+    TB_TRY(tb__world_check(t->batch->world, "transfer"));
     tb__engine *engine = t->batch->world->engine;
     tb__engine_lock(engine);
     const tb__transfer_part *p = find_part(t, pair);
@@ -107,7 +111,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
 }
 
 int tb_transfer_fd(const tb_transfer *t) {
-    return t->event;
+    return tb__world_check(t->batch->world, "transfer") == TB_OK ? t->event : -1;
 }
 
 /* ---- Wait ------------------------------------------------------------------------------------------------------ */
@@ -167,6 +171,7 @@ static void take_groups(tb_transfer *t, uint32_t group) {
 }
 
 tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
+    TB_TRY(tb__world_check(t->batch->world, "transfer"));
     static const struct {
         tb_event event;
         const char *what;
@@ -195,6 +200,7 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
 }
 
 tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
+    TB_TRY(tb__world_check(t->batch->world, "transfer"));
     if (t->is_send)
         return tb__fail(TB_INVALID, "groups arrive where they are received");
     if (group == UINT32_MAX)

@@ -24,6 +24,18 @@ tb_status tb__world_check_name(const char *what, const char *name) {
     return TB_OK;
 }
 
+tb_status tb__world_check(const tb_world *world, const char *what) {
+    return tb__owner_check(&world->owner, what, "join again");
+}
+
+bool tb__world_is_inherited(const tb_world *world) {
+    return tb__is_inherited(&world->owner);
+}
+
+bool tb__world_was_unlocked(const tb_world *world) {
+    return tb__engine_was_unlocked(world->engine);
+}
+
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms) {
     return tb__now_ms() + (timeout_ms > 0 ? timeout_ms : world->timeout_ms);
 }
@@ -111,6 +123,7 @@ tb_status tb__world_join(const char *url, const char *group, int32_t index, int3
     if (!world)
         return TB_NO_MEMORY;
     atomic_init(&world->refs, 1);
+    tb__owner_init(&world->owner);
     world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     world->workers = o.workers;
     tb_status status = join(world, url, group, index, size, is_local, &o);
@@ -130,6 +143,7 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
 }
 
 tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
+    TB_TRY(tb__world_check(world, "world"));
     TB_TRY(tb__world_check_name("group", group));
     TB_TRY(tb__directory_enter(world->directory, group, index, size));
     tb__engine_lock(world->engine);
@@ -147,15 +161,8 @@ void tb_world_destroy(tb_world *world) {
         tb__world_unref(world);
 }
 
-void tb__world_unref(tb_world *world) {
-    if (atomic_fetch_sub(&world->refs, 1) > 1)
-        return;
-    atomic_store(&world->is_ready, false);
-    tb__decider_destroy(world->decider);
-    /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
-     */
-    tb__directory_close(world->directory);
-    tb__engine_destroy(world->engine);
+/* What the engine's lock guards. */
+static void free_members(tb_world *world) {
     for (size_t i = 0; i < world->seats.count; i++)
         free(world->seats.item[i].group);
     free(world->seats.item);
@@ -167,6 +174,32 @@ void tb__world_unref(tb_world *world) {
     free(world->rounds.item);
     tb__plans_fini(&world->plans);
     tb_plan_cache_destroy(world->cache);
+}
+
+/* In a forked child. The rest is kept, so that tools that look for lost memory find it. */
+static void leave_to_parent(tb_world *world) {
+    static _Atomic(tb_world *) kept;
+    if (tb__world_was_unlocked(world))
+        free_members(world);
+    world->next = atomic_load(&kept);
+    while (!atomic_compare_exchange_weak(&kept, &world->next, world))
+        ;
+}
+
+void tb__world_unref(tb_world *world) {
+    if (atomic_fetch_sub(&world->refs, 1) > 1)
+        return;
+    if (tb__world_is_inherited(world)) {
+        leave_to_parent(world);
+        return;
+    }
+    atomic_store(&world->is_ready, false);
+    tb__decider_destroy(world->decider);
+    /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
+     */
+    tb__directory_close(world->directory);
+    tb__engine_destroy(world->engine);
+    free_members(world);
     if (world->at_end)
         world->at_end(world->at_end_arg);
     free(world);
@@ -186,10 +219,11 @@ uint64_t tb_world_incarnation(const tb_world *world) {
 }
 
 int tb_world_fd(const tb_world *world) {
-    return tb__engine_fd(world->engine);
+    return tb__world_check(world, "world") == TB_OK ? tb__engine_fd(world->engine) : -1;
 }
 
 tb_status tb_world_progress(tb_world *world) {
+    TB_TRY(tb__world_check(world, "world"));
     tb__engine_progress(world->engine);
     return TB_OK;
 }
@@ -231,6 +265,7 @@ static bool is_complete(void *arg) {
 }
 
 tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
+    TB_TRY(tb__world_check(world, "world"));
     TB_TRY(tb__world_check_name("group", group));
     waiting w = {.world = world, .group = group};
     tb__engine_lock(world->engine);

@@ -48,6 +48,7 @@ struct tb__memory_user {
 };
 
 struct tb_world {
+    tb__owner owner;
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
     tb__engine *engine;
     _Atomic bool is_ready; /* the engine is there, for the directory's thread */
@@ -72,6 +73,7 @@ struct tb_world {
     TB_VEC(tb__early) early;
     void (*at_end)(void *arg); /* last of all; NULL: nothing */
     void *at_end_arg;
+    tb_world *next; /* of those that a forked child has destroyed */
 };
 
 /* What to do when the world has ended, in whichever thread that is. To be called before anybody else has the world. */
@@ -79,6 +81,14 @@ struct tb_world {
 TB_API tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
                                 const tb_world_opts *opts, tb_world **out);
 TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
+
+/* TB_REFUSED in a forked child, for an object of the world: the first thing that public calls ask. `what` it is is for
+ * the sentence. */
+tb_status tb__world_check(const tb_world *world, const char *what);
+/* In a forked child what is destroyed only gives memory back: that of the object itself, if nobody was changing it when
+ * the child was forked. What the threads of the parent use stays; so do the world, the engine and the directory. */
+bool tb__world_is_inherited(const tb_world *world);
+bool tb__world_was_unlocked(const tb_world *world);
 
 /* Whoever is made in a world keeps it; the last one ends it. Without the lock. */
 void tb__world_ref(tb_world *world);

@@ -402,6 +402,7 @@ static tb_status read_opts(const tb_copy_opts *opts, tb_copy_opts *o) {
 
 tb_status tb_copy_open(tb_world *world, const char *name, const char *group, const tb_copy_opts *opts, tb_copy **out) {
     tb_copy_opts o;
+    TB_TRY(tb__world_check(world, "world"));
     TB_TRY(read_opts(opts, &o));
     TB_TRY(tb__world_check_name("copy service", name));
     group = group ? group : world->seats.item[0].group;
@@ -452,16 +453,7 @@ static void leave(tb_copy *copy) {
     tb__assembly_fini(&copy->all);
 }
 
-void tb_copy_close(tb_copy *copy) {
-    if (!copy)
-        return;
-    tb_world *world = copy->world;
-    size_t npeers = copy->all.npeers;
-    tb__engine_lock(world->engine);
-    tb__world_remove_user(world, &copy->memory);
-    if (copy->all.world) /* it got so far as to meet */
-        leave(copy);
-    tb__engine_unlock(world->engine);
+static void free_members(tb_copy *copy, size_t npeers) {
     for (size_t i = 0; copy->peers && i < npeers; i++) {
         free(copy->peers[i].label);
         free(copy->peers[i].offer);
@@ -474,6 +466,25 @@ void tb_copy_close(tb_copy *copy) {
     free(copy->sends.ops.item);
     free(copy->recvs.ops.item);
     free(copy->views.item);
+}
+
+void tb_copy_close(tb_copy *copy) {
+    if (!copy)
+        return;
+    tb_world *world = copy->world;
+    size_t npeers = copy->all.npeers;
+    if (tb__world_is_inherited(world)) { /* which keeps the rest */
+        if (tb__world_was_unlocked(world))
+            free_members(copy, npeers);
+        tb__world_unref(world);
+        return;
+    }
+    tb__engine_lock(world->engine);
+    tb__world_remove_user(world, &copy->memory);
+    if (copy->all.world) /* it got so far as to meet */
+        leave(copy);
+    tb__engine_unlock(world->engine);
+    free_members(copy, npeers);
     free(copy);
     tb__world_unref(world);
 }

@@ -36,6 +36,7 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
 
 static tb_status submit(tb_copy *copy, bool is_send, const tb_copy_view *views, size_t nviews, int32_t seat,
                         uint64_t task_id) {
+    TB_TRY(tb__world_check(copy->world, "copy service"));
     tb__engine_lock(copy->world->engine);
     tb_status status = add_op(copy, is_send ? &copy->sends : &copy->recvs, views, nviews, seat, task_id);
     tb__engine_unlock(copy->world->engine);
@@ -370,6 +371,7 @@ static tb_status run(tb_copy *copy) {
 }
 
 tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
+    TB_TRY(tb__world_check(copy->world, "copy service"));
     tb__engine *engine = copy->world->engine;
     if (timeout_ms < 0)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");

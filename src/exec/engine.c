@@ -38,6 +38,13 @@ bool tb__engine_is_driver(const tb__engine *engine) {
     return atomic_load(&engine->driver) == &this_thread;
 }
 
+bool tb__engine_was_unlocked(tb__engine *engine) {
+    bool was_unlocked = pthread_mutex_trylock(&engine->lock) == 0;
+    if (was_unlocked)
+        pthread_mutex_unlock(&engine->lock);
+    return was_unlocked;
+}
+
 void tb__engine_signal(tb__engine *engine) {
     pthread_cond_broadcast(&engine->changed);
 }
@@ -276,9 +283,9 @@ static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
 
 static tb_status open_descriptors(tb__engine *engine) {
     struct epoll_event event = {.events = EPOLLIN};
-    engine->epoll = epoll_create1(EPOLL_CLOEXEC);
-    engine->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    engine->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    engine->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
+    engine->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    engine->timer = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     if (engine->epoll < 0 || engine->wake < 0 || engine->timer < 0 ||
         epoll_ctl(engine->epoll, EPOLL_CTL_ADD, engine->wake, &event) != 0 ||
         epoll_ctl(engine->epoll, EPOLL_CTL_ADD, engine->timer, &event) != 0)
@@ -328,11 +335,11 @@ void tb__engine_destroy(tb__engine *engine) {
         tb__transport_close(&engine->transports[i]);
     tb__peers_free(engine);
     if (engine->timer >= 0)
-        close(engine->timer);
+        tb__fd_close(engine->timer);
     if (engine->wake >= 0)
-        close(engine->wake);
+        tb__fd_close(engine->wake);
     if (engine->epoll >= 0)
-        close(engine->epoll);
+        tb__fd_close(engine->epoll);
     pthread_cond_destroy(&engine->changed);
     pthread_mutex_destroy(&engine->lock);
     free(engine);

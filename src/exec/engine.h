@@ -85,6 +85,8 @@ void tb__engine_unlock(tb__engine *engine);
 bool tb__engine_lock_until(tb__engine *engine, int64_t deadline_ms);
 /* Whether this thread is the driver, in a function that the driver calls. With or without the lock. */
 bool tb__engine_is_driver(const tb__engine *engine);
+/* In a forked child: whether no thread had the lock when it was forked, so that what it guards is whole. */
+bool tb__engine_was_unlocked(tb__engine *engine);
 
 /* All below: with the lock held, unless it says otherwise. */
 

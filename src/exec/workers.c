@@ -44,7 +44,6 @@ static struct {
     pthread_t threads[TB__WORKERS_MAX];
     int nthreads;
     _Atomic int wanted;
-    bool has_fork_handler;
 } pool = {
     .turn = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -138,7 +137,7 @@ static void *work(void *arg) {
 }
 
 /* The child has no threads but the one that forked, whoever held the locks. */
-static void after_fork(void) {
+static void after_fork_in_child(void) {
     pthread_mutex_init(&pool.turn, NULL);
     pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.work, NULL);
@@ -149,16 +148,16 @@ static void after_fork(void) {
     pool.nthreads = 0;
 }
 
+/* Before anybody can have a lock: the end of a child takes one, too. */
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, after_fork_in_child);
+}
+
 /* Fewer threads than wanted are no failure: the caller can do it all. */
 static void start_threads(void) {
     int wanted = atomic_load(&pool.wanted) - 1;
     if (pool.nthreads >= wanted)
         return;
-    if (!pool.has_fork_handler) {
-        if (pthread_atfork(NULL, NULL, after_fork) != 0)
-            return;
-        pool.has_fork_handler = true;
-    }
     /* Signals are the host program's business, in the host program's threads. */
     sigset_t all, before;
     sigfillset(&all);

@@ -10,6 +10,7 @@
 
 /* One side's names, found by hash. */
 typedef struct side {
+    const char *label;
     const char *const *name;
     size_t count;
     tb__index index;
@@ -36,15 +37,15 @@ static size_t find_name(const side *s, const char *name) {
     return find(s, name, tb__name_hash(name));
 }
 
-static tb_status side_init(side *s, const char *which, const char *const *names, size_t count) {
-    *s = (side){.name = names, .count = count};
+static tb_status side_init(side *s, const char *const *names, size_t count) {
+    *s = (side){.label = s->label, .name = names, .count = count};
     s->is_matched = tb__calloc(count, sizeof *s->is_matched);
     if (!s->is_matched)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < count; i++) {
         uint64_t hash = tb__name_hash(names[i]);
         if (find(s, names[i], hash) != TB__NOWHERE)
-            return tb__fail(TB_INVALID, "'%.200s' is in the %s twice", names[i], which);
+            return tb__fail(TB_INVALID, "'%.200s' is in %s twice", names[i], s->label);
         if (!tb__index_add(&s->index, hash, i))
             return TB_NO_MEMORY;
     }
@@ -163,11 +164,11 @@ static tb_status list_unmatched(const matching *m, const side *s, size_t **out, 
     return list ? TB_OK : TB_NO_MEMORY;
 }
 
-static void say_unmatched(tb__text *text, const char *which, const side *s, const size_t *list, size_t count) {
+static void say_unmatched(tb__text *text, const side *s, const size_t *list, size_t count) {
     enum { SHOWN = 3 };
     if (count == 0)
         return;
-    tb__text_add(text, "%s%zu only in the %s (", text->count ? ", " : "", count, which);
+    tb__text_add(text, "%s%zu only in %s (", text->count ? ", " : "", count, s->label);
     for (size_t i = 0; i < count && i < SHOWN; i++)
         tb__text_add(text, "%s'%.100s'", i ? ", " : "", s->name[list[i]]);
     tb__text_add(text, "%s)", count > SHOWN ? ", ..." : "");
@@ -175,8 +176,8 @@ static void say_unmatched(tb__text *text, const char *which, const side *s, cons
 
 static tb_status refuse_unmatched(const matching *m, const tb_match *match) {
     tb__text text = {0};
-    say_unmatched(&text, "source", &m->source, match->only_source, match->nonly_source);
-    say_unmatched(&text, "target", &m->target, match->only_target, match->nonly_target);
+    say_unmatched(&text, &m->source, match->only_source, match->nonly_source);
+    say_unmatched(&text, &m->target, match->only_target, match->nonly_target);
     tb_status status = text.failed ? TB_NO_MEMORY : tb__fail(TB_INVALID, "unmatched parameters: %s", text.data);
     tb__text_fini(&text);
     return status;
@@ -192,8 +193,8 @@ static tb_status match_all(matching *m, const char *const *source, size_t nsourc
         TB_TRY(tb__pattern_init(&m->ignored[i], m->opts.ignored[i]));
         m->nignored++;
     }
-    TB_TRY(side_init(&m->source, "source", source, nsource));
-    TB_TRY(side_init(&m->target, "target", target, ntarget));
+    TB_TRY(side_init(&m->source, source, nsource));
+    TB_TRY(side_init(&m->target, target, ntarget));
     TB_TRY(match_sides(m, out));
     TB_TRY(list_unmatched(m, &m->source, &out->only_source, &out->nonly_source));
     TB_TRY(list_unmatched(m, &m->target, &out->only_target, &out->nonly_target));
@@ -204,7 +205,13 @@ static tb_status match_all(matching *m, const char *const *source, size_t nsourc
 
 tb_status tb_match_names(const char *const *source, size_t nsource, const char *const *target, size_t ntarget,
                          const tb_match_opts *opts, tb_match *out) {
-    matching m = {0};
+    return tb__match_names(source, nsource, target, ntarget, opts, "the source", "the target", out);
+}
+
+tb_status tb__match_names(const char *const *source, size_t nsource, const char *const *target, size_t ntarget,
+                          const tb_match_opts *opts, const char *source_label, const char *target_label,
+                          tb_match *out) {
+    matching m = {.source.label = source_label, .target.label = target_label};
     tb_match match = {0};
     TB_TRY(tb__opts_read(&m.opts, sizeof m.opts, opts));
     tb_status status = match_all(&m, source, nsource, target, ntarget, &match);

@@ -92,7 +92,7 @@ static tb_status visit_embedded(const doctor *d, visit *v) {
     v->remedy = status == TB_DENIED ? "run this as the user who serves it, or give the store a tcp:// URL"
                                     : remedy_of_errno(error, address.is_unix);
     TB_TRY(status);
-    close(fd);
+    tb__fd_close(fd);
     status = talk(d);
     v->remedy = remedy_of_talk(status);
     return status;

@@ -404,6 +404,11 @@ static void last_words(endpoints *e) {
     work_until_done(&other, (tb_op *[]){&l.op}, 1);
     assert_int_equal(l.count, LAST_WORDS);
     assert_int_equal(l.end, TB_LOST);
+    /* Whoever comes later is told why, not only that it is so. */
+    make_op(&l.op, TB_OP_RECV, e->rank_a, 7, &l.piece, 1);
+    assert_int_equal(tb__transport_post(&e->b, &l.op), TB_LOST);
+    if (strcmp(tb_error_detail(), "") == 0 || strcmp(tb_error_detail(), "it is lost") == 0)
+        fail_msg("the reason is '%s'", tb_error_detail());
 }
 
 void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {

@@ -34,6 +34,14 @@ static tb_status lose(tb_client *c, const char *why) {
     return tb__fail(c->broken, "%s", c->why);
 }
 
+tb_status tb__client_check(const tb_client *c, const char *what) {
+    return tb__owner_check(&c->owner, what, "connect again");
+}
+
+bool tb__client_is_half_changed(const tb_client *c) {
+    return tb__is_inherited(&c->owner) && c->is_busy;
+}
+
 static tb_status check(const tb_client *c) {
     return c->broken == TB_OK ? TB_OK : tb__fail(c->broken, "%s", c->why);
 }
@@ -179,7 +187,9 @@ static tb_status take_frames(tb_client *c) {
 tb_status tb__client_listen(tb_client *c, int64_t deadline_ms, const char *what) {
     TB_TRY(check(c));
     TB_TRY(wait_for(c, POLLIN, deadline_ms, what));
+    c->is_busy = true;
     tb_status status = read_some(c), taken = take_frames(c); /* what came before the end counts */
+    c->is_busy = false;
     return status == TB_OK ? taken : status;
 }
 
@@ -283,12 +293,8 @@ static tb_status open_socket(tb_client *c, bool is_awaited, int64_t deadline_ms)
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return tb__fail(TB_IO, "socket: %s", tb__errno_text(errno));
-    tb_status status = connect_to(c, fd, is_awaited, deadline_ms);
-    if (status == TB_OK)
-        tb__owned_fd_init(&c->socket, fd);
-    else
-        close(fd);
-    return status;
+    tb__owned_fd_init(&c->socket, fd); /* before it is connected: that may take a while */
+    return connect_to(c, fd, is_awaited, deadline_ms);
 }
 
 static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_ms) {
@@ -324,6 +330,7 @@ tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool 
         return TB_NO_MEMORY;
     c->socket.fd = -1;
     c->refs = 1;
+    tb__owner_init(&c->owner);
     c->path = tb__strdup(path);
     tb_status status = c->path ? open_socket(c, is_awaited, deadline_ms) : TB_NO_MEMORY;
     if (status == TB_OK)
@@ -341,7 +348,7 @@ tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_cli
 }
 
 void tb__client_unref(tb_client *c) {
-    if (--c->refs > 0)
+    if (--c->refs > 0 || tb__client_is_half_changed(c))
         return;
     drop_replies(c);
     tb__client_forget(c, NULL);
@@ -380,7 +387,7 @@ int32_t tb_client_size(const tb_client *c) {
 }
 
 int tb_client_fd(const tb_client *c) {
-    return c->broken == TB_OK ? c->socket.fd : -1;
+    return tb__client_check(c, "client") == TB_OK && c->broken == TB_OK ? c->socket.fd : -1;
 }
 
 const char *tb_client_group(const tb_client *c) {

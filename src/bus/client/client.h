@@ -47,9 +47,11 @@ struct tb_client_batch {
 };
 
 struct tb_client {
+    tb__owner owner;
     size_t refs; /* the user's, and one for each batch */
     char *path;
     tb__owned_fd socket; /* a child that kept it would make the agent believe that this process lives */
+    bool is_busy;        /* what has been received is being taken */
     tb_status broken;    /* and why */
     char why[TB__CLIENT_WHY];
     uint64_t nframes; /* sent so far */
@@ -68,6 +70,11 @@ struct tb_client {
 
 /* As tb_client_connect. Unless the agent is awaited, TB_IO at once if nobody listens. */
 tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out);
+
+/* TB_REFUSED in a forked child, for the client or a batch of it: the first thing that public calls ask. */
+tb_status tb__client_check(const tb_client *client, const char *what);
+/* In a forked child: what a thread was changing when it was forked can't be freed. */
+bool tb__client_is_half_changed(const tb_client *client);
 
 void tb__client_unref(tb_client *client);
 

@@ -37,6 +37,7 @@ static tb_status remember_pair(tb_client *c, const char *name, const char *layou
 
 tb_status tb_client_init_pair(tb_client *c, const char *name, const char *remote_group, const char *text,
                               int timeout_ms) {
+    TB_TRY(tb__client_check(c, "client"));
     tb_layout *layout;
     tb__bytes mesh = {0}, placements = {0};
     TB_TRY(tb_layout_parse(text, &layout));
@@ -85,6 +86,7 @@ static tb_status keep_opts(tb_client_batch *b) {
 }
 
 tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_opts *opts, tb_client_batch **out) {
+    TB_TRY(tb__client_check(c, "client"));
     tb_batch_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     if (o.transform)
@@ -196,6 +198,7 @@ static bool has_pair(const tb_client_batch *b, const char *pair) {
 }
 
 tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     const struct tb__client_pair *known = find_pair(b->client, pair);
     if (!known)
         return tb__fail(TB_INVALID, "tensor '%.100s': there is no pair '%.100s'", name, pair);
@@ -255,6 +258,7 @@ static tb_status send_tensors(tb_client_batch *b, tb__message *message, int time
 }
 
 tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     const tb_batch_opts *o = &b->opts;
     tb__message message = {.kind = TB__REGISTER_TENSORS,
                            .batch_id = b->name,
@@ -294,6 +298,7 @@ static void forget_tensors(tb_client_batch *b, const char *pair) {
 }
 
 tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name, .pair_name = pair};
     bool is_there = has_pair(b, pair), is_new = false;
     for (size_t i = b->nregistered; i < b->tensors.count; i++)
@@ -310,6 +315,7 @@ tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
 }
 
 tb_status tb_client_cleanup(tb_client_batch *b) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     tb__message message = {.kind = TB__CLEANUP_BATCH, .batch_id = b->name};
     TB_TRY(tb__client_call(b->client, &message, NULL, 0, 0, "cleaned up", NULL));
     b->is_registered = false;
@@ -321,8 +327,12 @@ tb_status tb_client_cleanup(tb_client_batch *b) {
 void tb_client_batch_destroy(tb_client_batch *b) {
     if (!b)
         return;
+    if (tb__client_is_half_changed(b->client)) {
+        b->client->refs--;
+        return;
+    }
     if ((b->is_registered || b->may_be_registered) && b->client->broken == TB_OK)
-        (void)tb_client_cleanup(b);
+        (void)tb_client_cleanup(b); /* which is refused in a forked child */
     tb__client_forget(b->client, b);
     tb__client_unref(b->client);
     tb__arena_fini(&b->arena);

@@ -81,6 +81,7 @@ static tb_status begin(tb_client_batch *b, tb__message *message, const tb_client
 }
 
 tb_status tb_client_transfer(tb_client_batch *b, bool is_send, const tb_client_transfer_opts *opts) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     tb_client_transfer_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     if (o.hold && !o.no_wait)
@@ -99,6 +100,7 @@ tb_status tb_client_transfer(tb_client_batch *b, bool is_send, const tb_client_t
 }
 
 tb_status tb_client_proceed(tb_client_batch *b) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     tb__message message = {.kind = TB__PROCEED, .batch_id = b->name};
     return tb__client_call(b->client, &message, NULL, 0, 0, "let the transfer proceed", NULL);
 }
@@ -106,6 +108,7 @@ tb_status tb_client_proceed(tb_client_batch *b) {
 /* ---- Wait ------------------------------------------------------------------------------------------------------ */
 
 tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int timeout_ms) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     const tb__client_transfer *t = find_transfer(b, is_send, NULL);
     size_t i = 0;
     while (i < NEVENTS && events[i].event != event)
@@ -138,6 +141,7 @@ tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int t
 /* ---- Questions ------------------------------------------------------------------------------------------------- */
 
 static tb_status ask(tb_client_batch *b, tb__client_reply **out) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     tb__message message = {.kind = TB__QUERY_STATUS, .batch_id = b->name};
     return tb__client_call(b->client, &message, NULL, 0, 0, "told the status", out);
 }

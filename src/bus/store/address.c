@@ -64,28 +64,48 @@ bool tb__store_url_is_local(const char *url) {
     }
 }
 
-static tb_status parse_tcp(const char *rest, tb__address *out) {
-    const char *host = rest, *end, *colon;
-    if (*rest == '[') {
-        host = rest + 1;
-        end = strchr(host, ']');
-        colon = end ? end + 1 : NULL;
-    } else {
-        end = colon = strrchr(rest, ':');
-        if (colon && memchr(rest, ':', (size_t)(colon - rest)))
-            return tb__fail(TB_INVALID, "store '%s': an IPv6 address goes into brackets", out->url);
-    }
-    int64_t port = -1;
-    const char *at = colon ? colon + 1 : NULL;
-    if (!colon || *colon != ':' || *at < '0' || *at > '9' || !tb__read_int(&at, &port) || *at || port > 65535)
-        return tb__fail(TB_INVALID, "store '%s': no port at its end", out->url);
-    if ((size_t)(end - host) >= sizeof out->host)
-        return tb__fail(TB_TOO_BIG, "store '%s': the host's name is too long", out->url);
-    /* Without a host: this one, reachable from nowhere else. */
-    snprintf(out->host, sizeof out->host, "%.*s", (int)(end - host), end == host ? "" : host);
-    if (!*out->host)
-        snprintf(out->host, sizeof out->host, "127.0.0.1");
+/* Text behind the last colon: 0 to 65535, where 0 lets a server choose. */
+static tb_status parse_port(const char *text, tb__address *out) {
+    size_t ndigits = strspn(text, "0123456789");
+    if (!*text)
+        return tb__fail(TB_INVALID, "no port at its end");
+    if (text[ndigits])
+        return tb__fail(TB_INVALID, "'%.60s' is not a port, which is a number from 1 to 65535", text);
+    int64_t port = 0;
+    const char *at = text;
+    if (!tb__read_int(&at, &port) || port > 65535)
+        return tb__fail(TB_INVALID, "port %.60s is out of range: ports are 1 to 65535", text);
     snprintf(out->port, sizeof out->port, "%d", (int)port);
+    return TB_OK;
+}
+
+tb_status tb__host_port_parse(const char *text, tb__address *out) {
+    const char *host = text, *end, *colon;
+    if (*text == '[') {
+        host = text + 1;
+        end = strchr(host, ']');
+        if (!end)
+            return tb__fail(TB_INVALID, "the bracket before the IPv6 address is not closed");
+        if (end == host)
+            return tb__fail(TB_INVALID, "no IPv6 address in the brackets");
+        colon = end + 1;
+        if (*colon && *colon != ':')
+            return tb__fail(TB_INVALID, "'%.60s' follows the brackets; it must be a colon and a port", colon);
+    } else {
+        end = colon = strrchr(text, ':');
+        if (colon && memchr(text, ':', (size_t)(colon - text)))
+            return tb__fail(TB_INVALID, "an IPv6 address goes into brackets");
+    }
+    if (!colon || !*colon)
+        return tb__fail(TB_INVALID, "no port at its end");
+    TB_TRY(parse_port(colon + 1, out));
+    if ((size_t)(end - host) >= sizeof out->host)
+        return tb__fail(TB_TOO_BIG, "the host's name is too long");
+    /* Without a host: this one, reachable from nowhere else. */
+    if (end == host)
+        snprintf(out->host, sizeof out->host, "127.0.0.1");
+    else
+        snprintf(out->host, sizeof out->host, "%.*s", (int)(end - host), host);
     return TB_OK;
 }
 
@@ -93,7 +113,12 @@ tb_status tb__address_parse(const char *base_url, tb__address *out) {
     tb__address address = {0};
     snprintf(address.url, sizeof address.url, "%s", base_url);
     if (strncmp(base_url, "tcp://", 6) == 0) {
-        TB_TRY(parse_tcp(base_url + 6, &address));
+        tb_status status = tb__host_port_parse(base_url + 6, &address);
+        if (status != TB_OK) {
+            char why[160];
+            snprintf(why, sizeof why, "%s", tb_error_detail());
+            return tb__fail(status, "store '%s': %s", base_url, why);
+        }
     } else if (strncmp(base_url, "unix:", 5) == 0) {
         address.is_unix = true;
         const char *path = base_url + 5;
@@ -197,7 +222,7 @@ static tb_status check_server(const tb__address *address, int fd) {
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error) {
     *error = 0;
     if (address->is_unix) {
-        int s = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        int s = tb__fd_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
         if (s < 0) {
             *error = errno;
             return tb__fail(TB_IO, "%s: socket: %s", address->url, tb__errno_text(*error));
@@ -205,7 +230,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
         *error = connect_unix(s, address, deadline_ms);
         tb_status status = *error ? fail_connect(address, *error) : check_server(address, s);
         if (status != TB_OK) {
-            close(s);
+            tb__fd_close(s);
             return status;
         }
         fcntl(s, F_SETFL, O_NONBLOCK);
@@ -218,7 +243,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
     TB_TRY(tb__resolve(address, deadline_ms, &names));
     *error = ECONNREFUSED;
     for (const struct addrinfo *name = names; name; name = name->ai_next) {
-        int s = socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        int s = tb__fd_own(socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
         *error = s < 0 ? errno : connect_tcp(s, name, deadline_ms);
         if (*error == 0) {
             freeaddrinfo(names);
@@ -227,7 +252,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
             return TB_OK;
         }
         if (s >= 0)
-            close(s);
+            tb__fd_close(s);
     }
     freeaddrinfo(names);
     return fail_connect(address, *error);

@@ -6,6 +6,8 @@
 #include "bus/store/address.h"
 #include "bus/store/curl.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -45,12 +47,19 @@ struct tb__gateway {
 
 static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
     static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_:[]";
-    char url[TB__STORE_MAX_URL + 8];
-    tb__address address;
-    snprintf(url, sizeof url, "tcp://%.*s", (int)length, text);
-    if (strspn(text, allowed) < length || length == 0 || tb__address_parse(url, &address) != TB_OK ||
-        strcmp(address.port, "0") == 0)
-        return tb__fail(TB_INVALID, "store '%s': '%.*s' is not host:port", g->url, (int)length, text);
+    char host_port[TB__STORE_MAX_URL + 1];
+    tb__address address = {0};
+    snprintf(host_port, sizeof host_port, "%.*s", (int)length, text);
+    if (strspn(text, allowed) < length || length == 0)
+        return tb__fail(TB_INVALID, "store '%s': '%s' is not host:port", g->url, host_port);
+    tb_status status = tb__host_port_parse(host_port, &address);
+    if (status == TB_OK && strcmp(address.port, "0") == 0)
+        status = tb__fail(TB_INVALID, "port 0 is out of range: ports are 1 to 65535");
+    if (status != TB_OK) {
+        char why[160];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+        return tb__fail(status, "store '%s': '%s': %s", g->url, host_port, why);
+    }
     if (g->nendpoints == TB__GATEWAY_MAX_ENDPOINTS)
         return tb__fail(TB_TOO_BIG, "store '%s': more than %d endpoints", g->url, TB__GATEWAY_MAX_ENDPOINTS);
     bool is_ipv6 = strchr(address.host, ':') != NULL;
@@ -112,6 +121,21 @@ static void destroy_line(const tb__gateway *g, line *l) {
     free(l);
 }
 
+/* libcurl's callbacks: its sockets go neither with an exec nor with a fork. */
+static int on_socket(void *arg, curl_socket_t fd, curlsocktype purpose) {
+    (void)arg;
+    (void)purpose;
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    tb__fd_own(fd);
+    return CURL_SOCKOPT_OK;
+}
+
+static int on_socket_closed(void *arg, curl_socket_t fd) {
+    (void)arg;
+    tb__fd_close(fd);
+    return 0;
+}
+
 static tb_status create_line(const tb__gateway *g, line **out) {
     line *l = tb__calloc(1, sizeof *l);
     if (!l)
@@ -126,6 +150,8 @@ static tb_status create_line(const tb__gateway *g, line **out) {
     g->curl->easy_setopt(l->easy, CURLOPT_ERRORBUFFER, l->error);
     g->curl->easy_setopt(l->easy, CURLOPT_HTTPHEADER, g->headers);
     g->curl->easy_setopt(l->easy, CURLOPT_NOSIGNAL, 1L);
+    g->curl->easy_setopt(l->easy, CURLOPT_SOCKOPTFUNCTION, on_socket);
+    g->curl->easy_setopt(l->easy, CURLOPT_CLOSESOCKETFUNCTION, on_socket_closed);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPALIVE, 1L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPIDLE, 10L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPINTVL, 5L);
@@ -209,6 +235,7 @@ typedef struct attempt {
     tb__gateway *gateway;
     tb__gateway_call *call;
     line *line;
+    const endpoint *to;
     tb__bytes in;                                 /* of a stream: what has come of the next object */
     bool has_begun, is_enough, is_broken, is_cut; /* is_cut: its time was up */
     tb_status status;                             /* of what was received */
@@ -361,6 +388,16 @@ static outcome read_answer(attempt *a, json_t **reply) {
     return FAILED;
 }
 
+/* libcurl's own sentence does not say why. */
+static void say_unconnected(const attempt *a) {
+    long error = 0;
+    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_OS_ERRNO, &error);
+    if (error == ECONNREFUSED)
+        tb__set_detail("%s: connection refused, nobody listens at %s", a->gateway->url, a->to->url);
+    else if (error)
+        tb__set_detail("%s: connecting to %s: %s", a->gateway->url, a->to->url, strerror((int)error));
+}
+
 /* The transfer ended; `code` is libcurl's. */
 static outcome judge(attempt *a, CURLcode code, json_t **reply) {
     const tb__curl *curl = a->gateway->curl;
@@ -375,6 +412,8 @@ static outcome judge(attempt *a, CURLcode code, json_t **reply) {
     tb__set_detail("%s: %s", a->gateway->url, a->line->error[0] ? a->line->error : curl->easy_strerror(code));
     switch (code) {
     case CURLE_COULDNT_CONNECT:
+        say_unconnected(a);
+        return UNREACHED;
     case CURLE_COULDNT_RESOLVE_HOST:
         return UNREACHED;
     case CURLE_UNSUPPORTED_PROTOCOL: /* what answers does not speak HTTP */
@@ -403,7 +442,8 @@ static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
     CURLcode code = CURLE_OK;
     if (g->nendpoints > 1 && tb__now_ms() + ATTEMPT_MS < attempt_ms)
         attempt_ms = tb__now_ms() + ATTEMPT_MS;
-    prepare(a, &g->endpoints[index]);
+    a->to = &g->endpoints[index];
+    prepare(a, a->to);
     if (g->curl->multi_add_handle(a->line->multi, a->line->easy) != CURLM_OK) {
         a->status = tb__fail(TB_NO_MEMORY, "no memory for a request");
         return FAILED;
@@ -440,9 +480,11 @@ static bool is_worth_another_try(const tb__gateway *g, const tb__gateway_call *c
 
 tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t **reply) {
     tb__gateway *g = gateway;
-    int64_t begun_ms = tb__now_ms();
+    int given_ms = tb__ms_until(call->deadline_ms);
     attempt a = {.gateway = g, .call = call};
     *reply = NULL;
+    if (given_ms == 0)
+        return tb__fail(TB_TIMEOUT, "%s: no time was left to ask it", g->url);
     TB_TRY(take_line(g, call->is_farewell, &a.line));
     tb_status status = TB_OK;
     int nap_ms = FIRST_NAP_MS;
@@ -463,7 +505,7 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
             if (status == TB_TIMEOUT && result == UNANSWERED && call->is_change_once)
                 tb__set_detail("no answer to a change, which may have been made: %s", why);
             else if (status == TB_TIMEOUT)
-                tb__set_detail("nothing within %d ms: %s", (int)(call->deadline_ms - begun_ms), why);
+                tb__set_detail("nothing within %d ms: %s", given_ms, why);
             break;
         }
         if (a.has_begun)

@@ -31,12 +31,12 @@ static tb_status take_lock(const tb__address *address, int *out) {
     char path[PATH_SIZE];
     lock_path(address, path);
     for (;;) {
-        int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+        int fd = tb__fd_own(open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
         if (fd < 0)
             return tb__fail(TB_IO, "%s: %s.lock: %s", address->url, address->path, tb__errno_text(errno));
         if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
             int error = errno;
-            close(fd);
+            tb__fd_close(fd);
             if (error == EINTR)
                 continue;
             return error == EWOULDBLOCK
@@ -48,7 +48,7 @@ static tb_status take_lock(const tb__address *address, int *out) {
             *out = fd;
             return TB_OK;
         }
-        close(fd);
+        tb__fd_close(fd);
     }
 }
 
@@ -62,7 +62,7 @@ static tb_status remove_stale(const tb__address *address) {
     int fd = -1, error = 0;
     tb_status status = tb__address_connect(address, tb__now_ms() + 100, &fd, &error);
     if (status == TB_OK)
-        close(fd);
+        tb__fd_close(fd);
     if (tb__is_out_of_descriptors(error)) /* which says nothing about who is there */
         return status;
     if (error != ECONNREFUSED && error != ENOENT)
@@ -96,14 +96,14 @@ static tb_status listen_unix(tb__listener *listener) {
     lock_path(&listener->address, path);
     int lock = -1;
     TB_TRY(take_lock(&listener->address, &lock));
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    int fd = tb__fd_own(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     tb_status status = fd < 0 ? tb__fail(TB_IO, "%s: socket: %s", listener->address.url, tb__errno_text(errno))
                               : bind_unix(listener, fd);
     if (status != TB_OK) {
         if (fd >= 0)
-            close(fd);
+            tb__fd_close(fd);
         unlink(path);
-        close(lock);
+        tb__fd_close(lock);
         return status;
     }
     tb__owned_fd_init(&listener->lock, lock);
@@ -112,7 +112,7 @@ static tb_status listen_unix(tb__listener *listener) {
 }
 
 static int bind_tcp(const struct addrinfo *name, int *out) {
-    int fd = socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    int fd = tb__fd_own(socket(name->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (fd < 0)
         return errno;
     int on = 1;
@@ -120,7 +120,7 @@ static int bind_tcp(const struct addrinfo *name, int *out) {
     /* Two may bind as long as neither listens; listen then refuses the second. */
     if (bind(fd, name->ai_addr, name->ai_addrlen) != 0 || listen(fd, BACKLOG) != 0) {
         int error = errno;
-        close(fd);
+        tb__fd_close(fd);
         return error;
     }
     *out = fd;
@@ -171,7 +171,7 @@ static tb_status listen_tcp(tb__listener *listener) {
         return tb__fail(TB_IO, "%s: listen: %s", url, tb__errno_text(error));
     status = name_port(&listener->address, fd);
     if (status != TB_OK)
-        close(fd);
+        tb__fd_close(fd);
     else
         tb__owned_fd_init(&listener->socket, fd);
     return status;

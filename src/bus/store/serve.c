@@ -9,6 +9,9 @@
 /* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */
 enum { FIRST_NAP_MS = 2, LONGEST_NAP_MS = 100 };
 
+/* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
+enum { SILENT_MS = 1000 };
+
 static void nap(int ms) {
     struct timespec left = tb__time_of_ms(ms);
     while (nanosleep(&left, &left) != 0 && errno == EINTR)
@@ -30,7 +33,8 @@ static tb_status serve(const char *url, const char *token, int timeout_ms, tb__s
     tb__store_server *mine = NULL;
     if (!tb__store_is_embedded(url))
         return TB_REFUSED;
-    TB_TRY(tb__store_server_start(url, token, &mine));
+    /* Who has the address already was asked just now. */
+    TB_TRY(tb__store_server_start_limited(url, token, &(tb__store_limits){0}, &mine));
     tb_status status = tb__store_open(url, token, timeout_ms, store);
     if (status != TB_OK) {
         tb__store_server_stop(mine);
@@ -70,14 +74,20 @@ tb_status tb__store_try_open_or_serve(const char *url, const char *token, int ti
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
+    char why[TB__STORE_MAX_URL + 256] = ""; /* the attempt before has failed */
     for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
         bool is_for_later;
+        int64_t begun_ms = tb__now_ms();
         tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
-        if (!is_for_later)
+        /* An attempt that the deadline has cut short says less than the one before. */
+        bool is_cut = status == TB_TIMEOUT && *why && tb__now_ms() - begun_ms < SILENT_MS;
+        if (!is_for_later && !is_cut)
             return status;
+        if (!is_cut)
+            snprintf(why, sizeof why, "%s", tb_error_detail());
         int left = tb__ms_until(deadline_ms);
-        if (left == 0)
-            return tb__fail_within(TB_TIMEOUT, "no store within %d ms", timeout_ms);
         nap(nap_ms < left ? nap_ms : left);
+        if (tb__ms_until(deadline_ms) == 0)
+            return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
     }
 }

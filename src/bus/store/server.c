@@ -23,6 +23,7 @@ enum {
     FULL_MS = 100,           /* without descriptors: after which it is tried again to accept somebody, ... */
     REFUSE_MS = 1000,        /* ... after which those who wait are told, ... */
     WARN_MS = 10000,         /* ... and how often it is logged */
+    PROBE_MS = 1000,
 };
 
 static bool watch(tb__store_server *server, int op, int fd, uint32_t events, void *what) {
@@ -194,7 +195,7 @@ static tb_status check_peer(const tb__store_server *server, int fd) {
 static void add_session(tb__store_server *server, int fd, tb_status status) {
     tb__session *session = tb__calloc(1, sizeof *session);
     if (!session) {
-        close(fd);
+        tb__fd_close(fd);
         return;
     }
     if (!server->listener.address.is_unix)
@@ -236,14 +237,14 @@ static void go_without(tb__store_server *server, int error) {
     if (!tb__is_out_of_descriptors(error) || now - server->full_since_ms < REFUSE_MS || server->spare.fd < 0)
         return;
     tb__owned_fd_close(&server->spare);
-    int fd = accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    int fd = tb__fd_own(accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd >= 0)
         add_session(server, fd, status);
 }
 
 static void accept_all(tb__store_server *server) {
     for (int i = 0; i < NEVENTS; i++) {
-        int fd = accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        int fd = tb__fd_own(accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         int error = fd < 0 ? errno : 0;
         if (fd >= 0) {
             server->full_since_ms = 0;
@@ -379,8 +380,20 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
     return TB_OK;
 }
 
+/* Somebody has the port. A store answers a hello, be it that the token is wrong. */
+static tb_status explain_conflict(const char *url, const char *token) {
+    tb__store *other = NULL;
+    tb_status status = tb__store_open(url, token, PROBE_MS, &other);
+    tb__store_close(other);
+    if (status == TB_OK || status == TB_DENIED || status == TB_REFUSED)
+        return tb__fail(TB_CONFLICT, "%.300s: another process serves it", url);
+    return tb__fail_within(TB_CONFLICT, "the port is taken, and not by a tensorbus store that answers");
+}
+
 tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out) {
-    return tb__store_server_start_limited(url, token, &(tb__store_limits){0}, out);
+    tb_status status = tb__store_server_start_limited(url, token, &(tb__store_limits){0}, out);
+    bool is_taken_port = status == TB_CONFLICT && strncmp(url, "tcp://", 6) == 0;
+    return is_taken_port ? explain_conflict(url, token) : status;
 }
 
 void tb__store_server_stop(tb__store_server *server) {

@@ -41,6 +41,8 @@ typedef struct client {
     size_t nsent; /* of out */
     bool is_closing;
     bool is_lost;
+    bool has_answered; /* it is a store */
+    bool is_foreign;   /* it is none */
     char why[256];
 
     tb__bytes in; /* the thread's own */
@@ -117,10 +119,13 @@ static void deliver_all(client *c) {
     while (!c->is_lost) {
         tb__store_message reply;
         size_t used;
-        if (tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used) != TB_OK)
+        if (tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used) != TB_OK) {
+            c->is_foreign = !c->has_answered;
             lose(c, tb_error_detail());
+        }
         if (used == 0)
             break;
+        c->has_answered = true;
         deliver(c, &reply, c->in.item + done, used);
         done += used;
     }
@@ -425,6 +430,22 @@ static tb_status start(client *c, int64_t deadline_ms) {
     return tb__start_thread(&c->thread, "tb-store-io", run, c);
 }
 
+/* Why the hello had no answer that makes sense. The status stays: whoever listens there may be another the next time.
+ */
+static tb_status fail_hello(client *c) {
+    pthread_mutex_lock(&c->lock);
+    bool has_answered = c->has_answered, is_foreign = c->is_foreign;
+    pthread_mutex_unlock(&c->lock);
+    if (is_foreign)
+        return tb__fail(TB_LOST, "%s: a program that is not a tensorbus store listens there", c->address.url);
+    if (has_answered)
+        return TB_LOST;
+    return tb__fail(TB_LOST,
+                    "%s: who listens there has closed the connection without an answer: it is no tensorbus store, or "
+                    "just ending",
+                    c->address.url);
+}
+
 tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
                                 int timeout_ms, const tb__store_ops **ops, void **context) {
     (void)name_space; /* the server knows of none */
@@ -451,6 +472,8 @@ tb_status tb__socket_store_open(const char *url, const char *name_space, const c
                tb__ms_until(deadline_ms), &unused);
     if (status == TB_TIMEOUT)
         status = tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", url);
+    else if (status == TB_LOST)
+        status = fail_hello(c);
     if (status != TB_OK) {
         socket_close(c);
         return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", url) : status;

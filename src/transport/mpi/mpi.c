@@ -256,7 +256,7 @@ static tb_status mpi_connect(void *context, int32_t wire, const void *bytes, siz
         return p->wire == wire ? TB_OK
                                : tb__fail(TB_CONFLICT, "rank %" PRId32 " of the communicator is taken", there.rank);
     if (p->is_lost || m->is_over)
-        return tb__fail(TB_LOST, m->is_over ? "MPI was finalised" : "it has left");
+        return tb__fail(TB_LOST, "%s", m->is_over ? "MPI was finalised" : mpi_why(p));
     if (!tb__index_add(&m->by_wire, (uint64_t)wire, (size_t)there.rank))
         return TB_NO_MEMORY;
     p->wire = wire;
@@ -278,7 +278,7 @@ static tb_status mpi_post(void *context, tb_op *op) {
     if (m->is_over)
         status = tb__fail(TB_LOST, "MPI was finalised");
     else if (m->peers[rank].is_lost)
-        status = tb__fail(TB_LOST, "it has left");
+        status = tb__fail(TB_LOST, "%s", mpi_why(&m->peers[rank]));
     else
         status = op->kind == TB_OP_SEND ? mpi_post_send(m, op, rank) : mpi_post_receive(m, op, rank);
     if (status == TB_OK)

@@ -253,6 +253,7 @@ void mpi_end_message(mpi *m, message *msg);
 /* Tells those that end of which the deadline has passed; of an endpoint that is over, all. */
 void mpi_end_late(mpi *m);
 void mpi_lose(mpi *m, int rank, const char *why);
+const char *mpi_why(const peer *p); /* it was lost */
 /* Those whose last letter has come, once all that they said before has been heard. */
 void mpi_lose_leavers(mpi *m);
 

@@ -70,6 +70,10 @@ tb_status mpi_release(mpi *m, message *msg, bool is_all, int64_t deadline_ms) {
 
 /* ---- Peers ----------------------------------------------------------------------------------------------------- */
 
+const char *mpi_why(const peer *p) {
+    return p->why ? p->why : "there was no memory for the reason";
+}
+
 /* The engine hears of a lost peer when all operations with it are over. */
 static void tell_lost(mpi *m, int rank) {
     peer *p = &m->peers[rank];
@@ -81,7 +85,7 @@ static void tell_lost(mpi *m, int rank) {
     }
     p->is_told = true;
     if (p->is_connected && m->env.lost)
-        m->env.lost(m->env.arg, p->wire, p->why ? p->why : "it is lost");
+        m->env.lost(m->env.arg, p->wire, mpi_why(p));
 }
 
 void mpi_lose(mpi *m, int rank, const char *why) {

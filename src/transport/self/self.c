@@ -2,6 +2,7 @@
 #include "transport/message.h"
 
 #include "base/descriptors.h"
+#include "base/process.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -43,7 +44,7 @@ static tb_status self_open(const tb_transport_env *env, void **context) {
         return TB_NO_MEMORY;
     s->env = *env;
     s->ready_end = &s->ready;
-    s->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->event = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (s->event < 0) {
         free(s);
         return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
@@ -79,7 +80,7 @@ static void self_close(void *context) {
             mem_unref(s->memory.item[i]);
     }
     free(s->memory.item);
-    close(s->event);
+    tb__fd_close(s->event);
     free(s);
 }
 

@@ -31,7 +31,10 @@ typedef struct address {
 
 void *shm_map_fd(int fd, size_t nbytes) {
     void *map = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    return map == MAP_FAILED ? NULL : map;
+    if (map == MAP_FAILED)
+        return NULL;
+    madvise(map, nbytes, MADV_DONTFORK); /* a child would keep the pages when their owner has given them up */
+    return map;
 }
 
 void shm_finish(shm *s, shm_posted *p, tb_status status) {
@@ -93,7 +96,7 @@ static uint64_t start_time_of(pid_t pid) {
 }
 
 static tb_status open_control(shm *s) {
-    s->control_fd = memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    s->control_fd = tb__fd_own(memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (s->control_fd < 0 || ftruncate(s->control_fd, sizeof *s->control) != 0 ||
         fcntl(s->control_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0)
         return tb__fail(TB_IO, "shared memory for the control page: %s", tb__errno_text(errno));
@@ -120,7 +123,7 @@ static tb_status open_listener(shm *s) {
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     snprintf(s->name, sizeof s->name, "tensorbus-%016" PRIx64, random[0]);
     set_name(&name, s->name, &length);
-    s->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    s->listener = tb__fd_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (s->listener < 0 || bind(s->listener, (struct sockaddr *)&name, length) != 0 || listen(s->listener, 1024) != 0)
         return tb__fail(TB_IO, "listening on a Unix socket: %s", tb__errno_text(errno));
     return TB_OK;
@@ -132,9 +135,9 @@ static tb_status watch(shm *s, int fd, void *what) {
 }
 
 static tb_status open_all(shm *s) {
-    s->epoll = epoll_create1(EPOLL_CLOEXEC);
-    s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    s->retry = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    s->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
+    s->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    s->retry = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     if (s->epoll < 0 || s->wake < 0 || s->retry < 0)
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     s->start_time = start_time_of(getpid());
@@ -148,7 +151,7 @@ static tb_status open_all(shm *s) {
 static void release_reserved(shm_link *link) {
     for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
         if (link->reserved[i] >= 0)
-            close(link->reserved[i]);
+            tb__fd_close(link->reserved[i]);
         link->reserved[i] = -1;
     }
 }
@@ -166,7 +169,7 @@ static void close_descriptors(shm *s, shm_peer *peer) {
     peer->in = NULL;
     if (peer->pidfd >= 0) {
         epoll_ctl(s->epoll, EPOLL_CTL_DEL, peer->pidfd, NULL);
-        close(peer->pidfd);
+        tb__fd_close(peer->pidfd);
     }
     peer->pidfd = -1;
 }
@@ -200,7 +203,7 @@ static void shm_close(void *context) {
     int fds[] = {s->epoll, s->wake, s->retry, s->listener, s->control_fd};
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
         if (fds[i] >= 0)
-            close(fds[i]);
+            tb__fd_close(fds[i]);
     }
     if (s->control)
         munmap(s->control, sizeof *s->control);
@@ -268,11 +271,11 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     if (peer->out.fd >= 0)
         return TB_OK;
     set_name(&name, a.name, &length);
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    int fd = tb__fd_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd < 0 || connect(fd, (struct sockaddr *)&name, length) != 0) {
         int error = errno;
         if (fd >= 0)
-            close(fd);
+            tb__fd_close(fd);
         return tb__fail(tb__is_out_of_descriptors(error) ? TB_REFUSED : TB_LOST, "connecting to its socket @%.32s: %s",
                         a.name, tb__errno_text(error));
     }
@@ -294,8 +297,10 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
 }
 
 void shm_lose(shm *s, shm_peer *peer, const char *why) {
-    if (atomic_exchange(&peer->is_lost, true))
+    if (atomic_load(&peer->is_lost))
         return;
+    snprintf(peer->why, sizeof peer->why, "%s", why); /* before others can see it */
+    atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
     for (tb__waiter *w = s->one_sided.first, *next; w; w = next) {
@@ -353,7 +358,7 @@ static bool reserve(shm *s, shm_link *link) {
     for (size_t i = 0; i < SHM_MEETING_FDS; i++)
         link->reserved[i] = -1;
     for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
-        link->reserved[i] = fcntl(s->wake, F_DUPFD_CLOEXEC, 0);
+        link->reserved[i] = tb__fd_own(fcntl(s->wake, F_DUPFD_CLOEXEC, 0));
         if (link->reserved[i] < 0)
             return false;
     }
@@ -369,7 +374,7 @@ static bool accept_one(shm *s) {
         stop_accepting(s, ENOMEM);
         return false;
     }
-    link->fd = reserve(s, link) ? accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+    link->fd = reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
     int error = link->fd < 0 ? errno : 0;
     bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
     if (is_ours && tb__vec_push(&s->strangers, link)) {
@@ -406,7 +411,7 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
         return false;
     peer->pid = who.pid;
-    peer->pidfd = who.pid > 0 ? (int)syscall(SYS_pidfd_open, who.pid, 0) : -1;
+    peer->pidfd = who.pid > 0 ? tb__fd_own((int)syscall(SYS_pidfd_open, who.pid, 0)) : -1;
     if (peer->pidfd < 0)
         return !tb__is_out_of_descriptors(
             errno); /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
@@ -583,7 +588,7 @@ static tb_status shm_post(void *context, tb_op *op) {
     if (op->kind == TB_OP_BROADCAST)
         return tb__fail(TB_REFUSED, "transport shm has no broadcast of its own");
     if (!peer || atomic_load(&peer->is_lost) || (op->kind == TB_OP_SEND && peer->out.fd < 0))
-        return tb__fail(TB_LOST, "it is %s", peer && peer->is_lost ? "lost" : "not connected");
+        return tb__fail(TB_LOST, "%s", peer && peer->is_lost ? peer->why : "it is not connected");
     if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
         return shm_post_message(s, peer, op);
     shm_posted *p = tb__op_begin(op, sizeof *p);

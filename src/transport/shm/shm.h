@@ -13,6 +13,7 @@
 #define TB_TRANSPORT_SHM_SHM_H
 
 #include "base/index.h"
+#include "base/process.h"
 #include "transport/message.h"
 
 #include <stdatomic.h>
@@ -153,6 +154,7 @@ struct shm_peer {
     shm *owner;
     int32_t rank;
     _Atomic bool is_lost;
+    char why[96]; /* it is lost */
     shm_link out, *in;
     pid_t pid;
     int pidfd;

@@ -34,7 +34,7 @@ static tb_status add_file(shm *s, int fd, const struct stat *info, shm_file **ou
     if (!file)
         return TB_NO_MEMORY;
     /* While it is open its number can't become another file's. */
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    int copy = tb__fd_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (copy < 0) {
         free(file);
         return tb__fail(TB_IO, "memory's descriptor: %s", tb__errno_text(errno));
@@ -75,7 +75,7 @@ tb_status shm_file_take(shm *s, const tb_mem_desc *desc, shm_file **out) {
 
 static void free_file(shm *s, shm_file *file) {
     s->files.item[file->slot] = NULL;
-    close(file->fd);
+    tb__fd_close(file->fd);
     free(file);
 }
 

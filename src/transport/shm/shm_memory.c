@@ -164,7 +164,7 @@ bool shm_is_valid(void *context, const tb_remote *remote) {
 static tb_status check_valid(const tb_remote *remote) {
     int32_t rank = remote->peer->rank;
     if (atomic_load(&remote->peer->is_lost))
-        return tb__fail(TB_LOST, "rank %" PRId32 " is lost", rank);
+        return tb__fail(TB_LOST, "rank %" PRId32 " is lost: %s", rank, remote->peer->why);
     if (!shm_is_valid(NULL, remote))
         return tb__fail(TB_INVALID, "memory %" PRIu32 " of rank %" PRId32 " has been unregistered", remote->id, rank);
     return TB_OK;

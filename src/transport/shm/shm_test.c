@@ -176,6 +176,7 @@ static void a_killed_peer_is_noticed(void **state) {
     assert_non_null(strstr(tb_error_detail(), "rank 1"));
     make_op(&send, TB_OP_SEND, 1, 2, &out, 1);
     assert_int_equal(tb__transport_post(&o.here, &send), TB_LOST);
+    assert_string_equal(tb_error_detail(), o.why);
     o.here.ops->mem_release(o.here.context, remote);
     tb__transport_close(&o.here);
     waitpid(o.pid, NULL, 0);

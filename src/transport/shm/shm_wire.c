@@ -102,8 +102,7 @@ void shm_link_close(shm *s, shm_link *link) {
     link->queue_count = link->queue_capacity = 0;
     if (link->fd >= 0) { /* a process being spawned may hold a copy for a moment: closing ours is not enough */
         epoll_ctl(s->epoll, EPOLL_CTL_DEL, link->fd, NULL);
-        shutdown(link->fd, SHUT_RDWR);
-        close(link->fd);
+        tb__fd_close(link->fd);
     }
     link->fd = -1;
 }

@@ -203,10 +203,10 @@ static tb_status watch(ucx *u, int fd) {
 }
 
 static tb_status open_all(ucx *u) {
-    u->epoll = epoll_create1(EPOLL_CLOEXEC);
-    u->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    u->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    u->guard = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    u->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
+    u->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    u->timer = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    u->guard = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     if (u->epoll < 0 || u->wake < 0 || u->timer < 0 || u->guard < 0)
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
@@ -312,13 +312,13 @@ static void ucx_close(void *context) {
     }
     tb__match_free(&u->early, -1);
     if (u->epoll >= 0)
-        close(u->epoll);
+        tb__fd_close(u->epoll);
     if (u->wake >= 0)
-        close(u->wake);
+        tb__fd_close(u->wake);
     if (u->timer >= 0)
-        close(u->timer);
+        tb__fd_close(u->timer);
     if (u->guard >= 0)
-        close(u->guard);
+        tb__fd_close(u->guard);
     free(u->descriptors.item);
     free(u->ports.item);
     free(u->listeners.item);

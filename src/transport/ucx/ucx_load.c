@@ -3,11 +3,13 @@
 
 #include "base/library.h"
 #include "base/log.h"
+#include "base/process.h"
 #include "transport/transport.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -116,25 +118,17 @@ tb_status ucx_load(const ucx_functions **out) {
     return TB_OK;
 }
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static size_t nusers;
-static pid_t user; /* the process of them */
+static atomic_size_t nusers;
+static atomic_uint used_by; /* the process of them, as forks count it */
 
 tb_status ucx_begin_use(void) {
-    pthread_mutex_lock(&lock);
-    bool is_forked = nusers > 0 && user != getpid();
-    if (!is_forked) {
-        nusers++;
-        user = getpid();
-    }
-    pthread_mutex_unlock(&lock);
-    return is_forked ? tb__fail(TB_REFUSED, "transport ucx was open when this process was forked, and can't be opened "
-                                            "in it")
-                     : TB_OK;
+    if (nusers > 0 && used_by != tb__nforks)
+        return tb__fail(TB_REFUSED, "transport ucx was open when this process was forked, and can't be opened in it");
+    used_by = tb__nforks;
+    nusers++;
+    return TB_OK;
 }
 
 void ucx_end_use(void) {
-    pthread_mutex_lock(&lock);
     nusers--;
-    pthread_mutex_unlock(&lock);
 }

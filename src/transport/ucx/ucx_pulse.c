@@ -56,7 +56,7 @@ void ucx_watch_peer(ucx_peer *peer) {
     set_timer(u, true);
     if (u->has_stand_in || !tb__ucx_stands_in)
         return;
-    u->quit = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    u->quit = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     u->has_stand_in = u->quit >= 0 && tb__start_thread(&u->stand_in, "tb-ucx", stand_in, u) == TB_OK;
     if (!u->has_stand_in)
         tb__log(TB_LOG_WARN, "ucx: nobody stands in for the driver: %s", tb_error_detail());
@@ -68,7 +68,7 @@ void ucx_end_stand_in(ucx *u) {
         pthread_join(u->stand_in, NULL);
     }
     if (u->quit >= 0)
-        close(u->quit);
+        tb__fd_close(u->quit);
 }
 
 void ucx_hear(ucx_peer *peer, bool is_chunk) {
