@@ -863,7 +863,12 @@ typedef struct tb_client_transfer_opts {
     bool hold;      /* the same, with tb_client_proceed; only with no_wait */
 } tb_client_transfer_opts;
 
-/* Sends or receives the batch once; returns when the version is committed. */
+/* Sends or receives the batch once; returns when the version is committed.
+ *
+ * Tensors that the agent copies get what was received through a pair when the pair's part has succeeded, whatever
+ * becomes of other pairs, and all of it at once; only their elements are written, and padding. What failed leaves them
+ * as they are, and not torn, unless it was this write that failed. A batch with such tensors is not sent and received at
+ * the same time (TB_REFUSED). */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
 
 /* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are
@@ -883,7 +888,7 @@ typedef struct tb_client_status {
     char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
     bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
                            */
-    uint64_t version;     /* the last that was completed; 0: none */
+    uint64_t version;     /* the last that was completed, through all pairs; 0: none */
     uint64_t attempt;
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
@@ -891,6 +896,7 @@ typedef struct tb_client_status {
     char error[512]; /* why the last transfer failed; "": it did not */
     unsigned events; /* the tb_events of the transfer under way, or of the last */
     bool is_torn;    /* a receive has failed after it had begun to write, and the tensors have parts of it */
+    bool is_mixed;   /* the batch's pairs have different versions; `version` is the last that they had together */
 } tb_client_status;
 
 TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);

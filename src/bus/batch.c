@@ -107,6 +107,11 @@ static void free_tensor(tb__tensor *t) {
 }
 
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
+    return tb__batch_add(batch, pair, name, tensor, &(tb__mirrored){0});
+}
+
+tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                        const tb__mirrored *mirrored) {
     if (!name || !*name)
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
@@ -119,6 +124,7 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
         free(t);
         return tb__fail_within(status, "tensor '%.100s'", name);
     }
+    t->mirrored = *mirrored;
     tb__engine_lock(batch->world->engine);
     status = add_pair(batch, pair);
     if (status == TB_OK && !tb__vec_push(&batch->tensors, t))
@@ -337,6 +343,14 @@ tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *versi
     *version = number;
     *is_torn = torn;
     return TB_OK;
+}
+
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count) {
+    tb__engine_lock(batch->world->engine);
+    const tb__accord *accord = find_accord(batch, pair);
+    *out = accord ? accord->received[!pair->side].item : NULL;
+    *count = accord ? accord->received[!pair->side].count : 0;
+    tb__engine_unlock(batch->world->engine);
 }
 
 bool tb__batch_is_offered(const tb_batch *batch) {

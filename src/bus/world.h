@@ -129,6 +129,17 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
+/* The memories of a tensor. */
+enum { TB__DATA, TB__SCALES, TB__SCALE, TB__MEMORIES };
+
+/* Which of a tensor's memories are mirrors of another process's, and by how much to add to an address to get that of
+ * the process. Zero-initialised: none is. */
+typedef struct tb__mirrored {
+    bool is_mirror[TB__MEMORIES];
+    uint64_t shift[TB__MEMORIES];
+    bool is_all; /* nothing of it is in other memory */
+} tb__mirrored;
+
 /* What this process has added. */
 typedef struct tb__tensor {
     tb_pair *pair;
@@ -144,6 +155,7 @@ typedef struct tb__tensor {
     char *scale_group;   /* NULL: none */
     tb__encoded encoded; /* where it is, if this rank has some of it */
     bool is_transformed;
+    tb__mirrored mirrored;
 } tb__tensor;
 
 tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
@@ -167,12 +179,20 @@ struct tb_batch {
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
+/* As tb_batch_add. */
+tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                        const tb__mirrored *mirrored);
+/* The tensors that this process receives through the pair; none before it is registered. They stay what they are while
+ * the pair is in the batch. Without the lock. */
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count);
 /* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
 /* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 /* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */
 bool tb__batch_is_offered(const tb_batch *batch);
+/* As tb_wait, until the transfer's own deadline, for any of these events. */
+tb_status tb__transfer_wait_any(tb_transfer *transfer, unsigned events);
 /* As tb_cancel, but does not wait for the end. */
 void tb__transfer_give_up(tb_transfer *transfer);
 

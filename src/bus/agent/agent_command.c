@@ -40,6 +40,7 @@ static void remove_share(agent_batch *b, size_t i) {
     b->shares.count--;
     memmove(&b->shares.item[i], &b->shares.item[i + 1], (b->shares.count - i) * sizeof gone);
     pthread_mutex_unlock(&b->lock);
+    tb__agent_settle_version(b);
     leave_pair(b, &gone);
 }
 
@@ -312,6 +313,8 @@ static void finish_register(agent_job *job) {
     if (b->is_changing) {
         if (job->status != TB_OK)
             remove_round(b, b->round);
+        else
+            tb__agent_settle_version(b);
         end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
         return;
     }
@@ -340,7 +343,12 @@ void tb__agent_forget(tb__agent *agent, agent_session *s) {
     agent_batch *b, *next;
     for (b = LIST_FIRST(&agent->batches); b; b = next) {
         next = LIST_NEXT(b, link);
-        if (b->session == s && !b->is_doomed)
+        if (b->session != s)
+            continue;
+        pthread_mutex_lock(&b->lock);
+        b->is_abandoned = true;
+        pthread_mutex_unlock(&b->lock);
+        if (!b->is_doomed)
             doom_batch(b);
     }
     tb__agent_forget_pairs(agent, s);

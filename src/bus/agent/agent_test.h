@@ -17,6 +17,7 @@ typedef struct house {
     scene scene; /* first */
     const char *token;
     int timeout_ms;
+    const char *const *groups; /* of the ranks, those of one group in a row; NULL: "a" and "b" */
     struct seat {
         tb__agent *agent;
         pthread_t loop;
@@ -75,15 +76,29 @@ static inline void *host_main(void *arg) {
     return NULL;
 }
 
-/* Runs `body` as host programs, each with an agent: `na` in group "a", `nb` in group "b". */
+static inline rank place_rank(house *h, int32_t i, int32_t na, int32_t nb) {
+    rank r = {.scene = &h->scene, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
+    if (!h->groups)
+        return r;
+    r.group = h->groups[i];
+    r.index = r.size = 0;
+    for (int32_t j = 0; j < na + nb; j++) {
+        bool is_same = strcmp(h->groups[j], r.group) == 0;
+        r.index += is_same && j < i;
+        r.size += is_same;
+    }
+    return r;
+}
+
+/* Runs `body` as host programs, each with an agent: `na` in group "a", `nb` in group "b", unless the house has other
+ * groups. */
 static inline void run_house(house *h, void (*body)(rank *r), int32_t na, int32_t nb) {
     scene *s = &h->scene;
     scene_init(s);
     s->body = body;
     s->nranks = na + nb;
     for (int32_t i = 0; i < na + nb; i++) {
-        s->ranks[i] =
-            (rank){.scene = s, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
+        s->ranks[i] = place_rank(h, i, na, nb);
         seat_open(h, i);
     }
     for (int i = 0; i < s->nranks; i++)
