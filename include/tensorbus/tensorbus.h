@@ -630,6 +630,15 @@ TB_API uint64_t tb_batch_epoch(tb_batch *batch);
  * write, and the tensors have parts of it, until another one is completed. */
 TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn);
 
+/* What this process has received through all pairs of the batch together. */
+typedef struct tb_batch_state {
+    uint64_t version; /* the last that all pairs had at one time; 0: none */
+    bool is_mixed;    /* their versions differ by now: a receive has failed for some of them, or went without them */
+    bool is_torn;     /* the tensors of one of them are */
+} tb_batch_state;
+
+TB_API void tb_batch_query(tb_batch *batch, tb_batch_state *out);
+
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
 
@@ -664,7 +673,7 @@ typedef struct tb_transfer_state {
     uint32_t groups_done, groups_total;
     double seconds; /* since it began, until it ended */
     double phase[TB_PHASE_COUNT];
-    uint64_t version; /* of one that is committed: its number; 0: it is not */
+    uint64_t version; /* of one that is committed: its number, the lowest of its pairs'; 0: it is not */
 } tb_transfer_state;
 
 typedef struct tb_transfer_opts {

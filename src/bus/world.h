@@ -174,7 +174,8 @@ struct tb_batch {
     TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
-    uint64_t nsends;  /* that this process has begun */
+    uint64_t nsends;   /* that this process has begun */
+    uint64_t together; /* the last version that all pairs had at one time */
     size_t nstarting; /* calls that are about to begin one */
 };
 
@@ -187,6 +188,8 @@ tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const 
 void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count);
 /* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
+/* Looks which versions the pairs have, whenever these may have changed. With the lock held. */
+void tb__batch_settle_version(tb_batch *batch);
 /* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 /* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */

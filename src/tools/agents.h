@@ -58,7 +58,7 @@ bool tool_agent_has_ended(const tool_agent_view *view);
 
 /* Makes its strings fit for a terminal: control characters become ?. */
 void tool_json_clean(json_t *value);
-/* Members of an object; "" and 0 where they are not there. */
+/* Members of an object; "" and 0 where they are not there. As a number, true is 1. */
 const char *tool_json_text(const json_t *object, const char *key);
 int64_t tool_json_int(const json_t *object, const char *key);
 double tool_json_real(const json_t *object, const char *key);
@@ -69,6 +69,8 @@ void tool_add_seat(tb__text *out, const json_t *report);
 void tool_add_duration(tb__text *out, double seconds);
 /* The state of a pair, and why it is not ready. */
 void tool_add_pair_state(tb__text *out, const json_t *pair);
+/* What stands after the version of a batch whose pairs have different ones. */
+const char *tool_batch_mixed(const json_t *batch);
 /* How many of the report's peers are alive. */
 size_t tool_count_alive(const json_t *report);
 

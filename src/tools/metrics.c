@@ -164,7 +164,8 @@ void tool_add_metrics(tb__text *out, const json_t *report) {
     add_gauge(out, "transfers_under_way", "Transfers that have begun and not ended.", (int64_t)nmoving);
     add_pairs(out, json_object_get(report, "pairs"));
     add_peers(out, json_object_get(report, "peers"));
-    add_batch_gauge(out, batches, "batch_version", "version", "The version that the batch's last transfer delivered.");
+    add_batch_gauge(out, batches, "batch_version", "version", "The last version that all pairs of the batch had together.");
+    add_batch_gauge(out, batches, "batch_mixed", "mixed", "Whether the pairs of the batch have different versions.");
     add_batch_gauge(out, batches, "batch_bytes", "bytes", "Bytes of this rank's part of the batch's tensors.");
     add_head(out, "transfer_seconds", "gauge", "Seconds that the batch's last transfer took.");
     add_last(out, batches, false);

@@ -112,7 +112,7 @@ static void add_batches(tb__text *out, const json_t *list) {
         take_names(&table, json_object_get(batch, "pairs"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "tensors"));
         tool_table_cell(&table, "%s", tool_size(tool_json_int(batch, "bytes")).text);
-        tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "version"));
+        tool_table_cell(&table, "%" PRId64 "%s", tool_json_int(batch, "version"), tool_batch_mixed(batch));
         tool_table_cell(&table, "%s%s%s", tool_json_text(batch, "state"), *error ? ": " : "", error);
     }
     finish(&table, out);

@@ -117,6 +117,7 @@ static void add_batch(tb__text *out, agent_batch *b) {
     was_send = b->was_send;
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version, nbytes = 0;
+    bool is_mixed = b->is_mixed;
     size_t ntensors = 0;
     for (size_t i = 0; i < b->shares.count; i++) {
         ntensors += b->shares.item[i].ntensors;
@@ -143,8 +144,9 @@ static void add_batch(tb__text *out, agent_batch *b) {
         tb__text_add_json(out, b->shares.item[i].pair->name);
     }
     tb__text_add(out,
-                 "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64 ",\"transfers\":[",
-                 ntensors, nbytes, state, version);
+                 "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64
+                 ",\"mixed\":%s,\"transfers\":[",
+                 ntensors, nbytes, state, version, is_mixed ? "true" : "false");
     for (int i = 0; i < 2; i++) {
         if (is_moving[i])
             add_transfer(out, &now[i], i == 1);

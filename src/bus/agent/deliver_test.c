@@ -146,6 +146,12 @@ static void check_status(const program *p, uint64_t version, bool is_mixed, bool
     tb_client_status status;
     check_ok(tb_client_query(p->batch, &status));
     check(status.version == version && status.is_mixed == is_mixed && status.is_torn == is_torn);
+    char *report, words[64];
+    snprintf(words, sizeof words, "\"version\":%d,\"mixed\":%s", (int)version, is_mixed ? "true" : "false");
+    check_ok(tb__agent_report(seat_of(p->rank)->agent, PATIENCE_MS, &report));
+    bool is_told = strstr(report, words) != NULL;
+    free(report);
+    check(is_told);
 }
 
 /* A version that goes well everywhere. */
