@@ -439,6 +439,8 @@ typedef struct tb_world_opts {
     int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
     bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
     const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
+    int64_t plan_bytes; /* 64 MiB; the most memory of plans that are kept for batches that are made again. What was not
+                           used for longest goes first */
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
@@ -473,6 +475,9 @@ TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t n
 /* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or
  * first received; plans outlive it, for one that is made again from the same tensors and layouts. */
 TB_API void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses);
+
+/* The memory of plans that are kept: at most tb_world_opts.plan_bytes. */
+TB_API uint64_t tb_world_plan_bytes(const tb_world *world);
 
 /* ---- Pairs --------------------------------------------------------------------------------------------------- */
 

@@ -32,10 +32,19 @@ typedef struct tb__plans {
         tb__pack key;
         tb_ir *ir;
         uint64_t used; /* when, by the clock */
+        size_t nbytes; /* of key and plan */
     })
     kept;
-    uint64_t clock, hits, misses;
+    size_t nbytes; /* of all of them ... */
+    size_t limit;  /* ... and, together with the cache, at most */
+    uint64_t clock, hits, misses, evicted;
 } tb__plans;
+
+typedef struct tb__plans_state {
+    size_t kept;          /* plans of models */
+    size_t nbytes, limit; /* of them, and of the plans of single tensors */
+    uint64_t hits, misses, evicted;
+} tb__plans_state;
 
 struct tb_world {
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
@@ -87,6 +96,7 @@ tb_status tb__world_check_name(const char *what, const char *name);
  * `arg` is the world; with the lock held. */
 tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
 void tb__plans_fini(tb__plans *plans);
+void tb__plans_query(const tb_world *world, tb__plans_state *out); /* without the lock */
 
 /* ---- Pairs ---------------------------------------------------------------------------------------------------- */
 
@@ -176,7 +186,7 @@ struct tb_batch {
     tb_transfer *sending, *receiving;
     uint64_t nsends;   /* that this process has begun */
     uint64_t together; /* the last version that all pairs had at one time */
-    size_t nstarting; /* calls that are about to begin one */
+    size_t nstarting;  /* calls that are about to begin one */
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */

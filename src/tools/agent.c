@@ -111,11 +111,11 @@ static void allow_files(void) {
 }
 
 static int run(const tb__config *config, const char *const *value) {
-    (void)config;
     tb__agent_opts opts;
     char socket[512], token[TOOL_MAX_TOKEN];
     tool_http *http = NULL;
     tb_status status = read_all(value, &opts, socket, sizeof socket, token);
+    opts.plan_bytes = tb__config_plan_bytes(config);
     if (status == TB_OK)
         status = tb__agent_create(&opts, &running);
     if (status == TB_OK && value[HTTP])

@@ -221,6 +221,15 @@ static void add_totals(tb__text *out, const tb__agent *agent) {
     }
 }
 
+static void add_plans(tb__text *out, const tb_world *world) {
+    tb__plans_state s;
+    tb__plans_query(world, &s);
+    tb__text_add(out,
+                 "\"plans\":{\"kept\":%zu,\"bytes\":%zu,\"limit\":%zu,\"hits\":%" PRIu64 ",\"misses\":%" PRIu64
+                 ",\"evicted\":%" PRIu64 "}",
+                 s.kept, s.nbytes, s.limit, s.hits, s.misses, s.evicted);
+}
+
 tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out) {
     tb__text text = {0};
     bool is_connected = tb__directory_is_connected(agent->world->directory);
@@ -244,7 +253,9 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
     add_peers(&text, agent->world);
     tb__text_add(&text, "],\"totals\":{");
     add_totals(&text, agent);
-    tb__text_add(&text, "}}");
+    tb__text_add(&text, "},");
+    add_plans(&text, agent->world);
+    tb__text_add(&text, "}");
     return tb__text_take(&text, out);
 }
 

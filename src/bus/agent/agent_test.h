@@ -17,6 +17,7 @@ typedef struct house {
     scene scene; /* first */
     const char *token;
     int timeout_ms;
+    int64_t plan_bytes;
     const char *const *groups; /* of the ranks, those of one group in a row; NULL: "a" and "b" */
     struct seat {
         tb__agent *agent;
@@ -52,7 +53,8 @@ static inline void seat_open(house *h, int position) {
                            .index = r->index,
                            .size = r->size,
                            .token = h->token,
-                           .timeout_ms = h->timeout_ms ? h->timeout_ms : PATIENCE_MS};
+                           .timeout_ms = h->timeout_ms ? h->timeout_ms : PATIENCE_MS,
+                           .plan_bytes = h->plan_bytes};
     check_ok(tb__agent_create(&opts, &s->agent));
     check(pthread_create(&s->loop, NULL, seat_main, s) == 0);
 }
