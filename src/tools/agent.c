@@ -57,6 +57,10 @@ static tb_status read_number(const char *option, const char *text, long most, lo
 /* In the user's folder, which is made if it is not there. */
 static tb_status choose_socket(const char *group, long rank, char *out, size_t room) {
     char folder[TOOL_MAX_FOLDER];
+    if (strchr(group, '/') || *group == '.')
+        return tb__fail(TB_INVALID,
+                        "--name '%.60s' can't be the name of a socket: it %s; choose another, or give --socket", group,
+                        *group == '.' ? "begins with a dot" : "has a slash");
     TB_TRY(tool_agents_folder(folder));
     if (mkdir(folder, 0700) != 0 && errno != EEXIST)
         return tb__fail(TB_IO, "can't make the folder %s: %s", folder, strerror(errno));

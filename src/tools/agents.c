@@ -29,7 +29,7 @@ tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]) {
     out[n] = '\0';
     size_t length = strcspn(out, "\r\n");
     if (length == (size_t)n && n == TOOL_MAX_TOKEN - 1)
-        return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, TOOL_MAX_TOKEN - 2);
+        return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, TB__STORE_MAX_TOKEN);
     out[length] = '\0';
     return length ? TB_OK : tb__fail(TB_INVALID, "%s: there is no token in the first line", path);
 }

@@ -3,13 +3,14 @@
 #ifndef TB_TOOLS_AGENTS_H
 #define TB_TOOLS_AGENTS_H
 
+#include "bus/store/protocol.h"
 #include "tools/tools.h"
 
 /* ---- Sockets (agents.c) -------------------------------------------------------------------------------------- */
 
-enum { TOOL_MAX_TOKEN = 512, TOOL_MAX_FOLDER = 80 };
+enum { TOOL_MAX_TOKEN = TB__STORE_MAX_TOKEN + 2, TOOL_MAX_FOLDER = 80 };
 
-/* The first line of a file. */
+/* The first line of a file: a token of up to TB__STORE_MAX_TOKEN bytes. */
 tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]);
 
 /* The folder that the system keeps for the user's sockets, or else a private one in /tmp. */
