@@ -858,6 +858,11 @@ TB_API tb_status tb_client_batch_create(tb_client *client, const char *name, con
 TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, const char *name,
                                      const tb_tensor *tensor);
 
+/* As tb_batch_add_pair: this rank takes part in the pair's transfers even if it adds none of the pair's tensors, as all
+ * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. An
+ * agent of 0.1.0 refuses both. */
+TB_API tb_status tb_client_batch_add_pair(tb_client_batch *batch, const char *pair);
+
 /* Completes when both sides of every pair have registered their tensors, and these fit. It may be called again when
  * tensors of further pairs were added, between transfers: an engine that joins, or one that comes back, once its old
  * pair is removed and made again. Nothing changes for the other pairs. */

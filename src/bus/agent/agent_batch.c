@@ -197,6 +197,8 @@ static tb_status add_all(filling *f) {
     const tb__entries *entries = &f->job->message.tensors;
     for (size_t i = 0; i < entries->count; i++) {
         tb__tensor_payload p;
+        if (entries->item[i].payload.nbytes == 0)
+            continue; /* it takes part in the pair, below */
         TB_TRY(choose_pair(f, entries->item[i].pair_name));
         tb_status status = tb__tensor_decode(entries->item[i].payload, f->layout, &f->job->arena, &p);
         if (status != TB_OK)

@@ -254,6 +254,7 @@ bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held 
 void tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name);
+bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
 void tb__agent_leave_pair(agent_pair *pair); /* of a batch that ends */
 void tb__agent_forget_pairs(tb__agent *agent, const agent_session *session);
 /* Answers those who have waited for a pair long enough; when to look again. */

@@ -68,7 +68,7 @@ static const tb__field init_pair[] = {
 
 static const tb__field register_tensors[] = {
     BATCH_ID,
-    FIELD("tensors", ENTRIES, REQUIRED, tensors, ABOUT("for each tensor its pair's name and the tensor payload")),
+    FIELD("tensors", ENTRIES, REQUIRED, tensors, ABOUT("for each tensor its pair's name and the tensor payload; no payload: the pair, without tensors")),
     FIELD("bucket_size", UINT, REQUIRED, bucket_size, MAX(MOST_BYTES), ABOUT("bytes sent together; 0: 16 MiB")),
     COMMON,
     TIMEOUT,

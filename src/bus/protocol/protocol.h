@@ -118,7 +118,7 @@ typedef struct tb__message {
     tb__maybe_bool torn; /* the tensors have parts of a version that did not arrive */
     tb__outcomes pairs;
     tb__maybe_bool mixed; /* the pairs' versions differ */
-    tb__blob report; /* Inspect: a JSON object */
+    tb__blob report;      /* Inspect: a JSON object */
 
     /* Event: seq, status, message and version are as in a Reply */
     tb__event_name event;
