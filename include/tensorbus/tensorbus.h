@@ -443,6 +443,8 @@ typedef struct tb_world_opts {
     int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
     bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
     const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
+    int64_t plan_bytes; /* 64 MiB; the most memory of plans that are kept for batches that are made again. What was not
+                           used for longest goes first */
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
@@ -485,6 +487,9 @@ TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t n
 /* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or
  * first received; plans outlive it, for one that is made again from the same tensors and layouts. */
 TB_API void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses);
+
+/* The memory of plans that are kept: at most tb_world_opts.plan_bytes. */
+TB_API uint64_t tb_world_plan_bytes(const tb_world *world);
 
 /* ---- Pairs --------------------------------------------------------------------------------------------------- */
 
@@ -642,6 +647,15 @@ TB_API uint64_t tb_batch_epoch(tb_batch *batch);
  * write, and the tensors have parts of it, until another one is completed. */
 TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn);
 
+/* What this process has received through all pairs of the batch together. */
+typedef struct tb_batch_state {
+    uint64_t version; /* the last that all pairs had at one time; 0: none */
+    bool is_mixed;    /* their versions differ by now: a receive has failed for some of them, or went without them */
+    bool is_torn;     /* the tensors of one of them are */
+} tb_batch_state;
+
+TB_API void tb_batch_query(tb_batch *batch, tb_batch_state *out);
+
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
 
@@ -676,7 +690,7 @@ typedef struct tb_transfer_state {
     uint32_t groups_done, groups_total;
     double seconds; /* since it began, until it ended */
     double phase[TB_PHASE_COUNT];
-    uint64_t version; /* of one that is committed: its number; 0: it is not */
+    uint64_t version; /* of one that is committed: its number, the lowest of its pairs'; 0: it is not */
 } tb_transfer_state;
 
 typedef struct tb_transfer_opts {
@@ -856,6 +870,11 @@ TB_API tb_status tb_client_batch_create(tb_client *client, const char *name, con
 TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, const char *name,
                                      const tb_tensor *tensor);
 
+/* As tb_batch_add_pair: this rank takes part in the pair's transfers even if it adds none of the pair's tensors, as all
+ * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. An
+ * agent of 0.1.0 refuses both. */
+TB_API tb_status tb_client_batch_add_pair(tb_client_batch *batch, const char *pair);
+
 /* Completes when both sides of every pair have registered their tensors, and these fit. It may be called again when
  * tensors of further pairs were added, between transfers: an engine that joins, or one that comes back, once its old
  * pair is removed and made again. Nothing changes for the other pairs. */
@@ -875,7 +894,12 @@ typedef struct tb_client_transfer_opts {
     bool hold;      /* the same, with tb_client_proceed; only with no_wait */
 } tb_client_transfer_opts;
 
-/* Sends or receives the batch once; returns when the version is committed. */
+/* Sends or receives the batch once; returns when the version is committed.
+ *
+ * Tensors that the agent copies get what was received through a pair when the pair's part has succeeded, whatever
+ * becomes of other pairs, and all of it at once; only their elements are written, and padding. What failed leaves them
+ * as they are, and not torn, unless it was this write that failed. A batch with such tensors is not sent and received at
+ * the same time (TB_REFUSED). */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
 
 /* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are
@@ -895,7 +919,7 @@ typedef struct tb_client_status {
     char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
     bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
                            */
-    uint64_t version;     /* the last that was completed; 0: none */
+    uint64_t version;     /* the last that was completed, through all pairs; 0: none */
     uint64_t attempt;
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
@@ -903,6 +927,7 @@ typedef struct tb_client_status {
     char error[512]; /* why the last transfer failed; "": it did not */
     unsigned events; /* the tb_events of the transfer under way, or of the last */
     bool is_torn;    /* a receive has failed after it had begun to write, and the tensors have parts of it */
+    bool is_mixed;   /* the batch's pairs have different versions; `version` is the last that they had together */
 } tb_client_status;
 
 TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);

@@ -14,6 +14,8 @@ const tb__config_entry tb__config_table[TB__CONFIG_COUNT] = {
                                   "buffer memory of a rank; staged chunks above a quarter of it are cut"},
     [TB__CONFIG_MAX_IN_FLIGHT] = {"max_in_flight", "TENSORBUS_MAX_IN_FLIGHT", "2", TB__CONFIG_IS_NUMBER,
                                   "buckets of one channel that are under way at a time"},
+    [TB__CONFIG_PLAN_BYTES] = {"plan_bytes", "TENSORBUS_PLAN_BYTES", "64MiB", TB__CONFIG_IS_SIZE,
+                               "the most memory of plans that an agent keeps for batches that are made again"},
 };
 
 static const char *const level_names[] = {[TB_LOG_OFF] = "off",

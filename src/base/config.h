@@ -11,6 +11,7 @@ typedef enum tb__config_key {
     TB__CONFIG_BUCKET_SIZE,
     TB__CONFIG_STAGING_BYTES,
     TB__CONFIG_MAX_IN_FLIGHT,
+    TB__CONFIG_PLAN_BYTES,
     TB__CONFIG_COUNT
 } tb__config_key;
 
@@ -54,6 +55,10 @@ static inline int64_t tb__config_staging_bytes(const tb__config *config) {
 
 static inline uint32_t tb__config_max_in_flight(const tb__config *config) {
     return (uint32_t)config->value[TB__CONFIG_MAX_IN_FLIGHT];
+}
+
+static inline int64_t tb__config_plan_bytes(const tb__config *config) {
+    return config->value[TB__CONFIG_PLAN_BYTES];
 }
 
 #endif

@@ -43,6 +43,7 @@ static void test_defaults(void **state) {
     assert_int_equal(tb__config_bucket_size(&config), 16 << 20);
     assert_int_equal(tb__config_staging_bytes(&config), 256 << 20);
     assert_int_equal(tb__config_max_in_flight(&config), 2);
+    assert_int_equal(tb__config_plan_bytes(&config), 64 << 20);
     for (int key = 0; key < TB__CONFIG_COUNT; key++) {
         assert_false(config.from_environment[key]);
         assert_value(&config, (tb__config_key)key, tb__config_table[key].initial);
@@ -56,11 +57,13 @@ static void test_environment(void **state) {
     setenv("TENSORBUS_BUCKET_SIZE", "1", 1);
     setenv("TENSORBUS_STAGING_BYTES", "1536 MiB", 1);
     setenv("TENSORBUS_MAX_IN_FLIGHT", "4294967295", 1);
+    setenv("TENSORBUS_PLAN_BYTES", "3MiB", 1);
     assert_int_equal(tb__config_load(&config), TB_OK);
     assert_int_equal(tb__config_log(&config), TB_LOG_DEBUG);
     assert_int_equal(tb__config_bucket_size(&config), 1);
     assert_int_equal(tb__config_staging_bytes(&config), INT64_C(1536) << 20);
     assert_int_equal(tb__config_max_in_flight(&config), 4294967295);
+    assert_int_equal(tb__config_plan_bytes(&config), 3 << 20);
     for (int key = 0; key < TB__CONFIG_COUNT; key++)
         assert_true(config.from_environment[key]);
     assert_value(&config, TB__CONFIG_LOG, "debug");

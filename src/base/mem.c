@@ -1,6 +1,7 @@
 /* Checked allocation, the arena, growable arrays. */
 #include "base/mem.h"
 
+#include <malloc.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -46,6 +47,10 @@ char *tb__strdup(const char *string) {
     size_t nbytes = strlen(string) + 1;
     char *copy = tb__malloc(nbytes, 1);
     return copy ? memcpy(copy, string, nbytes) : NULL;
+}
+
+size_t tb__mem_nbytes(const void *ptr) {
+    return ptr ? malloc_usable_size((void *)ptr) + sizeof(size_t) : 0;
 }
 
 bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size) {
@@ -103,6 +108,17 @@ void tb__arena_reset(tb__arena *arena) {
         arena->next = (char *)arena->head->data;
         arena->end = arena->next + arena->head->size;
     }
+}
+
+static size_t blocks_nbytes(const struct tb__arena_block *block) {
+    size_t nbytes = 0;
+    for (; block; block = block->prev)
+        nbytes += tb__mem_nbytes(block);
+    return nbytes;
+}
+
+size_t tb__arena_nbytes(const tb__arena *arena) {
+    return blocks_nbytes(arena->head) + blocks_nbytes(arena->spare);
 }
 
 static void free_blocks(struct tb__arena_block *block) {

@@ -13,6 +13,9 @@ TB_API void *tb__malloc(size_t count, size_t size);
 TB_API void *tb__realloc(void *ptr, size_t count, size_t size);
 TB_API char *tb__strdup(const char *string);
 
+/* What an allocation of these takes, the allocator's own share included; 0 for NULL. */
+size_t tb__mem_nbytes(const void *ptr);
+
 /* Tests: the allocation after `n` more on this thread fails, and those after it; negative: none. */
 void tb__mem_fail_after(long n);
 
@@ -25,6 +28,7 @@ typedef struct tb__arena {
 void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size);
 void tb__arena_reset(tb__arena *arena); /* forgets what was allocated, keeps the memory for next time */
 void tb__arena_fini(tb__arena *arena);
+size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */
 
 /* TB_VEC(int) v = {0}; if (!tb__vec_push(&v, 1)) return TB_NO_MEMORY; ... free(v.item); */
 #define TB_VEC(type)                                                                                                   \

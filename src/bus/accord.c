@@ -316,6 +316,7 @@ void tb__accord_destroy(tb__accord *accord) {
         tb__accord_commit_fini(accord, side);
         tb__flow_destroy(accord->flows[side]);
         tb__convert_destroy(accord->converts[side]);
+        free(accord->received[side].item);
         free(accord->padded[side].item);
         side_fini(&accord->sides[side]);
     }

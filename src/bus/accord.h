@@ -101,10 +101,11 @@ struct tb__accord {
     })
     layouts; /* each once */
     tb__index by_text;
-    tb__flow *flows[2];                   /* by sending side */
-    tb__accord_commit commits[2];         /* likewise */
-    tb__convert *converts[2];             /* of the flows; NULL: nothing is converted */
-    TB_VEC(const tb__tensor *) padded[2]; /* by sending side: what this process receives and has padding */
+    tb__flow *flows[2];                     /* by sending side */
+    tb__accord_commit commits[2];           /* likewise */
+    tb__convert *converts[2];               /* of the flows; NULL: nothing is converted */
+    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received ... */
+    TB_VEC(const tb__tensor *) padded[2];   /* ... and which of these have padding */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;

@@ -178,6 +178,13 @@ static tb_status get_how(const tb__accord *accord, const tb__held *from, const t
                     to->as->name);
 }
 
+static bool are_mirrors(const tb__accord *accord, int src) {
+    bool are_all = true;
+    for (size_t i = 0; i < accord->received[src].count; i++)
+        are_all &= accord->received[src].item[i]->mirrored.is_all;
+    return are_all;
+}
+
 static tb_status create_flow(tb__accord *accord, int src, tb__flow_tensor *tensors, const tb__convert_how *how,
                              size_t ntensors) {
     const tb_batch_opts *o = &accord->batch->opts;
@@ -202,7 +209,8 @@ static tb_status create_flow(tb__accord *accord, int src, tb__flow_tensor *tenso
                           .group_window = o->group_window,
                           .staged = o->staged,
                           .checksum = accord->checksum,
-                          .snapshot = o->snapshot};
+                          .snapshot = o->snapshot,
+                          .targets_are_mirrors = are_mirrors(accord, src)};
     TB_TRY(tb__accord_commit_init(accord, src, &opts.shadow));
     TB_TRY(tb__convert_create(&opts, tensors, how, &accord->converts[src]));
     return tb__flow_create(&opts, &accord->flows[src]);
@@ -224,6 +232,8 @@ static tb_status make_flow(tb__accord *accord, int src, const matching *m) {
             tensors[i].has_own_shadow = true;
             status = tb__accord_shadow(accord, src, how[i].dst, &how[i].dst);
         }
+        if (to->mine && !tb__vec_push(&accord->received[src], to->mine))
+            status = TB_NO_MEMORY;
         if (to->mine && to->mine->npadding && !tb__vec_push(&accord->padded[src], to->mine))
             status = TB_NO_MEMORY;
     }

@@ -113,6 +113,11 @@ static void free_tensor(tb__tensor *t) {
 }
 
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
+    return tb__batch_add(batch, pair, name, tensor, &(tb__mirrored){0});
+}
+
+tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                        const tb__mirrored *mirrored) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     if (!name || !*name)
         return tb__fail(TB_INVALID, "a tensor needs a name");
@@ -126,6 +131,7 @@ tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const t
         free(t);
         return tb__fail_within(status, "tensor '%.100s'", name);
     }
+    t->mirrored = *mirrored;
     tb__engine_lock(batch->world->engine);
     status = add_pair(batch, pair);
     if (status == TB_OK && !tb__vec_push(&batch->tensors, t))
@@ -219,6 +225,7 @@ static tb_status announce(tb_batch *batch) {
     batch->epoch += status == TB_OK && batch->accords.count > known;
     while (status != TB_OK && batch->accords.count > known)
         tb__accord_destroy(batch->accords.item[--batch->accords.count]);
+    tb__batch_settle_version(batch);
     return status;
 }
 
@@ -271,6 +278,7 @@ static void remove_pair(tb_batch *batch, const char *name) {
     }
     batch->pairs.count = kept;
     batch->epoch++;
+    tb__batch_settle_version(batch);
 }
 
 tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
@@ -350,6 +358,52 @@ tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *versi
     *version = number;
     *is_torn = torn;
     return TB_OK;
+}
+
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count) {
+    tb__engine_lock(batch->world->engine);
+    const tb__accord *accord = find_accord(batch, pair);
+    *out = accord ? accord->received[!pair->side].item : NULL;
+    *count = accord ? accord->received[!pair->side].count : 0;
+    tb__engine_unlock(batch->world->engine);
+}
+
+/* What the accord's tensors that are received here have. */
+static uint64_t version_of(const tb__accord *accord, bool *is_torn) {
+    const tb__flow *flow = accord->flows[!accord->pair->side];
+    *is_torn = false;
+    return flow ? tb__flow_version(flow, is_torn) : 0;
+}
+
+static bool is_mixed(const tb_batch *batch, uint64_t *lowest) {
+    uint64_t highest = 0;
+    bool is_torn;
+    *lowest = UINT64_MAX;
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        uint64_t version = version_of(batch->accords.item[i], &is_torn);
+        *lowest = version < *lowest ? version : *lowest;
+        highest = version > highest ? version : highest;
+    }
+    return *lowest < highest;
+}
+
+void tb__batch_settle_version(tb_batch *batch) {
+    uint64_t lowest;
+    bool differ = is_mixed(batch, &lowest);
+    if (batch->accords.count > 0 && (!differ || lowest == 0)) /* who never had one has none together with others */
+        batch->together = lowest;
+}
+
+void tb_batch_query(tb_batch *batch, tb_batch_state *out) {
+    uint64_t lowest;
+    tb__engine_lock(batch->world->engine);
+    *out = (tb_batch_state){.version = batch->together, .is_mixed = is_mixed(batch, &lowest)};
+    for (size_t i = 0; i < batch->accords.count; i++) {
+        bool is_torn;
+        (void)version_of(batch->accords.item[i], &is_torn);
+        out->is_torn |= is_torn;
+    }
+    tb__engine_unlock(batch->world->engine);
 }
 
 bool tb__batch_is_offered(const tb_batch *batch) {

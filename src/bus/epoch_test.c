@@ -34,14 +34,27 @@ static void move(rank *r, two *t, uint32_t version, bool skips, int ngood) {
     tb_transfer_destroy(moves);
 }
 
+static void open_batch(rank *r, two *t) {
+    tb_batch_opts opts = {.size = sizeof opts, .commit = *(const tb_commit *)r->scene->shared};
+    *t = (two){0};
+    check_ok(tb_batch_create(r->world, "step", &opts, &t->batch));
+    for (int i = 0; i < 2; i++)
+        part_init(&t->parts[i], "mesh=2 place=S0", r->index, 12, 4 + i);
+}
+
+static void close_batch(two *t) {
+    tb_batch_destroy(t->batch);
+    for (int i = 0; i < 2; i++) {
+        tb_pair_destroy(t->pairs[i]);
+        part_fini(&t->parts[i]);
+    }
+}
+
 static void come_and_go(rank *r) {
-    two t = {0};
+    two t;
     tb_transfer *moves = NULL;
     tb_transfer_state state;
-    tb_batch_opts opts = {.size = sizeof opts, .commit = *(const tb_commit *)r->scene->shared};
-    check_ok(tb_batch_create(r->world, "step", &opts, &t.batch));
-    for (int i = 0; i < 2; i++)
-        part_init(&t.parts[i], "mesh=2 place=S0", r->index, 12, 4 + i);
+    open_batch(r, &t);
     check(tb_batch_epoch(t.batch) == 0);
     add(r, &t, 0);
     check_ok(tb_batch_register(t.batch, 0));
@@ -104,11 +117,7 @@ static void come_and_go(rank *r) {
     check_ok(tb_batch_version(t.batch, t.pairs[1], &version, &is_torn));
     check(version == (is_a(r) ? 0 : 5)); /* the same transfer has one number everywhere */
     meet(r);
-    tb_batch_destroy(t.batch);
-    for (int i = 0; i < 2; i++) {
-        tb_pair_destroy(t.pairs[i]);
-        part_fini(&t.parts[i]);
-    }
+    close_batch(&t);
 }
 
 static void test_come_and_go(void **state) {
@@ -119,7 +128,66 @@ static void test_come_and_go(void **state) {
     }
 }
 
+static void check_state(const two *t, uint64_t wanted, bool is_mixed) {
+    tb_batch_state state;
+    tb_batch_query(t->batch, &state);
+    check(state.version == wanted && state.is_mixed == is_mixed && !state.is_torn);
+}
+
+/* What the batch has is the last version that both pairs had together. */
+static void mixed(rank *r) {
+    two t;
+    tb_transfer *moves = NULL;
+    open_batch(r, &t);
+    add(r, &t, 0);
+    add(r, &t, 1);
+    check_state(&t, 0, false);
+    for (uint32_t version = 1; version <= 2; version++)
+        move(r, &t, version, false, 2);
+    check_state(&t, is_a(r) ? 0 : 2, false);
+    meet(r);
+    if (is_a(r))
+        check_ok(tb_batch_remove_pair(t.batch, t.pairs[1]));
+    meet(r);
+    if (is_a(r)) {
+        part_fill(&t.parts[0], 3);
+        check_ok(tb_send(t.batch, NULL, &moves));
+        check_ok(tb_wait(moves, TB_COMMITTED, -1));
+    } else {
+        part_poison(&t.parts[0]);
+        check_ok(tb_recv(t.batch, NULL, &moves));
+        check_fails(tb_wait(moves, TB_COMMITTED, -1), TB_LOST, "(a ");
+        check(part_holds(&t.parts[0], 3) && part_holds(&t.parts[1], 2));
+        check_state(&t, 2, true);
+    }
+    tb_transfer_destroy(moves);
+    meet(r);
+    move(r, &t, 4, true, 1);
+    if (!is_a(r)) {
+        check_state(&t, 2, true);
+        check_ok(tb_batch_remove_pair(t.batch, t.pairs[1]));
+        check_state(&t, 4, false);
+    }
+    tb_pair_destroy(t.pairs[1]);
+    meet(r);
+    add(r, &t, 1);
+    check_ok(tb_batch_register(t.batch, 0));
+    check_state(&t, 0, !is_a(r));
+    move(r, &t, 5, false, 2);
+    check_state(&t, is_a(r) ? 0 : 5, false);
+    meet(r);
+    close_batch(&t);
+}
+
+static void test_mixed(void **state) {
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        tb_commit commit = i ? TB_SHADOW : TB_IN_PLACE;
+        run_ranks(mixed, 2, 2, &commit);
+    }
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_come_and_go)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_come_and_go), cmocka_unit_test(test_mixed)};
     return cmocka_run_group_tests_name("epoch", tests, NULL, NULL);
 }

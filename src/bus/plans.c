@@ -1,13 +1,13 @@
 /* Plans of models, which outlive their batches: planning thousands of tensors takes long, and a batch that is made
- * again has mostly the same. A plan is found by all that it was made from, compared in full. */
+ * again has mostly the same. A plan is found by all that it was made from, compared in full. What is kept has a bound
+ * in bytes. */
 #include "bus/accord.h"
 
 #include "base/index.h"
 #include "ir/ir.h"
+#include "plan/plan.h"
 
 #include <string.h>
-
-enum { MOST_PLANS = 64 };
 
 /* ---- What a plan is made from ---------------------------------------------------------------------------------- */
 
@@ -108,19 +108,41 @@ static void plan_fini(struct tb__kept_plan *plan) {
 
 /* Takes over the key. Where memory is short, the plan is not kept, and that is all. */
 static void keep(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
-    if (plans->kept.count == MOST_PLANS) {
-        size_t oldest = 0;
-        for (size_t i = 1; i < plans->kept.count; i++) {
-            if (plans->kept.item[i].used < plans->kept.item[oldest].used)
-                oldest = i;
-        }
-        plan_fini(&plans->kept.item[oldest]);
-        plans->kept.item[oldest] = plans->kept.item[--plans->kept.count];
-    }
-    if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, ++plans->clock}))
+    size_t nbytes = tb__mem_nbytes(key->data) + tb__ir_nbytes(ir);
+    if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, plans->clock, nbytes}))
         return;
+    plans->nbytes += nbytes;
     *key = (tb__pack){0};
     tb__ir_ref(ir);
+}
+
+/* Those of models, which were last used at this time. */
+static void drop(tb__plans *plans, uint64_t time) {
+    size_t nkept = 0;
+    for (size_t i = 0; i < plans->kept.count; i++) {
+        struct tb__kept_plan *p = &plans->kept.item[i];
+        if (p->used != time) {
+            plans->kept.item[nkept++] = *p;
+            continue;
+        }
+        plans->nbytes -= p->nbytes;
+        plans->evicted++;
+        plan_fini(p);
+    }
+    plans->kept.count = nkept;
+}
+
+/* What was not used for longest goes first: plans of models, and those of single tensors, which they were made from. */
+static void shrink(tb__plans *plans, tb_plan_cache *cache) {
+    while (plans->nbytes + tb__plan_cache_nbytes(cache) > plans->limit) {
+        uint64_t oldest = tb__plan_cache_oldest(cache);
+        for (size_t i = 0; i < plans->kept.count; i++)
+            oldest = plans->kept.item[i].used < oldest ? plans->kept.item[i].used : oldest;
+        if (oldest == UINT64_MAX)
+            break;
+        plans->evicted += tb__plan_cache_drop(cache, oldest);
+        drop(plans, oldest);
+    }
 }
 
 tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out) {
@@ -130,12 +152,13 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
     uint64_t hash = 0;
     tb_ir *ir = NULL;
     bool may_keep = is_comparable(specs, nspecs);
+    tb__plan_cache_set_time(world->cache, ++plans->clock);
     tb_status status = may_keep ? make_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
     if (status == TB_OK && may_keep) {
         hash = tb__body_hash(key.data, key.count);
         struct tb__kept_plan *found = find(plans, hash, &key);
         if (found) {
-            found->used = ++plans->clock;
+            found->used = plans->clock;
             ir = found->ir;
             tb__ir_ref(ir);
         }
@@ -146,6 +169,7 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
         status = tb_ir_create(world->rank, specs, nspecs, world->cache, opts, &ir);
         if (status == TB_OK && may_keep)
             keep(plans, hash, &key, ir);
+        shrink(plans, world->cache);
     }
     tb__pack_fini(&key);
     if (status == TB_OK)
@@ -157,6 +181,24 @@ void tb__plans_fini(tb__plans *plans) {
     for (size_t i = 0; i < plans->kept.count; i++)
         plan_fini(&plans->kept.item[i]);
     free(plans->kept.item);
+}
+
+void tb__plans_query(const tb_world *world, tb__plans_state *out) {
+    tb__engine_lock(world->engine);
+    const tb__plans *plans = &world->plans;
+    *out = (tb__plans_state){.kept = plans->kept.count,
+                             .nbytes = plans->nbytes + tb__plan_cache_nbytes(world->cache),
+                             .limit = plans->limit,
+                             .hits = plans->hits,
+                             .misses = plans->misses,
+                             .evicted = plans->evicted};
+    tb__engine_unlock(world->engine);
+}
+
+uint64_t tb_world_plan_bytes(const tb_world *world) {
+    tb__plans_state state;
+    tb__plans_query(world, &state);
+    return state.nbytes;
 }
 
 void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *misses) {

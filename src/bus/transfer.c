@@ -43,6 +43,7 @@ static void finish(tb_transfer *t) {
     t->has_ended = true;
     t->ended = tb__seconds();
     t->task.deadline_ms = INT64_MAX;
+    tb__batch_settle_version(t->batch);
     for (size_t i = 0; i < t->nparts; i++)
         tb__accord_tell_loss(t->parts[i].accord);
 }
@@ -283,6 +284,7 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
     tb__engine_lock(batch->world->engine);
     batch->nstarting++; /* while the lock is free, pairs must not go */
     tb_status status = resolve(batch, &o, deadline_ms);
+    tb__batch_settle_version(batch);
     batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->accords.count * sizeof *t->parts) : NULL;
     if (t) {

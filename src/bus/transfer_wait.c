@@ -199,6 +199,15 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
 }
 
+tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
+    tb__engine *engine = t->batch->world->engine;
+    tb__engine_lock(engine);
+    take_groups(t, UINT32_MAX);
+    tb_status status = wait(t, has_event, &(waiting){.t = t, .event = events}, -1, "gone on");
+    tb__engine_unlock(engine);
+    return status;
+}
+
 tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
     TB_TRY(tb__world_check(t->batch->world, "transfer"));
     if (t->is_send)

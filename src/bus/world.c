@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { DEFAULT_TIMEOUT_MS = 30000 };
+enum { DEFAULT_TIMEOUT_MS = 30000, DEFAULT_PLAN_BYTES = 64 << 20 };
 
 tb_status tb__world_check_name(const char *what, const char *name) {
     if (!name || !*name)
@@ -88,6 +88,7 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
     tb__directory_opts directory = {
         .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_change, .arg = world};
     int64_t deadline_ms = tb__world_deadline(world, 0);
+    world->plans.limit = o->plan_bytes ? (size_t)o->plan_bytes : DEFAULT_PLAN_BYTES;
     TB_TRY(tb_plan_cache_create(&world->cache));
     TB_TRY(tb__directory_open(url, group, index, size, &directory, &world->directory));
     if (!add_seat(world, group, index, size))
@@ -117,6 +118,8 @@ tb_status tb__world_join(const char *url, const char *group, int32_t index, int3
     TB_TRY(tb__world_check_name("group", group));
     if (o.timeout_ms < 0 || o.workers < 0 || o.workers > TB__WORKERS_MAX)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative, and workers must be 0 to %d", TB__WORKERS_MAX);
+    if (o.plan_bytes < 0)
+        return tb__fail(TB_INVALID, "plan_bytes can't be negative");
     if (o.host && (!*o.host || strlen(o.host) >= TB__CONTACT_PREFIX))
         return tb__fail(TB_INVALID, "a host's id has 1 to %d bytes", TB__CONTACT_PREFIX - 1);
     tb_world *world = tb__calloc(1, sizeof *world);

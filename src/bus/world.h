@@ -32,10 +32,19 @@ typedef struct tb__plans {
         tb__pack key;
         tb_ir *ir;
         uint64_t used; /* when, by the clock */
+        size_t nbytes; /* of key and plan */
     })
     kept;
-    uint64_t clock, hits, misses;
+    size_t nbytes; /* of all of them ... */
+    size_t limit;  /* ... and, together with the cache, at most */
+    uint64_t clock, hits, misses, evicted;
 } tb__plans;
+
+typedef struct tb__plans_state {
+    size_t kept;          /* plans of models */
+    size_t nbytes, limit; /* of them, and of the plans of single tensors */
+    uint64_t hits, misses, evicted;
+} tb__plans_state;
 
 /* Whoever has tensors in memory of the program's: a batch, a copy service. */
 typedef struct tb__memory_user tb__memory_user;
@@ -114,6 +123,7 @@ bool tb__binding_meets(const tb_binding *binding, uintptr_t first, uintptr_t las
  * `arg` is the world; with the lock held. */
 tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
 void tb__plans_fini(tb__plans *plans);
+void tb__plans_query(const tb_world *world, tb__plans_state *out); /* without the lock */
 
 /* ---- Pairs ---------------------------------------------------------------------------------------------------- */
 
@@ -156,6 +166,17 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
+/* The memories of a tensor. */
+enum { TB__DATA, TB__SCALES, TB__SCALE, TB__MEMORIES };
+
+/* Which of a tensor's memories are mirrors of another process's, and by how much to add to an address to get that of
+ * the process. Zero-initialised: none is. */
+typedef struct tb__mirrored {
+    bool is_mirror[TB__MEMORIES];
+    uint64_t shift[TB__MEMORIES];
+    bool is_all; /* nothing of it is in other memory */
+} tb__mirrored;
+
 /* What this process has added. */
 typedef struct tb__tensor {
     tb_pair *pair;
@@ -172,6 +193,7 @@ typedef struct tb__tensor {
     tb__encoded encoded; /* where it is, if this rank has some of it */
     bool is_transformed;
     bool is_gone; /* its memory was taken away */
+    tb__mirrored mirrored;
 } tb__tensor;
 
 tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
@@ -191,18 +213,29 @@ struct tb_batch {
     uint64_t epoch;
     tb_transfer *sending, *receiving;
     tb__memory_user memory;
-    uint64_t nsends;  /* that this process has begun */
-    size_t nstarting; /* calls that are about to begin one */
+    uint64_t nsends;   /* that this process has begun */
+    uint64_t together; /* the last version that all pairs had at one time */
+    size_t nstarting;  /* calls that are about to begin one */
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
 bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+/* As tb_batch_add. */
+tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                        const tb__mirrored *mirrored);
+/* The tensors that this process receives through the pair; none before it is registered. They stay what they are while
+ * the pair is in the batch. Without the lock. */
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count);
 /* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
+/* Looks which versions the pairs have, whenever these may have changed. With the lock held. */
+void tb__batch_settle_version(tb_batch *batch);
 /* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 /* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */
 bool tb__batch_is_offered(const tb_batch *batch);
+/* As tb_wait, until the transfer's own deadline, for any of these events. */
+tb_status tb__transfer_wait_any(tb_transfer *transfer, unsigned events);
 /* As tb_cancel, but does not wait for the end. */
 void tb__transfer_give_up(tb_transfer *transfer);
 

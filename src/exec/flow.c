@@ -226,7 +226,7 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
         if (told)
             tell_abort(flow, leg->attempt, leg->number, status, told);
     }
-    if (!is_send && leg->attempt && flow->has_written)
+    if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
         note_torn(flow);
     tb__engine_wake(flow->o.engine);
 }

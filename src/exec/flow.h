@@ -109,7 +109,8 @@ typedef struct tb__flow_opts {
     tb__gather gather;
     const uint32_t *host_groups; /* by group, never falling: what the host calls it; NULL: the same. Borrowed */
     bool staged, snapshot;
-    bool checksum; /* everywhere alike */
+    bool checksum;            /* everywhere alike */
+    bool targets_are_mirrors; /* written back when a receive has succeeded: one that fails leaves nothing torn */
     tb__shadow shadow;
 } tb__flow_opts;
 

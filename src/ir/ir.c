@@ -346,6 +346,13 @@ void tb__ir_finish(tb__ir *ir) {
     ir->view.channels = ir->channels.item;
 }
 
+size_t tb__ir_nbytes(const tb_ir *view) {
+    const tb__ir *ir = (const tb__ir *)view;
+    return tb__mem_nbytes(ir) + tb__arena_nbytes(&ir->arena) + tb__mem_nbytes(ir->names.item) +
+           tb__mem_nbytes(ir->chunks.item) + tb__mem_nbytes(ir->entries.item) + tb__mem_nbytes(ir->buckets.item) +
+           tb__mem_nbytes(ir->channels.item) + tb__mem_nbytes(ir->lists.item) + tb__mem_nbytes(ir->by_ranks.slot);
+}
+
 void tb__ir_ref(tb_ir *view) {
     ((tb__ir *)view)->nshares++;
 }

@@ -28,6 +28,9 @@ typedef struct tb__ir {
 /* A copy of the list that lives as long as the IR; equal lists have equal addresses. NULL if memory is short. */
 const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count);
 
+/* Memory that it takes. */
+size_t tb__ir_nbytes(const tb_ir *view);
+
 /* One owner more: so many have to destroy it. */
 void tb__ir_ref(tb_ir *view);
 

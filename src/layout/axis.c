@@ -272,6 +272,14 @@ void tb__axis_fini(tb__axis *axis) {
     axis->table = NULL;
 }
 
+size_t tb__axis_nbytes(const tb__axis *axis) {
+    const tb__axis_table *t = axis->table;
+    return t ? tb__mem_nbytes(t) + tb__mem_nbytes(t->segment) + tb__mem_nbytes(t->offset) + tb__mem_nbytes(t->cls) +
+                   tb__mem_nbytes(t->holder) + tb__mem_nbytes(t->span) + tb__mem_nbytes(t->slot) +
+                   tb__mem_nbytes(t->slot_end)
+             : 0;
+}
+
 /* Of the indices below x, how many belong to coordinates before `coord` (closed form only). */
 static int64_t count_before(const tb__axis *axis, int32_t coord, int64_t x) {
     if (coord == axis->ncoords)

@@ -37,6 +37,7 @@ typedef struct tb__axis {
 tb_status tb__axis_init(tb__axis *axis, int dim, int64_t length, int nstages, const tb_placement *const *places,
                         const int64_t *ways, bool distinct);
 void tb__axis_fini(tb__axis *axis);
+size_t tb__axis_nbytes(const tb__axis *axis); /* memory behind it */
 
 /* A run of global indices with its place in the holders' local order. */
 typedef struct tb__span {

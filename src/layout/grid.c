@@ -90,6 +90,13 @@ void tb__grid_fini(tb__grid *grid) {
         tb__axis_fini(&grid->axis[d]);
 }
 
+size_t tb__grid_nbytes(const tb__grid *grid) {
+    size_t nbytes = 0;
+    for (int d = 0; d < grid->shape.ndim; d++)
+        nbytes += tb__axis_nbytes(&grid->axis[d]);
+    return nbytes;
+}
+
 /* The index in `dims` of what stands at a mesh index, and back. */
 static int32_t index_in(const tb__mesh_dims *dims, int32_t mesh_index) {
     int64_t index = 0;

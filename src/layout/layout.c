@@ -203,6 +203,15 @@ void tb_layout_destroy(tb_layout *layout) {
     free(layout);
 }
 
+size_t tb__layout_nbytes(const tb_layout *layout) {
+    size_t nbytes = tb__mem_nbytes(layout) + tb__mem_nbytes(layout->ranks) + tb__mem_nbytes(layout->by_rank);
+    for (int m = 0; m < layout->ndim; m++) {
+        const tb_placement *p = &layout->place[m];
+        nbytes += tb__mem_nbytes(p->sizes) + tb__mem_nbytes(p->list_ends) + tb__mem_nbytes(p->segments);
+    }
+    return nbytes;
+}
+
 int32_t tb_layout_nranks(const tb_layout *layout) {
     return layout->nranks;
 }

@@ -25,6 +25,7 @@ struct tb_layout {
 };
 
 tb_layout *tb__layout_ref(const tb_layout *layout);
+size_t tb__layout_nbytes(const tb_layout *layout); /* memory that it takes */
 
 /* Placements. What a parse makes owns its arrays, and is freed by fini. */
 tb_status tb__placement_parse(const char **at, tb_placement *out);
@@ -67,6 +68,7 @@ typedef enum tb__side {
 /* Checks everything that the layout and the shape can get wrong together. The layout must outlive the grid. */
 tb_status tb__grid_init(tb__grid *grid, const tb_layout *layout, const tb_shape *shape, tb__side side);
 void tb__grid_fini(tb__grid *grid);
+size_t tb__grid_nbytes(const tb__grid *grid); /* memory behind it; the layout is not its own */
 
 /* The largest part of any rank, per dimension, and at least the tensor's own shape. */
 tb_shape tb__grid_longest(const tb__grid *grid);

@@ -1,5 +1,5 @@
 /* The plan cache: a model has thousands of tensors and a dozen distinct (layouts, shape), so plans and each rank's
- * routes are worked out once and shared. */
+ * routes are worked out once and shared. It grows until its owner drops what was not used for long. */
 #include "plan/plan.h"
 
 #include "base/index.h"
@@ -7,20 +7,28 @@
 
 #include <string.h>
 
+typedef struct plan_entry {
+    tb_plan *plan;
+    uint64_t hash, used; /* when it was */
+} plan_entry;
+
 typedef struct routes_entry {
-    const tb_plan *plan;
+    const tb_plan *plan; /* was used as late as they were, or later */
     int32_t rank;
     uint64_t rotation;
+    uint64_t hash, used;
     tb_routes *routes;
     uint32_t *numbers; /* NULL until they are asked for */
 } routes_entry;
 
 struct tb_plan_cache {
-    TB_VEC(tb_plan *) plans;
+    TB_VEC(plan_entry) plans;
     TB_VEC(routes_entry) routes;
     tb__index by_plan, by_routes;
     tb_routes *scratch;
     uint64_t hits, misses;
+    uint64_t time;
+    size_t nbytes; /* of all plans and routes */
 };
 
 static bool same_opts(const tb_plan *plan, const tb_plan_opts *opts) {
@@ -38,11 +46,12 @@ tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb
         hash = tb__hash(hash, (uint64_t)shape->dim[d]);
     size_t probe = 0, at;
     while ((at = tb__index_next(&cache->by_plan, hash, &probe)) != TB__NOWHERE) {
-        const tb_plan *plan = cache->plans.item[at];
+        const tb_plan *plan = cache->plans.item[at].plan;
         if (plan->dtype == dtype && plan->shape.ndim == shape->ndim &&
             memcmp(plan->shape.dim, shape->dim, (size_t)shape->ndim * sizeof *shape->dim) == 0 &&
             tb_layout_equal(plan->src_layout, src) && tb_layout_equal(plan->dst_layout, dst) && same_opts(plan, &o)) {
             cache->hits++;
+            cache->plans.item[at].used = cache->time;
             *out = plan;
             return TB_OK;
         }
@@ -53,7 +62,8 @@ tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb
         tb_plan_destroy(plan);
         return TB_NO_MEMORY;
     }
-    cache->plans.item[cache->plans.count++] = plan;
+    cache->plans.item[cache->plans.count++] = (plan_entry){plan, hash, cache->time};
+    cache->nbytes += tb__plan_nbytes(plan);
     cache->misses++;
     *out = plan;
     return TB_OK;
@@ -113,17 +123,19 @@ static tb_status find_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t 
     while ((at = tb__index_next(&cache->by_routes, hash, &probe)) != TB__NOWHERE) {
         routes_entry *entry = &cache->routes.item[at];
         if (entry->plan == plan && entry->rank == rank && entry->rotation == rotation) {
+            entry->used = cache->time;
             *out = entry;
             return TB_OK;
         }
     }
-    routes_entry entry = {.plan = plan, .rank = rank, .rotation = rotation};
+    routes_entry entry = {.plan = plan, .rank = rank, .rotation = rotation, .hash = hash, .used = cache->time};
     TB_TRY(tb_plan_routes(plan, rank, rotation, cache->scratch));
     TB_TRY(compact(cache->scratch, &entry.routes));
     if (!tb__vec_reserve(&cache->routes, 1) || !tb__index_add(&cache->by_routes, hash, cache->routes.count)) {
         tb_routes_destroy(entry.routes);
         return TB_NO_MEMORY;
     }
+    cache->nbytes += tb__routes_nbytes(entry.routes);
     *out = &cache->routes.item[cache->routes.count++];
     **out = entry;
     return TB_OK;
@@ -141,11 +153,81 @@ tb_status tb__plan_cache_numbered(tb_plan_cache *cache, const tb_plan *plan, int
                                   const tb_routes **routes, const uint32_t **numbers) {
     routes_entry *entry;
     TB_TRY(find_routes(cache, plan, rank, rotation, &entry));
-    if (!entry->numbers)
+    if (!entry->numbers) {
         TB_TRY(tb__plan_number(plan, entry->rotation, entry->routes, &entry->numbers));
+        cache->nbytes += tb__mem_nbytes(entry->numbers);
+    }
     *routes = entry->routes;
     *numbers = entry->numbers;
     return TB_OK;
+}
+
+/* ---- What is kept ---------------------------------------------------------------------------------------------- */
+
+void tb__plan_cache_set_time(tb_plan_cache *cache, uint64_t time) {
+    cache->time = time;
+}
+
+size_t tb__plan_cache_nbytes(const tb_plan_cache *cache) {
+    return cache->nbytes;
+}
+
+uint64_t tb__plan_cache_oldest(const tb_plan_cache *cache) {
+    uint64_t oldest = UINT64_MAX;
+    for (size_t i = 0; i < cache->plans.count; i++)
+        oldest = cache->plans.item[i].used < oldest ? cache->plans.item[i].used : oldest;
+    for (size_t i = 0; i < cache->routes.count; i++)
+        oldest = cache->routes.item[i].used < oldest ? cache->routes.item[i].used : oldest;
+    return oldest;
+}
+
+static void drop_routes(tb_plan_cache *cache, uint64_t time) {
+    size_t nkept = 0;
+    for (size_t i = 0; i < cache->routes.count; i++) {
+        routes_entry *entry = &cache->routes.item[i];
+        if (entry->used > time) {
+            cache->routes.item[nkept++] = *entry;
+            continue;
+        }
+        cache->nbytes -= tb__routes_nbytes(entry->routes) + tb__mem_nbytes(entry->numbers);
+        tb_routes_destroy(entry->routes);
+        free(entry->numbers);
+    }
+    cache->routes.count = nkept;
+}
+
+static size_t drop_plans(tb_plan_cache *cache, uint64_t time) {
+    size_t nkept = 0, count = cache->plans.count;
+    for (size_t i = 0; i < count; i++) {
+        plan_entry *entry = &cache->plans.item[i];
+        if (entry->used > time) {
+            cache->plans.item[nkept++] = *entry;
+            continue;
+        }
+        cache->nbytes -= tb__plan_nbytes(entry->plan);
+        tb_plan_destroy(entry->plan);
+    }
+    cache->plans.count = nkept;
+    return count - nkept;
+}
+
+/* An index forgets nothing: it is made again. */
+static bool index_again(tb_plan_cache *cache) {
+    bool has_room = true;
+    tb__index_fini(&cache->by_plan);
+    tb__index_fini(&cache->by_routes);
+    cache->by_plan = cache->by_routes = (tb__index){0};
+    for (size_t i = 0; i < cache->plans.count && has_room; i++)
+        has_room = tb__index_add(&cache->by_plan, cache->plans.item[i].hash, i);
+    for (size_t i = 0; i < cache->routes.count && has_room; i++)
+        has_room = tb__index_add(&cache->by_routes, cache->routes.item[i].hash, i);
+    return has_room;
+}
+
+size_t tb__plan_cache_drop(tb_plan_cache *cache, uint64_t time) {
+    drop_routes(cache, time);
+    size_t ndropped = drop_plans(cache, time);
+    return index_again(cache) ? ndropped : ndropped + tb__plan_cache_drop(cache, UINT64_MAX);
 }
 
 tb_status tb_plan_cache_create(tb_plan_cache **out) {
@@ -164,13 +246,8 @@ tb_status tb_plan_cache_create(tb_plan_cache **out) {
 void tb_plan_cache_destroy(tb_plan_cache *cache) {
     if (!cache)
         return;
-    for (size_t i = 0; i < cache->routes.count; i++) {
-        tb_routes_destroy(cache->routes.item[i].routes);
-        free(cache->routes.item[i].numbers);
-    }
+    (void)tb__plan_cache_drop(cache, UINT64_MAX);
     tb_routes_destroy(cache->scratch);
-    for (size_t i = 0; i < cache->plans.count; i++)
-        tb_plan_destroy(cache->plans.item[i]);
     free(cache->routes.item);
     free(cache->plans.item);
     tb__index_fini(&cache->by_plan);

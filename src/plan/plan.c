@@ -186,6 +186,12 @@ tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_sh
     return TB_OK;
 }
 
+size_t tb__plan_nbytes(const tb_plan *plan) {
+    return tb__mem_nbytes(plan) + tb__grid_nbytes(&plan->src) + tb__grid_nbytes(&plan->dst) +
+           tb__layout_nbytes(plan->src_layout) + tb__layout_nbytes(plan->dst_layout) + tb__mem_nbytes(plan->hosts) +
+           tb__mem_nbytes(plan->target_by_host);
+}
+
 void tb_plan_destroy(tb_plan *plan) {
     if (!plan)
         return;

@@ -35,6 +35,10 @@ struct tb_routes {
     tb__wide max_slice;              /* elements; see tb_plan_stats */
 };
 
+/* Memory that they take; layouts, which may be shared, count in full. */
+size_t tb__plan_nbytes(const tb_plan *plan);
+size_t tb__routes_nbytes(const tb_routes *routes);
+
 /* Where cells count once, a line has one part for each so many bytes of it, and at most one for each member. The same
  * on all ranks; tests may change it. */
 extern int64_t tb__least_part;
@@ -48,6 +52,17 @@ void tb__group_memory_destroy(struct tb__group_memory *memory);
 /* For each route, the index of its box among all boxes of its first target, by offset: what ids are made of. The array
  * has one element per route, and is the caller's to free. */
 tb_status tb__plan_number(const tb_plan *plan, uint64_t rotation, const tb_routes *routes, uint32_t **out);
+
+/* What the cache has is stamped with the time at which it was last asked for. The clock stands still until the next
+ * one: what is used between belongs together. */
+void tb__plan_cache_set_time(tb_plan_cache *cache, uint64_t time);
+/* The bytes of all plans and routes, and when those that were not used for longest were (UINT64_MAX: there are none).
+ */
+size_t tb__plan_cache_nbytes(const tb_plan_cache *cache);
+uint64_t tb__plan_cache_oldest(const tb_plan_cache *cache);
+/* Drops what was last used at this time or before it; how many plans. What the cache has given
+ * out of them is gone. Where memory is short, it drops all. */
+size_t tb__plan_cache_drop(tb_plan_cache *cache, uint64_t time);
 
 /* As tb_plan_cache_routes, with the numbers of the routes. */
 tb_status tb__plan_cache_numbered(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,

@@ -84,6 +84,11 @@ tb_status tb_routes_create(tb_routes **out) {
     return TB_OK;
 }
 
+size_t tb__routes_nbytes(const tb_routes *routes) {
+    return tb__mem_nbytes(routes) + tb__mem_nbytes(routes->list.item) + tb__mem_nbytes(routes->ranks) +
+           tb__arena_nbytes(&routes->arena);
+}
+
 void tb_routes_destroy(tb_routes *routes) {
     if (!routes)
         return;

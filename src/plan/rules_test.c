@@ -306,6 +306,54 @@ static void huge_plans(void **state) {
     tb_routes_destroy(routes);
 }
 
+/* What was used since then stays, and is found again; all bytes are accounted for. */
+static void the_cache_drops_what_is_old(void **state) {
+    (void)state;
+    enum { PLANS = 40 };
+    tb_plan_cache *cache;
+    tb_layout *src, *dst[PLANS];
+    tb_shape shape = {.ndim = 1, .dim = {PLANS + 1}};
+    const tb_plan *plan[PLANS], *again;
+    const tb_routes *routes;
+    uint64_t hits, misses;
+    assert_int_equal(tb_layout_parse("mesh=4 place=S0", &src), TB_OK);
+    assert_int_equal(tb_plan_cache_create(&cache), TB_OK);
+    assert_int_equal(tb__plan_cache_oldest(cache), UINT64_MAX);
+    for (int i = 0; i < PLANS; i++) {
+        char text[80];
+        snprintf(text, sizeof text, "mesh=2 place=Explicit(0, 0-%d; %d-%d) ranks=8,9", i + 1, i + 1, PLANS + 1);
+        assert_int_equal(tb_layout_parse(text, &dst[i]), TB_OK);
+        tb__plan_cache_set_time(cache, (uint64_t)i + 1);
+        size_t before = tb__plan_cache_nbytes(cache);
+        assert_int_equal(tb_plan_cache_get(cache, src, dst[i], &shape, TB_F32, NULL, &plan[i]), TB_OK);
+        assert_int_equal(tb_plan_cache_routes(cache, plan[i], 8, 0, &routes), TB_OK);
+        assert_true(tb__plan_cache_nbytes(cache) > before);
+    }
+    tb__plan_cache_set_time(cache, PLANS + 1);
+    assert_int_equal(tb_plan_cache_get(cache, src, dst[0], &shape, TB_F32, NULL, &again), TB_OK);
+    assert_int_equal(tb_plan_cache_routes(cache, again, 8, 0, &routes), TB_OK);
+    assert_int_equal(tb__plan_cache_oldest(cache), 2);
+    assert_int_equal(tb__plan_cache_drop(cache, PLANS - 1), PLANS - 2);
+    assert_int_equal(tb__plan_cache_oldest(cache), PLANS);
+    tb_plan_cache_counters(cache, &hits, &misses);
+    for (int i = 0; i < PLANS; i += PLANS - 1) {
+        assert_int_equal(tb_plan_cache_get(cache, src, dst[i], &shape, TB_F32, NULL, &again), TB_OK);
+        assert_ptr_equal(again, plan[i]);
+        assert_int_equal(tb_plan_cache_routes(cache, again, 8, 0, &routes), TB_OK);
+        assert_true(tb_routes_count(routes) > 0);
+    }
+    uint64_t misses_now;
+    assert_int_equal(tb_plan_cache_get(cache, src, dst[1], &shape, TB_F32, NULL, &again), TB_OK);
+    tb_plan_cache_counters(cache, &hits, &misses_now);
+    assert_int_equal(misses_now, misses + 1);
+    assert_int_equal(tb__plan_cache_drop(cache, UINT64_MAX), 3);
+    assert_int_equal(tb__plan_cache_nbytes(cache), 0);
+    tb_plan_cache_destroy(cache);
+    for (int i = 0; i < PLANS; i++)
+        tb_layout_destroy(dst[i]);
+    tb_layout_destroy(src);
+}
+
 static void the_cache_shares_plans(void **state) {
     (void)state;
     tb_plan_cache *cache;
@@ -398,6 +446,7 @@ int main(void) {
         cmocka_unit_test(tensors_take_turns),
         cmocka_unit_test(huge_plans),
         cmocka_unit_test(the_cache_shares_plans),
+        cmocka_unit_test(the_cache_drops_what_is_old),
         cmocka_unit_test(failing_allocations),
     };
     return cmocka_run_group_tests_name("plan rules", tests, NULL, NULL);

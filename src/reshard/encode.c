@@ -221,44 +221,58 @@ typedef struct copying {
     int64_t nparts;
 } copying;
 
-/* Scales in tiles of rows first .. stop-1; behind the last row, the padding of its tiles. */
-static void copy_tiles(const tb__quant_size *size, const char *from, char *to, int64_t first, int64_t stop) {
+/* Scales in tiles of rows first .. stop-1, `offset` bytes into the scales; behind the last row, the padding of its
+ * tiles. */
+static tb_status visit_tiles(const tb__quant_size *size, int64_t offset, int64_t first, int64_t stop,
+                             tb__encoded_visit *visit, void *arg) {
     for (int64_t row = first; row < stop; row++) {
-        for (int64_t c = 0; c < size->scale_columns; c += 4) {
-            int64_t at = tb__quant_swizzle(row, c, size->scale_columns);
-            memcpy(to + at, from + at, 4);
-        }
+        for (int64_t c = 0; c < size->scale_columns; c += 4)
+            TB_TRY(visit(arg, true, (size_t)(offset + tb__quant_swizzle(row, c, size->scale_columns)), 4));
     }
+    return TB_OK;
 }
 
-static void copy_run(const tb__encoded *from, const tb__encoded *to, const run *r) {
-    const tb__quant_size *size = &from->size;
-    int64_t row_nbytes = size->data_nbytes / from->matrix_rows;
+static tb_status visit_run(const tb__encoded *e, const run *r, tb__encoded_visit *visit, void *arg) {
+    const tb__quant_size *size = &e->size;
+    int64_t row_nbytes = size->data_nbytes / e->matrix_rows;
     int64_t data = r->matrix * size->data_nbytes + r->row * row_nbytes, scales = r->matrix * size->scale_nbytes;
-    memcpy(to->data + data, from->data + data, (size_t)(r->count * row_nbytes));
+    TB_TRY(visit(arg, false, (size_t)data, (size_t)(r->count * row_nbytes)));
     if (size->scale_nbytes == 0)
-        return;
-    if (from->encoding.format.is_swizzled) {
+        return TB_OK;
+    if (e->encoding.format.is_swizzled) {
         int64_t stop = r->row + r->count;
-        if (stop == from->matrix_rows)
+        if (stop == e->matrix_rows)
             stop = (stop + 127) / 128 * 128;
-        copy_tiles(size, from->scales + scales, to->scales + scales, r->row, stop);
-        return;
+        return visit_tiles(size, scales, r->row, stop, visit, arg);
     }
     int64_t each = size->scale_nbytes / size->scale_rows, band = size->band > 1 ? size->band : 1;
     int64_t first = r->row / band, stop = (r->row + r->count + band - 1) / band;
-    memcpy(to->scales + scales + first * each, from->scales + scales + first * each, (size_t)((stop - first) * each));
+    return visit(arg, true, (size_t)(scales + first * each), (size_t)((stop - first) * each));
+}
+
+static tb_status visit_rows(const tb__encoded *e, int64_t first, int64_t stop, tb__encoded_visit *visit, void *arg) {
+    for (int64_t i = first; i < stop;) {
+        run r = next_run(e, e->part.shape.ndim, NULL, e->part.shape.dim, i, stop);
+        TB_TRY(visit_run(e, &r, visit, arg));
+        i += r.count;
+    }
+    return TB_OK;
+}
+
+tb_status tb__encoded_each(const tb__encoded *e, tb__encoded_visit *visit, void *arg) {
+    return visit_rows(e, 0, e->rows, visit, arg);
+}
+
+static tb_status copy_bytes(void *arg, bool is_scale, size_t offset, size_t nbytes) {
+    const copying *c = arg;
+    memcpy((is_scale ? c->to->scales : c->to->data) + offset, (is_scale ? c->from->scales : c->from->data) + offset,
+           nbytes);
+    return TB_OK;
 }
 
 static void copy_part(void *arg, int64_t from, int64_t to) {
-    const copying *c = arg;
-    const tb_shape *shape = &c->from->part.shape;
-    int64_t stop = c->from->rows * to / c->nparts;
-    for (int64_t i = c->from->rows * from / c->nparts; i < stop;) {
-        run r = next_run(c->from, shape->ndim, NULL, shape->dim, i, stop);
-        copy_run(c->from, c->to, &r);
-        i += r.count;
-    }
+    copying *c = arg;
+    (void)visit_rows(c->from, c->from->rows * from / c->nparts, c->from->rows * to / c->nparts, copy_bytes, c);
 }
 
 void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to) {

@@ -47,6 +47,10 @@ tb_status tb__encoded_write(const tb__encoded *encoded, int64_t first, int64_t r
 /* What is in the part, its data and scales, as it is, into the same part of another storage of the same shape. */
 void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to);
 
+/* Runs of bytes that the part has, of its data and of its scales: their offsets. Ends with the first failure. */
+typedef tb_status tb__encoded_visit(void *arg, bool is_scale, size_t offset, size_t nbytes);
+tb_status tb__encoded_each(const tb__encoded *encoded, tb__encoded_visit *visit, void *arg);
+
 /* A box of the part, row-major. */
 tb_status tb__encoded_read(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len, void *to,
                            tb_dtype dtype);

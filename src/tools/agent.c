@@ -58,6 +58,10 @@ static tb_status read_number(const char *option, const char *text, long most, lo
 /* In the user's folder, which is made if it is not there. */
 static tb_status choose_socket(const char *group, long rank, char *out, size_t room) {
     char folder[TOOL_MAX_FOLDER];
+    if (strchr(group, '/') || *group == '.')
+        return tb__fail(TB_INVALID,
+                        "--name '%.60s' can't be the name of a socket: it %s; choose another, or give --socket", group,
+                        *group == '.' ? "begins with a dot" : "has a slash");
     TB_TRY(tool_agents_folder(folder));
     if (mkdir(folder, 0700) != 0 && errno != EEXIST)
         return tb__fail(TB_IO, "can't make the folder %s: %s", folder, strerror(errno));
@@ -103,11 +107,11 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
 }
 
 static int run(const tb__config *config, const char *const *value) {
-    (void)config;
     tb__agent_opts opts;
     char socket[512], token[TOOL_MAX_TOKEN];
     tool_http *http = NULL;
     tb_status status = read_all(value, &opts, socket, sizeof socket, token);
+    opts.plan_bytes = tb__config_plan_bytes(config);
     tb__descriptor_limit_raise(); /* clients hand over descriptors of their memory, and there may be many */
     if (status == TB_OK)
         status = tb__agent_create(&opts, &running);

@@ -29,7 +29,7 @@ tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]) {
     out[n] = '\0';
     size_t length = strcspn(out, "\r\n");
     if (length == (size_t)n && n == TOOL_MAX_TOKEN - 1)
-        return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, TOOL_MAX_TOKEN - 2);
+        return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, TB__STORE_MAX_TOKEN);
     out[length] = '\0';
     return length ? TB_OK : tb__fail(TB_INVALID, "%s: there is no token in the first line", path);
 }
@@ -240,11 +240,16 @@ const char *tool_json_text(const json_t *object, const char *key) {
 }
 
 int64_t tool_json_int(const json_t *object, const char *key) {
-    return json_integer_value(json_object_get(object, key));
+    const json_t *value = json_object_get(object, key);
+    return json_is_true(value) ? 1 : json_integer_value(value);
 }
 
 double tool_json_real(const json_t *object, const char *key) {
     return json_number_value(json_object_get(object, key));
+}
+
+const char *tool_batch_mixed(const json_t *batch) {
+    return tool_json_int(batch, "mixed") ? " (mixed)" : "";
 }
 
 void tool_add_seat(tb__text *out, const json_t *report) {

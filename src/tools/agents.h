@@ -3,13 +3,14 @@
 #ifndef TB_TOOLS_AGENTS_H
 #define TB_TOOLS_AGENTS_H
 
+#include "bus/store/protocol.h"
 #include "tools/tools.h"
 
 /* ---- Sockets (agents.c) -------------------------------------------------------------------------------------- */
 
-enum { TOOL_MAX_TOKEN = 512, TOOL_MAX_FOLDER = 80 };
+enum { TOOL_MAX_TOKEN = TB__STORE_MAX_TOKEN + 2, TOOL_MAX_FOLDER = 80 };
 
-/* The first line of a file. */
+/* The first line of a file: a token of up to TB__STORE_MAX_TOKEN bytes. */
 tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]);
 
 /* The folder that the system keeps for the user's sockets, or else a private one in /tmp. */
@@ -58,7 +59,7 @@ bool tool_agent_has_ended(const tool_agent_view *view);
 
 /* Makes its strings fit for a terminal: control characters become ?. */
 void tool_json_clean(json_t *value);
-/* Members of an object; "" and 0 where they are not there. */
+/* Members of an object; "" and 0 where they are not there. As a number, true is 1. */
 const char *tool_json_text(const json_t *object, const char *key);
 int64_t tool_json_int(const json_t *object, const char *key);
 double tool_json_real(const json_t *object, const char *key);
@@ -69,6 +70,8 @@ void tool_add_seat(tb__text *out, const json_t *report);
 void tool_add_duration(tb__text *out, double seconds);
 /* The state of a pair, and why it is not ready. */
 void tool_add_pair_state(tb__text *out, const json_t *pair);
+/* What stands after the version of a batch whose pairs have different ones. */
+const char *tool_batch_mixed(const json_t *batch);
 /* How many of the report's peers are alive. */
 size_t tool_count_alive(const json_t *report);
 

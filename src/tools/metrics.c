@@ -152,6 +152,18 @@ static void add_last(tb__text *out, const json_t *batches, bool by_phase) {
     }
 }
 
+static void add_plans(tb__text *out, const json_t *plans) {
+    static const char *const outcomes[] = {"hits", "misses"};
+    add_gauge(out, "plan_bytes", "Memory of plans that are kept.", tool_json_int(plans, "bytes"));
+    add_gauge(out, "plan_bytes_limit", "The most memory of plans that are kept.", tool_json_int(plans, "limit"));
+    add_head(out, "plan_requests_total", "counter", "How often a plan was kept, and how often it had to be made.");
+    for (int i = 0; i < 2; i++)
+        tb__text_add(out, "tensorbus_plan_requests_total{outcome=\"%s\"} %" PRId64 "\n", outcomes[i],
+                     tool_json_int(plans, outcomes[i]));
+    add_head(out, "plans_evicted_total", "counter", "Plans that were dropped to keep the limit.");
+    tb__text_add(out, "tensorbus_plans_evicted_total %" PRId64 "\n", tool_json_int(plans, "evicted"));
+}
+
 void tool_add_metrics(tb__text *out, const json_t *report) {
     const json_t *batches = json_object_get(report, "batches");
     size_t i, nmoving = 0;
@@ -162,9 +174,12 @@ void tool_add_metrics(tb__text *out, const json_t *report) {
     add_agent(out, report);
     add_totals(out, json_object_get(report, "totals"));
     add_gauge(out, "transfers_under_way", "Transfers that have begun and not ended.", (int64_t)nmoving);
+    add_plans(out, json_object_get(report, "plans"));
     add_pairs(out, json_object_get(report, "pairs"));
     add_peers(out, json_object_get(report, "peers"));
-    add_batch_gauge(out, batches, "batch_version", "version", "The version that the batch's last transfer delivered.");
+    add_batch_gauge(out, batches, "batch_version", "version",
+                    "The last version that all pairs of the batch had together.");
+    add_batch_gauge(out, batches, "batch_mixed", "mixed", "Whether the pairs of the batch have different versions.");
     add_batch_gauge(out, batches, "batch_bytes", "bytes", "Bytes of this rank's part of the batch's tensors.");
     add_head(out, "transfer_seconds", "gauge", "Seconds that the batch's last transfer took.");
     add_last(out, batches, false);

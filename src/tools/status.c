@@ -55,6 +55,11 @@ static void add_heading(tb__text *out, const char *path, const json_t *report) {
                      tool_json_int(total, "transfers"), tool_size(tool_json_int(total, "bytes")).text,
                      tool_json_int(total, "failures"));
     }
+    const json_t *plans = json_object_get(report, "plans");
+    if (plans) /* not in reports of 0.1.0 */
+        tb__text_add(out, "plans   %" PRId64 " kept, %s of %s, %" PRId64 " dropped\n", tool_json_int(plans, "kept"),
+                     tool_size(tool_json_int(plans, "bytes")).text, tool_size(tool_json_int(plans, "limit")).text,
+                     tool_json_int(plans, "evicted"));
 }
 
 static void add_clients(tb__text *out, const json_t *list) {
@@ -112,7 +117,7 @@ static void add_batches(tb__text *out, const json_t *list) {
         take_names(&table, json_object_get(batch, "pairs"));
         tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "tensors"));
         tool_table_cell(&table, "%s", tool_size(tool_json_int(batch, "bytes")).text);
-        tool_table_cell(&table, "%" PRId64, tool_json_int(batch, "version"));
+        tool_table_cell(&table, "%" PRId64 "%s", tool_json_int(batch, "version"), tool_batch_mixed(batch));
         tool_table_cell(&table, "%s%s%s", tool_json_text(batch, "state"), *error ? ": " : "", error);
     }
     finish(&table, out);

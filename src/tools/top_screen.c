@@ -118,7 +118,7 @@ static void add_batch_row(tool_table *table, view_of view, const json_t *batch, 
     const char *direction = tool_json_text(transfer, "direction");
     take_seat(table, view);
     tool_table_cell(table, "%s", tool_json_text(batch, "id"));
-    tool_table_cell(table, "%" PRId64, tool_json_int(batch, "version"));
+    tool_table_cell(table, "%" PRId64 "%s", tool_json_int(batch, "version"), tool_batch_mixed(batch));
     tool_table_cell(table, "%s",
                     transfer ? (*direction == 's' ? "sending" : "receiving") : tool_json_text(batch, "state"));
     if (transfer) {

@@ -9,6 +9,32 @@ refused "^tensorbus agent: --rank 2 is none of the 2 seats" agent --name a --ran
 refused "^tensorbus agent: --rank takes a number" agent --name a --rank x --size 2 --store "unix:$tmp/s"
 refused "there is no token" agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --token-file /dev/null
 
+# sockets stay in the user's folder
+mkdir -m 700 "$tmp/run"
+for name in ../../outside sub/name /tmp/outside .hidden ..; do
+    XDG_RUNTIME_DIR=$tmp/run refused "^tensorbus agent: --name '$name' can't be the name of a socket" \
+        agent --name "$name" --rank 0 --size 1 --store "unix:$tmp/s"
+done
+[ -z "$(find "$tmp" -name '*.sock')" ] || fail "sockets: $(find "$tmp" -name '*.sock')"
+
+# tokens of up to 510 bytes
+head -c 510 /dev/zero | tr '\0' x >"$tmp/longest"
+head -c 511 /dev/zero | tr '\0' x >"$tmp/too_long"
+refused "the token is longer than 510 bytes" \
+    agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --token-file "$tmp/too_long"
+"$TENSORBUS" agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --socket "$tmp/a" --token-file "$tmp/longest" \
+    >"$out" 2>"$err" &
+agent=$!
+tries=0
+until "$TENSORBUS" status --socket "$tmp/a" --token-file "$tmp/longest" >"$tmp/status" 2>&1; do
+    tries=$((tries + 1))
+    [ "$tries" -lt 200 ] && kill -0 "$agent" 2>/dev/null || { fail "no agent: $(cat "$err" "$tmp/status")"; break; }
+    sleep 0.1
+done
+grep -q '^a 0' "$tmp/status" || fail "status: $(cat "$tmp/status")"
+kill "$agent" 2>/dev/null
+wait "$agent"
+
 mkdir "$tmp/agents"
 python3 -B "$(dirname -- "$0")/agent_raw.py" "$TENSORBUS" "$tmp/agents" >"$out" 2>&1 || fail "$(cat "$out")"
 [ -z "$(ls -A "$tmp/agents")" ] || fail "left behind: $(ls -A "$tmp/agents")"

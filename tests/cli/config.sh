@@ -4,11 +4,12 @@
 . "$(dirname -- "$0")/support.sh"
 
 accepted config
-lines 5
+lines 6
 printed '^log  *TENSORBUS_LOG  *warn  *default  [a-z]'
 printed '^bucket_size  *TENSORBUS_BUCKET_SIZE  *16MiB  *default  [a-z]'
 printed '^staging_bytes  *TENSORBUS_STAGING_BYTES  *256MiB  *default  [a-z]'
 printed '^max_in_flight  *TENSORBUS_MAX_IN_FLIGHT  *2  *default  [a-z]'
+printed '^plan_bytes  *TENSORBUS_PLAN_BYTES  *64MiB  *default  [a-z]'
 
 TENSORBUS_LOG=info TENSORBUS_BUCKET_SIZE=1000 TENSORBUS_STAGING_BYTES=2g accepted config
 printed '^log  *TENSORBUS_LOG  *info  *environment '
@@ -20,7 +21,8 @@ TENSORBUS_MAX_IN_FLIGHT=5 accepted config --json
 lines 1
 printed '^\[{"name":"log","env":"TENSORBUS_LOG","value":"warn","source":"default","help":"'
 printed '{"name":"bucket_size","env":"TENSORBUS_BUCKET_SIZE","value":16777216,"source":"default",'
-printed '{"name":"max_in_flight","env":"TENSORBUS_MAX_IN_FLIGHT","value":5,"source":"environment",.*}\]$'
+printed '{"name":"max_in_flight","env":"TENSORBUS_MAX_IN_FLIGHT","value":5,"source":"environment",'
+printed '{"name":"plan_bytes","env":"TENSORBUS_PLAN_BYTES","value":67108864,"source":"default",.*}\]$'
 
 for command in config demo; do
     TENSORBUS_LOG=loud refused "^tensorbus $command: TENSORBUS_LOG in the environment: 'loud'" $command

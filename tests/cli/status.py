@@ -215,6 +215,7 @@ try:
         'peer_bytes_total{peer="rank 1 (inference 0)",direction="send"}': 3 * NBYTES,
         'peer_bytes_total{peer="rank 1 (inference 0)",direction="recv"}': 0,
         'batch_version{batch="b"}': 3,
+        'batch_mixed{batch="b"}': 0,
         'batch_bytes{batch="b"}': NBYTES,
         "peers_alive": 1,
         "peers_lost": 0,

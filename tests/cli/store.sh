@@ -94,8 +94,8 @@ refused 'no port at its end' store --listen tcp://localhost
 refused '--token-file: can.t read .*/none: No such file' store --listen "unix:$tmp/s" --token-file "$tmp/none"
 : >"$tmp/empty"
 refused '--token-file: the first line of .*/empty is empty' store --listen "unix:$tmp/s" --token-file "$tmp/empty"
-head -c 257 /dev/zero | tr '\0' x >"$tmp/long"
-refused '--token-file: a token has at most 256 bytes' store --listen "unix:$tmp/s" --token-file "$tmp/long"
+head -c 511 /dev/zero | tr '\0' x >"$tmp/long"
+refused '--token-file: a token has at most 510 bytes' store --listen "unix:$tmp/s" --token-file "$tmp/long"
 [ ! -e "$tmp/s" ] || fail "a socket although it failed"
 
 finish

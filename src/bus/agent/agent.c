@@ -42,7 +42,8 @@ static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
                            .timeout_ms = agent->timeout_ms,
                            .workers = o->workers,
                            .transport = o->transport,
-                           .host = o->host};
+                           .host = o->host,
+                           .plan_bytes = o->plan_bytes};
     return tb_world_join(o->store, o->group, o->index, o->size, &world, &agent->world);
 }
 

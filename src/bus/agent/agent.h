@@ -18,6 +18,7 @@ typedef struct tb__agent_opts {
     int workers;                  /* 0: as many as there are cores for this rank */
     const char *transport, *host; /* as in tb_world_opts */
     bool checksum;                /* all batches have it */
+    int64_t plan_bytes;           /* as in tb_world_opts */
 } tb__agent_opts;
 
 /* Joins the bus and listens. */

@@ -15,6 +15,7 @@ typedef struct filling {
     agent_share *share;     /* of the tensor before ... */
     tb_layout *layout;      /* ... and its layout */
     uint64_t nbytes;        /* of the tensor */
+    tb__mirrored mirrored;  /* what of it is */
 } filling;
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
@@ -46,21 +47,23 @@ static tb_status map_file(filling *f, const tb__memory *m, char **out) {
     return TB_OK;
 }
 
-/* `binding` is what a tensor has of it; NULL: all that is needed. */
-static tb_status find_memory(filling *f, const tb__memory *m, const char *what, uint64_t needed,
-                             const tb_binding *binding, char **out) {
+/* One of the tensor's memories. */
+static tb_status find_memory(filling *f, const tb__memory *m, int memory, const char *what, uint64_t needed,
+                             char **out) {
     *out = NULL;
     if (needed == 0)
         return TB_OK;
     f->nbytes += needed;
     if (m->kind == TB__MEMORY_NONE || m->nbytes < needed)
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
-    if (m->kind == TB__MEMORY_FD)
+    if (m->kind == TB__MEMORY_FD) {
+        f->mirrored.is_all = false;
         return map_file(f, m, out);
+    }
     agent_mirror *mirror;
-    TB_TRY(tb__agent_mirror(f->job->batch, m, &mirror));
-    TB_TRY(binding ? tb__agent_mirror_add(mirror, f->share->held, binding)
-                   : tb__agent_mirror_add_all(mirror, f->share->held, needed));
+    TB_TRY(tb__agent_mirror(f->job->batch, m, f->share->held, &mirror));
+    f->mirrored.is_mirror[memory] = true;
+    f->mirrored.shift[memory] = mirror->address - (uint64_t)(uintptr_t)mirror->data;
     *out = mirror->data;
     return TB_OK;
 }
@@ -124,7 +127,7 @@ static tb_status find_plain(filling *f, const tb__tensor_payload *p, const tb_sh
     if (p->has_strides)
         memcpy(b.strides, p->strides, sizeof b.strides);
     TB_TRY(tb__binding_span(&b, &first, &last));
-    TB_TRY(find_memory(f, &p->data, "this rank's part of it has", last - first, &b, &memory));
+    TB_TRY(find_memory(f, &p->data, TB__DATA, "this rank's part of it has", last - first, &memory));
     t->data = memory ? memory + (UINTPTR_MAX / 2 - first) : NULL;
     return TB_OK;
 }
@@ -134,15 +137,16 @@ static tb_status find_encoded(filling *f, const tb__tensor_payload *p, const tb_
     tb__encoded_size size;
     TB_TRY(tb__encoding_parse(p->encode, &encoding));
     TB_TRY(tb__encoded_measure(&encoding, local, &size));
-    TB_TRY(find_memory(f, &p->data, "its data has", size.data_nbytes, NULL, (char **)&t->data));
-    TB_TRY(find_memory(f, &p->scales, "its scales have", size.scales_nbytes, NULL, (char **)&t->scales));
-    return find_memory(f, &p->scale, "its scale has", size.scale_nbytes, NULL, (char **)&t->scale);
+    TB_TRY(find_memory(f, &p->data, TB__DATA, "its data has", size.data_nbytes, (char **)&t->data));
+    TB_TRY(find_memory(f, &p->scales, TB__SCALES, "its scales have", size.scales_nbytes, (char **)&t->scales));
+    return find_memory(f, &p->scale, TB__SCALE, "its scale has", size.scale_nbytes, (char **)&t->scale);
 }
 
 /* Where the stored tensor is, and its layout, which is to be freed. */
 static tb_status locate(filling *f, const tb__tensor_payload *p, tb_tensor *t, char **layout) {
     tb_shape local;
     f->nbytes = 0;
+    f->mirrored = (tb__mirrored){.is_all = true};
     TB_TRY(get_local(f, p, &local));
     TB_TRY(p->encode ? find_encoded(f, p, &local, t) : find_plain(f, p, &local, t));
     return p->layout ? tb_layout_format(p->layout, layout) : TB_OK;
@@ -163,7 +167,7 @@ static tb_status add(filling *f, const tb__tensor_payload *p) {
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s'", p->name);
     t.layout = layout;
-    status = tb_batch_add(f->batch, f->share->held, p->name, &t); /* whose sentences name it */
+    status = tb__batch_add(f->batch, f->share->held, p->name, &t, &f->mirrored); /* whose sentences name it */
     free(layout);
     if (status != TB_OK)
         return status;
@@ -193,6 +197,8 @@ static tb_status add_all(filling *f) {
     const tb__entries *entries = &f->job->message.tensors;
     for (size_t i = 0; i < entries->count; i++) {
         tb__tensor_payload p;
+        if (entries->item[i].payload.nbytes == 0)
+            continue; /* it takes part in the pair, below */
         TB_TRY(choose_pair(f, entries->item[i].pair_name));
         tb_status status = tb__tensor_decode(entries->item[i].payload, f->layout, &f->job->arena, &p);
         if (status != TB_OK)

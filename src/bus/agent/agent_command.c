@@ -40,6 +40,7 @@ static void remove_share(agent_batch *b, size_t i) {
     b->shares.count--;
     memmove(&b->shares.item[i], &b->shares.item[i + 1], (b->shares.count - i) * sizeof gone);
     pthread_mutex_unlock(&b->lock);
+    tb__agent_settle_version(b);
     leave_pair(b, &gone);
 }
 
@@ -107,6 +108,27 @@ static size_t find_share(const agent_batch *b, const char *pair) {
     return i;
 }
 
+static tb_status take_pair(tb__agent *agent, agent_batch *b, agent_pair *p) {
+    if (!tb__vec_push(&b->shares, (agent_share){.pair = p, .held = p->pair, .round = b->round}))
+        return TB_NO_MEMORY;
+    p->nbatches++;
+    tb__engine_lock(agent->world->engine);
+    p->pair->refs++;
+    tb__engine_unlock(agent->world->engine);
+    return TB_OK;
+}
+
+/* A rank that has no tensors at all takes part in all pairs that its client has made. */
+static tb_status take_all_pairs(const agent_job *job, agent_batch *b) {
+    for (agent_pair *p = LIST_FIRST(&job->agent->pairs); p; p = LIST_NEXT(p, link)) {
+        if (p->state == PAIR_MADE && tb__agent_pair_has_user(p, job->session))
+            TB_TRY(take_pair(job->agent, b, p));
+    }
+    return b->shares.count > 0
+               ? TB_OK
+               : tb__fail(TB_INVALID, "batch '%.100s' has no tensors, and its client has made no pair", b->id);
+}
+
 /* Those of the tensors, none of which the batch has from earlier rounds. */
 static tb_status take_pairs(const agent_job *job, agent_batch *b) {
     const tb__entries *tensors = &job->message.tensors;
@@ -124,12 +146,7 @@ static tb_status take_pairs(const agent_job *job, agent_batch *b) {
             continue;
         if (known < b->shares.count)
             return tb__fail(TB_CONFLICT, "pair '%.100s' is in batch '%.100s' already", name, b->id);
-        if (!tb__vec_push(&b->shares, (agent_share){.pair = p, .held = p->pair, .round = b->round}))
-            return TB_NO_MEMORY;
-        p->nbatches++;
-        tb__engine_lock(job->agent->world->engine);
-        p->pair->refs++;
-        tb__engine_unlock(job->agent->world->engine);
+        TB_TRY(take_pair(job->agent, b, p));
     }
     return TB_OK;
 }
@@ -197,7 +214,7 @@ static void begin_register(agent_job *job) {
     b->session = job->session;
     b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
-    status = take_pairs(job, b);
+    status = job->message.tensors.count > 0 ? take_pairs(job, b) : take_all_pairs(job, b);
     if (status != TB_OK) {
         tb__agent_job_answer(job, status);
         free_batch(b);
@@ -312,6 +329,8 @@ static void finish_register(agent_job *job) {
     if (b->is_changing) {
         if (job->status != TB_OK)
             remove_round(b, b->round);
+        else
+            tb__agent_settle_version(b);
         end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
         return;
     }
@@ -340,7 +359,12 @@ void tb__agent_forget(tb__agent *agent, agent_session *s) {
     agent_batch *b, *next;
     for (b = LIST_FIRST(&agent->batches); b; b = next) {
         next = LIST_NEXT(b, link);
-        if (b->session == s && !b->is_doomed)
+        if (b->session != s)
+            continue;
+        pthread_mutex_lock(&b->lock);
+        b->is_abandoned = true;
+        pthread_mutex_unlock(&b->lock);
+        if (!b->is_doomed)
             doom_batch(b);
     }
     tb__agent_forget_pairs(agent, s);

@@ -1,5 +1,6 @@
 /* What the files of the agent share: agent.c (the loop), agent_session.c (connections), agent_job.c (work that takes
- * time, and its end), agent_pair.c, agent_command.c and agent_transfer.c (what commands do), agent_batch.c (tensors and
+ * time, and its end), agent_pair.c, agent_command.c and agent_transfer.c (what commands do), agent_outcome.c (what has
+ * become of transfers), agent_batch.c (tensors and
  * their memory), agent_mirror.c (memory that is not mapped), agent_report.c (what is told of all that). All but jobs'
  * own threads belongs to the loop's thread, which never waits for a peer or for the store. */
 #ifndef TB_BUS_AGENT_AGENT_INSIDE_H
@@ -71,20 +72,12 @@ typedef struct agent_pair {
     uint64_t moved[2];                                             /* bytes that were received and sent */
 } agent_pair;
 
-/* Elements of a tensor in a mirror: runs of bytes, evenly spaced in each dim. */
-typedef struct agent_runs {
-    const tb_pair *pair; /* that the tensor goes through */
-    size_t nbytes;       /* of a run */
-    int ndim;
-    size_t count[TB_MAX_DIMS], step[TB_MAX_DIMS]; /* in bytes */
-} agent_runs;
-
 /* Memory that only the system reaches: kept in a mirror here. */
 typedef struct agent_mirror {
     uint64_t address;
     size_t nbytes;
-    char *data;              /* tb_alloc's */
-    TB_VEC(agent_runs) runs; /* what tensors have of it */
+    char *data;                    /* tb_alloc's */
+    TB_VEC(const tb_pair *) users; /* whose tensors are in it */
 } agent_mirror;
 
 /* A pair that a batch has. */
@@ -96,7 +89,9 @@ typedef struct agent_share {
     uint64_t nbytes;       /* of this rank's part of them */
     tb_status status;      /* of the last transfer ... */
     char why[TB__WHY_MAX]; /* ... and its sentence */
-    uint64_t version;      /* of the last that was completed */
+    uint64_t version;      /* of the last that was completed: for a receive, that the client has */
+    uint64_t committed;    /* the version that its tensors have here; the client has it, or that failed: */
+    bool is_undelivered;   /* the client's memory could not be written, or only in part */
     bool is_torn;
 } agent_share;
 
@@ -126,7 +121,9 @@ typedef struct agent_batch {
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
     tb_transfer_state last;    /* the state of the last one that ended ... */
     bool was_send;             /* ... and its direction */
-    uint64_t version;          /* of the last that was completed */
+    uint64_t version;          /* the last that all pairs had together */
+    bool is_mixed;             /* their versions differ by now */
+    bool is_abandoned;         /* the client's connection has ended: its memory may be something else by now */
     char error[TB__WHY_MAX];   /* of the last one, if it failed */
 } agent_batch;
 
@@ -240,10 +237,28 @@ void tb__agent_tell(agent_job *job); /* the events that it has raised */
 void tb__agent_query(agent_job *job);
 void tb__agent_proceed(agent_job *job);
 
+/* agent_outcome.c: what each pair of a batch has come to. */
+/* The client gets the versions that are committed here and that it does not have: of a receive whose end was not known
+ * before. */
+tb_status tb__agent_deliver_late(agent_batch *batch);
+/* The end of a transfer. It may not have begun (NULL); then `status`, whose sentence is `why`, is that of all pairs.
+ * The client gets what was received through the pairs that succeeded, and nothing else. Returns the first failure to
+ * write the client's memory. */
+tb_status tb__agent_note_end(agent_batch *batch, const tb_transfer *transfer, bool is_send, tb_status status,
+                             const char *why);
+/* After pairs have come or gone. */
+void tb__agent_settle_version(agent_batch *batch);
+/* The pairs' outcomes, in the job's memory. Where there is none, nobody will know. */
+void tb__agent_put_outcomes(agent_job *job, agent_batch *batch, tb__message *reply);
+/* What went through each of the batch's pairs; the same holds. */
+void tb__agent_note_moved(agent_job *job, const tb_transfer *transfer);
+bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held */
+
 /* agent_pair.c */
 void tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name);
+bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
 void tb__agent_leave_pair(agent_pair *pair); /* of a batch that ends */
 void tb__agent_forget_pairs(tb__agent *agent, const agent_session *session);
 /* Answers those who have waited for a pair long enough; when to look again. */
@@ -276,16 +291,13 @@ tb_status tb__agent_batch_drop(agent_batch *batch, size_t share);
 void tb__agent_batch_empty(agent_batch *batch); /* of one without jobs: gives up tensors and memory; in any thread */
 
 /* agent_mirror.c */
-/* The mirror of these bytes of the client. */
-tb_status tb__agent_mirror(agent_batch *batch, const tb__memory *memory, agent_mirror **out);
-/* A binding, or all of it, is the tensor's; nothing else is written. */
-tb_status tb__agent_mirror_add(agent_mirror *mirror, const tb_pair *pair, const tb_binding *binding);
-tb_status tb__agent_mirror_add_all(agent_mirror *mirror, const tb_pair *pair, size_t nbytes);
+/* The mirror of these bytes of the client, for a tensor of the pair. */
+tb_status tb__agent_mirror(agent_batch *batch, const tb__memory *memory, const tb_pair *pair, agent_mirror **out);
 /* The pair's tensors are gone, and mirrors that nobody else has. */
 void tb__agent_mirrors_drop(agent_batch *batch, const tb_pair *pair);
-/* From the client, all of it; and to the client, what the tensors have. */
+/* From the client, all of it; and to the client, what was received through a pair. */
 tb_status tb__agent_fetch(const agent_batch *batch);
-tb_status tb__agent_deliver(const agent_batch *batch);
+tb_status tb__agent_write_back(const agent_batch *batch, const tb_pair *pair);
 /* Whether all of the batch's memory is mirrored, and whether any is. */
 bool tb__agent_is_mirrored(const agent_batch *batch);
 bool tb__agent_has_mirrors(const agent_batch *batch);

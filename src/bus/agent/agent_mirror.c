@@ -1,15 +1,16 @@
-/* Mirrors of memory that only the system reaches: read before a transfer, and written back after one that received.
- * What is between the elements of a tensor, and other tensors' elements, may change meanwhile, so only its own are
- * written. */
+/* Mirrors of memory that only the system reaches: read before a transfer. What was received through a pair is written
+ * back once it is complete: the elements of the tensors that arrived, and their padding. The rest of the memory is the
+ * program's, which may have changed it meanwhile. */
 #include "bus/agent/agent_inside.h"
+
+#include "exec/overlap.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 enum { PIECES = TB__GUEST_PIECES };
 
-/* What is mirrored is read as a whole, so nothing of it may be in two mirrors. */
-tb_status tb__agent_mirror(agent_batch *b, const tb__memory *m, agent_mirror **out) {
+static tb_status find_mirror(agent_batch *b, const tb__memory *m, agent_mirror **out) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
         agent_mirror *known = &b->mirrors.item[i];
         if (known->address == m->address && known->nbytes == m->nbytes) {
@@ -31,22 +32,34 @@ tb_status tb__agent_mirror(agent_batch *b, const tb__memory *m, agent_mirror **o
     return TB_OK;
 }
 
+tb_status tb__agent_mirror(agent_batch *b, const tb__memory *m, const tb_pair *pair, agent_mirror **out) {
+    agent_mirror *mirror;
+    TB_TRY(find_mirror(b, m, &mirror)); /* what is mirrored is read as a whole: nothing of it is in two mirrors */
+    size_t i = 0;
+    while (i < mirror->users.count && mirror->users.item[i] != pair)
+        i++;
+    if (i == mirror->users.count && !tb__vec_push(&mirror->users, pair))
+        return TB_NO_MEMORY;
+    *out = mirror;
+    return TB_OK;
+}
+
 static void free_mirror(agent_mirror *m) {
     tb_free(m->data);
-    free(m->runs.item);
+    free(m->users.item);
 }
 
 void tb__agent_mirrors_drop(agent_batch *b, const tb_pair *pair) {
     size_t nkept = 0;
     for (size_t i = 0; i < b->mirrors.count; i++) {
         agent_mirror *m = &b->mirrors.item[i];
-        size_t nruns = 0;
-        for (size_t j = 0; j < m->runs.count; j++) {
-            if (m->runs.item[j].pair != pair)
-                m->runs.item[nruns++] = m->runs.item[j];
+        size_t nusers = 0;
+        for (size_t j = 0; j < m->users.count; j++) {
+            if (m->users.item[j] != pair)
+                m->users.item[nusers++] = m->users.item[j];
         }
-        m->runs.count = nruns;
-        if (nruns == 0)
+        m->users.count = nusers;
+        if (nusers == 0)
             free_mirror(m);
         else
             b->mirrors.item[nkept++] = *m;
@@ -70,72 +83,6 @@ void tb__agent_mirrors_free(agent_batch *b) {
     b->mirrors.count = 0;
 }
 
-/* ---- Runs ------------------------------------------------------------------------------------------------------ */
-
-tb_status tb__agent_mirror_add_all(agent_mirror *m, const tb_pair *pair, size_t nbytes) {
-    return tb__vec_push(&m->runs, ((agent_runs){.pair = pair, .nbytes = nbytes})) ? TB_OK : TB_NO_MEMORY;
-}
-
-typedef struct dim {
-    size_t count, step;
-} dim;
-
-static int compare_dims(const void *a, const void *b) {
-    const dim *x = a, *y = b;
-    return (x->step > y->step) - (x->step < y->step);
-}
-
-/* The mirror begins with the lowest element, wherever the binding does. Its span was measured: nothing overflows. */
-tb_status tb__agent_mirror_add(agent_mirror *m, const tb_pair *pair, const tb_binding *b) {
-    int bits = tb_dtype_bits(b->dtype), n = 0;
-    if (bits % 8 != 0)
-        return tb__agent_mirror_add_all(m, pair, m->nbytes); /* a byte has elements of two runs */
-    agent_runs runs = {.pair = pair, .nbytes = (size_t)bits / 8};
-    dim dims[TB_MAX_DIMS] = {0};
-    for (int d = 0; d < b->shape.ndim; d++) {
-        if (b->shape.dim[d] > 1 && b->strides[d] != 0)
-            dims[n++] = (dim){(size_t)b->shape.dim[d], (size_t)llabs(b->strides[d]) * ((size_t)bits / 8)};
-    }
-    qsort(dims, (size_t)n, sizeof *dims, compare_dims);
-    for (int d = 0; d < n; d++) {
-        if (dims[d].step == runs.nbytes) { /* they meet */
-            runs.nbytes *= dims[d].count;
-            continue;
-        }
-        runs.count[runs.ndim] = dims[d].count;
-        runs.step[runs.ndim++] = dims[d].step;
-    }
-    return tb__vec_push(&m->runs, runs) ? TB_OK : TB_NO_MEMORY;
-}
-
-/* The offset of the next run; false: that was the last. */
-static bool next_run(const agent_runs *runs, size_t at[TB_MAX_DIMS], size_t *offset) {
-    for (int d = 0; d < runs->ndim; d++) {
-        *offset += runs->step[d];
-        if (++at[d] < runs->count[d])
-            return true;
-        *offset -= runs->step[d] * runs->count[d];
-        at[d] = 0;
-    }
-    return false;
-}
-
-static tb_status write_runs(const tb__guest *guest, const agent_mirror *m, const agent_runs *runs) {
-    size_t at[TB_MAX_DIMS] = {0}, offset = 0, offsets[PIECES], n = 0;
-    bool has_more = true;
-    while (has_more) {
-        offsets[n++] = offset;
-        has_more = next_run(runs, at, &offset);
-        if (n < PIECES && has_more)
-            continue;
-        TB_TRY(tb__guest_write(guest, m->address, m->data, offsets, n, runs->nbytes));
-        n = 0;
-    }
-    return TB_OK;
-}
-
-/* ---- To and fro ------------------------------------------------------------------------------------------------ */
-
 tb_status tb__agent_fetch(const agent_batch *b) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = &b->mirrors.item[i];
@@ -144,11 +91,160 @@ tb_status tb__agent_fetch(const agent_batch *b) {
     return TB_OK;
 }
 
-tb_status tb__agent_deliver(const agent_batch *b) {
-    for (size_t i = 0; i < b->mirrors.count; i++) {
-        const agent_mirror *m = &b->mirrors.item[i];
-        for (size_t j = 0; j < m->runs.count; j++)
-            TB_TRY(write_runs(&b->session->guest, m, &m->runs.item[j]));
+/* ---- Back ------------------------------------------------------------------------------------------------------ */
+
+/* Pieces of equal length that are written together. */
+typedef struct writer {
+    const tb__guest *guest;
+    const tb__tensor *tensor;
+    const char *base; /* of the offsets, here ... */
+    uint64_t address; /* ... and in the process */
+    size_t offsets[PIECES], count, nbytes;
+} writer;
+
+static tb_status flush(writer *w) {
+    size_t count = w->count;
+    w->count = 0;
+    return count ? tb__guest_write(w->guest, w->address, w->base, w->offsets, count, w->nbytes) : TB_OK;
+}
+
+/* What follows is in this memory of the tensor. */
+static tb_status choose_memory(writer *w, int memory, const void *base) {
+    TB_TRY(flush(w));
+    w->base = base;
+    w->address = (uint64_t)(uintptr_t)base + w->tensor->mirrored.shift[memory];
+    return TB_OK;
+}
+
+static tb_status write_piece(writer *w, size_t offset, size_t nbytes) {
+    if (w->count == PIECES || w->nbytes != nbytes)
+        TB_TRY(flush(w));
+    w->nbytes = nbytes;
+    w->offsets[w->count++] = offset;
+    return TB_OK;
+}
+
+/* Runs of bytes, evenly spaced in each dim. */
+typedef struct runs {
+    size_t nbytes;
+    int ndim;
+    struct run_dim {
+        size_t count, step;
+    } dim[TB_MAX_DIMS];
+} runs;
+
+static int compare_dims(const void *a, const void *b) {
+    const struct run_dim *x = a, *y = b;
+    return (x->step > y->step) - (x->step < y->step);
+}
+
+/* In units of half a byte. False: some of them begin or end within a byte. */
+static bool find_runs(const tb_binding *b, runs *out) {
+    size_t unit = tb_dtype_bits(b->dtype) / 4, length = unit;
+    struct run_dim dims[TB_MAX_DIMS] = {0};
+    int n = 0;
+    bool is_whole = true;
+    *out = (runs){0};
+    for (int d = 0; d < b->shape.ndim; d++) {
+        if (b->shape.dim[d] == 1 || b->strides[d] == 0)
+            continue;
+        is_whole &= unit > 1 || b->strides[d] > 0;
+        dims[n++] = (struct run_dim){(size_t)b->shape.dim[d], (size_t)llabs(b->strides[d]) * unit};
+    }
+    qsort(dims, (size_t)n, sizeof *dims, compare_dims);
+    for (int d = 0; d < n; d++) {
+        if (dims[d].step <= length) { /* they meet */
+            length += dims[d].step * (dims[d].count - 1);
+            continue;
+        }
+        is_whole &= dims[d].step % 2 == 0;
+        out->dim[out->ndim++] = (struct run_dim){dims[d].count, dims[d].step / 2};
+    }
+    out->nbytes = length / 2;
+    return is_whole && length % 2 == 0;
+}
+
+/* The offset of the next run; false: that was the last. */
+static bool next_run(const runs *r, size_t at[TB_MAX_DIMS], size_t *offset) {
+    for (int d = 0; d < r->ndim; d++) {
+        *offset += r->dim[d].step;
+        if (++at[d] < r->dim[d].count)
+            return true;
+        *offset -= r->dim[d].step * r->dim[d].count;
+        at[d] = 0;
+    }
+    return false;
+}
+
+/* The lowest element comes first, wherever the binding begins. Its span was measured: nothing overflows. */
+static tb_status write_binding(writer *w, const tb_binding *b) {
+    uintptr_t first, last;
+    runs r;
+    size_t at[TB_MAX_DIMS] = {0}, offset = 0;
+    TB_TRY(tb__binding_span(b, &first, &last));
+    if (first == last)
+        return TB_OK;
+    TB_TRY(choose_memory(w, TB__DATA, (const void *)first)); // NOLINT(performance-no-int-to-ptr)
+    if (!find_runs(b, &r))
+        return write_piece(w, 0, last - first); /* a byte has elements of two runs */
+    do
+        TB_TRY(write_piece(w, offset, r.nbytes));
+    while (next_run(&r, at, &offset));
+    return TB_OK;
+}
+
+static tb_status write_encoded_run(void *arg, bool is_scale, size_t offset, size_t nbytes) {
+    writer *w = arg;
+    const tb__encoded *e = &w->tensor->encoded;
+    const char *base = is_scale ? e->scales : e->data;
+    int memory = is_scale ? TB__SCALES : TB__DATA;
+    if (!w->tensor->mirrored.is_mirror[memory])
+        return TB_OK;
+    if (w->base != base)
+        TB_TRY(choose_memory(w, memory, base));
+    return write_piece(w, offset, nbytes);
+}
+
+static tb_status write_encoded(writer *w) {
+    const tb__encoded *e = &w->tensor->encoded;
+    size_t nmatrices = (size_t)e->matrices;
+    if (e->rows == 0)
+        return TB_OK;
+    if (e->rows == e->matrices * e->matrix_rows) {
+        TB_TRY(write_encoded_run(w, false, 0, nmatrices * (size_t)e->size.data_nbytes));
+        if (e->size.scale_nbytes > 0)
+            TB_TRY(write_encoded_run(w, true, 0, nmatrices * (size_t)e->size.scale_nbytes));
+    } else {
+        TB_TRY(tb__encoded_each(e, write_encoded_run, w));
+    }
+    if (!w->tensor->mirrored.is_mirror[TB__SCALE])
+        return TB_OK;
+    TB_TRY(choose_memory(w, TB__SCALE, e->scale));
+    return write_piece(w, 0, sizeof *e->scale);
+}
+
+static tb_status write_tensor(writer *w) {
+    const tb__tensor *t = w->tensor;
+    if (t->encode)
+        return write_encoded(w);
+    if (!t->mirrored.is_mirror[TB__DATA])
+        return TB_OK;
+    TB_TRY(write_binding(w, &t->binding));
+    for (size_t i = 0; i < t->npadding; i++)
+        TB_TRY(write_binding(w, &t->padding[i]));
+    return TB_OK;
+}
+
+tb_status tb__agent_write_back(const agent_batch *b, const tb_pair *pair) {
+    const tb__tensor *const *tensors;
+    size_t count;
+    if (!tb__agent_has_mirrors(b))
+        return TB_OK;
+    tb__batch_get_received(b->batch, pair, &tensors, &count);
+    for (size_t i = 0; i < count; i++) {
+        writer w = {.guest = &b->session->guest, .tensor = tensors[i]};
+        TB_TRY(write_tensor(&w));
+        TB_TRY(flush(&w));
     }
     return TB_OK;
 }

@@ -85,12 +85,16 @@ int64_t tb__agent_pairs_expire(tb__agent *agent) {
     return next;
 }
 
-static bool add_user(agent_pair *p, const agent_session *s) {
+bool tb__agent_pair_has_user(const agent_pair *p, const agent_session *s) {
     for (size_t i = 0; i < p->users.count; i++) {
         if (p->users.item[i] == s->id)
             return true;
     }
-    return s->is_gone || tb__vec_push(&p->users, s->id);
+    return false;
+}
+
+static bool add_user(agent_pair *p, const agent_session *s) {
+    return tb__agent_pair_has_user(p, s) || s->is_gone || tb__vec_push(&p->users, s->id);
 }
 
 static void remove_user(agent_pair *p, const agent_session *s) {

@@ -117,6 +117,7 @@ static void add_batch(tb__text *out, agent_batch *b) {
     was_send = b->was_send;
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version, nbytes = 0;
+    bool is_mixed = b->is_mixed;
     size_t ntensors = 0;
     for (size_t i = 0; i < b->shares.count; i++) {
         ntensors += b->shares.item[i].ntensors;
@@ -143,8 +144,9 @@ static void add_batch(tb__text *out, agent_batch *b) {
         tb__text_add_json(out, b->shares.item[i].pair->name);
     }
     tb__text_add(out,
-                 "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64 ",\"transfers\":[",
-                 ntensors, nbytes, state, version);
+                 "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64
+                 ",\"mixed\":%s,\"transfers\":[",
+                 ntensors, nbytes, state, version, is_mixed ? "true" : "false");
     for (int i = 0; i < 2; i++) {
         if (is_moving[i])
             add_transfer(out, &now[i], i == 1);
@@ -219,6 +221,15 @@ static void add_totals(tb__text *out, const tb__agent *agent) {
     }
 }
 
+static void add_plans(tb__text *out, const tb_world *world) {
+    tb__plans_state s;
+    tb__plans_query(world, &s);
+    tb__text_add(out,
+                 "\"plans\":{\"kept\":%zu,\"bytes\":%zu,\"limit\":%zu,\"hits\":%" PRIu64 ",\"misses\":%" PRIu64
+                 ",\"evicted\":%" PRIu64 "}",
+                 s.kept, s.nbytes, s.limit, s.hits, s.misses, s.evicted);
+}
+
 tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, char **out) {
     tb__text text = {0};
     bool is_connected = tb__directory_is_connected(agent->world->directory);
@@ -242,7 +253,9 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
     add_peers(&text, agent->world);
     tb__text_add(&text, "],\"totals\":{");
     add_totals(&text, agent);
-    tb__text_add(&text, "}}");
+    tb__text_add(&text, "},");
+    add_plans(&text, agent->world);
+    tb__text_add(&text, "}");
     return tb__text_take(&text, out);
 }
 

@@ -17,6 +17,8 @@ typedef struct house {
     scene scene; /* first */
     const char *token;
     int timeout_ms;
+    int64_t plan_bytes;
+    const char *const *groups; /* of the ranks, those of one group in a row; NULL: "a" and "b" */
     struct seat {
         tb__agent *agent;
         pthread_t loop;
@@ -51,7 +53,8 @@ static inline void seat_open(house *h, int position) {
                            .index = r->index,
                            .size = r->size,
                            .token = h->token,
-                           .timeout_ms = h->timeout_ms ? h->timeout_ms : PATIENCE_MS};
+                           .timeout_ms = h->timeout_ms ? h->timeout_ms : PATIENCE_MS,
+                           .plan_bytes = h->plan_bytes};
     check_ok(tb__agent_create(&opts, &s->agent));
     check(pthread_create(&s->loop, NULL, seat_main, s) == 0);
 }
@@ -75,15 +78,29 @@ static inline void *host_main(void *arg) {
     return NULL;
 }
 
-/* Runs `body` as host programs, each with an agent: `na` in group "a", `nb` in group "b". */
+static inline rank place_rank(house *h, int32_t i, int32_t na, int32_t nb) {
+    rank r = {.scene = &h->scene, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
+    if (!h->groups)
+        return r;
+    r.group = h->groups[i];
+    r.index = r.size = 0;
+    for (int32_t j = 0; j < na + nb; j++) {
+        bool is_same = strcmp(h->groups[j], r.group) == 0;
+        r.index += is_same && j < i;
+        r.size += is_same;
+    }
+    return r;
+}
+
+/* Runs `body` as host programs, each with an agent: `na` in group "a", `nb` in group "b", unless the house has other
+ * groups. */
 static inline void run_house(house *h, void (*body)(rank *r), int32_t na, int32_t nb) {
     scene *s = &h->scene;
     scene_init(s);
     s->body = body;
     s->nranks = na + nb;
     for (int32_t i = 0; i < na + nb; i++) {
-        s->ranks[i] =
-            (rank){.scene = s, .group = i < na ? "a" : "b", .index = i < na ? i : i - na, .size = i < na ? na : nb};
+        s->ranks[i] = place_rank(h, i, na, nb);
         seat_open(h, i);
     }
     for (int i = 0; i < s->nranks; i++)

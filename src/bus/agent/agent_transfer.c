@@ -1,4 +1,4 @@
-/* Transfers of a client's batch: their threads, what is told of them while they go on, and what is left of them. */
+/* Transfers of a client's batch: their threads, and what is told of them while they go on. */
 #include "bus/agent/agent_inside.h"
 
 #include <stdio.h>
@@ -86,102 +86,9 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over,
     return seen;
 }
 
-/* ---- Outcomes -------------------------------------------------------------------------------------------------- */
-
-/* What has become of each pair; a transfer that did not begin has failed for all of them. The highest version that was
- * completed, or is in the tensors: a pair that joined later has counted less. */
-static uint64_t note_outcomes(const agent_job *job, const tb_transfer *t, tb_status status, const char *why) {
-    agent_batch *b = job->batch;
-    bool is_send = job->message.direction == TB__SEND;
-    uint64_t highest = 0;
-    for (size_t i = 0; i < b->shares.count; i++) {
-        agent_share *s = &b->shares.item[i];
-        tb_transfer_state state = {.status = status};
-        uint64_t version = 0;
-        bool is_torn = false, is_known = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
-        char detail[TB__WHY_MAX];
-        snprintf(detail, sizeof detail, "%s", is_known ? tb_error_detail() : why);
-        bool was_written = !is_send && tb_batch_version(b->batch, s->held, &version, &is_torn) == TB_OK;
-        pthread_mutex_lock(&b->lock);
-        s->status = state.status;
-        snprintf(s->why, sizeof s->why, "%s", state.status == TB_OK ? "" : detail);
-        version = state.version > version ? state.version : version;
-        if (version)
-            s->version = version;
-        if (was_written) /* what failed was not written back */
-            s->is_torn = is_torn && !tb__agent_is_mirrored(b);
-        pthread_mutex_unlock(&b->lock);
-        highest = version > highest ? version : highest;
-    }
-    return highest;
-}
-
-/* All pairs are well, but the client's memory is not. */
-static void note_undelivered(const agent_job *job, tb_status status, const char *why) {
-    agent_batch *b = job->batch;
-    pthread_mutex_lock(&b->lock);
-    for (size_t i = 0; i < b->shares.count; i++) {
-        agent_share *s = &b->shares.item[i];
-        s->status = status;
-        snprintf(s->why, sizeof s->why, "%s", why);
-        s->is_torn = true;
-    }
-    pthread_mutex_unlock(&b->lock);
-}
-
-/* In the job's memory. Where there is none, nobody will know. */
-static void put_outcomes(agent_job *job, agent_batch *b, tb__message *reply) {
-    size_t n = b->shares.count;
-    tb__outcome *item = tb__arena_alloc(&job->arena, n, sizeof *item);
-    char(*why)[TB__WHY_MAX] = tb__arena_alloc(&job->arena, n, sizeof *why);
-    if (!item || !why)
-        return;
-    pthread_mutex_lock(&b->lock);
-    for (size_t i = 0; i < n; i++) {
-        const agent_share *s = &b->shares.item[i];
-        memcpy(why[i], s->why, sizeof why[i]);
-        item[i] = (tb__outcome){.pair_name = s->pair->name,
-                                .status = s->status,
-                                .message = why[i],
-                                .version = s->version,
-                                .is_torn = s->is_torn};
-    }
-    pthread_mutex_unlock(&b->lock);
-    reply->pairs = (tb__outcomes){.count = n, .item = item};
-}
-
-/* What went through each of the batch's pairs. Where there is no memory for it, nobody will know. */
-static void note_moved(agent_job *job, const tb_transfer *t) {
-    const agent_batch *b = job->batch;
-    const char *name;
-    int64_t done;
-    job->moved = tb__arena_alloc(&job->arena, b->shares.count, sizeof *job->moved);
-    if (!job->moved)
-        return;
-    memset(job->moved, 0, b->shares.count * sizeof *job->moved);
-    for (size_t i = 0; tb__transfer_share(t, i, &name, &done); i++) {
-        for (size_t j = 0; j < b->shares.count; j++) {
-            if (strcmp(b->shares.item[j].pair->name, name) == 0)
-                job->moved[j] += done;
-        }
-    }
-}
-
 /* ---- The thread ------------------------------------------------------------------------------------------------ */
 
-/* Grows with every version that is in the tensors. */
-static uint64_t count_versions(const agent_batch *b) {
-    uint64_t sum = 0, version;
-    bool is_torn;
-    for (size_t i = 0; i < b->shares.count; i++) {
-        if (tb_batch_version(b->batch, b->shares.item[i].held, &version, &is_torn) == TB_OK)
-            sum += version;
-    }
-    return sum;
-}
-
-/* A version that was in doubt may turn out to be committed when the next transfer begins, whatever becomes of that:
- * then the client gets it. */
+/* Whatever becomes of the transfer, its beginning may have found out that an earlier receive is committed. */
 static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
     agent_batch *b = job->batch;
     tb_transfer_opts opts = {.size = sizeof opts,
@@ -189,13 +96,10 @@ static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
                              .skip_lost = job->message.skip_lost,
                              .hold = job->message.hold};
     TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
-    uint64_t before = count_versions(b);
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
-    if (b->batch->opts.commit != TB_SHADOW || count_versions(b) == before)
-        return status;
     char why[TB__WHY_MAX];
     snprintf(why, sizeof why, "%s", tb_error_detail());
-    TB_TRY(tb__agent_deliver(b));
+    TB_TRY(tb__agent_deliver_late(b));
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why);
 }
 
@@ -211,8 +115,11 @@ static tb_status follow(agent_job *job, tb_transfer *t, bool is_send) {
         raise_event(job, t, TB_RELEASED);
         return TB_OK;
     }
-    TB_TRY(tb_wait(t, TB_ARRIVED, -1));
-    if (is_shadowed || !tb__agent_has_mirrors(b))
+    /* Where a pair has failed, not everything arrives; the others are held back all the same. */
+    TB_TRY(tb__transfer_wait_any(t, TB_ARRIVED | (job->message.hold ? TB_DECIDED : 0U)));
+    tb_transfer_state state;
+    tb_transfer_query(t, &state);
+    if (state.events & TB_ARRIVED && (is_shadowed || !tb__agent_has_mirrors(b)))
         raise_event(job, t, TB_ARRIVED);
     if (!job->message.hold)
         return TB_OK;
@@ -223,7 +130,7 @@ static tb_status follow(agent_job *job, tb_transfer *t, bool is_send) {
 
 static tb_status run_transfer(agent_job *job) {
     agent_batch *b = job->batch;
-    bool is_send = job->message.direction == TB__SEND, is_delivered = true;
+    bool is_send = job->message.direction == TB__SEND;
     tb_transfer *t = NULL;
     tb_transfer_state state = {0};
     tb_status status = begin(job, is_send, &t);
@@ -237,33 +144,29 @@ static tb_status run_transfer(agent_job *job) {
         status = follow(job, t, is_send);
     if (status == TB_OK)
         status = tb_wait(t, TB_COMMITTED, -1);
-    if (status == TB_OK && !is_send) {
-        status = tb__agent_deliver(b);
-        is_delivered = status == TB_OK;
-    }
     char why[TB__WHY_MAX] = "";
     if (status != TB_OK)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    uint64_t version = note_outcomes(job, t, status, why);
-    if (!is_delivered)
-        note_undelivered(job, status, why);
+    tb_status delivered = tb__agent_note_end(b, t, is_send, status, why);
+    if (status == TB_OK && delivered != TB_OK) {
+        status = delivered;
+        snprintf(why, sizeof why, "%s", tb_error_detail());
+    }
     if (t)
         tb_transfer_query(t, &state);
-    state.events = seen_by_client(b, is_send, is_delivered, &state);
+    state.events = seen_by_client(b, is_send, delivered == TB_OK, &state);
     pthread_mutex_lock(&b->lock);
     b->last = state;
     b->was_send = is_send;
     b->transfers[is_send] = NULL;
-    if (version && (status == TB_OK || !is_send))
-        b->version = version;
     pthread_mutex_unlock(&b->lock);
     if (status == TB_OK)
-        note_moved(job, t);
+        tb__agent_note_moved(job, t);
     tb_transfer_destroy(t);
     if (status != TB_OK)
         return tb__fail(status, "%s", why);
     job->reply = (tb__message){.attempt = tb__some_uint(state.attempt),
-                               .version = tb__some_uint(version),
+                               .version = tb__some_uint(state.version),
                                .bytes = tb__some_uint((uint64_t)state.bytes_done),
                                .seconds = tb__some_float(state.seconds)};
     return TB_OK;
@@ -290,6 +193,11 @@ static tb_status check_free(const agent_batch *b, bool is_send) {
         return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
     if (b->is_busy[is_send])
         return tb__fail(TB_REFUSED, "batch '%.100s' is already being %s", b->id, is_send ? "sent" : "received");
+    if (b->is_busy[!is_send] && tb__agent_has_mirrors(b)) /* both would use one copy of the tensors */
+        return tb__fail(TB_REFUSED,
+                        "batch '%.100s' is being %s, and its tensors are copied through the agent; wait for that, or "
+                        "use memory of tb_alloc",
+                        b->id, is_send ? "received" : "sent");
     return TB_OK;
 }
 
@@ -341,7 +249,7 @@ void tb__agent_finish_transfer(agent_job *job) {
         pthread_mutex_unlock(&b->lock);
     }
     if (b->shares.count > 1)
-        put_outcomes(job, b, &job->reply);
+        tb__agent_put_outcomes(job, b, &job->reply);
     tell_end(job);
     tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
     tb__agent_leave_batch(b);
@@ -361,13 +269,6 @@ static tb__texts name_events(agent_job *job, unsigned seen) {
             names[n++] = tb__event_name_text(events[i].name);
     }
     return (tb__texts){.count = n, .item = names};
-}
-
-static bool is_torn(const agent_batch *b) {
-    bool torn = false;
-    for (size_t i = 0; i < b->shares.count; i++)
-        torn |= b->shares.item[i].is_torn;
-    return torn;
 }
 
 void tb__agent_query(agent_job *job) {
@@ -396,7 +297,7 @@ void tb__agent_query(agent_job *job) {
         tb_transfer_query(b->transfers[1], &send);
     snprintf(error, sizeof error, "%s", b->error);
     uint64_t version = b->version;
-    bool torn = is_torn(b);
+    bool torn = tb__agent_is_torn(b), is_mixed = b->is_mixed;
     pthread_mutex_unlock(&b->lock);
     *r = (tb__message){.state = !b->batch  ? "registering"
                                 : !is_busy ? (*error ? "failed" : "idle")
@@ -417,7 +318,8 @@ void tb__agent_query(agent_job *job) {
     if (is_asked(asked, TB__STATE_VERSION)) {
         r->version = tb__some_uint(version);
         r->torn = tb__some_bool(torn);
-        put_outcomes(job, b, r);
+        r->mixed = tb__some_bool(is_mixed);
+        tb__agent_put_outcomes(job, b, r);
     }
     if (is_asked(asked, TB__STATE_ERROR))
         r->error = error;

@@ -217,6 +217,15 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
     return status;
 }
 
+tb_status tb_client_batch_add_pair(tb_client_batch *b, const char *pair) {
+    const struct tb__client_pair *known = find_pair(b->client, pair);
+    if (!known)
+        return tb__fail(TB_INVALID, "there is no pair '%.100s'", pair);
+    if (has_pair(b, pair))
+        return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to its pairs", b->name);
+    return tb__vec_push(&b->tensors, (struct tb__client_tensor){.pair = known->name}) ? TB_OK : TB_NO_MEMORY;
+}
+
 /* The descriptors that the new tensors name, at their places; others may be closed by now, and are left to any. */
 static tb_status gather_fds(const tb_client_batch *b, int **out, size_t *count) {
     int *fds = tb__malloc(b->fds.count, sizeof *fds);
@@ -274,6 +283,9 @@ tb_status tb_client_register(tb_client_batch *b, int timeout_ms) {
                            .checksum = {.is_set = o->checksum, .value = o->checksum}};
     if (b->is_registered && b->nregistered == b->tensors.count)
         return tb__fail(TB_REFUSED, "batch '%s' has been registered already", b->name);
+    bool is_empty = b->tensors.count == 0; /* then this rank is idle in all pairs */
+    for (size_t i = 0; is_empty && i < b->client->pairs.count; i++)
+        TB_TRY(tb_client_batch_add_pair(b, b->client->pairs.item[i].name));
     tb_status status = send_tensors(b, &message, timeout_ms);
     if (status == TB_OK) {
         b->is_registered = true;

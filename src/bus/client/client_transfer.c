@@ -170,7 +170,8 @@ tb_status tb_client_query(tb_client_batch *b, tb_client_status *out) {
                               .groups_total = (uint32_t)m->groups_total.value,
                               .seconds = m->seconds.value,
                               .events = read_events(&m->reached),
-                              .is_torn = m->torn.value};
+                              .is_torn = m->torn.value,
+                              .is_mixed = m->mixed.value};
     snprintf(out->state, sizeof out->state, "%s", m->state ? m->state : "");
     snprintf(out->error, sizeof out->error, "%s", m->error ? m->error : "");
     tb__client_reply_free(reply);

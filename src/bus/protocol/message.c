@@ -68,7 +68,7 @@ static const tb__field init_pair[] = {
 
 static const tb__field register_tensors[] = {
     BATCH_ID,
-    FIELD("tensors", ENTRIES, REQUIRED, tensors, ABOUT("for each tensor its pair's name and the tensor payload")),
+    FIELD("tensors", ENTRIES, REQUIRED, tensors, ABOUT("for each tensor its pair's name and the tensor payload; no payload: the pair, without tensors")),
     FIELD("bucket_size", UINT, REQUIRED, bucket_size, MAX(MOST_BYTES), ABOUT("bytes sent together; 0: 16 MiB")),
     COMMON,
     TIMEOUT,
@@ -140,6 +140,7 @@ static const tb__field reply[] = {
     FIELD("events", TEXTS, OPTION, reached, ABOUT("QueryStatus: what Events have told, or would have")),
     FIELD("torn", MAYBE_BOOL, OPTION, torn, ABOUT("QueryStatus: the tensors have parts of a version that failed")),
     FIELD("pairs", OUTCOMES, OPTION, pairs, MAX(MOST_STATUS), ABOUT("by pair: its name, status and message of the last transfer, the last version, whether it is torn")),
+    FIELD("mixed", MAYBE_BOOL, OPTION, mixed, ABOUT("QueryStatus: the pairs' versions differ; `version` is the last that all of them had together")),
 };
 
 static const tb__field event[] = {

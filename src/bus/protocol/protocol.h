@@ -117,7 +117,8 @@ typedef struct tb__message {
     tb__texts reached;   /* key `events`: of the transfer under way, or of the last */
     tb__maybe_bool torn; /* the tensors have parts of a version that did not arrive */
     tb__outcomes pairs;
-    tb__blob report; /* Inspect: a JSON object */
+    tb__maybe_bool mixed; /* the pairs' versions differ */
+    tb__blob report;      /* Inspect: a JSON object */
 
     /* Event: seq, status, message and version are as in a Reply */
     tb__event_name event;

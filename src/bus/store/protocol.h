@@ -32,8 +32,8 @@ enum {
     TB__STORE_MAGIC = 0x564b4254, /* "TBKV" */
     TB__STORE_VERSION = 1,
     TB__STORE_MAX_WIRE_KEY = TB__STORE_MAX_NAMESPACE + 1 + TB__STORE_MAX_KEY,
-    TB__STORE_MAX_TOKEN = 256,
-    TB__STORE_MAX_HELLO = 512, /* all that a stranger can make the server keep */
+    TB__STORE_MAX_TOKEN = 510,
+    TB__STORE_MAX_HELLO = 1024, /* all that a stranger can make the server keep */
     TB__STORE_MAX_REQUEST = TB__STORE_MAX_VALUE + 2048,
     TB__STORE_MAX_REPLY = 16 << 20,
 };

@@ -1,0 +1,148 @@
+/* What the pairs of a batch have come to: which version the client has through each of them, why the last transfer
+ * failed, and what the client gets of one that has ended. */
+#include "bus/agent/agent_inside.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- Delivery -------------------------------------------------------------------------------------------------- */
+
+static tb_status write_back(agent_batch *b, const tb_pair *pair) {
+    pthread_mutex_lock(&b->lock);
+    bool is_abandoned = b->is_abandoned;
+    pthread_mutex_unlock(&b->lock);
+    return is_abandoned ? tb__fail(TB_LOST, "the client of batch '%.100s' is gone", b->id)
+                        : tb__agent_write_back(b, pair);
+}
+
+static tb_status deliver(agent_batch *b, agent_share *s, uint64_t version) {
+    tb_status status = write_back(b, s->held);
+    pthread_mutex_lock(&b->lock);
+    s->committed = version;
+    s->is_undelivered = status != TB_OK;
+    s->is_torn = s->is_undelivered;
+    if (status == TB_OK)
+        s->version = version;
+    pthread_mutex_unlock(&b->lock);
+    return status;
+}
+
+tb_status tb__agent_deliver_late(agent_batch *b) {
+    tb_status first = TB_OK;
+    char why[TB__WHY_MAX];
+    uint64_t version;
+    bool is_torn;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        agent_share *s = &b->shares.item[i];
+        if (tb_batch_version(b->batch, s->held, &version, &is_torn) != TB_OK || version == s->committed)
+            continue;
+        tb_status status = deliver(b, s, version);
+        if (status != TB_OK && first == TB_OK) {
+            first = status;
+            snprintf(why, sizeof why, "%s", tb_error_detail());
+        }
+    }
+    tb__agent_settle_version(b);
+    return first == TB_OK ? TB_OK : tb__fail(first, "%s", why);
+}
+
+/* ---- The end of a transfer ------------------------------------------------------------------------------------- */
+
+/* One pair's; returns whether the client's memory could be written, if that had to be. */
+static tb_status note_pair(agent_batch *b, agent_share *s, const tb_transfer *t, bool is_send, tb_status status,
+                           const char *why) {
+    tb_transfer_state state = {.status = status};
+    uint64_t version = 0;
+    bool is_torn = false, is_known = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
+    char detail[TB__WHY_MAX];
+    snprintf(detail, sizeof detail, "%s", is_known ? tb_error_detail() : why);
+    bool was_received = !is_send && tb_batch_version(b->batch, s->held, &version, &is_torn) == TB_OK;
+    tb_status delivered = TB_OK;
+    if (was_received && (version != s->committed || state.version > 0)) {
+        delivered = deliver(b, s, version);
+        if (delivered != TB_OK)
+            snprintf(detail, sizeof detail, "%s", tb_error_detail());
+    }
+    pthread_mutex_lock(&b->lock);
+    s->status = delivered == TB_OK ? state.status : delivered;
+    snprintf(s->why, sizeof s->why, "%s", s->status == TB_OK ? "" : detail);
+    if (is_send && state.version > 0)
+        s->version = state.version;
+    if (was_received)
+        s->is_torn = is_torn || s->is_undelivered;
+    pthread_mutex_unlock(&b->lock);
+    return delivered == TB_OK ? TB_OK : tb__fail(delivered, "%s", detail);
+}
+
+tb_status tb__agent_note_end(agent_batch *b, const tb_transfer *t, bool is_send, tb_status status, const char *why) {
+    tb_status first = TB_OK;
+    char detail[TB__WHY_MAX];
+    for (size_t i = 0; i < b->shares.count; i++) {
+        tb_status delivered = note_pair(b, &b->shares.item[i], t, is_send, status, why);
+        if (delivered != TB_OK && first == TB_OK) {
+            first = delivered;
+            snprintf(detail, sizeof detail, "%s", tb_error_detail());
+        }
+    }
+    tb__agent_settle_version(b);
+    return first == TB_OK ? TB_OK : tb__fail(first, "%s", detail);
+}
+
+void tb__agent_settle_version(agent_batch *b) {
+    pthread_mutex_lock(&b->lock);
+    uint64_t lowest = UINT64_MAX, highest = 0;
+    for (size_t i = 0; i < b->shares.count; i++) {
+        uint64_t version = b->shares.item[i].version;
+        lowest = version < lowest ? version : lowest;
+        highest = version > highest ? version : highest;
+    }
+    b->is_mixed = b->shares.count > 0 && lowest != highest;
+    if (lowest == highest || lowest == 0) /* a pair that never had a version has none together with others */
+        b->version = lowest;
+    pthread_mutex_unlock(&b->lock);
+}
+
+/* ---- What is told ---------------------------------------------------------------------------------------------- */
+
+bool tb__agent_is_torn(const agent_batch *b) {
+    bool torn = false;
+    for (size_t i = 0; i < b->shares.count; i++)
+        torn |= b->shares.item[i].is_torn;
+    return torn;
+}
+
+void tb__agent_put_outcomes(agent_job *job, agent_batch *b, tb__message *reply) {
+    size_t n = b->shares.count;
+    tb__outcome *item = tb__arena_alloc(&job->arena, n, sizeof *item);
+    char(*why)[TB__WHY_MAX] = tb__arena_alloc(&job->arena, n, sizeof *why);
+    if (!item || !why)
+        return;
+    pthread_mutex_lock(&b->lock);
+    for (size_t i = 0; i < n; i++) {
+        const agent_share *s = &b->shares.item[i];
+        memcpy(why[i], s->why, sizeof why[i]);
+        item[i] = (tb__outcome){.pair_name = s->pair->name,
+                                .status = s->status,
+                                .message = why[i],
+                                .version = s->version,
+                                .is_torn = s->is_torn};
+    }
+    pthread_mutex_unlock(&b->lock);
+    reply->pairs = (tb__outcomes){.count = n, .item = item};
+}
+
+void tb__agent_note_moved(agent_job *job, const tb_transfer *t) {
+    const agent_batch *b = job->batch;
+    const char *name;
+    int64_t done;
+    job->moved = tb__arena_alloc(&job->arena, b->shares.count, sizeof *job->moved);
+    if (!job->moved)
+        return;
+    memset(job->moved, 0, b->shares.count * sizeof *job->moved);
+    for (size_t i = 0; tb__transfer_share(t, i, &name, &done); i++) {
+        for (size_t j = 0; j < b->shares.count; j++) {
+            if (strcmp(b->shares.item[j].pair->name, name) == 0)
+                job->moved[j] += done;
+        }
+    }
+}

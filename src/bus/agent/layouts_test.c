@@ -1,0 +1,109 @@
+/* Batches whose layouts are new each time, as when experts move in every step: what agents keep of their plans has a
+ * bound in bytes. */
+#include "bus/agent/agent_test.h"
+
+#include <malloc.h>
+
+enum {
+    EXPERTS = 64,
+    COLUMNS = 8,
+    TENSORS = 20,
+    WARM_UP = 20,
+    ROUNDS = 60,
+    SIDE = 2,
+    LIMIT = 2 << 20,
+    GROWTH = 16 << 20, /* of all that the test's process has; without a bound it is five times that */
+};
+
+/* Which experts each of two ranks has: a shuffle, cut in the middle. */
+static void make_layout(uint64_t seed, char *out, size_t room) {
+    int expert[EXPERTS];
+    size_t n = (size_t)snprintf(out, room, "mesh=2 place=Explicit(0, ");
+    for (int i = 0; i < EXPERTS; i++) {
+        seed = seed * 6364136223846793005U + 1442695040888963407U;
+        int j = (int)((seed >> 33) % (uint64_t)(i + 1));
+        expert[i] = expert[j];
+        expert[j] = i;
+    }
+    for (int i = 0; i < EXPERTS; i++)
+        n += (size_t)snprintf(out + n, room - n, "%s%d-%d",
+                              i == EXPERTS / 2 ? "; "
+                              : i              ? ","
+                                               : "",
+                              expert[i], expert[i] + 1);
+    snprintf(out + n, room - n, ")");
+}
+
+static void move_once(rank *r, tb_client *client, uint32_t round) {
+    part parts[TENSORS];
+    char layouts[TENSORS][16 * EXPERTS], name[16];
+    tb_client_batch *batch;
+    check_ok(tb_client_batch_create(client, "step", NULL, &batch));
+    for (int i = 0; i < TENSORS; i++) {
+        make_layout(round * TENSORS + (uint32_t)i, layouts[i], sizeof layouts[i]);
+        part_init(&parts[i], is_a(r) ? "mesh=2 place=S0" : layouts[i], r->index, EXPERTS, COLUMNS);
+        tb_tensor t = part_tensor(&parts[i]);
+        t.layout = is_a(r) ? NULL : layouts[i];
+        snprintf(name, sizeof name, "experts.%d", i);
+        check_ok(tb_client_batch_add(batch, "p", name, &t));
+        if (is_a(r))
+            part_fill(&parts[i], round + (uint32_t)i);
+        else
+            part_poison(&parts[i]);
+    }
+    check_ok(tb_client_register(batch, 0));
+    check_ok(tb_client_transfer(batch, is_a(r), NULL));
+    for (int i = 0; i < TENSORS; i++) {
+        check(part_holds(&parts[i], round + (uint32_t)i));
+        part_fini(&parts[i]);
+    }
+    tb_client_batch_destroy(batch);
+}
+
+/* The number of the agent's report after `key`. */
+static long long plans_of(rank *r, const char *key) {
+    char *report;
+    check_ok(tb__agent_report(seat_of(r)->agent, PATIENCE_MS, &report));
+    const char *plans = strstr(report, "\"plans\":{"), *at = plans ? strstr(plans, key) : NULL;
+    long long number = at ? strtoll(at + strlen(key), NULL, 10) : -1;
+    free(report);
+    check(number >= 0);
+    return number;
+}
+
+static void new_layouts(rank *r) {
+    size_t before = 0;
+    tb_client *client = open_client(r);
+    check_ok(tb_client_init_pair(client, "p", other_group(r), "mesh=2 place=S0", 0));
+    for (uint32_t round = 0; round < ROUNDS; round++) {
+        move_once(r, client, round);
+        meet(r);
+        if (round == WARM_UP)
+            before = mallinfo2().uordblks;
+        check(plans_of(r, "\"bytes\":") <= LIMIT);
+    }
+    size_t after = mallinfo2().uordblks;
+    if (r->index == 0 && is_a(r))
+        print_message("%zu KiB after %d rounds, %zu after %d\n", before >> 10, WARM_UP, after >> 10, ROUNDS);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* whose memory mallinfo2 does not see */
+    check(after < before + GROWTH);
+#endif
+    check(plans_of(r, "\"limit\":") == LIMIT && plans_of(r, "\"evicted\":") > 0 && plans_of(r, "\"kept\":") > 0);
+    long long hits = plans_of(r, "\"hits\":"), misses = plans_of(r, "\"misses\":");
+    meet(r);
+    move_once(r, client, ROUNDS - 1); /* what was used last is still there */
+    check(plans_of(r, "\"hits\":") == hits + 1 && plans_of(r, "\"misses\":") == misses);
+    meet(r);
+    tb_client_close(client);
+}
+
+static void test_new_layouts(void **state) {
+    (void)state;
+    house h = {.plan_bytes = LIMIT};
+    run_house(&h, new_layouts, SIDE, SIDE);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_new_layouts)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
