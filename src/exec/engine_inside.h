@@ -39,6 +39,7 @@ struct tb__engine {
 void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]);
 int32_t tb__wire_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t wire, const char *why);
+void tb__peer_on_reached(void *arg, int32_t wire);
 void tb__peers_free(tb__engine *engine);
 
 #endif

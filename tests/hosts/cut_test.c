@@ -1,0 +1,266 @@
+/* Links between hosts that are cut and mended, to be run by tests/hosts/bed 3 -- cut_test STORE, where STORE is "own"
+ * (`tensorbus store`) or "etcd", on the first host, or "agent": the trainer's agent serves it. An agent of a trainer is
+ * on the second host, one of an engine on the third, each with a program that is its client. In each round a link is
+ * cut, while nothing moves or in the middle of a version, and mended a while later. A transfer that the cut has ended
+ * names the agent at the other end. Then both programs make their pair again, under the same name, each with one call:
+ * that, and registering a new batch, takes 5 seconds at most from the mending on, and nothing has to be started again.
+ * The next version is right in every element.
+ *
+ * Rounds take a second unless TB_CUTS is "all": then there are 20, of up to a minute. */
+#define BOARD_SEATS 2
+#include "tests/hosts/agents.h"
+
+#include <inttypes.h>
+
+enum { TRAINER, ENGINE };
+/* 8 MiB, through a link that takes 40 Mbit/s: what is done in between happens in the middle. */
+enum { NTENSORS = 8, SIZE = 256 << 10, NELEMENTS = NTENSORS * SIZE };
+enum { BACK_MS = 5000 };
+
+typedef enum way { BOTH, ONE, STORE, PEERS, NWAYS } way;
+
+/* What cuts, what mends, and how it is told. BOTH and ONE also cut the engine's way to the store. */
+static const struct {
+    const char *cut, *mend, *told;
+} ways[NWAYS] = {{"cut 2", "mend 2", "both directions"},
+                 {"drop 2 100", "drop 2 0", "one direction"},
+                 {"part 0 2", "join 0 2", "the way to the store"},
+                 {"part 1 2", "join 1 2", "the way between the agents"}};
+
+typedef struct round {
+    way way;
+    int seconds;
+    bool is_busy;
+} round;
+
+static const round all_rounds[] = {{BOTH, 1, false},   {BOTH, 1, true},   {ONE, 1, false},    {ONE, 1, true},
+                                   {STORE, 1, false},  {STORE, 1, true},  {BOTH, 20, false},  {BOTH, 20, true},
+                                   {ONE, 20, false},   {ONE, 20, true},   {STORE, 20, false}, {STORE, 20, true},
+                                   {PEERS, 20, false}, {PEERS, 20, true}, {BOTH, 60, false},  {BOTH, 60, true},
+                                   {ONE, 60, false},   {ONE, 60, true},   {STORE, 60, false}, {STORE, 60, true}};
+/* With each store others, for the time that they take. */
+static const round own_rounds[] = {{BOTH, 1, false}, {BOTH, 1, true}, {ONE, 1, false}, {STORE, 1, true}};
+static const round etcd_rounds[] = {{BOTH, 1, false}, {ONE, 1, true}, {STORE, 1, false}};
+static const round agent_rounds[] = {{BOTH, 20, false}, {BOTH, 1, true}};
+
+static const struct {
+    const char *name;
+    const round *rounds;
+    size_t nrounds;
+} stores[] = {{"own", own_rounds, sizeof own_rounds / sizeof *own_rounds},
+              {"etcd", etcd_rounds, sizeof etcd_rounds / sizeof *etcd_rounds},
+              {"agent", agent_rounds, sizeof agent_rounds / sizeof *agent_rounds}};
+
+/* ---- In a client's process --------------------------------------------------------------------------------------- */
+
+typedef struct client {
+    int seat;
+    tb_client *agent;
+    tb_client_batch *batch;
+    float *data;
+} client;
+
+static float value(int version, int i) {
+    return (float)(((int64_t)i * 7 + (int64_t)version * 1000003) % (1 << 24));
+}
+
+/* A new batch of the pair, which is made, or made again. */
+static tb_status make(client *c, int patience_ms) {
+    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 1 << 20};
+    tb_client_batch_destroy(c->batch);
+    c->batch = NULL;
+    tb_status status = tb_client_init_pair(c->agent, "weights", c->seat == TRAINER ? "engine" : "trainer",
+                                           "mesh=1 place=R", patience_ms);
+    if (status == TB_OK)
+        status = tb_client_batch_create(c->agent, "step", &opts, &c->batch);
+    for (int i = 0; i < NTENSORS && status == TB_OK; i++) {
+        tb_tensor w = {.data = c->data + (size_t)i * SIZE, .dtype = TB_F32, .ndim = 1, .shape = {SIZE}};
+        char name[16];
+        snprintf(name, sizeof name, "w%d", i);
+        status = tb_client_batch_add(c->batch, "weights", name, &w);
+    }
+    return status == TB_OK ? tb_client_register(c->batch, patience_ms) : status;
+}
+
+static tb_status move(client *c, int version) {
+    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .no_wait = true};
+    tb_client_status now;
+    for (int i = 0; i < NELEMENTS; i++)
+        c->data[i] = c->seat == TRAINER ? value(version, i) : -1;
+    tb_status status = tb_client_transfer(c->batch, c->seat == TRAINER, &opts);
+    for (int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS; status == TB_OK;) {
+        status = tb_client_wait(c->batch, c->seat == TRAINER, TB_COMMITTED, LOOK_MS);
+        if (status != TB_TIMEOUT || tb__now_ms() > deadline_ms)
+            break;
+        status = tb_client_query(c->batch, &now);
+        if (status == TB_OK && now.bytes_done > 0)
+            atomic_store(&shared->seat[c->seat].moves, true);
+    }
+    for (int i = 0; i < NELEMENTS && status == TB_OK; i++) {
+        if (c->data[i] == value(version, i))
+            continue;
+        fprintf(stderr, "%s: element %d of version %d is %.0f, not %.0f\n", name_of(c->seat), i, version, c->data[i],
+                value(version, i));
+        exit(1);
+    }
+    return status;
+}
+
+static _Noreturn void be_client(int seat, int nsteps) {
+    client c = {.seat = seat};
+    char path[64];
+    tb_client_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    hosts_enter(seat + 1);
+    path_of(seat, path);
+    if (tb_alloc(NELEMENTS * sizeof(float), (void **)&c.data) != TB_OK ||
+        tb_client_connect(path, &opts, &c.agent) != TB_OK) {
+        fprintf(stderr, "%s: %s\n", name_of(seat), tb_error_detail());
+        exit(1);
+    }
+    for (int step = 1; step <= nsteps; step++) {
+        while (atomic_load(&shared->next) < step)
+            nap(); /* the first process ends us if it does not come so far */
+        note_status(seat, step % 2 ? make(&c, step == 1 ? JOIN_MS : BACK_MS) : move(&c, step));
+        atomic_store(&shared->seat[seat].done, step);
+    }
+    tb_client_batch_destroy(c.batch);
+    tb_client_close(c.agent);
+    tb_free(c.data);
+    exit(0);
+}
+
+/* ---- In the first process ---------------------------------------------------------------------------------------- */
+
+static pid_t clients[NSEATS];
+
+static void await_done(int step, int patience_ms) {
+    int64_t deadline_ms = tb__now_ms() + patience_ms;
+    for (int i = 0; i < NSEATS; i++) {
+        while (atomic_load(&shared->seat[i].done) < step) {
+            if (tb__now_ms() > deadline_ms)
+                fail("%s has not come to the end of step %d", name_of(i), step);
+            if (waitpid(clients[i], NULL, WNOHANG) == clients[i])
+                fail("the program of %s has ended", name_of(i));
+            nap();
+        }
+    }
+}
+
+static void must_be_well(const char *what) {
+    for (int i = 0; i < NSEATS; i++) {
+        if (shared->seat[i].status != TB_OK)
+            fail("%s: %s", name_of(i), what);
+    }
+}
+
+/* Both ends of a transfer that a cut has ended are told that the other is lost. */
+static void must_name_each_other(void) {
+    for (int i = 0; i < NSEATS; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "(%s)", name_of(!i));
+        if (shared->seat[i].status != TB_LOST || !strstr(shared->seat[i].sentence, name))
+            fail("%s is not told that %s is lost", name_of(i), name_of(!i));
+    }
+}
+
+static void sleep_until(int64_t ms) {
+    while (tb__now_ms() < ms)
+        nap();
+}
+
+/* Two steps: a version that may be under way when the link is cut, and the pair, made again. Returns the next one. */
+static int run_round(const round *r, int number, int step) {
+    bool is_long = r->seconds > 1 && r->way != STORE; /* too long for TCP to make good for */
+    printf("round %d: %s, %d s, %s: ", number, ways[r->way].told, r->seconds, r->is_busy ? "busy" : "idle");
+    fflush(stdout);
+    if (r->is_busy)
+        must_do("shape 1 40mbit");
+    begin(step);
+    if (r->is_busy)
+        await_middle(ENGINE);
+    else
+        await_done(step, DEADLINE_MS + SLACK_MS);
+    must_do(ways[r->way].cut);
+    sleep_until(tb__now_ms() + r->seconds * 1000);
+    if (r->is_busy)
+        must_do("shape 1 off");
+    must_do(ways[r->way].mend);
+    int64_t mended_ms = tb__now_ms();
+    await_done(step, DEADLINE_MS + SLACK_MS);
+    if (r->is_busy && is_long)
+        must_name_each_other();
+    else
+        must_be_well("the version before the mending");
+    int64_t since_ms = r->is_busy && !is_long ? tb__now_ms() : mended_ms;
+    begin(++step);
+    await_done(step, DEADLINE_MS + SLACK_MS);
+    int64_t took_ms = tb__now_ms() - since_ms;
+    must_be_well("making the pair again");
+    if (took_ms > BACK_MS)
+        fail("making the pair again took %" PRId64 " ms", took_ms);
+    printf("the pair was there again after %" PRId64 " ms\n", took_ms);
+    fflush(stdout);
+    return step + 1;
+}
+
+static void end_all(void) {
+    for (int i = 0; i < NSEATS; i++) {
+        if (end_of(clients[i], name_of(i)) != 0)
+            fail("the program of %s has failed", name_of(i));
+    }
+    for (int i = NSEATS - 1; i >= 0; i--) {
+        kill(agents[i], SIGTERM);
+        if (end_of(agents[i], "an agent that was told to") != 0)
+            fail("the agent of %s has failed", name_of(i));
+    }
+    if (store == 0)
+        return;
+    kill(store, SIGTERM);
+    end_of(store, "the store");
+}
+
+static void run(const round *rounds, size_t nrounds, const char *where) {
+    int nsteps = 2 + 2 * (int)nrounds, step = 1;
+    if (strcmp(where, "agent") == 0)
+        snprintf(url, sizeof url, "tcp://%s:7000", getenv("BED_ADDR_1"));
+    else
+        start_store(strcmp(where, "etcd") == 0);
+    for (int i = 0; i < NSEATS; i++) {
+        start_agent_at(i + 1, i, i == TRAINER ? "trainer" : "engine", 0, 1);
+        clients[i] = fork();
+        if (clients[i] == 0)
+            be_client(i, nsteps);
+    }
+    begin(step);
+    await_done(step, 2 * JOIN_MS + SLACK_MS);
+    must_be_well("making the pair");
+    step++;
+    for (size_t i = 0; i < nrounds; i++)
+        step = run_round(&rounds[i], (int)i + 1, step);
+    begin(step);
+    await_done(step, DEADLINE_MS + SLACK_MS);
+    must_be_well("the last version");
+    end_all();
+}
+
+int main(int argc, char **argv) {
+    const char *cuts = getenv("TB_CUTS");
+    bool is_all = cuts && strcmp(cuts, "all") == 0;
+    tool = getenv("TENSORBUS");
+    for (size_t i = 0; i < sizeof stores / sizeof *stores && argc == 2 && hosts_count() == 3 && tool; i++) {
+        if (strcmp(argv[1], stores[i].name) != 0)
+            continue;
+        board_make((const char *const[NSEATS]){"trainer 0", "engine 0"});
+        int status = make_folder(strcmp(argv[1], "etcd") == 0);
+        if (status != 0)
+            return status;
+        if (is_all)
+            run(all_rounds, sizeof all_rounds / sizeof *all_rounds, argv[1]);
+        else
+            run(stores[i].rounds, stores[i].nrounds, argv[1]);
+        return 0;
+    }
+    fprintf(stderr, "to be run by tests/hosts/bed 3 -- %s own|etcd|agent, with the command in $TENSORBUS\n", argv[0]);
+    return 2;
+}
