@@ -20,6 +20,8 @@
 enum {
     SPIN_US = 50,   /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
     AGAIN_MS = 200, /* between attempts to connect with a rank that was lost */
+    ASK_MS = 1000,  /* what others write to the store does not come for so long: is the store there? */
+    ANSWER_MS = 4000,
 };
 
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
@@ -345,6 +347,22 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
     tb__engine_unlock(world->engine);
 }
 
+/* Until `look` is true, or the deadline: false. */
+static bool wait_for_others(meeting *m, int64_t deadline_ms) {
+    tb__engine *engine = m->pair->world->engine;
+    for (;;) {
+        int64_t ask_ms = tb__now_ms() + ASK_MS;
+        if (tb__engine_wait(engine, look, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
+            return true;
+        int left_ms = tb__ms_until(deadline_ms);
+        if (left_ms == 0)
+            return false;
+        tb__engine_unlock(engine);
+        tb__directory_ask(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
+        tb__engine_lock(engine);
+    }
+}
+
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
     tb__engine *engine = pair->world->engine;
     meeting m = {.pair = pair, .unwanted = unwanted};
@@ -356,7 +374,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     bool is_whole = false;
     tb_status status;
     do {
-        bool has_looked = tb__engine_wait(engine, look, &m, deadline_ms);
+        bool has_looked = wait_for_others(&m, deadline_ms);
         if (pair->has_met) { /* by another thread, meanwhile */
             tb__engine_unlock(engine);
             return TB_OK;
