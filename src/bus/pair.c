@@ -179,12 +179,16 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
     return *is_complete && !s->layout ? TB_NO_MEMORY : TB_OK;
 }
 
+static bool is_unwanted(meeting *m) {
+    if (m->unwanted && atomic_load(m->unwanted))
+        m->status = tb__fail(TB_CANCELLED, "pair '%s' was given up", m->pair->name);
+    return m->status != TB_OK;
+}
+
 /* Nobody waits for it any more, or it is made. */
 static bool is_over(void *arg) {
     meeting *m = arg;
-    if (m->unwanted && atomic_load(m->unwanted))
-        m->status = tb__fail(TB_CANCELLED, "pair '%s' was given up", m->pair->name);
-    return m->pair->has_met || m->status != TB_OK;
+    return m->pair->has_met || is_unwanted(m);
 }
 
 static bool look(void *arg) {
@@ -252,7 +256,7 @@ static bool have_answered(void *arg) {
     meeting *m = arg;
     bool have_all = true;
     m->has_lost = false;
-    if (is_over(m))
+    if (is_unwanted(m))
         return true;
     for (int side = 0; side < 2; side++) {
         const tb__pair_side *s = &m->pair->sides[side];
@@ -297,6 +301,37 @@ static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
         return fail_late(m);
     tb__engine_wait(engine, is_over, m, deadline_ms < again_ms ? deadline_ms : again_ms);
     return m->status;
+}
+
+/* For those that are in their seats: of others the store does not tell how to reach them. */
+static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
+    tb__roster roster;
+    tb_status status = TB_OK;
+    TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
+    for (int32_t i = 0; i < s->size && i < roster.size && status == TB_OK; i++) {
+        const tb__member *at = &roster.member[i];
+        tb__peer *peer = s->peers[i];
+        if (!peer->is_lost && at->rank == peer->rank && at->incarnation == peer->incarnation)
+            status = tb__engine_connect(pair->world->engine, at->rank, at->incarnation, at->contact, at->contact_nbytes,
+                                        peer->label, &peer);
+    }
+    tb__roster_fini(&roster);
+    return status;
+}
+
+tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
+    meeting m = {.pair = pair, .unwanted = unwanted};
+    tb__engine *engine = pair->world->engine;
+    tb__engine_lock(engine);
+    tb_status status = TB_OK;
+    for (int side = 0; side < 2 && status == TB_OK; side++)
+        status = ask_side(pair, &pair->sides[side]);
+    if (status == TB_OK && !tb__engine_wait(engine, have_answered, &m, deadline_ms))
+        status = fail_late(&m);
+    else if (status == TB_OK && m.status == TB_OK && m.has_lost)
+        status = tb__fail(TB_LOST, "pair '%s': %s", pair->name, m.missing);
+    tb__engine_unlock(engine);
+    return status == TB_OK ? m.status : status;
 }
 
 static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms) {
