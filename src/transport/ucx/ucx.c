@@ -47,6 +47,7 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
     peer->owner = u;
     peer->rank = rank;
     peer->number = 1;
+    peer->patience = UCX_PATIENCE;
     if (!tb__vec_reserve(&u->peers, 1) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->peers.count)) {
         free(peer);
         return NULL;
@@ -68,6 +69,8 @@ ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number) {
     peer->rank = lost->rank;
     peer->id = lost->id;
     peer->number = number;
+    peer->nendpoints = lost->nendpoints;
+    peer->patience = UCX_PATIENCE_AGAIN;
     for (size_t i = 0; i < u->peers.count; i++) {
         if (u->peers.item[i] == lost)
             u->peers.item[i] = peer;
@@ -412,6 +415,22 @@ static bool keep_address(ucx_peer *peer, const void *address, size_t nbytes) {
     return peer->address != NULL;
 }
 
+static ucs_status_t make_endpoint(ucx_peer *peer, const void *address) {
+    ucx *u = peer->owner;
+    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof(ucx_address)),
+                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
+    ucx_sockets_look(u);
+    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
+    ucx_sockets_take_new(u);
+    peer->nendpoints++;
+    if (status != UCS_OK)
+        peer->ep = NULL;
+    return status;
+}
+
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucx *u = peer->owner;
     ucx_address head;
@@ -423,18 +442,15 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         return TB_OK;
     if (!keep_address(peer, address, nbytes))
         return TB_NO_MEMORY;
-    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
-                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof head),
-                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
-                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
-    ucx_sockets_look(u);
-    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
-    ucx_sockets_take_new(u);
-    if (status != UCS_OK) {
-        peer->ep = NULL;
+    if (peer->nendpoints >= peer->number && ucx_can_renew(peer->id))
+        peer->number = peer->nendpoints + 1; /* one could not be made */
+    ucs_status_t status = UCS_OK;
+    do { /* the last one is it; the others are for connections that the peer has begun without us */
+        ucx_hang_up(peer);
+        status = make_endpoint(peer, address);
+    } while (status == UCS_OK && peer->nendpoints < peer->number);
+    if (status != UCS_OK)
         return fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);
-    }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
     ucx_say_hello(peer);
     ucx_await_peer(peer);
@@ -443,7 +459,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
 }
 
 /* Whether the peer still has its end of a connection that there was before is not known before it answers. */
-static void ask(ucx_peer *peer) {
+void ucx_ask(ucx_peer *peer) {
     if (peer->asked == peer->answered)
         ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked}, NULL, 0);
 }
@@ -463,7 +479,7 @@ static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nb
     bool was_there = peer->ep;
     TB_TRY(ucx_reach(peer, address, nbytes));
     if (was_there)
-        ask(peer);
+        ucx_ask(peer);
     return TB_OK;
 }
 

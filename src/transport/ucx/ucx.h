@@ -137,7 +137,7 @@ typedef struct ucx_place {
 /* A connection that the peer has begun, to take the place of one that is not told to be lost yet. */
 typedef struct ucx_next {
     uint64_t number;
-    bool is_met, is_driven;
+    bool is_driven;
     size_t nbytes;
     unsigned char address[];
 } ucx_next;
@@ -150,10 +150,12 @@ struct ucx_peer {
     uint64_t id;            /* of the peer's process; 0: not known yet */
     uint64_t number;        /* of the connection, from 1 */
     ucp_ep_h ep;            /* NULL: none yet, or no more */
+    uint64_t nendpoints;    /* that were made for the peer, in all its connections */
     bool is_met;            /* its hello has come */
     unsigned char *address; /* of a peer that we have not met, to say hello again */
     size_t address_nbytes;
-    unsigned unheard;         /* beats since we have said hello to such a peer */
+    unsigned unheard;         /* beats since we have said hello to such a peer, */
+    unsigned patience;        /* and how many there may be */
     ucx_next *next;           /* NULL: none */
     uint64_t asked, answered; /* the last PING that is_reached waits for, and the last that was answered */
     bool has_news;            /* is_reached may have become true */
@@ -229,6 +231,8 @@ void ucx_hang_up(ucx_peer *peer);
 bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 /* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
+/* Asks the peer whether it is there: for is_reached. */
+void ucx_ask(ucx_peer *peer);
 /* Whose address it is; 0: it is none. */
 uint64_t ucx_id_of(const void *address, size_t nbytes);
 /* A connection with this number in the place of one that is lost. NULL: there is no memory. */
@@ -253,9 +257,9 @@ void ucx_say_hello(ucx_peer *peer);
 void ucx_hold(ucx_transfer *t);
 /* Its hello has come. */
 void ucx_meet(ucx_peer *peer, bool is_driven);
-/* A hello that was not answered for this many beats is said again, over a new endpoint: the kernel takes ever longer to
- * try again, and where a link was cut for a minute, another one. After a loss it is said more often. */
-enum { UCX_HELLO_AGAIN = 8, UCX_HELLO_AGAIN_SOON = 2 };
+/* The next connection begins when a hello was not answered for this many beats; for one after a loss it is the second.
+ */
+enum { UCX_PATIENCE = 8, UCX_PATIENCE_AGAIN = 2 };
 void ucx_say_hello_again(ucx_peer *peer);
 /* Takes up the connection that the peer has begun, in the place of this one, which is lost. */
 void ucx_take_next(ucx_peer *lost);

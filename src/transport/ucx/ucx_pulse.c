@@ -108,7 +108,7 @@ void ucx_beat(ucx *u) {
         ucx_peer *peer = u->peers.item[i];
         if (is_watched(peer))
             look_at(peer);
-        else if (is_awaited(peer) && ++peer->unheard >= (peer->number > 1 ? UCX_HELLO_AGAIN_SOON : UCX_HELLO_AGAIN))
+        else if (is_awaited(peer) && ++peer->unheard >= peer->patience)
             ucx_say_hello_again(peer);
         is_needed |= is_watched(peer) || is_awaited(peer);
     }
