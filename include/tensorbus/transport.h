@@ -11,7 +11,7 @@
  *  - An operation belongs to the transport from a successful post until its `done` is called, which happens once, in
  *    `progress` or `cancel`. If post fails, `done` is never called.
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
- * to it fail with TB_LOST.
+ *    to it fail with TB_LOST, until a new connection begins (TB_CAN_RECONNECT).
  *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
  */
 #ifndef TENSORBUS_TRANSPORT_H
@@ -30,11 +30,12 @@ enum {
 
 /* Which optional slots mean something. */
 typedef enum tb_transport_caps {
-    TB_CAN_READ = 1,      /* READ of a peer's memory */
-    TB_CAN_WRITE = 2,     /* WRITE to a peer's memory */
-    TB_CAN_BROADCAST = 4, /* BROADCAST; without it, one send per peer is posted instead */
-    TB_CAN_MAP = 8,       /* some peers' memory can be addressed directly (mem_map) */
-    TB_NEAR_ONLY = 16,    /* reaches processes of the same host only */
+    TB_CAN_READ = 1,       /* READ of a peer's memory */
+    TB_CAN_WRITE = 2,      /* WRITE to a peer's memory */
+    TB_CAN_BROADCAST = 4,  /* BROADCAST; without it, one send per peer is posted instead */
+    TB_CAN_MAP = 8,        /* some peers' memory can be addressed directly (mem_map) */
+    TB_NEAR_ONLY = 16,     /* reaches processes of the same host only */
+    TB_CAN_RECONNECT = 32, /* a peer that was lost can be connected again; `disconnect` is there */
 } tb_transport_caps;
 
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
@@ -44,6 +45,7 @@ typedef struct tb_transport_env {
     void (*lost)(void *arg, int32_t peer, const char *why);
     bool is_driven; /* progress is called whenever there is something to do, by a thread that is away only while it
                        copies, or is in a function of the host's */
+    void (*reached)(void *arg, int32_t peer); /* is_reached has become true, in progress; may be NULL */
 } tb_transport_env;
 
 typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
@@ -114,7 +116,11 @@ typedef struct tb_transport_ops {
      * Where it can't, the reason may be left as the sentence of tb_error_detail. */
     bool (*reaches)(void *context, const void *address, size_t nbytes);
     /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it.
-     * What is wrong with the peer is told of "it": the world puts before it who that is. */
+     * What is wrong with the peer is told of "it": the world puts before it who that is.
+     *
+     * With TB_CAN_RECONNECT, connecting to a peer that was lost begins a new connection, unless the peer has begun one
+     * since then. Nothing of the connection before reaches it. If the peer begins a new one while this end takes the
+     * one before for good, that one is lost first. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 
     /* (optional, all of mem_...; default: TB_REFUSED) Without them no peer reaches this rank's memory. */
@@ -154,6 +160,11 @@ typedef struct tb_transport_ops {
      * tag the next one that no receive has matched, which may be here or may still come, is dropped. Its send is done
      * then. */
     void (*forget)(void *context, int32_t peer, uint64_t tag);
+    /* (optional; default true) False while a connection that was there before `connect`, or that takes the place of a
+     * lost one, has not carried an answer of the peer since `connect` was called. */
+    bool (*is_reached)(void *context, int32_t peer);
+    /* (with TB_CAN_RECONNECT) Ends the connection: the peer is lost at both ends, and `lost` is called in progress. */
+    void (*disconnect)(void *context, int32_t peer, const char *why);
 } tb_transport_ops;
 
 /* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,

@@ -327,6 +327,22 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
     return tb__directory_end_turn(directory, forget(directory, &inquiry, key.text));
 }
 
+/* A call that has the turn asks the store as well. */
+void tb__directory_ask(tb__directory *directory, int timeout_ms) {
+    tb__store_value mark = {0};
+    if (!tb__directory_is_connected(directory))
+        return;
+    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    if (tb__directory_take_turn(directory, &inquiry, true) != TB_OK)
+        return;
+    tb_status status = tb__inquiry_continue(&inquiry);
+    if (status == TB_OK)
+        status = tb__store_get(inquiry.store, "mark", &mark);
+    if (status == TB_OK)
+        tb__store_value_fini(&mark);
+    tb__directory_end_turn(directory, status);
+}
+
 tb_status tb__directory_state(tb__directory *directory) {
     pthread_mutex_lock(&directory->lock);
     tb_status state = directory->state;

@@ -17,8 +17,12 @@
 #include <stdio.h>
 #include <string.h>
 
-/* How long the driver looks before it sleeps, where every rank of the host has a core for it. */
-enum { SPIN_US = 50 };
+enum {
+    SPIN_US = 50,   /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
+    AGAIN_MS = 200, /* between attempts to connect with a rank that was lost */
+    ASK_MS = 1000,  /* what others write to the store does not come for so long: is the store there? */
+    ANSWER_MS = 4000,
+};
 
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
 
@@ -51,6 +55,7 @@ typedef struct meeting {
     tb_status status;
     tb__pair_verdict verdict; /* whom that is about */
     bool is_complete;
+    bool has_lost; /* one of the ranks that are there was lost, and may be connected again */
     uint32_t last_round;
     char missing[512];
 } meeting;
@@ -129,16 +134,22 @@ static void name_absent(meeting *m, const tb__notes *notes, const char *group, i
     }
 }
 
-/* The store may learn later than we that a rank is gone. Its seat is as good as empty; somebody else may take it. */
+static void name_lost(meeting *m, const char *group, int32_t seat, const tb__peer *peer) {
+    snprintf(m->missing, sizeof m->missing, "%.100s %" PRId32 " is gone, and nobody has taken its seat: %.200s", group,
+             seat, peer->why ? peer->why : "it was lost");
+}
+
+/* The store may learn later than we that a rank is gone. Its seat is as good as empty; somebody else may take it. True
+ * if it can't be connected again. */
 static bool names_lost(meeting *m, const char *group, const tb__roster *roster) {
     for (int32_t i = 0; i < roster->size; i++) {
         const tb__member *at = &roster->member[i];
         const tb__peer *peer = tb__engine_find_peer(m->pair->world->engine, at->rank, at->incarnation);
-        if (peer && peer->is_lost) {
-            snprintf(m->missing, sizeof m->missing, "%.100s %" PRId32 " is gone, and nobody has taken its seat", group,
-                     i);
+        if (!peer || !peer->is_lost)
+            continue;
+        name_lost(m, group, i, peer);
+        if (!tb__peer_can_reconnect(peer))
             return true;
-        }
     }
     return false;
 }
@@ -168,14 +179,23 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
     return *is_complete && !s->layout ? TB_NO_MEMORY : TB_OK;
 }
 
+static bool is_unwanted(meeting *m) {
+    if (m->unwanted && atomic_load(m->unwanted))
+        m->status = tb__fail(TB_CANCELLED, "pair '%s' was given up", m->pair->name);
+    return m->status != TB_OK;
+}
+
+/* Nobody waits for it any more, or it is made. */
+static bool is_over(void *arg) {
+    meeting *m = arg;
+    return m->pair->has_met || is_unwanted(m);
+}
+
 static bool look(void *arg) {
     meeting *m = arg;
-    if (m->pair->has_met)
+    m->status = TB_OK;
+    if (is_over(m))
         return true;
-    if (m->unwanted && atomic_load(m->unwanted)) {
-        m->status = tb__fail(TB_CANCELLED, "pair '%s' was given up", m->pair->name);
-        return true;
-    }
     tb__notes notes;
     bool is_complete[2] = {false, false};
     m->missing[0] = '\0';
@@ -224,11 +244,94 @@ static tb_status connect_side(meeting *m, int side, bool *is_torn) {
             tb__prefix_detail("%s %" PRId32, here, pair->index);
             blame(m, blame(m, status, here, pair->index), s->group, i);
         }
-        if (status == TB_OK && s->peers[i]->is_lost)
+        if (status == TB_OK && s->peers[i]->is_lost && !tb__peer_can_reconnect(s->peers[i]))
             status = tb__fail(TB_LOST, "%s was lost: %s", s->peers[i]->label, s->peers[i]->why);
     }
     tb__roster_fini(&roster);
     return status;
+}
+
+/* Whether all ranks have answered. Also true if one was lost: then there may be others to connect with. */
+static bool have_answered(void *arg) {
+    meeting *m = arg;
+    bool have_all = true;
+    m->has_lost = false;
+    if (is_unwanted(m))
+        return true;
+    for (int side = 0; side < 2; side++) {
+        const tb__pair_side *s = &m->pair->sides[side];
+        m->has_lost |= !s->peers; /* another thread, which waits as well, found that they are not all there */
+        for (int32_t i = 0; s->peers && i < s->size; i++) {
+            m->has_lost |= s->peers[i]->is_lost;
+            if (s->peers[i]->is_lost) {
+                name_lost(m, s->group, i, s->peers[i]);
+            } else if (!tb__peer_is_reached(s->peers[i])) {
+                have_all = false;
+                snprintf(m->missing, sizeof m->missing, "%s does not answer", s->peers[i]->label);
+            }
+        }
+    }
+    return have_all || m->has_lost;
+}
+
+static tb_status fail_late(const meeting *m) {
+    if (tb__directory_is_connected(m->pair->world->directory))
+        return tb__fail(TB_TIMEOUT, "pair '%s': %s", m->pair->name, m->missing);
+    char why[256];
+    snprintf(why, sizeof why, "%s", tb_error_detail());
+    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
+}
+
+/* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
+static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
+    tb__engine *engine = m->pair->world->engine;
+    *is_whole = false;
+    for (int side = 0; side < 2; side++) {
+        bool is_torn;
+        TB_TRY(connect_side(m, side, &is_torn));
+        if (is_torn)
+            return TB_OK;
+    }
+    int64_t again_ms = tb__now_ms() + AGAIN_MS;
+    bool is_done = tb__engine_wait(engine, have_answered, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    *is_whole = is_done && !m->has_lost;
+    if (m->status != TB_OK || *is_whole || m->pair->has_met)
+        return m->status;
+    if (tb__now_ms() >= deadline_ms)
+        return fail_late(m);
+    tb__engine_wait(engine, is_over, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    return m->status;
+}
+
+/* For those that are in their seats: of others the store does not tell how to reach them. */
+static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
+    tb__roster roster;
+    tb_status status = TB_OK;
+    TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
+    for (int32_t i = 0; i < s->size && i < roster.size && status == TB_OK; i++) {
+        const tb__member *at = &roster.member[i];
+        tb__peer *peer = s->peers[i];
+        if (!peer->is_lost && at->rank == peer->rank && at->incarnation == peer->incarnation)
+            status = tb__engine_connect(pair->world->engine, at->rank, at->incarnation, at->contact, at->contact_nbytes,
+                                        peer->label, &peer);
+    }
+    tb__roster_fini(&roster);
+    return status;
+}
+
+tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
+    meeting m = {.pair = pair, .unwanted = unwanted};
+    tb__engine *engine = pair->world->engine;
+    tb__engine_lock(engine);
+    tb_status status = TB_OK;
+    for (int side = 0; side < 2 && status == TB_OK; side++)
+        status = ask_side(pair, &pair->sides[side]);
+    if (status == TB_OK && !tb__engine_wait(engine, have_answered, &m, deadline_ms))
+        status = fail_late(&m);
+    else if (status == TB_OK && m.status == TB_OK && m.has_lost)
+        status = tb__fail(TB_LOST, "pair '%s': %s", pair->name, m.missing);
+    tb__engine_unlock(engine);
+    return status == TB_OK ? m.status : status;
 }
 
 static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms) {
@@ -265,14 +368,6 @@ void tb__world_set_workers(tb_world *world) {
     tb__engine_unlock(world->engine);
 }
 
-static tb_status fail_late(const meeting *m) {
-    if (tb__directory_is_connected(m->pair->world->directory))
-        return tb__fail(TB_TIMEOUT, "pair '%s': %s", m->pair->name, m->missing);
-    char why[256];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
-}
-
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room) {
     *out = '\0';
     tb__engine_lock(world->engine);
@@ -287,6 +382,22 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
     tb__engine_unlock(world->engine);
 }
 
+/* Until `look` is true, or the deadline: false. */
+static bool wait_for_others(meeting *m, int64_t deadline_ms) {
+    tb__engine *engine = m->pair->world->engine;
+    for (;;) {
+        int64_t ask_ms = tb__now_ms() + ASK_MS;
+        if (tb__engine_wait(engine, look, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
+            return true;
+        int left_ms = tb__ms_until(deadline_ms);
+        if (left_ms == 0)
+            return false;
+        tb__engine_unlock(engine);
+        tb__directory_ask(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
+        tb__engine_lock(engine);
+    }
+}
+
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
     tb__engine *engine = pair->world->engine;
     meeting m = {.pair = pair, .unwanted = unwanted};
@@ -295,19 +406,18 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         tb__engine_unlock(engine);
         return TB_OK;
     }
-    bool is_over, is_torn;
+    bool is_whole = false;
     tb_status status;
     do {
-        is_torn = false;
-        is_over = tb__engine_wait(engine, look, &m, deadline_ms);
+        bool has_looked = wait_for_others(&m, deadline_ms);
         if (pair->has_met) { /* by another thread, meanwhile */
             tb__engine_unlock(engine);
             return TB_OK;
         }
-        status = is_over ? m.status : fail_late(&m);
-        for (int side = 0; side < 2 && status == TB_OK && !is_torn; side++)
-            status = connect_side(&m, side, &is_torn);
-    } while (status == TB_OK && is_torn);
+        status = has_looked ? m.status : fail_late(&m);
+        if (status == TB_OK)
+            status = connect_all(&m, deadline_ms, &is_whole);
+    } while (status == TB_OK && !is_whole);
     pair->has_met = status == TB_OK;
     uint32_t *round = tb__is_verdict(status) ? round_of(pair->world, pair->name) : NULL;
     if (round)

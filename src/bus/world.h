@@ -158,6 +158,9 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
 /* Who has not come yet to a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...". "" if
  * nobody is missing. Without the lock. */
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
+/* For a pair that was made: waits until all its ranks have answered, over the connections that it has, since the call
+ * began. TB_LOST if there is one that does not any more, TB_CANCELLED as above. Without the lock. */
+tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
 /* A rank of it is gone, or has left the pair, or made it again with another layout: so it has to be made again here,
  * too. Without the lock. */
 bool tb__pair_is_stale(const tb_pair *pair);

@@ -275,11 +275,16 @@ typedef struct waiting {
     tb_world *world;
     const char *group;
     tb__roster roster;
+    tb__peer **peers; /* of its members, when they are connected */
     tb_status status;
     bool is_complete;
+    bool has_lost; /* one of them was lost, and may be connected again */
 } waiting;
 
-/* A seat whose process is known to be lost is as good as empty: somebody else may take it. */
+enum { AGAIN_MS = 200 }; /* between attempts to connect with a rank that was lost */
+
+/* A seat whose process is known to be lost, and can't be connected again, is as good as empty: somebody else may take
+ * it. */
 static bool has_group(void *arg) {
     waiting *w = arg;
     tb__roster_fini(&w->roster);
@@ -291,7 +296,7 @@ static bool has_group(void *arg) {
     for (int32_t i = 0; w->is_complete && i < w->roster.size; i++) {
         const tb__member *m = &w->roster.member[i];
         const tb__peer *peer = tb__engine_find_peer(w->world->engine, m->rank, m->incarnation);
-        w->is_complete = !peer || !peer->is_lost;
+        w->is_complete = !peer || !peer->is_lost || tb__peer_can_reconnect(peer);
     }
     return w->is_complete;
 }
@@ -328,28 +333,65 @@ static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *b
     return TB_OK;
 }
 
-static tb_status connect(tb_copy *copy, const char *name, const char *group, const tb__roster *roster) {
-    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
-    tb__peer **peers = tb__calloc((size_t)roster->size, sizeof *peers);
-    tb_status status = peers ? TB_OK : TB_NO_MEMORY;
-    for (int32_t i = 0; i < roster->size && status == TB_OK; i++) {
-        const tb__member *m = &roster->member[i];
+static tb_status connect(waiting *w) {
+    free(w->peers); /* of an attempt before */
+    w->peers = tb__calloc((size_t)w->roster.size, sizeof *w->peers);
+    tb_status status = w->peers ? TB_OK : TB_NO_MEMORY;
+    for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++) {
+        const tb__member *m = &w->roster.member[i];
         char label[TB__DIRECTORY_MAX_NAME + 48];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, group, i);
-        status = tb__engine_connect(copy->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
-                                    &peers[i]);
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, w->group, i);
+        status = tb__engine_connect(w->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
+                                    &w->peers[i]);
     }
-    snprintf(key, sizeof key, "copy\n%s\n%s", name, group); /* neither has control characters */
-    if (status == TB_OK && tb__assembly_exists(copy->world, key))
-        status = tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, group);
-    if (status == TB_OK) {
-        copy->size = roster->size;
-        status = tb__assembly_init(&copy->all, copy->world, key, copy->what, peers, (size_t)roster->size);
-    }
-    if (status == TB_OK)
-        status = set_labels(copy, group, peers);
-    free(peers);
     return status;
+}
+
+/* Also true if one was lost: then there may be others to connect with. */
+static bool have_answered(void *arg) {
+    waiting *w = arg;
+    bool have_all = true;
+    w->has_lost = false;
+    for (int32_t i = 0; i < w->roster.size; i++) {
+        w->has_lost |= w->peers[i]->is_lost;
+        have_all &= tb__peer_is_reached(w->peers[i]);
+    }
+    return have_all || w->has_lost;
+}
+
+static bool never(void *arg) {
+    (void)arg;
+    return false;
+}
+
+/* Until all ranks of the group are there, are connected, and have answered. */
+static tb_status await_group(waiting *w, const char *what, int64_t deadline_ms) {
+    tb__engine *engine = w->world->engine;
+    for (;;) {
+        tb__engine_wait(engine, has_group, w, deadline_ms);
+        TB_TRY(w->status);
+        if (!w->is_complete)
+            return explain_group(w, what);
+        TB_TRY(connect(w));
+        int64_t again_ms = tb__now_ms() + AGAIN_MS;
+        again_ms = deadline_ms < again_ms ? deadline_ms : again_ms;
+        if (tb__engine_wait(engine, have_answered, w, again_ms) && !w->has_lost)
+            return TB_OK;
+        if (tb__now_ms() >= deadline_ms)
+            return w->has_lost ? explain_group(w, what)
+                               : tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' does not answer", what, w->group);
+        tb__engine_wait(engine, never, NULL, again_ms);
+    }
+}
+
+static tb_status begin(tb_copy *copy, const char *name, const waiting *w) {
+    char key[2 * TB__DIRECTORY_MAX_NAME + 16];
+    snprintf(key, sizeof key, "copy\n%s\n%s", name, w->group); /* neither has control characters */
+    if (tb__assembly_exists(copy->world, key))
+        return tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, w->group);
+    copy->size = w->roster.size;
+    TB_TRY(tb__assembly_init(&copy->all, copy->world, key, copy->what, w->peers, (size_t)w->roster.size));
+    return set_labels(copy, w->group, w->peers);
 }
 
 static bool has_settled(void *arg) {
@@ -378,11 +420,11 @@ static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
 /* With the lock held. */
 static tb_status open_service(tb_copy *copy, const char *name, const char *group, int64_t deadline_ms) {
     waiting w = {.world = copy->world, .group = group};
-    tb__engine_wait(copy->world->engine, has_group, &w, deadline_ms);
-    tb_status status = w.status;
+    tb_status status = await_group(&w, copy->what, deadline_ms);
     if (status == TB_OK)
-        status = w.is_complete ? connect(copy, name, group, &w.roster) : explain_group(&w, copy->what);
+        status = begin(copy, name, &w);
     tb__roster_fini(&w.roster);
+    free(w.peers);
     TB_TRY(status);
     TB_TRY(tb__assembly_announce(&copy->all));
     return meet(copy, deadline_ms);

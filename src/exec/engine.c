@@ -241,7 +241,11 @@ uint64_t tb__engine_new_tag(tb__engine *engine) {
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
 static tb_status open_transport(tb__engine *engine, const tb__engine_opts *o, const char *name) {
-    tb_transport_env env = {.rank = engine->wire, .arg = engine, .lost = tb__peer_on_lost, .is_driven = !o->manual};
+    tb_transport_env env = {.rank = engine->wire,
+                            .arg = engine,
+                            .lost = tb__peer_on_lost,
+                            .reached = tb__peer_on_reached,
+                            .is_driven = !o->manual};
     tb_transport *t = &engine->transports[engine->ntransports];
     TB_TRY(tb__transport_open(name, &env, t));
     struct epoll_event event = {.events = EPOLLIN};

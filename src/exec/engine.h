@@ -15,7 +15,8 @@
 
 typedef struct tb__engine tb__engine;
 
-/* Another process on the bus, or this one. Lasts as long as the engine. */
+/* A connection with another process on the bus, or with this one. Lasts as long as the engine. A process that was lost,
+ * and is connected again, is another peer: what used the connection before does not go on. */
 typedef struct tb__peer {
     tb__engine *engine;
     int32_t rank; /* bus rank */
@@ -29,6 +30,7 @@ typedef struct tb__peer {
     char *why;
     size_t nunsent;    /* messages to it that the transport has not taken yet */
     bool is_told;      /* the ports have been told so */
+    bool is_over;      /* the transport has said that it is lost, too */
     uint64_t moved[2]; /* bytes of tensors that came from it, and that went to it */
     tb_op receive;     /* of the next message */
     tb_piece receive_piece;
@@ -96,11 +98,21 @@ void tb__engine_add_task(tb__engine *engine, tb__task *task);
 /* Returns when no step of it is under way. */
 void tb__engine_remove_task(tb__engine *engine, tb__task *task);
 
-/* A process by its contact; the same one for the same rank and incarnation. Its messages are received from then on. */
+/* A process by its contact; the same one for the same rank and incarnation, but for one that was lost: it is connected
+ * again, if its transport can do that. If not, or not now, the peer is the lost one. Its messages are received from
+ * then on. */
 tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                              const char *label, tb__peer **out);
 
-tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarnation); /* NULL: not connected */
+/* The last connection with it; NULL: none. */
+tb__peer *tb__engine_find_peer(tb__engine *engine, int32_t rank, uint64_t incarnation);
+/* Whether tb__engine_connect may connect it again if it is lost. */
+bool tb__peer_can_reconnect(const tb__peer *peer);
+/* False while a connection that was there before the last tb__engine_connect, or takes the place of a lost one, has not
+ * carried an answer of the peer since then. Waiters are woken when that changes. */
+bool tb__peer_is_reached(const tb__peer *peer);
+/* As tb__transport_post, but nothing is posted to a peer that is lost: there may be another connection by then. */
+tb_status tb__peer_post(const tb__peer *peer, tb_op *op);
 const tb__peer *tb__engine_peers(const tb__engine *engine); /* the last one met; the others follow */
 
 /* Sends a message to one of the peer's ports; takes over what is packed. To a peer that is lost it goes nowhere: loss

@@ -45,6 +45,7 @@ int32_t tb__wire_rank(int32_t rank, uint64_t incarnation);
 void tb__peer_on_lost(void *arg, int32_t wire, const char *why);
 /* Tells the ports who was lost. Only between steps: ports end what steps are about. */
 void tb__peers_tell_losses(tb__engine *engine);
+void tb__peer_on_reached(void *arg, int32_t wire);
 void tb__peers_free(tb__engine *engine);
 
 #endif

@@ -116,7 +116,7 @@ static void post(courier *c, tb_op_kind kind) {
     c->is_posted = true;
     tb__parcel_leg(c->parcel)->in_flight++;
     tb__leg_idle(tb__parcel_leg(c->parcel));
-    tb_status status = tb__transport_post(m->peer->transport, &c->op);
+    tb_status status = tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
         on_courier(&c->op);
@@ -162,7 +162,8 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
             tb__transport_cancel(peer->transport, &c->op);
             if (c->op.status == TB_TIMEOUT && p->pieces)
                 flow->held_by = &flow->members[c->member];
-            if (c->op.kind == TB_OP_RECV && c->op.status == TB_CANCELLED) /* it was asked for, and may still come */
+            if (c->op.kind == TB_OP_RECV && c->op.status == TB_CANCELLED && !peer->is_lost)
+                /* it was asked for, and may still come */
                 tb__transport_forget(peer->transport, peer->wire, c->tag);
         }
         tb__parcel_destroy(p);

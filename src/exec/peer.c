@@ -122,6 +122,13 @@ void tb__peers_tell_losses(tb__engine *engine) {
     tb__engine_signal(engine);
 }
 
+/* This end can't go on with the connection; the other end is told. */
+static void break_off(tb__peer *peer, const char *why) {
+    lose(peer, why);
+    if (!peer->is_over)
+        tb__transport_disconnect(peer->transport, peer->wire, why);
+}
+
 static void deliver(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
     tb__engine *engine = peer->engine;
     for (tb__port *port = engine->ports; port; port = port->next) {
@@ -151,8 +158,8 @@ static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, 
                             .npieces = 1,
                             .done = done,
                             .arg = peer};
-    if (tb__transport_post(peer->transport, &peer->receive) != TB_OK)
-        lose(peer, tb_error_detail());
+    if (tb__peer_post(peer, &peer->receive) != TB_OK)
+        break_off(peer, tb_error_detail());
 }
 
 /* Nothing is received from it any more. Peers stay, and those that come again and again would add up. */
@@ -171,7 +178,7 @@ static void on_body(tb_op *op) {
         if (op->nbytes == nbytes)
             deliver(peer, port, body, nbytes);
         else
-            lose(peer, "it sent less than it said");
+            break_off(peer, "it sent less than it said");
         receive_frame(peer);
     } else {
         free_inbox(peer);
@@ -183,7 +190,7 @@ static void on_frame(tb_op *op) {
     tb__peer *peer = op->arg;
     if (op->status != TB_OK) {
         if (op->status != TB_LOST && op->status != TB_CANCELLED)
-            lose(peer, "it sent what makes no sense");
+            break_off(peer, "it sent what makes no sense");
         free_inbox(peer);
         return;
     }
@@ -194,9 +201,9 @@ static void on_frame(tb_op *op) {
         deliver(peer, port, peer->inbox + FRAME_HEADER, nbytes);
         receive_frame(peer);
     } else if (op->nbytes != FRAME_HEADER || nbytes > MAX_MESSAGE) {
-        lose(peer, "it sent what makes no sense");
+        break_off(peer, "it sent what makes no sense");
     } else if (!(peer->body = tb__malloc(nbytes, 1))) {
-        lose(peer, "there is no memory for what it sent");
+        break_off(peer, "there is no memory for what it sent");
     } else {
         post_receive(peer, on_body, TB__TAG_BODY, peer->body, nbytes);
     }
@@ -210,9 +217,16 @@ static void receive_frame(tb__peer *peer) {
 void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
     tb__engine *engine = arg;
     for (tb__peer *peer = engine->peers; peer; peer = peer->next) {
-        if (peer->wire == wire)
+        if (peer->wire == wire && !peer->is_over) {
+            peer->is_over = true;
             lose(peer, why);
+        }
     }
+}
+
+void tb__peer_on_reached(void *arg, int32_t wire) {
+    (void)wire;
+    tb__engine_signal(arg);
 }
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
@@ -267,10 +281,10 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
                         .npieces = 1,
                         .done = on_sent,
                         .arg = out};
-    tb_status status = tb__transport_post(peer->transport, &out->frame);
+    tb_status status = tb__peer_post(peer, &out->frame);
     if (status != TB_OK)
         out->left--;
-    if (is_long && (status != TB_OK || (status = tb__transport_post(peer->transport, &out->body)) != TB_OK))
+    if (is_long && (status != TB_OK || (status = tb__peer_post(peer, &out->body)) != TB_OK))
         out->left--;
     if (out->left == 0) {
         peer->nunsent--;
@@ -369,6 +383,30 @@ const tb__peer *tb__engine_peers(const tb__engine *engine) {
     return engine->peers;
 }
 
+bool tb__peer_can_reconnect(const tb__peer *peer) {
+    return peer->transport->ops->caps & TB_CAN_RECONNECT;
+}
+
+bool tb__peer_is_reached(const tb__peer *peer) {
+    return !peer->is_lost && tb__transport_is_reached(peer->transport, peer->wire);
+}
+
+tb_status tb__peer_post(const tb__peer *peer, tb_op *op) {
+    if (peer->is_lost)
+        return tb__fail(TB_LOST, "%s", peer->why ? peer->why : "it is gone");
+    return tb__transport_post(peer->transport, op);
+}
+
+/* A process that there is a connection with, or was. */
+static tb_status connect_known(tb__peer *known, tb__unpack transports) {
+    const tb_transport *t = known->transport;
+    size_t nbytes = 0;
+    const void *address = find_address(transports, t->ops->name, &nbytes);
+    if (known->is_lost || !t->ops->is_reached || !address)
+        return TB_OK;
+    return t->ops->connect(t->context, known->wire, address, nbytes);
+}
+
 tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                              const char *label, tb__peer **out) {
     int32_t wire = tb__wire_rank(rank, incarnation);
@@ -379,15 +417,14 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
                         "%s has the number of another process, %s, which we met before the store was lost: one of them "
                         "has to be started again",
                         label, known->label);
-    if (known) {
-        *out = known;
-        return TB_OK;
-    }
     const void *address = NULL;
     size_t address_nbytes = 0;
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
     char why[128] = "";
     const char *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX), *version = tb__unpack_string(&reader);
+    *out = known;
+    if (known && !(known->is_over && tb__peer_can_reconnect(known)))
+        return connect_known(known, reader);
     TB_TRY(check_version(label, reader.failed ? NULL : version));
     bool is_near = memcmp(engine->host, host, TB__CONTACT_PREFIX) == 0;
     const tb_transport *transport =
@@ -414,7 +451,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     if (status != TB_OK) {
         tb__prefix_detail("%s", label);
         free_peer(peer);
-        return status;
+        return known && status == TB_LOST ? TB_OK : status;
     }
     peer->next = engine->peers;
     engine->peers = peer;

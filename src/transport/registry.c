@@ -174,6 +174,15 @@ void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag) {
         t->ops->forget(t->context, peer, tag);
 }
 
+bool tb__transport_is_reached(const tb_transport *t, int32_t peer) {
+    return !t->ops->is_reached || t->ops->is_reached(t->context, peer);
+}
+
+void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *why) {
+    if (t->ops->disconnect)
+        t->ops->disconnect(t->context, peer, why);
+}
+
 tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
     op->nbytes = 0;

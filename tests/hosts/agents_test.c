@@ -6,28 +6,19 @@
  * Versions go in place and by shadow, and every element is looked at. One agent is killed in the middle of a version:
  * everybody is told whom that was, and the engine keeps the version that it had. Then it comes back, and all goes on.
  */
-#include "bus/store/store.h"
-#include "tests/hosts/board.h"
+#include "tests/hosts/agents.h"
 
-#include <fcntl.h>
-#include <ftw.h>
 #include <inttypes.h>
 #include <jansson.h>
-#include <signal.h>
-#include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { NTRAINERS = 2, SEATS_OF_HOST = 2 };
 /* 8 MiB leave the trainer's host, through a link that takes 40 Mbit/s: what is done in between happens in the middle.
  */
-enum { ROWS = 2048, COLUMNS = 1024, SKIPPED = 77 };
+enum { ROWS = 2048, COLUMNS = 1024 };
 enum { PLACE, SHADOW, NKINDS };
 
 static const char *const kinds[NKINDS] = {"place", "shadow"}; /* pairs, and batches */
 static const int64_t nelements = (int64_t)ROWS * COLUMNS / 2; /* of each seat, whichever side it is of */
-static const char token[] = "open sesame";
 
 /* What is done, one after the other, by all clients. */
 static const struct {
@@ -36,8 +27,6 @@ static const struct {
 } steps[] = {{MOVE, PLACE},  {MOVE, SHADOW}, {MOVE, PLACE},   {MOVE, SHADOW}, {MOVE, PLACE},
              {MOVE, SHADOW}, {LOSE, SHADOW}, {REOPEN, PLACE}, {MOVE, PLACE},  {MOVE, SHADOW}};
 enum { NSTEPS = sizeof steps / sizeof *steps };
-
-static char folder[] = "/tmp/tb-hosts-XXXXXX";
 
 static bool is_trainer(int seat) {
     return seat < NTRAINERS;
@@ -49,10 +38,6 @@ static int index_of(int seat) {
 
 static int host_of(int seat) {
     return seat / SEATS_OF_HOST;
-}
-
-static void path_of(int seat, char out[64]) {
-    snprintf(out, 64, "%s/agent-%d", folder, seat);
 }
 
 /* ---- In a client's process --------------------------------------------------------------------------------------- */
@@ -211,119 +196,14 @@ static _Noreturn void be_client(int seat) {
 
 /* ---- In the first process ---------------------------------------------------------------------------------------- */
 
-static pid_t first, store, agents[NSEATS], clients[NSEATS];
-static char url[64], token_path[64];
-static const char *tool;
-
-static int remove_one(const char *path, const struct stat *about, int type, struct FTW *where) {
-    (void)about, (void)type, (void)where;
-    return remove(path);
-}
-
-static void clean_up(void) {
-    if (getpid() == first)
-        nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-/* A program on a host, without its standard output. */
-static pid_t start_program(int host, const char *const *argv) {
-    pid_t pid = fork();
-    if (pid != 0)
-        return pid;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    hosts_enter(host);
-    int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-    dup2(null, STDOUT_FILENO);
-    if (strcmp(argv[0], "etcd") == 0)
-        dup2(null, STDERR_FILENO); /* it logs what it does */
-    execvp(argv[0], (char *const *)(uintptr_t)argv);
-    perror(argv[0]);
-    _exit(127);
-}
+static pid_t clients[NSEATS];
 
 static void start_agent(int seat) {
-    char index[16], path[64];
-    path_of(seat, path);
-    snprintf(index, sizeof index, "%d", index_of(seat));
-    const char *argv[] = {tool,
-                          "agent",
-                          "--name",
-                          is_trainer(seat) ? "trainer" : "engine",
-                          "--rank",
-                          index,
-                          "--size",
-                          is_trainer(seat) ? "2" : "4",
-                          "--store",
-                          url,
-                          "--token-file",
-                          token_path,
-                          "--socket",
-                          path,
-                          "--timeout",
-                          "60",
-                          "--workers",
-                          "1",
-                          NULL};
-    agents[seat] = start_program(host_of(seat), argv);
-}
-
-/* Its status; a process that does not end is a failure. */
-static int end_of(pid_t pid, const char *what) {
-    int how = -1;
-    for (int64_t deadline_ms = tb__now_ms() + JOIN_MS + SLACK_MS; waitpid(pid, &how, WNOHANG) == 0; nap()) {
-        if (tb__now_ms() > deadline_ms)
-            fail("%s does not end", what);
-    }
-    return how;
-}
-
-/* From a host, because this process has no network in common with them. */
-static void await_store(void) {
-    pid_t pid = fork();
-    if (pid == 0) {
-        tb__store *opened = NULL;
-        tb_status status;
-        int64_t deadline_ms = tb__now_ms() + JOIN_MS;
-        hosts_enter(1);
-        while ((status = tb__store_open(url, token, JOIN_MS, &opened)) == TB_IO && tb__now_ms() < deadline_ms)
-            nap();
-        if (status != TB_OK)
-            fprintf(stderr, "the store: %s\n", tb_error_detail());
-        tb__store_close(opened);
-        exit(status != TB_OK);
-    }
-    if (end_of(pid, "looking for the store") != 0)
-        fail("there is no store");
-}
-
-static void start_store(bool is_etcd) {
-    const char *address = getenv("BED_ADDR_0");
-    char at[64], peer[64], cluster[80], data[64];
-    snprintf(at, sizeof at, "http://%s:2379", address);
-    snprintf(peer, sizeof peer, "http://%s:2380", address);
-    snprintf(cluster, sizeof cluster, "default=%s", peer);
-    snprintf(data, sizeof data, "%s/etcd", folder);
-    const char *etcd[] = {"etcd",  "--data-dir",
-                          data,    "--listen-client-urls",
-                          at,      "--advertise-client-urls",
-                          at,      "--listen-peer-urls",
-                          peer,    "--initial-advertise-peer-urls",
-                          peer,    "--initial-cluster",
-                          cluster, NULL};
-    if (is_etcd)
-        snprintf(url, sizeof url, "etcd://%s:2379", address);
-    else
-        hosts_store(url, sizeof url);
-    const char *own[] = {tool, "store", "--listen", url, "--token-file", token_path, NULL};
-    store = start_program(0, is_etcd ? etcd : own);
-    await_store();
+    start_agent_at(host_of(seat), seat, is_trainer(seat) ? "trainer" : "engine", index_of(seat),
+                   is_trainer(seat) ? NTRAINERS : NSEATS - NTRAINERS);
 }
 
 static void start_all(bool is_etcd) {
-    snprintf(token_path, sizeof token_path, "%s/token", folder);
-    int fd = open(token_path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd < 0 || write(fd, token, strlen(token)) != (ssize_t)strlen(token) || close(fd) != 0)
-        fail("can't write %s", token_path);
     start_store(is_etcd);
     for (int i = 0; i < NSEATS; i++) {
         atomic_store(&shared->seat[i].done, -1);
@@ -443,16 +323,10 @@ int main(int argc, char **argv) {
         fprintf(stderr, "to be run by tests/hosts/bed 3 -- %s own|etcd, with the command in $TENSORBUS\n", argv[0]);
         return 2;
     }
-    hosts_need_ucx();
-    if (is_etcd && system("command -v etcd >/dev/null") != 0) {
-        printf("skipped: etcd is not installed\n");
-        return SKIPPED;
-    }
     board_make((const char *const[NSEATS]){"trainer 0", "trainer 1", "engine 0", "engine 1", "engine 2", "engine 3"});
-    if (!mkdtemp(folder))
-        return 1;
-    first = getpid();
-    atexit(clean_up);
+    int status = make_folder(is_etcd);
+    if (status != 0)
+        return status;
     start_all(is_etcd);
     await_done(0);
     look_at_peers(true);

@@ -1,5 +1,6 @@
-/* What the processes of a test between hosts share: which step is next, and what has become of it at each of six seats,
- * the last of which is the one that something happens to. The first process leads; the others do the steps. */
+/* What the processes of a test between hosts share: which step is next, and what has become of it at each of the seats,
+ * six unless BOARD_SEATS says otherwise, the last of which is the one that something happens to. The first process
+ * leads; the others do the steps. */
 #ifndef TB_TESTS_HOSTS_BOARD_H
 #define TB_TESTS_HOSTS_BOARD_H
 
@@ -15,7 +16,11 @@
 #include <sys/mman.h>
 #include <time.h>
 
-enum { NSEATS = 6, VICTIM = NSEATS - 1 };
+#ifndef BOARD_SEATS
+#define BOARD_SEATS 6
+#endif
+
+enum { NSEATS = BOARD_SEATS, VICTIM = NSEATS - 1 };
 enum { DEADLINE_MS = 30000, SLACK_MS = 20000, JOIN_MS = 60000, LOOK_MS = 5 };
 
 typedef struct board {

@@ -68,6 +68,8 @@ typedef struct agent_pair {
     agent_job *waiting;                                            /* who asked for it meanwhile */
     atomic_bool is_unwanted;                                       /* whoever asked for it is gone before it was made */
     size_t nbatches;                                               /* that use it */
+    size_t nchecks;                                                /* jobs that look whether it is still there */
+    atomic_bool is_disturbed;                                      /* they are to end */
     TB_VEC(uint64_t) users;                                        /* sessions */
     uint64_t moved[2];                                             /* bytes that were received and sent */
 } agent_pair;

@@ -108,6 +108,8 @@ static void remove_user(agent_pair *p, const agent_session *s) {
 
 /* ---- Its end --------------------------------------------------------------------------------------------------- */
 
+static void drop_pair(agent_pair *p);
+
 static void destroy_pair(void *arg) {
     tb_pair_destroy(((agent_pair *)arg)->pair); /* batches have it for as long as they need it */
 }
@@ -120,8 +122,7 @@ static void after_pair(void *arg) {
     p->pair = NULL;
     p->state = PAIR_OVER;
     p->users.count = 0; /* only batches still have it */
-    if (p->nbatches == 0)
-        free_pair(p);
+    drop_pair(p);
     ask_again(waiting);
 }
 
@@ -132,7 +133,7 @@ static void end_pair(agent_pair *p) {
 
 /* One that nobody wants any more. */
 static void drop_pair(agent_pair *p) {
-    if (p->users.count > 0 || p->nbatches > 0)
+    if (p->users.count > 0 || p->nbatches > 0 || p->nchecks > 0)
         return;
     if (p->state == PAIR_MADE)
         end_pair(p);
@@ -157,6 +158,10 @@ void tb__agent_forget_pairs(tb__agent *agent, const agent_session *s) {
     for (p = LIST_FIRST(&agent->pairs); p; p = next) {
         next = LIST_NEXT(p, link);
         remove_user(p, s);
+        if (p->nchecks > 0) { /* whoever is not gone begins again */
+            atomic_store(&p->is_disturbed, true);
+            tb__world_stir(agent->world);
+        }
         if (p->state == PAIR_MAKING && !is_wanted(p)) {
             atomic_store(&p->is_unwanted, true);
             tb__world_stir(agent->world);
@@ -174,9 +179,54 @@ static tb_status run_init_pair(agent_job *job) {
     return tb__pair_create(job->agent->world, p->name, p->remote, p->layout, &opts, &p->is_unwanted, &job->made);
 }
 
+/* A pair that there is may have a connection that only this end takes for good. */
+static tb_status run_check_pair(agent_job *job) {
+    return tb__pair_await(job->made, job->deadline_ms, &job->pair->is_disturbed);
+}
+
+static void check_pair(agent_pair *p, agent_job *job) {
+    if (tb__pair_await(p->pair, tb__now_ms(), NULL) == TB_OK) {
+        tb__agent_job_end(job, add_user(p, job->session) ? TB_OK : TB_NO_MEMORY);
+        return;
+    }
+    tb__engine_lock(p->agent->world->engine);
+    p->pair->refs++;
+    tb__engine_unlock(p->agent->world->engine);
+    p->nchecks++;
+    job->pair = p;
+    job->made = p->pair;
+    tb__agent_job_start(job, run_check_pair);
+}
+
+static void finish_check(agent_job *job) {
+    agent_pair *p = job->pair;
+    tb__engine *engine = p->agent->world->engine;
+    bool is_there = job->status == TB_OK && p->state == PAIR_MADE && p->pair == job->made;
+    tb__engine_lock(engine);
+    tb__pair_unref(job->made);
+    tb__engine_unlock(engine);
+    if (--p->nchecks == 0)
+        atomic_store(&p->is_disturbed, false);
+    job->pair = NULL;
+    job->made = NULL;
+    job->next = NULL;
+    bool has_room = !is_there || add_user(p, job->session);
+    drop_pair(p); /* if nobody wants it */
+    if (is_there)
+        tb__agent_job_end(job, has_room ? TB_OK : TB_NO_MEMORY);
+    else if (job->status == TB_OK || job->status == TB_LOST || job->status == TB_CANCELLED)
+        ask_again(job);
+    else
+        tb__agent_job_end(job, tb__fail(job->status, "%s", job->why));
+}
+
 void tb__agent_finish_init_pair(agent_job *job) {
     agent_pair *p = job->pair;
     tb_status status = job->status;
+    if (p->maker != job) {
+        finish_check(job);
+        return;
+    }
     char why[TB__WHY_MAX];
     snprintf(why, sizeof why, "%s", job->why);
     agent_job *waiting = p->waiting;
@@ -240,9 +290,7 @@ static tb_status init_pair(agent_job *job, const char *layout) {
         return tb__fail(TB_CONFLICT, "pair '%.100s' is with group '%s' and has layout '%.100s' here already", p->name,
                         p->remote, p->layout);
     if (p && p->state == PAIR_MADE) {
-        if (!add_user(p, job->session))
-            return TB_NO_MEMORY;
-        tb__agent_job_end(job, TB_OK);
+        check_pair(p, job);
     } else if (p) {
         wait_for_pair(p, job);
     } else {

@@ -174,14 +174,16 @@ static void add_batches(tb__text *out, const tb__agent *agent) {
     }
 }
 
-/* Those before it are history. What went to them and came from them still counts. */
+/* Those before it are history: incarnations, and connections with one of them, the last of which comes first in the
+ * list. What went to them and came from them still counts. */
 static bool is_newest(const tb__peer *all, const tb__peer *peer, uint64_t moved[2]) {
-    bool is_newest = true;
+    bool is_newest = true, is_behind = true;
     moved[0] = moved[1] = 0;
     for (const tb__peer *p = all; p; p = p->next) {
         if (p->rank != peer->rank)
             continue;
-        is_newest &= p->incarnation <= peer->incarnation;
+        is_behind &= p != peer;
+        is_newest &= p->incarnation < peer->incarnation || (p->incarnation == peer->incarnation && !is_behind);
         moved[0] += p->moved[0];
         moved[1] += p->moved[1];
     }

@@ -1,5 +1,10 @@
 /* The client of the embedded server. Callers queue a request and sleep until its reply comes or their time is up; one
- * thread reads the replies, and sends what the socket did not take at once. */
+ * thread reads the replies, and sends what the socket did not take at once.
+ *
+ * When a network was cut and mended, the kernels try ever more seldom to send what was under way: a connection may stay
+ * silent for many seconds after the mending, while a new one works at once. So a caller whose reply takes long tries a
+ * new one. If that is answered, and this one still is not, then this one is lost. A server that is stopped, or can't be
+ * reached, answers neither. */
 #include "bus/store/address.h"
 #include "bus/store/protocol.h"
 
@@ -18,6 +23,10 @@
 /* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
 enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16, LINGER_MS = 500 };
 
+/* How long nothing may come before a new connection is tried, how long that has to be answered, and how long this one
+ * has then. */
+enum { SILENCE_MS = 1500, TRIAL_MS = 1000, GRACE_MS = 300 };
+
 /* One caller's request that is under way. */
 typedef struct call {
     LIST_ENTRY(call) link;
@@ -30,6 +39,7 @@ typedef struct call {
 
 typedef struct client {
     tb__address address;
+    char *token; /* NULL: this one is a trial */
     _Atomic int timeout_ms;
     tb__owned_fd socket, wake;
     pthread_t thread;
@@ -44,6 +54,8 @@ typedef struct client {
     bool has_answered; /* it is a store */
     bool is_foreign;   /* it is none */
     char why[256];
+    bool is_trying;   /* a caller tries a new connection */
+    int64_t heard_ms; /* when something has come last */
 
     tb__bytes in; /* the thread's own */
 } client;
@@ -145,6 +157,7 @@ static void receive(client *c) {
     ssize_t n = recv(c->socket.fd, bytes, sizeof bytes, MSG_DONTWAIT);
     int error = errno;
     pthread_mutex_lock(&c->lock);
+    c->heard_ms = tb__now_ms();
     if (n > 0 && tb__vec_reserve(&c->in, (size_t)n)) {
         memcpy(c->in.item + c->in.count, bytes, (size_t)n);
         c->in.count += (size_t)n;
@@ -183,29 +196,73 @@ static void *run(void *arg) {
     }
 }
 
+static tb_status open_client(const tb__address *address, const char *token, bool is_trial, int64_t deadline_ms,
+                             int timeout_ms, client **out);
+static void socket_close(void *context);
+
+/* With the lock held, which is free meanwhile. What is under way on a connection that is lost must not reach the server
+ * after what the next one says: closing it drops that. */
+static void try_another(client *c, call *mine, int64_t deadline_ms) {
+    client *other;
+    int64_t begun_ms = tb__now_ms(), trial_ms = begun_ms + TRIAL_MS;
+    c->is_trying = true;
+    pthread_mutex_unlock(&c->lock);
+    tb_status status =
+        open_client(&c->address, c->token, true, trial_ms < deadline_ms ? trial_ms : deadline_ms, TRIAL_MS, &other);
+    if (status == TB_OK)
+        socket_close(other);
+    pthread_mutex_lock(&c->lock);
+    struct timespec until = tb__time_of_ms(tb__now_ms() + GRACE_MS);
+    while (status == TB_OK && !mine->is_answered && !c->is_lost && c->heard_ms < begun_ms &&
+           pthread_cond_timedwait(&mine->answered, &c->lock, &until) != ETIMEDOUT)
+        ;
+    if (status == TB_OK && !mine->is_answered && !c->is_lost && c->heard_ms < begun_ms) {
+        struct linger at_once = {.l_onoff = 1, .l_linger = 0};
+        setsockopt(c->socket.fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+        lose(c, "it was silent, and a new one was answered");
+    }
+    c->is_trying = false;
+}
+
+/* With the lock held. Until there is a reply, the connection is lost, or the time is up. */
+static void await_reply(client *c, call *mine, bool is_prompt, int64_t deadline_ms) {
+    int64_t since_ms = tb__now_ms();
+    while (!mine->is_answered && !c->is_lost && tb__now_ms() < deadline_ms) {
+        int64_t silent_ms = (since_ms > c->heard_ms ? since_ms : c->heard_ms) + SILENCE_MS, until_ms = deadline_ms;
+        if (is_prompt && c->token && silent_ms < deadline_ms)
+            until_ms = silent_ms;
+        struct timespec until = tb__time_of_ms(until_ms);
+        if (pthread_cond_timedwait(&mine->answered, &c->lock, &until) != ETIMEDOUT || until_ms == deadline_ms ||
+            c->heard_ms + SILENCE_MS > until_ms)
+            continue;
+        since_ms = tb__now_ms();
+        if (!c->is_trying)
+            try_another(c, mine, deadline_ms);
+    }
+}
+
 /* Queues the request and sleeps. On success the reply is in `frame`, which the caller frees, and `reply` points into
  * it. */
 static tb_status exchange(client *c, tb__store_message *request, int timeout_ms, tb__store_message *reply,
                           uint8_t **frame) {
     if (c->socket.fd < 0)
         return tb__fail(TB_LOST, "%s: the connection belongs to the process that opened it", c->address.url);
-    struct timespec deadline = tb__time_of_ms(tb__now_ms() + timeout_ms + 1);
+    int64_t deadline_ms = tb__now_ms() + timeout_ms + 1;
+    bool is_prompt = request->op != TB__STORE_WAIT && request->op != TB__STORE_WAIT_CHANGE;
     call mine = {.id = atomic_fetch_add(&c->last_id, 1) + 1};
     request->id = mine.id;
     tb__monotonic_cond_init(&mine.answered);
     pthread_mutex_lock(&c->lock);
     LIST_INSERT_HEAD(&c->calls, &mine, link);
     tb_status status = c->is_lost ? TB_OK : queue(c, request);
-    while (status == TB_OK && !mine.is_answered && !c->is_lost) {
-        if (pthread_cond_timedwait(&mine.answered, &c->lock, &deadline) == ETIMEDOUT)
-            break;
-    }
+    if (status == TB_OK)
+        await_reply(c, &mine, is_prompt, deadline_ms);
     LIST_REMOVE(&mine, link);
     bool is_answered = mine.is_answered;
     if (status == TB_OK && !is_answered && c->is_lost) {
         status = tb__fail(TB_LOST, "%s: the connection was lost: %s", c->address.url, c->why);
     } else if (status == TB_OK && !is_answered) {
-        if (request->op == TB__STORE_WAIT || request->op == TB__STORE_WAIT_CHANGE)
+        if (!is_prompt)
             (void)queue(c, &(tb__store_message){.id = mine.id, .op = TB__STORE_CANCEL});
         status = tb__fail(TB_TIMEOUT, "%s: nothing within %d ms", c->address.url, timeout_ms);
     }
@@ -387,6 +444,7 @@ static void destroy(client *c) {
     tb__owned_fd_close(&c->socket);
     tb__owned_fd_close(&c->wake);
     pthread_mutex_destroy(&c->lock);
+    free(c->token);
     free(c->in.item);
     free(c->out.item);
     free(c);
@@ -446,17 +504,12 @@ static tb_status fail_hello(client *c) {
                     c->address.url);
 }
 
-tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
-                                int timeout_ms, const tb__store_ops **ops, void **context) {
-    (void)name_space; /* the server knows of none */
-    tb__address address;
-    TB_TRY(tb__address_parse(url, &address));
-    if (strlen(token) > TB__STORE_MAX_TOKEN)
-        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", strlen(token), TB__STORE_MAX_TOKEN);
+static tb_status open_client(const tb__address *address, const char *token, bool is_trial, int64_t deadline_ms,
+                             int timeout_ms, client **out) {
     client *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
-    c->address = address;
+    c->address = *address;
     c->timeout_ms = timeout_ms;
     c->socket.fd = c->wake.fd = -1;
     pthread_mutex_init(&c->lock, NULL);
@@ -471,13 +524,28 @@ tb_status tb__socket_store_open(const char *url, const char *name_space, const c
         simple(c, (tb__store_message){.op = TB__STORE_HELLO, .version = TB__STORE_VERSION, .value = text_span(token)},
                tb__ms_until(deadline_ms), &unused);
     if (status == TB_TIMEOUT)
-        status = tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", url);
+        status = tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", address->url);
     else if (status == TB_LOST)
         status = fail_hello(c);
+    if (status == TB_OK && !is_trial && !(c->token = tb__strdup(token)))
+        status = TB_NO_MEMORY;
     if (status != TB_OK) {
         socket_close(c);
-        return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", url) : status;
+        return status == TB_REFUSED || status == TB_DENIED ? tb__fail_within(status, "%.100s", address->url) : status;
     }
+    *out = c;
+    return TB_OK;
+}
+
+tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
+                                int timeout_ms, const tb__store_ops **ops, void **context) {
+    (void)name_space; /* the server knows of none */
+    tb__address address;
+    client *c;
+    TB_TRY(tb__address_parse(url, &address));
+    if (strlen(token) > TB__STORE_MAX_TOKEN)
+        return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", strlen(token), TB__STORE_MAX_TOKEN);
+    TB_TRY(open_client(&address, token, false, deadline_ms, timeout_ms, &c));
     *ops = &socket_ops;
     *context = c;
     return TB_OK;

@@ -26,7 +26,8 @@ typedef struct address {
     uint32_t magic, version;
     char name[32];
     uint64_t users; /* the namespace of the user's number */
-    uint32_t user, unused;
+    uint32_t user;
+    uint32_t can_renew; /* 1: it knows of connections with numbers. Version 0.1.0 has 0 */
 } address;
 
 void *shm_map_fd(int fd, size_t nbytes) {
@@ -59,6 +60,14 @@ shm_peer *shm_find(const shm *s, int32_t rank) {
     return NULL;
 }
 
+static void init_peer(shm *s, shm_peer *peer, int32_t rank, uint64_t number) {
+    peer->owner = s;
+    peer->rank = rank;
+    peer->number = number;
+    peer->pidfd = -1;
+    peer->out = (shm_link){.watch = WATCH_LINK, .fd = -1, .peer = peer, .is_out = true};
+}
+
 static shm_peer *find_or_add(shm *s, int32_t rank) {
     shm_peer *peer = shm_find(s, rank);
     if (peer)
@@ -71,10 +80,21 @@ static shm_peer *find_or_add(shm *s, int32_t rank) {
         return NULL;
     }
     s->peers.item[s->peers.count++] = peer;
-    peer->owner = s;
-    peer->rank = rank;
-    peer->pidfd = -1;
-    peer->out = (shm_link){.watch = WATCH_LINK, .fd = -1, .peer = peer, .is_out = true};
+    init_peer(s, peer, rank, 1);
+    return peer;
+}
+
+/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
+static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
+    shm_peer *peer = tb__vec_reserve(&s->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
+    if (!peer)
+        return NULL;
+    init_peer(s, peer, lost->rank, number);
+    for (size_t i = 0; i < s->peers.count; i++) {
+        if (s->peers.item[i] == lost)
+            s->peers.item[i] = peer;
+    }
+    s->retired.item[s->retired.count++] = lost;
     return peer;
 }
 
@@ -174,6 +194,18 @@ static void close_descriptors(shm *s, shm_peer *peer) {
     peer->pidfd = -1;
 }
 
+static void free_peer(shm *s, shm_peer *peer) {
+    close_descriptors(s, peer);
+    shm_mappings_close(peer);
+    if (peer->control)
+        munmap(peer->control, sizeof *peer->control);
+    if (peer->ring_in)
+        munmap(peer->ring_in, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+    if (peer->ring_out)
+        munmap(peer->ring_out, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+    free(peer);
+}
+
 static void shm_close(void *context) {
     shm *s = context;
     tb__waiter *w;
@@ -182,18 +214,11 @@ static void shm_close(void *context) {
     while ((w = tb__waiters_take(&s->one_sided)))
         shm_finish(s, (shm_posted *)w, TB_CANCELLED);
     shm_tell_all(s);
-    for (size_t i = 0; i < s->peers.count; i++) {
-        shm_peer *peer = s->peers.item[i];
-        close_descriptors(s, peer);
-        shm_mappings_close(peer);
-        if (peer->control)
-            munmap(peer->control, sizeof *peer->control);
-        if (peer->ring_in)
-            munmap(peer->ring_in, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
-        if (peer->ring_out)
-            munmap(peer->ring_out, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
-        free(peer);
-    }
+    for (size_t i = 0; i < s->peers.count; i++)
+        free_peer(s, s->peers.item[i]);
+    for (size_t i = 0; i < s->retired.count; i++)
+        free_peer(s, s->retired.item[i]);
+    free(s->retired.item);
     for (size_t i = 0; i < s->strangers.count; i++)
         free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
@@ -235,7 +260,8 @@ static uint64_t user_namespace(void) {
 
 static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     shm *s = context;
-    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .user = geteuid(), .users = user_namespace()};
+    address a = {
+        .magic = SHM_MAGIC, .version = SHM_VERSION, .users = user_namespace(), .user = geteuid(), .can_renew = 1};
     if (*nbytes < sizeof a)
         return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
     memcpy(a.name, s->name, sizeof a.name);
@@ -266,6 +292,11 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     if (a.version != SHM_VERSION)
         return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport shm, we %d", a.version, SHM_VERSION);
     shm_peer *peer = find_or_add(s, rank);
+    if (peer && atomic_load(&peer->is_lost)) {
+        if (!a.can_renew)
+            return tb__fail(TB_LOST, "it was lost, and can't be connected again: it has tensorbus 0.1.0");
+        peer = renew(s, peer, peer->number + 1);
+    }
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->out.fd >= 0)
@@ -287,8 +318,8 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
                        .start_time = s->start_time,
                        .probe_address = (uint64_t)(uintptr_t)&s->control->probe,
                        .probe = s->control->probe};
-    int error = shm_link_try(&peer->out, &(shm_frame){.kind = SHM_HELLO}, &(struct iovec){&hello, sizeof hello}, 1,
-                             s->control_fd);
+    int error = shm_link_try(&peer->out, &(shm_frame){.kind = SHM_HELLO, .serial = peer->number},
+                             &(struct iovec){&hello, sizeof hello}, 1, s->control_fd);
     if (error) {
         shm_link_close(s, &peer->out);
         return tb__fail(TB_LOST, "greeting it through its socket: %s", strerror(error));
@@ -299,7 +330,8 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
 void shm_lose(shm *s, shm_peer *peer, const char *why) {
     if (atomic_load(&peer->is_lost))
         return;
-    snprintf(peer->why, sizeof peer->why, "%s", why); /* before others can see it */
+    if (why != peer->why)
+        snprintf(peer->why, sizeof peer->why, "%s", why); /* before others can see it */
     atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
@@ -315,6 +347,39 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
     shm_tell_all(s);
     if (s->env.lost)
         s->env.lost(s->env.arg, peer->rank, why);
+}
+
+static void shm_disconnect(void *context, int32_t rank, const char *why) {
+    shm *s = context;
+    shm_peer *peer = shm_find(s, rank);
+    if (!peer || atomic_load(&peer->is_lost))
+        return;
+    snprintf(peer->why, sizeof peer->why, "%s", why); /* whoever says so may be told something by its links */
+    peer->is_ending = true;
+    eventfd_write(s->wake, 1);
+}
+
+static void end_disconnected(shm *s) {
+    for (size_t i = 0; i < s->peers.count; i++) {
+        if (s->peers.item[i]->is_ending)
+            shm_lose(s, s->peers.item[i], s->peers.item[i]->why);
+    }
+}
+
+/* The connection that a hello belongs to. One with a higher number than ours takes the place of what we have, which is
+ * lost, if it is not yet. NULL: it is late. */
+static shm_peer *find_connection(shm *s, int32_t rank, uint64_t number) {
+    shm_peer *peer = find_or_add(s, rank);
+    if (!peer || (number == peer->number && !atomic_load(&peer->is_lost)))
+        return peer;
+    if (number <= peer->number)
+        return NULL;
+    if (peer->out.fd < 0 && !peer->in && !atomic_load(&peer->is_lost)) { /* there was none yet */
+        peer->number = number;
+        return peer;
+    }
+    shm_lose(s, peer, "it has begun a new connection");
+    return renew(s, peer, number);
 }
 
 /* ---- Shortage of descriptors ----------------------------------------------------------------------------------- */
@@ -440,8 +505,10 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     memcpy(&hello, data, sizeof hello);
     if (hello.magic != SHM_MAGIC || hello.version != SHM_VERSION || hello.rank < 0)
         return false;
-    shm_peer *peer = find_or_add(s, hello.rank);
-    if (!peer || peer->in || atomic_load(&peer->is_lost) || (fd >= 0 && !is_control_page(fd)))
+    if (fd >= 0 && !is_control_page(fd))
+        return false;
+    shm_peer *peer = find_connection(s, hello.rank, frame->serial > 1 ? frame->serial : 1);
+    if (!peer || peer->in)
         return false;
     shm_control *control = fd >= 0 ? shm_map_fd(fd, sizeof *control) : NULL;
     errno = fd >= 0 ? errno : EMFILE;
@@ -574,6 +641,7 @@ static tb_status shm_progress(void *context) {
     struct epoll_event event; /* one at a time: handling one may close what another is about */
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
+    end_disconnected(s);
     carry_out_one_sided(s);
     bool more = shm_take_slices(s);
     shm_tell_all(s);
@@ -631,7 +699,7 @@ static int shm_fd(void *context) {
 
 const tb_transport_ops tb__shm_ops = {
     .name = "shm",
-    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP | TB_NEAR_ONLY,
+    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP | TB_NEAR_ONLY | TB_CAN_RECONNECT,
     .open = shm_open_endpoint,
     .close = shm_close,
     .address = shm_address,
@@ -651,4 +719,5 @@ const tb_transport_ops tb__shm_ops = {
     .progress = shm_progress,
     .fd = shm_fd,
     .forget = shm_forget,
+    .disconnect = shm_disconnect,
 };

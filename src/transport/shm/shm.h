@@ -50,7 +50,8 @@ typedef struct shm_control {
 enum { OFFER_READY = 1, OFFER_COMPLETE = 2, OFFER_REVOKED = 3 };
 
 typedef enum shm_kind {
-    SHM_HELLO,   /* first on a new socket; carries the control page's descriptor */
+    SHM_HELLO,   /* first on a new socket; serial: the number of the connection, 0 is 1; carries the control page's
+                    descriptor */
     SHM_WELCOME, /* the answer; `serial`: whether the sender's memory can be read */
     SHM_MESSAGE, /* tag, then the bytes */
     SHM_OFFER,   /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
@@ -149,12 +150,15 @@ typedef struct shm_mapping {
     bool is_forgotten;
 } shm_mapping;
 
+/* A connection with a peer. After a loss the next one has an object of its own, with the next number. */
 struct shm_peer {
     shm_watch_kind watch; /* first, as in shm_link; for the process */
     shm *owner;
     int32_t rank;
+    uint64_t number; /* of the connection, from 1 */
     _Atomic bool is_lost;
-    char why[96]; /* it is lost */
+    bool is_ending; /* it is to be lost in the next progress */
+    char why[96];   /* it is lost, or ending */
     shm_link out, *in;
     pid_t pid;
     int pidfd;
@@ -210,10 +214,11 @@ struct shm {
     uint64_t next_serial, next_epoch, next_file;
     uint32_t next_offer; /* where to look for a free word */
     TB_VEC(shm_registration) memory;
-    uint32_t memory_free;     /* the first free number + 1; 0: none */
-    TB_VEC(shm_file *) files; /* NULL: a free place */
-    TB_VEC(shm_peer *) peers;
+    uint32_t memory_free;         /* the first free number + 1; 0: none */
+    TB_VEC(shm_file *) files;     /* NULL: a free place */
+    TB_VEC(shm_peer *) peers;     /* the last connection with each */
     tb__index by_rank;            /* in there */
+    TB_VEC(shm_peer *) retired;   /* connections before: there may be remotes of them */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
     tb__waiters finished;  /* to be told in the next progress */

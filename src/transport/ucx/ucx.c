@@ -47,12 +47,53 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
         return NULL;
     peer->owner = u;
     peer->rank = rank;
+    peer->number = 1;
+    peer->patience = UCX_PATIENCE;
     if (!tb__vec_reserve(&u->peers, 1) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->peers.count)) {
         free(peer);
         return NULL;
     }
     u->peers.item[u->peers.count++] = peer;
     return peer;
+}
+
+uint64_t ucx_mark(uint64_t id, uint64_t number) {
+    return number == 1 ? id : tb__hash(id, number);
+}
+
+ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number) {
+    ucx *u = lost->owner;
+    ucx_peer *peer = tb__vec_reserve(&u->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
+    if (!peer)
+        return NULL;
+    peer->owner = u;
+    peer->rank = lost->rank;
+    peer->id = lost->id;
+    peer->number = number;
+    peer->nendpoints = lost->nendpoints;
+    peer->patience = UCX_PATIENCE_AGAIN;
+    for (size_t i = 0; i < u->peers.count; i++) {
+        if (u->peers.item[i] == lost)
+            u->peers.item[i] = peer;
+    }
+    u->retired.item[u->retired.count++] = lost;
+    return peer;
+}
+
+static void free_peer(ucx_peer *peer) {
+    free(peer->address);
+    free(peer->next);
+    free(peer);
+}
+
+/* Connections that UCX may still tell something of stay. */
+static void free_retired(ucx *u) {
+    for (size_t i = u->retired.count; i-- > 0;) {
+        if (u->retired.item[i]->ntransfers > 0)
+            continue;
+        free_peer(u->retired.item[i]);
+        u->retired.item[i] = u->retired.item[--u->retired.count];
+    }
 }
 
 void ucx_wake(ucx *u) {
@@ -62,7 +103,7 @@ void ucx_wake(ucx *u) {
 }
 
 void ucx_fail(ucx_peer *peer, const char *why) {
-    if (peer->is_lost || peer->why)
+    if (ucx_is_over(peer))
         return;
     peer->why = why;
     ucx_drop_held(peer);
@@ -70,7 +111,7 @@ void ucx_fail(ucx_peer *peer, const char *why) {
 }
 
 void ucx_break(ucx_peer *peer, ucs_status_t status) {
-    if (peer->is_lost || peer->why)
+    if (ucx_is_over(peer))
         return;
     snprintf(peer->words, sizeof peer->words, "its connection ended (UCX: %s)",
              peer->owner->call->status_string(status));
@@ -211,7 +252,7 @@ static tb_status open_all(ucx *u) {
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
-    u->id |= 1; /* 0 is nobody */
+    u->id = (u->id & ~UINT64_C(1)) | 2; /* 0 is nobody */
     TB_TRY(ucx_load(&u->call));
     TB_TRY(ucx_begin_use());
     u->is_user = true;
@@ -308,8 +349,10 @@ static void ucx_close(void *context) {
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
         ucx_drop_messages(u, peer, TB_CANCELLED); /* what came while we left */
-        free(peer);
+        free_peer(peer);
     }
+    for (size_t i = 0; i < u->retired.count; i++)
+        free_peer(u->retired.item[i]);
     tb__match_free(&u->early, -1);
     if (u->epoll >= 0)
         tb__fd_close(u->epoll);
@@ -323,6 +366,7 @@ static void ucx_close(void *context) {
     free(u->ports.item);
     free(u->listeners.item);
     free(u->peers.item);
+    free(u->retired.item);
     tb__index_fini(&u->by_rank);
     free(u->hello);
     free(u->address);
@@ -358,8 +402,8 @@ static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
 
 static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
     ucx_peer *peer = arg;
-    (void)ep;
-    ucx_break(peer, status);
+    if (!peer->ep || ep == peer->ep)
+        ucx_break(peer, status);
 }
 
 static tb_status check_address(const void *address, size_t nbytes, ucx_address *head) {
@@ -374,6 +418,38 @@ static tb_status check_address(const void *address, size_t nbytes, ucx_address *
     return TB_OK;
 }
 
+uint64_t ucx_id_of(const void *address, size_t nbytes) {
+    ucx_address head;
+    return check_address(address, nbytes, &head) == TB_OK ? head.id : 0;
+}
+
+/* For saying hello again. */
+static bool keep_address(ucx_peer *peer, const void *address, size_t nbytes) {
+    if (peer->address || peer->is_met)
+        return true;
+    peer->address = tb__malloc(1, nbytes);
+    peer->address_nbytes = nbytes;
+    if (peer->address)
+        memcpy(peer->address, address, nbytes);
+    return peer->address != NULL;
+}
+
+static ucs_status_t make_endpoint(ucx_peer *peer, const void *address) {
+    ucx *u = peer->owner;
+    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof(ucx_address)),
+                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
+    ucx_sockets_look(u);
+    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
+    ucx_sockets_take_new(u);
+    peer->nendpoints++;
+    if (status != UCS_OK)
+        peer->ep = NULL;
+    return status;
+}
+
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucx *u = peer->owner;
     ucx_address head;
@@ -383,22 +459,28 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     peer->id = head.id;
     if (peer->ep)
         return TB_OK;
-    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
-                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof head),
-                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
-                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
-    ucx_sockets_look(u);
-    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
-    ucx_sockets_take_new(u);
-    if (status != UCS_OK) {
-        peer->ep = NULL;
+    if (!keep_address(peer, address, nbytes))
+        return TB_NO_MEMORY;
+    if (peer->nendpoints >= peer->number && ucx_can_renew(peer->id))
+        peer->number = peer->nendpoints + 1; /* one could not be made */
+    ucs_status_t status = UCS_OK;
+    do { /* the last one is it; the others are for connections that the peer has begun without us */
+        ucx_hang_up(peer);
+        status = make_endpoint(peer, address);
+    } while (status == UCS_OK && peer->nendpoints < peer->number);
+    if (status != UCS_OK)
         return fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);
-    }
     peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
     ucx_say_hello(peer);
+    ucx_await_peer(peer);
     ucx_wake(u);
     return TB_OK;
+}
+
+/* Whether the peer still has its end of a connection that there was before is not known before it answers. */
+void ucx_ask(ucx_peer *peer) {
+    if (peer->asked == peer->answered)
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked}, NULL, 0);
 }
 
 static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nbytes) {
@@ -407,9 +489,17 @@ static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nb
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;
-    if (peer->is_lost)
+    if (peer->is_lost && !ucx_can_renew(peer->id))
         return tb__fail(TB_LOST, "%s", peer->why);
-    return ucx_reach(peer, address, nbytes);
+    if (peer->is_lost)
+        peer = ucx_renew(peer, peer->number + 1);
+    if (!peer)
+        return TB_NO_MEMORY;
+    bool was_there = peer->ep;
+    TB_TRY(ucx_reach(peer, address, nbytes));
+    if (was_there)
+        ucx_ask(peer);
+    return TB_OK;
 }
 
 static tb_status ucx_connect(void *context, int32_t rank, const void *address, size_t nbytes) {
@@ -418,6 +508,28 @@ static tb_status ucx_connect(void *context, int32_t rank, const void *address, s
     tb_status status = connect_to(u, rank, address, nbytes);
     pthread_mutex_unlock(&u->lock);
     return status;
+}
+
+/* Not driven, it answers whenever its program waits for something. */
+static bool ucx_is_reached(void *context, int32_t rank) {
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
+    const ucx_peer *peer = ucx_find(u, rank);
+    bool is_reached = peer && !ucx_is_over(peer) &&
+                      (peer->is_met ? !peer->is_driven || peer->answered == peer->asked : peer->number == 1);
+    pthread_mutex_unlock(&u->lock);
+    return is_reached;
+}
+
+static void ucx_disconnect(void *context, int32_t rank, const char *why) {
+    ucx *u = context;
+    pthread_mutex_lock(&u->lock);
+    ucx_peer *peer = ucx_find(u, rank);
+    if (peer && !ucx_is_over(peer)) {
+        snprintf(peer->words, sizeof peer->words, "%s", why);
+        ucx_fail(peer, peer->words);
+    }
+    pthread_mutex_unlock(&u->lock);
 }
 
 static void lose(ucx *u, ucx_peer *peer) {
@@ -431,6 +543,8 @@ static void lose(ucx *u, ucx_peer *peer) {
     ucx_tell_all(u);
     if (u->env.lost)
         u->env.lost(u->env.arg, peer->rank, peer->why);
+    if (peer->next && ucx_find(u, peer->rank) == peer)
+        ucx_take_next(peer);
 }
 
 /* What a peer has said before it went counts: it is told first, and what that leads to. */
@@ -438,9 +552,14 @@ static void tell(ucx *u) {
     ucx_tell_all(u);
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
-        if (peer->why && !peer->is_lost)
+        if (peer->why && !peer->is_lost) {
             lose(u, peer);
+        } else if (peer->has_news && u->env.reached) {
+            peer->has_news = false;
+            u->env.reached(u->env.arg, peer->rank);
+        }
     }
+    free_retired(u);
 }
 
 /* ---- Operations ----------------------------------------------------------------------------------------------- */
@@ -531,6 +650,7 @@ static int ucx_fd(void *context) {
 
 const tb_transport_ops tb__ucx_ops = {
     .name = "ucx",
+    .caps = TB_CAN_RECONNECT,
     .open = ucx_open,
     .close = ucx_close,
     .address = ucx_get_address,
@@ -540,4 +660,6 @@ const tb_transport_ops tb__ucx_ops = {
     .progress = ucx_progress,
     .fd = ucx_fd,
     .forget = ucx_forget,
+    .is_reached = ucx_is_reached,
+    .disconnect = ucx_disconnect,
 };

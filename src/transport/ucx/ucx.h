@@ -52,7 +52,8 @@ enum {
 };
 
 typedef enum ucx_kind {
-    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; carries its address */
+    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; attempt: the number of the
+                    connection, 0 is 1; carries the sender's address */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_OFFER,   /* offer, tag, nbytes */
     UCX_REVOKE,  /* offer, tag: it is withdrawn */
@@ -60,8 +61,8 @@ typedef enum ucx_kind {
     UCX_STOP,    /* back: offer, attempt: not now; it may be taken again */
     UCX_DONE,    /* back: offer: the message is in, or nobody can have it */
     UCX_BYE,     /* last of all */
-    UCX_PING,    /* is somebody there? */
-    UCX_PONG,    /* somebody is */
+    UCX_PING,    /* is somebody there? at: a number for the answer, or 0 */
+    UCX_PONG,    /* somebody is; at: of the PING. Version 0.1.0 answers with 0 always */
     UCX_CHUNK,   /* offer, attempt, at; carries bytes of an offered message. The only kind that may overtake others. */
 } ucx_kind;
 
@@ -69,7 +70,7 @@ typedef enum ucx_kind {
 typedef struct ucx_frame {
     uint32_t kind;
     int32_t rank;    /* the sender's */
-    uint64_t from;   /* the sender's id */
+    uint64_t from;   /* the sender's id, or, after the first connection, one made of it and the connection's number */
     uint64_t serial; /* counts what the sender sent to this receiver, but for chunks */
     uint64_t offer;  /* its number at the rank that made it */
     uint64_t tag, nbytes;
@@ -134,12 +135,32 @@ typedef struct ucx_place {
     size_t nbytes, npieces; /* in all; those that are not empty */
 } ucx_place;
 
+/* A connection that the peer has begun, to take the place of one that is not told to be lost yet. */
+typedef struct ucx_next {
+    uint64_t number;
+    bool is_driven;
+    size_t nbytes;
+    unsigned char address[];
+} ucx_next;
+
+/* A connection with a peer. After a loss the next one has an object of its own, with a higher number; both ends use the
+ * highest number that either of them has begun. */
 struct ucx_peer {
     ucx *owner;
     int32_t rank;
-    uint64_t id; /* 0: not known yet */
-    ucp_ep_h ep; /* NULL: none yet, or no more */
-    bool is_met; /* its hello has come */
+    uint64_t id;            /* of the peer's process; 0: not known yet */
+    uint64_t number;        /* of the connection, from 1 */
+    ucp_ep_h ep;            /* NULL: none yet, or no more */
+    uint64_t nendpoints;    /* that were made for the peer, in all its connections */
+    bool is_met;            /* its hello has come */
+    unsigned char *address; /* of a peer that we have not met, to say hello again */
+    size_t address_nbytes;
+    unsigned unheard;         /* beats since we have said hello to such a peer, */
+    unsigned patience;        /* and how many there may be */
+    ucx_next *next;           /* NULL: none */
+    uint64_t asked, answered; /* the last PING that is_reached waits for, and the last that was answered */
+    bool has_news;            /* is_reached may have become true */
+    size_t ntransfers;        /* that point here */
     bool is_lost;
     const char *why;                 /* it is to be lost when there is time; NULL: it is not */
     char words[96];                  /* room for that, where UCX says it */
@@ -174,18 +195,19 @@ struct ucx {
     const ucx_functions *call;
     tb_transport_env env;
     bool is_user; /* ucx_begin_use has been called */
-    uint64_t id;  /* random: a peer of the same rank is not taken for the one before */
+    uint64_t id;  /* random: a peer of the same rank is not taken for the one before. Even: see ucx_can_renew */
     ucp_context_h context;
     ucp_worker_h worker;
     unsigned char *address; /* ours, as peers get it */
     size_t address_nbytes;
-    int epoll, wake; /* UCX's descriptor and ours, in one */
-    int worker_fd;   /* UCX's */
-    int timer;       /* of the heartbeat */
-    bool is_beating; /* the timer is set */
-    bool is_awake;   /* `wake` is readable */
-    TB_VEC(ucx_peer *) peers;
-    tb__index by_rank; /* in there */
+    int epoll, wake;            /* UCX's descriptor and ours, in one */
+    int worker_fd;              /* UCX's */
+    int timer;                  /* of the heartbeat */
+    bool is_beating;            /* the timer is set */
+    bool is_awake;              /* `wake` is readable */
+    TB_VEC(ucx_peer *) peers;   /* the last connection with each */
+    tb__index by_rank;          /* in there */
+    TB_VEC(ucx_peer *) retired; /* connections before, until UCX has nothing of them */
     tb__match receives, arrivals;
     tb__match early;         /* by serial: frames, with what they carry, that came before one with a lower serial */
     tb__waiters finished;    /* to be told in the next progress */
@@ -220,6 +242,21 @@ void ucx_hang_up(ucx_peer *peer);
 bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 /* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
+/* Asks the peer whether it is there: for is_reached. */
+void ucx_ask(ucx_peer *peer);
+/* Whose address it is; 0: it is none. */
+uint64_t ucx_id_of(const void *address, size_t nbytes);
+/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
+ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number);
+/* What a sender puts into frames of a connection. */
+uint64_t ucx_mark(uint64_t id, uint64_t number);
+/* Whether a process with this id knows of connections with numbers. Version 0.1.0 does not, and its ids are odd. */
+static inline bool ucx_can_renew(uint64_t id) {
+    return id != 0 && !(id & 1);
+}
+static inline bool ucx_is_over(const ucx_peer *peer) {
+    return peer->is_lost || peer->why;
+}
 
 /* ucx_meet.c: hellos. */
 
@@ -230,7 +267,13 @@ void ucx_say_hello(ucx_peer *peer);
 /* The frame is sent when we have met the peer. */
 void ucx_hold(ucx_transfer *t);
 /* Its hello has come. */
-void ucx_meet(ucx_peer *peer);
+void ucx_meet(ucx_peer *peer, bool is_driven);
+/* The next connection begins when a hello was not answered for this many beats; for one after a loss it is the second.
+ */
+enum { UCX_PATIENCE = 8, UCX_PATIENCE_AGAIN = 2 };
+void ucx_say_hello_again(ucx_peer *peer);
+/* Takes up the connection that the peer has begun, in the place of this one, which is lost. */
+void ucx_take_next(ucx_peer *lost);
 void ucx_drop_held(ucx_peer *peer);
 
 /* ucx_wire.c: frames. What can't be sent loses the peer. */
@@ -284,6 +327,8 @@ extern int tb__ucx_beat_ms;
 extern bool tb__ucx_stands_in;
 /* The peer has told whether it is driven. */
 void ucx_watch_peer(ucx_peer *peer);
+/* Our hello is on its way to the peer. */
+void ucx_await_peer(ucx_peer *peer);
 /* Something has come from it. */
 void ucx_hear(ucx_peer *peer, bool is_chunk);
 /* To be called after UCX has handed over what there is. */

@@ -1,10 +1,21 @@
 /* Meeting a peer. Each end says hello, and sends nothing else before the other's hello has come.
  *
+ * Hellos carry the number of the connection. An end that has lost a connection, and is asked to connect again, says
+ * hello with the next number. Whoever hears a higher number than its own loses the connection that it has, if it has
+ * not yet, and answers with a hello of that number. So it does not matter which end has noticed the loss, and both may
+ * begin at once. Lower numbers are late, and ignored.
+ *
+ * An end whose hello is not answered begins the next connection after a while: where a link was cut for a minute the
+ * kernel takes another one to try again, and a new endpoint works at once. If an answer comes later than that, it waits
+ * longer.
+ *
  * The hello is a tagged message, as the only one. Before UCX sends the first active message of an endpoint it asks the
  * peer which endpoint of its own that is, and the peer's UCX answers. An answer that has to wait, because the peer's
  * connection is still being made, is the end of its process if that connection fails then: UCX 1.13 calls it a bug.
  * Tagged messages ask nothing. Who has heard the peer's hello knows that the peer's connection is there, and so that
- * its answers need not wait. */
+ * its answers need not wait. That is the case if the answer goes through the peer's endpoint of the same connection.
+ * UCX takes the one that was made as the n-th for us, as ours was the n-th for the peer: so both ends make one for each
+ * number, also for those that they have not used (ucx_reach). */
 #include "transport/ucx/ucx.h"
 
 #include "base/log.h"
@@ -14,16 +25,76 @@
 enum {
     HELLO_TAG = UCX_MAGIC,
     HELLO_ROOM = sizeof(ucx_frame) + TB_ADDRESS_MAX,
+    MOST_AHEAD = 100000,   /* connections that the other end has begun, and we have not heard of */
+    LONGEST_PATIENCE = 64, /* beats */
 };
 
 /* ---- Hearing -------------------------------------------------------------------------------------------------- */
+
+/* Keeps what is needed to take up a connection when the one before is told to be lost. */
+static void keep_next(ucx_peer *peer, const ucx_next *next, const void *address) {
+    ucx_next *copy = tb__malloc(1, sizeof *copy + next->nbytes);
+    if (!copy)
+        return; /* the peer says hello again */
+    *copy = *next;
+    memcpy(copy->address, address, next->nbytes);
+    free(peer->next);
+    peer->next = copy;
+}
+
+void ucx_take_next(ucx_peer *lost) {
+    ucx_next *next = lost->next;
+    lost->next = NULL;
+    ucx_peer *peer = ucx_renew(lost, next->number);
+    if (peer && ucx_reach(peer, next->address, next->nbytes) == TB_OK) {
+        peer->serial_in = 1; /* after the hello */
+        ucx_meet(peer, next->is_driven);
+    }
+    free(next);
+}
+
+/* A connection that has carried nothing but our hello goes on under a higher number. */
+static void move_on(ucx_peer *peer, uint64_t number, const void *address, size_t nbytes) {
+    ucx_hang_up(peer);
+    peer->number = number;
+    if (ucx_reach(peer, address, nbytes) != TB_OK)
+        ucx_fail(peer, "it can't be connected to");
+}
+
+/* Whether the hello belongs to the connection that we have with the peer. A later one takes its place. What makes no
+ * sense is left to others. */
+static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size_t nbytes) {
+    ucx_next next = {frame->attempt > 1 ? frame->attempt : 1, frame->tag, nbytes};
+    ucx_peer *peer = frame->rank >= 0 ? ucx_find_or_add(u, frame->rank) : NULL;
+    uint64_t id = ucx_id_of(address, nbytes);
+    if (!peer || id == 0 || (peer->id != 0 && peer->id != id) || next.number > peer->number + MOST_AHEAD)
+        return next.number == 1;
+    if (peer->id == 0)
+        peer->number = next.number;
+    if (next.number < peer->number && !peer->is_met && peer->patience < LONGEST_PATIENCE)
+        peer->patience *= 2; /* it answers, but late */
+    if (next.number == peer->number && !ucx_is_over(peer))
+        return !peer->is_met;
+    if (next.number <= peer->number || !ucx_can_renew(id) || (peer->next && peer->next->number > next.number))
+        return false;
+    if (!ucx_is_over(peer) && !peer->is_met) {
+        move_on(peer, next.number, address, nbytes);
+        return true;
+    }
+    keep_next(peer, &next, address);
+    if (peer->is_lost && peer->next)
+        ucx_take_next(peer);
+    else
+        ucx_fail(peer, "it has begun a new connection");
+    return false;
+}
 
 static void hear(ucx *u, ucs_status_t status, size_t nbytes) {
     ucx_frame frame;
     if (status != UCS_OK || nbytes < sizeof frame)
         return;
     memcpy(&frame, u->hello, sizeof frame);
-    if (frame.kind == UCX_HELLO)
+    if (frame.kind == UCX_HELLO && is_current(u, &frame, u->hello + sizeof frame, nbytes - sizeof frame))
         ucx_on_active_message(u, &frame, sizeof frame, u->hello + sizeof frame, nbytes - sizeof frame,
                               &(ucp_am_recv_param_t){0});
 }
@@ -70,13 +141,15 @@ void ucx_listen_no_more(ucx *u) {
 
 void ucx_say_hello(ucx_peer *peer) {
     ucx *u = peer->owner;
-    ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven};
+    ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven, .attempt = peer->number};
     size_t nbytes = sizeof frame + u->address_nbytes;
     ucx_transfer *t = ucx_new_transfer(peer, &frame, nbytes, nbytes);
     if (!t) {
         ucx_fail(peer, "there is no memory for what it is to be told");
         return;
     }
+    peer->serial_out = 0; /* it is the first, also of a connection that goes on under another number */
+    peer->unheard = 0;
     ucx_sign(t);
     memcpy(t->data, &t->frame, sizeof t->frame);
     memcpy(t->data + sizeof t->frame, u->address, u->address_nbytes);
@@ -84,6 +157,10 @@ void ucx_say_hello(ucx_peer *peer) {
                                  .cb.send = ucx_on_sent,
                                  .user_data = t};
     ucx_is_under_way(t, u->call->tag_send_nbx(peer->ep, t->data, nbytes, HELLO_TAG, &param));
+}
+
+void ucx_say_hello_again(ucx_peer *peer) {
+    move_on(peer, peer->number + 1, peer->address, peer->address_nbytes);
 }
 
 void ucx_hold(ucx_transfer *t) {
@@ -104,11 +181,18 @@ static ucx_transfer *take_held(ucx_peer *peer) {
     return t;
 }
 
-void ucx_meet(ucx_peer *peer) {
+void ucx_meet(ucx_peer *peer, bool is_driven) {
     peer->is_met = true;
+    peer->is_driven = is_driven;
+    peer->has_news = true;
+    free(peer->address);
+    peer->address = NULL;
+    ucx_watch_peer(peer);
     ucx_sockets_take_accepted(peer->owner);
     for (ucx_transfer *t; (t = take_held(peer));)
         ucx_dispatch(t, NULL);
+    if (peer->number > 1)
+        ucx_ask(peer); /* our hello may have come too late */
 }
 
 void ucx_drop_held(ucx_peer *peer) {

@@ -222,9 +222,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     case UCX_HELLO:
         if (ucx_reach(peer, data, nbytes) != TB_OK)
             return false;
-        peer->is_driven = frame->tag;
-        ucx_watch_peer(peer);
-        ucx_meet(peer);
+        ucx_meet(peer, frame->tag);
         return true;
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
@@ -255,9 +253,15 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         ucx_fail(peer, "it has left");
         return true;
     case UCX_PING:
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG}, NULL, 0);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG, .at = frame->at}, NULL, 0);
         return true;
     case UCX_PONG:
+        if (!ucx_can_renew(peer->id))
+            peer->answered = peer->asked;
+        else if (frame->at > peer->answered)
+            peer->answered = frame->at;
+        peer->has_news = true;
+        ucx_wake(u);
         return true;
     default:
         return false;

@@ -22,13 +22,23 @@ int tb__ucx_beat_ms = 1000;
 bool tb__ucx_stands_in = true;
 
 static bool is_watched(const ucx_peer *peer) {
-    return peer->owner->env.is_driven && peer->is_driven && peer->ep && !peer->is_lost && !peer->why;
+    return peer->owner->env.is_driven && peer->is_driven && peer->ep && !ucx_is_over(peer);
 }
 
 static void set_timer(ucx *u, bool is_on) {
     struct timespec beat = {is_on ? tb__ucx_beat_ms / 1000 : 0, is_on ? tb__ucx_beat_ms % 1000 * 1000000 : 0};
     if (u->is_beating != is_on && timerfd_settime(u->timer, 0, &(struct itimerspec){beat, beat}, NULL) == 0)
         u->is_beating = is_on;
+}
+
+/* It has not answered our hello. */
+static bool is_awaited(const ucx_peer *peer) {
+    return peer->ep && !peer->is_met && !ucx_is_over(peer) && ucx_can_renew(peer->id);
+}
+
+void ucx_await_peer(ucx_peer *peer) {
+    if (is_awaited(peer))
+        set_timer(peer->owner, true);
 }
 
 static void *stand_in(void *arg) {
@@ -96,10 +106,11 @@ void ucx_beat(ucx *u) {
     bool is_needed = false;
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
-        if (is_watched(peer)) {
-            is_needed = true;
+        if (is_watched(peer))
             look_at(peer);
-        }
+        else if (is_awaited(peer) && ++peer->unheard >= peer->patience)
+            ucx_say_hello_again(peer);
+        is_needed |= is_watched(peer) || is_awaited(peer);
     }
     set_timer(u, is_needed);
 }

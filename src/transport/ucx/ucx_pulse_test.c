@@ -104,6 +104,7 @@ static void who_is_not_driven_is_left_alone(void **state) {
     make_with(&e, BEAT_MS);
     ends_are_driven = true;
     const ucx *a = e.a.context;
+    live(&e, 2); /* until nobody's hello is awaited */
     assert_false(a->is_beating);
     ucx_find(e.a.context, e.rank_b)->is_driven = true; /* one of two is not enough */
     ucx_watch_peer(ucx_find(e.a.context, e.rank_b));

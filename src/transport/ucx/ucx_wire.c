@@ -16,6 +16,7 @@ ucx_transfer *ucx_new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nb
             return NULL;
     }
     *t = (ucx_transfer){.owner = u, .peer = peer, .frame = *frame, .nbytes = nbytes, .is_spare = is_spare};
+    peer->ntransfers++;
     t->next = u->transfers;
     t->link = &u->transfers;
     if (t->next)
@@ -26,6 +27,7 @@ ucx_transfer *ucx_new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nb
 
 void ucx_release(ucx_transfer *t) {
     ucx *u = t->owner;
+    t->peer->ntransfers--;
     *t->link = t->next;
     if (t->next)
         t->next->link = t->link;
@@ -97,7 +99,7 @@ bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request) {
 
 void ucx_sign(ucx_transfer *t) {
     t->frame.rank = t->owner->env.rank;
-    t->frame.from = t->owner->id;
+    t->frame.from = ucx_mark(t->owner->id, t->peer->number);
     if (t->frame.kind != UCX_CHUNK)
         t->frame.serial = t->peer->serial_out++;
 }
@@ -254,7 +256,7 @@ static ucx_peer *sender_of(ucx *u, const ucx_frame *frame) {
     ucx_peer *peer = frame->rank >= 0 && frame->from != 0 ? ucx_find_or_add(u, frame->rank) : NULL;
     if (peer && peer->id == 0)
         peer->id = frame->from;
-    return peer && peer->id == frame->from && !peer->is_lost && !peer->why ? peer : NULL;
+    return peer && ucx_mark(peer->id, peer->number) == frame->from && !ucx_is_over(peer) ? peer : NULL;
 }
 
 ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
