@@ -15,7 +15,6 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,14 +69,12 @@ static void answer(tb_status status) {
     printf("%s\t%s\n", status_names[-(int)status], status == TB_OK ? "" : tb_error_detail());
 }
 
-__attribute__((format(printf, 1, 2))) static void answer_values(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    printf("TB_OK\t");
-    vprintf(format, args);
-    printf("\n");
-    va_end(args);
-}
+#define answer_values(...)                                                                                             \
+    do {                                                                                                               \
+        printf("TB_OK\t");                                                                                             \
+        printf(__VA_ARGS__);                                                                                           \
+        printf("\n");                                                                                                  \
+    } while (0)
 
 /* Only a script that is wrong gets here. */
 static void give_up(const char *what, const char *which) {
@@ -602,7 +599,6 @@ static void free_all(void) {
 
 int main(int argc, char **argv) {
     static char line[LINE];
-    FILE *in = stdin;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* an agent reads memory that is not of tb_alloc */
 #ifdef TB_PROGRAM_MPI
@@ -612,15 +608,16 @@ int main(int argc, char **argv) {
     MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     snprintf(path, sizeof path, "%s/%d.in", argv[1], rank);
-    in = fopen(path, "re");
+    if (!freopen(path, "re", stdin))
+        give_up("can't open", path);
     snprintf(path, sizeof path, "%s/%d.out", argv[1], rank);
-    if (!in || !freopen(path, "we", stdout))
+    if (!freopen(path, "we", stdout))
         give_up("can't open", path);
 #else
     (void)argc;
     (void)argv;
 #endif
-    while (fgets(line, sizeof line, in))
+    while (fgets(line, sizeof line, stdin))
         run(line);
     free_all();
 #ifdef TB_PROGRAM_MPI
