@@ -25,7 +25,7 @@ import subprocess
 from bus import (ARRIVED, COMMITTED, DECIDED, PATIENCE_MS, RELEASED, Agent, Bed, Program, all_do, check, equal,
                  has_ucx, main, until)
 
-ROWS, COLUMNS = 48, 40
+SHAPE = 48, 40
 GROUPS = (0, 10, 20)  # one tensor in each; the receiving side's numbers count
 GARBAGE = 99
 
@@ -37,6 +37,7 @@ MEMORIES = (
     ("malloc-snapshot", "malloc", {"snapshot": 1}),
     ("staged", "alloc", {"staged": 1}),
     ("malloc-staged", "malloc", {"staged": 1}),
+    ("buckets", "alloc", {"staged": 1, "bucket_size": 1}),
     ("checksum", "alloc", {"checksum": 1}),
 )
 
@@ -44,8 +45,9 @@ MEMORIES = (
 class Rank:
     """A program as a member of one group, its batch and its transfer."""
 
-    def __init__(self, program, group, seat, layout, pair):
+    def __init__(self, program, group, seat, layout, pair, shape):
         self.program, self.group, self.seat, self.layout, self.pair = program, group, seat, layout, pair
+        self.shape = shape
         self.is_sender = group == "a"
         self.batch = None
 
@@ -56,7 +58,7 @@ class Rank:
         self.batch = batch
         for key in self.memories():
             tensor = key.rsplit("/", 1)[1]
-            self.program.do("memory", key, kind, self.layout, self.seat, ROWS, COLUMNS, tensor)
+            self.program.do("memory", key, kind, self.layout, self.seat, *self.shape, tensor)
 
     def add_tensors(self):
         for g, key in zip(GROUPS, self.memories()):
@@ -92,7 +94,7 @@ class Rank:
 class Cast:
     """Two groups on one transport, and the pair between them."""
 
-    def __init__(self, bed, transport, with_agents):
+    def __init__(self, bed, transport, with_agents, shape=SHAPE):
         self.transport, self.with_agents = transport, with_agents
         self.is_self = transport == "self"
         nranks = 1 if self.is_self else 2
@@ -108,7 +110,7 @@ class Cast:
             p.ask("pair", group, "p", "b" if group == "a" else "a", layouts[group], group=group, timeout=PATIENCE_MS)
         for p in self.programs:
             p.answer().ok()
-        self.ranks = [Rank(p, group, seat, layouts[group], group) for (group, seat), p in programs.items()]
+        self.ranks = [Rank(p, group, seat, layouts[group], group, shape) for (group, seat), p in programs.items()]
         self.senders = [r for r in self.ranks if r.is_sender]
         self.receivers = [r for r in self.ranks if not r.is_sender]
 
@@ -344,8 +346,8 @@ def run_case(cast, commit, memory, kind, options):
     cast.drop_batch(name)
 
 
-def run_cast(bed, transport, with_agents, memories=MEMORIES):
-    cast = Cast(bed, transport, with_agents)
+def run_cast(bed, transport, with_agents, memories=MEMORIES, shape=SHAPE):
+    cast = Cast(bed, transport, with_agents, shape)
     for commit in ("in_place", "shadow"):
         for memory, kind, options in memories:
             run_case(cast, commit, memory, kind, options)

@@ -17,7 +17,9 @@ OLD_COMMIT = "53d8f8f"  # 0.1.0
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..")
 
-MEMORIES = [m for m in events.MEMORIES if m[0] in ("alloc", "malloc-staged", "checksum")]
+MEMORIES = [m for m in events.MEMORIES if m[0] in ("alloc", "malloc-staged", "buckets", "checksum")]
+LARGE = [m for m in events.MEMORIES if m[0] in ("alloc", "malloc-staged")]
+LARGE_SHAPE = 1000, 800  # 2.4 MB from each rank to each: more than a ring of shm holds
 
 
 # ---- The older release -----------------------------------------------------------------------------------------------
@@ -122,6 +124,11 @@ def run_events(choose, transport, with_agents, store):
         events.run_cast(bed, transport, with_agents, MEMORIES)
 
 
+def run_large(choose, transport):
+    with MixedBed(choose) as bed:
+        events.run_cast(bed, transport, False, LARGE, LARGE_SHAPE)
+
+
 def run_versions(choose, scenario, engines, commit, with_agents, upgrades=False):
     with MixedBed(choose, upgrades) as bed:
         versions.run_scenario(bed, scenario, engines, commit, with_agents)
@@ -159,6 +166,8 @@ def cases():
             for with_agents in (False, True):
                 what = f"events: {name}, {transport}, {'agents' if with_agents else 'worlds'}"
                 yield what, lambda args=(choose, transport, with_agents, store): run_events(*args)
+        name = "a" if transport == "shm" else "b"
+        yield f"large tensors: old {name}, {transport}", lambda args=(old_group(name), transport): run_large(*args)
         for commit in ("in_place", "shadow"):
             for seat in (0, 1):
                 what = f"a receiver that is killed: old seats {seat}, {transport}, {commit}"

@@ -4,6 +4,8 @@
  * Commands are lines on standard input, words separated by tabs, options as key=value behind them. Each is answered
  * with one line: the status, then a tab and the sentence of a failure, or what was asked for. Objects are named by the
  * script: bus.py has what each command takes. */
+#include "matrix.h"
+
 #include "tensorbus/tensorbus.h"
 #ifdef TB_PROGRAM_MPI
 #include "tensorbus/mpi.h"
@@ -13,7 +15,6 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,19 +22,6 @@
 #include <unistd.h>
 
 enum { MAX_WORDS = 24, MAX_OBJECTS = 512, MAX_MEMBERS = 16, LINE = 8192 };
-#define POISON 0xdeadbeefU
-enum { IS_POISON = -1, IS_MIXED = -2 };
-
-/* This rank's part of a matrix of 32-bit integers, whose values tell version, place and tensor. */
-typedef struct memory {
-    bool is_shared; /* of tb_alloc */
-    tb_local local;
-    int64_t rows, columns;
-    uint32_t seed;
-    size_t count;
-    uint32_t *data;
-} memory;
-
 typedef struct batch {
     tb_batch *of_world;
     tb_client_batch *of_agent;
@@ -81,14 +69,12 @@ static void answer(tb_status status) {
     printf("%s\t%s\n", status_names[-(int)status], status == TB_OK ? "" : tb_error_detail());
 }
 
-__attribute__((format(printf, 1, 2))) static void answer_values(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    printf("TB_OK\t");
-    vprintf(format, args);
-    printf("\n");
-    va_end(args);
-}
+#define answer_values(...)                                                                                             \
+    do {                                                                                                               \
+        printf("TB_OK\t");                                                                                             \
+        printf(__VA_ARGS__);                                                                                           \
+        printf("\n");                                                                                                  \
+    } while (0)
 
 /* Only a script that is wrong gets here. */
 static void give_up(const char *what, const char *which) {
@@ -149,49 +135,13 @@ static void drop(object *o) {
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-static int64_t global_index(const tb_local *local, int dim, int64_t i) {
-    for (size_t k = 0; k < local->nsegments[dim]; k++) {
-        const tb_segment *s = &local->segments[dim][k];
-        if (i < s->stop - s->start)
-            return s->start + i;
-        i -= s->stop - s->start;
-    }
-    return -1;
-}
-
-static uint32_t value_at(const memory *m, size_t i, uint32_t version) {
-    int64_t width = m->local.shape.dim[1];
-    int64_t row = global_index(&m->local, 0, (int64_t)i / width);
-    int64_t column = global_index(&m->local, 1, (int64_t)i % width);
-    return (version << 24) | (((uint32_t)(row * m->columns + column) + m->seed) & 0xffffff);
-}
-
-static int content(const memory *m) {
-    if (m->count == 0)
-        return IS_MIXED;
-    uint32_t version = m->data[0] >> 24;
-    bool is_whole = true, is_poison = true;
-    for (size_t i = 0; i < m->count; i++) {
-        is_whole &= m->data[i] == value_at(m, i, version);
-        is_poison &= m->data[i] == POISON;
-    }
-    return is_poison ? IS_POISON : is_whole ? (int)version : IS_MIXED;
-}
-
-static const char *content_name(int c, char text[16]) {
-    if (c < 0)
-        return c == IS_POISON ? "poison" : "mixed";
-    snprintf(text, 16, "%d", c);
-    return text;
-}
-
 static int content_of_all(const batch *b, const tb_pair *pair) {
     int all = IS_MIXED;
     bool is_first = true;
     for (size_t i = 0; i < b->nmembers; i++) {
         if (b->pairs[i] != pair)
             continue;
-        int one = content(b->members[i]);
+        int one = memory_content(b->members[i]);
         if (!is_first && one != all)
             return IS_MIXED;
         all = one;
@@ -202,63 +152,32 @@ static int content_of_all(const batch *b, const tb_pair *pair) {
 
 /* memory KEY alloc|malloc LAYOUT SEAT ROWS COLUMNS TENSOR */
 static void do_memory(void) {
-    memory *m = calloc(1, sizeof *m);
-    tb_layout *layout = NULL;
-    m->rows = number(5);
-    m->columns = number(6);
-    for (const char *c = word(7); *c; c++)
-        m->seed = m->seed * 31 + (uint32_t)*c * 7919;
-    tb_shape shape = {.ndim = 2, .dim = {m->rows, m->columns}};
-    m->is_shared = strcmp(word(2), "alloc") == 0;
-    tb_status status = tb_layout_parse(word(3), &layout);
+    memory *m = NULL;
+    bool is_shared = strcmp(word(2), "alloc") == 0;
+    tb_status status = memory_create(is_shared, word(3), (int32_t)number(4), number(5), number(6), word(7), &m);
     if (status == TB_OK)
-        status = tb_layout_local(layout, &shape, (int32_t)number(4), &m->local);
-    tb_layout_destroy(layout);
-    if (status == TB_OK) {
-        m->count = (size_t)(m->local.shape.dim[0] * m->local.shape.dim[1]);
-        if (m->is_shared)
-            status = tb_alloc(m->count * sizeof *m->data, (void **)&m->data);
-        else
-            m->data = malloc(m->count * sizeof *m->data + 1);
-    }
-    if (status == TB_OK) {
-        for (size_t i = 0; i < m->count; i++)
-            m->data[i] = POISON;
         make('m', word(1))->as.memory = m;
-    } else {
-        free(m);
-    }
     answer(status);
 }
 
 static void do_fill(void) {
-    memory *m = find('m', word(1))->as.memory;
-    for (size_t i = 0; i < m->count; i++)
-        m->data[i] = value_at(m, i, (uint32_t)number(2));
+    memory_fill(find('m', word(1))->as.memory, (uint32_t)number(2));
     answer(TB_OK);
 }
 
 static void do_poison(void) {
-    memory *m = find('m', word(1))->as.memory;
-    for (size_t i = 0; i < m->count; i++)
-        m->data[i] = POISON;
+    memory_poison(find('m', word(1))->as.memory);
     answer(TB_OK);
 }
 
 static void do_look(void) {
     char text[16];
-    answer_values("%s", content_name(content(find('m', word(1))->as.memory), text));
+    answer_values("%s", content_name(memory_content(find('m', word(1))->as.memory), text));
 }
 
 static void do_free(void) {
     object *o = find('m', word(1));
-    memory *m = o->as.memory;
-    tb_local_fini(&m->local);
-    if (m->is_shared)
-        tb_free(m->data);
-    else
-        free(m->data);
-    free(m);
+    memory_destroy(o->as.memory);
     drop(o);
     answer(TB_OK);
 }
@@ -336,8 +255,7 @@ static void do_pair(void) {
 
 static void do_drop_pair(void) {
     object *o = find('p', word(1));
-    if (o->as.pair)
-        tb_pair_destroy(o->as.pair);
+    tb_pair_destroy(o->as.pair);
     drop(o);
     answer(TB_OK);
 }
@@ -397,11 +315,15 @@ static void do_remove(void) {
                        : tb_batch_remove_pair(b->of_world, p->as.pair));
 }
 
+static void free_batch(batch *b) {
+    tb_client_batch_destroy(b->of_agent);
+    tb_batch_destroy(b->of_world);
+    free(b);
+}
+
 static void do_drop_batch(void) {
     object *o = find('b', word(1));
-    tb_client_batch_destroy(o->as.batch->of_agent);
-    tb_batch_destroy(o->as.batch->of_world);
-    free(o->as.batch);
+    free_batch(o->as.batch);
     drop(o);
     answer(TB_OK);
 }
@@ -603,10 +525,15 @@ static void do_log(void) {
     pthread_mutex_unlock(&t->lock);
 }
 
+static void free_transfer(transfer *t) {
+    tb_transfer_destroy(t->of_world);
+    pthread_mutex_destroy(&t->lock);
+    free(t);
+}
+
 static void do_end(void) {
     object *o = find('t', word(1));
-    tb_transfer_destroy(o->as.transfer->of_world);
-    free(o->as.transfer);
+    free_transfer(o->as.transfer);
     drop(o);
     answer(TB_OK);
 }
@@ -650,9 +577,28 @@ static void run(char *line) {
     give_up("there is no command", words[0]);
 }
 
+static void free_all(void) {
+    for (const char *kind = "tbpm"; *kind; kind++) {
+        for (int i = 0; i < MAX_OBJECTS; i++) {
+            object *o = &objects[i];
+            if (o->kind != *kind)
+                continue;
+            if (*kind == 't')
+                free_transfer(o->as.transfer);
+            else if (*kind == 'b')
+                free_batch(o->as.batch);
+            else if (*kind == 'p')
+                tb_pair_destroy(o->as.pair);
+            else
+                memory_destroy(o->as.memory);
+        }
+    }
+    tb_client_close(client);
+    tb_world_destroy(world);
+}
+
 int main(int argc, char **argv) {
     static char line[LINE];
-    FILE *in = stdin;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* an agent reads memory that is not of tb_alloc */
 #ifdef TB_PROGRAM_MPI
@@ -662,18 +608,19 @@ int main(int argc, char **argv) {
     MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &provided);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     snprintf(path, sizeof path, "%s/%d.in", argv[1], rank);
-    in = fopen(path, "re");
+    if (!freopen(path, "re", stdin))
+        give_up("can't open", path);
     snprintf(path, sizeof path, "%s/%d.out", argv[1], rank);
-    if (!in || !freopen(path, "we", stdout))
+    if (!freopen(path, "we", stdout))
         give_up("can't open", path);
 #else
     (void)argc;
     (void)argv;
 #endif
-    while (fgets(line, sizeof line, in))
+    while (fgets(line, sizeof line, stdin))
         run(line);
+    free_all();
 #ifdef TB_PROGRAM_MPI
-    tb_world_destroy(world);
     MPI_Finalize();
 #endif
     return 0;
