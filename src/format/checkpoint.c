@@ -3,7 +3,6 @@
 
 #include "base/descriptors.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
@@ -266,7 +265,7 @@ static tb_status list_stray(tb__checkpoint *c, const char *dir, const char *name
     return status;
 }
 
-static int is_stray(const struct dirent *e) {
+int tb__checkpoint_is_part(const struct dirent *e) {
     static const char tail[] = ".safetensors";
     size_t length = strlen(e->d_name);
     return e->d_name[0] != '.' && length > strlen(tail) && strcmp(e->d_name + length - strlen(tail), tail) == 0;
@@ -274,7 +273,7 @@ static int is_stray(const struct dirent *e) {
 
 static tb_status list_strays(tb__checkpoint *c, const char *dir, unindexed_list *out) {
     struct dirent **entries;
-    int n = scandir(dir, &entries, is_stray, alphasort);
+    int n = scandir(dir, &entries, tb__checkpoint_is_part, alphasort);
     if (n < 0) {
         tb__set_detail("can't be listed: %s", strerror(errno));
         return tb__file_fail(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, dir);

@@ -11,6 +11,8 @@
 
 #include "format/safetensors.h"
 
+#include <dirent.h>
+
 typedef enum tb__checkpoint_kind {
     TB__CHECKPOINT_FILE,
     TB__CHECKPOINT_MODEL,
@@ -59,6 +61,9 @@ tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out);
 tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *checkpoint, const char *dir);
 void tb__checkpoint_close(tb__checkpoint *checkpoint); /* accepts NULL */
 
+/* Whether it is called *.safetensors and is not hidden; for scandir. */
+int tb__checkpoint_is_part(const struct dirent *entry);
+
 /* NULL if it is not there. */
 const tb__checkpoint_tensor *tb__checkpoint_find(const tb__checkpoint *checkpoint, const char *name);
 
@@ -91,7 +96,8 @@ typedef struct tb__checkpoint_writer tb__checkpoint_writer;
  * no limit. A tensor that is larger has a file of its own. One file is model.safetensors, several are
  * model-00001-of-00003.safetensors and so on, with an index: all as huggingface_hub does it. Each file has the notes.
  *
- * Makes the directory if it is not there. TB_REFUSED if it holds a model: old and new files would be mixed. */
+ * Makes the directory if it is not there. TB_REFUSED if it holds a model, or a file that would belong to none beside
+ * the new index: old and new files would be mixed. */
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
                                 const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
                                 tb__checkpoint_writer **out);

@@ -134,6 +134,27 @@ static tb_status create_part(tb__checkpoint_writer *w, size_t k, const tb__safet
     return status;
 }
 
+/* Files that the index would not name. Those that a killed run left under names of the model are written anew. */
+static tb_status refuse_strays(const tb__checkpoint_writer *w) {
+    struct dirent **entries;
+    tb_status status = TB_OK;
+    int n = scandir(w->dir, &entries, tb__checkpoint_is_part, alphasort);
+    if (n < 0)
+        return TB_OK; /* what is wrong is said when the first file is made */
+    for (int i = 0; i < n; i++) {
+        bool is_named = false;
+        for (size_t k = 0; k < w->nparts && !is_named; k++)
+            is_named = strcmp(w->parts[k].name, entries[i]->d_name) == 0;
+        if (!is_named && status == TB_OK) {
+            tb__set_detail("it holds %.100s; old and new files would be mixed", entries[i]->d_name);
+            status = tb__file_fail(TB_REFUSED, w->dir);
+        }
+        free(entries[i]);
+    }
+    free(entries);
+    return status;
+}
+
 static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *tensors,
                               const tb__safetensors_note *notes, size_t nnotes) {
     w->parts = tb__arena_alloc(&w->arena, w->nparts, sizeof *w->parts);
@@ -144,6 +165,8 @@ static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *te
         if (w->nparts > 1)
             snprintf(w->parts[k].name, sizeof w->parts[k].name, "model-%05zu-of-%05zu.safetensors", k + 1, w->nparts);
     }
+    if (w->nparts > 1)
+        TB_TRY(refuse_strays(w));
     for (size_t k = 0; k < w->nparts; k++)
         TB_TRY(create_part(w, k, tensors, notes, nnotes));
     return TB_OK;

@@ -33,7 +33,7 @@ static int64_t shared_elements(const tb__disk_tensor *t) {
     bool has_table = false;
     for (int d = 0; d < t->shape.ndim; d++) {
         const tb__axis *axis = &t->plan->src.axis[d];
-        int64_t total = axis->length, different = axis->length;
+        int64_t total = axis->length, different = total;
         if (axis->table) {
             has_table = true;
             total = different = 0;

@@ -297,6 +297,22 @@ fi
 [ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
 rm -r "$tmp/left"
 
+# a run that was killed while files got their names: the index comes last, so there is no model yet
+mkdir "$tmp/left"
+: >"$tmp/left/model-00001-of-00002.safetensors"
+printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
+refused '/left: it holds model-00001-of-00002.safetensors; old and new files would be mixed' \
+    reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf --max-file-size 30
+: >"$tmp/left/.model-00002-of-00002.safetensors.4711.1.tmp"
+: >"$tmp/left/.model.safetensors.index.json.4711.2.tmp"
+run reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf --max-file-size 70 --verify
+expect_status 0 'a run after one that was killed at its end'
+accepted inspect "$tmp/left"
+printed '^tensors     4, 96 bytes$'
+not_printed '^ignored'
+[ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
 # the same with a run that is killed
 "$TENSORBUS" reshard --spec "$tmp/big.json" --in "$tmp/big" --out "$tmp/killed" --threads 1 --verify --sync \
     >"$out" 2>"$err" &
