@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 
 /* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */
@@ -70,11 +71,15 @@ tb_status tb__store_try_open_or_serve(const char *url, const char *token, int ti
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
+    char before[256] = ""; /* what was wrong with the last try: the time may be up in the middle of the next */
     for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
         bool is_for_later;
         tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
+        char why[sizeof before];
+        snprintf(why, sizeof why, "%s", tb_error_detail());
         if (!is_for_later)
-            return status;
+            return status == TB_TIMEOUT && *before ? tb__fail(status, "%s; before that: %s", why, before) : status;
+        memcpy(before, why, sizeof before);
         int left = tb__ms_until(deadline_ms);
         if (left == 0)
             return tb__fail_within(TB_TIMEOUT, "no store within %d ms", timeout_ms);
