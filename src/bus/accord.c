@@ -4,6 +4,7 @@
 #include "bus/accord.h"
 
 #include "base/log.h"
+#include "bus/pair_notes.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -373,11 +374,13 @@ static const tb__peer *find_missing(const tb__accord *accord) {
 
 tb_status tb__accord_not_settled(const tb__accord *accord) {
     const tb__assembly *all = &accord->all;
+    char verdict[TB__WHY_MAX];
+    tb__pair_find_verdict(accord->pair, verdict, sizeof verdict);
     for (size_t i = 0; i < all->npeers; i++) {
         if (!all->counts[i])
-            return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)",
+            return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s%s",
                             all->peers[i]->label, accord->what, accord->pair->name, all->npeers - all->nunknown,
-                            all->npeers);
+                            all->npeers, *verdict ? "; " : "", verdict);
     }
     const tb__peer *missing = find_missing(accord);
     return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come",

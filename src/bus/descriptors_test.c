@@ -186,8 +186,8 @@ static void receive_without(rank *r) {
     leave(r);
 }
 
-/* One can't connect: it hears whose limit it is, and so does the other, unless it had met it before. When there are
- * descriptors again, all is well. */
+/* One can't connect: it hears whose limit it is, and so does the other, at once or, if it had met it before, when it
+ * waits for it. When there are descriptors again, all is well. */
 static void pair_without(rank *r) {
     pid_t pid = getpid(), other;
     limit(r, 100);
@@ -198,6 +198,15 @@ static void pair_without(rank *r) {
     tb_status status = pair_up(r);
     must((status == TB_OK && r->is_a) || (status == TB_REFUSED && names_limit(r->is_a ? other : pid)));
     must(status == TB_OK || strstr(tb_error_detail(), "b 0"));
+    tell(r);
+    await(r);
+    if (status == TB_OK) {
+        must(tb_batch_create(r->world, "step", NULL, &r->batch) == TB_OK);
+        tb_tensor nothing = {.dtype = TB_U32, .ndim = 1, .shape = {0}};
+        must(tb_batch_add(r->batch, r->pair, "w0", &nothing) == TB_OK);
+        must(tb_batch_register(r->batch, SOON_MS) == TB_TIMEOUT && names_limit(other));
+        tb_batch_destroy(r->batch);
+    }
     relieve(r);
     tell(r);
     await(r);

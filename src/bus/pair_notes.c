@@ -112,3 +112,15 @@ tb_status tb__pair_obey(const tb_pair *pair, const tb__notes *notes, tb__pair_ve
     }
     return status;
 }
+
+void tb__pair_find_verdict(const tb_pair *pair, char *out, size_t room) {
+    tb__notes notes;
+    tb__pair_verdict verdict;
+    uint32_t unused;
+    *out = '\0';
+    if (tb__directory_notes(pair->world->directory, pair->name, &notes) != TB_OK)
+        return;
+    if (tb__pair_obey(pair, &notes, &verdict, &unused) != TB_OK)
+        snprintf(out, room, "%s", tb_error_detail());
+    tb__notes_fini(&notes);
+}

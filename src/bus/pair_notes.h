@@ -35,6 +35,10 @@ static inline bool tb__is_verdict(tb_status status) {
 /* False: it is a verdict, or nonsense. What is read points into the note. */
 bool tb__pair_read_wish(const tb__note *from, tb__pair_note *out);
 
+/* Why another rank could not make the pair, which this one has made: for sentences about that rank. Empty: nobody has
+ * said so. */
+void tb__pair_find_verdict(const tb_pair *pair, char *out, size_t room);
+
 /* Puts this rank's note in the place of the one before. It has a second at least. */
 tb_status tb__pair_say(const tb_pair *pair, uint32_t round, const tb__pair_verdict *verdict, const char *why,
                        int64_t deadline_ms);

@@ -355,7 +355,7 @@ static bool is_limited(void *arg) {
     int fd = open("/dev/null", O_RDONLY);
     struct rlimit files = {(rlim_t)fd, (rlim_t)fd}, size = {32 * MIB, 32 * MIB};
     if (setrlimit(RLIMIT_NOFILE, &files) != 0 || tb_alloc(1, &p) != TB_IO || p ||
-        !strstr(tb_error_detail(), "memfd_create"))
+        !strstr(tb_error_detail(), "memfd_create") || !strstr(tb_error_detail(), "its RLIMIT_NOFILE is"))
         return false;
     close(fd);
     if (setrlimit(RLIMIT_FSIZE, &size) != 0 || tb_alloc(1, &p) != TB_NO_MEMORY || p)

@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 
 /* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */

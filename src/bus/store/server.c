@@ -223,7 +223,7 @@ static void add_session(tb__store_server *server, int fd, tb_status status) {
 
 /* Nobody can be accepted: the listener would be ready again at once. It is looked at again when a session ends, or
  * after a moment. Who waits for long is told why. */
-static void go_without(tb__store_server *server, int error) {
+static void pause_accepting(tb__store_server *server, int error) {
     int64_t now = tb__now_ms();
     tb_status status = tb__fail(TB_REFUSED, "the store can't take another connection: %s", tb__errno_text(error));
     if (now >= server->warn_again_ms) {
@@ -250,7 +250,7 @@ static void accept_all(tb__store_server *server) {
             server->full_since_ms = 0;
             add_session(server, fd, TB_OK);
         } else if (tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM) {
-            go_without(server, error);
+            pause_accepting(server, error);
             return;
         } else if (error != EINTR && error != ECONNABORTED) {
             return;

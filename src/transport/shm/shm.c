@@ -168,16 +168,8 @@ static tb_status open_all(shm *s) {
     return watch(s, s->wake, &s->wake_watch);
 }
 
-static void release_reserved(shm_link *link) {
-    for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
-        if (link->reserved[i] >= 0)
-            tb__fd_close(link->reserved[i]);
-        link->reserved[i] = -1;
-    }
-}
-
 static void free_link(shm *s, shm_link *link) {
-    release_reserved(link);
+    shm_release_reserved(link);
     shm_link_close(s, link);
     free(link);
 }
@@ -382,52 +374,12 @@ static shm_peer *find_connection(shm *s, int32_t rank, uint64_t number) {
     return renew(s, peer, number);
 }
 
-/* ---- Shortage of descriptors ----------------------------------------------------------------------------------- */
-
-void shm_retry_later(shm *s, const char *what, int error) {
-    struct itimerspec when = {.it_value = tb__time_of_ms(SHM_RETRY_MS)}, now;
-    if (timerfd_gettime(s->retry, &now) == 0 && (now.it_value.tv_sec || now.it_value.tv_nsec))
-        return;
-    if (tb__now_ms() >= s->warn_again_ms) {
-        tb__log(TB_LOG_WARN, "transport shm: %s: %s; it is tried again", what, tb__errno_text(error));
-        s->warn_again_ms = tb__now_ms() + SHM_WARN_MS;
-    }
-    timerfd_settime(s->retry, 0, &when, NULL);
-}
-
 /* It would be ready again at once. */
 static void stop_accepting(shm *s, int error) {
     struct epoll_event event = {.events = 0, .data.ptr = &s->listen_watch};
     s->is_full = true;
     epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
     shm_retry_later(s, "a connection that waits to be accepted", error);
-}
-
-static void tell_shortage(shm *s, shm_link *link, uint32_t features) {
-    if (features & SHM_KNOWS_SHORTAGE)
-        shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, -1);
-}
-
-void shm_give_up(shm *s, shm_peer *peer) {
-    char why[256];
-    snprintf(why, sizeof why, "what it sent can't be received: %s", tb__errno_text(EMFILE));
-    tell_shortage(s, peer->in, peer->features);
-    shm_lose(s, peer, why);
-}
-
-/* ---- Meeting --------------------------------------------------------------------------------------------------- */
-
-/* Descriptors that are given up again when the connection's hello is read: its own, and what it takes to know the
- * process. So nobody is let in whom there is no room for. */
-static bool reserve(shm *s, shm_link *link) {
-    for (size_t i = 0; i < SHM_MEETING_FDS; i++)
-        link->reserved[i] = -1;
-    for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
-        link->reserved[i] = tb__fd_own(fcntl(s->wake, F_DUPFD_CLOEXEC, 0));
-        if (link->reserved[i] < 0)
-            return false;
-    }
-    return true;
 }
 
 /* Whether there may be more to accept. */
@@ -439,7 +391,7 @@ static bool accept_one(shm *s) {
         stop_accepting(s, ENOMEM);
         return false;
     }
-    link->fd = reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
+    link->fd = shm_reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
     int error = link->fd < 0 ? errno : 0;
     bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
     if (is_ours && tb__vec_push(&s->strangers, link)) {
@@ -477,9 +429,10 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
         return false;
     peer->pid = who.pid;
     peer->pidfd = who.pid > 0 ? tb__fd_own((int)syscall(SYS_pidfd_open, who.pid, 0)) : -1;
+    if (peer->pidfd < 0 && tb__is_out_of_descriptors(errno))
+        return false;
     if (peer->pidfd < 0)
-        return !tb__is_out_of_descriptors(
-            errno); /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
+        return true; /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
     peer->watch = WATCH_PROCESS;
     if (watch(s, peer->pidfd, peer) != TB_OK)
         return false;
@@ -515,7 +468,7 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     if (!control || !meet_process(s, peer, link->fd, &hello)) {
         tb__log(TB_LOG_WARN, "rank %" PRId32 " can't be met: %s", hello.rank, tb__errno_text(errno));
         if (tb__is_out_of_descriptors(errno))
-            tell_shortage(s, link, hello.features);
+            shm_tell_shortage(s, link, hello.features);
         if (control)
             munmap(control, sizeof *control);
         return false;
@@ -575,7 +528,7 @@ static void read_link(shm *s, shm_link *link) {
         int fd;
         shm_peer *peer = link->peer;
         if (!peer)
-            release_reserved(link);
+            shm_release_reserved(link);
         ssize_t n = shm_link_receive(link, &frame, data, sizeof data, &fd, &is_empty);
         if (is_empty)
             return;

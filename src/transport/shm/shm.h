@@ -284,14 +284,23 @@ void shm_mapping_release(shm_peer *peer, shm_mapping *mapping);
 void shm_mappings_forget(shm_peer *peer); /* its owner is gone */
 void shm_mappings_close(shm_peer *peer);
 
+/* shm_shortage.c: what is done without descriptors. */
+
+/* Something failed for want of descriptors: `what` is logged, and it is tried again in SHM_RETRY_MS. */
+void shm_retry_later(shm *s, const char *what, int error);
+/* Tells the other end why its connection is closed, if it understands that. */
+void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);
+/* The peer is given up because this process has no descriptor for what it sent; it is told so. */
+void shm_give_up(shm *s, shm_peer *peer);
+/* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are
+ * some for what comes with it, and for what it takes to find its process. False: there are none. */
+bool shm_reserve(shm *s, shm_link *link);
+void shm_release_reserved(shm_link *link);
+
 /* shm.c */
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
-/* Something failed for want of descriptors: `what` is logged, and it is tried again in a moment. */
-void shm_retry_later(shm *s, const char *what, int error);
-/* The peer is given up because this process has no descriptor for what it sent; it is told so. */
-void shm_give_up(shm *s, shm_peer *peer);
 void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
 

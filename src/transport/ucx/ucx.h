@@ -344,7 +344,7 @@ void ucx_sockets_take_new(ucx *u);
 void ucx_sockets_take_accepted(ucx *u);
 /* UCX stops listening for good when it can't accept somebody for want of descriptors. So connections are kept waiting
  * while these are running out. To be called often; it looks every UCX_GUARD_MS. */
-enum { UCX_GUARD_MS = 250 };
+enum { UCX_GUARD_MS = 100 };
 void ucx_sockets_guard(ucx *u);
 
 /* ucx_direct.c: what is sent and received without a copy. */

@@ -154,13 +154,14 @@ void ucx_sockets_take_accepted(ucx *u) {
 
 /* ---- When descriptors run out ----------------------------------------------------------------------------------- */
 
-enum { MARGIN = 32, NEIGHBOURS = 4 };
+enum { LEAST_MARGIN = 4, MOST_MARGIN = 32, NEIGHBOURS = 4 };
 
 /* The lowest free number is taken first, so those near the limit are in use when there are few left. Some program may
  * have chosen one of them; not several in a row. */
 static bool is_running_out(void) {
-    unsigned long long limit = tb__descriptor_limit();
-    int first = (int)(limit < INT32_MAX ? limit : INT32_MAX) - (limit > 4 * MARGIN ? MARGIN : (int)limit / 4);
+    unsigned long long limit = tb__descriptor_limit(), margin = limit / 32;
+    margin = margin < LEAST_MARGIN ? LEAST_MARGIN : margin > MOST_MARGIN ? MOST_MARGIN : margin;
+    int first = (int)((limit < INT32_MAX ? limit : INT32_MAX) - margin);
     for (int fd = first; fd < first + NEIGHBOURS; fd++) {
         if (fcntl(fd, F_GETFD) < 0)
             return false;
