@@ -47,8 +47,10 @@ static int play_victim(const char *url, const char *transport) {
         return BROKEN;
     }
     pid_t child = fork();
-    while (child == 0)
-        pause();
+    if (child == 0) {
+        for (;;)
+            pause();
+    }
     snprintf(number, sizeof number, "%d", (int)child);
     if (child < 0 || say_of(store, "child", 0, CHILD, number) != TB_OK)
         return BROKEN;

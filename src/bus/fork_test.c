@@ -19,6 +19,16 @@ static const bool can_fork_busy = false, can_start_threads = true;
 static const bool can_fork_busy = true, can_start_threads = true;
 #endif
 
+static bool is_child;
+
+#ifdef __SANITIZE_ADDRESS__
+/* LeakSanitizer asks. In a child it does not see what the stacks of the parent's other threads point to. */
+TB_API int __lsan_is_turned_off(void); // NOLINT(bugprone-reserved-identifier)
+int __lsan_is_turned_off(void) {       // NOLINT(bugprone-reserved-identifier)
+    return is_child;
+}
+#endif
+
 /* ---- In a child ------------------------------------------------------------------------------------------------ */
 
 /* Any of them may be NULL, but for the world. */
@@ -163,8 +173,10 @@ static pid_t fork_child(void) {
     fflush(NULL);
     pid_t pid = fork();
     check(pid >= 0);
-    if (pid == 0)
-        alarm(CHILD_S); /* a child that hangs is killed */
+    if (pid == 0) {
+        is_child = true;
+        alarm(CHILD_S); /* one that hangs is killed */
+    }
     return pid;
 }
 

@@ -321,7 +321,7 @@ tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **o
 /* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
 
 tb_status tb_proceed(tb_transfer *t) {
-    TB_TRY(tb__world_check(t->batch->world, "transfer"));
+    TB_TRY(tb__transfer_check(t));
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
     tb__engine *engine = t->batch->world->engine;
@@ -362,7 +362,7 @@ void tb__transfer_give_up(tb_transfer *t) {
 }
 
 void tb_cancel(tb_transfer *t) {
-    if (tb__world_check(t->batch->world, "transfer") != TB_OK)
+    if (tb__transfer_check(t) != TB_OK)
         return;
     tb__engine *engine = t->batch->world->engine;
     tb__engine_lock(engine);

@@ -40,6 +40,9 @@ static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
     return t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send) : NULL;
 }
 
+/* As tb__world_check. */
+tb_status tb__transfer_check(const tb_transfer *t);
+
 /* What a leg has come to: a set of tb_event. */
 unsigned tb__leg_events(const tb__leg *leg);
 

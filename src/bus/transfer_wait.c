@@ -15,6 +15,10 @@ const char *tb_phase_name(tb_phase phase) {
     return (unsigned)phase < TB_PHASE_COUNT ? names[phase] : NULL;
 }
 
+tb_status tb__transfer_check(const tb_transfer *t) {
+    return tb__world_check(t->batch->world, "transfer");
+}
+
 /* ---- State ----------------------------------------------------------------------------------------------------- */
 
 static void add_leg(const tb__flow *flow, const tb__leg *leg, tb_transfer_state *out) {
@@ -55,7 +59,7 @@ static void clear_news(const tb_transfer *t) {
 }
 
 void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
-    *out = (tb_transfer_state){.status = tb__world_check(t->batch->world, "transfer")};
+    *out = (tb_transfer_state){.status = tb__transfer_check(t)};
     if (out->status != TB_OK)
         return;
     tb__engine *engine = t->batch->world->engine;
@@ -86,7 +90,7 @@ static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *p
 }
 
 tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
-    TB_TRY(tb__world_check(t->batch->world, "transfer"));
+    TB_TRY(tb__transfer_check(t));
     tb__engine *engine = t->batch->world->engine;
     tb__engine_lock(engine);
     const tb__transfer_part *p = find_part(t, pair);
@@ -111,7 +115,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
 }
 
 int tb_transfer_fd(const tb_transfer *t) {
-    return tb__world_check(t->batch->world, "transfer") == TB_OK ? t->event : -1;
+    return tb__transfer_check(t) == TB_OK ? t->event : -1;
 }
 
 /* ---- Wait ------------------------------------------------------------------------------------------------------ */
@@ -171,7 +175,7 @@ static void take_groups(tb_transfer *t, uint32_t group) {
 }
 
 tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
-    TB_TRY(tb__world_check(t->batch->world, "transfer"));
+    TB_TRY(tb__transfer_check(t));
     static const struct {
         tb_event event;
         const char *what;
@@ -209,7 +213,7 @@ tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
 }
 
 tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
-    TB_TRY(tb__world_check(t->batch->world, "transfer"));
+    TB_TRY(tb__transfer_check(t));
     if (t->is_send)
         return tb__fail(TB_INVALID, "groups arrive where they are received");
     if (group == UINT32_MAX)

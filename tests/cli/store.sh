@@ -91,6 +91,8 @@ refused '--wait takes a number from 0 .* not .soon.' store --listen "unix:$tmp/s
 refused "store 'etcd://h:1' is neither" store --listen etcd://h:1
 refused "is neither" store --listen bus.sock
 refused 'no port at its end' store --listen tcp://localhost
+refused 'port 80000 is out of range: ports are 1 to 65535' store --listen tcp://0.0.0.0:80000
+refused "'7000x' is not a port" store --listen tcp://localhost:7000x
 refused '--token-file: can.t read .*/none: No such file' store --listen "unix:$tmp/s" --token-file "$tmp/none"
 : >"$tmp/empty"
 refused '--token-file: the first line of .*/empty is empty' store --listen "unix:$tmp/s" --token-file "$tmp/empty"

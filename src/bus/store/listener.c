@@ -66,7 +66,10 @@ static tb_status remove_stale(const tb__address *address) {
     if (tb__is_out_of_descriptors(error)) /* which says nothing about who is there */
         return status;
     if (error != ECONNREFUSED && error != ENOENT)
-        return tb__fail(TB_CONFLICT, "%s: another process serves it", address->url);
+        return tb__fail(TB_CONFLICT,
+                        "%s: a process listens there that does not hold %s.lock: it is not tensorbus, or its lock file "
+                        "was deleted",
+                        address->url, address->path);
     if (unlink(address->path) != 0 && errno != ENOENT)
         return tb__fail(TB_IO, "%s: removing the socket of a dead server: %s", address->url, strerror(errno));
     return TB_OK;

@@ -352,7 +352,7 @@ static void files(void **state) {
     assert_fails(tb__store_server_start(p.url, TOKEN, &second), TB_CONFLICT, "another process");
     assert_alive(p.url);
     assert_int_equal(unlink(lock), 0);
-    assert_fails(tb__store_server_start(p.url, TOKEN, &second), TB_CONFLICT, "another process");
+    assert_fails(tb__store_server_start(p.url, TOKEN, &second), TB_CONFLICT, "its lock file was deleted");
     assert_alive(p.url);
     tb__store_server_stop(server);
     assert_int_equal(access(p.path, F_OK), -1);
@@ -360,7 +360,7 @@ static void files(void **state) {
 
     /* Nor is somebody else's: one who listens and never answers. */
     bind_socket(p.path, true, &fd);
-    assert_fails(tb__store_server_start(p.url, TOKEN, &server), TB_CONFLICT, "another process");
+    assert_fails(tb__store_server_start(p.url, TOKEN, &server), TB_CONFLICT, "it is not tensorbus");
     assert_fails(tb__store_open(p.url, TOKEN, 30, &store), TB_TIMEOUT, "silent");
     assert_fails(tb__store_open_or_serve(p.url, TOKEN, 30, &store, &server), TB_TIMEOUT, "silent");
     close(fd);
