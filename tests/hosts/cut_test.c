@@ -12,7 +12,7 @@
  * it succeeds. That is 5 seconds after the mending at the latest, and nothing has to be started again. The next version
  * is right in every element.
  *
- * Rounds take a second or twenty unless TB_CUTS is "all": then there are 20, of up to a minute. If it is "9-10", there
+ * Rounds take a second or twenty unless TB_CUTS is "all": then there are 21, of up to a minute. If it is "9-10", there
  * are these of them. */
 #define BOARD_SEATS 2
 #include "tests/hosts/agents.h"
@@ -24,15 +24,17 @@ enum { TRAINER, ENGINE };
 enum { NTENSORS = 8, SIZE = 256 << 10, NELEMENTS = NTENSORS * SIZE };
 enum { BACK_MS = 5000, TRY_MS = 3000 };
 
-typedef enum way { BOTH, ONE, STORE, PEERS, NWAYS } way;
+typedef enum way { BOTH, ONE, STORE, PEERS, STOP, NWAYS } way;
 
-/* What cuts, what mends, and how it is told. BOTH and ONE also cut the engine's way to the store. */
+/* What cuts, what mends, and how it is told. BOTH and ONE also cut the engine's way to the store. To STOP the engine is
+ * the same to others. */
 static const struct {
     const char *cut, *mend, *told;
 } ways[NWAYS] = {{"cut 2", "mend 2", "both directions"},
                  {"drop 2 100", "drop 2 0", "one direction"},
                  {"part 0 2", "join 0 2", "the way to the store"},
-                 {"part 1 2", "join 1 2", "the way between the ranks"}};
+                 {"part 1 2", "join 1 2", "the way between the ranks"},
+                 {NULL, NULL, "the engine is stopped"}};
 
 typedef struct round {
     way way;
@@ -42,8 +44,11 @@ typedef struct round {
 
 /* Whether ranks are processes of this program, and whether the store is on the first host, or where the trainer is. */
 static bool are_worlds, is_apart;
+static bool can_drop; /* packets; else links can only be cut as a whole */
 
 static way way_of(const round *r) {
+    if (!can_drop && r->way != STOP)
+        return BOTH;
     return r->way == STORE && !is_apart ? PEERS : r->way;
 }
 
@@ -52,11 +57,11 @@ static bool is_loss(const round *r) {
     return r->is_busy && r->seconds > 1 && way_of(r) != STORE;
 }
 
-static const round all_rounds[] = {{BOTH, 1, false},   {BOTH, 1, true},   {ONE, 1, false},    {ONE, 1, true},
-                                   {STORE, 1, false},  {STORE, 1, true},  {BOTH, 20, false},  {BOTH, 20, true},
-                                   {ONE, 20, false},   {ONE, 20, true},   {STORE, 20, false}, {STORE, 20, true},
-                                   {PEERS, 20, false}, {PEERS, 20, true}, {BOTH, 60, false},  {BOTH, 60, true},
-                                   {ONE, 60, false},   {ONE, 60, true},   {STORE, 60, false}, {STORE, 60, true}};
+static const round all_rounds[] = {
+    {BOTH, 1, false},   {BOTH, 1, true},   {ONE, 1, false},   {ONE, 1, true},   {STORE, 1, false},  {STORE, 1, true},
+    {BOTH, 20, false},  {BOTH, 20, true},  {ONE, 20, false},  {ONE, 20, true},  {STORE, 20, false}, {STORE, 20, true},
+    {PEERS, 20, false}, {PEERS, 20, true}, {BOTH, 60, false}, {BOTH, 60, true}, {ONE, 60, false},   {ONE, 60, true},
+    {STORE, 60, false}, {STORE, 60, true}, {STOP, 20, false}};
 enum { NROUNDS = sizeof all_rounds / sizeof *all_rounds };
 /* With each store others, for the time that they take. */
 static const round own_rounds[] = {{BOTH, 1, false}, {BOTH, 1, true}, {ONE, 1, false}, {STORE, 1, true}};
@@ -260,6 +265,20 @@ static void sleep_until(int64_t ms) {
         nap();
 }
 
+static void cut(way w) {
+    if (w == STOP)
+        kill(are_worlds ? clients[ENGINE] : agents[ENGINE], SIGSTOP);
+    else
+        must_do(ways[w].cut);
+}
+
+static void mend(way w) {
+    if (w == STOP)
+        kill(are_worlds ? clients[ENGINE] : agents[ENGINE], SIGCONT);
+    else
+        must_do(ways[w].mend);
+}
+
 /* Returns the step after it. */
 static int run_round(const round *r, int number, int step) {
     printf("round %d: %s, %d s, %s: ", number, ways[way_of(r)].told, r->seconds, r->is_busy ? "busy" : "idle");
@@ -271,7 +290,7 @@ static int run_round(const round *r, int number, int step) {
         await_middle(ENGINE);
     else
         await_done(step, DEADLINE_MS + SLACK_MS);
-    must_do(ways[way_of(r)].cut);
+    cut(way_of(r));
     int64_t mended_ms = tb__now_ms() + r->seconds * 1000;
     if (is_loss(r)) {
         await_done(step, r->seconds * 1000);
@@ -279,7 +298,7 @@ static int run_round(const round *r, int number, int step) {
         begin(++step);
     }
     sleep_until(mended_ms);
-    must_do(ways[way_of(r)].mend);
+    mend(way_of(r));
     mended_ms = tb__now_ms();
     if (r->is_busy)
         must_do("shape 1 off");
@@ -319,6 +338,7 @@ static void run(const round *rounds, size_t nrounds, const char *where) {
     int nsteps = 2 + 2 * (int)nrounds, step = 1;
     are_worlds = strcmp(where, "world") == 0;
     is_apart = !are_worlds && strcmp(where, "agent") != 0;
+    can_drop = hosts_do("part 0 2") && hosts_do("join 0 2") && hosts_do("drop 2 100") && hosts_do("drop 2 0");
     if (is_apart)
         start_store(strcmp(where, "etcd") == 0);
     else
