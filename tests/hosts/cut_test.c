@@ -377,7 +377,7 @@ int main(int argc, char **argv) {
         if (is_all)
             run(all_rounds, NROUNDS, argv[1]);
         else if (cuts && sscanf(cuts, "%d-%d", &from, &to) == 2 && from >= 1 && from <= to && to <= NROUNDS)
-            run(&all_rounds[from - 1], (size_t)(to - from + 1), argv[1]);
+            run(&all_rounds[from - 1], (size_t)to - (size_t)from + 1, argv[1]);
         else
             run(stores[i].rounds, stores[i].nrounds, argv[1]);
         return 0;

@@ -35,7 +35,7 @@ static void *run(void *arg) {
         int n = atomic_load(&r->nlinks), stopped = atomic_load(&r->nstopped);
         for (int i = 0; i < 2 * n; i++)
             fds[2 + i] = (struct pollfd){.fd = i / 2 < stopped ? -1 : r->links[i / 2][i % 2], .events = POLLIN};
-        poll(fds, (nfds_t)(2 + 2 * n), 20);
+        poll(fds, 2 + 2 * (nfds_t)n, 20);
         if (fds[0].revents)
             return NULL;
         for (int i = 0; i < 2 * n; i++) {
