@@ -504,9 +504,11 @@ typedef struct tb_pair_opts {
     bool no_wait;      /* returns at once; the others are waited for when a batch is registered */
 } tb_pair_opts;
 
-/* Completes when all of both groups have come to the pair `name`. Ranks of a side that disagree are named on every
- * rank, at once (TB_CONFLICT), and so are ranks that have no transport in common, or other versions of tensorbus
- * (TB_REFUSED). A process that is in both groups makes the pair once for each of them, the first time with no_wait. */
+/* Completes when all of both groups have come to the pair `name`, and are connected. After a loss of connections, as by
+ * a network that was cut and mended, destroying the pair and making it again connects those that live, over all
+ * transports but MPI. Ranks of a side that disagree are named on every rank, at once (TB_CONFLICT), and so are ranks
+ * that have no transport in common, or other versions of tensorbus (TB_REFUSED). A process that is in both groups makes
+ * the pair once for each of them, the first time with no_wait. */
 TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                                 const tb_pair_opts *opts, tb_pair **out);
 TB_API void tb_pair_destroy(tb_pair *pair);

@@ -79,6 +79,16 @@ reaches 0 2 'host 1 is unplugged'
 "$BED" mend 1
 reaches 0 1 'host 1 is plugged in again'
 
+if "$BED" part 0 1; then
+    unreached 0 1 'hosts 0 and 1 are parted'
+    reaches 0 2 'hosts 0 and 1 are parted'
+    reaches 1 2 'hosts 0 and 1 are parted'
+    "$BED" join 0 1
+    reaches 0 1 'hosts 0 and 1 are joined again'
+else
+    printf 'not tested: parted hosts\n'
+fi
+
 # What can't be meant is wrong: neither the kernel's fault, nor a reason to skip.
 # wrong WORD ARG...: bed ARG... fails with 1 and says WORD.
 wrong() {

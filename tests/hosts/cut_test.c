@@ -1,14 +1,19 @@
-/* Links between hosts that are cut and mended, to be run by tests/hosts/bed 3 -- cut_test STORE, where STORE is "own"
- * (`tensorbus store`) or "etcd", on the first host, or "agent": the trainer's agent serves it. An agent of a trainer is
- * on the second host, one of an engine on the third, each with a program that is its client. In each round a link is
- * cut, while nothing moves or in the middle of a version, and mended a while later. A transfer that the cut has ended
- * names the agent at the other end. Then both programs make their pair again, under the same name, and a new batch:
- * after the mending, each with one call, or, if the cut has ended a transfer, from then on until it succeeds. That is 5
- * seconds after the mending at the latest, and nothing has to be started again. The next version is right in every
- * element.
+/* Links between hosts that are cut and mended, to be run by tests/hosts/bed 3 -- cut_test STORE. A trainer is on the
+ * second host, an engine on the third; each is an agent, and a program that is its client. STORE is
  *
- * Rounds take a second or twenty unless TB_CUTS is "all": then there are 20, of up to a minute. If
- * it is "9-10", there are these of them. */
+ *   own     `tensorbus store`, on the first host
+ *   etcd    the same with etcd
+ *   agent   the trainer's agent serves the store
+ *   world   there are no agents: the programs are ranks, and the trainer's serves the store
+ *
+ * In each round a link is cut, while nothing moves or in the middle of a version, and mended a while later. A transfer
+ * that the cut has ended names the rank at the other end. Then both programs make their pair again, under the same
+ * name, and a new batch: after the mending, each with one call, or, if the cut has ended a transfer, from then on until
+ * it succeeds. That is 5 seconds after the mending at the latest, and nothing has to be started again. The next version
+ * is right in every element.
+ *
+ * Rounds take a second or twenty unless TB_CUTS is "all": then there are 21, of up to a minute. If it is "9-10", there
+ * are these of them. */
 #define BOARD_SEATS 2
 #include "tests/hosts/agents.h"
 
@@ -19,15 +24,17 @@ enum { TRAINER, ENGINE };
 enum { NTENSORS = 8, SIZE = 256 << 10, NELEMENTS = NTENSORS * SIZE };
 enum { BACK_MS = 5000, TRY_MS = 3000 };
 
-typedef enum way { BOTH, ONE, STORE, PEERS, NWAYS } way;
+typedef enum way { BOTH, ONE, STORE, PEERS, STOP, NWAYS } way;
 
-/* What cuts, what mends, and how it is told. BOTH and ONE also cut the engine's way to the store. */
+/* What cuts, what mends, and how it is told. BOTH and ONE also cut the engine's way to the store. To STOP the engine is
+ * the same to others. */
 static const struct {
     const char *cut, *mend, *told;
 } ways[NWAYS] = {{"cut 2", "mend 2", "both directions"},
                  {"drop 2 100", "drop 2 0", "one direction"},
                  {"part 0 2", "join 0 2", "the way to the store"},
-                 {"part 1 2", "join 1 2", "the way between the agents"}};
+                 {"part 1 2", "join 1 2", "the way between the ranks"},
+                 {NULL, NULL, "the engine is stopped"}};
 
 typedef struct round {
     way way;
@@ -35,21 +42,32 @@ typedef struct round {
     bool is_busy;
 } round;
 
-/* Whether it ends a transfer: TCP makes good for a second. */
-static bool is_loss(const round *r) {
-    return r->is_busy && r->seconds > 1 && r->way != STORE;
+/* Whether ranks are processes of this program, and whether the store is on the first host, or where the trainer is. */
+static bool are_worlds, is_apart;
+static bool can_drop; /* packets; else links can only be cut as a whole */
+
+static way way_of(const round *r) {
+    if (!can_drop && r->way != STOP)
+        return BOTH;
+    return r->way == STORE && !is_apart ? PEERS : r->way;
 }
 
-static const round all_rounds[] = {{BOTH, 1, false},   {BOTH, 1, true},   {ONE, 1, false},    {ONE, 1, true},
-                                   {STORE, 1, false},  {STORE, 1, true},  {BOTH, 20, false},  {BOTH, 20, true},
-                                   {ONE, 20, false},   {ONE, 20, true},   {STORE, 20, false}, {STORE, 20, true},
-                                   {PEERS, 20, false}, {PEERS, 20, true}, {BOTH, 60, false},  {BOTH, 60, true},
-                                   {ONE, 60, false},   {ONE, 60, true},   {STORE, 60, false}, {STORE, 60, true}};
+/* Whether it ends a transfer: TCP makes good for a second. */
+static bool is_loss(const round *r) {
+    return r->is_busy && r->seconds > 1 && way_of(r) != STORE;
+}
+
+static const round all_rounds[] = {
+    {BOTH, 1, false},   {BOTH, 1, true},   {ONE, 1, false},   {ONE, 1, true},   {STORE, 1, false},  {STORE, 1, true},
+    {BOTH, 20, false},  {BOTH, 20, true},  {ONE, 20, false},  {ONE, 20, true},  {STORE, 20, false}, {STORE, 20, true},
+    {PEERS, 20, false}, {PEERS, 20, true}, {BOTH, 60, false}, {BOTH, 60, true}, {ONE, 60, false},   {ONE, 60, true},
+    {STORE, 60, false}, {STORE, 60, true}, {STOP, 20, false}};
 enum { NROUNDS = sizeof all_rounds / sizeof *all_rounds };
 /* With each store others, for the time that they take. */
 static const round own_rounds[] = {{BOTH, 1, false}, {BOTH, 1, true}, {ONE, 1, false}, {STORE, 1, true}};
 static const round etcd_rounds[] = {{BOTH, 1, false}, {ONE, 1, true}, {STORE, 1, false}};
 static const round agent_rounds[] = {{BOTH, 20, false}, {BOTH, 1, true}};
+static const round world_rounds[] = {{BOTH, 20, true}, {ONE, 1, true}};
 
 static const struct {
     const char *name;
@@ -57,37 +75,59 @@ static const struct {
     size_t nrounds;
 } stores[] = {{"own", own_rounds, sizeof own_rounds / sizeof *own_rounds},
               {"etcd", etcd_rounds, sizeof etcd_rounds / sizeof *etcd_rounds},
-              {"agent", agent_rounds, sizeof agent_rounds / sizeof *agent_rounds}};
+              {"agent", agent_rounds, sizeof agent_rounds / sizeof *agent_rounds},
+              {"world", world_rounds, sizeof world_rounds / sizeof *world_rounds}};
 
 /* ---- In a client's process --------------------------------------------------------------------------------------- */
 
 typedef struct client {
     int seat;
+    float *data;
     tb_client *agent;
     tb_client_batch *batch;
-    float *data;
+    tb_world *world; /* or these, instead of an agent */
+    tb_pair *pair;
+    tb_batch *own_batch;
 } client;
 
 static float value(int version, int i) {
     return (float)(((int64_t)i * 7 + (int64_t)version * 1000003) % (1 << 24));
 }
 
+static void drop(client *c) {
+    tb_client_batch_destroy(c->batch);
+    tb_batch_destroy(c->own_batch);
+    tb_pair_destroy(c->pair);
+    c->batch = NULL;
+    c->own_batch = NULL;
+    c->pair = NULL;
+}
+
+static tb_status make_pair(client *c, int patience_ms) {
+    const char *other = c->seat == TRAINER ? "engine" : "trainer";
+    tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = patience_ms};
+    return are_worlds ? tb_pair_create(c->world, "weights", other, "mesh=1 place=R", &opts, &c->pair)
+                      : tb_client_init_pair(c->agent, "weights", other, "mesh=1 place=R", patience_ms);
+}
+
 /* A new batch of the pair, which is made, or made again. */
 static tb_status make(client *c, int patience_ms) {
     tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 1 << 20};
-    tb_client_batch_destroy(c->batch);
-    c->batch = NULL;
-    tb_status status = tb_client_init_pair(c->agent, "weights", c->seat == TRAINER ? "engine" : "trainer",
-                                           "mesh=1 place=R", patience_ms);
+    drop(c);
+    tb_status status = make_pair(c, patience_ms);
     if (status == TB_OK)
-        status = tb_client_batch_create(c->agent, "step", &opts, &c->batch);
+        status = are_worlds ? tb_batch_create(c->world, "step", &opts, &c->own_batch)
+                            : tb_client_batch_create(c->agent, "step", &opts, &c->batch);
     for (int i = 0; i < NTENSORS && status == TB_OK; i++) {
         tb_tensor w = {.data = c->data + (size_t)i * SIZE, .dtype = TB_F32, .ndim = 1, .shape = {SIZE}};
         char name[16];
         snprintf(name, sizeof name, "w%d", i);
-        status = tb_client_batch_add(c->batch, "weights", name, &w);
+        status = are_worlds ? tb_batch_add(c->own_batch, c->pair, name, &w)
+                            : tb_client_batch_add(c->batch, "weights", name, &w);
     }
-    return status == TB_OK ? tb_client_register(c->batch, patience_ms) : status;
+    if (status != TB_OK)
+        return status;
+    return are_worlds ? tb_batch_register(c->own_batch, patience_ms) : tb_client_register(c->batch, patience_ms);
 }
 
 /* Again and again, as a program does that does not know what has happened. */
@@ -100,11 +140,24 @@ static tb_status make_in_the_end(client *c) {
     return status;
 }
 
-static tb_status move(client *c, int version) {
+static void note_progress(void *arg, const tb_transfer_state *state) {
+    if (state->bytes_done > 0)
+        atomic_store(&shared->seat[((client *)arg)->seat].moves, true);
+}
+
+static tb_status transfer_in_world(client *c) {
+    tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .progress = note_progress, .arg = c};
+    tb_transfer *t = NULL;
+    tb_status status = (c->seat == TRAINER ? tb_send : tb_recv)(c->own_batch, &opts, &t);
+    if (status == TB_OK)
+        status = tb_wait(t, TB_COMMITTED, -1);
+    tb_transfer_destroy(t);
+    return status;
+}
+
+static tb_status transfer_by_agent(client *c) {
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .no_wait = true};
     tb_client_status now;
-    for (int i = 0; i < NELEMENTS; i++)
-        c->data[i] = c->seat == TRAINER ? value(version, i) : -1;
     tb_status status = tb_client_transfer(c->batch, c->seat == TRAINER, &opts);
     for (int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS; status == TB_OK;) {
         status = tb_client_wait(c->batch, c->seat == TRAINER, TB_COMMITTED, LOOK_MS);
@@ -114,6 +167,13 @@ static tb_status move(client *c, int version) {
         if (status == TB_OK && now.bytes_done > 0)
             atomic_store(&shared->seat[c->seat].moves, true);
     }
+    return status;
+}
+
+static tb_status move(client *c, int version) {
+    for (int i = 0; i < NELEMENTS; i++)
+        c->data[i] = c->seat == TRAINER ? value(version, i) : -1;
+    tb_status status = are_worlds ? transfer_in_world(c) : transfer_by_agent(c);
     for (int i = 0; i < NELEMENTS && status == TB_OK; i++) {
         if (c->data[i] == value(version, i))
             continue;
@@ -133,15 +193,23 @@ static tb_status do_step(client *c, int step, const round *rounds) {
     return is_loss(&rounds[step / 2 - 1]) ? make_in_the_end(c) : make(c, BACK_MS);
 }
 
+static const char *group_of(int seat) {
+    return seat == TRAINER ? "trainer" : "engine";
+}
+
 static _Noreturn void be_client(int seat, const round *rounds, int nsteps) {
     client c = {.seat = seat};
     char path[64];
     tb_client_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS, .token = token};
+    tb_world_opts world = {.size = sizeof world, .timeout_ms = JOIN_MS, .token = token};
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     hosts_enter(seat + 1);
     path_of(seat, path);
-    if (tb_alloc(NELEMENTS * sizeof(float), (void **)&c.data) != TB_OK ||
-        tb_client_connect(path, &opts, &c.agent) != TB_OK) {
+    tb_status status = tb_alloc(NELEMENTS * sizeof(float), (void **)&c.data);
+    if (status == TB_OK)
+        status = are_worlds ? tb_world_join(url, group_of(seat), 0, 1, &world, &c.world)
+                            : tb_client_connect(path, &opts, &c.agent);
+    if (status != TB_OK) {
         fprintf(stderr, "%s: %s\n", name_of(seat), tb_error_detail());
         exit(1);
     }
@@ -151,8 +219,9 @@ static _Noreturn void be_client(int seat, const round *rounds, int nsteps) {
         note_status(seat, do_step(&c, step, rounds));
         atomic_store(&shared->seat[seat].done, step);
     }
-    tb_client_batch_destroy(c.batch);
+    drop(&c);
     tb_client_close(c.agent);
+    tb_world_destroy(c.world);
     tb_free(c.data);
     exit(0);
 }
@@ -196,9 +265,23 @@ static void sleep_until(int64_t ms) {
         nap();
 }
 
+static void cut(way w) {
+    if (w == STOP)
+        kill(are_worlds ? clients[ENGINE] : agents[ENGINE], SIGSTOP);
+    else
+        must_do(ways[w].cut);
+}
+
+static void mend(way w) {
+    if (w == STOP)
+        kill(are_worlds ? clients[ENGINE] : agents[ENGINE], SIGCONT);
+    else
+        must_do(ways[w].mend);
+}
+
 /* Returns the step after it. */
 static int run_round(const round *r, int number, int step) {
-    printf("round %d: %s, %d s, %s: ", number, ways[r->way].told, r->seconds, r->is_busy ? "busy" : "idle");
+    printf("round %d: %s, %d s, %s: ", number, ways[way_of(r)].told, r->seconds, r->is_busy ? "busy" : "idle");
     fflush(stdout);
     if (r->is_busy)
         must_do("shape 1 40mbit");
@@ -207,7 +290,7 @@ static int run_round(const round *r, int number, int step) {
         await_middle(ENGINE);
     else
         await_done(step, DEADLINE_MS + SLACK_MS);
-    must_do(ways[r->way].cut);
+    cut(way_of(r));
     int64_t mended_ms = tb__now_ms() + r->seconds * 1000;
     if (is_loss(r)) {
         await_done(step, r->seconds * 1000);
@@ -215,7 +298,7 @@ static int run_round(const round *r, int number, int step) {
         begin(++step);
     }
     sleep_until(mended_ms);
-    must_do(ways[r->way].mend);
+    mend(way_of(r));
     mended_ms = tb__now_ms();
     if (r->is_busy)
         must_do("shape 1 off");
@@ -240,7 +323,7 @@ static void end_all(void) {
         if (end_of(clients[i], name_of(i)) != 0)
             fail("the program of %s has failed", name_of(i));
     }
-    for (int i = NSEATS - 1; i >= 0; i--) {
+    for (int i = NSEATS - 1; i >= 0 && !are_worlds; i--) {
         kill(agents[i], SIGTERM);
         if (end_of(agents[i], "an agent that was told to") != 0)
             fail("the agent of %s has failed", name_of(i));
@@ -253,12 +336,16 @@ static void end_all(void) {
 
 static void run(const round *rounds, size_t nrounds, const char *where) {
     int nsteps = 2 + 2 * (int)nrounds, step = 1;
-    if (strcmp(where, "agent") == 0)
-        snprintf(url, sizeof url, "tcp://%s:7000", getenv("BED_ADDR_1"));
-    else
+    are_worlds = strcmp(where, "world") == 0;
+    is_apart = !are_worlds && strcmp(where, "agent") != 0;
+    can_drop = hosts_do("part 0 2") && hosts_do("join 0 2") && hosts_do("drop 2 100") && hosts_do("drop 2 0");
+    if (is_apart)
         start_store(strcmp(where, "etcd") == 0);
+    else
+        snprintf(url, sizeof url, "tcp://%s:7000", getenv("BED_ADDR_1"));
     for (int i = 0; i < NSEATS; i++) {
-        start_agent_at(i + 1, i, i == TRAINER ? "trainer" : "engine", 0, 1);
+        if (!are_worlds)
+            start_agent_at(i + 1, i, group_of(i), 0, 1);
         clients[i] = fork();
         if (clients[i] == 0)
             be_client(i, rounds, nsteps);
@@ -290,11 +377,12 @@ int main(int argc, char **argv) {
         if (is_all)
             run(all_rounds, NROUNDS, argv[1]);
         else if (cuts && sscanf(cuts, "%d-%d", &from, &to) == 2 && from >= 1 && from <= to && to <= NROUNDS)
-            run(&all_rounds[from - 1], (size_t)(to - from + 1), argv[1]);
+            run(&all_rounds[from - 1], (size_t)to - (size_t)from + 1, argv[1]);
         else
             run(stores[i].rounds, stores[i].nrounds, argv[1]);
         return 0;
     }
-    fprintf(stderr, "to be run by tests/hosts/bed 3 -- %s own|etcd|agent, with the command in $TENSORBUS\n", argv[0]);
+    fprintf(stderr, "to be run by tests/hosts/bed 3 -- %s own|etcd|agent|world, with the command in $TENSORBUS\n",
+            argv[0]);
     return 2;
 }

@@ -355,7 +355,7 @@ static tb_status socket_compare_and_set(void *context, const char *key, uint64_t
                                  .revision = expected,
                                  .value = {.data = data, .nbytes = nbytes},
                                  .lifetime = lifetime};
-    tb__store_message reply;
+    tb__store_message reply = {0};
     uint8_t *frame = NULL;
     tb_status status = exchange(c, &request, c->timeout_ms, &reply, &frame);
     if (status == TB_OK) {

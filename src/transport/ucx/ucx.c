@@ -57,45 +57,6 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
     return peer;
 }
 
-uint64_t ucx_mark(uint64_t id, uint64_t number) {
-    return number == 1 ? id : tb__hash(id, number);
-}
-
-ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number) {
-    ucx *u = lost->owner;
-    ucx_peer *peer = tb__vec_reserve(&u->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
-    if (!peer)
-        return NULL;
-    peer->owner = u;
-    peer->rank = lost->rank;
-    peer->id = lost->id;
-    peer->number = number;
-    peer->nendpoints = lost->nendpoints;
-    peer->patience = UCX_PATIENCE_AGAIN;
-    for (size_t i = 0; i < u->peers.count; i++) {
-        if (u->peers.item[i] == lost)
-            u->peers.item[i] = peer;
-    }
-    u->retired.item[u->retired.count++] = lost;
-    return peer;
-}
-
-static void free_peer(ucx_peer *peer) {
-    free(peer->address);
-    free(peer->next);
-    free(peer);
-}
-
-/* Connections that UCX may still tell something of stay. */
-static void free_retired(ucx *u) {
-    for (size_t i = u->retired.count; i-- > 0;) {
-        if (u->retired.item[i]->ntransfers > 0)
-            continue;
-        free_peer(u->retired.item[i]);
-        u->retired.item[i] = u->retired.item[--u->retired.count];
-    }
-}
-
 void ucx_wake(ucx *u) {
     if (!u->is_awake)
         eventfd_write(u->wake, 1);
@@ -349,10 +310,10 @@ static void ucx_close(void *context) {
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
         ucx_drop_messages(u, peer, TB_CANCELLED); /* what came while we left */
-        free_peer(peer);
+        ucx_free_peer(peer);
     }
     for (size_t i = 0; i < u->retired.count; i++)
-        free_peer(u->retired.item[i]);
+        ucx_free_peer(u->retired.item[i]);
     tb__match_free(&u->early, -1);
     if (u->epoll >= 0)
         tb__fd_close(u->epoll);
@@ -477,12 +438,6 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     return TB_OK;
 }
 
-/* Whether the peer still has its end of a connection that there was before is not known before it answers. */
-void ucx_ask(ucx_peer *peer) {
-    if (peer->asked == peer->answered)
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked}, NULL, 0);
-}
-
 static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nbytes) {
     ucx_address head;
     TB_TRY(check_address(address, nbytes, &head)); /* before there is a peer of that rank */
@@ -559,7 +514,7 @@ static void tell(ucx *u) {
             u->env.reached(u->env.arg, peer->rank);
         }
     }
-    free_retired(u);
+    ucx_free_retired(u);
 }
 
 /* ---- Operations ----------------------------------------------------------------------------------------------- */

@@ -242,14 +242,8 @@ void ucx_hang_up(ucx_peer *peer);
 bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 /* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
-/* Asks the peer whether it is there: for is_reached. */
-void ucx_ask(ucx_peer *peer);
 /* Whose address it is; 0: it is none. */
 uint64_t ucx_id_of(const void *address, size_t nbytes);
-/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
-ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number);
-/* What a sender puts into frames of a connection. */
-uint64_t ucx_mark(uint64_t id, uint64_t number);
 /* Whether a process with this id knows of connections with numbers. Version 0.1.0 does not, and its ids are odd. */
 static inline bool ucx_can_renew(uint64_t id) {
     return id != 0 && !(id & 1);
@@ -258,8 +252,17 @@ static inline bool ucx_is_over(const ucx_peer *peer) {
     return peer->is_lost || peer->why;
 }
 
-/* ucx_meet.c: hellos. */
+/* ucx_meet.c: connections and hellos. */
 
+/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
+ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number);
+/* What a sender puts into frames of a connection. */
+uint64_t ucx_mark(uint64_t id, uint64_t number);
+void ucx_free_peer(ucx_peer *peer);
+/* Those of which UCX has nothing any more. */
+void ucx_free_retired(ucx *u);
+/* Asks the peer whether it is there: for is_reached. */
+void ucx_ask(ucx_peer *peer);
 /* Receives the hellos of peers from now on, or no more. */
 tb_status ucx_listen(ucx *u);
 void ucx_listen_no_more(ucx *u);

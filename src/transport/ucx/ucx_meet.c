@@ -29,6 +29,52 @@ enum {
     LONGEST_PATIENCE = 64, /* beats */
 };
 
+/* ---- Connections ---------------------------------------------------------------------------------------------- */
+
+uint64_t ucx_mark(uint64_t id, uint64_t number) {
+    return number == 1 ? id : tb__hash(id, number);
+}
+
+ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number) {
+    ucx *u = lost->owner;
+    ucx_peer *peer = tb__vec_reserve(&u->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
+    if (!peer)
+        return NULL;
+    peer->owner = u;
+    peer->rank = lost->rank;
+    peer->id = lost->id;
+    peer->number = number;
+    peer->nendpoints = lost->nendpoints;
+    peer->patience = UCX_PATIENCE_AGAIN;
+    for (size_t i = 0; i < u->peers.count; i++) {
+        if (u->peers.item[i] == lost)
+            u->peers.item[i] = peer;
+    }
+    u->retired.item[u->retired.count++] = lost;
+    return peer;
+}
+
+void ucx_free_peer(ucx_peer *peer) {
+    free(peer->address);
+    free(peer->next);
+    free(peer);
+}
+
+void ucx_free_retired(ucx *u) {
+    for (size_t i = u->retired.count; i-- > 0;) {
+        if (u->retired.item[i]->ntransfers > 0)
+            continue;
+        ucx_free_peer(u->retired.item[i]);
+        u->retired.item[i] = u->retired.item[--u->retired.count];
+    }
+}
+
+/* Whether the peer still has its end of a connection that there was before is not known before it answers. */
+void ucx_ask(ucx_peer *peer) {
+    if (peer->asked == peer->answered)
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked}, NULL, 0);
+}
+
 /* ---- Hearing -------------------------------------------------------------------------------------------------- */
 
 /* Keeps what is needed to take up a connection when the one before is told to be lost. */
