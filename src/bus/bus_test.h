@@ -47,6 +47,7 @@ struct scene {
     const void *shared;       /* what a test's ranks tell each other */
     const char *const *hosts; /* of the ranks, between which there is ucx; NULL: all are on this one */
     bool is_manual;           /* their worlds are */
+    int64_t plan_bytes;       /* of their worlds; 0: the default */
 };
 
 static _Thread_local rank *me; /* NULL: the test's own thread */
@@ -129,6 +130,7 @@ static inline void *rank_main(void *arg) {
         tb_world_opts opts = {.size = sizeof opts,
                               .timeout_ms = PATIENCE_MS,
                               .manual = s->is_manual,
+                              .plan_bytes = s->plan_bytes,
                               .transport = s->hosts ? "ucx" : NULL,
                               .host = s->hosts ? s->hosts[r - s->ranks] : NULL};
         check_ok(tb_world_join(r->scene->url, r->group, r->index, r->size, &opts, &r->world));
