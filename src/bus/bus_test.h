@@ -48,6 +48,7 @@ struct scene {
     const char *const *hosts; /* of the ranks, between which there is ucx; NULL: all are on this one */
     const char *transport;    /* all of them use this one; NULL: what is best */
     bool is_manual;           /* their worlds are */
+    int64_t plan_bytes;       /* of their worlds; 0: the default */
 };
 
 static _Thread_local rank *me; /* NULL: the test's own thread */
@@ -130,6 +131,7 @@ static inline void *rank_main(void *arg) {
         tb_world_opts opts = {.size = sizeof opts,
                               .timeout_ms = PATIENCE_MS,
                               .manual = s->is_manual,
+                              .plan_bytes = s->plan_bytes,
                               .transport = s->transport ? s->transport
                                            : s->hosts   ? "ucx"
                                                         : NULL,

@@ -417,6 +417,8 @@ static void test_plans_are_kept(void **state) {
     run_ranks(plan_again, 2, 4, NULL);
 }
 
+enum { PLAN_BYTES = 512 << 10 };
+
 /* More plans than are kept: the first is made again, and the last is there. */
 static void plan_many(rank *r) {
     enum { MANY = 66 };
@@ -434,6 +436,7 @@ static void plan_many(rank *r) {
         check_ok(tb_wait(transfer, TB_COMMITTED, -1));
         tb_transfer_destroy(transfer);
         tb_batch_destroy(batch);
+        check(tb_world_plan_bytes(r->world) > 0 && tb_world_plan_bytes(r->world) <= PLAN_BYTES);
         check_counters(r, i >= MANY, (uint64_t)(i < MANY ? i + 1 : i == MANY ? MANY : MANY + 1));
     }
     tb_pair_destroy(pair);
@@ -441,7 +444,10 @@ static void plan_many(rank *r) {
 
 static void test_the_oldest_plan_goes(void **state) {
     (void)state;
-    run_ranks(plan_many, 1, 1, NULL);
+    scene s;
+    scene_init(&s);
+    s.plan_bytes = PLAN_BYTES;
+    run_ranks_in(&s, plan_many, 1, 1, NULL);
 }
 
 int main(void) {

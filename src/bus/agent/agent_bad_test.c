@@ -302,6 +302,7 @@ static void bad_calls(rank *r) {
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
     tb_tensor t = {.data = &number, .dtype = TB_U32};
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "there is no pair 'p'");
+    check_fails(tb_client_register(b, 0), TB_INVALID, "has no tensors");
     check_fails(tb_client_init_pair(c, "p", other_group(r), "mesh=1", 0), TB_INVALID, "");
     check_fails(tb_client_init_pair(c, "p", other_group(r), "mesh=2 place=R", 0), TB_INVALID, "rank 1");
     check_fails(tb_client_init_pair(c, "p", r->group, "mesh=1 place=R", 0), TB_INVALID, "two groups");
@@ -316,7 +317,6 @@ static void bad_calls(rank *r) {
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_TOO_BIG, "w");
     t.encode = "mxfp8";
     check(tb_client_batch_add(b, "p", "w", &t) != TB_OK);
-    check_fails(tb_client_register(b, 0), TB_INVALID, "has no tensors");
     check_fails(tb_client_transfer(b, true, NULL), TB_INVALID, "there is no batch 'step'");
     check_fails(tb_client_batch_remove_pair(b, "p"), TB_INVALID, "pair 'p' is not in batch 'step'");
     check_fails(tb_client_init_pair(c, "q", other_group(r), "mesh=1 place=R", -1), TB_INVALID, "a timeout of -1 ms");

@@ -15,6 +15,14 @@ static tb_status write_back(agent_batch *b, const tb_pair *pair) {
                         : tb__agent_write_back(b, pair);
 }
 
+/* Whether this version was dealt with: a send and a receive may both look. */
+static bool is_known(agent_batch *b, const agent_share *s, uint64_t version) {
+    pthread_mutex_lock(&b->lock);
+    bool is_known = s->committed == version;
+    pthread_mutex_unlock(&b->lock);
+    return is_known;
+}
+
 static tb_status deliver(agent_batch *b, agent_share *s, uint64_t version) {
     tb_status status = write_back(b, s->held);
     pthread_mutex_lock(&b->lock);
@@ -34,7 +42,7 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
     bool is_torn;
     for (size_t i = 0; i < b->shares.count; i++) {
         agent_share *s = &b->shares.item[i];
-        if (tb_batch_version(b->batch, s->held, &version, &is_torn) != TB_OK || version == s->committed)
+        if (tb_batch_version(b->batch, s->held, &version, &is_torn) != TB_OK || is_known(b, s, version))
             continue;
         tb_status status = deliver(b, s, version);
         if (status != TB_OK && first == TB_OK) {
@@ -53,12 +61,12 @@ static tb_status note_pair(agent_batch *b, agent_share *s, const tb_transfer *t,
                            const char *why) {
     tb_transfer_state state = {.status = status};
     uint64_t version = 0;
-    bool is_torn = false, is_known = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
+    bool is_torn = false, has_part = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
     char detail[TB__WHY_MAX];
-    snprintf(detail, sizeof detail, "%s", is_known ? tb_error_detail() : why);
+    snprintf(detail, sizeof detail, "%s", has_part ? tb_error_detail() : why);
     bool was_received = !is_send && tb_batch_version(b->batch, s->held, &version, &is_torn) == TB_OK;
     tb_status delivered = TB_OK;
-    if (was_received && (version != s->committed || state.version > 0)) {
+    if (was_received && (state.version > 0 || !is_known(b, s, version))) {
         delivered = deliver(b, s, version);
         if (delivered != TB_OK)
             snprintf(detail, sizeof detail, "%s", tb_error_detail());

@@ -36,7 +36,7 @@ static void make_layout(uint64_t seed, char *out, size_t room) {
 
 static void move_once(rank *r, tb_client *client, uint32_t round) {
     part parts[TENSORS];
-    char layouts[TENSORS][16 * EXPERTS], name[16];
+    char layouts[TENSORS][16 * EXPERTS], name[32];
     tb_client_batch *batch;
     check_ok(tb_client_batch_create(client, "step", NULL, &batch));
     for (int i = 0; i < TENSORS; i++) {
