@@ -668,7 +668,8 @@ typedef struct tb_transfer tb_transfer;
 typedef enum tb_event {
     TB_RELEASED = 1,  /* sending: the tensors may change again */
     TB_ARRIVED = 2,   /* receiving: this rank's data is in, or, with TB_SHADOW, beside the tensors */
-    TB_COMMITTED = 4, /* receiving: the group has this version; sending: all receivers of this rank's data have */
+    TB_COMMITTED = 4, /* receiving: the group has this version; sending: all receivers of this rank's data have. This
+                         process may end now: the others need nothing of it any more for this version */
     TB_DECIDED = 8,   /* receiving with TB_SHADOW and hold: the group has decided; tb_proceed lets the tensors change */
 } tb_event;
 

@@ -260,9 +260,12 @@ static bool has_unsent(const tb__flow *flow) {
 /* Nothing that happens to others matters to a leg that is complete. It ends when its messages are on their way, so that
  * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
 static bool step_complete(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
     bool did = is_send && tb__flow_step_out(flow);
-    bool waits = (is_send && flow->sends_left > 0) || has_unsent(flow);
-    if (waits && !tb__flow_leg(flow, is_send)->is_cancelled)
+    bool is_sent = !is_send || flow->sends_left == 0;
+    leg->wake_ms = 0;
+    leg->is_released |= is_send && is_sent;
+    if ((!is_sent || has_unsent(flow)) && !leg->is_cancelled)
         return did;
     end_complete(flow, is_send);
     return true;
