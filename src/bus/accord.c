@@ -290,10 +290,11 @@ void tb__accord_destroy(tb__accord *accord) {
 
 static void pass_on(tb__accord *accord, size_t peer, tb__unpack *message) {
     uint32_t direction = tb__unpack_u32(message);
+    tb__set_detail("it can't be read");
     if (message->failed || direction > 1 || !tb__flow_message(accord->flows[direction], peer, message))
         break_accord(accord,
-                     tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense",
-                              accord->all.peers[peer]->label, accord->what),
+                     tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+                                     accord->all.peers[peer]->label, accord->what),
                      true);
 }
 
