@@ -545,7 +545,7 @@ static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
     tb_status status =
-        nsides >= 1 && nsides <= 2 && staging_bytes > 0
+        nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
             ? TB_OK
             : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label, accord->what);
     accord->staging[at] = staging_bytes;
