@@ -341,10 +341,11 @@ void tb__accord_destroy(tb__accord *accord) {
 /* Flows that are broken take only what was decided before, and may still be on its way. */
 static void pass_on(tb__accord *accord, size_t peer, tb__unpack *message) {
     uint32_t direction = tb__unpack_u32(message);
+    tb__set_detail("it can't be read");
     if (message->failed || direction > 1 || !tb__flow_message(accord->flows[direction], peer, message))
         break_accord(accord,
-                     tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense",
-                              accord->all.peers[peer]->label, accord->what),
+                     tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+                                     accord->all.peers[peer]->label, accord->what),
                      true);
 }
 
@@ -586,7 +587,7 @@ static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
     tb_status status =
-        nsides >= 1 && nsides <= 2 && staging_bytes > 0
+        nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
             ? TB_OK
             : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label, accord->what);
     accord->staging[at] = staging_bytes;

@@ -7,8 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { LEAST_STAGING = 64 << 10 };
-
 /* Nothing matched with nothing: what remains is what is wrong with the options themselves. */
 static tb_status check_matching(const tb_batch_opts *o) {
     for (size_t i = 0; i < o->nties; i++) {
@@ -35,8 +33,8 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
         return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
     o.bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;
     o.staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
-    if (o.staging_bytes < LEAST_STAGING)
-        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", LEAST_STAGING);
+    if (o.staging_bytes < TB__LEAST_STAGING)
+        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", TB__LEAST_STAGING);
     if ((unsigned)o.commit > TB_SHADOW)
         return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
     TB_TRY(check_matching(&o));

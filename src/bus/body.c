@@ -59,8 +59,8 @@ static void unpack_tensor(tb__unpack *u, tb__described *t) {
     t->wire_dtype = (tb_dtype)tb__unpack_u32(u);
     t->group = tb__unpack_u32(u);
     uint32_t ndim = tb__unpack_u32(u);
-    u->failed |=
-        !*t->name || ndim > TB_MAX_DIMS || !tb_dtype_bits(t->dtype) || (unsigned)t->wire_dtype >= TB_DTYPE_COUNT;
+    u->failed |= !*t->name || ndim > TB_MAX_DIMS || !tb_dtype_bits(t->dtype) ||
+                 (unsigned)t->wire_dtype >= TB_DTYPE_COUNT || t->group == UINT32_MAX;
     if (u->failed)
         return;
     t->shape.ndim = (int)ndim;

@@ -284,6 +284,71 @@ static void test_in_the_rush(void **state) {
     }
 }
 
+/* Source and target are the same memory: what is read has to be put aside before it is overwritten. */
+static void in_one_place(rank *r) {
+    shared *s = (shared *)r->scene->shared;
+    const way *w = &s->way;
+    const rank *who = &r->scene->ranks[1];
+    tb_pair_opts a = {.size = sizeof a, .group = "a", .no_wait = true}, b = {.size = sizeof b, .group = "b"};
+    tb_pair *pairs[2];
+    check_ok(tb_world_enter(r->world, "b", r->index, r->size));
+    check_ok(tb_pair_create(r->world, "p", "b", ROWS, &a, &pairs[0]));
+    check_ok(tb_pair_create(r->world, "p", "a", COLUMNS, &b, &pairs[1]));
+    for (int round = 0; round < 6; round++) {
+        tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 64 << 10, .staged = w->staged};
+        tb_transfer *send = NULL, *recv = NULL;
+        tb_batch *batch;
+        part from, to;
+        part_make(&from, w->is_mapped, ROWS, r->index, 512, 512);
+        part_init(&to, COLUMNS, r->index, 512, 512);
+        uint32_t *home = to.data;
+        to.data = from.data;
+        part_fill(&from, 1);
+        check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+        tb_tensor source = part_tensor(&from), target = part_tensor(&to);
+        check_ok(tb_batch_add(batch, pairs[0], "w", &source));
+        check_ok(tb_batch_add(batch, pairs[1], "w", &target));
+        check_ok(tb_batch_register(batch, 0));
+        check_ok(tb_recv(batch, NULL, &recv));
+        if (r == who)
+            check_ok(tb_send(batch, NULL, &send));
+        meet(r);
+        if (r != who)
+            check_ok(tb_send(batch, NULL, &send));
+        usleep(r == who ? 300 * (useconds_t)round : 0);
+        if (r == who) {
+            check_ok(tb_world_invalidate(r->world, from.data, from.count * sizeof *from.data));
+            replace(w->is_mapped, &from);
+        }
+        tb_status status = tb_wait(recv, TB_COMMITTED, -1);
+        if (status != TB_OK)
+            check_fails(status, TB_INVALID, "the memory of tensor 'w' on rank");
+        check(r == who || status != TB_OK || part_holds(&to, 1));
+        (void)tb_wait(send, TB_COMMITTED, -1);
+        meet(r);
+        check(r != who || part_is_poison(&from));
+        tb_transfer_destroy(send);
+        tb_transfer_destroy(recv);
+        tb_batch_destroy(batch);
+        part_drop(&from, w->is_mapped);
+        to.data = home;
+        part_fini(&to);
+        meet(r);
+    }
+    tb_pair_destroy(pairs[0]);
+    tb_pair_destroy(pairs[1]);
+}
+
+static void test_in_one_place(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        scene s;
+        shared with = {.way = {.is_mapped = i & 1, .staged = i & 2}};
+        scene_init(&s);
+        run_ranks_in(&s, in_one_place, 2, 0, &with);
+    }
+}
+
 /* ---- Memory that is not in use yet, or not any more ------------------------------------------------------------- */
 
 /* A batch plans when it is first used. What was taken away before is not used then. */
@@ -598,17 +663,12 @@ static void test_bad_arguments(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bad_arguments),
-        cmocka_unit_test(test_under_way),
-        cmocka_unit_test(test_between_hosts),
-        cmocka_unit_test(test_in_the_rush),
-        cmocka_unit_test(test_before_the_first_transfer),
-        cmocka_unit_test(test_scales),
-        cmocka_unit_test(test_in_a_snapshot),
-        cmocka_unit_test(test_held_back),
-        cmocka_unit_test(test_prepared),
-        cmocka_unit_test(test_in_a_function),
-        cmocka_unit_test(test_from_progress),
+        cmocka_unit_test(test_bad_arguments), cmocka_unit_test(test_under_way),
+        cmocka_unit_test(test_between_hosts), cmocka_unit_test(test_in_the_rush),
+        cmocka_unit_test(test_in_one_place),  cmocka_unit_test(test_before_the_first_transfer),
+        cmocka_unit_test(test_scales),        cmocka_unit_test(test_in_a_snapshot),
+        cmocka_unit_test(test_held_back),     cmocka_unit_test(test_prepared),
+        cmocka_unit_test(test_in_a_function), cmocka_unit_test(test_from_progress),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

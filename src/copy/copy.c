@@ -147,6 +147,7 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
         return;
     uint32_t kind = tb__unpack_u32(message);
     bool makes_sense = !message->failed;
+    tb__set_detail("it can't be read");
     if (kind == COPY_READY)
         on_ready(copy, at);
     else if (kind == COPY_OFFER)
@@ -158,8 +159,8 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     else
         makes_sense &= on_flow_message(copy, at, kind, message);
     if (!makes_sense)
-        tb__copy_break(copy,
-                       tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense", from->label, copy->what));
+        tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense", from->label,
+                                             copy->what));
     tb__engine_signal(copy->world->engine);
 }
 

@@ -367,9 +367,10 @@ static void begin(tb_copy *copy) {
     for (size_t i = 0; i < copy->backlog.count && copy->broken == TB_OK; i++) {
         const struct tb__copy_backlog *b = &copy->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};
+        tb__set_detail("it can't be read");
         if (!tb__flow_message(copy->flow, b->peer, &message))
-            tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a message about %s that makes no sense",
-                                          copy->peers[b->peer].label, copy->what));
+            tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+                                                 copy->peers[b->peer].label, copy->what));
     }
     tb__copy_drop_backlog(copy);
     for (size_t i = 0; i < copy->all.npeers; i++) {

@@ -15,6 +15,16 @@
 
 typedef struct tb__engine tb__engine;
 
+/* Something that is done in steps. `step` is called by the driver, with the lock held, whenever anything has happened
+ * and at the deadline; it returns whether it did anything. It may let go of the lock with tb__engine_unlock. */
+typedef struct tb__task tb__task;
+struct tb__task {
+    bool (*step)(tb__task *task);
+    int64_t deadline_ms; /* INT64_MAX: none */
+    bool is_stepping;
+    tb__task *next;
+};
+
 /* A connection with another process on the bus, or with this one. Lasts as long as the engine. A process that was lost,
  * and is connected again, is another peer: what used the connection before does not go on. */
 typedef struct tb__peer {
@@ -35,6 +45,9 @@ typedef struct tb__peer {
     tb_op receive;     /* of the next message */
     tb_piece receive_piece;
     unsigned char *inbox, *body;
+    tb__task again;                /* tries to receive once more ... */
+    bool awaits_body;              /* ... the rest of a message whose beginning is in the inbox, or the next one */
+    struct tb__outgoing *unposted; /* a message that is on its way by half; NULL: there is none */
     struct tb__peer *next;
 } tb__peer;
 
@@ -47,16 +60,6 @@ struct tb__port {
     void (*message)(tb__port *port, tb__peer *from, tb__unpack *message);
     void (*lost)(tb__port *port, tb__peer *peer);
     tb__port *next;
-};
-
-/* Something that is done in steps. `step` is called by the driver, with the lock held, whenever anything has happened
- * and at the deadline; it returns whether it did anything. It may let go of the lock with tb__engine_unlock. */
-typedef struct tb__task tb__task;
-struct tb__task {
-    bool (*step)(tb__task *task);
-    int64_t deadline_ms; /* INT64_MAX: none */
-    bool is_stepping;
-    tb__task *next;
 };
 
 typedef struct tb__engine_opts {

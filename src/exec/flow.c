@@ -1,8 +1,6 @@
 /* A flow's life, the numbers of its transfers, and the messages about them. */
 #include "exec/flow_inside.h"
 
-#include "base/log.h"
-
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -51,6 +49,8 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
 void tb__flow_destroy(tb__flow *flow) {
     if (!flow)
         return;
+    if (flow->failing.step)
+        tb__engine_remove_task(flow->o.engine, &flow->failing);
     tb__flow_drop_parcels(flow, true);
     tb__flow_drop_parcels(flow, false);
     if (flow->members)
@@ -100,8 +100,11 @@ void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, u
 
 void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     tb_status status = tb__engine_send(to->peer, to->port, pack);
-    if (status != TB_OK)
-        tb__log(TB_LOG_ERROR, "%s: message to %s: %s", flow->what, to->peer->label, tb_error_detail());
+    if (status == TB_OK)
+        return;
+    to->is_uninformed = true;
+    tb__flow_fail_later(flow, tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent",
+                                              flow->o.rank, flow->what, to->peer->label));
 }
 
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
@@ -160,7 +163,8 @@ void tb__leg_idle(tb__leg *leg) {
 
 static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
     if (!tb__flow_note_start(flow, attempt, number))
-        tb__log(TB_LOG_ERROR, "%s: no memory for the number of a transfer", flow->what);
+        tb__flow_fail_later(flow, tb__fail_within(TB_NO_MEMORY, "rank %" PRId32 ": the number of a transfer of %s",
+                                                  flow->o.rank, flow->what));
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (i == flow->self)
             continue;
@@ -456,6 +460,11 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
+void tb__flow_no_room(tb__flow *flow, const member *from) {
+    tb__flow_fail_later(flow, tb__fail(TB_NO_MEMORY, "rank %" PRId32 " has no memory for a message of %s about %s",
+                                       flow->o.rank, from->peer->label, flow->what));
+}
+
 /* Attempt 0: for good. A rank that ends so because another was lost may have been needed, or not. */
 static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
@@ -474,8 +483,11 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
 
 static bool on_start(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
-    return tb__unpack_is_done(message) && from == &flow->members[flow->o.lead] &&
-           tb__flow_note_start(flow, attempt, number);
+    if (!tb__unpack_is_done(message) || from != &flow->members[flow->o.lead])
+        return false;
+    if (!tb__flow_note_start(flow, attempt, number))
+        tb__flow_no_room(flow, from);
+    return true;
 }
 
 static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t attempt, tb__unpack *message) {

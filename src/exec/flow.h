@@ -118,7 +118,7 @@ typedef struct tb__flow_opts {
 tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out);
 void tb__flow_destroy(tb__flow *flow);
 
-/* A message of a peer's; begins with its kind. False: it makes no sense. */
+/* A message of a peer's; begins with its kind. False: it makes no sense, and tb_error_detail may say more. */
 bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
 
 /* A peer takes no further part: transfers that it has done its part in go on, others fail, and none is begun any more.

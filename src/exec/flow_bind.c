@@ -113,14 +113,94 @@ static tb_remote *import(member *m, const void *bytes, size_t nbytes) {
     return tb__transport_import(m->peer->transport, m->peer->wire, &key, &remote) == TB_OK ? remote : NULL;
 }
 
-/* Whether the tensor's memory can be had without the feeder's help. One byte tells. */
-static bool reaches(const member *m, place *p) {
-    if (!p->remote)
+/* Whether all of these bytes lie in the memory, of which the transport knows the size. None of them is touched. */
+static tb_status check_inside(const member *m, tb_remote *remote, uint64_t first, uint64_t last) {
+    return tb__transport_read(m->peer->transport, remote, (tb_range[]){{first, 0}, {last, 0}}, 2, NULL, 0);
+}
+
+/* The bytes of a tensor that this rank reads, counted from element (0, 0, ...). */
+typedef struct span {
+    int64_t first, last; /* equal: none */
+    bool is_bad;         /* they are more than there can be */
+} span;
+
+static void add_chunk(const tb_chunk *chunk, const place *p, tb_dtype dtype, span *out) {
+    int64_t low = 0, high = 0, bits = tb_dtype_bits(dtype);
+    for (int d = 0; d < chunk->ndim; d++) {
+        int64_t start, stop;
+        out->is_bad |= __builtin_mul_overflow(chunk->src.start[d], p->strides[d], &start);
+        out->is_bad |= __builtin_mul_overflow(chunk->src.start[d] + chunk->len[d] - 1, p->strides[d], &stop);
+        out->is_bad |= __builtin_add_overflow(low, start < stop ? start : stop, &low);
+        out->is_bad |= __builtin_add_overflow(high, start < stop ? stop : start, &high);
+    }
+    out->is_bad |= __builtin_mul_overflow(low, bits, &low);
+    out->is_bad |= __builtin_add_overflow(high, 1, &high);
+    out->is_bad |= __builtin_mul_overflow(high, bits, &high);
+    int64_t first = low / 8 - (low % 8 < 0), last = high / 8 + (high % 8 > 0); /* whole bytes */
+    bool is_first = out->first == out->last;
+    out->first = is_first || first < out->first ? first : out->first;
+    out->last = is_first || last > out->last ? last : out->last;
+}
+
+/* By place. What is coded is not read in place. */
+static void find_spans(const tb__flow *flow, const member *m, span *spans) {
+    const tb_ir *ir = flow->ir;
+    uint32_t position = (uint32_t)(m - flow->members);
+    for (size_t i = 0; i < ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        bool feeds = false;
+        for (uint32_t j = 0; l->is_target && !l->first->is_coded && j < l->nfeeders; j++)
+            feeds |= l->feeders[j] == position;
+        for (size_t j = 0; feeds && j < l->channel->nbuckets; j++) {
+            const tb_bucket *bucket = &ir->buckets[l->channel->first_bucket + j];
+            for (size_t k = 0; k < bucket->nentries; k++) {
+                const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + k].chunk];
+                const place *p = tb__member_place(m, chunk->tensor);
+                if (p)
+                    add_chunk(chunk, p, flow->tensors[p->tensor].spec.src_dtype, &spans[p - m->places.item]);
+            }
+        }
+    }
+}
+
+/* Whether the tensor's memory can be had without the feeder's help; where it is not mapped, one byte tells. False: what
+ * the feeder says of it leads out of the memory. */
+static bool reach(const tb__flow *flow, member *m, place *p, const span *read) {
+    int64_t first, last;
+    if (!p->remote) {
+        m->is_reachable = false;
+        return true;
+    }
+    bool is_bad = read->is_bad || p->offset > INT64_MAX ||
+                  __builtin_add_overflow((int64_t)p->offset, read->first, &first) ||
+                  __builtin_add_overflow((int64_t)p->offset, read->last, &last) || first < 0;
+    tb_status status = is_bad ? tb__fail(TB_INVALID, "its offset and strides lead too far")
+                              : check_inside(m, p->remote, (uint64_t)first, (uint64_t)last);
+    if (status == TB_INVALID && tb__transport_is_valid(m->peer->transport, p->remote)) {
+        tb__prefix_detail("tensor '%.100s' is not inside of its memory", flow->tensors[p->tensor].spec.name);
         return false;
-    p->map = tb__transport_map(m->peer->transport, p->remote);
+    }
     char byte;
-    return p->map || tb__transport_read(m->peer->transport, p->remote, &(tb_range){p->offset, 1}, 1,
-                                        &(tb_piece){&byte, 1}, 1) == TB_OK;
+    p->map = tb__transport_map(m->peer->transport, p->remote);
+    if (status == TB_OK && !p->map && first < last)
+        status = tb__transport_read(m->peer->transport, p->remote, &(tb_range){(size_t)first, 1}, 1,
+                                    &(tb_piece){&byte, 1}, 1);
+    m->is_reachable &= status == TB_OK; /* else it is sent */
+    return true;
+}
+
+static bool reach_all(tb__flow *flow, member *m) {
+    span *spans = tb__calloc(m->places.count, sizeof *spans);
+    bool is_good = true;
+    if (!spans) {
+        tb__flow_no_room(flow, m);
+        return true;
+    }
+    find_spans(flow, m, spans);
+    for (size_t i = 0; i < m->places.count && is_good; i++)
+        is_good = reach(flow, m, &m->places.item[i], &spans[i]);
+    free(spans);
+    return is_good;
 }
 
 static size_t find_tensor(const tb__flow *flow, uint64_t key) {
@@ -136,23 +216,27 @@ static size_t find_tensor(const tb__flow *flow, uint64_t key) {
 }
 
 static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
-    size_t tensor = find_tensor(flow, tb__unpack_u64(message));
-    if (message->failed || tensor == TB__NOWHERE)
+    uint64_t name = tb__unpack_u64(message);
+    size_t tensor = message->failed ? TB__NOWHERE : find_tensor(flow, name);
+    if (!message->failed && tensor == TB__NOWHERE)
+        tb__set_detail("there is no tensor of key %" PRIu64, name);
+    if (tensor == TB__NOWHERE)
         return false;
     place p = {.tensor = (uint32_t)tensor};
     p.is_flagged = tb__unpack_u32(message) != 0;
     size_t nbytes;
     const void *key = tb__unpack_bytes(message, &nbytes);
     p.offset = tb__unpack_u64(message);
-    if (message->failed || (m->places.count && m->places.item[m->places.count - 1].tensor >= p.tensor))
-        return false;
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
-    if (message->failed || !tb__vec_reserve(&m->places, 1))
+    if (message->failed)
         return false;
+    if (m->places.count && m->places.item[m->places.count - 1].tensor >= p.tensor) {
+        tb__set_detail("tensors are not in order");
+        return false;
+    }
     p.remote = import(m, key, nbytes);
-    m->is_reachable &= reaches(m, &p);
-    m->places.item[m->places.count++] = p;
+    m->places.item[m->places.count++] = p; /* there is room */
     return true;
 }
 
@@ -329,24 +413,54 @@ bool tb__flow_try_reach(tb__flow *flow) {
     return true;
 }
 
-bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
-    if (!from->is_feeder || from->is_bound)
+/* The word by which the feeder says what this rank may read, in memory of the feeder's that is mapped here. Where it is
+ * not, there is none. */
+static bool find_word(member *from, uint64_t offset) {
+    char *words = tb__transport_map(from->peer->transport, from->words);
+    uint64_t last;
+    if (!words)
+        return true;
+    tb_status status = __builtin_add_overflow(offset, sizeof(uint64_t), &last)
+                           ? tb__fail(TB_INVALID, "its offset is %" PRIu64, offset)
+                           : check_inside(from, from->words, offset, last);
+    if (status == TB_INVALID && tb__transport_is_valid(from->peer->transport, from->words)) {
+        tb__prefix_detail("its word lies outside of its memory");
         return false;
+    }
+    if (((uintptr_t)words + offset) % sizeof(uint64_t) != 0) {
+        tb__set_detail("its word at byte %" PRIu64 " is not aligned", offset);
+        return false;
+    }
+    if (status == TB_OK)
+        from->its_word = (_Atomic uint64_t *)(void *)(words + offset);
+    return true;
+}
+
+bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
+    if (!from->is_feeder || from->is_bound) {
+        tb__set_detail("it says a second time, or to nobody who reads, where its tensors are");
+        return false;
+    }
     bool wants_staging = tb__unpack_u32(message) != 0;
     size_t nbytes;
     const void *key = tb__unpack_bytes(message, &nbytes);
     uint64_t offset = tb__unpack_u64(message);
+    if (message->failed)
+        return false;
     from->words = import(from, key, nbytes);
-    char *words = from->words ? tb__transport_map(from->peer->transport, from->words) : NULL;
-    if (words && offset <= (uint64_t)flow->nmembers * WORD_STRIDE - sizeof(uint64_t) && offset % sizeof(uint64_t) == 0)
-        from->its_word = (_Atomic uint64_t *)(void *)(words + offset);
+    if (from->words && !find_word(from, offset))
+        return false;
     from->is_reachable = from->its_word && !wants_staging;
     size_t count = tb__unpack_count(message, 24);
+    if (!tb__vec_reserve(&from->places, count)) {
+        tb__flow_no_room(flow, from);
+        return true;
+    }
     for (size_t i = 0; i < count; i++) {
         if (!read_place(flow, from, message))
             return false;
     }
-    if (!tb__unpack_is_done(message))
+    if (!tb__unpack_is_done(message) || !reach_all(flow, from))
         return false;
     from->is_bound = true;
     tb__flow_try_reach(flow);
@@ -365,9 +479,12 @@ bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
         if (bucket == TB__NOWHERE)
             return false;
         lane *l = tb__flow_lane(flow, bucket);
-        if (l->nstaged == l->first->ntargets || !has_target(l, from->peer->rank))
+        uint32_t position = (uint32_t)(from - flow->members);
+        if (!has_target(l, from->peer->rank) || (l->nstaged && l->staged[l->nstaged - 1] == position)) {
+            tb__set_detail("it asks for bucket %zu twice, or is not to get it", bucket);
             return false;
-        l->staged[l->nstaged++] = (uint32_t)(from - flow->members);
+        }
+        l->staged[l->nstaged++] = position;
     }
     from->has_reach = tb__unpack_is_done(message);
     return from->has_reach;

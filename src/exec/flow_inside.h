@@ -2,7 +2,8 @@
  * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
  * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
  * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
- * flow_commit.c (shadowed receives), flow_memory.c (memory that the program takes away), flow_dump.c. */
+ * flow_commit.c (shadowed receives), flow_memory.c (memory that the program takes away), flow_unsent.c (messages that
+ * could not be sent), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
 
@@ -52,8 +53,9 @@ typedef struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
-    char *gone_why;  /* a sentence; NULL: there was no memory for it */
-    int64_t lost_ms; /* when that was noticed; 0: it has left in an orderly way */
+    char *gone_why;     /* a sentence; NULL: there was no memory for it */
+    int64_t lost_ms;    /* when that was noticed; 0: it has left in an orderly way */
+    bool is_uninformed; /* a message to it could not be sent: it has to hear that the flow is broken */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;
@@ -196,6 +198,9 @@ struct tb__flow {
     char *what;
     tb_status broken; /* and why */
     char why[TB__WHY_MAX];
+    tb_status failure; /* it is going to break, and why */
+    char failure_why[TB__WHY_MAX];
+    tb__task failing; /* breaks it, and tells those who have to hear of it */
     tb__flow_tensor *tensors;
     member *members;
     size_t nmembers, self, ngone;
@@ -282,8 +287,10 @@ struct tb__flow {
 /* flow.c */
 member *tb__flow_find(tb__flow *flow, int32_t rank);
 void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt);
+/* Takes over what is packed. If it can't be sent, the flow breaks, soon. */
 void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack);
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt);
+void tb__flow_no_room(tb__flow *flow, const member *from); /* for a message of its: the flow breaks, soon */
 /* Plans, the first time. A failure breaks the flow. */
 bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
 /* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
@@ -447,6 +454,9 @@ parcel *tb__parcel_create_out(tb__flow *flow, lane *l, size_t bucket);
 /* flow_pieces.c: a bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of
  * its targets. Whoever calls frees the pieces; NULL: it needs a buffer. */
 tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
+
+/* flow_unsent.c: breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
+void tb__flow_fail_later(tb__flow *flow, tb_status status);
 
 /* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was taken away. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);

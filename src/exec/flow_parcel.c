@@ -245,9 +245,25 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     const tb_bucket *bucket = &flow->ir->buckets[a.bucket];
     int64_t nbytes = l->is_shipper ? tb__flow_raw_size(flow, bucket) : bucket->total_bytes;
     bool makes_sense = l->is_shipper ? l->nfeeders > 1 : l->is_target && l->parent == a.member;
-    if (!makes_sense || (int64_t)a.nbytes != nbytes)
+    if (!makes_sense || (int64_t)a.nbytes != nbytes) {
+        tb__set_detail("it announces %zu bytes of bucket %zu, which has %" PRId64 " and comes from %s", a.nbytes,
+                       a.bucket, nbytes, makes_sense ? "it" : "elsewhere");
         return false;
-    return tb__flow_find_abort(flow, attempt) || tb__vec_push(&flow->announcements, a);
+    }
+    if (tb__flow_find_abort(flow, attempt))
+        return true;
+    bool is_known = !l->is_shipper && attempt == flow->recv.attempt && flow->is_taken[a.bucket];
+    for (size_t i = 0; i < flow->announcements.count && !is_known; i++) {
+        const announcement *other = &flow->announcements.item[i];
+        is_known = other->bucket == a.bucket && other->member == a.member && other->attempt == attempt;
+    }
+    if (is_known) {
+        tb__set_detail("it announces bucket %zu twice", a.bucket);
+        return false;
+    }
+    if (!tb__vec_push(&flow->announcements, a))
+        tb__flow_no_room(flow, from);
+    return true;
 }
 
 void tb__flow_forget_bucket(tb__flow *flow, size_t at) {

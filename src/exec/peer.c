@@ -20,6 +20,7 @@ enum {
     FRAME_ROOM = 4096,     /* with what fits behind the header */
     MAX_MESSAGE = 1 << 30, /* bytes */
     RANK_BITS = 20,
+    AGAIN_MS = 20, /* until what there was no memory for is tried again */
 };
 
 _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "a bus rank fits");
@@ -149,6 +150,30 @@ static uint32_t frame_port(const tb__peer *peer, uint64_t *nbytes) {
     return port;
 }
 
+static void receive_body(tb__peer *peer);
+
+static bool receive_again(tb__task *task) {
+    tb__peer *peer = (tb__peer *)((char *)task - offsetof(tb__peer, again));
+    if (peer->is_lost || peer->engine->stopping || tb__now_ms() < task->deadline_ms)
+        return false;
+    task->deadline_ms = INT64_MAX;
+    if (peer->awaits_body)
+        receive_body(peer);
+    else
+        receive_frame(peer);
+    return true;
+}
+
+/* There is no memory to receive what comes next. If the peer were lost for it, it would not hear of that. */
+static void receive_later(tb__peer *peer, bool is_body) {
+    peer->awaits_body = is_body;
+    if (!peer->again.step) {
+        peer->again.step = receive_again;
+        tb__engine_add_task(peer->engine, &peer->again);
+    }
+    peer->again.deadline_ms = tb__now_ms() + AGAIN_MS;
+}
+
 static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, void *base, size_t nbytes) {
     peer->receive_piece = (tb_piece){base, nbytes};
     peer->receive = (tb_op){.kind = TB_OP_RECV,
@@ -158,8 +183,14 @@ static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, 
                             .npieces = 1,
                             .done = done,
                             .arg = peer};
-    if (tb__peer_post(peer, &peer->receive) != TB_OK)
+    tb_status status = tb__peer_post(peer, &peer->receive);
+    if (status == TB_NO_MEMORY) {
+        free(peer->body);
+        peer->body = NULL;
+        receive_later(peer, tag == TB__TAG_BODY);
+    } else if (status != TB_OK) {
         break_off(peer, tb_error_detail());
+    }
 }
 
 /* Nothing is received from it any more. Peers stay, and those that come again and again would add up. */
@@ -202,11 +233,19 @@ static void on_frame(tb_op *op) {
         receive_frame(peer);
     } else if (op->nbytes != FRAME_HEADER || nbytes > MAX_MESSAGE) {
         break_off(peer, "it sent what makes no sense");
-    } else if (!(peer->body = tb__malloc(nbytes, 1))) {
-        break_off(peer, "there is no memory for what it sent");
     } else {
-        post_receive(peer, on_body, TB__TAG_BODY, peer->body, nbytes);
+        receive_body(peer);
     }
+}
+
+static void receive_body(tb__peer *peer) {
+    uint64_t nbytes;
+    (void)frame_port(peer, &nbytes);
+    peer->body = tb__malloc(nbytes, 1);
+    if (peer->body)
+        post_receive(peer, on_body, TB__TAG_BODY, peer->body, nbytes);
+    else
+        receive_later(peer, true);
 }
 
 static void receive_frame(tb__peer *peer) {
@@ -231,7 +270,7 @@ void tb__peer_on_reached(void *arg, int32_t wire) {
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
 
-typedef struct outgoing {
+typedef struct tb__outgoing {
     tb__peer *peer;
     tb_op frame, body;
     tb_piece pieces[2];
@@ -249,8 +288,22 @@ static void on_sent(tb_op *op) {
     }
 }
 
+/* The second part of a long message. One whose first part has gone out has to follow it, or the peer would take the
+ * next message for it: it is kept, and goes before anything else. */
+static tb_status post_body(tb__peer *peer, outgoing *out) {
+    tb_status status = tb__peer_post(peer, &out->body);
+    bool is_kept = status != TB_OK && status != TB_LOST;
+    peer->unposted = is_kept ? out : NULL;
+    if (status != TB_OK && !is_kept)
+        on_sent(&out->body);
+    return status;
+}
+
 tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
-    outgoing *out = message->failed || peer->is_lost ? NULL : tb__calloc(1, sizeof *out);
+    tb_status status = peer->unposted && !peer->is_lost ? post_body(peer, peer->unposted) : TB_OK;
+    if (status == TB_LOST)
+        lose(peer, tb_error_detail());
+    outgoing *out = message->failed || peer->is_lost || status != TB_OK ? NULL : tb__calloc(1, sizeof *out);
     if (!out) {
         bool is_short = message->failed || !peer->is_lost;
         tb__pack_fini(message);
@@ -281,15 +334,12 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message) {
                         .npieces = 1,
                         .done = on_sent,
                         .arg = out};
-    tb_status status = tb__peer_post(peer, &out->frame);
-    if (status != TB_OK)
-        out->left--;
-    if (is_long && (status != TB_OK || (status = tb__peer_post(peer, &out->body)) != TB_OK))
-        out->left--;
-    if (out->left == 0) {
-        peer->nunsent--;
-        tb__pack_fini(&out->message);
-        free(out);
+    status = tb__peer_post(peer, &out->frame);
+    if (status != TB_OK) {
+        out->left = 1;
+        on_sent(&out->frame);
+    } else if (is_long) {
+        status = post_body(peer, out);
     }
     tb__engine_wake(peer->engine);
     if (status == TB_LOST) {
@@ -363,6 +413,8 @@ static tb_status refuse(const tb__engine *engine, const char *label, tb__unpack 
 }
 
 static void free_peer(tb__peer *peer) {
+    if (peer->unposted)
+        on_sent(&peer->unposted->body);
     free(peer->label);
     free(peer->host);
     free(peer->why);

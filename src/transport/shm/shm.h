@@ -275,6 +275,8 @@ void shm_file_drop(shm *s, shm_file *file);
 /* Sends its descriptor, unless the peer has it. */
 tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer);
 void shm_files_close(shm *s);
+/* A peer's ring; NULL, with a sentence, if it can't be used. */
+unsigned char *shm_map_ring(int fd);
 bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd);
 void shm_on_forget(shm_peer *peer, const shm_frame *frame);
 void shm_on_again(shm *s, shm_peer *peer, const shm_frame *frame);

@@ -16,7 +16,28 @@
 
 static bool is_sealed(int fd) {
     int seals = fcntl(fd, F_GET_SEALS);
-    return seals >= 0 && seals & F_SEAL_SHRINK;
+    bool is = seals >= 0 && seals & F_SEAL_SHRINK;
+    if (!is)
+        tb__set_detail("its memory is no memfd that is sealed against shrinking");
+    return is;
+}
+
+/* A ring that is shorter than it should be, or becomes so, would be a fault when it is read. Older versions leave the
+ * sealing to us. */
+unsigned char *shm_map_ring(int fd) {
+    const size_t nbytes = (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE;
+    struct stat info;
+    (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK);
+    if (!is_sealed(fd))
+        return NULL;
+    if (fstat(fd, &info) != 0 || info.st_size < (off_t)nbytes) {
+        tb__set_detail("its ring has less than the %zu bytes of one", nbytes);
+        return NULL;
+    }
+    unsigned char *ring = shm_map_fd(fd, nbytes);
+    if (!ring)
+        tb__set_detail("mapping its ring: %s", strerror(errno));
+    return ring;
 }
 
 /* A place in the list of files; SIZE_MAX if memory is short. */

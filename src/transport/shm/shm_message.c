@@ -2,6 +2,7 @@
 #include "transport/shm/shm.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -224,6 +225,7 @@ static bool make_ring(shm *s, shm_peer *peer) {
         return false;
     }
     peer->ring_free = (1U << SHM_RING_SLOTS) - 1;
+    (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); /* the peer sees to it, too */
     shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_RING}, fd);
     return true;
 }
@@ -274,9 +276,11 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
                      .slot = frame->slot,
                      .npieces = npieces};
     memcpy(o->pieces, data, nbytes);
+    bool is_good = true;
     for (size_t i = 0; i < npieces; i++)
-        sum += o->pieces[i].nbytes;
-    if (npieces && sum != frame->nbytes) {
+        is_good &= !__builtin_add_overflow(sum, o->pieces[i].nbytes, &sum);
+    if (npieces && (!is_good || sum != frame->nbytes)) {
+        tb__set_detail("it offered %" PRIu64 " bytes, in pieces that have others", frame->nbytes);
         free(o);
         return false;
     }
@@ -313,8 +317,10 @@ static bool on_chunk(shm *s, shm_peer *peer, const shm_frame *frame) {
     if (!peer->ring_in || frame->tag >= SHM_RING_SLOTS || frame->nbytes > SHM_RING_SLOT_SIZE)
         return false;
     shm_offer *o = find_taken(peer, frame); /* none if the receive was given up */
-    if (o && frame->nbytes > o->arrival.nbytes - o->taker->at)
+    if (o && (!o->by_ring || frame->nbytes > o->arrival.nbytes - o->taker->at)) {
+        tb__set_detail("it sent more of a message than it had offered, or in another way");
         return false;
+    }
     if (o) {
         shm_posted *p = o->taker;
         tb__pieces_scatter(p->op->pieces, p->op->npieces, p->at, peer->ring_in + frame->tag * SHM_RING_SLOT_SIZE,
@@ -339,6 +345,7 @@ static bool on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
 }
 
 bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
+    tb__set_detail("it sent what makes no sense");
     shm_peer *peer = link->peer;
     shm_posted *p;
     char why[96];
@@ -395,7 +402,7 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
             return false;
         }
         if (fd >= 0 && !peer->ring_in)
-            peer->ring_in = shm_map_fd(fd, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+            peer->ring_in = shm_map_ring(fd);
         return peer->ring_in != NULL;
     default:
         return false;

@@ -2,6 +2,7 @@
 #include "transport/shm/shm.h"
 #include "../tests/support/conformance.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -361,6 +362,58 @@ static void bad_memory_is_refused(void **state) {
     unmake(&e);
 }
 
+/* Sends a ring, and that something is in its last slot. False: the other end has lost us, and says why. */
+static bool send_ring(endpoints *e, int fd, char *why, size_t room) {
+    static unsigned char large[SHM_RING_SLOT_SIZE];
+    other o = {.lost = TB_NO_RANK};
+    tb_piece in = {large, sizeof large};
+    tb_op receive;
+    ((shm *)e->a.context)->env = (tb_transport_env){.rank = e->rank_a, .arg = &o, .lost = note_loss};
+    make_op(&receive, TB_OP_RECV, e->rank_b, 7, &in, 1);
+    assert_int_equal(tb__transport_post(&e->a, &receive), TB_OK);
+    shm_peer *peer = shm_find(e->b.context, e->rank_a), *there = shm_find(e->a.context, e->rank_b);
+    shm_frame offer = {.kind = SHM_OFFER, .tag = 7, .serial = 1, .nbytes = sizeof large};
+    shm_frame chunk = {.kind = SHM_CHUNK, .tag = SHM_RING_SLOTS - 1, .serial = 1, .nbytes = sizeof large};
+    shm_link_send(e->b.context, &peer->out, &(shm_frame){.kind = SHM_RING}, dup(fd));
+    shm_link_send(e->b.context, &peer->out, &offer, -1);
+    shm_link_send(e->b.context, &peer->out, &chunk, -1);
+    for (int i = 0; i < 60 && receive.state && !there->is_lost; i++) {
+        struct pollfd wait = {.fd = e->a.ops->fd(e->a.context), .events = POLLIN};
+        poll(&wait, 1, 1000);
+        e->a.ops->progress(e->a.context);
+    }
+    tb__transport_cancel(&e->a, &receive);
+    ((shm *)e->a.context)->env = (tb_transport_env){.rank = e->rank_a};
+    snprintf(why, room, "%s", o.why);
+    return !there->is_lost;
+}
+
+static void rings_are_checked(void **state) {
+    (void)state;
+    const off_t whole = (off_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE;
+    for (int i = 0; i < 4; i++) {
+        endpoints e;
+        char why[64];
+        int fd = i == 3 ? open("/dev/zero", O_RDWR | O_CLOEXEC) : memfd_create("ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        make(&e);
+        for (int j = 0; j < 10; j++) { /* until they know each other */
+            e.a.ops->progress(e.a.context);
+            e.b.ops->progress(e.b.context);
+        }
+        if (i < 3)
+            assert_int_equal(ftruncate(fd, i == 0 ? PAGE : i == 1 ? whole - PAGE : whole), 0);
+        assert_int_equal(send_ring(&e, fd, why, sizeof why), i == 2);
+        if (i < 2)
+            assert_non_null(strstr(why, "its ring has less than"));
+        if (i == 2) /* which can't be made shorter any more */
+            assert_int_equal(ftruncate(fd, PAGE), -1);
+        if (i == 3)
+            assert_non_null(strstr(why, "sealed against shrinking"));
+        close(fd);
+        unmake(&e);
+    }
+}
+
 /* All numbers can be in use, and a number that was given back can be had again, as another registration. */
 static void registrations_run_out(void **state) {
     (void)state;
@@ -451,6 +504,7 @@ int main(void) {
                                        cmocka_unit_test(a_lost_peers_files_go),
                                        cmocka_unit_test(a_file_may_grow),
                                        cmocka_unit_test(bad_memory_is_refused),
+                                       cmocka_unit_test(rings_are_checked),
                                        cmocka_unit_test(registrations_run_out),
                                        cmocka_unit_test(nonsense_is_refused),
                                        cmocka_unit_test(other_users_are_out_of_reach)};

@@ -1,0 +1,163 @@
+/* Messages that no honest rank sends: where a tensor is said to be, and what else is used as an offset, a size or a
+ * count. The batch is refused with a sentence, and the process lives on. */
+#include "bus/accord.h"
+#include "bus/bus_test.h"
+#include "exec/flow_inside.h"
+
+enum { SIDE = 64 };
+
+/* What a BIND says, if not the truth. */
+typedef struct lie {
+    const char *words; /* of the refusal; NULL: it is none */
+    uint64_t offset;
+    int64_t strides[2]; /* 0: the true ones */
+    bool is_word;       /* of the word: */
+    uint64_t word_offset;
+    bool has_small_words; /* the words' key is the one of a small region */
+    uint64_t tensor;      /* key of the tensor */
+    bool twice, is_cut;
+} lie;
+
+static tb__flow *flow_of(const tb_batch *batch) {
+    const tb__accord *accord = batch->accords.item[0];
+    return accord->flows[strcmp(accord->pair->sides[0].group, "a") != 0];
+}
+
+static void pack_key(tb__pack *pack, tb__region *region, tb__peer *peer) {
+    tb_mem_key key = {0};
+    check_ok(tb__region_export(region, peer, &key));
+    tb__pack_bytes(pack, key.bytes, key.nbytes);
+}
+
+/* With the lock held. */
+static void send_lie(tb__flow *flow, const lie *l) {
+    tb__pack pack = {0};
+    member *reader = NULL;
+    for (size_t i = 0; i < flow->nmembers; i++)
+        reader = flow->members[i].is_reader ? &flow->members[i] : reader;
+    flow->is_bound = true; /* so that the truth is not told */
+    tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
+    tb__pack_u32(&pack, false);
+    pack_key(&pack, l->has_small_words ? flow->src_regions[0] : flow->words_region, reader->peer);
+    tb__pack_u64(&pack, l->is_word ? l->word_offset : (uint64_t)((char *)reader->word - flow->words));
+    tb__pack_u32(&pack, 1 + l->twice);
+    for (int i = 0; i <= l->twice; i++) {
+        tb__pack_u64(&pack, l->tensor);
+        tb__pack_u32(&pack, false);
+        pack_key(&pack, flow->src_regions[0], reader->peer);
+        tb__pack_u64(&pack, l->offset);
+        for (int d = 0; d < 2; d++)
+            tb__pack_i64(&pack, l->strides[d] ? l->strides[d] : flow->tensors[0].src.strides[d]);
+    }
+    pack.count -= l->is_cut;
+    check_ok(tb__engine_send(reader->peer, reader->port, &pack));
+}
+
+/* Whoever hears of a refusal early can't even begin. */
+static tb_status move(rank *r, setup *s, tb_transfer **t) {
+    tb_status status = (is_a(r) ? tb_send : tb_recv)(s->batch, NULL, t);
+    return status == TB_OK ? tb_wait(*t, TB_COMMITTED, -1) : status;
+}
+
+static void tell_a_lie(rank *r) {
+    const lie *l = r->scene->shared;
+    tb_transfer *t = NULL;
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", SIDE, SIDE, NULL);
+    meet(r);
+    if (is_a(r)) {
+        part_fill(&s.w, 1);
+        tb__engine_lock(r->world->engine);
+        check_ok(tb__flow_plan(flow_of(s.batch)));
+        send_lie(flow_of(s.batch), l);
+        tb__engine_unlock(r->world->engine);
+    }
+    tb_status status = move(r, &s, &t);
+    if (l->words) {
+        check_fails(status, TB_INVALID, l->words);
+        check(strstr(tb_error_detail(), "(a 0) sent a message about batch 'step' that makes no sense"));
+        check(is_a(r) || part_is_poison(&s.w));
+    } else {
+        check_ok(status);
+    }
+    tb_transfer_destroy(t);
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_places(void **state) {
+    (void)state;
+    static const char outside[] = "tensor 'w' is not inside of its memory", word[] = "its word";
+    const int64_t most = INT64_MAX, least = INT64_MIN;
+    const lie lies[] = {
+        {.words = NULL},
+        {.words = outside, .offset = 1},
+        {.words = outside, .offset = (uint64_t)SIDE * SIDE * 4},
+        {.words = outside, .offset = (uint64_t)1 << 40},
+        {.words = outside, .offset = INT64_MAX},
+        {.words = outside, .offset = UINT64_MAX},
+        {.words = outside, .offset = UINT64_MAX - 3},
+        {.words = outside, .strides = {SIDE + 1}},
+        {.words = outside, .strides = {(int64_t)1 << 40}},
+        {.words = outside, .strides = {most, 1}},
+        {.words = outside, .strides = {1, most}},
+        {.words = outside, .strides = {least, least}},
+        {.words = outside, .strides = {-SIDE, 1}},
+        {.words = outside, .strides = {-SIDE, -1}, .offset = 4},
+        {.words = outside, .strides = {-((int64_t)1 << 40), 1}, .offset = (uint64_t)1 << 62},
+        {.words = NULL, .strides = {-SIDE, -1}, .offset = ((uint64_t)SIDE * SIDE - 1) * 4},
+        {.words = word, .is_word = true, .word_offset = (uint64_t)1 << 40},
+        {.words = word, .is_word = true, .word_offset = UINT64_MAX - 7},
+        {.words = word, .is_word = true, .word_offset = 4},
+        {.words = word, .is_word = true, .word_offset = (uint64_t)SIDE * SIDE * 4, .has_small_words = true},
+        {.words = "there is no tensor of key 77", .tensor = 77},
+        {.words = "tensors are not in order", .twice = true},
+        {.words = "it can't be read", .is_cut = true},
+    };
+    for (size_t i = 0; i < sizeof lies / sizeof *lies; i++)
+        run_ranks(tell_a_lie, 1, 1, &lies[i]);
+}
+
+/* A bucket that is announced twice must not count for two. */
+static void announce_twice(rank *r) {
+    tb_batch_opts opts = {.size = sizeof opts, .staged = true, .bucket_size = 4096};
+    tb_transfer *t = NULL;
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", SIDE, SIDE, &opts);
+    exchange(r, &s, "a", 1);
+    meet(r);
+    if (is_a(r)) {
+        tb__flow *flow = flow_of(s.batch);
+        tb__engine_lock(r->world->engine);
+        const tb_chunk *first = tb__flow_first_chunk(flow, 0);
+        for (int i = 0; i < 2; i++) {
+            tb__pack pack = {0};
+            tb__flow_begin_message(flow, &pack, MESSAGE_BUCKET, 2);
+            tb__pack_u64(&pack, first->id);
+            tb__pack_u32(&pack, first->part);
+            tb__pack_u64(&pack, TB__NOWHERE - (size_t)i);
+            tb__pack_u64(&pack, (uint64_t)flow->ir->buckets[0].total_bytes);
+            tb__pack_u64(&pack, 0);
+            for (size_t m = 0; m < flow->nmembers; m++) {
+                if (flow->members[m].is_reader)
+                    check_ok(tb__engine_send(flow->members[m].peer, flow->members[m].port, &pack));
+            }
+        }
+        tb__engine_unlock(r->world->engine);
+    }
+    part_poison(&s.w);
+    check_fails(move(r, &s, &t), TB_INVALID, "it announces bucket 0 twice");
+    tb_transfer_destroy(t);
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_announcements(void **state) {
+    (void)state;
+    run_ranks(announce_twice, 1, 1, NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_places), cmocka_unit_test(test_announcements)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
