@@ -901,8 +901,8 @@ typedef struct tb_client_transfer_opts {
  *
  * Tensors that the agent copies get what was received through a pair when the pair's part has succeeded, whatever
  * becomes of other pairs, and all of it at once; only their elements are written, and padding. What failed leaves them
- * as they are, and not torn, unless it was this write that failed. A batch with such tensors is not sent and received at
- * the same time (TB_REFUSED). */
+ * as they are, and not torn, unless it was this write that failed. A batch with such tensors is not sent and received
+ * at the same time (TB_REFUSED). */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
 
 /* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are

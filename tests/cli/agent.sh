@@ -28,7 +28,10 @@ agent=$!
 tries=0
 until "$TENSORBUS" status --socket "$tmp/a" --token-file "$tmp/longest" >"$tmp/status" 2>&1; do
     tries=$((tries + 1))
-    [ "$tries" -lt 200 ] && kill -0 "$agent" 2>/dev/null || { fail "no agent: $(cat "$err" "$tmp/status")"; break; }
+    if [ "$tries" -ge 200 ] || ! kill -0 "$agent" 2>/dev/null; then
+        fail "no agent: $(cat "$err" "$tmp/status")"
+        break
+    fi
     sleep 0.1
 done
 grep -q '^a 0' "$tmp/status" || fail "status: $(cat "$tmp/status")"
