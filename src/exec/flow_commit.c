@@ -75,7 +75,7 @@ static bool is_lead(const tb__flow *flow) {
 
 /* Whoever is prepared may ask the store about the attempt. */
 static void note_question(tb__flow *flow, uint64_t attempt) {
-    span *last = flow->questions.count ? &flow->questions.item[flow->questions.count - 1] : NULL;
+    attempt_span *last = flow->questions.count ? &flow->questions.item[flow->questions.count - 1] : NULL;
     if (last && attempt <= last->last + 1) {
         last->first = attempt < last->first ? attempt : last->first;
         last->last = attempt > last->last ? attempt : last->last;
@@ -85,7 +85,7 @@ static void note_question(tb__flow *flow, uint64_t attempt) {
         flow->questions.item[1].first = flow->questions.item[0].first;
         memmove(flow->questions.item, flow->questions.item + 1, --flow->questions.count * sizeof *last);
     }
-    if (!tb__vec_push(&flow->questions, (span){attempt, attempt}))
+    if (!tb__vec_push(&flow->questions, (attempt_span){attempt, attempt}))
         tb__log(TB_LOG_INFO, "no memory: what is decided about version %" PRIu64 " of %s stays in the store",
                 tb__flow_number(flow, attempt), flow->what);
 }
@@ -288,7 +288,7 @@ static tb_status commit(tb__flow *flow, uint64_t attempt, void (*committing)(voi
  * the last one: nobody will ask about those any more. */
 static void forget_old(tb__flow *flow, uint64_t attempt) {
     while (flow->questions.count && flow->questions.item[0].first + 2 <= attempt) {
-        span *oldest = &flow->questions.item[0];
+        attempt_span *oldest = &flow->questions.item[0];
         flow->o.shadow.forget(flow->o.shadow.arg, oldest->first++);
         if (oldest->first > oldest->last)
             memmove(oldest, oldest + 1, --flow->questions.count * sizeof *oldest);

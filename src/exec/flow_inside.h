@@ -181,9 +181,9 @@ typedef struct issued {
     uint64_t attempt, number;
 } issued;
 
-typedef struct span {
+typedef struct attempt_span {
     uint64_t first, last;
-} span;
+} attempt_span;
 
 /* Attempts that have ended without success. What is said of them is said of the last one. */
 typedef struct tb__abort {
@@ -249,7 +249,7 @@ struct tb__flow {
         tb_status status; /* the reason of an abort */
         char why[TB__WHY_MAX];
     } verdict;              /* the last one */
-    TB_VEC(span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
+    TB_VEC(attempt_span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
 
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
