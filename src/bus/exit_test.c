@@ -1,5 +1,6 @@
 /* Processes that end as soon as their own part in a transfer is committed, without a word: what the others have got by
- * then is enough for them. The first process serves the store, starts the members, and collects how they ended. */
+ * then is enough for them. The first process serves the store, starts the members, and collects how they ended.
+ * TB_CONFIG=WORDS plays only the configurations that have these words in their names. */
 #include "bus/members_test.h"
 
 #include <sys/prctl.h>
