@@ -475,8 +475,8 @@ TB_API tb_status tb_world_progress(tb_world *world);
 /* The memory is about to be freed or moved. Transfers of this world that use it fail, on all their ranks, with
  * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services. What was
  * released, or is in a snapshot, is not affected. TB_OK says that nothing reads or writes the memory any more, in this
- * process or by way of a peer, and that a peer that has read it meanwhile, or still does, fails. Batches with tensors in
- * it have to be made again, also those that have not moved yet.
+ * process or by way of a peer, and that a peer that has read it meanwhile, or still does, fails. Batches with tensors
+ * in it have to be made again, also those that have not moved yet.
  *
  * Waits for copies that are under way, until the world's timeout_ms: TB_TIMEOUT, "still in use by ...", and the memory
  * must stay; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a function that the
