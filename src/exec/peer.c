@@ -464,7 +464,9 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     int32_t wire = tb__wire_rank(rank, incarnation);
     uint64_t hash = tb__checksum(contact, nbytes);
     tb__peer *known = tb__engine_find_peer(engine, rank, incarnation);
-    if (known && known->contact != hash)
+    bool may_renew = known && known->is_over && tb__peer_can_reconnect(known);
+    /* A store that was lost with its processes may give the number of a dead one again. */
+    if (known && known->contact != hash && !may_renew)
         return tb__fail(TB_CONFLICT,
                         "%s has the number of another process, %s, which we met before the store was lost: one of them "
                         "has to be started again",
@@ -475,7 +477,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     char why[128] = "";
     const char *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX), *version = tb__unpack_string(&reader);
     *out = known;
-    if (known && !(known->is_over && tb__peer_can_reconnect(known)))
+    if (known && !may_renew)
         return connect_known(known, reader);
     TB_TRY(check_version(label, reader.failed ? NULL : version));
     bool is_near = memcmp(engine->host, host, TB__CONTACT_PREFIX) == 0;
