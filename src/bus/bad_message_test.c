@@ -40,8 +40,9 @@ static void send_lie(tb__flow *flow, const lie *l) {
     tb__pack_u32(&pack, false);
     pack_key(&pack, l->has_small_words ? flow->src_regions[0] : flow->words_region, reader->peer);
     tb__pack_u64(&pack, l->is_word ? l->word_offset : (uint64_t)((char *)reader->word - flow->words));
-    tb__pack_u32(&pack, 1 + l->twice);
-    for (int i = 0; i <= l->twice; i++) {
+    uint32_t count = l->twice ? 2 : 1;
+    tb__pack_u32(&pack, count);
+    for (uint32_t i = 0; i < count; i++) {
         tb__pack_u64(&pack, l->tensor);
         tb__pack_u32(&pack, false);
         pack_key(&pack, flow->src_regions[0], reader->peer);

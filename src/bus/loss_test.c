@@ -80,7 +80,8 @@ static void cut_everywhere(const scenario *what) {
         uint64_t n = 0;
         do {
             scene s;
-            plan p = {.what = what, .victim = victim, .n = ++n};
+            n++;
+            plan p = {.what = what, .victim = victim, .n = n};
             scene_init(&s);
             s.transport = "cut";
             s.hosts = what->hosts;

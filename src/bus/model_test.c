@@ -294,7 +294,10 @@ static void test_conflicts_are_named_on_all_ranks(void **state) {
          .also = "Shard(0)' and 'mesh=2 place=Shard(1)",
          .layout = "mesh=2 place=Shard(1)"},
         {.words = "tensor 'x' was not added to batch 'step'", .also = "(a 1) has not"},
-        {.words = "batch 'step': unmatched parameters: 1 only in group 'a'", .also = "('z')", .layout = ROWS, .extra = "z"},
+        {.words = "batch 'step': unmatched parameters: 1 only in group 'a'",
+         .also = "('z')",
+         .layout = ROWS,
+         .extra = "z"},
     };
     for (size_t i = 0; i < sizeof conflicts / sizeof *conflicts; i++)
         run_ranks(disagree, 2, 2, &conflicts[i]);

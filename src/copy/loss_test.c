@@ -67,7 +67,8 @@ static void test_cut_at_every_call(void **state) {
         uint64_t n = 0;
         do {
             scene s;
-            plan p = {.victim = victim, .n = ++n};
+            n++;
+            plan p = {.victim = victim, .n = n};
             scene_init(&s);
             s.transport = "cut";
             run_ranks_in(&s, be_cut_off, NRANKS, 0, &p);

@@ -75,15 +75,16 @@ static bool is_lead(const tb__flow *flow) {
 
 /* Whoever is prepared may ask the store about the attempt. */
 static void note_question(tb__flow *flow, uint64_t attempt) {
-    attempt_span *last = flow->questions.count ? &flow->questions.item[flow->questions.count - 1] : NULL;
+    size_t count = flow->questions.count;
+    attempt_span *all = flow->questions.item, *last = count > 0 ? &all[count - 1] : NULL;
     if (last && attempt <= last->last + 1) {
         last->first = attempt < last->first ? attempt : last->first;
         last->last = attempt > last->last ? attempt : last->last;
         return;
     }
-    if (flow->questions.count == MOST_SPANS) { /* then some are forgotten that were never asked */
-        flow->questions.item[1].first = flow->questions.item[0].first;
-        memmove(flow->questions.item, flow->questions.item + 1, --flow->questions.count * sizeof *last);
+    if (last && count == MOST_SPANS) { /* then some are forgotten that were never asked */
+        all[1].first = all[0].first;
+        memmove(all, all + 1, --flow->questions.count * sizeof *all);
     }
     if (!tb__vec_push(&flow->questions, (attempt_span){attempt, attempt}))
         tb__log(TB_LOG_INFO, "no memory: what is decided about version %" PRIu64 " of %s stays in the store",

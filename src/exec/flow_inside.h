@@ -248,7 +248,7 @@ struct tb__flow {
         tb__verdict verdict;
         tb_status status; /* the reason of an abort */
         char why[TB__WHY_MAX];
-    } verdict;              /* the last one */
+    } verdict;                      /* the last one */
     TB_VEC(attempt_span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
 
     uint64_t version; /* that is in the targets */

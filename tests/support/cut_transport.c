@@ -31,14 +31,14 @@ typedef struct endpoint {
     int32_t peers[MAX_PEERS];
     bool is_lost[MAX_PEERS];
     size_t npeers;
-    LIST_HEAD(, tracked) ops;
+    LIST_HEAD(tracked_list, tracked) ops;
     int32_t gone[MAX_PEERS]; /* peers that were cut off, for this one to hear of */
     size_t ngone;
     LIST_ENTRY(endpoint) link;
 } endpoint;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list, and `gone` of all in it */
-static LIST_HEAD(, endpoint) endpoints = LIST_HEAD_INITIALIZER(endpoints);
+static LIST_HEAD(endpoint_list, endpoint) endpoints = LIST_HEAD_INITIALIZER(endpoints);
 static _Thread_local endpoint *last_opened;
 static atomic_bool has_happened;
 

@@ -17,7 +17,7 @@ enum {
 
 /* Which experts each of two ranks has: a shuffle, cut in the middle. */
 static void make_layout(uint64_t seed, char *out, size_t room) {
-    int expert[EXPERTS];
+    int expert[EXPERTS] = {0};
     size_t n = (size_t)snprintf(out, room, "mesh=2 place=Explicit(0, ");
     for (int i = 0; i < EXPERTS; i++) {
         seed = seed * 6364136223846793005U + 1442695040888963407U;
