@@ -394,6 +394,9 @@ void tb__batch_settle_version(tb_batch *batch) {
 
 void tb_batch_query(tb_batch *batch, tb_batch_state *out) {
     uint64_t lowest;
+    *out = (tb_batch_state){0};
+    if (tb__world_check(batch->world, "batch") != TB_OK)
+        return;
     tb__engine_lock(batch->world->engine);
     *out = (tb_batch_state){.version = batch->together, .is_mixed = is_mixed(batch, &lowest)};
     for (size_t i = 0; i < batch->accords.count; i++) {

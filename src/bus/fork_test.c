@@ -93,6 +93,9 @@ static void use_batch(const inherited *o) {
     refused(tb_batch_dump(o->batch, true, &text), "batch");
     refused(tb_batch_remove_pair(o->batch, o->pair), "batch");
     refused(tb_batch_version(o->batch, o->pair, &version, &is_torn), "batch");
+    tb_batch_state together;
+    tb_batch_query(o->batch, &together);
+    child_check(together.version == 0 && tb_world_plan_bytes(o->world) == 0);
     refused(tb_send(o->batch, NULL, &transfer), "batch");
     refused(tb_recv(o->batch, NULL, &transfer), "batch");
     refused(tb_reshard_execute(o->batch, "a", NULL, &state, &state), "batch");

@@ -197,6 +197,8 @@ void tb__plans_query(const tb_world *world, tb__plans_state *out) {
 
 uint64_t tb_world_plan_bytes(const tb_world *world) {
     tb__plans_state state;
+    if (tb__world_check(world, "world") != TB_OK)
+        return 0;
     tb__plans_query(world, &state);
     return state.nbytes;
 }

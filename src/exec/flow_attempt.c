@@ -134,16 +134,19 @@ bool tb__flow_is_offered(const tb__flow *flow) {
     return (is_taken || tb__flow_next_attempt(flow, false) <= flow->started) && flow->broken == TB_OK;
 }
 
-/* Attempts that were given up before this rank came are not its own; what is given up from now on is. But a sender that
- * came too late to its own must not send it as the next, which is another version: it stops before the last of them,
- * and ends by that. */
+/* A receiver passes over attempts that ended before it came. A sender passes over those that are older than its own,
+ * by number. If its own has ended, it stops before that one and fails by it: sent with the next attempt, it would be
+ * mixed with another version. Within an entry, numbers are counted back from the last attempt. */
 void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    uint64_t *last = tb__flow_last_of(flow, is_send), next = tb__flow_next_attempt(flow, is_send);
-    const tb__abort *abort = next > *last + 1 ? tb__flow_find_abort(flow, next - 1) : NULL;
-    *last = next - 1;
-    if (is_send && abort && abort->number >= leg->number) {
-        --*last;
-        leg->number = abort->number;
+    uint64_t *last = tb__flow_last_of(flow, is_send);
+    for (const tb__abort *abort; (abort = tb__flow_find_abort(flow, *last + 1)); *last = abort->last) {
+        if (!is_send || abort->number < leg->number)
+            continue;
+        uint64_t back = abort->number - leg->number, most = abort->last - (*last + 1);
+        back = back < most ? back : most;
+        *last = abort->last - back - 1;
+        leg->number = abort->number - back;
+        return;
     }
 }

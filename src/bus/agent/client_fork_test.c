@@ -45,6 +45,7 @@ static void use_all(const guest_setup *s) {
     child_check(tb_client_fd(s->client) == -1);
     child_check(tb_client_rank(s->client) >= 0 && *tb_client_group(s->client) == 'a');
     refused(tb_client_batch_add(s->batch, "p", "v", &w), "batch");
+    refused(tb_client_batch_add_pair(s->batch, "p"), "batch");
     refused(tb_client_register(s->batch, 0), "batch");
     refused(tb_client_batch_remove_pair(s->batch, "p"), "batch");
     refused(tb_client_transfer(s->batch, true, NULL), "batch");

@@ -218,6 +218,7 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
 }
 
 tb_status tb_client_batch_add_pair(tb_client_batch *b, const char *pair) {
+    TB_TRY(tb__client_check(b->client, "batch"));
     const struct tb__client_pair *known = find_pair(b->client, pair);
     if (!known)
         return tb__fail(TB_INVALID, "there is no pair '%.100s'", pair);
