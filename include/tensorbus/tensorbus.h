@@ -652,8 +652,9 @@ TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t
 /* What this process has received through all pairs of the batch together. */
 typedef struct tb_batch_state {
     uint64_t version; /* the last that all pairs had at one time; 0: none */
-    bool is_mixed;    /* their versions differ by now: a receive has failed for some of them, or went without them */
-    bool is_torn;     /* the tensors of one of them are */
+    bool is_mixed;    /* the pairs' versions differ: a receive failed for some of them or went without them, or a
+                         sender was restarted and counts from 1 again */
+    bool is_torn;     /* some pair's tensors are torn */
 } tb_batch_state;
 
 TB_API void tb_batch_query(tb_batch *batch, tb_batch_state *out);

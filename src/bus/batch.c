@@ -388,7 +388,7 @@ static bool is_mixed(const tb_batch *batch, uint64_t *lowest) {
 void tb__batch_settle_version(tb_batch *batch) {
     uint64_t lowest;
     bool differ = is_mixed(batch, &lowest);
-    if (batch->accords.count > 0 && (!differ || lowest == 0)) /* who never had one has none together with others */
+    if (batch->accords.count > 0 && (!differ || lowest == 0)) /* a pair without any version makes it 0 */
         batch->together = lowest;
 }
 

@@ -327,7 +327,7 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
     return tb__directory_end_turn(directory, forget(directory, &inquiry, key.text));
 }
 
-/* A call that has the turn asks the store as well. */
+/* Not needed while another call has the turn: that one asks the store, too. */
 void tb__directory_ask(tb__directory *directory, int timeout_ms) {
     tb__store_value mark = {0};
     if (!tb__directory_is_connected(directory))

@@ -91,7 +91,7 @@ TB_API tb_status tb__world_join(const char *url, const char *group, int32_t inde
                                 const tb_world_opts *opts, tb_world **out);
 TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
 
-/* TB_REFUSED in a forked child, for an object of the world: the first thing that public calls ask. `what` it is is for
+/* TB_REFUSED in a forked child, for an object of the world: public calls check this first. `what` names the object in
  * the sentence. */
 tb_status tb__world_check(const tb_world *world, const char *what);
 /* In a forked child what is destroyed only gives memory back: that of the object itself, if nobody was changing it when

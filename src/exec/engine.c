@@ -27,7 +27,7 @@ void tb__engine_unlock(tb__engine *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* By the clock of the day, which ThreadSanitizer follows; it knows no pthread_mutex_clocklock. */
+/* By CLOCK_REALTIME: ThreadSanitizer does not intercept pthread_mutex_clocklock. */
 bool tb__engine_lock_until(tb__engine *engine, int64_t deadline_ms) {
     struct timespec until, left = tb__time_of_ms(tb__ms_until(deadline_ms));
     clock_gettime(CLOCK_REALTIME, &until);

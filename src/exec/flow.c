@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { DOUBT_MS = 1000 }; /* in which others say what went wrong */
+enum { DOUBT_MS = 1000 }; /* how long to wait for another rank's report of the cause */
 
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
@@ -102,7 +102,7 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     tb_status status = tb__engine_send(to->peer, to->port, pack);
     if (status == TB_OK)
         return;
-    to->is_uninformed = true;
+    to->missed_message = true;
     tb__flow_fail_later(flow, tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent",
                                               flow->o.rank, flow->what, to->peer->label));
 }

@@ -174,7 +174,7 @@ static bool reach(const tb__flow *flow, member *m, place *p, const span *read) {
     bool is_bad = read->is_bad || p->offset > INT64_MAX ||
                   __builtin_add_overflow((int64_t)p->offset, read->first, &first) ||
                   __builtin_add_overflow((int64_t)p->offset, read->last, &last) || first < 0;
-    tb_status status = is_bad ? tb__fail(TB_INVALID, "its offset and strides lead too far")
+    tb_status status = is_bad ? tb__fail(TB_INVALID, "its offset and strides overflow")
                               : check_inside(m, p->remote, (uint64_t)first, (uint64_t)last);
     if (status == TB_INVALID && tb__transport_is_valid(m->peer->transport, p->remote)) {
         tb__prefix_detail("tensor '%.100s' is not inside of its memory", flow->tensors[p->tensor].spec.name);
@@ -438,7 +438,7 @@ static bool find_word(member *from, uint64_t offset) {
 
 bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     if (!from->is_feeder || from->is_bound) {
-        tb__set_detail("it says a second time, or to nobody who reads, where its tensors are");
+        tb__set_detail("unexpected BIND: it has sent one already, or this rank reads nothing from it");
         return false;
     }
     bool wants_staging = tb__unpack_u32(message) != 0;

@@ -53,9 +53,9 @@ typedef struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
-    char *gone_why;     /* a sentence; NULL: there was no memory for it */
-    int64_t lost_ms;    /* when that was noticed; 0: it has left in an orderly way */
-    bool is_uninformed; /* a message to it could not be sent: it has to hear that the flow is broken */
+    char *gone_why;      /* a sentence; NULL: there was no memory for it */
+    int64_t lost_ms;     /* when that was noticed; 0: it has left in an orderly way */
+    bool missed_message; /* a message to it could not be sent: it has to hear that the flow is broken */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;

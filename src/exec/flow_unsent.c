@@ -14,12 +14,12 @@ static bool tell_uninformed(tb__flow *flow) {
     tb__flow_own_words(flow, flow->broken, flow->why, words);
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
-        if (!m->is_uninformed)
+        if (!m->missed_message)
             continue;
-        m->is_uninformed = false; /* it may be set again */
+        m->missed_message = false; /* it may be set again */
         if (i != flow->self)
             tb__flow_tell_abort(flow, i, 0, 0, flow->broken, words);
-        did |= !m->is_uninformed;
+        did |= !m->missed_message;
     }
     return did;
 }
@@ -35,7 +35,7 @@ static bool step(tb__task *task) {
         did = tell_uninformed(flow);
     task->deadline_ms = INT64_MAX;
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_uninformed)
+        if (flow->members[i].missed_message)
             task->deadline_ms = tb__now_ms() + AGAIN_MS;
     }
     return did;

@@ -126,7 +126,7 @@ static int run(const tb__config *config, const char *const *value) {
     int exit_status = TOOL_FAILED; /* what can't be printed was told of */
     if (status == TB_OK)
         exit_status = conclude(&b, value);
-    else if (!b.is_unheard)
+    else if (!b.output_failed)
         exit_status = tool_fail(TOOL_FAILED, "%s", tb_error_detail());
     free(b.table.cells.item);
     for (size_t i = 0; i < b.results.count; i++)

@@ -219,7 +219,7 @@ typedef struct bench {
     int64_t size;
     bool is_size_given;
     bool with_peers, with_hosts, is_json;
-    bool is_unheard; /* what is printed can't be written */
+    bool output_failed; /* what is printed can't be written */
     int nfailed;
     tool_table table;
     bench_bed bed; /* with_hosts */

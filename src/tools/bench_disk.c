@@ -217,7 +217,7 @@ static tb_status run_rounds(disk *d, int64_t size, bool is_size_given, bench_rou
     return TB_OK;
 }
 
-/* Gigabytes, if there are any. */
+/* Removes the folders of killed runs, which may have gigabytes. */
 static void remove_leftovers(void) {
     char pattern[512];
     glob_t found;

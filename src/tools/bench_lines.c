@@ -30,8 +30,8 @@ static tb_status publish(bench *b, bench_result result) {
         bench_add_json(&out, &result);
     else
         bench_add_row(&out, &b->table, &result);
-    b->is_unheard = tool_print(&out) != TOOL_OK;
-    return b->is_unheard ? TB_CANCELLED : TB_OK;
+    b->output_failed = tool_print(&out) != TOOL_OK;
+    return b->output_failed ? TB_CANCELLED : TB_OK;
 }
 
 /* A line that fails is told of, and the others are measured. The reason of the result is not taken. */

@@ -9,6 +9,13 @@ refused "^tensorbus agent: --rank 2 is none of the 2 seats" agent --name a --ran
 refused "^tensorbus agent: --rank takes a number" agent --name a --rank x --size 2 --store "unix:$tmp/s"
 refused "there is no token" agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --token-file /dev/null
 
+# UCX would end the process
+(
+    ulimit -n 28
+    refused "^tensorbus agent: opening UCX takes 32 file descriptors: .*its RLIMIT_NOFILE is 28" \
+        agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --socket "$tmp/a" --transport ucx
+) || exit 1
+
 # sockets stay in the user's folder
 mkdir -m 700 "$tmp/run"
 for name in ../../outside sub/name /tmp/outside .hidden ..; do

@@ -179,7 +179,7 @@ struct tb__agent {
     tb_world *world;
     tb__listener listener;
     int epoll, wake, stop;
-    int spare;          /* a descriptor that is given up to tell somebody that there are no others; -1: it is */
+    int spare;          /* closed to accept one client and tell it that descriptors ran out; -1: closed */
     bool is_full;       /* there is none: the listener is not watched */
     bool is_stopping;   /* what is under way ends ... */
     bool is_cut;        /* ... or is ended */

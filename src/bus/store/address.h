@@ -35,7 +35,7 @@ tb_status tb__address_parse(const char *base_url, tb__address *out);
 tb_status tb__host_port_parse(const char *text, tb__address *out);
 
 /* A connected socket, non-blocking, to be closed with tb__fd_close. TB_TIMEOUT if the other side is silent. `error` is
- * always written: the errno of the attempt, 0 where it did not come to one, or not of this. */
+ * always written: the errno of connect or socket; 0 if neither failed. */
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error);
 
 /* Nagle's delay has no place between small requests and replies. A host that has gone is found out within 25 seconds:

@@ -346,7 +346,8 @@ static void shm_disconnect(void *context, int32_t rank, const char *why) {
     shm_peer *peer = shm_find(s, rank);
     if (!peer || atomic_load(&peer->is_lost))
         return;
-    snprintf(peer->why, sizeof peer->why, "%s", why); /* whoever says so may be told something by its links */
+    snprintf(peer->why, sizeof peer->why, "%s",
+             why); /* the caller may be in a callback of its links, so it is lost later */
     peer->is_ending = true;
     eventfd_write(s->wake, 1);
 }

@@ -280,7 +280,7 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
     for (size_t i = 0; i < npieces; i++)
         is_good &= !__builtin_add_overflow(sum, o->pieces[i].nbytes, &sum);
     if (npieces && (!is_good || sum != frame->nbytes)) {
-        tb__set_detail("it offered %" PRIu64 " bytes, in pieces that have others", frame->nbytes);
+        tb__set_detail("it offered %" PRIu64 " bytes, but its pieces have %" PRIu64, frame->nbytes, (uint64_t)sum);
         free(o);
         return false;
     }

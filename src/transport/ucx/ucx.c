@@ -334,7 +334,25 @@ static void ucx_close(void *context) {
     free(u);
 }
 
+/* UCX ends the process if it gets no descriptor for its event thread. So the descriptors that it takes at first, some
+ * twenty with one network device, have to be there. */
+static tb_status check_descriptors(void) {
+    enum { NEEDED = 32 };
+    int fds[NEEDED], error = 0;
+    size_t count = 0;
+    while (count < NEEDED && error == 0) {
+        int fd = eventfd(0, EFD_CLOEXEC);
+        error = fd < 0 ? errno : 0;
+        if (fd >= 0)
+            fds[count++] = fd;
+    }
+    while (count > 0)
+        close(fds[--count]);
+    return error ? tb__fail(TB_IO, "opening UCX takes %d file descriptors: %s", NEEDED, tb__errno_text(error)) : TB_OK;
+}
+
 static tb_status ucx_open(const tb_transport_env *env, void **context) {
+    TB_TRY(check_descriptors());
     ucx *u = tb__calloc(1, sizeof *u);
     if (!u)
         return TB_NO_MEMORY;
@@ -416,7 +434,8 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
     ucx_address head;
     TB_TRY(check_address(address, nbytes, &head));
     if (peer->id != 0 && peer->id != head.id)
-        return tb__fail(TB_INVALID, "it is another one than before");
+        return tb__fail(TB_INVALID, "another process has its number: UCX id %" PRIx64 ", before %" PRIx64, head.id,
+                        peer->id);
     peer->id = head.id;
     if (peer->ep)
         return TB_OK;
