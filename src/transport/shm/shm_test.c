@@ -377,12 +377,13 @@ static bool send_ring(endpoints *e, int fd, char *why, size_t room) {
     shm_link_send(e->b.context, &peer->out, &(shm_frame){.kind = SHM_RING}, dup(fd));
     shm_link_send(e->b.context, &peer->out, &offer, -1);
     shm_link_send(e->b.context, &peer->out, &chunk, -1);
-    for (int i = 0; i < 60 && receive.state && !there->is_lost; i++) {
+    for (int i = 0; i < 60 && !there->ring_in && !there->is_lost; i++) {
         struct pollfd wait = {.fd = e->a.ops->fd(e->a.context), .events = POLLIN};
         poll(&wait, 1, 1000);
         e->a.ops->progress(e->a.context);
     }
-    tb__transport_cancel(&e->a, &receive);
+    if (!is_done(&receive))
+        tb__transport_cancel(&e->a, &receive);
     ((shm *)e->a.context)->env = (tb_transport_env){.rank = e->rank_a};
     snprintf(why, room, "%s", o.why);
     return !there->is_lost;
