@@ -182,13 +182,13 @@ tb_status tb__disk_layout_pieces(const tb__disk_tensor *tensor, int32_t rank, tb
 
 /* ---- Replicas (disk_replicas.c) ------------------------------------------------------------------------------ */
 
-enum { TB__DISK_SHARED = TB__DISK_SLOTS }; /* instead of a slot: the elements that other parts have, too */
-
-/* Bytes of a source rank's tensor that are to be compared with those of other ranks. */
+/* What of a source rank is to be compared: bytes of one of its tensors with those of its copies, or the elements that
+ * it shares with other parts. All copies of a tensor come before all shared elements. */
 typedef struct tb__disk_comparison {
-    int32_t source; /* index in the source mesh */
-    int slot;
-    int64_t first, nbytes; /* of a slot */
+    bool is_shared;
+    int32_t source;        /* index in the source mesh */
+    int slot;              /* of copies */
+    int64_t first, nbytes; /* of the slot */
 } tb__disk_comparison;
 
 /* Fills in replica_nbytes and shared_nbytes of a tensor that has its plan. */
