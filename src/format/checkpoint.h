@@ -96,11 +96,11 @@ typedef struct tb__checkpoint_writer tb__checkpoint_writer;
  * no limit. A tensor that is larger has a file of its own. One file is model.safetensors, several are
  * model-00001-of-00003.safetensors and so on, with an index: all as huggingface_hub does it. Each file has the notes.
  *
- * Makes the directory if it is not there. TB_REFUSED if it holds a model, or a file that would belong to none beside
- * the new index: old and new files would be mixed. */
+ * Makes the directory if it is not there. TB_REFUSED if another run writes into it, or if it holds files of a
+ * checkpoint: old and new files would be mixed. What killed runs left there is removed and counted. */
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
                                 const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
-                                tb__checkpoint_writer **out);
+                                tb__leftovers *removed, tb__checkpoint_writer **out);
 
 /* As for one file: parts in any order, from any threads, each byte once. */
 tb_status tb__checkpoint_write(tb__checkpoint_writer *writer, size_t i, int64_t offset, const void *bytes,

@@ -84,13 +84,15 @@ typedef struct tb__disk_opts {
     bool sync;              /* all is on the disk before any file has its name */
     bool trust_replicas;    /* reads the first replica and does not compare the others with it */
     bool verify;            /* reads everything back and compares it with the source before any file has its name */
+    tb__leftovers *removed; /* what killed runs had left in the target's directory; may be NULL */
     /* Called at the beginning of each pass, and then now and then, by the thread that runs it; anything but TB_OK ends
      * the run with that status. */
     tb_status (*progress)(void *arg, const tb__disk_state *state);
     void *arg;
 } tb__disk_opts;
 
-/* Writes the target. Makes the directory if it is not there; TB_REFUSED if it holds a checkpoint. Files have temporary
+/* Writes the target. Makes the directory if it is not there, and removes what killed runs left in it; TB_REFUSED if
+ * another run writes into it, or if it holds files of a checkpoint. Files have temporary
  * names until all are complete; after a failure nothing stays behind. Replicas of the source that differ are
  * TB_INVALID. */
 tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts);

@@ -190,7 +190,7 @@ refused "/model-00001-of-00002.safetensors: tensor 'layers.0.weight' is bf16, bu
 refused "its source mesh has 2 ranks, but the source is a model" \
     reshard --spec "$tmp/other.json" --in "$model" --out "$out_dir"
 refused '/none: can.t be opened: No such file' reshard --spec "$tmp/split.json" --in "$tmp/none" --out "$out_dir"
-refused '/split: it holds a checkpoint; old and new files would be mixed' \
+refused '/split: it holds rank_0.safetensors, rank_1.safetensors; old and new files would be mixed' \
     reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/split"
 mv "$tmp/split/rank_1.safetensors" "$tmp/kept"
 refused '/rank_1.safetensors: can.t be opened: No such file' \
@@ -217,7 +217,7 @@ failed() {
 run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/none/deeper"
 failed '/none/deeper: can.t be created: No such file' 'a directory in none'
 run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/kept/deeper"
-failed '/kept/deeper: can.t be looked at: Not a directory' 'a directory in a file'
+failed '/kept/deeper: can.t be created: Not a directory' 'a directory in a file'
 mkdir "$tmp/big"
 nbytes=$((256 << 20))
 sparse "$tmp/big/rank_0.safetensors" \
@@ -263,44 +263,63 @@ peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
 tail -c $nbytes "$tmp/done/rank_0.safetensors" | cmp -s -n $nbytes - /dev/zero || fail 'zeros did not come back'
 rm -rf "$tmp/done" "$tmp/nvfp4" "$tmp/wide"
 
-# what killed runs left goes away with the next run, but not what a run holds
+# what killed runs left goes away with the next run
+printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
 mkdir "$tmp/left"
 for file in rank_0.safetensors rank_1.safetensors model.safetensors.index.json; do
     head -c 100000 /dev/zero >"$tmp/left/.$file.4711.0.tmp"
 done
-head -c 1000 /dev/zero >"$tmp/left/.held.safetensors.4711.0.tmp"
 : >"$tmp/left/.config.json.1.0.tmp"
-if command -v flock >/dev/null; then
-    mkfifo "$tmp/locked" "$tmp/enough"
-    # shellcheck disable=SC2016 # the inner shell expands these
-    flock -x "$tmp/left/.held.safetensors.4711.0.tmp" \
-        sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
-    holder=$!
-    read -r _ <"$tmp/locked"
-else
-    echo 'not tested: a file that is held, since there is no flock'
-    rm "$tmp/left/.held.safetensors.4711.0.tmp"
-    holder=
-fi
 accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left" --dry-run
 [ -e "$tmp/left/.rank_0.safetensors.4711.0.tmp" ] || fail 'a dry run removed something'
 run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
 expect_status 0 'a run into a directory with leftovers'
 grep -q '^tensorbus reshard: .*/left: removed 3 temporary files ([0-9.]* KiB) of a run that was killed$' "$err" ||
     fail "leftovers: said $(cat "$err")"
-if [ -n "$holder" ]; then
-    [ -e "$tmp/left/.held.safetensors.4711.0.tmp" ] || fail 'a file that another process holds was removed'
-    echo >"$tmp/enough"
-    wait "$holder"
-    rm "$tmp/left/.held.safetensors.4711.0.tmp"
-fi
 [ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
+# one run at a time: another one has a lock on the directory, or, on another host, on its files only
+if command -v flock >/dev/null; then
+    mkdir "$tmp/left"
+    head -c 1000 /dev/zero >"$tmp/left/.rank_0.safetensors.4711.0.tmp"
+    mkfifo "$tmp/locked" "$tmp/enough"
+    for held in "$tmp/left" "$tmp/left/.rank_0.safetensors.4711.0.tmp"; do
+        # shellcheck disable=SC2016 # the inner shell expands these
+        flock -x "$held" sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
+        holder=$!
+        read -r _ <"$tmp/locked"
+        refused '/left: another run writes into this directory' \
+            reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+        refused '/left: another run writes into this directory' \
+            reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf
+        [ "$(ls -A "$tmp/left")" = .rank_0.safetensors.4711.0.tmp ] || fail "strange files: $(ls -A "$tmp/left")"
+        echo >"$tmp/enough"
+        wait "$holder"
+    done
+    run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+    expect_status 0 'a run after another one has ended'
+    [ "$(find "$tmp/left" -type f | wc -l)" -eq 2 ] || fail "strange files: $(ls -A "$tmp/left")"
+    rm -r "$tmp/left"
+else
+    echo 'not tested: a directory that another run has, since there is no flock'
+fi
+
+# a run that was killed while files of ranks got their names: nothing is removed, and the sentence says what is there
+mkdir "$tmp/left"
+cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/left/rank_0.safetensors"
+head -c 1000 /dev/zero >"$tmp/left/.rank_1.safetensors.4711.1.tmp"
+for option in --verify --sync; do
+    refused "/left: it holds rank_0.safetensors, and temporary files (.rank_1.safetensors.4711.1.tmp): a run was killed, \
+maybe while it put its files in place; remove all of them, or write into another directory" \
+        reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left" $option
+    [ "$(find "$tmp/left" -type f | wc -l)" -eq 2 ] || fail "strange files: $(ls -A "$tmp/left")"
+done
 rm -r "$tmp/left"
 
 # a run that was killed while files got their names: the index comes last, so there is no model yet
 mkdir "$tmp/left"
 : >"$tmp/left/model-00001-of-00002.safetensors"
-printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
 refused '/left: it holds model-00001-of-00002.safetensors; old and new files would be mixed' \
     reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf --max-file-size 30
 : >"$tmp/left/.model-00002-of-00002.safetensors.4711.1.tmp"
@@ -311,6 +330,15 @@ accepted inspect "$tmp/left"
 printed '^tensors     4, 96 bytes$'
 not_printed '^ignored'
 [ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
+# no file that the new checkpoint would not have, in whichever kind
+mkdir "$tmp/left"
+: >"$tmp/left/extra.safetensors"
+refused '/left: it holds extra.safetensors; old and new' reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+refused '/left: it holds extra.safetensors; old and new' \
+    reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf
+[ "$(ls -A "$tmp/left")" = extra.safetensors ] || fail "strange files: $(ls -A "$tmp/left")"
 rm -r "$tmp/left"
 
 # the same with a run that is killed
