@@ -56,12 +56,15 @@ typedef struct tb__disk {
 
 /* Opens all files of the source and finds everything wrong that can be found without reading data: a rank's file that
  * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors for which the spec
- * has no word, tensors that a model's index does not have (unless these are ignored). The spec must outlive it. */
+ * has no word, tensors and files that would not be read (unless these are ignored). The spec must outlive it. */
 tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out);
 void tb__disk_close(tb__disk *disk); /* accepts NULL */
 
 /* The source, where it is a model; else NULL. */
 const tb__checkpoint *tb__disk_model(const tb__disk *disk);
+
+/* The files of ranks, where it is none. */
+const tb__rank_files *tb__disk_rank_files(const tb__disk *disk);
 
 /* Bytes of data that the file of a target rank will have. */
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out);

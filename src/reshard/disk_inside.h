@@ -22,6 +22,7 @@ tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nran
 void tb__disk_input_close(tb__disk_input *input);
 
 const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input); /* NULL: files of ranks */
+const tb__rank_files *tb__disk_input_ranks(const tb__disk_input *input); /* none of a model */
 
 /* Of a model, every rank has everything. */
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name);

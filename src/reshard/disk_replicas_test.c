@@ -238,6 +238,11 @@ static void other_shapes(void **state) {
     check_refused(f, spec, path_in(f, "in"), TB_INVALID,
                   "/in/rank_1.safetensors: tensor 'w' is 2, but its layout gives rank 1 3 of 3; the spec has it "
                   "replicated, do the ranks hold shards of it?");
+    for (int32_t rank = 0; rank < 2; rank++)
+        stock_add(&s, rank, "w", rank ? TB_F32 : TB_I32, &(tb_shape){1, {3 - rank}}, calloc(3, sizeof(int32_t)));
+    stock_write(&s, path_in(f, "dtypes"), 2);
+    check_refused(f, spec, path_in(f, "dtypes"), TB_INVALID, "tensor 'w' is 2, but its layout gives rank 1 3 of 3");
+    assert_null(strstr(tb_error_detail(), "replicated")); /* shards would have one dtype */
     stock_add(&s, 0, "w", TB_I32, &(tb_shape){1, {1}}, calloc(1, sizeof(int32_t)));
     stock_write(&s, path_in(f, "lacks"), 2);
     check_refused(f, spec, path_in(f, "lacks"), TB_INVALID,

@@ -20,7 +20,8 @@ static const tool_option options[NOPTIONS + 1] = {
     [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
     [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
     [TRUST] = {"trust-replicas", NULL, "do not compare source ranks that hold the same; the first one is read"},
-    [UNINDEXED] = {"ignore-unindexed", NULL, "leave out tensors of the model's files that its index does not have"},
+    [UNINDEXED] = {"ignore-unindexed", NULL,
+                   "go on without *.safetensors files, or tensors in them, that are not read"},
     [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
@@ -245,6 +246,12 @@ static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *va
     if (model && model->nunindexed > 0) {
         tb__text_add(out, "\nignored   ");
         tool_add_unindexed(out, model);
+    }
+    const tb__rank_files *ranks = tb__disk_rank_files(disk);
+    if (ranks->nothers > 0) {
+        tb__text_add(out, "\nignored   %zu file%s of no rank: ", ranks->nothers, ranks->nothers == 1 ? "" : "s");
+        tool_add_name(out, ranks->other);
+        tb__text_add(out, ranks->nothers > 1 ? " and others" : "");
     }
     tb__text_add(out, "\ntarget    %s, ", value[OUT] ? value[OUT] : "not given");
     tool_add_size(out, disk->dst_nbytes);

@@ -154,10 +154,65 @@ rm "$tmp/indexed/model-00003-of-00003.safetensors"
 cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/indexed/extra.safetensors" # nothing is lost with it
 accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run
 cp "$model/model-00001-of-00002.safetensors" "$tmp/indexed/model.safetensors"
-refused "/indexed: model.safetensors.index.json has tensor 'layers.1.weight' in 'model-00002-of-00002.safetensors', but \
-model.safetensors comes before it and does not have the tensor, and so for 1 more; " \
+refused "/indexed: tensor 'layers.1.weight' belongs to 'model-00002-of-00002.safetensors', which is not read, since \
+model.safetensors comes before it and does not have the tensor, and so for 3 more; " \
     reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
 nothing_left "$tmp/none"
+
+# files beside model.safetensors or beside those of ranks: none is left out in silence, whatever the index says
+printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
+part='model-00002-of-00002.safetensors'
+for index in none lacking unreadable; do
+    for file in $part rank_0.safetensors extra.safetensors; do
+        rm -rf "$tmp/mixed"
+        mkdir "$tmp/mixed"
+        cp "$model/model-00001-of-00002.safetensors" "$tmp/mixed/model.safetensors"
+        cp "$model/$part" "$tmp/mixed/$file"
+        wanted="/mixed: tensor 'layers.1.weight' belongs to '$file', which is not read, since model.safetensors comes before \
+it and does not have the tensor, and so for 1 more; --ignore-unindexed goes on without"
+        ignored="2 tensors of files that are not read: layers.1.weight ($file), norm ($file)"
+        case $index in
+        lacking) printf '{"weight_map": {"embed.weight": "model.safetensors"}}' >"$tmp/mixed/model.safetensors.index.json" ;;
+        unreadable)
+            printf '{"weight_map"' >"$tmp/mixed/model.safetensors.index.json"
+            wanted=/mixed:
+            ignored='3 tensors of files that are not read: '
+            ;;
+        esac
+        refused "$wanted" reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+        refused "$wanted" reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run
+        nothing_left "$tmp/none"
+        accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run --ignore-unindexed
+        printed "^ignored   $ignored"
+        printed '^tensors   2$'
+    done
+done
+rm "$tmp/mixed/extra.safetensors"
+refused "/mixed: 'model.safetensors.index.json' is beside model.safetensors and can't be read; --ignore-unindexed goes on" \
+    reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+rm "$tmp/mixed/model.safetensors.index.json"
+cp "$tmp/mixed/model.safetensors" "$tmp/mixed/extra.safetensors"
+refused "/mixed: tensor 'embed.weight' belongs to 'extra.safetensors', which is not read, since model.safetensors comes \
+before it and has the tensor, and so for 1 more; " \
+    reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+for file in extra.safetensors $part; do
+    rm -rf "$tmp/mixed"
+    mkdir "$tmp/mixed" "$tmp/mixed/folder.safetensors"
+    cp "$model/model-00001-of-00002.safetensors" "$tmp/mixed/rank_0.safetensors"
+    accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run
+    not_printed '^ignored'
+    cp "$model/$part" "$tmp/mixed/$file"
+    refused "/mixed: '$file' is the file of no rank and is not read; --ignore-unindexed goes on without" \
+        reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+    nothing_left "$tmp/none"
+    accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run --ignore-unindexed
+    printed "^ignored   1 file of no rank: $file$"
+    printed '^tensors   2$'
+done
+ln -s nowhere "$tmp/mixed/z.safetensors"
+refused "'model-00002-of-00002.safetensors' is the file of no rank and is not read, and so for 1 more; " \
+    reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+rm -r "$tmp/mixed"
 
 # bad input: options
 out_dir=$tmp/none
@@ -264,7 +319,6 @@ tail -c $nbytes "$tmp/done/rank_0.safetensors" | cmp -s -n $nbytes - /dev/zero |
 rm -rf "$tmp/done" "$tmp/nvfp4" "$tmp/wide"
 
 # what killed runs left goes away with the next run
-printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
 mkdir "$tmp/left"
 for file in rank_0.safetensors rank_1.safetensors model.safetensors.index.json; do
     head -c 100000 /dev/zero >"$tmp/left/.$file.4711.0.tmp"
