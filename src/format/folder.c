@@ -37,12 +37,13 @@ static tb_status lock(tb__folder *folder) {
         folder->is_new = folder->is_new && !is_busy; /* it belongs to the run that has the lock */
         return is_busy ? fail_busy(folder->path) : fail_errno(folder->path, "can't be locked");
     }
+    /* A run that failed may have removed the directory that it had made, after we opened it. */
     struct stat here, locked;
-    /* A run that failed may have removed the directory it had made, between our two calls. */
-    if (stat(folder->path, &here) != 0 || fstat(folder->fd, &locked) != 0 || here.st_ino != locked.st_ino ||
-        here.st_dev != locked.st_dev)
-        return fail_busy(folder->path);
-    return TB_OK;
+    if (stat(folder->path, &here) == 0 && fstat(folder->fd, &locked) == 0 && here.st_ino == locked.st_ino &&
+        here.st_dev == locked.st_dev)
+        return TB_OK;
+    folder->is_new = false;
+    return fail_busy(folder->path);
 }
 
 tb_status tb__folder_take(tb__folder *folder, const char *path) {
