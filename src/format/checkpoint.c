@@ -239,17 +239,17 @@ static tb_status list_part(const tb__checkpoint *c, size_t file, unindexed_list 
     return TB_OK;
 }
 
-/* A file that the index does not name. */
+/* A file that is not read. */
 static tb_status list_stray(tb__checkpoint *c, const char *dir, const char *name, unindexed_list *out) {
     char *path;
     struct stat about;
     tb__safetensors *file = NULL;
     tb__unindexed item = {0};
     TB_TRY(tb__file_join(dir, name, &path));
-    bool is_file = stat(path, &about) == 0 && S_ISREG(about.st_mode);
-    tb_status status = is_file ? tb__safetensors_open(path, &file) : TB_OK;
+    bool is_dir = stat(path, &about) == 0 && S_ISDIR(about.st_mode);
+    tb_status status = is_dir ? TB_OK : tb__safetensors_open(path, &file);
     free(path);
-    if (!is_file || status == TB_NO_MEMORY)
+    if (is_dir || status == TB_NO_MEMORY)
         return status;
     status = keep_string(c, name, &item.file);
     if (status == TB_OK && !file)
@@ -291,24 +291,32 @@ static tb_status list_strays(tb__checkpoint *c, const char *dir, unindexed_list 
     return status;
 }
 
-/* What the index beside a model in one file has beyond that file. One that can't be read says nothing. */
+/* What the index beside a model in one file has beyond that file. */
 static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_list *out) {
     char *path;
     json_t *json = NULL;
+    bool is_there;
+    TB_TRY(holds(dir, TB__MODEL_INDEX, &is_there));
+    if (!is_there)
+        return TB_OK;
     TB_TRY(tb__file_join(dir, TB__MODEL_INDEX, &path));
     tb_status status = read_index(path, &json);
     free(path);
-    if (status != TB_OK)
-        return status == TB_NO_MEMORY ? status : TB_OK;
-    const char *name;
-    json_t *file;
-    json_object_foreach(json_object_get(json, "weight_map"), name, file) {
+    if (status == TB_NO_MEMORY)
+        return status;
+    const json_t *map = json_object_get(json, "weight_map");
+    status = TB_OK;
+    if (!json_is_object(map) && !tb__vec_push(out, (tb__unindexed){.file = TB__MODEL_INDEX}))
+        status = TB_NO_MEMORY;
+    for (void *it = json_object_iter((json_t *)map); it && status == TB_OK;
+         it = json_object_iter_next((json_t *)map, it)) {
         tb__unindexed item = {0};
-        if (status != TB_OK || !json_is_string(file) || tb__checkpoint_find(c, name))
+        const char *name = json_object_iter_key(it), *file = json_string_value(json_object_iter_value(it));
+        if (!file || tb__checkpoint_find(c, name))
             continue;
         status = keep_string(c, name, &item.name);
         if (status == TB_OK)
-            status = keep_string(c, json_string_value(file), &item.file);
+            status = keep_string(c, file, &item.file);
         if (status == TB_OK && !tb__vec_push(out, item))
             status = TB_NO_MEMORY;
     }
@@ -316,13 +324,37 @@ static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_
     return status;
 }
 
+/* What would be lost comes first. */
+static int compare_unindexed(const void *left, const void *right) {
+    const tb__unindexed *a = left, *b = right;
+    if (!a->indexed_in != !b->indexed_in)
+        return a->indexed_in ? 1 : -1;
+    int order = strcmp(a->file, b->file);
+    return order ? order : strcmp(a->name ? a->name : "", b->name ? b->name : "");
+}
+
+/* The index and the file itself may both have a tensor in that file. */
+static void keep_each_once(unindexed_list *list) {
+    size_t kept = 0;
+    if (list->count > 0)
+        qsort(list->item, list->count, sizeof *list->item, compare_unindexed);
+    for (size_t i = 0; i < list->count; i++) {
+        if (kept == 0 || compare_unindexed(&list->item[kept - 1], &list->item[i]) != 0)
+            list->item[kept++] = list->item[i];
+    }
+    list->count = kept;
+}
+
 static tb_status list_unindexed(tb__checkpoint *c, const char *dir) {
     unindexed_list list = {0};
     tb_status status = TB_OK;
     for (size_t i = 0; c->kind == TB__CHECKPOINT_INDEX && i < c->nfiles && status == TB_OK; i++)
         status = list_part(c, i, &list);
+    if (status == TB_OK && c->kind == TB__CHECKPOINT_MODEL)
+        status = list_other_index(c, dir, &list);
     if (status == TB_OK)
-        status = c->kind == TB__CHECKPOINT_INDEX ? list_strays(c, dir, &list) : list_other_index(c, dir, &list);
+        status = list_strays(c, dir, &list);
+    keep_each_once(&list);
     tb__unindexed *kept = status == TB_OK ? tb__arena_alloc(&c->arena, list.count, sizeof *kept) : NULL;
     if (kept && list.count > 0)
         memcpy(kept, list.item, list.count * sizeof *kept);
@@ -341,10 +373,12 @@ tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *c, const char *d
     snprintf(more, sizeof more, "%s", advice);
     if (c->nunindexed > 1)
         snprintf(more, sizeof more, ", and so for %zu more%s", c->nunindexed - 1, advice);
-    if (c->kind == TB__CHECKPOINT_MODEL)
-        tb__set_detail(TB__MODEL_INDEX " has tensor '%.100s' in '%.60s', but " TB__MODEL_FILE
-                                       " comes before it and does not have the tensor%s",
-                       first->name, first->file, more);
+    if (c->kind == TB__CHECKPOINT_MODEL && !first->name)
+        tb__set_detail("'%.60s' is beside " TB__MODEL_FILE " and can't be read%s", first->file, more);
+    else if (c->kind == TB__CHECKPOINT_MODEL)
+        tb__set_detail("tensor '%.100s' belongs to '%.60s', which is not read, since " TB__MODEL_FILE
+                       " comes before it and %s the tensor%s",
+                       first->name, first->file, first->indexed_in ? "has" : "does not have", more);
     else if (!first->name)
         tb__set_detail("'%.60s' is not in " TB__MODEL_INDEX " and can't be read%s", first->file, more);
     else if (first->indexed_in)

@@ -34,7 +34,7 @@ typedef struct tb__checkpoint_tensor {
 typedef struct tb__unindexed {
     const char *file;       /* its name */
     const char *name;       /* of the tensor; NULL: the file can't be read */
-    const char *indexed_in; /* the file in which the index has a tensor of this name; NULL: it has none */
+    const char *indexed_in; /* the file in which the model has a tensor of this name; NULL: it has none */
 } tb__unindexed;
 
 /* All tensors of a model, whichever files they are in. Files stay open. */
@@ -47,14 +47,14 @@ typedef struct tb__checkpoint {
     int64_t nbytes;                       /* of them all */
     int64_t index_nbytes;                 /* what the index has as metadata.total_size; -1: nothing */
     size_t nunindexed;
-    const tb__unindexed *unindexed;
+    const tb__unindexed *unindexed; /* each once; those that the model does not have come first */
     tb__arena arena;
 } tb__checkpoint;
 
 /* Opens every file, and finds every tensor of the index in the file it names. What else there is in these files and in
- * others of the directory (*.safetensors) is listed as unindexed: transformers ignores it. So is what an index beside
- * model.safetensors has, but that file does not. total_size is kept, not checked, since it is wrong in models that are
- * about. */
+ * others of the directory (*.safetensors) is listed as unindexed: transformers ignores it. So is what other files
+ * beside model.safetensors have, or have by an index. total_size is kept, not checked, since it is wrong in models that
+ * are about. */
 tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out);
 
 /* TB_INVALID, with a sentence that names the first, if there are unindexed tensors. */
@@ -77,6 +77,8 @@ typedef struct tb__rank_file {
 typedef struct tb__rank_files {
     size_t count;
     const tb__rank_file *files; /* by rank; gaps are the caller's to judge */
+    size_t nothers;             /* *.safetensors files of no rank */
+    const char *other;          /* the name of the first by strcmp; NULL: there is none */
     tb__arena arena;
 } tb__rank_files;
 
@@ -96,11 +98,11 @@ typedef struct tb__checkpoint_writer tb__checkpoint_writer;
  * no limit. A tensor that is larger has a file of its own. One file is model.safetensors, several are
  * model-00001-of-00003.safetensors and so on, with an index: all as huggingface_hub does it. Each file has the notes.
  *
- * Makes the directory if it is not there. TB_REFUSED if it holds a model, or a file that would belong to none beside
- * the new index: old and new files would be mixed. */
+ * Makes the directory if it is not there. TB_REFUSED if another run writes into it, or if it holds files of a
+ * checkpoint: old and new files would be mixed. What killed runs left there is removed and counted. */
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
                                 const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
-                                tb__checkpoint_writer **out);
+                                tb__leftovers *removed, tb__checkpoint_writer **out);
 
 /* As for one file: parts in any order, from any threads, each byte once. */
 tb_status tb__checkpoint_write(tb__checkpoint_writer *writer, size_t i, int64_t offset, const void *bytes,

@@ -13,7 +13,7 @@ static void write_text(const char *path, const char *text) {
 static tb_status write_model(const char *dir, const tb__safetensor *tensors, size_t count,
                              const tb__safetensors_note *notes, size_t nnotes, int64_t max_nbytes, bool sync) {
     tb__checkpoint_writer *writer = NULL;
-    TB_TRY(tb__checkpoint_create(dir, tensors, count, notes, nnotes, max_nbytes, &writer));
+    TB_TRY(tb__checkpoint_create(dir, tensors, count, notes, nnotes, max_nbytes, &(tb__leftovers){0}, &writer));
     tb_status status = TB_OK;
     for (size_t i = count; i-- > 0 && status == TB_OK;) {
         int64_t nbytes;
@@ -300,7 +300,7 @@ static void bad_models(void **state) {
     size_t n = make_tensors("123", tensors);
 
     /* incomplete: nothing appears, and what is abandoned is gone, the directory too */
-    assert_ok(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &writer));
+    assert_ok(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer));
     assert_int_equal(count_entries(dir), 2);
     assert_ok(tb__checkpoint_write(writer, 2, 0, "123", 3));
     assert_ok(tb__checkpoint_write(writer, 0, 0, "1", 1));
@@ -312,31 +312,63 @@ static void bad_models(void **state) {
 
     tensors[2].name = "a";
     writer = NULL;
-    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &writer), TB_INVALID, "there are two tensors 'a'");
+    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer), TB_INVALID,
+                 "there are two tensors 'a'");
     tensors[2] = (tb__safetensor){.name = "c", .dtype = TB_U8, .shape = {1, {INT64_C(1) << 62}}};
-    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &writer), TB_TOO_BIG, "2^62 bytes together");
+    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer), TB_TOO_BIG,
+                 "2^62 bytes together");
     tensors[2].dtype = TB_DTYPE_NONE;
-    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &writer), TB_INVALID,
+    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer), TB_INVALID,
                  "tensor 'c': 0 is not a dtype");
     tensors[2] = (tb__safetensor){.name = "__metadata__", .dtype = TB_U8, .shape = {1, {3}}};
-    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &writer), TB_INVALID, "this name for itself");
+    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer), TB_INVALID,
+                 "this name for itself");
     assert_int_equal(count_entries(f->path), 0); /* no directory either */
 
     n = make_tensors("123", tensors);
-    assert_fails(tb__checkpoint_create(path_in(f, "no/model"), tensors, n, NULL, 0, 3, &writer), TB_IO,
-                 "/no/model: can't be created: No such file");
+    assert_fails(tb__checkpoint_create(path_in(f, "no/model"), tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer),
+                 TB_IO, "/no/model: can't be created: No such file");
     write_text(path_in(f, "file"), "");
-    assert_fails(tb__checkpoint_create(path_in(f, "file"), tensors, n, NULL, 0, 3, &writer), TB_IO, "/file/model-0000");
+    assert_fails(tb__checkpoint_create(path_in(f, "file"), tensors, n, NULL, 0, 3, &(tb__leftovers){0}, &writer),
+                 TB_INVALID, "/file: it is not a directory");
     assert_null(writer);
 
     /* a model that is there is not mixed with another one, and not touched */
     assert_ok(write_model(dir, tensors, n, NULL, 0, 3, false));
-    assert_fails(write_model(dir, tensors, n, NULL, 0, 0, false), TB_REFUSED, "/model: it holds " TB__MODEL_INDEX);
+    assert_fails(write_model(dir, tensors, n, NULL, 0, 0, false), TB_REFUSED,
+                 "/model: it holds model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, ...; old and");
     assert_int_equal(count_entries(dir), 3);
     const char *single = path_in(f, "single");
     assert_ok(write_model(single, tensors, n, NULL, 0, 0, false));
     assert_fails(write_model(single, tensors, n, NULL, 0, 3, false), TB_REFUSED, "/single: it holds " TB__MODEL_FILE);
     assert_int_equal(count_entries(single), 1);
+}
+
+/* A second writer into the same directory has no file there before the first is done. */
+static void two_writers(void **state) {
+    folder *f = *state;
+    tb__safetensor tensors[6];
+    tb__checkpoint_writer *first, *second = NULL;
+    tb__leftovers removed;
+    const char *dir = path_in(f, "model");
+    size_t n = make_tensors("12", tensors);
+    for (int sizes = 0; sizes < 2; sizes++) {
+        assert_ok(tb__checkpoint_create(dir, tensors, n, NULL, 0, 2, &removed, &first));
+        assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, sizes ? 0 : 2, &removed, &second), TB_REFUSED,
+                     "/model: another run writes into this directory");
+        assert_null(second);
+        assert_int_equal(count_entries(dir), 2);
+        if (sizes) {
+            assert_ok(tb__checkpoint_write(first, 0, 0, "1", 1));
+            assert_ok(tb__checkpoint_write(first, 1, 0, "12", 2));
+            assert_ok(tb__checkpoint_commit(first, true));
+        }
+        tb__checkpoint_writer_destroy(first);
+        assert_int_equal(access(dir, F_OK), sizes ? 0 : -1);
+    }
+    assert_fails(tb__checkpoint_create(dir, tensors, n, NULL, 0, 2, &removed, &second), TB_REFUSED,
+                 "/model: it holds model.safetensors.index.json; old and new files would be mixed");
+    assert_int_equal(count_entries(dir), 3);
 }
 
 /* What fails between the first and the last name takes back those that were given. */
@@ -346,7 +378,7 @@ static void interrupted_commit(void **state) {
     tb__checkpoint_writer *writer;
     const char *dir = path_in(f, "model");
     size_t n = make_tensors("12", tensors);
-    assert_ok(tb__checkpoint_create(dir, tensors, n, NULL, 0, 2, &writer));
+    assert_ok(tb__checkpoint_create(dir, tensors, n, NULL, 0, 2, &(tb__leftovers){0}, &writer));
     assert_ok(tb__checkpoint_write(writer, 0, 0, "1", 1));
     assert_ok(tb__checkpoint_write(writer, 1, 0, "12", 2));
     const char *in_the_way = keep_path(f, dir, "model-00002-of-00002.safetensors");
@@ -412,9 +444,9 @@ static void out_of_memory(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        in_folder(official_model), in_folder(kinds),         in_folder(indices),    in_folder(rank_sets),
-        in_folder(splitting),      in_folder(random_models), in_folder(bad_models), in_folder(interrupted_commit),
-        in_folder(out_of_memory),
+        in_folder(official_model),     in_folder(kinds),         in_folder(indices),    in_folder(rank_sets),
+        in_folder(splitting),          in_folder(random_models), in_folder(bad_models), in_folder(two_writers),
+        in_folder(interrupted_commit), in_folder(out_of_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

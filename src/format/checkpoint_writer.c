@@ -1,13 +1,11 @@
 /* Writes a model into one file or several, which all get their names at the end. */
 #include "format/checkpoint.h"
 
-#include "base/descriptors.h"
+#include "format/folder.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 /* Where a tensor went: to a file, and to which place among those given for that file. */
@@ -24,12 +22,12 @@ typedef struct part {
 } part;
 
 struct tb__checkpoint_writer {
-    char *dir;
+    tb__folder folder;
     size_t count, nparts;
     const char **names; /* of the tensors */
     seat *seats;
     part *parts;
-    bool made_dir, is_committed;
+    bool is_committed;
     tb__arena arena;
 };
 
@@ -127,36 +125,27 @@ static tb_status create_part(tb__checkpoint_writer *w, size_t k, const tb__safet
             mine[n++] = tensors[i];
         }
     }
-    tb_status status = tb__file_join(w->dir, p->name, &p->path);
+    tb_status status = tb__file_join(w->folder.path, p->name, &p->path);
     if (status == TB_OK)
         status = tb__safetensors_create(p->path, mine, n, notes, nnotes, &p->writer);
     free(mine);
     return status;
 }
 
-/* Files that the index would not name. Those that a killed run left under names of the model are written anew. */
-static tb_status refuse_strays(const tb__checkpoint_writer *w) {
-    struct dirent **entries;
-    tb_status status = TB_OK;
-    int n = scandir(w->dir, &entries, tb__checkpoint_is_part, alphasort);
-    if (n < 0)
-        return TB_OK; /* what is wrong is said when the first file is made */
-    for (int i = 0; i < n; i++) {
-        bool is_named = false;
-        for (size_t k = 0; k < w->nparts && !is_named; k++)
-            is_named = strcmp(w->parts[k].name, entries[i]->d_name) == 0;
-        if (!is_named && status == TB_OK) {
-            tb__set_detail("it holds %.100s; old and new files would be mixed", entries[i]->d_name);
-            status = tb__file_fail(TB_REFUSED, w->dir);
-        }
-        free(entries[i]);
-    }
-    free(entries);
+/* Those that a killed run left under names of the model are written anew. */
+static tb_status clear_folder(const tb__checkpoint_writer *w, tb__leftovers *removed) {
+    const char **names = tb__malloc(w->nparts, sizeof *names);
+    if (!names)
+        return TB_NO_MEMORY;
+    for (size_t k = 0; k < w->nparts; k++)
+        names[k] = w->parts[k].name;
+    tb_status status = tb__folder_clear(&w->folder, names, w->nparts > 1 ? w->nparts : 0, removed);
+    free(names);
     return status;
 }
 
 static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *tensors,
-                              const tb__safetensors_note *notes, size_t nnotes) {
+                              const tb__safetensors_note *notes, size_t nnotes, tb__leftovers *removed) {
     w->parts = tb__arena_alloc(&w->arena, w->nparts, sizeof *w->parts);
     if (!w->parts)
         return TB_NO_MEMORY;
@@ -165,41 +154,15 @@ static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *te
         if (w->nparts > 1)
             snprintf(w->parts[k].name, sizeof w->parts[k].name, "model-%05zu-of-%05zu.safetensors", k + 1, w->nparts);
     }
-    if (w->nparts > 1)
-        TB_TRY(refuse_strays(w));
+    TB_TRY(clear_folder(w, removed));
     for (size_t k = 0; k < w->nparts; k++)
         TB_TRY(create_part(w, k, tensors, notes, nnotes));
     return TB_OK;
 }
 
-static tb_status refuse_model(const char *dir, const char *name) {
-    char *path;
-    TB_TRY(tb__file_join(dir, name, &path));
-    bool is_there = access(path, F_OK) == 0;
-    free(path);
-    if (!is_there)
-        return TB_OK;
-    tb__set_detail("it holds %s; old and new files would be mixed", name);
-    return tb__file_fail(TB_REFUSED, dir);
-}
-
-static tb_status take_directory(tb__checkpoint_writer *w, const char *dir) {
-    w->dir = tb__malloc(strlen(dir) + 1, 1);
-    if (!w->dir)
-        return TB_NO_MEMORY;
-    memcpy(w->dir, dir, strlen(dir) + 1);
-    w->made_dir = mkdir(dir, 0777) == 0;
-    if (!w->made_dir && errno != EEXIST) {
-        tb__set_detail("can't be created: %s", tb__errno_text(errno));
-        return tb__file_fail(TB_IO, dir);
-    }
-    TB_TRY(refuse_model(dir, TB__MODEL_FILE));
-    return refuse_model(dir, TB__MODEL_INDEX);
-}
-
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
                                 const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
-                                tb__checkpoint_writer **out) {
+                                tb__leftovers *removed, tb__checkpoint_writer **out) {
     tb__checkpoint_writer *w = tb__calloc(1, sizeof *w);
     if (!w)
         return TB_NO_MEMORY;
@@ -209,9 +172,9 @@ tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, 
     if (status == TB_OK)
         status = deal_out(w, max_file_nbytes > 0 ? max_file_nbytes : INT64_MAX);
     if (status == TB_OK)
-        status = take_directory(w, dir);
+        status = tb__folder_take(&w->folder, dir);
     if (status == TB_OK)
-        status = create_parts(w, tensors, notes, nnotes);
+        status = create_parts(w, tensors, notes, nnotes, removed);
     if (status != TB_OK)
         tb__checkpoint_writer_destroy(w);
     else
@@ -265,7 +228,7 @@ static tb_status write_index(const tb__checkpoint_writer *w, bool sync, tb__draf
     tb__text text = {0};
     tb_status status = index_text(w, &text);
     if (status == TB_OK)
-        status = tb__file_join(w->dir, TB__MODEL_INDEX, &path);
+        status = tb__file_join(w->folder.path, TB__MODEL_INDEX, &path);
     if (status == TB_OK) {
         status = tb__draft_init(draft, path, (int64_t)text.count);
         if (status == TB_OK)
@@ -276,12 +239,6 @@ static tb_status write_index(const tb__checkpoint_writer *w, bool sync, tb__draf
     }
     tb__text_fini(&text);
     return status;
-}
-
-/* Names on the disk: those in the directory, and its own if it is new. */
-static tb_status sync_names(const tb__checkpoint_writer *w) {
-    TB_TRY(tb__file_sync_name(w->parts[0].path));
-    return w->made_dir ? tb__file_sync_name(w->dir) : TB_OK;
 }
 
 static tb_status commit_parts(tb__checkpoint_writer *w) {
@@ -304,7 +261,7 @@ tb_status tb__checkpoint_commit(tb__checkpoint_writer *w, bool sync) {
     tb__draft_fini(&index);
     TB_TRY(status);
     w->is_committed = true;
-    return sync ? sync_names(w) : TB_OK;
+    return tb__folder_keep(&w->folder, sync);
 }
 
 void tb__checkpoint_writer_destroy(tb__checkpoint_writer *w) {
@@ -316,9 +273,7 @@ void tb__checkpoint_writer_destroy(tb__checkpoint_writer *w) {
         tb__safetensors_writer_destroy(w->parts[k].writer);
         free(w->parts[k].path);
     }
-    if (w->made_dir && !w->is_committed)
-        rmdir(w->dir);
+    tb__folder_fini(&w->folder);
     tb__arena_fini(&w->arena);
-    free(w->dir);
     free(w);
 }

@@ -6,7 +6,6 @@
 #include "base/text.h"
 
 #include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -233,8 +232,7 @@ static bool ends_in(const char *start, const char *end, const char *tail) {
     return (size_t)(end - start) > length && memcmp(end - length, tail, length) == 0;
 }
 
-/* Whether a draft of a checkpoint's file has such a name. */
-static int is_temporary(const struct dirent *e) {
+int tb__leftovers_is_one(const struct dirent *e) {
     const char *start = e->d_name + 1, *end = e->d_name + strlen(e->d_name);
     if (e->d_name[0] != '.' || !ends_in(start, end, ".tmp"))
         return false;
@@ -251,8 +249,9 @@ static void remove_leftover(const char *path, tb__leftovers *out) {
         out->nstuck += errno == EACCES || errno == EPERM || errno == EROFS;
         return;
     }
-    bool is_held = flock(fd, LOCK_EX | LOCK_NB) != 0;
-    if (!is_held && fstat(fd, &about) == 0 && S_ISREG(about.st_mode)) {
+    bool is_locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
+    out->nheld += !is_locked && errno == EWOULDBLOCK;
+    if (is_locked && fstat(fd, &about) == 0 && S_ISREG(about.st_mode)) {
         if (unlink(path) == 0) {
             out->count++;
             out->nbytes += (int64_t)about.st_blocks * 512;
@@ -266,7 +265,7 @@ static void remove_leftover(const char *path, tb__leftovers *out) {
 tb_status tb__leftovers_remove(const char *dir, tb__leftovers *out) {
     struct dirent **entries;
     *out = (tb__leftovers){0};
-    int n = scandir(dir, &entries, is_temporary, NULL);
+    int n = scandir(dir, &entries, tb__leftovers_is_one, NULL);
     if (n < 0)
         return errno == ENOENT || errno == ENOTDIR ? TB_OK : fail_errno(TB_IO, dir, "can't be listed");
     tb_status status = TB_OK;

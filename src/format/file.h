@@ -4,6 +4,8 @@
 
 #include "base/error.h"
 
+#include <dirent.h>
+
 /* Puts "PATH: " before the sentence kept; of a long path the end. Its value is `status`. */
 tb_status tb__file_fail(tb_status status, const char *path);
 
@@ -47,7 +49,11 @@ typedef struct tb__leftovers {
     size_t count;   /* files that were removed */
     int64_t nbytes; /* that they took on the disk */
     size_t nstuck;  /* files that can't be removed */
+    size_t nheld;   /* files that a process still writes, and that stay */
 } tb__leftovers;
+
+/* Whether it has the name of a temporary safetensors file or index; for scandir. */
+int tb__leftovers_is_one(const struct dirent *entry);
 
 /* Removes the temporary safetensors files and indices that killed processes left in the directory. Those that a process
  * still writes stay; so do all where the file system has no locks. A directory that is not there holds none. */

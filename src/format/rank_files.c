@@ -8,6 +8,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 
 static int compare_ranks(const void *left, const void *right) {
     const tb__rank_file *a = left, *b = right;
@@ -51,6 +52,26 @@ static tb_status add_file(tb__rank_files *out, found_files *found, const char *d
     return kept && tb__vec_push(found, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
 }
 
+static tb_status add_other(tb__rank_files *out, const char *dir, const char *name) {
+    char *path;
+    struct stat about;
+    TB_TRY(tb__file_join(dir, name, &path));
+    bool is_dir = stat(path, &about) == 0 && S_ISDIR(about.st_mode);
+    free(path);
+    if (is_dir)
+        return TB_OK;
+    out->nothers++;
+    if (out->other && strcmp(out->other, name) < 0)
+        return TB_OK;
+    size_t nbytes = strlen(name) + 1;
+    char *kept = tb__arena_alloc(&out->arena, nbytes, 1);
+    if (!kept)
+        return TB_NO_MEMORY;
+    memcpy(kept, name, nbytes);
+    out->other = kept;
+    return TB_OK;
+}
+
 static tb_status list_files(tb__rank_files *out, found_files *found, const char *dir, DIR *stream) {
     for (;;) {
         int32_t rank;
@@ -62,8 +83,11 @@ static tb_status list_files(tb__rank_files *out, found_files *found, const char 
         }
         if (!e)
             return TB_OK;
-        if (!is_rank_file(e->d_name, &rank))
+        if (!is_rank_file(e->d_name, &rank)) {
+            if (tb__checkpoint_is_part(e))
+                TB_TRY(add_other(out, dir, e->d_name));
             continue;
+        }
         if (rank == TB_NO_RANK) {
             tb__set_detail("'%.100s' has the form of a rank's file, but stands for no rank", e->d_name);
             return tb__file_fail(TB_INVALID, dir);

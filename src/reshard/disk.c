@@ -143,14 +143,16 @@ static tb_status check_data(const tb__disk_tensor *t, int32_t rank, const tb__di
                             const tb__safetensor *wanted, bool is_said) {
     const tb__safetensor *found = source->tensor;
     const char *format = tb__quant_name(t->src_quant.format.kind);
+    bool has_dtype = wanted->dtype == TB_DTYPE_NONE || found->dtype == wanted->dtype;
     if (!same_shape(&wanted->shape, &found->shape)) {
+        bool may_be_shards = has_dtype && has_replicas(t->src);
         tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s%s%s%s", t->name,
                        text_of(&found->shape).text, rank, text_of(&wanted->shape).text, text_of(&t->shape).text,
                        format ? " as " : "", format ? format : "",
-                       has_replicas(t->src) ? "; the spec has it replicated, do the ranks hold shards of it?" : "");
+                       may_be_shards ? "; the spec has it replicated, do the ranks hold shards of it?" : "");
         return tb__file_fail(TB_INVALID, source->file->path);
     }
-    if (wanted->dtype == TB_DTYPE_NONE || found->dtype == wanted->dtype)
+    if (has_dtype)
         return TB_OK;
     if (format)
         tb__set_detail("tensor '%.100s' is %s, but the data of %s is %s", t->name, tb_dtype_name(found->dtype), format,
@@ -441,6 +443,10 @@ void tb__disk_close(tb__disk *disk) {
 
 const tb__checkpoint *tb__disk_model(const tb__disk *disk) {
     return tb__disk_input_model(disk->input);
+}
+
+const tb__rank_files *tb__disk_rank_files(const tb__disk *disk) {
+    return tb__disk_input_ranks(disk->input);
 }
 
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out) {

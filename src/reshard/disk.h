@@ -56,12 +56,15 @@ typedef struct tb__disk {
 
 /* Opens all files of the source and finds everything wrong that can be found without reading data: a rank's file that
  * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors for which the spec
- * has no word, tensors that a model's index does not have (unless these are ignored). The spec must outlive it. */
+ * has no word, tensors and files that would not be read (unless these are ignored). The spec must outlive it. */
 tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out);
 void tb__disk_close(tb__disk *disk); /* accepts NULL */
 
 /* The source, where it is a model; else NULL. */
 const tb__checkpoint *tb__disk_model(const tb__disk *disk);
+
+/* The files of ranks, where it is none. */
+const tb__rank_files *tb__disk_rank_files(const tb__disk *disk);
 
 /* Bytes of data that the file of a target rank will have. */
 tb_status tb__disk_rank_nbytes(const tb__disk *disk, int32_t rank, int64_t *out);
@@ -84,13 +87,15 @@ typedef struct tb__disk_opts {
     bool sync;              /* all is on the disk before any file has its name */
     bool trust_replicas;    /* reads the first replica and does not compare the others with it */
     bool verify;            /* reads everything back and compares it with the source before any file has its name */
+    tb__leftovers *removed; /* what killed runs had left in the target's directory; may be NULL */
     /* Called at the beginning of each pass, and then now and then, by the thread that runs it; anything but TB_OK ends
      * the run with that status. */
     tb_status (*progress)(void *arg, const tb__disk_state *state);
     void *arg;
 } tb__disk_opts;
 
-/* Writes the target. Makes the directory if it is not there; TB_REFUSED if it holds a checkpoint. Files have temporary
+/* Writes the target. Makes the directory if it is not there, and removes what killed runs left in it; TB_REFUSED if
+ * another run writes into it, or if it holds files of a checkpoint. Files have temporary
  * names until all are complete; after a failure nothing stays behind. Replicas of the source that differ are
  * TB_INVALID. */
 tb_status tb__disk_run(const tb__disk *disk, const char *dir, const tb__disk_opts *opts);

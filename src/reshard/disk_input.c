@@ -2,6 +2,7 @@
 #include "reshard/disk_inside.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 typedef struct rank_file {
@@ -12,7 +13,8 @@ typedef struct rank_file {
 struct tb__disk_input {
     tb__checkpoint *model; /* NULL: files of ranks */
     size_t nranks;
-    rank_file *ranks; /* ascending */
+    rank_file *ranks;     /* ascending */
+    tb__rank_files found; /* what the directory has */
 };
 
 static int compare_ranks(const void *left, const void *right) {
@@ -21,23 +23,31 @@ static int compare_ranks(const void *left, const void *right) {
 }
 
 /* A rank that no mesh has is not left out in silence: the spec may be that of another checkpoint. */
-static tb_status check_strangers(const char *dir, const int32_t *ranks, size_t nranks) {
-    tb__rank_files found;
-    TB_TRY(tb__rank_files_init(dir, &found));
-    tb_status status = TB_OK;
-    for (size_t i = 0, k = 0; i < found.count && status == TB_OK; i++) {
-        while (k < nranks && ranks[k] < found.files[i].rank)
+static tb_status check_strangers(const tb__rank_files *found, const int32_t *ranks, size_t nranks) {
+    for (size_t i = 0, k = 0; i < found->count; i++) {
+        while (k < nranks && ranks[k] < found->files[i].rank)
             k++;
-        if (k == nranks || ranks[k] != found.files[i].rank) {
-            tb__set_detail("rank %" PRId32 " is in no source mesh of the spec", found.files[i].rank);
-            status = tb__file_fail(TB_INVALID, found.files[i].path);
+        if (k == nranks || ranks[k] != found->files[i].rank) {
+            tb__set_detail("rank %" PRId32 " is in no source mesh of the spec", found->files[i].rank);
+            return tb__file_fail(TB_INVALID, found->files[i].path);
         }
     }
-    tb__rank_files_fini(&found);
-    return status;
+    return TB_OK;
 }
 
-static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks) {
+static tb_status refuse_others(const tb__rank_files *found, const char *dir) {
+    char more[48] = "";
+    if (found->nothers == 0)
+        return TB_OK;
+    if (found->nothers > 1)
+        snprintf(more, sizeof more, ", and so for %zu more", found->nothers - 1);
+    tb__set_detail("'%.100s' is the file of no rank and is not read%s; --ignore-unindexed goes on without",
+                   found->other, more);
+    return tb__file_fail(TB_INVALID, dir);
+}
+
+static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks,
+                            bool ignore_unindexed) {
     input->ranks = tb__calloc(nranks, sizeof *input->ranks);
     if (!input->ranks)
         return TB_NO_MEMORY;
@@ -50,7 +60,9 @@ static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_
         input->ranks[i].rank = ranks[i];
         input->nranks++;
     }
-    return check_strangers(dir, ranks, nranks);
+    TB_TRY(tb__rank_files_init(dir, &input->found));
+    TB_TRY(check_strangers(&input->found, ranks, nranks));
+    return ignore_unindexed ? TB_OK : refuse_others(&input->found, dir);
 }
 
 static tb_status open_kind(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks,
@@ -58,7 +70,7 @@ static tb_status open_kind(tb__disk_input *input, const char *dir, const int32_t
     tb__checkpoint_kind kind;
     TB_TRY(tb__checkpoint_look(dir, &kind));
     if (kind == TB__CHECKPOINT_RANKS)
-        return open_ranks(input, dir, ranks, nranks);
+        return open_ranks(input, dir, ranks, nranks, ignore_unindexed);
     TB_TRY(tb__checkpoint_open(dir, &input->model));
     return ignore_unindexed ? TB_OK : tb__checkpoint_refuse_unindexed(input->model, dir);
 }
@@ -82,12 +94,17 @@ void tb__disk_input_close(tb__disk_input *input) {
     tb__checkpoint_close(input->model);
     for (size_t i = 0; i < input->nranks; i++)
         tb__safetensors_close(input->ranks[i].file);
+    tb__rank_files_fini(&input->found);
     free(input->ranks);
     free(input);
 }
 
 const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input) {
     return input->model;
+}
+
+const tb__rank_files *tb__disk_input_ranks(const tb__disk_input *input) {
+    return &input->found;
 }
 
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name) {

@@ -22,6 +22,7 @@ tb_status tb__disk_input_open(const char *dir, const int32_t *ranks, size_t nran
 void tb__disk_input_close(tb__disk_input *input);
 
 const tb__checkpoint *tb__disk_input_model(const tb__disk_input *input); /* NULL: files of ranks */
+const tb__rank_files *tb__disk_input_ranks(const tb__disk_input *input); /* none of a model */
 
 /* Of a model, every rank has everything. */
 tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, const char *name);
@@ -182,13 +183,13 @@ tb_status tb__disk_layout_pieces(const tb__disk_tensor *tensor, int32_t rank, tb
 
 /* ---- Replicas (disk_replicas.c) ------------------------------------------------------------------------------ */
 
-enum { TB__DISK_SHARED = TB__DISK_SLOTS }; /* instead of a slot: the elements that other parts have, too */
-
-/* Bytes of a source rank's tensor that are to be compared with those of other ranks. */
+/* What of a source rank is to be compared: bytes of one of its tensors with those of its copies, or the elements that
+ * it shares with other parts. All copies of a tensor come before all shared elements. */
 typedef struct tb__disk_comparison {
-    int32_t source; /* index in the source mesh */
-    int slot;
-    int64_t first, nbytes; /* of a slot */
+    bool is_shared;
+    int32_t source;        /* index in the source mesh */
+    int slot;              /* of copies */
+    int64_t first, nbytes; /* of the slot */
 } tb__disk_comparison;
 
 /* Fills in replica_nbytes and shared_nbytes of a tensor that has its plan. */

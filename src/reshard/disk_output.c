@@ -1,12 +1,9 @@
 /* The target of a resharding: a file for each rank, or a model. None has its name until all are complete. */
 #include "reshard/disk_inside.h"
 
-#include "base/descriptors.h"
+#include "format/folder.h"
 
-#include <errno.h>
-#include <inttypes.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 typedef struct rank_file {
@@ -18,41 +15,12 @@ typedef struct rank_file {
 } rank_file;
 
 struct tb__disk_output {
-    char *dir;
-    bool made_dir, is_committed;
     tb__checkpoint_writer *model; /* NULL: files of ranks */
+    tb__folder folder;            /* of the ranks' files */
+    bool is_committed;
     size_t nranks;
     rank_file *ranks; /* ascending */
 };
-
-static tb_status fail_errno(const char *dir, const char *what) {
-    tb__set_detail("%s: %s", what, tb__errno_text(errno));
-    return tb__file_fail(TB_IO, dir);
-}
-
-/* Old and new files must not be mixed, whichever kind they are. */
-static tb_status refuse_checkpoint(const char *dir) {
-    tb__checkpoint_kind kind;
-    struct stat about;
-    if (stat(dir, &about) != 0)
-        return errno == ENOENT ? TB_OK : fail_errno(dir, "can't be looked at");
-    if (!S_ISDIR(about.st_mode)) {
-        tb__set_detail("it is not a directory");
-        return tb__file_fail(TB_INVALID, dir);
-    }
-    if (tb__checkpoint_look(dir, &kind) != TB_OK)
-        return TB_OK; /* there is none */
-    tb__set_detail("it holds a checkpoint; old and new files would be mixed");
-    return tb__file_fail(TB_REFUSED, dir);
-}
-
-static tb_status take_directory(tb__disk_output *output, const char *dir) {
-    output->dir = tb__strdup(dir);
-    if (!output->dir)
-        return TB_NO_MEMORY;
-    output->made_dir = mkdir(dir, 0777) == 0;
-    return output->made_dir || errno == EEXIST ? TB_OK : fail_errno(dir, "can't be created");
-}
 
 /* Tensors of one rank, as its file will have them. */
 static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safetensor *out) {
@@ -94,20 +62,23 @@ static tb_status list_notes(const tb__disk *disk, bool is_model, tb__safetensors
 
 static tb_status create_rank(tb__disk_output *output, rank_file *file, const tb__safetensor *tensors,
                              const tb__safetensors_note *notes, size_t nnotes) {
-    TB_TRY(tb__rank_file_path(output->dir, file->rank, &file->path));
+    TB_TRY(tb__rank_file_path(output->folder.path, file->rank, &file->path));
     return tb__safetensors_create(file->path, tensors, file->slots.count, notes, nnotes, &file->writer);
 }
 
 static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
                               tb__safetensor *tensors, const tb__safetensors_note *notes, size_t nnotes) {
-    if (!opts->is_model)
-        TB_TRY(take_directory(output, dir));
+    tb__leftovers unused, *removed = opts->removed ? opts->removed : &unused;
+    if (!opts->is_model) {
+        TB_TRY(tb__folder_take(&output->folder, dir));
+        TB_TRY(tb__folder_clear(&output->folder, NULL, 0, removed));
+    }
     for (size_t i = 0; i < disk->nranks; i++) {
         rank_file *file = &output->ranks[output->nranks++];
         file->rank = disk->ranks[i];
         TB_TRY(list_tensors(disk, file, tensors));
         if (opts->is_model)
-            return tb__checkpoint_create(dir, tensors, file->slots.count, notes, nnotes, opts->max_file_bytes,
+            return tb__checkpoint_create(dir, tensors, file->slots.count, notes, nnotes, opts->max_file_bytes, removed,
                                          &output->model);
         TB_TRY(create_rank(output, file, tensors, notes, nnotes));
     }
@@ -119,7 +90,6 @@ static tb_status create(tb__disk_output *output, const tb__disk *disk, const cha
     size_t nnotes;
     if (opts->is_model && disk->nranks != 1)
         return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
-    TB_TRY(refuse_checkpoint(dir));
     output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
     tb__safetensor *tensors = tb__malloc(disk->count, TB__DISK_SLOTS * sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
@@ -181,13 +151,6 @@ tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size
                          : tb__safetensors_read_back(file->writer, i, offset, nbytes, buffer);
 }
 
-/* Names on the disk: those in the directory, and its own if it is new. */
-static tb_status sync_names(const tb__disk_output *output) {
-    if (output->nranks > 0)
-        TB_TRY(tb__file_sync_name(output->ranks[0].path));
-    return output->made_dir ? tb__file_sync_name(output->dir) : TB_OK;
-}
-
 tb_status tb__disk_output_commit(tb__disk_output *output, bool sync) {
     if (output->model)
         return tb__checkpoint_commit(output->model, sync);
@@ -198,7 +161,7 @@ tb_status tb__disk_output_commit(tb__disk_output *output, bool sync) {
         output->ranks[i].is_committed = true;
     }
     output->is_committed = true;
-    return sync ? sync_names(output) : TB_OK;
+    return tb__folder_keep(&output->folder, sync);
 }
 
 void tb__disk_output_destroy(tb__disk_output *output) {
@@ -213,9 +176,7 @@ void tb__disk_output_destroy(tb__disk_output *output) {
         free(file->slots.item);
     }
     tb__checkpoint_writer_destroy(output->model);
-    if (output->made_dir && !output->is_committed)
-        rmdir(output->dir);
+    tb__folder_fini(&output->folder);
     free(output->ranks);
-    free(output->dir);
     free(output);
 }

@@ -66,16 +66,18 @@ void tb__disk_count_replicas(const tb__disk_input *input, tb__disk_tensor *t) {
 
 /* ---- What there is to do ------------------------------------------------------------------------------------- */
 
-bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor *t, tb__disk_comparison *at,
-                              tb__disk_comparison *out) {
-    if (t->replica_nbytes == 0)
-        return false;
-    const tb__grid *grid = &t->plan->src;
+/* Whether the source at this index of the mesh is a part's first copy, with which the others are compared. */
+static bool is_first_copy(const tb__disk_tensor *t, int32_t index) {
+    tb__place place;
+    return tb__grid_place(&t->plan->src, tb_layout_rank_at(t->src, index), &place) && place.copy == 0;
+}
+
+static bool next_copies(const tb__disk_input *input, const tb__disk_tensor *t, tb__disk_comparison *at,
+                        tb__disk_comparison *out) {
     for (; at->source < tb_layout_nranks(t->src); at->source++, at->slot = 0) {
-        tb__place place;
-        if (!tb__grid_place(grid, tb_layout_rank_at(t->src, at->source), &place) || place.copy != 0)
+        if (!is_first_copy(t, at->source))
             continue;
-        for (; grid->copies.size > 1 && at->slot < TB__DISK_SLOTS; at->slot++, at->first = 0) {
+        for (; at->slot < TB__DISK_SLOTS; at->slot++, at->first = 0) {
             tb__disk_source source = find_slot(input, t, tb_layout_rank_at(t->src, at->source), at->slot);
             int64_t left = source.tensor ? source.tensor->nbytes - at->first : 0;
             if (left == 0)
@@ -85,13 +87,29 @@ bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor
             at->first += out->nbytes;
             return true;
         }
-        if (at->slot < TB__DISK_SHARED && t->shared_nbytes > 0) {
-            at->slot = TB__DISK_SHARED;
+    }
+    return false;
+}
+
+static bool next_shared(const tb__disk_tensor *t, tb__disk_comparison *at, tb__disk_comparison *out) {
+    for (; at->source < tb_layout_nranks(t->src); at->source++) {
+        if (is_first_copy(t, at->source)) {
             *out = *at;
+            at->source++;
             return true;
         }
     }
     return false;
+}
+
+bool tb__disk_next_comparison(const tb__disk_input *input, const tb__disk_tensor *t, tb__disk_comparison *at,
+                              tb__disk_comparison *out) {
+    if (!at->is_shared) {
+        if (t->replica_nbytes > t->shared_nbytes && next_copies(input, t, at, out))
+            return true;
+        *at = (tb__disk_comparison){.is_shared = true};
+    }
+    return t->shared_nbytes > 0 && next_shared(t, at, out);
 }
 
 /* ---- Sentences ----------------------------------------------------------------------------------------------- */
@@ -307,7 +325,7 @@ static tb_status compare_shared(const tb__disk_comparer *c, const tb__disk_tenso
 }
 
 tb_status tb__disk_compare(const tb__disk_comparer *c, const tb__disk_tensor *t, const tb__disk_comparison *what) {
-    if (what->slot == TB__DISK_SHARED)
+    if (what->is_shared)
         return compare_shared(c, t, tb_layout_rank_at(t->src, what->source));
     return compare_copies(c, t, what);
 }

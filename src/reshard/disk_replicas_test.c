@@ -52,11 +52,27 @@ static void list_elements(const tb_layout *layout, int32_t rank, elements *out, 
     tb_local_fini(&local);
 }
 
-static bool is_shared(const elements *all, const element *e) {
-    int n = 0;
-    for (size_t i = 0; i < all->count; i++)
-        n += all->item[i].index == e->index && all->item[i].part == e->part;
-    return n > 1;
+/* Whether the two are the same place of the same part, in ranks that differ in Replicate dimensions only. */
+static bool are_copies(const tb_layout *layout, const element *a, const element *b) {
+    int64_t left = a->rank, right = b->rank;
+    bool are = a->place == b->place;
+    for (int m = layout->ndim - 1; m >= 0; m--) {
+        are = are && (layout->place[m].kind == TB_REPLICATE || left % layout->shape[m] == right % layout->shape[m]);
+        left /= layout->shape[m];
+        right /= layout->shape[m];
+    }
+    return are;
+}
+
+/* Whether e is held again, apart from itself or, with `copies`, apart from itself and its copies. */
+static bool is_shared(const tb_layout *layout, const elements *all, const element *e, bool copies) {
+    for (size_t i = 0; i < all->count; i++) {
+        const element *other = &all->item[i];
+        bool is_same = copies ? are_copies(layout, e, other) : e == other;
+        if (!is_same && other->index == e->index && other->part == e->part)
+            return true;
+    }
+    return false;
 }
 
 /* Flips a bit of a rank's file, of a byte of the tensor. */
@@ -78,6 +94,15 @@ static void flip(const char *dir, int32_t rank, const char *name, int64_t byte) 
     free(path);
 }
 
+/* Flips a bit of the element, and with `copies` of all its copies. */
+static void flip_element(const char *dir, const tb_layout *layout, const elements *all, const element *e, bool copies) {
+    for (size_t i = 0; i < all->count; i++) {
+        const element *other = &all->item[i];
+        if (e == other || (copies && are_copies(layout, e, other)))
+            flip(dir, other->rank, "w", 4 * other->place);
+    }
+}
+
 static void check_target(const char *dir) {
     shelf out = {.dir = dir};
     uint32_t *got = (uint32_t *)shelf_get(&out, 0, "w", TB_F32, &whole);
@@ -87,7 +112,8 @@ static void check_target(const char *dir) {
     shelf_fini(&out);
 }
 
-/* Every element of every rank differs once. */
+/* Every element of every rank differs once; then it does together with its copies, so that only other parts that have
+ * it can show the difference. */
 static void check_layout(folder *f, const char *text, bool is_partial) {
     tb_layout *layout;
     stock s = {0};
@@ -112,23 +138,26 @@ static void check_layout(folder *f, const char *text, bool is_partial) {
              "bf16");
     assert_ok(reshard_text(spec, in, out, &(tb__disk_opts){.verify = true, .threads = 2}));
     remove_tree(out);
-    for (size_t i = 0; i < all.count; i++) {
-        const element *e = &all.item[i];
+    for (size_t i = 0; i < 2 * all.count; i++) {
+        const element *e = &all.item[i % all.count];
+        bool copies = i >= all.count;
         const tb__disk_opts opts = {.verify = i % 2, .band_bytes = i % 3 ? 64 : 0, .threads = 1 + (int)i % 2};
-        flip(in, e->rank, "w", 4 * e->place);
+        flip_element(in, layout, &all, e, copies);
         tb_status status = reshard_text(spec, in, out, &opts);
-        flip(in, e->rank, "w", 4 * e->place);
-        if (!is_shared(&all, e)) {
+        flip_element(in, layout, &all, e, copies);
+        if (!is_shared(layout, &all, e, copies)) {
             check_ok(status, text);
             remove_tree(out);
             continue;
         }
         if (status != TB_INVALID)
-            fail_msg("%s: element %lld of rank %d differs: %s", text, (long long)e->place, (int)e->rank,
-                     tb_status_string(status));
-        snprintf(ranks, sizeof ranks, "%d", (int)e->rank);
+            fail_msg("%s: element %lld of rank %d%s differs: %s", text, (long long)e->place, (int)e->rank,
+                     copies ? " and its copies" : "", tb_status_string(status));
         check_sentence("tensor 'w': by the spec rank");
-        check_sentence(ranks);
+        if (!copies) { /* of copies the first is named */
+            snprintf(ranks, sizeof ranks, "%d", (int)e->rank);
+            check_sentence(ranks);
+        }
         assert_int_equal(access(out, F_OK), -1);
     }
     if (!is_partial) {
@@ -156,6 +185,9 @@ static void every_element(void **state) {
     check_layout(f, "mesh=3 place=Explicit(1,4-6,0-2;1-4;2-3,5-6)", false);
     check_layout(f, "mesh=2,2 place=Explicit(0,0-5;4-8),Explicit(1,0-4;3-6)", false);
     check_layout(f, "mesh=2,2 place=Explicit(0,0-5;4-8),R", false);
+    check_layout(f, "mesh=2,2 place=R,Explicit(0,0-5;4-8)", false);
+    check_layout(f, "mesh=2,2,2 place=R,Explicit(1,0-4;3-6),R", false);
+    check_layout(f, "mesh=2,2 place=R,Explicit(0,0-4,2-3;4-8)", false);
     check_layout(f, "mesh=2 place=Explicit(0,0-4,2-3;4-8)", false); /* one rank has a row twice */
 }
 
@@ -206,6 +238,11 @@ static void other_shapes(void **state) {
     check_refused(f, spec, path_in(f, "in"), TB_INVALID,
                   "/in/rank_1.safetensors: tensor 'w' is 2, but its layout gives rank 1 3 of 3; the spec has it "
                   "replicated, do the ranks hold shards of it?");
+    for (int32_t rank = 0; rank < 2; rank++)
+        stock_add(&s, rank, "w", rank ? TB_F32 : TB_I32, &(tb_shape){1, {3 - rank}}, calloc(3, sizeof(int32_t)));
+    stock_write(&s, path_in(f, "dtypes"), 2);
+    check_refused(f, spec, path_in(f, "dtypes"), TB_INVALID, "tensor 'w' is 2, but its layout gives rank 1 3 of 3");
+    assert_null(strstr(tb_error_detail(), "replicated")); /* shards would have one dtype */
     stock_add(&s, 0, "w", TB_I32, &(tb_shape){1, {1}}, calloc(1, sizeof(int32_t)));
     stock_write(&s, path_in(f, "lacks"), 2);
     check_refused(f, spec, path_in(f, "lacks"), TB_INVALID,

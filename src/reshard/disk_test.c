@@ -346,8 +346,10 @@ static void bad_targets(void **state) {
     folder *f = *state;
     const char *in = small_source(f, "in"), *out = path_in(f, "out");
     const tb__disk_opts plain = {0}, model = {.is_model = true};
-    assert_fails(reshard_text(small_spec, in, in, &plain), TB_REFUSED, "/in: it holds a checkpoint");
-    assert_fails(reshard_text(small_spec, in, in, &model), TB_REFUSED, "/in: it holds a checkpoint");
+    assert_fails(reshard_text(small_spec, in, in, &plain), TB_REFUSED,
+                 "/in: it holds rank_0.safetensors, rank_1.safetensors; old and new files would be mixed");
+    assert_fails(reshard_text(small_spec, in, in, &model), TB_REFUSED,
+                 "/in: it holds rank_0.safetensors, rank_1.safetensors; old and new files would be mixed");
     assert_fails(reshard_text(small_spec, in, path_in(f, "a/b"), &plain), TB_IO, "/a/b: can't be created");
     assert_fails(reshard_text(small_spec, in, path_in(f, "in/rank_0.safetensors"), &plain), TB_INVALID,
                  "it is not a directory");
@@ -363,7 +365,35 @@ static void bad_targets(void **state) {
     write_bytes(path_in(f, "out/config.json"), "{}", 2);
     assert_ok(reshard_text(small_spec, in, out, &plain));
     assert_int_equal(count_entries(out), 2);
-    assert_fails(reshard_text(small_spec, in, out, &plain), TB_REFUSED, "it holds a checkpoint");
+    assert_fails(reshard_text(small_spec, in, out, &plain), TB_REFUSED, "it holds rank_0.safetensors; old and new");
+}
+
+typedef struct rival {
+    const char *in, *out;
+    int nruns;
+} rival;
+
+static tb_status run_rivals(void *arg, const tb__disk_state *at) {
+    rival *r = arg;
+    (void)at;
+    for (int is_model = 0; is_model < 2; is_model++, r->nruns++)
+        assert_fails(reshard_text(small_spec, r->in, r->out, &(tb__disk_opts){.is_model = is_model}), TB_REFUSED,
+                     "/out: another run writes into this directory");
+    return TB_OK;
+}
+
+/* From its beginning until the last file has its name, a run has its directory for itself. */
+static void one_run_at_a_time(void **state) {
+    folder *f = *state;
+    rival r = {.in = small_source(f, "in"), .out = path_in(f, "out")};
+    for (int is_model = 0; is_model < 2; is_model++) {
+        const tb__disk_opts opts = {.is_model = is_model, .verify = true, .progress = run_rivals, .arg = &r};
+        r.nruns = 0;
+        assert_ok(reshard_text(small_spec, r.in, r.out, &opts));
+        assert_true(r.nruns >= 4); /* in each of the two passes */
+        assert_int_equal(count_entries(r.out), 1);
+        remove_tree(r.out);
+    }
 }
 
 /* A rank's part that is empty may be missing, where the spec has the shape. */
@@ -472,9 +502,10 @@ static void deduced_shapes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        with_folder(random_layouts), with_folder(bands_and_runs), with_folder(bad_sources),
-        with_folder(bad_targets),    with_folder(empty_parts),    with_folder(verify_finds),
-        with_folder(cancelled),      with_folder(no_memory),      with_folder(deduced_shapes),
+        with_folder(random_layouts), with_folder(bands_and_runs),    with_folder(bad_sources),
+        with_folder(bad_targets),    with_folder(one_run_at_a_time), with_folder(empty_parts),
+        with_folder(verify_finds),   with_folder(cancelled),         with_folder(no_memory),
+        with_folder(deduced_shapes),
     };
     return cmocka_run_group_tests_name("reshard disk", tests, NULL, NULL);
 }

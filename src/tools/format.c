@@ -74,8 +74,9 @@ void tool_add_name(tb__text *out, const char *name) {
 void tool_add_unindexed(tb__text *out, const tb__checkpoint *model) {
     enum { MOST = 8 };
     size_t n = model->nunindexed;
-    tb__text_add(out, "%zu tensor%s of the %s does not have:", n, n == 1 ? "" : "s",
-                 model->kind == TB__CHECKPOINT_MODEL ? "index, which " TB__MODEL_FILE : "files, which the index");
+    tb__text_add(out, "%zu tensor%s of %s:", n, n == 1 ? "" : "s",
+                 model->kind == TB__CHECKPOINT_MODEL ? "files that are not read"
+                                                     : "the files, which the index does not have");
     for (size_t i = 0; i < n && i < MOST; i++) {
         tb__text_add(out, i ? ", " : " ");
         tool_add_name(out, model->unindexed[i].name ? model->unindexed[i].name : "can't be read");

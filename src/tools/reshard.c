@@ -13,14 +13,15 @@ enum { SPEC, IN, OUT, HF, MAX_FILE_SIZE, MEMORY, THREADS, VERIFY, TRUST, UNINDEX
 static const tool_option options[NOPTIONS + 1] = {
     [SPEC] = {"spec", "FILE", "the spec, JSON: how the source has each tensor and how the target wants it"},
     [IN] = {"in", "DIR", "the source: rank_0.safetensors and so on, or a Hugging Face model"},
-    [OUT] = {"out", "DIR", "the target, which is made; it must not hold a checkpoint"},
+    [OUT] = {"out", "DIR", "the target, which is made; it must not hold files of a checkpoint"},
     [HF] = {"hf", NULL, "write a Hugging Face model with its index; the target is one rank"},
     [MAX_FILE_SIZE] = {"max-file-size", "SIZE", "with --hf: of each file; default 5GiB"},
     [MEMORY] = {"memory", "SIZE", "the most memory to use, at least 16MiB; default 1GiB"},
     [THREADS] = {"threads", "N", "default: as many as there are cores, 16 at most"},
     [VERIFY] = {"verify", NULL, "read everything back and compare it with the source"},
     [TRUST] = {"trust-replicas", NULL, "do not compare source ranks that hold the same; the first one is read"},
-    [UNINDEXED] = {"ignore-unindexed", NULL, "leave out tensors of the model's files that its index does not have"},
+    [UNINDEXED] = {"ignore-unindexed", NULL,
+                   "go on without *.safetensors files, or tensors in them, that are not read"},
     [SYNC] = {"sync", NULL, "bring everything to the disk before the files get their names"},
     [DRY_RUN] = {"dry-run", NULL, "check the source against the spec and print what would be done"},
     [JSON] = {"json", NULL, "print JSON"},
@@ -42,7 +43,8 @@ static const char details[] =
     "reads them. docs/reshard.md explains every key.\n"
     "\n"
     "Files have temporary names until all are complete. Whatever fails leaves nothing behind. A run that is\n"
-    "killed (SIGKILL) leaves its temporary files; the next run into the same directory removes them.\n"
+    "killed (SIGKILL) leaves its temporary files; the next run into the same directory removes them. One run\n"
+    "at a time can write into a directory.\n"
     "\n"
     "Examples:\n"
     "  tensorbus reshard --spec tp4_to_tp2.json --in step_1000 --out step_1000_tp2 --verify\n"
@@ -245,6 +247,12 @@ static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *va
         tb__text_add(out, "\nignored   ");
         tool_add_unindexed(out, model);
     }
+    const tb__rank_files *ranks = tb__disk_rank_files(disk);
+    if (ranks->nothers > 0) {
+        tb__text_add(out, "\nignored   %zu file%s of no rank: ", ranks->nothers, ranks->nothers == 1 ? "" : "s");
+        tool_add_name(out, ranks->other);
+        tb__text_add(out, ranks->nothers > 1 ? " and others" : "");
+    }
     tb__text_add(out, "\ntarget    %s, ", value[OUT] ? value[OUT] : "not given");
     tool_add_size(out, disk->dst_nbytes);
     tb__text_add(out, "\ntensors   %zu", disk->count);
@@ -278,31 +286,31 @@ static tb_status report(tb__text *out, const tb__disk *disk, const char *const *
     return TB_OK;
 }
 
+/* What runs into the same directory left there when they were killed. */
+static void say_removed(const char *dir, const tb__leftovers *removed) {
+    if (removed->count > 0)
+        tool_say("%s: removed %zu temporary file%s (%s) of a run that was killed", dir, removed->count,
+                 removed->count == 1 ? "" : "s", tool_size(removed->nbytes).text);
+    if (removed->nstuck > 0)
+        tool_say("%s: %zu temporary file%s of a run that was killed can't be removed", dir, removed->nstuck,
+                 removed->nstuck == 1 ? "" : "s");
+}
+
 static tb_status reshard(const tb__disk *disk, const char *dir, const tb__disk_opts *wanted, double *seconds) {
     tb__disk_opts opts = *wanted;
+    tb__leftovers removed = {0};
     watch w = {.began_ns = tool_now_ns()};
     w.pass_ns = w.began_ns;
     TB_TRY(tool_guard_init(&w.guard));
     opts.progress = show_progress;
     opts.arg = &w;
+    opts.removed = &removed;
     tb_status status = tb__disk_run(disk, dir, &opts);
     *seconds = (double)(tool_now_ns() - w.began_ns) / 1e9;
     tool_hide_line();
+    say_removed(dir, &removed);
     tool_guard_fini(&w.guard); /* a signal that came takes effect here, when all is tidy */
     return status;
-}
-
-/* What runs into the same directory left there when they were killed. */
-static tb_status remove_leftovers(const char *dir) {
-    tb__leftovers found;
-    TB_TRY(tb__leftovers_remove(dir, &found));
-    if (found.count > 0)
-        tool_say("%s: removed %zu temporary file%s (%s) of a run that was killed", dir, found.count,
-                 found.count == 1 ? "" : "s", tool_size(found.nbytes).text);
-    if (found.nstuck > 0)
-        tool_say("%s: %zu temporary file%s of a run that was killed can't be removed", dir, found.nstuck,
-                 found.nstuck == 1 ? "" : "s");
-    return TB_OK;
 }
 
 static tb_status run_all(const char *const *value, tb__text *out) {
@@ -317,8 +325,6 @@ static tb_status run_all(const char *const *value, tb__text *out) {
         status = tb__disk_open(spec, value[IN], value[UNINDEXED] != NULL, &disk);
     if (status == TB_OK && opts.is_model && disk->nranks != 1)
         status = tb__fail(TB_INVALID, "--hf: the target is one rank, but the spec has %zu", disk->nranks);
-    if (status == TB_OK && !value[DRY_RUN])
-        status = remove_leftovers(value[OUT]);
     if (status == TB_OK && !value[DRY_RUN])
         status = reshard(disk, value[OUT], &opts, &seconds);
     if (status == TB_OK)

@@ -154,10 +154,65 @@ rm "$tmp/indexed/model-00003-of-00003.safetensors"
 cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/indexed/extra.safetensors" # nothing is lost with it
 accepted reshard --spec "$tmp/split.json" --in "$tmp/indexed" --dry-run
 cp "$model/model-00001-of-00002.safetensors" "$tmp/indexed/model.safetensors"
-refused "/indexed: model.safetensors.index.json has tensor 'layers.1.weight' in 'model-00002-of-00002.safetensors', but \
-model.safetensors comes before it and does not have the tensor, and so for 1 more; " \
+refused "/indexed: tensor 'layers.1.weight' belongs to 'model-00002-of-00002.safetensors', which is not read, since \
+model.safetensors comes before it and does not have the tensor, and so for 3 more; " \
     reshard --spec "$tmp/split.json" --in "$tmp/indexed" --out "$tmp/none"
 nothing_left "$tmp/none"
+
+# files beside model.safetensors or beside those of ranks: none is left out in silence, whatever the index says
+printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
+part='model-00002-of-00002.safetensors'
+for index in none lacking unreadable; do
+    for file in $part rank_0.safetensors extra.safetensors; do
+        rm -rf "$tmp/mixed"
+        mkdir "$tmp/mixed"
+        cp "$model/model-00001-of-00002.safetensors" "$tmp/mixed/model.safetensors"
+        cp "$model/$part" "$tmp/mixed/$file"
+        wanted="/mixed: tensor 'layers.1.weight' belongs to '$file', which is not read, since model.safetensors comes before \
+it and does not have the tensor, and so for 1 more; --ignore-unindexed goes on without"
+        ignored="2 tensors of files that are not read: layers.1.weight ($file), norm ($file)"
+        case $index in
+        lacking) printf '{"weight_map": {"embed.weight": "model.safetensors"}}' >"$tmp/mixed/model.safetensors.index.json" ;;
+        unreadable)
+            printf '{"weight_map"' >"$tmp/mixed/model.safetensors.index.json"
+            wanted=/mixed:
+            ignored='3 tensors of files that are not read: '
+            ;;
+        esac
+        refused "$wanted" reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+        refused "$wanted" reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run
+        nothing_left "$tmp/none"
+        accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run --ignore-unindexed
+        printed "^ignored   $ignored"
+        printed '^tensors   2$'
+    done
+done
+rm "$tmp/mixed/extra.safetensors"
+refused "/mixed: 'model.safetensors.index.json' is beside model.safetensors and can't be read; --ignore-unindexed goes on" \
+    reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+rm "$tmp/mixed/model.safetensors.index.json"
+cp "$tmp/mixed/model.safetensors" "$tmp/mixed/extra.safetensors"
+refused "/mixed: tensor 'embed.weight' belongs to 'extra.safetensors', which is not read, since model.safetensors comes \
+before it and has the tensor, and so for 1 more; " \
+    reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+for file in extra.safetensors $part; do
+    rm -rf "$tmp/mixed"
+    mkdir "$tmp/mixed" "$tmp/mixed/folder.safetensors"
+    cp "$model/model-00001-of-00002.safetensors" "$tmp/mixed/rank_0.safetensors"
+    accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run
+    not_printed '^ignored'
+    cp "$model/$part" "$tmp/mixed/$file"
+    refused "/mixed: '$file' is the file of no rank and is not read; --ignore-unindexed goes on without" \
+        reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+    nothing_left "$tmp/none"
+    accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run --ignore-unindexed
+    printed "^ignored   1 file of no rank: $file$"
+    printed '^tensors   2$'
+done
+ln -s nowhere "$tmp/mixed/z.safetensors"
+refused "'model-00002-of-00002.safetensors' is the file of no rank and is not read, and so for 1 more; " \
+    reshard --spec "$tmp/same.json" --in "$tmp/mixed" --out "$tmp/none"
+rm -r "$tmp/mixed"
 
 # bad input: options
 out_dir=$tmp/none
@@ -190,7 +245,7 @@ refused "/model-00001-of-00002.safetensors: tensor 'layers.0.weight' is bf16, bu
 refused "its source mesh has 2 ranks, but the source is a model" \
     reshard --spec "$tmp/other.json" --in "$model" --out "$out_dir"
 refused '/none: can.t be opened: No such file' reshard --spec "$tmp/split.json" --in "$tmp/none" --out "$out_dir"
-refused '/split: it holds a checkpoint; old and new files would be mixed' \
+refused '/split: it holds rank_0.safetensors, rank_1.safetensors; old and new files would be mixed' \
     reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/split"
 mv "$tmp/split/rank_1.safetensors" "$tmp/kept"
 refused '/rank_1.safetensors: can.t be opened: No such file' \
@@ -217,7 +272,7 @@ failed() {
 run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/none/deeper"
 failed '/none/deeper: can.t be created: No such file' 'a directory in none'
 run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/kept/deeper"
-failed '/kept/deeper: can.t be looked at: Not a directory' 'a directory in a file'
+failed '/kept/deeper: can.t be created: Not a directory' 'a directory in a file'
 mkdir "$tmp/big"
 nbytes=$((256 << 20))
 sparse "$tmp/big/rank_0.safetensors" \
@@ -263,44 +318,62 @@ peak=$(sed 's/.*"peak_memory":\([0-9]*\).*/\1/' "$out")
 tail -c $nbytes "$tmp/done/rank_0.safetensors" | cmp -s -n $nbytes - /dev/zero || fail 'zeros did not come back'
 rm -rf "$tmp/done" "$tmp/nvfp4" "$tmp/wide"
 
-# what killed runs left goes away with the next run, but not what a run holds
+# what killed runs left goes away with the next run
 mkdir "$tmp/left"
 for file in rank_0.safetensors rank_1.safetensors model.safetensors.index.json; do
     head -c 100000 /dev/zero >"$tmp/left/.$file.4711.0.tmp"
 done
-head -c 1000 /dev/zero >"$tmp/left/.held.safetensors.4711.0.tmp"
 : >"$tmp/left/.config.json.1.0.tmp"
-if command -v flock >/dev/null; then
-    mkfifo "$tmp/locked" "$tmp/enough"
-    # shellcheck disable=SC2016 # the inner shell expands these
-    flock -x "$tmp/left/.held.safetensors.4711.0.tmp" \
-        sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
-    holder=$!
-    read -r _ <"$tmp/locked"
-else
-    echo 'not tested: a file that is held, since there is no flock'
-    rm "$tmp/left/.held.safetensors.4711.0.tmp"
-    holder=
-fi
 accepted reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left" --dry-run
 [ -e "$tmp/left/.rank_0.safetensors.4711.0.tmp" ] || fail 'a dry run removed something'
 run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
 expect_status 0 'a run into a directory with leftovers'
 grep -q '^tensorbus reshard: .*/left: removed 3 temporary files ([0-9.]* KiB) of a run that was killed$' "$err" ||
     fail "leftovers: said $(cat "$err")"
-if [ -n "$holder" ]; then
-    [ -e "$tmp/left/.held.safetensors.4711.0.tmp" ] || fail 'a file that another process holds was removed'
-    echo >"$tmp/enough"
-    wait "$holder"
-    rm "$tmp/left/.held.safetensors.4711.0.tmp"
-fi
 [ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
+# one run at a time: another one has a lock on the directory, or, on another host, on its files only
+if command -v flock >/dev/null; then
+    mkdir "$tmp/left"
+    head -c 1000 /dev/zero >"$tmp/left/.rank_0.safetensors.4711.0.tmp"
+    mkfifo "$tmp/locked" "$tmp/enough"
+    for held in "$tmp/left" "$tmp/left/.rank_0.safetensors.4711.0.tmp"; do
+        # shellcheck disable=SC2016 # the inner shell expands these
+        flock -x "$held" sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
+        holder=$!
+        read -r _ <"$tmp/locked"
+        refused '/left: another run writes into this directory' \
+            reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+        refused '/left: another run writes into this directory' \
+            reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf
+        [ "$(ls -A "$tmp/left")" = .rank_0.safetensors.4711.0.tmp ] || fail "strange files: $(ls -A "$tmp/left")"
+        echo >"$tmp/enough"
+        wait "$holder"
+    done
+    run reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+    expect_status 0 'a run after another one has ended'
+    [ "$(find "$tmp/left" -type f | wc -l)" -eq 2 ] || fail "strange files: $(ls -A "$tmp/left")"
+    rm -r "$tmp/left"
+else
+    echo 'not tested: a directory that another run has, since there is no flock'
+fi
+
+# a run that was killed while files of ranks got their names: nothing is removed, and the sentence says what is there
+mkdir "$tmp/left"
+cp "$TB_GOLDEN/safetensors/empty.safetensors" "$tmp/left/rank_0.safetensors"
+head -c 1000 /dev/zero >"$tmp/left/.rank_1.safetensors.4711.1.tmp"
+for option in --verify --sync; do
+    refused "/left: it holds rank_0.safetensors, and temporary files (.rank_1.safetensors.4711.1.tmp): a run was killed, \
+maybe while it put its files in place; remove all of them, or write into another directory" \
+        reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left" $option
+    [ "$(find "$tmp/left" -type f | wc -l)" -eq 2 ] || fail "strange files: $(ls -A "$tmp/left")"
+done
 rm -r "$tmp/left"
 
 # a run that was killed while files got their names: the index comes last, so there is no model yet
 mkdir "$tmp/left"
 : >"$tmp/left/model-00001-of-00002.safetensors"
-printf '{"rules": [{"match": "*"}]}' >"$tmp/same.json"
 refused '/left: it holds model-00001-of-00002.safetensors; old and new files would be mixed' \
     reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf --max-file-size 30
 : >"$tmp/left/.model-00002-of-00002.safetensors.4711.1.tmp"
@@ -311,6 +384,15 @@ accepted inspect "$tmp/left"
 printed '^tensors     4, 96 bytes$'
 not_printed '^ignored'
 [ "$(find "$tmp/left" -type f | wc -l)" -eq 3 ] || fail "strange files: $(ls -A "$tmp/left")"
+rm -r "$tmp/left"
+
+# no file that the new checkpoint would not have, in whichever kind
+mkdir "$tmp/left"
+: >"$tmp/left/extra.safetensors"
+refused '/left: it holds extra.safetensors; old and new' reshard --spec "$tmp/split.json" --in "$model" --out "$tmp/left"
+refused '/left: it holds extra.safetensors; old and new' \
+    reshard --spec "$tmp/same.json" --in "$model" --out "$tmp/left" --hf
+[ "$(ls -A "$tmp/left")" = extra.safetensors ] || fail "strange files: $(ls -A "$tmp/left")"
 rm -r "$tmp/left"
 
 # the same with a run that is killed
