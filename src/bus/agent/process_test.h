@@ -43,10 +43,11 @@ typedef struct agent_process {
 static inline void begin_agent(agent_process *a, const char *folder, const char *group, int index, int size,
                                const char *timeout_s) {
     extern char **environ;
-    char rank[16], seats[16], store[80];
+    char rank[16], seats[16], store[80], path[sizeof a->path];
     const char *tool = getenv("TENSORBUS");
     assert_non_null(tool);
-    snprintf(a->path, sizeof a->path, "%s/%s%d", folder, group, index);
+    snprintf(path, sizeof path, "%s/%s%d", folder, group, index); /* the folder may be in one struct with the agent */
+    memcpy(a->path, path, sizeof path);
     snprintf(rank, sizeof rank, "%d", index);
     snprintf(seats, sizeof seats, "%d", size);
     snprintf(store, sizeof store, "unix:%s/store", folder);
