@@ -68,7 +68,7 @@ static tb_status create_rank(tb__disk_output *output, rank_file *file, const tb_
 
 static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
                               tb__safetensor *tensors, const tb__safetensors_note *notes, size_t nnotes) {
-    tb__leftovers unused, *removed = opts->removed ? opts->removed : &unused;
+    tb__leftovers unused = {0}, *removed = opts->removed ? opts->removed : &unused;
     if (!opts->is_model) {
         TB_TRY(tb__folder_take(&output->folder, dir));
         TB_TRY(tb__folder_clear(&output->folder, NULL, 0, removed));

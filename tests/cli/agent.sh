@@ -11,6 +11,7 @@ refused "there is no token" agent --name a --rank 0 --size 1 --store "unix:$tmp/
 
 # UCX would end the process
 (
+    # shellcheck disable=SC3045 # Debian's and Ubuntu's sh has it
     ulimit -n 28
     refused "^tensorbus agent: opening UCX takes 32 file descriptors: .*its RLIMIT_NOFILE is 28" \
         agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --socket "$tmp/a" --transport ucx

@@ -83,9 +83,8 @@ static void lose(endpoint *e, int32_t rank) {
 
 /* The others hear that they have lost this one: all, or one of them. */
 static void tell_others(const endpoint *e, int32_t only) {
-    endpoint *other;
     pthread_mutex_lock(&lock);
-    LIST_FOREACH(other, &endpoints, link) {
+    for (endpoint *other = LIST_FIRST(&endpoints); other; other = LIST_NEXT(other, link)) {
         if (other == e || (only != TB_NO_RANK && other->env.rank != only) || other->ngone == MAX_PEERS)
             continue;
         other->gone[other->ngone++] = e->env.rank;
