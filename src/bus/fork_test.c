@@ -156,7 +156,8 @@ static void use_pure(void) {
     tb_shape shape = {.ndim = 2, .dim = {8, 8}};
     tb_ir *ir;
     void *memory;
-    child_check(tb_layout_parse("mesh=2 place=S0", &src) == TB_OK && tb_layout_parse("mesh=2 place=S1", &dst) == TB_OK);
+    child_check(tb_layout_parse("mesh=2 place=S0", &src) == TB_OK);
+    child_check(tb_layout_parse("mesh=2 place=S1", &dst) == TB_OK);
     child_check(tb_plan_cache_create(&cache) == TB_OK);
     tb_tensor_spec spec = {
         .name = "w", .shape = shape, .src = src, .dst = dst, .src_dtype = TB_F32, .dst_dtype = TB_F32};

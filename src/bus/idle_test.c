@@ -69,7 +69,7 @@ static void idle_receiver(rank *r) {
         for (int i = 0; is_a(r) && i < p->count; i++)
             give_up_one(&s, p->way, i);
         meet(r);
-        get_through(r, &s, 201, (uint64_t)((round + 1) * (p->count + 1)));
+        get_through(r, &s, 201, (uint64_t)(round + 1) * (uint64_t)(p->count + 1));
         meet(r);
     }
     tear_down(&s);
@@ -131,7 +131,7 @@ static void late_sender(rank *r) {
         for (int i = 0; is_a(r) && r->index == 1 && i < p->count; i++)
             come_late(&s);
         meet(r);
-        get_through(r, &s, 202, (uint64_t)((round + 1) * (p->count + 1)));
+        get_through(r, &s, 202, (uint64_t)(round + 1) * (uint64_t)(p->count + 1));
         meet(r);
     }
     tear_down(&s);
