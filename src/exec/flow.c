@@ -255,7 +255,7 @@ static void end_complete(tb__flow *flow, bool is_send) {
 /* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
 static bool has_unsent(const tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].peer->nunsent > 0)
+        if (flow->members[i].peer->nunsent > 0 && !flow->members[i].peer->is_lost)
             return true;
     }
     return false;

@@ -282,7 +282,8 @@ typedef struct tb__outgoing {
 static void on_sent(tb_op *op) {
     outgoing *out = op->arg;
     if (--out->left == 0) {
-        out->peer->nunsent--;
+        if (--out->peer->nunsent == 0)
+            tb__engine_wake(out->peer->engine); /* a leg may wait for that, whoever posts or cancels */
         tb__pack_fini(&out->message);
         free(out);
     }
