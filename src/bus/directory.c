@@ -18,7 +18,8 @@ static tb_status fail_turn(const tb__directory *d, const tb__inquiry *inquiry) {
         return tb__fail(TB_CONFLICT, "the store is lost for good: %s", d->why);
     if (d->state == TB_LOST)
         return tb__fail(TB_LOST, "the store is lost: %s", d->why);
-    return tb__fail(TB_TIMEOUT, "another call to the store has not ended within %d ms", inquiry->timeout_ms);
+    return tb__fail(TB_TIMEOUT, "%s: nothing within %d ms: another call has had no answer from it", d->url,
+                    inquiry->timeout_ms);
 }
 
 /* The following thread can't wait for what only itself can bring about. */
