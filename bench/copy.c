@@ -3,7 +3,8 @@
  * the lines that contain it. */
 #include "measure.h"
 
-#include "exec/workers.h"
+#include "device/host/move.h"
+#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <pthread.h>
@@ -44,21 +45,21 @@ static void plain(size_t nbytes, int threads) {
     pthread_join(other, NULL);
 }
 
-static void run(const tb__copy *copies, size_t n) {
-    if (tb__workers_run(copies, n) != TB_OK) {
+static void run(const tb__move *copies, size_t n) {
+    if (tb__moves_run(copies, n) != TB_OK) {
         fprintf(stderr, "bench/copy: %s\n", tb_error_detail());
         exit(1);
     }
 }
 
 /* `wanted` is the ratio that the line must reach with one thread; 0: any. */
-static bool measure(const char *what, const tb__copy *copies, size_t n, double wanted) {
+static bool measure(const char *what, const tb__move *copies, size_t n, double wanted) {
     double traffic = 0;
     bool ok = true;
     if (!strstr(what, picked))
         return true;
     for (size_t i = 0; i < n; i++)
-        traffic += (double)tb__copy_traffic(&copies[i]);
+        traffic += (double)tb__move_traffic(&copies[i]);
     printf("  %-44s", what);
     for (int threads = 1; threads <= 2; threads++) {
         tb__workers_set(threads);
@@ -87,11 +88,11 @@ static const void *sources[4];
 static int64_t strides[4][TB_MAX_DIMS];
 
 /* rows x columns elements, row-major at the destination; one source whose rows lie `step` elements apart. */
-static tb__copy matrix(int64_t rows, int64_t columns, int64_t step, tb_dtype from, tb_dtype to) {
+static tb__move matrix(int64_t rows, int64_t columns, int64_t step, tb_dtype from, tb_dtype to) {
     sources[0] = src;
     strides[0][0] = step;
     strides[0][1] = 1;
-    return (tb__copy){
+    return (tb__move){
         .ndim = 2,
         .len = {rows, columns},
         .dst = dst,
@@ -107,7 +108,7 @@ static tb__copy matrix(int64_t rows, int64_t columns, int64_t step, tb_dtype fro
 
 static bool runs(void) {
     printf("plain copies: traffic, and its ratio to memcpy's, with 1 thread and with 2\n");
-    tb__copy c = matrix(1, 128 * MIB, 0, TB_F32, TB_F32);
+    tb__move c = matrix(1, 128 * MIB, 0, TB_F32, TB_F32);
     bool ok = measure("contiguous, 512 MiB", &c, 1, 0.95);
     c = matrix(SIDE, SIDE / 4, SIDE, TB_F32, TB_F32);
     ok = measure("a quarter of the columns of [16384, 16384]", &c, 1, 0.95) && ok;
@@ -136,7 +137,7 @@ static bool runs(void) {
 
 static bool arithmetic(void) {
     printf("arithmetic\n");
-    tb__copy c = matrix(1, 128 * MIB, 0, TB_F32, TB_BF16);
+    tb__move c = matrix(1, 128 * MIB, 0, TB_F32, TB_BF16);
     bool ok = measure("f32 to bf16", &c, 1, 0.9);
     c = matrix(1, 128 * MIB, 0, TB_BF16, TB_F32);
     ok = measure("bf16 to f32", &c, 1, 0) && ok;
@@ -161,7 +162,7 @@ static bool arithmetic(void) {
 
 static bool many(void) {
     printf("many copies\n");
-    static tb__copy copies[MANY];
+    static tb__move copies[MANY];
     static const void *from[MANY];
     for (int i = 0; i < MANY; i++) {
         copies[i] = matrix(1, 16384, 0, TB_F32, TB_F32);

@@ -2,7 +2,7 @@
  * whether one counts. */
 #include "bus/accord.h"
 
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>

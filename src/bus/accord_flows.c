@@ -1,7 +1,7 @@
 /* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
 #include "bus/accord.h"
 
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 #include "reshard/names.h"
 
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* Memory that the program takes away: whoever has tensors in it is told, and waited for. */
 #include "bus/accord.h"
 
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 #include "exec/region.h"
 
 #include <stdio.h>

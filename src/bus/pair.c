@@ -9,7 +9,7 @@
 #include "bus/pair_notes.h"
 
 #include "base/opts.h"
-#include "exec/workers.h"
+#include "device/host/workers.h"
 #include "layout/layout.h"
 
 #include <inttypes.h>

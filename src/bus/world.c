@@ -4,7 +4,7 @@
 #include "base/opts.h"
 #include "base/process.h"
 #include "bus/store/address.h"
-#include "exec/workers.h"
+#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <stdio.h>

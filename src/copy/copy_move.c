@@ -2,10 +2,10 @@
  * copied here. */
 #include "copy/copy.h"
 
-#include "exec/copy.h"
-#include "exec/overlap.h"
-#include "exec/workers.h"
+#include "device/host/move.h"
+#include "device/host/workers.h"
 #include "ir/ir.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -117,7 +117,7 @@ tb_status tb__copy_check_memory(tb_copy *copy) {
 
 typedef struct local {
     size_t count;
-    tb__copy *copies;
+    tb__move *copies;
     const void **sources;
     int64_t (*strides)[TB_MAX_DIMS];
 } local;
@@ -132,7 +132,7 @@ static void add_local(local *l, const tb__match_view *from, const tb__match_view
     size_t i = l->count++;
     l->sources[i] = from->data;
     tb__match_strides(from, l->strides[i]);
-    l->copies[i] = (tb__copy){.ndim = from->common.ndim,
+    l->copies[i] = (tb__move){.ndim = from->common.ndim,
                               .dst = to->data,
                               .nsrc = 1,
                               .src = &l->sources[i],
@@ -409,7 +409,7 @@ tb_status tb__copy_move(tb_copy *copy) {
     if (l.count) {
         copy->copies_local = true;
         tb__engine_unlock(copy->world->engine);
-        status = tb__workers_run(l.copies, l.count);
+        status = tb__moves_run(l.copies, l.count);
         tb__engine_lock(copy->world->engine);
         copy->copies_local = false;
         tb__engine_signal(copy->world->engine); /* somebody may wait for the memory */

@@ -1,7 +1,7 @@
 /* Views become comparable, operations are paired by id, shapes are split until they are equal. */
 #include "copy/match.h"
 
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -2,7 +2,7 @@
 #include "exec/flow_inside.h"
 
 #include "base/log.h"
-#include "exec/workers.h"
+#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -26,7 +26,7 @@ static tb_status add_commit(tb__flow *flow, const tb_binding *from, const tb_bin
         return TB_NO_MEMORY;
     *src = (char *)from->base + from->offset;
     memcpy(strides, from->strides, sizeof *strides);
-    tb__copy copy = {.ndim = to->shape.ndim,
+    tb__move copy = {.ndim = to->shape.ndim,
                      .nsrc = 1,
                      .src = src,
                      .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
@@ -36,7 +36,7 @@ static tb_status add_commit(tb__flow *flow, const tb_binding *from, const tb_bin
                      .dst_dtype = from->dtype};
     memcpy(copy.len, to->shape.dim, sizeof copy.len);
     memcpy(copy.dst_stride, to->strides, sizeof copy.dst_stride);
-    TB_TRY(tb__copy_check(&copy)); /* nothing may fail once it is decided */
+    TB_TRY(tb__move_check(&copy)); /* nothing may fail once it is decided */
     return tb__vec_push(&flow->commits, copy) ? TB_OK : TB_NO_MEMORY;
 }
 
@@ -274,7 +274,7 @@ static tb_status commit(tb__flow *flow, uint64_t attempt, void (*committing)(voi
     tb__engine_unlock(flow->o.engine);
     if (committing)
         committing(arg, false);
-    (void)tb__workers_run(flow->commits.item, flow->commits.count); /* checked before */
+    (void)tb__moves_run(flow->commits.item, flow->commits.count); /* checked before */
     if (flow->o.shadow.apply)
         flow->o.shadow.apply(flow->o.shadow.arg);
     if (committing)

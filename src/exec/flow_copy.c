@@ -1,7 +1,7 @@
 /* Buckets become copies. A bucket is done in slices: so much at a time that the engine looks up between them, and, for
  * memory that has to be read first, so little that it is still in the cache when it is copied on. */
+#include "device/host/workers.h"
 #include "exec/flow_inside.h"
-#include "exec/workers.h"
 
 #include "base/dtype.h"
 
@@ -272,7 +272,7 @@ static tb_status add_copy(tb__flow *flow, slice *s, const block *b, const end *f
     int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&flow->copy_arena, nfrom, sizeof *strides);
     if (!src || !strides)
         return TB_NO_MEMORY;
-    tb__copy copy = {.ndim = chunk->ndim,
+    tb__move copy = {.ndim = chunk->ndim,
                      .nsrc = (uint32_t)nfrom,
                      .src = src,
                      .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
@@ -350,7 +350,7 @@ static tb_status run_slice(const tb__flow *flow, const slice *s) {
         if (status != TB_OK)
             return tb__fail_within(status, "%s", r->owner);
     }
-    return tb__workers_run(flow->copies.item, flow->copies.count);
+    return tb__moves_run(flow->copies.item, flow->copies.count);
 }
 
 /* The bytes between chunks are zero, so that a bucket's bytes depend on its tensors only. */
@@ -488,7 +488,7 @@ tb_status tb__flow_take_snapshot(tb__flow *flow) {
             continue;
         *src = tb__binding_at(live, (int64_t[TB_MAX_DIMS]){0});
         memcpy(strides, live->strides, sizeof *strides);
-        tb__copy copy = {.ndim = live->shape.ndim,
+        tb__move copy = {.ndim = live->shape.ndim,
                          .nsrc = 1,
                          .src = src,
                          .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
@@ -502,7 +502,7 @@ tb_status tb__flow_take_snapshot(tb__flow *flow) {
             return TB_NO_MEMORY;
     }
     tb__engine_unlock(flow->o.engine);
-    tb_status status = tb__workers_run(flow->copies.item, flow->copies.count);
+    tb_status status = tb__moves_run(flow->copies.item, flow->copies.count);
     tb__engine_lock(flow->o.engine);
     return status;
 }

@@ -8,7 +8,7 @@
 #define TB_EXEC_FLOW_INSIDE_H
 
 #include "base/mem.h"
-#include "exec/copy.h"
+#include "device/host/move.h"
 #include "exec/flow.h"
 #include "exec/region.h"
 #include "ir/ir.h"
@@ -231,7 +231,7 @@ struct tb__flow {
     /* Shadowed receives. */
     char *shadow;
     tb_binding *shadow_of;    /* per tensor: the live one, where dst is the shadow */
-    TB_VEC(tb__copy) commits; /* from the one to the other */
+    TB_VEC(tb__move) commits; /* from the one to the other */
     bool is_prepared;         /* the receive under way */
     uint64_t store_number;    /* where the last attempt that was prepared is decided */
     tb_status gives_up;       /* a prepared one would, for this reason */
@@ -277,7 +277,7 @@ struct tb__flow {
     parcel *parcels;
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
     int64_t staged, staged_most; /* of all pools together, now and ever */
-    TB_VEC(tb__copy) copies;     /* of the step under way */
+    TB_VEC(tb__move) copies;     /* of the step under way */
     tb__arena copy_arena;
     char *bounce;                   /* for what is read, not mapped */
     char gaps[2][TB__BUCKET_ALIGN]; /* between the chunks of what is sent without a buffer: zeros; and received:

@@ -1,7 +1,7 @@
 /* From tensors to lanes: the plan of one direction, whom this rank feeds and who feeds it, which of its memory it is
  * going to overwrite while others read it. */
 #include "exec/flow_inside.h"
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 
 #include "base/dtype.h"
 

@@ -3,7 +3,7 @@
 
 #include "base/mem.h"
 #include "exec/engine_inside.h"
-#include "exec/memory.h"
+#include "device/host/memory.h"
 
 struct tb__region {
     tb__engine *engine;

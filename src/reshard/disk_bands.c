@@ -2,6 +2,7 @@
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
+#include "device/host/quant.h"
 #include "plan/plan.h"
 
 tb_status tb__disk_part_tensors(const tb__disk_tensor *t, int32_t rank, tb__safetensor out[TB__DISK_SLOTS]) {

@@ -3,6 +3,7 @@
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
+#include "device/host/quant.h"
 
 #include <inttypes.h>
 #include <string.h>

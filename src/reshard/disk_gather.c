@@ -2,7 +2,7 @@
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
-#include "exec/copy.h"
+#include "device/host/move.h"
 #include "plan/plan.h"
 
 #include <inttypes.h>
@@ -154,7 +154,7 @@ static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const
                         t->name, piece->nsources);
     int64_t index[TB_MAX_DIMS] = {0}, start[TB_MAX_DIMS] = {0};
     do {
-        tb__copy copy = {.ndim = ndim, .nsrc = piece->nsources, .src = g->from.item, .src_dtype = t->src_dtype};
+        tb__move copy = {.ndim = ndim, .nsrc = piece->nsources, .src = g->from.item, .src_dtype = t->src_dtype};
         for (int d = 0; d < ndim; d++) {
             int64_t left = piece->len[d] - index[d];
             start[d] = piece->src[d] + index[d];
@@ -168,21 +168,21 @@ static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const
         copy.op = t->plan->src.op;
         copy.avg_divisor = piece->nsources > 1 ? t->plan->src.avg_divisor : 1;
         copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, ndim));
-        TB_TRY(tb__copy_check(&copy));
-        tb__copy_run(&copy, tb__copy_whole(&copy), false);
+        TB_TRY(tb__move_check(&copy));
+        tb__move_run(&copy, tb__move_whole(&copy), false);
     } while (next_index(index, piece->len, cut.step, ndim));
     return TB_OK;
 }
 
 static tb_status fill_zeros(const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
                             const int64_t *dst_stride) {
-    tb__copy copy = {.ndim = t->shape.ndim, .dst = to, .dst_dtype = t->band_dtype};
+    tb__move copy = {.ndim = t->shape.ndim, .dst = to, .dst_dtype = t->band_dtype};
     for (int d = 0; d < copy.ndim; d++) {
         copy.len[d] = piece->len[d];
         copy.dst_stride[d] = dst_stride[d];
     }
-    TB_TRY(tb__copy_check(&copy));
-    tb__copy_run(&copy, tb__copy_whole(&copy), false);
+    TB_TRY(tb__move_check(&copy));
+    tb__move_run(&copy, tb__move_whole(&copy), false);
     return TB_OK;
 }
 

@@ -3,7 +3,8 @@
 
 #include "base/dtype.h"
 #include "base/mem.h"
-#include "exec/workers.h"
+#include "device/host/move.h"
+#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -348,7 +349,7 @@ tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from,
     bool is_plain = ndim <= 2 && (columns == 1 || strides[ndim - 1] == 1) && (ndim < 2 || strides[0] >= columns);
     char *rowed = is_plain ? NULL : tb__malloc((size_t)rows, (size_t)tb__dtype_bytes(from->dtype, columns));
     if (!is_plain) {
-        tb__copy copy = {.ndim = ndim,
+        tb__move copy = {.ndim = ndim,
                          .dst = rowed,
                          .nsrc = 1,
                          .src = &src,
@@ -361,7 +362,7 @@ tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from,
         memcpy(copy.len, len, sizeof copy.len);
         for (int64_t d = ndim, stride = 1; d-- > 0; stride *= len[d])
             copy.dst_stride[d] = stride;
-        tb_status status = tb__workers_run(&copy, 1);
+        tb_status status = tb__moves_run(&copy, 1);
         if (status != TB_OK) {
             free(rowed);
             return status;

@@ -5,7 +5,7 @@
 #ifndef TB_RESHARD_ENCODE_H
 #define TB_RESHARD_ENCODE_H
 
-#include "reshard/quant.h"
+#include "device/host/quant.h"
 #include "tensorbus/tensorbus.h"
 
 typedef struct tb__encoding {

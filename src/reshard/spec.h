@@ -15,7 +15,7 @@
 
 #include "base/index.h"
 #include "base/mem.h"
-#include "reshard/quant.h"
+#include "device/quant.h"
 
 typedef struct tb__spec_rule {
     const char *match; /* a tensor's name, or a pattern */

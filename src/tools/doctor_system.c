@@ -1,7 +1,7 @@
 /* What the system gives to tensorbus, and what it withholds. */
 #include "tools/doctor.h"
 
-#include "exec/kernel.h"
+#include "device/host/kernel.h"
 
 #include <dirent.h>
 #include <errno.h>

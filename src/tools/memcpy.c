@@ -1,7 +1,8 @@
 /* What transfers are compared with: one process that copies or casts its own warm memory with as many threads as it may
  * use cores. */
 #include "base/process.h"
-#include "exec/workers.h"
+#include "device/host/move.h"
+#include "device/host/workers.h"
 #include "tools/move.h"
 
 #include <errno.h>
@@ -90,7 +91,7 @@ tb_status tool_memcpy(tool_buffers *buffers, double *gb_per_s) {
 tb_status tool_cast(tool_buffers *buffers, double *gb_per_s) {
     const void *src = buffers->src;
     const int64_t stride[1][TB_MAX_DIMS] = {{1}};
-    tb__copy copy = {
+    tb__move copy = {
         .ndim = 1,
         .len = {(int64_t)(buffers->nbytes / sizeof(float))},
         .dst = buffers->dst,
@@ -104,7 +105,7 @@ tb_status tool_cast(tool_buffers *buffers, double *gb_per_s) {
     };
     tb__workers_set(buffers->nthreads);
     int64_t start = tool_now_ns();
-    TB_TRY(tb__workers_run(&copy, 1));
+    TB_TRY(tb__moves_run(&copy, 1));
     *gb_per_s = (double)buffers->nbytes / (double)(tool_now_ns() - start);
     return TB_OK;
 }

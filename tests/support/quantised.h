@@ -2,8 +2,8 @@
 #ifndef TB_TESTS_QUANTISED_H
 #define TB_TESTS_QUANTISED_H
 
+#include "device/quant.h"
 #include "numbers.h"
-#include "reshard/quant.h"
 
 /* Fills data and scales of `to`, which are as large as tb__quant_measure says. The source is finite. */
 void quantised_make(const tb__quant_tensor *to, const tb__quant_rows *from);

@@ -1,7 +1,7 @@
 /* Tensors of clients: where their memory is, here, as pairs come to a batch and go. */
 #include "bus/agent/agent_inside.h"
 
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>

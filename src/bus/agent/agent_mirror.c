@@ -3,7 +3,7 @@
  * program's, which may have changed it meanwhile. */
 #include "bus/agent/agent_inside.h"
 
-#include "exec/overlap.h"
+#include "layout/overlap.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 
 #include "base/descriptors.h"
 #include "base/mem.h"
-#include "exec/memory.h"
+#include "device/host/memory.h"
 
 #include <errno.h>
 #include <fcntl.h>

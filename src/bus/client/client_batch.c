@@ -3,8 +3,8 @@
 
 #include "base/opts.h"
 #include "bus/protocol/payload.h"
-#include "exec/memory.h"
-#include "exec/overlap.h"
+#include "device/host/memory.h"
+#include "layout/overlap.h"
 #include "reshard/encode.h"
 
 #include <string.h>

@@ -1,0 +1,176 @@
+/* The host device: memory of processors. All memory that no other device knows is taken for its own; what tb_alloc
+ * gave can be shared with other processes. */
+#include "device/host/host.h"
+
+#include "base/descriptors.h"
+#include "base/mem.h"
+#include "base/process.h"
+#include "device/host/memory.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static tb_status host_open(int index, tb__device **out) {
+    if (index != 0)
+        return tb__fail(TB_REFUSED, "there is one host device, not one with index %d", index);
+    tb__host_device *device = tb__calloc(1, sizeof *device);
+    if (!device)
+        return TB_NO_MEMORY;
+    *device = (tb__host_device){.base = {.ops = &tb__host_device_ops}};
+    device->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (device->wake < 0) {
+        tb_status status = tb__fail(TB_IO, "an eventfd: %s", tb__errno_text(errno));
+        free(device);
+        return status;
+    }
+    LIST_INIT(&device->files);
+    TAILQ_INIT(&device->waiting);
+    TAILQ_INIT(&device->running);
+    TAILQ_INIT(&device->ended);
+    pthread_mutex_init(&device->lock, NULL);
+    *out = &device->base;
+    return TB_OK;
+}
+
+static void host_close(tb__device *base) {
+    tb__host_device *device = (tb__host_device *)base;
+    tb__fd_close(device->wake);
+    pthread_mutex_destroy(&device->lock);
+    free(device);
+}
+
+static bool host_find(tb__device *device, const void *address, size_t nbytes, tb__memory *out) {
+    tb__arena_file file;
+    (void)device;
+    *out = (tb__memory){.base = (void *)(uintptr_t)address, .nbytes = nbytes};
+    out->is_shareable = tb__memory_find(address, nbytes, &file);
+    return true;
+}
+
+static tb_status host_alloc(tb__device *device, size_t nbytes, void **out) {
+    (void)device;
+    return tb_alloc(nbytes, out);
+}
+
+static void host_free(tb__device *device, void *address) {
+    (void)device;
+    tb_free(address);
+}
+
+/* ---- Other processes -------------------------------------------------------------------------------------------- */
+
+/* Where the memory is in the file that the descriptor is of. */
+typedef struct key {
+    uint64_t device, inode, offset, nbytes;
+} key;
+
+static tb_status host_share(tb__device *device, const tb__memory *memory, tb__memory_key *out, int *fd) {
+    tb__arena_file file;
+    struct stat info;
+    (void)device;
+    if (!tb__memory_find(memory->base, memory->nbytes, &file))
+        return tb__fail(TB_INVALID, "the memory at %p is no longer of tb_alloc", memory->base);
+    if (fstat(file.fd, &info) != 0)
+        return tb__fail(TB_IO, "fstat: %s", tb__errno_text(errno));
+    key k = {.device = info.st_dev,
+             .inode = info.st_ino,
+             .offset = (uint64_t)((char *)memory->base - (char *)file.base),
+             .nbytes = memory->nbytes};
+    *out = (tb__memory_key){.nbytes = sizeof k};
+    memcpy(out->bytes, &k, sizeof k);
+    *fd = file.fd;
+    return TB_OK;
+}
+
+static tb_status map_file(int fd, const struct stat *info, tb__host_file **out) {
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return tb__fail(TB_INVALID, "shared memory that is not sealed against shrinking");
+    tb__host_file *file = tb__calloc(1, sizeof *file);
+    if (!file)
+        return TB_NO_MEMORY;
+    *file = (tb__host_file){.device = info->st_dev, .inode = info->st_ino, .nbytes = (size_t)info->st_size};
+    file->base = mmap(NULL, file->nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (file->base == MAP_FAILED) {
+        tb_status status = tb__fail(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, "map %zu bytes of shared memory: %s",
+                                    file->nbytes, tb__errno_text(errno));
+        free(file);
+        return status;
+    }
+    *out = file;
+    return TB_OK;
+}
+
+static tb_status host_map(tb__device *base, const tb__memory_key *given, int fd, tb__mapping **out) {
+    tb__host_device *device = (tb__host_device *)base;
+    struct stat info;
+    key k;
+    if (given->nbytes != sizeof k)
+        return tb__fail(TB_INVALID, "a memory key of %" PRIu32 " bytes, not %zu", given->nbytes, sizeof k);
+    memcpy(&k, given->bytes, sizeof k);
+    if (fstat(fd, &info) != 0)
+        return tb__fail(TB_IO, "fstat: %s", tb__errno_text(errno));
+    uint64_t nbytes = (uint64_t)info.st_size;
+    if (k.device != info.st_dev || k.inode != info.st_ino || k.nbytes > nbytes || k.offset > nbytes - k.nbytes)
+        return tb__fail(TB_INVALID, "a memory key that does not belong to its descriptor");
+    tb__mapping *mapping = tb__calloc(1, sizeof *mapping);
+    if (!mapping)
+        return TB_NO_MEMORY;
+    tb__host_file *file;
+    LIST_FOREACH(file, &device->files, link) {
+        if (file->device == info.st_dev && file->inode == info.st_ino)
+            break;
+    }
+    if (!file) {
+        tb_status status = map_file(fd, &info, &file);
+        if (status != TB_OK) {
+            free(mapping);
+            return status;
+        }
+        LIST_INSERT_HEAD(&device->files, file, link);
+    }
+    file->refs++;
+    *mapping = (tb__mapping){.file = file, .base = file->base + k.offset, .nbytes = k.nbytes};
+    *out = mapping;
+    return TB_OK;
+}
+
+static void host_unmap(tb__device *device, tb__mapping *mapping) {
+    tb__host_file *file = mapping->file;
+    (void)device;
+    if (--file->refs == 0) {
+        LIST_REMOVE(file, link);
+        munmap(file->base, file->nbytes);
+        free(file);
+    }
+    free(mapping);
+}
+
+static int host_fd(tb__device *device) {
+    return ((tb__host_device *)device)->wake;
+}
+
+const tb__device_ops tb__host_device_ops = {
+    .name = "host",
+    .open = host_open,
+    .close = host_close,
+    .find = host_find,
+    .alloc = host_alloc,
+    .free = host_free,
+    .share = host_share,
+    .map = host_map,
+    .unmap = host_unmap,
+    .prepare = tb__host_prepare,
+    .release = tb__host_release,
+    .run = tb__host_run_job,
+    .checksum = tb__host_checksum,
+    .cancel = tb__host_cancel,
+    .progress = tb__host_progress,
+    .fd = host_fd,
+};

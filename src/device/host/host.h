@@ -1,0 +1,45 @@
+/* What the files of the host device share: host.c (memory) and job.c (work). */
+#ifndef TB_DEVICE_HOST_HOST_H
+#define TB_DEVICE_HOST_HOST_H
+
+#include "device/device.h"
+
+#include <pthread.h>
+#include <sys/queue.h>
+
+/* A file that was mapped: memory of another process. */
+typedef struct tb__host_file {
+    uint64_t device, inode;
+    char *base;
+    size_t nbytes;
+    size_t refs; /* mappings */
+    LIST_ENTRY(tb__host_file) link;
+} tb__host_file;
+
+struct tb__mapping {
+    tb__host_file *file;
+    char *base;
+    size_t nbytes;
+};
+
+typedef struct tb__host_run tb__host_run;
+TAILQ_HEAD(tb__host_runs, tb__host_run);
+
+typedef struct tb__host_device {
+    tb__device base;
+    int wake; /* an eventfd: workers have ended a run */
+    LIST_HEAD(, tb__host_file) files;
+    struct tb__host_runs waiting; /* for fences that come first */
+    struct tb__host_runs running;
+    pthread_mutex_t lock;       /* guards what follows, which any thread changes */
+    struct tb__host_runs ended; /* all pieces are done; their fences are not told yet */
+} tb__host_device;
+
+tb_status tb__host_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);
+void tb__host_release(tb__device *device, tb__job *job);
+tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what, tb__fence *fence);
+tb_status tb__host_checksum(tb__device *device, const void *address, size_t nbytes, uint64_t *out, tb__fence *fence);
+void tb__host_cancel(tb__device *device, tb__fence *fence);
+bool tb__host_progress(tb__device *device);
+
+#endif

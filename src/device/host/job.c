@@ -1,0 +1,486 @@
+/* Jobs of the host device. A run is work of the pool's; whoever calls progress does pieces of it, too, and completes
+ * the fences of runs that have ended. */
+#include "device/host/host.h"
+
+#include "base/checksum.h"
+#include "base/mem.h"
+#include "base/wide.h"
+#include "device/host/kernel.h"
+#include "device/host/move.h"
+#include "device/host/quant.h"
+#include "device/host/workers.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+
+typedef struct part {
+    uint32_t number;
+    size_t first; /* of its moves */
+} part;
+
+struct tb__job {
+    tb__arena arena;
+    tb__move *moves; /* by part */
+    tb__line line;
+    part *parts; /* by number; one more at the end, of no moves */
+    size_t nparts, nquantised;
+};
+
+/* Moves of the job that follow one another, and where they begin on the run's line and on the job's. */
+typedef struct stretch {
+    int64_t begin, job_begin;
+} stretch;
+
+/* A move of the run that is not a copy. */
+typedef struct step {
+    size_t move;
+    bool is_dequant;
+    union {
+        tb__quant_job quant;
+        tb__dequant_job dequant;
+    };
+    tb__quant_tensor tensor;
+} step;
+
+struct tb__host_run {
+    tb__work work;
+    tb__host_device *device;
+    tb__job *job; /* NULL: a checksum */
+    tb__fence *fence;
+    char *buffer;
+    bool stream, is_cancelled;
+    stretch *stretches;
+    size_t nstretches;
+    step *steps; /* by move */
+    size_t nsteps;
+    tb__fence **after;
+    size_t nafter;
+    const void *bytes;
+    size_t nbytes;
+    uint64_t *sum;
+    bool is_begun;
+    TAILQ_ENTRY(tb__host_run) link, ended_link;
+};
+
+/* ---- Preparing -------------------------------------------------------------------------------------------------- */
+
+/* An address for each source. */
+static tb_status resolve_sources(tb__job *job, tb__move *move) {
+    const void **src = tb__arena_alloc(&job->arena, move->nsrc, sizeof *src);
+    int64_t(*stride)[TB_MAX_DIMS] = tb__arena_alloc(&job->arena, move->nsrc, sizeof *stride);
+    if (move->nsrc && (!src || !stride))
+        return TB_NO_MEMORY;
+    for (uint32_t k = 0; k < move->nsrc; k++) {
+        const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
+        if (mapping && !tb__move_source_fits(move, k, mapping->nbytes))
+            return tb__fail(TB_INVALID, "a move from beyond the %zu bytes of a mapping", mapping->nbytes);
+        src[k] = mapping ? mapping->base + (uintptr_t)move->src[k] : move->src[k];
+        memcpy(stride[k], move->src_stride[k], sizeof *stride);
+    }
+    move->src = src;
+    move->src_stride = (const int64_t(*)[TB_MAX_DIMS])stride;
+    move->src_mapping = NULL;
+    return TB_OK;
+}
+
+static int compare_parts(const void *a, const void *b) {
+    const tb__move *const *x = a, *const *y = b;
+    if ((*x)->part != (*y)->part)
+        return (*x)->part < (*y)->part ? -1 : 1;
+    return *x < *y ? -1 : *x > *y; /* as they were given: neighbours in memory, mostly */
+}
+
+static tb_status sort_moves(const tb__move *moves, size_t nmoves, tb__move *out) {
+    const tb__move **order = tb__malloc(nmoves, sizeof(tb__move *));
+    if (nmoves && !order)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < nmoves; i++)
+        order[i] = &moves[i];
+    if (nmoves)
+        qsort(order, nmoves, sizeof *order, compare_parts);
+    for (size_t i = 0; i < nmoves; i++)
+        out[i] = *order[i];
+    free(order);
+    return TB_OK;
+}
+
+static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
+    job->moves = tb__arena_alloc(&job->arena, nmoves, sizeof *job->moves);
+    job->line.ends = tb__arena_alloc(&job->arena, nmoves, sizeof *job->line.ends);
+    job->parts = tb__arena_alloc(&job->arena, nmoves + 1, sizeof *job->parts);
+    if (!job->moves || !job->line.ends || !job->parts)
+        return TB_NO_MEMORY;
+    TB_TRY(sort_moves(moves, nmoves, job->moves));
+    for (size_t i = 0; i < nmoves; i++) {
+        tb__move *move = &job->moves[i];
+        TB_TRY(tb__move_check(move));
+        TB_TRY(resolve_sources(job, move));
+        if (move->quantised) {
+            tb__quantised *copy = tb__arena_alloc(&job->arena, 1, sizeof *copy);
+            if (!copy)
+                return TB_NO_MEMORY;
+            *copy = *move->quantised;
+            move->quantised = copy;
+        }
+        job->nquantised += move->kind != TB__MOVE_COPY;
+        if (i == 0 || move->part != job->moves[i - 1].part)
+            job->parts[job->nparts++] = (part){.number = move->part, .first = i};
+    }
+    job->parts[job->nparts] = (part){.first = nmoves};
+    job->line.moves = job->moves;
+    job->line.n = nmoves;
+    tb__line_measure(&job->line);
+    return TB_OK;
+}
+
+tb_status tb__host_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out) {
+    tb__job *job = tb__calloc(1, sizeof *job);
+    tb_status status = job ? fill_job(job, moves, nmoves) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        tb__host_release(device, job);
+        return status;
+    }
+    *out = job;
+    return TB_OK;
+}
+
+void tb__host_release(tb__device *device, tb__job *job) {
+    (void)device;
+    if (job)
+        tb__arena_fini(&job->arena);
+    free(job);
+}
+
+/* ---- Working, in any thread ------------------------------------------------------------------------------------- */
+
+static step *find_step(const tb__host_run *run, size_t move) {
+    size_t low = 0, high = run->nsteps;
+    while (low + 1 < high) {
+        size_t middle = low + (high - low) / 2;
+        if (run->steps[middle].move <= move)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &run->steps[low];
+}
+
+static void run_step(step *s, int64_t from, int64_t to, int64_t of) {
+    int64_t nparts = s->is_dequant ? s->dequant.nparts : s->quant.nparts;
+    int64_t first = (int64_t)((tb__wide)nparts * (tb__wide)from / (tb__wide)of),
+            last = (int64_t)((tb__wide)nparts * (tb__wide)to / (tb__wide)of);
+    if (first < last && s->is_dequant)
+        tb__dequant_run(&s->dequant, first, last);
+    else if (first < last)
+        tb__quant_run(&s->quant, first, last);
+}
+
+static void run_move(void *arg, size_t index, int64_t from, int64_t to, int64_t of) {
+    const tb__host_run *run = arg;
+    const tb__move *move = &run->job->moves[index];
+    tb__move placed;
+    if (move->kind != TB__MOVE_COPY) {
+        run_step(find_step(run, index), from, to, of);
+        return;
+    }
+    if (move->is_src_in_buffer || move->is_dst_in_buffer) {
+        placed = *move;
+        placed.src_base = move->is_src_in_buffer ? (uintptr_t)run->buffer : 0;
+        placed.dst_base = move->is_dst_in_buffer ? (uintptr_t)run->buffer : 0;
+        move = &placed;
+    }
+    tb__move_run(move, tb__move_cut(move, from, to, of), run->stream);
+}
+
+/* A piece may reach over several stretches. */
+static void run_piece(void *arg, int64_t from, int64_t to) {
+    tb__host_run *run = arg;
+    size_t low = 0, high = run->nstretches;
+    while (low + 1 < high) {
+        size_t middle = low + (high - low) / 2;
+        if (run->stretches[middle].begin <= from)
+            low = middle;
+        else
+            high = middle;
+    }
+    for (size_t i = low; i < run->nstretches && run->stretches[i].begin < to; i++) {
+        const stretch *s = &run->stretches[i];
+        int64_t end = i + 1 < run->nstretches ? s[1].begin : run->work.total;
+        int64_t a = from > s->begin ? from : s->begin, b = to < end ? to : end, shift = s->job_begin - s->begin;
+        tb__line_run(&run->job->line, a + shift, b + shift, run_move, run);
+    }
+    if (run->stream)
+        tb__kernels_get()->fence();
+}
+
+static void sum_bytes(void *arg, int64_t from, int64_t to) {
+    const tb__host_run *run = arg;
+    (void)from;
+    (void)to;
+    *run->sum = tb__checksum(run->bytes, run->nbytes);
+}
+
+static _Thread_local const tb__host_device *progressing; /* this thread is going to look */
+
+static void on_work_done(tb__work *work) {
+    tb__host_run *run = work->arg;
+    tb__host_device *device = run->device;
+    pthread_mutex_lock(&device->lock);
+    TAILQ_INSERT_TAIL(&device->ended, run, ended_link);
+    pthread_mutex_unlock(&device->lock);
+    if (progressing != device)
+        eventfd_write(device->wake, 1);
+}
+
+/* ---- Runs ------------------------------------------------------------------------------------------------------- */
+
+static void free_run(tb__host_run *run) {
+    if (run) {
+        free(run->stretches);
+        free(run->steps);
+        free(run->after);
+    }
+    free(run);
+}
+
+static tb_status begin_step(step *s, const tb__host_run *run, size_t index) {
+    const tb__move *move = &run->job->moves[index];
+    const tb__quantised *q = move->quantised;
+    s->move = index;
+    s->is_dequant = move->kind == TB__MOVE_DEQUANTISE;
+    if (q)
+        s->tensor = (tb__quant_tensor){.format = q->format,
+                                       .rows = q->rows,
+                                       .columns = q->columns,
+                                       .data = q->data,
+                                       .scales = q->scales,
+                                       .scale = q->scale ? *q->scale : 0};
+    if (s->is_dequant) {
+        tb__quant_rows rows = {.data = move->dst, .dtype = move->dst_dtype, .stride = move->dst_stride[0]};
+        rows.data = move->is_dst_in_buffer ? run->buffer + (uintptr_t)move->dst : move->dst;
+        return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], &rows);
+    }
+    const char *from = move->is_src_in_buffer ? run->buffer + (uintptr_t)move->src[0] : move->src[0];
+    tb__quant_rows rows = {.data = (char *)(uintptr_t)from, .dtype = move->src_dtype, .stride = move->src_stride[0][0]};
+    return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : 0, move->len[0], move->len[1], &rows);
+}
+
+/* Those of all stretches. The scales of a run are those that it finds when it begins. */
+static tb_status begin_steps(tb__host_run *run) {
+    for (size_t i = 0; i < run->nsteps; i++)
+        TB_TRY(begin_step(&run->steps[i], run, run->steps[i].move));
+    return TB_OK;
+}
+
+static const part *find_part(const tb__job *job, uint32_t number) {
+    size_t low = 0, high = job->nparts;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (job->parts[middle].number < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < job->nparts && job->parts[low].number == number ? &job->parts[low] : NULL;
+}
+
+static void add_moves(tb__host_run *run, size_t first, size_t last, int64_t *written) {
+    const tb__line *line = &run->job->line;
+    if (first == last)
+        return;
+    int64_t begin = tb__line_begin(line, first);
+    run->stretches[run->nstretches++] = (stretch){.begin = run->work.total, .job_begin = begin};
+    run->work.total += line->ends[last - 1] - begin;
+    for (size_t i = first; i < last; i++) {
+        *written += tb__move_written(&run->job->moves[i]);
+        if (run->job->moves[i].kind != TB__MOVE_COPY)
+            run->steps[run->nsteps++].move = i;
+    }
+}
+
+static int compare_steps(const void *a, const void *b) {
+    const step *x = a, *y = b;
+    return x->move < y->move ? -1 : x->move > y->move;
+}
+
+static tb_status choose_moves(tb__host_run *run, const tb__run *what) {
+    const tb__job *job = run->job;
+    size_t nparts = what->parts ? what->nparts : 1;
+    int64_t written = 0;
+    run->stretches = tb__malloc(nparts, sizeof *run->stretches);
+    run->steps = tb__calloc(job->nquantised, sizeof *run->steps);
+    if ((nparts && !run->stretches) || (job->nquantised && !run->steps))
+        return TB_NO_MEMORY;
+    if (!what->parts)
+        add_moves(run, 0, job->line.n, &written);
+    for (size_t i = 0; what->parts && i < what->nparts; i++) {
+        const part *p = find_part(job, what->parts[i]);
+        if (p)
+            add_moves(run, p->first, p[1].first, &written);
+    }
+    if (run->nsteps)
+        qsort(run->steps, run->nsteps, sizeof *run->steps, compare_steps);
+    run->stream = written >= TB__STREAM_BYTES;
+    return TB_OK;
+}
+
+static void end_run(tb__host_run *run, tb_status status) {
+    tb__fence *fence = run->fence;
+    for (size_t i = 0; status == TB_OK && i < run->nsteps; i++) {
+        step *s = &run->steps[i];
+        const tb__move *move = &run->job->moves[s->move];
+        float amax = 0;
+        if (s->is_dequant)
+            continue;
+        status = tb__quant_end(&s->quant, &amax);
+        if (status == TB_OK && move->kind == TB__MOVE_AMAX && amax > *move->amax)
+            *move->amax = amax;
+    }
+    fence->status = status;
+    if (status != TB_OK)
+        snprintf(fence->why, sizeof fence->why, "%s", tb_error_detail());
+    fence->state = NULL;
+    fence->is_done = true;
+    free_run(run);
+}
+
+/* Whether what must be done first is done. */
+static bool may_begin(const tb__host_run *run, tb_status *status) {
+    *status = TB_OK;
+    for (size_t i = 0; i < run->nafter; i++) {
+        if (!run->after[i]->is_done)
+            return false;
+        if (run->after[i]->status != TB_OK && *status == TB_OK)
+            *status = tb__fail(run->after[i]->status, "%s", run->after[i]->why);
+    }
+    return true;
+}
+
+/* What is of one piece is left to progress, which comes soon. */
+static void begin_run(tb__host_run *run) {
+    tb_status status = run->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled") : begin_steps(run);
+    if (status != TB_OK || run->work.total == 0) {
+        end_run(run, status);
+        return;
+    }
+    run->work.piece = run->job ? tb__workers_piece(run->work.total) : run->work.total;
+    run->is_begun = true;
+    TAILQ_INSERT_TAIL(&run->device->running, run, link);
+    tb__workers_submit(&run->work);
+}
+
+static tb__host_run *new_run(tb__device *device, tb__fence *fence, tb__work_fn *fn) {
+    tb__host_run *run = tb__calloc(1, sizeof *run);
+    if (!run)
+        return NULL;
+    run->device = (tb__host_device *)device;
+    run->fence = fence;
+    run->work = (tb__work){.fn = fn, .arg = run, .done = on_work_done};
+    return run;
+}
+
+/* Fences complete in progress, even those of runs that are done at once. */
+static void queue_run(tb__host_run *run) {
+    run->fence->state = run;
+    TAILQ_INSERT_TAIL(&run->device->waiting, run, link);
+}
+
+tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what, tb__fence *fence) {
+    tb__host_run *run = new_run(device, fence, run_piece);
+    if (!run)
+        return TB_NO_MEMORY;
+    run->job = job;
+    run->buffer = what->buffer;
+    run->nafter = what->nafter;
+    run->after = tb__malloc(what->nafter, sizeof(tb__fence *));
+    tb_status status = what->nafter && !run->after ? TB_NO_MEMORY : choose_moves(run, what);
+    if (status != TB_OK) {
+        free_run(run);
+        return status;
+    }
+    if (what->nafter)
+        memcpy(run->after, what->after, what->nafter * sizeof(tb__fence *));
+    queue_run(run);
+    return TB_OK;
+}
+
+tb_status tb__host_checksum(tb__device *device, const void *address, size_t nbytes, uint64_t *out, tb__fence *fence) {
+    tb__host_run *run = new_run(device, fence, sum_bytes);
+    if (!run)
+        return TB_NO_MEMORY;
+    run->bytes = address;
+    run->nbytes = nbytes;
+    run->sum = out;
+    run->work.total = 1;
+    queue_run(run);
+    return TB_OK;
+}
+
+void tb__host_cancel(tb__device *device, tb__fence *fence) {
+    (void)device;
+    tb__host_run *run = fence->state;
+    if (fence->is_done || !run)
+        return;
+    run->is_cancelled = true;
+    run->nafter = 0;
+    if (run->is_begun)
+        tb__workers_drop(&run->work);
+}
+
+/* ---- Progress --------------------------------------------------------------------------------------------------- */
+
+static bool begin_waiting(tb__host_device *device) {
+    bool did = false;
+    for (tb__host_run *run = TAILQ_FIRST(&device->waiting), *next; run; run = next) {
+        tb_status status;
+        next = TAILQ_NEXT(run, link);
+        if (!may_begin(run, &status))
+            continue;
+        TAILQ_REMOVE(&device->waiting, run, link);
+        if (status == TB_OK)
+            begin_run(run);
+        else
+            end_run(run, status);
+        did = true;
+    }
+    return did;
+}
+
+static bool end_ended(tb__host_device *device) {
+    bool did = false;
+    for (;;) {
+        pthread_mutex_lock(&device->lock);
+        tb__host_run *run = TAILQ_FIRST(&device->ended);
+        if (run)
+            TAILQ_REMOVE(&device->ended, run, ended_link);
+        pthread_mutex_unlock(&device->lock);
+        if (!run)
+            return did;
+        TAILQ_REMOVE(&device->running, run, link);
+        end_run(run, run->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled") : TB_OK);
+        did = true;
+    }
+}
+
+/* One piece of the first run that has one. */
+static bool do_piece(tb__host_device *device) {
+    tb__host_run *run;
+    progressing = device;
+    TAILQ_FOREACH(run, &device->running, link) {
+        if (tb__workers_help(&run->work))
+            break;
+    }
+    progressing = NULL;
+    return run;
+}
+
+bool tb__host_progress(tb__device *base) {
+    tb__host_device *device = (tb__host_device *)base;
+    eventfd_t unused;
+    eventfd_read(device->wake, &unused);
+    bool did = begin_waiting(device);
+    did |= do_piece(device);
+    return end_ended(device) || did;
+}

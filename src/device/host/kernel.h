@@ -1,0 +1,66 @@
+/* Kernels over rows of numbers: casts, reductions, stores past the cache. There are two sets, portable C and AVX2 with
+ * F16C, which give the same bits; the one that the machine can run is chosen once.
+ *
+ * Casts round to nearest even. A cast to f8 saturates, infinities included; one to f16 or bf16 overflows to infinity.
+ * NaN stays NaN and keeps its sign: f16 and bf16 keep as much of the payload as they have room for, made quiet; f8 has
+ * one NaN of each sign. Nothing here needs aligned rows, and no two rows may overlap. */
+#ifndef TB_DEVICE_HOST_KERNEL_H
+#define TB_DEVICE_HOST_KERNEL_H
+
+#include "tensorbus/tensorbus.h"
+
+enum {
+    TB__REDUCE_OPS = TB_PRODUCT + 1,
+    TB__COMBINE_MAX = 8, /* sources that one call of a combine or reduce kernel takes */
+};
+
+typedef void tb__widen_fn(float *dst, const void *src, size_t n);
+typedef void tb__narrow_fn(void *dst, const float *src, size_t n);
+
+/* Some rows of n elements in turns, a few of each at a time; streams, for which rows of `dst` begin on 32 bytes. */
+typedef void tb__narrow_rows_fn(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t rows, size_t n);
+
+/* acc = src[0] op src[1] op ..., or with `resume` acc op src[0] op ... The accumulator is f32 for floats of at most 32
+ * bits, else of the sources' own dtype. A NaN in it is the positive quiet one, whichever operands it came from. */
+typedef void tb__combine_fn(void *acc, const void *const *src, uint32_t nsrc, size_t n, bool resume);
+
+/* All of a reduction whose result has the sources' dtype, in one pass. `stream` as below. */
+typedef void tb__reduce_fn(void *dst, const void *const *src, uint32_t nsrc, size_t n, bool stream);
+
+typedef struct tb__kernels {
+    tb__widen_fn *widen[TB_DTYPE_COUNT];             /* f16, bf16, f8e4m3, f8e5m2 */
+    tb__narrow_fn *narrow[TB_DTYPE_COUNT];           /* the same */
+    tb__narrow_rows_fn *narrow_rows[TB_DTYPE_COUNT]; /* (optional) the same */
+    /* By dtype and op, TB_AVG as TB_SUM. NULL in a set other than the portable one: the portable one serves. */
+    tb__combine_fn *combine[TB_DTYPE_COUNT][TB__REDUCE_OPS];
+    tb__reduce_fn *reduce[TB_DTYPE_COUNT][TB__REDUCE_OPS]; /* (optional) */
+    /* Copies and fills with zeros without leaving the destination in the cache; `fence` puts it in order with later
+     * stores. `next` is what will be read about a page later, if that is known; it is not needed. */
+    void (*stream)(void *dst, const void *src, size_t nbytes, const void *next);
+    /* (optional) The same for n rows of so many bytes, several at a time: a processor that reads ahead in each of them
+     * waits less at their beginnings. */
+    void (*stream_rows)(char *dst, int64_t dst_step, const char *src, int64_t src_step, int64_t n, size_t nbytes);
+    void (*stream_zeros)(void *dst, size_t nbytes);
+    void (*fence)(void);
+} tb__kernels;
+
+/* Processors read ahead within a page, and wait for the translation of the next. A touch has it ready; an address that
+ * is not there does no harm. */
+enum { TB__PAGE = 4096 };
+
+static inline void tb__touch(const void *at) {
+    __builtin_prefetch(at);
+    __builtin_prefetch((const char *)at + 64);
+}
+
+const tb__kernels *tb__kernels_get(void);
+
+extern const tb__kernels tb__kernels_portable;
+
+/* NULL where the machine cannot run them. */
+const tb__kernels *tb__kernels_avx2(void);
+
+/* Tests: use this set from now on; NULL: what suits the machine. Not while copies run. */
+void tb__kernels_force(const tb__kernels *kernels);
+
+#endif

@@ -1,0 +1,521 @@
+/* tb_alloc and tb_free. Large requests have arenas of their own, small ones share arenas, in which each takes the first
+ * free extent that is long enough. What is free is known here and in extent.c, and nowhere in the memory itself.
+ *
+ * A descriptor is scarce, and a file that has no pages costs nothing. So files are made much longer than what is asked
+ * for, and arenas take their places in them: each new file is as long as all before it together, within bounds. What an
+ * arena leaves is given back to the system as a hole. Only reserved huge pages, which are taken for a whole file at
+ * once, have files of their own. */
+#include "device/host/memory.h"
+
+#include "base/descriptors.h"
+#include "base/log.h"
+#include "base/mem.h"
+#include "device/host/extent.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/queue.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/sysinfo.h>
+#include <unistd.h>
+
+enum {
+    ALIGNMENT = 64,
+    HUGE_PAGE = 2 << 20,
+    SHARED_BYTES = 64 << 20, /* of an arena for small requests */
+    KEPT_BYTES = 1 << 30,    /* of arenas without allocations, at least */
+    COLOURS = 16,
+    COLOUR_STEP = 4096,
+};
+
+static const size_t least_file = (size_t)1 << 30, most_file = (size_t)64 << 30;
+
+typedef struct tb__memory_arena arena;
+
+/* A memfd, and addresses for all of it, at which only its arenas are mapped. */
+typedef struct file {
+    tb__arena_file map;
+    bool is_whole;                                   /* one arena has all of it: of huge pages, and other processes' */
+    TAILQ_HEAD(arena_list, tb__memory_arena) arenas; /* by their addresses */
+    LIST_ENTRY(file) link;
+} file;
+
+struct tb__memory_arena {
+    file *file;
+    char *base;
+    size_t nbytes;
+    size_t nallocations;
+    bool is_large;     /* never has more than one */
+    tb__extent *first; /* the only one while there are no allocations */
+    TAILQ_ENTRY(tb__memory_arena) link, idle_link;
+};
+
+static struct {
+    pthread_mutex_t lock;
+    tb__extents extents;
+    LIST_HEAD(file_list, file) files, inherited;  /* inherited: the parent's, of which we have no memory */
+    TAILQ_HEAD(idle_list, tb__memory_arena) idle; /* without allocations; the longest idle first */
+    size_t busy_bytes, idle_bytes;                /* of arenas */
+    size_t file_bytes;                            /* of files for several arenas */
+    size_t narenas;                               /* so far */
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .idle = TAILQ_HEAD_INITIALIZER(pool.idle)};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Addresses that stay taken, without memory. */
+static void hide(void *base, size_t nbytes) {
+    (void)mmap(base, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+static void before_fork(void) {
+    pthread_mutex_lock(&pool.lock);
+}
+
+static void after_fork_in_parent(void) {
+    pthread_mutex_unlock(&pool.lock);
+}
+
+/* The parent's tensors must not be written to from here, nor kept in memory when it gives them up. Their addresses stay
+ * taken, so that a pointer into them is never taken for one of ours. */
+static void after_fork_in_child(void) {
+    file *it;
+    while ((it = LIST_FIRST(&pool.files))) {
+        hide(it->map.base, it->map.nbytes);
+        close(it->map.fd);
+        it->map.fd = -1;
+        LIST_REMOVE(it, link);
+        LIST_INSERT_HEAD(&pool.inherited, it, link);
+    }
+    TAILQ_INIT(&pool.idle);
+    pool.extents.root = NULL;
+    pool.busy_bytes = pool.idle_bytes = pool.file_bytes = 0;
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void watch_forks(void) {
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+static size_t round_up(size_t n, size_t unit) {
+    return (n + unit - 1) / unit * unit;
+}
+
+static size_t read_count(const char *path) {
+    char text[32];
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[n > 0 ? n : 0] = 0;
+    return strtoull(text, NULL, 10);
+}
+
+static bool has_huge_pages(size_t nbytes) {
+    size_t unused = read_count("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    size_t promised = unused ? read_count("/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages") : 0;
+    return unused >= promised && unused - promised >= nbytes / HUGE_PAGE;
+}
+
+/* Addresses that begin at a multiple of the huge page's size, without memory, or NULL. */
+static void *reserve(size_t nbytes) {
+    char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED)
+        return NULL;
+    size_t before = round_up((uintptr_t)space, HUGE_PAGE) - (uintptr_t)space;
+    if (before > 0)
+        munmap(space, before);
+    munmap(space + before + nbytes, HUGE_PAGE - before);
+    return space + before;
+}
+
+/* The file's bytes at their addresses. */
+static bool map_part(const tb__arena_file *map, char *base, size_t nbytes) {
+    return mmap(base, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, map->fd,
+                (off_t)(base - (char *)map->base)) != MAP_FAILED;
+}
+
+static tb_status open_file(size_t nbytes, bool is_huge, file **out) {
+    unsigned flags = is_huge ? MFD_HUGETLB | MFD_HUGE_2MB : 0;
+    file *made = tb__calloc(1, sizeof *made);
+    if (!made)
+        return TB_NO_MEMORY;
+    int fd = memfd_create("tensorbus", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
+    if (fd < 0) {
+        free(made);
+        return tb__fail(TB_IO, "memfd_create: %s", tb__errno_text(errno));
+    }
+    /* Reserved huge pages may still be denied to this process's control group, and that must not show as a signal
+     * when they are touched. Other pages come as they are touched, as malloc's do. */
+    void *base = NULL;
+    if (ftruncate(fd, (off_t)nbytes) == 0 && (!is_huge || fallocate(fd, 0, 0, (off_t)nbytes) == 0) &&
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
+        base = reserve(nbytes);
+    if (!base) {
+        int error = errno;
+        close(fd);
+        free(made);
+        return tb__fail(error == ENOMEM || error == ENOSPC ? TB_NO_MEMORY : TB_IO, "an arena of %zu bytes: %s", nbytes,
+                        strerror(error));
+    }
+    made->map = (tb__arena_file){.base = base, .nbytes = nbytes, .fd = fd};
+    made->is_whole = is_huge;
+    TAILQ_INIT(&made->arenas);
+    LIST_INSERT_HEAD(&pool.files, made, link);
+    pool.file_bytes += is_huge ? 0 : nbytes;
+    *out = made;
+    return TB_OK;
+}
+
+/* One without arenas. */
+static void close_file(file *it) {
+    pool.file_bytes -= it->is_whole ? 0 : it->map.nbytes;
+    LIST_REMOVE(it, link);
+    munmap(it->map.base, it->map.nbytes);
+    close(it->map.fd);
+    free(it);
+}
+
+/* The kernel promises more than it has, and kills who believes it. What can't be there is refused here. */
+static tb_status check_room(size_t nbytes) {
+    struct sysinfo info;
+    struct rlimit limit;
+    if (sysinfo(&info) == 0) {
+        size_t most = ((size_t)info.totalram + info.totalswap) * info.mem_unit;
+        if (nbytes > most || pool.busy_bytes + pool.idle_bytes > most - nbytes)
+            return tb__fail(TB_NO_MEMORY, "an arena of %zu bytes, beside %zu in use: the machine has %zu in all",
+                            nbytes, pool.busy_bytes, most);
+    }
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && nbytes > limit.rlim_cur)
+        return tb__fail(TB_NO_MEMORY, "an arena of %zu bytes: the process is limited to files of %zu", nbytes,
+                        (size_t)limit.rlim_cur);
+    return TB_OK;
+}
+
+static void release_arena(arena *it) {
+    file *from = it->file;
+    TAILQ_REMOVE(&pool.idle, it, idle_link);
+    TAILQ_REMOVE(&from->arenas, it, link);
+    pool.idle_bytes -= it->nbytes;
+    tb__extents_remove(&pool.extents, it->first);
+    if (TAILQ_EMPTY(&from->arenas)) {
+        close_file(from);
+    } else {
+        hide(it->base, it->nbytes);
+        (void)fallocate(from->map.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->base - (char *)from->map.base,
+                        (off_t)it->nbytes);
+    }
+    free(it->first);
+    free(it);
+}
+
+static void release_idle(size_t keep) {
+    while (pool.idle_bytes > keep)
+        release_arena(TAILQ_FIRST(&pool.idle));
+}
+
+/* Where in the file there is room; *next is the arena that follows, NULL: none does. SIZE_MAX: there is none. */
+static size_t find_room(const file *in, size_t nbytes, arena **next) {
+    size_t at = 0;
+    TAILQ_FOREACH(*next, &in->arenas, link) {
+        size_t start = (size_t)((*next)->base - (char *)in->map.base);
+        if (start - at >= nbytes)
+            return at;
+        at = start + (*next)->nbytes;
+    }
+    return in->map.nbytes - at >= nbytes ? at : SIZE_MAX;
+}
+
+/* A new file, for this arena and, where the process may have that, for many others. */
+static tb_status add_file(size_t nbytes, file **out) {
+    struct rlimit limit;
+    size_t size = pool.file_bytes < least_file ? least_file : pool.file_bytes;
+    size = size < most_file ? size : most_file;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < size)
+        size = limit.rlim_cur / HUGE_PAGE * HUGE_PAGE;
+    if (size > nbytes && open_file(size, false, out) == TB_OK)
+        return TB_OK;
+    return open_file(nbytes, false, out);
+}
+
+/* Gives the arena its place in a file. */
+static tb_status place_arena(arena *it, size_t nbytes) {
+    arena *next = NULL;
+    file *in = NULL;
+    size_t at = SIZE_MAX;
+    TB_TRY(check_room(nbytes));
+    if (has_huge_pages(nbytes) && open_file(nbytes, true, &in) == TB_OK)
+        at = 0;
+    for (file *known = LIST_FIRST(&pool.files); known && at == SIZE_MAX; known = LIST_NEXT(known, link)) {
+        in = known;
+        at = known->is_whole ? SIZE_MAX : find_room(known, nbytes, &next);
+    }
+    if (at == SIZE_MAX) {
+        TB_TRY(add_file(nbytes, &in));
+        at = 0;
+        next = NULL;
+    }
+    it->file = in;
+    it->base = (char *)in->map.base + at;
+    it->nbytes = nbytes;
+    if (next)
+        TAILQ_INSERT_BEFORE(next, it, link);
+    else
+        TAILQ_INSERT_TAIL(&in->arenas, it, link);
+    if (map_part(&in->map, it->base, nbytes)) {
+        if (!in->is_whole)
+            madvise(it->base, nbytes, MADV_HUGEPAGE); /* where the kernel knows better, that is fine too */
+        return TB_OK;
+    }
+    int error = errno;
+    TAILQ_REMOVE(&in->arenas, it, link);
+    if (TAILQ_EMPTY(&in->arenas))
+        close_file(in);
+    else
+        hide(it->base, nbytes);
+    return tb__fail(error == ENOMEM || error == ENOSPC ? TB_NO_MEMORY : TB_IO, "an arena of %zu bytes: %s", nbytes,
+                    strerror(error));
+}
+
+/* Makes an arena, idle at first, with one extent of at least nbytes. */
+static tb_status add_arena(size_t nbytes, bool is_large, tb__extent **out) {
+    arena *made = tb__calloc(1, sizeof *made);
+    tb__extent *extent = tb__calloc(1, sizeof *extent);
+    tb_status status = made && extent ? TB_OK : TB_NO_MEMORY;
+    /* Streams that are a power of two apart hinder one another in the cache, and a sum reads the same allocation of
+     * several processes: so each arena, and each process, begins some pages later. Whole pages, because rows that fill
+     * pages should not lie across them. */
+    size_t colour = ((size_t)getpid() + pool.narenas) % COLOURS * COLOUR_STEP;
+    size_t size = is_large ? round_up(colour + nbytes, HUGE_PAGE) : SHARED_BYTES;
+    if (status == TB_OK) {
+        status = place_arena(made, size);
+        if (status != TB_OK && pool.idle_bytes > 0) {
+            release_idle(0);
+            status = place_arena(made, size);
+        }
+    }
+    if (status != TB_OK) {
+        free(made);
+        free(extent);
+        return status;
+    }
+    pool.narenas++;
+    made->is_large = is_large;
+    made->first = extent;
+    *extent = (tb__extent){
+        .start = (uintptr_t)made->base + colour, .nbytes = size - colour, .is_offered = !is_large, .arena = made};
+    tb__extents_add(&pool.extents, extent);
+    TAILQ_INSERT_TAIL(&pool.idle, made, idle_link);
+    pool.idle_bytes += size;
+    *out = extent;
+    return TB_OK;
+}
+
+/* The idle arena that fits a large request best, unless it is so much larger that much would lie waste. */
+static tb__extent *find_idle(size_t nbytes) {
+    tb__extent *best = NULL;
+    for (const arena *it = TAILQ_FIRST(&pool.idle); it; it = TAILQ_NEXT(it, idle_link)) {
+        size_t has = it->first->nbytes;
+        if (it->is_large && has >= nbytes && has - nbytes <= nbytes / 8 && (!best || has < best->nbytes))
+            best = it->first;
+    }
+    return best;
+}
+
+/* Leaves the extent nbytes, and what it has beyond them to a new one. */
+static tb_status cut(tb__extent *extent, size_t nbytes) {
+    tb__extent *rest = tb__calloc(1, sizeof *rest);
+    if (!rest)
+        return TB_NO_MEMORY;
+    *rest = (tb__extent){.start = extent->start + nbytes,
+                         .nbytes = extent->nbytes - nbytes,
+                         .is_offered = true,
+                         .prev = extent,
+                         .next = extent->next,
+                         .arena = extent->arena};
+    if (rest->next)
+        rest->next->prev = rest;
+    extent->next = rest;
+    extent->nbytes = nbytes;
+    tb__extents_add(&pool.extents, rest);
+    return TB_OK;
+}
+
+static tb_status take(size_t nbytes, size_t asked, tb__extent **out) {
+    bool is_large = nbytes > SHARED_BYTES - (COLOURS - 1) * COLOUR_STEP;
+    tb__extent *extent = is_large ? find_idle(nbytes) : tb__extents_fit(&pool.extents, nbytes);
+    if (!extent)
+        TB_TRY(add_arena(nbytes, is_large, &extent));
+    if (!is_large && extent->nbytes > nbytes)
+        TB_TRY(cut(extent, nbytes));
+    extent->is_used = true;
+    extent->is_offered = false;
+    extent->asked = asked;
+    tb__extents_update(&pool.extents, extent);
+    arena *from = extent->arena;
+    if (from->nallocations++ == 0) {
+        TAILQ_REMOVE(&pool.idle, from, idle_link);
+        pool.idle_bytes -= from->nbytes;
+        pool.busy_bytes += from->nbytes;
+    }
+    *out = extent;
+    return TB_OK;
+}
+
+tb_status tb_alloc(size_t nbytes, void **out) {
+    if (nbytes > PTRDIFF_MAX - 2 * (size_t)HUGE_PAGE)
+        return tb__fail(TB_TOO_BIG, "an allocation of %zu bytes", nbytes);
+    tb__extent *extent;
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&pool.lock);
+    tb_status status = take(round_up(nbytes > 0 ? nbytes : 1, ALIGNMENT), nbytes, &extent);
+    if (status == TB_OK)
+        *out = (void *)extent->start;
+    pthread_mutex_unlock(&pool.lock);
+    return status;
+}
+
+/* Gives what the right one has to the left one. */
+static void merge(tb__extent *left, tb__extent *right) {
+    tb__extents_remove(&pool.extents, right);
+    left->nbytes += right->nbytes;
+    left->next = right->next;
+    if (left->next)
+        left->next->prev = left;
+    free(right);
+}
+
+static void give_back(tb__extent *extent) {
+    arena *from = extent->arena;
+    extent->is_used = false;
+    extent->is_offered = !from->is_large;
+    if (extent->next && !extent->next->is_used)
+        merge(extent, extent->next);
+    if (extent->prev && !extent->prev->is_used) {
+        extent = extent->prev;
+        merge(extent, extent->next);
+    }
+    tb__extents_update(&pool.extents, extent);
+    if (--from->nallocations > 0)
+        return;
+    TAILQ_INSERT_TAIL(&pool.idle, from, idle_link);
+    pool.idle_bytes += from->nbytes;
+    pool.busy_bytes -= from->nbytes;
+    release_idle(pool.busy_bytes > KEPT_BYTES ? pool.busy_bytes : KEPT_BYTES);
+}
+
+static bool is_inherited(uintptr_t address) {
+    for (const file *it = LIST_FIRST(&pool.inherited); it; it = LIST_NEXT(it, link)) {
+        if (address - (uintptr_t)it->map.base < it->map.nbytes)
+            return true;
+    }
+    return false;
+}
+
+void tb_free(void *ptr) {
+    if (!ptr)
+        return;
+    pthread_mutex_lock(&pool.lock);
+    tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)ptr);
+    bool is_ours = extent && extent->is_used && extent->start == (uintptr_t)ptr;
+    if (is_ours)
+        give_back(extent);
+    bool is_known = is_ours || is_inherited((uintptr_t)ptr);
+    pthread_mutex_unlock(&pool.lock);
+    if (!is_known)
+        tb__log(TB_LOG_ERROR, "tb_free: %p is not the start of a live allocation; nothing is freed", ptr);
+}
+
+/* ---- Of other processes ---------------------------------------------------------------------------------------- */
+
+static tb_status map_foreign(int fd, tb__arena_file *out) {
+    struct stat info;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return tb__fail(TB_DENIED, "the memory is no memfd that is sealed against shrinking");
+    if (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE))
+        return tb__fail(TB_DENIED, "the memory is sealed against writing");
+    if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR)
+        return tb__fail(TB_DENIED, "the memory's descriptor was not opened for reading and writing");
+    if (fstat(fd, &info) != 0)
+        return tb__fail(TB_IO, "fstat: %s", strerror(errno));
+    *out = (tb__arena_file){.nbytes = (size_t)info.st_size};
+    if (info.st_size <= 0)
+        return tb__fail(TB_INVALID, "the memory has no bytes");
+    out->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (out->fd < 0)
+        return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
+    out->base = reserve(out->nbytes);
+    if (out->base && map_part(out, out->base, out->nbytes))
+        return TB_OK;
+    tb_status status = tb__fail(TB_NO_MEMORY, "%zu bytes of another process: %s", out->nbytes, strerror(errno));
+    if (out->base)
+        munmap(out->base, out->nbytes);
+    close(out->fd);
+    return status;
+}
+
+tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes) {
+    file *from = tb__calloc(1, sizeof *from);
+    arena *made = tb__calloc(1, sizeof *made);
+    tb__extent *extent = tb__calloc(1, sizeof *extent);
+    tb_status status = from && made && extent ? map_foreign(fd, &from->map) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        free(from);
+        free(made);
+        free(extent);
+        return status;
+    }
+    from->is_whole = true;
+    TAILQ_INIT(&from->arenas);
+    *made = (arena){.file = from,
+                    .base = from->map.base,
+                    .nbytes = from->map.nbytes,
+                    .nallocations = 1, /* which nobody frees */
+                    .is_large = true,
+                    .first = extent};
+    TAILQ_INSERT_HEAD(&from->arenas, made, link);
+    *extent = (tb__extent){
+        .start = (uintptr_t)made->base, .nbytes = made->nbytes, .asked = made->nbytes, .is_used = true, .arena = made};
+    *base = made->base;
+    *nbytes = made->nbytes;
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&pool.lock);
+    tb__extents_add(&pool.extents, extent);
+    LIST_INSERT_HEAD(&pool.files, from, link);
+    pthread_mutex_unlock(&pool.lock);
+    return TB_OK;
+}
+
+void tb__memory_abandon(void *base) {
+    pthread_mutex_lock(&pool.lock);
+    tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)base);
+    arena *it = extent && extent->is_used && extent->start == (uintptr_t)base ? extent->arena : NULL;
+    if (it) {
+        tb__extents_remove(&pool.extents, extent);
+        close_file(it->file);
+        free(extent);
+        free(it);
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out) {
+    pthread_mutex_lock(&pool.lock);
+    const tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)ptr);
+    bool is_found = false;
+    if (extent && extent->is_used) {
+        size_t offset = (uintptr_t)ptr - extent->start;
+        is_found = nbytes > 0 ? offset < extent->asked && nbytes <= extent->asked - offset
+                              : offset < extent->asked || offset == 0;
+        if (is_found)
+            *out = extent->arena->file->map;
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return is_found;
+}

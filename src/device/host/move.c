@@ -1,0 +1,166 @@
+/* Copies, cut. Plain ones become moves of bytes; the others go tile by tile through tile.c. */
+#include "device/host/move.h"
+
+#include "base/mem.h"
+#include "base/wide.h"
+#include "device/host/bytes.h"
+#include "device/host/kernel.h"
+#include "device/host/tile.h"
+#include "device/host/workers.h"
+
+#include <stdlib.h>
+
+enum { MOVE_BYTES = 256 }; /* what it costs to begin a move, in bytes */
+
+static bool is_plain(const tb__move *copy) {
+    return copy->nsrc == 1 && copy->avg_divisor <= 1 && copy->src_dtype == copy->wire_dtype &&
+           copy->wire_dtype == copy->dst_dtype;
+}
+
+tb__part tb__move_whole(const tb__move *copy) {
+    return copy->ndim ? (tb__part){0, 0, copy->len[0]} : (tb__part){-1, 0, 1};
+}
+
+/* Long enough to be cut finely; if none is, the longest. Outer ones first, so that runs stay whole. */
+static int choose_dim(const tb__move *copy) {
+    int best = -1, longest = 0;
+    for (int d = 0; d < copy->ndim; d++) {
+        if (copy->len[d] > copy->len[longest])
+            longest = d;
+        if (copy->len[d] >= 64 && (best < 0 || llabs(copy->dst_stride[d]) > llabs(copy->dst_stride[best])))
+            best = d;
+    }
+    return best < 0 ? longest : best;
+}
+
+static int64_t cut_at(const tb__move *copy, int dim, int64_t at, int64_t of) {
+    int64_t len = copy->len[dim];
+    if (at >= of)
+        return len;
+    int64_t index = (int64_t)((tb__wide)len * (tb__wide)at / (tb__wide)of);
+    if (llabs(copy->dst_stride[dim]) != 1)
+        return index;
+    /* A line holds 64 bytes' worth; the first may hold fewer. */
+    unsigned bits = tb_dtype_bits(copy->dst_dtype);
+    int64_t per_line = 64 * 8 / bits, first = 0;
+    if (copy->dst_stride[dim] == 1)
+        first = (int64_t)(-(uintptr_t)tb__move_dst(copy) & 63) * 8 / bits;
+    return index < first ? 0 : index - (index - first) % per_line;
+}
+
+tb__part tb__move_cut(const tb__move *copy, int64_t from, int64_t to, int64_t of) {
+    if (copy->ndim == 0)
+        return (tb__part){-1, 0, from == 0};
+    int dim = choose_dim(copy);
+    return (tb__part){dim, cut_at(copy, dim, from, of), cut_at(copy, dim, to, of)};
+}
+
+static void move_bytes(const tb__move *copy, tb__part part, bool stream) {
+    unsigned bits = tb_dtype_bits(copy->dst_dtype);
+    bool is_packed = bits == 4;
+    int pairs = is_packed ? tb__move_packed_dim(copy) : -1;
+    tb__byte_box box = {.ndim = copy->ndim, .run = is_packed ? 1 : bits / 8, .dst = tb__move_dst(copy)};
+    int64_t size = (int64_t)box.run, start = 0, src_start = 0;
+    for (int d = 0; d < copy->ndim; d++) {
+        int64_t dst_step = copy->dst_stride[d] * size, src_step = copy->nsrc ? copy->src_stride[0][d] * size : 0;
+        int64_t lo = d == part.dim ? part.lo : 0, hi = d == part.dim ? part.hi : copy->len[d];
+        if (d == pairs) { /* bytes, not elements */
+            lo /= 2;
+            hi /= 2;
+        } else if (is_packed) {
+            dst_step /= 2;
+            src_step /= 2;
+        }
+        box.len[d] = hi - lo;
+        box.dst_step[d] = dst_step;
+        box.src_step[d] = src_step;
+        start += lo * dst_step;
+        src_start += lo * src_step;
+    }
+    box.dst += start;
+    if (copy->nsrc)
+        box.src = tb__move_src(copy, 0) + src_start;
+    tb__bytes_move(&box, stream);
+}
+
+void tb__move_run(const tb__move *copy, tb__part part, bool stream) {
+    if (part.lo >= part.hi || tb__move_is_empty(copy))
+        return;
+    if (copy->nsrc == 0 || is_plain(copy))
+        move_bytes(copy, part, stream);
+    else
+        tb__tiles_run(copy, part, stream);
+}
+
+/* ---- Many moves ------------------------------------------------------------------------------------------------ */
+
+void tb__line_measure(const tb__line *line) {
+    int64_t end = 0;
+    for (size_t i = 0; i < line->n; i++)
+        line->ends[i] = end += tb__move_traffic(&line->moves[i]) + MOVE_BYTES;
+}
+
+/* The first move that ends beyond `at`. */
+static size_t find_move(const tb__line *line, int64_t at) {
+    size_t low = 0, high = line->n;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (line->ends[middle] > at)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+void tb__line_run(const tb__line *line, int64_t from, int64_t to, tb__line_fn *fn, void *arg) {
+    for (size_t i = find_move(line, from); i < line->n; i++) {
+        int64_t begin = tb__line_begin(line, i), length = line->ends[i] - begin;
+        if (begin >= to)
+            return;
+        if (length >= TB__PIECE_BYTES)
+            fn(arg, i, from > begin ? from - begin : 0, to - begin < length ? to - begin : length, length);
+        else if (begin >= from) /* whole, to whoever has its beginning */
+            fn(arg, i, 0, length, length);
+    }
+}
+
+typedef struct batch {
+    tb__line line;
+    bool stream;
+} batch;
+
+static void run_copy(void *arg, size_t move, int64_t from, int64_t to, int64_t of) {
+    const batch *b = arg;
+    const tb__move *copy = &b->line.moves[move];
+    tb__move_run(copy, tb__move_cut(copy, from, to, of), b->stream);
+}
+
+static void run_copies(void *arg, int64_t from, int64_t to) {
+    batch *b = arg;
+    tb__line_run(&b->line, from, to, run_copy, b);
+    if (b->stream)
+        tb__kernels_get()->fence();
+}
+
+tb_status tb__moves_run(const tb__move *copies, size_t n) {
+    int64_t written = 0, few[16];
+    for (size_t i = 0; i < n; i++) {
+        TB_TRY(tb__move_check(&copies[i]));
+        written += tb__move_written(&copies[i]);
+    }
+    if (n == 0)
+        return TB_OK;
+    batch b = {.line = {.moves = copies, .n = n, .ends = few}, .stream = written >= TB__STREAM_BYTES};
+    if (n > sizeof few / sizeof *few)
+        b.line.ends = tb__malloc(n, sizeof *b.line.ends);
+    if (!b.line.ends)
+        return TB_NO_MEMORY;
+    tb__line_measure(&b.line);
+    tb__work work = {.fn = run_copies, .arg = &b, .total = b.line.ends[n - 1]};
+    work.piece = tb__workers_piece(work.total);
+    tb__workers_run(&work);
+    if (b.line.ends != few)
+        free(b.line.ends);
+    return TB_OK;
+}

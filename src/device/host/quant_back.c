@@ -1,0 +1,122 @@
+/* From quantised tensors back to plain numbers: codes to f32 by a cast or a table, times the scale, and from f32
+ * to the dtype wanted. */
+#include "device/host/kernel.h"
+#include "device/host/quant_inside.h"
+#include "device/host/quant_kernel.h"
+#include "device/host/workers.h"
+
+#include <string.h>
+
+enum {
+    PIECE = 1024, /* columns at a time; whole blocks of every format */
+};
+
+typedef tb__dequant_job job;
+
+static int64_t min64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static float e4m3(uint8_t code) {
+    float x;
+    tb__kernels_portable.widen[TB_F8E4M3](&x, &code, 1);
+    return x;
+}
+
+/* 255 is E8M0's NaN. */
+static float e8m0(uint8_t byte) {
+    if (byte == 255)
+        return tb__f32_of(0x7fc00000);
+    return byte ? tb__f32_of((uint32_t)byte << 23) : 0x1p-127F;
+}
+
+/* What block `column` of a row is multiplied with. */
+static float scale_at(const job *j, int64_t row, int64_t column) {
+    const tb__quant_tensor *from = &j->from;
+    int64_t columns = j->size.scale_columns;
+    if (from->format.kind == TB__QUANT_FP8_TENSOR)
+        return from->scale;
+    if (from->format.kind == TB__QUANT_FP8_BLOCK)
+        return ((const float *)from->scales)[row / TB__FP8_BLOCK * columns + column];
+    int64_t at = from->format.is_swizzled ? tb__quant_swizzle(row, column, columns) : row * columns + column;
+    uint8_t byte = ((const uint8_t *)from->scales)[at];
+    return from->format.kind == TB__QUANT_MXFP8 ? e8m0(byte) : e4m3(byte) * from->scale;
+}
+
+static int64_t block_of(tb__quant_kind kind) {
+    switch (kind) {
+    case TB__QUANT_MXFP8:
+        return TB__MXFP8_BLOCK;
+    case TB__QUANT_NVFP4:
+        return TB__NVFP4_BLOCK;
+    case TB__QUANT_FP8_BLOCK:
+        return TB__FP8_BLOCK;
+    default:
+        return PIECE; /* the one scale, again for each piece */
+    }
+}
+
+static void codes_to_f32(const job *j, float *out, int64_t row, int64_t column, int64_t n) {
+    static const float e2m1[16] = {0.0F,  0.5F,  1.0F,  1.5F,  2.0F,  3.0F,  4.0F,  6.0F,
+                                   -0.0F, -0.5F, -1.0F, -1.5F, -2.0F, -3.0F, -4.0F, -6.0F};
+    int64_t at = row * j->from.columns + column;
+    const uint8_t *data = j->from.data;
+    if (j->size.data_dtype == TB_F8E4M3) {
+        tb__kernels_get()->widen[TB_F8E4M3](out, data + at, (size_t)n);
+        return;
+    }
+    for (int64_t i = 0; i < n; i += 2) { /* rows are even */
+        uint8_t two = data[(at + i) / 2];
+        out[i] = e2m1[two & 15];
+        out[i + 1] = e2m1[two >> 4];
+    }
+}
+
+static void run_unit(const job *j, int64_t row, int64_t column) {
+    float x[PIECE];
+    int64_t n = min64(PIECE, j->from.columns - column), block = block_of(j->from.format.kind);
+    codes_to_f32(j, x, j->first + row, column, n);
+    for (int64_t i = 0; i < n; i += block) {
+        float scale = scale_at(j, j->first + row, (column + i) / block);
+        int64_t end = min64(i + block, n);
+        for (int64_t k = i; k < end; k++)
+            x[k] *= scale;
+    }
+    size_t size = tb_dtype_bits(j->to.dtype) / 8;
+    char *out = (char *)j->to.data + (size_t)(row * j->to.stride + column) * size;
+    if (j->to.dtype == TB_F32)
+        memcpy(out, x, (size_t)n * size);
+    else
+        tb__kernels_get()->narrow[j->to.dtype](out, x, (size_t)n);
+}
+
+/* Parts are runs of units. */
+void tb__dequant_run(const job *j, int64_t from, int64_t to) {
+    int64_t each = j->nunits / j->nparts, more = j->nunits % j->nparts;
+    int64_t end = to * each + min64(to, more);
+    for (int64_t u = from * each + min64(from, more); u < end; u++)
+        run_unit(j, u / j->across, u % j->across * PIECE);
+}
+
+tb_status tb__dequant_begin(job *j, const tb__quant_tensor *from, int64_t first, int64_t rows,
+                            const tb__quant_rows *to) {
+    *j = (job){.from = *from, .to = *to, .first = first, .rows = rows};
+    TB_TRY(tb__quant_check_tensor(from, first, rows, &j->size));
+    TB_TRY(tb__quant_check_rows(to, rows, from->columns));
+    j->across = from->columns / PIECE + (from->columns % PIECE != 0);
+    j->nunits = rows * j->across;
+    int64_t parts = rows * from->columns / (TB__PIECE_BYTES / 4);
+    j->nparts = min64(parts < 1 ? 1 : parts, j->nunits);
+    return TB_OK;
+}
+
+static void run_parts(void *arg, int64_t from, int64_t to) {
+    tb__dequant_run(arg, from, to);
+}
+
+tb_status tb__quant_dequantise(const tb__quant_tensor *from, int64_t first, int64_t rows, const tb__quant_rows *to) {
+    job j;
+    TB_TRY(tb__dequant_begin(&j, from, first, rows, to));
+    tb__workers_for(j.nparts, run_parts, &j);
+    return TB_OK;
+}

@@ -1,0 +1,79 @@
+/* A move: a box of elements that is copied, cast, reduced, quantised or zeroed on its way from one or several strided
+ * places to another. Of a copy:
+ *
+ *     dst[i, j, ...] = dst_dtype(wire_dtype(src_0[i, j, ...] op src_1[i, j, ...] op ...))
+ *
+ * Sources combine in their order: 8- and 16-bit floats in f32, the others in their own dtype, integers modulo their
+ * width. The result is rounded once, to the wire dtype, and cast from there, so that the bits are the same whether
+ * the data is staged in the wire dtype or not. There are casts among f32, f16, bf16, f8e4m3 and f8e5m2
+ * (device/host/kernel.h has the rules). min and max give NaN where any source has one. */
+#ifndef TB_DEVICE_MOVE_H
+#define TB_DEVICE_MOVE_H
+
+#include "device/quant.h"
+
+typedef struct tb__mapping tb__mapping; /* another process's memory, as this one reaches it */
+
+/* How a tensor is quantised, and which part of it a move is about: so many rows of a matrix, from `first` on. */
+typedef struct tb__quantised {
+    tb__quant_format format;
+    int64_t rows, columns, first;
+    void *data, *scales; /* of the whole matrix; `scales` is not used by fp8_tensor */
+    const float *scale;  /* fp8_tensor's only one, nvfp4's global one; in host memory, read when it is run */
+} tb__quantised;
+
+typedef enum tb__move_kind {
+    TB__MOVE_COPY,
+    TB__MOVE_QUANTISE,   /* the source is plain rows, whole bands of them; the destination is `quantised` */
+    TB__MOVE_DEQUANTISE, /* the source is `quantised`, the destination is plain rows */
+    TB__MOVE_AMAX,       /* raises *amax to the largest magnitude in the source */
+} tb__move_kind;
+
+typedef struct tb__move {
+    tb__move_kind kind;
+    uint32_t part; /* of the job that it belongs to: any number, by which it is run */
+    int ndim;      /* 2 for all but copies: rows and columns */
+    int64_t len[TB_MAX_DIMS];
+    void *dst;
+    int64_t dst_stride[TB_MAX_DIMS]; /* elements; may be negative */
+    uint32_t nsrc;                   /* 0: zeros, and only the destination's fields count */
+    const void *const *src;
+    const int64_t (*src_stride)[TB_MAX_DIMS]; /* one row per source; elements; may be negative or 0 */
+    tb__mapping *const *src_mapping; /* one per source, in which its address is an offset, or NULL; NULL: none */
+    bool is_src_in_buffer, is_dst_in_buffer; /* addresses are offsets in the buffer of a run */
+    tb_dtype src_dtype, wire_dtype, dst_dtype;
+    tb_reduce_op op;                /* where nsrc > 1 */
+    uint64_t avg_divisor;           /* if over 1, a sum is divided by this before it is rounded */
+    const tb__quantised *quantised; /* of QUANTISE and DEQUANTISE */
+    float *amax;                    /* of AMAX; in host memory */
+    uintptr_t src_base, dst_base;   /* 0; the device that runs it counts addresses from here */
+} tb__move;
+
+/* Elements of f4e2m1 share bytes. A box of them must be even in the one dimension where both sides have stride 1, and
+ * have even strides in all others.
+ *
+ * Source and destination must not overlap, and neither may the destinations of moves that are run together: the caller
+ * sees to that. Everything else is checked here. */
+tb_status tb__move_check(const tb__move *move);
+
+/* Bytes read and written, and those written alone. */
+int64_t tb__move_traffic(const tb__move *move);
+int64_t tb__move_written(const tb__move *move);
+
+bool tb__move_is_empty(const tb__move *move);
+
+/* Whether source k, whose address is an offset, lies in so many bytes. */
+bool tb__move_source_fits(const tb__move *move, uint32_t k, size_t nbytes);
+
+/* The dimension along which elements that share bytes lie side by side; -1: there is none. */
+int tb__move_packed_dim(const tb__move *move);
+
+static inline char *tb__move_dst(const tb__move *move) {
+    return (char *)(move->dst_base + (uintptr_t)move->dst); /* NOLINT(performance-no-int-to-ptr) */
+}
+
+static inline const char *tb__move_src(const tb__move *move, uint32_t k) {
+    return (const char *)(move->src_base + (uintptr_t)move->src[k]); /* NOLINT(performance-no-int-to-ptr) */
+}
+
+#endif

@@ -1,0 +1,18 @@
+/* Linear forms with bounded indices, step*x + step*x + ..., and which values they take. Addresses of a binding's
+ * elements are such a form, and so are the differences of two bindings' addresses. */
+#ifndef TB_LAYOUT_FORM_H
+#define TB_LAYOUT_FORM_H
+
+#include "base/error.h"
+
+/* step*x for 0 <= x <= most; neither is negative. */
+typedef struct tb__term {
+    int64_t step, most;
+} tb__term;
+
+/* Whether the form takes any value from lo to hi; lo <= hi. At most 2*TB_MAX_DIMS terms, by ascending steps; the sum of
+ * all and the bounds stay below 2^61. Where bounds and divisors don't decide, choices are tried: *steps is what is left
+ * of them, and TB_TOO_BIG, without a sentence, says that it was used up. */
+tb_status tb__form_reaches(const tb__term *terms, int count, int64_t lo, int64_t hi, int64_t *steps, bool *reaches);
+
+#endif
