@@ -75,7 +75,7 @@ static unsigned events_of(const tb_transfer *t) {
         if (!leg)
             continue;
         events &= tb__leg_events(leg);
-        if (leg->status == TB_OK)
+        if (leg->status == TB_OK || leg->is_under_way)
             others &= tb__leg_events(leg);
         has_good |= leg->status == TB_OK;
     }

@@ -53,7 +53,7 @@ typedef struct tb__memory_key {
 typedef struct tb__run {
     const uint32_t *parts; /* each once; NULL: all of the job */
     size_t nparts;
-    void *buffer;            /* that moves are to or from; NULL: there are none */
+    void *src_buffer, *dst_buffer; /* where addresses in buffers count from; NULL: there are none */
     tb__fence *const *after; /* fences of any device, which must be done first. If one has failed, so does the run */
     size_t nafter;
 } tb__run;

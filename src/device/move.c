@@ -106,7 +106,7 @@ tb_status tb__move_check(const tb__move *move) {
     if (!move->dst && !move->is_dst_in_buffer)
         return tb__fail(TB_INVALID, "a copy to NULL");
     for (uint32_t k = 0; k < move->nsrc; k++) {
-        if (!move->src[k] && !move->is_src_in_buffer && !(move->src_mapping && move->src_mapping[k]))
+        if (!move->src[k] && !(move->src_mapping && move->src_mapping[k]))
             return tb__fail(TB_INVALID, "a copy from NULL, source %" PRIu32, k);
     }
     if (tb__dtype_packing(move->dst_dtype) > 1 && tb__move_packed_dim(move) < 0)

@@ -14,6 +14,9 @@
 
 typedef struct tb__mapping tb__mapping; /* another process's memory, as this one reaches it */
 
+/* Stands for the buffer of a run. */
+#define TB__IN_BUFFER ((tb__mapping *)1)
+
 /* How a tensor is quantised, and which part of it a move is about: so many rows of a matrix, from `first` on. */
 typedef struct tb__quantised {
     tb__quant_format format;
@@ -39,14 +42,15 @@ typedef struct tb__move {
     uint32_t nsrc;                   /* 0: zeros, and only the destination's fields count */
     const void *const *src;
     const int64_t (*src_stride)[TB_MAX_DIMS]; /* one row per source; elements; may be negative or 0 */
-    tb__mapping *const *src_mapping; /* one per source, in which its address is an offset, or NULL; NULL: none */
-    bool is_src_in_buffer, is_dst_in_buffer; /* addresses are offsets in the buffer of a run */
+    /* One per source: its address is an offset in it, or in the buffer of a run (TB__IN_BUFFER). NULL, of one or of
+     * all: it is an address. */
+    tb__mapping *const *src_mapping;
+    bool is_dst_in_buffer; /* likewise */
     tb_dtype src_dtype, wire_dtype, dst_dtype;
     tb_reduce_op op;                /* where nsrc > 1 */
     uint64_t avg_divisor;           /* if over 1, a sum is divided by this before it is rounded */
     const tb__quantised *quantised; /* of QUANTISE and DEQUANTISE */
     float *amax;                    /* of AMAX; in host memory */
-    uintptr_t src_base, dst_base;   /* 0; the device that runs it counts addresses from here */
 } tb__move;
 
 /* Elements of f4e2m1 share bytes. A box of them must be even in the one dimension where both sides have stride 1, and
@@ -67,13 +71,5 @@ bool tb__move_source_fits(const tb__move *move, uint32_t k, size_t nbytes);
 
 /* The dimension along which elements that share bytes lie side by side; -1: there is none. */
 int tb__move_packed_dim(const tb__move *move);
-
-static inline char *tb__move_dst(const tb__move *move) {
-    return (char *)(move->dst_base + (uintptr_t)move->dst); /* NOLINT(performance-no-int-to-ptr) */
-}
-
-static inline const char *tb__move_src(const tb__move *move, uint32_t k) {
-    return (const char *)(move->src_base + (uintptr_t)move->src[k]); /* NOLINT(performance-no-int-to-ptr) */
-}
 
 #endif

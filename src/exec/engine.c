@@ -86,6 +86,46 @@ static bool step_tasks(tb__engine *engine) {
     return did;
 }
 
+/* Gives devices what was submitted, and tells them what was cancelled. */
+static void begin_submitted(tb__engine *engine) {
+    for (tb__submitted *it = engine->submitted; it; it = it->next) {
+        if (it->is_begun && it->is_cancelled && !it->fence.is_done)
+            it->device->ops->cancel(it->device, &it->fence);
+        if (it->is_begun)
+            continue;
+        it->is_begun = true;
+        tb_status status = it->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled")
+                                            : it->device->ops->run(it->device, it->job, &it->run, &it->fence);
+        if (status == TB_OK)
+            continue;
+        it->fence = (tb__fence){.is_done = true, .status = status};
+        snprintf(it->fence.why, sizeof it->fence.why, "%s", tb_error_detail());
+    }
+}
+
+/* The lock is free while devices work. Whoever is told that something is done may submit more. */
+static bool progress_devices(tb__engine *engine) {
+    bool did = false;
+    if (!engine->submitted)
+        return false;
+    begin_submitted(engine);
+    pthread_mutex_unlock(&engine->lock);
+    for (size_t i = 0; i < engine->ndevices; i++)
+        did |= engine->devices[i]->ops->progress(engine->devices[i]);
+    pthread_mutex_lock(&engine->lock);
+    for (tb__submitted **at = &engine->submitted, *it; (it = *at);) {
+        if (!it->fence.is_done) {
+            at = &it->next;
+            continue;
+        }
+        *at = it->next;
+        it->done(it);
+        at = &engine->submitted;
+        did = true;
+    }
+    return did;
+}
+
 /* One look at everything. Whether there may be more to do at once. */
 static bool turn(tb__engine *engine) {
     engine->is_turning = true;
@@ -99,6 +139,7 @@ static bool turn(tb__engine *engine) {
     }
     tb__peers_tell_losses(engine);
     bool did = step_tasks(engine);
+    did |= progress_devices(engine);
     engine->is_turning = false;
     atomic_store(&engine->driver, NULL);
     return did || engine->again;
@@ -238,6 +279,30 @@ void tb__engine_remove_port(tb__engine *engine, tb__port *port) {
     }
 }
 
+tb__device *tb__engine_find_device(const tb__engine *engine, const void *address, size_t nbytes) {
+    tb__memory memory;
+    size_t i = 0;
+    while (i + 1 < engine->ndevices && !engine->devices[i]->ops->find(engine->devices[i], address, nbytes, &memory))
+        i++;
+    return engine->devices[i];
+}
+
+void tb__engine_submit(tb__engine *engine, tb__submitted *submitted) {
+    submitted->fence = (tb__fence){0};
+    submitted->is_begun = submitted->is_cancelled = false;
+    submitted->next = NULL;
+    tb__submitted **last = &engine->submitted;
+    while (*last)
+        last = &(*last)->next;
+    *last = submitted;
+    tb__engine_wake(engine);
+}
+
+void tb__engine_cancel(tb__engine *engine, tb__submitted *submitted) {
+    submitted->is_cancelled = true;
+    tb__engine_wake(engine);
+}
+
 uint64_t tb__engine_new_tag(tb__engine *engine) {
     return TB__TAG_DATA | ++engine->last_tag;
 }
@@ -258,6 +323,26 @@ static tb_status open_transport(tb__engine *engine, const tb__engine_opts *o, co
         return tb__fail(TB_IO, "watch transport %s: %s", name, strerror(errno));
     }
     engine->ntransports++;
+    return TB_OK;
+}
+
+/* All that this machine has. */
+static tb_status open_devices(tb__engine *engine) {
+    for (const tb__device_ops *const *ops = tb__devices; *ops; ops++) {
+        for (int index = 0;; index++) {
+            struct epoll_event event = {.events = EPOLLIN};
+            tb__device *device;
+            tb_status status = (*ops)->open(index, &device);
+            if (status == TB_REFUSED)
+                break;
+            TB_TRY(status);
+            engine->devices[engine->ndevices++] = device;
+            if (epoll_ctl(engine->epoll, EPOLL_CTL_ADD, (*ops)->fd(device), &event) != 0)
+                return tb__fail(TB_IO, "watch device %s: %s", (*ops)->name, tb__errno_text(errno));
+            if (engine->ndevices == TB__MAX_DEVICES)
+                return tb__fail(TB_TOO_BIG, "more than %d devices", TB__MAX_DEVICES - 1);
+        }
+    }
     return TB_OK;
 }
 
@@ -314,6 +399,8 @@ tb_status tb__engine_create(const tb__engine_opts *opts, tb__engine **out) {
     tb__monotonic_cond_init(&engine->changed);
     tb_status status = open_descriptors(engine);
     if (status == TB_OK)
+        status = open_devices(engine);
+    if (status == TB_OK)
         status = open_transports(engine, opts);
     if (status == TB_OK && !opts->manual) {
         engine->has_thread = true;
@@ -342,6 +429,8 @@ void tb__engine_destroy(tb__engine *engine) {
     for (size_t i = 0; i < engine->ntransports; i++)
         tb__transport_close(&engine->transports[i]);
     tb__peers_free(engine);
+    for (size_t i = 0; i < engine->ndevices; i++)
+        tb__device_close(engine->devices[i]);
     if (engine->timer >= 0)
         tb__fd_close(engine->timer);
     if (engine->wake >= 0)

@@ -11,6 +11,7 @@
 #include "base/index.h"
 #include "base/pack.h"
 #include "base/process.h"
+#include "device/device.h"
 #include "transport/transport.h"
 
 typedef struct tb__engine tb__engine;
@@ -23,6 +24,21 @@ struct tb__task {
     int64_t deadline_ms; /* INT64_MAX: none */
     bool is_stepping;
     tb__task *next;
+};
+
+/* Work for a device. The driver gives it to the device, and calls `done` once, with the lock held, never from inside of
+ * another function here; the fence says how it went. What `run` points to stays until then. */
+typedef struct tb__submitted tb__submitted;
+struct tb__submitted {
+    tb__device *device;
+    tb__job *job;
+    tb__run run;
+    void (*done)(tb__submitted *submitted);
+    tb__fence fence;
+
+    /* The engine's. */
+    bool is_begun, is_cancelled;
+    tb__submitted *next;
 };
 
 /* A connection with another process on the bus, or with this one. Lasts as long as the engine. A process that was lost,
@@ -121,6 +137,12 @@ const tb__peer *tb__engine_peers(const tb__engine *engine); /* the last one met;
 /* Sends a message to one of the peer's ports; takes over what is packed. To a peer that is lost it goes nowhere: loss
  * is told through the ports, in the driver's next turn. Messages to one peer arrive in order. */
 tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message);
+
+/* The device that the memory is of. */
+tb__device *tb__engine_find_device(const tb__engine *engine, const void *address, size_t nbytes);
+void tb__engine_submit(tb__engine *engine, tb__submitted *submitted);
+/* It is done soon, one way or the other. */
+void tb__engine_cancel(tb__engine *engine, tb__submitted *submitted);
 
 /* A tag for a message of data that this process has used for no other. */
 uint64_t tb__engine_new_tag(tb__engine *engine);

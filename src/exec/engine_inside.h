@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-enum { TB__MAX_TRANSPORTS = 8, TB__REGION_BUCKETS = 4096 };
+enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 32, TB__REGION_BUCKETS = 4096 };
 
 /* Tags: two for messages between engines, the rest for data. */
 enum { TB__TAG_MESSAGE = 0, TB__TAG_BODY = 1 };
@@ -28,8 +28,11 @@ struct tb__engine {
     char host[TB__CONTACT_PREFIX];
     tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */
     size_t ntransports;
-    bool is_asked;     /* one of them was asked for, and is used for all peers */
-    char missing[256]; /* transports that could not be opened, and why */
+    bool is_asked;                        /* one of them was asked for, and is used for all peers */
+    char missing[256];                    /* transports that could not be opened, and why */
+    tb__device *devices[TB__MAX_DEVICES]; /* the host last */
+    size_t ndevices;
+    tb__submitted *submitted; /* what devices have not done yet */
     tb__peer *peers;
     size_t nuntold; /* of them, those that are lost, and that the ports have not been told of */
     tb__port *ports;

@@ -46,11 +46,19 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     return TB_OK;
 }
 
+static bool has_no_copyings(void *arg) {
+    return ((const tb__flow *)arg)->ncopyings == 0;
+}
+
 void tb__flow_destroy(tb__flow *flow) {
     if (!flow)
         return;
     if (flow->failing.step)
         tb__engine_remove_task(flow->o.engine, &flow->failing);
+    for (int is_send = 0; is_send < 2; is_send++)
+        tb__flow_cancel_copyings(flow, is_send);
+    tb__engine_wait(flow->o.engine, has_no_copyings, flow, INT64_MAX);
+    tb__flow_release_copies(flow);
     tb__flow_drop_parcels(flow, true);
     tb__flow_drop_parcels(flow, false);
     if (flow->members)
@@ -64,12 +72,8 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->starts.item);
     free(flow->stash.item);
     free(flow->announcements.item);
-    free(flow->copies.item);
-    tb__arena_fini(&flow->copy_arena);
     tb__index_fini(&flow->by_rank);
-    free(flow->bounce);
     free(flow->slots);
-    free(flow->commits.item);
     free(flow->questions.item);
     free(flow->members);
     free(flow->tensors);
@@ -158,7 +162,10 @@ void tb__phases_enter(tb__phases *phases, tb_phase phase) {
 }
 
 void tb__leg_idle(tb__leg *leg) {
-    tb__phases_enter(leg->phases, leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT);
+    if (!leg->is_under_way)
+        return;
+    tb_phase idle = leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT;
+    tb__phases_enter(leg->phases, leg->ncopying ? leg->copy_phase : idle);
 }
 
 static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
@@ -207,16 +214,31 @@ static void note_torn(tb__flow *flow) {
     snprintf(flow->recv.why, sizeof flow->recv.why, "%.400s; a part of it has been written: the tensors are torn", why);
 }
 
+void tb__flow_close_leg(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (!leg->is_ending || leg->ncopying > 0)
+        return;
+    leg->is_ending = leg->is_under_way = false;
+    tb__flow_drop_parcels(flow, is_send);
+    if (!is_send)
+        tb__flow_end_recv(flow);
+    tb__engine_wake(flow->o.engine);
+}
+
+/* It is over when no copy is under way any more. */
+static void begin_end(tb__flow *flow, bool is_send) {
+    tb__flow_leg(flow, is_send)->is_ending = true;
+    tb__flow_cancel_copyings(flow, is_send);
+    tb__flow_close_leg(flow, is_send);
+}
+
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->is_under_way = false;
     leg->status = status;
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
     if (is_send)
         tb__flow_revoke(flow);
-    tb__flow_drop_parcels(flow, is_send);
-    if (!is_send)
-        tb__flow_end_recv(flow);
+    begin_end(flow, is_send);
     /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
      * that got tired of waiting does not stop a sender that is about to come. */
     if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
@@ -245,11 +267,9 @@ const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const cha
 
 static void end_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (is_send)
-        tb__flow_drop_parcels(flow, true); /* everybody has what is in them */
-    leg->is_under_way = false;
     leg->is_committed = true;
     leg->is_released |= is_send;
+    begin_end(flow, is_send); /* everybody has what is in parcels */
 }
 
 /* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
@@ -278,7 +298,7 @@ static bool step_complete(tb__flow *flow, bool is_send) {
 /* The sentence is in tb_error_detail. `tell`: it is this rank's own. */
 static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
     char words[TB__WORDS_MAX];
-    if (!tb__flow_leg(flow, is_send)->is_under_way)
+    if (!tb__flow_leg(flow, is_send)->is_under_way || tb__flow_leg(flow, is_send)->is_ending)
         return;
     if (tb__flow_leg(flow, is_send)->is_complete) {
         end_complete(flow, is_send);
@@ -436,7 +456,7 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
 bool tb__flow_step(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool tells;
-    if (!leg->is_under_way)
+    if (!leg->is_under_way || leg->is_ending)
         return false;
     if (leg->is_complete)
         return step_complete(flow, is_send);

@@ -163,9 +163,12 @@ typedef struct tb__leg {
     bool is_decided;  /* it waits, or has waited, for that */
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
-    size_t in_flight; /* staged messages */
-    int64_t wake_ms;  /* it wants to be stepped then; 0: no time of its own */
-    tb_status doubt;  /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
+    size_t in_flight;    /* staged messages */
+    size_t ncopying;     /* copies under way, in ... */
+    tb_phase copy_phase; /* ... this phase */
+    bool is_ending;      /* when the last of them is done */
+    int64_t wake_ms;     /* it wants to be stepped then; 0: no time of its own */
+    tb_status doubt;     /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
     tb__phases *phases;
     void (*committing)(void *arg, bool is_done); /* called around a shadowed receive's last step, without the lock */
     void *committing_arg;

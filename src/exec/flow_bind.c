@@ -3,6 +3,7 @@
 #include "exec/flow_inside.h"
 
 #include "base/dtype.h"
+#include "device/host/reader.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -11,7 +12,7 @@
 enum { LEAST_RUN = 2048 };
 enum { MOST_FEEDERS_READ = 1024 }; /* at a time, when they are not mapped */
 
-const place *tb__member_place(const member *m, uint32_t tensor) {
+place *tb__member_place(const member *m, uint32_t tensor) {
     size_t low = 0, high = m->places.count;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
@@ -495,6 +496,7 @@ void tb__flow_unbind(tb__flow *flow) {
         member *m = &flow->members[i];
         const tb_transport *t = m->peer->transport;
         for (size_t j = 0; j < m->places.count; j++) {
+            tb__host_unmap_reader(m->places.item[j].reader);
             if (m->places.item[j].remote)
                 t->ops->mem_release(t->context, m->places.item[j].remote);
         }

@@ -2,7 +2,6 @@
 #include "exec/flow_inside.h"
 
 #include "base/log.h"
-#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -14,30 +13,9 @@ enum { MOST_SPANS = 64 };
 /* ---- Memory --------------------------------------------------------------------------------------------------- */
 
 /* Only ranks that receive need it. */
-static bool has_shadow(const tb__flow *flow, size_t i) {
+bool tb__flow_has_shadow(const tb__flow *flow, size_t i) {
     const tb__flow_tensor *t = &flow->tensors[i];
     return !t->is_gathered && !t->has_own_shadow && flow->dst_regions[i];
-}
-
-static tb_status add_commit(tb__flow *flow, const tb_binding *from, const tb_binding *to) {
-    const void **src = tb__arena_alloc(&flow->arena, 1, sizeof *src);
-    int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&flow->arena, 1, sizeof *strides);
-    if (!src || !strides)
-        return TB_NO_MEMORY;
-    *src = (char *)from->base + from->offset;
-    memcpy(strides, from->strides, sizeof *strides);
-    tb__move copy = {.ndim = to->shape.ndim,
-                     .nsrc = 1,
-                     .src = src,
-                     .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
-                     .dst = (char *)to->base + to->offset,
-                     .src_dtype = from->dtype,
-                     .wire_dtype = from->dtype,
-                     .dst_dtype = from->dtype};
-    memcpy(copy.len, to->shape.dim, sizeof copy.len);
-    memcpy(copy.dst_stride, to->strides, sizeof copy.dst_stride);
-    TB_TRY(tb__move_check(&copy)); /* nothing may fail once it is decided */
-    return tb__vec_push(&flow->commits, copy) ? TB_OK : TB_NO_MEMORY;
 }
 
 tb_status tb__flow_make_shadow(tb__flow *flow) {
@@ -50,13 +28,12 @@ tb_status tb__flow_make_shadow(tb__flow *flow) {
         for (size_t i = 0; i < n; i++) {
             tb_binding *b = &flow->tensors[i].dst;
             int64_t nbytes;
-            if (!has_shadow(flow, i))
+            if (!tb__flow_has_shadow(flow, i))
                 continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 1) {
                 flow->shadow_of[i] = *b;
                 TB_TRY(tb_binding_contiguous(flow->shadow, (int64_t)at, b->dtype, &flow->shadow_of[i].shape, b));
-                TB_TRY(add_commit(flow, b, &flow->shadow_of[i]));
             }
             at += ((size_t)nbytes + 63) / 64 * 64;
         }
@@ -64,7 +41,7 @@ tb_status tb__flow_make_shadow(tb__flow *flow) {
         if (pass == 0)
             TB_TRY(tb_alloc(total, (void **)&flow->shadow));
     }
-    return TB_OK;
+    return tb__flow_prepare_copies(flow, COPY_COMMIT); /* nothing may fail once it is decided */
 }
 
 /* ---- Words between ranks --------------------------------------------------------------------------------------- */
@@ -264,17 +241,24 @@ static void end_aborted(tb__flow *flow) {
     tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), flow->verdict.why);
 }
 
-/* From the shadow into the tensors, with the lock free. Fails only where the tensors' memory was taken away. */
-static tb_status commit(tb__flow *flow, uint64_t attempt, void (*committing)(void *arg, bool is_done), void *arg) {
+/* From the shadow into the tensors. Fails only where the tensors' memory was taken away, or there is no memory to begin
+ * with. `end` is called when it is done. */
+static tb_status begin_commit(tb__flow *flow, uint64_t attempt, void (*end)(copying *c, tb_status status)) {
     tb_status status = tb__flow_check_memory(flow, false);
+    copying *c = status == TB_OK ? tb__flow_new_copying(flow, false, COPY_COMMIT, 0) : NULL;
+    if (status == TB_OK && !c)
+        status = TB_NO_MEMORY;
     if (status != TB_OK)
         return tb__fail_within(status, "version %" PRIu64 " of %s is committed, but not on this rank",
                                tb__flow_number(flow, attempt), flow->what);
     flow->is_applying = true;
+    c->end = end;
+    return tb__flow_start_copying(c); /* it was prepared when the shadow was made */
+}
+
+/* With the lock held, which is free while functions of others are called. */
+static void end_commit(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
     tb__engine_unlock(flow->o.engine);
-    if (committing)
-        committing(arg, false);
-    (void)tb__moves_run(flow->commits.item, flow->commits.count); /* checked before */
     if (flow->o.shadow.apply)
         flow->o.shadow.apply(flow->o.shadow.arg);
     if (committing)
@@ -282,7 +266,14 @@ static tb_status commit(tb__flow *flow, uint64_t attempt, void (*committing)(voi
     tb__engine_lock(flow->o.engine);
     flow->is_applying = false;
     tb__engine_signal(flow->o.engine); /* somebody may wait for the memory */
-    return TB_OK;
+}
+
+static void call_committing(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
+    if (!committing)
+        return;
+    tb__engine_unlock(flow->o.engine);
+    committing(arg, false);
+    tb__engine_lock(flow->o.engine);
 }
 
 /* Whoever has committed the last attempt has been told the end of the one before it, as everybody who was prepared for
@@ -305,18 +296,24 @@ static void tell_committed(tb__flow *flow, uint64_t attempt) {
     forget_old(flow, attempt);
 }
 
-static void end_committed(tb__flow *flow) {
+static void on_committed(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
     tb__leg *leg = &flow->recv;
-    tb__phases_enter(leg->phases, TB_PHASE_COMMIT);
-    tb_status status = commit(flow, leg->attempt, leg->committing, leg->committing_arg);
-    tb__leg_idle(leg);
-    if (status != TB_OK) {
-        end_alone(flow, status);
-        return;
-    }
+    (void)status; /* a device does what it has prepared */
+    end_commit(flow, leg->committing, leg->committing_arg);
     tell_committed(flow, leg->attempt);
     flow->is_prepared = false;
     leg->is_complete = true;
+}
+
+static void end_committed(tb__flow *flow) {
+    tb__leg *leg = &flow->recv;
+    flow->is_applying = true;
+    call_committing(flow, leg->committing, leg->committing_arg);
+    flow->is_applying = false;
+    tb_status status = begin_commit(flow, leg->attempt, on_committed);
+    if (status != TB_OK)
+        end_alone(flow, status);
 }
 
 static bool is_held(const tb__flow *flow) {
@@ -327,6 +324,8 @@ static bool is_held(const tb__flow *flow) {
 /* Others are told at once, whatever holds this rank back. */
 static bool step_decided(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
+    if (flow->is_applying)
+        return false;
     bool is_new = !leg->is_decided;
     leg->is_decided = true;
     if (is_new && is_lead(flow))
@@ -424,6 +423,25 @@ tb_status tb__flow_ask_again(tb__flow *flow) {
     return status == TB_OK ? TB_OK : say_doubt(flow, flow->doubtful, tb_error_detail());
 }
 
+static void on_settled(copying *c, tb_status status) {
+    (void)status;
+    c->flow->is_copied = true;
+}
+
+static bool is_copied(void *arg) {
+    return ((const tb__flow *)arg)->is_copied;
+}
+
+static tb_status settle_commit(tb__flow *flow, uint64_t attempt, void (*committing)(void *arg, bool is_done),
+                               void *arg) {
+    call_committing(flow, committing, arg);
+    flow->is_copied = false;
+    TB_TRY(begin_commit(flow, attempt, on_settled));
+    tb__engine_wait(flow->o.engine, is_copied, flow, INT64_MAX);
+    end_commit(flow, committing, arg);
+    return TB_OK;
+}
+
 tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
     uint64_t attempt = flow->doubtful;
     if (attempt == 0)
@@ -436,7 +454,7 @@ tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_
         flow->is_settling = true;
         if (is_lead(flow))
             tell_decided(flow, attempt, TB__VERDICT_COMMIT, TB_OK, "");
-        tb_status status = commit(flow, attempt, committing, arg);
+        tb_status status = settle_commit(flow, attempt, committing, arg);
         if (status == TB_OK)
             tell_committed(flow, attempt);
         flow->is_settling = false;

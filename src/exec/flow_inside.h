@@ -8,7 +8,6 @@
 #define TB_EXEC_FLOW_INSIDE_H
 
 #include "base/mem.h"
-#include "device/host/move.h"
 #include "exec/flow.h"
 #include "exec/region.h"
 #include "ir/ir.h"
@@ -43,8 +42,10 @@ typedef struct place {
     uint32_t tensor;
     bool is_flagged; /* its rank is going to overwrite it */
     tb_remote *remote;
-    char *map;       /* NULL: it must be read */
-    uint64_t offset; /* of element (0, 0, ...), in bytes from the remote's beginning */
+    char *map;           /* NULL: it must be read ... */
+    tb__mapping *reader; /* ... by this, once it is needed, from ... */
+    tb__peer *owner;     /* ... this one */
+    uint64_t offset;     /* of element (0, 0, ...), in bytes from the remote's beginning */
     int64_t strides[TB_MAX_DIMS];
 } place;
 
@@ -141,6 +142,7 @@ struct parcel {
     bool is_send;      /* whose leg it belongs to */
     bool is_announced; /* those who get it know */
     bool is_checked;   /* of what came: it is what was sent ... */
+    bool is_begun;     /* it is being copied, or was */
     bool is_unpacked;  /* ... and in its place */
     pool pool;
     char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
@@ -155,6 +157,59 @@ struct parcel {
     parcel *next;
     size_t ncouriers;
     courier couriers[]; /* of what came in: the first; the others hand it on */
+};
+
+/* What is done with the bytes of buckets, or of whole tensors. */
+typedef enum copy_kind {
+    COPY_DIRECT,     /* from feeders' tensors to the targets */
+    COPY_ASIDE,      /* from feeders' tensors to a bucket */
+    COPY_PACK,       /* from sources to a bucket */
+    COPY_CONTRIBUTE, /* from sources to a contribution */
+    COPY_UNPACK,     /* from a bucket to the targets */
+    COPY_COMBINE,    /* from contributions to a bucket */
+    COPY_COMBINE_IN, /* from contributions to the targets */
+    COPY_SNAPSHOT,   /* from sources to the snapshot */
+    COPY_COMMIT,     /* from the shadow to the targets */
+    COPY_KINDS
+} copy_kind;
+
+enum { MOST_FLOW_DEVICES = 4 };
+
+typedef struct device_job {
+    tb__device *device;
+    tb__job *job;
+} device_job;
+
+/* All copies of a kind. */
+typedef struct prepared {
+    bool is_done;
+    device_job jobs[MOST_FLOW_DEVICES];
+    size_t njobs;
+} prepared;
+
+typedef struct copying copying;
+
+typedef struct copy_run {
+    tb__submitted submitted;
+    copying *copying;
+} copy_run;
+
+/* Copies under way. */
+struct copying {
+    tb__flow *flow;
+    bool is_send; /* whose leg it belongs to */
+    copy_kind kind;
+    uint32_t *parts; /* buckets */
+    size_t nparts;
+    char *from, *to; /* buffers */
+    copy_run runs[MOST_FLOW_DEVICES];
+    size_t left; /* runs that are not done */
+    tb_status status;
+    char why[TB__FENCE_WHY_MAX];
+    void (*end)(copying *c, tb_status status); /* the sentence of a failure is in tb_error_detail */
+    parcel *parcel;                            /* for whoever ends it */
+    size_t nbytes;
+    copying *next;
 };
 
 /* A bucket that a peer has packed for us. */
@@ -219,8 +274,10 @@ struct tb__flow {
     tb__region *words_region;
     char *words;
     char *snapshot;
-    tb_binding *snapshot_of; /* per tensor: the live tensor, where src is the snapshot */
-    tb__index by_bucket;     /* of buckets that may be announced, by their first chunk */
+    uint64_t snapshot_attempt; /* that was taken for this one, or is being taken ... */
+    bool is_taking_snapshot;   /* ... now */
+    tb_binding *snapshot_of;   /* per tensor: the live tensor, where src is the snapshot */
+    tb__index by_bucket;       /* of buckets that may be announced, by their first chunk */
 
     /* Numbers. Attempts are the flow's own, one after the other; what they are called is the batch's business. */
     uint64_t started;
@@ -230,11 +287,10 @@ struct tb__flow {
 
     /* Shadowed receives. */
     char *shadow;
-    tb_binding *shadow_of;    /* per tensor: the live one, where dst is the shadow */
-    TB_VEC(tb__move) commits; /* from the one to the other */
-    bool is_prepared;         /* the receive under way */
-    uint64_t store_number;    /* where the last attempt that was prepared is decided */
-    tb_status gives_up;       /* a prepared one would, for this reason */
+    tb_binding *shadow_of; /* per tensor: the live one, where dst is the shadow */
+    bool is_prepared;      /* the receive under way */
+    uint64_t store_number; /* where the last attempt that was prepared is decided */
+    tb_status gives_up;    /* a prepared one would, for this reason */
     char gives_up_why[TB__WHY_MAX];
     uint64_t asked; /* the last attempt that a verdict was proposed for */
     bool awaits_answer;
@@ -242,7 +298,8 @@ struct tb__flow {
     char unanswered_why[TB__WHY_MAX];
     uint64_t doubtful; /* an attempt that has ended without an answer; 0: none */
     bool is_settling;  /* it is being copied after all */
-    bool is_applying;  /* shadows are being copied into the tensors, with the lock free */
+    bool is_copied;    /* it was, but for functions of others that are called then */
+    bool is_applying;  /* shadows are being copied into the tensors */
     struct {
         uint64_t attempt; /* 0: none yet */
         tb__verdict verdict;
@@ -277,9 +334,9 @@ struct tb__flow {
     parcel *parcels;
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
     int64_t staged, staged_most; /* of all pools together, now and ever */
-    TB_VEC(tb__move) copies;     /* of the step under way */
-    tb__arena copy_arena;
-    char *bounce;                   /* for what is read, not mapped */
+    prepared prepared[COPY_KINDS];
+    copying *copyings;
+    size_t ncopyings;               /* those whose end is being dealt with included */
     char gaps[2][TB__BUCKET_ALIGN]; /* between the chunks of what is sent without a buffer: zeros; and received:
                                        anything */
 };
@@ -301,6 +358,8 @@ void tb__flow_doubt(tb__flow *flow, bool is_send, tb_status status);
 tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 /* Ends a leg that may end, with the sentence in tb_error_detail. Others are told `told`; NULL: they know. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told);
+/* What is left to do of a leg that ends, when its last copying is done. */
+void tb__flow_close_leg(tb__flow *flow, bool is_send);
 /* This rank's reason, for others. */
 enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
 const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
@@ -339,29 +398,24 @@ tb_status tb__flow_send_binds(tb__flow *flow);
 bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_unbind(tb__flow *flow);
-const place *tb__member_place(const member *m, uint32_t tensor);
+place *tb__member_place(const member *m, uint32_t tensor);
 
-/* flow_copy.c: one end of a copy of a bucket. */
-typedef enum end_kind {
-    END_FEEDER, /* the tensor of a member that was bound */
-    END_SOURCE, /* this rank's source tensor */
-    END_TARGET, /* this rank's target tensor */
-    END_BUCKET, /* a buffer with the bucket's offsets, in the wire dtype */
-    END_RAW,    /* a buffer of contributions, in the source's dtype */
-} end_kind;
-
-typedef struct end {
-    end_kind kind;
-    member *member;
-    char *buffer;
-} end;
-
-/* Copies a bucket, reducing if there are several ends to read from; the lock is free meanwhile. Stops early, with
- * TB_CANCELLED, if the leg has ended when a slice is done. Counts progress on the leg where `counts`. */
-tb_status tb__flow_copy(tb__flow *flow, bool is_send, const tb_bucket *bucket, const end *from, size_t nfrom, end to,
-                        bool counts);
-/* Copies whole tensors, without the lock: the snapshot. */
-tb_status tb__flow_take_snapshot(tb__flow *flow);
+/* flow_copy.c */
+/* Made ready to be run, the first time. */
+tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
+void tb__flow_release_copies(tb__flow *flow); /* no copying is under way */
+/* One without parts yet, with room for so many; NULL: no memory. It is the flow's once it is started, and its end is
+ * called by the driver, between steps, or at once where there is nothing to copy. If it can't be started, it is gone.
+ */
+copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
+tb_status tb__flow_start_copying(copying *c);
+void tb__flow_drop_copying(copying *c); /* that was not started; NULL is allowed */
+void tb__flow_cancel_copyings(tb__flow *flow, bool is_send);
+/* What is coded goes through codecs instead, here and now; the lock is free meanwhile. Stops early, with TB_CANCELLED,
+ * if the leg has ended when a chunk is done. */
+bool tb__flow_is_coded(const tb__flow *flow, size_t bucket);
+tb_status tb__flow_convert(tb__flow *flow, bool is_send, size_t bucket, char *buffer, bool packs);
+int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without what lies between chunks */
 int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
 /* Whether both are the same elements of the same memory. */
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
@@ -391,6 +445,8 @@ bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* it needs
 void tb__flow_read_word(tb__flow *flow, member *reader); /* of one that is gone: it may have completed its exposure */
 void tb__flow_conclude_gone(tb__flow *flow, member *feeder); /* if all that comes from it is here */
 bool tb__flow_step_recv(tb__flow *flow);
+/* Something of the receive has been done, or has failed. */
+void tb__flow_end_step_recv(tb__flow *flow, tb_status status);
 void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is being sent */
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt);
@@ -412,6 +468,7 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
 
 /* flow_commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
+bool tb__flow_has_shadow(const tb__flow *flow, size_t tensor);
 /* All of a shadowed receive is here. */
 void tb__flow_prepare(tb__flow *flow);
 bool tb__flow_step_prepared(tb__flow *flow);

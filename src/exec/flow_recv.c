@@ -112,52 +112,123 @@ static bool are_ready(const tb__flow *flow, const lane *l) {
     return true;
 }
 
+/* So many bytes are read by one copying, and so many copyings are under way: the leg shows how far it has come, and a
+ * rank that is ready late does not wait for all that was there before. */
+enum { COPYING_BYTES = 256 << 20, MOST_COPYINGS = 2 };
+
+static bool can_read(const tb__flow *flow, const lane *l) {
+    return l->is_target && !l->takes_staged && l->to_take < l->channel->nbuckets && are_ready(flow, l) &&
+           (l->is_flagged || tb__flow_may_write(flow)) &&
+           tb__flow_admits(flow, l, &flow->ir->buckets[l->channel->first_bucket + l->to_take]);
+}
+
 /* The next lane that can be read, round and round, so that no feeder waits for all others. */
 static lane *find_ready(tb__flow *flow) {
     size_t n = flow->ir->nchannels;
     for (size_t i = 0; i < n; i++) {
         size_t at = (flow->next_lane_in + i) % n;
-        lane *l = &flow->lanes[at];
-        if (!l->is_target || l->takes_staged || l->to_take == l->channel->nbuckets || !are_ready(flow, l) ||
-            !(l->is_flagged || tb__flow_may_write(flow)) ||
-            !tb__flow_admits(flow, l, &flow->ir->buckets[l->channel->first_bucket + l->to_take]))
+        if (!can_read(flow, &flow->lanes[at]))
             continue;
         flow->next_lane_in = (uint32_t)((at + 1) % n);
-        return l;
+        return &flow->lanes[at];
     }
     return NULL;
 }
 
-static tb_status read_bucket(tb__flow *flow, lane *l) {
-    size_t index = l->channel->first_bucket + l->to_take;
-    const tb_bucket *bucket = &flow->ir->buckets[index];
-    end *from = tb__malloc(l->nfeeders, sizeof *from);
-    if (!from)
-        return TB_NO_MEMORY;
-    for (uint32_t i = 0; i < l->nfeeders; i++)
-        from[i] = (end){.kind = END_FEEDER, .member = &flow->members[l->feeders[i]]};
-    size_t nbytes = (size_t)bucket->total_bytes;
-    end to = {.kind = END_TARGET};
-    if (l->is_flagged)
-        to = (end){.kind = END_BUCKET, .buffer = tb__flow_stage(flow, POOL_STASH, nbytes)};
-    tb_status status = l->is_flagged && !to.buffer ? TB_NO_MEMORY : TB_OK;
-    if (status == TB_OK) {
-        tb__phases_enter(flow->recv.phases, TB_PHASE_WIRE);
-        status = tb__flow_copy(flow, false, bucket, from, l->nfeeders, to, !l->is_flagged);
-        tb__leg_idle(&flow->recv);
+/* By tensor and rank, where memory was taken away. */
+static tb_status name_invalid(tb__flow *flow, const copying *c, tb_status status) {
+    for (size_t i = 0; i < c->nparts && status == TB_INVALID; i++) {
+        const lane *l = tb__flow_lane(flow, c->parts[i]);
+        for (uint32_t j = 0; j < l->nfeeders && status == TB_INVALID; j++) {
+            tb_status named = check_places(flow, &flow->members[l->feeders[j]]);
+            if (named != TB_OK)
+                return named;
+        }
     }
-    free(from);
-    for (uint32_t i = 0; i < l->nfeeders && status == TB_INVALID; i++) {
-        tb_status named = check_places(flow, &flow->members[l->feeders[i]]); /* by tensor and rank */
-        status = named != TB_OK ? named : status;
-    }
-    if (status == TB_OK)
-        status = l->is_flagged ? tb__flow_put_aside(flow, l, index, to.buffer, nbytes)
-                               : tb__flow_bucket_arrived(flow, l, index);
-    else if (to.buffer)
-        tb__flow_unstage(flow, POOL_STASH, to.buffer, nbytes);
-    l->to_take++;
     return status;
+}
+
+static void end_read(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    if (flow->recv.is_ending)
+        return;
+    status = name_invalid(flow, c, status);
+    for (size_t i = 0; i < c->nparts && status == TB_OK; i++) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[i]);
+        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
+    }
+    tb__flow_end_step_recv(flow, status);
+}
+
+static void end_aside(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    if (status == TB_OK && !flow->recv.is_ending)
+        status = tb__flow_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
+    else
+        tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
+    if (!flow->recv.is_ending)
+        tb__flow_end_step_recv(flow, name_invalid(flow, c, status));
+}
+
+static tb_status read_aside(tb__flow *flow, lane *l) {
+    size_t index = l->channel->first_bucket + l->to_take, nbytes = (size_t)flow->ir->buckets[index].total_bytes;
+    copying *c = tb__flow_new_copying(flow, false, COPY_ASIDE, 1);
+    char *buffer = c ? tb__flow_stage(flow, POOL_STASH, nbytes) : NULL;
+    if (!buffer) {
+        tb__flow_drop_copying(c);
+        return TB_NO_MEMORY;
+    }
+    c->parts[c->nparts++] = (uint32_t)index;
+    c->to = buffer;
+    c->nbytes = nbytes;
+    c->end = end_aside;
+    l->to_take++;
+    tb_status status = tb__flow_start_copying(c);
+    if (status != TB_OK)
+        tb__flow_unstage(flow, POOL_STASH, buffer, nbytes);
+    return status;
+}
+
+/* Of this rank with itself: by way of a buffer, as if it came from another. */
+static tb_status convert_own(tb__flow *flow, lane *l) {
+    size_t index = l->channel->first_bucket + l->to_take++;
+    char *buffer = tb__malloc((size_t)flow->ir->buckets[index].total_bytes, 1);
+    tb_status status = buffer ? tb__flow_convert(flow, false, index, buffer, true) : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = tb__flow_convert(flow, false, index, buffer, false);
+    free(buffer);
+    return status == TB_OK ? tb__flow_bucket_arrived(flow, l, index) : status;
+}
+
+/* All that is ready and of one group, beginning with this lane. */
+static tb_status read_buckets(tb__flow *flow, lane *first) {
+    size_t n = flow->ir->nchannels, count = 0;
+    uint32_t number = flow->ir->buckets[first->channel->first_bucket + first->to_take].group;
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < n; i++)
+        count += flow->lanes[i].is_target ? flow->lanes[i].channel->nbuckets - flow->lanes[i].to_take : 0;
+    copying *c = tb__flow_new_copying(flow, false, COPY_DIRECT, count);
+    if (!c)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < n && nbytes < COPYING_BYTES; i++) {
+        lane *l = &flow->lanes[((size_t)(first - flow->lanes) + i) % n];
+        while (nbytes < COPYING_BYTES && !l->is_flagged && !l->first->is_coded && can_read(flow, l)) {
+            size_t index = l->channel->first_bucket + l->to_take;
+            if (flow->ir->buckets[index].group != number)
+                break;
+            nbytes += flow->ir->buckets[index].total_bytes;
+            c->parts[c->nparts++] = (uint32_t)index;
+            l->to_take++;
+        }
+    }
+    c->end = end_read;
+    return tb__flow_start_copying(c);
+}
+
+static tb_status read_some(tb__flow *flow, lane *l) {
+    if (l->is_flagged)
+        return read_aside(flow, l);
+    return l->first->is_coded ? convert_own(flow, l) : read_buckets(flow, l);
 }
 
 /* What was put aside and may be written now; NULL: nothing. */
@@ -169,16 +240,32 @@ static stashed *find_writable(tb__flow *flow) {
     return NULL;
 }
 
+static void end_write(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    }
+    tb__flow_end_step_recv(flow, status);
+}
+
 static tb_status write_stash(tb__flow *flow, stashed *at) {
     stashed s = *at;
+    copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+    if (!c)
+        return TB_NO_MEMORY;
     *at = flow->stash.item[--flow->stash.count];
-    end from = {.kind = END_BUCKET, .buffer = s.buffer};
-    tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
-    tb_status status =
-        tb__flow_copy(flow, false, &flow->ir->buckets[s.bucket], &from, 1, (end){.kind = END_TARGET}, true);
-    tb__leg_idle(&flow->recv);
-    tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    return status == TB_OK ? tb__flow_bucket_arrived(flow, s.lane, s.bucket) : status;
+    c->parts[c->nparts++] = (uint32_t)s.bucket;
+    c->from = s.buffer;
+    c->nbytes = s.nbytes;
+    c->end = end_write;
+    tb_status status = tb__flow_start_copying(c);
+    if (status != TB_OK)
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    return status;
 }
 
 /* ---- A transfer ------------------------------------------------------------------------------------------------ */
@@ -259,11 +346,11 @@ static bool step(tb__flow *flow) {
     if (did || has_all(flow))
         return did;
     lane *l = NULL;
-    stashed *aside = find_writable(flow);
+    stashed *aside = leg->ncopying < MOST_COPYINGS ? find_writable(flow) : NULL;
     if (aside)
         status = write_stash(flow, aside);
-    else if ((l = find_ready(flow)))
-        status = read_bucket(flow, l);
+    else if (leg->ncopying < MOST_COPYINGS && (l = find_ready(flow)))
+        status = read_some(flow, l);
     else
         return (flow->buckets_left > 0 || flow->nrelays > 0) &&
                (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
@@ -272,15 +359,26 @@ static bool step(tb__flow *flow) {
     return true;
 }
 
-/* The step that gets the last of it ends with the arrival: those who fed it know by then that they are not needed any
- * more, and may be gone before the next step. */
-bool tb__flow_step_recv(tb__flow *flow) {
+/* All who fed it know by now that they are not needed any more, and may be gone before the next step. */
+static bool try_arrive(tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
-    bool did = step(flow);
-    if (!leg->is_under_way || !leg->attempt || leg->doubt != TB_OK || !has_all(flow))
-        return did;
+    if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->doubt != TB_OK || leg->is_complete ||
+        flow->is_prepared || !has_all(flow))
+        return false;
     tb_status status = arrive(flow);
     if (status != TB_OK)
         tb__flow_abort(flow, false, status);
     return true;
+}
+
+void tb__flow_end_step_recv(tb__flow *flow, tb_status status) {
+    if (status != TB_OK)
+        tb__flow_doubt(flow, false, status);
+    else
+        try_arrive(flow);
+}
+
+bool tb__flow_step_recv(tb__flow *flow) {
+    bool did = step(flow);
+    return try_arrive(flow) || did;
 }

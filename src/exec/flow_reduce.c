@@ -94,29 +94,11 @@ static bool ask_for_inputs(parcel *p) {
     return did;
 }
 
-/* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
-static tb_status combine(parcel *p) {
+/* What becomes of contributions that were combined. */
+static tb_status use_output(parcel *p) {
     tb__flow *flow = p->flow;
-    lane *l = p->lane;
-    size_t index = p->bucket;
-    tb__leg *leg = tb__parcel_leg(p);
-    TB_TRY(tb__flow_check_sums(p));
-    end *from = tb__malloc(l->nfeeders, sizeof *from);
-    if (!from)
-        return TB_NO_MEMORY;
-    for (uint32_t i = 0, j = 0; i < l->nfeeders; i++) {
-        if (l->feeders[i] == flow->self)
-            from[i] = (end){.kind = END_SOURCE};
-        else
-            from[i] = (end){.kind = END_RAW, .buffer = p->couriers[j++].piece.base};
-    }
-    end to = p->output ? (end){.kind = END_BUCKET, .buffer = p->output} : (end){.kind = END_TARGET};
-    tb__phases_enter(leg->phases, p->is_send ? TB_PHASE_PACK : TB_PHASE_UNPACK);
-    tb_status status = tb__flow_copy(flow, p->is_send, &flow->ir->buckets[index], from, l->nfeeders, to, !p->output);
-    tb__leg_idle(leg);
-    free(from);
-    if (status == TB_OK && p->is_send) {
-        parcel *out = tb__parcel_create_out(flow, l, index);
+    if (p->is_send) {
+        parcel *out = tb__parcel_create_out(flow, p->lane, p->bucket);
         if (!out)
             return TB_NO_MEMORY;
         out->pool = p->output_pool;
@@ -124,15 +106,46 @@ static tb_status combine(parcel *p) {
         out->nbytes = p->output_nbytes;
         p->output = NULL;
         tb__parcel_announce(out);
-    } else if (status == TB_OK && p->output) {
-        status = tb__flow_put_aside(flow, l, index, p->output, p->output_nbytes);
-        if (status == TB_OK)
-            p->output = NULL;
-    } else if (status == TB_OK) {
-        status = tb__flow_bucket_arrived(flow, l, index);
+        return TB_OK;
     }
+    if (p->output) {
+        TB_TRY(tb__flow_put_aside(flow, p->lane, p->bucket, p->output, p->output_nbytes));
+        p->output = NULL;
+        return TB_OK;
+    }
+    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+    return tb__flow_bucket_arrived(flow, p->lane, p->bucket);
+}
+
+static void end_combine(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    parcel *p = c->parcel;
+    bool is_send = p->is_send;
+    if (tb__parcel_leg(p)->is_ending)
+        return;
+    if (status == TB_OK)
+        status = use_output(p);
     tb__parcel_destroy(p);
-    return status;
+    if (!is_send)
+        tb__flow_end_step_recv(flow, status);
+    else if (status != TB_OK)
+        tb__flow_doubt(flow, true, status);
+}
+
+/* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
+static tb_status combine(parcel *p) {
+    tb__flow *flow = p->flow;
+    TB_TRY(tb__flow_check_sums(p));
+    copying *c = tb__flow_new_copying(flow, p->is_send, p->output ? COPY_COMBINE : COPY_COMBINE_IN, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    p->is_begun = true;
+    c->parts[c->nparts++] = (uint32_t)p->bucket;
+    c->from = p->buffer;
+    c->to = p->output;
+    c->parcel = p;
+    c->end = end_combine;
+    return tb__flow_start_copying(c);
 }
 
 bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
@@ -140,7 +153,7 @@ bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
     lane *l = choose_reduction(flow, is_send);
     tb_status status = l ? begin_reduction(flow, l, is_send, &did) : TB_OK;
     for (parcel *p = flow->parcels; p && status == TB_OK; p = p->next) {
-        if (p->kind != PARCEL_REDUCE || p->is_send != is_send)
+        if (p->kind != PARCEL_REDUCE || p->is_send != is_send || p->is_begun)
             continue;
         did |= ask_for_inputs(p);
         status = tb__parcel_check(p);

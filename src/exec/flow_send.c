@@ -48,14 +48,27 @@ static void note_served(tb__flow *flow) {
     flow->send.is_complete = flow->readers_left == 0 && flow->committers_left == 0;
 }
 
+static void end_snapshot(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    flow->is_taking_snapshot = false;
+    if (status != TB_OK && !flow->send.is_ending)
+        tb__flow_abort(flow, true, status);
+}
+
+static tb_status take_snapshot(tb__flow *flow) {
+    copying *c = tb__flow_new_copying(flow, true, COPY_SNAPSHOT, 0);
+    if (!c)
+        return TB_NO_MEMORY;
+    flow->snapshot_attempt = flow->send.attempt;
+    flow->is_taking_snapshot = true;
+    c->end = end_snapshot;
+    tb_status status = tb__flow_start_copying(c);
+    flow->is_taking_snapshot &= status == TB_OK;
+    return status;
+}
+
 static tb_status expose(tb__flow *flow) {
     tb__leg *leg = &flow->send;
-    TB_TRY(tb__flow_check_memory(flow, true));
-    if (flow->snapshot) {
-        tb__phases_enter(leg->phases, TB_PHASE_PACK);
-        TB_TRY(tb__flow_take_snapshot(flow));
-        tb__leg_idle(leg);
-    }
     open_lanes(flow);
     flow->readers_left = flow->committers_left = 0;
     for (size_t i = 0; i < flow->nmembers; i++) {
@@ -125,7 +138,11 @@ bool tb__flow_step_send(tb__flow *flow) {
     if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !all_have_reach(flow)))
         return false;
     if (status == TB_OK && !flow->send_is_exposed) {
-        status = expose(flow);
+        if (flow->is_taking_snapshot)
+            return false;
+        status = tb__flow_check_memory(flow, true);
+        if (status == TB_OK)
+            status = flow->snapshot && flow->snapshot_attempt != leg->attempt ? take_snapshot(flow) : expose(flow);
         if (status == TB_OK)
             return true;
     }

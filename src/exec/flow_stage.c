@@ -81,6 +81,15 @@ static lane *choose_out(tb__flow *flow) {
     return contribution && can_pack(flow, contribution, lowest) ? contribution : plain;
 }
 
+static void end_pack(copying *c, tb_status status) {
+    if (c->flow->send.is_ending)
+        return;
+    if (status == TB_OK)
+        tb__parcel_announce(c->parcel);
+    else
+        tb__flow_doubt(c->flow, true, status);
+}
+
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
     size_t index = next_to_send(l), nbytes = packed_size(flow, l, index);
     parcel *p = l->is_contributor ? tb__parcel_create(flow, l, index, true, 1) : tb__parcel_create_out(flow, l, index);
@@ -103,13 +112,20 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
         tb__parcel_announce(p);
         return TB_OK;
     }
-    end from = {.kind = END_SOURCE}, to = {.kind = l->is_contributor ? END_RAW : END_BUCKET, .buffer = p->buffer};
-    tb__phases_enter(flow->send.phases, TB_PHASE_PACK);
-    tb_status status = tb__flow_copy(flow, true, &flow->ir->buckets[index], &from, 1, to, false);
-    tb__leg_idle(&flow->send);
-    if (status == TB_OK)
-        tb__parcel_announce(p);
-    return status;
+    if (tb__flow_is_coded(flow, index)) {
+        tb_status status = tb__flow_convert(flow, true, index, p->buffer, true);
+        if (status == TB_OK)
+            tb__parcel_announce(p);
+        return status;
+    }
+    copying *c = tb__flow_new_copying(flow, true, l->is_contributor ? COPY_CONTRIBUTE : COPY_PACK, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->parts[c->nparts++] = (uint32_t)index;
+    c->to = p->buffer;
+    c->parcel = p;
+    c->end = end_pack;
+    return tb__flow_start_copying(c);
 }
 
 bool tb__flow_step_out(tb__flow *flow) {
@@ -208,30 +224,50 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
     return TB_OK;
 }
 
+static void end_unpack(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    parcel *p = c->parcel;
+    p->is_unpacked = true;
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+        status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
+    }
+    if (p->left == 0)
+        tb__parcel_destroy(p);
+    tb__flow_end_step_recv(flow, status);
+}
+
 static tb_status unpack(tb__flow *flow, parcel *p) {
     lane *l = p->lane;
-    const tb_bucket *bucket = &flow->ir->buckets[p->bucket];
-    p->is_unpacked = true;
+    p->is_begun = true;
     if (l->is_flagged) {
         TB_TRY(tb__flow_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
-        return TB_OK;
-    }
-    if (p->pieces) {
-        flow->recv.bytes_done += bucket->total_bytes;
+    } else if (p->pieces) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+        TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
+    } else if (tb__flow_is_coded(flow, p->bucket)) {
+        TB_TRY(tb__flow_convert(flow, false, p->bucket, p->buffer, false));
+        TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
-        end from = {.kind = END_BUCKET, .buffer = p->buffer};
-        tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
-        tb_status status = tb__flow_copy(flow, false, bucket, &from, 1, (end){.kind = END_TARGET}, true);
-        tb__leg_idle(&flow->recv);
-        TB_TRY(status);
+        copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+        if (!c)
+            return TB_NO_MEMORY;
+        c->parts[c->nparts++] = (uint32_t)p->bucket;
+        c->from = p->buffer;
+        c->parcel = p;
+        c->end = end_unpack;
+        return tb__flow_start_copying(c);
     }
-    return tb__flow_bucket_arrived(flow, l, p->bucket);
+    p->is_unpacked = true;
+    return TB_OK;
 }
 
 /* Whether what came can go where it belongs. What is put aside takes its buffer along, when all have it. */
 static bool can_unpack(const tb__flow *flow, const parcel *p) {
-    return !p->is_unpacked && (p->lane->is_flagged ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
+    return !p->is_begun && (p->lane->is_flagged ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
 }
 
 /* What can be done for a parcel that has come: it goes on to others and to its place, in this order, and is gone when

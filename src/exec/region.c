@@ -2,8 +2,8 @@
 #include "exec/region.h"
 
 #include "base/mem.h"
-#include "exec/engine_inside.h"
 #include "device/host/memory.h"
+#include "exec/engine_inside.h"
 
 struct tb__region {
     tb__engine *engine;

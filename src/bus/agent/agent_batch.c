@@ -20,7 +20,7 @@ typedef struct filling {
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-static tb_status map_file(filling *f, const tb__memory *m, char **out) {
+static tb_status map_file(filling *f, const tb__payload_memory *m, char **out) {
     agent_job *job = f->job;
     if (m->fd >= job->nfds)
         return tb__fail(TB_INVALID, "its memory is in descriptor %" PRIu32 ", but %zu came with the command", m->fd,
@@ -48,7 +48,7 @@ static tb_status map_file(filling *f, const tb__memory *m, char **out) {
 }
 
 /* One of the tensor's memories. */
-static tb_status find_memory(filling *f, const tb__memory *m, int memory, const char *what, uint64_t needed,
+static tb_status find_memory(filling *f, const tb__payload_memory *m, int memory, const char *what, uint64_t needed,
                              char **out) {
     *out = NULL;
     if (needed == 0)

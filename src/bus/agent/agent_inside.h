@@ -294,7 +294,8 @@ void tb__agent_batch_empty(agent_batch *batch); /* of one without jobs: gives up
 
 /* agent_mirror.c */
 /* The mirror of these bytes of the client, for a tensor of the pair. */
-tb_status tb__agent_mirror(agent_batch *batch, const tb__memory *memory, const tb_pair *pair, agent_mirror **out);
+tb_status tb__agent_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb_pair *pair,
+                           agent_mirror **out);
 /* The pair's tensors are gone, and mirrors that nobody else has. */
 void tb__agent_mirrors_drop(agent_batch *batch, const tb_pair *pair);
 /* From the client, all of it; and to the client, what was received through a pair. */

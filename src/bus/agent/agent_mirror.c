@@ -10,7 +10,7 @@
 
 enum { PIECES = TB__GUEST_PIECES };
 
-static tb_status find_mirror(agent_batch *b, const tb__memory *m, agent_mirror **out) {
+static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_mirror **out) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
         agent_mirror *known = &b->mirrors.item[i];
         if (known->address == m->address && known->nbytes == m->nbytes) {
@@ -32,7 +32,7 @@ static tb_status find_mirror(agent_batch *b, const tb__memory *m, agent_mirror *
     return TB_OK;
 }
 
-tb_status tb__agent_mirror(agent_batch *b, const tb__memory *m, const tb_pair *pair, agent_mirror **out) {
+tb_status tb__agent_mirror(agent_batch *b, const tb__payload_memory *m, const tb_pair *pair, agent_mirror **out) {
     agent_mirror *mirror;
     TB_TRY(find_mirror(b, m, &mirror)); /* what is mirrored is read as a whole: nothing of it is in two mirrors */
     size_t i = 0;

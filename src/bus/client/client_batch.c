@@ -111,14 +111,14 @@ tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_
 
 /* Where bytes of this process are, as the agent will find them. */
 static tb_status find_memory(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
-                             tb__memory *out) {
+                             tb__payload_memory *out) {
     tb__arena_file file;
     if (nbytes == 0)
         return TB_OK;
-    *out = (tb__memory){.kind = TB__MEMORY_ADDRESS, .address = (uint64_t)(uintptr_t)at, .nbytes = nbytes};
+    *out = (tb__payload_memory){.kind = TB__MEMORY_ADDRESS, .address = (uint64_t)(uintptr_t)at, .nbytes = nbytes};
     if (!tb__memory_find(at, nbytes, &file))
         return TB_OK;
-    *out = (tb__memory){
+    *out = (tb__payload_memory){
         .kind = TB__MEMORY_FD, .offset = (uint64_t)((const char *)at - (const char *)file.base), .nbytes = nbytes};
     size_t i = 0;
     while (i < b->fds.count && b->fds.item[i] != file.fd)

@@ -219,7 +219,7 @@ static void test_tensors(void **state) {
     tensor.encode = "mxfp8";
     tensor.dtype = TB_F8E4M3;
     tensor.data.nbytes /= 2;
-    tensor.scales = (tb__memory){.kind = TB__MEMORY_ADDRESS, .address = 0x7f5500001000, .nbytes = 131072};
+    tensor.scales = (tb__payload_memory){.kind = TB__MEMORY_ADDRESS, .address = 0x7f5500001000, .nbytes = 131072};
     assert_int_equal(tb__tensor_encode(&tensor, own, &memory), TB_OK);
     expect_payload("A tensor", &memory);
     free(memory.item);

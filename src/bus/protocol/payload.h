@@ -33,13 +33,13 @@ typedef enum tb__memory_kind {
 
 /* Where a tensor's bytes are. `offset + nbytes` and `address + nbytes` do not overflow; whether they lie in the file or
  * in the client's maps is the agent's to see. */
-typedef struct tb__memory {
+typedef struct tb__payload_memory {
     tb__memory_kind kind;
     uint32_t fd;     /* index among the descriptors of the frame */
     uint64_t offset; /* in the file */
     uint64_t address;
     uint64_t nbytes;
-} tb__memory;
+} tb__payload_memory;
 
 /* A tensor as a client has it; the members mean what those of tb_tensor do. */
 typedef struct tb__tensor_payload {
@@ -53,10 +53,10 @@ typedef struct tb__tensor_payload {
     const char *encode; /* NULL: numbers */
     const char *scale_group;
     uint32_t group;
-    tb_dtype wire_dtype; /* TB_DTYPE_NONE: none asked for */
-    tb__memory data;     /* NONE only where there are no bytes */
-    tb__memory scales;   /* NONE: the format has none */
-    tb__memory scale;    /* one float; NONE: likewise */
+    tb_dtype wire_dtype;       /* TB_DTYPE_NONE: none asked for */
+    tb__payload_memory data;   /* NONE only where there are no bytes */
+    tb__payload_memory scales; /* NONE: the format has none */
+    tb__payload_memory scale;  /* one float; NONE: likewise */
 } tb__tensor_payload;
 
 /* Appends the payload. What the layout's mesh shares with the pair's is left out; `pair` may be NULL. */

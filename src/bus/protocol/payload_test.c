@@ -133,8 +133,8 @@ static void test_wrong_layouts(void **state) {
     expect_no_layout(two, "9193a14500929192050190", "mesh dim 0: Explicit segment 5-1 is not a range");
 }
 
-static tb__memory random_memory(rng *r, uint64_t nbytes) {
-    tb__memory m = {.kind = rng_range(r, 0, 1) ? TB__MEMORY_FD : TB__MEMORY_ADDRESS, .nbytes = nbytes};
+static tb__payload_memory random_memory(rng *r, uint64_t nbytes) {
+    tb__payload_memory m = {.kind = rng_range(r, 0, 1) ? TB__MEMORY_FD : TB__MEMORY_ADDRESS, .nbytes = nbytes};
     if (m.kind == TB__MEMORY_FD) {
         m.fd = (uint32_t)rng_range(r, 0, TB__MAX_FDS - 1);
         m.offset = rng_next(r) >> rng_range(r, 2, 63);
@@ -164,7 +164,7 @@ static void random_tensor(rng *r, const random_case *c, tb_layout *layout, tb__t
         out->scale = random_memory(r, 4);
 }
 
-static bool same_memory(const tb__memory *a, const tb__memory *b) {
+static bool same_memory(const tb__payload_memory *a, const tb__payload_memory *b) {
     return a->kind == b->kind && a->fd == b->fd && a->offset == b->offset && a->address == b->address &&
            a->nbytes == b->nbytes;
 }

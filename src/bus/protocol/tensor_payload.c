@@ -66,7 +66,7 @@ const tb__schema tb__tensor_schema = {.name = "tensor",
 /* Parts of a tensor, one after the other in one buffer: it moves while it grows, so they are known by their ends. */
 enum { MESH, PLACEMENTS, MEM, SCALES, SCALE, NPARTS };
 
-static tb_status encode_memory(const tb__memory *memory, tb__bytes *out) {
+static tb_status encode_memory(const tb__payload_memory *memory, tb__bytes *out) {
     if (memory->kind == TB__MEMORY_NONE)
         return TB_OK;
     wire_memory wire = {0};
@@ -97,7 +97,7 @@ static tb_status encode_parts(const tb__tensor_payload *t, const tb_layout *pair
     if (t->layout)
         TB_TRY(tb__placements_encode(t->layout, out));
     ends[PLACEMENTS] = out->count;
-    const tb__memory *memory[] = {&t->data, &t->scales, &t->scale};
+    const tb__payload_memory *memory[] = {&t->data, &t->scales, &t->scale};
     for (int i = 0; i < 3; i++) {
         TB_TRY(encode_memory(memory[i], out));
         ends[MEM + i] = out->count;
@@ -129,8 +129,9 @@ tb_status tb__tensor_encode(const tb__tensor_payload *tensor, const tb_layout *p
     return status;
 }
 
-static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what, tb__arena *arena, tb__memory *out) {
-    *out = (tb__memory){0};
+static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what, tb__arena *arena,
+                               tb__payload_memory *out) {
+    *out = (tb__payload_memory){0};
     if (bytes.nbytes == 0) {
         if (nbytes > 0)
             return tb__fail(TB_INVALID, "%s is missing, and there are %" PRIu64 " bytes", what, nbytes);
@@ -148,11 +149,11 @@ static tb_status decode_memory(tb__blob bytes, uint64_t nbytes, const char *what
     if (wire.address.is_set && wire.address.value > UINT64_MAX - nbytes)
         return tb__fail(TB_TOO_BIG, "%s: %" PRIu64 " bytes from 0x%" PRIx64 " on run past the last address", what,
                         nbytes, wire.address.value);
-    *out = (tb__memory){.kind = wire.fd.is_set ? TB__MEMORY_FD : TB__MEMORY_ADDRESS,
-                        .fd = (uint32_t)wire.fd.value,
-                        .offset = wire.offset,
-                        .address = wire.address.value,
-                        .nbytes = nbytes};
+    *out = (tb__payload_memory){.kind = wire.fd.is_set ? TB__MEMORY_FD : TB__MEMORY_ADDRESS,
+                                .fd = (uint32_t)wire.fd.value,
+                                .offset = wire.offset,
+                                .address = wire.address.value,
+                                .nbytes = nbytes};
     return TB_OK;
 }
 

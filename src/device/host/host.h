@@ -2,7 +2,8 @@
 #ifndef TB_DEVICE_HOST_HOST_H
 #define TB_DEVICE_HOST_HOST_H
 
-#include "device/device.h"
+#include "device/host/move.h"
+#include "device/host/reader.h"
 
 #include <pthread.h>
 #include <sys/queue.h>
@@ -20,6 +21,8 @@ struct tb__mapping {
     tb__host_file *file;
     char *base;
     size_t nbytes;
+    tb__host_read_fn *read; /* instead: how its bytes are read */
+    void *read_arg;
 };
 
 typedef struct tb__host_run tb__host_run;
@@ -41,5 +44,8 @@ tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what
 tb_status tb__host_checksum(tb__device *device, const void *address, size_t nbytes, uint64_t *out, tb__fence *fence);
 void tb__host_cancel(tb__device *device, tb__fence *fence);
 bool tb__host_progress(tb__device *device);
+
+/* A part of a copy with sources whose mappings are read. */
+tb_status tb__host_read_and_run(const tb__move *copy, tb__part part, bool stream);
 
 #endif

@@ -49,7 +49,7 @@ struct tb__host_run {
     tb__host_device *device;
     tb__job *job; /* NULL: a checksum */
     tb__fence *fence;
-    char *buffer;
+    char *src_buffer, *dst_buffer;
     bool stream, is_cancelled;
     stretch *stretches;
     size_t nstretches;
@@ -61,27 +61,37 @@ struct tb__host_run {
     size_t nbytes;
     uint64_t *sum;
     bool is_begun;
+    tb_status status; /* of pieces that failed; with the device's lock held while there are any */
+    char why[TB__FENCE_WHY_MAX];
     TAILQ_ENTRY(tb__host_run) link, ended_link;
 };
 
 /* ---- Preparing -------------------------------------------------------------------------------------------------- */
 
-/* An address for each source. */
+/* An address for each source, but for those in buffers and those that must be read. */
 static tb_status resolve_sources(tb__job *job, tb__move *move) {
     const void **src = tb__arena_alloc(&job->arena, move->nsrc, sizeof *src);
     int64_t(*stride)[TB_MAX_DIMS] = tb__arena_alloc(&job->arena, move->nsrc, sizeof *stride);
-    if (move->nsrc && (!src || !stride))
+    tb__mapping **left = NULL;
+    if (move->src_mapping)
+        left = tb__arena_alloc(&job->arena, move->nsrc, sizeof *left);
+    if (move->nsrc && (!src || !stride || (move->src_mapping && !left)))
         return TB_NO_MEMORY;
+    bool is_resolved = true;
     for (uint32_t k = 0; k < move->nsrc; k++) {
-        const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
-        if (mapping && !tb__move_source_fits(move, k, mapping->nbytes))
+        tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
+        bool is_left = mapping && (mapping == TB__IN_BUFFER || mapping->read);
+        if (left)
+            left[k] = is_left ? mapping : NULL;
+        is_resolved &= !is_left;
+        if (mapping && mapping != TB__IN_BUFFER && !tb__move_source_fits(move, k, mapping->nbytes))
             return tb__fail(TB_INVALID, "a move from beyond the %zu bytes of a mapping", mapping->nbytes);
-        src[k] = mapping ? mapping->base + (uintptr_t)move->src[k] : move->src[k];
+        src[k] = mapping && !is_left ? mapping->base + (uintptr_t)move->src[k] : move->src[k];
         memcpy(stride[k], move->src_stride[k], sizeof *stride);
     }
     move->src = src;
     move->src_stride = (const int64_t(*)[TB_MAX_DIMS])stride;
-    move->src_mapping = NULL;
+    move->src_mapping = is_resolved ? NULL : left;
     return TB_OK;
 }
 
@@ -177,21 +187,56 @@ static void run_step(step *s, int64_t from, int64_t to, int64_t of) {
         tb__quant_run(&s->quant, first, last);
 }
 
+/* The first failure counts. For the reason in tb_error_detail, which is this thread's. */
+static void fail_run(tb__host_run *run, tb_status status) {
+    pthread_mutex_lock(&run->device->lock);
+    if (run->status == TB_OK) {
+        run->status = status;
+        snprintf(run->why, sizeof run->why, "%s", tb_error_detail());
+    }
+    pthread_mutex_unlock(&run->device->lock);
+}
+
+/* A move with sources in the run's buffer, or in memory that must be read, or to the buffer. */
+static tb_status run_placed(const tb__host_run *run, const tb__move *move, tb__part share) {
+    const void *few[16], **src = few;
+    tb__move placed = *move;
+    bool must_read = false;
+    if (move->nsrc > sizeof few / sizeof *few && !(src = tb__malloc(move->nsrc, sizeof *src)))
+        return TB_NO_MEMORY;
+    for (uint32_t k = 0; k < move->nsrc; k++) {
+        const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
+        src[k] = mapping == TB__IN_BUFFER ? run->src_buffer + (uintptr_t)move->src[k] : move->src[k];
+        must_read |= mapping && mapping != TB__IN_BUFFER;
+    }
+    placed.src = src;
+    if (move->is_dst_in_buffer)
+        placed.dst = run->dst_buffer + (uintptr_t)move->dst;
+    tb_status status = TB_OK;
+    if (must_read)
+        status = tb__host_read_and_run(&placed, share, run->stream);
+    else
+        tb__move_run(&placed, share, run->stream);
+    if (src != few)
+        free(src);
+    return status;
+}
+
 static void run_move(void *arg, size_t index, int64_t from, int64_t to, int64_t of) {
-    const tb__host_run *run = arg;
+    tb__host_run *run = arg;
     const tb__move *move = &run->job->moves[index];
-    tb__move placed;
     if (move->kind != TB__MOVE_COPY) {
         run_step(find_step(run, index), from, to, of);
         return;
     }
-    if (move->is_src_in_buffer || move->is_dst_in_buffer) {
-        placed = *move;
-        placed.src_base = move->is_src_in_buffer ? (uintptr_t)run->buffer : 0;
-        placed.dst_base = move->is_dst_in_buffer ? (uintptr_t)run->buffer : 0;
-        move = &placed;
-    }
-    tb__move_run(move, tb__move_cut(move, from, to, of), run->stream);
+    tb__part share = tb__move_cut(move, from, to, of);
+    tb_status status = TB_OK;
+    if (move->src_mapping || move->is_dst_in_buffer)
+        status = run_placed(run, move, share);
+    else
+        tb__move_run(move, share, run->stream);
+    if (status != TB_OK)
+        fail_run(run, status);
 }
 
 /* A piece may reach over several stretches. */
@@ -259,10 +304,10 @@ static tb_status begin_step(step *s, const tb__host_run *run, size_t index) {
                                        .scale = q->scale ? *q->scale : 0};
     if (s->is_dequant) {
         tb__quant_rows rows = {.data = move->dst, .dtype = move->dst_dtype, .stride = move->dst_stride[0]};
-        rows.data = move->is_dst_in_buffer ? run->buffer + (uintptr_t)move->dst : move->dst;
+        rows.data = move->is_dst_in_buffer ? run->dst_buffer + (uintptr_t)move->dst : move->dst;
         return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], &rows);
     }
-    const char *from = move->is_src_in_buffer ? run->buffer + (uintptr_t)move->src[0] : move->src[0];
+    const char *from = move->src_mapping ? run->src_buffer + (uintptr_t)move->src[0] : move->src[0];
     tb__quant_rows rows = {.data = (char *)(uintptr_t)from, .dtype = move->src_dtype, .stride = move->src_stride[0][0]};
     return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : 0, move->len[0], move->len[1], &rows);
 }
@@ -392,7 +437,8 @@ tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what
     if (!run)
         return TB_NO_MEMORY;
     run->job = job;
-    run->buffer = what->buffer;
+    run->src_buffer = what->src_buffer;
+    run->dst_buffer = what->dst_buffer;
     run->nafter = what->nafter;
     run->after = tb__malloc(what->nafter, sizeof(tb__fence *));
     tb_status status = what->nafter && !run->after ? TB_NO_MEMORY : choose_moves(run, what);
@@ -459,7 +505,8 @@ static bool end_ended(tb__host_device *device) {
         if (!run)
             return did;
         TAILQ_REMOVE(&device->running, run, link);
-        end_run(run, run->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled") : TB_OK);
+        tb_status status = run->status != TB_OK ? tb__fail(run->status, "%s", run->why) : TB_OK;
+        end_run(run, run->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled") : status);
         did = true;
     }
 }

@@ -44,7 +44,7 @@ static int64_t cut_at(const tb__move *copy, int dim, int64_t at, int64_t of) {
     unsigned bits = tb_dtype_bits(copy->dst_dtype);
     int64_t per_line = 64 * 8 / bits, first = 0;
     if (copy->dst_stride[dim] == 1)
-        first = (int64_t)(-(uintptr_t)tb__move_dst(copy) & 63) * 8 / bits;
+        first = (int64_t)(-(uintptr_t)copy->dst & 63) * 8 / bits;
     return index < first ? 0 : index - (index - first) % per_line;
 }
 
@@ -59,7 +59,7 @@ static void move_bytes(const tb__move *copy, tb__part part, bool stream) {
     unsigned bits = tb_dtype_bits(copy->dst_dtype);
     bool is_packed = bits == 4;
     int pairs = is_packed ? tb__move_packed_dim(copy) : -1;
-    tb__byte_box box = {.ndim = copy->ndim, .run = is_packed ? 1 : bits / 8, .dst = tb__move_dst(copy)};
+    tb__byte_box box = {.ndim = copy->ndim, .run = is_packed ? 1 : bits / 8, .dst = copy->dst};
     int64_t size = (int64_t)box.run, start = 0, src_start = 0;
     for (int d = 0; d < copy->ndim; d++) {
         int64_t dst_step = copy->dst_stride[d] * size, src_step = copy->nsrc ? copy->src_stride[0][d] * size : 0;
@@ -79,7 +79,7 @@ static void move_bytes(const tb__move *copy, tb__part part, bool stream) {
     }
     box.dst += start;
     if (copy->nsrc)
-        box.src = tb__move_src(copy, 0) + src_start;
+        box.src = (const char *)copy->src[0] + src_start;
     tb__bytes_move(&box, stream);
 }
 

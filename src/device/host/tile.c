@@ -100,7 +100,7 @@ static tb__reduce_fn *whole_reduction(const nest *n) {
 static tb__narrow_rows_fn *whole_rows(const nest *n) {
     const tb__move *copy = n->copy;
     bool is_one_cast = copy->wire_dtype == copy->src_dtype || copy->wire_dtype == copy->dst_dtype;
-    uint64_t steps = (uintptr_t)tb__move_dst(copy);
+    uint64_t steps = (uintptr_t)copy->dst;
     for (int d = 0; d < n->ndim - 1; d++)
         steps |= (uint64_t)copy->dst_stride[n->dim[d]] * n->dst_size;
     if (n->part.dim >= 0)
@@ -195,7 +195,7 @@ static int64_t offset_of(const nest *n, const int64_t *stride, const int64_t *in
 static const void *source_row(const nest *n, uint32_t k, const int64_t *index, const int64_t *len, size_t count,
                               char *packed) {
     const int64_t *stride = n->copy->src_stride[k];
-    const char *from = tb__move_src(n->copy, k) + offset_of(n, stride, index) * (int64_t)n->src_size;
+    const char *from = (const char *)n->copy->src[k] + offset_of(n, stride, index) * (int64_t)n->src_size;
     if (is_row(n, stride, len, count)) {
         /* Of what mostly comes next. */
         for (size_t at = 0; at < count * n->src_size && !n->reduce; at += TB__PAGE)
@@ -282,7 +282,7 @@ static void finish_rows(const nest *n, const int64_t *index, const int64_t *len,
     const int64_t *stride = n->copy->src_stride[0];
     int row = n->ndim - 2;
     int64_t step = stride[n->dim[row]] * (int64_t)n->src_size, run = len[row + 1];
-    const char *from = tb__move_src(n->copy, 0) + offset_of(n, stride, index) * (int64_t)n->src_size;
+    const char *from = (const char *)n->copy->src[0] + offset_of(n, stride, index) * (int64_t)n->src_size;
     for (int64_t at = 0; at < run; at += PIECE) {
         int64_t now = run - at < PIECE ? run - at : PIECE;
         for (int64_t i = 0; i < len[row]; i++)
@@ -296,7 +296,7 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
     size_t count = 1;
     for (int d = 0; d < n->ndim; d++)
         count *= (size_t)len[d];
-    char *dst = tb__move_dst(copy) + offset_of(n, copy->dst_stride, index) * (int64_t)n->dst_size;
+    char *dst = (char *)copy->dst + offset_of(n, copy->dst_stride, index) * (int64_t)n->dst_size;
     if (n->reduce) {
         const void *rows[TB__COMBINE_MAX];
         for (uint32_t k = 0; k < copy->nsrc; k++)
@@ -308,7 +308,7 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
         int row = n->ndim - 2;
         const int64_t *from = copy->src_stride[0];
         n->narrow_rows(dst, copy->dst_stride[n->dim[row]] * (int64_t)n->dst_size,
-                       tb__move_src(copy, 0) + offset_of(n, from, index) * (int64_t)n->src_size,
+                       (const char *)copy->src[0] + offset_of(n, from, index) * (int64_t)n->src_size,
                        from[n->dim[row]] * (int64_t)n->src_size, len[row], (size_t)len[row + 1]);
         return;
     }
@@ -352,7 +352,7 @@ static int64_t first_step(const nest *n) {
     if (!n->stream || last < 0 || n->copy->dst_stride[n->dim[last]] != 1)
         return 0;
     const int64_t origin[TB_MAX_DIMS] = {0};
-    const char *dst = tb__move_dst(n->copy) + offset_of(n, n->copy->dst_stride, origin) * (int64_t)n->dst_size;
+    const char *dst = (char *)n->copy->dst + offset_of(n, n->copy->dst_stride, origin) * (int64_t)n->dst_size;
     int64_t ahead = (int64_t)(-(uintptr_t)dst & 63);
     return ahead % (int64_t)n->dst_size ? 0 : ahead / (int64_t)n->dst_size;
 }
