@@ -123,16 +123,15 @@ static bool step(tb__task *task) {
     tb_transfer *t = (tb_transfer *)task;
     if (t->has_ended)
         return false;
-    uint32_t groups = 0, groups_after = 0;
+    uint32_t groups_done = 0;
     size_t nended = t->nended;
     bool did = false;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
         if (!leg)
             continue;
-        groups += leg->groups_done;
         did |= tb__flow_step(t->parts[i].flow, t->is_send);
-        groups_after += leg->groups_done;
+        groups_done += leg->groups_done;
     }
     look_at_legs(t); /* always: a leg may have been ended by a message, or by a loss */
     if (!t->has_ended && !t->is_late && tb__now_ms() >= t->deadline_ms) {
@@ -141,8 +140,9 @@ static bool step(tb__task *task) {
         did = true;
     }
     did |= t->nended != nended;
-    if (groups_after != groups)
+    if (groups_done != t->groups_done)
         tell(t);
+    t->groups_done = groups_done;
     if (did)
         call_back(t);
     t->task.deadline_ms = t->has_ended ? INT64_MAX : next_look(t);

@@ -30,7 +30,8 @@ struct tb_transfer {
     int event; /* a descriptor, readable when there is news */
     tb_transfer_opts opts;
     int64_t told;  /* bytes, to the callback */
-    size_t nended; /* legs */
+    size_t nended;        /* legs */
+    uint32_t groups_done; /* of all pairs together, when it was last looked at */
     size_t nparts;
     tb__transfer_part parts[];
 };
