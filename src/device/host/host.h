@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <sys/queue.h>
 
-/* A file that was mapped: memory of another process. */
+/* A file that was mapped: memory of another process. It may have grown since then, and be mapped again. */
 typedef struct tb__host_file {
     uint64_t device, inode;
     char *base;
@@ -16,11 +16,10 @@ typedef struct tb__host_file {
     LIST_ENTRY(tb__host_file) link;
 } tb__host_file;
 
-struct tb__mapping {
+typedef struct tb__host_mapping {
+    tb__mapping base;
     tb__host_file *file;
-    char *base;
-    size_t nbytes;
-};
+} tb__host_mapping;
 
 typedef struct tb__host_run tb__host_run;
 TAILQ_HEAD(tb__host_runs, tb__host_run);

@@ -74,9 +74,9 @@ static tb_status resolve_sources(tb__job *job, tb__move *move) {
         return TB_NO_MEMORY;
     for (uint32_t k = 0; k < move->nsrc; k++) {
         const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
-        if (mapping && !tb__move_source_fits(move, k, mapping->nbytes))
-            return tb__fail(TB_INVALID, "a move from beyond the %zu bytes of a mapping", mapping->nbytes);
-        src[k] = mapping ? mapping->base + (uintptr_t)move->src[k] : move->src[k];
+        src[k] = move->src[k];
+        if (mapping)
+            TB_TRY(tb__mapping_source(mapping, &tb__host_device_ops, move, k, &src[k]));
         memcpy(stride[k], move->src_stride[k], sizeof *stride);
     }
     move->src = src;
