@@ -514,13 +514,17 @@ static void end_run(slow_run *run, tb_status status, const char *why) {
     eventfd_write(run->device->wake, 1);
 }
 
+static bool is_held(const slow_run *run) {
+    return run->is_held && run->held_until == slow.times_let_go;
+}
+
 static bool may_go_on(const slow_run *run, int64_t now) {
-    return run->due_us <= now && !(run->is_held && run->next == run->stop_at && run->held_until == slow.times_let_go);
+    return run->due_us <= now && !(is_held(run) && run->next == run->stop_at);
 }
 
 /* With the lock held, which is free while the move is done. */
 static void go_on(slow_run *run) {
-    if (run->is_cancelled && !run->ignores_cancel) {
+    if (run->is_cancelled && !run->ignores_cancel && !is_held(run)) {
         end_run(run, TB_CANCELLED, "it was cancelled");
     } else if (run->is_failing && run->next == run->stop_at) {
         end_run(run, run->status, run->why);
