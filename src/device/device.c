@@ -29,6 +29,16 @@ tb_status tb__device_share(tb__device *device, const tb__memory *memory, tb__mem
     return device->ops->share(device, memory, key, fd);
 }
 
+tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *ops, const tb__move *move, uint32_t k,
+                             const void **out) {
+    if (mapping->ops != ops && mapping->ops != &tb__host_device_ops)
+        return tb__fail(TB_INVALID, "device %s can't use what device %s has mapped", ops->name, mapping->ops->name);
+    if (!tb__move_source_fits(move, k, mapping->nbytes))
+        return tb__fail(TB_INVALID, "a move from beyond the %zu bytes of a mapping", mapping->nbytes);
+    *out = mapping->base + (uintptr_t)move->src[k];
+    return TB_OK;
+}
+
 tb_status tb__device_map(tb__device *device, const tb__memory_key *key, int fd, tb__mapping **out) {
     if (!device->ops->map)
         return tb__fail(TB_REFUSED, "device %s maps no memory of other processes", device->ops->name);

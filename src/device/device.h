@@ -42,6 +42,13 @@ typedef struct tb__memory {
     bool is_shareable; /* with other processes */
 } tb__memory;
 
+/* What every mapping begins with. */
+struct tb__mapping {
+    const struct tb__device_ops *ops; /* of the device that made it */
+    char *base;                       /* for that device; of a mapping of the host's, an address of this process */
+    size_t nbytes;
+};
+
 /* Enough to map memory in another process, together with the descriptor that `share` gives. To be copied into messages.
  */
 typedef struct tb__memory_key {
@@ -54,7 +61,9 @@ typedef struct tb__run {
     const uint32_t *parts; /* each once; NULL: all of the job */
     size_t nparts;
     void *src_buffer, *dst_buffer; /* where addresses in buffers count from; NULL: there are none */
-    tb__fence *const *after; /* fences of any device, which must be done first. If one has failed, so does the run */
+    /* Fences of any device, which must be done first, and stay where they are until this run's is done. If one has
+     * failed, so does the run. */
+    tb__fence *const *after;
     size_t nafter;
 } tb__run;
 
@@ -75,7 +84,7 @@ typedef struct tb__device_ops {
      * to get there together with the key, and that stays the device's; -1: none is needed. */
     tb_status (*share)(tb__device *device, const tb__memory *memory, tb__memory_key *key, int *fd);
     /* (with share) Maps it: the descriptor stays the caller's. Offsets in the mapping count from the memory's base, and
-     * moves beyond its nbytes are refused by `prepare`. */
+     * moves beyond its nbytes are refused by `prepare`. Devices can use their own mappings, and those of the host. */
     tb_status (*map)(tb__device *device, const tb__memory_key *key, int fd, tb__mapping **out);
     void (*unmap)(tb__device *device, tb__mapping *mapping); /* no job has it any more */
 
@@ -92,7 +101,9 @@ typedef struct tb__device_ops {
 
     /* Does a little work and completes fences. Returns whether there may be more to do at once. */
     bool (*progress)(tb__device *device);
-    /* Readable when progress has something to do. To be waited for after a progress that found nothing. */
+    /* Readable when progress has something to do because of the device itself. To be waited for after a progress that
+     * found nothing, and that came after all calls of `run`, `checksum` and `cancel`, and after the fences of other
+     * devices that its runs wait for were done. */
     int (*fd)(tb__device *device);
 } tb__device_ops;
 
@@ -110,6 +121,10 @@ void tb__device_close(tb__device *device); /* NULL is allowed */
 /* The slots, by name. Where one is missing they do what is said above. */
 tb_status tb__device_share(tb__device *device, const tb__memory *memory, tb__memory_key *key, int *fd);
 tb_status tb__device_map(tb__device *device, const tb__memory_key *key, int fd, tb__mapping **out);
+
+/* Where a device finds source k of a move, which is in a mapping. TB_INVALID: in none that it can use, or beyond it. */
+tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *ops, const tb__move *move, uint32_t k,
+                             const void **out);
 
 extern const tb__device_ops tb__host_device_ops;
 

@@ -64,6 +64,21 @@ int tb__move_packed_dim(const tb__move *move) {
     return found;
 }
 
+/* Of what is not empty. */
+static tb_status check_addresses(const tb__move *move) {
+    bool has_dst = move->kind == TB__MOVE_COPY || move->kind == TB__MOVE_DEQUANTISE;
+    if (has_dst && !move->dst && !move->is_dst_in_buffer)
+        return tb__fail(TB_INVALID, "a move to NULL");
+    for (uint32_t k = 0; k < move->nsrc; k++) {
+        if (!move->src[k] && !(move->src_mapping && move->src_mapping[k]))
+            return tb__fail(TB_INVALID, "a move from NULL, source %" PRIu32, k);
+    }
+    const tb__quantised *q = move->quantised;
+    if (q && (!q->data || (!q->scales && q->format.kind != TB__QUANT_FP8_TENSOR)))
+        return tb__fail(TB_INVALID, "a quantised tensor whose data or scales are at NULL");
+    return TB_OK;
+}
+
 /* Rows of numbers, of which those of a matrix are made, or which are made of them. Their format is checked when they
  * are run. */
 static tb_status check_rows(const tb__move *move) {
@@ -78,7 +93,7 @@ static tb_status check_rows(const tb__move *move) {
     if (move->quantised && (move->quantised->columns != move->len[1]))
         return tb__fail(TB_INVALID, "%" PRId64 " of the %" PRId64 " columns of a quantised tensor", move->len[1],
                         move->quantised->columns);
-    return TB_OK;
+    return tb__move_is_empty(move) ? TB_OK : check_addresses(move);
 }
 
 tb_status tb__move_check(const tb__move *move) {
@@ -103,12 +118,7 @@ tb_status tb__move_check(const tb__move *move) {
     }
     if (tb__move_is_empty(move))
         return TB_OK;
-    if (!move->dst && !move->is_dst_in_buffer)
-        return tb__fail(TB_INVALID, "a copy to NULL");
-    for (uint32_t k = 0; k < move->nsrc; k++) {
-        if (!move->src[k] && !(move->src_mapping && move->src_mapping[k]))
-            return tb__fail(TB_INVALID, "a copy from NULL, source %" PRIu32, k);
-    }
+    TB_TRY(check_addresses(move));
     if (tb__dtype_packing(move->dst_dtype) > 1 && tb__move_packed_dim(move) < 0)
         return tb__fail(TB_INVALID, "a box of %s whose elements do not fill bytes", tb_dtype_name(move->dst_dtype));
     return TB_OK;
@@ -157,5 +167,5 @@ bool tb__move_source_fits(const tb__move *move, uint32_t k, size_t nbytes) {
         return false;
     int64_t at = (int64_t)offset * 8;
     return !__builtin_add_overflow(at, low, &low) && !__builtin_add_overflow(at, high, &high) && low >= 0 &&
-           (uint64_t)(high + 7) / 8 <= nbytes;
+           (uint64_t)high / 8 + (high % 8 != 0) <= nbytes;
 }

@@ -119,12 +119,12 @@ static tb_status host_map(tb__device *base, const tb__memory_key *given, int fd,
     uint64_t nbytes = (uint64_t)info.st_size;
     if (k.device != info.st_dev || k.inode != info.st_ino || k.nbytes > nbytes || k.offset > nbytes - k.nbytes)
         return tb__fail(TB_INVALID, "a memory key that does not belong to its descriptor");
-    tb__mapping *mapping = tb__calloc(1, sizeof *mapping);
+    tb__host_mapping *mapping = tb__calloc(1, sizeof *mapping);
     if (!mapping)
         return TB_NO_MEMORY;
     tb__host_file *file;
     LIST_FOREACH(file, &device->files, link) {
-        if (file->device == info.st_dev && file->inode == info.st_ino)
+        if (file->device == info.st_dev && file->inode == info.st_ino && k.offset + k.nbytes <= file->nbytes)
             break;
     }
     if (!file) {
@@ -136,13 +136,13 @@ static tb_status host_map(tb__device *base, const tb__memory_key *given, int fd,
         LIST_INSERT_HEAD(&device->files, file, link);
     }
     file->refs++;
-    *mapping = (tb__mapping){.file = file, .base = file->base + k.offset, .nbytes = k.nbytes};
-    *out = mapping;
+    *mapping = (tb__host_mapping){.base = {&tb__host_device_ops, file->base + k.offset, k.nbytes}, .file = file};
+    *out = &mapping->base;
     return TB_OK;
 }
 
 static void host_unmap(tb__device *device, tb__mapping *mapping) {
-    tb__host_file *file = mapping->file;
+    tb__host_file *file = ((tb__host_mapping *)mapping)->file;
     (void)device;
     if (--file->refs == 0) {
         LIST_REMOVE(file, link);

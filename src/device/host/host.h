@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <sys/queue.h>
 
-/* A file that was mapped: memory of another process. */
+/* A file that was mapped: memory of another process. It may have grown since then, and be mapped again. */
 typedef struct tb__host_file {
     uint64_t device, inode;
     char *base;
@@ -17,13 +17,18 @@ typedef struct tb__host_file {
     LIST_ENTRY(tb__host_file) link;
 } tb__host_file;
 
-struct tb__mapping {
+typedef struct tb__host_mapping {
+    tb__mapping base;
     tb__host_file *file;
-    char *base;
-    size_t nbytes;
     tb__host_read_fn *read; /* instead: how its bytes are read */
     void *read_arg;
-};
+} tb__host_mapping;
+
+/* NULL: it has an address. */
+static inline const tb__host_mapping *tb__host_reader(const tb__mapping *mapping) {
+    const tb__host_mapping *host = (const tb__host_mapping *)mapping;
+    return mapping && mapping != TB__IN_BUFFER && mapping->ops == &tb__host_device_ops && host->read ? host : NULL;
+}
 
 typedef struct tb__host_run tb__host_run;
 TAILQ_HEAD(tb__host_runs, tb__host_run);

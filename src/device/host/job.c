@@ -80,13 +80,13 @@ static tb_status resolve_sources(tb__job *job, tb__move *move) {
     bool is_resolved = true;
     for (uint32_t k = 0; k < move->nsrc; k++) {
         tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
-        bool is_left = mapping && (mapping == TB__IN_BUFFER || mapping->read);
+        bool is_left = mapping == TB__IN_BUFFER || tb__host_reader(mapping);
         if (left)
             left[k] = is_left ? mapping : NULL;
         is_resolved &= !is_left;
-        if (mapping && mapping != TB__IN_BUFFER && !tb__move_source_fits(move, k, mapping->nbytes))
-            return tb__fail(TB_INVALID, "a move from beyond the %zu bytes of a mapping", mapping->nbytes);
-        src[k] = mapping && !is_left ? mapping->base + (uintptr_t)move->src[k] : move->src[k];
+        src[k] = move->src[k];
+        if (mapping && !is_left)
+            TB_TRY(tb__mapping_source(mapping, &tb__host_device_ops, move, k, &src[k]));
         memcpy(stride[k], move->src_stride[k], sizeof *stride);
     }
     move->src = src;
@@ -207,7 +207,7 @@ static tb_status run_placed(const tb__host_run *run, const tb__move *move, tb__p
     for (uint32_t k = 0; k < move->nsrc; k++) {
         const tb__mapping *mapping = move->src_mapping ? move->src_mapping[k] : NULL;
         src[k] = mapping == TB__IN_BUFFER ? run->src_buffer + (uintptr_t)move->src[k] : move->src[k];
-        must_read |= mapping && mapping != TB__IN_BUFFER;
+        must_read |= tb__host_reader(mapping) != NULL;
     }
     placed.src = src;
     if (move->is_dst_in_buffer)

@@ -136,7 +136,17 @@ static void run_copy(void *arg, size_t move, int64_t from, int64_t to, int64_t o
     tb__move_run(copy, tb__move_cut(copy, from, to, of), b->stream);
 }
 
-static void run_copies(void *arg, int64_t from, int64_t to) {
+static void run_all(void *arg, int64_t from, int64_t to) {
+    const batch *b = arg;
+    (void)from;
+    (void)to;
+    for (size_t i = 0; i < b->line.n; i++)
+        tb__move_run(&b->line.moves[i], tb__move_whole(&b->line.moves[i]), b->stream);
+    if (b->stream)
+        tb__kernels_get()->fence();
+}
+
+static void run_share(void *arg, int64_t from, int64_t to) {
     batch *b = arg;
     tb__line_run(&b->line, from, to, run_copy, b);
     if (b->stream)
@@ -144,23 +154,24 @@ static void run_copies(void *arg, int64_t from, int64_t to) {
 }
 
 tb_status tb__moves_run(const tb__move *copies, size_t n) {
-    int64_t written = 0, few[16];
+    int64_t written = 0, traffic = 0;
     for (size_t i = 0; i < n; i++) {
         TB_TRY(tb__move_check(&copies[i]));
         written += tb__move_written(&copies[i]);
+        traffic += tb__move_traffic(&copies[i]);
     }
-    if (n == 0)
-        return TB_OK;
-    batch b = {.line = {.moves = copies, .n = n, .ends = few}, .stream = written >= TB__STREAM_BYTES};
-    if (n > sizeof few / sizeof *few)
+    batch b = {.line = {.moves = copies, .n = n}, .stream = written >= TB__STREAM_BYTES};
+    tb__work work = {.fn = run_all, .arg = &b, .total = 1, .piece = 1};
+    /* Without memory for the line, this thread does it all. */
+    if (tb__workers_count() > 1 && traffic / 2 >= TB__PIECE_BYTES)
         b.line.ends = tb__malloc(n, sizeof *b.line.ends);
-    if (!b.line.ends)
-        return TB_NO_MEMORY;
-    tb__line_measure(&b.line);
-    tb__work work = {.fn = run_copies, .arg = &b, .total = b.line.ends[n - 1]};
-    work.piece = tb__workers_piece(work.total);
+    if (b.line.ends) {
+        tb__line_measure(&b.line);
+        work.fn = run_share;
+        work.total = b.line.ends[n - 1];
+        work.piece = tb__workers_piece(work.total);
+    }
     tb__workers_run(&work);
-    if (b.line.ends != few)
-        free(b.line.ends);
+    free(b.line.ends);
     return TB_OK;
 }

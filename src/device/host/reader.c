@@ -14,10 +14,12 @@ enum {
 };
 
 tb__mapping *tb__host_map_reader(size_t nbytes, tb__host_read_fn *read, void *arg) {
-    tb__mapping *mapping = tb__calloc(1, sizeof *mapping);
-    if (mapping)
-        *mapping = (tb__mapping){.nbytes = nbytes, .read = read, .read_arg = arg};
-    return mapping;
+    tb__host_mapping *mapping = tb__calloc(1, sizeof *mapping);
+    if (!mapping)
+        return NULL;
+    *mapping =
+        (tb__host_mapping){.base = {.ops = &tb__host_device_ops, .nbytes = nbytes}, .read = read, .read_arg = arg};
+    return &mapping->base;
 }
 
 void tb__host_unmap_reader(tb__mapping *mapping) {
@@ -55,7 +57,7 @@ static void choose_block(const tb__move *copy, const int64_t *len, int64_t *bloc
 
 /* Reads a block of source k, row-major. */
 static tb_status read_block(const tb__move *copy, uint32_t k, const int64_t *start, const int64_t *len, char *to) {
-    const tb__mapping *mapping = copy->src_mapping[k];
+    const tb__host_mapping *mapping = tb__host_reader(copy->src_mapping[k]);
     const int64_t *stride = copy->src_stride[k];
     tb_range ranges[MOST_RANGES];
     int64_t run = 1, index[TB_MAX_DIMS] = {0};
@@ -91,8 +93,7 @@ static tb_status run_block(const tb__move *copy, const int64_t *start, const int
     int64_t at = 0;
     memcpy(block.len, len, sizeof block.len);
     for (uint32_t k = 0; k < copy->nsrc; k++) {
-        const tb__mapping *mapping = copy->src_mapping[k];
-        if (mapping && mapping != TB__IN_BUFFER) {
+        if (tb__host_reader(copy->src_mapping[k])) {
             TB_TRY(read_block(copy, k, start, len, bounce + used));
             src[k] = bounce + used;
             used += room;

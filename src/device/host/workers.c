@@ -199,7 +199,19 @@ void tb__workers_drop(tb__work *work) {
     pthread_mutex_unlock(&pool.lock);
 }
 
+static void run_alone(tb__work *work) {
+    fenv_t env;
+    fegetenv(&env);
+    fesetenv(FE_DFL_ENV);
+    work->fn(work->arg, 0, work->total);
+    fesetenv(&env);
+}
+
 void tb__workers_run(tb__work *work) {
+    if (work->total <= work->piece || tb__workers_count() == 1) {
+        run_alone(work);
+        return;
+    }
     tb__workers_submit(work);
     while (tb__workers_help(work)) {
     }
@@ -217,6 +229,6 @@ int64_t tb__workers_piece(int64_t nbytes) {
 void tb__workers_for(int64_t n, tb__work_fn *fn, void *arg) {
     if (n <= 0)
         return;
-    int64_t threads = tb__workers_count(), npieces = threads == 1 ? 1 : min64(threads * PIECES_EACH, n);
+    int64_t npieces = min64((int64_t)tb__workers_count() * PIECES_EACH, n);
     tb__workers_run(&(tb__work){.fn = fn, .arg = arg, .total = n, .piece = (n - 1) / npieces + 1});
 }

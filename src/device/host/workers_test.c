@@ -8,6 +8,7 @@
 
 #include <fenv.h>
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -296,12 +297,136 @@ static void test_mixed_callers(void **state) {
     free_batch(&b);
 }
 
+/* ---- Work that nobody waits for in the pool ------------------------------------------------------------------------
+ */
+
+typedef struct submitted {
+    tb__work work;
+    tally t;
+    _Atomic int ndone;
+} submitted;
+
+static void note_done(tb__work *work) {
+    submitted *s = work->arg;
+    atomic_fetch_add(&s->ndone, 1); /* the last thing that the pool does with it */
+}
+
+static void count_submitted(void *arg, int64_t from, int64_t to) {
+    submitted *s = arg;
+    count_part(&s->t, from, to);
+}
+
+static void submit(submitted *s, int64_t total, int64_t piece) {
+    s->work = (tb__work){.fn = count_submitted, .arg = s, .total = total, .piece = piece, .done = note_done};
+    tb__workers_submit(&s->work);
+}
+
+enum { WORKS = 20 };
+
+/* Submits many, then helps with all of them, in another order. */
+static void *submit_and_help(void *arg) {
+    submitted *all = arg;
+    for (int i = 0; i < WORKS; i++)
+        submit(&all[i], 1 + i * (COUNTED - 1) / (WORKS - 1), 1 + 37 * (i % 5));
+    for (int i = WORKS - 1; i >= 0; i--) {
+        while (!atomic_load(&all[i].ndone)) {
+            if (!tb__workers_help(&all[i].work))
+                sched_yield();
+        }
+    }
+    return NULL;
+}
+
+static void test_submitted(void **state) {
+    enum { CALLERS = 3 };
+    static submitted all[CALLERS][WORKS];
+    pthread_t threads[CALLERS];
+    (void)state;
+    for (int n = 1; n <= 4; n++) {
+        tb__workers_set(n);
+        memset(all, 0, sizeof all);
+        for (int i = 0; i < CALLERS; i++)
+            assert_int_equal(pthread_create(&threads[i], NULL, submit_and_help, all[i]), 0);
+        tb__workers_set(n); /* changes nothing while they work */
+        for (int i = 0; i < CALLERS; i++)
+            assert_int_equal(pthread_join(threads[i], NULL), 0);
+        for (int i = 0; i < CALLERS * WORKS; i++) {
+            const submitted *s = &all[i / WORKS][i % WORKS];
+            assert_int_equal(s->ndone, 1);
+            assert_int_equal(s->t.strange, 0);
+            for (int64_t k = 0; k < COUNTED; k++)
+                assert_int_equal(s->t.count[k], k < s->work.total);
+        }
+    }
+}
+
+/* Of what is dropped, a beginning is done, and nothing after `done` was called. */
+static void test_dropped(void **state) {
+    static submitted s;
+    (void)state;
+    for (int i = 0; i < 600; i++) {
+        memset(&s, 0, sizeof s);
+        tb__workers_set(1 + i % 3);
+        submit(&s, COUNTED, 1 + i % 7);
+        for (int k = 0; k < i % 50; k++)
+            tb__workers_help(&s.work);
+        tb__workers_drop(&s.work);
+        while (!atomic_load(&s.ndone))
+            sched_yield();
+        int64_t n = 0, parts = s.t.parts;
+        while (n < COUNTED && s.t.count[n] == 1)
+            n++;
+        for (int64_t k = n; k < COUNTED; k++)
+            assert_int_equal(s.t.count[k], 0);
+        assert_false(tb__workers_help(&s.work));
+        tb__workers_drop(&s.work);
+        assert_int_equal(s.t.parts, parts);
+        assert_int_equal(s.ndone, 1);
+    }
+}
+
+/* A child has none of its parent's work. */
+static void test_fork_with_work(void **state) {
+    static submitted mine, other;
+    (void)state;
+#ifdef __SANITIZE_THREAD__
+    skip();
+#endif
+    tb__workers_set(1);
+    memset(&mine, 0, sizeof mine);
+    submit(&mine, COUNTED, 10);
+    tb__workers_help(&mine.work);
+    pid_t child = fork();
+    if (child == 0) {
+        tb__workers_set(3);
+        memset(&other, 0, sizeof other);
+        submit(&other, COUNTED, 10);
+        while (!atomic_load(&other.ndone))
+            tb__workers_help(&other.work);
+        bool ok = other.t.strange == 0 && mine.t.parts == 1;
+        for (int i = 0; i < COUNTED; i++)
+            ok = ok && other.t.count[i] == 1;
+        tb__workers_set(1);
+        _exit(ok ? 0 : 1);
+    }
+    int status = -1;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_int_equal(status, 0);
+    while (tb__workers_help(&mine.work)) {
+    }
+    assert_int_equal(mine.ndone, 1);
+    for (int i = 0; i < COUNTED; i++)
+        assert_int_equal(mine.t.count[i], 1);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_threads_agree), cmocka_unit_test(test_several_callers),
         cmocka_unit_test(test_fork),          cmocka_unit_test(test_many_small_batches),
         cmocka_unit_test(test_bad_batch),     cmocka_unit_test(test_other_work),
-        cmocka_unit_test(test_mixed_callers), cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_mixed_callers), cmocka_unit_test(test_submitted),
+        cmocka_unit_test(test_dropped),       cmocka_unit_test(test_fork_with_work),
+        cmocka_unit_test(test_limits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,17 @@
+/* What every device must do: the same bits as reference arithmetic that shares no code with any device, whatever the
+ * shapes, places and order of work; no byte beside them; failures that say what they are; memory of other processes. */
+#ifndef TB_TESTS_DEVICE_CONFORMANCE_H
+#define TB_TESTS_DEVICE_CONFORMANCE_H
+
+#include "device/device.h"
+
+typedef struct device_traits {
+    const char *name; /* of a device in tb__devices */
+    /* (optional) Puts another offset and size into a memory key. NULL: keys of this device have none. */
+    void (*forge_key)(tb__memory_key *key, uint64_t offset, uint64_t nbytes);
+} device_traits;
+
+/* All of the suite. Asserts with cmocka. It forks first of all: there must be no other threads, and no workers. */
+void device_conformance(const device_traits *traits);
+
+#endif
