@@ -30,9 +30,6 @@ enum {
 
 /* Which optional slots mean something. */
 typedef enum tb_transport_caps {
-    TB_CAN_READ = 1,       /* READ of a peer's memory */
-    TB_CAN_WRITE = 2,      /* WRITE to a peer's memory */
-    TB_CAN_BROADCAST = 4,  /* BROADCAST; without it, one send per peer is posted instead */
     TB_CAN_MAP = 8,        /* some peers' memory can be addressed directly (mem_map) */
     TB_NEAR_ONLY = 16,     /* reaches processes of the same host only */
     TB_CAN_RECONNECT = 32, /* a peer that was lost can be connected again; `disconnect` is there */
@@ -69,7 +66,7 @@ typedef struct tb_mem_key {
     unsigned char bytes[TB_MEM_KEY_MAX];
 } tb_mem_key;
 
-typedef enum tb_op_kind { TB_OP_SEND, TB_OP_RECV, TB_OP_READ, TB_OP_WRITE, TB_OP_BROADCAST } tb_op_kind;
+typedef enum tb_op_kind { TB_OP_SEND, TB_OP_RECV } tb_op_kind;
 
 /* A piece of local memory. */
 typedef struct tb_piece {
@@ -85,14 +82,10 @@ typedef struct tb_range {
 typedef struct tb_op tb_op;
 struct tb_op {
     tb_op_kind kind;
-    int32_t peer;           /* whom to, whom from, whose memory */
-    uint64_t tag;           /* SEND, RECV, BROADCAST */
+    int32_t peer; /* whom to, whom from */
+    uint64_t tag;
     const tb_piece *pieces; /* one after the other; they stay the caller's, unchanged until done */
     size_t npieces;
-    tb_remote *remote; /* READ, WRITE */
-    size_t remote_offset;
-    const int32_t *peers; /* BROADCAST: to these, each of which posts a RECV */
-    size_t npeers;
     void (*done)(tb_op *op); /* called with the two fields below set */
     void *arg;
     tb_status status;
@@ -138,14 +131,12 @@ typedef struct tb_transport_ops {
      * through a mapping, before the bytes are believed. */
     bool (*mem_is_valid)(void *context, const tb_remote *remote);
 
-    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces at once, one after the other, or
-     * writes them; both lists have the same number of bytes in all, else TB_INVALID. What is out of bounds is refused
-     * before anything is moved. May be called from any thread while the remote is held, also while another uses the
-     * transport. */
+    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces at once, one after the other;
+     * both lists have the same number of bytes in all, else TB_INVALID. What is out of bounds is refused before
+     * anything is read. May be called from any thread while the remote is held, also while another uses the transport.
+     */
     tb_status (*mem_read)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
                           const tb_piece *pieces, size_t npieces);
-    tb_status (*mem_write)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
-                           const tb_piece *pieces, size_t npieces);
 
     tb_status (*post)(void *context, tb_op *op);
     /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,

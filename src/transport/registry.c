@@ -87,85 +87,12 @@ bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote) {
 tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
                              const tb_piece *pieces, size_t npieces) {
     if (!t->ops->mem_read)
-        return tb__fail(TB_REFUSED, "transport %s can't read a peer's memory at once", t->ops->name);
+        return tb__fail(TB_REFUSED, "transport %s can't read a peer's memory", t->ops->name);
     return t->ops->mem_read(t->context, remote, ranges, nranges, pieces, npieces);
 }
 
-tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
-                              const tb_piece *pieces, size_t npieces) {
-    if (!t->ops->mem_write)
-        return tb__fail(TB_REFUSED, "transport %s can't write a peer's memory at once", t->ops->name);
-    return t->ops->mem_write(t->context, remote, ranges, nranges, pieces, npieces);
-}
-
-/* A broadcast as one send per peer. It is done when the last of them is. */
-typedef struct fan {
-    tb_op *whole;
-    size_t left;
-    tb_status status;
-    tb_op sends[];
-} fan;
-
-static void fan_done(tb_op *op) {
-    fan *f = op->arg;
-    if (op->status != TB_OK && f->status == TB_OK)
-        f->status = op->status;
-    if (--f->left > 0)
-        return;
-    tb_op *whole = f->whole;
-    whole->status = f->status;
-    whole->state = NULL;
-    free(f);
-    whole->done(whole);
-}
-
-static tb_status post_fan(const tb_transport *t, tb_op *op) {
-    fan *f = tb__calloc(1, sizeof *f + op->npeers * sizeof *f->sends);
-    if (!f)
-        return TB_NO_MEMORY;
-    f->whole = op;
-    f->left = op->npeers;
-    op->state = f;
-    tb_status status = TB_OK;
-    for (size_t i = 0; i < op->npeers; i++) {
-        tb_op *send = &f->sends[i];
-        *send = *op;
-        send->kind = TB_OP_SEND;
-        send->peer = op->peers[i];
-        send->done = fan_done;
-        send->arg = f;
-        status = t->ops->post(t->context, send);
-        if (status == TB_OK)
-            continue;
-        if (i == 0) {
-            op->state = NULL;
-            free(f);
-            return status;
-        }
-        /* Some are on their way: the failure is told when they are done, like any other. */
-        f->status = status;
-        f->left -= op->npeers - i;
-        return TB_OK;
-    }
-    return status;
-}
-
-static void cancel_fan(const tb_transport *t, fan *f) {
-    size_t npeers = f->whole->npeers;
-    f->left++; /* so that the last send does not free it under our feet */
-    for (size_t i = 0; i < npeers; i++) {
-        if (f->sends[i].state)
-            t->ops->cancel(t->context, &f->sends[i]);
-    }
-    fan_done(&(tb_op){.arg = f, .status = TB_OK});
-}
-
 void tb__transport_cancel(const tb_transport *t, tb_op *op) {
-    if (!op->state)
-        return;
-    if (op->kind == TB_OP_BROADCAST && !(t->ops->caps & TB_CAN_BROADCAST))
-        cancel_fan(t, op->state);
-    else
+    if (op->state)
         t->ops->cancel(t->context, op);
 }
 
@@ -187,11 +114,7 @@ tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
     op->nbytes = 0;
     op->state = NULL;
-    if (op->kind != TB_OP_BROADCAST || t->ops->caps & TB_CAN_BROADCAST)
-        return t->ops->post(t->context, op);
-    if (op->npeers == 0)
-        return tb__fail(TB_INVALID, "a broadcast to nobody");
-    return post_fan(t, op);
+    return t->ops->post(t->context, op);
 }
 
 size_t tb__pieces_size(const tb_piece *pieces, size_t npieces) {
@@ -282,9 +205,9 @@ tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piec
     return TB_OK;
 }
 
-void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
-                     bool is_write) {
+void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                     size_t npieces) {
     cursor at = {pieces, npieces, 0};
     for (size_t i = 0; i < nranges; i++)
-        move(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, is_write);
+        move(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, false);
 }

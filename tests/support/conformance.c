@@ -184,26 +184,6 @@ static void too_big(endpoints *e) {
     }
 }
 
-static void broadcast(endpoints *e) {
-    static unsigned char from[200000], to[2][200000];
-    tb_piece out = {from, sizeof from}, in[2] = {{to[0], sizeof to[0]}, {to[1], sizeof to[1]}};
-    const int32_t peers[2] = {e->rank_b, e->rank_b}; /* one peer twice is as good as two */
-    tb_op op, receives[2];
-    fill(from, sizeof from, 3);
-    make_op(&op, TB_OP_BROADCAST, TB_NO_RANK, 9, &out, 1);
-    op.peers = peers;
-    op.npeers = 2;
-    post(&e->a, &op);
-    for (int i = 0; i < 2; i++) {
-        make_op(&receives[i], TB_OP_RECV, e->rank_a, 9, &in[i], 1);
-        post(&e->b, &receives[i]);
-    }
-    work_until_done(e, (tb_op *[]){&op, &receives[0], &receives[1]}, 3);
-    assert_int_equal(op.status, TB_OK);
-    check(to[0], sizeof to[0], 3);
-    check(to[1], sizeof to[1], 3);
-}
-
 /* What waits can be given up; what has been given up is not touched, and the rest goes on. */
 static void cancellation(endpoints *e) {
     static unsigned char from[300000], to[300000];
@@ -423,7 +403,6 @@ void conformance_without(const char *part, void (*make)(endpoints *e), void (*un
                  {"many messages", many_messages},
                  {"equal tags keep their order", equal_tags_keep_their_order},
                  {"too big", too_big},
-                 {"broadcast", broadcast},
                  {"cancellation", cancellation},
                  {"forgetting", forgetting},
                  {"wake up", wake_up},

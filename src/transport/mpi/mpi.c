@@ -268,8 +268,6 @@ static tb_status mpi_connect(void *context, int32_t wire, const void *bytes, siz
 
 static tb_status mpi_post(void *context, tb_op *op) {
     mpi *m = context;
-    if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
-        return tb__fail(TB_REFUSED, "transport mpi can do no more than send and receive");
     int rank = find_rank(m, op->peer);
     if (rank < 0)
         return tb__fail(TB_LOST, "transport mpi is not connected to rank %" PRId32, op->peer);

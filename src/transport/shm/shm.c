@@ -200,11 +200,8 @@ static void free_peer(shm *s, shm_peer *peer) {
 
 static void shm_close(void *context) {
     shm *s = context;
-    tb__waiter *w;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_drop_messages(s, s->peers.item[i], TB_CANCELLED);
-    while ((w = tb__waiters_take(&s->one_sided)))
-        shm_finish(s, (shm_posted *)w, TB_CANCELLED);
     shm_tell_all(s);
     for (size_t i = 0; i < s->peers.count; i++)
         free_peer(s, s->peers.item[i]);
@@ -327,13 +324,6 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
     atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
-    for (tb__waiter *w = s->one_sided.first, *next; w; w = next) {
-        next = w->next;
-        if (((shm_posted *)w)->peer == peer) {
-            tb__waiters_remove(&s->one_sided, w);
-            shm_finish(s, (shm_posted *)w, TB_LOST);
-        }
-    }
     close_descriptors(s, peer);
     shm_mappings_forget(peer);
     shm_tell_all(s);
@@ -580,25 +570,12 @@ static void on_event(shm *s, const struct epoll_event *event) {
     }
 }
 
-static void carry_out_one_sided(shm *s) {
-    tb__waiter *w;
-    while ((w = tb__waiters_take(&s->one_sided))) {
-        shm_posted *p = (shm_posted *)w;
-        tb_op *op = p->op;
-        tb_range range = {op->remote_offset, tb__pieces_size(op->pieces, op->npieces)};
-        tb_status status = op->kind == TB_OP_READ ? shm_read(s, op->remote, &range, 1, op->pieces, op->npieces)
-                                                  : shm_write(s, op->remote, &range, 1, op->pieces, op->npieces);
-        shm_finish(s, p, status);
-    }
-}
-
 static tb_status shm_progress(void *context) {
     shm *s = context;
     struct epoll_event event; /* one at a time: handling one may close what another is about */
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
     end_disconnected(s);
-    carry_out_one_sided(s);
     bool more = shm_take_slices(s);
     shm_tell_all(s);
     if (more)
@@ -609,20 +586,9 @@ static tb_status shm_progress(void *context) {
 static tb_status shm_post(void *context, tb_op *op) {
     shm *s = context;
     shm_peer *peer = op->kind == TB_OP_RECV ? find_or_add(s, op->peer) : shm_find(s, op->peer);
-    if (op->kind == TB_OP_BROADCAST)
-        return tb__fail(TB_REFUSED, "transport shm has no broadcast of its own");
     if (!peer || atomic_load(&peer->is_lost) || (op->kind == TB_OP_SEND && peer->out.fd < 0))
         return tb__fail(TB_LOST, "%s", peer && peer->is_lost ? peer->why : "it is not connected");
-    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
-        return shm_post_message(s, peer, op);
-    shm_posted *p = tb__op_begin(op, sizeof *p);
-    if (!p)
-        return TB_NO_MEMORY;
-    p->op = op;
-    p->peer = peer;
-    tb__waiters_add(&s->one_sided, &p->waiter);
-    eventfd_write(s->wake, 1);
-    return TB_OK;
+    return shm_post_message(s, peer, op);
 }
 
 static void shm_forget(void *context, int32_t rank, uint64_t tag) {
@@ -632,21 +598,8 @@ static void shm_forget(void *context, int32_t rank, uint64_t tag) {
 }
 
 static void shm_cancel(void *context, tb_op *op) {
-    shm *s = context;
-    shm_posted *p = op->state;
-    if (!p)
-        return;
-    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV) {
-        shm_cancel_message(s, p);
-        return;
-    }
-    if (p->state == SHM_FINISHED) {
-        tb__waiters_remove(&s->finished, &p->waiter);
-    } else {
-        tb__waiters_remove(&s->one_sided, &p->waiter);
-        op->status = TB_CANCELLED;
-    }
-    tb__op_tell(op);
+    if (op->state)
+        shm_cancel_message(context, op->state);
 }
 
 static int shm_fd(void *context) {
@@ -655,7 +608,7 @@ static int shm_fd(void *context) {
 
 const tb_transport_ops tb__shm_ops = {
     .name = "shm",
-    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP | TB_NEAR_ONLY | TB_CAN_RECONNECT,
+    .caps = TB_CAN_MAP | TB_NEAR_ONLY | TB_CAN_RECONNECT,
     .open = shm_open_endpoint,
     .close = shm_close,
     .address = shm_address,
@@ -669,7 +622,6 @@ const tb_transport_ops tb__shm_ops = {
     .mem_map = shm_map,
     .mem_is_valid = shm_is_valid,
     .mem_read = shm_read,
-    .mem_write = shm_write,
     .post = shm_post,
     .cancel = shm_cancel,
     .progress = shm_progress,

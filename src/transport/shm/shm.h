@@ -221,9 +221,8 @@ struct shm {
     TB_VEC(shm_peer *) retired;   /* connections before: there may be remotes of them */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
-    tb__waiters finished;  /* to be told in the next progress */
-    tb__waiters taking;    /* receives that read a peer's memory */
-    tb__waiters one_sided; /* READ and WRITE to be carried out */
+    tb__waiters finished; /* to be told in the next progress */
+    tb__waiters taking;   /* receives that read a peer's memory */
 };
 
 /* shm_wire.c: frames on sockets. A link that breaks loses its peer. */
@@ -260,13 +259,11 @@ void *shm_map(void *context, tb_remote *remote);
 bool shm_is_valid(void *context, const tb_remote *remote);
 tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
                    size_t npieces);
-tb_status shm_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
-                    size_t npieces);
 void shm_memory_close(shm *s);
-/* Copies nbytes between a peer's memory and ours, through the kernel: between ranges that count from address `base` and
- * pieces, beginning `skip` bytes into both lists. */
-tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
-                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes, bool is_write);
+/* Reads nbytes of a peer's memory through the kernel: from ranges that count from address `base` to pieces, beginning
+ * `skip` bytes into both lists. */
+tb_status shm_process_read(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
+                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes);
 
 /* shm_file.c: files behind memory, ours and peers'. */
 /* The file of a new registration, to be given up with shm_file_drop. */

@@ -162,8 +162,7 @@ bool shm_take_slices(shm *s) {
         shm_posted *p = (shm_posted *)w;
         shm_offer *o = p->taking;
         size_t left = o->arrival.nbytes - p->at, n = left < SHM_READ_SLICE ? left : SHM_READ_SLICE;
-        tb_status status =
-            shm_process_copy(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n, false);
+        tb_status status = shm_process_read(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n);
         p->at += n;
         bool is_revoked = atomic_load(offer_word(o->peer->control, o->slot)) != offer_value(o->arrival.id, OFFER_READY);
         if (status != TB_OK && is_revoked) { /* whoever revokes may give the memory back at once */

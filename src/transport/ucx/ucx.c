@@ -539,8 +539,6 @@ static void tell(ucx *u) {
 /* ---- Operations ----------------------------------------------------------------------------------------------- */
 
 static tb_status post(ucx *u, tb_op *op) {
-    if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
-        return tb__fail(TB_REFUSED, "transport ucx sends and receives, and nothing else");
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
     /* One that is about to be lost is not yet: there may be messages left of it, and whoever answers them is told then.
      */

@@ -20,9 +20,9 @@
  * way is not done, whatever becomes of it, before UCX has given them back (`nrequests`). Where the peer stands still
  * that takes the end of its endpoint, and so of the peer.
  *
- * Peers reach no memory here (no READ, WRITE or mapping). TCP has none of it, and UCX's stand-in for writing is slow.
- * Shared memory lanes read whatever is at an address, registered or not; and InfiniBand answers an access to what has
- * been unregistered by breaking the connection. Neither makes an access fail by name, and only that one. */
+ * Peers reach no memory here (no mem_... slots). TCP can't read a peer's memory. Shared memory lanes read whatever is
+ * at an address, registered or not; and InfiniBand answers an access to what has been unregistered by breaking the
+ * connection. Neither makes an access fail by name, and only that one. */
 #ifndef TB_TRANSPORT_UCX_UCX_H
 #define TB_TRANSPORT_UCX_UCX_H
 
