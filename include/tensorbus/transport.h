@@ -11,7 +11,7 @@
  *  - An operation belongs to the transport from a successful post until its `done` is called, which happens once, in
  *    `progress` or `cancel`. If post fails, `done` is never called.
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
- *    to it fail with TB_LOST, until a new connection begins (TB_CAN_RECONNECT).
+ *    to it fail with TB_LOST, until a new connection begins (`disconnect`).
  *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
  */
 #ifndef TENSORBUS_TRANSPORT_H
@@ -27,13 +27,6 @@ enum {
     TB_ADDRESS_MAX = 3072, /* bytes of a transport's address */
     TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
 };
-
-/* Which optional slots mean something. */
-typedef enum tb_transport_caps {
-    TB_CAN_MAP = 8,        /* some peers' memory can be addressed directly (mem_map) */
-    TB_NEAR_ONLY = 16,     /* reaches processes of the same host only */
-    TB_CAN_RECONNECT = 32, /* a peer that was lost can be connected again; `disconnect` is there */
-} tb_transport_caps;
 
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
 typedef struct tb_transport_env {
@@ -95,7 +88,8 @@ struct tb_op {
 
 typedef struct tb_transport_ops {
     const char *name;
-    unsigned caps;
+    unsigned memory; /* a bit for each tb_mem_kind that the pieces of SEND and RECV may lie in: 1 << TB_MEM_HOST, ... */
+    bool is_local;   /* reaches processes of the same machine only */
 
     /* Opens an endpoint of this rank. TB_REFUSED: it is not for this world, which goes without it unless it was asked
      * for by name. */
@@ -111,7 +105,7 @@ typedef struct tb_transport_ops {
     /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it.
      * What is wrong with the peer is told of "it": the world puts before it who that is.
      *
-     * With TB_CAN_RECONNECT, connecting to a peer that was lost begins a new connection, unless the peer has begun one
+     * With `disconnect`, connecting to a peer that was lost begins a new connection, unless the peer has begun one
      * since then. Nothing of the connection before reaches it. If the peer begins a new one while this end takes the
      * one before for good, that one is lost first. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
@@ -154,7 +148,8 @@ typedef struct tb_transport_ops {
     /* (optional; default true) False while a connection that was there before `connect`, or that takes the place of a
      * lost one, has not carried an answer of the peer since `connect` was called. */
     bool (*is_reached)(void *context, int32_t peer);
-    /* (with TB_CAN_RECONNECT) Ends the connection: the peer is lost at both ends, and `lost` is called in progress. */
+    /* (optional; default: a peer that was lost stays lost) Ends the connection: the peer is lost at both ends, and
+     * `lost` is called in progress. `connect` begins another one. */
     void (*disconnect)(void *context, int32_t peer, const char *why);
 } tb_transport_ops;
 

@@ -279,7 +279,7 @@ static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
         const char *name = (*ops)->name;
         bool is_asked = !is_auto && strcmp(name, o->transport) == 0;
-        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->caps & TB_NEAR_ONLY);
+        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->is_local);
         is_known |= is_asked;
         if (is_needed)
             TB_TRY(open_transport(engine, o, name));

@@ -262,7 +262,8 @@ static int self_fd(void *context) {
 
 const tb_transport_ops tb__self_ops = {
     .name = "self",
-    .caps = TB_CAN_MAP,
+    .memory = 1U << TB_MEM_HOST,
+    .is_local = true,
     .open = self_open,
     .close = self_close,
     .address = self_address,

@@ -608,7 +608,8 @@ static int shm_fd(void *context) {
 
 const tb_transport_ops tb__shm_ops = {
     .name = "shm",
-    .caps = TB_CAN_MAP | TB_NEAR_ONLY | TB_CAN_RECONNECT,
+    .memory = 1U << TB_MEM_HOST,
+    .is_local = true,
     .open = shm_open_endpoint,
     .close = shm_close,
     .address = shm_address,

@@ -622,7 +622,7 @@ static int ucx_fd(void *context) {
 
 const tb_transport_ops tb__ucx_ops = {
     .name = "ucx",
-    .caps = TB_CAN_RECONNECT,
+    .memory = 1U << TB_MEM_HOST,
     .open = ucx_open,
     .close = ucx_close,
     .address = ucx_get_address,
