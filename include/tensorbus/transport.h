@@ -13,6 +13,8 @@
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
  *    to it fail with TB_LOST, until a new connection begins (`disconnect`).
  *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
+ *  - Structs that begin with `size`, which whoever fills them in sets to their sizeof, grow at the end only. A
+ *    transport reads no further than `size` of what the world hands to it.
  */
 #ifndef TENSORBUS_TRANSPORT_H
 #define TENSORBUS_TRANSPORT_H
@@ -30,6 +32,7 @@ enum {
 
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
 typedef struct tb_transport_env {
+    size_t size;
     int32_t rank;
     void *arg;
     void (*lost)(void *arg, int32_t peer, const char *why);
@@ -42,6 +45,7 @@ typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind
 
 /* Memory to register: an allocation, or a part of one. */
 typedef struct tb_mem_desc {
+    size_t size;
     void *base;
     size_t nbytes;
     tb_mem_kind kind;
@@ -87,6 +91,7 @@ struct tb_op {
 };
 
 typedef struct tb_transport_ops {
+    size_t size;
     const char *name;
     unsigned memory; /* a bit for each tb_mem_kind that the pieces of SEND and RECV may lie in: 1 << TB_MEM_HOST, ... */
     bool is_local;   /* reaches processes of the same machine only */
@@ -154,8 +159,10 @@ typedef struct tb_transport_ops {
 } tb_transport_ops;
 
 /* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,
- * before those that go over the network, because whoever brings one means it to be used. The same one again is no
- * error; TB_CONFLICT if another has its name. Worlds that are there already do without. Any thread. */
+ * before those that go over the network, because whoever brings one means it to be used. The table is copied, its name
+ * is not. The same one again, by its name and `open`, is no error; TB_CONFLICT if another has its name; TB_INVALID if a
+ * slot is missing that is not optional, or host memory is not among what it carries. Worlds that are there already do
+ * without. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
 
 /* An open transport. */

@@ -245,7 +245,8 @@ uint64_t tb__engine_new_tag(tb__engine *engine) {
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
 static tb_status open_transport(tb__engine *engine, const tb__engine_opts *o, const char *name) {
-    tb_transport_env env = {.rank = engine->wire,
+    tb_transport_env env = {.size = sizeof env,
+                            .rank = engine->wire,
                             .arg = engine,
                             .lost = tb__peer_on_lost,
                             .reached = tb__peer_on_reached,

@@ -1,6 +1,8 @@
 /* The transports of this build, and the defaults of their optional slots. */
 #include "transport/transport.h"
 
+#include "base/opts.h"
+
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -10,34 +12,51 @@ static const tb_transport_ops *const built_in[] = {&tb__self_ops, &tb__shm_ops, 
 
 const tb_transport_ops *const *_Atomic tb__transports = built_in;
 
-/* A new table, for somebody may be reading the old one; the few that there can be are kept. */
+/* What registering a transport leaves. Old lists are kept, for somebody may be reading one. */
+typedef struct list {
+    struct list *before;
+    tb_transport_ops added;
+    const tb_transport_ops *all[]; /* ends with NULL */
+} list;
+
+static list *newest;
+
 static tb_status add_transport(const tb_transport_ops *ops) {
     const tb_transport_ops *const *old = tb__transports;
     size_t n = 0, at = 0;
     for (; old[n]; n++) {
-        if (old[n] == ops)
-            return TB_OK;
         if (strcmp(old[n]->name, ops->name) == 0)
-            return tb__fail(TB_CONFLICT, "there is another transport '%.40s'", ops->name);
+            return old[n]->open == ops->open ? TB_OK
+                                             : tb__fail(TB_CONFLICT, "there is another transport '%.40s'", ops->name);
         if (old[n] == &tb__shm_ops)
             at = n + 1;
     }
-    const tb_transport_ops **table = tb__malloc(n + 2, sizeof *table);
-    if (!table)
+    list *l = tb__malloc(1, sizeof *l + (n + 2) * sizeof *l->all);
+    if (!l)
         return TB_NO_MEMORY;
-    memcpy(table, old, at * sizeof *table);
-    table[at] = ops;
-    memcpy(table + at + 1, old + at, (n + 1 - at) * sizeof *table);
-    tb__transports = table;
+    l->before = newest;
+    l->added = *ops;
+    memcpy(l->all, old, at * sizeof *l->all);
+    l->all[at] = &l->added;
+    memcpy(l->all + at + 1, old + at, (n + 1 - at) * sizeof *l->all);
+    newest = l;
+    tb__transports = l->all;
     return TB_OK;
 }
 
-tb_status tb_transport_register(const tb_transport_ops *ops) {
+tb_status tb_transport_register(const tb_transport_ops *callers) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    if (!ops || !ops->name || !ops->open)
-        return tb__fail(TB_INVALID, "a transport needs a name, and functions");
+    tb_transport_ops ops;
+    TB_TRY(tb__opts_read(&ops, sizeof ops, callers));
+    if (!ops.name)
+        return tb__fail(TB_INVALID, "a transport without a name");
+    if (!ops.open || !ops.close || !ops.address || !ops.connect || !ops.post || !ops.cancel || !ops.progress || !ops.fd)
+        return tb__fail(TB_INVALID, "transport '%.40s' lacks a function that is not optional", ops.name);
+    if (!(ops.memory & 1U << TB_MEM_HOST))
+        return tb__fail(TB_INVALID, "transport '%.40s' does not carry host memory, which ranks' messages are in",
+                        ops.name);
     pthread_mutex_lock(&lock);
-    tb_status status = add_transport(ops);
+    tb_status status = add_transport(&ops);
     pthread_mutex_unlock(&lock);
     return status;
 }

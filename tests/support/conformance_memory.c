@@ -50,7 +50,7 @@ static tb_status read_at(endpoints *e, tb_remote *remote, size_t offset, const t
 
 /* b's memory, read from a, and read and written through a mapping where there is one. */
 static void memory_of(endpoints *e, unsigned char *base, size_t n, int fd) {
-    tb_mem_desc desc = {.base = base, .nbytes = n, .kind = TB_MEM_HOST, .fd = fd};
+    tb_mem_desc desc = {.size = sizeof desc, .base = base, .nbytes = n, .kind = TB_MEM_HOST, .fd = fd};
     tb_mem *mem;
     static unsigned char buffer[50000];
     tb_piece pieces[2] = {{buffer, 20000}, {buffer + 20000, 30000}};
@@ -84,7 +84,7 @@ static void memory_of(endpoints *e, unsigned char *base, size_t n, int fd) {
 /* Some transports only carry messages, and say so. */
 static bool offers_memory(const endpoints *e) {
     unsigned char byte = 0;
-    tb_mem_desc desc = {.base = &byte, .nbytes = 1, .fd = -1};
+    tb_mem_desc desc = {.size = sizeof desc, .base = &byte, .nbytes = 1, .fd = -1};
     tb_mem *mem;
     tb_remote *remote;
     if (e->a.ops->mem_register)
@@ -136,7 +136,7 @@ static void scattered_of(endpoints *e, unsigned char *base, size_t n, int fd) {
     static tb_piece pieces[PIECES];
     static unsigned char gappy[RANGES * STRIDE];
     tb_mem *mem;
-    tb_mem_desc desc = {.base = base, .nbytes = n, .kind = TB_MEM_HOST, .fd = fd};
+    tb_mem_desc desc = {.size = sizeof desc, .base = base, .nbytes = n, .kind = TB_MEM_HOST, .fd = fd};
     size_t nbytes = make_lists(ranges, pieces, gappy);
     unsigned char *flat = malloc(nbytes), *got = malloc(nbytes);
     assert_int_equal(e->b.ops->mem_register(e->b.context, &desc, &mem), TB_OK);
@@ -206,7 +206,8 @@ void conformance_many_registrations(endpoints *e) {
     fill(base, (size_t)N * SIZE, 8);
     for (int round = 0; round < 2; round++) {
         for (size_t i = 0; i < N; i++) {
-            tb_mem_desc desc = {.base = base + i * SIZE, .nbytes = SIZE, .fd = fd, .offset = i * SIZE};
+            tb_mem_desc desc = {
+                .size = sizeof desc, .base = base + i * SIZE, .nbytes = SIZE, .fd = fd, .offset = i * SIZE};
             assert_int_equal(e->b.ops->mem_register(e->b.context, &desc, &mem[i]), TB_OK);
         }
         import_all(e, mem, N, remote);

@@ -244,6 +244,7 @@ static int cut_fd(void *context) {
 }
 
 static const tb_transport_ops cut_ops = {
+    .size = sizeof cut_ops,
     .name = "cut",
     .memory = 1U << TB_MEM_HOST,
     .open = cut_open,

@@ -39,7 +39,8 @@ static void note_loss(void *arg, int32_t rank, const char *why) {
 }
 
 void open_one(tb_transport *t, int32_t rank, losses *l, unsigned char *address, size_t *n) {
-    tb_transport_env env = {.rank = rank, .arg = l, .lost = l ? note_loss : NULL, .is_driven = ends_are_driven};
+    tb_transport_env env = {
+        .size = sizeof env, .rank = rank, .arg = l, .lost = l ? note_loss : NULL, .is_driven = ends_are_driven};
     *n = TB_ADDRESS_MAX;
     if (tb__transport_open("ucx", &env, t) != TB_OK)
         fail_msg("open: %s", tb_error_detail());

@@ -358,6 +358,7 @@ static int mpi_fd(void *context) {
 }
 
 const tb_transport_ops tb__mpi_ops = {
+    .size = sizeof tb__mpi_ops,
     .name = "mpi",
     .memory = 1U << TB_MEM_HOST,
     .open = mpi_open,

@@ -261,6 +261,7 @@ static int self_fd(void *context) {
 }
 
 const tb_transport_ops tb__self_ops = {
+    .size = sizeof tb__self_ops,
     .name = "self",
     .memory = 1U << TB_MEM_HOST,
     .is_local = true,

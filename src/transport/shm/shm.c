@@ -607,6 +607,7 @@ static int shm_fd(void *context) {
 }
 
 const tb_transport_ops tb__shm_ops = {
+    .size = sizeof tb__shm_ops,
     .name = "shm",
     .memory = 1U << TB_MEM_HOST,
     .is_local = true,

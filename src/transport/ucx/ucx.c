@@ -621,6 +621,7 @@ static int ucx_fd(void *context) {
 }
 
 const tb_transport_ops tb__ucx_ops = {
+    .size = sizeof tb__ucx_ops,
     .name = "ucx",
     .memory = 1U << TB_MEM_HOST,
     .open = ucx_open,

@@ -315,7 +315,7 @@ static void a_fork_is_refused(void **state) {
     assert_true(pid >= 0);
     if (pid == 0) {
         tb_transport t;
-        tb_transport_env env = {.rank = 9};
+        tb_transport_env env = {.size = sizeof env, .rank = 9};
         _exit(tb__transport_open("ucx", &env, &t) == TB_REFUSED && strstr(tb_error_detail(), "forked") ? 0 : 1);
     }
     int status;
@@ -327,7 +327,7 @@ static void a_fork_is_refused(void **state) {
 static void memory_may_run_out(void **state) {
     (void)state;
     tb_transport t;
-    tb_transport_env env = {.rank = 1};
+    tb_transport_env env = {.size = sizeof env, .rank = 1};
     tb_status status = TB_NO_MEMORY;
     for (long n = 0; status != TB_OK && n < 100; n++) {
         tb__mem_fail_after(n);
