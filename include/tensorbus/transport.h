@@ -140,7 +140,8 @@ typedef struct tb_transport_ops {
     tb_status (*post)(void *context, tb_op *op);
     /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,
      * and nobody who reads it then believes what they read. TB_TIMEOUT, after seconds, where the system or a library
-     * below does not give the memory back: it may still be read or written. */
+     * below does not give the memory back: it may still be read or written. The message that a cancelled receive has
+     * been matched with is dropped, and its send is done. */
     void (*cancel)(void *context, tb_op *op);
     /* Does what can be done without waiting; calls `done` and `lost`. */
     tb_status (*progress)(void *context);

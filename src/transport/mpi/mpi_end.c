@@ -211,9 +211,9 @@ void mpi_cancel_message(mpi *m, message *msg) {
     case MESSAGE_WAITS:
         tb__match_remove(&m->receives, &msg->waiter);
         break;
-    case MESSAGE_MATCHED: /* it is for the next one that asks */
-        tb__match_add(&m->arrivals, &msg->arrival->waiter);
-        msg->arrival = NULL;
+    case MESSAGE_MATCHED:
+        if (msg->arrival->is_offer)
+            mpi_answer(m, rank, LETTER_DECLINE, msg->arrival->id, 0, 0);
         break;
     case MESSAGE_QUEUED:
         mpi_answer(m, rank, LETTER_DECLINE, msg->id, 0, 0);

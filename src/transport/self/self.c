@@ -247,11 +247,13 @@ static void self_cancel(void *context, tb_op *op) {
     posted *receive = s->ready; /* that it may already have been paired with, or be itself */
     while (receive && receive != p && receive->counterpart != p)
         receive = receive->next_ready;
-    if (receive) { /* the other one waits again */
-        posted *other = receive == p ? receive->counterpart : receive;
+    if (receive == p) {
+        unready(s, p);
+        finish(p->counterpart, TB_OK);
+    } else if (receive) { /* it waits for another message */
         unready(s, receive);
         receive->counterpart = NULL;
-        tb__match_add(other->op->kind == TB_OP_SEND ? &s->sends : &s->receives, &other->waiter);
+        tb__match_add(&s->receives, &receive->waiter);
     }
     finish(p, TB_CANCELLED);
 }

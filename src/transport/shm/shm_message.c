@@ -119,13 +119,6 @@ static void begin_take(shm *s, shm_posted *p, shm_offer *o) {
     }
 }
 
-/* Finds a receive for the offer, or lets it wait. */
-static void match_offer(shm *s, shm_offer *o) {
-    shm_posted *p = (shm_posted *)tb__match_meet(&s->receives, &s->arrivals, &o->arrival.waiter);
-    if (p)
-        begin_take(s, p, o);
-}
-
 /* Finds a message for the receive, or lets it wait. */
 static void match_receive(shm *s, shm_posted *p) {
     tb__arrival *a = (tb__arrival *)tb__match_meet(&s->arrivals, &s->receives, &p->waiter);
@@ -283,10 +276,13 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
         free(o);
         return false;
     }
-    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+    if (tb__unwanted_take(&peer->unwanted, frame->tag)) {
         discard(s, &o->arrival);
-    else
-        match_offer(s, o);
+        return true;
+    }
+    shm_posted *p = (shm_posted *)tb__match_meet(&s->receives, &s->arrivals, &o->arrival.waiter);
+    if (p)
+        begin_take(s, p, o);
     return true;
 }
 
@@ -434,12 +430,7 @@ static void cancel_receive(shm *s, shm_posted *p) {
     }
     shm_offer *o = p->taking;
     untake(s, o);
-    if (o->by_ring) { /* what is in the ring is spent; the sender is told that nobody wants it */
-        answer(s, o, SHM_DONE, (uint64_t)-TB_CANCELLED);
-        free(o);
-    } else {
-        match_offer(s, o);
-    }
+    discard(s, &o->arrival);
 }
 
 void shm_cancel_message(shm *s, shm_posted *p) {

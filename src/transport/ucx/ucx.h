@@ -34,7 +34,7 @@
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 3,
+    UCX_VERSION = 4,
     UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
     UCX_SHORT = 16 << 10,      /* messages up to this size carry their bytes */
     UCX_CHUNK_SIZE = 60 << 10, /* of what an offered message is sent in: with headers, one segment of UCX's TCP */
@@ -52,18 +52,17 @@ enum {
 };
 
 typedef enum ucx_kind {
-    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; attempt: the number of the
+    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; number: the number of the
                     connection, 0 is 1; carries the sender's address */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_OFFER,   /* offer, tag, nbytes */
     UCX_REVOKE,  /* offer, tag: it is withdrawn */
-    UCX_TAKE,    /* back: offer, attempt: send it, from its beginning */
-    UCX_STOP,    /* back: offer, attempt: not now; it may be taken again */
+    UCX_TAKE,    /* back: offer: send it */
     UCX_DONE,    /* back: offer: the message is in, or nobody can have it */
     UCX_BYE,     /* last of all */
     UCX_PING,    /* is somebody there? at: a number for the answer, or 0 */
     UCX_PONG,    /* somebody is; at: of the PING. Version 0.1.0 answers with 0 always */
-    UCX_CHUNK,   /* offer, attempt, at; carries bytes of an offered message. The only kind that may overtake others. */
+    UCX_CHUNK,   /* offer, at; carries bytes of an offered message. The only kind that may overtake others. */
 } ucx_kind;
 
 /* In the byte order of the machine, as UCX's own headers are. */
@@ -74,7 +73,8 @@ typedef struct ucx_frame {
     uint64_t serial; /* counts what the sender sent to this receiver, but for chunks */
     uint64_t offer;  /* its number at the rank that made it */
     uint64_t tag, nbytes;
-    uint64_t attempt, at; /* how often it has been taken; where in the message a chunk belongs */
+    uint64_t number; /* of the connection */
+    uint64_t at;     /* where in the message a chunk belongs */
 } ucx_frame;
 
 typedef struct ucx ucx;
@@ -97,7 +97,7 @@ typedef struct ucx_posted {
     ucx_state state;
     size_t nbytes, at;        /* in all, and how much has been sent */
     tb__mark mark;            /* where in the operation chunks come from, or go to */
-    uint64_t offer, attempt;  /* of a send */
+    uint64_t offer;           /* of a send */
     size_t nrequests;         /* direct chunks: UCX may touch the operation's memory while there are any; or a short
                                  message that it has not taken yet */
     struct ucx_offer *taking; /* by a receive */
@@ -107,7 +107,6 @@ typedef struct ucx_posted {
 typedef struct ucx_offer {
     tb__arrival arrival; /* by its tag, or among those that are being taken */
     ucx_peer *peer;
-    uint64_t attempt;
     size_t coming, got; /* bytes of chunks that came or are being fetched; of those that are in */
     ucx_posted *taker;
 } ucx_offer;

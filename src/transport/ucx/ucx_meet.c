@@ -110,7 +110,7 @@ static void move_on(ucx_peer *peer, uint64_t number, const void *address, size_t
 /* Whether the hello belongs to the connection that we have with the peer. A later one takes its place. What makes no
  * sense is left to others. */
 static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size_t nbytes) {
-    ucx_next next = {frame->attempt > 1 ? frame->attempt : 1, frame->tag, nbytes};
+    ucx_next next = {frame->number > 1 ? frame->number : 1, frame->tag, nbytes};
     ucx_peer *peer = frame->rank >= 0 ? ucx_find_or_add(u, frame->rank) : NULL;
     uint64_t id = ucx_id_of(address, nbytes);
     if (!peer || id == 0 || (peer->id != 0 && peer->id != id) || next.number > peer->number + MOST_AHEAD)
@@ -187,7 +187,7 @@ void ucx_listen_no_more(ucx *u) {
 
 void ucx_say_hello(ucx_peer *peer) {
     ucx *u = peer->owner;
-    ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven, .attempt = peer->number};
+    ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven, .number = peer->number};
     size_t nbytes = sizeof frame + u->address_nbytes;
     ucx_transfer *t = ucx_new_transfer(peer, &frame, nbytes, nbytes);
     if (!t) {

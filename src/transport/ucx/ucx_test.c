@@ -23,40 +23,36 @@ static void ucx_conforms(void **state) {
     conformance_without(is_shm ? "gigabytes" : NULL, make, unmake);
 }
 
-/* The receive's memory is left alone from then on, and the message is there for another receive. */
+/* The receive's memory is left alone from then on, and the sender is rid of the message. */
 static void a_receive_is_given_up_half_way(void **state) {
     (void)state;
     endpoints e;
     make(&e);
-    unsigned char *from = malloc(LARGE), *to = malloc(LARGE), *other = malloc(LARGE);
-    tb_piece out = {from, LARGE}, in = {to, LARGE}, in_other = {other, LARGE};
-    tb_op send, receive, again;
+    unsigned char *from = malloc(LARGE), *to = malloc(LARGE);
+    tb_piece out = {from, LARGE}, in = {to, LARGE};
+    tb_op send, receive;
     memset(from, 1, LARGE);
     make_op(&send, TB_OP_SEND, e.rank_b, 7, &out, 1);
     make_op(&receive, TB_OP_RECV, e.rank_a, 7, &in, 1);
-    make_op(&again, TB_OP_RECV, e.rank_a, 7, &in_other, 1);
     post(&e.a, &send);
     post(&e.b, &receive);
     work_until_half(&e);
     cancel(&e.b, &receive, &e.a);
     assert_int_equal(receive.status, TB_CANCELLED);
     memset(to, 0xEE, LARGE);
-    progress(&e);
-    assert_false(is_done(&send));
-    post(&e.b, &again);
-    work_until_half(&e);
-    cancel(&e.b, &again, &e.a); /* and once more, with the receive that takes over already posted */
-    memset(other, 0xEE, LARGE);
-    make_op(&again, TB_OP_RECV, e.rank_a, 7, &in_other, 1);
-    post(&e.b, &again);
-    work_until_done(&e, (tb_op *[]){&send, &again}, 2);
+    work_until_done(&e, (tb_op *[]){&send}, 1);
     assert_int_equal(send.status, TB_OK);
-    assert_int_equal(again.status, TB_OK);
     check(to, 0xEE);
-    check(other, 1);
+    memset(from, 2, LARGE); /* nothing of the first message comes with the next */
+    make_op(&send, TB_OP_SEND, e.rank_b, 7, &out, 1);
+    make_op(&receive, TB_OP_RECV, e.rank_a, 7, &in, 1);
+    post(&e.a, &send);
+    post(&e.b, &receive);
+    work_until_done(&e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    check(to, 2);
     free(from);
     free(to);
-    free(other);
     unmake(&e);
 }
 
