@@ -83,6 +83,8 @@ struct tb_op {
     uint64_t tag;
     const tb_piece *pieces; /* one after the other; they stay the caller's, unchanged until done */
     size_t npieces;
+    bool is_expected; /* SEND: the peer has said that it has posted the RECV. If it has cancelled it since then, the
+                         message is dropped, and the SEND is done */
     void (*done)(tb_op *op); /* called with the two fields below set */
     void *arg;
     tb_status status;
@@ -147,10 +149,6 @@ typedef struct tb_transport_ops {
     tb_status (*progress)(void *context);
     /* Readable when progress has something to do. To be waited for after a progress that did. */
     int (*fd)(void *context);
-    /* (optional; default: nothing) A receive that was cancelled is not posted again: of the peer's messages under its
-     * tag the next one that no receive has matched, which may be here or may still come, is dropped. Its send is done
-     * then. */
-    void (*forget)(void *context, int32_t peer, uint64_t tag);
     /* (optional; default true) False while a connection that was there before `connect`, or that takes the place of a
      * lost one, has not carried an answer of the peer since `connect` was called. */
     bool (*is_reached)(void *context, int32_t peer);

@@ -115,11 +115,6 @@ void tb__transport_cancel(const tb_transport *t, tb_op *op) {
         t->ops->cancel(t->context, op);
 }
 
-void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag) {
-    if (t->ops->forget)
-        t->ops->forget(t->context, peer, tag);
-}
-
 bool tb__transport_is_reached(const tb_transport *t, int32_t peer) {
     return !t->ops->is_reached || t->ops->is_reached(t->context, peer);
 }

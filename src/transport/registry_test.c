@@ -63,14 +63,14 @@ static void a_shorter_table_has_the_defaults(void **state) {
     tb_transport_ops ops = named("shorter");
     tb_transport t;
     size_t at, shm;
-    ops.size = offsetof(tb_transport_ops, forget);
+    ops.size = offsetof(tb_transport_ops, is_reached);
     memset((char *)&ops + ops.size, 0xEE, sizeof ops - ops.size);
     assert_int_equal(tb_transport_register(&ops), TB_OK);
     memset(&ops, 0xEE, sizeof ops);
     assert_int_equal(count("shorter", &at), 1);
     assert_int_equal(count("shm", &shm), 1);
     assert_int_equal(at, shm + 1);
-    assert_null(tb__transports[at]->forget);
+    assert_null(tb__transports[at]->is_reached);
     assert_null(tb__transports[at]->disconnect);
     assert_int_equal(tb__transport_open("shorter", &(tb_transport_env){0}, &t), TB_REFUSED);
     assert_string_equal(tb_error_detail(), "opened");

@@ -18,7 +18,6 @@ void tb__transport_close(tb_transport *transport);
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
-void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag);
 bool tb__transport_is_reached(const tb_transport *t, int32_t peer);
 void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *why);
 tb_status tb__transport_register(const tb_transport *t, const tb_mem_desc *desc, tb_mem **out);

@@ -139,33 +139,6 @@ void check(const unsigned char *memory, unsigned char value) {
     }
 }
 
-typedef struct worker {
-    const tb_transport *transport;
-    _Atomic bool is_over;
-} worker;
-
-static void *work(void *arg) {
-    worker *w = arg;
-    const tb_transport *t = w->transport;
-    while (!atomic_load(&w->is_over)) {
-        t->ops->progress(t->context);
-        poll(&(struct pollfd){.fd = t->ops->fd(t->context), .events = POLLIN}, 1, 1);
-    }
-    return NULL;
-}
-
-static void cancel_or_close(tb_transport *t, tb_op *op, const tb_transport *other) {
-    worker w = {.transport = other};
-    pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, work, &w), 0);
-    if (op)
-        tb__transport_cancel(t, op);
-    else
-        tb__transport_close(t);
-    atomic_store(&w.is_over, true);
-    pthread_join(thread, NULL);
-}
-
 void cancel(tb_transport *t, tb_op *op, const tb_transport *other) {
     cancel_or_close(t, op, other);
     assert_true(is_done(op));

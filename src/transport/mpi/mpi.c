@@ -43,10 +43,8 @@ static void free_endpoint(mpi *m) {
         mpi_leave_message(m, msg);
     tb__match_free(&m->arrivals, -1);
     tb__match_free(&m->early, -1);
-    for (int i = 0; m->peers && i < m->nranks; i++) {
-        tb__unwanted_fini(&m->peers[i].unwanted);
+    for (int i = 0; m->peers && i < m->nranks; i++)
         free(m->peers[i].why);
-    }
     mpi_requests_fini(m);
     tb__index_fini(&m->by_wire);
     free(m->offered.item);
@@ -297,15 +295,6 @@ static void mpi_cancel(void *context, tb_op *op) {
     mpi_unlock();
 }
 
-static void mpi_forget(void *context, int32_t wire, uint64_t tag) {
-    mpi *m = context;
-    int rank = find_rank(m, wire);
-    mpi_lock();
-    if (rank >= 0 && !m->is_over && !m->peers[rank].is_lost)
-        mpi_forget_message(m, rank, tag);
-    mpi_unlock();
-}
-
 /* One look. Whether anything came of it. */
 static tb_status look(mpi *m, bool *did) {
     TB_TRY(mpi_test_requests(m, did));
@@ -370,5 +359,4 @@ const tb_transport_ops tb__mpi_ops = {
     .cancel = mpi_cancel,
     .progress = mpi_progress,
     .fd = mpi_fd,
-    .forget = mpi_forget,
 };

@@ -95,7 +95,6 @@ void mpi_lose(mpi *m, int rank, const char *why) {
     p->is_lost = true;
     p->why = tb__strdup(why);
     tb__match_free(&m->arrivals, rank);
-    tb__unwanted_fini(&p->unwanted);
     for (bool again = true; again;) { /* from the beginning: callbacks change the list */
         again = false;
         for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {

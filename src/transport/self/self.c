@@ -10,12 +10,12 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* A posted operation, waiting for its counterpart; or a receive that has one, ready to be done. */
+/* A posted operation: waiting for its counterpart, or ready to be done. */
 typedef struct posted {
     tb__waiter waiter;
     tb_op *op;
     struct posted *next_ready;
-    struct posted *counterpart; /* of a receive that is ready: the send */
+    struct posted *counterpart; /* of a receive that is ready: the send. NULL of a send: it is dropped */
 } posted;
 
 typedef struct self {
@@ -70,7 +70,8 @@ static void self_close(void *context) {
     while (s->ready) {
         posted *p = s->ready;
         s->ready = p->next_ready;
-        finish(p->counterpart, TB_CANCELLED);
+        if (p->counterpart)
+            finish(p->counterpart, TB_CANCELLED);
         finish(p, TB_CANCELLED);
     }
     for (size_t i = 0; i < s->memory.count; i++) {
@@ -190,9 +191,14 @@ static tb_status self_post(void *context, tb_op *op) {
     p->op = op;
     bool is_send = op->kind == TB_OP_SEND;
     tb__match *others = is_send ? &s->receives : &s->sends, *own = is_send ? &s->sends : &s->receives;
-    posted *other = (posted *)tb__match_meet(others, own, &p->waiter);
-    if (!other)
+    posted *other = (posted *)tb__match_take(others, p->waiter.peer, p->waiter.tag);
+    if (!other) {
+        if (is_send && op->is_expected)
+            make_ready(s, p);
+        else
+            tb__match_add(own, &p->waiter);
         return TB_OK;
+    }
     posted *receive = is_send ? other : p;
     receive->counterpart = is_send ? p : other;
     make_ready(s, receive);
@@ -222,7 +228,10 @@ static tb_status self_progress(void *context) {
         s->ready = p->next_ready;
         if (!s->ready)
             s->ready_end = &s->ready;
-        receive(p);
+        if (p->counterpart)
+            receive(p);
+        else
+            finish(p, TB_OK);
     }
     return TB_OK;
 }
@@ -244,16 +253,16 @@ static void self_cancel(void *context, tb_op *op) {
     if (!p)
         return;
     tb__match_remove(op->kind == TB_OP_SEND ? &s->sends : &s->receives, &p->waiter);
-    posted *receive = s->ready; /* that it may already have been paired with, or be itself */
-    while (receive && receive != p && receive->counterpart != p)
-        receive = receive->next_ready;
-    if (receive == p) {
-        unready(s, p);
+    posted *ready = s->ready; /* what it may already have been paired with, or itself */
+    while (ready && ready != p && ready->counterpart != p)
+        ready = ready->next_ready;
+    if (ready)
+        unready(s, ready);
+    if (ready == p && p->counterpart) {
         finish(p->counterpart, TB_OK);
-    } else if (receive) { /* it waits for another message */
-        unready(s, receive);
-        receive->counterpart = NULL;
-        tb__match_add(&s->receives, &receive->waiter);
+    } else if (ready && ready != p) { /* a receive, which waits for another message */
+        ready->counterpart = NULL;
+        tb__match_add(&s->receives, &ready->waiter);
     }
     finish(p, TB_CANCELLED);
 }

@@ -591,12 +591,6 @@ static tb_status shm_post(void *context, tb_op *op) {
     return shm_post_message(s, peer, op);
 }
 
-static void shm_forget(void *context, int32_t rank, uint64_t tag) {
-    shm_peer *peer = shm_find(context, rank);
-    if (peer && !peer->is_lost)
-        shm_forget_message(context, peer, tag);
-}
-
 static void shm_cancel(void *context, tb_op *op) {
     if (op->state)
         shm_cancel_message(context, op->state);
@@ -628,6 +622,5 @@ const tb_transport_ops tb__shm_ops = {
     .cancel = shm_cancel,
     .progress = shm_progress,
     .fd = shm_fd,
-    .forget = shm_forget,
     .disconnect = shm_disconnect,
 };

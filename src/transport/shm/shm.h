@@ -22,7 +22,7 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 3,
+    SHM_VERSION = 4,
     SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
     SHM_MAX_FRAME = 32 << 10,
     SHM_MAX_PIECES = 512,      /* of an offer; one with more goes through the ring */
@@ -69,11 +69,12 @@ typedef enum shm_kind {
                      reached */
 } shm_kind;
 
-/* What the sender of a hello understands beyond version 3. */
+/* What the sender of a hello understands beyond the version. */
 enum { SHM_KNOWS_SHORTAGE = 1 };
 
 typedef struct shm_frame {
-    uint32_t kind, slot;
+    uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
+    uint32_t slot;
     uint64_t serial, tag, nbytes;
 } shm_frame;
 
@@ -162,14 +163,13 @@ struct shm_peer {
     shm_link out, *in;
     pid_t pid;
     int pidfd;
-    bool can_read;         /* we can read its memory */
-    bool it_can_read;      /* it can read ours */
-    uint32_t features;     /* of its hello */
-    shm_control *control;  /* its page; NULL until it says hello */
-    tb__waiters queue;     /* sends that are not on their way yet */
-    tb__waiters offered;   /* sends that wait for an answer */
-    tb__waiters taken;     /* offers of it that we are taking */
-    tb__unwanted unwanted; /* messages of it */
+    bool can_read;        /* we can read its memory */
+    bool it_can_read;     /* it can read ours */
+    uint32_t features;    /* of its hello */
+    shm_control *control; /* its page; NULL until it says hello */
+    tb__waiters queue;    /* sends that are not on their way yet */
+    tb__waiters offered;  /* sends that wait for an answer */
+    tb__waiters taken;    /* offers of it that we are taking */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -241,7 +241,6 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
 /* shm_message.c: sends and receives. */
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
 void shm_cancel_message(shm *s, shm_posted *p);
-void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag);
 void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
 void shm_pump(shm *s, shm_peer *peer); /* fills the ring with what has been asked for */
 bool shm_take_slices(shm *s);          /* true: there is more to read */

@@ -564,15 +564,6 @@ static void ucx_cancel(void *context, tb_op *op) {
     pthread_mutex_unlock(&u->lock);
 }
 
-static void ucx_forget(void *context, int32_t rank, uint64_t tag) {
-    ucx *u = context;
-    pthread_mutex_lock(&u->lock);
-    ucx_peer *peer = ucx_find(u, rank);
-    if (peer && !peer->is_lost)
-        ucx_forget_message(u, peer, tag);
-    pthread_mutex_unlock(&u->lock);
-}
-
 static void sleep_no_more(ucx *u) {
     eventfd_t unused;
     if (u->is_awake)
@@ -632,7 +623,6 @@ const tb_transport_ops tb__ucx_ops = {
     .cancel = ucx_cancel,
     .progress = ucx_progress,
     .fd = ucx_fd,
-    .forget = ucx_forget,
     .is_reached = ucx_is_reached,
     .disconnect = ucx_disconnect,
 };

@@ -67,8 +67,8 @@ typedef enum ucx_kind {
 
 /* In the byte order of the machine, as UCX's own headers are. */
 typedef struct ucx_frame {
-    uint32_t kind;
-    int32_t rank;    /* the sender's */
+    uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
+    int32_t rank;               /* the sender's */
     uint64_t from;   /* the sender's id, or, after the first connection, one made of it and the connection's number */
     uint64_t serial; /* counts what the sender sent to this receiver, but for chunks */
     uint64_t offer;  /* its number at the rank that made it */
@@ -165,18 +165,17 @@ struct ucx_peer {
     char words[96];                  /* room for that, where UCX says it */
     ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
     uint64_t serial_out, serial_in, next_offer;
-    bool is_driven;        /* it works all the time, as it says */
-    bool is_heard;         /* something has come from it since the last beat, */
-    bool is_sending;       /* chunks, even */
-    unsigned silence;      /* beats since then */
-    bool is_direct;        /* its lanes are such that chunks go from their place */
-    size_t in_flight;      /* chunks on their way to it that were copied */
-    size_t ndirect;        /* those that were not */
-    size_t nrequests;      /* and those that are being fetched */
-    tb__waiters offered;   /* sends that wait for an answer, or are being sent */
-    tb__waiters settling;  /* sends and receives that wait for UCX only */
-    tb__waiters taken;     /* offers of it that we are taking */
-    tb__unwanted unwanted; /* messages of it */
+    bool is_driven;       /* it works all the time, as it says */
+    bool is_heard;        /* something has come from it since the last beat, */
+    bool is_sending;      /* chunks, even */
+    unsigned silence;     /* beats since then */
+    bool is_direct;       /* its lanes are such that chunks go from their place */
+    size_t in_flight;     /* chunks on their way to it that were copied */
+    size_t ndirect;       /* those that were not */
+    size_t nrequests;     /* and those that are being fetched */
+    tb__waiters offered;  /* sends that wait for an answer, or are being sent */
+    tb__waiters settling; /* sends and receives that wait for UCX only */
+    tb__waiters taken;    /* offers of it that we are taking */
 };
 
 /* A socket on which UCX listens. */
@@ -306,7 +305,6 @@ void ucx_free_transfers(ucx *u); /* when UCX is gone */
 /* ucx_message.c: sends and receives. */
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
-void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag);
 /* A frame in its turn. False: it makes no sense. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
 /* The receive that wants a chunk of so many bytes, which are counted as coming; NULL: nobody does. */

@@ -77,8 +77,7 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (p)
         finish(u, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
-    return p || tb__unwanted_take(&peer->unwanted, frame->tag) ||
-           tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
+    return p || frame->is_expected || tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
 static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
@@ -90,13 +89,13 @@ static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
                                  .id = frame->offer,
                                  .nbytes = frame->nbytes},
                      .peer = peer};
-    if (tb__unwanted_take(&peer->unwanted, frame->tag)) {
-        discard(&o->arrival);
-        return true;
-    }
-    ucx_posted *p = (ucx_posted *)tb__match_meet(&u->receives, &u->arrivals, &o->arrival.waiter);
+    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (p)
         begin_take(u, p, o);
+    else if (frame->is_expected)
+        discard(&o->arrival);
+    else
+        tb__match_add(&u->arrivals, &o->arrival.waiter);
     return true;
 }
 
@@ -169,7 +168,7 @@ void ucx_pump(ucx_peer *peer) {
 
 static void send_message(ucx_posted *p) {
     tb_op *op = p->op;
-    ucx_frame frame = {.kind = UCX_MESSAGE, .tag = op->tag, .nbytes = p->nbytes};
+    ucx_frame frame = {.kind = UCX_MESSAGE, .is_expected = op->is_expected, .tag = op->tag, .nbytes = p->nbytes};
     if (p->nbytes <= UCX_SHORT) { /* a copy goes; it is sent when UCX has taken it: our process may end then */
         p->nrequests = 1;
         settle(p);
@@ -316,12 +315,6 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     tb__op_tell(p->op);
 }
 
-void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag) {
-    tb__arrival *a = tb__arrival_forget(&u->arrivals, &peer->unwanted, peer->rank, tag);
-    if (a)
-        discard(a);
-}
-
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&peer->offered)))
@@ -341,5 +334,4 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     while ((w = tb__match_drain(&u->receives, peer->rank)))
         finish(u, (ucx_posted *)w, status);
     tb__match_free(&u->arrivals, peer->rank);
-    tb__unwanted_fini(&peer->unwanted);
 }
