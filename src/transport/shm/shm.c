@@ -26,8 +26,7 @@ typedef struct address {
     uint32_t magic, version;
     char name[32];
     uint64_t users; /* the namespace of the user's number */
-    uint32_t user;
-    uint32_t can_renew; /* 1: it knows of connections with numbers. Version 0.1.0 has 0 */
+    uint64_t user;
 } address;
 
 void *shm_map_fd(int fd, size_t nbytes) {
@@ -249,8 +248,7 @@ static uint64_t user_namespace(void) {
 
 static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     shm *s = context;
-    address a = {
-        .magic = SHM_MAGIC, .version = SHM_VERSION, .users = user_namespace(), .user = geteuid(), .can_renew = 1};
+    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .users = user_namespace(), .user = geteuid()};
     if (*nbytes < sizeof a)
         return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
     memcpy(a.name, s->name, sizeof a.name);
@@ -267,7 +265,7 @@ static bool shm_reaches(void *context, const void *bytes, size_t nbytes) {
         return true; /* connect tells what is wrong */
     if (a.users != user_namespace() || a.user == geteuid())
         return true;
-    tb__set_detail("it runs as user %" PRIu32 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
+    tb__set_detail("it runs as user %" PRIu64 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
     return false;
 }
 
@@ -281,11 +279,8 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     if (a.version != SHM_VERSION)
         return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport shm, we %d", a.version, SHM_VERSION);
     shm_peer *peer = find_or_add(s, rank);
-    if (peer && atomic_load(&peer->is_lost)) {
-        if (!a.can_renew)
-            return tb__fail(TB_LOST, "it was lost, and can't be connected again: it has tensorbus 0.1.0");
+    if (peer && atomic_load(&peer->is_lost))
         peer = renew(s, peer, peer->number + 1);
-    }
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->out.fd >= 0)
@@ -303,7 +298,6 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     shm_hello hello = {.magic = SHM_MAGIC,
                        .version = SHM_VERSION,
                        .rank = s->env.rank,
-                       .features = SHM_KNOWS_SHORTAGE,
                        .start_time = s->start_time,
                        .probe_address = (uint64_t)(uintptr_t)&s->control->probe,
                        .probe = s->control->probe};
@@ -459,13 +453,12 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     if (!control || !meet_process(s, peer, link->fd, &hello)) {
         tb__log(TB_LOG_WARN, "rank %" PRId32 " can't be met: %s", hello.rank, tb__errno_text(errno));
         if (tb__is_out_of_descriptors(errno))
-            shm_tell_shortage(s, link, hello.features);
+            shm_tell_shortage(s, link);
         if (control)
             munmap(control, sizeof *control);
         return false;
     }
     peer->control = control;
-    peer->features = hello.features;
     for (size_t i = 0; i < s->strangers.count; i++) {
         if (s->strangers.item[i] == link)
             s->strangers.item[i] = s->strangers.item[--s->strangers.count];

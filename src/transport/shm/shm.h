@@ -50,27 +50,23 @@ typedef struct shm_control {
 enum { OFFER_READY = 1, OFFER_COMPLETE = 2, OFFER_REVOKED = 3 };
 
 typedef enum shm_kind {
-    SHM_HELLO,   /* first on a new socket; serial: the number of the connection, 0 is 1; carries the control page's
-                    descriptor */
-    SHM_WELCOME, /* the answer; `serial`: whether the sender's memory can be read */
-    SHM_MESSAGE, /* tag, then the bytes */
-    SHM_OFFER,   /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
-    SHM_REVOKE,  /* slot, serial: the offer is withdrawn */
-    SHM_TAKE,    /* back: slot, serial: send it through the ring */
-    SHM_CHUNK,   /* slot, serial, tag: ring slot, nbytes */
-    SHM_CREDIT,  /* back: tag: ring slot is free again */
-    SHM_DONE,    /* back: slot, serial: the message is in */
-    SHM_FILE,    /* serial: a file with registered memory in it; carries its descriptor */
-    SHM_FORGET,  /* serial: a file with none left */
-    SHM_RING,    /* carries the ring's descriptor */
-    /* To peers with SHM_KNOWS_SHORTAGE: */
+    SHM_HELLO,    /* first on a new socket; serial: the number of the connection, 0 is 1; carries the control page's
+                     descriptor */
+    SHM_WELCOME,  /* the answer; `serial`: whether the sender's memory can be read */
+    SHM_MESSAGE,  /* tag, then the bytes */
+    SHM_OFFER,    /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
+    SHM_REVOKE,   /* slot, serial: the offer is withdrawn */
+    SHM_TAKE,     /* back: slot, serial: send it through the ring */
+    SHM_CHUNK,    /* slot, serial, tag: ring slot, nbytes */
+    SHM_CREDIT,   /* back: tag: ring slot is free again */
+    SHM_DONE,     /* back: slot, serial: the message is in */
+    SHM_FILE,     /* serial: a file with registered memory in it; carries its descriptor */
+    SHM_FORGET,   /* serial: a file with none left */
+    SHM_RING,     /* carries the ring's descriptor */
     SHM_AGAIN,    /* back: serial: the file's descriptor could not be taken; the next export is to send it again */
     SHM_SHORTAGE, /* back: nbytes: the connection is given up, because the limit of descriptors, which is this, is
                      reached */
 } shm_kind;
-
-/* What the sender of a hello understands beyond the version. */
-enum { SHM_KNOWS_SHORTAGE = 1 };
 
 typedef struct shm_frame {
     uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
@@ -81,7 +77,7 @@ typedef struct shm_frame {
 typedef struct shm_hello {
     uint32_t magic, version;
     int32_t rank;
-    uint32_t features;
+    uint32_t unused;
     uint64_t start_time; /* of the process, so that its number can't be mistaken for a later one's */
     uint64_t probe_address, probe;
 } shm_hello;
@@ -165,7 +161,6 @@ struct shm_peer {
     int pidfd;
     bool can_read;        /* we can read its memory */
     bool it_can_read;     /* it can read ours */
-    uint32_t features;    /* of its hello */
     shm_control *control; /* its page; NULL until it says hello */
     tb__waiters queue;    /* sends that are not on their way yet */
     tb__waiters offered;  /* sends that wait for an answer */
@@ -286,8 +281,8 @@ void shm_mappings_close(shm_peer *peer);
 
 /* Something failed for want of descriptors: `what` is logged, and it is tried again in SHM_RETRY_MS. */
 void shm_retry_later(shm *s, const char *what, int error);
-/* Tells the other end why its connection is closed, if it understands that. */
-void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);
+/* Tells the other end why its connection is closed. */
+void shm_tell_shortage(shm *s, shm_link *link);
 /* The peer is given up because this process has no descriptor for what it sent; it is told so. */
 void shm_give_up(shm *s, shm_peer *peer);
 /* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are

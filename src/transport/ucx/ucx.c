@@ -213,7 +213,7 @@ static tb_status open_all(ucx *u) {
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
-    u->id = (u->id & ~UINT64_C(1)) | 2; /* 0 is nobody */
+    u->id |= 1; /* 0 is nobody */
     TB_TRY(ucx_load(&u->call));
     TB_TRY(ucx_begin_use());
     u->is_user = true;
@@ -441,7 +441,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         return TB_OK;
     if (!keep_address(peer, address, nbytes))
         return TB_NO_MEMORY;
-    if (peer->nendpoints >= peer->number && ucx_can_renew(peer->id))
+    if (peer->nendpoints >= peer->number)
         peer->number = peer->nendpoints + 1; /* one could not be made */
     ucs_status_t status = UCS_OK;
     do { /* the last one is it; the others are for connections that the peer has begun without us */
@@ -463,8 +463,6 @@ static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nb
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;
-    if (peer->is_lost && !ucx_can_renew(peer->id))
-        return tb__fail(TB_LOST, "%s", peer->why);
     if (peer->is_lost)
         peer = ucx_renew(peer, peer->number + 1);
     if (!peer)

@@ -61,7 +61,7 @@ typedef enum ucx_kind {
     UCX_DONE,    /* back: offer: the message is in, or nobody can have it */
     UCX_BYE,     /* last of all */
     UCX_PING,    /* is somebody there? at: a number for the answer, or 0 */
-    UCX_PONG,    /* somebody is; at: of the PING. Version 0.1.0 answers with 0 always */
+    UCX_PONG,    /* somebody is; at: of the PING */
     UCX_CHUNK,   /* offer, at; carries bytes of an offered message. The only kind that may overtake others. */
 } ucx_kind;
 
@@ -193,7 +193,7 @@ struct ucx {
     const ucx_functions *call;
     tb_transport_env env;
     bool is_user; /* ucx_begin_use has been called */
-    uint64_t id;  /* random: a peer of the same rank is not taken for the one before. Even: see ucx_can_renew */
+    uint64_t id;  /* random: a peer of the same rank is not taken for the one before */
     ucp_context_h context;
     ucp_worker_h worker;
     unsigned char *address; /* ours, as peers get it */
@@ -242,10 +242,6 @@ bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
 /* Whose address it is; 0: it is none. */
 uint64_t ucx_id_of(const void *address, size_t nbytes);
-/* Whether a process with this id knows of connections with numbers. Version 0.1.0 does not, and its ids are odd. */
-static inline bool ucx_can_renew(uint64_t id) {
-    return id != 0 && !(id & 1);
-}
 static inline bool ucx_is_over(const ucx_peer *peer) {
     return peer->is_lost || peer->why;
 }

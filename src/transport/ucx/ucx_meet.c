@@ -121,7 +121,7 @@ static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size
         peer->patience *= 2; /* it answers, but late */
     if (next.number == peer->number && !ucx_is_over(peer))
         return !peer->is_met;
-    if (next.number <= peer->number || !ucx_can_renew(id) || (peer->next && peer->next->number > next.number))
+    if (next.number <= peer->number || (peer->next && peer->next->number > next.number))
         return false;
     if (!ucx_is_over(peer) && !peer->is_met) {
         move_on(peer, next.number, address, nbytes);

@@ -241,9 +241,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         ucx_send(peer, &(ucx_frame){.kind = UCX_PONG, .at = frame->at}, NULL, 0);
         return true;
     case UCX_PONG:
-        if (!ucx_can_renew(peer->id))
-            peer->answered = peer->asked;
-        else if (frame->at > peer->answered)
+        if (frame->at > peer->answered)
             peer->answered = frame->at;
         peer->has_news = true;
         ucx_wake(u);
