@@ -11,8 +11,10 @@
  *  - An operation belongs to the transport from a successful post until its `done` is called, which happens once, in
  *    `progress` or `cancel`. If post fails, `done` is never called.
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
- *    to it fail with TB_LOST, until a new connection begins (TB_CAN_RECONNECT).
+ *    to it fail with TB_LOST, until a new connection begins (`disconnect`).
  *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
+ *  - Structs that begin with `size`, which whoever fills them in sets to their sizeof, grow at the end only. A
+ *    transport reads no further than `size` of what the world hands to it.
  */
 #ifndef TENSORBUS_TRANSPORT_H
 #define TENSORBUS_TRANSPORT_H
@@ -28,18 +30,9 @@ enum {
     TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
 };
 
-/* Which optional slots mean something. */
-typedef enum tb_transport_caps {
-    TB_CAN_READ = 1,       /* READ of a peer's memory */
-    TB_CAN_WRITE = 2,      /* WRITE to a peer's memory */
-    TB_CAN_BROADCAST = 4,  /* BROADCAST; without it, one send per peer is posted instead */
-    TB_CAN_MAP = 8,        /* some peers' memory can be addressed directly (mem_map) */
-    TB_NEAR_ONLY = 16,     /* reaches processes of the same host only */
-    TB_CAN_RECONNECT = 32, /* a peer that was lost can be connected again; `disconnect` is there */
-} tb_transport_caps;
-
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
 typedef struct tb_transport_env {
+    size_t size;
     int32_t rank;
     void *arg;
     void (*lost)(void *arg, int32_t peer, const char *why);
@@ -52,6 +45,7 @@ typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind
 
 /* Memory to register: an allocation, or a part of one. */
 typedef struct tb_mem_desc {
+    size_t size;
     void *base;
     size_t nbytes;
     tb_mem_kind kind;
@@ -69,7 +63,7 @@ typedef struct tb_mem_key {
     unsigned char bytes[TB_MEM_KEY_MAX];
 } tb_mem_key;
 
-typedef enum tb_op_kind { TB_OP_SEND, TB_OP_RECV, TB_OP_READ, TB_OP_WRITE, TB_OP_BROADCAST } tb_op_kind;
+typedef enum tb_op_kind { TB_OP_SEND, TB_OP_RECV } tb_op_kind;
 
 /* A piece of local memory. */
 typedef struct tb_piece {
@@ -85,14 +79,12 @@ typedef struct tb_range {
 typedef struct tb_op tb_op;
 struct tb_op {
     tb_op_kind kind;
-    int32_t peer;           /* whom to, whom from, whose memory */
-    uint64_t tag;           /* SEND, RECV, BROADCAST */
+    int32_t peer; /* whom to, whom from */
+    uint64_t tag;
     const tb_piece *pieces; /* one after the other; they stay the caller's, unchanged until done */
     size_t npieces;
-    tb_remote *remote; /* READ, WRITE */
-    size_t remote_offset;
-    const int32_t *peers; /* BROADCAST: to these, each of which posts a RECV */
-    size_t npeers;
+    bool is_expected; /* SEND: the peer has said that it has posted the RECV. If it has cancelled it since then, the
+                         message is dropped, and the SEND is done */
     void (*done)(tb_op *op); /* called with the two fields below set */
     void *arg;
     tb_status status;
@@ -101,8 +93,10 @@ struct tb_op {
 };
 
 typedef struct tb_transport_ops {
+    size_t size;
     const char *name;
-    unsigned caps;
+    unsigned memory; /* a bit for each tb_mem_kind that the pieces of SEND and RECV may lie in: 1 << TB_MEM_HOST, ... */
+    bool is_local;   /* reaches processes of the same machine only */
 
     /* Opens an endpoint of this rank. TB_REFUSED: it is not for this world, which goes without it unless it was asked
      * for by name. */
@@ -118,7 +112,7 @@ typedef struct tb_transport_ops {
     /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it.
      * What is wrong with the peer is told of "it": the world puts before it who that is.
      *
-     * With TB_CAN_RECONNECT, connecting to a peer that was lost begins a new connection, unless the peer has begun one
+     * With `disconnect`, connecting to a peer that was lost begins a new connection, unless the peer has begun one
      * since then. Nothing of the connection before reaches it. If the peer begins a new one while this end takes the
      * one before for good, that one is lost first. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
@@ -138,38 +132,36 @@ typedef struct tb_transport_ops {
      * through a mapping, before the bytes are believed. */
     bool (*mem_is_valid)(void *context, const tb_remote *remote);
 
-    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces at once, one after the other, or
-     * writes them; both lists have the same number of bytes in all, else TB_INVALID. What is out of bounds is refused
-     * before anything is moved. May be called from any thread while the remote is held, also while another uses the
-     * transport. */
+    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces at once, one after the other;
+     * both lists have the same number of bytes in all, else TB_INVALID. What is out of bounds is refused before
+     * anything is read. May be called from any thread while the remote is held, also while another uses the transport.
+     */
     tb_status (*mem_read)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
                           const tb_piece *pieces, size_t npieces);
-    tb_status (*mem_write)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
-                           const tb_piece *pieces, size_t npieces);
 
     tb_status (*post)(void *context, tb_op *op);
     /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,
      * and nobody who reads it then believes what they read. TB_TIMEOUT, after seconds, where the system or a library
-     * below does not give the memory back: it may still be read or written. */
+     * below does not give the memory back: it may still be read or written. The message that a cancelled receive has
+     * been matched with is dropped, and its send is done. */
     void (*cancel)(void *context, tb_op *op);
     /* Does what can be done without waiting; calls `done` and `lost`. */
     tb_status (*progress)(void *context);
     /* Readable when progress has something to do. To be waited for after a progress that did. */
     int (*fd)(void *context);
-    /* (optional; default: nothing) A receive that was cancelled is not posted again: of the peer's messages under its
-     * tag the next one that no receive has matched, which may be here or may still come, is dropped. Its send is done
-     * then. */
-    void (*forget)(void *context, int32_t peer, uint64_t tag);
     /* (optional; default true) False while a connection that was there before `connect`, or that takes the place of a
      * lost one, has not carried an answer of the peer since `connect` was called. */
     bool (*is_reached)(void *context, int32_t peer);
-    /* (with TB_CAN_RECONNECT) Ends the connection: the peer is lost at both ends, and `lost` is called in progress. */
+    /* (optional; default: a peer that was lost stays lost) Ends the connection: the peer is lost at both ends, and
+     * `lost` is called in progress. `connect` begins another one. */
     void (*disconnect)(void *context, int32_t peer, const char *why);
 } tb_transport_ops;
 
 /* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,
- * before those that go over the network, because whoever brings one means it to be used. The same one again is no
- * error; TB_CONFLICT if another has its name. Worlds that are there already do without. Any thread. */
+ * before those that go over the network, because whoever brings one means it to be used. The table is copied, its name
+ * is not. The same one again, by its name and `open`, is no error; TB_CONFLICT if another has its name; TB_INVALID if a
+ * slot is missing that is not optional, or host memory is not among what it carries. Worlds that are there already do
+ * without. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
 
 /* An open transport. */

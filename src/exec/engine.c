@@ -310,7 +310,8 @@ uint64_t tb__engine_new_tag(tb__engine *engine) {
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
 static tb_status open_transport(tb__engine *engine, const tb__engine_opts *o, const char *name) {
-    tb_transport_env env = {.rank = engine->wire,
+    tb_transport_env env = {.size = sizeof env,
+                            .rank = engine->wire,
                             .arg = engine,
                             .lost = tb__peer_on_lost,
                             .reached = tb__peer_on_reached,
@@ -364,7 +365,7 @@ static tb_status open_transports(tb__engine *engine, const tb__engine_opts *o) {
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
         const char *name = (*ops)->name;
         bool is_asked = !is_auto && strcmp(name, o->transport) == 0;
-        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->caps & TB_NEAR_ONLY);
+        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->is_local);
         is_known |= is_asked;
         if (is_needed)
             TB_TRY(open_transport(engine, o, name));

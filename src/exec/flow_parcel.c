@@ -111,6 +111,7 @@ static void post(courier *c, tb_op_kind kind) {
                     .tag = c->tag,
                     .pieces = c->parcel->pieces ? c->parcel->pieces : &c->piece,
                     .npieces = c->parcel->pieces ? c->parcel->npieces : 1,
+                    .is_expected = kind == TB_OP_SEND, /* whoever says GO has posted the receive before */
                     .done = on_courier,
                     .arg = c};
     c->is_posted = true;
@@ -162,9 +163,6 @@ void tb__flow_drop_parcels(tb__flow *flow, bool is_send) {
             tb__transport_cancel(peer->transport, &c->op);
             if (c->op.status == TB_TIMEOUT && p->pieces)
                 flow->held_by = &flow->members[c->member];
-            if (c->op.kind == TB_OP_RECV && c->op.status == TB_CANCELLED && !peer->is_lost)
-                /* it was asked for, and may still come */
-                tb__transport_forget(peer->transport, peer->wire, c->tag);
         }
         tb__parcel_destroy(p);
     }

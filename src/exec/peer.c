@@ -382,7 +382,7 @@ static const tb_transport *choose_transport(const tb__engine *engine, bool is_he
     for (size_t i = 0; i < engine->ntransports; i++) {
         const tb_transport *t = &engine->transports[i];
         bool is_self = t->ops == &tb__self_ops;
-        if (is_self != is_here || (t->ops->caps & TB_NEAR_ONLY && !is_near && !engine->is_asked))
+        if (is_self != is_here || (t->ops->is_local && !is_near && !engine->is_asked))
             continue;
         *address = find_address(transports, t->ops->name, nbytes);
         tb__set_detail("%s", "");
@@ -437,7 +437,7 @@ const tb__peer *tb__engine_peers(const tb__engine *engine) {
 }
 
 bool tb__peer_can_reconnect(const tb__peer *peer) {
-    return peer->transport->ops->caps & TB_CAN_RECONNECT;
+    return peer->transport->ops->disconnect != NULL;
 }
 
 bool tb__peer_is_reached(const tb__peer *peer) {

@@ -61,7 +61,7 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out)
     if (!region->is_valid)
         return tb__fail(TB_INVALID, "its memory was invalidated");
     if (!region->mem[i]) {
-        tb_mem_desc desc = {.base = region->base, .nbytes = region->nbytes, .fd = -1};
+        tb_mem_desc desc = {.size = sizeof desc, .base = region->base, .nbytes = region->nbytes, .fd = -1};
         tb__arena_file file;
         if (tb__memory_find(region->base, region->nbytes, &file)) {
             desc.fd = file.fd;

@@ -18,7 +18,7 @@ static void ignore_loss(void *arg, int32_t peer, const char *why) {
 static bool open_transport(const void *arg, int out) {
     const tb_transport_ops *ops = arg;
     tb_transport transport;
-    tb_transport_env env = {.rank = 0, .lost = ignore_loss};
+    tb_transport_env env = {.size = sizeof env, .rank = 0, .lost = ignore_loss};
     tb__text lanes = {0};
     if (tb__transport_open(ops->name, &env, &transport) != TB_OK) {
         (void)!write(out, tb_error_detail(), strlen(tb_error_detail()));

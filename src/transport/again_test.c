@@ -39,7 +39,7 @@ static void connect_to(const end *from, const end *to) {
 
 static void open_end(end *e, int32_t rank) {
     *e = (end){.rank = rank, .nbytes = sizeof e->address};
-    tb_transport_env env = {.rank = rank, .arg = e, .lost = note_loss, .is_driven = true};
+    tb_transport_env env = {.size = sizeof env, .rank = rank, .arg = e, .lost = note_loss, .is_driven = true};
     if (tb__transport_open(getenv("TB_TRANSPORT"), &env, &e->t) != TB_OK)
         fail_msg("open: %s", tb_error_detail());
     assert_int_equal(e->t.ops->address(e->t.context, e->address, &e->nbytes), TB_OK);

@@ -6,7 +6,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 
 /* The first member of whatever waits, in one list or table at a time. */
 typedef struct tb__waiter {
@@ -106,43 +105,6 @@ static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
 static inline void tb__match_free(tb__match *m, int32_t peer) {
     for (tb__waiter *w; (w = tb__match_drain(m, peer));)
         free(w);
-}
-
-/* Tags of which the next message is not wanted. It may never come: of too many the oldest are dropped. */
-typedef struct tb__unwanted {
-    uint64_t *tag; /* the oldest first */
-    size_t count;
-} tb__unwanted;
-
-enum { TB__UNWANTED_MOST = 1024 };
-
-static inline void tb__unwanted_drop(tb__unwanted *u, size_t at) {
-    memmove(u->tag + at, u->tag + at + 1, (--u->count - at) * sizeof *u->tag);
-}
-
-/* Without memory for it the message is kept when it comes; nothing worse. */
-static inline void tb__unwanted_add(tb__unwanted *u, uint64_t tag) {
-    if (!u->tag && !(u->tag = tb__malloc(TB__UNWANTED_MOST, sizeof *u->tag)))
-        return;
-    if (u->count == TB__UNWANTED_MOST)
-        tb__unwanted_drop(u, 0);
-    u->tag[u->count++] = tag;
-}
-
-/* Whether it was among them; it is no more. */
-static inline bool tb__unwanted_take(tb__unwanted *u, uint64_t tag) {
-    for (size_t i = 0; i < u->count; i++) {
-        if (u->tag[i] == tag) {
-            tb__unwanted_drop(u, i);
-            return true;
-        }
-    }
-    return false;
-}
-
-static inline void tb__unwanted_fini(tb__unwanted *u) {
-    free(u->tag);
-    *u = (tb__unwanted){0};
 }
 
 #endif

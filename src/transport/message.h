@@ -6,6 +6,8 @@
 #include "transport/match.h"
 #include "transport/transport.h"
 
+#include <string.h>
+
 /* A message that came before its receive, or what begins an offer of one, whose bytes are still at the sender. Each is
  * one block of memory. */
 typedef struct tb__arrival {
@@ -33,14 +35,6 @@ static inline bool tb__arrival_keep(tb__match *arrivals, int32_t peer, uint64_t 
         memcpy(a->data, data, nbytes);
     tb__match_add(arrivals, &a->waiter);
     return true;
-}
-
-/* Takes out one that is not wanted, for the caller to free. NULL: it has not come, and will be thrown away. */
-static inline tb__arrival *tb__arrival_forget(tb__match *arrivals, tb__unwanted *unwanted, int32_t peer, uint64_t tag) {
-    tb__waiter *w = tb__match_take(arrivals, peer, tag);
-    if (!w)
-        tb__unwanted_add(unwanted, tag);
-    return (tb__arrival *)w;
 }
 
 /* The offer of this id in a list of one peer's; NULL if there is none. */

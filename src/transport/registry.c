@@ -1,6 +1,8 @@
 /* The transports of this build, and the defaults of their optional slots. */
 #include "transport/transport.h"
 
+#include "base/opts.h"
+
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -10,34 +12,51 @@ static const tb_transport_ops *const built_in[] = {&tb__self_ops, &tb__shm_ops, 
 
 const tb_transport_ops *const *_Atomic tb__transports = built_in;
 
-/* A new table, for somebody may be reading the old one; the few that there can be are kept. */
+/* What registering a transport leaves. Old lists are kept, for somebody may be reading one. */
+typedef struct list {
+    struct list *before;
+    tb_transport_ops added;
+    const tb_transport_ops *all[]; /* ends with NULL */
+} list;
+
+static list *newest;
+
 static tb_status add_transport(const tb_transport_ops *ops) {
     const tb_transport_ops *const *old = tb__transports;
     size_t n = 0, at = 0;
     for (; old[n]; n++) {
-        if (old[n] == ops)
-            return TB_OK;
         if (strcmp(old[n]->name, ops->name) == 0)
-            return tb__fail(TB_CONFLICT, "there is another transport '%.40s'", ops->name);
+            return old[n]->open == ops->open ? TB_OK
+                                             : tb__fail(TB_CONFLICT, "there is another transport '%.40s'", ops->name);
         if (old[n] == &tb__shm_ops)
             at = n + 1;
     }
-    const tb_transport_ops **table = tb__malloc(n + 2, sizeof *table);
-    if (!table)
+    list *l = tb__malloc(1, sizeof *l + (n + 2) * sizeof *l->all);
+    if (!l)
         return TB_NO_MEMORY;
-    memcpy(table, old, at * sizeof *table);
-    table[at] = ops;
-    memcpy(table + at + 1, old + at, (n + 1 - at) * sizeof *table);
-    tb__transports = table;
+    l->before = newest;
+    l->added = *ops;
+    memcpy(l->all, old, at * sizeof *l->all);
+    l->all[at] = &l->added;
+    memcpy(l->all + at + 1, old + at, (n + 1 - at) * sizeof *l->all);
+    newest = l;
+    tb__transports = l->all;
     return TB_OK;
 }
 
-tb_status tb_transport_register(const tb_transport_ops *ops) {
+tb_status tb_transport_register(const tb_transport_ops *callers) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    if (!ops || !ops->name || !ops->open)
-        return tb__fail(TB_INVALID, "a transport needs a name, and functions");
+    tb_transport_ops ops;
+    TB_TRY(tb__opts_read(&ops, sizeof ops, callers));
+    if (!ops.name)
+        return tb__fail(TB_INVALID, "a transport without a name");
+    if (!ops.open || !ops.close || !ops.address || !ops.connect || !ops.post || !ops.cancel || !ops.progress || !ops.fd)
+        return tb__fail(TB_INVALID, "transport '%.40s' lacks a function that is not optional", ops.name);
+    if (!(ops.memory & 1U << TB_MEM_HOST))
+        return tb__fail(TB_INVALID, "transport '%.40s' does not carry host memory, which ranks' messages are in",
+                        ops.name);
     pthread_mutex_lock(&lock);
-    tb_status status = add_transport(ops);
+    tb_status status = add_transport(&ops);
     pthread_mutex_unlock(&lock);
     return status;
 }
@@ -87,91 +106,13 @@ bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote) {
 tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
                              const tb_piece *pieces, size_t npieces) {
     if (!t->ops->mem_read)
-        return tb__fail(TB_REFUSED, "transport %s can't read a peer's memory at once", t->ops->name);
+        return tb__fail(TB_REFUSED, "transport %s can't read a peer's memory", t->ops->name);
     return t->ops->mem_read(t->context, remote, ranges, nranges, pieces, npieces);
 }
 
-tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
-                              const tb_piece *pieces, size_t npieces) {
-    if (!t->ops->mem_write)
-        return tb__fail(TB_REFUSED, "transport %s can't write a peer's memory at once", t->ops->name);
-    return t->ops->mem_write(t->context, remote, ranges, nranges, pieces, npieces);
-}
-
-/* A broadcast as one send per peer. It is done when the last of them is. */
-typedef struct fan {
-    tb_op *whole;
-    size_t left;
-    tb_status status;
-    tb_op sends[];
-} fan;
-
-static void fan_done(tb_op *op) {
-    fan *f = op->arg;
-    if (op->status != TB_OK && f->status == TB_OK)
-        f->status = op->status;
-    if (--f->left > 0)
-        return;
-    tb_op *whole = f->whole;
-    whole->status = f->status;
-    whole->state = NULL;
-    free(f);
-    whole->done(whole);
-}
-
-static tb_status post_fan(const tb_transport *t, tb_op *op) {
-    fan *f = tb__calloc(1, sizeof *f + op->npeers * sizeof *f->sends);
-    if (!f)
-        return TB_NO_MEMORY;
-    f->whole = op;
-    f->left = op->npeers;
-    op->state = f;
-    tb_status status = TB_OK;
-    for (size_t i = 0; i < op->npeers; i++) {
-        tb_op *send = &f->sends[i];
-        *send = *op;
-        send->kind = TB_OP_SEND;
-        send->peer = op->peers[i];
-        send->done = fan_done;
-        send->arg = f;
-        status = t->ops->post(t->context, send);
-        if (status == TB_OK)
-            continue;
-        if (i == 0) {
-            op->state = NULL;
-            free(f);
-            return status;
-        }
-        /* Some are on their way: the failure is told when they are done, like any other. */
-        f->status = status;
-        f->left -= op->npeers - i;
-        return TB_OK;
-    }
-    return status;
-}
-
-static void cancel_fan(const tb_transport *t, fan *f) {
-    size_t npeers = f->whole->npeers;
-    f->left++; /* so that the last send does not free it under our feet */
-    for (size_t i = 0; i < npeers; i++) {
-        if (f->sends[i].state)
-            t->ops->cancel(t->context, &f->sends[i]);
-    }
-    fan_done(&(tb_op){.arg = f, .status = TB_OK});
-}
-
 void tb__transport_cancel(const tb_transport *t, tb_op *op) {
-    if (!op->state)
-        return;
-    if (op->kind == TB_OP_BROADCAST && !(t->ops->caps & TB_CAN_BROADCAST))
-        cancel_fan(t, op->state);
-    else
+    if (op->state)
         t->ops->cancel(t->context, op);
-}
-
-void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag) {
-    if (t->ops->forget)
-        t->ops->forget(t->context, peer, tag);
 }
 
 bool tb__transport_is_reached(const tb_transport *t, int32_t peer) {
@@ -187,11 +128,7 @@ tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
     op->nbytes = 0;
     op->state = NULL;
-    if (op->kind != TB_OP_BROADCAST || t->ops->caps & TB_CAN_BROADCAST)
-        return t->ops->post(t->context, op);
-    if (op->npeers == 0)
-        return tb__fail(TB_INVALID, "a broadcast to nobody");
-    return post_fan(t, op);
+    return t->ops->post(t->context, op);
 }
 
 size_t tb__pieces_size(const tb_piece *pieces, size_t npieces) {
@@ -282,9 +219,9 @@ tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piec
     return TB_OK;
 }
 
-void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
-                     bool is_write) {
+void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                     size_t npieces) {
     cursor at = {pieces, npieces, 0};
     for (size_t i = 0; i < nranges; i++)
-        move(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, is_write);
+        move(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, false);
 }

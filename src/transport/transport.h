@@ -18,7 +18,6 @@ void tb__transport_close(tb_transport *transport);
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
-void tb__transport_forget(const tb_transport *t, int32_t peer, uint64_t tag);
 bool tb__transport_is_reached(const tb_transport *t, int32_t peer);
 void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *why);
 tb_status tb__transport_register(const tb_transport *t, const tb_mem_desc *desc, tb_mem **out);
@@ -27,8 +26,6 @@ void *tb__transport_map(const tb_transport *t, tb_remote *remote);
 bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote);
 tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
                              const tb_piece *pieces, size_t npieces);
-tb_status tb__transport_write(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
-                              const tb_piece *pieces, size_t npieces);
 
 /* Bytes in all pieces. (Exported, like all that is marked TB_API in these headers, for the libraries beside this one.)
  */
@@ -58,9 +55,9 @@ void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, siz
 tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
                            size_t nbytes, int32_t rank);
 
-/* Copies ranges of memory to the pieces, or back, where tb__ranges_check has nothing against it. */
-void tb__ranges_copy(void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
-                     bool is_write);
+/* Copies ranges of memory to the pieces. tb__ranges_check comes first. */
+void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                     size_t npieces);
 
 extern const tb_transport_ops tb__self_ops, tb__shm_ops, tb__ucx_ops;
 

@@ -22,7 +22,7 @@ static void must(tb_status status) {
 }
 
 static void begin(int host, tb_transport *out) {
-    tb_transport_env env = {.rank = host, .is_driven = true};
+    tb_transport_env env = {.size = sizeof env, .rank = host, .is_driven = true};
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     hosts_enter(host);
     must(tb__transport_open("ucx", &env, out));

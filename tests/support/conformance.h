@@ -19,6 +19,10 @@ void conformance_without(const char *part, void (*make)(endpoints *e), void (*un
 /* Lets both ends work, asleep in between, until `count` of the operations are done. Fails the test after a minute. */
 void work_until_done(endpoints *e, tb_op *const *ops, size_t count);
 
+/* Cancels the operation while a thread works for the other end, which cancelling may wait for. NULL: closes the
+ * endpoint. */
+void cancel_or_close(tb_transport *t, tb_op *op, const tb_transport *other);
+
 /* Sends the key of b's memory to a, and imports it there. */
 tb_remote *import_memory(endpoints *e, tb_mem *mem);
 

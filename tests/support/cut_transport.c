@@ -177,12 +177,6 @@ static tb_status cut_progress(void *context) {
     return tb__shm_ops.progress(e->inner);
 }
 
-static void cut_forget(void *context, int32_t rank, uint64_t tag) {
-    endpoint *e = context;
-    if (!is_lost(e, rank))
-        tb__shm_ops.forget(e->inner, rank, tag);
-}
-
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
 static void cut_close(void *context) {
@@ -244,7 +238,9 @@ static int cut_fd(void *context) {
 }
 
 static const tb_transport_ops cut_ops = {
+    .size = sizeof cut_ops,
     .name = "cut",
+    .memory = 1U << TB_MEM_HOST,
     .open = cut_open,
     .close = cut_close,
     .address = cut_address,
@@ -253,7 +249,6 @@ static const tb_transport_ops cut_ops = {
     .cancel = cut_cancel,
     .progress = cut_progress,
     .fd = cut_fd,
-    .forget = cut_forget,
 };
 
 void cut_register(void) {

@@ -39,7 +39,8 @@ static void note_loss(void *arg, int32_t rank, const char *why) {
 }
 
 void open_one(tb_transport *t, int32_t rank, losses *l, unsigned char *address, size_t *n) {
-    tb_transport_env env = {.rank = rank, .arg = l, .lost = l ? note_loss : NULL, .is_driven = ends_are_driven};
+    tb_transport_env env = {
+        .size = sizeof env, .rank = rank, .arg = l, .lost = l ? note_loss : NULL, .is_driven = ends_are_driven};
     *n = TB_ADDRESS_MAX;
     if (tb__transport_open("ucx", &env, t) != TB_OK)
         fail_msg("open: %s", tb_error_detail());
@@ -136,33 +137,6 @@ void check(const unsigned char *memory, unsigned char value) {
         if (memory[i] != value)
             fail_msg("byte %zu is %d, not %d", i, memory[i], value);
     }
-}
-
-typedef struct worker {
-    const tb_transport *transport;
-    _Atomic bool is_over;
-} worker;
-
-static void *work(void *arg) {
-    worker *w = arg;
-    const tb_transport *t = w->transport;
-    while (!atomic_load(&w->is_over)) {
-        t->ops->progress(t->context);
-        poll(&(struct pollfd){.fd = t->ops->fd(t->context), .events = POLLIN}, 1, 1);
-    }
-    return NULL;
-}
-
-static void cancel_or_close(tb_transport *t, tb_op *op, const tb_transport *other) {
-    worker w = {.transport = other};
-    pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, work, &w), 0);
-    if (op)
-        tb__transport_cancel(t, op);
-    else
-        tb__transport_close(t);
-    atomic_store(&w.is_over, true);
-    pthread_join(thread, NULL);
 }
 
 void cancel(tb_transport *t, tb_op *op, const tb_transport *other) {

@@ -43,10 +43,8 @@ static void free_endpoint(mpi *m) {
         mpi_leave_message(m, msg);
     tb__match_free(&m->arrivals, -1);
     tb__match_free(&m->early, -1);
-    for (int i = 0; m->peers && i < m->nranks; i++) {
-        tb__unwanted_fini(&m->peers[i].unwanted);
+    for (int i = 0; m->peers && i < m->nranks; i++)
         free(m->peers[i].why);
-    }
     mpi_requests_fini(m);
     tb__index_fini(&m->by_wire);
     free(m->offered.item);
@@ -268,8 +266,6 @@ static tb_status mpi_connect(void *context, int32_t wire, const void *bytes, siz
 
 static tb_status mpi_post(void *context, tb_op *op) {
     mpi *m = context;
-    if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
-        return tb__fail(TB_REFUSED, "transport mpi can do no more than send and receive");
     int rank = find_rank(m, op->peer);
     if (rank < 0)
         return tb__fail(TB_LOST, "transport mpi is not connected to rank %" PRId32, op->peer);
@@ -296,15 +292,6 @@ static void mpi_cancel(void *context, tb_op *op) {
         mpi_give_up(m, op->state, TB_CANCELLED);
     else
         mpi_cancel_message(m, op->state);
-    mpi_unlock();
-}
-
-static void mpi_forget(void *context, int32_t wire, uint64_t tag) {
-    mpi *m = context;
-    int rank = find_rank(m, wire);
-    mpi_lock();
-    if (rank >= 0 && !m->is_over && !m->peers[rank].is_lost)
-        mpi_forget_message(m, rank, tag);
     mpi_unlock();
 }
 
@@ -360,7 +347,9 @@ static int mpi_fd(void *context) {
 }
 
 const tb_transport_ops tb__mpi_ops = {
+    .size = sizeof tb__mpi_ops,
     .name = "mpi",
+    .memory = 1U << TB_MEM_HOST,
     .open = mpi_open,
     .close = mpi_close,
     .address = mpi_address,
@@ -370,5 +359,4 @@ const tb_transport_ops tb__mpi_ops = {
     .cancel = mpi_cancel,
     .progress = mpi_progress,
     .fd = mpi_fd,
-    .forget = mpi_forget,
 };

@@ -61,7 +61,8 @@ typedef enum letter_kind {
 } letter_kind;
 
 typedef struct header {
-    uint64_t kind, tag, nbytes, id;
+    uint32_t kind, is_expected; /* the latter of small messages and offers, as in tb_op */
+    uint64_t tag, nbytes, id;
     uint64_t serial; /* how many letters came before it, from the same rank to the same */
 } header;
 
@@ -116,12 +117,11 @@ typedef TAILQ_HEAD(message_list, message) message_list;
 typedef struct peer {
     int32_t wire; /* as the engine calls it */
     bool is_connected;
-    bool has_left;         /* its last letter has come */
-    bool is_lost;          /* nothing is exchanged with it any more ... */
-    bool is_told;          /* ... and the engine knows: all operations with it are over */
-    char *why;             /* NULL: there was no memory for it */
-    tb__unwanted unwanted; /* messages of it */
-    uint64_t nwritten;     /* letters to it, and from it */
+    bool has_left;     /* its last letter has come */
+    bool is_lost;      /* nothing is exchanged with it any more ... */
+    bool is_told;      /* ... and the engine knows: all operations with it are over */
+    char *why;         /* NULL: there was no memory for it */
+    uint64_t nwritten; /* letters to it, and from it */
     uint64_t nopened;
 } peer;
 
@@ -229,7 +229,6 @@ void mpi_tell(message *msg, tb_status status);
 /* Tells, and frees one that MPI has nothing of. */
 void mpi_finish(mpi *m, message *msg, tb_status status);
 void mpi_ripen(mpi *m, message *msg);
-void mpi_forget_message(mpi *m, int rank, uint64_t tag);
 tb_status mpi_post_send(mpi *m, tb_op *op, int rank);
 tb_status mpi_post_receive(mpi *m, tb_op *op, int rank);
 /* A letter is opened. */

@@ -95,7 +95,6 @@ void mpi_lose(mpi *m, int rank, const char *why) {
     p->is_lost = true;
     p->why = tb__strdup(why);
     tb__match_free(&m->arrivals, rank);
-    tb__unwanted_fini(&p->unwanted);
     for (bool again = true; again;) { /* from the beginning: callbacks change the list */
         again = false;
         for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
@@ -211,9 +210,9 @@ void mpi_cancel_message(mpi *m, message *msg) {
     case MESSAGE_WAITS:
         tb__match_remove(&m->receives, &msg->waiter);
         break;
-    case MESSAGE_MATCHED: /* it is for the next one that asks */
-        tb__match_add(&m->arrivals, &msg->arrival->waiter);
-        msg->arrival = NULL;
+    case MESSAGE_MATCHED:
+        if (msg->arrival->is_offer)
+            mpi_answer(m, rank, LETTER_DECLINE, msg->arrival->id, 0, 0);
         break;
     case MESSAGE_QUEUED:
         mpi_answer(m, rank, LETTER_DECLINE, msg->id, 0, 0);

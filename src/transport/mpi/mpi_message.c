@@ -112,7 +112,7 @@ static tb_status post_small(mpi *m, tb_op *op, int rank, size_t nbytes) {
     if (!msg)
         return TB_NO_MEMORY;
     _Static_assert(offsetof(message, data) == offsetof(message, header) + sizeof(header), "nothing in between");
-    msg->header = (header){.kind = LETTER_SMALL, .tag = op->tag, .nbytes = nbytes};
+    msg->header = (header){.kind = LETTER_SMALL, .is_expected = op->is_expected, .tag = op->tag, .nbytes = nbytes};
     tb__pieces_gather(op->pieces, op->npieces, 0, msg->data, nbytes);
     tb_status status = mpi_send_letter(m, msg, nbytes);
     if (status != TB_OK) {
@@ -144,8 +144,9 @@ tb_status mpi_post_send(mpi *m, tb_op *op, int rank) {
     tb_status status = number_offer(m, msg);
     if (status == TB_OK) {
         mpi_set_state(m, msg, MESSAGE_OFFERED);
-        status =
-            mpi_write_letter(m, rank, (header){.kind = LETTER_OFFER, .tag = op->tag, .nbytes = nbytes, .id = msg->id});
+        header h = {
+            .kind = LETTER_OFFER, .is_expected = op->is_expected, .tag = op->tag, .nbytes = nbytes, .id = msg->id};
+        status = mpi_write_letter(m, rank, h);
     }
     if (status != TB_OK) {
         op->state = NULL;
@@ -327,7 +328,7 @@ static tb_status on_message(mpi *m, int rank, const header *h, const unsigned ch
     if (is_offer ? nbytes != 0 || h->nbytes <= INLINE_MAX : nbytes != h->nbytes)
         return tb__fail(TB_INVALID, "it sent what makes no sense");
     message *msg = (message *)tb__match_take(&m->receives, rank, h->tag);
-    if (!msg && tb__unwanted_take(&m->peers[rank].unwanted, h->tag)) {
+    if (!msg && h->is_expected) {
         if (is_offer)
             mpi_answer(m, rank, LETTER_DECLINE, h->id, 0, 0);
         return TB_OK;
@@ -344,13 +345,6 @@ static tb_status on_message(mpi *m, int rank, const header *h, const unsigned ch
     else
         tb__match_add(&m->arrivals, &a->waiter);
     return TB_OK;
-}
-
-void mpi_forget_message(mpi *m, int rank, uint64_t tag) {
-    tb__arrival *a = tb__arrival_forget(&m->arrivals, &m->peers[rank].unwanted, rank, tag);
-    if (a && a->is_offer)
-        mpi_answer(m, rank, LETTER_DECLINE, a->id, 0, 0);
-    free(a);
 }
 
 static tb_status on_accept(mpi *m, int rank, const header *h) {

@@ -30,7 +30,7 @@ static inline void on_lost(void *arg, int32_t wire, const char *why) {
 }
 
 static inline void open_end(tb_transport *t, tb__mpi_seat *seat, int32_t rank) {
-    tb_transport_env env = {.rank = rank, .lost = on_lost};
+    tb_transport_env env = {.size = sizeof env, .rank = rank, .lost = on_lost};
     tb__mpi_take_seat(seat);
     assert_int_equal(tb__transport_open("mpi", &env, t), TB_OK);
     tb__mpi_take_seat(NULL);

@@ -15,8 +15,7 @@ typedef struct posted {
     tb__waiter waiter;
     tb_op *op;
     struct posted *next_ready;
-    struct posted *counterpart; /* of a receive that is ready: the send */
-    bool is_ready;
+    struct posted *counterpart; /* of a receive that is ready: the send. NULL of a send: it is dropped */
 } posted;
 
 typedef struct self {
@@ -163,35 +162,19 @@ static bool self_is_valid(void *context, const tb_remote *remote) {
     return remote->mem->is_valid;
 }
 
-static tb_status check_access(const self *s, const tb_remote *remote, const tb_range *ranges, size_t nranges,
-                              const tb_piece *pieces, size_t npieces) {
-    if (!remote->mem->is_valid)
-        return tb__fail(TB_INVALID, "memory %" PRIu64 " of rank %" PRId32 " has been unregistered", remote->mem->id,
-                        s->env.rank);
-    return tb__ranges_check(ranges, nranges, pieces, npieces, remote->mem->desc.nbytes, s->env.rank);
-}
-
 static tb_status self_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
                            const tb_piece *pieces, size_t npieces) {
-    TB_TRY(check_access(context, remote, ranges, nranges, pieces, npieces));
-    tb__ranges_copy(remote->mem->desc.base, ranges, nranges, pieces, npieces, false);
+    self *s = context;
+    const struct tb_mem *mem = remote->mem;
+    if (!mem->is_valid)
+        return tb__fail(TB_INVALID, "memory %" PRIu64 " of rank %" PRId32 " has been unregistered", mem->id,
+                        s->env.rank);
+    TB_TRY(tb__ranges_check(ranges, nranges, pieces, npieces, mem->desc.nbytes, s->env.rank));
+    tb__ranges_copy(mem->desc.base, ranges, nranges, pieces, npieces);
     return TB_OK;
-}
-
-static tb_status self_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
-                            const tb_piece *pieces, size_t npieces) {
-    TB_TRY(check_access(context, remote, ranges, nranges, pieces, npieces));
-    tb__ranges_copy(remote->mem->desc.base, ranges, nranges, pieces, npieces, true);
-    return TB_OK;
-}
-
-/* What a READ or WRITE is about. */
-static tb_range range_of(const tb_op *op) {
-    return (tb_range){op->remote_offset, tb__pieces_size(op->pieces, op->npieces)};
 }
 
 static void make_ready(self *s, posted *p) {
-    p->is_ready = true;
     p->next_ready = NULL;
     *s->ready_end = p;
     s->ready_end = &p->next_ready;
@@ -200,38 +183,26 @@ static void make_ready(self *s, posted *p) {
 
 static tb_status self_post(void *context, tb_op *op) {
     self *s = context;
-    bool is_message = op->kind == TB_OP_SEND || op->kind == TB_OP_RECV;
-    if (op->kind == TB_OP_BROADCAST)
-        return tb__fail(TB_REFUSED, "transport self has no broadcast of its own");
     if (op->peer != s->env.rank)
         return tb__fail(TB_LOST, "transport self does not reach rank %" PRId32, op->peer);
-    if (!is_message) {
-        tb_range range = range_of(op);
-        TB_TRY(check_access(s, op->remote, &range, 1, op->pieces, op->npieces));
-    }
     posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
         return TB_NO_MEMORY;
     p->op = op;
-    if (!is_message) {
-        make_ready(s, p);
-        return TB_OK;
-    }
     bool is_send = op->kind == TB_OP_SEND;
     tb__match *others = is_send ? &s->receives : &s->sends, *own = is_send ? &s->sends : &s->receives;
-    posted *other = (posted *)tb__match_meet(others, own, &p->waiter);
-    if (!other)
+    posted *other = (posted *)tb__match_take(others, p->waiter.peer, p->waiter.tag);
+    if (!other) {
+        if (is_send && op->is_expected)
+            make_ready(s, p);
+        else
+            tb__match_add(own, &p->waiter);
         return TB_OK;
+    }
     posted *receive = is_send ? other : p;
     receive->counterpart = is_send ? p : other;
     make_ready(s, receive);
     return TB_OK;
-}
-
-static tb_status carry_out(self *s, tb_op *op) {
-    tb_range range = range_of(op);
-    return op->kind == TB_OP_READ ? self_read(s, op->remote, &range, 1, op->pieces, op->npieces)
-                                  : self_write(s, op->remote, &range, 1, op->pieces, op->npieces);
 }
 
 static void receive(posted *p) {
@@ -260,7 +231,7 @@ static tb_status self_progress(void *context) {
         if (p->counterpart)
             receive(p);
         else
-            finish(p, carry_out(s, p->op));
+            finish(p, TB_OK);
     }
     return TB_OK;
 }
@@ -281,19 +252,17 @@ static void self_cancel(void *context, tb_op *op) {
     posted *p = op->state;
     if (!p)
         return;
-    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV) {
-        tb__match_remove(op->kind == TB_OP_SEND ? &s->sends : &s->receives, &p->waiter);
-        posted *receive = s->ready; /* that it may already have been paired with, or be itself */
-        while (receive && receive != p && receive->counterpart != p)
-            receive = receive->next_ready;
-        if (receive) { /* the other one waits again */
-            posted *other = receive == p ? receive->counterpart : receive;
-            unready(s, receive);
-            receive->counterpart = NULL;
-            tb__match_add(other->op->kind == TB_OP_SEND ? &s->sends : &s->receives, &other->waiter);
-        }
-    } else {
-        unready(s, p);
+    tb__match_remove(op->kind == TB_OP_SEND ? &s->sends : &s->receives, &p->waiter);
+    posted *ready = s->ready; /* what it may already have been paired with, or itself */
+    while (ready && ready != p && ready->counterpart != p)
+        ready = ready->next_ready;
+    if (ready)
+        unready(s, ready);
+    if (ready == p && p->counterpart) {
+        finish(p->counterpart, TB_OK);
+    } else if (ready && ready != p) { /* a receive, which waits for another message */
+        ready->counterpart = NULL;
+        tb__match_add(&s->receives, &ready->waiter);
     }
     finish(p, TB_CANCELLED);
 }
@@ -303,8 +272,10 @@ static int self_fd(void *context) {
 }
 
 const tb_transport_ops tb__self_ops = {
+    .size = sizeof tb__self_ops,
     .name = "self",
-    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP,
+    .memory = 1U << TB_MEM_HOST,
+    .is_local = true,
     .open = self_open,
     .close = self_close,
     .address = self_address,
@@ -317,7 +288,6 @@ const tb_transport_ops tb__self_ops = {
     .mem_map = self_map,
     .mem_is_valid = self_is_valid,
     .mem_read = self_read,
-    .mem_write = self_write,
     .post = self_post,
     .cancel = self_cancel,
     .progress = self_progress,

@@ -8,7 +8,7 @@
 #include <cmocka.h>
 
 static void make(endpoints *e) {
-    tb_transport_env env = {.rank = 3};
+    tb_transport_env env = {.size = sizeof env, .rank = 3};
     unsigned char address[TB_ADDRESS_MAX];
     size_t n = sizeof address;
     assert_int_equal(tb__transport_open("self", &env, &e->a), TB_OK);

@@ -26,8 +26,7 @@ typedef struct address {
     uint32_t magic, version;
     char name[32];
     uint64_t users; /* the namespace of the user's number */
-    uint32_t user;
-    uint32_t can_renew; /* 1: it knows of connections with numbers. Version 0.1.0 has 0 */
+    uint64_t user;
 } address;
 
 void *shm_map_fd(int fd, size_t nbytes) {
@@ -200,11 +199,8 @@ static void free_peer(shm *s, shm_peer *peer) {
 
 static void shm_close(void *context) {
     shm *s = context;
-    tb__waiter *w;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_drop_messages(s, s->peers.item[i], TB_CANCELLED);
-    while ((w = tb__waiters_take(&s->one_sided)))
-        shm_finish(s, (shm_posted *)w, TB_CANCELLED);
     shm_tell_all(s);
     for (size_t i = 0; i < s->peers.count; i++)
         free_peer(s, s->peers.item[i]);
@@ -252,8 +248,7 @@ static uint64_t user_namespace(void) {
 
 static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     shm *s = context;
-    address a = {
-        .magic = SHM_MAGIC, .version = SHM_VERSION, .users = user_namespace(), .user = geteuid(), .can_renew = 1};
+    address a = {.magic = SHM_MAGIC, .version = SHM_VERSION, .users = user_namespace(), .user = geteuid()};
     if (*nbytes < sizeof a)
         return tb__fail(TB_TOO_BIG, "the address needs %zu bytes", sizeof a);
     memcpy(a.name, s->name, sizeof a.name);
@@ -270,7 +265,7 @@ static bool shm_reaches(void *context, const void *bytes, size_t nbytes) {
         return true; /* connect tells what is wrong */
     if (a.users != user_namespace() || a.user == geteuid())
         return true;
-    tb__set_detail("it runs as user %" PRIu32 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
+    tb__set_detail("it runs as user %" PRIu64 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
     return false;
 }
 
@@ -284,11 +279,8 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     if (a.version != SHM_VERSION)
         return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport shm, we %d", a.version, SHM_VERSION);
     shm_peer *peer = find_or_add(s, rank);
-    if (peer && atomic_load(&peer->is_lost)) {
-        if (!a.can_renew)
-            return tb__fail(TB_LOST, "it was lost, and can't be connected again: it has tensorbus 0.1.0");
+    if (peer && atomic_load(&peer->is_lost))
         peer = renew(s, peer, peer->number + 1);
-    }
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->out.fd >= 0)
@@ -306,7 +298,6 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     shm_hello hello = {.magic = SHM_MAGIC,
                        .version = SHM_VERSION,
                        .rank = s->env.rank,
-                       .features = SHM_KNOWS_SHORTAGE,
                        .start_time = s->start_time,
                        .probe_address = (uint64_t)(uintptr_t)&s->control->probe,
                        .probe = s->control->probe};
@@ -327,13 +318,6 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
     atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
-    for (tb__waiter *w = s->one_sided.first, *next; w; w = next) {
-        next = w->next;
-        if (((shm_posted *)w)->peer == peer) {
-            tb__waiters_remove(&s->one_sided, w);
-            shm_finish(s, (shm_posted *)w, TB_LOST);
-        }
-    }
     close_descriptors(s, peer);
     shm_mappings_forget(peer);
     shm_tell_all(s);
@@ -469,13 +453,12 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     if (!control || !meet_process(s, peer, link->fd, &hello)) {
         tb__log(TB_LOG_WARN, "rank %" PRId32 " can't be met: %s", hello.rank, tb__errno_text(errno));
         if (tb__is_out_of_descriptors(errno))
-            shm_tell_shortage(s, link, hello.features);
+            shm_tell_shortage(s, link);
         if (control)
             munmap(control, sizeof *control);
         return false;
     }
     peer->control = control;
-    peer->features = hello.features;
     for (size_t i = 0; i < s->strangers.count; i++) {
         if (s->strangers.item[i] == link)
             s->strangers.item[i] = s->strangers.item[--s->strangers.count];
@@ -580,25 +563,12 @@ static void on_event(shm *s, const struct epoll_event *event) {
     }
 }
 
-static void carry_out_one_sided(shm *s) {
-    tb__waiter *w;
-    while ((w = tb__waiters_take(&s->one_sided))) {
-        shm_posted *p = (shm_posted *)w;
-        tb_op *op = p->op;
-        tb_range range = {op->remote_offset, tb__pieces_size(op->pieces, op->npieces)};
-        tb_status status = op->kind == TB_OP_READ ? shm_read(s, op->remote, &range, 1, op->pieces, op->npieces)
-                                                  : shm_write(s, op->remote, &range, 1, op->pieces, op->npieces);
-        shm_finish(s, p, status);
-    }
-}
-
 static tb_status shm_progress(void *context) {
     shm *s = context;
     struct epoll_event event; /* one at a time: handling one may close what another is about */
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
     end_disconnected(s);
-    carry_out_one_sided(s);
     bool more = shm_take_slices(s);
     shm_tell_all(s);
     if (more)
@@ -609,44 +579,14 @@ static tb_status shm_progress(void *context) {
 static tb_status shm_post(void *context, tb_op *op) {
     shm *s = context;
     shm_peer *peer = op->kind == TB_OP_RECV ? find_or_add(s, op->peer) : shm_find(s, op->peer);
-    if (op->kind == TB_OP_BROADCAST)
-        return tb__fail(TB_REFUSED, "transport shm has no broadcast of its own");
     if (!peer || atomic_load(&peer->is_lost) || (op->kind == TB_OP_SEND && peer->out.fd < 0))
         return tb__fail(TB_LOST, "%s", peer && peer->is_lost ? peer->why : "it is not connected");
-    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV)
-        return shm_post_message(s, peer, op);
-    shm_posted *p = tb__op_begin(op, sizeof *p);
-    if (!p)
-        return TB_NO_MEMORY;
-    p->op = op;
-    p->peer = peer;
-    tb__waiters_add(&s->one_sided, &p->waiter);
-    eventfd_write(s->wake, 1);
-    return TB_OK;
-}
-
-static void shm_forget(void *context, int32_t rank, uint64_t tag) {
-    shm_peer *peer = shm_find(context, rank);
-    if (peer && !peer->is_lost)
-        shm_forget_message(context, peer, tag);
+    return shm_post_message(s, peer, op);
 }
 
 static void shm_cancel(void *context, tb_op *op) {
-    shm *s = context;
-    shm_posted *p = op->state;
-    if (!p)
-        return;
-    if (op->kind == TB_OP_SEND || op->kind == TB_OP_RECV) {
-        shm_cancel_message(s, p);
-        return;
-    }
-    if (p->state == SHM_FINISHED) {
-        tb__waiters_remove(&s->finished, &p->waiter);
-    } else {
-        tb__waiters_remove(&s->one_sided, &p->waiter);
-        op->status = TB_CANCELLED;
-    }
-    tb__op_tell(op);
+    if (op->state)
+        shm_cancel_message(context, op->state);
 }
 
 static int shm_fd(void *context) {
@@ -654,8 +594,10 @@ static int shm_fd(void *context) {
 }
 
 const tb_transport_ops tb__shm_ops = {
+    .size = sizeof tb__shm_ops,
     .name = "shm",
-    .caps = TB_CAN_READ | TB_CAN_WRITE | TB_CAN_MAP | TB_NEAR_ONLY | TB_CAN_RECONNECT,
+    .memory = 1U << TB_MEM_HOST,
+    .is_local = true,
     .open = shm_open_endpoint,
     .close = shm_close,
     .address = shm_address,
@@ -669,11 +611,9 @@ const tb_transport_ops tb__shm_ops = {
     .mem_map = shm_map,
     .mem_is_valid = shm_is_valid,
     .mem_read = shm_read,
-    .mem_write = shm_write,
     .post = shm_post,
     .cancel = shm_cancel,
     .progress = shm_progress,
     .fd = shm_fd,
-    .forget = shm_forget,
     .disconnect = shm_disconnect,
 };

@@ -22,7 +22,7 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 3,
+    SHM_VERSION = 4,
     SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
     SHM_MAX_FRAME = 32 << 10,
     SHM_MAX_PIECES = 512,      /* of an offer; one with more goes through the ring */
@@ -50,37 +50,34 @@ typedef struct shm_control {
 enum { OFFER_READY = 1, OFFER_COMPLETE = 2, OFFER_REVOKED = 3 };
 
 typedef enum shm_kind {
-    SHM_HELLO,   /* first on a new socket; serial: the number of the connection, 0 is 1; carries the control page's
-                    descriptor */
-    SHM_WELCOME, /* the answer; `serial`: whether the sender's memory can be read */
-    SHM_MESSAGE, /* tag, then the bytes */
-    SHM_OFFER,   /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
-    SHM_REVOKE,  /* slot, serial: the offer is withdrawn */
-    SHM_TAKE,    /* back: slot, serial: send it through the ring */
-    SHM_CHUNK,   /* slot, serial, tag: ring slot, nbytes */
-    SHM_CREDIT,  /* back: tag: ring slot is free again */
-    SHM_DONE,    /* back: slot, serial: the message is in */
-    SHM_FILE,    /* serial: a file with registered memory in it; carries its descriptor */
-    SHM_FORGET,  /* serial: a file with none left */
-    SHM_RING,    /* carries the ring's descriptor */
-    /* To peers with SHM_KNOWS_SHORTAGE: */
+    SHM_HELLO,    /* first on a new socket; serial: the number of the connection, 0 is 1; carries the control page's
+                     descriptor */
+    SHM_WELCOME,  /* the answer; `serial`: whether the sender's memory can be read */
+    SHM_MESSAGE,  /* tag, then the bytes */
+    SHM_OFFER,    /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
+    SHM_REVOKE,   /* slot, serial: the offer is withdrawn */
+    SHM_TAKE,     /* back: slot, serial: send it through the ring */
+    SHM_CHUNK,    /* slot, serial, tag: ring slot, nbytes */
+    SHM_CREDIT,   /* back: tag: ring slot is free again */
+    SHM_DONE,     /* back: slot, serial: the message is in */
+    SHM_FILE,     /* serial: a file with registered memory in it; carries its descriptor */
+    SHM_FORGET,   /* serial: a file with none left */
+    SHM_RING,     /* carries the ring's descriptor */
     SHM_AGAIN,    /* back: serial: the file's descriptor could not be taken; the next export is to send it again */
     SHM_SHORTAGE, /* back: nbytes: the connection is given up, because the limit of descriptors, which is this, is
                      reached */
 } shm_kind;
 
-/* What the sender of a hello understands beyond version 3. */
-enum { SHM_KNOWS_SHORTAGE = 1 };
-
 typedef struct shm_frame {
-    uint32_t kind, slot;
+    uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
+    uint32_t slot;
     uint64_t serial, tag, nbytes;
 } shm_frame;
 
 typedef struct shm_hello {
     uint32_t magic, version;
     int32_t rank;
-    uint32_t features;
+    uint32_t unused;
     uint64_t start_time; /* of the process, so that its number can't be mistaken for a later one's */
     uint64_t probe_address, probe;
 } shm_hello;
@@ -162,14 +159,12 @@ struct shm_peer {
     shm_link out, *in;
     pid_t pid;
     int pidfd;
-    bool can_read;         /* we can read its memory */
-    bool it_can_read;      /* it can read ours */
-    uint32_t features;     /* of its hello */
-    shm_control *control;  /* its page; NULL until it says hello */
-    tb__waiters queue;     /* sends that are not on their way yet */
-    tb__waiters offered;   /* sends that wait for an answer */
-    tb__waiters taken;     /* offers of it that we are taking */
-    tb__unwanted unwanted; /* messages of it */
+    bool can_read;        /* we can read its memory */
+    bool it_can_read;     /* it can read ours */
+    shm_control *control; /* its page; NULL until it says hello */
+    tb__waiters queue;    /* sends that are not on their way yet */
+    tb__waiters offered;  /* sends that wait for an answer */
+    tb__waiters taken;    /* offers of it that we are taking */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -221,9 +216,8 @@ struct shm {
     TB_VEC(shm_peer *) retired;   /* connections before: there may be remotes of them */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
-    tb__waiters finished;  /* to be told in the next progress */
-    tb__waiters taking;    /* receives that read a peer's memory */
-    tb__waiters one_sided; /* READ and WRITE to be carried out */
+    tb__waiters finished; /* to be told in the next progress */
+    tb__waiters taking;   /* receives that read a peer's memory */
 };
 
 /* shm_wire.c: frames on sockets. A link that breaks loses its peer. */
@@ -242,7 +236,6 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
 /* shm_message.c: sends and receives. */
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
 void shm_cancel_message(shm *s, shm_posted *p);
-void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag);
 void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
 void shm_pump(shm *s, shm_peer *peer); /* fills the ring with what has been asked for */
 bool shm_take_slices(shm *s);          /* true: there is more to read */
@@ -260,13 +253,11 @@ void *shm_map(void *context, tb_remote *remote);
 bool shm_is_valid(void *context, const tb_remote *remote);
 tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
                    size_t npieces);
-tb_status shm_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
-                    size_t npieces);
 void shm_memory_close(shm *s);
-/* Copies nbytes between a peer's memory and ours, through the kernel: between ranges that count from address `base` and
- * pieces, beginning `skip` bytes into both lists. */
-tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
-                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes, bool is_write);
+/* Reads nbytes of a peer's memory through the kernel: from ranges that count from address `base` to pieces, beginning
+ * `skip` bytes into both lists. */
+tb_status shm_process_read(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
+                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes);
 
 /* shm_file.c: files behind memory, ours and peers'. */
 /* The file of a new registration, to be given up with shm_file_drop. */
@@ -290,8 +281,8 @@ void shm_mappings_close(shm_peer *peer);
 
 /* Something failed for want of descriptors: `what` is logged, and it is tried again in SHM_RETRY_MS. */
 void shm_retry_later(shm *s, const char *what, int error);
-/* Tells the other end why its connection is closed, if it understands that. */
-void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);
+/* Tells the other end why its connection is closed. */
+void shm_tell_shortage(shm *s, shm_link *link);
 /* The peer is given up because this process has no descriptor for what it sent; it is told so. */
 void shm_give_up(shm *s, shm_peer *peer);
 /* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are

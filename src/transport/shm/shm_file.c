@@ -161,8 +161,7 @@ static void note_shortage(shm_peer *peer, shm_mapping *mapping) {
     mapping->error = EMFILE;
     tb__log(TB_LOG_WARN, "memory of rank %" PRId32 " can't be mapped, and will be sent: %s", peer->rank,
             tb__errno_text(EMFILE));
-    if (peer->features & SHM_KNOWS_SHORTAGE)
-        shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_AGAIN, .serial = mapping->file}, -1);
+    shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_AGAIN, .serial = mapping->file}, -1);
 }
 
 bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {

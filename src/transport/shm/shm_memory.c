@@ -1,4 +1,4 @@
-/* Memory that peers reach: mapped where there is a file behind it, else read and written through the kernel. */
+/* Memory that peers reach: mapped where there is a file behind it, else read through the kernel. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -205,8 +205,8 @@ static size_t look_ahead(const cursor *c, size_t nbytes, struct iovec out[SHM_MA
     return count;
 }
 
-tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
-                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes, bool is_write) {
+tb_status shm_process_read(const shm_peer *peer, const tb_piece *pieces, size_t npieces, uint64_t base,
+                           const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes) {
     cursor local = {.pieces = pieces, .count = npieces};
     cursor remote = {.is_remote = true, .ranges = ranges, .base = base, .count = nranges};
     advance(&local, skip);
@@ -214,11 +214,10 @@ tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t 
     while (nbytes > 0) {
         struct iovec here[SHM_MAX_IOV], there[SHM_MAX_IOV];
         size_t nhere = look_ahead(&local, nbytes, here), nthere = look_ahead(&remote, nbytes, there);
-        ssize_t n = is_write ? process_vm_writev(peer->pid, here, nhere, there, nthere, 0)
-                             : process_vm_readv(peer->pid, here, nhere, there, nthere, 0);
+        ssize_t n = process_vm_readv(peer->pid, here, nhere, there, nthere, 0);
         if (n <= 0)
-            return tb__fail(n < 0 && errno == ESRCH ? TB_LOST : TB_IO, "%s rank %" PRId32 "'s memory: %s",
-                            is_write ? "writing" : "reading", peer->rank, n < 0 ? strerror(errno) : "nothing there");
+            return tb__fail(n < 0 && errno == ESRCH ? TB_LOST : TB_IO, "reading rank %" PRId32 "'s memory: %s",
+                            peer->rank, n < 0 ? strerror(errno) : "nothing there");
         advance(&local, (size_t)n);
         advance(&remote, (size_t)n);
         nbytes -= (size_t)n;
@@ -226,32 +225,21 @@ tb_status shm_process_copy(const shm_peer *peer, const tb_piece *pieces, size_t 
     return TB_OK;
 }
 
-static tb_status copy(tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
-                      bool is_write) {
-    shm_peer *peer = remote->peer;
+tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
+                   size_t npieces) {
+    (void)context;
+    const shm_peer *peer = remote->peer;
     TB_TRY(check_valid(remote));
     TB_TRY(tb__ranges_check(ranges, nranges, pieces, npieces, remote->nbytes, peer->rank));
     tb_status status = TB_OK;
     if (remote->mapping)
-        tb__ranges_copy(shm_map(NULL, remote), ranges, nranges, pieces, npieces, is_write);
+        tb__ranges_copy(shm_map(NULL, remote), ranges, nranges, pieces, npieces);
     else if (!peer->can_read)
         status = tb__fail(TB_REFUSED, "the system does not let us read rank %" PRId32 "'s memory", peer->rank);
     else
-        status = shm_process_copy(peer, pieces, npieces, remote->base, ranges, nranges, 0,
-                                  tb__pieces_size(pieces, npieces), is_write);
+        status =
+            shm_process_read(peer, pieces, npieces, remote->base, ranges, nranges, 0, tb__pieces_size(pieces, npieces));
     if (status != TB_OK && shm_is_valid(NULL, remote))
         return status;
     return check_valid(remote); /* what was withdrawn meanwhile is not believed, and may not be there any more */
-}
-
-tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
-                   size_t npieces) {
-    (void)context;
-    return copy(remote, ranges, nranges, pieces, npieces, false);
-}
-
-tb_status shm_write(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
-                    size_t npieces) {
-    (void)context;
-    return copy(remote, ranges, nranges, pieces, npieces, true);
 }

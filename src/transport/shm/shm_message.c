@@ -39,13 +39,13 @@ static void close_offer(shm *s, const shm_posted *p) {
 
 static int send_eager(shm_peer *peer, const shm_posted *p) {
     unsigned char data[SHM_EAGER];
-    shm_frame frame = {.kind = SHM_MESSAGE, .tag = p->op->tag, .nbytes = p->nbytes};
+    shm_frame frame = {.kind = SHM_MESSAGE, .is_expected = p->op->is_expected, .tag = p->op->tag, .nbytes = p->nbytes};
     tb__pieces_gather(p->op->pieces, p->op->npieces, 0, data, p->nbytes);
     return shm_link_try(&peer->out, &frame, &(struct iovec){data, p->nbytes}, 1, -1);
 }
 
 static int send_offer(shm *s, shm_peer *peer, shm_posted *p) {
-    shm_frame frame = {.kind = SHM_OFFER, .tag = p->op->tag, .nbytes = p->nbytes};
+    shm_frame frame = {.kind = SHM_OFFER, .is_expected = p->op->is_expected, .tag = p->op->tag, .nbytes = p->nbytes};
     tb_range pieces[SHM_MAX_PIECES];
     size_t count = peer->it_can_read && p->op->npieces <= SHM_MAX_PIECES ? p->op->npieces : 0;
     for (size_t i = 0; i < count; i++)
@@ -119,13 +119,6 @@ static void begin_take(shm *s, shm_posted *p, shm_offer *o) {
     }
 }
 
-/* Finds a receive for the offer, or lets it wait. */
-static void match_offer(shm *s, shm_offer *o) {
-    shm_posted *p = (shm_posted *)tb__match_meet(&s->receives, &s->arrivals, &o->arrival.waiter);
-    if (p)
-        begin_take(s, p, o);
-}
-
 /* Finds a message for the receive, or lets it wait. */
 static void match_receive(shm *s, shm_posted *p) {
     tb__arrival *a = (tb__arrival *)tb__match_meet(&s->arrivals, &s->receives, &p->waiter);
@@ -162,8 +155,7 @@ bool shm_take_slices(shm *s) {
         shm_posted *p = (shm_posted *)w;
         shm_offer *o = p->taking;
         size_t left = o->arrival.nbytes - p->at, n = left < SHM_READ_SLICE ? left : SHM_READ_SLICE;
-        tb_status status =
-            shm_process_copy(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n, false);
+        tb_status status = shm_process_read(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n);
         p->at += n;
         bool is_revoked = atomic_load(offer_word(o->peer->control, o->slot)) != offer_value(o->arrival.id, OFFER_READY);
         if (status != TB_OK && is_revoked) { /* whoever revokes may give the memory back at once */
@@ -256,8 +248,7 @@ static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const uns
     shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
     if (p)
         shm_finish(s, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
-    return p || tb__unwanted_take(&peer->unwanted, frame->tag) ||
-           tb__arrival_keep(&s->arrivals, peer->rank, frame->tag, data, nbytes);
+    return p || frame->is_expected || tb__arrival_keep(&s->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
 static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsigned char *data, size_t nbytes) {
@@ -284,10 +275,13 @@ static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsig
         free(o);
         return false;
     }
-    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+    shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
+    if (p)
+        begin_take(s, p, o);
+    else if (frame->is_expected)
         discard(s, &o->arrival);
     else
-        match_offer(s, o);
+        tb__match_add(&s->arrivals, &o->arrival.waiter);
     return true;
 }
 
@@ -435,12 +429,7 @@ static void cancel_receive(shm *s, shm_posted *p) {
     }
     shm_offer *o = p->taking;
     untake(s, o);
-    if (o->by_ring) { /* what is in the ring is spent; the sender is told that nobody wants it */
-        answer(s, o, SHM_DONE, (uint64_t)-TB_CANCELLED);
-        free(o);
-    } else {
-        match_offer(s, o);
-    }
+    discard(s, &o->arrival);
 }
 
 void shm_cancel_message(shm *s, shm_posted *p) {
@@ -451,12 +440,6 @@ void shm_cancel_message(shm *s, shm_posted *p) {
     else
         cancel_receive(s, p);
     tb__op_tell(p->op);
-}
-
-void shm_forget_message(shm *s, shm_peer *peer, uint64_t tag) {
-    tb__arrival *a = tb__arrival_forget(&s->arrivals, &peer->unwanted, peer->rank, tag);
-    if (a)
-        discard(s, a);
 }
 
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
@@ -479,5 +462,4 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     while ((w = tb__match_drain(&s->receives, peer->rank)))
         shm_finish(s, (shm_posted *)w, status);
     tb__match_free(&s->arrivals, peer->rank);
-    tb__unwanted_fini(&peer->unwanted);
 }

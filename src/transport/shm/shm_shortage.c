@@ -23,15 +23,14 @@ void shm_retry_later(shm *s, const char *what, int error) {
     timerfd_settime(s->retry, 0, &when, NULL);
 }
 
-void shm_tell_shortage(shm *s, shm_link *link, uint32_t features) {
-    if (features & SHM_KNOWS_SHORTAGE)
-        shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, -1);
+void shm_tell_shortage(shm *s, shm_link *link) {
+    shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, -1);
 }
 
 void shm_give_up(shm *s, shm_peer *peer) {
     char why[256];
     snprintf(why, sizeof why, "what it sent can't be received: %s", tb__errno_text(EMFILE));
-    shm_tell_shortage(s, peer->in, peer->features);
+    shm_tell_shortage(s, peer->in);
     shm_lose(s, peer, why);
 }
 

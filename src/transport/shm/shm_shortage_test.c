@@ -48,7 +48,7 @@ static void note_loss(void *arg, int32_t rank, const char *why) {
 }
 
 static void open_side(side *s, int32_t rank) {
-    tb_transport_env env = {.rank = rank, .arg = s, .lost = note_loss};
+    tb_transport_env env = {.size = sizeof env, .rank = rank, .arg = s, .lost = note_loss};
     *s = (side){.rank = rank, .nbytes = sizeof s->address};
     assert_int_equal(tb__transport_open("shm", &env, &s->t), TB_OK);
     assert_int_equal(s->t.ops->address(s->t.context, s->address, &s->nbytes), TB_OK);

@@ -19,7 +19,7 @@
 static bool pretend_denied; /* as if the system forbade reading other processes */
 
 static void open_one(tb_transport *t, int32_t rank, unsigned char *address, size_t *n) {
-    tb_transport_env env = {.rank = rank};
+    tb_transport_env env = {.size = sizeof env, .rank = rank};
     *n = TB_ADDRESS_MAX;
     assert_int_equal(tb__transport_open("shm", &env, t), TB_OK);
     assert_int_equal(t->ops->address(t->context, address, n), TB_OK);
@@ -100,7 +100,7 @@ static void child(int in, int out) {
     unsigned char *memory = malloc(MEMORY);
     for (size_t i = 0; i < MEMORY; i++)
         memory[i] = (unsigned char)(i * 7);
-    tb_mem_desc desc = {.base = memory, .nbytes = MEMORY, .fd = -1};
+    tb_mem_desc desc = {.size = sizeof desc, .base = memory, .nbytes = MEMORY, .fd = -1};
     tb_mem *mem;
     tb_mem_key key;
     t.ops->mem_register(t.context, &desc, &mem);
@@ -123,7 +123,7 @@ static void start_other(other *o) {
     assert_true(o->pid >= 0);
     if (o->pid == 0)
         child(down[0], up[1]);
-    tb_transport_env env = {.rank = 0, .arg = o, .lost = note_loss};
+    tb_transport_env env = {.size = sizeof env, .rank = 0, .arg = o, .lost = note_loss};
     size_t n = sizeof mine;
     assert_int_equal(tb__transport_open("shm", &env, &o->here), TB_OK);
     assert_int_equal(o->here.ops->address(o->here.context, mine, &n), TB_OK);
@@ -186,7 +186,7 @@ static void a_killed_peer_is_noticed(void **state) {
 enum { PAGE = 4096 };
 
 static tb_mem *register_part(endpoints *e, unsigned char *base, int fd, size_t offset, size_t nbytes) {
-    tb_mem_desc desc = {.base = base + offset, .nbytes = nbytes, .fd = fd, .offset = offset};
+    tb_mem_desc desc = {.size = sizeof desc, .base = base + offset, .nbytes = nbytes, .fd = fd, .offset = offset};
     tb_mem *mem;
     assert_int_equal(e->b.ops->mem_register(e->b.context, &desc, &mem), TB_OK);
     return mem;
@@ -323,7 +323,7 @@ static void bad_memory_is_refused(void **state) {
     tb_remote *remote;
     make(&e);
     assert_int_equal(ftruncate(open_fd, PAGE), 0);
-    tb_mem_desc desc = {.base = base, .nbytes = PAGE, .fd = open_fd};
+    tb_mem_desc desc = {.size = sizeof desc, .base = base, .nbytes = PAGE, .fd = open_fd};
     assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem), TB_REFUSED);
     assert_non_null(strstr(tb_error_detail(), "sealed against shrinking"));
     desc.fd = fd;
@@ -421,7 +421,7 @@ static void registrations_run_out(void **state) {
     endpoints e;
     static tb_mem *mem[SHM_REGISTRATIONS + 1];
     static unsigned char memory[64];
-    tb_mem_desc desc = {.base = memory, .nbytes = sizeof memory, .fd = -1};
+    tb_mem_desc desc = {.size = sizeof desc, .base = memory, .nbytes = sizeof memory, .fd = -1};
     make(&e);
     for (size_t i = 0; i < SHM_REGISTRATIONS; i++)
         assert_int_equal(e.b.ops->mem_register(e.b.context, &desc, &mem[i]), TB_OK);

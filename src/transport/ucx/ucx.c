@@ -213,7 +213,7 @@ static tb_status open_all(ucx *u) {
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
-    u->id = (u->id & ~UINT64_C(1)) | 2; /* 0 is nobody */
+    u->id |= 1; /* 0 is nobody */
     TB_TRY(ucx_load(&u->call));
     TB_TRY(ucx_begin_use());
     u->is_user = true;
@@ -441,7 +441,7 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         return TB_OK;
     if (!keep_address(peer, address, nbytes))
         return TB_NO_MEMORY;
-    if (peer->nendpoints >= peer->number && ucx_can_renew(peer->id))
+    if (peer->nendpoints >= peer->number)
         peer->number = peer->nendpoints + 1; /* one could not be made */
     ucs_status_t status = UCS_OK;
     do { /* the last one is it; the others are for connections that the peer has begun without us */
@@ -463,8 +463,6 @@ static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nb
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;
-    if (peer->is_lost && !ucx_can_renew(peer->id))
-        return tb__fail(TB_LOST, "%s", peer->why);
     if (peer->is_lost)
         peer = ucx_renew(peer, peer->number + 1);
     if (!peer)
@@ -539,8 +537,6 @@ static void tell(ucx *u) {
 /* ---- Operations ----------------------------------------------------------------------------------------------- */
 
 static tb_status post(ucx *u, tb_op *op) {
-    if (op->kind != TB_OP_SEND && op->kind != TB_OP_RECV)
-        return tb__fail(TB_REFUSED, "transport ucx sends and receives, and nothing else");
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
     /* One that is about to be lost is not yet: there may be messages left of it, and whoever answers them is told then.
      */
@@ -563,15 +559,6 @@ static void ucx_cancel(void *context, tb_op *op) {
     pthread_mutex_lock(&u->lock);
     if (op->state)
         ucx_cancel_message(u, op->state);
-    pthread_mutex_unlock(&u->lock);
-}
-
-static void ucx_forget(void *context, int32_t rank, uint64_t tag) {
-    ucx *u = context;
-    pthread_mutex_lock(&u->lock);
-    ucx_peer *peer = ucx_find(u, rank);
-    if (peer && !peer->is_lost)
-        ucx_forget_message(u, peer, tag);
     pthread_mutex_unlock(&u->lock);
 }
 
@@ -623,8 +610,9 @@ static int ucx_fd(void *context) {
 }
 
 const tb_transport_ops tb__ucx_ops = {
+    .size = sizeof tb__ucx_ops,
     .name = "ucx",
-    .caps = TB_CAN_RECONNECT,
+    .memory = 1U << TB_MEM_HOST,
     .open = ucx_open,
     .close = ucx_close,
     .address = ucx_get_address,
@@ -633,7 +621,6 @@ const tb_transport_ops tb__ucx_ops = {
     .cancel = ucx_cancel,
     .progress = ucx_progress,
     .fd = ucx_fd,
-    .forget = ucx_forget,
     .is_reached = ucx_is_reached,
     .disconnect = ucx_disconnect,
 };

@@ -20,9 +20,9 @@
  * way is not done, whatever becomes of it, before UCX has given them back (`nrequests`). Where the peer stands still
  * that takes the end of its endpoint, and so of the peer.
  *
- * Peers reach no memory here (no READ, WRITE or mapping). TCP has none of it, and UCX's stand-in for writing is slow.
- * Shared memory lanes read whatever is at an address, registered or not; and InfiniBand answers an access to what has
- * been unregistered by breaking the connection. Neither makes an access fail by name, and only that one. */
+ * Peers reach no memory here (no mem_... slots). TCP can't read a peer's memory. Shared memory lanes read whatever is
+ * at an address, registered or not; and InfiniBand answers an access to what has been unregistered by breaking the
+ * connection. Neither makes an access fail by name, and only that one. */
 #ifndef TB_TRANSPORT_UCX_UCX_H
 #define TB_TRANSPORT_UCX_UCX_H
 
@@ -34,7 +34,7 @@
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 3,
+    UCX_VERSION = 4,
     UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
     UCX_SHORT = 16 << 10,      /* messages up to this size carry their bytes */
     UCX_CHUNK_SIZE = 60 << 10, /* of what an offered message is sent in: with headers, one segment of UCX's TCP */
@@ -52,29 +52,29 @@ enum {
 };
 
 typedef enum ucx_kind {
-    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; attempt: the number of the
+    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; number: the number of the
                     connection, 0 is 1; carries the sender's address */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_OFFER,   /* offer, tag, nbytes */
     UCX_REVOKE,  /* offer, tag: it is withdrawn */
-    UCX_TAKE,    /* back: offer, attempt: send it, from its beginning */
-    UCX_STOP,    /* back: offer, attempt: not now; it may be taken again */
+    UCX_TAKE,    /* back: offer: send it */
     UCX_DONE,    /* back: offer: the message is in, or nobody can have it */
     UCX_BYE,     /* last of all */
     UCX_PING,    /* is somebody there? at: a number for the answer, or 0 */
-    UCX_PONG,    /* somebody is; at: of the PING. Version 0.1.0 answers with 0 always */
-    UCX_CHUNK,   /* offer, attempt, at; carries bytes of an offered message. The only kind that may overtake others. */
+    UCX_PONG,    /* somebody is; at: of the PING */
+    UCX_CHUNK,   /* offer, at; carries bytes of an offered message. The only kind that may overtake others. */
 } ucx_kind;
 
 /* In the byte order of the machine, as UCX's own headers are. */
 typedef struct ucx_frame {
-    uint32_t kind;
-    int32_t rank;    /* the sender's */
+    uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
+    int32_t rank;               /* the sender's */
     uint64_t from;   /* the sender's id, or, after the first connection, one made of it and the connection's number */
     uint64_t serial; /* counts what the sender sent to this receiver, but for chunks */
     uint64_t offer;  /* its number at the rank that made it */
     uint64_t tag, nbytes;
-    uint64_t attempt, at; /* how often it has been taken; where in the message a chunk belongs */
+    uint64_t number; /* of the connection */
+    uint64_t at;     /* where in the message a chunk belongs */
 } ucx_frame;
 
 typedef struct ucx ucx;
@@ -97,7 +97,7 @@ typedef struct ucx_posted {
     ucx_state state;
     size_t nbytes, at;        /* in all, and how much has been sent */
     tb__mark mark;            /* where in the operation chunks come from, or go to */
-    uint64_t offer, attempt;  /* of a send */
+    uint64_t offer;           /* of a send */
     size_t nrequests;         /* direct chunks: UCX may touch the operation's memory while there are any; or a short
                                  message that it has not taken yet */
     struct ucx_offer *taking; /* by a receive */
@@ -107,7 +107,6 @@ typedef struct ucx_posted {
 typedef struct ucx_offer {
     tb__arrival arrival; /* by its tag, or among those that are being taken */
     ucx_peer *peer;
-    uint64_t attempt;
     size_t coming, got; /* bytes of chunks that came or are being fetched; of those that are in */
     ucx_posted *taker;
 } ucx_offer;
@@ -166,18 +165,17 @@ struct ucx_peer {
     char words[96];                  /* room for that, where UCX says it */
     ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
     uint64_t serial_out, serial_in, next_offer;
-    bool is_driven;        /* it works all the time, as it says */
-    bool is_heard;         /* something has come from it since the last beat, */
-    bool is_sending;       /* chunks, even */
-    unsigned silence;      /* beats since then */
-    bool is_direct;        /* its lanes are such that chunks go from their place */
-    size_t in_flight;      /* chunks on their way to it that were copied */
-    size_t ndirect;        /* those that were not */
-    size_t nrequests;      /* and those that are being fetched */
-    tb__waiters offered;   /* sends that wait for an answer, or are being sent */
-    tb__waiters settling;  /* sends and receives that wait for UCX only */
-    tb__waiters taken;     /* offers of it that we are taking */
-    tb__unwanted unwanted; /* messages of it */
+    bool is_driven;       /* it works all the time, as it says */
+    bool is_heard;        /* something has come from it since the last beat, */
+    bool is_sending;      /* chunks, even */
+    unsigned silence;     /* beats since then */
+    bool is_direct;       /* its lanes are such that chunks go from their place */
+    size_t in_flight;     /* chunks on their way to it that were copied */
+    size_t ndirect;       /* those that were not */
+    size_t nrequests;     /* and those that are being fetched */
+    tb__waiters offered;  /* sends that wait for an answer, or are being sent */
+    tb__waiters settling; /* sends and receives that wait for UCX only */
+    tb__waiters taken;    /* offers of it that we are taking */
 };
 
 /* A socket on which UCX listens. */
@@ -195,7 +193,7 @@ struct ucx {
     const ucx_functions *call;
     tb_transport_env env;
     bool is_user; /* ucx_begin_use has been called */
-    uint64_t id;  /* random: a peer of the same rank is not taken for the one before. Even: see ucx_can_renew */
+    uint64_t id;  /* random: a peer of the same rank is not taken for the one before */
     ucp_context_h context;
     ucp_worker_h worker;
     unsigned char *address; /* ours, as peers get it */
@@ -244,10 +242,6 @@ bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
 tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
 /* Whose address it is; 0: it is none. */
 uint64_t ucx_id_of(const void *address, size_t nbytes);
-/* Whether a process with this id knows of connections with numbers. Version 0.1.0 does not, and its ids are odd. */
-static inline bool ucx_can_renew(uint64_t id) {
-    return id != 0 && !(id & 1);
-}
 static inline bool ucx_is_over(const ucx_peer *peer) {
     return peer->is_lost || peer->why;
 }
@@ -307,7 +301,6 @@ void ucx_free_transfers(ucx *u); /* when UCX is gone */
 /* ucx_message.c: sends and receives. */
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
-void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag);
 /* A frame in its turn. False: it makes no sense. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
 /* The receive that wants a chunk of so many bytes, which are counted as coming; NULL: nobody does. */

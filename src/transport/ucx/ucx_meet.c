@@ -110,7 +110,7 @@ static void move_on(ucx_peer *peer, uint64_t number, const void *address, size_t
 /* Whether the hello belongs to the connection that we have with the peer. A later one takes its place. What makes no
  * sense is left to others. */
 static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size_t nbytes) {
-    ucx_next next = {frame->attempt > 1 ? frame->attempt : 1, frame->tag, nbytes};
+    ucx_next next = {frame->number > 1 ? frame->number : 1, frame->tag, nbytes};
     ucx_peer *peer = frame->rank >= 0 ? ucx_find_or_add(u, frame->rank) : NULL;
     uint64_t id = ucx_id_of(address, nbytes);
     if (!peer || id == 0 || (peer->id != 0 && peer->id != id) || next.number > peer->number + MOST_AHEAD)
@@ -121,7 +121,7 @@ static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size
         peer->patience *= 2; /* it answers, but late */
     if (next.number == peer->number && !ucx_is_over(peer))
         return !peer->is_met;
-    if (next.number <= peer->number || !ucx_can_renew(id) || (peer->next && peer->next->number > next.number))
+    if (next.number <= peer->number || (peer->next && peer->next->number > next.number))
         return false;
     if (!ucx_is_over(peer) && !peer->is_met) {
         move_on(peer, next.number, address, nbytes);
@@ -187,7 +187,7 @@ void ucx_listen_no_more(ucx *u) {
 
 void ucx_say_hello(ucx_peer *peer) {
     ucx *u = peer->owner;
-    ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven, .attempt = peer->number};
+    ucx_frame frame = {.kind = UCX_HELLO, .tag = u->env.is_driven, .number = peer->number};
     size_t nbytes = sizeof frame + u->address_nbytes;
     ucx_transfer *t = ucx_new_transfer(peer, &frame, nbytes, nbytes);
     if (!t) {

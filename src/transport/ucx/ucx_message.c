@@ -20,7 +20,7 @@ void ucx_tell_all(ucx *u) {
 }
 
 static void answer(const ucx_offer *o, ucx_kind kind) {
-    ucx_send(o->peer, &(ucx_frame){.kind = kind, .offer = o->arrival.id, .attempt = o->attempt}, NULL, 0);
+    ucx_send(o->peer, &(ucx_frame){.kind = kind, .offer = o->arrival.id}, NULL, 0);
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------------ */
@@ -42,8 +42,6 @@ static void begin_take(ucx *u, ucx_posted *p, ucx_offer *o) {
     p->state = UCX_TAKING;
     p->taking = o;
     o->taker = p;
-    o->coming = o->got = 0;
-    o->attempt++;
     tb__waiters_add(&o->peer->taken, &o->arrival.waiter);
     answer(o, UCX_TAKE);
 }
@@ -59,13 +57,6 @@ static void untake(ucx_offer *o) {
 static void settle(ucx_posted *p) {
     p->state = UCX_SETTLING;
     tb__waiters_add(&p->peer->settling, &p->waiter);
-}
-
-/* Finds a receive for the offer, or lets it wait. */
-static void match_offer(ucx *u, ucx_offer *o) {
-    ucx_posted *p = (ucx_posted *)tb__match_meet(&u->receives, &u->arrivals, &o->arrival.waiter);
-    if (p)
-        begin_take(u, p, o);
 }
 
 /* Finds a message for the receive, or lets it wait. */
@@ -86,8 +77,7 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (p)
         finish(u, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
-    return p || tb__unwanted_take(&peer->unwanted, frame->tag) ||
-           tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
+    return p || frame->is_expected || tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
 static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
@@ -99,10 +89,13 @@ static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
                                  .id = frame->offer,
                                  .nbytes = frame->nbytes},
                      .peer = peer};
-    if (tb__unwanted_take(&peer->unwanted, frame->tag))
+    ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
+    if (p)
+        begin_take(u, p, o);
+    else if (frame->is_expected)
         discard(&o->arrival);
     else
-        match_offer(u, o);
+        tb__match_add(&u->arrivals, &o->arrival.waiter);
     return true;
 }
 
@@ -128,8 +121,7 @@ static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
 ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
     ucx_offer *o = find_taken(peer, frame);
     size_t all = o ? o->arrival.nbytes : 0;
-    if (!o || o->attempt != frame->attempt || nbytes > UCX_CHUNK_MOST || frame->at > all || nbytes > all - frame->at ||
-        nbytes > all - o->coming)
+    if (!o || nbytes > UCX_CHUNK_MOST || frame->at > all || nbytes > all - frame->at || nbytes > all - o->coming)
         return NULL;
     o->coming += nbytes;
     return o->taker;
@@ -137,7 +129,7 @@ ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_
 
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
     ucx_offer *o = find_taken(peer, frame);
-    if (!o || o->attempt != frame->attempt) /* any more */
+    if (!o) /* any more */
         return;
     ucx_posted *p = o->taker;
     if (data)
@@ -176,7 +168,7 @@ void ucx_pump(ucx_peer *peer) {
 
 static void send_message(ucx_posted *p) {
     tb_op *op = p->op;
-    ucx_frame frame = {.kind = UCX_MESSAGE, .tag = op->tag, .nbytes = p->nbytes};
+    ucx_frame frame = {.kind = UCX_MESSAGE, .is_expected = op->is_expected, .tag = op->tag, .nbytes = p->nbytes};
     if (p->nbytes <= UCX_SHORT) { /* a copy goes; it is sent when UCX has taken it: our process may end then */
         p->nrequests = 1;
         settle(p);
@@ -210,8 +202,6 @@ static void on_take(ucx_peer *peer, const ucx_frame *frame) {
     if (!p)
         return;
     p->state = UCX_SENDING;
-    p->attempt = frame->attempt;
-    p->at = 0;
     ucx_pump(peer);
 }
 
@@ -234,11 +224,6 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     case UCX_TAKE:
         on_take(peer, frame);
         return true;
-    case UCX_STOP:
-        p = find_offered(peer, frame->offer);
-        if (p && p->attempt == frame->attempt)
-            p->state = UCX_OFFERED;
-        return true;
     case UCX_DONE:
         p = find_offered(peer, frame->offer);
         if (p) {
@@ -256,9 +241,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         ucx_send(peer, &(ucx_frame){.kind = UCX_PONG, .at = frame->at}, NULL, 0);
         return true;
     case UCX_PONG:
-        if (!ucx_can_renew(peer->id))
-            peer->answered = peer->asked;
-        else if (frame->at > peer->answered)
+        if (frame->at > peer->answered)
             peer->answered = frame->at;
         peer->has_news = true;
         ucx_wake(u);
@@ -317,10 +300,9 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     } else if (p->op->kind == TB_OP_SEND) {
         tb__waiters_remove(&p->peer->offered, &p->waiter);
         ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag}, NULL, 0);
-    } else if (o) { /* the message is all there at the sender, for another receive */
+    } else if (o) {
         untake(o);
-        answer(o, UCX_STOP);
-        match_offer(u, o);
+        discard(&o->arrival);
     } else {
         tb__match_remove(&u->receives, &p->waiter);
     }
@@ -329,12 +311,6 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
         await_requests(u, p);
     ucx_wake(u);
     tb__op_tell(p->op);
-}
-
-void ucx_forget_message(ucx *u, ucx_peer *peer, uint64_t tag) {
-    tb__arrival *a = tb__arrival_forget(&u->arrivals, &peer->unwanted, peer->rank, tag);
-    if (a)
-        discard(a);
 }
 
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
@@ -356,5 +332,4 @@ void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     while ((w = tb__match_drain(&u->receives, peer->rank)))
         finish(u, (ucx_posted *)w, status);
     tb__match_free(&u->arrivals, peer->rank);
-    tb__unwanted_fini(&peer->unwanted);
 }

@@ -33,7 +33,7 @@ static void set_timer(ucx *u, bool is_on) {
 
 /* It has not answered our hello. */
 static bool is_awaited(const ucx_peer *peer) {
-    return peer->ep && !peer->is_met && !ucx_is_over(peer) && ucx_can_renew(peer->id);
+    return peer->ep && !peer->is_met && !ucx_is_over(peer);
 }
 
 void ucx_await_peer(ucx_peer *peer) {

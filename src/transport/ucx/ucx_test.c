@@ -23,40 +23,36 @@ static void ucx_conforms(void **state) {
     conformance_without(is_shm ? "gigabytes" : NULL, make, unmake);
 }
 
-/* The receive's memory is left alone from then on, and the message is there for another receive. */
+/* The receive's memory is left alone from then on, and the sender is rid of the message. */
 static void a_receive_is_given_up_half_way(void **state) {
     (void)state;
     endpoints e;
     make(&e);
-    unsigned char *from = malloc(LARGE), *to = malloc(LARGE), *other = malloc(LARGE);
-    tb_piece out = {from, LARGE}, in = {to, LARGE}, in_other = {other, LARGE};
-    tb_op send, receive, again;
+    unsigned char *from = malloc(LARGE), *to = malloc(LARGE);
+    tb_piece out = {from, LARGE}, in = {to, LARGE};
+    tb_op send, receive;
     memset(from, 1, LARGE);
     make_op(&send, TB_OP_SEND, e.rank_b, 7, &out, 1);
     make_op(&receive, TB_OP_RECV, e.rank_a, 7, &in, 1);
-    make_op(&again, TB_OP_RECV, e.rank_a, 7, &in_other, 1);
     post(&e.a, &send);
     post(&e.b, &receive);
     work_until_half(&e);
     cancel(&e.b, &receive, &e.a);
     assert_int_equal(receive.status, TB_CANCELLED);
     memset(to, 0xEE, LARGE);
-    progress(&e);
-    assert_false(is_done(&send));
-    post(&e.b, &again);
-    work_until_half(&e);
-    cancel(&e.b, &again, &e.a); /* and once more, with the receive that takes over already posted */
-    memset(other, 0xEE, LARGE);
-    make_op(&again, TB_OP_RECV, e.rank_a, 7, &in_other, 1);
-    post(&e.b, &again);
-    work_until_done(&e, (tb_op *[]){&send, &again}, 2);
+    work_until_done(&e, (tb_op *[]){&send}, 1);
     assert_int_equal(send.status, TB_OK);
-    assert_int_equal(again.status, TB_OK);
     check(to, 0xEE);
-    check(other, 1);
+    memset(from, 2, LARGE); /* nothing of the first message comes with the next */
+    make_op(&send, TB_OP_SEND, e.rank_b, 7, &out, 1);
+    make_op(&receive, TB_OP_RECV, e.rank_a, 7, &in, 1);
+    post(&e.a, &send);
+    post(&e.b, &receive);
+    work_until_done(&e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    check(to, 2);
     free(from);
     free(to);
-    free(other);
     unmake(&e);
 }
 
@@ -315,7 +311,7 @@ static void a_fork_is_refused(void **state) {
     assert_true(pid >= 0);
     if (pid == 0) {
         tb_transport t;
-        tb_transport_env env = {.rank = 9};
+        tb_transport_env env = {.size = sizeof env, .rank = 9};
         _exit(tb__transport_open("ucx", &env, &t) == TB_REFUSED && strstr(tb_error_detail(), "forked") ? 0 : 1);
     }
     int status;
@@ -327,7 +323,7 @@ static void a_fork_is_refused(void **state) {
 static void memory_may_run_out(void **state) {
     (void)state;
     tb_transport t;
-    tb_transport_env env = {.rank = 1};
+    tb_transport_env env = {.size = sizeof env, .rank = 1};
     tb_status status = TB_NO_MEMORY;
     for (long n = 0; status != TB_OK && n < 100; n++) {
         tb__mem_fail_after(n);

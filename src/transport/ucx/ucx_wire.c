@@ -163,7 +163,7 @@ bool ucx_send_chunk(ucx_posted *p) {
     bool is_direct = p->peer->is_direct && ucx_place_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
-    ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .attempt = p->attempt, .at = p->at};
+    ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .at = p->at};
     ucx_transfer *t = ucx_new_transfer(p->peer, &frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t)
         return false;
