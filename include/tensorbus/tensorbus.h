@@ -449,9 +449,10 @@ typedef struct tb_world_opts {
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
  * "tcp://127.0.0.1:7000", or etcd, "etcd://a:2379,b:2379"; "?namespace=NAME" keeps several busses apart. A URL without
- * a host, "tcp://:7000", means 127.0.0.1: only processes of this machine reach it. If nobody serves a socket there, this process does, for as long as it has the world. Without the store transfers go on, but
- * nobody new can be met; when it is back, or another process serves it, all take their seats there again.
- * TB_CONFLICT while another process has the seat. */
+ * a host, "tcp://:7000", means 127.0.0.1: only processes of this machine reach it. If nobody serves a socket there,
+ * this process does, for as long as it has the world. Without the store transfers go on, but nobody new can be met;
+ * when it is back, or another process serves it, all take their seats there again. TB_CONFLICT while another process
+ * has the seat. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
 
@@ -504,11 +505,11 @@ typedef struct tb_pair_opts {
     bool no_wait;      /* returns at once; the others are waited for when a batch is registered */
 } tb_pair_opts;
 
-/* Completes when all ranks of both groups have made the pair `name`, and are connected. After connections were lost, for
- * example because a network was cut and mended, destroy the pair and make it again: that connects the ranks that are
- * alive, over all transports but MPI. Ranks of a side that disagree are named on every rank, at once (TB_CONFLICT), and so are ranks
- * that have no transport in common, or other versions of tensorbus (TB_REFUSED). A process that is in both groups makes
- * the pair once for each of them, the first time with no_wait. */
+/* Completes when all ranks of both groups have made the pair `name`, and are connected. After connections were lost,
+ * for example because a network was cut and mended, destroy the pair and make it again: that connects the ranks that
+ * are alive, over all transports but MPI. Ranks of a side that disagree are named on every rank, at once (TB_CONFLICT),
+ * and so are ranks that have no transport in common, or other versions of tensorbus (TB_REFUSED). A process that is in
+ * both groups makes the pair once for each of them, the first time with no_wait. */
 TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                                 const tb_pair_opts *opts, tb_pair **out);
 TB_API void tb_pair_destroy(tb_pair *pair);
