@@ -1,6 +1,9 @@
 /* RLIMIT_NOFILE. */
 #include "base/descriptors.h"
 
+#include "base/process.h"
+
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -29,5 +32,26 @@ const char *tb__errno_text(int error) {
     else
         snprintf(text, sizeof text, "%s%s", strerror(error),
                  error == ENFILE ? ": the machine is out of file descriptors (sysctl fs.file-max)" : "");
+    return text;
+}
+
+enum { SHORTAGE_MS = 1000 }; /* how long a note counts */
+
+static _Atomic(const char *) shortage;
+static _Atomic int shortage_error;
+static _Atomic int64_t shortage_end_ms;
+
+void tb__shortage_note(const char *what, int error) {
+    atomic_store(&shortage, what);
+    atomic_store(&shortage_error, error);
+    atomic_store(&shortage_end_ms, tb__now_ms() + SHORTAGE_MS);
+}
+
+const char *tb__shortage_text(void) {
+    static _Thread_local char text[256];
+    if (tb__now_ms() >= atomic_load(&shortage_end_ms))
+        return "";
+    snprintf(text, sizeof text, "; this process can't %s: %s", atomic_load(&shortage),
+             tb__errno_text(atomic_load(&shortage_error)));
     return text;
 }

@@ -18,6 +18,14 @@ static inline bool tb__is_out_of_descriptors(int error) {
 /* RLIMIT_NOFILE: what this process may have now. */
 TB_API unsigned long long tb__descriptor_limit(void);
 
+/* A transport could not do something ("accept a connection", a string that stays) for want of descriptors or memory,
+ * and tries again. To be called at each try, at least twice a second. Any thread. */
+void tb__shortage_note(const char *what, int error);
+
+/* "; this process can't accept a connection: REASON" while a transport notes that, else "". For the error of a wait
+ * that has timed out: the peer may have done its part. The text is the thread's, until the next call. */
+const char *tb__shortage_text(void);
+
 /* Raises the soft limit to the hard one. For programs of our own: in a library's host there may be select(), which
  * can't deal with descriptors above 1023. */
 void tb__descriptor_limit_raise(void);

@@ -3,6 +3,7 @@
  * messages go to them. */
 #include "bus/accord.h"
 
+#include "base/descriptors.h"
 #include "base/log.h"
 #include "bus/pair_notes.h"
 
@@ -375,17 +376,26 @@ static const tb__peer *find_missing(const tb__accord *accord) {
 
 tb_status tb__accord_not_settled(const tb__accord *accord) {
     const tb__assembly *all = &accord->all;
-    char verdict[TB__WHY_MAX];
-    tb__pair_find_verdict(accord->pair, verdict, sizeof verdict);
+    const char *what = accord->what, *pair = accord->pair->name, *shortage = tb__shortage_text();
+    char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
+    tb__pair_find_refusal(accord->pair, refusal, sizeof refusal);
+    snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
     for (size_t i = 0; i < all->npeers; i++) {
-        if (!all->counts[i])
-            return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s%s",
-                            all->peers[i]->label, accord->what, accord->pair->name, all->npeers - all->nunknown,
-                            all->npeers, *verdict ? "; " : "", verdict);
+        const char *label = all->peers[i]->label;
+        if (all->counts[i])
+            continue;
+        if (all->ports[i])
+            return tb__fail(TB_TIMEOUT, "%s has registered %s of pair '%s', but has not confirmed our registration%s",
+                            label, what, pair, cause);
+        if (*shortage)
+            return tb__fail(TB_TIMEOUT, "the registration by %s of %s of pair '%s' has not arrived%s", label, what,
+                            pair, cause);
+        return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s", label, what,
+                        pair, all->npeers - all->nunknown, all->npeers, cause);
     }
     const tb__peer *missing = find_missing(accord);
-    return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come",
-                    missing ? missing->label : "nobody", accord->what, accord->pair->name);
+    return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",
+                    missing ? missing->label : "nobody", what, pair, shortage);
 }
 
 /* Everybody has come, and all bodies are here: compare, and begin. */

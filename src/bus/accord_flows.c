@@ -153,8 +153,8 @@ static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t 
                                       .dst_dtype = to->as->dtype,
                                       .wire_dtype = from->as->wire_dtype,
                                       .group = to->as->group}};
-    out->src_gone = from->mine ? &from->mine->is_gone : NULL;
-    out->dst_gone = to->mine ? &to->mine->is_gone : NULL;
+    out->src_invalidated = from->mine ? &from->mine->is_invalidated : NULL;
+    out->dst_invalidated = to->mine ? &to->mine->is_invalidated : NULL;
     TB_TRY(bind(from, &out->src));
     return bind(to, &out->dst);
 }

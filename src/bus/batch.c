@@ -55,7 +55,7 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     o.ignored = NULL;
     o.nties = o.nignored = 0;
     batch->opts = o;
-    batch->memory.take_away = tb__batch_take_away;
+    batch->memory.invalidate = tb__batch_invalidate;
     atomic_init(&batch->refs, 1);
     tb__world_ref(world);
     tb__engine_lock(world->engine);

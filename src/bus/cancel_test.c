@@ -239,14 +239,14 @@ static void test_nothing_is_written_after_cancel(void **state) {
     run_ranks(in_the_rush, 2, 2, "staged");
 }
 
-/* ---- Memory that is taken away --------------------------------------------------------------------------------- */
+/* ---- Memory that is invalidated --------------------------------------------------------------------------------- */
 
 typedef struct taken {
     const char *group; /* whose rank 1 takes it away */
     bool staged, snapshot;
 } taken;
 
-static void take_away(rank *r) {
+static void invalidate(rank *r) {
     const taken *how = r->scene->shared;
     setup s;
     tb_transfer *t = NULL;
@@ -290,7 +290,7 @@ static void test_invalidated_memory_fails_by_name(void **state) {
     const taken ways[] = {{"a", false, false}, {"b", false, false}, {"a", true, false},
                           {"b", true, false},  {"a", false, true},  {"a", true, true}};
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++)
-        run_ranks(take_away, 2, 2, &ways[i]);
+        run_ranks(invalidate, 2, 2, &ways[i]);
 }
 
 /* A sender comes to a transfer that the receivers have given up meanwhile. It must not become a part of the next one,

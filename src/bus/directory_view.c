@@ -167,7 +167,7 @@ tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *o
     char *at = (char *)(roster.member + roster.size);
     for (size_t i = first; i < last; i++) {
         const tb__seat *seat = &seats[i].seat;
-        roster.is_torn |= seat->size != roster.size;
+        roster.sizes_differ |= seat->size != roster.size;
         if (seats[i].index >= roster.size)
             continue;
         roster.npresent++;

@@ -262,7 +262,7 @@ static bool is_complete(void *arg) {
     w->status = tb__directory_roster(w->world->directory, w->group, &roster);
     if (w->status != TB_OK)
         return true;
-    w->is_complete = roster.size > 0 && roster.npresent == roster.size && !roster.is_torn;
+    w->is_complete = roster.size > 0 && roster.npresent == roster.size && !roster.sizes_differ;
     tb__roster_fini(&roster);
     return w->is_complete;
 }

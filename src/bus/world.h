@@ -49,10 +49,10 @@ typedef struct tb__plans_state {
 /* Whoever has tensors in memory of the program's: a batch, a copy service. */
 typedef struct tb__memory_user tb__memory_user;
 struct tb__memory_user {
-    /* The program takes the bytes from `first` to `last` away. Marks the tensors in them, for good, and asks transfers
+    /* The program invalidates the bytes from `first` to `last`. Marks the tensors in them, for good, and asks transfers
      * that use them to end. Returns whether something may still read or write them: then `still` says what. Called
      * again until nothing does. With the lock held. */
-    bool (*take_away)(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+    bool (*invalidate)(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
     tb__memory_user *next;
 };
 
@@ -195,7 +195,7 @@ typedef struct tb__tensor {
     char *scale_group;   /* NULL: none */
     tb__encoded encoded; /* where it is, if this rank has some of it */
     bool is_transformed;
-    bool is_gone; /* its memory was taken away */
+    bool is_invalidated; /* its memory was */
     tb__mirrored mirrored;
 } tb__tensor;
 
@@ -222,7 +222,7 @@ struct tb_batch {
 };
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
-bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 /* As tb_batch_add. */
 tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
                         const tb__mirrored *mirrored);

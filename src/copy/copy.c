@@ -293,7 +293,7 @@ static bool has_group(void *arg) {
     w->status = tb__directory_roster(w->world->directory, w->group, &w->roster);
     if (w->status != TB_OK)
         return true;
-    w->is_complete = w->roster.size > 0 && w->roster.npresent == w->roster.size && !w->roster.is_torn;
+    w->is_complete = w->roster.size > 0 && w->roster.npresent == w->roster.size && !w->roster.sizes_differ;
     for (int32_t i = 0; w->is_complete && i < w->roster.size; i++) {
         const tb__member *m = &w->roster.member[i];
         const tb__peer *peer = tb__engine_find_peer(w->world->engine, m->rank, m->incarnation);
@@ -309,7 +309,7 @@ static tb_status explain_group(const waiting *w, const char *what) {
     if (tb__world_name_missing(&w->roster, missing, sizeof missing))
         return tb__fail(TB_TIMEOUT, "%s: group '%s' has %" PRId32 " of %" PRId32 " ranks; missing: %s", what, w->group,
                         w->roster.npresent, w->roster.size, missing);
-    if (w->roster.is_torn)
+    if (w->roster.sizes_differ)
         return tb__fail(TB_CONFLICT, "%s: the ranks of group '%s' disagree about its size", what, w->group);
     return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
 }
@@ -467,7 +467,7 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->all.broken = on_broken;
     copy->all.gone = on_gone;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
-    copy->memory.take_away = tb__copy_take_away;
+    copy->memory.invalidate = tb__copy_invalidate;
     tb__engine_lock(world->engine);
     tb__world_add_user(world, &copy->memory);
     tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));

@@ -190,8 +190,8 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
             tb__flow_tensor t = {.key = key,
                                  .src = is_send ? b : nothing,
                                  .dst = is_send ? nothing : b,
-                                 .src_gone = is_send ? &v->is_gone : NULL,
-                                 .dst_gone = is_send ? NULL : &v->is_gone};
+                                 .src_invalidated = is_send ? &v->is_invalidated : NULL,
+                                 .dst_invalidated = is_send ? NULL : &v->is_invalidated};
             t.spec = (tb_tensor_spec){.name = tb__ir_string(ir, name),
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
@@ -414,7 +414,7 @@ tb_status tb__copy_move(tb_copy *copy) {
         copy->copies_local = false;
         tb__engine_signal(copy->world->engine); /* somebody may wait for the memory */
         if (status == TB_OK)
-            status = tb__copy_check_gone(copy);
+            status = tb__copy_check_invalidated(copy);
         if (status != TB_OK)
             tb__copy_abort(copy, status);
     }

@@ -139,7 +139,7 @@ static tb_status check_own(tb_copy *copy) {
     sort(&copy->sends);
     sort(&copy->recvs);
     TB_TRY(check_ids(copy));
-    TB_TRY(tb__copy_check_gone(copy));
+    TB_TRY(tb__copy_check_invalidated(copy));
     tb__match_end sender = tb__copy_end(copy, true, copy->index), receiver = tb__copy_end(copy, false, copy->index);
     TB_TRY(tb__match_ends(&sender, &receiver));
     tb_status status = tb__copy_check_memory(copy);

@@ -421,7 +421,7 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
         return tb__fail(abort->status, "%s", abort->why);
     }
     *tells = true;
-    if (leg->memory_gone)
+    if (leg->memory_invalidated)
         return tb__flow_check_memory(flow, is_send);
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
     if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)

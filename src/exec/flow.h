@@ -78,7 +78,8 @@ typedef struct tb__flow_tensor {
     bool is_gathered;
     bool has_own_shadow; /* in a shadowed receive somebody else takes it to its place */
     size_t slot_offset;
-    const bool *src_gone, *dst_gone; /* whether the program has taken its memory away; borrowed. NULL: it never does */
+    const bool *src_invalidated,
+        *dst_invalidated; /* whether the program has taken its memory away; borrowed. NULL: it never does */
 } tb__flow_tensor;
 
 typedef struct tb__flow_opts {
@@ -149,9 +150,9 @@ enum { TB__WHY_MAX = 512 };
 /* One rank's part in one transfer. */
 typedef struct tb__leg {
     bool is_under_way;
-    bool is_cancelled; /* set by anyone, to be noticed by the next step */
-    bool memory_gone;  /* likewise: memory that it uses was taken away */
-    tb_status status;  /* of one that failed; the sentence is in `why` */
+    bool is_cancelled;       /* set by anyone, to be noticed by the next step */
+    bool memory_invalidated; /* likewise: memory that it uses was invalidated */
+    tb_status status;        /* of one that failed; the sentence is in `why` */
     char why[TB__WHY_MAX];
     uint64_t attempt; /* 0: not begun */
     uint64_t number;  /* of a send: what it is called, as far as this rank knows */
@@ -194,10 +195,10 @@ bool tb__flow_step(tb__flow *flow, bool is_send);
  * this returns, unless a step is under way. One that is prepared stays under way until it is decided. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
 
-/* The program has taken memory of tensors away (src_gone, dst_gone). Asks the legs that use it to end, by name. Returns
- * whether one of them may still read or write it, of which `tensor` is the name then. A later leg fails before it uses
- * the memory. */
-bool tb__flow_memory_gone(tb__flow *flow, const char **tensor);
+/* The program has taken memory of tensors away (src_invalidated, dst_invalidated). Asks the legs that use it to end, by
+ * name. Returns whether one of them may still read or write it, of which `tensor` is the name then. A later leg fails
+ * before it uses the memory. */
+bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor);
 
 /* Adds to the sentence who is being waited for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);

@@ -264,7 +264,7 @@ static void end_aborted(tb__flow *flow) {
     tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), flow->verdict.why);
 }
 
-/* From the shadow into the tensors, with the lock free. Fails only where the tensors' memory was taken away. */
+/* From the shadow into the tensors, with the lock free. Fails only where the tensors' memory was invalidated. */
 static tb_status commit(tb__flow *flow, uint64_t attempt, void (*committing)(void *arg, bool is_done), void *arg) {
     tb_status status = tb__flow_check_memory(flow, false);
     if (status != TB_OK)
@@ -321,7 +321,7 @@ static void end_committed(tb__flow *flow) {
 
 static bool is_held(const tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
-    return leg->holds && !leg->may_proceed && !leg->is_cancelled && !leg->memory_gone;
+    return leg->holds && !leg->may_proceed && !leg->is_cancelled && !leg->memory_invalidated;
 }
 
 /* Others are told at once, whatever holds this rank back. */

@@ -2,7 +2,7 @@
  * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
  * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
  * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
- * flow_commit.c (shadowed receives), flow_memory.c (memory that the program takes away), flow_unsent.c (messages that
+ * flow_commit.c (shadowed receives), flow_memory.c (memory that the program invalidates), flow_unsent.c (messages that
  * could not be sent), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
@@ -458,7 +458,7 @@ tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_
 /* flow_unsent.c: breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
 void tb__flow_fail_later(tb__flow *flow, tb_status status);
 
-/* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was taken away. */
+/* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
 
 /* flow_reduce.c */

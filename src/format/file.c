@@ -99,8 +99,8 @@ static size_t directory_length(const char *path) {
     return slash ? (size_t)(slash - path) + 1 : 0;
 }
 
-/* Whether the file stays: one who removes leftovers may have seen it before it was locked. Where there are no locks,
- * nobody removes it. */
+/* False: another process has removed the file as a leftover (tb__leftovers_remove), or is about to: it was not locked
+ * yet. On a file system without locks nothing is removed as a leftover. */
 static bool lock_new(int fd) {
     struct stat about;
     if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
@@ -241,7 +241,8 @@ int tb__leftovers_is_one(const struct dirent *e) {
     return end && (ends_in(start, end, ".safetensors") || ends_in(start, end, ".safetensors.index.json"));
 }
 
-/* By the lock nobody writes it, and nobody will: its name is its process's own. */
+/* A process holds the lock of the file that it writes. Whoever gets the lock may delete the file: no process opens
+ * another one's, as the name contains the process id. */
 static void remove_leftover(const char *path, tb__leftovers *out) {
     struct stat about;
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);

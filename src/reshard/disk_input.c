@@ -42,7 +42,7 @@ static tb_status refuse_others(const tb__rank_files *found, const char *dir) {
     if (found->nothers > 1)
         snprintf(more, sizeof more, ", and so for %zu more", found->nothers - 1);
     tb__set_detail("'%.100s' is the file of no rank and is not read%s; --ignore-unindexed goes on without",
-                   found->other, more);
+                   found->others[0], more);
     return tb__file_fail(TB_INVALID, dir);
 }
 

@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 
 #include <string.h>
+#include <unistd.h>
 
 enum { DISK_SHARE = 4 }; /* times that, for the line that writes files */
 
@@ -44,9 +45,10 @@ static tb_status publish_failure(bench *b, tb_status status, bench_result result
     return result.reason ? publish(b, result) : TB_NO_MEMORY;
 }
 
+/* On standard error, unless that is the terminal on which the line that failed is printed. */
 static void say_failure(const char *name, tb_status status) {
-    if (status != TB_OK && status != TB_CANCELLED)
-        tool_say("%s: %s", name, tb_error_detail());
+    if (status != TB_OK && status != TB_CANCELLED && !(isatty(STDOUT_FILENO) && isatty(STDERR_FILENO)))
+        tool_say("%s%s%s", name, *name ? ": " : "", tb_error_detail());
 }
 
 static bool is_in_list(const char *list, const char *name) {
@@ -430,8 +432,7 @@ static tb_status run_net(bench *b) {
         return TB_OK;
     tool_show_line("making %d hosts", BENCH_NHOSTS);
     tb_status made = bench_bed_start(&b->bed, BENCH_NHOSTS, &b->guard);
-    if (made != TB_OK && made != TB_CANCELLED)
-        tool_say("%s", tb_error_detail());
+    say_failure("", made);
     tb_status status = TB_OK;
     for (size_t i = 0; i < sizeof lines / sizeof *lines && status == TB_OK; i++) {
         if (made == TB_OK)

@@ -25,6 +25,9 @@ static tb_status watch(const tb__agent *agent, int fd, const void *what) {
 static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
     char url[sizeof agent->listener.address.url];
     tb__address address;
+    if (strlen(o->socket) >= sizeof address.path)
+        return tb__fail(TB_INVALID, "the path of the agent's socket has %zu bytes, and may have %zu: %.200s",
+                        strlen(o->socket), sizeof address.path - 1, o->socket);
     agent->epoll = epoll_create1(EPOLL_CLOEXEC);
     agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     agent->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

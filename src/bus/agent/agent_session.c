@@ -14,8 +14,8 @@
 enum {
     READ_BYTES = 256 << 10,
     BUSY_BYTES = 4 << 20, /* with this much to send, no more is read */
-    PATIENCE_MS = 5000,   /* with strangers, and with those who are to go ... */
-    DENIED_MS = 1000,     /* ... and with strangers who may not come in: others may be waiting for the descriptor */
+    PATIENCE_MS = 5000,   /* for the Hello of a new connection, and for the last replies of one that is closed ... */
+    DENIED_MS = 1000,     /* ... and for the Hello of one that is refused: others may wait for its descriptor */
     FDS_AT_ONCE = 253,    /* what the system takes in one message */
 };
 

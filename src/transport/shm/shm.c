@@ -380,7 +380,7 @@ static void stop_accepting(shm *s, int error) {
     struct epoll_event event = {.events = 0, .data.ptr = &s->listen_watch};
     s->is_full = true;
     epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
-    shm_retry_later(s, "a connection that waits to be accepted", error);
+    shm_retry_later(s, "accept a connection", error);
 }
 
 /* Whether there may be more to accept. */

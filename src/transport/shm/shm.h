@@ -288,7 +288,8 @@ void shm_mappings_close(shm_peer *peer);
 
 /* shm_shortage.c: what is done without descriptors. */
 
-/* Something failed for want of descriptors: `what` is logged, and it is tried again in SHM_RETRY_MS. */
+/* Something, such as "accept a connection", failed for want of descriptors. It is noted and logged, and tried again in
+ * SHM_RETRY_MS. */
 void shm_retry_later(shm *s, const char *what, int error);
 /* Tells the other end why its connection is closed, if it understands that. */
 void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);

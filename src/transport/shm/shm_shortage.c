@@ -14,10 +14,11 @@
 
 void shm_retry_later(shm *s, const char *what, int error) {
     struct itimerspec when = {.it_value = tb__time_of_ms(SHM_RETRY_MS)}, now;
+    tb__shortage_note(what, error);
     if (timerfd_gettime(s->retry, &now) == 0 && (now.it_value.tv_sec || now.it_value.tv_nsec))
         return;
     if (tb__now_ms() >= s->warn_again_ms) {
-        tb__log(TB_LOG_WARN, "transport shm: %s: %s; it is tried again", what, tb__errno_text(error));
+        tb__log(TB_LOG_WARN, "transport shm can't %s: %s; it tries again", what, tb__errno_text(error));
         s->warn_again_ms = tb__now_ms() + SHM_WARN_MS;
     }
     timerfd_settime(s->retry, 0, &when, NULL);

@@ -220,7 +220,7 @@ struct ucx {
     TB_VEC(int) descriptors; /* that there were before UCX made some */
     TB_VEC(uint16_t) ports;  /* on which it listens */
     TB_VEC(ucx_listener) listeners;
-    bool is_shut;           /* nobody gets in there: descriptors are running out */
+    bool is_paused;         /* the listeners accept nothing: descriptors are running out */
     int guard;              /* a timer: when to look at that ... */
     int64_t guard_again_ms; /* ... but not before */
     void *listening;        /* UCX's request for it; NULL: none */
@@ -345,8 +345,8 @@ void ucx_sockets_look(ucx *u);
 void ucx_sockets_take_new(ucx *u);
 /* When it has accepted some. */
 void ucx_sockets_take_accepted(ucx *u);
-/* UCX stops listening for good when it can't accept somebody for want of descriptors. So connections are kept waiting
- * while these are running out. To be called often; it looks every UCX_GUARD_MS. */
+/* UCX stops listening for good when it can't accept a connection for want of descriptors. So the listeners are paused
+ * while few are left. To be called often; it looks every UCX_GUARD_MS. */
 enum { UCX_GUARD_MS = 100 };
 void ucx_sockets_guard(ucx *u);
 

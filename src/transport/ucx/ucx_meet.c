@@ -99,8 +99,8 @@ void ucx_take_next(ucx_peer *lost) {
     free(next);
 }
 
-/* A connection that has carried nothing but our hello goes on under a higher number. */
-static void move_on(ucx_peer *peer, uint64_t number, const void *address, size_t nbytes) {
+/* Begins again, under a higher number, a connection that has carried nothing but our hello. */
+static void restart_connection(ucx_peer *peer, uint64_t number, const void *address, size_t nbytes) {
     ucx_hang_up(peer);
     peer->number = number;
     if (ucx_reach(peer, address, nbytes) != TB_OK)
@@ -124,7 +124,7 @@ static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size
     if (next.number <= peer->number || !ucx_can_renew(id) || (peer->next && peer->next->number > next.number))
         return false;
     if (!ucx_is_over(peer) && !peer->is_met) {
-        move_on(peer, next.number, address, nbytes);
+        restart_connection(peer, next.number, address, nbytes);
         return true;
     }
     keep_next(peer, &next, address);
@@ -206,7 +206,7 @@ void ucx_say_hello(ucx_peer *peer) {
 }
 
 void ucx_say_hello_again(ucx_peer *peer) {
-    move_on(peer, peer->number + 1, peer->address, peer->address_nbytes);
+    restart_connection(peer, peer->number + 1, peer->address, peer->address_nbytes);
 }
 
 void ucx_hold(ucx_transfer *t) {
