@@ -724,7 +724,8 @@ typedef struct tb_transfer_opts {
  *
  * The senders' calls belong together by their number: a rank's fifth with the others' fifth. A sender that comes when
  * the others, or the receivers, have given its transfer up fails with their reason, at once; so nothing of it gets into
- * the next one. A receiver that comes then waits for the next one.
+ * the next one. A receiver that comes then waits for the next one. So a call that was cancelled, or whose time is up,
+ * returns when all ranks have heard of it; one that is silent is waited for a second.
  *
  * With TB_SHADOW a rank whose data is there can't go back on its own: what ends the transfer from then on, be it a
  * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer before its
@@ -757,7 +758,7 @@ TB_API tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pa
 TB_API int tb_transfer_fd(const tb_transfer *transfer);
 
 /* Ends the transfer with TB_CANCELLED, here and at its peers; when it returns nothing of it is read or written any
- * more. Does nothing to one that has ended. */
+ * more, and the peers know that it has ended. Does nothing to one that has ended. */
 TB_API void tb_cancel(tb_transfer *transfer);
 
 /* Cancels it if it is under way. */

@@ -132,14 +132,12 @@ static void before(rank *r) {
             was_cancelled(t, words);
         tb_transfer_destroy(t);
         meet(r);
-        /* The other side may hear of it before it begins, which is nothing to it, or just after. */
-        for (tb_status status = is_mine ? TB_OK : TB_CANCELLED; status == TB_CANCELLED; tb_transfer_destroy(t)) {
-            t = begin(r, &g, 2);
-            status = tb_wait(t, TB_COMMITTED, -1);
-            check(status == TB_OK || (status == TB_CANCELLED && strstr(tb_error_detail(), words)));
+        if (is_a(r) && !is_mine) { /* a sender that comes now fails by it, and a receiver waits for the next one */
+            t = begin(r, &g, 1);
+            was_cancelled(t, words);
+            tb_transfer_destroy(t);
         }
-        if (is_mine)
-            once_more(r, &g, 2);
+        once_more(r, &g, 2);
         once_more(r, &g, 3);
         meet(r);
     }

@@ -357,7 +357,7 @@ void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
     if (copy->peers[peer].lost_why)
         tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);
     else
-        tb__flow_gone(copy->flow, peer, 1, "");
+        tb__flow_gone(copy->flow, peer, 1, &(tb__failure){.why = ""});
 }
 
 static void begin(tb_copy *copy) {

@@ -227,8 +227,10 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
         tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
         if (!is_send) /* first: whoever is prepared need not ask any more */
             tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
-        if (told)
+        if (told) {
             tell_abort(flow, leg->attempt, leg->number, status, told);
+            tb__flow_await_heard(flow, is_send);
+        }
     }
     if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
         note_torn(flow);
@@ -325,10 +327,11 @@ void tb__flow_break(tb__flow *flow, tb_status status) {
 
 /* The member takes no further part, for the reason in tb_error_detail. Legs that still need it fail by that, at their
  * next step. */
-static void drop_member(tb__flow *flow, member *m, bool is_orderly) {
+static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_orderly) {
     if (m->is_gone)
         return;
     m->is_gone = true;
+    m->gone_status = status;
     m->gone_why = tb__strdup(tb_error_detail());
     m->lost_ms = is_orderly ? 0 : tb__now_ms();
     flow->ngone++;
@@ -344,34 +347,46 @@ static void drop_member(tb__flow *flow, member *m, bool is_orderly) {
 }
 
 tb_status tb__member_is_gone(const member *m) {
-    return tb__fail(TB_LOST, "%s", m->gone_why ? m->gone_why : m->peer->label);
+    return tb__fail(m->gone_status, "%s", m->gone_why ? m->gone_why : m->peer->label);
 }
 
 void tb__flow_lost(tb__flow *flow, size_t position) {
     member *m = &flow->members[position];
     tb__set_detail("%s was lost during %s: %s", m->peer->label, flow->what, m->peer->why ? m->peer->why : "?");
-    drop_member(flow, m, false);
+    drop_member(flow, m, TB_LOST, false);
 }
 
 void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
     tb__set_detail("%s", why);
-    drop_member(flow, &flow->members[position], false);
+    drop_member(flow, &flow->members[position], TB_LOST, false);
 }
 
-void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const char *why) {
+/* The one who leaves may have heard before this rank why the transfer has failed, so it says that, too. Memory that was
+ * taken away stays away: this is the reason for transfers that would follow, too. */
+void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
     member *m = &flow->members[position];
+    tb_status status = last->status == TB_INVALID ? TB_INVALID : TB_LOST;
     flow->started = started > flow->started ? started : flow->started;
-    tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *why ? ": " : "", why);
-    drop_member(flow, m, true);
+    if (last->attempt)
+        tb__flow_note_abort(flow, last->attempt, last->number, last->status, last->why);
+    if (status == TB_INVALID)
+        tb__set_detail("%s", last->why);
+    else
+        tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *last->why ? ": " : "", last->why);
+    drop_member(flow, m, status, true);
 }
 
 uint64_t tb__flow_started(const tb__flow *flow) {
     return flow->started;
 }
 
-/* Its last word may come before the lead's about the transfer that it has done its part in. */
-const char *tb__flow_last_failure(const tb__flow *flow) {
-    return flow->send.status != TB_OK ? flow->send.why : flow->recv.status != TB_OK ? flow->recv.why : "";
+/* That tensors are torn is not said to others. A rank that is in doubt does not say that the attempt has failed. */
+tb__failure tb__flow_last_failure(const tb__flow *flow) {
+    const tb__leg *leg = flow->send.status != TB_OK ? &flow->send : &flow->recv;
+    const tb__abort *abort = leg->status != TB_IN_DOUBT ? tb__flow_find_abort(flow, leg->attempt) : NULL;
+    if (leg->status == TB_OK || !abort)
+        return (tb__failure){.status = leg->status, .why = leg->status == TB_OK ? "" : leg->why};
+    return (tb__failure){leg->status, abort->why, leg->attempt, leg->number};
 }
 
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
@@ -390,6 +405,16 @@ static const member *find_needed(tb__flow *flow, bool is_send) {
             return m;
     }
     return NULL;
+}
+
+/* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
+ * that is why others leave. */
+static tb_status fail_without(const tb__flow *flow, bool is_send, const member *gone) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    uint64_t last = is_send ? flow->last_sent : flow->last_received;
+    const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
+    bool has_reason = before && before->status == TB_INVALID;
+    return has_reason ? tb__fail(before->status, "%s", before->why) : tb__member_is_gone(gone);
 }
 
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
@@ -427,7 +452,7 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
         gone = tb__flow_find_deserter(flow);
     if (gone)
-        return tb__member_is_gone(gone);
+        return fail_without(flow, is_send, gone);
     if (leg->is_cancelled)
         return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     return TB_OK;
@@ -437,7 +462,7 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool tells;
     if (!leg->is_under_way)
-        return false;
+        return tb__flow_step_telling(flow, is_send);
     if (leg->is_complete)
         return step_complete(flow, is_send);
     if (!is_send && flow->is_prepared)
@@ -478,6 +503,8 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
         break_flow(flow, tb__fail(status, "%s", why), false);
     else
         tb__flow_note_abort(flow, attempt, number, status, why);
+    if (attempt != 0)
+        tb__flow_confirm_abort(flow, from, attempt);
     return true;
 }
 
@@ -522,6 +549,9 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_COMMITTED:
         tb__flow_on_committed(flow, from, attempt);
         return from->is_reader;
+    case MESSAGE_HEARD:
+        tb__flow_on_heard(from, attempt);
+        return true;
     case MESSAGE_KINDS:
         break;
     }

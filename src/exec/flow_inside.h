@@ -29,6 +29,7 @@ typedef enum message_kind {
     MESSAGE_PREPARED,
     MESSAGE_DECIDED,
     MESSAGE_COMMITTED,
+    MESSAGE_HEARD, /* since 0.1.1; a rank of 0.1.0 must not get it */
     MESSAGE_KINDS
 } message_kind;
 
@@ -53,9 +54,11 @@ typedef struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
+    tb_status gone_status;
     char *gone_why;      /* a sentence; NULL: there was no memory for it */
     int64_t lost_ms;     /* when that was noticed; 0: it has left in an orderly way */
     bool missed_message; /* a message to it could not be sent: it has to hear that the flow is broken */
+    uint64_t unheard[2]; /* by leg (is_send): it has not confirmed that this attempt has failed; 0: none */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;
@@ -306,7 +309,7 @@ enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
 const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
 /* Whether the rank is on another host, so that its memory can't be reached. */
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
-/* TB_LOST: that a member is gone, and why. */
+/* That a member is gone, and why. */
 tb_status tb__member_is_gone(const member *m);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
@@ -326,6 +329,11 @@ bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
 /* That the attempt was given up, for legs that have it, or will. */
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
+/* All have been told that the leg has failed: waits until they have heard it. */
+void tb__flow_await_heard(tb__flow *flow, bool is_send);
+void tb__flow_confirm_abort(tb__flow *flow, member *to, uint64_t attempt);
+void tb__flow_on_heard(member *from, uint64_t attempt);
+bool tb__flow_step_telling(tb__flow *flow, bool is_send);
 
 /* flow_wait.c: whether a leg can't end well without the member. */
 bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);

@@ -507,6 +507,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     peer->incarnation = incarnation;
     peer->wire = wire;
     peer->contact = hash;
+    peer->patch = strtoul(strrchr(version, '.') + 1, NULL, 10); /* what comes before it is as in ours */
     peer->transport = transport;
     peer->label = tb__strdup(label);
     peer->host = strndup(host, TB__CONTACT_PREFIX);
