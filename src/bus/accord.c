@@ -51,11 +51,11 @@ void tb__accord_tell_loss(tb__accord *accord) {
 }
 
 /* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
- * what it can, because that says that it takes no further part. The sentence is in tb_error_detail. */
-static void lose_rank(tb__accord *accord, bool tell) {
-    bool is_new = accord->all.status == TB_OK;
+ * what it can, because that says that it takes no further part. So does a rank that was told: who told it may have no
+ * connection with some of the others. The sentence is in tb_error_detail. */
+static void lose_rank(tb__accord *accord) {
+    accord->owes_loss |= accord->all.status == TB_OK;
     close_accord(accord, TB_LOST, false);
-    accord->owes_loss |= is_new && tell;
     tb__accord_tell_loss(accord);
 }
 
@@ -70,7 +70,7 @@ static void on_broken(tb__assembly *all, size_t at, tb_status status, const char
             tb__flow_failed(accord->flows[i], at, why);
     }
     tb__set_detail("%s", why);
-    lose_rank(accord, false);
+    lose_rank(accord);
 }
 
 static void tell_flows(tb__accord *accord, size_t gone, const char *why) {
@@ -107,7 +107,7 @@ static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
     }
     if (accord->state == ACCORD_AGREED && !message->failed && status == TB_LOST) {
         tb__set_detail("%s", why);
-        lose_rank(accord, false);
+        lose_rank(accord);
     } else if (accord->state == ACCORD_AGREED && !message->failed && status != TB_OK) {
         break_accord(accord, tb__fail(status, "%s", why), false);
     }
@@ -235,7 +235,7 @@ static void on_lost(tb__port *port, tb__peer *peer) {
     }
     tb__set_detail("%s was lost during %s: %s", peer->label, accord->what, peer->why ? peer->why : "?");
     if (accord->has_agreed)
-        lose_rank(accord, true);
+        lose_rank(accord);
     else
         break_accord(accord, TB_LOST, true);
 }
