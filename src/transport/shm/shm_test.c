@@ -317,7 +317,7 @@ static void lost_connections_leave_no_memory(void **state) {
     endpoints e;
     tb_remote *remote = NULL;
     pretend_denied = true;
-    int pages = count_mappings("tensorbus-control");
+    int pages = count_mappings("tensorbus-control"), rings = count_mappings("tensorbus-ring");
     make(&e);
     for (unsigned char i = 0; i < 4; i++) {
         if (i > 0) {
@@ -328,14 +328,14 @@ static void lost_connections_leave_no_memory(void **state) {
                 assert_int_equal(poll(&wait, 1, 60000), 1);
                 e.b.ops->progress(e.b.context);
             }
-            assert_int_equal(count_mappings("tensorbus-ring"), 0);
+            assert_int_equal(count_mappings("tensorbus-ring"), rings);
             connect_both(&e);
         }
         send_through_ring(&e, &e.a, &e.b, (unsigned char)(2 * i + 1));
         send_through_ring(&e, &e.b, &e.a, (unsigned char)(2 * i + 2));
         if (i == 0)
             remote = import_memory(&e, register_part(&e, memory, -1, 0, sizeof memory));
-        assert_int_equal(count_mappings("tensorbus-ring"), 4); /* of each direction, at both ends */
+        assert_int_equal(count_mappings("tensorbus-ring"), rings + 4); /* of each direction, at both ends */
         assert_int_equal(count_mappings("tensorbus-control"), pages + 4 + (i > 0));
     }
     assert_false(tb__transport_is_valid(&e.a, remote));
