@@ -709,7 +709,8 @@ typedef struct tb_transfer_opts {
     /* Receiving with TB_SHADOW: called right before a pair's tensors are overwritten with the new version, and right
      * after. By the thread that makes progress, or the one that begins a transfer; it must not call the library. */
     void (*committing)(void *arg, bool is_done);
-    bool skip_lost; /* goes without pairs of which a rank was lost, has left, or is in doubt; default: fails by name */
+    bool skip_lost; /* goes without pairs of which a rank was lost or has left, or that are in doubt; default: fails by
+                       name, also for the other pairs where that was known before */
     /* Receiving with TB_SHADOW: once the group has decided to commit, this rank does not touch its tensors before
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
@@ -720,7 +721,9 @@ typedef struct tb_transfer_opts {
  * each at a time. All ranks of a side call it.
  *
  * Pairs are independent: if one of several fails, the others go on, and the transfer's own failure, which is the first
- * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed.
+ * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed. But a pair of which a rank is
+ * known to be lost, or that is in doubt, when the call is made fails the call, by name, and no pair begins, unless
+ * skip_lost is set. A transfer that others began before the loss can still be joined.
  *
  * The senders' calls belong together by their number: a rank's fifth with the others' fifth. A sender that comes when
  * the others, or the receivers, have given its transfer up fails with their reason, at once; so nothing of it gets into

@@ -50,10 +50,9 @@ void tb__accord_tell_loss(tb__accord *accord) {
     tb__assembly_tell(&accord->all);
 }
 
-void tb__accord_lose_rank(tb__accord *accord, bool tell) {
-    bool is_new = accord->all.status == TB_OK;
+void tb__accord_lose_rank(tb__accord *accord) {
+    accord->owes_loss |= accord->all.status == TB_OK;
     close_accord(accord, TB_LOST, false);
-    accord->owes_loss |= is_new && tell;
     tb__accord_tell_loss(accord);
 }
 
@@ -68,7 +67,7 @@ static void on_broken(tb__assembly *all, size_t at, tb_status status, const char
             tb__flow_failed(accord->flows[i], at, why);
     }
     tb__set_detail("%s", why);
-    tb__accord_lose_rank(accord, false);
+    tb__accord_lose_rank(accord);
 }
 
 static int compare_tensors(const void *a, const void *b) {
@@ -192,7 +191,7 @@ static void on_lost(tb__port *port, tb__peer *peer) {
     }
     tb__set_detail("%s was lost during %s: %s", peer->label, accord->what, peer->why ? peer->why : "?");
     if (accord->has_agreed)
-        tb__accord_lose_rank(accord, true);
+        tb__accord_lose_rank(accord);
     else
         tb__accord_break(accord, TB_LOST, true);
 }

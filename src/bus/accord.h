@@ -133,8 +133,9 @@ void tb__accord_tell_loss(tb__accord *accord);
 /* Nothing will go through it any more, for the reason in tb_error_detail. */
 void tb__accord_break(tb__accord *accord, tb_status status, bool tell);
 /* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
- * what it can, because that says that it takes no further part. The sentence is in tb_error_detail. */
-void tb__accord_lose_rank(tb__accord *accord, bool tell);
+ * what it can, because that says that it takes no further part. So does a rank that was told of the loss: the one that
+ * told it may have no connection with some of the others. The sentence is in tb_error_detail. */
+void tb__accord_lose_rank(tb__accord *accord);
 
 /* accord_leave.c. This rank leaves. */
 void tb__accord_leave(tb__accord *accord);

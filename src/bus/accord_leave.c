@@ -89,7 +89,7 @@ void tb__accord_let_go(tb__assembly *all, size_t at, tb__unpack *message) {
     }
     if (accord->state == ACCORD_AGREED && !message->failed && status == TB_LOST) {
         tb__set_detail("%s", why);
-        tb__accord_lose_rank(accord, false);
+        tb__accord_lose_rank(accord);
     } else if (accord->state == ACCORD_AGREED && !message->failed && status != TB_OK) {
         tb__accord_break(accord, tb__fail(status, "%s", why), false);
     }

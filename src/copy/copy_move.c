@@ -332,6 +332,17 @@ static void look_at_legs(tb_copy *copy) {
     }
 }
 
+/* When it has to be looked at, whatever happens. */
+static int64_t next_look(const tb_copy *copy) {
+    int64_t when_ms = copy->has_moved ? INT64_MAX : copy->deadline_ms;
+    for (int is_send = 0; is_send < 2; is_send++) {
+        const tb__leg *leg = tb__flow_leg(copy->flow, is_send);
+        if (leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
+            when_ms = leg->wake_ms;
+    }
+    return when_ms;
+}
+
 static bool step(tb__task *task) {
     tb_copy *copy = (tb_copy *)((char *)task - offsetof(tb_copy, task));
     if (copy->has_moved)
@@ -341,10 +352,9 @@ static bool step(tb__task *task) {
     bool did = tb__flow_step(copy->flow, true);
     did |= tb__flow_step(copy->flow, false);
     look_at_legs(copy);
-    if (copy->has_moved) {
-        task->deadline_ms = INT64_MAX;
+    task->deadline_ms = next_look(copy);
+    if (copy->has_moved)
         tb__engine_signal(copy->world->engine);
-    }
     return did || copy->has_moved;
 }
 

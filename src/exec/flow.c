@@ -338,11 +338,6 @@ static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_ord
     tb__flow_drop_sends(flow, m);
     tb__flow_read_word(flow, m);
     tb__flow_conclude_gone(flow, m);
-    for (int is_send = 0; is_send < 2 && !is_orderly; is_send++) {
-        tb__leg *leg = tb__flow_leg(flow, is_send);
-        if (leg->is_under_way && !leg->attempt && !leg->wake_ms)
-            leg->wake_ms = m->lost_ms + DOUBT_MS;
-    }
     tb__engine_wake(flow->o.engine);
 }
 
@@ -394,16 +389,21 @@ bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
 }
 
 /* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
- * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it. */
+ * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it:
+ * the leg is stepped again when that is over. */
 static const member *find_needed(tb__flow *flow, bool is_send) {
-    const tb__leg *leg = tb__flow_leg(flow, is_send);
+    tb__leg *leg = tb__flow_leg(flow, is_send);
     bool is_idle = !leg->attempt && *tb__flow_last_of(flow, is_send) >= flow->started;
+    int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
-        bool is_over = m->lost_ms == 0 || i == flow->o.lead || tb__now_ms() >= m->lost_ms + DOUBT_MS;
-        if (m->is_gone && ((is_idle && is_over) || tb__flow_needs(flow, is_send, m)))
+        int64_t over_ms = m->lost_ms == 0 || i == flow->o.lead ? 0 : m->lost_ms + DOUBT_MS;
+        if (m->is_gone && ((is_idle && now_ms >= over_ms) || tb__flow_needs(flow, is_send, m)))
             return m;
+        wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
     }
+    if (!leg->attempt)
+        leg->wake_ms = is_idle ? wake_ms : 0;
     return NULL;
 }
 
@@ -478,6 +478,10 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", leg->why);
         tb__flow_abort(flow, is_send, tb__fail(leg->doubt, "%s", why));
+        return true;
+    }
+    if (!flow->is_planned) { /* only the plan says who is needed, and it may be gone already: the next step looks */
+        (void)tb__flow_ensure_plan(flow, leg);
         return true;
     }
     return is_send ? tb__flow_step_send(flow) : tb__flow_step_recv(flow);

@@ -84,20 +84,6 @@ static shm_peer *find_or_add(shm *s, int32_t rank) {
     return peer;
 }
 
-/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
-static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
-    shm_peer *peer = tb__vec_reserve(&s->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
-    if (!peer)
-        return NULL;
-    init_peer(s, peer, lost->rank, number);
-    for (size_t i = 0; i < s->peers.count; i++) {
-        if (s->peers.item[i] == lost)
-            s->peers.item[i] = peer;
-    }
-    s->retired.item[s->retired.count++] = lost;
-    return peer;
-}
-
 /* When this process, or another, was started: field 22 of its stat line, counted behind the name, which may hold
  * anything. 0 if it can't be told. */
 static uint64_t start_time_of(pid_t pid) {
@@ -174,7 +160,14 @@ static void free_link(shm *s, shm_link *link) {
     free(link);
 }
 
-static void close_descriptors(shm *s, shm_peer *peer) {
+static void unmap_ring(unsigned char **ring) {
+    if (*ring)
+        munmap(*ring, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+    *ring = NULL;
+}
+
+/* What is of no use without its sockets goes with them. */
+static void close_connection(shm *s, shm_peer *peer) {
     shm_link_close(s, &peer->out);
     if (peer->in)
         free_link(s, peer->in);
@@ -184,18 +177,44 @@ static void close_descriptors(shm *s, shm_peer *peer) {
         tb__fd_close(peer->pidfd);
     }
     peer->pidfd = -1;
+    unmap_ring(&peer->ring_in);
+    unmap_ring(&peer->ring_out);
 }
 
 static void free_peer(shm *s, shm_peer *peer) {
-    close_descriptors(s, peer);
+    close_connection(s, peer);
     shm_mappings_close(peer);
     if (peer->control)
         munmap(peer->control, sizeof *peer->control);
-    if (peer->ring_in)
-        munmap(peer->ring_in, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
-    if (peer->ring_out)
-        munmap(peer->ring_out, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
     free(peer);
+}
+
+/* A connection with this number in the place of one that is lost, which goes, unless there are remotes of it. NULL:
+ * there is no memory. */
+static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
+    shm_peer *peer = tb__vec_reserve(&s->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
+    if (!peer)
+        return NULL;
+    init_peer(s, peer, lost->rank, number);
+    for (size_t i = 0; i < s->peers.count; i++) {
+        if (s->peers.item[i] == lost)
+            s->peers.item[i] = peer;
+    }
+    if (lost->nremotes > 0)
+        s->retired.item[s->retired.count++] = lost;
+    else
+        free_peer(s, lost);
+    return peer;
+}
+
+void shm_free_retired(shm *s, shm_peer *peer) {
+    for (size_t i = 0; i < s->retired.count; i++) {
+        if (s->retired.item[i] != peer)
+            continue;
+        s->retired.item[i] = s->retired.item[--s->retired.count];
+        free_peer(s, peer);
+        return;
+    }
 }
 
 static void shm_close(void *context) {
@@ -334,7 +353,7 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
             shm_finish(s, (shm_posted *)w, TB_LOST);
         }
     }
-    close_descriptors(s, peer);
+    close_connection(s, peer);
     shm_mappings_forget(peer);
     shm_tell_all(s);
     if (s->env.lost)

@@ -170,6 +170,7 @@ struct shm_peer {
     tb__waiters offered;   /* sends that wait for an answer */
     tb__waiters taken;     /* offers of it that we are taking */
     tb__unwanted unwanted; /* messages of it */
+    size_t nremotes;       /* that were imported, and not released yet */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -218,7 +219,7 @@ struct shm {
     TB_VEC(shm_file *) files;     /* NULL: a free place */
     TB_VEC(shm_peer *) peers;     /* the last connection with each */
     tb__index by_rank;            /* in there */
-    TB_VEC(shm_peer *) retired;   /* connections before: there may be remotes of them */
+    TB_VEC(shm_peer *) retired;   /* connections before, of which there are remotes */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
     tb__waiters finished;  /* to be told in the next progress */
@@ -303,6 +304,7 @@ void shm_release_reserved(shm_link *link);
 /* shm.c */
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
+void shm_free_retired(shm *s, shm_peer *peer);            /* if it is one: the last of its remotes was released */
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
 void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
