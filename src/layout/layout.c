@@ -1,6 +1,7 @@
 /* Layouts: a mesh of distinct ranks and one placement per mesh dimension, from arrays, text or JSON. */
 #include "layout/layout.h"
 
+#include "base/int.h"
 #include "base/text.h"
 
 #include <inttypes.h>
@@ -223,15 +224,9 @@ int32_t tb_layout_rank_at(const tb_layout *layout, int32_t index) {
 int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank) {
     if (!layout->ranks)
         return rank >= layout->first && rank - layout->first < layout->nranks ? rank - layout->first : -1;
-    int32_t lo = 0;
-    for (int32_t hi = layout->nranks; lo < hi;) {
-        int32_t mid = lo + (hi - lo) / 2;
-        if ((int32_t)(layout->by_rank[mid] >> 32) < rank)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    if (lo == layout->nranks || (int32_t)(layout->by_rank[lo] >> 32) != rank)
+    int32_t i = 0;
+    TB_BISECT(i, layout->nranks, (int32_t)(layout->by_rank[i] >> 32) >= rank);
+    if (i == layout->nranks || (int32_t)(layout->by_rank[i] >> 32) != rank)
         return -1;
-    return (int32_t)(uint32_t)layout->by_rank[lo];
+    return (int32_t)(uint32_t)layout->by_rank[i];
 }

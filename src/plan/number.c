@@ -6,6 +6,7 @@
 #include "plan/line.h"
 
 #include "base/index.h"
+#include "base/int.h"
 
 #include <string.h>
 
@@ -95,15 +96,9 @@ static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out)
 }
 
 static size_t index_of(const starts *s, int64_t start) {
-    size_t lo = 0;
-    for (size_t hi = s->count; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (s->at[mid] < start)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, s->count, s->at[i] >= start);
+    return i;
 }
 
 static bool never_cuts(const tb_plan *plan) {

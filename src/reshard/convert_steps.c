@@ -3,15 +3,12 @@
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 
 #include <inttypes.h>
 #include <string.h>
 
 enum { SLOT_NBYTES = 8 << 20 }; /* a slot is no larger without need, so that it stays in the cache */
-
-static int64_t align64(int64_t n) {
-    return (n + 63) / 64 * 64;
-}
 
 /* ---- What a tensor takes --------------------------------------------------------------------------------------- */
 
@@ -55,7 +52,7 @@ static tb_status measure(tb__convert *c, const tb__flow_tensor *tensors) {
         int64_t n = 1;
         for (int d = 0; d < e->most.ndim; d++)
             n *= e->most.dim[d];
-        e->nbytes = align64(tb__dtype_bytes(e->dtype, n));
+        e->nbytes = tb__align(tb__dtype_bytes(e->dtype, n), 64);
         before = e;
     }
     return TB_OK;
@@ -236,7 +233,7 @@ static tb_status cut(const walk *w, size_t index, bool *is_cut) {
         return TB_OK;
     int64_t fit = w->slot / row / step * step;
     e->band = fit > step ? fit : step;
-    e->nbytes = align64(row * e->band);
+    e->nbytes = tb__align(row * e->band, 64);
     if (e->how.dst && !tb__encoded_takes_bands(e->how.dst, e->band))
         return tb__fail(TB_REFUSED,
                         "tensor '%.100s' has to be gathered in bands of %" PRId64

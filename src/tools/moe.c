@@ -1,6 +1,8 @@
 /* The parameters of one rank, and the rules that make canonical tensors of them. */
 #include "tools/moe.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -238,7 +240,7 @@ enum { NO_LAYER = -1 };
 /* The trainer pads for kernels, the engine for its own ranks; both have less than a row of ranks too much. */
 static int64_t padded_vocabulary(const builder *b) {
     int64_t step = (is_trainer(b) ? 16 : 6) * b->cut->tp;
-    return (b->model->vocabulary + step - 1) / step * step;
+    return tb__align(b->model->vocabulary, step);
 }
 
 static tb_shape matrix(int64_t rows, int64_t columns) {

@@ -1,0 +1,35 @@
+/* Small things about whole numbers. */
+#ifndef TB_BASE_INT_H
+#define TB_BASE_INT_H
+
+#include <stdint.h>
+
+static inline int64_t tb__min64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline int64_t tb__max64(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+/* The first multiple from n on. */
+static inline int64_t tb__align(int64_t n, int64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+/* Sets the variable i to the first number from i on for which the claim, an expression in i, is true; to `end` if there
+ * is none. From there on the claim must stay true. */
+#define TB_BISECT(i, end, claim)                                                                                       \
+    do {                                                                                                               \
+        __typeof__(i) low_ = (i), high_ = (end);                                                                       \
+        while (low_ < high_) {                                                                                         \
+            (i) = low_ + (high_ - low_) / 2;                                                                           \
+            if (claim)                                                                                                 \
+                high_ = (i);                                                                                           \
+            else                                                                                                       \
+                low_ = (i) + 1;                                                                                        \
+        }                                                                                                              \
+        (i) = low_;                                                                                                    \
+    } while (0)
+
+#endif
