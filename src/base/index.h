@@ -32,4 +32,10 @@ static inline uint64_t tb__hash(uint64_t hash, uint64_t value) {
     return hash ^ hash >> 32;
 }
 
+static inline uint64_t tb__hash_string(uint64_t hash, const char *string) {
+    for (; *string; string++)
+        hash = tb__hash(hash, (unsigned char)*string);
+    return hash;
+}
+
 #endif

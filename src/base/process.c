@@ -1,6 +1,7 @@
 /* Threads without signals, and what a forked child finds. */
 #include "base/process.h"
 
+#include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -112,4 +113,10 @@ void tb__monotonic_cond_init(pthread_cond_t *cond) {
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(cond, &attr);
     pthread_condattr_destroy(&attr);
+}
+
+void tb__nap(int64_t ms) {
+    struct timespec left = tb__time_of_ms(ms);
+    while (nanosleep(&left, &left) != 0 && errno == EINTR)
+        ;
 }

@@ -1,6 +1,7 @@
 /* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
 #include "bus/accord.h"
 
+#include "base/text.h"
 #include "exec/overlap.h"
 #include "reshard/names.h"
 
@@ -20,10 +21,6 @@ static int compare_ties(const void *a, const void *b) {
     const tb_tie *x = a, *y = b;
     int c = strcmp(x->name, y->name);
     return c ? c : strcmp(x->canonical, y->canonical);
-}
-
-static int compare_strings(const void *a, const void *b) {
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
 static tb_status collect_body(matching *m, const tb__body *body) {
@@ -49,7 +46,7 @@ static void keep_each_once(matching *m) {
     m->ties.count = kept;
     kept = 0;
     if (m->ignored.count)
-        qsort(m->ignored.item, m->ignored.count, sizeof *m->ignored.item, compare_strings);
+        qsort(m->ignored.item, m->ignored.count, sizeof *m->ignored.item, tb__compare_strings);
     for (size_t i = 0; i < m->ignored.count; i++) {
         if (!kept || strcmp(m->ignored.item[kept - 1], m->ignored.item[i]) != 0)
             m->ignored.item[kept++] = m->ignored.item[i];

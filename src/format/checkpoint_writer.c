@@ -1,6 +1,7 @@
 /* Writes a model into one file or several, which all get their names at the end. */
 #include "format/checkpoint.h"
 
+#include "base/text.h"
 #include "format/folder.h"
 
 #include <inttypes.h>
@@ -92,10 +93,6 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
     return TB_OK;
 }
 
-static int compare_strings(const void *left, const void *right) {
-    return strcmp(*(const char *const *)left, *(const char *const *)right);
-}
-
 /* Each file's writer sees only its own. */
 static tb_status check_names(const tb__checkpoint_writer *w) {
     const char **sorted = tb__malloc(w->count, sizeof *sorted);
@@ -103,7 +100,7 @@ static tb_status check_names(const tb__checkpoint_writer *w) {
         return TB_NO_MEMORY;
     tb_status status = TB_OK;
     memcpy(sorted, w->names, w->count * sizeof *sorted);
-    qsort(sorted, w->count, sizeof *sorted, compare_strings);
+    qsort(sorted, w->count, sizeof *sorted, tb__compare_strings);
     for (size_t i = 1; i < w->count && status == TB_OK; i++) {
         if (strcmp(sorted[i - 1], sorted[i]) == 0)
             status = tb__fail(TB_INVALID, "there are two tensors '%.100s'", sorted[i]);

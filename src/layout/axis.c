@@ -138,15 +138,10 @@ int64_t tb__axis_local(const tb__axis *axis, int32_t coord) {
 /* Distinct lengths that a list can have before a stage, over all coordinates of the stages before it. */
 typedef TB_VEC(int64_t) lengths;
 
-static int compare_int64(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x > y) - (x < y);
-}
-
 static void sort_unique(lengths *set) {
     if (set->count == 0)
         return;
-    qsort(set->item, set->count, sizeof *set->item, compare_int64);
+    qsort(set->item, set->count, sizeof *set->item, tb__compare_int64);
     size_t kept = 1;
     for (size_t i = 1; i < set->count; i++) {
         if (set->item[i] != set->item[kept - 1])

@@ -77,11 +77,6 @@ static tb_status check_placement(const tb_placement *place, int m, int64_t ways)
     return tb__fail(TB_INVALID, "mesh dim %d: %d is not a placement", m, (int)place->kind);
 }
 
-static int compare_uint64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
 /* Keeps the ranks, sorted too, so that a rank is found fast; or nothing but the first where they are consecutive. */
 static tb_status set_ranks(tb_layout *layout, const int32_t *ranks) {
     int32_t n = layout->nranks;
@@ -102,7 +97,7 @@ static tb_status set_ranks(tb_layout *layout, const int32_t *ranks) {
         layout->ranks[i] = ranks[i];
         layout->by_rank[i] = (uint64_t)ranks[i] << 32 | (uint32_t)i;
     }
-    qsort(layout->by_rank, (size_t)n, sizeof *layout->by_rank, compare_uint64);
+    qsort(layout->by_rank, (size_t)n, sizeof *layout->by_rank, tb__compare_uint64);
     for (int32_t i = 1; i < n; i++) {
         if (layout->by_rank[i] >> 32 == layout->by_rank[i - 1] >> 32)
             return tb__fail(TB_INVALID, "rank %d is in the mesh twice", (int)(layout->by_rank[i] >> 32));

@@ -27,11 +27,6 @@ typedef struct numbering {
     tb__index by_key;
 } numbering;
 
-static int compare_int64(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x > y) - (x < y);
-}
-
 static tb_status run_starts(numbering *n, int d, int32_t coord, starts *out) {
     tb__meetings meetings;
     TB_TRY(tb__axis_meetings(n->plan, d, coord, &meetings, &n->arena));
@@ -87,7 +82,7 @@ static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out)
     }
     starts new = {.key = key, .axis = axis};
     TB_TRY(axis < 0 ? box_starts(n, key, &new) : run_starts(n, axis, key, &new));
-    qsort(new.at, new.count, sizeof *new.at, compare_int64);
+    qsort(new.at, new.count, sizeof *new.at, tb__compare_int64);
     if (!tb__vec_reserve(&n->known, 1) || !tb__index_add(&n->by_key, hash, n->known.count))
         return TB_NO_MEMORY;
     *out = &n->known.item[n->known.count];

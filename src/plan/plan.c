@@ -2,6 +2,7 @@
 #include "plan/plan.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "base/opts.h"
 
 #include <inttypes.h>
@@ -90,11 +91,6 @@ static bool meet(const tb_layout *a, const tb_layout *b) {
     return false;
 }
 
-static int compare_uint64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
 static tb_status set_hosts(tb_plan *plan, const tb_plan_opts *opts) {
     const tb_layout *sides[2] = {plan->src_layout, plan->dst_layout};
     for (int s = 0; s < 2; s++) {
@@ -118,7 +114,7 @@ static tb_status set_hosts(tb_plan *plan, const tb_plan_opts *opts) {
         uint32_t rank = (uint32_t)tb_layout_rank_at(plan->dst_layout, (int32_t)i);
         plan->target_by_host[i] = (uint64_t)(uint32_t)plan->hosts[rank] << 32 | rank;
     }
-    qsort(plan->target_by_host, ntargets, sizeof *plan->target_by_host, compare_uint64);
+    qsort(plan->target_by_host, ntargets, sizeof *plan->target_by_host, tb__compare_uint64);
     return TB_OK;
 }
 

@@ -94,10 +94,6 @@ static item *sort_items(const tb__convert *c, const tb__flow_tensor *tensors) {
 
 /* ---- Units ----------------------------------------------------------------------------------------------------- */
 
-static int compare_ranks(const void *a, const void *b) {
-    return (*(const int32_t *)a > *(const int32_t *)b) - (*(const int32_t *)a < *(const int32_t *)b);
-}
-
 /* The ranks that have a part of any of the unit's tensors. */
 static tb_status find_ranks(const tb__convert *c, const tb__flow_tensor *tensors, unit *u) {
     TB_VEC(int32_t) ranks = {0};
@@ -121,7 +117,7 @@ static tb_status find_ranks(const tb__convert *c, const tb__flow_tensor *tensors
         }
     }
     if (ranks.count)
-        qsort(ranks.item, ranks.count, sizeof *ranks.item, compare_ranks);
+        qsort(ranks.item, ranks.count, sizeof *ranks.item, tb__compare_int32);
     size_t kept = 0;
     for (size_t i = 0; i < ranks.count; i++) {
         if (kept == 0 || ranks.item[kept - 1] != ranks.item[i])

@@ -2,6 +2,7 @@
 #include "reshard/disk.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "base/text.h"
 #include "ir/ir.h"
 #include "layout/layout.h"
@@ -10,11 +11,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-
-static int compare_ranks(const void *left, const void *right) {
-    int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
-    return (a > b) - (a < b);
-}
 
 /* The ranks that one side of any rule has, ascending; to be freed by the caller. */
 static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out, size_t *count) {
@@ -37,7 +33,7 @@ static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out,
     }
     size_t kept = 0;
     if (all.count)
-        qsort(all.item, all.count, sizeof *all.item, compare_ranks);
+        qsort(all.item, all.count, sizeof *all.item, tb__compare_int32);
     for (size_t i = 0; i < all.count; i++) {
         if (kept == 0 || all.item[kept - 1] != all.item[i])
             all.item[kept++] = all.item[i];
@@ -328,10 +324,6 @@ static tb_status add_tensor(tb__disk *disk, const tb__spec *spec, const char *na
     return TB_OK;
 }
 
-static int compare_strings(const void *left, const void *right) {
-    return strcmp(*(const char *const *)left, *(const char *const *)right);
-}
-
 /* The names of the files, and those that only the spec has: that one is missing is said by the file that lacks it. */
 static tb_status list_names(const tb__disk *disk, const tb__spec *spec, const char ***out, size_t *count) {
     const char **names;
@@ -345,11 +337,11 @@ static tb_status list_names(const tb__disk *disk, const tb__spec *spec, const ch
     n = found;
     for (size_t i = 0; i < spec->ntensors; i++) {
         const char *name = spec->tensors[i].match;
-        bool is_found = found && bsearch(&name, all, found, sizeof *all, compare_strings);
+        bool is_found = found && bsearch(&name, all, found, sizeof *all, tb__compare_strings);
         if (!is_found && !spec->tensors[i].is_skipped)
             all[n++] = name;
     }
-    qsort(all, n, sizeof *all, compare_strings);
+    qsort(all, n, sizeof *all, tb__compare_strings);
     *out = all;
     *count = n;
     return TB_OK;

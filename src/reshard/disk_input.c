@@ -1,6 +1,8 @@
 /* The source of a resharding: files of ranks, or a model that counts as one rank. */
 #include "reshard/disk_inside.h"
 
+#include "base/text.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -120,10 +122,6 @@ tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, c
     return (tb__disk_source){found->file, tb__safetensors_find(&found->file->header, name)};
 }
 
-static int compare_strings(const void *left, const void *right) {
-    return strcmp(*(const char *const *)left, *(const char *const *)right);
-}
-
 tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names, size_t *count) {
     size_t total = input->model ? input->model->count : 0, n = 0, kept = 0;
     for (size_t i = 0; i < input->nranks; i++)
@@ -138,7 +136,7 @@ tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names,
         for (size_t k = 0; k < header->count; k++)
             list[n++] = header->by_name[k]->name;
     }
-    qsort(list, n, sizeof *list, compare_strings);
+    qsort(list, n, sizeof *list, tb__compare_strings);
     for (size_t i = 0; i < n; i++) {
         if (kept == 0 || strcmp(list[kept - 1], list[i]) != 0)
             list[kept++] = list[i];

@@ -340,13 +340,6 @@ static tb_status read_rule(const reader *r, const json_t *json, const char *cons
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", rule->where);
 }
 
-static uint64_t hash_name(const char *name) {
-    uint64_t hash = 0;
-    for (; *name; name++)
-        hash = tb__hash(hash, (unsigned char)*name);
-    return hash;
-}
-
 const char *tb__spec_copy_string(tb__arena *arena, const char *string) {
     size_t nbytes = strlen(string) + 1;
     char *copy = tb__arena_alloc(arena, nbytes, 1);
@@ -366,7 +359,7 @@ static tb_status read_tensors(const reader *r, const json_t *json) {
     for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
         tb__spec_rule *rule = &spec->tensors[spec->ntensors];
         *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, json_object_iter_key(it))};
-        if (!rule->match || !tb__index_add(&spec->by_name, hash_name(rule->match), spec->ntensors))
+        if (!rule->match || !tb__index_add(&spec->by_name, tb__hash_string(0, rule->match), spec->ntensors))
             return TB_NO_MEMORY;
         spec->ntensors++;
         snprintf(rule->where, sizeof rule->where, "tensors '%.50s'", rule->match);
@@ -466,7 +459,7 @@ void tb__spec_destroy(tb__spec *spec) {
 
 const tb__spec_rule *tb__spec_find(const tb__spec *spec, const char *name) {
     size_t probe = 0, i;
-    while ((i = tb__index_next(&spec->by_name, hash_name(name), &probe)) != TB__NOWHERE) {
+    while ((i = tb__index_next(&spec->by_name, tb__hash_string(0, name), &probe)) != TB__NOWHERE) {
         if (strcmp(spec->tensors[i].match, name) == 0)
             return &spec->tensors[i];
     }

@@ -2,6 +2,8 @@
  */
 #include "tools/svg.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -40,7 +42,7 @@ static tb_status side_init(side *s, const tb_layout *layout, const tb_plan_stats
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < s->nranks; i++)
         s->ranks[i] = tb_layout_rank_at(layout, i);
-    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, tool_compare_ranks);
+    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, tb__compare_int32);
     for (int32_t i = 0, j = 0; i < s->nranks; i++) {
         while (stats->ranks[j] != s->ranks[i]) /* both ascending */
             j++;
@@ -51,7 +53,7 @@ static tb_status side_init(side *s, const tb_layout *layout, const tb_plan_stats
 }
 
 static int32_t bin_of(const side *s, int32_t rank) {
-    const int32_t *found = bsearch(&rank, s->ranks, (size_t)s->nranks, sizeof rank, tool_compare_ranks);
+    const int32_t *found = bsearch(&rank, s->ranks, (size_t)s->nranks, sizeof rank, tb__compare_int32);
     return found ? (int32_t)(found - s->ranks) / s->per_bin : -1;
 }
 

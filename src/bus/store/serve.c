@@ -2,7 +2,6 @@
 #include "bus/store/address.h"
 #include "bus/store/server.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -12,12 +11,6 @@ enum { FIRST_NAP_MS = 2, LONGEST_NAP_MS = 100 };
 
 /* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
 enum { SILENT_MS = 1000 };
-
-static void nap(int ms) {
-    struct timespec left = tb__time_of_ms(ms);
-    while (nanosleep(&left, &left) != 0 && errno == EINTR)
-        ;
-}
 
 /* TB_IO: nobody was there. TB_LOST: somebody was, but ended just then. Either may be different the next time. */
 static bool is_worth_another_try(tb_status status) {
@@ -87,7 +80,7 @@ tb_status tb__store_open_or_serve(const char *url, const char *token, int timeou
         if (!is_cut)
             snprintf(why, sizeof why, "%s", tb_error_detail());
         int left = tb__ms_until(deadline_ms);
-        nap(nap_ms < left ? nap_ms : left);
+        tb__nap(nap_ms < left ? nap_ms : left);
         if (tb__ms_until(deadline_ms) == 0)
             return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
     }
