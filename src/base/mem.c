@@ -96,6 +96,12 @@ void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size) {
     return p;
 }
 
+char *tb__arena_strdup(tb__arena *arena, const char *string) {
+    size_t nbytes = strlen(string) + 1;
+    char *copy = tb__arena_alloc(arena, nbytes, 1);
+    return copy ? memcpy(copy, string, nbytes) : NULL;
+}
+
 void tb__arena_reset(tb__arena *arena) {
     /* One block is usual: it stays in place. */
     while (arena->head && arena->head->prev) {

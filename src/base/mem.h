@@ -26,6 +26,7 @@ typedef struct tb__arena {
 } tb__arena;
 
 void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size);
+char *tb__arena_strdup(tb__arena *arena, const char *string);
 void tb__arena_reset(tb__arena *arena); /* forgets what was allocated, keeps the memory for next time */
 void tb__arena_fini(tb__arena *arena);
 size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */

@@ -192,7 +192,7 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
                                  .dst = is_send ? nothing : b,
                                  .src_gone = is_send ? &v->is_gone : NULL,
                                  .dst_gone = is_send ? NULL : &v->is_gone};
-            t.spec = (tb_tensor_spec){.name = tb__ir_string(ir, name),
+            t.spec = (tb_tensor_spec){.name = tb__arena_strdup(&ir->arena, name),
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
                                       .dst_dtype = v->dtype,

@@ -211,16 +211,6 @@ static const char *base_name(const tb__safetensors *file) {
     return slash ? slash + 1 : file->path;
 }
 
-static tb_status keep_string(tb__checkpoint *c, const char *string, const char **out) {
-    size_t nbytes = strlen(string) + 1;
-    char *kept = tb__arena_alloc(&c->arena, nbytes, 1);
-    if (!kept)
-        return TB_NO_MEMORY;
-    memcpy(kept, string, nbytes);
-    *out = kept;
-    return TB_OK;
-}
-
 static const char *indexed_in(const tb__checkpoint *c, const char *name) {
     const tb__checkpoint_tensor *found = tb__checkpoint_find(c, name);
     return found ? base_name(c->files[found->file]) : NULL;
@@ -251,18 +241,15 @@ static tb_status list_stray(tb__checkpoint *c, const char *dir, const char *name
     free(path);
     if (is_dir || status == TB_NO_MEMORY)
         return status;
-    status = keep_string(c, name, &item.file);
-    if (status == TB_OK && !file)
-        status = tb__vec_push(out, item) ? TB_OK : TB_NO_MEMORY;
-    for (size_t i = 0; file && i < file->header.count && status == TB_OK; i++) {
-        status = keep_string(c, file->header.by_name[i]->name, &item.name);
-        if (status == TB_OK) {
-            item.indexed_in = indexed_in(c, item.name);
-            status = tb__vec_push(out, item) ? TB_OK : TB_NO_MEMORY;
-        }
+    item.file = tb__arena_strdup(&c->arena, name);
+    bool has_room = item.file && (file || tb__vec_push(out, item));
+    for (size_t i = 0; file && i < file->header.count && has_room; i++) {
+        item.name = tb__arena_strdup(&c->arena, file->header.by_name[i]->name);
+        item.indexed_in = item.name ? indexed_in(c, item.name) : NULL;
+        has_room = item.name && tb__vec_push(out, item);
     }
     tb__safetensors_close(file);
-    return status;
+    return has_room ? TB_OK : TB_NO_MEMORY;
 }
 
 int tb__checkpoint_is_part(const struct dirent *e) {
@@ -305,23 +292,16 @@ static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_
     if (status == TB_NO_MEMORY)
         return status;
     const json_t *map = json_object_get(json, "weight_map");
-    status = TB_OK;
-    if (!json_is_object(map) && !tb__vec_push(out, (tb__unindexed){.file = TB__MODEL_INDEX}))
-        status = TB_NO_MEMORY;
-    for (void *it = json_object_iter((json_t *)map); it && status == TB_OK;
-         it = json_object_iter_next((json_t *)map, it)) {
-        tb__unindexed item = {0};
+    bool has_room = json_is_object(map) || tb__vec_push(out, (tb__unindexed){.file = TB__MODEL_INDEX});
+    for (void *it = json_object_iter((json_t *)map); it && has_room; it = json_object_iter_next((json_t *)map, it)) {
         const char *name = json_object_iter_key(it), *file = json_string_value(json_object_iter_value(it));
         if (!file || tb__checkpoint_find(c, name))
             continue;
-        status = keep_string(c, name, &item.name);
-        if (status == TB_OK)
-            status = keep_string(c, file, &item.file);
-        if (status == TB_OK && !tb__vec_push(out, item))
-            status = TB_NO_MEMORY;
+        tb__unindexed item = {.file = tb__arena_strdup(&c->arena, file), .name = tb__arena_strdup(&c->arena, name)};
+        has_room = item.file && item.name && tb__vec_push(out, item);
     }
     json_decref(json);
-    return status;
+    return has_room ? TB_OK : TB_NO_MEMORY;
 }
 
 /* What would be lost comes first. */

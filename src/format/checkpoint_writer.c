@@ -76,12 +76,9 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
         return TB_NO_MEMORY;
     int64_t total = 0;
     for (size_t i = 0; i < count; i++) {
-        size_t nbytes = strlen(tensors[i].name) + 1;
-        char *name = tb__arena_alloc(&w->arena, nbytes, 1);
+        const char *name = w->names[i] = tb__arena_strdup(&w->arena, tensors[i].name);
         if (!name)
             return TB_NO_MEMORY;
-        memcpy(name, tensors[i].name, nbytes);
-        w->names[i] = name;
         w->seats[i] = (seat){0};
         tb_status status = tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &w->seats[i].nbytes);
         if (status != TB_OK)

@@ -147,10 +147,9 @@ static tb_status reserve(const tb__draft *draft, int64_t nbytes) {
 
 tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
     struct stat about;
-    tb__draft made = {.fd = -1, .path = tb__malloc(strlen(path) + 1, 1)};
+    tb__draft made = {.fd = -1, .path = tb__strdup(path)};
     if (!made.path)
         return TB_NO_MEMORY;
-    memcpy(made.path, path, strlen(path) + 1);
     tb_status status = TB_OK;
     if (stat(path, &about) == 0 && !S_ISREG(about.st_mode)) {
         tb__set_detail("can't be created: something that is not a file is there");

@@ -44,10 +44,7 @@ typedef TB_VEC(tb__rank_file) found_files;
 static tb_status add_file(tb__rank_files *out, found_files *found, const char *dir, int32_t rank) {
     char *path;
     TB_TRY(tb__rank_file_path(dir, rank, &path));
-    size_t nbytes = strlen(path) + 1;
-    char *kept = tb__arena_alloc(&out->arena, nbytes, 1);
-    if (kept)
-        memcpy(kept, path, nbytes);
+    char *kept = tb__arena_strdup(&out->arena, path);
     free(path);
     return kept && tb__vec_push(found, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
 }
@@ -63,13 +60,8 @@ static tb_status add_other(tb__rank_files *out, const char *dir, const char *nam
     out->nothers++;
     if (out->other && strcmp(out->other, name) < 0)
         return TB_OK;
-    size_t nbytes = strlen(name) + 1;
-    char *kept = tb__arena_alloc(&out->arena, nbytes, 1);
-    if (!kept)
-        return TB_NO_MEMORY;
-    memcpy(kept, name, nbytes);
-    out->other = kept;
-    return TB_OK;
+    out->other = tb__arena_strdup(&out->arena, name);
+    return out->other ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status list_files(tb__rank_files *out, found_files *found, const char *dir, DIR *stream) {

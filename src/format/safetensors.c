@@ -35,12 +35,10 @@ tb_status tb__safetensors_open(const char *path, tb__safetensors **out) {
     if (!file)
         return TB_NO_MEMORY;
     file->fd = -1;
-    file->path = tb__malloc(strlen(path) + 1, 1);
+    file->path = tb__strdup(path);
     tb_status status = file->path ? tb__file_open(path, &file->fd, &file_nbytes) : TB_NO_MEMORY;
-    if (status == TB_OK) {
-        memcpy(file->path, path, strlen(path) + 1);
+    if (status == TB_OK)
         status = read_header(file, file_nbytes);
-    }
     if (status != TB_OK)
         tb__safetensors_close(file);
     else

@@ -22,13 +22,10 @@ static bool copy_tensors(tb__safetensors_writer *w, const tb__safetensor *tensor
     if (!w->tensors || !w->written)
         return false;
     for (size_t i = 0; i < count; i++) {
-        size_t nbytes = strlen(tensors[i].name) + 1;
-        char *name = tb__arena_alloc(&w->arena, nbytes, 1);
-        if (!name)
-            return false;
-        memcpy(name, tensors[i].name, nbytes);
         w->tensors[i] = tensors[i];
-        w->tensors[i].name = name;
+        w->tensors[i].name = tb__arena_strdup(&w->arena, tensors[i].name);
+        if (!w->tensors[i].name)
+            return false;
         atomic_init(&w->written[i], 0);
     }
     return true;

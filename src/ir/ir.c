@@ -65,12 +65,6 @@ const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
     return copy;
 }
 
-const char *tb__ir_string(tb__ir *ir, const char *string) {
-    size_t n = strlen(string) + 1;
-    char *copy = tb__arena_alloc(&ir->arena, n, 1);
-    return copy ? memcpy(copy, string, n) : NULL;
-}
-
 /* A batch on its way to chunks. */
 typedef struct builder {
     tb__ir *ir;
@@ -285,7 +279,7 @@ static tb_status add_tensors(builder *b, const tb_tensor_spec *tensors, size_t c
     qsort(sorted, count, sizeof *sorted, compare_names);
     tb_status status = TB_OK;
     for (size_t i = 0; i < count && status == TB_OK; i++) {
-        const char *name = tb__ir_string(b->ir, sorted[i]->name);
+        const char *name = tb__arena_strdup(&b->ir->arena, sorted[i]->name);
         if (!name || !tb__vec_push(&b->ir->names, name)) {
             status = TB_NO_MEMORY;
         } else if (i > 0 && strcmp(name, sorted[i - 1]->name) == 0) {

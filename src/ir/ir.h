@@ -34,8 +34,6 @@ size_t tb__ir_nbytes(const tb_ir *view);
 /* One owner more: so many have to destroy it. */
 void tb__ir_ref(tb_ir *view);
 
-const char *tb__ir_string(tb__ir *ir, const char *string);
-
 /* What bounds a bucket. */
 typedef struct tb__ir_limits {
     int64_t bucket_size; /* in the wire dtype */

@@ -340,12 +340,6 @@ static tb_status read_rule(const reader *r, const json_t *json, const char *cons
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", rule->where);
 }
 
-const char *tb__spec_copy_string(tb__arena *arena, const char *string) {
-    size_t nbytes = strlen(string) + 1;
-    char *copy = tb__arena_alloc(arena, nbytes, 1);
-    return copy ? memcpy(copy, string, nbytes) : NULL;
-}
-
 static tb_status read_tensors(const reader *r, const json_t *json) {
     static const char *const keys[] = {"shape", "dtype", "src", "dst", "skip", NULL};
     tb__spec *spec = r->spec;
@@ -358,7 +352,7 @@ static tb_status read_tensors(const reader *r, const json_t *json) {
         return TB_NO_MEMORY;
     for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
         tb__spec_rule *rule = &spec->tensors[spec->ntensors];
-        *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, json_object_iter_key(it))};
+        *rule = (tb__spec_rule){.match = tb__arena_strdup(&spec->arena, json_object_iter_key(it))};
         if (!rule->match || !tb__index_add(&spec->by_name, tb__hash_string(0, rule->match), spec->ntensors))
             return TB_NO_MEMORY;
         spec->ntensors++;
@@ -382,7 +376,7 @@ static tb_status read_rules(const reader *r, const json_t *json) {
         const json_t *one = json_array_get(json, spec->nrules);
         const char *match = json_string_value(json_object_get(one, "match"));
         tb__spec_rule *rule = &spec->rules[spec->nrules];
-        *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, match ? match : "")};
+        *rule = (tb__spec_rule){.match = tb__arena_strdup(&spec->arena, match ? match : "")};
         if (!rule->match)
             return TB_NO_MEMORY;
         snprintf(rule->where, sizeof rule->where, "rules %zu", spec->nrules++);

@@ -109,9 +109,7 @@ static tb_status check_cut(const builder *b, int32_t rank) {
 
 /* In the rank's arena; NULL, with the sentence set, if there is no memory. */
 static char *copy(builder *b, const char *string) {
-    size_t size = strlen(string) + 1;
-    char *text = tb__arena_alloc(&b->out->arena, size, 1);
-    return text ? memcpy(text, string, size) : NULL;
+    return tb__arena_strdup(&b->out->arena, string);
 }
 
 static tb__text *begin_text(builder *b) {
