@@ -22,12 +22,11 @@ static void close_accord(tb__accord *accord, tb_status status, bool tell) {
 
 /* The sentence is in tb_error_detail. */
 static void break_accord(tb__accord *accord, tb_status status, bool tell) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     close_accord(accord, status, tell);
     for (int i = 0; i < 2; i++) {
         if (accord->flows[i])
-            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why));
+            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why.text));
     }
 }
 

@@ -277,9 +277,8 @@ static bool have_answered(void *arg) {
 static tb_status fail_late(const meeting *m) {
     if (tb__directory_is_connected(m->pair->world->directory))
         return tb__fail(TB_TIMEOUT, "pair '%s': %s", m->pair->name, m->missing);
-    char why[256];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
+    tb__sentence why = tb__sentence_kept();
+    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why.text);
 }
 
 /* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
@@ -424,12 +423,11 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         *round = m.last_round + 1;
     tb__engine_unlock(engine);
     if (round) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         m.verdict.status = status;
         /* where this fails, others find it alone or time out */
-        tb__pair_say(pair, m.last_round, &m.verdict, why, deadline_ms);
-        status = tb__fail(status, "%s", why);
+        tb__pair_say(pair, m.last_round, &m.verdict, why.text, deadline_ms);
+        status = tb__fail(status, "%s", why.text);
     }
     if (status == TB_OK)
         tb__world_set_workers(pair->world);
@@ -518,13 +516,12 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (status == TB_OK && !o.no_wait)
         status = tb__pair_meet(pair, deadline_ms, unwanted);
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         if (!tb__is_verdict(status)) /* then there is a verdict in its place */
             tb__pair_unsay(pair);
         delist(pair);
         free_pair(pair);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     tb__world_ref(world);
     *out = pair;

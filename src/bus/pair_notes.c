@@ -78,11 +78,10 @@ static tb_status find_subject(const tb_pair *pair, const char *group, int32_t in
 }
 
 tb_status tb__pair_blame(const tb_pair *pair, tb__pair_verdict *v, tb_status status, const char *group, int32_t index) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (v->nsubjects < TB__MOST_SUBJECTS && find_subject(pair, group, index, &v->subjects[v->nsubjects]) == TB_OK)
         v->nsubjects++;
-    return tb__fail(status, "%s", why);
+    return tb__fail(status, "%s", why.text);
 }
 
 /* Whether another process is in the place of one that it is about. */

@@ -35,8 +35,7 @@ static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status stat
 }
 
 tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     for (size_t i = 0; i < copy->all.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
@@ -45,12 +44,12 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
         tb__pack_u64(&pack, copy->run);
         tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
         tb__pack_status(&pack, status);
-        tb__pack_string(&pack, why);
+        tb__pack_string(&pack, why.text);
         if (tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
     }
-    note_abort(copy, copy->run, false, status, why);
-    return tb__fail(status, "%s", why);
+    note_abort(copy, copy->run, false, status, why.text);
+    return tb__fail(status, "%s", why.text);
 }
 
 /* ---- Messages in ----------------------------------------------------------------------------------------------- */
@@ -473,10 +472,9 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
     tb__engine_unlock(world->engine);
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         tb_copy_close(copy);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     tb__world_set_workers(world);
     *out = copy;

@@ -419,11 +419,10 @@ tb_status tb__copy_move(tb_copy *copy) {
             tb__copy_abort(copy, status);
     }
     local_fini(&l);
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (copy->flow)
         end(copy);
     if (status != TB_OK)
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     return copy->status == TB_OK ? TB_OK : tb__fail(copy->status, "%s", copy->moved_why);
 }

@@ -18,13 +18,12 @@
 
 tb_status tb__file_fail(tb_status status, const char *path) {
     enum { MOST = 240 }; /* leaves room for the sentence */
-    char inner[512];
-    snprintf(inner, sizeof inner, "%s", tb_error_detail());
+    tb__sentence inner = tb__sentence_kept();
     size_t length = strlen(path);
     const char *end = length > MOST ? path + length - MOST : path;
     while (end > path && (*end & 0xC0) == 0x80) /* not from the middle of a character */
         end++;
-    return tb__fail(status, "%s%s: %s", end > path ? "..." : "", end, inner);
+    return tb__fail(status, "%s%s: %s", end > path ? "..." : "", end, inner.text);
 }
 
 static tb_status fail_errno(tb_status status, const char *path, const char *what) {

@@ -65,10 +65,9 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->token = opts->token ? tb__strdup(opts->token) : NULL;
     tb_status status = agent->group && (!opts->token || agent->token) ? open_all(agent, opts) : TB_NO_MEMORY;
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         tb__agent_destroy(agent);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     *out = agent;
     return TB_OK;

@@ -47,8 +47,7 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
         *server = NULL;
     if (!is_worth_another_try(status))
         return status;
-    char why[256];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     tb_status served = serve(url, token, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
     if (!*is_for_later)
@@ -56,7 +55,7 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
     char why_not[256] = "";
     if (served == TB_REFUSED && tb__store_is_embedded(url))
         snprintf(why_not, sizeof why_not, "; nor can this process serve it: %.200s", tb_error_detail());
-    return tb__fail(status, "%s%s", why, why_not);
+    return tb__fail(status, "%.255s%s", why.text, why_not);
 }
 
 tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,

@@ -539,14 +539,13 @@ static void read_link(shm *s, shm_link *link) {
             close(fd);
         if (is_good)
             continue;
-        char why[256];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         if (!peer)
             dismiss(s, link);
         else if (n < 0)
             end_peer(s, peer, "its connection ended");
         else
-            shm_lose(s, peer, why);
+            shm_lose(s, peer, why.text);
         return;
     }
 }
