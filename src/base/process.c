@@ -68,8 +68,10 @@ int tb__fd_own(int fd) {
 }
 
 void tb__fd_close(int fd) {
+    if (fd < 0)
+        return;
     /* In this order: once it is closed, its number may become that of another's descriptor. */
-    if (fd >= 0 && fd < MOST_FDS)
+    if (fd < MOST_FDS)
         atomic_fetch_and(&closed_in_child[fd / WORD_BITS], ~((uint64_t)1 << fd % WORD_BITS));
     /* A process that is just being spawned may have a copy, which must not keep a connection going. */
     shutdown(fd, SHUT_RDWR);

@@ -32,7 +32,7 @@ tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *
 /* Closes the descriptor in every child that is forked from now on. A child that kept it would hold up what its end
  * announces: that a client has died, that a server's lock and port are free. Returns the descriptor; -1 is allowed. */
 int tb__fd_own(int fd);
-/* Closes it here. A socket is shut down for everybody who has a copy. */
+/* Closes it here; -1 is allowed. A socket is shut down for everybody who has a copy. */
 void tb__fd_close(int fd);
 
 /* A descriptor that is owned, and that a forked child can tell from one of its own. */

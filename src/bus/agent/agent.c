@@ -196,14 +196,10 @@ void tb__agent_destroy(tb__agent *agent) {
     if (agent->listener.socket.fd >= 0)
         tb__listener_close(&agent->listener);
     tb_world_destroy(agent->world);
-    if (agent->epoll >= 0)
-        close(agent->epoll);
-    if (agent->wake >= 0)
-        close(agent->wake);
-    if (agent->stop >= 0)
-        close(agent->stop);
-    if (agent->spare >= 0)
-        close(agent->spare);
+    tb__fd_close(agent->epoll);
+    tb__fd_close(agent->wake);
+    tb__fd_close(agent->stop);
+    tb__fd_close(agent->spare);
     pthread_mutex_destroy(&agent->done_lock);
     pthread_mutex_destroy(&agent->report_lock);
     pthread_cond_destroy(&agent->report_made);

@@ -3,6 +3,7 @@
 
 #include "base/descriptors.h"
 #include "base/mem.h"
+#include "base/process.h"
 #include "exec/memory.h"
 
 #include <errno.h>
@@ -60,8 +61,7 @@ void tb__guest_fini(tb__guest *guest) {
         guest->files->refs = 1;
         tb__guest_put_file(guest, guest->files);
     }
-    if (guest->pidfd >= 0)
-        close(guest->pidfd);
+    tb__fd_close(guest->pidfd);
     guest->pidfd = -1;
 }
 

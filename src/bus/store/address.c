@@ -250,8 +250,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
             *fd = s;
             return TB_OK;
         }
-        if (s >= 0)
-            tb__fd_close(s);
+        tb__fd_close(s);
     }
     freeaddrinfo(names);
     return fail_connect(address, *error);

@@ -218,10 +218,8 @@ static void shm_close(void *context) {
     tb__index_fini(&s->by_rank);
     shm_memory_close(s);
     int fds[] = {s->epoll, s->wake, s->retry, s->listener, s->control_fd};
-    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
-        if (fds[i] >= 0)
-            tb__fd_close(fds[i]);
-    }
+    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
+        tb__fd_close(fds[i]);
     if (s->control)
         munmap(s->control, sizeof *s->control);
     free(s);
@@ -297,8 +295,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     int fd = tb__fd_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd < 0 || connect(fd, (struct sockaddr *)&name, length) != 0) {
         int error = errno;
-        if (fd >= 0)
-            tb__fd_close(fd);
+        tb__fd_close(fd);
         return tb__fail(tb__is_out_of_descriptors(error) ? TB_REFUSED : TB_LOST, "connecting to its socket @%.32s: %s",
                         a.name, tb__errno_text(error));
     }

@@ -48,8 +48,7 @@ bool shm_reserve(shm *s, shm_link *link) {
 
 void shm_release_reserved(shm_link *link) {
     for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
-        if (link->reserved[i] >= 0)
-            tb__fd_close(link->reserved[i]);
+        tb__fd_close(link->reserved[i]);
         link->reserved[i] = -1;
     }
 }

@@ -315,14 +315,10 @@ static void ucx_close(void *context) {
     for (size_t i = 0; i < u->retired.count; i++)
         ucx_free_peer(u->retired.item[i]);
     tb__match_free(&u->early, -1);
-    if (u->epoll >= 0)
-        tb__fd_close(u->epoll);
-    if (u->wake >= 0)
-        tb__fd_close(u->wake);
-    if (u->timer >= 0)
-        tb__fd_close(u->timer);
-    if (u->guard >= 0)
-        tb__fd_close(u->guard);
+    tb__fd_close(u->epoll);
+    tb__fd_close(u->wake);
+    tb__fd_close(u->timer);
+    tb__fd_close(u->guard);
     free(u->descriptors.item);
     free(u->ports.item);
     free(u->listeners.item);

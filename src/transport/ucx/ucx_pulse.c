@@ -77,8 +77,7 @@ void ucx_end_stand_in(ucx *u) {
         eventfd_write(u->quit, 1);
         pthread_join(u->stand_in, NULL);
     }
-    if (u->quit >= 0)
-        tb__fd_close(u->quit);
+    tb__fd_close(u->quit);
 }
 
 void ucx_hear(ucx_peer *peer, bool is_chunk) {
