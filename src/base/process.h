@@ -45,6 +45,10 @@ typedef struct tb__owned_fd {
 void tb__owned_fd_init(tb__owned_fd *owned, int fd);
 void tb__owned_fd_close(tb__owned_fd *owned);
 
+/* When the process was started, so that its number can't be mistaken for a later one's. False: it can't be told, errno
+ * says why; ENOENT: there is none. */
+bool tb__process_start_time(pid_t pid, uint64_t *out);
+
 tb_status tb__start_thread(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
 
 /* A condition whose timed waits take the times below. */

@@ -98,23 +98,6 @@ static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
     return peer;
 }
 
-/* When this process, or another, was started: field 22 of its stat line, counted behind the name, which may hold
- * anything. 0 if it can't be told. */
-static uint64_t start_time_of(pid_t pid) {
-    char path[64], line[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
-    FILE *file = fopen(path, "re");
-    if (!file)
-        return 0;
-    size_t n = fread(line, 1, sizeof line - 1, file);
-    fclose(file);
-    line[n] = '\0';
-    const char *at = strrchr(line, ')');
-    for (int field = 2; at && field < 22; field++)
-        at = strchr(at + 1, ' ');
-    return at ? strtoull(at, NULL, 10) : 0;
-}
-
 static tb_status open_control(shm *s) {
     s->control_fd = tb__fd_own(memfd_create("tensorbus-control", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (s->control_fd < 0 || ftruncate(s->control_fd, sizeof *s->control) != 0 ||
@@ -160,7 +143,7 @@ static tb_status open_all(shm *s) {
     s->retry = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     if (s->epoll < 0 || s->wake < 0 || s->retry < 0)
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
-    s->start_time = start_time_of(getpid());
+    (void)tb__process_start_time(getpid(), &s->start_time);
     TB_TRY(open_control(s));
     TB_TRY(open_listener(s));
     TB_TRY(watch(s, s->listener, &s->listen_watch));
@@ -434,10 +417,11 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     peer->watch = WATCH_PROCESS;
     if (watch(s, peer->pidfd, peer) != TB_OK)
         return false;
-    uint64_t probe = 0;
+    uint64_t probe = 0, started = 0;
     struct iovec here = {&probe, sizeof probe};
     struct iovec there = {(void *)(uintptr_t)hello->probe_address, sizeof probe}; // NOLINT(performance-no-int-to-ptr)
-    peer->can_read = start_time_of(who.pid) == hello->start_time &&
+    (void)tb__process_start_time(who.pid, &started);
+    peer->can_read = started == hello->start_time &&
                      process_vm_readv(who.pid, &here, 1, &there, 1, 0) == sizeof probe && probe == hello->probe;
     return true;
 }
