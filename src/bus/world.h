@@ -221,6 +221,29 @@ struct tb_batch {
     size_t nstarting;  /* calls that are about to begin one */
 };
 
+/* The versions that the pairs of a batch have. */
+typedef struct tb__versions {
+    uint64_t lowest, highest;
+} tb__versions;
+
+#define TB__NO_VERSIONS                                                                                                \
+    { UINT64_MAX, 0 }
+
+static inline void tb__versions_add(tb__versions *v, uint64_t version) {
+    v->lowest = version < v->lowest ? version : v->lowest;
+    v->highest = version > v->highest ? version : v->highest;
+}
+
+static inline bool tb__versions_differ(const tb__versions *v) {
+    return v->lowest < v->highest;
+}
+
+/* *together: the last that all had at one time; 0 where one has none. */
+static inline void tb__versions_settle(const tb__versions *v, uint64_t *together) {
+    if (v->lowest == v->highest || v->lowest == 0)
+        *together = v->lowest;
+}
+
 void tb__batch_unref(tb_batch *batch); /* without the lock */
 bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 /* As tb_batch_add. */
