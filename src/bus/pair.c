@@ -8,6 +8,7 @@
  * are void. */
 #include "bus/pair_notes.h"
 
+#include "base/int.h"
 #include "base/opts.h"
 #include "exec/workers.h"
 #include "layout/layout.h"
@@ -18,9 +19,8 @@
 #include <string.h>
 
 enum {
-    SPIN_US = 50,   /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
-    AGAIN_MS = 200, /* between attempts to connect with a rank that was lost */
-    ASK_MS = 1000,  /* what others write to the store does not come for so long: is the store there? */
+    SPIN_US = 50,  /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
+    ASK_MS = 1000, /* what others write to the store does not come for so long: is the store there? */
     ANSWER_MS = 4000,
 };
 
@@ -234,11 +234,7 @@ static tb_status connect_side(meeting *m, int side, bool *is_torn) {
     s->peers = *is_torn ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
     tb_status status = s->peers || *is_torn ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < s->size && status == TB_OK && !*is_torn; i++) {
-        const tb__member *member = &roster.member[i];
-        char label[TB__DIRECTORY_MAX_NAME + 48];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", member->rank, s->group, i);
-        status = tb__engine_connect(pair->world->engine, member->rank, member->incarnation, member->contact,
-                                    member->contact_nbytes, label, &s->peers[i]);
+        status = tb__world_connect(pair->world, s->group, &roster, i, &s->peers[i]);
         if (tb__is_verdict(status)) { /* a sentence that others will read, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
@@ -291,14 +287,14 @@ static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
         if (is_torn)
             return TB_OK;
     }
-    int64_t again_ms = tb__now_ms() + AGAIN_MS;
-    bool is_done = tb__engine_wait(engine, have_answered, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
+    bool is_done = tb__engine_wait(engine, have_answered, m, again_ms);
     *is_whole = is_done && !m->has_lost;
     if (m->status != TB_OK || *is_whole || m->pair->has_met)
         return m->status;
     if (tb__now_ms() >= deadline_ms)
         return fail_late(m);
-    tb__engine_wait(engine, is_over, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    tb__engine_wait(engine, is_over, m, again_ms);
     return m->status;
 }
 
@@ -311,8 +307,7 @@ static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
         const tb__member *at = &roster.member[i];
         tb__peer *peer = s->peers[i];
         if (!peer->is_lost && at->rank == peer->rank && at->incarnation == peer->incarnation)
-            status = tb__engine_connect(pair->world->engine, at->rank, at->incarnation, at->contact, at->contact_nbytes,
-                                        peer->label, &peer);
+            status = tb__world_connect(pair->world, s->group, &roster, i, &peer);
     }
     tb__roster_fini(&roster);
     return status;

@@ -46,6 +46,8 @@ typedef struct tb__plans_state {
     uint64_t hits, misses, evicted;
 } tb__plans_state;
 
+enum { TB__LEAST_STAGING = 64 << 10 }; /* staging_bytes of any rank */
+
 /* Whoever has tensors in memory of the program's: a batch, a copy service. */
 typedef struct tb__memory_user tb__memory_user;
 struct tb__memory_user {
@@ -109,6 +111,16 @@ int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
 /* Sets how many threads copy, now that others are known to share the host. Without the lock. */
 void tb__world_set_workers(tb_world *world);
+/* Connects with who is in the seat. The label is the engine's if it has not met the process before. With the lock held.
+ */
+tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
+                            tb__peer **out);
+enum { TB__CONNECT_AGAIN_MS = 200 }; /* between attempts to connect with a rank that was lost */
+/* "rank 3 (trainer 1)" */
+typedef struct tb__label {
+    char text[TB__DIRECTORY_MAX_NAME + 48];
+} tb__label;
+tb__label tb__label_of(int32_t rank, const char *group, int32_t seat);
 /* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
