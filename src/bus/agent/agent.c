@@ -2,6 +2,7 @@
 #include "bus/agent/agent_inside.h"
 
 #include "base/descriptors.h"
+#include "base/int.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -14,7 +15,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000, RETRY_MS = 100 };
+enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000 };
 
 static tb_status watch(const tb__agent *agent, int fd, const void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)what};
@@ -121,11 +122,11 @@ static void sweep(tb__agent *agent) {
 static int tidy(tb__agent *agent) {
     int64_t next = tb__agent_pairs_expire(agent), other = turn_away(agent);
     sweep(agent);
-    next = other < next ? other : next;
+    next = tb__min64(next, other);
     if (agent->is_full)
         tb__agent_listen_again(agent);
-    if (agent->is_full && !agent->is_stopping && next > tb__now_ms() + RETRY_MS)
-        next = tb__now_ms() + RETRY_MS;
+    if (agent->is_full && !agent->is_stopping)
+        next = tb__min64(next, tb__now_ms() + TB__RELISTEN_MS);
     return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 

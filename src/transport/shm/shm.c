@@ -357,9 +357,8 @@ static shm_peer *find_connection(shm *s, int32_t rank, uint64_t number) {
 
 /* It would be ready again at once. */
 static void stop_accepting(shm *s, int error) {
-    struct epoll_event event = {.events = 0, .data.ptr = &s->listen_watch};
     s->is_full = true;
-    epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
+    tb__listen_in(s->epoll, s->listener, &s->listen_watch, false);
     shm_retry_later(s, "a connection that waits to be accepted", error);
 }
 
@@ -380,7 +379,7 @@ static bool accept_one(shm *s) {
         return true;
     }
     free_link(s, link);
-    if (tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM)
+    if (tb__is_shortage(error))
         stop_accepting(s, error);
     return !error || error == EINTR || error == ECONNABORTED;
 }
@@ -391,12 +390,11 @@ static void accept_all(shm *s) {
 }
 
 static void retry(shm *s) {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &s->listen_watch};
     uint64_t expirations;
     ssize_t unused = read(s->retry, &expirations, sizeof expirations);
     (void)unused;
     if (s->is_full)
-        epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
+        tb__listen_in(s->epoll, s->listener, &s->listen_watch, true);
     s->is_full = false;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_pump(s, s->peers.item[i]);
@@ -432,6 +430,13 @@ static bool is_control_page(int fd) {
     return seals >= 0 && seals & F_SEAL_SHRINK && fstat(fd, &info) == 0 && info.st_size >= (off_t)sizeof(shm_control);
 }
 
+static void forget_stranger(shm *s, const shm_link *link) {
+    for (size_t i = 0; i < s->strangers.count; i++) {
+        if (s->strangers.item[i] == link)
+            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
+    }
+}
+
 /* A stranger says who it is. */
 static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
     shm_hello hello;
@@ -457,22 +462,11 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
     }
     peer->control = control;
     peer->features = hello.features;
-    for (size_t i = 0; i < s->strangers.count; i++) {
-        if (s->strangers.item[i] == link)
-            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
-    }
+    forget_stranger(s, link);
     link->peer = peer;
     peer->in = link;
     shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, -1);
     return true;
-}
-
-static void dismiss(shm *s, shm_link *link) {
-    for (size_t i = 0; i < s->strangers.count; i++) {
-        if (s->strangers.item[i] == link)
-            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
-    }
-    free_link(s, link);
 }
 
 /* What is still to be read. A frame may lead to the peer's loss, which closes the link. */
@@ -521,12 +515,14 @@ static void read_link(shm *s, shm_link *link) {
         if (is_good)
             continue;
         tb__sentence why = tb__sentence_kept();
-        if (!peer)
-            dismiss(s, link);
-        else if (n < 0)
+        if (!peer) {
+            forget_stranger(s, link);
+            free_link(s, link);
+        } else if (n < 0) {
             end_peer(s, peer, "its connection ended");
-        else
+        } else {
             shm_lose(s, peer, why.text);
+        }
         return;
     }
 }

@@ -33,8 +33,6 @@ enum {
     SHM_RING_SLOTS = 8,
     SHM_RING_SLOT_SIZE = 256 << 10,
     SHM_MEETING_FDS = 3, /* descriptors that meeting a peer takes, beside its socket */
-    SHM_RETRY_MS = 100,  /* after which what failed for want of descriptors is tried again ... */
-    SHM_WARN_MS = 10000, /* ... and how often that is logged */
 };
 
 /* In place of a descriptor that came with a frame: this process had none left for it. */
@@ -288,7 +286,7 @@ void shm_mappings_close(shm_peer *peer);
 
 /* shm_shortage.c: what is done without descriptors. */
 
-/* Something failed for want of descriptors: `what` is logged, and it is tried again in SHM_RETRY_MS. */
+/* Something failed for want of descriptors: `what` is logged, and it is tried again in a moment. */
 void shm_retry_later(shm *s, const char *what, int error);
 /* Tells the other end why its connection is closed, if it understands that. */
 void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);

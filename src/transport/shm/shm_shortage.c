@@ -13,13 +13,11 @@
 #include <unistd.h>
 
 void shm_retry_later(shm *s, const char *what, int error) {
-    struct itimerspec when = {.it_value = tb__time_of_ms(SHM_RETRY_MS)}, now;
+    struct itimerspec when = {.it_value = tb__time_of_ms(TB__RELISTEN_MS)}, now;
     if (timerfd_gettime(s->retry, &now) == 0 && (now.it_value.tv_sec || now.it_value.tv_nsec))
         return;
-    if (tb__now_ms() >= s->warn_again_ms) {
+    if (tb__may_warn(&s->warn_again_ms))
         tb__log(TB_LOG_WARN, "transport shm: %s: %s; it is tried again", what, tb__errno_text(error));
-        s->warn_again_ms = tb__now_ms() + SHM_WARN_MS;
-    }
     timerfd_settime(s->retry, 0, &when, NULL);
 }
 
