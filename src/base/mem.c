@@ -43,10 +43,13 @@ void *tb__realloc(void *ptr, size_t count, size_t size) {
     return checked(refused(count, size) ? NULL : realloc(ptr, count && size ? count * size : 1), count, size);
 }
 
+void *tb__memdup(const void *from, size_t count, size_t size) {
+    void *copy = tb__malloc(count, size);
+    return copy && count ? memcpy(copy, from, count * size) : copy;
+}
+
 char *tb__strdup(const char *string) {
-    size_t nbytes = strlen(string) + 1;
-    char *copy = tb__malloc(nbytes, 1);
-    return copy ? memcpy(copy, string, nbytes) : NULL;
+    return tb__memdup(string, strlen(string) + 1, 1);
 }
 
 size_t tb__mem_nbytes(const void *ptr) {

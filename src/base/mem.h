@@ -11,6 +11,7 @@
 TB_API void *tb__calloc(size_t count, size_t size);
 TB_API void *tb__malloc(size_t count, size_t size);
 TB_API void *tb__realloc(void *ptr, size_t count, size_t size);
+void *tb__memdup(const void *from, size_t count, size_t size);
 TB_API char *tb__strdup(const char *string);
 
 /* What an allocation of these takes, the allocator's own share included; 0 for NULL. */

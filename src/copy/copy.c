@@ -6,7 +6,6 @@
 
 #include <inttypes.h>
 #include <stdio.h>
-#include <string.h>
 
 /* ---- Bad news -------------------------------------------------------------------------------------------------- */
 
@@ -64,15 +63,9 @@ void tb__copy_drop_backlog(tb_copy *copy) {
 }
 
 static bool keep(const tb__unpack *message, unsigned char **data, size_t *nbytes) {
-    size_t n = (size_t)(message->end - message->at);
-    unsigned char *copy = tb__malloc(n, 1);
-    if (!copy)
-        return false;
-    if (n)
-        memcpy(copy, message->at, n);
-    *data = copy;
-    *nbytes = n;
-    return true;
+    *nbytes = (size_t)(message->end - message->at);
+    *data = tb__memdup(message->at, *nbytes, 1);
+    return *data != NULL;
 }
 
 /* Its offer to a run that is over is not needed any more when the next one comes. */

@@ -92,11 +92,10 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
 
 /* Each file's writer sees only its own. */
 static tb_status check_names(const tb__checkpoint_writer *w) {
-    const char **sorted = tb__malloc(w->count, sizeof *sorted);
+    const char **sorted = tb__memdup(w->names, w->count, sizeof *sorted);
     if (!sorted)
         return TB_NO_MEMORY;
     tb_status status = TB_OK;
-    memcpy(sorted, w->names, w->count * sizeof *sorted);
     qsort(sorted, w->count, sizeof *sorted, tb__compare_strings);
     for (size_t i = 1; i < w->count && status == TB_OK; i++) {
         if (strcmp(sorted[i - 1], sorted[i]) == 0)

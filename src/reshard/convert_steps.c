@@ -315,10 +315,9 @@ static int compare_scale_groups(const void *a, const void *b) {
 }
 
 static tb_status check_scale_groups(const item *items, size_t n) {
-    item *sorted = tb__malloc(n, sizeof *sorted);
+    item *sorted = tb__memdup(items, n, sizeof *sorted);
     if (!sorted)
         return TB_NO_MEMORY;
-    memcpy(sorted, items, n * sizeof *sorted);
     qsort(sorted, n, sizeof *sorted, compare_scale_groups);
     tb_status status = TB_OK;
     for (size_t i = 1; i < n && status == TB_OK; i++) {

@@ -139,12 +139,11 @@ static tb_status keep_reply(tb_client *c, tb__blob map) {
     tb__client_reply *r = tb__calloc(1, sizeof *r);
     if (!r)
         return TB_NO_MEMORY;
-    r->frame = tb__malloc(map.nbytes, 1);
+    r->frame = tb__memdup(map.data, map.nbytes, 1);
     if (!r->frame) {
         free(r);
         return TB_NO_MEMORY;
     }
-    memcpy(r->frame, map.data, map.nbytes);
     tb_status status = tb__message_decode((tb__blob){r->frame, map.nbytes}, &r->arena, &r->message);
     if (status == TB_OK && r->message.kind == TB__EVENT) {
         tb__client_on_event(c, &r->message);

@@ -69,10 +69,8 @@ static void change(tb__store_table *table, tb__record *record, bool is_removed) 
     free(table->log[slot].key);
     table->log[slot].revision = record->revision;
     table->log[slot].nbytes = record->key_nbytes;
-    table->log[slot].key = tb__malloc(record->key_nbytes, 1);
-    if (table->log[slot].key)
-        memcpy(table->log[slot].key, record->data, record->key_nbytes);
-    else
+    table->log[slot].key = tb__memdup(record->data, record->key_nbytes, 1);
+    if (!table->log[slot].key)
         table->horizon = record->revision;
     if (table->changed)
         table->changed(table->context, record, is_removed);

@@ -402,10 +402,8 @@ uint64_t ucx_id_of(const void *address, size_t nbytes) {
 static bool keep_address(ucx_peer *peer, const void *address, size_t nbytes) {
     if (peer->address || peer->is_met)
         return true;
-    peer->address = tb__malloc(1, nbytes);
+    peer->address = tb__memdup(address, nbytes, 1);
     peer->address_nbytes = nbytes;
-    if (peer->address)
-        memcpy(peer->address, address, nbytes);
     return peer->address != NULL;
 }
 
