@@ -1,8 +1,6 @@
 /* Models of one file or several, seen as one set of tensors. */
 #include "format/checkpoint.h"
 
-#include "base/descriptors.h"
-
 #include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
@@ -44,8 +42,7 @@ tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
     struct stat about;
     if (stat(path, &about) != 0) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
-        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
-        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, path);
+        return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, path, "can't be opened");
     }
     if (S_ISDIR(about.st_mode))
         return look_into(path, out);
@@ -261,10 +258,8 @@ int tb__checkpoint_is_part(const struct dirent *e) {
 static tb_status list_strays(tb__checkpoint *c, const char *dir, unindexed_list *out) {
     struct dirent **entries;
     int n = scandir(dir, &entries, tb__checkpoint_is_part, alphasort);
-    if (n < 0) {
-        tb__set_detail("can't be listed: %s", strerror(errno));
-        return tb__file_fail(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, dir);
-    }
+    if (n < 0)
+        return tb__file_fail_errno(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, dir, "can't be listed");
     tb_status status = TB_OK;
     for (int i = 0; i < n; i++) {
         bool is_named = false;

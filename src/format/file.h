@@ -9,6 +9,9 @@
 /* Puts "PATH: " before the sentence kept; of a long path the end. Its value is `status`. */
 tb_status tb__file_fail(tb_status status, const char *path);
 
+/* "PATH: WHAT: " and what errno says. */
+tb_status tb__file_fail_errno(tb_status status, const char *path, const char *what);
+
 /* A regular file, for reading. TB_INVALID if there is none at this path, TB_IO if it can't be opened. */
 tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes);
 

@@ -2,7 +2,6 @@
  */
 #include "format/folder.h"
 
-#include "base/descriptors.h"
 #include "base/mem.h"
 #include "format/checkpoint.h"
 
@@ -13,11 +12,6 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-static tb_status fail_errno(const char *path, const char *what) {
-    tb__set_detail("%s: %s", what, tb__errno_text(errno));
-    return tb__file_fail(TB_IO, path);
-}
 
 static tb_status fail_busy(const char *path) {
     tb__set_detail("another run writes into this directory");
@@ -31,11 +25,11 @@ static tb_status lock(tb__folder *folder) {
         return tb__file_fail(TB_INVALID, folder->path);
     }
     if (folder->fd < 0)
-        return fail_errno(folder->path, "can't be opened");
+        return tb__file_fail_errno(TB_IO, folder->path, "can't be opened");
     if (flock(folder->fd, LOCK_EX | LOCK_NB) != 0) {
         bool is_busy = errno == EWOULDBLOCK;
         folder->is_new = folder->is_new && !is_busy; /* it belongs to the run that has the lock */
-        return is_busy ? fail_busy(folder->path) : fail_errno(folder->path, "can't be locked");
+        return is_busy ? fail_busy(folder->path) : tb__file_fail_errno(TB_IO, folder->path, "can't be locked");
     }
     /* A run that failed may have removed the directory that it had made, after we opened it. */
     struct stat here, locked;
@@ -51,7 +45,8 @@ tb_status tb__folder_take(tb__folder *folder, const char *path) {
     if (!taken.path)
         return TB_NO_MEMORY;
     taken.is_new = mkdir(path, 0777) == 0;
-    tb_status status = taken.is_new || errno == EEXIST ? lock(&taken) : fail_errno(path, "can't be created");
+    tb_status status =
+        taken.is_new || errno == EEXIST ? lock(&taken) : tb__file_fail_errno(TB_IO, path, "can't be created");
     if (status != TB_OK)
         tb__folder_fini(&taken);
     else
@@ -74,7 +69,7 @@ tb_status tb__folder_keep(tb__folder *folder, bool sync) {
     if (!sync)
         return TB_OK;
     if (fsync(folder->fd) != 0 && errno != EINVAL) /* some file systems have nothing to sync there */
-        return fail_errno(folder->path, "can't be written to the disk");
+        return tb__file_fail_errno(TB_IO, folder->path, "can't be written to the disk");
     return was_new ? tb__file_sync_name(folder->path) : TB_OK;
 }
 
@@ -103,7 +98,7 @@ static tb_status list_names(const char *path, int (*wanted)(const struct dirent 
     struct dirent **entries;
     int n = scandir(path, &entries, wanted, alphasort);
     if (n < 0)
-        return fail_errno(path, "can't be listed");
+        return tb__file_fail_errno(TB_IO, path, "can't be listed");
     for (int i = 0; i < n; i++) {
         bool is_own = false;
         for (size_t k = 0; k < nown && !is_own; k++)

@@ -1,8 +1,6 @@
 /* Directories with a safetensors file for each rank. */
 #include "format/checkpoint.h"
 
-#include "base/descriptors.h"
-
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -69,10 +67,8 @@ static tb_status list_files(tb__rank_files *out, found_files *found, const char 
         int32_t rank;
         errno = 0;
         const struct dirent *e = readdir(stream);
-        if (!e && errno != 0) {
-            tb__set_detail("can't be listed: %s", tb__errno_text(errno));
-            return tb__file_fail(TB_IO, dir);
-        }
+        if (!e && errno != 0)
+            return tb__file_fail_errno(TB_IO, dir, "can't be listed");
         if (!e)
             return TB_OK;
         if (!is_rank_file(e->d_name, &rank)) {
@@ -94,8 +90,7 @@ tb_status tb__rank_files_init(const char *dir, tb__rank_files *out) {
     DIR *stream = opendir(dir);
     if (!stream) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR;
-        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
-        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, dir);
+        return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, dir, "can't be opened");
     }
     tb_status status = list_files(&made, &found, dir, stream);
     closedir(stream);
