@@ -143,3 +143,17 @@ void tb__arena_fini(tb__arena *arena) {
     free_blocks(arena->spare);
     *arena = (tb__arena){0};
 }
+
+size_t tb__sort_unique(void *items, size_t count, size_t size, int (*compare)(const void *a, const void *b)) {
+    char *item = items;
+    size_t kept = count > 0;
+    if (count > 1)
+        qsort(items, count, size, compare);
+    for (size_t i = 1; i < count; i++) {
+        if (compare(item + (kept - 1) * size, item + i * size) == 0)
+            continue;
+        memmove(item + kept * size, item + i * size, size);
+        kept++;
+    }
+    return kept;
+}

@@ -43,6 +43,11 @@ size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */
     (((v)->item && (v)->count + (more) <= (v)->capacity) ||                                                            \
      tb__vec_grow((void **)&(v)->item, &(v)->capacity, (v)->count + (more), sizeof *(v)->item))
 
+/* Sorts, and keeps one of those that are equal; how many these are. */
+#define tb__vec_sort_unique(v, compare)                                                                                \
+    ((v)->count = (v)->count ? tb__sort_unique((v)->item, (v)->count, sizeof *(v)->item, compare) : 0)
+
 TB_API bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size);
+size_t tb__sort_unique(void *items, size_t count, size_t size, int (*compare)(const void *a, const void *b));
 
 #endif

@@ -308,18 +308,6 @@ static int compare_unindexed(const void *left, const void *right) {
     return order ? order : strcmp(a->name ? a->name : "", b->name ? b->name : "");
 }
 
-/* The index and the file itself may both have a tensor in that file. */
-static void keep_each_once(unindexed_list *list) {
-    size_t kept = 0;
-    if (list->count > 0)
-        qsort(list->item, list->count, sizeof *list->item, compare_unindexed);
-    for (size_t i = 0; i < list->count; i++) {
-        if (kept == 0 || compare_unindexed(&list->item[kept - 1], &list->item[i]) != 0)
-            list->item[kept++] = list->item[i];
-    }
-    list->count = kept;
-}
-
 static tb_status list_unindexed(tb__checkpoint *c, const char *dir) {
     unindexed_list list = {0};
     tb_status status = TB_OK;
@@ -329,7 +317,7 @@ static tb_status list_unindexed(tb__checkpoint *c, const char *dir) {
         status = list_other_index(c, dir, &list);
     if (status == TB_OK)
         status = list_strays(c, dir, &list);
-    keep_each_once(&list);
+    tb__vec_sort_unique(&list, compare_unindexed); /* index and file may both have a tensor in that file */
     tb__unindexed *kept = status == TB_OK ? tb__arena_alloc(&c->arena, list.count, sizeof *kept) : NULL;
     if (kept && list.count > 0)
         memcpy(kept, list.item, list.count * sizeof *kept);

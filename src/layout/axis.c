@@ -138,18 +138,6 @@ int64_t tb__axis_local(const tb__axis *axis, int32_t coord) {
 /* Distinct lengths that a list can have before a stage, over all coordinates of the stages before it. */
 typedef TB_VEC(int64_t) lengths;
 
-static void sort_unique(lengths *set) {
-    if (set->count == 0)
-        return;
-    qsort(set->item, set->count, sizeof *set->item, tb__compare_int64);
-    size_t kept = 1;
-    for (size_t i = 1; i < set->count; i++) {
-        if (set->item[i] != set->item[kept - 1])
-            set->item[kept++] = set->item[i];
-    }
-    set->count = kept;
-}
-
 static bool lengths_after(const tb_placement *place, int64_t ways, const lengths *before, lengths *after) {
     for (size_t i = 0; i < before->count; i++) {
         int64_t n = before->item[i];
@@ -164,7 +152,7 @@ static bool lengths_after(const tb_placement *place, int64_t ways, const lengths
         if (place->kind == TB_EXPLICIT)
             break; /* what it keeps does not depend on n */
     }
-    sort_unique(after);
+    tb__vec_sort_unique(after, tb__compare_int64);
     return true;
 }
 
@@ -376,7 +364,7 @@ tb_status tb__axis_meeting(const tb__axis *axis, tb__spans spans, tb__arena *are
         }
     }
     if (status == TB_OK) {
-        sort_unique(&seen);
+        tb__vec_sort_unique(&seen, tb__compare_int64);
         int32_t *classes = tb__arena_alloc(arena, seen.count, sizeof *classes);
         if (!classes)
             status = TB_NO_MEMORY;

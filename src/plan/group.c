@@ -97,15 +97,7 @@ static tb_status find_absent(const tb_plan *plan, const tb__group *group, receiv
         TB_TRY(by_host ? add_host(plan, group, plan->hosts[rank], list, arena)
                        : add_wants(plan, group, rank, list, arena));
     }
-    if (list->count == 0)
-        return TB_OK;
-    qsort(list->item, list->count, sizeof *list->item, compare_receivers);
-    size_t kept = 1; /* several members on one host bring the same receivers */
-    for (size_t i = 1; i < list->count; i++) {
-        if (compare_receivers(&list->item[i], &list->item[kept - 1]) != 0)
-            list->item[kept++] = list->item[i];
-    }
-    list->count = kept;
+    tb__vec_sort_unique(list, compare_receivers); /* several members on one host bring the same receivers */
     return TB_OK;
 }
 

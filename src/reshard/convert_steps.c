@@ -116,15 +116,8 @@ static tb_status find_ranks(const tb__convert *c, const tb__flow_tensor *tensors
             }
         }
     }
-    if (ranks.count)
-        qsort(ranks.item, ranks.count, sizeof *ranks.item, tb__compare_int32);
-    size_t kept = 0;
-    for (size_t i = 0; i < ranks.count; i++) {
-        if (kept == 0 || ranks.item[kept - 1] != ranks.item[i])
-            ranks.item[kept++] = ranks.item[i];
-    }
     u->ranks = ranks.item;
-    u->nranks = kept;
+    u->nranks = tb__vec_sort_unique(&ranks, tb__compare_int32);
     return TB_OK;
 }
 

@@ -31,15 +31,8 @@ static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out,
             }
         }
     }
-    size_t kept = 0;
-    if (all.count)
-        qsort(all.item, all.count, sizeof *all.item, tb__compare_int32);
-    for (size_t i = 0; i < all.count; i++) {
-        if (kept == 0 || all.item[kept - 1] != all.item[i])
-            all.item[kept++] = all.item[i];
-    }
     *out = all.item;
-    *count = kept;
+    *count = tb__vec_sort_unique(&all, tb__compare_int32);
     return TB_OK;
 }
 

@@ -123,7 +123,7 @@ tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, c
 }
 
 tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names, size_t *count) {
-    size_t total = input->model ? input->model->count : 0, n = 0, kept = 0;
+    size_t total = input->model ? input->model->count : 0, n = 0;
     for (size_t i = 0; i < input->nranks; i++)
         total += input->ranks[i].file->header.count;
     const char **list = tb__malloc(total, sizeof *list);
@@ -136,13 +136,8 @@ tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names,
         for (size_t k = 0; k < header->count; k++)
             list[n++] = header->by_name[k]->name;
     }
-    qsort(list, n, sizeof *list, tb__compare_strings);
-    for (size_t i = 0; i < n; i++) {
-        if (kept == 0 || strcmp(list[kept - 1], list[i]) != 0)
-            list[kept++] = list[i];
-    }
     *names = list;
-    *count = kept;
+    *count = tb__sort_unique(list, n, sizeof *list, tb__compare_strings);
     return TB_OK;
 }
 

@@ -43,17 +43,6 @@ svg_axes svg_choose_axes(const tb_layout *layout, const tb_layout *other, const 
 
 typedef TB_VEC(int64_t) bound_list;
 
-static void sort_bounds(bound_list *bounds) {
-    size_t kept = 0;
-    if (bounds->count > 0)
-        qsort(bounds->item, bounds->count, sizeof *bounds->item, tb__compare_int64);
-    for (size_t i = 0; i < bounds->count; i++) {
-        if (kept == 0 || bounds->item[kept - 1] != bounds->item[i])
-            bounds->item[kept++] = bounds->item[i];
-    }
-    bounds->count = kept;
-}
-
 /* Every index at which some coordinate's part begins or ends; may stop once there are more than MOST_PARTS. */
 static tb_status find_bounds(const tb__axis *axis, bound_list *bounds) {
     tb__arena arena = {0};
@@ -66,7 +55,7 @@ static tb_status find_bounds(const tb__axis *axis, bound_list *bounds) {
             if (!tb__vec_push(bounds, list.item[i].start) || !tb__vec_push(bounds, list.item[i].stop))
                 status = TB_NO_MEMORY;
             if (bounds->count > (size_t)8 * MOST_PARTS)
-                sort_bounds(bounds);
+                tb__vec_sort_unique(bounds, tb__compare_int64);
             if (bounds->count > (size_t)4 * MOST_PARTS)
                 break;
         }
@@ -74,7 +63,7 @@ static tb_status find_bounds(const tb__axis *axis, bound_list *bounds) {
             break;
     }
     tb__arena_fini(&arena);
-    sort_bounds(bounds);
+    tb__vec_sort_unique(bounds, tb__compare_int64);
     return status;
 }
 
