@@ -30,10 +30,10 @@ static tb_status look_into(const char *dir, tb__checkpoint_kind *out) {
     TB_TRY(tb__rank_files_init(dir, &ranks));
     bool has_ranks = ranks.count > 0;
     tb__rank_files_fini(&ranks);
-    if (!has_ranks) {
-        tb__set_detail("it holds no " TB__MODEL_FILE ", no " TB__MODEL_INDEX " and no rank_0.safetensors or the like");
-        return tb__file_fail(TB_INVALID, dir);
-    }
+    if (!has_ranks)
+        return tb__file_fail(TB_INVALID, dir,
+                             "it holds no " TB__MODEL_FILE ", no " TB__MODEL_INDEX
+                             " and no rank_0.safetensors or the like");
     *out = TB__CHECKPOINT_RANKS;
     return TB_OK;
 }
@@ -47,10 +47,8 @@ tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
     if (S_ISDIR(about.st_mode))
         return look_into(path, out);
     const char *slash = strrchr(path, '/');
-    if (strcmp(slash ? slash + 1 : path, TB__MODEL_INDEX) == 0) {
-        tb__set_detail("it is an index; the model is the directory that it is in");
-        return tb__file_fail(TB_INVALID, path);
-    }
+    if (strcmp(slash ? slash + 1 : path, TB__MODEL_INDEX) == 0)
+        return tb__file_fail(TB_INVALID, path, "it is an index; the model is the directory that it is in");
     *out = TB__CHECKPOINT_FILE;
     return TB_OK;
 }
@@ -118,10 +116,9 @@ static tb_status open_part(tb__checkpoint *c, const char *dir, const entry *entr
     const tb__safetensors *file = c->files[c->nfiles++];
     for (size_t i = 0; i < n; i++) {
         const tb__safetensor *t = tb__safetensors_find(&file->header, entries[i].name);
-        if (!t) {
-            tb__set_detail("tensor '%.100s' is not in it, but the index says so", entries[i].name);
-            return tb__file_fail(TB_INVALID, file->path);
-        }
+        if (!t)
+            return tb__file_fail(TB_INVALID, file->path, "tensor '%.100s' is not in it, but the index says so",
+                                 entries[i].name);
         tensors[i] = (tb__checkpoint_tensor){t, c->nfiles - 1};
         if (t->nbytes > (INT64_C(1) << 62) - c->nbytes)
             return tb__fail(TB_TOO_BIG, "the tensors have more than 2^62 bytes together");
@@ -157,18 +154,17 @@ static tb_status read_index(const char *path, json_t **out) {
     char *text = NULL;
     tb_status status = TB_OK;
     if (nbytes > TB__SAFETENSORS_MAX_HEADER) {
-        tb__set_detail("an index of %" PRId64 " bytes is more than is read (%d)", nbytes, TB__SAFETENSORS_MAX_HEADER);
-        status = tb__file_fail(TB_INVALID, path);
+        status = tb__file_fail(TB_INVALID, path, "an index of %" PRId64 " bytes is more than is read (%d)", nbytes,
+                               TB__SAFETENSORS_MAX_HEADER);
     } else if (!(text = tb__malloc((size_t)nbytes, 1))) {
         status = TB_NO_MEMORY;
     } else {
         status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
     }
     close(fd);
-    if (status == TB_OK && !(*out = json_loadb(text, (size_t)nbytes, JSON_REJECT_DUPLICATES, &error))) {
-        tb__set_detail("it is not JSON, at byte %d: %s", error.position, error.text);
-        status = tb__file_fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID, path);
-    }
+    if (status == TB_OK && !(*out = json_loadb(text, (size_t)nbytes, JSON_REJECT_DUPLICATES, &error)))
+        status = tb__file_fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID, path,
+                               "it is not JSON, at byte %d: %s", error.position, error.text);
     free(text);
     return status;
 }
@@ -176,10 +172,8 @@ static tb_status read_index(const char *path, json_t **out) {
 static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path, const json_t *json) {
     const json_t *map = json_object_get(json, "weight_map");
     const json_t *total = json_object_get(json_object_get(json, "metadata"), "total_size");
-    if (!json_is_object(map)) {
-        tb__set_detail("'weight_map' is missing or not an object");
-        return tb__file_fail(TB_INVALID, path);
-    }
+    if (!json_is_object(map))
+        return tb__file_fail(TB_INVALID, path, "'weight_map' is missing or not an object");
     if (json_is_integer(total) && json_integer_value(total) >= 0)
         c->index_nbytes = json_integer_value(total);
     else if (json_is_real(total) && json_real_value(total) >= 0 && json_real_value(total) < 0x1p62)
@@ -190,7 +184,7 @@ static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path
         return TB_NO_MEMORY;
     tb_status status = read_entries(json, entries);
     if (status != TB_OK)
-        tb__file_fail(status, path);
+        tb__file_fail_within(status, path);
     if (status == TB_OK) {
         qsort(entries, count, sizeof *entries, compare_entries);
         status = open_parts(c, dir, entries, count);
@@ -350,7 +344,7 @@ tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *c, const char *d
     else
         tb__set_detail("tensor '%.100s' is in '%.60s', but not in " TB__MODEL_INDEX "%s", first->name, first->file,
                        more);
-    return tb__file_fail(TB_INVALID, dir);
+    return tb__file_fail_within(TB_INVALID, dir);
 }
 
 static tb_status open_kind(tb__checkpoint *c, const char *path) {
@@ -360,8 +354,7 @@ static tb_status open_kind(tb__checkpoint *c, const char *path) {
     case TB__CHECKPOINT_FILE:
         return open_single(c, path);
     case TB__CHECKPOINT_RANKS:
-        tb__set_detail("it holds a file for each rank, not a model");
-        return tb__file_fail(TB_INVALID, path);
+        return tb__file_fail(TB_INVALID, path, "it holds a file for each rank, not a model");
     case TB__CHECKPOINT_MODEL:
     case TB__CHECKPOINT_INDEX:
         break;

@@ -16,7 +16,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-tb_status tb__file_fail(tb_status status, const char *path) {
+tb_status tb__file_fail_within(tb_status status, const char *path) {
     enum { MOST = 240 }; /* leaves room for the sentence */
     tb__sentence inner = tb__sentence_kept();
     size_t length = strlen(path);
@@ -27,8 +27,7 @@ tb_status tb__file_fail(tb_status status, const char *path) {
 }
 
 tb_status tb__file_fail_errno(tb_status status, const char *path, const char *what) {
-    tb__set_detail("%s: %s", what, tb__errno_text(errno));
-    return tb__file_fail(status, path);
+    return tb__file_fail(status, path, "%s: %s", what, tb__errno_text(errno));
 }
 
 tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes) {
@@ -42,8 +41,8 @@ tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes) {
     if (fstat(opened, &about) != 0) {
         status = tb__file_fail_errno(TB_IO, path, "can't be looked at");
     } else if (!S_ISREG(about.st_mode)) {
-        tb__set_detail("it is %s, not a file", S_ISDIR(about.st_mode) ? "a directory" : "a pipe or a device");
-        status = tb__file_fail(TB_INVALID, path);
+        status = tb__file_fail(TB_INVALID, path, "it is %s, not a file",
+                               S_ISDIR(about.st_mode) ? "a directory" : "a pipe or a device");
     }
     if (status != TB_OK) {
         close(opened);
@@ -61,11 +60,9 @@ tb_status tb__file_read(int fd, const char *path, int64_t offset, void *buffer, 
             continue;
         if (n < 0)
             return tb__file_fail_errno(TB_IO, path, "can't be read");
-        if (n == 0) {
-            tb__set_detail("it ends at byte %" PRId64 "; it became shorter after it was opened",
-                           offset + (int64_t)done);
-            return tb__file_fail(TB_IO, path);
-        }
+        if (n == 0)
+            return tb__file_fail(TB_IO, path, "it ends at byte %" PRId64 "; it became shorter after it was opened",
+                                 offset + (int64_t)done);
         done += (size_t)n;
     }
     return TB_OK;
@@ -150,10 +147,8 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
     if (!made.path)
         return TB_NO_MEMORY;
     tb_status status = TB_OK;
-    if (stat(path, &about) == 0 && !S_ISREG(about.st_mode)) {
-        tb__set_detail("can't be created: something that is not a file is there");
-        status = tb__file_fail(TB_IO, path);
-    }
+    if (stat(path, &about) == 0 && !S_ISREG(about.st_mode))
+        status = tb__file_fail(TB_IO, path, "can't be created: something that is not a file is there");
     if (status == TB_OK)
         status = open_temporary(&made);
     if (status == TB_OK)

@@ -6,8 +6,11 @@
 
 #include <dirent.h>
 
-/* Puts "PATH: " before the sentence kept; of a long path the end. Its value is `status`. */
-tb_status tb__file_fail(tb_status status, const char *path);
+/* tb__file_fail(status, path, format, ...): as tb__fail, with "PATH: " before the sentence; of a long path the end. */
+#define tb__file_fail(status, path, ...) (tb__set_detail(__VA_ARGS__), tb__file_fail_within(status, path))
+
+/* Puts "PATH: " before the sentence kept. Its value is `status`. */
+tb_status tb__file_fail_within(tb_status status, const char *path);
 
 /* "PATH: WHAT: " and what errno says. */
 tb_status tb__file_fail_errno(tb_status status, const char *path, const char *what);

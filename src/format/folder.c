@@ -14,16 +14,13 @@
 #include <unistd.h>
 
 static tb_status fail_busy(const char *path) {
-    tb__set_detail("another run writes into this directory");
-    return tb__file_fail(TB_REFUSED, path);
+    return tb__file_fail(TB_REFUSED, path, "another run writes into this directory");
 }
 
 static tb_status lock(tb__folder *folder) {
     folder->fd = open(folder->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder->fd < 0 && errno == ENOTDIR) {
-        tb__set_detail("it is not a directory");
-        return tb__file_fail(TB_INVALID, folder->path);
-    }
+    if (folder->fd < 0 && errno == ENOTDIR)
+        return tb__file_fail(TB_INVALID, folder->path, "it is not a directory");
     if (folder->fd < 0)
         return tb__file_fail_errno(TB_IO, folder->path, "can't be opened");
     if (flock(folder->fd, LOCK_EX | LOCK_NB) != 0) {
@@ -115,16 +112,13 @@ tb_status tb__folder_clear(const tb__folder *folder, const char *const *own, siz
     name_list old = {0}, temporary = {0};
     TB_TRY(list_names(folder->path, is_checkpoint_file, own, nown, &old));
     TB_TRY(list_names(folder->path, tb__leftovers_is_one, NULL, 0, &temporary));
-    if (old.count > 0 && temporary.count > 0) {
-        tb__set_detail("it holds %s, and temporary files (%s): a run was killed, maybe while it put its files in "
-                       "place; remove all of them, or write into another directory",
-                       old.text, temporary.text);
-        return tb__file_fail(TB_REFUSED, folder->path);
-    }
-    if (old.count > 0) {
-        tb__set_detail("it holds %s; old and new files would be mixed", old.text);
-        return tb__file_fail(TB_REFUSED, folder->path);
-    }
+    if (old.count > 0 && temporary.count > 0)
+        return tb__file_fail(TB_REFUSED, folder->path,
+                             "it holds %s, and temporary files (%s): a run was killed, maybe while it put its files in "
+                             "place; remove all of them, or write into another directory",
+                             old.text, temporary.text);
+    if (old.count > 0)
+        return tb__file_fail(TB_REFUSED, folder->path, "it holds %s; old and new files would be mixed", old.text);
     TB_TRY(tb__leftovers_remove(folder->path, removed));
     return removed->nheld > 0 ? fail_busy(folder->path) : TB_OK;
 }

@@ -76,10 +76,9 @@ static tb_status list_files(tb__rank_files *out, found_files *found, const char 
                 TB_TRY(add_other(out, dir, e->d_name));
             continue;
         }
-        if (rank == TB_NO_RANK) {
-            tb__set_detail("'%.100s' has the form of a rank's file, but stands for no rank", e->d_name);
-            return tb__file_fail(TB_INVALID, dir);
-        }
+        if (rank == TB_NO_RANK)
+            return tb__file_fail(TB_INVALID, dir, "'%.100s' has the form of a rank's file, but stands for no rank",
+                                 e->d_name);
         TB_TRY(add_file(out, found, dir, rank));
     }
 }

@@ -11,7 +11,7 @@ static tb_status read_header(tb__safetensors *file, int64_t file_nbytes) {
         TB_TRY(tb__file_read(file->fd, file->path, 0, first, sizeof first));
     tb_status status = tb__safetensors_length(first, file_nbytes, &length);
     if (status != TB_OK)
-        return tb__file_fail(status, file->path);
+        return tb__file_fail_within(status, file->path);
     char *text = tb__malloc(length, 1);
     if (!text)
         return TB_NO_MEMORY;
@@ -20,7 +20,7 @@ static tb_status read_header(tb__safetensors *file, int64_t file_nbytes) {
         file->data_start = TB__SAFETENSORS_LENGTH + (int64_t)length;
         status = tb__safetensors_parse(text, length, file_nbytes - file->data_start, &file->header);
         if (status != TB_OK)
-            tb__file_fail(status, file->path);
+            tb__file_fail_within(status, file->path);
     }
     free(text);
     return status;

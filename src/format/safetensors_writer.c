@@ -35,7 +35,7 @@ static tb_status begin(tb__safetensors_writer *w, const char *path, const tb__sa
     tb__safetensors_plan plan;
     tb_status status = tb__safetensors_format(w->tensors, w->count, notes, nnotes, &plan);
     if (status != TB_OK)
-        return tb__file_fail(status, path);
+        return tb__file_fail_within(status, path);
     w->data_start = (int64_t)plan.head_nbytes;
     status = tb__draft_init(&w->draft, path, w->data_start + plan.data_nbytes);
     if (status == TB_OK)
@@ -87,11 +87,10 @@ tb_status tb__safetensors_finish(tb__safetensors_writer *w, bool sync) {
         return TB_OK;
     for (size_t i = 0; i < w->count; i++) {
         int64_t written = atomic_load(&w->written[i]);
-        if (written != w->tensors[i].nbytes) {
-            tb__set_detail("tensor '%.100s' has %" PRId64 " bytes, but %" PRId64 " were written", w->tensors[i].name,
-                           w->tensors[i].nbytes, written);
-            return tb__file_fail(TB_INVALID, w->draft.path);
-        }
+        if (written != w->tensors[i].nbytes)
+            return tb__file_fail(TB_INVALID, w->draft.path,
+                                 "tensor '%.100s' has %" PRId64 " bytes, but %" PRId64 " were written",
+                                 w->tensors[i].name, w->tensors[i].nbytes, written);
     }
     TB_TRY(tb__draft_flush(&w->draft, sync));
     w->is_finished = true;

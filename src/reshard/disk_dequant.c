@@ -18,8 +18,8 @@ static tb_status read_scale(const tb__disk_source *source, float *out) {
     TB_TRY(tb__safetensors_read(source->file, source->tensor, 0, sizeof *out, out));
     if (*out > 0 && *out - *out == 0)
         return TB_OK;
-    tb__set_detail("tensor '%.100s' is %g; a scale is positive and finite", source->tensor->name, (double)*out);
-    return tb__file_fail(TB_INVALID, source->file->path);
+    return tb__file_fail(TB_INVALID, source->file->path, "tensor '%.100s' is %g; a scale is positive and finite",
+                         source->tensor->name, (double)*out);
 }
 
 static tb_status find(const tb__disk_input *input, int32_t rank, const char *name, tb__disk_source *out) {

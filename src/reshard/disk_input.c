@@ -29,10 +29,9 @@ static tb_status check_strangers(const tb__rank_files *found, const int32_t *ran
     for (size_t i = 0, k = 0; i < found->count; i++) {
         while (k < nranks && ranks[k] < found->files[i].rank)
             k++;
-        if (k == nranks || ranks[k] != found->files[i].rank) {
-            tb__set_detail("rank %" PRId32 " is in no source mesh of the spec", found->files[i].rank);
-            return tb__file_fail(TB_INVALID, found->files[i].path);
-        }
+        if (k == nranks || ranks[k] != found->files[i].rank)
+            return tb__file_fail(TB_INVALID, found->files[i].path, "rank %" PRId32 " is in no source mesh of the spec",
+                                 found->files[i].rank);
     }
     return TB_OK;
 }
@@ -43,9 +42,9 @@ static tb_status refuse_others(const tb__rank_files *found, const char *dir) {
         return TB_OK;
     if (found->nothers > 1)
         snprintf(more, sizeof more, ", and so for %zu more", found->nothers - 1);
-    tb__set_detail("'%.100s' is the file of no rank and is not read%s; --ignore-unindexed goes on without",
-                   found->other, more);
-    return tb__file_fail(TB_INVALID, dir);
+    return tb__file_fail(TB_INVALID, dir,
+                         "'%.100s' is the file of no rank and is not read%s; --ignore-unindexed goes on without",
+                         found->other, more);
 }
 
 static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks,

@@ -424,14 +424,14 @@ tb_status tb__spec_load(const char *path, tb__spec **out) {
     char *text = NULL;
     tb_status status = TB_OK;
     if (nbytes > MAX_SPEC) {
-        tb__set_detail("a spec of %" PRId64 " bytes is more than is read (%d)", nbytes, MAX_SPEC);
-        status = tb__file_fail(TB_TOO_BIG, path);
+        status =
+            tb__file_fail(TB_TOO_BIG, path, "a spec of %" PRId64 " bytes is more than is read (%d)", nbytes, MAX_SPEC);
     } else if (!(text = tb__malloc((size_t)nbytes + 1, 1))) {
         status = TB_NO_MEMORY;
     } else {
         status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
         if (status == TB_OK && (status = tb__spec_parse(text, (size_t)nbytes, out)) != TB_OK)
-            tb__file_fail(status, path);
+            tb__file_fail_within(status, path);
     }
     close(fd);
     free(text);
