@@ -236,7 +236,7 @@ static tb_status write_index(const tb__checkpoint_writer *w, bool sync, tb__draf
 
 static tb_status commit_parts(tb__checkpoint_writer *w) {
     for (size_t k = 0; k < w->nparts; k++) {
-        TB_TRY(tb__safetensors_commit(w->parts[k].writer, false));
+        TB_TRY(tb__safetensors_commit(w->parts[k].writer));
         w->parts[k].is_committed = true;
     }
     return TB_OK;
@@ -250,7 +250,7 @@ tb_status tb__checkpoint_commit(tb__checkpoint_writer *w, bool sync) {
     if (status == TB_OK)
         status = commit_parts(w);
     if (status == TB_OK && w->nparts > 1)
-        status = tb__draft_commit(&index, false);
+        status = tb__draft_commit(&index);
     tb__draft_fini(&index);
     TB_TRY(status);
     w->is_committed = true;

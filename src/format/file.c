@@ -190,7 +190,7 @@ tb_status tb__file_sync_name(const char *path) {
     return status;
 }
 
-tb_status tb__draft_commit(tb__draft *draft, bool sync) {
+tb_status tb__draft_commit(tb__draft *draft) {
     if (!draft->temporary)
         return TB_OK;
     if (rename(draft->temporary, draft->path) != 0)
@@ -199,7 +199,7 @@ tb_status tb__draft_commit(tb__draft *draft, bool sync) {
     draft->temporary = NULL;
     close(draft->fd);
     draft->fd = -1;
-    return sync ? tb__file_sync_name(draft->path) : TB_OK;
+    return TB_OK;
 }
 
 void tb__draft_fini(tb__draft *draft) {

@@ -46,7 +46,7 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes);
 tb_status tb__draft_flush(tb__draft *draft, bool sync);
 
 /* Puts the file in its place; it must be flushed. Once that is done, a second call does nothing. */
-tb_status tb__draft_commit(tb__draft *draft, bool sync);
+tb_status tb__draft_commit(tb__draft *draft);
 
 /* Removes what was not committed. Zero-initialised with fd -1 is fine, too. */
 void tb__draft_fini(tb__draft *draft);

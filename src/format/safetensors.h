@@ -103,7 +103,7 @@ tb_status tb__safetensors_read_back(const tb__safetensors_writer *writer, size_t
 tb_status tb__safetensors_finish(tb__safetensors_writer *writer, bool sync);
 
 /* Gives the file its name; finishes it first, if that was not done. */
-tb_status tb__safetensors_commit(tb__safetensors_writer *writer, bool sync);
+tb_status tb__safetensors_commit(tb__safetensors_writer *writer);
 
 /* Abandons what was not committed: nothing stays behind. Accepts NULL. */
 void tb__safetensors_writer_destroy(tb__safetensors_writer *writer);

@@ -97,9 +97,9 @@ tb_status tb__safetensors_finish(tb__safetensors_writer *w, bool sync) {
     return TB_OK;
 }
 
-tb_status tb__safetensors_commit(tb__safetensors_writer *w, bool sync) {
-    TB_TRY(tb__safetensors_finish(w, sync));
-    return tb__draft_commit(&w->draft, sync);
+tb_status tb__safetensors_commit(tb__safetensors_writer *w) {
+    TB_TRY(tb__safetensors_finish(w, false));
+    return tb__draft_commit(&w->draft);
 }
 
 void tb__safetensors_writer_destroy(tb__safetensors_writer *w) {

@@ -120,8 +120,8 @@ void svg_text(svg_canvas *canvas, double x, double y, svg_style style, const cha
     reach(canvas, y + style.size / 3);
 }
 
-double svg_text_width(const char *text, double size, bool is_mono) {
-    return (double)strlen(text) * size * (is_mono ? 0.61 : 0.6);
+double svg_text_width(const char *text, double size) {
+    return (double)strlen(text) * size * 0.6;
 }
 
 /* The pattern for these ranks, defined where it is new. */

@@ -276,7 +276,7 @@ static void say_goodbye(ucx *u) {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
     for (size_t i = 0; i < u->peers.count; i++)
-        ucx_send(u->peers.item[i], &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
+        ucx_send(u->peers.item[i], &(ucx_frame){.kind = UCX_BYE});
     ucx_await(u, &u->nheld, CLOSE_TIMEOUT_MS);
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];

@@ -292,7 +292,7 @@ void ucx_dispatch(ucx_transfer *t, const ucx_place *place);
 void ucx_on_sent(void *request, ucs_status_t status, void *arg);
 /* What UCX returns for a transfer that it was given: whether it is under way. Else it is gone. */
 bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request);
-void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces);
+void ucx_send(ucx_peer *peer, const ucx_frame *frame);
 void ucx_send_for(ucx_posted *p, const ucx_frame *frame); /* the short message of an operation, which waits for it */
 /* Whether another chunk may be on its way to the peer. */
 bool ucx_may_send_chunk(const ucx_peer *peer);

@@ -72,7 +72,7 @@ void ucx_free_retired(ucx *u) {
 /* Whether the peer still has its end of a connection that there was before is not known before it answers. */
 void ucx_ask(ucx_peer *peer) {
     if (peer->asked == peer->answered)
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked}, NULL, 0);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked});
 }
 
 /* ---- Hearing -------------------------------------------------------------------------------------------------- */
