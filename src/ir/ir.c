@@ -147,8 +147,9 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
     return TB_OK;
 }
 
-tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec, const tb__ir_limits *limits,
-                           uint32_t *part) {
+/* Parts are numbered from *part on, and a coded chunk is measured as its tensor says. */
+static tb_status add_chunk_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec,
+                                 const tb__ir_limits *limits, uint32_t *part) {
     cutter c = {ir, spec, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), part};
     if (limits->chunk && limits->chunk < c.most_bytes)
         c.most_bytes = limits->chunk;
@@ -157,7 +158,7 @@ tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_sp
 
 tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits) {
     uint32_t part = 0;
-    return tb__ir_add_parts(ir, chunk, NULL, limits, &part);
+    return add_chunk_parts(ir, chunk, NULL, limits, &part);
 }
 
 /* What is handed on goes in parts of a bucket, so that one is on its way to the next host while the next is received.
@@ -176,7 +177,7 @@ static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chun
     tb__ir_limits limits = limits_of(b, chunk);
     uint32_t part = 0;
     if (spec->band <= 0 || chunk->ndim == 0)
-        return tb__ir_add_parts(b->ir, chunk, spec, &limits, &part);
+        return add_chunk_parts(b->ir, chunk, spec, &limits, &part);
     int64_t first = chunk->dst.start[0], stop = first + chunk->len[0];
     for (int64_t at = first, next; at < stop; at = next) {
         tb_chunk slice = *chunk;
@@ -187,7 +188,7 @@ static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chun
         slice.group = spec->group + (uint32_t)band;
         if (next - at < chunk->len[0])
             shorten(&c, &slice, 0, at - first, next - at);
-        TB_TRY(tb__ir_add_parts(b->ir, &slice, spec, &limits, &part));
+        TB_TRY(add_chunk_parts(b->ir, &slice, spec, &limits, &part));
     }
     return TB_OK;
 }

@@ -45,7 +45,7 @@ void shm_finish(shm *s, shm_posted *p, tb_status status) {
     eventfd_write(s->wake, 1);
 }
 
-void shm_tell_all(shm *s) {
+static void tell_all(shm *s) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&s->finished)))
         tb__op_tell(((shm_posted *)w)->op);
@@ -188,7 +188,7 @@ static void shm_close(void *context) {
         shm_drop_messages(s, s->peers.item[i], TB_CANCELLED);
     while ((w = tb__waiters_take(&s->one_sided)))
         shm_finish(s, (shm_posted *)w, TB_CANCELLED);
-    shm_tell_all(s);
+    tell_all(s);
     for (size_t i = 0; i < s->peers.count; i++)
         free_peer(s, s->peers.item[i]);
     for (size_t i = 0; i < s->retired.count; i++)
@@ -316,7 +316,7 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
     }
     close_descriptors(s, peer);
     shm_mappings_forget(peer);
-    shm_tell_all(s);
+    tell_all(s);
     if (s->env.lost)
         s->env.lost(s->env.arg, peer->rank, why);
 }
@@ -491,7 +491,7 @@ static void drain(shm *s, shm_peer *peer, bool is_out) {
 static void end_peer(shm *s, shm_peer *peer, const char *why) {
     drain(s, peer, false);
     drain(s, peer, true);
-    shm_tell_all(s);
+    tell_all(s);
     shm_lose(s, peer, why);
 }
 
@@ -576,7 +576,7 @@ static tb_status shm_progress(void *context) {
     end_disconnected(s);
     carry_out_one_sided(s);
     bool more = shm_take_slices(s);
-    shm_tell_all(s);
+    tell_all(s);
     if (more)
         eventfd_write(s->wake, 1);
     return TB_OK;

@@ -301,7 +301,6 @@ void shm_release_reserved(shm_link *link);
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
-void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
 
 #endif
