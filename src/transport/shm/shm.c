@@ -151,7 +151,7 @@ static tb_status open_all(shm *s) {
     return watch(s, s->wake, &s->wake_watch);
 }
 
-static void free_link(shm *s, shm_link *link) {
+void shm_free_link(shm *s, shm_link *link) {
     shm_release_reserved(link);
     shm_link_close(s, link);
     free(link);
@@ -160,7 +160,7 @@ static void free_link(shm *s, shm_link *link) {
 static void close_descriptors(shm *s, shm_peer *peer) {
     shm_link_close(s, &peer->out);
     if (peer->in)
-        free_link(s, peer->in);
+        shm_free_link(s, peer->in);
     peer->in = NULL;
     if (peer->pidfd >= 0) {
         epoll_ctl(s->epoll, EPOLL_CTL_DEL, peer->pidfd, NULL);
@@ -195,7 +195,7 @@ static void shm_close(void *context) {
         free_peer(s, s->retired.item[i]);
     free(s->retired.item);
     for (size_t i = 0; i < s->strangers.count; i++)
-        free_link(s, s->strangers.item[i]);
+        shm_free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
     free(s->peers.item);
     tb__index_fini(&s->by_rank);
@@ -355,51 +355,6 @@ static shm_peer *find_connection(shm *s, int32_t rank, uint64_t number) {
     return renew(s, peer, number);
 }
 
-/* It would be ready again at once. */
-static void stop_accepting(shm *s, int error) {
-    s->is_full = true;
-    tb__listen_in(s->epoll, s->listener, &s->listen_watch, false);
-    shm_retry_later(s, "a connection that waits to be accepted", error);
-}
-
-/* Whether there may be more to accept. */
-static bool accept_one(shm *s) {
-    struct ucred who;
-    socklen_t length = sizeof who;
-    shm_link *link = tb__calloc(1, sizeof *link);
-    if (!link) {
-        stop_accepting(s, ENOMEM);
-        return false;
-    }
-    link->fd = shm_reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
-    int error = link->fd < 0 ? errno : 0;
-    bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
-    if (is_ours && tb__vec_push(&s->strangers, link)) {
-        shm_link_watch(s, link);
-        return true;
-    }
-    free_link(s, link);
-    if (tb__is_shortage(error))
-        stop_accepting(s, error);
-    return !error || error == EINTR || error == ECONNABORTED;
-}
-
-static void accept_all(shm *s) {
-    while (accept_one(s))
-        ;
-}
-
-static void retry(shm *s) {
-    uint64_t expirations;
-    ssize_t unused = read(s->retry, &expirations, sizeof expirations);
-    (void)unused;
-    if (s->is_full)
-        tb__listen_in(s->epoll, s->listener, &s->listen_watch, true);
-    s->is_full = false;
-    for (size_t i = 0; i < s->peers.count; i++)
-        shm_pump(s, s->peers.item[i]);
-}
-
 /* Binds the peer's process number to the process that is there now, and tries whether its memory can be read. */
 static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello) {
     struct ucred who;
@@ -517,7 +472,7 @@ static void read_link(shm *s, shm_link *link) {
         tb__sentence why = tb__sentence_kept();
         if (!peer) {
             forget_stranger(s, link);
-            free_link(s, link);
+            shm_free_link(s, link);
         } else if (n < 0) {
             end_peer(s, peer, "its connection ended");
         } else {
@@ -533,13 +488,13 @@ static void on_event(shm *s, const struct epoll_event *event) {
     eventfd_t unused;
     switch (*kind) {
     case WATCH_LISTEN:
-        accept_all(s);
+        shm_accept(s);
         break;
     case WATCH_WAKE:
         eventfd_read(s->wake, &unused);
         break;
     case WATCH_RETRY:
-        retry(s);
+        shm_retry(s);
         break;
     case WATCH_PROCESS:
         end_peer(s, event->data.ptr, "its process ended");

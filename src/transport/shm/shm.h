@@ -292,14 +292,16 @@ void shm_retry_later(shm *s, const char *what, int error);
 void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);
 /* The peer is given up because this process has no descriptor for what it sent; it is told so. */
 void shm_give_up(shm *s, shm_peer *peer);
-/* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are
- * some for what comes with it, and for what it takes to find its process. False: there are none. */
-bool shm_reserve(shm *s, shm_link *link);
+/* Accepts connections, and takes descriptors that make room for what follows their hello. */
+void shm_accept(shm *s);
 void shm_release_reserved(shm_link *link);
+/* What has failed for want of descriptors. */
+void shm_retry(shm *s);
 
 /* shm.c */
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
+void shm_free_link(shm *s, shm_link *link);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
 void *shm_map_fd(int fd, size_t nbytes);
 
