@@ -1,4 +1,4 @@
-/* RLIMIT_NOFILE. */
+/* RLIMIT_NOFILE, and loops that run into it. */
 #include "base/descriptors.h"
 
 #include "base/process.h"
@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -54,4 +55,17 @@ const char *tb__shortage_text(void) {
     snprintf(text, sizeof text, "; this process can't %s: %s", atomic_load(&shortage),
              tb__errno_text(atomic_load(&shortage_error)));
     return text;
+}
+
+void tb__listen_in(int epoll, int listener, const void *data, bool listens) {
+    struct epoll_event event = {.events = listens ? EPOLLIN : 0, .data.ptr = (void *)data};
+    epoll_ctl(epoll, EPOLL_CTL_MOD, listener, &event);
+}
+
+bool tb__may_warn(int64_t *again_ms) {
+    enum { WARN_MS = 10000 };
+    if (tb__now_ms() < *again_ms)
+        return false;
+    *again_ms = tb__now_ms() + WARN_MS;
+    return true;
 }

@@ -15,6 +15,24 @@ static inline bool tb__is_out_of_descriptors(int error) {
     return error == EMFILE || error == ENFILE;
 }
 
+/* ---- Listening without them ------------------------------------------------------------------------------------- */
+
+/* Who can't accept a connection stops listening for this long: those that wait would keep the loop awake. */
+enum { TB__RELISTEN_MS = 100 };
+
+/* Whether a connection could not be accepted because something is short, and may be later. */
+static inline bool tb__is_shortage(int error) {
+    return tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM;
+}
+
+/* Listens, or does not: for one that an epoll set has, with this data. */
+void tb__listen_in(int epoll, int listener, const void *data, bool listens);
+
+/* Whether a shortage is to be logged now: every ten seconds. *again_ms is 0 at first. */
+bool tb__may_warn(int64_t *again_ms);
+
+/* ---- The limit -------------------------------------------------------------------------------------------------- */
+
 /* RLIMIT_NOFILE: what this process may have now. */
 TB_API unsigned long long tb__descriptor_limit(void);
 

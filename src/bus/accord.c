@@ -4,6 +4,7 @@
 #include "bus/accord.h"
 
 #include "base/descriptors.h"
+#include "base/int.h"
 #include "base/log.h"
 #include "bus/pair_notes.h"
 
@@ -22,12 +23,11 @@ static void close_accord(tb__accord *accord, tb_status status, bool tell) {
 }
 
 void tb__accord_break(tb__accord *accord, tb_status status, bool tell) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     close_accord(accord, status, tell);
     for (int i = 0; i < 2; i++) {
         if (accord->flows[i])
-            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why));
+            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why.text));
     }
 }
 
@@ -348,7 +348,7 @@ static void try_agree(tb__accord *accord) {
     if (accord->state != ACCORD_WAITING || accord->all.nunknown > 0 || find_missing(accord))
         return;
     for (size_t i = 0; i < accord->all.npeers; i++)
-        accord->staging_bytes = accord->staging[i] < accord->staging_bytes ? accord->staging[i] : accord->staging_bytes;
+        accord->staging_bytes = tb__min64(accord->staging_bytes, accord->staging[i]);
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = tb__accord_unite(accord, side);
@@ -386,14 +386,10 @@ static void take_body(tb__accord *accord, size_t at, tb__unpack *message) {
     bool is_good = tb__unpack_is_done(message) && side <= 1 && nbytes > 0 && tb__body_hash(data, nbytes) == hash;
     if (accord->state != ACCORD_WAITING || (is_good && tb__accord_body(&accord->sides[side], hash)))
         return;
-    unsigned char *copy = is_good ? tb__malloc(nbytes, 1) : NULL;
-    tb_status status = TB_INVALID;
-    if (copy) {
-        memcpy(copy, data, nbytes);
+    unsigned char *copy = is_good ? tb__memdup(data, nbytes, 1) : NULL;
+    tb_status status = is_good ? TB_NO_MEMORY : TB_INVALID;
+    if (copy)
         status = add_body(&accord->sides[side], copy, nbytes);
-    } else if (is_good) {
-        status = TB_NO_MEMORY;
-    }
     if (status == TB_INVALID)
         tb__set_detail("%s sent a list of tensors of %s that makes no sense", accord->all.peers[at]->label,
                        accord->what);
@@ -418,9 +414,7 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
         return;
     }
     size_t nbytes = (size_t)(message->end - message->at);
-    unsigned char *copy = tb__malloc(nbytes, 1);
-    if (copy)
-        memcpy(copy, message->at, nbytes);
+    unsigned char *copy = tb__memdup(message->at, nbytes, 1);
     if (!copy || !tb__vec_push(&accord->backlog, (struct tb__backlog){at, copy, nbytes})) {
         free(copy);
         tb__accord_break(accord, TB_NO_MEMORY, true);

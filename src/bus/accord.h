@@ -10,8 +10,6 @@
 #include "bus/world.h"
 #include "reshard/convert.h"
 
-enum { TB__LEAST_STAGING = 64 << 10 }; /* staging_bytes of any rank */
-
 /* What every rank gets to know of a tensor. The strings are the body's. */
 typedef struct tb__described {
     const char *name;

@@ -9,6 +9,7 @@
 #include "bus/pair_notes.h"
 
 #include "base/descriptors.h"
+#include "base/int.h"
 #include "base/opts.h"
 #include "exec/workers.h"
 #include "layout/layout.h"
@@ -19,9 +20,8 @@
 #include <string.h>
 
 enum {
-    SPIN_US = 50,   /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
-    AGAIN_MS = 200, /* between attempts to connect with a rank that was lost */
-    ASK_MS = 1000,  /* what others write to the store does not come for so long: is the store there? */
+    SPIN_US = 50,  /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
+    ASK_MS = 1000, /* what others write to the store does not come for so long: is the store there? */
     ANSWER_MS = 4000,
 };
 
@@ -236,11 +236,7 @@ static tb_status connect_side(meeting *m, int side, bool *has_gaps) {
     s->peers = *has_gaps ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
     tb_status status = s->peers || *has_gaps ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < s->size && status == TB_OK && !*has_gaps; i++) {
-        const tb__member *member = &roster.member[i];
-        char label[TB__DIRECTORY_MAX_NAME + 48];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", member->rank, s->group, i);
-        status = tb__engine_connect(pair->world->engine, member->rank, member->incarnation, member->contact,
-                                    member->contact_nbytes, label, &s->peers[i]);
+        status = tb__world_connect(pair->world, s->group, &roster, i, &s->peers[i]);
         if (tb__is_refusal(status)) { /* a sentence that others will read, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
@@ -279,9 +275,8 @@ static bool have_answered(void *arg) {
 static tb_status fail_late(const meeting *m) {
     if (tb__directory_is_connected(m->pair->world->directory))
         return tb__fail(TB_TIMEOUT, "pair '%s': %s%s", m->pair->name, m->missing, tb__shortage_text());
-    char why[256];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
+    tb__sentence why = tb__sentence_kept();
+    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why.text);
 }
 
 /* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
@@ -294,14 +289,14 @@ static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
         if (has_gaps)
             return TB_OK;
     }
-    int64_t again_ms = tb__now_ms() + AGAIN_MS;
-    bool is_done = tb__engine_wait(engine, have_answered, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
+    bool is_done = tb__engine_wait(engine, have_answered, m, again_ms);
     *is_whole = is_done && !m->has_lost;
     if (m->status != TB_OK || *is_whole || m->pair->has_met)
         return m->status;
     if (tb__now_ms() >= deadline_ms)
         return fail_late(m);
-    tb__engine_wait(engine, is_over, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    tb__engine_wait(engine, is_over, m, again_ms);
     return m->status;
 }
 
@@ -314,8 +309,7 @@ static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
         const tb__member *at = &roster.member[i];
         tb__peer *peer = s->peers[i];
         if (!peer->is_lost && at->rank == peer->rank && at->incarnation == peer->incarnation)
-            status = tb__engine_connect(pair->world->engine, at->rank, at->incarnation, at->contact, at->contact_nbytes,
-                                        peer->label, &peer);
+            status = tb__world_connect(pair->world, s->group, &roster, i, &peer);
     }
     tb__roster_fini(&roster);
     return status;
@@ -426,12 +420,11 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         *round = m.last_round + 1;
     tb__engine_unlock(engine);
     if (round) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         m.refusal.status = status;
         /* where this fails, others find it alone or time out */
-        tb__pair_publish(pair, m.last_round, &m.refusal, why, deadline_ms);
-        status = tb__fail(status, "%s", why);
+        tb__pair_publish(pair, m.last_round, &m.refusal, why.text, deadline_ms);
+        status = tb__fail(status, "%s", why.text);
     }
     if (status == TB_OK)
         tb__world_set_workers(pair->world);
@@ -520,13 +513,12 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (status == TB_OK && !o.no_wait)
         status = tb__pair_meet(pair, deadline_ms, unwanted);
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         if (!tb__is_refusal(status)) /* a refusal has replaced the request */
             tb__pair_withdraw(pair);
         delist(pair);
         free_pair(pair);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     tb__world_ref(world);
     *out = pair;

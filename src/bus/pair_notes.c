@@ -79,12 +79,11 @@ static tb_status find_subject(const tb_pair *pair, const char *group, int32_t in
 
 tb_status tb__refusal_add_subject(const tb_pair *pair, tb__pair_refusal *refusal, tb_status status, const char *group,
                                   int32_t index) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (refusal->nsubjects < TB__MOST_SUBJECTS &&
         find_subject(pair, group, index, &refusal->subjects[refusal->nsubjects]) == TB_OK)
         refusal->nsubjects++;
-    return tb__fail(status, "%s", why);
+    return tb__fail(status, "%s", why.text);
 }
 
 /* Whether another process has taken the seat of one that it is about. */

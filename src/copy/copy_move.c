@@ -192,7 +192,7 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
                                  .dst = is_send ? nothing : b,
                                  .src_invalidated = is_send ? &v->is_invalidated : NULL,
                                  .dst_invalidated = is_send ? NULL : &v->is_invalidated};
-            t.spec = (tb_tensor_spec){.name = tb__ir_string(ir, name),
+            t.spec = (tb_tensor_spec){.name = tb__arena_strdup(&ir->arena, name),
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
                                       .dst_dtype = v->dtype,
@@ -429,11 +429,10 @@ tb_status tb__copy_move(tb_copy *copy) {
             tb__copy_abort(copy, status);
     }
     local_fini(&l);
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (copy->flow)
         end(copy);
     if (status != TB_OK)
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     return copy->status == TB_OK ? TB_OK : tb__fail(copy->status, "%s", copy->moved_why);
 }

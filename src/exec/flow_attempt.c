@@ -3,6 +3,8 @@
  * few reasons; neighbours among the older ones become one entry. */
 #include "exec/flow_inside.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 enum { MOST_ABORTS = 64, MOST_STARTS = 64, HEAR_MS = 1000 };
@@ -52,15 +54,9 @@ uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
 
 /* The first entry that does not lie before the attempt. */
 static size_t find_place(const tb__flow *flow, uint64_t attempt) {
-    size_t low = 0, high = flow->aborts.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (flow->aborts.item[middle].last < attempt)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t i = 0;
+    TB_BISECT(i, flow->aborts.count, flow->aborts.item[i].last >= attempt);
+    return i;
 }
 
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt) {

@@ -1,8 +1,6 @@
 /* Directories with a safetensors file for each rank. */
 #include "format/checkpoint.h"
 
-#include "base/descriptors.h"
-
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -50,16 +48,10 @@ typedef struct found_files {
     TB_VEC(const char *) others;
 } found_files;
 
-static const char *keep_name(tb__arena *arena, const char *name) {
-    size_t nbytes = strlen(name) + 1;
-    char *kept = tb__arena_alloc(arena, nbytes, 1);
-    return kept ? memcpy(kept, name, nbytes) : NULL;
-}
-
 static tb_status add_file(found_files *found, const char *dir, int32_t rank) {
     char *path;
     TB_TRY(tb__rank_file_path(dir, rank, &path));
-    const char *kept = keep_name(found->arena, path);
+    const char *kept = tb__arena_strdup(found->arena, path);
     free(path);
     return kept && tb__vec_push(&found->ranks, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
 }
@@ -72,7 +64,7 @@ static tb_status add_other(found_files *found, const char *dir, const char *name
     free(path);
     if (is_dir)
         return TB_OK;
-    const char *kept = keep_name(found->arena, name);
+    const char *kept = tb__arena_strdup(found->arena, name);
     return kept && tb__vec_push(&found->others, kept) ? TB_OK : TB_NO_MEMORY;
 }
 
@@ -81,10 +73,8 @@ static tb_status list_files(found_files *found, const char *dir, DIR *stream) {
         int32_t rank;
         errno = 0;
         const struct dirent *e = readdir(stream);
-        if (!e && errno != 0) {
-            tb__set_detail("can't be listed: %s", tb__errno_text(errno));
-            return tb__file_fail(TB_IO, dir);
-        }
+        if (!e && errno != 0)
+            return tb__file_fail_errno(TB_IO, dir, "can't be listed");
         if (!e)
             return TB_OK;
         if (!is_rank_file(e->d_name, &rank)) {
@@ -92,10 +82,9 @@ static tb_status list_files(found_files *found, const char *dir, DIR *stream) {
                 TB_TRY(add_other(found, dir, e->d_name));
             continue;
         }
-        if (rank == TB_NO_RANK) {
-            tb__set_detail("'%.100s' has the form of a rank's file, but stands for no rank", e->d_name);
-            return tb__file_fail(TB_INVALID, dir);
-        }
+        if (rank == TB_NO_RANK)
+            return tb__file_fail(TB_INVALID, dir, "'%.100s' has the form of a rank's file, but stands for no rank",
+                                 e->d_name);
         TB_TRY(add_file(found, dir, rank));
     }
 }
@@ -127,8 +116,7 @@ tb_status tb__rank_files_init(const char *dir, tb__rank_files *out) {
     DIR *stream = opendir(dir);
     if (!stream) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR;
-        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
-        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, dir);
+        return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, dir, "can't be opened");
     }
     tb_status status = list_files(&found, dir, stream);
     closedir(stream);

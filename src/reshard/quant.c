@@ -2,6 +2,7 @@
  * as wide as suits the caches. */
 #include "reshard/quant.h"
 
+#include "base/int.h"
 #include "exec/kernel.h"
 #include "exec/workers.h"
 #include "reshard/quant_inside.h"
@@ -265,19 +266,15 @@ static uint32_t run_unit(const job *j, int64_t row, int64_t rows, int64_t column
     }
 }
 
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
 /* Parts are runs of units. */
 static void run_parts(void *arg, int64_t from, int64_t to) {
     job *j = arg;
     int64_t each = j->nunits / j->nparts, more = j->nunits % j->nparts;
-    int64_t begin = from * each + min64(from, more), end = to * each + min64(to, more);
+    int64_t begin = from * each + tb__min64(from, more), end = to * each + tb__min64(to, more);
     uint32_t all = 0;
     for (int64_t u = begin; u < end; u++) {
         int64_t row = u / j->across * j->band, column = u % j->across * j->width;
-        int64_t rows = min64(j->band, j->rows - row), columns = min64(j->width, j->columns - column);
+        int64_t rows = tb__min64(j->band, j->rows - row), columns = tb__min64(j->width, j->columns - column);
         uint32_t amax = run_unit(j, row, rows, column, columns);
         all = amax > all ? amax : all;
         if (amax >= TB__F32_INF)
@@ -316,7 +313,7 @@ static tb_status run_job(job *j) {
     j->across = blocks_of(j->columns, j->width);
     j->nunits = blocks_of(j->rows, j->band) * j->across;
     int64_t parts = j->rows * j->columns / (PART_BYTES / 4);
-    j->nparts = parts < 1 ? 1 : min64(parts, j->nunits);
+    j->nparts = parts < 1 ? 1 : tb__min64(parts, j->nunits);
     if (j->nunits > 0)
         tb__workers_for(j->nparts, run_parts, j);
     int64_t bad = atomic_load(&j->bad);

@@ -88,7 +88,7 @@ static tb_status write_rank(disk *d, int32_t rank, const tb__safetensor *tensors
         d->nbytes += nbytes;
     }
     if (status == TB_OK)
-        status = tb__safetensors_commit(writer, false);
+        status = tb__safetensors_commit(writer);
     tb__safetensors_writer_destroy(writer);
     return status;
 }

@@ -8,11 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-int tool_compare_ranks(const void *left, const void *right) {
-    int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
-    return (a > b) - (a < b);
-}
-
 tool_size_text tool_size(int64_t nbytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
     tool_size_text out;

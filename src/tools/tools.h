@@ -80,8 +80,6 @@ int tool_deliver(tb__text *text, tb__text *picture, const char *path);
 
 /* ---- Text (format.c) ----------------------------------------------------------------------------------------- */
 
-int tool_compare_ranks(const void *left, const void *right); /* for qsort and bsearch */
-
 typedef struct tool_size_text {
     char text[24];
 } tool_size_text;

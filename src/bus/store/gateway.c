@@ -57,9 +57,8 @@ static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
     if (status == TB_OK && strcmp(address.port, "0") == 0)
         status = tb__fail(TB_INVALID, "port 0 is out of range: ports are 1 to 65535");
     if (status != TB_OK) {
-        char why[160];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-        return tb__fail(status, "store '%s': '%s': %s", g->url, host_port, why);
+        tb__sentence why = tb__sentence_kept();
+        return tb__fail(status, "store '%s': '%s': %s", g->url, host_port, why.text);
     }
     if (g->nendpoints == TB__GATEWAY_MAX_ENDPOINTS)
         return tb__fail(TB_TOO_BIG, "store '%s': more than %d endpoints", g->url, TB__GATEWAY_MAX_ENDPOINTS);

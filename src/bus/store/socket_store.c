@@ -111,10 +111,8 @@ static void deliver(client *c, const tb__store_message *reply, const uint8_t *fr
     for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link)) {
         if (waiting->id != reply->id || waiting->is_answered)
             continue;
-        waiting->frame = tb__malloc(nbytes, 1);
+        waiting->frame = tb__memdup(frame, nbytes, 1);
         waiting->nbytes = nbytes;
-        if (waiting->frame)
-            memcpy(waiting->frame, frame, nbytes);
         waiting->is_answered = true;
         pthread_cond_signal(&waiting->answered);
         return;
