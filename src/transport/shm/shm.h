@@ -287,8 +287,8 @@ void shm_mappings_close(shm_peer *peer);
 
 /* shm_shortage.c: what is done without descriptors. */
 
-/* Something, such as "accept a connection", failed for want of descriptors. It is noted and logged, and tried again in a
- * moment. */
+/* Something, such as "accept a connection", failed for want of descriptors. It is noted and logged, and tried again in
+ * a moment. */
 void shm_retry_later(shm *s, const char *what, int error);
 /* Tells the other end why its connection is closed, if it understands that. */
 void shm_tell_shortage(shm *s, shm_link *link, uint32_t features);
@@ -303,7 +303,7 @@ void shm_retry(shm *s);
 /* shm.c */
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
-void shm_free_retired(shm *s, shm_peer *peer);            /* if it is one: the last of its remotes was released */
+void shm_free_retired(shm *s, shm_peer *peer); /* if it is one: the last of its remotes was released */
 void shm_free_link(shm *s, shm_link *link);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
 void *shm_map_fd(int fd, size_t nbytes);
