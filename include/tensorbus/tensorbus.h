@@ -17,7 +17,7 @@
  *    objects belong to one thread at a time.
  *  - After fork() the child can't use worlds, clients, and what was made from them: calls on them fail at once, with
  *    TB_REFUSED, or -1 for a descriptor. Destroying them there frees memory, and neither tells the peers nor changes
- *    anything for the parent. The child has none of their descriptors. It can join, or connect to an agent, by itself.
+ *    anything for the parent. The child has none of their connections. It can join, or connect to an agent, by itself.
  *    Ranks, incarnations, groups and sizes can still be read, and layouts, plans, the IR, views and names still work.
  */
 #ifndef TENSORBUS_TENSORBUS_H
@@ -443,15 +443,16 @@ typedef struct tb_world_opts {
     int workers;      /* threads that copy, in the whole process; default: cores / ranks on this host, at least 1 */
     bool manual;      /* no thread of ours: the host calls tb_world_progress when tb_world_fd is readable */
     const char *host; /* whoever has the same one is on the same host; default: the machine and its network namespace */
-    int64_t plan_bytes; /* 64 MiB; the most memory of plans that are kept for batches that are made again. What was not
-                           used for longest goes first */
+    int64_t plan_bytes; /* the most memory for plans that are kept for batches that are made again; default: 64 MiB. The
+                           least recently used plans are dropped first */
 } tb_world_opts;
 
 /* Takes seat `index` of the `size` in the group. The store at `url` is where processes meet: "unix:/tmp/bus.sock" or
- * "tcp://127.0.0.1:7000", or etcd, "etcd://a:2379,b:2379"; "?namespace=NAME" keeps several busses apart. If nobody
- * serves a socket there, this process does, for as long as it has the world. Without the store transfers go on, but
- * nobody new can be met; when it is back, or another process serves it, all take their seats there again.
- * TB_CONFLICT while another process has the seat. */
+ * "tcp://127.0.0.1:7000", or etcd, "etcd://a:2379,b:2379"; "?namespace=NAME" keeps several busses apart. A URL without
+ * a host, "tcp://:7000", means 127.0.0.1: only processes of this machine reach it. If nobody serves a socket there,
+ * this process does, for as long as it has the world. Without the store transfers go on, but nobody new can be met;
+ * when it is back, or another process serves it, all take their seats there again. TB_CONFLICT while another process
+ * has the seat. */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
 
@@ -474,14 +475,14 @@ TB_API tb_status tb_world_progress(tb_world *world);
 
 /* The memory is about to be freed or moved. Transfers of this world that use it fail, on all their ranks, with
  * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services. What was
- * released, or is in a snapshot, is not affected. TB_OK says that nothing reads or writes the memory any more, in this
- * process or by way of a peer, and that a peer that has read it meanwhile, or still does, fails. Batches with tensors
- * in it have to be made again, also those that have not moved yet.
+ * released, or is in a snapshot, is not affected. After TB_OK this process neither reads nor writes the memory, and no
+ * peer writes it; a peer that has read it meanwhile, or is still reading, discards what it read and fails. Batches with
+ * tensors in it have to be made again, also those that have not moved yet.
  *
- * Waits for copies that are under way, until the world's timeout_ms: TB_TIMEOUT, "still in use by ...", and the memory
- * must stay; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a function that the
- * library calls. A shadowed receive that was decided and has not changed the tensors yet fails here alone: the others
- * of its group have the version. */
+ * Waits for copies that are under way, for the world's timeout_ms at most. TB_TIMEOUT ("still in use by ..."): the
+ * memory must not be freed yet; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a
+ * function that the library calls. A shadowed receive that was decided and has not changed the tensors yet fails on
+ * this rank alone: the others of its group have the version. */
 TB_API tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes);
 
 /* How often a batch found its plan ready, and how often one had to be made. A batch plans when it is first sent or
@@ -504,11 +505,11 @@ typedef struct tb_pair_opts {
     bool no_wait;      /* returns at once; the others are waited for when a batch is registered */
 } tb_pair_opts;
 
-/* Completes when all of both groups have come to the pair `name`, and are connected. After a loss of connections, as by
- * a network that was cut and mended, destroying the pair and making it again connects those that live, over all
- * transports but MPI. Ranks of a side that disagree are named on every rank, at once (TB_CONFLICT), and so are ranks
- * that have no transport in common, or other versions of tensorbus (TB_REFUSED). A process that is in both groups makes
- * the pair once for each of them, the first time with no_wait. */
+/* Completes when all ranks of both groups have made the pair `name`, and are connected. After connections were lost,
+ * for example because a network was cut and mended, destroy the pair and make it again: that connects the ranks that
+ * are alive, over all transports but MPI. Ranks of a side that disagree are named on every rank, at once (TB_CONFLICT),
+ * and so are ranks that have no transport in common, or other versions of tensorbus (TB_REFUSED). A process that is in
+ * both groups makes the pair once for each of them, the first time with no_wait. */
 TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                                 const tb_pair_opts *opts, tb_pair **out);
 TB_API void tb_pair_destroy(tb_pair *pair);
@@ -708,7 +709,8 @@ typedef struct tb_transfer_opts {
     /* Receiving with TB_SHADOW: called right before a pair's tensors are overwritten with the new version, and right
      * after. By the thread that makes progress, or the one that begins a transfer; it must not call the library. */
     void (*committing)(void *arg, bool is_done);
-    bool skip_lost; /* goes without pairs of which a rank was lost, has left, or is in doubt; default: fails by name */
+    bool skip_lost; /* goes without pairs of which a rank was lost or has left, or that are in doubt; default: fails by
+                       name, also for the other pairs where that was known before */
     /* Receiving with TB_SHADOW: once the group has decided to commit, this rank does not touch its tensors before
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
@@ -719,11 +721,14 @@ typedef struct tb_transfer_opts {
  * each at a time. All ranks of a side call it.
  *
  * Pairs are independent: if one of several fails, the others go on, and the transfer's own failure, which is the first
- * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed.
+ * of theirs, comes when all have ended. TB_RELEASED does not wait for those that failed. But a pair of which a rank is
+ * known to be lost, or that is in doubt, when the call is made fails the call, by name, and no pair begins, unless
+ * skip_lost is set. A transfer that others began before the loss can still be joined.
  *
  * The senders' calls belong together by their number: a rank's fifth with the others' fifth. A sender that comes when
  * the others, or the receivers, have given its transfer up fails with their reason, at once; so nothing of it gets into
- * the next one. A receiver that comes then waits for the next one.
+ * the next one. A receiver that comes then waits for the next one. So a call that was cancelled, or whose time is up,
+ * returns when all ranks have heard of it; one that is silent is waited for a second.
  *
  * With TB_SHADOW a rank whose data is there can't go back on its own: what ends the transfer from then on, be it a
  * deadline, tb_cancel or a loss, asks the store, and the group may have committed. Who gets no answer before its
@@ -756,7 +761,7 @@ TB_API tb_status tb_transfer_pair(const tb_transfer *transfer, const tb_pair *pa
 TB_API int tb_transfer_fd(const tb_transfer *transfer);
 
 /* Ends the transfer with TB_CANCELLED, here and at its peers; when it returns nothing of it is read or written any
- * more. Does nothing to one that has ended. */
+ * more, and the peers know that it has ended. Does nothing to one that has ended. */
 TB_API void tb_cancel(tb_transfer *transfer);
 
 /* Cancels it if it is under way. */
@@ -900,10 +905,10 @@ typedef struct tb_client_transfer_opts {
 
 /* Sends or receives the batch once; returns when the version is committed.
  *
- * Tensors that the agent copies get what was received through a pair when the pair's part has succeeded, whatever
- * becomes of other pairs, and all of it at once; only their elements are written, and padding. What failed leaves them
- * as they are, and not torn, unless it was this write that failed. A batch with such tensors is not sent and received
- * at the same time (TB_REFUSED). */
+ * Tensors that are not in memory of tb_alloc are copied by the agent. It writes what was received through a pair when
+ * the transfer has ended, if that pair's part has succeeded, whatever becomes of other pairs: elements and padding, and
+ * no other byte. A pair that has failed leaves such tensors as they are, and not torn, unless it was this write that
+ * failed. A batch with such tensors is not sent and received at the same time (TB_REFUSED). */
 TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const tb_client_transfer_opts *opts);
 
 /* Waits for an event of a transfer that was begun with no_wait, or for its failure, whose status and sentence are

@@ -113,8 +113,8 @@ typedef struct tb_transport_ops {
      * What is wrong with the peer is told of "it": the world puts before it who that is.
      *
      * With `disconnect`, connecting to a peer that was lost begins a new connection, unless the peer has begun one
-     * since then. Nothing of the connection before reaches it. If the peer begins a new one while this end takes the
-     * one before for good, that one is lost first. */
+     * since then. Messages of the old connection never arrive on the new one. If the peer begins a new connection while
+     * this end still has the old one, the old one is lost first. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 
     /* (optional, all of mem_...; default: TB_REFUSED) Without them no peer reaches this rank's memory. */
@@ -141,9 +141,9 @@ typedef struct tb_transport_ops {
 
     tb_status (*post)(void *context, tb_op *op);
     /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,
-     * and nobody who reads it then believes what they read. TB_TIMEOUT, after seconds, where the system or a library
-     * below does not give the memory back: it may still be read or written. The message that a cancelled receive has
-     * been matched with is dropped, and its send is done. */
+     * and nobody who reads it then believes what they read. It completes with TB_TIMEOUT instead, after seconds, if the
+     * system or a library below does not release the memory, which may then still be read or written. The message that
+     * a cancelled receive has been matched with is dropped, and its send is done. */
     void (*cancel)(void *context, tb_op *op);
     /* Does what can be done without waiting; calls `done` and `lost`. */
     tb_status (*progress)(void *context);

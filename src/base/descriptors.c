@@ -1,8 +1,12 @@
-/* RLIMIT_NOFILE. */
+/* RLIMIT_NOFILE, and loops that run into it. */
 #include "base/descriptors.h"
 
+#include "base/process.h"
+
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -30,4 +34,38 @@ const char *tb__errno_text(int error) {
         snprintf(text, sizeof text, "%s%s", strerror(error),
                  error == ENFILE ? ": the machine is out of file descriptors (sysctl fs.file-max)" : "");
     return text;
+}
+
+enum { SHORTAGE_MS = 1000 }; /* how long a note counts */
+
+static _Atomic(const char *) shortage;
+static _Atomic int shortage_error;
+static _Atomic int64_t shortage_end_ms;
+
+void tb__shortage_note(const char *what, int error) {
+    atomic_store(&shortage, what);
+    atomic_store(&shortage_error, error);
+    atomic_store(&shortage_end_ms, tb__now_ms() + SHORTAGE_MS);
+}
+
+const char *tb__shortage_text(void) {
+    static _Thread_local char text[256];
+    if (tb__now_ms() >= atomic_load(&shortage_end_ms))
+        return "";
+    snprintf(text, sizeof text, "; this process can't %s: %s", atomic_load(&shortage),
+             tb__errno_text(atomic_load(&shortage_error)));
+    return text;
+}
+
+void tb__listen_in(int epoll, int listener, const void *data, bool listens) {
+    struct epoll_event event = {.events = listens ? EPOLLIN : 0, .data.ptr = (void *)data};
+    epoll_ctl(epoll, EPOLL_CTL_MOD, listener, &event);
+}
+
+bool tb__may_warn(int64_t *again_ms) {
+    enum { WARN_MS = 10000 };
+    if (tb__now_ms() < *again_ms)
+        return false;
+    *again_ms = tb__now_ms() + WARN_MS;
+    return true;
 }

@@ -15,6 +15,13 @@
 TB_API void tb__set_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 TB_API void tb__prefix_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+/* The sentence as it is now, for whoever makes other calls before telling it. */
+typedef struct tb__sentence {
+    char text[512];
+} tb__sentence;
+
+tb__sentence tb__sentence_kept(void);
+
 #define TB_TRY(expr)                                                                                                   \
     do {                                                                                                               \
         tb_status try_status_ = (expr);                                                                                \

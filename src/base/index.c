@@ -3,6 +3,8 @@
 
 #include "base/mem.h"
 
+#include <string.h>
+
 static void insert(tb__index *index, struct tb__index_slot entry) {
     size_t at = entry.hash & (index->nslots - 1);
     while (index->slot[at].position)
@@ -26,6 +28,12 @@ bool tb__index_add(tb__index *index, uint64_t hash, size_t position) {
     insert(index, (struct tb__index_slot){hash, position + 1});
     index->count++;
     return true;
+}
+
+void tb__index_clear(tb__index *index) {
+    if (index->nslots)
+        memset(index->slot, 0, index->nslots * sizeof *index->slot);
+    index->count = 0;
 }
 
 size_t tb__index_next(const tb__index *index, uint64_t hash, size_t *probe) {

@@ -23,6 +23,7 @@ typedef struct tb__index {
 } tb__index;
 
 TB_API bool tb__index_add(tb__index *index, uint64_t hash, size_t position); /* false: no memory */
+void tb__index_clear(tb__index *index); /* it can take as many again without more memory */
 TB_API size_t tb__index_next(const tb__index *index, uint64_t hash, size_t *probe);
 TB_API void tb__index_fini(tb__index *index);
 
@@ -30,6 +31,12 @@ TB_API void tb__index_fini(tb__index *index);
 static inline uint64_t tb__hash(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9E3779B97F4A7C15U;
     return hash ^ hash >> 32;
+}
+
+static inline uint64_t tb__hash_string(uint64_t hash, const char *string) {
+    for (; *string; string++)
+        hash = tb__hash(hash, (unsigned char)*string);
+    return hash;
 }
 
 #endif

@@ -43,10 +43,13 @@ void *tb__realloc(void *ptr, size_t count, size_t size) {
     return checked(refused(count, size) ? NULL : realloc(ptr, count && size ? count * size : 1), count, size);
 }
 
+void *tb__memdup(const void *from, size_t count, size_t size) {
+    void *copy = tb__malloc(count, size);
+    return copy && count ? memcpy(copy, from, count * size) : copy;
+}
+
 char *tb__strdup(const char *string) {
-    size_t nbytes = strlen(string) + 1;
-    char *copy = tb__malloc(nbytes, 1);
-    return copy ? memcpy(copy, string, nbytes) : NULL;
+    return tb__memdup(string, strlen(string) + 1, 1);
 }
 
 size_t tb__mem_nbytes(const void *ptr) {
@@ -96,6 +99,12 @@ void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size) {
     return p;
 }
 
+char *tb__arena_strdup(tb__arena *arena, const char *string) {
+    size_t nbytes = strlen(string) + 1;
+    char *copy = tb__arena_alloc(arena, nbytes, 1);
+    return copy ? memcpy(copy, string, nbytes) : NULL;
+}
+
 void tb__arena_reset(tb__arena *arena) {
     /* One block is usual: it stays in place. */
     while (arena->head && arena->head->prev) {
@@ -133,4 +142,18 @@ void tb__arena_fini(tb__arena *arena) {
     free_blocks(arena->head);
     free_blocks(arena->spare);
     *arena = (tb__arena){0};
+}
+
+size_t tb__sort_unique(void *items, size_t count, size_t size, int (*compare)(const void *a, const void *b)) {
+    char *item = items;
+    size_t kept = count > 0;
+    if (count > 1)
+        qsort(items, count, size, compare);
+    for (size_t i = 1; i < count; i++) {
+        if (compare(item + (kept - 1) * size, item + i * size) == 0)
+            continue;
+        memmove(item + kept * size, item + i * size, size);
+        kept++;
+    }
+    return kept;
 }

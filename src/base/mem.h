@@ -11,6 +11,7 @@
 TB_API void *tb__calloc(size_t count, size_t size);
 TB_API void *tb__malloc(size_t count, size_t size);
 TB_API void *tb__realloc(void *ptr, size_t count, size_t size);
+void *tb__memdup(const void *from, size_t count, size_t size);
 TB_API char *tb__strdup(const char *string);
 
 /* What an allocation of these takes, the allocator's own share included; 0 for NULL. */
@@ -26,6 +27,7 @@ typedef struct tb__arena {
 } tb__arena;
 
 void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size);
+char *tb__arena_strdup(tb__arena *arena, const char *string);
 void tb__arena_reset(tb__arena *arena); /* forgets what was allocated, keeps the memory for next time */
 void tb__arena_fini(tb__arena *arena);
 size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */
@@ -41,6 +43,11 @@ size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */
     (((v)->item && (v)->count + (more) <= (v)->capacity) ||                                                            \
      tb__vec_grow((void **)&(v)->item, &(v)->capacity, (v)->count + (more), sizeof *(v)->item))
 
+/* Sorts, and keeps one of those that are equal; how many these are. */
+#define tb__vec_sort_unique(v, compare)                                                                                \
+    ((v)->count = (v)->count ? tb__sort_unique((v)->item, (v)->count, sizeof *(v)->item, compare) : 0)
+
 TB_API bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size);
+size_t tb__sort_unique(void *items, size_t count, size_t size, int (*compare)(const void *a, const void *b));
 
 #endif

@@ -1,8 +1,12 @@
 /* Threads without signals, and what a forked child finds. */
 #include "base/process.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -67,8 +71,10 @@ int tb__fd_own(int fd) {
 }
 
 void tb__fd_close(int fd) {
+    if (fd < 0)
+        return;
     /* In this order: once it is closed, its number may become that of another's descriptor. */
-    if (fd >= 0 && fd < MOST_FDS)
+    if (fd < MOST_FDS)
         atomic_fetch_and(&closed_in_child[fd / WORD_BITS], ~((uint64_t)1 << fd % WORD_BITS));
     /* A process that is just being spawned may have a copy, which must not keep a connection going. */
     shutdown(fd, SHUT_RDWR);
@@ -112,4 +118,28 @@ void tb__monotonic_cond_init(pthread_cond_t *cond) {
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(cond, &attr);
     pthread_condattr_destroy(&attr);
+}
+
+void tb__nap(int64_t ms) {
+    struct timespec left = tb__time_of_ms(ms);
+    while (nanosleep(&left, &left) != 0 && errno == EINTR)
+        ;
+}
+
+/* Field 22 of its stat line, counted behind the name, which may hold anything. */
+bool tb__process_start_time(pid_t pid, uint64_t *out) {
+    char path[64], line[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t n = read(fd, line, sizeof line - 1);
+    close(fd);
+    line[n > 0 ? n : 0] = '\0';
+    const char *at = strrchr(line, ')');
+    for (int field = 2; at && field < 22; field++)
+        at = strchr(at + 1, ' ');
+    *out = at ? strtoull(at, NULL, 10) : 0;
+    errno = at ? errno : ENOENT;
+    return at;
 }

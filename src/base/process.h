@@ -32,7 +32,7 @@ tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *
 /* Closes the descriptor in every child that is forked from now on. A child that kept it would hold up what its end
  * announces: that a client has died, that a server's lock and port are free. Returns the descriptor; -1 is allowed. */
 int tb__fd_own(int fd);
-/* Closes it here. A socket is shut down for everybody who has a copy. */
+/* Closes it here; -1 is allowed. A socket is shut down for everybody who has a copy. */
 void tb__fd_close(int fd);
 
 /* A descriptor that is owned, and that a forked child can tell from one of its own. */
@@ -44,6 +44,10 @@ typedef struct tb__owned_fd {
 /* The struct must not move until it is closed. */
 void tb__owned_fd_init(tb__owned_fd *owned, int fd);
 void tb__owned_fd_close(tb__owned_fd *owned);
+
+/* When the process was started, so that its number can't be mistaken for a later one's. False: it can't be told, errno
+ * says why; ENOENT: there is none. */
+bool tb__process_start_time(pid_t pid, uint64_t *out);
 
 tb_status tb__start_thread(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
 
@@ -59,6 +63,8 @@ static inline int64_t tb__now_ms(void) {
 static inline struct timespec tb__time_of_ms(int64_t ms) {
     return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
 }
+
+void tb__nap(int64_t ms); /* whatever signals come */
 
 /* What poll and epoll_wait take: never negative, and rounded so that sleeping it reaches the deadline. */
 static inline int tb__ms_until(int64_t deadline_ms) {

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { DETAIL_SIZE = 512 };
+enum { DETAIL_SIZE = sizeof(tb__sentence) };
 
 static _Thread_local char detail[DETAIL_SIZE];
 
@@ -62,6 +62,12 @@ void tb__set_detail(const char *format, ...) {
     vsnprintf(detail, sizeof detail, format, args);
     va_end(args);
     tb__text_tame(detail);
+}
+
+tb__sentence tb__sentence_kept(void) {
+    tb__sentence kept;
+    memcpy(kept.text, detail, sizeof kept.text);
+    return kept;
 }
 
 void tb__prefix_detail(const char *format, ...) {

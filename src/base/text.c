@@ -149,3 +149,7 @@ tb_status tb__read_size(const char *text, int64_t *out) {
     }
     return tb__fail(TB_INVALID, "'%.60s' is not a size such as 1048576, 16MiB or 1GiB", text);
 }
+
+int tb__compare_strings(const void *a, const void *b) {
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}

@@ -21,6 +21,8 @@ void tb__text_fini(tb__text *text);
 /* Hands the string over to the caller (free), or fails if an append failed. */
 tb_status tb__text_take(tb__text *text, char **out);
 
+int tb__compare_strings(const void *a, const void *b); /* for qsort of an array of const char * */
+
 /* Reading: `at` advances over what was accepted. */
 void tb__skip_space(const char **at);
 bool tb__accept(const char **at, char c);                /* skips space before it */

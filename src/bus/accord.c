@@ -3,6 +3,8 @@
  * messages go to them. */
 #include "bus/accord.h"
 
+#include "base/descriptors.h"
+#include "base/int.h"
 #include "base/log.h"
 #include "bus/pair_notes.h"
 
@@ -20,14 +22,12 @@ static void close_accord(tb__accord *accord, tb_status status, bool tell) {
     tb__engine_signal(accord->world->engine);
 }
 
-/* The sentence is in tb_error_detail. */
-static void break_accord(tb__accord *accord, tb_status status, bool tell) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+void tb__accord_break(tb__accord *accord, tb_status status, bool tell) {
+    tb__sentence why = tb__sentence_kept();
     close_accord(accord, status, tell);
     for (int i = 0; i < 2; i++) {
         if (accord->flows[i])
-            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why));
+            tb__flow_break(accord->flows[i], tb__fail(status, "%s", why.text));
     }
 }
 
@@ -50,19 +50,16 @@ void tb__accord_tell_loss(tb__accord *accord) {
     tb__assembly_tell(&accord->all);
 }
 
-/* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
- * what it can, because that says that it takes no further part. The sentence is in tb_error_detail. */
-static void lose_rank(tb__accord *accord, bool tell) {
-    bool is_new = accord->all.status == TB_OK;
+void tb__accord_lose_rank(tb__accord *accord) {
+    accord->owes_loss |= accord->all.status == TB_OK;
     close_accord(accord, TB_LOST, false);
-    accord->owes_loss |= is_new && tell;
     tb__accord_tell_loss(accord);
 }
 
 static void on_broken(tb__assembly *all, size_t at, tb_status status, const char *why) {
     tb__accord *accord = (tb__accord *)all;
     if (status != TB_LOST || !accord->has_agreed) {
-        break_accord(accord, tb__fail(status, "%s", why), false);
+        tb__accord_break(accord, tb__fail(status, "%s", why), false);
         return;
     }
     for (int i = 0; i < 2; i++) {
@@ -70,48 +67,7 @@ static void on_broken(tb__assembly *all, size_t at, tb_status status, const char
             tb__flow_failed(accord->flows[i], at, why);
     }
     tb__set_detail("%s", why);
-    lose_rank(accord, false);
-}
-
-static void tell_flows(tb__accord *accord, size_t gone, const char *why) {
-    for (int i = 0; i < 2; i++) {
-        if (accord->flows[i])
-            tb__flow_gone(accord->flows[i], gone, accord->knew[gone][i], why);
-    }
-}
-
-/* What a rank had said does not count any more. Bodies stay: they are what their hashes say. */
-static void forget_manifest(tb__accord *accord, size_t at) {
-    tb__assembly_forget(&accord->all, at);
-    for (int side = 0; side < 2; side++) {
-        for (int32_t seat = 0; seat < accord->pair->sides[side].size; seat++) {
-            if (accord->pair->sides[side].peers[seat] == accord->all.peers[at])
-                accord->sides[side].has_come[seat] = false;
-        }
-    }
-}
-
-/* A rank that has destroyed the batch. What needs it no more goes on: if it had agreed, everybody has come, although
- * their manifests may still be on their way to us. If it did so because something went wrong, that is the reason here,
- * too: it may have heard of a dead rank before us. */
-static void let_go(tb__assembly *all, size_t at, tb__unpack *message) {
-    tb__accord *accord = (tb__accord *)all;
-    bool had_agreed = tb__unpack_u32(message) != 0;
-    for (int i = 0; i < 2; i++)
-        accord->knew[at][i] = tb__unpack_u64(message);
-    tb_status status = tb__unpack_status(message);
-    const char *why = tb__unpack_string(message);
-    if (accord->state == ACCORD_WAITING && (!had_agreed || message->failed)) {
-        forget_manifest(accord, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
-        return;
-    }
-    if (accord->state == ACCORD_AGREED && !message->failed && status == TB_LOST) {
-        tb__set_detail("%s", why);
-        lose_rank(accord, false);
-    } else if (accord->state == ACCORD_AGREED && !message->failed && status != TB_OK) {
-        break_accord(accord, tb__fail(status, "%s", why), false);
-    }
-    tell_flows(accord, at, why);
+    tb__accord_lose_rank(accord);
 }
 
 static int compare_tensors(const void *a, const void *b) {
@@ -131,14 +87,14 @@ static tb_status assemble(tb__accord *accord) {
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
     size_t n = (size_t)sides[0].size + (size_t)sides[1].size;
     tb__peer **peers = tb__malloc(n, sizeof *peers);
-    accord->knew = tb__calloc(n, sizeof *accord->knew);
+    accord->farewells = tb__calloc(n, sizeof *accord->farewells);
     accord->staging = tb__calloc(n, sizeof *accord->staging);
     name_key(accord->batch, accord->pair, key, sizeof key);
     for (size_t i = 0; peers && i < n; i++)
         peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
     tb_status status = tb__assembly_init(&accord->all, accord->world, key, accord->what, peers, peers ? n : 0);
     free(peers);
-    return peers && accord->knew && accord->staging ? status : TB_NO_MEMORY;
+    return peers && accord->farewells && accord->staging ? status : TB_NO_MEMORY;
 }
 
 /* Hosts are numbered as they appear by rank: alike on every rank. */
@@ -235,9 +191,9 @@ static void on_lost(tb__port *port, tb__peer *peer) {
     }
     tb__set_detail("%s was lost during %s: %s", peer->label, accord->what, peer->why ? peer->why : "?");
     if (accord->has_agreed)
-        lose_rank(accord, true);
+        tb__accord_lose_rank(accord);
     else
-        break_accord(accord, TB_LOST, true);
+        tb__accord_break(accord, TB_LOST, true);
 }
 
 static tb_status init(tb__accord *accord) {
@@ -279,7 +235,7 @@ tb_status tb__accord_create(tb_batch *batch, tb_pair *pair, tb__accord **out) {
     accord->all.come = take_manifest;
     accord->all.counted = count_in;
     accord->all.broken = on_broken;
-    accord->all.gone = let_go;
+    accord->all.gone = tb__accord_let_go;
     tb_status status = init(accord);
     if (status != TB_OK) {
         tb__accord_destroy(accord);
@@ -302,17 +258,7 @@ static void side_fini(tb__accord_side *s) {
 }
 
 void tb__accord_destroy(tb__accord *accord) {
-    tb__pack farewell = {0};
-    tb__pack_u32(&farewell, accord->has_agreed);
-    for (int side = 0; side < 2; side++)
-        tb__pack_u64(&farewell, accord->flows[side] ? tb__flow_started(accord->flows[side]) : 0);
-    tb__pack_status(&farewell, accord->state == ACCORD_BROKEN ? accord->all.status : TB_OK);
-    const char *why = accord->state == ACCORD_BROKEN ? accord->all.why : "";
-    for (int side = 0; side < 2 && !*why; side++)
-        why = accord->flows[side] ? tb__flow_last_failure(accord->flows[side]) : "";
-    tb__pack_string(&farewell, why);
-    tb__assembly_leave(&accord->all, &farewell);
-    tb__pack_fini(&farewell);
+    tb__accord_leave(accord);
     for (int side = 0; side < 2; side++) {
         tb__accord_commit_fini(accord, side);
         tb__flow_destroy(accord->flows[side]);
@@ -330,7 +276,7 @@ void tb__accord_destroy(tb__accord *accord) {
     free(accord->backlog.item);
     tb__pair_unref(accord->pair);
     free(accord->hosts);
-    free(accord->knew);
+    tb__accord_free_farewells(accord);
     free(accord->staging);
     tb__assembly_fini(&accord->all);
     free(accord);
@@ -343,10 +289,10 @@ static void pass_on(tb__accord *accord, size_t peer, tb__unpack *message) {
     uint32_t direction = tb__unpack_u32(message);
     tb__set_detail("it can't be read");
     if (message->failed || direction > 1 || !tb__flow_message(accord->flows[direction], peer, message))
-        break_accord(accord,
-                     tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
-                                     accord->all.peers[peer]->label, accord->what),
-                     true);
+        tb__accord_break(accord,
+                         tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+                                         accord->all.peers[peer]->label, accord->what),
+                         true);
 }
 
 /* Every rank has come, but one that is in both groups may have added tensors for one of them only. */
@@ -375,17 +321,26 @@ static const tb__peer *find_missing(const tb__accord *accord) {
 
 tb_status tb__accord_not_settled(const tb__accord *accord) {
     const tb__assembly *all = &accord->all;
-    char verdict[TB__WHY_MAX];
-    tb__pair_find_verdict(accord->pair, verdict, sizeof verdict);
+    const char *what = accord->what, *pair = accord->pair->name, *shortage = tb__shortage_text();
+    char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
+    tb__pair_find_refusal(accord->pair, refusal, sizeof refusal);
+    snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
     for (size_t i = 0; i < all->npeers; i++) {
-        if (!all->counts[i])
-            return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s%s",
-                            all->peers[i]->label, accord->what, accord->pair->name, all->npeers - all->nunknown,
-                            all->npeers, *verdict ? "; " : "", verdict);
+        const char *label = all->peers[i]->label;
+        if (all->counts[i])
+            continue;
+        if (all->ports[i])
+            return tb__fail(TB_TIMEOUT, "%s has registered %s of pair '%s', but has not confirmed our registration%s",
+                            label, what, pair, cause);
+        if (*shortage)
+            return tb__fail(TB_TIMEOUT, "the registration by %s of %s of pair '%s' has not arrived%s", label, what,
+                            pair, cause);
+        return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s", label, what,
+                        pair, all->npeers - all->nunknown, all->npeers, cause);
     }
     const tb__peer *missing = find_missing(accord);
-    return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come",
-                    missing ? missing->label : "nobody", accord->what, accord->pair->name);
+    return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",
+                    missing ? missing->label : "nobody", what, pair, shortage);
 }
 
 /* Everybody has come, and all bodies are here: compare, and begin. */
@@ -393,7 +348,7 @@ static void try_agree(tb__accord *accord) {
     if (accord->state != ACCORD_WAITING || accord->all.nunknown > 0 || find_missing(accord))
         return;
     for (size_t i = 0; i < accord->all.npeers; i++)
-        accord->staging_bytes = accord->staging[i] < accord->staging_bytes ? accord->staging[i] : accord->staging_bytes;
+        accord->staging_bytes = tb__min64(accord->staging_bytes, accord->staging[i]);
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = tb__accord_unite(accord, side);
@@ -402,7 +357,7 @@ static void try_agree(tb__accord *accord) {
     if (status == TB_OK)
         status = tb__accord_make_flows(accord);
     if (status != TB_OK) {
-        break_accord(accord, status, true);
+        tb__accord_break(accord, status, true);
         return;
     }
     accord->state = ACCORD_AGREED;
@@ -417,7 +372,7 @@ static void try_agree(tb__accord *accord) {
     accord->backlog.count = 0;
     for (size_t i = 0; i < accord->all.npeers; i++) {
         if (accord->all.is_gone[i])
-            tell_flows(accord, i, "");
+            tb__accord_tell_gone(accord, i);
     }
     tb__engine_signal(accord->world->engine);
 }
@@ -431,19 +386,15 @@ static void take_body(tb__accord *accord, size_t at, tb__unpack *message) {
     bool is_good = tb__unpack_is_done(message) && side <= 1 && nbytes > 0 && tb__body_hash(data, nbytes) == hash;
     if (accord->state != ACCORD_WAITING || (is_good && tb__accord_body(&accord->sides[side], hash)))
         return;
-    unsigned char *copy = is_good ? tb__malloc(nbytes, 1) : NULL;
-    tb_status status = TB_INVALID;
-    if (copy) {
-        memcpy(copy, data, nbytes);
+    unsigned char *copy = is_good ? tb__memdup(data, nbytes, 1) : NULL;
+    tb_status status = is_good ? TB_NO_MEMORY : TB_INVALID;
+    if (copy)
         status = add_body(&accord->sides[side], copy, nbytes);
-    } else if (is_good) {
-        status = TB_NO_MEMORY;
-    }
     if (status == TB_INVALID)
         tb__set_detail("%s sent a list of tensors of %s that makes no sense", accord->all.peers[at]->label,
                        accord->what);
     if (status != TB_OK)
-        break_accord(accord, status, true);
+        tb__accord_break(accord, status, true);
     else
         try_agree(accord);
 }
@@ -463,12 +414,10 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
         return;
     }
     size_t nbytes = (size_t)(message->end - message->at);
-    unsigned char *copy = tb__malloc(nbytes, 1);
-    if (copy)
-        memcpy(copy, message->at, nbytes);
+    unsigned char *copy = tb__memdup(message->at, nbytes, 1);
     if (!copy || !tb__vec_push(&accord->backlog, (struct tb__backlog){at, copy, nbytes})) {
         free(copy);
-        break_accord(accord, TB_NO_MEMORY, true);
+        tb__accord_break(accord, TB_NO_MEMORY, true);
     }
 }
 
@@ -597,7 +546,7 @@ static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
         status = read_side(accord, all->peers[at], u);
     if (status != TB_OK)
-        break_accord(accord, status, true);
+        tb__accord_break(accord, status, true);
 }
 
 /* The peer has our manifest, and we have its. */
@@ -615,7 +564,7 @@ static void count_in(tb__assembly *all, size_t at) {
     if (status == TB_OK && all->nunknown == 0)
         status = send_bodies(accord);
     if (status != TB_OK)
-        break_accord(accord, status, true);
+        tb__accord_break(accord, status, true);
     else
         try_agree(accord);
 }

@@ -10,8 +10,6 @@
 #include "bus/world.h"
 #include "reshard/convert.h"
 
-enum { TB__LEAST_STAGING = 64 << 10 }; /* staging_bytes of any rank */
-
 /* What every rank gets to know of a tensor. The strings are the body's. */
 typedef struct tb__described {
     const char *name;
@@ -80,6 +78,13 @@ typedef struct tb__accord_commit {
     tb__index by_data;
 } tb__accord_commit;
 
+/* What a rank has said of one direction when it left. */
+typedef struct tb__farewell {
+    uint64_t started; /* transfers, as far as it knew */
+    tb__failure last;
+    char *why; /* of the failure */
+} tb__farewell;
+
 struct tb__accord {
     tb__assembly all; /* first: messages find the accord through it */
     tb_world *world;
@@ -87,11 +92,11 @@ struct tb__accord {
     tb_pair *pair; /* one of this process's, for names and peers */
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__accord_side sides[2];
-    uint64_t (*knew)[2];   /* by peer that is gone: how many transfers had been started, by sending side */
-    int64_t *staging;      /* by peer: its bound on staging memory */
-    int64_t staging_bytes; /* the least of all ranks */
-    bool checksum;         /* any rank asks for it */
-    int32_t *hosts;        /* by rank; NULL: one host */
+    tb__farewell (*farewells)[2]; /* by peer that is gone, and by sending side */
+    int64_t *staging;             /* by peer: its bound on staging memory */
+    int64_t staging_bytes;        /* the least of all ranks */
+    bool checksum;                /* any rank asks for it */
+    int32_t *hosts;               /* by rank; NULL: one host */
     size_t nhosts;
     enum { ACCORD_WAITING, ACCORD_AGREED, ACCORD_BROKEN } state;
     bool has_agreed;
@@ -122,6 +127,21 @@ void tb__accord_destroy(tb__accord *accord);
 
 /* A transfer of it has ended: others are told of a loss that was noticed meanwhile. */
 void tb__accord_tell_loss(tb__accord *accord);
+
+/* Nothing will go through it any more, for the reason in tb_error_detail. */
+void tb__accord_break(tb__accord *accord, tb_status status, bool tell);
+/* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
+ * what it can, because that says that it takes no further part. So does a rank that was told of the loss: the one that
+ * told it may have no connection with some of the others. The sentence is in tb_error_detail. */
+void tb__accord_lose_rank(tb__accord *accord);
+
+/* accord_leave.c. This rank leaves. */
+void tb__accord_leave(tb__accord *accord);
+/* Another one has, and this is what it says. */
+void tb__accord_let_go(tb__assembly *all, size_t at, tb__unpack *message);
+/* Tells the flows of a rank that has left. */
+void tb__accord_tell_gone(tb__accord *accord, size_t gone);
+void tb__accord_free_farewells(tb__accord *accord);
 
 /* TB_TIMEOUT, and a sentence that says what an accord that is not settled waits for. */
 tb_status tb__accord_not_settled(const tb__accord *accord);

@@ -2,6 +2,7 @@
  * whether one counts. */
 #include "bus/accord.h"
 
+#include "base/int.h"
 #include "layout/overlap.h"
 
 #include <inttypes.h>
@@ -33,10 +34,6 @@ tb_status tb__accord_settle_modes(tb__accord *accord) {
 
 /* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
 
-static size_t align64(int64_t n) {
-    return ((size_t)n + 63) / 64 * 64;
-}
-
 /* One for each tensor; those that are parts of one storage share its shadow. */
 static tb_status give_memory(tb__accord_commit *c, tb__shadowed *s) {
     const tb__encoded *live = s->live;
@@ -51,8 +48,8 @@ static tb_status give_memory(tb__accord_commit *c, tb__shadowed *s) {
             return TB_OK;
         }
     }
-    size_t data = align64(live->matrices * live->size.data_nbytes);
-    size_t scales = align64(live->matrices * live->size.scale_nbytes);
+    size_t data = (size_t)tb__align(live->matrices * live->size.data_nbytes, 64);
+    size_t scales = (size_t)tb__align(live->matrices * live->size.scale_nbytes, 64);
     TB_TRY(tb_alloc(data + scales, (void **)&s->memory));
     memset(s->memory, 0, data + scales); /* what tiles have too much is zero */
     s->encoded.data = s->memory;

@@ -1,6 +1,7 @@
 /* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
 #include "bus/accord.h"
 
+#include "base/text.h"
 #include "layout/overlap.h"
 #include "reshard/names.h"
 
@@ -22,10 +23,6 @@ static int compare_ties(const void *a, const void *b) {
     return c ? c : strcmp(x->canonical, y->canonical);
 }
 
-static int compare_strings(const void *a, const void *b) {
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
-}
-
 static tb_status collect_body(matching *m, const tb__body *body) {
     for (size_t i = 0; i < body->ties.count; i++) {
         if (!tb__vec_push(&m->ties, body->ties.item[i]))
@@ -36,25 +33,6 @@ static tb_status collect_body(matching *m, const tb__body *body) {
             return TB_NO_MEMORY;
     }
     return TB_OK;
-}
-
-static void keep_each_once(matching *m) {
-    size_t kept = 0;
-    if (m->ties.count)
-        qsort(m->ties.item, m->ties.count, sizeof *m->ties.item, compare_ties);
-    for (size_t i = 0; i < m->ties.count; i++) {
-        if (!kept || compare_ties(&m->ties.item[kept - 1], &m->ties.item[i]) != 0)
-            m->ties.item[kept++] = m->ties.item[i];
-    }
-    m->ties.count = kept;
-    kept = 0;
-    if (m->ignored.count)
-        qsort(m->ignored.item, m->ignored.count, sizeof *m->ignored.item, compare_strings);
-    for (size_t i = 0; i < m->ignored.count; i++) {
-        if (!kept || strcmp(m->ignored.item[kept - 1], m->ignored.item[i]) != 0)
-            m->ignored.item[kept++] = m->ignored.item[i];
-    }
-    m->ignored.count = kept;
 }
 
 /* Only bodies that a seat stands for count: one that came from a rank that left may be another's. */
@@ -78,7 +56,8 @@ static tb_status matching_init(matching *m, const tb__accord *accord) {
         for (size_t i = 0; i < s->tensors.count; i++)
             m->names[side][i] = s->tensors.item[i].as->name;
     }
-    keep_each_once(m);
+    tb__vec_sort_unique(&m->ties, compare_ties);
+    tb__vec_sort_unique(&m->ignored, tb__compare_strings);
     return TB_OK;
 }
 
@@ -153,8 +132,8 @@ static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t 
                                       .dst_dtype = to->as->dtype,
                                       .wire_dtype = from->as->wire_dtype,
                                       .group = to->as->group}};
-    out->src_gone = from->mine ? &from->mine->is_gone : NULL;
-    out->dst_gone = to->mine ? &to->mine->is_gone : NULL;
+    out->src_invalidated = from->mine ? &from->mine->is_invalidated : NULL;
+    out->dst_invalidated = to->mine ? &to->mine->is_invalidated : NULL;
     TB_TRY(bind(from, &out->src));
     return bind(to, &out->dst);
 }

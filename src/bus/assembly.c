@@ -158,9 +158,7 @@ static void keep_early(tb_world *world, tb__peer *from, const char *key, uint32_
     }
     size_t nbytes = (size_t)(u->end - u->at);
     tb__early e = {.from = from, .key = tb__strdup(key), .port = port, .nbytes = nbytes};
-    e.data = tb__malloc(nbytes, 1);
-    if (e.data)
-        memcpy(e.data, u->at, nbytes);
+    e.data = tb__memdup(u->at, nbytes, 1);
     if (!e.key || !e.data || !tb__vec_push(&world->early, e)) {
         tb__early_fini(&e);
         tb__log(TB_LOG_ERROR, "no memory for what %s says about '%s'", from->label, key);

@@ -2,6 +2,7 @@
  * count. The batch is refused with a sentence, and the process lives on. */
 #include "bus/accord.h"
 #include "bus/bus_test.h"
+#include "exec/engine_inside.h"
 #include "exec/flow_inside.h"
 
 enum { SIDE = 64 };
@@ -158,7 +159,61 @@ static void test_announcements(void **state) {
     run_ranks(announce_twice, 1, 1, NULL);
 }
 
+/* Frames that don't follow src/exec/peer.c: who receives one disconnects. */
+typedef struct bad_frame {
+    size_t nbytes;
+    uint64_t announced; /* bytes of the message, if there is room to say so */
+    const char *words;
+} bad_frame;
+
+static void ignore(tb_op *op) {
+    (void)op;
+}
+
+static void send_bad_frame(rank *r) {
+    static unsigned char bytes[8192];
+    static tb_piece piece;
+    static tb_op op;
+    const bad_frame *f = r->scene->shared;
+    tb_transfer *t = NULL;
+    setup s;
+    set_up(r, &s, "mesh=1 place=R", "mesh=1 place=R", SIDE, SIDE, NULL);
+    meet(r);
+    if (is_a(r)) {
+        for (size_t i = 0; i < 8; i++)
+            bytes[4 + i] = (unsigned char)(f->announced >> (8 * i));
+        tb__engine_lock(r->world->engine);
+        const tb__peer *peer = tb__engine_peers(r->world->engine);
+        while (peer->rank == r->world->rank)
+            peer = peer->next;
+        piece = (tb_piece){bytes, f->nbytes};
+        op = (tb_op){.kind = TB_OP_SEND, .peer = peer->wire, .tag = TB__TAG_MESSAGE, .pieces = &piece, .npieces = 1};
+        op.done = ignore;
+        check_ok(tb__transport_post(peer->transport, &op));
+        tb__engine_unlock(r->world->engine);
+    }
+    tb_status status = move(r, &s, &t);
+    check_fails(status, TB_LOST, is_a(r) ? "(b 0) was lost" : f->words);
+    check(is_a(r) || strstr(tb_error_detail(), "(a 0) was lost"));
+    tb_transfer_destroy(t);
+    meet(r);
+    tear_down(&s);
+}
+
+static void test_frames(void **state) {
+    (void)state;
+    const bad_frame frames[] = {
+        {7, 0, ": truncated frame: got 7 of 12 bytes"},
+        {20, 3, ": wrong frame: it announces a message of 3 bytes and holds 8"},
+        {12, (uint64_t)1 << 40, ": wrong frame: it announces a message of 1099511627776 bytes, 1073741824 are allowed"},
+        {5000, 4988, ": oversized frame: got 5000 bytes, 4096 are allowed"},
+    };
+    for (size_t i = 0; i < sizeof frames / sizeof *frames; i++)
+        run_ranks(send_bad_frame, 1, 1, &frames[i]);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_places), cmocka_unit_test(test_announcements)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_places), cmocka_unit_test(test_announcements),
+                                       cmocka_unit_test(test_frames)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -55,7 +55,7 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     o.ignored = NULL;
     o.nties = o.nignored = 0;
     batch->opts = o;
-    batch->memory.take_away = tb__batch_take_away;
+    batch->memory.invalidate = tb__batch_invalidate;
     atomic_init(&batch->refs, 1);
     tb__world_ref(world);
     tb__engine_lock(world->engine);
@@ -366,44 +366,34 @@ void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb
     tb__engine_unlock(batch->world->engine);
 }
 
-/* What the accord's tensors that are received here have. */
-static uint64_t version_of(const tb__accord *accord, bool *is_torn) {
-    const tb__flow *flow = accord->flows[!accord->pair->side];
+/* Of the tensors that are received here, through all pairs. */
+static tb__versions versions_of(const tb_batch *batch, bool *is_torn) {
+    tb__versions versions = TB__NO_VERSIONS;
     *is_torn = false;
-    return flow ? tb__flow_version(flow, is_torn) : 0;
-}
-
-static bool is_mixed(const tb_batch *batch, uint64_t *lowest) {
-    uint64_t highest = 0;
-    bool is_torn;
-    *lowest = UINT64_MAX;
     for (size_t i = 0; i < batch->accords.count; i++) {
-        uint64_t version = version_of(batch->accords.item[i], &is_torn);
-        *lowest = version < *lowest ? version : *lowest;
-        highest = version > highest ? version : highest;
+        const tb__accord *accord = batch->accords.item[i];
+        const tb__flow *flow = accord->flows[!accord->pair->side];
+        bool is_this_torn = false;
+        tb__versions_add(&versions, flow ? tb__flow_version(flow, &is_this_torn) : 0);
+        *is_torn |= is_this_torn;
     }
-    return *lowest < highest;
+    return versions;
 }
 
 void tb__batch_settle_version(tb_batch *batch) {
-    uint64_t lowest;
-    bool differ = is_mixed(batch, &lowest);
-    if (batch->accords.count > 0 && (!differ || lowest == 0)) /* a pair without any version makes it 0 */
-        batch->together = lowest;
+    bool unused;
+    tb__versions versions = versions_of(batch, &unused);
+    tb__versions_settle(&versions, &batch->together);
 }
 
 void tb_batch_query(tb_batch *batch, tb_batch_state *out) {
-    uint64_t lowest;
     *out = (tb_batch_state){0};
     if (tb__world_check(batch->world, "batch") != TB_OK)
         return;
     tb__engine_lock(batch->world->engine);
-    *out = (tb_batch_state){.version = batch->together, .is_mixed = is_mixed(batch, &lowest)};
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        bool is_torn;
-        (void)version_of(batch->accords.item[i], &is_torn);
-        out->is_torn |= is_torn;
-    }
+    tb__versions versions = versions_of(batch, &out->is_torn);
+    out->version = batch->together;
+    out->is_mixed = tb__versions_differ(&versions);
     tb__engine_unlock(batch->world->engine);
 }
 

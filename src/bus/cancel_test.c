@@ -132,14 +132,12 @@ static void before(rank *r) {
             was_cancelled(t, words);
         tb_transfer_destroy(t);
         meet(r);
-        /* The other side may hear of it before it begins, which is nothing to it, or just after. */
-        for (tb_status status = is_mine ? TB_OK : TB_CANCELLED; status == TB_CANCELLED; tb_transfer_destroy(t)) {
-            t = begin(r, &g, 2);
-            status = tb_wait(t, TB_COMMITTED, -1);
-            check(status == TB_OK || (status == TB_CANCELLED && strstr(tb_error_detail(), words)));
+        if (is_a(r) && !is_mine) { /* a sender that comes now fails by it, and a receiver waits for the next one */
+            t = begin(r, &g, 1);
+            was_cancelled(t, words);
+            tb_transfer_destroy(t);
         }
-        if (is_mine)
-            once_more(r, &g, 2);
+        once_more(r, &g, 2);
         once_more(r, &g, 3);
         meet(r);
     }
@@ -239,14 +237,14 @@ static void test_nothing_is_written_after_cancel(void **state) {
     run_ranks(in_the_rush, 2, 2, "staged");
 }
 
-/* ---- Memory that is taken away --------------------------------------------------------------------------------- */
+/* ---- Memory that is invalidated --------------------------------------------------------------------------------- */
 
 typedef struct taken {
     const char *group; /* whose rank 1 takes it away */
     bool staged, snapshot;
 } taken;
 
-static void take_away(rank *r) {
+static void invalidate(rank *r) {
     const taken *how = r->scene->shared;
     setup s;
     tb_transfer *t = NULL;
@@ -290,7 +288,7 @@ static void test_invalidated_memory_fails_by_name(void **state) {
     const taken ways[] = {{"a", false, false}, {"b", false, false}, {"a", true, false},
                           {"b", true, false},  {"a", false, true},  {"a", true, true}};
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++)
-        run_ranks(take_away, 2, 2, &ways[i]);
+        run_ranks(invalidate, 2, 2, &ways[i]);
 }
 
 /* A sender comes to a transfer that the receivers have given up meanwhile. It must not become a part of the next one,

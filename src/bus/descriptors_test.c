@@ -221,6 +221,43 @@ static void pair_without(rank *r) {
     leave(r);
 }
 
+/* One can connect, but not accept the other's connection: it says whose limit that is, and neither says that the other
+ * did nothing. When there are descriptors again, the same call succeeds. */
+static void accept_without(rank *r) {
+    enum { ENOUGH_TO_CONNECT = 3 }; /* and too few to accept */
+    tb_tensor nothing = {.dtype = TB_U32, .ndim = 1, .shape = {0}};
+    limit(r, 100);
+    join(r);
+    if (!r->is_a) {
+        exhaust(r);
+        for (int i = 0; i < ENOUGH_TO_CONNECT; i++)
+            close(r->taken[--r->ntaken]);
+    }
+    tell(r);
+    await(r);
+    must(pair_up(r) == TB_OK);
+    must(tb_batch_create(r->world, "step", NULL, &r->batch) == TB_OK);
+    must(tb_batch_add(r->batch, r->pair, "w0", &nothing) == TB_OK);
+    must(tb_batch_register(r->batch, SOON_MS) == TB_TIMEOUT && !strstr(tb_error_detail(), "has not registered"));
+    if (r->is_a)
+        must(strstr(tb_error_detail(), "(b 0) has registered batch 'step' of pair 'p', but has not confirmed our"));
+    else
+        must(strstr(tb_error_detail(), "(a 0) of batch 'step' of pair 'p' has not arrived; this process can't accept "
+                                       "a connection: ") &&
+             names_limit(getpid()));
+    tell(r);
+    await(r);
+    relieve(r);
+    must(tb_batch_register(r->batch, PATIENCE_MS) == TB_OK);
+    tell(r);
+    await(r);
+    tb_batch_destroy(r->batch);
+    make_batch(r, 2, 4096);
+    exchange(r, 2, 1);
+    drop_batch(r, 2);
+    leave(r);
+}
+
 /* Whatever there is no descriptor for, the sentence says what to do. */
 static void join_without(rank *r) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
@@ -342,6 +379,11 @@ static void test_connecting_at_the_limit(void **state) {
     run(pair_without);
 }
 
+static void test_accepting_at_the_limit(void **state) {
+    (void)state;
+    run(accept_without);
+}
+
 static void test_joining_at_the_limit(void **state) {
     (void)state;
     run(join_without);
@@ -355,8 +397,8 @@ static void test_serving_at_the_limit(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_many_large_tensors),      cmocka_unit_test(test_receiver_at_its_limit),
-        cmocka_unit_test(test_connecting_at_the_limit), cmocka_unit_test(test_joining_at_the_limit),
-        cmocka_unit_test(test_serving_at_the_limit),
+        cmocka_unit_test(test_connecting_at_the_limit), cmocka_unit_test(test_accepting_at_the_limit),
+        cmocka_unit_test(test_joining_at_the_limit),    cmocka_unit_test(test_serving_at_the_limit),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -175,12 +175,6 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
     return TB_OK;
 }
 
-static void nap(int ms) {
-    struct timespec left = tb__time_of_ms(ms);
-    while (nanosleep(&left, &left) != 0 && errno == EINTR)
-        ;
-}
-
 tb_status tb__directory_open(const char *url, const char *group, int32_t index, int32_t size,
                              const tb__directory_opts *opts, tb__directory **out) {
     TB_TRY(check_seat(group, index, size));
@@ -192,7 +186,7 @@ tb_status tb__directory_open(const char *url, const char *group, int32_t index, 
         /* Who served may end just now; then whoever comes next serves, and that may be us. */
         if (status != TB_LOST || tb__ms_until(deadline_ms) <= REOPEN_MS)
             return status;
-        nap(REOPEN_MS);
+        tb__nap(REOPEN_MS);
     }
 }
 

@@ -68,7 +68,7 @@ typedef struct tb__roster {
     int32_t size;     /* 0: nobody has come */
     int32_t npresent; /* members with a rank */
     tb__member *member;
-    bool is_torn; /* members differ about the group's size; `size` is the lowest index's */
+    bool sizes_differ; /* members disagree on the group's size; `size` is what the lowest index says */
 } tb__roster;
 
 tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out);

@@ -103,24 +103,22 @@ static tb_status agree_on_size(const tb__inquiry *inquiry, const char *group, co
         tb__store_entries_fini(&entries);
         if (status == TB_OK)
             return TB_OK;
-        char why[512];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         status = wait_change(inquiry, prefix.text, until_ms, &since);
         if (status == TB_TIMEOUT)
-            return tb__fail(TB_CONFLICT, "%s", why);
+            return tb__fail(TB_CONFLICT, "%s", why.text);
         TB_TRY(status);
     }
 }
 
 tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_t index, tb_status status) {
-    char why[512];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     /* If this fails, too, then claiming it again finds out whose it is. */
     if (status != TB_LOST) {
         tb__store_set_timeout(inquiry->store, UNDO_MS);
         (void)tb__store_delete(inquiry->store, tb__key_of_seat(group, index).text);
     }
-    return tb__fail(status, "%s", why);
+    return tb__fail(status, "%s", why.text);
 }
 
 tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,

@@ -56,11 +56,8 @@ tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry)
     } else {
         TB_TRY(status);
     }
-    uint64_t hash = 0;
-    for (size_t i = 0; i < strlen(mark); i++)
-        hash = tb__hash(hash, (unsigned char)mark[i]);
     pthread_mutex_lock(&d->lock);
-    d->store_number = hash;
+    d->store_number = tb__hash_string(0, mark);
     pthread_mutex_unlock(&d->lock);
     return TB_OK;
 }

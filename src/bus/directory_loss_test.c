@@ -223,7 +223,7 @@ static void silent_store(void **state) {
     tb__directory_close(b.directory);
     kill_role(pid);
     tb__store_server *server;
-    assert_ok(tb__store_server_start(p->url, TOKEN, &server)); /* which takes away what the other has left */
+    assert_ok(tb__store_server_start(p->url, TOKEN, &server)); /* which removes what the other has left */
     tb__store_server_stop(server);
 }
 

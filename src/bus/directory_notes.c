@@ -9,7 +9,6 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
 enum { RETRY_MS = 1000 };
@@ -141,11 +140,10 @@ static tb_status write_note(tb__directory *d, const tb__inquiry *inquiry, const 
     if (status != TB_TOO_BIG)
         return status;
     /* All notes together are more than can be listed, and nobody could see anything any more. */
-    char why[512];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (tb__inquiry_continue(inquiry) == TB_OK)
         (void)tb__store_delete(d->store, key);
-    return tb__fail(TB_TOO_BIG, "%s", why);
+    return tb__fail(TB_TOO_BIG, "%s", why.text);
 }
 
 static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,

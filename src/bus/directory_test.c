@@ -48,7 +48,7 @@ static void announcing(void **state) {
     assert_ok(tb__directory_roster(second, "trainer", &roster)); /* its own word counts at once */
     assert_int_equal(roster.size, 2);
     assert_int_equal(roster.npresent, 1);
-    assert_false(roster.is_torn);
+    assert_false(roster.sizes_differ);
     assert_int_equal(roster.member[0].rank, TB_NO_RANK);
     assert_int_equal(roster.member[0].contact_nbytes, 0);
     assert_int_equal(roster.member[1].rank, 1);
@@ -183,7 +183,7 @@ static void torn_group(void **state) {
     tb__roster roster;
     assert_ok(publish_text(d, "look", "g", 1, ""));
     assert_ok(tb__directory_roster(d, "g", &roster));
-    assert_true(roster.is_torn);
+    assert_true(roster.sizes_differ);
     assert_int_equal(roster.size, 3);
     assert_int_equal(roster.npresent, 1);
     assert_int_equal(roster.member[1].rank, tb__directory_rank(d));

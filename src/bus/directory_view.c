@@ -46,20 +46,14 @@ static int compare_ranks(const void *a, const void *b) {
     return (left->rank > right->rank) - (left->rank < right->rank);
 }
 
-static const char *keep(tb__arena *arena, const char *name) {
-    size_t nbytes = strlen(name) + 1;
-    char *copy = tb__arena_alloc(arena, nbytes, 1);
-    return copy ? memcpy(copy, name, nbytes) : NULL;
-}
-
 static tb_status add_note(tb__view *view, const tb__key_parts *key, const tb__store_value *value) {
-    const char *topic = keep(&view->names, key->topic), *group = keep(&view->names, key->group);
+    const char *topic = tb__arena_strdup(&view->names, key->topic), *group = tb__arena_strdup(&view->names, key->group);
     posted note = {topic, {.group = group, .index = key->index, .data = value->data, .nbytes = value->nbytes}};
     return topic && group && tb__vec_push(&view->notes, note) ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status add_seat(tb__view *view, const tb__key_parts *key, const tb__seat *seat) {
-    const char *group = keep(&view->names, key->group);
+    const char *group = tb__arena_strdup(&view->names, key->group);
     return group && tb__vec_push(&view->seats, (placed){group, key->index, *seat}) ? TB_OK : TB_NO_MEMORY;
 }
 
@@ -167,7 +161,7 @@ tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *o
     char *at = (char *)(roster.member + roster.size);
     for (size_t i = first; i < last; i++) {
         const tb__seat *seat = &seats[i].seat;
-        roster.is_torn |= seat->size != roster.size;
+        roster.sizes_differ |= seat->size != roster.size;
         if (seats[i].index >= roster.size)
             continue;
         roster.npresent++;

@@ -1,8 +1,8 @@
-/* Memory that the program takes away: whoever has tensors in it is told, and waited for. */
+/* Memory that the program invalidates: whoever has tensors in it is told, and waited for. */
 #include "bus/accord.h"
 
-#include "layout/overlap.h"
 #include "exec/region.h"
+#include "layout/overlap.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -42,19 +42,19 @@ static bool tensor_meets(const tb__tensor *t, uintptr_t first, uintptr_t last) {
     return meets;
 }
 
-bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room) {
+bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room) {
     tb_batch *batch = (tb_batch *)((char *)user - offsetof(tb_batch, memory));
     bool has_some = false, is_used = false;
     for (size_t i = 0; i < batch->tensors.count; i++) {
         bool meets = tensor_meets(batch->tensors.item[i], first, last);
-        batch->tensors.item[i]->is_gone |= meets;
+        batch->tensors.item[i]->is_invalidated |= meets;
         has_some |= meets;
     }
     for (size_t i = 0; has_some && i < batch->accords.count; i++) {
         for (int src = 0; src < 2; src++) {
             const char *tensor = "";
             tb__flow *flow = batch->accords.item[i]->flows[src];
-            if (!flow || !tb__flow_memory_gone(flow, &tensor))
+            if (!flow || !tb__flow_mark_invalidated(flow, &tensor))
                 continue;
             snprintf(still, room, "tensor '%.100s' of batch '%s'", tensor, batch->name);
             is_used = true;
@@ -65,23 +65,23 @@ bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last,
 
 /* ---- All of a world --------------------------------------------------------------------------------------------- */
 
-typedef struct taking {
+typedef struct invalidation {
     tb_world *world;
     uintptr_t first, last;
     char still[256]; /* what uses it */
-} taking;
+} invalidation;
 
 static bool is_free(void *arg) {
-    taking *t = arg;
+    invalidation *t = arg;
     bool is_used = false;
     for (tb__memory_user *user = t->world->memory_users; user; user = user->next)
-        is_used |= user->take_away(user, t->first, t->last, t->still, sizeof t->still);
+        is_used |= user->invalidate(user, t->first, t->last, t->still, sizeof t->still);
     return !is_used;
 }
 
 tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) {
     TB_TRY(tb__world_check(world, "world"));
-    taking t = {.world = world, .first = (uintptr_t)base};
+    invalidation t = {.world = world, .first = (uintptr_t)base};
     if (__builtin_add_overflow(t.first, nbytes, &t.last))
         return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);
     if (tb__engine_is_driver(world->engine))

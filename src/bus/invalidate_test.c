@@ -1,4 +1,4 @@
-/* Memory that is taken away while transfers use it: they fail by name, nothing is read or written any more, and nobody
+/* Memory that is invalidated while transfers use it: they fail by name, nothing is read or written any more, and nobody
  * reports success for what has come from elsewhere. */
 #include "bus/bus_test.h"
 
@@ -145,7 +145,7 @@ static void await_first(rank *r, tb_transfer *t, shared *s) {
     }
 }
 
-static void take_away(rank *r) {
+static void invalidate(rank *r) {
     shared *s = (shared *)r->scene->shared;
     const way *w = &s->way;
     const rank *who = &r->scene->ranks[strcmp(w->group, "a") == 0 ? 1 : 3];
@@ -205,7 +205,7 @@ static void test_under_way(void **state) {
         {.group = "a", .sums = true, .staged = true},
     };
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++)
-        run_way(take_away, &ways[i]);
+        run_way(invalidate, &ways[i]);
 }
 
 static void test_between_hosts(void **state) {
@@ -213,7 +213,7 @@ static void test_between_hosts(void **state) {
     const way ways[] = {{.group = "a", .is_far = true, .is_mapped = true},
                         {.group = "b", .is_far = true, .is_mapped = true}};
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++)
-        run_way(take_away, &ways[i]);
+        run_way(invalidate, &ways[i]);
 }
 
 /* ---- In the middle of copies ------------------------------------------------------------------------------------ */
@@ -351,7 +351,7 @@ static void test_in_one_place(void **state) {
 
 /* ---- Memory that is not in use yet, or not any more ------------------------------------------------------------- */
 
-/* A batch plans when it is first used. What was taken away before is not used then. */
+/* A batch plans when it is first used. What was invalidated before is not used then. */
 static void before_the_first(rank *r) {
     setup s, other;
     tb_transfer *t = NULL;

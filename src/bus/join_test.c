@@ -98,6 +98,8 @@ static void test_refused(void **state) {
     close(fd);
 }
 
+static const char echo[] = "whatever it gets";
+
 typedef struct stranger {
     int fd;
     const char *says; /* NULL: nothing, and hangs up */
@@ -108,7 +110,10 @@ typedef struct stranger {
 static void *answer(void *arg) {
     const stranger *s = arg;
     for (int fd; (fd = accept(s->fd, NULL, NULL)) >= 0; close(fd)) {
-        char byte;
+        char byte, bytes[1024];
+        ssize_t n;
+        while (s->says == echo && (n = recv(fd, bytes, sizeof bytes, 0)) > 0)
+            (void)!send(fd, bytes, (size_t)n, MSG_NOSIGNAL);
         if (s->says && recv(fd, &byte, 1, 0) == 1) {
             (void)!send(fd, s->says, strlen(s->says), MSG_NOSIGNAL);
             while (recv(fd, &byte, 1, 0) > 0)
@@ -137,6 +142,7 @@ static void test_strangers(void **state) {
         const char *says, *words;
     } cases[] = {{"HTTP/1.1 400 Bad Request\r\n\r\n", "a program that is not a tensorbus store listens there"},
                  {"SSH-2.0-OpenSSH_9.2\r\n", "a program that is not a tensorbus store listens there"},
+                 {echo, "a program that is not a tensorbus store listens there"},
                  {NULL, "has closed the connection without an answer: it is no tensorbus store, or just ending"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         stranger s;
@@ -171,12 +177,29 @@ static void test_who_has_the_port(void **state) {
     tb__store_server_stop(server);
 }
 
+/* The same where etcd is expected. */
+static void test_not_etcd(void **state) {
+    (void)state;
+    stranger s;
+    int port, fd = open_port(true, &port);
+    char url[64], words[128];
+    snprintf(url, sizeof url, "etcd://127.0.0.1:%d", port);
+    snprintf(words, sizeof words, "http://127.0.0.1:%d accepts connections but does not answer within ", port);
+    check_fails(join(url, 300), TB_TIMEOUT, words);
+    check(strstr(tb_error_detail(), " ms: is it etcd?") && !has_odd_number(tb_error_detail()));
+    close(fd);
+    stranger_init(&s, "SSH-2.0-OpenSSH_9.2\r\n", &port);
+    snprintf(url, sizeof url, "etcd://127.0.0.1:%d", port);
+    snprintf(words, sizeof words, "http://127.0.0.1:%d answers, but not in HTTP: is it etcd?", port);
+    check_fails(join(url, 5000), TB_REFUSED, words);
+    stranger_fini(&s);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_urls),
-        cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_strangers),
-        cmocka_unit_test(test_who_has_the_port),
+        cmocka_unit_test(test_urls),      cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_strangers), cmocka_unit_test(test_who_has_the_port),
+        cmocka_unit_test(test_not_etcd),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

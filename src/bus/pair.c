@@ -1,13 +1,15 @@
 /* Two groups find each other. Each rank publishes a note under the pair's name: which group it expects, and its side's
- * layout. Everybody reads all of them, so everybody finds the same disagreement; that two ranks can't reach each other
- * they find alone.
+ * layout. Every rank reads all notes, so all find the same disagreement. That two ranks can't reach each other only
+ * these two find out.
  *
- * Whoever finds something first gives up, and its note with it; others may not have looked yet. So it leaves a verdict
- * in the note's place, which holds for everybody until its author makes the pair again, or one of those it is about was
- * started anew. Those who have been refused once make it in the next *round*: for them the verdicts of rounds before
- * are void. */
+ * The first rank that finds a disagreement stops waiting, and its request would disappear before others have read it.
+ * So it replaces the request by a *refusal*, which says why. A refusal holds for all ranks until its author makes the
+ * pair again, or one of the ranks that it is about is restarted. A rank that was refused makes the pair again in the
+ * next *round*, in which refusals of earlier rounds do not count. */
 #include "bus/pair_notes.h"
 
+#include "base/descriptors.h"
+#include "base/int.h"
 #include "base/opts.h"
 #include "device/host/workers.h"
 #include "layout/layout.h"
@@ -18,9 +20,8 @@
 #include <string.h>
 
 enum {
-    SPIN_US = 50,   /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
-    AGAIN_MS = 200, /* between attempts to connect with a rank that was lost */
-    ASK_MS = 1000,  /* what others write to the store does not come for so long: is the store there? */
+    SPIN_US = 50,  /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
+    ASK_MS = 1000, /* what others write to the store does not come for so long: is the store there? */
     ANSWER_MS = 4000,
 };
 
@@ -53,7 +54,7 @@ typedef struct meeting {
     tb_pair *pair;
     const atomic_bool *unwanted; /* NULL: it is wanted */
     tb_status status;
-    tb__pair_verdict verdict; /* whom that is about */
+    tb__pair_refusal refusal; /* the ranks that `status` is about */
     bool is_complete;
     bool has_lost; /* one of the ranks that are there was lost, and may be connected again */
     uint32_t last_round;
@@ -73,8 +74,8 @@ static uint32_t *round_of(tb_world *world, const char *name) {
     return NULL;
 }
 
-static tb_status blame(meeting *m, tb_status status, const char *group, int32_t index) {
-    return tb__pair_blame(m->pair, &m->verdict, status, group, index);
+static tb_status add_subject(meeting *m, tb_status status, const char *group, int32_t index) {
+    return tb__refusal_add_subject(m->pair, &m->refusal, status, group, index);
 }
 
 /* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
@@ -85,18 +86,18 @@ static tb_status compare_notes(meeting *m, const tb__notes *notes, const char *h
     for (size_t i = 0; i < notes->count; i++) {
         const tb__note *at = &notes->item[i];
         tb__pair_note n;
-        if (strcmp(at->group, here) != 0 || !tb__pair_read_wish(at, &n))
+        if (strcmp(at->group, here) != 0 || !tb__pair_read_request(at, &n))
             continue;
         if (strcmp(n.remote, there) != 0) {
             tb_status status = tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " expects group '%s', not '%s'",
                                         m->pair->name, here, at->index, n.remote, there);
-            return blame(m, status, here, at->index);
+            return add_subject(m, status, here, at->index);
         }
         if (first && strcmp(n.layout, agreed->layout) != 0) {
             tb_status status =
                 tb__fail(TB_CONFLICT, "pair '%s': %s %" PRId32 " has layout '%.100s', but %s %" PRId32 " '%.100s'",
                          m->pair->name, here, first->index, agreed->layout, here, at->index, n.layout);
-            return blame(m, blame(m, status, here, first->index), here, at->index);
+            return add_subject(m, add_subject(m, status, here, first->index), here, at->index);
         }
         if (!first) {
             first = at;
@@ -125,7 +126,7 @@ static void name_absent(meeting *m, const tb__notes *notes, const char *group, i
         tb__pair_note n;
         for (size_t j = 0; j < notes->count; j++)
             is_here |= notes->item[j].index == i && strcmp(notes->item[j].group, group) == 0 &&
-                       tb__pair_read_wish(&notes->item[j], &n);
+                       tb__pair_read_request(&notes->item[j], &n);
         if (!is_here) {
             size_t at = strlen(m->missing);
             snprintf(m->missing + at, sizeof m->missing - at, "; %.100s %" PRId32 " is missing", group, i);
@@ -163,7 +164,7 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
     int32_t nnotes;
     TB_TRY(compare_notes(m, notes, s->group, pair->sides[!side].group, &nnotes, &agreed));
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
-    *is_complete = roster.size > 0 && roster.npresent == roster.size && nnotes == roster.size && !roster.is_torn;
+    *is_complete = roster.size > 0 && roster.npresent == roster.size && nnotes == roster.size && !roster.sizes_differ;
     if (!*is_complete) {
         name_missing(m, s->group, &roster, nnotes);
         if (roster.npresent == roster.size && roster.size > 0)
@@ -202,17 +203,17 @@ static bool look(void *arg) {
     m->status = tb__directory_notes(m->pair->world->directory, m->pair->name, &notes);
     if (m->status != TB_OK)
         return true;
-    m->verdict = (tb__pair_verdict){0};
-    m->status = tb__pair_obey(m->pair, &notes, &m->verdict, &m->last_round);
+    m->refusal = (tb__pair_refusal){0};
+    m->status = tb__pair_check_refusals(m->pair, &notes, &m->refusal, &m->last_round);
     for (size_t i = 0; i < notes.count && m->status == TB_OK; i++) {
         const char *group = notes.item[i].group, *here = m->pair->sides[0].group, *there = m->pair->sides[1].group;
         tb__pair_note n;
-        if (strcmp(group, here) == 0 || strcmp(group, there) == 0 || !tb__pair_read_wish(&notes.item[i], &n))
+        if (strcmp(group, here) == 0 || strcmp(group, there) == 0 || !tb__pair_read_request(&notes.item[i], &n))
             continue;
         m->status =
             tb__fail(TB_CONFLICT, "pair '%s' of groups '%s' and '%s' is also used by group '%s' (its rank %" PRId32 ")",
                      m->pair->name, here, there, group, notes.item[i].index);
-        blame(m, m->status, group, notes.item[i].index);
+        add_subject(m, m->status, group, notes.item[i].index);
     }
     for (int side = 0; side < 2 && m->status == TB_OK; side++)
         m->status = look_at_side(m, &notes, side, &is_complete[side]);
@@ -223,26 +224,23 @@ static bool look(void *arg) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-/* `is_torn`: not all are there any more, since just now: they may be gone, or the store has come back without them. */
-static tb_status connect_side(meeting *m, int side, bool *is_torn) {
+/* `has_gaps`: ranks are missing that were there a moment ago: they are gone, or the store was restarted and has not
+ * heard of them yet. */
+static tb_status connect_side(meeting *m, int side, bool *has_gaps) {
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
     tb__roster roster;
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
-    *is_torn = roster.npresent != s->size || roster.size != s->size;
+    *has_gaps = roster.npresent != s->size || roster.size != s->size;
     free(s->peers); /* of an attempt before */
-    s->peers = *is_torn ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
-    tb_status status = s->peers || *is_torn ? TB_OK : TB_NO_MEMORY;
-    for (int32_t i = 0; i < s->size && status == TB_OK && !*is_torn; i++) {
-        const tb__member *member = &roster.member[i];
-        char label[TB__DIRECTORY_MAX_NAME + 48];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", member->rank, s->group, i);
-        status = tb__engine_connect(pair->world->engine, member->rank, member->incarnation, member->contact,
-                                    member->contact_nbytes, label, &s->peers[i]);
-        if (tb__is_verdict(status)) { /* a sentence that others will read, too */
+    s->peers = *has_gaps ? NULL : tb__calloc((size_t)s->size, sizeof *s->peers);
+    tb_status status = s->peers || *has_gaps ? TB_OK : TB_NO_MEMORY;
+    for (int32_t i = 0; i < s->size && status == TB_OK && !*has_gaps; i++) {
+        status = tb__world_connect(pair->world, s->group, &roster, i, &s->peers[i]);
+        if (tb__is_refusal(status)) { /* a sentence that others will read, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
-            blame(m, blame(m, status, here, pair->index), s->group, i);
+            add_subject(m, add_subject(m, status, here, pair->index), s->group, i);
         }
         if (status == TB_OK && s->peers[i]->is_lost && !tb__peer_can_reconnect(s->peers[i]))
             status = tb__fail(TB_LOST, "%s was lost: %s", s->peers[i]->label, s->peers[i]->why);
@@ -276,10 +274,9 @@ static bool have_answered(void *arg) {
 
 static tb_status fail_late(const meeting *m) {
     if (tb__directory_is_connected(m->pair->world->directory))
-        return tb__fail(TB_TIMEOUT, "pair '%s': %s", m->pair->name, m->missing);
-    char why[256];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why);
+        return tb__fail(TB_TIMEOUT, "pair '%s': %s%s", m->pair->name, m->missing, tb__shortage_text());
+    tb__sentence why = tb__sentence_kept();
+    return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why.text);
 }
 
 /* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
@@ -287,19 +284,19 @@ static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
     tb__engine *engine = m->pair->world->engine;
     *is_whole = false;
     for (int side = 0; side < 2; side++) {
-        bool is_torn;
-        TB_TRY(connect_side(m, side, &is_torn));
-        if (is_torn)
+        bool has_gaps;
+        TB_TRY(connect_side(m, side, &has_gaps));
+        if (has_gaps)
             return TB_OK;
     }
-    int64_t again_ms = tb__now_ms() + AGAIN_MS;
-    bool is_done = tb__engine_wait(engine, have_answered, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
+    bool is_done = tb__engine_wait(engine, have_answered, m, again_ms);
     *is_whole = is_done && !m->has_lost;
     if (m->status != TB_OK || *is_whole || m->pair->has_met)
         return m->status;
     if (tb__now_ms() >= deadline_ms)
         return fail_late(m);
-    tb__engine_wait(engine, is_over, m, deadline_ms < again_ms ? deadline_ms : again_ms);
+    tb__engine_wait(engine, is_over, m, again_ms);
     return m->status;
 }
 
@@ -312,8 +309,7 @@ static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
         const tb__member *at = &roster.member[i];
         tb__peer *peer = s->peers[i];
         if (!peer->is_lost && at->rank == peer->rank && at->incarnation == peer->incarnation)
-            status = tb__engine_connect(pair->world->engine, at->rank, at->incarnation, at->contact, at->contact_nbytes,
-                                        peer->label, &peer);
+            status = tb__world_connect(pair->world, s->group, &roster, i, &peer);
     }
     tb__roster_fini(&roster);
     return status;
@@ -350,7 +346,7 @@ static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms)
     tb_layout_destroy(parsed);
     TB_TRY(status);
     pair->sides[pair->side].layout = canonical;
-    return tb__pair_say(pair, pair->round, &(tb__pair_verdict){0}, "", deadline_ms);
+    return tb__pair_publish(pair, pair->round, &(tb__pair_refusal){0}, "", deadline_ms);
 }
 
 /* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
@@ -419,17 +415,16 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
             status = connect_all(&m, deadline_ms, &is_whole);
     } while (status == TB_OK && !is_whole);
     pair->has_met = status == TB_OK;
-    uint32_t *round = tb__is_verdict(status) ? round_of(pair->world, pair->name) : NULL;
+    uint32_t *round = tb__is_refusal(status) ? round_of(pair->world, pair->name) : NULL;
     if (round)
         *round = m.last_round + 1;
     tb__engine_unlock(engine);
     if (round) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-        m.verdict.status = status;
+        tb__sentence why = tb__sentence_kept();
+        m.refusal.status = status;
         /* where this fails, others find it alone or time out */
-        tb__pair_say(pair, m.last_round, &m.verdict, why, deadline_ms);
-        status = tb__fail(status, "%s", why);
+        tb__pair_publish(pair, m.last_round, &m.refusal, why.text, deadline_ms);
+        status = tb__fail(status, "%s", why.text);
     }
     if (status == TB_OK)
         tb__world_set_workers(pair->world);
@@ -518,13 +513,12 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (status == TB_OK && !o.no_wait)
         status = tb__pair_meet(pair, deadline_ms, unwanted);
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-        if (!tb__is_verdict(status)) /* then there is a verdict in its place */
-            tb__pair_unsay(pair);
+        tb__sentence why = tb__sentence_kept();
+        if (!tb__is_refusal(status)) /* a refusal has replaced the request */
+            tb__pair_withdraw(pair);
         delist(pair);
         free_pair(pair);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     tb__world_ref(world);
     *out = pair;
@@ -537,13 +531,13 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     return tb__pair_create(world, name, remote_group, layout, opts, NULL, out);
 }
 
-/* How many ranks of the side still say what it was made from. */
-static int32_t count_wishes(const tb_pair *pair, int side, const tb__notes *notes) {
+/* How many ranks of the side still request the pair with the layouts that it was made with. */
+static int32_t count_requests(const tb_pair *pair, int side, const tb__notes *notes) {
     const tb__pair_side *here = &pair->sides[side], *there = &pair->sides[!side];
     int32_t count = 0;
     for (size_t i = 0; i < notes->count; i++) {
         tb__pair_note n;
-        count += strcmp(notes->item[i].group, here->group) == 0 && tb__pair_read_wish(&notes->item[i], &n) &&
+        count += strcmp(notes->item[i].group, here->group) == 0 && tb__pair_read_request(&notes->item[i], &n) &&
                  strcmp(n.remote, there->group) == 0 && strcmp(n.layout, here->layout) == 0;
     }
     return count;
@@ -558,7 +552,7 @@ bool tb__pair_is_stale(const tb_pair *pair) {
         const tb__pair_side *s = &pair->sides[side];
         for (int32_t i = 0; i < s->size; i++)
             is_stale |= s->peers[i]->is_lost;
-        is_stale |= has_notes && count_wishes(pair, side, &notes) < s->size;
+        is_stale |= has_notes && count_requests(pair, side, &notes) < s->size;
     }
     tb__engine_unlock(pair->world->engine);
     if (has_notes)
@@ -579,7 +573,7 @@ void tb_pair_destroy(tb_pair *pair) {
         if (tb__world_was_unlocked(world))
             tb__pair_unref(pair);
     } else {
-        tb__pair_unsay(pair);
+        tb__pair_withdraw(pair);
         delist(pair);
         tb__engine_lock(world->engine);
         tb__pair_unref(pair);

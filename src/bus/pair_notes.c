@@ -1,13 +1,13 @@
-/* Notes about pairs, and verdicts. What is read was written by others. */
+/* Requests and refusals of pairs. What is read was written by other processes, and is checked. */
 #include "bus/pair_notes.h"
 
 #include <stdio.h>
 
-/* What a pair says to the store is given this long even where a call has less: a note of one that waits for nobody, a
- * verdict that is found when the time is over. Withdrawing has no longer than this. */
-enum { WORD_MS = 1000 };
+/* Writing a note may take at least this long, even if the call has less: that of a call that does not wait, or a
+ * refusal that is found at the deadline. Withdrawing a note may take no longer. */
+enum { NOTE_MS = 1000 };
 
-static bool read_verdict(tb__unpack *u, tb__pair_verdict *out) {
+static bool read_refusal(tb__unpack *u, tb__pair_refusal *out) {
     out->status = tb__unpack_status(u);
     out->nsubjects = tb__unpack_u32(u);
     if (u->failed || out->nsubjects > TB__MOST_SUBJECTS)
@@ -28,39 +28,39 @@ static bool read_note(const tb__note *from, tb__pair_note *out) {
     out->layout = tb__unpack_string(&u);
     out->round = tb__unpack_u32(&u);
     out->why = tb__unpack_string(&u);
-    return read_verdict(&u, &out->verdict) && tb__unpack_is_done(&u);
+    return read_refusal(&u, &out->refusal) && tb__unpack_is_done(&u);
 }
 
-bool tb__pair_read_wish(const tb__note *from, tb__pair_note *out) {
-    return read_note(from, out) && out->verdict.status == TB_OK;
+bool tb__pair_read_request(const tb__note *from, tb__pair_note *out) {
+    return read_note(from, out) && out->refusal.status == TB_OK;
 }
 
-tb_status tb__pair_say(const tb_pair *pair, uint32_t round, const tb__pair_verdict *v, const char *why,
-                       int64_t deadline_ms) {
+tb_status tb__pair_publish(const tb_pair *pair, uint32_t round, const tb__pair_refusal *refusal, const char *why,
+                           int64_t deadline_ms) {
     tb__pack pack = {0};
     tb__pack_string(&pack, pair->sides[!pair->side].group);
     tb__pack_string(&pack, pair->sides[pair->side].layout);
     tb__pack_u32(&pack, round);
     tb__pack_string(&pack, why);
-    tb__pack_status(&pack, v->status);
-    tb__pack_u32(&pack, (uint32_t)v->nsubjects);
-    for (size_t i = 0; i < v->nsubjects; i++) {
-        tb__pack_string(&pack, v->subjects[i].group);
-        tb__pack_u32(&pack, (uint32_t)v->subjects[i].index);
-        tb__pack_u32(&pack, (uint32_t)v->subjects[i].rank);
-        tb__pack_u64(&pack, v->subjects[i].incarnation);
+    tb__pack_status(&pack, refusal->status);
+    tb__pack_u32(&pack, (uint32_t)refusal->nsubjects);
+    for (size_t i = 0; i < refusal->nsubjects; i++) {
+        tb__pack_string(&pack, refusal->subjects[i].group);
+        tb__pack_u32(&pack, (uint32_t)refusal->subjects[i].index);
+        tb__pack_u32(&pack, (uint32_t)refusal->subjects[i].rank);
+        tb__pack_u64(&pack, refusal->subjects[i].incarnation);
     }
     int left_ms = tb__ms_until(deadline_ms);
     tb_status status =
         pack.failed ? TB_NO_MEMORY
                     : tb__directory_publish(pair->world->directory, pair->name, pair->sides[pair->side].group,
-                                            pair->index, pack.data, pack.count, left_ms > WORD_MS ? left_ms : WORD_MS);
+                                            pair->index, pack.data, pack.count, left_ms > NOTE_MS ? left_ms : NOTE_MS);
     tb__pack_fini(&pack);
     return status;
 }
 
-void tb__pair_unsay(const tb_pair *pair) {
-    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, WORD_MS);
+void tb__pair_withdraw(const tb_pair *pair) {
+    tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, NOTE_MS);
 }
 
 /* Who has the seat now; a rank of TB_NO_RANK: nobody. */
@@ -77,18 +77,19 @@ static tb_status find_subject(const tb_pair *pair, const char *group, int32_t in
     return TB_OK;
 }
 
-tb_status tb__pair_blame(const tb_pair *pair, tb__pair_verdict *v, tb_status status, const char *group, int32_t index) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
-    if (v->nsubjects < TB__MOST_SUBJECTS && find_subject(pair, group, index, &v->subjects[v->nsubjects]) == TB_OK)
-        v->nsubjects++;
-    return tb__fail(status, "%s", why);
+tb_status tb__refusal_add_subject(const tb_pair *pair, tb__pair_refusal *refusal, tb_status status, const char *group,
+                                  int32_t index) {
+    tb__sentence why = tb__sentence_kept();
+    if (refusal->nsubjects < TB__MOST_SUBJECTS &&
+        find_subject(pair, group, index, &refusal->subjects[refusal->nsubjects]) == TB_OK)
+        refusal->nsubjects++;
+    return tb__fail(status, "%s", why.text);
 }
 
-/* Whether another process is in the place of one that it is about. */
-static bool is_void(const tb_pair *pair, const tb__pair_verdict *v) {
-    for (size_t i = 0; i < v->nsubjects; i++) {
-        const tb__subject *then = &v->subjects[i];
+/* Whether another process has taken the seat of one that it is about. */
+static bool is_outdated(const tb_pair *pair, const tb__pair_refusal *refusal) {
+    for (size_t i = 0; i < refusal->nsubjects; i++) {
+        const tb__subject *then = &refusal->subjects[i];
         tb__subject now;
         if (find_subject(pair, then->group, then->index, &now) == TB_OK && now.rank != TB_NO_RANK &&
             (now.rank != then->rank || now.incarnation != then->incarnation))
@@ -97,7 +98,8 @@ static bool is_void(const tb_pair *pair, const tb__pair_verdict *v) {
     return false;
 }
 
-tb_status tb__pair_obey(const tb_pair *pair, const tb__notes *notes, tb__pair_verdict *v, uint32_t *last_round) {
+tb_status tb__pair_check_refusals(const tb_pair *pair, const tb__notes *notes, tb__pair_refusal *refusal,
+                                  uint32_t *last_round) {
     tb_status status = TB_OK;
     *last_round = pair->round;
     for (size_t i = 0; i < notes->count; i++) {
@@ -105,22 +107,22 @@ tb_status tb__pair_obey(const tb_pair *pair, const tb__notes *notes, tb__pair_ve
         if (!read_note(&notes->item[i], &n))
             continue;
         *last_round = n.round > *last_round ? n.round : *last_round;
-        if (status != TB_OK || n.verdict.status == TB_OK || n.round < pair->round || is_void(pair, &n.verdict))
+        if (status != TB_OK || n.refusal.status == TB_OK || n.round < pair->round || is_outdated(pair, &n.refusal))
             continue;
-        *v = n.verdict;
-        status = tb__fail(n.verdict.status, "%s", n.why);
+        *refusal = n.refusal;
+        status = tb__fail(n.refusal.status, "%s", n.why);
     }
     return status;
 }
 
-void tb__pair_find_verdict(const tb_pair *pair, char *out, size_t room) {
+void tb__pair_find_refusal(const tb_pair *pair, char *out, size_t room) {
     tb__notes notes;
-    tb__pair_verdict verdict;
+    tb__pair_refusal refusal;
     uint32_t unused;
     *out = '\0';
     if (tb__directory_notes(pair->world->directory, pair->name, &notes) != TB_OK)
         return;
-    if (tb__pair_obey(pair, &notes, &verdict, &unused) != TB_OK)
+    if (tb__pair_check_refusals(pair, &notes, &refusal, &unused) != TB_OK)
         snprintf(out, room, "%s", tb_error_detail());
     tb__notes_fini(&notes);
 }

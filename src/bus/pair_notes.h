@@ -1,5 +1,5 @@
-/* What ranks say about a pair, in the store, for all to see: a note of each, which is a wish, or a verdict: that the
- * pair can't be made as it is, and why. pair.c tells what becomes of them. */
+/* What each rank writes to the store about a pair, for all ranks to read: a request for the pair, or a refusal, which
+ * says why the pair can't be made as requested. pair.c uses them. */
 #ifndef TB_BUS_PAIR_NOTES_H
 #define TB_BUS_PAIR_NOTES_H
 
@@ -7,49 +7,50 @@
 
 enum { TB__MOST_SUBJECTS = 2 };
 
-/* A process that a verdict is about. */
+/* A process that a refusal is about. */
 typedef struct tb__subject {
     char group[TB__DIRECTORY_MAX_NAME + 1];
     int32_t index, rank;
     uint64_t incarnation;
 } tb__subject;
 
-typedef struct tb__pair_verdict {
-    tb_status status; /* TB_OK: it is none */
+typedef struct tb__pair_refusal {
+    tb_status status; /* TB_OK: the note is a request */
     size_t nsubjects;
     tb__subject subjects[TB__MOST_SUBJECTS];
-} tb__pair_verdict;
+} tb__pair_refusal;
 
 typedef struct tb__pair_note {
-    const char *remote, *layout; /* the group that is expected, and this side's layout */
+    const char *remote, *layout; /* the group that the author expects, and its own side's layout */
     uint32_t round;
-    tb__pair_verdict verdict;
+    tb__pair_refusal refusal;
     const char *why;
 } tb__pair_note;
 
-/* What nobody can make good by waiting: wishes that differ, ranks that can't talk to each other. */
-static inline bool tb__is_verdict(tb_status status) {
+/* What waiting does not mend: requests that differ, ranks that can't reach each other. */
+static inline bool tb__is_refusal(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
-/* False: it is a verdict, or nonsense. What is read points into the note. */
-bool tb__pair_read_wish(const tb__note *from, tb__pair_note *out);
+/* False: the note is a refusal, or malformed. What is read points into the note. */
+bool tb__pair_read_request(const tb__note *from, tb__pair_note *out);
 
-/* Why another rank could not make the pair, which this one has made: for sentences about that rank. Empty: nobody has
- * said so. */
-void tb__pair_find_verdict(const tb_pair *pair, char *out, size_t room);
+/* Why another rank has refused the pair, which this one has made. Empty: none has. */
+void tb__pair_find_refusal(const tb_pair *pair, char *out, size_t room);
 
-/* Puts this rank's note in the place of the one before. It has a second at least. */
-tb_status tb__pair_say(const tb_pair *pair, uint32_t round, const tb__pair_verdict *verdict, const char *why,
-                       int64_t deadline_ms);
-/* Takes it away; does not wait for more than a second. */
-void tb__pair_unsay(const tb_pair *pair);
+/* Writes this rank's note, which replaces the one before. It has a second at least. */
+tb_status tb__pair_publish(const tb_pair *pair, uint32_t round, const tb__pair_refusal *refusal, const char *why,
+                           int64_t deadline_ms);
+/* Deletes it; waits a second at most. */
+void tb__pair_withdraw(const tb_pair *pair);
 
-/* Adds one of those whom a reason that was found is about, and returns that reason, in tb_error_detail. */
-tb_status tb__pair_blame(const tb_pair *pair, tb__pair_verdict *verdict, tb_status status, const char *group,
-                         int32_t index);
+/* Adds a rank that the refusal is about. Returns `status`, and leaves tb_error_detail as it was. */
+tb_status tb__refusal_add_subject(const tb_pair *pair, tb__pair_refusal *refusal, tb_status status, const char *group,
+                                  int32_t index);
 
-/* What others have found; and the last round that anybody is in, as a verdict of ours has to hold for all. */
-tb_status tb__pair_obey(const tb_pair *pair, const tb__notes *notes, tb__pair_verdict *verdict, uint32_t *last_round);
+/* TB_OK, or the status and reason of a refusal that holds, which goes to `refusal`. `last_round` is the latest round
+ * that any rank is in: a refusal of ours has to hold in all of them. */
+tb_status tb__pair_check_refusals(const tb_pair *pair, const tb__notes *notes, tb__pair_refusal *refusal,
+                                  uint32_t *last_round);
 
 #endif

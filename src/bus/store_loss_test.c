@@ -223,7 +223,7 @@ static void calls_while_silent(void **state) {
     tb__store_server *server;
     check(kill(pid, SIGKILL) == 0);
     check(waitpid(pid, NULL, 0) == pid);
-    check_ok(tb__store_server_start(s.url, NULL, &server)); /* which takes away what the other has left */
+    check_ok(tb__store_server_start(s.url, NULL, &server)); /* which removes what the other has left */
     tb__store_server_stop(server);
     scene_fini(&s);
 }

@@ -156,7 +156,7 @@ tb_status tb__tensor_init(tb__tensor *t, tb_pair *pair, const char *name, const 
 }
 
 tb_status tb__tensor_clear_padding(const tb__tensor *t) {
-    for (size_t i = 0; i < t->npadding && !t->is_gone; i++) {
+    for (size_t i = 0; i < t->npadding && !t->is_invalidated; i++) {
         const tb_binding *b = &t->padding[i];
         tb__move zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
         memcpy(zeros.len, b->shape.dim, sizeof zeros.len);

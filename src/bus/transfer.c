@@ -59,9 +59,9 @@ static void fail_late(tb_transfer *t) {
         tb__transfer_leg(t, i)->may_proceed = tb__transfer_leg(t, i)->is_late = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
         tb__flow_abort(t->parts[i].flow, t->is_send,
-                       tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s",
+                       tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s%s",
                                 t->is_send ? "the sending" : "the receiving", t->batch->name, tb__seconds() - t->begun,
-                                waits));
+                                waits, tb__shortage_text()));
     }
 }
 
@@ -83,13 +83,13 @@ static unsigned events_of(const tb_transfer *t) {
 }
 
 static void look_at_legs(tb_transfer *t) {
-    size_t nunder_way = 0, nended = 0;
+    size_t nopen = 0, nended = 0;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
         if (!leg)
             continue;
-        nunder_way += leg->is_under_way;
-        nended += !leg->is_under_way;
+        nopen += !tb__leg_has_ended(leg);
+        nended += tb__leg_has_ended(leg);
         if (leg->status != TB_OK && t->failure == TB_OK) {
             t->failure = leg->status;
             snprintf(t->failure_why, sizeof t->failure_why, "%s", leg->why);
@@ -99,7 +99,7 @@ static void look_at_legs(tb_transfer *t) {
     bool has_news = events != t->events || nended != t->nended;
     t->events = events;
     t->nended = nended;
-    if (nunder_way == 0) {
+    if (nopen == 0) {
         t->status = t->failure;
         snprintf(t->why, sizeof t->why, "%s", t->failure_why);
         finish(t);
@@ -113,7 +113,7 @@ static int64_t next_look(const tb_transfer *t) {
     int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
-        if (leg && leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
+        if (leg && !tb__leg_has_ended(leg) && leg->wake_ms && leg->wake_ms < when_ms)
             when_ms = leg->wake_ms;
     }
     return when_ms;
@@ -314,7 +314,11 @@ tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **o
     return start(batch, true, opts, out);
 }
 
+/* A manual world may not have taken in yet what others said before: that a transfer has ended is nothing to this one.
+ */
 tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
+    tb__engine_progress(batch->world->engine);
     return start(batch, false, opts, out);
 }
 

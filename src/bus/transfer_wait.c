@@ -97,7 +97,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
     tb_transfer_state state = {.attempt = UINT64_MAX};
     if (leg) {
-        state.status = leg->is_under_way ? TB_OK : leg->status;
+        state.status = tb__leg_has_ended(leg) ? leg->status : TB_OK;
         state.events = tb__leg_events(leg);
         add_leg(p->flow, leg, &state);
     } else if (p) {
@@ -142,7 +142,7 @@ static bool has_group(void *arg) {
 static void describe_wait(const tb_transfer *t, char *out, size_t room) {
     snprintf(out, room, "nothing is missing");
     for (size_t i = 0; i < t->nparts; i++) {
-        if (t->parts[i].flow && tb__transfer_leg(t, i)->is_under_way) {
+        if (t->parts[i].flow && !tb__leg_has_ended(tb__transfer_leg(t, i))) {
             tb__flow_describe_wait(t->parts[i].flow, t->is_send, out, room);
             return;
         }

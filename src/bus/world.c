@@ -233,6 +233,19 @@ tb_status tb_world_progress(tb_world *world) {
 
 /* ---- Waiting for a group --------------------------------------------------------------------------------------- */
 
+tb__label tb__label_of(int32_t rank, const char *group, int32_t seat) {
+    tb__label label;
+    snprintf(label.text, sizeof label.text, "rank %" PRId32 " (%s %" PRId32 ")", rank, group, seat);
+    return label;
+}
+
+tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
+                            tb__peer **out) {
+    const tb__member *m = &roster->member[seat];
+    return tb__engine_connect(world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes,
+                              tb__label_of(m->rank, group, seat).text, out);
+}
+
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room) {
     enum { NAMED = 8 };
     size_t at = 0, missing = 0;
@@ -262,7 +275,7 @@ static bool is_complete(void *arg) {
     w->status = tb__directory_roster(w->world->directory, w->group, &roster);
     if (w->status != TB_OK)
         return true;
-    w->is_complete = roster.size > 0 && roster.npresent == roster.size && !roster.is_torn;
+    w->is_complete = roster.size > 0 && roster.npresent == roster.size && !roster.sizes_differ;
     tb__roster_fini(&roster);
     return w->is_complete;
 }

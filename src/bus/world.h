@@ -46,13 +46,15 @@ typedef struct tb__plans_state {
     uint64_t hits, misses, evicted;
 } tb__plans_state;
 
+enum { TB__LEAST_STAGING = 64 << 10 }; /* staging_bytes of any rank */
+
 /* Whoever has tensors in memory of the program's: a batch, a copy service. */
 typedef struct tb__memory_user tb__memory_user;
 struct tb__memory_user {
-    /* The program takes the bytes from `first` to `last` away. Marks the tensors in them, for good, and asks transfers
+    /* The program invalidates the bytes from `first` to `last`. Marks the tensors in them, for good, and asks transfers
      * that use them to end. Returns whether something may still read or write them: then `still` says what. Called
      * again until nothing does. With the lock held. */
-    bool (*take_away)(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+    bool (*invalidate)(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
     tb__memory_user *next;
 };
 
@@ -109,6 +111,16 @@ int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
 /* Sets how many threads copy, now that others are known to share the host. Without the lock. */
 void tb__world_set_workers(tb_world *world);
+/* Connects with who is in the seat. The label is the engine's if it has not met the process before. With the lock held.
+ */
+tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
+                            tb__peer **out);
+enum { TB__CONNECT_AGAIN_MS = 200 }; /* between attempts to connect with a rank that was lost */
+/* "rank 3 (trainer 1)" */
+typedef struct tb__label {
+    char text[TB__DIRECTORY_MAX_NAME + 48];
+} tb__label;
+tb__label tb__label_of(int32_t rank, const char *group, int32_t seat);
 /* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
@@ -195,7 +207,7 @@ typedef struct tb__tensor {
     char *scale_group;   /* NULL: none */
     tb__encoded encoded; /* where it is, if this rank has some of it */
     bool is_transformed;
-    bool is_gone; /* its memory was taken away */
+    bool is_invalidated; /* its memory was */
     tb__mirrored mirrored;
 } tb__tensor;
 
@@ -221,8 +233,31 @@ struct tb_batch {
     size_t nstarting;  /* calls that are about to begin one */
 };
 
+/* The versions that the pairs of a batch have. */
+typedef struct tb__versions {
+    uint64_t lowest, highest;
+} tb__versions;
+
+#define TB__NO_VERSIONS                                                                                                \
+    { UINT64_MAX, 0 }
+
+static inline void tb__versions_add(tb__versions *v, uint64_t version) {
+    v->lowest = version < v->lowest ? version : v->lowest;
+    v->highest = version > v->highest ? version : v->highest;
+}
+
+static inline bool tb__versions_differ(const tb__versions *v) {
+    return v->lowest < v->highest;
+}
+
+/* *together: the last that all had at one time; 0 where one has none. */
+static inline void tb__versions_settle(const tb__versions *v, uint64_t *together) {
+    if (v->lowest == v->highest || v->lowest == 0)
+        *together = v->lowest;
+}
+
 void tb__batch_unref(tb_batch *batch); /* without the lock */
-bool tb__batch_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 /* As tb_batch_add. */
 tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
                         const tb__mirrored *mirrored);

@@ -1,13 +1,11 @@
 /* Opening and closing a copy service, and what its ranks tell each other. */
 #include "copy/copy.h"
 
+#include "base/int.h"
 #include "base/opts.h"
 
 #include <inttypes.h>
 #include <stdio.h>
-#include <string.h>
-
-enum { LEAST_STAGING = 64 << 10 };
 
 /* ---- Bad news -------------------------------------------------------------------------------------------------- */
 
@@ -35,8 +33,7 @@ static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status stat
 }
 
 tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     for (size_t i = 0; i < copy->all.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
@@ -45,12 +42,12 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
         tb__pack_u64(&pack, copy->run);
         tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
         tb__pack_status(&pack, status);
-        tb__pack_string(&pack, why);
+        tb__pack_string(&pack, why.text);
         if (tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
     }
-    note_abort(copy, copy->run, false, status, why);
-    return tb__fail(status, "%s", why);
+    note_abort(copy, copy->run, false, status, why.text);
+    return tb__fail(status, "%s", why.text);
 }
 
 /* ---- Messages in ----------------------------------------------------------------------------------------------- */
@@ -66,15 +63,9 @@ void tb__copy_drop_backlog(tb_copy *copy) {
 }
 
 static bool keep(const tb__unpack *message, unsigned char **data, size_t *nbytes) {
-    size_t n = (size_t)(message->end - message->at);
-    unsigned char *copy = tb__malloc(n, 1);
-    if (!copy)
-        return false;
-    if (n)
-        memcpy(copy, message->at, n);
-    *data = copy;
-    *nbytes = n;
-    return true;
+    *nbytes = (size_t)(message->end - message->at);
+    *data = tb__memdup(message->at, *nbytes, 1);
+    return *data != NULL;
 }
 
 /* Its offer to a run that is over is not needed any more when the next one comes. */
@@ -224,7 +215,7 @@ static tb_status say_ready(tb_copy *copy) {
 static void on_come(tb__assembly *all, size_t at, tb__unpack *manifest) {
     tb_copy *copy = (tb_copy *)all;
     int64_t bucket_size = tb__unpack_i64(manifest), staging_bytes = tb__unpack_i64(manifest);
-    if (!tb__unpack_is_done(manifest) || bucket_size < 1 || staging_bytes < LEAST_STAGING) {
+    if (!tb__unpack_is_done(manifest) || bucket_size < 1 || staging_bytes < TB__LEAST_STAGING) {
         tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label,
                                       copy->what));
         return;
@@ -282,8 +273,6 @@ typedef struct waiting {
     bool has_lost; /* one of them was lost, and may be connected again */
 } waiting;
 
-enum { AGAIN_MS = 200 }; /* between attempts to connect with a rank that was lost */
-
 /* A seat whose process is known to be lost, and can't be connected again, is as good as empty: somebody else may take
  * it. */
 static bool has_group(void *arg) {
@@ -293,7 +282,7 @@ static bool has_group(void *arg) {
     w->status = tb__directory_roster(w->world->directory, w->group, &w->roster);
     if (w->status != TB_OK)
         return true;
-    w->is_complete = w->roster.size > 0 && w->roster.npresent == w->roster.size && !w->roster.is_torn;
+    w->is_complete = w->roster.size > 0 && w->roster.npresent == w->roster.size && !w->roster.sizes_differ;
     for (int32_t i = 0; w->is_complete && i < w->roster.size; i++) {
         const tb__member *m = &w->roster.member[i];
         const tb__peer *peer = tb__engine_find_peer(w->world->engine, m->rank, m->incarnation);
@@ -309,7 +298,7 @@ static tb_status explain_group(const waiting *w, const char *what) {
     if (tb__world_name_missing(&w->roster, missing, sizeof missing))
         return tb__fail(TB_TIMEOUT, "%s: group '%s' has %" PRId32 " of %" PRId32 " ranks; missing: %s", what, w->group,
                         w->roster.npresent, w->roster.size, missing);
-    if (w->roster.is_torn)
+    if (w->roster.sizes_differ)
         return tb__fail(TB_CONFLICT, "%s: the ranks of group '%s' disagree about its size", what, w->group);
     return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
 }
@@ -321,12 +310,10 @@ static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *b
     if (!copy->position || !copy->peers)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < copy->size; i++) {
-        char label[TB__DIRECTORY_MAX_NAME + 48];
         size_t at = tb__assembly_find(&copy->all, by_seat[i]);
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", by_seat[i]->rank, group, i);
         copy->position[i] = at;
         copy->peers[at].seat = i;
-        copy->peers[at].label = tb__strdup(label);
+        copy->peers[at].label = tb__strdup(tb__label_of(by_seat[i]->rank, group, i).text);
         if (!copy->peers[at].label)
             return TB_NO_MEMORY;
     }
@@ -338,13 +325,8 @@ static tb_status connect(waiting *w) {
     free(w->peers); /* of an attempt before */
     w->peers = tb__calloc((size_t)w->roster.size, sizeof *w->peers);
     tb_status status = w->peers ? TB_OK : TB_NO_MEMORY;
-    for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++) {
-        const tb__member *m = &w->roster.member[i];
-        char label[TB__DIRECTORY_MAX_NAME + 48];
-        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", m->rank, w->group, i);
-        status = tb__engine_connect(w->world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes, label,
-                                    &w->peers[i]);
-    }
+    for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++)
+        status = tb__world_connect(w->world, w->group, &w->roster, i, &w->peers[i]);
     return status;
 }
 
@@ -374,8 +356,7 @@ static tb_status await_group(waiting *w, const char *what, int64_t deadline_ms) 
         if (!w->is_complete)
             return explain_group(w, what);
         TB_TRY(connect(w));
-        int64_t again_ms = tb__now_ms() + AGAIN_MS;
-        again_ms = deadline_ms < again_ms ? deadline_ms : again_ms;
+        int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
         if (tb__engine_wait(engine, have_answered, w, again_ms) && !w->has_lost)
             return TB_OK;
         if (tb__now_ms() >= deadline_ms)
@@ -411,8 +392,8 @@ static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
         if (!copy->all.counts[i])
             return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", peer->label, copy->what,
                             copy->all.npeers - copy->all.nunknown, copy->all.npeers);
-        copy->bucket_size = peer->bucket_size < copy->bucket_size ? peer->bucket_size : copy->bucket_size;
-        copy->staging_bytes = peer->staging_bytes < copy->staging_bytes ? peer->staging_bytes : copy->staging_bytes;
+        copy->bucket_size = tb__min64(copy->bucket_size, peer->bucket_size);
+        copy->staging_bytes = tb__min64(copy->staging_bytes, peer->staging_bytes);
     }
     return copy->has_agreed ? TB_OK
                             : tb__fail(TB_TIMEOUT, "all ranks have opened %s, but not all know it yet", copy->what);
@@ -438,8 +419,8 @@ static tb_status read_opts(const tb_copy_opts *opts, tb_copy_opts *o) {
     o->bucket_size = o->bucket_size ? o->bucket_size : 16 << 20;
     o->staging_bytes = o->staging_bytes ? o->staging_bytes : 256 << 20;
     o->max_in_flight = o->max_in_flight ? o->max_in_flight : 2;
-    if (o->staging_bytes < LEAST_STAGING)
-        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", LEAST_STAGING);
+    if (o->staging_bytes < TB__LEAST_STAGING)
+        return tb__fail(TB_INVALID, "staging_bytes must be at least %d", TB__LEAST_STAGING);
     return TB_OK;
 }
 
@@ -467,16 +448,15 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->all.broken = on_broken;
     copy->all.gone = on_gone;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
-    copy->memory.take_away = tb__copy_take_away;
+    copy->memory.invalidate = tb__copy_invalidate;
     tb__engine_lock(world->engine);
     tb__world_add_user(world, &copy->memory);
     tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
     tb__engine_unlock(world->engine);
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         tb_copy_close(copy);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     tb__world_set_workers(world);
     *out = copy;

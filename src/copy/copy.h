@@ -1,5 +1,5 @@
 /* What the files of the copy service share: copy.c (who takes part, messages), copy_run.c (what is submitted, and how a
- * run goes), copy_move.c (the data), copy_memory.c (memory that the program takes away). */
+ * run goes), copy_move.c (the data), copy_memory.c (memory that the program invalidates). */
 #ifndef TB_COPY_COPY_H
 #define TB_COPY_COPY_H
 
@@ -93,8 +93,8 @@ void tb__copy_flow_gone(tb_copy *copy, size_t peer);
 /* The service can't be used any more because of peers that were lost. TB_OK: it can. */
 tb_status tb__copy_find_loss(const tb_copy *copy);
 
-/* copy_memory.c: TB_INVALID, by name, if memory of what was submitted was taken away. */
-tb_status tb__copy_check_gone(const tb_copy *copy);
-bool tb__copy_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
+/* copy_memory.c: TB_INVALID, by name, if memory of what was submitted was invalidated. */
+tb_status tb__copy_check_invalidated(const tb_copy *copy);
+bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 
 #endif

@@ -1,4 +1,4 @@
-/* Memory that the program takes away while operations of a copy service are in it. */
+/* Memory that the program invalidates while operations of a copy service are in it. */
 #include "copy/copy.h"
 
 #include <inttypes.h>
@@ -11,13 +11,13 @@ static bool view_meets(const tb__match_view *v, uintptr_t first, uintptr_t last)
     return tb__binding_meets(&b, first, last);
 }
 
-tb_status tb__copy_check_gone(const tb_copy *copy) {
+tb_status tb__copy_check_invalidated(const tb_copy *copy) {
     const tb__copy_list *lists[] = {&copy->sends, &copy->recvs};
     for (size_t i = 0; i < 2; i++) {
         for (size_t j = 0; j < lists[i]->ops.count; j++) {
             const tb__match_op *op = &lists[i]->ops.item[j];
             for (uint32_t k = 0; k < op->nviews; k++) {
-                if (copy->views.item[op->first_view + k].is_gone)
+                if (copy->views.item[op->first_view + k].is_invalidated)
                     return tb__fail(TB_INVALID,
                                     "the memory of tensor 'task %" PRIu64 ", tensor %" PRIu32
                                     "' on %s was invalidated; %s can't use it",
@@ -30,21 +30,21 @@ tb_status tb__copy_check_gone(const tb_copy *copy) {
 
 /* A run that moves nothing yet is given up for all. One that moves is ended by its flow's legs, or ends with the local
  * copies. */
-bool tb__copy_take_away(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room) {
+bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room) {
     tb_copy *copy = (tb_copy *)((char *)user - offsetof(tb_copy, memory));
     bool has_some = false;
     for (size_t i = 0; i < copy->views.count; i++) {
         bool meets = view_meets(&copy->views.item[i], first, last);
-        copy->views.item[i].is_gone |= meets;
+        copy->views.item[i].is_invalidated |= meets;
         has_some |= meets;
     }
     if (!has_some || !copy->is_running)
         return false;
     const char *tensor = "a tensor";
-    bool is_used = copy->copies_local || (copy->flow && tb__flow_memory_gone(copy->flow, &tensor));
+    bool is_used = copy->copies_local || (copy->flow && tb__flow_mark_invalidated(copy->flow, &tensor));
     if (is_used)
         snprintf(still, room, "%s of %s", tensor, copy->what);
     else if (!copy->flow && !copy->is_given_up && copy->broken == TB_OK)
-        tb__copy_abort(copy, tb__copy_check_gone(copy));
+        tb__copy_abort(copy, tb__copy_check_invalidated(copy));
     return is_used;
 }

@@ -190,9 +190,9 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
             tb__flow_tensor t = {.key = key,
                                  .src = is_send ? b : nothing,
                                  .dst = is_send ? nothing : b,
-                                 .src_gone = is_send ? &v->is_gone : NULL,
-                                 .dst_gone = is_send ? NULL : &v->is_gone};
-            t.spec = (tb_tensor_spec){.name = tb__ir_string(ir, name),
+                                 .src_invalidated = is_send ? &v->is_invalidated : NULL,
+                                 .dst_invalidated = is_send ? NULL : &v->is_invalidated};
+            t.spec = (tb_tensor_spec){.name = tb__arena_strdup(&ir->arena, name),
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
                                       .dst_dtype = v->dtype,
@@ -332,6 +332,17 @@ static void look_at_legs(tb_copy *copy) {
     }
 }
 
+/* When it has to be looked at, whatever happens. */
+static int64_t next_look(const tb_copy *copy) {
+    int64_t when_ms = copy->has_moved ? INT64_MAX : copy->deadline_ms;
+    for (int is_send = 0; is_send < 2; is_send++) {
+        const tb__leg *leg = tb__flow_leg(copy->flow, is_send);
+        if (leg->is_under_way && leg->wake_ms && leg->wake_ms < when_ms)
+            when_ms = leg->wake_ms;
+    }
+    return when_ms;
+}
+
 static bool step(tb__task *task) {
     tb_copy *copy = (tb_copy *)((char *)task - offsetof(tb_copy, task));
     if (copy->has_moved)
@@ -341,10 +352,9 @@ static bool step(tb__task *task) {
     bool did = tb__flow_step(copy->flow, true);
     did |= tb__flow_step(copy->flow, false);
     look_at_legs(copy);
-    if (copy->has_moved) {
-        task->deadline_ms = INT64_MAX;
+    task->deadline_ms = next_look(copy);
+    if (copy->has_moved)
         tb__engine_signal(copy->world->engine);
-    }
     return did || copy->has_moved;
 }
 
@@ -357,7 +367,7 @@ void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
     if (copy->peers[peer].lost_why)
         tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);
     else
-        tb__flow_gone(copy->flow, peer, 1, "");
+        tb__flow_gone(copy->flow, peer, 1, &(tb__failure){.why = ""});
 }
 
 static void begin(tb_copy *copy) {
@@ -414,16 +424,15 @@ tb_status tb__copy_move(tb_copy *copy) {
         copy->copies_local = false;
         tb__engine_signal(copy->world->engine); /* somebody may wait for the memory */
         if (status == TB_OK)
-            status = tb__copy_check_gone(copy);
+            status = tb__copy_check_invalidated(copy);
         if (status != TB_OK)
             tb__copy_abort(copy, status);
     }
     local_fini(&l);
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (copy->flow)
         end(copy);
     if (status != TB_OK)
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     return copy->status == TB_OK ? TB_OK : tb__fail(copy->status, "%s", copy->moved_why);
 }

@@ -3,6 +3,8 @@
  * seat that found something. */
 #include "copy/copy.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -56,15 +58,9 @@ tb_status tb_copy_submit_recv(tb_copy *copy, const tb_copy_view *views, size_t n
 
 /* The first operation with a seat that is not below this one. */
 static size_t first_of(const tb__copy_list *list, int32_t seat) {
-    size_t low = 0, high = list->ops.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (list->ops.item[middle].seat < seat)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t i = 0;
+    TB_BISECT(i, list->ops.count, list->ops.item[i].seat >= seat);
+    return i;
 }
 
 tb__match_end tb__copy_end(tb_copy *copy, bool is_send, int32_t seat) {
@@ -139,7 +135,7 @@ static tb_status check_own(tb_copy *copy) {
     sort(&copy->sends);
     sort(&copy->recvs);
     TB_TRY(check_ids(copy));
-    TB_TRY(tb__copy_check_gone(copy));
+    TB_TRY(tb__copy_check_invalidated(copy));
     tb__match_end sender = tb__copy_end(copy, true, copy->index), receiver = tb__copy_end(copy, false, copy->index);
     TB_TRY(tb__match_ends(&sender, &receiver));
     tb_status status = tb__copy_check_memory(copy);

@@ -502,7 +502,7 @@ static void a_rank_does_not_open(void **state) {
     run_ranks(open_alone, 3, 0, NULL);
 }
 
-/* ---- Memory that is taken away --------------------------------------------------------------------------------- */
+/* ---- Memory that is invalidated --------------------------------------------------------------------------------- */
 
 typedef struct runner {
     tb_copy *copy;
@@ -518,7 +518,7 @@ static void *run_elsewhere(void *arg) {
     return NULL;
 }
 
-/* Rank 0 takes away what it has submitted: before the run, or while the run waits for rank 1. Both fail by name, and
+/* Rank 0 invalidates what it has submitted: before the run, or while the run waits for rank 1. Both fail by name, and
  * nothing is read or written. Then all is well again. */
 static void taken_away(rank *r) {
     enum { N = 1000 };

@@ -1,6 +1,7 @@
 /* Views become comparable, operations are paired by id, shapes are split until they are equal. */
 #include "copy/match.h"
 
+#include "base/int.h"
 #include "layout/overlap.h"
 
 #include <inttypes.h>
@@ -103,10 +104,6 @@ tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out) {
 
 /* ---- Shapes ---------------------------------------------------------------------------------------------------- */
 
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
 /* From the last dimension on: of two lengths the shorter one must divide the longer one, whose rest meets the next. */
 static bool refine(const tb_shape *a, const tb_shape *b, tb_shape *out) {
     int64_t dims[2 * TB_MAX_DIMS], left_a = 1, left_b = 1;
@@ -120,7 +117,7 @@ static bool refine(const tb_shape *a, const tb_shape *b, tb_shape *out) {
             left_a = a->dim[--i];
         while (left_b == 1 && j > 0)
             left_b = b->dim[--j];
-        int64_t step = min64(left_a, left_b);
+        int64_t step = tb__min64(left_a, left_b);
         if (step == 1)
             break;
         if (left_a % step || left_b % step || n == TB_MAX_DIMS)

@@ -12,8 +12,8 @@ typedef struct tb__match_view {
     tb_shape shape; /* at least one dimension; [0] if it has no elements */
     int64_t nbytes; /* follows from the above */
     int64_t strides[TB_MAX_DIMS];
-    tb_shape common; /* of a pair that was matched: the shape in which both ends see it */
-    bool is_gone;    /* its memory was taken away */
+    tb_shape common;     /* of a pair that was matched: the shape in which both ends see it */
+    bool is_invalidated; /* its memory was */
 } tb__match_view;
 
 typedef struct tb__match_op {

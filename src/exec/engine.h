@@ -50,9 +50,10 @@ typedef struct tb__peer {
     int32_t wire;     /* what transports call it: no other incarnation has that number */
     uint64_t contact; /* a hash of it */
     const tb_transport *transport;
-    char *label;  /* "rank 6 (inference 2)" */
-    char *host;   /* the host's id */
-    bool is_lost; /* and why */
+    char *label;         /* "rank 6 (inference 2)" */
+    unsigned long patch; /* the last number of its version */
+    char *host;          /* the host's id */
+    bool is_lost;        /* and why */
     char *why;
     size_t nunsent;    /* messages to it that the transport has not taken yet */
     bool is_told;      /* the ports have been told so */

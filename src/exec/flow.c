@@ -249,8 +249,10 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
         tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
         if (!is_send) /* first: whoever is prepared need not ask any more */
             tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
-        if (told)
+        if (told) {
             tell_abort(flow, leg->attempt, leg->number, status, told);
+            tb__flow_await_heard(flow, is_send);
+        }
     }
     if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
         note_torn(flow);
@@ -345,53 +347,61 @@ void tb__flow_break(tb__flow *flow, tb_status status) {
 
 /* The member takes no further part, for the reason in tb_error_detail. Legs that still need it fail by that, at their
  * next step. */
-static void drop_member(tb__flow *flow, member *m, bool is_orderly) {
+static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_orderly) {
     if (m->is_gone)
         return;
     m->is_gone = true;
+    m->gone_status = status;
     m->gone_why = tb__strdup(tb_error_detail());
     m->lost_ms = is_orderly ? 0 : tb__now_ms();
     flow->ngone++;
     tb__flow_drop_sends(flow, m);
     tb__flow_read_word(flow, m);
     tb__flow_conclude_gone(flow, m);
-    for (int is_send = 0; is_send < 2 && !is_orderly; is_send++) {
-        tb__leg *leg = tb__flow_leg(flow, is_send);
-        if (leg->is_under_way && !leg->attempt && !leg->wake_ms)
-            leg->wake_ms = m->lost_ms + DOUBT_MS;
-    }
     tb__engine_wake(flow->o.engine);
 }
 
 tb_status tb__member_is_gone(const member *m) {
-    return tb__fail(TB_LOST, "%s", m->gone_why ? m->gone_why : m->peer->label);
+    return tb__fail(m->gone_status, "%s", m->gone_why ? m->gone_why : m->peer->label);
 }
 
 void tb__flow_lost(tb__flow *flow, size_t position) {
     member *m = &flow->members[position];
     tb__set_detail("%s was lost during %s: %s", m->peer->label, flow->what, m->peer->why ? m->peer->why : "?");
-    drop_member(flow, m, false);
+    drop_member(flow, m, TB_LOST, false);
 }
 
 void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
     tb__set_detail("%s", why);
-    drop_member(flow, &flow->members[position], false);
+    drop_member(flow, &flow->members[position], TB_LOST, false);
 }
 
-void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const char *why) {
+/* The one who leaves may have heard before this rank why the transfer has failed, so it says that, too. Memory that was
+ * taken away stays away: this is the reason for transfers that would follow, too. */
+void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
     member *m = &flow->members[position];
+    tb_status status = last->status == TB_INVALID ? TB_INVALID : TB_LOST;
     flow->started = started > flow->started ? started : flow->started;
-    tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *why ? ": " : "", why);
-    drop_member(flow, m, true);
+    if (last->attempt)
+        tb__flow_note_abort(flow, last->attempt, last->number, last->status, last->why);
+    if (status == TB_INVALID)
+        tb__set_detail("%s", last->why);
+    else
+        tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *last->why ? ": " : "", last->why);
+    drop_member(flow, m, status, true);
 }
 
 uint64_t tb__flow_started(const tb__flow *flow) {
     return flow->started;
 }
 
-/* Its last word may come before the lead's about the transfer that it has done its part in. */
-const char *tb__flow_last_failure(const tb__flow *flow) {
-    return flow->send.status != TB_OK ? flow->send.why : flow->recv.status != TB_OK ? flow->recv.why : "";
+/* That tensors are torn is not said to others. A rank that is in doubt does not say that the attempt has failed. */
+tb__failure tb__flow_last_failure(const tb__flow *flow) {
+    const tb__leg *leg = flow->send.status != TB_OK ? &flow->send : &flow->recv;
+    const tb__abort *abort = leg->status != TB_IN_DOUBT ? tb__flow_find_abort(flow, leg->attempt) : NULL;
+    if (leg->status == TB_OK || !abort)
+        return (tb__failure){.status = leg->status, .why = leg->status == TB_OK ? "" : leg->why};
+    return (tb__failure){leg->status, abort->why, leg->attempt, leg->number};
 }
 
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
@@ -399,17 +409,32 @@ bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
 }
 
 /* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
- * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it. */
+ * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it:
+ * the leg is stepped again when that is over. */
 static const member *find_needed(tb__flow *flow, bool is_send) {
-    const tb__leg *leg = tb__flow_leg(flow, is_send);
+    tb__leg *leg = tb__flow_leg(flow, is_send);
     bool is_idle = !leg->attempt && *tb__flow_last_of(flow, is_send) >= flow->started;
+    int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
     for (size_t i = 0; i < flow->nmembers; i++) {
         const member *m = &flow->members[i];
-        bool is_over = m->lost_ms == 0 || i == flow->o.lead || tb__now_ms() >= m->lost_ms + DOUBT_MS;
-        if (m->is_gone && ((is_idle && is_over) || tb__flow_needs(flow, is_send, m)))
+        int64_t over_ms = m->lost_ms == 0 || i == flow->o.lead ? 0 : m->lost_ms + DOUBT_MS;
+        if (m->is_gone && ((is_idle && now_ms >= over_ms) || tb__flow_needs(flow, is_send, m)))
             return m;
+        wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
     }
+    if (!leg->attempt)
+        leg->wake_ms = is_idle ? wake_ms : 0;
     return NULL;
+}
+
+/* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
+ * that is why others leave. */
+static tb_status fail_without(const tb__flow *flow, bool is_send, const member *gone) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    uint64_t last = is_send ? flow->last_sent : flow->last_received;
+    const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
+    bool has_reason = before && before->status == TB_INVALID;
+    return has_reason ? tb__fail(before->status, "%s", before->why) : tb__member_is_gone(gone);
 }
 
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
@@ -441,13 +466,13 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
         return tb__fail(abort->status, "%s", abort->why);
     }
     *tells = true;
-    if (leg->memory_gone)
+    if (leg->memory_invalidated)
         return tb__flow_check_memory(flow, is_send);
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
     if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
         gone = tb__flow_find_deserter(flow);
     if (gone)
-        return tb__member_is_gone(gone);
+        return fail_without(flow, is_send, gone);
     if (leg->is_cancelled)
         return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     return TB_OK;
@@ -456,8 +481,10 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
 bool tb__flow_step(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool tells;
-    if (!leg->is_under_way || leg->is_ending)
+    if (leg->is_ending)
         return false;
+    if (!leg->is_under_way)
+        return tb__flow_step_telling(flow, is_send);
     if (leg->is_complete)
         return step_complete(flow, is_send);
     if (!is_send && flow->is_prepared)
@@ -473,6 +500,10 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         char why[TB__WHY_MAX];
         snprintf(why, sizeof why, "%s", leg->why);
         tb__flow_abort(flow, is_send, tb__fail(leg->doubt, "%s", why));
+        return true;
+    }
+    if (!flow->is_planned) { /* only the plan says who is needed, and it may be gone already: the next step looks */
+        (void)tb__flow_ensure_plan(flow, leg);
         return true;
     }
     return is_send ? tb__flow_step_send(flow) : tb__flow_step_recv(flow);
@@ -498,6 +529,8 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
         break_flow(flow, tb__fail(status, "%s", why), false);
     else
         tb__flow_note_abort(flow, attempt, number, status, why);
+    if (attempt != 0)
+        tb__flow_confirm_abort(flow, from, attempt);
     return true;
 }
 
@@ -542,6 +575,9 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_COMMITTED:
         tb__flow_on_committed(flow, from, attempt);
         return from->is_reader;
+    case MESSAGE_HEARD:
+        tb__flow_on_heard(from, attempt);
+        return true;
     case MESSAGE_KINDS:
         break;
     }

@@ -9,7 +9,7 @@
  * copy straight from the feeders' memory; what can't be reached is packed into staging memory, announced (BUCKET),
  * asked for (GO) and sent. A reader that has all it gets from a feeder completes the exposure, by compare-and-set of a
  * word in the feeder's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
- * exposed.
+ * exposed; they confirm that they know it (HEARD).
  *
  * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
  * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are
@@ -78,7 +78,8 @@ typedef struct tb__flow_tensor {
     bool is_gathered;
     bool has_own_shadow; /* in a shadowed receive somebody else takes it to its place */
     size_t slot_offset;
-    const bool *src_gone, *dst_gone; /* whether the program has taken its memory away; borrowed. NULL: it never does */
+    const bool *src_invalidated,
+        *dst_invalidated; /* whether the program has taken its memory away; borrowed. NULL: it never does */
 } tb__flow_tensor;
 
 typedef struct tb__flow_opts {
@@ -121,15 +122,23 @@ void tb__flow_destroy(tb__flow *flow);
 /* A message of a peer's; begins with its kind. False: it makes no sense, and tb_error_detail may say more. */
 bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
 
+/* How a rank's last transfer has failed. */
+typedef struct tb__failure {
+    tb_status status; /* TB_OK: it has not */
+    const char *why;  /* never NULL */
+    uint64_t attempt; /* 0: it had none, or may have been committed on others */
+    uint64_t number;
+} tb__failure;
+
 /* A peer takes no further part: transfers that it has done its part in go on, others fail, and none is begun any more.
- * It is lost; or another one is lost, and this one says so in its own words; or it leaves in an orderly way. Then so
- * many had been started, as far as it knew. */
+ * It is lost; or another one is lost, and this one says so in its own words; or it leaves in an orderly way. Then it
+ * says how many transfers had been started, as far as it knew, and how its last one failed, of which this rank may not
+ * have heard yet. */
 void tb__flow_lost(tb__flow *flow, size_t peer);
 void tb__flow_failed(tb__flow *flow, size_t peer, const char *why);
-void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started, const char *why); /* "": for no reason */
+void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started, const tb__failure *last);
 
-/* Why the last transfer failed; "": it did not. */
-const char *tb__flow_last_failure(const tb__flow *flow);
+tb__failure tb__flow_last_failure(const tb__flow *flow);
 uint64_t tb__flow_started(const tb__flow *flow);
 
 /* Nothing will move any more, for the reason in tb_error_detail. */
@@ -149,9 +158,10 @@ enum { TB__WHY_MAX = 512 };
 /* One rank's part in one transfer. */
 typedef struct tb__leg {
     bool is_under_way;
-    bool is_cancelled; /* set by anyone, to be noticed by the next step */
-    bool memory_gone;  /* likewise: memory that it uses was taken away */
-    tb_status status;  /* of one that failed; the sentence is in `why` */
+    bool is_telling;         /* it has failed, and waits until its peers have heard of it */
+    bool is_cancelled;       /* set by anyone, to be noticed by the next step */
+    bool memory_invalidated; /* likewise: memory that it uses was invalidated */
+    tb_status status;        /* of one that failed; the sentence is in `why` */
     char why[TB__WHY_MAX];
     uint64_t attempt; /* 0: not begun */
     uint64_t number;  /* of a send: what it is called, as far as this rank knows */
@@ -176,6 +186,10 @@ typedef struct tb__leg {
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
 
+static inline bool tb__leg_has_ended(const tb__leg *leg) {
+    return !leg->is_under_way && !leg->is_telling;
+}
+
 /* Begins the next transfer. Its end, good or bad, is told by the leg. `number` is what a send is called: all are told
  * that of the rank which issues attempts. It grows from one to the next. Other senders count for themselves: by that
  * they know a transfer of theirs that was given up before they came, and don't send it as the next one. */
@@ -194,13 +208,14 @@ uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
 bool tb__flow_step(tb__flow *flow, bool is_send);
 
 /* Fails the leg, here and at the peers, with the sentence in tb_error_detail. Nothing of it is read or written when
- * this returns, unless a step is under way. One that is prepared stays under way until it is decided. */
+ * this returns, unless a step is under way. One that is prepared stays under way until it is decided. It has ended when
+ * the peers have confirmed that they heard of it: then a receive that begins later, anywhere, does not fail by it. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
 
-/* The program has taken memory of tensors away (src_gone, dst_gone). Asks the legs that use it to end, by name. Returns
- * whether one of them may still read or write it, of which `tensor` is the name then. A later leg fails before it uses
- * the memory. */
-bool tb__flow_memory_gone(tb__flow *flow, const char **tensor);
+/* The program has taken memory of tensors away (src_invalidated, dst_invalidated). Asks the legs that use it to end, by
+ * name. Returns whether one of them may still read or write it, of which `tensor` is the name then. A later leg fails
+ * before it uses the memory. */
+bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor);
 
 /* Adds to the sentence who is being waited for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);

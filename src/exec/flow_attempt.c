@@ -3,9 +3,11 @@
  * few reasons; neighbours among the older ones become one entry. */
 #include "exec/flow_inside.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
-enum { MOST_ABORTS = 64, MOST_STARTS = 64 };
+enum { MOST_ABORTS = 64, MOST_STARTS = 64, HEAR_MS = 1000 };
 
 /* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
@@ -52,15 +54,9 @@ uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
 
 /* The first entry that does not lie before the attempt. */
 static size_t find_place(const tb__flow *flow, uint64_t attempt) {
-    size_t low = 0, high = flow->aborts.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (flow->aborts.item[middle].last < attempt)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t i = 0;
+    TB_BISECT(i, flow->aborts.count, flow->aborts.item[i].last >= attempt);
+    return i;
 }
 
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt) {
@@ -149,4 +145,51 @@ void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
         leg->number = abort->number - back;
         return;
     }
+}
+
+/* ---- Who has heard of an end ------------------------------------------------------------------------------------ */
+
+/* Ranks of 0.1.0 do not know these messages. In a flow where nobody issues numbers, no attempt follows that could be
+ * mistaken for another. */
+static bool confirms(const tb__flow *flow, const member *m) {
+    return m->peer->patch >= 1 && flow->o.lead < flow->nmembers;
+}
+
+void tb__flow_confirm_abort(tb__flow *flow, member *to, uint64_t attempt) {
+    if (confirms(flow, to))
+        tb__flow_tell(flow, to, MESSAGE_HEARD, attempt);
+}
+
+void tb__flow_on_heard(member *from, uint64_t attempt) {
+    for (int is_send = 0; is_send < 2; is_send++) {
+        if (from->unheard[is_send] == attempt)
+            from->unheard[is_send] = 0;
+    }
+}
+
+/* A rank that has heard of the end before it begins to receive passes over the attempt. So the leg has not ended, for
+ * its user, before all have. One that is silent is not waited for much longer. */
+void tb__flow_await_heard(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    leg->wake_ms = tb__now_ms() + HEAR_MS;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        bool is_asked = i != flow->self && confirms(flow, &flow->members[i]);
+        flow->members[i].unheard[is_send] = is_asked ? leg->attempt : 0;
+        leg->is_telling |= is_asked;
+    }
+}
+
+/* Where nothing can be begun any more, nobody has to hear. */
+bool tb__flow_step_telling(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool is_over = flow->broken != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->wake_ms;
+    if (!leg->is_telling)
+        return false;
+    for (size_t i = 0; i < flow->nmembers && !is_over; i++) {
+        if (flow->members[i].unheard[is_send] != 0)
+            return false;
+    }
+    leg->is_telling = false;
+    leg->wake_ms = 0;
+    return true;
 }

@@ -241,8 +241,8 @@ static void end_aborted(tb__flow *flow) {
     tb__flow_end_leg(flow, false, tb__fail(flow->verdict.status, "%s", flow->verdict.why), flow->verdict.why);
 }
 
-/* From the shadow into the tensors. Fails only where the tensors' memory was taken away, or there is no memory to begin
- * with. `end` is called when it is done. */
+/* From the shadow into the tensors. Fails only where the tensors' memory was invalidated, or there is no memory to
+ * begin with. `end` is called when it is done. */
 static tb_status begin_commit(tb__flow *flow, uint64_t attempt, void (*end)(copying *c, tb_status status)) {
     tb_status status = tb__flow_check_memory(flow, false);
     copying *c = status == TB_OK ? tb__flow_new_copying(flow, false, COPY_COMMIT, 0) : NULL;
@@ -318,7 +318,7 @@ static void end_committed(tb__flow *flow) {
 
 static bool is_held(const tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
-    return leg->holds && !leg->may_proceed && !leg->is_cancelled && !leg->memory_gone;
+    return leg->holds && !leg->may_proceed && !leg->is_cancelled && !leg->memory_invalidated;
 }
 
 /* Others are told at once, whatever holds this rank back. */

@@ -585,7 +585,7 @@ static tb_status code_entry(tb__flow *flow, const tb_bucket_entry *entry, char *
 /* Whether the leg still wants what is being converted. */
 static tb_status check_wanted(const tb__flow *flow, bool is_send) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
-    if (leg->memory_gone)
+    if (leg->memory_invalidated)
         return tb__flow_check_memory(flow, is_send);
     return leg->is_cancelled ? tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what)
                              : TB_OK;

@@ -1,6 +1,8 @@
 /* Groups: what arrives together, how many may be under way, and those that are gathered and handed on. */
 #include "exec/flow_inside.h"
 
+#include "base/int.h"
+
 static int compare_groups(const void *a, const void *b) {
     const group *x = a, *y = b;
     return (x->number > y->number) - (x->number < y->number);
@@ -31,15 +33,9 @@ static size_t ordinal_at(const tb__flow *flow, size_t at) {
 }
 
 static size_t find_group(const tb__flow *flow, uint32_t number) {
-    size_t low = 0, high = flow->groups.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (flow->groups.item[middle].number < number)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t i = 0;
+    TB_BISECT(i, flow->groups.count, flow->groups.item[i].number >= number);
+    return i;
 }
 
 /* Until when feeders of what is gathered are needed. */

@@ -2,7 +2,7 @@
  * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
  * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
  * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
- * flow_commit.c (shadowed receives), flow_memory.c (memory that the program takes away), flow_unsent.c (messages that
+ * flow_commit.c (shadowed receives), flow_memory.c (memory that the program invalidates), flow_unsent.c (messages that
  * could not be sent), flow_dump.c. */
 #ifndef TB_EXEC_FLOW_INSIDE_H
 #define TB_EXEC_FLOW_INSIDE_H
@@ -28,6 +28,7 @@ typedef enum message_kind {
     MESSAGE_PREPARED,
     MESSAGE_DECIDED,
     MESSAGE_COMMITTED,
+    MESSAGE_HEARD, /* since 0.1.1; a rank of 0.1.0 must not get it */
     MESSAGE_KINDS
 } message_kind;
 
@@ -54,9 +55,11 @@ typedef struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
+    tb_status gone_status;
     char *gone_why;      /* a sentence; NULL: there was no memory for it */
     int64_t lost_ms;     /* when that was noticed; 0: it has left in an orderly way */
     bool missed_message; /* a message to it could not be sent: it has to hear that the flow is broken */
+    uint64_t unheard[2]; /* by leg (is_send): it has not confirmed that this attempt has failed; 0: none */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;
@@ -365,7 +368,7 @@ enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
 const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
 /* Whether the rank is on another host, so that its memory can't be reached. */
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
-/* TB_LOST: that a member is gone, and why. */
+/* That a member is gone, and why. */
 tb_status tb__member_is_gone(const member *m);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
@@ -385,6 +388,11 @@ bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
 /* That the attempt was given up, for legs that have it, or will. */
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
+/* All have been told that the leg has failed: waits until they have heard it. */
+void tb__flow_await_heard(tb__flow *flow, bool is_send);
+void tb__flow_confirm_abort(tb__flow *flow, member *to, uint64_t attempt);
+void tb__flow_on_heard(member *from, uint64_t attempt);
+bool tb__flow_step_telling(tb__flow *flow, bool is_send);
 
 /* flow_wait.c: whether a leg can't end well without the member. */
 bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);
@@ -515,7 +523,7 @@ tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_
 /* flow_unsent.c: breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
 void tb__flow_fail_later(tb__flow *flow, tb_status status);
 
-/* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was taken away. */
+/* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
 
 /* flow_reduce.c */

@@ -1,18 +1,18 @@
-/* Memory that the program takes away while tensors of a flow are in it. Only the driver ends a leg, so a leg that uses
+/* Memory that the program invalidates while tensors of a flow are in it. Only the driver ends a leg, so a leg that uses
  * the memory is marked here, and ends in its next step. Until then it is under way, and may read and write. */
 #include "exec/flow_inside.h"
 
 #include <inttypes.h>
 
-static bool is_gone(const bool *gone) {
-    return gone && *gone;
+static bool is_set(const bool *flag) {
+    return flag && *flag;
 }
 
-/* The first tensor whose source, or target, is gone; NULL: there is none. */
-static const tb__flow_tensor *find_gone(const tb__flow *flow, bool is_src) {
+/* The first tensor whose source, or target, was invalidated; NULL: there is none. */
+static const tb__flow_tensor *find_invalidated(const tb__flow *flow, bool is_src) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
-        if (is_gone(is_src ? t->src_gone : t->dst_gone))
+        if (is_set(is_src ? t->src_invalidated : t->dst_invalidated))
             return t;
     }
     return NULL;
@@ -20,9 +20,9 @@ static const tb__flow_tensor *find_gone(const tb__flow *flow, bool is_src) {
 
 /* A receive that was marked because of this rank's own send, which it reads from, fails by the source. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
-    const tb__flow_tensor *t = find_gone(flow, is_send);
-    if (!t && !is_send && flow->recv.memory_gone)
-        t = find_gone(flow, true);
+    const tb__flow_tensor *t = find_invalidated(flow, is_send);
+    if (!t && !is_send && flow->recv.memory_invalidated)
+        t = find_invalidated(flow, true);
     if (!t)
         return TB_OK;
     return tb__fail(TB_INVALID, "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
@@ -31,14 +31,14 @@ tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
 
 /* What was released, or is in a snapshot, is not read any more. What is prepared is written only if the memory is still
  * there when it is decided. */
-bool tb__flow_memory_gone(tb__flow *flow, const char **tensor) {
-    const tb__flow_tensor *src = find_gone(flow, true), *dst = find_gone(flow, false);
+bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor) {
+    const tb__flow_tensor *src = find_invalidated(flow, true), *dst = find_invalidated(flow, false);
     tb__leg *send = &flow->send, *recv = &flow->recv;
     bool sends = src && send->is_under_way && !send->is_released;
-    send->memory_gone |= sends;
-    recv->memory_gone |= recv->is_under_way && (sends || dst);
-    bool receives = recv->memory_gone && recv->is_under_way && !flow->is_prepared;
-    if (send->memory_gone || recv->memory_gone)
+    send->memory_invalidated |= sends;
+    recv->memory_invalidated |= recv->is_under_way && (sends || dst);
+    bool receives = recv->memory_invalidated && recv->is_under_way && !flow->is_prepared;
+    if (send->memory_invalidated || recv->memory_invalidated)
         tb__engine_wake(flow->o.engine);
     const tb__flow_tensor *used = dst ? dst : src;
     if (used)

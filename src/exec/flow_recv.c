@@ -323,22 +323,20 @@ static bool has_all(const tb__flow *flow) {
 
 static bool step(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
-    if (!tb__flow_ensure_plan(flow, leg) || tb__flow_try_reach(flow))
+    if (tb__flow_try_reach(flow))
         return true;
     if (!flow->is_reached)
         return false;
-    tb_status status = TB_OK;
     if (!leg->attempt) {
         if (!tb__flow_take_attempt(flow, false))
             return false;
-        status = open_transfer(flow);
-        if (status != TB_OK) {
-            tb__flow_abort(flow, false, status);
-            return true;
-        }
+        tb_status opened = open_transfer(flow);
+        if (opened != TB_OK)
+            tb__flow_abort(flow, false, opened);
+        return true; /* from now on it needs others than before, who may be gone already: the next step looks */
     }
     bool did = false;
-    status = tb__flow_hand_on(flow, &did);
+    tb_status status = tb__flow_hand_on(flow, &did);
     if (status != TB_OK) {
         tb__flow_abort(flow, false, status);
         return true;

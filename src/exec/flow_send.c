@@ -94,6 +94,7 @@ static tb_status expose(tb__flow *flow) {
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
     if (!flow->send_is_exposed || flow->send.attempt != attempt || from->is_done || !from->is_reader)
         return;
+    tb__flow_on_stashed(flow, from, attempt); /* of one that is gone, the message may be lost */
     from->is_done = true;
     flow->readers_left--;
     flow->send.bytes_done += from->reads_nbytes;
@@ -132,8 +133,6 @@ void tb__flow_revoke(tb__flow *flow) {
 
 bool tb__flow_step_send(tb__flow *flow) {
     tb__leg *leg = &flow->send;
-    if (!tb__flow_ensure_plan(flow, leg))
-        return true;
     tb_status status = tb__flow_send_binds(flow);
     if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !all_have_reach(flow)))
         return false;

@@ -93,6 +93,11 @@ bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
     return has_more(flow, false, m) || has_to_send(flow, false, m);
 }
 
+/* That the leg has failed. */
+static bool has_to_hear(const tb__flow *flow, bool is_send, const member *m) {
+    return (is_send ? &flow->send : &flow->recv)->is_telling && m->unheard[is_send] != 0;
+}
+
 /* The first member of which it is true, and how many others there are. */
 static const char *find_awaited(const tb__flow *flow, bool is_send, wait_test *is_awaited, size_t *others) {
     const char *first = NULL;
@@ -107,6 +112,8 @@ static const char *find_awaited(const tb__flow *flow, bool is_send, wait_test *i
 }
 
 static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test) {
+    if (test == has_to_hear)
+        return "to hear that it has failed";
     if (test == has_to_take)
         return "to receive";
     if (!is_send)
@@ -117,7 +124,7 @@ static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test)
 }
 
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
-    static wait_test *const tests[] = {has_to_come, has_to_send, has_to_take, has_more};
+    static wait_test *const tests[] = {has_to_hear, has_to_come, has_to_send, has_to_take, has_more};
     const size_t ntests = sizeof tests / sizeof *tests;
     const char *first = NULL;
     size_t others = 0, i = 0;

@@ -206,10 +206,12 @@ static void on_body(tb_op *op) {
     if (op->status == TB_OK) {
         uint64_t nbytes;
         uint32_t port = frame_port(peer, &nbytes);
-        if (op->nbytes == nbytes)
+        if (op->nbytes == nbytes) {
             deliver(peer, port, body, nbytes);
-        else
-            break_off(peer, "it sent less than it said");
+        } else {
+            tb__set_detail("truncated message: got %zu of %" PRIu64 " bytes", op->nbytes, nbytes);
+            break_off(peer, tb_error_detail());
+        }
         receive_frame(peer);
     } else {
         free_inbox(peer);
@@ -220,19 +222,30 @@ static void on_body(tb_op *op) {
 static void on_frame(tb_op *op) {
     tb__peer *peer = op->arg;
     if (op->status != TB_OK) {
+        if (op->status == TB_TOO_BIG)
+            tb__set_detail("oversized frame: got %zu bytes, %d are allowed", op->nbytes, FRAME_ROOM);
+        else
+            tb__set_detail("its frame can't be received: %s", tb_status_string(op->status));
         if (op->status != TB_LOST && op->status != TB_CANCELLED)
-            break_off(peer, "it sent what makes no sense");
+            break_off(peer, tb_error_detail());
         free_inbox(peer);
         return;
     }
     uint64_t nbytes;
     uint32_t port = frame_port(peer, &nbytes);
-    size_t behind = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0;
-    if (op->nbytes >= FRAME_HEADER && nbytes == behind) {
+    size_t held = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0; /* of the message */
+    if (op->nbytes < FRAME_HEADER) {
+        tb__set_detail("truncated frame: got %zu of %d bytes", op->nbytes, FRAME_HEADER);
+        break_off(peer, tb_error_detail());
+    } else if (nbytes == held) {
         deliver(peer, port, peer->inbox + FRAME_HEADER, nbytes);
         receive_frame(peer);
-    } else if (op->nbytes != FRAME_HEADER || nbytes > MAX_MESSAGE) {
-        break_off(peer, "it sent what makes no sense");
+    } else if (held > 0) {
+        tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes and holds %zu", nbytes, held);
+        break_off(peer, tb_error_detail());
+    } else if (nbytes > MAX_MESSAGE) {
+        tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes, %d are allowed", nbytes, MAX_MESSAGE);
+        break_off(peer, tb_error_detail());
     } else {
         receive_body(peer);
     }
@@ -494,6 +507,7 @@ tb_status tb__engine_connect(tb__engine *engine, int32_t rank, uint64_t incarnat
     peer->incarnation = incarnation;
     peer->wire = wire;
     peer->contact = hash;
+    peer->patch = strtoul(strrchr(version, '.') + 1, NULL, 10); /* what comes before it is as in ours */
     peer->transport = transport;
     peer->label = tb__strdup(label);
     peer->host = strndup(host, TB__CONTACT_PREFIX);

@@ -1,8 +1,6 @@
 /* Models of one file or several, seen as one set of tensors. */
 #include "format/checkpoint.h"
 
-#include "base/descriptors.h"
-
 #include <errno.h>
 #include <inttypes.h>
 #include <jansson.h>
@@ -32,10 +30,10 @@ static tb_status look_into(const char *dir, tb__checkpoint_kind *out) {
     TB_TRY(tb__rank_files_init(dir, &ranks));
     bool has_ranks = ranks.count > 0;
     tb__rank_files_fini(&ranks);
-    if (!has_ranks) {
-        tb__set_detail("it holds no " TB__MODEL_FILE ", no " TB__MODEL_INDEX " and no rank_0.safetensors or the like");
-        return tb__file_fail(TB_INVALID, dir);
-    }
+    if (!has_ranks)
+        return tb__file_fail(TB_INVALID, dir,
+                             "it holds no " TB__MODEL_FILE ", no " TB__MODEL_INDEX
+                             " and no rank_0.safetensors or the like");
     *out = TB__CHECKPOINT_RANKS;
     return TB_OK;
 }
@@ -44,16 +42,13 @@ tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out) {
     struct stat about;
     if (stat(path, &about) != 0) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
-        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
-        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, path);
+        return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, path, "can't be opened");
     }
     if (S_ISDIR(about.st_mode))
         return look_into(path, out);
     const char *slash = strrchr(path, '/');
-    if (strcmp(slash ? slash + 1 : path, TB__MODEL_INDEX) == 0) {
-        tb__set_detail("it is an index; the model is the directory that it is in");
-        return tb__file_fail(TB_INVALID, path);
-    }
+    if (strcmp(slash ? slash + 1 : path, TB__MODEL_INDEX) == 0)
+        return tb__file_fail(TB_INVALID, path, "it is an index; the model is the directory that it is in");
     *out = TB__CHECKPOINT_FILE;
     return TB_OK;
 }
@@ -121,10 +116,9 @@ static tb_status open_part(tb__checkpoint *c, const char *dir, const entry *entr
     const tb__safetensors *file = c->files[c->nfiles++];
     for (size_t i = 0; i < n; i++) {
         const tb__safetensor *t = tb__safetensors_find(&file->header, entries[i].name);
-        if (!t) {
-            tb__set_detail("tensor '%.100s' is not in it, but the index says so", entries[i].name);
-            return tb__file_fail(TB_INVALID, file->path);
-        }
+        if (!t)
+            return tb__file_fail(TB_INVALID, file->path, "tensor '%.100s' is not in it, but the index says so",
+                                 entries[i].name);
         tensors[i] = (tb__checkpoint_tensor){t, c->nfiles - 1};
         if (t->nbytes > (INT64_C(1) << 62) - c->nbytes)
             return tb__fail(TB_TOO_BIG, "the tensors have more than 2^62 bytes together");
@@ -160,18 +154,17 @@ static tb_status read_index(const char *path, json_t **out) {
     char *text = NULL;
     tb_status status = TB_OK;
     if (nbytes > TB__SAFETENSORS_MAX_HEADER) {
-        tb__set_detail("an index of %" PRId64 " bytes is more than is read (%d)", nbytes, TB__SAFETENSORS_MAX_HEADER);
-        status = tb__file_fail(TB_INVALID, path);
+        status = tb__file_fail(TB_INVALID, path, "an index of %" PRId64 " bytes is more than is read (%d)", nbytes,
+                               TB__SAFETENSORS_MAX_HEADER);
     } else if (!(text = tb__malloc((size_t)nbytes, 1))) {
         status = TB_NO_MEMORY;
     } else {
         status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
     }
     close(fd);
-    if (status == TB_OK && !(*out = json_loadb(text, (size_t)nbytes, JSON_REJECT_DUPLICATES, &error))) {
-        tb__set_detail("it is not JSON, at byte %d: %s", error.position, error.text);
-        status = tb__file_fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID, path);
-    }
+    if (status == TB_OK && !(*out = json_loadb(text, (size_t)nbytes, JSON_REJECT_DUPLICATES, &error)))
+        status = tb__file_fail(json_error_code(&error) == json_error_out_of_memory ? TB_NO_MEMORY : TB_INVALID, path,
+                               "it is not JSON, at byte %d: %s", error.position, error.text);
     free(text);
     return status;
 }
@@ -179,10 +172,8 @@ static tb_status read_index(const char *path, json_t **out) {
 static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path, const json_t *json) {
     const json_t *map = json_object_get(json, "weight_map");
     const json_t *total = json_object_get(json_object_get(json, "metadata"), "total_size");
-    if (!json_is_object(map)) {
-        tb__set_detail("'weight_map' is missing or not an object");
-        return tb__file_fail(TB_INVALID, path);
-    }
+    if (!json_is_object(map))
+        return tb__file_fail(TB_INVALID, path, "'weight_map' is missing or not an object");
     if (json_is_integer(total) && json_integer_value(total) >= 0)
         c->index_nbytes = json_integer_value(total);
     else if (json_is_real(total) && json_real_value(total) >= 0 && json_real_value(total) < 0x1p62)
@@ -193,7 +184,7 @@ static tb_status open_index(tb__checkpoint *c, const char *dir, const char *path
         return TB_NO_MEMORY;
     tb_status status = read_entries(json, entries);
     if (status != TB_OK)
-        tb__file_fail(status, path);
+        tb__file_fail_within(status, path);
     if (status == TB_OK) {
         qsort(entries, count, sizeof *entries, compare_entries);
         status = open_parts(c, dir, entries, count);
@@ -209,16 +200,6 @@ typedef TB_VEC(tb__unindexed) unindexed_list;
 static const char *base_name(const tb__safetensors *file) {
     const char *slash = strrchr(file->path, '/');
     return slash ? slash + 1 : file->path;
-}
-
-static tb_status keep_string(tb__checkpoint *c, const char *string, const char **out) {
-    size_t nbytes = strlen(string) + 1;
-    char *kept = tb__arena_alloc(&c->arena, nbytes, 1);
-    if (!kept)
-        return TB_NO_MEMORY;
-    memcpy(kept, string, nbytes);
-    *out = kept;
-    return TB_OK;
 }
 
 static const char *indexed_in(const tb__checkpoint *c, const char *name) {
@@ -251,18 +232,15 @@ static tb_status list_stray(tb__checkpoint *c, const char *dir, const char *name
     free(path);
     if (is_dir || status == TB_NO_MEMORY)
         return status;
-    status = keep_string(c, name, &item.file);
-    if (status == TB_OK && !file)
-        status = tb__vec_push(out, item) ? TB_OK : TB_NO_MEMORY;
-    for (size_t i = 0; file && i < file->header.count && status == TB_OK; i++) {
-        status = keep_string(c, file->header.by_name[i]->name, &item.name);
-        if (status == TB_OK) {
-            item.indexed_in = indexed_in(c, item.name);
-            status = tb__vec_push(out, item) ? TB_OK : TB_NO_MEMORY;
-        }
+    item.file = tb__arena_strdup(&c->arena, name);
+    bool has_room = item.file && (file || tb__vec_push(out, item));
+    for (size_t i = 0; file && i < file->header.count && has_room; i++) {
+        item.name = tb__arena_strdup(&c->arena, file->header.by_name[i]->name);
+        item.indexed_in = item.name ? indexed_in(c, item.name) : NULL;
+        has_room = item.name && tb__vec_push(out, item);
     }
     tb__safetensors_close(file);
-    return status;
+    return has_room ? TB_OK : TB_NO_MEMORY;
 }
 
 int tb__checkpoint_is_part(const struct dirent *e) {
@@ -274,10 +252,8 @@ int tb__checkpoint_is_part(const struct dirent *e) {
 static tb_status list_strays(tb__checkpoint *c, const char *dir, unindexed_list *out) {
     struct dirent **entries;
     int n = scandir(dir, &entries, tb__checkpoint_is_part, alphasort);
-    if (n < 0) {
-        tb__set_detail("can't be listed: %s", strerror(errno));
-        return tb__file_fail(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, dir);
-    }
+    if (n < 0)
+        return tb__file_fail_errno(errno == ENOMEM ? TB_NO_MEMORY : TB_IO, dir, "can't be listed");
     tb_status status = TB_OK;
     for (int i = 0; i < n; i++) {
         bool is_named = false;
@@ -305,23 +281,16 @@ static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_
     if (status == TB_NO_MEMORY)
         return status;
     const json_t *map = json_object_get(json, "weight_map");
-    status = TB_OK;
-    if (!json_is_object(map) && !tb__vec_push(out, (tb__unindexed){.file = TB__MODEL_INDEX}))
-        status = TB_NO_MEMORY;
-    for (void *it = json_object_iter((json_t *)map); it && status == TB_OK;
-         it = json_object_iter_next((json_t *)map, it)) {
-        tb__unindexed item = {0};
+    bool has_room = json_is_object(map) || tb__vec_push(out, (tb__unindexed){.file = TB__MODEL_INDEX});
+    for (void *it = json_object_iter((json_t *)map); it && has_room; it = json_object_iter_next((json_t *)map, it)) {
         const char *name = json_object_iter_key(it), *file = json_string_value(json_object_iter_value(it));
         if (!file || tb__checkpoint_find(c, name))
             continue;
-        status = keep_string(c, name, &item.name);
-        if (status == TB_OK)
-            status = keep_string(c, file, &item.file);
-        if (status == TB_OK && !tb__vec_push(out, item))
-            status = TB_NO_MEMORY;
+        tb__unindexed item = {.file = tb__arena_strdup(&c->arena, file), .name = tb__arena_strdup(&c->arena, name)};
+        has_room = item.file && item.name && tb__vec_push(out, item);
     }
     json_decref(json);
-    return status;
+    return has_room ? TB_OK : TB_NO_MEMORY;
 }
 
 /* What would be lost comes first. */
@@ -333,18 +302,6 @@ static int compare_unindexed(const void *left, const void *right) {
     return order ? order : strcmp(a->name ? a->name : "", b->name ? b->name : "");
 }
 
-/* The index and the file itself may both have a tensor in that file. */
-static void keep_each_once(unindexed_list *list) {
-    size_t kept = 0;
-    if (list->count > 0)
-        qsort(list->item, list->count, sizeof *list->item, compare_unindexed);
-    for (size_t i = 0; i < list->count; i++) {
-        if (kept == 0 || compare_unindexed(&list->item[kept - 1], &list->item[i]) != 0)
-            list->item[kept++] = list->item[i];
-    }
-    list->count = kept;
-}
-
 static tb_status list_unindexed(tb__checkpoint *c, const char *dir) {
     unindexed_list list = {0};
     tb_status status = TB_OK;
@@ -354,7 +311,7 @@ static tb_status list_unindexed(tb__checkpoint *c, const char *dir) {
         status = list_other_index(c, dir, &list);
     if (status == TB_OK)
         status = list_strays(c, dir, &list);
-    keep_each_once(&list);
+    tb__vec_sort_unique(&list, compare_unindexed); /* index and file may both have a tensor in that file */
     tb__unindexed *kept = status == TB_OK ? tb__arena_alloc(&c->arena, list.count, sizeof *kept) : NULL;
     if (kept && list.count > 0)
         memcpy(kept, list.item, list.count * sizeof *kept);
@@ -387,7 +344,7 @@ tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *c, const char *d
     else
         tb__set_detail("tensor '%.100s' is in '%.60s', but not in " TB__MODEL_INDEX "%s", first->name, first->file,
                        more);
-    return tb__file_fail(TB_INVALID, dir);
+    return tb__file_fail_within(TB_INVALID, dir);
 }
 
 static tb_status open_kind(tb__checkpoint *c, const char *path) {
@@ -397,8 +354,7 @@ static tb_status open_kind(tb__checkpoint *c, const char *path) {
     case TB__CHECKPOINT_FILE:
         return open_single(c, path);
     case TB__CHECKPOINT_RANKS:
-        tb__set_detail("it holds a file for each rank, not a model");
-        return tb__file_fail(TB_INVALID, path);
+        return tb__file_fail(TB_INVALID, path, "it holds a file for each rank, not a model");
     case TB__CHECKPOINT_MODEL:
     case TB__CHECKPOINT_INDEX:
         break;

@@ -78,7 +78,7 @@ typedef struct tb__rank_files {
     size_t count;
     const tb__rank_file *files; /* by rank; gaps are the caller's to judge */
     size_t nothers;             /* *.safetensors files of no rank */
-    const char *other;          /* the name of the first by strcmp; NULL: there is none */
+    const char **others;        /* their names, by strcmp */
     tb__arena arena;
 } tb__rank_files;
 

@@ -192,6 +192,9 @@ static void rank_sets(void **state) {
     for (size_t i = 0; i < 4; i++)
         assert_int_equal(ranks.files[i].rank, sorted[i]);
     assert_string_equal(ranks.files[2].path, path_in(f, "rank_10.safetensors"));
+    assert_int_equal(ranks.nothers, 2);
+    assert_string_equal(ranks.others[0], "rank.safetensors");
+    assert_string_equal(ranks.others[1], "xrank_4.safetensors");
     tb__rank_files_fini(&ranks);
 
     static const char *const wrong[] = {"rank_07.safetensors",      "rank_x.safetensors", "rank_-1.safetensors",

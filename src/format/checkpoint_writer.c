@@ -1,6 +1,7 @@
 /* Writes a model into one file or several, which all get their names at the end. */
 #include "format/checkpoint.h"
 
+#include "base/text.h"
 #include "format/folder.h"
 
 #include <inttypes.h>
@@ -75,12 +76,9 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
         return TB_NO_MEMORY;
     int64_t total = 0;
     for (size_t i = 0; i < count; i++) {
-        size_t nbytes = strlen(tensors[i].name) + 1;
-        char *name = tb__arena_alloc(&w->arena, nbytes, 1);
+        const char *name = w->names[i] = tb__arena_strdup(&w->arena, tensors[i].name);
         if (!name)
             return TB_NO_MEMORY;
-        memcpy(name, tensors[i].name, nbytes);
-        w->names[i] = name;
         w->seats[i] = (seat){0};
         tb_status status = tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &w->seats[i].nbytes);
         if (status != TB_OK)
@@ -92,18 +90,13 @@ static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *te
     return TB_OK;
 }
 
-static int compare_strings(const void *left, const void *right) {
-    return strcmp(*(const char *const *)left, *(const char *const *)right);
-}
-
 /* Each file's writer sees only its own. */
 static tb_status check_names(const tb__checkpoint_writer *w) {
-    const char **sorted = tb__malloc(w->count, sizeof *sorted);
+    const char **sorted = tb__memdup(w->names, w->count, sizeof *sorted);
     if (!sorted)
         return TB_NO_MEMORY;
     tb_status status = TB_OK;
-    memcpy(sorted, w->names, w->count * sizeof *sorted);
-    qsort(sorted, w->count, sizeof *sorted, compare_strings);
+    qsort(sorted, w->count, sizeof *sorted, tb__compare_strings);
     for (size_t i = 1; i < w->count && status == TB_OK; i++) {
         if (strcmp(sorted[i - 1], sorted[i]) == 0)
             status = tb__fail(TB_INVALID, "there are two tensors '%.100s'", sorted[i]);
@@ -243,7 +236,7 @@ static tb_status write_index(const tb__checkpoint_writer *w, bool sync, tb__draf
 
 static tb_status commit_parts(tb__checkpoint_writer *w) {
     for (size_t k = 0; k < w->nparts; k++) {
-        TB_TRY(tb__safetensors_commit(w->parts[k].writer, false));
+        TB_TRY(tb__safetensors_commit(w->parts[k].writer));
         w->parts[k].is_committed = true;
     }
     return TB_OK;
@@ -257,7 +250,7 @@ tb_status tb__checkpoint_commit(tb__checkpoint_writer *w, bool sync) {
     if (status == TB_OK)
         status = commit_parts(w);
     if (status == TB_OK && w->nparts > 1)
-        status = tb__draft_commit(&index, false);
+        status = tb__draft_commit(&index);
     tb__draft_fini(&index);
     TB_TRY(status);
     w->is_committed = true;

@@ -16,20 +16,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-tb_status tb__file_fail(tb_status status, const char *path) {
+tb_status tb__file_fail_within(tb_status status, const char *path) {
     enum { MOST = 240 }; /* leaves room for the sentence */
-    char inner[512];
-    snprintf(inner, sizeof inner, "%s", tb_error_detail());
+    tb__sentence inner = tb__sentence_kept();
     size_t length = strlen(path);
     const char *end = length > MOST ? path + length - MOST : path;
     while (end > path && (*end & 0xC0) == 0x80) /* not from the middle of a character */
         end++;
-    return tb__fail(status, "%s%s: %s", end > path ? "..." : "", end, inner);
+    return tb__fail(status, "%s%s: %s", end > path ? "..." : "", end, inner.text);
 }
 
-static tb_status fail_errno(tb_status status, const char *path, const char *what) {
-    tb__set_detail("%s: %s", what, tb__errno_text(errno));
-    return tb__file_fail(status, path);
+tb_status tb__file_fail_errno(tb_status status, const char *path, const char *what) {
+    return tb__file_fail(status, path, "%s: %s", what, tb__errno_text(errno));
 }
 
 tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes) {
@@ -37,14 +35,14 @@ tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes) {
     int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe without a writer must not hold us up */
     if (opened < 0) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR || errno == ELOOP || errno == ENAMETOOLONG;
-        return fail_errno(is_missing ? TB_INVALID : TB_IO, path, "can't be opened");
+        return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, path, "can't be opened");
     }
     tb_status status = TB_OK;
     if (fstat(opened, &about) != 0) {
-        status = fail_errno(TB_IO, path, "can't be looked at");
+        status = tb__file_fail_errno(TB_IO, path, "can't be looked at");
     } else if (!S_ISREG(about.st_mode)) {
-        tb__set_detail("it is %s, not a file", S_ISDIR(about.st_mode) ? "a directory" : "a pipe or a device");
-        status = tb__file_fail(TB_INVALID, path);
+        status = tb__file_fail(TB_INVALID, path, "it is %s, not a file",
+                               S_ISDIR(about.st_mode) ? "a directory" : "a pipe or a device");
     }
     if (status != TB_OK) {
         close(opened);
@@ -61,12 +59,10 @@ tb_status tb__file_read(int fd, const char *path, int64_t offset, void *buffer, 
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0)
-            return fail_errno(TB_IO, path, "can't be read");
-        if (n == 0) {
-            tb__set_detail("it ends at byte %" PRId64 "; it became shorter after it was opened",
-                           offset + (int64_t)done);
-            return tb__file_fail(TB_IO, path);
-        }
+            return tb__file_fail_errno(TB_IO, path, "can't be read");
+        if (n == 0)
+            return tb__file_fail(TB_IO, path, "it ends at byte %" PRId64 "; it became shorter after it was opened",
+                                 offset + (int64_t)done);
         done += (size_t)n;
     }
     return TB_OK;
@@ -79,7 +75,7 @@ tb_status tb__file_write(int fd, const char *path, int64_t offset, const void *b
             continue;
         if (n <= 0) {
             errno = n == 0 ? ENOSPC : errno;
-            return fail_errno(TB_IO, path, "can't be written");
+            return tb__file_fail_errno(TB_IO, path, "can't be written");
         }
         done += (size_t)n;
     }
@@ -99,8 +95,8 @@ static size_t directory_length(const char *path) {
     return slash ? (size_t)(slash - path) + 1 : 0;
 }
 
-/* Whether the file stays: one who removes leftovers may have seen it before it was locked. Where there are no locks,
- * nobody removes it. */
+/* False: another process has removed the file as a leftover (tb__leftovers_remove), or is about to: it was not locked
+ * yet. On a file system without locks nothing is removed as a leftover. */
 static bool lock_new(int fd) {
     struct stat about;
     if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
@@ -131,7 +127,7 @@ static tb_status open_temporary(tb__draft *draft) {
     }
     free(draft->temporary);
     draft->temporary = NULL;
-    return fail_errno(TB_IO, draft->path, "can't be created");
+    return tb__file_fail_errno(TB_IO, draft->path, "can't be created");
 }
 
 /* Only what says that there is no room is a failure: not every file system can promise it. */
@@ -139,23 +135,20 @@ static tb_status reserve(const tb__draft *draft, int64_t nbytes) {
     if (nbytes > 0 && fallocate(draft->fd, 0, 0, nbytes) == 0)
         return TB_OK;
     if (nbytes > 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG))
-        return fail_errno(TB_IO, draft->path, "can't be written");
+        return tb__file_fail_errno(TB_IO, draft->path, "can't be written");
     if (ftruncate(draft->fd, nbytes) != 0)
-        return fail_errno(TB_IO, draft->path, "can't be written");
+        return tb__file_fail_errno(TB_IO, draft->path, "can't be written");
     return TB_OK;
 }
 
 tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
     struct stat about;
-    tb__draft made = {.fd = -1, .path = tb__malloc(strlen(path) + 1, 1)};
+    tb__draft made = {.fd = -1, .path = tb__strdup(path)};
     if (!made.path)
         return TB_NO_MEMORY;
-    memcpy(made.path, path, strlen(path) + 1);
     tb_status status = TB_OK;
-    if (stat(path, &about) == 0 && !S_ISREG(about.st_mode)) {
-        tb__set_detail("can't be created: something that is not a file is there");
-        status = tb__file_fail(TB_IO, path);
-    }
+    if (stat(path, &about) == 0 && !S_ISREG(about.st_mode))
+        status = tb__file_fail(TB_IO, path, "can't be created: something that is not a file is there");
     if (status == TB_OK)
         status = open_temporary(&made);
     if (status == TB_OK)
@@ -171,11 +164,11 @@ tb_status tb__draft_flush(tb__draft *draft, bool sync) {
     if (draft->fd < 0)
         return TB_OK;
     if (sync && fsync(draft->fd) != 0)
-        return fail_errno(TB_IO, draft->path, "can't be written to the disk");
+        return tb__file_fail_errno(TB_IO, draft->path, "can't be written to the disk");
     /* Some file systems tell at a close what went wrong before. The lock stays with the other descriptor. */
     int fd = fcntl(draft->fd, F_DUPFD_CLOEXEC, 0);
     bool ok = fd >= 0 && (close(fd) == 0 || errno == EINTR);
-    return ok ? TB_OK : fail_errno(TB_IO, draft->path, "can't be written");
+    return ok ? TB_OK : tb__file_fail_errno(TB_IO, draft->path, "can't be written");
 }
 
 tb_status tb__file_sync_name(const char *path) {
@@ -190,23 +183,23 @@ tb_status tb__file_sync_name(const char *path) {
     TB_TRY(tb__text_take(&text, &dir));
     int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     bool ok = fd >= 0 && (fsync(fd) == 0 || errno == EINVAL); /* some file systems have nothing to sync there */
-    tb_status status = ok ? TB_OK : fail_errno(TB_IO, dir, "can't be written to the disk");
+    tb_status status = ok ? TB_OK : tb__file_fail_errno(TB_IO, dir, "can't be written to the disk");
     if (fd >= 0)
         close(fd);
     free(dir);
     return status;
 }
 
-tb_status tb__draft_commit(tb__draft *draft, bool sync) {
+tb_status tb__draft_commit(tb__draft *draft) {
     if (!draft->temporary)
         return TB_OK;
     if (rename(draft->temporary, draft->path) != 0)
-        return fail_errno(TB_IO, draft->path, "can't be put in its place");
+        return tb__file_fail_errno(TB_IO, draft->path, "can't be put in its place");
     free(draft->temporary);
     draft->temporary = NULL;
     close(draft->fd);
     draft->fd = -1;
-    return sync ? tb__file_sync_name(draft->path) : TB_OK;
+    return TB_OK;
 }
 
 void tb__draft_fini(tb__draft *draft) {
@@ -241,7 +234,8 @@ int tb__leftovers_is_one(const struct dirent *e) {
     return end && (ends_in(start, end, ".safetensors") || ends_in(start, end, ".safetensors.index.json"));
 }
 
-/* By the lock nobody writes it, and nobody will: its name is its process's own. */
+/* A process holds the lock of the file that it writes. Whoever gets the lock may delete the file: no process opens
+ * another one's, as the name contains the process id. */
 static void remove_leftover(const char *path, tb__leftovers *out) {
     struct stat about;
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
@@ -267,7 +261,7 @@ tb_status tb__leftovers_remove(const char *dir, tb__leftovers *out) {
     *out = (tb__leftovers){0};
     int n = scandir(dir, &entries, tb__leftovers_is_one, NULL);
     if (n < 0)
-        return errno == ENOENT || errno == ENOTDIR ? TB_OK : fail_errno(TB_IO, dir, "can't be listed");
+        return errno == ENOENT || errno == ENOTDIR ? TB_OK : tb__file_fail_errno(TB_IO, dir, "can't be listed");
     tb_status status = TB_OK;
     for (int i = 0; i < n; i++) {
         char *path;

@@ -6,8 +6,14 @@
 
 #include <dirent.h>
 
-/* Puts "PATH: " before the sentence kept; of a long path the end. Its value is `status`. */
-tb_status tb__file_fail(tb_status status, const char *path);
+/* tb__file_fail(status, path, format, ...): as tb__fail, with "PATH: " before the sentence; of a long path the end. */
+#define tb__file_fail(status, path, ...) (tb__set_detail(__VA_ARGS__), tb__file_fail_within(status, path))
+
+/* Puts "PATH: " before the sentence kept. Its value is `status`. */
+tb_status tb__file_fail_within(tb_status status, const char *path);
+
+/* "PATH: WHAT: " and what errno says. */
+tb_status tb__file_fail_errno(tb_status status, const char *path, const char *what);
 
 /* A regular file, for reading. TB_INVALID if there is none at this path, TB_IO if it can't be opened. */
 tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes);
@@ -40,7 +46,7 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes);
 tb_status tb__draft_flush(tb__draft *draft, bool sync);
 
 /* Puts the file in its place; it must be flushed. Once that is done, a second call does nothing. */
-tb_status tb__draft_commit(tb__draft *draft, bool sync);
+tb_status tb__draft_commit(tb__draft *draft);
 
 /* Removes what was not committed. Zero-initialised with fd -1 is fine, too. */
 void tb__draft_fini(tb__draft *draft);

@@ -56,7 +56,7 @@ static void held(void **state) {
     assert_ok(tb__draft_flush(&draft, true));
     remove_all(f->path, 0);
     assert_int_equal(count_entries(f->path), 1);
-    assert_ok(tb__draft_commit(&draft, true));
+    assert_ok(tb__draft_commit(&draft));
     tb__draft_fini(&draft);
     remove_all(f->path, 0);
     assert_int_equal(access(path_in(f, "rank_0.safetensors"), F_OK), 0);
@@ -120,7 +120,7 @@ static void both_at_once(void **state) {
         assert_ok(tb__draft_init(&draft, path, 1));
         assert_ok(tb__file_write(draft.fd, path, 0, "x", 1));
         assert_ok(tb__draft_flush(&draft, false));
-        assert_ok(tb__draft_commit(&draft, false));
+        assert_ok(tb__draft_commit(&draft));
         tb__draft_fini(&draft);
     }
     atomic_store(&s.is_over, true);

@@ -2,7 +2,6 @@
  */
 #include "format/folder.h"
 
-#include "base/descriptors.h"
 #include "base/mem.h"
 #include "format/checkpoint.h"
 
@@ -14,28 +13,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static tb_status fail_errno(const char *path, const char *what) {
-    tb__set_detail("%s: %s", what, tb__errno_text(errno));
-    return tb__file_fail(TB_IO, path);
-}
-
 static tb_status fail_busy(const char *path) {
-    tb__set_detail("another run writes into this directory");
-    return tb__file_fail(TB_REFUSED, path);
+    return tb__file_fail(TB_REFUSED, path, "another run writes into this directory");
 }
 
 static tb_status lock(tb__folder *folder) {
     folder->fd = open(folder->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder->fd < 0 && errno == ENOTDIR) {
-        tb__set_detail("it is not a directory");
-        return tb__file_fail(TB_INVALID, folder->path);
-    }
+    if (folder->fd < 0 && errno == ENOTDIR)
+        return tb__file_fail(TB_INVALID, folder->path, "it is not a directory");
     if (folder->fd < 0)
-        return fail_errno(folder->path, "can't be opened");
+        return tb__file_fail_errno(TB_IO, folder->path, "can't be opened");
     if (flock(folder->fd, LOCK_EX | LOCK_NB) != 0) {
         bool is_busy = errno == EWOULDBLOCK;
         folder->is_new = folder->is_new && !is_busy; /* it belongs to the run that has the lock */
-        return is_busy ? fail_busy(folder->path) : fail_errno(folder->path, "can't be locked");
+        return is_busy ? fail_busy(folder->path) : tb__file_fail_errno(TB_IO, folder->path, "can't be locked");
     }
     /* A run that failed may have removed the directory that it had made, after we opened it. */
     struct stat here, locked;
@@ -51,7 +42,8 @@ tb_status tb__folder_take(tb__folder *folder, const char *path) {
     if (!taken.path)
         return TB_NO_MEMORY;
     taken.is_new = mkdir(path, 0777) == 0;
-    tb_status status = taken.is_new || errno == EEXIST ? lock(&taken) : fail_errno(path, "can't be created");
+    tb_status status =
+        taken.is_new || errno == EEXIST ? lock(&taken) : tb__file_fail_errno(TB_IO, path, "can't be created");
     if (status != TB_OK)
         tb__folder_fini(&taken);
     else
@@ -74,7 +66,7 @@ tb_status tb__folder_keep(tb__folder *folder, bool sync) {
     if (!sync)
         return TB_OK;
     if (fsync(folder->fd) != 0 && errno != EINVAL) /* some file systems have nothing to sync there */
-        return fail_errno(folder->path, "can't be written to the disk");
+        return tb__file_fail_errno(TB_IO, folder->path, "can't be written to the disk");
     return was_new ? tb__file_sync_name(folder->path) : TB_OK;
 }
 
@@ -103,7 +95,7 @@ static tb_status list_names(const char *path, int (*wanted)(const struct dirent 
     struct dirent **entries;
     int n = scandir(path, &entries, wanted, alphasort);
     if (n < 0)
-        return fail_errno(path, "can't be listed");
+        return tb__file_fail_errno(TB_IO, path, "can't be listed");
     for (int i = 0; i < n; i++) {
         bool is_own = false;
         for (size_t k = 0; k < nown && !is_own; k++)
@@ -120,16 +112,13 @@ tb_status tb__folder_clear(const tb__folder *folder, const char *const *own, siz
     name_list old = {0}, temporary = {0};
     TB_TRY(list_names(folder->path, is_checkpoint_file, own, nown, &old));
     TB_TRY(list_names(folder->path, tb__leftovers_is_one, NULL, 0, &temporary));
-    if (old.count > 0 && temporary.count > 0) {
-        tb__set_detail("it holds %s, and temporary files (%s): a run was killed, maybe while it put its files in "
-                       "place; remove all of them, or write into another directory",
-                       old.text, temporary.text);
-        return tb__file_fail(TB_REFUSED, folder->path);
-    }
-    if (old.count > 0) {
-        tb__set_detail("it holds %s; old and new files would be mixed", old.text);
-        return tb__file_fail(TB_REFUSED, folder->path);
-    }
+    if (old.count > 0 && temporary.count > 0)
+        return tb__file_fail(TB_REFUSED, folder->path,
+                             "it holds %s, and temporary files (%s): a run was killed, maybe while it put its files in "
+                             "place; remove all of them, or write into another directory",
+                             old.text, temporary.text);
+    if (old.count > 0)
+        return tb__file_fail(TB_REFUSED, folder->path, "it holds %s; old and new files would be mixed", old.text);
     TB_TRY(tb__leftovers_remove(folder->path, removed));
     return removed->nheld > 0 ? fail_busy(folder->path) : TB_OK;
 }

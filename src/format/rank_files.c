@@ -1,8 +1,6 @@
 /* Directories with a safetensors file for each rank. */
 #include "format/checkpoint.h"
 
-#include "base/descriptors.h"
-
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -13,6 +11,11 @@
 static int compare_ranks(const void *left, const void *right) {
     const tb__rank_file *a = left, *b = right;
     return (a->rank > b->rank) - (a->rank < b->rank);
+}
+
+static int compare_names(const void *left, const void *right) {
+    const char *const *a = left, *const *b = right;
+    return strcmp(*a, *b);
 }
 
 tb_status tb__rank_file_path(const char *dir, int32_t rank, char **out) {
@@ -39,20 +42,21 @@ static bool is_rank_file(const char *name, int32_t *rank) {
     return true;
 }
 
-typedef TB_VEC(tb__rank_file) found_files;
+typedef struct found_files {
+    tb__arena *arena; /* for names */
+    TB_VEC(tb__rank_file) ranks;
+    TB_VEC(const char *) others;
+} found_files;
 
-static tb_status add_file(tb__rank_files *out, found_files *found, const char *dir, int32_t rank) {
+static tb_status add_file(found_files *found, const char *dir, int32_t rank) {
     char *path;
     TB_TRY(tb__rank_file_path(dir, rank, &path));
-    size_t nbytes = strlen(path) + 1;
-    char *kept = tb__arena_alloc(&out->arena, nbytes, 1);
-    if (kept)
-        memcpy(kept, path, nbytes);
+    const char *kept = tb__arena_strdup(found->arena, path);
     free(path);
-    return kept && tb__vec_push(found, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
+    return kept && tb__vec_push(&found->ranks, ((tb__rank_file){rank, kept})) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status add_other(tb__rank_files *out, const char *dir, const char *name) {
+static tb_status add_other(found_files *found, const char *dir, const char *name) {
     char *path;
     struct stat about;
     TB_TRY(tb__file_join(dir, name, &path));
@@ -60,64 +64,69 @@ static tb_status add_other(tb__rank_files *out, const char *dir, const char *nam
     free(path);
     if (is_dir)
         return TB_OK;
-    out->nothers++;
-    if (out->other && strcmp(out->other, name) < 0)
-        return TB_OK;
-    size_t nbytes = strlen(name) + 1;
-    char *kept = tb__arena_alloc(&out->arena, nbytes, 1);
-    if (!kept)
-        return TB_NO_MEMORY;
-    memcpy(kept, name, nbytes);
-    out->other = kept;
-    return TB_OK;
+    const char *kept = tb__arena_strdup(found->arena, name);
+    return kept && tb__vec_push(&found->others, kept) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status list_files(tb__rank_files *out, found_files *found, const char *dir, DIR *stream) {
+static tb_status list_files(found_files *found, const char *dir, DIR *stream) {
     for (;;) {
         int32_t rank;
         errno = 0;
         const struct dirent *e = readdir(stream);
-        if (!e && errno != 0) {
-            tb__set_detail("can't be listed: %s", tb__errno_text(errno));
-            return tb__file_fail(TB_IO, dir);
-        }
+        if (!e && errno != 0)
+            return tb__file_fail_errno(TB_IO, dir, "can't be listed");
         if (!e)
             return TB_OK;
         if (!is_rank_file(e->d_name, &rank)) {
             if (tb__checkpoint_is_part(e))
-                TB_TRY(add_other(out, dir, e->d_name));
+                TB_TRY(add_other(found, dir, e->d_name));
             continue;
         }
-        if (rank == TB_NO_RANK) {
-            tb__set_detail("'%.100s' has the form of a rank's file, but stands for no rank", e->d_name);
-            return tb__file_fail(TB_INVALID, dir);
-        }
-        TB_TRY(add_file(out, found, dir, rank));
+        if (rank == TB_NO_RANK)
+            return tb__file_fail(TB_INVALID, dir, "'%.100s' has the form of a rank's file, but stands for no rank",
+                                 e->d_name);
+        TB_TRY(add_file(found, dir, rank));
     }
+}
+
+/* Into the arena, in order. */
+static tb_status sort_found(const found_files *found, tb__rank_files *out) {
+    size_t count = found->ranks.count, nothers = found->others.count;
+    tb__rank_file *files = tb__arena_alloc(&out->arena, count, sizeof *files);
+    out->others = tb__arena_alloc(&out->arena, nothers, sizeof *out->others);
+    if (!files || !out->others)
+        return TB_NO_MEMORY;
+    if (count > 0) {
+        memcpy(files, found->ranks.item, count * sizeof *files);
+        qsort(files, count, sizeof *files, compare_ranks);
+    }
+    if (nothers > 0) {
+        memcpy(out->others, found->others.item, nothers * sizeof *out->others);
+        qsort(out->others, nothers, sizeof *out->others, compare_names);
+    }
+    out->count = count;
+    out->files = files;
+    out->nothers = nothers;
+    return TB_OK;
 }
 
 tb_status tb__rank_files_init(const char *dir, tb__rank_files *out) {
     tb__rank_files made = {0};
-    found_files found = {0};
+    found_files found = {.arena = &made.arena};
     DIR *stream = opendir(dir);
     if (!stream) {
         bool is_missing = errno == ENOENT || errno == ENOTDIR;
-        tb__set_detail("can't be opened: %s", tb__errno_text(errno));
-        return tb__file_fail(is_missing ? TB_INVALID : TB_IO, dir);
+        return tb__file_fail_errno(is_missing ? TB_INVALID : TB_IO, dir, "can't be opened");
     }
-    tb_status status = list_files(&made, &found, dir, stream);
+    tb_status status = list_files(&found, dir, stream);
     closedir(stream);
-    tb__rank_file *files = status == TB_OK ? tb__arena_alloc(&made.arena, found.count, sizeof *files) : NULL;
-    if (files && found.count > 0) {
-        memcpy(files, found.item, found.count * sizeof *files);
-        qsort(files, found.count, sizeof *files, compare_ranks);
-    }
-    made.count = found.count;
-    made.files = files;
-    free(found.item);
-    if (!files) {
+    if (status == TB_OK)
+        status = sort_found(&found, &made);
+    free(found.ranks.item);
+    free(found.others.item);
+    if (status != TB_OK) {
         tb__rank_files_fini(&made);
-        return status != TB_OK ? status : TB_NO_MEMORY;
+        return status;
     }
     *out = made;
     return TB_OK;

@@ -1,10 +1,7 @@
-/* Safetensors files for reading: opened, checked, read in parts or mapped. */
+/* Safetensors files for reading: opened, checked, read in parts. */
 #include "format/safetensors.h"
 
-#include <errno.h>
 #include <inttypes.h>
-#include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 static tb_status read_header(tb__safetensors *file, int64_t file_nbytes) {
@@ -14,7 +11,7 @@ static tb_status read_header(tb__safetensors *file, int64_t file_nbytes) {
         TB_TRY(tb__file_read(file->fd, file->path, 0, first, sizeof first));
     tb_status status = tb__safetensors_length(first, file_nbytes, &length);
     if (status != TB_OK)
-        return tb__file_fail(status, file->path);
+        return tb__file_fail_within(status, file->path);
     char *text = tb__malloc(length, 1);
     if (!text)
         return TB_NO_MEMORY;
@@ -23,7 +20,7 @@ static tb_status read_header(tb__safetensors *file, int64_t file_nbytes) {
         file->data_start = TB__SAFETENSORS_LENGTH + (int64_t)length;
         status = tb__safetensors_parse(text, length, file_nbytes - file->data_start, &file->header);
         if (status != TB_OK)
-            tb__file_fail(status, file->path);
+            tb__file_fail_within(status, file->path);
     }
     free(text);
     return status;
@@ -35,12 +32,10 @@ tb_status tb__safetensors_open(const char *path, tb__safetensors **out) {
     if (!file)
         return TB_NO_MEMORY;
     file->fd = -1;
-    file->path = tb__malloc(strlen(path) + 1, 1);
+    file->path = tb__strdup(path);
     tb_status status = file->path ? tb__file_open(path, &file->fd, &file_nbytes) : TB_NO_MEMORY;
-    if (status == TB_OK) {
-        memcpy(file->path, path, strlen(path) + 1);
+    if (status == TB_OK)
         status = read_header(file, file_nbytes);
-    }
     if (status != TB_OK)
         tb__safetensors_close(file);
     else
@@ -51,8 +46,6 @@ tb_status tb__safetensors_open(const char *path, tb__safetensors **out) {
 void tb__safetensors_close(tb__safetensors *file) {
     if (!file)
         return;
-    if (file->map)
-        munmap((void *)file->map, file->map_nbytes);
     if (file->fd >= 0)
         close(file->fd);
     tb__safetensors_header_fini(&file->header);
@@ -66,22 +59,4 @@ tb_status tb__safetensors_read(const tb__safetensors *file, const tb__safetensor
         return tb__fail(TB_INVALID, "%zu bytes from byte %" PRId64 " on are not in tensor '%.100s', which has %" PRId64,
                         nbytes, offset, tensor->name, tensor->nbytes);
     return tb__file_read(file->fd, file->path, file->data_start + tensor->offset + offset, buffer, nbytes);
-}
-
-tb_status tb__safetensors_map(tb__safetensors *file) {
-    if (file->map)
-        return TB_OK;
-    size_t nbytes = (size_t)(file->data_start + file->header.data_nbytes);
-    void *map = mmap(NULL, nbytes, PROT_READ, MAP_SHARED, file->fd, 0);
-    if (map == MAP_FAILED) {
-        tb__set_detail("can't be mapped: %s", strerror(errno));
-        return tb__file_fail(TB_IO, file->path);
-    }
-    file->map = map;
-    file->map_nbytes = nbytes;
-    return TB_OK;
-}
-
-const void *tb__safetensors_data(const tb__safetensors *file, const tb__safetensor *tensor) {
-    return file->map ? file->map + file->data_start + tensor->offset : NULL;
 }

@@ -72,26 +72,14 @@ typedef struct tb__safetensors {
     char *path;
     int64_t data_start; /* in the file */
     int fd;
-    const unsigned char *map; /* NULL until tb__safetensors_map */
-    size_t map_nbytes;
 } tb__safetensors;
 
 tb_status tb__safetensors_open(const char *path, tb__safetensors **out);
 void tb__safetensors_close(tb__safetensors *file); /* accepts NULL */
 
-/* Two ways to the data:
- *
- * read copies a part of a tensor to memory of the caller. Whatever happens to the file meanwhile, the worst is a TB_IO:
- * it is the way to stream large tensors, and for files that others may be writing.
- *
- * map makes all of the file readable in place, and data points into it; nothing is copied, and pages that nobody looks
- * at are not read. But a file that is cut short while it is mapped, or a disk that fails, ends the process with SIGBUS:
- * it is for files that nobody changes. Call map from one thread, before the others use data. The data is aligned to 8
- * bytes in files of the official library and of ours, and may lie anywhere in those of others. */
+/* Copies a part of a tensor to memory of the caller. Whatever happens to the file meanwhile, the worst is a TB_IO. */
 tb_status tb__safetensors_read(const tb__safetensors *file, const tb__safetensor *tensor, int64_t offset, size_t nbytes,
                                void *buffer);
-tb_status tb__safetensors_map(tb__safetensors *file);
-const void *tb__safetensors_data(const tb__safetensors *file, const tb__safetensor *tensor); /* NULL: not mapped */
 
 /* ---- Writing files (safetensors_writer.c) -------------------------------------------------------------------- */
 
@@ -115,7 +103,7 @@ tb_status tb__safetensors_read_back(const tb__safetensors_writer *writer, size_t
 tb_status tb__safetensors_finish(tb__safetensors_writer *writer, bool sync);
 
 /* Gives the file its name; finishes it first, if that was not done. */
-tb_status tb__safetensors_commit(tb__safetensors_writer *writer, bool sync);
+tb_status tb__safetensors_commit(tb__safetensors_writer *writer);
 
 /* Abandons what was not committed: nothing stays behind. Accepts NULL. */
 void tb__safetensors_writer_destroy(tb__safetensors_writer *writer);

@@ -23,14 +23,6 @@ tb_status tb__safetensors_length(const void *bytes, int64_t file_nbytes, size_t 
     return TB_OK;
 }
 
-static const char *copy_string(tb__arena *arena, const char *string) {
-    size_t nbytes = strlen(string) + 1;
-    char *copy = tb__arena_alloc(arena, nbytes, 1);
-    if (copy)
-        memcpy(copy, string, nbytes);
-    return copy;
-}
-
 static tb_status read_dtype(const json_t *json, tb_dtype *out) {
     const char *name = json_string_value(json);
     if (!name)
@@ -149,8 +141,8 @@ static tb_status read_notes(const json_t *json, tb__safetensors_header *header) 
         const char *key = json_object_iter_key(it), *value = json_string_value(json_object_iter_value(it));
         if (!value)
             return tb__fail(TB_INVALID, "'%.100s' in '__metadata__' is not a string", key);
-        notes[i].key = copy_string(&header->arena, key);
-        notes[i].value = copy_string(&header->arena, value);
+        notes[i].key = tb__arena_strdup(&header->arena, key);
+        notes[i].value = tb__arena_strdup(&header->arena, value);
         if (!notes[i].key || !notes[i].value)
             return TB_NO_MEMORY;
     }
@@ -178,7 +170,7 @@ static tb_status read_header(const json_t *json, tb__safetensors_header *header)
         tb_status status = read_tensor(json_object_iter_value(it), &tensors[n]);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor '%.100s'", name);
-        tensors[n].name = copy_string(&header->arena, name);
+        tensors[n].name = tb__arena_strdup(&header->arena, name);
         if (!tensors[n++].name)
             return TB_NO_MEMORY;
     }

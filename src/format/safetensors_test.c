@@ -11,7 +11,7 @@
 
 /* Writes tensors, whose data is that of byte_of, whole. */
 static tb_status write_all(const char *path, const tb__safetensor *tensors, size_t count,
-                           const tb__safetensors_note *notes, size_t nnotes, bool sync) {
+                           const tb__safetensors_note *notes, size_t nnotes) {
     tb__safetensors_writer *writer = NULL;
     TB_TRY(tb__safetensors_create(path, tensors, count, notes, nnotes, &writer));
     tb_status status = TB_OK;
@@ -24,7 +24,7 @@ static tb_status write_all(const char *path, const tb__safetensor *tensors, size
         free(bytes);
     }
     if (status == TB_OK)
-        status = tb__safetensors_commit(writer, sync);
+        status = tb__safetensors_commit(writer);
     tb__safetensors_writer_destroy(writer);
     return status;
 }
@@ -51,17 +51,13 @@ static void official_files(void **state) {
         const tb__safetensors_header *h = &file->header;
         assert_int_equal(h->count, files[k].count);
         assert_int_equal(h->nnotes, files[k].nnotes);
-        assert_ok(tb__safetensors_map(file));
         for (size_t i = 0; i < h->count; i++) {
             const tb__safetensor *t = &h->tensors[i];
-            const unsigned char *data = tb__safetensors_data(file, t);
             assert_ptr_equal(tb__safetensors_find(h, t->name), t);
             assert_data(file, t);
-            for (int64_t b = 0; b < t->nbytes; b++)
-                assert_int_equal(data[b], byte_of(t->name, b));
         }
         assert_null(tb__safetensors_find(h, "no such tensor"));
-        assert_ok(write_all(copy, h->tensors, h->count, h->notes, h->nnotes, false));
+        assert_ok(write_all(copy, h->tensors, h->count, h->notes, h->nnotes));
         tb__safetensors_close(file);
         assert_same_bytes(path, copy);
     }
@@ -84,7 +80,6 @@ static void official_header(void **state) {
     assert_int_equal(tb__safetensors_find(h, "a.f32")->shape.ndim, 0);
     assert_int_equal(tb__safetensors_find(h, "b.f32")->nbytes, 0);
     assert_int_equal(tb__safetensors_find(h, "a.f8e4m3")->dtype, TB_F8E4M3);
-    assert_null(tb__safetensors_data(file, t)); /* not mapped */
     char byte;
     assert_fails(tb__safetensors_read(file, t, 4, 1, &byte), TB_INVALID, "not in tensor 'a.f4', which has 4");
     assert_fails(tb__safetensors_read(file, t, -1, 1, &byte), TB_INVALID, "from byte -1");
@@ -250,17 +245,17 @@ static void writing(void **state) {
     assert_ok(tb__safetensors_write(writer, 0, 0, bytes, 19));
     assert_fails(tb__safetensors_write(writer, 0, 20, bytes, 5), TB_INVALID, "not in tensor 'w', which has 24");
     assert_fails(tb__safetensors_write(writer, 0, -1, bytes, 1), TB_INVALID, "from byte -1");
-    assert_fails(tb__safetensors_commit(writer, false), TB_INVALID, "tensor 'w' has 24 bytes, but 23 were written");
+    assert_fails(tb__safetensors_commit(writer), TB_INVALID, "tensor 'w' has 24 bytes, but 23 were written");
     check_sentence("/out.safetensors: ");
     assert_ok(tb__safetensors_write(writer, 0, 19, bytes + 19, 1));
     free(bytes);
-    assert_fails(tb__safetensors_commit(writer, false), TB_INVALID, "tensor 'b' has 5 bytes, but 0 were written");
+    assert_fails(tb__safetensors_commit(writer), TB_INVALID, "tensor 'b' has 5 bytes, but 0 were written");
     bytes = bytes_of(&two[1], 5);
     assert_ok(tb__safetensors_write(writer, 1, 0, bytes, 5));
     assert_ok(tb__safetensors_finish(writer, true));
     assert_fails(tb__safetensors_write(writer, 1, 0, bytes, 5), TB_INVALID, "its file is finished");
     assert_int_equal(access(path, F_OK), -1);
-    assert_ok(tb__safetensors_commit(writer, true));
+    assert_ok(tb__safetensors_commit(writer));
     free(bytes);
     tb__safetensors_writer_destroy(writer);
     assert_int_equal(count_entries(f->path), 1);
@@ -272,10 +267,8 @@ static void writing(void **state) {
     assert_data(old, tb__safetensors_find(&old->header, "b"));
 
     /* another one takes its place, and who reads the old one is not disturbed */
-    assert_ok(tb__safetensors_map(old));
-    assert_ok(write_all(path, two + 1, 1, NULL, 0, false));
+    assert_ok(write_all(path, two + 1, 1, NULL, 0));
     assert_data(old, tb__safetensors_find(&old->header, "w"));
-    assert_int_equal(*(const unsigned char *)tb__safetensors_data(old, &old->header.tensors[0]), byte_of("w", 0));
     tb__safetensors_close(old);
     assert_ok(tb__safetensors_open(path, &file));
     assert_int_equal(file->header.count, 1);
@@ -389,7 +382,7 @@ static void full_disk(void **state) {
     signal(SIGXFSZ, handler);
     free(bytes);
     assert_fails(status, TB_IO, "/out.safetensors: can't be written: File too large");
-    assert_fails(tb__safetensors_commit(writer, false), TB_INVALID, "but 0 were written");
+    assert_fails(tb__safetensors_commit(writer), TB_INVALID, "but 0 were written");
     tb__safetensors_writer_destroy(writer);
     assert_int_equal(count_entries(f->path), 0);
 }
@@ -428,7 +421,7 @@ static void several_threads(void **state) {
         pthread_join(thread[i], NULL);
         assert_int_equal(shares[i].status, TB_OK);
     }
-    assert_ok(tb__safetensors_commit(writer, false));
+    assert_ok(tb__safetensors_commit(writer));
     tb__safetensors_writer_destroy(writer);
     assert_ok(tb__safetensors_open(path, &file));
     assert_data(file, file->header.tensors);
@@ -463,7 +456,7 @@ static void random_files(void **state) {
         const tb__safetensors_note notes[] = {{"z", names[0]}, {"a\n", "b"}};
         size_t nnotes = (size_t)rng_range(&r, 0, 2);
         random_name(&r, names[0], 0);
-        assert_ok(write_all(path, tensors, count, notes, nnotes, false));
+        assert_ok(write_all(path, tensors, count, notes, nnotes));
         tb__safetensors *file;
         assert_ok(tb__safetensors_open(path, &file));
         const tb__safetensors_header *h = &file->header;
@@ -480,7 +473,7 @@ static void random_files(void **state) {
             assert_data(file, t);
         }
         assert_int_equal(file->data_start % 8, 0);
-        assert_ok(write_all(again, h->tensors, h->count, h->notes, h->nnotes, false));
+        assert_ok(write_all(again, h->tensors, h->count, h->notes, h->nnotes));
         assert_same_bytes(path, again);
         tb__safetensors_close(file);
     }
@@ -506,7 +499,7 @@ static void out_of_memory(void **state) {
         }
     }
     tb__safetensors_writer_destroy(writer);
-    assert_ok(write_all(path, two, 2, &note, 1, false));
+    assert_ok(write_all(path, two, 2, &note, 1));
     status = TB_NO_MEMORY;
     for (long n = 0; status != TB_OK; n++) {
         assert_true(n < 100);

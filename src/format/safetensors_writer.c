@@ -22,13 +22,10 @@ static bool copy_tensors(tb__safetensors_writer *w, const tb__safetensor *tensor
     if (!w->tensors || !w->written)
         return false;
     for (size_t i = 0; i < count; i++) {
-        size_t nbytes = strlen(tensors[i].name) + 1;
-        char *name = tb__arena_alloc(&w->arena, nbytes, 1);
-        if (!name)
-            return false;
-        memcpy(name, tensors[i].name, nbytes);
         w->tensors[i] = tensors[i];
-        w->tensors[i].name = name;
+        w->tensors[i].name = tb__arena_strdup(&w->arena, tensors[i].name);
+        if (!w->tensors[i].name)
+            return false;
         atomic_init(&w->written[i], 0);
     }
     return true;
@@ -38,7 +35,7 @@ static tb_status begin(tb__safetensors_writer *w, const char *path, const tb__sa
     tb__safetensors_plan plan;
     tb_status status = tb__safetensors_format(w->tensors, w->count, notes, nnotes, &plan);
     if (status != TB_OK)
-        return tb__file_fail(status, path);
+        return tb__file_fail_within(status, path);
     w->data_start = (int64_t)plan.head_nbytes;
     status = tb__draft_init(&w->draft, path, w->data_start + plan.data_nbytes);
     if (status == TB_OK)
@@ -90,20 +87,19 @@ tb_status tb__safetensors_finish(tb__safetensors_writer *w, bool sync) {
         return TB_OK;
     for (size_t i = 0; i < w->count; i++) {
         int64_t written = atomic_load(&w->written[i]);
-        if (written != w->tensors[i].nbytes) {
-            tb__set_detail("tensor '%.100s' has %" PRId64 " bytes, but %" PRId64 " were written", w->tensors[i].name,
-                           w->tensors[i].nbytes, written);
-            return tb__file_fail(TB_INVALID, w->draft.path);
-        }
+        if (written != w->tensors[i].nbytes)
+            return tb__file_fail(TB_INVALID, w->draft.path,
+                                 "tensor '%.100s' has %" PRId64 " bytes, but %" PRId64 " were written",
+                                 w->tensors[i].name, w->tensors[i].nbytes, written);
     }
     TB_TRY(tb__draft_flush(&w->draft, sync));
     w->is_finished = true;
     return TB_OK;
 }
 
-tb_status tb__safetensors_commit(tb__safetensors_writer *w, bool sync) {
-    TB_TRY(tb__safetensors_finish(w, sync));
-    return tb__draft_commit(&w->draft, sync);
+tb_status tb__safetensors_commit(tb__safetensors_writer *w) {
+    TB_TRY(tb__safetensors_finish(w, false));
+    return tb__draft_commit(&w->draft);
 }
 
 void tb__safetensors_writer_destroy(tb__safetensors_writer *w) {

@@ -2,6 +2,8 @@
  * here may depend on the rank that does it: chunks are sorted by what both ends know of them. */
 #include "ir/ir.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 static int compare_lists(const int32_t *a, uint32_t na, const int32_t *b, uint32_t nb) {
@@ -47,10 +49,6 @@ static int compare_chunks(const void *a, const void *b) {
     return (x->part > y->part) - (x->part < y->part);
 }
 
-static int64_t align_up(int64_t n) {
-    return (n + TB__BUCKET_ALIGN - 1) / TB__BUCKET_ALIGN * TB__BUCKET_ALIGN;
-}
-
 int64_t tb__chunk_limit(const tb_chunk *chunk, const tb__ir_limits *limits) {
     if (limits->staged == INT64_MAX || chunk->ncontributors == 0)
         return limits->staged;
@@ -64,10 +62,10 @@ int64_t tb__chunk_widening(const tb_chunk *chunk) {
 
 /* Whether a chunk fits behind what a bucket has, in the wire dtype and as contributions, which are aligned alike. */
 static bool fits(const tb_chunk *chunk, const tb_bucket *bucket, int64_t staged, const tb__ir_limits *limits) {
-    if (chunk->nbytes > limits->bucket_size - align_up(bucket->total_bytes))
+    if (chunk->nbytes > limits->bucket_size - tb__align(bucket->total_bytes, TB__BUCKET_ALIGN))
         return false;
-    return limits->staged == INT64_MAX ||
-           chunk->nbytes * tb__chunk_widening(chunk) <= tb__chunk_limit(chunk, limits) - align_up(staged);
+    return limits->staged == INT64_MAX || chunk->nbytes * tb__chunk_widening(chunk) <=
+                                              tb__chunk_limit(chunk, limits) - tb__align(staged, TB__BUCKET_ALIGN);
 }
 
 /* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit or begins a group. *staged is the
@@ -83,13 +81,14 @@ static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, const tb__ir_li
         bucket = &ir->buckets.item[ir->buckets.count - 1];
         *staged = 0;
     }
-    tb_bucket_entry entry = {.chunk = i, .offset = align_up(bucket->total_bytes), .nbytes = chunk->nbytes};
+    tb_bucket_entry entry = {
+        .chunk = i, .offset = tb__align(bucket->total_bytes, TB__BUCKET_ALIGN), .nbytes = chunk->nbytes};
     if (!tb__vec_push(&ir->entries, entry))
         return false;
     bucket->nentries++;
     bucket->total_bytes = entry.offset + entry.nbytes;
     if (limits->staged != INT64_MAX)
-        *staged = align_up(*staged) + chunk->nbytes * tb__chunk_widening(chunk);
+        *staged = tb__align(*staged, TB__BUCKET_ALIGN) + chunk->nbytes * tb__chunk_widening(chunk);
     return true;
 }
 

@@ -65,12 +65,6 @@ const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
     return copy;
 }
 
-const char *tb__ir_string(tb__ir *ir, const char *string) {
-    size_t n = strlen(string) + 1;
-    char *copy = tb__arena_alloc(&ir->arena, n, 1);
-    return copy ? memcpy(copy, string, n) : NULL;
-}
-
 /* A batch on its way to chunks. */
 typedef struct builder {
     tb__ir *ir;
@@ -153,8 +147,9 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
     return TB_OK;
 }
 
-tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec, const tb__ir_limits *limits,
-                           uint32_t *part) {
+/* Parts are numbered from *part on, and a coded chunk is measured as its tensor says. */
+static tb_status add_chunk_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec,
+                                 const tb__ir_limits *limits, uint32_t *part) {
     cutter c = {ir, spec, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), part};
     if (limits->chunk && limits->chunk < c.most_bytes)
         c.most_bytes = limits->chunk;
@@ -163,7 +158,7 @@ tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_sp
 
 tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits) {
     uint32_t part = 0;
-    return tb__ir_add_parts(ir, chunk, NULL, limits, &part);
+    return add_chunk_parts(ir, chunk, NULL, limits, &part);
 }
 
 /* What is handed on goes in parts of a bucket, so that one is on its way to the next host while the next is received.
@@ -182,7 +177,7 @@ static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chun
     tb__ir_limits limits = limits_of(b, chunk);
     uint32_t part = 0;
     if (spec->band <= 0 || chunk->ndim == 0)
-        return tb__ir_add_parts(b->ir, chunk, spec, &limits, &part);
+        return add_chunk_parts(b->ir, chunk, spec, &limits, &part);
     int64_t first = chunk->dst.start[0], stop = first + chunk->len[0];
     for (int64_t at = first, next; at < stop; at = next) {
         tb_chunk slice = *chunk;
@@ -193,7 +188,7 @@ static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chun
         slice.group = spec->group + (uint32_t)band;
         if (next - at < chunk->len[0])
             shorten(&c, &slice, 0, at - first, next - at);
-        TB_TRY(tb__ir_add_parts(b->ir, &slice, spec, &limits, &part));
+        TB_TRY(add_chunk_parts(b->ir, &slice, spec, &limits, &part));
     }
     return TB_OK;
 }
@@ -285,7 +280,7 @@ static tb_status add_tensors(builder *b, const tb_tensor_spec *tensors, size_t c
     qsort(sorted, count, sizeof *sorted, compare_names);
     tb_status status = TB_OK;
     for (size_t i = 0; i < count && status == TB_OK; i++) {
-        const char *name = tb__ir_string(b->ir, sorted[i]->name);
+        const char *name = tb__arena_strdup(&b->ir->arena, sorted[i]->name);
         if (!name || !tb__vec_push(&b->ir->names, name)) {
             status = TB_NO_MEMORY;
         } else if (i > 0 && strcmp(name, sorted[i - 1]->name) == 0) {

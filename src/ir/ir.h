@@ -34,8 +34,6 @@ size_t tb__ir_nbytes(const tb_ir *view);
 /* One owner more: so many have to destroy it. */
 void tb__ir_ref(tb_ir *view);
 
-const char *tb__ir_string(tb__ir *ir, const char *string);
-
 /* What bounds a bucket. */
 typedef struct tb__ir_limits {
     int64_t bucket_size; /* in the wire dtype */
@@ -50,10 +48,6 @@ int64_t tb__chunk_widening(const tb_chunk *chunk);
 
 /* Adds a chunk, cut into parts that are within the limits. Both ends cut alike. */
 tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits);
-
-/* The same; parts are numbered from *part on, and a coded chunk is measured as its tensor says. */
-tb_status tb__ir_add_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec, const tb__ir_limits *limits,
-                           uint32_t *part);
 
 /* Sorts the chunks into channels and packs them into buckets. */
 tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight);

@@ -246,7 +246,7 @@ static tb_status read_ir(tb__ir *ir, const json_t *json) {
         const char *name = json_string_value(json_array_get(tensors, i));
         if (!name || (i > 0 && strcmp(ir->names.item[i - 1], name) >= 0))
             return tb__fail(TB_INVALID, "'tensors' element %zu is not a name, or not in order", i);
-        name = tb__ir_string(ir, name);
+        name = tb__arena_strdup(&ir->arena, name);
         if (!name || !tb__vec_push(&ir->names, name))
             return TB_NO_MEMORY;
     }

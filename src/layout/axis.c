@@ -1,12 +1,10 @@
 /* Axes: the closed form, and what it shares with the table of Explicit axes. */
 #include "layout/axis.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <string.h>
-
-static inline int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
 
 static inline int64_t ceil_div(int64_t a, int64_t b) {
     return a / b + (a % b != 0); /* b may be anything: no sum of the two */
@@ -14,7 +12,7 @@ static inline int64_t ceil_div(int64_t a, int64_t b) {
 
 /* Of the first x positions of a piece, how many go to coordinates before r. */
 static inline int64_t piece_before(int64_t size, int64_t ways, int64_t r, int64_t x) {
-    return min64(x, min64(r * ceil_div(size, ways), size));
+    return tb__min64(x, tb__min64(r * ceil_div(size, ways), size));
 }
 
 /* Of the first x positions of a list of n, how many a sharding stage gives to coordinates before r. */
@@ -24,12 +22,12 @@ static int64_t stage_before(const tb_placement *place, int64_t ways, int64_t n, 
     if (place->kind == TB_STRIDED_SHARD) {
         int64_t size = ceil_div(n, place->split);
         int64_t whole = x / size, start = whole * size;
-        return whole * piece_before(size, ways, r, size) + piece_before(min64(size, n - start), ways, r, x - start);
+        return whole * piece_before(size, ways, r, size) + piece_before(tb__min64(size, n - start), ways, r, x - start);
     }
     int64_t before = 0;
     for (size_t j = 0; j < place->nsizes && x > 0; j++) {
-        before += piece_before(place->sizes[j], ways, r, min64(x, place->sizes[j]));
-        x -= min64(x, place->sizes[j]);
+        before += piece_before(place->sizes[j], ways, r, tb__min64(x, place->sizes[j]));
+        x -= tb__min64(x, place->sizes[j]);
     }
     return before;
 }
@@ -74,18 +72,12 @@ static bool add_span(span_list *list, tb__arena *arena, int64_t start, int64_t s
 
 /* Appends the indices at positions [lo, hi) of `from`. */
 static bool select_positions(const span_list *from, int64_t lo, int64_t hi, span_list *to, tb__arena *arena) {
-    size_t a = 0, b = from->count;
-    while (a < b) { /* the last span that begins at or before lo */
-        size_t mid = (a + b) / 2;
-        if (from->item[mid].offset <= lo)
-            a = mid + 1;
-        else
-            b = mid;
-    }
-    for (size_t i = a - 1; lo < hi && i < from->count; i++) {
+    size_t after = 0;
+    TB_BISECT(after, from->count, from->item[after].offset > lo);
+    for (size_t i = after - 1; lo < hi && i < from->count; i++) {
         const tb__span *span = &from->item[i];
         int64_t start = span->start + (lo - span->offset);
-        int64_t taken = min64(span->stop - start, hi - lo);
+        int64_t taken = tb__min64(span->stop - start, hi - lo);
         if (!add_span(to, arena, start, start + taken))
             return false;
         lo += taken;
@@ -108,7 +100,7 @@ static bool apply_stage(const tb_placement *place, int64_t ways, int64_t n, int6
     for (int64_t start = 0, j = 0; start < n; start += size, j++) {
         if (place->kind == TB_BLOCK_SHARD)
             size = place->sizes[j];
-        int64_t piece = min64(size, n - start);
+        int64_t piece = tb__min64(size, n - start);
         int64_t lo = piece_before(piece, ways, r, piece), hi = piece_before(piece, ways, r + 1, piece);
         if (lo < hi && !select_positions(from, start + lo, start + hi, to, arena))
             return false;
@@ -146,23 +138,6 @@ int64_t tb__axis_local(const tb__axis *axis, int32_t coord) {
 /* Distinct lengths that a list can have before a stage, over all coordinates of the stages before it. */
 typedef TB_VEC(int64_t) lengths;
 
-static int compare_int64(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x > y) - (x < y);
-}
-
-static void sort_unique(lengths *set) {
-    if (set->count == 0)
-        return;
-    qsort(set->item, set->count, sizeof *set->item, compare_int64);
-    size_t kept = 1;
-    for (size_t i = 1; i < set->count; i++) {
-        if (set->item[i] != set->item[kept - 1])
-            set->item[kept++] = set->item[i];
-    }
-    set->count = kept;
-}
-
 static bool lengths_after(const tb_placement *place, int64_t ways, const lengths *before, lengths *after) {
     for (size_t i = 0; i < before->count; i++) {
         int64_t n = before->item[i];
@@ -170,23 +145,14 @@ static bool lengths_after(const tb_placement *place, int64_t ways, const lengths
             int64_t length = stage_length(place, ways, n, r);
             if (!tb__vec_push(after, length))
                 return false;
-            if (place->kind == TB_EXPLICIT) {
-                r++;
-                continue;
-            }
-            int64_t last = ways; /* lengths never grow with r: jump to the first that is shorter */
-            for (int64_t lo = ++r; lo < last;) {
-                int64_t mid = (lo + last) / 2;
-                if (stage_length(place, ways, n, mid) == length)
-                    lo = r = mid + 1;
-                else
-                    last = mid;
-            }
+            r++;
+            if (place->kind != TB_EXPLICIT) /* lengths never grow with r: jump to the first that is shorter */
+                TB_BISECT(r, ways, stage_length(place, ways, n, r) != length);
         }
         if (place->kind == TB_EXPLICIT)
             break; /* what it keeps does not depend on n */
     }
-    sort_unique(after);
+    tb__vec_sort_unique(after, tb__compare_int64);
     return true;
 }
 
@@ -232,7 +198,7 @@ static tb_status check_stages(tb__axis *axis, int dim) {
         free(set.item);
         set = (lengths){next.item, next.count, next.capacity};
         if (place->kind == TB_STRIDED_SHARD)
-            max_spans += (double)min64(place->split, axis->length);
+            max_spans += (double)tb__min64(place->split, axis->length);
         else if (place->kind == TB_BLOCK_SHARD)
             max_spans += (double)place->nsizes;
         else if (place->kind == TB_EXPLICIT)
@@ -309,7 +275,7 @@ static int32_t find_coord(const tb__axis *axis, int64_t index, int64_t *run_stop
         if (place->kind == TB_STRIDED_SHARD) {
             size = ceil_div(n, place->split);
             start = x / size * size;
-            size = min64(size, n - start);
+            size = tb__min64(size, n - start);
         } else if (place->kind == TB_BLOCK_SHARD) {
             size_t j = 0;
             for (; x >= start + place->sizes[j]; j++)
@@ -317,7 +283,7 @@ static int32_t find_coord(const tb__axis *axis, int64_t index, int64_t *run_stop
             size = place->sizes[j];
         }
         int64_t part = ceil_div(size, ways), r = (x - start) / part;
-        run = min64(run, min64((r + 1) * part, size) - (x - start));
+        run = tb__min64(run, tb__min64((r + 1) * part, size) - (x - start));
         coord += (int32_t)r * axis->stage[i].stride;
         x = stage_before(place, ways, n, r + 1, x) - stage_before(place, ways, n, r, x);
         n = stage_length(place, ways, n, r);
@@ -367,16 +333,10 @@ bool tb__axis_repeats(const tb__axis *axis, int32_t cls) {
 }
 
 bool tb__axis_holds(const tb__axis *axis, int32_t cls, int32_t coord, int32_t *holder) {
-    int32_t lo = 0, n = tb__axis_nholders(axis, cls);
-    for (int32_t hi = n; lo < hi;) { /* the first holder at or after coord */
-        int32_t mid = lo + (hi - lo) / 2;
-        if (tb__axis_holder(axis, cls, mid) < coord)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    *holder = lo;
-    return lo < n && tb__axis_holder(axis, cls, lo) == coord;
+    int32_t i = 0, n = tb__axis_nholders(axis, cls);
+    TB_BISECT(i, n, tb__axis_holder(axis, cls, i) >= coord);
+    *holder = i;
+    return i < n && tb__axis_holder(axis, cls, i) == coord;
 }
 
 tb_status tb__axis_meeting(const tb__axis *axis, tb__spans spans, tb__arena *arena, const int32_t **out,
@@ -404,7 +364,7 @@ tb_status tb__axis_meeting(const tb__axis *axis, tb__spans spans, tb__arena *are
         }
     }
     if (status == TB_OK) {
-        sort_unique(&seen);
+        tb__vec_sort_unique(&seen, tb__compare_int64);
         int32_t *classes = tb__arena_alloc(arena, seen.count, sizeof *classes);
         if (!classes)
             status = TB_NO_MEMORY;
@@ -462,7 +422,7 @@ tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, bool once, tb__a
         for (size_t s = tb__table_find(table, start); s < table->nsegments && table->segment[s].start < stop; s++) {
             const tb__table_segment *segment = &table->segment[s];
             int64_t from = segment->start > start ? segment->start : start;
-            tb__wide overlap = (uint64_t)(min64(segment->stop, stop) - from);
+            tb__wide overlap = (uint64_t)(tb__min64(segment->stop, stop) - from);
             pairs p = {segment->cls, once ? overlap : overlap * (uint32_t)table->cls[segment->cls].nholders};
             if (!tb__vec_push(&list, p)) {
                 free(list.item);
@@ -478,15 +438,9 @@ tb_status tb__axis_tally(const tb__axis *axis, tb__spans spans, bool once, tb__a
 tb__wide tb__axis_before(const tb__axis *axis, int32_t cls, tb__spans spans, const tb__tally *tally) {
     tb__wide before = 0;
     if (tally) {
-        size_t lo = 0;
-        for (size_t hi = tally->count; lo < hi;) { /* the first class that is not before */
-            size_t mid = lo + (hi - lo) / 2;
-            if (tally->cls[mid] < cls)
-                lo = mid + 1;
-            else
-                hi = mid;
-        }
-        return tally->before[lo];
+        size_t i = 0;
+        TB_BISECT(i, tally->count, tally->cls[i] >= cls);
+        return tally->before[i];
     }
     for (size_t i = 0; i < spans.count; i++)
         before +=
@@ -495,16 +449,9 @@ tb__wide tb__axis_before(const tb__axis *axis, int32_t cls, tb__spans spans, con
 }
 
 int32_t tb__axis_seek(const tb__axis *axis, tb__spans spans, const tb__tally *tally, tb__wide position) {
-    int32_t lo = 0, hi = tally ? (int32_t)tally->count - 1 : tb__axis_nclasses(axis) - 1;
-    while (lo < hi) { /* the first class that ends after position */
-        int32_t mid = lo + (hi - lo) / 2;
-        tb__wide end = tally ? tally->before[mid + 1] : tb__axis_before(axis, mid + 1, spans, NULL);
-        if (end > position)
-            hi = mid;
-        else
-            lo = mid + 1;
-    }
-    return tally ? tally->cls[lo] : lo;
+    int32_t i = 0, last = tally ? (int32_t)tally->count - 1 : tb__axis_nclasses(axis) - 1;
+    TB_BISECT(i, last, (tally ? tally->before[i + 1] : tb__axis_before(axis, i + 1, spans, NULL)) > position);
+    return tally ? tally->cls[i] : i;
 }
 
 int64_t tb__axis_hole(const tb__axis *axis, int64_t start, int64_t stop) {

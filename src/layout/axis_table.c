@@ -3,6 +3,7 @@
 #include "layout/axis.h"
 
 #include "base/index.h"
+#include "base/int.h"
 
 #include <string.h>
 
@@ -259,13 +260,7 @@ void tb__axis_table_destroy(struct tb__axis_table *table) {
 }
 
 size_t tb__table_find(const tb__axis_table *table, int64_t index) {
-    size_t lo = 0;
-    for (size_t hi = table->nsegments; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (table->segment[mid].stop > index)
-            hi = mid;
-        else
-            lo = mid + 1;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, table->nsegments, table->segment[i].stop > index);
+    return i;
 }

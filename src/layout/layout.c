@@ -1,6 +1,7 @@
 /* Layouts: a mesh of distinct ranks and one placement per mesh dimension, from arrays, text or JSON. */
 #include "layout/layout.h"
 
+#include "base/int.h"
 #include "base/text.h"
 
 #include <inttypes.h>
@@ -76,11 +77,6 @@ static tb_status check_placement(const tb_placement *place, int m, int64_t ways)
     return tb__fail(TB_INVALID, "mesh dim %d: %d is not a placement", m, (int)place->kind);
 }
 
-static int compare_uint64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
 /* Keeps the ranks, sorted too, so that a rank is found fast; or nothing but the first where they are consecutive. */
 static tb_status set_ranks(tb_layout *layout, const int32_t *ranks) {
     int32_t n = layout->nranks;
@@ -101,7 +97,7 @@ static tb_status set_ranks(tb_layout *layout, const int32_t *ranks) {
         layout->ranks[i] = ranks[i];
         layout->by_rank[i] = (uint64_t)ranks[i] << 32 | (uint32_t)i;
     }
-    qsort(layout->by_rank, (size_t)n, sizeof *layout->by_rank, compare_uint64);
+    qsort(layout->by_rank, (size_t)n, sizeof *layout->by_rank, tb__compare_uint64);
     for (int32_t i = 1; i < n; i++) {
         if (layout->by_rank[i] >> 32 == layout->by_rank[i - 1] >> 32)
             return tb__fail(TB_INVALID, "rank %d is in the mesh twice", (int)(layout->by_rank[i] >> 32));
@@ -223,15 +219,9 @@ int32_t tb_layout_rank_at(const tb_layout *layout, int32_t index) {
 int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank) {
     if (!layout->ranks)
         return rank >= layout->first && rank - layout->first < layout->nranks ? rank - layout->first : -1;
-    int32_t lo = 0;
-    for (int32_t hi = layout->nranks; lo < hi;) {
-        int32_t mid = lo + (hi - lo) / 2;
-        if ((int32_t)(layout->by_rank[mid] >> 32) < rank)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    if (lo == layout->nranks || (int32_t)(layout->by_rank[lo] >> 32) != rank)
+    int32_t i = 0;
+    TB_BISECT(i, layout->nranks, (int32_t)(layout->by_rank[i] >> 32) >= rank);
+    if (i == layout->nranks || (int32_t)(layout->by_rank[i] >> 32) != rank)
         return -1;
-    return (int32_t)(uint32_t)layout->by_rank[lo];
+    return (int32_t)(uint32_t)layout->by_rank[i];
 }

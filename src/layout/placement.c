@@ -273,13 +273,8 @@ tb_status tb__placement_from_json(const json_t *json, tb_placement *out) {
 }
 
 static bool copy_array(const void *from, size_t count, size_t size, void **out) {
-    *out = NULL;
-    if (count == 0)
-        return true;
-    *out = tb__malloc(count, size);
-    if (*out)
-        memcpy(*out, from, count * size);
-    return *out != NULL;
+    *out = count > 0 ? tb__memdup(from, count, size) : NULL;
+    return *out || count == 0;
 }
 
 tb_status tb__placement_copy(const tb_placement *from, tb_placement *out) {

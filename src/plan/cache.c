@@ -211,23 +211,16 @@ static size_t drop_plans(tb_plan_cache *cache, uint64_t time) {
     return count - nkept;
 }
 
-/* An index forgets nothing: it is made again. */
-static bool index_again(tb_plan_cache *cache) {
-    bool has_room = true;
-    tb__index_fini(&cache->by_plan);
-    tb__index_fini(&cache->by_routes);
-    cache->by_plan = cache->by_routes = (tb__index){0};
-    for (size_t i = 0; i < cache->plans.count && has_room; i++)
-        has_room = tb__index_add(&cache->by_plan, cache->plans.item[i].hash, i);
-    for (size_t i = 0; i < cache->routes.count && has_room; i++)
-        has_room = tb__index_add(&cache->by_routes, cache->routes.item[i].hash, i);
-    return has_room;
-}
-
 size_t tb__plan_cache_drop(tb_plan_cache *cache, uint64_t time) {
     drop_routes(cache, time);
     size_t ndropped = drop_plans(cache, time);
-    return index_again(cache) ? ndropped : ndropped + tb__plan_cache_drop(cache, UINT64_MAX);
+    tb__index_clear(&cache->by_plan);
+    tb__index_clear(&cache->by_routes);
+    for (size_t i = 0; i < cache->plans.count; i++)
+        tb__index_add(&cache->by_plan, cache->plans.item[i].hash, i);
+    for (size_t i = 0; i < cache->routes.count; i++)
+        tb__index_add(&cache->by_routes, cache->routes.item[i].hash, i);
+    return ndropped;
 }
 
 tb_status tb_plan_cache_create(tb_plan_cache **out) {

@@ -2,6 +2,8 @@
  * knows nothing of groups, lines or cuts. */
 #include "plan/plan.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <string.h>
 
@@ -64,16 +66,9 @@ static tb_status list_of(const tb__axis *axis, int32_t coord, list_memo *memo, t
 
 /* The span in which a position lies; count if it is past the end. */
 static size_t span_at(tb__spans list, int64_t position) {
-    size_t lo = 0;
-    for (size_t hi = list.count; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        const tb__span *span = &list.item[mid];
-        if (span->offset + (span->stop - span->start) > position)
-            hi = mid;
-        else
-            lo = mid + 1;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, list.count, list.item[i].offset + (list.item[i].stop - list.item[i].start) > position);
+    return i;
 }
 
 /* Whether positions [a, a+len) of one list and [b, b+len) of another are the same indices. */

@@ -4,6 +4,8 @@
  * a look at every member. It does not depend on the shape, though, so it is remembered from tensor to tensor. */
 #include "plan/line.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 /* A receiver: the target classes of its cell, and its number among the cell's receivers. */
@@ -69,16 +71,10 @@ static tb_status add_wants(const tb_plan *plan, const tb__group *group, int32_t 
 /* Adds what the target ranks on a host could want of the group. */
 static tb_status add_host(const tb_plan *plan, const tb__group *group, int32_t host, receiver_list *list,
                           tb__arena *arena) {
-    size_t lo = 0, ntargets = (size_t)plan->dst_layout->nranks;
-    for (size_t hi = ntargets; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (plan->target_by_host[mid] >> 32 < (uint64_t)host)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    for (; lo < ntargets && plan->target_by_host[lo] >> 32 == (uint64_t)host; lo++)
-        TB_TRY(add_wants(plan, group, (int32_t)(uint32_t)plan->target_by_host[lo], list, arena));
+    size_t i = 0, ntargets = (size_t)plan->dst_layout->nranks;
+    TB_BISECT(i, ntargets, plan->target_by_host[i] >> 32 >= (uint64_t)host);
+    for (; i < ntargets && plan->target_by_host[i] >> 32 == (uint64_t)host; i++)
+        TB_TRY(add_wants(plan, group, (int32_t)(uint32_t)plan->target_by_host[i], list, arena));
     return TB_OK;
 }
 
@@ -101,15 +97,7 @@ static tb_status find_absent(const tb_plan *plan, const tb__group *group, receiv
         TB_TRY(by_host ? add_host(plan, group, plan->hosts[rank], list, arena)
                        : add_wants(plan, group, rank, list, arena));
     }
-    if (list->count == 0)
-        return TB_OK;
-    qsort(list->item, list->count, sizeof *list->item, compare_receivers);
-    size_t kept = 1; /* several members on one host bring the same receivers */
-    for (size_t i = 1; i < list->count; i++) {
-        if (compare_receivers(&list->item[i], &list->item[kept - 1]) != 0)
-            list->item[kept++] = list->item[i];
-    }
-    list->count = kept;
+    tb__vec_sort_unique(list, compare_receivers); /* several members on one host bring the same receivers */
     return TB_OK;
 }
 
@@ -309,27 +297,15 @@ bool tb__group_has(const tb_plan *plan, const tb__group *group, int32_t rank, in
 }
 
 size_t tb__absent_before(const tb__absent *a, int64_t index) {
-    size_t lo = 0;
-    for (size_t hi = a ? a->count : 0; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (a->index[mid] < index)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, a ? a->count : 0, a->index[i] >= index);
+    return i;
 }
 
 size_t tb__absent_upto(const tb__absent *a, int64_t served) {
-    size_t lo = 0;
-    for (size_t hi = a ? a->count : 0; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (a->index[mid] - (int64_t)mid <= served) /* as many before it are served */
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, a ? a->count : 0, a->index[i] - (int64_t)i > served); /* more before it are served */
+    return i;
 }
 
 tb__wide tb__line_expand(const tb_plan *plan, const tb__group *group, tb__wide position) {

@@ -1,6 +1,8 @@
 /* Groups, cells, and positions on a group's line. */
 #include "plan/line.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 int64_t tb__holders_count(const tb__grid *grid, const int32_t *cls, int64_t nparts) {
@@ -76,15 +78,8 @@ tb_status tb__pairing_runs(const tb_plan *plan, int d, tb__pairing *pairing, int
     if (src.count && dst.count) {
         tb__spans longer = src.count > dst.count ? src : dst;
         int64_t first = src.count > dst.count ? dst.item[0].start : src.item[0].start;
-        size_t lo = 0;
-        for (size_t hi = longer.count; lo < hi;) {
-            size_t mid = lo + (hi - lo) / 2;
-            if (longer.item[mid].stop > first)
-                hi = mid;
-            else
-                lo = mid + 1;
-        }
-        *(src.count > dst.count ? &i : &j) = lo;
+        size_t *at = src.count > dst.count ? &i : &j;
+        TB_BISECT(*at, longer.count, longer.item[*at].stop > first);
     }
     size_t capacity = 0, count = 0;
     tb__run *runs = NULL;

@@ -6,6 +6,7 @@
 #include "plan/line.h"
 
 #include "base/index.h"
+#include "base/int.h"
 
 #include <string.h>
 
@@ -25,11 +26,6 @@ typedef struct numbering {
     TB_VEC(starts) known;
     tb__index by_key;
 } numbering;
-
-static int compare_int64(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x > y) - (x < y);
-}
 
 static tb_status run_starts(numbering *n, int d, int32_t coord, starts *out) {
     tb__meetings meetings;
@@ -86,7 +82,7 @@ static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out)
     }
     starts new = {.key = key, .axis = axis};
     TB_TRY(axis < 0 ? box_starts(n, key, &new) : run_starts(n, axis, key, &new));
-    qsort(new.at, new.count, sizeof *new.at, compare_int64);
+    qsort(new.at, new.count, sizeof *new.at, tb__compare_int64);
     if (!tb__vec_reserve(&n->known, 1) || !tb__index_add(&n->by_key, hash, n->known.count))
         return TB_NO_MEMORY;
     *out = &n->known.item[n->known.count];
@@ -95,15 +91,9 @@ static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out)
 }
 
 static size_t index_of(const starts *s, int64_t start) {
-    size_t lo = 0;
-    for (size_t hi = s->count; lo < hi;) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (s->at[mid] < start)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, s->count, s->at[i] >= start);
+    return i;
 }
 
 static bool never_cuts(const tb_plan *plan) {

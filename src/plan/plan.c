@@ -2,10 +2,10 @@
 #include "plan/plan.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "base/opts.h"
 
 #include <inttypes.h>
-#include <string.h>
 
 /* Where groups differ in size, rotations would repeat late or never; a bounded number keeps the cache bounded. */
 enum { ROTATIONS = 64 };
@@ -90,11 +90,6 @@ static bool meet(const tb_layout *a, const tb_layout *b) {
     return false;
 }
 
-static int compare_uint64(const void *a, const void *b) {
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
 static tb_status set_hosts(tb_plan *plan, const tb_plan_opts *opts) {
     const tb_layout *sides[2] = {plan->src_layout, plan->dst_layout};
     for (int s = 0; s < 2; s++) {
@@ -108,17 +103,16 @@ static tb_status set_hosts(tb_plan *plan, const tb_plan_opts *opts) {
         }
     }
     size_t ntargets = (size_t)plan->dst_layout->nranks;
-    plan->hosts = tb__malloc(opts->nhosts, sizeof *plan->hosts);
+    plan->hosts = tb__memdup(opts->hosts, opts->nhosts, sizeof *plan->hosts);
     plan->target_by_host = tb__malloc(ntargets, sizeof *plan->target_by_host);
     if (!plan->hosts || !plan->target_by_host)
         return TB_NO_MEMORY;
     plan->nhosts = opts->nhosts;
-    memcpy(plan->hosts, opts->hosts, opts->nhosts * sizeof *plan->hosts);
     for (size_t i = 0; i < ntargets; i++) {
         uint32_t rank = (uint32_t)tb_layout_rank_at(plan->dst_layout, (int32_t)i);
         plan->target_by_host[i] = (uint64_t)(uint32_t)plan->hosts[rank] << 32 | rank;
     }
-    qsort(plan->target_by_host, ntargets, sizeof *plan->target_by_host, compare_uint64);
+    qsort(plan->target_by_host, ntargets, sizeof *plan->target_by_host, tb__compare_uint64);
     return TB_OK;
 }
 

@@ -60,8 +60,7 @@ void tb__plan_cache_set_time(tb_plan_cache *cache, uint64_t time);
  */
 size_t tb__plan_cache_nbytes(const tb_plan_cache *cache);
 uint64_t tb__plan_cache_oldest(const tb_plan_cache *cache);
-/* Drops what was last used at this time or before it; how many plans. What the cache has given
- * out of them is gone. Where memory is short, it drops all. */
+/* Drops what was last used at this time or before it; how many plans. What the cache has given out of them is gone. */
 size_t tb__plan_cache_drop(tb_plan_cache *cache, uint64_t time);
 
 /* As tb_plan_cache_routes, with the numbers of the routes. */

@@ -2,14 +2,10 @@
 #include "plan/plan.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 
 #include <inttypes.h>
 #include <string.h>
-
-static int compare_ranks(const void *a, const void *b) {
-    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
-    return (x > y) - (x < y);
-}
 
 static tb_status set_ranks(const tb_plan *plan, tb_plan_stats *s) {
     const tb_layout *src = plan->src_layout, *dst = plan->dst_layout;
@@ -24,7 +20,7 @@ static tb_status set_ranks(const tb_plan *plan, tb_plan_stats *s) {
         if (tb_layout_index_of(src, rank) < 0)
             s->ranks[s->nranks++] = rank;
     }
-    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, compare_ranks);
+    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, tb__compare_int32);
     s->send_bytes = tb__calloc((size_t)s->nranks, sizeof *s->send_bytes);
     s->recv_bytes = tb__calloc((size_t)s->nranks, sizeof *s->recv_bytes);
     s->egress_bytes = tb__calloc((size_t)s->nranks, sizeof *s->egress_bytes);

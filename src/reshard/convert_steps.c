@@ -3,15 +3,12 @@
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 
 #include <inttypes.h>
 #include <string.h>
 
 enum { SLOT_NBYTES = 8 << 20 }; /* a slot is no larger without need, so that it stays in the cache */
-
-static int64_t align64(int64_t n) {
-    return (n + 63) / 64 * 64;
-}
 
 /* ---- What a tensor takes --------------------------------------------------------------------------------------- */
 
@@ -55,7 +52,7 @@ static tb_status measure(tb__convert *c, const tb__flow_tensor *tensors) {
         int64_t n = 1;
         for (int d = 0; d < e->most.ndim; d++)
             n *= e->most.dim[d];
-        e->nbytes = align64(tb__dtype_bytes(e->dtype, n));
+        e->nbytes = tb__align(tb__dtype_bytes(e->dtype, n), 64);
         before = e;
     }
     return TB_OK;
@@ -97,10 +94,6 @@ static item *sort_items(const tb__convert *c, const tb__flow_tensor *tensors) {
 
 /* ---- Units ----------------------------------------------------------------------------------------------------- */
 
-static int compare_ranks(const void *a, const void *b) {
-    return (*(const int32_t *)a > *(const int32_t *)b) - (*(const int32_t *)a < *(const int32_t *)b);
-}
-
 /* The ranks that have a part of any of the unit's tensors. */
 static tb_status find_ranks(const tb__convert *c, const tb__flow_tensor *tensors, unit *u) {
     TB_VEC(int32_t) ranks = {0};
@@ -123,15 +116,8 @@ static tb_status find_ranks(const tb__convert *c, const tb__flow_tensor *tensors
             }
         }
     }
-    if (ranks.count)
-        qsort(ranks.item, ranks.count, sizeof *ranks.item, compare_ranks);
-    size_t kept = 0;
-    for (size_t i = 0; i < ranks.count; i++) {
-        if (kept == 0 || ranks.item[kept - 1] != ranks.item[i])
-            ranks.item[kept++] = ranks.item[i];
-    }
     u->ranks = ranks.item;
-    u->nranks = kept;
+    u->nranks = tb__vec_sort_unique(&ranks, tb__compare_int32);
     return TB_OK;
 }
 
@@ -236,7 +222,7 @@ static tb_status cut(const walk *w, size_t index, bool *is_cut) {
         return TB_OK;
     int64_t fit = w->slot / row / step * step;
     e->band = fit > step ? fit : step;
-    e->nbytes = align64(row * e->band);
+    e->nbytes = tb__align(row * e->band, 64);
     if (e->how.dst && !tb__encoded_takes_bands(e->how.dst, e->band))
         return tb__fail(TB_REFUSED,
                         "tensor '%.100s' has to be gathered in bands of %" PRId64
@@ -322,10 +308,9 @@ static int compare_scale_groups(const void *a, const void *b) {
 }
 
 static tb_status check_scale_groups(const item *items, size_t n) {
-    item *sorted = tb__malloc(n, sizeof *sorted);
+    item *sorted = tb__memdup(items, n, sizeof *sorted);
     if (!sorted)
         return TB_NO_MEMORY;
-    memcpy(sorted, items, n * sizeof *sorted);
     qsort(sorted, n, sizeof *sorted, compare_scale_groups);
     tb_status status = TB_OK;
     for (size_t i = 1; i < n && status == TB_OK; i++) {

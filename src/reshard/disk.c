@@ -2,6 +2,7 @@
 #include "reshard/disk.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "base/text.h"
 #include "ir/ir.h"
 #include "layout/layout.h"
@@ -10,11 +11,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-
-static int compare_ranks(const void *left, const void *right) {
-    int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
-    return (a > b) - (a < b);
-}
 
 /* The ranks that one side of any rule has, ascending; to be freed by the caller. */
 static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out, size_t *count) {
@@ -35,15 +31,8 @@ static tb_status list_ranks(const tb__spec *spec, bool is_target, int32_t **out,
             }
         }
     }
-    size_t kept = 0;
-    if (all.count)
-        qsort(all.item, all.count, sizeof *all.item, compare_ranks);
-    for (size_t i = 0; i < all.count; i++) {
-        if (kept == 0 || all.item[kept - 1] != all.item[i])
-            all.item[kept++] = all.item[i];
-    }
     *out = all.item;
-    *count = kept;
+    *count = tb__vec_sort_unique(&all, tb__compare_int32);
     return TB_OK;
 }
 
@@ -75,7 +64,7 @@ static bool is_empty(const tb_shape *shape) {
 
 static tb_status fail_missing(const tb__disk_source *source, int32_t rank, const char *name) {
     tb__set_detail("tensor '%.100s' is not in it, but the spec has it on rank %" PRId32, name, rank);
-    return source->file ? tb__file_fail(TB_INVALID, source->file->path) : TB_INVALID;
+    return source->file ? tb__file_fail_within(TB_INVALID, source->file->path) : TB_INVALID;
 }
 
 /* Whether any placement cuts this dimension by lists, from which its length can't be told. */
@@ -112,11 +101,9 @@ static tb_status deduce_shape(const tb__disk *disk, tb__disk_tensor *t) {
         const tb_shape local = tb__disk_quant_part(&t->src_quant, &source.tensor->shape);
         if (i == 0)
             shape.ndim = local.ndim;
-        if (local.ndim != shape.ndim) {
-            tb__set_detail("tensor '%.100s' has %d dims, but %d on rank %" PRId32, t->name, local.ndim, shape.ndim,
-                           tb_layout_rank_at(t->src, 0));
-            return tb__file_fail(TB_INVALID, source.file->path);
-        }
+        if (local.ndim != shape.ndim)
+            return tb__file_fail(TB_INVALID, source.file->path, "tensor '%.100s' has %d dims, but %d on rank %" PRId32,
+                                 t->name, local.ndim, shape.ndim, tb_layout_rank_at(t->src, 0));
         for (int d = 0; d < shape.ndim; d++) {
             if (!is_on_axis(t->src, i, shape.ndim, d))
                 continue;
@@ -146,11 +133,11 @@ static tb_status check_data(const tb__disk_tensor *t, int32_t rank, const tb__di
     bool has_dtype = wanted->dtype == TB_DTYPE_NONE || found->dtype == wanted->dtype;
     if (!same_shape(&wanted->shape, &found->shape)) {
         bool may_be_shards = has_dtype && has_replicas(t->src);
-        tb__set_detail("tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s%s%s%s", t->name,
-                       text_of(&found->shape).text, rank, text_of(&wanted->shape).text, text_of(&t->shape).text,
-                       format ? " as " : "", format ? format : "",
-                       may_be_shards ? "; the spec has it replicated, do the ranks hold shards of it?" : "");
-        return tb__file_fail(TB_INVALID, source->file->path);
+        return tb__file_fail(TB_INVALID, source->file->path,
+                             "tensor '%.100s' is %s, but its layout gives rank %" PRId32 " %s of %s%s%s%s", t->name,
+                             text_of(&found->shape).text, rank, text_of(&wanted->shape).text, text_of(&t->shape).text,
+                             format ? " as " : "", format ? format : "",
+                             may_be_shards ? "; the spec has it replicated, do the ranks hold shards of it?" : "");
     }
     if (has_dtype)
         return TB_OK;
@@ -160,26 +147,24 @@ static tb_status check_data(const tb__disk_tensor *t, int32_t rank, const tb__di
     else
         tb__set_detail("tensor '%.100s' is %s, but %s %s", t->name, tb_dtype_name(found->dtype),
                        is_said ? "the spec says" : "another rank has it as", tb_dtype_name(wanted->dtype));
-    return tb__file_fail(TB_INVALID, source->file->path);
+    return tb__file_fail_within(TB_INVALID, source->file->path);
 }
 
 /* A tensor of scales; that of the whole may be a scalar or have one element. */
 static tb_status check_scales(tb__disk *disk, const tb__disk_tensor *t, int32_t rank, const tb__safetensor *wanted) {
     tb__disk_source source = tb__disk_input_find(disk->input, rank, wanted->name);
     const char *format = tb__quant_name(t->src_quant.format.kind);
-    if (!source.tensor) {
-        tb__set_detail("tensor '%.100s' is not in it, but '%.100s' is %s and needs its scales", wanted->name, t->name,
-                       format);
-        return tb__file_fail(TB_INVALID, source.file->path);
-    }
+    if (!source.tensor)
+        return tb__file_fail(TB_INVALID, source.file->path,
+                             "tensor '%.100s' is not in it, but '%.100s' is %s and needs its scales", wanted->name,
+                             t->name, format);
     const tb_shape *found = &source.tensor->shape, one = {1, {1}};
     bool is_shaped = same_shape(found, &wanted->shape) || (wanted->shape.ndim == 0 && same_shape(found, &one));
-    if (!is_shaped || source.tensor->dtype != wanted->dtype) {
-        tb__set_detail("tensor '%.100s' is %s of %s, but %s has %s of %s for '%.100s'", wanted->name,
-                       text_of(found).text, tb_dtype_name(source.tensor->dtype), format, text_of(&wanted->shape).text,
-                       tb_dtype_name(wanted->dtype), t->name);
-        return tb__file_fail(TB_INVALID, source.file->path);
-    }
+    if (!is_shaped || source.tensor->dtype != wanted->dtype)
+        return tb__file_fail(TB_INVALID, source.file->path,
+                             "tensor '%.100s' is %s of %s, but %s has %s of %s for '%.100s'", wanted->name,
+                             text_of(found).text, tb_dtype_name(source.tensor->dtype), format,
+                             text_of(&wanted->shape).text, tb_dtype_name(wanted->dtype), t->name);
     disk->src_nbytes += source.tensor->nbytes;
     return TB_OK;
 }
@@ -254,8 +239,8 @@ static tb_status check_strangers(const tb__disk *disk, const tb__disk_tensor *t,
     const char *stranger = name ? tb__disk_input_stranger(disk->input, t->src, name) : NULL;
     if (!stranger)
         return TB_OK;
-    tb__set_detail("tensor '%.100s' is in it, but the rank is not in the tensor's source mesh", name);
-    return tb__file_fail(TB_INVALID, stranger);
+    return tb__file_fail(TB_INVALID, stranger,
+                         "tensor '%.100s' is in it, but the rank is not in the tensor's source mesh", name);
 }
 
 /* What the files have of it; sentences name the file and the tensor. */
@@ -328,10 +313,6 @@ static tb_status add_tensor(tb__disk *disk, const tb__spec *spec, const char *na
     return TB_OK;
 }
 
-static int compare_strings(const void *left, const void *right) {
-    return strcmp(*(const char *const *)left, *(const char *const *)right);
-}
-
 /* The names of the files, and those that only the spec has: that one is missing is said by the file that lacks it. */
 static tb_status list_names(const tb__disk *disk, const tb__spec *spec, const char ***out, size_t *count) {
     const char **names;
@@ -345,11 +326,11 @@ static tb_status list_names(const tb__disk *disk, const tb__spec *spec, const ch
     n = found;
     for (size_t i = 0; i < spec->ntensors; i++) {
         const char *name = spec->tensors[i].match;
-        bool is_found = found && bsearch(&name, all, found, sizeof *all, compare_strings);
+        bool is_found = found && bsearch(&name, all, found, sizeof *all, tb__compare_strings);
         if (!is_found && !spec->tensors[i].is_skipped)
             all[n++] = name;
     }
-    qsort(all, n, sizeof *all, compare_strings);
+    qsort(all, n, sizeof *all, tb__compare_strings);
     *out = all;
     *count = n;
     return TB_OK;

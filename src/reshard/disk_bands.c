@@ -2,6 +2,7 @@
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "device/host/quant.h"
 #include "plan/plan.h"
 
@@ -26,7 +27,7 @@ int64_t tb__disk_least_band(const tb__disk_tensor *t) {
     tb_shape longest = tb__grid_longest(&t->plan->dst);
     int64_t nbytes =
         tb__disk_quant_rows(&t->dst_quant.format) * row_bytes(t, longest.dim[longest.ndim - 1]) + ALIGNMENT;
-    return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return tb__align(nbytes, ALIGNMENT);
 }
 
 /* Whole rows, so many together. */
@@ -106,7 +107,7 @@ tb_status tb__disk_quantise(const tb__disk_tensor *t, const tb__disk_bands *b, c
     TB_TRY(tb__quant_measure(format, rows, columns, &here));
     TB_TRY(tb__quant_measure(format, above, columns, &before));
     TB_TRY(tb__quant_measure(format, all, columns, &whole));
-    unsigned char *scales = to + (here.data_nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    unsigned char *scales = to + tb__align(here.data_nbytes, ALIGNMENT);
     *out = (tb__disk_quantised){
         .data = to,
         .scales = scales,

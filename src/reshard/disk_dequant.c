@@ -3,6 +3,7 @@
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "device/host/quant.h"
 
 #include <inttypes.h>
@@ -14,24 +15,12 @@ enum {
     TILE_BYTES = 512,
 };
 
-static int64_t align_up(int64_t n) {
-    return (n + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-}
-
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t max64(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
 static tb_status read_scale(const tb__disk_source *source, float *out) {
     TB_TRY(tb__safetensors_read(source->file, source->tensor, 0, sizeof *out, out));
     if (*out > 0 && *out - *out == 0)
         return TB_OK;
-    tb__set_detail("tensor '%.100s' is %g; a scale is positive and finite", source->tensor->name, (double)*out);
-    return tb__file_fail(TB_INVALID, source->file->path);
+    return tb__file_fail(TB_INVALID, source->file->path, "tensor '%.100s' is %g; a scale is positive and finite",
+                         source->tensor->name, (double)*out);
 }
 
 static tb_status find(const tb__disk_input *input, int32_t rank, const char *name, tb__disk_source *out) {
@@ -94,11 +83,12 @@ bool tb__disk_dequant_step(const tb__disk_tensor *t, const int64_t *len, int64_t
     if (terms_init(t, 0, 0, &of) != TB_OK)
         return false;
     for (;;) {
-        int64_t width = columns + 2 * max64(of.align, 2); /* whole blocks at both ends */
+        int64_t width = columns + 2 * tb__max64(of.align, 2); /* whole blocks at both ends */
         int64_t raw =
-            max64(rows * width, t->src_quant.format.is_swizzled ? tiles_nbytes(scale_columns(&of, width)) : 0);
-        raw = max64(raw, scale_nbytes(&of, rows, width));
-        if (align_up(rows * width * of.plain_size) + align_up(scale_nbytes(&of, rows, width)) + raw <= nbytes)
+            tb__max64(rows * width, t->src_quant.format.is_swizzled ? tiles_nbytes(scale_columns(&of, width)) : 0);
+        raw = tb__max64(raw, scale_nbytes(&of, rows, width));
+        int64_t plain = tb__align(rows * width * of.plain_size, ALIGNMENT);
+        if (plain + tb__align(scale_nbytes(&of, rows, width), ALIGNMENT) + raw <= nbytes)
             break;
         if (rows > 1)
             rows = (rows + 1) / 2;
@@ -181,7 +171,7 @@ static tb_status read_data(const window *w, int64_t row, int64_t rows) {
 /* Band by band, since several share no scales. */
 static tb_status dequantise(const tb__disk_tensor *t, const window *w, int64_t row, int64_t rows, unsigned char *to) {
     for (int64_t end = row + rows, n; row < end; row += n) {
-        n = w->of.together > 1 ? min64(end - row, w->of.together - row % w->of.together) : end - row;
+        n = w->of.together > 1 ? tb__min64(end - row, w->of.together - row % w->of.together) : end - row;
         TB_TRY(read_scales(w, &t->src_quant.format, row, n));
         TB_TRY(read_data(w, row, n));
         const tb__quant_tensor tensor = {.format = {.kind = t->src_quant.format.kind},
@@ -209,10 +199,10 @@ tb_status tb__disk_dequantise(const tb__disk_tensor *t, const tb__disk_origin *o
     int64_t packing = tb__dtype_packing(w.of.size.data_dtype), end = start[last] + len[last];
     w.first = start[last] / w.of.align * w.of.align;
     w.width = (end + packing - 1) / packing * packing - w.first;
-    int64_t plain_nbytes = align_up(rows * w.width * w.of.plain_size);
-    int64_t band = w.of.together > 1 ? min64(rows, w.of.together) : rows;
+    int64_t plain_nbytes = tb__align(rows * w.width * w.of.plain_size, ALIGNMENT);
+    int64_t band = w.of.together > 1 ? tb__min64(rows, w.of.together) : rows;
     w.scales = stage + plain_nbytes;
-    w.raw = w.scales + align_up(scale_nbytes(&w.of, band, w.width));
+    w.raw = w.scales + tb__align(scale_nbytes(&w.of, band, w.width), ALIGNMENT);
     w.raw_nbytes = (int64_t)nbytes - (w.raw - stage);
     TB_TRY(dequantise(t, &w, row, rows, stage));
     for (int d = 0; d < last; d++)

@@ -1,6 +1,8 @@
 /* The source of a resharding: files of ranks, or a model that counts as one rank. */
 #include "reshard/disk_inside.h"
 
+#include "base/text.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -27,10 +29,9 @@ static tb_status check_strangers(const tb__rank_files *found, const int32_t *ran
     for (size_t i = 0, k = 0; i < found->count; i++) {
         while (k < nranks && ranks[k] < found->files[i].rank)
             k++;
-        if (k == nranks || ranks[k] != found->files[i].rank) {
-            tb__set_detail("rank %" PRId32 " is in no source mesh of the spec", found->files[i].rank);
-            return tb__file_fail(TB_INVALID, found->files[i].path);
-        }
+        if (k == nranks || ranks[k] != found->files[i].rank)
+            return tb__file_fail(TB_INVALID, found->files[i].path, "rank %" PRId32 " is in no source mesh of the spec",
+                                 found->files[i].rank);
     }
     return TB_OK;
 }
@@ -41,9 +42,9 @@ static tb_status refuse_others(const tb__rank_files *found, const char *dir) {
         return TB_OK;
     if (found->nothers > 1)
         snprintf(more, sizeof more, ", and so for %zu more", found->nothers - 1);
-    tb__set_detail("'%.100s' is the file of no rank and is not read%s; --ignore-unindexed goes on without",
-                   found->other, more);
-    return tb__file_fail(TB_INVALID, dir);
+    return tb__file_fail(TB_INVALID, dir,
+                         "'%.100s' is the file of no rank and is not read%s; --ignore-unindexed goes on without",
+                         found->others[0], more);
 }
 
 static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_t *ranks, size_t nranks,
@@ -120,12 +121,8 @@ tb__disk_source tb__disk_input_find(const tb__disk_input *input, int32_t rank, c
     return (tb__disk_source){found->file, tb__safetensors_find(&found->file->header, name)};
 }
 
-static int compare_strings(const void *left, const void *right) {
-    return strcmp(*(const char *const *)left, *(const char *const *)right);
-}
-
 tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names, size_t *count) {
-    size_t total = input->model ? input->model->count : 0, n = 0, kept = 0;
+    size_t total = input->model ? input->model->count : 0, n = 0;
     for (size_t i = 0; i < input->nranks; i++)
         total += input->ranks[i].file->header.count;
     const char **list = tb__malloc(total, sizeof *list);
@@ -138,13 +135,8 @@ tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names,
         for (size_t k = 0; k < header->count; k++)
             list[n++] = header->by_name[k]->name;
     }
-    qsort(list, n, sizeof *list, compare_strings);
-    for (size_t i = 0; i < n; i++) {
-        if (kept == 0 || strcmp(list[kept - 1], list[i]) != 0)
-            list[kept++] = list[i];
-    }
     *names = list;
-    *count = kept;
+    *count = tb__sort_unique(list, n, sizeof *list, tb__compare_strings);
     return TB_OK;
 }
 

@@ -157,7 +157,7 @@ tb_status tb__disk_output_commit(tb__disk_output *output, bool sync) {
     for (size_t i = 0; i < output->nranks; i++)
         TB_TRY(tb__safetensors_finish(output->ranks[i].writer, sync));
     for (size_t i = 0; i < output->nranks; i++) {
-        TB_TRY(tb__safetensors_commit(output->ranks[i].writer, false));
+        TB_TRY(tb__safetensors_commit(output->ranks[i].writer));
         output->ranks[i].is_committed = true;
     }
     output->is_committed = true;

@@ -106,16 +106,9 @@ tb_shape tb__disk_quant_part(const tb__disk_quant *quant, const tb_shape *data) 
     return part;
 }
 
-static uint64_t hash_name(const char *name) {
-    uint64_t hash = 0;
-    for (; *name; name++)
-        hash = tb__hash(hash, (unsigned char)*name);
-    return hash;
-}
-
 tb_status tb__disk_take_amax(tb__disk *disk, tb__disk_tensor *t) {
     size_t probe = 0, i;
-    uint64_t hash = t->group ? hash_name(t->group) : 0;
+    uint64_t hash = t->group ? tb__hash_string(0, t->group) : 0;
     while (t->group && (i = tb__index_next(&disk->groups, hash, &probe)) != TB__NOWHERE) {
         const tb__disk_tensor *first = &disk->tensors[i];
         if (strcmp(first->group, t->group) != 0)

@@ -3,6 +3,7 @@
 #include "reshard/disk_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "base/process.h"
 #include "layout/layout.h"
 
@@ -124,15 +125,9 @@ static tb_status sort_pieces(worker *w, int ndim) {
 
 /* The first piece that can reach beyond `start`. */
 static size_t first_piece(const worker *w, int64_t start) {
-    size_t lo = 0, hi = w->reach.count;
-    while (lo < hi) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (w->reach.item[mid] > start)
-            hi = mid;
-        else
-            lo = mid + 1;
-    }
-    return lo;
+    size_t i = 0;
+    TB_BISECT(i, w->reach.count, w->reach.item[i] > start);
+    return i;
 }
 
 static tb_status take_part(worker *w, size_t tensor, int32_t rank) {

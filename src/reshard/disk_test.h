@@ -43,7 +43,7 @@ static inline void write_rank(const stock *s, const char *dir, int32_t rank) {
     for (size_t i = 0; i < mine.count; i++)
         assert_ok(
             tb__safetensors_write(writer, i, 0, s->tensors.item[mine.item[i]].bytes, (size_t)about.item[i].nbytes));
-    assert_ok(tb__safetensors_commit(writer, false));
+    assert_ok(tb__safetensors_commit(writer));
     tb__safetensors_writer_destroy(writer);
     free(path);
     free(mine.item);

@@ -83,11 +83,9 @@ static tb_status set_experts(const tb_names_opts *opts, renumber *out) {
                 return tb__fail(TB_INVALID, "the map says that local expert %zu is expert %" PRId64 ", of %" PRId64, i,
                                 opts->expert_map[i], opts->nexperts);
         }
-        out->map = tb__malloc(opts->nexpert_map, sizeof *out->map);
+        out->map = tb__memdup(opts->expert_map, opts->nexpert_map, sizeof *out->map);
         if (!out->map)
             return TB_NO_MEMORY;
-        if (opts->nexpert_map)
-            memcpy(out->map, opts->expert_map, opts->nexpert_map * sizeof *out->map);
         out->count = (int64_t)opts->nexpert_map;
     } else {
         if (opts->nexpert_ranks == 0)

@@ -340,19 +340,6 @@ static tb_status read_rule(const reader *r, const json_t *json, const char *cons
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", rule->where);
 }
 
-static uint64_t hash_name(const char *name) {
-    uint64_t hash = 0;
-    for (; *name; name++)
-        hash = tb__hash(hash, (unsigned char)*name);
-    return hash;
-}
-
-const char *tb__spec_copy_string(tb__arena *arena, const char *string) {
-    size_t nbytes = strlen(string) + 1;
-    char *copy = tb__arena_alloc(arena, nbytes, 1);
-    return copy ? memcpy(copy, string, nbytes) : NULL;
-}
-
 static tb_status read_tensors(const reader *r, const json_t *json) {
     static const char *const keys[] = {"shape", "dtype", "src", "dst", "skip", NULL};
     tb__spec *spec = r->spec;
@@ -365,8 +352,8 @@ static tb_status read_tensors(const reader *r, const json_t *json) {
         return TB_NO_MEMORY;
     for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it)) {
         tb__spec_rule *rule = &spec->tensors[spec->ntensors];
-        *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, json_object_iter_key(it))};
-        if (!rule->match || !tb__index_add(&spec->by_name, hash_name(rule->match), spec->ntensors))
+        *rule = (tb__spec_rule){.match = tb__arena_strdup(&spec->arena, json_object_iter_key(it))};
+        if (!rule->match || !tb__index_add(&spec->by_name, tb__hash_string(0, rule->match), spec->ntensors))
             return TB_NO_MEMORY;
         spec->ntensors++;
         snprintf(rule->where, sizeof rule->where, "tensors '%.50s'", rule->match);
@@ -389,7 +376,7 @@ static tb_status read_rules(const reader *r, const json_t *json) {
         const json_t *one = json_array_get(json, spec->nrules);
         const char *match = json_string_value(json_object_get(one, "match"));
         tb__spec_rule *rule = &spec->rules[spec->nrules];
-        *rule = (tb__spec_rule){.match = tb__spec_copy_string(&spec->arena, match ? match : "")};
+        *rule = (tb__spec_rule){.match = tb__arena_strdup(&spec->arena, match ? match : "")};
         if (!rule->match)
             return TB_NO_MEMORY;
         snprintf(rule->where, sizeof rule->where, "rules %zu", spec->nrules++);
@@ -437,14 +424,14 @@ tb_status tb__spec_load(const char *path, tb__spec **out) {
     char *text = NULL;
     tb_status status = TB_OK;
     if (nbytes > MAX_SPEC) {
-        tb__set_detail("a spec of %" PRId64 " bytes is more than is read (%d)", nbytes, MAX_SPEC);
-        status = tb__file_fail(TB_TOO_BIG, path);
+        status =
+            tb__file_fail(TB_TOO_BIG, path, "a spec of %" PRId64 " bytes is more than is read (%d)", nbytes, MAX_SPEC);
     } else if (!(text = tb__malloc((size_t)nbytes + 1, 1))) {
         status = TB_NO_MEMORY;
     } else {
         status = tb__file_read(fd, path, 0, text, (size_t)nbytes);
         if (status == TB_OK && (status = tb__spec_parse(text, (size_t)nbytes, out)) != TB_OK)
-            tb__file_fail(status, path);
+            tb__file_fail_within(status, path);
     }
     close(fd);
     free(text);
@@ -466,7 +453,7 @@ void tb__spec_destroy(tb__spec *spec) {
 
 const tb__spec_rule *tb__spec_find(const tb__spec *spec, const char *name) {
     size_t probe = 0, i;
-    while ((i = tb__index_next(&spec->by_name, hash_name(name), &probe)) != TB__NOWHERE) {
+    while ((i = tb__index_next(&spec->by_name, tb__hash_string(0, name), &probe)) != TB__NOWHERE) {
         if (strcmp(spec->tensors[i].match, name) == 0)
             return &spec->tensors[i];
     }

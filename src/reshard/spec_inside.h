@@ -9,8 +9,6 @@
 /* Refuses keys that are not in a list that ends with NULL. */
 tb_status tb__spec_check_keys(const json_t *json, const char *const *keys);
 
-const char *tb__spec_copy_string(tb__arena *arena, const char *string); /* NULL: no memory */
-
 /* The quantisations of both sides, from the rule's JSON; its dtypes have been read. */
 tb_status tb__spec_read_quants(const json_t *json, bool is_pattern, tb__spec_rule *rule, tb__arena *arena);
 

@@ -88,7 +88,7 @@ static tb_status read_group(const json_t *json, bool is_pattern, tb__spec_rule *
         return tb__fail(TB_INVALID, "'group' has a *, so that 'match' may have no other wildcards than *");
     if (stars > count_stars(rule->match) || stars >= TB__CAPTURES)
         return tb__fail(TB_INVALID, "'group' has more * than 'match', or than %d", TB__CAPTURES - 1);
-    rule->group = tb__spec_copy_string(arena, text);
+    rule->group = tb__arena_strdup(arena, text);
     return rule->group ? TB_OK : TB_NO_MEMORY;
 }
 
@@ -153,7 +153,7 @@ tb_status tb__spec_group(const tb__spec_rule *rule, const char *name, tb__arena 
         return status;
     }
     TB_TRY(tb__text_take(&text, &filled));
-    *out = tb__spec_copy_string(arena, filled);
+    *out = tb__arena_strdup(arena, filled);
     free(filled);
     return *out ? TB_OK : TB_NO_MEMORY;
 }

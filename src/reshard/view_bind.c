@@ -136,10 +136,9 @@ tb_status tb_view_bind(const tb_view *view, const tb_shape *shape, const tb_layo
 static tb_status find_padding(const tb_view *view, size_t pad, bool is_after, const tb_shape *shape,
                               const tb_layout *layout, int32_t rank, const tb_binding *binding, tb_binding *out,
                               bool *is_empty) {
-    tb__view_op *ops = tb__malloc(pad + 1, sizeof *ops);
+    tb__view_op *ops = tb__memdup(view->op, pad + 1, sizeof *ops);
     if (!ops)
         return TB_NO_MEMORY;
-    memcpy(ops, view->op, (pad + 1) * sizeof *ops);
     int64_t before = ops[pad].arg[1], after = ops[pad].arg[2];
     tb__form form;
     tb_status status = tb__form_init(&form, shape, ops, pad);

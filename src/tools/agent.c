@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 
 enum { NAME, RANK, SIZE, STORE, SOCKET, TOKEN_FILE, TIMEOUT, WORKERS, TRANSPORT, HOST, CHECKSUM, HTTP };
 enum { MOST_RANKS = 1 << 20 };
@@ -67,7 +68,12 @@ static tb_status choose_socket(const char *group, long rank, char *out, size_t r
         return tb__fail(TB_IO, "can't make the folder %s: %s", folder, strerror(errno));
     TB_TRY(tool_check_private(folder));
     int n = snprintf(out, room, "%s/%s-%ld.sock", folder, group, rank);
-    return n > 0 && (size_t)n < room ? TB_OK : tb__fail(TB_INVALID, "the socket's path is too long; give --socket");
+    return n > 0 && (size_t)n < room
+               ? TB_OK
+               : tb__fail(TB_INVALID,
+                          "the path of the agent's socket has %d bytes, and may have %zu: %s...; choose a shorter "
+                          "--name, or give --socket",
+                          n, room - 1, out);
 }
 
 static tb_status read_all(const char *const *value, tb__agent_opts *o, char *socket, size_t room,
@@ -84,11 +90,9 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
     if (rank >= size)
         return tb__fail(TB_INVALID, "--rank %ld is none of the %ld seats of --size", rank, size);
     *o = (tb__agent_opts){.store = value[STORE], .group = value[NAME], .index = (int32_t)rank, .size = (int32_t)size};
-    if (value[SOCKET])
-        snprintf(socket, room, "%s", value[SOCKET]);
-    else
+    if (!value[SOCKET])
         TB_TRY(choose_socket(value[NAME], rank, socket, room));
-    o->socket = socket;
+    o->socket = value[SOCKET] ? value[SOCKET] : socket;
     if (value[TOKEN_FILE]) {
         TB_TRY(tool_read_token(value[TOKEN_FILE], token));
         o->token = token;
@@ -108,7 +112,7 @@ static tb_status read_all(const char *const *value, tb__agent_opts *o, char *soc
 
 static int run(const tb__config *config, const char *const *value) {
     tb__agent_opts opts;
-    char socket[512], token[TOOL_MAX_TOKEN];
+    char socket[sizeof((struct sockaddr_un *)0)->sun_path], token[TOOL_MAX_TOKEN];
     tool_http *http = NULL;
     tb_status status = read_all(value, &opts, socket, sizeof socket, token);
     opts.plan_bytes = tb__config_plan_bytes(config);
@@ -126,7 +130,7 @@ static int run(const tb__config *config, const char *const *value) {
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);
     printf("agent %s %" PRId32 " of %" PRId32 ", bus rank %" PRId32 ", listens at %s\n", opts.group, opts.index,
-           opts.size, tb__agent_rank(running), socket);
+           opts.size, tb__agent_rank(running), opts.socket);
     if (http)
         printf("metrics at %s/metrics\n", tool_http_url(http));
     fflush(stdout);

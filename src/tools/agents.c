@@ -27,7 +27,11 @@ tb_status tool_read_token(const char *path, char out[TOOL_MAX_TOKEN]) {
     if (n < 0)
         return tb__fail(TB_IO, "%s: %s", path, strerror(error));
     out[n] = '\0';
-    size_t length = strcspn(out, "\r\n");
+    size_t length = 0;
+    while (length < (size_t)n && out[length] != '\r' && out[length] != '\n')
+        length++;
+    if (memchr(out, '\0', length))
+        return tb__fail(TB_INVALID, "%s: the token has a NUL byte; it must be text", path);
     if (length == (size_t)n && n == TOOL_MAX_TOKEN - 1)
         return tb__fail(TB_INVALID, "%s: the token is longer than %d bytes", path, TB__STORE_MAX_TOKEN);
     out[length] = '\0';

@@ -3,7 +3,11 @@
 
 #include "base/descriptors.h"
 
+#include <fcntl.h>
+#include <glob.h>
 #include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 enum { MIN_SIZE = 1 << 20 };
 #define MAX_SIZE ((int64_t)1 << 40)
@@ -112,6 +116,28 @@ static int conclude(const bench *b, const char *const *value) {
     return b->nfailed > 0 ? TOOL_FAILED : TOOL_OK;
 }
 
+/* Removes the folders of runs that were killed, which may hold gigabytes: those with a lock that nobody holds. */
+static void remove_leftovers(void) {
+    char pattern[512];
+    glob_t found;
+    const char *base = getenv("TMPDIR");
+    snprintf(pattern, sizeof pattern, "%s/tensorbus-*/" TOOL_FOLDER_LOCK, base && *base ? base : "/tmp");
+    if (glob(pattern, 0, NULL, &found) != 0)
+        return;
+    for (size_t i = 0; i < found.gl_pathc; i++) {
+        char *folder = found.gl_pathv[i];
+        int fd = open(folder, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+        if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) {
+            *strrchr(folder, '/') = '\0';
+            tool_say("removing %s, which a run that was killed left", folder);
+            tool_folder_remove(folder);
+        }
+        if (fd >= 0)
+            close(fd);
+    }
+    globfree(&found);
+}
+
 static int run(const tb__config *config, const char *const *value) {
     bench b = {.batch = tool_batch_opts(config, value[STAGED], value[CHECKSUM])};
     tb_status status = read_options(value, &b);
@@ -120,6 +146,7 @@ static int run(const tb__config *config, const char *const *value) {
         status = tool_guard_init(&b.guard);
     if (status != TB_OK)
         return tool_fail_status(status);
+    remove_leftovers();
     bench_table_init(&b.table);
     status = bench_run(&b);
     tool_buffers_fini(&b.buffers);

@@ -29,6 +29,9 @@ bool bench_rounds_next(bench_rounds *rounds, int64_t now_ns);
 /* What a line is to move after one that took so long, where `size` was moved. */
 int64_t bench_fit_size(int64_t size, int64_t took_ns, int64_t budget_ns);
 
+/* Sorts the values. */
+double bench_median(double *values, int n);
+
 /* ---- Cases (bench_cases.c) ----------------------------------------------------------------------------------- */
 
 typedef enum bench_against {

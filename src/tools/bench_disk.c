@@ -4,12 +4,9 @@
 
 #include "format/checkpoint.h"
 
-#include <fcntl.h>
-#include <glob.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -36,11 +33,8 @@ typedef struct disk {
     char folder[80];
     char in[96], copy[96], out[96], spec[96], tool[512];
     int64_t nbytes; /* of the source */
-    int lock;       /* a file of the folder: whose lock nobody has, that was left by one that was killed */
     tool_guard *guard;
 } disk;
-
-#define LOCK BENCH_DISK ".lock"
 
 /* The tensors of one rank: as many layers as make `size` on four ranks, the last one narrower. */
 static tb_status list_tensors(int64_t size, tb__arena *arena, tb__safetensor **out, size_t *count) {
@@ -94,7 +88,7 @@ static tb_status write_rank(disk *d, int32_t rank, const tb__safetensor *tensors
         d->nbytes += nbytes;
     }
     if (status == TB_OK)
-        status = tb__safetensors_commit(writer, false);
+        status = tb__safetensors_commit(writer);
     tb__safetensors_writer_destroy(writer);
     return status;
 }
@@ -217,54 +211,15 @@ static tb_status run_rounds(disk *d, int64_t size, bool is_size_given, bench_rou
     return TB_OK;
 }
 
-/* Removes the folders of killed runs, which may have gigabytes. */
-static void remove_leftovers(void) {
-    char pattern[512];
-    glob_t found;
-    const char *base = getenv("TMPDIR");
-    snprintf(pattern, sizeof pattern, "%s/tensorbus-*/" LOCK, base && *base ? base : "/tmp");
-    if (glob(pattern, 0, NULL, &found) != 0)
-        return;
-    for (size_t i = 0; i < found.gl_pathc; i++) {
-        char *folder = found.gl_pathv[i];
-        int fd = open(folder, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-        if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) {
-            *strrchr(folder, '/') = '\0';
-            tool_say("removing %s, which a run that was killed left", folder);
-            tool_folder_remove(folder);
-        }
-        if (fd >= 0)
-            close(fd);
-    }
-    globfree(&found);
-}
-
-/* The file is locked before it has the name by which others find it. */
-static tb_status lock_folder(disk *d) {
-    char path[128], unlocked[128];
-    snprintf(path, sizeof path, "%s/" LOCK, d->folder);
-    snprintf(unlocked, sizeof unlocked, "%s/lock", d->folder);
-    d->lock = open(unlocked, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (d->lock < 0)
-        return tb__fail(TB_IO, "can't make %s", unlocked);
-    bool is_locked = flock(d->lock, LOCK_EX | LOCK_NB) == 0; /* not every file system has locks */
-    return !is_locked || rename(unlocked, path) == 0 ? TB_OK : tb__fail(TB_IO, "can't make %s", path);
-}
-
 tb_status bench_disk_run(int64_t size, bool is_size_given, bench_rounds *rounds, tool_guard *guard, bench_round *out,
                          int64_t *peak, char **reason) {
-    disk d = {.guard = guard, .lock = -1};
+    disk d = {.guard = guard};
     tb__text why = {0};
     *peak = 0;
     *reason = NULL;
-    remove_leftovers();
     TB_TRY(tool_folder_make(d.folder, sizeof d.folder));
-    tb_status status = lock_folder(&d);
-    if (status == TB_OK)
-        status = run_rounds(&d, size, is_size_given, rounds, out, peak, &why);
+    tb_status status = run_rounds(&d, size, is_size_given, rounds, out, peak, &why);
     tool_folder_remove(d.folder);
-    if (d.lock >= 0)
-        close(d.lock);
     if (status == TB_OK && why.count > 0)
         status = tb__text_take(&why, reason);
     tb__text_fini(&why);

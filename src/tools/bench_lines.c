@@ -2,6 +2,7 @@
 #include "tools/bench.h"
 
 #include <string.h>
+#include <unistd.h>
 
 enum { DISK_SHARE = 4 }; /* times that, for the line that writes files */
 
@@ -44,9 +45,10 @@ static tb_status publish_failure(bench *b, tb_status status, bench_result result
     return result.reason ? publish(b, result) : TB_NO_MEMORY;
 }
 
+/* On standard error, unless that is the terminal on which the line that failed is printed. */
 static void say_failure(const char *name, tb_status status) {
-    if (status != TB_OK && status != TB_CANCELLED)
-        tool_say("%s: %s", name, tb_error_detail());
+    if (status != TB_OK && status != TB_CANCELLED && !(isatty(STDOUT_FILENO) && isatty(STDERR_FILENO)))
+        tool_say("%s%s%s", name, *name ? ": " : "", tb_error_detail());
 }
 
 static bool is_in_list(const char *list, const char *name) {
@@ -63,17 +65,6 @@ static bool is_wanted(const bench *b, const char *name) {
 }
 
 /* ---- Rounds -------------------------------------------------------------------------------------------------- */
-
-static int compare_doubles(const void *left, const void *right) {
-    double a = *(const double *)left, b = *(const double *)right;
-    return (a > b) - (a < b);
-}
-
-/* Sorts the values. */
-static double median(double *value, int n) {
-    qsort(value, (size_t)n, sizeof *value, compare_doubles);
-    return n % 2 ? value[n / 2] : (value[n / 2 - 1] + value[n / 2]) / 2;
-}
 
 /* The rates of one line, round by round. */
 typedef struct samples {
@@ -156,9 +147,9 @@ static tb_status add_results(bench *b, const bench_case *c, samples *lines, int 
             .name = line->name,
             .work = c->work,
             .against = against_names[line->against],
-            .ours = median(lines[l].ours, nrounds),
-            .theirs = median(lines[l].theirs, nrounds),
-            .ratio = median(lines[l].ratio, nrounds),
+            .ours = bench_median(lines[l].ours, nrounds),
+            .theirs = bench_median(lines[l].theirs, nrounds),
+            .ratio = bench_median(lines[l].ratio, nrounds),
             .at_least = line->at_least,
             .rounds = nrounds,
             .extra_bytes = extra_bytes,
@@ -253,7 +244,7 @@ static tb_status measure_peer(bench *b, int i, bench_peer_result *peer, double *
     TB_TRY(bench_peer_run(i, b->size, b->rounds, &b->guard, peer));
     for (int k = BEFORE; k < 2 * BEFORE; k++)
         TB_TRY(tool_memcpy(&b->buffers, &rates[k]));
-    *theirs = median(rates, 2 * BEFORE);
+    *theirs = bench_median(rates, 2 * BEFORE);
     return TB_OK;
 }
 
@@ -296,9 +287,9 @@ static void add_medians(bench_result *result, const bench_round *round, int n, s
         s->theirs[i] = round[i].theirs;
         s->ratio[i] = round[i].theirs > 0 ? round[i].ours / round[i].theirs : 0;
     }
-    result->ours = median(s->ours, n);
-    result->theirs = median(s->theirs, n);
-    result->ratio = median(s->ratio, n);
+    result->ours = bench_median(s->ours, n);
+    result->theirs = bench_median(s->theirs, n);
+    result->ratio = bench_median(s->ratio, n);
     result->rounds = n;
 }
 
@@ -430,8 +421,7 @@ static tb_status run_net(bench *b) {
         return TB_OK;
     tool_show_line("making %d hosts", BENCH_NHOSTS);
     tb_status made = bench_bed_start(&b->bed, BENCH_NHOSTS, &b->guard);
-    if (made != TB_OK && made != TB_CANCELLED)
-        tool_say("%s", tb_error_detail());
+    say_failure("", made);
     tb_status status = TB_OK;
     for (size_t i = 0; i < sizeof lines / sizeof *lines && status == TB_OK; i++) {
         if (made == TB_OK)

@@ -24,3 +24,13 @@ int64_t bench_fit_size(int64_t size, int64_t took_ns, int64_t budget_ns) {
         size /= 2;
     return size;
 }
+
+static int compare_doubles(const void *left, const void *right) {
+    double a = *(const double *)left, b = *(const double *)right;
+    return (a > b) - (a < b);
+}
+
+double bench_median(double *value, int n) {
+    qsort(value, (size_t)n, sizeof *value, compare_doubles);
+    return n % 2 ? value[n / 2] : (value[n / 2 - 1] + value[n / 2]) / 2;
+}

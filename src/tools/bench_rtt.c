@@ -44,16 +44,6 @@ typedef struct trial {
 
 /* ---- In a rank's process ------------------------------------------------------------------------------------- */
 
-static int compare_doubles(const void *left, const void *right) {
-    double a = *(const double *)left, b = *(const double *)right;
-    return (a > b) - (a < b);
-}
-
-static double median(double us[CALLS]) {
-    qsort(us, CALLS, sizeof *us, compare_doubles);
-    return us[CALLS / 2];
-}
-
 static tb_status count_bytes(const tb__message *message, size_t *out) {
     tb__bytes bytes = {0};
     tb_status status = tb__message_encode(message, &bytes);
@@ -152,8 +142,8 @@ static tb_status ask(trial *t) {
         TB_TRY(is_ours ? query(t) : ping(t));
         (is_ours ? t->ours : t->theirs)[at] = 1e-3 * (double)(tool_now_ns() - start);
     }
-    t->figures->ours = median(t->ours);
-    t->figures->theirs = median(t->theirs);
+    t->figures->ours = bench_median(t->ours, CALLS);
+    t->figures->theirs = bench_median(t->theirs, CALLS);
     return TB_OK;
 }
 

@@ -8,11 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-int tool_compare_ranks(const void *left, const void *right) {
-    int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
-    return (a > b) - (a < b);
-}
-
 tool_size_text tool_size(int64_t nbytes) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
     tool_size_text out;
@@ -97,6 +92,28 @@ void tool_add_unindexed_json(tb__text *out, const tb__checkpoint *model) {
             tb__text_add(out, ",\"name\":");
             tb__text_add_json(out, model->unindexed[i].name);
         }
+        tb__text_add(out, "}");
+    }
+    tb__text_add(out, "]");
+}
+
+void tool_add_others(tb__text *out, const tb__rank_files *ranks) {
+    enum { MOST = 8 };
+    size_t n = ranks->nothers;
+    tb__text_add(out, "%zu file%s of no rank:", n, n == 1 ? "" : "s");
+    for (size_t i = 0; i < n && i < MOST; i++) {
+        tb__text_add(out, i ? ", " : " ");
+        tool_add_name(out, ranks->others[i]);
+    }
+    if (n > MOST)
+        tb__text_add(out, " and %zu more", n - MOST);
+}
+
+void tool_add_others_json(tb__text *out, const tb__rank_files *ranks) {
+    tb__text_add(out, "[");
+    for (size_t i = 0; i < ranks->nothers; i++) {
+        tb__text_add(out, i ? ",{\"file\":" : "{\"file\":");
+        tb__text_add_json(out, ranks->others[i]);
         tb__text_add(out, "}");
     }
     tb__text_add(out, "]");

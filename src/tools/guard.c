@@ -2,11 +2,14 @@
 #include "tools/move.h"
 
 #include "base/descriptors.h"
+#include "base/mem.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <ftw.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/signalfd.h>
 #include <time.h>
@@ -69,6 +72,47 @@ void tool_guard_drop(const tool_guard *guard) {
 
 /* Folders */
 
+/* Of the folders that this process has made: the file that it keeps locked. */
+typedef struct folder_lock {
+    char *path;
+    int fd;
+} folder_lock;
+
+static TB_VEC(folder_lock) locks;
+
+/* The file is locked before it has the name by which others find it. Where the file system has no locks, it never gets
+ * that name. */
+static tb_status lock_folder(const char *path) {
+    char unlocked[256], locked[256];
+    snprintf(unlocked, sizeof unlocked, "%s/lock", path);
+    snprintf(locked, sizeof locked, "%s/" TOOL_FOLDER_LOCK, path);
+    folder_lock lock = {tb__strdup(path), open(unlocked, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600)};
+    tb_status status = lock.path ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK && lock.fd < 0)
+        status = tb__fail(TB_IO, "can't make %s: %s", unlocked, tb__errno_text(errno));
+    if (status == TB_OK && flock(lock.fd, LOCK_EX | LOCK_NB) == 0 && rename(unlocked, locked) != 0)
+        status = tb__fail(TB_IO, "can't make %s: %s", locked, strerror(errno));
+    if (status == TB_OK && !tb__vec_push(&locks, lock))
+        status = TB_NO_MEMORY;
+    if (status != TB_OK) {
+        free(lock.path);
+        if (lock.fd >= 0)
+            close(lock.fd);
+    }
+    return status;
+}
+
+static void unlock_folder(const char *path) {
+    for (size_t i = 0; i < locks.count; i++) {
+        if (strcmp(locks.item[i].path, path) != 0)
+            continue;
+        close(locks.item[i].fd);
+        free(locks.item[i].path);
+        locks.item[i] = locks.item[--locks.count];
+        return;
+    }
+}
+
 tb_status tool_folder_make(char *path, size_t size) {
     const char *base = getenv("TMPDIR");
     int length = snprintf(path, size, "%s/tensorbus-XXXXXX", base && *base ? base : "/tmp");
@@ -77,6 +121,8 @@ tb_status tool_folder_make(char *path, size_t size) {
         status = tb__fail(TB_INVALID, "TMPDIR is too long for the name of a socket: %.200s", base);
     else if (!mkdtemp(path))
         status = tb__fail(TB_IO, "can't make a folder %s: %s", path, strerror(errno));
+    else if ((status = lock_folder(path)) != TB_OK)
+        tool_folder_remove(path);
     if (status != TB_OK)
         *path = '\0';
     return status;
@@ -92,8 +138,10 @@ static int remove_entry(const char *path, const struct stat *about, int kind, st
 
 void tool_folder_remove(char *path) {
     enum { MAX_OPEN = 8 };
-    if (*path)
+    if (*path) {
         nftw(path, remove_entry, MAX_OPEN, FTW_DEPTH | FTW_PHYS);
+        unlock_folder(path);
+    }
     *path = '\0';
 }
 

@@ -1,6 +1,8 @@
 /* What a plan sends from host to host, and by which ways broadcasts get there. */
 #include "tools/tools.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <string.h>
 
@@ -30,15 +32,9 @@ static void view_fini(view *v) {
 }
 
 static bool add_link(view *v, int32_t from, int32_t to, int64_t nbytes) {
-    size_t low = 0, high = v->links.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        const link *l = &v->links.item[middle];
-        if (l->from < from || (l->from == from && l->to < to))
-            low = middle + 1;
-        else
-            high = middle;
-    }
+    const link *links = v->links.item;
+    size_t low = 0;
+    TB_BISECT(low, v->links.count, links[low].from > from || (links[low].from == from && links[low].to >= to));
     link *at = v->links.item + low;
     if (low < v->links.count && at->from == from && at->to == to) {
         if (__builtin_add_overflow(at->nbytes, nbytes, &at->nbytes))

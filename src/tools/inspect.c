@@ -18,7 +18,8 @@ static const char details[] =
     "  model.safetensors.index.json    a model in several files; its weight_map says which tensor is where\n"
     "  rank_0.safetensors, rank_1...   a file for each rank\n"
     "Headers are checked completely; data is not read. Tensors are sorted by name. What lies in the directory of\n"
-    "a model but is not in its index is told as ignored; `tensorbus reshard` refuses such a model.\n"
+    "a model but is not in its index, or beside the files of ranks, is told as ignored; `tensorbus reshard`\n"
+    "refuses such a directory.\n"
     "\n"
     "Example:\n"
     "  tensorbus inspect Llama-3.1-8B --json\n";
@@ -31,7 +32,7 @@ typedef struct report {
     size_t nfiles, ntensors;
     int64_t nbytes;
     int64_t index_nbytes; /* -1: the index does not say, or there is none */
-    size_t nunindexed;
+    size_t nunindexed;    /* tensors of a model, or files of no rank */
     tb__text unindexed;
     TB_VEC(int32_t) ranks;
     tool_table tensors, files;
@@ -189,6 +190,8 @@ static tb_status look_at_ranks(report *r) {
         tb__safetensors_close(file);
         status = tb__vec_push(&r->ranks, ranks.files[i].rank) ? TB_OK : TB_NO_MEMORY;
     }
+    r->nunindexed = ranks.nothers;
+    (r->is_json ? tool_add_others_json : tool_add_others)(&r->unindexed, &ranks);
     tb__rank_files_fini(&ranks);
     return status;
 }

@@ -1,6 +1,8 @@
 /* The parameters of one rank, and the rules that make canonical tensors of them. */
 #include "tools/moe.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -107,9 +109,7 @@ static tb_status check_cut(const builder *b, int32_t rank) {
 
 /* In the rank's arena; NULL, with the sentence set, if there is no memory. */
 static char *copy(builder *b, const char *string) {
-    size_t size = strlen(string) + 1;
-    char *text = tb__arena_alloc(&b->out->arena, size, 1);
-    return text ? memcpy(text, string, size) : NULL;
+    return tb__arena_strdup(&b->out->arena, string);
 }
 
 static tb__text *begin_text(builder *b) {
@@ -238,7 +238,7 @@ enum { NO_LAYER = -1 };
 /* The trainer pads for kernels, the engine for its own ranks; both have less than a row of ranks too much. */
 static int64_t padded_vocabulary(const builder *b) {
     int64_t step = (is_trainer(b) ? 16 : 6) * b->cut->tp;
-    return (b->model->vocabulary + step - 1) / step * step;
+    return tb__align(b->model->vocabulary, step);
 }
 
 static tb_shape matrix(int64_t rows, int64_t columns) {

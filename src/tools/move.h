@@ -155,6 +155,9 @@ void tool_guard_fini(tool_guard *guard);
 tb_status tool_guard_check(tool_guard *guard); /* TB_CANCELLED once a signal came */
 void tool_guard_drop(const tool_guard *guard); /* in a child: as if there had been none */
 
+/* A file in each of the folders below, which is locked while a process uses the folder. */
+#define TOOL_FOLDER_LOCK "in_use.lock"
+
 /* A folder under TMPDIR, whose name is short enough for a socket in it. */
 tb_status tool_folder_make(char *path, size_t size);
 void tool_folder_remove(char *path); /* with all that is in it; sets the path to "", where it does nothing */

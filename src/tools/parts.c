@@ -1,6 +1,8 @@
 /* What one rank holds: its parts of all tensors, and the memory they are in. */
 #include "tools/move.h"
 
+#include "base/int.h"
+
 enum { ALIGNMENT = 64 };
 
 static tb_status add_part(tool_parts *parts, const tool_job *job, int which, int32_t rank) {
@@ -15,7 +17,7 @@ static tb_status add_part(tool_parts *parts, const tool_job *job, int which, int
     if (parts->nbytes_allocated > INT64_MAX / 4 - part->nbytes)
         return tb__fail(TB_TOO_BIG, "a rank would hold more than 2^61 bytes");
     parts->nbytes += part->nbytes;
-    parts->nbytes_allocated += (part->nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    parts->nbytes_allocated += tb__align(part->nbytes, ALIGNMENT);
     return TB_OK;
 }
 
@@ -45,7 +47,7 @@ tb_status tool_parts_allocate(tool_parts *parts) {
     for (size_t i = 0; i < parts->count; i++) {
         tool_part *part = &parts->part[i];
         part->data = part->nbytes > 0 ? at : NULL;
-        at += (part->nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        at += tb__align(part->nbytes, ALIGNMENT);
     }
     return TB_OK;
 }

@@ -1,6 +1,8 @@
 /* What one rank of a refit does, step by step. */
 #include "tools/refit.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -90,7 +92,7 @@ static tb_status allocate(refit_rank *rank, const moe_cut *cut) {
     for (size_t i = 0; i < count; i++) {
         TB_TRY(moe_param_size(&rank->model, &rank->model.params.item[i], &stored, &used));
         offset[i] = nbytes;
-        nbytes += (stored + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        nbytes += tb__align(stored, ALIGNMENT);
     }
     void *memory;
     TB_TRY(tb_alloc((size_t)nbytes, &memory));

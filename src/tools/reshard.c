@@ -223,10 +223,11 @@ static tb_status add_json(tb__text *out, const tb__disk *disk, const char *const
     add_json_tensors(out, disk);
     tb__text_add(out, "]");
     const tb__checkpoint *model = tb__disk_model(disk);
-    if (model) {
-        tb__text_add(out, ",\"unindexed\":");
+    tb__text_add(out, ",\"unindexed\":");
+    if (model)
         tool_add_unindexed_json(out, model);
-    }
+    else
+        tool_add_others_json(out, tb__disk_rank_files(disk));
     tb__text_add(out, ",\"replicated\":%zu,\"replica_bytes\":%" PRId64 ",\"replicas\":\"%s\"", disk->nreplicated,
                  disk->replica_nbytes, value[TRUST] ? "trusted" : "compared");
     if (!value[DRY_RUN])
@@ -249,9 +250,8 @@ static void add_sizes(tb__text *out, const tb__disk *disk, const char *const *va
     }
     const tb__rank_files *ranks = tb__disk_rank_files(disk);
     if (ranks->nothers > 0) {
-        tb__text_add(out, "\nignored   %zu file%s of no rank: ", ranks->nothers, ranks->nothers == 1 ? "" : "s");
-        tool_add_name(out, ranks->other);
-        tb__text_add(out, ranks->nothers > 1 ? " and others" : "");
+        tb__text_add(out, "\nignored   ");
+        tool_add_others(out, ranks);
     }
     tb__text_add(out, "\ntarget    %s, ", value[OUT] ? value[OUT] : "not given");
     tool_add_size(out, disk->dst_nbytes);

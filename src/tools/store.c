@@ -26,15 +26,18 @@ static int read_token(const char *path, char *out, size_t room) {
     FILE *file = strcmp(path, "-") == 0 ? stdin : fopen(path, "re");
     if (!file)
         return tool_fail(TOOL_BAD_INPUT, "--token-file: can't read %s: %s", path, strerror(errno));
-    out[0] = '\0';
-    bool is_read = fgets(out, (int)room, file) != NULL, has_failed = ferror(file) != 0;
+    size_t length = 0;
+    for (int c; length + 1 < room && (c = getc(file)) != EOF && c != '\r' && c != '\n';)
+        out[length++] = (char)c;
+    bool has_failed = ferror(file) != 0;
     int error = errno;
     if (file != stdin)
         fclose(file);
-    size_t length = strcspn(out, "\r\n");
     if (has_failed)
         return tool_fail(TOOL_BAD_INPUT, "--token-file: can't read %s: %s", path, strerror(error));
-    if (!is_read || length == 0)
+    if (memchr(out, '\0', length))
+        return tool_fail(TOOL_BAD_INPUT, "--token-file: the token in %s has a NUL byte; it must be text", path);
+    if (length == 0)
         return tool_fail(TOOL_BAD_INPUT, "--token-file: the first line of %s is empty", path);
     if (length > TB__STORE_MAX_TOKEN)
         return tool_fail(TOOL_BAD_INPUT, "--token-file: a token has at most %d bytes", TB__STORE_MAX_TOKEN);

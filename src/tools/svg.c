@@ -1,6 +1,8 @@
 /* Pages: one layout, or both sides of a plan and the traffic between them. */
 #include "tools/svg.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -74,7 +76,7 @@ tb_status tool_draw_layout(tb__text *out, const tb_layout *layout, const tb_shap
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < nranks; i++)
         ranks[i] = tb_layout_rank_at(layout, i);
-    qsort(ranks, (size_t)nranks, sizeof *ranks, tool_compare_ranks);
+    qsort(ranks, (size_t)nranks, sizeof *ranks, tb__compare_int32);
 
     svg_canvas canvas = {.ranks = ranks, .nranks = nranks};
     svg_axes axes = svg_choose_axes(layout, NULL, shape);

@@ -53,7 +53,7 @@ void svg_line(svg_canvas *canvas, double x1, double y1, double x2, double y2, co
 void svg_text(svg_canvas *canvas, double x, double y, svg_style style, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
 
-double svg_text_width(const char *text, double size, bool is_mono); /* about */
+double svg_text_width(const char *text, double size); /* about */
 
 /* What fills a cell that these ranks hold: a colour, or stripes that are defined on the way. */
 typedef struct svg_fill {

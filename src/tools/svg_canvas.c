@@ -1,6 +1,8 @@
 /* Shapes, text, colours: SVG as text. */
 #include "tools/svg.h"
 
+#include "base/int.h"
+
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -53,13 +55,7 @@ svg_colour svg_rank_colour(const svg_canvas *canvas, int32_t rank) {
                                                     "#7fd1c7", "#f5a6c9", "#c9b18f", "#a3b8cc", "#c4dd6b", "#d98cc9"};
     enum { NPALETTE = sizeof palette / sizeof *palette };
     int32_t lo = 0;
-    for (int32_t hi = canvas->nranks; lo < hi;) {
-        int32_t mid = lo + (hi - lo) / 2;
-        if (canvas->ranks[mid] < rank)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
+    TB_BISECT(lo, canvas->nranks, canvas->ranks[lo] >= rank);
     if (canvas->nranks <= NPALETTE) {
         svg_colour c;
         memcpy(c.text, palette[lo % NPALETTE], sizeof c.text);
@@ -124,8 +120,8 @@ void svg_text(svg_canvas *canvas, double x, double y, svg_style style, const cha
     reach(canvas, y + style.size / 3);
 }
 
-double svg_text_width(const char *text, double size, bool is_mono) {
-    return (double)strlen(text) * size * (is_mono ? 0.61 : 0.6);
+double svg_text_width(const char *text, double size) {
+    return (double)strlen(text) * size * 0.6;
 }
 
 /* The pattern for these ranks, defined where it is new. */

@@ -2,6 +2,8 @@
  * the cells of the picture are the products of those parts. */
 #include "tools/svg.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 enum {
@@ -39,23 +41,7 @@ svg_axes svg_choose_axes(const tb_layout *layout, const tb_layout *other, const 
     return axes;
 }
 
-static int compare_int64(const void *left, const void *right) {
-    int64_t a = *(const int64_t *)left, b = *(const int64_t *)right;
-    return (a > b) - (a < b);
-}
-
 typedef TB_VEC(int64_t) bound_list;
-
-static void sort_bounds(bound_list *bounds) {
-    size_t kept = 0;
-    if (bounds->count > 0)
-        qsort(bounds->item, bounds->count, sizeof *bounds->item, compare_int64);
-    for (size_t i = 0; i < bounds->count; i++) {
-        if (kept == 0 || bounds->item[kept - 1] != bounds->item[i])
-            bounds->item[kept++] = bounds->item[i];
-    }
-    bounds->count = kept;
-}
 
 /* Every index at which some coordinate's part begins or ends; may stop once there are more than MOST_PARTS. */
 static tb_status find_bounds(const tb__axis *axis, bound_list *bounds) {
@@ -69,7 +55,7 @@ static tb_status find_bounds(const tb__axis *axis, bound_list *bounds) {
             if (!tb__vec_push(bounds, list.item[i].start) || !tb__vec_push(bounds, list.item[i].stop))
                 status = TB_NO_MEMORY;
             if (bounds->count > (size_t)8 * MOST_PARTS)
-                sort_bounds(bounds);
+                tb__vec_sort_unique(bounds, tb__compare_int64);
             if (bounds->count > (size_t)4 * MOST_PARTS)
                 break;
         }
@@ -77,7 +63,7 @@ static tb_status find_bounds(const tb__axis *axis, bound_list *bounds) {
             break;
     }
     tb__arena_fini(&arena);
-    sort_bounds(bounds);
+    tb__vec_sort_unique(bounds, tb__compare_int64);
     return status;
 }
 
@@ -243,7 +229,7 @@ static tb_status find_owners(svg_cut *cut, const int32_t *cls, int64_t *total) {
             return TB_NO_MEMORY;
     }
     if (cut->owners.count > 1)
-        qsort(cut->owners.item, cut->owners.count, sizeof *cut->owners.item, tool_compare_ranks);
+        qsort(cut->owners.item, cut->owners.count, sizeof *cut->owners.item, tb__compare_int32);
     return TB_OK;
 }
 

@@ -2,6 +2,8 @@
  */
 #include "tools/svg.h"
 
+#include "base/int.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -40,7 +42,7 @@ static tb_status side_init(side *s, const tb_layout *layout, const tb_plan_stats
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < s->nranks; i++)
         s->ranks[i] = tb_layout_rank_at(layout, i);
-    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, tool_compare_ranks);
+    qsort(s->ranks, (size_t)s->nranks, sizeof *s->ranks, tb__compare_int32);
     for (int32_t i = 0, j = 0; i < s->nranks; i++) {
         while (stats->ranks[j] != s->ranks[i]) /* both ascending */
             j++;
@@ -51,7 +53,7 @@ static tb_status side_init(side *s, const tb_layout *layout, const tb_plan_stats
 }
 
 static int32_t bin_of(const side *s, int32_t rank) {
-    const int32_t *found = bsearch(&rank, s->ranks, (size_t)s->nranks, sizeof rank, tool_compare_ranks);
+    const int32_t *found = bsearch(&rank, s->ranks, (size_t)s->nranks, sizeof rank, tb__compare_int32);
     return found ? (int32_t)(found - s->ranks) / s->per_bin : -1;
 }
 
@@ -108,7 +110,7 @@ static void draw_cell(svg_canvas *canvas, const heat *h, int32_t row, int32_t co
     svg_rect(canvas, x, y, h->cell, h->cell, moved > 0 ? svg_mix(t).text : hatch, h->cell >= 12 ? "#ffffff" : NULL,
              tip);
     short_size(moved > 0 ? moved : kept, label, sizeof label);
-    if (svg_text_width(label, 10, false) + 3 > h->cell)
+    if (svg_text_width(label, 10) + 3 > h->cell)
         return;
     svg_text(canvas, x + h->cell / 2, y + h->cell / 2 + 3.5,
              (svg_style){.size = 10, .anchor = SVG_MIDDLE, .colour = moved > 0 && t > 0.45 ? "#ffffff" : NULL}, "%s",
@@ -124,7 +126,7 @@ static double widest_name(const side *s, double size) {
     for (int32_t i = 0; i < s->nbins; i++) {
         char name[32];
         name_bin(s, i, name, sizeof name);
-        widest = fmax(widest, svg_text_width(name, size, false));
+        widest = fmax(widest, svg_text_width(name, size));
     }
     return widest;
 }
@@ -188,7 +190,7 @@ static void draw_received(svg_canvas *canvas, const heat *h) {
     double size = fmax(8, fmin(h->cell, 11)), reach = 40, last = -1e9, widest = 0;
     svg_text(canvas, h->x - 8, y + 12, (svg_style){.size = 12, .anchor = SVG_END, .is_bold = true}, "receives");
     for (int32_t i = 0; i < h->dst.nbins; i++)
-        widest = fmax(widest, svg_text_width(tool_size(h->dst.busiest[i]).text, size, false));
+        widest = fmax(widest, svg_text_width(tool_size(h->dst.busiest[i]).text, size));
     bool is_upright = widest > h->cell;
     for (int32_t i = 0; most > 0 && i < h->dst.nbins; i++) {
         int64_t nbytes = h->dst.busiest[i];

@@ -12,7 +12,7 @@ enum { LABEL_TEXT = 64 };
 static bool fit_label(svg_canvas *canvas, svg_area area, const char *text, bool is_striped) {
     static const double sizes[] = {14, 12, 10, 8.5};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        double size = sizes[i], length = svg_text_width(text, size, false) + 4, height = size * 0.95;
+        double size = sizes[i], length = svg_text_width(text, size) + 4, height = size * 0.95;
         double x = area.x + area.w / 2, y = area.y + area.h / 2;
         bool is_upright = length > area.w || height > area.h;
         if (is_upright && (length > area.h || height > area.w))
@@ -90,7 +90,7 @@ static void draw_marks(svg_canvas *canvas, svg_area area, const svg_cut *cut, in
     double length = is_down ? area.h : area.w, last = -1e9;
     char text[32];
     snprintf(text, sizeof text, "%" PRId64, dim->length);
-    double room = is_down ? SIZE + 3 : svg_text_width(text, SIZE, false) + 6;
+    double room = is_down ? SIZE + 3 : svg_text_width(text, SIZE) + 6;
     for (size_t i = 0; i <= dim->nparts; i++) {
         bool is_end = i == dim->nparts;
         double at = position(dim, dim->bound[i], length);

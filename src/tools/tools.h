@@ -80,8 +80,6 @@ int tool_deliver(tb__text *text, tb__text *picture, const char *path);
 
 /* ---- Text (format.c) ----------------------------------------------------------------------------------------- */
 
-int tool_compare_ranks(const void *left, const void *right); /* for qsort and bsearch */
-
 typedef struct tool_size_text {
     char text[24];
 } tool_size_text;
@@ -102,6 +100,10 @@ void tool_add_name(tb__text *out, const char *name); /* control characters becom
 struct tb__checkpoint;
 void tool_add_unindexed(tb__text *out, const struct tb__checkpoint *model);
 void tool_add_unindexed_json(tb__text *out, const struct tb__checkpoint *model);
+/* The same for files beside those of ranks. */
+struct tb__rank_files;
+void tool_add_others(tb__text *out, const struct tb__rank_files *ranks);
+void tool_add_others_json(tb__text *out, const struct tb__rank_files *ranks);
 /* The layout as text, cut short where it has long lists. */
 void tool_add_layout(tb__text *out, const tb_layout *layout);
 

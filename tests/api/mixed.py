@@ -74,6 +74,8 @@ class MixedBed(Bed):
     """`choose` gives the release of each seat's agent and program. With `upgrades`, whoever is started in a seat again
     has the other one."""
 
+    is_mixed = True
+
     def __init__(self, choose, upgrades=False):
         super().__init__()
         self.choose, self.upgrades = choose, upgrades

@@ -13,8 +13,10 @@ refused "there is no token" agent --name a --rank 0 --size 1 --store "unix:$tmp/
 (
     # shellcheck disable=SC3045 # Debian's and Ubuntu's sh has it
     ulimit -n 28
-    refused "^tensorbus agent: opening UCX takes 32 file descriptors: .*its RLIMIT_NOFILE is 28" \
-        agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --socket "$tmp/a" --transport ucx
+    run agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --socket "$tmp/a" --transport ucx
+    expect_status 1 'UCX with too few descriptors'
+    grep -q "^tensorbus agent: opening UCX takes 32 file descriptors: .*its RLIMIT_NOFILE is 28" "$err" || fail "$(cat "$err")"
+    [ "$failures" -eq 0 ]
 ) || exit 1
 
 # sockets stay in the user's folder
@@ -23,7 +25,16 @@ for name in ../../outside sub/name /tmp/outside .hidden ..; do
     XDG_RUNTIME_DIR=$tmp/run refused "^tensorbus agent: --name '$name' can't be the name of a socket" \
         agent --name "$name" --rank 0 --size 1 --store "unix:$tmp/s"
 done
+long=$(printf '%0120d' 0)
+XDG_RUNTIME_DIR=$tmp/run refused "^tensorbus agent: the path of the agent's socket has [1-9][0-9]* bytes, and may have 107: .*/run/tensorbus/0.*; choose a shorter --name, or give --socket" \
+    agent --name "$long" --rank 0 --size 1 --store "unix:$tmp/s"
+refused "^tensorbus agent: the path of the agent's socket has 121 bytes, and may have 107: /0" \
+    agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --socket "/$long"
 [ -z "$(find "$tmp" -name '*.sock')" ] || fail "sockets: $(find "$tmp" -name '*.sock')"
+
+printf 'open\000sesame\n' >"$tmp/nul"
+refused "/nul: the token has a NUL byte; it must be text" \
+    agent --name a --rank 0 --size 1 --store "unix:$tmp/s" --token-file "$tmp/nul"
 
 # tokens of up to 510 bytes
 head -c 510 /dev/zero | tr '\0' x >"$tmp/longest"

@@ -94,6 +94,15 @@ lines 3
 [ -z "$(in_session "$job")" ] || fail "SIGKILL to a rank: left processes behind: $(in_session "$job")"
 clean 'SIGKILL to a rank'
 
+# on a terminal it is told once: standard output and standard error are the same there
+if script -qec true /dev/null >/dev/null 2>&1 </dev/null; then
+    TENSORBUS_STAGING_BYTES=1 TERM=dumb script -qec "'$TENSORBUS' bench --size 1MiB --rounds 1 --only row_col" \
+        /dev/null >"$out" 2>"$err" </dev/null
+    [ "$(grep -c 'staging_bytes' "$out")" -eq 1 ] || fail "a line that fails, on a terminal: $(cat "$out")"
+else
+    printf 'not tested without script and terminals: a line that fails\n'
+fi
+
 # a line is there as soon as it is measured, whatever ends the command afterwards
 setsid env --default-signal=INT "$TENSORBUS" bench --size 1MiB --rounds 300 --only quant_mxfp8,bus_model --json \
     >"$out" 2>"$err" </dev/null &
@@ -109,16 +118,29 @@ lines 1
 printed '^{"name":"quant_mxfp8",.*"rounds":300,'
 clean 'SIGINT after the first line'
 
-# gigabytes of a run that was killed do not stay in TMPDIR; what a run works with does, and what is not known
+# what a run that was killed leaves in TMPDIR goes with the next run, whatever that measures
+setsid "$TENSORBUS" bench --size 64MiB --rounds 1 --only row_col >"$out" 2>"$err" </dev/null &
+job=$!
+while is_running && [ -z "$(ls "$TMPDIR"/*/in_use.lock 2>/dev/null)" ]; do
+    sleep 0.01
+done
+kill -KILL "-$job"
+wait "$job" 2>/dev/null
+nothing_left || fail 'SIGKILL to all of the bench: processes are left'
+run bench --size 1MiB --rounds 1 --only quant_mxfp8
+expect_status 0 'after one that was killed'
+clean 'after one that was killed'
+
+# gigabytes do so; what another run works with stays, and so does what is not known
 mkdir "$TMPDIR/tensorbus-killed" "$TMPDIR/tensorbus-inuse1" "$TMPDIR/tensorbus-other1"
 for folder in killed inuse1; do
     mkdir "$TMPDIR/tensorbus-$folder/in"
-    : >"$TMPDIR/tensorbus-$folder/reshard_disk.lock"
+    : >"$TMPDIR/tensorbus-$folder/in_use.lock"
 done
 if command -v flock >/dev/null; then
     mkfifo "$tmp/locked" "$tmp/enough"
     # shellcheck disable=SC2016 # the inner shell expands these
-    flock -x "$TMPDIR/tensorbus-inuse1/reshard_disk.lock" \
+    flock -x "$TMPDIR/tensorbus-inuse1/in_use.lock" \
         sh -c 'echo >"$1"; read -r line <"$2"' - "$tmp/locked" "$tmp/enough" &
     holder=$!
     read -r _ <"$tmp/locked"

@@ -20,7 +20,8 @@ mkdir -p "build/\$2"
 : >"build/\$2/build.ninja"
 echo "CMAKE_HOME_DIRECTORY:INTERNAL=\$PWD" >"build/\$2/CMakeCache.txt"
 END
-program ninja <<'END'
+program ninja <<END
+echo "\$*" >>"$tmp/built"
 echo 'ninja: no work to do.'
 END
 program dpkg-query <<'END'
@@ -53,7 +54,9 @@ configured 3 'the MPI was replaced'
 echo 4.0 >"$tmp/modules/mpich"
 configured 4 'another was installed'
 rm "$tmp/modules/ompi-c" "$bin/mpirun.openmpi"
+: >"$tmp/built"
 configured 5 'one was removed'
+[ "$(head -n 1 "$tmp/built")" = '-C build/release -t cleandead' ] || fail "its library stays: $(cat "$tmp/built")"
 configured 5 'nothing has changed'
 rm "$tree/build/release/mpis" # a folder that an earlier ./dev has configured
 configured 6 'it is not known what was there'

@@ -86,6 +86,15 @@ printed '^of file     rank_11.safetensors$'
 accepted inspect "$tmp/ranks" --json
 printed '"kind":"ranks","bytes":264,"files":\[{"file":"rank_0.safetensors","rank":0,"tensors":2,"bytes":66,'
 printed '"name":"embed.weight",.*"file":"rank_10.safetensors","offset":184,"rank":10}'
+not_printed '"unindexed"'
+cp "$golden/empty.safetensors" "$tmp/ranks/extra.safetensors"
+cp "$golden/empty.safetensors" "$tmp/ranks/another.safetensors"
+accepted inspect "$tmp/ranks"
+printed '^ignored     2 files of no rank: another.safetensors, extra.safetensors$'
+printed '^ranks       0..2,10,11; no file for 3..9$'
+accepted inspect "$tmp/ranks" --json
+printed '"unindexed":\[{"file":"another.safetensors"},{"file":"extra.safetensors"}\],"tensors"'
+rm "$tmp/ranks/extra.safetensors" "$tmp/ranks/another.safetensors"
 
 # bad input
 bad=$tmp/bad.safetensors

@@ -208,6 +208,8 @@ for file in extra.safetensors $part; do
     accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run --ignore-unindexed
     printed "^ignored   1 file of no rank: $file$"
     printed '^tensors   2$'
+    accepted reshard --spec "$tmp/same.json" --in "$tmp/mixed" --dry-run --ignore-unindexed --json
+    printed "\"unindexed\":\[{\"file\":\"$file\"}\]"
 done
 ln -s nowhere "$tmp/mixed/z.safetensors"
 refused "'model-00002-of-00002.safetensors' is the file of no rank and is not read, and so for 1 more; " \

@@ -97,6 +97,9 @@ refused '--token-file: can.t read .*/none: No such file' store --listen "unix:$t
 : >"$tmp/empty"
 refused '--token-file: the first line of .*/empty is empty' store --listen "unix:$tmp/s" --token-file "$tmp/empty"
 head -c 511 /dev/zero | tr '\0' x >"$tmp/long"
+printf 'open\000sesame\n' >"$tmp/nul"
+refused '--token-file: the token in .*/nul has a NUL byte; it must be text' \
+    store --listen "unix:$tmp/s" --token-file "$tmp/nul"
 refused '--token-file: a token has at most 510 bytes' store --listen "unix:$tmp/s" --token-file "$tmp/long"
 [ ! -e "$tmp/s" ] || fail "a socket although it failed"
 

@@ -82,22 +82,29 @@ static void lose(endpoint *e, int32_t rank) {
 }
 
 /* The others hear that they have lost this one: all, or one of them. */
-static void tell_others(const endpoint *e, int32_t only) {
+static void tell_others(int32_t rank, int32_t only) {
     pthread_mutex_lock(&lock);
     for (endpoint *other = LIST_FIRST(&endpoints); other; other = LIST_NEXT(other, link)) {
-        if (other == e || (only != TB_NO_RANK && other->env.rank != only) || other->ngone == MAX_PEERS)
+        if (other->env.rank == rank || (only != TB_NO_RANK && other->env.rank != only) || other->ngone == MAX_PEERS)
             continue;
-        other->gone[other->ngone++] = e->env.rank;
+        other->gone[other->ngone++] = rank;
         eventfd_write(other->event, 1);
     }
     pthread_mutex_unlock(&lock);
 }
 
+void cut_link(int32_t one, int32_t other) {
+    tell_others(one, other);
+    tell_others(other, one);
+}
+
 static bool is_the_one(endpoint *e) {
-    bool is = atomic_fetch_add(&e->ncalls, 1) + 1 == atomic_load(&e->at);
-    if (is)
-        atomic_store(&has_happened, true);
-    return is;
+    uint64_t n = atomic_fetch_add(&e->ncalls, 1) + 1, at = atomic_load(&e->at);
+    if (at == 0 || n < at) /* above it, where another thread has called while it was armed */
+        return false;
+    atomic_store(&e->at, 0);
+    atomic_store(&has_happened, true);
+    return true;
 }
 
 static void on_inner_loss(void *arg, int32_t rank, const char *why) {
@@ -127,7 +134,7 @@ static tb_status cut_post(void *context, tb_op *op) {
     if (is_the_one(e)) {
         e->is_over = true;
         eventfd_write(e->event, 1);
-        tell_others(e, TB_NO_RANK);
+        tell_others(e->env.rank, TB_NO_RANK);
     }
     if (is_lost(e, op->peer))
         return tb__fail(TB_LOST, "it was cut off");
@@ -151,7 +158,7 @@ static tb_status cut_post(void *context, tb_op *op) {
 static void cut_cancel(void *context, tb_op *op) {
     endpoint *e = context;
     if (op->state && is_the_one(e)) {
-        tell_others(e, op->peer);
+        tell_others(e->env.rank, op->peer);
         lose(e, op->peer); /* which ends the operation, too */
         return;
     }

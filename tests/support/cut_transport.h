@@ -15,6 +15,9 @@ void cut_register(void);
 /* Of the endpoint that this thread opened last: the n-th post or cancel from now on, counted from 1, is the one. */
 void cut_arm(uint64_t n);
 
+/* Two ranks lose each other, each in its own next progress. Any thread. */
+void cut_link(int32_t one, int32_t other);
+
 /* Whether an endpoint has come to that call since the last cut_arm. Any thread. */
 bool cut_has_happened(void);
 

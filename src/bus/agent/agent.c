@@ -2,6 +2,7 @@
 #include "bus/agent/agent_inside.h"
 
 #include "base/descriptors.h"
+#include "base/int.h"
 #include "base/log.h"
 #include "base/process.h"
 
@@ -14,7 +15,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000, RETRY_MS = 100 };
+enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000 };
 
 static tb_status watch(const tb__agent *agent, int fd, const void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)what};
@@ -25,6 +26,9 @@ static tb_status watch(const tb__agent *agent, int fd, const void *what) {
 static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
     char url[sizeof agent->listener.address.url];
     tb__address address;
+    if (strlen(o->socket) >= sizeof address.path)
+        return tb__fail(TB_INVALID, "the path of the agent's socket has %zu bytes, and may have %zu: %.200s",
+                        strlen(o->socket), sizeof address.path - 1, o->socket);
     agent->epoll = epoll_create1(EPOLL_CLOEXEC);
     agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     agent->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -65,10 +69,9 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->token = opts->token ? tb__strdup(opts->token) : NULL;
     tb_status status = agent->group && (!opts->token || agent->token) ? open_all(agent, opts) : TB_NO_MEMORY;
     if (status != TB_OK) {
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        tb__sentence why = tb__sentence_kept();
         tb__agent_destroy(agent);
-        return tb__fail(status, "%s", why);
+        return tb__fail(status, "%s", why.text);
     }
     *out = agent;
     return TB_OK;
@@ -122,11 +125,11 @@ static void sweep(tb__agent *agent) {
 static int tidy(tb__agent *agent) {
     int64_t next = tb__agent_pairs_expire(agent), other = turn_away(agent);
     sweep(agent);
-    next = other < next ? other : next;
+    next = tb__min64(next, other);
     if (agent->is_full)
         tb__agent_listen_again(agent);
-    if (agent->is_full && !agent->is_stopping && next > tb__now_ms() + RETRY_MS)
-        next = tb__now_ms() + RETRY_MS;
+    if (agent->is_full && !agent->is_stopping)
+        next = tb__min64(next, tb__now_ms() + TB__RELISTEN_MS);
     return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 
@@ -197,14 +200,10 @@ void tb__agent_destroy(tb__agent *agent) {
     if (agent->listener.socket.fd >= 0)
         tb__listener_close(&agent->listener);
     tb_world_destroy(agent->world);
-    if (agent->epoll >= 0)
-        close(agent->epoll);
-    if (agent->wake >= 0)
-        close(agent->wake);
-    if (agent->stop >= 0)
-        close(agent->stop);
-    if (agent->spare >= 0)
-        close(agent->spare);
+    tb__fd_close(agent->epoll);
+    tb__fd_close(agent->wake);
+    tb__fd_close(agent->stop);
+    tb__fd_close(agent->spare);
     pthread_mutex_destroy(&agent->done_lock);
     pthread_mutex_destroy(&agent->report_lock);
     pthread_cond_destroy(&agent->report_made);

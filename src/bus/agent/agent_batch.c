@@ -4,7 +4,6 @@
 #include "layout/overlap.h"
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
 /* A batch that is being filled, by a job's thread. */
@@ -273,11 +272,10 @@ tb_status tb__agent_batch_fill(agent_job *job) {
         job->registered = f.batch;
         return TB_OK;
     }
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     if (b->batch)
         undo(b);
     else
         tb_batch_destroy(f.batch);
-    return tb__fail(status, "%s", why);
+    return tb__fail(status, "%s", why.text);
 }

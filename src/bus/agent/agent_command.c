@@ -4,7 +4,6 @@
 #include "base/process.h"
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
 /* ---- Batches --------------------------------------------------------------------------------------------------- */
@@ -186,10 +185,9 @@ static void extend(agent_job *job, agent_batch *b) {
         tb__agent_job_start(job, tb__agent_batch_fill);
         return;
     }
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     remove_round(b, b->round);
-    end_change(job, tb__fail(status, "%s", why));
+    end_change(job, tb__fail(status, "%s", why.text));
 }
 
 static void begin_register(agent_job *job) {

@@ -15,12 +15,11 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
     agent_job *job = tb__calloc(1, sizeof *job);
     if (!job)
         return NULL;
-    job->frame = tb__malloc(map.nbytes, 1);
+    job->frame = tb__memdup(map.data, map.nbytes, 1);
     if (!job->frame) {
         free(job);
         return NULL;
     }
-    memcpy(job->frame, map.data, map.nbytes);
     job->nbytes = map.nbytes;
     atomic_fetch_add(&s->nbytes, job->nbytes);
     job->agent = s->agent;

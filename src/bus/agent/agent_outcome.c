@@ -98,15 +98,11 @@ tb_status tb__agent_note_end(agent_batch *b, const tb_transfer *t, bool is_send,
 
 void tb__agent_settle_version(agent_batch *b) {
     pthread_mutex_lock(&b->lock);
-    uint64_t lowest = UINT64_MAX, highest = 0;
-    for (size_t i = 0; i < b->shares.count; i++) {
-        uint64_t version = b->shares.item[i].version;
-        lowest = version < lowest ? version : lowest;
-        highest = version > highest ? version : highest;
-    }
-    b->is_mixed = b->shares.count > 0 && lowest != highest;
-    if (lowest == highest || lowest == 0) /* a pair that never had a version has none together with others */
-        b->version = lowest;
+    tb__versions versions = TB__NO_VERSIONS;
+    for (size_t i = 0; i < b->shares.count; i++)
+        tb__versions_add(&versions, b->shares.item[i].version);
+    b->is_mixed = tb__versions_differ(&versions);
+    tb__versions_settle(&versions, &b->version);
     pthread_mutex_unlock(&b->lock);
 }
 

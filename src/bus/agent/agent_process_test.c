@@ -11,33 +11,6 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-typedef struct scene {
-    char folder[32];
-    agent_process agents[2];
-} scene;
-
-static const char *const groups[2] = {"a", "b"};
-
-static int set_up(void **state) {
-    static scene s;
-    s = (scene){.folder = "/tmp/tb-agent-XXXXXX"};
-    assert_non_null(mkdtemp(s.folder));
-    for (int i = 0; i < 2; i++) {
-        begin_agent(&s.agents[i], s.folder, groups[i], 0, 1, "30");
-        await_agent(&s.agents[i]);
-    }
-    *state = &s;
-    return 0;
-}
-
-static int tear_down(void **state) {
-    scene *s = *state;
-    for (int i = 2; i-- > 0;)
-        end_agent(&s->agents[i], SIGTERM);
-    empty_folder(s->folder);
-    return 0;
-}
-
 static tb_client *open_client(const agent_process *a) {
     tb_client *c = NULL;
     tb_client_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS};
@@ -61,7 +34,7 @@ typedef struct call {
 static void *call_main(void *arg) {
     call *c = arg;
     if (c->what == INIT)
-        c->status = tb_client_init_pair(c->client, "p", groups[!c->side], "mesh=1 place=R", 0);
+        c->status = tb_client_init_pair(c->client, "p", two_groups[!c->side], "mesh=1 place=R", 0);
     else if (c->what == REGISTER)
         c->status = tb_client_register(c->batch, 0);
     else
@@ -87,11 +60,11 @@ static void call_both(call calls[2], int what) {
     for (int i = 0; i < 2; i++) {
         end_call(&calls[i]);
         if (calls[i].status != TB_OK)
-            fail_msg("%s: %s", groups[i], calls[i].why);
+            fail_msg("%s: %s", two_groups[i], calls[i].why);
     }
 }
 
-static void move_in(const scene *s, call calls[2], void *const data[2], int64_t count) {
+static void move_in(const two_agents *s, call calls[2], void *const data[2], int64_t count) {
     for (int i = 0; i < 2; i++) {
         if (!calls[i].client)
             calls[i] = (call){.client = open_client(&s->agents[i]), .side = i};
@@ -150,7 +123,7 @@ static long own_kib(pid_t pid) {
 
 /* Memory of tb_alloc is used where it is; of other memory there is a copy in the agent, until the batch is gone. */
 static void test_memory(void **state) {
-    const scene *s = *state;
+    const two_agents *s = *state;
     enum { MIB = 48 };
     size_t nbytes = (size_t)MIB << 20;
     for (int is_shared = 0; is_shared < 2; is_shared++) {
@@ -173,7 +146,7 @@ static void test_memory(void **state) {
         assert_int_equal(((char *)data[1])[nbytes - 1], 1);
         for (int i = 0; i < 2; i++) {
             if (is_shared ? grown[i] > (MIB << 10) / 4 : grown[i] < MIB << 10)
-                fail_msg("agent %s has %ld KiB more of its own", groups[i], grown[i]);
+                fail_msg("agent %s has %ld KiB more of its own", two_groups[i], grown[i]);
         }
         move_out(calls);
         for (int i = 0; i < 2; i++) {
@@ -188,7 +161,7 @@ static void test_memory(void **state) {
 /* ---- Who may come ---------------------------------------------------------------------------------------------- */
 
 static void test_other_user(void **state) {
-    const scene *s = *state;
+    const two_agents *s = *state;
     struct stat info;
     assert_int_equal(stat(s->agents[0].path, &info), 0);
     assert_int_equal(info.st_mode & 0777, 0600);
@@ -221,7 +194,7 @@ static void test_other_user(void **state) {
 
 /* An agent that does not answer is told from one that is not there, and a batch that it may have is given up later. */
 static void test_silent(void **state) {
-    const scene *s = *state;
+    const two_agents *s = *state;
     tb_client *c = open_client(&s->agents[0]), *other = NULL;
     tb_client_opts opts = {.size = sizeof opts, .timeout_ms = 300};
     assert_int_equal(kill(s->agents[0].pid, SIGSTOP), 0);
@@ -236,14 +209,14 @@ static void test_silent(void **state) {
 
 /* The first agent sends what nobody receives, and is told to stop; it has begun to when it tells its other client so.
  * Returns when it was told. */
-static int64_t begin_to_stop(const scene *s, call calls[2], tb_client *other) {
+static int64_t begin_to_stop(const two_agents *s, call calls[2], tb_client *other) {
     static uint8_t data[2][64];
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .no_wait = true};
     move_in(s, calls, (void *const[]){data[0], data[1]}, sizeof *data);
     assert_ok(tb_client_transfer(calls[0].batch, true, &opts));
     int64_t begun_ms = tb__now_ms();
     assert_int_equal(kill(s->agents[0].pid, SIGTERM), 0);
-    while (tb_client_init_pair(other, "q", groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
+    while (tb_client_init_pair(other, "q", two_groups[1], "mesh=1 place=R", 10) == TB_TIMEOUT)
         assert_true(tb__now_ms() - begun_ms < PATIENCE_MS / 2);
     assert_non_null(strstr(tb_error_detail(), "the agent is stopping"));
     return begun_ms;
@@ -251,7 +224,7 @@ static int64_t begin_to_stop(const scene *s, call calls[2], tb_client *other) {
 
 /* The first signal lets a transfer end, for which nobody is there; the second cuts it off. */
 static void test_stopped_twice(void **state) {
-    scene *s = *state;
+    two_agents *s = *state;
     call calls[2] = {{0}};
     tb_client *other = open_client(&s->agents[0]);
     tb_client_status status;
@@ -268,7 +241,7 @@ static void test_stopped_twice(void **state) {
 
 /* What an agent that stops would wait for is given up, and it is gone. */
 static void test_stopped_and_cleaned(void **state) {
-    scene *s = *state;
+    two_agents *s = *state;
     call calls[2] = {{0}};
     tb_client *other = open_client(&s->agents[0]);
     int64_t begun_ms = begin_to_stop(s, calls, other);
@@ -309,7 +282,7 @@ static void raw_send(int fd, const tb__message *message, int memory) {
 
 /* Frames that the agent reads all at once: the descriptor belongs to the one that it came with. */
 static void test_pipeline(void **state) {
-    const scene *s = *state;
+    const two_agents *s = *state;
     void *data;
     call calls[2] = {0};
     assert_ok(tb_alloc(64, &data));
@@ -381,7 +354,7 @@ static double seconds_of(pid_t pid) {
 /* Without descriptors left: the next program hears so, and whose limit it is; the agent does not spin, and all is well
  * when some are closed. */
 static void test_no_files(void **state) {
-    const scene *s = *state;
+    const two_agents *s = *state;
     enum { ROOM = 12 };
     pid_t pid = s->agents[0].pid;
     struct rlimit before, few;
@@ -419,7 +392,7 @@ static void test_no_files(void **state) {
 
 /* Every call that waits returns, on both sides; then another agent takes the seat, and all can be made again. */
 static void test_agent_dies(void **state) {
-    scene *s = *state;
+    two_agents *s = *state;
     void *data[2];
     for (int i = 0; i < 2; i++)
         assert_ok(tb_alloc(4096, &data[i]));
@@ -471,14 +444,14 @@ static void test_agent_dies(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_memory, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_other_user, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_silent, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_stopped_twice, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_stopped_and_cleaned, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_pipeline, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_no_files, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_agent_dies, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_memory, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_other_user, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_silent, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_stopped_twice, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_stopped_and_cleaned, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_pipeline, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_no_files, begin_two, end_two),
+        cmocka_unit_test_setup_teardown(test_agent_dies, begin_two, end_two),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

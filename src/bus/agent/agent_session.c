@@ -14,8 +14,8 @@
 enum {
     READ_BYTES = 256 << 10,
     BUSY_BYTES = 4 << 20, /* with this much to send, no more is read */
-    PATIENCE_MS = 5000,   /* with strangers, and with those who are to go ... */
-    DENIED_MS = 1000,     /* ... and with strangers who may not come in: others may be waiting for the descriptor */
+    PATIENCE_MS = 5000,   /* for the Hello of a new connection, and for the last replies of one that is closed ... */
+    DENIED_MS = 1000,     /* ... and for the Hello of one that is refused: others may wait for its descriptor */
     FDS_AT_ONCE = 253,    /* what the system takes in one message */
 };
 
@@ -70,24 +70,13 @@ static tb_status init(agent_session *s, int socket, tb_status status) {
     return TB_OK;
 }
 
-static void watch_listener(const tb__agent *agent, bool is_watched) {
-    struct epoll_event event = {.events = is_watched ? EPOLLIN : 0, .data.ptr = (void *)&agent->listener};
-    epoll_ctl(agent->epoll, EPOLL_CTL_MOD, agent->listener.socket.fd, &event);
-}
-
-/* Whoever waits to be accepted would keep the loop awake. */
-static void stop_listening(tb__agent *agent) {
-    agent->is_full = true;
-    watch_listener(agent, false);
-}
-
 void tb__agent_listen_again(tb__agent *agent) {
     if (agent->spare < 0)
         agent->spare = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (agent->spare < 0 || agent->is_stopping)
         return;
     agent->is_full = false;
-    watch_listener(agent, true);
+    tb__listen_in(agent->epoll, agent->listener.socket.fd, &agent->listener, true);
 }
 
 /* The next connection. When there are no descriptors left it gets the one that was spared, to be told so: one at a
@@ -126,10 +115,11 @@ void tb__agent_accept(tb__agent *agent) {
         int fd = accept_one(agent, &status), error = errno;
         if (fd >= 0)
             add_session(agent, fd, status);
-        if (fd >= 0 ? agent->spare < 0 : tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM) {
+        if (fd >= 0 ? agent->spare < 0 : tb__is_shortage(error)) {
             if (fd < 0)
                 tb__log(TB_LOG_ERROR, "agent: accept: %s", tb__errno_text(error));
-            stop_listening(agent);
+            agent->is_full = true;
+            tb__listen_in(agent->epoll, agent->listener.socket.fd, &agent->listener, false);
         } else if (fd < 0 && error != EINTR && error != ECONNABORTED) {
             if (error != EAGAIN && error != EWOULDBLOCK)
                 tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(error));

@@ -97,10 +97,9 @@ static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
                              .hold = job->message.hold};
     TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
-    char why[TB__WHY_MAX];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     TB_TRY(tb__agent_deliver_late(b));
-    return status == TB_OK ? TB_OK : tb__fail(status, "%s", why);
+    return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
 /* One event after the other, as far as the client wants to hear of them. */

@@ -3,10 +3,10 @@
 
 #include "base/descriptors.h"
 #include "base/mem.h"
+#include "base/process.h"
 #include "device/host/memory.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
 #include <stdio.h>
@@ -19,24 +19,11 @@
 
 enum { MOST_AT_ONCE = 1 << 30 }; /* a call of the system moves at most 2 GiB */
 
-/* The 22nd field of stat; the 2nd may have spaces and parentheses. */
 static tb_status read_start_time(pid_t pid, uint64_t *out) {
-    char path[64], text[1024];
-    snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0 && errno != ENOENT)
-        return tb__fail(TB_IO, "%s: %s", path, tb__errno_text(errno));
-    ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
-    if (fd >= 0)
-        close(fd);
-    if (n <= 0)
-        return tb__fail(TB_LOST, "process %ld is gone", (long)pid);
-    text[n] = '\0';
-    const char *at = strrchr(text, ')');
-    for (int field = 2; at && field < 22; field++)
-        at = strchr(at + 1, ' ');
-    *out = at ? strtoull(at, NULL, 10) : 0;
-    return at ? TB_OK : tb__fail(TB_IO, "%s can't be read", path);
+    if (tb__process_start_time(pid, out))
+        return TB_OK;
+    return errno == ENOENT ? tb__fail(TB_LOST, "process %ld is gone", (long)pid)
+                           : tb__fail(TB_IO, "/proc/%ld/stat: %s", (long)pid, tb__errno_text(errno));
 }
 
 tb_status tb__guest_init(tb__guest *guest, int socket) {
@@ -60,8 +47,7 @@ void tb__guest_fini(tb__guest *guest) {
         guest->files->refs = 1;
         tb__guest_put_file(guest, guest->files);
     }
-    if (guest->pidfd >= 0)
-        close(guest->pidfd);
+    tb__fd_close(guest->pidfd);
     guest->pidfd = -1;
 }
 

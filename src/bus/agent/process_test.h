@@ -140,4 +140,33 @@ static inline void empty_folder(const char *path) {
     assert_int_equal(rmdir(path), 0);
 }
 
+/* ---- Two agents, each a group of its own ----------------------------------------------------------------------- */
+
+typedef struct two_agents {
+    char folder[32];
+    agent_process agents[2];
+} two_agents;
+
+static const char *const two_groups[2] = {"a", "b"};
+
+static inline int begin_two(void **state) {
+    static two_agents s;
+    s = (two_agents){.folder = "/tmp/tb-agent-XXXXXX"};
+    assert_non_null(mkdtemp(s.folder));
+    for (int i = 0; i < 2; i++) {
+        begin_agent(&s.agents[i], s.folder, two_groups[i], 0, 1, "30");
+        await_agent(&s.agents[i]);
+    }
+    *state = &s;
+    return 0;
+}
+
+static inline int end_two(void **state) {
+    two_agents *s = *state;
+    for (int i = 2; i-- > 0;)
+        end_agent(&s->agents[i], SIGTERM);
+    empty_folder(s->folder);
+    return 0;
+}
+
 #endif

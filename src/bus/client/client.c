@@ -139,12 +139,11 @@ static tb_status keep_reply(tb_client *c, tb__blob map) {
     tb__client_reply *r = tb__calloc(1, sizeof *r);
     if (!r)
         return TB_NO_MEMORY;
-    r->frame = tb__malloc(map.nbytes, 1);
+    r->frame = tb__memdup(map.data, map.nbytes, 1);
     if (!r->frame) {
         free(r);
         return TB_NO_MEMORY;
     }
-    memcpy(r->frame, map.data, map.nbytes);
     tb_status status = tb__message_decode((tb__blob){r->frame, map.nbytes}, &r->arena, &r->message);
     if (status == TB_OK && r->message.kind == TB__EVENT) {
         tb__client_on_event(c, &r->message);
@@ -216,13 +215,13 @@ tb_status tb__client_post(tb_client *c, const tb__message *message, const int *f
     return status;
 }
 
-tb_status tb__client_check_timeout(int timeout_ms) {
+static tb_status check_timeout(int timeout_ms) {
     return timeout_ms >= 0 ? TB_OK : tb__fail(TB_INVALID, "a timeout of %d ms; it can't be negative", timeout_ms);
 }
 
 tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
                           const char *what, tb__client_reply **out) {
-    TB_TRY(tb__client_check_timeout(timeout_ms));
+    TB_TRY(check_timeout(timeout_ms));
     int64_t deadline_ms = tb__now_ms() + (timeout_ms ? timeout_ms : c->timeout_ms) + GRACE_MS;
     uint64_t seq;
     tb__client_reply *reply;
@@ -323,7 +322,7 @@ static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_m
 tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out) {
     tb_client_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(tb__client_check_timeout(o.timeout_ms));
+    TB_TRY(check_timeout(o.timeout_ms));
     int64_t deadline_ms = tb__now_ms() + (o.timeout_ms ? o.timeout_ms : CONNECT_MS);
     tb_client *c = tb__calloc(1, sizeof *c);
     if (!c)

@@ -93,8 +93,6 @@ tb_status tb__client_listen(tb_client *client, int64_t deadline_ms, const char *
 void tb__client_on_event(tb_client *client, const tb__message *event);
 void tb__client_forget(tb_client *client, const tb_client_batch *batch); /* NULL: all */
 
-tb_status tb__client_check_timeout(int timeout_ms);
-
 /* Both; a reply that tells of a failure is one. `out` may be NULL. A timeout of 0 is the agent's. */
 tb_status tb__client_call(tb_client *client, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
                           const char *what, tb__client_reply **out);

@@ -62,12 +62,6 @@ tb_status tb_client_init_pair(tb_client *c, const char *name, const char *remote
 
 /* ---- Batches --------------------------------------------------------------------------------------------------- */
 
-static const char *keep_text(tb_client_batch *b, const char *text) {
-    size_t n = strlen(text) + 1;
-    char *copy = tb__arena_alloc(&b->arena, n, 1);
-    return copy ? memcpy(copy, text, n) : NULL;
-}
-
 /* The options' lists are the caller's. */
 static tb_status keep_opts(tb_client_batch *b) {
     tb_batch_opts *o = &b->opts;
@@ -75,11 +69,12 @@ static tb_status keep_opts(tb_client_batch *b) {
     const char **ignored = tb__arena_alloc(&b->arena, o->nignored, sizeof *ignored);
     bool has_room = ties && ignored;
     for (size_t i = 0; i < o->nties && has_room; i++) {
-        ties[i] = (tb_tie){keep_text(b, o->ties[i].name), keep_text(b, o->ties[i].canonical)};
+        ties[i] =
+            (tb_tie){tb__arena_strdup(&b->arena, o->ties[i].name), tb__arena_strdup(&b->arena, o->ties[i].canonical)};
         has_room = ties[i].name && ties[i].canonical;
     }
     for (size_t i = 0; i < o->nignored && has_room; i++)
-        has_room = (ignored[i] = keep_text(b, o->ignored[i]));
+        has_room = (ignored[i] = tb__arena_strdup(&b->arena, o->ignored[i]));
     o->ties = ties;
     o->ignored = ignored;
     return has_room ? TB_OK : TB_NO_MEMORY;

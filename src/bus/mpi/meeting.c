@@ -34,8 +34,7 @@ uint64_t tb__meeting_host(void) {
     }
     if (!name[0])
         gethostname(name, sizeof name - 1);
-    for (const char *c = name; *c; c++)
-        hash = tb__hash(hash, (unsigned char)*c);
+    hash = tb__hash_string(hash, name);
     for (size_t i = 0; i < 2; i++) {
         struct stat file;
         hash = tb__hash(hash, stat(namespaces[i], &file) == 0 ? (uint64_t)file.st_ino : 0);

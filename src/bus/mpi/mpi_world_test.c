@@ -375,19 +375,27 @@ static void a_single_thread_is_refused(void **state) {
     check_fails(tb_world_from_mpi(MPI_COMM_WORLD, "all", &opts, &world), TB_REFUSED, "MPI_THREAD_FUNNELED");
 }
 
-/* MPI ends first: what waits is told, nothing crashes, and the folder goes. MPICH 4.0 unlocks a lock that another
- * thread may have when it calls back from MPI_Finalize, so there nobody else may be in it. */
+/* MPICH 4.0 unlocks a lock that another thread may have when it calls back from MPI_Finalize, so there nobody else may
+ * be in it. */
+#ifdef MPICH
+enum { IS_MANUAL = true };
+#else
+enum { IS_MANUAL = false };
+#endif
+
+static tb_world *enter_world(halves *h) {
+    tb_world *world = make_world("mpi", IS_MANUAL);
+    enter(world, h);
+    there_and_back(h);
+    MPI_Barrier(MPI_COMM_WORLD);
+    return world;
+}
+
+/* MPI ends first: what waits is told, nothing crashes, and the folder goes. */
 static void mpi_may_end_first(void **state) {
     (void)state;
     halves h;
-#ifdef MPICH
-    tb_world *world = make_world("mpi", true);
-#else
-    tb_world *world = make_world("mpi", false);
-#endif
-    enter(world, &h);
-    there_and_back(&h);
-    MPI_Barrier(MPI_COMM_WORLD);
+    tb_world *world = enter_world(&h);
     tb_transfer *t;
     check_ok(tb_recv(h.batch, NULL, &t)); /* all of them, so that nothing comes */
     MPI_Barrier(MPI_COMM_WORLD);
@@ -400,18 +408,11 @@ static void mpi_may_end_first(void **state) {
     check_fails(tb_world_from_mpi(MPI_COMM_WORLD, "all", NULL, &world), TB_INVALID, "finalised");
 }
 
-/* One half finalises MPI as soon as its own part is committed. MPICH: as above. */
+/* One half finalises MPI as soon as its own part is committed. */
 static void who_is_through_may_finalize(void **state) {
     (void)state;
     halves h;
-#ifdef MPICH
-    tb_world *world = make_world("mpi", true);
-#else
-    tb_world *world = make_world("mpi", false);
-#endif
-    enter(world, &h);
-    there_and_back(&h);
-    MPI_Barrier(MPI_COMM_WORLD);
+    tb_world *world = enter_world(&h);
     end(&h, begin(&h, "a", 5), 5);
     MPI_Finalize();
     leave(&h);
@@ -428,11 +429,7 @@ static void mpi_may_end_midway(void **state) {
     tb_transfer *t[NWORLDS];
     tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 16 << 10}; /* many buckets under way */
     for (int i = 0; i < NWORLDS; i++) {
-#ifdef MPICH /* as above */
-        worlds[i] = make_world("mpi", true);
-#else
-        worlds[i] = make_world("mpi", false);
-#endif
+        worlds[i] = make_world("mpi", IS_MANUAL);
         enter_with(worlds[i], &h[i], &opts);
         end(&h[i], begin(&h[i], "a", 1), 1); /* all is set up, so that the next one is buckets only */
     }

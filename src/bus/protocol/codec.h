@@ -138,7 +138,4 @@ tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *
  * arrays are the arena's; bytes point into the input. */
 tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out);
 
-/* How the manual writes the type of a field: "str", "float or nil", "`send` or `recv`", "uint, optional". */
-void tb__field_type_text(const tb__field *field, char *out, size_t nbytes);
-
 #endif

@@ -19,45 +19,16 @@ static void *member(void *out, const tb__field *field) {
     return (char *)out + field->offset;
 }
 
-static const char *const type_texts[] = {
-    [TB__FIELD_TEXT] = "str",
-    [TB__FIELD_SENTENCE] = "str",
-    [TB__FIELD_DTYPE] = "str",
-    [TB__FIELD_STATUS] = "uint",
-    [TB__FIELD_UINT] = "uint",
-    [TB__FIELD_BOOL] = "bool",
-    [TB__FIELD_UNLESS] = "bool",
-    [TB__FIELD_MAYBE_UINT] = "uint",
-    [TB__FIELD_MAYBE_FLOAT] = "float",
-    [TB__FIELD_MAYBE_BOOL] = "bool",
-    [TB__FIELD_BIN] = "bin",
-    [TB__FIELD_MAP] = "map",
-    [TB__FIELD_ARRAY] = "array",
-    [TB__FIELD_INTS] = "array of int",
-    [TB__FIELD_TEXTS] = "array of str",
-    [TB__FIELD_TIES] = "array of [str, str]",
-    [TB__FIELD_ENTRIES] = "array of [str, bin]",
-    [TB__FIELD_OUTCOMES] = "array of [str, uint, str, uint, bool]",
-};
-
-/* "`a`, `b` or `c`", with this quote around each. */
-static void write_choices(const char *const *choices, char quote, char *out, size_t nbytes) {
+/* "'a', 'b' or 'c'". */
+static void write_choices(const char *const *choices, char *out, size_t nbytes) {
     size_t used = 0;
     *out = '\0';
     for (size_t i = 0; choices[i] && used < nbytes; i++) {
         const char *between = i == 0 ? "" : choices[i + 1] ? ", " : " or ";
         const char *quoted = *choices[i] ? choices[i] : "\"\"";
-        int n = snprintf(out + used, nbytes - used, "%s%c%s%c", between, quote, quoted, quote);
+        int n = snprintf(out + used, nbytes - used, "%s'%s'", between, quoted);
         used += n > 0 ? (size_t)n : 0;
     }
-}
-
-void tb__field_type_text(const tb__field *field, char *out, size_t nbytes) {
-    static const char *const rules[] = {[TB__REQUIRED] = "", [TB__NILABLE] = " or nil", [TB__OPTION] = ", optional"};
-    char choices[128] = "";
-    if (field->type == TB__FIELD_CHOICE)
-        write_choices(field->choices, '`', choices, sizeof choices);
-    (void)snprintf(out, nbytes, "%s%s", *choices ? choices : type_texts[field->type], rules[field->rule]);
 }
 
 static tb_status wrong_type(const reader *r, const tb__value *value, const char *wanted) {
@@ -130,7 +101,7 @@ static tb_status take_choice(reader *r, unsigned *out) {
         }
     }
     char list[256];
-    write_choices(r->field->choices, '\'', list, sizeof list);
+    write_choices(r->field->choices, list, sizeof list);
     return tb__fail(TB_INVALID, "%s: %s is '%.40s'; it must be %s", r->map, r->field->name, text, list);
 }
 

@@ -115,9 +115,8 @@ tb_status tb__address_parse(const char *base_url, tb__address *out) {
     if (strncmp(base_url, "tcp://", 6) == 0) {
         tb_status status = tb__host_port_parse(base_url + 6, &address);
         if (status != TB_OK) {
-            char why[160];
-            snprintf(why, sizeof why, "%s", tb_error_detail());
-            return tb__fail(status, "store '%s': %s", base_url, why);
+            tb__sentence why = tb__sentence_kept();
+            return tb__fail(status, "store '%s': %s", base_url, why.text);
         }
     } else if (strncmp(base_url, "unix:", 5) == 0) {
         address.is_unix = true;
@@ -251,8 +250,7 @@ tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, i
             *fd = s;
             return TB_OK;
         }
-        if (s >= 0)
-            tb__fd_close(s);
+        tb__fd_close(s);
     }
     freeaddrinfo(names);
     return fail_connect(address, *error);

@@ -142,7 +142,7 @@ static void tokens(void **state) {
 
 static void endpoints(void **state) {
     (void)state;
-    char url[160];
+    char url[160], text[160];
     int dead_port, silent_port;
     int dead = hold_port(&dead_port), silent = hold_port(&silent_port);
     tb__store *store;
@@ -151,6 +151,9 @@ static void endpoints(void **state) {
     assert_fails(tb__store_open(url, TOKEN, PATIENCE_MS, &store), TB_IO, url);
     snprintf(url, sizeof url, "etcd://127.0.0.1:%d", silent_port);
     assert_fails(tb__store_open(url, TOKEN, 200, &store), TB_TIMEOUT, "silent");
+    snprintf(text, sizeof text, "http://127.0.0.1:%d accepts connections but does not answer within ", silent_port);
+    assert_non_null(strstr(tb_error_detail(), text));
+    assert_non_null(strstr(tb_error_detail(), " ms: is it etcd?"));
     tb__store_server *server;
     assert_fails(tb__store_open_or_serve(url, TOKEN, 200, &store, &server), TB_TIMEOUT, "silent");
     snprintf(url, sizeof url, "etcd://127.0.0.1:%d,127.0.0.1:%d,127.0.0.1:%d", dead_port, silent_port,
@@ -282,8 +285,9 @@ static void strange_answers(void **state) {
         {"200 OK", "{\"kvs\":[{\"value\":\"QUJD\",\"mod_revision\":\"3\"}]}", TB_DENIED, "token"},
         {"403 Forbidden", "{\"code\":7,\"message\":\"go away\"}", TB_DENIED, "go away"},
         {"503 Unavailable", "{\"code\":14,\"message\":\"no leader\"}", TB_TIMEOUT, "no leader"},
-        {NULL, "220 mail.example.com ESMTP\r\n\r\n", TB_REFUSED, ""},
-        {NULL, "", TB_TIMEOUT, "nothing within"},
+        {NULL, "220 mail.example.com ESMTP\r\n\r\n", TB_REFUSED, " answers, but not in HTTP: is it etcd?"},
+        {NULL, "SSH-2.0-OpenSSH_9.2\r\n", TB_REFUSED, " answers, but not in HTTP: is it etcd?"},
+        {NULL, "", TB_TIMEOUT, " closes connections without an answer: is it etcd?"},
     };
     char url[64], answer[256];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

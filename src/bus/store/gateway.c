@@ -35,7 +35,8 @@ struct tb__gateway {
     struct curl_slist *headers;
     size_t nendpoints;
     endpoint endpoints[TB__GATEWAY_MAX_ENDPOINTS];
-    atomic_size_t current; /* the endpoint that answered last */
+    atomic_size_t current;    /* the endpoint that answered last */
+    atomic_bool has_answered; /* as etcd does */
 
     pthread_mutex_t lock; /* for all that follows */
     struct line_list busy, idle;
@@ -56,9 +57,8 @@ static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
     if (status == TB_OK && strcmp(address.port, "0") == 0)
         status = tb__fail(TB_INVALID, "port 0 is out of range: ports are 1 to 65535");
     if (status != TB_OK) {
-        char why[160];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-        return tb__fail(status, "store '%s': '%s': %s", g->url, host_port, why);
+        tb__sentence why = tb__sentence_kept();
+        return tb__fail(status, "store '%s': '%s': %s", g->url, host_port, why.text);
     }
     if (g->nendpoints == TB__GATEWAY_MAX_ENDPOINTS)
         return tb__fail(TB_TOO_BIG, "store '%s': more than %d endpoints", g->url, TB__GATEWAY_MAX_ENDPOINTS);
@@ -238,7 +238,8 @@ typedef struct attempt {
     const endpoint *to;
     tb__bytes in;                                 /* of a stream: what has come of the next object */
     bool has_begun, is_enough, is_broken, is_cut; /* is_cut: its time was up */
-    tb_status status;                             /* of what was received */
+    int64_t begun_ms;
+    tb_status status; /* of what was received */
 } attempt;
 
 static json_t *parse(const char *text, size_t nbytes) {
@@ -388,6 +389,11 @@ static outcome read_answer(attempt *a, json_t **reply) {
     return FAILED;
 }
 
+/* Ends a sentence about a program that does not do as etcd does. */
+static const char *question(const tb__gateway *g) {
+    return atomic_load(&g->has_answered) ? "" : ": is it etcd?";
+}
+
 /* libcurl's own sentence does not say why. */
 static void say_unconnected(const attempt *a) {
     long error = 0;
@@ -416,10 +422,15 @@ static outcome judge(attempt *a, CURLcode code, json_t **reply) {
         return UNREACHED;
     case CURLE_COULDNT_RESOLVE_HOST:
         return UNREACHED;
-    case CURLE_UNSUPPORTED_PROTOCOL: /* what answers does not speak HTTP */
+    case CURLE_UNSUPPORTED_PROTOCOL:
     case CURLE_WEIRD_SERVER_REPLY:
-        a->status = TB_REFUSED;
+        a->status = tb__fail(TB_REFUSED, "%s: %s answers, but not in HTTP%s", a->gateway->url, a->to->url,
+                             question(a->gateway));
         return FAILED;
+    case CURLE_GOT_NOTHING:
+        tb__set_detail("%s: %s closes connections without an answer%s", a->gateway->url, a->to->url,
+                       question(a->gateway));
+        return UNANSWERED;
     case CURLE_OUT_OF_MEMORY:
         a->status = TB_NO_MEMORY;
         return FAILED;
@@ -432,7 +443,14 @@ static outcome judge_silence(attempt *a) {
     long nsent = 0;
     a->is_cut = true;
     a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_REQUEST_SIZE, &nsent);
-    tb__set_detail(a->has_begun ? "%s" : "%s: silent", a->gateway->url);
+    int waited_ms = (int)(tb__now_ms() - a->begun_ms);
+    if (a->has_begun)
+        tb__set_detail("%s", a->gateway->url);
+    else if (nsent == 0 || atomic_load(&a->gateway->has_answered))
+        tb__set_detail("%s: silent", a->gateway->url);
+    else
+        tb__set_detail("%s: silent, %s accepts connections but does not answer within %d ms: is it etcd?",
+                       a->gateway->url, a->to->url, waited_ms);
     return nsent > 0 ? UNANSWERED : SILENT;
 }
 
@@ -443,6 +461,7 @@ static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
     if (g->nendpoints > 1 && tb__now_ms() + ATTEMPT_MS < attempt_ms)
         attempt_ms = tb__now_ms() + ATTEMPT_MS;
     a->to = &g->endpoints[index];
+    a->begun_ms = tb__now_ms();
     prepare(a, a->to);
     if (g->curl->multi_add_handle(a->line->multi, a->line->easy) != CURLM_OK) {
         a->status = tb__fail(TB_NO_MEMORY, "no memory for a request");
@@ -494,17 +513,20 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
         outcome result = try_endpoint(&a, index, reply);
         if (result == ANSWERED || result == FAILED) {
             status = result == ANSWERED ? TB_OK : a.status;
+            if (result == ANSWERED)
+                atomic_store(&g->has_answered, true);
             break;
         }
         /* Whoever fails first at this endpoint moves everybody on to the next one. */
         atomic_compare_exchange_strong(&g->current, &seen, (index + 1) % g->nendpoints);
         /* An attempt that the deadline has cut short says less than the one before. */
+        bool names_time = result == UNANSWERED && a.is_cut && !a.has_begun && !g->has_answered && !why[0];
         if (!a.is_cut || !why[0])
             snprintf(why, sizeof why, "%s", tb_error_detail());
         if (!is_worth_another_try(g, call, result, ntried, &status)) {
             if (status == TB_TIMEOUT && result == UNANSWERED && call->is_change_once)
                 tb__set_detail("no answer to a change, which may have been made: %s", why);
-            else if (status == TB_TIMEOUT)
+            else if (status == TB_TIMEOUT && !names_time)
                 tb__set_detail("nothing within %d ms: %s", given_ms, why);
             break;
         }

@@ -103,8 +103,7 @@ static tb_status listen_unix(tb__listener *listener) {
     tb_status status = fd < 0 ? tb__fail(TB_IO, "%s: socket: %s", listener->address.url, tb__errno_text(errno))
                               : bind_unix(listener, fd);
     if (status != TB_OK) {
-        if (fd >= 0)
-            tb__fd_close(fd);
+        tb__fd_close(fd);
         unlink(path);
         tb__fd_close(lock);
         return status;

@@ -10,7 +10,7 @@ void tb__session_touch(tb__session *session) {
     }
 }
 
-void tb__session_reply(tb__session *session, const tb__store_message *reply) {
+static void send_reply(tb__session *session, const tb__store_message *reply) {
     tb__session_touch(session);
     if (session->is_doomed)
         return;
@@ -20,18 +20,18 @@ void tb__session_reply(tb__session *session, const tb__store_message *reply) {
 
 void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
     const char *sentence = tb_error_detail();
-    tb__session_reply(session, &(tb__store_message){
-                                   .id = id,
-                                   .op = op,
-                                   .is_reply = true,
-                                   .status = status,
-                                   .value = {.data = (const uint8_t *)sentence, .nbytes = strlen(sentence)},
-                               });
+    send_reply(session, &(tb__store_message){
+                            .id = id,
+                            .op = op,
+                            .is_reply = true,
+                            .status = status,
+                            .value = {.data = (const uint8_t *)sentence, .nbytes = strlen(sentence)},
+                        });
 }
 
 static void reply_revision(tb__session *session, const tb__store_message *request, uint64_t revision) {
-    tb__session_reply(
-        session, &(tb__store_message){.id = request->id, .op = request->op, .is_reply = true, .revision = revision});
+    send_reply(session,
+               &(tb__store_message){.id = request->id, .op = request->op, .is_reply = true, .revision = revision});
 }
 
 /* `record` may be NULL. */
@@ -42,7 +42,7 @@ static void reply_record(tb__session *session, uint64_t id, tb__store_op op, tb_
         reply.revision = record->revision;
         reply.value = tb__record_value(record);
     }
-    tb__session_reply(session, &reply);
+    send_reply(session, &reply);
 }
 
 /* Takes as long for any token as for any other. */
@@ -73,9 +73,8 @@ static void hello(tb__session *session, const tb__store_message *request) {
     }
     session->has_greeted = true;
     TAILQ_REMOVE(&server->strangers, session, strangers);
-    tb__session_reply(
-        session,
-        &(tb__store_message){.id = request->id, .op = request->op, .is_reply = true, .version = TB__STORE_VERSION});
+    send_reply(session, &(tb__store_message){
+                            .id = request->id, .op = request->op, .is_reply = true, .version = TB__STORE_VERSION});
 }
 
 static void set(tb__session *session, const tb__store_message *request) {
@@ -130,14 +129,14 @@ static void list(tb__session *session, const tb__store_message *request) {
         status = tb__store_add_entry(&entries, tb__record_key(record), record->revision, tb__record_value(record));
     }
     if (status == TB_OK)
-        tb__session_reply(session, &(tb__store_message){
-                                       .id = request->id,
-                                       .op = request->op,
-                                       .is_reply = true,
-                                       .revision = table->revision,
-                                       .nentries = (uint32_t)(last - first),
-                                       .entries = {.data = entries.item, .nbytes = entries.count},
-                                   });
+        send_reply(session, &(tb__store_message){
+                                .id = request->id,
+                                .op = request->op,
+                                .is_reply = true,
+                                .revision = table->revision,
+                                .nentries = (uint32_t)(last - first),
+                                .entries = {.data = entries.item, .nbytes = entries.count},
+                            });
     else
         tb__session_refuse(session, request->id, request->op, status);
     free(entries.item);
@@ -216,9 +215,9 @@ void tb__wake_waiters(void *server, const tb__record *record, bool is_removed) {
         if (waiter->op == TB__STORE_WAIT)
             reply_record(waiter->session, waiter->id, waiter->op, TB_OK, record);
         else
-            tb__session_reply(waiter->session,
-                              &(tb__store_message){
-                                  .id = waiter->id, .op = waiter->op, .is_reply = true, .revision = record->revision});
+            send_reply(waiter->session,
+                       &(tb__store_message){
+                           .id = waiter->id, .op = waiter->op, .is_reply = true, .revision = record->revision});
         remove_waiter(waiter);
     }
 }

@@ -2,7 +2,6 @@
 #include "bus/store/address.h"
 #include "bus/store/server.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -12,12 +11,6 @@ enum { FIRST_NAP_MS = 2, LONGEST_NAP_MS = 100 };
 
 /* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
 enum { SILENT_MS = 1000 };
-
-static void nap(int ms) {
-    struct timespec left = tb__time_of_ms(ms);
-    while (nanosleep(&left, &left) != 0 && errno == EINTR)
-        ;
-}
 
 /* TB_IO: nobody was there. TB_LOST: somebody was, but ended just then. Either may be different the next time. */
 static bool is_worth_another_try(tb_status status) {
@@ -54,8 +47,7 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
         *server = NULL;
     if (!is_worth_another_try(status))
         return status;
-    char why[256];
-    snprintf(why, sizeof why, "%s", tb_error_detail());
+    tb__sentence why = tb__sentence_kept();
     tb_status served = serve(url, token, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
     if (!*is_for_later)
@@ -63,7 +55,7 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
     char why_not[256] = "";
     if (served == TB_REFUSED && tb__store_is_embedded(url))
         snprintf(why_not, sizeof why_not, "; nor can this process serve it: %.200s", tb_error_detail());
-    return tb__fail(status, "%s%s", why, why_not);
+    return tb__fail(status, "%.255s%s", why.text, why_not);
 }
 
 tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
@@ -87,7 +79,7 @@ tb_status tb__store_open_or_serve(const char *url, const char *token, int timeou
         if (!is_cut)
             snprintf(why, sizeof why, "%s", tb_error_detail());
         int left = tb__ms_until(deadline_ms);
-        nap(nap_ms < left ? nap_ms : left);
+        tb__nap(nap_ms < left ? nap_ms : left);
         if (tb__ms_until(deadline_ms) == 0)
             return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
     }

@@ -20,9 +20,7 @@ enum {
     NEVENTS = 64,
     MAX_BUFFERS = 512 << 20, /* of all sessions together, what is half received or not yet sent */
     MAX_DISCARD = 64,        /* reads */
-    FULL_MS = 100,           /* without descriptors: after which it is tried again to accept somebody, ... */
-    REFUSE_MS = 1000,        /* ... after which those who wait are told, ... */
-    WARN_MS = 10000,         /* ... and how often it is logged */
+    REFUSE_MS = 1000,        /* without descriptors: after which those who wait are told */
     PROBE_MS = 1000,
 };
 
@@ -36,7 +34,7 @@ static void listen_again(tb__store_server *server) {
     if (fd >= 0)
         tb__owned_fd_init(&server->spare, fd);
     server->is_full = false;
-    watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, EPOLLIN, &server->listener);
+    tb__listen_in(server->epoll.fd, server->listener.socket.fd, &server->listener, true);
 }
 
 static void close_session(tb__session *session) {
@@ -226,14 +224,12 @@ static void add_session(tb__store_server *server, int fd, tb_status status) {
 static void pause_accepting(tb__store_server *server, int error) {
     int64_t now = tb__now_ms();
     tb_status status = tb__fail(TB_REFUSED, "the store can't take another connection: %s", tb__errno_text(error));
-    if (now >= server->warn_again_ms) {
+    if (tb__may_warn(&server->warn_again_ms))
         tb__log(TB_LOG_WARN, "store %s: accept: %s", server->listener.address.url, tb__errno_text(error));
-        server->warn_again_ms = now + WARN_MS;
-    }
     server->full_since_ms = server->full_since_ms ? server->full_since_ms : now;
-    server->full_until_ms = now + FULL_MS;
+    server->full_until_ms = now + TB__RELISTEN_MS;
     server->is_full = true;
-    watch(server, EPOLL_CTL_MOD, server->listener.socket.fd, 0, &server->listener);
+    tb__listen_in(server->epoll.fd, server->listener.socket.fd, &server->listener, false);
     if (!tb__is_out_of_descriptors(error) || now - server->full_since_ms < REFUSE_MS || server->spare.fd < 0)
         return;
     tb__owned_fd_close(&server->spare);
@@ -249,7 +245,7 @@ static void accept_all(tb__store_server *server) {
         if (fd >= 0) {
             server->full_since_ms = 0;
             add_session(server, fd, TB_OK);
-        } else if (tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM) {
+        } else if (tb__is_shortage(error)) {
             pause_accepting(server, error);
             return;
         } else if (error != EINTR && error != ECONNABORTED) {

@@ -72,8 +72,6 @@ struct tb__store_server {
 /* Carries out one request. Replies are queued; nothing is sent or closed before the session is settled. */
 void tb__session_serve(tb__session *session, const tb__store_message *request);
 
-void tb__session_reply(tb__session *session, const tb__store_message *reply);
-
 /* Replies with the calling thread's error sentence. */
 void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status);
 

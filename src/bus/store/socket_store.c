@@ -102,10 +102,6 @@ static tb_status queue(client *c, const tb__store_message *request) {
 
 /* Hands a reply to the caller who waits for it, if one still does. With the lock held. */
 static void deliver(client *c, const tb__store_message *reply, const uint8_t *frame, size_t nbytes) {
-    if (!reply->is_reply) {
-        lose(c, "the server sent a request");
-        return;
-    }
     if (reply->id == 0) { /* about the connection as such */
         char why[sizeof c->why];
         snprintf(why, sizeof why, "the server says: %.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
@@ -115,10 +111,8 @@ static void deliver(client *c, const tb__store_message *reply, const uint8_t *fr
     for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link)) {
         if (waiting->id != reply->id || waiting->is_answered)
             continue;
-        waiting->frame = tb__malloc(nbytes, 1);
+        waiting->frame = tb__memdup(frame, nbytes, 1);
         waiting->nbytes = nbytes;
-        if (waiting->frame)
-            memcpy(waiting->frame, frame, nbytes);
         waiting->is_answered = true;
         pthread_cond_signal(&waiting->answered);
         return;
@@ -131,9 +125,13 @@ static void deliver_all(client *c) {
     while (!c->is_lost) {
         tb__store_message reply;
         size_t used;
-        if (tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used) != TB_OK) {
+        tb_status status = tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used);
+        if (status == TB_OK && used > 0 && !reply.is_reply) /* a program that echoes does so */
+            status = tb__fail(TB_INVALID, "the server sent a request instead of a reply");
+        if (status != TB_OK) {
             c->is_foreign = !c->has_answered;
             lose(c, tb_error_detail());
+            break;
         }
         if (used == 0)
             break;

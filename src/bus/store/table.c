@@ -1,6 +1,8 @@
 /* A sorted array of records and a ring of the latest changes. */
 #include "bus/store/table.h"
 
+#include "base/int.h"
+
 #include <string.h>
 
 enum { RECORD_COST = 128, MAX_RECORDS = 1 << 18 }; /* inserting moves what stands behind, so the array is kept short */
@@ -29,15 +31,9 @@ static int compare(tb__span a, tb__span b) {
 
 /* The first record whose key is not before `key`. */
 static size_t lower_bound(const tb__store_table *table, tb__span key) {
-    size_t low = 0, high = table->records.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (compare(tb__record_key(table->records.item[middle]), key) < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    size_t i = 0;
+    TB_BISECT(i, table->records.count, compare(tb__record_key(table->records.item[i]), key) >= 0);
+    return i;
 }
 
 static bool is_at(const tb__store_table *table, size_t i, tb__span key) {
@@ -73,10 +69,8 @@ static void change(tb__store_table *table, tb__record *record, bool is_removed) 
     free(table->log[slot].key);
     table->log[slot].revision = record->revision;
     table->log[slot].nbytes = record->key_nbytes;
-    table->log[slot].key = tb__malloc(record->key_nbytes, 1);
-    if (table->log[slot].key)
-        memcpy(table->log[slot].key, record->data, record->key_nbytes);
-    else
+    table->log[slot].key = tb__memdup(record->data, record->key_nbytes, 1);
+    if (!table->log[slot].key)
         table->horizon = record->revision;
     if (table->changed)
         table->changed(table->context, record, is_removed);

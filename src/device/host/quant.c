@@ -2,6 +2,7 @@
  * as wide as suits the caches. */
 #include "device/host/quant.h"
 
+#include "base/int.h"
 #include "device/host/kernel.h"
 #include "device/host/quant_inside.h"
 #include "device/host/quant_kernel.h"
@@ -249,18 +250,14 @@ static uint32_t run_unit(const job *j, int64_t row, int64_t rows, int64_t column
     }
 }
 
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
 /* Parts are runs of units. */
 void tb__quant_run(job *j, int64_t from, int64_t to) {
     int64_t each = j->nunits / j->nparts, more = j->nunits % j->nparts;
-    int64_t begin = from * each + min64(from, more), end = to * each + min64(to, more);
+    int64_t begin = from * each + tb__min64(from, more), end = to * each + tb__min64(to, more);
     uint32_t all = 0;
     for (int64_t u = begin; u < end; u++) {
         int64_t row = u / j->across * j->band, column = u % j->across * j->width;
-        int64_t rows = min64(j->band, j->rows - row), columns = min64(j->width, j->columns - column);
+        int64_t rows = tb__min64(j->band, j->rows - row), columns = tb__min64(j->width, j->columns - column);
         uint32_t amax = run_unit(j, row, rows, column, columns);
         all = amax > all ? amax : all;
         if (amax >= TB__F32_INF)
@@ -319,7 +316,7 @@ tb_status tb__quant_begin(job *j, const tb__quant_tensor *to, int64_t first, int
     j->across = blocks_of(j->columns, j->width);
     j->nunits = blocks_of(j->rows, j->band) * j->across;
     int64_t parts = j->rows * j->columns / (TB__PIECE_BYTES / 4);
-    j->nparts = min64(parts < 1 ? 1 : parts, j->nunits);
+    j->nparts = tb__min64(parts < 1 ? 1 : parts, j->nunits);
     return TB_OK;
 }
 

@@ -1,5 +1,6 @@
 /* From quantised tensors back to plain numbers: codes to f32 by a cast or a table, times the scale, and from f32
  * to the dtype wanted. */
+#include "base/int.h"
 #include "device/host/kernel.h"
 #include "device/host/quant_inside.h"
 #include "device/host/quant_kernel.h"
@@ -12,10 +13,6 @@ enum {
 };
 
 typedef tb__dequant_job job;
-
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
 
 static float e4m3(uint8_t code) {
     float x;
@@ -74,11 +71,11 @@ static void codes_to_f32(const job *j, float *out, int64_t row, int64_t column, 
 
 static void run_unit(const job *j, int64_t row, int64_t column) {
     float x[PIECE];
-    int64_t n = min64(PIECE, j->from.columns - column), block = block_of(j->from.format.kind);
+    int64_t n = tb__min64(PIECE, j->from.columns - column), block = block_of(j->from.format.kind);
     codes_to_f32(j, x, j->first + row, column, n);
     for (int64_t i = 0; i < n; i += block) {
         float scale = scale_at(j, j->first + row, (column + i) / block);
-        int64_t end = min64(i + block, n);
+        int64_t end = tb__min64(i + block, n);
         for (int64_t k = i; k < end; k++)
             x[k] *= scale;
     }
@@ -93,8 +90,8 @@ static void run_unit(const job *j, int64_t row, int64_t column) {
 /* Parts are runs of units. */
 void tb__dequant_run(const job *j, int64_t from, int64_t to) {
     int64_t each = j->nunits / j->nparts, more = j->nunits % j->nparts;
-    int64_t end = to * each + min64(to, more);
-    for (int64_t u = from * each + min64(from, more); u < end; u++)
+    int64_t end = to * each + tb__min64(to, more);
+    for (int64_t u = from * each + tb__min64(from, more); u < end; u++)
         run_unit(j, u / j->across, u % j->across * PIECE);
 }
 
@@ -106,7 +103,7 @@ tb_status tb__dequant_begin(job *j, const tb__quant_tensor *from, int64_t first,
     j->across = from->columns / PIECE + (from->columns % PIECE != 0);
     j->nunits = rows * j->across;
     int64_t parts = rows * from->columns / (TB__PIECE_BYTES / 4);
-    j->nparts = min64(parts < 1 ? 1 : parts, j->nunits);
+    j->nparts = tb__min64(parts < 1 ? 1 : parts, j->nunits);
     return TB_OK;
 }
 

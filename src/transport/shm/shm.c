@@ -44,7 +44,7 @@ void shm_finish(shm *s, shm_posted *p, tb_status status) {
     eventfd_write(s->wake, 1);
 }
 
-void shm_tell_all(shm *s) {
+static void tell_all(shm *s) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&s->finished)))
         tb__op_tell(((shm_posted *)w)->op);
@@ -81,37 +81,6 @@ static shm_peer *find_or_add(shm *s, int32_t rank) {
     s->peers.item[s->peers.count++] = peer;
     init_peer(s, peer, rank, 1);
     return peer;
-}
-
-/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
-static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
-    shm_peer *peer = tb__vec_reserve(&s->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
-    if (!peer)
-        return NULL;
-    init_peer(s, peer, lost->rank, number);
-    for (size_t i = 0; i < s->peers.count; i++) {
-        if (s->peers.item[i] == lost)
-            s->peers.item[i] = peer;
-    }
-    s->retired.item[s->retired.count++] = lost;
-    return peer;
-}
-
-/* When this process, or another, was started: field 22 of its stat line, counted behind the name, which may hold
- * anything. 0 if it can't be told. */
-static uint64_t start_time_of(pid_t pid) {
-    char path[64], line[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
-    FILE *file = fopen(path, "re");
-    if (!file)
-        return 0;
-    size_t n = fread(line, 1, sizeof line - 1, file);
-    fclose(file);
-    line[n] = '\0';
-    const char *at = strrchr(line, ')');
-    for (int field = 2; at && field < 22; field++)
-        at = strchr(at + 1, ' ');
-    return at ? strtoull(at, NULL, 10) : 0;
 }
 
 static tb_status open_control(shm *s) {
@@ -159,7 +128,7 @@ static tb_status open_all(shm *s) {
     s->retry = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     if (s->epoll < 0 || s->wake < 0 || s->retry < 0)
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
-    s->start_time = start_time_of(getpid());
+    (void)tb__process_start_time(getpid(), &s->start_time);
     TB_TRY(open_control(s));
     TB_TRY(open_listener(s));
     TB_TRY(watch(s, s->listener, &s->listen_watch));
@@ -167,57 +136,88 @@ static tb_status open_all(shm *s) {
     return watch(s, s->wake, &s->wake_watch);
 }
 
-static void free_link(shm *s, shm_link *link) {
+void shm_free_link(shm *s, shm_link *link) {
     shm_release_reserved(link);
     shm_link_close(s, link);
     free(link);
 }
 
-static void close_descriptors(shm *s, shm_peer *peer) {
+static void unmap_ring(unsigned char **ring) {
+    if (*ring)
+        munmap(*ring, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
+    *ring = NULL;
+}
+
+/* What is of no use without its sockets goes with them. */
+static void close_connection(shm *s, shm_peer *peer) {
     shm_link_close(s, &peer->out);
     if (peer->in)
-        free_link(s, peer->in);
+        shm_free_link(s, peer->in);
     peer->in = NULL;
     if (peer->pidfd >= 0) {
         epoll_ctl(s->epoll, EPOLL_CTL_DEL, peer->pidfd, NULL);
         tb__fd_close(peer->pidfd);
     }
     peer->pidfd = -1;
+    unmap_ring(&peer->ring_in);
+    unmap_ring(&peer->ring_out);
 }
 
 static void free_peer(shm *s, shm_peer *peer) {
-    close_descriptors(s, peer);
+    close_connection(s, peer);
     shm_mappings_close(peer);
     if (peer->control)
         munmap(peer->control, sizeof *peer->control);
-    if (peer->ring_in)
-        munmap(peer->ring_in, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
-    if (peer->ring_out)
-        munmap(peer->ring_out, (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE);
     free(peer);
+}
+
+/* A connection with this number in the place of one that is lost, which goes, unless there are remotes of it. NULL:
+ * there is no memory. */
+static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
+    shm_peer *peer = tb__vec_reserve(&s->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
+    if (!peer)
+        return NULL;
+    init_peer(s, peer, lost->rank, number);
+    for (size_t i = 0; i < s->peers.count; i++) {
+        if (s->peers.item[i] == lost)
+            s->peers.item[i] = peer;
+    }
+    if (lost->nremotes > 0)
+        s->retired.item[s->retired.count++] = lost;
+    else
+        free_peer(s, lost);
+    return peer;
+}
+
+void shm_free_retired(shm *s, shm_peer *peer) {
+    for (size_t i = 0; i < s->retired.count; i++) {
+        if (s->retired.item[i] != peer)
+            continue;
+        s->retired.item[i] = s->retired.item[--s->retired.count];
+        free_peer(s, peer);
+        return;
+    }
 }
 
 static void shm_close(void *context) {
     shm *s = context;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_drop_messages(s, s->peers.item[i], TB_CANCELLED);
-    shm_tell_all(s);
+    tell_all(s);
     for (size_t i = 0; i < s->peers.count; i++)
         free_peer(s, s->peers.item[i]);
     for (size_t i = 0; i < s->retired.count; i++)
         free_peer(s, s->retired.item[i]);
     free(s->retired.item);
     for (size_t i = 0; i < s->strangers.count; i++)
-        free_link(s, s->strangers.item[i]);
+        shm_free_link(s, s->strangers.item[i]);
     free(s->strangers.item);
     free(s->peers.item);
     tb__index_fini(&s->by_rank);
     shm_memory_close(s);
     int fds[] = {s->epoll, s->wake, s->retry, s->listener, s->control_fd};
-    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++) {
-        if (fds[i] >= 0)
-            tb__fd_close(fds[i]);
-    }
+    for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
+        tb__fd_close(fds[i]);
     if (s->control)
         munmap(s->control, sizeof *s->control);
     free(s);
@@ -289,8 +289,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
     int fd = tb__fd_own(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd < 0 || connect(fd, (struct sockaddr *)&name, length) != 0) {
         int error = errno;
-        if (fd >= 0)
-            tb__fd_close(fd);
+        tb__fd_close(fd);
         return tb__fail(tb__is_out_of_descriptors(error) ? TB_REFUSED : TB_LOST, "connecting to its socket @%.32s: %s",
                         a.name, tb__errno_text(error));
     }
@@ -318,9 +317,9 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
     atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
-    close_descriptors(s, peer);
+    close_connection(s, peer);
     shm_mappings_forget(peer);
-    shm_tell_all(s);
+    tell_all(s);
     if (s->env.lost)
         s->env.lost(s->env.arg, peer->rank, why);
 }
@@ -359,53 +358,6 @@ static shm_peer *find_connection(shm *s, int32_t rank, uint64_t number) {
     return renew(s, peer, number);
 }
 
-/* It would be ready again at once. */
-static void stop_accepting(shm *s, int error) {
-    struct epoll_event event = {.events = 0, .data.ptr = &s->listen_watch};
-    s->is_full = true;
-    epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
-    shm_retry_later(s, "a connection that waits to be accepted", error);
-}
-
-/* Whether there may be more to accept. */
-static bool accept_one(shm *s) {
-    struct ucred who;
-    socklen_t length = sizeof who;
-    shm_link *link = tb__calloc(1, sizeof *link);
-    if (!link) {
-        stop_accepting(s, ENOMEM);
-        return false;
-    }
-    link->fd = shm_reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
-    int error = link->fd < 0 ? errno : 0;
-    bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
-    if (is_ours && tb__vec_push(&s->strangers, link)) {
-        shm_link_watch(s, link);
-        return true;
-    }
-    free_link(s, link);
-    if (tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM)
-        stop_accepting(s, error);
-    return !error || error == EINTR || error == ECONNABORTED;
-}
-
-static void accept_all(shm *s) {
-    while (accept_one(s))
-        ;
-}
-
-static void retry(shm *s) {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = &s->listen_watch};
-    uint64_t expirations;
-    ssize_t unused = read(s->retry, &expirations, sizeof expirations);
-    (void)unused;
-    if (s->is_full)
-        epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
-    s->is_full = false;
-    for (size_t i = 0; i < s->peers.count; i++)
-        shm_pump(s, s->peers.item[i]);
-}
-
 /* Binds the peer's process number to the process that is there now, and tries whether its memory can be read. */
 static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello) {
     struct ucred who;
@@ -421,10 +373,11 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     peer->watch = WATCH_PROCESS;
     if (watch(s, peer->pidfd, peer) != TB_OK)
         return false;
-    uint64_t probe = 0;
+    uint64_t probe = 0, started = 0;
     struct iovec here = {&probe, sizeof probe};
     struct iovec there = {(void *)(uintptr_t)hello->probe_address, sizeof probe}; // NOLINT(performance-no-int-to-ptr)
-    peer->can_read = start_time_of(who.pid) == hello->start_time &&
+    (void)tb__process_start_time(who.pid, &started);
+    peer->can_read = started == hello->start_time &&
                      process_vm_readv(who.pid, &here, 1, &there, 1, 0) == sizeof probe && probe == hello->probe;
     return true;
 }
@@ -433,6 +386,13 @@ static bool is_control_page(int fd) {
     struct stat info;
     int seals = fcntl(fd, F_GET_SEALS);
     return seals >= 0 && seals & F_SEAL_SHRINK && fstat(fd, &info) == 0 && info.st_size >= (off_t)sizeof(shm_control);
+}
+
+static void forget_stranger(shm *s, const shm_link *link) {
+    for (size_t i = 0; i < s->strangers.count; i++) {
+        if (s->strangers.item[i] == link)
+            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
+    }
 }
 
 /* A stranger says who it is. */
@@ -459,22 +419,11 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
         return false;
     }
     peer->control = control;
-    for (size_t i = 0; i < s->strangers.count; i++) {
-        if (s->strangers.item[i] == link)
-            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
-    }
+    forget_stranger(s, link);
     link->peer = peer;
     peer->in = link;
     shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, -1);
     return true;
-}
-
-static void dismiss(shm *s, shm_link *link) {
-    for (size_t i = 0; i < s->strangers.count; i++) {
-        if (s->strangers.item[i] == link)
-            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
-    }
-    free_link(s, link);
 }
 
 /* What is still to be read. A frame may lead to the peer's loss, which closes the link. */
@@ -499,7 +448,7 @@ static void drain(shm *s, shm_peer *peer, bool is_out) {
 static void end_peer(shm *s, shm_peer *peer, const char *why) {
     drain(s, peer, false);
     drain(s, peer, true);
-    shm_tell_all(s);
+    tell_all(s);
     shm_lose(s, peer, why);
 }
 
@@ -522,14 +471,15 @@ static void read_link(shm *s, shm_link *link) {
             close(fd);
         if (is_good)
             continue;
-        char why[256];
-        snprintf(why, sizeof why, "%s", tb_error_detail());
-        if (!peer)
-            dismiss(s, link);
-        else if (n < 0)
+        tb__sentence why = tb__sentence_kept();
+        if (!peer) {
+            forget_stranger(s, link);
+            shm_free_link(s, link);
+        } else if (n < 0) {
             end_peer(s, peer, "its connection ended");
-        else
-            shm_lose(s, peer, why);
+        } else {
+            shm_lose(s, peer, why.text);
+        }
         return;
     }
 }
@@ -540,13 +490,13 @@ static void on_event(shm *s, const struct epoll_event *event) {
     eventfd_t unused;
     switch (*kind) {
     case WATCH_LISTEN:
-        accept_all(s);
+        shm_accept(s);
         break;
     case WATCH_WAKE:
         eventfd_read(s->wake, &unused);
         break;
     case WATCH_RETRY:
-        retry(s);
+        shm_retry(s);
         break;
     case WATCH_PROCESS:
         end_peer(s, event->data.ptr, "its process ended");
@@ -570,7 +520,7 @@ static tb_status shm_progress(void *context) {
         on_event(s, &event);
     end_disconnected(s);
     bool more = shm_take_slices(s);
-    shm_tell_all(s);
+    tell_all(s);
     if (more)
         eventfd_write(s->wake, 1);
     return TB_OK;

@@ -33,8 +33,6 @@ enum {
     SHM_RING_SLOTS = 8,
     SHM_RING_SLOT_SIZE = 256 << 10,
     SHM_MEETING_FDS = 3, /* descriptors that meeting a peer takes, beside its socket */
-    SHM_RETRY_MS = 100,  /* after which what failed for want of descriptors is tried again ... */
-    SHM_WARN_MS = 10000, /* ... and how often that is logged */
 };
 
 /* In place of a descriptor that came with a frame: this process had none left for it. */
@@ -165,6 +163,7 @@ struct shm_peer {
     tb__waiters queue;    /* sends that are not on their way yet */
     tb__waiters offered;  /* sends that wait for an answer */
     tb__waiters taken;    /* offers of it that we are taking */
+    size_t nremotes;      /* that were imported, and not released yet */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -213,7 +212,7 @@ struct shm {
     TB_VEC(shm_file *) files;     /* NULL: a free place */
     TB_VEC(shm_peer *) peers;     /* the last connection with each */
     tb__index by_rank;            /* in there */
-    TB_VEC(shm_peer *) retired;   /* connections before: there may be remotes of them */
+    TB_VEC(shm_peer *) retired;   /* connections before, of which there are remotes */
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
     tb__waiters finished; /* to be told in the next progress */
@@ -279,22 +278,25 @@ void shm_mappings_close(shm_peer *peer);
 
 /* shm_shortage.c: what is done without descriptors. */
 
-/* Something failed for want of descriptors: `what` is logged, and it is tried again in SHM_RETRY_MS. */
+/* Something, such as "accept a connection", failed for want of descriptors. It is noted and logged, and tried again in
+ * a moment. */
 void shm_retry_later(shm *s, const char *what, int error);
 /* Tells the other end why its connection is closed. */
 void shm_tell_shortage(shm *s, shm_link *link);
 /* The peer is given up because this process has no descriptor for what it sent; it is told so. */
 void shm_give_up(shm *s, shm_peer *peer);
-/* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are
- * some for what comes with it, and for what it takes to find its process. False: there are none. */
-bool shm_reserve(shm *s, shm_link *link);
+/* Accepts connections, and takes descriptors that make room for what follows their hello. */
+void shm_accept(shm *s);
 void shm_release_reserved(shm_link *link);
+/* What has failed for want of descriptors. */
+void shm_retry(shm *s);
 
 /* shm.c */
 shm_peer *shm_find(const shm *s, int32_t rank);
 void shm_lose(shm *s, shm_peer *peer, const char *why);
+void shm_free_retired(shm *s, shm_peer *peer); /* if it is one: the last of its remotes was released */
+void shm_free_link(shm *s, shm_link *link);
 void shm_finish(shm *s, shm_posted *p, tb_status status); /* told in the next progress */
-void shm_tell_all(shm *s);
 void *shm_map_fd(int fd, size_t nbytes);
 
 #endif

@@ -139,15 +139,18 @@ tb_status shm_import_key(void *context, int32_t rank, const tb_mem_key *from, tb
                           .offset = k.offset};
     if (mapping)
         mapping->refs++;
+    peer->nremotes++;
     *out = remote;
     return TB_OK;
 }
 
 void shm_release(void *context, tb_remote *remote) {
-    (void)context;
+    shm_peer *peer = remote->peer;
     if (remote->mapping)
-        shm_mapping_release(remote->peer, remote->mapping);
+        shm_mapping_release(peer, remote->mapping);
     free(remote);
+    if (--peer->nremotes == 0)
+        shm_free_retired(context, peer);
 }
 
 void *shm_map(void *context, tb_remote *remote) {

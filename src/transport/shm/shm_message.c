@@ -211,7 +211,7 @@ static bool make_ring(shm *s, shm_peer *peer) {
     if (fd >= 0 && ftruncate(fd, (off_t)nbytes) == 0)
         peer->ring_out = shm_map_fd(fd, nbytes);
     if (!peer->ring_out) {
-        shm_retry_later(s, "a ring of shared memory", errno);
+        shm_retry_later(s, "make a ring of shared memory", errno);
         if (fd >= 0)
             close(fd);
         return false;

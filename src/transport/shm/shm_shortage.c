@@ -9,17 +9,17 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/socket.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
 void shm_retry_later(shm *s, const char *what, int error) {
-    struct itimerspec when = {.it_value = tb__time_of_ms(SHM_RETRY_MS)}, now;
+    struct itimerspec when = {.it_value = tb__time_of_ms(TB__RELISTEN_MS)}, now;
+    tb__shortage_note(what, error);
     if (timerfd_gettime(s->retry, &now) == 0 && (now.it_value.tv_sec || now.it_value.tv_nsec))
         return;
-    if (tb__now_ms() >= s->warn_again_ms) {
-        tb__log(TB_LOG_WARN, "transport shm: %s: %s; it is tried again", what, tb__errno_text(error));
-        s->warn_again_ms = tb__now_ms() + SHM_WARN_MS;
-    }
+    if (tb__may_warn(&s->warn_again_ms))
+        tb__log(TB_LOG_WARN, "transport shm can't %s: %s; it tries again", what, tb__errno_text(error));
     timerfd_settime(s->retry, 0, &when, NULL);
 }
 
@@ -34,7 +34,9 @@ void shm_give_up(shm *s, shm_peer *peer) {
     shm_lose(s, peer, why);
 }
 
-bool shm_reserve(shm *s, shm_link *link) {
+/* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are
+ * some for what comes with it, and for what it takes to find its process. False: there are none. */
+static bool reserve(shm *s, shm_link *link) {
     for (size_t i = 0; i < SHM_MEETING_FDS; i++)
         link->reserved[i] = -1;
     for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
@@ -47,8 +49,52 @@ bool shm_reserve(shm *s, shm_link *link) {
 
 void shm_release_reserved(shm_link *link) {
     for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
-        if (link->reserved[i] >= 0)
-            tb__fd_close(link->reserved[i]);
+        tb__fd_close(link->reserved[i]);
         link->reserved[i] = -1;
     }
+}
+
+/* It would be ready again at once. */
+static void stop_accepting(shm *s, int error) {
+    s->is_full = true;
+    tb__listen_in(s->epoll, s->listener, &s->listen_watch, false);
+    shm_retry_later(s, "accept a connection", error);
+}
+
+/* Whether there may be more to accept. */
+static bool accept_one(shm *s) {
+    struct ucred who;
+    socklen_t length = sizeof who;
+    shm_link *link = tb__calloc(1, sizeof *link);
+    if (!link) {
+        stop_accepting(s, ENOMEM);
+        return false;
+    }
+    link->fd = reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
+    int error = link->fd < 0 ? errno : 0;
+    bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+    if (is_ours && tb__vec_push(&s->strangers, link)) {
+        shm_link_watch(s, link);
+        return true;
+    }
+    shm_free_link(s, link);
+    if (tb__is_shortage(error))
+        stop_accepting(s, error);
+    return !error || error == EINTR || error == ECONNABORTED;
+}
+
+void shm_accept(shm *s) {
+    while (accept_one(s))
+        ;
+}
+
+void shm_retry(shm *s) {
+    uint64_t expirations;
+    ssize_t unused = read(s->retry, &expirations, sizeof expirations);
+    (void)unused;
+    if (s->is_full)
+        tb__listen_in(s->epoll, s->listener, &s->listen_watch, true);
+    s->is_full = false;
+    for (size_t i = 0; i < s->peers.count; i++)
+        shm_pump(s, s->peers.item[i]);
 }

@@ -25,16 +25,17 @@ static void open_one(tb_transport *t, int32_t rank, unsigned char *address, size
     assert_int_equal(t->ops->address(t->context, address, n), TB_OK);
 }
 
-static void make(endpoints *e) {
-    unsigned char a[TB_ADDRESS_MAX], b[TB_ADDRESS_MAX];
-    size_t na, nb;
-    e->rank_a = 5;
-    e->rank_b = 2;
-    open_one(&e->a, e->rank_a, a, &na);
-    open_one(&e->b, e->rank_b, b, &nb);
-    assert_int_equal(e->a.ops->connect(e->a.context, e->rank_b, b, nb), TB_OK);
-    assert_int_equal(e->b.ops->connect(e->b.context, e->rank_a, a, na), TB_OK);
-    assert_int_equal(e->b.ops->connect(e->b.context, e->rank_a, a, na), TB_OK); /* again: nothing happens */
+static void connect_to(const tb_transport *from, const tb_transport *to, int32_t rank) {
+    unsigned char address[TB_ADDRESS_MAX];
+    size_t n = sizeof address;
+    assert_int_equal(to->ops->address(to->context, address, &n), TB_OK);
+    assert_int_equal(from->ops->connect(from->context, rank, address, n), TB_OK);
+}
+
+static void connect_both(endpoints *e) {
+    connect_to(&e->a, &e->b, e->rank_b);
+    connect_to(&e->b, &e->a, e->rank_a);
+    connect_to(&e->b, &e->a, e->rank_a); /* again: nothing happens */
     if (!pretend_denied)
         return;
     for (int i = 0; i < 10; i++) {
@@ -43,6 +44,16 @@ static void make(endpoints *e) {
     }
     shm_find(e->a.context, e->rank_b)->it_can_read = false;
     shm_find(e->b.context, e->rank_a)->it_can_read = false;
+}
+
+static void make(endpoints *e) {
+    unsigned char address[TB_ADDRESS_MAX];
+    size_t n;
+    e->rank_a = 5;
+    e->rank_b = 2;
+    open_one(&e->a, e->rank_a, address, &n);
+    open_one(&e->b, e->rank_b, address, &n);
+    connect_both(e);
 }
 
 static void unmake(endpoints *e) {
@@ -283,6 +294,57 @@ static void a_lost_peers_files_go(void **state) {
     unmake(&e);
 }
 
+static void send_through_ring(endpoints *e, const tb_transport *from, const tb_transport *to, unsigned char value) {
+    static unsigned char out[SHM_RING_SLOT_SIZE + 1], in[sizeof out];
+    tb_piece here = {out, sizeof out}, there = {in, sizeof in};
+    tb_op send, receive;
+    memset(out, value, sizeof out);
+    memset(in, 0xEE, sizeof in);
+    make_op(&send, TB_OP_SEND, to == &e->a ? e->rank_a : e->rank_b, 3, &here, 1);
+    make_op(&receive, TB_OP_RECV, from == &e->a ? e->rank_a : e->rank_b, 3, &there, 1);
+    assert_int_equal(tb__transport_post(to, &receive), TB_OK);
+    assert_int_equal(tb__transport_post(from, &send), TB_OK);
+    work_until_done(e, (tb_op *[]){&send, &receive}, 2);
+    assert_int_equal(receive.status, TB_OK);
+    assert_memory_equal(in, out, sizeof in);
+}
+
+/* However often two ranks lose each other and connect again. A connection of which there is a remote keeps its control
+ * page until that is released. */
+static void lost_connections_leave_no_memory(void **state) {
+    (void)state;
+    static unsigned char memory[64];
+    endpoints e;
+    tb_remote *remote = NULL;
+    pretend_denied = true;
+    int pages = count_mappings("tensorbus-control"), rings = count_mappings("tensorbus-ring");
+    make(&e);
+    for (unsigned char i = 0; i < 4; i++) {
+        if (i > 0) {
+            e.a.ops->disconnect(e.a.context, e.rank_b, "the test ends it");
+            while (!shm_find(e.a.context, e.rank_b)->is_lost || !shm_find(e.b.context, e.rank_a)->is_lost) {
+                struct pollfd wait = {.fd = e.b.ops->fd(e.b.context), .events = POLLIN};
+                e.a.ops->progress(e.a.context);
+                assert_int_equal(poll(&wait, 1, 60000), 1);
+                e.b.ops->progress(e.b.context);
+            }
+            assert_int_equal(count_mappings("tensorbus-ring"), rings);
+            connect_both(&e);
+        }
+        send_through_ring(&e, &e.a, &e.b, (unsigned char)(2 * i + 1));
+        send_through_ring(&e, &e.b, &e.a, (unsigned char)(2 * i + 2));
+        if (i == 0)
+            remote = import_memory(&e, register_part(&e, memory, -1, 0, sizeof memory));
+        assert_int_equal(count_mappings("tensorbus-ring"), rings + 4); /* of each direction, at both ends */
+        assert_int_equal(count_mappings("tensorbus-control"), pages + 4 + (i > 0));
+    }
+    assert_false(tb__transport_is_valid(&e.a, remote));
+    e.a.ops->mem_release(e.a.context, remote);
+    assert_int_equal(count_mappings("tensorbus-control"), pages + 4);
+    unmake(&e);
+    pretend_denied = false;
+}
+
 /* What was registered before the file grew stays where it is; what lies behind that is reached as well. */
 static void a_file_may_grow(void **state) {
     (void)state;
@@ -503,6 +565,7 @@ int main(void) {
                                        cmocka_unit_test(a_killed_peer_is_noticed),
                                        cmocka_unit_test(a_file_is_mapped_once),
                                        cmocka_unit_test(a_lost_peers_files_go),
+                                       cmocka_unit_test(lost_connections_leave_no_memory),
                                        cmocka_unit_test(a_file_may_grow),
                                        cmocka_unit_test(bad_memory_is_refused),
                                        cmocka_unit_test(rings_are_checked),

@@ -22,13 +22,6 @@ enum {
     CLOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
 };
 
-/* What comes before UCX's own address. UCX believes any bytes it is given, so it is given none that have suffered. */
-typedef struct ucx_address {
-    uint32_t magic, version;
-    uint64_t id;
-    uint64_t nbytes, checksum;
-} ucx_address;
-
 ucx_peer *ucx_find(const ucx *u, int32_t rank) {
     size_t probe = 0, i;
     while ((i = tb__index_next(&u->by_rank, tb__hash(0, (uint32_t)rank), &probe)) != TB__NOWHERE) {
@@ -92,8 +85,7 @@ static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
                     is_out_of_descriptors() ? tb__errno_text(EMFILE) : u->call->status_string(status));
 }
 
-/* Where there is no device, or none that leads to a peer, it matters which ones UCX may use. */
-static tb_status fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out) {
+tb_status ucx_fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out) {
     const char *devices = getenv("UCX_NET_DEVICES"), *kinds = getenv("UCX_TLS");
     if (is_out_of_descriptors())
         return tb__fail(TB_REFUSED, "%s: %s", what, tb__errno_text(EMFILE));
@@ -144,7 +136,7 @@ static tb_status open_context(ucx *u) {
                            .features = UCP_FEATURE_AM | UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
     status = u->call->init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &u->context);
     u->call->config_release(config);
-    return status == UCS_OK ? TB_OK : fail_by_choice(u, "opening UCX", status, TB_IO);
+    return status == UCS_OK ? TB_OK : ucx_fail_by_choice(u, "opening UCX", status, TB_IO);
 }
 
 static tb_status open_worker(ucx *u) {
@@ -276,7 +268,7 @@ static void say_goodbye(ucx *u) {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
     for (size_t i = 0; i < u->peers.count; i++)
-        ucx_send(u->peers.item[i], &(ucx_frame){.kind = UCX_BYE}, NULL, 0);
+        ucx_send(u->peers.item[i], &(ucx_frame){.kind = UCX_BYE});
     ucx_await(u, &u->nheld, CLOSE_TIMEOUT_MS);
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
@@ -315,14 +307,10 @@ static void ucx_close(void *context) {
     for (size_t i = 0; i < u->retired.count; i++)
         ucx_free_peer(u->retired.item[i]);
     tb__match_free(&u->early, -1);
-    if (u->epoll >= 0)
-        tb__fd_close(u->epoll);
-    if (u->wake >= 0)
-        tb__fd_close(u->wake);
-    if (u->timer >= 0)
-        tb__fd_close(u->timer);
-    if (u->guard >= 0)
-        tb__fd_close(u->guard);
+    tb__fd_close(u->epoll);
+    tb__fd_close(u->wake);
+    tb__fd_close(u->timer);
+    tb__fd_close(u->guard);
     free(u->descriptors.item);
     free(u->ports.item);
     free(u->listeners.item);
@@ -379,87 +367,9 @@ static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
     return TB_OK;
 }
 
-static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
-    ucx_peer *peer = arg;
-    if (!peer->ep || ep == peer->ep)
-        ucx_break(peer, status);
-}
-
-static tb_status check_address(const void *address, size_t nbytes, ucx_address *head) {
-    if (nbytes < sizeof *head || (memcpy(head, address, sizeof *head), head->magic != UCX_MAGIC))
-        return tb__fail(TB_INVALID, "its address is not one of transport ucx");
-    if (head->version != UCX_VERSION)
-        return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport ucx, we %d", head->version,
-                        UCX_VERSION);
-    const unsigned char *bytes = (const unsigned char *)address + sizeof *head;
-    if (head->id == 0 || head->nbytes != nbytes - sizeof *head || head->checksum != tb__checksum(bytes, head->nbytes))
-        return tb__fail(TB_INVALID, "its address has suffered on its way");
-    return TB_OK;
-}
-
-uint64_t ucx_id_of(const void *address, size_t nbytes) {
-    ucx_address head;
-    return check_address(address, nbytes, &head) == TB_OK ? head.id : 0;
-}
-
-/* For saying hello again. */
-static bool keep_address(ucx_peer *peer, const void *address, size_t nbytes) {
-    if (peer->address || peer->is_met)
-        return true;
-    peer->address = tb__malloc(1, nbytes);
-    peer->address_nbytes = nbytes;
-    if (peer->address)
-        memcpy(peer->address, address, nbytes);
-    return peer->address != NULL;
-}
-
-static ucs_status_t make_endpoint(ucx_peer *peer, const void *address) {
-    ucx *u = peer->owner;
-    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
-                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof(ucx_address)),
-                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
-                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
-    ucx_sockets_look(u);
-    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
-    ucx_sockets_take_new(u);
-    peer->nendpoints++;
-    if (status != UCS_OK)
-        peer->ep = NULL;
-    return status;
-}
-
-tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
-    ucx *u = peer->owner;
-    ucx_address head;
-    TB_TRY(check_address(address, nbytes, &head));
-    if (peer->id != 0 && peer->id != head.id)
-        return tb__fail(TB_INVALID, "another process has its number: UCX id %" PRIx64 ", before %" PRIx64, head.id,
-                        peer->id);
-    peer->id = head.id;
-    if (peer->ep)
-        return TB_OK;
-    if (!keep_address(peer, address, nbytes))
-        return TB_NO_MEMORY;
-    if (peer->nendpoints >= peer->number)
-        peer->number = peer->nendpoints + 1; /* one could not be made */
-    ucs_status_t status = UCS_OK;
-    do { /* the last one is it; the others are for connections that the peer has begun without us */
-        ucx_hang_up(peer);
-        status = make_endpoint(peer, address);
-    } while (status == UCS_OK && peer->nendpoints < peer->number);
-    if (status != UCS_OK)
-        return fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);
-    peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
-    ucx_say_hello(peer);
-    ucx_await_peer(peer);
-    ucx_wake(u);
-    return TB_OK;
-}
-
 static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nbytes) {
     ucx_address head;
-    TB_TRY(check_address(address, nbytes, &head)); /* before there is a peer of that rank */
+    TB_TRY(ucx_check_address(address, nbytes, &head)); /* before there is a peer of that rank */
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;

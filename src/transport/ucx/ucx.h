@@ -218,7 +218,7 @@ struct ucx {
     TB_VEC(int) descriptors; /* that there were before UCX made some */
     TB_VEC(uint16_t) ports;  /* on which it listens */
     TB_VEC(ucx_listener) listeners;
-    bool is_shut;           /* nobody gets in there: descriptors are running out */
+    bool is_paused;         /* the listeners accept nothing: descriptors are running out */
     int guard;              /* a timer: when to look at that ... */
     int64_t guard_again_ms; /* ... but not before */
     void *listening;        /* UCX's request for it; NULL: none */
@@ -238,16 +238,25 @@ void ucx_break(ucx_peer *peer, ucs_status_t status);
 void ucx_hang_up(ucx_peer *peer);
 /* Lets UCX work until there are none of these, which it counts. False: the time is up. */
 bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
-/* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
-tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
-/* Whose address it is; 0: it is none. */
-uint64_t ucx_id_of(const void *address, size_t nbytes);
+/* The sentence after `what` is UCX's; where there is no device, or none that leads to a peer, it matters which ones it
+ * may use. */
+tb_status ucx_fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out);
 static inline bool ucx_is_over(const ucx_peer *peer) {
     return peer->is_lost || peer->why;
 }
 
 /* ucx_meet.c: connections and hellos. */
 
+/* What comes before UCX's own address. UCX believes any bytes it is given, so it is given none that have suffered. */
+typedef struct ucx_address {
+    uint32_t magic, version;
+    uint64_t id;
+    uint64_t nbytes, checksum;
+} ucx_address;
+
+tb_status ucx_check_address(const void *address, size_t nbytes, ucx_address *head);
+/* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
+tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
 /* A connection with this number in the place of one that is lost. NULL: there is no memory. */
 ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number);
 /* What a sender puts into frames of a connection. */
@@ -286,7 +295,7 @@ void ucx_dispatch(ucx_transfer *t, const ucx_place *place);
 void ucx_on_sent(void *request, ucs_status_t status, void *arg);
 /* What UCX returns for a transfer that it was given: whether it is under way. Else it is gone. */
 bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request);
-void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces);
+void ucx_send(ucx_peer *peer, const ucx_frame *frame);
 void ucx_send_for(ucx_posted *p, const ucx_frame *frame); /* the short message of an operation, which waits for it */
 /* Whether another chunk may be on its way to the peer. */
 bool ucx_may_send_chunk(const ucx_peer *peer);
@@ -338,8 +347,8 @@ void ucx_sockets_look(ucx *u);
 void ucx_sockets_take_new(ucx *u);
 /* When it has accepted some. */
 void ucx_sockets_take_accepted(ucx *u);
-/* UCX stops listening for good when it can't accept somebody for want of descriptors. So connections are kept waiting
- * while these are running out. To be called often; it looks every UCX_GUARD_MS. */
+/* UCX stops listening for good when it can't accept a connection for want of descriptors. So the listeners are paused
+ * while few are left. To be called often; it looks every UCX_GUARD_MS. */
 enum { UCX_GUARD_MS = 100 };
 void ucx_sockets_guard(ucx *u);
 

@@ -71,7 +71,7 @@ static void pieces_of_all_lengths(void **state) {
     unmake(&e);
 }
 
-/* Memory of its own, so that it can be taken away. */
+/* Memory of its own, so that it can be unmapped. */
 static unsigned char *map_large(void) {
     unsigned char *memory = mmap(NULL, LARGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert_ptr_not_equal(memory, MAP_FAILED);

@@ -18,8 +18,10 @@
  * number, also for those that they have not used (ucx_reach). */
 #include "transport/ucx/ucx.h"
 
+#include "base/checksum.h"
 #include "base/log.h"
 
+#include <inttypes.h>
 #include <string.h>
 
 enum {
@@ -72,7 +74,86 @@ void ucx_free_retired(ucx *u) {
 /* Whether the peer still has its end of a connection that there was before is not known before it answers. */
 void ucx_ask(ucx_peer *peer) {
     if (peer->asked == peer->answered)
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked}, NULL, 0);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PING, .at = ++peer->asked});
+}
+
+/* ---- Endpoints ------------------------------------------------------------------------------------------------ */
+
+tb_status ucx_check_address(const void *address, size_t nbytes, ucx_address *head) {
+    if (nbytes < sizeof *head || (memcpy(head, address, sizeof *head), head->magic != UCX_MAGIC))
+        return tb__fail(TB_INVALID, "its address is not one of transport ucx");
+    if (head->version != UCX_VERSION)
+        return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport ucx, we %d", head->version,
+                        UCX_VERSION);
+    const unsigned char *bytes = (const unsigned char *)address + sizeof *head;
+    if (head->id == 0 || head->nbytes != nbytes - sizeof *head || head->checksum != tb__checksum(bytes, head->nbytes))
+        return tb__fail(TB_INVALID, "its address has suffered on its way");
+    return TB_OK;
+}
+
+/* Whose address it is; 0: it is none. */
+static uint64_t id_of(const void *address, size_t nbytes) {
+    ucx_address head;
+    return ucx_check_address(address, nbytes, &head) == TB_OK ? head.id : 0;
+}
+
+/* For saying hello again. */
+static bool keep_address(ucx_peer *peer, const void *address, size_t nbytes) {
+    if (peer->address || peer->is_met)
+        return true;
+    peer->address = tb__memdup(address, nbytes, 1);
+    peer->address_nbytes = nbytes;
+    return peer->address != NULL;
+}
+
+static void on_endpoint_error(void *arg, ucp_ep_h ep, ucs_status_t status) {
+    ucx_peer *peer = arg;
+    if (!peer->ep || ep == peer->ep)
+        ucx_break(peer, status);
+}
+
+static ucs_status_t make_endpoint(ucx_peer *peer, const void *address) {
+    ucx *u = peer->owner;
+    ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                                            UCP_EP_PARAM_FIELD_ERR_HANDLER,
+                              .address = (const ucp_address_t *)((const unsigned char *)address + sizeof(ucx_address)),
+                              .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+                              .err_handler = {.cb = on_endpoint_error, .arg = peer}};
+    ucx_sockets_look(u);
+    ucs_status_t status = u->call->ep_create(u->worker, &params, &peer->ep);
+    ucx_sockets_take_new(u);
+    peer->nendpoints++;
+    if (status != UCS_OK)
+        peer->ep = NULL;
+    return status;
+}
+
+tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
+    ucx *u = peer->owner;
+    ucx_address head;
+    TB_TRY(ucx_check_address(address, nbytes, &head));
+    if (peer->id != 0 && peer->id != head.id)
+        return tb__fail(TB_INVALID, "another process has its number: UCX id %" PRIx64 ", before %" PRIx64, head.id,
+                        peer->id);
+    peer->id = head.id;
+    if (peer->ep)
+        return TB_OK;
+    if (!keep_address(peer, address, nbytes))
+        return TB_NO_MEMORY;
+    if (peer->nendpoints >= peer->number)
+        peer->number = peer->nendpoints + 1; /* one could not be made */
+    ucs_status_t status = UCS_OK;
+    do { /* the last one is it; the others are for connections that the peer has begun without us */
+        ucx_hang_up(peer);
+        status = make_endpoint(peer, address);
+    } while (status == UCS_OK && peer->nendpoints < peer->number);
+    if (status != UCS_OK)
+        return ucx_fail_by_choice(u, "connecting to it through UCX", status, TB_LOST);
+    peer->is_direct = tb__ucx_direct >= 0 ? tb__ucx_direct : ucx_has_direct_lanes(u, peer->ep);
+    ucx_say_hello(peer);
+    ucx_await_peer(peer);
+    ucx_wake(u);
+    return TB_OK;
 }
 
 /* ---- Hearing -------------------------------------------------------------------------------------------------- */
@@ -99,8 +180,8 @@ void ucx_take_next(ucx_peer *lost) {
     free(next);
 }
 
-/* A connection that has carried nothing but our hello goes on under a higher number. */
-static void move_on(ucx_peer *peer, uint64_t number, const void *address, size_t nbytes) {
+/* Begins again, under a higher number, a connection that has carried nothing but our hello. */
+static void restart_connection(ucx_peer *peer, uint64_t number, const void *address, size_t nbytes) {
     ucx_hang_up(peer);
     peer->number = number;
     if (ucx_reach(peer, address, nbytes) != TB_OK)
@@ -112,7 +193,7 @@ static void move_on(ucx_peer *peer, uint64_t number, const void *address, size_t
 static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size_t nbytes) {
     ucx_next next = {frame->number > 1 ? frame->number : 1, frame->tag, nbytes};
     ucx_peer *peer = frame->rank >= 0 ? ucx_find_or_add(u, frame->rank) : NULL;
-    uint64_t id = ucx_id_of(address, nbytes);
+    uint64_t id = id_of(address, nbytes);
     if (!peer || id == 0 || (peer->id != 0 && peer->id != id) || next.number > peer->number + MOST_AHEAD)
         return next.number == 1;
     if (peer->id == 0)
@@ -124,7 +205,7 @@ static bool is_current(ucx *u, const ucx_frame *frame, const void *address, size
     if (next.number <= peer->number || (peer->next && peer->next->number > next.number))
         return false;
     if (!ucx_is_over(peer) && !peer->is_met) {
-        move_on(peer, next.number, address, nbytes);
+        restart_connection(peer, next.number, address, nbytes);
         return true;
     }
     keep_next(peer, &next, address);
@@ -206,7 +287,7 @@ void ucx_say_hello(ucx_peer *peer) {
 }
 
 void ucx_say_hello_again(ucx_peer *peer) {
-    move_on(peer, peer->number + 1, peer->address, peer->address_nbytes);
+    restart_connection(peer, peer->number + 1, peer->address, peer->address_nbytes);
 }
 
 void ucx_hold(ucx_transfer *t) {

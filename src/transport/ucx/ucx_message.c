@@ -20,7 +20,7 @@ void ucx_tell_all(ucx *u) {
 }
 
 static void answer(const ucx_offer *o, ucx_kind kind) {
-    ucx_send(o->peer, &(ucx_frame){.kind = kind, .offer = o->arrival.id}, NULL, 0);
+    ucx_send(o->peer, &(ucx_frame){.kind = kind, .offer = o->arrival.id});
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------------ */
@@ -179,7 +179,7 @@ static void send_message(ucx_posted *p) {
     p->offer = frame.offer = ++p->peer->next_offer;
     frame.kind = UCX_OFFER;
     tb__waiters_add(&p->peer->offered, &p->waiter);
-    ucx_send(p->peer, &frame, NULL, 0);
+    ucx_send(p->peer, &frame);
 }
 
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
@@ -238,7 +238,7 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         ucx_fail(peer, "it has left");
         return true;
     case UCX_PING:
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG, .at = frame->at}, NULL, 0);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG, .at = frame->at});
         return true;
     case UCX_PONG:
         if (frame->at > peer->answered)
@@ -270,7 +270,7 @@ static void await_requests(ucx *u, ucx_posted *p) {
     ucx_peer *peer = p->peer;
     if (peer->ep && !peer->why && ucx_await(u, &p->nrequests, UCX_CANCEL_TIMEOUT_MS))
         return;
-    ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}, NULL, 0); /* for when it moves again; it may get through */
+    ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}); /* for when it moves again; it may get through */
     ucx_fail(peer, "it stood still while an operation with it was given up");
     ucx_hang_up(peer);
     if (ucx_await(u, &p->nrequests, UCX_LOSE_TIMEOUT_MS))
@@ -299,7 +299,7 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
         tb__waiters_remove(&p->peer->settling, &p->waiter);
     } else if (p->op->kind == TB_OP_SEND) {
         tb__waiters_remove(&p->peer->offered, &p->waiter);
-        ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag}, NULL, 0);
+        ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag});
     } else if (o) {
         untake(o);
         discard(&o->arrival);

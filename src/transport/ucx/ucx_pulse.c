@@ -77,8 +77,7 @@ void ucx_end_stand_in(ucx *u) {
         eventfd_write(u->quit, 1);
         pthread_join(u->stand_in, NULL);
     }
-    if (u->quit >= 0)
-        tb__fd_close(u->quit);
+    tb__fd_close(u->quit);
 }
 
 void ucx_hear(ucx_peer *peer, bool is_chunk) {
@@ -90,11 +89,11 @@ void ucx_hear(ucx_peer *peer, bool is_chunk) {
  * over a slow line too late. So it is told without having asked. */
 static void look_at(ucx_peer *peer) {
     if (peer->is_sending)
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG}, NULL, 0);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PONG});
     peer->silence = peer->is_heard ? 0 : peer->silence + 1;
     peer->is_heard = peer->is_sending = false;
     if (peer->silence == UCX_ASK)
-        ucx_send(peer, &(ucx_frame){.kind = UCX_PING}, NULL, 0);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_PING});
     if (peer->silence >= UCX_LOSE)
         ucx_fail(peer, "nothing has come from it for 13 s");
 }

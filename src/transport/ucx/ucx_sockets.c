@@ -169,12 +169,13 @@ static bool is_running_out(void) {
     return true;
 }
 
-/* A filter that lets nothing in: the other end asks again, in a second, two, four ... */
-static void shut(int fd, bool is_shut) {
-    struct sock_filter nothing_gets_in = {.code = BPF_RET | BPF_K, .k = 0};
-    struct sock_fprog program = {.len = 1, .filter = &nothing_gets_in};
+/* A filter that drops all packets of a listener. The other end tries to connect again after one second, two, four ...
+ */
+static void pause_listener(int fd, bool is_paused) {
+    struct sock_filter drop_all = {.code = BPF_RET | BPF_K, .k = 0};
+    struct sock_fprog program = {.len = 1, .filter = &drop_all};
     int unused = 0;
-    if (is_shut)
+    if (is_paused)
         setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program);
     else
         setsockopt(fd, SOL_SOCKET, SO_DETACH_FILTER, &unused, sizeof unused);
@@ -188,7 +189,9 @@ void ucx_sockets_guard(ucx *u) {
     u->guard_again_ms = now_ms + UCX_GUARD_MS / 2;
     ssize_t unused = read(u->guard, &expirations, sizeof expirations);
     (void)unused;
-    bool is_shut = is_running_out();
+    bool is_paused = is_running_out();
+    if (is_paused)
+        tb__shortage_note("accept a connection", EMFILE);
     for (size_t i = 0; i < u->listeners.count; i++) {
         ucx_listener *l = &u->listeners.item[i];
         if (number_of(l->fd) != l->number) {
@@ -197,14 +200,14 @@ void ucx_sockets_guard(ucx *u) {
                     "have not met this one can't reach it; raise RLIMIT_NOFILE, which is %llu, and start it again",
                     (int)getpid(), tb__descriptor_limit());
             u->listeners.item[i--] = u->listeners.item[--u->listeners.count];
-        } else if (is_shut != u->is_shut) {
-            shut(l->fd, is_shut);
+        } else if (is_paused != u->is_paused) {
+            pause_listener(l->fd, is_paused);
         }
     }
-    if (is_shut && !u->is_shut)
+    if (is_paused && !u->is_paused)
         tb__log(TB_LOG_WARN,
                 "ucx: process %d is running out of file descriptors, its RLIMIT_NOFILE is %llu: ranks that "
                 "want to connect have to wait",
                 (int)getpid(), tb__descriptor_limit());
-    u->is_shut = is_shut;
+    u->is_paused = is_paused;
 }

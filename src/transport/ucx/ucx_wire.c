@@ -140,8 +140,8 @@ static void send_frame(ucx_peer *peer, const ucx_frame *frame, const tb_piece *p
         ucx_hold(t);
 }
 
-void ucx_send(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces) {
-    send_frame(peer, frame, pieces, npieces, NULL);
+void ucx_send(ucx_peer *peer, const ucx_frame *frame) {
+    send_frame(peer, frame, NULL, 0, NULL);
 }
 
 void ucx_send_for(ucx_posted *p, const ucx_frame *frame) {
