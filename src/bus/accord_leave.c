@@ -67,7 +67,9 @@ static tb__failure unpack_failure(tb__unpack *message) {
     last.number = tb__unpack_u64(message);
     last.status = tb__unpack_status(message);
     last.why = tb__unpack_string(message);
-    return message->failed || last.status == TB_OK ? (tb__failure){.why = ""} : last;
+    if (message->failed || last.status == TB_OK)
+        last = (tb__failure){.why = ""};
+    return last;
 }
 
 /* What needs the rank no more goes on: if it had agreed, everybody has come, although their manifests may still be on
