@@ -38,6 +38,20 @@ function(tb_test name)
     )
 endfunction()
 
+# tb_slow_test(bus/cancel_test): that test again, with tensors on the slow device, and with some of them there.
+function(tb_slow_test name)
+    string(REPLACE "/" "_" target ${name}_slow)
+    tb_program(${target} src/${name}.c tests/${name}_slow)
+    target_sources(${target} PRIVATE tests/support/slow_device.c tests/support/random_case.c)
+    target_compile_definitions(${target} PRIVATE TB_SLOW_DEVICE)
+    target_link_libraries(${target} PRIVATE PkgConfig::cmocka)
+    tb_show_internals(${target})
+    foreach(device IN ITEMS slow mixed)
+        add_test(NAME ${name}_${device} COMMAND ${target})
+        set_tests_properties(${name}_${device} PROPERTIES TIMEOUT 300 ENVIRONMENT "TB_TEST_DEVICE=${device}")
+    endforeach()
+endfunction()
+
 # tb_etcd_test(bus/store/store_test [TIMEOUT seconds]): runs that test's program once more, with an etcd
 # that it starts; exit status 77 is a skip.
 function(tb_etcd_test name)

@@ -287,6 +287,10 @@ tb__device *tb__engine_find_device(const tb__engine *engine, const void *address
     return engine->devices[i];
 }
 
+bool tb__engine_is_host_memory(const tb__engine *engine, const void *address) {
+    return tb__engine_find_device(engine, address, 1)->ops == &tb__host_device_ops;
+}
+
 void tb__engine_submit(tb__engine *engine, tb__submitted *submitted) {
     submitted->fence = (tb__fence){0};
     submitted->is_begun = submitted->is_cancelled = false;

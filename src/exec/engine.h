@@ -141,6 +141,8 @@ tb_status tb__engine_send(tb__peer *peer, uint32_t port, tb__pack *message);
 
 /* The device that the memory is of. */
 tb__device *tb__engine_find_device(const tb__engine *engine, const void *address, size_t nbytes);
+/* Whether this process, its peers and its transports can use it as they find it. */
+bool tb__engine_is_host_memory(const tb__engine *engine, const void *address);
 void tb__engine_submit(tb__engine *engine, tb__submitted *submitted);
 /* It is done soon, one way or the other. */
 void tb__engine_cancel(tb__engine *engine, tb__submitted *submitted);

@@ -50,9 +50,11 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-static void pack_key(tb__pack *pack, const tb__flow *flow, tb__region *region, tb__peer *peer) {
+static void pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
     tb_mem_key key = {0};
-    if (!region || tb__flow_is_far(flow, peer->rank) || tb__region_export(region, peer, &key) != TB_OK)
+    bool is_near = peer->rank == flow->o.rank ||
+                   (!tb__flow_is_far(flow, peer->rank) && tb__engine_is_host_memory(flow->o.engine, memory));
+    if (!region || !is_near || tb__region_export(region, peer, &key) != TB_OK)
         key.nbytes = 0; /* what it can't reach is sent to it */
     tb__pack_bytes(pack, key.bytes, key.nbytes);
 }
@@ -61,7 +63,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key(&pack, flow, flow->words_region, reader->peer);
+    pack_key(&pack, flow, flow->words, flow->words_region, reader->peer);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->word - flow->words));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
@@ -74,7 +76,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->flagged[i]);
-        pack_key(&pack, flow, flow->src_regions[i], reader->peer);
+        pack_key(&pack, flow, b->base, flow->src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {

@@ -19,28 +19,14 @@ bool tb__flow_has_shadow(const tb__flow *flow, size_t i) {
 }
 
 tb_status tb__flow_make_shadow(tb__flow *flow) {
-    size_t n = flow->o.ntensors, total = 0;
-    flow->shadow_of = tb__malloc(n, sizeof *flow->shadow_of);
-    if (!flow->shadow_of)
+    bool *has = tb__calloc(flow->o.ntensors, sizeof *has);
+    if (!has)
         return TB_NO_MEMORY;
-    for (int pass = 0; pass < 2; pass++) {
-        size_t at = 0;
-        for (size_t i = 0; i < n; i++) {
-            tb_binding *b = &flow->tensors[i].dst;
-            int64_t nbytes;
-            if (!tb__flow_has_shadow(flow, i))
-                continue;
-            TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
-            if (pass == 1) {
-                flow->shadow_of[i] = *b;
-                TB_TRY(tb_binding_contiguous(flow->shadow, (int64_t)at, b->dtype, &flow->shadow_of[i].shape, b));
-            }
-            at += ((size_t)nbytes + 63) / 64 * 64;
-        }
-        total = at;
-        if (pass == 0)
-            TB_TRY(tb_alloc(total, (void **)&flow->shadow));
-    }
+    for (size_t i = 0; i < flow->o.ntensors; i++)
+        has[i] = tb__flow_has_shadow(flow, i);
+    tb_status status = tb__flow_bind_beside(flow, false, has, &flow->shadow_of);
+    free(has);
+    TB_TRY(status);
     return tb__flow_prepare_copies(flow, COPY_COMMIT); /* nothing may fail once it is decided */
 }
 

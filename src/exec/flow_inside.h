@@ -190,6 +190,11 @@ typedef struct prepared {
     size_t njobs;
 } prepared;
 
+typedef struct device_memory {
+    tb__device *device;
+    void *memory;
+} device_memory;
+
 typedef struct copying copying;
 
 typedef struct copy_run {
@@ -276,7 +281,6 @@ struct tb__flow {
     tb__region **src_regions, **dst_regions; /* per tensor; NULL: empty */
     tb__region *words_region;
     char *words;
-    char *snapshot;
     uint64_t snapshot_attempt; /* that was taken for this one, or is being taken ... */
     bool is_taking_snapshot;   /* ... now */
     tb_binding *snapshot_of;   /* per tensor: the live tensor, where src is the snapshot */
@@ -289,7 +293,6 @@ struct tb__flow {
     TB_VEC(tb__abort) aborts;          /* ascending */
 
     /* Shadowed receives. */
-    char *shadow;
     tb_binding *shadow_of; /* per tensor: the live one, where dst is the shadow */
     bool is_prepared;      /* the receive under way */
     uint64_t store_number; /* where the last attempt that was prepared is decided */
@@ -336,7 +339,8 @@ struct tb__flow {
     TB_VEC(announcement) announcements;
     parcel *parcels;
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    int64_t staged, staged_most; /* of all pools together, now and ever */
+    int64_t staged, staged_most;  /* of all pools together, now and ever */
+    TB_VEC(device_memory) beside; /* snapshots and shadows */
     prepared prepared[COPY_KINDS];
     copying *copyings;
     size_t ncopyings;               /* those whose end is being dealt with included */
@@ -399,6 +403,9 @@ bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);
 
 /* flow_plan.c */
 tb_status tb__flow_plan(tb__flow *flow);
+/* Binds sources, or targets, to memory of the same device beside their own. *out is what they were bound to before; it
+ * is the caller's, also after a failure. */
+tb_status tb__flow_bind_beside(tb__flow *flow, bool is_src, const bool *has, tb_binding **out);
 void tb__flow_unplan(tb__flow *flow);
 
 /* flow_bind.c */

@@ -36,7 +36,8 @@ static bool add_entries(const tb__flow *flow, const tb_bucket *bucket, bool is_t
         const tb_chunk *chunk = &flow->ir->chunks[entry->chunk];
         const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
         const tb_binding *b = is_target ? &t->dst : &t->src;
-        if (b->dtype != chunk->wire_dtype || (is_target && t->is_gathered))
+        if (b->dtype != chunk->wire_dtype || (is_target && t->is_gathered) ||
+            !tb__engine_is_host_memory(flow->o.engine, b->base))
             return false;
         if (entry->offset > at && !tb__vec_push(out, (tb_piece){gap, (size_t)(entry->offset - at)}))
             return false;

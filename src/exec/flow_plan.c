@@ -169,31 +169,78 @@ static tb_status get_regions(tb__flow *flow, bool is_src, tb__region **regions) 
     return TB_OK;
 }
 
-/* A second home for the source tensors, from which they are sent. */
-static tb_status make_snapshot(tb__flow *flow) {
-    size_t total = 0;
-    flow->snapshot_of = tb__malloc(flow->o.ntensors, sizeof *flow->snapshot_of);
-    if (!flow->snapshot_of)
-        return TB_NO_MEMORY;
+/* Memory of the device for those of the tensors that are on it, which are bound to it, and not left any more. */
+static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bool *left, tb_binding *live_of) {
+    size_t at = 0;
+    char *memory = NULL;
     for (int pass = 0; pass < 2; pass++) {
-        size_t at = 0;
+        size_t total = at;
+        at = 0;
+        if (pass == 1) {
+            TB_TRY(device->ops->alloc(device, total, (void **)&memory));
+            if (!tb__vec_push(&flow->beside, ((device_memory){device, memory}))) {
+                device->ops->free(device, memory);
+                return TB_NO_MEMORY;
+            }
+        }
         for (size_t i = 0; i < flow->o.ntensors; i++) {
-            const tb__codec *codec = flow->tensors[i].codec;
-            tb_binding *b = &flow->tensors[i].src;
+            tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
-            if (codec && codec->reads_more)
-                return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is quantised, and there are no snapshots of such",
-                                flow->tensors[i].spec.name, flow->what);
+            if (!left[i] || tb__engine_find_device(flow->o.engine, (pass ? &live_of[i] : b)->base, 1) != device)
+                continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
-            if (pass == 1) {
-                flow->snapshot_of[i] = *b;
-                TB_TRY(tb_binding_contiguous(flow->snapshot, (int64_t)at, b->dtype, &flow->snapshot_of[i].shape, b));
+            if (pass == 0) {
+                live_of[i] = *b;
+            } else {
+                TB_TRY(tb_binding_contiguous(memory, (int64_t)at, b->dtype, &live_of[i].shape, b));
+                left[i] = false;
             }
             at += ((size_t)nbytes + 63) / 64 * 64;
         }
-        total = at;
-        if (pass == 0)
-            TB_TRY(tb_alloc(total, (void **)&flow->snapshot));
+    }
+    return TB_OK;
+}
+
+tb_status tb__flow_bind_beside(tb__flow *flow, bool is_src, const bool *has, tb_binding **out) {
+    tb_binding *live_of = *out = tb__calloc(flow->o.ntensors, sizeof **out);
+    bool *left = tb__memdup(has, flow->o.ntensors, sizeof *left);
+    tb_status status = live_of && left ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->o.ntensors && status == TB_OK; i++) {
+        if (!left[i])
+            continue;
+        const tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
+        tb__device *device = tb__engine_find_device(flow->o.engine, b->base, 1);
+        status = bind_beside(flow, device, is_src, left, live_of);
+    }
+    free(left);
+    return status;
+}
+
+/* A second home for the source tensors, from which they are sent. */
+static tb_status make_snapshot(tb__flow *flow) {
+    bool *all = tb__calloc(flow->o.ntensors, sizeof *all);
+    tb_status status = all ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->o.ntensors && status == TB_OK; i++) {
+        const tb__codec *codec = flow->tensors[i].codec;
+        all[i] = true;
+        if (codec && codec->reads_more)
+            status = tb__fail(TB_REFUSED, "tensor '%.100s' of %s is quantised, and there are no snapshots of such",
+                              flow->tensors[i].spec.name, flow->what);
+    }
+    if (status == TB_OK)
+        status = tb__flow_bind_beside(flow, true, all, &flow->snapshot_of);
+    free(all);
+    return status;
+}
+
+/* Conversions are functions that run in this process, on host memory. */
+static tb_status check_converted(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        const tb__flow_tensor *t = &flow->tensors[i];
+        if ((t->codec || t->is_gathered) && !(tb__engine_is_host_memory(flow->o.engine, t->src.base) &&
+                                              tb__engine_is_host_memory(flow->o.engine, t->dst.base)))
+            return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is converted on its way, and not in host memory",
+                            t->spec.name, flow->what);
     }
     return TB_OK;
 }
@@ -292,6 +339,7 @@ static tb_status plan(tb__flow *flow) {
     if (!flow->src_regions || !flow->dst_regions || !flow->flagged)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
+    TB_TRY(check_converted(flow));
     if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
@@ -335,7 +383,8 @@ void tb__flow_unplan(tb__flow *flow) {
     tb__index_fini(&flow->by_bucket);
     tb__arena_fini(&flow->arena);
     tb_ir_destroy(flow->ir);
-    tb_free(flow->snapshot);
-    tb_free(flow->shadow);
+    for (size_t i = 0; i < flow->beside.count; i++)
+        flow->beside.item[i].device->ops->free(flow->beside.item[i].device, flow->beside.item[i].memory);
+    free(flow->beside.item);
     tb_free(flow->words);
 }

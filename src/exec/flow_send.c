@@ -86,7 +86,7 @@ static tb_status expose(tb__flow *flow) {
         if (flow->members[i].is_reader)
             tb__flow_tell(flow, &flow->members[i], MESSAGE_READY, leg->attempt);
     }
-    leg->is_released = flow->snapshot != NULL;
+    leg->is_released = flow->snapshot_of != NULL;
     note_served(flow);
     return TB_OK;
 }
@@ -141,7 +141,7 @@ bool tb__flow_step_send(tb__flow *flow) {
             return false;
         status = tb__flow_check_memory(flow, true);
         if (status == TB_OK)
-            status = flow->snapshot && flow->snapshot_attempt != leg->attempt ? take_snapshot(flow) : expose(flow);
+            status = flow->snapshot_of && flow->snapshot_attempt != leg->attempt ? take_snapshot(flow) : expose(flow);
         if (status == TB_OK)
             return true;
     }

@@ -120,7 +120,7 @@ static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test)
         return flow->is_prepared ? "to commit" : "to send";
     if (!flow->send.attempt)
         return "to send";
-    return flow->send.is_released && !flow->snapshot ? "to commit" : "to receive";
+    return flow->send.is_released && !flow->snapshot_of ? "to commit" : "to receive";
 }
 
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
