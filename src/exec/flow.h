@@ -177,6 +177,7 @@ typedef struct tb__leg {
     size_t ncopying;     /* copies under way, in ... */
     tb_phase copy_phase; /* ... this phase */
     bool is_ending;      /* when the last of them is done */
+    bool is_committing;  /* `committing` was called for the first time */
     int64_t wake_ms;     /* it wants to be stepped then; 0: no time of its own */
     tb_status doubt;     /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
     tb__phases *phases;

@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ASK_AGAIN_MS = 100, LEADS_WORD_MS = 1000 };
+enum { ASK_AGAIN_MS = 100, LEADS_WORD_MS = 1000, APPLY_AGAIN_MS = 20 };
 enum { MOST_SPANS = 64 };
 
 /* ---- Memory --------------------------------------------------------------------------------------------------- */
@@ -229,14 +229,11 @@ static void end_aborted(tb__flow *flow) {
 
 /* From the shadow into the tensors. Fails only where the tensors' memory was invalidated, or there is no memory to
  * begin with. `end` is called when it is done. */
-static tb_status begin_commit(tb__flow *flow, uint64_t attempt, void (*end)(copying *c, tb_status status)) {
-    tb_status status = tb__flow_check_memory(flow, false);
-    copying *c = status == TB_OK ? tb__flow_new_copying(flow, false, COPY_COMMIT, 0) : NULL;
-    if (status == TB_OK && !c)
-        status = TB_NO_MEMORY;
-    if (status != TB_OK)
-        return tb__fail_within(status, "version %" PRIu64 " of %s is committed, but not on this rank",
-                               tb__flow_number(flow, attempt), flow->what);
+static tb_status begin_commit(tb__flow *flow, void (*end)(copying *c, tb_status status)) {
+    TB_TRY(tb__flow_check_memory(flow, false));
+    copying *c = tb__flow_new_copying(flow, false, COPY_COMMIT, 0);
+    if (!c)
+        return TB_NO_MEMORY;
     flow->is_applying = true;
     c->end = end;
     return tb__flow_start_copying(c); /* it was prepared when the shadow was made */
@@ -282,10 +279,30 @@ static void tell_committed(tb__flow *flow, uint64_t attempt) {
     forget_old(flow, attempt);
 }
 
+/* It is decided, so what is missing is waited for until the deadline: memory. Whatever else fails is final. */
+static void fail_commit(tb__flow *flow, tb_status status) {
+    const tb__leg *leg = &flow->recv;
+    flow->is_applying = false;
+    if (status == TB_NO_MEMORY && !leg->is_late && !leg->is_cancelled)
+        flow->apply_again_ms = tb__now_ms() + APPLY_AGAIN_MS;
+    else
+        end_alone(flow, status);
+    tb__engine_wake(flow->o.engine);
+    tb__engine_signal(flow->o.engine);
+}
+
+static tb_status say_missed(const tb__flow *flow, uint64_t attempt, tb_status status) {
+    return tb__fail_within(status, "version %" PRIu64 " of %s is committed, but not on this rank",
+                           tb__flow_number(flow, attempt), flow->what);
+}
+
 static void on_committed(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     tb__leg *leg = &flow->recv;
-    (void)status; /* a device does what it has prepared */
+    if (status != TB_OK) {
+        fail_commit(flow, say_missed(flow, leg->attempt, status));
+        return;
+    }
     end_commit(flow, leg->committing, leg->committing_arg);
     tell_committed(flow, leg->attempt);
     flow->is_prepared = false;
@@ -295,11 +312,13 @@ static void on_committed(copying *c, tb_status status) {
 static void end_committed(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     flow->is_applying = true;
-    call_committing(flow, leg->committing, leg->committing_arg);
-    flow->is_applying = false;
-    tb_status status = begin_commit(flow, leg->attempt, on_committed);
+    if (!leg->is_committing)
+        call_committing(flow, leg->committing, leg->committing_arg);
+    leg->is_committing = true;
+    flow->apply_again_ms = 0;
+    tb_status status = begin_commit(flow, on_committed);
     if (status != TB_OK)
-        end_alone(flow, status);
+        fail_commit(flow, say_missed(flow, leg->attempt, status));
 }
 
 static bool is_held(const tb__flow *flow) {
@@ -312,6 +331,10 @@ static bool step_decided(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (flow->is_applying)
         return false;
+    if (tb__now_ms() < flow->apply_again_ms && !leg->is_late && !leg->is_cancelled) {
+        leg->wake_ms = flow->apply_again_ms;
+        return false;
+    }
     bool is_new = !leg->is_decided;
     leg->is_decided = true;
     if (is_new && is_lead(flow))
@@ -410,8 +433,11 @@ tb_status tb__flow_ask_again(tb__flow *flow) {
 }
 
 static void on_settled(copying *c, tb_status status) {
-    (void)status;
-    c->flow->is_copied = true;
+    tb__flow *flow = c->flow;
+    flow->unanswered = status;
+    if (status != TB_OK)
+        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+    flow->is_copied = true;
 }
 
 static bool is_copied(void *arg) {
@@ -422,8 +448,16 @@ static tb_status settle_commit(tb__flow *flow, uint64_t attempt, void (*committi
                                void *arg) {
     call_committing(flow, committing, arg);
     flow->is_copied = false;
-    TB_TRY(begin_commit(flow, attempt, on_settled));
-    tb__engine_wait(flow->o.engine, is_copied, flow, INT64_MAX);
+    tb_status status = begin_commit(flow, on_settled);
+    if (status == TB_OK) {
+        tb__engine_wait(flow->o.engine, is_copied, flow, INT64_MAX);
+        if (flow->unanswered != TB_OK)
+            status = tb__fail(flow->unanswered, "%s", flow->unanswered_why);
+    }
+    if (status != TB_OK) {
+        flow->is_applying = false;
+        return say_missed(flow, attempt, status);
+    }
     end_commit(flow, committing, arg);
     return TB_OK;
 }

@@ -302,10 +302,11 @@ struct tb__flow {
     bool awaits_answer;
     tb_status unanswered; /* why there was none */
     char unanswered_why[TB__WHY_MAX];
-    uint64_t doubtful; /* an attempt that has ended without an answer; 0: none */
-    bool is_settling;  /* it is being copied after all */
-    bool is_copied;    /* it was, but for functions of others that are called then */
-    bool is_applying;  /* shadows are being copied into the tensors */
+    uint64_t doubtful;      /* an attempt that has ended without an answer; 0: none */
+    bool is_settling;       /* it is being copied after all */
+    bool is_copied;         /* it was, but for functions of others that are called then */
+    int64_t apply_again_ms; /* there was no memory to do that */
+    bool is_applying;       /* shadows are being copied into the tensors */
     struct {
         uint64_t attempt; /* 0: none yet */
         tb__verdict verdict;
