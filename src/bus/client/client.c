@@ -365,6 +365,11 @@ void tb__client_unref(tb_client *c) {
 void tb_client_close(tb_client *c) {
     if (!c)
         return;
+    if (!tb__client_is_half_changed(c)) {
+        tb_client_batch *b;
+        LIST_FOREACH(b, &c->batches, link)
+        tb__client_batch_end(b);
+    }
     tb__owned_fd_close(&c->socket);
     if (c->broken == TB_OK) {
         c->broken = TB_LOST;
