@@ -61,7 +61,7 @@ struct tb_client {
     tb__frame_reader in;
     tb__client_reply *replies; /* that nobody has waited for yet */
     tb__client_transfer *transfers;
-    LIST_HEAD(, tb_client_batch) batches;
+    LIST_HEAD(tb__client_batches, tb_client_batch) batches;
     int32_t rank, index, size;
     int timeout_ms; /* the agent's own, for what does not say */
     char *group;
