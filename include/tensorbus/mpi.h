@@ -16,7 +16,8 @@ extern "C" {
  * exchange tensors among themselves. Other programs are not met in it.
  *
  * The communicator is duplicated: messages and collectives of the caller's own go on beside it. The world is to be
- * destroyed before MPI_Finalize; otherwise all its peers are lost in that moment, and what is under way fails.
+ * destroyed before MPI_Finalize; otherwise peers that are reached through MPI are lost in that moment, and what is
+ * under way with them fails.
  *
  * In `opts`, `transport` may also be "mpi"; "auto" takes shm between processes of one host, and mpi between hosts. The
  * token is chosen here. MPI must have been initialised with MPI_THREAD_MULTIPLE; for a `manual` world, whose calls all

@@ -17,8 +17,9 @@
  *    objects belong to one thread at a time.
  *  - After fork() the child can't use worlds, clients, and what was made from them: calls on them fail at once, with
  *    TB_REFUSED, or -1 for a descriptor. Destroying them there frees memory, and neither tells the peers nor changes
- *    anything for the parent. The child has none of their connections. It can join, or connect to an agent, by itself.
- *    Ranks, incarnations, groups and sizes can still be read, and layouts, plans, the IR, views and names still work.
+ *    anything for the parent. The child has none of their connections. It can join, or connect to an agent, by itself,
+ *    but not with transport ucx where the parent had that open. Ranks, incarnations, groups and sizes can still be
+ *    read, and layouts, plans, the IR, views and names still work.
  */
 #ifndef TENSORBUS_TENSORBUS_H
 #define TENSORBUS_TENSORBUS_H
@@ -474,10 +475,10 @@ TB_API int tb_world_fd(const tb_world *world);
 TB_API tb_status tb_world_progress(tb_world *world);
 
 /* The memory is about to be freed or moved. Transfers of this world that use it fail, on all their ranks, with
- * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services. What was
- * released, or is in a snapshot, is not affected. After TB_OK this process neither reads nor writes the memory, and no
- * peer writes it; a peer that has read it meanwhile, or is still reading, discards what it read and fails. Batches with
- * tensors in it have to be made again, also those that have not moved yet.
+ * TB_INVALID and a sentence that names the tensor, the batch and this rank; so do runs of copy services, on the ranks
+ * that have come to them. What was released, or is in a snapshot, is not affected. After TB_OK this process neither
+ * reads nor writes the memory, and no peer writes it; a peer that has read it meanwhile, or is still reading, discards
+ * what it read and fails. Batches with tensors in it have to be made again, also those that have not moved yet.
  *
  * Waits for copies that are under way, for the world's timeout_ms at most. TB_TIMEOUT ("still in use by ..."): the
  * memory must not be freed yet; the call may be repeated. A manual world makes progress meanwhile. TB_REFUSED in a
@@ -690,7 +691,8 @@ TB_API const char *tb_phase_name(tb_phase phase); /* "plan"; NULL for what is no
 typedef struct tb_transfer_state {
     tb_status status; /* TB_OK while it is under way and after it succeeded */
     unsigned events;  /* the tb_events that have come about */
-    uint64_t attempt; /* the number its senders gave it; 0: they have not begun */
+    uint64_t attempt; /* the number its senders gave it; 0: they have not begun. A receive that was cancelled before
+                         they began has the number that they will give up */
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
     double seconds; /* since it began, until it ended */
@@ -857,7 +859,8 @@ typedef struct tb_client_opts {
  * protocol. */
 TB_API tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out);
 
-/* The agent ends what is under way and cleans up; batches of the client are only good to be destroyed. NULL is
+/* Cleans up all batches of the client, as tb_client_cleanup does: their tensors are the caller's again. An agent that
+ * is silent is waited for until the client's timeout. After that the batches are only good to be destroyed. NULL is
  * allowed. */
 TB_API void tb_client_close(tb_client *client);
 

@@ -57,7 +57,7 @@ const char *tb__shortage_text(void) {
     return text;
 }
 
-void tb__listen_in(int epoll, int listener, const void *data, bool listens) {
+void tb__listener_enable(int epoll, int listener, const void *data, bool listens) {
     struct epoll_event event = {.events = listens ? EPOLLIN : 0, .data.ptr = (void *)data};
     epoll_ctl(epoll, EPOLL_CTL_MOD, listener, &event);
 }

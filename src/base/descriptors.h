@@ -25,8 +25,8 @@ static inline bool tb__is_shortage(int error) {
     return tb__is_out_of_descriptors(error) || error == ENOBUFS || error == ENOMEM;
 }
 
-/* Listens, or does not: for one that an epoll set has, with this data. */
-void tb__listen_in(int epoll, int listener, const void *data, bool listens);
+/* Whether the epoll set, which has the listener with this data, reports connections that wait. */
+void tb__listener_enable(int epoll, int listener, const void *data, bool listens);
 
 /* Whether a shortage is to be logged now: every ten seconds. *again_ms is 0 at first. */
 bool tb__may_warn(int64_t *again_ms);

@@ -16,11 +16,11 @@ TB_API void tb__set_detail(const char *format, ...) __attribute__((format(printf
 TB_API void tb__prefix_detail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* The sentence as it is now, for whoever makes other calls before telling it. */
-typedef struct tb__sentence {
+typedef struct tb__saved_detail {
     char text[512];
-} tb__sentence;
+} tb__saved_detail;
 
-tb__sentence tb__sentence_kept(void);
+tb__saved_detail tb__save_detail(void);
 
 #define TB_TRY(expr)                                                                                                   \
     do {                                                                                                               \

@@ -1,4 +1,4 @@
-/* Small things about whole numbers. */
+/* Integers: minimum, maximum, alignment, comparators for qsort, binary search. */
 #ifndef TB_BASE_INT_H
 #define TB_BASE_INT_H
 

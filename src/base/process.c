@@ -120,7 +120,7 @@ void tb__monotonic_cond_init(pthread_cond_t *cond) {
     pthread_condattr_destroy(&attr);
 }
 
-void tb__nap(int64_t ms) {
+void tb__sleep_ms(int64_t ms) {
     struct timespec left = tb__time_of_ms(ms);
     while (nanosleep(&left, &left) != 0 && errno == EINTR)
         ;

@@ -64,7 +64,7 @@ static inline struct timespec tb__time_of_ms(int64_t ms) {
     return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
 }
 
-void tb__nap(int64_t ms); /* whatever signals come */
+void tb__sleep_ms(int64_t ms); /* whatever signals come */
 
 /* What poll and epoll_wait take: never negative, and rounded so that sleeping it reaches the deadline. */
 static inline int tb__ms_until(int64_t deadline_ms) {

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { DETAIL_SIZE = sizeof(tb__sentence) };
+enum { DETAIL_SIZE = sizeof(tb__saved_detail) };
 
 static _Thread_local char detail[DETAIL_SIZE];
 
@@ -64,8 +64,8 @@ void tb__set_detail(const char *format, ...) {
     tb__text_tame(detail);
 }
 
-tb__sentence tb__sentence_kept(void) {
-    tb__sentence kept;
+tb__saved_detail tb__save_detail(void) {
+    tb__saved_detail kept;
     memcpy(kept.text, detail, sizeof kept.text);
     return kept;
 }

@@ -23,7 +23,7 @@ static void close_accord(tb__accord *accord, tb_status status, bool tell) {
 }
 
 void tb__accord_break(tb__accord *accord, tb_status status, bool tell) {
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     close_accord(accord, status, tell);
     for (int i = 0; i < 2; i++) {
         if (accord->flows[i])
@@ -87,14 +87,14 @@ static tb_status assemble(tb__accord *accord) {
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
     size_t n = (size_t)sides[0].size + (size_t)sides[1].size;
     tb__peer **peers = tb__malloc(n, sizeof *peers);
-    accord->farewells = tb__calloc(n, sizeof *accord->farewells);
+    accord->goodbyes = tb__calloc(n, sizeof *accord->goodbyes);
     accord->staging = tb__calloc(n, sizeof *accord->staging);
     name_key(accord->batch, accord->pair, key, sizeof key);
     for (size_t i = 0; peers && i < n; i++)
         peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
     tb_status status = tb__assembly_init(&accord->all, accord->world, key, accord->what, peers, peers ? n : 0);
     free(peers);
-    return peers && accord->farewells && accord->staging ? status : TB_NO_MEMORY;
+    return peers && accord->goodbyes && accord->staging ? status : TB_NO_MEMORY;
 }
 
 /* Hosts are numbered as they appear by rank: alike on every rank. */
@@ -235,7 +235,7 @@ tb_status tb__accord_create(tb_batch *batch, tb_pair *pair, tb__accord **out) {
     accord->all.come = take_manifest;
     accord->all.counted = count_in;
     accord->all.broken = on_broken;
-    accord->all.gone = tb__accord_let_go;
+    accord->all.gone = tb__accord_on_goodbye;
     tb_status status = init(accord);
     if (status != TB_OK) {
         tb__accord_destroy(accord);
@@ -276,7 +276,7 @@ void tb__accord_destroy(tb__accord *accord) {
     free(accord->backlog.item);
     tb__pair_unref(accord->pair);
     free(accord->hosts);
-    tb__accord_free_farewells(accord);
+    tb__accord_free_goodbyes(accord);
     free(accord->staging);
     tb__assembly_fini(&accord->all);
     free(accord);

@@ -79,11 +79,11 @@ typedef struct tb__accord_commit {
 } tb__accord_commit;
 
 /* What a rank has said of one direction when it left. */
-typedef struct tb__farewell {
+typedef struct tb__goodbye {
     uint64_t started; /* transfers, as far as it knew */
     tb__failure last;
     char *why; /* of the failure */
-} tb__farewell;
+} tb__goodbye;
 
 struct tb__accord {
     tb__assembly all; /* first: messages find the accord through it */
@@ -92,11 +92,11 @@ struct tb__accord {
     tb_pair *pair; /* one of this process's, for names and peers */
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__accord_side sides[2];
-    tb__farewell (*farewells)[2]; /* by peer that is gone, and by sending side */
-    int64_t *staging;             /* by peer: its bound on staging memory */
-    int64_t staging_bytes;        /* the least of all ranks */
-    bool checksum;                /* any rank asks for it */
-    int32_t *hosts;               /* by rank; NULL: one host */
+    tb__goodbye (*goodbyes)[2]; /* by peer that is gone, and by sending side */
+    int64_t *staging;           /* by peer: its bound on staging memory */
+    int64_t staging_bytes;      /* the least of all ranks */
+    bool checksum;              /* any rank asks for it */
+    int32_t *hosts;             /* by rank; NULL: one host */
     size_t nhosts;
     enum { ACCORD_WAITING, ACCORD_AGREED, ACCORD_BROKEN } state;
     bool has_agreed;
@@ -138,10 +138,10 @@ void tb__accord_lose_rank(tb__accord *accord);
 /* accord_leave.c. This rank leaves. */
 void tb__accord_leave(tb__accord *accord);
 /* Another one has, and this is what it says. */
-void tb__accord_let_go(tb__assembly *all, size_t at, tb__unpack *message);
+void tb__accord_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message);
 /* Tells the flows of a rank that has left. */
 void tb__accord_tell_gone(tb__accord *accord, size_t gone);
-void tb__accord_free_farewells(tb__accord *accord);
+void tb__accord_free_goodbyes(tb__accord *accord);
 
 /* TB_TIMEOUT, and a sentence that says what an accord that is not settled waits for. */
 tb_status tb__accord_not_settled(const tb__accord *accord);

@@ -16,27 +16,27 @@ void tb__accord_leave(tb__accord *accord) {
     bool is_broken = accord->state == ACCORD_BROKEN;
     const char *why = is_broken ? accord->all.why : "";
     tb__failure last[2] = {{.why = ""}, {.why = ""}};
-    tb__pack farewell = {0};
-    tb__pack_u32(&farewell, accord->has_agreed);
+    tb__pack goodbye = {0};
+    tb__pack_u32(&goodbye, accord->has_agreed);
     for (int side = 0; side < 2; side++) {
         if (accord->flows[side])
             last[side] = tb__flow_last_failure(accord->flows[side]);
         why = *why ? why : last[side].why;
-        tb__pack_u64(&farewell, accord->flows[side] ? tb__flow_started(accord->flows[side]) : 0);
+        tb__pack_u64(&goodbye, accord->flows[side] ? tb__flow_started(accord->flows[side]) : 0);
     }
-    tb__pack_status(&farewell, is_broken ? accord->all.status : TB_OK);
-    tb__pack_string(&farewell, why);
+    tb__pack_status(&goodbye, is_broken ? accord->all.status : TB_OK);
+    tb__pack_string(&goodbye, why);
     for (int side = 0; side < 2; side++)
-        pack_failure(&farewell, &last[side]);
-    tb__assembly_leave(&accord->all, &farewell);
-    tb__pack_fini(&farewell);
+        pack_failure(&goodbye, &last[side]);
+    tb__assembly_leave(&accord->all, &goodbye);
+    tb__pack_fini(&goodbye);
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
 
 void tb__accord_tell_gone(tb__accord *accord, size_t gone) {
     for (int i = 0; i < 2; i++) {
-        const tb__farewell *f = &accord->farewells[gone][i];
+        const tb__goodbye *f = &accord->goodbyes[gone][i];
         if (accord->flows[i])
             tb__flow_gone(accord->flows[i], gone, f->started, &f->last);
     }
@@ -54,7 +54,7 @@ static void forget_manifest(tb__accord *accord, size_t at) {
 }
 
 /* A direction in which nothing failed ends for the reason that the rank has for leaving. */
-static void keep_failure(tb__farewell *f, tb__failure last, const char *why) {
+static void keep_failure(tb__goodbye *f, tb__failure last, const char *why) {
     free(f->why);
     f->why = tb__strdup(last.status != TB_OK ? last.why : why);
     f->last = last;
@@ -75,16 +75,16 @@ static tb__failure unpack_failure(tb__unpack *message) {
 /* What needs the rank no more goes on: if it had agreed, everybody has come, although their manifests may still be on
  * their way to us. If it left because something went wrong, that is the reason here, too: it may have heard of a dead
  * rank before us. */
-void tb__accord_let_go(tb__assembly *all, size_t at, tb__unpack *message) {
+void tb__accord_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message) {
     tb__accord *accord = (tb__accord *)all;
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
-        accord->farewells[at][i].started = tb__unpack_u64(message);
+        accord->goodbyes[at][i].started = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     bool has_failures = message->at < message->end; /* else it is of 0.1.0 */
     for (int i = 0; i < 2; i++)
-        keep_failure(&accord->farewells[at][i], has_failures ? unpack_failure(message) : (tb__failure){0}, why);
+        keep_failure(&accord->goodbyes[at][i], has_failures ? unpack_failure(message) : (tb__failure){0}, why);
     if (accord->state == ACCORD_WAITING && (!had_agreed || message->failed)) {
         forget_manifest(accord, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
         return;
@@ -98,10 +98,10 @@ void tb__accord_let_go(tb__assembly *all, size_t at, tb__unpack *message) {
     tb__accord_tell_gone(accord, at);
 }
 
-void tb__accord_free_farewells(tb__accord *accord) {
-    for (size_t i = 0; accord->farewells && i < accord->all.npeers; i++) {
-        free(accord->farewells[i][0].why);
-        free(accord->farewells[i][1].why);
+void tb__accord_free_goodbyes(tb__accord *accord) {
+    for (size_t i = 0; accord->goodbyes && i < accord->all.npeers; i++) {
+        free(accord->goodbyes[i][0].why);
+        free(accord->goodbyes[i][1].why);
     }
-    free(accord->farewells);
+    free(accord->goodbyes);
 }

@@ -1,4 +1,4 @@
-/* Manifests and farewells, out and in. */
+/* Manifests and goodbyes, out and in. */
 #include "bus/world.h"
 
 #include "base/log.h"
@@ -130,9 +130,9 @@ void tb__assembly_tell(tb__assembly *assembly) {
     }
 }
 
-void tb__assembly_leave(tb__assembly *assembly, const tb__pack *farewell) {
+void tb__assembly_leave(tb__assembly *assembly, const tb__pack *goodbye) {
     for (size_t i = 0; i < assembly->npeers; i++) { /* also to this process: its manifest may still be on its way */
-        if (send(assembly, i, MESSAGE_GONE, farewell) != TB_OK)
+        if (send(assembly, i, MESSAGE_GONE, goodbye) != TB_OK)
             tb__log(TB_LOG_ERROR, "no memory to tell %s that this process leaves", assembly->peers[i]->label);
     }
 }

@@ -29,7 +29,7 @@ struct tb__assembly {
     void (*come)(tb__assembly *assembly, size_t peer, tb__unpack *manifest);
     void (*counted)(tb__assembly *assembly, size_t peer); /* its manifest counts now */
     void (*broken)(tb__assembly *assembly, size_t peer, tb_status status, const char *why); /* for this peer */
-    void (*gone)(tb__assembly *assembly, size_t peer, tb__unpack *farewell);
+    void (*gone)(tb__assembly *assembly, size_t peer, tb__unpack *goodbye);
     tb__assembly *next;
 };
 
@@ -55,8 +55,8 @@ void tb__assembly_forget(tb__assembly *assembly, size_t peer);
 /* It has failed, for the reason in tb_error_detail. With `tell` the others hear of it. */
 void tb__assembly_break(tb__assembly *assembly, tb_status status, bool tell);
 void tb__assembly_tell(tb__assembly *assembly); /* one that has failed without that: now */
-/* Says farewell to all. */
-void tb__assembly_leave(tb__assembly *assembly, const tb__pack *farewell);
+/* Says goodbye to all. */
+void tb__assembly_leave(tb__assembly *assembly, const tb__pack *goodbye);
 void tb__assembly_fini(tb__assembly *assembly);
 
 size_t tb__assembly_find(const tb__assembly *assembly, const tb__peer *peer); /* TB__NOWHERE: not in it */

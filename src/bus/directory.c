@@ -186,7 +186,7 @@ tb_status tb__directory_open(const char *url, const char *group, int32_t index, 
         /* Who served may end just now; then whoever comes next serves, and that may be us. */
         if (status != TB_LOST || tb__ms_until(deadline_ms) <= REOPEN_MS)
             return status;
-        tb__nap(REOPEN_MS);
+        tb__sleep_ms(REOPEN_MS);
     }
 }
 

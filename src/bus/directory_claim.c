@@ -103,7 +103,7 @@ static tb_status agree_on_size(const tb__inquiry *inquiry, const char *group, co
         tb__store_entries_fini(&entries);
         if (status == TB_OK)
             return TB_OK;
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         status = wait_change(inquiry, prefix.text, until_ms, &since);
         if (status == TB_TIMEOUT)
             return tb__fail(TB_CONFLICT, "%s", why.text);
@@ -112,7 +112,7 @@ static tb_status agree_on_size(const tb__inquiry *inquiry, const char *group, co
 }
 
 tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_t index, tb_status status) {
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     /* If this fails, too, then claiming it again finds out whose it is. */
     if (status != TB_LOST) {
         tb__store_set_timeout(inquiry->store, UNDO_MS);

@@ -140,7 +140,7 @@ static tb_status write_note(tb__directory *d, const tb__inquiry *inquiry, const 
     if (status != TB_TOO_BIG)
         return status;
     /* All notes together are more than can be listed, and nobody could see anything any more. */
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     if (tb__inquiry_continue(inquiry) == TB_OK)
         (void)tb__store_delete(d->store, key);
     return tb__fail(TB_TOO_BIG, "%s", why.text);

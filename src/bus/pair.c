@@ -275,7 +275,7 @@ static bool have_answered(void *arg) {
 static tb_status fail_late(const meeting *m) {
     if (tb__directory_is_connected(m->pair->world->directory))
         return tb__fail(TB_TIMEOUT, "pair '%s': %s%s", m->pair->name, m->missing, tb__shortage_text());
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why.text);
 }
 
@@ -420,7 +420,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
         *round = m.last_round + 1;
     tb__engine_unlock(engine);
     if (round) {
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         m.refusal.status = status;
         /* where this fails, others find it alone or time out */
         tb__pair_publish(pair, m.last_round, &m.refusal, why.text, deadline_ms);
@@ -513,7 +513,7 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (status == TB_OK && !o.no_wait)
         status = tb__pair_meet(pair, deadline_ms, unwanted);
     if (status != TB_OK) {
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         if (!tb__is_refusal(status)) /* a refusal has replaced the request */
             tb__pair_withdraw(pair);
         delist(pair);

@@ -79,7 +79,7 @@ static tb_status find_subject(const tb_pair *pair, const char *group, int32_t in
 
 tb_status tb__refusal_add_subject(const tb_pair *pair, tb__pair_refusal *refusal, tb_status status, const char *group,
                                   int32_t index) {
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     if (refusal->nsubjects < TB__MOST_SUBJECTS &&
         find_subject(pair, group, index, &refusal->subjects[refusal->nsubjects]) == TB_OK)
         refusal->nsubjects++;

@@ -33,7 +33,7 @@ static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status stat
 }
 
 tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     for (size_t i = 0; i < copy->all.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
@@ -454,7 +454,7 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
     tb__engine_unlock(world->engine);
     if (status != TB_OK) {
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         tb_copy_close(copy);
         return tb__fail(status, "%s", why.text);
     }

@@ -42,9 +42,11 @@ bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last,
         return false;
     const char *tensor = "a tensor";
     bool is_used = copy->copies_local || (copy->flow && tb__flow_mark_invalidated(copy->flow, &tensor));
-    if (is_used)
+    if (is_used) {
         snprintf(still, room, "%s of %s", tensor, copy->what);
-    else if (!copy->flow && !copy->is_given_up && copy->broken == TB_OK)
+    } else if (!copy->flow && copy->broken == TB_OK && (!copy->is_given_up || copy->is_late)) {
+        copy->is_given_up = false; /* if others gave it up first, it would now come to the next run */
         tb__copy_abort(copy, tb__copy_check_invalidated(copy));
+    }
     return is_used;
 }

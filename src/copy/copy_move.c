@@ -429,7 +429,7 @@ tb_status tb__copy_move(tb_copy *copy) {
             tb__copy_abort(copy, status);
     }
     local_fini(&l);
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     if (copy->flow)
         end(copy);
     if (status != TB_OK)

@@ -251,7 +251,7 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
             tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
         if (told) {
             tell_abort(flow, leg->attempt, leg->number, status, told);
-            tb__flow_await_heard(flow, is_send);
+            tb__flow_await_abort_acks(flow, is_send);
         }
     }
     if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
@@ -484,7 +484,7 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
     if (leg->is_ending)
         return false;
     if (!leg->is_under_way)
-        return tb__flow_step_telling(flow, is_send);
+        return tb__flow_step_abort_acks(flow, is_send);
     if (leg->is_complete)
         return step_complete(flow, is_send);
     if (!is_send && flow->is_prepared)
@@ -530,7 +530,7 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
     else
         tb__flow_note_abort(flow, attempt, number, status, why);
     if (attempt != 0)
-        tb__flow_confirm_abort(flow, from, attempt);
+        tb__flow_ack_abort(flow, from, attempt);
     return true;
 }
 
@@ -575,8 +575,8 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_COMMITTED:
         tb__flow_on_committed(flow, from, attempt);
         return from->is_reader;
-    case MESSAGE_HEARD:
-        tb__flow_on_heard(from, attempt);
+    case MESSAGE_ABORT_ACK:
+        tb__flow_on_abort_ack(from, attempt);
         return true;
     case MESSAGE_KINDS:
         break;

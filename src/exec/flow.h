@@ -9,7 +9,7 @@
  * copy straight from the feeders' memory; what can't be reached is packed into staging memory, announced (BUCKET),
  * asked for (GO) and sent. A reader that has all it gets from a feeder completes the exposure, by compare-and-set of a
  * word in the feeder's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
- * exposed; they confirm that they know it (HEARD).
+ * exposed; they confirm that they know it (ABORT_ACK).
  *
  * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
  * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are
@@ -158,7 +158,7 @@ enum { TB__WHY_MAX = 512 };
 /* One rank's part in one transfer. */
 typedef struct tb__leg {
     bool is_under_way;
-    bool is_telling;         /* it has failed, and waits until its peers have heard of it */
+    bool awaits_abort_acks;  /* it has failed, and waits until its peers have heard of it */
     bool is_cancelled;       /* set by anyone, to be noticed by the next step */
     bool memory_invalidated; /* likewise: memory that it uses was invalidated */
     tb_status status;        /* of one that failed; the sentence is in `why` */
@@ -188,7 +188,7 @@ typedef struct tb__leg {
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
 
 static inline bool tb__leg_has_ended(const tb__leg *leg) {
-    return !leg->is_under_way && !leg->is_telling;
+    return !leg->is_under_way && !leg->awaits_abort_acks;
 }
 
 /* Begins the next transfer. Its end, good or bad, is told by the leg. `number` is what a send is called: all are told

@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-enum { MOST_ABORTS = 64, MOST_STARTS = 64, HEAR_MS = 1000 };
+enum { MOST_ABORTS = 64, MOST_STARTS = 64, ABORT_ACK_MS = 1000 };
 
 /* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
@@ -155,41 +155,41 @@ static bool confirms(const tb__flow *flow, const member *m) {
     return m->peer->patch >= 1 && flow->o.lead < flow->nmembers;
 }
 
-void tb__flow_confirm_abort(tb__flow *flow, member *to, uint64_t attempt) {
+void tb__flow_ack_abort(tb__flow *flow, member *to, uint64_t attempt) {
     if (confirms(flow, to))
-        tb__flow_tell(flow, to, MESSAGE_HEARD, attempt);
+        tb__flow_tell(flow, to, MESSAGE_ABORT_ACK, attempt);
 }
 
-void tb__flow_on_heard(member *from, uint64_t attempt) {
+void tb__flow_on_abort_ack(member *from, uint64_t attempt) {
     for (int is_send = 0; is_send < 2; is_send++) {
-        if (from->unheard[is_send] == attempt)
-            from->unheard[is_send] = 0;
+        if (from->unacked[is_send] == attempt)
+            from->unacked[is_send] = 0;
     }
 }
 
 /* A rank that has heard of the end before it begins to receive passes over the attempt. So the leg has not ended, for
  * its user, before all have. One that is silent is not waited for much longer. */
-void tb__flow_await_heard(tb__flow *flow, bool is_send) {
+void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->wake_ms = tb__now_ms() + HEAR_MS;
+    leg->wake_ms = tb__now_ms() + ABORT_ACK_MS;
     for (size_t i = 0; i < flow->nmembers; i++) {
         bool is_asked = i != flow->self && confirms(flow, &flow->members[i]);
-        flow->members[i].unheard[is_send] = is_asked ? leg->attempt : 0;
-        leg->is_telling |= is_asked;
+        flow->members[i].unacked[is_send] = is_asked ? leg->attempt : 0;
+        leg->awaits_abort_acks |= is_asked;
     }
 }
 
 /* Where nothing can be begun any more, nobody has to hear. */
-bool tb__flow_step_telling(tb__flow *flow, bool is_send) {
+bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool is_over = flow->broken != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->wake_ms;
-    if (!leg->is_telling)
+    if (!leg->awaits_abort_acks)
         return false;
     for (size_t i = 0; i < flow->nmembers && !is_over; i++) {
-        if (flow->members[i].unheard[is_send] != 0)
+        if (flow->members[i].unacked[is_send] != 0)
             return false;
     }
-    leg->is_telling = false;
+    leg->awaits_abort_acks = false;
     leg->wake_ms = 0;
     return true;
 }

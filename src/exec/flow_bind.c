@@ -496,6 +496,8 @@ bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
 void tb__flow_unbind(tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
+        if (!m->peer) /* the flow could not be made */
+            continue;
         const tb_transport *t = m->peer->transport;
         for (size_t j = 0; j < m->places.count; j++) {
             tb__host_unmap_reader(m->places.item[j].reader);

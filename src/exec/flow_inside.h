@@ -28,7 +28,7 @@ typedef enum message_kind {
     MESSAGE_PREPARED,
     MESSAGE_DECIDED,
     MESSAGE_COMMITTED,
-    MESSAGE_HEARD, /* since 0.1.1; a rank of 0.1.0 must not get it */
+    MESSAGE_ABORT_ACK, /* since 0.1.1; a rank of 0.1.0 must not get it */
     MESSAGE_KINDS
 } message_kind;
 
@@ -59,7 +59,7 @@ typedef struct member {
     char *gone_why;      /* a sentence; NULL: there was no memory for it */
     int64_t lost_ms;     /* when that was noticed; 0: it has left in an orderly way */
     bool missed_message; /* a message to it could not be sent: it has to hear that the flow is broken */
-    uint64_t unheard[2]; /* by leg (is_send): it has not confirmed that this attempt has failed; 0: none */
+    uint64_t unacked[2]; /* by leg (is_send): it has not confirmed that this attempt has failed; 0: none */
 
     bool is_reader; /* it reads, or is sent, what we have */
     bool has_reach, stashes;
@@ -394,10 +394,10 @@ bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
 /* All have been told that the leg has failed: waits until they have heard it. */
-void tb__flow_await_heard(tb__flow *flow, bool is_send);
-void tb__flow_confirm_abort(tb__flow *flow, member *to, uint64_t attempt);
-void tb__flow_on_heard(member *from, uint64_t attempt);
-bool tb__flow_step_telling(tb__flow *flow, bool is_send);
+void tb__flow_await_abort_acks(tb__flow *flow, bool is_send);
+void tb__flow_ack_abort(tb__flow *flow, member *to, uint64_t attempt);
+void tb__flow_on_abort_ack(member *from, uint64_t attempt);
+bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send);
 
 /* flow_wait.c: whether a leg can't end well without the member. */
 bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);

@@ -95,7 +95,7 @@ bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
 
 /* That the leg has failed. */
 static bool has_to_hear(const tb__flow *flow, bool is_send, const member *m) {
-    return (is_send ? &flow->send : &flow->recv)->is_telling && m->unheard[is_send] != 0;
+    return (is_send ? &flow->send : &flow->recv)->awaits_abort_acks && m->unacked[is_send] != 0;
 }
 
 /* The first member of which it is true, and how many others there are. */

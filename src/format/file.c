@@ -18,7 +18,7 @@
 
 tb_status tb__file_fail_within(tb_status status, const char *path) {
     enum { MOST = 240 }; /* leaves room for the sentence */
-    tb__sentence inner = tb__sentence_kept();
+    tb__saved_detail inner = tb__save_detail();
     size_t length = strlen(path);
     const char *end = length > MOST ? path + length - MOST : path;
     while (end > path && (*end & 0xC0) == 0x80) /* not from the middle of a character */

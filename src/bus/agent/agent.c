@@ -69,7 +69,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     agent->token = opts->token ? tb__strdup(opts->token) : NULL;
     tb_status status = agent->group && (!opts->token || agent->token) ? open_all(agent, opts) : TB_NO_MEMORY;
     if (status != TB_OK) {
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         tb__agent_destroy(agent);
         return tb__fail(status, "%s", why.text);
     }

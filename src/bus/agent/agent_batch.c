@@ -272,7 +272,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
         job->registered = f.batch;
         return TB_OK;
     }
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     if (b->batch)
         undo(b);
     else

@@ -185,7 +185,7 @@ static void extend(agent_job *job, agent_batch *b) {
         tb__agent_job_start(job, tb__agent_batch_fill);
         return;
     }
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     remove_round(b, b->round);
     end_change(job, tb__fail(status, "%s", why.text));
 }

@@ -76,7 +76,7 @@ void tb__agent_listen_again(tb__agent *agent) {
     if (agent->spare < 0 || agent->is_stopping)
         return;
     agent->is_full = false;
-    tb__listen_in(agent->epoll, agent->listener.socket.fd, &agent->listener, true);
+    tb__listener_enable(agent->epoll, agent->listener.socket.fd, &agent->listener, true);
 }
 
 /* The next connection. When there are no descriptors left it gets the one that was spared, to be told so: one at a
@@ -119,7 +119,7 @@ void tb__agent_accept(tb__agent *agent) {
             if (fd < 0)
                 tb__log(TB_LOG_ERROR, "agent: accept: %s", tb__errno_text(error));
             agent->is_full = true;
-            tb__listen_in(agent->epoll, agent->listener.socket.fd, &agent->listener, false);
+            tb__listener_enable(agent->epoll, agent->listener.socket.fd, &agent->listener, false);
         } else if (fd < 0 && error != EINTR && error != ECONNABORTED) {
             if (error != EAGAIN && error != EWOULDBLOCK)
                 tb__log(TB_LOG_ERROR, "agent: accept: %s", strerror(error));

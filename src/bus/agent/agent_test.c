@@ -412,11 +412,51 @@ static void test_later(void **state) {
     run_agents(later, 2, 1);
 }
 
+/* ---- A client that is closed in the middle ---------------------------------------------------------------------- */
+
+/* Its memory is its own when the call returns: nobody writes there, or reports that what it finds there has come. In
+ * even rounds the receiver closes, in odd ones the sender. */
+static void close_early(rank *r) {
+    enum { SIDE = 1200, NROUNDS = 16 };
+    const uint32_t own = 0xeeeeeeee;
+    for (int round = 0; round < NROUNDS; round++) {
+        guest_setup s;
+        tb_client_transfer_opts opts = {.size = sizeof opts, .no_wait = true};
+        bool closes = is_a(r) == round % 2;
+        move_in(r, &s, "mesh=1 place=S0", "mesh=1 place=S1", SIDE, SIDE);
+        if (is_a(r))
+            part_fill(&s.w, 1);
+        meet(r);
+        check_ok(tb_client_transfer(s.batch, is_a(r), &opts));
+        if (closes) {
+            usleep((useconds_t)(round * 150));
+            tb_client_close(s.client);
+            for (size_t i = 0; i < s.w.count; i++)
+                s.w.data[i] = own;
+        } else if (tb_client_wait(s.batch, is_a(r), TB_COMMITTED, PATIENCE_MS) == TB_OK) {
+            check(part_holds(&s.w, 1));
+        }
+        meet(r);
+        for (size_t i = 0; closes && i < s.w.count; i++)
+            check(s.w.data[i] == own);
+        tb_client_batch_destroy(s.batch);
+        if (!closes)
+            tb_client_close(s.client);
+        part_fini(&s.w);
+        meet(r);
+    }
+}
+
+static void test_close_early(void **state) {
+    (void)state;
+    run_agents(close_early, 1, 1);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_both_ways),  cmocka_unit_test(test_some_ranks), cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_neighbours), cmocka_unit_test(test_quantised),  cmocka_unit_test(test_many_clients),
-        cmocka_unit_test(test_later),
+        cmocka_unit_test(test_both_ways),  cmocka_unit_test(test_some_ranks),  cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_neighbours), cmocka_unit_test(test_quantised),   cmocka_unit_test(test_many_clients),
+        cmocka_unit_test(test_later),      cmocka_unit_test(test_close_early),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

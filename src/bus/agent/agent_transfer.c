@@ -97,7 +97,7 @@ static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
                              .hold = job->message.hold};
     TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     TB_TRY(tb__agent_deliver_late(b));
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }

@@ -365,6 +365,9 @@ void tb__client_unref(tb_client *c) {
 void tb_client_close(tb_client *c) {
     if (!c)
         return;
+    tb_client_batch *first = tb__client_is_half_changed(c) ? NULL : LIST_FIRST(&c->batches);
+    for (tb_client_batch *b = first; b; b = LIST_NEXT(b, link))
+        tb__client_batch_end(b);
     tb__owned_fd_close(&c->socket);
     if (c->broken == TB_OK) {
         c->broken = TB_LOST;

@@ -7,6 +7,8 @@
 #include "base/process.h"
 #include "bus/protocol/protocol.h"
 
+#include <sys/queue.h>
+
 enum { TB__CLIENT_WHY = 512 };
 
 typedef struct tb__client_reply {
@@ -44,6 +46,7 @@ struct tb_client_batch {
     TB_VEC(int) fds;    /* of all memory that went along */
     bool is_registered;
     bool may_be_registered; /* the agent did not say */
+    LIST_ENTRY(tb_client_batch) link;
 };
 
 struct tb_client {
@@ -58,6 +61,7 @@ struct tb_client {
     tb__frame_reader in;
     tb__client_reply *replies; /* that nobody has waited for yet */
     tb__client_transfer *transfers;
+    LIST_HEAD(tb__client_batches, tb_client_batch) batches;
     int32_t rank, index, size;
     int timeout_ms; /* the agent's own, for what does not say */
     char *group;
@@ -77,6 +81,9 @@ tb_status tb__client_check(const tb_client *client, const char *what);
 bool tb__client_is_half_changed(const tb_client *client);
 
 void tb__client_unref(tb_client *client);
+
+/* The agent gives the batch up, if it has it: nothing uses its tensors any more, unless the agent is silent. */
+void tb__client_batch_end(tb_client_batch *batch);
 
 /* Sends a frame, with descriptors; *seq is what its reply will have. */
 tb_status tb__client_post(tb_client *client, const tb__message *message, const int *fds, size_t nfds,

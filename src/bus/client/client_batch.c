@@ -94,6 +94,7 @@ tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_
     b->client = c;
     b->opts = o;
     c->refs++;
+    LIST_INSERT_HEAD(&c->batches, b, link);
     b->name = tb__strdup(name);
     tb_status status = b->name ? keep_opts(b) : TB_NO_MEMORY;
     if (status != TB_OK) {
@@ -332,6 +333,11 @@ tb_status tb_client_cleanup(tb_client_batch *b) {
     return TB_OK;
 }
 
+void tb__client_batch_end(tb_client_batch *b) {
+    if ((b->is_registered || b->may_be_registered) && b->client->broken == TB_OK)
+        (void)tb_client_cleanup(b); /* which is refused in a forked child */
+}
+
 void tb_client_batch_destroy(tb_client_batch *b) {
     if (!b)
         return;
@@ -339,8 +345,8 @@ void tb_client_batch_destroy(tb_client_batch *b) {
         b->client->refs--;
         return;
     }
-    if ((b->is_registered || b->may_be_registered) && b->client->broken == TB_OK)
-        (void)tb_client_cleanup(b); /* which is refused in a forked child */
+    tb__client_batch_end(b);
+    LIST_REMOVE(b, link);
     tb__client_forget(b->client, b);
     tb__client_unref(b->client);
     tb__arena_fini(&b->arena);

@@ -115,7 +115,7 @@ tb_status tb__address_parse(const char *base_url, tb__address *out) {
     if (strncmp(base_url, "tcp://", 6) == 0) {
         tb_status status = tb__host_port_parse(base_url + 6, &address);
         if (status != TB_OK) {
-            tb__sentence why = tb__sentence_kept();
+            tb__saved_detail why = tb__save_detail();
             return tb__fail(status, "store '%s': %s", base_url, why.text);
         }
     } else if (strncmp(base_url, "unix:", 5) == 0) {

@@ -57,7 +57,7 @@ static tb_status add_endpoint(tb__gateway *g, const char *text, size_t length) {
     if (status == TB_OK && strcmp(address.port, "0") == 0)
         status = tb__fail(TB_INVALID, "port 0 is out of range: ports are 1 to 65535");
     if (status != TB_OK) {
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         return tb__fail(status, "store '%s': '%s': %s", g->url, host_port, why.text);
     }
     if (g->nendpoints == TB__GATEWAY_MAX_ENDPOINTS)

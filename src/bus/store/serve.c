@@ -47,7 +47,7 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
         *server = NULL;
     if (!is_worth_another_try(status))
         return status;
-    tb__sentence why = tb__sentence_kept();
+    tb__saved_detail why = tb__save_detail();
     tb_status served = serve(url, token, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
     if (!*is_for_later)
@@ -79,7 +79,7 @@ tb_status tb__store_open_or_serve(const char *url, const char *token, int timeou
         if (!is_cut)
             snprintf(why, sizeof why, "%s", tb_error_detail());
         int left = tb__ms_until(deadline_ms);
-        tb__nap(nap_ms < left ? nap_ms : left);
+        tb__sleep_ms(nap_ms < left ? nap_ms : left);
         if (tb__ms_until(deadline_ms) == 0)
             return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
     }

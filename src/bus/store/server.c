@@ -34,7 +34,7 @@ static void listen_again(tb__store_server *server) {
     if (fd >= 0)
         tb__owned_fd_init(&server->spare, fd);
     server->is_full = false;
-    tb__listen_in(server->epoll.fd, server->listener.socket.fd, &server->listener, true);
+    tb__listener_enable(server->epoll.fd, server->listener.socket.fd, &server->listener, true);
 }
 
 static void close_session(tb__session *session) {
@@ -229,7 +229,7 @@ static void pause_accepting(tb__store_server *server, int error) {
     server->full_since_ms = server->full_since_ms ? server->full_since_ms : now;
     server->full_until_ms = now + TB__RELISTEN_MS;
     server->is_full = true;
-    tb__listen_in(server->epoll.fd, server->listener.socket.fd, &server->listener, false);
+    tb__listener_enable(server->epoll.fd, server->listener.socket.fd, &server->listener, false);
     if (!tb__is_out_of_descriptors(error) || now - server->full_since_ms < REFUSE_MS || server->spare.fd < 0)
         return;
     tb__owned_fd_close(&server->spare);

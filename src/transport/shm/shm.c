@@ -471,7 +471,7 @@ static void read_link(shm *s, shm_link *link) {
             close(fd);
         if (is_good)
             continue;
-        tb__sentence why = tb__sentence_kept();
+        tb__saved_detail why = tb__save_detail();
         if (!peer) {
             forget_stranger(s, link);
             shm_free_link(s, link);

@@ -57,7 +57,7 @@ void shm_release_reserved(shm_link *link) {
 /* It would be ready again at once. */
 static void stop_accepting(shm *s, int error) {
     s->is_full = true;
-    tb__listen_in(s->epoll, s->listener, &s->listen_watch, false);
+    tb__listener_enable(s->epoll, s->listener, &s->listen_watch, false);
     shm_retry_later(s, "accept a connection", error);
 }
 
@@ -93,7 +93,7 @@ void shm_retry(shm *s) {
     ssize_t unused = read(s->retry, &expirations, sizeof expirations);
     (void)unused;
     if (s->is_full)
-        tb__listen_in(s->epoll, s->listener, &s->listen_watch, true);
+        tb__listener_enable(s->epoll, s->listener, &s->listen_watch, true);
     s->is_full = false;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_pump(s, s->peers.item[i]);

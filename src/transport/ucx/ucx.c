@@ -72,12 +72,23 @@ void ucx_break(ucx_peer *peer, ucs_status_t status) {
     ucx_fail(peer, peer->words);
 }
 
+int ucx_try_descriptors(size_t needed) {
+    int fds[64], error = 0;
+    size_t count = 0;
+    while (count < needed && error == 0) {
+        int fd = eventfd(0, EFD_CLOEXEC);
+        error = fd < 0 ? errno : 0;
+        if (fd >= 0)
+            fds[count++] = fd;
+    }
+    while (count > 0)
+        close(fds[--count]);
+    return error;
+}
+
 /* UCX does not say that it could not open something. */
 static bool is_out_of_descriptors(void) {
-    int fd = eventfd(0, EFD_CLOEXEC), error = fd < 0 ? errno : 0;
-    if (fd >= 0)
-        close(fd);
-    return tb__is_out_of_descriptors(error);
+    return tb__is_out_of_descriptors(ucx_try_descriptors(1));
 }
 
 static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
@@ -326,16 +337,7 @@ static void ucx_close(void *context) {
  * twenty with one network device, have to be there. */
 static tb_status check_descriptors(void) {
     enum { NEEDED = 32 };
-    int fds[NEEDED], error = 0;
-    size_t count = 0;
-    while (count < NEEDED && error == 0) {
-        int fd = eventfd(0, EFD_CLOEXEC);
-        error = fd < 0 ? errno : 0;
-        if (fd >= 0)
-            fds[count++] = fd;
-    }
-    while (count > 0)
-        close(fds[--count]);
+    int error = ucx_try_descriptors(NEEDED);
     return error ? tb__fail(TB_IO, "opening UCX takes %d file descriptors: %s", NEEDED, tb__errno_text(error)) : TB_OK;
 }
 

@@ -238,6 +238,8 @@ void ucx_break(ucx_peer *peer, ucs_status_t status);
 void ucx_hang_up(ucx_peer *peer);
 /* Lets UCX work until there are none of these, which it counts. False: the time is up. */
 bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
+/* Whether this process can open so many files, at most 64; else the error. */
+int ucx_try_descriptors(size_t needed);
 /* The sentence after `what` is UCX's; where there is no device, or none that leads to a peer, it matters which ones it
  * may use. */
 tb_status ucx_fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out);

@@ -18,6 +18,8 @@
  * number, also for those that they have not used (ucx_reach). */
 #include "transport/ucx/ucx.h"
 
+#include "base/descriptors.h"
+
 #include "base/checksum.h"
 #include "base/log.h"
 
@@ -140,6 +142,9 @@ tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes) {
         return TB_OK;
     if (!keep_address(peer, address, nbytes))
         return TB_NO_MEMORY;
+    int error = ucx_try_descriptors(2); /* UCX ends the process if it gets one of two */
+    if (error)
+        return tb__fail(TB_REFUSED, "connecting to it through UCX: %s", tb__errno_text(error));
     if (peer->nendpoints >= peer->number)
         peer->number = peer->nendpoints + 1; /* one could not be made */
     ucs_status_t status = UCS_OK;
