@@ -17,7 +17,7 @@ static void must(tb_status status) {
     }
 }
 
-static bool verdict(const char *what, double milliseconds, double limit) {
+static bool decision(const char *what, double milliseconds, double limit) {
     bool ok = milliseconds <= limit;
     printf("  %-58s %9.4f ms   (at most %g) %s\n", what, milliseconds, limit, ok ? "ok" : "TOO SLOW");
     return ok;
@@ -101,7 +101,7 @@ int main(void) {
         params[i] = text[i];
     }
     printf("names:\n");
-    bool ok = verdict("10,000 experts of 3 parameters, both sides", best_of(resolve_and_match), 50);
-    ok = verdict("view and binding of q, 64 ranks", best_of(view_qkv), 1) && ok;
+    bool ok = decision("10,000 experts of 3 parameters, both sides", best_of(resolve_and_match), 50);
+    ok = decision("view and binding of q, 64 ranks", best_of(view_qkv), 1) && ok;
     return ok ? 0 : 1;
 }

@@ -24,7 +24,7 @@ static tb_layout *layout(const char *text) {
     return l;
 }
 
-static bool verdict(const char *what, double value, double limit, const char *unit) {
+static bool decision(const char *what, double value, double limit, const char *unit) {
     bool ok = value <= limit;
     printf("  %-58s %9.4f %-4s (at most %g) %s\n", what, value, unit, limit, ok ? "ok" : "TOO SLOW");
     return ok;
@@ -94,7 +94,7 @@ static bool whole_world(void) {
     qsort(warm, REPEATS, sizeof *warm, compare_doubles);
     printf("  %" PRId64 " transfers; %.0f ns each; again from the cache %.4f s\n", transfers,
            1e9 * cold[REPEATS / 2] / (double)transfers, warm[REPEATS / 2]);
-    bool ok = verdict("cache off, median of 5", cold[REPEATS / 2], 0.27, "s");
+    bool ok = decision("cache off, median of 5", cold[REPEATS / 2], 0.27, "s");
     tb_routes_destroy(routes);
     for (int i = 0; i < 2; i++) {
         tb_layout_destroy(src[i]);
@@ -252,8 +252,8 @@ static bool big_model(void) {
     }
     qsort(times, REPEATS, sizeof *times, compare_doubles);
     printf("  rank %" PRId32 " has most to do: %zu chunks in %zu buckets\n", rank, nchunks, nbuckets);
-    bool ok = verdict("plans, chunks, ids and buckets, median of 5", times[REPEATS / 2], 0.3, "s");
-    ok &= verdict("memory held", (double)nbytes / (1 << 20), 100, "MiB");
+    bool ok = decision("plans, chunks, ids and buckets, median of 5", times[REPEATS / 2], 0.3, "s");
+    ok &= decision("memory held", (double)nbytes / (1 << 20), 100, "MiB");
     free_model(&m);
     return ok;
 }
@@ -317,7 +317,7 @@ static bool growth(void) {
             last = t;
         }
         printf(" us\n");
-        ok &= verdict("  4,096 ranks over 64 ranks", last / first, 2, "x");
+        ok &= decision("  4,096 ranks over 64 ranks", last / first, 2, "x");
     }
     return ok;
 }

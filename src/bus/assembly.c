@@ -18,7 +18,7 @@ static int compare_peers(const void *a, const void *b) {
 tb_status tb__assembly_init(tb__assembly *assembly, tb_world *world, const char *key, const char *what,
                             tb__peer *const *peers, size_t npeers) {
     assembly->world = world;
-    tb__engine_add_port(world->engine, &assembly->port);
+    tb__loop_add_port(world->loop, &assembly->port);
     assembly->next = world->assemblies;
     world->assemblies = assembly;
     assembly->key = tb__strdup(key);
@@ -50,7 +50,7 @@ tb_status tb__assembly_init(tb__assembly *assembly, tb_world *world, const char 
 
 void tb__assembly_fini(tb__assembly *assembly) {
     tb_world *world = assembly->world;
-    tb__engine_remove_port(world->engine, &assembly->port);
+    tb__loop_remove_port(world->loop, &assembly->port);
     for (tb__assembly **at = &world->assemblies; *at; at = &(*at)->next) {
         if (*at == assembly) {
             *at = assembly->next;
@@ -95,7 +95,7 @@ static tb_status send(tb__assembly *assembly, size_t to, uint32_t kind, const tb
     if (body->count)
         tb__pack_raw(&pack, body->data, body->count);
     pack.failed |= body->failed;
-    return tb__engine_send(assembly->peers[to], TB__PORT_WORLD, &pack);
+    return tb__loop_send(assembly->peers[to], TB__PORT_WORLD, &pack);
 }
 
 tb_status tb__assembly_send(tb__assembly *assembly, size_t to, tb__pack *manifest) {

@@ -3,12 +3,12 @@
  * has the assembly is kept until it has. Who receives a manifest says so, and a manifest *counts* once its sender has
  * ours: one that is left over from an assembly of the same name never does. Whoever leaves tells the others.
  *
- * Embedded in what is met about. All of this needs the engine's lock. */
+ * Embedded in what is met about. All of this needs the loop's lock. */
 #ifndef TB_BUS_ASSEMBLY_H
 #define TB_BUS_ASSEMBLY_H
 
 #include "base/mem.h"
-#include "exec/flow.h"
+#include "flow/flow.h"
 
 typedef struct tb__assembly tb__assembly;
 struct tb__assembly {

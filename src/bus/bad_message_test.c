@@ -1,9 +1,9 @@
 /* Messages that no honest rank sends: where a tensor is said to be, and what else is used as an offset, a size or a
  * count. The batch is refused with a sentence, and the process lives on. */
-#include "bus/accord.h"
 #include "bus/bus_test.h"
-#include "exec/engine_inside.h"
-#include "exec/flow_inside.h"
+#include "bus/exchange.h"
+#include "flow/flow_inside.h"
+#include "loop/loop_inside.h"
 
 enum { SIDE = 64 };
 
@@ -20,8 +20,8 @@ typedef struct lie {
 } lie;
 
 static tb__flow *flow_of(const tb_batch *batch) {
-    const tb__accord *accord = batch->accords.item[0];
-    return accord->flows[strcmp(accord->pair->sides[0].group, "a") != 0];
+    const tb__exchange *exchange = batch->exchanges.item[0];
+    return exchange->flows[strcmp(exchange->pair->sides[0].group, "a") != 0];
 }
 
 static void pack_key(tb__pack *pack, tb__region *region, tb__peer *peer) {
@@ -52,7 +52,7 @@ static void send_lie(tb__flow *flow, const lie *l) {
             tb__pack_i64(&pack, l->strides[d] ? l->strides[d] : flow->tensors[0].src.strides[d]);
     }
     pack.count -= l->is_cut;
-    check_ok(tb__engine_send(reader->peer, reader->port, &pack));
+    check_ok(tb__loop_send(reader->peer, reader->port, &pack));
 }
 
 /* Whoever hears of a refusal early can't even begin. */
@@ -69,10 +69,10 @@ static void tell_a_lie(rank *r) {
     meet(r);
     if (is_a(r)) {
         part_fill(&s.w, 1);
-        tb__engine_lock(r->world->engine);
+        tb__loop_lock(r->world->loop);
         check_ok(tb__flow_plan(flow_of(s.batch)));
         send_lie(flow_of(s.batch), l);
-        tb__engine_unlock(r->world->engine);
+        tb__loop_unlock(r->world->loop);
     }
     tb_status status = move(r, &s, &t);
     if (l->words) {
@@ -130,7 +130,7 @@ static void announce_twice(rank *r) {
     meet(r);
     if (is_a(r)) {
         tb__flow *flow = flow_of(s.batch);
-        tb__engine_lock(r->world->engine);
+        tb__loop_lock(r->world->loop);
         const tb_chunk *first = tb__flow_first_chunk(flow, 0);
         for (int i = 0; i < 2; i++) {
             tb__pack pack = {0};
@@ -142,10 +142,10 @@ static void announce_twice(rank *r) {
             tb__pack_u64(&pack, 0);
             for (size_t m = 0; m < flow->nmembers; m++) {
                 if (flow->members[m].is_reader)
-                    check_ok(tb__engine_send(flow->members[m].peer, flow->members[m].port, &pack));
+                    check_ok(tb__loop_send(flow->members[m].peer, flow->members[m].port, &pack));
             }
         }
-        tb__engine_unlock(r->world->engine);
+        tb__loop_unlock(r->world->loop);
     }
     part_poison(&s.w);
     check_fails(move(r, &s, &t), TB_INVALID, "it announces bucket 0 twice");
@@ -159,7 +159,7 @@ static void test_announcements(void **state) {
     run_ranks(announce_twice, 1, 1, NULL);
 }
 
-/* Frames that don't follow src/exec/peer.c: who receives one disconnects. */
+/* Frames that don't follow src/loop/peer.c: who receives one disconnects. */
 typedef struct bad_frame {
     size_t nbytes;
     uint64_t announced; /* bytes of the message, if there is room to say so */
@@ -182,15 +182,15 @@ static void send_bad_frame(rank *r) {
     if (is_a(r)) {
         for (size_t i = 0; i < 8; i++)
             bytes[4 + i] = (unsigned char)(f->announced >> (8 * i));
-        tb__engine_lock(r->world->engine);
-        const tb__peer *peer = tb__engine_peers(r->world->engine);
+        tb__loop_lock(r->world->loop);
+        const tb__peer *peer = tb__loop_peers(r->world->loop);
         while (peer->rank == r->world->rank)
             peer = peer->next;
         piece = (tb_piece){bytes, f->nbytes};
         op = (tb_op){.kind = TB_OP_SEND, .peer = peer->wire, .tag = TB__TAG_MESSAGE, .pieces = &piece, .npieces = 1};
         op.done = ignore;
         check_ok(tb__transport_post(peer->transport, &op));
-        tb__engine_unlock(r->world->engine);
+        tb__loop_unlock(r->world->loop);
     }
     tb_status status = move(r, &s, &t);
     check_fails(status, TB_LOST, is_a(r) ? "(b 0) was lost" : f->words);

@@ -1,5 +1,5 @@
 /* Batches: what is added to one, and when it is agreed on. */
-#include "bus/accord.h"
+#include "bus/exchange.h"
 
 #include "base/opts.h"
 #include "base/text.h"
@@ -58,17 +58,17 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     batch->memory.invalidate = tb__batch_invalidate;
     atomic_init(&batch->refs, 1);
     tb__world_ref(world);
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     tb__world_add_user(world, &batch->memory);
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     *out = batch;
     return TB_OK;
 }
 
-static tb__accord *find_accord(const tb_batch *batch, const tb_pair *pair) {
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        if (strcmp(batch->accords.item[i]->pair->name, pair->name) == 0)
-            return batch->accords.item[i];
+static tb__exchange *find_exchange(const tb_batch *batch, const tb_pair *pair) {
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        if (strcmp(batch->exchanges.item[i]->pair->name, pair->name) == 0)
+            return batch->exchanges.item[i];
     }
     return NULL;
 }
@@ -82,7 +82,7 @@ static tb_status check_idle(const tb_batch *batch) {
 
 /* With the lock held. */
 static tb_status add_pair(tb_batch *batch, tb_pair *pair) {
-    if (find_accord(batch, pair))
+    if (find_exchange(batch, pair))
         return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to it", batch->name);
     TB_TRY(check_idle(batch));
     for (size_t i = 0; i < batch->pairs.count; i++) {
@@ -99,9 +99,9 @@ tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "pair '%s' is of another world", pair->name);
-    tb__engine_lock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
     tb_status status = add_pair(batch, pair);
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     return status;
 }
 
@@ -130,11 +130,11 @@ tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const 
         return tb__fail_within(status, "tensor '%.100s'", name);
     }
     t->mirrored = *mirrored;
-    tb__engine_lock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
     status = add_pair(batch, pair);
     if (status == TB_OK && !tb__vec_push(&batch->tensors, t))
         status = TB_NO_MEMORY;
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     if (status != TB_OK) {
         free_tensor(t);
         tb__prefix_detail("tensor '%.100s'", name);
@@ -145,25 +145,25 @@ tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
 /* One for each pair that has none, whichever of its sides this process is on. */
-static tb_status make_accords(tb_batch *batch) {
+static tb_status make_exchanges(tb_batch *batch) {
     for (size_t i = 0; i < batch->pairs.count; i++) {
         tb_pair *pair = batch->pairs.item[i]; /* never NULL */
-        if (!pair || find_accord(batch, pair))
+        if (!pair || find_exchange(batch, pair))
             continue;
-        tb__accord *accord;
-        if (!tb__vec_reserve(&batch->accords, 1))
+        tb__exchange *exchange;
+        if (!tb__vec_reserve(&batch->exchanges, 1))
             return TB_NO_MEMORY;
-        TB_TRY(tb__accord_create(batch, pair, &accord));
-        batch->accords.item[batch->accords.count++] = accord;
+        TB_TRY(tb__exchange_create(batch, pair, &exchange));
+        batch->exchanges.item[batch->exchanges.count++] = exchange;
     }
-    if (batch->accords.count == 0)
+    if (batch->exchanges.count == 0)
         return tb__fail(TB_INVALID, "batch '%s' has no tensors", batch->name);
     return TB_OK;
 }
 
 /* What breaks later is a transfer's business. */
-static bool has_failed(const tb__accord *accord) {
-    return accord->state == ACCORD_BROKEN && !accord->has_agreed;
+static bool has_failed(const tb__exchange *exchange) {
+    return exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed;
 }
 
 typedef struct settling {
@@ -180,10 +180,10 @@ static bool is_settled(void *arg) {
     bool waits = false;
     if (is_unwanted(arg))
         return true;
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        if (has_failed(batch->accords.item[i]))
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        if (has_failed(batch->exchanges.item[i]))
             return true;
-        waits |= batch->accords.item[i]->state == ACCORD_WAITING;
+        waits |= batch->exchanges.item[i]->state == EXCHANGE_WAITING;
     }
     return !waits;
 }
@@ -192,37 +192,37 @@ static tb_status settle(const settling *s) {
     const tb_batch *batch = s->batch;
     if (is_unwanted(s))
         return tb__fail(TB_CANCELLED, "batch '%s' was given up", batch->name);
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        const tb__accord *accord = batch->accords.item[i];
-        if (has_failed(accord))
-            return tb__fail(accord->all.status, "%s", accord->all.why);
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
+        if (has_failed(exchange))
+            return tb__fail(exchange->all.status, "%s", exchange->all.why);
     }
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        if (batch->accords.item[i]->state == ACCORD_WAITING)
-            return tb__accord_not_settled(batch->accords.item[i]);
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        if (batch->exchanges.item[i]->state == EXCHANGE_WAITING)
+            return tb__exchange_not_settled(batch->exchanges.item[i]);
     }
     return TB_OK;
 }
 
 /* The next pair to be met, from the i-th on. NULL: that was the last. */
 static tb_pair *next_pair(tb_batch *batch, size_t *i) {
-    tb__engine_lock(batch->world->engine);
-    while (*i < batch->pairs.count && find_accord(batch, batch->pairs.item[*i]))
+    tb__loop_lock(batch->world->loop);
+    while (*i < batch->pairs.count && find_exchange(batch, batch->pairs.item[*i]))
         ++*i;
     tb_pair *pair = *i < batch->pairs.count ? batch->pairs.item[*i] : NULL;
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     return pair;
 }
 
-/* Accords for what is new. With the lock held. */
+/* Exchanges for what is new. With the lock held. */
 static tb_status announce(tb_batch *batch) {
-    size_t known = batch->accords.count;
-    tb_status status = make_accords(batch);
-    for (size_t i = known; i < batch->accords.count && status == TB_OK; i++)
-        status = tb__accord_announce(batch->accords.item[i]);
-    batch->epoch += status == TB_OK && batch->accords.count > known;
-    while (status != TB_OK && batch->accords.count > known)
-        tb__accord_destroy(batch->accords.item[--batch->accords.count]);
+    size_t known = batch->exchanges.count;
+    tb_status status = make_exchanges(batch);
+    for (size_t i = known; i < batch->exchanges.count && status == TB_OK; i++)
+        status = tb__exchange_announce(batch->exchanges.item[i]);
+    batch->epoch += status == TB_OK && batch->exchanges.count > known;
+    while (status != TB_OK && batch->exchanges.count > known)
+        tb__exchange_destroy(batch->exchanges.item[--batch->exchanges.count]);
     tb__batch_settle_version(batch);
     return status;
 }
@@ -234,31 +234,31 @@ tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
 
 tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted) {
     settling s = {batch, unwanted};
-    tb__engine *engine = batch->world->engine;
+    tb__loop *loop = batch->world->loop;
     int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);
     tb_pair *pair;
     for (size_t i = 0; (pair = next_pair(batch, &i)); i++)
         TB_TRY(tb__pair_meet(pair, deadline_ms, unwanted));
-    tb__engine_lock(engine);
+    tb__loop_lock(loop);
     tb_status status = announce(batch);
     if (status == TB_OK) {
-        tb__engine_wait(engine, is_settled, &s, deadline_ms);
+        tb__loop_wait(loop, is_settled, &s, deadline_ms);
         status = settle(&s);
     }
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     return status;
 }
 
 /* With the lock held. */
 static void remove_pair(tb_batch *batch, const char *name) {
     size_t kept = 0;
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        if (strcmp(batch->accords.item[i]->pair->name, name) == 0)
-            tb__accord_destroy(batch->accords.item[i]);
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        if (strcmp(batch->exchanges.item[i]->pair->name, name) == 0)
+            tb__exchange_destroy(batch->exchanges.item[i]);
         else
-            batch->accords.item[kept++] = batch->accords.item[i];
+            batch->exchanges.item[kept++] = batch->exchanges.item[i];
     }
-    batch->accords.count = kept;
+    batch->exchanges.count = kept;
     kept = 0;
     for (size_t i = 0; i < batch->tensors.count; i++) {
         if (strcmp(batch->tensors.item[i]->pair->name, name) == 0)
@@ -283,35 +283,35 @@ tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb_status status = TB_OK;
     bool is_here = false;
-    tb__engine_lock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
     for (size_t i = 0; i < batch->pairs.count; i++)
         is_here |= strcmp(batch->pairs.item[i]->name, pair->name) == 0;
     status =
         is_here ? check_idle(batch) : tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
     if (status == TB_OK)
         remove_pair(batch, pair->name);
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     return status;
 }
 
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
     *out = '\0';
-    tb__engine_lock(batch->world->engine);
-    for (size_t i = 0; i < batch->accords.count && !*out; i++) {
-        if (batch->accords.item[i]->state != ACCORD_WAITING)
+    tb__loop_lock(batch->world->loop);
+    for (size_t i = 0; i < batch->exchanges.count && !*out; i++) {
+        if (batch->exchanges.item[i]->state != EXCHANGE_WAITING)
             continue;
-        (void)tb__accord_not_settled(batch->accords.item[i]); /* sets the sentence */
+        (void)tb__exchange_not_settled(batch->exchanges.item[i]); /* sets the sentence */
         snprintf(out, room, "%s", tb_error_detail());
     }
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
 }
 
 uint64_t tb_batch_epoch(tb_batch *batch) {
     if (tb__world_check(batch->world, "batch") != TB_OK)
         return 0;
-    tb__engine_lock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
     uint64_t epoch = batch->epoch;
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     return epoch;
 }
 
@@ -319,13 +319,13 @@ tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb__text text = {0};
     tb_status status = TB_OK;
-    tb__engine_lock(batch->world->engine);
-    for (size_t i = 0; i < batch->accords.count && status == TB_OK; i++) {
-        const tb__accord *accord = batch->accords.item[i];
+    tb__loop_lock(batch->world->loop);
+    for (size_t i = 0; i < batch->exchanges.count && status == TB_OK; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
         for (int side = 0; side < 2 && status == TB_OK; side++) {
-            const tb__flow *flow = accord->flows[is_send ? side : !side];
+            const tb__flow *flow = exchange->flows[is_send ? side : !side];
             char *part;
-            if (!accord->sides[side].is_here || !flow)
+            if (!exchange->sides[side].is_here || !flow)
                 continue;
             status = tb__flow_dump(flow, is_send, &part);
             if (status != TB_OK)
@@ -334,7 +334,7 @@ tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
             free(part);
         }
     }
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     if (status == TB_OK && !text.count)
         status = tb__fail(TB_REFUSED, "batch '%s' has not been registered yet", batch->name);
     if (status == TB_OK)
@@ -345,13 +345,13 @@ tb_status tb_batch_dump(tb_batch *batch, bool is_send, char **out) {
 
 tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *version, bool *is_torn) {
     TB_TRY(tb__world_check(batch->world, "batch"));
-    tb__engine_lock(batch->world->engine);
-    const tb__accord *accord = find_accord(batch, pair);
-    const tb__flow *flow = accord ? accord->flows[!pair->side] : NULL;
+    tb__loop_lock(batch->world->loop);
+    const tb__exchange *exchange = find_exchange(batch, pair);
+    const tb__flow *flow = exchange ? exchange->flows[!pair->side] : NULL;
     bool torn = false;
     uint64_t number = flow ? tb__flow_version(flow, &torn) : 0;
-    tb__engine_unlock(batch->world->engine);
-    if (!accord)
+    tb__loop_unlock(batch->world->loop);
+    if (!exchange)
         return tb__fail(TB_INVALID, "pair '%s' is not in batch '%s'", pair->name, batch->name);
     *version = number;
     *is_torn = torn;
@@ -359,20 +359,20 @@ tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *versi
 }
 
 void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count) {
-    tb__engine_lock(batch->world->engine);
-    const tb__accord *accord = find_accord(batch, pair);
-    *out = accord ? accord->received[!pair->side].item : NULL;
-    *count = accord ? accord->received[!pair->side].count : 0;
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
+    const tb__exchange *exchange = find_exchange(batch, pair);
+    *out = exchange ? exchange->received[!pair->side].item : NULL;
+    *count = exchange ? exchange->received[!pair->side].count : 0;
+    tb__loop_unlock(batch->world->loop);
 }
 
 /* Of the tensors that are received here, through all pairs. */
 static tb__versions versions_of(const tb_batch *batch, bool *is_torn) {
     tb__versions versions = TB__NO_VERSIONS;
     *is_torn = false;
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        const tb__accord *accord = batch->accords.item[i];
-        const tb__flow *flow = accord->flows[!accord->pair->side];
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
+        const tb__flow *flow = exchange->flows[!exchange->pair->side];
         bool is_this_torn = false;
         tb__versions_add(&versions, flow ? tb__flow_version(flow, &is_this_torn) : 0);
         *is_torn |= is_this_torn;
@@ -390,22 +390,22 @@ void tb_batch_query(tb_batch *batch, tb_batch_state *out) {
     *out = (tb_batch_state){0};
     if (tb__world_check(batch->world, "batch") != TB_OK)
         return;
-    tb__engine_lock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
     tb__versions versions = versions_of(batch, &out->is_torn);
     out->version = batch->together;
     out->is_mixed = tb__versions_differ(&versions);
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
 }
 
 bool tb__batch_is_offered(const tb_batch *batch) {
     bool is_offered = false;
-    tb__engine_lock(batch->world->engine);
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        const tb__accord *accord = batch->accords.item[i];
-        const tb__flow *flow = accord->flows[!accord->pair->side];
+    tb__loop_lock(batch->world->loop);
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
+        const tb__flow *flow = exchange->flows[!exchange->pair->side];
         is_offered |= flow && tb__flow_is_offered(flow);
     }
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     return is_offered;
 }
 
@@ -419,7 +419,7 @@ static void free_batch(tb_batch *batch) {
         free_tensor(batch->tensors.item[i]);
     free(batch->tensors.item);
     free(batch->pairs.item);
-    free(batch->accords.item);
+    free(batch->exchanges.item);
     tb__pack_fini(&batch->matching);
     free(batch->name);
     free(batch);
@@ -435,12 +435,12 @@ void tb__batch_unref(tb_batch *batch) {
         return;
     tb_world *world = batch->world;
     if (!tb__world_is_inherited(world)) {
-        tb__engine_lock(world->engine);
+        tb__loop_lock(world->loop);
         tb__world_remove_user(world, &batch->memory);
-        for (size_t i = 0; i < batch->accords.count; i++)
-            tb__accord_destroy(batch->accords.item[i]);
+        for (size_t i = 0; i < batch->exchanges.count; i++)
+            tb__exchange_destroy(batch->exchanges.item[i]);
         unref_pairs(batch);
-        tb__engine_unlock(world->engine);
+        tb__loop_unlock(world->loop);
         free_batch(batch);
     } else if (tb__world_was_unlocked(world)) {
         unref_pairs(batch);

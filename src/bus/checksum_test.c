@@ -2,7 +2,7 @@
 #include "bus/bus_test.h"
 
 #include "base/checksum.h"
-#include "exec/flow.h"
+#include "flow/flow.h"
 
 #include <stdatomic.h>
 

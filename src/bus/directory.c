@@ -13,18 +13,18 @@
 enum { REOPEN_MS = 10 };
 
 /* With the lock held: why a call that has waited until its deadline has not had its turn. */
-static tb_status fail_turn(const tb__directory *d, const tb__inquiry *inquiry) {
+static tb_status fail_turn(const tb__directory *d, const tb__store_deadline *deadline) {
     if (d->state == TB_CONFLICT)
         return tb__fail(TB_CONFLICT, "the store is lost for good: %s", d->why);
     if (d->state == TB_LOST)
         return tb__fail(TB_LOST, "the store is lost: %s", d->why);
     return tb__fail(TB_TIMEOUT, "%s: nothing within %d ms: another call has had no answer from it", d->url,
-                    inquiry->timeout_ms);
+                    deadline->timeout_ms);
 }
 
 /* The following thread can't wait for what only itself can bring about. */
-tb_status tb__directory_take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_store) {
-    struct timespec until = tb__time_of_ms(inquiry->deadline_ms + 1);
+tb_status tb__directory_take_turn(tb__directory *d, tb__store_deadline *deadline, bool needs_store) {
+    struct timespec until = tb__time_of_ms(deadline->deadline_ms + 1);
     tb_status status = TB_OK;
     bool is_late = false;
     pthread_mutex_lock(&d->lock);
@@ -34,10 +34,10 @@ tb_status tb__directory_take_turn(tb__directory *d, tb__inquiry *inquiry, bool n
     if (d->is_closing)
         status = tb__fail(TB_LOST, "the directory is being closed");
     else if (d->is_taken || (needs_store && d->state != TB_OK))
-        status = fail_turn(d, inquiry);
+        status = fail_turn(d, deadline);
     else
         d->is_taken = true;
-    inquiry->store = d->store;
+    deadline->store = d->store;
     pthread_mutex_unlock(&d->lock);
     return status;
 }
@@ -60,8 +60,8 @@ tb_status tb__directory_end_turn(tb__directory *d, tb_status status) {
     return status;
 }
 
-bool tb__directory_is_worth_another_turn(const tb__inquiry *inquiry, tb_status status) {
-    return status == TB_LOST && !tb__directory_is_follower() && tb__ms_until(inquiry->deadline_ms) > 0;
+bool tb__directory_is_worth_another_turn(const tb__store_deadline *deadline, tb_status status) {
+    return status == TB_LOST && !tb__directory_is_follower() && tb__ms_until(deadline->deadline_ms) > 0;
 }
 
 static tb_status check_seat(const char *group, int32_t index, int32_t size) {
@@ -76,41 +76,42 @@ static tb_status check_seat(const char *group, int32_t index, int32_t size) {
     return TB_OK;
 }
 
-static tb_status write_seat(const tb__directory *d, const tb__inquiry *inquiry, const tb__own_seat *own) {
+static tb_status write_seat(const tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
     tb__seat_bytes bytes = {0};
     tb__seat seat = tb__directory_seat(d, own->size);
     tb__seat_encode(&seat, &bytes);
-    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_deadline_continue(deadline));
     return tb__store_set(d->store, tb__key_of_seat(own->group, own->index).text, bytes.data, bytes.nbytes,
                          TB__STORE_EPHEMERAL, NULL);
 }
 
-tb_status tb__directory_look_within(tb__directory *d, const tb__inquiry *inquiry) {
-    TB_TRY(tb__inquiry_continue(inquiry));
+tb_status tb__directory_look_within(tb__directory *d, const tb__store_deadline *deadline) {
+    TB_TRY(tb__store_deadline_continue(deadline));
     return tb__directory_look(d, false);
 }
 
 /* Once the seat is claimed: the rank, for the first one, and what others see. */
-static tb_status settle(tb__directory *d, const tb__inquiry *inquiry, const tb__own_seat *own) {
+static tb_status settle(tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
     if (d->self.rank == TB_NO_RANK)
-        TB_TRY(tb__rank_claim(inquiry, own->group, own->index, d->holder, &d->self.rank, &d->self.incarnation));
-    TB_TRY(tb__seat_remember(inquiry, own->group, own->index, d->self.rank));
+        TB_TRY(tb__rank_claim(deadline, own->group, own->index, d->holder, &d->self.rank, &d->self.incarnation));
+    TB_TRY(tb__seat_remember(deadline, own->group, own->index, d->self.rank));
     if (d->self.is_announced)
-        TB_TRY(write_seat(d, inquiry, own));
-    return tb__directory_look_within(d, inquiry);
+        TB_TRY(write_seat(d, deadline, own));
+    return tb__directory_look_within(d, deadline);
 }
 
 /* There must be room in `seats`. */
-static tb_status sit(tb__directory *d, const tb__inquiry *inquiry, const char *group, int32_t index, int32_t size) {
+static tb_status sit(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
+                     int32_t size) {
     tb__own_seat own = {.index = index, .size = size};
     memcpy(own.group, group, strlen(group) + 1);
     tb__seat claim = tb__directory_seat(d, size);
     claim.is_announced = false;
     claim.contact_nbytes = 0;
-    TB_TRY(tb__seat_claim(inquiry, group, index, &claim, false));
-    tb_status status = settle(d, inquiry, &own);
+    TB_TRY(tb__seat_claim(deadline, group, index, &claim, false));
+    tb_status status = settle(d, deadline, &own);
     if (status != TB_OK)
-        return tb__seat_give_up(inquiry, group, index, status);
+        return tb__seat_give_up(deadline, group, index, status);
     d->seats.item[d->seats.count++] = own;
     return TB_OK;
 }
@@ -158,11 +159,11 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         status = describe_holder(d, group, index);
     if (status == TB_OK)
         status = tb__store_open_or_serve(url, opts->token, tb__ms_until(deadline_ms), &d->store, &d->server);
-    tb__inquiry inquiry = {.store = d->store, .deadline_ms = deadline_ms, .timeout_ms = opts->timeout_ms};
+    tb__store_deadline deadline = {.store = d->store, .deadline_ms = deadline_ms, .timeout_ms = opts->timeout_ms};
     if (status == TB_OK)
-        status = tb__directory_know_store(d, &inquiry);
+        status = tb__directory_know_store(d, &deadline);
     if (status == TB_OK)
-        status = sit(d, &inquiry, group, index, size);
+        status = sit(d, &deadline, group, index, size);
     if (status == TB_OK) {
         tb__store_set_timeout(d->store, opts->timeout_ms);
         status = tb__start_thread(&d->follower, "tb-directory", tb__directory_follow, d);
@@ -222,46 +223,47 @@ const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *
     return NULL;
 }
 
-static tb_status enter(tb__directory *d, const tb__inquiry *inquiry, const char *group, int32_t index, int32_t size) {
+static tb_status enter(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
+                       int32_t size) {
     const tb__own_seat *own = tb__directory_find_seat(d, group);
     if (own)
         return tb__fail(TB_CONFLICT, "this process already has seat %" PRId32 " of group '%s'", own->index, group);
     if (!tb__vec_reserve(&d->seats, 1))
         return TB_NO_MEMORY;
-    return sit(d, inquiry, group, index, size);
+    return sit(d, deadline, group, index, size);
 }
 
 tb_status tb__directory_enter(tb__directory *directory, const char *group, int32_t index, int32_t size) {
     TB_TRY(check_seat(group, index, size));
-    tb__inquiry inquiry = tb__directory_begin(directory->opts.timeout_ms);
+    tb__store_deadline deadline = tb__directory_begin(directory->opts.timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
-        status = tb__directory_end_turn(directory, enter(directory, &inquiry, group, index, size));
-    } while (tb__directory_is_worth_another_turn(&inquiry, status));
+        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
+        status = tb__directory_end_turn(directory, enter(directory, &deadline, group, index, size));
+    } while (tb__directory_is_worth_another_turn(&deadline, status));
     return status;
 }
 
-static tb_status announce(tb__directory *d, const tb__inquiry *inquiry, const void *contact, size_t nbytes) {
+static tb_status announce(tb__directory *d, const tb__store_deadline *deadline, const void *contact, size_t nbytes) {
     if (nbytes > 0)
         memcpy(d->contact, contact, nbytes);
     d->self.contact = d->contact;
     d->self.contact_nbytes = nbytes;
     d->self.is_announced = true;
     for (size_t i = 0; i < d->seats.count; i++)
-        TB_TRY(write_seat(d, inquiry, &d->seats.item[i]));
-    return tb__directory_look_within(d, inquiry);
+        TB_TRY(write_seat(d, deadline, &d->seats.item[i]));
+    return tb__directory_look_within(d, deadline);
 }
 
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms) {
     if (nbytes > TB__DIRECTORY_MAX_CONTACT)
         return tb__fail(TB_TOO_BIG, "a contact of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_CONTACT);
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
-        status = tb__directory_end_turn(directory, announce(directory, &inquiry, contact, nbytes));
-    } while (tb__directory_is_worth_another_turn(&inquiry, status));
+        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
+        status = tb__directory_end_turn(directory, announce(directory, &deadline, contact, nbytes));
+    } while (tb__directory_is_worth_another_turn(&deadline, status));
     return status;
 }
 
@@ -280,10 +282,10 @@ int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefi
     return count;
 }
 
-static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, const char *key, const char *answer,
+static tb_status decide(const tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *answer,
                         char **out) {
     tb__store_value present;
-    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_deadline_continue(deadline));
     tb_status status =
         tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL, &present);
     if (status == TB_CONFLICT) {
@@ -298,28 +300,28 @@ static tb_status decide(const tb__directory *d, const tb__inquiry *inquiry, cons
 
 tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, const char *question,
                                const char *answer, int timeout_ms, char **out) {
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
-    TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
+    TB_TRY(tb__directory_take_turn(directory, &deadline, true));
     if (tb__directory_store_number(directory) != store_number)
         return tb__directory_end_turn(
             directory, tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in "
                                              "its place"));
-    return tb__directory_end_turn(directory, decide(directory, &inquiry, key.text, answer, out));
+    return tb__directory_end_turn(directory, decide(directory, &deadline, key.text, answer, out));
 }
 
-static tb_status forget(const tb__directory *d, const tb__inquiry *inquiry, const char *key) {
-    TB_TRY(tb__inquiry_continue(inquiry));
+static tb_status forget(const tb__directory *d, const tb__store_deadline *deadline, const char *key) {
+    TB_TRY(tb__store_deadline_continue(deadline));
     return tb__store_delete(d->store, key);
 }
 
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms) {
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
-    TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
-    return tb__directory_end_turn(directory, forget(directory, &inquiry, key.text));
+    TB_TRY(tb__directory_take_turn(directory, &deadline, true));
+    return tb__directory_end_turn(directory, forget(directory, &deadline, key.text));
 }
 
 /* Not needed while another call has the turn: that one asks the store, too. */
@@ -327,12 +329,12 @@ void tb__directory_ask(tb__directory *directory, int timeout_ms) {
     tb__store_value mark = {0};
     if (!tb__directory_is_connected(directory))
         return;
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
-    if (tb__directory_take_turn(directory, &inquiry, true) != TB_OK)
+    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    if (tb__directory_take_turn(directory, &deadline, true) != TB_OK)
         return;
-    tb_status status = tb__inquiry_continue(&inquiry);
+    tb_status status = tb__store_deadline_continue(&deadline);
     if (status == TB_OK)
-        status = tb__store_get(inquiry.store, "mark", &mark);
+        status = tb__store_get(deadline.store, "mark", &mark);
     if (status == TB_OK)
         tb__store_value_fini(&mark);
     tb__directory_end_turn(directory, status);

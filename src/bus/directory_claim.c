@@ -11,21 +11,22 @@
 /* For undoing what has failed: the deadline may have passed, and nobody is to wait for it. */
 enum { UNDO_MS = 1000 };
 
-tb_status tb__inquiry_continue(const tb__inquiry *inquiry) {
-    int left = tb__ms_until(inquiry->deadline_ms);
+tb_status tb__store_deadline_continue(const tb__store_deadline *deadline) {
+    int left = tb__ms_until(deadline->deadline_ms);
     if (left == 0)
-        return tb__fail(TB_TIMEOUT, "the store has not answered all questions within %d ms", inquiry->timeout_ms);
-    tb__store_set_timeout(inquiry->store, left);
+        return tb__fail(TB_TIMEOUT, "the store has not answered all questions within %d ms", deadline->timeout_ms);
+    tb__store_set_timeout(deadline->store, left);
     return TB_OK;
 }
 
 /* Sleeps until something under the prefix has changed since the revision, which advances. TB_TIMEOUT when `until_ms`
  * has come. */
-static tb_status wait_change(const tb__inquiry *inquiry, const char *prefix, int64_t until_ms, uint64_t *revision) {
-    int left = tb__ms_until(until_ms < inquiry->deadline_ms ? until_ms : inquiry->deadline_ms);
+static tb_status wait_change(const tb__store_deadline *deadline, const char *prefix, int64_t until_ms,
+                             uint64_t *revision) {
+    int left = tb__ms_until(until_ms < deadline->deadline_ms ? until_ms : deadline->deadline_ms);
     if (left == 0)
         return TB_TIMEOUT;
-    return tb__store_wait_change(inquiry->store, prefix, *revision, left, revision);
+    return tb__store_wait_change(deadline->store, prefix, *revision, left, revision);
 }
 
 static tb_status seat_taken(const char *group, int32_t index, const tb__store_value *present) {
@@ -49,7 +50,7 @@ static bool is_mine(const tb__store_value *present, int32_t index, const tb__sea
 }
 
 /* `revision` is that of the claim. */
-static tb_status sit_down(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+static tb_status sit_down(const tb__store_deadline *deadline, const char *group, int32_t index, const tb__seat *mine,
                           bool is_again, int64_t until_ms, uint64_t *revision) {
     tb__key key = tb__key_of_seat(group, index);
     tb__seat_bytes bytes = {0};
@@ -57,15 +58,15 @@ static tb_status sit_down(const tb__inquiry *inquiry, const char *group, int32_t
     uint64_t expected = 0, since = 0;
     for (;;) {
         tb__store_value present;
-        TB_TRY(tb__inquiry_continue(inquiry));
-        tb_status status = tb__store_compare_and_set(inquiry->store, key.text, expected, bytes.data, bytes.nbytes,
+        TB_TRY(tb__store_deadline_continue(deadline));
+        tb_status status = tb__store_compare_and_set(deadline->store, key.text, expected, bytes.data, bytes.nbytes,
                                                      TB__STORE_EPHEMERAL, revision, &present);
         if (status != TB_CONFLICT)
             return status;
         expected = is_mine(&present, index, mine, is_again) ? present.revision : 0;
         if (present.revision > since)
             since = present.revision;
-        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(inquiry, key.text, until_ms, &since);
+        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(deadline, key.text, until_ms, &since);
         if (status == TB_TIMEOUT)
             status = seat_taken(group, index, &present);
         tb__store_value_fini(&present);
@@ -89,14 +90,14 @@ static tb_status compare_size(const tb__store_entry *entry, const char *group, c
                     group, other.size, tb__seat_describe(&other).text, key.index, mine->size);
 }
 
-static tb_status agree_on_size(const tb__inquiry *inquiry, const char *group, const tb__seat *mine, int64_t until_ms,
-                               uint64_t revision) {
+static tb_status agree_on_size(const tb__store_deadline *deadline, const char *group, const tb__seat *mine,
+                               int64_t until_ms, uint64_t revision) {
     tb__key prefix = tb__key_of_group(group);
     for (;;) {
         tb__store_entries entries;
         tb_status status = TB_OK;
-        TB_TRY(tb__inquiry_continue(inquiry));
-        TB_TRY(tb__store_list(inquiry->store, prefix.text, &entries));
+        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_list(deadline->store, prefix.text, &entries));
         for (size_t i = 0; i < entries.count && status == TB_OK; i++)
             status = compare_size(&entries.item[i], group, mine, revision);
         uint64_t since = entries.revision;
@@ -104,37 +105,37 @@ static tb_status agree_on_size(const tb__inquiry *inquiry, const char *group, co
         if (status == TB_OK)
             return TB_OK;
         tb__saved_detail why = tb__save_detail();
-        status = wait_change(inquiry, prefix.text, until_ms, &since);
+        status = wait_change(deadline, prefix.text, until_ms, &since);
         if (status == TB_TIMEOUT)
             return tb__fail(TB_CONFLICT, "%s", why.text);
         TB_TRY(status);
     }
 }
 
-tb_status tb__seat_give_up(const tb__inquiry *inquiry, const char *group, int32_t index, tb_status status) {
+tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group, int32_t index, tb_status status) {
     tb__saved_detail why = tb__save_detail();
     /* If this fails, too, then claiming it again finds out whose it is. */
     if (status != TB_LOST) {
-        tb__store_set_timeout(inquiry->store, UNDO_MS);
-        (void)tb__store_delete(inquiry->store, tb__key_of_seat(group, index).text);
+        tb__store_set_timeout(deadline->store, UNDO_MS);
+        (void)tb__store_delete(deadline->store, tb__key_of_seat(group, index).text);
     }
     return tb__fail(status, "%s", why.text);
 }
 
-tb_status tb__seat_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const tb__seat *mine,
+tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index, const tb__seat *mine,
                          bool is_again) {
-    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(inquiry->store);
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
     uint64_t revision = 0;
-    TB_TRY(sit_down(inquiry, group, index, mine, is_again, until_ms, &revision));
-    tb_status status = agree_on_size(inquiry, group, mine, until_ms, revision);
-    return status == TB_OK ? TB_OK : tb__seat_give_up(inquiry, group, index, status);
+    TB_TRY(sit_down(deadline, group, index, mine, is_again, until_ms, &revision));
+    tb_status status = agree_on_size(deadline, group, mine, until_ms, revision);
+    return status == TB_OK ? TB_OK : tb__seat_give_up(deadline, group, index, status);
 }
 
 /* Adds 1 to a counter; `before` is what it was. */
-static tb_status count_up(const tb__inquiry *inquiry, const char *key, int64_t max, int64_t *before) {
+static tb_status count_up(const tb__store_deadline *deadline, const char *key, int64_t max, int64_t *before) {
     tb__store_value value;
-    TB_TRY(tb__inquiry_continue(inquiry));
-    TB_TRY(tb__store_get(inquiry->store, key, &value));
+    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_get(deadline->store, key, &value));
     for (;;) {
         int64_t number = 0;
         uint64_t expected = value.revision;
@@ -146,8 +147,8 @@ static tb_status count_up(const tb__inquiry *inquiry, const char *key, int64_t m
             return tb__fail(TB_TOO_BIG, "the store's counter '%s' has reached %" PRId64, key, max);
         char text[24];
         int length = snprintf(text, sizeof text, "%" PRId64, number + 1);
-        TB_TRY(tb__inquiry_continue(inquiry));
-        tb_status status = tb__store_compare_and_set(inquiry->store, key, expected, text, (size_t)length,
+        TB_TRY(tb__store_deadline_continue(deadline));
+        tb_status status = tb__store_compare_and_set(deadline->store, key, expected, text, (size_t)length,
                                                      TB__STORE_PERMANENT, NULL, &value);
         if (status == TB_OK)
             *before = number;
@@ -157,11 +158,11 @@ static tb_status count_up(const tb__inquiry *inquiry, const char *key, int64_t m
 }
 
 /* TB_CONFLICT if the rank is in use. */
-static tb_status take_rank(const tb__inquiry *inquiry, int32_t rank, const char *holder) {
+static tb_status take_rank(const tb__store_deadline *deadline, int32_t rank, const char *holder) {
     tb__store_value present;
     tb__key key = tb__key_of_rank(rank);
-    TB_TRY(tb__inquiry_continue(inquiry));
-    tb_status status = tb__store_compare_and_set(inquiry->store, key.text, 0, holder, strlen(holder),
+    TB_TRY(tb__store_deadline_continue(deadline));
+    tb_status status = tb__store_compare_and_set(deadline->store, key.text, 0, holder, strlen(holder),
                                                  TB__STORE_EPHEMERAL, NULL, &present);
     if (status == TB_CONFLICT) {
         tb__log(TB_LOG_INFO, "directory: bus rank %" PRId32 " is in use by %.400s", rank, (const char *)present.data);
@@ -170,27 +171,27 @@ static tb_status take_rank(const tb__inquiry *inquiry, int32_t rank, const char 
     return status;
 }
 
-static tb_status take_last_rank(const tb__inquiry *inquiry, const char *group, int32_t index, const char *holder,
-                                int32_t *rank) {
+static tb_status take_last_rank(const tb__store_deadline *deadline, const char *group, int32_t index,
+                                const char *holder, int32_t *rank) {
     tb__store_value value;
     tb__key key = tb__key_of_last(group, index);
     int64_t last = 0;
-    TB_TRY(tb__inquiry_continue(inquiry));
-    TB_TRY(tb__store_get(inquiry->store, key.text, &value));
+    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_get(deadline->store, key.text, &value));
     bool has_last = tb__number_decode(&value, TB_MAX_RANKS - 1, &last);
     tb__store_value_fini(&value);
     if (!has_last)
         return TB_CONFLICT;
-    TB_TRY(take_rank(inquiry, (int32_t)last, holder));
+    TB_TRY(take_rank(deadline, (int32_t)last, holder));
     *rank = (int32_t)last;
     return TB_OK;
 }
 
-static tb_status take_new_rank(const tb__inquiry *inquiry, const char *holder, int32_t *rank) {
+static tb_status take_new_rank(const tb__store_deadline *deadline, const char *holder, int32_t *rank) {
     for (;;) {
         int64_t number;
-        TB_TRY(count_up(inquiry, "next_rank", TB_MAX_RANKS, &number));
-        tb_status status = take_rank(inquiry, (int32_t)number, holder);
+        TB_TRY(count_up(deadline, "next_rank", TB_MAX_RANKS, &number));
+        tb_status status = take_rank(deadline, (int32_t)number, holder);
         if (status == TB_OK)
             *rank = (int32_t)number;
         if (status != TB_CONFLICT)
@@ -198,24 +199,24 @@ static tb_status take_new_rank(const tb__inquiry *inquiry, const char *holder, i
     }
 }
 
-tb_status tb__rank_claim(const tb__inquiry *inquiry, const char *group, int32_t index, const char *holder,
+tb_status tb__rank_claim(const tb__store_deadline *deadline, const char *group, int32_t index, const char *holder,
                          int32_t *rank, uint64_t *incarnation) {
     int64_t before;
-    tb_status status = take_last_rank(inquiry, group, index, holder, rank);
+    tb_status status = take_last_rank(deadline, group, index, holder, rank);
     if (status == TB_CONFLICT)
-        status = take_new_rank(inquiry, holder, rank);
+        status = take_new_rank(deadline, holder, rank);
     TB_TRY(status);
-    TB_TRY(count_up(inquiry, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
+    TB_TRY(count_up(deadline, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
     *incarnation = (uint64_t)before + 1;
     return TB_OK;
 }
 
 /* Makes a counter at least this much; `reached` is what it is then. */
-static tb_status raise_to(const tb__inquiry *inquiry, const char *key, int64_t least, int64_t *reached) {
+static tb_status raise_to(const tb__store_deadline *deadline, const char *key, int64_t least, int64_t *reached) {
     for (;;) {
         tb__store_value value;
-        TB_TRY(tb__inquiry_continue(inquiry));
-        TB_TRY(tb__store_get(inquiry->store, key, &value));
+        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_get(deadline->store, key, &value));
         uint64_t expected = value.revision;
         *reached = 0;
         (void)tb__number_decode(&value, INT64_MAX, reached);
@@ -224,8 +225,8 @@ static tb_status raise_to(const tb__inquiry *inquiry, const char *key, int64_t l
             return TB_OK;
         char text[24];
         int length = snprintf(text, sizeof text, "%" PRId64, least);
-        TB_TRY(tb__inquiry_continue(inquiry));
-        tb_status status = tb__store_compare_and_set(inquiry->store, key, expected, text, (size_t)length,
+        TB_TRY(tb__store_deadline_continue(deadline));
+        tb_status status = tb__store_compare_and_set(deadline->store, key, expected, text, (size_t)length,
                                                      TB__STORE_PERMANENT, NULL, NULL);
         if (status == TB_OK)
             *reached = least;
@@ -234,20 +235,20 @@ static tb_status raise_to(const tb__inquiry *inquiry, const char *key, int64_t l
     }
 }
 
-tb_status tb__ranks_reserve(const tb__inquiry *inquiry, int32_t next_rank) {
+tb_status tb__ranks_reserve(const tb__store_deadline *deadline, int32_t next_rank) {
     int64_t reached;
-    return raise_to(inquiry, "next_rank", next_rank, &reached);
+    return raise_to(deadline, "next_rank", next_rank, &reached);
 }
 
 /* Whoever has the rank may be about to be found dead. */
-static tb_status hold_rank(const tb__inquiry *inquiry, const char *holder, int32_t rank) {
+static tb_status hold_rank(const tb__store_deadline *deadline, const char *holder, int32_t rank) {
     tb__key key = tb__key_of_rank(rank);
-    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(inquiry->store);
+    int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
     uint64_t expected = 0, since = 0;
     for (;;) {
         tb__store_value present;
-        TB_TRY(tb__inquiry_continue(inquiry));
-        tb_status status = tb__store_compare_and_set(inquiry->store, key.text, expected, holder, strlen(holder),
+        TB_TRY(tb__store_deadline_continue(deadline));
+        tb_status status = tb__store_compare_and_set(deadline->store, key.text, expected, holder, strlen(holder),
                                                      TB__STORE_EPHEMERAL, NULL, &present);
         if (status != TB_CONFLICT)
             return status;
@@ -255,7 +256,7 @@ static tb_status hold_rank(const tb__inquiry *inquiry, const char *holder, int32
         expected = present.data && strcmp(present.data, holder) == 0 ? present.revision : 0;
         if (present.revision > since)
             since = present.revision;
-        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(inquiry, key.text, until_ms, &since);
+        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(deadline, key.text, until_ms, &since);
         if (status == TB_TIMEOUT)
             status = tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by %.300s", rank,
                               (const char *)present.data);
@@ -264,20 +265,20 @@ static tb_status hold_rank(const tb__inquiry *inquiry, const char *holder, int32
     }
 }
 
-tb_status tb__rank_reclaim(const tb__inquiry *inquiry, const char *holder, int32_t rank, uint64_t incarnation) {
+tb_status tb__rank_reclaim(const tb__store_deadline *deadline, const char *holder, int32_t rank, uint64_t incarnation) {
     tb__key key = tb__key_of_counter("incarnations", rank);
     int64_t reached;
-    TB_TRY(hold_rank(inquiry, holder, rank));
-    TB_TRY(raise_to(inquiry, key.text, (int64_t)incarnation, &reached));
+    TB_TRY(hold_rank(deadline, holder, rank));
+    TB_TRY(raise_to(deadline, key.text, (int64_t)incarnation, &reached));
     if (reached > (int64_t)incarnation)
         return tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by a process that has ended", rank);
     return TB_OK;
 }
 
-tb_status tb__seat_remember(const tb__inquiry *inquiry, const char *group, int32_t index, int32_t rank) {
+tb_status tb__seat_remember(const tb__store_deadline *deadline, const char *group, int32_t index, int32_t rank) {
     char text[16];
     int length = snprintf(text, sizeof text, "%" PRId32, rank);
-    TB_TRY(tb__inquiry_continue(inquiry));
-    return tb__store_set(inquiry->store, tb__key_of_last(group, index).text, text, (size_t)length, TB__STORE_PERMANENT,
+    TB_TRY(tb__store_deadline_continue(deadline));
+    return tb__store_set(deadline->store, tb__key_of_last(group, index).text, text, (size_t)length, TB__STORE_PERMANENT,
                          NULL);
 }

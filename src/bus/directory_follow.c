@@ -40,16 +40,16 @@ void tb__directory_set_state(tb__directory *d, tb_status state) {
         d->has_warned = false;
 }
 
-tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry) {
+tb_status tb__directory_know_store(tb__directory *d, const tb__store_deadline *deadline) {
     uint64_t number[2];
     char mark[33] = "";
     tb__store_value present = {0};
     if (getrandom(number, sizeof number, 0) != (ssize_t)sizeof number)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     snprintf(mark, sizeof mark, "%016" PRIx64 "%016" PRIx64, number[0], number[1]);
-    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_deadline_continue(deadline));
     tb_status status =
-        tb__store_compare_and_set(inquiry->store, "mark", 0, mark, strlen(mark), TB__STORE_PERMANENT, NULL, &present);
+        tb__store_compare_and_set(deadline->store, "mark", 0, mark, strlen(mark), TB__STORE_PERMANENT, NULL, &present);
     if (status == TB_CONFLICT) {
         snprintf(mark, sizeof mark, "%s", present.data ? (const char *)present.data : "");
         tb__store_value_fini(&present);
@@ -116,8 +116,8 @@ static void tell(const tb__directory *d) {
         d->opts.changed(d->opts.arg);
 }
 
-tb__inquiry tb__directory_begin(int timeout_ms) {
-    return (tb__inquiry){.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
+tb__store_deadline tb__directory_begin(int timeout_ms) {
+    return (tb__store_deadline){.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
 }
 
 tb__seat tb__directory_seat(const tb__directory *d, int32_t size) {
@@ -128,20 +128,20 @@ tb__seat tb__directory_seat(const tb__directory *d, int32_t size) {
 
 /* Everything that this process says, once more. The store may have forgotten all of it, or in etcd still have what was
  * written before. */
-static tb_status say_again(tb__directory *d, const tb__inquiry *inquiry) {
+static tb_status say_again(tb__directory *d, const tb__store_deadline *deadline) {
     for (size_t i = 0; i < d->seats.count; i++) {
         const tb__own_seat *own = &d->seats.item[i];
         tb__seat seat = tb__directory_seat(d, own->size);
-        TB_TRY(tb__seat_claim(inquiry, own->group, own->index, &seat, true));
-        TB_TRY(tb__seat_remember(inquiry, own->group, own->index, d->self.rank));
+        TB_TRY(tb__seat_claim(deadline, own->group, own->index, &seat, true));
+        TB_TRY(tb__seat_remember(deadline, own->group, own->index, d->self.rank));
     }
-    TB_TRY(tb__directory_clear_notes(d, inquiry));
+    TB_TRY(tb__directory_clear_notes(d, deadline));
     for (size_t i = 0; i < d->notes.count; i++) {
         const tb__own_note *note = &d->notes.item[i];
-        TB_TRY(tb__inquiry_continue(inquiry));
+        TB_TRY(tb__store_deadline_continue(deadline));
         TB_TRY(tb__store_set(d->store, note->key, note->data, note->nbytes, TB__STORE_EPHEMERAL, NULL));
     }
-    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_deadline_continue(deadline));
     return tb__directory_look(d, true);
 }
 
@@ -160,12 +160,12 @@ static tb_status come_back(tb__directory *d) {
         tb__store_hang_up(store);
     pthread_mutex_unlock(&d->lock);
     tb__store_close(before);
-    tb__inquiry inquiry = tb__directory_begin(d->opts.timeout_ms);
-    inquiry.store = store;
-    TB_TRY(tb__ranks_reserve(&inquiry, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
-    TB_TRY(tb__directory_know_store(d, &inquiry));
-    TB_TRY(tb__rank_reclaim(&inquiry, d->holder, d->self.rank, d->self.incarnation));
-    return say_again(d, &inquiry);
+    tb__store_deadline deadline = tb__directory_begin(d->opts.timeout_ms);
+    deadline.store = store;
+    TB_TRY(tb__ranks_reserve(&deadline, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
+    TB_TRY(tb__directory_know_store(d, &deadline));
+    TB_TRY(tb__rank_reclaim(&deadline, d->holder, d->self.rank, d->self.incarnation));
+    return say_again(d, &deadline);
 }
 
 /* Waits for the call that has the turn, which can't last: it has a deadline, and the connection is gone. */

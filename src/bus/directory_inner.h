@@ -61,17 +61,17 @@ void tb__directory_set_state(tb__directory *d, tb_status state);
 tb_status tb__directory_look(tb__directory *d, bool is_other_store);
 
 /* Finds out whether this is the store that it was before. With the turn. */
-tb_status tb__directory_know_store(tb__directory *d, const tb__inquiry *inquiry);
+tb_status tb__directory_know_store(tb__directory *d, const tb__store_deadline *deadline);
 
-/* The same by the inquiry's deadline. */
-tb_status tb__directory_look_within(tb__directory *d, const tb__inquiry *inquiry);
+/* The same by the deadline's deadline. */
+tb_status tb__directory_look_within(tb__directory *d, const tb__store_deadline *deadline);
 
 /* Waits for the calls before it and, if it needs the store, until that is there. */
-tb_status tb__directory_take_turn(tb__directory *d, tb__inquiry *inquiry, bool needs_store);
+tb_status tb__directory_take_turn(tb__directory *d, tb__store_deadline *deadline, bool needs_store);
 /* Its value is `status`, that of the call. */
 tb_status tb__directory_end_turn(tb__directory *d, tb_status status);
 /* A call that the store was lost under does what it does once more when the store is back. */
-bool tb__directory_is_worth_another_turn(const tb__inquiry *inquiry, tb_status status);
+bool tb__directory_is_worth_another_turn(const tb__store_deadline *deadline, tb_status status);
 
 void tb__directory_set_silent(tb__directory *d, bool is_silent);
 
@@ -79,13 +79,13 @@ void tb__directory_set_silent(tb__directory *d, bool is_silent);
 const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);
 
 /* Deletes what was withdrawn. With the turn. */
-tb_status tb__directory_clear_notes(tb__directory *d, const tb__inquiry *inquiry);
+tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *deadline);
 /* Has that done as soon as the store answers. */
 void tb__directory_make_up(tb__directory *d);
 void tb__directory_free_notes(tb__directory *d);
 
 /* What a call has until its timeout is over. */
-tb__inquiry tb__directory_begin(int timeout_ms);
+tb__store_deadline tb__directory_begin(int timeout_ms);
 
 /* The process in one of its seats, as others see it. */
 tb__seat tb__directory_seat(const tb__directory *d, int32_t size);

@@ -65,9 +65,9 @@ static tb__own_note *first_owed(tb__directory *d) {
     return owed;
 }
 
-tb_status tb__directory_clear_notes(tb__directory *d, const tb__inquiry *inquiry) {
+tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *deadline) {
     for (tb__own_note *note; (note = first_owed(d));) {
-        TB_TRY(tb__inquiry_continue(inquiry));
+        TB_TRY(tb__store_deadline_continue(deadline));
         TB_TRY(tb__store_delete(d->store, note->key));
         drop_note(d, note);
     }
@@ -84,9 +84,9 @@ static bool owes(const tb__directory *d) {
     return is_owing;
 }
 
-static tb_status clear_and_look(tb__directory *d, const tb__inquiry *inquiry) {
-    TB_TRY(tb__directory_clear_notes(d, inquiry));
-    return tb__directory_look_within(d, inquiry);
+static tb_status clear_and_look(tb__directory *d, const tb__store_deadline *deadline) {
+    TB_TRY(tb__directory_clear_notes(d, deadline));
+    return tb__directory_look_within(d, deadline);
 }
 
 static void *make_up(void *arg) {
@@ -98,10 +98,10 @@ static void *make_up(void *arg) {
             continue;
         }
         pthread_mutex_unlock(&d->lock);
-        tb__inquiry inquiry = tb__directory_begin(d->opts.timeout_ms);
-        tb_status status = tb__directory_take_turn(d, &inquiry, true);
+        tb__store_deadline deadline = tb__directory_begin(d->opts.timeout_ms);
+        tb_status status = tb__directory_take_turn(d, &deadline, true);
         if (status == TB_OK)
-            status = tb__directory_end_turn(d, clear_and_look(d, &inquiry));
+            status = tb__directory_end_turn(d, clear_and_look(d, &deadline));
         struct timespec until = tb__time_of_ms(tb__now_ms() + RETRY_MS);
         pthread_mutex_lock(&d->lock);
         while (status != TB_OK && !d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
@@ -132,21 +132,21 @@ static tb_status check_note(const tb__directory *d, const char *group, int32_t i
     return TB_OK;
 }
 
-static tb_status write_note(tb__directory *d, const tb__inquiry *inquiry, const char *key, const void *data,
+static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline, const char *key, const void *data,
                             size_t nbytes) {
-    TB_TRY(tb__inquiry_continue(inquiry));
+    TB_TRY(tb__store_deadline_continue(deadline));
     TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
-    tb_status status = tb__directory_look_within(d, inquiry);
+    tb_status status = tb__directory_look_within(d, deadline);
     if (status != TB_TOO_BIG)
         return status;
     /* All notes together are more than can be listed, and nobody could see anything any more. */
     tb__saved_detail why = tb__save_detail();
-    if (tb__inquiry_continue(inquiry) == TB_OK)
+    if (tb__store_deadline_continue(deadline) == TB_OK)
         (void)tb__store_delete(d->store, key);
     return tb__fail(TB_TOO_BIG, "%s", why.text);
 }
 
-static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const char *topic, const char *group,
+static tb_status publish(tb__directory *d, const tb__store_deadline *deadline, const char *topic, const char *group,
                          int32_t index, const void *data, size_t nbytes) {
     tb__key key = tb__key_of_note(topic, group, index);
     TB_TRY(check_note(d, group, index));
@@ -160,7 +160,7 @@ static tb_status publish(tb__directory *d, const tb__inquiry *inquiry, const cha
     }
     if (nbytes > 0)
         memcpy(copy, data, nbytes);
-    tb_status status = write_note(d, inquiry, key.text, data, nbytes);
+    tb_status status = write_note(d, deadline, key.text, data, nbytes);
     pthread_mutex_lock(&d->lock);
     if (status == TB_OK) {
         void *before = note->data;
@@ -182,18 +182,18 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
     TB_TRY(tb__name_check("group", group));
     if (nbytes > TB__DIRECTORY_MAX_NOTE)
         return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &inquiry, true));
-        status = tb__directory_end_turn(directory, publish(directory, &inquiry, topic, group, index, data, nbytes));
-    } while (tb__directory_is_worth_another_turn(&inquiry, status));
+        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
+        status = tb__directory_end_turn(directory, publish(directory, &deadline, topic, group, index, data, nbytes));
+    } while (tb__directory_is_worth_another_turn(&deadline, status));
     if (status != TB_OK)
         tb__directory_make_up(directory);
     return status;
 }
 
-static tb_status withdraw(tb__directory *d, const tb__inquiry *inquiry, const char *key, const char *group,
+static tb_status withdraw(tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *group,
                           int32_t index) {
     TB_TRY(check_note(d, group, index));
     tb__own_note *note = find_note(d, key);
@@ -203,7 +203,7 @@ static tb_status withdraw(tb__directory *d, const tb__inquiry *inquiry, const ch
     note->is_withdrawn = true;
     bool is_there = d->state == TB_OK;
     pthread_mutex_unlock(&d->lock);
-    return is_there ? clear_and_look(d, inquiry) : TB_OK;
+    return is_there ? clear_and_look(d, deadline) : TB_OK;
 }
 
 /* What can be said without the store: TB_TIMEOUT if that has to be asked, and does not answer. */
@@ -226,16 +226,16 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
     tb__key key = tb__key_of_note(topic, group, index);
-    tb__inquiry inquiry = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
     bool is_over;
     tb_status status = withdraw_unasked(directory, key.text, &is_over);
     while (!is_over) {
-        status = tb__directory_take_turn(directory, &inquiry, false);
+        status = tb__directory_take_turn(directory, &deadline, false);
         if (status == TB_OK)
-            status = tb__directory_end_turn(directory, withdraw(directory, &inquiry, key.text, group, index));
+            status = tb__directory_end_turn(directory, withdraw(directory, &deadline, key.text, group, index));
         else if (status == TB_TIMEOUT)
             tb__directory_set_silent(directory, true);
-        is_over = !tb__directory_is_worth_another_turn(&inquiry, status);
+        is_over = !tb__directory_is_worth_another_turn(&deadline, status);
     }
     if (status != TB_OK)
         tb__directory_make_up(directory);

@@ -1,5 +1,5 @@
 /* One transfer of a whole model, whichever part this process has in it. */
-#include "bus/accord.h"
+#include "bus/exchange.h"
 
 #include "base/opts.h"
 
@@ -9,15 +9,15 @@
 /* Whether it is on the sending side, on the other, or on both, over all pairs of the batch. */
 static tb_status find_parts(const tb_batch *batch, const char *from, bool *sends, bool *receives, char **to) {
     bool is_known = false;
-    for (size_t i = 0; i < batch->accords.count; i++) {
-        const tb__accord *accord = batch->accords.item[i];
+    for (size_t i = 0; i < batch->exchanges.count; i++) {
+        const tb__exchange *exchange = batch->exchanges.item[i];
         for (int side = 0; side < 2; side++) {
-            if (strcmp(accord->pair->sides[side].group, from) != 0)
+            if (strcmp(exchange->pair->sides[side].group, from) != 0)
                 continue;
             is_known = true;
-            *sends |= accord->sides[side].is_here;
-            *receives |= accord->sides[!side].is_here;
-            *to = accord->pair->sides[!side].group;
+            *sends |= exchange->sides[side].is_here;
+            *receives |= exchange->sides[!side].is_here;
+            *to = exchange->pair->sides[!side].group;
         }
     }
     return is_known ? TB_OK : tb__fail(TB_INVALID, "group '%.100s' is in no pair of batch '%s'", from, batch->name);

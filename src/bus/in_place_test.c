@@ -1,8 +1,8 @@
 /* Source and target in one allocation, and how much memory a transfer may use. Every rank is in both groups: it sends
  * as one and receives as the other. */
-#include "bus/accord.h"
 #include "bus/bus_test.h"
-#include "exec/flow_inside.h"
+#include "bus/exchange.h"
+#include "flow/flow_inside.h"
 
 enum { SIDE = 48, NRANKS = 4 }; /* a square matrix: all parts have the same size */
 
@@ -153,7 +153,7 @@ static void much(rank *r) {
             part_poison(&s.w);
         check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
         check_ok(tb_wait(t, TB_COMMITTED, -1));
-        const tb__flow *flow = s.batch->accords.item[0]->flows[0]; /* from a to b */
+        const tb__flow *flow = s.batch->exchanges.item[0]->flows[0]; /* from a to b */
         check(flow->staged_most > 0 && flow->staged_most <= STAGING && flow->staged == 0);
         for (size_t i = 0; is_partial && !is_a(r) && i < s.w.count; i++)
             check(s.w.data[i] == 2 * part_value(&s.w, i, version));

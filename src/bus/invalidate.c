@@ -1,8 +1,8 @@
 /* Memory that the program invalidates: whoever has tensors in it is told, and waited for. */
-#include "bus/accord.h"
+#include "bus/exchange.h"
 
-#include "exec/region.h"
 #include "layout/overlap.h"
+#include "loop/region.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -50,10 +50,10 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
         batch->tensors.item[i]->is_invalidated |= meets;
         has_some |= meets;
     }
-    for (size_t i = 0; has_some && i < batch->accords.count; i++) {
+    for (size_t i = 0; has_some && i < batch->exchanges.count; i++) {
         for (int src = 0; src < 2; src++) {
             const char *tensor = "";
-            tb__flow *flow = batch->accords.item[i]->flows[src];
+            tb__flow *flow = batch->exchanges.item[i]->flows[src];
             if (!flow || !tb__flow_mark_invalidated(flow, &tensor))
                 continue;
             snprintf(still, room, "tensor '%.100s' of batch '%s'", tensor, batch->name);
@@ -84,18 +84,18 @@ tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) 
     invalidation t = {.world = world, .first = (uintptr_t)base};
     if (__builtin_add_overflow(t.first, nbytes, &t.last))
         return tb__fail(TB_INVALID, "%zu bytes at %p are no memory", nbytes, base);
-    if (tb__engine_is_driver(world->engine))
+    if (tb__loop_is_driver(world->loop))
         return tb__fail(TB_REFUSED, "memory can't be invalidated by a function that the library calls: it would wait "
                                     "for itself");
     int64_t deadline_ms = tb__world_deadline(world, 0);
-    if (!tb__engine_lock_until(world->engine, deadline_ms))
+    if (!tb__loop_lock_until(world->loop, deadline_ms))
         return tb__fail(TB_TIMEOUT,
                         "%zu bytes at %p may still be in use by a transfer whose progress function has not "
                         "returned",
                         nbytes, base);
-    tb__regions_invalidate(world->engine, base, nbytes);
-    bool is_ours = nbytes == 0 || tb__engine_wait(world->engine, is_free, &t, deadline_ms);
-    tb__engine_unlock(world->engine);
+    tb__regions_invalidate(world->loop, base, nbytes);
+    bool is_ours = nbytes == 0 || tb__loop_wait(world->loop, is_free, &t, deadline_ms);
+    tb__loop_unlock(world->loop);
     return is_ours ? TB_OK
                    : tb__fail(TB_TIMEOUT, "%zu bytes at %p are still in use by %s on rank %d", nbytes, base, t.still,
                               (int)world->rank);

@@ -145,7 +145,7 @@ static void name_lost(meeting *m, const char *group, int32_t seat, const tb__pee
 static bool names_lost(meeting *m, const char *group, const tb__roster *roster) {
     for (int32_t i = 0; i < roster->size; i++) {
         const tb__member *at = &roster->member[i];
-        const tb__peer *peer = tb__engine_find_peer(m->pair->world->engine, at->rank, at->incarnation);
+        const tb__peer *peer = tb__loop_find_peer(m->pair->world->loop, at->rank, at->incarnation);
         if (!peer || !peer->is_lost)
             continue;
         name_lost(m, group, i, peer);
@@ -281,7 +281,7 @@ static tb_status fail_late(const meeting *m) {
 
 /* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
 static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
-    tb__engine *engine = m->pair->world->engine;
+    tb__loop *loop = m->pair->world->loop;
     *is_whole = false;
     for (int side = 0; side < 2; side++) {
         bool has_gaps;
@@ -290,13 +290,13 @@ static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
             return TB_OK;
     }
     int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
-    bool is_done = tb__engine_wait(engine, have_answered, m, again_ms);
+    bool is_done = tb__loop_wait(loop, have_answered, m, again_ms);
     *is_whole = is_done && !m->has_lost;
     if (m->status != TB_OK || *is_whole || m->pair->has_met)
         return m->status;
     if (tb__now_ms() >= deadline_ms)
         return fail_late(m);
-    tb__engine_wait(engine, is_over, m, again_ms);
+    tb__loop_wait(loop, is_over, m, again_ms);
     return m->status;
 }
 
@@ -317,16 +317,16 @@ static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
 
 tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
     meeting m = {.pair = pair, .unwanted = unwanted};
-    tb__engine *engine = pair->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = pair->world->loop;
+    tb__loop_lock(loop);
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = ask_side(pair, &pair->sides[side]);
-    if (status == TB_OK && !tb__engine_wait(engine, have_answered, &m, deadline_ms))
+    if (status == TB_OK && !tb__loop_wait(loop, have_answered, &m, deadline_ms))
         status = fail_late(&m);
     else if (status == TB_OK && m.status == TB_OK && m.has_lost)
         status = tb__fail(TB_LOST, "pair '%s': %s", pair->name, m.missing);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     return status == TB_OK ? m.status : status;
 }
 
@@ -354,19 +354,19 @@ void tb__world_set_workers(tb_world *world) {
     cpu_set_t set;
     int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1, ranks = 1;
     tb__pack contact = {0};
-    if (tb__engine_contact(world->engine, &contact) == TB_OK)
+    if (tb__loop_contact(world->loop, &contact) == TB_OK)
         ranks = tb__directory_count_contacts(world->directory, contact.data, TB__CONTACT_PREFIX);
     tb__pack_fini(&contact);
     ranks = ranks > 0 ? ranks : 1;
     tb__workers_set(world->workers ? world->workers : cores / ranks);
-    tb__engine_lock(world->engine);
-    tb__engine_set_spin(world->engine, ranks <= cores ? SPIN_US : 0);
-    tb__engine_unlock(world->engine);
+    tb__loop_lock(world->loop);
+    tb__loop_set_spin(world->loop, ranks <= cores ? SPIN_US : 0);
+    tb__loop_unlock(world->loop);
 }
 
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room) {
     *out = '\0';
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     for (tb_pair *p = world->pairs; p; p = p->next) {
         meeting m = {.pair = p};
         if (strcmp(p->name, name) != 0 || p->has_met)
@@ -375,31 +375,31 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
         snprintf(out, room, "%s", m.status == TB_OK ? m.missing : tb_error_detail());
         break;
     }
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
 }
 
 /* Until `look` is true, or the deadline: false. */
 static bool wait_for_others(meeting *m, int64_t deadline_ms) {
-    tb__engine *engine = m->pair->world->engine;
+    tb__loop *loop = m->pair->world->loop;
     for (;;) {
         int64_t ask_ms = tb__now_ms() + ASK_MS;
-        if (tb__engine_wait(engine, look, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
+        if (tb__loop_wait(loop, look, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
             return true;
         int left_ms = tb__ms_until(deadline_ms);
         if (left_ms == 0)
             return false;
-        tb__engine_unlock(engine);
+        tb__loop_unlock(loop);
         tb__directory_ask(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
-        tb__engine_lock(engine);
+        tb__loop_lock(loop);
     }
 }
 
 tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
-    tb__engine *engine = pair->world->engine;
+    tb__loop *loop = pair->world->loop;
     meeting m = {.pair = pair, .unwanted = unwanted};
-    tb__engine_lock(engine);
+    tb__loop_lock(loop);
     if (pair->has_met) {
-        tb__engine_unlock(engine);
+        tb__loop_unlock(loop);
         return TB_OK;
     }
     bool is_whole = false;
@@ -407,7 +407,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     do {
         bool has_looked = wait_for_others(&m, deadline_ms);
         if (pair->has_met) { /* by another thread, meanwhile */
-            tb__engine_unlock(engine);
+            tb__loop_unlock(loop);
             return TB_OK;
         }
         status = has_looked ? m.status : fail_late(&m);
@@ -418,7 +418,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     uint32_t *round = tb__is_refusal(status) ? round_of(pair->world, pair->name) : NULL;
     if (round)
         *round = m.last_round + 1;
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     if (round) {
         tb__saved_detail why = tb__save_detail();
         m.refusal.status = status;
@@ -445,7 +445,7 @@ static void free_pair(tb_pair *pair) {
 static tb_status enlist(tb_pair *pair) {
     tb_world *world = pair->world;
     tb_status status = TB_OK;
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     for (const tb_pair *p = world->pairs; p && status == TB_OK; p = p->next) {
         if (strcmp(p->name, pair->name) == 0 && strcmp(p->sides[p->side].group, pair->sides[pair->side].group) == 0)
             status = tb__fail(TB_CONFLICT, "this process has made pair '%s' as group '%s' already", p->name,
@@ -457,20 +457,20 @@ static tb_status enlist(tb_pair *pair) {
         pair->next = world->pairs;
         world->pairs = pair;
     }
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     return status == TB_OK && !round ? TB_NO_MEMORY : status;
 }
 
 static void delist(const tb_pair *pair) {
     tb_world *world = pair->world;
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     for (tb_pair **at = &world->pairs; *at; at = &(*at)->next) {
         if (*at == pair) {
             *at = pair->next;
             break;
         }
     }
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
 }
 
 tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
@@ -482,11 +482,11 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     TB_TRY(tb__world_check_name("group", remote_group));
     if (!layout)
         return tb__fail(TB_INVALID, "pair '%s' needs this side's layout", name);
-    tb__engine_lock(world->engine); /* seats may be added meanwhile */
+    tb__loop_lock(world->loop); /* seats may be added meanwhile */
     const char *group = o.group ? o.group : world->seats.item[0].group;
     const tb__seat *found = tb__world_seat(world, group);
     tb__seat seat = found ? *found : (tb__seat){0};
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     if (!found)
         return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
     if (strcmp(group, remote_group) == 0)
@@ -546,7 +546,7 @@ static int32_t count_requests(const tb_pair *pair, int side, const tb__notes *no
 bool tb__pair_is_stale(const tb_pair *pair) {
     bool is_stale = false;
     tb__notes notes;
-    tb__engine_lock(pair->world->engine);
+    tb__loop_lock(pair->world->loop);
     bool has_notes = tb__directory_notes(pair->world->directory, pair->name, &notes) == TB_OK; /* the store is there */
     for (int side = 0; side < 2 && pair->has_met; side++) {
         const tb__pair_side *s = &pair->sides[side];
@@ -554,7 +554,7 @@ bool tb__pair_is_stale(const tb_pair *pair) {
             is_stale |= s->peers[i]->is_lost;
         is_stale |= has_notes && count_requests(pair, side, &notes) < s->size;
     }
-    tb__engine_unlock(pair->world->engine);
+    tb__loop_unlock(pair->world->loop);
     if (has_notes)
         tb__notes_fini(&notes);
     return is_stale;
@@ -575,9 +575,9 @@ void tb_pair_destroy(tb_pair *pair) {
     } else {
         tb__pair_withdraw(pair);
         delist(pair);
-        tb__engine_lock(world->engine);
+        tb__loop_lock(world->loop);
         tb__pair_unref(pair);
-        tb__engine_unlock(world->engine);
+        tb__loop_unlock(world->loop);
     }
     tb__world_unref(world);
 }

@@ -138,7 +138,7 @@ static void test_a_name_is_used_once(void **state) {
 /* Lets others see this process as one of another version. */
 static void announce_as(const rank *r, const char *version) {
     tb__pack contact = {0};
-    check_ok(tb__engine_contact(r->world->engine, &contact));
+    check_ok(tb__loop_contact(r->world->loop, &contact));
     size_t length = strlen(version);
     check(length == strlen(tb_version_string()));
     unsigned char *at = memmem(contact.data, contact.count, tb_version_string(), length);

@@ -1,7 +1,7 @@
 /* Plans of models, which outlive their batches: planning thousands of tensors takes long, and a batch that is made
  * again has mostly the same. A plan is found by all that it was made from, compared in full. What is kept has a bound
  * in bytes. */
-#include "bus/accord.h"
+#include "bus/exchange.h"
 
 #include "base/index.h"
 #include "ir/ir.h"
@@ -155,7 +155,7 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
     tb__plan_cache_set_time(world->cache, ++plans->clock);
     tb_status status = may_keep ? make_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
     if (status == TB_OK && may_keep) {
-        hash = tb__body_hash(key.data, key.count);
+        hash = tb__tensor_list_hash(key.data, key.count);
         struct tb__kept_plan *found = find(plans, hash, &key);
         if (found) {
             found->used = plans->clock;
@@ -184,7 +184,7 @@ void tb__plans_fini(tb__plans *plans) {
 }
 
 void tb__plans_query(const tb_world *world, tb__plans_state *out) {
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     const tb__plans *plans = &world->plans;
     *out = (tb__plans_state){.kept = plans->kept.count,
                              .nbytes = plans->nbytes + tb__plan_cache_nbytes(world->cache),
@@ -192,7 +192,7 @@ void tb__plans_query(const tb_world *world, tb__plans_state *out) {
                              .hits = plans->hits,
                              .misses = plans->misses,
                              .evicted = plans->evicted};
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
 }
 
 uint64_t tb_world_plan_bytes(const tb_world *world) {
@@ -207,8 +207,8 @@ void tb_world_plan_counters(const tb_world *world, uint64_t *hits, uint64_t *mis
     *hits = *misses = 0;
     if (tb__world_check(world, "world") != TB_OK)
         return;
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     *hits = world->plans.hits;
     *misses = world->plans.misses;
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
 }

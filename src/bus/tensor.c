@@ -1,6 +1,6 @@
 /* One tensor that this process adds: the canonical one that its view makes of what is stored, where this process has
  * its part of that, and which of its memory is padding. */
-#include "bus/accord.h"
+#include "bus/exchange.h"
 
 #include "device/host/move.h"
 #include "layout/overlap.h"

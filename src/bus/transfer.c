@@ -14,7 +14,7 @@
 
 static void tell(tb_transfer *t) {
     eventfd_write(t->event, 1);
-    tb__engine_signal(t->batch->world->engine);
+    tb__loop_signal(t->batch->world->loop);
 }
 
 static void call_back(tb_transfer *t) {
@@ -45,7 +45,7 @@ static void finish(tb_transfer *t) {
     t->task.deadline_ms = INT64_MAX;
     tb__batch_settle_version(t->batch);
     for (size_t i = 0; i < t->nparts; i++)
-        tb__accord_tell_loss(t->parts[i].accord);
+        tb__exchange_tell_loss(t->parts[i].exchange);
 }
 
 /* Ends what is under way; what is prepared ends when it is decided, and is held back no longer. Each pair says whom it
@@ -151,17 +151,17 @@ static bool step(tb__task *task) {
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
-/* On which side of the accord this process acts. */
-static tb_status choose_side(const tb__accord *accord, bool is_send, const char *group, int *out) {
-    const tb__pair_side *sides = accord->pair->sides;
-    if (!accord->sides[0].is_here || !accord->sides[1].is_here) {
-        *out = accord->sides[1].is_here;
+/* On which side of the exchange this process acts. */
+static tb_status choose_side(const tb__exchange *exchange, bool is_send, const char *group, int *out) {
+    const tb__pair_side *sides = exchange->pair->sides;
+    if (!exchange->sides[0].is_here || !exchange->sides[1].is_here) {
+        *out = exchange->sides[1].is_here;
     } else if (group) {
         *out = strcmp(sides[1].group, group) == 0;
         if (strcmp(sides[*out].group, group) != 0)
-            return tb__fail(TB_INVALID, "group '%.100s' is not in pair '%s'", group, accord->pair->name);
+            return tb__fail(TB_INVALID, "group '%.100s' is not in pair '%s'", group, exchange->pair->name);
     } else {
-        const tb_world *world = accord->world;
+        const tb_world *world = exchange->world;
         int first = 0; /* the side whose group this process entered first */
         for (size_t i = world->seats.count; i-- > 0;) {
             for (int side = 0; side < 2; side++) {
@@ -174,14 +174,14 @@ static tb_status choose_side(const tb__accord *accord, bool is_send, const char 
     return TB_OK;
 }
 
-/* Whether nothing can go through the accord any more. */
-static tb_status find_loss(const tb__accord *accord) {
-    if (accord->state == ACCORD_BROKEN)
-        return tb__fail(accord->all.status, "%s", accord->all.why);
-    for (size_t i = 0; i < accord->all.npeers; i++) {
-        if (accord->all.is_gone[i])
-            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", accord->all.peers[i]->label, accord->what,
-                            accord->pair->name);
+/* Whether nothing can go through the exchange any more. */
+static tb_status find_loss(const tb__exchange *exchange) {
+    if (exchange->state == EXCHANGE_BROKEN)
+        return tb__fail(exchange->all.status, "%s", exchange->all.why);
+    for (size_t i = 0; i < exchange->all.npeers; i++) {
+        if (exchange->all.is_gone[i])
+            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->all.peers[i]->label, exchange->what,
+                            exchange->pair->name);
     }
     return TB_OK;
 }
@@ -193,25 +193,25 @@ static tb_status skip(tb__transfer_part *p, tb_status status) {
     return p->why ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status begin_part(tb_transfer *t, tb__accord *accord) {
+static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     tb__transfer_part *p = &t->parts[t->nparts++];
     int side;
-    *p = (tb__transfer_part){.accord = accord};
-    TB_TRY(choose_side(accord, t->is_send, t->opts.group, &side));
-    tb__flow *flow = accord->flows[t->is_send ? side : !side];
+    *p = (tb__transfer_part){.exchange = exchange};
+    TB_TRY(choose_side(exchange, t->is_send, t->opts.group, &side));
+    tb__flow *flow = exchange->flows[t->is_send ? side : !side];
     if (t->opts.skip_lost) {
-        tb_status loss = find_loss(accord);
-        if (loss == TB_OK && tb__accord_is_in_doubt(accord))
-            loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", accord->pair->name, t->batch->name);
+        tb_status loss = find_loss(exchange);
+        if (loss == TB_OK && tb__exchange_is_in_doubt(exchange))
+            loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
         if (loss != TB_OK)
             return skip(p, loss);
-    } else if (accord->state == ACCORD_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
-        return tb__fail(accord->all.status, "%s", accord->all.why);
-    } else if (tb__accord_is_in_doubt(accord)) {
-        return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", accord->pair->name, t->batch->name);
+    } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
+        return tb__fail(exchange->all.status, "%s", exchange->all.why);
+    } else if (tb__exchange_is_in_doubt(exchange)) {
+        return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
     }
     p->flow = flow;
-    return t->is_send ? TB_OK : tb__accord_clear_padding(accord, !side);
+    return t->is_send ? TB_OK : tb__exchange_clear_padding(exchange, !side);
 }
 
 /* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */
@@ -221,7 +221,7 @@ static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *rece
         for (size_t j = 0; r->flow && j < sends->nparts; j++) {
             const tb__transfer_part *s = &sends->parts[j];
             if (s->flow && s->flow != r->flow)
-                TB_TRY(tb__accord_check_clash(r->accord, r->flow, s->accord, s->flow));
+                TB_TRY(tb__exchange_check_clash(r->exchange, r->flow, s->exchange, s->flow));
         }
     }
     return TB_OK;
@@ -233,8 +233,8 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
     if (*slot)
         return tb__fail(TB_REFUSED, "batch '%s' is already being %s; destroy that transfer first", batch->name,
                         is_send ? "sent" : "received");
-    for (size_t i = 0; i < batch->accords.count; i++)
-        TB_TRY(begin_part(t, batch->accords.item[i]));
+    for (size_t i = 0; i < batch->exchanges.count; i++)
+        TB_TRY(begin_part(t, batch->exchanges.item[i]));
     for (size_t i = 0; i < t->nparts; i++)
         nflows += t->parts[i].flow != NULL;
     if (nflows == 0)
@@ -250,15 +250,15 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
         tb__transfer_leg(t, i)->holds = t->opts.hold;
     }
     *slot = t;
-    tb__engine_add_task(batch->world->engine, &t->task);
+    tb__loop_add_task(batch->world->loop, &t->task);
     return TB_OK;
 }
 
 /* What an earlier receive has left open. With skip_lost, a pair that stays so is skipped. */
 static tb_status resolve(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
     tb_status status = TB_OK;
-    for (size_t i = 0; i < batch->accords.count && (status == TB_OK || opts->skip_lost); i++)
-        status = tb__accord_resolve(batch->accords.item[i], deadline_ms, opts);
+    for (size_t i = 0; i < batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++)
+        status = tb__exchange_resolve(batch->exchanges.item[i], deadline_ms, opts);
     return opts->skip_lost ? TB_OK : status;
 }
 
@@ -281,12 +281,12 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
     int event = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (event < 0)
         return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
-    tb__engine_lock(batch->world->engine);
+    tb__loop_lock(batch->world->loop);
     batch->nstarting++; /* while the lock is free, pairs must not go */
     tb_status status = resolve(batch, &o, deadline_ms);
     tb__batch_settle_version(batch);
     batch->nstarting--;
-    tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->accords.count * sizeof *t->parts) : NULL;
+    tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->exchanges.count * sizeof *t->parts) : NULL;
     if (t) {
         t->batch = batch;
         t->is_send = is_send;
@@ -298,7 +298,7 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         t->event = event;
         status = begin(batch, is_send, t);
     }
-    tb__engine_unlock(batch->world->engine);
+    tb__loop_unlock(batch->world->loop);
     if (status != TB_OK || !t) {
         tb__fd_close(event);
         if (t)
@@ -318,7 +318,7 @@ tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **o
  */
 tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
     TB_TRY(tb__world_check(batch->world, "batch"));
-    tb__engine_progress(batch->world->engine);
+    tb__loop_progress(batch->world->loop);
     return start(batch, false, opts, out);
 }
 
@@ -328,14 +328,14 @@ tb_status tb_proceed(tb_transfer *t) {
     TB_TRY(tb__transfer_check(t));
     if (!t->opts.hold)
         return tb__fail(TB_INVALID, "the transfer was not begun with hold");
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
             tb__transfer_leg(t, i)->may_proceed = true;
     }
-    tb__engine_wake(engine);
-    tb__engine_unlock(engine);
+    tb__loop_wake(loop);
+    tb__loop_unlock(loop);
     return TB_OK;
 }
 
@@ -343,36 +343,36 @@ static bool has_ended(void *arg) {
     return ((const tb_transfer *)arg)->has_ended;
 }
 
-/* A step may be under way in the engine's thread, so ending it is left to that. */
+/* A step may be under way in the loop's thread, so ending it is left to that. */
 static void begin_to_cancel(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
             tb__transfer_leg(t, i)->is_cancelled = true;
     }
-    tb__engine_wake(t->batch->world->engine);
+    tb__loop_wake(t->batch->world->loop);
 }
 
 static void cancel(tb_transfer *t) {
     begin_to_cancel(t);
-    tb__engine_wait(t->batch->world->engine, has_ended, t, INT64_MAX);
+    tb__loop_wait(t->batch->world->loop, has_ended, t, INT64_MAX);
 }
 
 void tb__transfer_give_up(tb_transfer *t) {
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     if (!t->has_ended)
         begin_to_cancel(t);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
 }
 
 void tb_cancel(tb_transfer *t) {
     if (tb__transfer_check(t) != TB_OK)
         return;
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     if (!t->has_ended)
         cancel(t);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
 }
 
 void tb_transfer_destroy(tb_transfer *t) {
@@ -380,16 +380,16 @@ void tb_transfer_destroy(tb_transfer *t) {
         return;
     tb_batch *batch = t->batch;
     if (!tb__world_is_inherited(batch->world)) {
-        tb__engine *engine = batch->world->engine;
-        tb__engine_lock(engine);
+        tb__loop *loop = batch->world->loop;
+        tb__loop_lock(loop);
         if (!t->has_ended)
             cancel(t);
-        tb__engine_remove_task(engine, &t->task);
+        tb__loop_remove_task(loop, &t->task);
         if (t->is_send)
             batch->sending = NULL;
         else
             batch->receiving = NULL;
-        tb__engine_unlock(engine);
+        tb__loop_unlock(loop);
         tb__fd_close(t->event);
     }
     free_transfer(t);

@@ -1,20 +1,20 @@
 /* A transfer from inside, for the files that implement it: transfer.c moves it on, transfer_wait.c tells what has come
- * of it. All that changes in it is guarded by the engine's lock. */
+ * of it. All that changes in it is guarded by the loop's lock. */
 #ifndef TB_BUS_TRANSFER_INSIDE_H
 #define TB_BUS_TRANSFER_INSIDE_H
 
-#include "bus/accord.h"
+#include "bus/exchange.h"
 
 /* What goes through one pair. */
 typedef struct tb__transfer_part {
-    tb__accord *accord;
+    tb__exchange *exchange;
     tb__flow *flow;   /* NULL: it is skipped ... */
     tb_status status; /* ... for this reason */
     char *why;
 } tb__transfer_part;
 
 struct tb_transfer {
-    tb__task task; /* first: the engine finds the transfer through it */
+    tb__task task; /* first: the loop finds the transfer through it */
     tb_batch *batch;
     bool is_send;
     bool has_ended;
@@ -29,7 +29,7 @@ struct tb_transfer {
     tb__phases phases;
     int event; /* a descriptor, readable when there is news */
     tb_transfer_opts opts;
-    int64_t told;  /* bytes, to the callback */
+    int64_t told;         /* bytes, to the callback */
     size_t nended;        /* legs */
     uint32_t groups_done; /* of all pairs together, when it was last looked at */
     size_t nparts;

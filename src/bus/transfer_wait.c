@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-/* What the engine adds to a deadline before a wait without one of its own stops believing in it: the time in which the
+/* What the loop adds to a deadline before a wait without one of its own stops believing in it: the time in which the
  * store is asked how a shadowed receive has ended. */
 enum { GRACE_MS = 6000 };
 
@@ -62,28 +62,28 @@ void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
     *out = (tb_transfer_state){.status = tb__transfer_check(t)};
     if (out->status != TB_OK)
         return;
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     tb__transfer_get_state(t, out);
     clear_news(t);
     if (t->status != TB_OK)
         tb__set_detail("%s", t->why);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
 }
 
 bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
     if (i >= t->nparts)
         return false;
-    tb__engine_lock(t->batch->world->engine);
-    *pair = t->parts[i].accord->pair->name;
+    tb__loop_lock(t->batch->world->loop);
+    *pair = t->parts[i].exchange->pair->name;
     *bytes_done = t->parts[i].flow ? tb__flow_leg(t->parts[i].flow, t->is_send)->bytes_done : 0;
-    tb__engine_unlock(t->batch->world->engine);
+    tb__loop_unlock(t->batch->world->loop);
     return true;
 }
 
 static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *pair) {
     for (size_t i = 0; i < t->nparts; i++) {
-        if (strcmp(t->parts[i].accord->pair->name, pair->name) == 0)
+        if (strcmp(t->parts[i].exchange->pair->name, pair->name) == 0)
             return &t->parts[i];
     }
     return NULL;
@@ -91,8 +91,8 @@ static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *p
 
 tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
     TB_TRY(tb__transfer_check(t));
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     const tb__transfer_part *p = find_part(t, pair);
     const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
     tb_transfer_state state = {.attempt = UINT64_MAX};
@@ -107,7 +107,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     add_times(t, &state);
     if (state.status != TB_OK)
         tb__set_detail("%s", leg ? leg->why : p->why);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     if (!p)
         return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
     *out = state;
@@ -151,9 +151,9 @@ static void describe_wait(const tb_transfer *t, char *out, size_t room) {
 
 /* With the lock held; what came about, or why it did not. */
 static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, int timeout_ms, const char *what) {
-    tb__engine *engine = t->batch->world->engine;
+    tb__loop *loop = t->batch->world->loop;
     int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms + GRACE_MS : tb__now_ms() + timeout_ms;
-    bool is_over = tb__engine_wait(engine, is_true, w, deadline_ms);
+    bool is_over = tb__loop_wait(loop, is_true, w, deadline_ms);
     clear_news(t);
     if (t->status != TB_OK && !(t->events & w->event))
         return tb__fail(t->status, "%s", t->why);
@@ -193,22 +193,22 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
             return tb__fail(TB_INVALID, "%s",
                             t->is_send ? "what is sent is released, and does not arrive here"
                                        : "what is received arrives, and is not released");
-        tb__engine *engine = t->batch->world->engine;
-        tb__engine_lock(engine);
+        tb__loop *loop = t->batch->world->loop;
+        tb__loop_lock(loop);
         take_groups(t, UINT32_MAX);
         tb_status status = wait(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
-        tb__engine_unlock(engine);
+        tb__loop_unlock(loop);
         return status;
     }
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
 }
 
 tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     take_groups(t, UINT32_MAX);
     tb_status status = wait(t, has_event, &(waiting){.t = t, .event = events}, -1, "gone on");
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     return status;
 }
 
@@ -218,13 +218,13 @@ tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
         return tb__fail(TB_INVALID, "groups arrive where they are received");
     if (group == UINT32_MAX)
         return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
-    tb__engine *engine = t->batch->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = t->batch->world->loop;
+    tb__loop_lock(loop);
     waiting w = {.t = t, .group = group};
     bool had = has_group(&w) && !t->has_ended;
     tb_status status = had ? TB_OK : wait(t, has_group, &w, timeout_ms, "all of the group");
     if (status == TB_OK)
         take_groups(t, group);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     return status;
 }

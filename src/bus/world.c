@@ -33,7 +33,7 @@ bool tb__world_is_inherited(const tb_world *world) {
 }
 
 bool tb__world_was_unlocked(const tb_world *world) {
-    return tb__engine_was_unlocked(world->engine);
+    return tb__loop_was_unlocked(world->loop);
 }
 
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms) {
@@ -58,10 +58,10 @@ static bool add_seat(tb_world *world, const char *group, int32_t index, int32_t 
 }
 
 void tb__world_stir(tb_world *world) {
-    tb__engine_lock(world->engine);
-    tb__engine_signal(world->engine);
-    tb__engine_wake(world->engine);
-    tb__engine_unlock(world->engine);
+    tb__loop_lock(world->loop);
+    tb__loop_signal(world->loop);
+    tb__loop_wake(world->loop);
+    tb__loop_unlock(world->loop);
 }
 
 /* The directory's thread: wakes whoever waits for others to come. */
@@ -77,7 +77,7 @@ static void on_lost(tb__port *port, tb__peer *peer) {
 
 static tb_status announce(tb_world *world, int64_t deadline_ms) {
     tb__pack contact = {0};
-    TB_TRY(tb__engine_contact(world->engine, &contact));
+    TB_TRY(tb__loop_contact(world->loop, &contact));
     tb_status status = tb__directory_announce(world->directory, contact.data, contact.count, tb__ms_until(deadline_ms));
     tb__pack_fini(&contact);
     return status;
@@ -95,19 +95,19 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
         return TB_NO_MEMORY;
     world->rank = tb__directory_rank(world->directory);
     world->incarnation = tb__directory_incarnation(world->directory);
-    tb__engine_opts engine = {.rank = world->rank,
-                              .incarnation = world->incarnation,
-                              .transport = o->transport,
-                              .host = o->host,
-                              .is_local = is_local,
-                              .manual = o->manual};
-    TB_TRY(tb__engine_create(&engine, &world->engine));
+    tb__loop_opts loop = {.rank = world->rank,
+                          .incarnation = world->incarnation,
+                          .transport = o->transport,
+                          .host = o->host,
+                          .is_local = is_local,
+                          .manual = o->manual};
+    TB_TRY(tb__loop_create(&loop, &world->loop));
     atomic_store(&world->is_ready, true);
     world->port.message = tb__assemblies_message;
     world->port.lost = on_lost;
-    tb__engine_lock(world->engine);
-    tb__engine_add_port(world->engine, &world->port);
-    tb__engine_unlock(world->engine);
+    tb__loop_lock(world->loop);
+    tb__loop_add_port(world->loop, &world->port);
+    tb__loop_unlock(world->loop);
     return announce(world, deadline_ms);
 }
 
@@ -149,9 +149,9 @@ tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int3
     TB_TRY(tb__world_check(world, "world"));
     TB_TRY(tb__world_check_name("group", group));
     TB_TRY(tb__directory_enter(world->directory, group, index, size));
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     bool added = add_seat(world, group, index, size);
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     return added ? TB_OK : TB_NO_MEMORY;
 }
 
@@ -164,7 +164,7 @@ void tb_world_destroy(tb_world *world) {
         tb__world_unref(world);
 }
 
-/* What the engine's lock guards. */
+/* What the loop's lock guards. */
 static void free_members(tb_world *world) {
     for (size_t i = 0; i < world->seats.count; i++)
         free(world->seats.item[i].group);
@@ -197,11 +197,11 @@ void tb__world_unref(tb_world *world) {
         return;
     }
     atomic_store(&world->is_ready, false);
-    tb__decider_destroy(world->decider);
+    tb__commit_log_destroy(world->commit_log);
     /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
      */
     tb__directory_close(world->directory);
-    tb__engine_destroy(world->engine);
+    tb__loop_destroy(world->loop);
     free_members(world);
     if (world->at_end)
         world->at_end(world->at_end_arg);
@@ -222,12 +222,12 @@ uint64_t tb_world_incarnation(const tb_world *world) {
 }
 
 int tb_world_fd(const tb_world *world) {
-    return tb__world_check(world, "world") == TB_OK ? tb__engine_fd(world->engine) : -1;
+    return tb__world_check(world, "world") == TB_OK ? tb__loop_fd(world->loop) : -1;
 }
 
 tb_status tb_world_progress(tb_world *world) {
     TB_TRY(tb__world_check(world, "world"));
-    tb__engine_progress(world->engine);
+    tb__loop_progress(world->loop);
     return TB_OK;
 }
 
@@ -242,8 +242,8 @@ tb__label tb__label_of(int32_t rank, const char *group, int32_t seat) {
 tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
                             tb__peer **out) {
     const tb__member *m = &roster->member[seat];
-    return tb__engine_connect(world->engine, m->rank, m->incarnation, m->contact, m->contact_nbytes,
-                              tb__label_of(m->rank, group, seat).text, out);
+    return tb__loop_connect(world->loop, m->rank, m->incarnation, m->contact, m->contact_nbytes,
+                            tb__label_of(m->rank, group, seat).text, out);
 }
 
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room) {
@@ -284,9 +284,9 @@ tb_status tb_world_wait(tb_world *world, const char *group, int timeout_ms) {
     TB_TRY(tb__world_check(world, "world"));
     TB_TRY(tb__world_check_name("group", group));
     waiting w = {.world = world, .group = group};
-    tb__engine_lock(world->engine);
-    tb__engine_wait(world->engine, is_complete, &w, tb__world_deadline(world, timeout_ms));
-    tb__engine_unlock(world->engine);
+    tb__loop_lock(world->loop);
+    tb__loop_wait(world->loop, is_complete, &w, tb__world_deadline(world, timeout_ms));
+    tb__loop_unlock(world->loop);
     if (w.status != TB_OK || w.is_complete)
         return w.status;
     tb__roster roster;

@@ -1,9 +1,9 @@
-/* What stands behind the public objects that move tensors. Everything hangs on the world's engine, whose lock guards
+/* What stands behind the public objects that move tensors. Everything hangs on the world's loop, whose lock guards
  * it:
  *
- *   world    engine + directory
+ *   world    loop   + directory
  *   pair     two groups that have found each other: their peers and layouts
- *   batch    tensors; for each pair an *accord*, in which its ranks agree on them; in each accord two flows
+ *   batch    tensors; for each pair an *exchange*, in which its ranks agree on them; in each exchange two flows
  *   transfer the legs of one or more flows, stepped as one task
  */
 #ifndef TB_BUS_WORLD_H
@@ -11,9 +11,9 @@
 
 #include "base/mem.h"
 #include "bus/assembly.h"
-#include "bus/decider.h"
+#include "bus/commit_log.h"
 #include "bus/directory.h"
-#include "exec/flow.h"
+#include "flow/flow.h"
 #include "reshard/encode.h"
 
 #include <stdatomic.h>
@@ -23,7 +23,7 @@ typedef struct tb__seat {
     int32_t index, size;
 } tb__seat;
 
-typedef struct tb__accord tb__accord;
+typedef struct tb__exchange tb__exchange;
 
 /* Plans of models, each with all that it was made from. */
 typedef struct tb__plans {
@@ -61,10 +61,10 @@ struct tb__memory_user {
 struct tb_world {
     tb__owner owner;
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
-    tb__engine *engine;
-    _Atomic bool is_ready; /* the engine is there, for the directory's thread */
+    tb__loop *loop;
+    _Atomic bool is_ready; /* the loop is there, for the directory's thread */
     tb__directory *directory;
-    tb__decider *decider; /* NULL: nothing had to be decided yet */
+    tb__commit_log *commit_log; /* NULL: nothing had to be decided yet */
     int32_t rank;
     uint64_t incarnation;
     int timeout_ms;
@@ -97,7 +97,7 @@ TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *a
  * the sentence. */
 tb_status tb__world_check(const tb_world *world, const char *what);
 /* In a forked child what is destroyed only gives memory back: that of the object itself, if nobody was changing it when
- * the child was forked. What the threads of the parent use stays; so do the world, the engine and the directory. */
+ * the child was forked. What the threads of the parent use stays; so do the world, the loop and the directory. */
 bool tb__world_is_inherited(const tb_world *world);
 bool tb__world_was_unlocked(const tb_world *world);
 
@@ -111,7 +111,7 @@ int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
 const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
 /* Sets how many threads copy, now that others are known to share the host. Without the lock. */
 void tb__world_set_workers(tb_world *world);
-/* Connects with who is in the seat. The label is the engine's if it has not met the process before. With the lock held.
+/* Connects with who is in the seat. The label is the loop's if it has not met the process before. With the lock held.
  */
 tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
                             tb__peer **out);
@@ -157,7 +157,7 @@ struct tb_pair {
     uint32_t round;
     tb_pair *next;
     bool has_met; /* both sides are known: sizes, peers, layouts */
-    size_t refs;  /* the user's, and one for each accord, and each batch that has it */
+    size_t refs;  /* the user's, and one for each exchange, and each batch that has it */
 };
 
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
@@ -221,10 +221,10 @@ struct tb_batch {
     tb_world *world;
     char *name;
     tb_batch_opts opts;
-    tb__pack matching;            /* how names are matched, as it goes into bodies */
-    TB_VEC(tb_pair *) pairs;      /* in which it takes part */
-    TB_VEC(tb__tensor *) tensors; /* accords point to them */
-    TB_VEC(tb__accord *) accords; /* one for each pair that was registered */
+    tb__pack matching;                /* how names are matched, as it goes into bodies */
+    TB_VEC(tb_pair *) pairs;          /* in which it takes part */
+    TB_VEC(tb__tensor *) tensors;     /* exchanges point to them */
+    TB_VEC(tb__exchange *) exchanges; /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
     tb__memory_user memory;

@@ -16,8 +16,8 @@ void tb__copy_break(tb_copy *copy, tb_status status) {
     snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
     tb__assembly_break(&copy->all, status, false); /* whoever has agreed hears of it by the farewell */
     /* The flow is broken by the next step of the run: one may be under way now, in another thread. */
-    tb__engine_wake(copy->world->engine);
-    tb__engine_signal(copy->world->engine);
+    tb__loop_wake(copy->world->loop);
+    tb__loop_signal(copy->world->loop);
 }
 
 static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status status, const char *why) {
@@ -28,8 +28,8 @@ static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status stat
     copy->is_late = is_late;
     copy->abort_status = status;
     snprintf(copy->abort_why, sizeof copy->abort_why, "%s", why);
-    tb__engine_wake(copy->world->engine);
-    tb__engine_signal(copy->world->engine);
+    tb__loop_wake(copy->world->loop);
+    tb__loop_signal(copy->world->loop);
 }
 
 tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
@@ -43,7 +43,7 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
         tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
         tb__pack_status(&pack, status);
         tb__pack_string(&pack, why.text);
-        if (tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
+        if (tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
     }
     note_abort(copy, copy->run, false, status, why.text);
@@ -152,7 +152,7 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     if (!makes_sense)
         tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense", from->label,
                                              copy->what));
-    tb__engine_signal(copy->world->engine);
+    tb__loop_signal(copy->world->loop);
 }
 
 tb_status tb__copy_find_loss(const tb_copy *copy) {
@@ -174,8 +174,8 @@ static void lose_peer(tb_copy *copy, size_t at, const char *why) {
     tb__assembly_break(&copy->all, tb__fail(TB_LOST, "%s", why), false);
     if (copy->flow)
         tb__copy_flow_gone(copy, at);
-    tb__engine_wake(copy->world->engine);
-    tb__engine_signal(copy->world->engine);
+    tb__loop_wake(copy->world->loop);
+    tb__loop_signal(copy->world->loop);
 }
 
 static void on_lost(tb__port *port, tb__peer *peer) {
@@ -206,7 +206,7 @@ static tb_status say_ready(tb_copy *copy) {
         if (i == copy->self)
             continue;
         tb__pack_u32(&pack, COPY_READY);
-        TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
     }
     on_ready(copy, copy->self);
     return TB_OK;
@@ -229,7 +229,7 @@ static void on_counted(tb__assembly *all, size_t at) {
     (void)at;
     if (all->nunknown == 0 && say_ready(copy) != TB_OK)
         tb__copy_break(copy, TB_NO_MEMORY);
-    tb__engine_signal(copy->world->engine);
+    tb__loop_signal(copy->world->loop);
 }
 
 static void on_broken(tb__assembly *all, size_t at, tb_status status, const char *why) {
@@ -257,8 +257,8 @@ static void on_gone(tb__assembly *all, size_t at, tb__unpack *farewell) {
     } else if (copy->flow) {
         tb__copy_flow_gone(copy, at);
     }
-    tb__engine_wake(copy->world->engine);
-    tb__engine_signal(copy->world->engine);
+    tb__loop_wake(copy->world->loop);
+    tb__loop_signal(copy->world->loop);
 }
 
 /* ---- Opening --------------------------------------------------------------------------------------------------- */
@@ -285,7 +285,7 @@ static bool has_group(void *arg) {
     w->is_complete = w->roster.size > 0 && w->roster.npresent == w->roster.size && !w->roster.sizes_differ;
     for (int32_t i = 0; w->is_complete && i < w->roster.size; i++) {
         const tb__member *m = &w->roster.member[i];
-        const tb__peer *peer = tb__engine_find_peer(w->world->engine, m->rank, m->incarnation);
+        const tb__peer *peer = tb__loop_find_peer(w->world->loop, m->rank, m->incarnation);
         w->is_complete = !peer || !peer->is_lost || tb__peer_can_reconnect(peer);
     }
     return w->is_complete;
@@ -303,7 +303,7 @@ static tb_status explain_group(const waiting *w, const char *what) {
     return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
 }
 
-/* The labels are this service's own: an engine knows a process by the first group it met it in. */
+/* The labels are this service's own: the loop knows a process by the first group it met it in. */
 static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *by_seat) {
     copy->position = tb__malloc((size_t)copy->size, sizeof *copy->position);
     copy->peers = tb__calloc(copy->all.npeers, sizeof *copy->peers);
@@ -349,20 +349,20 @@ static bool never(void *arg) {
 
 /* Until all ranks of the group are there, are connected, and have answered. */
 static tb_status await_group(waiting *w, const char *what, int64_t deadline_ms) {
-    tb__engine *engine = w->world->engine;
+    tb__loop *loop = w->world->loop;
     for (;;) {
-        tb__engine_wait(engine, has_group, w, deadline_ms);
+        tb__loop_wait(loop, has_group, w, deadline_ms);
         TB_TRY(w->status);
         if (!w->is_complete)
             return explain_group(w, what);
         TB_TRY(connect(w));
         int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
-        if (tb__engine_wait(engine, have_answered, w, again_ms) && !w->has_lost)
+        if (tb__loop_wait(loop, have_answered, w, again_ms) && !w->has_lost)
             return TB_OK;
         if (tb__now_ms() >= deadline_ms)
             return w->has_lost ? explain_group(w, what)
                                : tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' does not answer", what, w->group);
-        tb__engine_wait(engine, never, NULL, again_ms);
+        tb__loop_wait(loop, never, NULL, again_ms);
     }
 }
 
@@ -382,7 +382,7 @@ static bool has_settled(void *arg) {
 }
 
 static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
-    tb__engine_wait(copy->world->engine, has_settled, copy, deadline_ms);
+    tb__loop_wait(copy->world->loop, has_settled, copy, deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
     TB_TRY(tb__copy_find_loss(copy));
@@ -449,10 +449,10 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->all.gone = on_gone;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
     copy->memory.invalidate = tb__copy_invalidate;
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     tb__world_add_user(world, &copy->memory);
     tb_status status = open_service(copy, name, group, tb__world_deadline(world, o.timeout_ms));
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     if (status != TB_OK) {
         tb__saved_detail why = tb__save_detail();
         tb_copy_close(copy);
@@ -502,11 +502,11 @@ void tb_copy_close(tb_copy *copy) {
         tb__world_unref(world);
         return;
     }
-    tb__engine_lock(world->engine);
+    tb__loop_lock(world->loop);
     tb__world_remove_user(world, &copy->memory);
     if (copy->all.world) /* it got so far as to meet */
         leave(copy);
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     free_members(copy, npeers);
     free(copy);
     tb__world_unref(world);

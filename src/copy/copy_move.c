@@ -258,7 +258,7 @@ static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
 }
 
 static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
-    tb__flow_opts opts = {.engine = copy->world->engine,
+    tb__flow_opts opts = {.loop = copy->world->loop,
                           .rank = copy->world->rank,
                           .direction = tb__copy_flow_number(copy->run),
                           .peers = copy->all.peers,
@@ -354,7 +354,7 @@ static bool step(tb__task *task) {
     look_at_legs(copy);
     task->deadline_ms = next_look(copy);
     if (copy->has_moved)
-        tb__engine_signal(copy->world->engine);
+        tb__loop_signal(copy->world->loop);
     return did || copy->has_moved;
 }
 
@@ -389,14 +389,14 @@ static void begin(tb_copy *copy) {
     }
     copy->task.step = step;
     copy->task.deadline_ms = copy->deadline_ms;
-    tb__engine_add_task(copy->world->engine, &copy->task);
-    tb__engine_wake(copy->world->engine);
+    tb__loop_add_task(copy->world->loop, &copy->task);
+    tb__loop_wake(copy->world->loop);
 }
 
 static void end(tb_copy *copy) {
-    tb__engine *engine = copy->world->engine;
-    tb__engine_wait(engine, has_moved, copy, copy->deadline_ms + GRACE_MS);
-    tb__engine_remove_task(engine, &copy->task);
+    tb__loop *loop = copy->world->loop;
+    tb__loop_wait(loop, has_moved, copy, copy->deadline_ms + GRACE_MS);
+    tb__loop_remove_task(loop, &copy->task);
     if (!copy->has_moved)
         fail(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time", copy->what, copy->run));
     tb__flow_destroy(copy->flow);
@@ -418,11 +418,11 @@ tb_status tb__copy_move(tb_copy *copy) {
         begin(copy);
     if (l.count) {
         copy->copies_local = true;
-        tb__engine_unlock(copy->world->engine);
+        tb__loop_unlock(copy->world->loop);
         status = tb__moves_run(l.copies, l.count);
-        tb__engine_lock(copy->world->engine);
+        tb__loop_lock(copy->world->loop);
         copy->copies_local = false;
-        tb__engine_signal(copy->world->engine); /* somebody may wait for the memory */
+        tb__loop_signal(copy->world->loop); /* somebody may wait for the memory */
         if (status == TB_OK)
             status = tb__copy_check_invalidated(copy);
         if (status != TB_OK)

@@ -39,9 +39,9 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
 static tb_status submit(tb_copy *copy, bool is_send, const tb_copy_view *views, size_t nviews, int32_t seat,
                         uint64_t task_id) {
     TB_TRY(tb__world_check(copy->world, "copy service"));
-    tb__engine_lock(copy->world->engine);
+    tb__loop_lock(copy->world->loop);
     tb_status status = add_op(copy, is_send ? &copy->sends : &copy->recvs, views, nviews, seat, task_id);
-    tb__engine_unlock(copy->world->engine);
+    tb__loop_unlock(copy->world->loop);
     if (status != TB_OK)
         tb__prefix_detail("%s, task %" PRIu64, copy->what, task_id);
     return status;
@@ -172,7 +172,7 @@ static tb_status send_offers(tb_copy *copy, bool is_good) {
             tb__match_end end = tb__copy_end(copy, is_send, copy->peers[i].seat);
             pack_end(&pack, &end);
         }
-        TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
     }
     return TB_OK;
 }
@@ -264,7 +264,7 @@ static tb_status send_votes(tb_copy *copy) {
         tb__pack_u64(&pack, copy->run);
         tb__pack_status(&pack, self->vote);
         tb__pack_string(&pack, self->why);
-        TB_TRY(tb__engine_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
     }
     return TB_OK;
 }
@@ -308,7 +308,7 @@ static bool has_all(void *arg) {
 
 static tb_status wait(tb_copy *copy, bool for_votes) {
     waiting w = {.copy = copy, .for_votes = for_votes};
-    tb__engine_wait(copy->world->engine, has_all, &w, copy->deadline_ms);
+    tb__loop_wait(copy->world->loop, has_all, &w, copy->deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
     if (copy->is_given_up)
@@ -368,12 +368,12 @@ static tb_status run(tb_copy *copy) {
 
 tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
     TB_TRY(tb__world_check(copy->world, "copy service"));
-    tb__engine *engine = copy->world->engine;
+    tb__loop *loop = copy->world->loop;
     if (timeout_ms < 0)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
-    tb__engine_lock(engine);
+    tb__loop_lock(loop);
     if (copy->is_running) {
-        tb__engine_unlock(engine);
+        tb__loop_unlock(loop);
         return tb__fail(TB_REFUSED, "%s: a run is under way", copy->what);
     }
     copy->is_running = true;
@@ -382,6 +382,6 @@ tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
     copy->is_running = false;
     copy->sends.ops.count = copy->recvs.ops.count = copy->views.count = 0;
     tb__copy_drop_backlog(copy);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     return status;
 }

@@ -541,9 +541,9 @@ static void taken_away(rank *r) {
                 check_ok(tb_world_invalidate(r->world, data, sizeof *data * N));
             check(pthread_create(&thread, NULL, run_elsewhere, &n) == 0);
             for (bool is_running = is_early; !is_running; usleep(100)) {
-                tb__engine_lock(r->world->engine);
+                tb__loop_lock(r->world->loop);
                 is_running = copy->is_running;
-                tb__engine_unlock(r->world->engine);
+                tb__loop_unlock(r->world->loop);
             }
             if (!is_early)
                 check_ok(tb_world_invalidate(r->world, data, sizeof *data * N));

@@ -1,13 +1,13 @@
 /* What is done to the tensors of a flow on their way: quantised ones are made or read, by whom and when; the user's own
  * conversions are called. All that the two sides must know alike follows from arguments that all ranks have.
  *
- * A target that is quantised where it is received gathers in slots (exec/flow.h), whole or band by band, and is
+ * A target that is quantised where it is received gathers in slots (flow/flow.h), whole or band by band, and is
  * quantised from there. Tensors with a scale for all of them gather whole, all of a scale group together; then the
  * ranks that have parts of it tell each other their largest magnitudes. */
 #ifndef TB_RESHARD_CONVERT_H
 #define TB_RESHARD_CONVERT_H
 
-#include "exec/flow.h"
+#include "flow/flow.h"
 #include "reshard/encode.h"
 
 /* One tensor of a flow. */

@@ -3,7 +3,7 @@
 
 #include "base/process.h"
 #include "bus/client/client.h"
-#include "exec/engine.h"
+#include "loop/loop.h"
 
 #include <dirent.h>
 #include <errno.h>

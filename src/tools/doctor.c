@@ -2,7 +2,7 @@
 #include "tools/doctor.h"
 
 #include "bus/store/curl.h"
-#include "exec/engine_inside.h"
+#include "loop/loop_inside.h"
 #include "tools/agents.h"
 
 #include <dlfcn.h>

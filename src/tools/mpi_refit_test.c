@@ -97,15 +97,15 @@ static void refit(party *p) {
 /* How many of the others were met, each of them by MPI. */
 static int count_peers(const party *p) {
     int count = 0;
-    tb__engine_lock(p->world->engine);
-    for (const tb__peer *peer = tb__engine_peers(p->world->engine); peer; peer = peer->next) {
+    tb__loop_lock(p->world->loop);
+    for (const tb__peer *peer = tb__loop_peers(p->world->loop); peer; peer = peer->next) {
         if (peer->rank == p->world->rank)
             continue;
         if (strcmp(peer->transport->ops->name, "mpi") != 0)
             give_up(peer->label, peer->transport->ops->name);
         count++;
     }
-    tb__engine_unlock(p->world->engine);
+    tb__loop_unlock(p->world->loop);
     return count;
 }
 

@@ -25,10 +25,10 @@ tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out) {
 }
 
 static void leave_pair(const agent_batch *b, const agent_share *s) {
-    tb__engine *engine = b->session->agent->world->engine;
-    tb__engine_lock(engine);
+    tb__loop *loop = b->session->agent->world->loop;
+    tb__loop_lock(loop);
     tb__pair_unref(s->held);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     tb__agent_leave_pair(s->pair);
 }
 
@@ -111,9 +111,9 @@ static tb_status take_pair(tb__agent *agent, agent_batch *b, agent_pair *p) {
     if (!tb__vec_push(&b->shares, (agent_share){.pair = p, .held = p->pair, .round = b->round}))
         return TB_NO_MEMORY;
     p->nbatches++;
-    tb__engine_lock(agent->world->engine);
+    tb__loop_lock(agent->world->loop);
     p->pair->refs++;
-    tb__engine_unlock(agent->world->engine);
+    tb__loop_unlock(agent->world->loop);
     return TB_OK;
 }
 

@@ -189,9 +189,9 @@ static void check_pair(agent_pair *p, agent_job *job) {
         tb__agent_job_end(job, add_user(p, job->session) ? TB_OK : TB_NO_MEMORY);
         return;
     }
-    tb__engine_lock(p->agent->world->engine);
+    tb__loop_lock(p->agent->world->loop);
     p->pair->refs++;
-    tb__engine_unlock(p->agent->world->engine);
+    tb__loop_unlock(p->agent->world->loop);
     p->nchecks++;
     job->pair = p;
     job->made = p->pair;
@@ -200,11 +200,11 @@ static void check_pair(agent_pair *p, agent_job *job) {
 
 static void finish_check(agent_job *job) {
     agent_pair *p = job->pair;
-    tb__engine *engine = p->agent->world->engine;
+    tb__loop *loop = p->agent->world->loop;
     bool is_there = job->status == TB_OK && p->state == PAIR_MADE && p->pair == job->made;
-    tb__engine_lock(engine);
+    tb__loop_lock(loop);
     tb__pair_unref(job->made);
-    tb__engine_unlock(engine);
+    tb__loop_unlock(loop);
     if (--p->nchecks == 0)
         atomic_store(&p->is_disturbed, false);
     job->pair = NULL;

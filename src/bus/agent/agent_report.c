@@ -57,7 +57,7 @@ static void add_clients(tb__text *out, const tb__agent *agent, const agent_sessi
 /* Whether all ranks of the pair are there; says who is not. */
 static bool is_whole(const tb__agent *agent, const tb_pair *pair, char why[SENTENCE]) {
     bool is_lost = false;
-    tb__engine_lock(agent->world->engine);
+    tb__loop_lock(agent->world->loop);
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < pair->sides[side].size && !is_lost; i++) {
             const tb__peer *peer = pair->sides[side].peers[i];
@@ -66,7 +66,7 @@ static bool is_whole(const tb__agent *agent, const tb_pair *pair, char why[SENTE
                 snprintf(why, SENTENCE, "%s was lost: %s", peer->label, peer->why ? peer->why : "it is gone");
         }
     }
-    tb__engine_unlock(agent->world->engine);
+    tb__loop_unlock(agent->world->loop);
     return !is_lost;
 }
 
@@ -194,9 +194,9 @@ static bool is_newest(const tb__peer *all, const tb__peer *peer, uint64_t moved[
 static void add_peers(tb__text *out, const tb_world *world) {
     const char *comma = "";
     uint64_t moved[2];
-    tb__engine_lock(world->engine);
-    const tb__peer *self = tb__engine_find_peer(world->engine, world->rank, world->incarnation);
-    const tb__peer *all = tb__engine_peers(world->engine);
+    tb__loop_lock(world->loop);
+    const tb__peer *self = tb__loop_find_peer(world->loop, world->rank, world->incarnation);
+    const tb__peer *all = tb__loop_peers(world->loop);
     for (const tb__peer *p = all; p; p = p->next) {
         if (p == self || !is_newest(all, p, moved))
             continue;
@@ -210,7 +210,7 @@ static void add_peers(tb__text *out, const tb_world *world) {
         tb__text_add(out, "}");
         comma = ",";
     }
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
 }
 
 static void add_totals(tb__text *out, const tb__agent *agent) {

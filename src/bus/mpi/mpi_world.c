@@ -22,8 +22,8 @@ typedef struct convention {
     MPI_Comm comm; /* the duplicate */
     int rank, nranks;
     int64_t deadline_ms;
-    int verdict[2], verdicts[2]; /* a status, and whose it is: the least of all */
-    uint64_t hosts[4], least[4]; /* the host, and its id; of each the complement, whose least tells the greatest */
+    int decision[2], decisions[2]; /* a status, and whose it is: the least of all */
+    uint64_t hosts[4], least[4];   /* the host, and its id; of each the complement, whose least tells the greatest */
     bool has_one_host, has_one_id;
     char sentence[SENTENCE];
     tb__invitation invitation;
@@ -55,20 +55,20 @@ static tb_status finish(const convention *c, MPI_Request *request, int code) {
  * did not come to its end. */
 static tb_status agree(convention *c, tb_status status, bool *is_broken) {
     MPI_Request request;
-    c->verdict[0] = status;
-    c->verdict[1] = c->rank;
+    c->decision[0] = status;
+    c->decision[1] = c->rank;
     if (status != TB_OK)
         snprintf(c->sentence, sizeof c->sentence, "%s", tb_error_detail());
     *is_broken = true;
-    TB_TRY(finish(c, &request, MPI_Iallreduce(c->verdict, c->verdicts, 1, MPI_2INT, MPI_MINLOC, c->comm, &request)));
-    if (c->verdicts[0] != TB_OK)
-        TB_TRY(finish(c, &request, MPI_Ibcast(c->sentence, SENTENCE, MPI_CHAR, c->verdicts[1], c->comm, &request)));
+    TB_TRY(finish(c, &request, MPI_Iallreduce(c->decision, c->decisions, 1, MPI_2INT, MPI_MINLOC, c->comm, &request)));
+    if (c->decisions[0] != TB_OK)
+        TB_TRY(finish(c, &request, MPI_Ibcast(c->sentence, SENTENCE, MPI_CHAR, c->decisions[1], c->comm, &request)));
     *is_broken = false;
-    if (c->verdicts[0] == TB_OK)
+    if (c->decisions[0] == TB_OK)
         return TB_OK;
-    return c->verdicts[1] == c->rank
-               ? tb__fail((tb_status)c->verdicts[0], "%s", c->sentence)
-               : tb__fail((tb_status)c->verdicts[0], "rank %d of the communicator: %s", c->verdicts[1], c->sentence);
+    return c->decisions[1] == c->rank
+               ? tb__fail((tb_status)c->decisions[0], "%s", c->sentence)
+               : tb__fail((tb_status)c->decisions[0], "rank %d of the communicator: %s", c->decisions[1], c->sentence);
 }
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */

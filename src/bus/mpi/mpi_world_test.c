@@ -147,15 +147,15 @@ static void hosts_are_reached_by_mpi(void **state) {
     check_ok(tb_world_from_mpi(MPI_COMM_WORLD, "all", &opts, &world));
     enter(world, &h);
     there_and_back(&h);
-    tb__engine_lock(world->engine);
-    for (const tb__peer *p = tb__engine_peers(world->engine); p; p = p->next) {
+    tb__loop_lock(world->loop);
+    for (const tb__peer *p = tb__loop_peers(world->loop); p; p = p->next) {
         bool is_near = strcmp(p->host, hosts[my_rank % 2]) == 0;
         if (p->rank == world->rank)
             continue;
         check(strcmp(p->transport->ops->name, is_near ? "shm" : "mpi") == 0);
         ++(is_near ? nnear : nfar)[p->moved[0] > 0 && p->moved[1] > 0];
     }
-    tb__engine_unlock(world->engine);
+    tb__loop_unlock(world->loop);
     check(nnear[0] == 0 && nnear[1] == 1 && nfar[0] == 1 && nfar[1] == 1);
     MPI_Barrier(MPI_COMM_WORLD);
     leave(&h);

@@ -74,7 +74,7 @@ typedef enum message_state {
     MESSAGE_LETTER,   /* goes out; op is NULL if it is the transport's own */
     MESSAGE_OFFERED,
     MESSAGE_SENDS, /* chunks */
-    MESSAGE_ENDS,  /* it was given up, but MPI still has chunks of it; `op` is told `verdict` when it hasn't */
+    MESSAGE_ENDS,  /* it was given up, but MPI still has chunks of it; `op` is told `decision` when it hasn't */
 } message_state;
 
 /* A chunk under way. */
@@ -102,7 +102,7 @@ typedef struct message {
     size_t done;   /* bytes that are through */
     size_t end;    /* of what is received: the sender stops there */
     chunk chunks[WINDOW];
-    tb_status verdict;   /* of one that ends ... */
+    tb_status decision;  /* of one that ends ... */
     int64_t deadline_ms; /* ... and when it is told at the latest */
     tb__arrival *arrival;
     bool is_ripe; /* something of it has completed ... */

@@ -128,7 +128,7 @@ void mpi_give_up(mpi *m, message *msg, tb_status status) {
     if (is_send || msg->state == MESSAGE_RECEIVES) {
         if (!m->is_over)
             (void)mpi_release(m, msg, false, 0);
-        msg->verdict = status;
+        msg->decision = status;
         msg->deadline_ms = tb__now_ms() + CANCEL_MS;
         mpi_set_state(m, msg, MESSAGE_ENDS);
     }
@@ -145,9 +145,9 @@ void mpi_give_up(mpi *m, message *msg, tb_status status) {
 void mpi_end_message(mpi *m, message *msg) {
     int rank = msg->rank;
     if (!mpi_is_held(msg, false))
-        mpi_finish(m, msg, msg->verdict);
+        mpi_finish(m, msg, msg->decision);
     else if (!mpi_is_held(msg, true))
-        mpi_tell(msg, msg->verdict);
+        mpi_tell(msg, msg->decision);
     tell_lost(m, rank);
 }
 
@@ -169,7 +169,7 @@ void mpi_end_late(mpi *m) {
             int rank = late->rank;
             if (!m->is_over)
                 log_held(late);
-            mpi_tell(late, late->verdict);
+            mpi_tell(late, late->decision);
             tell_lost(m, rank);
         }
     } while (late);

@@ -1,0 +1,27 @@
+/* Asks the store, in a thread of its own, whether receives are committed: the loop never waits for the store. */
+#ifndef TB_BUS_COMMIT_LOG_H
+#define TB_BUS_COMMIT_LOG_H
+
+#include "bus/directory.h"
+#include "flow/flow.h"
+
+typedef struct tb__commit_log tb__commit_log;
+
+/* The thread is started by the first question. `loop` and `directory` must outlive it. */
+tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__commit_log **out);
+/* Waits for the question that is being asked, no longer than the store is given for its answer. NULL is allowed. */
+void tb__commit_log_destroy(tb__commit_log *commit_log);
+
+/* All below: with the loop's lock. */
+
+/* Proposes a decision; the answer goes to the flow. TB_LOST if the store with this number is known to be gone:
+ * nothing is asked then. */
+tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__flow *flow, uint64_t store_number,
+                                 const char *question, uint64_t attempt, tb__decision decision, tb_status status,
+                                 const char *why);
+/* Nobody will ask this again. What can't be forgotten stays in the store. */
+void tb__commit_log_forget(tb__commit_log *commit_log, const char *question);
+/* The flow goes: answers to it are dropped. */
+void tb__commit_log_drop(tb__commit_log *commit_log, const tb__flow *flow);
+
+#endif

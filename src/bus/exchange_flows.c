@@ -1,0 +1,273 @@
+/* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
+#include "bus/exchange.h"
+
+#include "base/text.h"
+#include "layout/overlap.h"
+#include "reshard/names.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- How names are matched ------------------------------------------------------------------------------------- */
+
+/* What all ranks of both sides ask for, each once. */
+typedef struct matching {
+    TB_VEC(tb_tie) ties;
+    TB_VEC(const char *) ignored;
+    const char **names[2]; /* by side */
+} matching;
+
+static int compare_ties(const void *a, const void *b) {
+    const tb_tie *x = a, *y = b;
+    int c = strcmp(x->name, y->name);
+    return c ? c : strcmp(x->canonical, y->canonical);
+}
+
+static tb_status collect_list(matching *m, const tb__tensor_list *list) {
+    for (size_t i = 0; i < list->ties.count; i++) {
+        if (!tb__vec_push(&m->ties, list->ties.item[i]))
+            return TB_NO_MEMORY;
+    }
+    for (size_t i = 0; i < list->ignored.count; i++) {
+        if (!tb__vec_push(&m->ignored, list->ignored.item[i]))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* Only lists that a seat stands for count: one that came from a rank that left may be another's. */
+static tb_status matching_init(matching *m, const tb__exchange *exchange) {
+    for (int side = 0; side < 2; side++) {
+        const tb__exchange_side *s = &exchange->sides[side];
+        bool *is_taken = tb__calloc(s->lists.count, sizeof *is_taken);
+        tb_status status = is_taken ? TB_OK : TB_NO_MEMORY;
+        for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
+            const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+            bool *taken = &is_taken[list - s->lists.item];
+            if (!*taken)
+                status = collect_list(m, list);
+            *taken = true;
+        }
+        free(is_taken);
+        TB_TRY(status);
+        m->names[side] = tb__malloc(s->tensors.count, sizeof *m->names[side]);
+        if (!m->names[side])
+            return TB_NO_MEMORY;
+        for (size_t i = 0; i < s->tensors.count; i++)
+            m->names[side][i] = s->tensors.item[i].as->name;
+    }
+    tb__vec_sort_unique(&m->ties, compare_ties);
+    tb__vec_sort_unique(&m->ignored, tb__compare_strings);
+    return TB_OK;
+}
+
+static void matching_fini(matching *m) {
+    free(m->ties.item);
+    free(m->ignored.item);
+    free(m->names[0]);
+    free(m->names[1]);
+}
+
+static tb_status check_shapes(const tb__exchange *exchange, int src, const tb__described *from,
+                              const tb__described *to) {
+    const tb__pair_side *sides = exchange->pair->sides;
+    if (from->shape.ndim == to->shape.ndim &&
+        memcmp(from->shape.dim, to->shape.dim, (size_t)to->shape.ndim * sizeof *to->shape.dim) == 0)
+        return TB_OK;
+    char left[96], right[96];
+    tb__shape_text(&from->shape, left, sizeof left);
+    tb__shape_text(&to->shape, right, sizeof right);
+    if (strcmp(from->name, to->name) == 0)
+        return tb__fail(TB_CONFLICT, "%s: tensor '%.100s' has shape [%s] in group '%s' but [%s] in group '%s'",
+                        exchange->what, from->name, left, sides[src].group, right, sides[!src].group);
+    return tb__fail(TB_CONFLICT,
+                    "%s: tensor '%.100s' has shape [%s] in group '%s' but '%.100s', which is tied to it, [%s] in group "
+                    "'%s'",
+                    exchange->what, from->name, left, sides[src].group, to->name, right, sides[!src].group);
+}
+
+/* In the order of the targets' names. */
+static tb_status match(const tb__exchange *exchange, int src, const matching *m, tb_match *out) {
+    const tb__pair_side *sides = exchange->pair->sides;
+    const tb__exchange_side *from = &exchange->sides[src], *to = &exchange->sides[!src];
+    tb_match_opts opts = {.size = sizeof opts,
+                          .ties = m->ties.item,
+                          .nties = m->ties.count,
+                          .ignored = m->ignored.item,
+                          .nignored = m->ignored.count};
+    /* Nobody knows yet in which direction the batch will go, so groups are told apart by their names. */
+    char here[TB__DIRECTORY_MAX_NAME + 16], there[sizeof here];
+    snprintf(here, sizeof here, "group '%s'", sides[src].group);
+    snprintf(there, sizeof there, "group '%s'", sides[!src].group);
+    tb_status status =
+        tb__match_names(m->names[src], from->tensors.count, m->names[!src], to->tensors.count, &opts, here, there, out);
+    if (status != TB_OK) /* what is wrong here is what different ranks say */
+        return tb__fail_within(status == TB_INVALID ? TB_CONFLICT : status, "%s", exchange->what);
+    for (size_t i = 0; i < out->nmatched && status == TB_OK; i++)
+        status =
+            check_shapes(exchange, src, from->tensors.item[out->source[i]].as, to->tensors.item[out->target[i]].as);
+    if (status != TB_OK)
+        tb_match_fini(out);
+    return status;
+}
+
+/* ---- Flows ----------------------------------------------------------------------------------------------------- */
+
+static tb_status bind(const tb__held *held, tb_binding *out) {
+    if (held->mine) {
+        *out = held->mine->binding;
+        return TB_OK;
+    }
+    tb_shape nothing = {.ndim = held->as->shape.ndim};
+    if (nothing.ndim == 0) /* a scalar always has an element; a row of none does not */
+        nothing = (tb_shape){.ndim = 1};
+    return tb_binding_contiguous(NULL, 0, held->as->dtype, &nothing, out);
+}
+
+static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t key, tb__flow_tensor *out) {
+    *out = (tb__flow_tensor){.key = key,
+                             .spec = {.name = to->as->name,
+                                      .shape = to->as->shape,
+                                      .src = from->layout,
+                                      .dst = to->layout,
+                                      .src_dtype = from->as->dtype,
+                                      .dst_dtype = to->as->dtype,
+                                      .wire_dtype = from->as->wire_dtype,
+                                      .group = to->as->group}};
+    out->src_invalidated = from->mine ? &from->mine->is_invalidated : NULL;
+    out->dst_invalidated = to->mine ? &to->mine->is_invalidated : NULL;
+    TB_TRY(bind(from, &out->src));
+    return bind(to, &out->dst);
+}
+
+static const tb__encoded *encoded_of(const tb__held *held) {
+    return held->mine && held->mine->encode && held->mine->encoded.rows ? &held->mine->encoded : NULL;
+}
+
+/* What is done to it on the way. */
+static tb_status get_how(const tb__exchange *exchange, const tb__held *from, const tb__held *to, tb__convert_how *out) {
+    *out = (tb__convert_how){.src_encoding = from->as->encode ? &from->as->encoding : NULL,
+                             .dst_encoding = to->as->encode ? &to->as->encoding : NULL,
+                             .src = encoded_of(from),
+                             .dst = encoded_of(to),
+                             .scale_group = to->as->scale_group,
+                             .is_transformed = to->as->is_transformed,
+                             .transform = to->as->is_transformed ? exchange->batch->opts.transform : NULL};
+    if (from->as->is_transformed == to->as->is_transformed)
+        return TB_OK;
+    return tb__fail(TB_CONFLICT, "%s: one group transforms tensor '%.100s', the other does not", exchange->what,
+                    to->as->name);
+}
+
+static bool are_mirrors(const tb__exchange *exchange, int src) {
+    bool are_all = true;
+    for (size_t i = 0; i < exchange->received[src].count; i++)
+        are_all &= exchange->received[src].item[i]->mirrored.is_all;
+    return are_all;
+}
+
+static tb_status create_flow(tb__exchange *exchange, int src, tb__flow_tensor *tensors, const tb__convert_how *how,
+                             size_t ntensors) {
+    const tb_batch_opts *o = &exchange->batch->opts;
+    tb__flow_opts opts = {.loop = exchange->world->loop,
+                          .rank = exchange->world->rank,
+                          .direction = (uint32_t)src,
+                          .peers = exchange->all.peers,
+                          .ports = exchange->all.ports,
+                          .npeers = exchange->all.npeers,
+                          .lead = tb__assembly_find(&exchange->all, exchange->pair->sides[src].peers[0]),
+                          .tensors = tensors,
+                          .ntensors = ntensors,
+                          .get_ir = tb__plans_get,
+                          .get_ir_arg = exchange->world,
+                          .hosts = exchange->hosts,
+                          .nhosts = exchange->nhosts,
+                          .what = exchange->what,
+                          .bucket_size = exchange->sides[src].bucket_size[0],
+                          .staging_bytes = exchange->staging_bytes,
+                          .own_staging_bytes = o->staging_bytes,
+                          .max_in_flight = o->max_in_flight,
+                          .group_window = o->group_window,
+                          .staged = o->staged,
+                          .checksum = exchange->checksum,
+                          .snapshot = o->snapshot,
+                          .targets_are_mirrors = are_mirrors(exchange, src)};
+    TB_TRY(tb__exchange_commit_init(exchange, src, &opts.shadow));
+    TB_TRY(tb__convert_create(&opts, tensors, how, &exchange->converts[src]));
+    return tb__flow_create(&opts, &exchange->flows[src]);
+}
+
+static tb_status make_flow(tb__exchange *exchange, int src, const matching *m) {
+    tb_match pairs;
+    TB_TRY(match(exchange, src, m, &pairs));
+    tb__flow_tensor *tensors = tb__malloc(pairs.nmatched, sizeof *tensors);
+    tb__convert_how *how = tb__malloc(pairs.nmatched, sizeof *how);
+    tb_status status = tensors && how ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < pairs.nmatched && status == TB_OK; i++) {
+        const tb__held *from = &exchange->sides[src].tensors.item[pairs.source[i]];
+        const tb__held *to = &exchange->sides[!src].tensors.item[pairs.target[i]];
+        status = make_tensor(from, to, i, &tensors[i]);
+        if (status == TB_OK)
+            status = get_how(exchange, from, to, &how[i]);
+        if (status == TB_OK && how[i].dst && exchange->sides[!src].commit == TB_SHADOW) {
+            tensors[i].has_own_shadow = true;
+            status = tb__exchange_shadow(exchange, src, how[i].dst, &how[i].dst);
+        }
+        if (to->mine && !tb__vec_push(&exchange->received[src], to->mine))
+            status = TB_NO_MEMORY;
+        if (to->mine && to->mine->npadding && !tb__vec_push(&exchange->padded[src], to->mine))
+            status = TB_NO_MEMORY;
+    }
+    if (status == TB_OK)
+        status = create_flow(exchange, src, tensors, how, pairs.nmatched);
+    free(tensors);
+    free(how);
+    tb_match_fini(&pairs);
+    return status;
+}
+
+/* Padding is written as soon as a receive begins, when what is sent from the same memory may not have been read yet. */
+static tb_status check_padding(const tb__exchange *exchange, int src) {
+    const tb__exchange_side *s = &exchange->sides[src];
+    TB_VEC(tb_binding) sources = {0}, padding = {0};
+    bool *marks = tb__calloc(s->own.count, sizeof *marks);
+    bool has_room = marks != NULL;
+    for (size_t i = 0; i < s->own.count && has_room; i++)
+        has_room = tb__vec_push(&sources, s->own.item[i]->binding);
+    for (size_t i = 0; i < exchange->padded[src].count && has_room; i++) {
+        const tb__tensor *t = exchange->padded[src].item[i];
+        for (size_t j = 0; j < t->npadding && has_room; j++)
+            has_room = tb__vec_push(&padding, t->padding[j]);
+    }
+    tb_status status = has_room
+                           ? tb__bindings_mark_overlaps(sources.item, sources.count, padding.item, padding.count, marks)
+                           : TB_NO_MEMORY;
+    for (size_t i = 0; i < s->own.count && status == TB_OK; i++) {
+        if (marks[i])
+            status = tb__fail(TB_REFUSED, "%s: tensor '%.100s' is sent from memory that is padding of one received",
+                              exchange->what, s->own.item[i]->name);
+    }
+    free(sources.item);
+    free(padding.item);
+    free(marks);
+    return status;
+}
+
+tb_status tb__exchange_clear_padding(const tb__exchange *exchange, int src) {
+    if (exchange->sides[!src].commit == TB_SHADOW) /* with the rest, when it is committed */
+        return TB_OK;
+    if (exchange->padded[src].count && exchange->sides[src].own.count)
+        TB_TRY(check_padding(exchange, src));
+    for (size_t i = 0; i < exchange->padded[src].count; i++)
+        TB_TRY(tb__tensor_clear_padding(exchange->padded[src].item[i]));
+    return TB_OK;
+}
+
+tb_status tb__exchange_make_flows(tb__exchange *exchange) {
+    matching m = {0};
+    tb_status status = matching_init(&m, exchange);
+    for (int src = 0; src < 2 && status == TB_OK; src++)
+        status = make_flow(exchange, src, &m);
+    matching_fini(&m);
+    return status;
+}

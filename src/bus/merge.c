@@ -1,0 +1,255 @@
+/* What a side has: the tensors of all its ranks' lists, each once. Ranks that describe one differently, and ranks that
+ * hold a part of one and have not added it, are found by everybody alike. */
+#include "bus/exchange.h"
+
+#include "reshard/names.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+/* A tensor in one of the lists. */
+typedef struct entry {
+    const tb__described *as;
+    size_t list; /* in the order of their first seats */
+    size_t at;   /* in its list */
+} entry;
+
+/* One side's seats and lists, while they are put together. */
+typedef struct joining {
+    tb__exchange *exchange;
+    int side;
+    size_t *list_of; /* by seat */
+    const tb__tensor_list **lists;
+    int32_t *first_seat; /* by list */
+    size_t nbodies;
+    int32_t *seat_of; /* by bus rank */
+    uint64_t *listed; /* by list: the number of the last tensor that is in it */
+} joining;
+
+void tb__shape_text(const tb_shape *shape, char *out, size_t room) {
+    size_t at = 0;
+    out[0] = '\0';
+    for (int d = 0; d < shape->ndim && at < room; d++)
+        at += (size_t)snprintf(out + at, room - at, "%s%" PRId64, d ? "," : "", shape->dim[d]);
+}
+
+/* ---- Layouts --------------------------------------------------------------------------------------------------- */
+
+/* Made once for each text. */
+static tb_status get_layout(tb__exchange *exchange, int side, const char *text, const tb_layout **out) {
+    text = text ? text : exchange->pair->sides[side].layout;
+    uint64_t hash = tb__hash((uint64_t)side, tb__name_hash(text));
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&exchange->by_text, hash, &probe)) != TB__NOWHERE) {
+        if (exchange->layouts.item[i].side == side && strcmp(exchange->layouts.item[i].text, text) == 0) {
+            *out = exchange->layouts.item[i].layout;
+            return TB_OK;
+        }
+    }
+    tb_layout *layout;
+    if (!tb__vec_reserve(&exchange->layouts, 1))
+        return TB_NO_MEMORY;
+    TB_TRY(tb__pair_layout(exchange->pair, side, text, &layout));
+    if (!tb__index_add(&exchange->by_text, hash, exchange->layouts.count)) {
+        tb_layout_destroy(layout);
+        return TB_NO_MEMORY;
+    }
+    exchange->layouts.item[exchange->layouts.count++] = (struct tb__side_layout){text, side, layout};
+    *out = layout;
+    return TB_OK;
+}
+
+/* ---- Who says what --------------------------------------------------------------------------------------------- */
+
+static const char *label_of(const joining *j, int32_t seat) {
+    return j->exchange->pair->sides[j->side].peers[seat]->label;
+}
+
+static const char *layout_text(const joining *j, const tb__described *t) {
+    return t->layout ? t->layout : j->exchange->pair->sides[j->side].layout;
+}
+
+static const char *wire_name(tb_dtype dtype) {
+    return dtype == TB_DTYPE_NONE ? "none" : tb_dtype_name(dtype);
+}
+
+static bool are_equal(const char *a, const char *b) {
+    return a && b ? strcmp(a, b) == 0 : a == b;
+}
+
+static const char *or_none(const char *text) {
+    return text ? text : "none";
+}
+
+/* What they differ in; "": nothing. */
+static void find_difference(const joining *j, const tb__described *a, const tb__described *b, char *out, size_t room) {
+    out[0] = '\0';
+    if (a->shape.ndim != b->shape.ndim ||
+        memcmp(a->shape.dim, b->shape.dim, (size_t)a->shape.ndim * sizeof *a->shape.dim) != 0) {
+        char left[96], right[96];
+        tb__shape_text(&a->shape, left, sizeof left);
+        tb__shape_text(&b->shape, right, sizeof right);
+        snprintf(out, room, "shape [%s] and [%s]", left, right);
+    } else if (a->dtype != b->dtype) {
+        snprintf(out, room, "dtype %s and %s", tb_dtype_name(a->dtype), tb_dtype_name(b->dtype));
+    } else if (a->wire_dtype != b->wire_dtype) {
+        snprintf(out, room, "wire dtype %s and %s", wire_name(a->wire_dtype), wire_name(b->wire_dtype));
+    } else if (a->group != b->group) {
+        snprintf(out, room, "group %" PRIu32 " and %" PRIu32, a->group, b->group);
+    } else if (a->layout != b->layout && strcmp(layout_text(j, a), layout_text(j, b)) != 0) {
+        snprintf(out, room, "layout '%.80s' and '%.80s'", layout_text(j, a), layout_text(j, b));
+    } else if (!are_equal(a->encode, b->encode)) {
+        snprintf(out, room, "encoding %.80s and %.80s", or_none(a->encode), or_none(b->encode));
+    } else if (!are_equal(a->scale_group, b->scale_group)) {
+        snprintf(out, room, "scale group %.80s and %.80s", or_none(a->scale_group), or_none(b->scale_group));
+    } else if (a->is_transformed != b->is_transformed) {
+        snprintf(out, room, "only one of them transforms it");
+    }
+}
+
+static tb_status compare(const joining *j, const entry *a, const entry *b) {
+    char difference[256];
+    find_difference(j, a->as, b->as, difference, sizeof difference);
+    if (!*difference)
+        return TB_OK;
+    return tb__fail(TB_CONFLICT, "%s and %s describe tensor '%.100s' of %s differently: %s",
+                    label_of(j, j->first_seat[a->list]), label_of(j, j->first_seat[b->list]), a->as->name,
+                    j->exchange->what, difference);
+}
+
+/* Whether a rank of the mesh has anything of it: the last of many may not. */
+static bool holds_part(const tb__held *held, int32_t rank) {
+    tb_local local;
+    if (tb_layout_local(held->layout, &held->as->shape, rank, &local) != TB_OK)
+        return true;
+    bool holds = true;
+    for (int d = 0; d < held->as->shape.ndim; d++)
+        holds &= local.shape.dim[d] > 0;
+    tb_local_fini(&local);
+    return holds;
+}
+
+/* Everybody who holds a part of it has added it: those lists have its number. */
+static tb_status check_mesh(const joining *j, const tb__held *held, uint64_t number) {
+    enum { NAMED = 4 };
+    char missing[200] = "";
+    size_t at = 0, count = 0;
+    int32_t n = tb_layout_nranks(held->layout);
+    for (int32_t i = 0; i < n; i++) {
+        int32_t seat = j->seat_of[tb_layout_rank_at(held->layout, i)];
+        if (j->listed[j->list_of[seat]] == number || !holds_part(held, tb_layout_rank_at(held->layout, i)))
+            continue;
+        if (count++ < NAMED && at < sizeof missing)
+            at += (size_t)snprintf(missing + at, sizeof missing - at, "%s%s", count > 1 ? ", " : "", label_of(j, seat));
+    }
+    if (count == 0)
+        return TB_OK;
+    if (count > NAMED && at < sizeof missing)
+        snprintf(missing + at, sizeof missing - at, " and %zu more", count - NAMED);
+    return tb__fail(TB_CONFLICT, "tensor '%.100s' was not added to %s by all who hold a part of it: %s has not",
+                    held->as->name, j->exchange->what, missing);
+}
+
+/* ---- Together -------------------------------------------------------------------------------------------------- */
+
+static int compare_entries(const void *a, const void *b) {
+    const entry *x = a, *y = b;
+    int c = strcmp(x->as->name, y->as->name);
+    return c ? c : (x->list > y->list) - (x->list < y->list);
+}
+
+/* All that was added, by name; who gave the first of a name has the lowest seat. */
+static tb_status gather(const joining *j, entry **out, size_t *count) {
+    size_t n = 0;
+    for (size_t i = 0; i < j->nbodies; i++)
+        n += j->lists[i]->tensors.count;
+    entry *entries = tb__malloc(n, sizeof *entries);
+    if (!entries)
+        return TB_NO_MEMORY;
+    n = 0;
+    for (size_t i = 0; i < j->nbodies; i++) {
+        for (size_t k = 0; k < j->lists[i]->tensors.count; k++)
+            entries[n++] = (entry){&j->lists[i]->tensors.item[k], i, k};
+    }
+    if (j->nbodies > 1 && n > 1)
+        qsort(entries, n, sizeof *entries, compare_entries);
+    *out = entries;
+    *count = n;
+    return TB_OK;
+}
+
+static tb_status unite(joining *j, const entry *entries, size_t count) {
+    tb__exchange_side *s = &j->exchange->sides[j->side];
+    const tb__tensor_list *own = s->is_here ? tb__exchange_list(s, s->hash) : NULL;
+    for (size_t i = 0, next; i < count; i = next) {
+        tb__held held = {.as = entries[i].as};
+        uint64_t number = i + 1;
+        for (next = i; next < count && strcmp(entries[next].as->name, held.as->name) == 0; next++) {
+            if (next > i)
+                TB_TRY(compare(j, &entries[i], &entries[next]));
+            j->listed[entries[next].list] = number;
+            if (j->lists[entries[next].list] == own)
+                held.mine = s->own.item[entries[next].at];
+        }
+        tb_status status = get_layout(j->exchange, j->side, held.as->layout, &held.layout);
+        if (status != TB_OK)
+            return tb__fail_within(status, "tensor '%.100s'", held.as->name);
+        TB_TRY(check_mesh(j, &held, number));
+        if (!tb__vec_push(&s->tensors, held))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+/* Numbers the lists by their first seats. */
+static tb_status order_bodies(joining *j) {
+    const tb__exchange_side *s = &j->exchange->sides[j->side];
+    const tb__pair_side *seats = &j->exchange->pair->sides[j->side];
+    size_t *number = tb__malloc(s->lists.count, sizeof *number);
+    if (!number)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < s->lists.count; i++)
+        number[i] = TB__NOWHERE;
+    for (int32_t seat = 0; seat < seats->size; seat++) {
+        const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+        size_t i = (size_t)(list - s->lists.item);
+        if (number[i] == TB__NOWHERE) {
+            number[i] = j->nbodies++;
+            j->lists[number[i]] = list;
+            j->first_seat[number[i]] = seat;
+        }
+        j->list_of[seat] = number[i];
+        j->seat_of[seats->peers[seat]->rank] = seat;
+    }
+    free(number);
+    return TB_OK;
+}
+
+tb_status tb__exchange_merge(tb__exchange *exchange, int side) {
+    size_t size = (size_t)exchange->pair->sides[side].size;
+    size_t nranks = (size_t)exchange->all.peers[exchange->all.npeers - 1]->rank + 1;
+    joining j = {.exchange = exchange,
+                 .side = side,
+                 .list_of = tb__malloc(size, sizeof *j.list_of),
+                 .lists = tb__malloc(size, sizeof *j.lists),
+                 .first_seat = tb__malloc(size, sizeof *j.first_seat),
+                 .seat_of = tb__calloc(nranks, sizeof *j.seat_of),
+                 .listed = tb__calloc(size, sizeof *j.listed)};
+    entry *entries = NULL;
+    size_t count = 0;
+    tb_status status = j.list_of && j.lists && j.first_seat && j.seat_of && j.listed ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK)
+        status = order_bodies(&j);
+    if (status == TB_OK)
+        status = gather(&j, &entries, &count);
+    if (status == TB_OK)
+        status = unite(&j, entries, count);
+    free(entries);
+    free(j.list_of);
+    free(j.lists);
+    free(j.first_seat);
+    free(j.seat_of);
+    free(j.listed);
+    return status;
+}

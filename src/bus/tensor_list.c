@@ -1,0 +1,119 @@
+/* What a rank has added for a side, as it goes from rank to rank: tensors by name, with all that others have to know of
+ * them, and how names are to be matched. */
+#include "bus/exchange.h"
+
+#include <string.h>
+
+void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors) {
+    tb__pack_u32(pack, batch->opts.commit);
+    tb__pack_u32(pack, batch->opts.checksum);
+    tb__pack_raw(pack, batch->matching.data, batch->matching.count);
+    tb__pack_u32(pack, (uint32_t)ntensors);
+    for (size_t i = 0; i < ntensors; i++) {
+        const tb__tensor *t = tensors[i];
+        tb__pack_string(pack, t->name);
+        tb__pack_u32(pack, t->dtype);
+        tb__pack_u32(pack, t->wire_dtype);
+        tb__pack_u32(pack, t->group);
+        tb__pack_u32(pack, (uint32_t)t->shape.ndim);
+        for (int d = 0; d < t->shape.ndim; d++)
+            tb__pack_i64(pack, t->shape.dim[d]);
+        tb__pack_string(pack, t->layout ? t->layout : "");
+        tb__pack_string(pack, t->encode ? t->encode : "");
+        tb__pack_string(pack, t->scale_group ? t->scale_group : "");
+        tb__pack_u32(pack, t->is_transformed);
+    }
+}
+
+void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts) {
+    tb__pack_u32(pack, (uint32_t)opts->nties);
+    for (size_t i = 0; i < opts->nties; i++) {
+        tb__pack_string(pack, opts->ties[i].name);
+        tb__pack_string(pack, opts->ties[i].canonical);
+    }
+    tb__pack_u32(pack, (uint32_t)opts->nignored);
+    for (size_t i = 0; i < opts->nignored; i++)
+        tb__pack_string(pack, opts->ignored[i]);
+}
+
+/* These return false where memory is short, too; nonsense is what fails the reader. */
+static bool unpack_matching(tb__unpack *u, tb__tensor_list *list) {
+    size_t nties = tb__unpack_count(u, 10);
+    for (size_t i = 0; i < nties; i++) {
+        const char *name = tb__unpack_string(u), *canonical = tb__unpack_string(u);
+        if (u->failed || !tb__vec_push(&list->ties, (tb_tie){name, canonical}))
+            return false;
+    }
+    size_t nignored = tb__unpack_count(u, 5);
+    for (size_t i = 0; i < nignored; i++) {
+        const char *pattern = tb__unpack_string(u);
+        if (u->failed || !tb__vec_push(&list->ignored, pattern))
+            return false;
+    }
+    return !u->failed;
+}
+
+static void unpack_tensor(tb__unpack *u, tb__described *t) {
+    t->name = tb__unpack_string(u);
+    t->dtype = (tb_dtype)tb__unpack_u32(u);
+    t->wire_dtype = (tb_dtype)tb__unpack_u32(u);
+    t->group = tb__unpack_u32(u);
+    uint32_t ndim = tb__unpack_u32(u);
+    u->failed |= !*t->name || ndim > TB_MAX_DIMS || !tb_dtype_bits(t->dtype) ||
+                 (unsigned)t->wire_dtype >= TB_DTYPE_COUNT || t->group == UINT32_MAX;
+    if (u->failed)
+        return;
+    t->shape.ndim = (int)ndim;
+    for (uint32_t d = 0; d < ndim; d++)
+        t->shape.dim[d] = tb__unpack_i64(u);
+    const char *layout = tb__unpack_string(u);
+    const char *encode = tb__unpack_string(u), *scale_group = tb__unpack_string(u);
+    t->layout = *layout ? layout : NULL;
+    t->encode = *encode ? encode : NULL;
+    t->scale_group = *scale_group ? scale_group : NULL;
+    t->is_transformed = tb__unpack_u32(u) != 0;
+    u->failed |= t->encode && tb__encoding_parse(t->encode, &t->encoding) != TB_OK;
+    u->failed |= tb_shape_size(&t->shape, t->dtype, NULL, NULL) != TB_OK;
+}
+
+static bool unpack_tensors(tb__unpack *u, tb__tensor_list *list) {
+    size_t count = tb__unpack_count(u, 25);
+    for (size_t i = 0; i < count; i++) {
+        tb__described t = {0};
+        unpack_tensor(u, &t);
+        u->failed |= i > 0 && strcmp(list->tensors.item[i - 1].name, t.name) >= 0;
+        if (u->failed || !tb__vec_push(&list->tensors, t))
+            return false;
+    }
+    u->failed |= u->at != u->end;
+    return !u->failed;
+}
+
+tb_status tb__tensor_list_init(tb__tensor_list *list, unsigned char *data, size_t nbytes) {
+    tb__unpack u = {data, data + nbytes, false};
+    *list = (tb__tensor_list){.hash = tb__tensor_list_hash(data, nbytes), .data = data, .nbytes = nbytes};
+    list->commit = (tb_commit)tb__unpack_u32(&u);
+    u.failed |= (unsigned)list->commit > TB_SHADOW;
+    list->checksum = tb__unpack_u32(&u) != 0;
+    if (!u.failed && unpack_matching(&u, list) && unpack_tensors(&u, list))
+        return TB_OK;
+    tb__tensor_list_fini(list);
+    return u.failed ? tb__fail(TB_INVALID, "a list of tensors makes no sense") : TB_NO_MEMORY;
+}
+
+void tb__tensor_list_fini(tb__tensor_list *list) {
+    free(list->tensors.item);
+    free(list->ties.item);
+    free(list->ignored.item);
+    free(list->data);
+}
+
+uint64_t tb__tensor_list_hash(const void *data, size_t nbytes) {
+    uint64_t hash = nbytes;
+    for (size_t i = 0; i < nbytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)data + i, nbytes - i < 8 ? nbytes - i : 8);
+        hash = tb__hash(hash + i, word);
+    }
+    return hash;
+}

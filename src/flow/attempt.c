@@ -1,0 +1,195 @@
+/* The attempts of a flow: which of them have been started, what they are called, and which have ended without success.
+ * A rank may be idle for any number of them, so what it keeps is short: one entry for each run of numbers, and the last
+ * few reasons; neighbours among the older ones become one entry. */
+#include "flow/flow_inside.h"
+
+#include "base/int.h"
+
+#include <string.h>
+
+enum { MOST_ABORTS = 64, MOST_STARTS = 64, ABORT_ACK_MS = 1000 };
+
+/* ---- Numbers ---------------------------------------------------------------------------------------------------- */
+
+bool tb__flow_note_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
+    flow->started = attempt > flow->started ? attempt : flow->started;
+    if (flow->starts.count && tb__flow_number(flow, attempt) == number)
+        return true;
+    if (flow->starts.count == MOST_STARTS)
+        memmove(flow->starts.item, flow->starts.item + 1, --flow->starts.count * sizeof *flow->starts.item);
+    return tb__vec_push(&flow->starts, (issued){attempt, number});
+}
+
+uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt) {
+    size_t i = flow->starts.count;
+    while (i > 0 && flow->starts.item[i - 1].attempt > attempt)
+        i--;
+    return i > 0 ? flow->starts.item[i - 1].number + (attempt - flow->starts.item[i - 1].attempt) : attempt;
+}
+
+uint64_t tb__flow_last_number(const tb__flow *flow) {
+    return flow->starts.count ? tb__flow_number(flow, flow->started) : 0;
+}
+
+uint64_t *tb__flow_last_of(tb__flow *flow, bool is_send) {
+    return is_send ? &flow->last_sent : &flow->last_received;
+}
+
+bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (!leg->attempt && *tb__flow_last_of(flow, is_send) < flow->started) {
+        leg->attempt = ++*tb__flow_last_of(flow, is_send);
+        leg->number = tb__flow_number(flow, leg->attempt);
+        leg->wake_ms = 0;
+    }
+    return leg->attempt > 0;
+}
+
+uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
+    *is_torn = flow->is_torn;
+    return flow->version;
+}
+
+/* ---- Attempts that have ended ----------------------------------------------------------------------------------- */
+
+/* The first entry that does not lie before the attempt. */
+static size_t find_place(const tb__flow *flow, uint64_t attempt) {
+    size_t i = 0;
+    TB_BISECT(i, flow->aborts.count, flow->aborts.item[i].last >= attempt);
+    return i;
+}
+
+const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt) {
+    size_t at = find_place(flow, attempt);
+    return at < flow->aborts.count && flow->aborts.item[at].first <= attempt ? &flow->aborts.item[at] : NULL;
+}
+
+/* The attempt that a leg has, or waits for, is in the gap behind this entry. */
+static bool is_in_use(const tb__flow *flow, const tb__abort *before) {
+    const tb__leg *legs[] = {&flow->send, &flow->recv};
+    const uint64_t last[] = {flow->last_sent, flow->last_received};
+    for (int i = 0; i < 2; i++) {
+        uint64_t attempt = legs[i]->attempt ? legs[i]->attempt : last[i] + 1;
+        if (legs[i]->is_under_way && attempt > before[0].last && attempt < before[1].first)
+            return true;
+    }
+    return false;
+}
+
+/* Makes the two oldest neighbours one entry. If there are none, what lies between two entries counts as ended, too: the
+ * rank has had it, or had no part in it. But not an attempt that a leg is in: one that is prepared for it may commit.
+ */
+static void join_two(tb__flow *flow) {
+    tb__abort *item = flow->aborts.item;
+    size_t n = flow->aborts.count, at = 0;
+    while (at + 1 < n && item[at].last + 1 < item[at + 1].first)
+        at++;
+    if (at + 1 == n) {
+        for (at = 0; is_in_use(flow, &item[at]);)
+            at++;
+    }
+    item[at + 1].first = item[at].first;
+    free(item[at].why);
+    memmove(item + at, item + at + 1, (--flow->aborts.count - at) * sizeof *item);
+}
+
+/* What was announced for it will never be asked for. */
+static void forget_announced(tb__flow *flow, uint64_t attempt) {
+    size_t kept = 0;
+    for (size_t i = 0; i < flow->announcements.count; i++) {
+        if (flow->announcements.item[i].attempt != attempt)
+            flow->announcements.item[kept++] = flow->announcements.item[i];
+    }
+    flow->announcements.count = kept;
+}
+
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
+    if (tb__flow_find_abort(flow, attempt))
+        return;
+    forget_announced(flow, attempt);
+    if (flow->aborts.count == MOST_ABORTS)
+        join_two(flow);
+    tb__abort abort = {attempt, attempt, number, status, NULL};
+    size_t at = find_place(flow, attempt);
+    if (tb__flow_find_abort(flow, attempt) || !tb__vec_reserve(&flow->aborts, 1) || !(abort.why = tb__strdup(why)))
+        return; /* the deadline ends it instead */
+    memmove(flow->aborts.item + at + 1, flow->aborts.item + at,
+            (flow->aborts.count++ - at) * sizeof *flow->aborts.item);
+    flow->aborts.item[at] = abort;
+}
+
+uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send) {
+    uint64_t next = (is_send ? flow->last_sent : flow->last_received) + 1;
+    for (const tb__abort *abort; (abort = tb__flow_find_abort(flow, next));)
+        next = abort->last + 1;
+    return next;
+}
+
+bool tb__flow_is_offered(const tb__flow *flow) {
+    bool is_taken = flow->recv.is_under_way && flow->recv.attempt && !flow->recv.is_arrived;
+    return (is_taken || tb__flow_next_attempt(flow, false) <= flow->started) && flow->broken == TB_OK;
+}
+
+/* A receiver passes over attempts that ended before it came. A sender passes over those that are older than its own,
+ * by number. If its own has ended, it stops before that one and fails by it: sent with the next attempt, it would be
+ * mixed with another version. Within an entry, numbers are counted back from the last attempt. */
+void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    uint64_t *last = tb__flow_last_of(flow, is_send);
+    for (const tb__abort *abort; (abort = tb__flow_find_abort(flow, *last + 1)); *last = abort->last) {
+        if (!is_send || abort->number < leg->number)
+            continue;
+        uint64_t back = abort->number - leg->number, most = abort->last - (*last + 1);
+        back = back < most ? back : most;
+        *last = abort->last - back - 1;
+        leg->number = abort->number - back;
+        return;
+    }
+}
+
+/* ---- Who has heard of an end ------------------------------------------------------------------------------------ */
+
+/* Ranks of 0.1.0 do not know these messages. In a flow where nobody issues numbers, no attempt follows that could be
+ * mistaken for another. */
+static bool confirms(const tb__flow *flow, const member *m) {
+    return m->peer->patch >= 1 && flow->o.lead < flow->nmembers;
+}
+
+void tb__flow_ack_abort(tb__flow *flow, member *to, uint64_t attempt) {
+    if (confirms(flow, to))
+        tb__flow_tell(flow, to, MESSAGE_ABORT_ACK, attempt);
+}
+
+void tb__flow_on_abort_ack(member *from, uint64_t attempt) {
+    for (int is_send = 0; is_send < 2; is_send++) {
+        if (from->unacked[is_send] == attempt)
+            from->unacked[is_send] = 0;
+    }
+}
+
+/* A rank that has heard of the end before it begins to receive passes over the attempt. So the leg has not ended, for
+ * its user, before all have. One that is silent is not waited for much longer. */
+void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    leg->wake_ms = tb__now_ms() + ABORT_ACK_MS;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        bool is_asked = i != flow->self && confirms(flow, &flow->members[i]);
+        flow->members[i].unacked[is_send] = is_asked ? leg->attempt : 0;
+        leg->awaits_abort_acks |= is_asked;
+    }
+}
+
+/* Where nothing can be begun any more, nobody has to hear. */
+bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool is_over = flow->broken != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->wake_ms;
+    if (!leg->awaits_abort_acks)
+        return false;
+    for (size_t i = 0; i < flow->nmembers && !is_over; i++) {
+        if (flow->members[i].unacked[is_send] != 0)
+            return false;
+    }
+    leg->awaits_abort_acks = false;
+    leg->wake_ms = 0;
+    return true;
+}

@@ -1,0 +1,618 @@
+/* Buckets become moves. All moves of one kind are prepared together, as a job whose parts are the buckets, when the
+ * first of them is needed; a *copying* runs some of the parts, and ends in what happens next. */
+#include "flow/flow_inside.h"
+
+#include "base/dtype.h"
+#include "device/host/move.h"
+#include "device/host/reader.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+/* Bytes from one element to another that is so many elements away. */
+static int64_t distance(tb_dtype dtype, int64_t elements) {
+    return tb_dtype_bits(dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(dtype) / 8);
+}
+
+static int64_t element_offset(const int64_t *strides, int ndim, const int64_t *start) {
+    int64_t offset = 0;
+    for (int d = 0; d < ndim; d++)
+        offset += start[d] * strides[d];
+    return offset;
+}
+
+size_t tb__box_offset(const tb_binding *binding, const tb_box *box) {
+    return (size_t)distance(binding->dtype, element_offset(binding->strides, binding->shape.ndim, box->start));
+}
+
+int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer) {
+    int64_t run = 1;
+    int d = ndim;
+    while (d > 0 && (strides[d - 1] == run || len[d - 1] == 1))
+        run *= len[--d];
+    *outer = d;
+    return run;
+}
+
+void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index) {
+    for (int i = outer; i-- > 0;) {
+        index[i] = start[i] + n % len[i];
+        n /= len[i];
+    }
+}
+
+char *tb__binding_at(const tb_binding *b, const int64_t *start) {
+    return (char *)b->base + b->offset + distance(b->dtype, element_offset(b->strides, b->shape.ndim, start));
+}
+
+bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk) {
+    const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+    if (chunk->is_coded || t->is_gathered)
+        return false;
+    if (chunk->source != flow->o.rank || !chunk->is_target || chunk->ncontributors > 0 ||
+        t->src.dtype != t->dst.dtype || chunk->wire_dtype != t->src.dtype ||
+        tb__binding_at(&t->src, chunk->src.start) != tb__binding_at(&t->dst, chunk->dst.start))
+        return false;
+    for (int d = 0; d < chunk->ndim; d++) {
+        if (chunk->len[d] > 1 && t->src.strides[d] != t->dst.strides[d])
+            return false;
+    }
+    return true;
+}
+
+static int64_t nelements(const tb_chunk *chunk) {
+    int64_t n = 1;
+    for (int d = 0; d < chunk->ndim; d++)
+        n *= chunk->len[d];
+    return n;
+}
+
+static int64_t align64(int64_t n) {
+    return (n + 63) / 64 * 64;
+}
+
+static int64_t raw_nbytes(const tb__flow *flow, const tb_chunk *chunk) {
+    return align64(tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, nelements(chunk)));
+}
+
+int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket) {
+    const tb_ir *ir = flow->ir;
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < bucket->nentries; i++)
+        nbytes += raw_nbytes(flow, &ir->chunks[ir->entries[bucket->first_entry + i].chunk]);
+    return nbytes;
+}
+
+int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket) {
+    const tb_bucket *b = &flow->ir->buckets[bucket];
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < b->nentries; i++)
+        nbytes += flow->ir->entries[b->first_entry + i].nbytes;
+    return nbytes;
+}
+
+/* ---- Ends ----------------------------------------------------------------------------------------------------- */
+
+/* One end of a move of a chunk. */
+typedef enum end_kind {
+    END_FEEDER, /* the tensor of a member that was bound */
+    END_SOURCE, /* this rank's source tensor */
+    END_TARGET, /* this rank's target tensor */
+    END_BUCKET, /* a buffer with the bucket's offsets, in the wire dtype */
+    END_RAW,    /* a buffer of contributions, in the source's dtype */
+} end_kind;
+
+typedef struct end {
+    end_kind kind;
+    member *member;    /* of FEEDER */
+    size_t raw_offset; /* of RAW: of the bucket's contribution in the buffer */
+} end;
+
+/* The chunk of a bucket that is looked at. */
+typedef struct item {
+    const tb_chunk *chunk;
+    const tb_bucket_entry *entry;
+    size_t raw_offset; /* in a contribution to the bucket */
+} item;
+
+static void row_major(const tb_chunk *chunk, const int64_t *len, int64_t *strides) {
+    int64_t stride = 1;
+    for (int d = chunk->ndim; d-- > 0;) {
+        strides[d] = stride;
+        stride *= len[d];
+    }
+}
+
+static tb_status read_remote(void *arg, const tb_range *ranges, size_t nranges, void *to, size_t nbytes) {
+    const place *p = arg;
+    tb_status status = tb__transport_read(p->owner->transport, p->remote, ranges, nranges, &(tb_piece){to, nbytes}, 1);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", p->owner->label);
+}
+
+static tb_status map_reader(member *m, place *p, tb_dtype dtype, tb__mapping **out) {
+    (void)dtype;
+    if (!p->reader) {
+        p->owner = m->peer;
+        p->reader = tb__host_map_reader(SIZE_MAX >> 8, read_remote, p); /* bounds were checked when it was bound */
+    }
+    *out = p->reader;
+    return p->reader ? TB_OK : TB_NO_MEMORY;
+}
+
+/* Where an end has the chunk, and how it is strided there. *mapping says what the address counts from. */
+static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *strides, void **out,
+                        tb__mapping **mapping) {
+    const tb_chunk *chunk = it->chunk;
+    const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+    const int64_t *start = e->kind == END_TARGET ? chunk->dst.start : chunk->src.start;
+    *mapping = NULL;
+    if (e->kind == END_TARGET && t->is_gathered) { /* its band begins in the slot */
+        int64_t in_band[TB_MAX_DIMS];
+        memcpy(in_band, start, sizeof in_band);
+        row_major(chunk, t->dst.shape.dim, strides);
+        if (t->spec.band)
+            in_band[0] -= (int64_t)(chunk->group - t->spec.group) * t->spec.band;
+        *out = tb__flow_slot(flow, chunk) + t->slot_offset +
+               distance(t->spec.dst_dtype, element_offset(strides, chunk->ndim, in_band));
+        return TB_OK;
+    }
+    if (e->kind == END_SOURCE || e->kind == END_TARGET) {
+        const tb_binding *binding = e->kind == END_SOURCE ? &t->src : &t->dst;
+        memcpy(strides, binding->strides, sizeof binding->strides);
+        *out = tb__binding_at(binding, start);
+        return TB_OK;
+    }
+    if (e->kind == END_BUCKET || e->kind == END_RAW) {
+        size_t offset = e->kind == END_BUCKET ? (size_t)it->entry->offset : e->raw_offset + it->raw_offset;
+        row_major(chunk, chunk->len, strides);
+        *mapping = TB__IN_BUFFER;
+        *out = (void *)offset; // NOLINT(performance-no-int-to-ptr)
+        return TB_OK;
+    }
+    place *p = tb__member_place(e->member, chunk->tensor);
+    int64_t offset = (int64_t)p->offset + distance(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
+    memcpy(strides, p->strides, sizeof p->strides);
+    *out = p->map + offset;
+    if (p->map)
+        return TB_OK;
+    *out = (void *)(uintptr_t)offset; // NOLINT(performance-no-int-to-ptr)
+    return map_reader(e->member, p, t->spec.src_dtype, mapping);
+}
+
+/* ---- Jobs ------------------------------------------------------------------------------------------------------ */
+
+typedef struct moves {
+    tb__arena arena;
+    TB_VEC(tb__move) all;
+    TB_VEC(tb__device *) devices; /* of each */
+} moves;
+
+/* The device of the destination does a move, unless that is in host memory and the source is not. */
+static tb__device *choose_device(const tb__flow *flow, const tb__move *move) {
+    const tb__loop *loop = flow->o.loop;
+    tb__device *host = tb__loop_find_device(loop, NULL, 0), *device = host;
+    if (!move->is_dst_in_buffer)
+        device = tb__loop_find_device(loop, move->dst, 1);
+    for (uint32_t k = 0; device == host && k < move->nsrc; k++) {
+        if (!move->src_mapping[k])
+            device = tb__loop_find_device(loop, move->src[k], 1);
+    }
+    return device;
+}
+
+static tb_status add_move(tb__flow *flow, moves *to, const tb__move *move) {
+    return tb__vec_push(&to->all, *move) && tb__vec_push(&to->devices, choose_device(flow, move)) ? TB_OK
+                                                                                                  : TB_NO_MEMORY;
+}
+
+static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const item *it, const end *from, size_t nfrom,
+                           const end *to) {
+    const tb_chunk *chunk = it->chunk;
+    const tb_tensor_spec *spec = &flow->tensors[chunk->tensor].spec;
+    const void **src = tb__arena_alloc(&out->arena, nfrom, sizeof *src);
+    tb__mapping **mappings = tb__arena_alloc(&out->arena, nfrom, sizeof *mappings), *to_buffer;
+    int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&out->arena, nfrom, sizeof *strides);
+    if (!src || !strides || !mappings)
+        return TB_NO_MEMORY;
+    tb__move move = {.part = bucket,
+                     .ndim = chunk->ndim,
+                     .nsrc = (uint32_t)nfrom,
+                     .src = src,
+                     .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
+                     .src_mapping = mappings,
+                     .src_dtype = spec->src_dtype,
+                     .wire_dtype = chunk->wire_dtype,
+                     .dst_dtype = spec->dst_dtype,
+                     .op = chunk->op,
+                     .avg_divisor = chunk->ncontributors ? chunk->divisor : 1};
+    memcpy(move.len, chunk->len, sizeof move.len);
+    for (size_t i = 0; i < nfrom; i++) {
+        void *at = NULL;
+        memset(strides[i], 0, sizeof *strides);
+        TB_TRY(locate(flow, &from[i], it, strides[i], &at, &mappings[i]));
+        src[i] = at;
+    }
+    TB_TRY(locate(flow, to, it, move.dst_stride, &move.dst, &to_buffer));
+    move.is_dst_in_buffer = to_buffer != NULL;
+    if (nfrom && from[0].kind == END_BUCKET) { /* reduced and cast to the wire dtype before */
+        move.src_dtype = chunk->wire_dtype;
+        move.avg_divisor = 1;
+    }
+    if (to->kind == END_BUCKET)
+        move.dst_dtype = chunk->wire_dtype;
+    if (to->kind == END_RAW) { /* a contribution goes as it is */
+        move.wire_dtype = move.dst_dtype = spec->src_dtype;
+        move.avg_divisor = 1;
+    }
+    return add_move(flow, out, &move);
+}
+
+/* The bytes between chunks are zero, so that a bucket's bytes depend on its tensors only. */
+static tb_status add_gap(tb__flow *flow, moves *out, uint32_t bucket, int64_t from, int64_t to) {
+    tb__move zeros = {.part = bucket,
+                      .ndim = 1,
+                      .len = {to - from},
+                      .dst = (void *)(uintptr_t)from, // NOLINT(performance-no-int-to-ptr)
+                      .dst_stride = {1},
+                      .dst_dtype = TB_U8,
+                      .is_dst_in_buffer = true};
+    return to > from ? add_move(flow, out, &zeros) : TB_OK;
+}
+
+static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end *from, size_t nfrom, const end *to) {
+    const tb_bucket *bucket = &flow->ir->buckets[index];
+    const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
+    bool is_pull = to->kind == END_TARGET && nfrom == 1 && from[0].kind == END_FEEDER;
+    size_t raw = 0;
+    for (size_t i = 0; i < bucket->nentries; i++) {
+        item it = {.chunk = &flow->ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
+        raw += (size_t)raw_nbytes(flow, it.chunk);
+        if (to->kind == END_BUCKET && i + 1 < bucket->nentries)
+            TB_TRY(add_gap(flow, out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
+        if (!is_pull || !tb__flow_is_in_place(flow, it.chunk))
+            TB_TRY(add_chunk(flow, out, (uint32_t)index, &it, from, nfrom, to));
+    }
+    return TB_OK;
+}
+
+/* Whether buckets of the lane are copied so. */
+static bool does(const lane *l, copy_kind kind) {
+    bool is_read = l->is_target && !l->takes_staged, is_combined = l->is_shipper && l->nsenders > 1;
+    if (l->first->is_coded)
+        return false;
+    switch (kind) {
+    case COPY_DIRECT:
+        return is_read && !l->overwrites_source;
+    case COPY_ASIDE:
+        return is_read && l->overwrites_source;
+    case COPY_PACK:
+        return l->nstaged && l->is_shipper && l->nsenders == 1;
+    case COPY_CONTRIBUTE:
+        return l->nstaged && l->is_contributor;
+    case COPY_UNPACK:
+        return l->is_target && (l->takes_staged || l->overwrites_source);
+    case COPY_COMBINE:
+        return is_combined &&
+               ((l->nstaged && !l->is_target) || (l->is_target && l->takes_staged && l->overwrites_source));
+    case COPY_COMBINE_IN:
+        return is_combined && l->is_target && l->takes_staged && !l->overwrites_source;
+    default:
+        return false;
+    }
+}
+
+static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind kind) {
+    end one = {.kind = kind == COPY_UNPACK ? END_BUCKET : END_SOURCE}, to = {.kind = END_BUCKET}, *from = &one;
+    size_t nfrom = 1;
+    bool is_combined = kind == COPY_COMBINE || kind == COPY_COMBINE_IN;
+    if (kind == COPY_DIRECT || kind == COPY_UNPACK || kind == COPY_COMBINE_IN)
+        to.kind = END_TARGET;
+    else if (kind == COPY_CONTRIBUTE)
+        to.kind = END_RAW;
+    if (is_combined || kind == COPY_DIRECT || kind == COPY_ASIDE) {
+        nfrom = l->nsenders;
+        from = tb__arena_alloc(&out->arena, nfrom, sizeof *from);
+        if (!from)
+            return TB_NO_MEMORY;
+    }
+    for (size_t i = 0; i < l->channel->nbuckets; i++) {
+        size_t bucket = l->channel->first_bucket + i;
+        size_t raw = (size_t)tb__flow_raw_size(flow, &flow->ir->buckets[bucket]), others = 0;
+        for (size_t j = 0; from != &one && j < nfrom; j++) {
+            bool is_raw = is_combined && l->senders[j] != flow->self;
+            from[j] = (end){.kind = !is_combined ? END_FEEDER
+                                    : is_raw     ? END_RAW
+                                                 : END_SOURCE,
+                            .member = &flow->members[l->senders[j]],
+                            .raw_offset = is_raw ? raw * others++ : 0};
+        }
+        TB_TRY(add_bucket(flow, out, bucket, from, nfrom, &to));
+    }
+    return TB_OK;
+}
+
+/* Whole tensors: from the live ones to the snapshot, or from the shadow to the live ones. */
+static tb_status add_tensor(tb__flow *flow, moves *out, const tb_binding *from, const tb_binding *to) {
+    const void **src = tb__arena_alloc(&out->arena, 1, sizeof *src);
+    tb__mapping **mapping = tb__arena_alloc(&out->arena, 1, sizeof *mapping);
+    int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&out->arena, 1, sizeof *strides), count;
+    TB_TRY(tb_shape_size(&to->shape, to->dtype, &count, NULL));
+    if (count == 0)
+        return TB_OK;
+    if (!src || !strides || !mapping)
+        return TB_NO_MEMORY;
+    *mapping = NULL;
+    *src = tb__binding_at(from, (int64_t[TB_MAX_DIMS]){0});
+    memcpy(strides, from->strides, sizeof *strides);
+    tb__move move = {.ndim = to->shape.ndim,
+                     .nsrc = 1,
+                     .src = src,
+                     .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
+                     .src_mapping = mapping,
+                     .dst = tb__binding_at(to, (int64_t[TB_MAX_DIMS]){0}),
+                     .src_dtype = from->dtype,
+                     .wire_dtype = from->dtype,
+                     .dst_dtype = from->dtype};
+    memcpy(move.len, to->shape.dim, sizeof move.len);
+    memcpy(move.dst_stride, to->strides, sizeof move.dst_stride);
+    return add_move(flow, out, &move);
+}
+
+static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        const tb__flow_tensor *t = &flow->tensors[i];
+        if (kind == COPY_SNAPSHOT)
+            TB_TRY(add_tensor(flow, out, &flow->snapshot_of[i], &t->src));
+        else if (tb__flow_has_shadow(flow, i))
+            TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow_of[i]));
+    }
+    return TB_OK;
+}
+
+/* One job for each device that has something to do. */
+static tb_status prepare_jobs(const moves *m, prepared *out) {
+    tb__move *some = tb__malloc(m->all.count, sizeof *some);
+    tb_status status = some ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < m->all.count && status == TB_OK; i++) {
+        tb__device *device = m->devices.item[i];
+        size_t known = 0, n = 0;
+        while (known < out->njobs && out->jobs[known].device != device)
+            known++;
+        if (known < out->njobs)
+            continue;
+        for (size_t j = i; j < m->all.count; j++) {
+            if (m->devices.item[j] == device)
+                some[n++] = m->all.item[j];
+        }
+        tb__job *job;
+        status = out->njobs < MOST_FLOW_DEVICES
+                     ? device->ops->prepare(device, some, n, &job)
+                     : tb__fail(TB_TOO_BIG, "tensors on more than %d devices", MOST_FLOW_DEVICES);
+        if (status == TB_OK)
+            out->jobs[out->njobs++] = (device_job){device, job};
+    }
+    free(some);
+    return status;
+}
+
+tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
+    prepared *out = &flow->prepared[kind];
+    moves m = {0};
+    tb_status status = TB_OK;
+    if (out->is_done)
+        return TB_OK;
+    bool is_whole = kind == COPY_SNAPSHOT || kind == COPY_COMMIT;
+    if (is_whole)
+        status = add_tensors(flow, &m, kind);
+    for (size_t i = 0; !is_whole && i < flow->ir->nchannels && status == TB_OK; i++) {
+        if (does(&flow->lanes[i], kind))
+            status = add_lane(flow, &m, &flow->lanes[i], kind);
+    }
+    if (status == TB_OK)
+        status = prepare_jobs(&m, out);
+    out->is_done = status == TB_OK;
+    tb__arena_fini(&m.arena);
+    free(m.all.item);
+    free(m.devices.item);
+    return status;
+}
+
+void tb__flow_release_copies(tb__flow *flow) {
+    for (int kind = 0; kind < COPY_KINDS; kind++) {
+        prepared *p = &flow->prepared[kind];
+        for (size_t i = 0; i < p->njobs; i++)
+            p->jobs[i].device->ops->release(p->jobs[i].device, p->jobs[i].job);
+    }
+}
+
+/* ---- Copyings --------------------------------------------------------------------------------------------------- */
+
+static const tb_phase phases[COPY_KINDS] = {
+    [COPY_DIRECT] = TB_PHASE_WIRE,       [COPY_ASIDE] = TB_PHASE_WIRE,    [COPY_PACK] = TB_PHASE_PACK,
+    [COPY_CONTRIBUTE] = TB_PHASE_PACK,   [COPY_UNPACK] = TB_PHASE_UNPACK, [COPY_COMBINE] = TB_PHASE_PACK,
+    [COPY_COMBINE_IN] = TB_PHASE_UNPACK, [COPY_SNAPSHOT] = TB_PHASE_PACK, [COPY_COMMIT] = TB_PHASE_COMMIT,
+};
+
+/* All of its runs are done. The flow stays until the end of it. */
+static void end_copying(copying *c) {
+    tb__flow *flow = c->flow;
+    bool is_send = c->is_send;
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    leg->ncopying--;
+    tb__leg_idle(leg);
+    tb_status status = c->status == TB_OK ? TB_OK : tb__fail(c->status, "%s", c->why);
+    for (copying **at = &flow->copyings; *at; at = &(*at)->next) {
+        if (*at == c) {
+            *at = c->next;
+            break;
+        }
+    }
+    c->end(c, status);
+    tb__flow_drop_copying(c);
+    tb__flow_close_leg(flow, is_send);
+    flow->ncopyings--;
+    tb__loop_wake(flow->o.loop);
+    tb__loop_signal(flow->o.loop);
+}
+
+static void on_run(tb__submitted *submitted) {
+    copying *c = ((copy_run *)submitted)->copying;
+    const tb__fence *fence = &submitted->fence;
+    if (fence->status != TB_OK && (c->status == TB_OK || c->status == TB_CANCELLED)) {
+        c->status = fence->status;
+        snprintf(c->why, sizeof c->why, "%s", fence->why);
+    }
+    if (--c->left == 0)
+        end_copying(c);
+}
+
+copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts) {
+    copying *c = tb__calloc(1, sizeof *c);
+    uint32_t *parts = tb__malloc(nparts, sizeof *parts);
+    if (!c || !parts) {
+        free(c);
+        free(parts);
+        return NULL;
+    }
+    *c = (copying){.flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
+    return c;
+}
+
+void tb__flow_drop_copying(copying *c) {
+    if (c)
+        free(c->parts);
+    free(c);
+}
+
+tb_status tb__flow_start_copying(copying *c) {
+    tb__flow *flow = c->flow;
+    tb__leg *leg = tb__flow_leg(flow, c->is_send);
+    const prepared *p = &flow->prepared[c->kind];
+    tb_status status = tb__flow_prepare_copies(flow, c->kind);
+    if (status != TB_OK) {
+        tb__flow_drop_copying(c);
+        return status;
+    }
+    bool is_whole = c->kind == COPY_SNAPSHOT || c->kind == COPY_COMMIT;
+    flow->has_written |=
+        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN) && !flow->o.shadow.is_used;
+    leg->ncopying++;
+    flow->ncopyings++;
+    c->next = flow->copyings;
+    flow->copyings = c;
+    leg->copy_phase = phases[c->kind];
+    tb__leg_idle(leg);
+    if (p->njobs == 0) {
+        end_copying(c);
+        return TB_OK;
+    }
+    c->left = p->njobs;
+    for (size_t i = 0; i < p->njobs; i++) {
+        copy_run *run = &c->runs[i];
+        run->copying = c;
+        run->submitted = (tb__submitted){.device = p->jobs[i].device,
+                                         .job = p->jobs[i].job,
+                                         .run = {.parts = is_whole ? NULL : c->parts,
+                                                 .nparts = c->nparts,
+                                                 .src_buffer = c->from,
+                                                 .dst_buffer = c->to},
+                                         .done = on_run};
+        tb__loop_submit(flow->o.loop, &run->submitted);
+    }
+    return TB_OK;
+}
+
+void tb__flow_cancel_copyings(tb__flow *flow, bool is_send) {
+    for (copying *c = flow->copyings; c; c = c->next) {
+        for (size_t i = 0; c->is_send == is_send && i < MOST_FLOW_DEVICES; i++) {
+            if (c->runs[i].copying && !c->runs[i].submitted.fence.is_done)
+                tb__loop_cancel(flow->o.loop, &c->runs[i].submitted);
+        }
+    }
+}
+
+/* ---- Conversions ------------------------------------------------------------------------------------------------ */
+
+/* What has no codec at one end travels as its elements. */
+static tb_status check_elements(const tb__flow *flow, const tb_chunk *chunk) {
+    int64_t nbytes = tb__dtype_bytes(chunk->wire_dtype, nelements(chunk));
+    if (nbytes == chunk->nbytes)
+        return TB_OK;
+    return tb__fail(TB_INVALID,
+                    "tensor '%.100s' has a piece of %" PRId64
+                    " bytes on the wire, but nothing converts it here, and its "
+                    "elements have %" PRId64,
+                    flow->tensors[chunk->tensor].spec.name, chunk->nbytes, nbytes);
+}
+
+/* One chunk that has no codec at this end, to its place in the buffer or from there. */
+static tb_status copy_elements(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
+    moves m = {0};
+    item it = {.chunk = &flow->ir->chunks[entry->chunk], .entry = entry};
+    end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
+    tb_status status = check_elements(flow, it.chunk);
+    if (status == TB_OK)
+        status = add_chunk(flow, &m, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
+    if (status == TB_OK) {
+        tb__move *move = &m.all.item[0];
+        const void *src = packs ? move->src[0] : buffer + entry->offset;
+        move->src = &src;
+        move->src_mapping = NULL;
+        move->dst = packs ? buffer + entry->offset : move->dst;
+        move->is_dst_in_buffer = false;
+        tb__loop_unlock(flow->o.loop);
+        status = tb__moves_run(move, 1);
+        tb__loop_lock(flow->o.loop);
+    }
+    tb__arena_fini(&m.arena);
+    free(m.all.item);
+    free(m.devices.item);
+    return status;
+}
+
+static tb_status code_entry(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
+    const tb_chunk *chunk = &flow->ir->chunks[entry->chunk];
+    const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
+    if (packs ? !t->codec->pack : !t->codec->unpack)
+        return copy_elements(flow, entry, buffer, packs);
+    tb__loop_unlock(flow->o.loop);
+    tb_status status = packs ? t->codec->pack(t->codec->arg, chunk, &t->src, buffer + entry->offset)
+                             : t->codec->unpack(t->codec->arg, chunk, &t->dst, buffer + entry->offset);
+    tb__loop_lock(flow->o.loop);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
+}
+
+/* Whether the leg still wants what is being converted. */
+static tb_status check_wanted(const tb__flow *flow, bool is_send) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    if (leg->memory_invalidated)
+        return tb__flow_check_memory(flow, is_send);
+    return leg->is_cancelled ? tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what)
+                             : TB_OK;
+}
+
+bool tb__flow_is_coded(const tb__flow *flow, size_t bucket) {
+    return flow->ir->chunks[flow->ir->entries[flow->ir->buckets[bucket].first_entry].chunk].is_coded;
+}
+
+tb_status tb__flow_convert(tb__flow *flow, bool is_send, size_t index, char *buffer, bool packs) {
+    const tb_bucket *bucket = &flow->ir->buckets[index];
+    const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    tb_status status = TB_OK;
+    flow->has_written |= !packs && !flow->o.shadow.is_used;
+    tb__phases_enter(leg->phases, packs ? TB_PHASE_PACK : TB_PHASE_UNPACK);
+    for (size_t i = 0; packs && i + 1 < bucket->nentries; i++) {
+        int64_t stop = entries[i].offset + entries[i].nbytes;
+        memset(buffer + stop, 0, (size_t)(entries[i + 1].offset - stop));
+    }
+    for (size_t i = 0; i < bucket->nentries && status == TB_OK; i++) {
+        status = code_entry(flow, &entries[i], buffer, packs);
+        leg->bytes_done += packs ? 0 : entries[i].nbytes;
+        if (status == TB_OK)
+            status = check_wanted(flow, is_send);
+    }
+    tb__leg_idle(leg);
+    return status;
+}

@@ -1,0 +1,595 @@
+/* A flow's life, the numbers of its transfers, and the messages about them. */
+#include "flow/flow_inside.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { DOUBT_MS = 1000 }; /* how long to wait for another rank's report of the cause */
+
+/* ---- Life ----------------------------------------------------------------------------------------------------- */
+
+static tb_status add_members(tb__flow *flow) {
+    const tb__flow_opts *o = &flow->o;
+    flow->self = o->npeers;
+    for (size_t i = 0; i < o->npeers; i++) {
+        member *m = &flow->members[i];
+        m->peer = o->peers[i];
+        m->port = o->ports[i];
+        if (m->peer->rank == o->rank)
+            flow->self = i;
+        if (!tb__index_add(&flow->by_rank, tb__hash(0, (uint64_t)m->peer->rank), i))
+            return TB_NO_MEMORY;
+    }
+    return flow->self < o->npeers ? TB_OK : tb__fail(TB_INTERNAL, "this rank is not in its own flow");
+}
+
+tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
+    tb__flow *flow = tb__calloc(1, sizeof *flow);
+    if (!flow)
+        return TB_NO_MEMORY;
+    flow->o = *opts;
+    flow->nmembers = opts->npeers;
+    flow->members = tb__calloc(opts->npeers, sizeof *flow->members);
+    flow->tensors = tb__malloc(opts->ntensors, sizeof *flow->tensors);
+    flow->what = tb__strdup(opts->what);
+    tb_status status = flow->members && flow->tensors && flow->what ? add_members(flow) : TB_NO_MEMORY;
+    if (status != TB_OK) {
+        tb__flow_destroy(flow);
+        return status;
+    }
+    if (opts->ntensors)
+        memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
+    flow->ir = opts->ir;
+    flow->started = opts->started;
+    *out = flow;
+    return TB_OK;
+}
+
+static bool has_no_copyings(void *arg) {
+    return ((const tb__flow *)arg)->ncopyings == 0;
+}
+
+void tb__flow_destroy(tb__flow *flow) {
+    if (!flow)
+        return;
+    if (flow->failing.step)
+        tb__loop_remove_task(flow->o.loop, &flow->failing);
+    for (int is_send = 0; is_send < 2; is_send++)
+        tb__flow_cancel_copyings(flow, is_send);
+    tb__loop_wait(flow->o.loop, has_no_copyings, flow, INT64_MAX);
+    tb__flow_release_copies(flow);
+    tb__flow_drop_staged(flow, true);
+    tb__flow_drop_staged(flow, false);
+    if (flow->members)
+        tb__flow_unbind(flow);
+    for (size_t i = 0; flow->members && i < flow->nmembers; i++)
+        free(flow->members[i].gone_why);
+    tb__flow_unplan(flow);
+    for (size_t i = 0; i < flow->aborts.count; i++)
+        free(flow->aborts.item[i].why);
+    free(flow->aborts.item);
+    free(flow->starts.item);
+    free(flow->stash.item);
+    free(flow->announcements.item);
+    tb__index_fini(&flow->by_rank);
+    free(flow->slots);
+    free(flow->questions.item);
+    free(flow->members);
+    free(flow->tensors);
+    free(flow->what);
+    free(flow);
+}
+
+tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
+    return is_send ? &flow->send : &flow->recv;
+}
+
+member *tb__flow_find(tb__flow *flow, int32_t rank) {
+    size_t probe = 0, at;
+    while ((at = tb__index_next(&flow->by_rank, tb__hash(0, (uint64_t)rank), &probe)) != TB__NOWHERE) {
+        if (flow->members[at].peer->rank == rank)
+            return &flow->members[at];
+    }
+    return NULL;
+}
+
+/* ---- Messages out --------------------------------------------------------------------------------------------- */
+
+void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt) {
+    tb__pack_u32(pack, flow->o.direction);
+    tb__pack_u32(pack, kind);
+    tb__pack_u64(pack, attempt);
+}
+
+void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
+    tb_status status = tb__loop_send(to->peer, to->port, pack);
+    if (status == TB_OK)
+        return;
+    to->missed_message = true;
+    tb__flow_fail_later(flow, tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent",
+                                              flow->o.rank, flow->what, to->peer->label));
+}
+
+void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, kind, attempt);
+    tb__flow_send_message(flow, to, &pack);
+}
+
+void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note) {
+    tb__loop_lock(flow->o.loop);
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, MESSAGE_NOTE, attempt);
+    tb__pack_raw(&pack, note->data, note->count);
+    pack.failed |= note->failed;
+    member *to = tb__flow_find(flow, rank);
+    if (to)
+        tb__flow_send_message(flow, to, &pack);
+    else
+        tb__pack_fini(&pack);
+    tb__loop_unlock(flow->o.loop);
+}
+
+void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
+                         const char *why) {
+    tb__pack pack = {0};
+    if (position == flow->self) {
+        tb__flow_note_abort(flow, attempt, number, status, why);
+        return;
+    }
+    tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
+    tb__pack_u64(&pack, number);
+    tb__pack_status(&pack, status);
+    tb__pack_string(&pack, why);
+    tb__flow_send_message(flow, &flow->members[position], &pack);
+}
+
+static void tell_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (i != flow->self)
+            tb__flow_tell_abort(flow, i, attempt, number, status, why);
+    }
+}
+
+/* ---- Legs ----------------------------------------------------------------------------------------------------- */
+
+void tb__phases_enter(tb__phases *phases, tb_phase phase) {
+    double now = tb__seconds();
+    phases->seconds[phases->now] += now - phases->since;
+    phases->since = now;
+    phases->now = phase;
+}
+
+void tb__leg_idle(tb__leg *leg) {
+    if (!leg->is_under_way)
+        return;
+    tb_phase idle = leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT;
+    tb__phases_enter(leg->phases, leg->ncopying ? leg->copy_phase : idle);
+}
+
+static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
+    if (!tb__flow_note_start(flow, attempt, number))
+        tb__flow_fail_later(flow, tb__fail_within(TB_NO_MEMORY, "rank %" PRId32 ": the number of a transfer of %s",
+                                                  flow->o.rank, flow->what));
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (i == flow->self)
+            continue;
+        tb__pack pack = {0};
+        tb__flow_begin_message(flow, &pack, MESSAGE_START, attempt);
+        tb__pack_u64(&pack, number);
+        tb__flow_send_message(flow, &flow->members[i], &pack);
+    }
+}
+
+void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    uint64_t *last = tb__flow_last_of(flow, is_send);
+    *leg = (tb__leg){.is_under_way = true,
+                     .number = number,
+                     .bytes_total = leg->bytes_total,
+                     .groups_total = leg->groups_total,
+                     .phases = phases};
+    tb__flow_skip_ended(flow, is_send);
+    if (is_send) {
+        flow->send_is_exposed = false;
+        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0 &&
+            !tb__flow_find_abort(flow, *last + 1)) {
+            leg->attempt = *last > flow->started ? *last + 1 : flow->started + 1;
+            *last = leg->attempt;
+            issue(flow, leg->attempt, number);
+        }
+    } else {
+        flow->takes_all = false;
+        flow->hosts_taken = 0;
+        flow->has_written = false;
+    }
+}
+
+/* What has been written without all of it having come is said where it is, and not to others. */
+static void note_torn(tb__flow *flow) {
+    char why[TB__WHY_MAX];
+    flow->is_torn = true;
+    snprintf(why, sizeof why, "%s", flow->recv.why);
+    snprintf(flow->recv.why, sizeof flow->recv.why, "%.400s; a part of it has been written: the tensors are torn", why);
+}
+
+void tb__flow_close_leg(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if (!leg->is_ending || leg->ncopying > 0)
+        return;
+    leg->is_ending = leg->is_under_way = false;
+    tb__flow_drop_staged(flow, is_send);
+    if (!is_send)
+        tb__flow_end_recv(flow);
+    tb__loop_wake(flow->o.loop);
+}
+
+/* It is over when no copy is under way any more. */
+static void begin_end(tb__flow *flow, bool is_send) {
+    tb__flow_leg(flow, is_send)->is_ending = true;
+    tb__flow_cancel_copyings(flow, is_send);
+    tb__flow_close_leg(flow, is_send);
+}
+
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    leg->status = status;
+    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
+    if (is_send)
+        tb__flow_revoke(flow);
+    begin_end(flow, is_send);
+    /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
+     * that got tired of waiting does not stop a sender that is about to come. */
+    if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
+        leg->attempt = ++*tb__flow_last_of(flow, is_send);
+        leg->number = is_send ? leg->number : tb__flow_last_number(flow) + 1;
+    }
+    if (leg->attempt) {
+        tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
+        if (!is_send) /* first: whoever is prepared need not ask any more */
+            tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
+        if (told) {
+            tell_abort(flow, leg->attempt, leg->number, status, told);
+            tb__flow_await_abort_acks(flow, is_send);
+        }
+    }
+    if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
+        note_torn(flow);
+    tb__loop_wake(flow->o.loop);
+}
+
+/* What others are told of a reason: a sentence about a wait says who was waited for, or why, but not by whom. */
+const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]) {
+    bool is_wait = status == TB_TIMEOUT || status == TB_IN_DOUBT;
+    const char *label = flow->members[flow->self].peer->label;
+    snprintf(words, TB__WORDS_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
+    return words;
+}
+
+static void end_complete(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    leg->is_committed = true;
+    leg->is_released |= is_send;
+    begin_end(flow, is_send); /* everybody has what is in staged_buckets */
+}
+
+/* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
+static bool has_unsent(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].peer->nunsent > 0 && !flow->members[i].peer->is_lost)
+            return true;
+    }
+    return false;
+}
+
+/* Nothing that happens to others matters to a leg that is complete. It ends when its messages are on their way, so that
+ * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
+static bool step_complete(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool did = is_send && tb__flow_step_out(flow);
+    bool is_sent = !is_send || flow->sends_left == 0;
+    leg->wake_ms = 0;
+    leg->is_released |= is_send && is_sent;
+    if ((!is_sent || has_unsent(flow)) && !leg->is_cancelled)
+        return did;
+    end_complete(flow, is_send);
+    return true;
+}
+
+/* The sentence is in tb_error_detail. `tell`: it is this rank's own. */
+static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+    char words[TB__WORDS_MAX];
+    if (!tb__flow_leg(flow, is_send)->is_under_way || tb__flow_leg(flow, is_send)->is_ending)
+        return;
+    if (tb__flow_leg(flow, is_send)->is_complete) {
+        end_complete(flow, is_send);
+        return;
+    }
+    const char *told = tell ? tb__flow_own_words(flow, status, tb_error_detail(), words) : NULL;
+    if (!is_send && flow->is_prepared)
+        tb__flow_give_up(flow, status, told ? told : tb_error_detail());
+    else
+        tb__flow_end_leg(flow, is_send, status, told);
+}
+
+void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    if ((status != TB_LOST && status != TB_INVALID && status != TB_CANCELLED) || leg->is_cancelled) {
+        tb__flow_abort(flow, is_send, status);
+        return;
+    }
+    leg->doubt = status;
+    leg->wake_ms = tb__now_ms() + DOUBT_MS;
+    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
+}
+
+void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status) {
+    fail_leg(flow, is_send, status, true);
+}
+
+static void break_flow(tb__flow *flow, tb_status status, bool tell) {
+    if (flow->broken != TB_OK)
+        return;
+    flow->broken = status;
+    snprintf(flow->why, sizeof flow->why, "%s", tb_error_detail());
+    fail_leg(flow, true, status, false);
+    fail_leg(flow, false, status, false);
+    char words[TB__WORDS_MAX];
+    if (tell)
+        tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->why, words));
+    tb__loop_wake(flow->o.loop);
+}
+
+void tb__flow_break(tb__flow *flow, tb_status status) {
+    break_flow(flow, status, true);
+}
+
+/* The member takes no further part, for the reason in tb_error_detail. Legs that still need it fail by that, at their
+ * next step. */
+static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_orderly) {
+    if (m->is_gone)
+        return;
+    m->is_gone = true;
+    m->gone_status = status;
+    m->gone_why = tb__strdup(tb_error_detail());
+    m->lost_ms = is_orderly ? 0 : tb__now_ms();
+    flow->ngone++;
+    tb__flow_drop_sends(flow, m);
+    tb__flow_read_word(flow, m);
+    tb__flow_conclude_gone(flow, m);
+    tb__loop_wake(flow->o.loop);
+}
+
+tb_status tb__member_is_gone(const member *m) {
+    return tb__fail(m->gone_status, "%s", m->gone_why ? m->gone_why : m->peer->label);
+}
+
+void tb__flow_lost(tb__flow *flow, size_t position) {
+    member *m = &flow->members[position];
+    tb__set_detail("%s was lost during %s: %s", m->peer->label, flow->what, m->peer->why ? m->peer->why : "?");
+    drop_member(flow, m, TB_LOST, false);
+}
+
+void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
+    tb__set_detail("%s", why);
+    drop_member(flow, &flow->members[position], TB_LOST, false);
+}
+
+/* The one who leaves may have heard before this rank why the transfer has failed, so it says that, too. Memory that was
+ * taken away stays away: this is the reason for transfers that would follow, too. */
+void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
+    member *m = &flow->members[position];
+    tb_status status = last->status == TB_INVALID ? TB_INVALID : TB_LOST;
+    flow->started = started > flow->started ? started : flow->started;
+    if (last->attempt)
+        tb__flow_note_abort(flow, last->attempt, last->number, last->status, last->why);
+    if (status == TB_INVALID)
+        tb__set_detail("%s", last->why);
+    else
+        tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *last->why ? ": " : "", last->why);
+    drop_member(flow, m, status, true);
+}
+
+uint64_t tb__flow_started(const tb__flow *flow) {
+    return flow->started;
+}
+
+/* That tensors are torn is not said to others. A rank that is in doubt does not say that the attempt has failed. */
+tb__failure tb__flow_last_failure(const tb__flow *flow) {
+    const tb__leg *leg = flow->send.status != TB_OK ? &flow->send : &flow->recv;
+    const tb__abort *abort = leg->status != TB_IN_DOUBT ? tb__flow_find_abort(flow, leg->attempt) : NULL;
+    if (leg->status == TB_OK || !abort)
+        return (tb__failure){.status = leg->status, .why = leg->status == TB_OK ? "" : leg->why};
+    return (tb__failure){leg->status, abort->why, leg->attempt, leg->number};
+}
+
+bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
+    return flow->broken == TB_OK && (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->started);
+}
+
+/* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
+ * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it:
+ * the leg is stepped again when that is over. */
+static const member *find_needed(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool is_idle = !leg->attempt && *tb__flow_last_of(flow, is_send) >= flow->started;
+    int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        const member *m = &flow->members[i];
+        int64_t over_ms = m->lost_ms == 0 || i == flow->o.lead ? 0 : m->lost_ms + DOUBT_MS;
+        if (m->is_gone && ((is_idle && now_ms >= over_ms) || tb__flow_needs(flow, is_send, m)))
+            return m;
+        wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
+    }
+    if (!leg->attempt)
+        leg->wake_ms = is_idle ? wake_ms : 0;
+    return NULL;
+}
+
+/* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
+ * that is why others leave. */
+static tb_status fail_without(const tb__flow *flow, bool is_send, const member *gone) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    uint64_t last = is_send ? flow->last_sent : flow->last_received;
+    const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
+    bool has_reason = before && before->status == TB_INVALID;
+    return has_reason ? tb__fail(before->status, "%s", before->why) : tb__member_is_gone(gone);
+}
+
+bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
+    return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
+}
+
+bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
+    if (flow->is_planned)
+        return true;
+    if (leg)
+        tb__phases_enter(leg->phases, TB_PHASE_PLAN);
+    tb_status status = tb__flow_plan(flow);
+    if (leg)
+        tb__leg_idle(leg);
+    if (status != TB_OK)
+        tb__flow_break(flow, tb__fail_within(status, "rank %" PRId32, flow->o.rank));
+    return status == TB_OK;
+}
+
+tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    *tells = false;
+    if (flow->broken != TB_OK)
+        return tb__fail(flow->broken, "%s", flow->why);
+    uint64_t *last = tb__flow_last_of(flow, is_send);
+    const tb__abort *abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : *last + 1);
+    if (abort) {
+        *last += !leg->attempt;
+        return tb__fail(abort->status, "%s", abort->why);
+    }
+    *tells = true;
+    if (leg->memory_invalidated)
+        return tb__flow_check_memory(flow, is_send);
+    const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
+    if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
+        gone = tb__flow_find_missing(flow);
+    if (gone)
+        return fail_without(flow, is_send, gone);
+    if (leg->is_cancelled)
+        return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+    return TB_OK;
+}
+
+bool tb__flow_step(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool tells;
+    if (leg->is_ending)
+        return false;
+    if (!leg->is_under_way)
+        return tb__flow_step_abort_acks(flow, is_send);
+    if (leg->is_complete)
+        return step_complete(flow, is_send);
+    if (!is_send && flow->is_prepared)
+        return tb__flow_step_prepared(flow);
+    tb_status status = tb__flow_find_reason(flow, is_send, &tells);
+    if (status != TB_OK) {
+        fail_leg(flow, is_send, status, tells);
+        return true;
+    }
+    if (leg->doubt != TB_OK) {
+        if (tb__now_ms() < leg->wake_ms)
+            return false;
+        char why[TB__WHY_MAX];
+        snprintf(why, sizeof why, "%s", leg->why);
+        tb__flow_abort(flow, is_send, tb__fail(leg->doubt, "%s", why));
+        return true;
+    }
+    if (!flow->is_planned) { /* only the plan says who is needed, and it may be gone already: the next step looks */
+        (void)tb__flow_ensure_plan(flow, leg);
+        return true;
+    }
+    return is_send ? tb__flow_step_send(flow) : tb__flow_step_recv(flow);
+}
+
+/* ---- Messages in ---------------------------------------------------------------------------------------------- */
+
+void tb__flow_no_room(tb__flow *flow, const member *from) {
+    tb__flow_fail_later(flow, tb__fail(TB_NO_MEMORY, "rank %" PRId32 " has no memory for a message of %s about %s",
+                                       flow->o.rank, from->peer->label, flow->what));
+}
+
+/* Attempt 0: for good. A rank that ends so because another was lost may have been needed, or not. */
+static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
+    uint64_t number = tb__unpack_u64(message);
+    tb_status status = tb__unpack_status(message);
+    const char *why = tb__unpack_string(message);
+    if (!tb__unpack_is_done(message) || status == TB_OK)
+        return false;
+    if (attempt == 0 && status == TB_LOST)
+        tb__flow_failed(flow, (size_t)(from - flow->members), why);
+    else if (attempt == 0)
+        break_flow(flow, tb__fail(status, "%s", why), false);
+    else
+        tb__flow_note_abort(flow, attempt, number, status, why);
+    if (attempt != 0)
+        tb__flow_ack_abort(flow, from, attempt);
+    return true;
+}
+
+static bool on_start(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message) {
+    uint64_t number = tb__unpack_u64(message);
+    if (!tb__unpack_is_done(message) || from != &flow->members[flow->o.lead])
+        return false;
+    if (!tb__flow_note_start(flow, attempt, number))
+        tb__flow_no_room(flow, from);
+    return true;
+}
+
+static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t attempt, tb__unpack *message) {
+    switch (kind) {
+    case MESSAGE_BIND:
+        return !tb__flow_ensure_plan(flow, NULL) || tb__flow_on_bind(flow, from, message);
+    case MESSAGE_REACH:
+        return tb__flow_on_reach(flow, from, message);
+    case MESSAGE_START:
+        return on_start(flow, from, attempt, message);
+    case MESSAGE_READY:
+        from->ready = attempt;
+        return from->is_sender;
+    case MESSAGE_BUCKET:
+        return tb__flow_on_bucket(flow, from, attempt, message);
+    case MESSAGE_GO:
+        return tb__flow_on_go(flow, from, message);
+    case MESSAGE_STASHED:
+        tb__flow_on_stashed(flow, from, attempt);
+        return from->is_reader;
+    case MESSAGE_DONE:
+        tb__flow_on_done(flow, from, attempt);
+        return from->is_reader;
+    case MESSAGE_NOTE:
+        return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
+    case MESSAGE_ABORT:
+        return on_abort(flow, from, attempt, message);
+    case MESSAGE_PREPARED:
+        return tb__flow_on_prepared(flow, from, attempt, message);
+    case MESSAGE_DECIDED:
+        return tb__flow_on_decided(flow, from, attempt, message);
+    case MESSAGE_COMMITTED:
+        tb__flow_on_committed(flow, from, attempt);
+        return from->is_reader;
+    case MESSAGE_ABORT_ACK:
+        tb__flow_on_abort_ack(from, attempt);
+        return true;
+    case MESSAGE_KINDS:
+        break;
+    }
+    return false;
+}
+
+bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
+    uint32_t kind = tb__unpack_u32(message);
+    uint64_t attempt = tb__unpack_u64(message);
+    if (message->failed)
+        return false;
+    if (flow->broken != TB_OK && kind != MESSAGE_DECIDED) /* what is decided holds, whatever breaks */
+        return true;
+    return on_message(flow, &flow->members[position], (message_kind)kind, attempt, message);
+}

@@ -1,0 +1,254 @@
+/* A flow: the tensors of one batch that go from one group to another, in one direction, and what this process does for
+ * it. It may be on the sending side, on the receiving side, or on both.
+ *
+ * Set-up, the first time: each rank plans on its own. A rank whose tensors others read (a *sender*) tells its readers
+ * where they are (BIND). A reader finds out what it can reach, and answers with the channels that must be staged for it
+ * (REACH).
+ *
+ * Then, for each transfer: the first rank of the sending side issues its number (START). Senders say READY; readers
+ * copy straight from the senders' memory; what can't be reached is packed into staging memory, announced (BUCKET),
+ * asked for (GO) and sent. A reader that has all it gets from a sender completes the exposure, by compare-and-set of a
+ * word in the sender's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
+ * exposed; they confirm that they know it (ABORT_ACK).
+ *
+ * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
+ * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are
+ * prepared and at the same store, and tells them (DECIDED); each copies into its tensors, and tells those who fed it
+ * (COMMITTED). Whoever has to give up meanwhile proposes the opposite: the first proposal holds, for everybody.
+ *
+ * Where a rank overwrites memory that others still read (source and target in one allocation), readers put all they
+ * read of it aside first (STASHED), and the rank writes nothing before all have.
+ *
+ * All of this needs the loop's lock, which a step lets go of while it copies. */
+#ifndef TB_FLOW_FLOW_H
+#define TB_FLOW_FLOW_H
+
+#include "loop/loop.h"
+
+typedef struct tb__flow tb__flow;
+
+/* How a coded tensor gets to and from the wire. Either may be NULL: then it is copied. Called without the lock; the
+ * chunk's boxes are in the local tensors, and `wire` has its nbytes. */
+typedef struct tb__codec {
+    void *arg;
+    bool reads_more; /* than src, so that there can be no snapshot */
+    tb_status (*pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire);
+    tb_status (*unpack)(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire);
+} tb__codec;
+
+/* Tensors that are not written into place but handed on, when all of a group is here. Its pieces gather in a *slot*, in
+ * the target's dtype: the band of each tensor row-major, from its offset there on. */
+typedef struct tb__gather {
+    size_t slot_nbytes; /* 0: there are none */
+    uint32_t nslots;    /* groups that may be gathered at a time */
+    void *arg;
+    /* A group is complete. Called without the lock, and again if it waits for somebody. */
+    tb_status (*complete)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, char *slot, bool *waits);
+    int32_t (*awaits)(void *arg); /* for whom; TB_NO_RANK: for nobody. With the lock */
+    /* What another rank said by tb__flow_note. With the lock. False: it makes no sense. */
+    bool (*note)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *note);
+} tb__gather;
+
+typedef enum tb__decision { TB__DECISION_NONE, TB__DECISION_COMMIT, TB__DECISION_ABORT } tb__decision;
+
+/* How shadowed receives are decided. Only the lead ever proposes to commit. */
+typedef struct tb__shadow {
+    bool is_used;          /* otherwise nothing of this counts */
+    const bool *is_engine; /* by position: who has to be prepared; borrowed */
+    size_t lead;           /* its position */
+    void *arg;
+    /* The store that would decide now. All ranks that are at one have the same number for it. With the lock. */
+    uint64_t (*store_number)(void *arg);
+    /* Proposes a decision about an attempt in that store, with a reason where it is to abort. The answer, which is what
+     * was proposed first, by whomever, is told by tb__flow_answer, from another thread. If this fails, nothing was
+     * proposed. With the lock. */
+    tb_status (*propose)(void *arg, uint64_t store_number, uint64_t attempt, tb__decision decision, tb_status status,
+                         const char *why);
+    void (*forget)(void *arg, uint64_t attempt); /* nobody will ever ask about it again. With the lock */
+    void (*apply)(void *arg); /* copies what has a shadow of its own into its place. Without the lock */
+} tb__shadow;
+
+/* A tensor and where this process has its parts. The spec's pointers are borrowed. */
+typedef struct tb__flow_tensor {
+    uint64_t key; /* by which ranks speak of it; ascending in a flow */
+    tb_tensor_spec spec;
+    tb_binding src, dst;    /* local shapes are set, also where they are empty. Dtypes may differ from the spec's where
+                               it is coded or gathered */
+    const tb__codec *codec; /* of a coded one; borrowed */
+    bool is_gathered;
+    bool has_own_shadow; /* in a shadowed receive somebody else takes it to its place */
+    size_t slot_offset;
+    const bool *src_invalidated,
+        *dst_invalidated; /* whether the program has taken its memory away; borrowed. NULL: it never does */
+} tb__flow_tensor;
+
+typedef struct tb__flow_opts {
+    tb__loop *loop;
+    int32_t rank;
+    uint32_t direction;     /* goes along with messages, so that several flows can share a port */
+    tb__peer *const *peers; /* all ranks of both sides, each once, this one too; borrowed */
+    const uint32_t *ports;  /* theirs; borrowed */
+    size_t npeers;
+    size_t lead;      /* position of the peer that issues numbers; npeers: nobody does ... */
+    uint64_t started; /* ... beyond this one, which all know of */
+    const tb__flow_tensor *tensors;
+    size_t ntensors; /* by key */
+    tb_ir *ir; /* what this rank does, where that is known already; the flow's, once it is made. NULL: to be planned,
+                  for which tensors are by name, too */
+    /* Plans, or finds a plan that is ready, which the flow shares then; it is called once, when the flow is first used.
+     * NULL: tb_ir_create does */
+    tb_status (*get_ir)(void *arg, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
+    void *get_ir_arg;
+    tb_plan_cache *cache;
+    const int32_t *hosts; /* by rank; NULL: all on one */
+    size_t nhosts;
+    const char *what; /* for sentences: "batch 'step'"; borrowed */
+    int64_t bucket_size, staging_bytes;
+    int64_t own_staging_bytes; /* staging_bytes is what both sides can do; this is the rank's own bound */
+    uint32_t max_in_flight;
+    uint32_t group_window; /* 0: all */
+    tb__gather gather;
+    const uint32_t *host_groups; /* by group, never falling: what the host calls it; NULL: the same. Borrowed */
+    bool staged, snapshot;
+    bool checksum;            /* everywhere alike */
+    bool targets_are_mirrors; /* written back when a receive has succeeded: one that fails leaves nothing torn */
+    tb__shadow shadow;
+} tb__flow_opts;
+
+/* Plans nothing yet. */
+tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out);
+void tb__flow_destroy(tb__flow *flow);
+
+/* A message of a peer's; begins with its kind. False: it makes no sense, and tb_error_detail may say more. */
+bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
+
+/* How a rank's last transfer has failed. */
+typedef struct tb__failure {
+    tb_status status; /* TB_OK: it has not */
+    const char *why;  /* never NULL */
+    uint64_t attempt; /* 0: it had none, or may have been committed on others */
+    uint64_t number;
+} tb__failure;
+
+/* A peer takes no further part: transfers that it has done its part in go on, others fail, and none is begun any more.
+ * It is lost; or another one is lost, and this one says so in its own words; or it leaves in an orderly way. Then it
+ * says how many transfers had been started, as far as it knew, and how its last one failed, of which this rank may not
+ * have heard yet. */
+void tb__flow_lost(tb__flow *flow, size_t peer);
+void tb__flow_failed(tb__flow *flow, size_t peer, const char *why);
+void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started, const tb__failure *last);
+
+tb__failure tb__flow_last_failure(const tb__flow *flow);
+uint64_t tb__flow_started(const tb__flow *flow);
+
+/* Nothing will move any more, for the reason in tb_error_detail. */
+void tb__flow_break(tb__flow *flow, tb_status status);
+
+/* Times of a transfer by phase: each moment counts to one. */
+typedef struct tb__phases {
+    double seconds[TB_PHASE_COUNT];
+    double since;
+    tb_phase now;
+} tb__phases;
+
+void tb__phases_enter(tb__phases *phases, tb_phase phase);
+
+enum { TB__WHY_MAX = 512 };
+
+/* One rank's part in one transfer. */
+typedef struct tb__leg {
+    bool is_under_way;
+    bool awaits_abort_acks;  /* it has failed, and waits until its peers have heard of it */
+    bool is_cancelled;       /* set by anyone, to be noticed by the next step */
+    bool memory_invalidated; /* likewise: memory that it uses was invalidated */
+    tb_status status;        /* of one that failed; the sentence is in `why` */
+    char why[TB__WHY_MAX];
+    uint64_t attempt; /* 0: not begun */
+    uint64_t number;  /* of a send: what it is called, as far as this rank knows */
+    bool is_released, is_arrived, is_committed;
+    bool is_complete; /* it has all that it needs from others, and ends well */
+    bool holds;       /* a shadowed receive that is decided waits until it ... */
+    bool may_proceed; /* ... may, or is cancelled: a loss changes nothing any more */
+    bool is_late;     /* its deadline is over */
+    bool is_decided;  /* it waits, or has waited, for that */
+    int64_t bytes_done, bytes_total;
+    uint32_t groups_done, groups_total;
+    size_t in_flight;    /* staged messages */
+    size_t ncopying;     /* copies under way, in ... */
+    tb_phase copy_phase; /* ... this phase */
+    bool is_ending;      /* when the last of them is done */
+    bool is_committing;  /* `committing` was called for the first time */
+    int64_t wake_ms;     /* it wants to be stepped then; 0: no time of its own */
+    tb_status doubt;     /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
+    tb__phases *phases;
+    void (*committing)(void *arg, bool is_done); /* called around a shadowed receive's last step, without the lock */
+    void *committing_arg;
+} tb__leg;
+
+tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
+
+static inline bool tb__leg_has_ended(const tb__leg *leg) {
+    return !leg->is_under_way && !leg->awaits_abort_acks;
+}
+
+/* Begins the next transfer. Its end, good or bad, is told by the leg. `number` is what a send is called: all are told
+ * that of the rank which issues attempts. It grows from one to the next. Other senders count for themselves: by that
+ * they know a transfer of theirs that was given up before they came, and don't send it as the next one. */
+void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases);
+
+/* Whether a transfer can begin: one that peers are in already, where some of them are gone. */
+bool tb__flow_may_begin(const tb__flow *flow, bool is_send);
+
+/* Whether senders have begun a transfer that this rank has not received yet, and that was not given up. */
+bool tb__flow_is_offered(const tb__flow *flow);
+
+/* What an attempt is called; 0: it has not begun. */
+uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
+
+/* Does what can be done; returns whether it did anything. */
+bool tb__flow_step(tb__flow *flow, bool is_send);
+
+/* Fails the leg, here and at the peers, with the sentence in tb_error_detail. Nothing of it is read or written when
+ * this returns, unless a step is under way. One that is prepared stays under way until it is decided. It has ended when
+ * the peers have confirmed that they heard of it: then a receive that begins later, anywhere, does not fail by it. */
+void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
+
+/* The program has taken memory of tensors away (src_invalidated, dst_invalidated). Asks the legs that use it to end, by
+ * name. Returns whether one of them may still read or write it, of which `tensor` is the name then. A later leg fails
+ * before it uses the memory. */
+bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor);
+
+/* Adds to the sentence who is being waited for, and for what. */
+void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);
+
+/* Tells another rank something about a group that is complete. Without the lock. */
+void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note);
+
+/* What this rank sends or receives, piece by piece, and how: directly, by a copy out of a bucket, or by a
+ * transformation. TB_REFUSED before both sides know. */
+tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
+
+/* What has become of a proposal; a status other than TB_OK: that is not known, for the reason in tb_error_detail. */
+void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__decision decision, tb_status reason,
+                     const char *why);
+
+/* Whether a receive has ended without its end being known. Then nothing can be begun. */
+bool tb__flow_outcome_is_unknown(const tb__flow *flow);
+/* Asks again, if no answer is awaited. Once there is one, tb__flow_settle acts on it. */
+tb_status tb__flow_ask_again(tb__flow *flow);
+bool tb__flow_awaits_answer(const tb__flow *flow);
+/* Lets go of the lock while it copies. TB_IN_DOUBT: there was no answer. */
+tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg);
+
+/* The last attempt that is in this rank's targets; torn: a later one has written a part of them. */
+uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn);
+
+/* Tests: called with the bytes of each bucket that came, before they are looked at. NULL: nobody is. */
+extern void (*tb__flow_on_arrival)(void *bytes, size_t nbytes);
+
+/* All groups up to this one have been taken by the host: room for more in the window. UINT32_MAX: all. */
+void tb__flow_take_groups(tb__flow *flow, uint32_t group);
+/* Whether all groups up to this one have arrived. */
+bool tb__flow_has_group(const tb__flow *flow, uint32_t group);
+
+#endif

@@ -1,0 +1,183 @@
+/* Groups: what arrives together, how many may be under way, and those that are gathered and handed on. */
+#include "flow/flow_inside.h"
+
+#include "base/int.h"
+
+static int compare_groups(const void *a, const void *b) {
+    const group *x = a, *y = b;
+    return (x->number > y->number) - (x->number < y->number);
+}
+
+static bool is_gathered(const tb__flow *flow, const tb_bucket *bucket) {
+    for (size_t i = 0; i < bucket->nentries; i++) {
+        if (flow->tensors[flow->ir->chunks[flow->ir->entries[bucket->first_entry + i].chunk].tensor].is_gathered)
+            return true;
+    }
+    return false;
+}
+
+/* The first group that is not before the one the host calls so. */
+static size_t find_host(const tb__flow *flow, uint32_t host) {
+    size_t at = 0;
+    while (at < flow->groups.count && flow->groups.item[at].host < host)
+        at++;
+    return at;
+}
+
+static size_t count_hosts(const tb__flow *flow) {
+    return flow->groups.count ? flow->groups.item[flow->groups.count - 1].ordinal + 1 : 0;
+}
+
+static size_t ordinal_at(const tb__flow *flow, size_t at) {
+    return at < flow->groups.count ? flow->groups.item[at].ordinal : count_hosts(flow);
+}
+
+static size_t find_group(const tb__flow *flow, uint32_t number) {
+    size_t i = 0;
+    TB_BISECT(i, flow->groups.count, flow->groups.item[i].number >= number);
+    return i;
+}
+
+/* Until when senders of what is gathered are needed. */
+static void set_gatherings(tb__flow *flow) {
+    for (size_t i = 0; i < flow->ir->nbuckets; i++) {
+        const tb_bucket *bucket = &flow->ir->buckets[i];
+        const lane *l = &flow->lanes[bucket->channel];
+        size_t until = l->is_target ? find_group(flow, bucket->group) + 1 : 0;
+        if (until == 0 || flow->groups.item[until - 1].slot == TB__NOWHERE)
+            continue;
+        for (uint32_t j = 0; j < l->nsenders; j++) {
+            member *m = &flow->members[l->senders[j]];
+            m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
+        }
+    }
+}
+
+/* The groups of what this rank receives, ascending. */
+tb_status tb__flow_count_groups(tb__flow *flow) {
+    const tb_ir *ir = flow->ir;
+    for (size_t i = 0; i < ir->nbuckets; i++) {
+        const tb_bucket *bucket = &ir->buckets[i];
+        group new = {.number = bucket->group, .nbuckets = 1, .slot = is_gathered(flow, bucket) ? 0 : TB__NOWHERE};
+        if (flow->lanes[bucket->channel].is_target && !tb__vec_push(&flow->groups, new))
+            return TB_NO_MEMORY;
+    }
+    group *g = flow->groups.item;
+    size_t n = flow->groups.count, kept = 0, slots = 0;
+    if (n)
+        qsort(g, n, sizeof *g, compare_groups);
+    for (size_t i = 0; i < n; i++) {
+        if (kept && g[kept - 1].number == g[i].number) {
+            g[kept - 1].nbuckets++;
+            g[kept - 1].slot = g[i].slot == TB__NOWHERE ? g[kept - 1].slot : g[i].slot;
+        } else {
+            g[kept++] = g[i];
+        }
+    }
+    flow->groups.count = kept;
+    for (size_t i = 0; i < kept; i++) {
+        g[i].host = flow->o.host_groups ? flow->o.host_groups[g[i].number] : g[i].number;
+        g[i].ordinal = i ? g[i - 1].ordinal + (g[i].host != g[i - 1].host) : 0;
+        if (g[i].slot != TB__NOWHERE)
+            g[i].slot = slots++;
+    }
+    flow->recv.groups_total = (uint32_t)count_hosts(flow);
+    set_gatherings(flow);
+    return TB_OK;
+}
+tb_status tb__flow_open_groups(tb__flow *flow) {
+    bool gathers = false;
+    for (size_t i = 0; i < flow->groups.count; i++) {
+        flow->groups.item[i].left = flow->groups.item[i].nbuckets;
+        gathers |= flow->groups.item[i].slot != TB__NOWHERE;
+    }
+    flow->groups_done = flow->slots_done = 0;
+    if (gathers && !flow->slots)
+        flow->slots = tb__malloc(flow->o.gather.nslots, flow->o.gather.slot_nbytes);
+    return gathers && !flow->slots ? TB_NO_MEMORY : TB_OK;
+}
+
+/* ---- Windows --------------------------------------------------------------------------------------------------- */
+
+bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
+    const group *g = &flow->groups.item[find_group(flow, bucket->group)];
+    if (g->slot != TB__NOWHERE && g->slot >= flow->slots_done + flow->o.gather.nslots)
+        return false;
+    if (flow->o.group_window == 0)
+        return true;
+    size_t taken = flow->takes_all ? ordinal_at(flow, flow->groups_done) : flow->hosts_taken;
+    return g->ordinal < taken + flow->o.group_window;
+}
+
+bool tb__flow_has_group(const tb__flow *flow, uint32_t host) {
+    return flow->recv.attempt && flow->groups_done >= find_host(flow, host + 1);
+}
+
+void tb__flow_take_groups(tb__flow *flow, uint32_t host) {
+    if (host == UINT32_MAX) {
+        flow->takes_all = true;
+    } else {
+        size_t taken = ordinal_at(flow, find_host(flow, host + 1));
+        flow->hosts_taken = taken > flow->hosts_taken ? taken : flow->hosts_taken;
+    }
+    tb__loop_wake(flow->o.loop);
+}
+
+/* ---- Arrivals -------------------------------------------------------------------------------------------------- */
+
+static group *next_complete(tb__flow *flow) {
+    group *next = flow->groups_done < flow->groups.count ? &flow->groups.item[flow->groups_done] : NULL;
+    return next && next->left == 0 ? next : NULL;
+}
+
+static void count_done(tb__flow *flow) {
+    flow->groups_done++;
+    flow->recv.groups_done = (uint32_t)ordinal_at(flow, flow->groups_done);
+}
+
+/* Groups that are in place. */
+static tb_status advance(tb__flow *flow) {
+    for (const group *g; (g = next_complete(flow)) && g->slot == TB__NOWHERE;) {
+        TB_TRY(tb__flow_check_exposures(flow));
+        count_done(flow);
+    }
+    return TB_OK;
+}
+
+tb_status tb__flow_count_group(tb__flow *flow, uint32_t number) {
+    flow->groups.item[find_group(flow, number)].left--;
+    return advance(flow);
+}
+
+static char *slot_of(const tb__flow *flow, const group *g) {
+    return flow->slots + g->slot % flow->o.gather.nslots * flow->o.gather.slot_nbytes;
+}
+
+char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk) {
+    return slot_of(flow, &flow->groups.item[find_group(flow, chunk->group)]);
+}
+
+tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
+    const group *g = next_complete(flow);
+    const tb__gather *gather = &flow->o.gather;
+    bool waits = false;
+    if (!g || g->slot == TB__NOWHERE)
+        return TB_OK;
+    TB_TRY(tb__flow_check_exposures(flow));
+    tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
+    flow->has_written |= !flow->o.shadow.is_used;
+    tb__loop_unlock(flow->o.loop);
+    tb_status status = gather->complete(gather->arg, flow, flow->recv.attempt, g->number, slot_of(flow, g), &waits);
+    tb__loop_lock(flow->o.loop);
+    tb__leg_idle(&flow->recv);
+    const member *awaited = waits && flow->ngone ? tb__flow_find(flow, gather->awaits(gather->arg)) : NULL;
+    if (status == TB_OK && awaited && awaited->is_gone)
+        status = tb__member_is_gone(awaited);
+    if (status != TB_OK || waits)
+        return status;
+    *did = true;
+    flow->slots_done++;
+    count_done(flow);
+    TB_TRY(advance(flow));
+    return tb__flow_conclude(flow);
+}

@@ -1,0 +1,47 @@
+/* Memory that the program invalidates while tensors of a flow are in it. Only the driver ends a leg, so a leg that uses
+ * the memory is marked here, and ends in its next step. Until then it is under way, and may read and write. */
+#include "flow/flow_inside.h"
+
+#include <inttypes.h>
+
+static bool is_set(const bool *flag) {
+    return flag && *flag;
+}
+
+/* The first tensor whose source, or target, was invalidated; NULL: there is none. */
+static const tb__flow_tensor *find_invalidated(const tb__flow *flow, bool is_src) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        const tb__flow_tensor *t = &flow->tensors[i];
+        if (is_set(is_src ? t->src_invalidated : t->dst_invalidated))
+            return t;
+    }
+    return NULL;
+}
+
+/* A receive that was marked because of this rank's own send, which it reads from, fails by the source. */
+tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
+    const tb__flow_tensor *t = find_invalidated(flow, is_send);
+    if (!t && !is_send && flow->recv.memory_invalidated)
+        t = find_invalidated(flow, true);
+    if (!t)
+        return TB_OK;
+    return tb__fail(TB_INVALID, "the memory of tensor '%.100s' on rank %" PRId32 " was invalidated; make %s again",
+                    t->spec.name, flow->o.rank, flow->what);
+}
+
+/* What was released, or is in a snapshot, is not read any more. What is prepared is written only if the memory is still
+ * there when it is decided. */
+bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor) {
+    const tb__flow_tensor *src = find_invalidated(flow, true), *dst = find_invalidated(flow, false);
+    tb__leg *send = &flow->send, *recv = &flow->recv;
+    bool sends = src && send->is_under_way && !send->is_released;
+    send->memory_invalidated |= sends;
+    recv->memory_invalidated |= recv->is_under_way && (sends || dst);
+    bool receives = recv->memory_invalidated && recv->is_under_way && !flow->is_prepared;
+    if (send->memory_invalidated || recv->memory_invalidated)
+        tb__loop_wake(flow->o.loop);
+    const tb__flow_tensor *used = dst ? dst : src;
+    if (used)
+        *tensor = used->spec.name;
+    return sends || receives || (dst && flow->is_applying) || (used && flow->held_by);
+}

@@ -1,0 +1,169 @@
+/* Reductions of what can't be read in place. They need the contributions of several ranks at once. All ranks pack
+ * contributions, and begin reductions, in one order: that of buckets by group, then id. So the first unfinished
+ * reduction has its contributions packed or about to be, and memory at the rank that combines them: it never waits for
+ * a later one. */
+#include "flow/flow_inside.h"
+
+bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b) {
+    const tb_chunk *x = tb__flow_first_chunk(flow, a), *y = tb__flow_first_chunk(flow, b);
+    uint32_t gx = flow->ir->buckets[a].group, gy = flow->ir->buckets[b].group;
+    if (gx != gy)
+        return gx < gy;
+    return x->id != y->id ? x->id < y->id : x->part < y->part;
+}
+
+/* ---- Reductions ------------------------------------------------------------------------------------------------ */
+
+static bool reduces(const lane *l, bool is_send) {
+    return l->is_shipper && l->nsenders > 1 &&
+           (is_send ? l->nstaged && !l->is_target : l->is_target && l->takes_staged);
+}
+
+static size_t *position(lane *l, bool is_send) {
+    return is_send ? &l->to_send : &l->to_take;
+}
+
+static lane *choose_reduction(tb__flow *flow, bool is_send) {
+    lane *best = NULL;
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        lane *l = &flow->lanes[i];
+        size_t at = *position(l, is_send);
+        if (reduces(l, is_send) && at < l->channel->nbuckets &&
+            (!best || tb__flow_is_before(flow, l->channel->first_bucket + at,
+                                         best->channel->first_bucket + *position(best, is_send))))
+            best = l;
+    }
+    return best;
+}
+
+/* Memory for all contributions to a bucket, and for what becomes of them. */
+static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *did) {
+    size_t index = l->channel->first_bucket + *position(l, is_send);
+    const tb_bucket *bucket = &flow->ir->buckets[index];
+    pool from = is_send ? POOL_REDUCE : POOL_COMBINE, to = is_send ? POOL_REDUCE : POOL_STASH;
+    size_t raw = (size_t)tb__flow_raw_size(flow, bucket), inputs = raw * (l->nsenders - 1);
+    size_t output = is_send || l->overwrites_source ? (size_t)bucket->total_bytes : 0;
+    bool fits = from == to ? tb__flow_has_room(flow, from, inputs + output)
+                           : tb__flow_has_room(flow, from, inputs) && tb__flow_has_room(flow, to, output);
+    if (!fits || (is_send && l->in_flight >= l->channel->max_in_flight) ||
+        (!is_send && (flow->members[flow->self].ready != flow->recv.attempt || !tb__flow_admits(flow, l, bucket))))
+        return TB_OK;
+    staged_bucket *p = tb__staged_bucket_create(flow, l, index, is_send, l->nsenders - 1);
+    if (!p)
+        return TB_NO_MEMORY;
+    *did = true;
+    p->kind = STAGED_REDUCE;
+    p->pool = from;
+    p->nbytes = inputs;
+    p->buffer = tb__flow_stage(flow, from, inputs);
+    p->output_pool = to;
+    p->output_nbytes = output;
+    p->output = output ? tb__flow_stage(flow, to, output) : NULL;
+    if (!p->buffer || (output && !p->output)) {
+        tb__staged_bucket_destroy(p);
+        return TB_NO_MEMORY;
+    }
+    ++*position(l, is_send);
+    l->in_flight += is_send;
+    for (uint32_t i = 0, j = 0; i < l->nsenders; i++) {
+        if (l->senders[i] == flow->self)
+            continue;
+        p->messages[j].member = l->senders[i];
+        p->messages[j].piece = (tb_piece){p->buffer + j * raw, raw};
+        j++;
+    }
+    return TB_OK;
+}
+
+/* Asks for the contributions that were announced. */
+static bool ask_for_inputs(staged_bucket *p) {
+    tb__flow *flow = p->flow;
+    uint64_t attempt = tb__staged_bucket_leg(p)->attempt;
+    bool did = false;
+    for (size_t i = 0; i < p->nmessages; i++) {
+        bucket_message *c = &p->messages[i];
+        for (size_t j = 0; !c->is_posted && j < flow->announcements.count; j++) {
+            announcement a = flow->announcements.item[j];
+            if (a.attempt != attempt || a.bucket != p->bucket || a.member != c->member)
+                continue;
+            tb__flow_forget_bucket(flow, j);
+            tb__bucket_message_ask(c, &a);
+            did = true;
+        }
+    }
+    return did;
+}
+
+/* What becomes of contributions that were combined. */
+static tb_status use_output(staged_bucket *p) {
+    tb__flow *flow = p->flow;
+    if (p->is_send) {
+        staged_bucket *out = tb__staged_bucket_create_out(flow, p->lane, p->bucket);
+        if (!out)
+            return TB_NO_MEMORY;
+        out->pool = p->output_pool;
+        out->buffer = p->output;
+        out->nbytes = p->output_nbytes;
+        p->output = NULL;
+        tb__staged_bucket_announce(out);
+        return TB_OK;
+    }
+    if (p->output) {
+        TB_TRY(tb__flow_put_aside(flow, p->lane, p->bucket, p->output, p->output_nbytes));
+        p->output = NULL;
+        return TB_OK;
+    }
+    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+    return tb__flow_bucket_arrived(flow, p->lane, p->bucket);
+}
+
+static void end_combine(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    staged_bucket *p = c->staged_bucket;
+    bool is_send = p->is_send;
+    if (tb__staged_bucket_leg(p)->is_ending)
+        return;
+    if (status == TB_OK)
+        status = use_output(p);
+    tb__staged_bucket_destroy(p);
+    if (!is_send)
+        tb__flow_end_step_recv(flow, status);
+    else if (status != TB_OK)
+        tb__flow_await_reason(flow, true, status);
+}
+
+/* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
+static tb_status combine(staged_bucket *p) {
+    tb__flow *flow = p->flow;
+    TB_TRY(tb__flow_check_sums(p));
+    copying *c = tb__flow_new_copying(flow, p->is_send, p->output ? COPY_COMBINE : COPY_COMBINE_IN, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    p->is_begun = true;
+    c->parts[c->nparts++] = (uint32_t)p->bucket;
+    c->from = p->buffer;
+    c->to = p->output;
+    c->staged_bucket = p;
+    c->end = end_combine;
+    return tb__flow_start_copying(c);
+}
+
+bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
+    bool did = false;
+    lane *l = choose_reduction(flow, is_send);
+    tb_status status = l ? begin_reduction(flow, l, is_send, &did) : TB_OK;
+    for (staged_bucket *p = flow->staged_buckets; p && status == TB_OK; p = p->next) {
+        if (p->kind != STAGED_REDUCE || p->is_send != is_send || p->is_begun)
+            continue;
+        did |= ask_for_inputs(p);
+        status = tb__staged_bucket_check(p);
+        if (status == TB_OK && p->left == 0 && (p->output || tb__flow_may_write(flow))) {
+            status = combine(p);
+            did = true;
+            break;
+        }
+    }
+    if (status != TB_OK)
+        tb__flow_await_reason(flow, is_send, status);
+    return did || status != TB_OK;
+}

@@ -1,0 +1,390 @@
+/* From tensors to lanes: the plan of one direction, whom this rank feeds and who feeds it, which of its memory it is
+ * going to overwrite while others read it. */
+#include "flow/flow_inside.h"
+#include "layout/overlap.h"
+
+#include "base/dtype.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+static tb_status make_ir(tb__flow *flow) {
+    const tb__flow_opts *o = &flow->o;
+    if (flow->ir)
+        return TB_OK;
+    tb_tensor_spec *specs = tb__malloc(o->ntensors, sizeof *specs);
+    if (!specs)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < o->ntensors; i++)
+        specs[i] = flow->tensors[i].spec;
+    tb_plan_opts plan = {.size = sizeof plan, .hosts = o->hosts, .nhosts = o->nhosts};
+    /* Both ends build the same buckets, whichever of them turn out to be staged. */
+    tb_ir_opts opts = {.size = sizeof opts,
+                       .bucket_size = o->bucket_size,
+                       .staging_bytes = o->staging_bytes,
+                       .max_in_flight = o->max_in_flight,
+                       .plan = &plan};
+    tb_status status = o->get_ir ? o->get_ir(o->get_ir_arg, specs, o->ntensors, &opts, &flow->ir)
+                                 : tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->ir);
+    free(specs);
+    return status;
+}
+
+/* ---- Lanes ---------------------------------------------------------------------------------------------------- */
+
+static const tb_chunk *first_chunk(const tb_ir *ir, const tb_bucket *bucket) {
+    return &ir->chunks[ir->entries[bucket->first_entry].chunk];
+}
+
+static int64_t lane_nbytes(const tb_ir *ir, const tb_channel *channel) {
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < channel->nbuckets; i++) {
+        const tb_bucket *bucket = &ir->buckets[channel->first_bucket + i];
+        for (size_t j = 0; j < bucket->nentries; j++)
+            nbytes += ir->entries[bucket->first_entry + j].nbytes;
+    }
+    return nbytes;
+}
+
+static tb_status set_feeders(tb__flow *flow, lane *l) {
+    const tb_chunk *first = l->first;
+    const int32_t *ranks = first->ncontributors ? first->contributors : &first->source;
+    l->nsenders = first->ncontributors ? first->ncontributors : first->source != TB_NO_RANK;
+    l->senders = tb__arena_alloc(&flow->arena, l->nsenders, sizeof *l->senders);
+    l->staged = tb__arena_alloc(&flow->arena, first->ntargets, sizeof *l->staged);
+    if (!l->senders || !l->staged)
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < l->nsenders; i++) {
+        member *m = tb__flow_find(flow, ranks[i]);
+        if (!m)
+            return tb__fail(TB_INTERNAL, "rank %" PRId32 " feeds %s but is in neither group", ranks[i], flow->what);
+        l->senders[i] = (uint32_t)(m - flow->members);
+    }
+    member *shipper = l->nsenders ? tb__flow_find(flow, first->source) : &flow->members[flow->self];
+    if (!shipper)
+        return tb__fail(TB_INTERNAL, "rank %" PRId32 " ships %s but is in neither group", first->source, flow->what);
+    l->shipper = (uint32_t)(shipper - flow->members);
+    return TB_OK;
+}
+
+static bool feeds(const tb__flow *flow, const lane *l) {
+    for (uint32_t i = 0; i < l->nsenders; i++) {
+        if (l->senders[i] == flow->self)
+            return true;
+    }
+    return false;
+}
+
+/* Who sends it to this rank, and to whom this rank hands it on. */
+static tb_status set_family(tb__flow *flow, lane *l) {
+    const tb_chunk *first = l->first;
+    const int32_t *via = l->channel->via;
+    l->parent = l->shipper;
+    if (!l->is_target || !via)
+        return TB_OK;
+    l->children = tb__arena_alloc(&flow->arena, first->ntargets, sizeof *l->children);
+    if (!l->children)
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < first->ntargets; i++) {
+        bool is_parent = first->targets[i] == flow->o.rank, is_child = via[i] == flow->o.rank;
+        if (!is_parent && !is_child)
+            continue;
+        const member *m = tb__flow_find(flow, is_parent ? via[i] : first->targets[i]);
+        if (!m)
+            return tb__fail(TB_INTERNAL, "rank %" PRId32 " is on the way of %s but in neither group",
+                            is_parent ? via[i] : first->targets[i], flow->what);
+        if (is_parent)
+            l->parent = (uint32_t)(m - flow->members);
+        else
+            l->children[l->nchildren++] = (uint32_t)(m - flow->members);
+    }
+    for (size_t i = 0; l->nchildren && i < l->channel->nbuckets; i++) {
+        int64_t nbytes = flow->ir->buckets[l->channel->first_bucket + i].total_bytes;
+        flow->largest_relay = nbytes > flow->largest_relay ? nbytes : flow->largest_relay;
+    }
+    return TB_OK;
+}
+
+static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
+    const tb_ir *ir = flow->ir;
+    l->channel = channel;
+    l->first = first_chunk(ir, &ir->buckets[channel->first_bucket]);
+    TB_TRY(set_feeders(flow, l));
+    l->is_target = l->first->is_target;
+    l->is_shipper = l->nsenders && l->shipper == flow->self;
+    l->is_contributor = !l->is_shipper && feeds(flow, l);
+    TB_TRY(set_family(flow, l));
+    int64_t nbytes = lane_nbytes(ir, channel);
+    if (l->is_target) {
+        flow->recv.bytes_total += nbytes;
+        for (uint32_t i = 0; i < l->nsenders; i++) {
+            flow->members[l->senders[i]].is_sender = true;
+            flow->members[l->senders[i]].nbuckets += channel->nbuckets;
+            flow->members[l->senders[i]].sends_nbytes += nbytes;
+        }
+    }
+    for (uint32_t i = 0; (l->is_shipper || l->is_contributor) && i < l->first->ntargets; i++) {
+        member *m = tb__flow_find(flow, l->first->targets[i]);
+        if (!m)
+            return tb__fail(TB_INTERNAL, "rank %" PRId32 " reads %s but is in neither group", l->first->targets[i],
+                            flow->what);
+        m->is_reader = true;
+        m->reads_nbytes += nbytes;
+        flow->send.bytes_total += nbytes;
+    }
+    return TB_OK;
+}
+
+static tb_status index_buckets(tb__flow *flow) {
+    const tb_ir *ir = flow->ir;
+    for (size_t i = 0; i < ir->nbuckets; i++) {
+        const tb_chunk *first = first_chunk(ir, &ir->buckets[i]);
+        if (!tb__index_add(&flow->by_bucket, tb__hash(first->id, first->part), i))
+            return TB_NO_MEMORY;
+    }
+    return TB_OK;
+}
+
+static tb_status make_lanes(tb__flow *flow) {
+    flow->lanes = tb__calloc(flow->ir->nchannels, sizeof *flow->lanes);
+    flow->is_taken = tb__calloc(flow->ir->nbuckets, sizeof *flow->is_taken);
+    if (!flow->lanes || !flow->is_taken)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->ir->nchannels; i++)
+        TB_TRY(make_lane(flow, &flow->lanes[i], &flow->ir->channels[i]));
+    TB_TRY(index_buckets(flow));
+    return tb__flow_count_groups(flow);
+}
+
+/* ---- Memory --------------------------------------------------------------------------------------------------- */
+
+static tb_status get_regions(tb__flow *flow, bool is_src, tb__region **regions) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        const tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
+        uintptr_t first, last;
+        TB_TRY(tb__binding_span(b, &first, &last));
+        if (first != last)
+            TB_TRY(tb__region_get(flow->o.loop, (void *)first, last - first, &regions[i])); // NOLINT
+    }
+    return TB_OK;
+}
+
+/* Memory of the device for those of the tensors that are on it, which are bound to it, and not left any more. */
+static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bool *left, tb_binding *live_of) {
+    size_t at = 0;
+    char *memory = NULL;
+    for (int pass = 0; pass < 2; pass++) {
+        size_t total = at;
+        at = 0;
+        if (pass == 1) {
+            TB_TRY(device->ops->alloc(device, total, (void **)&memory));
+            if (!tb__vec_push(&flow->beside, ((device_memory){device, memory}))) {
+                device->ops->free(device, memory);
+                return TB_NO_MEMORY;
+            }
+        }
+        for (size_t i = 0; i < flow->o.ntensors; i++) {
+            tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
+            int64_t nbytes;
+            if (!left[i] || tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
+                continue;
+            TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
+            if (pass == 0) {
+                live_of[i] = *b;
+            } else {
+                TB_TRY(tb_binding_contiguous(memory, (int64_t)at, b->dtype, &live_of[i].shape, b));
+                left[i] = false;
+            }
+            at += ((size_t)nbytes + 63) / 64 * 64;
+        }
+    }
+    return TB_OK;
+}
+
+tb_status tb__flow_bind_beside(tb__flow *flow, bool is_src, const bool *has, tb_binding **out) {
+    tb_binding *live_of = *out = tb__calloc(flow->o.ntensors, sizeof **out);
+    bool *left = tb__memdup(has, flow->o.ntensors, sizeof *left);
+    tb_status status = live_of && left ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->o.ntensors && status == TB_OK; i++) {
+        if (!left[i])
+            continue;
+        const tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
+        tb__device *device = tb__loop_find_device(flow->o.loop, b->base, 1);
+        status = bind_beside(flow, device, is_src, left, live_of);
+    }
+    free(left);
+    return status;
+}
+
+/* A second home for the source tensors, from which they are sent. */
+static tb_status make_snapshot(tb__flow *flow) {
+    bool *all = tb__calloc(flow->o.ntensors, sizeof *all);
+    tb_status status = all ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < flow->o.ntensors && status == TB_OK; i++) {
+        const tb__codec *codec = flow->tensors[i].codec;
+        all[i] = true;
+        if (codec && codec->reads_more)
+            status = tb__fail(TB_REFUSED, "tensor '%.100s' of %s is quantised, and there are no snapshots of such",
+                              flow->tensors[i].spec.name, flow->what);
+    }
+    if (status == TB_OK)
+        status = tb__flow_bind_beside(flow, true, all, &flow->snapshot_of);
+    free(all);
+    return status;
+}
+
+/* Conversions are functions that run in this process, on host memory. */
+static tb_status check_converted(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        const tb__flow_tensor *t = &flow->tensors[i];
+        if ((t->codec || t->is_gathered) &&
+            !(tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base)))
+            return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is converted on its way, and not in host memory",
+                            t->spec.name, flow->what);
+    }
+    return TB_OK;
+}
+
+/* One word for each reader, and a line of its own for each. */
+static tb_status make_words(tb__flow *flow) {
+    size_t nbytes = flow->nmembers * WORD_STRIDE;
+    TB_TRY(tb_alloc(nbytes, (void **)&flow->words));
+    memset(flow->words, 0, nbytes);
+    for (size_t i = 0; i < flow->nmembers; i++)
+        flow->members[i].word = (_Atomic uint64_t *)(void *)(flow->words + i * WORD_STRIDE);
+    return tb__region_get(flow->o.loop, flow->words, nbytes, &flow->words_region);
+}
+
+static tb_status check_targets(const tb__flow *flow) {
+    size_t n = flow->o.ntensors, a = n, b = n;
+    tb_binding *targets = tb__malloc(n, sizeof *targets);
+    if (!targets)
+        return TB_NO_MEMORY;
+    for (size_t i = 0; i < n; i++)
+        targets[i] = flow->tensors[i].dst;
+    tb_status status = tb__bindings_find_overlap(targets, n, &a, &b);
+    free(targets);
+    if (status == TB_OK && a < n && a != b)
+        status = tb__fail(TB_INVALID, "tensors '%.100s' and '%.100s' of %s would be received into the same memory",
+                          flow->tensors[a].spec.name, flow->tensors[b].spec.name, flow->what);
+    else if (status == TB_OK && a < n)
+        status = tb__fail(TB_INVALID,
+                          "tensor '%.100s' of %s has several elements in the same memory; it can't be "
+                          "received",
+                          flow->tensors[a].spec.name, flow->what);
+    return status;
+}
+
+/* Which source tensors this rank overwrites: those that share memory with boxes it writes. Boxes that are in place
+ * already are not written. */
+static tb_status find_flagged(tb__flow *flow) {
+    const tb_ir *ir = flow->ir;
+    size_t n = flow->o.ntensors;
+    tb_binding *sources = tb__malloc(n, sizeof *sources);
+    TB_VEC(tb_binding) writes = {0};
+    tb_status status = sources ? TB_OK : TB_NO_MEMORY;
+    for (size_t i = 0; i < n && sources; i++) {
+        sources[i] = flow->snapshot_of ? flow->snapshot_of[i] : flow->tensors[i].src;
+        if (!tb__vec_push(&writes, flow->tensors[i].dst))
+            status = TB_NO_MEMORY;
+    }
+    if (status == TB_OK)
+        status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->overwritten);
+    for (size_t i = 0; i < n && status == TB_OK; i++)
+        flow->overwrites_any_source |= flow->overwritten[i];
+    if (status == TB_OK && flow->snapshot_of) { /* others read the snapshot; it only has to be taken first */
+        flow->overwrites_live = flow->overwrites_any_source;
+        flow->overwrites_any_source = false;
+        memset(flow->overwritten, 0, n * sizeof *flow->overwritten);
+    }
+    if (status == TB_OK && flow->overwrites_any_source) { /* whole tensors meet; now look at what is really written */
+        writes.count = 0;
+        for (size_t i = 0; i < ir->nchunks && status == TB_OK; i++) {
+            const tb_chunk *chunk = &ir->chunks[i];
+            if (!chunk->is_target || tb__flow_is_in_place(flow, chunk))
+                continue;
+            tb_binding box = flow->tensors[chunk->tensor].dst;
+            box.offset += (int64_t)tb__box_offset(&box, &chunk->dst);
+            memcpy(box.shape.dim, chunk->len, sizeof box.shape.dim);
+            if (!tb__vec_push(&writes, box))
+                status = TB_NO_MEMORY;
+        }
+        if (status == TB_OK)
+            status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->overwritten);
+        flow->overwrites_any_source = false;
+        for (size_t i = 0; i < n && status == TB_OK; i++)
+            flow->overwrites_any_source |= flow->overwritten[i];
+    }
+    free(writes.item);
+    free(sources);
+    for (size_t i = 0; i < n && status == TB_OK; i++) {
+        if (flow->overwritten[i] && flow->tensors[i].spec.coded)
+            status =
+                tb__fail(TB_REFUSED,
+                         "tensor '%.100s' of %s is converted on its way, and would be overwritten while it is sent; "
+                         "receive into other memory",
+                         flow->tensors[i].spec.name, flow->what);
+    }
+    return status;
+}
+
+/* ---- All of it ------------------------------------------------------------------------------------------------ */
+
+static tb_status plan(tb__flow *flow) {
+    size_t n = flow->o.ntensors;
+    TB_TRY(make_ir(flow));
+    flow->src_regions = tb__calloc(n, sizeof *flow->src_regions);
+    flow->dst_regions = tb__calloc(n, sizeof *flow->dst_regions);
+    flow->overwritten = tb__calloc(n, sizeof *flow->overwritten);
+    if (!flow->src_regions || !flow->dst_regions || !flow->overwritten)
+        return TB_NO_MEMORY;
+    TB_TRY(check_targets(flow));
+    TB_TRY(check_converted(flow));
+    if (flow->o.snapshot)
+        TB_TRY(make_snapshot(flow));
+    /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
+    if (!flow->o.shadow.is_used)
+        TB_TRY(find_flagged(flow));
+    TB_TRY(get_regions(flow, true, flow->src_regions));
+    TB_TRY(get_regions(flow, false, flow->dst_regions));
+    if (flow->o.shadow.is_used)
+        TB_TRY(tb__flow_make_shadow(flow));
+    TB_TRY(make_lanes(flow));
+    TB_TRY(make_words(flow));
+    for (int p = 0; p < POOL_STASH; p++)
+        flow->pool_size[p] = flow->o.own_staging_bytes / 4;
+    return TB_OK;
+}
+
+tb_status tb__flow_plan(tb__flow *flow) {
+    if (flow->is_planned)
+        return TB_OK;
+    tb_status status = plan(flow);
+    flow->is_planned = status == TB_OK;
+    return status;
+}
+
+void tb__flow_unplan(tb__flow *flow) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        if (flow->src_regions)
+            tb__region_put(flow->src_regions[i]);
+        if (flow->dst_regions)
+            tb__region_put(flow->dst_regions[i]);
+    }
+    tb__region_put(flow->words_region);
+    free(flow->src_regions);
+    free(flow->dst_regions);
+    free(flow->overwritten);
+    free(flow->snapshot_of);
+    free(flow->shadow_of);
+    free(flow->lanes);
+    free(flow->is_taken);
+    free(flow->groups.item);
+    tb__index_fini(&flow->by_bucket);
+    tb__arena_fini(&flow->arena);
+    tb_ir_destroy(flow->ir);
+    for (size_t i = 0; i < flow->beside.count; i++)
+        flow->beside.item[i].device->ops->free(flow->beside.item[i].device, flow->beside.item[i].memory);
+    free(flow->beside.item);
+    tb_free(flow->words);
+}

@@ -1,0 +1,311 @@
+/* Buckets that are packed and sent, and those that come and are unpacked. What lies in long runs at one end is sent
+ * from there, or received there, without a buffer. */
+#include "flow/flow_inside.h"
+
+/* ---- Out ------------------------------------------------------------------------------------------------------- */
+
+/* A bucket that goes to all who want it staged. */
+staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t bucket) {
+    staged_bucket *p = tb__staged_bucket_create(flow, l, bucket, true, l->nstaged);
+    for (uint32_t i = 0; p && i < l->nstaged; i++)
+        p->messages[i].member = l->staged[i];
+    if (p)
+        p->kind = STAGED_OUT;
+    return p;
+}
+
+static size_t next_to_send(const lane *l) {
+    return l->channel->first_bucket + l->to_send;
+}
+
+static bool can_send(const lane *l) {
+    return l->nstaged && l->to_send < l->channel->nbuckets && l->in_flight < l->channel->max_in_flight;
+}
+
+static size_t packed_size(const tb__flow *flow, const lane *l, size_t bucket) {
+    const tb_bucket *b = &flow->ir->buckets[bucket];
+    return (size_t)(l->is_contributor ? tb__flow_raw_size(flow, b) : b->total_bytes);
+}
+
+/* Contributions, and what is not reduced. */
+static bool packs(const lane *l) {
+    return l->nstaged && (l->is_contributor || (l->is_shipper && !l->is_target && l->nsenders == 1));
+}
+
+void tb__flow_open_out(tb__flow *flow) {
+    flow->largest_out = 0;
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        for (size_t j = 0; packs(l) && j < l->channel->nbuckets; j++) {
+            int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
+            flow->largest_out = nbytes > flow->largest_out ? nbytes : flow->largest_out;
+        }
+    }
+}
+
+static uint32_t next_group(const tb__flow *flow, const lane *l) {
+    return flow->ir->buckets[next_to_send(l)].group;
+}
+
+/* Receivers may hold back a group until those before it have arrived. So it must not take the room that these need. */
+static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
+    if (!can_send(l))
+        return false;
+    size_t nbytes = packed_size(flow, l, next_to_send(l));
+    return next_group(flow, l) == lowest
+               ? tb__flow_has_room(flow, POOL_SEND, nbytes)
+               : flow->pool_used[POOL_SEND] + (int64_t)nbytes + flow->largest_out <= flow->pool_size[POOL_SEND];
+}
+
+/* The lane whose bucket is packed next: contributions in their order; others as they come round, lower groups first. */
+static lane *choose_out(tb__flow *flow) {
+    lane *contribution = NULL, *plain = NULL;
+    size_t n = flow->ir->nchannels;
+    uint32_t lowest = UINT32_MAX;
+    for (size_t i = 0; i < n; i++) {
+        const lane *l = &flow->lanes[i];
+        if (packs(l) && l->to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
+            lowest = next_group(flow, l);
+    }
+    for (size_t i = 0; i < n; i++) {
+        lane *l = &flow->lanes[(flow->next_lane_out + i) % n];
+        if (!packs(l) || l->to_send == l->channel->nbuckets)
+            continue;
+        if (l->is_contributor &&
+            (!contribution || tb__flow_is_before(flow, next_to_send(l), next_to_send(contribution))))
+            contribution = l;
+        if (!l->is_contributor && can_pack(flow, l, lowest) &&
+            (!plain || next_group(flow, l) < next_group(flow, plain)))
+            plain = l;
+    }
+    return contribution && can_pack(flow, contribution, lowest) ? contribution : plain;
+}
+
+static void end_pack(copying *c, tb_status status) {
+    if (c->flow->send.is_ending)
+        return;
+    if (status == TB_OK)
+        tb__staged_bucket_announce(c->staged_bucket);
+    else
+        tb__flow_await_reason(c->flow, true, status);
+}
+
+static tb_status pack_bucket(tb__flow *flow, lane *l) {
+    size_t index = next_to_send(l), nbytes = packed_size(flow, l, index);
+    staged_bucket *p = l->is_contributor ? tb__staged_bucket_create(flow, l, index, true, 1)
+                                         : tb__staged_bucket_create_out(flow, l, index);
+    if (!p)
+        return TB_NO_MEMORY;
+    if (l->is_contributor)
+        p->messages[0].member = l->shipper;
+    p->kind = STAGED_OUT;
+    p->pool = POOL_SEND;
+    p->nbytes = nbytes;
+    p->pieces = tb__flow_pieces(flow, l, index, false, &p->npieces);
+    p->buffer = p->pieces ? NULL : tb__flow_stage(flow, POOL_SEND, nbytes);
+    if (!p->pieces && !p->buffer) {
+        tb__staged_bucket_destroy(p);
+        return TB_NO_MEMORY;
+    }
+    l->to_send++;
+    l->in_flight++;
+    if (p->pieces) {
+        tb__staged_bucket_announce(p);
+        return TB_OK;
+    }
+    if (tb__flow_is_coded(flow, index)) {
+        tb_status status = tb__flow_convert(flow, true, index, p->buffer, true);
+        if (status == TB_OK)
+            tb__staged_bucket_announce(p);
+        return status;
+    }
+    copying *c = tb__flow_new_copying(flow, true, l->is_contributor ? COPY_CONTRIBUTE : COPY_PACK, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->parts[c->nparts++] = (uint32_t)index;
+    c->to = p->buffer;
+    c->staged_bucket = p;
+    c->end = end_pack;
+    return tb__flow_start_copying(c);
+}
+
+bool tb__flow_step_out(tb__flow *flow) {
+    tb_status status = TB_OK;
+    bool did = false;
+    for (staged_bucket *p = flow->staged_buckets, *next; p && status == TB_OK; p = next) {
+        next = p->next;
+        if (!p->is_send || p->kind != STAGED_OUT)
+            continue;
+        status = tb__staged_bucket_check(p);
+        if (status == TB_OK && p->left == 0) {
+            p->lane->in_flight--;
+            flow->sends_left--;
+            tb__staged_bucket_destroy(p);
+            did = true;
+        }
+    }
+    lane *l = status == TB_OK && flow->sends_left > 0 ? choose_out(flow) : NULL;
+    if (l) {
+        flow->next_lane_out = (uint32_t)((size_t)(l - flow->lanes + 1) % flow->ir->nchannels);
+        status = pack_bucket(flow, l);
+        did = true;
+    }
+    if (status != TB_OK)
+        tb__flow_await_reason(flow, true, status);
+    return did || status != TB_OK;
+}
+
+/* ---- In -------------------------------------------------------------------------------------------------------- */
+
+static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
+    staged_bucket *p = tb__staged_bucket_create(flow, l, a->bucket, false, 1 + l->nchildren);
+    if (!p)
+        return TB_NO_MEMORY;
+    p->kind = STAGED_IN;
+    p->pool = l->overwrites_source ? POOL_STASH : POOL_RECEIVE;
+    p->nbytes = a->nbytes;
+    flow->nrelays += l->nchildren > 0;
+    flow->is_taken[a->bucket] = true;
+    /* What is handed on stays in a buffer: the host may use its tensors when they have arrived. */
+    if (!l->overwrites_source && l->nchildren == 0 && tb__flow_may_write(flow))
+        p->pieces = tb__flow_pieces(flow, l, a->bucket, true, &p->npieces);
+    p->buffer = p->pieces ? NULL : tb__flow_stage(flow, p->pool, p->nbytes);
+    if (!p->pieces && !p->buffer) {
+        tb__staged_bucket_destroy(p);
+        return TB_NO_MEMORY;
+    }
+    flow->has_written |= p->pieces && !flow->o.shadow.is_used;
+    for (uint32_t i = 0; i < l->nchildren; i++)
+        p->messages[1 + i].member = l->children[i];
+    p->messages[0].piece = (tb_piece){p->buffer, p->nbytes};
+    tb__bucket_message_ask(&p->messages[0], a);
+    return TB_OK;
+}
+
+/* The lowest group of which there are buckets to be handed on that were not asked for yet. */
+static uint32_t lowest_relay(const tb__flow *flow) {
+    uint32_t lowest = UINT32_MAX;
+    for (size_t i = 0; flow->largest_relay && i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        const tb_bucket *b = &flow->ir->buckets[l->channel->first_bucket];
+        size_t j = 0;
+        while (l->nchildren && j < l->channel->nbuckets && flow->is_taken[l->channel->first_bucket + j])
+            j++;
+        if (l->nchildren && j < l->channel->nbuckets && b[j].group < lowest)
+            lowest = b[j].group;
+    }
+    return lowest;
+}
+
+/* Those to whom a bucket is handed on may hold it back until groups before it have arrived. So it must not take the
+ * room that these need. */
+static bool has_room(const tb__flow *flow, const lane *l, const announcement *a, uint32_t lowest) {
+    if (l->overwrites_source)
+        return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
+    if (!l->nchildren || flow->ir->buckets[a->bucket].group <= lowest)
+        return tb__flow_has_room(flow, POOL_RECEIVE, a->nbytes);
+    return flow->pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->largest_relay <= flow->pool_size[POOL_RECEIVE];
+}
+
+/* Asks for announced buckets while there is memory for them. */
+static tb_status accept_all(tb__flow *flow, bool *did) {
+    uint32_t lowest = flow->announcements.count ? lowest_relay(flow) : 0;
+    for (size_t i = 0; i < flow->announcements.count;) {
+        announcement a = flow->announcements.item[i];
+        lane *l = tb__flow_lane(flow, a.bucket);
+        if (a.attempt != flow->recv.attempt || l->is_shipper ||
+            !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) || !has_room(flow, l, &a, lowest)) {
+            i++;
+            continue;
+        }
+        tb__flow_forget_bucket(flow, i);
+        *did = true;
+        TB_TRY(accept(flow, &a, l));
+    }
+    return TB_OK;
+}
+
+static void end_unpack(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    staged_bucket *p = c->staged_bucket;
+    p->is_unpacked = true;
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+        status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
+    }
+    if (p->left == 0)
+        tb__staged_bucket_destroy(p);
+    tb__flow_end_step_recv(flow, status);
+}
+
+static tb_status unpack(tb__flow *flow, staged_bucket *p) {
+    lane *l = p->lane;
+    p->is_begun = true;
+    if (l->overwrites_source) {
+        TB_TRY(tb__flow_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
+        p->buffer = NULL;
+    } else if (p->pieces) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+        TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
+    } else if (tb__flow_is_coded(flow, p->bucket)) {
+        TB_TRY(tb__flow_convert(flow, false, p->bucket, p->buffer, false));
+        TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
+    } else {
+        copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+        if (!c)
+            return TB_NO_MEMORY;
+        c->parts[c->nparts++] = (uint32_t)p->bucket;
+        c->from = p->buffer;
+        c->staged_bucket = p;
+        c->end = end_unpack;
+        return tb__flow_start_copying(c);
+    }
+    p->is_unpacked = true;
+    return TB_OK;
+}
+
+/* Whether what came can go where it belongs. What is put aside takes its buffer along, when all have it. */
+static bool can_unpack(const tb__flow *flow, const staged_bucket *p) {
+    return !p->is_begun && (p->lane->overwrites_source ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
+}
+
+/* What can be done for a staged_bucket that has come: it goes on to others and to its place, in this order, and is gone
+ * when it is in both. */
+static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
+    if (!p->is_checked) {
+        *did = p->is_checked = true;
+        TB_TRY(tb__flow_check_sums(p));
+        if (p->nmessages > 1)
+            tb__staged_bucket_announce(p);
+    }
+    if (can_unpack(flow, p)) {
+        *did = true;
+        TB_TRY(unpack(flow, p));
+    }
+    if (p->is_unpacked && p->left == 0) {
+        *did = true;
+        tb__staged_bucket_destroy(p);
+    }
+    return TB_OK;
+}
+
+bool tb__flow_step_in(tb__flow *flow) {
+    bool did = false;
+    tb_status status = accept_all(flow, &did);
+    bool took = false;
+    for (staged_bucket *p = flow->staged_buckets, *next; p && status == TB_OK && !took; p = next) {
+        next = p->next;
+        if (p->kind != STAGED_IN)
+            continue;
+        status = tb__staged_bucket_check(p);
+        if (status == TB_OK && p->messages[0].is_done)
+            status = take(flow, p, &took);
+    }
+    if (status != TB_OK) {
+        tb__flow_await_reason(flow, false, status);
+        return true;
+    }
+    return did || took;
+}

@@ -1,0 +1,448 @@
+/* The driver's loop, waits, tasks and ports. Messages and peers are in peer.c. */
+#include "loop/loop_inside.h"
+
+#include "base/descriptors.h"
+#include "base/log.h"
+#include "base/mem.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+double tb__seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+void tb__loop_lock(tb__loop *loop) {
+    pthread_mutex_lock(&loop->lock);
+}
+
+void tb__loop_unlock(tb__loop *loop) {
+    pthread_mutex_unlock(&loop->lock);
+}
+
+/* By CLOCK_REALTIME: ThreadSanitizer does not intercept pthread_mutex_clocklock. */
+bool tb__loop_lock_until(tb__loop *loop, int64_t deadline_ms) {
+    struct timespec until, left = tb__time_of_ms(tb__ms_until(deadline_ms));
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += left.tv_sec + (until.tv_nsec + left.tv_nsec) / 1000000000;
+    until.tv_nsec = (until.tv_nsec + left.tv_nsec) % 1000000000;
+    return pthread_mutex_timedlock(&loop->lock, &until) == 0;
+}
+
+static _Thread_local char this_thread; /* no other thread has one at its address */
+
+bool tb__loop_is_driver(const tb__loop *loop) {
+    return atomic_load(&loop->driver) == &this_thread;
+}
+
+bool tb__loop_was_unlocked(tb__loop *loop) {
+    bool was_unlocked = pthread_mutex_trylock(&loop->lock) == 0;
+    if (was_unlocked)
+        pthread_mutex_unlock(&loop->lock);
+    return was_unlocked;
+}
+
+void tb__loop_signal(tb__loop *loop) {
+    pthread_cond_broadcast(&loop->changed);
+}
+
+void tb__loop_poke(tb__loop *loop) {
+    eventfd_write(loop->wake, 1);
+}
+
+void tb__loop_wake(tb__loop *loop) {
+    loop->again = true;
+    if (!loop->is_in_step)
+        tb__loop_poke(loop);
+}
+
+void tb__loop_set_spin(tb__loop *loop, int microseconds) {
+    loop->spin_us = microseconds;
+}
+
+/* ---- Turns ---------------------------------------------------------------------------------------------------- */
+
+/* Tasks may come and go while the lock is free during a step, so the walk begins again where the list changed. */
+static bool step_tasks(tb__loop *loop) {
+    bool did = false;
+    for (tb__task *task = loop->tasks; task;) {
+        uint64_t changes = loop->task_changes;
+        task->is_stepping = true;
+        did |= task->step(task);
+        task->is_stepping = false;
+        if (changes != loop->task_changes) {
+            pthread_cond_broadcast(&loop->changed); /* whoever removes it waits */
+            return true;
+        }
+        task = task->next;
+    }
+    return did;
+}
+
+/* Gives devices what was submitted, and tells them what was cancelled. */
+static void begin_submitted(tb__loop *loop) {
+    for (tb__submitted *it = loop->submitted; it; it = it->next) {
+        if (it->is_begun && it->is_cancelled && !it->fence.is_done)
+            it->device->ops->cancel(it->device, &it->fence);
+        if (it->is_begun)
+            continue;
+        it->is_begun = true;
+        tb_status status = it->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled")
+                                            : it->device->ops->run(it->device, it->job, &it->run, &it->fence);
+        if (status == TB_OK)
+            continue;
+        it->fence = (tb__fence){.is_done = true, .status = status};
+        snprintf(it->fence.why, sizeof it->fence.why, "%s", tb_error_detail());
+    }
+}
+
+/* The lock is free while devices work. Whoever is told that something is done may submit more. */
+static bool progress_devices(tb__loop *loop) {
+    bool did = false;
+    if (!loop->submitted)
+        return false;
+    begin_submitted(loop);
+    pthread_mutex_unlock(&loop->lock);
+    for (size_t i = 0; i < loop->ndevices; i++)
+        did |= loop->devices[i]->ops->progress(loop->devices[i]);
+    pthread_mutex_lock(&loop->lock);
+    for (tb__submitted **at = &loop->submitted, *it; (it = *at);) {
+        if (!it->fence.is_done) {
+            at = &it->next;
+            continue;
+        }
+        *at = it->next;
+        it->done(it);
+        at = &loop->submitted;
+        did = true;
+    }
+    return did;
+}
+
+/* One look at everything. Whether there may be more to do at once. */
+static bool turn(tb__loop *loop) {
+    loop->is_in_step = true;
+    atomic_store(&loop->driver, &this_thread);
+    loop->again = false;
+    for (size_t i = 0; i < loop->ntransports; i++) {
+        const tb_transport *t = &loop->transports[i];
+        tb_status status = t->ops->progress(t->context);
+        if (status != TB_OK)
+            tb__log(TB_LOG_ERROR, "transport %s: %s", t->ops->name, tb_error_detail());
+    }
+    tb__peers_tell_losses(loop);
+    bool did = step_tasks(loop);
+    did |= progress_devices(loop);
+    loop->is_in_step = false;
+    atomic_store(&loop->driver, NULL);
+    return did || loop->again;
+}
+
+static void set_timer(tb__loop *loop) {
+    int64_t deadline = INT64_MAX;
+    for (const tb__task *task = loop->tasks; task; task = task->next)
+        deadline = task->deadline_ms < deadline ? task->deadline_ms : deadline;
+    if (deadline == loop->timer_ms)
+        return;
+    loop->timer_ms = deadline;
+    struct itimerspec when = {0}; /* never */
+    if (deadline != INT64_MAX)
+        when.it_value = tb__time_of_ms(deadline > 0 ? deadline : 1);
+    timerfd_settime(loop->timer, TFD_TIMER_ABSTIME, &when, NULL);
+}
+
+/* Sleeps, without the lock, until a transport, a timer or a poke has something to say. A short look before: waking up
+ * costs much more than what is mostly waited for. */
+static void sleep_until(tb__loop *loop, int timeout_ms) {
+    set_timer(loop);
+    int spin_us = loop->tasks ? loop->spin_us : 0;
+    pthread_mutex_unlock(&loop->lock);
+    struct epoll_event event;
+    int n = 0;
+    if (spin_us > 0) {
+        double until = tb__seconds() + spin_us * 1e-6;
+        while ((n = epoll_wait(loop->epoll, &event, 1, 0)) == 0 && tb__seconds() < until)
+            ;
+    }
+    if (n == 0)
+        epoll_wait(loop->epoll, &event, 1, timeout_ms);
+    pthread_mutex_lock(&loop->lock);
+}
+
+/* What woke us is level-triggered: taken back before the turn that looks at everything. */
+static void take_wakes(tb__loop *loop) {
+    eventfd_t unused;
+    uint64_t expirations;
+    eventfd_read(loop->wake, &unused);
+    if (read(loop->timer, &expirations, sizeof expirations) == sizeof expirations)
+        loop->timer_ms = INT64_MAX - 1; /* to be set again */
+}
+
+static void *drive(void *arg) {
+    tb__loop *loop = arg;
+    pthread_mutex_lock(&loop->lock);
+    loop->is_driven = true;
+    while (!loop->stopping) {
+        take_wakes(loop);
+        if (!turn(loop) && !loop->stopping)
+            sleep_until(loop, -1);
+    }
+    pthread_mutex_unlock(&loop->lock);
+    return NULL;
+}
+
+/* Drives until it is true or the deadline has passed. */
+static bool drive_until(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
+    loop->is_driven = true;
+    do { /* at least once: who only looks wants to see what is there */
+        take_wakes(loop);
+        if (!turn(loop) && !is_true(arg))
+            sleep_until(loop, tb__ms_until(deadline_ms));
+    } while (!is_true(arg) && tb__now_ms() < deadline_ms);
+    bool result = is_true(arg);
+    loop->is_driven = false;
+    pthread_cond_broadcast(&loop->changed); /* somebody else may have to drive now */
+    return result;
+}
+
+bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
+    while (!is_true(arg)) {
+        if (!loop->is_driven && !loop->has_thread)
+            return drive_until(loop, is_true, arg, deadline_ms);
+        struct timespec until = tb__time_of_ms(deadline_ms < INT64_MAX / 2 ? deadline_ms : tb__now_ms() + (1 << 30));
+        if (pthread_cond_timedwait(&loop->changed, &loop->lock, &until) == ETIMEDOUT)
+            return is_true(arg);
+    }
+    return true;
+}
+
+void tb__loop_progress(tb__loop *loop) {
+    pthread_mutex_lock(&loop->lock);
+    if (!loop->is_driven && !loop->has_thread) {
+        loop->is_driven = true;
+        take_wakes(loop);
+        bool again = turn(loop);
+        loop->is_driven = false;
+        set_timer(loop);
+        if (again)
+            tb__loop_poke(loop);
+        pthread_cond_broadcast(&loop->changed);
+    }
+    pthread_mutex_unlock(&loop->lock);
+}
+
+int tb__loop_fd(const tb__loop *loop) {
+    return loop->epoll;
+}
+
+/* ---- Tasks and ports ------------------------------------------------------------------------------------------ */
+
+void tb__loop_add_task(tb__loop *loop, tb__task *task) {
+    task->next = loop->tasks;
+    task->is_stepping = false;
+    loop->tasks = task;
+    loop->task_changes++;
+    tb__loop_wake(loop);
+}
+
+void tb__loop_remove_task(tb__loop *loop, tb__task *task) {
+    for (tb__task **at = &loop->tasks; *at; at = &(*at)->next) {
+        if (*at == task) {
+            *at = task->next;
+            loop->task_changes++;
+            break;
+        }
+    }
+    while (task->is_stepping)
+        pthread_cond_wait(&loop->changed, &loop->lock);
+}
+
+void tb__loop_add_port(tb__loop *loop, tb__port *port) {
+    port->id = ++loop->last_port;
+    port->next = loop->ports;
+    loop->ports = port;
+}
+
+void tb__loop_remove_port(tb__loop *loop, tb__port *port) {
+    for (tb__port **at = &loop->ports; *at; at = &(*at)->next) {
+        if (*at == port) {
+            *at = port->next;
+            return;
+        }
+    }
+}
+
+tb__device *tb__loop_find_device(const tb__loop *loop, const void *address, size_t nbytes) {
+    tb__memory memory;
+    size_t i = 0;
+    while (i + 1 < loop->ndevices && !loop->devices[i]->ops->find(loop->devices[i], address, nbytes, &memory))
+        i++;
+    return loop->devices[i];
+}
+
+bool tb__loop_is_host_memory(const tb__loop *loop, const void *address) {
+    return tb__loop_find_device(loop, address, 1)->ops == &tb__host_device_ops;
+}
+
+void tb__loop_submit(tb__loop *loop, tb__submitted *submitted) {
+    submitted->fence = (tb__fence){0};
+    submitted->is_begun = submitted->is_cancelled = false;
+    submitted->next = NULL;
+    tb__submitted **last = &loop->submitted;
+    while (*last)
+        last = &(*last)->next;
+    *last = submitted;
+    tb__loop_wake(loop);
+}
+
+void tb__loop_cancel(tb__loop *loop, tb__submitted *submitted) {
+    submitted->is_cancelled = true;
+    tb__loop_wake(loop);
+}
+
+uint64_t tb__loop_new_tag(tb__loop *loop) {
+    return TB__TAG_DATA | ++loop->last_tag;
+}
+
+/* ---- Life ----------------------------------------------------------------------------------------------------- */
+
+static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const char *name) {
+    tb_transport_env env = {.size = sizeof env,
+                            .rank = loop->wire,
+                            .arg = loop,
+                            .lost = tb__peer_on_lost,
+                            .reached = tb__peer_on_reached,
+                            .is_driven = !o->manual};
+    tb_transport *t = &loop->transports[loop->ntransports];
+    TB_TRY(tb__transport_open(name, &env, t));
+    struct epoll_event event = {.events = EPOLLIN};
+    if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, t->ops->fd(t->context), &event) != 0) {
+        tb__transport_close(t);
+        return tb__fail(TB_IO, "watch transport %s: %s", name, strerror(errno));
+    }
+    loop->ntransports++;
+    return TB_OK;
+}
+
+/* All that this machine has. */
+static tb_status open_devices(tb__loop *loop) {
+    for (const tb__device_ops *const *ops = tb__devices; *ops; ops++) {
+        for (int index = 0;; index++) {
+            struct epoll_event event = {.events = EPOLLIN};
+            tb__device *device;
+            tb_status status = (*ops)->open(index, &device);
+            if (status == TB_REFUSED)
+                break;
+            TB_TRY(status);
+            loop->devices[loop->ndevices++] = device;
+            if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, (*ops)->fd(device), &event) != 0)
+                return tb__fail(TB_IO, "watch device %s: %s", (*ops)->name, tb__errno_text(errno));
+            if (loop->ndevices == TB__MAX_DEVICES)
+                return tb__fail(TB_TOO_BIG, "more than %d devices", TB__MAX_DEVICES - 1);
+        }
+    }
+    return TB_OK;
+}
+
+/* What is not there is of no concern before somebody can't be reached without it. */
+static void note_missing(tb__loop *loop, const char *name) {
+    size_t n = strlen(loop->missing);
+    tb__log(TB_LOG_DEBUG, "transport %s: %s", name, tb_error_detail());
+    snprintf(loop->missing + n, sizeof loop->missing - n, "%s%s: %s", n ? "; " : "", name, tb_error_detail());
+}
+
+/* `self` for this process; for the others, what the registry has, or the one that was asked for. */
+static tb_status open_transports(tb__loop *loop, const tb__loop_opts *o) {
+    bool is_auto = !o->transport || strcmp(o->transport, "auto") == 0;
+    bool is_known = is_auto;
+    loop->is_asked = !is_auto;
+    if (is_auto && o->is_local)
+        snprintf(loop->missing, sizeof loop->missing,
+                 "the store is one that only this host reaches, so no transport to others was opened");
+    for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
+        const char *name = (*ops)->name;
+        bool is_asked = !is_auto && strcmp(name, o->transport) == 0;
+        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->is_local);
+        is_known |= is_asked;
+        if (is_needed)
+            TB_TRY(open_transport(loop, o, name));
+        else if (is_auto && !o->is_local && open_transport(loop, o, name) != TB_OK)
+            note_missing(loop, name);
+    }
+    return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);
+}
+
+static tb_status open_descriptors(tb__loop *loop) {
+    struct epoll_event event = {.events = EPOLLIN};
+    loop->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
+    loop->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    loop->timer = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    if (loop->epoll < 0 || loop->wake < 0 || loop->timer < 0 ||
+        epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wake, &event) != 0 ||
+        epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->timer, &event) != 0)
+        return tb__fail(TB_IO, "an event loop: %s", tb__errno_text(errno));
+    return TB_OK;
+}
+
+tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
+    tb__loop *loop = tb__calloc(1, sizeof *loop);
+    if (!loop)
+        return TB_NO_MEMORY;
+    loop->epoll = loop->wake = loop->timer = -1;
+    loop->timer_ms = INT64_MAX;
+    loop->rank = opts->rank;
+    loop->wire = tb__wire_rank(opts->rank, opts->incarnation);
+    tb__get_host(opts->host, loop->host);
+    pthread_mutex_init(&loop->lock, NULL);
+    tb__monotonic_cond_init(&loop->changed);
+    tb_status status = open_descriptors(loop);
+    if (status == TB_OK)
+        status = open_devices(loop);
+    if (status == TB_OK)
+        status = open_transports(loop, opts);
+    if (status == TB_OK && !opts->manual) {
+        loop->has_thread = true;
+        status = tb__start_thread(&loop->thread, "tensorbus", drive, loop);
+        loop->has_thread = status == TB_OK;
+    }
+    if (status != TB_OK) {
+        tb__loop_destroy(loop);
+        return status;
+    }
+    *out = loop;
+    return TB_OK;
+}
+
+void tb__loop_destroy(tb__loop *loop) {
+    if (!loop)
+        return;
+    if (loop->has_thread) {
+        pthread_mutex_lock(&loop->lock);
+        loop->stopping = true;
+        tb__loop_poke(loop);
+        pthread_mutex_unlock(&loop->lock);
+        pthread_join(loop->thread, NULL);
+    }
+    loop->stopping = true; /* what ends now tells nobody */
+    for (size_t i = 0; i < loop->ntransports; i++)
+        tb__transport_close(&loop->transports[i]);
+    tb__peers_free(loop);
+    for (size_t i = 0; i < loop->ndevices; i++)
+        tb__device_close(loop->devices[i]);
+    if (loop->timer >= 0)
+        tb__fd_close(loop->timer);
+    if (loop->wake >= 0)
+        tb__fd_close(loop->wake);
+    if (loop->epoll >= 0)
+        tb__fd_close(loop->epoll);
+    pthread_cond_destroy(&loop->changed);
+    pthread_mutex_destroy(&loop->lock);
+    free(loop);
+}

@@ -1,0 +1,538 @@
+/* Peers, and the messages between loops. A message is a frame: where it goes and how long it is, then its bytes where
+ * they are few; those of a long one follow under a tag of their own. The next frame is not received before the message
+ * is complete, so that messages of one peer stay in order. */
+#include "loop/loop_inside.h"
+
+#include "base/checksum.h"
+#include "base/log.h"
+#include "base/mem.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+enum {
+    FRAME_HEADER = 12,     /* port, nbytes */
+    FRAME_ROOM = 4096,     /* with what fits behind the header */
+    MAX_MESSAGE = 1 << 30, /* bytes */
+    RANK_BITS = 20,
+    AGAIN_MS = 20, /* until what there was no memory for is tried again */
+};
+
+_Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "a bus rank fits");
+
+/* Transports never meet two incarnations under one number (as long as there are no 2,047 between them). */
+int32_t tb__wire_rank(int32_t rank, uint64_t incarnation) {
+    return (int32_t)((incarnation - 1) % 2047 << RANK_BITS | (uint64_t)rank);
+}
+
+/* ---- Where we are --------------------------------------------------------------------------------------------- */
+
+static size_t read_line(const char *path, char *out, size_t room) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t n = read(fd, out, room);
+    close(fd);
+    while (n > 0 && (out[n - 1] == '\n' || out[n - 1] == '\0'))
+        n--;
+    return n > 0 ? (size_t)n : 0;
+}
+
+/* Processes with the same one can meet on sockets of the machine: the same boot of the same kernel, and the same
+ * network namespace. Where the system does not tell, its name must do. */
+void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]) {
+    memset(host, 0, TB__CONTACT_PREFIX);
+    if (given) {
+        snprintf(host, TB__CONTACT_PREFIX, "%s", given);
+        return;
+    }
+    struct stat net;
+    struct utsname name;
+    size_t n = read_line("/proc/sys/kernel/random/boot_id", host, 36);
+    if (n == 0 && uname(&name) == 0)
+        n = (size_t)snprintf(host, 37, "%.36s", name.nodename);
+    if (stat("/proc/self/ns/net", &net) == 0)
+        snprintf(host + n, TB__CONTACT_PREFIX - n, "/%" PRIx64, (uint64_t)net.st_ino);
+}
+
+tb_status tb__loop_contact(tb__loop *loop, tb__pack *out) {
+    tb__pack pack = {0};
+    tb__pack_raw(&pack, loop->host, sizeof loop->host);
+    tb__pack_string(&pack, tb_version_string());
+    tb__pack_u32(&pack, (uint32_t)loop->ntransports);
+    for (size_t i = 0; i < loop->ntransports; i++) {
+        unsigned char address[TB_ADDRESS_MAX];
+        size_t nbytes = sizeof address;
+        const tb_transport *t = &loop->transports[i];
+        tb_status status = t->ops->address(t->context, address, &nbytes);
+        if (status != TB_OK) {
+            tb__pack_fini(&pack);
+            return status;
+        }
+        tb__pack_string(&pack, t->ops->name);
+        tb__pack_bytes(&pack, address, nbytes);
+    }
+    if (pack.failed) {
+        tb__pack_fini(&pack);
+        return TB_NO_MEMORY;
+    }
+    *out = pack;
+    return TB_OK;
+}
+
+/* ---- Receiving ------------------------------------------------------------------------------------------------ */
+
+static void receive_frame(tb__peer *peer);
+
+/* Whoever posts may find out that the peer is lost, in the middle of anything. So nobody is told here: nothing is sent
+ * to the peer any more, and the driver tells the ports in its next turn. */
+static void lose(tb__peer *peer, const char *why) {
+    tb__loop *loop = peer->loop;
+    if (peer->is_lost || loop->stopping)
+        return;
+    peer->is_lost = true;
+    peer->why = tb__strdup(why ? why : "it is gone");
+    tb__log(TB_LOG_INFO, "%s is lost: %s", peer->label, peer->why ? peer->why : "");
+    loop->nuntold++;
+    tb__loop_wake(loop);
+}
+
+static void tell_ports(tb__peer *peer) {
+    peer->is_told = true;
+    peer->loop->nuntold--;
+    for (tb__port *port = peer->loop->ports; port; port = port->next) {
+        if (port->lost)
+            port->lost(port, peer);
+    }
+}
+
+void tb__peers_tell_losses(tb__loop *loop) {
+    if (loop->nuntold == 0)
+        return;
+    while (loop->nuntold > 0) { /* what a port does then may lead to other losses */
+        for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
+            if (peer->is_lost && !peer->is_told)
+                tell_ports(peer);
+        }
+    }
+    tb__loop_signal(loop);
+}
+
+/* This end can't go on with the connection; the other end is told. */
+static void break_off(tb__peer *peer, const char *why) {
+    lose(peer, why);
+    if (!peer->is_over)
+        tb__transport_disconnect(peer->transport, peer->wire, why);
+}
+
+static void deliver(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
+    tb__loop *loop = peer->loop;
+    for (tb__port *port = loop->ports; port; port = port->next) {
+        if (port->id == id) {
+            tb__unpack message = {data, data + nbytes, false};
+            port->message(port, peer, &message);
+            tb__loop_wake(loop);
+            return;
+        }
+    }
+    tb__log(TB_LOG_DEBUG, "a message of %s for port %" PRIu32 ", which is closed", peer->label, id);
+}
+
+static uint32_t frame_port(const tb__peer *peer, uint64_t *nbytes) {
+    tb__unpack frame = {peer->inbox, peer->inbox + FRAME_HEADER, false};
+    uint32_t port = tb__unpack_u32(&frame);
+    *nbytes = tb__unpack_u64(&frame);
+    return port;
+}
+
+static void receive_body(tb__peer *peer);
+
+static bool receive_again(tb__task *task) {
+    tb__peer *peer = (tb__peer *)((char *)task - offsetof(tb__peer, again));
+    if (peer->is_lost || peer->loop->stopping || tb__now_ms() < task->deadline_ms)
+        return false;
+    task->deadline_ms = INT64_MAX;
+    if (peer->awaits_body)
+        receive_body(peer);
+    else
+        receive_frame(peer);
+    return true;
+}
+
+/* There is no memory to receive what comes next. If the peer were lost for it, it would not hear of that. */
+static void receive_later(tb__peer *peer, bool is_body) {
+    peer->awaits_body = is_body;
+    if (!peer->again.step) {
+        peer->again.step = receive_again;
+        tb__loop_add_task(peer->loop, &peer->again);
+    }
+    peer->again.deadline_ms = tb__now_ms() + AGAIN_MS;
+}
+
+static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, void *base, size_t nbytes) {
+    peer->receive_piece = (tb_piece){base, nbytes};
+    peer->receive = (tb_op){.kind = TB_OP_RECV,
+                            .peer = peer->wire,
+                            .tag = tag,
+                            .pieces = &peer->receive_piece,
+                            .npieces = 1,
+                            .done = done,
+                            .arg = peer};
+    tb_status status = tb__peer_post(peer, &peer->receive);
+    if (status == TB_NO_MEMORY) {
+        free(peer->body);
+        peer->body = NULL;
+        receive_later(peer, tag == TB__TAG_BODY);
+    } else if (status != TB_OK) {
+        break_off(peer, tb_error_detail());
+    }
+}
+
+/* Nothing is received from it any more. Peers stay, and those that come again and again would add up. */
+static void free_inbox(tb__peer *peer) {
+    free(peer->inbox);
+    peer->inbox = NULL;
+}
+
+static void on_body(tb_op *op) {
+    tb__peer *peer = op->arg;
+    unsigned char *body = peer->body;
+    peer->body = NULL;
+    if (op->status == TB_OK) {
+        uint64_t nbytes;
+        uint32_t port = frame_port(peer, &nbytes);
+        if (op->nbytes == nbytes) {
+            deliver(peer, port, body, nbytes);
+        } else {
+            tb__set_detail("truncated message: got %zu of %" PRIu64 " bytes", op->nbytes, nbytes);
+            break_off(peer, tb_error_detail());
+        }
+        receive_frame(peer);
+    } else {
+        free_inbox(peer);
+    }
+    free(body);
+}
+
+static void on_frame(tb_op *op) {
+    tb__peer *peer = op->arg;
+    if (op->status != TB_OK) {
+        if (op->status == TB_TOO_BIG)
+            tb__set_detail("oversized frame: got %zu bytes, %d are allowed", op->nbytes, FRAME_ROOM);
+        else
+            tb__set_detail("its frame can't be received: %s", tb_status_string(op->status));
+        if (op->status != TB_LOST && op->status != TB_CANCELLED)
+            break_off(peer, tb_error_detail());
+        free_inbox(peer);
+        return;
+    }
+    uint64_t nbytes;
+    uint32_t port = frame_port(peer, &nbytes);
+    size_t held = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0; /* of the message */
+    if (op->nbytes < FRAME_HEADER) {
+        tb__set_detail("truncated frame: got %zu of %d bytes", op->nbytes, FRAME_HEADER);
+        break_off(peer, tb_error_detail());
+    } else if (nbytes == held) {
+        deliver(peer, port, peer->inbox + FRAME_HEADER, nbytes);
+        receive_frame(peer);
+    } else if (held > 0) {
+        tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes and holds %zu", nbytes, held);
+        break_off(peer, tb_error_detail());
+    } else if (nbytes > MAX_MESSAGE) {
+        tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes, %d are allowed", nbytes, MAX_MESSAGE);
+        break_off(peer, tb_error_detail());
+    } else {
+        receive_body(peer);
+    }
+}
+
+static void receive_body(tb__peer *peer) {
+    uint64_t nbytes;
+    (void)frame_port(peer, &nbytes);
+    peer->body = tb__malloc(nbytes, 1);
+    if (peer->body)
+        post_receive(peer, on_body, TB__TAG_BODY, peer->body, nbytes);
+    else
+        receive_later(peer, true);
+}
+
+static void receive_frame(tb__peer *peer) {
+    if (!peer->is_lost && !peer->loop->stopping)
+        post_receive(peer, on_frame, TB__TAG_MESSAGE, peer->inbox, FRAME_ROOM);
+}
+
+void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
+    tb__loop *loop = arg;
+    for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
+        if (peer->wire == wire && !peer->is_over) {
+            peer->is_over = true;
+            lose(peer, why);
+        }
+    }
+}
+
+void tb__peer_on_reached(void *arg, int32_t wire) {
+    (void)wire;
+    tb__loop_signal(arg);
+}
+
+/* ---- Sending -------------------------------------------------------------------------------------------------- */
+
+typedef struct tb__outgoing {
+    tb__peer *peer;
+    tb_op frame, body;
+    tb_piece pieces[2];
+    unsigned char header[FRAME_HEADER];
+    tb__pack message;
+    int left; /* operations under way */
+} outgoing;
+
+static void on_sent(tb_op *op) {
+    outgoing *out = op->arg;
+    if (--out->left == 0) {
+        if (--out->peer->nunsent == 0)
+            tb__loop_wake(out->peer->loop); /* a leg may wait for that, whoever posts or cancels */
+        tb__pack_fini(&out->message);
+        free(out);
+    }
+}
+
+/* The second part of a long message. One whose first part has gone out has to follow it, or the peer would take the
+ * next message for it: it is kept, and goes before anything else. */
+static tb_status post_body(tb__peer *peer, outgoing *out) {
+    tb_status status = tb__peer_post(peer, &out->body);
+    bool is_kept = status != TB_OK && status != TB_LOST;
+    peer->unposted = is_kept ? out : NULL;
+    if (status != TB_OK && !is_kept)
+        on_sent(&out->body);
+    return status;
+}
+
+tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
+    tb_status status = peer->unposted && !peer->is_lost ? post_body(peer, peer->unposted) : TB_OK;
+    if (status == TB_LOST)
+        lose(peer, tb_error_detail());
+    outgoing *out = message->failed || peer->is_lost || status != TB_OK ? NULL : tb__calloc(1, sizeof *out);
+    if (!out) {
+        bool is_short = message->failed || !peer->is_lost;
+        tb__pack_fini(message);
+        return is_short ? tb__fail(TB_NO_MEMORY, "no memory for a message") : TB_OK;
+    }
+    tb__pack header = {.data = out->header, .capacity = FRAME_HEADER};
+    tb__pack_u32(&header, port);
+    tb__pack_u64(&header, message->count);
+    out->message = *message;
+    *message = (tb__pack){0};
+    out->pieces[0] = (tb_piece){out->header, FRAME_HEADER};
+    out->pieces[1] = (tb_piece){out->message.data, out->message.count};
+    out->peer = peer;
+    peer->nunsent++;
+    bool is_long = out->message.count > FRAME_ROOM - FRAME_HEADER;
+    out->left = is_long ? 2 : 1;
+    out->frame = (tb_op){.kind = TB_OP_SEND,
+                         .peer = peer->wire,
+                         .tag = TB__TAG_MESSAGE,
+                         .pieces = out->pieces,
+                         .npieces = is_long ? 1 : 2,
+                         .done = on_sent,
+                         .arg = out};
+    out->body = (tb_op){.kind = TB_OP_SEND,
+                        .peer = peer->wire,
+                        .tag = TB__TAG_BODY,
+                        .pieces = out->pieces + 1,
+                        .npieces = 1,
+                        .done = on_sent,
+                        .arg = out};
+    status = tb__peer_post(peer, &out->frame);
+    if (status != TB_OK) {
+        out->left = 1;
+        on_sent(&out->frame);
+    } else if (is_long) {
+        status = post_body(peer, out);
+    }
+    tb__loop_wake(peer->loop);
+    if (status == TB_LOST) {
+        lose(peer, tb_error_detail());
+        return TB_OK;
+    }
+    return status;
+}
+
+/* ---- Peers ---------------------------------------------------------------------------------------------------- */
+
+/* What ranks say to each other may change with every version but the last number's, so others are not talked to. */
+static tb_status check_version(const char *label, const char *theirs) {
+    const char *ours = tb_version_string();
+    size_t nbytes = (size_t)(strrchr(ours, '.') + 1 - ours);
+    if (theirs && strncmp(ours, theirs, nbytes) == 0)
+        return TB_OK;
+    return tb__fail(TB_REFUSED, "%s has tensorbus %.32s, we have %s: all ranks of a bus must have one version", label,
+                    theirs ? theirs : "of an unknown version", ours);
+}
+
+/* The address that a transport has among a process's; NULL: the process has not opened it. */
+static const void *find_address(tb__unpack transports, const char *transport, size_t *nbytes) {
+    uint32_t count = tb__unpack_u32(&transports);
+    for (uint32_t i = 0; i < count && !transports.failed; i++) {
+        const char *name = tb__unpack_string(&transports);
+        const void *address = tb__unpack_bytes(&transports, nbytes);
+        if (!transports.failed && strcmp(name, transport) == 0)
+            return address;
+    }
+    return NULL;
+}
+
+/* The first of the loop's transports that gets to a process with these transports, and the address it has there. The
+ * other end comes to the same one: both look at the same things, in the same order. If none does, `why` has what a
+ * transport has said of it. */
+static const tb_transport *choose_transport(const tb__loop *loop, bool is_here, bool is_near, tb__unpack transports,
+                                            const void **address, size_t *nbytes, char *why, size_t room) {
+    for (size_t i = 0; i < loop->ntransports; i++) {
+        const tb_transport *t = &loop->transports[i];
+        bool is_self = t->ops == &tb__self_ops;
+        if (is_self != is_here || (t->ops->is_local && !is_near && !loop->is_asked))
+            continue;
+        *address = find_address(transports, t->ops->name, nbytes);
+        tb__set_detail("%s", "");
+        if (*address && tb__transport_reaches(t, *address, *nbytes))
+            return t;
+        if (*address && *tb_error_detail())
+            snprintf(why, room, "; %s: %s", t->ops->name, tb_error_detail());
+    }
+    return NULL;
+}
+
+/* Names of transports, of which both sides might lack one. */
+static tb_status refuse(const tb__loop *loop, const char *label, tb__unpack transports, const char *why) {
+    char theirs[128] = "", ours[128] = "";
+    uint32_t count = tb__unpack_u32(&transports);
+    for (uint32_t i = 0; i < count && !transports.failed; i++) {
+        size_t n = strlen(theirs), unused;
+        const char *name = tb__unpack_string(&transports);
+        tb__unpack_bytes(&transports, &unused);
+        snprintf(theirs + n, sizeof theirs - n, "%s%s", n ? ", " : "", name);
+    }
+    for (size_t i = 0; i < loop->ntransports; i++) {
+        size_t n = strlen(ours);
+        snprintf(ours + n, sizeof ours - n, "%s%s", n ? ", " : "", loop->transports[i].ops->name);
+    }
+    return tb__fail(TB_REFUSED,
+                    "%s has no transport in common with us, or is on another host: it has %s, we have %s%s%s%s", label,
+                    theirs, ours, why, *loop->missing ? "; " : "", loop->missing);
+}
+
+static void free_peer(tb__peer *peer) {
+    if (peer->unposted)
+        on_sent(&peer->unposted->body);
+    free(peer->label);
+    free(peer->host);
+    free(peer->why);
+    free(peer->inbox);
+    free(peer->body);
+    free(peer);
+}
+
+tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation) {
+    int32_t wire = tb__wire_rank(rank, incarnation);
+    tb__peer *peer = loop->peers;
+    while (peer && peer->wire != wire)
+        peer = peer->next;
+    return peer;
+}
+
+const tb__peer *tb__loop_peers(const tb__loop *loop) {
+    return loop->peers;
+}
+
+bool tb__peer_can_reconnect(const tb__peer *peer) {
+    return peer->transport->ops->disconnect != NULL;
+}
+
+bool tb__peer_is_reached(const tb__peer *peer) {
+    return !peer->is_lost && tb__transport_is_reached(peer->transport, peer->wire);
+}
+
+tb_status tb__peer_post(const tb__peer *peer, tb_op *op) {
+    if (peer->is_lost)
+        return tb__fail(TB_LOST, "%s", peer->why ? peer->why : "it is gone");
+    return tb__transport_post(peer->transport, op);
+}
+
+/* A process that there is a connection with, or was. */
+static tb_status connect_known(tb__peer *known, tb__unpack transports) {
+    const tb_transport *t = known->transport;
+    size_t nbytes = 0;
+    const void *address = find_address(transports, t->ops->name, &nbytes);
+    if (known->is_lost || !t->ops->is_reached || !address)
+        return TB_OK;
+    return t->ops->connect(t->context, known->wire, address, nbytes);
+}
+
+tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
+                           const char *label, tb__peer **out) {
+    int32_t wire = tb__wire_rank(rank, incarnation);
+    uint64_t hash = tb__checksum(contact, nbytes);
+    tb__peer *known = tb__loop_find_peer(loop, rank, incarnation);
+    bool may_renew = known && known->is_over && tb__peer_can_reconnect(known);
+    /* A store that was lost with its processes may give the number of a dead one again. */
+    if (known && known->contact != hash && !may_renew)
+        return tb__fail(TB_CONFLICT,
+                        "%s has the number of another process, %s, which we met before the store was lost: one of them "
+                        "has to be started again",
+                        label, known->label);
+    const void *address = NULL;
+    size_t address_nbytes = 0;
+    tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
+    char why[128] = "";
+    const char *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX), *version = tb__unpack_string(&reader);
+    *out = known;
+    if (known && !may_renew)
+        return connect_known(known, reader);
+    TB_TRY(check_version(label, reader.failed ? NULL : version));
+    bool is_near = memcmp(loop->host, host, TB__CONTACT_PREFIX) == 0;
+    const tb_transport *transport =
+        choose_transport(loop, wire == loop->wire, is_near, reader, &address, &address_nbytes, why, sizeof why);
+    if (!transport)
+        return refuse(loop, label, reader, why);
+    tb__peer *peer = tb__calloc(1, sizeof *peer);
+    if (!peer)
+        return TB_NO_MEMORY;
+    peer->loop = loop;
+    peer->rank = rank;
+    peer->incarnation = incarnation;
+    peer->wire = wire;
+    peer->contact = hash;
+    peer->patch = strtoul(strrchr(version, '.') + 1, NULL, 10); /* what comes before it is as in ours */
+    peer->transport = transport;
+    peer->label = tb__strdup(label);
+    peer->host = strndup(host, TB__CONTACT_PREFIX);
+    peer->inbox = tb__malloc(FRAME_ROOM, 1);
+    if (!peer->label || !peer->host || !peer->inbox) {
+        free_peer(peer);
+        return TB_NO_MEMORY;
+    }
+    tb_status status = transport->ops->connect(transport->context, wire, address, address_nbytes);
+    if (status != TB_OK) {
+        tb__prefix_detail("%s", label);
+        free_peer(peer);
+        return known && status == TB_LOST ? TB_OK : status;
+    }
+    peer->next = loop->peers;
+    loop->peers = peer;
+    receive_frame(peer);
+    *out = peer;
+    return TB_OK;
+}
+
+void tb__peers_free(tb__loop *loop) {
+    while (loop->peers) {
+        tb__peer *peer = loop->peers;
+        loop->peers = peer->next;
+        free_peer(peer);
+    }
+}
