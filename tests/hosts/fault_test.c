@@ -18,8 +18,11 @@
 #include <unistd.h>
 
 enum { NTRAINERS = 2, NENGINES = 2, SEATS = 2 /* of each group */ };
-/* 8 MiB to each engine, through a link that takes 40 Mbit/s: what is done in between happens in the middle. */
-enum { ROWS = 2048, COLUMNS = 1024, NVERSIONS = 3 };
+/* 8 MiB to each engine, through a link that takes 40 Mbit/s. Each trainer sends each rank 16 buckets, of a tensor each:
+ * when the first has come, most of the version is still to be sent. */
+enum { NTENSORS = 16, ROWS = 128 /* of each tensor */, COLUMNS = 1024, NVERSIONS = 3 };
+enum { PART = ROWS * COLUMNS / 2, NELEMENTS = NTENSORS * PART }; /* of each rank: in a tensor, and in all */
+enum { BUCKET = PART / 2 * sizeof(float) };
 enum { NOTICE_MS = 20000 }; /* less than the deadline */
 
 static const char *const groups[] = {"trainer", "near", "far"};
@@ -48,26 +51,28 @@ static float value(int version, int64_t index) {
 
 /* Trainers have rows, engines have columns. */
 static int64_t index_of(const rank *r, int64_t i) {
-    int64_t width = COLUMNS / SEATS;
-    return r->group == 0 ? r->seat * (int64_t)(ROWS / NTRAINERS) * COLUMNS + i
-                         : i / width * COLUMNS + r->seat * width + i % width;
+    int64_t width = COLUMNS / SEATS, tensor = i / PART * ROWS * COLUMNS, at = i % PART;
+    return tensor + (r->group == 0 ? r->seat * (int64_t)(ROWS / NTRAINERS) * COLUMNS + at
+                                   : at / width * COLUMNS + r->seat * width + at % width);
 }
 
-static const int64_t nelements = (int64_t)ROWS * COLUMNS / 2; /* of each rank */
+static float (*tensors)[NELEMENTS]; /* by rank; the first process looks at them, too */
 
 static void add_pair(rank *r, int engine) {
     char name[24];
-    tb_tensor w = {.data = r->w, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     snprintf(name, sizeof name, "to %s", groups[engine + 1]);
     must(r, tb_pair_create(r->world, name, r->group == 0 ? groups[engine + 1] : groups[0],
                            r->group == 0 ? "mesh=2 place=S0" : "mesh=2 place=S1", NULL, &r->pair[engine]));
-    must(r, tb_batch_add(r->batch, r->pair[engine], "w", &w));
+    for (int i = 0; i < NTENSORS; i++) {
+        tb_tensor w = {.data = r->w + (size_t)i * PART, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+        snprintf(name, sizeof name, "w%d", i);
+        must(r, tb_batch_add(r->batch, r->pair[engine], name, &w));
+    }
 }
 
 static void open_rank(rank *r, const char *url) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = JOIN_MS};
-    tb_batch_opts batch = {.size = sizeof batch, .bucket_size = 1 << 20};
-    must(r, tb_alloc((size_t)nelements * sizeof(float), (void **)&r->w));
+    tb_batch_opts batch = {.size = sizeof batch, .bucket_size = BUCKET};
     must(r, tb_world_join(url, groups[r->group], r->seat, SEATS, &opts, &r->world));
     must(r, tb_batch_create(r->world, "step", &batch, &r->batch));
     for (int engine = 0; engine < NENGINES; engine++) {
@@ -98,7 +103,7 @@ static tb_status move(rank *r, int version) {
 }
 
 static void check(const rank *r, int version) {
-    for (int64_t i = 0; i < nelements; i++) {
+    for (int64_t i = 0; i < NELEMENTS; i++) {
         if (r->w[i] != value(version, index_of(r, i))) {
             fprintf(stderr, "%s: version %d is said to be there, but element %" PRId64 " is %.0f, not %.0f\n",
                     name_of(r->number), version, i, r->w[i], value(version, index_of(r, i)));
@@ -108,7 +113,7 @@ static void check(const rank *r, int version) {
 }
 
 static void run_version(rank *r, int version) {
-    for (int64_t i = 0; i < nelements; i++)
+    for (int64_t i = 0; i < NELEMENTS; i++)
         r->w[i] = r->group == 0 ? value(version, index_of(r, i)) : -1;
     tb_status status = move(r, version);
     note_status(r->number, status);
@@ -124,7 +129,7 @@ static _Noreturn void play(int number, const char *url) {
     int group = number / SEATS;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     hosts_enter(group);
-    rank r = {.number = number, .seat = number % SEATS, .group = group};
+    rank r = {.number = number, .seat = number % SEATS, .group = group, .w = tensors[number]};
     open_rank(&r, url);
     atomic_store(&shared->seat[number].done, 1);
     for (int version = 1; version <= NVERSIONS; version++) {
@@ -136,7 +141,6 @@ static _Noreturn void play(int number, const char *url) {
     for (int i = 0; i < NENGINES; i++)
         tb_pair_destroy(r.pair[i]);
     tb_world_destroy(r.world);
-    tb_free(r.w);
     exit(0);
 }
 
@@ -183,6 +187,20 @@ static void must_be_well(int i, int version) {
         fail("%s does not get version %d", name_of(i), version);
 }
 
+/* What a trainer says has been sent has arrived. */
+static void must_have_sent(int trainer, int version) {
+    for (int engine = NTRAINERS; engine < NSEATS && shared->seat[trainer].status == TB_OK; engine++) {
+        rank r = {.number = engine, .seat = engine % SEATS, .group = engine / SEATS};
+        for (int64_t i = 0; i < NELEMENTS; i++) {
+            int64_t index = index_of(&r, i);
+            bool is_its = index / COLUMNS % ROWS / (ROWS / NTRAINERS) == trainer;
+            if (is_its && tensors[engine][i] != value(version, index))
+                fail("%s says that version %d has been sent, but element %" PRId64 " of %s is %.0f", name_of(trainer),
+                     version, i, name_of(engine), tensors[engine][i]);
+        }
+    }
+}
+
 /* The sentence has to name a rank of the other side. */
 static void must_name(int i, const char *group) {
     const char *sentence = shared->seat[i].sentence;
@@ -205,6 +223,9 @@ enum { ALL = (1 << NSEATS) - 1, NEAR = 15, FAR = ALL & ~NEAR };
 
 static void start_all(const char *url) {
     board_make(names);
+    tensors = mmap(NULL, NSEATS * sizeof *tensors, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (tensors == MAP_FAILED)
+        fail("there is no memory for the tensors");
     atomic_store(&shared->next, -1); /* until there is a store */
     if (fork() == 0)
         serve(url);
@@ -249,6 +270,8 @@ static void kill_rank(void) {
     await_done(2, DEADLINE_MS + SLACK_MS, ALL & ~(1u << VICTIM));
     tell_all(since_ms);
     for (int i = 0; i < NTRAINERS; i++)
+        must_have_sent(i, 2);
+    for (int i = 0; i < NTRAINERS; i++)
         must_name(i, "far");
     for (int i = NTRAINERS; i < VICTIM - 1; i++)
         must_be_well(i, 2);
@@ -262,6 +285,8 @@ static void cut_link(void) {
     must_do("cut 2");
     await_done(2, NOTICE_MS, ALL);
     tell_all(since_ms);
+    for (int i = 0; i < NTRAINERS; i++)
+        must_have_sent(i, 2);
     for (int i = 0; i < NTRAINERS; i++)
         must_miss(i, "far");
     for (int i = NTRAINERS; i < VICTIM - 1; i++)
