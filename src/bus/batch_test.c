@@ -334,12 +334,49 @@ static void test_who_is_not_needed_may_go(void **state) {
     run_ranks(leave_early, 1, 2, NULL);
 }
 
+/* A sender does its part of a version and destroys its batch before the other one begins. Nobody is lost by that. */
+static void leave_before_others_begin(rank *r) {
+    setup s;
+    tb_transfer_opts opts = {.size = sizeof opts, .skip_lost = true};
+    tb_transfer *t = NULL;
+    bool is_early = is_a(r) && r->index == 0, is_late = is_a(r) && r->index == 1;
+    set_up(r, &s, "mesh=2 place=Shard(0)", "mesh=1 place=Replicate", 16, 8, NULL);
+    exchange(r, &s, "a", 1);
+    if (is_a(r))
+        part_fill(&s.w, 2);
+    else
+        part_poison(&s.w);
+    if (!is_late)
+        check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, &opts, &t));
+    if (is_early) {
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        tb_transfer_destroy(t);
+        tear_down(&s);
+    }
+    meet(r);
+    if (is_early)
+        return;
+    if (is_late) {
+        usleep(SOON_MS * 1000); /* until it has heard of that */
+        check_ok(tb_send(s.batch, &opts, &t));
+    }
+    check_ok(tb_wait(t, TB_COMMITTED, -1));
+    check(part_holds(&s.w, 2));
+    tb_transfer_destroy(t);
+    tear_down(&s);
+}
+
+static void test_leave_before_others_begin(void **state) {
+    (void)state;
+    run_ranks(leave_before_others_begin, 2, 1, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_what_can_not_be_added),        cmocka_unit_test(test_disagreement_is_found_by_all),
         cmocka_unit_test(test_timeout_names_who_is_missing), cmocka_unit_test(test_dtypes_may_differ),
         cmocka_unit_test(test_pairs_with_different_ranks),   cmocka_unit_test(test_a_name_can_be_used_again),
-        cmocka_unit_test(test_who_is_not_needed_may_go),
+        cmocka_unit_test(test_who_is_not_needed_may_go),     cmocka_unit_test(test_leave_before_others_begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -174,12 +174,14 @@ static tb_status choose_side(const tb__exchange *exchange, bool is_send, const c
     return TB_OK;
 }
 
-/* Whether nothing can go through the exchange any more. */
-static tb_status find_loss(const tb__exchange *exchange) {
+/* Whether nothing can go through the exchange any more. A rank that has left after it did its part in this transfer is
+ * not missing. */
+static tb_status find_loss(const tb__exchange *exchange, const tb__flow *flow, bool is_send) {
     if (exchange->state == EXCHANGE_BROKEN)
         return tb__fail(exchange->all.status, "%s", exchange->all.why);
+    bool may_begin = flow && tb__flow_may_begin(flow, is_send);
     for (size_t i = 0; i < exchange->all.npeers; i++) {
-        if (exchange->all.is_gone[i])
+        if (exchange->all.is_gone[i] && (exchange->all.peers[i]->is_lost || !may_begin))
             return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->all.peers[i]->label, exchange->what,
                             exchange->pair->name);
     }
@@ -200,7 +202,7 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     TB_TRY(choose_side(exchange, t->is_send, t->opts.group, &side));
     tb__flow *flow = exchange->flows[t->is_send ? side : !side];
     if (t->opts.skip_lost) {
-        tb_status loss = find_loss(exchange);
+        tb_status loss = find_loss(exchange, flow, t->is_send);
         if (loss == TB_OK && tb__exchange_is_in_doubt(exchange))
             loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
         if (loss != TB_OK)
