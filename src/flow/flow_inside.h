@@ -112,6 +112,8 @@ typedef struct group {
     size_t ordinal; /* of that, among those of this rank */
     size_t slot;    /* how many before it are gathered; TB__NOWHERE: it is not */
     size_t nbuckets, left;
+    const lane **lanes; /* that have buckets of it */
+    size_t nlanes;
 } group;
 
 /* Staging memory is dealt out by use, so that no use can starve another. */
@@ -455,7 +457,8 @@ tb_status tb__flow_hand_on(tb__flow *flow, bool *did);
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 
 /* flow_send.c, flow_recv.c */
-tb_status tb__flow_check_exposures(const tb__flow *flow); /* what was read until now was good */
+/* Whether what was read of the group was good: none of its senders has withdrawn it. */
+tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g);
 bool tb__flow_step_send(tb__flow *flow);
 bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* it needs this rank no more */
 void tb__flow_read_word(tb__flow *flow, member *reader); /* of one that is gone: it may have completed its exposure */

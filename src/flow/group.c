@@ -18,10 +18,9 @@ static bool is_gathered(const tb__flow *flow, const tb_bucket *bucket) {
 
 /* The first group that is not before the one the host calls so. */
 static size_t find_host(const tb__flow *flow, uint32_t host) {
-    size_t at = 0;
-    while (at < flow->groups.count && flow->groups.item[at].host < host)
-        at++;
-    return at;
+    size_t i = 0;
+    TB_BISECT(i, flow->groups.count, flow->groups.item[i].host >= host);
+    return i;
 }
 
 static size_t count_hosts(const tb__flow *flow) {
@@ -51,6 +50,34 @@ static void set_gatherings(tb__flow *flow) {
             m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
         }
     }
+}
+
+/* Which lanes have buckets of each group. Groups never fall within a channel. */
+static tb_status list_lanes(tb__flow *flow) {
+    for (int pass = 0; pass < 2; pass++) {
+        for (size_t i = 0; i < flow->ir->nchannels; i++) {
+            const lane *l = &flow->lanes[i];
+            const group *last = NULL;
+            for (size_t j = 0; l->is_target && j < l->channel->nbuckets; j++) {
+                uint32_t number = flow->ir->buckets[l->channel->first_bucket + j].group;
+                group *g = &flow->groups.item[find_group(flow, number)];
+                if (g == last)
+                    continue;
+                if (pass == 1)
+                    g->lanes[g->nlanes] = l;
+                g->nlanes++;
+                last = g;
+            }
+        }
+        for (size_t i = 0; pass == 0 && i < flow->groups.count; i++) {
+            group *g = &flow->groups.item[i];
+            g->lanes = tb__arena_alloc(&flow->arena, g->nlanes, sizeof *g->lanes);
+            g->nlanes = 0;
+            if (!g->lanes)
+                return TB_NO_MEMORY;
+        }
+    }
+    return TB_OK;
 }
 
 /* The groups of what this rank receives, ascending. */
@@ -83,8 +110,9 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
     }
     flow->recv.groups_total = (uint32_t)count_hosts(flow);
     set_gatherings(flow);
-    return TB_OK;
+    return list_lanes(flow);
 }
+
 tb_status tb__flow_open_groups(tb__flow *flow) {
     bool gathers = false;
     for (size_t i = 0; i < flow->groups.count; i++) {
@@ -138,7 +166,7 @@ static void count_done(tb__flow *flow) {
 /* Groups that are in place. */
 static tb_status advance(tb__flow *flow) {
     for (const group *g; (g = next_complete(flow)) && g->slot == TB__NOWHERE;) {
-        TB_TRY(tb__flow_check_exposures(flow));
+        TB_TRY(tb__flow_check_exposures(flow, g));
         count_done(flow);
     }
     return TB_OK;
@@ -163,7 +191,7 @@ tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
     bool waits = false;
     if (!g || g->slot == TB__NOWHERE)
         return TB_OK;
-    TB_TRY(tb__flow_check_exposures(flow));
+    TB_TRY(tb__flow_check_exposures(flow, g));
     tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
     flow->has_written |= !flow->o.shadow.is_used;
     tb__loop_unlock(flow->o.loop);

@@ -18,17 +18,6 @@ bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucke
 
 /* ---- What has been done ---------------------------------------------------------------------------------------- */
 
-static tb_status check_places(const tb__flow *flow, const member *m) {
-    for (size_t i = 0; m->is_reachable && i < m->places.count; i++) {
-        const place *p = &m->places.item[i];
-        if (!tb__transport_is_valid(m->peer->transport, p->remote))
-            return tb__fail(m->peer->is_lost ? TB_LOST : TB_INVALID,
-                            "the memory of tensor '%.100s' on %s was invalidated; make %s again",
-                            flow->tensors[p->tensor].spec.name, m->peer->label, flow->what);
-    }
-    return TB_OK;
-}
-
 static tb_status withdrew(const tb__flow *flow, const member *m) {
     return tb__fail(TB_CANCELLED, "%s withdrew %s while it was being read", m->peer->label, flow->what);
 }
@@ -44,7 +33,6 @@ static tb_status complete_exposure(tb__flow *flow, member *m) {
 }
 
 static tb_status conclude(tb__flow *flow, member *m) {
-    TB_TRY(check_places(flow, m));
     TB_TRY(complete_exposure(flow, m));
     tb__flow_tell(flow, m, MESSAGE_DONE, flow->recv.attempt);
     return TB_OK;
@@ -67,15 +55,16 @@ tb_status tb__flow_conclude(tb__flow *flow) {
     return TB_OK;
 }
 
-/* Asked before an arrival is announced. */
-tb_status tb__flow_check_exposures(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        const member *m = &flow->members[i];
-        if (!m->is_sender || m->is_concluded || m->ready != flow->recv.attempt)
-            continue;
-        TB_TRY(check_places(flow, m));
-        if (m->peer_exposure && atomic_load(m->peer_exposure) != (flow->recv.attempt << 2 | EXPOSURE_READY))
-            return withdrew(flow, m);
+tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g) {
+    uint64_t ready = flow->recv.attempt << 2 | EXPOSURE_READY;
+    for (size_t i = 0; i < g->nlanes; i++) {
+        const lane *l = g->lanes[i];
+        for (uint32_t j = 0; j < l->nsenders; j++) {
+            const member *m = &flow->members[l->senders[j]];
+            if (!m->is_concluded && m->ready == flow->recv.attempt && m->peer_exposure &&
+                atomic_load(m->peer_exposure) != ready)
+                return withdrew(flow, m);
+        }
     }
     return TB_OK;
 }
@@ -135,16 +124,27 @@ static lane *find_ready(tb__flow *flow) {
     return NULL;
 }
 
-/* By tensor and rank, where memory was taken away. */
-static tb_status name_invalid(tb__flow *flow, const copying *c, tb_status status) {
-    for (size_t i = 0; i < c->nparts && status == TB_INVALID; i++) {
-        const lane *l = tb__flow_lane(flow, c->parts[i]);
-        for (uint32_t j = 0; j < l->nsenders && status == TB_INVALID; j++) {
-            tb_status named = check_places(flow, &flow->members[l->senders[j]]);
-            if (named != TB_OK)
-                return named;
+/* Where memory that was to be read has been invalidated: the tensor in this bucket, and its rank. */
+static tb_status name_invalidated_tensor(tb__flow *flow, size_t bucket, tb_status status) {
+    const lane *l = tb__flow_lane(flow, bucket);
+    const tb_bucket *b = &flow->ir->buckets[bucket];
+    for (size_t i = 0; i < b->nentries; i++) {
+        uint32_t tensor = flow->ir->chunks[flow->ir->entries[b->first_entry + i].chunk].tensor;
+        for (uint32_t j = 0; j < l->nsenders; j++) {
+            const member *m = &flow->members[l->senders[j]];
+            const place *p = tb__member_place(m, tensor);
+            if (p && p->remote && !tb__transport_is_valid(m->peer->transport, p->remote))
+                return tb__fail(m->peer->is_lost ? TB_LOST : TB_INVALID,
+                                "the memory of tensor '%.100s' on %s was invalidated; make %s again",
+                                flow->tensors[tensor].spec.name, m->peer->label, flow->what);
         }
     }
+    return status;
+}
+
+static tb_status name_invalidated(tb__flow *flow, const copying *c, tb_status status) {
+    for (size_t i = 0; i < c->nparts && status == TB_INVALID; i++)
+        status = name_invalidated_tensor(flow, c->parts[i], status);
     return status;
 }
 
@@ -152,7 +152,7 @@ static void end_read(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     if (flow->recv.is_ending)
         return;
-    status = name_invalid(flow, c, status);
+    status = name_invalidated(flow, c, status);
     for (size_t i = 0; i < c->nparts && status == TB_OK; i++) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[i]);
         status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
@@ -167,7 +167,7 @@ static void end_aside(copying *c, tb_status status) {
     else
         tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
     if (!flow->recv.is_ending)
-        tb__flow_end_step_recv(flow, name_invalid(flow, c, status));
+        tb__flow_end_step_recv(flow, name_invalidated(flow, c, status));
 }
 
 static tb_status read_aside(tb__flow *flow, lane *l) {
