@@ -1,5 +1,5 @@
-/* Who reaches what. Feeders tell readers where their tensors are; readers find out how they get there, and say what has
- * to be staged. */
+/* Which tensors can be reached. Senders tell readers where their tensors are (BIND); readers try to map or read them,
+ * and answer which channels have to be staged for them, and why (REACH). */
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
@@ -50,13 +50,21 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
+/* A key to the memory for the peer, or an empty one and why there is none. */
 static void pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
     tb_mem_key key = {0};
-    bool is_near = peer->rank == flow->o.rank ||
-                   (!tb__flow_is_far(flow, peer->rank) && tb__loop_is_host_memory(flow->o.loop, memory));
-    if (!region || !is_near || tb__region_export(region, peer, &key) != TB_OK)
-        key.nbytes = 0; /* what it can't reach is sent to it */
-    tb__pack_bytes(pack, key.bytes, key.nbytes);
+    const char *why = NULL;
+    if (!region)
+        why = "it has no elements here";
+    else if (tb__flow_is_far(flow, peer->rank))
+        why = "it is on another machine";
+    else if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
+        why = "other processes can't map the memory of its device";
+    else if (tb__region_export(region, peer, &key) != TB_OK)
+        why = tb_error_detail();
+    tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
+    if (why || key.nbytes == 0)
+        tb__pack_string(pack, why ? why : "its transport has no key to it");
 }
 
 static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
@@ -107,13 +115,31 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
 
 /* ---- What a reader reaches -------------------------------------------------------------------------------------- */
 
-static tb_remote *import(member *m, const void *bytes, size_t nbytes) {
-    tb_mem_key key = {.nbytes = (uint32_t)nbytes};
-    tb_remote *remote;
-    if (nbytes == 0 || nbytes > sizeof key.bytes)
+/* Keeps a sentence for as long as the flow is there. */
+static const char *keep_sentence(tb__flow *flow, const char *sentence) {
+    const char *kept = tb__arena_strdup(&flow->arena, sentence);
+    return kept ? kept : "there is no memory for the reason";
+}
+
+/* The memory to which the message has a key; NULL: *why says why it can't be had, or the message is malformed. */
+static tb_remote *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
+    size_t nbytes;
+    tb_mem_key key = {0};
+    tb_remote *remote = NULL;
+    const void *bytes = tb__unpack_bytes(message, &nbytes);
+    if (!message->failed && nbytes == 0)
+        *why = keep_sentence(flow, tb__unpack_string(message));
+    if (message->failed || nbytes == 0)
         return NULL;
-    memcpy(key.bytes, bytes, nbytes);
-    return tb__transport_import(m->peer->transport, m->peer->wire, &key, &remote) == TB_OK ? remote : NULL;
+    key.nbytes = (uint32_t)nbytes;
+    tb_status status = nbytes > sizeof key.bytes ? tb__fail(TB_INVALID, "its key has %zu bytes", nbytes) : TB_OK;
+    if (status == TB_OK) {
+        memcpy(key.bytes, bytes, nbytes);
+        status = tb__transport_import(m->peer->transport, m->peer->wire, &key, &remote);
+    }
+    if (status != TB_OK)
+        *why = keep_sentence(flow, tb_error_detail());
+    return status == TB_OK ? remote : NULL;
 }
 
 /* Whether all of these bytes lie in the memory, of which the transport knows the size. None of them is touched. */
@@ -166,14 +192,12 @@ static void find_spans(const tb__flow *flow, const member *m, span *spans) {
     }
 }
 
-/* Whether the tensor's memory can be had without the sender's help; where it is not mapped, one byte tells. False: what
- * the sender says of it leads out of the memory. */
-static bool reach(const tb__flow *flow, member *m, place *p, const span *read) {
+/* Finds out whether the tensor can be read without the sender's help; where it is not mapped, by reading a byte. False:
+ * what the sender says of it leads out of the memory. */
+static bool reach_place(tb__flow *flow, const member *m, place *p, const span *read) {
     int64_t first, last;
-    if (!p->remote) {
-        m->is_reachable = false;
+    if (!p->remote)
         return true;
-    }
     bool is_bad = read->is_bad || p->offset > INT64_MAX ||
                   __builtin_add_overflow((int64_t)p->offset, read->first, &first) ||
                   __builtin_add_overflow((int64_t)p->offset, read->last, &last) || first < 0;
@@ -188,11 +212,12 @@ static bool reach(const tb__flow *flow, member *m, place *p, const span *read) {
     if (status == TB_OK && !p->map && first < last)
         status = tb__transport_read(m->peer->transport, p->remote, &(tb_range){(size_t)first, 1}, 1,
                                     &(tb_piece){&byte, 1}, 1);
-    m->is_reachable &= status == TB_OK; /* else it is sent */
+    if (status != TB_OK)
+        p->why_staged = keep_sentence(flow, tb_error_detail());
     return true;
 }
 
-static bool reach_all(tb__flow *flow, member *m) {
+static bool reach_places(tb__flow *flow, member *m) {
     span *spans = tb__calloc(m->places.count, sizeof *spans);
     bool is_good = true;
     if (!spans) {
@@ -201,7 +226,7 @@ static bool reach_all(tb__flow *flow, member *m) {
     }
     find_spans(flow, m, spans);
     for (size_t i = 0; i < m->places.count && is_good; i++)
-        is_good = reach(flow, m, &m->places.item[i], &spans[i]);
+        is_good = reach_place(flow, m, &m->places.item[i], &spans[i]);
     free(spans);
     return is_good;
 }
@@ -227,41 +252,15 @@ static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
         return false;
     place p = {.tensor = (uint32_t)tensor};
     p.overwrites_source = tb__unpack_u32(message) != 0;
-    size_t nbytes;
-    const void *key = tb__unpack_bytes(message, &nbytes);
+    p.remote = import_memory(flow, m, message, &p.why_staged);
     p.offset = tb__unpack_u64(message);
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
-    if (message->failed)
-        return false;
-    if (m->places.count && m->places.item[m->places.count - 1].tensor >= p.tensor) {
+    bool is_in_order = m->places.count == 0 || m->places.item[m->places.count - 1].tensor < p.tensor;
+    m->places.item[m->places.count++] = p; /* there is room; what was imported is released with the places */
+    if (!is_in_order && !message->failed)
         tb__set_detail("tensors are not in order");
-        return false;
-    }
-    p.remote = import(m, key, nbytes);
-    m->places.item[m->places.count++] = p; /* there is room */
-    return true;
-}
-
-/* The shortest run of bytes in the chunks of a lane that would have to be read from this place. */
-static bool has_long_runs(const tb__flow *flow, const lane *l, const member *m) {
-    const tb_ir *ir = flow->ir;
-    const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
-    for (size_t i = 0; i < l->channel->nbuckets; i++) {
-        for (size_t j = 0; j < first[i].nentries; j++) {
-            const tb_chunk *chunk = &ir->chunks[ir->entries[first[i].first_entry + j].chunk];
-            const place *p = tb__member_place(m, chunk->tensor);
-            if (!p)
-                return false;
-            int outer;
-            int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
-            tb_dtype dtype = flow->tensors[chunk->tensor].spec.src_dtype;
-            int64_t nbytes = tb__dtype_bytes(dtype, run);
-            if (!p->map && outer > 0 && nbytes < LEAST_RUN)
-                return false;
-        }
-    }
-    return true;
+    return is_in_order && !message->failed;
 }
 
 static bool lane_is_flagged(const tb__flow *flow, const lane *l) {
@@ -280,27 +279,53 @@ static bool lane_is_flagged(const tb__flow *flow, const lane *l) {
     return false;
 }
 
-static bool all_mapped(const tb__flow *flow, const lane *l) {
+/* Why a chunk can't be read from a sender; NULL: it can. */
+static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk, const member *m, bool *is_mapped) {
+    const place *p = tb__member_place(m, chunk->tensor);
+    if (!p)
+        return "its rank did not say where it is";
+    *is_mapped = p->map != NULL;
+    if (p->why_staged || p->map)
+        return p->why_staged;
+    int outer;
+    int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
+    bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < LEAST_RUN;
+    return outer > 0 && is_short ? "its memory can't be mapped, and it lies there in short runs" : NULL;
+}
+
+/* Why the lane's buckets can't be read from its senders; NULL: they can. What this rank has itself is never staged. */
+static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
+    const tb_ir *ir = flow->ir;
+    const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
+    bool all_mapped = true;
+    if (l->nsenders == 0 || (l->nsenders == 1 && l->senders[0] == flow->self))
+        return NULL;
+    if (flow->o.staged || flow->o.checksum)
+        return flow->o.staged ? "this rank has asked for it" : "buckets have checksums";
+    if (l->first->is_coded)
+        return "it is converted on its way";
     for (uint32_t i = 0; i < l->nsenders; i++) {
-        const member *m = &flow->members[l->senders[i]];
-        for (size_t j = 0; j < m->places.count; j++) {
-            if (!m->places.item[j].map)
-                return false;
+        if (flow->members[l->senders[i]].why_staged)
+            return flow->members[l->senders[i]].why_staged;
+    }
+    for (const tb_bucket *b = first; b < first + l->channel->nbuckets; b++) {
+        for (size_t i = 0; i < b->nentries; i++) {
+            const tb_chunk *chunk = &ir->chunks[ir->entries[b->first_entry + i].chunk];
+            for (uint32_t j = 0; j < l->nsenders; j++) {
+                bool is_mapped = false;
+                const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &is_mapped);
+                if (why)
+                    return why;
+                all_mapped &= is_mapped;
+            }
         }
     }
-    return true;
+    return l->nsenders > MOST_FEEDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
 }
 
 static void choose_path(tb__flow *flow, lane *l) {
-    bool is_own = l->nsenders == 1 && l->senders[0] == flow->self; /* nothing could be gained by staging */
-    l->takes_staged = (flow->o.staged || flow->o.checksum || l->first->is_coded) && l->nsenders && !is_own;
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        member *m = &flow->members[l->senders[i]];
-        if ((!m->is_reachable || tb__flow_is_far(flow, m->peer->rank) || !has_long_runs(flow, l, m)) && !is_own)
-            l->takes_staged = true;
-    }
-    if (l->nsenders > MOST_FEEDERS_READ && !is_own)
-        l->takes_staged |= !all_mapped(flow, l);
+    l->why_staged = why_staged_lane(flow, l);
+    l->takes_staged = l->why_staged != NULL;
     /* A rank that overwrites its own sources does not write what comes staged before it may write anything: held back
      * in the memory through which others' data has to come, it could hold them up for ever. */
     l->overwrites_source = lane_is_flagged(flow, l) || (flow->overwrites_any_source && l->takes_staged);
@@ -375,6 +400,7 @@ static void send_reach(tb__flow *flow, member *sender) {
             continue;
         tb__pack_u64(&list, l->first->id);
         tb__pack_u32(&list, l->first->part);
+        tb__pack_string(&list, l->why_staged);
         count++;
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
@@ -445,15 +471,14 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
         return false;
     }
     bool wants_staging = tb__unpack_u32(message) != 0;
-    size_t nbytes;
-    const void *key = tb__unpack_bytes(message, &nbytes);
+    from->words = import_memory(flow, from, message, &from->why_staged);
     uint64_t offset = tb__unpack_u64(message);
-    if (message->failed)
+    if (message->failed || (from->words && !find_word(from, offset)))
         return false;
-    from->words = import(from, key, nbytes);
-    if (from->words && !find_word(from, offset))
-        return false;
-    from->is_reachable = from->peer_exposure && !wants_staging;
+    if (wants_staging)
+        from->why_staged = "its rank has asked for it";
+    else if (!from->peer_exposure && !from->why_staged)
+        from->why_staged = "the word by which its rank exposes it can't be mapped";
     size_t count = tb__unpack_count(message, 24);
     if (!tb__vec_reserve(&from->places, count)) {
         tb__flow_no_room(flow, from);
@@ -463,7 +488,7 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
         if (!read_place(flow, from, message))
             return false;
     }
-    if (!tb__unpack_is_done(message) || !reach_all(flow, from))
+    if (!tb__unpack_is_done(message) || !reach_places(flow, from))
         return false;
     from->is_bound = true;
     tb__flow_try_reach(flow);
@@ -478,7 +503,8 @@ bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
     for (size_t i = 0; i < count; i++) {
         uint64_t id = tb__unpack_u64(message);
         uint32_t part = tb__unpack_u32(message);
-        size_t bucket = tb__flow_find_bucket(flow, id, part);
+        const char *why = tb__unpack_string(message);
+        size_t bucket = message->failed ? TB__NOWHERE : tb__flow_find_bucket(flow, id, part);
         if (bucket == TB__NOWHERE)
             return false;
         lane *l = tb__flow_lane(flow, bucket);
@@ -488,6 +514,7 @@ bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
             return false;
         }
         l->staged[l->nstaged++] = position;
+        l->why_staged = l->why_staged ? l->why_staged : keep_sentence(flow, why);
     }
     from->has_reach = tb__unpack_is_done(message);
     return from->has_reach;

@@ -22,6 +22,16 @@ static const char *write_back(const tb__flow *flow, const lane *l, const tb_chun
     return l->takes_staged || l->overwrites_source || c->is_coded ? "copy" : "direct";
 }
 
+/* How a piece that is read gets here: through a mapping of the senders' memory, or by calls of the transport. */
+static const char *reach_name(const tb__flow *flow, const lane *l, const tb_chunk *c) {
+    for (uint32_t i = 0; i < l->nsenders; i++) {
+        const place *p = tb__member_place(&flow->members[l->senders[i]], c->tensor);
+        if (p && !p->map)
+            return "not mapped";
+    }
+    return "mapped";
+}
+
 static void add_ranks(tb__text *t, const int32_t *ranks, uint32_t count) {
     for (uint32_t i = 0; i < count; i++)
         tb__text_add(t, "%s%" PRId32, i ? "," : "", ranks[i]);
@@ -36,6 +46,8 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, const lan
         tb__text_add(t, ", %s", c->is_coded ? "coded" : l->nstaged == c->ntargets ? "staged" : "read in place");
         if (!c->is_coded && l->nstaged > 0 && l->nstaged < c->ntargets)
             tb__text_add(t, " or staged");
+        if (!c->is_coded && l->nstaged > 0)
+            tb__text_add(t, " (%s)", l->why_staged);
     } else {
         add_box(t, &c->dst, c);
         tb__text_add(t, " from ");
@@ -48,6 +60,10 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, const lan
         if (l->parent != l->shipper)
             tb__text_add(t, " by way of %" PRId32, flow->members[l->parent].peer->rank);
         tb__text_add(t, ", %s", write_back(flow, l, c));
+        if (l->takes_staged && !c->is_coded)
+            tb__text_add(t, ", staged (%s)", l->why_staged);
+        else if (l->nsenders > 0 && !c->is_coded)
+            tb__text_add(t, ", %s", reach_name(flow, l, c));
         for (uint32_t i = 0; i < l->nchildren; i++)
             tb__text_add(t, "%s%" PRId32, i ? "," : ", handed on to ", flow->members[l->children[i]].peer->rank);
     }

@@ -42,6 +42,7 @@ enum { WORD_STRIDE = 64 };
 typedef struct place {
     uint32_t tensor;
     bool overwrites_source; /* its rank is going to overwrite it */
+    const char *why_staged; /* why it can't be read; NULL: it can */
     tb_remote *remote;
     char *map;           /* NULL: it must be read ... */
     tb__mapping *reader; /* ... by this, once it is needed, from ... */
@@ -68,7 +69,8 @@ typedef struct member {
     bool has_stashed, is_done, has_committed; /* in this transfer */
 
     bool is_sender; /* we read, or are sent, what it has */
-    bool is_bound, is_reachable;
+    bool is_bound;
+    const char *why_staged; /* why nothing of it can be read; NULL: its places say that */
     tb_remote *words;
     _Atomic uint64_t *peer_exposure;
     TB_VEC(place) places; /* by tensor */
@@ -97,6 +99,7 @@ typedef struct lane {
     uint32_t nchildren;
     uint32_t *children; /* as a target: positions of those to whom this rank hands it on */
 
+    const char *why_staged; /* of the first that is; NULL: it is not */
     bool takes_staged;      /* as a target */
     bool overwrites_source; /* as a target: put aside before anything is written */
     uint32_t nstaged;       /* as a source: targets that must be sent it */

@@ -1,0 +1,102 @@
+/* How a tensor is reached is decided per tensor: one rank has a tensor that others can map, one that they can only read
+ * by calls, and one that has to be staged. The dump says which, and why. */
+#include "bus/bus_test.h"
+
+#include "../tests/support/slow_device.h"
+
+enum { SIDE = 64, NTENSORS = 3 };
+
+static const struct {
+    const char *name, *layout;   /* of the receivers: what goes to one rank and what goes to both are two channels */
+    const char *received, *sent; /* in the dumps */
+} kinds[NTENSORS] = {
+    {"shared", "mesh=2 place=Shard(0)", ", direct, mapped, ", ", read in place, "},
+    {"private", "mesh=2 place=Shard(0)", ", direct, not mapped, ", ", read in place, "},
+    {"device", "mesh=2 place=Replicate", ", copy, staged (other processes can't map the memory of its device), ",
+     ", staged (other processes can't map the memory of its device), "},
+};
+
+/* The sender's tensors have the homes that their names say. */
+static void init_tensor(const rank *r, int i, part *p) {
+    part_init(p, is_a(r) ? "mesh=1 place=Replicate" : kinds[i].layout, r->index, SIDE, SIDE);
+    if (!is_a(r) || i == 0)
+        return;
+    size_t nbytes = p->count * sizeof *p->data;
+    tb_free(p->data);
+    p->is_slow = i == 2;
+    p->data = p->is_slow ? slow_device_alloc(nbytes) : malloc(nbytes);
+    check(p->data);
+    p->bytes = p->is_slow ? slow_device_bytes(p->data) : NULL;
+}
+
+static void fini_tensor(const rank *r, int i, part *p) {
+    if (!is_a(r) || i == 0) {
+        part_fini(p);
+        return;
+    }
+    tb_local_fini(&p->local);
+    if (p->is_slow)
+        slow_device_free(p->data);
+    else
+        free(p->data);
+}
+
+static void check_dump(const rank *r, tb_batch *batch) {
+    char *dump;
+    check_ok(tb_batch_dump(batch, is_a(r), &dump));
+    for (int i = 0; i < NTENSORS; i++) {
+        const char *line = strstr(dump, kinds[i].name), *end = line ? strchr(line, '\n') : NULL;
+        const char *how = line ? strstr(line, is_a(r) ? kinds[i].sent : kinds[i].received) : NULL;
+        if (!end || !how || how > end)
+            fails(__FILE__, __LINE__, kinds[i].name, dump);
+    }
+    free(dump);
+}
+
+static void send_all_kinds(rank *r) {
+    part parts[NTENSORS];
+    tb_pair *pair;
+    tb_batch *batch;
+    check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? "mesh=1 place=R" : "mesh=2 place=R", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", NULL, &batch));
+    for (int i = 0; i < NTENSORS; i++) {
+        init_tensor(r, i, &parts[i]);
+        tb_tensor t = part_tensor(&parts[i]);
+        t.layout = is_a(r) ? NULL : kinds[i].layout;
+        check_ok(tb_batch_add(batch, pair, kinds[i].name, &t));
+    }
+    for (uint32_t version = 1; version <= 3; version++) {
+        tb_transfer *t = NULL;
+        for (int i = 0; i < NTENSORS; i++) {
+            if (is_a(r))
+                part_fill(&parts[i], version);
+            else
+                part_poison(&parts[i]);
+        }
+        check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
+        check_ok(tb_wait(t, TB_COMMITTED, -1));
+        for (int i = 0; i < NTENSORS; i++)
+            check(part_holds(&parts[i], version));
+        tb_transfer_destroy(t);
+    }
+    check_dump(r, batch);
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    for (int i = 0; i < NTENSORS; i++)
+        fini_tensor(r, i, &parts[i]);
+}
+
+static void test_each_tensor_for_itself(void **state) {
+    (void)state;
+    scene s;
+    scene_init(&s);
+    s.transport = "shm";
+    run_ranks_in(&s, send_all_kinds, 1, 2, NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_each_tensor_for_itself)};
+    slow_device_install();
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
