@@ -35,18 +35,18 @@ static void send_lie(tb__flow *flow, const lie *l) {
     tb__pack pack = {0};
     member *reader = NULL;
     for (size_t i = 0; i < flow->nmembers; i++)
-        reader = flow->members[i].is_reader ? &flow->members[i] : reader;
-    flow->is_bound = true; /* so that the truth is not told */
+        reader = flow->members[i].setup.is_reader ? &flow->members[i] : reader;
+    flow->setup.is_bound = true; /* so that the truth is not told */
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, false);
-    pack_key(&pack, l->has_small_words ? flow->src_regions[0] : flow->words_region, reader->peer);
-    tb__pack_u64(&pack, l->is_word ? l->word_offset : (uint64_t)((char *)reader->word - flow->words));
+    pack_key(&pack, l->has_small_words ? flow->setup.src_regions[0] : flow->direct.words_region, reader->peer);
+    tb__pack_u64(&pack, l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.word - flow->direct.words));
     uint32_t count = l->twice ? 2 : 1;
     tb__pack_u32(&pack, count);
     for (uint32_t i = 0; i < count; i++) {
         tb__pack_u64(&pack, l->tensor);
         tb__pack_u32(&pack, false);
-        pack_key(&pack, flow->src_regions[0], reader->peer);
+        pack_key(&pack, flow->setup.src_regions[0], reader->peer);
         tb__pack_u64(&pack, l->offset);
         for (int d = 0; d < 2; d++)
             tb__pack_i64(&pack, l->strides[d] ? l->strides[d] : flow->tensors[0].src.strides[d]);
@@ -138,10 +138,10 @@ static void announce_twice(rank *r) {
             tb__pack_u64(&pack, first->id);
             tb__pack_u32(&pack, first->part);
             tb__pack_u64(&pack, TB__NOWHERE - (size_t)i);
-            tb__pack_u64(&pack, (uint64_t)flow->ir->buckets[0].total_bytes);
+            tb__pack_u64(&pack, (uint64_t)flow->setup.ir->buckets[0].total_bytes);
             tb__pack_u64(&pack, 0);
             for (size_t m = 0; m < flow->nmembers; m++) {
-                if (flow->members[m].is_reader)
+                if (flow->members[m].setup.is_reader)
                     check_ok(tb__loop_send(flow->members[m].peer, flow->members[m].port, &pack));
             }
         }

@@ -12,33 +12,57 @@ enum { MOST_ABORTS = 64, MOST_STARTS = 64, ABORT_ACK_MS = 1000 };
 /* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
 bool tb__flow_note_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    flow->started = attempt > flow->started ? attempt : flow->started;
-    if (flow->starts.count && tb__flow_number(flow, attempt) == number)
+    tb__flow_note_started(flow, attempt);
+    if (flow->attempts.starts.count && tb__flow_number(flow, attempt) == number)
         return true;
-    if (flow->starts.count == MOST_STARTS)
-        memmove(flow->starts.item, flow->starts.item + 1, --flow->starts.count * sizeof *flow->starts.item);
-    return tb__vec_push(&flow->starts, (issued){attempt, number});
+    if (flow->attempts.starts.count == MOST_STARTS)
+        memmove(flow->attempts.starts.item, flow->attempts.starts.item + 1,
+                --flow->attempts.starts.count * sizeof *flow->attempts.starts.item);
+    return tb__vec_push(&flow->attempts.starts, (issued){attempt, number});
 }
 
 uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt) {
-    size_t i = flow->starts.count;
-    while (i > 0 && flow->starts.item[i - 1].attempt > attempt)
+    size_t i = flow->attempts.starts.count;
+    while (i > 0 && flow->attempts.starts.item[i - 1].attempt > attempt)
         i--;
-    return i > 0 ? flow->starts.item[i - 1].number + (attempt - flow->starts.item[i - 1].attempt) : attempt;
+    return i > 0 ? flow->attempts.starts.item[i - 1].number + (attempt - flow->attempts.starts.item[i - 1].attempt)
+                 : attempt;
 }
 
 uint64_t tb__flow_last_number(const tb__flow *flow) {
-    return flow->starts.count ? tb__flow_number(flow, flow->started) : 0;
+    return flow->attempts.starts.count ? tb__flow_number(flow, flow->attempts.started) : 0;
 }
 
-uint64_t *tb__flow_last_of(tb__flow *flow, bool is_send) {
-    return is_send ? &flow->last_sent : &flow->last_received;
+static uint64_t *last_of(tb__flow *flow, bool is_send) {
+    return is_send ? &flow->attempts.last_sent : &flow->attempts.last_received;
+}
+
+uint64_t tb__flow_last_attempt(const tb__flow *flow, bool is_send) {
+    return is_send ? flow->attempts.last_sent : flow->attempts.last_received;
+}
+
+uint64_t tb__flow_count_attempt(tb__flow *flow, bool is_send) {
+    return ++*last_of(flow, is_send);
+}
+
+uint64_t tb__flow_issue_attempt(tb__flow *flow) {
+    struct flow_attempts *a = &flow->attempts;
+    a->last_sent = (a->last_sent > a->started ? a->last_sent : a->started) + 1;
+    return a->last_sent;
+}
+
+uint64_t tb__flow_started(const tb__flow *flow) {
+    return flow->attempts.started;
+}
+
+void tb__flow_note_started(tb__flow *flow, uint64_t started) {
+    flow->attempts.started = started > flow->attempts.started ? started : flow->attempts.started;
 }
 
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->attempt && *tb__flow_last_of(flow, is_send) < flow->started) {
-        leg->attempt = ++*tb__flow_last_of(flow, is_send);
+    if (!leg->attempt && tb__flow_last_attempt(flow, is_send) < flow->attempts.started) {
+        leg->attempt = tb__flow_count_attempt(flow, is_send);
         leg->number = tb__flow_number(flow, leg->attempt);
         leg->wake_ms = 0;
     }
@@ -55,19 +79,21 @@ uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
 /* The first entry that does not lie before the attempt. */
 static size_t find_place(const tb__flow *flow, uint64_t attempt) {
     size_t i = 0;
-    TB_BISECT(i, flow->aborts.count, flow->aborts.item[i].last >= attempt);
+    TB_BISECT(i, flow->attempts.aborts.count, flow->attempts.aborts.item[i].last >= attempt);
     return i;
 }
 
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt) {
     size_t at = find_place(flow, attempt);
-    return at < flow->aborts.count && flow->aborts.item[at].first <= attempt ? &flow->aborts.item[at] : NULL;
+    return at < flow->attempts.aborts.count && flow->attempts.aborts.item[at].first <= attempt
+               ? &flow->attempts.aborts.item[at]
+               : NULL;
 }
 
 /* The attempt that a leg has, or waits for, is in the gap behind this entry. */
 static bool is_in_use(const tb__flow *flow, const tb__abort *before) {
     const tb__leg *legs[] = {&flow->send, &flow->recv};
-    const uint64_t last[] = {flow->last_sent, flow->last_received};
+    const uint64_t last[] = {flow->attempts.last_sent, flow->attempts.last_received};
     for (int i = 0; i < 2; i++) {
         uint64_t attempt = legs[i]->attempt ? legs[i]->attempt : last[i] + 1;
         if (legs[i]->is_under_way && attempt > before[0].last && attempt < before[1].first)
@@ -80,8 +106,8 @@ static bool is_in_use(const tb__flow *flow, const tb__abort *before) {
  * rank has had it, or had no part in it. But not an attempt that a leg is in: one that is prepared for it may commit.
  */
 static void join_two(tb__flow *flow) {
-    tb__abort *item = flow->aborts.item;
-    size_t n = flow->aborts.count, at = 0;
+    tb__abort *item = flow->attempts.aborts.item;
+    size_t n = flow->attempts.aborts.count, at = 0;
     while (at + 1 < n && item[at].last + 1 < item[at + 1].first)
         at++;
     if (at + 1 == n) {
@@ -90,7 +116,7 @@ static void join_two(tb__flow *flow) {
     }
     item[at + 1].first = item[at].first;
     free(item[at].why);
-    memmove(item + at, item + at + 1, (--flow->aborts.count - at) * sizeof *item);
+    memmove(item + at, item + at + 1, (--flow->attempts.aborts.count - at) * sizeof *item);
 }
 
 /* What was announced for it will never be asked for. */
@@ -107,19 +133,20 @@ void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_s
     if (tb__flow_find_abort(flow, attempt))
         return;
     forget_announced(flow, attempt);
-    if (flow->aborts.count == MOST_ABORTS)
+    if (flow->attempts.aborts.count == MOST_ABORTS)
         join_two(flow);
     tb__abort abort = {attempt, attempt, number, status, NULL};
     size_t at = find_place(flow, attempt);
-    if (tb__flow_find_abort(flow, attempt) || !tb__vec_reserve(&flow->aborts, 1) || !(abort.why = tb__strdup(why)))
+    if (tb__flow_find_abort(flow, attempt) || !tb__vec_reserve(&flow->attempts.aborts, 1) ||
+        !(abort.why = tb__strdup(why)))
         return; /* the deadline ends it instead */
-    memmove(flow->aborts.item + at + 1, flow->aborts.item + at,
-            (flow->aborts.count++ - at) * sizeof *flow->aborts.item);
-    flow->aborts.item[at] = abort;
+    memmove(flow->attempts.aborts.item + at + 1, flow->attempts.aborts.item + at,
+            (flow->attempts.aborts.count++ - at) * sizeof *flow->attempts.aborts.item);
+    flow->attempts.aborts.item[at] = abort;
 }
 
 uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send) {
-    uint64_t next = (is_send ? flow->last_sent : flow->last_received) + 1;
+    uint64_t next = tb__flow_last_attempt(flow, is_send) + 1;
     for (const tb__abort *abort; (abort = tb__flow_find_abort(flow, next));)
         next = abort->last + 1;
     return next;
@@ -127,7 +154,8 @@ uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send) {
 
 bool tb__flow_is_offered(const tb__flow *flow) {
     bool is_taken = flow->recv.is_under_way && flow->recv.attempt && !flow->recv.is_arrived;
-    return (is_taken || tb__flow_next_attempt(flow, false) <= flow->started) && flow->broken == TB_OK;
+    return (is_taken || tb__flow_next_attempt(flow, false) <= flow->attempts.started) &&
+           flow->report.broken.status == TB_OK;
 }
 
 /* A receiver passes over attempts that ended before it came. A sender passes over those that are older than its own,
@@ -135,7 +163,7 @@ bool tb__flow_is_offered(const tb__flow *flow) {
  * mixed with another version. Within an entry, numbers are counted back from the last attempt. */
 void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    uint64_t *last = tb__flow_last_of(flow, is_send);
+    uint64_t *last = last_of(flow, is_send);
     for (const tb__abort *abort; (abort = tb__flow_find_abort(flow, *last + 1)); *last = abort->last) {
         if (!is_send || abort->number < leg->number)
             continue;
@@ -145,6 +173,13 @@ void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
         leg->number = abort->number - back;
         return;
     }
+}
+
+void tb__attempts_fini(struct flow_attempts *attempts) {
+    for (size_t i = 0; i < attempts->aborts.count; i++)
+        free(attempts->aborts.item[i].why);
+    free(attempts->aborts.item);
+    free(attempts->starts.item);
 }
 
 /* ---- Who has heard of an end ------------------------------------------------------------------------------------ */
@@ -182,7 +217,7 @@ void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
 /* Where nothing can be begun any more, nobody has to hear. */
 bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool is_over = flow->broken != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->wake_ms;
+    bool is_over = flow->report.broken.status != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->wake_ms;
     if (!leg->awaits_abort_acks)
         return false;
     for (size_t i = 0; i < flow->nmembers && !is_over; i++) {

@@ -13,15 +13,20 @@ enum { LEAST_RUN = 2048 };
 enum { MOST_FEEDERS_READ = 1024 }; /* at a time, when they are not mapped */
 
 place *tb__member_place(const member *m, uint32_t tensor) {
-    size_t low = 0, high = m->places.count;
+    size_t low = 0, high = m->setup.places.count;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
-        if (m->places.item[middle].tensor < tensor)
+        if (m->setup.places.item[middle].tensor < tensor)
             low = middle + 1;
         else
             high = middle;
     }
-    return low < m->places.count && m->places.item[low].tensor == tensor ? &m->places.item[low] : NULL;
+    return low < m->setup.places.count && m->setup.places.item[low].tensor == tensor ? &m->setup.places.item[low]
+                                                                                     : NULL;
+}
+
+bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
+    return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
 }
 
 /* ---- BIND ----------------------------------------------------------------------------------------------------- */
@@ -36,10 +41,10 @@ static bool has_target(const lane *l, int32_t rank) {
 
 /* Marks the tensors that the reader gets of this rank. */
 static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_read) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     memset(is_read, 0, flow->o.ntensors * sizeof *is_read);
     for (size_t i = 0; i < ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+        const lane *l = &flow->setup.lanes[i];
         if (!(l->is_shipper || l->is_contributor) || !has_target(l, reader->peer->rank))
             continue;
         const tb_bucket *first = &ir->buckets[l->channel->first_bucket], *last = first + l->channel->nbuckets;
@@ -71,8 +76,8 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key(&pack, flow, flow->words, flow->words_region, reader->peer);
-    tb__pack_u64(&pack, (uint64_t)((char *)reader->word - flow->words));
+    pack_key(&pack, flow, flow->direct.words, flow->direct.words_region, reader->peer);
+    tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.word - flow->direct.words));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
     for (size_t i = 0; i < flow->o.ntensors; i++)
@@ -83,8 +88,8 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
             continue;
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
-        tb__pack_u32(&pack, flow->overwritten[i]);
-        pack_key(&pack, flow, b->base, flow->src_regions[i], reader->peer);
+        tb__pack_u32(&pack, flow->setup.overwritten[i]);
+        pack_key(&pack, flow, b->base, flow->setup.src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {
@@ -99,17 +104,17 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
 }
 
 tb_status tb__flow_send_binds(tb__flow *flow) {
-    if (flow->is_bound)
+    if (flow->setup.is_bound)
         return TB_OK;
     bool *is_read = tb__malloc(flow->o.ntensors, sizeof *is_read);
     if (!is_read)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_reader)
+        if (flow->members[i].setup.is_reader)
             send_bind(flow, &flow->members[i], is_read);
     }
     free(is_read);
-    flow->is_bound = true;
+    flow->setup.is_bound = true;
     return TB_OK;
 }
 
@@ -117,7 +122,7 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
 
 /* Keeps a sentence for as long as the flow is there. */
 static const char *keep_sentence(tb__flow *flow, const char *sentence) {
-    const char *kept = tb__arena_strdup(&flow->arena, sentence);
+    const char *kept = tb__arena_strdup(&flow->setup.arena, sentence);
     return kept ? kept : "there is no memory for the reason";
 }
 
@@ -173,10 +178,10 @@ static void add_chunk(const tb_chunk *chunk, const place *p, tb_dtype dtype, spa
 
 /* By place. What is coded is not read in place. */
 static void find_spans(const tb__flow *flow, const member *m, span *spans) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     uint32_t position = (uint32_t)(m - flow->members);
     for (size_t i = 0; i < ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+        const lane *l = &flow->setup.lanes[i];
         bool feeds = false;
         for (uint32_t j = 0; l->is_target && !l->first->is_coded && j < l->nsenders; j++)
             feeds |= l->senders[j] == position;
@@ -186,7 +191,7 @@ static void find_spans(const tb__flow *flow, const member *m, span *spans) {
                 const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + k].chunk];
                 const place *p = tb__member_place(m, chunk->tensor);
                 if (p)
-                    add_chunk(chunk, p, flow->tensors[p->tensor].spec.src_dtype, &spans[p - m->places.item]);
+                    add_chunk(chunk, p, flow->tensors[p->tensor].spec.src_dtype, &spans[p - m->setup.places.item]);
             }
         }
     }
@@ -218,15 +223,15 @@ static bool reach_place(tb__flow *flow, const member *m, place *p, const span *r
 }
 
 static bool reach_places(tb__flow *flow, member *m) {
-    span *spans = tb__calloc(m->places.count, sizeof *spans);
+    span *spans = tb__calloc(m->setup.places.count, sizeof *spans);
     bool is_good = true;
     if (!spans) {
         tb__flow_no_room(flow, m);
         return true;
     }
     find_spans(flow, m, spans);
-    for (size_t i = 0; i < m->places.count && is_good; i++)
-        is_good = reach_place(flow, m, &m->places.item[i], &spans[i]);
+    for (size_t i = 0; i < m->setup.places.count && is_good; i++)
+        is_good = reach_place(flow, m, &m->setup.places.item[i], &spans[i]);
     free(spans);
     return is_good;
 }
@@ -256,15 +261,16 @@ static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
     p.offset = tb__unpack_u64(message);
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
-    bool is_in_order = m->places.count == 0 || m->places.item[m->places.count - 1].tensor < p.tensor;
-    m->places.item[m->places.count++] = p; /* there is room; what was imported is released with the places */
+    bool is_in_order = m->setup.places.count == 0 || m->setup.places.item[m->setup.places.count - 1].tensor < p.tensor;
+    m->setup.places.item[m->setup.places.count++] =
+        p; /* there is room; what was imported is released with the places */
     if (!is_in_order && !message->failed)
         tb__set_detail("tensors are not in order");
     return is_in_order && !message->failed;
 }
 
 static bool lane_is_flagged(const tb__flow *flow, const lane *l) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
         for (size_t j = 0; j < first[i].nentries; j++) {
@@ -295,7 +301,7 @@ static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk,
 
 /* Why the lane's buckets can't be read from its senders; NULL: they can. What this rank has itself is never staged. */
 static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
     bool all_mapped = true;
     if (l->nsenders == 0 || (l->nsenders == 1 && l->senders[0] == flow->self))
@@ -305,8 +311,8 @@ static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
     if (l->first->is_coded)
         return "it is converted on its way";
     for (uint32_t i = 0; i < l->nsenders; i++) {
-        if (flow->members[l->senders[i]].why_staged)
-            return flow->members[l->senders[i]].why_staged;
+        if (flow->members[l->senders[i]].setup.why_staged)
+            return flow->members[l->senders[i]].setup.why_staged;
     }
     for (const tb_bucket *b = first; b < first + l->channel->nbuckets; b++) {
         for (size_t i = 0; i < b->nentries; i++) {
@@ -328,9 +334,9 @@ static void choose_path(tb__flow *flow, lane *l) {
     l->takes_staged = l->why_staged != NULL;
     /* A rank that overwrites its own sources does not write what comes staged before it may write anything: held back
      * in the memory through which others' data has to come, it could hold them up for ever. */
-    l->overwrites_source = lane_is_flagged(flow, l) || (flow->overwrites_any_source && l->takes_staged);
+    l->overwrites_source = lane_is_flagged(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
     for (uint32_t i = 0; l->overwrites_source && i < l->nsenders; i++)
-        flow->members[l->senders[i]].naside += l->channel->nbuckets;
+        flow->members[l->senders[i]].setup.naside += l->channel->nbuckets;
 }
 
 static void raise(int64_t *most, int64_t nbytes) {
@@ -340,11 +346,11 @@ static void raise(int64_t *most, int64_t nbytes) {
 /* What the largest bucket takes of each pool; 0: it is not used. */
 static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
     memset(largest, 0, POOL_STASH * sizeof *largest);
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
         bool is_local = l->is_shipper && l->is_target;
         for (size_t j = 0; j < l->channel->nbuckets; j++) {
-            const tb_bucket *bucket = &flow->ir->buckets[l->channel->first_bucket + j];
+            const tb_bucket *bucket = &flow->setup.ir->buckets[l->channel->first_bucket + j];
             int64_t raw = tb__flow_raw_size(flow, bucket), inputs = raw * ((int64_t)l->nsenders - 1);
             if ((l->is_shipper || l->is_contributor) && !is_local)
                 raise(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
@@ -363,10 +369,10 @@ static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
 static tb_status check_stash(tb__flow *flow) {
     int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
     find_largest(flow, largest);
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
         for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
-            need += (flow->ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
+            need += (flow->setup.ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
     }
     for (int p = 0; p < POOL_STASH; p++) {
         room -= largest[p] ? flow->pool_size[p] : 0;
@@ -389,8 +395,8 @@ static tb_status check_stash(tb__flow *flow) {
 static void send_reach(tb__flow *flow, member *sender) {
     uint32_t position = (uint32_t)(sender - flow->members), count = 0;
     tb__pack pack = {0}, list = {0};
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
         bool feeds = false;
         bool is_asked =
             l->is_target && l->takes_staged && l->parent == l->shipper; /* others know that they hand it on */
@@ -404,7 +410,7 @@ static void send_reach(tb__flow *flow, member *sender) {
         count++;
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
-    tb__pack_u32(&pack, sender->naside > 0);
+    tb__pack_u32(&pack, sender->setup.naside > 0);
     tb__pack_u32(&pack, count);
     if (count)
         tb__pack_raw(&pack, list.data, list.count);
@@ -414,19 +420,19 @@ static void send_reach(tb__flow *flow, member *sender) {
 }
 
 static tb_status decide(tb__flow *flow) {
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        if (flow->lanes[i].is_target)
-            choose_path(flow, &flow->lanes[i]);
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        if (flow->setup.lanes[i].is_target)
+            choose_path(flow, &flow->setup.lanes[i]);
     }
     return check_stash(flow);
 }
 
 /* Once all senders have told: what is staged, and who hears of it. */
 bool tb__flow_try_reach(tb__flow *flow) {
-    if (flow->is_reached)
+    if (flow->setup.is_reached)
         return false;
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_sender && !flow->members[i].is_bound)
+        if (flow->members[i].setup.is_sender && !flow->members[i].setup.is_bound)
             return false;
     }
     tb_status status = decide(flow);
@@ -435,24 +441,24 @@ bool tb__flow_try_reach(tb__flow *flow) {
         return true;
     }
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_sender)
+        if (flow->members[i].setup.is_sender)
             send_reach(flow, &flow->members[i]);
     }
-    flow->is_reached = true;
+    flow->setup.is_reached = true;
     return true;
 }
 
 /* The word by which the sender says what this rank may read, in memory of the sender's that is mapped here. Where it is
  * not, there is none. */
 static bool find_word(member *from, uint64_t offset) {
-    char *words = tb__transport_map(from->peer->transport, from->words);
+    char *words = tb__transport_map(from->peer->transport, from->direct.words);
     uint64_t last;
     if (!words)
         return true;
     tb_status status = __builtin_add_overflow(offset, sizeof(uint64_t), &last)
                            ? tb__fail(TB_INVALID, "its offset is %" PRIu64, offset)
-                           : check_inside(from, from->words, offset, last);
-    if (status == TB_INVALID && tb__transport_is_valid(from->peer->transport, from->words)) {
+                           : check_inside(from, from->direct.words, offset, last);
+    if (status == TB_INVALID && tb__transport_is_valid(from->peer->transport, from->direct.words)) {
         tb__prefix_detail("its word lies outside of its memory");
         return false;
     }
@@ -461,26 +467,26 @@ static bool find_word(member *from, uint64_t offset) {
         return false;
     }
     if (status == TB_OK)
-        from->peer_exposure = (_Atomic uint64_t *)(void *)(words + offset);
+        from->direct.peer_exposure = (_Atomic uint64_t *)(void *)(words + offset);
     return true;
 }
 
 bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
-    if (!from->is_sender || from->is_bound) {
+    if (!from->setup.is_sender || from->setup.is_bound) {
         tb__set_detail("unexpected BIND: it has sent one already, or this rank reads nothing from it");
         return false;
     }
     bool wants_staging = tb__unpack_u32(message) != 0;
-    from->words = import_memory(flow, from, message, &from->why_staged);
+    from->direct.words = import_memory(flow, from, message, &from->setup.why_staged);
     uint64_t offset = tb__unpack_u64(message);
-    if (message->failed || (from->words && !find_word(from, offset)))
+    if (message->failed || (from->direct.words && !find_word(from, offset)))
         return false;
     if (wants_staging)
-        from->why_staged = "its rank has asked for it";
-    else if (!from->peer_exposure && !from->why_staged)
-        from->why_staged = "the word by which its rank exposes it can't be mapped";
+        from->setup.why_staged = "its rank has asked for it";
+    else if (!from->direct.peer_exposure && !from->setup.why_staged)
+        from->setup.why_staged = "the word by which its rank exposes it can't be mapped";
     size_t count = tb__unpack_count(message, 24);
-    if (!tb__vec_reserve(&from->places, count)) {
+    if (!tb__vec_reserve(&from->setup.places, count)) {
         tb__flow_no_room(flow, from);
         return true;
     }
@@ -490,15 +496,15 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     }
     if (!tb__unpack_is_done(message) || !reach_places(flow, from))
         return false;
-    from->is_bound = true;
+    from->setup.is_bound = true;
     tb__flow_try_reach(flow);
     return true;
 }
 
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
-    if (!from->is_reader || from->has_reach || !flow->is_planned)
+    if (!from->setup.is_reader || from->setup.has_reach || !flow->setup.is_planned)
         return false;
-    from->stashes = tb__unpack_u32(message) != 0;
+    from->setup.stashes = tb__unpack_u32(message) != 0;
     size_t count = tb__unpack_count(message, 12);
     for (size_t i = 0; i < count; i++) {
         uint64_t id = tb__unpack_u64(message);
@@ -516,8 +522,16 @@ bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
         l->staged[l->nstaged++] = position;
         l->why_staged = l->why_staged ? l->why_staged : keep_sentence(flow, why);
     }
-    from->has_reach = tb__unpack_is_done(message);
-    return from->has_reach;
+    from->setup.has_reach = tb__unpack_is_done(message);
+    return from->setup.has_reach;
+}
+
+bool tb__flow_all_have_reach(const tb__flow *flow) {
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].setup.is_reader && !flow->members[i].setup.has_reach)
+            return false;
+    }
+    return true;
 }
 
 void tb__flow_unbind(tb__flow *flow) {
@@ -526,13 +540,13 @@ void tb__flow_unbind(tb__flow *flow) {
         if (!m->peer) /* the flow could not be made */
             continue;
         const tb_transport *t = m->peer->transport;
-        for (size_t j = 0; j < m->places.count; j++) {
-            tb__host_unmap_reader(m->places.item[j].reader);
-            if (m->places.item[j].remote)
-                t->ops->mem_release(t->context, m->places.item[j].remote);
+        for (size_t j = 0; j < m->setup.places.count; j++) {
+            tb__host_unmap_reader(m->setup.places.item[j].reader);
+            if (m->setup.places.item[j].remote)
+                t->ops->mem_release(t->context, m->setup.places.item[j].remote);
         }
-        free(m->places.item);
-        if (m->words)
-            t->ops->mem_release(t->context, m->words);
+        free(m->setup.places.item);
+        if (m->direct.words)
+            t->ops->mem_release(t->context, m->direct.words);
     }
 }

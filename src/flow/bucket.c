@@ -8,16 +8,16 @@
 #include <string.h>
 
 lane *tb__flow_lane(tb__flow *flow, size_t bucket) {
-    return &flow->lanes[flow->ir->buckets[bucket].channel];
+    return &flow->setup.lanes[flow->setup.ir->buckets[bucket].channel];
 }
 
 const tb_chunk *tb__flow_first_chunk(const tb__flow *flow, size_t bucket) {
-    return &flow->ir->chunks[flow->ir->entries[flow->ir->buckets[bucket].first_entry].chunk];
+    return &flow->setup.ir->chunks[flow->setup.ir->entries[flow->setup.ir->buckets[bucket].first_entry].chunk];
 }
 
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part) {
     size_t probe = 0, at;
-    while ((at = tb__index_next(&flow->by_bucket, tb__hash(id, part), &probe)) != TB__NOWHERE) {
+    while ((at = tb__index_next(&flow->setup.by_bucket, tb__hash(id, part), &probe)) != TB__NOWHERE) {
         const tb_chunk *first = tb__flow_first_chunk(flow, at);
         if (first->id == id && first->part == part)
             return at;
@@ -166,8 +166,8 @@ void tb__flow_drop_staged(tb__flow *flow, bool is_send) {
         }
         tb__staged_bucket_destroy(p);
     }
-    for (size_t i = 0; flow->ir && flow->lanes && is_send && i < flow->ir->nchannels; i++)
-        flow->lanes[i].in_flight = 0;
+    for (size_t i = 0; flow->setup.ir && flow->setup.lanes && is_send && i < flow->setup.ir->nchannels; i++)
+        flow->setup.lanes[i].in_flight = 0;
 }
 
 static bool is_outgoing(const staged_bucket *p, size_t i) {
@@ -236,11 +236,12 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     a.tag = tb__unpack_u64(message);
     a.nbytes = tb__unpack_u64(message);
     a.sum = tb__unpack_u64(message);
-    a.bucket = tb__unpack_is_done(message) && flow->is_planned ? tb__flow_find_bucket(flow, id, part) : TB__NOWHERE;
+    a.bucket =
+        tb__unpack_is_done(message) && flow->setup.is_planned ? tb__flow_find_bucket(flow, id, part) : TB__NOWHERE;
     if (a.bucket == TB__NOWHERE)
         return false;
     const lane *l = tb__flow_lane(flow, a.bucket);
-    const tb_bucket *bucket = &flow->ir->buckets[a.bucket];
+    const tb_bucket *bucket = &flow->setup.ir->buckets[a.bucket];
     int64_t nbytes = l->is_shipper ? tb__flow_raw_size(flow, bucket) : bucket->total_bytes;
     bool makes_sense = l->is_shipper ? l->nsenders > 1 : l->is_target && l->parent == a.member;
     if (!makes_sense || (int64_t)a.nbytes != nbytes) {

@@ -15,7 +15,7 @@ enum { MOST_SPANS = 64 };
 /* Only ranks that receive need it. */
 bool tb__flow_has_shadow(const tb__flow *flow, size_t i) {
     const tb__flow_tensor *t = &flow->tensors[i];
-    return !t->is_gathered && !t->has_own_shadow && flow->dst_regions[i];
+    return !t->is_gathered && !t->has_own_shadow && flow->setup.dst_regions[i];
 }
 
 tb_status tb__flow_make_shadow(tb__flow *flow) {
@@ -213,7 +213,7 @@ static void end_alone(tb__flow *flow, tb_status status) {
     char words[TB__WORDS_MAX];
     tb__flow_own_words(flow, status, leg->why, words);
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_sender)
+        if (flow->members[i].setup.is_sender)
             tb__flow_tell_abort(flow, i, leg->attempt, leg->number, status, words);
     }
 }
@@ -274,7 +274,7 @@ static void forget_old(tb__flow *flow, uint64_t attempt) {
 static void tell_committed(tb__flow *flow, uint64_t attempt) {
     flow->version = tb__flow_number(flow, attempt);
     for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_sender)
+        if (flow->members[i].setup.is_sender)
             tb__flow_tell(flow, &flow->members[i], MESSAGE_COMMITTED, attempt);
     }
     forget_old(flow, attempt);

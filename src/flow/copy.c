@@ -77,7 +77,7 @@ static int64_t raw_nbytes(const tb__flow *flow, const tb_chunk *chunk) {
 }
 
 int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     int64_t nbytes = 0;
     for (size_t i = 0; i < bucket->nentries; i++)
         nbytes += raw_nbytes(flow, &ir->chunks[ir->entries[bucket->first_entry + i].chunk]);
@@ -85,10 +85,10 @@ int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket) {
 }
 
 int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket) {
-    const tb_bucket *b = &flow->ir->buckets[bucket];
+    const tb_bucket *b = &flow->setup.ir->buckets[bucket];
     int64_t nbytes = 0;
     for (size_t i = 0; i < b->nentries; i++)
-        nbytes += flow->ir->entries[b->first_entry + i].nbytes;
+        nbytes += flow->setup.ir->entries[b->first_entry + i].nbytes;
     return nbytes;
 }
 
@@ -261,12 +261,12 @@ static tb_status add_gap(tb__flow *flow, moves *out, uint32_t bucket, int64_t fr
 }
 
 static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end *from, size_t nfrom, const end *to) {
-    const tb_bucket *bucket = &flow->ir->buckets[index];
-    const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
+    const tb_bucket *bucket = &flow->setup.ir->buckets[index];
+    const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
     bool is_pull = to->kind == END_TARGET && nfrom == 1 && from[0].kind == END_FEEDER;
     size_t raw = 0;
     for (size_t i = 0; i < bucket->nentries; i++) {
-        item it = {.chunk = &flow->ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
+        item it = {.chunk = &flow->setup.ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
         raw += (size_t)raw_nbytes(flow, it.chunk);
         if (to->kind == END_BUCKET && i + 1 < bucket->nentries)
             TB_TRY(add_gap(flow, out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
@@ -318,7 +318,7 @@ static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind k
     }
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
         size_t bucket = l->channel->first_bucket + i;
-        size_t raw = (size_t)tb__flow_raw_size(flow, &flow->ir->buckets[bucket]), others = 0;
+        size_t raw = (size_t)tb__flow_raw_size(flow, &flow->setup.ir->buckets[bucket]), others = 0;
         for (size_t j = 0; from != &one && j < nfrom; j++) {
             bool is_raw = is_combined && l->senders[j] != flow->self;
             from[j] = (end){.kind = !is_combined ? END_FEEDER
@@ -363,7 +363,7 @@ static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
         if (kind == COPY_SNAPSHOT)
-            TB_TRY(add_tensor(flow, out, &flow->snapshot_of[i], &t->src));
+            TB_TRY(add_tensor(flow, out, &flow->setup.snapshot_of[i], &t->src));
         else if (tb__flow_has_shadow(flow, i))
             TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow_of[i]));
     }
@@ -405,9 +405,9 @@ tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
     bool is_whole = kind == COPY_SNAPSHOT || kind == COPY_COMMIT;
     if (is_whole)
         status = add_tensors(flow, &m, kind);
-    for (size_t i = 0; !is_whole && i < flow->ir->nchannels && status == TB_OK; i++) {
-        if (does(&flow->lanes[i], kind))
-            status = add_lane(flow, &m, &flow->lanes[i], kind);
+    for (size_t i = 0; !is_whole && i < flow->setup.ir->nchannels && status == TB_OK; i++) {
+        if (does(&flow->setup.lanes[i], kind))
+            status = add_lane(flow, &m, &flow->setup.lanes[i], kind);
     }
     if (status == TB_OK)
         status = prepare_jobs(&m, out);
@@ -549,7 +549,7 @@ static tb_status check_elements(const tb__flow *flow, const tb_chunk *chunk) {
 /* One chunk that has no codec at this end, to its place in the buffer or from there. */
 static tb_status copy_elements(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
     moves m = {0};
-    item it = {.chunk = &flow->ir->chunks[entry->chunk], .entry = entry};
+    item it = {.chunk = &flow->setup.ir->chunks[entry->chunk], .entry = entry};
     end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
     tb_status status = check_elements(flow, it.chunk);
     if (status == TB_OK)
@@ -572,7 +572,7 @@ static tb_status copy_elements(tb__flow *flow, const tb_bucket_entry *entry, cha
 }
 
 static tb_status code_entry(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
-    const tb_chunk *chunk = &flow->ir->chunks[entry->chunk];
+    const tb_chunk *chunk = &flow->setup.ir->chunks[entry->chunk];
     const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
     if (packs ? !t->codec->pack : !t->codec->unpack)
         return copy_elements(flow, entry, buffer, packs);
@@ -593,12 +593,12 @@ static tb_status check_wanted(const tb__flow *flow, bool is_send) {
 }
 
 bool tb__flow_is_coded(const tb__flow *flow, size_t bucket) {
-    return flow->ir->chunks[flow->ir->entries[flow->ir->buckets[bucket].first_entry].chunk].is_coded;
+    return flow->setup.ir->chunks[flow->setup.ir->entries[flow->setup.ir->buckets[bucket].first_entry].chunk].is_coded;
 }
 
 tb_status tb__flow_convert(tb__flow *flow, bool is_send, size_t index, char *buffer, bool packs) {
-    const tb_bucket *bucket = &flow->ir->buckets[index];
-    const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
+    const tb_bucket *bucket = &flow->setup.ir->buckets[index];
+    const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
     tb__leg *leg = tb__flow_leg(flow, is_send);
     tb_status status = TB_OK;
     flow->has_written |= !packs && !flow->o.shadow.is_used;

@@ -5,8 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { DOUBT_MS = 1000 }; /* how long to wait for another rank's report of the cause */
-
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
 static tb_status add_members(tb__flow *flow) {
@@ -40,8 +38,8 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     }
     if (opts->ntensors)
         memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
-    flow->ir = opts->ir;
-    flow->started = opts->started;
+    flow->setup.ir = opts->ir;
+    tb__flow_note_started(flow, opts->started);
     *out = flow;
     return TB_OK;
 }
@@ -53,8 +51,7 @@ static bool has_no_copyings(void *arg) {
 void tb__flow_destroy(tb__flow *flow) {
     if (!flow)
         return;
-    if (flow->failing.step)
-        tb__loop_remove_task(flow->o.loop, &flow->failing);
+    tb__flow_fini_report(flow);
     for (int is_send = 0; is_send < 2; is_send++)
         tb__flow_cancel_copyings(flow, is_send);
     tb__loop_wait(flow->o.loop, has_no_copyings, flow, INT64_MAX);
@@ -66,10 +63,7 @@ void tb__flow_destroy(tb__flow *flow) {
     for (size_t i = 0; flow->members && i < flow->nmembers; i++)
         free(flow->members[i].gone_why);
     tb__flow_unplan(flow);
-    for (size_t i = 0; i < flow->aborts.count; i++)
-        free(flow->aborts.item[i].why);
-    free(flow->aborts.item);
-    free(flow->starts.item);
+    tb__attempts_fini(&flow->attempts);
     free(flow->stash.item);
     free(flow->announcements.item);
     tb__index_fini(&flow->by_rank);
@@ -184,7 +178,6 @@ static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
 
 void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    uint64_t *last = tb__flow_last_of(flow, is_send);
     *leg = (tb__leg){.is_under_way = true,
                      .number = number,
                      .bytes_total = leg->bytes_total,
@@ -192,11 +185,10 @@ void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *p
                      .phases = phases};
     tb__flow_skip_ended(flow, is_send);
     if (is_send) {
-        flow->send_is_exposed = false;
-        if (flow->o.lead == flow->self && flow->broken == TB_OK && flow->ngone == 0 &&
-            !tb__flow_find_abort(flow, *last + 1)) {
-            leg->attempt = *last > flow->started ? *last + 1 : flow->started + 1;
-            *last = leg->attempt;
+        tb__flow_forget_exposures(flow);
+        if (flow->o.lead == flow->self && flow->report.broken.status == TB_OK && flow->ngone == 0 &&
+            !tb__flow_find_abort(flow, tb__flow_last_attempt(flow, true) + 1)) {
+            leg->attempt = tb__flow_issue_attempt(flow);
             issue(flow, leg->attempt, number);
         }
     } else {
@@ -242,7 +234,7 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
      * that got tired of waiting does not stop a sender that is about to come. */
     if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
-        leg->attempt = ++*tb__flow_last_of(flow, is_send);
+        leg->attempt = tb__flow_count_attempt(flow, is_send);
         leg->number = is_send ? leg->number : tb__flow_last_number(flow) + 1;
     }
     if (leg->attempt) {
@@ -257,14 +249,6 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
         note_torn(flow);
     tb__loop_wake(flow->o.loop);
-}
-
-/* What others are told of a reason: a sentence about a wait says who was waited for, or why, but not by whom. */
-const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]) {
-    bool is_wait = status == TB_TIMEOUT || status == TB_IN_DOUBT;
-    const char *label = flow->members[flow->self].peer->label;
-    snprintf(words, TB__WORDS_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
-    return words;
 }
 
 static void end_complete(tb__flow *flow, bool is_send) {
@@ -320,7 +304,7 @@ void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status) {
         return;
     }
     leg->doubt = status;
-    leg->wake_ms = tb__now_ms() + DOUBT_MS;
+    leg->wake_ms = tb__now_ms() + REASON_MS;
     snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
 }
 
@@ -329,15 +313,13 @@ void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status) {
 }
 
 static void break_flow(tb__flow *flow, tb_status status, bool tell) {
-    if (flow->broken != TB_OK)
+    if (!tb__flow_note_broken(flow, status, tb_error_detail()))
         return;
-    flow->broken = status;
-    snprintf(flow->why, sizeof flow->why, "%s", tb_error_detail());
     fail_leg(flow, true, status, false);
     fail_leg(flow, false, status, false);
     char words[TB__WORDS_MAX];
     if (tell)
-        tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->why, words));
+        tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->report.broken.why, words));
     tb__loop_wake(flow->o.loop);
 }
 
@@ -381,7 +363,7 @@ void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
 void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
     member *m = &flow->members[position];
     tb_status status = last->status == TB_INVALID ? TB_INVALID : TB_LOST;
-    flow->started = started > flow->started ? started : flow->started;
+    tb__flow_note_started(flow, started);
     if (last->attempt)
         tb__flow_note_abort(flow, last->attempt, last->number, last->status, last->why);
     if (status == TB_INVALID)
@@ -389,10 +371,6 @@ void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__
     else
         tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *last->why ? ": " : "", last->why);
     drop_member(flow, m, status, true);
-}
-
-uint64_t tb__flow_started(const tb__flow *flow) {
-    return flow->started;
 }
 
 /* That tensors are torn is not said to others. A rank that is in doubt does not say that the attempt has failed. */
@@ -405,77 +383,8 @@ tb__failure tb__flow_last_failure(const tb__flow *flow) {
 }
 
 bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
-    return flow->broken == TB_OK && (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->started);
-}
-
-/* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
- * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it:
- * the leg is stepped again when that is over. */
-static const member *find_needed(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool is_idle = !leg->attempt && *tb__flow_last_of(flow, is_send) >= flow->started;
-    int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        const member *m = &flow->members[i];
-        int64_t over_ms = m->lost_ms == 0 || i == flow->o.lead ? 0 : m->lost_ms + DOUBT_MS;
-        if (m->is_gone && ((is_idle && now_ms >= over_ms) || tb__flow_needs(flow, is_send, m)))
-            return m;
-        wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
-    }
-    if (!leg->attempt)
-        leg->wake_ms = is_idle ? wake_ms : 0;
-    return NULL;
-}
-
-/* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
- * that is why others leave. */
-static tb_status fail_without(const tb__flow *flow, bool is_send, const member *gone) {
-    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
-    uint64_t last = is_send ? flow->last_sent : flow->last_received;
-    const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
-    bool has_reason = before && before->status == TB_INVALID;
-    return has_reason ? tb__fail(before->status, "%s", before->why) : tb__member_is_gone(gone);
-}
-
-bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
-    return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
-}
-
-bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
-    if (flow->is_planned)
-        return true;
-    if (leg)
-        tb__phases_enter(leg->phases, TB_PHASE_PLAN);
-    tb_status status = tb__flow_plan(flow);
-    if (leg)
-        tb__leg_idle(leg);
-    if (status != TB_OK)
-        tb__flow_break(flow, tb__fail_within(status, "rank %" PRId32, flow->o.rank));
-    return status == TB_OK;
-}
-
-tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    *tells = false;
-    if (flow->broken != TB_OK)
-        return tb__fail(flow->broken, "%s", flow->why);
-    uint64_t *last = tb__flow_last_of(flow, is_send);
-    const tb__abort *abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : *last + 1);
-    if (abort) {
-        *last += !leg->attempt;
-        return tb__fail(abort->status, "%s", abort->why);
-    }
-    *tells = true;
-    if (leg->memory_invalidated)
-        return tb__flow_check_memory(flow, is_send);
-    const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
-    if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
-        gone = tb__flow_find_missing(flow);
-    if (gone)
-        return fail_without(flow, is_send, gone);
-    if (leg->is_cancelled)
-        return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
-    return TB_OK;
+    return flow->report.broken.status == TB_OK &&
+           (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->attempts.started);
 }
 
 bool tb__flow_step(tb__flow *flow, bool is_send) {
@@ -502,7 +411,8 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         tb__flow_abort(flow, is_send, tb__fail(leg->doubt, "%s", why));
         return true;
     }
-    if (!flow->is_planned) { /* only the plan says who is needed, and it may be gone already: the next step looks */
+    if (!flow->setup
+             .is_planned) { /* only the plan says who is needed, and it may be gone already: the next step looks */
         (void)tb__flow_ensure_plan(flow, leg);
         return true;
     }
@@ -552,18 +462,17 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_START:
         return on_start(flow, from, attempt, message);
     case MESSAGE_READY:
-        from->ready = attempt;
-        return from->is_sender;
+        return tb__flow_on_ready(flow, from, attempt);
     case MESSAGE_BUCKET:
         return tb__flow_on_bucket(flow, from, attempt, message);
     case MESSAGE_GO:
         return tb__flow_on_go(flow, from, message);
     case MESSAGE_STASHED:
         tb__flow_on_stashed(flow, from, attempt);
-        return from->is_reader;
+        return from->setup.is_reader;
     case MESSAGE_DONE:
         tb__flow_on_done(flow, from, attempt);
-        return from->is_reader;
+        return from->setup.is_reader;
     case MESSAGE_NOTE:
         return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
@@ -574,7 +483,7 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         return tb__flow_on_decided(flow, from, attempt, message);
     case MESSAGE_COMMITTED:
         tb__flow_on_committed(flow, from, attempt);
-        return from->is_reader;
+        return from->setup.is_reader;
     case MESSAGE_ABORT_ACK:
         tb__flow_on_abort_ack(from, attempt);
         return true;
@@ -589,7 +498,7 @@ bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
     uint64_t attempt = tb__unpack_u64(message);
     if (message->failed)
         return false;
-    if (flow->broken != TB_OK && kind != MESSAGE_DECIDED) /* what is decided holds, whatever breaks */
+    if (flow->report.broken.status != TB_OK && kind != MESSAGE_DECIDED) /* what is decided holds, whatever breaks */
         return true;
     return on_message(flow, &flow->members[position], (message_kind)kind, attempt, message);
 }

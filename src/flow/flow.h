@@ -155,6 +155,14 @@ void tb__phases_enter(tb__phases *phases, tb_phase phase);
 
 enum { TB__WHY_MAX = 512 };
 
+/* A failure with its sentence, for whoever hears of it later. */
+typedef struct tb__fault {
+    tb_status status; /* TB_OK: none */
+    char why[TB__WHY_MAX];
+} tb__fault;
+
+tb__fault tb__fault_of(tb_status status, const char *why);
+
 /* One rank's part in one transfer. */
 typedef struct tb__leg {
     bool is_under_way;

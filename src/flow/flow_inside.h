@@ -1,18 +1,13 @@
-/* What the files of a flow share: flow.c (life, legs, messages), flow_attempt.c (numbers of transfers), flow_plan.c
- * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
- * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
- * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
- * flow_commit.c (shadowed receives), flow_memory.c (memory that the program invalidates), flow_unsent.c (messages that
- * could not be sent), flow_dump.c. */
+/* A flow, made of the structs that its files own: setup.h, direct.h, attempt.h and report.h; and what staged buckets
+ * (bucket.c, staged.c, reduce.c, pieces.c, sum.c), copies (copy.c), groups (group.c) and shadowed receives (commit.c)
+ * have. flow.c has its life, its legs and the dispatch of messages; recv.c and send.c the steps of a leg. */
 #ifndef TB_FLOW_FLOW_INSIDE_H
 #define TB_FLOW_FLOW_INSIDE_H
 
-#include "base/mem.h"
-#include "flow/flow.h"
-#include "ir/ir.h"
-#include "loop/region.h"
-
-#include <stdatomic.h>
+#include "flow/attempt.h"
+#include "flow/direct.h"
+#include "flow/report.h"
+#include "flow/setup.h"
 
 typedef enum message_kind {
     MESSAGE_BIND,
@@ -32,27 +27,8 @@ typedef enum message_kind {
     MESSAGE_KINDS
 } message_kind;
 
-/* An exposure's state word: attempt << 2 | state. */
-enum { EXPOSURE_READY = 1, EXPOSURE_COMPLETE = 2, EXPOSURE_REVOKED = 3 };
-
-/* Each word has a cache line. */
-enum { WORD_STRIDE = 64 };
-
-/* Where a sender keeps one of its tensors. */
-typedef struct place {
-    uint32_t tensor;
-    bool overwrites_source; /* its rank is going to overwrite it */
-    const char *why_staged; /* why it can't be read; NULL: it can */
-    tb_remote *remote;
-    char *map;           /* NULL: it must be read ... */
-    tb__mapping *reader; /* ... by this, once it is needed, from ... */
-    tb__peer *owner;     /* ... this one */
-    uint64_t offset;     /* of element (0, 0, ...), in bytes from the remote's beginning */
-    int64_t strides[TB_MAX_DIMS];
-} place;
-
 /* Another rank of the flow, or this one. */
-typedef struct member {
+struct member {
     tb__peer *peer;
     uint32_t port;
     bool is_gone;
@@ -62,62 +38,13 @@ typedef struct member {
     bool missed_message; /* a message to it could not be sent: it has to hear that the flow is broken */
     uint64_t unacked[2]; /* by leg (is_send): it has not confirmed that this attempt has failed; 0: none */
 
-    bool is_reader; /* it reads, or is sent, what we have */
-    bool has_reach, stashes;
-    _Atomic uint64_t *word; /* of what we expose to it */
-    int64_t reads_nbytes;
-    bool has_stashed, is_done, has_committed; /* in this transfer */
-
-    bool is_sender; /* we read, or are sent, what it has */
-    bool is_bound;
-    const char *why_staged; /* why nothing of it can be read; NULL: its places say that */
-    tb_remote *words;
-    _Atomic uint64_t *peer_exposure;
-    TB_VEC(place) places; /* by tensor */
-    size_t nbuckets;      /* that we get from it */
-    int64_t sends_nbytes; /* in them */
-    size_t naside;        /* of them, those to be put aside first */
-    uint64_t ready;       /* for which attempt it is */
-    size_t left, aside_left;
-    size_t gathers_until; /* so many groups have to be here before what it sent is where it belongs */
-    bool is_concluded;
+    struct member_setup setup;
+    struct member_direct direct;
 
     /* At the lead of a shadowed receive. */
     uint64_t prepared;     /* for which attempt it is */
     uint64_t store_number; /* of the store that it was at then */
-} member;
-
-/* A channel and what this rank does for it. */
-typedef struct lane {
-    const tb_channel *channel;
-    const tb_chunk *first; /* what its chunks have in common */
-    bool is_target, is_shipper, is_contributor;
-    uint32_t nsenders;
-    uint32_t *senders; /* positions of members, in the order they are combined; none: zeros */
-    uint32_t shipper;  /* position; of zeros: this rank's */
-    uint32_t parent;   /* as a target: position of who sends it, if it is staged: the shipper, or who hands it on */
-    uint32_t nchildren;
-    uint32_t *children; /* as a target: positions of those to whom this rank hands it on */
-
-    const char *why_staged; /* of the first that is; NULL: it is not */
-    bool takes_staged;      /* as a target */
-    bool overwrites_source; /* as a target: put aside before anything is written */
-    uint32_t nstaged;       /* as a source: targets that must be sent it */
-    uint32_t *staged;
-
-    size_t to_send, to_take; /* the next bucket, from the channel's first */
-    uint32_t in_flight;
-} lane;
-
-typedef struct group {
-    uint32_t number;
-    uint32_t host;  /* what the host calls it, which may be many groups */
-    size_t ordinal; /* of that, among those of this rank */
-    size_t slot;    /* how many before it are gathered; TB__NOWHERE: it is not */
-    size_t nbuckets, left;
-    const lane **lanes; /* that have buckets of it */
-    size_t nlanes;
-} group;
+};
 
 /* Staging memory is dealt out by use, so that no use can starve another. */
 typedef enum pool {
@@ -195,11 +122,6 @@ typedef struct prepared {
     size_t njobs;
 } prepared;
 
-typedef struct device_memory {
-    tb__device *device;
-    void *memory;
-} device_memory;
-
 typedef struct copying copying;
 
 typedef struct copy_run {
@@ -243,59 +165,22 @@ typedef struct stashed {
     size_t nbytes;
 } stashed;
 
-/* A transfer that the lead has begun, and what it is called. Those that follow are called by the numbers that follow,
- * up to the next entry. */
-typedef struct issued {
-    uint64_t attempt, number;
-} issued;
-
 typedef struct attempt_span {
     uint64_t first, last;
 } attempt_span;
 
-/* Attempts that have ended without success. What is said of them is said of the last one. */
-typedef struct tb__abort {
-    uint64_t first, last;
-    uint64_t number;
-    tb_status status;
-    char *why;
-} tb__abort;
-
 struct tb__flow {
     tb__flow_opts o;
     char *what;
-    tb_status broken; /* and why */
-    char why[TB__WHY_MAX];
-    tb_status failure; /* it is going to break, and why */
-    char failure_why[TB__WHY_MAX];
-    tb__task failing; /* breaks it, and tells those who have to hear of it */
     tb__flow_tensor *tensors;
     member *members;
     size_t nmembers, self, ngone;
     tb__index by_rank;
 
-    /* The plan. */
-    bool is_planned, is_bound, is_reached;
-    tb_ir *ir;
-    tb__arena arena;
-    lane *lanes; /* as many as the IR has channels */
-    TB_VEC(group) groups;
-    bool *overwritten; /* per tensor: this rank is going to overwrite its source */
-    bool overwrites_any_source;
-    bool overwrites_live;                    /* sources that the snapshot is taken of */
-    tb__region **src_regions, **dst_regions; /* per tensor; NULL: empty */
-    tb__region *words_region;
-    char *words;
-    uint64_t snapshot_attempt; /* that was taken for this one, or is being taken ... */
-    bool is_taking_snapshot;   /* ... now */
-    tb_binding *snapshot_of;   /* per tensor: the live tensor, where src is the snapshot */
-    tb__index by_bucket;       /* of buckets that may be announced, by their first chunk */
-
-    /* Numbers. Attempts are the flow's own, one after the other; what they are called is the batch's business. */
-    uint64_t started;
-    TB_VEC(issued) starts;             /* ascending */
-    uint64_t last_sent, last_received; /* attempts that legs of this rank have had */
-    TB_VEC(tb__abort) aborts;          /* ascending */
+    struct flow_setup setup;
+    struct flow_direct direct;
+    struct flow_attempts attempts;
+    struct flow_report report;
 
     /* Shadowed receives. */
     tb_binding *shadow_of; /* per tensor: the live one, where dst is the shadow */
@@ -327,26 +212,23 @@ struct tb__flow {
 
     /* One transfer each. */
     tb__leg send, recv;
-    bool send_is_exposed;
-    uint64_t writable_attempt; /* the last attempt for which sources may be overwritten */
-    size_t readers_left, committers_left;
-    size_t sends_left;   /* staged buckets, over all lanes */
-    int64_t largest_out; /* of what is packed, a bucket */
-    uint32_t next_lane_out, next_lane_in;
+    uint64_t snapshot_attempt; /* that was taken for this one, or is being taken ... */
+    bool is_taking_snapshot;   /* ... now */
+    size_t sends_left;         /* staged buckets, over all lanes */
+    int64_t largest_out;       /* of what is packed, a bucket */
+    uint32_t next_lane_out;
     size_t groups_done, slots_done; /* groups that are here, and of them those that were gathered */
     size_t hosts_taken;             /* groups of the host's, by the host ... */
     bool takes_all;                 /* ... as soon as they are there */
     char *slots;                    /* memory to gather in */
     size_t buckets_left;
-    bool *is_taken;        /* per bucket that is handed on: it was asked for */
-    size_t nrelays;        /* staged_buckets that are being handed on */
-    int64_t largest_relay; /* bytes of a bucket; 0: this rank hands nothing on */
+    bool *is_taken; /* per bucket that is handed on: it was asked for */
+    size_t nrelays; /* staged_buckets that are being handed on */
     TB_VEC(stashed) stash;
     TB_VEC(announcement) announcements;
     staged_bucket *staged_buckets;
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    int64_t staged, staged_most;  /* of all pools together, now and ever */
-    TB_VEC(device_memory) beside; /* snapshots and shadows */
+    int64_t staged, staged_most; /* of all pools together, now and ever */
     prepared prepared[COPY_KINDS];
     copying *copyings;
     size_t ncopyings;               /* those whose end is being dealt with included */
@@ -361,67 +243,19 @@ void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, u
 void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack);
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt);
 void tb__flow_no_room(tb__flow *flow, const member *from); /* for a message of its: the flow breaks, soon */
-/* Plans, the first time. A failure breaks the flow. */
-bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
 /* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
  * told: the leg waits for that, a moment, and fails with its own sentence only if nobody says more. */
 void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status);
-/* Whether something has come about that ends the leg; what, is in tb_error_detail. `tells`: others have to hear of it.
- */
-tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 /* Ends a leg that may end, with the sentence in tb_error_detail. Others are told `told`; NULL: they know. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told);
 /* What is left to do of a leg that ends, when its last copying is done. */
 void tb__flow_close_leg(tb__flow *flow, bool is_send);
-/* This rank's reason, for others. */
-enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
-const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
-/* Whether the rank is on another host, so that its memory can't be reached. */
-bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
 /* That a member is gone, and why. */
 tb_status tb__member_is_gone(const member *m);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
 
-/* flow_attempt.c */
-/* False: there is no memory for it. */
-bool tb__flow_note_start(tb__flow *flow, uint64_t attempt, uint64_t number);
-/* Of the last one that was begun, as far as this rank knows. */
-uint64_t tb__flow_last_number(const tb__flow *flow);
-/* The last attempt that a leg of this rank has had. */
-uint64_t *tb__flow_last_of(tb__flow *flow, bool is_send);
-/* The first attempt after that one that has not ended. */
-uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send);
-void tb__flow_skip_ended(tb__flow *flow, bool is_send);
-/* Gives a leg that waits for a number the next one, if there is one. */
-bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
-/* That the attempt was given up, for legs that have it, or will. */
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
-const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
-/* All have been told that the leg has failed: waits until they have heard it. */
-void tb__flow_await_abort_acks(tb__flow *flow, bool is_send);
-void tb__flow_ack_abort(tb__flow *flow, member *to, uint64_t attempt);
-void tb__flow_on_abort_ack(member *from, uint64_t attempt);
-bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send);
-
-/* flow_wait.c: whether a leg can't end well without the member. */
-bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);
-
-/* flow_plan.c */
-tb_status tb__flow_plan(tb__flow *flow);
-/* Binds sources, or targets, to memory of the same device beside their own. *out is what they were bound to before; it
- * is the caller's, also after a failure. */
-tb_status tb__flow_bind_beside(tb__flow *flow, bool is_src, const bool *has, tb_binding **out);
-void tb__flow_unplan(tb__flow *flow);
-
-/* flow_bind.c */
-tb_status tb__flow_send_binds(tb__flow *flow);
-bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
-bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
-void tb__flow_unbind(tb__flow *flow);
-place *tb__member_place(const member *m, uint32_t tensor);
-
-/* flow_copy.c */
+/* copy.c */
 /* Made ready to be run, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
 void tb__flow_release_copies(tb__flow *flow); /* no copying is under way */
@@ -447,36 +281,21 @@ int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *o
 /* Where the n-th run of a box that begins at `start` begins. */
 void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
 
-/* flow_group.c */
-tb_status tb__flow_count_groups(tb__flow *flow);
+/* group.c */
 tb_status tb__flow_open_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
-/* Tells senders that they are not needed any more. */
-tb_status tb__flow_conclude(tb__flow *flow);
 /* One bucket of the group is here. */
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
 /* Hands the next group on, if it is complete and was gathered. */
 tb_status tb__flow_hand_on(tb__flow *flow, bool *did);
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 
-/* flow_send.c, flow_recv.c */
-/* Whether what was read of the group was good: none of its senders has withdrawn it. */
-tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g);
+/* send.c, recv.c */
 bool tb__flow_step_send(tb__flow *flow);
-bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* it needs this rank no more */
-void tb__flow_read_word(tb__flow *flow, member *reader); /* of one that is gone: it may have completed its exposure */
-void tb__flow_conclude_gone(tb__flow *flow, member *sender); /* if all that comes from it is here */
 bool tb__flow_step_recv(tb__flow *flow);
 /* Something of the receive has been done, or has failed. */
 void tb__flow_end_step_recv(tb__flow *flow, tb_status status);
-void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is being sent */
-void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
-void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt);
-void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_end_recv(tb__flow *flow);
-bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
-/* Whether this rank's targets may be written: nobody still reads what they overwrite. */
-bool tb__flow_may_write(const tb__flow *flow);
 /* Whether the window has room for it. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);
 /* A bucket is in the tensors. */
@@ -488,7 +307,7 @@ tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffe
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
                          const char *why);
 
-/* flow_commit.c */
+/* commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
 bool tb__flow_has_shadow(const tb__flow *flow, size_t tensor);
 /* All of a shadowed receive is here. */
@@ -503,7 +322,7 @@ bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, t
 /* A member that is gone and without whom it can't be decided well; NULL: none. */
 const member *tb__flow_find_missing(const tb__flow *flow);
 
-/* flow_parcel.c */
+/* bucket.c */
 lane *tb__flow_lane(tb__flow *flow, size_t bucket);
 const tb_chunk *tb__flow_first_chunk(const tb__flow *flow, size_t bucket);
 size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
@@ -524,28 +343,25 @@ bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_drop_staged(tb__flow *flow, bool is_send);
 void tb__flow_drop_sends(tb__flow *flow, const member *to); /* buckets that one that is gone has not asked for */
 
-/* flow_stage.c */
+/* staged.c */
 void tb__flow_open_out(tb__flow *flow);
 bool tb__flow_step_out(tb__flow *flow); /* packs and announces */
 bool tb__flow_step_in(tb__flow *flow);  /* asks for what was announced, unpacks what came, and hands it on */
 staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t bucket);
 
-/* flow_pieces.c: a bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of
+/* pieces.c: a bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of
  * its targets. Whoever calls frees the pieces; NULL: it needs a buffer. */
 tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
 
-/* flow_unsent.c: breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
-void tb__flow_fail_later(tb__flow *flow, tb_status status);
-
-/* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was invalidated. */
+/* memory.c: TB_INVALID, by name, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
 
-/* flow_reduce.c */
+/* reduce.c */
 bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
 /* The order of reductions: the same on every rank. */
 bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b);
 
-/* flow_sum.c. 0 where there are no checksums. */
+/* sum.c. 0 where there are no checksums. */
 uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);
 /* Whether what came is what was sent. */
 tb_status tb__flow_check_sums(const staged_bucket *p);

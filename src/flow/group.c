@@ -10,7 +10,8 @@ static int compare_groups(const void *a, const void *b) {
 
 static bool is_gathered(const tb__flow *flow, const tb_bucket *bucket) {
     for (size_t i = 0; i < bucket->nentries; i++) {
-        if (flow->tensors[flow->ir->chunks[flow->ir->entries[bucket->first_entry + i].chunk].tensor].is_gathered)
+        if (flow->tensors[flow->setup.ir->chunks[flow->setup.ir->entries[bucket->first_entry + i].chunk].tensor]
+                .is_gathered)
             return true;
     }
     return false;
@@ -19,35 +20,35 @@ static bool is_gathered(const tb__flow *flow, const tb_bucket *bucket) {
 /* The first group that is not before the one the host calls so. */
 static size_t find_host(const tb__flow *flow, uint32_t host) {
     size_t i = 0;
-    TB_BISECT(i, flow->groups.count, flow->groups.item[i].host >= host);
+    TB_BISECT(i, flow->setup.groups.count, flow->setup.groups.item[i].host >= host);
     return i;
 }
 
 static size_t count_hosts(const tb__flow *flow) {
-    return flow->groups.count ? flow->groups.item[flow->groups.count - 1].ordinal + 1 : 0;
+    return flow->setup.groups.count ? flow->setup.groups.item[flow->setup.groups.count - 1].ordinal + 1 : 0;
 }
 
 static size_t ordinal_at(const tb__flow *flow, size_t at) {
-    return at < flow->groups.count ? flow->groups.item[at].ordinal : count_hosts(flow);
+    return at < flow->setup.groups.count ? flow->setup.groups.item[at].ordinal : count_hosts(flow);
 }
 
 static size_t find_group(const tb__flow *flow, uint32_t number) {
     size_t i = 0;
-    TB_BISECT(i, flow->groups.count, flow->groups.item[i].number >= number);
+    TB_BISECT(i, flow->setup.groups.count, flow->setup.groups.item[i].number >= number);
     return i;
 }
 
 /* Until when senders of what is gathered are needed. */
 static void set_gatherings(tb__flow *flow) {
-    for (size_t i = 0; i < flow->ir->nbuckets; i++) {
-        const tb_bucket *bucket = &flow->ir->buckets[i];
-        const lane *l = &flow->lanes[bucket->channel];
+    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
+        const tb_bucket *bucket = &flow->setup.ir->buckets[i];
+        const lane *l = &flow->setup.lanes[bucket->channel];
         size_t until = l->is_target ? find_group(flow, bucket->group) + 1 : 0;
-        if (until == 0 || flow->groups.item[until - 1].slot == TB__NOWHERE)
+        if (until == 0 || flow->setup.groups.item[until - 1].slot == TB__NOWHERE)
             continue;
         for (uint32_t j = 0; j < l->nsenders; j++) {
             member *m = &flow->members[l->senders[j]];
-            m->gathers_until = until > m->gathers_until ? until : m->gathers_until;
+            m->setup.gathers_until = until > m->setup.gathers_until ? until : m->setup.gathers_until;
         }
     }
 }
@@ -55,12 +56,12 @@ static void set_gatherings(tb__flow *flow) {
 /* Which lanes have buckets of each group. Groups never fall within a channel. */
 static tb_status list_lanes(tb__flow *flow) {
     for (int pass = 0; pass < 2; pass++) {
-        for (size_t i = 0; i < flow->ir->nchannels; i++) {
-            const lane *l = &flow->lanes[i];
+        for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+            const lane *l = &flow->setup.lanes[i];
             const group *last = NULL;
             for (size_t j = 0; l->is_target && j < l->channel->nbuckets; j++) {
-                uint32_t number = flow->ir->buckets[l->channel->first_bucket + j].group;
-                group *g = &flow->groups.item[find_group(flow, number)];
+                uint32_t number = flow->setup.ir->buckets[l->channel->first_bucket + j].group;
+                group *g = &flow->setup.groups.item[find_group(flow, number)];
                 if (g == last)
                     continue;
                 if (pass == 1)
@@ -69,9 +70,9 @@ static tb_status list_lanes(tb__flow *flow) {
                 last = g;
             }
         }
-        for (size_t i = 0; pass == 0 && i < flow->groups.count; i++) {
-            group *g = &flow->groups.item[i];
-            g->lanes = tb__arena_alloc(&flow->arena, g->nlanes, sizeof *g->lanes);
+        for (size_t i = 0; pass == 0 && i < flow->setup.groups.count; i++) {
+            group *g = &flow->setup.groups.item[i];
+            g->lanes = tb__arena_alloc(&flow->setup.arena, g->nlanes, sizeof *g->lanes);
             g->nlanes = 0;
             if (!g->lanes)
                 return TB_NO_MEMORY;
@@ -82,15 +83,15 @@ static tb_status list_lanes(tb__flow *flow) {
 
 /* The groups of what this rank receives, ascending. */
 tb_status tb__flow_count_groups(tb__flow *flow) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     for (size_t i = 0; i < ir->nbuckets; i++) {
         const tb_bucket *bucket = &ir->buckets[i];
         group new = {.number = bucket->group, .nbuckets = 1, .slot = is_gathered(flow, bucket) ? 0 : TB__NOWHERE};
-        if (flow->lanes[bucket->channel].is_target && !tb__vec_push(&flow->groups, new))
+        if (flow->setup.lanes[bucket->channel].is_target && !tb__vec_push(&flow->setup.groups, new))
             return TB_NO_MEMORY;
     }
-    group *g = flow->groups.item;
-    size_t n = flow->groups.count, kept = 0, slots = 0;
+    group *g = flow->setup.groups.item;
+    size_t n = flow->setup.groups.count, kept = 0, slots = 0;
     if (n)
         qsort(g, n, sizeof *g, compare_groups);
     for (size_t i = 0; i < n; i++) {
@@ -101,7 +102,7 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
             g[kept++] = g[i];
         }
     }
-    flow->groups.count = kept;
+    flow->setup.groups.count = kept;
     for (size_t i = 0; i < kept; i++) {
         g[i].host = flow->o.host_groups ? flow->o.host_groups[g[i].number] : g[i].number;
         g[i].ordinal = i ? g[i - 1].ordinal + (g[i].host != g[i - 1].host) : 0;
@@ -115,9 +116,9 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
 
 tb_status tb__flow_open_groups(tb__flow *flow) {
     bool gathers = false;
-    for (size_t i = 0; i < flow->groups.count; i++) {
-        flow->groups.item[i].left = flow->groups.item[i].nbuckets;
-        gathers |= flow->groups.item[i].slot != TB__NOWHERE;
+    for (size_t i = 0; i < flow->setup.groups.count; i++) {
+        flow->setup.groups.item[i].left = flow->setup.groups.item[i].nbuckets;
+        gathers |= flow->setup.groups.item[i].slot != TB__NOWHERE;
     }
     flow->groups_done = flow->slots_done = 0;
     if (gathers && !flow->slots)
@@ -128,7 +129,7 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
 /* ---- Windows --------------------------------------------------------------------------------------------------- */
 
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
-    const group *g = &flow->groups.item[find_group(flow, bucket->group)];
+    const group *g = &flow->setup.groups.item[find_group(flow, bucket->group)];
     if (g->slot != TB__NOWHERE && g->slot >= flow->slots_done + flow->o.gather.nslots)
         return false;
     if (flow->o.group_window == 0)
@@ -154,7 +155,7 @@ void tb__flow_take_groups(tb__flow *flow, uint32_t host) {
 /* ---- Arrivals -------------------------------------------------------------------------------------------------- */
 
 static group *next_complete(tb__flow *flow) {
-    group *next = flow->groups_done < flow->groups.count ? &flow->groups.item[flow->groups_done] : NULL;
+    group *next = flow->groups_done < flow->setup.groups.count ? &flow->setup.groups.item[flow->groups_done] : NULL;
     return next && next->left == 0 ? next : NULL;
 }
 
@@ -173,7 +174,7 @@ static tb_status advance(tb__flow *flow) {
 }
 
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number) {
-    flow->groups.item[find_group(flow, number)].left--;
+    flow->setup.groups.item[find_group(flow, number)].left--;
     return advance(flow);
 }
 
@@ -182,7 +183,7 @@ static char *slot_of(const tb__flow *flow, const group *g) {
 }
 
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk) {
-    return slot_of(flow, &flow->groups.item[find_group(flow, chunk->group)]);
+    return slot_of(flow, &flow->setup.groups.item[find_group(flow, chunk->group)]);
 }
 
 tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {

@@ -32,8 +32,8 @@ static bool add_entries(const tb__flow *flow, const tb_bucket *bucket, bool is_t
     size_t most = (size_t)bucket->total_bytes / LEAST_MEAN_RUN + 1;
     int64_t at = 0;
     for (size_t i = 0; i < bucket->nentries; i++) {
-        const tb_bucket_entry *entry = &flow->ir->entries[bucket->first_entry + i];
-        const tb_chunk *chunk = &flow->ir->chunks[entry->chunk];
+        const tb_bucket_entry *entry = &flow->setup.ir->entries[bucket->first_entry + i];
+        const tb_chunk *chunk = &flow->setup.ir->chunks[entry->chunk];
         const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
         const tb_binding *b = is_target ? &t->dst : &t->src;
         if (b->dtype != chunk->wire_dtype || (is_target && t->is_gathered) ||
@@ -52,7 +52,7 @@ tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_
     pieces list = {0};
     if (flow->o.staged || flow->o.checksum || l->first->is_coded || l->nsenders != 1)
         return NULL;
-    if (!add_entries(flow, &flow->ir->buckets[bucket], is_target, flow->gaps[is_target], &list)) {
+    if (!add_entries(flow, &flow->setup.ir->buckets[bucket], is_target, flow->gaps[is_target], &list)) {
         free(list.item);
         return NULL;
     }

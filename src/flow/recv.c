@@ -1,14 +1,9 @@
-/* The receiving side of one transfer: read what is ready, put aside what has to be, write, and say so. */
+/* The steps of a receive: read what is ready, take what was sent, write what was put aside, and arrive. */
 #include "flow/flow_inside.h"
 
-#include <inttypes.h>
 #include <string.h>
 
-/* ---- What may be done ------------------------------------------------------------------------------------------ */
-
-bool tb__flow_may_write(const tb__flow *flow) {
-    return (!flow->overwrites_any_source && !flow->overwrites_live) || flow->writable_attempt >= flow->recv.attempt;
-}
+enum { MOST_COPYINGS = 2 }; /* under way: a rank that is ready late does not wait for all that was there before */
 
 /* What is put aside is not in the tensors yet. It must not wait for groups to be taken, for nothing arrives before all
  * of it was put aside. */
@@ -16,225 +11,25 @@ bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucke
     return l->overwrites_source || tb__flow_is_in_window(flow, bucket);
 }
 
-/* ---- What has been done ---------------------------------------------------------------------------------------- */
-
-static tb_status withdrew(const tb__flow *flow, const member *m) {
-    return tb__fail(TB_CANCELLED, "%s withdrew %s while it was being read", m->peer->label, flow->what);
-}
-
-/* All that comes from this sender is here: completes its exposure. */
-static tb_status complete_exposure(tb__flow *flow, member *m) {
-    uint64_t attempt = flow->recv.attempt, ready = attempt << 2 | EXPOSURE_READY;
-    if (m->peer_exposure && !atomic_compare_exchange_strong(m->peer_exposure, &ready, attempt << 2 | EXPOSURE_COMPLETE))
-        return withdrew(flow, m);
-    m->is_concluded = true;
-    m->peer->moved[0] += (uint64_t)m->sends_nbytes;
-    return TB_OK;
-}
-
-static tb_status conclude(tb__flow *flow, member *m) {
-    TB_TRY(complete_exposure(flow, m));
-    tb__flow_tell(flow, m, MESSAGE_DONE, flow->recv.attempt);
-    return TB_OK;
-}
-
-/* What was read of it may still have to be handed on; that needs it no more. Its word can be read, although its memory
- * is lost: the mapping stays. */
-void tb__flow_conclude_gone(tb__flow *flow, member *m) {
-    bool has_all = flow->recv.is_under_way && flow->recv.attempt && m->is_sender && !m->is_concluded && m->left == 0;
-    if (has_all)
-        (void)complete_exposure(flow, m); /* else it is needed, and the leg fails by that */
-}
-
-tb_status tb__flow_conclude(tb__flow *flow) {
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        member *m = &flow->members[i];
-        if (m->is_sender && !m->is_concluded && m->left == 0 && flow->groups_done >= m->gathers_until)
-            TB_TRY(conclude(flow, m));
-    }
-    return TB_OK;
-}
-
-tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g) {
-    uint64_t ready = flow->recv.attempt << 2 | EXPOSURE_READY;
-    for (size_t i = 0; i < g->nlanes; i++) {
-        const lane *l = g->lanes[i];
-        for (uint32_t j = 0; j < l->nsenders; j++) {
-            const member *m = &flow->members[l->senders[j]];
-            if (!m->is_concluded && m->ready == flow->recv.attempt && m->peer_exposure &&
-                atomic_load(m->peer_exposure) != ready)
-                return withdrew(flow, m);
-        }
-    }
-    return TB_OK;
-}
-
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     flow->buckets_left--;
-    TB_TRY(tb__flow_count_group(flow, flow->ir->buckets[bucket].group));
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        member *m = &flow->members[l->senders[i]];
-        if (--m->left == 0 && flow->groups_done >= m->gathers_until)
-            TB_TRY(conclude(flow, m));
-    }
-    return TB_OK;
+    TB_TRY(tb__flow_count_group(flow, flow->setup.ir->buckets[bucket].group));
+    return tb__flow_count_arrived(flow, l);
 }
 
 tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
     if (!tb__vec_push(&flow->stash, (stashed){l, bucket, buffer, nbytes}))
         return TB_NO_MEMORY;
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        member *m = &flow->members[l->senders[i]];
-        if (--m->aside_left == 0)
-            tb__flow_tell(flow, m, MESSAGE_STASHED, flow->recv.attempt);
-    }
+    tb__flow_count_aside(flow, l);
     return TB_OK;
 }
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
-static bool are_ready(const tb__flow *flow, const lane *l) {
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        if (flow->members[l->senders[i]].ready != flow->recv.attempt)
-            return false;
-    }
-    return true;
-}
-
-/* So many bytes are read by one copying, and so many copyings are under way: the leg shows how far it has come, and a
- * rank that is ready late does not wait for all that was there before. */
-enum { COPYING_BYTES = 256 << 20, MOST_COPYINGS = 2 };
-
-static bool can_read(const tb__flow *flow, const lane *l) {
-    return l->is_target && !l->takes_staged && l->to_take < l->channel->nbuckets && are_ready(flow, l) &&
-           (l->overwrites_source || tb__flow_may_write(flow)) &&
-           tb__flow_admits(flow, l, &flow->ir->buckets[l->channel->first_bucket + l->to_take]);
-}
-
-/* The next lane that can be read, round and round, so that no sender waits for all others. */
-static lane *find_ready(tb__flow *flow) {
-    size_t n = flow->ir->nchannels;
-    for (size_t i = 0; i < n; i++) {
-        size_t at = (flow->next_lane_in + i) % n;
-        if (!can_read(flow, &flow->lanes[at]))
-            continue;
-        flow->next_lane_in = (uint32_t)((at + 1) % n);
-        return &flow->lanes[at];
-    }
-    return NULL;
-}
-
-/* Where memory that was to be read has been invalidated: the tensor in this bucket, and its rank. */
-static tb_status name_invalidated_tensor(tb__flow *flow, size_t bucket, tb_status status) {
-    const lane *l = tb__flow_lane(flow, bucket);
-    const tb_bucket *b = &flow->ir->buckets[bucket];
-    for (size_t i = 0; i < b->nentries; i++) {
-        uint32_t tensor = flow->ir->chunks[flow->ir->entries[b->first_entry + i].chunk].tensor;
-        for (uint32_t j = 0; j < l->nsenders; j++) {
-            const member *m = &flow->members[l->senders[j]];
-            const place *p = tb__member_place(m, tensor);
-            if (p && p->remote && !tb__transport_is_valid(m->peer->transport, p->remote))
-                return tb__fail(m->peer->is_lost ? TB_LOST : TB_INVALID,
-                                "the memory of tensor '%.100s' on %s was invalidated; make %s again",
-                                flow->tensors[tensor].spec.name, m->peer->label, flow->what);
-        }
-    }
-    return status;
-}
-
-static tb_status name_invalidated(tb__flow *flow, const copying *c, tb_status status) {
-    for (size_t i = 0; i < c->nparts && status == TB_INVALID; i++)
-        status = name_invalidated_tensor(flow, c->parts[i], status);
-    return status;
-}
-
-static void end_read(copying *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    if (flow->recv.is_ending)
-        return;
-    status = name_invalidated(flow, c, status);
-    for (size_t i = 0; i < c->nparts && status == TB_OK; i++) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[i]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
-    }
-    tb__flow_end_step_recv(flow, status);
-}
-
-static void end_aside(copying *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    if (status == TB_OK && !flow->recv.is_ending)
-        status = tb__flow_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
-    else
-        tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
-    if (!flow->recv.is_ending)
-        tb__flow_end_step_recv(flow, name_invalidated(flow, c, status));
-}
-
-static tb_status read_aside(tb__flow *flow, lane *l) {
-    size_t index = l->channel->first_bucket + l->to_take, nbytes = (size_t)flow->ir->buckets[index].total_bytes;
-    copying *c = tb__flow_new_copying(flow, false, COPY_ASIDE, 1);
-    char *buffer = c ? tb__flow_stage(flow, POOL_STASH, nbytes) : NULL;
-    if (!buffer) {
-        tb__flow_drop_copying(c);
-        return TB_NO_MEMORY;
-    }
-    c->parts[c->nparts++] = (uint32_t)index;
-    c->to = buffer;
-    c->nbytes = nbytes;
-    c->end = end_aside;
-    l->to_take++;
-    tb_status status = tb__flow_start_copying(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, buffer, nbytes);
-    return status;
-}
-
-/* Of this rank with itself: by way of a buffer, as if it came from another. */
-static tb_status convert_own(tb__flow *flow, lane *l) {
-    size_t index = l->channel->first_bucket + l->to_take++;
-    char *buffer = tb__malloc((size_t)flow->ir->buckets[index].total_bytes, 1);
-    tb_status status = buffer ? tb__flow_convert(flow, false, index, buffer, true) : TB_NO_MEMORY;
-    if (status == TB_OK)
-        status = tb__flow_convert(flow, false, index, buffer, false);
-    free(buffer);
-    return status == TB_OK ? tb__flow_bucket_arrived(flow, l, index) : status;
-}
-
-/* All that is ready and of one group, beginning with this lane. */
-static tb_status read_buckets(tb__flow *flow, lane *first) {
-    size_t n = flow->ir->nchannels, count = 0;
-    uint32_t number = flow->ir->buckets[first->channel->first_bucket + first->to_take].group;
-    int64_t nbytes = 0;
-    for (size_t i = 0; i < n; i++)
-        count += flow->lanes[i].is_target ? flow->lanes[i].channel->nbuckets - flow->lanes[i].to_take : 0;
-    copying *c = tb__flow_new_copying(flow, false, COPY_DIRECT, count);
-    if (!c)
-        return TB_NO_MEMORY;
-    for (size_t i = 0; i < n && nbytes < COPYING_BYTES; i++) {
-        lane *l = &flow->lanes[((size_t)(first - flow->lanes) + i) % n];
-        while (nbytes < COPYING_BYTES && !l->overwrites_source && !l->first->is_coded && can_read(flow, l)) {
-            size_t index = l->channel->first_bucket + l->to_take;
-            if (flow->ir->buckets[index].group != number)
-                break;
-            nbytes += flow->ir->buckets[index].total_bytes;
-            c->parts[c->nparts++] = (uint32_t)index;
-            l->to_take++;
-        }
-    }
-    c->end = end_read;
-    return tb__flow_start_copying(c);
-}
-
-static tb_status read_some(tb__flow *flow, lane *l) {
-    if (l->overwrites_source)
-        return read_aside(flow, l);
-    return l->first->is_coded ? convert_own(flow, l) : read_buckets(flow, l);
-}
-
 /* What was put aside and may be written now; NULL: nothing. */
 static stashed *find_writable(tb__flow *flow) {
     for (size_t i = flow->stash.count; i-- > 0 && tb__flow_may_write(flow);) {
-        if (tb__flow_is_in_window(flow, &flow->ir->buckets[flow->stash.item[i].bucket]))
+        if (tb__flow_is_in_window(flow, &flow->setup.ir->buckets[flow->stash.item[i].bucket]))
             return &flow->stash.item[i];
     }
     return NULL;
@@ -273,19 +68,13 @@ static tb_status write_stash(tb__flow *flow, stashed *at) {
 static tb_status open_transfer(tb__flow *flow) {
     TB_TRY(tb__flow_check_memory(flow, false));
     flow->buckets_left = 0;
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        flow->lanes[i].to_take = 0;
-        flow->buckets_left += flow->lanes[i].is_target ? flow->lanes[i].channel->nbuckets : 0;
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        flow->buckets_left += l->is_target ? l->channel->nbuckets : 0;
     }
     TB_TRY(tb__flow_open_groups(flow));
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        member *m = &flow->members[i];
-        m->left = m->nbuckets;
-        m->aside_left = m->naside;
-        m->is_concluded = false;
-    }
-    memset(flow->is_taken, 0, flow->ir->nbuckets * sizeof *flow->is_taken);
-    flow->next_lane_in = flow->ir->nchannels ? (uint32_t)flow->self % (uint32_t)flow->ir->nchannels : 0;
+    tb__flow_open_reads(flow);
+    memset(flow->is_taken, 0, flow->setup.ir->nbuckets * sizeof *flow->is_taken);
     /* What was announced for transfers that are over will never be asked for. */
     size_t kept = 0;
     for (size_t i = 0; i < flow->announcements.count; i++) {
@@ -318,21 +107,21 @@ static tb_status arrive(tb__flow *flow) {
 }
 
 static bool has_all(const tb__flow *flow) {
-    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count;
+    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->setup.groups.count;
 }
 
 static bool step(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (tb__flow_try_reach(flow))
         return true;
-    if (!flow->is_reached)
+    if (!flow->setup.is_reached)
         return false;
     if (!leg->attempt) {
         if (!tb__flow_take_attempt(flow, false))
             return false;
-        tb_status writable_attempt = open_transfer(flow);
-        if (writable_attempt != TB_OK)
-            tb__flow_abort(flow, false, writable_attempt);
+        tb_status opened = open_transfer(flow);
+        if (opened != TB_OK)
+            tb__flow_abort(flow, false, opened);
         return true; /* from now on it needs others than before, who may be gone already: the next step looks */
     }
     bool did = false;
@@ -343,13 +132,13 @@ static bool step(tb__flow *flow) {
     }
     if (did || has_all(flow))
         return did;
-    lane *l = NULL;
     stashed *aside = leg->ncopying < MOST_COPYINGS ? find_writable(flow) : NULL;
+    did = aside != NULL;
     if (aside)
         status = write_stash(flow, aside);
-    else if (leg->ncopying < MOST_COPYINGS && (l = find_ready(flow)))
-        status = read_some(flow, l);
-    else
+    else if (leg->ncopying < MOST_COPYINGS)
+        status = tb__flow_step_reads(flow, &did);
+    if (!did)
         return (flow->buckets_left > 0 || flow->nrelays > 0) &&
                (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
     if (status != TB_OK)

@@ -6,7 +6,7 @@
 
 bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b) {
     const tb_chunk *x = tb__flow_first_chunk(flow, a), *y = tb__flow_first_chunk(flow, b);
-    uint32_t gx = flow->ir->buckets[a].group, gy = flow->ir->buckets[b].group;
+    uint32_t gx = flow->setup.ir->buckets[a].group, gy = flow->setup.ir->buckets[b].group;
     if (gx != gy)
         return gx < gy;
     return x->id != y->id ? x->id < y->id : x->part < y->part;
@@ -25,8 +25,8 @@ static size_t *position(lane *l, bool is_send) {
 
 static lane *choose_reduction(tb__flow *flow, bool is_send) {
     lane *best = NULL;
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        lane *l = &flow->lanes[i];
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        lane *l = &flow->setup.lanes[i];
         size_t at = *position(l, is_send);
         if (reduces(l, is_send) && at < l->channel->nbuckets &&
             (!best || tb__flow_is_before(flow, l->channel->first_bucket + at,
@@ -39,14 +39,15 @@ static lane *choose_reduction(tb__flow *flow, bool is_send) {
 /* Memory for all contributions to a bucket, and for what becomes of them. */
 static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *did) {
     size_t index = l->channel->first_bucket + *position(l, is_send);
-    const tb_bucket *bucket = &flow->ir->buckets[index];
+    const tb_bucket *bucket = &flow->setup.ir->buckets[index];
     pool from = is_send ? POOL_REDUCE : POOL_COMBINE, to = is_send ? POOL_REDUCE : POOL_STASH;
     size_t raw = (size_t)tb__flow_raw_size(flow, bucket), inputs = raw * (l->nsenders - 1);
     size_t output = is_send || l->overwrites_source ? (size_t)bucket->total_bytes : 0;
     bool fits = from == to ? tb__flow_has_room(flow, from, inputs + output)
                            : tb__flow_has_room(flow, from, inputs) && tb__flow_has_room(flow, to, output);
     if (!fits || (is_send && l->in_flight >= l->channel->max_in_flight) ||
-        (!is_send && (flow->members[flow->self].ready != flow->recv.attempt || !tb__flow_admits(flow, l, bucket))))
+        (!is_send &&
+         (flow->members[flow->self].direct.ready != flow->recv.attempt || !tb__flow_admits(flow, l, bucket))))
         return TB_OK;
     staged_bucket *p = tb__staged_bucket_create(flow, l, index, is_send, l->nsenders - 1);
     if (!p)

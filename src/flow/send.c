@@ -1,51 +1,15 @@
-/* The sending side of one transfer: expose, serve, wait until everybody is done. */
+/* The steps of a send: take the snapshot, expose the tensors, send what is staged, until everybody is done. */
 #include "flow/flow_inside.h"
-
-#include <inttypes.h>
-
-static uint64_t word_of(uint64_t attempt, unsigned state) {
-    return attempt << 2 | state;
-}
-
-static bool all_have_reach(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_reader && !flow->members[i].has_reach)
-            return false;
-    }
-    return true;
-}
 
 static void open_lanes(tb__flow *flow) {
     flow->sends_left = 0;
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        lane *l = &flow->lanes[i];
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        lane *l = &flow->setup.lanes[i];
         l->to_send = 0;
         if ((l->is_contributor || (l->is_shipper && !l->is_target)) && l->nstaged)
             flow->sends_left += l->channel->nbuckets;
     }
     tb__flow_open_out(flow);
-}
-
-/* Once nobody needs what this rank is going to overwrite any more, it may. A rank whose sources are out of reach, in a
- * snapshot, waits for nobody: readers put things aside for reasons of their own, too, and may need this rank to get
- * there. */
-static void try_open(tb__flow *flow) {
-    for (size_t i = 0; flow->overwrites_any_source && i < flow->nmembers; i++) {
-        if (flow->members[i].is_reader && flow->members[i].stashes && !flow->members[i].has_stashed)
-            return;
-    }
-    flow->writable_attempt = flow->send.attempt;
-}
-
-void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt) {
-    if (!flow->send_is_exposed || flow->send.attempt != attempt)
-        return;
-    from->has_stashed = true;
-    try_open(flow);
-}
-
-static void note_served(tb__flow *flow) {
-    flow->send.is_complete = flow->readers_left == 0 && flow->committers_left == 0;
 }
 
 static void end_snapshot(copying *c, tb_status status) {
@@ -67,81 +31,21 @@ static tb_status take_snapshot(tb__flow *flow) {
     return status;
 }
 
-static tb_status expose(tb__flow *flow) {
-    tb__leg *leg = &flow->send;
-    open_lanes(flow);
-    flow->readers_left = flow->committers_left = 0;
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        member *m = &flow->members[i];
-        if (!m->is_reader)
-            continue;
-        m->has_stashed = m->is_done = m->has_committed = false;
-        flow->readers_left++;
-        flow->committers_left += flow->o.shadow.is_used;
-        atomic_store(m->word, word_of(leg->attempt, EXPOSURE_READY));
-    }
-    flow->send_is_exposed = true;
-    try_open(flow);
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].is_reader)
-            tb__flow_tell(flow, &flow->members[i], MESSAGE_READY, leg->attempt);
-    }
-    leg->is_released = flow->snapshot_of != NULL;
-    note_served(flow);
-    return TB_OK;
-}
-
-void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
-    if (!flow->send_is_exposed || flow->send.attempt != attempt || from->is_done || !from->is_reader)
-        return;
-    tb__flow_on_stashed(flow, from, attempt); /* of one that is gone, the message may be lost */
-    from->is_done = true;
-    flow->readers_left--;
-    flow->send.bytes_done += from->reads_nbytes;
-    from->peer->moved[1] += (uint64_t)from->reads_nbytes;
-    note_served(flow);
-}
-
-void tb__flow_read_word(tb__flow *flow, member *reader) {
-    if (reader->word && atomic_load(reader->word) == word_of(flow->send.attempt, EXPOSURE_COMPLETE))
-        tb__flow_on_done(flow, reader, flow->send.attempt);
-}
-
-void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt) {
-    if (!flow->send_is_exposed || flow->send.attempt != attempt || from->has_committed || !from->is_reader)
-        return;
-    from->has_committed = true;
-    flow->committers_left -= flow->o.shadow.is_used;
-    note_served(flow);
-}
-
-bool tb__flow_is_served(const tb__flow *flow, const member *reader) {
-    return reader->is_done && (reader->has_committed || !flow->o.shadow.is_used);
-}
-
-void tb__flow_revoke(tb__flow *flow) {
-    if (!flow->send_is_exposed)
-        return;
-    flow->send_is_exposed = false;
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        uint64_t ready = word_of(flow->send.attempt, EXPOSURE_READY);
-        if (flow->members[i].is_reader)
-            atomic_compare_exchange_strong(flow->members[i].word, &ready,
-                                           word_of(flow->send.attempt, EXPOSURE_REVOKED));
-    }
-}
-
 bool tb__flow_step_send(tb__flow *flow) {
     tb__leg *leg = &flow->send;
     tb_status status = tb__flow_send_binds(flow);
-    if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !all_have_reach(flow)))
+    if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !tb__flow_all_have_reach(flow)))
         return false;
-    if (status == TB_OK && !flow->send_is_exposed) {
+    if (status == TB_OK && !flow->direct.is_exposed) {
         if (flow->is_taking_snapshot)
             return false;
         status = tb__flow_check_memory(flow, true);
-        if (status == TB_OK)
-            status = flow->snapshot_of && flow->snapshot_attempt != leg->attempt ? take_snapshot(flow) : expose(flow);
+        if (status == TB_OK && flow->setup.snapshot_of && flow->snapshot_attempt != leg->attempt) {
+            status = take_snapshot(flow);
+        } else if (status == TB_OK) {
+            open_lanes(flow);
+            tb__flow_expose(flow);
+        }
         if (status == TB_OK)
             return true;
     }
@@ -151,7 +55,7 @@ bool tb__flow_step_send(tb__flow *flow) {
     }
     if (tb__flow_step_out(flow) || tb__flow_step_reduce(flow, true))
         return true;
-    if (flow->readers_left > 0 || flow->sends_left > 0)
+    if (flow->direct.readers_left > 0 || flow->sends_left > 0)
         return false;
     bool was_released = leg->is_released;
     leg->is_released = true;

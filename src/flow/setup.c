@@ -10,7 +10,7 @@
 
 static tb_status make_ir(tb__flow *flow) {
     const tb__flow_opts *o = &flow->o;
-    if (flow->ir)
+    if (flow->setup.ir)
         return TB_OK;
     tb_tensor_spec *specs = tb__malloc(o->ntensors, sizeof *specs);
     if (!specs)
@@ -24,8 +24,8 @@ static tb_status make_ir(tb__flow *flow) {
                        .staging_bytes = o->staging_bytes,
                        .max_in_flight = o->max_in_flight,
                        .plan = &plan};
-    tb_status status = o->get_ir ? o->get_ir(o->get_ir_arg, specs, o->ntensors, &opts, &flow->ir)
-                                 : tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->ir);
+    tb_status status = o->get_ir ? o->get_ir(o->get_ir_arg, specs, o->ntensors, &opts, &flow->setup.ir)
+                                 : tb_ir_create(o->rank, specs, o->ntensors, o->cache, &opts, &flow->setup.ir);
     free(specs);
     return status;
 }
@@ -50,8 +50,8 @@ static tb_status set_feeders(tb__flow *flow, lane *l) {
     const tb_chunk *first = l->first;
     const int32_t *ranks = first->ncontributors ? first->contributors : &first->source;
     l->nsenders = first->ncontributors ? first->ncontributors : first->source != TB_NO_RANK;
-    l->senders = tb__arena_alloc(&flow->arena, l->nsenders, sizeof *l->senders);
-    l->staged = tb__arena_alloc(&flow->arena, first->ntargets, sizeof *l->staged);
+    l->senders = tb__arena_alloc(&flow->setup.arena, l->nsenders, sizeof *l->senders);
+    l->staged = tb__arena_alloc(&flow->setup.arena, first->ntargets, sizeof *l->staged);
     if (!l->senders || !l->staged)
         return TB_NO_MEMORY;
     for (uint32_t i = 0; i < l->nsenders; i++) {
@@ -82,7 +82,7 @@ static tb_status set_family(tb__flow *flow, lane *l) {
     l->parent = l->shipper;
     if (!l->is_target || !via)
         return TB_OK;
-    l->children = tb__arena_alloc(&flow->arena, first->ntargets, sizeof *l->children);
+    l->children = tb__arena_alloc(&flow->setup.arena, first->ntargets, sizeof *l->children);
     if (!l->children)
         return TB_NO_MEMORY;
     for (uint32_t i = 0; i < first->ntargets; i++) {
@@ -99,14 +99,14 @@ static tb_status set_family(tb__flow *flow, lane *l) {
             l->children[l->nchildren++] = (uint32_t)(m - flow->members);
     }
     for (size_t i = 0; l->nchildren && i < l->channel->nbuckets; i++) {
-        int64_t nbytes = flow->ir->buckets[l->channel->first_bucket + i].total_bytes;
-        flow->largest_relay = nbytes > flow->largest_relay ? nbytes : flow->largest_relay;
+        int64_t nbytes = flow->setup.ir->buckets[l->channel->first_bucket + i].total_bytes;
+        flow->setup.largest_relay = nbytes > flow->setup.largest_relay ? nbytes : flow->setup.largest_relay;
     }
     return TB_OK;
 }
 
 static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     l->channel = channel;
     l->first = first_chunk(ir, &ir->buckets[channel->first_bucket]);
     TB_TRY(set_feeders(flow, l));
@@ -118,9 +118,9 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
     if (l->is_target) {
         flow->recv.bytes_total += nbytes;
         for (uint32_t i = 0; i < l->nsenders; i++) {
-            flow->members[l->senders[i]].is_sender = true;
-            flow->members[l->senders[i]].nbuckets += channel->nbuckets;
-            flow->members[l->senders[i]].sends_nbytes += nbytes;
+            flow->members[l->senders[i]].setup.is_sender = true;
+            flow->members[l->senders[i]].setup.nbuckets += channel->nbuckets;
+            flow->members[l->senders[i]].setup.sends_nbytes += nbytes;
         }
     }
     for (uint32_t i = 0; (l->is_shipper || l->is_contributor) && i < l->first->ntargets; i++) {
@@ -128,30 +128,30 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
         if (!m)
             return tb__fail(TB_INTERNAL, "rank %" PRId32 " reads %s but is in neither group", l->first->targets[i],
                             flow->what);
-        m->is_reader = true;
-        m->reads_nbytes += nbytes;
+        m->setup.is_reader = true;
+        m->setup.reads_nbytes += nbytes;
         flow->send.bytes_total += nbytes;
     }
     return TB_OK;
 }
 
 static tb_status index_buckets(tb__flow *flow) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     for (size_t i = 0; i < ir->nbuckets; i++) {
         const tb_chunk *first = first_chunk(ir, &ir->buckets[i]);
-        if (!tb__index_add(&flow->by_bucket, tb__hash(first->id, first->part), i))
+        if (!tb__index_add(&flow->setup.by_bucket, tb__hash(first->id, first->part), i))
             return TB_NO_MEMORY;
     }
     return TB_OK;
 }
 
 static tb_status make_lanes(tb__flow *flow) {
-    flow->lanes = tb__calloc(flow->ir->nchannels, sizeof *flow->lanes);
-    flow->is_taken = tb__calloc(flow->ir->nbuckets, sizeof *flow->is_taken);
-    if (!flow->lanes || !flow->is_taken)
+    flow->setup.lanes = tb__calloc(flow->setup.ir->nchannels, sizeof *flow->setup.lanes);
+    flow->is_taken = tb__calloc(flow->setup.ir->nbuckets, sizeof *flow->is_taken);
+    if (!flow->setup.lanes || !flow->is_taken)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < flow->ir->nchannels; i++)
-        TB_TRY(make_lane(flow, &flow->lanes[i], &flow->ir->channels[i]));
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++)
+        TB_TRY(make_lane(flow, &flow->setup.lanes[i], &flow->setup.ir->channels[i]));
     TB_TRY(index_buckets(flow));
     return tb__flow_count_groups(flow);
 }
@@ -178,7 +178,7 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
         at = 0;
         if (pass == 1) {
             TB_TRY(device->ops->alloc(device, total, (void **)&memory));
-            if (!tb__vec_push(&flow->beside, ((device_memory){device, memory}))) {
+            if (!tb__vec_push(&flow->setup.beside, ((device_memory){device, memory}))) {
                 device->ops->free(device, memory);
                 return TB_NO_MEMORY;
             }
@@ -228,7 +228,7 @@ static tb_status make_snapshot(tb__flow *flow) {
                               flow->tensors[i].spec.name, flow->what);
     }
     if (status == TB_OK)
-        status = tb__flow_bind_beside(flow, true, all, &flow->snapshot_of);
+        status = tb__flow_bind_beside(flow, true, all, &flow->setup.snapshot_of);
     free(all);
     return status;
 }
@@ -243,16 +243,6 @@ static tb_status check_converted(const tb__flow *flow) {
                             t->spec.name, flow->what);
     }
     return TB_OK;
-}
-
-/* One word for each reader, and a line of its own for each. */
-static tb_status make_words(tb__flow *flow) {
-    size_t nbytes = flow->nmembers * WORD_STRIDE;
-    TB_TRY(tb_alloc(nbytes, (void **)&flow->words));
-    memset(flow->words, 0, nbytes);
-    for (size_t i = 0; i < flow->nmembers; i++)
-        flow->members[i].word = (_Atomic uint64_t *)(void *)(flow->words + i * WORD_STRIDE);
-    return tb__region_get(flow->o.loop, flow->words, nbytes, &flow->words_region);
 }
 
 static tb_status check_targets(const tb__flow *flow) {
@@ -278,26 +268,27 @@ static tb_status check_targets(const tb__flow *flow) {
 /* Which source tensors this rank overwrites: those that share memory with boxes it writes. Boxes that are in place
  * already are not written. */
 static tb_status find_flagged(tb__flow *flow) {
-    const tb_ir *ir = flow->ir;
+    const tb_ir *ir = flow->setup.ir;
     size_t n = flow->o.ntensors;
     tb_binding *sources = tb__malloc(n, sizeof *sources);
     TB_VEC(tb_binding) writes = {0};
     tb_status status = sources ? TB_OK : TB_NO_MEMORY;
     for (size_t i = 0; i < n && sources; i++) {
-        sources[i] = flow->snapshot_of ? flow->snapshot_of[i] : flow->tensors[i].src;
+        sources[i] = flow->setup.snapshot_of ? flow->setup.snapshot_of[i] : flow->tensors[i].src;
         if (!tb__vec_push(&writes, flow->tensors[i].dst))
             status = TB_NO_MEMORY;
     }
     if (status == TB_OK)
-        status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->overwritten);
+        status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->setup.overwritten);
     for (size_t i = 0; i < n && status == TB_OK; i++)
-        flow->overwrites_any_source |= flow->overwritten[i];
-    if (status == TB_OK && flow->snapshot_of) { /* others read the snapshot; it only has to be taken first */
-        flow->overwrites_live = flow->overwrites_any_source;
-        flow->overwrites_any_source = false;
-        memset(flow->overwritten, 0, n * sizeof *flow->overwritten);
+        flow->setup.overwrites_any_source |= flow->setup.overwritten[i];
+    if (status == TB_OK && flow->setup.snapshot_of) { /* others read the snapshot; it only has to be taken first */
+        flow->setup.overwrites_live = flow->setup.overwrites_any_source;
+        flow->setup.overwrites_any_source = false;
+        memset(flow->setup.overwritten, 0, n * sizeof *flow->setup.overwritten);
     }
-    if (status == TB_OK && flow->overwrites_any_source) { /* whole tensors meet; now look at what is really written */
+    if (status == TB_OK &&
+        flow->setup.overwrites_any_source) { /* whole tensors meet; now look at what is really written */
         writes.count = 0;
         for (size_t i = 0; i < ir->nchunks && status == TB_OK; i++) {
             const tb_chunk *chunk = &ir->chunks[i];
@@ -310,15 +301,15 @@ static tb_status find_flagged(tb__flow *flow) {
                 status = TB_NO_MEMORY;
         }
         if (status == TB_OK)
-            status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->overwritten);
-        flow->overwrites_any_source = false;
+            status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->setup.overwritten);
+        flow->setup.overwrites_any_source = false;
         for (size_t i = 0; i < n && status == TB_OK; i++)
-            flow->overwrites_any_source |= flow->overwritten[i];
+            flow->setup.overwrites_any_source |= flow->setup.overwritten[i];
     }
     free(writes.item);
     free(sources);
     for (size_t i = 0; i < n && status == TB_OK; i++) {
-        if (flow->overwritten[i] && flow->tensors[i].spec.coded)
+        if (flow->setup.overwritten[i] && flow->tensors[i].spec.coded)
             status =
                 tb__fail(TB_REFUSED,
                          "tensor '%.100s' of %s is converted on its way, and would be overwritten while it is sent; "
@@ -333,10 +324,10 @@ static tb_status find_flagged(tb__flow *flow) {
 static tb_status plan(tb__flow *flow) {
     size_t n = flow->o.ntensors;
     TB_TRY(make_ir(flow));
-    flow->src_regions = tb__calloc(n, sizeof *flow->src_regions);
-    flow->dst_regions = tb__calloc(n, sizeof *flow->dst_regions);
-    flow->overwritten = tb__calloc(n, sizeof *flow->overwritten);
-    if (!flow->src_regions || !flow->dst_regions || !flow->overwritten)
+    flow->setup.src_regions = tb__calloc(n, sizeof *flow->setup.src_regions);
+    flow->setup.dst_regions = tb__calloc(n, sizeof *flow->setup.dst_regions);
+    flow->setup.overwritten = tb__calloc(n, sizeof *flow->setup.overwritten);
+    if (!flow->setup.src_regions || !flow->setup.dst_regions || !flow->setup.overwritten)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
     TB_TRY(check_converted(flow));
@@ -345,46 +336,59 @@ static tb_status plan(tb__flow *flow) {
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
     if (!flow->o.shadow.is_used)
         TB_TRY(find_flagged(flow));
-    TB_TRY(get_regions(flow, true, flow->src_regions));
-    TB_TRY(get_regions(flow, false, flow->dst_regions));
+    TB_TRY(get_regions(flow, true, flow->setup.src_regions));
+    TB_TRY(get_regions(flow, false, flow->setup.dst_regions));
     if (flow->o.shadow.is_used)
         TB_TRY(tb__flow_make_shadow(flow));
     TB_TRY(make_lanes(flow));
-    TB_TRY(make_words(flow));
+    TB_TRY(tb__flow_make_words(flow));
     for (int p = 0; p < POOL_STASH; p++)
         flow->pool_size[p] = flow->o.own_staging_bytes / 4;
     return TB_OK;
 }
 
 tb_status tb__flow_plan(tb__flow *flow) {
-    if (flow->is_planned)
+    if (flow->setup.is_planned)
         return TB_OK;
     tb_status status = plan(flow);
-    flow->is_planned = status == TB_OK;
+    flow->setup.is_planned = status == TB_OK;
     return status;
+}
+
+bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
+    if (flow->setup.is_planned)
+        return true;
+    if (leg)
+        tb__phases_enter(leg->phases, TB_PHASE_PLAN);
+    tb_status status = tb__flow_plan(flow);
+    if (leg)
+        tb__leg_idle(leg);
+    if (status != TB_OK)
+        tb__flow_break(flow, tb__fail_within(status, "rank %" PRId32, flow->o.rank));
+    return status == TB_OK;
 }
 
 void tb__flow_unplan(tb__flow *flow) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
-        if (flow->src_regions)
-            tb__region_put(flow->src_regions[i]);
-        if (flow->dst_regions)
-            tb__region_put(flow->dst_regions[i]);
+        if (flow->setup.src_regions)
+            tb__region_put(flow->setup.src_regions[i]);
+        if (flow->setup.dst_regions)
+            tb__region_put(flow->setup.dst_regions[i]);
     }
-    tb__region_put(flow->words_region);
-    free(flow->src_regions);
-    free(flow->dst_regions);
-    free(flow->overwritten);
-    free(flow->snapshot_of);
+    tb__flow_free_words(flow);
+    free(flow->setup.src_regions);
+    free(flow->setup.dst_regions);
+    free(flow->setup.overwritten);
+    free(flow->setup.snapshot_of);
     free(flow->shadow_of);
-    free(flow->lanes);
+    free(flow->setup.lanes);
     free(flow->is_taken);
-    free(flow->groups.item);
-    tb__index_fini(&flow->by_bucket);
-    tb__arena_fini(&flow->arena);
-    tb_ir_destroy(flow->ir);
-    for (size_t i = 0; i < flow->beside.count; i++)
-        flow->beside.item[i].device->ops->free(flow->beside.item[i].device, flow->beside.item[i].memory);
-    free(flow->beside.item);
-    tb_free(flow->words);
+    free(flow->setup.groups.item);
+    tb__index_fini(&flow->setup.by_bucket);
+    tb__arena_fini(&flow->setup.arena);
+    tb_ir_destroy(flow->setup.ir);
+    for (size_t i = 0; i < flow->setup.beside.count; i++)
+        flow->setup.beside.item[i].device->ops->free(flow->setup.beside.item[i].device,
+                                                     flow->setup.beside.item[i].memory);
+    free(flow->setup.beside.item);
 }

@@ -23,7 +23,7 @@ static bool can_send(const lane *l) {
 }
 
 static size_t packed_size(const tb__flow *flow, const lane *l, size_t bucket) {
-    const tb_bucket *b = &flow->ir->buckets[bucket];
+    const tb_bucket *b = &flow->setup.ir->buckets[bucket];
     return (size_t)(l->is_contributor ? tb__flow_raw_size(flow, b) : b->total_bytes);
 }
 
@@ -34,8 +34,8 @@ static bool packs(const lane *l) {
 
 void tb__flow_open_out(tb__flow *flow) {
     flow->largest_out = 0;
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
         for (size_t j = 0; packs(l) && j < l->channel->nbuckets; j++) {
             int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
             flow->largest_out = nbytes > flow->largest_out ? nbytes : flow->largest_out;
@@ -44,7 +44,7 @@ void tb__flow_open_out(tb__flow *flow) {
 }
 
 static uint32_t next_group(const tb__flow *flow, const lane *l) {
-    return flow->ir->buckets[next_to_send(l)].group;
+    return flow->setup.ir->buckets[next_to_send(l)].group;
 }
 
 /* Receivers may hold back a group until those before it have arrived. So it must not take the room that these need. */
@@ -60,15 +60,15 @@ static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
 /* The lane whose bucket is packed next: contributions in their order; others as they come round, lower groups first. */
 static lane *choose_out(tb__flow *flow) {
     lane *contribution = NULL, *plain = NULL;
-    size_t n = flow->ir->nchannels;
+    size_t n = flow->setup.ir->nchannels;
     uint32_t lowest = UINT32_MAX;
     for (size_t i = 0; i < n; i++) {
-        const lane *l = &flow->lanes[i];
+        const lane *l = &flow->setup.lanes[i];
         if (packs(l) && l->to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
             lowest = next_group(flow, l);
     }
     for (size_t i = 0; i < n; i++) {
-        lane *l = &flow->lanes[(flow->next_lane_out + i) % n];
+        lane *l = &flow->setup.lanes[(flow->next_lane_out + i) % n];
         if (!packs(l) || l->to_send == l->channel->nbuckets)
             continue;
         if (l->is_contributor &&
@@ -146,7 +146,7 @@ bool tb__flow_step_out(tb__flow *flow) {
     }
     lane *l = status == TB_OK && flow->sends_left > 0 ? choose_out(flow) : NULL;
     if (l) {
-        flow->next_lane_out = (uint32_t)((size_t)(l - flow->lanes + 1) % flow->ir->nchannels);
+        flow->next_lane_out = (uint32_t)((size_t)(l - flow->setup.lanes + 1) % flow->setup.ir->nchannels);
         status = pack_bucket(flow, l);
         did = true;
     }
@@ -185,9 +185,9 @@ static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
 /* The lowest group of which there are buckets to be handed on that were not asked for yet. */
 static uint32_t lowest_relay(const tb__flow *flow) {
     uint32_t lowest = UINT32_MAX;
-    for (size_t i = 0; flow->largest_relay && i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
-        const tb_bucket *b = &flow->ir->buckets[l->channel->first_bucket];
+    for (size_t i = 0; flow->setup.largest_relay && i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        const tb_bucket *b = &flow->setup.ir->buckets[l->channel->first_bucket];
         size_t j = 0;
         while (l->nchildren && j < l->channel->nbuckets && flow->is_taken[l->channel->first_bucket + j])
             j++;
@@ -202,9 +202,10 @@ static uint32_t lowest_relay(const tb__flow *flow) {
 static bool has_room(const tb__flow *flow, const lane *l, const announcement *a, uint32_t lowest) {
     if (l->overwrites_source)
         return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
-    if (!l->nchildren || flow->ir->buckets[a->bucket].group <= lowest)
+    if (!l->nchildren || flow->setup.ir->buckets[a->bucket].group <= lowest)
         return tb__flow_has_room(flow, POOL_RECEIVE, a->nbytes);
-    return flow->pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->largest_relay <= flow->pool_size[POOL_RECEIVE];
+    return flow->pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->setup.largest_relay <=
+           flow->pool_size[POOL_RECEIVE];
 }
 
 /* Asks for announced buckets while there is memory for them. */
@@ -214,7 +215,7 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
         announcement a = flow->announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
         if (a.attempt != flow->recv.attempt || l->is_shipper ||
-            !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) || !has_room(flow, l, &a, lowest)) {
+            !tb__flow_admits(flow, l, &flow->setup.ir->buckets[a.bucket]) || !has_room(flow, l, &a, lowest)) {
             i++;
             continue;
         }

@@ -17,7 +17,8 @@ uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes) {
 
 tb_status tb__flow_check_sums(const staged_bucket *p) {
     const tb__flow *flow = p->flow;
-    const tb_chunk *first = &flow->ir->chunks[flow->ir->entries[flow->ir->buckets[p->bucket].first_entry].chunk];
+    const tb_chunk *first =
+        &flow->setup.ir->chunks[flow->setup.ir->entries[flow->setup.ir->buckets[p->bucket].first_entry].chunk];
     for (size_t i = 0; i < p->nmessages; i++) {
         const bucket_message *c = &p->messages[i];
         if (c->op.kind != TB_OP_RECV || p->pieces) /* what goes without a buffer goes without a sum */

@@ -1,0 +1,377 @@
+/* What is told about a flow: see report.h. */
+#include "flow/flow_inside.h"
+
+#include "base/text.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+enum { AGAIN_MS = 20 }; /* after which who has missed a message is told again that the flow is broken */
+
+/* ---- Reasons ---------------------------------------------------------------------------------------------------- */
+
+/* What others are told of a reason: a sentence about a wait says who was waited for, or why, but not by whom. */
+const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]) {
+    bool is_wait = status == TB_TIMEOUT || status == TB_IN_DOUBT;
+    const char *label = flow->members[flow->self].peer->label;
+    snprintf(words, TB__WORDS_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
+    return words;
+}
+
+/* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
+ * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it:
+ * the leg is stepped again when that is over. */
+static const member *find_needed(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    bool is_idle = !leg->attempt && tb__flow_last_attempt(flow, is_send) >= tb__flow_started(flow);
+    int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        const member *m = &flow->members[i];
+        int64_t over_ms = m->lost_ms == 0 || i == flow->o.lead ? 0 : m->lost_ms + REASON_MS;
+        if (m->is_gone && ((is_idle && now_ms >= over_ms) || tb__flow_needs(flow, is_send, m)))
+            return m;
+        wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
+    }
+    if (!leg->attempt)
+        leg->wake_ms = is_idle ? wake_ms : 0;
+    return NULL;
+}
+
+/* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
+ * that is why others leave. */
+static tb_status fail_without(const tb__flow *flow, bool is_send, const member *gone) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    uint64_t last = tb__flow_last_attempt(flow, is_send);
+    const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
+    bool has_reason = before && before->status == TB_INVALID;
+    return has_reason ? tb__fail(before->status, "%s", before->why) : tb__member_is_gone(gone);
+}
+
+tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    *tells = false;
+    if (flow->report.broken.status != TB_OK)
+        return tb__fail(flow->report.broken.status, "%s", flow->report.broken.why);
+    uint64_t next = tb__flow_last_attempt(flow, is_send) + 1;
+    const tb__abort *abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : next);
+    if (abort) {
+        if (!leg->attempt)
+            tb__flow_count_attempt(flow, is_send);
+        return tb__fail(abort->status, "%s", abort->why);
+    }
+    *tells = true;
+    if (leg->memory_invalidated)
+        return tb__flow_check_memory(flow, is_send);
+    const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
+    if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
+        gone = tb__flow_find_missing(flow);
+    if (gone)
+        return fail_without(flow, is_send, gone);
+    if (leg->is_cancelled)
+        return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+    return TB_OK;
+}
+
+tb__fault tb__fault_of(tb_status status, const char *why) {
+    tb__fault fault = {.status = status};
+    snprintf(fault.why, sizeof fault.why, "%s", why);
+    return fault;
+}
+
+bool tb__flow_note_broken(tb__flow *flow, tb_status status, const char *why) {
+    if (flow->report.broken.status != TB_OK)
+        return false;
+    flow->report.broken = tb__fault_of(status, why);
+    return true;
+}
+
+/* ---- Breaking later --------------------------------------------------------------------------------------------- */
+
+/* A message that could not be sent, or another failure in the middle of something that must not end a leg on the spot,
+ * breaks the flow from a task of its own. Whoever has missed a message is told that the flow is broken, again and again
+ * until that message gets through: what was missing was memory, of which there may be some later. */
+static bool tell_uninformed(tb__flow *flow) {
+    char words[TB__WORDS_MAX];
+    bool did = false;
+    tb__flow_own_words(flow, flow->report.broken.status, flow->report.broken.why, words);
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        member *m = &flow->members[i];
+        if (!m->missed_message)
+            continue;
+        m->missed_message = false; /* it may be set again */
+        if (i != flow->self)
+            tb__flow_tell_abort(flow, i, 0, 0, flow->report.broken.status, words);
+        did |= !m->missed_message;
+    }
+    return did;
+}
+
+static bool step_breaking(tb__task *task) {
+    tb__flow *flow = (tb__flow *)((char *)task - offsetof(tb__flow, report.task));
+    if (tb__now_ms() < task->deadline_ms)
+        return false;
+    bool did = true;
+    if (flow->report.broken.status == TB_OK)
+        tb__flow_break(flow, tb__fail(flow->report.failure.status, "%s", flow->report.failure.why));
+    else
+        did = tell_uninformed(flow);
+    task->deadline_ms = INT64_MAX;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (flow->members[i].missed_message)
+            task->deadline_ms = tb__now_ms() + AGAIN_MS;
+    }
+    return did;
+}
+
+void tb__flow_fail_later(tb__flow *flow, tb_status status) {
+    if (flow->report.failure.status == TB_OK)
+        flow->report.failure = tb__fault_of(status, tb_error_detail());
+    if (!flow->report.task.step) {
+        flow->report.task.step = step_breaking;
+        tb__loop_add_task(flow->o.loop, &flow->report.task);
+    }
+    flow->report.task.deadline_ms = tb__now_ms();
+    tb__loop_wake(flow->o.loop);
+}
+
+void tb__flow_fini_report(tb__flow *flow) {
+    if (flow->report.task.step)
+        tb__loop_remove_task(flow->o.loop, &flow->report.task);
+}
+
+/* ---- Waiting ---------------------------------------------------------------------------------------------------- */
+
+typedef bool wait_test(const tb__flow *flow, bool is_send, const member *m);
+
+/* Before there is data. */
+static bool has_to_come(const tb__flow *flow, bool is_send, const member *m) {
+    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
+    if (is_send && flow->direct.is_exposed)
+        return m->setup.is_reader && !tb__flow_is_served(flow, m);
+    if (!is_send && flow->is_prepared)
+        return flow->self == flow->o.shadow.lead
+                   ? flow->o.shadow.is_engine[m - flow->members] && m->prepared != leg->attempt
+                   : m == &flow->members[flow->o.shadow.lead];
+    if (leg->attempt == 0 && (!is_send || flow->self != flow->o.lead) && (is_send || flow->setup.is_reached))
+        return m == &flow->members[flow->o.lead];
+    if (is_send)
+        return m->setup.is_reader && !m->setup.has_reach;
+    return m->setup.is_sender &&
+           (flow->setup.is_reached ? m->direct.ready != leg->attempt && !m->direct.is_concluded : !m->setup.is_bound);
+}
+
+static bool is_announced(const tb__flow *flow, size_t bucket) {
+    for (size_t i = 0; i < flow->announcements.count; i++) {
+        if (flow->announcements.item[i].bucket == bucket && flow->announcements.item[i].attempt == flow->recv.attempt)
+            return true;
+    }
+    return false;
+}
+
+/* Who sends what is staged, or hands it on, and has not: what it has announced waits for room here. */
+static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
+    if (is_send || !flow->recv.attempt || !flow->setup.is_planned)
+        return false;
+    for (const staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+        if (p->kind == STAGED_IN && !p->messages[0].is_done && &flow->members[p->messages[0].member] == m)
+            return true;
+    }
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        bool is_from = l->is_target && l->takes_staged && !l->is_shipper && &flow->members[l->parent] == m;
+        for (size_t j = 0; is_from && j < l->channel->nbuckets; j++) {
+            size_t bucket = l->channel->first_bucket + j;
+            if (!flow->is_taken[bucket] && !is_announced(flow, bucket))
+                return true;
+        }
+    }
+    return false;
+}
+
+/* To whom this rank hands on what it has got. */
+static bool has_to_take(const tb__flow *flow, bool is_send, const member *m) {
+    for (const staged_bucket *p = flow->staged_buckets; p && !is_send; p = p->next) {
+        for (size_t i = 1; p->kind == STAGED_IN && p->is_announced && i < p->nmessages; i++) {
+            if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
+                return true;
+        }
+    }
+    return false;
+}
+
+/* Whose data is not all here. */
+static bool has_more(const tb__flow *flow, bool is_send, const member *m) {
+    return !is_send && flow->recv.attempt && m->setup.is_sender && !m->direct.is_concluded;
+}
+
+/* Whose contributions to what this rank ships are not all here. */
+static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *m) {
+    for (const staged_bucket *p = flow->staged_buckets; p && is_send; p = p->next) {
+        for (size_t i = 0; p->is_send && p->kind == STAGED_REDUCE && i < p->nmessages; i++) {
+            if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
+                return true;
+        }
+    }
+    for (size_t i = 0; is_send && flow->direct.is_exposed && i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        bool reduces = l->is_shipper && !l->is_target && l->nstaged && l->nsenders > 1;
+        for (uint32_t j = 0; reduces && l->to_send < l->channel->nbuckets && j < l->nsenders; j++) {
+            if (&flow->members[l->senders[j]] == m)
+                return true;
+        }
+    }
+    return false;
+}
+
+bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
+    if (is_send)
+        return (m->setup.is_reader && !(flow->direct.is_exposed && tb__flow_is_served(flow, m))) ||
+               has_to_contribute(flow, true, m);
+    if (!flow->recv.attempt)
+        return m->setup.is_sender;
+    return has_more(flow, false, m) || has_to_send(flow, false, m);
+}
+
+/* That the leg has failed. */
+static bool has_to_hear(const tb__flow *flow, bool is_send, const member *m) {
+    return (is_send ? &flow->send : &flow->recv)->awaits_abort_acks && m->unacked[is_send] != 0;
+}
+
+/* The first member of which it is true, and how many others there are. */
+static const char *find_awaited(const tb__flow *flow, bool is_send, wait_test *is_awaited, size_t *others) {
+    const char *first = NULL;
+    *others = 0;
+    for (size_t i = 0; i < flow->nmembers; i++) {
+        if (!is_awaited(flow, is_send, &flow->members[i]))
+            continue;
+        *others += first != NULL;
+        first = first ? first : flow->members[i].peer->label;
+    }
+    return first;
+}
+
+static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test) {
+    if (test == has_to_hear)
+        return "to hear that it has failed";
+    if (test == has_to_take)
+        return "to receive";
+    if (!is_send)
+        return flow->is_prepared ? "to commit" : "to send";
+    if (!flow->send.attempt)
+        return "to send";
+    return flow->send.is_released && !flow->setup.snapshot_of ? "to commit" : "to receive";
+}
+
+void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
+    static wait_test *const tests[] = {has_to_hear, has_to_come, has_to_send, has_to_take, has_more};
+    const size_t ntests = sizeof tests / sizeof *tests;
+    const char *first = NULL;
+    size_t others = 0, i = 0;
+    for (; i < ntests && !first; i++)
+        first = find_awaited(flow, is_send, tests[i], &others);
+    const char *what = what_for(flow, is_send, tests[i - 1]);
+    if (!first && !is_send && flow->o.gather.awaits) {
+        const member *m = tb__flow_find(flow, flow->o.gather.awaits(flow->o.gather.arg));
+        first = m ? m->peer->label : NULL;
+    }
+    if (!first)
+        snprintf(out, room, "data is still on its way");
+    else if (others)
+        snprintf(out, room, "waiting for %s and %zu others %s", first, others, what);
+    else
+        snprintf(out, room, "waiting for %s %s", first, what);
+}
+
+/* ---- Dump ------------------------------------------------------------------------------------------------------- */
+
+static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
+    tb__text_add(t, "[");
+    for (int d = 0; d < c->ndim; d++)
+        tb__text_add(t, "%s%" PRId64 ":%" PRId64, d ? ", " : "", box->start[d], box->start[d] + c->len[d]);
+    tb__text_add(t, "]");
+}
+
+/* What becomes of a piece that is received. */
+static const char *write_back(const tb__flow *flow, const lane *l, const tb_chunk *c) {
+    const tb__flow_tensor *t = &flow->tensors[c->tensor];
+    if (t->is_gathered || (c->is_coded && t->codec->unpack))
+        return "transform";
+    if (tb__flow_is_in_place(flow, c))
+        return "in place";
+    return l->takes_staged || l->overwrites_source || c->is_coded ? "copy" : "direct";
+}
+
+/* How a piece that is read gets here: through a mapping of the senders' memory, or by calls of the transport. */
+static const char *reach_name(const tb__flow *flow, const lane *l, const tb_chunk *c) {
+    for (uint32_t i = 0; i < l->nsenders; i++) {
+        const place *p = tb__member_place(&flow->members[l->senders[i]], c->tensor);
+        if (p && !p->map)
+            return "not mapped";
+    }
+    return "mapped";
+}
+
+static void add_ranks(tb__text *t, const int32_t *ranks, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++)
+        tb__text_add(t, "%s%" PRId32, i ? "," : "", ranks[i]);
+}
+
+static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, const lane *l, const tb_chunk *c) {
+    tb__text_add(t, "  %s ", flow->tensors[c->tensor].spec.name);
+    if (is_send) {
+        add_box(t, &c->src, c);
+        tb__text_add(t, " to ");
+        add_ranks(t, c->targets, c->ntargets);
+        tb__text_add(t, ", %s", c->is_coded ? "coded" : l->nstaged == c->ntargets ? "staged" : "read in place");
+        if (!c->is_coded && l->nstaged > 0 && l->nstaged < c->ntargets)
+            tb__text_add(t, " or staged");
+        if (!c->is_coded && l->nstaged > 0)
+            tb__text_add(t, " (%s)", l->why_staged);
+    } else {
+        add_box(t, &c->dst, c);
+        tb__text_add(t, " from ");
+        if (c->ncontributors)
+            add_ranks(t, c->contributors, c->ncontributors);
+        else if (c->source == TB_NO_RANK)
+            tb__text_add(t, "nobody: zeros");
+        else
+            add_ranks(t, &c->source, 1);
+        if (l->parent != l->shipper)
+            tb__text_add(t, " by way of %" PRId32, flow->members[l->parent].peer->rank);
+        tb__text_add(t, ", %s", write_back(flow, l, c));
+        if (l->takes_staged && !c->is_coded)
+            tb__text_add(t, ", staged (%s)", l->why_staged);
+        else if (l->nsenders > 0 && !c->is_coded)
+            tb__text_add(t, ", %s", reach_name(flow, l, c));
+        for (uint32_t i = 0; i < l->nchildren; i++)
+            tb__text_add(t, "%s%" PRId32, i ? "," : ", handed on to ", flow->members[l->children[i]].peer->rank);
+    }
+    tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_transport_kind_name(c->transport), c->nbytes, c->id);
+    if (c->part)
+        tb__text_add(t, " part %" PRIu32, c->part);
+    tb__text_add(t, "\n");
+}
+
+tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out) {
+    bool is_known = flow->setup.is_planned && (is_send || flow->setup.is_reached);
+    for (size_t i = 0; is_send && is_known && i < flow->nmembers; i++)
+        is_known = !flow->members[i].setup.is_reader || flow->members[i].setup.has_reach;
+    if (!is_known)
+        return tb__fail(TB_REFUSED, "%s has not been %s yet: what goes which way is settled by the first transfer",
+                        flow->what, is_send ? "sent" : "received");
+    tb__text t = {0};
+    size_t count = 0;
+    for (size_t i = 0; i < flow->setup.ir->nchunks; i++)
+        count += is_send ? flow->setup.ir->chunks[i].is_source : flow->setup.ir->chunks[i].is_target;
+    tb__text_add(&t, "%s, rank %" PRId32 " %s %zu pieces:\n", flow->what, flow->o.rank, is_send ? "sends" : "receives",
+                 count);
+    for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
+        const tb_bucket *b = &flow->setup.ir->buckets[i];
+        for (size_t j = 0; j < b->nentries; j++) {
+            const tb_chunk *c = &flow->setup.ir->chunks[flow->setup.ir->entries[b->first_entry + j].chunk];
+            if (is_send ? c->is_source : c->is_target)
+                add_piece(&t, flow, is_send, &flow->setup.lanes[b->channel], c);
+        }
+    }
+    return tb__text_take(&t, out);
+}
