@@ -27,7 +27,7 @@ void tb__exchange_break(tb__exchange *exchange, tb_status status, bool tell) {
     close_exchange(exchange, status, tell);
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
-            tb__flow_break(exchange->flows[i], tb__fail(status, "%s", why.text));
+            tb__flow_break(exchange->flows[i], status, why.text);
     }
 }
 

@@ -58,10 +58,10 @@ static void fail_late(tb_transfer *t) {
             continue;
         tb__transfer_leg(t, i)->may_proceed = tb__transfer_leg(t, i)->is_late = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
-        tb__flow_abort(t->parts[i].flow, t->is_send,
-                       tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s%s",
-                                t->is_send ? "the sending" : "the receiving", t->batch->name, tb__seconds() - t->begun,
-                                waits, tb__shortage_text()));
+        (void)tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s%s",
+                       t->is_send ? "the sending" : "the receiving", t->batch->name, tb__seconds() - t->begun, waits,
+                       tb__shortage_text());
+        tb__flow_abort(t->parts[i].flow, t->is_send, TB_TIMEOUT, tb_error_detail());
     }
 }
 

@@ -298,7 +298,7 @@ static void fail(tb_copy *copy, tb_status status) {
     copy->status = status;
     snprintf(copy->moved_why, sizeof copy->moved_why, "%s", tb_error_detail());
     for (int is_send = 0; is_send < 2; is_send++)
-        tb__flow_abort(copy->flow, is_send, tb__fail(status, "%s", copy->moved_why));
+        tb__flow_abort(copy->flow, is_send, status, copy->moved_why);
     copy->has_moved = true;
 }
 
@@ -348,7 +348,7 @@ static bool step(tb__task *task) {
     if (copy->has_moved)
         return false;
     if (copy->broken != TB_OK)
-        tb__flow_break(copy->flow, tb__fail(copy->broken, "%s", copy->why));
+        tb__flow_break(copy->flow, copy->broken, copy->why);
     bool did = tb__flow_step(copy->flow, true);
     did |= tb__flow_step(copy->flow, false);
     look_at_legs(copy);

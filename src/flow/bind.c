@@ -437,7 +437,7 @@ bool tb__flow_try_reach(tb__flow *flow) {
     }
     tb_status status = decide(flow);
     if (status != TB_OK) {
-        tb__flow_break(flow, status);
+        tb__flow_break(flow, status, tb_error_detail());
         return true;
     }
     for (size_t i = 0; i < flow->nmembers; i++) {

@@ -225,7 +225,7 @@ static void end_in_doubt(tb__flow *flow) {
 
 static void end_aborted(tb__flow *flow) {
     flow->is_prepared = false;
-    tb__flow_end_leg(flow, false, tb__fail(flow->decision.status, "%s", flow->decision.why), flow->decision.why);
+    tb__flow_end_leg(flow, false, flow->decision.status, flow->decision.why, flow->decision.why);
 }
 
 /* From the shadow into the tensors. Fails only where the tensors' memory was invalidated, or there is no memory to
@@ -301,7 +301,7 @@ static void on_committed(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     tb__leg *leg = &flow->recv;
     if (status != TB_OK) {
-        fail_commit(flow, say_missed(flow, leg->attempt, status));
+        fail_commit(flow, say_missed(flow, leg->attempt, tb__fail(status, "%s", c->why)));
         return;
     }
     end_commit(flow, leg->committing, leg->committing_arg);
@@ -347,11 +347,10 @@ static bool step_decided(tb__flow *flow) {
 }
 
 /* What this rank is for: TB_OK, to commit, or to abort, for this reason. */
-static tb_status choose(tb__flow *flow) {
+static tb__fault choose(tb__flow *flow) {
     bool tells;
-    if (flow->gives_up != TB_OK)
-        return tb__fail(flow->gives_up, "%s", flow->gives_up_why);
-    return tb__flow_find_reason(flow, false, &tells);
+    return flow->gives_up != TB_OK ? tb__fault_of(flow->gives_up, flow->gives_up_why)
+                                   : tb__flow_find_reason(flow, false, &tells);
 }
 
 /* Proposes what this rank is for, if it is for anything. Nobody but the lead proposes to commit, so as long as it has
@@ -359,14 +358,15 @@ static tb_status choose(tb__flow *flow) {
 static bool step_undecided(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     bool has_the_word = is_lead(flow) && flow->asked != leg->attempt;
-    tb_status status = choose(flow);
+    tb__fault reason = choose(flow);
+    tb_status status = reason.status;
     if (status == TB_OK && (!is_lead(flow) || !all_are_prepared(flow)))
         return false;
-    if (status == TB_OK && has_the_word)
+    if (status == TB_OK && has_the_word) {
         status = check_stores(flow);
-    char why[TB__WHY_MAX] = "";
-    if (status != TB_OK)
-        snprintf(why, sizeof why, "%s", tb_error_detail());
+        reason = tb__fault_of(status, status == TB_OK ? "" : tb_error_detail());
+    }
+    const char *why = reason.why;
     tb_status asking = TB_OK;
     if (status == TB_OK || !has_the_word)
         asking = propose(flow, leg->attempt, status == TB_OK ? TB__DECISION_COMMIT : TB__DECISION_ABORT, status, why);
@@ -437,7 +437,7 @@ static void on_settled(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     flow->unanswered = status;
     if (status != TB_OK)
-        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", tb_error_detail());
+        snprintf(flow->unanswered_why, sizeof flow->unanswered_why, "%s", c->why);
     flow->is_copied = true;
 }
 

@@ -441,14 +441,13 @@ static void end_copying(copying *c) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->ncopying--;
     tb__leg_idle(leg);
-    tb_status status = c->status == TB_OK ? TB_OK : tb__fail(c->status, "%s", c->why);
     for (copying **at = &flow->copyings; *at; at = &(*at)->next) {
         if (*at == c) {
             *at = c->next;
             break;
         }
     }
-    c->end(c, status);
+    c->end(c, c->status);
     tb__flow_drop_copying(c);
     tb__flow_close_leg(flow, is_send);
     flow->ncopyings--;

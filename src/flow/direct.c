@@ -239,8 +239,8 @@ static lane *find_ready(tb__flow *flow) {
     return NULL;
 }
 
-/* Where memory that was to be read has been invalidated: the tensor in this bucket, and its rank. */
-static tb_status name_invalidated_tensor(tb__flow *flow, size_t bucket, tb_status status) {
+/* A tensor in this bucket whose memory was invalidated; TB_OK: there is none. */
+static tb_status find_invalidated(tb__flow *flow, size_t bucket) {
     const lane *l = tb__flow_lane(flow, bucket);
     const tb_bucket *b = &flow->setup.ir->buckets[bucket];
     for (size_t i = 0; i < b->nentries; i++) {
@@ -254,35 +254,47 @@ static tb_status name_invalidated_tensor(tb__flow *flow, size_t bucket, tb_statu
                                 flow->tensors[tensor].spec.name, m->peer->label, flow->what);
         }
     }
-    return status;
+    return TB_OK;
 }
 
-static tb_status name_invalidated(tb__flow *flow, const copying *c, tb_status status) {
-    for (size_t i = 0; i < c->nparts && status == TB_INVALID; i++)
-        status = name_invalidated_tensor(flow, c->parts[i], status);
-    return status;
+/* A read has failed: if memory was invalidated, because of a tensor that it was to read. */
+static void fail_read(tb__flow *flow, const copying *c, tb_status status) {
+    tb_status named = TB_OK;
+    for (size_t i = 0; i < c->nparts && status == TB_INVALID && named == TB_OK; i++)
+        named = find_invalidated(flow, c->parts[i]);
+    if (named == TB_OK)
+        tb__flow_end_step_recv(flow, status, c->why);
+    else
+        tb__flow_end_step_recv(flow, named, tb_error_detail());
 }
 
 static void end_read(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     if (flow->recv.is_ending)
         return;
-    status = name_invalidated(flow, c, status);
+    if (status != TB_OK) {
+        fail_read(flow, c, status);
+        return;
+    }
     for (size_t i = 0; i < c->nparts && status == TB_OK; i++) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[i]);
         status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
     }
-    tb__flow_end_step_recv(flow, status);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 static void end_aside(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
-    if (status == TB_OK && !flow->recv.is_ending)
-        status = tb__flow_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
-    else
+    if (status != TB_OK || flow->recv.is_ending) {
         tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
-    if (!flow->recv.is_ending)
-        tb__flow_end_step_recv(flow, name_invalidated(flow, c, status));
+        if (!flow->recv.is_ending)
+            fail_read(flow, c, status);
+        return;
+    }
+    status = tb__flow_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
+    if (status != TB_OK)
+        tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 static tb_status read_aside(tb__flow *flow, lane *l) {

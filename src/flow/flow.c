@@ -101,8 +101,9 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     if (status == TB_OK)
         return;
     to->missed_message = true;
-    tb__flow_fail_later(flow, tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent",
-                                              flow->o.rank, flow->what, to->peer->label));
+    status = tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent", flow->o.rank,
+                             flow->what, to->peer->label);
+    tb__flow_fail_later(flow, status, tb_error_detail());
 }
 
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
@@ -163,9 +164,11 @@ void tb__leg_idle(tb__leg *leg) {
 }
 
 static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    if (!tb__flow_note_start(flow, attempt, number))
-        tb__flow_fail_later(flow, tb__fail_within(TB_NO_MEMORY, "rank %" PRId32 ": the number of a transfer of %s",
-                                                  flow->o.rank, flow->what));
+    if (!tb__flow_note_start(flow, attempt, number)) {
+        tb_status status =
+            tb__fail_within(TB_NO_MEMORY, "rank %" PRId32 ": the number of a transfer of %s", flow->o.rank, flow->what);
+        tb__flow_fail_later(flow, status, tb_error_detail());
+    }
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (i == flow->self)
             continue;
@@ -224,10 +227,10 @@ static void begin_end(tb__flow *flow, bool is_send) {
     tb__flow_close_leg(flow, is_send);
 }
 
-void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told) {
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->status = status;
-    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
+    snprintf(leg->why, sizeof leg->why, "%s", why);
     if (is_send)
         tb__flow_revoke(flow);
     begin_end(flow, is_send);
@@ -281,8 +284,8 @@ static bool step_complete(tb__flow *flow, bool is_send) {
     return true;
 }
 
-/* The sentence is in tb_error_detail. `tell`: it is this rank's own. */
-static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) {
+/* `tells`: others are told, in this rank's own words. */
+static void fail_leg(tb__flow *flow, bool is_send, const tb__fault *fault, bool tells) {
     char words[TB__WORDS_MAX];
     if (!tb__flow_leg(flow, is_send)->is_under_way || tb__flow_leg(flow, is_send)->is_ending)
         return;
@@ -290,51 +293,51 @@ static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) 
         end_complete(flow, is_send);
         return;
     }
-    const char *told = tell ? tb__flow_own_words(flow, status, tb_error_detail(), words) : NULL;
+    const char *told = tells ? tb__flow_own_words(flow, fault->status, fault->why, words) : NULL;
     if (!is_send && flow->is_prepared)
-        tb__flow_give_up(flow, status, told ? told : tb_error_detail());
+        tb__flow_give_up(flow, fault->status, told ? told : fault->why);
     else
-        tb__flow_end_leg(flow, is_send, status, told);
+        tb__flow_end_leg(flow, is_send, fault->status, fault->why, told);
 }
 
-void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status) {
+void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const char *why) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     if ((status != TB_LOST && status != TB_INVALID && status != TB_CANCELLED) || leg->is_cancelled) {
-        tb__flow_abort(flow, is_send, status);
+        tb__flow_abort(flow, is_send, status, why);
         return;
     }
-    leg->doubt = status;
+    leg->failure = tb__fault_of(status, why);
     leg->wake_ms = tb__now_ms() + REASON_MS;
-    snprintf(leg->why, sizeof leg->why, "%s", tb_error_detail());
 }
 
-void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status) {
-    fail_leg(flow, is_send, status, true);
+void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why) {
+    tb__fault fault = tb__fault_of(status, why);
+    fail_leg(flow, is_send, &fault, true);
 }
 
-static void break_flow(tb__flow *flow, tb_status status, bool tell) {
-    if (!tb__flow_note_broken(flow, status, tb_error_detail()))
-        return;
-    fail_leg(flow, true, status, false);
-    fail_leg(flow, false, status, false);
+static void break_flow(tb__flow *flow, tb_status status, const char *why, bool tells) {
     char words[TB__WORDS_MAX];
-    if (tell)
+    if (!tb__flow_note_broken(flow, status, why))
+        return;
+    fail_leg(flow, true, &flow->report.broken, false);
+    fail_leg(flow, false, &flow->report.broken, false);
+    if (tells)
         tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->report.broken.why, words));
     tb__loop_wake(flow->o.loop);
 }
 
-void tb__flow_break(tb__flow *flow, tb_status status) {
-    break_flow(flow, status, true);
+void tb__flow_break(tb__flow *flow, tb_status status, const char *why) {
+    break_flow(flow, status, why, true);
 }
 
-/* The member takes no further part, for the reason in tb_error_detail. Legs that still need it fail by that, at their
+/* The member takes no further part, for this reason. Legs that still need it fail by that, at their
  * next step. */
-static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_orderly) {
+static void drop_member(tb__flow *flow, member *m, tb_status status, const char *why, bool is_orderly) {
     if (m->is_gone)
         return;
     m->is_gone = true;
     m->gone_status = status;
-    m->gone_why = tb__strdup(tb_error_detail());
+    m->gone_why = tb__strdup(why);
     m->lost_ms = is_orderly ? 0 : tb__now_ms();
     flow->ngone++;
     tb__flow_drop_sends(flow, m);
@@ -343,19 +346,20 @@ static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_ord
     tb__loop_wake(flow->o.loop);
 }
 
-tb_status tb__member_is_gone(const member *m) {
-    return tb__fail(m->gone_status, "%s", m->gone_why ? m->gone_why : m->peer->label);
+const char *tb__member_why_gone(const member *m) {
+    return m->gone_why ? m->gone_why : m->peer->label;
 }
 
 void tb__flow_lost(tb__flow *flow, size_t position) {
     member *m = &flow->members[position];
-    tb__set_detail("%s was lost during %s: %s", m->peer->label, flow->what, m->peer->why ? m->peer->why : "?");
-    drop_member(flow, m, TB_LOST, false);
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "%s was lost during %s: %s", m->peer->label, flow->what,
+             m->peer->why ? m->peer->why : "?");
+    drop_member(flow, m, TB_LOST, why, false);
 }
 
 void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
-    tb__set_detail("%s", why);
-    drop_member(flow, &flow->members[position], TB_LOST, false);
+    drop_member(flow, &flow->members[position], TB_LOST, why, false);
 }
 
 /* The one who leaves may have heard before this rank why the transfer has failed, so it says that, too. Memory that was
@@ -366,11 +370,13 @@ void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__
     tb__flow_note_started(flow, started);
     if (last->attempt)
         tb__flow_note_abort(flow, last->attempt, last->number, last->status, last->why);
+    char why[TB__WHY_MAX];
     if (status == TB_INVALID)
-        tb__set_detail("%s", last->why);
+        snprintf(why, sizeof why, "%s", last->why);
     else
-        tb__set_detail("%s has given up %s%s%s", m->peer->label, flow->what, *last->why ? ": " : "", last->why);
-    drop_member(flow, m, status, true);
+        snprintf(why, sizeof why, "%s has given up %s%s%s", m->peer->label, flow->what, *last->why ? ": " : "",
+                 last->why);
+    drop_member(flow, m, status, why, true);
 }
 
 /* That tensors are torn is not said to others. A rank that is in doubt does not say that the attempt has failed. */
@@ -398,17 +404,15 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         return step_complete(flow, is_send);
     if (!is_send && flow->is_prepared)
         return tb__flow_step_prepared(flow);
-    tb_status status = tb__flow_find_reason(flow, is_send, &tells);
-    if (status != TB_OK) {
-        fail_leg(flow, is_send, status, tells);
+    tb__fault reason = tb__flow_find_reason(flow, is_send, &tells);
+    if (reason.status != TB_OK) {
+        fail_leg(flow, is_send, &reason, tells);
         return true;
     }
-    if (leg->doubt != TB_OK) {
+    if (leg->failure.status != TB_OK) {
         if (tb__now_ms() < leg->wake_ms)
             return false;
-        char why[TB__WHY_MAX];
-        snprintf(why, sizeof why, "%s", leg->why);
-        tb__flow_abort(flow, is_send, tb__fail(leg->doubt, "%s", why));
+        fail_leg(flow, is_send, &leg->failure, true);
         return true;
     }
     if (!flow->setup
@@ -422,8 +426,10 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
 void tb__flow_no_room(tb__flow *flow, const member *from) {
-    tb__flow_fail_later(flow, tb__fail(TB_NO_MEMORY, "rank %" PRId32 " has no memory for a message of %s about %s",
-                                       flow->o.rank, from->peer->label, flow->what));
+    char why[TB__WHY_MAX];
+    snprintf(why, sizeof why, "rank %" PRId32 " has no memory for a message of %s about %s", flow->o.rank,
+             from->peer->label, flow->what);
+    tb__flow_fail_later(flow, TB_NO_MEMORY, why);
 }
 
 /* Attempt 0: for good. A rank that ends so because another was lost may have been needed, or not. */
@@ -436,7 +442,7 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
     if (attempt == 0 && status == TB_LOST)
         tb__flow_failed(flow, (size_t)(from - flow->members), why);
     else if (attempt == 0)
-        break_flow(flow, tb__fail(status, "%s", why), false);
+        break_flow(flow, status, why, false);
     else
         tb__flow_note_abort(flow, attempt, number, status, why);
     if (attempt != 0)

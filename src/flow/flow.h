@@ -141,8 +141,8 @@ void tb__flow_gone(tb__flow *flow, size_t peer, uint64_t started, const tb__fail
 tb__failure tb__flow_last_failure(const tb__flow *flow);
 uint64_t tb__flow_started(const tb__flow *flow);
 
-/* Nothing will move any more, for the reason in tb_error_detail. */
-void tb__flow_break(tb__flow *flow, tb_status status);
+/* Nothing will move any more, for this reason. */
+void tb__flow_break(tb__flow *flow, tb_status status, const char *why);
 
 /* Times of a transfer by phase: each moment counts to one. */
 typedef struct tb__phases {
@@ -155,7 +155,8 @@ void tb__phases_enter(tb__phases *phases, tb_phase phase);
 
 enum { TB__WHY_MAX = 512 };
 
-/* A failure with its sentence, for whoever hears of it later. */
+/* A failure with its sentence. Whatever outlives a call, or goes to another thread, has it in this form: the sentence
+ * in tb_error_detail is only of the failure that a call has just returned. */
 typedef struct tb__fault {
     tb_status status; /* TB_OK: none */
     char why[TB__WHY_MAX];
@@ -187,7 +188,7 @@ typedef struct tb__leg {
     bool is_ending;      /* when the last of them is done */
     bool is_committing;  /* `committing` was called for the first time */
     int64_t wake_ms;     /* it wants to be stepped then; 0: no time of its own */
-    tb_status doubt;     /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
+    tb__fault failure;   /* it has failed, and waits a little for who can say why */
     tb__phases *phases;
     void (*committing)(void *arg, bool is_done); /* called around a shadowed receive's last step, without the lock */
     void *committing_arg;
@@ -216,10 +217,10 @@ uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
 /* Does what can be done; returns whether it did anything. */
 bool tb__flow_step(tb__flow *flow, bool is_send);
 
-/* Fails the leg, here and at the peers, with the sentence in tb_error_detail. Nothing of it is read or written when
+/* Fails the leg, here and at the peers, for this reason. Nothing of it is read or written when
  * this returns, unless a step is under way. One that is prepared stays under way until it is decided. It has ended when
  * the peers have confirmed that they heard of it: then a receive that begins later, anywhere, does not fail by it. */
-void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
+void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why);
 
 /* The program has taken memory of tensors away (src_invalidated, dst_invalidated). Asks the legs that use it to end, by
  * name. Returns whether one of them may still read or write it, of which `tensor` is the name then. A later leg fails

@@ -141,7 +141,7 @@ struct copying {
     size_t left; /* runs that are not done */
     tb_status status;
     char why[TB__FENCE_WHY_MAX];
-    void (*end)(copying *c, tb_status status); /* the sentence of a failure is in tb_error_detail */
+    void (*end)(copying *c, tb_status status); /* the sentence of a failure is in `why` */
     staged_bucket *staged_bucket;              /* for whoever ends it */
     size_t nbytes;
     copying *next;
@@ -245,13 +245,13 @@ void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attem
 void tb__flow_no_room(tb__flow *flow, const member *from); /* for a message of its: the flow breaks, soon */
 /* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
  * told: the leg waits for that, a moment, and fails with its own sentence only if nobody says more. */
-void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status);
-/* Ends a leg that may end, with the sentence in tb_error_detail. Others are told `told`; NULL: they know. */
-void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *told);
+void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const char *why);
+/* Ends a leg that may end. Others are told `told`; NULL: they know. */
+void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told);
 /* What is left to do of a leg that ends, when its last copying is done. */
 void tb__flow_close_leg(tb__flow *flow, bool is_send);
-/* That a member is gone, and why. */
-tb_status tb__member_is_gone(const member *m);
+/* Why a member is gone, in a sentence. */
+const char *tb__member_why_gone(const member *m);
 /* Back to waiting, in one way or the other. */
 void tb__leg_idle(tb__leg *leg);
 
@@ -294,7 +294,7 @@ char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 bool tb__flow_step_send(tb__flow *flow);
 bool tb__flow_step_recv(tb__flow *flow);
 /* Something of the receive has been done, or has failed. */
-void tb__flow_end_step_recv(tb__flow *flow, tb_status status);
+void tb__flow_end_step_recv(tb__flow *flow, tb_status status, const char *why);
 void tb__flow_end_recv(tb__flow *flow);
 /* Whether the window has room for it. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);

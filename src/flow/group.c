@@ -201,7 +201,7 @@ tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
     tb__leg_idle(&flow->recv);
     const member *awaited = waits && flow->ngone ? tb__flow_find(flow, gather->awaits(gather->arg)) : NULL;
     if (status == TB_OK && awaited && awaited->is_gone)
-        status = tb__member_is_gone(awaited);
+        status = tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited));
     if (status != TB_OK || waits)
         return status;
     *did = true;

@@ -40,11 +40,13 @@ static void end_write(copying *c, tb_status status) {
     tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
     if (flow->recv.is_ending)
         return;
+    const char *why = c->why;
     if (status == TB_OK) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
         status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+        why = tb_error_detail();
     }
-    tb__flow_end_step_recv(flow, status);
+    tb__flow_end_step_recv(flow, status, why);
 }
 
 static tb_status write_stash(tb__flow *flow, stashed *at) {
@@ -121,13 +123,13 @@ static bool step(tb__flow *flow) {
             return false;
         tb_status opened = open_transfer(flow);
         if (opened != TB_OK)
-            tb__flow_abort(flow, false, opened);
+            tb__flow_abort(flow, false, opened, tb_error_detail());
         return true; /* from now on it needs others than before, who may be gone already: the next step looks */
     }
     bool did = false;
     tb_status status = tb__flow_hand_on(flow, &did);
     if (status != TB_OK) {
-        tb__flow_abort(flow, false, status);
+        tb__flow_abort(flow, false, status, tb_error_detail());
         return true;
     }
     if (did || has_all(flow))
@@ -142,25 +144,25 @@ static bool step(tb__flow *flow) {
         return (flow->buckets_left > 0 || flow->nrelays > 0) &&
                (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
     if (status != TB_OK)
-        tb__flow_await_reason(flow, false, status);
+        tb__flow_await_reason(flow, false, status, tb_error_detail());
     return true;
 }
 
 /* All who fed it know by now that they are not needed any more, and may be gone before the next step. */
 static bool try_arrive(tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
-    if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->doubt != TB_OK || leg->is_complete ||
+    if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->failure.status != TB_OK || leg->is_complete ||
         flow->is_prepared || !has_all(flow))
         return false;
     tb_status status = arrive(flow);
     if (status != TB_OK)
-        tb__flow_abort(flow, false, status);
+        tb__flow_abort(flow, false, status, tb_error_detail());
     return true;
 }
 
-void tb__flow_end_step_recv(tb__flow *flow, tb_status status) {
+void tb__flow_end_step_recv(tb__flow *flow, tb_status status, const char *why) {
     if (status != TB_OK)
-        tb__flow_await_reason(flow, false, status);
+        tb__flow_await_reason(flow, false, status, why);
     else
         try_arrive(flow);
 }

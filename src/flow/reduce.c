@@ -124,13 +124,16 @@ static void end_combine(copying *c, tb_status status) {
     bool is_send = p->is_send;
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
-    if (status == TB_OK)
+    const char *why = c->why;
+    if (status == TB_OK) {
         status = use_output(p);
+        why = tb_error_detail();
+    }
     tb__staged_bucket_destroy(p);
     if (!is_send)
-        tb__flow_end_step_recv(flow, status);
+        tb__flow_end_step_recv(flow, status, why);
     else if (status != TB_OK)
-        tb__flow_await_reason(flow, true, status);
+        tb__flow_await_reason(flow, true, status, why);
 }
 
 /* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
@@ -165,6 +168,6 @@ bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
         }
     }
     if (status != TB_OK)
-        tb__flow_await_reason(flow, is_send, status);
+        tb__flow_await_reason(flow, is_send, status, tb_error_detail());
     return did || status != TB_OK;
 }

@@ -37,45 +37,47 @@ static const member *find_needed(tb__flow *flow, bool is_send) {
     return NULL;
 }
 
+tb__fault tb__fault_of(tb_status status, const char *why) {
+    tb__fault fault = {.status = status};
+    snprintf(fault.why, sizeof fault.why, "%s", why);
+    return fault;
+}
+
 /* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
  * that is why others leave. */
-static tb_status fail_without(const tb__flow *flow, bool is_send, const member *gone) {
+static tb__fault reason_without(const tb__flow *flow, bool is_send, const member *gone) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     uint64_t last = tb__flow_last_attempt(flow, is_send);
     const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
-    bool has_reason = before && before->status == TB_INVALID;
-    return has_reason ? tb__fail(before->status, "%s", before->why) : tb__member_is_gone(gone);
+    if (before && before->status == TB_INVALID)
+        return tb__fault_of(before->status, before->why);
+    return tb__fault_of(gone->gone_status, tb__member_why_gone(gone));
 }
 
-tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
+tb__fault tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
+    tb_status status = TB_OK;
     *tells = false;
     if (flow->report.broken.status != TB_OK)
-        return tb__fail(flow->report.broken.status, "%s", flow->report.broken.why);
+        return flow->report.broken;
     uint64_t next = tb__flow_last_attempt(flow, is_send) + 1;
     const tb__abort *abort = tb__flow_find_abort(flow, leg->attempt ? leg->attempt : next);
     if (abort) {
         if (!leg->attempt)
             tb__flow_count_attempt(flow, is_send);
-        return tb__fail(abort->status, "%s", abort->why);
+        return tb__fault_of(abort->status, abort->why);
     }
     *tells = true;
-    if (leg->memory_invalidated)
-        return tb__flow_check_memory(flow, is_send);
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
     if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
         gone = tb__flow_find_missing(flow);
-    if (gone)
-        return fail_without(flow, is_send, gone);
-    if (leg->is_cancelled)
-        return tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
-    return TB_OK;
-}
-
-tb__fault tb__fault_of(tb_status status, const char *why) {
-    tb__fault fault = {.status = status};
-    snprintf(fault.why, sizeof fault.why, "%s", why);
-    return fault;
+    if (leg->memory_invalidated)
+        status = tb__flow_check_memory(flow, is_send);
+    else if (gone)
+        return reason_without(flow, is_send, gone);
+    else if (leg->is_cancelled)
+        status = tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
+    return tb__fault_of(status, status == TB_OK ? "" : tb_error_detail());
 }
 
 bool tb__flow_note_broken(tb__flow *flow, tb_status status, const char *why) {
@@ -112,7 +114,7 @@ static bool step_breaking(tb__task *task) {
         return false;
     bool did = true;
     if (flow->report.broken.status == TB_OK)
-        tb__flow_break(flow, tb__fail(flow->report.failure.status, "%s", flow->report.failure.why));
+        tb__flow_break(flow, flow->report.failure.status, flow->report.failure.why);
     else
         did = tell_uninformed(flow);
     task->deadline_ms = INT64_MAX;
@@ -123,9 +125,9 @@ static bool step_breaking(tb__task *task) {
     return did;
 }
 
-void tb__flow_fail_later(tb__flow *flow, tb_status status) {
+void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why) {
     if (flow->report.failure.status == TB_OK)
-        flow->report.failure = tb__fault_of(status, tb_error_detail());
+        flow->report.failure = tb__fault_of(status, why);
     if (!flow->report.task.step) {
         flow->report.task.step = step_breaking;
         tb__loop_add_task(flow->o.loop, &flow->report.task);

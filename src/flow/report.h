@@ -19,14 +19,13 @@ struct flow_report {
 
 /* Whether a leg can't end well without the member. */
 bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);
-/* Whether something has come about that ends the leg; what, is in tb_error_detail. `tells`: others have to hear of it.
- */
-tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
+/* What has come about that ends the leg; TB_OK: nothing. `tells`: others have to hear of it. */
+tb__fault tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
 /* This rank's reason, for others. */
 enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
 const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
-/* Breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
-void tb__flow_fail_later(tb__flow *flow, tb_status status);
+/* Breaks the flow in the driver's next turn: a leg must not end in the middle of what has failed. */
+void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why);
 /* The first reason counts. False: it was broken before. */
 bool tb__flow_note_broken(tb__flow *flow, tb_status status, const char *why);
 void tb__flow_fini_report(tb__flow *flow);

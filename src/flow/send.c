@@ -16,7 +16,7 @@ static void end_snapshot(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     flow->is_taking_snapshot = false;
     if (status != TB_OK && !flow->send.is_ending)
-        tb__flow_abort(flow, true, status);
+        tb__flow_abort(flow, true, status, c->why);
 }
 
 static tb_status take_snapshot(tb__flow *flow) {
@@ -50,7 +50,7 @@ bool tb__flow_step_send(tb__flow *flow) {
             return true;
     }
     if (status != TB_OK) {
-        tb__flow_abort(flow, true, status);
+        tb__flow_abort(flow, true, status, tb_error_detail());
         return true;
     }
     if (tb__flow_step_out(flow) || tb__flow_step_reduce(flow, true))

@@ -363,8 +363,10 @@ bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
     tb_status status = tb__flow_plan(flow);
     if (leg)
         tb__leg_idle(leg);
-    if (status != TB_OK)
-        tb__flow_break(flow, tb__fail_within(status, "rank %" PRId32, flow->o.rank));
+    if (status != TB_OK) {
+        status = tb__fail_within(status, "rank %" PRId32, flow->o.rank);
+        tb__flow_break(flow, status, tb_error_detail());
+    }
     return status == TB_OK;
 }
 

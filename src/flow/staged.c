@@ -87,7 +87,7 @@ static void end_pack(copying *c, tb_status status) {
     if (status == TB_OK)
         tb__staged_bucket_announce(c->staged_bucket);
     else
-        tb__flow_await_reason(c->flow, true, status);
+        tb__flow_await_reason(c->flow, true, status, c->why);
 }
 
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
@@ -151,7 +151,7 @@ bool tb__flow_step_out(tb__flow *flow) {
         did = true;
     }
     if (status != TB_OK)
-        tb__flow_await_reason(flow, true, status);
+        tb__flow_await_reason(flow, true, status, tb_error_detail());
     return did || status != TB_OK;
 }
 
@@ -232,13 +232,15 @@ static void end_unpack(copying *c, tb_status status) {
     p->is_unpacked = true;
     if (flow->recv.is_ending)
         return;
+    const char *why = c->why;
     if (status == TB_OK) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
+        why = tb_error_detail();
     }
     if (p->left == 0)
         tb__staged_bucket_destroy(p);
-    tb__flow_end_step_recv(flow, status);
+    tb__flow_end_step_recv(flow, status, why);
 }
 
 static tb_status unpack(tb__flow *flow, staged_bucket *p) {
@@ -305,7 +307,7 @@ bool tb__flow_step_in(tb__flow *flow) {
             status = take(flow, p, &took);
     }
     if (status != TB_OK) {
-        tb__flow_await_reason(flow, false, status);
+        tb__flow_await_reason(flow, false, status, tb_error_detail());
         return true;
     }
     return did || took;
