@@ -269,7 +269,7 @@ static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
     return is_in_order && !message->failed;
 }
 
-static bool lane_is_flagged(const tb__flow *flow, const lane *l) {
+static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
     const tb_ir *ir = flow->setup.ir;
     const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
@@ -299,13 +299,8 @@ static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk,
     return outer > 0 && is_short ? "its memory can't be mapped, and it lies there in short runs" : NULL;
 }
 
-/* Why the lane's buckets can't be read from its senders; NULL: they can. What this rank has itself is never staged. */
+/* Why nothing of the lane can be read from its senders; NULL: what its buckets say counts. */
 static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
-    const tb_ir *ir = flow->setup.ir;
-    const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
-    bool all_mapped = true;
-    if (l->nsenders == 0 || (l->nsenders == 1 && l->senders[0] == flow->self))
-        return NULL;
     if (flow->o.staged || flow->o.checksum)
         return flow->o.staged ? "this rank has asked for it" : "buckets have checksums";
     if (l->first->is_coded)
@@ -314,27 +309,47 @@ static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
         if (flow->members[l->senders[i]].setup.why_staged)
             return flow->members[l->senders[i]].setup.why_staged;
     }
-    for (const tb_bucket *b = first; b < first + l->channel->nbuckets; b++) {
-        for (size_t i = 0; i < b->nentries; i++) {
-            const tb_chunk *chunk = &ir->chunks[ir->entries[b->first_entry + i].chunk];
-            for (uint32_t j = 0; j < l->nsenders; j++) {
-                bool is_mapped = false;
-                const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &is_mapped);
-                if (why)
-                    return why;
-                all_mapped &= is_mapped;
-            }
+    return NULL;
+}
+
+/* Why a bucket can't be read from the lane's senders; NULL: it can. */
+static const char *why_staged_bucket(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
+    const tb_ir *ir = flow->setup.ir;
+    bool all_mapped = true;
+    for (size_t i = 0; i < bucket->nentries; i++) {
+        const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + i].chunk];
+        for (uint32_t j = 0; j < l->nsenders; j++) {
+            bool is_mapped = false;
+            const char *why = why_staged_chunk(flow, chunk, &flow->members[l->senders[j]], &is_mapped);
+            if (why)
+                return why;
+            all_mapped &= is_mapped;
         }
     }
     return l->nsenders > MOST_FEEDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
 }
 
-static void choose_path(tb__flow *flow, lane *l) {
-    l->why_staged = why_staged_lane(flow, l);
-    l->takes_staged = l->why_staged != NULL;
+/* What this rank has itself is never staged. Buckets that are reduced are staged all, or none: ranks combine them in
+ * one order. */
+static void choose_paths(tb__flow *flow, lane *l) {
+    const tb_bucket *buckets = &flow->setup.ir->buckets[l->channel->first_bucket];
+    bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
+    bool is_own = l->nsenders == 0 || (l->nsenders == 1 && l->senders[0] == flow->self);
+    const char *why_all = is_own ? NULL : why_staged_lane(flow, l);
+    for (size_t i = 0; i < l->channel->nbuckets && !is_own && !why_all; i++) {
+        paths[i].why_staged = why_staged_bucket(flow, l, &buckets[i]);
+        paths[i].takes_staged = paths[i].why_staged != NULL;
+        l->takes_staged |= paths[i].takes_staged;
+        if (l->nsenders > 1)
+            why_all = paths[i].why_staged;
+    }
+    for (size_t i = 0; i < l->channel->nbuckets && why_all; i++) {
+        paths[i].why_staged = why_all;
+        l->takes_staged = paths[i].takes_staged = true;
+    }
     /* A rank that overwrites its own sources does not write what comes staged before it may write anything: held back
      * in the memory through which others' data has to come, it could hold them up for ever. */
-    l->overwrites_source = lane_is_flagged(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
+    l->overwrites_source = lane_overwrites_source(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
     for (uint32_t i = 0; l->overwrites_source && i < l->nsenders; i++)
         flow->members[l->senders[i]].setup.naside += l->channel->nbuckets;
 }
@@ -392,6 +407,25 @@ static tb_status check_stash(tb__flow *flow) {
     return TB_OK;
 }
 
+/* The lane's buckets that have to be sent to this rank, as runs of neighbours. */
+static uint32_t pack_staged(const tb__flow *flow, const lane *l, tb__pack *list) {
+    const bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
+    uint32_t nruns = 0;
+    for (size_t i = 0, next; i < l->channel->nbuckets; i = next) {
+        for (next = i + 1; next < l->channel->nbuckets && paths[next].takes_staged == paths[i].takes_staged;)
+            next++;
+        if (!paths[i].takes_staged)
+            continue;
+        const tb_chunk *first = tb__flow_first_chunk(flow, l->channel->first_bucket + i);
+        tb__pack_u64(list, first->id);
+        tb__pack_u32(list, first->part);
+        tb__pack_u32(list, (uint32_t)(next - i));
+        tb__pack_string(list, paths[i].why_staged);
+        nruns++;
+    }
+    return nruns;
+}
+
 static void send_reach(tb__flow *flow, member *sender) {
     uint32_t position = (uint32_t)(sender - flow->members), count = 0;
     tb__pack pack = {0}, list = {0};
@@ -402,12 +436,8 @@ static void send_reach(tb__flow *flow, member *sender) {
             l->is_target && l->takes_staged && l->parent == l->shipper; /* others know that they hand it on */
         for (uint32_t j = 0; is_asked && j < l->nsenders; j++)
             feeds |= l->senders[j] == position;
-        if (!feeds)
-            continue;
-        tb__pack_u64(&list, l->first->id);
-        tb__pack_u32(&list, l->first->part);
-        tb__pack_string(&list, l->why_staged);
-        count++;
+        if (feeds)
+            count += pack_staged(flow, l, &list);
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
     tb__pack_u32(&pack, sender->setup.naside > 0);
@@ -422,7 +452,7 @@ static void send_reach(tb__flow *flow, member *sender) {
 static tb_status decide(tb__flow *flow) {
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         if (flow->setup.lanes[i].is_target)
-            choose_path(flow, &flow->setup.lanes[i]);
+            choose_paths(flow, &flow->setup.lanes[i]);
     }
     return check_stash(flow);
 }
@@ -501,29 +531,53 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
     return true;
 }
 
+/* The member must be sent so many buckets of a lane, from this one on. False: it must not, or has said so before. */
+static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t count, const char *why) {
+    lane *l = tb__flow_lane(flow, bucket);
+    uint32_t position = (uint32_t)(to - flow->members);
+    if (!has_target(l, to->peer->rank) || count > l->channel->first_bucket + l->channel->nbuckets - bucket) {
+        tb__set_detail("it asks for %" PRIu32 " buckets from %zu on, which it is not to get", count, bucket);
+        return false;
+    }
+    for (bucket_path *p = &flow->setup.paths[bucket]; p < &flow->setup.paths[bucket + count]; p++) {
+        if (p->nstaged && p->staged[p->nstaged - 1] == position) {
+            tb__set_detail("it asks for bucket %zu twice", (size_t)(p - flow->setup.paths));
+            return false;
+        }
+        if (!p->staged)
+            p->staged = tb__arena_alloc(&flow->setup.arena, l->first->ntargets, sizeof *p->staged);
+        if (!p->staged) {
+            tb__flow_no_room(flow, to);
+            return true;
+        }
+        l->nstaged += p->nstaged == 0;
+        p->staged[p->nstaged++] = position;
+        p->why_staged = p->why_staged ? p->why_staged : why;
+    }
+    return true;
+}
+
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
     if (!from->setup.is_reader || from->setup.has_reach || !flow->setup.is_planned)
         return false;
     from->setup.stashes = tb__unpack_u32(message) != 0;
-    size_t count = tb__unpack_count(message, 12);
-    for (size_t i = 0; i < count; i++) {
+    size_t nruns = tb__unpack_count(message, 16);
+    for (size_t i = 0; i < nruns; i++) {
         uint64_t id = tb__unpack_u64(message);
-        uint32_t part = tb__unpack_u32(message);
+        uint32_t part = tb__unpack_u32(message), count = tb__unpack_u32(message);
         const char *why = tb__unpack_string(message);
         size_t bucket = message->failed ? TB__NOWHERE : tb__flow_find_bucket(flow, id, part);
-        if (bucket == TB__NOWHERE)
+        if (bucket == TB__NOWHERE || !stage_for(flow, from, bucket, count, keep_sentence(flow, why)))
             return false;
-        lane *l = tb__flow_lane(flow, bucket);
-        uint32_t position = (uint32_t)(from - flow->members);
-        if (!has_target(l, from->peer->rank) || (l->nstaged && l->staged[l->nstaged - 1] == position)) {
-            tb__set_detail("it asks for bucket %zu twice, or is not to get it", bucket);
-            return false;
-        }
-        l->staged[l->nstaged++] = position;
-        l->why_staged = l->why_staged ? l->why_staged : keep_sentence(flow, why);
     }
     from->setup.has_reach = tb__unpack_is_done(message);
     return from->setup.has_reach;
+}
+
+size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from) {
+    while (from < l->channel->nbuckets && flow->setup.paths[l->channel->first_bucket + from].nstaged == 0)
+        from++;
+    return from;
 }
 
 bool tb__flow_all_have_reach(const tb__flow *flow) {

@@ -276,9 +276,9 @@ static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end 
     return TB_OK;
 }
 
-/* Whether buckets of the lane are copied so. */
-static bool does(const lane *l, copy_kind kind) {
-    bool is_read = l->is_target && !l->takes_staged, is_combined = l->is_shipper && l->nsenders > 1;
+/* Whether a bucket of the lane is copied so. */
+static bool is_copied_so(const lane *l, const bucket_path *path, copy_kind kind) {
+    bool is_read = l->is_target && !path->takes_staged, is_combined = l->is_shipper && l->nsenders > 1;
     if (l->first->is_coded)
         return false;
     switch (kind) {
@@ -287,16 +287,16 @@ static bool does(const lane *l, copy_kind kind) {
     case COPY_ASIDE:
         return is_read && l->overwrites_source;
     case COPY_PACK:
-        return l->nstaged && l->is_shipper && l->nsenders == 1;
+        return path->nstaged && l->is_shipper && l->nsenders == 1;
     case COPY_CONTRIBUTE:
-        return l->nstaged && l->is_contributor;
+        return path->nstaged && l->is_contributor;
     case COPY_UNPACK:
-        return l->is_target && (l->takes_staged || l->overwrites_source);
+        return l->is_target && (path->takes_staged || l->overwrites_source);
     case COPY_COMBINE:
         return is_combined &&
-               ((l->nstaged && !l->is_target) || (l->is_target && l->takes_staged && l->overwrites_source));
+               ((path->nstaged && !l->is_target) || (l->is_target && path->takes_staged && l->overwrites_source));
     case COPY_COMBINE_IN:
-        return is_combined && l->is_target && l->takes_staged && !l->overwrites_source;
+        return is_combined && l->is_target && path->takes_staged && !l->overwrites_source;
     default:
         return false;
     }
@@ -318,6 +318,8 @@ static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind k
     }
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
         size_t bucket = l->channel->first_bucket + i;
+        if (!is_copied_so(l, &flow->setup.paths[bucket], kind))
+            continue;
         size_t raw = (size_t)tb__flow_raw_size(flow, &flow->setup.ir->buckets[bucket]), others = 0;
         for (size_t j = 0; from != &one && j < nfrom; j++) {
             bool is_raw = is_combined && l->senders[j] != flow->self;
@@ -405,10 +407,8 @@ tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
     bool is_whole = kind == COPY_SNAPSHOT || kind == COPY_COMMIT;
     if (is_whole)
         status = add_tensors(flow, &m, kind);
-    for (size_t i = 0; !is_whole && i < flow->setup.ir->nchannels && status == TB_OK; i++) {
-        if (does(&flow->setup.lanes[i], kind))
-            status = add_lane(flow, &m, &flow->setup.lanes[i], kind);
-    }
+    for (size_t i = 0; !is_whole && i < flow->setup.ir->nchannels && status == TB_OK; i++)
+        status = add_lane(flow, &m, &flow->setup.lanes[i], kind);
     if (status == TB_OK)
         status = prepare_jobs(&m, out);
     out->is_done = status == TB_OK;

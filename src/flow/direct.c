@@ -114,10 +114,18 @@ void tb__flow_revoke(tb__flow *flow) {
 
 /* ---- What this rank reads --------------------------------------------------------------------------------------- */
 
+/* The lane's first bucket from this one on that is not sent to this rank. Those that are reduced are all or none. */
+static size_t next_to_take(const tb__flow *flow, const lane *l, size_t from) {
+    while (l->nsenders == 1 && from < l->channel->nbuckets &&
+           flow->setup.paths[l->channel->first_bucket + from].takes_staged)
+        from++;
+    return from;
+}
+
 void tb__flow_open_reads(tb__flow *flow) {
     size_t n = flow->setup.ir->nchannels;
     for (size_t i = 0; i < n; i++)
-        flow->setup.lanes[i].to_take = 0;
+        flow->setup.lanes[i].to_take = next_to_take(flow, &flow->setup.lanes[i], 0);
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
         m->direct.left = m->setup.nbuckets;
@@ -221,7 +229,8 @@ static bool are_ready(const tb__flow *flow, const lane *l) {
 enum { COPYING_BYTES = 256 << 20 };
 
 static bool can_read(const tb__flow *flow, const lane *l) {
-    return l->is_target && !l->takes_staged && l->to_take < l->channel->nbuckets && are_ready(flow, l) &&
+    bool is_reduced_staged = l->nsenders > 1 && l->takes_staged;
+    return l->is_target && !is_reduced_staged && l->to_take < l->channel->nbuckets && are_ready(flow, l) &&
            (l->overwrites_source || tb__flow_may_write(flow)) &&
            tb__flow_admits(flow, l, &flow->setup.ir->buckets[l->channel->first_bucket + l->to_take]);
 }
@@ -309,7 +318,7 @@ static tb_status read_aside(tb__flow *flow, lane *l) {
     c->to = buffer;
     c->nbytes = nbytes;
     c->end = end_aside;
-    l->to_take++;
+    l->to_take = next_to_take(flow, l, l->to_take + 1);
     tb_status status = tb__flow_start_copying(c);
     if (status != TB_OK)
         tb__flow_unstage(flow, POOL_STASH, buffer, nbytes);
@@ -318,7 +327,8 @@ static tb_status read_aside(tb__flow *flow, lane *l) {
 
 /* Of this rank with itself: by way of a buffer, as if it came from another. */
 static tb_status convert_own(tb__flow *flow, lane *l) {
-    size_t index = l->channel->first_bucket + l->to_take++;
+    size_t index = l->channel->first_bucket + l->to_take;
+    l->to_take = next_to_take(flow, l, l->to_take + 1);
     char *buffer = tb__malloc((size_t)flow->setup.ir->buckets[index].total_bytes, 1);
     tb_status status = buffer ? tb__flow_convert(flow, false, index, buffer, true) : TB_NO_MEMORY;
     if (status == TB_OK)
@@ -346,7 +356,7 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
                 break;
             nbytes += flow->setup.ir->buckets[index].total_bytes;
             c->parts[c->nparts++] = (uint32_t)index;
-            l->to_take++;
+            l->to_take = next_to_take(flow, l, l->to_take + 1);
         }
     }
     c->end = end_read;

@@ -183,7 +183,7 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
         bool is_from = l->is_target && l->takes_staged && !l->is_shipper && &flow->members[l->parent] == m;
         for (size_t j = 0; is_from && j < l->channel->nbuckets; j++) {
             size_t bucket = l->channel->first_bucket + j;
-            if (!flow->is_taken[bucket] && !is_announced(flow, bucket))
+            if (flow->setup.paths[bucket].takes_staged && !flow->is_taken[bucket] && !is_announced(flow, bucket))
                 return true;
         }
     }
@@ -294,13 +294,13 @@ static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
 }
 
 /* What becomes of a piece that is received. */
-static const char *write_back(const tb__flow *flow, const lane *l, const tb_chunk *c) {
+static const char *write_back(const tb__flow *flow, const lane *l, const bucket_path *path, const tb_chunk *c) {
     const tb__flow_tensor *t = &flow->tensors[c->tensor];
     if (t->is_gathered || (c->is_coded && t->codec->unpack))
         return "transform";
     if (tb__flow_is_in_place(flow, c))
         return "in place";
-    return l->takes_staged || l->overwrites_source || c->is_coded ? "copy" : "direct";
+    return path->takes_staged || l->overwrites_source || c->is_coded ? "copy" : "direct";
 }
 
 /* How a piece that is read gets here: through a mapping of the senders' memory, or by calls of the transport. */
@@ -318,17 +318,19 @@ static void add_ranks(tb__text *t, const int32_t *ranks, uint32_t count) {
         tb__text_add(t, "%s%" PRId32, i ? "," : "", ranks[i]);
 }
 
-static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, const lane *l, const tb_chunk *c) {
+static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bucket, const tb_chunk *c) {
+    const bucket_path *path = &flow->setup.paths[bucket];
+    const lane *l = &flow->setup.lanes[flow->setup.ir->buckets[bucket].channel];
     tb__text_add(t, "  %s ", flow->tensors[c->tensor].spec.name);
     if (is_send) {
         add_box(t, &c->src, c);
         tb__text_add(t, " to ");
         add_ranks(t, c->targets, c->ntargets);
-        tb__text_add(t, ", %s", c->is_coded ? "coded" : l->nstaged == c->ntargets ? "staged" : "read in place");
-        if (!c->is_coded && l->nstaged > 0 && l->nstaged < c->ntargets)
+        tb__text_add(t, ", %s", c->is_coded ? "coded" : path->nstaged == c->ntargets ? "staged" : "read in place");
+        if (!c->is_coded && path->nstaged > 0 && path->nstaged < c->ntargets)
             tb__text_add(t, " or staged");
-        if (!c->is_coded && l->nstaged > 0)
-            tb__text_add(t, " (%s)", l->why_staged);
+        if (!c->is_coded && path->nstaged > 0)
+            tb__text_add(t, " (%s)", path->why_staged);
     } else {
         add_box(t, &c->dst, c);
         tb__text_add(t, " from ");
@@ -340,9 +342,9 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, const lan
             add_ranks(t, &c->source, 1);
         if (l->parent != l->shipper)
             tb__text_add(t, " by way of %" PRId32, flow->members[l->parent].peer->rank);
-        tb__text_add(t, ", %s", write_back(flow, l, c));
-        if (l->takes_staged && !c->is_coded)
-            tb__text_add(t, ", staged (%s)", l->why_staged);
+        tb__text_add(t, ", %s", write_back(flow, l, path, c));
+        if (path->takes_staged && !c->is_coded)
+            tb__text_add(t, ", staged (%s)", path->why_staged);
         else if (l->nsenders > 0 && !c->is_coded)
             tb__text_add(t, ", %s", reach_name(flow, l, c));
         for (uint32_t i = 0; i < l->nchildren; i++)
@@ -372,7 +374,7 @@ tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out) {
         for (size_t j = 0; j < b->nentries; j++) {
             const tb_chunk *c = &flow->setup.ir->chunks[flow->setup.ir->entries[b->first_entry + j].chunk];
             if (is_send ? c->is_source : c->is_target)
-                add_piece(&t, flow, is_send, &flow->setup.lanes[b->channel], c);
+                add_piece(&t, flow, is_send, i, c);
         }
     }
     return tb__text_take(&t, out);

@@ -5,9 +5,9 @@ static void open_lanes(tb__flow *flow) {
     flow->sends_left = 0;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         lane *l = &flow->setup.lanes[i];
-        l->to_send = 0;
-        if ((l->is_contributor || (l->is_shipper && !l->is_target)) && l->nstaged)
-            flow->sends_left += l->channel->nbuckets;
+        l->to_send = tb__lane_next_staged(flow, l, 0);
+        if (l->is_contributor || (l->is_shipper && !l->is_target))
+            flow->sends_left += l->nstaged;
     }
     tb__flow_open_out(flow);
 }

@@ -51,8 +51,7 @@ static tb_status set_feeders(tb__flow *flow, lane *l) {
     const int32_t *ranks = first->ncontributors ? first->contributors : &first->source;
     l->nsenders = first->ncontributors ? first->ncontributors : first->source != TB_NO_RANK;
     l->senders = tb__arena_alloc(&flow->setup.arena, l->nsenders, sizeof *l->senders);
-    l->staged = tb__arena_alloc(&flow->setup.arena, first->ntargets, sizeof *l->staged);
-    if (!l->senders || !l->staged)
+    if (!l->senders)
         return TB_NO_MEMORY;
     for (uint32_t i = 0; i < l->nsenders; i++) {
         member *m = tb__flow_find(flow, ranks[i]);
@@ -147,8 +146,9 @@ static tb_status index_buckets(tb__flow *flow) {
 
 static tb_status make_lanes(tb__flow *flow) {
     flow->setup.lanes = tb__calloc(flow->setup.ir->nchannels, sizeof *flow->setup.lanes);
+    flow->setup.paths = tb__calloc(flow->setup.ir->nbuckets, sizeof *flow->setup.paths);
     flow->is_taken = tb__calloc(flow->setup.ir->nbuckets, sizeof *flow->is_taken);
-    if (!flow->setup.lanes || !flow->is_taken)
+    if (!flow->setup.lanes || !flow->setup.paths || !flow->is_taken)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++)
         TB_TRY(make_lane(flow, &flow->setup.lanes[i], &flow->setup.ir->channels[i]));
@@ -384,6 +384,7 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->setup.snapshot_of);
     free(flow->shadow_of);
     free(flow->setup.lanes);
+    free(flow->setup.paths);
     free(flow->is_taken);
     free(flow->setup.groups.item);
     tb__index_fini(&flow->setup.by_bucket);

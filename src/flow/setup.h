@@ -26,6 +26,14 @@ typedef struct place {
     int64_t strides[TB_MAX_DIMS];
 } place;
 
+/* How a bucket gets to its targets. */
+typedef struct bucket_path {
+    bool takes_staged; /* as a target: it is sent to this rank; else it is read */
+    uint32_t nstaged;  /* as a source: targets that must be sent it */
+    uint32_t *staged;
+    const char *why_staged; /* for the first of them; NULL: it is not */
+} bucket_path;
+
 /* A channel and what this rank does for it. */
 typedef struct lane {
     const tb_channel *channel;
@@ -38,11 +46,9 @@ typedef struct lane {
     uint32_t nchildren;
     uint32_t *children; /* as a target: positions of those to whom this rank hands it on */
 
-    const char *why_staged; /* of the first that is; NULL: it is not */
-    bool takes_staged;      /* as a target */
+    bool takes_staged;      /* as a target: some of its buckets; all or none of those that are reduced */
     bool overwrites_source; /* as a target: put aside before anything is written */
-    uint32_t nstaged;       /* as a source: targets that must be sent it */
-    uint32_t *staged;
+    size_t nstaged;         /* as a source: buckets that must be sent to some target */
 
     /* How far the transfers under way have come: written by direct.c, staged.c and reduce.c. */
     size_t to_send, to_take; /* the next bucket, from the channel's first */
@@ -70,6 +76,7 @@ struct flow_setup {
     tb_ir *ir;
     tb__arena arena;
     lane *lanes;                             /* as many as the IR has channels */
+    bucket_path *paths;                      /* as many as the IR has buckets */
     TB_VEC(group) groups;                    /* of what this rank receives, ascending */
     tb__index by_bucket;                     /* of buckets that may be announced, by their first chunk */
     tb__region **src_regions, **dst_regions; /* per tensor; NULL: empty */
@@ -112,6 +119,8 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
 bool tb__flow_try_reach(tb__flow *flow); /* true: it did something */
 bool tb__flow_all_have_reach(const tb__flow *flow);
+/* The lane's first bucket from this one on that must be sent to some target; how many it has, if there is none. */
+size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from);
 void tb__flow_unbind(tb__flow *flow);
 place *tb__member_place(const member *m, uint32_t tensor);
 /* Whether the rank is on another host, so that its memory can't be reached. */

@@ -6,9 +6,10 @@
 
 /* A bucket that goes to all who want it staged. */
 staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t bucket) {
-    staged_bucket *p = tb__staged_bucket_create(flow, l, bucket, true, l->nstaged);
-    for (uint32_t i = 0; p && i < l->nstaged; i++)
-        p->messages[i].member = l->staged[i];
+    const bucket_path *path = &flow->setup.paths[bucket];
+    staged_bucket *p = tb__staged_bucket_create(flow, l, bucket, true, path->nstaged);
+    for (uint32_t i = 0; p && i < path->nstaged; i++)
+        p->messages[i].member = path->staged[i];
     if (p)
         p->kind = STAGED_OUT;
     return p;
@@ -36,7 +37,7 @@ void tb__flow_open_out(tb__flow *flow) {
     flow->largest_out = 0;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        for (size_t j = 0; packs(l) && j < l->channel->nbuckets; j++) {
+        for (size_t j = 0; packs(l) && (j = tb__lane_next_staged(flow, l, j)) < l->channel->nbuckets; j++) {
             int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
             flow->largest_out = nbytes > flow->largest_out ? nbytes : flow->largest_out;
         }
@@ -107,7 +108,7 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
-    l->to_send++;
+    l->to_send = tb__lane_next_staged(flow, l, l->to_send + 1);
     l->in_flight++;
     if (p->pieces) {
         tb__staged_bucket_announce(p);
