@@ -10,7 +10,7 @@
 
 /* Below this, reading a peer's memory run by run costs more than having it packed. */
 enum { LEAST_RUN = 2048 };
-enum { MOST_FEEDERS_READ = 1024 }; /* at a time, when they are not mapped */
+enum { MOST_SENDERS_READ = 1024 }; /* at a time, when they are not mapped */
 
 place *tb__member_place(const member *m, uint32_t tensor) {
     size_t low = 0, high = m->setup.places.count;
@@ -182,10 +182,10 @@ static void find_spans(const tb__flow *flow, const member *m, span *spans) {
     uint32_t position = (uint32_t)(m - flow->members);
     for (size_t i = 0; i < ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        bool feeds = false;
+        bool is_from = false;
         for (uint32_t j = 0; l->is_target && !l->first->is_coded && j < l->nsenders; j++)
-            feeds |= l->senders[j] == position;
-        for (size_t j = 0; feeds && j < l->channel->nbuckets; j++) {
+            is_from |= l->senders[j] == position;
+        for (size_t j = 0; is_from && j < l->channel->nbuckets; j++) {
             const tb_bucket *bucket = &ir->buckets[l->channel->first_bucket + j];
             for (size_t k = 0; k < bucket->nentries; k++) {
                 const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + k].chunk];
@@ -326,7 +326,7 @@ static const char *why_staged_bucket(const tb__flow *flow, const lane *l, const 
             all_mapped &= is_mapped;
         }
     }
-    return l->nsenders > MOST_FEEDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
+    return l->nsenders > MOST_SENDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
 }
 
 /* What this rank has itself is never staged. Buckets that are reduced are staged all, or none: ranks combine them in
@@ -431,12 +431,12 @@ static void send_reach(tb__flow *flow, member *sender) {
     tb__pack pack = {0}, list = {0};
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        bool feeds = false;
+        bool is_from = false;
         bool is_asked =
             l->is_target && l->takes_staged && l->parent == l->shipper; /* others know that they hand it on */
         for (uint32_t j = 0; is_asked && j < l->nsenders; j++)
-            feeds |= l->senders[j] == position;
-        if (feeds)
+            is_from |= l->senders[j] == position;
+        if (is_from)
             count += pack_staged(flow, l, &list);
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
@@ -449,7 +449,7 @@ static void send_reach(tb__flow *flow, member *sender) {
     tb__flow_send_message(flow, sender, &pack);
 }
 
-static tb_status decide(tb__flow *flow) {
+static tb_status choose_all_paths(tb__flow *flow) {
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         if (flow->setup.lanes[i].is_target)
             choose_paths(flow, &flow->setup.lanes[i]);
@@ -457,7 +457,7 @@ static tb_status decide(tb__flow *flow) {
     return check_stash(flow);
 }
 
-/* Once all senders have told: what is staged, and who hears of it. */
+/* When all senders have said where their tensors are: decides what is staged, and tells them. */
 bool tb__flow_try_reach(tb__flow *flow) {
     if (flow->setup.is_reached)
         return false;
@@ -465,7 +465,7 @@ bool tb__flow_try_reach(tb__flow *flow) {
         if (flow->members[i].setup.is_sender && !flow->members[i].setup.is_bound)
             return false;
     }
-    tb_status status = decide(flow);
+    tb_status status = choose_all_paths(flow);
     if (status != TB_OK) {
         tb__flow_break(flow, status, tb_error_detail());
         return true;

@@ -112,7 +112,7 @@ static bool has_all(const tb__flow *flow) {
     return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->setup.groups.count;
 }
 
-static bool step(tb__flow *flow) {
+static bool step_receive(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (tb__flow_try_reach(flow))
         return true;
@@ -148,7 +148,7 @@ static bool step(tb__flow *flow) {
     return true;
 }
 
-/* All who fed it know by now that they are not needed any more, and may be gone before the next step. */
+/* All senders have been told that they are not needed any more, and may be gone before the next step. */
 static bool try_arrive(tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
     if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->failure.status != TB_OK || leg->is_complete ||
@@ -168,6 +168,6 @@ void tb__flow_end_step_recv(tb__flow *flow, tb_status status, const char *why) {
 }
 
 bool tb__flow_step_recv(tb__flow *flow) {
-    bool did = step(flow);
+    bool did = step_receive(flow);
     return try_arrive(flow) || did;
 }

@@ -1,5 +1,5 @@
-/* From tensors to lanes: the plan of one direction, whom this rank feeds and who feeds it, which of its memory it is
- * going to overwrite while others read it. */
+/* The plan of a flow: the IR and its lanes, who reads from whom, memory for snapshots and shadows, and which sources
+ * this rank is going to overwrite while others read them. */
 #include "flow/flow_inside.h"
 #include "layout/overlap.h"
 
@@ -46,7 +46,7 @@ static int64_t lane_nbytes(const tb_ir *ir, const tb_channel *channel) {
     return nbytes;
 }
 
-static tb_status set_feeders(tb__flow *flow, lane *l) {
+static tb_status set_senders(tb__flow *flow, lane *l) {
     const tb_chunk *first = l->first;
     const int32_t *ranks = first->ncontributors ? first->contributors : &first->source;
     l->nsenders = first->ncontributors ? first->ncontributors : first->source != TB_NO_RANK;
@@ -56,7 +56,7 @@ static tb_status set_feeders(tb__flow *flow, lane *l) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
         member *m = tb__flow_find(flow, ranks[i]);
         if (!m)
-            return tb__fail(TB_INTERNAL, "rank %" PRId32 " feeds %s but is in neither group", ranks[i], flow->what);
+            return tb__fail(TB_INTERNAL, "rank %" PRId32 " sends %s but is in neither group", ranks[i], flow->what);
         l->senders[i] = (uint32_t)(m - flow->members);
     }
     member *shipper = l->nsenders ? tb__flow_find(flow, first->source) : &flow->members[flow->self];
@@ -66,7 +66,7 @@ static tb_status set_feeders(tb__flow *flow, lane *l) {
     return TB_OK;
 }
 
-static bool feeds(const tb__flow *flow, const lane *l) {
+static bool is_sender_of(const tb__flow *flow, const lane *l) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
         if (l->senders[i] == flow->self)
             return true;
@@ -108,10 +108,10 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
     const tb_ir *ir = flow->setup.ir;
     l->channel = channel;
     l->first = first_chunk(ir, &ir->buckets[channel->first_bucket]);
-    TB_TRY(set_feeders(flow, l));
+    TB_TRY(set_senders(flow, l));
     l->is_target = l->first->is_target;
     l->is_shipper = l->nsenders && l->shipper == flow->self;
-    l->is_contributor = !l->is_shipper && feeds(flow, l);
+    l->is_contributor = !l->is_shipper && is_sender_of(flow, l);
     TB_TRY(set_family(flow, l));
     int64_t nbytes = lane_nbytes(ir, channel);
     if (l->is_target) {
@@ -267,7 +267,7 @@ static tb_status check_targets(const tb__flow *flow) {
 
 /* Which source tensors this rank overwrites: those that share memory with boxes it writes. Boxes that are in place
  * already are not written. */
-static tb_status find_flagged(tb__flow *flow) {
+static tb_status find_overwritten(tb__flow *flow) {
     const tb_ir *ir = flow->setup.ir;
     size_t n = flow->o.ntensors;
     tb_binding *sources = tb__malloc(n, sizeof *sources);
@@ -321,7 +321,7 @@ static tb_status find_flagged(tb__flow *flow) {
 
 /* ---- All of it ------------------------------------------------------------------------------------------------ */
 
-static tb_status plan(tb__flow *flow) {
+static tb_status make_plan(tb__flow *flow) {
     size_t n = flow->o.ntensors;
     TB_TRY(make_ir(flow));
     flow->setup.src_regions = tb__calloc(n, sizeof *flow->setup.src_regions);
@@ -335,7 +335,7 @@ static tb_status plan(tb__flow *flow) {
         TB_TRY(make_snapshot(flow));
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
     if (!flow->o.shadow.is_used)
-        TB_TRY(find_flagged(flow));
+        TB_TRY(find_overwritten(flow));
     TB_TRY(get_regions(flow, true, flow->setup.src_regions));
     TB_TRY(get_regions(flow, false, flow->setup.dst_regions));
     if (flow->o.shadow.is_used)
@@ -350,7 +350,7 @@ static tb_status plan(tb__flow *flow) {
 tb_status tb__flow_plan(tb__flow *flow) {
     if (flow->setup.is_planned)
         return TB_OK;
-    tb_status status = plan(flow);
+    tb_status status = make_plan(flow);
     flow->setup.is_planned = status == TB_OK;
     return status;
 }
