@@ -376,7 +376,7 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->dst_regions);
     free(flow->overwritten);
     free(flow->snapshot_of);
-    free(flow->shadow_of);
+    free(flow->shadow.live);
     free(flow->lanes);
     free(flow->is_taken);
     free(flow->groups.item);
