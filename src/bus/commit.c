@@ -1,4 +1,4 @@
-/* See commit.h for the protocol. */
+/* The state machine that commit.h describes: transitions, then messages, proposals, steps and events. */
 #include "bus/exchange.h"
 
 #include "base/log.h"
@@ -17,6 +17,12 @@ static tb__flow *flow_of(const tb__commit *c) {
 
 static uint64_t store_now(const tb__commit *c) {
     return tb__directory_store_number(c->exchange->world->directory);
+}
+
+/* There is a new input, for the driver's next step or for tb__commit_resolve. */
+static void wake_up(const tb__commit *c) {
+    tb__loop_wake(c->exchange->world->loop);
+    tb__loop_signal(c->exchange->world->loop);
 }
 
 static void set_reason(tb__reason *reason, tb_status status, const char *why) {
@@ -42,7 +48,7 @@ enum {
 typedef struct surroundings {
     int64_t now_ms;
     bool is_cancelled, memory_invalidated; /* of the receive */
-    bool store_is_gone;                    /* the one that decides, and has not answered */
+    bool store_is_replaced;                /* the one that decides, and has not answered */
 } surroundings;
 
 static bool all_are_prepared(const tb__commit *c) {
@@ -104,14 +110,14 @@ static unsigned make_transition(tb__commit *c, const surroundings *s) {
         if (!has_answer)
             return 0;
         c->state = COMMIT_UNANSWERED;
-        c->wake_ms = s->now_ms + (s->store_is_gone ? LEAD_ABORTS_MS : ASK_AGAIN_MS);
+        c->wake_ms = s->now_ms + (s->store_is_replaced ? LEAD_ABORTS_MS : ASK_AGAIN_MS);
         return 0;
     case COMMIT_UNANSWERED:
-        is_over |= s->store_is_gone && c->is_lead;
+        is_over |= s->store_is_replaced && c->is_lead;
         if (!is_over && s->now_ms < c->wake_ms)
             return 0;
         c->wake_ms = 0;
-        if (is_over || s->store_is_gone) {
+        if (is_over || s->store_is_replaced) {
             c->state = COMMIT_OUTCOME_UNKNOWN;
             return DISCARD_UNKNOWN;
         }
@@ -175,7 +181,7 @@ static void send_prepared(const tb__commit *c) {
     tb__flow_send(flow_of(c), c->lead, &pack);
 }
 
-/* Nobody but the lead has to. */
+/* Does nothing at other ranks than the lead. */
 static void send_decided(const tb__commit *c, uint64_t attempt, tb__decision decision, tb_status status,
                          const char *why) {
     for (size_t i = 0; c->is_lead && i < c->exchange->all.npeers; i++) {
@@ -195,8 +201,7 @@ static void note_decision(tb__commit *c, uint64_t attempt, tb__decision decision
         return;
     c->decision = decision;
     set_reason(&c->aborted, status, why);
-    tb__loop_wake(c->exchange->world->loop);
-    tb__loop_signal(c->exchange->world->loop);
+    wake_up(c);
 }
 
 /* A rank that is not prepared fails by the lead's decision to abort. */
@@ -222,7 +227,7 @@ static void note_question(tb__commit *c, uint64_t attempt) {
         last->last = attempt > last->last ? attempt : last->last;
         return;
     }
-    if (last && count == MOST_SPANS) { /* then some are forgotten that were never asked */
+    if (last && count == MOST_SPANS) { /* then attempts that were never asked about are deleted, too */
         all[1].first = all[0].first;
         memmove(all, all + 1, --c->questions.count * sizeof *all);
     }
@@ -236,7 +241,7 @@ static void note_prepared(tb__commit *c, size_t position, uint64_t attempt, uint
     c->receivers[position].store_number = store_number;
     if (c->is_lead)
         note_question(c, attempt);
-    tb__loop_wake(c->exchange->world->loop);
+    wake_up(c);
 }
 
 bool tb__commit_message(tb__commit *c, size_t from, tb__unpack *message) {
@@ -281,8 +286,7 @@ void tb__commit_answer(tb__commit *c, uint64_t attempt, tb__decision decision, t
         set_reason(&c->unanswered, status, why);
     else
         note_decision(c, attempt, decision, status, why);
-    tb__loop_wake(c->exchange->world->loop);
-    tb__loop_signal(c->exchange->world->loop);
+    wake_up(c);
 }
 
 /* When the lead has committed an attempt, all ranks were prepared for it, and so know how the one before it ended. */
@@ -309,11 +313,6 @@ static tb_status say_not_applied(const tb__commit *c) {
                     tb__flow_number(flow_of(c), c->attempt), c->exchange->what, c->not_applied.why);
 }
 
-static void discard_alone(const tb__commit *c, tb_status status) {
-    tb__saved_detail why = tb__save_detail();
-    tb__flow_discard(flow_of(c), false, status, why.text);
-}
-
 static void perform(tb__commit *c, unsigned outputs) {
     if (outputs & SEND_PREPARED && !c->is_lead)
         send_prepared(c);
@@ -326,9 +325,9 @@ static void perform(tb__commit *c, unsigned outputs) {
     if (outputs & DISCARD_ABORTED)
         tb__flow_discard(flow_of(c), true, c->aborted.status, c->aborted.why);
     if (outputs & DISCARD_UNKNOWN)
-        discard_alone(c, say_unknown(c, c->unanswered.why));
+        tb__flow_discard(flow_of(c), false, say_unknown(c, c->unanswered.why), tb_error_detail());
     if (outputs & DISCARD_NOT_APPLIED)
-        discard_alone(c, say_not_applied(c));
+        tb__flow_discard(flow_of(c), false, say_not_applied(c), tb_error_detail());
     if (outputs & FORGET)
         forget_old(c);
 }
@@ -340,7 +339,7 @@ bool tb__commit_step(tb__commit *c) {
         const surroundings s = {.now_ms = tb__now_ms(),
                                 .is_cancelled = leg->is_cancelled,
                                 .memory_invalidated = leg->memory_invalidated,
-                                .store_is_gone = c->unanswered.status != TB_OK && store_now(c) != c->store_number};
+                                .store_is_replaced = c->unanswered.status != TB_OK && store_now(c) != c->store_number};
         tb__commit_state before = c->state;
         unsigned outputs = make_transition(c, &s);
         if (c->state == before && outputs == 0)
@@ -451,10 +450,10 @@ static bool is_applied(void *arg) {
 }
 
 tb_status tb__commit_resolve(tb__commit *c, int64_t deadline_ms, const tb_transfer_opts *opts) {
-    tb__loop *loop = c->exchange->world->loop;
     char why[TB__WHY_MAX];
     if (!tb__commit_outcome_is_unknown(c))
         return TB_OK;
+    tb__loop *loop = c->exchange->world->loop;
     (void)tb__commit_step(c); /* an answer may have come since the last transfer */
     if (c->decision == TB__DECISION_NONE && c->state == COMMIT_OUTCOME_UNKNOWN) {
         snprintf(why, sizeof why, "rank %" PRId32 " did not hear the end of it", c->exchange->world->rank);

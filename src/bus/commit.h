@@ -13,15 +13,16 @@
  * aborts without the store and tells the receivers: DECIDED.
  *
  * What a loss does:
- * - A receiver before it is prepared: the lead aborts. Later: the others commit or abort without it.
- * - The lead: each prepared receiver proposes "abort". The store answers "commit" if the lead had proposed that.
- * - A sender: a receiver that needs its data is not prepared, and aborts. Prepared receivers do not need it.
- * - The store does not answer: receivers ask again until their deadline. The store is gone, or another one is in its
- *   place: the lead gives up at once, the others a second later, because the lead may be about to abort.
- * A rank that gives up so ends with *outcome unknown*: its tensors keep what they hold, it moves nothing, and asks
- * again when the next transfer begins. It then applies its shadow, if the answer is "commit".
- * - A rank that has decided to commit loses anything but its memory: it commits. If its memory is invalidated, it ends
- *   with that reason and does not have the version.
+ * - A receiver is lost before it is prepared: the lead aborts. Later: the others commit or abort without it.
+ * - The lead is lost: receivers that are not prepared abort, prepared ones propose "abort". The store answers "commit"
+ *   if the lead had proposed that first.
+ * - A sender is lost: receivers that have all its data do not need it, the others are not prepared, and abort.
+ * - The store does not answer: whoever has proposed asks again until its deadline. If another store has taken its
+ *   place, the lead stops at once, and others after a second, in which the lead may tell them that it aborts.
+ *   A rank that stops without an answer ends with *outcome unknown*: its tensors keep what they hold. When its next
+ *   transfer begins, it asks again, applies its shadow if the answer is "commit", and moves nothing before.
+ * - Anything is lost after "commit" was decided: the ranks that are left commit. A rank whose memory was invalidated
+ *   says so, and does not have the version.
  *
  * How it is built. Whatever happens (messages, events of the flow, answers) is recorded in tb__commit as an input. One
  * function in commit.c makes all transitions between states from the inputs, and returns outputs (messages, proposals,
@@ -77,14 +78,14 @@ struct tb__commit {
     int64_t wake_ms; /* when a step can do something although nothing has happened; 0: never */
 
     /* Inputs about the attempt. */
-    bool is_prepared; /* not yet acted on */
-    tb__reason reason;
-    tb__decision decision;
-    tb__reason aborted; /* for this reason, if that is decided */
-    tb__reason unanswered;
-    bool is_applied;
-    tb__reason not_applied;
-    bool is_wanted; /* a transfer begins that has to know the outcome */
+    bool is_prepared;       /* not yet acted on */
+    tb__reason reason;      /* of this rank, to abort */
+    tb__decision decision;  /* by the store, or by the lead */
+    tb__reason aborted;     /* the reason of a decision to abort */
+    tb__reason unanswered;  /* why the store has not answered */
+    bool is_applied;        /* the flow has tried to ... */
+    tb__reason not_applied; /* ... and why it could not */
+    bool is_wanted;         /* a transfer begins that has to know the outcome */
 
     /* The transfer that receives. */
     bool holds, may_proceed; /* it waits, once decided, until it may be applied */
