@@ -51,6 +51,11 @@ typedef struct surroundings {
     bool store_is_replaced;                /* the one that decides, and has not answered */
 } surroundings;
 
+/* Or knows that there is none. */
+static bool has_answer(const tb__commit *c) {
+    return c->decision != TB__DECISION_NONE || c->unanswered.status != TB_OK;
+}
+
 static bool all_are_prepared(const tb__commit *c) {
     for (size_t i = 0; i < c->exchange->all.npeers; i++) {
         if (c->receivers[i].is_receiver && c->receivers[i].prepared != c->attempt)
@@ -83,7 +88,6 @@ static unsigned follow_decision(tb__commit *c) {
 /* Makes at most one transition, and returns what is to be done. Only this function sets the state. */
 static unsigned make_transition(tb__commit *c, const surroundings *s) {
     bool is_over = c->is_late || s->is_cancelled; /* nothing is waited for any more */
-    bool has_answer = c->decision != TB__DECISION_NONE || c->unanswered.status != TB_OK;
     bool is_undecided = c->state >= COMMIT_PREPARED && c->state <= COMMIT_UNANSWERED;
     if (is_undecided && c->decision != TB__DECISION_NONE)
         return follow_decision(c);
@@ -95,19 +99,19 @@ static unsigned make_transition(tb__commit *c, const surroundings *s) {
         c->state = COMMIT_PREPARED;
         return SEND_PREPARED;
     case COMMIT_PREPARED:
-        if (c->is_lead && c->reason.status == TB_OK && all_are_prepared(c))
+        if (c->reason.status == TB_OK && (!c->is_lead || !all_are_prepared(c)))
+            return 0;
+        if (c->is_lead && c->reason.status == TB_OK)
             check_stores(c);
         if (c->is_lead && c->reason.status != TB_OK) {
             c->decision = TB__DECISION_ABORT;
             c->aborted = c->reason;
             return follow_decision(c);
         }
-        if (c->is_lead ? !all_are_prepared(c) : c->reason.status == TB_OK)
-            return 0;
         c->state = COMMIT_PROPOSED;
         return PROPOSE;
     case COMMIT_PROPOSED:
-        if (!has_answer)
+        if (!has_answer(c))
             return 0;
         c->state = COMMIT_UNANSWERED;
         c->wake_ms = s->now_ms + (s->store_is_replaced ? LEAD_ABORTS_MS : ASK_AGAIN_MS);
@@ -155,7 +159,7 @@ static unsigned make_transition(tb__commit *c, const surroundings *s) {
         c->state = c->decision == TB__DECISION_ABORT ? COMMIT_IDLE : COMMIT_ASKING_AGAIN;
         return c->decision == TB__DECISION_ABORT ? 0 : PROPOSE;
     case COMMIT_ASKING_AGAIN:
-        c->state = has_answer ? COMMIT_OUTCOME_UNKNOWN : c->state;
+        c->state = has_answer(c) ? COMMIT_OUTCOME_UNKNOWN : c->state;
         return 0;
     case COMMIT_APPLYING_LATE:
         if (!c->is_applied)
@@ -239,8 +243,7 @@ static void note_question(tb__commit *c, uint64_t attempt) {
 static void note_prepared(tb__commit *c, size_t position, uint64_t attempt, uint64_t store_number) {
     c->receivers[position].prepared = attempt;
     c->receivers[position].store_number = store_number;
-    if (c->is_lead)
-        note_question(c, attempt);
+    note_question(c, attempt);
     wake_up(c);
 }
 
@@ -361,7 +364,8 @@ static void on_event(void *arg, tb__shadow_event event, uint64_t attempt, tb_sta
         c->has_proposed = false;
         c->decision = TB__DECISION_NONE;
         c->reason.status = c->unanswered.status = TB_OK;
-        note_prepared(c, c->self, attempt, c->store_number);
+        if (c->is_lead)
+            note_prepared(c, c->lead, attempt, c->store_number);
         break;
     case TB__SHADOW_WOULD_END:
         set_reason(&c->reason, status, why);
@@ -408,9 +412,7 @@ tb_status tb__commit_init(tb__commit *c, tb__exchange *exchange, int src, tb__sh
     for (int32_t i = 0; i < receivers->size; i++)
         c->receivers[tb__assembly_find(&exchange->all, receivers->peers[i])].is_receiver = true;
     c->lead = tb__assembly_find(&exchange->all, receivers->peers[0]);
-    while (exchange->all.peers[c->self]->rank != world->rank)
-        c->self++;
-    c->is_lead = c->self == c->lead;
+    c->is_lead = receivers->peers[0]->rank == world->rank;
     *owner = (tb__shadow){.is_used = true, .arg = c, .event = on_event, .needs = needs, .applying = on_applying};
     return TB_OK;
 }
@@ -440,13 +442,9 @@ bool tb__commit_outcome_is_unknown(const tb__commit *c) {
     return c->state >= COMMIT_OUTCOME_UNKNOWN;
 }
 
-static bool is_answered(void *arg) {
+static bool awaits_nothing(void *arg) {
     const tb__commit *c = arg;
-    return c->state != COMMIT_ASKING_AGAIN || c->decision != TB__DECISION_NONE || c->unanswered.status != TB_OK;
-}
-
-static bool is_applied(void *arg) {
-    return ((const tb__commit *)arg)->state != COMMIT_APPLYING_LATE;
+    return c->state == COMMIT_ASKING_AGAIN ? has_answer(c) : c->state != COMMIT_APPLYING_LATE;
 }
 
 tb_status tb__commit_resolve(tb__commit *c, int64_t deadline_ms, const tb_transfer_opts *opts) {
@@ -461,17 +459,17 @@ tb_status tb__commit_resolve(tb__commit *c, int64_t deadline_ms, const tb_transf
         c->is_wanted = true;
         (void)tb__commit_step(c);
     }
-    tb__loop_wait(loop, is_answered, c, deadline_ms);
+    tb__loop_wait(loop, awaits_nothing, c, deadline_ms);
     (void)tb__commit_step(c);
     if (!tb__commit_outcome_is_unknown(c)) /* another thread has found out */
         return TB_OK;
     if (c->state == COMMIT_APPLYING_LATE)
-        return say_unknown(c, "another thread is about to copy it");
+        return say_unknown(c, "another thread is copying it");
     if (c->decision == TB__DECISION_NONE)
         return say_unknown(c, c->state == COMMIT_ASKING_AGAIN ? "the store has not answered" : c->unanswered.why);
     set_committing(c, opts);
     c->is_wanted = true;
     (void)tb__commit_step(c);
-    tb__loop_wait(loop, is_applied, c, INT64_MAX);
+    tb__loop_wait(loop, awaits_nothing, c, INT64_MAX);
     return tb__commit_outcome_is_unknown(c) ? say_not_applied(c) : TB_OK;
 }

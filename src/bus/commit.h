@@ -56,7 +56,7 @@ typedef struct tb__reason {
 
 typedef struct tb__receiver {
     bool is_receiver;
-    uint64_t prepared;     /* for which attempt it is; known at the lead, and of this rank */
+    uint64_t prepared;     /* for which attempt it is; known at the lead */
     uint64_t store_number; /* of the store that it was connected to then */
 } tb__receiver;
 
@@ -66,10 +66,10 @@ typedef struct tb__attempt_span {
 
 struct tb__commit {
     tb__exchange *exchange;
-    int src;           /* the side that sends */
-    bool is_used;      /* receives are shadowed */
-    size_t self, lead; /* positions among the exchange's peers */
-    bool is_lead;      /* both are the same */
+    int src;      /* the side that sends */
+    bool is_used; /* receives are shadowed */
+    size_t lead;  /* position among the exchange's peers */
+    bool is_lead; /* this rank is */
 
     tb__commit_state state;
     uint64_t attempt;      /* that this rank is prepared for, or was last */

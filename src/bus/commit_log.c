@@ -1,4 +1,4 @@
-/* A queue of questions, and the thread that asks them one by one; what is to be forgotten waits until there are none.
+/* A queue of proposals, and the thread that makes them one by one; deletions wait until there are none.
  * In the store an answer is "commit", or "abort", the number of the reason's status, and the reason. */
 #include "bus/commit.h"
 
@@ -28,8 +28,8 @@ struct tb__commit_log {
     pthread_mutex_t lock; /* for all that follows; may be taken with the loop's */
     pthread_cond_t changed;
     bool is_stopping;
-    question *first, *asked; /* those that wait, and the one that is being asked */
-    question *old;           /* those that are to be forgotten, in any order */
+    question *first; /* those that wait; behind them, those that are to be forgotten, in any order */
+    question *asked; /* the one that is being asked */
 };
 
 tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__commit_log **out) {
@@ -66,11 +66,10 @@ static void ask(tb__commit_log *d, const question *q) {
     tb__decision decision = TB__DECISION_NONE;
     tb_status reason = TB_OK;
     tb_status status = tb__directory_decide(d->directory, q->store_number, q->text, q->answer, ANSWER_MS, &answer);
-    if (status == TB_OK && !read_answer(answer, &decision, &reason, &why)) {
-        decision = TB__DECISION_NONE;
+    if (status == TB_OK && !read_answer(answer, &decision, &reason, &why))
         status = tb__fail(TB_INVALID, "the store's answer '%.40s' is neither \"commit\" nor \"abort\"", answer);
-    }
     if (status != TB_OK) {
+        decision = TB__DECISION_NONE;
         reason = status;
         why = tb_error_detail();
     }
@@ -85,12 +84,12 @@ static void *ask_all(void *arg) {
     tb__commit_log *d = arg;
     pthread_mutex_lock(&d->lock);
     while (!d->is_stopping) {
-        question **from = d->first ? &d->first : &d->old, *q = *from;
+        question *q = d->first;
         if (!q) {
             pthread_cond_wait(&d->changed, &d->lock);
             continue;
         }
-        *from = q->next;
+        d->first = q->next;
         d->asked = q;
         pthread_mutex_unlock(&d->lock);
         if (!q->forgets)
@@ -111,8 +110,8 @@ static tb_status add(tb__commit_log *d, question *q) {
     if (!d->has_thread)
         status = tb__start_thread(&d->thread, "tb-commit_log", ask_all, d);
     d->has_thread |= status == TB_OK;
-    question **at = q->forgets ? &d->old : &d->first;
-    while (*at && !q->forgets)
+    question **at = &d->first;
+    while (*at && !(*at)->forgets)
         at = &(*at)->next;
     q->next = *at;
     if (status == TB_OK)
@@ -174,13 +173,9 @@ void tb__commit_log_destroy(tb__commit_log *d) {
         pthread_mutex_unlock(&d->lock);
         pthread_join(d->thread, NULL);
     }
-    question *lists[] = {d->first, d->old};
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
-        while (lists[i]) {
-            question *q = lists[i];
-            lists[i] = q->next;
-            free(q);
-        }
+    for (question *q; (q = d->first);) {
+        d->first = q->next;
+        free(q);
     }
     pthread_cond_destroy(&d->changed);
     pthread_mutex_destroy(&d->lock);

@@ -280,17 +280,12 @@ void tb__exchange_destroy(tb__exchange *exchange) {
 
 /* ---- Agreement -------------------------------------------------------------------------------------------------- */
 
-static bool read_message(tb__exchange *exchange, size_t peer, tb__unpack *message) {
-    uint32_t to = tb__unpack_u32(message);
-    if (message->failed || to > TB__EXCHANGE_COMMIT + 1)
-        return false;
-    return to >= TB__EXCHANGE_COMMIT ? tb__commit_message(&exchange->commits[to - TB__EXCHANGE_COMMIT], peer, message)
-                                     : to <= 1 && tb__flow_message(exchange->flows[to], peer, message);
-}
-
 static void pass_on(tb__exchange *exchange, size_t peer, tb__unpack *message) {
+    uint32_t to = tb__unpack_u32(message), commit = to - TB__EXCHANGE_COMMIT;
     tb__set_detail("it can't be read");
-    if (!read_message(exchange, peer, message))
+    bool is_valid = to <= 1 ? !message->failed && tb__flow_message(exchange->flows[to], peer, message)
+                            : commit <= 1 && tb__commit_message(&exchange->commits[commit], peer, message);
+    if (!is_valid)
         tb__exchange_break(exchange,
                            tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
                                            exchange->all.peers[peer]->label, exchange->what),
