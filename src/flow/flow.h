@@ -221,10 +221,9 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
  * transformation. TB_REFUSED before both sides know. */
 tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
 
-/* Copies the shadow into the tensors and tells the senders; the event says when that is done, maybe before this
- * returns. For the last receive that was prepared: it is under way, or was discarded without being aborted. Lets go of
- * the lock.
- */
+/* Copies the shadow of the last receive that was prepared into the tensors, and tells the senders. The receive is under
+ * way, or was discarded without being aborted. TB__SHADOW_APPLIED says how it went, maybe before this returns. Lets go
+ * of the lock. */
 void tb__flow_apply(tb__flow *flow);
 /* Ends the prepared receive; the tensors keep what they hold. If it is aborted, all ranks are told that it has failed.
  * Otherwise others may have applied it, and only the senders hear that this rank has not. */
