@@ -49,8 +49,6 @@ uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send);
 void tb__flow_skip_ended(tb__flow *flow, bool is_send);
 /* Gives a leg that waits for a number the next one, if there is one. */
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
-/* That the attempt was given up, for legs that have it, or will. */
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
 /* All have been told that the leg has failed: waits until they have heard it. */
 void tb__flow_await_abort_acks(tb__flow *flow, bool is_send);

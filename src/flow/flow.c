@@ -68,7 +68,6 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->announcements.item);
     tb__index_fini(&flow->by_rank);
     free(flow->slots);
-    free(flow->questions.item);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
@@ -104,6 +103,10 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     status = tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent", flow->o.rank,
                              flow->what, to->peer->label);
     tb__flow_fail_later(flow, status, tb_error_detail());
+}
+
+void tb__flow_send(tb__flow *flow, size_t position, tb__pack *message) {
+    tb__flow_send_message(flow, &flow->members[position], message);
 }
 
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
@@ -242,8 +245,8 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     }
     if (leg->attempt) {
         tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
-        if (!is_send) /* first: whoever is prepared need not ask any more */
-            tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
+        if (!is_send)
+            tb__flow_tell_owner(flow, TB__SHADOW_FAILED, status, told ? told : leg->why);
         if (told) {
             tell_abort(flow, leg->attempt, leg->number, status, told);
             tb__flow_await_abort_acks(flow, is_send);
@@ -294,8 +297,8 @@ static void fail_leg(tb__flow *flow, bool is_send, const tb__fault *fault, bool 
         return;
     }
     const char *told = tells ? tb__flow_own_words(flow, fault->status, fault->why, words) : NULL;
-    if (!is_send && flow->is_prepared)
-        tb__flow_give_up(flow, fault->status, told ? told : fault->why);
+    if (!is_send && flow->shadow.is_prepared)
+        tb__flow_would_end(flow, fault->status, told ? told : fault->why);
     else
         tb__flow_end_leg(flow, is_send, fault->status, fault->why, told);
 }
@@ -402,7 +405,7 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         return tb__flow_step_abort_acks(flow, is_send);
     if (leg->is_complete)
         return step_complete(flow, is_send);
-    if (!is_send && flow->is_prepared)
+    if (!is_send && flow->shadow.is_prepared)
         return tb__flow_step_prepared(flow);
     tb__fault reason = tb__flow_find_reason(flow, is_send, &tells);
     if (reason.status != TB_OK) {
@@ -483,10 +486,6 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
         return on_abort(flow, from, attempt, message);
-    case MESSAGE_PREPARED:
-        return tb__flow_on_prepared(flow, from, attempt, message);
-    case MESSAGE_DECIDED:
-        return tb__flow_on_decided(flow, from, attempt, message);
     case MESSAGE_COMMITTED:
         tb__flow_on_committed(flow, from, attempt);
         return from->setup.is_reader;
@@ -504,7 +503,7 @@ bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
     uint64_t attempt = tb__unpack_u64(message);
     if (message->failed)
         return false;
-    if (flow->report.broken.status != TB_OK && kind != MESSAGE_DECIDED) /* what is decided holds, whatever breaks */
+    if (flow->report.broken.status != TB_OK)
         return true;
     return on_message(flow, &flow->members[position], (message_kind)kind, attempt, message);
 }

@@ -20,8 +20,6 @@ typedef enum message_kind {
     MESSAGE_DONE,
     MESSAGE_NOTE,
     MESSAGE_ABORT,
-    MESSAGE_PREPARED,
-    MESSAGE_DECIDED,
     MESSAGE_COMMITTED,
     MESSAGE_ABORT_ACK, /* since 0.1.1; a rank of 0.1.0 must not get it */
     MESSAGE_KINDS
@@ -40,10 +38,6 @@ struct member {
 
     struct member_setup setup;
     struct member_direct direct;
-
-    /* At the lead of a shadowed receive. */
-    uint64_t prepared;     /* for which attempt it is */
-    uint64_t store_number; /* of the store that it was at then */
 };
 
 /* Staging memory is dealt out by use, so that no use can starve another. */
@@ -165,9 +159,13 @@ typedef struct stashed {
     size_t nbytes;
 } stashed;
 
-typedef struct attempt_span {
-    uint64_t first, last;
-} attempt_span;
+/* Shadowed receives: written by commit.c alone. */
+typedef struct shadow {
+    tb_binding *live; /* per tensor: the target, where dst is the shadow */
+    bool is_prepared; /* the receive under way has all its data, and waits to be applied or discarded */
+    bool would_end;   /* it has a reason to end, which its owner knows */
+    bool is_applying; /* the shadow is being copied into the tensors */
+} shadow;
 
 struct tb__flow {
     tb__flow_opts o;
@@ -182,29 +180,7 @@ struct tb__flow {
     struct flow_attempts attempts;
     struct flow_report report;
 
-    /* Shadowed receives. */
-    tb_binding *shadow_of; /* per tensor: the live one, where dst is the shadow */
-    bool is_prepared;      /* the receive under way */
-    uint64_t store_number; /* where the last attempt that was prepared is decided */
-    tb_status gives_up;    /* a prepared one would, for this reason */
-    char gives_up_why[TB__WHY_MAX];
-    uint64_t asked; /* the last attempt that a decision was proposed for */
-    bool awaits_answer;
-    tb_status unanswered; /* why there was none */
-    char unanswered_why[TB__WHY_MAX];
-    uint64_t unknown_attempt; /* an attempt that has ended without an answer; 0: none */
-    bool is_settling;         /* it is being copied after all */
-    bool is_copied;           /* it was, but for functions of others that are called then */
-    int64_t apply_again_ms;   /* there was no memory to do that */
-    bool is_applying;         /* shadows are being copied into the tensors */
-    struct {
-        uint64_t attempt; /* 0: none yet */
-        tb__decision decision;
-        tb_status status; /* the reason of an abort */
-        char why[TB__WHY_MAX];
-    } decision;                     /* the last one */
-    TB_VEC(attempt_span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
-
+    shadow shadow;
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
     bool is_torn;
@@ -310,17 +286,13 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
 /* commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
 bool tb__flow_has_shadow(const tb__flow *flow, size_t tensor);
-/* All of a shadowed receive is here. */
+/* All of a shadowed receive is in the shadow. */
 void tb__flow_prepare(tb__flow *flow);
-bool tb__flow_step_prepared(tb__flow *flow);
-/* A prepared receive would end, for a reason in words that all may hear. */
-void tb__flow_give_up(tb__flow *flow, tb_status status, const char *why);
-/* The lead's word about an attempt that it will not propose to commit. */
-void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
-bool tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
-bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message);
-/* A member that is gone and without whom it can't be decided well; NULL: none. */
-const member *tb__flow_find_missing(const tb__flow *flow);
+bool tb__flow_step_prepared(tb__flow *flow); /* looks for a reason to end */
+/* The prepared receive has a reason to end, in words that all may hear. */
+void tb__flow_would_end(tb__flow *flow, tb_status status, const char *why);
+/* About the receive under way; does nothing where receives are not shadowed. */
+void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status status, const char *why);
 
 /* bucket.c */
 lane *tb__flow_lane(tb__flow *flow, size_t bucket);

@@ -382,7 +382,7 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->setup.dst_regions);
     free(flow->setup.overwritten);
     free(flow->setup.snapshot_of);
-    free(flow->shadow_of);
+    free(flow->shadow.live);
     free(flow->setup.lanes);
     free(flow->setup.paths);
     free(flow->is_taken);
