@@ -3,6 +3,7 @@
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "device/host/reader.h"
 
 #include <inttypes.h>
@@ -13,16 +14,9 @@ enum { LEAST_RUN = 2048 };
 enum { MOST_SENDERS_READ = 1024 }; /* at a time, when they are not mapped */
 
 place *tb__member_place(const member *m, uint32_t tensor) {
-    size_t low = 0, high = m->setup.places.count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (m->setup.places.item[middle].tensor < tensor)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < m->setup.places.count && m->setup.places.item[low].tensor == tensor ? &m->setup.places.item[low]
-                                                                                     : NULL;
+    size_t i = 0;
+    TB_BISECT(i, m->setup.places.count, m->setup.places.item[i].tensor >= tensor);
+    return i < m->setup.places.count && m->setup.places.item[i].tensor == tensor ? &m->setup.places.item[i] : NULL;
 }
 
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
@@ -237,15 +231,9 @@ static bool reach_places(tb__flow *flow, member *m) {
 }
 
 static size_t find_tensor(const tb__flow *flow, uint64_t key) {
-    size_t low = 0, high = flow->o.ntensors;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (flow->tensors[middle].key < key)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < flow->o.ntensors && flow->tensors[low].key == key ? low : TB__NOWHERE;
+    size_t i = 0;
+    TB_BISECT(i, flow->o.ntensors, flow->tensors[i].key >= key);
+    return i < flow->o.ntensors && flow->tensors[i].key == key ? i : TB__NOWHERE;
 }
 
 static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
@@ -262,8 +250,8 @@ static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
     bool is_in_order = m->setup.places.count == 0 || m->setup.places.item[m->setup.places.count - 1].tensor < p.tensor;
-    m->setup.places.item[m->setup.places.count++] =
-        p; /* there is room; what was imported is released with the places */
+    /* There is room; what was imported is released with the places. */
+    m->setup.places.item[m->setup.places.count++] = p;
     if (!is_in_order && !message->failed)
         tb__set_detail("tensors are not in order");
     return is_in_order && !message->failed;
