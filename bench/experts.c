@@ -4,7 +4,7 @@
  * does. The figure, what it must not exceed, and whether it does; the exit status tells too. */
 #include "measure.h"
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <inttypes.h>
 #include <stdbool.h>

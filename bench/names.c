@@ -2,7 +2,7 @@
  * prints its figure, what it must not exceed, and whether it does; the exit status tells too. */
 #include "measure.h"
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
  * tells too. Times are of one thread. */
 #include "measure.h"
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <inttypes.h>
 #include <malloc.h>

@@ -3,7 +3,7 @@
 #ifndef TB_BUS_BUS_TEST_H
 #define TB_BUS_BUS_TEST_H
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include "base/process.h"
 

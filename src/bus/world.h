@@ -15,6 +15,7 @@
 #include "bus/directory.h"
 #include "flow/flow.h"
 #include "reshard/encode.h"
+#include "tensorbus/plan.h"
 
 #include <stdatomic.h>
 
