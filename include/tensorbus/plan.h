@@ -161,6 +161,7 @@ TB_API tb_status tb_plan_check(const tb_plan *plan);
 
 /* Figures over all ranks; one beyond INT64_MAX reads INT64_MAX. Local copies count in none of them but local_bytes. */
 typedef struct tb_plan_stats {
+    size_t size;
     int32_t nranks;      /* of both meshes together */
     int32_t *ranks;      /* ascending */
     int64_t *send_bytes; /* per rank, counting every receiver */
@@ -206,6 +207,7 @@ TB_API const char *tb_transport_kind_name(tb_transport_kind kind);
 
 /* One tensor of a batch. */
 typedef struct tb_tensor_spec {
+    size_t size;
     const char *name;
     tb_shape shape; /* global */
     const tb_layout *src, *dst;

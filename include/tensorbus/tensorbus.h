@@ -13,8 +13,11 @@
  *    tb_error_detail() then gives one sentence that says what is wrong and where.
  *  - Nothing here aborts or prints. Objects are opaque, made by *_create or *_parse, and freed by *_destroy, which
  *    accepts NULL.
- *  - Options structs begin with `size`, which is sizeof the struct; any other field that is zero means the default, and
- *    NULL means all defaults.
+ *  - Structs that begin with `size` may get more fields at their end, within a minor version. A program sets it to
+ *    sizeof the struct, also in those that the library fills in. Fields that a program does not have are taken as zero,
+ *    and are not filled in. A program that sets a field which the library does not know is refused (TB_REFUSED). In an
+ *    array all have the same size. Structs without `size` stay as they are within a minor version.
+ *  - In options structs, zero means the default, and NULL means all defaults.
  *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
  *    objects belong to one thread at a time.
  *  - After fork() the child can't use worlds, clients, and what was made from them: calls on them fail at once, with
@@ -257,6 +260,7 @@ TB_API tb_status tb_binding_check(const tb_binding *binding, int64_t nbytes);
 
 /* Conversions on the way that are the user's own. Those that come with tensorbus are said by a tensor's `encode`. */
 typedef struct tb_transform_piece {
+    size_t size;
     const char *name; /* of the tensor; where names are tied, the receiving side's */
     tb_dtype dtype;   /* the sending side's */
     int ndim;
@@ -272,6 +276,7 @@ typedef struct tb_transform_piece {
  * progress, one at a time; they must not call the world. Functions may be NULL: then elements are copied as they are,
  * in the sending side's dtype, and the piece has their bytes. A sentence of failure is set by tb_error_set. */
 typedef struct tb_transform {
+    size_t size;
     void *arg;
     bool (*should_transform)(void *arg, const char *name); /* NULL: all */
     /* How many bytes a piece has on the wire, at least 1, by its shape; NULL: those of its elements. Asked at both
@@ -318,13 +323,14 @@ typedef struct tb_batch_opts {
     size_t nties;
     const char *const *ignored; /* patterns for what may be on one side only; there it stays as it is */
     size_t nignored;
-    const tb_transform *transform; /* see Transforms; borrowed until the batch is destroyed */
+    const tb_transform *transform; /* see Transforms; its arg is borrowed until the batch is destroyed */
     tb_commit commit;
     bool checksum; /* every bucket goes with a sum of its bytes, which is compared where it arrives; nothing is read in
                       place then. Asked for by any rank of either side, it is so for all */
 } tb_batch_opts;
 
 typedef struct tb_tensor {
+    size_t size;
     void *data; /* this rank's part; borrowed until the batch is destroyed. May be NULL where that is empty */
     tb_dtype dtype;
     int ndim;
@@ -391,13 +397,14 @@ TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t
 
 /* What this process has received through all pairs of the batch together. */
 typedef struct tb_batch_state {
+    size_t size;
     uint64_t version; /* the last that all pairs had at one time; 0: none */
     bool is_mixed;    /* the pairs' versions differ: a receive failed for some of them or went without them, or a
                          sender was restarted and counts from 1 again */
     bool is_torn;     /* some pair's tensors are torn */
 } tb_batch_state;
 
-TB_API void tb_batch_query(tb_batch *batch, tb_batch_state *out);
+TB_API tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out);
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
@@ -427,6 +434,7 @@ typedef enum tb_phase {
 TB_API const char *tb_phase_name(tb_phase phase); /* "plan"; NULL for what is no phase */
 
 typedef struct tb_transfer_state {
+    size_t size;
     tb_status status; /* TB_OK while it is under way and after it succeeded */
     unsigned events;  /* the tb_events that have come about */
     uint64_t attempt; /* the number its senders gave it; 0: they have not begun. A receive that was cancelled before
@@ -490,7 +498,8 @@ TB_API tb_status tb_proceed(tb_transfer *transfer);
  * arrival was taken in this way, or TB_ARRIVED is waited for. */
 TB_API tb_status tb_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms);
 
-TB_API void tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out);
+/* The sentence of a transfer that has failed is in tb_error_detail then. */
+TB_API tb_status tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out);
 
 /* What has become of one pair's part; seconds and phases are those of all. A pair that was skipped has the status of
  * its loss. The sentence of a failure is in tb_error_detail. */
@@ -530,6 +539,7 @@ typedef struct tb_copy_opts {
 
 /* A tensor in this rank's memory. */
 typedef struct tb_copy_view {
+    size_t size;
     void *data; /* may be NULL where there are no elements */
     tb_dtype dtype;
     int ndim;
@@ -666,6 +676,7 @@ TB_API int tb_client_fd(const tb_client *client);
 TB_API tb_status tb_client_proceed(tb_client_batch *batch);
 
 typedef struct tb_client_status {
+    size_t size;
     char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
     bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
                            */
@@ -684,6 +695,7 @@ TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);
 
 /* What has become of one pair's part of the last transfer. */
 typedef struct tb_client_pair_state {
+    size_t size;
     tb_status status;
     char error[512];  /* "" if it succeeded */
     uint64_t version; /* the last that was completed; 0: none */
@@ -782,6 +794,7 @@ typedef struct tb_match_opts {
 
 /* Indices into the names that were given. */
 typedef struct tb_match {
+    size_t size;
     size_t nmatched;
     size_t *source, *target; /* in the targets' order; a source may serve several */
     size_t nonly_source, nonly_target;

@@ -18,7 +18,7 @@ static void tell(tb_transfer *t) {
 }
 
 static void call_back(tb_transfer *t) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     if (!t->opts.progress)
         return;
     tb__transfer_get_state(t, &state);

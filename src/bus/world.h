@@ -222,6 +222,7 @@ struct tb_batch {
     tb_world *world;
     char *name;
     tb_batch_opts opts;
+    tb_transform transform;           /* to which opts points, if there is one */
     tb__pack matching;                /* how names are matched, as it goes into bodies */
     TB_VEC(tb_pair *) pairs;          /* in which it takes part */
     TB_VEC(tb__tensor *) tensors;     /* exchanges point to them */

@@ -26,7 +26,7 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
     if (!tb__vec_reserve(&copy->views, nviews) || !tb__vec_reserve(&list->ops, 1))
         return TB_NO_MEMORY;
     for (size_t i = 0; i < nviews; i++) {
-        tb_status status = tb__match_read(&views[i], &copy->views.item[first + i]);
+        tb_status status = tb__match_read(views, i, &copy->views.item[first + i]);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor %zu", i);
     }
