@@ -130,6 +130,10 @@ TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *n
 
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
+/* Tensors lie in memory of a *device*, which has a name. This build knows "host", memory that the CPU reads and writes;
+ * whatever no other device claims is taken for it. The library finds out where a tensor lies. A program may also say
+ * so, in tb_tensor.memory and tb_copy_view.memory: then memory that turns out to be of another device is refused. */
+
 /* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
  * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes; zero bytes are a pointer,
  * too. Pages come from a pool of the process, which keeps what was freed warm for the next allocation: they are zero
@@ -352,6 +356,7 @@ typedef struct tb_tensor {
     const char *scale_group; /* tensors of this name have that in common, over all ranks of this side, or, if it begins
                                 with "local:", on each for itself; NULL: this rank's part has its own. Tensors that
                                 point to one `scale` have to be in one group */
+    const char *memory; /* the device that data, scales and scale are on (see Memory), else TB_REFUSED; NULL: any */
 } tb_tensor;
 
 /* Everything in the options but the transform is copied. */
@@ -463,6 +468,11 @@ typedef struct tb_transfer_opts {
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
     bool hold;
+    /* A stream of the device that this rank's tensors are on: points to its handle, which is read during the call.
+     * NULL: none. A send reads the tensors, and a receive writes them, after the work that is on the stream when the
+     * call is made. Host memory is not ordered by streams: there the transfer may use the tensors from the call on, and
+     * the stream is ignored. A tensor on another device that has no streams fails the call (TB_REFUSED). */
+    const void *stream;
 } tb_transfer_opts;
 
 /* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of
@@ -490,6 +500,12 @@ TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_trans
 /* Waits for one event, or for the failure of the transfer, whose status it returns. After `timeout_ms` (0: looks
  * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
 TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
+
+/* Makes a stream (see tb_transfer_opts) wait for an event: what is submitted to it after this call is done after the
+ * event. It may return earlier than that, where the tensors' device has streams; `stream` must not be NULL. For host
+ * memory the event has come about when it returns: it waits as tb_wait does, until the transfer's own deadline. A
+ * transfer that has failed returns its status; the stream is not to be relied upon then. */
+TB_API tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream);
 
 /* Lets a transfer with `hold` change the tensors, now or as soon as it is decided. TB_INVALID for any other. */
 TB_API tb_status tb_proceed(tb_transfer *transfer);
@@ -545,6 +561,7 @@ typedef struct tb_copy_view {
     int ndim;
     int64_t shape[TB_MAX_DIMS];
     const int64_t *strides; /* in elements, may be negative; NULL: row-major without gaps */
+    const char *memory;     /* the device that data is on (see Memory), else TB_REFUSED; NULL: any */
 } tb_copy_view;
 
 /* Completes when all of the group have opened the service `name`. `group` NULL: the one this process joined first. */
@@ -588,8 +605,8 @@ TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size
 
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
  * machine, can have the seat, and move tensors for it. What follows is the host program's side. Names, layouts, tensors
- * and options are those of pairs and batches above. Tensors in memory of tb_alloc are used where they are; others are
- * copied through the agent, which has to be allowed to read and write this process's memory.
+ * and options are those of pairs and batches above. Tensors are in host memory. Those in memory of tb_alloc are used
+ * where they are; others are copied through the agent, which has to be allowed to read and write this process's memory.
  *
  * A client belongs to one thread at a time. When its agent is gone, every call returns TB_LOST at once. */
 typedef struct tb_client tb_client;
@@ -650,8 +667,9 @@ typedef struct tb_client_transfer_opts {
     /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
      * posts it when the transfer has ended, well or not, and removes the name. */
     const char *semaphore;
-    bool skip_lost; /* as in tb_transfer_opts */
-    bool hold;      /* the same, with tb_client_proceed; only with no_wait */
+    bool skip_lost;     /* as in tb_transfer_opts */
+    bool hold;          /* the same, with tb_client_proceed; only with no_wait */
+    const void *stream; /* the same. Agents move host memory only, so it is ignored */
 } tb_client_transfer_opts;
 
 /* Sends or receives the batch once; returns when the version is committed.
@@ -667,6 +685,9 @@ TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const 
  * and the transfer goes on. Where the agent copies tensors, TB_RELEASED says that it has read them, and TB_COMMITTED,
  * like TB_ARRIVED without TB_SHADOW, that they are in this process. */
 TB_API tb_status tb_client_wait(tb_client_batch *batch, bool is_send, tb_event event, int timeout_ms);
+
+/* As tb_stream_wait, for a transfer that was begun with no_wait. */
+TB_API tb_status tb_client_stream_wait(tb_client_batch *batch, bool is_send, tb_event event, const void *stream);
 
 /* Readable when the agent has something to tell: then tb_client_wait with a timeout of 0 takes it. Other calls take it,
  * too, so look with tb_client_wait before sleeping. -1 once the agent is lost. */

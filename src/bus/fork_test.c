@@ -107,6 +107,7 @@ static void use_transfer(const inherited *o) {
     tb_transfer_state state = {.size = sizeof state};
     refused(tb_wait(o->transfer, TB_COMMITTED, -1), "transfer");
     refused(tb_wait_group(o->transfer, 0, -1), "transfer");
+    refused(tb_stream_wait(o->transfer, TB_COMMITTED, &state), "transfer");
     refused(tb_proceed(o->transfer), "transfer");
     refused(tb_transfer_pair(o->transfer, o->pair, &state), "transfer");
     refused(tb_transfer_query(o->transfer, &state), "transfer");

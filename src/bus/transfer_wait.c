@@ -206,6 +206,13 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
 }
 
+/* What is submitted to a stream from now on comes after the event, because that has come about. */
+tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
+    if (!stream)
+        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
+    return tb_wait(t, event, -1);
+}
+
 tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);

@@ -126,6 +126,9 @@ tb__label tb__label_of(int32_t rank, const char *group, int32_t seat);
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
 
+/* TB_REFUSED if the bytes are not on the device that the program has named; NULL: it has named none. */
+tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes);
+
 /* From the first until the last tensor. With the lock held. */
 void tb__world_add_user(tb_world *world, tb__memory_user *user);
 void tb__world_remove_user(tb_world *world, tb__memory_user *user);

@@ -384,6 +384,11 @@ static void misuse(rank *r) {
     check_fails(tb_copy_submit_recv(copy, &v, 1, -1, 1), TB_INVALID, "there is no rank -1");
     check_fails(tb_copy_submit_send(copy, &v, 0, 1, 1), TB_INVALID, "0 tensors");
     check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_INVALID, "task 18: tensor 0: a view's data is NULL");
+    bad = row(data, 4);
+    bad.memory = "cuda";
+    check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_REFUSED, "tensor 0: its memory is said to be on device");
+    bad.size = 0;
+    check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_INVALID, "tensor 0: a tb_copy_view has size 0");
     check_fails(tb_copy_run(copy, -1), TB_INVALID, "negative");
     check_ok(tb_copy_run(copy, 0));
     tb_copy_opts opts = {.size = sizeof opts, .staging_bytes = 1};

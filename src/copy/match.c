@@ -67,9 +67,7 @@ static void merge(tb__match_view *v) {
     v->shape.ndim = kept;
 }
 
-tb_status tb__match_read(const tb_copy_view *views, size_t i, tb__match_view *out) {
-    tb_copy_view given, *view = &given;
-    TB_TRY(tb__struct_read(&given, sizeof given, views, i, "a tb_copy_view"));
+tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out) {
     if (view->ndim < 0 || view->ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a view has 0 to %d dimensions, not %d", TB_MAX_DIMS, view->ndim);
     tb_shape shape = {.ndim = view->ndim};
@@ -235,7 +233,10 @@ static tb_status read_ops(const char *label, const char *verb, const tb_copy_op 
         if (!tb__vec_push(ops, op) || !tb__vec_reserve(views, g->nviews))
             return TB_NO_MEMORY;
         for (size_t j = 0; j < g->nviews; j++) {
-            tb_status status = tb__match_read(g->views, j, &views->item[views->count]);
+            tb_copy_view view;
+            tb_status status = tb__struct_read(&view, sizeof view, g->views, j, "a tb_copy_view");
+            if (status == TB_OK)
+                status = tb__match_read(&view, &views->item[views->count]);
             if (status != TB_OK)
                 return tb__fail_within(status, "%s: tensor %zu of task %" PRIu64, label, j, g->task_id);
             views->count++;

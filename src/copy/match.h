@@ -32,8 +32,8 @@ typedef struct tb__match_end {
     tb__match_view *views;
 } tb__match_end;
 
-/* Checks view i of an array. The sentence does not name the task. */
-tb_status tb__match_read(const tb_copy_view *views, size_t i, tb__match_view *out);
+/* Checks a view. The sentence does not name the task. */
+tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out);
 
 /* The dtype that carries items of so many bits; TB_DTYPE_NONE: there are none of that size. */
 tb_dtype tb__match_carrier(uint32_t item_bits);

@@ -309,6 +309,9 @@ static void bad_calls(rank *r) {
     check_fails(tb_client_init_pair(c, is_a(r) ? "lonely a" : "lonely b", "nobody", "mesh=1 place=R", SOON_MS),
                 TB_TIMEOUT, "nobody");
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    t.memory = "cuda";
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_REFUSED, "on device 'cuda'; agents move host memory");
+    t.memory = "host";
     t.ndim = TB_MAX_DIMS + 1;
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "dimensions");
     t = (tb_tensor){.size = sizeof(tb_tensor), .dtype = TB_U32};

@@ -58,7 +58,9 @@ static void close_line(line *l) {
 }
 
 static void begin(const rank *r, const line *l, int timeout_ms, bool hold) {
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = true, .hold = hold};
+    int handle = 0; /* a stream orders nothing in host memory */
+    tb_client_transfer_opts opts = {
+        .size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = true, .hold = hold, .stream = &handle};
     check_ok(tb_client_transfer(l->batch, is_a(r), &opts));
 }
 
@@ -120,7 +122,9 @@ static void one_by_one(rank *r) {
         }
         if (version % 2)
             sleep_for(&l, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED);
-        check_ok(tb_client_wait(l.batch, is_a(r), TB_COMMITTED, -1));
+        int handle = 0;
+        check_fails(tb_client_stream_wait(l.batch, is_a(r), TB_COMMITTED, NULL), TB_INVALID, "stream is NULL");
+        check_ok(tb_client_stream_wait(l.batch, is_a(r), TB_COMMITTED, &handle));
         check_ok(tb_client_wait(l.batch, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED, 0));
         check(is_a(r) || holds(&l, version));
         check(events_of(&l) == (unsigned)((is_a(r) ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED));

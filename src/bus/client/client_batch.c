@@ -204,6 +204,10 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
     tb_status status = tb__struct_read(&t, sizeof t, tensor, 0, "a tb_tensor");
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s'", name);
+    if (t.memory && strcmp(t.memory, "host") != 0)
+        return tb__fail(TB_REFUSED,
+                        "tensor '%.100s': its memory is said to be on device '%.40s'; agents move host memory", name,
+                        t.memory);
     if (t.ndim < 0 || t.ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, t.ndim);
     tb_layout *layout;

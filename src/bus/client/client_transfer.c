@@ -138,6 +138,13 @@ tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int t
     return TB_OK;
 }
 
+/* What is submitted to a stream from now on comes after the event, because that has come about. */
+tb_status tb_client_stream_wait(tb_client_batch *b, bool is_send, tb_event event, const void *stream) {
+    if (!stream)
+        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
+    return tb_client_wait(b, is_send, event, -1);
+}
+
 /* ---- Questions ------------------------------------------------------------------------------------------------- */
 
 static tb_status ask(tb_client_batch *b, tb__client_reply **out) {
