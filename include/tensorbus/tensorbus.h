@@ -172,7 +172,8 @@ typedef struct tb_world_opts {
  * a host, "tcp://:7000", means 127.0.0.1: only processes of this machine reach it. If nobody serves a socket there,
  * this process does, for as long as it has the world. Without the store transfers go on, but nobody new can be met;
  * when it is back, or another process serves it, all take their seats there again. TB_CONFLICT while another process
- * has the seat. */
+ * has the seat; TB_REFUSED, naming both versions, while a rank with another minor version of tensorbus is on the bus.
+ */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
 
@@ -648,8 +649,7 @@ TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, c
                                      const tb_tensor *tensor);
 
 /* As tb_batch_add_pair: this rank takes part in the pair's transfers even if it adds none of the pair's tensors, as all
- * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. An
- * agent of 0.1.0 refuses both. */
+ * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. */
 TB_API tb_status tb_client_batch_add_pair(tb_client_batch *batch, const char *pair);
 
 /* Completes when both sides of every pair have registered their tensors, and these fit. It may be called again when

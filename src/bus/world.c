@@ -117,7 +117,8 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
     tb__loop_lock(world->loop);
     tb__loop_add_port(world->loop, &world->port);
     tb__loop_unlock(world->loop);
-    return announce(world, deadline_ms);
+    TB_TRY(announce(world, deadline_ms));
+    return tb__directory_check_members(world->directory, deadline_ms, tb__contact_check_version);
 }
 
 tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,

@@ -28,7 +28,7 @@ typedef enum message_kind {
     MESSAGE_PREPARED,
     MESSAGE_DECIDED,
     MESSAGE_COMMITTED,
-    MESSAGE_ABORT_ACK, /* since 0.1.1; a rank of 0.1.0 must not get it */
+    MESSAGE_ABORT_ACK,
     MESSAGE_KINDS
 } message_kind;
 
