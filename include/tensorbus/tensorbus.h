@@ -16,7 +16,8 @@
  *  - Structs that begin with `size` may get more fields at their end, within a minor version. A program sets it to
  *    sizeof the struct, also in those that the library fills in. Fields that a program does not have are taken as zero,
  *    and are not filled in. A program that sets a field which the library does not know is refused (TB_REFUSED). In an
- *    array all have the same size. Structs without `size` stay as they are within a minor version.
+ *    array all have the same size. Structs without `size` stay as they are within a minor version: tb_shape,
+ *    tb_binding, tb_tie, tb_rule, tb_part, tb_parts, tb_copy_op.
  *  - In options structs, zero means the default, and NULL means all defaults.
  *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
  *    objects belong to one thread at a time.
