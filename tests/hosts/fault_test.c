@@ -64,7 +64,8 @@ static void add_pair(rank *r, int engine) {
     must(r, tb_pair_create(r->world, name, r->group == 0 ? groups[engine + 1] : groups[0],
                            r->group == 0 ? "mesh=2 place=S0" : "mesh=2 place=S1", NULL, &r->pair[engine]));
     for (int i = 0; i < NTENSORS; i++) {
-        tb_tensor w = {.data = r->w + (size_t)i * PART, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+        tb_tensor w = {
+            .size = sizeof w, .data = r->w + (size_t)i * PART, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
         snprintf(name, sizeof name, "w%d", i);
         must(r, tb_batch_add(r->batch, r->pair[engine], name, &w));
     }
