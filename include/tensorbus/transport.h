@@ -13,6 +13,9 @@
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
  *    to it fail with TB_LOST, until a new connection begins (`disconnect`).
  *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
+ *    A message of more than TB_SHORT_MAX bytes is sent when its RECV is posted (tb_op.is_expected), under a tag that no
+ *    other message between the two ranks has. So a transport keeps short messages until they are received, and no
+ *    others.
  *  - Structs that begin with `size`, which whoever fills them in sets to their sizeof, grow at the end only. A
  *    transport reads no further than `size` of what the world hands to it.
  */
@@ -28,6 +31,7 @@ extern "C" {
 enum {
     TB_ADDRESS_MAX = 3072, /* bytes of a transport's address */
     TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
+    TB_SHORT_MAX = 16384,  /* bytes of a message that may be sent before its RECV is posted */
 };
 
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */

@@ -1,4 +1,4 @@
-/* What transports that match messages with receives themselves have in common: messages that come before their
+/* What transports that match messages with receives themselves have in common: short messages that come before their
  * receives, and how operations begin and end. */
 #ifndef TB_TRANSPORT_MESSAGE_H
 #define TB_TRANSPORT_MESSAGE_H
@@ -8,21 +8,18 @@
 
 #include <string.h>
 
-/* A message that came before its receive, or what begins an offer of one, whose bytes are still at the sender. Each is
- * one block of memory. */
+/* A short message that came before its receive, in one block of memory. */
 typedef struct tb__arrival {
     tb__waiter waiter;
-    bool is_offer;
-    uint64_t id; /* of an offer: the sender's own */
     size_t nbytes;
-    unsigned char *data; /* of a message: behind this */
+    unsigned char data[];
 } tb__arrival;
 
 /* The bytes are the caller's to fill in. NULL: there is no memory. */
 static inline tb__arrival *tb__arrival_create(int32_t peer, uint64_t tag, size_t nbytes) {
     tb__arrival *a = tb__malloc(1, sizeof *a + nbytes);
     if (a)
-        *a = (tb__arrival){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes, .data = (unsigned char *)(a + 1)};
+        *a = (tb__arrival){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes};
     return a;
 }
 
@@ -35,26 +32,6 @@ static inline bool tb__arrival_keep(tb__match *arrivals, int32_t peer, uint64_t 
         memcpy(a->data, data, nbytes);
     tb__match_add(arrivals, &a->waiter);
     return true;
-}
-
-/* The offer of this id in a list of one peer's; NULL if there is none. */
-static inline tb__arrival *tb__offer_find(const tb__waiters *offers, uint64_t id) {
-    tb__waiter *w = offers->first;
-    while (w && ((tb__arrival *)w)->id != id)
-        w = w->next;
-    return (tb__arrival *)w;
-}
-
-/* It was withdrawn before anybody took it. */
-static inline void tb__offer_drop(tb__match *arrivals, int32_t peer, uint64_t tag, uint64_t id) {
-    tb__waiters *list = &arrivals->bucket[tb__match_bucket(peer, tag)];
-    for (tb__waiter **at = &list->first; *at; at = &(*at)->next) {
-        const tb__arrival *a = (const tb__arrival *)*at;
-        if (a->waiter.peer == peer && a->waiter.tag == tag && a->is_offer && a->id == id) {
-            free(tb__waiters_unlink(list, at));
-            return;
-        }
-    }
 }
 
 /* What a transport has of an operation: so much memory, which begins with a waiter. NULL: there is none. */

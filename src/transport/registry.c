@@ -128,6 +128,10 @@ tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
     op->nbytes = 0;
     op->state = NULL;
+    size_t nbytes = op->kind == TB_OP_SEND && !op->is_expected ? tb__pieces_size(op->pieces, op->npieces) : 0;
+    if (nbytes > TB_SHORT_MAX)
+        return tb__fail(TB_INVALID, "%zu bytes can't be sent before they are expected, only %d can", nbytes,
+                        TB_SHORT_MAX);
     return t->ops->post(t->context, op);
 }
 

@@ -519,7 +519,7 @@ static tb_status shm_progress(void *context) {
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
     end_disconnected(s);
-    bool more = shm_take_slices(s);
+    bool more = shm_read_slices(s);
     tell_all(s);
     if (more)
         eventfd_write(s->wake, 1);
