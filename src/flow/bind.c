@@ -50,7 +50,7 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-static void pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
+void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
     tb_mem_key key = {0};
     bool is_near = peer->rank == flow->o.rank ||
                    (!tb__flow_is_far(flow, peer->rank) && tb__loop_is_host_memory(flow->o.loop, memory));
@@ -63,7 +63,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key(&pack, flow, flow->words, flow->words_region, reader->peer);
+    tb__flow_pack_key(&pack, flow, flow->words, flow->words_region, reader->peer);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->word - flow->words));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
@@ -76,7 +76,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->overwritten[i]);
-        pack_key(&pack, flow, b->base, flow->src_regions[i], reader->peer);
+        tb__flow_pack_key(&pack, flow, b->base, flow->src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {
@@ -119,6 +119,17 @@ static tb_remote *import(member *m, const void *bytes, size_t nbytes) {
 /* Whether all of these bytes lie in the memory, of which the transport knows the size. None of them is touched. */
 static tb_status check_inside(const member *m, tb_remote *remote, uint64_t first, uint64_t last) {
     return tb__transport_read(m->peer->transport, remote, (tb_range[]){{first, 0}, {last, 0}}, 2, NULL, 0);
+}
+
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote) {
+    const tb_transport *t = m->peer->transport;
+    *remote = import(m, key, key_nbytes);
+    char *map = *remote && check_inside(m, *remote, 0, nbytes) == TB_OK ? tb__transport_map(t, *remote) : NULL;
+    if (*remote && !map) {
+        t->ops->mem_release(t->context, *remote);
+        *remote = NULL;
+    }
+    return map;
 }
 
 /* The bytes of a tensor that this rank reads, counted from element (0, 0, ...). */

@@ -1,5 +1,7 @@
-/* Parcels: buckets that go as messages. One is announced to those who want it, and sent to each when it asks for it.
- * Nobody asks before it has memory for it, and what was announced is complete; so memory that is in use for receiving
+/* Staged buckets. A bucket is announced to those who want it. A receiver that can map the sender's buffer reads it
+ * there and says so (TAKEN); the sender withdraws the buffer from others' reach before it uses it for anything else,
+ * and what was read after that does not count. Other receivers ask for the bucket (GO), and it is sent to them. Nobody
+ * asks before it has memory for it, and a bucket that was announced is complete; so memory that is in use for receiving
  * always becomes free again. A rank that hands a bucket on keeps it until all have it to whom it does; these have
  * higher ranks, so that the last of them waits for nobody. */
 #include "flow/flow_inside.h"
@@ -51,7 +53,7 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     flow->staged -= (int64_t)nbytes;
 }
 
-/* ---- Parcels --------------------------------------------------------------------------------------------------- */
+/* ---- Buckets --------------------------------------------------------------------------------------------------- */
 
 staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, bool is_send, size_t nmessages) {
     staged_bucket *p = tb__calloc(1, sizeof *p + nmessages * sizeof *p->messages);
@@ -70,6 +72,12 @@ staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, 
     return p;
 }
 
+static void release_remote(tb__flow *flow, uint32_t position, tb_remote *remote) {
+    const tb_transport *t = flow->members[position].peer->transport;
+    if (remote)
+        t->ops->mem_release(t->context, remote);
+}
+
 void tb__staged_bucket_destroy(staged_bucket *p) {
     tb__flow *flow = p->flow;
     for (staged_bucket **at = &flow->staged_buckets; *at; at = &(*at)->next) {
@@ -78,6 +86,9 @@ void tb__staged_bucket_destroy(staged_bucket *p) {
             break;
         }
     }
+    if (p->remote)
+        release_remote(flow, p->messages[0].member, p->remote);
+    tb__region_put(p->region); /* before its memory is used for anything else */
     tb__flow_unstage(flow, p->pool, p->buffer, p->nbytes);
     tb__flow_unstage(flow, p->output_pool, p->output, p->output_nbytes);
     flow->nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
@@ -134,6 +145,30 @@ void tb__bucket_message_ask(bucket_message *c, const announcement *a) {
     tb__flow_begin_message(flow, &pack, MESSAGE_GO, a->attempt);
     tb__pack_u64(&pack, a->tag);
     tb__flow_send_message(flow, &flow->members[a->member], &pack);
+}
+
+tb_status tb__staged_bucket_end_read(staged_bucket *p) {
+    tb__flow *flow = p->flow;
+    bucket_message *c = &p->messages[0];
+    member *from = &flow->members[c->member];
+    if (!p->remote)
+        return TB_OK;
+    bool is_valid = tb__transport_is_valid(from->peer->transport, p->remote);
+    release_remote(flow, c->member, p->remote);
+    p->remote = NULL;
+    p->map = NULL;
+    c->is_done = true;
+    p->left--;
+    flow->recv.in_flight--;
+    tb__leg_idle(&flow->recv);
+    if (!is_valid)
+        return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED, "%s withdrew bucket %zu of %s while it was read",
+                        from->peer->label, p->bucket, flow->what);
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, MESSAGE_TAKEN, flow->recv.attempt);
+    tb__pack_u64(&pack, c->tag);
+    tb__flow_send_message(flow, from, &pack);
+    return TB_OK;
 }
 
 tb_status tb__staged_bucket_check(const staged_bucket *p) {
@@ -193,6 +228,8 @@ void tb__staged_bucket_announce(staged_bucket *p) {
     const tb_chunk *first = tb__flow_first_chunk(flow, p->bucket);
     uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : tb__flow_sum(flow, p->buffer, p->nbytes);
     p->is_announced = true;
+    if (p->buffer && !p->lane->is_contributor) /* without it, the bucket is sent */
+        (void)tb__region_get(flow->o.loop, p->buffer, p->nbytes, &p->region);
     for (size_t i = p->kind == STAGED_IN; i < p->nmessages; i++) {
         bucket_message *c = &p->messages[i];
         if (flow->members[c->member].is_gone) {
@@ -209,24 +246,39 @@ void tb__staged_bucket_announce(staged_bucket *p) {
         tb__pack_u64(&pack, c->tag);
         tb__pack_u64(&pack, p->nbytes);
         tb__pack_u64(&pack, sum);
+        tb__flow_pack_key(&pack, flow, p->buffer, p->region, flow->members[c->member].peer);
         tb__flow_send_message(flow, &flow->members[c->member], &pack);
     }
 }
 
-bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message) {
-    uint64_t tag = tb__unpack_u64(message);
-    if (!tb__unpack_is_done(message))
-        return false;
+/* What was announced to the member under this tag, and not asked for; NULL: the bucket was given up. */
+static bucket_message *find_announced(const tb__flow *flow, const member *to, uint64_t tag) {
     for (staged_bucket *p = flow->staged_buckets; p; p = p->next) {
         for (size_t i = p->kind == STAGED_IN; p->is_announced && i < p->nmessages; i++) {
             bucket_message *c = &p->messages[i];
-            if (c->tag == tag && !c->is_posted && &flow->members[c->member] == from) {
-                post(c, TB_OP_SEND);
-                return true;
-            }
+            if (c->tag == tag && !c->is_posted && !c->is_done && &flow->members[c->member] == to)
+                return c;
         }
     }
-    return true; /* it was given up */
+    return NULL;
+}
+
+bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message) {
+    uint64_t tag = tb__unpack_u64(message);
+    bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
+    if (c)
+        post(c, TB_OP_SEND);
+    return !message->failed;
+}
+
+bool tb__flow_on_taken(tb__flow *flow, const member *from, tb__unpack *message) {
+    uint64_t tag = tb__unpack_u64(message);
+    bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
+    if (c) {
+        c->is_done = true;
+        c->staged_bucket->left--;
+    }
+    return !message->failed;
 }
 
 bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
@@ -236,6 +288,8 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     a.tag = tb__unpack_u64(message);
     a.nbytes = tb__unpack_u64(message);
     a.sum = tb__unpack_u64(message);
+    size_t key_nbytes;
+    const void *key = tb__unpack_bytes(message, &key_nbytes);
     a.bucket = tb__unpack_is_done(message) && flow->is_planned ? tb__flow_find_bucket(flow, id, part) : TB__NOWHERE;
     if (a.bucket == TB__NOWHERE)
         return false;
@@ -259,9 +313,26 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
         tb__set_detail("it announces bucket %zu twice", a.bucket);
         return false;
     }
-    if (!tb__vec_push(&flow->announcements, a))
+    /* What is combined, handed on or put aside needs memory of this rank's. */
+    if (!l->is_shipper && l->nchildren == 0 && !l->overwrites_source)
+        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.remote);
+    if (!tb__vec_push(&flow->announcements, a)) {
+        release_remote(flow, a.member, a.remote);
         tb__flow_no_room(flow, from);
+    }
     return true;
+}
+
+void tb__flow_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last) {
+    size_t kept = 0;
+    for (size_t i = 0; i < flow->announcements.count; i++) {
+        const announcement *a = &flow->announcements.item[i];
+        if (a->attempt >= first && a->attempt <= last)
+            release_remote(flow, a->member, a->remote);
+        else
+            flow->announcements.item[kept++] = *a;
+    }
+    flow->announcements.count = kept;
 }
 
 void tb__flow_forget_bucket(tb__flow *flow, size_t at) {

@@ -71,6 +71,7 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->aborts.item);
     free(flow->starts.item);
     free(flow->stash.item);
+    tb__flow_drop_announcements(flow, 0, UINT64_MAX);
     free(flow->announcements.item);
     tb__index_fini(&flow->by_rank);
     free(flow->slots);
@@ -558,6 +559,8 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         return tb__flow_on_bucket(flow, from, attempt, message);
     case MESSAGE_GO:
         return tb__flow_on_go(flow, from, message);
+    case MESSAGE_TAKEN:
+        return tb__flow_on_taken(flow, from, message);
     case MESSAGE_STASHED:
         tb__flow_on_stashed(flow, from, attempt);
         return from->is_reader;

@@ -6,10 +6,11 @@
  * (REACH).
  *
  * Then, for each transfer: the first rank of the sending side issues its number (START). Senders say READY; readers
- * copy straight from the senders' memory; what can't be reached is packed into staging memory, announced (BUCKET),
- * asked for (GO) and sent. A reader that has all it gets from a sender completes the exposure, by compare-and-set of a
- * word in the sender's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
- * exposed; they confirm that they know it (ABORT_ACK).
+ * copy straight from the senders' memory; what can't be reached is packed into staging memory and announced (BUCKET).
+ * There it is read by readers that can map it, which say so (TAKEN); others ask for it (GO), and it is sent. A reader
+ * that has all it gets from a sender completes the exposure, by compare-and-set of a word in the sender's memory, and
+ * says DONE. Whoever fails says so to all (ABORT), after it has revoked what it exposed; they confirm that they know it
+ * (ABORT_ACK).
  *
  * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
  * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are

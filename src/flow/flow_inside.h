@@ -21,6 +21,7 @@ typedef enum message_kind {
     MESSAGE_READY,
     MESSAGE_BUCKET,
     MESSAGE_GO,
+    MESSAGE_TAKEN,
     MESSAGE_STASHED,
     MESSAGE_DONE,
     MESSAGE_NOTE,
@@ -152,7 +153,10 @@ struct staged_bucket {
     size_t nbytes;
     tb_piece *pieces; /* instead: where the tensors have it; NULL: there is a buffer */
     size_t npieces;
-    char *output; /* of a reduction: the bucket to be shipped or put aside; NULL: it goes into the tensors */
+    tb__region *region; /* of the buffer, for receivers that read it there; NULL: none does */
+    tb_remote *remote;  /* of what came: the sender's buffer, which is read there; NULL: it is received */
+    char *map;          /* where that is mapped */
+    char *output;       /* of a reduction: the bucket to be shipped or put aside; NULL: it goes into the tensors */
     pool output_pool;
     size_t output_nbytes;
     size_t left; /* messages that are not done */
@@ -227,7 +231,9 @@ typedef struct announcement {
     size_t bucket;
     uint64_t tag;
     size_t nbytes;
-    uint64_t sum; /* where there are checksums */
+    uint64_t sum;      /* where there are checksums */
+    tb_remote *remote; /* the sender's buffer, to be read there; NULL: it is to be received */
+    char *map;
 } announcement;
 
 /* A bucket that was put aside. */
@@ -414,6 +420,10 @@ tb_status tb__flow_send_binds(tb__flow *flow);
 bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message);
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message);
 void tb__flow_unbind(tb__flow *flow);
+/* A key by which the peer may reach memory of a region; an empty one where it can't. */
+void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer);
+/* Maps so many bytes of memory that the member has exported; NULL: that can't be done. *remote is to be released. */
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote);
 place *tb__member_place(const member *m, uint32_t tensor);
 
 /* flow_copy.c */
@@ -512,9 +522,15 @@ tb_status tb__staged_bucket_check(const staged_bucket *p); /* whether a message 
 void tb__staged_bucket_announce(staged_bucket *p);
 /* Takes what was announced: the receive is there before the sender hears that it may send. */
 void tb__bucket_message_ask(bucket_message *c, const announcement *a);
+/* Takes it off the list; what it has is the caller's. */
 void tb__flow_forget_bucket(tb__flow *flow, size_t announcement);
+/* Those of attempts from the first to the last: they are asked for no more. */
+void tb__flow_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last);
+/* The bucket was read in its sender's buffer, which is free then. TB_CANCELLED: the sender took it back before. */
+tb_status tb__staged_bucket_end_read(staged_bucket *p);
 bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
 bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
+bool tb__flow_on_taken(tb__flow *flow, const member *from, tb__unpack *message);
 void tb__flow_drop_staged(tb__flow *flow, bool is_send);
 void tb__flow_drop_sends(tb__flow *flow, const member *to); /* buckets that one that is gone has not asked for */
 

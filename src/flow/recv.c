@@ -286,13 +286,7 @@ static tb_status open_transfer(tb__flow *flow) {
     }
     memset(flow->is_taken, 0, flow->ir->nbuckets * sizeof *flow->is_taken);
     flow->next_lane_in = flow->ir->nchannels ? (uint32_t)flow->self % (uint32_t)flow->ir->nchannels : 0;
-    /* What was announced for transfers that are over will never be asked for. */
-    size_t kept = 0;
-    for (size_t i = 0; i < flow->announcements.count; i++) {
-        if (flow->announcements.item[i].attempt >= flow->recv.attempt)
-            flow->announcements.item[kept++] = flow->announcements.item[i];
-    }
-    flow->announcements.count = kept;
+    tb__flow_drop_announcements(flow, 0, flow->recv.attempt - 1); /* of transfers that are over */
     return TB_OK;
 }
 

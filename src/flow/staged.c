@@ -1,5 +1,5 @@
-/* Buckets that are packed and sent, and those that come and are unpacked. What lies in long runs at one end is sent
- * from there, or received there, without a buffer. */
+/* Buckets that are packed, and those that come and are unpacked: out of their sender's buffer where it is mapped. What
+ * lies in long runs at one end is sent from there, or received there, without a buffer. */
 #include "flow/flow_inside.h"
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
@@ -157,6 +157,20 @@ bool tb__flow_step_out(tb__flow *flow) {
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
 
+/* Reads it in the sender's buffer. */
+static void begin_read(staged_bucket *p, const announcement *a) {
+    bucket_message *c = &p->messages[0];
+    p->remote = a->remote;
+    p->map = a->map;
+    c->member = a->member;
+    c->tag = a->tag;
+    c->sum = a->sum;
+    c->op.kind = TB_OP_RECV;
+    c->piece = (tb_piece){a->map, a->nbytes};
+    p->flow->recv.in_flight++;
+    tb__leg_idle(&p->flow->recv);
+}
+
 static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
     staged_bucket *p = tb__staged_bucket_create(flow, l, a->bucket, false, 1 + l->nchildren);
     if (!p)
@@ -166,6 +180,10 @@ static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
     p->nbytes = a->nbytes;
     flow->nrelays += l->nchildren > 0;
     flow->is_taken[a->bucket] = true;
+    if (a->map) {
+        begin_read(p, a);
+        return TB_OK;
+    }
     /* What is handed on stays in a buffer: the host may use its tensors when they have arrived. */
     if (!l->overwrites_source && l->nchildren == 0 && tb__flow_may_write(flow))
         p->pieces = tb__flow_pieces(flow, l, a->bucket, true, &p->npieces);
@@ -214,13 +232,13 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
         announcement a = flow->announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
         if (a.attempt != flow->recv.attempt || l->is_shipper ||
-            !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) || !has_room(flow, l, &a, lowest)) {
+            !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) || !(a.map || has_room(flow, l, &a, lowest))) {
             i++;
             continue;
         }
-        tb__flow_forget_bucket(flow, i);
         *did = true;
         TB_TRY(accept(flow, &a, l));
+        tb__flow_forget_bucket(flow, i);
     }
     return TB_OK;
 }
@@ -231,6 +249,8 @@ static void end_unpack(copying *c, tb_status status) {
     p->is_unpacked = true;
     if (flow->recv.is_ending)
         return;
+    if (status == TB_OK)
+        status = tb__staged_bucket_end_read(p);
     if (status == TB_OK) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
@@ -242,6 +262,7 @@ static void end_unpack(copying *c, tb_status status) {
 
 static tb_status unpack(tb__flow *flow, staged_bucket *p) {
     lane *l = p->lane;
+    char *from = p->map ? p->map : p->buffer;
     p->is_begun = true;
     if (l->overwrites_source) {
         TB_TRY(tb__flow_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
@@ -250,14 +271,15 @@ static tb_status unpack(tb__flow *flow, staged_bucket *p) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else if (tb__flow_is_coded(flow, p->bucket)) {
-        TB_TRY(tb__flow_convert(flow, false, p->bucket, p->buffer, false));
+        TB_TRY(tb__flow_convert(flow, false, p->bucket, from, false));
+        TB_TRY(tb__staged_bucket_end_read(p));
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
         copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
         if (!c)
             return TB_NO_MEMORY;
         c->parts[c->nparts++] = (uint32_t)p->bucket;
-        c->from = p->buffer;
+        c->from = from;
         c->staged_bucket = p;
         c->end = end_unpack;
         return tb__flow_start_copying(c);
@@ -300,7 +322,7 @@ bool tb__flow_step_in(tb__flow *flow) {
         if (p->kind != STAGED_IN)
             continue;
         status = tb__staged_bucket_check(p);
-        if (status == TB_OK && p->messages[0].is_done)
+        if (status == TB_OK && (p->map || p->messages[0].is_done))
             status = take(flow, p, &took);
     }
     if (status != TB_OK) {
