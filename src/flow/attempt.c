@@ -96,7 +96,7 @@ static void join_two(tb__flow *flow) {
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
     if (tb__flow_find_abort(flow, attempt))
         return;
-    tb__flow_drop_announcements(flow, attempt, attempt);
+    tb__staged_drop_announcements(flow, attempt, attempt);
     if (flow->aborts.count == MOST_ABORTS)
         join_two(flow);
     tb__abort abort = {attempt, attempt, number, status, NULL};

@@ -319,59 +319,6 @@ static void choose_path(tb__flow *flow, lane *l) {
         flow->members[l->senders[i]].naside += l->channel->nbuckets;
 }
 
-static void raise(int64_t *most, int64_t nbytes) {
-    *most = nbytes > *most ? nbytes : *most;
-}
-
-/* What the largest bucket takes of each pool; 0: it is not used. */
-static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
-    memset(largest, 0, POOL_STASH * sizeof *largest);
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
-        bool is_local = l->is_shipper && l->is_target;
-        for (size_t j = 0; j < l->channel->nbuckets; j++) {
-            const tb_bucket *bucket = &flow->ir->buckets[l->channel->first_bucket + j];
-            int64_t raw = tb__flow_raw_size(flow, bucket), inputs = raw * ((int64_t)l->nsenders - 1);
-            if ((l->is_shipper || l->is_contributor) && !is_local)
-                raise(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
-            if (l->is_shipper && !is_local && l->nsenders > 1)
-                raise(&largest[POOL_REDUCE], inputs + bucket->total_bytes);
-            if (is_local && l->takes_staged)
-                raise(&largest[POOL_COMBINE], inputs);
-            if (l->is_target && l->takes_staged)
-                raise(&largest[POOL_RECEIVE], bucket->total_bytes);
-        }
-    }
-}
-
-/* What all that is put aside takes, against what there is. Where that is little, the other pools have to do with room
- * for one bucket each. */
-static tb_status check_stash(tb__flow *flow) {
-    int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
-    find_largest(flow, largest);
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
-        for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
-            need += (flow->ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
-    }
-    for (int p = 0; p < POOL_STASH; p++) {
-        room -= largest[p] ? flow->pool_size[p] : 0;
-        most_room -= largest[p];
-    }
-    if (need > room) {
-        memcpy(flow->pool_size, largest, sizeof largest);
-        room = most_room;
-    }
-    flow->pool_size[POOL_STASH] = room;
-    if (need > room)
-        return tb__fail(TB_REFUSED,
-                        "%s overwrites tensors that are still being read, and rank %" PRId32
-                        " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
-                        " for that: raise them, or receive into other memory",
-                        flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
-    return TB_OK;
-}
-
 static void send_reach(tb__flow *flow, member *sender) {
     uint32_t position = (uint32_t)(sender - flow->members), count = 0;
     tb__pack pack = {0}, list = {0};
@@ -403,7 +350,7 @@ static tb_status decide(tb__flow *flow) {
         if (flow->lanes[i].is_target)
             choose_path(flow, &flow->lanes[i]);
     }
-    return check_stash(flow);
+    return tb__staged_fit_stash(flow);
 }
 
 /* Once all senders have told: what is staged, and who hears of it. */

@@ -31,17 +31,18 @@ size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part) {
 
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes) {
     /* Something always fits: alignment may make a bucket a few bytes longer than it was cut to be. */
-    return flow->pool_used[which] == 0 || flow->pool_used[which] + (int64_t)nbytes <= flow->pool_size[which];
+    return flow->staged.pool_used[which] == 0 ||
+           flow->staged.pool_used[which] + (int64_t)nbytes <= flow->staged.pool_size[which];
 }
 
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
     void *buffer;
     if (tb_alloc(nbytes, &buffer) != TB_OK)
         return NULL;
-    flow->pool_used[which] += (int64_t)nbytes;
-    flow->staged += (int64_t)nbytes;
-    if (flow->staged > flow->staged_most)
-        flow->staged_most = flow->staged;
+    flow->staged.pool_used[which] += (int64_t)nbytes;
+    flow->staged.nbytes += (int64_t)nbytes;
+    if (flow->staged.nbytes > flow->staged.nbytes_most)
+        flow->staged.nbytes_most = flow->staged.nbytes;
     return buffer;
 }
 
@@ -49,8 +50,61 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     if (!buffer)
         return;
     tb_free(buffer);
-    flow->pool_used[which] -= (int64_t)nbytes;
-    flow->staged -= (int64_t)nbytes;
+    flow->staged.pool_used[which] -= (int64_t)nbytes;
+    flow->staged.nbytes -= (int64_t)nbytes;
+}
+
+static void raise(int64_t *most, int64_t nbytes) {
+    *most = nbytes > *most ? nbytes : *most;
+}
+
+/* What the largest bucket takes of each pool; 0: it is not used. */
+static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
+    memset(largest, 0, POOL_STASH * sizeof *largest);
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        bool is_local = l->is_shipper && l->is_target;
+        for (size_t j = 0; j < l->channel->nbuckets; j++) {
+            const tb_bucket *bucket = &flow->ir->buckets[l->channel->first_bucket + j];
+            int64_t raw = tb__flow_raw_size(flow, bucket), inputs = raw * ((int64_t)l->nsenders - 1);
+            if ((l->is_shipper || l->is_contributor) && !is_local)
+                raise(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
+            if (l->is_shipper && !is_local && l->nsenders > 1)
+                raise(&largest[POOL_REDUCE], inputs + bucket->total_bytes);
+            if (is_local && l->takes_staged)
+                raise(&largest[POOL_COMBINE], inputs);
+            if (l->is_target && l->takes_staged)
+                raise(&largest[POOL_RECEIVE], bucket->total_bytes);
+        }
+    }
+}
+
+/* What all that is put aside takes, against what there is. Where that is little, the other pools have to do with room
+ * for one bucket each. */
+tb_status tb__staged_fit_stash(tb__flow *flow) {
+    int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
+    find_largest(flow, largest);
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
+            need += (flow->ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
+    }
+    for (int p = 0; p < POOL_STASH; p++) {
+        room -= largest[p] ? flow->staged.pool_size[p] : 0;
+        most_room -= largest[p];
+    }
+    if (need > room) {
+        memcpy(flow->staged.pool_size, largest, sizeof largest);
+        room = most_room;
+    }
+    flow->staged.pool_size[POOL_STASH] = room;
+    if (need > room)
+        return tb__fail(TB_REFUSED,
+                        "%s overwrites tensors that are still being read, and rank %" PRId32
+                        " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
+                        " for that: raise them, or receive into other memory",
+                        flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
+    return TB_OK;
 }
 
 /* ---- Buckets --------------------------------------------------------------------------------------------------- */
@@ -65,10 +119,10 @@ staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, 
                          .is_send = is_send,
                          .left = nmessages,
                          .nmessages = nmessages,
-                         .next = flow->staged_buckets};
+                         .next = flow->staged.buckets};
     for (size_t i = 0; i < nmessages; i++)
         p->messages[i].staged_bucket = p;
-    flow->staged_buckets = p;
+    flow->staged.buckets = p;
     return p;
 }
 
@@ -80,7 +134,7 @@ static void release_remote(tb__flow *flow, uint32_t position, tb_remote *remote)
 
 void tb__staged_bucket_destroy(staged_bucket *p) {
     tb__flow *flow = p->flow;
-    for (staged_bucket **at = &flow->staged_buckets; *at; at = &(*at)->next) {
+    for (staged_bucket **at = &flow->staged.buckets; *at; at = &(*at)->next) {
         if (*at == p) {
             *at = p->next;
             break;
@@ -91,7 +145,7 @@ void tb__staged_bucket_destroy(staged_bucket *p) {
     tb__region_put(p->region); /* before its memory is used for anything else */
     tb__flow_unstage(flow, p->pool, p->buffer, p->nbytes);
     tb__flow_unstage(flow, p->output_pool, p->output, p->output_nbytes);
-    flow->nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
+    flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
     free(p->pieces);
     free(p);
 }
@@ -100,7 +154,7 @@ tb__leg *tb__staged_bucket_leg(const staged_bucket *p) {
     return p->is_send ? &p->flow->send : &p->flow->recv;
 }
 
-static void on_courier(tb_op *op) {
+static void on_bucket_message(tb_op *op) {
     bucket_message *c = op->arg;
     staged_bucket *p = c->staged_bucket;
     c->is_done = true;
@@ -114,7 +168,7 @@ static void on_courier(tb_op *op) {
     tb__loop_wake(p->flow->o.loop);
 }
 
-static void post(bucket_message *c, tb_op_kind kind) {
+static void post_message(bucket_message *c, tb_op_kind kind) {
     tb__flow *flow = c->staged_bucket->flow;
     const member *m = &flow->members[c->member];
     c->op = (tb_op){.kind = kind,
@@ -123,7 +177,7 @@ static void post(bucket_message *c, tb_op_kind kind) {
                     .pieces = c->staged_bucket->pieces ? c->staged_bucket->pieces : &c->piece,
                     .npieces = c->staged_bucket->pieces ? c->staged_bucket->npieces : 1,
                     .is_expected = kind == TB_OP_SEND, /* whoever says GO has posted the receive before */
-                    .done = on_courier,
+                    .done = on_bucket_message,
                     .arg = c};
     c->is_posted = true;
     tb__staged_bucket_leg(c->staged_bucket)->in_flight++;
@@ -131,7 +185,7 @@ static void post(bucket_message *c, tb_op_kind kind) {
     tb_status status = tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
-        on_courier(&c->op);
+        on_bucket_message(&c->op);
     }
 }
 
@@ -140,7 +194,7 @@ void tb__bucket_message_ask(bucket_message *c, const announcement *a) {
     c->member = a->member;
     c->tag = a->tag;
     c->sum = a->sum;
-    post(c, TB_OP_RECV);
+    post_message(c, TB_OP_RECV);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_GO, a->attempt);
     tb__pack_u64(&pack, a->tag);
@@ -185,8 +239,8 @@ tb_status tb__staged_bucket_check(const staged_bucket *p) {
                     failed ? flow->members[failed->member].peer->label : "a rank", tb_status_string(p->status));
 }
 
-void tb__flow_drop_staged(tb__flow *flow, bool is_send) {
-    for (staged_bucket *p = flow->staged_buckets, *next; p; p = next) {
+static void drop_buckets(tb__flow *flow, bool is_send) {
+    for (staged_bucket *p = flow->staged.buckets, *next; p; p = next) {
         next = p->next;
         if (p->is_send != is_send)
             continue;
@@ -197,20 +251,44 @@ void tb__flow_drop_staged(tb__flow *flow, bool is_send) {
                 continue;
             tb__transport_cancel(peer->transport, &c->op);
             if (c->op.status == TB_TIMEOUT && p->pieces)
-                flow->held_by = &flow->members[c->member];
+                flow->staged.held_by = &flow->members[c->member];
         }
         tb__staged_bucket_destroy(p);
     }
     for (size_t i = 0; flow->ir && flow->lanes && is_send && i < flow->ir->nchannels; i++)
-        flow->lanes[i].in_flight = 0;
+        flow->lanes[i].staged_lane.in_flight = 0;
+}
+
+void tb__staged_close(tb__flow *flow, bool is_send) {
+    drop_buckets(flow, is_send);
+    while (!is_send && flow->staged.stash.count > 0) {
+        stashed s = flow->staged.stash.item[--flow->staged.stash.count];
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    }
+}
+
+tb_status tb__staged_init(tb__flow *flow) {
+    for (int p = 0; p < POOL_STASH; p++)
+        flow->staged.pool_size[p] = flow->o.own_staging_bytes / 4;
+    flow->staged.is_taken = tb__calloc(flow->ir->nbuckets, sizeof *flow->staged.is_taken);
+    return flow->staged.is_taken ? TB_OK : TB_NO_MEMORY;
+}
+
+void tb__staged_fini(tb__flow *flow) {
+    tb__staged_close(flow, true);
+    tb__staged_close(flow, false);
+    tb__staged_drop_announcements(flow, 0, UINT64_MAX);
+    free(flow->staged.announcements.item);
+    free(flow->staged.stash.item);
+    free(flow->staged.is_taken);
 }
 
 static bool is_outgoing(const staged_bucket *p, size_t i) {
     return p->kind == STAGED_OUT || (p->kind == STAGED_IN && i > 0);
 }
 
-void tb__flow_drop_sends(tb__flow *flow, const member *to) {
-    for (staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+void tb__staged_drop_sends(tb__flow *flow, const member *to) {
+    for (staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         for (size_t i = 0; p->is_announced && i < p->nmessages; i++) {
             bucket_message *c = &p->messages[i];
             if (!is_outgoing(p, i) || c->is_posted || c->is_done || &flow->members[c->member] != to)
@@ -253,7 +331,7 @@ void tb__staged_bucket_announce(staged_bucket *p) {
 
 /* What was announced to the member under this tag, and not asked for; NULL: the bucket was given up. */
 static bucket_message *find_announced(const tb__flow *flow, const member *to, uint64_t tag) {
-    for (staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+    for (staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         for (size_t i = p->kind == STAGED_IN; p->is_announced && i < p->nmessages; i++) {
             bucket_message *c = &p->messages[i];
             if (c->tag == tag && !c->is_posted && !c->is_done && &flow->members[c->member] == to)
@@ -263,15 +341,15 @@ static bucket_message *find_announced(const tb__flow *flow, const member *to, ui
     return NULL;
 }
 
-bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message) {
+bool tb__staged_on_go(tb__flow *flow, member *from, tb__unpack *message) {
     uint64_t tag = tb__unpack_u64(message);
     bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
     if (c)
-        post(c, TB_OP_SEND);
+        post_message(c, TB_OP_SEND);
     return !message->failed;
 }
 
-bool tb__flow_on_taken(tb__flow *flow, const member *from, tb__unpack *message) {
+bool tb__staged_on_taken(tb__flow *flow, const member *from, tb__unpack *message) {
     uint64_t tag = tb__unpack_u64(message);
     bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
     if (c) {
@@ -281,7 +359,7 @@ bool tb__flow_on_taken(tb__flow *flow, const member *from, tb__unpack *message) 
     return !message->failed;
 }
 
-bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
+bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t id = tb__unpack_u64(message);
     uint32_t part = tb__unpack_u32(message);
     announcement a = {.attempt = attempt, .member = (uint32_t)(from - flow->members)};
@@ -304,9 +382,9 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     }
     if (tb__flow_find_abort(flow, attempt))
         return true;
-    bool is_known = !l->is_shipper && attempt == flow->recv.attempt && flow->is_taken[a.bucket];
-    for (size_t i = 0; i < flow->announcements.count && !is_known; i++) {
-        const announcement *other = &flow->announcements.item[i];
+    bool is_known = !l->is_shipper && attempt == flow->recv.attempt && flow->staged.is_taken[a.bucket];
+    for (size_t i = 0; i < flow->staged.announcements.count && !is_known; i++) {
+        const announcement *other = &flow->staged.announcements.item[i];
         is_known = other->bucket == a.bucket && other->member == a.member && other->attempt == attempt;
     }
     if (is_known) {
@@ -316,26 +394,26 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     /* What is combined, handed on or put aside needs memory of this rank's. */
     if (!l->is_shipper && l->nchildren == 0 && !l->overwrites_source)
         a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.remote);
-    if (!tb__vec_push(&flow->announcements, a)) {
+    if (!tb__vec_push(&flow->staged.announcements, a)) {
         release_remote(flow, a.member, a.remote);
         tb__flow_no_room(flow, from);
     }
     return true;
 }
 
-void tb__flow_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last) {
+void tb__staged_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last) {
     size_t kept = 0;
-    for (size_t i = 0; i < flow->announcements.count; i++) {
-        const announcement *a = &flow->announcements.item[i];
+    for (size_t i = 0; i < flow->staged.announcements.count; i++) {
+        const announcement *a = &flow->staged.announcements.item[i];
         if (a->attempt >= first && a->attempt <= last)
             release_remote(flow, a->member, a->remote);
         else
-            flow->announcements.item[kept++] = *a;
+            flow->staged.announcements.item[kept++] = *a;
     }
-    flow->announcements.count = kept;
+    flow->staged.announcements.count = kept;
 }
 
-void tb__flow_forget_bucket(tb__flow *flow, size_t at) {
-    memmove(flow->announcements.item + at, flow->announcements.item + at + 1,
-            (--flow->announcements.count - at) * sizeof *flow->announcements.item);
+void tb__staged_forget(tb__flow *flow, size_t at) {
+    memmove(flow->staged.announcements.item + at, flow->staged.announcements.item + at + 1,
+            (--flow->staged.announcements.count - at) * sizeof *flow->staged.announcements.item);
 }

@@ -59,8 +59,7 @@ void tb__flow_destroy(tb__flow *flow) {
         tb__flow_cancel_copyings(flow, is_send);
     tb__loop_wait(flow->o.loop, has_no_copyings, flow, INT64_MAX);
     tb__flow_release_copies(flow);
-    tb__flow_drop_staged(flow, true);
-    tb__flow_drop_staged(flow, false);
+    tb__staged_fini(flow);
     if (flow->members)
         tb__flow_unbind(flow);
     for (size_t i = 0; flow->members && i < flow->nmembers; i++)
@@ -70,9 +69,6 @@ void tb__flow_destroy(tb__flow *flow) {
         free(flow->aborts.item[i].why);
     free(flow->aborts.item);
     free(flow->starts.item);
-    free(flow->stash.item);
-    tb__flow_drop_announcements(flow, 0, UINT64_MAX);
-    free(flow->announcements.item);
     tb__index_fini(&flow->by_rank);
     free(flow->slots);
     free(flow->questions.item);
@@ -220,9 +216,7 @@ void tb__flow_close_leg(tb__flow *flow, bool is_send) {
     if (!leg->is_ending || leg->ncopying > 0)
         return;
     leg->is_ending = leg->is_under_way = false;
-    tb__flow_drop_staged(flow, is_send);
-    if (!is_send)
-        tb__flow_end_recv(flow);
+    tb__staged_close(flow, is_send);
     tb__loop_wake(flow->o.loop);
 }
 
@@ -272,7 +266,7 @@ static void end_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->is_committed = true;
     leg->is_released |= is_send;
-    begin_end(flow, is_send); /* everybody has what is in staged_buckets */
+    begin_end(flow, is_send); /* everybody has what was staged */
 }
 
 /* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
@@ -288,8 +282,8 @@ static bool has_unsent(const tb__flow *flow) {
  * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
 static bool step_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool did = is_send && tb__flow_step_out(flow);
-    bool is_sent = !is_send || flow->sends_left == 0;
+    bool did = is_send && tb__staged_step_out(flow);
+    bool is_sent = !is_send || flow->staged.sends_left == 0;
     leg->wake_ms = 0;
     leg->is_released |= is_send && is_sent;
     if ((!is_sent || has_unsent(flow)) && !leg->is_cancelled)
@@ -356,7 +350,7 @@ static void drop_member(tb__flow *flow, member *m, tb_status status, bool is_ord
     m->gone_why = tb__strdup(tb_error_detail());
     m->lost_ms = is_orderly ? 0 : tb__now_ms();
     flow->ngone++;
-    tb__flow_drop_sends(flow, m);
+    tb__staged_drop_sends(flow, m);
     tb__flow_read_word(flow, m);
     tb__flow_conclude_gone(flow, m);
     tb__loop_wake(flow->o.loop);
@@ -556,11 +550,11 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         from->ready = attempt;
         return from->is_sender;
     case MESSAGE_BUCKET:
-        return tb__flow_on_bucket(flow, from, attempt, message);
+        return tb__staged_on_bucket(flow, from, attempt, message);
     case MESSAGE_GO:
-        return tb__flow_on_go(flow, from, message);
+        return tb__staged_on_go(flow, from, message);
     case MESSAGE_TAKEN:
-        return tb__flow_on_taken(flow, from, message);
+        return tb__staged_on_taken(flow, from, message);
     case MESSAGE_STASHED:
         tb__flow_on_stashed(flow, from, attempt);
         return from->is_reader;

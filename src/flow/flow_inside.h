@@ -1,14 +1,13 @@
-/* What the files of a flow share: flow.c (life, legs, messages), flow_attempt.c (numbers of transfers), flow_plan.c
- * (who does what), flow_bind.c (who reaches what), flow_copy.c (bytes), flow_pieces.c (bytes that stay where they are),
- * flow_send.c and flow_recv.c (one transfer), flow_group.c (what arrives together), flow_parcel.c (buckets as
- * messages), flow_stage.c (packing and unpacking them), flow_reduce.c (combining them), flow_sum.c (their checksums),
- * flow_commit.c (shadowed receives), flow_memory.c (memory that the program invalidates), flow_unsent.c (messages that
- * could not be sent), flow_dump.c. */
+/* A flow, made of the structs that its files own: staged.h. What is left is shared by flow.c (life, legs, messages),
+ * attempt.c (numbers of transfers), setup.c (who does what), bind.c (who reaches what), copy.c (bytes), send.c and
+ * recv.c (one transfer), group.c (what arrives together), commit.c (shadowed receives), memory.c (memory that the
+ * program invalidates), unsent.c (messages that could not be sent), wait.c, dump.c. */
 #ifndef TB_FLOW_FLOW_INSIDE_H
 #define TB_FLOW_FLOW_INSIDE_H
 
 #include "base/mem.h"
 #include "flow/flow.h"
+#include "flow/staged.h"
 #include "ir/ir.h"
 #include "loop/region.h"
 
@@ -103,8 +102,8 @@ typedef struct lane {
     uint32_t nstaged;       /* as a source: targets that must be sent it */
     uint32_t *staged;
 
-    size_t to_send, to_take; /* the next bucket, from the channel's first */
-    uint32_t in_flight;
+    size_t to_take; /* the next bucket to be read directly, from the channel's first */
+    struct staged_lane staged_lane;
 } lane;
 
 typedef struct group {
@@ -114,57 +113,6 @@ typedef struct group {
     size_t slot;    /* how many before it are gathered; TB__NOWHERE: it is not */
     size_t nbuckets, left;
 } group;
-
-/* Staging memory is dealt out by use, so that no use can starve another. */
-typedef enum pool {
-    POOL_SEND,    /* packed buckets and contributions */
-    POOL_REDUCE,  /* contributions that came, for what is shipped, and that itself */
-    POOL_COMBINE, /* contributions that came, for this rank's own tensors */
-    POOL_RECEIVE, /* buckets that came */
-    POOL_STASH,   /* what was put aside; as large as the others leave it */
-    POOL_COUNT
-} pool;
-
-typedef struct staged_bucket staged_bucket;
-
-/* One message of a staged bucket. */
-typedef struct bucket_message {
-    staged_bucket *staged_bucket;
-    uint32_t member;
-    uint64_t tag, sum;
-    tb_op op;
-    tb_piece piece;
-    bool is_posted, is_done;
-} bucket_message;
-
-/* A bucket on its way through staging memory. */
-struct staged_bucket {
-    tb__flow *flow;
-    lane *lane;
-    size_t bucket; /* of the IR */
-    enum { STAGED_OUT, STAGED_IN, STAGED_REDUCE } kind;
-    bool is_send;      /* whose leg it belongs to */
-    bool is_announced; /* those who get it know */
-    bool is_checked;   /* of what came: it is what was sent ... */
-    bool is_begun;     /* it is being copied, or was */
-    bool is_unpacked;  /* ... and in its place */
-    pool pool;
-    char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
-    size_t nbytes;
-    tb_piece *pieces; /* instead: where the tensors have it; NULL: there is a buffer */
-    size_t npieces;
-    tb__region *region; /* of the buffer, for receivers that read it there; NULL: none does */
-    tb_remote *remote;  /* of what came: the sender's buffer, which is read there; NULL: it is received */
-    char *map;          /* where that is mapped */
-    char *output;       /* of a reduction: the bucket to be shipped or put aside; NULL: it goes into the tensors */
-    pool output_pool;
-    size_t output_nbytes;
-    size_t left; /* messages that are not done */
-    tb_status status;
-    staged_bucket *next;
-    size_t nmessages;
-    bucket_message messages[]; /* of what came in: the first; the others hand it on */
-};
 
 /* What is done with the bytes of buckets, or of whole tensors. */
 typedef enum copy_kind {
@@ -223,26 +171,6 @@ struct copying {
     size_t nbytes;
     copying *next;
 };
-
-/* A bucket that a peer has packed for us. */
-typedef struct announcement {
-    uint64_t attempt;
-    uint32_t member;
-    size_t bucket;
-    uint64_t tag;
-    size_t nbytes;
-    uint64_t sum;      /* where there are checksums */
-    tb_remote *remote; /* the sender's buffer, to be read there; NULL: it is to be received */
-    char *map;
-} announcement;
-
-/* A bucket that was put aside. */
-typedef struct stashed {
-    lane *lane;
-    size_t bucket;
-    char *buffer;
-    size_t nbytes;
-} stashed;
 
 /* A transfer that the lead has begun, and what it is called. Those that follow are called by the numbers that follow,
  * up to the next entry. */
@@ -324,35 +252,25 @@ struct tb__flow {
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
     bool is_torn;
-    const member *held_by; /* a message to or from it has not given this rank's tensors back; NULL: none */
+
+    struct flow_staged staged;
 
     /* One transfer each. */
     tb__leg send, recv;
     bool send_is_exposed;
     uint64_t writable_attempt; /* the last attempt for which sources may be overwritten */
     size_t readers_left, committers_left;
-    size_t sends_left;   /* staged buckets, over all lanes */
-    int64_t largest_out; /* of what is packed, a bucket */
-    uint32_t next_lane_out, next_lane_in;
+    uint32_t next_lane_in;
     size_t groups_done, slots_done; /* groups that are here, and of them those that were gathered */
     size_t hosts_taken;             /* groups of the host's, by the host ... */
     bool takes_all;                 /* ... as soon as they are there */
     char *slots;                    /* memory to gather in */
     size_t buckets_left;
-    bool *is_taken;        /* per bucket that is handed on: it was asked for */
-    size_t nrelays;        /* staged_buckets that are being handed on */
-    int64_t largest_relay; /* bytes of a bucket; 0: this rank hands nothing on */
-    TB_VEC(stashed) stash;
-    TB_VEC(announcement) announcements;
-    staged_bucket *staged_buckets;
-    int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    int64_t staged, staged_most;  /* of all pools together, now and ever */
+    int64_t largest_relay;        /* bytes of a bucket; 0: this rank hands nothing on */
     TB_VEC(device_memory) beside; /* snapshots and shadows */
     prepared prepared[COPY_KINDS];
     copying *copyings;
-    size_t ncopyings;               /* those whose end is being dealt with included */
-    char gaps[2][TB__BUCKET_ALIGN]; /* between the chunks of what is sent without a buffer: zeros; and received:
-                                       anything */
+    size_t ncopyings; /* those whose end is being dealt with included */
 };
 
 /* flow.c */
@@ -477,7 +395,6 @@ void tb__flow_revoke(tb__flow *flow); /* every exposure of the transfer that is 
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
-void tb__flow_end_recv(tb__flow *flow);
 bool tb__flow_try_reach(tb__flow *flow); /* flow_bind.c: true: it did something */
 /* Whether this rank's targets may be written: nobody still reads what they overwrite. */
 bool tb__flow_may_write(const tb__flow *flow);
@@ -485,8 +402,6 @@ bool tb__flow_may_write(const tb__flow *flow);
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);
 /* A bucket is in the tensors. */
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
-/* A bucket is in staging memory, which goes over to the stash. */
-tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
 
 /* flow.c: tells one member, which may be this rank itself, that an attempt has ended for it. */
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
@@ -507,57 +422,10 @@ bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, t
 /* A member that is gone and without whom it can't be decided well; NULL: none. */
 const member *tb__flow_find_missing(const tb__flow *flow);
 
-/* flow_parcel.c */
-lane *tb__flow_lane(tb__flow *flow, size_t bucket);
-const tb_chunk *tb__flow_first_chunk(const tb__flow *flow, size_t bucket);
-size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part);
-bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes);
-void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes); /* NULL: no memory */
-void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
-staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, bool is_send, size_t nmessages);
-void tb__staged_bucket_destroy(staged_bucket *p);
-tb__leg *tb__staged_bucket_leg(const staged_bucket *p);
-tb_status tb__staged_bucket_check(const staged_bucket *p); /* whether a message of it has failed */
-/* Tells those who get it that it is there. */
-void tb__staged_bucket_announce(staged_bucket *p);
-/* Takes what was announced: the receive is there before the sender hears that it may send. */
-void tb__bucket_message_ask(bucket_message *c, const announcement *a);
-/* Takes it off the list; what it has is the caller's. */
-void tb__flow_forget_bucket(tb__flow *flow, size_t announcement);
-/* Those of attempts from the first to the last: they are asked for no more. */
-void tb__flow_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last);
-/* The bucket was read in its sender's buffer, which is free then. TB_CANCELLED: the sender took it back before. */
-tb_status tb__staged_bucket_end_read(staged_bucket *p);
-bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
-bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message);
-bool tb__flow_on_taken(tb__flow *flow, const member *from, tb__unpack *message);
-void tb__flow_drop_staged(tb__flow *flow, bool is_send);
-void tb__flow_drop_sends(tb__flow *flow, const member *to); /* buckets that one that is gone has not asked for */
-
-/* flow_stage.c */
-void tb__flow_open_out(tb__flow *flow);
-bool tb__flow_step_out(tb__flow *flow); /* packs and announces */
-bool tb__flow_step_in(tb__flow *flow);  /* asks for what was announced, unpacks what came, and hands it on */
-staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t bucket);
-
-/* flow_pieces.c: a bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of
- * its targets. Whoever calls frees the pieces; NULL: it needs a buffer. */
-tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
-
 /* flow_unsent.c: breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
 void tb__flow_fail_later(tb__flow *flow, tb_status status);
 
 /* flow_memory.c: TB_INVALID, by name, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
-
-/* flow_reduce.c */
-bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
-/* The order of reductions: the same on every rank. */
-bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b);
-
-/* flow_sum.c. 0 where there are no checksums. */
-uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);
-/* Whether what came is what was sent. */
-tb_status tb__flow_check_sums(const staged_bucket *p);
 
 #endif

@@ -91,17 +91,6 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     return TB_OK;
 }
 
-tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
-    if (!tb__vec_push(&flow->stash, (stashed){l, bucket, buffer, nbytes}))
-        return TB_NO_MEMORY;
-    for (uint32_t i = 0; i < l->nsenders; i++) {
-        member *m = &flow->members[l->senders[i]];
-        if (--m->aside_left == 0)
-            tb__flow_tell(flow, m, MESSAGE_STASHED, flow->recv.attempt);
-    }
-    return TB_OK;
-}
-
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
 static bool are_ready(const tb__flow *flow, const lane *l) {
@@ -163,7 +152,7 @@ static void end_read(copying *c, tb_status status) {
 static void end_aside(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     if (status == TB_OK && !flow->recv.is_ending)
-        status = tb__flow_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
+        status = tb__staged_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
     else
         tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
     if (!flow->recv.is_ending)
@@ -231,43 +220,6 @@ static tb_status read_some(tb__flow *flow, lane *l) {
     return l->first->is_coded ? convert_own(flow, l) : read_buckets(flow, l);
 }
 
-/* What was put aside and may be written now; NULL: nothing. */
-static stashed *find_writable(tb__flow *flow) {
-    for (size_t i = flow->stash.count; i-- > 0 && tb__flow_may_write(flow);) {
-        if (tb__flow_is_in_window(flow, &flow->ir->buckets[flow->stash.item[i].bucket]))
-            return &flow->stash.item[i];
-    }
-    return NULL;
-}
-
-static void end_write(copying *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
-    if (flow->recv.is_ending)
-        return;
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
-    }
-    tb__flow_end_step_recv(flow, status);
-}
-
-static tb_status write_stash(tb__flow *flow, stashed *at) {
-    stashed s = *at;
-    copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
-    if (!c)
-        return TB_NO_MEMORY;
-    *at = flow->stash.item[--flow->stash.count];
-    c->parts[c->nparts++] = (uint32_t)s.bucket;
-    c->from = s.buffer;
-    c->nbytes = s.nbytes;
-    c->end = end_write;
-    tb_status status = tb__flow_start_copying(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    return status;
-}
-
 /* ---- A transfer ------------------------------------------------------------------------------------------------ */
 
 static tb_status open_transfer(tb__flow *flow) {
@@ -284,17 +236,9 @@ static tb_status open_transfer(tb__flow *flow) {
         m->aside_left = m->naside;
         m->is_concluded = false;
     }
-    memset(flow->is_taken, 0, flow->ir->nbuckets * sizeof *flow->is_taken);
+    tb__staged_open_recv(flow);
     flow->next_lane_in = flow->ir->nchannels ? (uint32_t)flow->self % (uint32_t)flow->ir->nchannels : 0;
-    tb__flow_drop_announcements(flow, 0, flow->recv.attempt - 1); /* of transfers that are over */
     return TB_OK;
-}
-
-void tb__flow_end_recv(tb__flow *flow) {
-    while (flow->stash.count > 0) {
-        stashed s = flow->stash.item[--flow->stash.count];
-        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    }
 }
 
 /* All of it is here. In place it is live, too. */
@@ -312,7 +256,7 @@ static tb_status arrive(tb__flow *flow) {
 }
 
 static bool has_all(const tb__flow *flow) {
-    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count;
+    return flow->buckets_left == 0 && flow->staged.nrelays == 0 && flow->groups_done == flow->groups.count;
 }
 
 static bool step(tb__flow *flow) {
@@ -337,15 +281,14 @@ static bool step(tb__flow *flow) {
     }
     if (did || has_all(flow))
         return did;
-    lane *l = NULL;
-    stashed *aside = leg->ncopying < MOST_COPYINGS ? find_writable(flow) : NULL;
-    if (aside)
-        status = write_stash(flow, aside);
-    else if (leg->ncopying < MOST_COPYINGS && (l = find_ready(flow)))
+    bool may_copy = leg->ncopying < MOST_COPYINGS;
+    status = may_copy ? tb__staged_write_stash(flow, &did) : TB_OK;
+    lane *l = may_copy && !did && status == TB_OK ? find_ready(flow) : NULL;
+    if (l)
         status = read_some(flow, l);
-    else
-        return (flow->buckets_left > 0 || flow->nrelays > 0) &&
-               (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
+    else if (!did && status == TB_OK)
+        return (flow->buckets_left > 0 || flow->staged.nrelays > 0) &&
+               (tb__staged_step_in(flow) || tb__staged_step_reduce(flow, false));
     if (status != TB_OK)
         tb__flow_await_reason(flow, false, status);
     return true;

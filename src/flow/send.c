@@ -15,17 +15,6 @@ static bool all_have_reach(const tb__flow *flow) {
     return true;
 }
 
-static void open_lanes(tb__flow *flow) {
-    flow->sends_left = 0;
-    for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        lane *l = &flow->lanes[i];
-        l->to_send = 0;
-        if ((l->is_contributor || (l->is_shipper && !l->is_target)) && l->nstaged)
-            flow->sends_left += l->channel->nbuckets;
-    }
-    tb__flow_open_out(flow);
-}
-
 /* Once nobody needs what this rank is going to overwrite any more, it may. A rank whose sources are out of reach, in a
  * snapshot, waits for nobody: readers put things aside for reasons of their own, too, and may need this rank to get
  * there. */
@@ -69,7 +58,7 @@ static tb_status take_snapshot(tb__flow *flow) {
 
 static tb_status expose(tb__flow *flow) {
     tb__leg *leg = &flow->send;
-    open_lanes(flow);
+    tb__staged_open_send(flow);
     flow->readers_left = flow->committers_left = 0;
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
@@ -149,9 +138,9 @@ bool tb__flow_step_send(tb__flow *flow) {
         tb__flow_abort(flow, true, status);
         return true;
     }
-    if (tb__flow_step_out(flow) || tb__flow_step_reduce(flow, true))
+    if (tb__staged_step_out(flow) || tb__staged_step_reduce(flow, true))
         return true;
-    if (flow->readers_left > 0 || flow->sends_left > 0)
+    if (flow->readers_left > 0 || flow->staged.sends_left > 0)
         return false;
     bool was_released = leg->is_released;
     leg->is_released = true;

@@ -147,8 +147,7 @@ static tb_status index_buckets(tb__flow *flow) {
 
 static tb_status make_lanes(tb__flow *flow) {
     flow->lanes = tb__calloc(flow->ir->nchannels, sizeof *flow->lanes);
-    flow->is_taken = tb__calloc(flow->ir->nbuckets, sizeof *flow->is_taken);
-    if (!flow->lanes || !flow->is_taken)
+    if (!flow->lanes)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < flow->ir->nchannels; i++)
         TB_TRY(make_lane(flow, &flow->lanes[i], &flow->ir->channels[i]));
@@ -351,9 +350,7 @@ static tb_status plan(tb__flow *flow) {
         TB_TRY(tb__flow_make_shadow(flow));
     TB_TRY(make_lanes(flow));
     TB_TRY(make_words(flow));
-    for (int p = 0; p < POOL_STASH; p++)
-        flow->pool_size[p] = flow->o.own_staging_bytes / 4;
-    return TB_OK;
+    return tb__staged_init(flow);
 }
 
 tb_status tb__flow_plan(tb__flow *flow) {
@@ -378,7 +375,6 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->snapshot_of);
     free(flow->shadow_of);
     free(flow->lanes);
-    free(flow->is_taken);
     free(flow->groups.item);
     tb__index_fini(&flow->by_bucket);
     tb__arena_fini(&flow->arena);

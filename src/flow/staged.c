@@ -2,6 +2,8 @@
  * lies in long runs at one end is sent from there, or received there, without a buffer. */
 #include "flow/flow_inside.h"
 
+#include <string.h>
+
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
 
 /* A bucket that goes to all who want it staged. */
@@ -15,11 +17,12 @@ staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t buck
 }
 
 static size_t next_to_send(const lane *l) {
-    return l->channel->first_bucket + l->to_send;
+    return l->channel->first_bucket + l->staged_lane.to_send;
 }
 
 static bool can_send(const lane *l) {
-    return l->nstaged && l->to_send < l->channel->nbuckets && l->in_flight < l->channel->max_in_flight;
+    return l->nstaged && l->staged_lane.to_send < l->channel->nbuckets &&
+           l->staged_lane.in_flight < l->channel->max_in_flight;
 }
 
 static size_t packed_size(const tb__flow *flow, const lane *l, size_t bucket) {
@@ -32,13 +35,17 @@ static bool packs(const lane *l) {
     return l->nstaged && (l->is_contributor || (l->is_shipper && !l->is_target && l->nsenders == 1));
 }
 
-void tb__flow_open_out(tb__flow *flow) {
-    flow->largest_out = 0;
+void tb__staged_open_send(tb__flow *flow) {
+    flow->staged.sends_left = 0;
+    flow->staged.largest_out = 0;
     for (size_t i = 0; i < flow->ir->nchannels; i++) {
-        const lane *l = &flow->lanes[i];
+        lane *l = &flow->lanes[i];
+        l->staged_lane.to_send = 0;
+        if ((l->is_contributor || (l->is_shipper && !l->is_target)) && l->nstaged)
+            flow->staged.sends_left += l->channel->nbuckets;
         for (size_t j = 0; packs(l) && j < l->channel->nbuckets; j++) {
             int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
-            flow->largest_out = nbytes > flow->largest_out ? nbytes : flow->largest_out;
+            flow->staged.largest_out = nbytes > flow->staged.largest_out ? nbytes : flow->staged.largest_out;
         }
     }
 }
@@ -54,7 +61,8 @@ static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
     size_t nbytes = packed_size(flow, l, next_to_send(l));
     return next_group(flow, l) == lowest
                ? tb__flow_has_room(flow, POOL_SEND, nbytes)
-               : flow->pool_used[POOL_SEND] + (int64_t)nbytes + flow->largest_out <= flow->pool_size[POOL_SEND];
+               : flow->staged.pool_used[POOL_SEND] + (int64_t)nbytes + flow->staged.largest_out <=
+                     flow->staged.pool_size[POOL_SEND];
 }
 
 /* The lane whose bucket is packed next: contributions in their order; others as they come round, lower groups first. */
@@ -64,12 +72,12 @@ static lane *choose_out(tb__flow *flow) {
     uint32_t lowest = UINT32_MAX;
     for (size_t i = 0; i < n; i++) {
         const lane *l = &flow->lanes[i];
-        if (packs(l) && l->to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
+        if (packs(l) && l->staged_lane.to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
             lowest = next_group(flow, l);
     }
     for (size_t i = 0; i < n; i++) {
-        lane *l = &flow->lanes[(flow->next_lane_out + i) % n];
-        if (!packs(l) || l->to_send == l->channel->nbuckets)
+        lane *l = &flow->lanes[(flow->staged.next_lane + i) % n];
+        if (!packs(l) || l->staged_lane.to_send == l->channel->nbuckets)
             continue;
         if (l->is_contributor &&
             (!contribution || tb__flow_is_before(flow, next_to_send(l), next_to_send(contribution))))
@@ -107,8 +115,8 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
-    l->to_send++;
-    l->in_flight++;
+    l->staged_lane.to_send++;
+    l->staged_lane.in_flight++;
     if (p->pieces) {
         tb__staged_bucket_announce(p);
         return TB_OK;
@@ -129,24 +137,24 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     return tb__flow_start_copying(c);
 }
 
-bool tb__flow_step_out(tb__flow *flow) {
+bool tb__staged_step_out(tb__flow *flow) {
     tb_status status = TB_OK;
     bool did = false;
-    for (staged_bucket *p = flow->staged_buckets, *next; p && status == TB_OK; p = next) {
+    for (staged_bucket *p = flow->staged.buckets, *next; p && status == TB_OK; p = next) {
         next = p->next;
         if (!p->is_send || p->kind != STAGED_OUT)
             continue;
         status = tb__staged_bucket_check(p);
         if (status == TB_OK && p->left == 0) {
-            p->lane->in_flight--;
-            flow->sends_left--;
+            p->lane->staged_lane.in_flight--;
+            flow->staged.sends_left--;
             tb__staged_bucket_destroy(p);
             did = true;
         }
     }
-    lane *l = status == TB_OK && flow->sends_left > 0 ? choose_out(flow) : NULL;
+    lane *l = status == TB_OK && flow->staged.sends_left > 0 ? choose_out(flow) : NULL;
     if (l) {
-        flow->next_lane_out = (uint32_t)((size_t)(l - flow->lanes + 1) % flow->ir->nchannels);
+        flow->staged.next_lane = (uint32_t)((size_t)(l - flow->lanes + 1) % flow->ir->nchannels);
         status = pack_bucket(flow, l);
         did = true;
     }
@@ -156,6 +164,13 @@ bool tb__flow_step_out(tb__flow *flow) {
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
+
+void tb__staged_open_recv(tb__flow *flow) {
+    memset(flow->staged.is_taken, 0, flow->ir->nbuckets * sizeof *flow->staged.is_taken);
+    for (size_t i = 0; i < flow->ir->nchannels; i++)
+        flow->lanes[i].staged_lane.to_combine = 0;
+    tb__staged_drop_announcements(flow, 0, flow->recv.attempt - 1); /* of transfers that are over */
+}
 
 /* Reads it in the sender's buffer. */
 static void begin_read(staged_bucket *p, const announcement *a) {
@@ -178,8 +193,8 @@ static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
     p->kind = STAGED_IN;
     p->pool = l->overwrites_source ? POOL_STASH : POOL_RECEIVE;
     p->nbytes = a->nbytes;
-    flow->nrelays += l->nchildren > 0;
-    flow->is_taken[a->bucket] = true;
+    flow->staged.nrelays += l->nchildren > 0;
+    flow->staged.is_taken[a->bucket] = true;
     if (a->map) {
         begin_read(p, a);
         return TB_OK;
@@ -207,7 +222,7 @@ static uint32_t lowest_relay(const tb__flow *flow) {
         const lane *l = &flow->lanes[i];
         const tb_bucket *b = &flow->ir->buckets[l->channel->first_bucket];
         size_t j = 0;
-        while (l->nchildren && j < l->channel->nbuckets && flow->is_taken[l->channel->first_bucket + j])
+        while (l->nchildren && j < l->channel->nbuckets && flow->staged.is_taken[l->channel->first_bucket + j])
             j++;
         if (l->nchildren && j < l->channel->nbuckets && b[j].group < lowest)
             lowest = b[j].group;
@@ -222,14 +237,15 @@ static bool has_room(const tb__flow *flow, const lane *l, const announcement *a,
         return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
     if (!l->nchildren || flow->ir->buckets[a->bucket].group <= lowest)
         return tb__flow_has_room(flow, POOL_RECEIVE, a->nbytes);
-    return flow->pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->largest_relay <= flow->pool_size[POOL_RECEIVE];
+    return flow->staged.pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->largest_relay <=
+           flow->staged.pool_size[POOL_RECEIVE];
 }
 
 /* Asks for announced buckets while there is memory for them. */
 static tb_status accept_all(tb__flow *flow, bool *did) {
-    uint32_t lowest = flow->announcements.count ? lowest_relay(flow) : 0;
-    for (size_t i = 0; i < flow->announcements.count;) {
-        announcement a = flow->announcements.item[i];
+    uint32_t lowest = flow->staged.announcements.count ? lowest_relay(flow) : 0;
+    for (size_t i = 0; i < flow->staged.announcements.count;) {
+        announcement a = flow->staged.announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
         if (a.attempt != flow->recv.attempt || l->is_shipper ||
             !tb__flow_admits(flow, l, &flow->ir->buckets[a.bucket]) || !(a.map || has_room(flow, l, &a, lowest))) {
@@ -238,7 +254,7 @@ static tb_status accept_all(tb__flow *flow, bool *did) {
         }
         *did = true;
         TB_TRY(accept(flow, &a, l));
-        tb__flow_forget_bucket(flow, i);
+        tb__staged_forget(flow, i);
     }
     return TB_OK;
 }
@@ -265,7 +281,7 @@ static tb_status unpack(tb__flow *flow, staged_bucket *p) {
     char *from = p->map ? p->map : p->buffer;
     p->is_begun = true;
     if (l->overwrites_source) {
-        TB_TRY(tb__flow_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
+        TB_TRY(tb__staged_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
     } else if (p->pieces) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
@@ -313,11 +329,11 @@ static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
     return TB_OK;
 }
 
-bool tb__flow_step_in(tb__flow *flow) {
+bool tb__staged_step_in(tb__flow *flow) {
     bool did = false;
     tb_status status = accept_all(flow, &did);
     bool took = false;
-    for (staged_bucket *p = flow->staged_buckets, *next; p && status == TB_OK && !took; p = next) {
+    for (staged_bucket *p = flow->staged.buckets, *next; p && status == TB_OK && !took; p = next) {
         next = p->next;
         if (p->kind != STAGED_IN)
             continue;
@@ -330,4 +346,58 @@ bool tb__flow_step_in(tb__flow *flow) {
         return true;
     }
     return did || took;
+}
+
+/* ---- The stash ------------------------------------------------------------------------------------------------- */
+
+tb_status tb__staged_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
+    if (!tb__vec_push(&flow->staged.stash, (stashed){l, bucket, buffer, nbytes}))
+        return TB_NO_MEMORY;
+    for (uint32_t i = 0; i < l->nsenders; i++) {
+        member *m = &flow->members[l->senders[i]];
+        if (--m->aside_left == 0)
+            tb__flow_tell(flow, m, MESSAGE_STASHED, flow->recv.attempt);
+    }
+    return TB_OK;
+}
+
+/* What was put aside and may be written now; NULL: nothing. */
+static stashed *find_writable(tb__flow *flow) {
+    for (size_t i = flow->staged.stash.count; i-- > 0 && tb__flow_may_write(flow);) {
+        if (tb__flow_is_in_window(flow, &flow->ir->buckets[flow->staged.stash.item[i].bucket]))
+            return &flow->staged.stash.item[i];
+    }
+    return NULL;
+}
+
+static void end_stash_write(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    }
+    tb__flow_end_step_recv(flow, status);
+}
+
+tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
+    stashed *at = find_writable(flow);
+    if (!at)
+        return TB_OK;
+    stashed s = *at;
+    *did = true;
+    copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    *at = flow->staged.stash.item[--flow->staged.stash.count];
+    c->parts[c->nparts++] = (uint32_t)s.bucket;
+    c->from = s.buffer;
+    c->nbytes = s.nbytes;
+    c->end = end_stash_write;
+    tb_status status = tb__flow_start_copying(c);
+    if (status != TB_OK)
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    return status;
 }

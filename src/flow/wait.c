@@ -22,8 +22,9 @@ static bool has_to_come(const tb__flow *flow, bool is_send, const member *m) {
 }
 
 static bool is_announced(const tb__flow *flow, size_t bucket) {
-    for (size_t i = 0; i < flow->announcements.count; i++) {
-        if (flow->announcements.item[i].bucket == bucket && flow->announcements.item[i].attempt == flow->recv.attempt)
+    for (size_t i = 0; i < flow->staged.announcements.count; i++) {
+        if (flow->staged.announcements.item[i].bucket == bucket &&
+            flow->staged.announcements.item[i].attempt == flow->recv.attempt)
             return true;
     }
     return false;
@@ -33,7 +34,7 @@ static bool is_announced(const tb__flow *flow, size_t bucket) {
 static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
     if (is_send || !flow->recv.attempt || !flow->is_planned)
         return false;
-    for (const staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+    for (const staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         if (p->kind == STAGED_IN && !p->messages[0].is_done && &flow->members[p->messages[0].member] == m)
             return true;
     }
@@ -42,7 +43,7 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
         bool is_from = l->is_target && l->takes_staged && !l->is_shipper && &flow->members[l->parent] == m;
         for (size_t j = 0; is_from && j < l->channel->nbuckets; j++) {
             size_t bucket = l->channel->first_bucket + j;
-            if (!flow->is_taken[bucket] && !is_announced(flow, bucket))
+            if (!flow->staged.is_taken[bucket] && !is_announced(flow, bucket))
                 return true;
         }
     }
@@ -51,7 +52,7 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
 
 /* To whom this rank hands on what it has got. */
 static bool has_to_take(const tb__flow *flow, bool is_send, const member *m) {
-    for (const staged_bucket *p = flow->staged_buckets; p && !is_send; p = p->next) {
+    for (const staged_bucket *p = flow->staged.buckets; p && !is_send; p = p->next) {
         for (size_t i = 1; p->kind == STAGED_IN && p->is_announced && i < p->nmessages; i++) {
             if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
                 return true;
@@ -67,7 +68,7 @@ static bool has_more(const tb__flow *flow, bool is_send, const member *m) {
 
 /* Whose contributions to what this rank ships are not all here. */
 static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *m) {
-    for (const staged_bucket *p = flow->staged_buckets; p && is_send; p = p->next) {
+    for (const staged_bucket *p = flow->staged.buckets; p && is_send; p = p->next) {
         for (size_t i = 0; p->is_send && p->kind == STAGED_REDUCE && i < p->nmessages; i++) {
             if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
                 return true;
@@ -76,7 +77,7 @@ static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *
     for (size_t i = 0; is_send && flow->send_is_exposed && i < flow->ir->nchannels; i++) {
         const lane *l = &flow->lanes[i];
         bool reduces = l->is_shipper && !l->is_target && l->nstaged && l->nsenders > 1;
-        for (uint32_t j = 0; reduces && l->to_send < l->channel->nbuckets && j < l->nsenders; j++) {
+        for (uint32_t j = 0; reduces && l->staged_lane.to_send < l->channel->nbuckets && j < l->nsenders; j++) {
             if (&flow->members[l->senders[j]] == m)
                 return true;
         }
