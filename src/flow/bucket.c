@@ -7,6 +7,7 @@
 #include "flow/flow_inside.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 lane *tb__flow_lane(tb__flow *flow, size_t bucket) {
@@ -163,8 +164,12 @@ static void on_bucket_message(tb_op *op) {
     tb__leg_idle(tb__staged_bucket_leg(p));
     bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
     bool is_to_lost = op->kind == TB_OP_SEND && op->status == TB_LOST; /* whether it is needed is another question */
+    if (op->status == TB_OK && is_short) {
+        op->status = TB_INVALID;
+        snprintf(op->why, sizeof op->why, "%zu bytes came, not %zu", op->nbytes, c->piece.nbytes);
+    }
     if (p->status == TB_OK && !is_to_lost)
-        p->status = op->status == TB_OK && is_short ? TB_INVALID : op->status;
+        p->status = op->status;
     tb__loop_wake(p->flow->o.loop);
 }
 
@@ -185,6 +190,7 @@ static void post_message(bucket_message *c, tb_op_kind kind) {
     tb_status status = tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
+        snprintf(c->op.why, sizeof c->op.why, "%s", tb_error_detail());
         on_bucket_message(&c->op);
     }
 }
@@ -236,7 +242,8 @@ tb_status tb__staged_bucket_check(const staged_bucket *p) {
     }
     return tb__fail(p->status, "bucket %zu of %s could not be %s %s: %s", p->bucket, flow->what,
                     failed && failed->op.kind == TB_OP_SEND ? "sent to" : "received from",
-                    failed ? flow->members[failed->member].peer->label : "a rank", tb_status_string(p->status));
+                    failed ? flow->members[failed->member].peer->label : "a rank",
+                    failed ? tb__op_why(&failed->op) : tb_status_string(p->status));
 }
 
 static void drop_buckets(tb__flow *flow, bool is_send) {

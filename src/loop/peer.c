@@ -214,7 +214,7 @@ static bool check_received(tb__peer *peer, const tb_op *op) {
     if (op->status == TB_TOO_BIG)
         tb__set_detail("oversized frame: got %zu bytes, %zu are allowed", op->nbytes, peer->receive_piece.nbytes);
     else
-        tb__set_detail("its frame can't be received: %s", tb_status_string(op->status));
+        tb__set_detail("its frame can't be received: %s", tb__op_why(op));
     if (op->status != TB_LOST && op->status != TB_CANCELLED)
         break_off(peer, tb_error_detail());
     free_inbox(peer);

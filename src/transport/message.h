@@ -6,6 +6,8 @@
 #include "transport/match.h"
 #include "transport/transport.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 /* A short message that came before its receive, in one block of memory. */
@@ -45,11 +47,25 @@ static inline void *tb__op_begin(tb_op *op, size_t size) {
     return w;
 }
 
+/* A message of nbytes is for a receive that has room for fewer; returns what that ends with. */
+static inline tb_status tb__op_too_big(tb_op *op, size_t room, size_t nbytes) {
+    op->nbytes = nbytes;
+    snprintf(op->why, sizeof op->why, "%zu bytes came with tag %" PRIu64 ", more than the %zu there is room for",
+             nbytes, op->tag, room);
+    return TB_TOO_BIG;
+}
+
+/* The send of a message that has come in part was cancelled; returns what the receive ends with. */
+static inline tb_status tb__op_withdrawn(tb_op *op) {
+    snprintf(op->why, sizeof op->why, "its sender has cancelled it");
+    return TB_CANCELLED;
+}
+
 /* Puts a message into a receive that has room for so many bytes; returns what it ends with. */
 static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, size_t nbytes) {
     op->nbytes = nbytes;
     if (nbytes > room)
-        return TB_TOO_BIG;
+        return tb__op_too_big(op, room, nbytes);
     tb__pieces_scatter(op->pieces, op->npieces, 0, data, nbytes);
     return TB_OK;
 }

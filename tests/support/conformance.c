@@ -221,6 +221,7 @@ static void too_big(endpoints *e) {
         work_until_done(e, (tb_op *[]){&send, &receive}, 2);
         assert_int_equal(receive.status, TB_TOO_BIG);
         assert_int_equal(receive.nbytes, n);
+        assert_non_null(strstr(receive.why, "there is room for"));
         for (size_t j = 0; j < n; j++)
             assert_int_equal(to[j], 0xEE);
         free(from);
@@ -488,11 +489,15 @@ static void last_words(endpoints *e) {
     work_until_done(&other, (tb_op *[]){&l.op}, 1);
     assert_int_equal(l.count, LAST_WORDS);
     assert_int_equal(l.end, TB_LOST);
+    char why[TB_OP_WHY_MAX];
+    snprintf(why, sizeof why, "%s", l.op.why);
     /* Whoever comes later is told why, not only that it is so. */
     make_op(&l.op, TB_OP_RECV, e->rank_a, 7, &l.piece, 1);
     assert_int_equal(tb__transport_post(&e->b, &l.op), TB_LOST);
     if (strcmp(tb_error_detail(), "") == 0 || strcmp(tb_error_detail(), "it is lost") == 0)
         fail_msg("the reason is '%s'", tb_error_detail());
+    assert_non_null(strstr(tb_error_detail(), why));
+    assert_string_not_equal(why, "");
 }
 
 void conformance(void (*make)(endpoints *e), void (*unmake)(endpoints *e)) {

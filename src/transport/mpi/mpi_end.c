@@ -125,6 +125,8 @@ void mpi_give_up(mpi *m, message *msg, tb_status status) {
     bool is_send = msg->state == MESSAGE_SENDS;
     if (msg->state == MESSAGE_WAITS)
         tb__match_remove(&m->receives, &msg->waiter);
+    if (msg->op && status == TB_LOST)
+        snprintf(msg->op->why, sizeof msg->op->why, "%s", mpi_why(&m->peers[msg->rank]));
     if (is_send || msg->state == MESSAGE_RECEIVES) {
         if (!m->is_over)
             (void)mpi_release(m, msg, false, 0);

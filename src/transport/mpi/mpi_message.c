@@ -84,6 +84,8 @@ void mpi_leave_message(mpi *m, message *msg) {
 static void complete(tb_op *op, tb_status status) {
     if (!op)
         return;
+    if (status == TB_TIMEOUT)
+        snprintf(op->why, sizeof op->why, "a message stands still half-way, and MPI can't take it back");
     op->status = status;
     op->state = NULL;
     op->done(op);
@@ -174,7 +176,7 @@ static void move_chunks(mpi *m, message *msg) {
         mpi_finish(m, msg, TB_OK);
         mpi_send_queued(m);
     } else if (!is_send && (msg->done == msg->nbytes || msg->done >= msg->end)) {
-        mpi_finish(m, msg, msg->done == msg->nbytes ? TB_OK : TB_CANCELLED);
+        mpi_finish(m, msg, msg->done == msg->nbytes || !msg->op ? TB_OK : tb__op_withdrawn(msg->op));
     } else if (begin_chunks(m, msg) != TB_OK) {
         mpi_lose(m, msg->rank, tb_error_detail());
     }
@@ -289,17 +291,18 @@ static tb_status on_long(mpi *m, int rank, const header *h) {
         return TB_NO_MEMORY;
     tb_op *op = msg->op;
     bool has_room = op && h->nbytes <= msg->nbytes;
-    if (op)
+    tb_status refused = op && !has_room ? tb__op_too_big(op, msg->nbytes, h->nbytes) : TB_OK;
+    if (has_room)
         op->nbytes = h->nbytes;
-    if (op && !has_room)
+    else
         msg->op = NULL;
     msg->nbytes = h->nbytes;
     msg->id = h->id;
     msg->tag = (int)(h->id % MAX_STREAMS) + 1;
     mpi_set_state(m, msg, MESSAGE_RECEIVES);
     mpi_ripen(m, msg); /* its chunks are begun next */
-    if (op && !has_room)
-        complete(op, TB_TOO_BIG);
+    if (refused != TB_OK)
+        complete(op, refused);
     return TB_OK;
 }
 

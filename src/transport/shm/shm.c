@@ -39,6 +39,8 @@ void *shm_map_fd(int fd, size_t nbytes) {
 
 void shm_finish(shm *s, shm_posted *p, tb_status status) {
     p->op->status = status;
+    if (status == TB_LOST && !*p->op->why)
+        snprintf(p->op->why, sizeof p->op->why, "%s", p->peer->why);
     p->state = SHM_FINISHED;
     tb__waiters_add(&s->finished, &p->waiter);
     eventfd_write(s->wake, 1);

@@ -134,6 +134,8 @@ static void on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
         return; /* revoked meanwhile */
     tb__waiters_remove(&peer->sending, &p->waiter);
     free_word(s, p);
+    if (frame->tag)
+        snprintf(p->op->why, sizeof p->op->why, "it could not read our memory");
     shm_finish(s, p, frame->tag ? TB_IO : TB_OK);
     shm_push(s, peer);
 }
@@ -165,7 +167,7 @@ static void complete_receive(shm *s, shm_posted *p) {
                                                       word_value(p->serial, MESSAGE_COMPLETE));
     if (is_complete)
         send_done(s, p->peer, p->serial, TB_OK);
-    end_receive(s, p, is_complete ? TB_OK : TB_CANCELLED);
+    end_receive(s, p, is_complete ? TB_OK : tb__op_withdrawn(p->op));
 }
 
 static void read_slice(shm *s, shm_posted *p) {
@@ -174,8 +176,9 @@ static void read_slice(shm *s, shm_posted *p) {
     p->at += n;
     bool is_revoked = atomic_load(message_word(p->peer->control, p->slot)) != word_value(p->serial, MESSAGE_READY);
     if (is_revoked) { /* whoever revokes may give the memory back at once */
-        end_receive(s, p, TB_CANCELLED);
+        end_receive(s, p, tb__op_withdrawn(p->op));
     } else if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
+        snprintf(p->op->why, sizeof p->op->why, "%s", tb_error_detail());
         send_done(s, p->peer, p->serial, status);
         end_receive(s, p, status);
     } else if (n == left) {
@@ -227,16 +230,15 @@ static bool on_long(shm *s, shm_peer *peer, const shm_frame *frame, const unsign
         return false;
     }
     shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
-    if (p)
-        p->op->nbytes = frame->nbytes;
     if (!p || frame->nbytes > p->nbytes) { /* the receive was cancelled, or has no room */
         free(ranges);
         send_done(s, peer, frame->serial, TB_OK);
         if (p)
-            shm_finish(s, p, TB_TOO_BIG);
+            shm_finish(s, p, tb__op_too_big(p->op, p->nbytes, frame->nbytes));
         return true;
     }
     p->state = SHM_RECEIVING;
+    p->op->nbytes = frame->nbytes;
     p->at = 0;
     p->slot = frame->slot;
     p->serial = frame->serial;
@@ -253,7 +255,7 @@ static bool on_long(shm *s, shm_peer *peer, const shm_frame *frame, const unsign
 static void on_revoke(shm *s, const shm_peer *peer, const shm_frame *frame) {
     shm_posted *p = find_long(&peer->receiving, frame->serial);
     if (p)
-        end_receive(s, p, TB_CANCELLED);
+        end_receive(s, p, tb__op_withdrawn(p->op));
 }
 
 static bool on_chunk(shm *s, shm_peer *peer, const shm_frame *frame) {

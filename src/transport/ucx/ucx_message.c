@@ -8,6 +8,8 @@
 
 static void finish(ucx *u, ucx_posted *p, tb_status status) {
     p->op->status = status;
+    if (status == TB_LOST)
+        snprintf(p->op->why, sizeof p->op->why, "%s", p->peer->why ? p->peer->why : "it is lost");
     p->state = UCX_FINISHED;
     tb__waiters_add(&u->finished, &p->waiter);
     ucx_wake(u);
@@ -62,11 +64,11 @@ static ucx_posted *begin_receive(ucx_peer *peer, const ucx_frame *frame) {
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (!p)
         return NULL;
-    p->op->nbytes = frame->nbytes;
     if (frame->nbytes > p->nbytes) {
-        finish(u, p, TB_TOO_BIG);
+        finish(u, p, tb__op_too_big(p->op, p->nbytes, frame->nbytes));
         return NULL;
     }
+    p->op->nbytes = frame->nbytes;
     p->state = UCX_RECEIVING;
     p->id = frame->id;
     tb__waiters_add(&peer->receiving, &p->waiter);
@@ -113,7 +115,7 @@ static void on_revoke(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     if (p && p->nrequests > 0)
         await_ucx(p);
     else if (p)
-        finish(u, p, TB_CANCELLED);
+        finish(u, p, tb__op_withdrawn(p->op));
 }
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
@@ -211,7 +213,7 @@ void ucx_give_back(ucx_posted *p) {
     if (p->nrequests > 0 || p->state != UCX_ENDING)
         return;
     tb__waiters_remove(&p->peer->ending, &p->waiter);
-    finish(p->peer->owner, p, p->op->kind == TB_OP_SEND ? TB_OK : TB_CANCELLED);
+    finish(p->peer->owner, p, p->op->kind == TB_OP_SEND ? TB_OK : tb__op_withdrawn(p->op));
 }
 
 /* ---- Giving up ------------------------------------------------------------------------------------------------ */
@@ -230,6 +232,7 @@ static void await_requests(ucx *u, ucx_posted *p) {
     tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", p->nrequests, peer->rank);
     ucx_disown(u, p);
     p->op->status = TB_TIMEOUT;
+    snprintf(p->op->why, sizeof p->op->why, "UCX has not given back the memory");
 }
 
 void ucx_cancel_message(ucx *u, ucx_posted *p) {
