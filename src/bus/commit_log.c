@@ -1,6 +1,6 @@
-/* A queue of questions, and the thread that asks them one by one; what is to be forgotten waits until there are none.
+/* A queue of proposals, and the thread that makes them one by one; deletions wait until there are none.
  * In the store an answer is "commit", or "abort", the number of the reason's status, and the reason. */
-#include "bus/commit_log.h"
+#include "bus/commit.h"
 
 #include "base/log.h"
 #include "base/mem.h"
@@ -9,12 +9,12 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ANSWER_MS = 3000, QUESTION_ROOM = 128 };
+enum { ANSWER_MS = 3000 };
 
 typedef struct question {
-    tb__flow *flow; /* guarded by the loop's lock; NULL: nobody wants to know */
+    tb__commit *commit; /* guarded by the loop's lock; NULL: nobody wants to know */
     bool forgets;
-    char text[QUESTION_ROOM];
+    char text[TB__QUESTION_ROOM];
     uint64_t attempt, store_number;
     char answer[TB__WHY_MAX + 32]; /* that is proposed */
     struct question *next;
@@ -28,8 +28,8 @@ struct tb__commit_log {
     pthread_mutex_t lock; /* for all that follows; may be taken with the loop's */
     pthread_cond_t changed;
     bool is_stopping;
-    question *first, *asked; /* those that wait, and the one that is being asked */
-    question *old;           /* those that are to be forgotten, in any order */
+    question *first; /* those that wait; behind them, those that are to be forgotten, in any order */
+    question *asked; /* the one that is being asked */
 };
 
 tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__commit_log **out) {
@@ -44,7 +44,7 @@ tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__co
     return TB_OK;
 }
 
-/* False: it makes no sense. */
+/* False: it is neither of the two. */
 static bool read_answer(const char *answer, tb__decision *decision, tb_status *status, const char **why) {
     int code = 0, length = 0;
     *why = "";
@@ -67,10 +67,15 @@ static void ask(tb__commit_log *d, const question *q) {
     tb_status reason = TB_OK;
     tb_status status = tb__directory_decide(d->directory, q->store_number, q->text, q->answer, ANSWER_MS, &answer);
     if (status == TB_OK && !read_answer(answer, &decision, &reason, &why))
-        status = tb__fail(TB_INVALID, "the store's answer '%.40s' makes no sense", answer);
+        status = tb__fail(TB_INVALID, "the store's answer '%.40s' is neither \"commit\" nor \"abort\"", answer);
+    if (status != TB_OK) {
+        decision = TB__DECISION_NONE;
+        reason = status;
+        why = tb_error_detail();
+    }
     tb__loop_lock(d->loop);
-    if (q->flow)
-        tb__flow_answer(q->flow, q->attempt, status, decision, reason, why);
+    if (q->commit)
+        tb__commit_answer(q->commit, q->attempt, decision, reason, why);
     tb__loop_unlock(d->loop);
     free(answer);
 }
@@ -79,12 +84,12 @@ static void *ask_all(void *arg) {
     tb__commit_log *d = arg;
     pthread_mutex_lock(&d->lock);
     while (!d->is_stopping) {
-        question **from = d->first ? &d->first : &d->old, *q = *from;
+        question *q = d->first;
         if (!q) {
             pthread_cond_wait(&d->changed, &d->lock);
             continue;
         }
-        *from = q->next;
+        d->first = q->next;
         d->asked = q;
         pthread_mutex_unlock(&d->lock);
         if (!q->forgets)
@@ -105,8 +110,8 @@ static tb_status add(tb__commit_log *d, question *q) {
     if (!d->has_thread)
         status = tb__start_thread(&d->thread, "tb-commit_log", ask_all, d);
     d->has_thread |= status == TB_OK;
-    question **at = q->forgets ? &d->old : &d->first;
-    while (*at && !q->forgets)
+    question **at = &d->first;
+    while (*at && !(*at)->forgets)
         at = &(*at)->next;
     q->next = *at;
     if (status == TB_OK)
@@ -118,7 +123,7 @@ static tb_status add(tb__commit_log *d, question *q) {
     return status;
 }
 
-tb_status tb__commit_log_propose(tb__commit_log *d, tb__flow *flow, uint64_t store_number, const char *text,
+tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit *commit, uint64_t store_number, const char *text,
                                  uint64_t attempt, tb__decision decision, tb_status status, const char *why) {
     if (!tb__directory_is_connected(d->directory))
         return tb__fail_within(TB_LOST, "the store, which has to decide it");
@@ -127,7 +132,7 @@ tb_status tb__commit_log_propose(tb__commit_log *d, tb__flow *flow, uint64_t sto
     question *q = tb__calloc(1, sizeof *q);
     if (!q)
         return TB_NO_MEMORY;
-    q->flow = flow;
+    q->commit = commit;
     q->attempt = attempt;
     q->store_number = store_number;
     snprintf(q->text, sizeof q->text, "%s", text);
@@ -147,13 +152,13 @@ void tb__commit_log_forget(tb__commit_log *d, const char *text) {
     (void)add(d, q);
 }
 
-void tb__commit_log_drop(tb__commit_log *d, const tb__flow *flow) {
+void tb__commit_log_drop(tb__commit_log *d, const tb__commit *commit) {
     pthread_mutex_lock(&d->lock);
-    if (d->asked && d->asked->flow == flow)
-        d->asked->flow = NULL;
+    if (d->asked && d->asked->commit == commit)
+        d->asked->commit = NULL;
     for (question *q = d->first; q; q = q->next) {
-        if (q->flow == flow)
-            q->flow = NULL;
+        if (q->commit == commit)
+            q->commit = NULL;
     }
     pthread_mutex_unlock(&d->lock);
 }
@@ -168,13 +173,9 @@ void tb__commit_log_destroy(tb__commit_log *d) {
         pthread_mutex_unlock(&d->lock);
         pthread_join(d->thread, NULL);
     }
-    question *lists[] = {d->first, d->old};
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
-        while (lists[i]) {
-            question *q = lists[i];
-            lists[i] = q->next;
-            free(q);
-        }
+    for (question *q; (q = d->first);) {
+        d->first = q->next;
+        free(q);
     }
     pthread_cond_destroy(&d->changed);
     pthread_mutex_destroy(&d->lock);

@@ -3,9 +3,14 @@
 #define TB_BUS_COMMIT_LOG_H
 
 #include "bus/directory.h"
-#include "flow/flow.h"
+#include "loop/loop.h"
 
 typedef struct tb__commit_log tb__commit_log;
+typedef struct tb__commit tb__commit;
+
+typedef enum tb__decision { TB__DECISION_NONE, TB__DECISION_COMMIT, TB__DECISION_ABORT } tb__decision;
+
+enum { TB__QUESTION_ROOM = 128 };
 
 /* The thread is started by the first question. `loop` and `directory` must outlive it. */
 tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__commit_log **out);
@@ -14,14 +19,14 @@ void tb__commit_log_destroy(tb__commit_log *commit_log);
 
 /* All below: with the loop's lock. */
 
-/* Proposes a decision; the answer goes to the flow. TB_LOST if the store with this number is known to be gone:
- * nothing is asked then. */
-tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__flow *flow, uint64_t store_number,
+/* Proposes a decision, with the reason if it is to abort; the answer goes to tb__commit_answer. TB_LOST if the store
+ * with this number is known to be gone. If this fails, nothing is proposed. */
+tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__commit *commit, uint64_t store_number,
                                  const char *question, uint64_t attempt, tb__decision decision, tb_status status,
                                  const char *why);
 /* Nobody will ask this again. What can't be forgotten stays in the store. */
 void tb__commit_log_forget(tb__commit_log *commit_log, const char *question);
-/* The flow goes: answers to it are dropped. */
-void tb__commit_log_drop(tb__commit_log *commit_log, const tb__flow *flow);
+/* Answers to it are dropped. */
+void tb__commit_log_drop(tb__commit_log *commit_log, const tb__commit *commit);
 
 #endif

@@ -12,9 +12,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Messages to the exchange's port begin with the direction of the flow they are for, or with this. */
-enum { MESSAGE_BODY = 2 };
-
 static void close_exchange(tb__exchange *exchange, tb_status status, bool tell) {
     exchange->state = EXCHANGE_BROKEN;
     tb__assembly_break(&exchange->all, status, tell);
@@ -225,8 +222,6 @@ tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out
     exchange->batch = batch;
     exchange->pair = pair;
     exchange->staging_bytes = INT64_MAX;
-    for (int side = 0; side < 2; side++)
-        exchange->commits[side] = (tb__exchange_commit){.exchange = exchange, .src = side};
     pair->refs++;
     snprintf(exchange->what, sizeof exchange->what, "batch '%s'", batch->name);
     exchange->all.port.message = on_message;
@@ -260,8 +255,9 @@ static void side_fini(tb__exchange_side *s) {
 void tb__exchange_destroy(tb__exchange *exchange) {
     tb__exchange_leave(exchange);
     for (int side = 0; side < 2; side++) {
-        tb__exchange_commit_fini(exchange, side);
         tb__flow_destroy(exchange->flows[side]);
+        tb__commit_fini(&exchange->commits[side]);
+        tb__exchange_free_shadows(&exchange->shadows[side]);
         tb__convert_destroy(exchange->converts[side]);
         free(exchange->received[side].item);
         free(exchange->padded[side].item);
@@ -284,11 +280,12 @@ void tb__exchange_destroy(tb__exchange *exchange) {
 
 /* ---- Agreement -------------------------------------------------------------------------------------------------- */
 
-/* Flows that are broken take only what was decided before, and may still be on its way. */
 static void pass_on(tb__exchange *exchange, size_t peer, tb__unpack *message) {
-    uint32_t direction = tb__unpack_u32(message);
+    uint32_t to = tb__unpack_u32(message), commit = to - TB__EXCHANGE_COMMIT;
     tb__set_detail("it can't be read");
-    if (message->failed || direction > 1 || !tb__flow_message(exchange->flows[direction], peer, message))
+    bool is_valid = to <= 1 ? !message->failed && tb__flow_message(exchange->flows[to], peer, message)
+                            : commit <= 1 && tb__commit_message(&exchange->commits[commit], peer, message);
+    if (!is_valid)
         tb__exchange_break(exchange,
                            tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
                                            exchange->all.peers[peer]->label, exchange->what),
@@ -405,7 +402,7 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     if (at == TB__NOWHERE || (exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed))
         return;
     tb__unpack list = *message;
-    if (tb__unpack_u32(&list) == MESSAGE_BODY) {
+    if (tb__unpack_u32(&list) == TB__EXCHANGE_LIST) {
         take_list(exchange, at, &list);
         return;
     }
@@ -452,7 +449,7 @@ static tb_status send_manifest(tb__assembly *all, size_t to) {
 static tb_status send_list(tb__exchange *exchange, int side, size_t to) {
     const tb__tensor_list *list = tb__exchange_list(&exchange->sides[side], exchange->sides[side].hash);
     tb__pack pack = {0};
-    tb__pack_u32(&pack, MESSAGE_BODY);
+    tb__pack_u32(&pack, TB__EXCHANGE_LIST);
     tb__pack_u32(&pack, (uint32_t)side);
     tb__pack_u64(&pack, list->hash);
     tb__pack_bytes(&pack, list->data, list->nbytes);

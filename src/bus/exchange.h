@@ -7,6 +7,7 @@
 #define TB_BUS_EXCHANGE_H
 
 #include "base/index.h"
+#include "bus/commit.h"
 #include "bus/world.h"
 #include "reshard/convert.h"
 
@@ -69,14 +70,10 @@ typedef struct tb__shadowed {
     char *memory; /* NULL: another one's */
 } tb__shadowed;
 
-/* Shadowed receives in one direction. */
-typedef struct tb__exchange_commit {
-    tb__exchange *exchange;
-    int src;
-    bool *is_engine; /* by peer */
-    TB_VEC(tb__shadowed *) shadowed;
+typedef struct tb__encoded_shadows {
+    TB_VEC(tb__shadowed *) all; /* one for each tensor */
     tb__index by_data;
-} tb__exchange_commit;
+} tb__encoded_shadows;
 
 /* What a rank has said of one direction when it left. */
 typedef struct tb__goodbye {
@@ -109,7 +106,8 @@ struct tb__exchange {
     layouts; /* each once */
     tb__index by_text;
     tb__flow *flows[2];                     /* by sending side */
-    tb__exchange_commit commits[2];         /* likewise */
+    tb__commit commits[2];                  /* likewise */
+    tb__encoded_shadows shadows[2];         /* likewise */
     tb__convert *converts[2];               /* of the flows; NULL: nothing is converted */
     TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received ... */
     TB_VEC(const tb__tensor *) padded[2];   /* ... and which of these have padding */
@@ -119,6 +117,12 @@ struct tb__exchange {
         size_t nbytes;
     })
     backlog; /* messages to flows that are not there yet */
+};
+
+/* Messages to the exchange's port begin with the direction of the flow they are for, or with one of these. */
+enum {
+    TB__EXCHANGE_LIST = 2,
+    TB__EXCHANGE_COMMIT = 3, /* plus the direction of the tb__commit they are for */
 };
 
 tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out);
@@ -154,18 +158,13 @@ tb_status tb__exchange_merge(tb__exchange *exchange, int side);
 /* Which tensors of the two sides belong together, and a flow for each direction. */
 tb_status tb__exchange_make_flows(tb__exchange *exchange);
 
-/* exchange_commit.c. What both sides ask for; fails alike on every rank. */
+/* exchange_shadow.c. What both sides ask for; fails alike on every rank. */
 tb_status tb__exchange_settle_modes(tb__exchange *exchange);
-/* How receives from side `src` are decided; leaves it alone where they are in place. */
-tb_status tb__exchange_commit_init(tb__exchange *exchange, int src, tb__shadow *out);
-/* Before the flow goes. */
-void tb__exchange_commit_fini(tb__exchange *exchange, int src);
-/* A second home for a quantised tensor. */
+/* A shadow for a quantised tensor. */
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out);
-/* Finds out the end of what has ended in doubt. Waits for the store; TB_IN_DOUBT where it does not tell. */
-tb_status tb__exchange_resolve(tb__exchange *exchange, int64_t deadline_ms, const tb_transfer_opts *opts);
-
-bool tb__exchange_is_in_doubt(const tb__exchange *exchange);
+/* Copies the shadows of quantised tensors into their places, and clears padding. Without the lock. */
+void tb__exchange_apply_encoded(const tb__exchange *exchange, int src);
+void tb__exchange_free_shadows(tb__encoded_shadows *shadows);
 /* Whether a shadowed receive would write what is sent through another flow at the same time. */
 tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *receives, const tb__exchange *from,
                                    const tb__flow *sends);

@@ -192,7 +192,7 @@ static tb_status create_flow(tb__exchange *exchange, int src, tb__flow_tensor *t
                           .checksum = exchange->checksum,
                           .snapshot = o->snapshot,
                           .targets_are_mirrors = are_mirrors(exchange, src)};
-    TB_TRY(tb__exchange_commit_init(exchange, src, &opts.shadow));
+    TB_TRY(tb__commit_init(&exchange->commits[src], exchange, src, &opts.shadow));
     TB_TRY(tb__convert_create(&opts, tensors, how, &exchange->converts[src]));
     return tb__flow_create(&opts, &exchange->flows[src]);
 }

@@ -56,7 +56,8 @@ static void fail_late(tb_transfer *t) {
         char waits[TB__WHY_MAX];
         if (!t->parts[i].flow || !tb__transfer_leg(t, i)->is_under_way)
             continue;
-        tb__transfer_leg(t, i)->may_proceed = tb__transfer_leg(t, i)->is_late = true;
+        if (t->parts[i].commit)
+            t->parts[i].commit->may_proceed = t->parts[i].commit->is_late = true;
         tb__flow_describe_wait(t->parts[i].flow, t->is_send, waits, sizeof waits);
         tb__flow_abort(t->parts[i].flow, t->is_send,
                        tb__fail(TB_TIMEOUT, "%s of batch '%s' has not ended after %.1f s: %s%s",
@@ -74,9 +75,9 @@ static unsigned events_of(const tb_transfer *t) {
         const tb__leg *leg = tb__transfer_leg(t, i);
         if (!leg)
             continue;
-        events &= tb__leg_events(leg);
+        events &= tb__part_events(t, &t->parts[i]);
         if (leg->status == TB_OK || leg->is_under_way)
-            others &= tb__leg_events(leg);
+            others &= tb__part_events(t, &t->parts[i]);
         has_good |= leg->status == TB_OK;
     }
     return events | (has_good ? others : 0U);
@@ -113,8 +114,11 @@ static int64_t next_look(const tb_transfer *t) {
     int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
+        const tb__commit *commit = t->parts[i].commit;
         if (leg && !tb__leg_has_ended(leg) && leg->wake_ms && leg->wake_ms < when_ms)
             when_ms = leg->wake_ms;
+        if (commit && commit->wake_ms && commit->wake_ms < when_ms)
+            when_ms = commit->wake_ms;
     }
     return when_ms;
 }
@@ -131,6 +135,7 @@ static bool step(tb__task *task) {
         if (!leg)
             continue;
         did |= tb__flow_step(t->parts[i].flow, t->is_send);
+        did |= t->parts[i].commit && tb__commit_step(t->parts[i].commit);
         groups_done += leg->groups_done;
     }
     look_at_legs(t); /* always: a leg may have been ended by a message, or by a loss */
@@ -198,19 +203,23 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     int side;
     *p = (tb__transfer_part){.exchange = exchange};
     TB_TRY(choose_side(exchange, t->is_send, t->opts.group, &side));
-    tb__flow *flow = exchange->flows[t->is_send ? side : !side];
+    int src = t->is_send ? side : !side;
+    tb__flow *flow = exchange->flows[src];
+    bool is_unknown =
+        tb__commit_outcome_is_unknown(&exchange->commits[0]) || tb__commit_outcome_is_unknown(&exchange->commits[1]);
     if (t->opts.skip_lost) {
         tb_status loss = find_loss(exchange);
-        if (loss == TB_OK && tb__exchange_is_in_doubt(exchange))
+        if (loss == TB_OK && is_unknown)
             loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
         if (loss != TB_OK)
             return skip(p, loss);
     } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
         return tb__fail(exchange->all.status, "%s", exchange->all.why);
-    } else if (tb__exchange_is_in_doubt(exchange)) {
+    } else if (is_unknown) {
         return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
     }
     p->flow = flow;
+    p->commit = !t->is_send && exchange->commits[src].is_used ? &exchange->commits[src] : NULL;
     return t->is_send ? TB_OK : tb__exchange_clear_padding(exchange, !side);
 }
 
@@ -245,9 +254,8 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
         if (!t->parts[i].flow)
             continue;
         tb__flow_begin(t->parts[i].flow, is_send, batch->nsends, &t->phases);
-        tb__transfer_leg(t, i)->committing = t->opts.committing;
-        tb__transfer_leg(t, i)->committing_arg = t->opts.arg;
-        tb__transfer_leg(t, i)->holds = t->opts.hold;
+        if (t->parts[i].commit)
+            tb__commit_begin(t->parts[i].commit, &t->opts);
     }
     *slot = t;
     tb__loop_add_task(batch->world->loop, &t->task);
@@ -257,8 +265,8 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
 /* What an earlier receive has left open. With skip_lost, a pair that stays so is skipped. */
 static tb_status resolve(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
     tb_status status = TB_OK;
-    for (size_t i = 0; i < batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++)
-        status = tb__exchange_resolve(batch->exchanges.item[i], deadline_ms, opts);
+    for (size_t i = 0; i < 2 * batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++)
+        status = tb__commit_resolve(&batch->exchanges.item[i / 2]->commits[i % 2], deadline_ms, opts);
     return opts->skip_lost ? TB_OK : status;
 }
 
@@ -331,8 +339,8 @@ tb_status tb_proceed(tb_transfer *t) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     for (size_t i = 0; i < t->nparts; i++) {
-        if (t->parts[i].flow)
-            tb__transfer_leg(t, i)->may_proceed = true;
+        if (t->parts[i].commit)
+            t->parts[i].commit->may_proceed = true;
     }
     tb__loop_wake(loop);
     tb__loop_unlock(loop);

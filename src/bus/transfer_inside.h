@@ -8,8 +8,9 @@
 /* What goes through one pair. */
 typedef struct tb__transfer_part {
     tb__exchange *exchange;
-    tb__flow *flow;   /* NULL: it is skipped ... */
-    tb_status status; /* ... for this reason */
+    tb__commit *commit; /* of a shadowed receive; otherwise NULL */
+    tb__flow *flow;     /* NULL: it is skipped ... */
+    tb_status status;   /* ... for this reason */
     char *why;
 } tb__transfer_part;
 
@@ -44,8 +45,8 @@ static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
 /* As tb__world_check. */
 tb_status tb__transfer_check(const tb_transfer *t);
 
-/* What a leg has come to: a set of tb_event. */
-unsigned tb__leg_events(const tb__leg *leg);
+/* What a part that is not skipped has come to: a set of tb_event. */
+unsigned tb__part_events(const tb_transfer *t, const tb__transfer_part *p);
 
 /* With the lock held. */
 void tb__transfer_get_state(const tb_transfer *t, tb_transfer_state *out);

@@ -48,9 +48,11 @@ void tb__transfer_get_state(const tb_transfer *t, tb_transfer_state *out) {
     add_times(t, out);
 }
 
-unsigned tb__leg_events(const tb__leg *leg) {
+unsigned tb__part_events(const tb_transfer *t, const tb__transfer_part *p) {
+    const tb__leg *leg = tb__flow_leg(p->flow, t->is_send);
     return (leg->is_released ? TB_RELEASED : 0U) | (leg->is_arrived ? TB_ARRIVED : 0U) |
-           (leg->is_committed ? TB_COMMITTED : 0U) | (leg->holds && leg->is_decided ? TB_DECIDED : 0U);
+           (leg->is_committed ? TB_COMMITTED : 0U) |
+           (p->commit && p->commit->holds && p->commit->is_decided ? TB_DECIDED : 0U);
 }
 
 static void clear_news(const tb_transfer *t) {
@@ -98,7 +100,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     tb_transfer_state state = {.attempt = UINT64_MAX};
     if (leg) {
         state.status = tb__leg_has_ended(leg) ? leg->status : TB_OK;
-        state.events = tb__leg_events(leg);
+        state.events = tb__part_events(t, p);
         add_leg(p->flow, leg, &state);
     } else if (p) {
         state.status = p->status;

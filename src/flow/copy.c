@@ -365,7 +365,7 @@ static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
         if (kind == COPY_SNAPSHOT)
             TB_TRY(add_tensor(flow, out, &flow->snapshot_of[i], &t->src));
         else if (tb__flow_has_shadow(flow, i))
-            TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow_of[i]));
+            TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow.live[i]));
     }
     return TB_OK;
 }

@@ -71,7 +71,6 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->starts.item);
     tb__index_fini(&flow->by_rank);
     free(flow->slots);
-    free(flow->questions.item);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
@@ -106,6 +105,10 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     to->missed_message = true;
     tb__flow_fail_later(flow, tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent",
                                               flow->o.rank, flow->what, to->peer->label));
+}
+
+void tb__flow_send(tb__flow *flow, size_t position, tb__pack *message) {
+    tb__flow_send_message(flow, &flow->members[position], message);
 }
 
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt) {
@@ -242,8 +245,8 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     }
     if (leg->attempt) {
         tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
-        if (!is_send) /* first: whoever is prepared need not ask any more */
-            tb__flow_tell_abort_decided(flow, leg->attempt, status, told ? told : leg->why);
+        if (!is_send)
+            tb__flow_tell_owner(flow, TB__SHADOW_FAILED, status, told ? told : leg->why);
         if (told) {
             tell_abort(flow, leg->attempt, leg->number, status, told);
             tb__flow_await_abort_acks(flow, is_send);
@@ -302,8 +305,8 @@ static void fail_leg(tb__flow *flow, bool is_send, tb_status status, bool tell) 
         return;
     }
     const char *told = tell ? tb__flow_own_words(flow, status, tb_error_detail(), words) : NULL;
-    if (!is_send && flow->is_prepared)
-        tb__flow_give_up(flow, status, told ? told : tb_error_detail());
+    if (!is_send && flow->shadow.is_prepared)
+        tb__flow_would_end(flow, status, told ? told : tb_error_detail());
     else
         tb__flow_end_leg(flow, is_send, status, told);
 }
@@ -464,8 +467,6 @@ tb_status tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     if (leg->memory_invalidated)
         return tb__flow_check_memory(flow, is_send);
     const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
-    if (!gone && flow->ngone && !is_send && leg->attempt && flow->o.shadow.is_used)
-        gone = tb__flow_find_missing(flow);
     if (gone)
         return fail_without(flow, is_send, gone);
     if (leg->is_cancelled)
@@ -482,7 +483,7 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         return tb__flow_step_abort_acks(flow, is_send);
     if (leg->is_complete)
         return step_complete(flow, is_send);
-    if (!is_send && flow->is_prepared)
+    if (!is_send && flow->shadow.is_prepared)
         return tb__flow_step_prepared(flow);
     tb_status status = tb__flow_find_reason(flow, is_send, &tells);
     if (status != TB_OK) {
@@ -565,10 +566,6 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
         return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
         return on_abort(flow, from, attempt, message);
-    case MESSAGE_PREPARED:
-        return tb__flow_on_prepared(flow, from, attempt, message);
-    case MESSAGE_DECIDED:
-        return tb__flow_on_decided(flow, from, attempt, message);
     case MESSAGE_COMMITTED:
         tb__flow_on_committed(flow, from, attempt);
         return from->is_reader;
@@ -586,7 +583,7 @@ bool tb__flow_message(tb__flow *flow, size_t position, tb__unpack *message) {
     uint64_t attempt = tb__unpack_u64(message);
     if (message->failed)
         return false;
-    if (flow->broken != TB_OK && kind != MESSAGE_DECIDED) /* what is decided holds, whatever breaks */
+    if (flow->broken != TB_OK)
         return true;
     return on_message(flow, &flow->members[position], (message_kind)kind, attempt, message);
 }

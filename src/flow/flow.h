@@ -12,10 +12,9 @@
  * says DONE. Whoever fails says so to all (ABORT), after it has revoked what it exposed; they confirm that they know it
  * (ABORT_ACK).
  *
- * A receive may be *shadowed*: data lands beside the tensors. A rank that has all of it is *prepared*, says so to the
- * first of the receiving ranks (PREPARED), and can't go back on its own any more. That one has it decided, once all are
- * prepared and at the same store, and tells them (DECIDED); each copies into its tensors, and tells those who fed it
- * (COMMITTED). Whoever has to give up meanwhile proposes the opposite: the first proposal holds, for everybody.
+ * A receive may be *shadowed*: data lands beside the tensors. A receive that has all of it is *prepared*, and does not
+ * end on its own any more: the flow's owner has it applied (the data is copied into the tensors, and the senders are
+ * told: COMMITTED) or discarded.
  *
  * Where a rank overwrites memory that others still read (source and target in one allocation), readers put all they
  * read of it aside first (STASHED), and the rank writes nothing before all have.
@@ -50,23 +49,24 @@ typedef struct tb__gather {
     bool (*note)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *note);
 } tb__gather;
 
-typedef enum tb__decision { TB__DECISION_NONE, TB__DECISION_COMMIT, TB__DECISION_ABORT } tb__decision;
+typedef enum tb__shadow_event {
+    TB__SHADOW_PREPARED,  /* the receive has all its data, and stays under way until it is applied or discarded */
+    TB__SHADOW_WOULD_END, /* the prepared receive would have ended, for this reason; told once */
+    TB__SHADOW_FAILED,    /* the receive ends, for this reason; other ranks are told right after */
+    TB__SHADOW_APPLIED,   /* tb__flow_apply is done: TB_OK, or why the tensors do not hold the data */
+} tb__shadow_event;
 
-/* How shadowed receives are decided. Only the lead ever proposes to commit. */
+/* The owner of shadowed receives, who decides what becomes of those that are prepared. */
 typedef struct tb__shadow {
-    bool is_used;          /* otherwise nothing of this counts */
-    const bool *is_engine; /* by position: who has to be prepared; borrowed */
-    size_t lead;           /* its position */
+    bool is_used; /* otherwise receives are not shadowed */
     void *arg;
-    /* The store that would decide now. All ranks that are at one have the same number for it. With the lock. */
-    uint64_t (*store_number)(void *arg);
-    /* Proposes a decision about an attempt in that store, with a reason where it is to abort. The answer, which is what
-     * was proposed first, by whomever, is told by tb__flow_answer, from another thread. If this fails, nothing was
-     * proposed. With the lock. */
-    tb_status (*propose)(void *arg, uint64_t store_number, uint64_t attempt, tb__decision decision, tb_status status,
-                         const char *why);
-    void (*forget)(void *arg, uint64_t attempt); /* nobody will ever ask about it again. With the lock */
-    void (*apply)(void *arg); /* copies what has a shadow of its own into its place. Without the lock */
+    /* With the lock, by the thread that steps, ends or breaks the receive. */
+    void (*event)(void *arg, tb__shadow_event event, uint64_t attempt, tb_status status, const char *why);
+    /* Whether a receive, prepared or not, can't be applied without this member. With the lock. */
+    bool (*needs)(void *arg, uint64_t attempt, size_t member);
+    /* Called before the tensors change and, if that went well, after; until then their memory is in use. Without the
+     * lock. */
+    void (*applying)(void *arg, bool is_done);
 } tb__shadow;
 
 /* A tensor and where this process has its parts. The spec's pointers are borrowed. */
@@ -77,7 +77,7 @@ typedef struct tb__flow_tensor {
                                it is coded or gathered */
     const tb__codec *codec; /* of a coded one; borrowed */
     bool is_gathered;
-    bool has_own_shadow; /* in a shadowed receive somebody else takes it to its place */
+    bool has_own_shadow; /* in a shadowed receive the owner copies it to its place */
     size_t slot_offset;
     const bool *src_invalidated,
         *dst_invalidated; /* whether the program has taken its memory away; borrowed. NULL: it never does */
@@ -168,22 +168,15 @@ typedef struct tb__leg {
     uint64_t number;  /* of a send: what it is called, as far as this rank knows */
     bool is_released, is_arrived, is_committed;
     bool is_complete; /* it has all that it needs from others, and ends well */
-    bool holds;       /* a shadowed receive that is decided waits until it ... */
-    bool may_proceed; /* ... may, or is cancelled: a loss changes nothing any more */
-    bool is_late;     /* its deadline is over */
-    bool is_decided;  /* it waits, or has waited, for that */
     int64_t bytes_done, bytes_total;
     uint32_t groups_done, groups_total;
     size_t in_flight;    /* staged messages */
     size_t ncopying;     /* copies under way, in ... */
     tb_phase copy_phase; /* ... this phase */
     bool is_ending;      /* when the last of them is done */
-    bool is_committing;  /* `committing` was called for the first time */
     int64_t wake_ms;     /* it wants to be stepped then; 0: no time of its own */
     tb_status doubt;     /* it has failed, and waits a little for who can say why; its own sentence is in `why` */
     tb__phases *phases;
-    void (*committing)(void *arg, bool is_done); /* called around a shadowed receive's last step, without the lock */
-    void *committing_arg;
 } tb__leg;
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
@@ -210,7 +203,7 @@ uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
 bool tb__flow_step(tb__flow *flow, bool is_send);
 
 /* Fails the leg, here and at the peers, with the sentence in tb_error_detail. Nothing of it is read or written when
- * this returns, unless a step is under way. One that is prepared stays under way until it is decided. It has ended when
+ * this returns, unless a step is under way. One that is prepared stays under way; its owner is told. It has ended when
  * the peers have confirmed that they heard of it: then a receive that begins later, anywhere, does not fail by it. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status);
 
@@ -229,17 +222,18 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
  * transformation. TB_REFUSED before both sides know. */
 tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
 
-/* What has become of a proposal; a status other than TB_OK: that is not known, for the reason in tb_error_detail. */
-void tb__flow_answer(tb__flow *flow, uint64_t attempt, tb_status status, tb__decision decision, tb_status reason,
-                     const char *why);
+/* Copies the shadow of the last receive that was prepared into the tensors, and tells the senders. The receive is under
+ * way, or was discarded without being aborted. TB__SHADOW_APPLIED says how it went, maybe before this returns. Lets go
+ * of the lock. */
+void tb__flow_apply(tb__flow *flow);
+/* Ends the prepared receive; the tensors keep what they hold. If it is aborted, all ranks are told that it has failed.
+ * Otherwise others may have applied it, and only the senders hear that this rank has not. */
+void tb__flow_discard(tb__flow *flow, bool is_aborted, tb_status status, const char *why);
+/* That the attempt was given up, for legs that have it, or will. */
+void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 
-/* Whether a receive has ended without its end being known. Then nothing can be begun. */
-bool tb__flow_outcome_is_unknown(const tb__flow *flow);
-/* Asks again, if no answer is awaited. Once there is one, tb__flow_settle acts on it. */
-tb_status tb__flow_ask_again(tb__flow *flow);
-bool tb__flow_awaits_answer(const tb__flow *flow);
-/* Lets go of the lock while it copies. TB_IN_DOUBT: there was no answer. */
-tb_status tb__flow_settle(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg);
+/* Sends a member a message of the owner's; takes over what is packed. If it can't be sent, the flow breaks, soon. */
+void tb__flow_send(tb__flow *flow, size_t member, tb__pack *message);
 
 /* The last attempt that is in this rank's targets; torn: a later one has written a part of them. */
 uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn);

@@ -25,8 +25,6 @@ typedef enum message_kind {
     MESSAGE_DONE,
     MESSAGE_NOTE,
     MESSAGE_ABORT,
-    MESSAGE_PREPARED,
-    MESSAGE_DECIDED,
     MESSAGE_COMMITTED,
     MESSAGE_ABORT_ACK, /* since 0.1.1; a rank of 0.1.0 must not get it */
     MESSAGE_KINDS
@@ -79,10 +77,6 @@ typedef struct member {
     size_t left, aside_left;
     size_t gathers_until; /* so many groups have to be here before what it sent is where it belongs */
     bool is_concluded;
-
-    /* At the lead of a shadowed receive. */
-    uint64_t prepared;     /* for which attempt it is */
-    uint64_t store_number; /* of the store that it was at then */
 } member;
 
 /* A channel and what this rank does for it. */
@@ -178,10 +172,6 @@ typedef struct issued {
     uint64_t attempt, number;
 } issued;
 
-typedef struct attempt_span {
-    uint64_t first, last;
-} attempt_span;
-
 /* Attempts that have ended without success. What is said of them is said of the last one. */
 typedef struct tb__abort {
     uint64_t first, last;
@@ -189,6 +179,14 @@ typedef struct tb__abort {
     tb_status status;
     char *why;
 } tb__abort;
+
+/* Shadowed receives: written by commit.c alone. */
+typedef struct shadow {
+    tb_binding *live; /* per tensor: the target, where dst is the shadow */
+    bool is_prepared; /* the receive under way has all its data, and waits to be applied or discarded */
+    bool would_end;   /* it has a reason to end, which its owner knows */
+    bool is_applying; /* the shadow is being copied into the tensors */
+} shadow;
 
 struct tb__flow {
     tb__flow_opts o;
@@ -226,29 +224,7 @@ struct tb__flow {
     uint64_t last_sent, last_received; /* attempts that legs of this rank have had */
     TB_VEC(tb__abort) aborts;          /* ascending */
 
-    /* Shadowed receives. */
-    tb_binding *shadow_of; /* per tensor: the live one, where dst is the shadow */
-    bool is_prepared;      /* the receive under way */
-    uint64_t store_number; /* where the last attempt that was prepared is decided */
-    tb_status gives_up;    /* a prepared one would, for this reason */
-    char gives_up_why[TB__WHY_MAX];
-    uint64_t asked; /* the last attempt that a decision was proposed for */
-    bool awaits_answer;
-    tb_status unanswered; /* why there was none */
-    char unanswered_why[TB__WHY_MAX];
-    uint64_t unknown_attempt; /* an attempt that has ended without an answer; 0: none */
-    bool is_settling;         /* it is being copied after all */
-    bool is_copied;           /* it was, but for functions of others that are called then */
-    int64_t apply_again_ms;   /* there was no memory to do that */
-    bool is_applying;         /* shadows are being copied into the tensors */
-    struct {
-        uint64_t attempt; /* 0: none yet */
-        tb__decision decision;
-        tb_status status; /* the reason of an abort */
-        char why[TB__WHY_MAX];
-    } decision;                     /* the last one */
-    TB_VEC(attempt_span) questions; /* at the lead: attempts that the store may have been asked about, ascending */
-
+    shadow shadow;
     uint64_t version; /* that is in the targets */
     bool has_written; /* the receive under way, into the targets themselves */
     bool is_torn;
@@ -314,8 +290,6 @@ uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send);
 void tb__flow_skip_ended(tb__flow *flow, bool is_send);
 /* Gives a leg that waits for a number the next one, if there is one. */
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
-/* That the attempt was given up, for legs that have it, or will. */
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
 /* All have been told that the leg has failed: waits until they have heard it. */
 void tb__flow_await_abort_acks(tb__flow *flow, bool is_send);
@@ -407,20 +381,16 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
                          const char *why);
 
-/* flow_commit.c */
+/* commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
 bool tb__flow_has_shadow(const tb__flow *flow, size_t tensor);
-/* All of a shadowed receive is here. */
+/* All of a shadowed receive is in the shadow. */
 void tb__flow_prepare(tb__flow *flow);
-bool tb__flow_step_prepared(tb__flow *flow);
-/* A prepared receive would end, for a reason in words that all may hear. */
-void tb__flow_give_up(tb__flow *flow, tb_status status, const char *why);
-/* The lead's word about an attempt that it will not propose to commit. */
-void tb__flow_tell_abort_decided(tb__flow *flow, uint64_t attempt, tb_status status, const char *why);
-bool tb__flow_on_prepared(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
-bool tb__flow_on_decided(tb__flow *flow, const member *from, uint64_t attempt, tb__unpack *message);
-/* A member that is gone and without whom it can't be decided well; NULL: none. */
-const member *tb__flow_find_missing(const tb__flow *flow);
+bool tb__flow_step_prepared(tb__flow *flow); /* looks for a reason to end */
+/* The prepared receive has a reason to end, in words that all may hear. */
+void tb__flow_would_end(tb__flow *flow, tb_status status, const char *why);
+/* About the receive under way; does nothing where receives are not shadowed. */
+void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status status, const char *why);
 
 /* flow_unsent.c: breaks the flow in the driver's next turn, for the reason in tb_error_detail. */
 void tb__flow_fail_later(tb__flow *flow, tb_status status);

@@ -37,11 +37,11 @@ bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor) {
     bool sends = src && send->is_under_way && !send->is_released;
     send->memory_invalidated |= sends;
     recv->memory_invalidated |= recv->is_under_way && (sends || dst);
-    bool receives = recv->memory_invalidated && recv->is_under_way && !flow->is_prepared;
+    bool receives = recv->memory_invalidated && recv->is_under_way && !flow->shadow.is_prepared;
     if (send->memory_invalidated || recv->memory_invalidated)
         tb__loop_wake(flow->o.loop);
     const tb__flow_tensor *used = dst ? dst : src;
     if (used)
         *tensor = used->spec.name;
-    return sends || receives || (dst && flow->is_applying) || (used && flow->staged.held_by);
+    return sends || receives || (dst && flow->shadow.is_applying) || (used && flow->staged.held_by);
 }

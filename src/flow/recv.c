@@ -298,7 +298,7 @@ static bool step(tb__flow *flow) {
 static bool try_arrive(tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
     if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->doubt != TB_OK || leg->is_complete ||
-        flow->is_prepared || !has_all(flow))
+        flow->shadow.is_prepared || !has_all(flow))
         return false;
     tb_status status = arrive(flow);
     if (status != TB_OK)

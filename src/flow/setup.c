@@ -373,7 +373,7 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->dst_regions);
     free(flow->overwritten);
     free(flow->snapshot_of);
-    free(flow->shadow_of);
+    free(flow->shadow.live);
     free(flow->lanes);
     free(flow->groups.item);
     tb__index_fini(&flow->by_bucket);

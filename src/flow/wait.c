@@ -5,15 +5,19 @@
 
 typedef bool wait_test(const tb__flow *flow, bool is_send, const member *m);
 
+/* Without whom the owner can't have the receive applied. */
+static bool has_to_commit(const tb__flow *flow, const member *m) {
+    const tb__shadow *owner = &flow->o.shadow;
+    return owner->is_used && owner->needs(owner->arg, flow->recv.attempt, (size_t)(m - flow->members));
+}
+
 /* Before there is data. */
 static bool has_to_come(const tb__flow *flow, bool is_send, const member *m) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     if (is_send && flow->send_is_exposed)
         return m->is_reader && !tb__flow_is_served(flow, m);
-    if (!is_send && flow->is_prepared)
-        return flow->self == flow->o.shadow.lead
-                   ? flow->o.shadow.is_engine[m - flow->members] && m->prepared != leg->attempt
-                   : m == &flow->members[flow->o.shadow.lead];
+    if (!is_send && flow->shadow.is_prepared)
+        return has_to_commit(flow, m);
     if (leg->attempt == 0 && (!is_send || flow->self != flow->o.lead) && (is_send || flow->is_reached))
         return m == &flow->members[flow->o.lead];
     if (is_send)
@@ -91,7 +95,7 @@ bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
                has_to_contribute(flow, true, m);
     if (!flow->recv.attempt)
         return m->is_sender;
-    return has_more(flow, false, m) || has_to_send(flow, false, m);
+    return has_more(flow, false, m) || has_to_send(flow, false, m) || has_to_commit(flow, m);
 }
 
 /* That the leg has failed. */
@@ -118,7 +122,7 @@ static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test)
     if (test == has_to_take)
         return "to receive";
     if (!is_send)
-        return flow->is_prepared ? "to commit" : "to send";
+        return flow->shadow.is_prepared ? "to commit" : "to send";
     if (!flow->send.attempt)
         return "to send";
     return flow->send.is_released && !flow->snapshot_of ? "to commit" : "to receive";

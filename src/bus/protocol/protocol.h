@@ -38,7 +38,7 @@ typedef enum tb__message_kind {
 const tb__schema *tb__message_schema(tb__message_kind kind);
 
 typedef enum tb__direction { TB__SEND, TB__RECV } tb__direction;
-typedef enum tb__commit { TB__COMMIT_UNSAID, TB__IN_PLACE, TB__SHADOW } tb__commit;
+typedef enum tb__commit_mode { TB__COMMIT_UNSAID, TB__IN_PLACE, TB__SHADOW } tb__commit_mode;
 typedef enum tb__state_name {
     TB__STATE_ALL,
     TB__STATE_TRANSFER_SIGNAL,
@@ -88,7 +88,7 @@ typedef struct tb__message {
     bool snapshot, staged;
 
     /* RegisterTensors for all transfers of the batch, Transfer for one, where it is said */
-    tb__commit commit;
+    tb__commit_mode commit;
     tb__maybe_bool checksum;
 
     /* Transfer */

@@ -1,0 +1,124 @@
+/* Shadowed receives of an exchange: whether a side asks for them, the shadows of quantised tensors, and what may not be
+ * overwritten by them. */
+#include "bus/exchange.h"
+
+#include "base/int.h"
+#include "layout/overlap.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- What a side asks for -------------------------------------------------------------------------------------- */
+
+static const char *commit_name(tb_commit commit) {
+    return commit == TB_SHADOW ? "shadow" : "in place";
+}
+
+tb_status tb__exchange_settle_modes(tb__exchange *exchange) {
+    for (int side = 0; side < 2; side++) {
+        tb__exchange_side *s = &exchange->sides[side];
+        const tb__pair_side *seats = &exchange->pair->sides[side];
+        for (int32_t seat = 0; seat < seats->size; seat++) {
+            const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
+            if (seat > 0 && list->commit != s->commit)
+                return tb__fail(TB_CONFLICT, "%s and %s commit %s differently: %s and %s", seats->peers[0]->label,
+                                seats->peers[seat]->label, exchange->what, commit_name(s->commit),
+                                commit_name(list->commit));
+            s->commit = list->commit;
+            exchange->checksum |= list->checksum;
+        }
+    }
+    return TB_OK;
+}
+
+/* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
+
+/* Tensors that are parts of one storage share its shadow. */
+static tb_status give_memory(tb__encoded_shadows *shadows, tb__shadowed *s) {
+    const tb__encoded *live = s->live;
+    uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)live->data);
+    size_t probe = 0, i;
+    while ((i = tb__index_next(&shadows->by_data, hash, &probe)) != TB__NOWHERE) {
+        const tb__shadowed *other = shadows->all.item[i];
+        if (other->live->data == live->data && other->live->scales == live->scales &&
+            other->live->matrices == live->matrices && other->live->size.data_nbytes == live->size.data_nbytes) {
+            s->encoded.data = other->encoded.data;
+            s->encoded.scales = other->encoded.scales;
+            return TB_OK;
+        }
+    }
+    size_t data = (size_t)tb__align(live->matrices * live->size.data_nbytes, 64);
+    size_t scales = (size_t)tb__align(live->matrices * live->size.scale_nbytes, 64);
+    TB_TRY(tb_alloc(data + scales, (void **)&s->memory));
+    memset(s->memory, 0, data + scales); /* the unused rest of a tile is zero */
+    s->encoded.data = s->memory;
+    s->encoded.scales = live->scales ? s->memory + data : NULL;
+    return tb__index_add(&shadows->by_data, hash, shadows->all.count) ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out) {
+    tb__encoded_shadows *shadows = &exchange->shadows[src];
+    tb__shadowed *s = tb__vec_reserve(&shadows->all, 1) ? tb__calloc(1, sizeof *s) : NULL;
+    if (!s)
+        return TB_NO_MEMORY;
+    s->live = live;
+    s->encoded = *live;
+    s->encoded.scale = live->scale ? &s->scale : NULL;
+    tb_status status = give_memory(shadows, s);
+    if (status != TB_OK) {
+        tb_free(s->memory);
+        free(s);
+        return status;
+    }
+    s->encoded.part.base = s->encoded.data;
+    shadows->all.item[shadows->all.count++] = s;
+    *out = &s->encoded;
+    return TB_OK;
+}
+
+void tb__exchange_apply_encoded(const tb__exchange *exchange, int src) {
+    const tb__encoded_shadows *shadows = &exchange->shadows[src];
+    for (size_t i = 0; i < shadows->all.count; i++)
+        tb__encoded_copy(&shadows->all.item[i]->encoded, shadows->all.item[i]->live);
+    for (size_t i = 0; i < exchange->padded[src].count; i++)
+        (void)tb__tensor_clear_padding(exchange->padded[src].item[i]); /* which can be done, or was refused */
+}
+
+void tb__exchange_free_shadows(tb__encoded_shadows *shadows) {
+    for (size_t i = 0; i < shadows->all.count; i++) {
+        tb_free(shadows->all.item[i]->memory);
+        free(shadows->all.item[i]);
+    }
+    free(shadows->all.item);
+    tb__index_fini(&shadows->by_data);
+}
+
+/* ---- Overlap ---------------------------------------------------------------------------------------------------- */
+
+tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *receives, const tb__exchange *from,
+                                   const tb__flow *sends) {
+    const tb__exchange_side *target = &to->sides[receives == to->flows[0]],
+                            *source = &from->sides[sends == from->flows[1]];
+    TB_VEC(tb_binding) reads = {0}, writes = {0};
+    if (target->commit != TB_SHADOW)
+        return TB_OK;
+    bool *marks = tb__calloc(source->own.count, sizeof *marks);
+    bool has_room = marks != NULL;
+    for (size_t i = 0; i < source->own.count && has_room; i++)
+        has_room = tb__vec_push(&reads, source->own.item[i]->binding);
+    for (size_t i = 0; i < target->own.count && has_room; i++)
+        has_room = tb__vec_push(&writes, target->own.item[i]->binding);
+    tb_status status =
+        has_room ? tb__bindings_mark_overlaps(reads.item, reads.count, writes.item, writes.count, marks) : TB_NO_MEMORY;
+    for (size_t i = 0; i < source->own.count && status == TB_OK; i++) {
+        if (marks[i])
+            status = tb__fail(TB_REFUSED,
+                              "%s: tensor '%.100s' is being sent, and would be overwritten by what is received from "
+                              "elsewhere meanwhile",
+                              from->what, source->own.item[i]->name);
+    }
+    free(reads.item);
+    free(writes.item);
+    free(marks);
+    return status;
+}
