@@ -4,7 +4,7 @@
  * does. The figure, what it must not exceed, and whether it does; the exit status tells too. */
 #include "measure.h"
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <inttypes.h>
 #include <stdbool.h>
@@ -129,7 +129,8 @@ static void plan(const tb_match *match, tb_ir **out) {
     for (size_t i = 0; i < match->nmatched; i++) {
         size_t source = match->source[i], target = match->target[i];
         specs[i] =
-            (tb_tensor_spec){.name = names[target],
+            (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                             .name = names[target],
                              .shape = {2, {target % KINDS == 2 ? HIDDEN : WIDTH, target % KINDS == 2 ? WIDTH : HIDDEN}},
                              .src = source_layout[source / KINDS * TRAINERS / EXPERTS],
                              .dst = target_of[target / KINDS],
@@ -143,7 +144,7 @@ static void plan(const tb_match *match, tb_ir **out) {
 static times run(int round) {
     tb_names *resolver;
     tb_parts parts;
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     tb_ir *ir;
     times t;
     deal_out(round);

@@ -77,7 +77,7 @@ static void open_bus(bus *b, const matrix *m, const char *transport) {
     must("pair", tb_pair_create(b->world, "p", "columns", "mesh=4 place=Shard(0)", &as_rows, &b->rows));
     must("pair", tb_pair_create(b->world, "p", "rows", "mesh=4 place=Shard(1)", &as_columns, &b->columns));
     must("batch", tb_batch_create(b->world, "m", NULL, &b->batch));
-    tb_tensor w = {.data = m->rows, .dtype = TB_F32, .ndim = 2, .shape = {m->side, m->side}};
+    tb_tensor w = {.size = sizeof w, .data = m->rows, .dtype = TB_F32, .ndim = 2, .shape = {m->side, m->side}};
     must("add", tb_batch_add(b->batch, b->rows, "w", &w));
     w.data = m->columns;
     must("add", tb_batch_add(b->batch, b->columns, "w", &w));

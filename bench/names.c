@@ -2,7 +2,7 @@
  * prints its figure, what it must not exceed, and whether it does; the exit status tells too. */
 #include "measure.h"
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,7 +40,7 @@ static double resolve_and_match(void) {
     double begin = now();
     tb_names *resolver[2];
     tb_parts parts[2];
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     for (int side = 0; side < 2; side++) {
         must(tb_names_create(&(tb_names_opts){.size = sizeof(tb_names_opts),
                                               .stage = 1,

@@ -2,7 +2,7 @@
  * tells too. Times are of one thread. */
 #include "measure.h"
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <inttypes.h>
 #include <malloc.h>
@@ -116,7 +116,8 @@ typedef struct model {
 } model;
 
 static void add(model *m, const char *name, int64_t rows, int64_t cols, const tb_layout *src, const tb_layout *dst) {
-    m->tensors[m->ntensors++] = (tb_tensor_spec){.name = strdup(name),
+    m->tensors[m->ntensors++] = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                                 .name = strdup(name),
                                                  .shape = {2, {rows, cols}},
                                                  .src = src,
                                                  .dst = dst,

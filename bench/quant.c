@@ -3,8 +3,8 @@
  * is how much bf16 there is, --threads N says with how many, else as many as there are cores. */
 #include "measure.h"
 
-#include "device/host/workers.h"
 #include "device/host/quant.h"
+#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <stdio.h>

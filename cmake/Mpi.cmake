@@ -1,13 +1,15 @@
 # The library for each MPI that is found: its ABI is its own, so there is one for Open MPI and one for MPICH, each with
 # its tests, its example and its benchmark.
 
-set(mpi_sources
+set(transport_mpi_sources
     src/transport/mpi/mpi_request.c
     src/transport/mpi/mpi_chunk.c
     src/transport/mpi/mpi_frame.c
     src/transport/mpi/mpi_message.c
     src/transport/mpi/mpi_end.c
     src/transport/mpi/mpi.c
+)
+set(bus_mpi_sources
     src/bus/mpi/meeting.c
     src/bus/mpi/mpi_world.c
 )
@@ -23,14 +25,17 @@ function(tb_mpi name module)
     endif()
     set(found_mpis ${found_mpis} ${name} PARENT_SCOPE)
     set(launch_${name} ${mpi_launcher_${name}} ${ARGN} PARENT_SCOPE)
-    add_library(tensorbus_mpi_${name}_objects OBJECT ${mpi_sources})
-    set_target_properties(tensorbus_mpi_${name}_objects PROPERTIES POSITION_INDEPENDENT_CODE ON)
-    target_include_directories(tensorbus_mpi_${name}_objects PRIVATE include src)
-    target_link_libraries(tensorbus_mpi_${name}_objects PRIVATE PkgConfig::mpi_${name} ${library_dependencies})
+    foreach(folder IN ITEMS transport bus)
+        set(objects ${folder}_mpi_${name}_objects)
+        tb_objects(${objects} USES ${folder} SOURCES ${${folder}_mpi_sources})
+        target_link_libraries(${objects} PRIVATE PkgConfig::mpi_${name})
+        list(APPEND mpi_objects $<TARGET_OBJECTS:${objects}>)
+    endforeach()
 
-    add_library(tensorbus_mpi_${name}_shared SHARED $<TARGET_OBJECTS:tensorbus_mpi_${name}_objects>)
-    add_library(tensorbus_mpi_${name}_static STATIC $<TARGET_OBJECTS:tensorbus_mpi_${name}_objects>)
-    set_target_properties(tensorbus_mpi_${name}_shared PROPERTIES SOVERSION 0 VERSION ${PROJECT_VERSION})
+    add_library(tensorbus_mpi_${name}_shared SHARED ${mpi_objects})
+    add_library(tensorbus_mpi_${name}_static STATIC ${mpi_objects})
+    get_target_property(soversion tensorbus_shared SOVERSION)
+    set_target_properties(tensorbus_mpi_${name}_shared PROPERTIES SOVERSION ${soversion} VERSION ${PROJECT_VERSION})
     if(NOT TB_SANITIZE)
         target_link_options(tensorbus_mpi_${name}_shared PRIVATE LINKER:-z,defs)
     endif()

@@ -39,7 +39,7 @@ static float from_f8e4m3(unsigned char x) {
 static tb_status set_up(process *me, const char *url) {
     tb_world_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
     tb_copy_opts copying = {.size = sizeof copying, .timeout_ms = TIMEOUT_MS};
-    tb_tensor weight = {.dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    tb_tensor weight = {.size = sizeof weight, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     tb_status status =
         tb_world_join(url, is_trainer(me) ? "trainer" : "engine", is_trainer(me) ? me->rank : me->rank - TRAINERS,
                       is_trainer(me) ? TRAINERS : ENGINES, &opts, &me->world);
@@ -67,7 +67,7 @@ static tb_status set_up(process *me, const char *url) {
 
 /* Rank 0 sends, the others receive; what belongs together has one task id. All run, also those with nothing to do. */
 static tb_status tell(process *me, int64_t *number) {
-    tb_copy_view view = {.data = number, .dtype = TB_I64, .ndim = 1, .shape = {1}};
+    tb_copy_view view = {.size = sizeof view, .data = number, .dtype = TB_I64, .ndim = 1, .shape = {1}};
     tb_status status = TB_OK;
     for (int32_t to = 1; to < ALL && status == TB_OK; to++) {
         if (me->rank == 0)

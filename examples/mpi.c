@@ -38,7 +38,7 @@ int main(int argc, char **argv) {
               tb_pair_create(world, "weights", remote, layout, &as_half, &pair) == TB_OK &&
               tb_batch_create(world, "step", NULL, &batch) == TB_OK &&
               tb_alloc(sizeof(float) * (size_t)(rows * columns), &memory) == TB_OK;
-    tb_tensor matrix = {.data = memory, .dtype = TB_F32, .ndim = 2, .shape = {SIDE, SIDE}};
+    tb_tensor matrix = {.size = sizeof matrix, .data = memory, .dtype = TB_F32, .ndim = 2, .shape = {SIDE, SIDE}};
     ok = ok && tb_batch_add(batch, pair, "w", &matrix) == TB_OK;
 
     float *part = memory;

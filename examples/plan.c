@@ -1,5 +1,5 @@
 /* Plans one weight from four ranks to six, and prints what rank 6 receives, as rank 6 would work it out by itself. */
-#include <tensorbus/tensorbus.h>
+#include <tensorbus/plan.h>
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -28,7 +28,7 @@ static float value(int version, int row, int column) {
 static bool send_version(tb_client_batch *batch) {
     char name[64];
     struct timespec deadline;
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     snprintf(name, sizeof name, "/through_agents-%ld", (long)getpid());
     sem_t *done = sem_open(name, O_CREAT | O_EXCL, 0600, 0);
     if (done == SEM_FAILED) {
@@ -58,7 +58,7 @@ static bool run_version(tb_client_batch *batch, bool is_trainer, int index, int 
         part[i] = value(version, first_row + i / columns, first_column + i % columns);
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
     bool ok = is_trainer ? send_version(batch) : tb_client_transfer(batch, false, &opts) == TB_OK;
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     ok = ok && tb_client_query(batch, &status) == TB_OK;
     if (ok && status.version != (uint64_t)version) {
         tb_error_set(TB_INVALID, "the version has another number");
@@ -89,7 +89,11 @@ static int run_program(const char *socket) {
     ok = ok && tb_client_batch_create(client, "step", NULL, &batch) == TB_OK;
     /* Agents use this kind of memory where it is; any other is copied through them. */
     ok = ok && tb_alloc(sizeof(float) * ROWS * COLUMNS / SEATS, &memory) == TB_OK;
-    tb_tensor matrix = {.data = memory, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}}; /* the global shape */
+    tb_tensor matrix = {.size = sizeof matrix,
+                        .data = memory,
+                        .dtype = TB_F32,
+                        .ndim = 2,
+                        .shape = {ROWS, COLUMNS}}; /* the global shape */
     ok = ok && tb_client_batch_add(batch, "weights", "w", &matrix) == TB_OK;
     ok = ok && tb_client_register(batch, TIMEOUT_MS) == TB_OK;
     for (int version = 1; ok && version <= VERSIONS; version++)

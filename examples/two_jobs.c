@@ -30,7 +30,11 @@ static int run_job(const char *url, const char *job, int index) {
               tb_batch_create(world, "step", NULL, &batch) == TB_OK &&
               /* any memory will do; peers can read this kind in place */
               tb_alloc(sizeof(float) * (size_t)(rows * columns), &memory) == TB_OK;
-    tb_tensor matrix = {.data = memory, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}}; /* the global shape */
+    tb_tensor matrix = {.size = sizeof matrix,
+                        .data = memory,
+                        .dtype = TB_F32,
+                        .ndim = 2,
+                        .shape = {ROWS, COLUMNS}}; /* the global shape */
     ok = ok && tb_batch_add(batch, pair, "w", &matrix) == TB_OK;
 
     /* Move it. A real program does this for every version. Waits have deadlines, 30 seconds by default. */

@@ -179,7 +179,8 @@ static tb_status add(process *me, const tb_part *part) {
     const param *p = &me->params[part->param];
     char own[64];
     snprintf(own, sizeof own, "mesh=1 place=Replicate ranks=%d", me->index);
-    tb_tensor tensor = {.data = me->data[part->param],
+    tb_tensor tensor = {.size = sizeof tensor,
+                        .data = me->data[part->param],
                         .dtype = TB_F32,
                         .ndim = p->ndim,
                         .layout = p->layout ? p->layout : own,
@@ -297,7 +298,7 @@ static void show(process *me) {
 
 static tb_status move(process *me, int version, size_t *wrong) {
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = TIMEOUT_MS};
-    tb_transfer_state received;
+    tb_transfer_state received = {.size = sizeof received};
     for (size_t i = 0; i < me->nparams; i++)
         memset(me->data[i], 0xff, count(&me->params[i]) * sizeof(float)); /* not a number, so nothing is right */
     if (me->is_trainer)

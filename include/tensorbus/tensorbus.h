@@ -1,18 +1,24 @@
 /* tensorbus: move distributed tensors between programs whose layouts differ.
  *
- * This is the whole public API, meant to be read from top to bottom: status and errors, log, dtypes, layouts (who owns
- * which part of a tensor), plans (which bytes go where), the transfer IR (chunks, buckets, channels); then what moves
+ * What programs use, meant to be read from top to bottom: status and errors, log, dtypes and shapes; then what moves
  * tensors: memory, the world (who is there), pairs (two groups and their layouts), batches (tensors that travel
  * together), transfers; the copy service, for tensors that go from one rank to another as they are; agents, which do
  * all this for other processes; and models (names and views of many parameters).
+ *
+ * Beside it: tensorbus/plan.h has layouts, plans and the IR as data, for tools and simulators; tensorbus/mpi.h makes a
+ * world of the ranks of an MPI communicator; tensorbus/transport.h is for those who write a transport.
  *
  * Rules that hold everywhere:
  *  - Functions that can fail return a tb_status: TB_OK (0) or a negative code. Outputs are written only on success.
  *    tb_error_detail() then gives one sentence that says what is wrong and where.
  *  - Nothing here aborts or prints. Objects are opaque, made by *_create or *_parse, and freed by *_destroy, which
  *    accepts NULL.
- *  - Options structs begin with `size`, which is sizeof the struct; any other field that is zero means the default, and
- *    NULL means all defaults.
+ *  - Structs that begin with `size` may get more fields at their end, within a minor version. A program sets it to
+ *    sizeof the struct, also in those that the library fills in. Fields that a program does not have are taken as zero,
+ *    and are not filled in. A program that sets a field which the library does not know is refused (TB_REFUSED). In an
+ *    array all have the same size. Structs without `size` stay as they are within a minor version: tb_shape,
+ *    tb_binding, tb_tie, tb_rule, tb_part, tb_parts, tb_copy_op.
+ *  - In options structs, zero means the default, and NULL means all defaults.
  *  - Layouts, plans, views and names never change once made, and may be used from several threads at once. Other
  *    objects belong to one thread at a time.
  *  - After fork() the child can't use worlds, clients, and what was made from them: calls on them fail at once, with
@@ -123,297 +129,11 @@ TB_API tb_status tb_shape_parse(const char *text, tb_shape *out);
 /* Checks the shape and counts its elements and bytes; a tensor may have at most 2^62 bytes. Outputs may be NULL. */
 TB_API tb_status tb_shape_size(const tb_shape *shape, tb_dtype dtype, int64_t *nelements, int64_t *nbytes);
 
-/* ---- Layouts ------------------------------------------------------------------------------------------------- */
-
-/* The indices start .. stop-1 of one dimension. */
-typedef struct tb_segment {
-    int64_t start, stop;
-} tb_segment;
-
-typedef enum tb_placement_kind {
-    TB_REPLICATE,     /* keep everything */
-    TB_SHARD,         /* an even cut of `dim`: part r of ceil(n/c) indices */
-    TB_STRIDED_SHARD, /* `split` equal pieces, each cut like Shard */
-    TB_BLOCK_SHARD,   /* pieces of the sizes given, each cut like Shard */
-    TB_EXPLICIT,      /* coordinate r keeps the segments listed for it */
-    TB_PARTIAL,       /* every coordinate holds a contribution; the value is their reduction */
-} tb_placement_kind;
-
-typedef enum tb_reduce_op { TB_SUM, TB_AVG, TB_MIN, TB_MAX, TB_PRODUCT } tb_reduce_op;
-
-/* What one mesh dimension does to the tensor. Only the fields of its kind count. */
-typedef struct tb_placement {
-    tb_placement_kind kind;
-    int dim;                 /* sharding kinds: the tensor dimension; negative counts from the end */
-    int64_t split;           /* STRIDED_SHARD: at least 1 */
-    size_t nsizes;           /* BLOCK_SHARD */
-    const int64_t *sizes;    /*   full sizes of the pieces; they add up to the length they cut */
-    size_t nlists;           /* EXPLICIT: as many as the mesh dimension is long */
-    const size_t *list_ends; /*   coordinate r keeps segments[list_ends[r-1] .. list_ends[r]), in that order */
-    const tb_segment *segments;
-    tb_reduce_op op; /* PARTIAL */
-} tb_placement;
-
-typedef struct tb_layout tb_layout; /* a mesh and a placement for each of its dimensions */
-
-/* `ranks` lists the mesh row-major: distinct ranks in any order, with gaps; NULL means 0, 1, 2, ... All is copied. */
-TB_API tb_status tb_layout_create(int mesh_ndim, const int64_t *mesh_shape, const int32_t *ranks,
-                                  const tb_placement *placements, tb_layout **out);
-
-/* "mesh=2,2 place=R,S1 ranks=4..7". Placements: Shard(0), StridedShard(0,2), BlockShard(0,4,12,8),
- * Explicit(0, 0-3,5-6; 3-5), Replicate, Partial(sum); short S0, R, P. Without ranks: 0, 1, 2, ... */
-TB_API tb_status tb_layout_parse(const char *text, tb_layout **out);
-
-TB_API void tb_layout_destroy(tb_layout *layout);
-
-/* The text form, which tb_layout_parse reads back. To be freed by the caller with free(). */
-TB_API tb_status tb_layout_format(const tb_layout *layout, char **out);
-
-TB_API bool tb_layout_equal(const tb_layout *a, const tb_layout *b);
-
-/* The mesh: its size, the rank at a row-major index (0 to size-1), and the index of a rank (-1: not in the mesh). */
-TB_API int32_t tb_layout_nranks(const tb_layout *layout);
-TB_API int32_t tb_layout_rank_at(const tb_layout *layout, int32_t index);
-TB_API int32_t tb_layout_index_of(const tb_layout *layout, int32_t rank);
-
-/* Whether the layout fits tensors of this shape: dims in range, blocks that add up on every coordinate, and so on. */
-TB_API tb_status tb_layout_check(const tb_layout *layout, const tb_shape *shape);
-
-/* What one rank holds: per tensor dimension the ordered global indices, as segments; memory is row-major over them. */
-typedef struct tb_local {
-    tb_shape shape; /* lengths of the lists; all zero for a rank outside the mesh */
-    size_t nsegments[TB_MAX_DIMS];
-    tb_segment *segments[TB_MAX_DIMS];
-} tb_local;
-
-TB_API tb_status tb_layout_local(const tb_layout *layout, const tb_shape *shape, int32_t rank, tb_local *out);
-TB_API void tb_local_fini(tb_local *local);
-
-/* ---- Bindings ------------------------------------------------------------------------------------------------ */
-
-/* Where a rank keeps its part: element (i, j, ...) of the local shape is at
- * base + offset + (i*strides[0] + j*strides[1] + ...) elements. Several bindings may share one allocation, so that a
- * fused parameter is several logical tensors. */
-typedef struct tb_binding {
-    void *base;
-    int64_t offset; /* bytes */
-    tb_dtype dtype;
-    tb_shape shape; /* the local shape */
-    int64_t strides[TB_MAX_DIMS];
-} tb_binding;
-
-/* Row-major, without gaps. */
-TB_API tb_status tb_binding_contiguous(void *base, int64_t offset, tb_dtype dtype, const tb_shape *shape,
-                                       tb_binding *out);
-
-/* Whether every element lies inside an allocation of nbytes that starts at `base`. */
-TB_API tb_status tb_binding_check(const tb_binding *binding, int64_t nbytes);
-
-/* ---- Plans --------------------------------------------------------------------------------------------------- */
-
-/* A plan knows, for one shape, which elements go from which rank to which. It is a pure function of its arguments: no
- * communication, the same on every rank. What one rank does is worked out from it at a cost proportional to what that
- * rank moves. */
-typedef struct tb_plan tb_plan;
-
-typedef struct tb_plan_opts {
-    size_t size;
-    /* hosts[rank]: where the rank runs; NULL: not known, any source is as good as any other. A source on the target's
-     * host comes first; what ranks without one want leaves the sources' hosts once, in a broadcast to all of them. */
-    const int32_t *hosts;
-    size_t nhosts;   /* ranks the array covers; it must cover both meshes */
-    bool unbalanced; /* take the first replica for everything, to compare against */
-    bool whole_rows; /* what replicas share is not cut along the last dim */
-} tb_plan_opts;
-
-TB_API tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_shape *shape, tb_dtype dtype,
-                                const tb_plan_opts *opts, tb_plan **out);
-TB_API void tb_plan_destroy(tb_plan *plan);
-
-/* Where a box of indices begins in a local tensor; how long it is stands beside it. */
-typedef struct tb_box {
-    int64_t start[TB_MAX_DIMS];
-} tb_box;
-
-/* One box that moves: from its place in the source's local tensor to its place in each target's. */
-typedef struct tb_route {
-    int32_t source;    /* TB_NO_RANK: the target box is filled with zeros */
-    uint32_t ntargets; /* at least 1, distinct; the source may be the only one (a local copy) */
-    const int32_t *targets;
-    uint32_t ncontributors; /* of a Partial source, in the order they are combined, the source among them; 0 if none */
-    const int32_t *contributors;
-    uint64_t src_cell; /* which cell of each side's grid the box lies in */
-    uint64_t dst_cell;
-    int64_t nelements;
-    int64_t order; /* row-major offset in the first target's local tensor, in elements */
-    int64_t len[TB_MAX_DIMS];
-    tb_box src; /* the same box at the source and at every contributor */
-    tb_box dst; /* at this rank if it is a target, else at the first target */
-} tb_route;
-
-typedef struct tb_routes tb_routes; /* a list of routes and the memory behind it, to be used again and again */
-
-TB_API tb_status tb_routes_create(tb_routes **out);
-TB_API void tb_routes_destroy(tb_routes *routes);
-TB_API size_t tb_routes_count(const tb_routes *routes);
-TB_API const tb_route *tb_routes_at(const tb_routes *routes, size_t i);
-
-/* Replaces the list by the routes in which `rank` is source, target or contributor. Tensor i of a batch passes
- * rotation = i, so that the same replica does not serve all of them. */
-TB_API tb_status tb_plan_routes(const tb_plan *plan, int32_t rank, uint64_t rotation, tb_routes *routes);
-
-/* Proves the whole plan (at rotation 0): every target element is written exactly once, by a source that holds it at
- * that place, and both ends of every route agree on it. TB_INTERNAL, with a sentence, if not. Costs the whole world's
- * traffic. */
-TB_API tb_status tb_plan_check(const tb_plan *plan);
-
-/* Figures over all ranks; one beyond INT64_MAX reads INT64_MAX. Local copies count in none of them but local_bytes. */
-typedef struct tb_plan_stats {
-    int32_t nranks;      /* of both meshes together */
-    int32_t *ranks;      /* ascending */
-    int64_t *send_bytes; /* per rank, counting every receiver */
-    int64_t *recv_bytes;
-    int64_t *egress_bytes; /* as send_bytes, but a box that goes to several ranks counts once */
-    int64_t *reduce_bytes; /* other ranks' contributions that this rank combines */
-    int64_t total_bytes;
-    int64_t local_bytes;
-    int64_t nchunks;      /* boxes, counting every receiver, local copies included; boxes of zeros are not */
-    int64_t max_send;     /* of the busiest sender */
-    int64_t min_max_send; /* no choice among replicas can be below this */
-    int64_t max_slice;    /* the largest slice that a cut among replicas was rounded to: max_send - min_max_send is
-                             at most this, unless hosts are known or Explicit lists share indices in part */
-} tb_plan_stats;
-
-TB_API tb_status tb_plan_stats_compute(const tb_plan *plan, tb_plan_stats *out);
-TB_API void tb_plan_stats_fini(tb_plan_stats *stats);
-
-/* Plans and routes are worked out once per distinct (layouts, shape, dtype) and shared. What it returns stays valid
- * until the cache is destroyed. */
-typedef struct tb_plan_cache tb_plan_cache;
-
-TB_API tb_status tb_plan_cache_create(tb_plan_cache **out);
-TB_API void tb_plan_cache_destroy(tb_plan_cache *cache);
-TB_API tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb_layout *dst,
-                                   const tb_shape *shape, tb_dtype dtype, const tb_plan_opts *opts,
-                                   const tb_plan **out);
-TB_API tb_status tb_plan_cache_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t rank, uint64_t rotation,
-                                      const tb_routes **out);
-TB_API void tb_plan_cache_counters(const tb_plan_cache *cache, uint64_t *hits, uint64_t *misses);
-
-/* ---- Transfer IR --------------------------------------------------------------------------------------------- */
-
-/* How a chunk's bytes cross ranks. Roles (is_source, is_target) are told apart from it, and never inferred. */
-typedef enum tb_transport_kind {
-    TB_P2P,
-    TB_BROADCAST,
-    TB_LOCAL, /* same rank: a copy, or a fill with zeros */
-    TB_NONE,  /* takes part in a reduction, ships nothing */
-} tb_transport_kind;
-
-TB_API const char *tb_transport_kind_name(tb_transport_kind kind);
-
-/* One tensor of a batch. */
-typedef struct tb_tensor_spec {
-    const char *name;
-    tb_shape shape; /* global */
-    const tb_layout *src, *dst;
-    tb_dtype src_dtype, dst_dtype;
-    tb_dtype wire_dtype; /* TB_DTYPE_NONE: the narrower side's, the source's where they are equally wide */
-    uint32_t group;      /* tensors of a lower group go first: a layer, say */
-    int64_t band;        /* so many indices of dim 0, as the targets have it, are a group of their own, from `group` on;
-                            0: the tensor is in one group */
-    bool coded; /* its bytes on the wire are made and read by other means than a cast. A box of `len` has so many: */
-    int64_t (*coded_nbytes)(const void *arg, int ndim, const int64_t *len); /* NULL: as many as in the wire dtype */
-    const void *coded_arg;
-} tb_tensor_spec;
-
-/* One box and what this rank does with it. Pure data. */
-typedef struct tb_chunk {
-    tb_transport_kind transport;
-    bool is_source;    /* reads a local tensor into the buffer */
-    bool is_target;    /* writes the buffer into a local tensor */
-    bool is_coded;     /* see tb_tensor_spec; never in one bucket with those that are not */
-    uint32_t tensor;   /* index of the tensor's name in sorted order */
-    uint32_t group;    /* the tensor's, or its band's */
-    uint64_t id;       /* the same number at both ends */
-    uint32_t part;     /* a chunk too large for the staging memory is cut; its parts share the id */
-    int32_t source;    /* TB_NO_RANK: zeros */
-    uint32_t ntargets; /* for TB_NONE, those to whom the source ships; never the source of a P2P or BROADCAST */
-    const int32_t *targets;
-    uint32_t ncontributors;
-    const int32_t *contributors;
-    tb_reduce_op op;  /* how contributions are combined; TB_SUM for TB_AVG too ... */
-    uint64_t divisor; /* ... whose sum is then divided by this; else 1 */
-    uint64_t src_cell, dst_cell;
-    int ndim;
-    int64_t len[TB_MAX_DIMS];
-    tb_box src, dst;
-    int64_t order;      /* row-major offset in the first target, in elements */
-    tb_dtype src_dtype; /* the source's: contributions travel and are combined in it, before the cast */
-    tb_dtype wire_dtype;
-    int64_t nbytes; /* on the wire */
-} tb_chunk;
-
-/* A chunk's place in a bucket's buffer. */
-typedef struct tb_bucket_entry {
-    size_t chunk;
-    int64_t offset, nbytes; /* offsets are multiples of 64; gaps are zero */
-} tb_bucket_entry;
-
-/* The unit that is transferred. All of its chunks are of one group. */
-typedef struct tb_bucket {
-    size_t channel;
-    uint32_t group; /* never falls within a channel */
-    size_t first_entry, nentries;
-    int64_t total_bytes;
-} tb_bucket;
-
-/* The buckets that share a key, in order; at most max_in_flight of them are under way at a time. The key is what the
- * first chunk says: transport, source, targets, contributors and how they are combined. */
-typedef struct tb_channel {
-    size_t first_bucket, nbuckets;
-    uint32_t max_in_flight;
-    /* A BROADCAST that leaves its host: for each target, which rank sends it there. The source sends to one rank
-     * of another host, and that one hands on. NULL: the source sends to all. */
-    const int32_t *via;
-} tb_channel;
-
-/* All that one rank does for one batch. Read only. */
-typedef struct tb_ir {
-    int32_t rank;
-    int64_t bucket_size;
-    size_t ntensors;
-    const char *const *names; /* sorted */
-    size_t nchunks, nentries, nbuckets, nchannels;
-    const tb_chunk *chunks; /* by channel, then group, name, target offset and part */
-    const tb_bucket_entry *entries;
-    const tb_bucket *buckets;
-    const tb_channel *channels;
-} tb_ir;
-
-typedef struct tb_ir_opts {
-    size_t size;
-    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone. A broadcast that is handed on is cut to it (but not to less
-                               than 64 KiB), so that buckets follow one another from host to host */
-    int64_t staging_bytes;  /* 256 MiB; staged buckets have at most a quarter of it, and larger chunks are cut. Where
-                               n ranks contribute, an n-th of that, in the wider of source and wire dtype: a rank that
-                               combines holds all contributions to a bucket at once */
-    uint32_t max_in_flight; /* 2 */
-    bool direct;            /* chunks need no staging memory, and are never cut */
-    const tb_plan_opts *plan;
-} tb_ir_opts;
-
-/* What `rank` does to move the tensors, which must have distinct names. `cache` may be NULL. */
-TB_API tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntensors, tb_plan_cache *cache,
-                              const tb_ir_opts *opts, tb_ir **out);
-TB_API void tb_ir_destroy(tb_ir *ir);
-
-/* Dumps, to be freed by the caller with free(). The parser reads the JSON one back and checks it. */
-TB_API tb_status tb_ir_dump_text(const tb_ir *ir, char **out);
-TB_API tb_status tb_ir_dump_json(const tb_ir *ir, char **out);
-TB_API tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out);
-
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
+
+/* Tensors lie in memory of a *device*, which has a name. This build knows "host", memory that the CPU reads and writes;
+ * whatever no other device claims is taken for it. The library finds out where a tensor lies. A program may also say
+ * so, in tb_tensor.memory and tb_copy_view.memory: then memory that turns out to be of another device is refused. */
 
 /* Memory that other processes of this machine can read in place: the fastest home for tensors. Any other memory works
  * too, with a copy more where the system does not let peers read it. Aligned to 64 bytes; zero bytes are a pointer,
@@ -453,7 +173,8 @@ typedef struct tb_world_opts {
  * a host, "tcp://:7000", means 127.0.0.1: only processes of this machine reach it. If nobody serves a socket there,
  * this process does, for as long as it has the world. Without the store transfers go on, but nobody new can be met;
  * when it is back, or another process serves it, all take their seats there again. TB_CONFLICT while another process
- * has the seat. */
+ * has the seat; TB_REFUSED, naming both versions, while a rank with another minor version of tensorbus is on the bus.
+ */
 TB_API tb_status tb_world_join(const char *url, const char *group, int32_t index, int32_t size,
                                const tb_world_opts *opts, tb_world **out);
 
@@ -495,8 +216,14 @@ TB_API uint64_t tb_world_plan_bytes(const tb_world *world);
 
 /* ---- Pairs --------------------------------------------------------------------------------------------------- */
 
-/* Two groups that exchange tensors, and the layout each of them has. Each side gives its own, in which ranks are seats
- * of the group. */
+/* Two groups that exchange tensors, and the layout each of them has: who holds which part of a tensor. Each side gives
+ * its own, as text, in which ranks are seats of the group.
+ *
+ *     mesh=2,2 place=R,S1 ranks=4..7
+ *
+ * is a mesh of ranks, row-major (without `ranks`: 0, 1, 2, ...), and for each of its dimensions what that does to the
+ * tensor: Shard(0), StridedShard(0,2), BlockShard(0,4,12,8), Explicit(0, 0-3,5-6; 3-5), Replicate, Partial(sum); short
+ * S0, R, P. docs/design.md has the rules. */
 typedef struct tb_pair tb_pair;
 
 typedef struct tb_pair_opts {
@@ -515,10 +242,31 @@ TB_API tb_status tb_pair_create(tb_world *world, const char *name, const char *r
                                 const tb_pair_opts *opts, tb_pair **out);
 TB_API void tb_pair_destroy(tb_pair *pair);
 
+/* ---- Bindings ------------------------------------------------------------------------------------------------ */
+
+/* Where a rank keeps its part: element (i, j, ...) of the local shape is at
+ * base + offset + (i*strides[0] + j*strides[1] + ...) elements. Several bindings may share one allocation, so that a
+ * fused parameter is several logical tensors. */
+typedef struct tb_binding {
+    void *base;
+    int64_t offset; /* bytes */
+    tb_dtype dtype;
+    tb_shape shape; /* the local shape */
+    int64_t strides[TB_MAX_DIMS];
+} tb_binding;
+
+/* Row-major, without gaps. */
+TB_API tb_status tb_binding_contiguous(void *base, int64_t offset, tb_dtype dtype, const tb_shape *shape,
+                                       tb_binding *out);
+
+/* Whether every element lies inside an allocation of nbytes that starts at `base`. */
+TB_API tb_status tb_binding_check(const tb_binding *binding, int64_t nbytes);
+
 /* ---- Transforms ---------------------------------------------------------------------------------------------- */
 
 /* Conversions on the way that are the user's own. Those that come with tensorbus are said by a tensor's `encode`. */
 typedef struct tb_transform_piece {
+    size_t size;
     const char *name; /* of the tensor; where names are tied, the receiving side's */
     tb_dtype dtype;   /* the sending side's */
     int ndim;
@@ -534,6 +282,7 @@ typedef struct tb_transform_piece {
  * progress, one at a time; they must not call the world. Functions may be NULL: then elements are copied as they are,
  * in the sending side's dtype, and the piece has their bytes. A sentence of failure is set by tb_error_set. */
 typedef struct tb_transform {
+    size_t size;
     void *arg;
     bool (*should_transform)(void *arg, const char *name); /* NULL: all */
     /* How many bytes a piece has on the wire, at least 1, by its shape; NULL: those of its elements. Asked at both
@@ -580,13 +329,14 @@ typedef struct tb_batch_opts {
     size_t nties;
     const char *const *ignored; /* patterns for what may be on one side only; there it stays as it is */
     size_t nignored;
-    const tb_transform *transform; /* see Transforms; borrowed until the batch is destroyed */
+    const tb_transform *transform; /* see Transforms; its arg is borrowed until the batch is destroyed */
     tb_commit commit;
     bool checksum; /* every bucket goes with a sum of its bytes, which is compared where it arrives; nothing is read in
                       place then. Asked for by any rank of either side, it is so for all */
 } tb_batch_opts;
 
 typedef struct tb_tensor {
+    size_t size;
     void *data; /* this rank's part; borrowed until the batch is destroyed. May be NULL where that is empty */
     tb_dtype dtype;
     int ndim;
@@ -608,6 +358,7 @@ typedef struct tb_tensor {
     const char *scale_group; /* tensors of this name have that in common, over all ranks of this side, or, if it begins
                                 with "local:", on each for itself; NULL: this rank's part has its own. Tensors that
                                 point to one `scale` have to be in one group */
+    const char *memory; /* the device that data, scales and scale are on (see Memory), else TB_REFUSED; NULL: any */
 } tb_tensor;
 
 /* Everything in the options but the transform is copied. */
@@ -653,13 +404,14 @@ TB_API tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t
 
 /* What this process has received through all pairs of the batch together. */
 typedef struct tb_batch_state {
+    size_t size;
     uint64_t version; /* the last that all pairs had at one time; 0: none */
     bool is_mixed;    /* the pairs' versions differ: a receive failed for some of them or went without them, or a
                          sender was restarted and counts from 1 again */
     bool is_torn;     /* some pair's tensors are torn */
 } tb_batch_state;
 
-TB_API void tb_batch_query(tb_batch *batch, tb_batch_state *out);
+TB_API tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out);
 
 /* The tensors are the caller's again, once the batch's transfers are destroyed, too. */
 TB_API void tb_batch_destroy(tb_batch *batch);
@@ -689,6 +441,7 @@ typedef enum tb_phase {
 TB_API const char *tb_phase_name(tb_phase phase); /* "plan"; NULL for what is no phase */
 
 typedef struct tb_transfer_state {
+    size_t size;
     tb_status status; /* TB_OK while it is under way and after it succeeded */
     unsigned events;  /* the tb_events that have come about */
     uint64_t attempt; /* the number its senders gave it; 0: they have not begun. A receive that was cancelled before
@@ -717,6 +470,11 @@ typedef struct tb_transfer_opts {
      * tb_proceed is called. What was decided can't be taken back, so it goes on by itself when the transfer's deadline
      * has come, or when it is cancelled. Senders wait for it; their deadlines go on, too. */
     bool hold;
+    /* A stream of the device that this rank's tensors are on: points to its handle, which is read during the call.
+     * NULL: none. A send reads the tensors, and a receive writes them, after the work that is on the stream when the
+     * call is made. Host memory is not ordered by streams: there the transfer may use the tensors from the call on, and
+     * the stream is ignored. A tensor on another device that has no streams fails the call (TB_REFUSED). */
+    const void *stream;
 } tb_transfer_opts;
 
 /* Begins to send the batch's tensors to the other sides of its pairs, or to receive from there. A batch can do one of
@@ -745,6 +503,12 @@ TB_API tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_trans
  * without waiting; negative: as long as the transfer's own deadline) TB_TIMEOUT, and the transfer goes on. */
 TB_API tb_status tb_wait(tb_transfer *transfer, tb_event event, int timeout_ms);
 
+/* Makes a stream (see tb_transfer_opts) wait for an event: what is submitted to it after this call is done after the
+ * event. It may return earlier than that, where the tensors' device has streams; `stream` must not be NULL. For host
+ * memory the event has come about when it returns: it waits as tb_wait does, until the transfer's own deadline. A
+ * transfer that has failed returns its status; the stream is not to be relied upon then. */
+TB_API tb_status tb_stream_wait(tb_transfer *transfer, tb_event event, const void *stream);
+
 /* Lets a transfer with `hold` change the tensors, now or as soon as it is decided. TB_INVALID for any other. */
 TB_API tb_status tb_proceed(tb_transfer *transfer);
 
@@ -752,7 +516,8 @@ TB_API tb_status tb_proceed(tb_transfer *transfer);
  * arrival was taken in this way, or TB_ARRIVED is waited for. */
 TB_API tb_status tb_wait_group(tb_transfer *transfer, uint32_t group, int timeout_ms);
 
-TB_API void tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out);
+/* The sentence of a transfer that has failed is in tb_error_detail then. */
+TB_API tb_status tb_transfer_query(const tb_transfer *transfer, tb_transfer_state *out);
 
 /* What has become of one pair's part; seconds and phases are those of all. A pair that was skipped has the status of
  * its loss. The sentence of a failure is in tb_error_detail. */
@@ -792,11 +557,13 @@ typedef struct tb_copy_opts {
 
 /* A tensor in this rank's memory. */
 typedef struct tb_copy_view {
+    size_t size;
     void *data; /* may be NULL where there are no elements */
     tb_dtype dtype;
     int ndim;
     int64_t shape[TB_MAX_DIMS];
     const int64_t *strides; /* in elements, may be negative; NULL: row-major without gaps */
+    const char *memory;     /* the device that data is on (see Memory), else TB_REFUSED; NULL: any */
 } tb_copy_view;
 
 /* Completes when all of the group have opened the service `name`. `group` NULL: the one this process joined first. */
@@ -840,8 +607,8 @@ TB_API tb_status tb_copy_match_local(int32_t rank, const tb_copy_op *sends, size
 
 /* A process need not be on the bus itself: an *agent* (`tensorbus agent`), a process of the same user on the same
  * machine, can have the seat, and move tensors for it. What follows is the host program's side. Names, layouts, tensors
- * and options are those of pairs and batches above. Tensors in memory of tb_alloc are used where they are; others are
- * copied through the agent, which has to be allowed to read and write this process's memory.
+ * and options are those of pairs and batches above. Tensors are in host memory. Those in memory of tb_alloc are used
+ * where they are; others are copied through the agent, which has to be allowed to read and write this process's memory.
  *
  * A client belongs to one thread at a time. When its agent is gone, every call returns TB_LOST at once. */
 typedef struct tb_client tb_client;
@@ -883,8 +650,7 @@ TB_API tb_status tb_client_batch_add(tb_client_batch *batch, const char *pair, c
                                      const tb_tensor *tensor);
 
 /* As tb_batch_add_pair: this rank takes part in the pair's transfers even if it adds none of the pair's tensors, as all
- * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. An
- * agent of 0.1.0 refuses both. */
+ * ranks of the pair have to. A batch to which nothing was added takes part in all pairs that the client has made. */
 TB_API tb_status tb_client_batch_add_pair(tb_client_batch *batch, const char *pair);
 
 /* Completes when both sides of every pair have registered their tensors, and these fit. It may be called again when
@@ -902,8 +668,9 @@ typedef struct tb_client_transfer_opts {
     /* The name of a semaphore that this process has made for the transfer (sem_open with O_EXCL, mode 0600): the agent
      * posts it when the transfer has ended, well or not, and removes the name. */
     const char *semaphore;
-    bool skip_lost; /* as in tb_transfer_opts */
-    bool hold;      /* the same, with tb_client_proceed; only with no_wait */
+    bool skip_lost;     /* as in tb_transfer_opts */
+    bool hold;          /* the same, with tb_client_proceed; only with no_wait */
+    const void *stream; /* the same. Agents move host memory only, so it is ignored */
 } tb_client_transfer_opts;
 
 /* Sends or receives the batch once; returns when the version is committed.
@@ -920,6 +687,9 @@ TB_API tb_status tb_client_transfer(tb_client_batch *batch, bool is_send, const 
  * like TB_ARRIVED without TB_SHADOW, that they are in this process. */
 TB_API tb_status tb_client_wait(tb_client_batch *batch, bool is_send, tb_event event, int timeout_ms);
 
+/* As tb_stream_wait, for a transfer that was begun with no_wait. */
+TB_API tb_status tb_client_stream_wait(tb_client_batch *batch, bool is_send, tb_event event, const void *stream);
+
 /* Readable when the agent has something to tell: then tb_client_wait with a timeout of 0 takes it. Other calls take it,
  * too, so look with tb_client_wait before sleeping. -1 once the agent is lost. */
 TB_API int tb_client_fd(const tb_client *client);
@@ -928,6 +698,7 @@ TB_API int tb_client_fd(const tb_client *client);
 TB_API tb_status tb_client_proceed(tb_client_batch *batch);
 
 typedef struct tb_client_status {
+    size_t size;
     char state[16];       /* "registering", "idle", "sending", "receiving", "failed" */
     bool transfer_signal; /* sending: not all have read it; receiving: there is something to receive, or being received
                            */
@@ -946,6 +717,7 @@ TB_API tb_status tb_client_query(tb_client_batch *batch, tb_client_status *out);
 
 /* What has become of one pair's part of the last transfer. */
 typedef struct tb_client_pair_state {
+    size_t size;
     tb_status status;
     char error[512];  /* "" if it succeeded */
     uint64_t version; /* the last that was completed; 0: none */
@@ -974,27 +746,9 @@ TB_API void tb_client_batch_destroy(tb_client_batch *batch);
  *     slice(D, start, length)    some indices of dim D
  *     pad(D, before, after)      dim D without the padding that the storage has there
  *
- * A negative D counts from the end. Nothing is copied: the result is the same memory with other strides. Where a view
- * is taken below, NULL changes nothing. */
+ * A negative D counts from the end. Nothing is copied: the result is the same memory with other strides. plan.h has the
+ * functions that apply one. */
 typedef struct tb_view tb_view;
-
-TB_API tb_status tb_view_parse(const char *text, tb_view **out); /* "" changes nothing */
-TB_API void tb_view_destroy(tb_view *view);
-
-/* The canonical shape and layout of a tensor stored with this global shape and layout, for all ranks. A dim that is cut
- * stays Shard where that says it, and becomes Explicit else; mesh dims may be split or joined for it. TB_REFUSED where
- * what a rank has is no box with even strides any more. */
-TB_API tb_status tb_view_apply(const tb_view *view, const tb_shape *shape, const tb_layout *layout, tb_shape *out_shape,
-                               tb_layout **out_layout);
-
-/* Where `rank` has its part of the canonical tensor, if `binding` is where it has its part of the stored one. */
-TB_API tb_status tb_view_bind(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
-                              const tb_binding *binding, tb_binding *out);
-
-/* The boxes of the rank's storage that are padding. They are never sent; whoever receives the tensor sets them to zero.
- * To be freed by the caller with free(); NULL if there are none. */
-TB_API tb_status tb_view_padding(const tb_view *view, const tb_shape *shape, const tb_layout *layout, int32_t rank,
-                                 const tb_binding *binding, tb_binding **out, size_t *count);
 
 /* A pattern is a glob, in which * stands for any characters (dots, too) and ? for one; or, if it begins with ^, a POSIX
  * extended regular expression, which takes longer. It has to match the whole name.
@@ -1062,6 +816,7 @@ typedef struct tb_match_opts {
 
 /* Indices into the names that were given. */
 typedef struct tb_match {
+    size_t size;
     size_t nmatched;
     size_t *source, *target; /* in the targets' order; a source may serve several */
     size_t nonly_source, nonly_target;

@@ -1,22 +1,24 @@
-/* Options structs: they begin with their size, so that a program built against an older header still works. */
+/* Structs of the public headers that begin with `size`: the sizeof that the caller's header gives them. Within a minor
+ * version they grow at the end, so the caller's may have fewer fields than ours, or more. */
 #ifndef TB_BASE_OPTS_H
 #define TB_BASE_OPTS_H
 
 #include "base/error.h"
 
-#include <string.h>
+/* Copies an options struct. Fields that the caller's lacks are zero, the default; NULL: all are. TB_REFUSED if the
+ * caller's has fields that we do not know and that are not zero. ours->size becomes `size`. */
+TB_API tb_status tb__opts_read(void *ours, size_t size, const void *callers);
 
-/* Copies what the caller's struct has of ours, and zeros (the defaults) for the rest. */
-static inline tb_status tb__opts_read(void *ours, size_t size, const void *callers) {
-    memset(ours, 0, size);
-    if (!callers)
-        return TB_OK;
-    size_t given;
-    memcpy(&given, callers, sizeof given);
-    if (given < sizeof given)
-        return tb__fail(TB_INVALID, "an options struct has size %zu; set it to sizeof the struct", given);
-    memcpy(ours, callers, given < size ? given : size);
-    return TB_OK;
-}
+/* The same for any other struct, which is the i-th of an array; all in it have one size. `what` is for sentences. */
+tb_status tb__struct_read(void *ours, size_t size, const void *callers, size_t i, const char *what);
+
+/* Whether the size of a struct that is to be filled in can be one. */
+tb_status tb__struct_check(const void *callers, const char *what);
+
+/* Fills in the fields that the caller's struct has, and zeros for those that we do not know; its size stays. */
+tb_status tb__struct_write(void *callers, const void *ours, size_t size, const char *what);
+
+/* Moves the fields out of a struct that was filled in, which has zeros then; its size stays. */
+void tb__struct_take(void *ours, size_t size, void *callers);
 
 #endif

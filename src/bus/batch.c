@@ -19,7 +19,7 @@ static tb_status check_matching(const tb_batch_opts *o) {
     }
     tb_match_opts opts = {
         .size = sizeof opts, .ties = o->ties, .nties = o->nties, .ignored = o->ignored, .nignored = o->nignored};
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     TB_TRY(tb_match_names(NULL, 0, NULL, 0, &opts, &match));
     tb_match_fini(&match);
     return TB_OK;
@@ -38,11 +38,15 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     if ((unsigned)o.commit > TB_SHADOW)
         return tb__fail(TB_INVALID, "commit is %d, which is neither TB_IN_PLACE nor TB_SHADOW", (int)o.commit);
     TB_TRY(check_matching(&o));
+    tb_transform transform = {0};
+    if (o.transform)
+        TB_TRY(tb__struct_read(&transform, sizeof transform, o.transform, 0, "a tb_transform"));
     TB_TRY(tb__world_check(world, "world"));
     tb_batch *batch = tb__calloc(1, sizeof *batch);
     if (!batch)
         return TB_NO_MEMORY;
     batch->world = world;
+    batch->transform = transform;
     batch->name = tb__strdup(name);
     tb__matching_pack(&batch->matching, &o);
     if (!batch->name || batch->matching.failed) {
@@ -55,6 +59,8 @@ tb_status tb_batch_create(tb_world *world, const char *name, const tb_batch_opts
     o.ignored = NULL;
     o.nties = o.nignored = 0;
     batch->opts = o;
+    if (o.transform)
+        batch->opts.transform = &batch->transform;
     batch->memory.invalidate = tb__batch_invalidate;
     atomic_init(&batch->refs, 1);
     tb__world_ref(world);
@@ -124,7 +130,10 @@ tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const 
     tb__tensor *t = tb__malloc(1, sizeof *t);
     if (!t)
         return TB_NO_MEMORY;
-    tb_status status = tb__tensor_init(t, pair, name, tensor, batch->opts.transform);
+    tb_tensor given;
+    tb_status status = tb__struct_read(&given, sizeof given, tensor, 0, "a tb_tensor");
+    if (status == TB_OK)
+        status = tb__tensor_init(t, pair, name, &given, batch->opts.transform);
     if (status != TB_OK) {
         free(t);
         return tb__fail_within(status, "tensor '%.100s'", name);
@@ -386,15 +395,15 @@ void tb__batch_settle_version(tb_batch *batch) {
     tb__versions_settle(&versions, &batch->together);
 }
 
-void tb_batch_query(tb_batch *batch, tb_batch_state *out) {
-    *out = (tb_batch_state){0};
-    if (tb__world_check(batch->world, "batch") != TB_OK)
-        return;
+tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out) {
+    TB_TRY(tb__world_check(batch->world, "batch"));
+    tb_batch_state state = {0};
     tb__loop_lock(batch->world->loop);
-    tb__versions versions = versions_of(batch, &out->is_torn);
-    out->version = batch->together;
-    out->is_mixed = tb__versions_differ(&versions);
+    tb__versions versions = versions_of(batch, &state.is_torn);
+    state.version = batch->together;
+    state.is_mixed = tb__versions_differ(&versions);
     tb__loop_unlock(batch->world->loop);
+    return tb__struct_write(out, &state, sizeof state, "a tb_batch_state");
 }
 
 bool tb__batch_is_offered(const tb_batch *batch) {

@@ -16,7 +16,7 @@ static void add_mistakes(rank *r) {
     tb_batch *batch = NULL;
     uint32_t data[16] = {0};
     int64_t strides[2] = {INT64_MAX / 2, 1};
-    tb_tensor good = {.data = data, .dtype = TB_U32, .ndim = 2, .shape = {4, 4}}, t;
+    tb_tensor good = {.size = sizeof good, .data = data, .dtype = TB_U32, .ndim = 2, .shape = {4, 4}}, t;
     make_pair(r, ROWS, &pair);
     tb_batch_opts negative = {.size = sizeof negative, .bucket_size = -1},
                   small = {.size = sizeof small, .staging_bytes = 1000};
@@ -27,6 +27,15 @@ static void add_mistakes(rank *r) {
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
     check_fails(tb_batch_register(batch, 0), TB_INVALID, "batch 'step' has no tensors");
     check_fails(tb_batch_add(batch, pair, NULL, &good), TB_INVALID, "a tensor needs a name");
+    t = good;
+    t.size = 0;
+    check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x': a tb_tensor has size 0");
+    struct {
+        tb_tensor known;
+        int64_t unknown;
+    } newer = {.known = good, .unknown = 1};
+    newer.known.size = sizeof newer;
+    check_fails(tb_batch_add(batch, pair, "x", &newer.known), TB_REFUSED, "sets a field that tensorbus");
     t = good;
     t.ndim = 9;
     check_fails(tb_batch_add(batch, pair, "x", &t), TB_INVALID, "tensor 'x'");
@@ -97,7 +106,11 @@ static void differ(rank *r) {
     make_pair(r, ROWS, &pair);
     for (int round = 0; round < 2; round++) { /* the second time all are of one mind */
         tb_batch_opts opts = {.size = sizeof opts, .bucket_size = is_odd && d->other_bucket ? 4096 : 8192};
-        tb_tensor t = {.data = data, .dtype = is_odd && d->dtype ? d->dtype : TB_U32, .ndim = 2, .shape = {4, 4}};
+        tb_tensor t = {.size = sizeof t,
+                       .data = data,
+                       .dtype = is_odd && d->dtype ? d->dtype : TB_U32,
+                       .ndim = 2,
+                       .shape = {4, 4}};
         t.group = is_odd && d->other_group;
         t.shape[1] += is_odd && d->longer;
         check_ok(tb_batch_create(r->world, "step", &opts, &batch));
@@ -197,7 +210,12 @@ static void convert(rank *r) {
     }
     make_pair(r, ALONE, &pair);
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
-    tb_tensor tensor = {.data = data, .dtype = dtype, .ndim = 1, .shape = {16}, .wire_dtype = is_a(r) ? c->wire : 0};
+    tb_tensor tensor = {.size = sizeof tensor,
+                        .data = data,
+                        .dtype = dtype,
+                        .ndim = 1,
+                        .shape = {16},
+                        .wire_dtype = is_a(r) ? c->wire : 0};
     check_ok(tb_batch_add(batch, pair, "x", &tensor));
     check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
     if (c->refusal) {

@@ -3,7 +3,7 @@
 #ifndef TB_BUS_BUS_TEST_H
 #define TB_BUS_BUS_TEST_H
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include "base/process.h"
 
@@ -283,7 +283,8 @@ static inline bool part_is_poison(const part *p) {
 }
 
 static inline tb_tensor part_tensor(const part *p) {
-    return (tb_tensor){.data = p->data, .dtype = TB_U32, .ndim = 2, .shape = {p->rows, p->columns}};
+    return (tb_tensor){
+        .size = sizeof(tb_tensor), .data = p->data, .dtype = TB_U32, .ndim = 2, .shape = {p->rows, p->columns}};
 }
 
 /* ---- The usual set-up: a pair, a batch with one matrix --------------------------------------------------------- */

@@ -56,7 +56,7 @@ static void once_more(rank *r, stage *g, uint32_t version) {
 
 /* Sleeps until the first group is in. It is not taken: the second must not come. */
 static void await_first(tb_transfer *t) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     for (tb_transfer_query(t, &state); state.groups_done == 0; tb_transfer_query(t, &state)) {
         struct pollfd news = {.fd = tb_transfer_fd(t), .events = POLLIN};
         check(state.status == TB_OK);
@@ -67,7 +67,7 @@ static void await_first(tb_transfer *t) {
 
 /* Sleeps until it has failed. */
 static void was_cancelled(tb_transfer *t, const char *who) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     for (tb_transfer_query(t, &state); state.status == TB_OK; tb_transfer_query(t, &state)) {
         struct pollfd news = {.fd = tb_transfer_fd(t), .events = POLLIN};
         check(poll(&news, 1, PATIENCE_MS) == 1);
@@ -152,7 +152,7 @@ static void test_cancel_before(void **state) {
 
 static void after(rank *r) {
     stage g;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     set_stage(r, &g);
     tb_transfer *t = begin(r, &g, 1);
     check_ok(tb_wait(t, TB_COMMITTED, -1));
@@ -197,7 +197,7 @@ static void test_destroy_cancels(void **state) {
 static void in_the_rush(rank *r) {
     setup s;
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 64 << 10, .staged = r->scene->shared != NULL};
     set_up(r, &s, ROWS, COLUMNS, 1024, 1024, &opts);
     for (int round = 0; round < 10; round++) {

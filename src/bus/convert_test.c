@@ -25,7 +25,7 @@ static void member_init(rank *r, member *m, const job *j) {
     check_ok(tb_batch_create(r->world, "step", &opts, &m->batch));
     for (int t = 0; t < j->ntensors; t++) {
         char name[8] = {'t', (char)('0' + t)};
-        tb_tensor tensor = {.dtype = j->dtype, .ndim = j->shape.ndim};
+        tb_tensor tensor = {.size = sizeof tensor, .dtype = j->dtype, .ndim = j->shape.ndim};
         memcpy(tensor.shape, j->shape.dim, sizeof tensor.shape);
         tensor.group = j->scale_group ? 3 : (uint32_t)t / 2;
         plain_init(&m->plain[t], j, which, r->index);
@@ -219,9 +219,10 @@ static void stacked(rank *r) {
     tb_pair *pair;
     tb_batch *batch;
     tb_batch_opts opts = {.size = sizeof opts, .staging_bytes = 512 << 10};
-    tb_tensor t = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {MATRICES * ROWS, COLUMNS}};
+    tb_tensor t = {.size = sizeof t, .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {MATRICES * ROWS, COLUMNS}};
     if (!is_a(r))
-        t = (tb_tensor){.data = data,
+        t = (tb_tensor){.size = sizeof(tb_tensor),
+                        .data = data,
                         .dtype = TB_F8E4M3,
                         .ndim = 3,
                         .shape = {MATRICES, ROWS, COLUMNS},
@@ -341,9 +342,14 @@ static void fused(rank *r) {
     memset(data, 0xa5, sizeof data);
     memset(scales, 0xa5, sizeof scales);
     for (int i = 0; i < 3; i++) {
-        tb_tensor t = {.data = numbers[parts[i].first], .dtype = TB_F32, .ndim = 2, .shape = {parts[i].rows, HIDDEN}};
+        tb_tensor t = {.size = sizeof t,
+                       .data = numbers[parts[i].first],
+                       .dtype = TB_F32,
+                       .ndim = 2,
+                       .shape = {parts[i].rows, HIDDEN}};
         if (!is_a(r))
-            t = (tb_tensor){.data = data,
+            t = (tb_tensor){.size = sizeof(tb_tensor),
+                            .data = data,
                             .dtype = TB_F8E4M3,
                             .ndim = 2,
                             .shape = {Q + K + K, HIDDEN},
@@ -395,9 +401,10 @@ static void apart(rank *r) {
     check_ok(tb_pair_create(r->world, "p", other_group(r), is_a(r) ? "mesh=1 place=R" : "mesh=3 place=R", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
     for (int i = 0; i < 2; i++) {
-        tb_tensor t = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+        tb_tensor t = {.size = sizeof t, .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
         if (!is_a(r))
-            t = (tb_tensor){.data = data[i],
+            t = (tb_tensor){.size = sizeof(tb_tensor),
+                            .data = data[i],
                             .dtype = TB_F8E4M3,
                             .ndim = 2,
                             .shape = {ROWS, COLUMNS},
@@ -438,7 +445,8 @@ static void wrong_tensors(rank *r) {
     check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        tb_tensor t = {.data = data,
+        tb_tensor t = {.size = sizeof t,
+                       .data = data,
                        .dtype = TB_F8E4M3,
                        .ndim = 2,
                        .shape = {4, 32},

@@ -96,7 +96,7 @@ static void make_batch(rank *r, int count, size_t nbytes) {
         char name[16];
         must(tb_alloc(nbytes, (void **)&r->data[i]) == TB_OK);
         snprintf(name, sizeof name, "w%d", i);
-        tb_tensor w = {.data = r->data[i], .dtype = TB_U32, .ndim = 1, .shape = {N}};
+        tb_tensor w = {.size = sizeof w, .data = r->data[i], .dtype = TB_U32, .ndim = 1, .shape = {N}};
         must(tb_batch_add(r->batch, r->pair, name, &w) == TB_OK);
     }
     must(tb_batch_register(r->batch, 0) == TB_OK);
@@ -202,7 +202,7 @@ static void pair_without(rank *r) {
     await(r);
     if (status == TB_OK) {
         must(tb_batch_create(r->world, "step", NULL, &r->batch) == TB_OK);
-        tb_tensor nothing = {.dtype = TB_U32, .ndim = 1, .shape = {0}};
+        tb_tensor nothing = {.size = sizeof nothing, .dtype = TB_U32, .ndim = 1, .shape = {0}};
         must(tb_batch_add(r->batch, r->pair, "w0", &nothing) == TB_OK);
         must(tb_batch_register(r->batch, SOON_MS) == TB_TIMEOUT && names_limit(other));
         tb_batch_destroy(r->batch);
@@ -225,7 +225,7 @@ static void pair_without(rank *r) {
  * did nothing. When there are descriptors again, the same call succeeds. */
 static void accept_without(rank *r) {
     enum { ENOUGH_TO_CONNECT = 3 }; /* and too few to accept */
-    tb_tensor nothing = {.dtype = TB_U32, .ndim = 1, .shape = {0}};
+    tb_tensor nothing = {.size = sizeof nothing, .dtype = TB_U32, .ndim = 1, .shape = {0}};
     limit(r, 100);
     join(r);
     if (!r->is_a) {

@@ -4,13 +4,15 @@
  * changes something lists afterwards, so that it sees its own change whatever the following thread is doing. */
 #include "bus/directory_inner.h"
 
+#include "base/int.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 
-enum { REOPEN_MS = 10 };
+enum { REOPEN_MS = 10, LOOK_AGAIN_MS = 50 };
 
 /* With the lock held: why a call that has waited until its deadline has not had its turn. */
 static tb_status fail_turn(const tb__directory *d, const tb__store_deadline *deadline) {
@@ -273,6 +275,20 @@ tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__
     tb_status status = tb__view_roster(directory->view, group, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
+}
+
+tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline_ms,
+                                      tb_status (*check)(const void *contact, size_t nbytes, const char *label)) {
+    int64_t begun_ms = tb__now_ms();
+    for (;;) {
+        pthread_mutex_lock(&directory->lock);
+        tb_status status = tb__view_check_members(directory->view, check);
+        int64_t until_ms = tb__min64(begun_ms + tb__store_linger_ms(directory->store), deadline_ms);
+        pthread_mutex_unlock(&directory->lock);
+        if (status == TB_OK || tb__ms_until(until_ms) == 0)
+            return status;
+        tb__sleep_ms(LOOK_AGAIN_MS);
+    }
 }
 
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes) {

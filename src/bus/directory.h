@@ -74,6 +74,11 @@ typedef struct tb__roster {
 tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out);
 void tb__roster_fini(tb__roster *roster);
 
+/* Asks `check` about every member that has announced itself, and returns its first failure. A member that fails is
+ * given the time in which the dead disappear. */
+tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline_ms,
+                                      tb_status (*check)(const void *contact, size_t nbytes, const char *label));
+
 /* How many processes that have announced themselves have a contact beginning with these bytes, by distinct rank. */
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes);
 

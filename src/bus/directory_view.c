@@ -4,6 +4,8 @@
 #include "base/log.h"
 #include "base/mem.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 typedef struct placed {
@@ -197,6 +199,17 @@ tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out
         notes.item[i] = note;
     }
     *out = notes;
+    return TB_OK;
+}
+
+tb_status tb__view_check_members(const tb__view *view,
+                                 tb_status (*check)(const void *contact, size_t nbytes, const char *label)) {
+    for (size_t i = 0; i < view->seats.count; i++) {
+        const placed *p = &view->seats.item[i];
+        char label[TB__DIRECTORY_MAX_NAME + 40];
+        snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", p->seat.rank, p->group, p->index);
+        TB_TRY(check(p->seat.contact, p->seat.contact_nbytes, label));
+    }
     return TB_OK;
 }
 

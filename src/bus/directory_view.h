@@ -18,6 +18,8 @@ int32_t tb__view_next_rank(const tb__view *view); /* all ranks are below it */
 /* As in directory.h. */
 tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *out);
 tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out);
+tb_status tb__view_check_members(const tb__view *view,
+                                 tb_status (*check)(const void *contact, size_t nbytes, const char *label));
 int32_t tb__view_count_contacts(const tb__view *view, const void *prefix, size_t nbytes);
 
 #endif

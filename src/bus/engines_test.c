@@ -79,7 +79,7 @@ static void add_engine(process *p, int engine) {
     snprintf(name, sizeof name, "pair %d", engine);
     if (is_trainer(p))
         snprintf(remote, sizeof remote, "engine %d", engine);
-    tb_tensor w = {.data = p->w, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    tb_tensor w = {.size = sizeof w, .data = p->w, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     must(p, tb_pair_create(p->world, name, remote, is_trainer(p) ? "mesh=2 place=S0" : "mesh=2 place=S1", NULL,
                            &p->pairs[engine]));
     must(p, tb_batch_add(p->batch, p->pairs[engine], "w", &w));
@@ -102,7 +102,7 @@ static bool holds(const process *p, int version) {
 }
 
 static tb_transfer_state state_of(const process *p, const tb_transfer *t, int engine) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     must(p, tb_transfer_pair(t, p->pairs[engine], &state));
     return state;
 }

@@ -19,7 +19,7 @@ static void add(rank *r, two *t, int i) {
 static void move(rank *r, two *t, uint32_t version, bool skips, int ngood) {
     tb_transfer_opts opts = {.size = sizeof opts, .skip_lost = skips};
     tb_transfer *moves = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     for (int i = 0; is_a(r) && i < 2; i++)
         part_fill(&t->parts[i], version);
     check_ok((is_a(r) ? tb_send : tb_recv)(t->batch, &opts, &moves));
@@ -53,7 +53,7 @@ static void close_batch(two *t) {
 static void come_and_go(rank *r) {
     two t;
     tb_transfer *moves = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     open_batch(r, &t);
     check(tb_batch_epoch(t.batch) == 0);
     add(r, &t, 0);
@@ -129,7 +129,7 @@ static void test_come_and_go(void **state) {
 }
 
 static void check_state(const two *t, uint64_t wanted, bool is_mixed) {
-    tb_batch_state state;
+    tb_batch_state state = {.size = sizeof state};
     tb_batch_query(t->batch, &state);
     check(state.version == wanted && state.is_mixed == is_mixed && !state.is_torn);
 }

@@ -126,7 +126,8 @@ static tb_status bind(const tb__held *held, tb_binding *out) {
 
 static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t key, tb__flow_tensor *out) {
     *out = (tb__flow_tensor){.key = key,
-                             .spec = {.name = to->as->name,
+                             .spec = {.size = sizeof(tb_tensor_spec),
+                                      .name = to->as->name,
                                       .shape = to->as->shape,
                                       .src = from->layout,
                                       .dst = to->layout,
@@ -198,7 +199,7 @@ static tb_status create_flow(tb__exchange *exchange, int src, tb__flow_tensor *t
 }
 
 static tb_status make_flow(tb__exchange *exchange, int src, const matching *m) {
-    tb_match pairs;
+    tb_match pairs = {.size = sizeof pairs};
     TB_TRY(match(exchange, src, m, &pairs));
     tb__flow_tensor *tensors = tb__malloc(pairs.nmatched, sizeof *tensors);
     tb__convert_how *how = tb__malloc(pairs.nmatched, sizeof *how);

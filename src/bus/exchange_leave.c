@@ -10,8 +10,7 @@ static void pack_failure(tb__pack *pack, const tb__failure *last) {
     tb__pack_string(pack, last->why);
 }
 
-/* The failures are for those who have not heard of them: others leave, or are lost, because of them. Ranks of 0.1.0
- * read no further than to the sentence before them. */
+/* The failures are for those who have not heard of them: others leave, or are lost, because of them. */
 void tb__exchange_leave(tb__exchange *exchange) {
     bool is_broken = exchange->state == EXCHANGE_BROKEN;
     const char *why = is_broken ? exchange->all.why : "";
@@ -82,9 +81,8 @@ void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message) 
         exchange->goodbyes[at][i].started = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
-    bool has_failures = message->at < message->end; /* else it is of 0.1.0 */
     for (int i = 0; i < 2; i++)
-        keep_failure(&exchange->goodbyes[at][i], has_failures ? unpack_failure(message) : (tb__failure){0}, why);
+        keep_failure(&exchange->goodbyes[at][i], unpack_failure(message), why);
     if (exchange->state == EXCHANGE_WAITING && (!had_agreed || message->failed)) {
         forget_manifest(exchange, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
         return;

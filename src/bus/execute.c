@@ -43,14 +43,14 @@ tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfe
     char *to = NULL;
     TB_TRY(tb__world_check(batch->world, "batch"));
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(tb_batch_register(batch, o.timeout_ms));
+    tb_transfer_state nothing = {0};
     if (sent)
-        *sent = (tb_transfer_state){0};
+        TB_TRY(tb__struct_write(sent, &nothing, sizeof nothing, "a tb_transfer_state"));
     if (received)
-        *received = (tb_transfer_state){0};
+        TB_TRY(tb__struct_write(received, &nothing, sizeof nothing, "a tb_transfer_state"));
+    TB_TRY(tb_batch_register(batch, o.timeout_ms));
     TB_TRY(find_parts(batch, from, &sends, &receives, &to));
     tb_status status = TB_OK;
-    o.size = sizeof o;
     if (receives) {
         o.group = to;
         status = tb_recv(batch, &o, &receiving);

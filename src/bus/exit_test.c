@@ -258,7 +258,8 @@ static void make_batch(member *m) {
     must(m, tb_pair_create(m->world, "p", is_sender(m) ? "b" : "a", layout, NULL, &m->pair), "pair");
     must(m, tb_batch_create(m->world, "step", &opts, &m->batch), "batch");
     for (uint32_t t = 0; t < NTENSORS; t++) {
-        tb_tensor tensor = {.data = m->memory[t],
+        tb_tensor tensor = {.size = sizeof tensor,
+                            .data = m->memory[t],
                             .dtype = TB_F32,
                             .ndim = 2,
                             .shape = {ROWS, COLUMNS},

@@ -22,7 +22,7 @@ typedef struct member {
 static tb_status join(const char *url, const char *transport, int side, member *m) {
     char address[160];
     tb_world_opts opts = {.size = sizeof opts, .token = TOKEN, .timeout_ms = PATIENCE_MS, .transport = transport};
-    tb_tensor t = {.data = &m->value, .dtype = TB_F32};
+    tb_tensor t = {.size = sizeof t, .data = &m->value, .dtype = TB_F32};
     snprintf(address, sizeof address, "%s?namespace=bus", url);
     TB_TRY(tb_world_join(address, groups[side], 0, 1, &opts, &m->world));
     TB_TRY(tb_pair_create(m->world, "p", groups[!side], "mesh=1 place=R", NULL, &m->pair));

@@ -82,7 +82,7 @@ static void use_world(const inherited *o) {
 
 static void use_batch(const inherited *o) {
     tb_transfer *transfer = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     char *text = NULL;
     uint64_t version = 77;
     bool is_torn;
@@ -93,8 +93,8 @@ static void use_batch(const inherited *o) {
     refused(tb_batch_dump(o->batch, true, &text), "batch");
     refused(tb_batch_remove_pair(o->batch, o->pair), "batch");
     refused(tb_batch_version(o->batch, o->pair, &version, &is_torn), "batch");
-    tb_batch_state together;
-    tb_batch_query(o->batch, &together);
+    tb_batch_state together = {.size = sizeof together};
+    refused(tb_batch_query(o->batch, &together), "batch");
     child_check(together.version == 0 && tb_world_plan_bytes(o->world) == 0);
     refused(tb_send(o->batch, NULL, &transfer), "batch");
     refused(tb_recv(o->batch, NULL, &transfer), "batch");
@@ -104,12 +104,13 @@ static void use_batch(const inherited *o) {
 }
 
 static void use_transfer(const inherited *o) {
-    tb_transfer_state state = {0};
+    tb_transfer_state state = {.size = sizeof state};
     refused(tb_wait(o->transfer, TB_COMMITTED, -1), "transfer");
     refused(tb_wait_group(o->transfer, 0, -1), "transfer");
+    refused(tb_stream_wait(o->transfer, TB_COMMITTED, &state), "transfer");
     refused(tb_proceed(o->transfer), "transfer");
     refused(tb_transfer_pair(o->transfer, o->pair, &state), "transfer");
-    refused((tb_transfer_query(o->transfer, &state), state.status), "transfer");
+    refused(tb_transfer_query(o->transfer, &state), "transfer");
     child_check(state.events == 0);
     child_check(tb_transfer_fd(o->transfer) == -1);
     tb_cancel(o->transfer);
@@ -117,7 +118,7 @@ static void use_transfer(const inherited *o) {
 
 static void use_copy(const inherited *o) {
     uint32_t value = 0;
-    tb_copy_view view = {.data = &value, .dtype = TB_U32};
+    tb_copy_view view = {.size = sizeof view, .data = &value, .dtype = TB_U32};
     refused(tb_copy_submit_send(o->copy, &view, 1, 0, 1), "copy service");
     refused(tb_copy_submit_recv(o->copy, &view, 1, 0, 1), "copy service");
     refused(tb_copy_run(o->copy, 0), "copy service");
@@ -159,8 +160,13 @@ static void use_pure(void) {
     child_check(tb_layout_parse("mesh=2 place=S0", &src) == TB_OK);
     child_check(tb_layout_parse("mesh=2 place=S1", &dst) == TB_OK);
     child_check(tb_plan_cache_create(&cache) == TB_OK);
-    tb_tensor_spec spec = {
-        .name = "w", .shape = shape, .src = src, .dst = dst, .src_dtype = TB_F32, .dst_dtype = TB_F32};
+    tb_tensor_spec spec = {.size = sizeof spec,
+                           .name = "w",
+                           .shape = shape,
+                           .src = src,
+                           .dst = dst,
+                           .src_dtype = TB_F32,
+                           .dst_dtype = TB_F32};
     child_check(tb_ir_create(0, &spec, 1, cache, NULL, &ir) == TB_OK && ir->nchunks > 0);
     tb_ir_destroy(ir);
     tb_plan_cache_destroy(cache);
@@ -212,7 +218,8 @@ static void let_children_use(const inherited *o) {
 /* Each rank of the group sends its number to the next one. */
 static void run_copies(const rank *r, tb_copy *copy) {
     uint32_t mine = 100 + (uint32_t)r->index, got = POISON;
-    tb_copy_view from = {.data = &mine, .dtype = TB_U32}, to = {.data = &got, .dtype = TB_U32};
+    tb_copy_view from = {.size = sizeof from, .data = &mine, .dtype = TB_U32},
+                 to = {.size = sizeof to, .data = &got, .dtype = TB_U32};
     int32_t next = (r->index + 1) % r->size, before = (r->index + r->size - 1) % r->size;
     check_ok(tb_copy_submit_send(copy, &from, 1, next, (uint64_t)r->index));
     check_ok(tb_copy_submit_recv(copy, &to, 1, before, (uint64_t)before));

@@ -39,7 +39,7 @@ static void give_up_one(setup *s, way how, int i) {
 /* A version that everybody gets, under the number that it has. Sends that were given up before are nothing to it. */
 static void get_through(rank *r, setup *s, uint32_t version, uint64_t number) {
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     if (is_a(r))
         part_fill(&s->w, version);
     else

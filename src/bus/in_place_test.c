@@ -185,7 +185,7 @@ static void overlapping_targets(rank *r) {
     int64_t overlapping[2] = {3, 1}, crossed[2] = {1, 1}, *strides = r->scene->shared ? crossed : overlapping;
     check_ok(tb_pair_create(r->world, "p", other_group(r), layout, NULL, &s.pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &s.batch));
-    tb_tensor x = {.data = memory, .dtype = TB_U32, .ndim = 2, .shape = {3, 3}}, y = x;
+    tb_tensor x = {.size = sizeof x, .data = memory, .dtype = TB_U32, .ndim = 2, .shape = {3, 3}}, y = x;
     y.data = memory + (is_a(r) || r->scene->shared ? 9 : 8);
     if (!is_a(r))
         y.strides = strides;

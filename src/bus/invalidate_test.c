@@ -134,7 +134,7 @@ static void await_first(rank *r, tb_transfer *t, shared *s) {
     int nreceivers = r->scene->nranks - (is_a(r) ? r->size : r->scene->nranks - r->size);
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     for (bool is_ready = is_a(r); atomic_load(&s->nready) < nreceivers;) {
-        tb_transfer_state state;
+        tb_transfer_state state = {.size = sizeof state};
         check_ok(tb_world_progress(r->world));
         tb_transfer_query(t, &state);
         check(state.status == TB_OK && tb__now_ms() < deadline_ms);
@@ -232,7 +232,7 @@ static void in_the_rush(rank *r) {
         tb_batch_opts opts = {.size = sizeof opts, .bucket_size = 64 << 10, .staged = w->staged};
         tb_batch *batch;
         tb_transfer *t = NULL;
-        tb_transfer_state state;
+        tb_transfer_state state = {.size = sizeof state};
         part p;
         part_make(&p, w->is_mapped, layout, r->index, 1024, 1024);
         if (is_a(r))
@@ -394,9 +394,14 @@ static void scales_away(rank *r) {
     enum { SIDE = 64, NSCALES = SIDE * SIDE / 32 };
     static float numbers[SIDE * SIDE];
     static unsigned char data[SIDE * SIDE], scales[NSCALES];
-    tb_tensor plain = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {SIDE, SIDE}};
-    tb_tensor quantised = {
-        .data = data, .dtype = TB_F8E4M3, .ndim = 2, .shape = {SIDE, SIDE}, .encode = "mxfp8", .scales = scales};
+    tb_tensor plain = {.size = sizeof plain, .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {SIDE, SIDE}};
+    tb_tensor quantised = {.size = sizeof quantised,
+                           .data = data,
+                           .dtype = TB_F8E4M3,
+                           .ndim = 2,
+                           .shape = {SIDE, SIDE},
+                           .encode = "mxfp8",
+                           .scales = scales};
     tb_pair *pair;
     tb_batch *batch;
     tb_transfer *t = NULL;
@@ -583,7 +588,7 @@ static void test_in_a_function(void **state) {
     scene s;
     rank r = {0};
     gate g = {.rank = &r};
-    tb_transform own = {.arg = &g, .prepare_send = stop_at_gate};
+    tb_transform own = {.size = sizeof own, .arg = &g, .prepare_send = stop_at_gate};
     tb_batch_opts opts = {.size = sizeof opts, .transform = &own};
     tb_world_opts hasty = {.size = sizeof hasty, .timeout_ms = 2000};
     tb_pair_opts a = {.size = sizeof a, .group = "a", .no_wait = true}, b = {.size = sizeof b, .group = "b"};

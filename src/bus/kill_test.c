@@ -76,7 +76,8 @@ static tb_status make_main(member *m) {
                           is_sender(m) ? "mesh=4 place=S0" : "mesh=4 place=S1", NULL, &m->pair));
     TB_TRY(tb_batch_create(m->world, "main", &opts, &m->batch));
     for (uint32_t i = 0; i < 2; i++) {
-        tb_tensor t = {.data = m->memory[i], .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}, .group = i};
+        tb_tensor t = {
+            .size = sizeof t, .data = m->memory[i], .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}, .group = i};
         TB_TRY(tb_batch_add(m->batch, m->pair, i ? "second" : "first", &t));
     }
     return TB_OK;
@@ -89,7 +90,7 @@ static void make_small(member *m) {
     snprintf(here, sizeof here, "alone %d", m->position);
     snprintf(there, sizeof there, "alone %d", other_of(m->position));
     tb_pair_opts opts = {.size = sizeof opts, .group = here};
-    tb_tensor t = {.data = &m->small, .dtype = TB_F32};
+    tb_tensor t = {.size = sizeof t, .data = &m->small, .dtype = TB_F32};
     must(m, tb_pair_create(m->world, name, there, "mesh=1 place=R", &opts, &m->small_pair));
     must(m, tb_batch_create(m->world, "small", NULL, &m->small_batch));
     must(m, tb_batch_add(m->small_batch, m->small_pair, "t", &t));
@@ -170,7 +171,7 @@ static void meet(member *m) {
 
 /* The first tensor has arrived, and nobody takes it. */
 static void hold(const member *m, const tb_transfer *t) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     do {
         struct pollfd news = {.fd = tb_transfer_fd(t), .events = POLLIN};

@@ -173,7 +173,7 @@ static void add_all(rank *r) {
     model_init(r, &m, stages, sizeof stages / sizeof *stages);
     make_batch(r, &m, NULL);
     for (size_t i = 0; i < m.count && r->index == 0; i++) {
-        tb_tensor t = {.dtype = TB_U32, .ndim = 2, .shape = {stages[i].rows, stages[i].columns}};
+        tb_tensor t = {.size = sizeof t, .dtype = TB_U32, .ndim = 2, .shape = {stages[i].rows, stages[i].columns}};
         t.layout = layout_of(r, &stages[i]);
         if (!m.has[i])
             check_ok(tb_batch_add(m.batch, m.pair, stages[i].name, &t));
@@ -257,7 +257,7 @@ static void disagree(rank *r) {
     uint32_t data[64] = {0};
     check_ok(tb_pair_create(r->world, "p", other_group(r), ROWS, NULL, &pair));
     for (int round = 0; round < 2; round++) { /* the second time all are of one mind */
-        tb_tensor t = {.data = data, .dtype = TB_F32, .ndim = 2, .shape = {4, 4}}, x = t;
+        tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_F32, .ndim = 2, .shape = {4, 4}}, x = t;
         x.layout = is_odd ? c->layout : ROWS;
         x.wire_dtype = is_odd && c->has_wire_dtype ? TB_BF16 : TB_DTYPE_NONE;
         x.shape[0] += is_odd && c->has_more_rows;
@@ -312,7 +312,7 @@ static void tie_apart(rank *r) {
     check_ok(tb_pair_create(r->world, "p", other_group(r), ON(0), NULL, &pair));
     for (int round = 0; round < 2; round++) {
         tb_batch_opts opts = {.size = sizeof opts, .ties = &ties[is_a(r) && round == 1], .nties = 1};
-        tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 2, .shape = {4, 4}};
+        tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 2, .shape = {4, 4}};
         check_ok(tb_batch_create(r->world, "step", &opts, &batch));
         check_ok(tb_batch_add(batch, pair, "x", &t));
         check_ok(tb_batch_add(batch, pair, "y", &t));
@@ -341,7 +341,7 @@ static void come_again(rank *r) {
     model_init(r, &m, stages, sizeof stages / sizeof *stages);
     if (!is_a(r) && r->index == 0) {
         check_ok(tb_batch_create(r->world, "step", NULL, &m.batch));
-        tb_tensor t = {.data = m.parts[0].data, .dtype = TB_I32, .ndim = 1, .shape = {3}};
+        tb_tensor t = {.size = sizeof t, .data = m.parts[0].data, .dtype = TB_I32, .ndim = 1, .shape = {3}};
         check_ok(tb_batch_add(m.batch, m.pair, "l.0", &t));
         check_fails(tb_batch_register(m.batch, SOON_MS), TB_TIMEOUT, "has not registered batch 'step' of pair 'p'");
         tb_batch_destroy(m.batch);
@@ -430,7 +430,7 @@ static void plan_many(rank *r) {
     uint32_t data[MANY] = {0};
     check_ok(tb_pair_create(r->world, "p", other_group(r), ON(0), NULL, &pair));
     for (int i = 0; i < MANY + 2; i++) {
-        tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 1};
+        tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1};
         tb_transfer *transfer = NULL;
         t.shape[0] = i < MANY ? i + 1 : i == MANY ? MANY : 1;
         check_ok(tb_batch_create(r->world, "step", NULL, &batch));

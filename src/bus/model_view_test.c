@@ -42,7 +42,12 @@ static void rows_init(rows *s, int64_t total, int32_t seat, int32_t size) {
 
 static void add(tb_batch *batch, tb_pair *pair, const char *name, rows *s, int64_t total, const char *view) {
     const int64_t strides[2] = {STRIDE, 1};
-    tb_tensor t = {.data = cell(s, 0, 0), .dtype = TB_U32, .ndim = 2, .shape = {total, WIDTH}, .strides = strides};
+    tb_tensor t = {.size = sizeof t,
+                   .data = cell(s, 0, 0),
+                   .dtype = TB_U32,
+                   .ndim = 2,
+                   .shape = {total, WIDTH},
+                   .strides = strides};
     t.view = view;
     check_ok(tb_batch_add(batch, pair, name, &t));
 }
@@ -131,10 +136,16 @@ static void pad_over_source(rank *r) {
     check_ok(tb_pair_create(r->world, "p", "b", "mesh=1 place=Replicate", &opts_a, &a));
     check_ok(tb_pair_create(r->world, "p", "a", "mesh=1 place=Replicate", &opts_b, &b));
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
-    check_ok(tb_batch_add(batch, a, "w", &(tb_tensor){.data = memory, .dtype = TB_U32, .ndim = 1, .shape = {8}}));
-    check_ok(
-        tb_batch_add(batch, b, "w",
-                     &(tb_tensor){.data = memory, .dtype = TB_U32, .ndim = 1, .shape = {10}, .view = "pad(0, 2, 0)"}));
+    check_ok(tb_batch_add(
+        batch, a, "w",
+        &(tb_tensor){.size = sizeof(tb_tensor), .data = memory, .dtype = TB_U32, .ndim = 1, .shape = {8}}));
+    check_ok(tb_batch_add(batch, b, "w",
+                          &(tb_tensor){.size = sizeof(tb_tensor),
+                                       .data = memory,
+                                       .dtype = TB_U32,
+                                       .ndim = 1,
+                                       .shape = {10},
+                                       .view = "pad(0, 2, 0)"}));
     for (uint32_t i = 0; i < 10; i++)
         memory[i] = i;
     check_ok(tb_send(batch, NULL, &send));
@@ -207,8 +218,12 @@ static void qkv(rank *r) {
         bool is_whole = !is_a(r) && i == 0;
         rows *mine = is_a(r) ? &s[0] : &s[i];
         rows_init(mine, total, is_whole ? 0 : r->index, is_whole ? 1 : r->size);
-        tb_tensor t = {
-            .data = cell(mine, 0, 0), .dtype = TB_U32, .ndim = 2, .shape = {total, WIDTH}, .strides = strides};
+        tb_tensor t = {.size = sizeof t,
+                       .data = cell(mine, 0, 0),
+                       .dtype = TB_U32,
+                       .ndim = 2,
+                       .shape = {total, WIDTH},
+                       .strides = strides};
         t.view = is_a(r) ? parts[i].view_a : parts[i].view_b;
         t.layout = is_a(r) ? NULL : parts[i].layout_b;
         check_ok(tb_batch_add(batch, pair, parts[i].name, &t));
@@ -243,7 +258,7 @@ static void mistakes(rank *r) {
     uint32_t data[32] = {0};
     check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=Replicate", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", NULL, &batch));
-    tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 1, .shape = {12}, .view = "fold(0)"};
+    tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1, .shape = {12}, .view = "fold(0)"};
     check_fails(tb_batch_add(batch, pair, "w", &t), TB_INVALID, "tensor 'w'");
     t.view = "split(0, 5, 2)";
     check_fails(tb_batch_add(batch, pair, "w", &t), TB_INVALID, "tensor 'w'");

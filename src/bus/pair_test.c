@@ -153,14 +153,26 @@ static void announce_as(const rank *r, const char *version) {
 static void another_version(rank *r) {
     const char *version = r->scene->shared;
     tb_pair *pair = NULL;
+    meet(r); /* both have joined */
     if (!is_a(r))
         announce_as(r, version);
     meet(r);
     tb_status status = tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair);
-    if (*version == *tb_version_string())
+    bool is_close = *version == *tb_version_string();
+    if (is_close)
         check_ok(status);
     else
         check_fails(status, TB_REFUSED, "(b 0) has tensorbus 9.9.9, we have ");
+    meet(r);
+    if (is_a(r)) { /* who comes now is told when it joins */
+        tb_world *late = NULL;
+        status = tb_world_join(r->scene->url, "late", 0, 1, NULL, &late);
+        if (is_close)
+            check_ok(status);
+        else
+            check_fails(status, TB_REFUSED, "(b 0) has tensorbus 9.9.9, we have ");
+        tb_world_destroy(late);
+    }
     meet(r);
     tb_pair_destroy(pair);
 }

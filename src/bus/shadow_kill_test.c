@@ -94,7 +94,7 @@ static void set_up_member(member *m, const char *url) {
     for (int i = 0; i < NTENSORS; i++) {
         char name[8] = {'t', (char)('0' + i)};
         must(m, tb_alloc((size_t)part_size(true) * sizeof(float), (void **)&m->sources[i]));
-        tb_tensor t = {.dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+        tb_tensor t = {.size = sizeof t, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
         t.data = is_sender(m) ? m->sources[i] : m->board->receiver[seat_of(m)].tensors[i];
         must(m, tb_batch_add(m->batch, m->pair, name, &t));
     }

@@ -79,7 +79,7 @@ static void commits(rank *r) {
     for (uint32_t version = 1; version <= 5; version++) {
         witness seen = {.w = &s.w, .before = version - 1, .after = version};
         tb_transfer_opts opts = {.size = sizeof opts, .committing = on_committing, .arg = &seen};
-        tb_transfer_state state;
+        tb_transfer_state state = {.size = sizeof state};
         tb_transfer *t = NULL;
         if (is_a(r))
             part_fill(&s.w, version);
@@ -284,7 +284,7 @@ static void padded(rank *r) {
     check_ok(tb_alloc((N + 2) * WIDE * sizeof *memory, (void **)&memory));
     check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=R", NULL, &pair));
     check_ok(tb_batch_create(r->world, "step", &shadow_opts, &batch));
-    tb_tensor t = {.data = memory, .dtype = TB_U16, .ndim = 2, .shape = {N, N}};
+    tb_tensor t = {.size = sizeof t, .data = memory, .dtype = TB_U16, .ndim = 2, .shape = {N, N}};
     const int64_t strides[] = {WIDE, 1};
     if (!is_a(r)) {
         t.strides = strides;
@@ -359,7 +359,7 @@ static void test_cancelled(void **state) {
 
 /* The first group is there and not taken, so the second can't come. */
 static void hold_first_group(const tb_transfer *t) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     for (tb_transfer_query(t, &state); state.groups_done == 0; tb_transfer_query(t, &state)) {
         struct pollfd news = {.fd = tb_transfer_fd(t), .events = POLLIN};

@@ -31,7 +31,7 @@ static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out)
 }
 
 /* Where this rank's part is stored. */
-static tb_status bind(const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
+static tb_status bind(const tb_world *world, const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
     TB_TRY(tb_binding_contiguous(given->data, 0, given->dtype, shape, out));
     if (given->strides)
         memcpy(out->strides, given->strides, (size_t)shape->ndim * sizeof *given->strides);
@@ -40,7 +40,10 @@ static tb_status bind(const tb_tensor *given, const tb_shape *shape, tb_binding 
     if (count > 0 && !given->data)
         return tb__fail(TB_INVALID, "its data is NULL, but this rank holds %" PRId64 " elements of it", count);
     uintptr_t first, last;
-    return tb__binding_span(out, &first, &last);
+    TB_TRY(tb__binding_span(out, &first, &last));
+    TB_TRY(tb__world_check_memory(world, given->memory, (void *)first, last - first));
+    TB_TRY(tb__world_check_memory(world, given->memory, given->scales, given->scales != NULL));
+    return tb__world_check_memory(world, given->memory, given->scale, given->scale != NULL);
 }
 
 /* The layout's text always travels then: that of the pair is the storage's. */
@@ -82,7 +85,7 @@ static tb_status look(tb__tensor *t, const tb_tensor *given, const tb_layout *la
     tb_local_fini(&local);
     TB_TRY(check_seats(t->pair, layout));
     if (!is_outside)
-        TB_TRY(bind(given, &mine, &t->binding));
+        TB_TRY(bind(t->pair->world, given, &mine, &t->binding));
     tb_view *view = NULL;
     tb_status status = given->view ? tb_view_parse(given->view, &view) : TB_OK;
     if (status == TB_OK && view)

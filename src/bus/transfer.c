@@ -18,7 +18,7 @@ static void tell(tb_transfer *t) {
 }
 
 static void call_back(tb_transfer *t) {
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     if (!t->opts.progress)
         return;
     tb__transfer_get_state(t, &state);
@@ -276,6 +276,18 @@ static void free_transfer(tb_transfer *t) {
     free(t);
 }
 
+/* Streams order nothing in host memory, and no other device of this build has any. With the lock held. */
+static tb_status check_stream(const tb_batch *batch) {
+    for (size_t i = 0; i < batch->tensors.count; i++) {
+        const tb__tensor *t = batch->tensors.item[i];
+        const tb__device *device = tb__loop_find_device(batch->world->loop, t->binding.base, 1);
+        if (device->ops != &tb__host_device_ops)
+            return tb__fail(TB_REFUSED, "tensor '%.100s' of batch '%s' is on device '%s', which has no streams",
+                            t->name, batch->name, device->ops->name);
+    }
+    return TB_OK;
+}
+
 static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     tb_transfer_opts o;
     TB_TRY(tb__world_check(batch->world, "batch"));
@@ -291,7 +303,9 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     tb__loop_lock(batch->world->loop);
     batch->nstarting++; /* while the lock is free, pairs must not go */
-    tb_status status = resolve(batch, &o, deadline_ms);
+    tb_status status = o.stream ? check_stream(batch) : TB_OK;
+    if (status == TB_OK)
+        status = resolve(batch, &o, deadline_ms);
     tb__batch_settle_version(batch);
     batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->exchanges.count * sizeof *t->parts) : NULL;

@@ -131,7 +131,7 @@ static void test_several_threads(void **state) {
 static void early_receiver(rank *r) {
     setup s;
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
     if (is_a(r)) {
         meet(r);
@@ -166,7 +166,7 @@ static void test_recv_long_before_send(void **state) {
 static void early_sender(rank *r) {
     setup s;
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
     if (!is_a(r)) {
         meet(r);
@@ -221,7 +221,7 @@ static void test_what_makes_no_sense(void **state) {
 static void late(rank *r) {
     setup s;
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
     for (int round = 0; round < 2; round++) { /* first nobody sends, then nobody receives */
@@ -267,7 +267,7 @@ static void on_progress(void *arg, const tb_transfer_state *state) {
 static void tell_progress(rank *r) {
     setup s;
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     tb_batch_opts batch = {.size = sizeof batch, .bucket_size = 4096, .staged = r->scene->shared != NULL};
     set_up(r, &s, ROWS, COLUMNS, 100, 200, &batch);
     for (uint64_t attempt = 1; attempt <= 3; attempt++) {
@@ -291,7 +291,7 @@ static void tell_progress(rank *r) {
         check(attempt == 1 || state.phase[TB_PHASE_PLAN] == 0); /* it is planned once */
         check(is_a(r) || state.phase[TB_PHASE_WIRE] > 0);
         check(!batch.staged || state.phase[is_a(r) ? TB_PHASE_PACK : TB_PHASE_UNPACK] > 0);
-        tb_transfer_state again;
+        tb_transfer_state again = {.size = sizeof again};
         tb_transfer_query(t, &again);
         check(again.seconds == state.seconds); /* it stands still */
         tb_transfer_destroy(t);
@@ -339,7 +339,7 @@ static void set_up_layers(rank *r, layers *s, const tb_batch_opts *opts) {
 
 static void receive_layers(rank *r, layers *s, uint32_t window) {
     tb_transfer *t = NULL;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     for (int i = 0; i < LAYERS; i++)
         part_poison(&s->layer[i]);
     check_ok(tb_recv(s->batch, NULL, &t));

@@ -1,6 +1,8 @@
 /* What is told of a transfer, and waiting for it. */
 #include "bus/transfer_inside.h"
 
+#include "base/opts.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -40,7 +42,7 @@ static void add_times(const tb_transfer *t, tb_transfer_state *out) {
 }
 
 void tb__transfer_get_state(const tb_transfer *t, tb_transfer_state *out) {
-    *out = (tb_transfer_state){.status = t->status, .events = t->events, .attempt = UINT64_MAX};
+    *out = (tb_transfer_state){.size = sizeof *out, .status = t->status, .events = t->events, .attempt = UINT64_MAX};
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
             add_leg(t->parts[i].flow, tb__transfer_leg(t, i), out);
@@ -60,17 +62,18 @@ static void clear_news(const tb_transfer *t) {
     eventfd_read(t->event, &unused);
 }
 
-void tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
-    *out = (tb_transfer_state){.status = tb__transfer_check(t)};
-    if (out->status != TB_OK)
-        return;
+tb_status tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
+    TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
+    TB_TRY(tb__transfer_check(t));
+    tb_transfer_state state;
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
-    tb__transfer_get_state(t, out);
+    tb__transfer_get_state(t, &state);
     clear_news(t);
     if (t->status != TB_OK)
         tb__set_detail("%s", t->why);
     tb__loop_unlock(loop);
+    return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
 }
 
 bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
@@ -92,6 +95,7 @@ static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *p
 }
 
 tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfer_state *out) {
+    TB_TRY(tb__struct_check(out, "a tb_transfer_state"));
     TB_TRY(tb__transfer_check(t));
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
@@ -112,8 +116,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     tb__loop_unlock(loop);
     if (!p)
         return tb__fail(TB_INVALID, "pair '%s' has no part in this transfer of batch '%s'", pair->name, t->batch->name);
-    *out = state;
-    return TB_OK;
+    return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
 }
 
 int tb_transfer_fd(const tb_transfer *t) {
@@ -203,6 +206,13 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
         return status;
     }
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
+}
+
+/* What is submitted to a stream from now on comes after the event, because that has come about. */
+tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
+    if (!stream)
+        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
+    return tb_wait(t, event, -1);
 }
 
 tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {

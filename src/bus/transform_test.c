@@ -60,7 +60,8 @@ static tb_status from_wire(void *arg, const tb_transform_piece *piece, const tb_
 
 static void transform(rank *r) {
     _Atomic int calls = 0;
-    tb_transform own = {.arg = &calls,
+    tb_transform own = {.size = sizeof own,
+                        .arg = &calls,
                         .should_transform = takes_w,
                         .prepare_recv = wire_size,
                         .prepare_send = to_wire,
@@ -113,7 +114,7 @@ static int64_t half_size(void *arg, const tb_transform_piece *piece) {
 
 /* Pieces have a size of their own, and nothing makes or reads them. */
 static void no_functions(rank *r) {
-    tb_transform own = {.prepare_recv = half_size};
+    tb_transform own = {.size = sizeof own, .prepare_recv = half_size};
     tb_batch_opts opts = {.size = sizeof opts, .transform = &own};
     part p;
     tb_pair *pair;
@@ -147,7 +148,7 @@ static void test_no_functions(void **state) {
 
 /* One side only. */
 static void lone_transform(rank *r) {
-    tb_transform own = {.should_transform = takes_w};
+    tb_transform own = {.size = sizeof own, .should_transform = takes_w};
     tb_batch_opts opts = {.size = sizeof opts, .transform = is_a(r) ? &own : NULL};
     part p;
     tb_pair *pair;

@@ -24,6 +24,15 @@ tb_status tb__world_check_name(const char *what, const char *name) {
     return TB_OK;
 }
 
+tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes) {
+    if (!device || nbytes == 0)
+        return TB_OK;
+    const char *found = tb__loop_find_device(world->loop, address, nbytes)->ops->name;
+    if (strcmp(found, device) != 0)
+        return tb__fail(TB_REFUSED, "its memory is said to be on device '%.40s', but is on device '%s'", device, found);
+    return TB_OK;
+}
+
 tb_status tb__world_check(const tb_world *world, const char *what) {
     return tb__owner_check(&world->owner, what, "join again");
 }
@@ -108,7 +117,8 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
     tb__loop_lock(world->loop);
     tb__loop_add_port(world->loop, &world->port);
     tb__loop_unlock(world->loop);
-    return announce(world, deadline_ms);
+    TB_TRY(announce(world, deadline_ms));
+    return tb__directory_check_members(world->directory, deadline_ms, tb__contact_check_version);
 }
 
 tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,

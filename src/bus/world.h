@@ -15,6 +15,7 @@
 #include "bus/directory.h"
 #include "flow/flow.h"
 #include "reshard/encode.h"
+#include "tensorbus/plan.h"
 
 #include <stdatomic.h>
 
@@ -125,6 +126,9 @@ tb__label tb__label_of(int32_t rank, const char *group, int32_t seat);
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
 
+/* TB_REFUSED if the bytes are not on the device that the program has named; NULL: it has named none. */
+tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes);
+
 /* From the first until the last tensor. With the lock held. */
 void tb__world_add_user(tb_world *world, tb__memory_user *user);
 void tb__world_remove_user(tb_world *world, tb__memory_user *user);
@@ -221,6 +225,7 @@ struct tb_batch {
     tb_world *world;
     char *name;
     tb_batch_opts opts;
+    tb_transform transform;           /* to which opts points, if there is one */
     tb__pack matching;                /* how names are matched, as it goes into bodies */
     TB_VEC(tb_pair *) pairs;          /* in which it takes part */
     TB_VEC(tb__tensor *) tensors;     /* exchanges point to them */

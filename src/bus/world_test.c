@@ -142,7 +142,7 @@ static void drive(tb_world *const *worlds, tb_transfer *const *transfers, int n)
         int ndone = 0;
         struct pollfd fds[2];
         for (int i = 0; i < n; i++) {
-            tb_transfer_state state;
+            tb_transfer_state state = {.size = sizeof state};
             check_ok(tb_world_progress(worlds[i]));
             tb_transfer_query(transfers[i], &state);
             check(state.status == TB_OK);
@@ -270,7 +270,7 @@ static void test_deadlines_wake_a_manual_world(void **state) {
     tb_transfer_opts opts = {.size = sizeof opts, .timeout_ms = SOON_MS};
     check_ok(tb_batch_register(l.batch, 0));
     check_ok(tb_recv(l.batch, &opts, &t));
-    tb_transfer_state now;
+    tb_transfer_state now = {.size = sizeof now};
     for (tb_transfer_query(t, &now); now.status == TB_OK; tb_transfer_query(t, &now)) {
         struct pollfd fd = {.fd = tb_world_fd(a), .events = POLLIN};
         check(poll(&fd, 1, PATIENCE_MS) == 1);

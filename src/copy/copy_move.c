@@ -192,7 +192,8 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
                                  .dst = is_send ? nothing : b,
                                  .src_invalidated = is_send ? &v->is_invalidated : NULL,
                                  .dst_invalidated = is_send ? NULL : &v->is_invalidated};
-            t.spec = (tb_tensor_spec){.name = tb__arena_strdup(&ir->arena, name),
+            t.spec = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                      .name = tb__arena_strdup(&ir->arena, name),
                                       .shape = v->common,
                                       .src_dtype = v->dtype,
                                       .dst_dtype = v->dtype,

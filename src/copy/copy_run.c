@@ -4,6 +4,7 @@
 #include "copy/copy.h"
 
 #include "base/int.h"
+#include "base/opts.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -26,7 +27,12 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
     if (!tb__vec_reserve(&copy->views, nviews) || !tb__vec_reserve(&list->ops, 1))
         return TB_NO_MEMORY;
     for (size_t i = 0; i < nviews; i++) {
-        tb_status status = tb__match_read(&views[i], &copy->views.item[first + i]);
+        tb_copy_view view;
+        tb_status status = tb__struct_read(&view, sizeof view, views, i, "a tb_copy_view");
+        if (status == TB_OK)
+            status = tb__match_read(&view, &copy->views.item[first + i]);
+        if (status == TB_OK)
+            status = tb__world_check_memory(copy->world, view.memory, view.data, view.data != NULL);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor %zu", i);
     }

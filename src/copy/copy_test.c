@@ -10,7 +10,7 @@ static tb_copy *open_service(rank *r, const tb_copy_opts *opts) {
 }
 
 static tb_copy_view row(void *data, int64_t n) {
-    return (tb_copy_view){.data = data, .dtype = TB_U32, .ndim = 1, .shape = {n}};
+    return (tb_copy_view){.size = sizeof(tb_copy_view), .data = data, .dtype = TB_U32, .ndim = 1, .shape = {n}};
 }
 
 static bool is_all(const uint32_t *data, size_t n, uint32_t value) {
@@ -113,14 +113,16 @@ static void strided(rank *r) {
     for (int i = 0; i < 60; i++)
         from[i] = (uint16_t)(r->index * 100 + i);
     memset(to, 0xee, sizeof to);
-    tb_copy_view out[] = {{.data = from, .dtype = TB_F16, .ndim = 2, .shape = {6, 4}, .strides = rows},
-                          {.data = &scale, .dtype = TB_U16}};
+    tb_copy_view out[] = {
+        {.size = sizeof *out, .data = from, .dtype = TB_F16, .ndim = 2, .shape = {6, 4}, .strides = rows},
+        {.size = sizeof *out, .data = &scale, .dtype = TB_U16}};
     int32_t next = (r->index + 1) % r->size, last = (r->index + r->size - 1) % r->size;
     check_ok(tb_copy_submit_send(copy, out, 2, next, 50 + (uint64_t)r->index));
     check_ok(tb_copy_submit_send(copy, out, 2, r->index, 5));
     for (int i = 0; i < 2; i++) {
-        tb_copy_view in[] = {{.data = to[i], .dtype = TB_BF16, .ndim = 3, .shape = {2, 3, 4}, .strides = columns},
-                             {.data = &scales[i], .dtype = TB_U16, .ndim = 1, .shape = {1}}};
+        tb_copy_view in[] = {
+            {.size = sizeof *in, .data = to[i], .dtype = TB_BF16, .ndim = 3, .shape = {2, 3, 4}, .strides = columns},
+            {.size = sizeof *in, .data = &scales[i], .dtype = TB_U16, .ndim = 1, .shape = {1}}};
         check_ok(tb_copy_submit_recv(copy, in, 2, i ? r->index : last, i ? 5 : 50 + (uint64_t)last));
     }
     check_ok(tb_copy_run(copy, 0));
@@ -256,7 +258,8 @@ static void do_wrong_sending(tb_copy *copy, fault f, memory *m) {
     case UNSENT:
         return;
     case SHAPES:
-        v = (tb_copy_view){.data = m->out, .dtype = TB_U32, .ndim = 2, .shape = {2, 3}, .strides = gaps};
+        v = (tb_copy_view){
+            .size = sizeof(tb_copy_view), .data = m->out, .dtype = TB_U32, .ndim = 2, .shape = {2, 3}, .strides = gaps};
         break;
     case DOUBLED_SEND:
         send(copy, v, 2, 70);
@@ -303,13 +306,14 @@ static void do_wrong_receiving(tb_copy *copy, fault f, memory *m) {
         v = row(m->in, 7);
         break;
     case ITEMS:
-        v = (tb_copy_view){.data = m->in, .dtype = TB_F64, .ndim = 1, .shape = {4}};
+        v = (tb_copy_view){.size = sizeof(tb_copy_view), .data = m->in, .dtype = TB_F64, .ndim = 1, .shape = {4}};
         break;
     case COUNTS:
         check_ok(tb_copy_submit_recv(copy, both, 2, 1, 70));
         return;
     case SHAPES:
-        v = (tb_copy_view){.data = m->in, .dtype = TB_U32, .ndim = 2, .shape = {3, 2}, .strides = gaps};
+        v = (tb_copy_view){
+            .size = sizeof(tb_copy_view), .data = m->in, .dtype = TB_U32, .ndim = 2, .shape = {3, 2}, .strides = gaps};
         break;
     case DOUBLED_RECV:
         receive(copy, v, 1, 70);
@@ -380,6 +384,11 @@ static void misuse(rank *r) {
     check_fails(tb_copy_submit_recv(copy, &v, 1, -1, 1), TB_INVALID, "there is no rank -1");
     check_fails(tb_copy_submit_send(copy, &v, 0, 1, 1), TB_INVALID, "0 tensors");
     check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_INVALID, "task 18: tensor 0: a view's data is NULL");
+    bad = row(data, 4);
+    bad.memory = "cuda";
+    check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_REFUSED, "tensor 0: its memory is said to be on device");
+    bad.size = 0;
+    check_fails(tb_copy_submit_send(copy, &bad, 1, 1, 18), TB_INVALID, "tensor 0: a tb_copy_view has size 0");
     check_fails(tb_copy_run(copy, -1), TB_INVALID, "negative");
     check_ok(tb_copy_run(copy, 0));
     tb_copy_opts opts = {.size = sizeof opts, .staging_bytes = 1};

@@ -43,7 +43,8 @@ static uint64_t id_of(int from, int to) {
 /* Everybody to everybody, itself too. */
 static void submit(const member *m) {
     for (int other = 0; other < NMEMBERS; other++) {
-        tb_copy_view from = {.data = m->out + other * N, .dtype = TB_U32, .ndim = 1, .shape = {N}}, to = from;
+        tb_copy_view from = {.size = sizeof from, .data = m->out + other * N, .dtype = TB_U32, .ndim = 1, .shape = {N}},
+                     to = from;
         to.data = m->in + other * N;
         for (int i = 0; i < N; i++) {
             m->out[other * N + i] = value(m->seat, other, m->round, i);

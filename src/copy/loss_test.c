@@ -28,7 +28,8 @@ static bool ended(tb_status status) {
 /* Everybody to everybody, itself too. */
 static void run(const rank *r, tb_copy *copy, uint32_t *out, uint32_t *in, int round) {
     for (int other = 0; other < NRANKS; other++) {
-        tb_copy_view from = {.data = out + other * N, .dtype = TB_U32, .ndim = 1, .shape = {N}}, to = from;
+        tb_copy_view from = {.size = sizeof from, .data = out + other * N, .dtype = TB_U32, .ndim = 1, .shape = {N}},
+                     to = from;
         to.data = in + other * N;
         for (int i = 0; i < N; i++) {
             out[other * N + i] = value(r->index, other, round, i);

@@ -2,6 +2,7 @@
 #include "copy/match.h"
 
 #include "base/int.h"
+#include "base/opts.h"
 #include "layout/overlap.h"
 
 #include <inttypes.h>
@@ -232,7 +233,10 @@ static tb_status read_ops(const char *label, const char *verb, const tb_copy_op 
         if (!tb__vec_push(ops, op) || !tb__vec_reserve(views, g->nviews))
             return TB_NO_MEMORY;
         for (size_t j = 0; j < g->nviews; j++) {
-            tb_status status = tb__match_read(&g->views[j], &views->item[views->count]);
+            tb_copy_view view;
+            tb_status status = tb__struct_read(&view, sizeof view, g->views, j, "a tb_copy_view");
+            if (status == TB_OK)
+                status = tb__match_read(&view, &views->item[views->count]);
             if (status != TB_OK)
                 return tb__fail_within(status, "%s: tensor %zu of task %" PRIu64, label, j, g->task_id);
             views->count++;

@@ -11,7 +11,7 @@
 static uint64_t memory[256];
 
 static tb_copy_view vector(int64_t n) {
-    return (tb_copy_view){.data = memory, .dtype = TB_U8, .ndim = 1, .shape = {n}};
+    return (tb_copy_view){.size = sizeof(tb_copy_view), .data = memory, .dtype = TB_U8, .ndim = 1, .shape = {n}};
 }
 
 static void pairs_by_id(void **state) {
@@ -74,8 +74,9 @@ static tb_status match(tb_copy_view from, tb_copy_view to) {
 
 static void sizes_and_views(void **state) {
     (void)state;
-    tb_copy_view bytes = vector(8), halves = {.data = memory, .dtype = TB_F16, .ndim = 1, .shape = {4}};
-    tb_copy_view other = {.data = memory, .dtype = TB_BF16, .ndim = 2, .shape = {2, 2}};
+    tb_copy_view bytes = vector(8),
+                 halves = {.size = sizeof halves, .data = memory, .dtype = TB_F16, .ndim = 1, .shape = {4}};
+    tb_copy_view other = {.size = sizeof other, .data = memory, .dtype = TB_BF16, .ndim = 2, .shape = {2, 2}};
     assert_ok(match(halves, other));
     assert_fails(match(bytes, halves), TB_CONFLICT, "items of 8 bits");
     assert_fails(match(bytes, vector(9)), TB_CONFLICT, "has 8 bytes on rank 0, which sends it, but 9");
@@ -86,7 +87,7 @@ static void sizes_and_views(void **state) {
     assert_fails(match(bad, bad), TB_INVALID, "NULL");
     bad.ndim = 9;
     assert_fails(match(bad, bad), TB_INVALID, "dimensions");
-    bad = (tb_copy_view){.data = memory, .ndim = 0};
+    bad = (tb_copy_view){.size = sizeof(tb_copy_view), .data = memory, .ndim = 0};
     assert_fails(match(bad, bad), TB_INVALID, "dtype");
     bad = vector(0);
     bad.data = NULL;
@@ -98,11 +99,16 @@ static void sizes_and_views(void **state) {
 static void shapes_are_split(void **state) {
     (void)state;
     int64_t wide[] = {100, 1}, deep[] = {80, 20, 1}, back[] = {-100, -1};
-    tb_copy_view m64 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = wide};
-    tb_copy_view m234 = {.data = memory, .dtype = TB_U8, .ndim = 3, .shape = {2, 3, 4}, .strides = deep};
-    tb_copy_view m38 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {3, 8}, .strides = wide};
-    tb_copy_view m83 = {.data = memory, .dtype = TB_U8, .ndim = 2, .shape = {8, 3}, .strides = wide};
-    tb_copy_view mirrored = {.data = memory + 200, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = back};
+    tb_copy_view m64 = {
+        .size = sizeof m64, .data = memory, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = wide};
+    tb_copy_view m234 = {
+        .size = sizeof m234, .data = memory, .dtype = TB_U8, .ndim = 3, .shape = {2, 3, 4}, .strides = deep};
+    tb_copy_view m38 = {
+        .size = sizeof m38, .data = memory, .dtype = TB_U8, .ndim = 2, .shape = {3, 8}, .strides = wide};
+    tb_copy_view m83 = {
+        .size = sizeof m83, .data = memory, .dtype = TB_U8, .ndim = 2, .shape = {8, 3}, .strides = wide};
+    tb_copy_view mirrored = {
+        .size = sizeof mirrored, .data = memory + 200, .dtype = TB_U8, .ndim = 2, .shape = {6, 4}, .strides = back};
     assert_ok(match(m64, m234));
     assert_ok(match(m64, m38));
     assert_ok(match(m64, mirrored));
@@ -116,7 +122,7 @@ static void shapes_are_split(void **state) {
 /* More dimensions than a tensor may have are refused, not cut off. */
 static void too_fine(void **state) {
     (void)state;
-    tb_copy_view a = {.data = memory, .dtype = TB_U8, .ndim = 8}, b = a;
+    tb_copy_view a = {.size = sizeof a, .data = memory, .dtype = TB_U8, .ndim = 8}, b = a;
     int64_t strides_a[8], strides_b[8];
     for (int d = 0; d < 8; d++) {
         a.shape[d] = d == 7 ? 2 : 4;
@@ -132,7 +138,7 @@ static void too_fine(void **state) {
 static void four_bits(void **state) {
     (void)state;
     int64_t odd[] = {7, 1}, even[] = {8, 1}, turned[] = {1, 8};
-    tb_copy_view a = {.data = memory, .dtype = TB_F4E2M1, .ndim = 2, .shape = {3, 6}};
+    tb_copy_view a = {.size = sizeof a, .data = memory, .dtype = TB_F4E2M1, .ndim = 2, .shape = {3, 6}};
     tb_copy_view b = a;
     b.strides = even;
     assert_ok(match(a, b));

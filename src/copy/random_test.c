@@ -148,7 +148,8 @@ static void write_items(const tensor *t, const end *e, unsigned char *memory) {
 static tb_copy_view view_of(const end *e, unsigned char *memory, int64_t *strides) {
     bool is_packed = e->dtype == TB_F4E2M1;
     int last = e->shape.ndim - 1;
-    tb_copy_view v = {.data = memory + e->offset, .dtype = e->dtype, .ndim = e->shape.ndim, .strides = strides};
+    tb_copy_view v = {
+        .size = sizeof v, .data = memory + e->offset, .dtype = e->dtype, .ndim = e->shape.ndim, .strides = strides};
     for (int d = 0; d <= last; d++) {
         v.shape[d] = is_packed && d == last ? e->shape.dim[d] * 2 : e->shape.dim[d];
         strides[d] = is_packed && d != last ? e->strides[d] * 2 : e->strides[d];

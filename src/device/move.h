@@ -11,6 +11,7 @@
 #define TB_DEVICE_MOVE_H
 
 #include "device/quant.h"
+#include "tensorbus/plan.h"
 
 typedef struct tb__mapping tb__mapping; /* another process's memory, as this one reaches it */
 

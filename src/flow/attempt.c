@@ -139,14 +139,13 @@ void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
 
 /* ---- Who has heard of an end ------------------------------------------------------------------------------------ */
 
-/* Ranks of 0.1.0 do not know these messages. In a flow where nobody issues numbers, no attempt follows that could be
- * mistaken for another. */
-static bool confirms(const tb__flow *flow, const member *m) {
-    return m->peer->patch >= 1 && flow->o.lead < flow->nmembers;
+/* In a flow where nobody issues numbers, no attempt follows that could be mistaken for another. */
+static bool needs_abort_acks(const tb__flow *flow) {
+    return flow->o.lead < flow->nmembers;
 }
 
 void tb__flow_ack_abort(tb__flow *flow, member *to, uint64_t attempt) {
-    if (confirms(flow, to))
+    if (needs_abort_acks(flow))
         tb__flow_tell(flow, to, MESSAGE_ABORT_ACK, attempt);
 }
 
@@ -163,7 +162,7 @@ void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->wake_ms = tb__now_ms() + ABORT_ACK_MS;
     for (size_t i = 0; i < flow->nmembers; i++) {
-        bool is_asked = i != flow->self && confirms(flow, &flow->members[i]);
+        bool is_asked = i != flow->self && needs_abort_acks(flow);
         flow->members[i].unacked[is_send] = is_asked ? leg->attempt : 0;
         leg->awaits_abort_acks |= is_asked;
     }

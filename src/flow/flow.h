@@ -24,6 +24,7 @@
 #define TB_FLOW_FLOW_H
 
 #include "loop/loop.h"
+#include "tensorbus/plan.h"
 
 typedef struct tb__flow tb__flow;
 

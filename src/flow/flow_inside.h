@@ -26,7 +26,7 @@ typedef enum message_kind {
     MESSAGE_NOTE,
     MESSAGE_ABORT,
     MESSAGE_COMMITTED,
-    MESSAGE_ABORT_ACK, /* since 0.1.1; a rank of 0.1.0 must not get it */
+    MESSAGE_ABORT_ACK,
     MESSAGE_KINDS
 } message_kind;
 

@@ -31,7 +31,8 @@ static void make(const batch *b, tb_ir **ir) {
     assert_int_equal(tb_layout_parse(b->src, &src), TB_OK);
     assert_int_equal(tb_layout_parse(b->dst, &dst), TB_OK);
     for (int i = 0; i < b->ntensors; i++)
-        spec[i] = (tb_tensor_spec){.name = i ? "b" : "a",
+        spec[i] = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                   .name = i ? "b" : "a",
                                    .shape = b->shape,
                                    .src = src,
                                    .dst = dst,
@@ -204,7 +205,8 @@ static void replicas_take_turns(void **state) {
         tb_tensor_spec spec[NTENSORS];
         tb_ir *ir[NRANKS];
         for (size_t t = 0; t < NTENSORS; t++)
-            spec[t] = (tb_tensor_spec){.name = names[t],
+            spec[t] = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                       .name = names[t],
                                        .shape = {1, {cases[i].nelements}},
                                        .src = src,
                                        .dst = dst,

@@ -246,10 +246,8 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     tb_dtype wire = spec->src_dtype;
     if (!spec->coded_nbytes)
         TB_TRY(tb__wire_dtype(spec->src_dtype, spec->dst_dtype, spec->wire_dtype, &wire));
-    tb_plan_opts opts = {.size = sizeof opts};
-    if (b->plan_opts)
-        TB_TRY(tb__opts_read(&opts, sizeof opts, b->plan_opts));
-    opts.size = sizeof opts;
+    tb_plan_opts opts;
+    TB_TRY(tb__opts_read(&opts, sizeof opts, b->plan_opts));
     opts.whole_rows |= spec->coded;
     const tb_plan *plan;
     const tb_routes *routes;
@@ -265,28 +263,29 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
 }
 
 static int compare_names(const void *a, const void *b) {
-    const tb_tensor_spec *const *x = a, *const *y = b;
-    return strcmp((*x)->name, (*y)->name);
+    const tb_tensor_spec *x = a, *y = b;
+    return strcmp(x->name, y->name);
 }
 
 static tb_status add_tensors(builder *b, const tb_tensor_spec *tensors, size_t count) {
     if (count > (size_t)1 << NAME_BITS)
         return tb__fail(TB_TOO_BIG, "a batch has at most 2^%d tensors", NAME_BITS);
-    const tb_tensor_spec **sorted = tb__malloc(count, sizeof *sorted);
+    tb_tensor_spec *sorted = tb__malloc(count, sizeof *sorted);
     if (!sorted)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < count; i++)
-        sorted[i] = &tensors[i];
-    qsort(sorted, count, sizeof *sorted, compare_names);
     tb_status status = TB_OK;
+    for (size_t i = 0; i < count && status == TB_OK; i++)
+        status = tb__struct_read(&sorted[i], sizeof sorted[i], tensors, i, "a tb_tensor_spec");
+    if (status == TB_OK)
+        qsort(sorted, count, sizeof *sorted, compare_names);
     for (size_t i = 0; i < count && status == TB_OK; i++) {
-        const char *name = tb__arena_strdup(&b->ir->arena, sorted[i]->name);
+        const char *name = tb__arena_strdup(&b->ir->arena, sorted[i].name);
         if (!name || !tb__vec_push(&b->ir->names, name)) {
             status = TB_NO_MEMORY;
-        } else if (i > 0 && strcmp(name, sorted[i - 1]->name) == 0) {
+        } else if (i > 0 && strcmp(name, sorted[i - 1].name) == 0) {
             status = tb__fail(TB_INVALID, "tensor '%.100s' is in the batch twice", name);
         } else {
-            status = add_tensor(b, (uint32_t)i, sorted[i]);
+            status = add_tensor(b, (uint32_t)i, &sorted[i]);
             if (status != TB_OK)
                 tb__prefix_detail("tensor '%.100s'", name);
         }

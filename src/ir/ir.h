@@ -4,7 +4,7 @@
 
 #include "base/index.h"
 #include "base/mem.h"
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 enum { TB__BUCKET_ALIGN = 64 };
 

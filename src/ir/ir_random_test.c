@@ -32,7 +32,8 @@ static bool add_random(batch *b, uint64_t seed, tb_dtype dtype) {
     }
     tb_plan_destroy(plan);
     snprintf(b->name[i], sizeof b->name[i], "t%" PRIu64, seed % 1000);
-    b->spec[i] = (tb_tensor_spec){.name = b->name[i],
+    b->spec[i] = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                  .name = b->name[i],
                                   .shape = c->shape,
                                   .src = b->src[i],
                                   .dst = b->dst[i],

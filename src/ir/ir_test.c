@@ -10,8 +10,13 @@ static tb_ir *make(int32_t rank, const char *src_text, const char *dst_text, tb_
     tb_ir_opts opts = {.size = sizeof opts, .bucket_size = bucket_size};
     assert_int_equal(tb_layout_parse(src_text, &src), TB_OK);
     assert_int_equal(tb_layout_parse(dst_text, &dst), TB_OK);
-    tb_tensor_spec spec[2] = {
-        {.name = "b", .shape = shape, .src = src, .dst = dst, .src_dtype = dtype, .dst_dtype = dtype}};
+    tb_tensor_spec spec[2] = {{.size = sizeof *spec,
+                               .name = "b",
+                               .shape = shape,
+                               .src = src,
+                               .dst = dst,
+                               .src_dtype = dtype,
+                               .dst_dtype = dtype}};
     spec[1] = spec[0];
     spec[1].name = "a";
     assert_int_equal(tb_ir_create(rank, spec, 2, NULL, &opts, &ir), TB_OK);
@@ -96,8 +101,13 @@ static void contributions_fit_into_staging_memory(void **state) {
     assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=9", &dst), TB_OK);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         assert_int_equal(tb_layout_parse(cases[i].src, &src), TB_OK);
-        tb_tensor_spec spec[2] = {
-            {.name = "a", .shape = {1, {4096}}, .src = src, .dst = dst, .src_dtype = TB_F32, .dst_dtype = TB_BF16}};
+        tb_tensor_spec spec[2] = {{.size = sizeof *spec,
+                                   .name = "a",
+                                   .shape = {1, {4096}},
+                                   .src = src,
+                                   .dst = dst,
+                                   .src_dtype = TB_F32,
+                                   .dst_dtype = TB_BF16}};
         spec[1] = spec[0];
         spec[1].name = "b";
         tb_ir_opts opts = {.size = sizeof opts,
@@ -126,7 +136,8 @@ static void groups_are_apart(void **state) {
     static const uint32_t groups[] = {7, 0, 7, 2};
     tb_tensor_spec spec[4];
     for (size_t i = 0; i < 4; i++)
-        spec[i] = (tb_tensor_spec){.name = names[i],
+        spec[i] = (tb_tensor_spec){.size = sizeof(tb_tensor_spec),
+                                   .name = names[i],
                                    .shape = {1, {16}},
                                    .src = src,
                                    .dst = dst,
@@ -176,7 +187,8 @@ static void coded_rows_of_less_than_a_byte(void **state) {
     assert_int_equal(tb_layout_parse("mesh=1 place=R", &src), TB_OK);
     assert_int_equal(tb_layout_parse("mesh=1 place=R ranks=1", &dst), TB_OK);
     tb_ir_opts opts = {.size = sizeof opts, .staging_bytes = 64 << 10};
-    tb_tensor_spec spec = {.name = "x",
+    tb_tensor_spec spec = {.size = sizeof spec,
+                           .name = "x",
                            .shape = {2, {1 << 20, 2}},
                            .src = src,
                            .dst = dst,
@@ -266,8 +278,13 @@ static void wrong_batches(void **state) {
     tb_layout *layout;
     tb_ir *ir;
     assert_int_equal(tb_layout_parse("mesh=1 place=R", &layout), TB_OK);
-    tb_tensor_spec spec[2] = {
-        {.name = "x", .shape = {1, {4}}, .src = layout, .dst = layout, .src_dtype = TB_F32, .dst_dtype = TB_F32}};
+    tb_tensor_spec spec[2] = {{.size = sizeof *spec,
+                               .name = "x",
+                               .shape = {1, {4}},
+                               .src = layout,
+                               .dst = layout,
+                               .src_dtype = TB_F32,
+                               .dst_dtype = TB_F32}};
     spec[1] = spec[0];
     assert_int_equal(tb_ir_create(0, spec, 2, NULL, NULL, &ir), TB_INVALID);
     assert_non_null(strstr(tb_error_detail(), "'x' is in the batch twice"));

@@ -10,7 +10,7 @@
 
 #include "base/mem.h"
 #include "base/wide.h"
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 /* More would be a mistake or an attack. */
 enum {

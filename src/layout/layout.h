@@ -7,7 +7,7 @@
 #define TB_LAYOUT_LAYOUT_H
 
 #include "layout/axis.h"
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <jansson.h>
 #include <stdatomic.h>

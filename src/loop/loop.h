@@ -50,10 +50,9 @@ typedef struct tb__peer {
     int32_t wire;     /* what transports call it: no other incarnation has that number */
     uint64_t contact; /* a hash of it */
     const tb_transport *transport;
-    char *label;         /* "rank 6 (inference 2)" */
-    unsigned long patch; /* the last number of its version */
-    char *host;          /* the host's id */
-    bool is_lost;        /* and why */
+    char *label;  /* "rank 6 (inference 2)" */
+    char *host;   /* the host's id */
+    bool is_lost; /* and why */
     char *why;
     size_t nunsent;    /* messages to it that the transport has not taken yet */
     bool is_told;      /* the ports have been told so */
@@ -119,6 +118,9 @@ void tb__loop_remove_port(tb__loop *loop, tb__port *port);
 void tb__loop_add_task(tb__loop *loop, tb__task *task);
 /* Returns when no step of it is under way. */
 void tb__loop_remove_task(tb__loop *loop, tb__task *task);
+
+/* TB_REFUSED if the process has another minor version: what ranks say to each other may change with it. Any thread. */
+tb_status tb__contact_check_version(const void *contact, size_t nbytes, const char *label);
 
 /* A process by its contact; the same one for the same rank and incarnation, but for one that was lost: it is connected
  * again, if its transport can do that. If not, or not now, the peer is the lost one. Its messages are received from

@@ -401,11 +401,13 @@ tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
 
 /* ---- Peers ---------------------------------------------------------------------------------------------------- */
 
-/* What ranks say to each other may change with every version but the last number's, so others are not talked to. */
-static tb_status check_version(const char *label, const char *theirs) {
-    const char *ours = tb_version_string();
-    size_t nbytes = (size_t)(strrchr(ours, '.') + 1 - ours);
-    if (theirs && strncmp(ours, theirs, nbytes) == 0)
+tb_status tb__contact_check_version(const void *contact, size_t nbytes, const char *label) {
+    tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
+    tb__unpack_raw(&reader, TB__CONTACT_PREFIX);
+    const char *theirs = tb__unpack_string(&reader), *ours = tb_version_string();
+    if (reader.failed)
+        theirs = NULL;
+    if (theirs && strncmp(ours, theirs, (size_t)(strrchr(ours, '.') + 1 - ours)) == 0)
         return TB_OK;
     return tb__fail(TB_REFUSED, "%s has tensorbus %.32s, we have %s: all ranks of a bus must have one version", label,
                     theirs ? theirs : "of an unknown version", ours);
@@ -525,11 +527,12 @@ tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, c
     size_t address_nbytes = 0;
     tb__unpack reader = {contact, (const unsigned char *)contact + nbytes, false};
     char why[128] = "";
-    const char *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX), *version = tb__unpack_string(&reader);
+    const char *host = tb__unpack_raw(&reader, TB__CONTACT_PREFIX);
+    tb__unpack_string(&reader); /* the version */
     *out = known;
     if (known && !may_renew)
         return connect_known(known, reader);
-    TB_TRY(check_version(label, reader.failed ? NULL : version));
+    TB_TRY(tb__contact_check_version(contact, nbytes, label));
     bool is_near = memcmp(loop->host, host, TB__CONTACT_PREFIX) == 0;
     const tb_transport *transport =
         choose_transport(loop, wire == loop->wire, is_near, reader, &address, &address_nbytes, why, sizeof why);
@@ -543,7 +546,6 @@ tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, c
     peer->incarnation = incarnation;
     peer->wire = wire;
     peer->contact = hash;
-    peer->patch = strtoul(strrchr(version, '.') + 1, NULL, 10); /* what comes before it is as in ours */
     peer->transport = transport;
     peer->label = tb__strdup(label);
     peer->host = strndup(host, TB__CONTACT_PREFIX);

@@ -223,7 +223,7 @@ static int64_t naive_bound(int64_t least, bool *groups_meet) {
 }
 
 static void check_stats(const random_case *c, const tb_plan *plan, int64_t nelements) {
-    tb_plan_stats stats;
+    tb_plan_stats stats = {.size = sizeof stats};
     bool groups_meet;
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
     find_groups(c, nelements, NULL);
@@ -313,7 +313,7 @@ static void check_once(const random_case *c, const tb_plan *plan, const int32_t 
     }
     for (int64_t g = 0; g < ngroups; g++)
         assert_true(__builtin_popcountll(group[g].senders) <= (group[g].nbytes + tb__least_part - 1) / tb__least_part);
-    tb_plan_stats stats;
+    tb_plan_stats stats = {.size = sizeof stats};
     bool groups_meet;
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
     int64_t bound = naive_bound(tb__least_part, &groups_meet), itemsize = tb_dtype_bits(c->dtype) / 8;

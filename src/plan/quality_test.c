@@ -53,7 +53,7 @@ static void busiest_sender_and_chunks(void **state) {
         int32_t first = rng_range(&r, 0, 1) ? 64 : (int32_t)rng_range(&r, 0, 16);
         tb_layout *dst = random_side(&r, shape.ndim, first, rng_range(&r, 0, 1));
         tb_plan *plan, *simple;
-        tb_plan_stats stats, simple_stats;
+        tb_plan_stats stats = {.size = sizeof stats}, simple_stats = {.size = sizeof simple_stats};
         tb_plan_opts opts = {.size = sizeof opts, .unbalanced = true};
         assert_int_equal(tb_plan_create(src, dst, &shape, TB_BF16, NULL, &plan), TB_OK);
         assert_int_equal(tb_plan_create(src, dst, &shape, TB_BF16, &opts, &simple), TB_OK);

@@ -27,7 +27,7 @@ static tb_status plan_of(const char *src_text, const char *dst_text, const char 
 static tb_plan_stats stats_of(const char *src, const char *dst, const char *shape, tb_dtype dtype,
                               const tb_plan_opts *opts) {
     tb_plan *plan;
-    tb_plan_stats stats;
+    tb_plan_stats stats = {.size = sizeof stats};
     assert_int_equal(plan_of(src, dst, shape, dtype, opts, &plan), TB_OK);
     assert_int_equal(tb_plan_check(plan), TB_OK);
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
@@ -285,7 +285,7 @@ static void huge_plans(void **state) {
     assert_true(s.max_send <= s.min_max_send + s.max_slice);
     tb_plan_stats_fini(&s);
     tb_plan *plan;
-    tb_plan_stats stats;
+    tb_plan_stats stats = {.size = sizeof stats};
     assert_int_equal(plan_of("mesh=1 place=R", "mesh=4 place=R ranks=1..4", "4611686018427387904", TB_U8, NULL, &plan),
                      TB_OK);
     assert_int_equal(tb_plan_check(plan), TB_OK);
@@ -401,7 +401,7 @@ static void failing_allocations(void **state) {
         for (long n = 0; status == TB_NO_MEMORY; n++) {
             tb_layout *src = NULL, *dst = NULL;
             tb_plan *plan = NULL;
-            tb_plan_stats stats;
+            tb_plan_stats stats = {.size = sizeof stats};
             tb_ir *ir;
             char *text = NULL;
             tb__mem_fail_after(n);
@@ -414,8 +414,13 @@ static void failing_allocations(void **state) {
                 status = tb_plan_check(plan);
             if (status == TB_OK && (status = tb_plan_stats_compute(plan, &stats)) == TB_OK)
                 tb_plan_stats_fini(&stats);
-            tb_tensor_spec spec = {
-                .name = "t", .shape = c.shape, .src = src, .dst = dst, .src_dtype = c.dtype, .dst_dtype = c.dtype};
+            tb_tensor_spec spec = {.size = sizeof spec,
+                                   .name = "t",
+                                   .shape = c.shape,
+                                   .src = src,
+                                   .dst = dst,
+                                   .src_dtype = c.dtype,
+                                   .dst_dtype = c.dtype};
             if (status == TB_OK && (status = tb_ir_create(c.dst.ranks[0], &spec, 1, NULL, NULL, &ir)) == TB_OK) {
                 status = tb_ir_dump_json(ir, &text);
                 tb_ir_destroy(ir);

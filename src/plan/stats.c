@@ -3,6 +3,7 @@
 
 #include "base/dtype.h"
 #include "base/int.h"
+#include "base/opts.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -102,22 +103,22 @@ static tb_status compute(const tb_plan *plan, tb_routes *routes, tb_plan_stats *
 tb_status tb_plan_stats_compute(const tb_plan *plan, tb_plan_stats *out) {
     tb_routes *routes;
     TB_TRY(tb_routes_create(&routes));
-    tb_plan_stats stats = {0};
+    tb_plan_stats stats = {.size = sizeof stats};
     tb_status status = compute(plan, routes, &stats);
     tb_routes_destroy(routes);
-    if (status != TB_OK) {
+    if (status == TB_OK)
+        status = tb__struct_write(out, &stats, sizeof stats, "a tb_plan_stats");
+    if (status != TB_OK)
         tb_plan_stats_fini(&stats);
-        return status;
-    }
-    *out = stats;
-    return TB_OK;
+    return status;
 }
 
 void tb_plan_stats_fini(tb_plan_stats *stats) {
-    free(stats->ranks);
-    free(stats->send_bytes);
-    free(stats->recv_bytes);
-    free(stats->egress_bytes);
-    free(stats->reduce_bytes);
-    *stats = (tb_plan_stats){0};
+    tb_plan_stats taken;
+    tb__struct_take(&taken, sizeof taken, stats);
+    free(taken.ranks);
+    free(taken.send_bytes);
+    free(taken.recv_bytes);
+    free(taken.egress_bytes);
+    free(taken.reduce_bytes);
 }

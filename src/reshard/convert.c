@@ -11,7 +11,7 @@ enum { MOST_NOTES = 4 }; /* of a rank */
 /* ---- The user's own -------------------------------------------------------------------------------------------- */
 
 static tb_transform_piece piece_of(const entry *e, int ndim, const int64_t *len) {
-    tb_transform_piece piece = {.name = e->name, .dtype = e->dtype, .ndim = ndim};
+    tb_transform_piece piece = {.size = sizeof piece, .name = e->name, .dtype = e->dtype, .ndim = ndim};
     memcpy(piece.shape, len, (size_t)ndim * sizeof *len);
     return piece;
 }

@@ -9,6 +9,7 @@
 
 #include "format/checkpoint.h"
 #include "reshard/spec.h"
+#include "tensorbus/plan.h"
 
 /* How files have a tensor that is quantised: data under its name, and beside it scales of blocks, a scale of the whole
  * part, or both. */

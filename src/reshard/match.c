@@ -212,7 +212,7 @@ tb_status tb__match_names(const char *const *source, size_t nsource, const char 
                           const tb_match_opts *opts, const char *source_label, const char *target_label,
                           tb_match *out) {
     matching m = {.source.label = source_label, .target.label = target_label};
-    tb_match match = {0};
+    tb_match match = {.size = sizeof match};
     TB_TRY(tb__opts_read(&m.opts, sizeof m.opts, opts));
     tb_status status = match_all(&m, source, nsource, target, ntarget, &match);
     for (size_t i = 0; i < m.nignored; i++)
@@ -220,18 +220,18 @@ tb_status tb__match_names(const char *const *source, size_t nsource, const char 
     free(m.ignored);
     side_fini(&m.source);
     side_fini(&m.target);
-    if (status != TB_OK) {
+    if (status == TB_OK)
+        status = tb__struct_write(out, &match, sizeof match, "a tb_match");
+    if (status != TB_OK)
         tb_match_fini(&match);
-        return status;
-    }
-    *out = match;
-    return TB_OK;
+    return status;
 }
 
 void tb_match_fini(tb_match *match) {
-    free(match->source);
-    free(match->target);
-    free(match->only_source);
-    free(match->only_target);
-    *match = (tb_match){0};
+    tb_match taken;
+    tb__struct_take(&taken, sizeof taken, match);
+    free(taken.source);
+    free(taken.target);
+    free(taken.only_source);
+    free(taken.only_target);
 }

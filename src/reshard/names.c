@@ -4,6 +4,7 @@
 #include "base/mem.h"
 #include "base/opts.h"
 #include "reshard/pattern.h"
+#include "tensorbus/plan.h"
 
 #include <inttypes.h>
 #include <stdio.h>

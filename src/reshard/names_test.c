@@ -291,7 +291,7 @@ static void matching(void **state) {
     static const char *const target[] = {"a", "z", "c", "rotary.inv_freq"};
     static const char *const ignored[] = {"rotary.*", "extra", "a" /* both sides have it: moved all the same */};
     tb_match_opts opts = {.size = sizeof opts, .ignored = ignored, .nignored = 3, .allow_unmatched = true};
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     assert_ok(tb_match_names(source, COUNT(source), target, COUNT(target), &opts, &match));
     assert_list(match.source, match.nmatched, source, "a c");
     assert_list(match.target, match.nmatched, target, "a c");
@@ -333,13 +333,13 @@ static void tied_weights(void **state) {
         while (ntarget < 3 && cases[i].target[ntarget])
             ntarget++;
         tb_match_opts opts = {.size = sizeof opts, .ties = ties, .nties = 2};
-        tb_match match;
+        tb_match match = {.size = sizeof match};
         assert_ok(tb_match_names(cases[i].source, nsource, cases[i].target, ntarget, &opts, &match));
         assert_int_equal(match.nmatched, ntarget);
         assert_list(match.source, match.nmatched, cases[i].source, cases[i].taken);
         tb_match_fini(&match);
     }
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     tb_match_opts opts = {.size = sizeof opts, .ties = ties, .nties = 2};
     static const char *const other[] = {"other"}, *const head[] = {"lm_head"};
     assert_says(tb_match_names(other, 1, head, 1, &opts, &match), TB_INVALID,
@@ -382,7 +382,7 @@ static void experts_meet(void **state) {
                 sides[side][n++] = parts[side][rank].part[i].name;
         }
     }
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     assert_ok(tb_match_names(sides[0], EXPERTS, sides[1], EXPERTS, NULL, &match));
     assert_int_equal(match.nmatched, EXPERTS);
     for (size_t i = 0; i < EXPERTS; i++) {
@@ -417,7 +417,7 @@ static void out_of_memory(void **state) {
     for (long n = 0; !is_done; n++) {
         tb_names *names = NULL;
         tb_parts parts = {0};
-        tb_match match = {0};
+        tb_match match = {.size = sizeof match};
         assert_true(n < 1000);
         tb__mem_fail_after(n);
         tb_status status = tb_names_create(&opts, &names);

@@ -16,6 +16,7 @@
 #include "base/index.h"
 #include "base/mem.h"
 #include "device/quant.h"
+#include "tensorbus/plan.h"
 
 typedef struct tb__spec_rule {
     const char *match; /* a tensor's name, or a pattern */

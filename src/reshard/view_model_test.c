@@ -1,7 +1,7 @@
 /* Views of models as trainers and inference engines keep them: what becomes of their layouts, and whole parameters
  * moved from one to the other, with every element where it belongs. */
 #include "base/mem.h"
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include "../tests/support/elements.h"
 

@@ -50,7 +50,7 @@ void tool_client_close(tool_client *c) {
 
 /* A client whose agent is gone is of no use any more; any other keeps its connection. */
 static void give_up(tool_client *c) {
-    tb_client_status unused;
+    tb_client_status unused = {.size = sizeof unused};
     if (c->batch && tb_client_query(c->batch, &unused) != TB_LOST)
         drop_batch(c);
     else

@@ -3,8 +3,8 @@
  * together, in the same memory. */
 #include "tools/bench.h"
 
-#include "device/host/workers.h"
 #include "device/host/quant.h"
+#include "device/host/workers.h"
 
 #include <inttypes.h>
 #include <math.h>

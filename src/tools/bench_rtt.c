@@ -124,7 +124,7 @@ static tb_status answer(const trial *t) {
 }
 
 static tb_status query(trial *t) {
-    tb_client_status unused;
+    tb_client_status unused = {.size = sizeof unused};
     return tb_client_query(t->client.batch, &unused);
 }
 

@@ -113,7 +113,8 @@ static tb_status add_ir(view *v, const tb_ir *ir, const int32_t *hosts) {
 }
 
 static tb_status view_fill(view *v, const tool_plan_view *plan, const tb_ir_opts *opts) {
-    tb_tensor_spec spec = {.name = "tensor",
+    tb_tensor_spec spec = {.size = sizeof spec,
+                           .name = "tensor",
                            .shape = plan->shape,
                            .src = plan->src,
                            .dst = plan->dst,

@@ -158,7 +158,7 @@ static void check_all(const side *s) {
 static void refit(const moe_cut *trainer, const moe_cut *engine) {
     moe_model model;
     side src, dst;
-    tb_match match;
+    tb_match match = {.size = sizeof match};
     assert_ok(moe_model_init(&model, MOE_MIN_BYTES));
     side_init(&src, &model, TOOL_SOURCE, trainer);
     side_init(&dst, &model, TOOL_TARGET, engine);

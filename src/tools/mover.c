@@ -46,7 +46,8 @@ tb_batch_opts tool_batch_opts(const tb__config *config, bool staged, bool checks
 }
 
 tb_tensor tool_part_tensor(const tool_part *part, const tool_side *side) {
-    tb_tensor tensor = {.data = part->data,
+    tb_tensor tensor = {.size = sizeof tensor,
+                        .data = part->data,
                         .dtype = part->tensor->dtype[part->which],
                         .ndim = part->tensor->shape.ndim,
                         .layout = side->text[part->tensor->cut]};
@@ -107,7 +108,7 @@ static tb_status move(tool_mover *mover, tool_slot *slot) {
     slot->ended_ns = tool_now_ns();
     for (int i = 0; i < mover->nends; i++) {
         tool_end *end = &mover->end[i];
-        tb_transfer_state state;
+        tb_transfer_state state = {.size = sizeof state};
         TB_TRY(tb_wait(end->transfer, TB_COMMITTED, -1));
         tb_transfer_query(end->transfer, &state);
         memcpy(slot->phase, state.phase, sizeof slot->phase);

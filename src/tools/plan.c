@@ -111,7 +111,8 @@ static tb_status read_request(const tb__config *config, const char *const *value
 
 static tb_status add_buckets(tb__text *out, const request *r, tb_plan_cache *cache, int32_t rank, bool as_json) {
     const tool_plan_view *v = &r->view;
-    tb_tensor_spec spec = {.name = "tensor",
+    tb_tensor_spec spec = {.size = sizeof spec,
+                           .name = "tensor",
                            .shape = v->shape,
                            .src = v->src,
                            .dst = v->dst,
@@ -187,7 +188,7 @@ static void add_map(tb__text *out, const char *key, const tb_plan_stats *s, cons
 }
 
 static tb_status answer_plan(const tb_plan *plan, tb__text *out) {
-    tb_plan_stats s;
+    tb_plan_stats s = {.size = sizeof s};
     TB_TRY(tb_plan_check(plan));
     TB_TRY(tb_plan_stats_compute(plan, &s));
     tb__text_add(out, "{\"check\":\"ok\",\"chunks\":%" PRId64, s.nchunks);

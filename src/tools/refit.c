@@ -141,7 +141,8 @@ tb_status refit_rank_add(refit_rank *rank, tb_batch *batch) {
     for (size_t i = 0; i < rank->model.parts.count; i++) {
         const tb_part *part = &rank->model.parts.part[i];
         const moe_param *param = &rank->model.params.item[part->param];
-        tb_tensor tensor = {.data = rank->data[part->param],
+        tb_tensor tensor = {.size = sizeof tensor,
+                            .data = rank->data[part->param],
                             .dtype = TB_BF16,
                             .ndim = param->shape.ndim,
                             .layout = param->layout,

@@ -56,7 +56,7 @@ static void add_heading(tb__text *out, const char *path, const json_t *report) {
                      tool_json_int(total, "failures"));
     }
     const json_t *plans = json_object_get(report, "plans");
-    if (plans) /* not in reports of 0.1.0 */
+    if (plans) /* not in reports of agents of 0.1.0 */
         tb__text_add(out, "plans   %" PRId64 " kept, %s of %s, %" PRId64 " dropped\n", tool_json_int(plans, "kept"),
                      tool_size(tool_json_int(plans, "bytes")).text, tool_size(tool_json_int(plans, "limit")).text,
                      tool_json_int(plans, "evicted"));

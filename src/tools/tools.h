@@ -8,7 +8,7 @@
 
 #include "base/config.h"
 #include "base/mem.h"
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <jansson.h>
 

@@ -88,6 +88,7 @@ tb_status tool_plan_view_fill(tool_plan_view *view) {
     double start = now_ms();
     TB_TRY(tb_plan_check(view->plan));
     double checked = now_ms();
+    view->stats.size = sizeof view->stats;
     TB_TRY(tb_plan_stats_compute(view->plan, &view->stats));
     tb_routes *routes;
     TB_TRY(tb_routes_create(&routes));

@@ -205,8 +205,6 @@ class Store(Server):
 class Bed:
     """A folder with a store's address, and all processes that were started in it, which end with it."""
 
-    is_mixed = False  # whether its members are of several releases
-
     def __init__(self, release=None):
         self.release = release or this_release()
         self.folder = tempfile.mkdtemp(prefix="tb-api-")

@@ -1,5 +1,5 @@
-"""Whether this release mixes with an older one, as docs/operations.md promises ("Upgrading"): the tests of events and
-versions with members of both in one bus.
+"""An older minor version and this one in one bus, as docs/operations.md promises ("Upgrading"): they refuse each other,
+by name and soon. Programs and agents of both work together, because the protocol between them is the same.
 
 The older release is that of $TENSORBUS_OLD: a build folder, or a folder with the command `tensorbus` and
 libtensorbus.so. Without it, the commit below is built in $TB_BUILD/old, if the clone has it; else the test is skipped."""
@@ -8,18 +8,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import events
-import versions
-from bus import Bed, Program, Release, Store, check, equal, has_ucx, main, this_release
+from bus import Agent, Bed, Failed, Program, Release, Store, check, main, this_release
 
 OLD_COMMIT = "53d8f8f"  # 0.1.0
+OLD_PROGRAM = "fbee3a0"  # the last with a tests/api/program.c that can be built with it
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..")
 
 MEMORIES = [m for m in events.MEMORIES if m[0] in ("alloc", "malloc-staged", "buckets", "checksum")]
-LARGE = [m for m in events.MEMORIES if m[0] in ("alloc", "malloc-staged")]
-LARGE_SHAPE = 1000, 800  # 2.4 MB from each rank to each: more than a ring of shm holds
+SOON = 15  # seconds in which a refusal is to come; waits that are given no other time take 30
+LAYOUT = "mesh=1 place=R"
 
 
 # ---- The older release -----------------------------------------------------------------------------------------------
@@ -31,16 +32,19 @@ def run_quietly(*words, **options):
 
 
 def build_old(folder):
-    """The commit's sources and their build, made once; None if the clone lacks it."""
-    probe = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", f"{OLD_COMMIT}^{{commit}}"], capture_output=True,
-                           check=False)
-    if probe.returncode != 0:
-        return None
+    """The commits' sources and their build, made once; None if the clone lacks them."""
+    for commit in (OLD_COMMIT, OLD_PROGRAM):
+        probe = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True,
+                               check=False)
+        if probe.returncode != 0:
+            return None
     if not os.path.exists(f"{folder}/built"):
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
         run_quietly("git", "-C", ROOT, "archive", "-o", f"{folder}/old.tar", OLD_COMMIT)
         run_quietly("tar", "-xf", f"{folder}/old.tar", "-C", folder)
+        run_quietly("git", "-C", ROOT, "archive", "-o", f"{folder}/api.tar", OLD_PROGRAM, "tests/api")
+        run_quietly("tar", "-xf", f"{folder}/api.tar", "-C", folder)
         run_quietly("cmake", "-G", "Ninja", "-S", folder, "-B", f"{folder}/build", "-DCMAKE_BUILD_TYPE=",
                     "-DTB_BUILD_TESTS=OFF")
         run_quietly("ninja", "-C", f"{folder}/build", "tensorbus", "tensorbus_shared")
@@ -57,7 +61,8 @@ def find_old():
         sys.exit(77)
     include = next(p for p in (f"{place}/include", f"{place}/../include", f"{ROOT}/include") if os.path.isdir(p))
     program = f"{build}/tests/api/program_old"
-    run_quietly(os.environ.get("CC", "cc"), "-std=gnu17", "-O1", f"-I{include}", f"{HERE}/program.c", "-o", program,
+    source = next(p for p in (f"{place}/../tests/api/program.c", f"{HERE}/program.c") if os.path.exists(p))
+    run_quietly(os.environ.get("CC", "cc"), "-std=gnu17", "-O1", f"-I{include}", source, "-o", program,
                 f"-L{place}", f"-Wl,-rpath,{os.path.abspath(place)}", "-ltensorbus", "-lpthread")
     return Release(f"{place}/tensorbus", program)
 
@@ -67,134 +72,101 @@ def version_of(release):
         return Program(bed, "probe").do("release").text
 
 
-# ---- Beds with two releases ------------------------------------------------------------------------------------------
+# ---- Ranks -----------------------------------------------------------------------------------------------------------
+
+
+def soon(what):
+    """What `what` returns, if that does not take long."""
+    begun = time.monotonic()
+    answer = what()
+    check(time.monotonic() - begun < SOON, f"took {time.monotonic() - begun:.0f} s")
+    return answer
+
+
+def sentence(theirs, ours):
+    return f"has tensorbus {VERSIONS[theirs]}, we have {VERSIONS[ours]}: all ranks of a bus must have one version"
+
+
+def join(bed, group, release, size=1):
+    program = Program(bed, group, release=release)
+    program.do("join", bed.url, group, 0, size)
+    return program
+
+
+def new_comes_late(store):
+    """A rank of this release does not get onto a bus of the older one; which goes on, also with others of its own."""
+    with Bed() as bed:
+        Store(bed, bed.url, release=store)
+        a = join(bed, "a", OLD)
+        late = Program(bed, "late", release=NEW)
+        soon(lambda: late.call("join", bed.url, "late", 0, 1)).fails("TB_REFUSED", f"(a 0) {sentence(OLD, NEW)}")
+        b = join(bed, "b", OLD)
+        a.ask("pair", "p", "p", "b", LAYOUT)
+        b.do("pair", "p", "p", "a", LAYOUT)
+        a.answer().ok()
+        for program in (a, b):
+            program.end()
+        late.do("join", bed.url, "late", 0, 1)  # they are gone
+
+
+def old_comes_late(store):
+    """A rank of the older release gets onto the bus, but into no pair; all ranks of the pair are told."""
+    with Bed() as bed:
+        Store(bed, bed.url, release=store)
+        a, b = join(bed, "a", NEW), join(bed, "b", OLD)
+
+        def make_pair():
+            a.ask("pair", "p", "p", "b", LAYOUT)
+            b.ask("pair", "p", "p", "a", LAYOUT)
+            return a.answer(), b.answer()
+
+        for answer in soon(make_pair):  # whoever finds out first tells the other
+            answer.fails("TB_REFUSED", "all ranks of a bus must have one version")
+            check(sentence(OLD, NEW) in answer.text or sentence(NEW, OLD) in answer.text, f"{answer}")
+
+
+def new_agent_comes_late():
+    with Bed() as bed:
+        Store(bed, bed.url)
+        join(bed, "a", OLD)
+        try:
+            soon(lambda: Agent(bed, "b", 0, 1, release=NEW))
+        except Failed as failure:
+            check(sentence(OLD, NEW) in str(failure), f"the agent said: {failure}")
+        else:
+            raise Failed("the agent has started")
+
+
+# ---- Programs and agents ---------------------------------------------------------------------------------------------
 
 
 class MixedBed(Bed):
-    """`choose` gives the release of each seat's agent and program. With `upgrades`, whoever is started in a seat again
-    has the other one."""
+    """Programs of one release, agents of the other."""
 
-    is_mixed = True
-
-    def __init__(self, choose, upgrades=False):
+    def __init__(self, programs, agents):
         super().__init__()
-        self.choose, self.upgrades = choose, upgrades
-        self.starts = {}
+        self.of_programs, self.of_agents = programs, agents
 
     def release_of(self, group, seat, is_agent):
-        key = group, seat, is_agent
-        release = self.choose(*key)
-        self.starts[key] = self.starts.get(key, 0) + 1
-        if self.upgrades and self.starts[key] > 1:
-            return OLD if release is NEW else NEW
-        return release
+        return self.of_agents if is_agent else self.of_programs
 
 
-def old_group(name):
-    """One group, with its programs."""
-    return lambda group, seat, is_agent: OLD if group == name else NEW
-
-
-def old_seats(number):
-    """In every group of two, one of the two."""
-    return lambda group, seat, is_agent: OLD if seat == number else NEW
-
-
-def old_programs(group, seat, is_agent):
-    return NEW if is_agent else OLD
-
-
-def old_agents(group, seat, is_agent):
-    return OLD if is_agent else NEW
-
-
-def all_old(group, seat, is_agent):
-    return OLD
-
-
-def all_new(group, seat, is_agent):
-    return NEW
-
-
-# ---- Cases -----------------------------------------------------------------------------------------------------------
-
-
-def run_events(choose, transport, with_agents, store):
-    with MixedBed(choose) as bed:
-        if store:
-            Store(bed, bed.url, release=store)
-        events.run_cast(bed, transport, with_agents, MEMORIES)
-
-
-def run_large(choose, transport):
-    with MixedBed(choose) as bed:
-        events.run_cast(bed, transport, False, LARGE, LARGE_SHAPE)
-
-
-def run_versions(choose, scenario, engines, commit, with_agents, upgrades=False):
-    with MixedBed(choose, upgrades) as bed:
-        versions.run_scenario(bed, scenario, engines, commit, with_agents)
-
-
-def lose_receiver(choose, transport, commit):
-    """One of two receivers is killed while all wait for it: the others are told its name. The transfer can't be whole."""
-    with MixedBed(choose) as bed:
-        Store(bed, bed.url)
-        cast = events.Cast(bed, transport, False)
-        cast.make_batch("step", commit, "alloc", {})
-        for r in cast.senders:
-            r.fill(1)
-            r.begin()
-        survivor, victim = cast.receivers
-        survivor.begin()
-        victim.program.kill()
-        bed.programs.remove(victim.program)
-        for r in cast.senders:
-            r.wait("committed").fails("TB_LOST", "(b 1)")
-        answer = survivor.wait("committed")
-        if commit == "shadow" or answer.status != "TB_OK":
-            answer.fails("TB_LOST", "(b 1)")
-        if commit == "shadow":
-            equal(survivor.content(), "poison", "the survivor's tensors")
-        elif answer.status == "TB_OK":
-            equal(survivor.content(), 1, "the survivor's tensors")
+def run_events(programs, agents):
+    with MixedBed(programs, agents) as bed:
+        events.run_cast(bed, "shm", True, MEMORIES)
 
 
 def cases():
-    transports = ["shm", "ucx"] if has_ucx() else ["shm"]
-    for transport in transports:
-        for name, choose, store in (("old a, new b", old_group("a"), OLD), ("new a, old b", old_group("b"), NEW),
-                                    ("old first seats", old_seats(0), None)):
-            for with_agents in (False, True):
-                what = f"events: {name}, {transport}, {'agents' if with_agents else 'worlds'}"
-                yield what, lambda args=(choose, transport, with_agents, store): run_events(*args)
-        name = "a" if transport == "shm" else "b"
-        yield f"large tensors: old {name}, {transport}", lambda args=(old_group(name), transport): run_large(*args)
-        for commit in ("in_place", "shadow"):
-            for seat in (0, 1):
-                what = f"a receiver that is killed: old seats {seat}, {transport}, {commit}"
-                yield what, lambda args=(old_seats(seat), transport, commit): lose_receiver(*args)
-    for name, choose in (("old programs, new agents", old_programs), ("new programs, old agents", old_agents)):
-        yield f"events: {name}", lambda choose=choose: run_events(choose, "shm", True, None)
-    for name, choose in (("old trainer", old_group("trainer")), ("old engine", old_group("east"))):
-        for commit in ("in_place", "shadow"):
-            for with_agents in (False, True):
-                for scenario, engines, for_agents in versions.SCENARIOS:
-                    if with_agents and not for_agents:
-                        continue
-                    what = f"{scenario.__name__}: {name}, {commit}, {'agents' if with_agents else 'worlds'}"
-                    args = choose, scenario, engines, commit, with_agents
-                    yield what, lambda args=args: run_versions(*args)
-    for name, choose in (("to new", all_old), ("back to old", all_new)):
-        for scenario in (versions.an_engine_that_rejoins, versions.trainers_that_restart):
-            engines = ("east", "west") if scenario is versions.an_engine_that_rejoins else ("east",)
-            for with_agents in (False, True):
-                what = f"{scenario.__name__}: {name}, {'agents' if with_agents else 'worlds'}"
-                args = choose, scenario, engines, "shadow", with_agents, True
-                yield what, lambda args=args: run_versions(*args)
+    for name, store in (("old", OLD), ("new", NEW)):
+        yield f"a new rank on an old bus, {name} store", lambda store=store: new_comes_late(store)
+        yield f"an old rank on a new bus, {name} store", lambda store=store: old_comes_late(store)
+    yield "a new agent on an old bus", new_agent_comes_late
+    yield "events: old programs, new agents", lambda: run_events(OLD, NEW)
+    yield "events: new programs, old agents", lambda: run_events(NEW, OLD)
 
 
 if __name__ == "__main__":
     NEW, OLD = this_release(), find_old()
-    print(f"old: {version_of(OLD)}, new: {version_of(NEW)}")
+    VERSIONS = {release: version_of(release) for release in (OLD, NEW)}
+    print(f"old: {VERSIONS[OLD]}, new: {VERSIONS[NEW]}")
     main(cases())

@@ -288,7 +288,8 @@ static void do_add(void) {
     const object *p = find('p', word(2));
     const memory *m = find('m', word(4))->as.memory;
     const char *rows = option("rows");
-    tb_tensor t = {.data = m->data,
+    tb_tensor t = {.size = sizeof t,
+                   .data = m->data,
                    .dtype = TB_U32,
                    .ndim = 2,
                    .shape = {rows ? option_number("rows") : m->rows, m->columns},
@@ -336,7 +337,7 @@ static void do_version(void) {
     bool is_torn = false;
     tb_status status;
     if (b->of_agent) {
-        tb_client_pair_state state = {0};
+        tb_client_pair_state state = {.size = sizeof state};
         status = tb_client_query_pair(b->of_agent, p->name, &state);
         version = state.version;
         is_torn = state.is_torn;
@@ -351,7 +352,7 @@ static void do_version(void) {
 
 /* What an agent says of the batch: state, version, attempt, events, is_torn, error. */
 static void do_status(void) {
-    tb_client_status s = {0};
+    tb_client_status s = {.size = sizeof s};
     tb_status status = tb_client_query(find('b', word(1))->as.batch->of_agent, &s);
     if (status == TB_OK)
         answer_values("%s\t%" PRIu64 "\t%" PRIu64 "\t%u\t%d\t%s", s.state, s.version, s.attempt, s.events, s.is_torn,
@@ -467,17 +468,18 @@ static void answer_state(const tb_transfer_state *s) {
 /* status, events, attempt, version, bytes_done, bytes_total, groups_done, groups_total */
 static void do_query(void) {
     const transfer *t = find('t', word(1))->as.transfer;
-    tb_transfer_state s = {0};
+    tb_transfer_state s = {.size = sizeof s};
     if (t->of_world) {
         tb_transfer_query(t->of_world, &s);
     } else {
-        tb_client_status of_agent = {0};
+        tb_client_status of_agent = {.size = sizeof of_agent};
         tb_status status = tb_client_query(t->batch->of_agent, &of_agent);
         if (status != TB_OK) {
             answer(status);
             return;
         }
-        s = (tb_transfer_state){.status = *of_agent.error ? TB_INTERNAL : TB_OK,
+        s = (tb_transfer_state){.size = sizeof(tb_transfer_state),
+                                .status = *of_agent.error ? TB_INTERNAL : TB_OK,
                                 .events = of_agent.events,
                                 .attempt = of_agent.attempt,
                                 .version = of_agent.version,
@@ -493,11 +495,11 @@ static void do_query(void) {
 static void do_query_pair(void) {
     const transfer *t = find('t', word(1))->as.transfer;
     const object *p = find('p', word(2));
-    tb_transfer_state s = {0};
+    tb_transfer_state s = {.size = sizeof s};
     if (t->of_world) {
         tb_transfer_pair(t->of_world, p->as.pair, &s);
     } else {
-        tb_client_pair_state of_agent = {0};
+        tb_client_pair_state of_agent = {.size = sizeof of_agent};
         tb_status status = tb_client_query_pair(t->batch->of_agent, p->name, &of_agent);
         if (status != TB_OK) {
             answer(status);

@@ -26,7 +26,7 @@ NOT_PROVOKED = {
     "a forked child can't use it": "takes a fork; bus/fork_test and bus/agent/client_fork_test have it",
     "has not confirmed our registration": "takes a rank without descriptors; bus/descriptors_test has it",
     "this process can't accept a connection": "the same",
-    "all ranks of a bus must have one version": "needs a release that does not mix with this one",
+    "all ranks of a bus must have one version": "needs a release that does not mix with this one; mixed.py has it",
 }
 
 LAYOUT = "mesh=1 place=S0"

@@ -190,25 +190,8 @@ def sends_that_fail(bus):
         for t in bus.trainers:
             t.program.do("cancel", "send")
         bus.end_send(status="TB_CANCELLED")
-    move_after_failure(bus)
+    bus.move()  # sends that were given up before are nothing to a receive that begins now
     bus.move()
-
-
-def move_after_failure(bus):
-    """Sends that were given up before are nothing to a receive that begins now. With a rank of an older release in the
-    bus, it may hear of one just after it began, fail with the reason, and receive again."""
-    if not bus.bed.is_mixed:
-        bus.move()
-        return
-    bus.send()
-    for name, e in bus.engines.items():
-        bus.begin_receive(name)
-        while (answer := e.program.wait("recv", "committed")).status != "TB_OK":
-            check(answer.status in ("TB_TIMEOUT", "TB_CANCELLED"), f"after a failed send: {answer}")
-            e.program.do("end", "recv")
-            bus.begin_receive(name)
-        bus.end_receive(name)
-    bus.end_send()
 
 
 def receives_that_fail(bus):
@@ -288,7 +271,7 @@ def an_engine_that_comes_late(bus):
     bus.end_send(status="TB_TIMEOUT")
     bus.bring_in("west")
     equal(bus.engines["west"].version("trainer"), (0, False), "the version of an engine that has just come")
-    move_after_failure(bus)
+    bus.move()  # sends that were given up before are nothing to a receive that begins now
     bus.move()
     equal(bus.nsent, 4, "sends so far")
 

@@ -2,7 +2,7 @@
 #ifndef TB_TESTS_FUZZ_H
 #define TB_TESTS_FUZZ_H
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <stdio.h>
 #include <stdlib.h>

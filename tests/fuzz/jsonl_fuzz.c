@@ -25,7 +25,7 @@ static bool is_cheap(const tb_layout *layout, const tb_shape *shape, tb_dtype dt
 }
 
 static void check_stats(const tb_plan *plan, const tb_layout *src, const tb_layout *dst, const tb_plan_opts *opts) {
-    tb_plan_stats s;
+    tb_plan_stats s = {.size = sizeof s};
     tb__wide sent = 0, received = 0;
     if (!succeeded(tb_plan_stats_compute(plan, &s)))
         return;
@@ -75,8 +75,13 @@ static void check_plan(const tb_shape *shape, tb_dtype dtype, const tb_layout *s
     note_sizes(src, shape);
     note_sizes(dst, shape);
     if (is_small(src, dst, shape)) {
-        tb_tensor_spec spec = {
-            .name = "tensor", .shape = *shape, .src = src, .dst = dst, .src_dtype = dtype, .dst_dtype = dtype};
+        tb_tensor_spec spec = {.size = sizeof spec,
+                               .name = "tensor",
+                               .shape = *shape,
+                               .src = src,
+                               .dst = dst,
+                               .src_dtype = dtype,
+                               .dst_dtype = dtype};
         expect(tb_plan_check(plan) == TB_OK);
         check_stats(plan, src, dst, opts);
         check_ir(tb_layout_rank_at(src, 0), &spec, opts);

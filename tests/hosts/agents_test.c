@@ -88,7 +88,7 @@ static tb_status connect_agent(client *c) {
 static tb_status open_kind(client *c, int kind) {
     tb_batch_opts opts = {
         .size = sizeof opts, .bucket_size = 1 << 20, .commit = kind == SHADOW ? TB_SHADOW : TB_IN_PLACE};
-    tb_tensor w = {.data = c->data[kind], .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    tb_tensor w = {.size = sizeof w, .data = c->data[kind], .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     tb_status status = tb_client_init_pair(c->agent, kinds[kind], is_trainer(c->seat) ? "engine" : "trainer",
                                            is_trainer(c->seat) ? "mesh=2 place=S0" : "mesh=2,2 place=R,S1", JOIN_MS);
     if (status == TB_OK)
@@ -131,7 +131,7 @@ static tb_status move(client *c, int kind) {
     bool is_send = is_trainer(c->seat);
     int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS;
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .no_wait = true};
-    tb_client_status now;
+    tb_client_status now = {.size = sizeof now};
     tb_status status = tb_client_transfer(c->batch[kind], is_send, &opts);
     while (status == TB_OK) {
         status = tb_client_wait(c->batch[kind], is_send, TB_COMMITTED, LOOK_MS);

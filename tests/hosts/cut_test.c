@@ -119,7 +119,8 @@ static tb_status make(client *c, int patience_ms) {
         status = are_worlds ? tb_batch_create(c->world, "step", &opts, &c->own_batch)
                             : tb_client_batch_create(c->agent, "step", &opts, &c->batch);
     for (int i = 0; i < NTENSORS && status == TB_OK; i++) {
-        tb_tensor w = {.data = c->data + (size_t)i * SIZE, .dtype = TB_F32, .ndim = 1, .shape = {SIZE}};
+        tb_tensor w = {
+            .size = sizeof w, .data = c->data + (size_t)i * SIZE, .dtype = TB_F32, .ndim = 1, .shape = {SIZE}};
         char name[16];
         snprintf(name, sizeof name, "w%d", i);
         status = are_worlds ? tb_batch_add(c->own_batch, c->pair, name, &w)
@@ -157,7 +158,7 @@ static tb_status transfer_in_world(client *c) {
 
 static tb_status transfer_by_agent(client *c) {
     tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = DEADLINE_MS, .no_wait = true};
-    tb_client_status now;
+    tb_client_status now = {.size = sizeof now};
     tb_status status = tb_client_transfer(c->batch, c->seat == TRAINER, &opts);
     for (int64_t deadline_ms = tb__now_ms() + DEADLINE_MS + SLACK_MS; status == TB_OK;) {
         status = tb_client_wait(c->batch, c->seat == TRAINER, TB_COMMITTED, LOOK_MS);

@@ -57,7 +57,7 @@ static const int64_t nelements = (int64_t)ROWS * COLUMNS / 2; /* of each rank */
 
 static void add_pair(rank *r, int engine) {
     char name[24];
-    tb_tensor w = {.data = r->w, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    tb_tensor w = {.size = sizeof w, .data = r->w, .dtype = TB_F32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     snprintf(name, sizeof name, "to %s", groups[engine + 1]);
     must(r, tb_pair_create(r->world, name, r->group == 0 ? groups[engine + 1] : groups[0],
                            r->group == 0 ? "mesh=2 place=S0" : "mesh=2 place=S1", NULL, &r->pair[engine]));

@@ -4,6 +4,7 @@
 #define TB_TESTS_ELEMENTS_H
 
 #include "asserts.h"
+#include "tensorbus/plan.h"
 
 #include <stdbool.h>
 

@@ -2,7 +2,7 @@
 #ifndef TB_TESTS_RANDOM_CASE_H
 #define TB_TESTS_RANDOM_CASE_H
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 #include <stdint.h>
 

@@ -358,7 +358,8 @@ static void add_tensors(worker *w) {
             continue;
         const batch_tensor *from = &w->b.tensor[i];
         const part *p = &w->parts[s][i];
-        tb_tensor t = {.dtype = from->dtype[s],
+        tb_tensor t = {.size = sizeof t,
+                       .dtype = from->dtype[s],
                        .ndim = from->shape.ndim,
                        .strides = p->is_contiguous ? NULL : p->strides,
                        .wire_dtype = from->wire[s],

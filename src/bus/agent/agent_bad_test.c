@@ -58,7 +58,7 @@ static uint64_t post_register(raw *c, const void *at) {
 static tb_client_batch *new_batch(tb_client *c, const char *name, uint32_t *data) {
     tb_client_batch *b = NULL;
     check_ok(tb_client_batch_create(c, name, NULL, &b));
-    check_ok(tb_client_batch_add(b, "p", "w", &(tb_tensor){.data = data, .dtype = TB_U32}));
+    check_ok(tb_client_batch_add(b, "p", "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = data, .dtype = TB_U32}));
     return b;
 }
 
@@ -217,7 +217,7 @@ static void test_leave_early(void **state) {
 static void come_back(rank *r) {
     uint32_t number = is_a(r) ? 5 : 0;
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
-    tb_tensor t = {.data = &number, .dtype = TB_U32, .ndim = 1, .shape = {1}};
+    tb_tensor t = {.size = sizeof t, .data = &number, .dtype = TB_U32, .ndim = 1, .shape = {1}};
     tb_client *c = open_client(r);
     tb_client_batch *b;
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
@@ -300,7 +300,7 @@ static void bad_calls(rank *r) {
     tb_client *c = open_client(r);
     tb_client_batch *b;
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
-    tb_tensor t = {.data = &number, .dtype = TB_U32};
+    tb_tensor t = {.size = sizeof t, .data = &number, .dtype = TB_U32};
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "there is no pair 'p'");
     check_fails(tb_client_register(b, 0), TB_INVALID, "has no tensors");
     check_fails(tb_client_init_pair(c, "p", other_group(r), "mesh=1", 0), TB_INVALID, "");
@@ -309,11 +309,18 @@ static void bad_calls(rank *r) {
     check_fails(tb_client_init_pair(c, is_a(r) ? "lonely a" : "lonely b", "nobody", "mesh=1 place=R", SOON_MS),
                 TB_TIMEOUT, "nobody");
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
+    t.memory = "cuda";
+    check_fails(tb_client_batch_add(b, "p", "w", &t), TB_REFUSED, "on device 'cuda'; agents move host memory");
+    t.memory = "host";
     t.ndim = TB_MAX_DIMS + 1;
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "dimensions");
-    t = (tb_tensor){.dtype = TB_U32};
+    t = (tb_tensor){.size = sizeof(tb_tensor), .dtype = TB_U32};
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_INVALID, "its data is NULL");
-    t = (tb_tensor){.data = &number, .dtype = TB_U32, .ndim = 2, .shape = {INT64_C(1) << 40, INT64_C(1) << 40}};
+    t = (tb_tensor){.size = sizeof(tb_tensor),
+                    .data = &number,
+                    .dtype = TB_U32,
+                    .ndim = 2,
+                    .shape = {INT64_C(1) << 40, INT64_C(1) << 40}};
     check_fails(tb_client_batch_add(b, "p", "w", &t), TB_TOO_BIG, "w");
     t.encode = "mxfp8";
     check(tb_client_batch_add(b, "p", "w", &t) != TB_OK);
@@ -325,7 +332,7 @@ static void bad_calls(rank *r) {
                                        .size = sizeof(tb_client_transfer_opts), .timeout_ms = -5, .no_wait = true}),
                 TB_INVALID, "a timeout of -5 ms");
     tb_client_batch_destroy(b);
-    tb_transform transform = {0};
+    tb_transform transform = {.size = sizeof transform};
     tb_batch_opts opts = {.size = sizeof opts, .transform = &transform};
     check_fails(tb_client_batch_create(c, "step", &opts, &b), TB_REFUSED, "transform");
 
@@ -339,7 +346,7 @@ static void bad_calls(rank *r) {
     check(strncmp(reply.message, "tensor 'w': ", 12) == 0); /* also where the sentence has its letters */
     raw_close(&other);
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
-    t = (tb_tensor){.data = pairs, .dtype = TB_U32, .ndim = 1, .shape = {2}};
+    t = (tb_tensor){.size = sizeof(tb_tensor), .data = pairs, .dtype = TB_U32, .ndim = 1, .shape = {2}};
     check_ok(tb_client_batch_add(b, "p", "one", &t));
     t.data = pairs + 1;
     check_ok(tb_client_batch_add(b, "p", "two", &t));
@@ -380,7 +387,8 @@ static void receiver_goes(rank *r) {
         check(tb__now_ms() - begun_ms < PATIENCE_MS);
     } else {
         tb_client_close(c);
-        check_fails(tb_client_query(b, &(tb_client_status){0}), TB_LOST, "the client was closed");
+        check_fails(tb_client_query(b, &(tb_client_status){.size = sizeof(tb_client_status)}), TB_LOST,
+                    "the client was closed");
         check_fails(tb_client_cleanup(b), TB_LOST, "the client was closed");
     }
     tb_client_batch_destroy(b);
@@ -413,7 +421,7 @@ static void agent_goes(rank *r) {
         check(tb_client_transfer(b, false, NULL) != TB_OK); /* from an agent that goes */
     meet(r);
     if (is_a(r)) {
-        tb_client_status status;
+        tb_client_status status = {.size = sizeof status};
         check_fails(tb_client_transfer(b, true, NULL), TB_LOST, "is gone");
         check_fails(tb_client_query(b, &status), TB_LOST, "is gone");
         check_fails(tb_client_register(unused, 0), TB_LOST, "is gone");

@@ -152,7 +152,8 @@ static tb_status locate(filling *f, const tb__tensor_payload *p, tb_tensor *t, c
 }
 
 static tb_status add(filling *f, const tb__tensor_payload *p) {
-    tb_tensor t = {.dtype = p->dtype,
+    tb_tensor t = {.size = sizeof t,
+                   .dtype = p->dtype,
                    .ndim = p->shape.ndim,
                    .strides = p->has_strides ? p->strides : NULL,
                    .wire_dtype = p->wire_dtype,

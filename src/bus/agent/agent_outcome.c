@@ -59,7 +59,7 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
 /* One pair's; returns whether the client's memory could be written, if that had to be. */
 static tb_status note_pair(agent_batch *b, agent_share *s, const tb_transfer *t, bool is_send, tb_status status,
                            const char *why) {
-    tb_transfer_state state = {.status = status};
+    tb_transfer_state state = {.size = sizeof state, .status = status};
     uint64_t version = 0;
     bool is_torn = false, has_part = t && tb_transfer_pair(t, s->held, &state) == TB_OK;
     char detail[TB__WHY_MAX];

@@ -71,7 +71,7 @@ static void move_in(const two_agents *s, call calls[2], void *const data[2], int
     }
     call_both(calls, INIT);
     for (int i = 0; i < 2; i++) {
-        tb_tensor t = {.data = data[i], .dtype = TB_U8, .ndim = 1, .shape = {count}};
+        tb_tensor t = {.size = sizeof t, .data = data[i], .dtype = TB_U8, .ndim = 1, .shape = {count}};
         assert_ok(tb_client_batch_create(calls[i].client, "step", NULL, &calls[i].batch));
         assert_ok(tb_client_batch_add(calls[i].batch, "p", "w", &t));
     }
@@ -227,7 +227,7 @@ static void test_stopped_twice(void **state) {
     two_agents *s = *state;
     call calls[2] = {{0}};
     tb_client *other = open_client(&s->agents[0]);
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     int64_t begun_ms = begin_to_stop(s, calls, other);
     assert_ok(tb_client_query(calls[0].batch, &status));
     assert_string_equal(status.state, "sending");

@@ -104,7 +104,7 @@ static void add_pairs(tb__text *out, const tb__agent *agent) {
 }
 
 static void add_batch(tb__text *out, agent_batch *b) {
-    tb_transfer_state now[2] = {{0}}, last;
+    tb_transfer_state now[2] = {{.size = sizeof *now}, {.size = sizeof *now}}, last;
     bool is_moving[2], was_send;
     char error[TB__WHY_MAX], why[SENTENCE] = "";
     pthread_mutex_lock(&b->lock);

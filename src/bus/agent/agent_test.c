@@ -15,7 +15,7 @@ static void both_ways(rank *r) {
     check(strcmp(tb_client_group(s.client), r->group) == 0);
     for (uint32_t version = 1; version <= 4; version++)
         guest_exchange(r, &s, version % 2 ? "a" : "b", version);
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     check_ok(tb_client_query(s.batch, &status));
     check(strcmp(status.state, "idle") == 0 && !*status.error && status.version > 0 && !status.transfer_signal);
     meet(r);
@@ -41,7 +41,7 @@ static void some_ranks(rank *r) {
     int64_t count = local.shape.dim[0], first = count ? local.segments[0][0].start : 0;
     check_ok(tb_client_init_pair(c, "p", other_group(r), layouts[!is_a(r)], 0));
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
-    tb_tensor t = {.data = count ? data : NULL, .dtype = TB_U32, .ndim = 1, .shape = {12}};
+    tb_tensor t = {.size = sizeof t, .data = count ? data : NULL, .dtype = TB_U32, .ndim = 1, .shape = {12}};
     check_ok(tb_client_batch_add(b, "p", "w", &t));
     check_ok(tb_client_register(b, 0));
     for (int64_t i = 0; i < 12; i++)
@@ -111,20 +111,37 @@ static void shapes(rank *r, bool is_shared) {
     tb_client_batch *b;
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     check_ok(tb_client_batch_create(c, "step", &opts, &b));
-    add(b, "grid", &(tb_tensor){.data = h.grid, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}, .strides = gaps});
+    add(b, "grid",
+        &(tb_tensor){.size = sizeof(tb_tensor),
+                     .data = h.grid,
+                     .dtype = TB_U32,
+                     .ndim = 2,
+                     .shape = {ROWS, COLUMNS},
+                     .strides = gaps});
     add(b, "back",
-        &(tb_tensor){.data = h.back + (ROWS - 1) * COLUMNS,
+        &(tb_tensor){.size = sizeof(tb_tensor),
+                     .data = h.back + (ROWS - 1) * COLUMNS,
                      .dtype = TB_U32,
                      .ndim = 2,
                      .shape = {ROWS, COLUMNS},
                      .strides = backward});
     add(b, "middle",
-        &(tb_tensor){.data = h.fused, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}, .view = "slice(0, 2, 3)"});
+        &(tb_tensor){.size = sizeof(tb_tensor),
+                     .data = h.fused,
+                     .dtype = TB_U32,
+                     .ndim = 2,
+                     .shape = {ROWS, COLUMNS},
+                     .view = "slice(0, 2, 3)"});
     add(b, "transposed",
-        &(tb_tensor){
-            .data = h.transposed, .dtype = TB_U32, .ndim = 2, .shape = {BIG - 1, BIG}, .strides = columns_first});
+        &(tb_tensor){.size = sizeof(tb_tensor),
+                     .data = h.transposed,
+                     .dtype = TB_U32,
+                     .ndim = 2,
+                     .shape = {BIG - 1, BIG},
+                     .strides = columns_first});
     if (!is_a(r))
-        add(b, "mine.w", &(tb_tensor){.data = h.ignored, .dtype = TB_U32, .ndim = 1, .shape = {4}});
+        add(b, "mine.w",
+            &(tb_tensor){.size = sizeof(tb_tensor), .data = h.ignored, .dtype = TB_U32, .ndim = 1, .shape = {4}});
     check_ok(tb_client_register(b, 0));
     for (uint32_t version = 1; version <= 2; version++) {
         for (size_t i = 0; i < n && is_a(r); i++) {
@@ -180,7 +197,7 @@ static void neighbours(rank *r) {
         data[i] = is_a(r) ? i : POISON;
     tb_client *c = open_client(r);
     tb_client_batch *b;
-    tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 1, .shape = {MANY}, .strides = every_other};
+    tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1, .shape = {MANY}, .strides = every_other};
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
     add(b, "w", &t);
@@ -190,7 +207,7 @@ static void neighbours(rank *r) {
         check_ok(tb_client_transfer(b, true, NULL));
     } else {
         tb_client_transfer_opts opts = {.size = sizeof opts, .no_wait = true};
-        tb_client_status status = {0};
+        tb_client_status status = {.size = sizeof status};
         check_ok(tb_client_transfer(b, false, &opts));
         int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
         while (status.seconds == 0 && tb__now_ms() < deadline_ms) /* until the agent has read what there was */
@@ -234,12 +251,18 @@ static void quantised(rank *r) {
     tb_client_batch *b;
     check_ok(tb_client_init_pair(c, "p", other_group(r), "mesh=1 place=R", 0));
     check_ok(tb_client_batch_create(c, "step", NULL, &b));
-    tb_tensor plain = {.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {HIGH, WIDE}};
+    tb_tensor plain = {.size = sizeof plain, .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {HIGH, WIDE}};
     tb_tensor mx = plain, nv = plain;
     if (is_here) {
-        mx = (tb_tensor){
-            .data = data, .dtype = TB_F8E4M3, .ndim = 2, .shape = {HIGH, WIDE}, .encode = "mxfp8", .scales = scales};
-        nv = (tb_tensor){.data = more,
+        mx = (tb_tensor){.size = sizeof(tb_tensor),
+                         .data = data,
+                         .dtype = TB_F8E4M3,
+                         .ndim = 2,
+                         .shape = {HIGH, WIDE},
+                         .encode = "mxfp8",
+                         .scales = scales};
+        nv = (tb_tensor){.size = sizeof(tb_tensor),
+                         .data = more,
                          .dtype = TB_F4E2M1,
                          .ndim = 2,
                          .shape = {HIGH, WIDE},
@@ -259,7 +282,9 @@ static void quantised(rank *r) {
     if (is_here)
         add(b, "nv", &nv);
     else
-        add(b, "nv", &(tb_tensor){.data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {HIGH, WIDE}});
+        add(b, "nv",
+            &(tb_tensor){
+                .size = sizeof(tb_tensor), .data = numbers, .dtype = TB_F32, .ndim = 2, .shape = {HIGH, WIDE}});
     check_ok(tb_client_register(b, 0));
     check_ok(tb_client_transfer(b, is_a(r), NULL));
     if (is_here)
@@ -310,12 +335,12 @@ static void many_clients(rank *r) {
     for (int i = 0; i < CLIENTS; i++) {
         snprintf(name, sizeof name, "batch %d", i);
         check_ok(tb_client_batch_create(c[i], name, NULL, &b[i]));
-        add(b[i], "w", &(tb_tensor){.data = &data[i], .dtype = TB_U32});
+        add(b[i], "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = &data[i], .dtype = TB_U32});
         check_ok(tb_client_register(b[i], 0));
     }
     /* A batch is its client's, and there is one of a name. */
     check_ok(tb_client_batch_create(c[1], "batch 0", NULL, &other));
-    add(other, "w", &(tb_tensor){.data = &data[1], .dtype = TB_U32});
+    add(other, "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = &data[1], .dtype = TB_U32});
     check_fails(tb_client_register(other, 0), TB_CONFLICT, "there is a batch 'batch 0' already");
     check_fails(tb_client_transfer(other, true, NULL), TB_INVALID, "there is no batch 'batch 0'");
     check_fails(tb_client_cleanup(other), TB_INVALID, "there is no batch 'batch 0'");
@@ -332,7 +357,7 @@ static void many_clients(rank *r) {
     }
     /* Its name is free again: it may take a moment until the agent has seen the end. */
     check_ok(tb_client_batch_create(c[1], "batch 0", NULL, &other));
-    add(other, "w", &(tb_tensor){.data = &data[0], .dtype = TB_U32});
+    add(other, "w", &(tb_tensor){.size = sizeof(tb_tensor), .data = &data[0], .dtype = TB_U32});
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb_status status;
     while ((status = tb_client_register(other, 0)) == TB_CONFLICT && tb__now_ms() < deadline_ms)
@@ -373,7 +398,7 @@ static void take_semaphore(sem_t *semaphore, const char *name) {
 static void later(rank *r) {
     guest_setup s;
     char name[64];
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     move_in(r, &s, "mesh=2 place=S0", "mesh=1 place=R", 40, 30);
     check(s.client->timeout_ms == PATIENCE_MS); /* what commands without a timeout get is the agent's to say */
     check_ok(tb_client_query(s.batch, &status));

@@ -31,7 +31,7 @@ static void send_event(const agent_job *job, tb__event_name name, uint64_t attem
 /* Sessions belong to the loop, which sends it. */
 static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
     tb__agent *agent = job->agent;
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
     pthread_mutex_lock(&agent->done_lock);
     job->raised |= (unsigned)event;
@@ -116,7 +116,7 @@ static tb_status follow(agent_job *job, tb_transfer *t, bool is_send) {
     }
     /* Where a pair has failed, not everything arrives; the others are held back all the same. */
     TB_TRY(tb__transfer_wait_any(t, TB_ARRIVED | (job->message.hold ? TB_DECIDED : 0U)));
-    tb_transfer_state state;
+    tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
     if (state.events & TB_ARRIVED && (is_shadowed || !tb__agent_has_mirrors(b)))
         raise_event(job, t, TB_ARRIVED);
@@ -131,7 +131,7 @@ static tb_status run_transfer(agent_job *job) {
     agent_batch *b = job->batch;
     bool is_send = job->message.direction == TB__SEND;
     tb_transfer *t = NULL;
-    tb_transfer_state state = {0};
+    tb_transfer_state state = {.size = sizeof state};
     tb_status status = begin(job, is_send, &t);
     pthread_mutex_lock(&b->lock);
     b->transfers[is_send] = t;
@@ -280,7 +280,7 @@ void tb__agent_query(agent_job *job) {
         return;
     }
     char error[TB__WHY_MAX];
-    tb_transfer_state state = {0}, send = {0};
+    tb_transfer_state state = {.size = sizeof state}, send = {.size = sizeof send};
     pthread_mutex_lock(&b->lock);
     const tb_transfer *t = b->transfers[0] ? b->transfers[0] : b->transfers[1];
     bool is_busy = b->is_busy[0] || b->is_busy[1], is_send = t ? t == b->transfers[1] : b->is_busy[1];

@@ -37,8 +37,8 @@ static bool is_explained(const char *what) {
 
 static void use_all(const guest_setup *s) {
     tb_client_batch *other = NULL;
-    tb_client_status status;
-    tb_client_pair_state pair;
+    tb_client_status status = {.size = sizeof status};
+    tb_client_pair_state pair = {.size = sizeof pair};
     tb_tensor w = part_tensor(&s->w);
     refused(tb_client_init_pair(s->client, "q", "b", "mesh=1 place=R", 0), "client");
     refused(tb_client_batch_create(s->client, "other", NULL, &other), "client");

@@ -75,7 +75,7 @@ static void open_all(void) {
         for (int i = 0; i < 2; i++) {
             party *p = &parties[i ? pair : RECEIVER];
             assert_non_null(p->data[pair] = calloc(COUNT, sizeof(uint32_t)));
-            tb_tensor t = {.data = p->data[pair], .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+            tb_tensor t = {.size = sizeof t, .data = p->data[pair], .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
             assert_ok(tb_client_batch_add(p->batch, pairs[pair], "w", &t));
         }
     }
@@ -101,7 +101,7 @@ static void begin(int who, bool skip_lost) {
 }
 
 static void await_bytes(int64_t nbytes) {
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     do {
         assert_ok(tb_client_query(parties[RECEIVER].batch, &status));
@@ -110,7 +110,7 @@ static void await_bytes(int64_t nbytes) {
 }
 
 static void expect_pair(int pair, tb_status status, uint64_t version) {
-    tb_client_pair_state state;
+    tb_client_pair_state state = {.size = sizeof state};
     assert_ok(tb_client_query_pair(parties[RECEIVER].batch, pairs[pair], &state));
     assert_int_equal(state.status, status);
     assert_int_equal(state.version, version);
@@ -118,7 +118,7 @@ static void expect_pair(int pair, tb_status status, uint64_t version) {
 }
 
 static void expect_status(uint64_t version, bool is_mixed) {
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     assert_ok(tb_client_query(parties[RECEIVER].batch, &status));
     assert_int_equal(status.version, version);
     assert_true(status.is_mixed == is_mixed);

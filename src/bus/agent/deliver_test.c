@@ -76,7 +76,8 @@ static bool has_guards(const program *p, uint32_t value) {
 }
 
 static void add(program *p, const char *pair, const char *name, uint32_t *data, const int64_t *strides) {
-    tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}, .strides = strides};
+    tb_tensor t = {
+        .size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}, .strides = strides};
     check_ok(tb_client_batch_add(p->batch, pair, name, &t));
 }
 
@@ -114,7 +115,7 @@ static void begin(const program *p, bool skip_lost, bool hold) {
 
 /* The agent has read the program's memory, and so many bytes have arrived. */
 static void await_bytes(const program *p, int64_t nbytes) {
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     do {
         check_ok(tb_client_query(p->batch, &status));
@@ -135,7 +136,7 @@ static void prepare(const program *p, uint32_t version) {
 }
 
 static void check_pair(const program *p, const char *pair, bool is_good, uint64_t version, bool is_torn) {
-    tb_client_pair_state state;
+    tb_client_pair_state state = {.size = sizeof state};
     check_ok(tb_client_query_pair(p->batch, pair, &state));
     check((state.status == TB_OK) == is_good && (state.error[0] == '\0') == is_good);
     check(state.version == version && state.is_torn == is_torn);
@@ -143,7 +144,7 @@ static void check_pair(const program *p, const char *pair, bool is_good, uint64_
 }
 
 static void check_status(const program *p, uint64_t version, bool is_mixed, bool is_torn) {
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     check_ok(tb_client_query(p->batch, &status));
     check(status.version == version && status.is_mixed == is_mixed && status.is_torn == is_torn);
     char *report, words[64];
@@ -254,7 +255,7 @@ static void not_writable(rank *r) {
     if (!p.is_r) {
         check_ok(tb_client_transfer(p.batch, true, NULL));
     } else {
-        tb_client_status status;
+        tb_client_status status = {.size = sizeof status};
         check_fails(tb_client_wait(p.batch, false, TB_COMMITTED, -1), TB_IO, "can't be written");
         check_ok(tb_client_query(p.batch, &status));
         check(!(status.events & TB_COMMITTED) && strcmp(status.state, "failed") == 0);
@@ -293,25 +294,32 @@ typedef struct storage {
 
 static void add_parts(tb_client_batch *b, storage *s, uint8_t *plain, uint8_t *plain_scales, bool is_target) {
     static const int64_t packed_strides[] = {2 * PACKED_WIDTH, 1};
-    tb_tensor fused = {.data = s->fused, .dtype = TB_BF16, .ndim = 2, .shape = {PARTS * PART, LENGTH}},
-              packed = {.data = s->packed,
+    tb_tensor fused = {.size = sizeof fused,
+                       .data = s->fused,
+                       .dtype = TB_BF16,
+                       .ndim = 2,
+                       .shape = {PARTS * PART, LENGTH}},
+              packed = {.size = sizeof packed,
+                        .data = s->packed,
                         .dtype = TB_F4E2M1,
                         .ndim = 2,
                         .shape = {PART, LENGTH},
                         .strides = packed_strides},
-              data = {.data = s->data,
+              data = {.size = sizeof data,
+                      .data = s->data,
                       .dtype = TB_F8E4M3,
                       .ndim = 2,
                       .shape = {PARTS * PART, LENGTH},
                       .encode = "mxfp8",
                       .scales = s->scales},
-              whole = {.data = plain,
+              whole = {.size = sizeof whole,
+                       .data = plain,
                        .dtype = TB_F8E4M3,
                        .ndim = 2,
                        .shape = {PART, LENGTH},
                        .encode = "mxfp8",
                        .scales = plain_scales},
-              own = {.data = s->own, .dtype = TB_BF16, .ndim = 2, .shape = {PART, LENGTH}};
+              own = {.size = sizeof own, .data = s->own, .dtype = TB_BF16, .ndim = 2, .shape = {PART, LENGTH}};
     fused.view = data.view = "slice(0, 32, 32)";
     check_ok(tb_client_batch_add(b, "p", "fused", &fused));
     check_ok(tb_client_batch_add(b, "p", "packed", &packed));
@@ -320,7 +328,8 @@ static void add_parts(tb_client_batch *b, storage *s, uint8_t *plain, uint8_t *p
         check_ok(tb_client_batch_add(b, "p", "whole", &whole));
         check_ok(tb_client_batch_add(b, "p", "own", &own));
     } else {
-        tb_tensor numbers = {.data = s->own, .dtype = TB_BF16, .ndim = 2, .shape = {PART, LENGTH}};
+        tb_tensor numbers = {
+            .size = sizeof numbers, .data = s->own, .dtype = TB_BF16, .ndim = 2, .shape = {PART, LENGTH}};
         check_ok(tb_client_batch_add(b, "p", "data", &numbers));
         check_ok(tb_client_batch_add(b, "p", "whole", &numbers));
     }
@@ -416,7 +425,7 @@ static void test_parts(void **state) {
 static void both_ways(rank *r) {
     guest_setup s;
     uint32_t *mine = calloc(ROWS * COLUMNS, sizeof *mine);
-    tb_tensor t = {.data = mine, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}};
+    tb_tensor t = {.size = sizeof t, .data = mine, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     tb_client_transfer_opts no_wait = {.size = sizeof no_wait, .no_wait = true};
     check(mine);
     s.client = open_client(r);

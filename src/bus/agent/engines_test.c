@@ -108,7 +108,7 @@ static void connect_party(int i) {
 }
 
 static void add(int who, int engine) {
-    tb_tensor t = {.data = running.parties[who].data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+    tb_tensor t = {.size = sizeof t, .data = running.parties[who].data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     assert_ok(tb_client_batch_add(running.parties[who].batch, pairs[engine], "w", &t));
 }
 
@@ -121,7 +121,7 @@ static void leave(int i) {
 }
 
 static void expect_pair(int engine, tb_status status, uint64_t version) {
-    tb_client_pair_state state;
+    tb_client_pair_state state = {.size = sizeof state};
     assert_ok(tb_client_query_pair(running.parties[TRAINER].batch, pairs[engine], &state));
     assert_int_equal(state.status, status);
     assert_int_equal(state.version, version);
@@ -150,8 +150,8 @@ static void start(void) {
 static void expect_refusals(void) {
     party *trainer = &running.parties[TRAINER];
     tb_client_batch *twin;
-    tb_client_pair_state state;
-    tb_tensor t = {.data = trainer->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+    tb_client_pair_state state = {.size = sizeof state};
+    tb_tensor t = {.size = sizeof t, .data = trainer->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     assert_fails(tb_client_batch_add(trainer->batch, "tx", "v", &t), TB_REFUSED, "nothing can be added");
     assert_fails(tb_client_register(trainer->batch, 0), TB_REFUSED, "registered already");
     assert_ok(tb_client_batch_create(trainer->client, "step", NULL, &twin));

@@ -41,7 +41,7 @@ static void open_line(rank *r, line *l) {
     else
         check_ok(tb_alloc(COUNT * sizeof *l->data, (void **)&l->data));
     fill(l, 0);
-    tb_tensor t = {.data = l->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+    tb_tensor t = {.size = sizeof t, .data = l->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     check_ok(tb_client_init_pair(l->client, "p", other_group(r), "mesh=1 place=R", 0));
     check_ok(tb_client_batch_create(l->client, "step", &opts, &l->batch));
     check_ok(tb_client_batch_add(l->batch, "p", "w", &t));
@@ -58,12 +58,14 @@ static void close_line(line *l) {
 }
 
 static void begin(const rank *r, const line *l, int timeout_ms, bool hold) {
-    tb_client_transfer_opts opts = {.size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = true, .hold = hold};
+    int handle = 0; /* a stream orders nothing in host memory */
+    tb_client_transfer_opts opts = {
+        .size = sizeof opts, .timeout_ms = timeout_ms, .no_wait = true, .hold = hold, .stream = &handle};
     check_ok(tb_client_transfer(l->batch, is_a(r), &opts));
 }
 
 static unsigned events_of(const line *l) {
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     check_ok(tb_client_query(l->batch, &status));
     return status.events;
 }
@@ -83,7 +85,7 @@ static void sleep_for(const line *l, bool is_send, tb_event event) {
 
 /* Its own memory is released, but the agent has not been read. */
 static void await_signal(const line *l) {
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     do {
         check_ok(tb_client_query(l->batch, &status));
@@ -120,7 +122,9 @@ static void one_by_one(rank *r) {
         }
         if (version % 2)
             sleep_for(&l, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED);
-        check_ok(tb_client_wait(l.batch, is_a(r), TB_COMMITTED, -1));
+        int handle = 0;
+        check_fails(tb_client_stream_wait(l.batch, is_a(r), TB_COMMITTED, NULL), TB_INVALID, "stream is NULL");
+        check_ok(tb_client_stream_wait(l.batch, is_a(r), TB_COMMITTED, &handle));
         check_ok(tb_client_wait(l.batch, is_a(r), is_a(r) ? TB_RELEASED : TB_ARRIVED, 0));
         check(is_a(r) || holds(&l, version));
         check(events_of(&l) == (unsigned)((is_a(r) ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED));
@@ -363,7 +367,7 @@ static void both_ways(rank *r) {
         await_signal(&l);
         meet(r);
         check_ok(tb_client_wait(l.batch, true, TB_COMMITTED, -1));
-        tb_client_status status;
+        tb_client_status status = {.size = sizeof status};
         check_ok(tb_client_query(l.batch, &status));
         check(!status.transfer_signal);
         meet(r);
@@ -373,7 +377,7 @@ static void both_ways(rank *r) {
         meet(r);
         await_signal(&l); /* there is something to receive */
         check_ok(tb_client_transfer(l.batch, false, NULL));
-        tb_client_status status;
+        tb_client_status status = {.size = sizeof status};
         check_ok(tb_client_query(l.batch, &status));
         check(!status.transfer_signal);
         check(holds(&l, 1));

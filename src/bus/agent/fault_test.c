@@ -156,7 +156,7 @@ static void transfer(member *m, uint32_t version, int timeout_ms) {
     must(m, tb_client_transfer(m->batch, sends(m), &opts), begun_ms);
     atomic_store(&m->report->has_semaphore, false);
     /* An agent that dies never posts: a host program asks now and then. */
-    tb_client_status status;
+    tb_client_status status = {.size = sizeof status};
     struct timespec until;
     do {
         must(m, tb_client_query(m->batch, &status), begun_ms);
@@ -201,7 +201,7 @@ static void be_client(member *m, const char *path) {
                              timeout_ms),
          tb__now_ms());
     set_stage(m, REGISTER);
-    tb_tensor t = {.data = m->data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, p->columns}};
+    tb_tensor t = {.size = sizeof t, .data = m->data, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, p->columns}};
     tb_batch_opts batch = {.size = sizeof batch, .commit = p->is_shadow ? TB_SHADOW : TB_IN_PLACE};
     must(m, tb_client_batch_create(m->client, "step", &batch, &m->batch), tb__now_ms());
     must(m, tb_client_batch_add(m->batch, "p", "w", &t), tb__now_ms());

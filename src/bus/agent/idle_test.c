@@ -33,10 +33,10 @@ static void by_client(rank *r) {
     tb_batch_opts opts = {.size = sizeof opts, .commit = o->commit};
     tb_client *client = open_client(r);
     tb_client_batch *batch;
-    tb_client_status status;
-    tb_client_pair_state pair;
+    tb_client_status status = {.size = sizeof status};
+    tb_client_pair_state pair = {.size = sizeof pair};
     uint32_t *data = calloc(COUNT, sizeof *data);
-    tb_tensor t = {.data = data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+    tb_tensor t = {.size = sizeof t, .data = data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     bool is_idle = o->has_none && r->index == 1;
     check(data);
     check_ok(tb_client_init_pair(client, "p", other_group(r), layouts[0], 0));

@@ -36,7 +36,7 @@ static tb_status open_user(user *u, const char *path, const char *name, bool is_
         u->data = malloc(COUNT * sizeof *u->data);
     TB_TRY(tb_client_init_pair(u->client, name, two_groups[!u->side], "mesh=1 place=R", 0));
     TB_TRY(tb_client_batch_create(u->client, name, &batch, &u->batch));
-    tb_tensor t = {.data = u->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+    tb_tensor t = {.size = sizeof t, .data = u->data, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     TB_TRY(tb_client_batch_add(u->batch, name, "w", &t));
     return tb_client_register(u->batch, 0);
 }

@@ -37,7 +37,7 @@ typedef struct host {
 } host;
 
 static tb_status open_batch(host *h) {
-    tb_tensor t = {.data = h->shared, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
+    tb_tensor t = {.size = sizeof t, .data = h->shared, .dtype = TB_U32, .ndim = 1, .shape = {COUNT}};
     TB_TRY(tb_client_batch_create(h->client, "step", NULL, &h->batch));
     TB_TRY(tb_client_batch_add(h->batch, "p", "shared", &t));
     t.data = h->private;

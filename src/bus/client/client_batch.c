@@ -200,12 +200,20 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
         return tb__fail(TB_INVALID, "tensor '%.100s': there is no pair '%.100s'", name, pair);
     if (has_pair(b, pair))
         return tb__fail(TB_REFUSED, "batch '%s' has been registered; nothing can be added to its pairs", b->name);
-    if (tensor->ndim < 0 || tensor->ndim > TB_MAX_DIMS)
-        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, tensor->ndim);
+    tb_tensor t;
+    tb_status status = tb__struct_read(&t, sizeof t, tensor, 0, "a tb_tensor");
+    if (status != TB_OK)
+        return tb__fail_within(status, "tensor '%.100s'", name);
+    if (t.memory && strcmp(t.memory, "host") != 0)
+        return tb__fail(TB_REFUSED,
+                        "tensor '%.100s': its memory is said to be on device '%.40s'; agents move host memory", name,
+                        t.memory);
+    if (t.ndim < 0 || t.ndim > TB_MAX_DIMS)
+        return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, t.ndim);
     tb_layout *layout;
     tb__tensor_payload p = {.name = name};
     TB_TRY(tb_layout_parse(known->layout, &layout));
-    tb_status status = add(b, known->name, tensor, layout, &p);
+    status = add(b, known->name, &t, layout, &p);
     tb_layout_destroy(p.layout);
     tb_layout_destroy(layout);
     if (status != TB_OK)

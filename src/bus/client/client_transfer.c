@@ -138,6 +138,13 @@ tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int t
     return TB_OK;
 }
 
+/* What is submitted to a stream from now on comes after the event, because that has come about. */
+tb_status tb_client_stream_wait(tb_client_batch *b, bool is_send, tb_event event, const void *stream) {
+    if (!stream)
+        return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
+    return tb_client_wait(b, is_send, event, -1);
+}
+
 /* ---- Questions ------------------------------------------------------------------------------------------------- */
 
 static tb_status ask(tb_client_batch *b, tb__client_reply **out) {
@@ -161,21 +168,21 @@ tb_status tb_client_query(tb_client_batch *b, tb_client_status *out) {
     tb__client_reply *reply;
     TB_TRY(ask(b, &reply));
     const tb__message *m = &reply->message;
-    *out = (tb_client_status){.transfer_signal = m->transfer_signal.value,
-                              .version = m->version.value,
-                              .attempt = m->attempt.value,
-                              .bytes_done = (int64_t)m->bytes_done.value,
-                              .bytes_total = (int64_t)m->bytes_total.value,
-                              .groups_done = (uint32_t)m->groups_done.value,
-                              .groups_total = (uint32_t)m->groups_total.value,
-                              .seconds = m->seconds.value,
-                              .events = read_events(&m->reached),
-                              .is_torn = m->torn.value,
-                              .is_mixed = m->mixed.value};
-    snprintf(out->state, sizeof out->state, "%s", m->state ? m->state : "");
-    snprintf(out->error, sizeof out->error, "%s", m->error ? m->error : "");
+    tb_client_status now = {.transfer_signal = m->transfer_signal.value,
+                            .version = m->version.value,
+                            .attempt = m->attempt.value,
+                            .bytes_done = (int64_t)m->bytes_done.value,
+                            .bytes_total = (int64_t)m->bytes_total.value,
+                            .groups_done = (uint32_t)m->groups_done.value,
+                            .groups_total = (uint32_t)m->groups_total.value,
+                            .seconds = m->seconds.value,
+                            .events = read_events(&m->reached),
+                            .is_torn = m->torn.value,
+                            .is_mixed = m->mixed.value};
+    snprintf(now.state, sizeof now.state, "%s", m->state ? m->state : "");
+    snprintf(now.error, sizeof now.error, "%s", m->error ? m->error : "");
     tb__client_reply_free(reply);
-    return TB_OK;
+    return tb__struct_write(out, &now, sizeof now, "a tb_client_status");
 }
 
 tb_status tb_client_query_pair(tb_client_batch *b, const char *pair, tb_client_pair_state *out) {
@@ -187,10 +194,13 @@ tb_status tb_client_query_pair(tb_client_batch *b, const char *pair, tb_client_p
         if (strcmp(pairs->item[i].pair_name, pair) == 0)
             found = &pairs->item[i];
     }
+    tb_client_pair_state state = {0};
     if (found) {
-        *out = (tb_client_pair_state){.status = found->status, .version = found->version, .is_torn = found->is_torn};
-        snprintf(out->error, sizeof out->error, "%s", found->message);
+        state = (tb_client_pair_state){.status = found->status, .version = found->version, .is_torn = found->is_torn};
+        snprintf(state.error, sizeof state.error, "%s", found->message);
     }
     tb__client_reply_free(reply);
-    return found ? TB_OK : tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%s'", pair, b->name);
+    if (!found)
+        return tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%s'", pair, b->name);
+    return tb__struct_write(out, &state, sizeof state, "a tb_client_pair_state");
 }

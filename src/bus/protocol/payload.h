@@ -11,6 +11,7 @@
 #define TB_BUS_PROTOCOL_PAYLOAD_H
 
 #include "bus/protocol/codec.h"
+#include "tensorbus/plan.h"
 
 enum { TB__MAX_FDS = 1 << 16 }; /* that one frame can name */
 

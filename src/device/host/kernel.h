@@ -7,7 +7,7 @@
 #ifndef TB_DEVICE_HOST_KERNEL_H
 #define TB_DEVICE_HOST_KERNEL_H
 
-#include "tensorbus/tensorbus.h"
+#include "tensorbus/plan.h"
 
 enum {
     TB__REDUCE_OPS = TB_PRODUCT + 1,
