@@ -4,6 +4,18 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-uint64_t tb__checksum(const void *data, size_t nbytes) {
+uint64_t tb__checksum_block(const void *data, size_t nbytes) {
     return XXH3_64bits(data, nbytes);
+}
+
+uint64_t tb__checksum(const void *data, size_t nbytes) {
+    XXH3_state_t sums;
+    XXH3_64bits_reset(&sums);
+    for (size_t at = 0; at < nbytes; at += TB__CHECKSUM_BLOCK) {
+        size_t left = nbytes - at;
+        uint64_t sum =
+            tb__checksum_block((const char *)data + at, left < TB__CHECKSUM_BLOCK ? left : TB__CHECKSUM_BLOCK);
+        XXH3_64bits_update(&sums, &sum, sizeof sum);
+    }
+    return XXH3_64bits_digest(&sums);
 }

@@ -432,6 +432,7 @@ static const tb_phase phases[COPY_KINDS] = {
     [COPY_DIRECT] = TB_PHASE_WIRE,       [COPY_ASIDE] = TB_PHASE_WIRE,    [COPY_PACK] = TB_PHASE_PACK,
     [COPY_CONTRIBUTE] = TB_PHASE_PACK,   [COPY_UNPACK] = TB_PHASE_UNPACK, [COPY_COMBINE] = TB_PHASE_PACK,
     [COPY_COMBINE_IN] = TB_PHASE_UNPACK, [COPY_SNAPSHOT] = TB_PHASE_PACK, [COPY_COMMIT] = TB_PHASE_COMMIT,
+    [COPY_SUM] = TB_PHASE_PACK,
 };
 
 /* All of its runs are done. The flow stays until the end of it. */
@@ -485,6 +486,17 @@ void tb__flow_drop_copying(copying *c) {
     free(c);
 }
 
+static void submit_sum(copying *c) {
+    tb__loop *loop = c->flow->o.loop;
+    c->left = 1;
+    c->runs[0].copying = c;
+    c->runs[0].submitted = (tb__submitted){.device = tb__loop_find_device(loop, c->from, c->nbytes),
+                                           .bytes = c->from,
+                                           .nbytes = c->nbytes,
+                                           .done = on_run};
+    tb__loop_submit(loop, &c->runs[0].submitted);
+}
+
 tb_status tb__flow_start_copying(copying *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
@@ -501,8 +513,12 @@ tb_status tb__flow_start_copying(copying *c) {
     flow->ncopyings++;
     c->next = flow->copyings;
     flow->copyings = c;
-    leg->copy_phase = phases[c->kind];
+    leg->copy_phase = c->kind == COPY_SUM && !c->is_send ? TB_PHASE_UNPACK : phases[c->kind];
     tb__leg_idle(leg);
+    if (c->kind == COPY_SUM) {
+        submit_sum(c);
+        return TB_OK;
+    }
     if (p->njobs == 0) {
         end_copying(c);
         return TB_OK;

@@ -130,7 +130,7 @@ typedef struct staged_bucket staged_bucket;
 typedef struct bucket_message {
     staged_bucket *staged_bucket;
     uint32_t member;
-    uint64_t tag, sum;
+    uint64_t tag, sum; /* the sum that the sender has told */
     tb_op op;
     tb_piece piece;
     bool is_posted, is_done;
@@ -144,9 +144,12 @@ struct staged_bucket {
     enum { STAGED_OUT, STAGED_IN, STAGED_REDUCE } kind;
     bool is_send;      /* whose leg it belongs to */
     bool is_announced; /* those who get it know */
-    bool is_checked;   /* of what came: it is what was sent ... */
+    bool is_summed;    /* its checksums are known, or being computed ... */
+    size_t nsums;      /* ... so many still */
+    uint64_t sum;      /* of what goes out */
+    bool is_relayed;   /* of what came: it is announced to those to whom it is handed on */
     bool is_begun;     /* it is being copied, or was */
-    bool is_unpacked;  /* ... and in its place */
+    bool is_unpacked;  /* what came is in its place */
     pool pool;
     char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
     size_t nbytes;
@@ -173,6 +176,7 @@ typedef enum copy_kind {
     COPY_COMBINE_IN, /* from contributions to the targets */
     COPY_SNAPSHOT,   /* from sources to the snapshot */
     COPY_COMMIT,     /* from the shadow to the targets */
+    COPY_SUM,        /* nowhere: only the checksum of a buffer is computed */
     COPY_KINDS
 } copy_kind;
 
@@ -216,6 +220,7 @@ struct copying {
     char why[TB__FENCE_WHY_MAX];
     void (*end)(copying *c, tb_status status); /* the sentence of a failure is in tb_error_detail */
     staged_bucket *staged_bucket;              /* for whoever ends it */
+    bucket_message *message;                   /* likewise, of a sum */
     size_t nbytes;
     copying *next;
 };
@@ -539,9 +544,11 @@ bool tb__flow_step_reduce(tb__flow *flow, bool is_send); /* gathers contribution
 /* The order of reductions: the same on every rank. */
 bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b);
 
-/* flow_sum.c. 0 where there are no checksums. */
-uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);
-/* Whether what came is what was sent. */
-tb_status tb__flow_check_sums(const staged_bucket *p);
+/* flow_sum.c */
+/* Computes the checksum of what goes out, if there are checksums, and calls tb__staged_bucket_announce then. False: it
+ * is known, or there is none. */
+bool tb__staged_bucket_begin_sum(staged_bucket *p);
+/* Whether what came is what was sent: *is_checked once that is known. The leg fails if it is not. */
+tb_status tb__staged_bucket_check_sums(staged_bucket *p, bool *is_checked);
 
 #endif

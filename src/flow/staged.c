@@ -274,9 +274,12 @@ static bool can_unpack(const tb__flow *flow, const staged_bucket *p) {
 /* What can be done for a staged_bucket that has come: it goes on to others and to its place, in this order, and is gone
  * when it is in both. */
 static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
-    if (!p->is_checked) {
-        *did = p->is_checked = true;
-        TB_TRY(tb__flow_check_sums(p));
+    bool is_checked;
+    TB_TRY(tb__staged_bucket_check_sums(p, &is_checked));
+    if (!is_checked)
+        return TB_OK;
+    if (!p->is_relayed) {
+        *did = p->is_relayed = true;
         if (p->nmessages > 1)
             tb__staged_bucket_announce(p);
     }
