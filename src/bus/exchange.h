@@ -111,8 +111,7 @@ struct tb__exchange {
     tb__flow *flows[2];                     /* by sending side */
     tb__exchange_commit commits[2];         /* likewise */
     tb__convert *converts[2];               /* of the flows; NULL: nothing is converted */
-    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received ... */
-    TB_VEC(const tb__tensor *) padded[2];   /* ... and which of these have padding */
+    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;
@@ -170,8 +169,8 @@ bool tb__exchange_is_in_doubt(const tb__exchange *exchange);
 tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *receives, const tb__exchange *from,
                                    const tb__flow *sends);
 
-/* Sets to zero what is padding of the tensors that are received from side `src`. */
-tb_status tb__exchange_clear_padding(const tb__exchange *exchange, int src);
+/* TB_REFUSED if padding of the tensors that are received from side `src` is memory that this process sends from. */
+tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src);
 
 /* "4,5" */
 void tb__shape_text(const tb_shape *shape, char *out, size_t room);

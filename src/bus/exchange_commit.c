@@ -81,8 +81,6 @@ static void apply(void *arg) {
     const tb__exchange_commit *c = arg;
     for (size_t i = 0; i < c->shadowed.count; i++)
         tb__encoded_copy(&c->shadowed.item[i]->encoded, c->shadowed.item[i]->live);
-    for (size_t i = 0; i < c->exchange->padded[c->src].count; i++)
-        (void)tb__tensor_clear_padding(c->exchange->padded[c->src].item[i]); /* which can be done, or was refused */
 }
 
 /* ---- Decisions --------------------------------------------------------------------------------------------------- */

@@ -211,7 +211,7 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
         return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
     }
     p->flow = flow;
-    return t->is_send ? TB_OK : tb__exchange_clear_padding(exchange, !side);
+    return t->is_send ? TB_OK : tb__exchange_check_padding(exchange, !side);
 }
 
 /* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */

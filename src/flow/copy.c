@@ -359,12 +359,28 @@ static tb_status add_tensor(tb__flow *flow, moves *out, const tb_binding *from, 
     return add_move(flow, out, &move);
 }
 
+static tb_status add_padding(tb__flow *flow, moves *out, const tb__flow_tensor *t) {
+    for (size_t i = 0; i < t->npadding; i++) {
+        const tb_binding *b = &t->padding[i];
+        tb__move zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
+        memcpy(zeros.len, b->shape.dim, sizeof zeros.len);
+        memcpy(zeros.dst_stride, b->strides, sizeof zeros.dst_stride);
+        tb_status status = tb__move_check(&zeros);
+        if (status != TB_OK)
+            return tb__fail_within(status, "the padding of tensor '%.100s'", t->spec.name);
+        TB_TRY(add_move(flow, out, &zeros));
+    }
+    return TB_OK;
+}
+
 static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
         if (kind == COPY_SNAPSHOT)
             TB_TRY(add_tensor(flow, out, &flow->snapshot_of[i], &t->src));
-        else if (tb__flow_has_shadow(flow, i))
+        else
+            TB_TRY(add_padding(flow, out, t));
+        if (kind == COPY_COMMIT && tb__flow_has_shadow(flow, i))
             TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow_of[i]));
     }
     return TB_OK;
@@ -396,16 +412,20 @@ static tb_status prepare_jobs(const moves *m, prepared *out) {
     return status;
 }
 
+/* Of whole tensors, so that there are no parts. */
+static bool is_whole(copy_kind kind) {
+    return kind == COPY_SNAPSHOT || kind == COPY_COMMIT || kind == COPY_PADDING;
+}
+
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
     prepared *out = &flow->prepared[kind];
     moves m = {0};
     tb_status status = TB_OK;
     if (out->is_done)
         return TB_OK;
-    bool is_whole = kind == COPY_SNAPSHOT || kind == COPY_COMMIT;
-    if (is_whole)
+    if (is_whole(kind))
         status = add_tensors(flow, &m, kind);
-    for (size_t i = 0; !is_whole && i < flow->ir->nchannels && status == TB_OK; i++) {
+    for (size_t i = 0; !is_whole(kind) && i < flow->ir->nchannels && status == TB_OK; i++) {
         if (does(&flow->lanes[i], kind))
             status = add_lane(flow, &m, &flow->lanes[i], kind);
     }
@@ -432,7 +452,7 @@ static const tb_phase phases[COPY_KINDS] = {
     [COPY_DIRECT] = TB_PHASE_WIRE,       [COPY_ASIDE] = TB_PHASE_WIRE,    [COPY_PACK] = TB_PHASE_PACK,
     [COPY_CONTRIBUTE] = TB_PHASE_PACK,   [COPY_UNPACK] = TB_PHASE_UNPACK, [COPY_COMBINE] = TB_PHASE_PACK,
     [COPY_COMBINE_IN] = TB_PHASE_UNPACK, [COPY_SNAPSHOT] = TB_PHASE_PACK, [COPY_COMMIT] = TB_PHASE_COMMIT,
-    [COPY_SUM] = TB_PHASE_PACK,
+    [COPY_PADDING] = TB_PHASE_UNPACK,    [COPY_SUM] = TB_PHASE_PACK,
 };
 
 /* All of its runs are done. The flow stays until the end of it. */
@@ -506,7 +526,6 @@ tb_status tb__flow_start_copying(copying *c) {
         tb__flow_drop_copying(c);
         return status;
     }
-    bool is_whole = c->kind == COPY_SNAPSHOT || c->kind == COPY_COMMIT;
     flow->has_written |=
         (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN) && !flow->o.shadow.is_used;
     leg->ncopying++;
@@ -529,7 +548,7 @@ tb_status tb__flow_start_copying(copying *c) {
         run->copying = c;
         run->submitted = (tb__submitted){.device = p->jobs[i].device,
                                          .job = p->jobs[i].job,
-                                         .run = {.parts = is_whole ? NULL : c->parts,
+                                         .run = {.parts = is_whole(c->kind) ? NULL : c->parts,
                                                  .nparts = c->nparts,
                                                  .src_buffer = c->from,
                                                  .dst_buffer = c->to},

@@ -78,6 +78,8 @@ typedef struct tb__flow_tensor {
     bool is_gathered;
     bool has_own_shadow; /* in a shadowed receive somebody else takes it to its place */
     size_t slot_offset;
+    const tb_binding *padding; /* around the target: a receive sets it to zero; borrowed */
+    size_t npadding;
     const bool *src_invalidated,
         *dst_invalidated; /* whether the program has taken its memory away; borrowed. NULL: it never does */
 } tb__flow_tensor;

@@ -175,7 +175,8 @@ typedef enum copy_kind {
     COPY_COMBINE,    /* from contributions to a bucket */
     COPY_COMBINE_IN, /* from contributions to the targets */
     COPY_SNAPSHOT,   /* from sources to the snapshot */
-    COPY_COMMIT,     /* from the shadow to the targets */
+    COPY_COMMIT,     /* from the shadow to the targets, and zeros to their padding */
+    COPY_PADDING,    /* zeros to the padding of targets */
     COPY_SUM,        /* nowhere: only the checksum of a buffer is computed */
     COPY_KINDS
 } copy_kind;
@@ -338,6 +339,7 @@ struct tb__flow {
     bool takes_all;                 /* ... as soon as they are there */
     char *slots;                    /* memory to gather in */
     size_t buckets_left;
+    bool is_clearing_padding;
     bool *is_taken;        /* per bucket that is handed on: it was asked for */
     size_t nrelays;        /* staged_buckets that are being handed on */
     int64_t largest_relay; /* bytes of a bucket; 0: this rank hands nothing on */

@@ -270,6 +270,29 @@ static tb_status write_stash(tb__flow *flow, stashed *at) {
 
 /* ---- A transfer ------------------------------------------------------------------------------------------------ */
 
+static void end_padding(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    flow->is_clearing_padding = false;
+    if (!flow->recv.is_ending)
+        tb__flow_end_step_recv(flow, status);
+}
+
+/* Data and padding are different memory, so they are written in any order. A shadow's padding is the tensors'. */
+static tb_status clear_padding(tb__flow *flow) {
+    size_t n = 0;
+    for (size_t i = 0; i < flow->o.ntensors && !flow->o.shadow.is_used; i++)
+        n += flow->tensors[i].npadding;
+    flow->is_clearing_padding = false;
+    if (n == 0)
+        return TB_OK;
+    copying *c = tb__flow_new_copying(flow, false, COPY_PADDING, 0);
+    if (!c)
+        return TB_NO_MEMORY;
+    flow->is_clearing_padding = true;
+    c->end = end_padding;
+    return tb__flow_start_copying(c);
+}
+
 static tb_status open_transfer(tb__flow *flow) {
     TB_TRY(tb__flow_check_memory(flow, false));
     flow->buckets_left = 0;
@@ -293,7 +316,7 @@ static tb_status open_transfer(tb__flow *flow) {
             flow->announcements.item[kept++] = flow->announcements.item[i];
     }
     flow->announcements.count = kept;
-    return TB_OK;
+    return clear_padding(flow);
 }
 
 void tb__flow_end_recv(tb__flow *flow) {
@@ -318,7 +341,8 @@ static tb_status arrive(tb__flow *flow) {
 }
 
 static bool has_all(const tb__flow *flow) {
-    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count;
+    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->groups.count &&
+           !flow->is_clearing_padding;
 }
 
 static bool step(tb__flow *flow) {
@@ -330,9 +354,9 @@ static bool step(tb__flow *flow) {
     if (!leg->attempt) {
         if (!tb__flow_take_attempt(flow, false))
             return false;
-        tb_status writable_attempt = open_transfer(flow);
-        if (writable_attempt != TB_OK)
-            tb__flow_abort(flow, false, writable_attempt);
+        tb_status status = open_transfer(flow);
+        if (status != TB_OK)
+            tb__flow_abort(flow, false, status);
         return true; /* from now on it needs others than before, who may be gone already: the next step looks */
     }
     bool did = false;
