@@ -185,25 +185,10 @@ static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *s
 typedef struct moves {
     tb__arena arena;
     TB_VEC(tb__move) all;
-    TB_VEC(tb__device *) devices; /* of each */
 } moves;
 
-/* The device of the destination does a move, unless that is in host memory and the source is not. */
-static tb__device *choose_device(const tb__flow *flow, const tb__move *move) {
-    const tb__loop *loop = flow->o.loop;
-    tb__device *host = tb__loop_find_device(loop, NULL, 0), *device = host;
-    if (!move->is_dst_in_buffer)
-        device = tb__loop_find_device(loop, move->dst, 1);
-    for (uint32_t k = 0; device == host && k < move->nsrc; k++) {
-        if (!move->src_mapping[k])
-            device = tb__loop_find_device(loop, move->src[k], 1);
-    }
-    return device;
-}
-
-static tb_status add_move(tb__flow *flow, moves *to, const tb__move *move) {
-    return tb__vec_push(&to->all, *move) && tb__vec_push(&to->devices, choose_device(flow, move)) ? TB_OK
-                                                                                                  : TB_NO_MEMORY;
+static tb_status add_move(moves *to, const tb__move *move) {
+    return tb__vec_push(&to->all, *move) ? TB_OK : TB_NO_MEMORY;
 }
 
 static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const item *it, const end *from, size_t nfrom,
@@ -245,11 +230,11 @@ static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const it
         move.wire_dtype = move.dst_dtype = spec->src_dtype;
         move.avg_divisor = 1;
     }
-    return add_move(flow, out, &move);
+    return add_move(out, &move);
 }
 
 /* The bytes between chunks are zero, so that a bucket's bytes depend on its tensors only. */
-static tb_status add_gap(tb__flow *flow, moves *out, uint32_t bucket, int64_t from, int64_t to) {
+static tb_status add_gap(moves *out, uint32_t bucket, int64_t from, int64_t to) {
     tb__move zeros = {.part = bucket,
                       .ndim = 1,
                       .len = {to - from},
@@ -257,7 +242,7 @@ static tb_status add_gap(tb__flow *flow, moves *out, uint32_t bucket, int64_t fr
                       .dst_stride = {1},
                       .dst_dtype = TB_U8,
                       .is_dst_in_buffer = true};
-    return to > from ? add_move(flow, out, &zeros) : TB_OK;
+    return to > from ? add_move(out, &zeros) : TB_OK;
 }
 
 static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end *from, size_t nfrom, const end *to) {
@@ -269,7 +254,7 @@ static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end 
         item it = {.chunk = &flow->ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
         raw += (size_t)raw_nbytes(flow, it.chunk);
         if (to->kind == END_BUCKET && i + 1 < bucket->nentries)
-            TB_TRY(add_gap(flow, out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
+            TB_TRY(add_gap(out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
         if (!is_pull || !tb__flow_is_in_place(flow, it.chunk))
             TB_TRY(add_chunk(flow, out, (uint32_t)index, &it, from, nfrom, to));
     }
@@ -333,7 +318,7 @@ static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind k
 }
 
 /* Whole tensors: from the live ones to the snapshot, or from the shadow to the live ones. */
-static tb_status add_tensor(tb__flow *flow, moves *out, const tb_binding *from, const tb_binding *to) {
+static tb_status add_tensor(moves *out, const tb_binding *from, const tb_binding *to) {
     const void **src = tb__arena_alloc(&out->arena, 1, sizeof *src);
     tb__mapping **mapping = tb__arena_alloc(&out->arena, 1, sizeof *mapping);
     int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&out->arena, 1, sizeof *strides), count;
@@ -356,10 +341,10 @@ static tb_status add_tensor(tb__flow *flow, moves *out, const tb_binding *from, 
                      .dst_dtype = from->dtype};
     memcpy(move.len, to->shape.dim, sizeof move.len);
     memcpy(move.dst_stride, to->strides, sizeof move.dst_stride);
-    return add_move(flow, out, &move);
+    return add_move(out, &move);
 }
 
-static tb_status add_padding(tb__flow *flow, moves *out, const tb__flow_tensor *t) {
+static tb_status add_padding(moves *out, const tb__flow_tensor *t) {
     for (size_t i = 0; i < t->npadding; i++) {
         const tb_binding *b = &t->padding[i];
         tb__move zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
@@ -368,7 +353,7 @@ static tb_status add_padding(tb__flow *flow, moves *out, const tb__flow_tensor *
         tb_status status = tb__move_check(&zeros);
         if (status != TB_OK)
             return tb__fail_within(status, "the padding of tensor '%.100s'", t->spec.name);
-        TB_TRY(add_move(flow, out, &zeros));
+        TB_TRY(add_move(out, &zeros));
     }
     return TB_OK;
 }
@@ -377,39 +362,13 @@ static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
         if (kind == COPY_SNAPSHOT)
-            TB_TRY(add_tensor(flow, out, &flow->snapshot_of[i], &t->src));
+            TB_TRY(add_tensor(out, &flow->snapshot_of[i], &t->src));
         else
-            TB_TRY(add_padding(flow, out, t));
+            TB_TRY(add_padding(out, t));
         if (kind == COPY_COMMIT && tb__flow_has_shadow(flow, i))
-            TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow_of[i]));
+            TB_TRY(add_tensor(out, &t->dst, &flow->shadow_of[i]));
     }
     return TB_OK;
-}
-
-/* One job for each device that has something to do. */
-static tb_status prepare_jobs(const moves *m, prepared *out) {
-    tb__move *some = tb__malloc(m->all.count, sizeof *some);
-    tb_status status = some ? TB_OK : TB_NO_MEMORY;
-    for (size_t i = 0; i < m->all.count && status == TB_OK; i++) {
-        tb__device *device = m->devices.item[i];
-        size_t known = 0, n = 0;
-        while (known < out->njobs && out->jobs[known].device != device)
-            known++;
-        if (known < out->njobs)
-            continue;
-        for (size_t j = i; j < m->all.count; j++) {
-            if (m->devices.item[j] == device)
-                some[n++] = m->all.item[j];
-        }
-        tb__job *job;
-        status = out->njobs < MOST_FLOW_DEVICES
-                     ? device->ops->prepare(device, some, n, &job)
-                     : tb__fail(TB_TOO_BIG, "tensors on more than %d devices", MOST_FLOW_DEVICES);
-        if (status == TB_OK)
-            out->jobs[out->njobs++] = (device_job){device, job};
-    }
-    free(some);
-    return status;
 }
 
 /* Of whole tensors, so that there are no parts. */
@@ -430,20 +389,16 @@ tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
             status = add_lane(flow, &m, &flow->lanes[i], kind);
     }
     if (status == TB_OK)
-        status = prepare_jobs(&m, out);
+        status = tb__jobs_prepare(flow->o.loop, m.all.item, m.all.count, &out->jobs);
     out->is_done = status == TB_OK;
     tb__arena_fini(&m.arena);
     free(m.all.item);
-    free(m.devices.item);
     return status;
 }
 
 void tb__flow_release_copies(tb__flow *flow) {
-    for (int kind = 0; kind < COPY_KINDS; kind++) {
-        prepared *p = &flow->prepared[kind];
-        for (size_t i = 0; i < p->njobs; i++)
-            p->jobs[i].device->ops->release(p->jobs[i].device, p->jobs[i].job);
-    }
+    for (int kind = 0; kind < COPY_KINDS; kind++)
+        tb__jobs_release(&flow->prepared[kind].jobs);
 }
 
 /* ---- Copyings --------------------------------------------------------------------------------------------------- */
@@ -455,14 +410,15 @@ static const tb_phase phases[COPY_KINDS] = {
     [COPY_PADDING] = TB_PHASE_UNPACK,    [COPY_SUM] = TB_PHASE_PACK,
 };
 
-/* All of its runs are done. The flow stays until the end of it. */
-static void end_copying(copying *c) {
+/* The flow stays until the end of it. */
+static void end_copying(tb__jobs_run *run) {
+    copying *c = (copying *)run;
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->ncopying--;
     tb__leg_idle(leg);
-    tb_status status = c->status == TB_OK ? TB_OK : tb__fail(c->status, "%s", c->why);
+    tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
     for (copying **at = &flow->copyings; *at; at = &(*at)->next) {
         if (*at == c) {
             *at = c->next;
@@ -477,17 +433,6 @@ static void end_copying(copying *c) {
     tb__loop_signal(flow->o.loop);
 }
 
-static void on_run(tb__submitted *submitted) {
-    copying *c = ((copy_run *)submitted)->copying;
-    const tb__fence *fence = &submitted->fence;
-    if (fence->status != TB_OK && (c->status == TB_OK || c->status == TB_CANCELLED)) {
-        c->status = fence->status;
-        snprintf(c->why, sizeof c->why, "%s", fence->why);
-    }
-    if (--c->left == 0)
-        end_copying(c);
-}
-
 copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts) {
     copying *c = tb__calloc(1, sizeof *c);
     uint32_t *parts = tb__malloc(nparts, sizeof *parts);
@@ -496,7 +441,7 @@ copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size
         free(parts);
         return NULL;
     }
-    *c = (copying){.flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
+    *c = (copying){.run.done = end_copying, .flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
     return c;
 }
 
@@ -506,21 +451,10 @@ void tb__flow_drop_copying(copying *c) {
     free(c);
 }
 
-static void submit_sum(copying *c) {
-    tb__loop *loop = c->flow->o.loop;
-    c->left = 1;
-    c->runs[0].copying = c;
-    c->runs[0].submitted = (tb__submitted){.device = tb__loop_find_device(loop, c->from, c->nbytes),
-                                           .bytes = c->from,
-                                           .nbytes = c->nbytes,
-                                           .done = on_run};
-    tb__loop_submit(loop, &c->runs[0].submitted);
-}
-
 tb_status tb__flow_start_copying(copying *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
-    const prepared *p = &flow->prepared[c->kind];
+    const tb__jobs *jobs = &flow->prepared[c->kind].jobs;
     tb_status status = tb__flow_prepare_copies(flow, c->kind);
     if (status != TB_OK) {
         tb__flow_drop_copying(c);
@@ -534,36 +468,21 @@ tb_status tb__flow_start_copying(copying *c) {
     flow->copyings = c;
     leg->copy_phase = c->kind == COPY_SUM && !c->is_send ? TB_PHASE_UNPACK : phases[c->kind];
     tb__leg_idle(leg);
-    if (c->kind == COPY_SUM) {
-        submit_sum(c);
-        return TB_OK;
-    }
-    if (p->njobs == 0) {
-        end_copying(c);
-        return TB_OK;
-    }
-    c->left = p->njobs;
-    for (size_t i = 0; i < p->njobs; i++) {
-        copy_run *run = &c->runs[i];
-        run->copying = c;
-        run->submitted = (tb__submitted){.device = p->jobs[i].device,
-                                         .job = p->jobs[i].job,
-                                         .run = {.parts = is_whole(c->kind) ? NULL : c->parts,
-                                                 .nparts = c->nparts,
-                                                 .src_buffer = c->from,
-                                                 .dst_buffer = c->to},
-                                         .done = on_run};
-        tb__loop_submit(flow->o.loop, &run->submitted);
-    }
+    tb__run what = {
+        .parts = is_whole(c->kind) ? NULL : c->parts, .nparts = c->nparts, .src_buffer = c->from, .dst_buffer = c->to};
+    if (c->kind == COPY_SUM)
+        tb__jobs_submit_sum(flow->o.loop, c->from, c->nbytes, &c->run);
+    else if (jobs->count > 0)
+        tb__jobs_submit(flow->o.loop, jobs, &what, &c->run);
+    else
+        end_copying(&c->run);
     return TB_OK;
 }
 
 void tb__flow_cancel_copyings(tb__flow *flow, bool is_send) {
     for (copying *c = flow->copyings; c; c = c->next) {
-        for (size_t i = 0; c->is_send == is_send && i < MOST_FLOW_DEVICES; i++) {
-            if (c->runs[i].copying && !c->runs[i].submitted.fence.is_done)
-                tb__loop_cancel(flow->o.loop, &c->runs[i].submitted);
-        }
+        if (c->is_send == is_send)
+            tb__jobs_cancel(flow->o.loop, &c->run);
     }
 }
 
@@ -602,7 +521,6 @@ static tb_status copy_elements(tb__flow *flow, const tb_bucket_entry *entry, cha
     }
     tb__arena_fini(&m.arena);
     free(m.all.item);
-    free(m.devices.item);
     return status;
 }
 

@@ -10,6 +10,7 @@
 #include "base/mem.h"
 #include "flow/flow.h"
 #include "ir/ir.h"
+#include "loop/jobs.h"
 #include "loop/region.h"
 
 #include <stdatomic.h>
@@ -181,18 +182,10 @@ typedef enum copy_kind {
     COPY_KINDS
 } copy_kind;
 
-enum { MOST_FLOW_DEVICES = 4 };
-
-typedef struct device_job {
-    tb__device *device;
-    tb__job *job;
-} device_job;
-
 /* All copies of a kind. */
 typedef struct prepared {
     bool is_done;
-    device_job jobs[MOST_FLOW_DEVICES];
-    size_t njobs;
+    tb__jobs jobs;
 } prepared;
 
 typedef struct device_memory {
@@ -202,23 +195,15 @@ typedef struct device_memory {
 
 typedef struct copying copying;
 
-typedef struct copy_run {
-    tb__submitted submitted;
-    copying *copying;
-} copy_run;
-
 /* Copies under way. */
 struct copying {
+    tb__jobs_run run; /* first */
     tb__flow *flow;
     bool is_send; /* whose leg it belongs to */
     copy_kind kind;
     uint32_t *parts; /* buckets */
     size_t nparts;
-    char *from, *to; /* buffers */
-    copy_run runs[MOST_FLOW_DEVICES];
-    size_t left; /* runs that are not done */
-    tb_status status;
-    char why[TB__FENCE_WHY_MAX];
+    char *from, *to;                           /* buffers */
     void (*end)(copying *c, tb_status status); /* the sentence of a failure is in tb_error_detail */
     staged_bucket *staged_bucket;              /* for whoever ends it */
     bucket_message *message;                   /* likewise, of a sum */

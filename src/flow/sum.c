@@ -26,7 +26,7 @@ static void end_out_sum(copying *c, tb_status status) {
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
     p->nsums--;
-    p->sum = c->runs[0].submitted.sum;
+    p->sum = tb__jobs_sum(&c->run);
     if (status == TB_OK)
         tb__staged_bucket_announce(p);
     else
@@ -53,7 +53,7 @@ static void end_in_sum(copying *c, tb_status status) {
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
     p->nsums--;
-    if (status == TB_OK && c->runs[0].submitted.sum != m->sum)
+    if (status == TB_OK && tb__jobs_sum(&c->run) != m->sum)
         status = tb__fail(TB_IO,
                           "bucket %zu of %s, which begins with tensor '%.100s', has come from %s with other bytes than "
                           "it was sent with",
