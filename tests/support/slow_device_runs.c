@@ -85,8 +85,11 @@ static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
             if (!copy)
                 return TB_NO_MEMORY;
             *copy = *move->quantised;
-            copy->data = slow_translate(copy->data);
-            copy->scales = slow_translate(copy->scales);
+            copy->scale = slow_translate(copy->scale);
+            if (move->kind != TB__MOVE_QUANTISE || !move->is_dst_in_buffer) {
+                copy->data = slow_translate(copy->data);
+                copy->scales = slow_translate(copy->scales);
+            }
             move->quantised = copy;
         }
     }
@@ -122,16 +125,39 @@ void slow_release(tb__device *device, tb__job *job) {
 
 /* ---- The thread -------------------------------------------------------------------------------------------------- */
 
-static tb__quant_tensor tensor_of(const tb__quantised *q) {
+/* The matrix of a move; of one in the buffer, addresses count from there. */
+static tb__quant_tensor tensor_of(const tb__quantised *q, char *buffer) {
     return (tb__quant_tensor){.format = q->format,
                               .rows = q->rows,
                               .columns = q->columns,
-                              .data = q->data,
-                              .scales = q->scales,
+                              .data = buffer ? buffer + (uintptr_t)q->data : q->data,
+                              .scales = buffer ? buffer + (uintptr_t)q->scales : q->scales,
                               .scale = q->scale ? *q->scale : 0};
 }
 
 enum { MOST_SOURCES = 64 };
+
+static tb_status do_quantised(const tb__move *move, char *buffer) {
+    const tb__quantised *q = move->quantised;
+    if (move->kind == TB__MOVE_DEQUANTISE) {
+        tb__quant_tensor from = tensor_of(q, NULL);
+        tb__quant_rows rows = {move->dst, move->dst_dtype, move->dst_stride[0]};
+        tb__dequant_job job;
+        TB_TRY(tb__dequant_begin(&job, &from, q->first, move->len[0], q->first_column, move->len[1], &rows));
+        if (job.nparts > 0)
+            tb__dequant_run(&job, 0, job.nparts);
+        return TB_OK;
+    }
+    tb__quant_rows rows = {(char *)(uintptr_t)move->src[0], move->src_dtype, move->src_stride[0][0]};
+    if (move->kind == TB__MOVE_QUANTISE) {
+        tb__quant_tensor to = tensor_of(q, buffer);
+        return tb__quant_quantise(&to, q->first, move->len[0], &rows);
+    }
+    float amax = 0;
+    TB_TRY(tb__quant_amax(&rows, move->len[0], move->len[1], &amax));
+    *move->amax = amax > *move->amax ? amax : *move->amax;
+    return TB_OK;
+}
 
 static tb_status do_move(const slow_run *run, size_t index) {
     tb__move move = run->job->moves[index];
@@ -142,25 +168,14 @@ static tb_status do_move(const slow_run *run, size_t index) {
         src[k] = move.src_mapping[k] ? run->src_buffer + (uintptr_t)move.src[k] : move.src[k];
     move.src = src;
     move.src_mapping = NULL;
-    if (move.is_dst_in_buffer)
-        move.dst = run->dst_buffer + (uintptr_t)move.dst;
+    char *buffer = move.is_dst_in_buffer ? run->dst_buffer : NULL;
+    if (buffer)
+        move.dst = buffer + (uintptr_t)move.dst;
     move.is_dst_in_buffer = false;
     if (move.kind == TB__MOVE_COPY)
         return tb__moves_run(&move, 1);
-    if (move.kind == TB__MOVE_DEQUANTISE) {
-        tb__quant_tensor from = tensor_of(move.quantised);
-        tb__quant_rows rows = {move.dst, move.dst_dtype, move.dst_stride[0]};
-        return tb__quant_dequantise(&from, move.quantised->first, move.len[0], &rows);
-    }
-    tb__quant_rows rows = {(char *)(uintptr_t)src[0], move.src_dtype, move.src_stride[0][0]};
-    if (move.kind == TB__MOVE_QUANTISE) {
-        tb__quant_tensor to = tensor_of(move.quantised);
-        return tb__quant_quantise(&to, move.quantised->first, move.len[0], &rows);
-    }
-    float amax = 0;
-    TB_TRY(tb__quant_amax(&rows, move.len[0], move.len[1], &amax));
-    *move.amax = amax > *move.amax ? amax : *move.amax;
-    return TB_OK;
+    tb_status status = do_quantised(&move, buffer);
+    return status != TB_OK && move.name ? tb__fail_within(status, "tensor '%.100s'", move.name) : status;
 }
 
 /* With the lock held. */

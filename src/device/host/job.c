@@ -299,27 +299,35 @@ static tb_status begin_step(step *s, const tb__host_run *run, size_t index) {
     const tb__quantised *q = move->quantised;
     s->move = index;
     s->is_dequant = move->kind == TB__MOVE_DEQUANTISE;
+    char *to = move->kind == TB__MOVE_QUANTISE && move->is_dst_in_buffer ? run->dst_buffer : NULL;
     if (q)
         s->tensor = (tb__quant_tensor){.format = q->format,
                                        .rows = q->rows,
                                        .columns = q->columns,
-                                       .data = q->data,
-                                       .scales = q->scales,
+                                       .data = to ? to + (uintptr_t)q->data : q->data,
+                                       .scales = to ? to + (uintptr_t)q->scales : q->scales,
                                        .scale = q->scale ? *q->scale : 0};
     if (s->is_dequant) {
         tb__quant_rows rows = {.data = move->dst, .dtype = move->dst_dtype, .stride = move->dst_stride[0]};
         rows.data = move->is_dst_in_buffer ? run->dst_buffer + (uintptr_t)move->dst : move->dst;
-        return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], &rows);
+        return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], q->first_column, move->len[1], &rows);
     }
     const char *from = move->src_mapping ? run->src_buffer + (uintptr_t)move->src[0] : move->src[0];
     tb__quant_rows rows = {.data = (char *)(uintptr_t)from, .dtype = move->src_dtype, .stride = move->src_stride[0][0]};
     return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : 0, move->len[0], move->len[1], &rows);
 }
 
+static tb_status name_failure(tb_status status, const tb__move *move) {
+    return status != TB_OK && move->name ? tb__fail_within(status, "tensor '%.100s'", move->name) : status;
+}
+
 /* Those of all stretches. The scales of a run are those that it finds when it begins. */
 static tb_status begin_steps(tb__host_run *run) {
-    for (size_t i = 0; i < run->nsteps; i++)
-        TB_TRY(begin_step(&run->steps[i], run, run->steps[i].move));
+    for (size_t i = 0; i < run->nsteps; i++) {
+        tb_status status = begin_step(&run->steps[i], run, run->steps[i].move);
+        if (status != TB_OK)
+            return name_failure(status, &run->job->moves[run->steps[i].move]);
+    }
     return TB_OK;
 }
 
@@ -388,7 +396,7 @@ static void end_run(tb__host_run *run, tb_status status) {
         float amax = 0;
         if (s->is_dequant)
             continue;
-        status = tb__quant_end(&s->quant, &amax);
+        status = name_failure(tb__quant_end(&s->quant, &amax), move);
         if (status == TB_OK && move->kind == TB__MOVE_AMAX && amax > *move->amax)
             *move->amax = amax;
     }
