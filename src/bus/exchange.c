@@ -261,7 +261,6 @@ void tb__exchange_destroy(tb__exchange *exchange) {
     tb__exchange_leave(exchange);
     for (int side = 0; side < 2; side++) {
         tb__exchange_commit_fini(exchange, side);
-        tb__flow_destroy(exchange->flows[side]);
         tb__convert_destroy(exchange->converts[side]);
         free(exchange->received[side].item);
         side_fini(&exchange->sides[side]);

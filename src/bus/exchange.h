@@ -66,7 +66,8 @@ typedef struct tb__shadowed {
     const tb__encoded *live;
     tb__encoded encoded;
     float scale;
-    char *memory; /* NULL: another one's */
+    tb__device *device;
+    char *memory; /* the device's; NULL: another tensor's is used */
 } tb__shadowed;
 
 /* Shadowed receives in one direction. */
@@ -157,7 +158,7 @@ tb_status tb__exchange_make_flows(tb__exchange *exchange);
 tb_status tb__exchange_settle_modes(tb__exchange *exchange);
 /* How receives from side `src` are decided; leaves it alone where they are in place. */
 tb_status tb__exchange_commit_init(tb__exchange *exchange, int src, tb__shadow *out);
-/* Before the flow goes. */
+/* Destroys the flow, too. */
 void tb__exchange_commit_fini(tb__exchange *exchange, int src);
 /* A second home for a quantised tensor. */
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out);

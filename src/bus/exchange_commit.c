@@ -36,6 +36,7 @@ tb_status tb__exchange_settle_modes(tb__exchange *exchange) {
 
 /* One for each tensor; those that are parts of one storage share its shadow. */
 static tb_status give_memory(tb__exchange_commit *c, tb__shadowed *s) {
+    const tb__loop *loop = c->exchange->world->loop;
     const tb__encoded *live = s->live;
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)live->data);
     size_t probe = 0, i;
@@ -50,11 +51,19 @@ static tb_status give_memory(tb__exchange_commit *c, tb__shadowed *s) {
     }
     size_t data = (size_t)tb__align(live->matrices * live->size.data_nbytes, 64);
     size_t scales = (size_t)tb__align(live->matrices * live->size.scale_nbytes, 64);
-    TB_TRY(tb_alloc(data + scales, (void **)&s->memory));
-    memset(s->memory, 0, data + scales); /* what tiles have too much is zero */
+    s->device = tb__loop_find_device(loop, live->data, 1);
+    if (s->device->ops == &tb__host_device_ops)
+        s->device = tb__loop_find_device(loop, live->scales, 1);
+    TB_TRY(s->device->ops->alloc(s->device, data + scales, (void **)&s->memory));
     s->encoded.data = s->memory;
     s->encoded.scales = live->scales ? s->memory + data : NULL;
     return tb__index_add(&c->by_data, hash, c->shadowed.count) ? TB_OK : TB_NO_MEMORY;
+}
+
+static void free_shadowed(tb__shadowed *s) {
+    if (s->memory)
+        s->device->ops->free(s->device, s->memory);
+    free(s);
 }
 
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out) {
@@ -67,8 +76,7 @@ tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded
     s->encoded.scale = live->scale ? &s->scale : NULL;
     tb_status status = give_memory(c, s);
     if (status != TB_OK) {
-        tb_free(s->memory);
-        free(s);
+        free_shadowed(s);
         return status;
     }
     s->encoded.part.base = s->encoded.data;
@@ -77,10 +85,28 @@ tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded
     return TB_OK;
 }
 
-static void apply(void *arg) {
+/* Tensors may have their one scale in one place: then it is the same. */
+static tb_status list_shadows(void *arg, tb__move_list *out) {
     const tb__exchange_commit *c = arg;
-    for (size_t i = 0; i < c->shadowed.count; i++)
-        tb__encoded_copy(&c->shadowed.item[i]->encoded, c->shadowed.item[i]->live);
+    tb__index by_scale = {0};
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < c->shadowed.count && status == TB_OK; i++) {
+        const tb__shadowed *s = c->shadowed.item[i];
+        status = tb__encoded_list_copy(&s->encoded, s->live, out);
+        if (status != TB_OK || !s->live->scale || !tb__encoding_is_global(&s->live->encoding))
+            continue;
+        uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)s->live->scale);
+        size_t probe = 0, at;
+        while ((at = tb__index_next(&by_scale, hash, &probe)) != TB__NOWHERE &&
+               c->shadowed.item[at]->live->scale != s->live->scale)
+            ;
+        if (at == TB__NOWHERE && !tb__index_add(&by_scale, hash, i))
+            status = TB_NO_MEMORY;
+        else if (at == TB__NOWHERE)
+            status = tb__encoded_list_scale(s->encoded.scale, s->live->scale, out);
+    }
+    tb__index_fini(&by_scale);
+    return status;
 }
 
 /* ---- Decisions --------------------------------------------------------------------------------------------------- */
@@ -134,7 +160,7 @@ tb_status tb__exchange_commit_init(tb__exchange *exchange, int src, tb__shadow *
                         .store_number = store_number,
                         .propose = propose,
                         .forget = forget,
-                        .apply = apply};
+                        .list = list_shadows};
     return TB_OK;
 }
 
@@ -142,10 +168,9 @@ void tb__exchange_commit_fini(tb__exchange *exchange, int src) {
     tb__exchange_commit *c = &exchange->commits[src];
     if (exchange->world->commit_log && exchange->flows[src])
         tb__commit_log_drop(exchange->world->commit_log, exchange->flows[src]);
-    for (size_t i = 0; i < c->shadowed.count; i++) {
-        tb_free(c->shadowed.item[i]->memory);
-        free(c->shadowed.item[i]);
-    }
+    tb__flow_destroy(exchange->flows[src]); /* before the memory that it uses */
+    for (size_t i = 0; i < c->shadowed.count; i++)
+        free_shadowed(c->shadowed.item[i]);
     free(c->shadowed.item);
     tb__index_fini(&c->by_data);
     free(c->is_engine);

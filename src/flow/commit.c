@@ -243,8 +243,6 @@ static tb_status begin_commit(tb__flow *flow, void (*end)(copying *c, tb_status 
 /* With the lock held, which is free while functions of others are called. */
 static void end_commit(tb__flow *flow, void (*committing)(void *arg, bool is_done), void *arg) {
     tb__loop_unlock(flow->o.loop);
-    if (flow->o.shadow.apply)
-        flow->o.shadow.apply(flow->o.shadow.arg);
     if (committing)
         committing(arg, true);
     tb__loop_lock(flow->o.loop);

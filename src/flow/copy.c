@@ -3,7 +3,6 @@
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
-#include "device/host/move.h"
 #include "device/host/reader.h"
 
 #include <inttypes.h>
@@ -182,17 +181,8 @@ static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *s
 
 /* ---- Jobs ------------------------------------------------------------------------------------------------------ */
 
-typedef struct moves {
-    tb__arena arena;
-    TB_VEC(tb__move) all;
-} moves;
-
-static tb_status add_move(moves *to, const tb__move *move) {
-    return tb__vec_push(&to->all, *move) ? TB_OK : TB_NO_MEMORY;
-}
-
-static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const item *it, const end *from, size_t nfrom,
-                           const end *to) {
+static tb_status add_chunk(tb__flow *flow, tb__move_list *out, uint32_t bucket, const item *it, const end *from,
+                           size_t nfrom, const end *to) {
     const tb_chunk *chunk = it->chunk;
     const tb_tensor_spec *spec = &flow->tensors[chunk->tensor].spec;
     const void **src = tb__arena_alloc(&out->arena, nfrom, sizeof *src);
@@ -230,11 +220,17 @@ static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const it
         move.wire_dtype = move.dst_dtype = spec->src_dtype;
         move.avg_divisor = 1;
     }
-    return add_move(out, &move);
+    return tb__vec_push(&out->moves, move) ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out) {
+    item it = {.chunk = &flow->ir->chunks[entry->chunk], .entry = entry};
+    end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
+    return add_chunk(flow, out, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
 }
 
 /* The bytes between chunks are zero, so that a bucket's bytes depend on its tensors only. */
-static tb_status add_gap(moves *out, uint32_t bucket, int64_t from, int64_t to) {
+static tb_status add_gap(tb__move_list *out, uint32_t bucket, int64_t from, int64_t to) {
     tb__move zeros = {.part = bucket,
                       .ndim = 1,
                       .len = {to - from},
@@ -242,10 +238,11 @@ static tb_status add_gap(moves *out, uint32_t bucket, int64_t from, int64_t to) 
                       .dst_stride = {1},
                       .dst_dtype = TB_U8,
                       .is_dst_in_buffer = true};
-    return to > from ? add_move(out, &zeros) : TB_OK;
+    return to > from ? tb__move_list_add(out, &zeros) : TB_OK;
 }
 
-static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end *from, size_t nfrom, const end *to) {
+static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, const end *from, size_t nfrom,
+                            const end *to) {
     const tb_bucket *bucket = &flow->ir->buckets[index];
     const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
     bool is_pull = to->kind == END_TARGET && nfrom == 1 && from[0].kind == END_FEEDER;
@@ -264,8 +261,11 @@ static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end 
 /* Whether buckets of the lane are copied so. */
 static bool does(const lane *l, copy_kind kind) {
     bool is_read = l->is_target && !l->takes_staged, is_combined = l->is_shipper && l->nsenders > 1;
-    if (l->first->is_coded)
-        return false;
+    if (l->first->is_coded) {
+        bool packs = kind == COPY_PACK || kind == COPY_SCRATCH_SRC;
+        bool unpacks = kind == COPY_UNPACK || kind == COPY_SCRATCH_DST || kind == COPY_SCRATCH_BACK;
+        return (packs && l->is_shipper) || (unpacks && l->is_target);
+    }
     switch (kind) {
     case COPY_DIRECT:
         return is_read && !l->overwrites_source;
@@ -287,7 +287,24 @@ static bool does(const lane *l, copy_kind kind) {
     }
 }
 
-static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind kind) {
+static tb_status add_coded_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
+    for (size_t i = 0; i < l->channel->nbuckets; i++) {
+        size_t index = l->channel->first_bucket + i, first = out->moves.count;
+        const tb_bucket *bucket = &flow->ir->buckets[index];
+        const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
+        int64_t scratch = 0;
+        for (size_t j = 0; j < bucket->nentries; j++) {
+            if (kind == COPY_PACK && j + 1 < bucket->nentries)
+                TB_TRY(add_gap(out, (uint32_t)index, entries[j].offset + entries[j].nbytes, entries[j + 1].offset));
+            TB_TRY(tb__flow_list_coded(flow, kind, &entries[j], &scratch, out));
+        }
+        for (; first < out->moves.count; first++)
+            out->moves.item[first].part = (uint32_t)index;
+    }
+    return TB_OK;
+}
+
+static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
     end one = {.kind = kind == COPY_UNPACK ? END_BUCKET : END_SOURCE}, to = {.kind = END_BUCKET}, *from = &one;
     size_t nfrom = 1;
     bool is_combined = kind == COPY_COMBINE || kind == COPY_COMBINE_IN;
@@ -318,7 +335,7 @@ static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind k
 }
 
 /* Whole tensors: from the live ones to the snapshot, or from the shadow to the live ones. */
-static tb_status add_tensor(moves *out, const tb_binding *from, const tb_binding *to) {
+static tb_status add_tensor(tb__move_list *out, const tb_binding *from, const tb_binding *to) {
     const void **src = tb__arena_alloc(&out->arena, 1, sizeof *src);
     tb__mapping **mapping = tb__arena_alloc(&out->arena, 1, sizeof *mapping);
     int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&out->arena, 1, sizeof *strides), count;
@@ -341,10 +358,10 @@ static tb_status add_tensor(moves *out, const tb_binding *from, const tb_binding
                      .dst_dtype = from->dtype};
     memcpy(move.len, to->shape.dim, sizeof move.len);
     memcpy(move.dst_stride, to->strides, sizeof move.dst_stride);
-    return add_move(out, &move);
+    return tb__vec_push(&out->moves, move) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status add_padding(moves *out, const tb__flow_tensor *t) {
+static tb_status add_padding(tb__move_list *out, const tb__flow_tensor *t) {
     for (size_t i = 0; i < t->npadding; i++) {
         const tb_binding *b = &t->padding[i];
         tb__move zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
@@ -353,12 +370,12 @@ static tb_status add_padding(moves *out, const tb__flow_tensor *t) {
         tb_status status = tb__move_check(&zeros);
         if (status != TB_OK)
             return tb__fail_within(status, "the padding of tensor '%.100s'", t->spec.name);
-        TB_TRY(add_move(out, &zeros));
+        TB_TRY(tb__move_list_add(out, &zeros));
     }
     return TB_OK;
 }
 
-static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
+static tb_status add_tensors(tb__flow *flow, tb__move_list *out, copy_kind kind) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
         if (kind == COPY_SNAPSHOT)
@@ -368,7 +385,8 @@ static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
         if (kind == COPY_COMMIT && tb__flow_has_shadow(flow, i))
             TB_TRY(add_tensor(out, &t->dst, &flow->shadow_of[i]));
     }
-    return TB_OK;
+    const tb__shadow *shadow = &flow->o.shadow;
+    return kind == COPY_COMMIT && shadow->list ? shadow->list(shadow->arg, out) : TB_OK;
 }
 
 /* Of whole tensors, so that there are no parts. */
@@ -376,23 +394,29 @@ static bool is_whole(copy_kind kind) {
     return kind == COPY_SNAPSHOT || kind == COPY_COMMIT || kind == COPY_PADDING;
 }
 
+static tb_status list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out) {
+    if (is_whole(kind))
+        return add_tensors(flow, out, kind);
+    if (kind == COPY_MEASURE || kind == COPY_GATHERED)
+        return tb__flow_list_gathered(flow, kind, out);
+    for (size_t i = 0; i < flow->ir->nchannels; i++) {
+        const lane *l = &flow->lanes[i];
+        if (does(l, kind))
+            TB_TRY(l->first->is_coded ? add_coded_lane(flow, out, l, kind) : add_lane(flow, out, l, kind));
+    }
+    return TB_OK;
+}
+
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
     prepared *out = &flow->prepared[kind];
-    moves m = {0};
-    tb_status status = TB_OK;
+    tb__move_list list = {0};
     if (out->is_done)
         return TB_OK;
-    if (is_whole(kind))
-        status = add_tensors(flow, &m, kind);
-    for (size_t i = 0; !is_whole(kind) && i < flow->ir->nchannels && status == TB_OK; i++) {
-        if (does(&flow->lanes[i], kind))
-            status = add_lane(flow, &m, &flow->lanes[i], kind);
-    }
+    tb_status status = list_copies(flow, kind, &list);
     if (status == TB_OK)
-        status = tb__jobs_prepare(flow->o.loop, m.all.item, m.all.count, &out->jobs);
+        status = tb__jobs_prepare(flow->o.loop, list.moves.item, list.moves.count, &out->jobs);
     out->is_done = status == TB_OK;
-    tb__arena_fini(&m.arena);
-    free(m.all.item);
+    tb__move_list_fini(&list);
     return status;
 }
 
@@ -403,22 +427,77 @@ void tb__flow_release_copies(tb__flow *flow) {
 
 /* ---- Copyings --------------------------------------------------------------------------------------------------- */
 
-static const tb_phase phases[COPY_KINDS] = {
-    [COPY_DIRECT] = TB_PHASE_WIRE,       [COPY_ASIDE] = TB_PHASE_WIRE,    [COPY_PACK] = TB_PHASE_PACK,
-    [COPY_CONTRIBUTE] = TB_PHASE_PACK,   [COPY_UNPACK] = TB_PHASE_UNPACK, [COPY_COMBINE] = TB_PHASE_PACK,
-    [COPY_COMBINE_IN] = TB_PHASE_UNPACK, [COPY_SNAPSHOT] = TB_PHASE_PACK, [COPY_COMMIT] = TB_PHASE_COMMIT,
-    [COPY_PADDING] = TB_PHASE_UNPACK,    [COPY_SUM] = TB_PHASE_PACK,
-};
+static tb_phase phase_of(const copying *c) {
+    switch (c->kind) {
+    case COPY_DIRECT:
+    case COPY_ASIDE:
+        return TB_PHASE_WIRE;
+    case COPY_COMMIT:
+        return TB_PHASE_COMMIT;
+    case COPY_PACK:
+    case COPY_CONTRIBUTE:
+    case COPY_COMBINE:
+    case COPY_SNAPSHOT:
+        return TB_PHASE_PACK;
+    default:
+        return c->is_send ? TB_PHASE_PACK : TB_PHASE_UNPACK;
+    }
+}
+
+static void end_copying(tb__jobs_run *run);
+
+static bool is_coded(const copying *c) {
+    return (c->kind == COPY_PACK || c->kind == COPY_UNPACK) && tb__flow_first_chunk(c->flow, c->parts[0])->is_coded;
+}
+
+/* What is run after what was; COPY_KINDS: nothing. */
+static tb_status step_copying(copying *c) {
+    if (is_coded(c))
+        return tb__flow_step_coded(c);
+    c->running = COPY_KINDS;
+    return TB_OK;
+}
+
+static void submit_run(copying *c) {
+    bool fills_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
+    tb__run what = {.parts = is_whole(c->running) ? NULL : c->parts,
+                    .nparts = c->nparts,
+                    .src_buffer = c->scratch && c->running != COPY_UNPACK ? c->scratch : c->from,
+                    .dst_buffer = fills_scratch ? c->scratch : c->to};
+    c->run = (tb__jobs_run){.done = end_copying};
+    if (c->running == COPY_SUM)
+        tb__jobs_submit_sum(c->flow->o.loop, c->from, c->nbytes, &c->run);
+    else
+        tb__jobs_submit(c->flow->o.loop, &c->flow->prepared[c->running].jobs, &what, &c->run);
+}
+
+static bool has_work(const copying *c) {
+    bool needs_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
+    return c->flow->prepared[c->running].jobs.count > 0 && (c->scratch || !needs_scratch);
+}
+
+/* False: nothing is left, or it has failed. */
+static bool run_next(copying *c, tb_status *status) {
+    while (*status == TB_OK && c->running != COPY_KINDS) {
+        *status = tb__flow_prepare_copies(c->flow, c->running);
+        if (*status != TB_OK)
+            break;
+        if (c->running == COPY_SUM || has_work(c)) {
+            submit_run(c);
+            return true;
+        }
+        *status = step_copying(c);
+    }
+    return false;
+}
 
 /* The flow stays until the end of it. */
-static void end_copying(tb__jobs_run *run) {
-    copying *c = (copying *)run;
+static void finish_copying(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->ncopying--;
     tb__leg_idle(leg);
-    tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
     for (copying **at = &flow->copyings; *at; at = &(*at)->next) {
         if (*at == c) {
             *at = c->next;
@@ -433,6 +512,16 @@ static void end_copying(tb__jobs_run *run) {
     tb__loop_signal(flow->o.loop);
 }
 
+static void end_copying(tb__jobs_run *run) {
+    copying *c = (copying *)run;
+    tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
+    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending;
+    if (status == TB_OK && !is_ending)
+        status = step_copying(c);
+    if (is_ending || !run_next(c, &status))
+        finish_copying(c, status);
+}
+
 copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts) {
     copying *c = tb__calloc(1, sizeof *c);
     uint32_t *parts = tb__malloc(nparts, sizeof *parts);
@@ -441,41 +530,40 @@ copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size
         free(parts);
         return NULL;
     }
-    *c = (copying){.run.done = end_copying, .flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
+    *c = (copying){.flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
     return c;
 }
 
 void tb__flow_drop_copying(copying *c) {
-    if (c)
+    if (c) {
         free(c->parts);
+        tb_free(c->scratch);
+    }
     free(c);
 }
 
 tb_status tb__flow_start_copying(copying *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
-    const tb__jobs *jobs = &flow->prepared[c->kind].jobs;
-    tb_status status = tb__flow_prepare_copies(flow, c->kind);
+    c->running = c->kind;
+    tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
+    if (status == TB_OK)
+        status = tb__flow_prepare_copies(flow, c->running);
     if (status != TB_OK) {
         tb__flow_drop_copying(c);
         return status;
     }
     flow->has_written |=
-        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN) && !flow->o.shadow.is_used;
+        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED) &&
+        !flow->o.shadow.is_used;
     leg->ncopying++;
     flow->ncopyings++;
     c->next = flow->copyings;
     flow->copyings = c;
-    leg->copy_phase = c->kind == COPY_SUM && !c->is_send ? TB_PHASE_UNPACK : phases[c->kind];
+    leg->copy_phase = phase_of(c);
     tb__leg_idle(leg);
-    tb__run what = {
-        .parts = is_whole(c->kind) ? NULL : c->parts, .nparts = c->nparts, .src_buffer = c->from, .dst_buffer = c->to};
-    if (c->kind == COPY_SUM)
-        tb__jobs_submit_sum(flow->o.loop, c->from, c->nbytes, &c->run);
-    else if (jobs->count > 0)
-        tb__jobs_submit(flow->o.loop, jobs, &what, &c->run);
-    else
-        end_copying(&c->run);
+    if (!run_next(c, &status))
+        finish_copying(c, status);
     return TB_OK;
 }
 
@@ -484,88 +572,4 @@ void tb__flow_cancel_copyings(tb__flow *flow, bool is_send) {
         if (c->is_send == is_send)
             tb__jobs_cancel(flow->o.loop, &c->run);
     }
-}
-
-/* ---- Conversions ------------------------------------------------------------------------------------------------ */
-
-/* What has no codec at one end travels as its elements. */
-static tb_status check_elements(const tb__flow *flow, const tb_chunk *chunk) {
-    int64_t nbytes = tb__dtype_bytes(chunk->wire_dtype, nelements(chunk));
-    if (nbytes == chunk->nbytes)
-        return TB_OK;
-    return tb__fail(TB_INVALID,
-                    "tensor '%.100s' has a piece of %" PRId64
-                    " bytes on the wire, but nothing converts it here, and its "
-                    "elements have %" PRId64,
-                    flow->tensors[chunk->tensor].spec.name, chunk->nbytes, nbytes);
-}
-
-/* One chunk that has no codec at this end, to its place in the buffer or from there. */
-static tb_status copy_elements(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
-    moves m = {0};
-    item it = {.chunk = &flow->ir->chunks[entry->chunk], .entry = entry};
-    end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
-    tb_status status = check_elements(flow, it.chunk);
-    if (status == TB_OK)
-        status = add_chunk(flow, &m, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
-    if (status == TB_OK) {
-        tb__move *move = &m.all.item[0];
-        const void *src = packs ? move->src[0] : buffer + entry->offset;
-        move->src = &src;
-        move->src_mapping = NULL;
-        move->dst = packs ? buffer + entry->offset : move->dst;
-        move->is_dst_in_buffer = false;
-        tb__loop_unlock(flow->o.loop);
-        status = tb__moves_run(move, 1);
-        tb__loop_lock(flow->o.loop);
-    }
-    tb__arena_fini(&m.arena);
-    free(m.all.item);
-    return status;
-}
-
-static tb_status code_entry(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
-    const tb_chunk *chunk = &flow->ir->chunks[entry->chunk];
-    const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
-    if (packs ? !t->codec->pack : !t->codec->unpack)
-        return copy_elements(flow, entry, buffer, packs);
-    tb__loop_unlock(flow->o.loop);
-    tb_status status = packs ? t->codec->pack(t->codec->arg, chunk, &t->src, buffer + entry->offset)
-                             : t->codec->unpack(t->codec->arg, chunk, &t->dst, buffer + entry->offset);
-    tb__loop_lock(flow->o.loop);
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
-}
-
-/* Whether the leg still wants what is being converted. */
-static tb_status check_wanted(const tb__flow *flow, bool is_send) {
-    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
-    if (leg->memory_invalidated)
-        return tb__flow_check_memory(flow, is_send);
-    return leg->is_cancelled ? tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what)
-                             : TB_OK;
-}
-
-bool tb__flow_is_coded(const tb__flow *flow, size_t bucket) {
-    return flow->ir->chunks[flow->ir->entries[flow->ir->buckets[bucket].first_entry].chunk].is_coded;
-}
-
-tb_status tb__flow_convert(tb__flow *flow, bool is_send, size_t index, char *buffer, bool packs) {
-    const tb_bucket *bucket = &flow->ir->buckets[index];
-    const tb_bucket_entry *entries = &flow->ir->entries[bucket->first_entry];
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    tb_status status = TB_OK;
-    flow->has_written |= !packs && !flow->o.shadow.is_used;
-    tb__phases_enter(leg->phases, packs ? TB_PHASE_PACK : TB_PHASE_UNPACK);
-    for (size_t i = 0; packs && i + 1 < bucket->nentries; i++) {
-        int64_t stop = entries[i].offset + entries[i].nbytes;
-        memset(buffer + stop, 0, (size_t)(entries[i + 1].offset - stop));
-    }
-    for (size_t i = 0; i < bucket->nentries && status == TB_OK; i++) {
-        status = code_entry(flow, &entries[i], buffer, packs);
-        leg->bytes_done += packs ? 0 : entries[i].nbytes;
-        if (status == TB_OK)
-            status = check_wanted(flow, is_send);
-    }
-    tb__leg_idle(leg);
-    return status;
 }

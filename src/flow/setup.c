@@ -233,18 +233,6 @@ static tb_status make_snapshot(tb__flow *flow) {
     return status;
 }
 
-/* Conversions are functions that run in this process, on host memory. */
-static tb_status check_converted(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        const tb__flow_tensor *t = &flow->tensors[i];
-        if ((t->codec || t->is_gathered) &&
-            !(tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base)))
-            return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is converted on its way, and not in host memory",
-                            t->spec.name, flow->what);
-    }
-    return TB_OK;
-}
-
 /* One word for each reader, and a line of its own for each. */
 static tb_status make_words(tb__flow *flow) {
     size_t nbytes = flow->nmembers * WORD_STRIDE;
@@ -339,7 +327,6 @@ static tb_status plan(tb__flow *flow) {
     if (!flow->src_regions || !flow->dst_regions || !flow->overwritten)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
-    TB_TRY(check_converted(flow));
     if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
