@@ -37,7 +37,7 @@ static void member_init(rank *r, member *m, const job *j) {
             tensor.dtype = s->size.data_dtype;
             tensor.encode = j->encode;
             tensor.scales = s->scales;
-            tensor.scale = &s->scale;
+            tensor.scale = s->scale;
             tensor.scale_group = j->scale_group;
         }
         check_ok(tb_batch_add(m->batch, m->pair, name, &tensor));
@@ -71,13 +71,12 @@ static void there(rank *r, member *m, const job *j, uint32_t version, ending *e)
 /* What b has of the last version goes back to a. */
 static void back(rank *r, member *m, const job *j, const ending *e) {
     for (int t = 0; is_a(r) && t < j->ntensors; t++)
-        memset(m->plain[t].data, 0xa5, (size_t)m->plain[t].count * number_size(j->dtype));
+        memset(tensor_bytes(m->plain[t].data), 0xa5, (size_t)m->plain[t].count * number_size(j->dtype));
     check_ok(tb_reshard_execute(m->batch, "b", NULL, NULL, NULL));
     for (int t = 0; is_a(r) && t < j->ntensors; t++) {
         const plain *p = &m->plain[t];
         for (int64_t i = 0; i < p->count; i += 1 + p->count / 500)
-            check(
-                is_in_ending(e, j, t, p->index[i], number_load(j->dtype, p->data + (size_t)i * number_size(j->dtype))));
+            check(is_in_ending(e, j, t, p->index[i], number_load(j->dtype, plain_at(p, j, i))));
     }
     meet(r);
 }
@@ -286,7 +285,7 @@ static void not_finite(rank *r) {
     for (int t = 0; t < 2; t++)
         plain_fill(&m.plain[t], &j, 1, t);
     if (is_a(r) && r->index == 1)
-        ((float *)(void *)m.plain[1].data)[33] = NAN;
+        ((float *)tensor_bytes(m.plain[1].data))[33] = NAN;
     check_fails(tb_reshard_execute(m.batch, "a", NULL, NULL, NULL), TB_INVALID, "tensor 't1': ");
     meet(r);
     ending e;

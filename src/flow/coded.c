@@ -94,15 +94,18 @@ static tb_status list_chunk(tb__flow *flow, const tb_bucket_entry *entry, bool p
     const tb__codec *codec = t->codec;
     if (is_called(codec, packs))
         return TB_OK;
+    tb_status status;
     if (packs && codec->list_pack) {
         tb_binding box = box_of(t, chunk, true);
-        return codec->list_pack(codec->arg, chunk, scratch ? scratch : &box, scratch ? TB__IN_BUFFER : NULL,
-                                entry->offset, out);
+        status = codec->list_pack(codec->arg, chunk, scratch ? scratch : &box, scratch ? TB__IN_BUFFER : NULL,
+                                  entry->offset, out);
+    } else if (!packs && codec->list_unpack) {
+        status = codec->list_unpack(codec->arg, chunk, entry->offset, out);
+    } else {
+        TB_TRY(check_elements(flow, chunk));
+        return tb__flow_list_elements(flow, entry, packs, out);
     }
-    if (!packs && codec->list_unpack)
-        return codec->list_unpack(codec->arg, chunk, entry->offset, out);
-    TB_TRY(check_elements(flow, chunk));
-    return tb__flow_list_elements(flow, entry, packs, out);
+    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
 }
 
 tb_status tb__flow_list_coded(tb__flow *flow, copy_kind kind, const tb_bucket_entry *entry, int64_t *at,
@@ -119,7 +122,7 @@ tb_status tb__flow_list_coded(tb__flow *flow, copy_kind kind, const tb_bucket_en
     else if (has_scratch)
         status = list_scratch(&box, &scratch, kind == COPY_SCRATCH_BACK, out);
     *at += has_scratch ? nbytes_of(&box) : 0;
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
+    return status;
 }
 
 /* ---- Steps ------------------------------------------------------------------------------------------------------- */

@@ -186,7 +186,9 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
         for (size_t i = 0; i < flow->o.ntensors; i++) {
             tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
-            if (!left[i] || tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
+            /* in the second pass, those of the first one only: the others' live_of is not set */
+            if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE) ||
+                tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
                 continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 0) {
