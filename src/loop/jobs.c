@@ -18,6 +18,8 @@ static tb__device *choose_device(const tb__loop *loop, const tb__move *move) {
         device = tb__loop_find_device(loop, q->data, 1);
     if (device == host && q && !is_in_buffer)
         device = tb__loop_find_device(loop, q->scales, 1);
+    if (device == host && q)
+        device = tb__loop_find_device(loop, q->scale, 1);
     for (uint32_t k = 0; device == host && k < move->nsrc; k++) {
         if (!move->src_mapping || !move->src_mapping[k])
             device = tb__loop_find_device(loop, move->src[k], 1);
