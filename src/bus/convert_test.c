@@ -2,6 +2,12 @@
  * numbers; every element against the reference, made from each rank's own part. */
 #include "bus/convert_test.h"
 
+#ifdef TB_SLOW_DEVICE /* with TB_CASES as many as one likes */
+enum { USUAL_CASES = 10 };
+#else
+enum { USUAL_CASES = 40 };
+#endif
+
 #include <inttypes.h>
 #include <math.h>
 
@@ -123,7 +129,7 @@ static void test_random(void **state) {
         "fp8_block", "fp8_block(power_of_two)", "mxfp8",        "nvfp4(swizzled)", "fp8_tensor(power_of_two)"};
     static const char *const scale_groups[] = {NULL, "w13", "local:w13"};
     uint64_t seed = test_seed();
-    int64_t n = test_cases(40);
+    int64_t n = test_cases(USUAL_CASES);
     for (int64_t i = 0; i < n; i++) {
         rng r = {seed + (uint64_t)i};
         bool is_block = strncmp(encodings[i % 10], "fp8_block", 9) == 0;
