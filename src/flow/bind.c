@@ -243,8 +243,13 @@ static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
     return true;
 }
 
+/* Both parts that this rank has of the tensor. */
+static bool is_on_host(const tb__flow *flow, const tb__flow_tensor *t) {
+    return tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base);
+}
+
 /* Whether the chunks of a lane are worth reading from this member: what is not mapped is read by the host device, run
- * by run, into host memory. */
+ * by run, which can combine it with other host memory only, and write it only there. */
 static bool can_read_from(const tb__flow *flow, const lane *l, const member *m) {
     const tb_ir *ir = flow->ir;
     const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
@@ -258,8 +263,7 @@ static bool can_read_from(const tb__flow *flow, const lane *l, const member *m) 
             int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
             tb_dtype dtype = flow->tensors[chunk->tensor].spec.src_dtype;
             int64_t nbytes = tb__dtype_bytes(dtype, run);
-            if (!p->map && ((outer > 0 && nbytes < LEAST_RUN) ||
-                            !tb__loop_is_host_memory(flow->o.loop, flow->tensors[chunk->tensor].dst.base)))
+            if (!p->map && ((outer > 0 && nbytes < LEAST_RUN) || !is_on_host(flow, &flow->tensors[chunk->tensor])))
                 return false;
         }
     }
