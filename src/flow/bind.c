@@ -254,8 +254,14 @@ static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
     return true;
 }
 
-/* The shortest run of bytes in the chunks of a lane that would have to be read from this place. */
-static bool has_long_runs(const tb__flow *flow, const lane *l, const member *m) {
+/* Both parts that this rank has of the tensor. */
+static bool is_on_host(const tb__flow *flow, const tb__flow_tensor *t) {
+    return tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base);
+}
+
+/* Whether the chunks of a lane are worth reading from this member: what is not mapped is read by the host device, run
+ * by run, which can combine it with other host memory only, and write it only there. */
+static bool can_read_from(const tb__flow *flow, const lane *l, const member *m) {
     const tb_ir *ir = flow->ir;
     const tb_bucket *first = &ir->buckets[l->channel->first_bucket];
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
@@ -268,7 +274,7 @@ static bool has_long_runs(const tb__flow *flow, const lane *l, const member *m) 
             int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
             tb_dtype dtype = flow->tensors[chunk->tensor].spec.src_dtype;
             int64_t nbytes = tb__dtype_bytes(dtype, run);
-            if (!p->map && outer > 0 && nbytes < LEAST_RUN)
+            if (!p->map && ((outer > 0 && nbytes < LEAST_RUN) || !is_on_host(flow, &flow->tensors[chunk->tensor])))
                 return false;
         }
     }
@@ -307,7 +313,7 @@ static void choose_path(tb__flow *flow, lane *l) {
     l->takes_staged = (flow->o.staged || flow->o.checksum || l->first->is_coded) && l->nsenders && !is_own;
     for (uint32_t i = 0; i < l->nsenders; i++) {
         member *m = &flow->members[l->senders[i]];
-        if ((!m->is_reachable || tb__flow_is_far(flow, m->peer->rank) || !has_long_runs(flow, l, m)) && !is_own)
+        if ((!m->is_reachable || tb__flow_is_far(flow, m->peer->rank) || !can_read_from(flow, l, m)) && !is_own)
             l->takes_staged = true;
     }
     if (l->nsenders > MOST_FEEDERS_READ && !is_own)

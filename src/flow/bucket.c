@@ -311,7 +311,9 @@ void tb__staged_drop_sends(tb__flow *flow, const member *to) {
 void tb__staged_bucket_announce(staged_bucket *p) {
     tb__flow *flow = p->flow;
     const tb_chunk *first = tb__flow_first_chunk(flow, p->bucket);
-    uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : tb__flow_sum(flow, p->buffer, p->nbytes);
+    if (tb__staged_bucket_begin_sum(p))
+        return;
+    uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : p->sum;
     p->is_announced = true;
     if (p->buffer && !p->lane->is_contributor) /* without it, the bucket is sent */
         (void)tb__region_get(flow->o.loop, p->buffer, p->nbytes, &p->region);

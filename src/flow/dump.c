@@ -15,7 +15,7 @@ static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
 /* What becomes of a piece that is received. */
 static const char *write_back(const tb__flow *flow, const lane *l, const tb_chunk *c) {
     const tb__flow_tensor *t = &flow->tensors[c->tensor];
-    if (t->is_gathered || (c->is_coded && t->codec->unpack))
+    if (t->is_gathered || (c->is_coded && (t->codec->list_unpack || t->codec->call_unpack)))
         return "transform";
     if (tb__flow_is_in_place(flow, c))
         return "in place";

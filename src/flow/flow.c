@@ -118,7 +118,6 @@ void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attem
 }
 
 void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note) {
-    tb__loop_lock(flow->o.loop);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_NOTE, attempt);
     tb__pack_raw(&pack, note->data, note->count);
@@ -128,7 +127,6 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
         tb__flow_send_message(flow, to, &pack);
     else
         tb__pack_fini(&pack);
-    tb__loop_unlock(flow->o.loop);
 }
 
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,

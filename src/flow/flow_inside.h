@@ -9,6 +9,7 @@
 #include "flow/flow.h"
 #include "flow/staged.h"
 #include "ir/ir.h"
+#include "loop/jobs.h"
 #include "loop/region.h"
 
 #include <stdatomic.h>
@@ -110,30 +111,29 @@ typedef struct group {
 
 /* What is done with the bytes of buckets, or of whole tensors. */
 typedef enum copy_kind {
-    COPY_DIRECT,     /* from senders' tensors to the targets */
-    COPY_ASIDE,      /* from senders' tensors to a bucket */
-    COPY_PACK,       /* from sources to a bucket */
-    COPY_CONTRIBUTE, /* from sources to a contribution */
-    COPY_UNPACK,     /* from a bucket to the targets */
-    COPY_COMBINE,    /* from contributions to a bucket */
-    COPY_COMBINE_IN, /* from contributions to the targets */
-    COPY_SNAPSHOT,   /* from sources to the snapshot */
-    COPY_COMMIT,     /* from the shadow to the targets */
+    COPY_DIRECT,       /* from senders' tensors to the targets */
+    COPY_ASIDE,        /* from senders' tensors to a bucket */
+    COPY_PACK,         /* from sources to a bucket */
+    COPY_CONTRIBUTE,   /* from sources to a contribution */
+    COPY_UNPACK,       /* from a bucket to the targets */
+    COPY_COMBINE,      /* from contributions to a bucket */
+    COPY_COMBINE_IN,   /* from contributions to the targets */
+    COPY_SNAPSHOT,     /* from sources to the snapshot */
+    COPY_COMMIT,       /* from the shadow to the targets, and zeros to their padding */
+    COPY_PADDING,      /* zeros to the padding of targets */
+    COPY_SUM,          /* nowhere: only the checksum of a buffer is computed */
+    COPY_SCRATCH_SRC,  /* of coded buckets: from sources to scratch memory */
+    COPY_SCRATCH_DST,  /* from targets to scratch memory */
+    COPY_SCRATCH_BACK, /* from scratch memory to targets */
+    COPY_MEASURE,      /* nowhere: the largest magnitudes of groups that were gathered */
+    COPY_GATHERED,     /* from slots to targets */
     COPY_KINDS
 } copy_kind;
-
-enum { MOST_FLOW_DEVICES = 4 };
-
-typedef struct device_job {
-    tb__device *device;
-    tb__job *job;
-} device_job;
 
 /* All copies of a kind. */
 typedef struct prepared {
     bool is_done;
-    device_job jobs[MOST_FLOW_DEVICES];
-    size_t njobs;
+    tb__jobs jobs;
 } prepared;
 
 typedef struct device_memory {
@@ -143,25 +143,20 @@ typedef struct device_memory {
 
 typedef struct copying copying;
 
-typedef struct copy_run {
-    tb__submitted submitted;
-    copying *copying;
-} copy_run;
-
 /* Copies under way. */
 struct copying {
+    tb__jobs_run run; /* first */
     tb__flow *flow;
     bool is_send; /* whose leg it belongs to */
     copy_kind kind;
-    uint32_t *parts; /* buckets */
+    copy_kind running; /* of a coded bucket: one of several kinds that make it up */
+    char *scratch;     /* likewise: row-major boxes in host memory */
+    uint32_t *parts;   /* buckets, or groups that were gathered */
     size_t nparts;
-    char *from, *to; /* buffers */
-    copy_run runs[MOST_FLOW_DEVICES];
-    size_t left; /* runs that are not done */
-    tb_status status;
-    char why[TB__FENCE_WHY_MAX];
+    char *from, *to;                           /* buffers */
     void (*end)(copying *c, tb_status status); /* the sentence of a failure is in tb_error_detail */
     staged_bucket *staged_bucket;              /* for whoever ends it */
+    bucket_message *message;                   /* likewise, of a sum */
     size_t nbytes;
     copying *next;
 };
@@ -238,11 +233,13 @@ struct tb__flow {
     size_t readers_left, committers_left;
     uint32_t next_lane_in;
     size_t groups_done, slots_done; /* groups that are here, and of them those that were gathered */
+    bool is_handing_on;             /* the next one that was gathered is being measured or written */
     size_t hosts_taken;             /* groups of the host's, by the host ... */
     bool takes_all;                 /* ... as soon as they are there */
     char *slots;                    /* memory to gather in */
     size_t buckets_left;
     int64_t largest_relay;        /* bytes of a bucket; 0: this rank hands nothing on */
+    bool is_clearing_padding;
     TB_VEC(device_memory) beside; /* snapshots and shadows */
     prepared prepared[COPY_KINDS];
     copying *copyings;
@@ -329,10 +326,8 @@ copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size
 tb_status tb__flow_start_copying(copying *c);
 void tb__flow_drop_copying(copying *c); /* that was not started; NULL is allowed */
 void tb__flow_cancel_copyings(tb__flow *flow, bool is_send);
-/* What is coded goes through codecs instead, here and now; the lock is free meanwhile. Stops early, with TB_CANCELLED,
- * if the leg has ended when a chunk is done. */
-bool tb__flow_is_coded(const tb__flow *flow, size_t bucket);
-tb_status tb__flow_convert(tb__flow *flow, bool is_send, size_t bucket, char *buffer, bool packs);
+/* The moves of a chunk that is copied to its place in the bucket, or from there, element by element. */
+tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
 int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without what lies between chunks */
 int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
 /* Whether both are the same elements of the same memory. */
@@ -344,7 +339,19 @@ int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *o
 /* Where the n-th run of a box that begins at `start` begins. */
 void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
 
+/* flow_coded.c */
+/* Makes scratch memory for a bucket where its chunks need it, and chooses what is run first. */
+tb_status tb__flow_begin_coded(copying *c);
+/* Chooses what is run next; COPY_KINDS: nothing is left. Calls functions of the user's in between, with the lock free.
+ */
+tb_status tb__flow_step_coded(copying *c);
+/* The moves of one chunk; `scratch` is where its box is in scratch memory, and is moved on. */
+tb_status tb__flow_list_coded(tb__flow *flow, copy_kind kind, const tb_bucket_entry *entry, int64_t *scratch,
+                              tb__move_list *out);
+
 /* flow_group.c */
+/* The moves of all groups that are gathered. */
+tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *out);
 tb_status tb__flow_count_groups(tb__flow *flow);
 tb_status tb__flow_open_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);

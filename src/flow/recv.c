@@ -178,15 +178,51 @@ static tb_status read_aside(tb__flow *flow, lane *l) {
     return status;
 }
 
+static void end_own_unpack(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    free(c->from);
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    }
+    tb__flow_end_step_recv(flow, status);
+}
+
+static tb_status begin_own(tb__flow *flow, size_t bucket, copy_kind kind, char *buffer,
+                           void (*end)(copying *c, tb_status status)) {
+    copying *c = tb__flow_new_copying(flow, false, kind, 1);
+    tb_status status = TB_NO_MEMORY;
+    if (c) {
+        c->parts[c->nparts++] = (uint32_t)bucket;
+        c->from = kind == COPY_UNPACK ? buffer : NULL;
+        c->to = kind == COPY_PACK ? buffer : NULL;
+        c->end = end;
+        status = tb__flow_start_copying(c);
+    }
+    if (status != TB_OK)
+        free(buffer);
+    return status;
+}
+
+static void end_own_pack(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    if (flow->recv.is_ending || status != TB_OK)
+        free(c->to);
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK)
+        status = begin_own(flow, c->parts[0], COPY_UNPACK, c->to, end_own_unpack);
+    if (status != TB_OK)
+        tb__flow_end_step_recv(flow, status);
+}
+
 /* Of this rank with itself: by way of a buffer, as if it came from another. */
 static tb_status convert_own(tb__flow *flow, lane *l) {
     size_t index = l->channel->first_bucket + l->to_take++;
     char *buffer = tb__malloc((size_t)flow->ir->buckets[index].total_bytes, 1);
-    tb_status status = buffer ? tb__flow_convert(flow, false, index, buffer, true) : TB_NO_MEMORY;
-    if (status == TB_OK)
-        status = tb__flow_convert(flow, false, index, buffer, false);
-    free(buffer);
-    return status == TB_OK ? tb__flow_bucket_arrived(flow, l, index) : status;
+    return buffer ? begin_own(flow, index, COPY_PACK, buffer, end_own_pack) : TB_NO_MEMORY;
 }
 
 /* All that is ready and of one group, beginning with this lane. */
@@ -222,6 +258,29 @@ static tb_status read_some(tb__flow *flow, lane *l) {
 
 /* ---- A transfer ------------------------------------------------------------------------------------------------ */
 
+static void end_padding(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    flow->is_clearing_padding = false;
+    if (!flow->recv.is_ending)
+        tb__flow_end_step_recv(flow, status);
+}
+
+/* Data and padding are different memory, so they are written in any order. A shadow's padding is the tensors'. */
+static tb_status clear_padding(tb__flow *flow) {
+    size_t n = 0;
+    for (size_t i = 0; i < flow->o.ntensors && !flow->o.shadow.is_used; i++)
+        n += flow->tensors[i].npadding;
+    flow->is_clearing_padding = false;
+    if (n == 0)
+        return TB_OK;
+    copying *c = tb__flow_new_copying(flow, false, COPY_PADDING, 0);
+    if (!c)
+        return TB_NO_MEMORY;
+    flow->is_clearing_padding = true;
+    c->end = end_padding;
+    return tb__flow_start_copying(c);
+}
+
 static tb_status open_transfer(tb__flow *flow) {
     TB_TRY(tb__flow_check_memory(flow, false));
     flow->buckets_left = 0;
@@ -238,7 +297,7 @@ static tb_status open_transfer(tb__flow *flow) {
     }
     tb__staged_open_recv(flow);
     flow->next_lane_in = flow->ir->nchannels ? (uint32_t)flow->self % (uint32_t)flow->ir->nchannels : 0;
-    return TB_OK;
+    return clear_padding(flow);
 }
 
 /* All of it is here. In place it is live, too. */
@@ -256,7 +315,8 @@ static tb_status arrive(tb__flow *flow) {
 }
 
 static bool has_all(const tb__flow *flow) {
-    return flow->buckets_left == 0 && flow->staged.nrelays == 0 && flow->groups_done == flow->groups.count;
+    return flow->buckets_left == 0 && flow->staged.nrelays == 0 && flow->groups_done == flow->groups.count &&
+           !flow->is_clearing_padding;
 }
 
 static bool step(tb__flow *flow) {
@@ -268,9 +328,9 @@ static bool step(tb__flow *flow) {
     if (!leg->attempt) {
         if (!tb__flow_take_attempt(flow, false))
             return false;
-        tb_status writable_attempt = open_transfer(flow);
-        if (writable_attempt != TB_OK)
-            tb__flow_abort(flow, false, writable_attempt);
+        tb_status status = open_transfer(flow);
+        if (status != TB_OK)
+            tb__flow_abort(flow, false, status);
         return true; /* from now on it needs others than before, who may be gone already: the next step looks */
     }
     bool did = false;

@@ -135,7 +135,6 @@ static void end_combine(copying *c, tb_status status) {
 /* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
 static tb_status combine(staged_bucket *p) {
     tb__flow *flow = p->flow;
-    TB_TRY(tb__flow_check_sums(p));
     copying *c = tb__flow_new_copying(flow, p->is_send, p->output ? COPY_COMBINE : COPY_COMBINE_IN, 1);
     if (!c)
         return TB_NO_MEMORY;
@@ -157,7 +156,11 @@ bool tb__staged_step_reduce(tb__flow *flow, bool is_send) {
             continue;
         did |= ask_for_inputs(p);
         status = tb__staged_bucket_check(p);
-        if (status == TB_OK && p->left == 0 && (p->output || tb__flow_may_write(flow))) {
+        if (status != TB_OK || p->left > 0 || !(p->output || tb__flow_may_write(flow)))
+            continue;
+        bool is_checked;
+        status = tb__staged_bucket_check_sums(p, &is_checked);
+        if (status == TB_OK && is_checked) {
             status = combine(p);
             did = true;
             break;

@@ -185,7 +185,9 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
         for (size_t i = 0; i < flow->o.ntensors; i++) {
             tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
-            if (!left[i] || tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
+            /* in the second pass, those of the first one only: the others' live_of is not set */
+            if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE) ||
+                tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
                 continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 0) {
@@ -230,18 +232,6 @@ static tb_status make_snapshot(tb__flow *flow) {
         status = tb__flow_bind_beside(flow, true, all, &flow->snapshot_of);
     free(all);
     return status;
-}
-
-/* Conversions are functions that run in this process, on host memory. */
-static tb_status check_converted(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        const tb__flow_tensor *t = &flow->tensors[i];
-        if ((t->codec || t->is_gathered) &&
-            !(tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base)))
-            return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is converted on its way, and not in host memory",
-                            t->spec.name, flow->what);
-    }
-    return TB_OK;
 }
 
 /* One word for each reader, and a line of its own for each. */
@@ -338,7 +328,6 @@ static tb_status plan(tb__flow *flow) {
     if (!flow->src_regions || !flow->dst_regions || !flow->overwritten)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
-    TB_TRY(check_converted(flow));
     if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */

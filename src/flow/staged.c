@@ -121,12 +121,6 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
         tb__staged_bucket_announce(p);
         return TB_OK;
     }
-    if (tb__flow_is_coded(flow, index)) {
-        tb_status status = tb__flow_convert(flow, true, index, p->buffer, true);
-        if (status == TB_OK)
-            tb__staged_bucket_announce(p);
-        return status;
-    }
     copying *c = tb__flow_new_copying(flow, true, l->is_contributor ? COPY_CONTRIBUTE : COPY_PACK, 1);
     if (!c)
         return TB_NO_MEMORY;
@@ -286,10 +280,6 @@ static tb_status unpack(tb__flow *flow, staged_bucket *p) {
     } else if (p->pieces) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
-    } else if (tb__flow_is_coded(flow, p->bucket)) {
-        TB_TRY(tb__flow_convert(flow, false, p->bucket, from, false));
-        TB_TRY(tb__staged_bucket_end_read(p));
-        TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
         copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
         if (!c)
@@ -312,15 +302,18 @@ static bool can_unpack(const tb__flow *flow, const staged_bucket *p) {
 /* What can be done for a staged_bucket that has come: it goes on to others and to its place, in this order, and is gone
  * when it is in both. */
 static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
-    if (!p->is_checked) {
-        *did = p->is_checked = true;
-        TB_TRY(tb__flow_check_sums(p));
+    bool is_checked;
+    TB_TRY(tb__staged_bucket_check_sums(p, &is_checked));
+    if (!is_checked)
+        return TB_OK;
+    if (!p->is_relayed) {
+        *did = p->is_relayed = true;
         if (p->nmessages > 1)
             tb__staged_bucket_announce(p);
     }
     if (can_unpack(flow, p)) {
         *did = true;
-        TB_TRY(unpack(flow, p));
+        return unpack(flow, p); /* p may be gone */
     }
     if (p->is_unpacked && p->left == 0) {
         *did = true;

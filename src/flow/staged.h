@@ -28,7 +28,7 @@ typedef struct staged_bucket staged_bucket;
 typedef struct bucket_message {
     staged_bucket *staged_bucket;
     uint32_t member;
-    uint64_t tag, sum;
+    uint64_t tag, sum; /* the sum that the sender has told */
     tb_op op;
     tb_piece piece;
     bool is_posted, is_done;
@@ -42,9 +42,12 @@ struct staged_bucket {
     enum { STAGED_OUT, STAGED_IN, STAGED_REDUCE } kind;
     bool is_send;      /* whose leg it belongs to */
     bool is_announced; /* those who get it know */
-    bool is_checked;   /* of what came: it is what was sent ... */
+    bool is_summed;    /* its checksums are known, or being computed ... */
+    size_t nsums;      /* ... so many still */
+    uint64_t sum;      /* of what goes out */
+    bool is_relayed;   /* of what came: it is announced to those to whom it is handed on */
     bool is_begun;     /* it is being copied, or was */
-    bool is_unpacked;  /* ... and in its place */
+    bool is_unpacked;  /* what came is in its place */
     pool pool;
     char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
     size_t nbytes;
@@ -163,9 +166,10 @@ bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b);
 /* A bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of its targets.
  * Whoever calls frees the pieces; NULL: it needs a buffer. */
 tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
-/* 0 where there are no checksums. */
-uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes);
-/* Whether what came is what was sent. */
-tb_status tb__flow_check_sums(const staged_bucket *p);
+/* Computes the checksum of what goes out, if there are checksums, and calls tb__staged_bucket_announce then. False: it
+ * is known, or there is none. */
+bool tb__staged_bucket_begin_sum(staged_bucket *p);
+/* Whether what came is what was sent: *is_checked once that is known. The leg fails if it is not. */
+tb_status tb__staged_bucket_check_sums(staged_bucket *p, bool *is_checked);
 
 #endif

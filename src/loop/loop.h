@@ -31,8 +31,11 @@ struct tb__task {
 typedef struct tb__submitted tb__submitted;
 struct tb__submitted {
     tb__device *device;
-    tb__job *job;
+    tb__job *job; /* NULL: the checksum of some bytes */
     tb__run run;
+    const void *bytes;
+    size_t nbytes;
+    uint64_t sum;
     void (*done)(tb__submitted *submitted);
     tb__fence fence;
 
