@@ -4,7 +4,7 @@
 set(transport_mpi_sources
     src/transport/mpi/mpi_request.c
     src/transport/mpi/mpi_chunk.c
-    src/transport/mpi/mpi_letter.c
+    src/transport/mpi/mpi_frame.c
     src/transport/mpi/mpi_message.c
     src/transport/mpi/mpi_end.c
     src/transport/mpi/mpi.c

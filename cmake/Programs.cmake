@@ -38,17 +38,25 @@ function(tb_test name)
     )
 endfunction()
 
-# tb_slow_test(bus/cancel_test): that test again, with tensors on the slow device, and with some of them there.
+# tb_slow_test(bus/cancel_test [TIMEOUT seconds] [SOURCES file...]): that test again, with tensors on the
+# slow device, and with some of them there.
 function(tb_slow_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES")
+    if(NOT arg_TIMEOUT)
+        set(arg_TIMEOUT 300)
+    endif()
     string(REPLACE "/" "_" target ${name}_slow)
     tb_program(${target} src/${name}.c tests/${name}_slow)
-    target_sources(${target} PRIVATE tests/support/slow_device.c tests/support/random_case.c)
+    target_sources(${target} PRIVATE tests/support/slow_device.c tests/support/slow_device_runs.c
+        tests/support/random_case.c ${arg_SOURCES})
     target_compile_definitions(${target} PRIVATE TB_SLOW_DEVICE)
     target_link_libraries(${target} PRIVATE PkgConfig::cmocka)
     tb_show_internals(${target})
     foreach(device IN ITEMS slow mixed)
         add_test(NAME ${name}_${device} COMMAND ${target})
-        set_tests_properties(${name}_${device} PROPERTIES TIMEOUT 300 ENVIRONMENT "TB_TEST_DEVICE=${device}")
+        set_tests_properties(${name}_${device} PROPERTIES
+            TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "TB_TEST_DEVICE=${device}"
+        )
     endforeach()
 endfunction()
 

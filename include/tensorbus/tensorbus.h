@@ -346,7 +346,7 @@ typedef struct tb_tensor {
     tb_dtype wire_dtype;        /* asks for a cast to it on the way; the sending side's counts */
     uint32_t group;             /* groups arrive in ascending order; the receiving side's counts */
     const char *view; /* how the stored tensor becomes the one that `name` names (see Models); shape, strides and layout
-                         are those of the storage. NULL: as it is. Padding is set to zero when a receive begins */
+                         are those of the storage. NULL: as it is. A receive sets padding to zero */
     /* This side has it quantised: "mxfp8", "fp8_block", "fp8_tensor" or "nvfp4" (docs/models.md has the formats).
      * It is quantised when it arrives, and turned back into numbers when it is sent. Options stand in parentheses:
      * mxfp8(floor) for the exponent rule of OCP, mxfp8(swizzled) and nvfp4(swizzled) for scales in tiles of 128 x 4,

@@ -13,6 +13,9 @@
  *  - When a peer is lost, all operations that name it complete with TB_LOST, then `lost` is called, once. Later posts
  *    to it fail with TB_LOST, until a new connection begins (`disconnect`).
  *  - Sends and receives between two ranks are matched by tag; those with equal tags, in the order they were posted.
+ *    A message of more than TB_SHORT_MAX bytes is sent when its RECV is posted (tb_op.is_expected), under a tag that no
+ *    other message between the two ranks has. So a transport keeps short messages until they are received, and no
+ *    others.
  *  - Structs that begin with `size`, which whoever fills them in sets to their sizeof, grow at the end only. A
  *    transport reads no further than `size` of what the world hands to it.
  */
@@ -28,6 +31,8 @@ extern "C" {
 enum {
     TB_ADDRESS_MAX = 3072, /* bytes of a transport's address */
     TB_MEM_KEY_MAX = 64,   /* bytes of a memory key */
+    TB_SHORT_MAX = 16384,  /* bytes of a message that may be sent before its RECV is posted */
+    TB_OP_WHY_MAX = 128,
 };
 
 /* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
@@ -85,9 +90,10 @@ struct tb_op {
     size_t npieces;
     bool is_expected; /* SEND: the peer has said that it has posted the RECV. If it has cancelled it since then, the
                          message is dropped, and the SEND is done */
-    void (*done)(tb_op *op); /* called with the two fields below set */
+    void (*done)(tb_op *op); /* called with the fields below set */
     void *arg;
     tb_status status;
+    char why[TB_OP_WHY_MAX]; /* the sentence of a failure; empty: the status says all */
     size_t nbytes; /* RECV: how many came; more than the pieces hold is TB_TOO_BIG, and none are kept */
     void *state;   /* the transport's own while it has the operation; NULL before and after */
 };
@@ -143,7 +149,8 @@ typedef struct tb_transport_ops {
     /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,
      * and nobody who reads it then believes what they read. It completes with TB_TIMEOUT instead, after seconds, if the
      * system or a library below does not release the memory, which may then still be read or written. The message that
-     * a cancelled receive has been matched with is dropped, and its send is done. */
+     * a cancelled receive has been matched with is dropped, and its send is done. A receive that has got a part of a
+     * message whose send is cancelled completes with TB_CANCELLED, too; one that has got nothing may go on waiting. */
     void (*cancel)(void *context, tb_op *op);
     /* Does what can be done without waiting; calls `done` and `lost`. */
     tb_status (*progress)(void *context);

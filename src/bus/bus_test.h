@@ -19,6 +19,8 @@
 
 #include <cmocka.h>
 
+#include "../tests/support/tensor_memory.h"
+
 /* Long enough for any machine; only a hang takes it. */
 enum { PATIENCE_MS = 30000, SOON_MS = 200, MAX_RANKS = 8 };
 
@@ -176,29 +178,12 @@ static inline void run_ranks(void (*body)(rank *r), int32_t na, int32_t nb, cons
 
 #define POISON 0xdeadbeefU
 
-/* One rank's part of a matrix of 32-bit integers. */
-/* With TB_SLOW_DEVICE, parts are in memory of tests/support/slow_device.h, or, of "mixed", every second one is. */
-#ifdef TB_SLOW_DEVICE
-#include "../tests/support/slow_device.h"
-
-__attribute__((constructor)) static void use_slow_device(void) {
-    slow_device_install();
-}
-
-static inline bool is_on_slow_device(void) {
-    static _Atomic unsigned count;
-    const char *device = getenv("TB_TEST_DEVICE");
-    return !device || strcmp(device, "mixed") != 0 || count++ % 2;
-}
-#endif
-
+/* One rank's part of a matrix of 32-bit integers, in memory of tensor_memory.h. */
 typedef struct part {
     tb_local local;
     int64_t rows, columns;
     size_t count;
     uint32_t *data;
-    uint32_t *bytes; /* of a slow one: the same memory, as this process can use it */
-    bool is_slow;
 } part;
 
 static inline void part_init(part *p, const char *layout, int32_t seat, int64_t rows, int64_t columns) {
@@ -210,27 +195,13 @@ static inline void part_init(part *p, const char *layout, int32_t seat, int64_t 
     p->rows = rows;
     p->columns = columns;
     p->count = (size_t)(p->local.shape.dim[0] * p->local.shape.dim[1]);
-    p->is_slow = false;
-#ifdef TB_SLOW_DEVICE
-    p->is_slow = is_on_slow_device();
-    if (p->is_slow) {
-        p->data = slow_device_alloc(p->count * sizeof *p->data);
-        p->bytes = slow_device_bytes(p->data);
-        return;
-    }
-#endif
-    check_ok(tb_alloc(p->count * sizeof *p->data, (void **)&p->data));
+    p->data = tensor_alloc(p->count * sizeof *p->data);
+    check(p->data);
 }
 
 static inline void part_fini(part *p) {
     tb_local_fini(&p->local);
-#ifdef TB_SLOW_DEVICE
-    if (p->is_slow) {
-        slow_device_free(p->data);
-        return;
-    }
-#endif
-    tb_free(p->data);
+    tensor_free(p->data);
 }
 
 /* The global index of the i-th of a dimension that this rank has. */
@@ -251,9 +222,8 @@ static inline uint32_t part_value(const part *p, size_t i, uint32_t version) {
     return (version << 24) + (uint32_t)(row * p->columns + column);
 }
 
-/* Tests change `data` of parts that are not slow. */
 static inline uint32_t *part_bytes(const part *p) {
-    return p->is_slow ? p->bytes : p->data;
+    return tensor_bytes(p->data);
 }
 
 static inline void part_fill(part *p, uint32_t version) {

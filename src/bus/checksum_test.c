@@ -19,6 +19,18 @@ static void test_sum(void **state) {
     /* xxHash's own test vectors. */
     check(tb__checksum("", 0) == 0x2d06800538d394c2U);
     check(tb__checksum("a", 1) != tb__checksum("b", 1));
+    enum { BLOCK = 65536 };
+    static const size_t lengths[] = {1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7};
+    static unsigned char bytes[3 * BLOCK + 7];
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (unsigned char)(i * 2654435761U >> 24);
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        uint64_t sums[4];
+        size_t n = 0;
+        for (size_t at = 0; at < lengths[i]; at += BLOCK)
+            sums[n++] = tb__checksum_block(bytes + at, lengths[i] - at < BLOCK ? lengths[i] - at : BLOCK);
+        check(tb__checksum(bytes, lengths[i]) == tb__checksum_block(sums, n * sizeof *sums));
+    }
 }
 
 /* Who asks: 0: a sender, 1: a receiver. Nobody else does. */

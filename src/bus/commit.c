@@ -389,11 +389,14 @@ static bool needs(void *arg, uint64_t attempt, size_t position) {
 
 static void on_applying(void *arg, bool is_done) {
     tb__commit *c = arg;
-    if (is_done)
-        tb__exchange_apply_encoded(c->exchange, c->src);
     if (c->committing && (is_done || !c->is_committing))
         c->committing(c->committing_arg, is_done);
     c->is_committing = true;
+}
+
+static tb_status list_shadows(void *arg, tb__move_list *out) {
+    const tb__commit *c = arg;
+    return tb__exchange_list_shadows(&c->exchange->shadows[c->src], out);
 }
 
 /* ---- Life ------------------------------------------------------------------------------------------------------- */
@@ -413,7 +416,12 @@ tb_status tb__commit_init(tb__commit *c, tb__exchange *exchange, int src, tb__sh
         c->receivers[tb__assembly_find(&exchange->all, receivers->peers[i])].is_receiver = true;
     c->lead = tb__assembly_find(&exchange->all, receivers->peers[0]);
     c->is_lead = receivers->peers[0]->rank == world->rank;
-    *owner = (tb__shadow){.is_used = true, .arg = c, .event = on_event, .needs = needs, .applying = on_applying};
+    *owner = (tb__shadow){.is_used = true,
+                          .arg = c,
+                          .event = on_event,
+                          .needs = needs,
+                          .applying = on_applying,
+                          .list = list_shadows};
     return TB_OK;
 }
 

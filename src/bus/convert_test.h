@@ -43,7 +43,7 @@ typedef struct plain {
     tb_local local;
     int64_t count, columns, rows, matrix_rows;
     int64_t *index; /* global, of each element */
-    uint8_t *data;
+    uint8_t *data;  /* of tensor_alloc */
 } plain;
 
 static inline void plain_init(plain *p, const job *j, int which, int32_t seat) {
@@ -58,7 +58,7 @@ static inline void plain_init(plain *p, const job *j, int which, int32_t seat) {
     p->rows = p->columns ? p->count / p->columns : 0;
     p->matrix_rows = j->shape.ndim > 1 ? p->local.shape.dim[j->shape.ndim - 2] : 1;
     p->index = malloc((size_t)p->count * sizeof *p->index + 1);
-    check_ok(tb_alloc((size_t)p->count * number_size(j->dtype), (void **)&p->data));
+    check((p->data = tensor_alloc((size_t)p->count * number_size(j->dtype))));
     for (int64_t i = 0; i < p->count; i++) {
         int64_t rest = i, at = 0, step = 1;
         for (int d = j->shape.ndim; d-- > 0;) {
@@ -71,15 +71,19 @@ static inline void plain_init(plain *p, const job *j, int which, int32_t seat) {
     }
 }
 
+static inline uint8_t *plain_at(const plain *p, const job *j, int64_t i) {
+    return (uint8_t *)tensor_bytes(p->data) + (size_t)i * number_size(j->dtype);
+}
+
 static inline void plain_fill(plain *p, const job *j, uint32_t version, int tensor) {
     for (int64_t i = 0; i < p->count; i++)
-        number_store(j->dtype, p->data + (size_t)i * number_size(j->dtype), value_of(j, version, tensor, p->index[i]));
+        number_store(j->dtype, plain_at(p, j, i), value_of(j, version, tensor, p->index[i]));
 }
 
 static inline void plain_fini(plain *p) {
     tb_local_fini(&p->local);
     free(p->index);
-    tb_free(p->data);
+    tensor_free(p->data);
 }
 
 /* Quantised storage: matrices one after the other. */
@@ -87,8 +91,8 @@ typedef struct store {
     tb__quant_format format;
     int64_t nmatrices, rows, columns;
     tb__quant_size size;
-    uint8_t *data, *scales;
-    float scale;
+    uint8_t *data, *scales; /* of tensor_alloc, and the scale, too */
+    float *scale;
 } store;
 
 static inline void store_init(store *s, const job *j, const plain *p) {
@@ -97,32 +101,40 @@ static inline void store_init(store *s, const job *j, const plain *p) {
     *s = (store){.format = e.format, .rows = p->matrix_rows, .columns = p->columns};
     s->nmatrices = p->matrix_rows ? p->rows / p->matrix_rows : 0;
     check_ok(tb__quant_measure(&s->format, s->rows, s->columns, &s->size));
-    s->data = malloc((size_t)(s->nmatrices * s->size.data_nbytes) + 1);
-    s->scales = malloc((size_t)(s->nmatrices * s->size.scale_nbytes) + 1);
+    check((s->data = tensor_alloc((size_t)(s->nmatrices * s->size.data_nbytes) + 1)));
+    check((s->scales = tensor_alloc((size_t)(s->nmatrices * s->size.scale_nbytes) + 1)));
+    check((s->scale = tensor_alloc(sizeof *s->scale)));
+}
+
+static inline float *scale_of(const store *s) {
+    return tensor_bytes(s->scale);
 }
 
 static inline void store_poison(store *s) {
-    memset(s->data, 0xa5, (size_t)(s->nmatrices * s->size.data_nbytes));
-    memset(s->scales, 0xa5, (size_t)(s->nmatrices * s->size.scale_nbytes));
-    s->scale = -1;
+    memset(tensor_bytes(s->data), 0xa5, (size_t)(s->nmatrices * s->size.data_nbytes));
+    memset(tensor_bytes(s->scales), 0xa5, (size_t)(s->nmatrices * s->size.scale_nbytes));
+    *scale_of(s) = -1;
 }
 
 static inline void store_fini(store *s) {
-    free(s->data);
-    free(s->scales);
+    tensor_free(s->data);
+    tensor_free(s->scales);
+    tensor_free(s->scale);
 }
 
 static inline tb__quant_tensor matrix_of(const store *s, int64_t m) {
-    return (tb__quant_tensor){
-        s->format, s->rows, s->columns, s->data + m * s->size.data_nbytes, s->scales + m * s->size.scale_nbytes,
-        s->scale};
+    return (tb__quant_tensor){.format = s->format,
+                              .rows = s->rows,
+                              .columns = s->columns,
+                              .data = (uint8_t *)tensor_bytes(s->data) + m * s->size.data_nbytes,
+                              .scales = (uint8_t *)tensor_bytes(s->scales) + m * s->size.scale_nbytes,
+                              .scale = *scale_of(s)};
 }
 
 static inline float amax_of(const job *j, const plain *p) {
     float most = 0;
     for (int64_t i = 0; i < p->count; i++) {
-        float f =
-            (float)fabs(number_value(j->dtype, number_load(j->dtype, p->data + (size_t)i * number_size(j->dtype))));
+        float f = (float)fabs(number_value(j->dtype, number_load(j->dtype, plain_at(p, j, i))));
         most = f > most ? f : most;
     }
     return most;
@@ -176,21 +188,22 @@ static inline void ending_make(ending *e, const job *j, uint32_t version) {
             }
             store_poison(s);
             if (s->format.kind == TB__QUANT_FP8_TENSOR || s->format.kind == TB__QUANT_NVFP4)
-                check_ok(tb__quant_scale(&s->format, amax, &s->scale));
+                check_ok(tb__quant_scale(&s->format, amax, scale_of(s)));
             for (int64_t m = 0; m < s->nmatrices; m++) {
                 tb__quant_tensor to = matrix_of(s, m);
                 int64_t skip = m * s->rows * s->columns;
-                quantised_make(&to, &(tb__quant_rows){e->plain[t][seat].data + (size_t)skip * number_size(j->dtype),
-                                                      j->dtype, s->columns});
+                quantised_make(&to, &(tb__quant_rows){plain_at(&e->plain[t][seat], j, skip), j->dtype, s->columns});
             }
         }
     }
 }
 
 static inline void check_store(const store *got, const store *wanted) {
-    check(memcmp(got->data, wanted->data, (size_t)(got->nmatrices * got->size.data_nbytes)) == 0);
-    check(memcmp(got->scales, wanted->scales, (size_t)(got->nmatrices * got->size.scale_nbytes)) == 0);
-    check(got->nmatrices == 0 || got->scale == wanted->scale);
+    check(memcmp(tensor_bytes(got->data), tensor_bytes(wanted->data),
+                 (size_t)(got->nmatrices * got->size.data_nbytes)) == 0);
+    check(memcmp(tensor_bytes(got->scales), tensor_bytes(wanted->scales),
+                 (size_t)(got->nmatrices * got->size.scale_nbytes)) == 0);
+    check(got->nmatrices == 0 || *scale_of(got) == *scale_of(wanted));
 }
 
 /* Some seat of b has that element with that value. */

@@ -260,7 +260,6 @@ void tb__exchange_destroy(tb__exchange *exchange) {
         tb__exchange_free_shadows(&exchange->shadows[side]);
         tb__convert_destroy(exchange->converts[side]);
         free(exchange->received[side].item);
-        free(exchange->padded[side].item);
         side_fini(&exchange->sides[side]);
     }
     for (size_t i = 0; i < exchange->layouts.count; i++)

@@ -67,7 +67,8 @@ typedef struct tb__shadowed {
     const tb__encoded *live;
     tb__encoded encoded;
     float scale;
-    char *memory; /* NULL: another one's */
+    tb__device *device;
+    char *memory; /* the device's; NULL: another tensor's is used */
 } tb__shadowed;
 
 typedef struct tb__encoded_shadows {
@@ -109,8 +110,7 @@ struct tb__exchange {
     tb__commit commits[2];                  /* likewise */
     tb__encoded_shadows shadows[2];         /* likewise */
     tb__convert *converts[2];               /* of the flows; NULL: nothing is converted */
-    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received ... */
-    TB_VEC(const tb__tensor *) padded[2];   /* ... and which of these have padding */
+    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;
@@ -162,15 +162,15 @@ tb_status tb__exchange_make_flows(tb__exchange *exchange);
 tb_status tb__exchange_settle_modes(tb__exchange *exchange);
 /* A shadow for a quantised tensor. */
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out);
-/* Copies the shadows of quantised tensors into their places, and clears padding. Without the lock. */
-void tb__exchange_apply_encoded(const tb__exchange *exchange, int src);
+/* Lists moves from the shadows of quantised tensors to their places. */
+tb_status tb__exchange_list_shadows(const tb__encoded_shadows *shadows, tb__move_list *out);
 void tb__exchange_free_shadows(tb__encoded_shadows *shadows);
 /* Whether a shadowed receive would write what is sent through another flow at the same time. */
 tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *receives, const tb__exchange *from,
                                    const tb__flow *sends);
 
-/* Sets to zero what is padding of the tensors that are received from side `src`. */
-tb_status tb__exchange_clear_padding(const tb__exchange *exchange, int src);
+/* TB_REFUSED if padding of the tensors that are received from side `src` is memory that this process sends from. */
+tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src);
 
 /* "4,5" */
 void tb__shape_text(const tb_shape *shape, char *out, size_t room);

@@ -135,6 +135,10 @@ static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t 
                                       .dst_dtype = to->as->dtype,
                                       .wire_dtype = from->as->wire_dtype,
                                       .group = to->as->group}};
+    if (to->mine) {
+        out->padding = to->mine->padding;
+        out->npadding = to->mine->npadding;
+    }
     out->src_invalidated = from->mine ? &from->mine->is_invalidated : NULL;
     out->dst_invalidated = to->mine ? &to->mine->is_invalidated : NULL;
     TB_TRY(bind(from, &out->src));
@@ -216,8 +220,6 @@ static tb_status make_flow(tb__exchange *exchange, int src, const matching *m) {
         }
         if (to->mine && !tb__vec_push(&exchange->received[src], to->mine))
             status = TB_NO_MEMORY;
-        if (to->mine && to->mine->npadding && !tb__vec_push(&exchange->padded[src], to->mine))
-            status = TB_NO_MEMORY;
     }
     if (status == TB_OK)
         status = create_flow(exchange, src, tensors, how, pairs.nmatched);
@@ -227,23 +229,27 @@ static tb_status make_flow(tb__exchange *exchange, int src, const matching *m) {
     return status;
 }
 
-/* Padding is written as soon as a receive begins, when what is sent from the same memory may not have been read yet. */
-static tb_status check_padding(const tb__exchange *exchange, int src) {
+/* Padding is written while a receive is under way, when what is sent from the same memory may not have been read yet.
+ */
+tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src) {
     const tb__exchange_side *s = &exchange->sides[src];
     TB_VEC(tb_binding) sources = {0}, padding = {0};
-    bool *marks = tb__calloc(s->own.count, sizeof *marks);
-    bool has_room = marks != NULL;
-    for (size_t i = 0; i < s->own.count && has_room; i++)
-        has_room = tb__vec_push(&sources, s->own.item[i]->binding);
-    for (size_t i = 0; i < exchange->padded[src].count && has_room; i++) {
-        const tb__tensor *t = exchange->padded[src].item[i];
+    bool has_room = true, *marks = NULL;
+    if (s->own.count == 0 || exchange->sides[!src].commit == TB_SHADOW) /* a shadow is copied when all was read */
+        return TB_OK;
+    for (size_t i = 0; i < exchange->received[src].count && has_room; i++) {
+        const tb__tensor *t = exchange->received[src].item[i];
         for (size_t j = 0; j < t->npadding && has_room; j++)
             has_room = tb__vec_push(&padding, t->padding[j]);
     }
-    tb_status status = has_room
-                           ? tb__bindings_mark_overlaps(sources.item, sources.count, padding.item, padding.count, marks)
-                           : TB_NO_MEMORY;
-    for (size_t i = 0; i < s->own.count && status == TB_OK; i++) {
+    for (size_t i = 0; i < s->own.count && has_room && padding.count; i++)
+        has_room = tb__vec_push(&sources, s->own.item[i]->binding);
+    if (has_room && sources.count)
+        has_room = (marks = tb__calloc(sources.count, sizeof *marks)) != NULL;
+    tb_status status = has_room ? TB_OK : TB_NO_MEMORY;
+    if (status == TB_OK && marks)
+        status = tb__bindings_mark_overlaps(sources.item, sources.count, padding.item, padding.count, marks);
+    for (size_t i = 0; i < sources.count && status == TB_OK; i++) {
         if (marks[i])
             status = tb__fail(TB_REFUSED, "%s: tensor '%.100s' is sent from memory that is padding of one received",
                               exchange->what, s->own.item[i]->name);
@@ -252,16 +258,6 @@ static tb_status check_padding(const tb__exchange *exchange, int src) {
     free(padding.item);
     free(marks);
     return status;
-}
-
-tb_status tb__exchange_clear_padding(const tb__exchange *exchange, int src) {
-    if (exchange->sides[!src].commit == TB_SHADOW) /* with the rest, when it is committed */
-        return TB_OK;
-    if (exchange->padded[src].count && exchange->sides[src].own.count)
-        TB_TRY(check_padding(exchange, src));
-    for (size_t i = 0; i < exchange->padded[src].count; i++)
-        TB_TRY(tb__tensor_clear_padding(exchange->padded[src].item[i]));
-    return TB_OK;
 }
 
 tb_status tb__exchange_make_flows(tb__exchange *exchange) {

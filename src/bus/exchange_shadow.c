@@ -34,7 +34,7 @@ tb_status tb__exchange_settle_modes(tb__exchange *exchange) {
 /* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
 
 /* Tensors that are parts of one storage share its shadow. */
-static tb_status give_memory(tb__encoded_shadows *shadows, tb__shadowed *s) {
+static tb_status give_memory(const tb__loop *loop, tb__encoded_shadows *shadows, tb__shadowed *s) {
     const tb__encoded *live = s->live;
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)live->data);
     size_t probe = 0, i;
@@ -49,11 +49,19 @@ static tb_status give_memory(tb__encoded_shadows *shadows, tb__shadowed *s) {
     }
     size_t data = (size_t)tb__align(live->matrices * live->size.data_nbytes, 64);
     size_t scales = (size_t)tb__align(live->matrices * live->size.scale_nbytes, 64);
-    TB_TRY(tb_alloc(data + scales, (void **)&s->memory));
-    memset(s->memory, 0, data + scales); /* the unused rest of a tile is zero */
+    s->device = tb__loop_find_device(loop, live->data, 1);
+    if (s->device->ops == &tb__host_device_ops)
+        s->device = tb__loop_find_device(loop, live->scales, 1);
+    TB_TRY(s->device->ops->alloc(s->device, data + scales, (void **)&s->memory));
     s->encoded.data = s->memory;
     s->encoded.scales = live->scales ? s->memory + data : NULL;
     return tb__index_add(&shadows->by_data, hash, shadows->all.count) ? TB_OK : TB_NO_MEMORY;
+}
+
+static void free_shadowed(tb__shadowed *s) {
+    if (s->memory)
+        s->device->ops->free(s->device, s->memory);
+    free(s);
 }
 
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out) {
@@ -64,10 +72,9 @@ tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded
     s->live = live;
     s->encoded = *live;
     s->encoded.scale = live->scale ? &s->scale : NULL;
-    tb_status status = give_memory(shadows, s);
+    tb_status status = give_memory(exchange->world->loop, shadows, s);
     if (status != TB_OK) {
-        tb_free(s->memory);
-        free(s);
+        free_shadowed(s);
         return status;
     }
     s->encoded.part.base = s->encoded.data;
@@ -76,19 +83,32 @@ tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded
     return TB_OK;
 }
 
-void tb__exchange_apply_encoded(const tb__exchange *exchange, int src) {
-    const tb__encoded_shadows *shadows = &exchange->shadows[src];
-    for (size_t i = 0; i < shadows->all.count; i++)
-        tb__encoded_copy(&shadows->all.item[i]->encoded, shadows->all.item[i]->live);
-    for (size_t i = 0; i < exchange->padded[src].count; i++)
-        (void)tb__tensor_clear_padding(exchange->padded[src].item[i]); /* which can be done, or was refused */
+/* Tensors may have their one scale in one place: then it is the same. */
+tb_status tb__exchange_list_shadows(const tb__encoded_shadows *shadows, tb__move_list *out) {
+    tb__index by_scale = {0};
+    tb_status status = TB_OK;
+    for (size_t i = 0; i < shadows->all.count && status == TB_OK; i++) {
+        const tb__shadowed *s = shadows->all.item[i];
+        status = tb__encoded_list_copy(&s->encoded, s->live, out);
+        if (status != TB_OK || !s->live->scale || !tb__encoding_is_global(&s->live->encoding))
+            continue;
+        uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)s->live->scale);
+        size_t probe = 0, at;
+        while ((at = tb__index_next(&by_scale, hash, &probe)) != TB__NOWHERE &&
+               shadows->all.item[at]->live->scale != s->live->scale)
+            ;
+        if (at == TB__NOWHERE && !tb__index_add(&by_scale, hash, i))
+            status = TB_NO_MEMORY;
+        else if (at == TB__NOWHERE)
+            status = tb__encoded_list_scale(s->encoded.scale, s->live->scale, out);
+    }
+    tb__index_fini(&by_scale);
+    return status;
 }
 
 void tb__exchange_free_shadows(tb__encoded_shadows *shadows) {
-    for (size_t i = 0; i < shadows->all.count; i++) {
-        tb_free(shadows->all.item[i]->memory);
-        free(shadows->all.item[i]);
-    }
+    for (size_t i = 0; i < shadows->all.count; i++)
+        free_shadowed(shadows->all.item[i]);
     free(shadows->all.item);
     tb__index_fini(&shadows->by_data);
 }

@@ -30,8 +30,8 @@ static uint32_t *allocate(bool is_mapped, size_t count) {
     if (is_mapped)
         memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     else
-        check_ok(tb_alloc(nbytes, &memory));
-    check(memory != MAP_FAILED);
+        memory = tensor_alloc(nbytes);
+    check(memory && memory != MAP_FAILED);
     return memory;
 }
 
@@ -39,7 +39,7 @@ static void release(bool is_mapped, uint32_t *memory, size_t count) {
     if (is_mapped)
         munmap(memory, count * sizeof *memory);
     else
-        tb_free(memory);
+        tensor_free(memory);
 }
 
 /* The part's memory becomes another allocation, if it can be at the same place, full of poison. */
@@ -49,7 +49,7 @@ static void replace(bool is_mapped, part *p) {
         void *again = mmap(p->data, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
         check(again == p->data);
     } else {
-        tb_free(p->data);
+        tensor_free(p->data);
         p->data = allocate(false, p->count);
     }
     part_poison(p);
@@ -57,7 +57,7 @@ static void replace(bool is_mapped, part *p) {
 
 static void part_make(part *p, bool is_mapped, const char *layout, int32_t seat, int64_t rows, int64_t columns) {
     part_init(p, layout, seat, rows, columns);
-    tb_free(p->data);
+    tensor_free(p->data);
     p->data = allocate(is_mapped, p->count);
 }
 
@@ -119,7 +119,7 @@ static tb_transfer *begin(rank *r, stage *g, uint32_t version) {
         part_fill(&g->first, version);
         part_fill(&g->second, version);
         for (size_t i = 0; g->is_zero && i < g->first.count + g->second.count; i++)
-            *(i < g->first.count ? &g->first.data[i] : &g->second.data[i - g->first.count]) = 0;
+            *(i < g->first.count ? &part_bytes(&g->first)[i] : &part_bytes(&g->second)[i - g->first.count]) = 0;
         check_ok(tb_send(g->batch, NULL, &t));
     } else {
         part_poison(&g->first);

@@ -3,6 +3,8 @@
  * seat. The first process serves the store, kills, and watches. */
 #include "bus/members_test.h"
 
+#include "../tests/support/tensor_memory.h"
+
 #include <dirent.h>
 #include <inttypes.h>
 #include <sys/prctl.h>
@@ -132,14 +134,17 @@ static int index_of(const member *m, int i) {
 static void fill(const member *m, int version) {
     for (int t = 0; t < 2; t++) {
         for (int i = 0; i < ROWS * COLUMNS / SEATS; i++)
-            m->memory[t][i] = is_sender(m) ? (float)(version * 100000 + t * 10000 + index_of(m, i)) : -1;
+            ((float *)tensor_bytes(m->memory[t]))[i] =
+                is_sender(m) ? (float)(version * 100000 + t * 10000 + index_of(m, i)) : -1;
     }
 }
 
 static void check(const member *m, int version) {
     for (int t = 0; t < 2; t++) {
         for (int i = 0; i < ROWS * COLUMNS / SEATS; i++)
-            must_be(m, m->memory[t][i] == (float)(version * 100000 + t * 10000 + index_of(m, i)), "a tensor is wrong");
+            must_be(m,
+                    ((float *)tensor_bytes(m->memory[t]))[i] == (float)(version * 100000 + t * 10000 + index_of(m, i)),
+                    "a tensor is wrong");
     }
 }
 
@@ -251,13 +256,13 @@ static int play(const char *url, const char *arg) {
     int first_round = (int)strtol(end, NULL, 10);
     must(&m, tb__store_open(url, TOKEN, PATIENCE_MS, &m.store));
     for (int t = 0; t < 2; t++)
-        must(&m, tb_alloc(ROWS * COLUMNS / SEATS * sizeof(float), (void **)&m.memory[t]));
+        must_be(&m, (m.memory[t] = tensor_alloc(ROWS * COLUMNS / SEATS * sizeof(float))) != NULL, "no memory");
     take_part(&m, first_round);
     remove_small(&m);
     remove_main(&m);
     tb_world_destroy(m.world);
-    tb_free(m.memory[0]);
-    tb_free(m.memory[1]);
+    tensor_free(m.memory[0]);
+    tensor_free(m.memory[1]);
     tb__store_close(m.store);
     return 0;
 }

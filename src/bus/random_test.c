@@ -24,6 +24,8 @@
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 enum { USUAL_CASES = 150, HOSTS_CASES = 100 };
+#elif defined(TB_SLOW_DEVICE) /* with TB_CASES=500 as many as on the host */
+enum { USUAL_CASES = 100, HOSTS_CASES = 100 };
 #else
 enum { USUAL_CASES = 500, HOSTS_CASES = 200 };
 #endif

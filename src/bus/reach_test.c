@@ -1,8 +1,7 @@
 /* How a tensor is reached is decided per tensor: one rank has a tensor that others can map, one that they can only read
  * by calls, and one that has to be staged. The dump says which, and why. */
+#define TB_SLOW_DEVICE
 #include "bus/bus_test.h"
-
-#include "../tests/support/slow_device.h"
 
 enum { SIDE = 64, NTENSORS = 3 };
 
@@ -19,29 +18,26 @@ static const struct {
     {"shared", ", direct, mapped, ", ", read in place, "},
 };
 
-/* The sender's tensors have the homes that their names say. */
+/* The sender's tensors have the homes that their names say; the receivers' are shared. */
 static void init_tensor(const rank *r, int i, part *p) {
     part_init(p, is_a(r) ? from : to, r->index, SIDE, SIDE);
-    if (!is_a(r) || i == 2)
-        return;
     size_t nbytes = p->count * sizeof *p->data;
-    tb_free(p->data);
-    p->is_slow = i == 0;
-    p->data = p->is_slow ? slow_device_alloc(nbytes) : malloc(nbytes);
+    tensor_free(p->data);
+    p->data = NULL;
+    if (!is_a(r) || i == 2)
+        check_ok(tb_alloc(nbytes, (void **)&p->data));
+    else
+        p->data = i == 0 ? slow_device_alloc(nbytes) : malloc(nbytes);
     check(p->data);
-    p->bytes = p->is_slow ? slow_device_bytes(p->data) : NULL;
 }
 
 static void fini_tensor(const rank *r, int i, part *p) {
-    if (!is_a(r) || i == 2) {
+    if (!is_a(r) || i != 1) {
         part_fini(p);
         return;
     }
     tb_local_fini(&p->local);
-    if (p->is_slow)
-        slow_device_free(p->data);
-    else
-        free(p->data);
+    free(p->data);
 }
 
 static void check_dump(const rank *r, tb_batch *batch) {
@@ -100,6 +96,5 @@ static void test_each_tensor_for_itself(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_each_tensor_for_itself)};
-    slow_device_install();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,7 +6,7 @@
 #define COLUMNS "mesh=2 place=Shard(1)"
 
 static const char *device_of(const part *p) {
-    return p->is_slow ? "slow" : "host";
+    return is_slow_memory(p->data) ? "slow" : "host";
 }
 
 static void name_devices(rank *r) {
@@ -15,7 +15,7 @@ static void name_devices(rank *r) {
     set_up(r, &s, ROWS, COLUMNS, 16, 16, NULL);
     tb_tensor t = part_tensor(&s.w);
     check_ok(tb_batch_create(r->world, "other", NULL, &other));
-    t.memory = s.w.is_slow ? "host" : "slow";
+    t.memory = is_slow_memory(s.w.data) ? "host" : "slow";
     char sentence[128];
     snprintf(sentence, sizeof sentence, "tensor 'x': its memory is said to be on device '%s', but is on device '%s'",
              t.memory, device_of(&s.w));
@@ -49,7 +49,7 @@ static void use_streams(rank *r) {
             part_fill(&s.w, version);
         else
             part_poison(&s.w);
-        if (s.w.is_slow) {
+        if (is_slow_memory(s.w.data)) {
             check_fails((is_a(r) ? tb_send : tb_recv)(s.batch, &opts, &t), TB_REFUSED,
                         "tensor 'w' of batch 'step' is on device 'slow', which has no streams");
             check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));

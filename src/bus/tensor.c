@@ -2,7 +2,6 @@
  * its part of that, and which of its memory is padding. */
 #include "bus/exchange.h"
 
-#include "device/host/move.h"
 #include "layout/overlap.h"
 
 #include <inttypes.h>
@@ -156,18 +155,4 @@ tb_status tb__tensor_init(tb__tensor *t, tb_pair *pair, const char *name, const 
     if (status != TB_OK)
         tb__tensor_fini(t);
     return status;
-}
-
-tb_status tb__tensor_clear_padding(const tb__tensor *t) {
-    for (size_t i = 0; i < t->npadding && !t->is_invalidated; i++) {
-        const tb_binding *b = &t->padding[i];
-        tb__move zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
-        memcpy(zeros.len, b->shape.dim, sizeof zeros.len);
-        memcpy(zeros.dst_stride, b->strides, sizeof zeros.dst_stride);
-        tb_status status = tb__move_check(&zeros);
-        if (status != TB_OK)
-            return tb__fail_within(status, "the padding of tensor '%.100s'", t->name);
-        tb__move_run(&zeros, tb__move_whole(&zeros), false);
-    }
-    return TB_OK;
 }

@@ -222,7 +222,7 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     }
     p->flow = flow;
     p->commit = !t->is_send && exchange->commits[src].is_used ? &exchange->commits[src] : NULL;
-    return t->is_send ? TB_OK : tb__exchange_clear_padding(exchange, !side);
+    return t->is_send ? TB_OK : tb__exchange_check_padding(exchange, !side);
 }
 
 /* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */

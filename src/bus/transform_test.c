@@ -93,7 +93,9 @@ static void transform(rank *r) {
     char *dump;
     check_ok(tb_batch_dump(batch, is_a(r), &dump));
     check(strstr(dump, is_a(r) ? "to 2, coded" : "from 0, transform") || strstr(dump, is_a(r) ? "coded" : "transform"));
+#ifndef TB_SLOW_DEVICE /* which is staged */
     check(strstr(dump, is_a(r) ? "read in place" : "direct"));
+#endif
     free(dump);
     meet(r);
     tb_batch_destroy(batch);

@@ -218,7 +218,6 @@ typedef struct tb__tensor {
 tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
                           const tb_transform *transform);
 void tb__tensor_fini(tb__tensor *tensor);
-tb_status tb__tensor_clear_padding(const tb__tensor *tensor);
 
 struct tb_batch {
     atomic_size_t refs; /* the user's, and one for each of its transfers */

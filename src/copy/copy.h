@@ -61,7 +61,7 @@ struct tb_copy {
     tb__phases phases;
     int64_t deadline_ms;
     bool has_moved;
-    bool copies_local; /* what stays on this rank is being copied, with the lock free */
+    bool copies_local; /* what stays on this rank is being copied */
     tb_status status;  /* of one that has failed; the sentence is in `moved_why` */
     char moved_why[TB__WHY_MAX];
     TB_VEC(struct tb__copy_backlog {

@@ -2,10 +2,9 @@
  * copied here. */
 #include "copy/copy.h"
 
-#include "device/host/move.h"
-#include "device/host/workers.h"
 #include "ir/ir.h"
 #include "layout/overlap.h"
+#include "loop/jobs.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -163,6 +162,46 @@ static tb_status make_local(tb_copy *copy, local *l) {
         }
     }
     return TB_OK;
+}
+
+/* Copies what stays on this rank, as jobs of devices; from `submitted` until it is done. */
+typedef struct local_run {
+    tb__jobs_run run; /* first */
+    tb__jobs jobs;
+    bool is_done;
+    tb__loop *loop;
+} local_run;
+
+static void on_local_done(tb__jobs_run *run) {
+    local_run *l = (local_run *)run;
+    l->is_done = true;
+    tb__loop_signal(l->loop);
+}
+
+static bool is_local_done(void *arg) {
+    return ((const local_run *)arg)->is_done;
+}
+
+/* Past the deadline it is cancelled. It has ended when this returns: nothing is touched any more. */
+static tb_status copy_local(tb_copy *copy, const local *l) {
+    tb__loop *loop = copy->world->loop;
+    local_run r = {.run.done = on_local_done, .loop = loop};
+    TB_TRY(tb__jobs_prepare(loop, l->copies, l->count, &r.jobs));
+    copy->copies_local = true;
+    tb__jobs_submit(loop, &r.jobs, &(tb__run){0}, &r.run);
+    if (!tb__loop_wait(loop, is_local_done, &r, copy->deadline_ms)) {
+        tb__jobs_cancel(loop, &r.run);
+        tb__loop_wait(loop, is_local_done, &r, INT64_MAX);
+        if (r.run.status == TB_CANCELLED)
+            snprintf(r.run.why, sizeof r.run.why, "its local copies have not ended in time");
+    }
+    copy->copies_local = false;
+    tb__jobs_release(&r.jobs);
+    tb__loop_signal(loop); /* somebody may wait for the memory */
+    if (r.run.status == TB_OK)
+        return tb__copy_check_invalidated(copy);
+    return tb__fail(r.run.status == TB_CANCELLED ? TB_TIMEOUT : r.run.status, "%s: run %" PRIu64 ": %s", copy->what,
+                    copy->run, r.run.why);
 }
 
 /* ---- Between ranks --------------------------------------------------------------------------------------------- */
@@ -418,14 +457,7 @@ tb_status tb__copy_move(tb_copy *copy) {
     if (copy->flow)
         begin(copy);
     if (l.count) {
-        copy->copies_local = true;
-        tb__loop_unlock(copy->world->loop);
-        status = tb__moves_run(l.copies, l.count);
-        tb__loop_lock(copy->world->loop);
-        copy->copies_local = false;
-        tb__loop_signal(copy->world->loop); /* somebody may wait for the memory */
-        if (status == TB_OK)
-            status = tb__copy_check_invalidated(copy);
+        status = copy_local(copy, &l);
         if (status != TB_OK)
             tb__copy_abort(copy, status);
     }

@@ -34,12 +34,12 @@ static void all_to_all(rank *r) {
     const tb_copy_opts *opts = r->scene->shared;
     tb_copy *copy = open_service(r, opts);
     uint32_t *out, *in;
-    check_ok(tb_alloc(sizeof *out * N, (void **)&out));
-    check_ok(tb_alloc(sizeof *in * N * MAX_RANKS, (void **)&in));
+    check((out = tensor_alloc(sizeof *out * N)));
+    check((in = tensor_alloc(sizeof *in * N * MAX_RANKS)));
     for (uint32_t round = 1; round <= 6; round++) {
         bool is_idle = round % 2 && r->index == 1;
-        set_all(out, N, round * 100 + (uint32_t)r->index);
-        set_all(in, (size_t)N * MAX_RANKS, POISON);
+        set_all(tensor_bytes(out), N, round * 100 + (uint32_t)r->index);
+        set_all(tensor_bytes(in), (size_t)N * MAX_RANKS, POISON);
         for (int32_t i = 0; i < r->size && !is_idle; i++) {
             if (round % 2 && i == 1)
                 continue;
@@ -50,13 +50,14 @@ static void all_to_all(rank *r) {
         check_ok(tb_copy_run(copy, 0));
         for (int32_t i = 0; i < MAX_RANKS; i++) {
             bool is_there = i < r->size && !is_idle && !(round % 2 && i == 1);
-            check(is_all(in + (size_t)i * N, N, is_there ? round * 100 + (uint32_t)i : POISON));
+            check(
+                is_all((uint32_t *)tensor_bytes(in) + (size_t)i * N, N, is_there ? round * 100 + (uint32_t)i : POISON));
         }
     }
     check_ok(tb_copy_run(copy, 0)); /* of nothing at all */
     tb_copy_close(copy);
-    tb_free(out);
-    tb_free(in);
+    tensor_free(out);
+    tensor_free(in);
 }
 
 static void runs_again_and_again(void **state) {

@@ -3,6 +3,8 @@
  * store, kills, and watches. Then, those who end as soon as their own run has: the others have all that they need. */
 #include "bus/members_test.h"
 
+#include "../tests/support/tensor_memory.h"
+
 enum { NMEMBERS = 3, VICTIM = 2, NROUNDS = 3, N = 5000 };
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -40,6 +42,10 @@ static uint64_t id_of(int from, int to) {
     return (uint64_t)from * NMEMBERS + (uint64_t)to;
 }
 
+static uint32_t *bytes_of(const uint32_t *data) {
+    return tensor_bytes(data);
+}
+
 /* Everybody to everybody, itself too. */
 static void submit(const member *m) {
     for (int other = 0; other < NMEMBERS; other++) {
@@ -47,8 +53,8 @@ static void submit(const member *m) {
                      to = from;
         to.data = m->in + other * N;
         for (int i = 0; i < N; i++) {
-            m->out[other * N + i] = value(m->seat, other, m->round, i);
-            m->in[other * N + i] = UINT32_MAX;
+            bytes_of(m->out)[other * N + i] = value(m->seat, other, m->round, i);
+            bytes_of(m->in)[other * N + i] = UINT32_MAX;
         }
         must(m, tb_copy_submit_send(m->copy, &from, 1, other, id_of(m->seat, other)) == TB_OK, "send");
         must(m, tb_copy_submit_recv(m->copy, &to, 1, other, id_of(other, m->seat)) == TB_OK, "recv");
@@ -60,7 +66,7 @@ static void exchange(const member *m) {
     must(m, tb_copy_run(m->copy, 0) == TB_OK, "run");
     for (int other = 0; other < NMEMBERS; other++) {
         for (int i = 0; i < N; i++)
-            must(m, m->in[other * N + i] == value(other, m->seat, m->round, i), "a wrong value");
+            must(m, bytes_of(m->in)[other * N + i] == value(other, m->seat, m->round, i), "a wrong value");
     }
 }
 
@@ -93,7 +99,7 @@ static void lose(const member *m) {
     must(m, tb_copy_run(m->copy, 0) == TB_LOST && strstr(tb_error_detail(), wanted), "does not name the dead");
     must(m, tb_copy_run(m->copy, 0) == TB_LOST && strstr(tb_error_detail(), wanted), "works without the dead");
     for (int i = 0; i < NMEMBERS * N; i++)
-        must(m, m->in[i] == UINT32_MAX, "something was written");
+        must(m, bytes_of(m->in)[i] == UINT32_MAX, "something was written");
     tb_copy_close(m->copy);
 }
 
@@ -102,17 +108,17 @@ static member begin(const char *url, const char *arg) {
     member m = {.seat = (int)strtol(arg, &end, 10)};
     m.round = (int)strtol(end, NULL, 10);
     must(&m, tb__store_open(url, TOKEN, PATIENCE_MS, &m.store) == TB_OK, "store");
-    must(&m, tb_alloc(sizeof *m.out * NMEMBERS * N, (void **)&m.out) == TB_OK, "memory");
-    m.in = malloc(sizeof *m.in * NMEMBERS * N);
-    must(&m, m.in != NULL, "memory");
+    m.out = tensor_alloc(sizeof *m.out * NMEMBERS * N);
+    m.in = tensor_alloc(sizeof *m.in * NMEMBERS * N);
+    must(&m, m.out && m.in, "memory");
     return m;
 }
 
 static int finish(member *m) {
     tb_copy_close(m->copy);
     tb_world_destroy(m->world);
-    tb_free(m->out);
-    free(m->in);
+    tensor_free(m->out);
+    tensor_free(m->in);
     tb__store_close(m->store);
     return 0;
 }

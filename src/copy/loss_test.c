@@ -32,15 +32,15 @@ static void run(const rank *r, tb_copy *copy, uint32_t *out, uint32_t *in, int r
                      to = from;
         to.data = in + other * N;
         for (int i = 0; i < N; i++) {
-            out[other * N + i] = value(r->index, other, round, i);
-            in[other * N + i] = POISON;
+            ((uint32_t *)tensor_bytes(out))[other * N + i] = value(r->index, other, round, i);
+            ((uint32_t *)tensor_bytes(in))[other * N + i] = POISON;
         }
         check_ok(tb_copy_submit_send(copy, &from, 1, other, id_of(r->index, other)));
         check_ok(tb_copy_submit_recv(copy, &to, 1, other, id_of(other, r->index)));
     }
     bool is_done = ended(tb_copy_run(copy, 0));
     for (int k = 0; is_done && k < NRANKS * N; k++)
-        check(in[k] == value(k / N, r->index, round, k % N));
+        check(((uint32_t *)tensor_bytes(in))[k] == value(k / N, r->index, round, k % N));
 }
 
 static void be_cut_off(rank *r) {
@@ -48,8 +48,8 @@ static void be_cut_off(rank *r) {
     tb_copy_opts opts = {.size = sizeof opts, .bucket_size = 32 << 10};
     tb_copy *copy = NULL;
     uint32_t *out, *in;
-    check_ok(tb_alloc(sizeof *out * NRANKS * N, (void **)&out));
-    check_ok(tb_alloc(sizeof *in * NRANKS * N, (void **)&in));
+    check((out = tensor_alloc(sizeof *out * NRANKS * N)));
+    check((in = tensor_alloc(sizeof *in * NRANKS * N)));
     check_ok(tb_copy_open(r->world, "c", NULL, &opts, &copy));
     meet(r);
     if (r->index == p->victim)
@@ -57,8 +57,8 @@ static void be_cut_off(rank *r) {
     for (int round = 0; round < 2; round++)
         run(r, copy, out, in, round);
     tb_copy_close(copy);
-    tb_free(out);
-    tb_free(in);
+    tensor_free(out);
+    tensor_free(in);
     meet(r);
 }
 

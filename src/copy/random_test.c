@@ -168,7 +168,7 @@ static void submit(tb_copy *copy, const operation *op, int which, unsigned char 
 static unsigned char *allocate(size_t nbytes, bool is_shared) {
     void *data;
     if (is_shared)
-        check_ok(tb_alloc(nbytes + 1, &data));
+        check((data = tensor_alloc(nbytes + 1)));
     else
         check((data = malloc(nbytes + 1)));
     return data;
@@ -176,7 +176,7 @@ static unsigned char *allocate(size_t nbytes, bool is_shared) {
 
 static void release(unsigned char *data, bool is_shared) {
     if (is_shared)
-        tb_free(data);
+        tensor_free(data);
     else
         free(data);
 }
@@ -188,19 +188,19 @@ static void run_graph(const rank *r, tb_copy *copy, graph *g, uint64_t seed) {
     bool is_shared = rng_range(&own, 0, 2) > 0;
     unsigned char *out = allocate(nsent, is_shared), *in = allocate(nreceived, is_shared);
     unsigned char *sent = allocate(nsent, false), *wanted = allocate(nreceived, false);
-    memset(out, 0x5a, nsent);
-    memset(in, 0xa5, nreceived);
+    memset(tensor_bytes(out), 0x5a, nsent);
+    memset(tensor_bytes(in), 0xa5, nreceived);
     memset(wanted, 0xa5, nreceived);
     for (size_t i = 0; i < g->nops; i++) {
         const operation *op = &g->ops[i];
         for (size_t j = 0; j < op->nviews; j++) {
             if (op->ranks[0] == r->index)
-                write_items(&op->views[j], &op->views[j].ends[0], out);
+                write_items(&op->views[j], &op->views[j].ends[0], tensor_bytes(out));
             if (op->ranks[1] == r->index)
                 write_items(&op->views[j], &op->views[j].ends[1], wanted);
         }
     }
-    memcpy(sent, out, nsent);
+    memcpy(sent, tensor_bytes(out), nsent);
     /* Each end submits in an order of its own. */
     for (size_t i = 0, start = (size_t)rng_range(&own, 0, MOST_OPS); i < g->nops; i++) {
         const operation *op = &g->ops[(start + i) % g->nops];
@@ -210,8 +210,8 @@ static void run_graph(const rank *r, tb_copy *copy, graph *g, uint64_t seed) {
         }
     }
     check_ok(tb_copy_run(copy, 0));
-    check(memcmp(in, wanted, nreceived) == 0);
-    check(memcmp(out, sent, nsent) == 0);
+    check(memcmp(tensor_bytes(in), wanted, nreceived) == 0);
+    check(memcmp(tensor_bytes(out), sent, nsent) == 0);
     release(out, is_shared);
     release(in, is_shared);
     free(sent);

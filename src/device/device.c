@@ -33,6 +33,8 @@ tb_status tb__mapping_source(const tb__mapping *mapping, const tb__device_ops *o
                              const void **out) {
     if (mapping->ops != ops && mapping->ops != &tb__host_device_ops)
         return tb__fail(TB_INVALID, "device %s can't use what device %s has mapped", ops->name, mapping->ops->name);
+    if (!mapping->base)
+        return tb__fail(TB_INVALID, "device %s can't read what has no address", ops->name);
     if (!tb__move_source_fits(move, k, mapping->nbytes))
         return tb__fail(TB_INVALID, "a move from beyond the %zu bytes of a mapping", mapping->nbytes);
     *out = mapping->base + (uintptr_t)move->src[k];

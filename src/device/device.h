@@ -58,7 +58,7 @@ typedef struct tb__memory_key {
 
 /* What of a job is done, and where. */
 typedef struct tb__run {
-    const uint32_t *parts; /* each once; NULL: all of the job */
+    const uint32_t *parts; /* each once, else TB_INVALID; NULL: all of the job */
     size_t nparts;
     void *src_buffer, *dst_buffer; /* where addresses in buffers count from; NULL: there are none */
     /* Fences of any device, which must be done first, and stay where they are until this run's is done. If one has
@@ -93,7 +93,7 @@ typedef struct tb__device_ops {
     void (*release)(tb__device *device, tb__job *job); /* none of its runs is under way. NULL is allowed */
     /* The run's own struct, its parts and its list of fences are needed for the call only. */
     tb_status (*run)(tb__device *device, tb__job *job, const tb__run *run, tb__fence *fence);
-    /* tb__checksum of the bytes. *out is written before the fence is done. */
+    /* The checksum (base/checksum.h) of the bytes. *out is written before the fence is done. */
     tb_status (*checksum)(tb__device *device, const void *address, size_t nbytes, uint64_t *out, tb__fence *fence);
     /* Begins no more of what the fence is for. It is done, with TB_CANCELLED, as soon as nothing is touched any more; a
      * run that was nearly done may end well instead. */

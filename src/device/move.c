@@ -4,6 +4,7 @@
 #include "base/dtype.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 static bool can_cast(tb_dtype dtype) {
     return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16 || dtype == TB_F8E4M3 || dtype == TB_F8E5M2;
@@ -67,6 +68,7 @@ int tb__move_packed_dim(const tb__move *move) {
 /* Of what is not empty. */
 static tb_status check_addresses(const tb__move *move) {
     bool has_dst = move->kind == TB__MOVE_COPY || move->kind == TB__MOVE_DEQUANTISE;
+    bool is_in_buffer = move->kind == TB__MOVE_QUANTISE && move->is_dst_in_buffer;
     if (has_dst && !move->dst && !move->is_dst_in_buffer)
         return tb__fail(TB_INVALID, "a move to NULL");
     for (uint32_t k = 0; k < move->nsrc; k++) {
@@ -74,13 +76,33 @@ static tb_status check_addresses(const tb__move *move) {
             return tb__fail(TB_INVALID, "a move from NULL, source %" PRIu32, k);
     }
     const tb__quantised *q = move->quantised;
-    if (q && (!q->data || (!q->scales && q->format.kind != TB__QUANT_FP8_TENSOR)))
+    if (q && !is_in_buffer && (!q->data || (!q->scales && q->format.kind != TB__QUANT_FP8_TENSOR)))
         return tb__fail(TB_INVALID, "a quantised tensor whose data or scales are at NULL");
     return TB_OK;
 }
 
-/* Rows of numbers, of which those of a matrix are made, or which are made of them. Their format is checked when they
- * are run. */
+/* Which rows and columns of a matrix. Its scale is checked when it is run. */
+static tb_status check_quantised(const tb__move *move) {
+    const tb__quantised *q = move->quantised;
+    bool is_made = move->kind == TB__MOVE_QUANTISE;
+    int64_t rows = move->len[0], columns = move->len[1];
+    tb__quant_size size;
+    TB_TRY(tb__quant_measure(&q->format, q->rows, q->columns, &size));
+    if (q->first < 0 || q->first > q->rows || rows > q->rows - q->first)
+        return tb__fail(TB_INVALID, "%" PRId64 " rows from %" PRId64 " on are not in a tensor of %" PRId64, rows,
+                        q->first, q->rows);
+    if (q->first_column < 0 || q->first_column > q->columns || columns > q->columns - q->first_column ||
+        (is_made && columns != q->columns))
+        return tb__fail(TB_INVALID, "%" PRId64 " of the %" PRId64 " columns of a quantised tensor, from %" PRId64 " on",
+                        columns, q->columns, q->first_column);
+    if (is_made && (q->first % size.band != 0 || (rows % size.band != 0 && q->first + rows != q->rows)))
+        return tb__fail(TB_INVALID,
+                        "rows %" PRId64 "-%" PRId64 " begin or end inside a block of %s, which has %" PRId64 " rows",
+                        q->first, q->first + rows, tb__quant_name(q->format.kind), size.band);
+    return TB_OK;
+}
+
+/* Rows of numbers, of which those of a matrix are made, or which are made of them. */
 static tb_status check_rows(const tb__move *move) {
     bool is_source = move->kind != TB__MOVE_DEQUANTISE;
     if (move->ndim != 2 || (is_source && move->nsrc != 1))
@@ -90,9 +112,12 @@ static tb_status check_rows(const tb__move *move) {
     const int64_t *stride = is_source ? move->src_stride[0] : move->dst_stride;
     if (move->len[1] > 1 && stride[1] != 1)
         return tb__fail(TB_INVALID, "the elements of a row that is quantised lie side by side");
-    if (move->quantised && (move->quantised->columns != move->len[1]))
-        return tb__fail(TB_INVALID, "%" PRId64 " of the %" PRId64 " columns of a quantised tensor", move->len[1],
-                        move->quantised->columns);
+    tb_dtype dtype = is_source ? move->src_dtype : move->dst_dtype;
+    if (dtype != TB_F32 && dtype != TB_F16 && dtype != TB_BF16)
+        return tb__fail(TB_INVALID, "quantised tensors are made from, and turned into, f32, f16 and bf16, not %s",
+                        tb_dtype_bits(dtype) ? tb_dtype_name(dtype) : "what is no dtype");
+    if (move->kind != TB__MOVE_AMAX)
+        TB_TRY(check_quantised(move));
     return tb__move_is_empty(move) ? TB_OK : check_addresses(move);
 }
 
@@ -168,4 +193,30 @@ bool tb__move_source_fits(const tb__move *move, uint32_t k, size_t nbytes) {
     int64_t at = (int64_t)offset * 8;
     return !__builtin_add_overflow(at, low, &low) && !__builtin_add_overflow(at, high, &high) && low >= 0 &&
            (uint64_t)high / 8 + (high % 8 != 0) <= nbytes;
+}
+
+/* ---- Lists ------------------------------------------------------------------------------------------------------- */
+
+static void *copy_into(tb__arena *arena, const void *from, size_t count, size_t size) {
+    void *to = tb__arena_alloc(arena, count, size);
+    return to && count ? memcpy(to, from, count * size) : to;
+}
+
+tb_status tb__move_list_add(tb__move_list *list, const tb__move *move) {
+    tb__arena *arena = &list->arena;
+    tb__move copy = *move;
+    copy.src = copy_into(arena, move->src, move->nsrc, sizeof *move->src);
+    copy.src_stride = copy_into(arena, move->src_stride, move->nsrc, sizeof *move->src_stride);
+    if (move->src_mapping)
+        copy.src_mapping = copy_into(arena, move->src_mapping, move->nsrc, sizeof *move->src_mapping);
+    if (move->quantised)
+        copy.quantised = copy_into(arena, move->quantised, 1, sizeof *move->quantised);
+    bool has_all =
+        copy.src && copy.src_stride && !copy.src_mapping == !move->src_mapping && !copy.quantised == !move->quantised;
+    return has_all && tb__vec_push(&list->moves, copy) ? TB_OK : TB_NO_MEMORY;
+}
+
+void tb__move_list_fini(tb__move_list *list) {
+    tb__arena_fini(&list->arena);
+    free(list->moves.item);
 }

@@ -10,6 +10,7 @@
 #ifndef TB_DEVICE_MOVE_H
 #define TB_DEVICE_MOVE_H
 
+#include "base/mem.h"
 #include "device/quant.h"
 #include "tensorbus/plan.h"
 
@@ -18,12 +19,14 @@ typedef struct tb__mapping tb__mapping; /* another process's memory, as this one
 /* Stands for the buffer of a run. */
 #define TB__IN_BUFFER ((tb__mapping *)1)
 
-/* How a tensor is quantised, and which part of it a move is about: so many rows of a matrix, from `first` on. */
+/* How a tensor is quantised, and which part of it a move is about: so many rows of a matrix, from `first` on, and so
+ * many columns; all of them, unless it is dequantised. */
 typedef struct tb__quantised {
     tb__quant_format format;
-    int64_t rows, columns, first;
+    int64_t rows, columns, first, first_column;
     void *data, *scales; /* of the whole matrix; `scales` is not used by fp8_tensor */
-    const float *scale;  /* fp8_tensor's only one, nvfp4's global one; in host memory, read when it is run */
+    const float *scale; /* fp8_tensor's only one, nvfp4's global one; in host memory or in the device's, read when it is
+                           run */
 } tb__quantised;
 
 typedef enum tb__move_kind {
@@ -46,13 +49,24 @@ typedef struct tb__move {
     /* One per source: its address is an offset in it, or in the buffer of a run (TB__IN_BUFFER). NULL, of one or of
      * all: it is an address. */
     tb__mapping *const *src_mapping;
-    bool is_dst_in_buffer; /* likewise */
+    bool is_dst_in_buffer; /* likewise; of QUANTISE: data and scales */
     tb_dtype src_dtype, wire_dtype, dst_dtype;
     tb_reduce_op op;                /* where nsrc > 1 */
     uint64_t avg_divisor;           /* if over 1, a sum is divided by this before it is rounded */
     const tb__quantised *quantised; /* of QUANTISE and DEQUANTISE */
     float *amax;                    /* of AMAX; in host memory */
+    const char *name; /* of the tensor, for the sentence of a failure; NULL: it is not named. Borrowed by the job */
 } tb__move;
+
+/* Moves that are being listed. Zero-initialised is ready to use. */
+typedef struct tb__move_list {
+    tb__arena arena;
+    TB_VEC(tb__move) moves;
+} tb__move_list;
+
+/* Copies what the move points to, but for tensors and mappings. */
+tb_status tb__move_list_add(tb__move_list *list, const tb__move *move);
+void tb__move_list_fini(tb__move_list *list);
 
 /* Elements of f4e2m1 share bytes. A box of them must be even in the one dimension where both sides have stride 1, and
  * have even strides in all others.

@@ -119,20 +119,10 @@ static void join_two(tb__flow *flow) {
     memmove(item + at, item + at + 1, (--flow->attempts.aborts.count - at) * sizeof *item);
 }
 
-/* What was announced for it will never be asked for. */
-static void forget_announced(tb__flow *flow, uint64_t attempt) {
-    size_t kept = 0;
-    for (size_t i = 0; i < flow->announcements.count; i++) {
-        if (flow->announcements.item[i].attempt != attempt)
-            flow->announcements.item[kept++] = flow->announcements.item[i];
-    }
-    flow->announcements.count = kept;
-}
-
 void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
     if (tb__flow_find_abort(flow, attempt))
         return;
-    forget_announced(flow, attempt);
+    tb__staged_drop_announcements(flow, attempt, attempt);
     if (flow->attempts.aborts.count == MOST_ABORTS)
         join_two(flow);
     tb__abort abort = {attempt, attempt, number, status, NULL};

@@ -49,28 +49,41 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-/* A key to the memory for the peer, or an empty one and why there is none. */
-static void pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
-    tb_mem_key key = {0};
-    const char *why = NULL;
+/* A key to the memory for the peer; or why there is none. */
+static const char *make_key(const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer,
+                            tb_mem_key *key) {
     if (!region)
-        why = "it has no elements here";
-    else if (tb__flow_is_far(flow, peer->rank))
-        why = "it is on another machine";
-    else if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
-        why = "other processes can't map the memory of its device";
-    else if (tb__region_export(region, peer, &key) != TB_OK)
-        why = tb_error_detail();
+        return "it has no elements here";
+    if (tb__flow_is_far(flow, peer->rank))
+        return "it is on another machine";
+    if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
+        return "other processes can't map the memory of its device";
+    if (tb__region_export(region, peer, key) != TB_OK)
+        return tb_error_detail();
+    return key->nbytes ? NULL : "its transport has no key to it";
+}
+
+void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
+    tb_mem_key key = {0};
+    const char *why = make_key(flow, memory, region, peer, &key);
     tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
-    if (why || key.nbytes == 0)
-        tb__pack_string(pack, why ? why : "its transport has no key to it");
+}
+
+/* The same, and why there is none. */
+static void pack_key_or_why(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region,
+                            tb__peer *peer) {
+    tb_mem_key key = {0};
+    const char *why = make_key(flow, memory, region, peer, &key);
+    tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
+    if (why)
+        tb__pack_string(pack, why);
 }
 
 static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key(&pack, flow, flow->direct.words, flow->direct.words_region, reader->peer);
+    pack_key_or_why(&pack, flow, flow->direct.words, flow->direct.words_region, reader->peer);
     tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.word - flow->direct.words));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
@@ -83,7 +96,7 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
         const tb_binding *b = &flow->tensors[i].src;
         tb__pack_u64(&pack, flow->tensors[i].key);
         tb__pack_u32(&pack, flow->setup.overwritten[i]);
-        pack_key(&pack, flow, b->base, flow->setup.src_regions[i], reader->peer);
+        pack_key_or_why(&pack, flow, b->base, flow->setup.src_regions[i], reader->peer);
         /* A region begins where the binding's lowest element is: not at (0, 0, ...) where strides are negative. */
         int64_t back = 0;
         for (int d = 0; d < b->shape.ndim; d++) {
@@ -120,30 +133,46 @@ static const char *keep_sentence(tb__flow *flow, const char *sentence) {
     return kept ? kept : "there is no memory for the reason";
 }
 
+static tb_status import_key(const member *m, const void *bytes, size_t nbytes, tb_remote **out) {
+    tb_mem_key key = {.nbytes = (uint32_t)nbytes};
+    if (nbytes > sizeof key.bytes)
+        return tb__fail(TB_INVALID, "its key has %zu bytes", nbytes);
+    memcpy(key.bytes, bytes, nbytes);
+    return tb__transport_import(m->peer->transport, m->peer->wire, &key, out);
+}
+
 /* The memory to which the message has a key; NULL: *why says why it can't be had, or the message is malformed. */
 static tb_remote *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
     size_t nbytes;
-    tb_mem_key key = {0};
     tb_remote *remote = NULL;
     const void *bytes = tb__unpack_bytes(message, &nbytes);
     if (!message->failed && nbytes == 0)
         *why = keep_sentence(flow, tb__unpack_string(message));
     if (message->failed || nbytes == 0)
         return NULL;
-    key.nbytes = (uint32_t)nbytes;
-    tb_status status = nbytes > sizeof key.bytes ? tb__fail(TB_INVALID, "its key has %zu bytes", nbytes) : TB_OK;
-    if (status == TB_OK) {
-        memcpy(key.bytes, bytes, nbytes);
-        status = tb__transport_import(m->peer->transport, m->peer->wire, &key, &remote);
-    }
-    if (status != TB_OK)
+    if (import_key(m, bytes, nbytes, &remote) != TB_OK) {
         *why = keep_sentence(flow, tb_error_detail());
-    return status == TB_OK ? remote : NULL;
+        return NULL;
+    }
+    return remote;
 }
 
 /* Whether all of these bytes lie in the memory, of which the transport knows the size. None of them is touched. */
 static tb_status check_inside(const member *m, tb_remote *remote, uint64_t first, uint64_t last) {
     return tb__transport_read(m->peer->transport, remote, (tb_range[]){{first, 0}, {last, 0}}, 2, NULL, 0);
+}
+
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote) {
+    const tb_transport *t = m->peer->transport;
+    *remote = NULL;
+    if (key_nbytes == 0 || import_key(m, key, key_nbytes, remote) != TB_OK)
+        return NULL;
+    char *map = check_inside(m, *remote, 0, nbytes) == TB_OK ? tb__transport_map(t, *remote) : NULL;
+    if (!map) {
+        t->ops->mem_release(t->context, *remote);
+        *remote = NULL;
+    }
+    return map;
 }
 
 /* The bytes of a tensor that this rank reads, counted from element (0, 0, ...). */
@@ -273,6 +302,11 @@ static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
     return false;
 }
 
+/* Both parts that this rank has of the tensor. */
+static bool is_on_host(const tb__flow *flow, const tb__flow_tensor *t) {
+    return tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base);
+}
+
 /* Why a chunk can't be read from a sender; NULL: it can. */
 static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk, const member *m, bool *is_mapped) {
     const place *p = tb__member_place(m, chunk->tensor);
@@ -284,7 +318,12 @@ static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk,
     int outer;
     int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
     bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < LEAST_RUN;
-    return outer > 0 && is_short ? "its memory can't be mapped, and it lies there in short runs" : NULL;
+    if (outer > 0 && is_short)
+        return "its memory can't be mapped, and it lies there in short runs";
+    /* The host device reads it, which can combine it with host memory only, and write it only there. */
+    return is_on_host(flow, &flow->tensors[chunk->tensor])
+               ? NULL
+               : "its memory can't be mapped, and this rank's is on a device";
 }
 
 /* Why nothing of the lane can be read from its senders; NULL: what its buckets say counts. */
@@ -342,59 +381,6 @@ static void choose_paths(tb__flow *flow, lane *l) {
         flow->members[l->senders[i]].setup.naside += l->channel->nbuckets;
 }
 
-static void raise(int64_t *most, int64_t nbytes) {
-    *most = nbytes > *most ? nbytes : *most;
-}
-
-/* What the largest bucket takes of each pool; 0: it is not used. */
-static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
-    memset(largest, 0, POOL_STASH * sizeof *largest);
-    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
-        const lane *l = &flow->setup.lanes[i];
-        bool is_local = l->is_shipper && l->is_target;
-        for (size_t j = 0; j < l->channel->nbuckets; j++) {
-            const tb_bucket *bucket = &flow->setup.ir->buckets[l->channel->first_bucket + j];
-            int64_t raw = tb__flow_raw_size(flow, bucket), inputs = raw * ((int64_t)l->nsenders - 1);
-            if ((l->is_shipper || l->is_contributor) && !is_local)
-                raise(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
-            if (l->is_shipper && !is_local && l->nsenders > 1)
-                raise(&largest[POOL_REDUCE], inputs + bucket->total_bytes);
-            if (is_local && l->takes_staged)
-                raise(&largest[POOL_COMBINE], inputs);
-            if (l->is_target && l->takes_staged)
-                raise(&largest[POOL_RECEIVE], bucket->total_bytes);
-        }
-    }
-}
-
-/* What all that is put aside takes, against what there is. Where that is little, the other pools have to do with room
- * for one bucket each. */
-static tb_status check_stash(tb__flow *flow) {
-    int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
-    find_largest(flow, largest);
-    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
-        const lane *l = &flow->setup.lanes[i];
-        for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
-            need += (flow->setup.ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
-    }
-    for (int p = 0; p < POOL_STASH; p++) {
-        room -= largest[p] ? flow->pool_size[p] : 0;
-        most_room -= largest[p];
-    }
-    if (need > room) {
-        memcpy(flow->pool_size, largest, sizeof largest);
-        room = most_room;
-    }
-    flow->pool_size[POOL_STASH] = room;
-    if (need > room)
-        return tb__fail(TB_REFUSED,
-                        "%s overwrites tensors that are still being read, and rank %" PRId32
-                        " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
-                        " for that: raise them, or receive into other memory",
-                        flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
-    return TB_OK;
-}
-
 /* The lane's buckets that have to be sent to this rank, as runs of neighbours. */
 static uint32_t pack_staged(const tb__flow *flow, const lane *l, tb__pack *list) {
     const bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
@@ -442,7 +428,7 @@ static tb_status choose_all_paths(tb__flow *flow) {
         if (flow->setup.lanes[i].is_target)
             choose_paths(flow, &flow->setup.lanes[i]);
     }
-    return check_stash(flow);
+    return tb__staged_fit_stash(flow);
 }
 
 /* When all senders have said where their tensors are: decides what is staged, and tells them. */

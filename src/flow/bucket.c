@@ -1,10 +1,13 @@
-/* Parcels: buckets that go as messages. One is announced to those who want it, and sent to each when it asks for it.
- * Nobody asks before it has memory for it, and what was announced is complete; so memory that is in use for receiving
+/* Staged buckets. A bucket is announced to those who want it. A receiver that can map the sender's buffer reads it
+ * there and says so (TAKEN); the sender withdraws the buffer from others' reach before it uses it for anything else,
+ * and what was read after that does not count. Other receivers ask for the bucket (GO), and it is sent to them. Nobody
+ * asks before it has memory for it, and a bucket that was announced is complete; so memory that is in use for receiving
  * always becomes free again. A rank that hands a bucket on keeps it until all have it to whom it does; these have
  * higher ranks, so that the last of them waits for nobody. */
 #include "flow/flow_inside.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 lane *tb__flow_lane(tb__flow *flow, size_t bucket) {
@@ -29,17 +32,18 @@ size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part) {
 
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes) {
     /* Something always fits: alignment may make a bucket a few bytes longer than it was cut to be. */
-    return flow->pool_used[which] == 0 || flow->pool_used[which] + (int64_t)nbytes <= flow->pool_size[which];
+    return flow->staged.pool_used[which] == 0 ||
+           flow->staged.pool_used[which] + (int64_t)nbytes <= flow->staged.pool_size[which];
 }
 
 void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
     void *buffer;
     if (tb_alloc(nbytes, &buffer) != TB_OK)
         return NULL;
-    flow->pool_used[which] += (int64_t)nbytes;
-    flow->staged += (int64_t)nbytes;
-    if (flow->staged > flow->staged_most)
-        flow->staged_most = flow->staged;
+    flow->staged.pool_used[which] += (int64_t)nbytes;
+    flow->staged.nbytes += (int64_t)nbytes;
+    if (flow->staged.nbytes > flow->staged.nbytes_most)
+        flow->staged.nbytes_most = flow->staged.nbytes;
     return buffer;
 }
 
@@ -47,11 +51,64 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     if (!buffer)
         return;
     tb_free(buffer);
-    flow->pool_used[which] -= (int64_t)nbytes;
-    flow->staged -= (int64_t)nbytes;
+    flow->staged.pool_used[which] -= (int64_t)nbytes;
+    flow->staged.nbytes -= (int64_t)nbytes;
 }
 
-/* ---- Parcels --------------------------------------------------------------------------------------------------- */
+static void raise(int64_t *most, int64_t nbytes) {
+    *most = nbytes > *most ? nbytes : *most;
+}
+
+/* What the largest bucket takes of each pool; 0: it is not used. */
+static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
+    memset(largest, 0, POOL_STASH * sizeof *largest);
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        bool is_local = l->is_shipper && l->is_target;
+        for (size_t j = 0; j < l->channel->nbuckets; j++) {
+            const tb_bucket *bucket = &flow->setup.ir->buckets[l->channel->first_bucket + j];
+            int64_t raw = tb__flow_raw_size(flow, bucket), inputs = raw * ((int64_t)l->nsenders - 1);
+            if ((l->is_shipper || l->is_contributor) && !is_local)
+                raise(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
+            if (l->is_shipper && !is_local && l->nsenders > 1)
+                raise(&largest[POOL_REDUCE], inputs + bucket->total_bytes);
+            if (is_local && l->takes_staged)
+                raise(&largest[POOL_COMBINE], inputs);
+            if (l->is_target && l->takes_staged)
+                raise(&largest[POOL_RECEIVE], bucket->total_bytes);
+        }
+    }
+}
+
+/* What all that is put aside takes, against what there is. Where that is little, the other pools have to do with room
+ * for one bucket each. */
+tb_status tb__staged_fit_stash(tb__flow *flow) {
+    int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
+    find_largest(flow, largest);
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
+            need += (flow->setup.ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
+    }
+    for (int p = 0; p < POOL_STASH; p++) {
+        room -= largest[p] ? flow->staged.pool_size[p] : 0;
+        most_room -= largest[p];
+    }
+    if (need > room) {
+        memcpy(flow->staged.pool_size, largest, sizeof largest);
+        room = most_room;
+    }
+    flow->staged.pool_size[POOL_STASH] = room;
+    if (need > room)
+        return tb__fail(TB_REFUSED,
+                        "%s overwrites tensors that are still being read, and rank %" PRId32
+                        " would have to put %" PRId64 " bytes aside; its staging_bytes of %" PRId64 " leave %" PRId64
+                        " for that: raise them, or receive into other memory",
+                        flow->what, flow->o.rank, need, flow->o.own_staging_bytes, room);
+    return TB_OK;
+}
+
+/* ---- Buckets --------------------------------------------------------------------------------------------------- */
 
 staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, bool is_send, size_t nmessages) {
     staged_bucket *p = tb__calloc(1, sizeof *p + nmessages * sizeof *p->messages);
@@ -63,24 +120,33 @@ staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, 
                          .is_send = is_send,
                          .left = nmessages,
                          .nmessages = nmessages,
-                         .next = flow->staged_buckets};
+                         .next = flow->staged.buckets};
     for (size_t i = 0; i < nmessages; i++)
         p->messages[i].staged_bucket = p;
-    flow->staged_buckets = p;
+    flow->staged.buckets = p;
     return p;
+}
+
+static void release_remote(tb__flow *flow, uint32_t position, tb_remote *remote) {
+    const tb_transport *t = flow->members[position].peer->transport;
+    if (remote)
+        t->ops->mem_release(t->context, remote);
 }
 
 void tb__staged_bucket_destroy(staged_bucket *p) {
     tb__flow *flow = p->flow;
-    for (staged_bucket **at = &flow->staged_buckets; *at; at = &(*at)->next) {
+    for (staged_bucket **at = &flow->staged.buckets; *at; at = &(*at)->next) {
         if (*at == p) {
             *at = p->next;
             break;
         }
     }
+    if (p->remote)
+        release_remote(flow, p->messages[0].member, p->remote);
+    tb__region_put(p->region); /* before its memory is used for anything else */
     tb__flow_unstage(flow, p->pool, p->buffer, p->nbytes);
     tb__flow_unstage(flow, p->output_pool, p->output, p->output_nbytes);
-    flow->nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
+    flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
     free(p->pieces);
     free(p);
 }
@@ -89,7 +155,7 @@ tb__leg *tb__staged_bucket_leg(const staged_bucket *p) {
     return p->is_send ? &p->flow->send : &p->flow->recv;
 }
 
-static void on_courier(tb_op *op) {
+static void on_bucket_message(tb_op *op) {
     bucket_message *c = op->arg;
     staged_bucket *p = c->staged_bucket;
     c->is_done = true;
@@ -98,12 +164,16 @@ static void on_courier(tb_op *op) {
     tb__leg_idle(tb__staged_bucket_leg(p));
     bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
     bool is_to_lost = op->kind == TB_OP_SEND && op->status == TB_LOST; /* whether it is needed is another question */
+    if (op->status == TB_OK && is_short) {
+        op->status = TB_INVALID;
+        snprintf(op->why, sizeof op->why, "%zu bytes came, not %zu", op->nbytes, c->piece.nbytes);
+    }
     if (p->status == TB_OK && !is_to_lost)
-        p->status = op->status == TB_OK && is_short ? TB_INVALID : op->status;
+        p->status = op->status;
     tb__loop_wake(p->flow->o.loop);
 }
 
-static void post(bucket_message *c, tb_op_kind kind) {
+static void post_message(bucket_message *c, tb_op_kind kind) {
     tb__flow *flow = c->staged_bucket->flow;
     const member *m = &flow->members[c->member];
     c->op = (tb_op){.kind = kind,
@@ -112,7 +182,7 @@ static void post(bucket_message *c, tb_op_kind kind) {
                     .pieces = c->staged_bucket->pieces ? c->staged_bucket->pieces : &c->piece,
                     .npieces = c->staged_bucket->pieces ? c->staged_bucket->npieces : 1,
                     .is_expected = kind == TB_OP_SEND, /* whoever says GO has posted the receive before */
-                    .done = on_courier,
+                    .done = on_bucket_message,
                     .arg = c};
     c->is_posted = true;
     tb__staged_bucket_leg(c->staged_bucket)->in_flight++;
@@ -120,7 +190,8 @@ static void post(bucket_message *c, tb_op_kind kind) {
     tb_status status = tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
-        on_courier(&c->op);
+        snprintf(c->op.why, sizeof c->op.why, "%s", tb_error_detail());
+        on_bucket_message(&c->op);
     }
 }
 
@@ -129,11 +200,35 @@ void tb__bucket_message_ask(bucket_message *c, const announcement *a) {
     c->member = a->member;
     c->tag = a->tag;
     c->sum = a->sum;
-    post(c, TB_OP_RECV);
+    post_message(c, TB_OP_RECV);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_GO, a->attempt);
     tb__pack_u64(&pack, a->tag);
     tb__flow_send_message(flow, &flow->members[a->member], &pack);
+}
+
+tb_status tb__staged_bucket_end_read(staged_bucket *p) {
+    tb__flow *flow = p->flow;
+    bucket_message *c = &p->messages[0];
+    member *from = &flow->members[c->member];
+    if (!p->remote)
+        return TB_OK;
+    bool is_valid = tb__transport_is_valid(from->peer->transport, p->remote);
+    release_remote(flow, c->member, p->remote);
+    p->remote = NULL;
+    p->map = NULL;
+    c->is_done = true;
+    p->left--;
+    flow->recv.in_flight--;
+    tb__leg_idle(&flow->recv);
+    if (!is_valid)
+        return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED, "%s withdrew bucket %zu of %s while it was read",
+                        from->peer->label, p->bucket, flow->what);
+    tb__pack pack = {0};
+    tb__flow_begin_message(flow, &pack, MESSAGE_TAKEN, flow->recv.attempt);
+    tb__pack_u64(&pack, c->tag);
+    tb__flow_send_message(flow, from, &pack);
+    return TB_OK;
 }
 
 tb_status tb__staged_bucket_check(const staged_bucket *p) {
@@ -147,11 +242,12 @@ tb_status tb__staged_bucket_check(const staged_bucket *p) {
     }
     return tb__fail(p->status, "bucket %zu of %s could not be %s %s: %s", p->bucket, flow->what,
                     failed && failed->op.kind == TB_OP_SEND ? "sent to" : "received from",
-                    failed ? flow->members[failed->member].peer->label : "a rank", tb_status_string(p->status));
+                    failed ? flow->members[failed->member].peer->label : "a rank",
+                    failed ? tb__op_why(&failed->op) : tb_status_string(p->status));
 }
 
-void tb__flow_drop_staged(tb__flow *flow, bool is_send) {
-    for (staged_bucket *p = flow->staged_buckets, *next; p; p = next) {
+static void drop_buckets(tb__flow *flow, bool is_send) {
+    for (staged_bucket *p = flow->staged.buckets, *next; p; p = next) {
         next = p->next;
         if (p->is_send != is_send)
             continue;
@@ -162,20 +258,44 @@ void tb__flow_drop_staged(tb__flow *flow, bool is_send) {
                 continue;
             tb__transport_cancel(peer->transport, &c->op);
             if (c->op.status == TB_TIMEOUT && p->pieces)
-                flow->held_by = &flow->members[c->member];
+                flow->staged.held_by = &flow->members[c->member];
         }
         tb__staged_bucket_destroy(p);
     }
     for (size_t i = 0; flow->setup.ir && flow->setup.lanes && is_send && i < flow->setup.ir->nchannels; i++)
-        flow->setup.lanes[i].in_flight = 0;
+        flow->setup.lanes[i].staged_lane.in_flight = 0;
+}
+
+void tb__staged_close(tb__flow *flow, bool is_send) {
+    drop_buckets(flow, is_send);
+    while (!is_send && flow->staged.stash.count > 0) {
+        stashed s = flow->staged.stash.item[--flow->staged.stash.count];
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    }
+}
+
+tb_status tb__staged_init(tb__flow *flow) {
+    for (int p = 0; p < POOL_STASH; p++)
+        flow->staged.pool_size[p] = flow->o.own_staging_bytes / 4;
+    flow->staged.is_taken = tb__calloc(flow->setup.ir->nbuckets, sizeof *flow->staged.is_taken);
+    return flow->staged.is_taken ? TB_OK : TB_NO_MEMORY;
+}
+
+void tb__staged_fini(tb__flow *flow) {
+    tb__staged_close(flow, true);
+    tb__staged_close(flow, false);
+    tb__staged_drop_announcements(flow, 0, UINT64_MAX);
+    free(flow->staged.announcements.item);
+    free(flow->staged.stash.item);
+    free(flow->staged.is_taken);
 }
 
 static bool is_outgoing(const staged_bucket *p, size_t i) {
     return p->kind == STAGED_OUT || (p->kind == STAGED_IN && i > 0);
 }
 
-void tb__flow_drop_sends(tb__flow *flow, const member *to) {
-    for (staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+void tb__staged_drop_sends(tb__flow *flow, const member *to) {
+    for (staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         for (size_t i = 0; p->is_announced && i < p->nmessages; i++) {
             bucket_message *c = &p->messages[i];
             if (!is_outgoing(p, i) || c->is_posted || c->is_done || &flow->members[c->member] != to)
@@ -191,8 +311,12 @@ void tb__flow_drop_sends(tb__flow *flow, const member *to) {
 void tb__staged_bucket_announce(staged_bucket *p) {
     tb__flow *flow = p->flow;
     const tb_chunk *first = tb__flow_first_chunk(flow, p->bucket);
-    uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : tb__flow_sum(flow, p->buffer, p->nbytes);
+    if (tb__staged_bucket_begin_sum(p))
+        return;
+    uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : p->sum;
     p->is_announced = true;
+    if (p->buffer && !p->lane->is_contributor) /* without it, the bucket is sent */
+        (void)tb__region_get(flow->o.loop, p->buffer, p->nbytes, &p->region);
     for (size_t i = p->kind == STAGED_IN; i < p->nmessages; i++) {
         bucket_message *c = &p->messages[i];
         if (flow->members[c->member].is_gone) {
@@ -209,33 +333,50 @@ void tb__staged_bucket_announce(staged_bucket *p) {
         tb__pack_u64(&pack, c->tag);
         tb__pack_u64(&pack, p->nbytes);
         tb__pack_u64(&pack, sum);
+        tb__flow_pack_key(&pack, flow, p->buffer, p->region, flow->members[c->member].peer);
         tb__flow_send_message(flow, &flow->members[c->member], &pack);
     }
 }
 
-bool tb__flow_on_go(tb__flow *flow, member *from, tb__unpack *message) {
-    uint64_t tag = tb__unpack_u64(message);
-    if (!tb__unpack_is_done(message))
-        return false;
-    for (staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+/* What was announced to the member under this tag, and not asked for; NULL: the bucket was given up. */
+static bucket_message *find_announced(const tb__flow *flow, const member *to, uint64_t tag) {
+    for (staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         for (size_t i = p->kind == STAGED_IN; p->is_announced && i < p->nmessages; i++) {
             bucket_message *c = &p->messages[i];
-            if (c->tag == tag && !c->is_posted && &flow->members[c->member] == from) {
-                post(c, TB_OP_SEND);
-                return true;
-            }
+            if (c->tag == tag && !c->is_posted && !c->is_done && &flow->members[c->member] == to)
+                return c;
         }
     }
-    return true; /* it was given up */
+    return NULL;
 }
 
-bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
+bool tb__staged_on_go(tb__flow *flow, member *from, tb__unpack *message) {
+    uint64_t tag = tb__unpack_u64(message);
+    bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
+    if (c)
+        post_message(c, TB_OP_SEND);
+    return !message->failed;
+}
+
+bool tb__staged_on_taken(tb__flow *flow, const member *from, tb__unpack *message) {
+    uint64_t tag = tb__unpack_u64(message);
+    bucket_message *c = tb__unpack_is_done(message) ? find_announced(flow, from, tag) : NULL;
+    if (c) {
+        c->is_done = true;
+        c->staged_bucket->left--;
+    }
+    return !message->failed;
+}
+
+bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t id = tb__unpack_u64(message);
     uint32_t part = tb__unpack_u32(message);
     announcement a = {.attempt = attempt, .member = (uint32_t)(from - flow->members)};
     a.tag = tb__unpack_u64(message);
     a.nbytes = tb__unpack_u64(message);
     a.sum = tb__unpack_u64(message);
+    size_t key_nbytes;
+    const void *key = tb__unpack_bytes(message, &key_nbytes);
     a.bucket =
         tb__unpack_is_done(message) && flow->setup.is_planned ? tb__flow_find_bucket(flow, id, part) : TB__NOWHERE;
     if (a.bucket == TB__NOWHERE)
@@ -251,21 +392,38 @@ bool tb__flow_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpa
     }
     if (tb__flow_find_abort(flow, attempt))
         return true;
-    bool is_known = !l->is_shipper && attempt == flow->recv.attempt && flow->is_taken[a.bucket];
-    for (size_t i = 0; i < flow->announcements.count && !is_known; i++) {
-        const announcement *other = &flow->announcements.item[i];
+    bool is_known = !l->is_shipper && attempt == flow->recv.attempt && flow->staged.is_taken[a.bucket];
+    for (size_t i = 0; i < flow->staged.announcements.count && !is_known; i++) {
+        const announcement *other = &flow->staged.announcements.item[i];
         is_known = other->bucket == a.bucket && other->member == a.member && other->attempt == attempt;
     }
     if (is_known) {
         tb__set_detail("it announces bucket %zu twice", a.bucket);
         return false;
     }
-    if (!tb__vec_push(&flow->announcements, a))
+    /* What is combined, handed on or put aside needs memory of this rank's. */
+    if (!l->is_shipper && l->nchildren == 0 && !l->overwrites_source)
+        a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.remote);
+    if (!tb__vec_push(&flow->staged.announcements, a)) {
+        release_remote(flow, a.member, a.remote);
         tb__flow_no_room(flow, from);
+    }
     return true;
 }
 
-void tb__flow_forget_bucket(tb__flow *flow, size_t at) {
-    memmove(flow->announcements.item + at, flow->announcements.item + at + 1,
-            (--flow->announcements.count - at) * sizeof *flow->announcements.item);
+void tb__staged_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last) {
+    size_t kept = 0;
+    for (size_t i = 0; i < flow->staged.announcements.count; i++) {
+        const announcement *a = &flow->staged.announcements.item[i];
+        if (a->attempt >= first && a->attempt <= last)
+            release_remote(flow, a->member, a->remote);
+        else
+            flow->staged.announcements.item[kept++] = *a;
+    }
+    flow->staged.announcements.count = kept;
+}
+
+void tb__staged_forget(tb__flow *flow, size_t at) {
+    memmove(flow->staged.announcements.item + at, flow->staged.announcements.item + at + 1,
+            (--flow->staged.announcements.count - at) * sizeof *flow->staged.announcements.item);
 }

@@ -3,7 +3,6 @@
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
-#include "device/host/move.h"
 #include "device/host/reader.h"
 
 #include <inttypes.h>
@@ -182,32 +181,8 @@ static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *s
 
 /* ---- Jobs ------------------------------------------------------------------------------------------------------ */
 
-typedef struct moves {
-    tb__arena arena;
-    TB_VEC(tb__move) all;
-    TB_VEC(tb__device *) devices; /* of each */
-} moves;
-
-/* The device of the destination does a move, unless that is in host memory and the source is not. */
-static tb__device *choose_device(const tb__flow *flow, const tb__move *move) {
-    const tb__loop *loop = flow->o.loop;
-    tb__device *host = tb__loop_find_device(loop, NULL, 0), *device = host;
-    if (!move->is_dst_in_buffer)
-        device = tb__loop_find_device(loop, move->dst, 1);
-    for (uint32_t k = 0; device == host && k < move->nsrc; k++) {
-        if (!move->src_mapping[k])
-            device = tb__loop_find_device(loop, move->src[k], 1);
-    }
-    return device;
-}
-
-static tb_status add_move(tb__flow *flow, moves *to, const tb__move *move) {
-    return tb__vec_push(&to->all, *move) && tb__vec_push(&to->devices, choose_device(flow, move)) ? TB_OK
-                                                                                                  : TB_NO_MEMORY;
-}
-
-static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const item *it, const end *from, size_t nfrom,
-                           const end *to) {
+static tb_status add_chunk(tb__flow *flow, tb__move_list *out, uint32_t bucket, const item *it, const end *from,
+                           size_t nfrom, const end *to) {
     const tb_chunk *chunk = it->chunk;
     const tb_tensor_spec *spec = &flow->tensors[chunk->tensor].spec;
     const void **src = tb__arena_alloc(&out->arena, nfrom, sizeof *src);
@@ -245,11 +220,17 @@ static tb_status add_chunk(tb__flow *flow, moves *out, uint32_t bucket, const it
         move.wire_dtype = move.dst_dtype = spec->src_dtype;
         move.avg_divisor = 1;
     }
-    return add_move(flow, out, &move);
+    return tb__vec_push(&out->moves, move) ? TB_OK : TB_NO_MEMORY;
+}
+
+tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out) {
+    item it = {.chunk = &flow->setup.ir->chunks[entry->chunk], .entry = entry};
+    end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
+    return add_chunk(flow, out, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
 }
 
 /* The bytes between chunks are zero, so that a bucket's bytes depend on its tensors only. */
-static tb_status add_gap(tb__flow *flow, moves *out, uint32_t bucket, int64_t from, int64_t to) {
+static tb_status add_gap(tb__move_list *out, uint32_t bucket, int64_t from, int64_t to) {
     tb__move zeros = {.part = bucket,
                       .ndim = 1,
                       .len = {to - from},
@@ -257,10 +238,11 @@ static tb_status add_gap(tb__flow *flow, moves *out, uint32_t bucket, int64_t fr
                       .dst_stride = {1},
                       .dst_dtype = TB_U8,
                       .is_dst_in_buffer = true};
-    return to > from ? add_move(flow, out, &zeros) : TB_OK;
+    return to > from ? tb__move_list_add(out, &zeros) : TB_OK;
 }
 
-static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end *from, size_t nfrom, const end *to) {
+static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, const end *from, size_t nfrom,
+                            const end *to) {
     const tb_bucket *bucket = &flow->setup.ir->buckets[index];
     const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
     bool is_pull = to->kind == END_TARGET && nfrom == 1 && from[0].kind == END_FEEDER;
@@ -269,7 +251,7 @@ static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end 
         item it = {.chunk = &flow->setup.ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
         raw += (size_t)raw_nbytes(flow, it.chunk);
         if (to->kind == END_BUCKET && i + 1 < bucket->nentries)
-            TB_TRY(add_gap(flow, out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
+            TB_TRY(add_gap(out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
         if (!is_pull || !tb__flow_is_in_place(flow, it.chunk))
             TB_TRY(add_chunk(flow, out, (uint32_t)index, &it, from, nfrom, to));
     }
@@ -279,8 +261,11 @@ static tb_status add_bucket(tb__flow *flow, moves *out, size_t index, const end 
 /* Whether a bucket of the lane is copied so. */
 static bool is_copied_so(const lane *l, const bucket_path *path, copy_kind kind) {
     bool is_read = l->is_target && !path->takes_staged, is_combined = l->is_shipper && l->nsenders > 1;
-    if (l->first->is_coded)
-        return false;
+    if (l->first->is_coded) {
+        bool packs = kind == COPY_PACK || kind == COPY_SCRATCH_SRC;
+        bool unpacks = kind == COPY_UNPACK || kind == COPY_SCRATCH_DST || kind == COPY_SCRATCH_BACK;
+        return (packs && l->is_shipper) || (unpacks && l->is_target);
+    }
     switch (kind) {
     case COPY_DIRECT:
         return is_read && !l->overwrites_source;
@@ -302,7 +287,24 @@ static bool is_copied_so(const lane *l, const bucket_path *path, copy_kind kind)
     }
 }
 
-static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind kind) {
+static tb_status add_coded_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
+    for (size_t i = 0; i < l->channel->nbuckets; i++) {
+        size_t index = l->channel->first_bucket + i, first = out->moves.count;
+        const tb_bucket *bucket = &flow->setup.ir->buckets[index];
+        const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
+        int64_t scratch = 0;
+        for (size_t j = 0; j < bucket->nentries; j++) {
+            if (kind == COPY_PACK && j + 1 < bucket->nentries)
+                TB_TRY(add_gap(out, (uint32_t)index, entries[j].offset + entries[j].nbytes, entries[j + 1].offset));
+            TB_TRY(tb__flow_list_coded(flow, kind, &entries[j], &scratch, out));
+        }
+        for (; first < out->moves.count; first++)
+            out->moves.item[first].part = (uint32_t)index;
+    }
+    return TB_OK;
+}
+
+static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
     end one = {.kind = kind == COPY_UNPACK ? END_BUCKET : END_SOURCE}, to = {.kind = END_BUCKET}, *from = &one;
     size_t nfrom = 1;
     bool is_combined = kind == COPY_COMBINE || kind == COPY_COMBINE_IN;
@@ -335,7 +337,7 @@ static tb_status add_lane(tb__flow *flow, moves *out, const lane *l, copy_kind k
 }
 
 /* Whole tensors: from the live ones to the snapshot, or from the shadow to the live ones. */
-static tb_status add_tensor(tb__flow *flow, moves *out, const tb_binding *from, const tb_binding *to) {
+static tb_status add_tensor(tb__move_list *out, const tb_binding *from, const tb_binding *to) {
     const void **src = tb__arena_alloc(&out->arena, 1, sizeof *src);
     tb__mapping **mapping = tb__arena_alloc(&out->arena, 1, sizeof *mapping);
     int64_t(*strides)[TB_MAX_DIMS] = tb__arena_alloc(&out->arena, 1, sizeof *strides), count;
@@ -358,84 +360,143 @@ static tb_status add_tensor(tb__flow *flow, moves *out, const tb_binding *from, 
                      .dst_dtype = from->dtype};
     memcpy(move.len, to->shape.dim, sizeof move.len);
     memcpy(move.dst_stride, to->strides, sizeof move.dst_stride);
-    return add_move(flow, out, &move);
+    return tb__vec_push(&out->moves, move) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status add_tensors(tb__flow *flow, moves *out, copy_kind kind) {
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        const tb__flow_tensor *t = &flow->tensors[i];
-        if (kind == COPY_SNAPSHOT)
-            TB_TRY(add_tensor(flow, out, &flow->setup.snapshot_of[i], &t->src));
-        else if (tb__flow_has_shadow(flow, i))
-            TB_TRY(add_tensor(flow, out, &t->dst, &flow->shadow.live[i]));
+static tb_status add_padding(tb__move_list *out, const tb__flow_tensor *t) {
+    for (size_t i = 0; i < t->npadding; i++) {
+        const tb_binding *b = &t->padding[i];
+        tb__move zeros = {.ndim = b->shape.ndim, .dst = (char *)b->base + b->offset, .dst_dtype = b->dtype};
+        memcpy(zeros.len, b->shape.dim, sizeof zeros.len);
+        memcpy(zeros.dst_stride, b->strides, sizeof zeros.dst_stride);
+        tb_status status = tb__move_check(&zeros);
+        if (status != TB_OK)
+            return tb__fail_within(status, "the padding of tensor '%.100s'", t->spec.name);
+        TB_TRY(tb__move_list_add(out, &zeros));
     }
     return TB_OK;
 }
 
-/* One job for each device that has something to do. */
-static tb_status prepare_jobs(const moves *m, prepared *out) {
-    tb__move *some = tb__malloc(m->all.count, sizeof *some);
-    tb_status status = some ? TB_OK : TB_NO_MEMORY;
-    for (size_t i = 0; i < m->all.count && status == TB_OK; i++) {
-        tb__device *device = m->devices.item[i];
-        size_t known = 0, n = 0;
-        while (known < out->njobs && out->jobs[known].device != device)
-            known++;
-        if (known < out->njobs)
-            continue;
-        for (size_t j = i; j < m->all.count; j++) {
-            if (m->devices.item[j] == device)
-                some[n++] = m->all.item[j];
-        }
-        tb__job *job;
-        status = out->njobs < MOST_FLOW_DEVICES
-                     ? device->ops->prepare(device, some, n, &job)
-                     : tb__fail(TB_TOO_BIG, "tensors on more than %d devices", MOST_FLOW_DEVICES);
-        if (status == TB_OK)
-            out->jobs[out->njobs++] = (device_job){device, job};
+static tb_status add_tensors(tb__flow *flow, tb__move_list *out, copy_kind kind) {
+    for (size_t i = 0; i < flow->o.ntensors; i++) {
+        const tb__flow_tensor *t = &flow->tensors[i];
+        if (kind == COPY_SNAPSHOT)
+            TB_TRY(add_tensor(out, &flow->setup.snapshot_of[i], &t->src));
+        else
+            TB_TRY(add_padding(out, t));
+        if (kind == COPY_COMMIT && tb__flow_has_shadow(flow, i))
+            TB_TRY(add_tensor(out, &t->dst, &flow->shadow.live[i]));
     }
-    free(some);
-    return status;
+    const tb__shadow *owner = &flow->o.shadow;
+    return kind == COPY_COMMIT && owner->list ? owner->list(owner->arg, out) : TB_OK;
+}
+
+/* Of whole tensors, so that there are no parts. */
+static bool is_whole(copy_kind kind) {
+    return kind == COPY_SNAPSHOT || kind == COPY_COMMIT || kind == COPY_PADDING;
+}
+
+static tb_status list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out) {
+    if (is_whole(kind))
+        return add_tensors(flow, out, kind);
+    if (kind == COPY_MEASURE || kind == COPY_GATHERED)
+        return tb__flow_list_gathered(flow, kind, out);
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
+        const lane *l = &flow->setup.lanes[i];
+        if (!l->first->is_coded)
+            TB_TRY(add_lane(flow, out, l, kind));
+        else if (is_copied_so(l, &flow->setup.paths[l->channel->first_bucket], kind))
+            TB_TRY(add_coded_lane(flow, out, l, kind));
+    }
+    return TB_OK;
 }
 
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
     prepared *out = &flow->prepared[kind];
-    moves m = {0};
-    tb_status status = TB_OK;
+    tb__move_list list = {0};
     if (out->is_done)
         return TB_OK;
-    bool is_whole = kind == COPY_SNAPSHOT || kind == COPY_COMMIT;
-    if (is_whole)
-        status = add_tensors(flow, &m, kind);
-    for (size_t i = 0; !is_whole && i < flow->setup.ir->nchannels && status == TB_OK; i++)
-        status = add_lane(flow, &m, &flow->setup.lanes[i], kind);
+    tb_status status = list_copies(flow, kind, &list);
     if (status == TB_OK)
-        status = prepare_jobs(&m, out);
+        status = tb__jobs_prepare(flow->o.loop, list.moves.item, list.moves.count, &out->jobs);
     out->is_done = status == TB_OK;
-    tb__arena_fini(&m.arena);
-    free(m.all.item);
-    free(m.devices.item);
+    tb__move_list_fini(&list);
     return status;
 }
 
 void tb__flow_release_copies(tb__flow *flow) {
-    for (int kind = 0; kind < COPY_KINDS; kind++) {
-        prepared *p = &flow->prepared[kind];
-        for (size_t i = 0; i < p->njobs; i++)
-            p->jobs[i].device->ops->release(p->jobs[i].device, p->jobs[i].job);
-    }
+    for (int kind = 0; kind < COPY_KINDS; kind++)
+        tb__jobs_release(&flow->prepared[kind].jobs);
 }
 
 /* ---- Copyings --------------------------------------------------------------------------------------------------- */
 
-static const tb_phase phases[COPY_KINDS] = {
-    [COPY_DIRECT] = TB_PHASE_WIRE,       [COPY_ASIDE] = TB_PHASE_WIRE,    [COPY_PACK] = TB_PHASE_PACK,
-    [COPY_CONTRIBUTE] = TB_PHASE_PACK,   [COPY_UNPACK] = TB_PHASE_UNPACK, [COPY_COMBINE] = TB_PHASE_PACK,
-    [COPY_COMBINE_IN] = TB_PHASE_UNPACK, [COPY_SNAPSHOT] = TB_PHASE_PACK, [COPY_COMMIT] = TB_PHASE_COMMIT,
-};
+static tb_phase phase_of(const copying *c) {
+    switch (c->kind) {
+    case COPY_DIRECT:
+    case COPY_ASIDE:
+        return TB_PHASE_WIRE;
+    case COPY_COMMIT:
+        return TB_PHASE_COMMIT;
+    case COPY_PACK:
+    case COPY_CONTRIBUTE:
+    case COPY_COMBINE:
+    case COPY_SNAPSHOT:
+        return TB_PHASE_PACK;
+    default:
+        return c->is_send ? TB_PHASE_PACK : TB_PHASE_UNPACK;
+    }
+}
 
-/* All of its runs are done. The flow stays until the end of it. */
-static void end_copying(copying *c) {
+static void end_copying(tb__jobs_run *run);
+
+static bool is_coded(const copying *c) {
+    return (c->kind == COPY_PACK || c->kind == COPY_UNPACK) && tb__flow_first_chunk(c->flow, c->parts[0])->is_coded;
+}
+
+/* What is run after what was; COPY_KINDS: nothing. */
+static tb_status step_copying(copying *c) {
+    if (is_coded(c))
+        return tb__flow_step_coded(c);
+    c->running = COPY_KINDS;
+    return TB_OK;
+}
+
+static void submit_run(copying *c) {
+    bool fills_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
+    tb__run what = {.parts = is_whole(c->running) ? NULL : c->parts,
+                    .nparts = c->nparts,
+                    .src_buffer = c->scratch && c->running != COPY_UNPACK ? c->scratch : c->from,
+                    .dst_buffer = fills_scratch ? c->scratch : c->to};
+    c->run = (tb__jobs_run){.done = end_copying};
+    if (c->running == COPY_SUM)
+        tb__jobs_submit_sum(c->flow->o.loop, c->from, c->nbytes, &c->run);
+    else
+        tb__jobs_submit(c->flow->o.loop, &c->flow->prepared[c->running].jobs, &what, &c->run);
+}
+
+static bool has_work(const copying *c) {
+    bool needs_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
+    return c->flow->prepared[c->running].jobs.count > 0 && (c->scratch || !needs_scratch);
+}
+
+/* False: nothing is left, or it has failed. */
+static bool run_next(copying *c, tb_status *status) {
+    while (*status == TB_OK && c->running != COPY_KINDS) {
+        *status = tb__flow_prepare_copies(c->flow, c->running);
+        if (*status != TB_OK)
+            break;
+        if (c->running == COPY_SUM || has_work(c)) {
+            submit_run(c);
+            return true;
+        }
+        *status = step_copying(c);
+    }
+    return false;
+}
+
+/* The flow stays until the end of it. */
+static void finish_copying(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
     tb__leg *leg = tb__flow_leg(flow, is_send);
@@ -447,7 +508,9 @@ static void end_copying(copying *c) {
             break;
         }
     }
-    c->end(c, c->status);
+    if (status != TB_OK)
+        snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
+    c->end(c, status);
     tb__flow_drop_copying(c);
     tb__flow_close_leg(flow, is_send);
     flow->ncopyings--;
@@ -455,15 +518,14 @@ static void end_copying(copying *c) {
     tb__loop_signal(flow->o.loop);
 }
 
-static void on_run(tb__submitted *submitted) {
-    copying *c = ((copy_run *)submitted)->copying;
-    const tb__fence *fence = &submitted->fence;
-    if (fence->status != TB_OK && (c->status == TB_OK || c->status == TB_CANCELLED)) {
-        c->status = fence->status;
-        snprintf(c->why, sizeof c->why, "%s", fence->why);
-    }
-    if (--c->left == 0)
-        end_copying(c);
+static void end_copying(tb__jobs_run *run) {
+    copying *c = (copying *)run;
+    tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
+    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending;
+    if (status == TB_OK && !is_ending)
+        status = step_copying(c);
+    if (is_ending || !run_next(c, &status))
+        finish_copying(c, status);
 }
 
 copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts) {
@@ -479,139 +541,41 @@ copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size
 }
 
 void tb__flow_drop_copying(copying *c) {
-    if (c)
+    if (c) {
         free(c->parts);
+        tb_free(c->scratch);
+    }
     free(c);
 }
 
 tb_status tb__flow_start_copying(copying *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
-    const prepared *p = &flow->prepared[c->kind];
-    tb_status status = tb__flow_prepare_copies(flow, c->kind);
+    c->running = c->kind;
+    tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
+    if (status == TB_OK)
+        status = tb__flow_prepare_copies(flow, c->running);
     if (status != TB_OK) {
         tb__flow_drop_copying(c);
         return status;
     }
-    bool is_whole = c->kind == COPY_SNAPSHOT || c->kind == COPY_COMMIT;
     flow->has_written |=
-        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN) && !flow->o.shadow.is_used;
+        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED) &&
+        !flow->o.shadow.is_used;
     leg->ncopying++;
     flow->ncopyings++;
     c->next = flow->copyings;
     flow->copyings = c;
-    leg->copy_phase = phases[c->kind];
+    leg->copy_phase = phase_of(c);
     tb__leg_idle(leg);
-    if (p->njobs == 0) {
-        end_copying(c);
-        return TB_OK;
-    }
-    c->left = p->njobs;
-    for (size_t i = 0; i < p->njobs; i++) {
-        copy_run *run = &c->runs[i];
-        run->copying = c;
-        run->submitted = (tb__submitted){.device = p->jobs[i].device,
-                                         .job = p->jobs[i].job,
-                                         .run = {.parts = is_whole ? NULL : c->parts,
-                                                 .nparts = c->nparts,
-                                                 .src_buffer = c->from,
-                                                 .dst_buffer = c->to},
-                                         .done = on_run};
-        tb__loop_submit(flow->o.loop, &run->submitted);
-    }
+    if (!run_next(c, &status))
+        finish_copying(c, status);
     return TB_OK;
 }
 
 void tb__flow_cancel_copyings(tb__flow *flow, bool is_send) {
     for (copying *c = flow->copyings; c; c = c->next) {
-        for (size_t i = 0; c->is_send == is_send && i < MOST_FLOW_DEVICES; i++) {
-            if (c->runs[i].copying && !c->runs[i].submitted.fence.is_done)
-                tb__loop_cancel(flow->o.loop, &c->runs[i].submitted);
-        }
+        if (c->is_send == is_send)
+            tb__jobs_cancel(flow->o.loop, &c->run);
     }
-}
-
-/* ---- Conversions ------------------------------------------------------------------------------------------------ */
-
-/* What has no codec at one end travels as its elements. */
-static tb_status check_elements(const tb__flow *flow, const tb_chunk *chunk) {
-    int64_t nbytes = tb__dtype_bytes(chunk->wire_dtype, nelements(chunk));
-    if (nbytes == chunk->nbytes)
-        return TB_OK;
-    return tb__fail(TB_INVALID,
-                    "tensor '%.100s' has a piece of %" PRId64
-                    " bytes on the wire, but nothing converts it here, and its "
-                    "elements have %" PRId64,
-                    flow->tensors[chunk->tensor].spec.name, chunk->nbytes, nbytes);
-}
-
-/* One chunk that has no codec at this end, to its place in the buffer or from there. */
-static tb_status copy_elements(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
-    moves m = {0};
-    item it = {.chunk = &flow->setup.ir->chunks[entry->chunk], .entry = entry};
-    end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
-    tb_status status = check_elements(flow, it.chunk);
-    if (status == TB_OK)
-        status = add_chunk(flow, &m, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
-    if (status == TB_OK) {
-        tb__move *move = &m.all.item[0];
-        const void *src = packs ? move->src[0] : buffer + entry->offset;
-        move->src = &src;
-        move->src_mapping = NULL;
-        move->dst = packs ? buffer + entry->offset : move->dst;
-        move->is_dst_in_buffer = false;
-        tb__loop_unlock(flow->o.loop);
-        status = tb__moves_run(move, 1);
-        tb__loop_lock(flow->o.loop);
-    }
-    tb__arena_fini(&m.arena);
-    free(m.all.item);
-    free(m.devices.item);
-    return status;
-}
-
-static tb_status code_entry(tb__flow *flow, const tb_bucket_entry *entry, char *buffer, bool packs) {
-    const tb_chunk *chunk = &flow->setup.ir->chunks[entry->chunk];
-    const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
-    if (packs ? !t->codec->pack : !t->codec->unpack)
-        return copy_elements(flow, entry, buffer, packs);
-    tb__loop_unlock(flow->o.loop);
-    tb_status status = packs ? t->codec->pack(t->codec->arg, chunk, &t->src, buffer + entry->offset)
-                             : t->codec->unpack(t->codec->arg, chunk, &t->dst, buffer + entry->offset);
-    tb__loop_lock(flow->o.loop);
-    return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
-}
-
-/* Whether the leg still wants what is being converted. */
-static tb_status check_wanted(const tb__flow *flow, bool is_send) {
-    const tb__leg *leg = is_send ? &flow->send : &flow->recv;
-    if (leg->memory_invalidated)
-        return tb__flow_check_memory(flow, is_send);
-    return leg->is_cancelled ? tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what)
-                             : TB_OK;
-}
-
-bool tb__flow_is_coded(const tb__flow *flow, size_t bucket) {
-    return flow->setup.ir->chunks[flow->setup.ir->entries[flow->setup.ir->buckets[bucket].first_entry].chunk].is_coded;
-}
-
-tb_status tb__flow_convert(tb__flow *flow, bool is_send, size_t index, char *buffer, bool packs) {
-    const tb_bucket *bucket = &flow->setup.ir->buckets[index];
-    const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    tb_status status = TB_OK;
-    flow->has_written |= !packs && !flow->o.shadow.is_used;
-    tb__phases_enter(leg->phases, packs ? TB_PHASE_PACK : TB_PHASE_UNPACK);
-    for (size_t i = 0; packs && i + 1 < bucket->nentries; i++) {
-        int64_t stop = entries[i].offset + entries[i].nbytes;
-        memset(buffer + stop, 0, (size_t)(entries[i + 1].offset - stop));
-    }
-    for (size_t i = 0; i < bucket->nentries && status == TB_OK; i++) {
-        status = code_entry(flow, &entries[i], buffer, packs);
-        leg->bytes_done += packs ? 0 : entries[i].nbytes;
-        if (status == TB_OK)
-            status = check_wanted(flow, is_send);
-    }
-    tb__leg_idle(leg);
-    return status;
 }

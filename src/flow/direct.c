@@ -300,7 +300,7 @@ static void end_aside(copying *c, tb_status status) {
             fail_read(flow, c, status);
         return;
     }
-    status = tb__flow_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
+    status = tb__staged_put_aside(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0], c->to, c->nbytes);
     if (status != TB_OK)
         tb__flow_unstage(flow, POOL_STASH, c->to, c->nbytes);
     tb__flow_end_step_recv(flow, status, tb_error_detail());
@@ -325,16 +325,57 @@ static tb_status read_aside(tb__flow *flow, lane *l) {
     return status;
 }
 
+static void end_own_unpack(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    const char *why = c->why;
+    free(c->from);
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+        why = tb_error_detail();
+    }
+    tb__flow_end_step_recv(flow, status, why);
+}
+
+static tb_status begin_own(tb__flow *flow, size_t bucket, copy_kind kind, char *buffer,
+                           void (*end)(copying *c, tb_status status)) {
+    copying *c = tb__flow_new_copying(flow, false, kind, 1);
+    tb_status status = TB_NO_MEMORY;
+    if (c) {
+        c->parts[c->nparts++] = (uint32_t)bucket;
+        c->from = kind == COPY_UNPACK ? buffer : NULL;
+        c->to = kind == COPY_PACK ? buffer : NULL;
+        c->end = end;
+        status = tb__flow_start_copying(c);
+    }
+    if (status != TB_OK)
+        free(buffer);
+    return status;
+}
+
+static void end_own_pack(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    const char *why = c->why;
+    if (flow->recv.is_ending || status != TB_OK)
+        free(c->to);
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK) {
+        status = begin_own(flow, c->parts[0], COPY_UNPACK, c->to, end_own_unpack);
+        why = tb_error_detail();
+    }
+    if (status != TB_OK)
+        tb__flow_end_step_recv(flow, status, why);
+}
+
 /* Of this rank with itself: by way of a buffer, as if it came from another. */
 static tb_status convert_own(tb__flow *flow, lane *l) {
     size_t index = l->channel->first_bucket + l->to_take;
     l->to_take = next_to_take(flow, l, l->to_take + 1);
     char *buffer = tb__malloc((size_t)flow->setup.ir->buckets[index].total_bytes, 1);
-    tb_status status = buffer ? tb__flow_convert(flow, false, index, buffer, true) : TB_NO_MEMORY;
-    if (status == TB_OK)
-        status = tb__flow_convert(flow, false, index, buffer, false);
-    free(buffer);
-    return status == TB_OK ? tb__flow_bucket_arrived(flow, l, index) : status;
+    return buffer ? begin_own(flow, index, COPY_PACK, buffer, end_own_pack) : TB_NO_MEMORY;
 }
 
 /* All that is ready and of one group, beginning with this lane. */

@@ -56,16 +56,13 @@ void tb__flow_destroy(tb__flow *flow) {
         tb__flow_cancel_copyings(flow, is_send);
     tb__loop_wait(flow->o.loop, has_no_copyings, flow, INT64_MAX);
     tb__flow_release_copies(flow);
-    tb__flow_drop_staged(flow, true);
-    tb__flow_drop_staged(flow, false);
+    tb__staged_fini(flow);
     if (flow->members)
         tb__flow_unbind(flow);
     for (size_t i = 0; flow->members && i < flow->nmembers; i++)
         free(flow->members[i].gone_why);
     tb__flow_unplan(flow);
     tb__attempts_fini(&flow->attempts);
-    free(flow->stash.item);
-    free(flow->announcements.item);
     tb__index_fini(&flow->by_rank);
     free(flow->slots);
     free(flow->members);
@@ -116,7 +113,6 @@ void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attem
 }
 
 void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note) {
-    tb__loop_lock(flow->o.loop);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_NOTE, attempt);
     tb__pack_raw(&pack, note->data, note->count);
@@ -126,7 +122,6 @@ void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *not
         tb__flow_send_message(flow, to, &pack);
     else
         tb__pack_fini(&pack);
-    tb__loop_unlock(flow->o.loop);
 }
 
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
@@ -217,9 +212,7 @@ void tb__flow_close_leg(tb__flow *flow, bool is_send) {
     if (!leg->is_ending || leg->ncopying > 0)
         return;
     leg->is_ending = leg->is_under_way = false;
-    tb__flow_drop_staged(flow, is_send);
-    if (!is_send)
-        tb__flow_end_recv(flow);
+    tb__staged_close(flow, is_send);
     tb__loop_wake(flow->o.loop);
 }
 
@@ -261,7 +254,7 @@ static void end_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->is_committed = true;
     leg->is_released |= is_send;
-    begin_end(flow, is_send); /* everybody has what is in staged_buckets */
+    begin_end(flow, is_send); /* everybody has what was staged */
 }
 
 /* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
@@ -277,8 +270,8 @@ static bool has_unsent(const tb__flow *flow) {
  * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
 static bool step_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool did = is_send && tb__flow_step_out(flow);
-    bool is_sent = !is_send || flow->sends_left == 0;
+    bool did = is_send && tb__staged_step_out(flow);
+    bool is_sent = !is_send || flow->staged.sends_left == 0;
     leg->wake_ms = 0;
     leg->is_released |= is_send && is_sent;
     if ((!is_sent || has_unsent(flow)) && !leg->is_cancelled)
@@ -343,7 +336,7 @@ static void drop_member(tb__flow *flow, member *m, tb_status status, const char 
     m->gone_why = tb__strdup(why);
     m->lost_ms = is_orderly ? 0 : tb__now_ms();
     flow->ngone++;
-    tb__flow_drop_sends(flow, m);
+    tb__staged_drop_sends(flow, m);
     tb__flow_read_word(flow, m);
     tb__flow_conclude_gone(flow, m);
     tb__loop_wake(flow->o.loop);
@@ -473,9 +466,11 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_READY:
         return tb__flow_on_ready(flow, from, attempt);
     case MESSAGE_BUCKET:
-        return tb__flow_on_bucket(flow, from, attempt, message);
+        return tb__staged_on_bucket(flow, from, attempt, message);
     case MESSAGE_GO:
-        return tb__flow_on_go(flow, from, message);
+        return tb__staged_on_go(flow, from, message);
+    case MESSAGE_TAKEN:
+        return tb__staged_on_taken(flow, from, message);
     case MESSAGE_STASHED:
         tb__flow_on_stashed(flow, from, attempt);
         return from->setup.is_reader;

@@ -6,10 +6,11 @@
  * (REACH).
  *
  * Then, for each transfer: the first rank of the sending side issues its number (START). Senders say READY; readers
- * copy straight from the senders' memory; what can't be reached is packed into staging memory, announced (BUCKET),
- * asked for (GO) and sent. A reader that has all it gets from a sender completes the exposure, by compare-and-set of a
- * word in the sender's memory, and says DONE. Whoever fails says so to all (ABORT), after it has revoked what it
- * exposed; they confirm that they know it (ABORT_ACK).
+ * copy straight from the senders' memory; what can't be reached is packed into staging memory and announced (BUCKET).
+ * There it is read by readers that can map it, which say so (TAKEN); others ask for it (GO), and it is sent. A reader
+ * that has all it gets from a sender completes the exposure, by compare-and-set of a word in the sender's memory, and
+ * says DONE. Whoever fails says so to all (ABORT), after it has revoked what it exposed; they confirm that they know it
+ * (ABORT_ACK).
  *
  * A receive may be *shadowed*: data lands beside the tensors. A receive that has all of it is *prepared*, and does not
  * end on its own any more: the flow's owner has it applied (the data is copied into the tensors, and the senders are
@@ -27,25 +28,40 @@
 
 typedef struct tb__flow tb__flow;
 
-/* How a coded tensor gets to and from the wire. Either may be NULL: then it is copied. Called without the lock; the
- * chunk's boxes are in the local tensors, and `wire` has its nbytes. */
+/* How a coded tensor gets to and from its wire form: by moves, or by a function of the user's. Where there is neither,
+ * its elements are copied. */
 typedef struct tb__codec {
     void *arg;
     bool reads_more; /* than src, so that there can be no snapshot */
-    tb_status (*pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire);
-    tb_status (*unpack)(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire);
+    bool packs_rows; /* list_pack can only read rows whose elements lie side by side */
+    /* Lists the moves between a chunk's box and its wire form, which is in the buffer of a run, from `offset` on. The
+     * base of `src` counts from the mapping, unless that is NULL. */
+    tb_status (*list_pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, tb__mapping *mapping,
+                           int64_t offset, tb__move_list *out);
+    tb_status (*list_unpack)(void *arg, const tb_chunk *chunk, int64_t offset, tb__move_list *out);
+    /* Called without the lock. The chunk's box is in host memory, and so is `wire`, which has the chunk's nbytes. */
+    tb_status (*call_pack)(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire);
+    tb_status (*call_unpack)(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire);
 } tb__codec;
 
-/* Tensors that are not written into place but handed on, when all of a group is here. Its pieces gather in a *slot*, in
- * the target's dtype: the band of each tensor row-major, from its offset there on. */
+/* What is done next with a group that was gathered. */
+typedef enum tb__gather_step {
+    TB__GATHER_MEASURE, /* its largest magnitudes are looked for, and then it is asked again */
+    TB__GATHER_WAIT,    /* for another rank */
+    TB__GATHER_WRITE,   /* the targets are written, which is the end of it */
+} tb__gather_step;
+
+/* Tensors that are not written into place but gathered, and written when all of a group is here. Its pieces gather in a
+ * *slot*, in host memory and in the target's dtype: the band of each tensor row-major, from its offset there on. */
 typedef struct tb__gather {
     size_t slot_nbytes; /* 0: there are none */
     uint32_t nslots;    /* groups that may be gathered at a time */
     void *arg;
-    /* A group is complete. Called without the lock, and again if it waits for somebody. */
-    tb_status (*complete)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, char *slot, bool *waits);
-    int32_t (*awaits)(void *arg); /* for whom; TB_NO_RANK: for nobody. With the lock */
-    /* What another rank said by tb__flow_note. With the lock. False: it makes no sense. */
+    /* Lists the moves of a step of MEASURE or WRITE. All functions are called with the lock held. */
+    tb_status (*list)(void *arg, uint32_t group, tb__gather_step step, const char *slot, tb__move_list *out);
+    tb_status (*next)(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, tb__gather_step *out);
+    int32_t (*awaits)(void *arg); /* for whom; TB_NO_RANK: for nobody */
+    /* What another rank said by tb__flow_note. False: it makes no sense. */
     bool (*note)(void *arg, int32_t rank, uint64_t attempt, tb__unpack *note);
 } tb__gather;
 
@@ -67,6 +83,8 @@ typedef struct tb__shadow {
     /* Called before the tensors change and, if that went well, after; until then their memory is in use. Without the
      * lock. */
     void (*applying)(void *arg, bool is_done);
+    /* Lists moves from shadows that the flow did not make to their tensors. */
+    tb_status (*list)(void *arg, tb__move_list *out);
 } tb__shadow;
 
 /* A tensor and where this process has its parts. The spec's pointers are borrowed. */
@@ -79,6 +97,8 @@ typedef struct tb__flow_tensor {
     bool is_gathered;
     bool has_own_shadow; /* in a shadowed receive the owner copies it to its place */
     size_t slot_offset;
+    const tb_binding *padding; /* around the target: a receive sets it to zero; borrowed */
+    size_t npadding;
     const bool *src_invalidated,
         *dst_invalidated; /* whether the program has taken its memory away; borrowed. NULL: it never does */
 } tb__flow_tensor;
@@ -224,7 +244,7 @@ bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor);
 /* Adds to the sentence who is being waited for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);
 
-/* Tells another rank something about a group that is complete. Without the lock. */
+/* Tells another rank something about a group that is complete. */
 void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note);
 
 /* What this rank sends or receives, piece by piece, and how: directly, by a copy out of a bucket, or by a

@@ -121,6 +121,7 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
         gathers |= flow->setup.groups.item[i].slot != TB__NOWHERE;
     }
     flow->groups_done = flow->slots_done = 0;
+    flow->is_handing_on = false;
     if (gathers && !flow->slots)
         flow->slots = tb__malloc(flow->o.gather.nslots, flow->o.gather.slot_nbytes);
     return gathers && !flow->slots ? TB_NO_MEMORY : TB_OK;
@@ -186,27 +187,58 @@ char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk) {
     return slot_of(flow, &flow->setup.groups.item[find_group(flow, chunk->group)]);
 }
 
+tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *out) {
+    const tb__gather *gather = &flow->o.gather;
+    tb__gather_step step = kind == COPY_MEASURE ? TB__GATHER_MEASURE : TB__GATHER_WRITE;
+    for (size_t i = 0; i < flow->setup.groups.count; i++) {
+        const group *g = &flow->setup.groups.item[i];
+        size_t first = out->moves.count;
+        if (g->slot == TB__NOWHERE)
+            continue;
+        TB_TRY(gather->list(gather->arg, g->number, step, slot_of(flow, g), out));
+        for (; first < out->moves.count; first++)
+            out->moves.item[first].part = g->number;
+    }
+    return TB_OK;
+}
+
+static void end_handing_on(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    const char *why = c->why;
+    flow->is_handing_on = false;
+    if (flow->recv.is_ending)
+        return;
+    if (status == TB_OK && c->kind == COPY_GATHERED) {
+        flow->slots_done++;
+        count_done(flow);
+        status = advance(flow);
+        if (status == TB_OK)
+            status = tb__flow_conclude(flow);
+        why = tb_error_detail();
+    }
+    if (status != TB_OK)
+        tb__flow_abort(flow, false, status, why);
+    else
+        tb__flow_end_step_recv(flow, TB_OK, "");
+}
+
 tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
     const group *g = next_complete(flow);
     const tb__gather *gather = &flow->o.gather;
-    bool waits = false;
-    if (!g || g->slot == TB__NOWHERE)
+    tb__gather_step step;
+    if (!g || g->slot == TB__NOWHERE || flow->is_handing_on)
         return TB_OK;
     TB_TRY(tb__flow_check_exposures(flow, g));
-    tb__phases_enter(flow->recv.phases, TB_PHASE_UNPACK);
-    flow->has_written |= !flow->o.shadow.is_used;
-    tb__loop_unlock(flow->o.loop);
-    tb_status status = gather->complete(gather->arg, flow, flow->recv.attempt, g->number, slot_of(flow, g), &waits);
-    tb__loop_lock(flow->o.loop);
-    tb__leg_idle(&flow->recv);
-    const member *awaited = waits && flow->ngone ? tb__flow_find(flow, gather->awaits(gather->arg)) : NULL;
-    if (status == TB_OK && awaited && awaited->is_gone)
-        status = tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited));
-    if (status != TB_OK || waits)
-        return status;
-    *did = true;
-    flow->slots_done++;
-    count_done(flow);
-    TB_TRY(advance(flow));
-    return tb__flow_conclude(flow);
+    TB_TRY(gather->next(gather->arg, flow, flow->recv.attempt, g->number, &step));
+    if (step == TB__GATHER_WAIT) {
+        const member *awaited = flow->ngone ? tb__flow_find(flow, gather->awaits(gather->arg)) : NULL;
+        return awaited && awaited->is_gone ? tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited)) : TB_OK;
+    }
+    copying *c = tb__flow_new_copying(flow, false, step == TB__GATHER_MEASURE ? COPY_MEASURE : COPY_GATHERED, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->parts[c->nparts++] = g->number;
+    c->end = end_handing_on;
+    flow->is_handing_on = *did = true;
+    return tb__flow_start_copying(c);
 }

@@ -52,7 +52,7 @@ tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_
     pieces list = {0};
     if (flow->o.staged || flow->o.checksum || l->first->is_coded || l->nsenders != 1)
         return NULL;
-    if (!add_entries(flow, &flow->setup.ir->buckets[bucket], is_target, flow->gaps[is_target], &list)) {
+    if (!add_entries(flow, &flow->setup.ir->buckets[bucket], is_target, flow->staged.gaps[is_target], &list)) {
         free(list.item);
         return NULL;
     }

@@ -17,55 +17,28 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     return tb__flow_count_arrived(flow, l);
 }
 
-tb_status tb__flow_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
-    if (!tb__vec_push(&flow->stash, (stashed){l, bucket, buffer, nbytes}))
-        return TB_NO_MEMORY;
-    tb__flow_count_aside(flow, l);
-    return TB_OK;
-}
-
-/* ---- Steps ----------------------------------------------------------------------------------------------------- */
-
-/* What was put aside and may be written now; NULL: nothing. */
-static stashed *find_writable(tb__flow *flow) {
-    for (size_t i = flow->stash.count; i-- > 0 && tb__flow_may_write(flow);) {
-        if (tb__flow_is_in_window(flow, &flow->setup.ir->buckets[flow->stash.item[i].bucket]))
-            return &flow->stash.item[i];
-    }
-    return NULL;
-}
-
-static void end_write(copying *c, tb_status status) {
+static void end_padding(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
-    tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
-    if (flow->recv.is_ending)
-        return;
-    const char *why = c->why;
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
-        why = tb_error_detail();
-    }
-    tb__flow_end_step_recv(flow, status, why);
+    flow->is_clearing_padding = false;
+    if (!flow->recv.is_ending)
+        tb__flow_end_step_recv(flow, status, c->why);
 }
 
-static tb_status write_stash(tb__flow *flow, stashed *at) {
-    stashed s = *at;
-    copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+/* Data and padding are different memory, so they are written in any order. A shadow's padding is the tensors'. */
+static tb_status clear_padding(tb__flow *flow) {
+    size_t n = 0;
+    for (size_t i = 0; i < flow->o.ntensors && !flow->o.shadow.is_used; i++)
+        n += flow->tensors[i].npadding;
+    flow->is_clearing_padding = false;
+    if (n == 0)
+        return TB_OK;
+    copying *c = tb__flow_new_copying(flow, false, COPY_PADDING, 0);
     if (!c)
         return TB_NO_MEMORY;
-    *at = flow->stash.item[--flow->stash.count];
-    c->parts[c->nparts++] = (uint32_t)s.bucket;
-    c->from = s.buffer;
-    c->nbytes = s.nbytes;
-    c->end = end_write;
-    tb_status status = tb__flow_start_copying(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    return status;
+    flow->is_clearing_padding = true;
+    c->end = end_padding;
+    return tb__flow_start_copying(c);
 }
-
-/* ---- A transfer ------------------------------------------------------------------------------------------------ */
 
 static tb_status open_transfer(tb__flow *flow) {
     TB_TRY(tb__flow_check_memory(flow, false));
@@ -76,22 +49,8 @@ static tb_status open_transfer(tb__flow *flow) {
     }
     TB_TRY(tb__flow_open_groups(flow));
     tb__flow_open_reads(flow);
-    memset(flow->is_taken, 0, flow->setup.ir->nbuckets * sizeof *flow->is_taken);
-    /* What was announced for transfers that are over will never be asked for. */
-    size_t kept = 0;
-    for (size_t i = 0; i < flow->announcements.count; i++) {
-        if (flow->announcements.item[i].attempt >= flow->recv.attempt)
-            flow->announcements.item[kept++] = flow->announcements.item[i];
-    }
-    flow->announcements.count = kept;
-    return TB_OK;
-}
-
-void tb__flow_end_recv(tb__flow *flow) {
-    while (flow->stash.count > 0) {
-        stashed s = flow->stash.item[--flow->stash.count];
-        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    }
+    tb__staged_open_recv(flow);
+    return clear_padding(flow);
 }
 
 /* All of it is here. In place it is live, too. */
@@ -109,7 +68,8 @@ static tb_status arrive(tb__flow *flow) {
 }
 
 static bool has_all(const tb__flow *flow) {
-    return flow->buckets_left == 0 && flow->nrelays == 0 && flow->groups_done == flow->setup.groups.count;
+    return flow->buckets_left == 0 && flow->staged.nrelays == 0 && flow->groups_done == flow->setup.groups.count &&
+           !flow->is_clearing_padding;
 }
 
 static bool step_receive(tb__flow *flow) {
@@ -134,15 +94,13 @@ static bool step_receive(tb__flow *flow) {
     }
     if (did || has_all(flow))
         return did;
-    stashed *aside = leg->ncopying < MOST_COPYINGS ? find_writable(flow) : NULL;
-    did = aside != NULL;
-    if (aside)
-        status = write_stash(flow, aside);
-    else if (leg->ncopying < MOST_COPYINGS)
+    bool may_copy = leg->ncopying < MOST_COPYINGS;
+    status = may_copy ? tb__staged_write_stash(flow, &did) : TB_OK;
+    if (may_copy && !did && status == TB_OK)
         status = tb__flow_step_reads(flow, &did);
-    if (!did)
-        return (flow->buckets_left > 0 || flow->nrelays > 0) &&
-               (tb__flow_step_in(flow) || tb__flow_step_reduce(flow, false));
+    if (!did && status == TB_OK)
+        return (flow->buckets_left > 0 || flow->staged.nrelays > 0) &&
+               (tb__staged_step_in(flow) || tb__staged_step_reduce(flow, false));
     if (status != TB_OK)
         tb__flow_await_reason(flow, false, status, tb_error_detail());
     return true;

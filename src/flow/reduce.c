@@ -20,7 +20,7 @@ static bool reduces(const lane *l, bool is_send) {
 }
 
 static size_t *position(lane *l, bool is_send) {
-    return is_send ? &l->to_send : &l->to_take;
+    return is_send ? &l->staged_lane.to_send : &l->staged_lane.to_combine;
 }
 
 static lane *choose_reduction(tb__flow *flow, bool is_send) {
@@ -45,7 +45,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
     size_t output = is_send || l->overwrites_source ? (size_t)bucket->total_bytes : 0;
     bool fits = from == to ? tb__flow_has_room(flow, from, inputs + output)
                            : tb__flow_has_room(flow, from, inputs) && tb__flow_has_room(flow, to, output);
-    if (!fits || (is_send && l->in_flight >= l->channel->max_in_flight) ||
+    if (!fits || (is_send && l->staged_lane.in_flight >= l->channel->max_in_flight) ||
         (!is_send &&
          (flow->members[flow->self].direct.ready != flow->recv.attempt || !tb__flow_admits(flow, l, bucket))))
         return TB_OK;
@@ -65,7 +65,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
         return TB_NO_MEMORY;
     }
     ++*position(l, is_send);
-    l->in_flight += is_send;
+    l->staged_lane.in_flight += is_send;
     for (uint32_t i = 0, j = 0; i < l->nsenders; i++) {
         if (l->senders[i] == flow->self)
             continue;
@@ -83,11 +83,11 @@ static bool ask_for_inputs(staged_bucket *p) {
     bool did = false;
     for (size_t i = 0; i < p->nmessages; i++) {
         bucket_message *c = &p->messages[i];
-        for (size_t j = 0; !c->is_posted && j < flow->announcements.count; j++) {
-            announcement a = flow->announcements.item[j];
+        for (size_t j = 0; !c->is_posted && j < flow->staged.announcements.count; j++) {
+            announcement a = flow->staged.announcements.item[j];
             if (a.attempt != attempt || a.bucket != p->bucket || a.member != c->member)
                 continue;
-            tb__flow_forget_bucket(flow, j);
+            tb__staged_forget(flow, j);
             tb__bucket_message_ask(c, &a);
             did = true;
         }
@@ -110,7 +110,7 @@ static tb_status use_output(staged_bucket *p) {
         return TB_OK;
     }
     if (p->output) {
-        TB_TRY(tb__flow_put_aside(flow, p->lane, p->bucket, p->output, p->output_nbytes));
+        TB_TRY(tb__staged_put_aside(flow, p->lane, p->bucket, p->output, p->output_nbytes));
         p->output = NULL;
         return TB_OK;
     }
@@ -139,7 +139,6 @@ static void end_combine(copying *c, tb_status status) {
 /* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
 static tb_status combine(staged_bucket *p) {
     tb__flow *flow = p->flow;
-    TB_TRY(tb__flow_check_sums(p));
     copying *c = tb__flow_new_copying(flow, p->is_send, p->output ? COPY_COMBINE : COPY_COMBINE_IN, 1);
     if (!c)
         return TB_NO_MEMORY;
@@ -152,16 +151,20 @@ static tb_status combine(staged_bucket *p) {
     return tb__flow_start_copying(c);
 }
 
-bool tb__flow_step_reduce(tb__flow *flow, bool is_send) {
+bool tb__staged_step_reduce(tb__flow *flow, bool is_send) {
     bool did = false;
     lane *l = choose_reduction(flow, is_send);
     tb_status status = l ? begin_reduction(flow, l, is_send, &did) : TB_OK;
-    for (staged_bucket *p = flow->staged_buckets; p && status == TB_OK; p = p->next) {
+    for (staged_bucket *p = flow->staged.buckets; p && status == TB_OK; p = p->next) {
         if (p->kind != STAGED_REDUCE || p->is_send != is_send || p->is_begun)
             continue;
         did |= ask_for_inputs(p);
         status = tb__staged_bucket_check(p);
-        if (status == TB_OK && p->left == 0 && (p->output || tb__flow_may_write(flow))) {
+        if (status != TB_OK || p->left > 0 || !(p->output || tb__flow_may_write(flow)))
+            continue;
+        bool is_checked;
+        status = tb__staged_bucket_check_sums(p, &is_checked);
+        if (status == TB_OK && is_checked) {
             status = combine(p);
             did = true;
             break;

@@ -165,8 +165,9 @@ static bool has_to_come(const tb__flow *flow, bool is_send, const member *m) {
 }
 
 static bool is_announced(const tb__flow *flow, size_t bucket) {
-    for (size_t i = 0; i < flow->announcements.count; i++) {
-        if (flow->announcements.item[i].bucket == bucket && flow->announcements.item[i].attempt == flow->recv.attempt)
+    for (size_t i = 0; i < flow->staged.announcements.count; i++) {
+        if (flow->staged.announcements.item[i].bucket == bucket &&
+            flow->staged.announcements.item[i].attempt == flow->recv.attempt)
             return true;
     }
     return false;
@@ -176,7 +177,7 @@ static bool is_announced(const tb__flow *flow, size_t bucket) {
 static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
     if (is_send || !flow->recv.attempt || !flow->setup.is_planned)
         return false;
-    for (const staged_bucket *p = flow->staged_buckets; p; p = p->next) {
+    for (const staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         if (p->kind == STAGED_IN && !p->messages[0].is_done && &flow->members[p->messages[0].member] == m)
             return true;
     }
@@ -185,7 +186,7 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
         bool is_from = l->is_target && l->takes_staged && !l->is_shipper && &flow->members[l->parent] == m;
         for (size_t j = 0; is_from && j < l->channel->nbuckets; j++) {
             size_t bucket = l->channel->first_bucket + j;
-            if (flow->setup.paths[bucket].takes_staged && !flow->is_taken[bucket] && !is_announced(flow, bucket))
+            if (flow->setup.paths[bucket].takes_staged && !flow->staged.is_taken[bucket] && !is_announced(flow, bucket))
                 return true;
         }
     }
@@ -194,7 +195,7 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
 
 /* To whom this rank hands on what it has got. */
 static bool has_to_take(const tb__flow *flow, bool is_send, const member *m) {
-    for (const staged_bucket *p = flow->staged_buckets; p && !is_send; p = p->next) {
+    for (const staged_bucket *p = flow->staged.buckets; p && !is_send; p = p->next) {
         for (size_t i = 1; p->kind == STAGED_IN && p->is_announced && i < p->nmessages; i++) {
             if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
                 return true;
@@ -210,7 +211,7 @@ static bool has_more(const tb__flow *flow, bool is_send, const member *m) {
 
 /* Whose contributions to what this rank ships are not all here. */
 static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *m) {
-    for (const staged_bucket *p = flow->staged_buckets; p && is_send; p = p->next) {
+    for (const staged_bucket *p = flow->staged.buckets; p && is_send; p = p->next) {
         for (size_t i = 0; p->is_send && p->kind == STAGED_REDUCE && i < p->nmessages; i++) {
             if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
                 return true;
@@ -219,7 +220,7 @@ static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *
     for (size_t i = 0; is_send && flow->direct.is_exposed && i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
         bool reduces = l->is_shipper && !l->is_target && l->nstaged && l->nsenders > 1;
-        for (uint32_t j = 0; reduces && l->to_send < l->channel->nbuckets && j < l->nsenders; j++) {
+        for (uint32_t j = 0; reduces && l->staged_lane.to_send < l->channel->nbuckets && j < l->nsenders; j++) {
             if (&flow->members[l->senders[j]] == m)
                 return true;
         }
@@ -298,7 +299,7 @@ static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
 /* What becomes of a piece that is received. */
 static const char *write_back(const tb__flow *flow, const lane *l, const bucket_path *path, const tb_chunk *c) {
     const tb__flow_tensor *t = &flow->tensors[c->tensor];
-    if (t->is_gathered || (c->is_coded && t->codec->unpack))
+    if (t->is_gathered || (c->is_coded && (t->codec->list_unpack || t->codec->call_unpack)))
         return "transform";
     if (tb__flow_is_in_place(flow, c))
         return "in place";

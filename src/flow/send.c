@@ -1,17 +1,6 @@
 /* The steps of a send: take the snapshot, expose the tensors, send what is staged, until everybody is done. */
 #include "flow/flow_inside.h"
 
-static void open_lanes(tb__flow *flow) {
-    flow->sends_left = 0;
-    for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
-        lane *l = &flow->setup.lanes[i];
-        l->to_send = tb__lane_next_staged(flow, l, 0);
-        if (l->is_contributor || (l->is_shipper && !l->is_target))
-            flow->sends_left += l->nstaged;
-    }
-    tb__flow_open_out(flow);
-}
-
 static void end_snapshot(copying *c, tb_status status) {
     tb__flow *flow = c->flow;
     flow->is_taking_snapshot = false;
@@ -43,7 +32,7 @@ bool tb__flow_step_send(tb__flow *flow) {
         if (status == TB_OK && flow->setup.snapshot_of && flow->snapshot_attempt != leg->attempt) {
             status = take_snapshot(flow);
         } else if (status == TB_OK) {
-            open_lanes(flow);
+            tb__staged_open_send(flow);
             tb__flow_expose(flow);
         }
         if (status == TB_OK)
@@ -53,9 +42,9 @@ bool tb__flow_step_send(tb__flow *flow) {
         tb__flow_abort(flow, true, status, tb_error_detail());
         return true;
     }
-    if (tb__flow_step_out(flow) || tb__flow_step_reduce(flow, true))
+    if (tb__staged_step_out(flow) || tb__staged_step_reduce(flow, true))
         return true;
-    if (flow->direct.readers_left > 0 || flow->sends_left > 0)
+    if (flow->direct.readers_left > 0 || flow->staged.sends_left > 0)
         return false;
     bool was_released = leg->is_released;
     leg->is_released = true;

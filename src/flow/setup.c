@@ -147,8 +147,7 @@ static tb_status index_buckets(tb__flow *flow) {
 static tb_status make_lanes(tb__flow *flow) {
     flow->setup.lanes = tb__calloc(flow->setup.ir->nchannels, sizeof *flow->setup.lanes);
     flow->setup.paths = tb__calloc(flow->setup.ir->nbuckets, sizeof *flow->setup.paths);
-    flow->is_taken = tb__calloc(flow->setup.ir->nbuckets, sizeof *flow->is_taken);
-    if (!flow->setup.lanes || !flow->setup.paths || !flow->is_taken)
+    if (!flow->setup.lanes || !flow->setup.paths)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++)
         TB_TRY(make_lane(flow, &flow->setup.lanes[i], &flow->setup.ir->channels[i]));
@@ -186,7 +185,9 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
         for (size_t i = 0; i < flow->o.ntensors; i++) {
             tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
-            if (!left[i] || tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
+            /* in the second pass, those of the first one only: the others' live_of is not set */
+            if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE) ||
+                tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
                 continue;
             TB_TRY(tb_shape_size(&b->shape, b->dtype, NULL, &nbytes));
             if (pass == 0) {
@@ -231,18 +232,6 @@ static tb_status make_snapshot(tb__flow *flow) {
         status = tb__flow_bind_beside(flow, true, all, &flow->setup.snapshot_of);
     free(all);
     return status;
-}
-
-/* Conversions are functions that run in this process, on host memory. */
-static tb_status check_converted(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->o.ntensors; i++) {
-        const tb__flow_tensor *t = &flow->tensors[i];
-        if ((t->codec || t->is_gathered) &&
-            !(tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base)))
-            return tb__fail(TB_REFUSED, "tensor '%.100s' of %s is converted on its way, and not in host memory",
-                            t->spec.name, flow->what);
-    }
-    return TB_OK;
 }
 
 static tb_status check_targets(const tb__flow *flow) {
@@ -330,7 +319,6 @@ static tb_status make_plan(tb__flow *flow) {
     if (!flow->setup.src_regions || !flow->setup.dst_regions || !flow->setup.overwritten)
         return TB_NO_MEMORY;
     TB_TRY(check_targets(flow));
-    TB_TRY(check_converted(flow));
     if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
     /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
@@ -342,9 +330,7 @@ static tb_status make_plan(tb__flow *flow) {
         TB_TRY(tb__flow_make_shadow(flow));
     TB_TRY(make_lanes(flow));
     TB_TRY(tb__flow_make_words(flow));
-    for (int p = 0; p < POOL_STASH; p++)
-        flow->pool_size[p] = flow->o.own_staging_bytes / 4;
-    return TB_OK;
+    return tb__staged_init(flow);
 }
 
 tb_status tb__flow_plan(tb__flow *flow) {
@@ -385,7 +371,6 @@ void tb__flow_unplan(tb__flow *flow) {
     free(flow->shadow.live);
     free(flow->setup.lanes);
     free(flow->setup.paths);
-    free(flow->is_taken);
     free(flow->setup.groups.item);
     tb__index_fini(&flow->setup.by_bucket);
     tb__arena_fini(&flow->setup.arena);

@@ -8,10 +8,9 @@
 
 #include "base/mem.h"
 #include "flow/flow.h"
+#include "flow/staged.h"
 #include "ir/ir.h"
 #include "loop/region.h"
-
-typedef struct member member;
 
 /* Where a sender keeps one of its tensors. */
 typedef struct place {
@@ -50,9 +49,8 @@ typedef struct lane {
     bool overwrites_source; /* as a target: put aside before anything is written */
     size_t nstaged;         /* as a source: buckets that must be sent to some target */
 
-    /* How far the transfers under way have come: written by direct.c, staged.c and reduce.c. */
-    size_t to_send, to_take; /* the next bucket, from the channel's first */
-    uint32_t in_flight;
+    size_t to_take; /* the next bucket to be read, from the channel's first: written by direct.c */
+    struct staged_lane staged_lane;
 } lane;
 
 typedef struct group {
@@ -123,6 +121,10 @@ bool tb__flow_all_have_reach(const tb__flow *flow);
 size_t tb__lane_next_staged(const tb__flow *flow, const lane *l, size_t from);
 void tb__flow_unbind(tb__flow *flow);
 place *tb__member_place(const member *m, uint32_t tensor);
+/* A key by which the peer may reach memory of a region; an empty one where it can't. */
+void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer);
+/* Maps so many bytes of memory that the member has exported; NULL: that can't be done. *remote is to be released. */
+char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbytes, tb_remote **remote);
 /* Whether the rank is on another host, so that its memory can't be reached. */
 bool tb__flow_is_far(const tb__flow *flow, int32_t rank);
 

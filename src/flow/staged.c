@@ -1,6 +1,8 @@
-/* Buckets that are packed and sent, and those that come and are unpacked. What lies in long runs at one end is sent
- * from there, or received there, without a buffer. */
+/* Buckets that are packed, and those that come and are unpacked: out of their sender's buffer where it is mapped. What
+ * lies in long runs at one end is sent from there, or received there, without a buffer. */
 #include "flow/flow_inside.h"
+
+#include <string.h>
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
 
@@ -16,11 +18,12 @@ staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t buck
 }
 
 static size_t next_to_send(const lane *l) {
-    return l->channel->first_bucket + l->to_send;
+    return l->channel->first_bucket + l->staged_lane.to_send;
 }
 
 static bool can_send(const lane *l) {
-    return l->nstaged && l->to_send < l->channel->nbuckets && l->in_flight < l->channel->max_in_flight;
+    return l->nstaged && l->staged_lane.to_send < l->channel->nbuckets &&
+           l->staged_lane.in_flight < l->channel->max_in_flight;
 }
 
 static size_t packed_size(const tb__flow *flow, const lane *l, size_t bucket) {
@@ -33,13 +36,17 @@ static bool packs(const lane *l) {
     return l->nstaged && (l->is_contributor || (l->is_shipper && !l->is_target && l->nsenders == 1));
 }
 
-void tb__flow_open_out(tb__flow *flow) {
-    flow->largest_out = 0;
+void tb__staged_open_send(tb__flow *flow) {
+    flow->staged.sends_left = 0;
+    flow->staged.largest_out = 0;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
-        const lane *l = &flow->setup.lanes[i];
+        lane *l = &flow->setup.lanes[i];
+        l->staged_lane.to_send = tb__lane_next_staged(flow, l, 0);
+        if (l->is_contributor || (l->is_shipper && !l->is_target))
+            flow->staged.sends_left += l->nstaged;
         for (size_t j = 0; packs(l) && (j = tb__lane_next_staged(flow, l, j)) < l->channel->nbuckets; j++) {
             int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
-            flow->largest_out = nbytes > flow->largest_out ? nbytes : flow->largest_out;
+            flow->staged.largest_out = nbytes > flow->staged.largest_out ? nbytes : flow->staged.largest_out;
         }
     }
 }
@@ -55,7 +62,8 @@ static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
     size_t nbytes = packed_size(flow, l, next_to_send(l));
     return next_group(flow, l) == lowest
                ? tb__flow_has_room(flow, POOL_SEND, nbytes)
-               : flow->pool_used[POOL_SEND] + (int64_t)nbytes + flow->largest_out <= flow->pool_size[POOL_SEND];
+               : flow->staged.pool_used[POOL_SEND] + (int64_t)nbytes + flow->staged.largest_out <=
+                     flow->staged.pool_size[POOL_SEND];
 }
 
 /* The lane whose bucket is packed next: contributions in their order; others as they come round, lower groups first. */
@@ -65,12 +73,12 @@ static lane *choose_out(tb__flow *flow) {
     uint32_t lowest = UINT32_MAX;
     for (size_t i = 0; i < n; i++) {
         const lane *l = &flow->setup.lanes[i];
-        if (packs(l) && l->to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
+        if (packs(l) && l->staged_lane.to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
             lowest = next_group(flow, l);
     }
     for (size_t i = 0; i < n; i++) {
-        lane *l = &flow->setup.lanes[(flow->next_lane_out + i) % n];
-        if (!packs(l) || l->to_send == l->channel->nbuckets)
+        lane *l = &flow->setup.lanes[(flow->staged.next_lane + i) % n];
+        if (!packs(l) || l->staged_lane.to_send == l->channel->nbuckets)
             continue;
         if (l->is_contributor &&
             (!contribution || tb__flow_is_before(flow, next_to_send(l), next_to_send(contribution))))
@@ -108,17 +116,11 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
-    l->to_send = tb__lane_next_staged(flow, l, l->to_send + 1);
-    l->in_flight++;
+    l->staged_lane.to_send = tb__lane_next_staged(flow, l, l->staged_lane.to_send + 1);
+    l->staged_lane.in_flight++;
     if (p->pieces) {
         tb__staged_bucket_announce(p);
         return TB_OK;
-    }
-    if (tb__flow_is_coded(flow, index)) {
-        tb_status status = tb__flow_convert(flow, true, index, p->buffer, true);
-        if (status == TB_OK)
-            tb__staged_bucket_announce(p);
-        return status;
     }
     copying *c = tb__flow_new_copying(flow, true, l->is_contributor ? COPY_CONTRIBUTE : COPY_PACK, 1);
     if (!c)
@@ -130,24 +132,24 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     return tb__flow_start_copying(c);
 }
 
-bool tb__flow_step_out(tb__flow *flow) {
+bool tb__staged_step_out(tb__flow *flow) {
     tb_status status = TB_OK;
     bool did = false;
-    for (staged_bucket *p = flow->staged_buckets, *next; p && status == TB_OK; p = next) {
+    for (staged_bucket *p = flow->staged.buckets, *next; p && status == TB_OK; p = next) {
         next = p->next;
         if (!p->is_send || p->kind != STAGED_OUT)
             continue;
         status = tb__staged_bucket_check(p);
         if (status == TB_OK && p->left == 0) {
-            p->lane->in_flight--;
-            flow->sends_left--;
+            p->lane->staged_lane.in_flight--;
+            flow->staged.sends_left--;
             tb__staged_bucket_destroy(p);
             did = true;
         }
     }
-    lane *l = status == TB_OK && flow->sends_left > 0 ? choose_out(flow) : NULL;
+    lane *l = status == TB_OK && flow->staged.sends_left > 0 ? choose_out(flow) : NULL;
     if (l) {
-        flow->next_lane_out = (uint32_t)((size_t)(l - flow->setup.lanes + 1) % flow->setup.ir->nchannels);
+        flow->staged.next_lane = (uint32_t)((size_t)(l - flow->setup.lanes + 1) % flow->setup.ir->nchannels);
         status = pack_bucket(flow, l);
         did = true;
     }
@@ -158,6 +160,27 @@ bool tb__flow_step_out(tb__flow *flow) {
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
 
+void tb__staged_open_recv(tb__flow *flow) {
+    memset(flow->staged.is_taken, 0, flow->setup.ir->nbuckets * sizeof *flow->staged.is_taken);
+    for (size_t i = 0; i < flow->setup.ir->nchannels; i++)
+        flow->setup.lanes[i].staged_lane.to_combine = 0;
+    tb__staged_drop_announcements(flow, 0, flow->recv.attempt - 1); /* of transfers that are over */
+}
+
+/* Reads it in the sender's buffer. */
+static void begin_read(staged_bucket *p, const announcement *a) {
+    bucket_message *c = &p->messages[0];
+    p->remote = a->remote;
+    p->map = a->map;
+    c->member = a->member;
+    c->tag = a->tag;
+    c->sum = a->sum;
+    c->op.kind = TB_OP_RECV;
+    c->piece = (tb_piece){a->map, a->nbytes};
+    p->flow->recv.in_flight++;
+    tb__leg_idle(&p->flow->recv);
+}
+
 static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
     staged_bucket *p = tb__staged_bucket_create(flow, l, a->bucket, false, 1 + l->nchildren);
     if (!p)
@@ -165,8 +188,12 @@ static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
     p->kind = STAGED_IN;
     p->pool = l->overwrites_source ? POOL_STASH : POOL_RECEIVE;
     p->nbytes = a->nbytes;
-    flow->nrelays += l->nchildren > 0;
-    flow->is_taken[a->bucket] = true;
+    flow->staged.nrelays += l->nchildren > 0;
+    flow->staged.is_taken[a->bucket] = true;
+    if (a->map) {
+        begin_read(p, a);
+        return TB_OK;
+    }
     /* What is handed on stays in a buffer: the host may use its tensors when they have arrived. */
     if (!l->overwrites_source && l->nchildren == 0 && tb__flow_may_write(flow))
         p->pieces = tb__flow_pieces(flow, l, a->bucket, true, &p->npieces);
@@ -190,7 +217,7 @@ static uint32_t lowest_relay(const tb__flow *flow) {
         const lane *l = &flow->setup.lanes[i];
         const tb_bucket *b = &flow->setup.ir->buckets[l->channel->first_bucket];
         size_t j = 0;
-        while (l->nchildren && j < l->channel->nbuckets && flow->is_taken[l->channel->first_bucket + j])
+        while (l->nchildren && j < l->channel->nbuckets && flow->staged.is_taken[l->channel->first_bucket + j])
             j++;
         if (l->nchildren && j < l->channel->nbuckets && b[j].group < lowest)
             lowest = b[j].group;
@@ -205,24 +232,25 @@ static bool has_room(const tb__flow *flow, const lane *l, const announcement *a,
         return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
     if (!l->nchildren || flow->setup.ir->buckets[a->bucket].group <= lowest)
         return tb__flow_has_room(flow, POOL_RECEIVE, a->nbytes);
-    return flow->pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->setup.largest_relay <=
-           flow->pool_size[POOL_RECEIVE];
+    return flow->staged.pool_used[POOL_RECEIVE] + (int64_t)a->nbytes + flow->setup.largest_relay <=
+           flow->staged.pool_size[POOL_RECEIVE];
 }
 
 /* Asks for announced buckets while there is memory for them. */
 static tb_status accept_all(tb__flow *flow, bool *did) {
-    uint32_t lowest = flow->announcements.count ? lowest_relay(flow) : 0;
-    for (size_t i = 0; i < flow->announcements.count;) {
-        announcement a = flow->announcements.item[i];
+    uint32_t lowest = flow->staged.announcements.count ? lowest_relay(flow) : 0;
+    for (size_t i = 0; i < flow->staged.announcements.count;) {
+        announcement a = flow->staged.announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
         if (a.attempt != flow->recv.attempt || l->is_shipper ||
-            !tb__flow_admits(flow, l, &flow->setup.ir->buckets[a.bucket]) || !has_room(flow, l, &a, lowest)) {
+            !tb__flow_admits(flow, l, &flow->setup.ir->buckets[a.bucket]) ||
+            !(a.map || has_room(flow, l, &a, lowest))) {
             i++;
             continue;
         }
-        tb__flow_forget_bucket(flow, i);
         *did = true;
         TB_TRY(accept(flow, &a, l));
+        tb__staged_forget(flow, i);
     }
     return TB_OK;
 }
@@ -235,6 +263,10 @@ static void end_unpack(copying *c, tb_status status) {
         return;
     const char *why = c->why;
     if (status == TB_OK) {
+        status = tb__staged_bucket_end_read(p);
+        why = tb_error_detail();
+    }
+    if (status == TB_OK) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
         why = tb_error_detail();
@@ -246,22 +278,20 @@ static void end_unpack(copying *c, tb_status status) {
 
 static tb_status unpack(tb__flow *flow, staged_bucket *p) {
     lane *l = p->lane;
+    char *from = p->map ? p->map : p->buffer;
     p->is_begun = true;
     if (l->overwrites_source) {
-        TB_TRY(tb__flow_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
+        TB_TRY(tb__staged_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
     } else if (p->pieces) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
-        TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
-    } else if (tb__flow_is_coded(flow, p->bucket)) {
-        TB_TRY(tb__flow_convert(flow, false, p->bucket, p->buffer, false));
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
         copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
         if (!c)
             return TB_NO_MEMORY;
         c->parts[c->nparts++] = (uint32_t)p->bucket;
-        c->from = p->buffer;
+        c->from = from;
         c->staged_bucket = p;
         c->end = end_unpack;
         return tb__flow_start_copying(c);
@@ -278,15 +308,18 @@ static bool can_unpack(const tb__flow *flow, const staged_bucket *p) {
 /* What can be done for a staged_bucket that has come: it goes on to others and to its place, in this order, and is gone
  * when it is in both. */
 static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
-    if (!p->is_checked) {
-        *did = p->is_checked = true;
-        TB_TRY(tb__flow_check_sums(p));
+    bool is_checked;
+    TB_TRY(tb__staged_bucket_check_sums(p, &is_checked));
+    if (!is_checked)
+        return TB_OK;
+    if (!p->is_relayed) {
+        *did = p->is_relayed = true;
         if (p->nmessages > 1)
             tb__staged_bucket_announce(p);
     }
     if (can_unpack(flow, p)) {
         *did = true;
-        TB_TRY(unpack(flow, p));
+        return unpack(flow, p); /* p may be gone */
     }
     if (p->is_unpacked && p->left == 0) {
         *did = true;
@@ -295,16 +328,16 @@ static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
     return TB_OK;
 }
 
-bool tb__flow_step_in(tb__flow *flow) {
+bool tb__staged_step_in(tb__flow *flow) {
     bool did = false;
     tb_status status = accept_all(flow, &did);
     bool took = false;
-    for (staged_bucket *p = flow->staged_buckets, *next; p && status == TB_OK && !took; p = next) {
+    for (staged_bucket *p = flow->staged.buckets, *next; p && status == TB_OK && !took; p = next) {
         next = p->next;
         if (p->kind != STAGED_IN)
             continue;
         status = tb__staged_bucket_check(p);
-        if (status == TB_OK && p->messages[0].is_done)
+        if (status == TB_OK && (p->map || p->messages[0].is_done))
             status = take(flow, p, &took);
     }
     if (status != TB_OK) {
@@ -312,4 +345,56 @@ bool tb__flow_step_in(tb__flow *flow) {
         return true;
     }
     return did || took;
+}
+
+/* ---- The stash ------------------------------------------------------------------------------------------------- */
+
+tb_status tb__staged_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
+    if (!tb__vec_push(&flow->staged.stash, (stashed){l, bucket, buffer, nbytes}))
+        return TB_NO_MEMORY;
+    tb__flow_count_aside(flow, l);
+    return TB_OK;
+}
+
+/* What was put aside and may be written now; NULL: nothing. */
+static stashed *find_writable(tb__flow *flow) {
+    for (size_t i = flow->staged.stash.count; i-- > 0 && tb__flow_may_write(flow);) {
+        if (tb__flow_is_in_window(flow, &flow->setup.ir->buckets[flow->staged.stash.item[i].bucket]))
+            return &flow->staged.stash.item[i];
+    }
+    return NULL;
+}
+
+static void end_stash_write(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
+    if (flow->recv.is_ending)
+        return;
+    const char *why = c->why;
+    if (status == TB_OK) {
+        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+        why = tb_error_detail();
+    }
+    tb__flow_end_step_recv(flow, status, why);
+}
+
+tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
+    stashed *at = find_writable(flow);
+    if (!at)
+        return TB_OK;
+    stashed s = *at;
+    *did = true;
+    copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+    if (!c)
+        return TB_NO_MEMORY;
+    *at = flow->staged.stash.item[--flow->staged.stash.count];
+    c->parts[c->nparts++] = (uint32_t)s.bucket;
+    c->from = s.buffer;
+    c->nbytes = s.nbytes;
+    c->end = end_stash_write;
+    tb_status status = tb__flow_start_copying(c);
+    if (status != TB_OK)
+        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
+    return status;
 }

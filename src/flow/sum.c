@@ -1,36 +1,84 @@
-/* Sums of what goes through staging memory, where they are asked for. */
+/* Checksums of what goes through staging memory, where they are asked for: the sender tells the sum of a bucket with
+ * its announcement, and whoever gets the bucket compares. */
 #include "flow/flow_inside.h"
-
-#include "base/checksum.h"
 
 void (*tb__flow_on_arrival)(void *bytes, size_t nbytes);
 
-/* With the lock free: it takes about as long as a copy. */
-uint64_t tb__flow_sum(const tb__flow *flow, const void *bytes, size_t nbytes) {
-    if (!flow->o.checksum)
-        return 0;
-    tb__loop_unlock(flow->o.loop);
-    uint64_t sum = tb__checksum(bytes, nbytes);
-    tb__loop_lock(flow->o.loop);
-    return sum;
+/* Ends in `end`, which finds the sum in the copying's run. */
+static tb_status begin_sum(staged_bucket *p, bucket_message *message, char *bytes, size_t nbytes,
+                           void (*end)(copying *c, tb_status status)) {
+    copying *c = tb__flow_new_copying(p->flow, p->is_send, COPY_SUM, 0);
+    if (!c)
+        return TB_NO_MEMORY;
+    c->from = bytes;
+    c->nbytes = nbytes;
+    c->staged_bucket = p;
+    c->message = message;
+    c->end = end;
+    p->nsums++;
+    return tb__flow_start_copying(c);
 }
 
-tb_status tb__flow_check_sums(const staged_bucket *p) {
-    const tb__flow *flow = p->flow;
-    const tb_chunk *first =
-        &flow->setup.ir->chunks[flow->setup.ir->entries[flow->setup.ir->buckets[p->bucket].first_entry].chunk];
-    for (size_t i = 0; i < p->nmessages; i++) {
-        const bucket_message *c = &p->messages[i];
-        if (c->op.kind != TB_OP_RECV || p->pieces) /* what goes without a buffer goes without a sum */
+/* ---- Out -------------------------------------------------------------------------------------------------------- */
+
+static void end_out_sum(copying *c, tb_status status) {
+    staged_bucket *p = c->staged_bucket;
+    if (tb__staged_bucket_leg(p)->is_ending)
+        return;
+    p->nsums--;
+    p->sum = tb__jobs_sum(&c->run);
+    if (status == TB_OK)
+        tb__staged_bucket_announce(p);
+    else
+        tb__flow_await_reason(c->flow, c->is_send, status, c->why);
+}
+
+bool tb__staged_bucket_begin_sum(staged_bucket *p) {
+    if (!p->flow->o.checksum || p->kind == STAGED_IN || p->is_summed)
+        return false;
+    p->is_summed = true;
+    tb_status status = begin_sum(p, NULL, p->buffer, p->nbytes, end_out_sum);
+    if (status != TB_OK)
+        tb__flow_await_reason(p->flow, p->is_send, status, tb_error_detail());
+    return true;
+}
+
+/* ---- In --------------------------------------------------------------------------------------------------------- */
+
+static void end_in_sum(copying *c, tb_status status) {
+    tb__flow *flow = c->flow;
+    staged_bucket *p = c->staged_bucket;
+    const bucket_message *m = c->message;
+    const tb_chunk *first = tb__flow_first_chunk(flow, p->bucket);
+    if (tb__staged_bucket_leg(p)->is_ending)
+        return;
+    p->nsums--;
+    const char *why = c->why;
+    if (status == TB_OK && tb__jobs_sum(&c->run) != m->sum) {
+        status = tb__fail(TB_IO,
+                          "bucket %zu of %s, which begins with tensor '%.100s', has come from %s with other bytes than "
+                          "it was sent with",
+                          p->bucket, flow->what, flow->tensors[first->tensor].spec.name,
+                          flow->members[m->member].peer->label);
+        why = tb_error_detail();
+    }
+    if (status == TB_OK)
+        return;
+    p->nsums++; /* never again: it is not used */
+    tb__flow_await_reason(flow, p->is_send, status, why);
+}
+
+tb_status tb__staged_bucket_check_sums(staged_bucket *p, bool *is_checked) {
+    for (size_t i = 0; !p->is_summed && i < p->nmessages; i++) {
+        bucket_message *m = &p->messages[i];
+        if (m->op.kind != TB_OP_RECV || p->pieces) /* what goes without a buffer goes without a sum */
             continue;
         if (tb__flow_on_arrival)
-            tb__flow_on_arrival(c->piece.base, c->piece.nbytes);
-        if (tb__flow_sum(flow, c->piece.base, c->piece.nbytes) != c->sum)
-            return tb__fail(TB_IO,
-                            "bucket %zu of %s, which begins with tensor '%.100s', has come from %s with other bytes "
-                            "than it was sent with",
-                            p->bucket, flow->what, flow->tensors[first->tensor].spec.name,
-                            flow->members[c->member].peer->label);
+            tb__flow_on_arrival(m->piece.base, m->piece.nbytes);
+        if (p->flow->o.checksum)
+            TB_TRY(begin_sum(p, m, m->piece.base, m->piece.nbytes, end_in_sum));
     }
+    p->is_summed = true;
+    *is_checked = p->nsums == 0;
     return TB_OK;
 }

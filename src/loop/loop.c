@@ -86,6 +86,14 @@ static bool step_tasks(tb__loop *loop) {
     return did;
 }
 
+static tb_status begin_work(tb__submitted *it) {
+    const tb__device_ops *ops = it->device->ops;
+    if (it->is_cancelled)
+        return tb__fail(TB_CANCELLED, "it was cancelled");
+    return it->job ? ops->run(it->device, it->job, &it->run, &it->fence)
+                   : ops->checksum(it->device, it->bytes, it->nbytes, &it->sum, &it->fence);
+}
+
 /* Gives devices what was submitted, and tells them what was cancelled. */
 static void begin_submitted(tb__loop *loop) {
     for (tb__submitted *it = loop->submitted; it; it = it->next) {
@@ -94,8 +102,7 @@ static void begin_submitted(tb__loop *loop) {
         if (it->is_begun)
             continue;
         it->is_begun = true;
-        tb_status status = it->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled")
-                                            : it->device->ops->run(it->device, it->job, &it->run, &it->fence);
+        tb_status status = begin_work(it);
         if (status == TB_OK)
             continue;
         it->fence = (tb__fence){.is_done = true, .status = status};

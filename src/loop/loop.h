@@ -31,8 +31,11 @@ struct tb__task {
 typedef struct tb__submitted tb__submitted;
 struct tb__submitted {
     tb__device *device;
-    tb__job *job;
+    tb__job *job; /* NULL: the checksum of some bytes */
     tb__run run;
+    const void *bytes;
+    size_t nbytes;
+    uint64_t sum;
     void (*done)(tb__submitted *submitted);
     tb__fence fence;
 
@@ -61,9 +64,11 @@ typedef struct tb__peer {
     tb_op receive;     /* of the next message */
     tb_piece receive_piece;
     unsigned char *inbox, *body;
-    tb__task again;                /* tries to receive once more ... */
-    bool awaits_body;              /* ... the rest of a message whose beginning is in the inbox, or the next one */
-    struct tb__outgoing *unposted; /* a message that is on its way by half; NULL: there is none */
+    bool is_in_message;            /* the frame in the inbox announces a message of which parts are to come */
+    size_t received;               /* of them, in `body` */
+    bool is_receive_due;           /* there was no memory to receive the next part or frame */
+    struct tb__outgoing *unposted; /* a message of which there was no memory to post all parts; NULL: none */
+    tb__task again;                /* tries both once more */
     struct tb__peer *next;
 } tb__peer;
 

@@ -8,8 +8,8 @@
 
 enum { TB__MAX_TRANSPORTS = 8, TB__MAX_DEVICES = 32, TB__REGION_BUCKETS = 4096 };
 
-/* Tags: two for messages between loops, the rest for data. */
-enum { TB__TAG_MESSAGE = 0, TB__TAG_BODY = 1 };
+/* Tags: one for messages between loops, the rest for data. */
+enum { TB__TAG_MESSAGE = 0 };
 #define TB__TAG_DATA ((uint64_t)1 << 63)
 
 struct tb__loop {

@@ -1,6 +1,6 @@
-/* Peers, and the messages between loops. A message is a frame: where it goes and how long it is, then its bytes where
- * they are few; those of a long one follow under a tag of their own. The next frame is not received before the message
- * is complete, so that messages of one peer stay in order. */
+/* Peers, and the messages between loops. A message is a frame: the port it is for, its length, then its bytes if they
+ * fit. The bytes of a longer message follow the frame in parts that are short enough to be sent before they are
+ * expected. Everything has one tag, so a peer's messages stay in order. */
 #include "loop/loop_inside.h"
 
 #include "base/checksum.h"
@@ -17,10 +17,10 @@
 
 enum {
     FRAME_HEADER = 12,     /* port, nbytes */
-    FRAME_ROOM = 4096,     /* with what fits behind the header */
+    FRAME_ROOM = 4096,     /* with the bytes behind the header */
     MAX_MESSAGE = 1 << 30, /* bytes */
     RANK_BITS = 20,
-    AGAIN_MS = 20, /* until what there was no memory for is tried again */
+    AGAIN_MS = 20, /* until an operation that there was no memory for is tried again */
 };
 
 _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "a bus rank fits");
@@ -91,7 +91,7 @@ static void receive_frame(tb__peer *peer);
 
 /* Whoever posts may find out that the peer is lost, in the middle of anything. So nobody is told here: nothing is sent
  * to the peer any more, and the driver tells the ports in its next turn. */
-static void lose(tb__peer *peer, const char *why) {
+static void lose_peer(tb__peer *peer, const char *why) {
     tb__loop *loop = peer->loop;
     if (peer->is_lost || loop->stopping)
         return;
@@ -125,7 +125,7 @@ void tb__peers_tell_losses(tb__loop *loop) {
 
 /* This end can't go on with the connection; the other end is told. */
 static void break_off(tb__peer *peer, const char *why) {
-    lose(peer, why);
+    lose_peer(peer, why);
     if (!peer->is_over)
         tb__transport_disconnect(peer->transport, peer->wire, why);
 }
@@ -150,87 +150,104 @@ static uint32_t frame_port(const tb__peer *peer, uint64_t *nbytes) {
     return port;
 }
 
-static void receive_body(tb__peer *peer);
+static void receive_part(tb__peer *peer);
+static tb_status post_parts(tb__peer *peer);
 
-static bool receive_again(tb__task *task) {
+static bool try_again(tb__task *task) {
     tb__peer *peer = (tb__peer *)((char *)task - offsetof(tb__peer, again));
     if (peer->is_lost || peer->loop->stopping || tb__now_ms() < task->deadline_ms)
         return false;
     task->deadline_ms = INT64_MAX;
-    if (peer->awaits_body)
-        receive_body(peer);
+    if (peer->unposted && post_parts(peer) == TB_LOST)
+        lose_peer(peer, tb_error_detail());
+    if (!peer->is_receive_due)
+        return true;
+    peer->is_receive_due = false;
+    if (peer->is_in_message)
+        receive_part(peer);
     else
         receive_frame(peer);
     return true;
 }
 
-/* There is no memory to receive what comes next. If the peer were lost for it, it would not hear of that. */
-static void receive_later(tb__peer *peer, bool is_body) {
-    peer->awaits_body = is_body;
+/* There is no memory for an operation. If the connection were given up for it, the peer would not hear of that. */
+static void try_later(tb__peer *peer) {
     if (!peer->again.step) {
-        peer->again.step = receive_again;
+        peer->again.step = try_again;
         tb__loop_add_task(peer->loop, &peer->again);
     }
     peer->again.deadline_ms = tb__now_ms() + AGAIN_MS;
 }
 
-static void post_receive(tb__peer *peer, void (*done)(tb_op *op), uint64_t tag, void *base, size_t nbytes) {
+static void receive_later(tb__peer *peer) {
+    peer->is_receive_due = true;
+    try_later(peer);
+}
+
+static void post_receive(tb__peer *peer, void (*done)(tb_op *op), void *base, size_t nbytes) {
     peer->receive_piece = (tb_piece){base, nbytes};
     peer->receive = (tb_op){.kind = TB_OP_RECV,
                             .peer = peer->wire,
-                            .tag = tag,
+                            .tag = TB__TAG_MESSAGE,
                             .pieces = &peer->receive_piece,
                             .npieces = 1,
                             .done = done,
                             .arg = peer};
     tb_status status = tb__peer_post(peer, &peer->receive);
-    if (status == TB_NO_MEMORY) {
-        free(peer->body);
-        peer->body = NULL;
-        receive_later(peer, tag == TB__TAG_BODY);
-    } else if (status != TB_OK) {
+    if (status == TB_NO_MEMORY)
+        receive_later(peer);
+    else if (status != TB_OK)
         break_off(peer, tb_error_detail());
-    }
 }
 
-/* Nothing is received from it any more. Peers stay, and those that come again and again would add up. */
+/* Nothing is received from the peer any more. Peers stay, and those that come again and again would add up. */
 static void free_inbox(tb__peer *peer) {
     free(peer->inbox);
-    peer->inbox = NULL;
+    free(peer->body);
+    peer->inbox = peer->body = NULL;
 }
 
-static void on_body(tb_op *op) {
+/* Whether a frame or a part has come; if not, nothing more does. */
+static bool check_received(tb__peer *peer, const tb_op *op) {
+    if (op->status == TB_OK)
+        return true;
+    if (op->status == TB_TOO_BIG)
+        tb__set_detail("oversized frame: got %zu bytes, %zu are allowed", op->nbytes, peer->receive_piece.nbytes);
+    else
+        tb__set_detail("its frame can't be received: %s", tb__op_why(op));
+    if (op->status != TB_LOST && op->status != TB_CANCELLED)
+        break_off(peer, tb_error_detail());
+    free_inbox(peer);
+    return false;
+}
+
+static void on_part(tb_op *op) {
     tb__peer *peer = op->arg;
-    unsigned char *body = peer->body;
-    peer->body = NULL;
-    if (op->status == TB_OK) {
-        uint64_t nbytes;
-        uint32_t port = frame_port(peer, &nbytes);
-        if (op->nbytes == nbytes) {
-            deliver(peer, port, body, nbytes);
-        } else {
-            tb__set_detail("truncated message: got %zu of %" PRIu64 " bytes", op->nbytes, nbytes);
-            break_off(peer, tb_error_detail());
-        }
-        receive_frame(peer);
-    } else {
+    uint64_t nbytes;
+    if (!check_received(peer, op))
+        return;
+    uint32_t port = frame_port(peer, &nbytes);
+    peer->received += op->nbytes;
+    if (op->nbytes < peer->receive_piece.nbytes) {
+        tb__set_detail("truncated message: got %zu of %" PRIu64 " bytes", peer->received, nbytes);
+        break_off(peer, tb_error_detail());
         free_inbox(peer);
+    } else if (peer->received < nbytes) {
+        receive_part(peer);
+    } else {
+        unsigned char *body = peer->body;
+        peer->body = NULL;
+        peer->is_in_message = false;
+        deliver(peer, port, body, nbytes);
+        free(body);
+        receive_frame(peer);
     }
-    free(body);
 }
 
 static void on_frame(tb_op *op) {
     tb__peer *peer = op->arg;
-    if (op->status != TB_OK) {
-        if (op->status == TB_TOO_BIG)
-            tb__set_detail("oversized frame: got %zu bytes, %d are allowed", op->nbytes, FRAME_ROOM);
-        else
-            tb__set_detail("its frame can't be received: %s", tb_status_string(op->status));
-        if (op->status != TB_LOST && op->status != TB_CANCELLED)
-            break_off(peer, tb_error_detail());
-        free_inbox(peer);
+    if (!check_received(peer, op))
         return;
-    }
     uint64_t nbytes;
     uint32_t port = frame_port(peer, &nbytes);
     size_t held = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0; /* of the message */
@@ -247,23 +264,28 @@ static void on_frame(tb_op *op) {
         tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes, %d are allowed", nbytes, MAX_MESSAGE);
         break_off(peer, tb_error_detail());
     } else {
-        receive_body(peer);
+        peer->is_in_message = true;
+        peer->received = 0;
+        receive_part(peer);
     }
 }
 
-static void receive_body(tb__peer *peer) {
+static void receive_part(tb__peer *peer) {
     uint64_t nbytes;
     (void)frame_port(peer, &nbytes);
-    peer->body = tb__malloc(nbytes, 1);
-    if (peer->body)
-        post_receive(peer, on_body, TB__TAG_BODY, peer->body, nbytes);
-    else
-        receive_later(peer, true);
+    if (peer->is_lost || peer->loop->stopping)
+        return;
+    if (!peer->body && !(peer->body = tb__malloc(nbytes, 1))) {
+        receive_later(peer);
+        return;
+    }
+    size_t left = nbytes - peer->received;
+    post_receive(peer, on_part, peer->body + peer->received, left < TB_SHORT_MAX ? left : TB_SHORT_MAX);
 }
 
 static void receive_frame(tb__peer *peer) {
     if (!peer->is_lost && !peer->loop->stopping)
-        post_receive(peer, on_frame, TB__TAG_MESSAGE, peer->inbox, FRAME_ROOM);
+        post_receive(peer, on_frame, peer->inbox, FRAME_ROOM);
 }
 
 void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
@@ -271,7 +293,7 @@ void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
     for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
         if (peer->wire == wire && !peer->is_over) {
             peer->is_over = true;
-            lose(peer, why);
+            lose_peer(peer, why);
         }
     }
 }
@@ -283,81 +305,95 @@ void tb__peer_on_reached(void *arg, int32_t wire) {
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
 
+/* A frame, and the parts that follow it. */
 typedef struct tb__outgoing {
     tb__peer *peer;
-    tb_op frame, body;
-    tb_piece pieces[2];
     unsigned char header[FRAME_HEADER];
     tb__pack message;
-    int left; /* operations under way */
+    tb_piece frame[2];
+    size_t nposted, nparts; /* the frame is the first part */
+    size_t left;            /* parts that are not done */
+    struct {
+        tb_op op;
+        tb_piece piece;
+    } parts[];
 } outgoing;
 
-static void on_sent(tb_op *op) {
-    outgoing *out = op->arg;
-    if (--out->left == 0) {
-        if (--out->peer->nunsent == 0)
-            tb__loop_wake(out->peer->loop); /* a leg may wait for that, whoever posts or cancels */
-        tb__pack_fini(&out->message);
-        free(out);
-    }
+static void forget_parts(outgoing *out, size_t count) {
+    out->left -= count;
+    if (out->left > 0)
+        return;
+    if (--out->peer->nunsent == 0)
+        tb__loop_wake(out->peer->loop); /* a leg may wait for that, whoever posts or cancels */
+    tb__pack_fini(&out->message);
+    free(out);
 }
 
-/* The second part of a long message. One whose first part has gone out has to follow it, or the peer would take the
- * next message for it: it is kept, and goes before anything else. */
-static tb_status post_body(tb__peer *peer, outgoing *out) {
-    tb_status status = tb__peer_post(peer, &out->body);
-    bool is_kept = status != TB_OK && status != TB_LOST;
-    peer->unposted = is_kept ? out : NULL;
-    if (status != TB_OK && !is_kept)
-        on_sent(&out->body);
+static void on_part_sent(tb_op *op) {
+    forget_parts(op->arg, 1);
+}
+
+/* Posts what is left of the message that is unposted. The parts of a message have to follow its frame, or the peer
+ * would take the next message for them: if there is no memory, they are tried again, and go before anything else. */
+static tb_status post_parts(tb__peer *peer) {
+    outgoing *out = peer->unposted;
+    tb_status status = TB_OK;
+    while (out->nposted < out->nparts && (status = tb__peer_post(peer, &out->parts[out->nposted].op)) == TB_OK)
+        out->nposted++;
+    if (status != TB_OK && status != TB_LOST && out->nposted > 0) {
+        try_later(peer);
+        return TB_OK;
+    }
+    peer->unposted = NULL;
+    if (status != TB_OK)
+        forget_parts(out, out->nparts - out->nposted);
     return status;
 }
 
+static outgoing *new_outgoing(tb__peer *peer, uint32_t port, tb__pack *message) {
+    size_t nbytes = message->count;
+    bool is_short = nbytes <= FRAME_ROOM - FRAME_HEADER;
+    size_t nparts = is_short ? 1 : 1 + (nbytes + TB_SHORT_MAX - 1) / TB_SHORT_MAX;
+    outgoing *out = tb__malloc(1, sizeof *out + nparts * sizeof *out->parts);
+    if (!out)
+        return NULL;
+    *out = (outgoing){.peer = peer, .message = *message, .nparts = nparts, .left = nparts};
+    *message = (tb__pack){0};
+    tb__pack header = {.data = out->header, .capacity = FRAME_HEADER};
+    tb__pack_u32(&header, port);
+    tb__pack_u64(&header, nbytes);
+    out->frame[0] = (tb_piece){out->header, FRAME_HEADER};
+    out->frame[1] = (tb_piece){out->message.data, nbytes};
+    for (size_t i = 0; i < nparts; i++) {
+        size_t at = i ? (i - 1) * TB_SHORT_MAX : 0, left = nbytes - at;
+        out->parts[i].piece = (tb_piece){out->message.data + at, left < TB_SHORT_MAX ? left : TB_SHORT_MAX};
+        out->parts[i].op = (tb_op){.kind = TB_OP_SEND,
+                                   .peer = peer->wire,
+                                   .tag = TB__TAG_MESSAGE,
+                                   .pieces = i ? &out->parts[i].piece : out->frame,
+                                   .npieces = is_short ? 2 : 1,
+                                   .done = on_part_sent,
+                                   .arg = out};
+    }
+    peer->nunsent++;
+    return out;
+}
+
 tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
-    tb_status status = peer->unposted && !peer->is_lost ? post_body(peer, peer->unposted) : TB_OK;
+    tb_status status = peer->unposted && !peer->is_lost ? post_parts(peer) : TB_OK;
     if (status == TB_LOST)
-        lose(peer, tb_error_detail());
-    outgoing *out = message->failed || peer->is_lost || status != TB_OK ? NULL : tb__calloc(1, sizeof *out);
+        lose_peer(peer, tb_error_detail());
+    outgoing *out = message->failed || peer->is_lost || peer->unposted ? NULL : new_outgoing(peer, port, message);
     if (!out) {
         bool is_short = message->failed || !peer->is_lost;
         tb__pack_fini(message);
         return is_short ? tb__fail(TB_NO_MEMORY, "no memory for a message") : TB_OK;
     }
-    tb__pack header = {.data = out->header, .capacity = FRAME_HEADER};
-    tb__pack_u32(&header, port);
-    tb__pack_u64(&header, message->count);
-    out->message = *message;
-    *message = (tb__pack){0};
-    out->pieces[0] = (tb_piece){out->header, FRAME_HEADER};
-    out->pieces[1] = (tb_piece){out->message.data, out->message.count};
-    out->peer = peer;
-    peer->nunsent++;
-    bool is_long = out->message.count > FRAME_ROOM - FRAME_HEADER;
-    out->left = is_long ? 2 : 1;
-    out->frame = (tb_op){.kind = TB_OP_SEND,
-                         .peer = peer->wire,
-                         .tag = TB__TAG_MESSAGE,
-                         .pieces = out->pieces,
-                         .npieces = is_long ? 1 : 2,
-                         .done = on_sent,
-                         .arg = out};
-    out->body = (tb_op){.kind = TB_OP_SEND,
-                        .peer = peer->wire,
-                        .tag = TB__TAG_BODY,
-                        .pieces = out->pieces + 1,
-                        .npieces = 1,
-                        .done = on_sent,
-                        .arg = out};
-    status = tb__peer_post(peer, &out->frame);
-    if (status != TB_OK) {
-        out->left = 1;
-        on_sent(&out->frame);
-    } else if (is_long) {
-        status = post_body(peer, out);
-    }
+    peer->unposted = out;
+    status = post_parts(peer);
     tb__loop_wake(peer->loop);
     if (status == TB_LOST) {
-        lose(peer, tb_error_detail());
+        lose_peer(peer, tb_error_detail());
         return TB_OK;
     }
     return status;
@@ -430,7 +466,7 @@ static tb_status refuse(const tb__loop *loop, const char *label, tb__unpack tran
 
 static void free_peer(tb__peer *peer) {
     if (peer->unposted)
-        on_sent(&peer->unposted->body);
+        forget_parts(peer->unposted, peer->unposted->left);
     free(peer->label);
     free(peer->host);
     free(peer->why);

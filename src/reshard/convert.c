@@ -33,38 +33,27 @@ static tb_transform_piece piece_of_chunk(const entry *e, const tb_chunk *chunk) 
     return piece;
 }
 
-/* A box of a binding. */
-static tb_binding box_of(const tb_binding *b, const tb_box *box, const tb_chunk *chunk) {
-    tb_binding part = *b;
-    int64_t elements = 0;
-    for (int d = 0; d < chunk->ndim; d++)
-        elements += box->start[d] * b->strides[d];
-    part.offset += tb_dtype_bits(b->dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(b->dtype) / 8);
-    part.shape.ndim = chunk->ndim;
-    memcpy(part.shape.dim, chunk->len, sizeof part.shape.dim);
-    return part;
-}
-
 static tb_status user_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
     const entry *e = arg;
     tb_transform_piece piece = piece_of_chunk(e, chunk);
-    tb_binding part = box_of(src, &chunk->src, chunk);
-    return e->how.transform->prepare_send(e->how.transform->arg, &piece, &part, wire);
+    return e->how.transform->prepare_send(e->how.transform->arg, &piece, src, wire);
 }
 
 static tb_status user_unpack(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire) {
     const entry *e = arg;
     tb_transform_piece piece = piece_of_chunk(e, chunk);
-    tb_binding part = box_of(dst, &chunk->dst, chunk);
-    return e->how.transform->finalize_recv(e->how.transform->arg, &piece, &part, wire);
+    return e->how.transform->finalize_recv(e->how.transform->arg, &piece, dst, wire);
 }
 
 /* ---- Ours ------------------------------------------------------------------------------------------------------ */
 
-static tb_status decode_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
+static tb_status decode_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, tb__mapping *mapping,
+                             int64_t offset, tb__move_list *out) {
     const entry *e = arg;
     (void)src;
-    return tb__encoded_read(e->how.src, chunk->ndim, chunk->src.start, chunk->len, wire, chunk->wire_dtype);
+    (void)mapping;
+    return tb__encoded_list_read(e->how.src, chunk->ndim, chunk->src.start, chunk->len, offset, chunk->wire_dtype,
+                                 e->name, out);
 }
 
 static int64_t mxfp8_nbytes(const void *arg, int ndim, const int64_t *len) {
@@ -72,16 +61,16 @@ static int64_t mxfp8_nbytes(const void *arg, int ndim, const int64_t *len) {
     return tb__mxfp8_wire_nbytes(ndim, len);
 }
 
-static tb_status mxfp8_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, void *wire) {
+static tb_status mxfp8_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, tb__mapping *mapping,
+                            int64_t offset, tb__move_list *out) {
     const entry *e = arg;
-    tb_binding part = box_of(src, &chunk->src, chunk);
-    return tb__mxfp8_pack(&e->dst_encoding.format, &part, chunk->dst.start[chunk->ndim - 1], wire);
+    return tb__mxfp8_list_pack(&e->dst_encoding.format, src, mapping, chunk->dst.start[chunk->ndim - 1], offset,
+                               e->name, out);
 }
 
-static tb_status mxfp8_unpack(void *arg, const tb_chunk *chunk, const tb_binding *dst, const void *wire) {
+static tb_status mxfp8_unpack(void *arg, const tb_chunk *chunk, int64_t offset, tb__move_list *out) {
     const entry *e = arg;
-    (void)dst;
-    return tb__mxfp8_unpack(e->how.dst, chunk->ndim, chunk->dst.start, chunk->len, wire);
+    return tb__mxfp8_list_unpack(e->how.dst, chunk->ndim, chunk->dst.start, chunk->len, offset, out);
 }
 
 static bool is_plain_float(tb_dtype dtype) {
@@ -103,8 +92,8 @@ static tb_status settle_transformed(entry *e, tb__flow_tensor *t) {
     t->spec.coded = true;
     t->spec.coded_nbytes = user_nbytes;
     t->spec.coded_arg = e;
-    e->codec.pack = own && own->prepare_send ? user_pack : NULL;
-    e->codec.unpack = own && own->finalize_recv ? user_unpack : NULL;
+    e->codec.call_pack = own && own->prepare_send ? user_pack : NULL;
+    e->codec.call_unpack = own && own->finalize_recv ? user_unpack : NULL;
     return TB_OK;
 }
 
@@ -114,7 +103,7 @@ static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
     if (e->how.src_encoding) {
         spec->src_dtype = decoded_dtype(e, spec->dst_dtype);
         spec->coded = true;
-        e->codec.pack = decode_pack;
+        e->codec.list_pack = decode_pack;
         e->codec.reads_more = true;
     } else if (!is_plain_float(spec->src_dtype)) {
         return tb__fail(TB_REFUSED, "%s is made of f32, f16 or bf16, not of %s", tb__quant_name(to->format.kind),
@@ -128,8 +117,9 @@ static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
     if (!t->is_gathered) {
         spec->coded = true;
         spec->coded_nbytes = mxfp8_nbytes;
-        e->codec.pack = mxfp8_pack;
-        e->codec.unpack = mxfp8_unpack;
+        e->codec.packs_rows = true;
+        e->codec.list_pack = mxfp8_pack;
+        e->codec.list_unpack = mxfp8_unpack;
     }
     return TB_OK;
 }
@@ -168,21 +158,56 @@ static int64_t rows_in(const entry *e, const unit *u, uint32_t group, int64_t *f
     return (length - at < band ? length - at : band) * each;
 }
 
-static tb_status find_amax(const tb__convert *c, const unit *u, const char *slot, float *out) {
-    *out = 0;
+/* The largest magnitude of a unit, which is in the slot. */
+static tb_status list_amax(const tb__convert *c, unit *u, const char *slot, tb__move_list *out) {
     for (size_t i = 0; i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];
         int64_t first, rows = rows_in(e, u, u->group, &first);
-        float amax;
         if (rows == 0)
             continue;
-        tb__quant_rows from = {(char *)slot + e->slot_offset, e->dtype, e->how.dst->columns};
-        tb_status status = tb__quant_amax(&from, rows, e->how.dst->columns, &amax);
-        if (status != TB_OK)
-            return tb__fail_within(status, "tensor '%.100s'", e->name);
-        *out = amax > *out ? amax : *out;
+        const void *src = slot + e->slot_offset;
+        tb__move move = {.kind = TB__MOVE_AMAX,
+                         .ndim = 2,
+                         .len = {rows, e->how.dst->columns},
+                         .nsrc = 1,
+                         .src = &src,
+                         .src_stride = (const int64_t[1][TB_MAX_DIMS]){{e->how.dst->columns, 1}},
+                         .src_dtype = e->dtype,
+                         .amax = &u->amax,
+                         .name = e->name};
+        TB_TRY(tb__move_list_add(out, &move));
     }
     return TB_OK;
+}
+
+/* The one scale of a unit, to where its tensors have it. Several may have it in one place. */
+static tb_status list_scale(const tb__convert *c, const unit *u, tb__move_list *out) {
+    const float *before = NULL;
+    for (size_t i = 0; i < u->count; i++) {
+        const tb__encoded *to = c->entries[c->order[u->first + i]].how.dst;
+        bool is_known = !to || !to->scale || to->scale == before;
+        for (size_t j = 0; !is_known && j < i; j++) {
+            const tb__encoded *other = c->entries[c->order[u->first + j]].how.dst;
+            is_known = other && other->scale == to->scale;
+        }
+        if (is_known)
+            continue;
+        TB_TRY(tb__encoded_list_scale(&u->scale, to->scale, out));
+        before = to->scale;
+    }
+    return TB_OK;
+}
+
+/* What is in the slot becomes the unit's tensors. */
+static tb_status list_write(const tb__convert *c, const unit *u, uint32_t group, const char *slot, tb__move_list *out) {
+    for (size_t i = 0; i < u->count; i++) {
+        const entry *e = &c->entries[c->order[u->first + i]];
+        int64_t first, rows = rows_in(e, u, group, &first);
+        if (rows > 0)
+            TB_TRY(tb__encoded_list_write(e->how.dst, first, rows, slot + e->slot_offset, e->dtype,
+                                          u->is_global ? &u->scale : NULL, e->name, out));
+    }
+    return u->is_global ? list_scale(c, u, out) : TB_OK;
 }
 
 static bool add_note(unit *u, note new) {
@@ -223,18 +248,15 @@ static const note *find_note(const unit *u, int32_t rank, uint64_t attempt) {
     return NULL;
 }
 
-/* The scale of a unit, once all who have parts of it have said how large theirs are. */
-static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, const char *slot,
-                                bool *waits) {
-    float amax;
+/* The scale of a unit that was measured, once all who have parts of it have said how large theirs are. */
+static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, bool *waits) {
     if (u->told != attempt) {
-        TB_TRY(find_amax(c, u, slot, &amax));
-        if (!add_note(u, (note){c->rank, attempt, amax}))
+        if (!add_note(u, (note){c->rank, attempt, u->amax}))
             return TB_NO_MEMORY;
-        tell_others(c, u, flow, attempt, amax);
+        tell_others(c, u, flow, attempt, u->amax);
         u->told = attempt;
     }
-    amax = find_note(u, c->rank, attempt)->amax;
+    float amax = find_note(u, c->rank, attempt)->amax;
     for (size_t i = 0; i < u->nranks; i++) {
         const note *n = find_note(u, u->ranks[i], attempt);
         if (!n) {
@@ -243,15 +265,7 @@ static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_
         }
         amax = n && n->amax > amax ? n->amax : amax;
     }
-    float scale;
-    const entry *first = &c->entries[c->order[u->first]];
-    TB_TRY(tb__quant_scale(&first->dst_encoding.format, amax, &scale));
-    for (size_t i = 0; !*waits && i < u->count; i++) {
-        const tb__encoded *to = c->entries[c->order[u->first + i]].how.dst;
-        if (to && to->scale)
-            *to->scale = scale;
-    }
-    return TB_OK;
+    return tb__quant_scale(&c->entries[c->order[u->first]].dst_encoding.format, amax, &u->scale);
 }
 
 /* Those who have no part of a scale group are not told how large others' are, and need not know. */
@@ -262,37 +276,48 @@ static bool is_concerned(const tb__convert *c, const unit *u) {
     return is_listed;
 }
 
-static tb_status finish_unit(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, uint32_t group,
-                             const char *slot, bool *waits) {
-    bool is_early = false;
-    if ((u->done == attempt && u->done_group == group) || !is_concerned(c, u))
-        return TB_OK;
-    if (u->is_global)
-        TB_TRY(agree_on_scale(c, u, flow, attempt, slot, &is_early));
-    *waits |= is_early;
-    for (size_t i = 0; !is_early && i < u->count; i++) {
-        const entry *e = &c->entries[c->order[u->first + i]];
-        int64_t first, rows = rows_in(e, u, group, &first);
-        tb_status status =
-            rows > 0 ? tb__encoded_write(e->how.dst, first, rows, slot + e->slot_offset, e->dtype) : TB_OK;
-        if (status != TB_OK)
-            return tb__fail_within(status, "tensor '%.100s'", e->name);
-    }
-    if (!is_early) {
-        u->done = attempt;
-        u->done_group = group;
+/* The units of a group: first .. stop-1. */
+static void find_units(const tb__convert *c, uint32_t group, size_t *first, size_t *stop) {
+    *first = c->unit_of[group];
+    *stop = c->unit_of[group + 1];
+    if (*first < c->units.count && *stop == *first)
+        ++*stop; /* one of several bands */
+}
+
+static tb_status list_step(void *arg, uint32_t group, tb__gather_step step, const char *slot, tb__move_list *out) {
+    tb__convert *c = arg;
+    size_t first, stop;
+    find_units(c, group, &first, &stop);
+    for (size_t i = first; i < stop; i++) {
+        unit *u = &c->units.item[i];
+        if (!is_concerned(c, u) || (step == TB__GATHER_MEASURE && !u->is_global))
+            continue;
+        TB_TRY(step == TB__GATHER_MEASURE ? list_amax(c, u, slot, out) : list_write(c, u, group, slot, out));
     }
     return TB_OK;
 }
 
-static tb_status complete(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, char *slot, bool *waits) {
+/* Units with a scale for all of them are measured first; then their ranks tell each other what they found. */
+static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, tb__gather_step *out) {
     tb__convert *c = arg;
+    bool measures = false, waits = false;
+    size_t first, stop;
     c->awaited = TB_NO_RANK;
-    size_t first = c->unit_of[group], stop = c->unit_of[group + 1];
-    if (first < c->units.count && stop == first)
-        stop = first + 1; /* one of several bands */
-    for (size_t i = first; i < stop; i++)
-        TB_TRY(finish_unit(c, &c->units.item[i], flow, attempt, group, slot, waits));
+    find_units(c, group, &first, &stop);
+    for (size_t i = first; i < stop; i++) {
+        unit *u = &c->units.item[i];
+        if (!u->is_global || !is_concerned(c, u) || u->measured == attempt)
+            continue;
+        u->measured = attempt;
+        u->amax = 0;
+        measures = true;
+    }
+    for (size_t i = first; i < stop && !measures; i++) {
+        unit *u = &c->units.item[i];
+        if (u->is_global && is_concerned(c, u))
+            TB_TRY(agree_on_scale(c, u, flow, attempt, &waits));
+    }
+    *out = measures ? TB__GATHER_MEASURE : waits ? TB__GATHER_WAIT : TB__GATHER_WRITE;
     return TB_OK;
 }
 
@@ -327,7 +352,8 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
     opts->gather = (tb__gather){.slot_nbytes = c->slot_nbytes,
                                 .nslots = c->nslots,
                                 .arg = c,
-                                .complete = complete,
+                                .list = list_step,
+                                .next = next_step,
                                 .awaits = awaits,
                                 .note = take_note};
     return TB_OK;

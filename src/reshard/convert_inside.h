@@ -30,8 +30,8 @@ typedef struct unit {
     bool is_global;
     size_t nranks; /* that tell each other, this one too, if it has a part */
     int32_t *ranks;
-    uint64_t told, done; /* attempts ... */
-    uint32_t done_group; /* ... and which band of it */
+    uint64_t measured, told; /* attempts */
+    float amax, scale;       /* of this rank's parts, and of all: where is_global */
     TB_VEC(note) notes;
 } unit;
 

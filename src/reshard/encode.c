@@ -1,15 +1,8 @@
 /* Encoded tensors: rows of a canonical tensor, and where they are in quantised storage. */
 #include "reshard/encode.h"
 
-#include "base/dtype.h"
-#include "base/mem.h"
-#include "device/host/move.h"
-#include "device/host/workers.h"
-
 #include <inttypes.h>
 #include <string.h>
-
-enum { MXFP8_BLOCK = 32, READ_BYTES = 256 << 10, COPY_BYTES = 1 << 20 };
 
 /* ---- The text form --------------------------------------------------------------------------------------------- */
 
@@ -93,29 +86,14 @@ static int64_t storage_row(const tb__encoded *e, int ndim, const int64_t *start,
     return element / e->columns;
 }
 
-/* Rows of a box that follow on one another in one matrix. */
-typedef struct run {
-    int64_t first, count; /* of the box */
-    int64_t matrix, row;  /* where they begin in the storage */
-} run;
-
-/* The run that begins at row i, of `rows` in all. */
-static run next_run(const tb__encoded *e, int ndim, const int64_t *start, const int64_t *len, int64_t i, int64_t rows) {
+tb__encoded_run tb__encoded_next_run(const tb__encoded *e, int ndim, const int64_t *start, const int64_t *len,
+                                     int64_t i, int64_t rows) {
     int64_t row = storage_row(e, ndim, start, len, i);
-    run r = {.first = i, .count = 1, .matrix = row / e->matrix_rows, .row = row % e->matrix_rows};
+    tb__encoded_run r = {.first = i, .count = 1, .matrix = row / e->matrix_rows, .row = row % e->matrix_rows};
     while (i + r.count < rows && r.row + r.count < e->matrix_rows &&
            storage_row(e, ndim, start, len, i + r.count) == row + r.count)
         r.count++;
     return r;
-}
-
-static tb__quant_tensor matrix_at(const tb__encoded *e, int64_t matrix) {
-    return (tb__quant_tensor){.format = e->encoding.format,
-                              .rows = e->matrix_rows,
-                              .columns = e->columns,
-                              .data = e->data + matrix * e->size.data_nbytes,
-                              .scales = e->scales ? e->scales + matrix * e->size.scale_nbytes : NULL,
-                              .scale = e->scale ? *e->scale : 0};
 }
 
 static tb_status check_part(const tb__encoded *e) {
@@ -130,7 +108,7 @@ static tb_status check_part(const tb__encoded *e) {
         return tb__fail(TB_REFUSED, "it is quantised, and its view does not leave rows of the last dim whole");
     int64_t band = e->size.band;
     for (int64_t i = 0; band > 1 && i < e->rows;) {
-        run r = next_run(e, b->shape.ndim, NULL, b->shape.dim, i, e->rows);
+        tb__encoded_run r = tb__encoded_next_run(e, b->shape.ndim, NULL, b->shape.dim, i, e->rows);
         if (r.row % band != 0 || ((r.row + r.count) % band != 0 && r.row + r.count != e->matrix_rows))
             return tb__fail(TB_REFUSED,
                             "its rows %" PRId64 " to %" PRId64 " of a quantised matrix are not whole blocks of %" PRId64
@@ -205,23 +183,6 @@ bool tb__encoded_takes_bands(const tb__encoded *e, int64_t band) {
     return true;
 }
 
-tb_status tb__encoded_write(const tb__encoded *e, int64_t first, int64_t rows, const void *from, tb_dtype dtype) {
-    const tb_shape *shape = &e->part.shape;
-    for (int64_t i = first; i < first + rows;) {
-        run r = next_run(e, shape->ndim, NULL, shape->dim, i, first + rows);
-        tb__quant_tensor to = matrix_at(e, r.matrix);
-        tb__quant_rows plain = {(char *)from + tb__dtype_bytes(dtype, (i - first) * e->columns), dtype, e->columns};
-        TB_TRY(tb__quant_quantise(&to, r.row, r.count, &plain));
-        i += r.count;
-    }
-    return TB_OK;
-}
-
-typedef struct copying {
-    const tb__encoded *from, *to;
-    int64_t nparts;
-} copying;
-
 /* Scales in tiles of rows first .. stop-1, `offset` bytes into the scales; behind the last row, the padding of its
  * tiles. */
 static tb_status visit_tiles(const tb__quant_size *size, int64_t offset, int64_t first, int64_t stop,
@@ -233,7 +194,7 @@ static tb_status visit_tiles(const tb__quant_size *size, int64_t offset, int64_t
     return TB_OK;
 }
 
-static tb_status visit_run(const tb__encoded *e, const run *r, tb__encoded_visit *visit, void *arg) {
+static tb_status visit_run(const tb__encoded *e, const tb__encoded_run *r, tb__encoded_visit *visit, void *arg) {
     const tb__quant_size *size = &e->size;
     int64_t row_nbytes = size->data_nbytes / e->matrix_rows;
     int64_t data = r->matrix * size->data_nbytes + r->row * row_nbytes, scales = r->matrix * size->scale_nbytes;
@@ -251,161 +212,11 @@ static tb_status visit_run(const tb__encoded *e, const run *r, tb__encoded_visit
     return visit(arg, true, (size_t)(scales + first * each), (size_t)((stop - first) * each));
 }
 
-static tb_status visit_rows(const tb__encoded *e, int64_t first, int64_t stop, tb__encoded_visit *visit, void *arg) {
-    for (int64_t i = first; i < stop;) {
-        run r = next_run(e, e->part.shape.ndim, NULL, e->part.shape.dim, i, stop);
+tb_status tb__encoded_each(const tb__encoded *e, tb__encoded_visit *visit, void *arg) {
+    for (int64_t i = 0; i < e->rows;) {
+        tb__encoded_run r = tb__encoded_next_run(e, e->part.shape.ndim, NULL, e->part.shape.dim, i, e->rows);
         TB_TRY(visit_run(e, &r, visit, arg));
         i += r.count;
-    }
-    return TB_OK;
-}
-
-tb_status tb__encoded_each(const tb__encoded *e, tb__encoded_visit *visit, void *arg) {
-    return visit_rows(e, 0, e->rows, visit, arg);
-}
-
-static tb_status copy_bytes(void *arg, bool is_scale, size_t offset, size_t nbytes) {
-    const copying *c = arg;
-    memcpy((is_scale ? c->to->scales : c->to->data) + offset, (is_scale ? c->from->scales : c->from->data) + offset,
-           nbytes);
-    return TB_OK;
-}
-
-static void copy_part(void *arg, int64_t from, int64_t to) {
-    copying *c = arg;
-    (void)visit_rows(c->from, c->from->rows * from / c->nparts, c->from->rows * to / c->nparts, copy_bytes, c);
-}
-
-void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to) {
-    copying c = {from, to, 1};
-    /* Rows that share scales are copied by one. */
-    if (from->rows > 0 && from->size.band <= 1) {
-        int64_t nparts = from->rows * from->columns / COPY_BYTES;
-        c.nparts = nparts < 1 ? 1 : nparts < from->rows ? nparts : from->rows;
-    }
-    if (from->rows > 0)
-        tb__workers_for(c.nparts, copy_part, &c);
-    if (to->scale && tb__encoding_is_global(&to->encoding))
-        *to->scale = *from->scale;
-}
-
-static int64_t box_rows(int ndim, const int64_t *len) {
-    int64_t n = 1;
-    for (int d = 0; d + 1 < ndim; d++)
-        n *= len[d];
-    return n;
-}
-
-tb_status tb__encoded_read(const tb__encoded *e, int ndim, const int64_t *start, const int64_t *len, void *to,
-                           tb_dtype dtype) {
-    int64_t rows = box_rows(ndim, len), columns = len[ndim - 1], skip = start[ndim - 1];
-    bool is_whole = columns == e->columns;
-    int64_t row_nbytes = tb__dtype_bytes(dtype, e->columns);
-    int64_t most = is_whole ? rows : READ_BYTES / row_nbytes > 0 ? READ_BYTES / row_nbytes : 1;
-    char *buffer = is_whole ? NULL : tb__malloc((size_t)most, (size_t)row_nbytes);
-    tb_status status = is_whole || buffer ? TB_OK : TB_NO_MEMORY;
-    for (int64_t i = 0; i < rows && status == TB_OK;) {
-        run r = next_run(e, ndim, start, len, i, i + most < rows ? i + most : rows);
-        tb__quant_tensor from = matrix_at(e, r.matrix);
-        char *out = (char *)to + tb__dtype_bytes(dtype, i * columns);
-        tb__quant_rows plain = {is_whole ? out : buffer, dtype, e->columns};
-        status = tb__quant_dequantise(&from, r.row, r.count, &plain);
-        for (int64_t j = 0; !is_whole && status == TB_OK && j < r.count; j++)
-            memcpy(out + tb__dtype_bytes(dtype, j * columns), buffer + j * row_nbytes + tb__dtype_bytes(dtype, skip),
-                   (size_t)tb__dtype_bytes(dtype, columns));
-        i += r.count;
-    }
-    free(buffer);
-    return status;
-}
-
-/* ---- MXFP8 on the wire ----------------------------------------------------------------------------------------- */
-
-static int64_t scales_of(int64_t columns) {
-    return (columns + MXFP8_BLOCK - 1) / MXFP8_BLOCK;
-}
-
-int64_t tb__mxfp8_wire_nbytes(int ndim, const int64_t *len) {
-    int64_t columns = ndim ? len[ndim - 1] : 1;
-    return box_rows(ndim, len) * (columns + scales_of(columns));
-}
-
-static tb_status refuse_cut(int64_t column) {
-    return tb__fail(TB_REFUSED,
-                    "a block of %d elements is cut at column %" PRId64
-                    " of the target, so the sender can't quantise it; let the receiver do it",
-                    MXFP8_BLOCK, column);
-}
-
-tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from, int64_t first_column, void *wire) {
-    int ndim = from->shape.ndim;
-    const int64_t *len = from->shape.dim;
-    int64_t columns = len[ndim - 1], rows = box_rows(ndim, len);
-    if (first_column % MXFP8_BLOCK != 0)
-        return refuse_cut(first_column);
-    const void *src = (char *)from->base + from->offset;
-    int64_t strides[TB_MAX_DIMS] = {0};
-    memcpy(strides, from->strides, sizeof strides);
-    bool is_plain = ndim <= 2 && (columns == 1 || strides[ndim - 1] == 1) && (ndim < 2 || strides[0] >= columns);
-    char *rowed = is_plain ? NULL : tb__malloc((size_t)rows, (size_t)tb__dtype_bytes(from->dtype, columns));
-    if (!is_plain) {
-        tb__move copy = {.ndim = ndim,
-                         .dst = rowed,
-                         .nsrc = 1,
-                         .src = &src,
-                         .src_stride = (const int64_t(*)[TB_MAX_DIMS]) & strides,
-                         .src_dtype = from->dtype,
-                         .wire_dtype = from->dtype,
-                         .dst_dtype = from->dtype};
-        if (!rowed)
-            return TB_NO_MEMORY;
-        memcpy(copy.len, len, sizeof copy.len);
-        for (int64_t d = ndim, stride = 1; d-- > 0; stride *= len[d])
-            copy.dst_stride[d] = stride;
-        tb_status status = tb__moves_run(&copy, 1);
-        if (status != TB_OK) {
-            free(rowed);
-            return status;
-        }
-    }
-    tb__quant_format plain = {.kind = TB__QUANT_MXFP8, .is_floor = format->is_floor};
-    tb__quant_tensor to = {plain, rows, columns, wire, (char *)wire + rows * columns, 0};
-    tb__quant_rows in = {rowed ? rowed : (void *)src, from->dtype, rowed || ndim < 2 ? columns : strides[0]};
-    tb_status status = tb__quant_quantise(&to, 0, rows, &in);
-    free(rowed);
-    return status;
-}
-
-/* What tiles have too much in a row, and, if it is the last one, below it. */
-static void clear_tiles(const tb__encoded *e, unsigned char *scales, int64_t row) {
-    int64_t columns = (e->size.scale_columns + 3) / 4 * 4;
-    int64_t stop = row < e->matrix_rows - 1 ? row + 1 : (e->matrix_rows + 127) / 128 * 128;
-    for (int64_t r = row; r < stop; r++) {
-        for (int64_t c = r < e->matrix_rows ? e->size.scale_columns : 0; c < columns; c++)
-            scales[tb__quant_swizzle(r, c, e->size.scale_columns)] = 0;
-    }
-}
-
-tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len,
-                           const void *wire) {
-    int64_t columns = len[ndim - 1], skip = start[ndim - 1], rows = box_rows(ndim, len), nscales = scales_of(columns);
-    const unsigned char *data = wire, *scale = data + rows * columns;
-    bool is_end = skip + columns == to->columns;
-    if (skip % MXFP8_BLOCK != 0)
-        return refuse_cut(skip);
-    if (columns % MXFP8_BLOCK != 0 && !is_end)
-        return refuse_cut(skip + columns);
-    bool is_swizzled = to->encoding.format.is_swizzled;
-    for (int64_t i = 0; i < rows; i++) {
-        int64_t row = storage_row(to, ndim, start, len, i), r = row % to->matrix_rows, first = skip / MXFP8_BLOCK;
-        unsigned char *scales = (unsigned char *)to->scales + row / to->matrix_rows * to->size.scale_nbytes;
-        memcpy(to->data + row * to->columns + skip, data + i * columns, (size_t)columns);
-        if (!is_swizzled)
-            memcpy(scales + r * to->size.scale_columns + first, scale + i * nscales, (size_t)nscales);
-        for (int64_t c = 0; is_swizzled && c < nscales; c++)
-            scales[tb__quant_swizzle(r, first + c, to->size.scale_columns)] = scale[i * nscales + c];
-        if (is_swizzled && is_end)
-            clear_tiles(to, scales, r);
     }
     return TB_OK;
 }

@@ -5,7 +5,7 @@
 #ifndef TB_RESHARD_ENCODE_H
 #define TB_RESHARD_ENCODE_H
 
-#include "device/host/quant.h"
+#include "device/move.h"
 #include "tensorbus/tensorbus.h"
 
 typedef struct tb__encoding {
@@ -41,30 +41,50 @@ typedef struct tb__encoded {
 tb_status tb__encoded_init(const tb__encoding *encoding, const tb_shape *stored, void *data, void *scales, float *scale,
                            const tb_binding *part, tb__encoded *out);
 
-/* Quantises rows first .. first+rows-1 of the part, which are in `from` one after the other. */
-tb_status tb__encoded_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from, tb_dtype dtype);
+/* Rows of a box of the part that follow on one another in one matrix. */
+typedef struct tb__encoded_run {
+    int64_t first, count; /* of the box */
+    int64_t matrix, row;  /* where they begin in the storage */
+} tb__encoded_run;
 
-/* What is in the part, its data and scales, as it is, into the same part of another storage of the same shape. */
-void tb__encoded_copy(const tb__encoded *from, const tb__encoded *to);
+/* The run that begins at row i of the box's `rows`. `start` is NULL for the whole part. */
+tb__encoded_run tb__encoded_next_run(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len,
+                                     int64_t i, int64_t rows);
 
 /* Runs of bytes that the part has, of its data and of its scales: their offsets. Ends with the first failure. */
 typedef tb_status tb__encoded_visit(void *arg, bool is_scale, size_t offset, size_t nbytes);
 tb_status tb__encoded_each(const tb__encoded *encoded, tb__encoded_visit *visit, void *arg);
 
-/* A box of the part, row-major. */
-tb_status tb__encoded_read(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len, void *to,
-                           tb_dtype dtype);
-
-/* The wire form of mxfp8: a box's data, row-major, and then its scales, a row for each of its rows. Boxes have whole
- * blocks, as the target's part has them; else they are refused. */
-int64_t tb__mxfp8_wire_nbytes(int ndim, const int64_t *len);
-/* `from` is the box; `first_column` its place in the target. */
-tb_status tb__mxfp8_pack(const tb__quant_format *format, const tb_binding *from, int64_t first_column, void *wire);
-tb_status tb__mxfp8_unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len, const void *wire);
-
 /* Rows of dim 0 that can be quantised apart from the others: bands begin at its multiples. */
 int64_t tb__encoded_band(const tb__quant_format *format, const tb_shape *part);
 /* Whether bands of so many indices of dim 0 end where blocks do: not where they end inside a matrix that is smaller. */
 bool tb__encoded_takes_bands(const tb__encoded *encoded, int64_t band);
+
+/* ---- Moves (encode_moves.c) ---- */
+
+/* Quantises rows first .. first+rows-1 of the part, which are at `from` one after the other. A global one's scale is
+ * read from `scale`, in host memory, when the moves are run. */
+tb_status tb__encoded_list_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from,
+                                 tb_dtype dtype, const float *scale, const char *name, tb__move_list *out);
+
+/* The one scale of a global one, from host memory to its place. */
+tb_status tb__encoded_list_scale(const float *from, float *to, tb__move_list *out);
+
+/* What is in the part, its data and scales, as it is, into the same part of another storage of the same shape. */
+tb_status tb__encoded_list_copy(const tb__encoded *from, const tb__encoded *to, tb__move_list *out);
+
+/* The numbers of a box of the part, row-major, into the buffer of a run from `offset` on. */
+tb_status tb__encoded_list_read(const tb__encoded *encoded, int ndim, const int64_t *start, const int64_t *len,
+                                int64_t offset, tb_dtype dtype, const char *name, tb__move_list *out);
+
+/* The wire form of mxfp8: a box's data, row-major, and then its scales, a row for each of its rows. Boxes have whole
+ * blocks, as the target's part has them; else they are refused. */
+int64_t tb__mxfp8_wire_nbytes(int ndim, const int64_t *len);
+/* `from` is the box, whose last dim has stride 1, and begins at `first_column` of the target; its base is an address
+ * or, with a mapping, what counts from that. The wire form is in the buffer of a run, from `offset` on. */
+tb_status tb__mxfp8_list_pack(const tb__quant_format *format, const tb_binding *from, tb__mapping *mapping,
+                              int64_t first_column, int64_t offset, const char *name, tb__move_list *out);
+tb_status tb__mxfp8_list_unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len,
+                                int64_t offset, tb__move_list *out);
 
 #endif

@@ -3,6 +3,7 @@
 #include "reshard/encode.h"
 
 #include "base/dtype.h"
+#include "device/device.h"
 
 #include "../tests/support/quantised.h"
 
@@ -24,6 +25,47 @@ enum { NENCODINGS = sizeof encodings / sizeof *encodings, POISON = 0xa5 };
 
 static int64_t min64(int64_t a, int64_t b) {
     return a < b ? a : b;
+}
+
+/* Runs listed moves on the host device. The buffer is that of sources and of destinations. */
+static tb_status run_list(tb__move_list *list, void *buffer) {
+    tb__device *host;
+    tb__job *job;
+    tb__fence fence = {0};
+    assert_int_equal(tb__device_open("host", 0, &host), TB_OK);
+    assert_int_equal(host->ops->prepare(host, list->moves.item, list->moves.count, &job), TB_OK);
+    tb__move_list_fini(list);
+    assert_int_equal(host->ops->run(host, job, &(tb__run){.src_buffer = buffer, .dst_buffer = buffer}, &fence), TB_OK);
+    while (!fence.is_done)
+        host->ops->progress(host);
+    host->ops->release(host, job);
+    tb__device_close(host);
+    return fence.status;
+}
+
+static tb_status write_rows(const tb__encoded *e, int64_t first, int64_t rows, const void *from, tb_dtype dtype) {
+    tb__move_list list = {0};
+    assert_int_equal(tb__encoded_list_write(e, first, rows, from, dtype, e->scale, "w", &list), TB_OK);
+    return run_list(&list, NULL);
+}
+
+static tb_status read_box(const tb__encoded *e, int ndim, const int64_t *start, const int64_t *len, void *to,
+                          tb_dtype dtype) {
+    tb__move_list list = {0};
+    assert_int_equal(tb__encoded_list_read(e, ndim, start, len, 0, dtype, "w", &list), TB_OK);
+    return run_list(&list, to);
+}
+
+static tb_status pack(const tb__quant_format *format, const tb_binding *from, int64_t first_column, void *wire) {
+    tb__move_list list = {0};
+    TB_TRY(tb__mxfp8_list_pack(format, from, NULL, first_column, 0, "w", &list));
+    return run_list(&list, wire);
+}
+
+static tb_status unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len, void *wire) {
+    tb__move_list list = {0};
+    TB_TRY(tb__mxfp8_list_unpack(to, ndim, start, len, 0, &list));
+    return run_list(&list, wire);
 }
 
 /* Storage of several matrices, and a part of it. */
@@ -174,9 +216,37 @@ static void written_in_bands(void **state) {
         for (int64_t at = 0; at < shape->dim[0]; at += band) {
             int64_t count = min64(band, shape->dim[0] - at);
             const uint8_t *from = s.numbers + (size_t)(at * each * s.columns) * number_size(s.dtype);
-            assert_int_equal(tb__encoded_write(&s.part, at * each, count * each, from, s.dtype), TB_OK);
+            assert_int_equal(write_rows(&s.part, at * each, count * each, from, s.dtype), TB_OK);
         }
         check_storage(&s);
+        scene_fini(&s);
+    }
+}
+
+/* Into other storage, of which the rest stays as it is. */
+static void copied(void **state) {
+    (void)state;
+    uint64_t seed = test_seed();
+    int64_t n = test_cases(50);
+    for (int64_t i = 0; i < n; i++) {
+        rng r = {seed + (uint64_t)i};
+        scene s;
+        tb__move_list list = {0};
+        scene_make(&s, encodings[i % NENCODINGS], &r);
+        assert_int_equal(write_rows(&s.part, 0, s.part.rows, s.numbers, s.dtype), TB_OK);
+        size_t data_nbytes = (size_t)(s.nmatrices * s.size.data_nbytes),
+               scales_nbytes = (size_t)(s.nmatrices * s.size.scale_nbytes);
+        uint8_t *data = s.data, *scales = s.scales;
+        tb__encoded from = s.part;
+        s.data = memset(malloc(data_nbytes), POISON, data_nbytes);
+        s.scales = memset(malloc(scales_nbytes + 1), POISON, scales_nbytes);
+        s.part.data = (char *)s.data;
+        s.part.scales = (char *)s.scales;
+        assert_int_equal(tb__encoded_list_copy(&from, &s.part, &list), TB_OK);
+        assert_int_equal(run_list(&list, NULL), TB_OK);
+        check_storage(&s);
+        free(data);
+        free(scales);
         scene_fini(&s);
     }
 }
@@ -200,14 +270,14 @@ static void read_in_boxes(void **state) {
         rng r = {seed + (uint64_t)i};
         scene s;
         scene_make(&s, encodings[i % NENCODINGS], &r);
-        assert_int_equal(tb__encoded_write(&s.part, 0, s.part.rows, s.numbers, s.dtype), TB_OK);
+        assert_int_equal(write_rows(&s.part, 0, s.part.rows, s.numbers, s.dtype), TB_OK);
         const tb_shape *shape = &s.part.part.shape;
         int64_t start[TB_MAX_DIMS], len[TB_MAX_DIMS], count = 1;
         choose_box(shape, &r, start, len);
         for (int d = 0; d < shape->ndim; d++)
             count *= len[d];
         uint8_t *out = malloc((size_t)count * number_size(s.dtype));
-        assert_int_equal(tb__encoded_read(&s.part, shape->ndim, start, len, out, s.dtype), TB_OK);
+        assert_int_equal(read_box(&s.part, shape->ndim, start, len, out, s.dtype), TB_OK);
         for (int64_t e = 0; e < count; e++) {
             int64_t rest = e, column = 0, row = 0, step = 1;
             for (int d = shape->ndim; d-- > 0; rest /= len[d]) {
@@ -259,8 +329,8 @@ static void sent_as_mxfp8(void **state) {
                     box.offset += start[d] * stride * (int64_t)number_size(s.dtype);
                 }
                 void *wire = malloc((size_t)tb__mxfp8_wire_nbytes(shape->ndim, box.shape.dim));
-                assert_int_equal(tb__mxfp8_pack(&s.encoding.format, &box, column, wire), TB_OK);
-                assert_int_equal(tb__mxfp8_unpack(&s.part, shape->ndim, start, box.shape.dim, wire), TB_OK);
+                assert_int_equal(pack(&s.encoding.format, &box, column, wire), TB_OK);
+                assert_int_equal(unpack(&s.part, shape->ndim, start, box.shape.dim, wire), TB_OK);
                 free(wire);
             }
         }
@@ -292,9 +362,9 @@ static void tiles_of_some_rows(void **state) {
         memset(scales[i], 0xa5, sizeof scales[i]);
     }
     tb_binding box = {.base = numbers, .dtype = TB_F32, .shape = {2, {4, COLUMNS}}, .strides = {COLUMNS, 1}};
-    assert_int_equal(tb__encoded_write(&part[0], 0, 4, numbers, TB_F32), TB_OK);
-    assert_int_equal(tb__mxfp8_pack(&mxfp8.format, &box, 0, wire), TB_OK);
-    assert_int_equal(tb__mxfp8_unpack(&part[1], 2, (int64_t[]){0, 0}, box.shape.dim, wire), TB_OK);
+    assert_int_equal(write_rows(&part[0], 0, 4, numbers, TB_F32), TB_OK);
+    assert_int_equal(pack(&mxfp8.format, &box, 0, wire), TB_OK);
+    assert_int_equal(unpack(&part[1], 2, (int64_t[]){0, 0}, box.shape.dim, wire), TB_OK);
     assert_memory_equal(data[0], data[1], sizeof data[0]);
     assert_memory_equal(scales[0], scales[1], sizeof scales[0]);
 }
@@ -311,10 +381,10 @@ static void blocks_that_are_cut(void **state) {
     tb_shape stored = {2, {4, 64}};
     assert_int_equal(tb__encoded_init(&mxfp8, &stored, data, scales, NULL, &whole, &part), TB_OK);
     tb_binding box = {.base = numbers, .dtype = TB_F32, .shape = {2, {1, 40}}, .strides = {64, 1}};
-    assert_int_equal(tb__mxfp8_pack(&mxfp8.format, &box, 8, wire), TB_REFUSED);
+    assert_int_equal(pack(&mxfp8.format, &box, 8, wire), TB_REFUSED);
     assert_non_null(strstr(tb_error_detail(), "a block of 32 elements is cut at column 8"));
-    assert_int_equal(tb__mxfp8_pack(&mxfp8.format, &box, 0, wire), TB_OK);
-    assert_int_equal(tb__mxfp8_unpack(&part, 2, (int64_t[]){0, 0}, (int64_t[]){1, 40}, wire), TB_REFUSED);
+    assert_int_equal(pack(&mxfp8.format, &box, 0, wire), TB_OK);
+    assert_int_equal(unpack(&part, 2, (int64_t[]){0, 0}, (int64_t[]){1, 40}, wire), TB_REFUSED);
     assert_non_null(strstr(tb_error_detail(), "cut at column 40"));
 
     tb_binding columns = {.base = data, .dtype = TB_F8E4M3, .shape = {2, {4, 32}}, .strides = {64, 1}};
@@ -354,8 +424,13 @@ static void texts(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(written_in_bands),   cmocka_unit_test(read_in_boxes),       cmocka_unit_test(sent_as_mxfp8),
-        cmocka_unit_test(tiles_of_some_rows), cmocka_unit_test(blocks_that_are_cut), cmocka_unit_test(texts),
+        cmocka_unit_test(written_in_bands),
+        cmocka_unit_test(copied),
+        cmocka_unit_test(read_in_boxes),
+        cmocka_unit_test(sent_as_mxfp8),
+        cmocka_unit_test(tiles_of_some_rows),
+        cmocka_unit_test(blocks_that_are_cut),
+        cmocka_unit_test(texts),
     };
     return cmocka_run_group_tests_name("encode", tests, NULL, NULL);
 }

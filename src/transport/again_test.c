@@ -68,14 +68,17 @@ static tb_op op_of(tb_op_kind kind, const end *peer, uint64_t tag, const tb_piec
         .kind = kind, .peer = peer->rank, .tag = tag, .pieces = piece, .npieces = 1, .done = done, .arg = is_done};
 }
 
-/* A message that is offered, with a value of its own. */
+/* A long message, with a value of its own. */
 static void send_one(end *from, end *to, unsigned char value) {
     static unsigned char out[100000], in[sizeof out];
     tb_piece here = {out, sizeof out}, there = {in, sizeof in};
     bool is_sent, is_received;
     memset(out, value, sizeof out);
     memset(in, 0xEE, sizeof in);
-    tb_op send = op_of(TB_OP_SEND, to, 7, &here, &is_sent), receive = op_of(TB_OP_RECV, from, 7, &there, &is_received);
+    static uint64_t tag = 100;
+    tb_op send = op_of(TB_OP_SEND, to, ++tag, &here, &is_sent);
+    tb_op receive = op_of(TB_OP_RECV, from, tag, &there, &is_received);
+    send.is_expected = true;
     assert_int_equal(tb__transport_post(&to->t, &receive), TB_OK);
     assert_int_equal(tb__transport_post(&from->t, &send), TB_OK);
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;

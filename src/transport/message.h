@@ -1,4 +1,4 @@
-/* What transports that match messages with receives themselves have in common: messages that come before their
+/* What transports that match messages with receives themselves have in common: short messages that come before their
  * receives, and how operations begin and end. */
 #ifndef TB_TRANSPORT_MESSAGE_H
 #define TB_TRANSPORT_MESSAGE_H
@@ -6,23 +6,22 @@
 #include "transport/match.h"
 #include "transport/transport.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
-/* A message that came before its receive, or what begins an offer of one, whose bytes are still at the sender. Each is
- * one block of memory. */
+/* A short message that came before its receive, in one block of memory. */
 typedef struct tb__arrival {
     tb__waiter waiter;
-    bool is_offer;
-    uint64_t id; /* of an offer: the sender's own */
     size_t nbytes;
-    unsigned char *data; /* of a message: behind this */
+    unsigned char data[];
 } tb__arrival;
 
 /* The bytes are the caller's to fill in. NULL: there is no memory. */
 static inline tb__arrival *tb__arrival_create(int32_t peer, uint64_t tag, size_t nbytes) {
     tb__arrival *a = tb__malloc(1, sizeof *a + nbytes);
     if (a)
-        *a = (tb__arrival){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes, .data = (unsigned char *)(a + 1)};
+        *a = (tb__arrival){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes};
     return a;
 }
 
@@ -37,26 +36,6 @@ static inline bool tb__arrival_keep(tb__match *arrivals, int32_t peer, uint64_t 
     return true;
 }
 
-/* The offer of this id in a list of one peer's; NULL if there is none. */
-static inline tb__arrival *tb__offer_find(const tb__waiters *offers, uint64_t id) {
-    tb__waiter *w = offers->first;
-    while (w && ((tb__arrival *)w)->id != id)
-        w = w->next;
-    return (tb__arrival *)w;
-}
-
-/* It was withdrawn before anybody took it. */
-static inline void tb__offer_drop(tb__match *arrivals, int32_t peer, uint64_t tag, uint64_t id) {
-    tb__waiters *list = &arrivals->bucket[tb__match_bucket(peer, tag)];
-    for (tb__waiter **at = &list->first; *at; at = &(*at)->next) {
-        const tb__arrival *a = (const tb__arrival *)*at;
-        if (a->waiter.peer == peer && a->waiter.tag == tag && a->is_offer && a->id == id) {
-            free(tb__waiters_unlink(list, at));
-            return;
-        }
-    }
-}
-
 /* What a transport has of an operation: so much memory, which begins with a waiter. NULL: there is none. */
 static inline void *tb__op_begin(tb_op *op, size_t size) {
     tb__waiter *w = tb__calloc(1, size);
@@ -68,11 +47,25 @@ static inline void *tb__op_begin(tb_op *op, size_t size) {
     return w;
 }
 
+/* A message of nbytes is for a receive that has room for fewer; returns what that ends with. */
+static inline tb_status tb__op_too_big(tb_op *op, size_t room, size_t nbytes) {
+    op->nbytes = nbytes;
+    snprintf(op->why, sizeof op->why, "%zu bytes came with tag %" PRIu64 ", more than the %zu there is room for",
+             nbytes, op->tag, room);
+    return TB_TOO_BIG;
+}
+
+/* The send of a message that has come in part was cancelled; returns what the receive ends with. */
+static inline tb_status tb__op_withdrawn(tb_op *op) {
+    snprintf(op->why, sizeof op->why, "its sender has cancelled it");
+    return TB_CANCELLED;
+}
+
 /* Puts a message into a receive that has room for so many bytes; returns what it ends with. */
 static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, size_t nbytes) {
     op->nbytes = nbytes;
     if (nbytes > room)
-        return TB_TOO_BIG;
+        return tb__op_too_big(op, room, nbytes);
     tb__pieces_scatter(op->pieces, op->npieces, 0, data, nbytes);
     return TB_OK;
 }

@@ -126,9 +126,18 @@ void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *w
 
 tb_status tb__transport_post(const tb_transport *t, tb_op *op) {
     op->status = TB_OK;
+    op->why[0] = '\0';
     op->nbytes = 0;
     op->state = NULL;
+    size_t nbytes = op->kind == TB_OP_SEND && !op->is_expected ? tb__pieces_size(op->pieces, op->npieces) : 0;
+    if (nbytes > TB_SHORT_MAX)
+        return tb__fail(TB_INVALID, "%zu bytes can't be sent before they are expected, only %d can", nbytes,
+                        TB_SHORT_MAX);
     return t->ops->post(t->context, op);
+}
+
+const char *tb__op_why(const tb_op *op) {
+    return *op->why ? op->why : tb_status_string(op->status);
 }
 
 size_t tb__pieces_size(const tb_piece *pieces, size_t npieces) {

@@ -17,6 +17,8 @@ void tb__transport_close(tb_transport *transport);
 /* The slots, by name. Where one is missing they do what transport.h says. */
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
+/* Why an operation that is done has failed. */
+const char *tb__op_why(const tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
 bool tb__transport_is_reached(const tb_transport *t, int32_t peer);
 void tb__transport_disconnect(const tb_transport *t, int32_t peer, const char *why);

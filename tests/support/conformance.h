@@ -29,7 +29,10 @@ tb_remote *import_memory(endpoints *e, tb_mem *mem);
 /* A memfd sealed against shrinking, and where it is mapped. */
 unsigned char *make_file(const char *name, size_t nbytes, int *fd);
 
-/* An operation that remembers that it is done. */
+/* A tag that no other message has had. */
+uint64_t new_tag(void);
+
+/* An operation that remembers that it is done. A long SEND is expected. */
 void make_op(tb_op *op, tb_op_kind kind, int32_t peer, uint64_t tag, const tb_piece *pieces, size_t npieces);
 bool is_done(const tb_op *op);
 

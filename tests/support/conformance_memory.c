@@ -15,10 +15,11 @@ static void import_all(endpoints *e, tb_mem *const *mem, size_t n, tb_remote **r
     tb_op send, receive;
     for (size_t i = 0; i < n; i++)
         assert_int_equal(e->b.ops->mem_export(e->b.context, mem[i], e->rank_a, &key[i]), TB_OK);
-    make_op(&send, TB_OP_SEND, e->rank_a, 77, &out, 1);
-    make_op(&receive, TB_OP_RECV, e->rank_b, 77, &in, 1);
-    post(&e->b, &send);
+    uint64_t tag = new_tag();
+    make_op(&send, TB_OP_SEND, e->rank_a, tag, &out, 1);
+    make_op(&receive, TB_OP_RECV, e->rank_b, tag, &in, 1);
     post(&e->a, &receive);
+    post(&e->b, &send);
     work_until_done(e, (tb_op *[]){&send, &receive}, 2);
     for (size_t i = 0; i < n; i++)
         assert_int_equal(e->a.ops->mem_import(e->a.context, e->rank_b, &got[i], &remote[i]), TB_OK);

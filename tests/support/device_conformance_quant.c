@@ -230,6 +230,47 @@ static void check_buffer(suite *s, tb__quant_format format) {
     free_matrix(&m);
 }
 
+/* Some columns of some rows, from any one on. */
+static void check_columns(suite *s, tb__quant_format format) {
+    static matrix m;
+    static tb__move moves[MOST_BANDS];
+    make_matrix(s, &m, format, TB_F32, rng_range(&s->g, 1, 150), rng_range(&s->g, 1, 80) * 30);
+    run_moves(s, s->device, moves, list_bands(s, &m, TB__MOVE_QUANTISE, moves), NULL);
+    expect_quantised(&m);
+    tb__quant_tensor from = image_of(&m);
+    size_t n = list_bands(s, &m, TB__MOVE_DEQUANTISE, moves), size = number_size(m.back_dtype);
+    for (size_t i = 0; i < n; i++) {
+        int64_t first = rng_range(&s->g, 0, m.columns), columns = rng_range(&s->g, 0, m.columns - first);
+        m.parts[i].first_column = first;
+        moves[i].len[1] = columns;
+        for (int64_t r = m.parts[i].first; r < m.parts[i].first + moves[i].len[0]; r++) {
+            for (int64_t c = 0; c < columns; c++)
+                number_store(m.back_dtype, m.back.image + m.back_offset + (size_t)(r * m.stride + c) * size,
+                             quantised_value(&from, r, first + c, m.back_dtype));
+        }
+    }
+    run_moves(s, s->device, moves, n, NULL);
+    check_area(s, &m.back, "some columns");
+    free_matrix(&m);
+}
+
+/* Data and scales are in the buffer of a run. */
+static void check_to_buffer(suite *s, tb__quant_format format) {
+    static matrix m;
+    static tb__move moves[MOST_BANDS];
+    make_matrix(s, &m, format, TB_F16, 140, 64);
+    size_t n = list_bands(s, &m, TB__MOVE_QUANTISE, moves);
+    for (size_t i = 0; i < n; i++) {
+        moves[i].is_dst_in_buffer = true;
+        m.parts[i].data = (void *)(uintptr_t)GUARD;
+        m.parts[i].scales = m.size.scale_nbytes ? (void *)(uintptr_t)m.scales_offset : NULL;
+    }
+    run_moves(s, s->device, moves, n, m.quantised.at);
+    expect_quantised(&m);
+    check_area(s, &m.quantised, "quantised to a buffer");
+    free_matrix(&m);
+}
+
 void check_quantised(suite *s) {
     for (int f = 0; f < NFORMATS; f++) {
         bool is_even = formats[f].kind == TB__QUANT_NVFP4;
@@ -242,6 +283,9 @@ void check_quantised(suite *s) {
         }
         check_matrix(s, formats[f], TB_F32, 0, 64);
         check_buffer(s, formats[f]);
+        check_to_buffer(s, formats[f]);
+        for (int i = 0; i < 4; i++)
+            check_columns(s, formats[f]);
     }
 }
 

@@ -565,6 +565,15 @@ void check_lifetimes(suite *s) {
     wait_for_one(s, &fence);
     assert_done_well(&fence);
     ops->release(s->device, job);
+    tb__move empty = {.part = 7, .ndim = 1, .dst_dtype = TB_U8};
+    uint32_t twice[] = {7, 8, 7};
+    fence = (tb__fence){0};
+    assert_ok(ops->prepare(s->device, &empty, 1, &job));
+    assert_int_equal(ops->run(s->device, job, &(tb__run){.parts = twice, .nparts = 3}, &fence), TB_INVALID);
+    assert_ok(ops->run(s->device, job, &(tb__run){.parts = twice, .nparts = 2}, &fence));
+    wait_for_one(s, &fence);
+    assert_done_well(&fence);
+    ops->release(s->device, job);
 }
 
 void check_checksums(suite *s) {

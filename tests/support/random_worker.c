@@ -4,6 +4,7 @@
 #include "numbers.h"
 #include "plan/plan.h"
 #include "random_batch.h"
+#include "tensor_memory.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -159,7 +160,7 @@ static void place_parts(worker *w) {
         b->is_bus = rng_range(&w->own, 0, 1);
         b->image = malloc(b->nbytes);
         if (b->is_bus)
-            must(w, tb_alloc(b->nbytes, (void **)&b->memory));
+            b->memory = tensor_alloc(b->nbytes);
         else
             b->memory = malloc(b->nbytes);
         if (!b->image || !b->memory)
@@ -175,7 +176,7 @@ static void remove_parts(worker *w) {
     for (size_t i = 0; i < w->nblocks; i++) {
         free(w->blocks[i].image);
         if (w->blocks[i].is_bus)
-            tb_free(w->blocks[i].memory);
+            tensor_free(w->blocks[i].memory);
         else
             free(w->blocks[i].memory);
     }
@@ -192,19 +193,23 @@ static size_t offset_of(const part *p, size_t itemsize, int64_t i) {
     return p->offset + p->origin + (size_t)(offset * (int64_t)itemsize);
 }
 
+static char *bytes_of(const block *b) {
+    return tensor_bytes(b->memory);
+}
+
 /* Everything is poisoned but the sources. */
 static void fill(worker *w, int from, int version) {
     for (size_t i = 0; i < w->nblocks; i++)
-        memset(w->blocks[i].memory, 0xA5 + version, w->blocks[i].nbytes);
+        memset(tensor_bytes(w->blocks[i].memory), 0xA5 + version, w->blocks[i].nbytes);
     for (int i = 0; w->seat[from] >= 0 && i < w->b.ntensors; i++) {
         const part *p = &w->parts[from][i];
         tb_dtype dtype = w->b.tensor[i].dtype[from];
         for (int64_t e = 0; e < p->h.count; e++)
-            number_store(dtype, p->block->memory + offset_of(p, number_size(dtype), e),
+            number_store(dtype, bytes_of(p->block) + offset_of(p, number_size(dtype), e),
                          batch_value(&w->b, i, from, version, p->h.element[e], p->h.share));
     }
     for (size_t i = 0; i < w->nblocks; i++)
-        memcpy(w->blocks[i].image, w->blocks[i].memory, w->blocks[i].nbytes);
+        memcpy(w->blocks[i].image, bytes_of(&w->blocks[i]), w->blocks[i].nbytes);
 }
 
 static void expect(worker *w, int from, int version) {
@@ -223,7 +228,7 @@ static void check_elements(const worker *w, int s) {
         tb_dtype dtype = w->b.tensor[i].dtype[s];
         for (int64_t e = 0; e < p->h.count; e++) {
             size_t offset = offset_of(p, number_size(dtype), e);
-            uint64_t got = number_load(dtype, p->block->memory + offset);
+            uint64_t got = number_load(dtype, bytes_of(p->block) + offset);
             uint64_t wanted = number_load(dtype, p->block->image + offset);
             if (got != wanted)
                 broken(w, "%s tensor t%d, local element %" PRId64 " (%" PRId64 " of all): %" PRIx64 ", not %" PRIx64,
@@ -233,12 +238,12 @@ static void check_elements(const worker *w, int s) {
 }
 
 static void check_block(const worker *w, const block *b) {
-    if (memcmp(b->memory, b->image, b->nbytes) == 0)
+    if (memcmp(bytes_of(b), b->image, b->nbytes) == 0)
         return;
     check_elements(w, 0);
     check_elements(w, 1);
     for (size_t i = 0; i < b->nbytes; i++) {
-        if (b->memory[i] != b->image[i])
+        if (bytes_of(b)[i] != b->image[i])
             broken(w, "byte %zu of %zu in block %td, which is no tensor's, was written", i, b->nbytes, b - w->blocks);
     }
 }
@@ -263,7 +268,7 @@ static void end_send(worker *w, tb_transfer *t, int from) {
         if (b->has[!from])
             continue;
         check_block(w, b);
-        memset(b->memory, 0x3C, b->nbytes);
+        memset(bytes_of(b), 0x3C, b->nbytes);
         memset(b->image, 0x3C, b->nbytes);
     }
     must(w, tb_wait(t, TB_COMMITTED, -1));

@@ -125,9 +125,9 @@ void work_until_half(endpoints *e) {
     for (time_t deadline = seconds() + 60; got == 0 && seconds() < deadline;) {
         a->call->worker_progress(a->worker);
         b->call->worker_progress(b->worker);
-        const ucx_offer *taken = (const ucx_offer *)peer->taken.first;
-        got = taken ? taken->got : 0;
-        nbytes = taken ? taken->arrival.nbytes : 0;
+        const ucx_posted *receive = (const ucx_posted *)peer->receiving.first;
+        got = receive ? receive->got : 0;
+        nbytes = receive ? receive->op->nbytes : 0;
     }
     assert_in_range(got, 1, nbytes - 1);
 }

@@ -17,7 +17,8 @@
 
 typedef struct part {
     uint32_t number;
-    size_t first; /* of its moves */
+    size_t first;      /* of its moves */
+    uint64_t last_run; /* the number of that which has it */
 } part;
 
 struct tb__job {
@@ -26,6 +27,7 @@ struct tb__job {
     tb__line line;
     part *parts; /* by number; one more at the end, of no moves */
     size_t nparts, nquantised;
+    uint64_t nruns;
 };
 
 /* Moves of the job that follow one another, and where they begin on the run's line and on the job's. */
@@ -57,9 +59,9 @@ struct tb__host_run {
     size_t nsteps;
     tb__fence **after;
     size_t nafter;
-    const void *bytes;
+    const char *bytes; /* of a checksum */
     size_t nbytes;
-    uint64_t *sum;
+    uint64_t *sums, *sum; /* of blocks, and where the result goes */
     bool is_begun;
     tb_status status; /* of pieces that failed; with the device's lock held while there are any */
     char why[TB__FENCE_WHY_MAX];
@@ -260,11 +262,12 @@ static void run_piece(void *arg, int64_t from, int64_t to) {
         tb__kernels_get()->fence();
 }
 
-static void sum_bytes(void *arg, int64_t from, int64_t to) {
+static void sum_blocks(void *arg, int64_t from, int64_t to) {
     const tb__host_run *run = arg;
-    (void)from;
-    (void)to;
-    *run->sum = tb__checksum(run->bytes, run->nbytes);
+    for (int64_t i = from; i < to; i++) {
+        size_t at = (size_t)i * TB__CHECKSUM_BLOCK, left = run->nbytes - at;
+        run->sums[i] = tb__checksum_block(run->bytes + at, left < TB__CHECKSUM_BLOCK ? left : TB__CHECKSUM_BLOCK);
+    }
 }
 
 static _Thread_local const tb__host_device *progressing; /* this thread is going to look */
@@ -285,6 +288,7 @@ static void free_run(tb__host_run *run) {
     if (run) {
         free(run->stretches);
         free(run->steps);
+        free(run->sums);
         free(run->after);
     }
     free(run);
@@ -295,31 +299,39 @@ static tb_status begin_step(step *s, const tb__host_run *run, size_t index) {
     const tb__quantised *q = move->quantised;
     s->move = index;
     s->is_dequant = move->kind == TB__MOVE_DEQUANTISE;
+    char *to = move->kind == TB__MOVE_QUANTISE && move->is_dst_in_buffer ? run->dst_buffer : NULL;
     if (q)
         s->tensor = (tb__quant_tensor){.format = q->format,
                                        .rows = q->rows,
                                        .columns = q->columns,
-                                       .data = q->data,
-                                       .scales = q->scales,
+                                       .data = to ? to + (uintptr_t)q->data : q->data,
+                                       .scales = to ? to + (uintptr_t)q->scales : q->scales,
                                        .scale = q->scale ? *q->scale : 0};
     if (s->is_dequant) {
         tb__quant_rows rows = {.data = move->dst, .dtype = move->dst_dtype, .stride = move->dst_stride[0]};
         rows.data = move->is_dst_in_buffer ? run->dst_buffer + (uintptr_t)move->dst : move->dst;
-        return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], &rows);
+        return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], q->first_column, move->len[1], &rows);
     }
     const char *from = move->src_mapping ? run->src_buffer + (uintptr_t)move->src[0] : move->src[0];
     tb__quant_rows rows = {.data = (char *)(uintptr_t)from, .dtype = move->src_dtype, .stride = move->src_stride[0][0]};
     return tb__quant_begin(&s->quant, q ? &s->tensor : NULL, q ? q->first : 0, move->len[0], move->len[1], &rows);
 }
 
+static tb_status name_failure(tb_status status, const tb__move *move) {
+    return status != TB_OK && move->name ? tb__fail_within(status, "tensor '%.100s'", move->name) : status;
+}
+
 /* Those of all stretches. The scales of a run are those that it finds when it begins. */
 static tb_status begin_steps(tb__host_run *run) {
-    for (size_t i = 0; i < run->nsteps; i++)
-        TB_TRY(begin_step(&run->steps[i], run, run->steps[i].move));
+    for (size_t i = 0; i < run->nsteps; i++) {
+        tb_status status = begin_step(&run->steps[i], run, run->steps[i].move);
+        if (status != TB_OK)
+            return name_failure(status, &run->job->moves[run->steps[i].move]);
+    }
     return TB_OK;
 }
 
-static const part *find_part(const tb__job *job, uint32_t number) {
+static part *find_part(const tb__job *job, uint32_t number) {
     size_t low = 0, high = job->nparts;
     while (low < high) {
         size_t middle = low + (high - low) / 2;
@@ -351,19 +363,24 @@ static int compare_steps(const void *a, const void *b) {
 }
 
 static tb_status choose_moves(tb__host_run *run, const tb__run *what) {
-    const tb__job *job = run->job;
+    tb__job *job = run->job;
     size_t nparts = what->parts ? what->nparts : 1;
     int64_t written = 0;
     run->stretches = tb__malloc(nparts, sizeof *run->stretches);
     run->steps = tb__calloc(job->nquantised, sizeof *run->steps);
     if ((nparts && !run->stretches) || (job->nquantised && !run->steps))
         return TB_NO_MEMORY;
+    job->nruns++;
     if (!what->parts)
         add_moves(run, 0, job->line.n, &written);
     for (size_t i = 0; what->parts && i < what->nparts; i++) {
-        const part *p = find_part(job, what->parts[i]);
-        if (p)
-            add_moves(run, p->first, p[1].first, &written);
+        part *p = find_part(job, what->parts[i]);
+        if (!p)
+            continue;
+        if (p->last_run == job->nruns)
+            return tb__fail(TB_INVALID, "part %" PRIu32 " of a job is listed twice in one run", p->number);
+        p->last_run = job->nruns;
+        add_moves(run, p->first, p[1].first, &written);
     }
     if (run->nsteps)
         qsort(run->steps, run->nsteps, sizeof *run->steps, compare_steps);
@@ -379,10 +396,12 @@ static void end_run(tb__host_run *run, tb_status status) {
         float amax = 0;
         if (s->is_dequant)
             continue;
-        status = tb__quant_end(&s->quant, &amax);
+        status = name_failure(tb__quant_end(&s->quant, &amax), move);
         if (status == TB_OK && move->kind == TB__MOVE_AMAX && amax > *move->amax)
             *move->amax = amax;
     }
+    if (status == TB_OK && run->sum)
+        *run->sum = tb__checksum_block(run->sums, tb__checksum_nblocks(run->nbytes) * sizeof *run->sums);
     fence->status = status;
     if (status != TB_OK)
         snprintf(fence->why, sizeof fence->why, "%s", tb_error_detail());
@@ -410,7 +429,9 @@ static void begin_run(tb__host_run *run) {
         end_run(run, status);
         return;
     }
-    run->work.piece = run->job ? tb__workers_piece(run->work.total) : run->work.total;
+    run->work.piece = tb__workers_piece(run->job ? run->work.total : (int64_t)run->nbytes);
+    if (!run->job) /* blocks, not bytes */
+        run->work.piece = (run->work.piece + TB__CHECKSUM_BLOCK - 1) / TB__CHECKSUM_BLOCK;
     run->is_begun = true;
     TAILQ_INSERT_TAIL(&run->device->running, run, link);
     tb__workers_submit(&run->work);
@@ -453,13 +474,18 @@ tb_status tb__host_run_job(tb__device *device, tb__job *job, const tb__run *what
 }
 
 tb_status tb__host_checksum(tb__device *device, const void *address, size_t nbytes, uint64_t *out, tb__fence *fence) {
-    tb__host_run *run = new_run(device, fence, sum_bytes);
-    if (!run)
+    tb__host_run *run = new_run(device, fence, sum_blocks);
+    size_t nblocks = tb__checksum_nblocks(nbytes);
+    if (run)
+        run->sums = tb__malloc(nblocks, sizeof *run->sums);
+    if (!run || !run->sums) {
+        free_run(run);
         return TB_NO_MEMORY;
+    }
     run->bytes = address;
     run->nbytes = nbytes;
     run->sum = out;
-    run->work.total = 1;
+    run->work.total = (int64_t)nblocks;
     queue_run(run);
     return TB_OK;
 }

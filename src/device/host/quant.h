@@ -50,11 +50,12 @@ typedef struct tb__dequant_job {
     tb__quant_tensor from;
     tb__quant_rows to;
     tb__quant_size size;
-    int64_t first, rows, across, nunits, nparts;
+    int64_t first, rows, first_column, columns, across, nunits, nparts;
 } tb__dequant_job;
 
+/* Of so many columns, from one on. */
 tb_status tb__dequant_begin(tb__dequant_job *job, const tb__quant_tensor *from, int64_t first, int64_t rows,
-                            const tb__quant_rows *to);
+                            int64_t first_column, int64_t columns, const tb__quant_rows *to);
 void tb__dequant_run(const tb__dequant_job *job, int64_t from, int64_t to);
 
 #endif

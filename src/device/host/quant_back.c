@@ -62,25 +62,31 @@ static void codes_to_f32(const job *j, float *out, int64_t row, int64_t column, 
         tb__kernels_get()->widen[TB_F8E4M3](out, data + at, (size_t)n);
         return;
     }
-    for (int64_t i = 0; i < n; i += 2) { /* rows are even */
+    int64_t i = 0;
+    if (at % 2 && n > 0)
+        out[i++] = e2m1[data[at / 2] >> 4];
+    for (; i + 1 < n; i += 2) {
         uint8_t two = data[(at + i) / 2];
         out[i] = e2m1[two & 15];
         out[i + 1] = e2m1[two >> 4];
     }
+    if (i < n)
+        out[i] = e2m1[data[(at + i) / 2] & 15];
 }
 
-static void run_unit(const job *j, int64_t row, int64_t column) {
+static void run_unit(const job *j, int64_t row, int64_t at) {
     float x[PIECE];
-    int64_t n = tb__min64(PIECE, j->from.columns - column), block = block_of(j->from.format.kind);
+    int64_t n = tb__min64(PIECE, j->columns - at), block = block_of(j->from.format.kind), column = j->first_column + at;
     codes_to_f32(j, x, j->first + row, column, n);
-    for (int64_t i = 0; i < n; i += block) {
-        float scale = scale_at(j, j->first + row, (column + i) / block);
-        int64_t end = tb__min64(i + block, n);
+    for (int64_t i = 0, end; i < n; i = end) {
+        int64_t which = (column + i) / block;
+        float scale = scale_at(j, j->first + row, which);
+        end = tb__min64((which + 1) * block - column, n);
         for (int64_t k = i; k < end; k++)
             x[k] *= scale;
     }
     size_t size = tb_dtype_bits(j->to.dtype) / 8;
-    char *out = (char *)j->to.data + (size_t)(row * j->to.stride + column) * size;
+    char *out = (char *)j->to.data + (size_t)(row * j->to.stride + at) * size;
     if (j->to.dtype == TB_F32)
         memcpy(out, x, (size_t)n * size);
     else
@@ -95,14 +101,15 @@ void tb__dequant_run(const job *j, int64_t from, int64_t to) {
         run_unit(j, u / j->across, u % j->across * PIECE);
 }
 
-tb_status tb__dequant_begin(job *j, const tb__quant_tensor *from, int64_t first, int64_t rows,
-                            const tb__quant_rows *to) {
-    *j = (job){.from = *from, .to = *to, .first = first, .rows = rows};
+tb_status tb__dequant_begin(job *j, const tb__quant_tensor *from, int64_t first, int64_t rows, int64_t first_column,
+                            int64_t columns, const tb__quant_rows *to) {
+    *j =
+        (job){.from = *from, .to = *to, .first = first, .rows = rows, .first_column = first_column, .columns = columns};
     TB_TRY(tb__quant_check_tensor(from, first, rows, &j->size));
-    TB_TRY(tb__quant_check_rows(to, rows, from->columns));
-    j->across = from->columns / PIECE + (from->columns % PIECE != 0);
+    TB_TRY(tb__quant_check_rows(to, rows, columns));
+    j->across = columns / PIECE + (columns % PIECE != 0);
     j->nunits = rows * j->across;
-    int64_t parts = rows * from->columns / (TB__PIECE_BYTES / 4);
+    int64_t parts = rows * columns / (TB__PIECE_BYTES / 4);
     j->nparts = tb__min64(parts < 1 ? 1 : parts, j->nunits);
     return TB_OK;
 }
@@ -113,7 +120,7 @@ static void run_parts(void *arg, int64_t from, int64_t to) {
 
 tb_status tb__quant_dequantise(const tb__quant_tensor *from, int64_t first, int64_t rows, const tb__quant_rows *to) {
     job j;
-    TB_TRY(tb__dequant_begin(&j, from, first, rows, to));
+    TB_TRY(tb__dequant_begin(&j, from, first, rows, 0, from->columns, to));
     tb__workers_for(j.nparts, run_parts, &j);
     return TB_OK;
 }

@@ -47,7 +47,6 @@ static void free_endpoint(mpi *m) {
         free(m->peers[i].why);
     mpi_requests_fini(m);
     tb__index_fini(&m->by_wire);
-    free(m->offered.item);
     free(m->ring);
     free(m->peers);
     free(m);
@@ -61,7 +60,7 @@ static bool has_parted(mpi *m) {
     while (did && look(m, &did) == TB_OK)
         ;
     for (message *msg = TAILQ_FIRST(&m->all); msg; msg = TAILQ_NEXT(msg, all)) {
-        if (msg->state == MESSAGE_LETTER)
+        if (msg->state == MESSAGE_FRAME)
             return false;
     }
     return m->nbyes == m->nranks;
@@ -298,7 +297,7 @@ static void mpi_cancel(void *context, tb_op *op) {
 /* One look. Whether anything came of it. */
 static tb_status look(mpi *m, bool *did) {
     TB_TRY(mpi_test_requests(m, did));
-    TB_TRY(mpi_open_letters(m));
+    TB_TRY(mpi_open_frames(m));
     message *msg;
     while ((msg = TAILQ_FIRST(&m->ripe))) {
         mpi_go_on(m, msg);

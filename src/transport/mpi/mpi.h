@@ -1,13 +1,13 @@
-/* What the files of the transport mpi share: mpi.c (its table, operations, progress), mpi_message.c (offers, and what
- * becomes of chunks), mpi_end.c (messages that are given up, peers that are lost), mpi_letter.c (letters, and their
+/* What the files of the transport mpi share: mpi.c (its table, operations, progress), mpi_message.c (messages, and what
+ * becomes of chunks), mpi_end.c (messages that are given up, peers that are lost), mpi_frame.c (frames, and their
  * order), mpi_chunk.c (memory that MPI sends from and receives to), mpi_request.c (requests under way, the lock, and
  * the timer that has them looked at).
  *
- * Our tags have 64 bits, MPI's perhaps 15. So everything begins with a *letter*, a header with up to INLINE_MAX bytes
- * behind it, under one MPI tag; each rank keeps a few receives for letters posted. Larger messages are offered by a
- * letter. The receiver answers, once a receive matches, with an MPI tag that nobody else uses with it meanwhile, and
- * the bytes follow under that, in chunks. Nothing of an operation's memory is given to MPI before both ends are there:
- * what is still waiting can be taken back by whoever posted it, which MPI itself can't do.
+ * Our tags have 64 bits, MPI's perhaps 15. So everything begins with a *frame*, a header with up to TB_SHORT_MAX bytes
+ * behind it, under one MPI tag; each rank keeps a few receives for frames posted. The frame of a long message says
+ * under which MPI tag its bytes follow, in chunks: one that no other message of its sender has meanwhile. Chunks are
+ * sent in MPI's synchronous mode: they are done when a receive has matched them, so the tag can be used again. Chunks
+ * of a message that nobody receives any more are received and thrown away.
  *
  * While MPI has chunks in an operation's memory, the operation is not over: whoever is told so may free it, or fill it
  * anew. A receive that nothing has come for yet MPI gives back; what is half-way has to be waited for, and so has a
@@ -26,12 +26,11 @@
 
 enum {
     MPI_UID_SIZE = 16,
-    LETTER_TAG = 0,
-    INLINE_MAX = 4096 + 64, /* what engines tell each other fits */
-    RING = 16,              /* receives posted for letters */
+    FRAME_TAG = 0,
+    RING = 16, /* receives posted for frames */
     CHUNK = 512 << 10,
     WINDOW = 4,        /* chunks of a message under way */
-    MAX_STREAMS = 256, /* large messages being received */
+    MAX_STREAMS = 256, /* long messages being sent: MPI tags for them */
     CANCEL_MS = 5000,  /* for chunks that MPI can't give back */
     CLOSE_MS = 1000,   /* the same, when closing */
     PART_MS = 200,     /* for others to close, too */
@@ -50,31 +49,28 @@ void tb__mpi_take_seat(tb__mpi_seat *seat);
 
 extern const tb_transport_ops tb__mpi_ops;
 
-typedef enum letter_kind {
-    LETTER_SMALL,    /* the message itself */
-    LETTER_OFFER,    /* of nbytes */
-    LETTER_ACCEPT,   /* of offer `id`; `tag` is the MPI tag to send under */
-    LETTER_DECLINE,  /* there is no room for it */
-    LETTER_WITHDRAW, /* of offer `id`; nbytes of it have been sent */
-    LETTER_BYE,      /* the sender closes: this is its last, and its chunks are through */
-    LETTER_KINDS
-} letter_kind;
+typedef enum frame_kind {
+    FRAME_SHORT,    /* a message, which is behind it */
+    FRAME_LONG,     /* a message of nbytes, which follows in chunks */
+    FRAME_WITHDRAW, /* long message `id` ends when nbytes of it have been sent */
+    FRAME_BYE,      /* the sender closes: this is its last, and its chunks are through */
+} frame_kind;
 
 typedef struct header {
-    uint32_t kind, is_expected; /* the latter of small messages and offers, as in tb_op */
-    uint64_t tag, nbytes, id;
-    uint64_t serial; /* how many letters came before it, from the same rank to the same */
+    uint32_t kind, is_expected; /* the latter of short messages, as in tb_op */
+    uint64_t tag, nbytes;
+    uint64_t id;     /* of a long message, at its sender; modulo MAX_STREAMS, the MPI tag of its chunks, less 1 */
+    uint64_t serial; /* how many frames came before it, from the same rank to the same */
 } header;
 
 typedef enum message_state {
     MESSAGE_WAITS,    /* a receive that nothing has come for */
     MESSAGE_MATCHED,  /* a receive that `arrival` is for, to be dealt with in progress */
-    MESSAGE_QUEUED,   /* a receive that waits for an MPI tag */
+    MESSAGE_QUEUED,   /* a long send that waits for an MPI tag */
     MESSAGE_RECEIVES, /* chunks */
-    MESSAGE_LETTER,   /* goes out; op is NULL if it is the transport's own */
-    MESSAGE_OFFERED,
-    MESSAGE_SENDS, /* chunks */
-    MESSAGE_ENDS,  /* it was given up, but MPI still has chunks of it; `op` is told `decision` when it hasn't */
+    MESSAGE_FRAME,    /* goes out; op is NULL if it is the transport's own */
+    MESSAGE_SENDS,    /* chunks */
+    MESSAGE_ENDS,     /* it was given up, but MPI still has chunks of it; `op` is told `decision` when it hasn't */
 } message_state;
 
 /* A chunk under way. */
@@ -89,26 +85,26 @@ typedef struct chunk {
 
 #define NO_REQUEST SIZE_MAX
 
-/* An operation, or a letter. */
+/* An operation, or a frame. */
 typedef struct message {
     tb__waiter waiter; /* its peer is an MPI rank, here and below */
     message_state state;
     tb_op *op; /* NULL: nobody's any more */
     int rank;
-    uint64_t id; /* the sender's, of an offer */
-    int tag;
+    uint64_t id; /* of a long one */
+    int tag;     /* MPI's, of its chunks */
     size_t nbytes;
     size_t posted; /* where the next chunk begins: all before it were given to MPI, and are there or through */
     size_t done;   /* bytes that are through */
     size_t end;    /* of what is received: the sender stops there */
     chunk chunks[WINDOW];
-    tb_status decision;  /* of one that ends ... */
-    int64_t deadline_ms; /* ... and when it is told at the latest */
-    tb__arrival *arrival;
-    bool is_ripe; /* something of it has completed ... */
-    int error;    /* ... with this error of MPI's */
+    tb_status decision;   /* of one that ends ... */
+    int64_t deadline_ms;  /* ... and when it is told at the latest */
+    tb__arrival *arrival; /* a short message for a receive */
+    bool is_ripe;         /* something of it has completed ... */
+    int error;            /* ... with this error of MPI's */
     TAILQ_ENTRY(message) all, ripe;
-    header header; /* of a letter, with its bytes */
+    header header; /* of a frame, with its bytes */
     unsigned char data[];
 } message;
 
@@ -117,15 +113,15 @@ typedef TAILQ_HEAD(message_list, message) message_list;
 typedef struct peer {
     int32_t wire; /* as the engine calls it */
     bool is_connected;
-    bool has_left;     /* its last letter has come */
+    bool has_left;     /* its last frame has come */
     bool is_lost;      /* nothing is exchanged with it any more ... */
     bool is_told;      /* ... and the engine knows: all operations with it are over */
     char *why;         /* NULL: there was no memory for it */
-    uint64_t nwritten; /* letters to it, and from it */
+    uint64_t nwritten; /* frames to it, and from it */
     uint64_t nopened;
 } peer;
 
-/* Whose request it is: a message's chunk, a message that is a letter, or a place in the ring. */
+/* Whose request it is: a message's chunk, a message that is a frame, or a place in the ring. */
 typedef struct owner {
     message *message; /* NULL: of the ring */
     size_t at;        /* which chunk, or which place */
@@ -136,7 +132,7 @@ typedef struct place {
     bool is_done;
     int rank, error;
     size_t nbytes;
-    unsigned char bytes[sizeof(header) + INLINE_MAX];
+    unsigned char bytes[sizeof(header) + TB_SHORT_MAX];
 } place;
 
 typedef struct mpi {
@@ -150,16 +146,15 @@ typedef struct mpi {
     peer *peers;      /* by MPI rank */
     tb__index by_wire;
     tb__match receives, arrivals;
-    tb__match early; /* by serial: letters that have overtaken another of the same rank */
+    tb__match early; /* by serial: frames that have overtaken another of the same rank */
     message_list all, ripe;
     size_t nwaiting, nunder_way; /* messages that wait for the other side, and requests but those of the ring */
     int64_t ending_ms;           /* when the first message that ends is to be told; 0: there is none */
     place *ring;
-    size_t ndone;              /* places that have a letter */
+    size_t ndone;              /* places that have a frame */
     bool streams[MAX_STREAMS]; /* MPI tags in use, less 1 */
     size_t nqueued;
-    TB_VEC(message *) offered; /* by the lower half of their ids; NULL: free */
-    uint64_t last_offer;
+    uint64_t nlong; /* long messages that were sent */
 
     /* mpi_request.c */
     TB_VEC(MPI_Request) requests;
@@ -201,19 +196,17 @@ tb_status mpi_failed(const char *what, int code);
 /* mpi_chunk.c: gives the next chunk of a message to MPI, as its i-th under way. */
 tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i);
 
-/* mpi_letter.c */
+/* mpi_frame.c */
 tb_status mpi_fill_place(mpi *m, size_t at);
 /* Gives the ring back to MPI. */
 void mpi_drop_ring(mpi *m);
-/* Sends a message that is a letter. */
-tb_status mpi_send_letter(mpi *m, message *msg, size_t nbytes_behind);
+/* Sends a message that is a frame. */
+tb_status mpi_send_frame(mpi *m, message *msg, size_t nbytes_behind);
 /* Sends one of the transport's own. */
-tb_status mpi_write_letter(mpi *m, int rank, header h);
-/* The same where the other side would wait for good without it: if it can't be sent, the peer is lost. */
-void mpi_answer(mpi *m, int rank, letter_kind kind, uint64_t id, uint64_t tag, uint64_t nbytes);
+tb_status mpi_write_frame(mpi *m, int rank, header h);
 void mpi_send_bye(mpi *m, int rank);
 /* Opens those that have come. */
-tb_status mpi_open_letters(mpi *m);
+tb_status mpi_open_frames(mpi *m);
 
 /* mpi_message.c */
 message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_t nbytes_behind);
@@ -231,12 +224,12 @@ void mpi_finish(mpi *m, message *msg, tb_status status);
 void mpi_ripen(mpi *m, message *msg);
 tb_status mpi_post_send(mpi *m, tb_op *op, int rank);
 tb_status mpi_post_receive(mpi *m, tb_op *op, int rank);
-/* A letter is opened. */
-tb_status mpi_on_letter(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes);
+/* A frame is opened. */
+tb_status mpi_on_frame(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes);
 /* Goes on with what has completed a chunk, or was matched. */
 void mpi_go_on(mpi *m, message *msg);
-/* Receives that wait for an MPI tag get what there is. */
-void mpi_take_queued(mpi *m);
+/* Begins long sends that wait for an MPI tag, as far as there are any. */
+void mpi_send_queued(mpi *m);
 
 /* mpi_end.c */
 /* Takes chunks back from MPI: those in the operation's memory, or all; of a receive, always all. TB_TIMEOUT: some are
@@ -253,7 +246,7 @@ void mpi_end_message(mpi *m, message *msg);
 void mpi_end_late(mpi *m);
 void mpi_lose(mpi *m, int rank, const char *why);
 const char *mpi_why(const peer *p); /* it was lost */
-/* Those whose last letter has come, once all that they said before has been heard. */
+/* Those whose last frame has come, once all that they said before has been heard. */
 void mpi_lose_leavers(mpi *m);
 
 #endif

@@ -86,12 +86,12 @@ tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i) {
     c->offset = msg->posted;
     c->nbytes = msg->nbytes - msg->posted < CHUNK ? msg->nbytes - msg->posted : CHUNK;
     TB_TRY(find_memory(msg, c, is_send, &at));
-    int code = is_send ? MPI_Isend(at.base, at.count, at.type, msg->rank, msg->tag, m->seat.out, &request)
+    int code = is_send ? MPI_Issend(at.base, at.count, at.type, msg->rank, msg->tag, m->seat.out, &request)
                        : MPI_Irecv(at.base, at.count, at.type, msg->rank, msg->tag, m->seat.in, &request);
     if (at.is_made)
         MPI_Type_free(&at.type); /* MPI keeps it for as long as the request needs it */
     if (code != MPI_SUCCESS)
-        return mpi_failed(is_send ? "MPI_Isend" : "MPI_Irecv", code);
+        return mpi_failed(is_send ? "MPI_Issend" : "MPI_Irecv", code);
     c->request = mpi_keep_request(m, request, (owner){msg, i});
     msg->posted += c->nbytes;
     return TB_OK;

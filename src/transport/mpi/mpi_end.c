@@ -108,7 +108,7 @@ void mpi_lose(mpi *m, int rank, const char *why) {
     }
     tell_lost(m, rank);
     if (!m->is_over)
-        mpi_take_queued(m);
+        mpi_send_queued(m);
 }
 
 void mpi_lose_leavers(mpi *m) {
@@ -125,6 +125,8 @@ void mpi_give_up(mpi *m, message *msg, tb_status status) {
     bool is_send = msg->state == MESSAGE_SENDS;
     if (msg->state == MESSAGE_WAITS)
         tb__match_remove(&m->receives, &msg->waiter);
+    if (msg->op && status == TB_LOST)
+        snprintf(msg->op->why, sizeof msg->op->why, "%s", mpi_why(&m->peers[msg->rank]));
     if (is_send || msg->state == MESSAGE_RECEIVES) {
         if (!m->is_over)
             (void)mpi_release(m, msg, false, 0);
@@ -196,31 +198,24 @@ static void cancel_stream(mpi *m, message *msg) {
         mpi_lose(m, rank, "a message stands still half-way");
         return;
     }
-    if (msg->state == MESSAGE_SENDS)
-        mpi_answer(m, rank, LETTER_WITHDRAW, msg->id, msg->op->tag, msg->posted);
-    if (m->peers[rank].is_lost) /* which has told everybody */
+    if (msg->state == MESSAGE_SENDS &&
+        mpi_write_frame(m, rank, (header){.kind = FRAME_WITHDRAW, .id = msg->id, .nbytes = msg->posted}) != TB_OK)
+        mpi_lose(m, rank, tb_error_detail()); /* the receiver would wait for good */
+    if (m->peers[rank].is_lost)               /* which has told everybody */
         return;
     mpi_ripen(m, msg);
     mpi_tell(msg, TB_CANCELLED);
 }
 
 void mpi_cancel_message(mpi *m, message *msg) {
-    int rank = msg->rank;
     switch (msg->state) {
     case MESSAGE_WAITS:
         tb__match_remove(&m->receives, &msg->waiter);
         break;
     case MESSAGE_MATCHED:
-        if (msg->arrival->is_offer)
-            mpi_answer(m, rank, LETTER_DECLINE, msg->arrival->id, 0, 0);
-        break;
     case MESSAGE_QUEUED:
-        mpi_answer(m, rank, LETTER_DECLINE, msg->id, 0, 0);
         break;
-    case MESSAGE_OFFERED:
-        mpi_answer(m, rank, LETTER_WITHDRAW, msg->id, msg->op->tag, 0);
-        break;
-    case MESSAGE_LETTER: /* it is a copy, and on its way */
+    case MESSAGE_FRAME: /* it is a copy, and on its way */
         mpi_tell(msg, TB_CANCELLED);
         return;
     case MESSAGE_RECEIVES:
@@ -231,6 +226,5 @@ void mpi_cancel_message(mpi *m, message *msg) {
         cancel_ending(m, msg);
         return;
     }
-    if (!m->peers[rank].is_lost) /* in which case it is over already */
-        mpi_finish(m, msg, TB_CANCELLED);
+    mpi_finish(m, msg, TB_CANCELLED);
 }

@@ -1,5 +1,5 @@
 /* The transport mpi where things don't come through: receives that are given up, peers that leave or stand still. The
- * argument says how MPI sends: as it likes, or by rendezvous and bit by bit, so that even letters can be half-way.
+ * argument says how MPI sends: as it likes, or by rendezvous and bit by bit, so that even frames can be half-way.
  * Started by mpirun or mpiexec with four ranks. */
 #include "transport/mpi/mpi_test.h"
 
@@ -13,7 +13,8 @@
 /* ---- One process ----------------------------------------------------------------------------------------------- */
 
 /* A message of as many bytes as there are, which comes whole. */
-static void move(endpoints *e, uint64_t tag, unsigned char *from, unsigned char *to, size_t n) {
+static void move(endpoints *e, unsigned char *from, unsigned char *to, size_t n) {
+    uint64_t tag = new_tag();
     tb_piece out = {from, n}, in = {to, n};
     tb_op send, receive;
     for (size_t i = 0; i < n; i++)
@@ -58,8 +59,9 @@ static void receives_are_given_up(void **state) {
         tb_piece out = {from, n};
         tb_op send, receive;
         memset(to, 0xEE, n);
-        make_op(&send, TB_OP_SEND, e.rank_b, 1, &out, 1);
-        make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, cut(to, n, i / 4, in));
+        uint64_t tag = new_tag();
+        make_op(&send, TB_OP_SEND, e.rank_b, tag, &out, 1);
+        make_op(&receive, TB_OP_RECV, e.rank_a, tag, in, cut(to, n, i / 4, in));
         post_both(&e, &send, &receive);
         int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
         const message *msg = receive.state;
@@ -80,8 +82,8 @@ static void receives_are_given_up(void **state) {
             progress_one(&e.b);
         assert_true(TAILQ_EMPTY(&b->all)); /* all has come that was waited for */
         assert_int_equal(count_other(to, n, 0xEE), 0);
-        for (uint64_t tag = 2; tag < 4; tag++)
-            move(&e, tag, from, to, n);
+        for (int j = 0; j < 2; j++)
+            move(&e, from, to, n);
     }
     unmake(&e);
     free(from);
@@ -91,13 +93,13 @@ static void receives_are_given_up(void **state) {
 
 /* Those of one rank are opened in the order in which they were written, in whichever they come; more than the ring has
  * places for. The test writes them itself. */
-static void letters_keep_their_order(void **state) {
+static void frames_keep_their_order(void **state) {
     (void)state;
     enum { N = 3 * RING };
     struct {
         header header;
         unsigned char data[8];
-    } letters[N];
+    } frames[N];
     MPI_Request requests[N];
     endpoints e = {0};
     unsigned char got[N][8];
@@ -108,9 +110,9 @@ static void letters_keep_their_order(void **state) {
     mpi *a = e.a.context;
     for (int i = 0; i < N; i++) {
         uint64_t serial = (uint64_t)(N - 1 - i);
-        letters[i].header = (header){.kind = LETTER_SMALL, .tag = 5, .nbytes = 8, .serial = serial};
-        memset(letters[i].data, (int)serial, 8);
-        MPI_Isend(&letters[i], sizeof letters[i], MPI_BYTE, 0, LETTER_TAG, a->seat.out, &requests[i]);
+        frames[i].header = (header){.kind = FRAME_SHORT, .tag = 5, .nbytes = 8, .serial = serial};
+        memset(frames[i].data, (int)serial, 8);
+        MPI_Isend(&frames[i], sizeof frames[i], MPI_BYTE, 0, FRAME_TAG, a->seat.out, &requests[i]);
         in[i] = (tb_piece){got[i], 8};
         make_op(&receives[i], TB_OP_RECV, e.rank_a, 5, &in[i], 1);
         assert_int_equal(tb__transport_post(&e.b, &receives[i]), TB_OK);
@@ -162,8 +164,8 @@ static void who_waits_holds_up_nobody(void **state) {
     cancelling c = {&e.a, &send};
     assert_int_equal(pthread_create(&thread, NULL, cancel, &c), 0);
     unsigned char *from_other = make_memory(N, 0), *to_other = make_memory(N, 0);
-    for (uint64_t tag = 0; tag < 10; tag++)
-        move(&other, tag, from_other, to_other, N);
+    for (int i = 0; i < 10; i++)
+        move(&other, from_other, to_other, N);
     mpi *b = e.b.context;
     while (tb__now_ms() < deadline_ms && !TAILQ_EMPTY(&b->all))
         progress_one(&e.b);
@@ -171,7 +173,7 @@ static void who_waits_holds_up_nobody(void **state) {
     assert_true(is_done(&send));
     assert_int_equal(send.status, TB_CANCELLED);
     assert_int_equal(nlost, 0);
-    move(&e, 2, from, to, N);
+    move(&e, from, to, N);
     unmake(&other);
     unmake(&e);
     free(from);
@@ -290,8 +292,8 @@ static void nothing_is_written_after_a_loss(void **state) {
     free(memory);
 }
 
-/* Rank 2 has begun letters, and does nothing more. Rank 1 is heard by rank 0 all the same, and rank 2 when it goes on,
- * each letter in its turn. */
+/* Rank 2 has begun frames, and does nothing more. Rank 1 is heard by rank 0 all the same, and rank 2 when it goes on,
+ * each frame in its turn. */
 static void who_stands_still_holds_up_nobody(void **state) {
     (void)state;
     enum { LONG = 4000, SHORT = 100, N = 2 * RING };
@@ -401,7 +403,7 @@ int main(int argc, char **argv) {
     };
     const struct CMUnitTest alone[] = {
         cmocka_unit_test(receives_are_given_up),
-        cmocka_unit_test(letters_keep_their_order),
+        cmocka_unit_test(frames_keep_their_order),
         cmocka_unit_test(who_waits_holds_up_nobody),
     };
     if (argc == 2 && strcmp(argv[1], "rendezvous") == 0)

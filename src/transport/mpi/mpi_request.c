@@ -161,7 +161,7 @@ static void drop_request(mpi *m, size_t at) {
     m->spare.item[m->spare.count++] = at;
 }
 
-static void note_letter(mpi *m, place *p, const MPI_Status *status, int error) {
+static void note_frame(mpi *m, place *p, const MPI_Status *status, int error) {
     int n = 0;
     MPI_Get_count(status, MPI_BYTE, &n);
     p->request = NO_REQUEST;
@@ -178,7 +178,7 @@ static void note_done(mpi *m, size_t at, const MPI_Status *status, int error) {
     int is_cancelled = 0;
     drop_request(m, at);
     if (!o.message) {
-        note_letter(m, &m->ring[o.at], status, error);
+        note_frame(m, &m->ring[o.at], status, error);
         return;
     }
     chunk *c = &o.message->chunks[o.at];

@@ -79,8 +79,8 @@ static inline void progress_one(const tb_transport *t) {
 
 /* From a to b. */
 static inline void post_both(const endpoints *e, tb_op *send, tb_op *receive) {
-    assert_int_equal(tb__transport_post(&e->a, send), TB_OK);
     assert_int_equal(tb__transport_post(&e->b, receive), TB_OK);
+    assert_int_equal(tb__transport_post(&e->a, send), TB_OK);
 }
 
 static inline unsigned char *make_memory(size_t n, unsigned char value) {

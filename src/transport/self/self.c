@@ -210,9 +210,9 @@ static void receive(posted *p) {
     size_t nbytes = tb__pieces_size(from->pieces, from->npieces);
     tb_status status = TB_OK;
     to->nbytes = nbytes;
-    if (nbytes > tb__pieces_size(to->pieces, to->npieces))
-        status =
-            tb__fail(TB_TOO_BIG, "%zu bytes came with tag %" PRIu64 ", more than there is room for", nbytes, to->tag);
+    size_t room = tb__pieces_size(to->pieces, to->npieces);
+    if (nbytes > room)
+        status = tb__op_too_big(to, room, nbytes);
     else
         tb__pieces_copy(from->pieces, from->npieces, to->pieces, to->npieces, nbytes);
     finish(p->counterpart, TB_OK);

@@ -39,6 +39,8 @@ void *shm_map_fd(int fd, size_t nbytes) {
 
 void shm_finish(shm *s, shm_posted *p, tb_status status) {
     p->op->status = status;
+    if (status == TB_LOST && !*p->op->why)
+        snprintf(p->op->why, sizeof p->op->why, "%s", p->peer->why);
     p->state = SHM_FINISHED;
     tb__waiters_add(&s->finished, &p->waiter);
     eventfd_write(s->wake, 1);
@@ -519,7 +521,7 @@ static tb_status shm_progress(void *context) {
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
     end_disconnected(s);
-    bool more = shm_take_slices(s);
+    bool more = shm_read_slices(s);
     tell_all(s);
     if (more)
         eventfd_write(s->wake, 1);

@@ -1,14 +1,14 @@
 /* The shm transport: processes of one machine.
  *
  * Each rank connects to each peer it sends to, over a Unix socket of its own; messages go one way on it, answers come
- * back. So a pair of ranks has two sockets, and nobody has to agree on who calls whom. Small messages travel inside the
- * socket. Large ones are offered: the receiver reads them straight from the sender's memory (process_vm_readv), or,
- * where the system forbids that, gets them through a ring of shared memory. Memory behind a memfd is mapped by peers,
- * file by file.
+ * back. So a pair of ranks has two sockets, and nobody has to agree on who calls whom. Short messages travel inside the
+ * socket. Of a long one the sender says where it is, and the receiver reads it straight from the sender's memory into
+ * the receive that is posted (process_vm_readv); where the system forbids that, the bytes go through a ring of shared
+ * memory. Memory behind a memfd is mapped by peers, file by file.
  *
- * Each rank shares one *control page* with its peers: a word per offered message and per registration. A sender revokes
- * an offer, and a receiver completes it, by compare-and-set of its word, so a reader that comes too late never believes
- * what it read; a registration's word changes when it is withdrawn. */
+ * Each rank shares one *control page* with its peers: a word per long message and per registration. A sender revokes a
+ * long message, and a receiver completes it, by compare-and-set of its word, so a reader that comes too late never
+ * believes what it read; a registration's word changes when it is withdrawn. */
 #ifndef TB_TRANSPORT_SHM_SHM_H
 #define TB_TRANSPORT_SHM_SHM_H
 
@@ -22,12 +22,11 @@
 
 enum {
     SHM_MAGIC = 0x54425348,
-    SHM_VERSION = 4,
-    SHM_EAGER = 16 << 10, /* messages up to this size travel inside the socket */
+    SHM_VERSION = 5,
     SHM_MAX_FRAME = 32 << 10,
-    SHM_MAX_PIECES = 512,      /* of an offer; one with more goes through the ring */
+    SHM_MAX_PIECES = 512,      /* of a long message that is read; one with more goes through the ring */
     SHM_MAX_IOV = 1024,        /* pieces that the kernel takes in one call */
-    SHM_OFFERS = 4096,         /* offered messages under way at a time */
+    SHM_LONG_MESSAGES = 4096,  /* under way at a time */
     SHM_REGISTRATIONS = 65536, /* at a time */
     SHM_READ_SLICE = 4 << 20,  /* bytes read from a peer before others get their turn */
     SHM_RING_SLOTS = 8,
@@ -40,24 +39,23 @@ enum { SHM_FD_LOST = -2 };
 
 /* What a rank shares with its peers. */
 typedef struct shm_control {
-    _Atomic uint64_t offer[SHM_OFFERS];         /* serial << 2 | state */
-    _Atomic uint64_t memory[SHM_REGISTRATIONS]; /* epoch of the registration that is valid; 0: none */
-    uint64_t probe;                             /* what a peer that can read our memory reads at its address */
+    _Atomic uint64_t message[SHM_LONG_MESSAGES]; /* serial << 2 | state */
+    _Atomic uint64_t memory[SHM_REGISTRATIONS];  /* epoch of the registration that is valid; 0: none */
+    uint64_t probe;                              /* what a peer that can read our memory reads at its address */
 } shm_control;
 
-enum { OFFER_READY = 1, OFFER_COMPLETE = 2, OFFER_REVOKED = 3 };
+enum { MESSAGE_READY = 1, MESSAGE_COMPLETE = 2, MESSAGE_REVOKED = 3 };
 
 typedef enum shm_kind {
     SHM_HELLO,    /* first on a new socket; serial: the number of the connection, 0 is 1; carries the control page's
                      descriptor */
     SHM_WELCOME,  /* the answer; `serial`: whether the sender's memory can be read */
     SHM_MESSAGE,  /* tag, then the bytes */
-    SHM_OFFER,    /* tag, nbytes, slot, serial; then pieces to read, or none: through the ring */
-    SHM_REVOKE,   /* slot, serial: the offer is withdrawn */
-    SHM_TAKE,     /* back: slot, serial: send it through the ring */
-    SHM_CHUNK,    /* slot, serial, tag: ring slot, nbytes */
-    SHM_CREDIT,   /* back: tag: ring slot is free again */
-    SHM_DONE,     /* back: slot, serial: the message is in */
+    SHM_LONG,     /* tag, nbytes, slot of the control page, serial; then pieces to read, or none: through the ring */
+    SHM_REVOKE,   /* serial: the long message is withdrawn */
+    SHM_CHUNK,    /* serial of the message, slot of the ring, nbytes */
+    SHM_CREDIT,   /* back: the slot of the ring is free again */
+    SHM_DONE,     /* back: serial: the long message is in, or nobody receives it; tag: a status, negated */
     SHM_FILE,     /* serial: a file with registered memory in it; carries its descriptor */
     SHM_FORGET,   /* serial: a file with none left */
     SHM_RING,     /* carries the ring's descriptor */
@@ -67,7 +65,7 @@ typedef enum shm_kind {
 } shm_kind;
 
 typedef struct shm_frame {
-    uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
+    uint16_t kind, is_expected; /* the latter of short messages, as in tb_op */
     uint32_t slot;
     uint64_t serial, tag, nbytes;
 } shm_frame;
@@ -99,7 +97,13 @@ typedef struct shm_link {
     int reserved[SHM_MEETING_FDS]; /* of one that has not said who it is: descriptors that make room for what follows */
 } shm_link;
 
-typedef enum shm_state { SHM_QUEUED, SHM_OFFERED, SHM_RINGING, SHM_WAITING, SHM_TAKING, SHM_FINISHED } shm_state;
+typedef enum shm_state {
+    SHM_QUEUED,    /* a send that waits for room in the socket, or in the control page */
+    SHM_SENDING,   /* a long one, of which the peer knows */
+    SHM_WAITING,   /* a receive of which nothing has come */
+    SHM_RECEIVING, /* of a long message */
+    SHM_FINISHED
+} shm_state;
 
 /* A posted operation. */
 typedef struct shm_posted {
@@ -108,21 +112,14 @@ typedef struct shm_posted {
     shm_peer *peer;
     shm_state state;
     size_t nbytes, at; /* in all, and how far it has come */
-    uint32_t slot;     /* of the offer, at the sender */
-    uint64_t serial;
-    struct shm_offer *taking; /* by a receive */
-} shm_posted;
 
-/* An offer that waits for its receive, or is being taken. */
-typedef struct shm_offer {
-    tb__arrival arrival; /* by its tag, or among those that are being taken; its id is the serial */
-    shm_peer *peer;
+    /* Of a long message. */
+    uint32_t slot; /* of the sender's control page */
+    uint64_t serial;
     bool by_ring;
-    uint32_t slot;
-    shm_posted *taker;
-    size_t npieces;
-    tb_range pieces[]; /* in the sender's memory, from address 0 */
-} shm_offer;
+    tb_range *ranges; /* at the receiver: in the sender's memory, from address 0 */
+    size_t nranges;
+} shm_posted;
 
 /* A file of ours with registered memory in it. */
 typedef struct shm_file {
@@ -157,13 +154,13 @@ struct shm_peer {
     shm_link out, *in;
     pid_t pid;
     int pidfd;
-    bool can_read;        /* we can read its memory */
-    bool it_can_read;     /* it can read ours */
-    shm_control *control; /* its page; NULL until it says hello */
-    tb__waiters queue;    /* sends that are not on their way yet */
-    tb__waiters offered;  /* sends that wait for an answer */
-    tb__waiters taken;    /* offers of it that we are taking */
-    size_t nremotes;      /* that were imported, and not released yet */
+    bool can_read;         /* we can read its memory */
+    bool it_can_read;      /* it can read ours */
+    shm_control *control;  /* its page; NULL until it says hello */
+    tb__waiters queue;     /* sends that are not on their way yet */
+    tb__waiters sending;   /* long sends that are */
+    tb__waiters receiving; /* receives that get a long message of its */
+    size_t nremotes;       /* that were imported, and not released yet */
     TB_VEC(shm_mapping *) mappings;
     TB_VEC(uint64_t) sent; /* by slot: the file that it was sent */
     unsigned char *ring_out, *ring_in;
@@ -206,7 +203,7 @@ struct shm {
     shm_control *control;
     int control_fd;
     uint64_t next_serial, next_epoch, next_file;
-    uint32_t next_offer; /* where to look for a free word */
+    uint32_t next_message; /* where to look for a free word of the control page */
     TB_VEC(shm_registration) memory;
     uint32_t memory_free;         /* the first free number + 1; 0: none */
     TB_VEC(shm_file *) files;     /* NULL: a free place */
@@ -216,7 +213,7 @@ struct shm {
     TB_VEC(shm_link *) strangers; /* accepted, have not said who they are */
     tb__match receives, arrivals;
     tb__waiters finished; /* to be told in the next progress */
-    tb__waiters taking;   /* receives that read a peer's memory */
+    size_t nreading;      /* receives that read a peer's memory */
 };
 
 /* shm_wire.c: frames on sockets. A link that breaks loses its peer. */
@@ -235,10 +232,10 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
 /* shm_message.c: sends and receives. */
 tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op);
 void shm_cancel_message(shm *s, shm_posted *p);
-void shm_push(shm *s, shm_peer *peer); /* sends what the socket has room for */
-void shm_pump(shm *s, shm_peer *peer); /* fills the ring with what has been asked for */
-bool shm_take_slices(shm *s);          /* true: there is more to read */
-/* A frame of a peer's. False: it makes no sense. */
+void shm_push(shm *s, shm_peer *peer);      /* sends what the socket has room for */
+void shm_fill_ring(shm *s, shm_peer *peer); /* with the next bytes of long sends */
+bool shm_read_slices(shm *s);               /* true: there is more to read */
+/* A frame of a peer's. False: it is not valid. */
 bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd);
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status);
 

@@ -10,199 +10,85 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static _Atomic uint64_t *offer_word(shm_control *control, uint32_t slot) {
-    return &control->offer[slot % SHM_OFFERS];
+static _Atomic uint64_t *message_word(shm_control *control, uint32_t slot) {
+    return &control->message[slot % SHM_LONG_MESSAGES];
 }
 
-static uint64_t offer_value(uint64_t serial, uint64_t state) {
+static uint64_t word_value(uint64_t serial, uint64_t state) {
     return serial << 2 | state;
 }
 
-/* A free word of the control page, set to a new offer; false if all are taken. */
-static bool open_offer(shm *s, shm_posted *p) {
-    for (uint32_t i = 0; i < SHM_OFFERS; i++) {
-        uint32_t slot = (s->next_offer + i) % SHM_OFFERS;
-        if (atomic_load(offer_word(s->control, slot)) != 0)
+/* A free word of the control page, set to a new message; false if all are taken. */
+static bool take_word(shm *s, shm_posted *p) {
+    for (uint32_t i = 0; i < SHM_LONG_MESSAGES; i++) {
+        uint32_t slot = (s->next_message + i) % SHM_LONG_MESSAGES;
+        if (atomic_load(message_word(s->control, slot)) != 0)
             continue;
-        s->next_offer = slot + 1;
+        s->next_message = slot + 1;
         p->slot = slot;
         p->serial = ++s->next_serial;
-        atomic_store(offer_word(s->control, slot), offer_value(p->serial, OFFER_READY));
+        atomic_store(message_word(s->control, slot), word_value(p->serial, MESSAGE_READY));
         return true;
     }
     return false;
 }
 
-static void close_offer(shm *s, const shm_posted *p) {
-    atomic_store(offer_word(s->control, p->slot), 0);
+static void free_word(shm *s, const shm_posted *p) {
+    atomic_store(message_word(s->control, p->slot), 0);
 }
 
-static int send_eager(shm_peer *peer, const shm_posted *p) {
-    unsigned char data[SHM_EAGER];
+/* ---- Sending --------------------------------------------------------------------------------------------------- */
+
+static int send_short(shm_peer *peer, const shm_posted *p) {
+    unsigned char data[TB_SHORT_MAX];
     shm_frame frame = {.kind = SHM_MESSAGE, .is_expected = p->op->is_expected, .tag = p->op->tag, .nbytes = p->nbytes};
     tb__pieces_gather(p->op->pieces, p->op->npieces, 0, data, p->nbytes);
     return shm_link_try(&peer->out, &frame, &(struct iovec){data, p->nbytes}, 1, -1);
 }
 
-static int send_offer(shm *s, shm_peer *peer, shm_posted *p) {
-    shm_frame frame = {.kind = SHM_OFFER, .is_expected = p->op->is_expected, .tag = p->op->tag, .nbytes = p->nbytes};
+static int send_long(shm *s, shm_peer *peer, shm_posted *p) {
     tb_range pieces[SHM_MAX_PIECES];
-    size_t count = peer->it_can_read && p->op->npieces <= SHM_MAX_PIECES ? p->op->npieces : 0;
+    p->by_ring = !peer->it_can_read || p->op->npieces > SHM_MAX_PIECES;
+    size_t count = p->by_ring ? 0 : p->op->npieces;
     for (size_t i = 0; i < count; i++)
         pieces[i] = (tb_range){(uintptr_t)p->op->pieces[i].base, p->op->pieces[i].nbytes};
-    if (!open_offer(s, p))
+    if (!take_word(s, p))
         return EAGAIN;
-    frame.slot = p->slot;
-    frame.serial = p->serial;
+    shm_frame frame = {.kind = SHM_LONG, .slot = p->slot, .serial = p->serial, .tag = p->op->tag, .nbytes = p->nbytes};
     int error = shm_link_try(&peer->out, &frame, &(struct iovec){pieces, count * sizeof *pieces}, 1, -1);
     if (error)
-        close_offer(s, p);
+        free_word(s, p);
     return error;
 }
 
 void shm_push(shm *s, shm_peer *peer) {
     shm_posted *p;
     while ((p = (shm_posted *)peer->queue.first) && peer->out.is_ready && peer->out.queue_count == 0) {
-        bool is_eager = p->nbytes <= SHM_EAGER;
-        int error = is_eager ? send_eager(peer, p) : send_offer(s, peer, p);
-        if (error == EAGAIN && peer->offered.first && !is_eager && peer->out.queue_count == 0 &&
-            atomic_load(offer_word(s->control, s->next_offer)) != 0)
-            return; /* all offers are taken: an answer will bring us back here */
+        bool is_short = p->nbytes <= TB_SHORT_MAX;
+        int error = is_short ? send_short(peer, p) : send_long(s, peer, p);
+        if (error == EAGAIN && peer->sending.first && !is_short && peer->out.queue_count == 0 &&
+            atomic_load(message_word(s->control, s->next_message)) != 0)
+            return; /* all words are taken: an answer will bring us back here */
         if (error == EAGAIN)
             shm_link_want_write(s, &peer->out, true);
         if (error)
             return; /* a broken socket is seen by the event loop */
         tb__waiters_take(&peer->queue);
-        if (is_eager) {
+        if (is_short) {
             shm_finish(s, p, TB_OK);
         } else {
-            p->state = SHM_OFFERED;
-            tb__waiters_add(&peer->offered, &p->waiter);
+            p->state = SHM_SENDING;
+            tb__waiters_add(&peer->sending, &p->waiter);
+            shm_fill_ring(s, peer);
         }
     }
 }
 
-static void answer(shm *s, const shm_offer *o, shm_kind kind, uint64_t tag) {
-    shm_frame frame = {.kind = kind, .slot = o->slot, .serial = o->arrival.id, .tag = tag};
-    if (o->peer->in)
-        shm_link_send(s, o->peer->in, &frame, -1);
-}
-
-static void forget_taken(shm_offer *o) {
-    tb__waiters_remove(&o->peer->taken, &o->arrival.waiter);
-}
-
-/* Nobody can have it, or wants it. */
-static void discard(shm *s, tb__arrival *a) {
-    if (a->is_offer)
-        answer(s, (shm_offer *)a, SHM_DONE, 0);
-    free(a);
-}
-
-static void begin_take(shm *s, shm_posted *p, shm_offer *o) {
-    p->op->nbytes = o->arrival.nbytes;
-    if (o->arrival.nbytes > p->nbytes) {
-        discard(s, &o->arrival);
-        shm_finish(s, p, TB_TOO_BIG);
-        return;
-    }
-    p->state = SHM_TAKING;
-    p->taking = o;
-    p->at = 0;
-    o->taker = p;
-    tb__waiters_add(&o->peer->taken, &o->arrival.waiter);
-    if (o->by_ring) {
-        answer(s, o, SHM_TAKE, 0);
-    } else {
-        tb__waiters_add(&s->taking, &p->waiter);
-        eventfd_write(s->wake, 1);
-    }
-}
-
-/* Finds a message for the receive, or lets it wait. */
-static void match_receive(shm *s, shm_posted *p) {
-    tb__arrival *a = (tb__arrival *)tb__match_meet(&s->arrivals, &s->receives, &p->waiter);
-    p->state = SHM_WAITING;
-    if (a && a->is_offer) {
-        begin_take(s, p, (shm_offer *)a);
-    } else if (a) {
-        shm_finish(s, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
-        free(a);
-    }
-}
-
-/* The bytes are in: they count if the sender has not revoked them meanwhile. */
-static void complete_take(shm *s, shm_posted *p) {
-    shm_offer *o = p->taking;
-    uint64_t expected = offer_value(o->arrival.id, OFFER_READY);
-    bool is_complete = atomic_compare_exchange_strong(offer_word(o->peer->control, o->slot), &expected,
-                                                      offer_value(o->arrival.id, OFFER_COMPLETE));
-    forget_taken(o);
-    p->taking = NULL;
-    if (is_complete) {
-        answer(s, o, SHM_DONE, 0);
-        shm_finish(s, p, TB_OK);
-    } else {
-        match_receive(s, p);
-    }
-    free(o);
-}
-
-bool shm_take_slices(shm *s) {
-    tb__waiters round = s->taking;
-    s->taking = (tb__waiters){0};
-    for (tb__waiter *w; (w = tb__waiters_take(&round));) {
-        shm_posted *p = (shm_posted *)w;
-        shm_offer *o = p->taking;
-        size_t left = o->arrival.nbytes - p->at, n = left < SHM_READ_SLICE ? left : SHM_READ_SLICE;
-        tb_status status = shm_process_read(o->peer, p->op->pieces, p->op->npieces, 0, o->pieces, o->npieces, p->at, n);
-        p->at += n;
-        bool is_revoked = atomic_load(offer_word(o->peer->control, o->slot)) != offer_value(o->arrival.id, OFFER_READY);
-        if (status != TB_OK && is_revoked) { /* whoever revokes may give the memory back at once */
-            complete_take(s, p);
-        } else if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
-            forget_taken(o);
-            answer(s, o, SHM_DONE, (uint64_t)-status);
-            free(o);
-            p->taking = NULL;
-            shm_finish(s, p, status);
-        } else if (n == left) {
-            complete_take(s, p);
-        } else {
-            tb__waiters_add(&s->taking, &p->waiter);
-        }
-    }
-    return s->taking.first != NULL;
-}
-
-tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
-    shm_posted *p = tb__op_begin(op, sizeof *p);
-    if (!p)
-        return TB_NO_MEMORY;
-    p->op = op;
-    p->peer = peer;
-    p->nbytes = tb__pieces_size(op->pieces, op->npieces);
-    if (op->kind == TB_OP_RECV) {
-        match_receive(s, p);
-    } else {
-        p->state = SHM_QUEUED;
-        tb__waiters_add(&peer->queue, &p->waiter);
-        shm_push(s, peer);
-    }
-    return TB_OK;
-}
-
-static shm_posted *find_offered(const shm_peer *peer, const shm_frame *frame) {
-    for (tb__waiter *w = peer->offered.first; w; w = w->next) {
-        shm_posted *p = (shm_posted *)w;
-        if (p->slot == frame->slot && p->serial == frame->serial)
-            return p;
-    }
-    return NULL;
-}
-
-static shm_offer *find_taken(const shm_peer *peer, const shm_frame *frame) {
-    return (shm_offer *)tb__offer_find(&peer->taken, frame->serial);
+static shm_posted *find_long(const tb__waiters *list, uint64_t serial) {
+    tb__waiter *w = list->first;
+    while (w && ((shm_posted *)w)->serial != serial)
+        w = w->next;
+    return (shm_posted *)w;
 }
 
 static bool make_ring(shm *s, shm_peer *peer) {
@@ -222,10 +108,10 @@ static bool make_ring(shm *s, shm_peer *peer) {
     return true;
 }
 
-void shm_pump(shm *s, shm_peer *peer) {
-    for (tb__waiter *w = peer->offered.first; w; w = w->next) {
+void shm_fill_ring(shm *s, shm_peer *peer) {
+    for (tb__waiter *w = peer->sending.first; w; w = w->next) {
         shm_posted *p = (shm_posted *)w;
-        while (p->state == SHM_RINGING && p->at < p->nbytes) {
+        while (p->by_ring && p->at < p->nbytes) {
             if (!peer->ring_out && !make_ring(s, peer))
                 return;
             if (!peer->ring_free)
@@ -236,10 +122,79 @@ void shm_pump(shm *s, shm_peer *peer) {
                               n);
             peer->ring_free &= ~(1U << slot);
             p->at += n;
-            shm_frame frame = {.kind = SHM_CHUNK, .slot = p->slot, .serial = p->serial, .tag = slot, .nbytes = n};
+            shm_frame frame = {.kind = SHM_CHUNK, .slot = slot, .serial = p->serial, .nbytes = n};
             shm_link_send(s, &peer->out, &frame, -1);
         }
     }
+}
+
+static void on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
+    shm_posted *p = find_long(&peer->sending, frame->serial);
+    if (!p)
+        return; /* revoked meanwhile */
+    tb__waiters_remove(&peer->sending, &p->waiter);
+    free_word(s, p);
+    if (frame->tag)
+        snprintf(p->op->why, sizeof p->op->why, "it could not read our memory");
+    shm_finish(s, p, frame->tag ? TB_IO : TB_OK);
+    shm_push(s, peer);
+}
+
+/* ---- Receiving ------------------------------------------------------------------------------------------------- */
+
+static void send_done(shm *s, shm_peer *peer, uint64_t serial, tb_status status) {
+    if (peer->in)
+        shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_DONE, .serial = serial, .tag = (uint64_t)-status}, -1);
+}
+
+/* The receive gets nothing more of the long message. */
+static void stop_receiving(shm *s, shm_posted *p) {
+    tb__waiters_remove(&p->peer->receiving, &p->waiter);
+    s->nreading -= !p->by_ring;
+    free(p->ranges);
+    p->ranges = NULL;
+}
+
+static void end_receive(shm *s, shm_posted *p, tb_status status) {
+    stop_receiving(s, p);
+    shm_finish(s, p, status);
+}
+
+/* All bytes are in. They count unless the sender has revoked them meanwhile. */
+static void complete_receive(shm *s, shm_posted *p) {
+    uint64_t ready = word_value(p->serial, MESSAGE_READY);
+    bool is_complete = atomic_compare_exchange_strong(message_word(p->peer->control, p->slot), &ready,
+                                                      word_value(p->serial, MESSAGE_COMPLETE));
+    if (is_complete)
+        send_done(s, p->peer, p->serial, TB_OK);
+    end_receive(s, p, is_complete ? TB_OK : tb__op_withdrawn(p->op));
+}
+
+static void read_slice(shm *s, shm_posted *p) {
+    size_t left = p->op->nbytes - p->at, n = left < SHM_READ_SLICE ? left : SHM_READ_SLICE;
+    tb_status status = shm_process_read(p->peer, p->op->pieces, p->op->npieces, 0, p->ranges, p->nranges, p->at, n);
+    p->at += n;
+    bool is_revoked = atomic_load(message_word(p->peer->control, p->slot)) != word_value(p->serial, MESSAGE_READY);
+    if (is_revoked) { /* whoever revokes may give the memory back at once */
+        end_receive(s, p, tb__op_withdrawn(p->op));
+    } else if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
+        snprintf(p->op->why, sizeof p->op->why, "%s", tb_error_detail());
+        send_done(s, p->peer, p->serial, status);
+        end_receive(s, p, status);
+    } else if (n == left) {
+        complete_receive(s, p);
+    }
+}
+
+bool shm_read_slices(shm *s) {
+    for (size_t i = 0; s->nreading > 0 && i < s->peers.count; i++) {
+        for (tb__waiter *w = s->peers.item[i]->receiving.first, *next; w; w = next) {
+            next = w->next;
+            if (!((shm_posted *)w)->by_ring)
+                read_slice(s, (shm_posted *)w);
+        }
+    }
+    return s->nreading > 0;
 }
 
 static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const unsigned char *data, size_t nbytes) {
@@ -251,97 +206,108 @@ static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const uns
     return p || frame->is_expected || tb__arrival_keep(&s->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
-static bool on_offer(shm *s, shm_peer *peer, const shm_frame *frame, const unsigned char *data, size_t nbytes) {
-    size_t npieces = nbytes / sizeof(tb_range), sum = 0;
-    if (!peer->control || frame->slot >= SHM_OFFERS || nbytes % sizeof(tb_range) || (npieces && !peer->can_read))
-        return false;
-    shm_offer *o = tb__malloc(1, sizeof *o + nbytes);
-    if (!o)
-        return false;
-    *o = (shm_offer){.arrival = {.waiter = {.peer = peer->rank, .tag = frame->tag},
-                                 .is_offer = true,
-                                 .id = frame->serial,
-                                 .nbytes = frame->nbytes},
-                     .peer = peer,
-                     .by_ring = npieces == 0,
-                     .slot = frame->slot,
-                     .npieces = npieces};
-    memcpy(o->pieces, data, nbytes);
+static bool check_ranges(const tb_range *ranges, size_t count, uint64_t nbytes) {
+    size_t sum = 0;
     bool is_good = true;
-    for (size_t i = 0; i < npieces; i++)
-        is_good &= !__builtin_add_overflow(sum, o->pieces[i].nbytes, &sum);
-    if (npieces && (!is_good || sum != frame->nbytes)) {
-        tb__set_detail("it offered %" PRIu64 " bytes, but its pieces have %" PRIu64, frame->nbytes, (uint64_t)sum);
-        free(o);
+    for (size_t i = 0; i < count; i++)
+        is_good &= !__builtin_add_overflow(sum, ranges[i].nbytes, &sum);
+    if (!is_good || sum != nbytes)
+        tb__set_detail("it sends %" PRIu64 " bytes, but their pieces have %" PRIu64, nbytes, (uint64_t)sum);
+    return is_good && sum == nbytes;
+}
+
+static bool on_long(shm *s, shm_peer *peer, const shm_frame *frame, const unsigned char *data, size_t nbytes) {
+    size_t nranges = nbytes / sizeof(tb_range);
+    if (!peer->control || frame->slot >= SHM_LONG_MESSAGES || nbytes % sizeof(tb_range) || (nranges && !peer->can_read))
+        return false;
+    tb_range *ranges = nranges ? tb__malloc(1, nbytes) : NULL;
+    if (nranges && !ranges)
+        return false;
+    if (ranges)
+        memcpy(ranges, data, nbytes);
+    if (ranges && !check_ranges(ranges, nranges, frame->nbytes)) {
+        free(ranges);
         return false;
     }
     shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
-    if (p)
-        begin_take(s, p, o);
-    else if (frame->is_expected)
-        discard(s, &o->arrival);
-    else
-        tb__match_add(&s->arrivals, &o->arrival.waiter);
+    if (!p || frame->nbytes > p->nbytes) { /* the receive was cancelled, or has no room */
+        free(ranges);
+        send_done(s, peer, frame->serial, TB_OK);
+        if (p)
+            shm_finish(s, p, tb__op_too_big(p->op, p->nbytes, frame->nbytes));
+        return true;
+    }
+    p->state = SHM_RECEIVING;
+    p->op->nbytes = frame->nbytes;
+    p->at = 0;
+    p->slot = frame->slot;
+    p->serial = frame->serial;
+    p->ranges = ranges;
+    p->nranges = nranges;
+    p->by_ring = !ranges;
+    s->nreading += !p->by_ring;
+    tb__waiters_add(&peer->receiving, &p->waiter);
+    if (!p->by_ring)
+        eventfd_write(s->wake, 1);
     return true;
 }
 
-/* The receive that was taking a message waits for another one. */
-static void untake(shm *s, shm_offer *o) {
-    shm_posted *p = o->taker;
-    forget_taken(o);
-    o->taker = NULL;
-    p->taking = NULL;
-    if (!o->by_ring)
-        tb__waiters_remove(&s->taking, &p->waiter);
-}
-
-static void on_revoke(shm *s, shm_peer *peer, const shm_frame *frame) {
-    shm_offer *o = find_taken(peer, frame);
-    if (!o) {
-        tb__offer_drop(&s->arrivals, peer->rank, frame->tag, frame->serial);
-        return;
-    }
-    shm_posted *p = o->taker;
-    untake(s, o);
-    free(o);
-    match_receive(s, p);
+static void on_revoke(shm *s, const shm_peer *peer, const shm_frame *frame) {
+    shm_posted *p = find_long(&peer->receiving, frame->serial);
+    if (p)
+        end_receive(s, p, tb__op_withdrawn(p->op));
 }
 
 static bool on_chunk(shm *s, shm_peer *peer, const shm_frame *frame) {
-    if (!peer->ring_in || frame->tag >= SHM_RING_SLOTS || frame->nbytes > SHM_RING_SLOT_SIZE)
+    if (!peer->ring_in || frame->slot >= SHM_RING_SLOTS || frame->nbytes > SHM_RING_SLOT_SIZE)
         return false;
-    shm_offer *o = find_taken(peer, frame); /* none if the receive was given up */
-    if (o && (!o->by_ring || frame->nbytes > o->arrival.nbytes - o->taker->at)) {
-        tb__set_detail("it sent more of a message than it had offered, or in another way");
+    shm_posted *p = find_long(&peer->receiving, frame->serial); /* NULL if the receive was cancelled */
+    if (p && (!p->by_ring || frame->nbytes > p->op->nbytes - p->at)) {
+        tb__set_detail("it sent more of a message than it had announced, or in another way");
         return false;
     }
-    if (o) {
-        shm_posted *p = o->taker;
-        tb__pieces_scatter(p->op->pieces, p->op->npieces, p->at, peer->ring_in + frame->tag * SHM_RING_SLOT_SIZE,
-                           frame->nbytes);
+    if (p) {
+        tb__pieces_scatter(p->op->pieces, p->op->npieces, p->at,
+                           peer->ring_in + (size_t)frame->slot * SHM_RING_SLOT_SIZE, frame->nbytes);
         p->at += frame->nbytes;
     }
-    shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_CREDIT, .tag = frame->tag}, -1);
-    if (o && o->taker->at == o->arrival.nbytes)
-        complete_take(s, o->taker);
+    shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_CREDIT, .slot = frame->slot}, -1);
+    if (p && p->at == p->op->nbytes)
+        complete_receive(s, p);
     return true;
 }
 
-static bool on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
-    shm_posted *p = find_offered(peer, frame);
+/* Finds a short message for the receive, or lets it wait. */
+static void match_receive(shm *s, shm_posted *p) {
+    tb__arrival *a = (tb__arrival *)tb__match_meet(&s->arrivals, &s->receives, &p->waiter);
+    p->state = SHM_WAITING;
+    if (a)
+        shm_finish(s, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
+    free(a);
+}
+
+/* ---- Operations ------------------------------------------------------------------------------------------------ */
+
+tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
+    shm_posted *p = tb__op_begin(op, sizeof *p);
     if (!p)
-        return true; /* revoked meanwhile */
-    tb__waiters_remove(&peer->offered, &p->waiter);
-    close_offer(s, p);
-    shm_finish(s, p, frame->tag ? TB_IO : TB_OK);
-    shm_push(s, peer);
-    return true;
+        return TB_NO_MEMORY;
+    p->op = op;
+    p->peer = peer;
+    p->nbytes = tb__pieces_size(op->pieces, op->npieces);
+    if (op->kind == TB_OP_RECV) {
+        match_receive(s, p);
+    } else {
+        p->state = SHM_QUEUED;
+        tb__waiters_add(&peer->queue, &p->waiter);
+        shm_push(s, peer);
+    }
+    return TB_OK;
 }
 
 bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
     tb__set_detail("it sent what makes no sense");
     shm_peer *peer = link->peer;
-    shm_posted *p;
     char why[96];
     if (link->is_out) {
         switch ((shm_kind)frame->kind) {
@@ -350,20 +316,15 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
             link->is_ready = true;
             shm_push(s, peer);
             return true;
-        case SHM_TAKE:
-            p = find_offered(peer, frame);
-            if (p)
-                p->state = SHM_RINGING;
-            shm_pump(s, peer);
-            return true;
         case SHM_CREDIT:
-            if (frame->tag >= SHM_RING_SLOTS)
+            if (frame->slot >= SHM_RING_SLOTS)
                 return false;
-            peer->ring_free |= 1U << frame->tag;
-            shm_pump(s, peer);
+            peer->ring_free |= 1U << frame->slot;
+            shm_fill_ring(s, peer);
             return true;
         case SHM_DONE:
-            return on_done(s, peer, frame);
+            on_done(s, peer, frame);
+            return true;
         case SHM_AGAIN:
             shm_on_again(s, peer, frame);
             return true;
@@ -378,8 +339,8 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
     switch ((shm_kind)frame->kind) {
     case SHM_MESSAGE:
         return on_message(s, peer, frame, data, nbytes);
-    case SHM_OFFER:
-        return on_offer(s, peer, frame, data, nbytes);
+    case SHM_LONG:
+        return on_long(s, peer, frame, data, nbytes);
     case SHM_REVOKE:
         on_revoke(s, peer, frame);
         return true;
@@ -409,16 +370,14 @@ static void cancel_send(shm *s, shm_posted *p) {
         p->op->status = TB_CANCELLED;
         return;
     }
-    uint64_t expected = offer_value(p->serial, OFFER_READY);
-    bool is_revoked = atomic_compare_exchange_strong(offer_word(s->control, p->slot), &expected,
-                                                     offer_value(p->serial, OFFER_REVOKED));
-    tb__waiters_remove(&p->peer->offered, &p->waiter);
-    close_offer(s, p);
+    uint64_t ready = word_value(p->serial, MESSAGE_READY);
+    bool is_revoked = atomic_compare_exchange_strong(message_word(s->control, p->slot), &ready,
+                                                     word_value(p->serial, MESSAGE_REVOKED));
+    tb__waiters_remove(&p->peer->sending, &p->waiter);
+    free_word(s, p);
     p->op->status = is_revoked ? TB_CANCELLED : TB_OK; /* the receiver was first: it is delivered */
-    if (is_revoked) {
-        shm_frame frame = {.kind = SHM_REVOKE, .slot = p->slot, .serial = p->serial, .tag = p->op->tag};
-        shm_link_send(s, &p->peer->out, &frame, -1);
-    }
+    if (is_revoked)
+        shm_link_send(s, &p->peer->out, &(shm_frame){.kind = SHM_REVOKE, .serial = p->serial}, -1);
 }
 
 static void cancel_receive(shm *s, shm_posted *p) {
@@ -427,9 +386,8 @@ static void cancel_receive(shm *s, shm_posted *p) {
         tb__match_remove(&s->receives, &p->waiter);
         return;
     }
-    shm_offer *o = p->taking;
-    untake(s, o);
-    discard(s, &o->arrival);
+    stop_receiving(s, p);
+    send_done(s, p->peer, p->serial, TB_OK);
 }
 
 void shm_cancel_message(shm *s, shm_posted *p) {
@@ -446,19 +404,14 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&peer->queue)))
         shm_finish(s, (shm_posted *)w, status);
-    while ((w = tb__waiters_take(&peer->offered))) {
+    while ((w = tb__waiters_take(&peer->sending))) {
         shm_posted *p = (shm_posted *)w; /* the word tells whether it was received, also if the answer did not come */
-        bool is_complete = atomic_load(offer_word(s->control, p->slot)) == offer_value(p->serial, OFFER_COMPLETE);
-        close_offer(s, p);
+        bool is_complete = atomic_load(message_word(s->control, p->slot)) == word_value(p->serial, MESSAGE_COMPLETE);
+        free_word(s, p);
         shm_finish(s, p, is_complete ? TB_OK : status);
     }
-    while ((w = tb__waiters_take(&peer->taken))) {
-        shm_offer *o = (shm_offer *)w;
-        shm_posted *p = o->taker;
-        untake(s, o);
-        free(o);
-        shm_finish(s, p, status);
-    }
+    while (peer->receiving.first)
+        end_receive(s, (shm_posted *)peer->receiving.first, status);
     while ((w = tb__match_drain(&s->receives, peer->rank)))
         shm_finish(s, (shm_posted *)w, status);
     tb__match_free(&s->arrivals, peer->rank);

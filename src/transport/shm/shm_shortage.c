@@ -96,5 +96,5 @@ void shm_retry(shm *s) {
         tb__listener_enable(s->epoll, s->listener, &s->listen_watch, true);
     s->is_full = false;
     for (size_t i = 0; i < s->peers.count; i++)
-        shm_pump(s, s->peers.item[i]);
+        shm_fill_ring(s, s->peers.item[i]);
 }

@@ -172,7 +172,8 @@ static void a_killed_peer_is_noticed(void **state) {
         for (size_t i = 0; i < MEMORY; i++)
             assert_int_equal(got[i], (unsigned char)(i * 7));
     }
-    make_op(&send, TB_OP_SEND, 1, 2, &out, 1); /* that nobody receives */
+    kill(o.pid, SIGSTOP); /* so that nobody takes the message */
+    make_op(&send, TB_OP_SEND, 1, 2, &out, 1);
     make_op(&waiting, TB_OP_RECV, 1, 3, &more, 1);
     assert_int_equal(tb__transport_post(&o.here, &send), TB_OK);
     assert_int_equal(tb__transport_post(&o.here, &waiting), TB_OK);
@@ -300,8 +301,8 @@ static void send_through_ring(endpoints *e, const tb_transport *from, const tb_t
     tb_op send, receive;
     memset(out, value, sizeof out);
     memset(in, 0xEE, sizeof in);
-    make_op(&send, TB_OP_SEND, to == &e->a ? e->rank_a : e->rank_b, 3, &here, 1);
-    make_op(&receive, TB_OP_RECV, from == &e->a ? e->rank_a : e->rank_b, 3, &there, 1);
+    make_op(&send, TB_OP_SEND, to == &e->a ? e->rank_a : e->rank_b, value, &here, 1);
+    make_op(&receive, TB_OP_RECV, from == &e->a ? e->rank_a : e->rank_b, value, &there, 1);
     assert_int_equal(tb__transport_post(to, &receive), TB_OK);
     assert_int_equal(tb__transport_post(from, &send), TB_OK);
     work_until_done(e, (tb_op *[]){&send, &receive}, 2);
@@ -434,10 +435,10 @@ static bool send_ring(endpoints *e, int fd, char *why, size_t room) {
     make_op(&receive, TB_OP_RECV, e->rank_b, 7, &in, 1);
     assert_int_equal(tb__transport_post(&e->a, &receive), TB_OK);
     shm_peer *peer = shm_find(e->b.context, e->rank_a), *there = shm_find(e->a.context, e->rank_b);
-    shm_frame offer = {.kind = SHM_OFFER, .tag = 7, .serial = 1, .nbytes = sizeof large};
-    shm_frame chunk = {.kind = SHM_CHUNK, .tag = SHM_RING_SLOTS - 1, .serial = 1, .nbytes = sizeof large};
+    shm_frame message = {.kind = SHM_LONG, .tag = 7, .serial = 1, .nbytes = sizeof large};
+    shm_frame chunk = {.kind = SHM_CHUNK, .slot = SHM_RING_SLOTS - 1, .serial = 1, .nbytes = sizeof large};
     shm_link_send(e->b.context, &peer->out, &(shm_frame){.kind = SHM_RING}, dup(fd));
-    shm_link_send(e->b.context, &peer->out, &offer, -1);
+    shm_link_send(e->b.context, &peer->out, &message, -1);
     shm_link_send(e->b.context, &peer->out, &chunk, -1);
     for (int i = 0; i < 60 && !there->ring_in && !there->is_lost; i++) {
         struct pollfd wait = {.fd = e->a.ops->fd(e->a.context), .events = POLLIN};

@@ -7,8 +7,8 @@
  *
  * The first is a hello, under a tag, and nothing else is sent before the peer's has come (ucx_meet.c).
  *
- * Short messages carry their bytes. Long ones are offered; once a receive matches, the receiver takes the offer, and
- * the bytes come in chunks, which go in one of two ways. The sender chooses, by the lanes that UCX found:
+ * Short messages carry their bytes. Long ones, whose receive is posted, come in chunks, which go in one of two ways.
+ * The sender chooses, by the lanes that UCX found:
  *
  *  - copied, over TCP: into memory of ours before UCX sees them, and at the receiver out of UCX's own. Chunks are short
  *    enough to be in the cache when they are copied, and go at once (eager): UCX sends a segment from where it is, and
@@ -34,10 +34,9 @@
 
 enum {
     UCX_MAGIC = 0x54425558,
-    UCX_VERSION = 4,
+    UCX_VERSION = 5,
     UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
-    UCX_SHORT = 16 << 10,      /* messages up to this size carry their bytes */
-    UCX_CHUNK_SIZE = 60 << 10, /* of what an offered message is sent in: with headers, one segment of UCX's TCP */
+    UCX_CHUNK_SIZE = 60 << 10, /* of a long message: with headers, one segment of UCX's TCP */
     UCX_WINDOW = 16,           /* chunks on their way to one peer */
     UCX_SPARE = 64,            /* chunks that are kept to be used again */
 
@@ -55,23 +54,22 @@ typedef enum ucx_kind {
     UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; number: the number of the
                     connection, 0 is 1; carries the sender's address */
     UCX_MESSAGE, /* tag; carries the bytes */
-    UCX_OFFER,   /* offer, tag, nbytes */
-    UCX_REVOKE,  /* offer, tag: it is withdrawn */
-    UCX_TAKE,    /* back: offer: send it */
-    UCX_DONE,    /* back: offer: the message is in, or nobody can have it */
+    UCX_REVOKE,  /* id, tag: the long message is withdrawn */
+    UCX_DONE,    /* back: id: the long message is in, or nobody receives it */
     UCX_BYE,     /* last of all */
     UCX_PING,    /* is somebody there? at: a number for the answer, or 0 */
     UCX_PONG,    /* somebody is; at: of the PING */
-    UCX_CHUNK,   /* offer, at; carries bytes of an offered message. The only kind that may overtake others. */
+    UCX_CHUNK,   /* id, tag, nbytes: of a long message, and where in it, `at`, the bytes belong that it carries. Chunks
+                    come in any order, and may overtake others or be overtaken */
 } ucx_kind;
 
 /* In the byte order of the machine, as UCX's own headers are. */
 typedef struct ucx_frame {
-    uint16_t kind, is_expected; /* the latter of messages and offers, as in tb_op */
+    uint16_t kind, is_expected; /* the latter of short messages, as in tb_op */
     int32_t rank;               /* the sender's */
     uint64_t from;   /* the sender's id, or, after the first connection, one made of it and the connection's number */
     uint64_t serial; /* counts what the sender sent to this receiver, but for chunks */
-    uint64_t offer;  /* its number at the rank that made it */
+    uint64_t id;     /* of a long message, at its sender */
     uint64_t tag, nbytes;
     uint64_t number; /* of the connection */
     uint64_t at;     /* where in the message a chunk belongs */
@@ -81,11 +79,10 @@ typedef struct ucx ucx;
 typedef struct ucx_peer ucx_peer;
 
 typedef enum ucx_state {
-    UCX_OFFERED,
-    UCX_SENDING,
-    UCX_WAITING,
-    UCX_TAKING,
-    UCX_SETTLING, /* all is said, but UCX still has some of its memory */
+    UCX_SENDING,   /* a long message */
+    UCX_WAITING,   /* a receive of which nothing has come */
+    UCX_RECEIVING, /* a long message */
+    UCX_ENDING,    /* it ends when UCX has given back its memory */
     UCX_FINISHED,
 } ucx_state;
 
@@ -95,21 +92,13 @@ typedef struct ucx_posted {
     tb_op *op;
     ucx_peer *peer;
     ucx_state state;
-    size_t nbytes, at;        /* in all, and how much has been sent */
-    tb__mark mark;            /* where in the operation chunks come from, or go to */
-    uint64_t offer;           /* of a send */
-    size_t nrequests;         /* direct chunks: UCX may touch the operation's memory while there are any; or a short
-                                 message that it has not taken yet */
-    struct ucx_offer *taking; /* by a receive */
+    size_t nbytes, at;  /* in all, and how much has been sent */
+    tb__mark mark;      /* where in the operation chunks come from, or go to */
+    uint64_t id;        /* of the long message */
+    size_t coming, got; /* of a receive: bytes of chunks that came or are being fetched; of those that are in */
+    size_t nrequests;   /* direct chunks: UCX may touch the operation's memory while there are any; or a short message
+                           that it has not taken yet */
 } ucx_posted;
-
-/* An offer that waits for its receive, or is being taken. */
-typedef struct ucx_offer {
-    tb__arrival arrival; /* by its tag, or among those that are being taken */
-    ucx_peer *peer;
-    size_t coming, got; /* bytes of chunks that came or are being fetched; of those that are in */
-    ucx_posted *taker;
-} ucx_offer;
 
 /* Something that UCX works on, with memory of ours, or with an operation's. It lasts until UCX says that it is done,
  * whatever becomes of the operation. */
@@ -164,18 +153,18 @@ struct ucx_peer {
     const char *why;                 /* it is to be lost when there is time; NULL: it is not */
     char words[96];                  /* room for that, where UCX says it */
     ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
-    uint64_t serial_out, serial_in, next_offer;
-    bool is_driven;       /* it works all the time, as it says */
-    bool is_heard;        /* something has come from it since the last beat, */
-    bool is_sending;      /* chunks, even */
-    unsigned silence;     /* beats since then */
-    bool is_direct;       /* its lanes are such that chunks go from their place */
-    size_t in_flight;     /* chunks on their way to it that were copied */
-    size_t ndirect;       /* those that were not */
-    size_t nrequests;     /* and those that are being fetched */
-    tb__waiters offered;  /* sends that wait for an answer, or are being sent */
-    tb__waiters settling; /* sends and receives that wait for UCX only */
-    tb__waiters taken;    /* offers of it that we are taking */
+    uint64_t serial_out, serial_in, last_id;
+    bool is_driven;        /* it works all the time, as it says */
+    bool is_heard;         /* something has come from it since the last beat, */
+    bool is_sending;       /* chunks, even */
+    unsigned silence;      /* beats since then */
+    bool is_direct;        /* its lanes are such that chunks go from their place */
+    size_t in_flight;      /* chunks on their way to it that were copied */
+    size_t ndirect;        /* those that were not */
+    size_t nrequests;      /* and those that are being fetched */
+    tb__waiters sending;   /* long sends */
+    tb__waiters receiving; /* receives that get a long message of its */
+    tb__waiters ending;    /* sends and receives that wait for UCX only */
 };
 
 /* A socket on which UCX listens. */
@@ -301,7 +290,7 @@ void ucx_send(ucx_peer *peer, const ucx_frame *frame);
 void ucx_send_for(ucx_posted *p, const ucx_frame *frame); /* the short message of an operation, which waits for it */
 /* Whether another chunk may be on its way to the peer. */
 bool ucx_may_send_chunk(const ucx_peer *peer);
-/* Sends the next chunk of an offered message. False: there is no memory for it. */
+/* Sends the next chunk of a long message. False: there is no memory for it. */
 bool ucx_send_chunk(ucx_posted *p);
 /* UCX has not given back what it has of an operation, and the operation ends all the same. */
 void ucx_disown(ucx *u, const ucx_posted *p);
@@ -312,16 +301,16 @@ void ucx_free_transfers(ucx *u); /* when UCX is gone */
 /* ucx_message.c: sends and receives. */
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
-/* A frame in its turn. False: it makes no sense. */
+/* A frame in its turn. False: it is not valid. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
-/* The receive that wants a chunk of so many bytes, which are counted as coming; NULL: nobody does. */
-ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes);
+/* The receive that a chunk of so many bytes is for, which are counted as coming; NULL: there is none. */
+ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbytes);
 /* A chunk that was expected is there; data is NULL where it is in its place. */
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
 /* UCX has given back a direct chunk of it. */
 void ucx_give_back(ucx_posted *p);
-/* Sends chunks of what has been taken, as many as the window lets through. */
-void ucx_pump(ucx_peer *peer);
+/* Sends chunks of long messages, as many as the window lets through. */
+void ucx_send_chunks(ucx_peer *peer);
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status);
 void ucx_tell_all(ucx *u);
 

@@ -56,10 +56,10 @@ static void pieces_of_all_lengths(void **state) {
         tb_op send, receive;
         memset(to, 0, MESSAGE);
         size_t nout = cut(from, lengths[i / N], out), nin = cut(to, lengths[i % N], in);
-        make_op(&send, TB_OP_SEND, e.rank_b, 1, out, nout);
-        make_op(&receive, TB_OP_RECV, e.rank_a, 1, in, nin);
-        post(&e.a, &send);
+        make_op(&send, TB_OP_SEND, e.rank_b, i, out, nout);
+        make_op(&receive, TB_OP_RECV, e.rank_a, i, in, nin);
         post(&e.b, &receive);
+        post(&e.a, &send);
         work_until_done(&e, (tb_op *[]){&send, &receive}, 2);
         assert_int_equal(receive.status, TB_OK);
         assert_int_equal(receive.nbytes, MESSAGE);

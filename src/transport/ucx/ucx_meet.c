@@ -325,6 +325,7 @@ void ucx_meet(ucx_peer *peer, bool is_driven) {
         ucx_dispatch(t, NULL);
     if (peer->number > 1)
         ucx_ask(peer); /* our hello may have come too late */
+    ucx_send_chunks(peer);
 }
 
 void ucx_drop_held(ucx_peer *peer) {

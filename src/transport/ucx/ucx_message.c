@@ -1,4 +1,4 @@
-/* Sends and receives: short messages, offers, and the chunks of what has been taken. */
+/* Sends and receives: short messages, and long ones in chunks. */
 #include "transport/ucx/ucx.h"
 
 #include "base/log.h"
@@ -8,6 +8,8 @@
 
 static void finish(ucx *u, ucx_posted *p, tb_status status) {
     p->op->status = status;
+    if (status == TB_LOST)
+        snprintf(p->op->why, sizeof p->op->why, "%s", p->peer->why ? p->peer->why : "it is lost");
     p->state = UCX_FINISHED;
     tb__waiters_add(&u->finished, &p->waiter);
     ucx_wake(u);
@@ -19,56 +21,32 @@ void ucx_tell_all(ucx *u) {
         tb__op_tell(((ucx_posted *)w)->op);
 }
 
-static void answer(const ucx_offer *o, ucx_kind kind) {
-    ucx_send(o->peer, &(ucx_frame){.kind = kind, .offer = o->arrival.id});
+static ucx_posted *find_long(const tb__waiters *list, uint64_t id) {
+    tb__waiter *w = list->first;
+    while (w && ((ucx_posted *)w)->id != id)
+        w = w->next;
+    return (ucx_posted *)w;
+}
+
+/* Lets the operation, which is in no list, wait for UCX, which still has some of its memory. */
+static void await_ucx(ucx_posted *p) {
+    p->state = UCX_ENDING;
+    tb__waiters_add(&p->peer->ending, &p->waiter);
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------------ */
 
-/* Nobody can have it, or wants it. */
-static void discard(tb__arrival *a) {
-    if (a->is_offer)
-        answer((ucx_offer *)a, UCX_DONE);
-    free(a);
+static void send_done(ucx_peer *peer, uint64_t id) {
+    ucx_send(peer, &(ucx_frame){.kind = UCX_DONE, .id = id});
 }
 
-static void begin_take(ucx *u, ucx_posted *p, ucx_offer *o) {
-    p->op->nbytes = o->arrival.nbytes;
-    if (o->arrival.nbytes > p->nbytes) {
-        discard(&o->arrival);
-        finish(u, p, TB_TOO_BIG);
-        return;
-    }
-    p->state = UCX_TAKING;
-    p->taking = o;
-    o->taker = p;
-    tb__waiters_add(&o->peer->taken, &o->arrival.waiter);
-    answer(o, UCX_TAKE);
-}
-
-/* It is no longer being taken. */
-static void untake(ucx_offer *o) {
-    tb__waiters_remove(&o->peer->taken, &o->arrival.waiter);
-    o->taker->taking = NULL;
-    o->taker = NULL;
-}
-
-/* Lets it wait for UCX, which still has some of its memory. */
-static void settle(ucx_posted *p) {
-    p->state = UCX_SETTLING;
-    tb__waiters_add(&p->peer->settling, &p->waiter);
-}
-
-/* Finds a message for the receive, or lets it wait. */
+/* Finds a short message for the receive, or lets it wait. */
 static void match_receive(ucx *u, ucx_posted *p) {
     tb__arrival *a = (tb__arrival *)tb__match_meet(&u->arrivals, &u->receives, &p->waiter);
     p->state = UCX_WAITING;
-    if (a && a->is_offer) {
-        begin_take(u, p, (ucx_offer *)a);
-    } else if (a) {
+    if (a)
         finish(u, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
-        free(a);
-    }
+    free(a);
 }
 
 static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
@@ -80,82 +58,72 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
     return p || frame->is_expected || tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
 }
 
-static bool on_offer(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
-    ucx_offer *o = frame->nbytes > 0 ? tb__malloc(1, sizeof *o) : NULL;
-    if (!o)
-        return false;
-    *o = (ucx_offer){.arrival = {.waiter = {.peer = peer->rank, .tag = frame->tag},
-                                 .is_offer = true,
-                                 .id = frame->offer,
-                                 .nbytes = frame->nbytes},
-                     .peer = peer};
+/* The receive of a long message of which no chunk has come before; NULL: it was cancelled, or has no room. */
+static ucx_posted *begin_receive(ucx_peer *peer, const ucx_frame *frame) {
+    ucx *u = peer->owner;
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
-    if (p)
-        begin_take(u, p, o);
-    else if (frame->is_expected)
-        discard(&o->arrival);
-    else
-        tb__match_add(&u->arrivals, &o->arrival.waiter);
-    return true;
-}
-
-static ucx_offer *find_taken(const ucx_peer *peer, const ucx_frame *frame) {
-    return (ucx_offer *)tb__offer_find(&peer->taken, frame->offer);
-}
-
-static void on_revoke(ucx *u, const ucx_peer *peer, const ucx_frame *frame) {
-    ucx_offer *o = find_taken(peer, frame);
-    if (!o) {
-        tb__offer_drop(&u->arrivals, peer->rank, frame->tag, frame->offer);
-        return;
-    }
-    ucx_posted *p = o->taker; /* it waits for another one, which must not meet bytes of this one */
-    untake(o);
-    free(o);
-    if (p->nrequests > 0)
-        settle(p);
-    else
-        match_receive(u, p);
-}
-
-ucx_posted *ucx_expect_chunk(const ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
-    ucx_offer *o = find_taken(peer, frame);
-    size_t all = o ? o->arrival.nbytes : 0;
-    if (!o || nbytes > UCX_CHUNK_MOST || frame->at > all || nbytes > all - frame->at || nbytes > all - o->coming)
+    if (!p)
         return NULL;
-    o->coming += nbytes;
-    return o->taker;
+    if (frame->nbytes > p->nbytes) {
+        finish(u, p, tb__op_too_big(p->op, p->nbytes, frame->nbytes));
+        return NULL;
+    }
+    p->op->nbytes = frame->nbytes;
+    p->state = UCX_RECEIVING;
+    p->id = frame->id;
+    tb__waiters_add(&peer->receiving, &p->waiter);
+    return p;
+}
+
+ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbytes) {
+    ucx_posted *p = find_long(&peer->receiving, frame->id);
+    if (!p)
+        p = begin_receive(peer, frame);
+    if (!p) {
+        send_done(peer, frame->id);
+        return NULL;
+    }
+    size_t all = p->op->nbytes;
+    if (nbytes == 0 || nbytes > UCX_CHUNK_MOST || frame->at > all || nbytes > all - frame->at ||
+        nbytes > all - p->coming)
+        return NULL;
+    p->coming += nbytes;
+    return p;
 }
 
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
-    ucx_offer *o = find_taken(peer, frame);
-    if (!o) /* any more */
+    ucx_posted *p = find_long(&peer->receiving, frame->id);
+    if (!p) /* any more */
         return;
-    ucx_posted *p = o->taker;
     if (data)
         tb__pieces_scatter_on(p->op->pieces, p->op->npieces, &p->mark, frame->at, data, nbytes);
-    o->got += nbytes;
-    if (o->got < o->arrival.nbytes)
+    p->got += nbytes;
+    if (p->got < p->op->nbytes)
         return;
-    untake(o);
-    answer(o, UCX_DONE);
-    free(o);
+    tb__waiters_remove(&peer->receiving, &p->waiter);
+    send_done(peer, p->id);
     finish(peer->owner, p, TB_OK);
+}
+
+/* Chunks of the message may still come, and find no receive. */
+static void on_revoke(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
+    ucx_posted *p = find_long(&peer->receiving, frame->id);
+    if (p)
+        tb__waiters_remove(&peer->receiving, &p->waiter);
+    else
+        p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
+    if (p && p->nrequests > 0)
+        await_ucx(p);
+    else if (p)
+        finish(u, p, tb__op_withdrawn(p->op));
 }
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
 
-static ucx_posted *find_offered(const ucx_peer *peer, uint64_t offer) {
-    tb__waiter *w = peer->offered.first;
-    while (w && ((ucx_posted *)w)->offer != offer)
-        w = w->next;
-    return (ucx_posted *)w;
-}
-
-void ucx_pump(ucx_peer *peer) {
-    for (tb__waiter *w = peer->offered.first; w; w = w->next) {
+void ucx_send_chunks(ucx_peer *peer) {
+    for (tb__waiter *w = peer->sending.first; w; w = w->next) {
         ucx_posted *p = (ucx_posted *)w;
-        while (p->state == UCX_SENDING && p->at < p->nbytes) {
+        while (p->at < p->nbytes) {
             if (!ucx_may_send_chunk(peer))
                 return;
             if (!ucx_send_chunk(p)) {
@@ -169,17 +137,16 @@ void ucx_pump(ucx_peer *peer) {
 static void send_message(ucx_posted *p) {
     tb_op *op = p->op;
     ucx_frame frame = {.kind = UCX_MESSAGE, .is_expected = op->is_expected, .tag = op->tag, .nbytes = p->nbytes};
-    if (p->nbytes <= UCX_SHORT) { /* a copy goes; it is sent when UCX has taken it: our process may end then */
+    if (p->nbytes <= TB_SHORT_MAX) { /* a copy goes; it is sent when UCX has taken it: our process may end then */
         p->nrequests = 1;
-        settle(p);
+        await_ucx(p);
         ucx_send_for(p, &frame);
         return;
     }
-    p->state = UCX_OFFERED;
-    p->offer = frame.offer = ++p->peer->next_offer;
-    frame.kind = UCX_OFFER;
-    tb__waiters_add(&p->peer->offered, &p->waiter);
-    ucx_send(p->peer, &frame);
+    p->state = UCX_SENDING;
+    p->id = ++p->peer->last_id;
+    tb__waiters_add(&p->peer->sending, &p->waiter);
+    ucx_send_chunks(p->peer);
 }
 
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
@@ -197,17 +164,19 @@ tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op) {
     return TB_OK;
 }
 
-static void on_take(ucx_peer *peer, const ucx_frame *frame) {
-    ucx_posted *p = find_offered(peer, frame->offer); /* none if it was revoked meanwhile */
+static void on_done(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
+    ucx_posted *p = find_long(&peer->sending, frame->id); /* NULL if it was revoked meanwhile */
     if (!p)
         return;
-    p->state = UCX_SENDING;
-    ucx_pump(peer);
+    tb__waiters_remove(&peer->sending, &p->waiter);
+    if (p->nrequests > 0)
+        await_ucx(p);
+    else
+        finish(u, p, TB_OK);
 }
 
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
     ucx *u = peer->owner;
-    ucx_posted *p;
     switch ((ucx_kind)frame->kind) {
     case UCX_HELLO:
         if (ucx_reach(peer, data, nbytes) != TB_OK)
@@ -216,23 +185,11 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         return true;
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
-    case UCX_OFFER:
-        return on_offer(u, peer, frame);
     case UCX_REVOKE:
         on_revoke(u, peer, frame);
         return true;
-    case UCX_TAKE:
-        on_take(peer, frame);
-        return true;
     case UCX_DONE:
-        p = find_offered(peer, frame->offer);
-        if (p) {
-            tb__waiters_remove(&peer->offered, &p->waiter);
-            if (p->nrequests > 0)
-                settle(p);
-            else
-                finish(u, p, TB_OK);
-        }
+        on_done(u, peer, frame);
         return true;
     case UCX_BYE:
         ucx_fail(peer, "it has left");
@@ -253,13 +210,10 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
 
 void ucx_give_back(ucx_posted *p) {
     p->nrequests--;
-    if (p->nrequests > 0 || p->state != UCX_SETTLING)
+    if (p->nrequests > 0 || p->state != UCX_ENDING)
         return;
-    tb__waiters_remove(&p->peer->settling, &p->waiter);
-    if (p->op->kind == TB_OP_SEND)
-        finish(p->peer->owner, p, TB_OK);
-    else
-        match_receive(p->peer->owner, p);
+    tb__waiters_remove(&p->peer->ending, &p->waiter);
+    finish(p->peer->owner, p, p->op->kind == TB_OP_SEND ? TB_OK : tb__op_withdrawn(p->op));
 }
 
 /* ---- Giving up ------------------------------------------------------------------------------------------------ */
@@ -278,31 +232,32 @@ static void await_requests(ucx *u, ucx_posted *p) {
     tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", p->nrequests, peer->rank);
     ucx_disown(u, p);
     p->op->status = TB_TIMEOUT;
+    snprintf(p->op->why, sizeof p->op->why, "UCX has not given back the memory");
 }
 
 void ucx_cancel_message(ucx *u, ucx_posted *p) {
-    ucx_offer *o = p->taking;
+    ucx_peer *peer = p->peer;
     if (p->state == UCX_FINISHED) {
         tb__waiters_remove(&u->finished, &p->waiter);
         tb__op_tell(p->op);
         return;
     }
-    if (p->state == UCX_SETTLING && p->op->kind == TB_OP_SEND && p->nbytes <= UCX_SHORT) { /* the copy goes anyway */
-        tb__waiters_remove(&p->peer->settling, &p->waiter);
+    if (p->state == UCX_ENDING && p->op->kind == TB_OP_SEND && p->nbytes <= TB_SHORT_MAX) { /* the copy goes anyway */
+        tb__waiters_remove(&peer->ending, &p->waiter);
         ucx_disown(u, p);
         p->op->status = TB_OK;
         tb__op_tell(p->op);
         return;
     }
     p->op->status = TB_CANCELLED;
-    if (p->state == UCX_SETTLING) {
-        tb__waiters_remove(&p->peer->settling, &p->waiter);
-    } else if (p->op->kind == TB_OP_SEND) {
-        tb__waiters_remove(&p->peer->offered, &p->waiter);
-        ucx_send(p->peer, &(ucx_frame){.kind = UCX_REVOKE, .offer = p->offer, .tag = p->op->tag});
-    } else if (o) {
-        untake(o);
-        discard(&o->arrival);
+    if (p->state == UCX_ENDING) {
+        tb__waiters_remove(&peer->ending, &p->waiter);
+    } else if (p->state == UCX_SENDING) {
+        tb__waiters_remove(&peer->sending, &p->waiter);
+        ucx_send(peer, &(ucx_frame){.kind = UCX_REVOKE, .id = p->id, .tag = p->op->tag});
+    } else if (p->state == UCX_RECEIVING) {
+        tb__waiters_remove(&peer->receiving, &p->waiter);
+        send_done(peer, p->id);
     } else {
         tb__match_remove(&u->receives, &p->waiter);
     }
@@ -315,19 +270,12 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
 
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     tb__waiter *w;
-    while ((w = tb__waiters_take(&peer->offered)))
+    while ((w = tb__waiters_take(&peer->sending)) || (w = tb__waiters_take(&peer->receiving)))
         finish(u, (ucx_posted *)w, status);
-    while ((w = tb__waiters_take(&peer->settling))) {
+    while ((w = tb__waiters_take(&peer->ending))) {
         ucx_posted *p = (ucx_posted *)w;
         ucx_disown(u, p);
         finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
-    }
-    while ((w = tb__waiters_take(&peer->taken))) {
-        ucx_offer *o = (ucx_offer *)w;
-        ucx_posted *p = o->taker;
-        untake(o);
-        free(o);
-        finish(u, p, status);
     }
     while ((w = tb__match_drain(&u->receives, peer->rank)))
         finish(u, (ucx_posted *)w, status);

@@ -85,7 +85,7 @@ void ucx_on_sent(void *request, ucs_status_t status, void *arg) {
     peer->owner->call->request_free(request);
     let_go(t);
     if (is_chunk)
-        ucx_pump(peer);
+        ucx_send_chunks(peer);
 }
 
 bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request) {
@@ -149,7 +149,7 @@ void ucx_send_for(ucx_posted *p, const ucx_frame *frame) {
 }
 
 bool ucx_may_send_chunk(const ucx_peer *peer) {
-    return peer->ep && !peer->why && peer->in_flight < UCX_WINDOW && peer->ndirect < UCX_DIRECT_WINDOW;
+    return peer->ep && peer->is_met && !peer->why && peer->in_flight < UCX_WINDOW && peer->ndirect < UCX_DIRECT_WINDOW;
 }
 
 /* How much memory a list of the pieces takes; none where there is but one. */
@@ -163,7 +163,7 @@ bool ucx_send_chunk(ucx_posted *p) {
     bool is_direct = p->peer->is_direct && ucx_place_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
-    ucx_frame frame = {.kind = UCX_CHUNK, .offer = p->offer, .at = p->at};
+    ucx_frame frame = {.kind = UCX_CHUNK, .id = p->id, .tag = op->tag, .nbytes = p->nbytes, .at = p->at};
     ucx_transfer *t = ucx_new_transfer(p->peer, &frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t)
         return false;

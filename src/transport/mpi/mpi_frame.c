@@ -1,6 +1,6 @@
-/* Letters: writing them, the ring of receives for them, and their order.
+/* Frames: writing them, the ring of receives for them, and their order.
  *
- * MPI matches the letters of one rank in the order in which they were sent, but where it sends them by rendezvous a
+ * MPI matches the frames of one rank in the order in which they were sent, but where it sends them by rendezvous a
  * later one may be there first. So they are numbered, and one that has overtaken another waits for it outside the ring:
  * a rank that stands still keeps the places of those that it has begun to send, and no more. */
 #include "transport/mpi/mpi.h"
@@ -12,10 +12,10 @@
 
 /* ---- Writing --------------------------------------------------------------------------------------------------- */
 
-tb_status mpi_send_letter(mpi *m, message *msg, size_t nbytes_behind) {
+tb_status mpi_send_frame(mpi *m, message *msg, size_t nbytes_behind) {
     MPI_Request request;
     msg->header.serial = m->peers[msg->rank].nwritten;
-    int code = MPI_Isend(&msg->header, (int)(sizeof msg->header + nbytes_behind), MPI_BYTE, msg->rank, LETTER_TAG,
+    int code = MPI_Isend(&msg->header, (int)(sizeof msg->header + nbytes_behind), MPI_BYTE, msg->rank, FRAME_TAG,
                          m->seat.out, &request);
     if (code != MPI_SUCCESS)
         return mpi_failed("MPI_Isend", code);
@@ -25,25 +25,20 @@ tb_status mpi_send_letter(mpi *m, message *msg, size_t nbytes_behind) {
     return TB_OK;
 }
 
-tb_status mpi_write_letter(mpi *m, int rank, header h) {
+tb_status mpi_write_frame(mpi *m, int rank, header h) {
     TB_TRY(mpi_reserve_request(m));
-    message *msg = mpi_new_message(m, MESSAGE_LETTER, NULL, rank, 0);
+    message *msg = mpi_new_message(m, MESSAGE_FRAME, NULL, rank, 0);
     if (!msg)
         return TB_NO_MEMORY;
     msg->header = h;
-    tb_status status = mpi_send_letter(m, msg, 0);
+    tb_status status = mpi_send_frame(m, msg, 0);
     if (status != TB_OK)
         mpi_free_message(m, msg);
     return status;
 }
 
-void mpi_answer(mpi *m, int rank, letter_kind kind, uint64_t id, uint64_t tag, uint64_t nbytes) {
-    if (mpi_write_letter(m, rank, (header){.kind = kind, .tag = tag, .nbytes = nbytes, .id = id}) != TB_OK)
-        mpi_lose(m, rank, tb_error_detail());
-}
-
 void mpi_send_bye(mpi *m, int rank) {
-    if (mpi_write_letter(m, rank, (header){.kind = LETTER_BYE}) != TB_OK)
+    if (mpi_write_frame(m, rank, (header){.kind = FRAME_BYE}) != TB_OK)
         tb__log(TB_LOG_DEBUG, "transport mpi: %s", tb_error_detail());
 }
 
@@ -53,7 +48,7 @@ tb_status mpi_fill_place(mpi *m, size_t at) {
     place *p = &m->ring[at];
     MPI_Request request;
     TB_TRY(mpi_reserve_request(m));
-    int code = MPI_Irecv(p->bytes, (int)sizeof p->bytes, MPI_BYTE, MPI_ANY_SOURCE, LETTER_TAG, m->seat.in, &request);
+    int code = MPI_Irecv(p->bytes, (int)sizeof p->bytes, MPI_BYTE, MPI_ANY_SOURCE, FRAME_TAG, m->seat.in, &request);
     if (code != MPI_SUCCESS)
         return mpi_failed("MPI_Irecv", code);
     p->request = mpi_keep_request(m, request, (owner){NULL, at});
@@ -77,13 +72,13 @@ void mpi_drop_ring(mpi *m) {
 /* ---- Opening --------------------------------------------------------------------------------------------------- */
 
 /* The next one of its rank. */
-static void open_letter(mpi *m, int rank, const unsigned char *bytes, size_t nbytes) {
+static void open_frame(mpi *m, int rank, const unsigned char *bytes, size_t nbytes) {
     header h;
     memcpy(&h, bytes, sizeof h);
     m->peers[rank].nopened++;
-    if (h.kind != LETTER_BYE && (m->is_over || m->peers[rank].is_lost))
+    if (h.kind != FRAME_BYE && (m->is_over || m->peers[rank].is_lost))
         return;
-    if (mpi_on_letter(m, rank, &h, bytes + sizeof h, nbytes - sizeof h) != TB_OK)
+    if (mpi_on_frame(m, rank, &h, bytes + sizeof h, nbytes - sizeof h) != TB_OK)
         mpi_lose(m, rank, tb_error_detail());
 }
 
@@ -91,12 +86,12 @@ static void open_letter(mpi *m, int rank, const unsigned char *bytes, size_t nby
 static void open_early(mpi *m, int rank) {
     tb__arrival *e;
     while ((e = (tb__arrival *)tb__match_take(&m->early, rank, m->peers[rank].nopened))) {
-        open_letter(m, rank, e->data, e->nbytes);
+        open_frame(m, rank, e->data, e->nbytes);
         free(e);
     }
 }
 
-static tb_status take_letter(mpi *m, const place *in) {
+static tb_status take_frame(mpi *m, const place *in) {
     header h;
     if (in->rank < 0 || in->rank >= m->nranks)
         return TB_OK;
@@ -110,17 +105,17 @@ static tb_status take_letter(mpi *m, const place *in) {
     memcpy(&h, in->bytes, sizeof h);
     if (h.serial != m->peers[in->rank].nopened)
         return tb__arrival_keep(&m->early, in->rank, h.serial, in->bytes, in->nbytes) ? TB_OK : TB_NO_MEMORY;
-    open_letter(m, in->rank, in->bytes, in->nbytes);
+    open_frame(m, in->rank, in->bytes, in->nbytes);
     open_early(m, in->rank);
     return TB_OK;
 }
 
-tb_status mpi_open_letters(mpi *m) {
+tb_status mpi_open_frames(mpi *m) {
     for (size_t at = 0; at < RING && m->ndone > 0; at++) {
         place *p = &m->ring[at];
         if (!p->is_done)
             continue;
-        TB_TRY(take_letter(m, p)); /* one that there was no memory for stays where it is */
+        TB_TRY(take_frame(m, p)); /* one that there was no memory for stays where it is */
         p->is_done = false;
         m->ndone--;
         TB_TRY(mpi_fill_place(m, at));

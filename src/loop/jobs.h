@@ -1,0 +1,48 @@
+/* Moves that may be of several devices: a job for each device that has something to do, prepared once and run together.
+ * All of this needs the loop's lock. */
+#ifndef TB_LOOP_JOBS_H
+#define TB_LOOP_JOBS_H
+
+#include "loop/loop.h"
+
+enum { TB__JOBS_MAX = 4 };
+
+typedef struct tb__jobs {
+    struct {
+        tb__device *device;
+        tb__job *job;
+    } item[TB__JOBS_MAX];
+    size_t count;
+} tb__jobs;
+
+/* Moves are needed for the call only; their memory and mappings until the jobs are released. */
+tb_status tb__jobs_prepare(const tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
+void tb__jobs_release(tb__jobs *jobs); /* none of their runs is under way */
+
+/* A run of all jobs, or a checksum. Zero-initialised but for `done`, before it is submitted. */
+typedef struct tb__jobs_run tb__jobs_run;
+struct tb__jobs_run {
+    /* Called once, by the driver and never from inside of tb__jobs_submit. */
+    void (*done)(tb__jobs_run *run);
+    tb_status status; /* then: the first failure, and its sentence */
+    char why[TB__FENCE_WHY_MAX];
+
+    size_t left; /* jobs that are not done */
+    struct tb__jobs_item {
+        tb__submitted submitted;
+        tb__jobs_run *run; /* NULL: there is no such job */
+    } item[TB__JOBS_MAX];
+};
+
+/* What `what` points to stays until the run is done. There must be jobs. */
+void tb__jobs_submit(tb__loop *loop, const tb__jobs *jobs, const tb__run *what, tb__jobs_run *run);
+/* Computes a checksum of the bytes, on their device. */
+void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__jobs_run *run);
+static inline uint64_t tb__jobs_sum(const tb__jobs_run *run) {
+    return run->item[0].submitted.sum;
+}
+
+/* The run is done soon, one way or the other. */
+void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run);
+
+#endif

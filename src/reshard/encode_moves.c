@@ -1,0 +1,329 @@
+/* Encoded tensors as moves: quantising into their storage, reading it, copying it, and mxfp8 on the wire. */
+#include "reshard/encode.h"
+
+#include "base/dtype.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+enum { MXFP8_BLOCK = 32, TILE_ROWS = 128, TILE_COLUMNS = 4, TILE_BYTES = 512 };
+
+static int64_t count_rows(int ndim, const int64_t *len) {
+    int64_t n = 1;
+    for (int d = 0; d + 1 < ndim; d++)
+        n *= len[d];
+    return n;
+}
+
+/* An offset in a buffer, as moves have it. */
+static void *in_buffer(int64_t offset) {
+    return (void *)(uintptr_t)offset; // NOLINT(performance-no-int-to-ptr)
+}
+
+static tb__quantised matrix_at(const tb__encoded *e, int64_t matrix, int64_t first) {
+    return (tb__quantised){.format = e->encoding.format,
+                           .rows = e->matrix_rows,
+                           .columns = e->columns,
+                           .first = first,
+                           .data = e->data + matrix * e->size.data_nbytes,
+                           .scales = e->scales ? e->scales + matrix * e->size.scale_nbytes : NULL,
+                           .scale = e->scale};
+}
+
+/* ---- Bytes ------------------------------------------------------------------------------------------------------- */
+
+/* Where bytes come from; NULL in place of it: they are zero. */
+typedef struct source {
+    const char *at;
+    tb__mapping *mapping; /* NULL: `at` is an address */
+    int64_t row_stride;   /* of rows of bytes; 0: it is in tiles, as the destination is */
+} source;
+
+static tb_status add_bytes(tb__move_list *out, char *dst, const source *src, int ndim, const int64_t *len,
+                           const int64_t *dst_stride, const int64_t *src_stride) {
+    int64_t strides[1][TB_MAX_DIMS] = {{0}};
+    const void *at = src ? src->at : NULL;
+    tb__mapping *mapping = src ? src->mapping : NULL;
+    tb__move move = {.ndim = ndim,
+                     .dst = dst,
+                     .nsrc = src != NULL,
+                     .src = &at,
+                     .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
+                     .src_mapping = &mapping,
+                     .src_dtype = TB_U8,
+                     .wire_dtype = TB_U8,
+                     .dst_dtype = TB_U8};
+    memcpy(move.len, len, (size_t)ndim * sizeof *len);
+    memcpy(move.dst_stride, dst_stride, (size_t)ndim * sizeof *dst_stride);
+    if (src)
+        memcpy(strides[0], src_stride, (size_t)ndim * sizeof *src_stride);
+    return tb__move_is_empty(&move) ? TB_OK : tb__move_list_add(out, &move);
+}
+
+/* One after the other. */
+static tb_status add_run(tb__move_list *out, char *dst, const char *src, int64_t nbytes) {
+    int64_t unit = 1;
+    return add_bytes(out, dst, &(source){.at = src}, 1, &nbytes, &unit, &unit);
+}
+
+/* Dims of a box of scales in tiles. */
+typedef struct tile_dims {
+    int n;
+    int64_t len[3], in_tiles[3]; /* strides there ... */
+    int64_t step[3];             /* ... and in indices */
+    int64_t count;               /* indices that they cover */
+} tile_dims;
+
+/* The longest box of rows that begins at `row`, of so many: within 32 rows of a tile, of whole 32, or of whole tiles.
+ */
+static tile_dims next_rows(int64_t row, int64_t nrows, int64_t scale_columns) {
+    int64_t across = (scale_columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_BYTES;
+    if (row % 32 != 0 || nrows < 32) {
+        int64_t n = 32 - row % 32 < nrows ? 32 - row % 32 : nrows;
+        return (tile_dims){1, {n}, {16}, {1}, n};
+    }
+    if (row % TILE_ROWS != 0 || nrows < TILE_ROWS) {
+        int64_t n = (TILE_ROWS - row % TILE_ROWS) / 32 < nrows / 32 ? (TILE_ROWS - row % TILE_ROWS) / 32 : nrows / 32;
+        return (tile_dims){2, {n, 32}, {4, 16}, {32, 1}, n * 32};
+    }
+    int64_t n = nrows / TILE_ROWS;
+    return (tile_dims){3, {n, 4, 32}, {across, 4, 16}, {TILE_ROWS, 32, 1}, n * TILE_ROWS};
+}
+
+static tile_dims next_columns(int64_t column, int64_t ncolumns) {
+    if (column % TILE_COLUMNS != 0 || ncolumns < TILE_COLUMNS) {
+        int64_t n = TILE_COLUMNS - column % TILE_COLUMNS < ncolumns ? TILE_COLUMNS - column % TILE_COLUMNS : ncolumns;
+        return (tile_dims){1, {n}, {1}, {1}, n};
+    }
+    int64_t n = ncolumns / TILE_COLUMNS;
+    return (tile_dims){2, {n, TILE_COLUMNS}, {TILE_BYTES, 1}, {TILE_COLUMNS, 1}, n * TILE_COLUMNS};
+}
+
+/* Rows and columns of scales to their places in the tiles of a matrix. */
+static tb_status add_tiles(tb__move_list *out, char *tiles, int64_t scale_columns, int64_t row, int64_t nrows,
+                           int64_t column, int64_t ncolumns, const source *from) {
+    for (int64_t r = row; r < row + nrows;) {
+        tile_dims rows = next_rows(r, row + nrows - r, scale_columns);
+        for (int64_t c = column; c < column + ncolumns;) {
+            tile_dims columns = next_columns(c, column + ncolumns - c);
+            int64_t len[5], dst[5], src[5], place = tb__quant_swizzle(r, c, scale_columns);
+            int ndim = 0;
+            source at = from ? *from : (source){0};
+            at.at += at.row_stride ? (r - row) * at.row_stride + c - column : place;
+            for (int d = 0; d < rows.n; d++, ndim++) {
+                len[ndim] = rows.len[d];
+                dst[ndim] = rows.in_tiles[d];
+                src[ndim] = at.row_stride ? rows.step[d] * at.row_stride : rows.in_tiles[d];
+            }
+            for (int d = 0; d < columns.n; d++, ndim++) {
+                len[ndim] = columns.len[d];
+                dst[ndim] = columns.in_tiles[d];
+                src[ndim] = at.row_stride ? columns.step[d] : columns.in_tiles[d];
+            }
+            TB_TRY(add_bytes(out, tiles + place, from ? &at : NULL, ndim, len, dst, src));
+            c += columns.count;
+        }
+        r += rows.count;
+    }
+    return TB_OK;
+}
+
+/* Zeros where tiles have more columns, or below the last row of the matrix more rows, than there are scales. */
+static tb_status add_tile_padding(tb__move_list *out, const tb__encoded *e, const tb__encoded_run *r) {
+    char *tiles = e->scales + r->matrix * e->size.scale_nbytes;
+    int64_t columns = e->size.scale_columns, all = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
+    int64_t below = (e->matrix_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS - e->matrix_rows;
+    TB_TRY(add_tiles(out, tiles, columns, r->row, r->count, columns, all - columns, NULL));
+    if (r->row + r->count < e->matrix_rows)
+        return TB_OK;
+    return add_tiles(out, tiles, columns, e->matrix_rows, below, 0, all, NULL);
+}
+
+/* ---- Storage ----------------------------------------------------------------------------------------------------- */
+
+tb_status tb__encoded_list_write(const tb__encoded *e, int64_t first, int64_t rows, const void *from, tb_dtype dtype,
+                                 const float *scale, const char *name, tb__move_list *out) {
+    const tb_shape *shape = &e->part.shape;
+    for (int64_t i = first; i < first + rows;) {
+        tb__encoded_run r = tb__encoded_next_run(e, shape->ndim, NULL, shape->dim, i, first + rows);
+        const void *src = (const char *)from + tb__dtype_bytes(dtype, (i - first) * e->columns);
+        tb__quantised q = matrix_at(e, r.matrix, r.row);
+        q.scale = scale;
+        tb__move move = {.kind = TB__MOVE_QUANTISE,
+                         .ndim = 2,
+                         .len = {r.count, e->columns},
+                         .nsrc = 1,
+                         .src = &src,
+                         .src_stride = (const int64_t[1][TB_MAX_DIMS]){{e->columns, 1}},
+                         .src_dtype = dtype,
+                         .quantised = &q,
+                         .name = name};
+        TB_TRY(tb__move_list_add(out, &move));
+        i += r.count;
+    }
+    return TB_OK;
+}
+
+tb_status tb__encoded_list_scale(const float *from, float *to, tb__move_list *out) {
+    const void *src = from;
+    tb__move move = {.dst = to,
+                     .nsrc = 1,
+                     .src = &src,
+                     .src_stride = (const int64_t[1][TB_MAX_DIMS]){{0}},
+                     .src_dtype = TB_F32,
+                     .wire_dtype = TB_F32,
+                     .dst_dtype = TB_F32};
+    return tb__move_list_add(out, &move);
+}
+
+tb_status tb__encoded_list_copy(const tb__encoded *from, const tb__encoded *to, tb__move_list *out) {
+    const tb__quant_size *size = &to->size;
+    if (to->rows > 0 && to->rows == to->matrices * to->matrix_rows) { /* all of it */
+        TB_TRY(add_run(out, to->data, from->data, to->matrices * size->data_nbytes));
+        return add_run(out, to->scales, from->scales, to->matrices * size->scale_nbytes);
+    }
+    for (int64_t i = 0; i < to->rows;) {
+        tb__encoded_run r = tb__encoded_next_run(to, to->part.shape.ndim, NULL, to->part.shape.dim, i, to->rows);
+        int64_t row_nbytes = size->data_nbytes / to->matrix_rows, scales = r.matrix * size->scale_nbytes;
+        int64_t data = r.matrix * size->data_nbytes + r.row * row_nbytes;
+        i += r.count;
+        TB_TRY(add_run(out, to->data + data, from->data + data, r.count * row_nbytes));
+        if (size->scale_nbytes == 0)
+            continue;
+        if (to->encoding.format.is_swizzled) {
+            TB_TRY(add_tiles(out, to->scales + scales, size->scale_columns, r.row, r.count, 0, size->scale_columns,
+                             &(source){.at = from->scales + scales}));
+            TB_TRY(add_tile_padding(out, to, &r));
+            continue;
+        }
+        int64_t each = size->scale_nbytes / size->scale_rows;
+        int64_t first = r.row / size->band, stop = (r.row + r.count + size->band - 1) / size->band;
+        scales += first * each;
+        TB_TRY(add_run(out, to->scales + scales, from->scales + scales, (stop - first) * each));
+    }
+    return TB_OK;
+}
+
+tb_status tb__encoded_list_read(const tb__encoded *e, int ndim, const int64_t *start, const int64_t *len,
+                                int64_t offset, tb_dtype dtype, const char *name, tb__move_list *out) {
+    int64_t rows = count_rows(ndim, len), columns = len[ndim - 1];
+    for (int64_t i = 0; i < rows;) {
+        tb__encoded_run r = tb__encoded_next_run(e, ndim, start, len, i, rows);
+        tb__quantised q = matrix_at(e, r.matrix, r.row);
+        q.first_column = start[ndim - 1];
+        tb__move move = {.kind = TB__MOVE_DEQUANTISE,
+                         .ndim = 2,
+                         .len = {r.count, columns},
+                         .dst = in_buffer(offset + tb__dtype_bytes(dtype, i * columns)),
+                         .dst_stride = {columns, 1},
+                         .is_dst_in_buffer = true,
+                         .dst_dtype = dtype,
+                         .quantised = &q,
+                         .name = name};
+        TB_TRY(tb__move_list_add(out, &move));
+        i += r.count;
+    }
+    return TB_OK;
+}
+
+/* ---- MXFP8 on the wire ------------------------------------------------------------------------------------------- */
+
+static int64_t scales_of(int64_t columns) {
+    return (columns + MXFP8_BLOCK - 1) / MXFP8_BLOCK;
+}
+
+int64_t tb__mxfp8_wire_nbytes(int ndim, const int64_t *len) {
+    int64_t columns = ndim ? len[ndim - 1] : 1;
+    return count_rows(ndim, len) * (columns + scales_of(columns));
+}
+
+static tb_status refuse_cut(int64_t column) {
+    return tb__fail(TB_REFUSED,
+                    "a block of %d elements is cut at column %" PRId64
+                    " of the target, so the sender can't quantise it; let the receiver do it",
+                    MXFP8_BLOCK, column);
+}
+
+/* How many rows of a box, in their order, lie in memory at even distances that are no shorter than a row: those of
+ * inner dims. `outer` is how many dims count such runs. */
+static int64_t even_rows(const tb_binding *b, int64_t columns, int64_t *stride, int *outer) {
+    int64_t n = 1;
+    int d = b->shape.ndim - 1;
+    *stride = columns;
+    for (; d > 0; d--) {
+        int64_t length = b->shape.dim[d - 1], step = b->strides[d - 1];
+        if (length == 1)
+            continue;
+        if (n == 1 && step >= columns)
+            *stride = step;
+        else if (n == 1 || step != *stride * n)
+            break;
+        n *= length;
+    }
+    *outer = d > 0 ? d : 0;
+    return n;
+}
+
+tb_status tb__mxfp8_list_pack(const tb__quant_format *format, const tb_binding *from, tb__mapping *mapping,
+                              int64_t first_column, int64_t offset, const char *name, tb__move_list *out) {
+    int ndim = from->shape.ndim, outer;
+    const int64_t *len = from->shape.dim;
+    int64_t columns = len[ndim - 1], rows = count_rows(ndim, len), strides[1][TB_MAX_DIMS] = {{0, 1}};
+    if (first_column % MXFP8_BLOCK != 0)
+        return refuse_cut(first_column);
+    int64_t run = even_rows(from, columns, &strides[0][0], &outer);
+    for (int64_t first = 0; first < rows; first += run) {
+        int64_t element = 0, rest = first / run;
+        for (int d = outer; d-- > 0; rest /= len[d])
+            element += rest % len[d] * from->strides[d];
+        const void *src = (const char *)from->base + from->offset + tb__dtype_bytes(from->dtype, 1) * element;
+        tb__quantised q = {.format = {.kind = TB__QUANT_MXFP8, .is_floor = format->is_floor},
+                           .rows = rows,
+                           .columns = columns,
+                           .first = first,
+                           .data = in_buffer(offset),
+                           .scales = in_buffer(offset + rows * columns)};
+        tb__move move = {.kind = TB__MOVE_QUANTISE,
+                         .ndim = 2,
+                         .len = {run, columns},
+                         .nsrc = 1,
+                         .src = &src,
+                         .src_stride = (const int64_t(*)[TB_MAX_DIMS])strides,
+                         .src_mapping = &mapping,
+                         .src_dtype = from->dtype,
+                         .is_dst_in_buffer = true,
+                         .quantised = &q,
+                         .name = name};
+        TB_TRY(tb__move_list_add(out, &move));
+    }
+    return TB_OK;
+}
+
+tb_status tb__mxfp8_list_unpack(const tb__encoded *to, int ndim, const int64_t *start, const int64_t *len,
+                                int64_t offset, tb__move_list *out) {
+    int64_t columns = len[ndim - 1], skip = start[ndim - 1], rows = count_rows(ndim, len), nscales = scales_of(columns);
+    bool is_end = skip + columns == to->columns, is_swizzled = to->encoding.format.is_swizzled;
+    if (skip % MXFP8_BLOCK != 0)
+        return refuse_cut(skip);
+    if (columns % MXFP8_BLOCK != 0 && !is_end)
+        return refuse_cut(skip + columns);
+    for (int64_t i = 0; i < rows;) {
+        tb__encoded_run r = tb__encoded_next_run(to, ndim, start, len, i, rows);
+        char *data = to->data + (r.matrix * to->matrix_rows + r.row) * to->columns + skip;
+        char *scales = to->scales + r.matrix * to->size.scale_nbytes;
+        source from = {in_buffer(offset + i * columns), TB__IN_BUFFER, columns};
+        TB_TRY(add_bytes(out, data, &from, 2, (int64_t[]){r.count, columns}, (int64_t[]){to->columns, 1},
+                         (int64_t[]){columns, 1}));
+        from = (source){in_buffer(offset + rows * columns + i * nscales), TB__IN_BUFFER, nscales};
+        int64_t first = skip / MXFP8_BLOCK, all = to->size.scale_columns;
+        if (is_swizzled)
+            TB_TRY(add_tiles(out, scales, all, r.row, r.count, first, nscales, &from));
+        else
+            TB_TRY(add_bytes(out, scales + r.row * all + first, &from, 2, (int64_t[]){r.count, nscales},
+                             (int64_t[]){all, 1}, (int64_t[]){nscales, 1}));
+        if (is_swizzled && is_end)
+            TB_TRY(add_tile_padding(out, to, &r));
+        i += r.count;
+    }
+    return TB_OK;
+}
