@@ -321,11 +321,14 @@ tb_status tb__exchange_not_settled(const tb__exchange *exchange) {
     char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
     tb__pair_find_refusal(exchange->pair, refusal, sizeof refusal);
     snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
+    size_t late = all->npeers; /* one that has not registered, or else one that has not confirmed */
     for (size_t i = 0; i < all->npeers; i++) {
-        const char *label = all->peers[i]->label;
-        if (all->counts[i])
-            continue;
-        if (all->ports[i])
+        if (!all->counts[i] && (late == all->npeers || (all->ports[late] && !all->ports[i])))
+            late = i;
+    }
+    if (late < all->npeers) {
+        const char *label = all->peers[late]->label;
+        if (all->ports[late])
             return tb__fail(TB_TIMEOUT, "%s has registered %s of pair '%s', but has not confirmed our registration%s",
                             label, what, pair, cause);
         if (*shortage)
