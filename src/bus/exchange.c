@@ -255,10 +255,12 @@ static void side_fini(tb__exchange_side *s) {
 void tb__exchange_destroy(tb__exchange *exchange) {
     tb__exchange_leave(exchange);
     for (int side = 0; side < 2; side++) {
-        tb__flow_destroy(exchange->flows[side]);
+        bool is_done = tb__flow_destroy(exchange->flows[side]);
         tb__commit_fini(&exchange->commits[side]);
-        tb__exchange_free_shadows(&exchange->shadows[side]);
-        tb__convert_destroy(exchange->converts[side]);
+        if (is_done) { /* else a device may still use them */
+            tb__exchange_free_shadows(&exchange->shadows[side]);
+            tb__convert_destroy(exchange->converts[side]);
+        }
         free(exchange->received[side].item);
         side_fini(&exchange->sides[side]);
     }

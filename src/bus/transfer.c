@@ -91,18 +91,16 @@ static void look_at_legs(tb_transfer *t) {
             continue;
         nopen += !tb__leg_has_ended(leg);
         nended += tb__leg_has_ended(leg);
-        if (leg->status != TB_OK && t->failure == TB_OK) {
-            t->failure = leg->status;
-            snprintf(t->failure_why, sizeof t->failure_why, "%s", leg->why);
-        }
+        if (leg->status != TB_OK && !t->failed)
+            t->failed = leg;
     }
     unsigned events = events_of(t);
     bool has_news = events != t->events || nended != t->nended;
     t->events = events;
     t->nended = nended;
     if (nopen == 0) {
-        t->status = t->failure;
-        snprintf(t->why, sizeof t->why, "%s", t->failure_why);
+        t->status = t->failed ? t->failed->status : TB_OK;
+        snprintf(t->why, sizeof t->why, "%s", t->failed ? t->failed->why : "");
         finish(t);
     }
     if (has_news)

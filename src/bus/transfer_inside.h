@@ -22,8 +22,7 @@ struct tb_transfer {
     bool is_late;
     tb_status status; /* of one that has ended */
     char why[TB__WHY_MAX];
-    tb_status failure; /* the first that a pair had; the others go on */
-    char failure_why[TB__WHY_MAX];
+    const tb__leg *failed; /* the first leg that failed; the others go on */
     unsigned events;
     int64_t deadline_ms;
     double begun, ended;

@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* A step that is copying when the deadline comes takes so long to notice. */
-enum { GRACE_MS = 2000 };
+enum { GRACE_MS = 2000, STUCK_MS = 5000 };
 
 /* ---- Views ----------------------------------------------------------------------------------------------------- */
 
@@ -182,26 +182,45 @@ static bool is_local_done(void *arg) {
     return ((const local_run *)arg)->is_done;
 }
 
-/* Past the deadline it is cancelled. It has ended when this returns: nothing is touched any more. */
+static tb_status end_local(tb_copy *copy, local_run *r) {
+    tb_status status = r->run.status;
+    copy->copies_local = false;
+    tb__jobs_release(&r->jobs);
+    tb__loop_signal(copy->world->loop); /* somebody may wait for the memory */
+    if (status == TB_OK)
+        status = tb__copy_check_invalidated(copy);
+    else if (status == TB_CANCELLED)
+        status =
+            tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 ": its local copies have not ended in time", copy->what, copy->run);
+    else
+        status = tb__fail(status, "%s: run %" PRIu64 ": %s", copy->what, copy->run, r->run.why);
+    free(r);
+    return status;
+}
+
+/* Past the deadline it is cancelled. If a device does not finish it even then, the service is of no use any more, and
+ * the memory stays in use. */
 static tb_status copy_local(tb_copy *copy, const local *l) {
     tb__loop *loop = copy->world->loop;
-    local_run r = {.run.done = on_local_done, .loop = loop};
-    TB_TRY(tb__jobs_prepare(loop, l->copies, l->count, &r.jobs));
-    copy->copies_local = true;
-    tb__jobs_submit(loop, &r.jobs, &(tb__run){0}, &r.run);
-    if (!tb__loop_wait(loop, is_local_done, &r, copy->deadline_ms)) {
-        tb__jobs_cancel(loop, &r.run);
-        tb__loop_wait(loop, is_local_done, &r, INT64_MAX);
-        if (r.run.status == TB_CANCELLED)
-            snprintf(r.run.why, sizeof r.run.why, "its local copies have not ended in time");
+    local_run *r = tb__calloc(1, sizeof *r);
+    if (!r)
+        return TB_NO_MEMORY;
+    *r = (local_run){.run.done = on_local_done, .loop = loop};
+    tb_status status = tb__jobs_prepare(loop, l->copies, l->count, &r->jobs);
+    if (status != TB_OK) {
+        free(r);
+        return status;
     }
-    copy->copies_local = false;
-    tb__jobs_release(&r.jobs);
-    tb__loop_signal(loop); /* somebody may wait for the memory */
-    if (r.run.status == TB_OK)
-        return tb__copy_check_invalidated(copy);
-    return tb__fail(r.run.status == TB_CANCELLED ? TB_TIMEOUT : r.run.status, "%s: run %" PRIu64 ": %s", copy->what,
-                    copy->run, r.run.why);
+    copy->copies_local = true;
+    tb__jobs_submit(loop, &r->jobs, &(tb__run){0}, &r->run);
+    if (tb__loop_wait(loop, is_local_done, r, copy->deadline_ms))
+        return end_local(copy, r);
+    tb__jobs_cancel(loop, &r->run);
+    if (tb__loop_wait(loop, is_local_done, r, copy->deadline_ms + STUCK_MS))
+        return end_local(copy, r);
+    tb__copy_break(copy, tb__fail(TB_TIMEOUT, "%s: a device has not finished local copies: their memory stays in use",
+                                  copy->what));
+    return tb__fail(TB_TIMEOUT, "%s", copy->why);
 }
 
 /* ---- Between ranks --------------------------------------------------------------------------------------------- */

@@ -7,8 +7,9 @@
  *
  * Rules:
  *  - Outside of src/device nobody dereferences a tensor's address.
- *  - One thread at a time uses an open device: the driver of the world's loop. Nothing here waits. `run` and `checksum`
- *    submit work; fences complete in `progress`, and only there.
+ *  - One thread at a time calls `run`, `checksum`, `cancel` and `progress`: the driver of the world's loop. Other
+ *    threads may call the other functions at the same time.
+ *  - Nothing here waits. `run` and `checksum` submit work; fences complete in `progress`, and only there.
  *  - What a job reads and writes is the device's from `run` until the fence is done, whatever its status. A run that
  *    was cancelled is done when it touches nothing any more.
  *  - If `run` fails, its fence is never completed. A failure later on is the fence's status and sentence.

@@ -195,7 +195,7 @@ void tb__flow_on_abort_ack(member *from, uint64_t attempt) {
  * its user, before all have. One that is silent is not waited for much longer. */
 void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->wake_ms = tb__now_ms() + ABORT_ACK_MS;
+    leg->wake_ms = leg->acks_ms = tb__now_ms() + ABORT_ACK_MS;
     for (size_t i = 0; i < flow->nmembers; i++) {
         bool is_asked = i != flow->self && needs_abort_acks(flow);
         flow->members[i].unacked[is_send] = is_asked ? leg->attempt : 0;
@@ -206,9 +206,10 @@ void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
 /* Where nothing can be begun any more, nobody has to hear. */
 bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool is_over = flow->report.broken.status != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->wake_ms;
+    bool is_over = flow->report.broken.status != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->acks_ms;
     if (!leg->awaits_abort_acks)
         return false;
+    leg->wake_ms = leg->acks_ms;
     for (size_t i = 0; i < flow->nmembers && !is_over; i++) {
         if (flow->members[i].unacked[is_send] != 0)
             return false;

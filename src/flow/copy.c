@@ -508,6 +508,11 @@ static void finish_copying(copying *c, tb_status status) {
             break;
         }
     }
+    if (flow->is_stuck) {
+        tb__flow_drop_copying(c);
+        tb__flow_end_stuck(flow);
+        return;
+    }
     if (status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
     c->end(c, status);
@@ -521,7 +526,7 @@ static void finish_copying(copying *c, tb_status status) {
 static void end_copying(tb__jobs_run *run) {
     copying *c = (copying *)run;
     tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
-    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending;
+    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->is_stuck;
     if (status == TB_OK && !is_ending)
         status = step_copying(c);
     if (is_ending || !run_next(c, &status))

@@ -1,9 +1,14 @@
 /* A flow's life, the numbers of its transfers, and the messages about them. */
 #include "flow/flow_inside.h"
 
+#include "base/log.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
+
+/* So long a device has to finish a copy that was cancelled. */
+enum { STUCK_MS = 5000 };
 
 /* ---- Life ----------------------------------------------------------------------------------------------------- */
 
@@ -48,13 +53,7 @@ static bool has_no_copyings(void *arg) {
     return ((const tb__flow *)arg)->ncopyings == 0;
 }
 
-void tb__flow_destroy(tb__flow *flow) {
-    if (!flow)
-        return;
-    tb__flow_fini_report(flow);
-    for (int is_send = 0; is_send < 2; is_send++)
-        tb__flow_cancel_copyings(flow, is_send);
-    tb__loop_wait(flow->o.loop, has_no_copyings, flow, INT64_MAX);
+static void free_flow(tb__flow *flow) {
     tb__flow_release_copies(flow);
     tb__staged_fini(flow);
     if (flow->members)
@@ -69,6 +68,28 @@ void tb__flow_destroy(tb__flow *flow) {
     free(flow->tensors);
     free(flow->what);
     free(flow);
+}
+
+bool tb__flow_destroy(tb__flow *flow) {
+    if (!flow)
+        return true;
+    tb__flow_fini_report(flow);
+    for (int is_send = 0; is_send < 2; is_send++)
+        tb__flow_cancel_copyings(flow, is_send);
+    int64_t stuck_ms = flow->is_stuck ? 0 : tb__now_ms() + STUCK_MS;
+    if (flow->ncopyings && !tb__loop_wait(flow->o.loop, has_no_copyings, flow, stuck_ms)) {
+        tb__log(TB_LOG_ERROR, "%s: a device has not finished a copy; the memory that it uses is not given back",
+                flow->what);
+        flow->is_stuck = flow->is_orphan = true;
+        return false;
+    }
+    free_flow(flow);
+    return true;
+}
+
+void tb__flow_end_stuck(tb__flow *flow) {
+    if (--flow->ncopyings == 0 && flow->is_orphan)
+        free_flow(flow);
 }
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
@@ -218,7 +239,9 @@ void tb__flow_close_leg(tb__flow *flow, bool is_send) {
 
 /* It is over when no copy is under way any more. */
 static void begin_end(tb__flow *flow, bool is_send) {
-    tb__flow_leg(flow, is_send)->is_ending = true;
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    leg->is_ending = true;
+    leg->stuck_ms = tb__now_ms() + STUCK_MS;
     tb__flow_cancel_copyings(flow, is_send);
     tb__flow_close_leg(flow, is_send);
 }
@@ -389,11 +412,30 @@ bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
            (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->attempts.started);
 }
 
+/* Waits for copies that are under way; in vain, if a device does not finish them. Then the leg ends, and the flow is of
+ * no use any more. */
+static bool step_ending(tb__flow *flow, bool is_send) {
+    tb__leg *leg = tb__flow_leg(flow, is_send);
+    char why[TB__WHY_MAX];
+    leg->wake_ms = leg->stuck_ms;
+    if (tb__now_ms() < leg->stuck_ms)
+        return false;
+    snprintf(why, sizeof why,
+             "%.350s%sa device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use", leg->why,
+             *leg->why ? "; " : "", flow->o.rank, flow->what);
+    snprintf(leg->why, sizeof leg->why, "%s", why);
+    leg->status = leg->status == TB_OK ? TB_TIMEOUT : leg->status;
+    leg->is_ending = leg->is_under_way = false;
+    flow->is_stuck = true;
+    tb__flow_break(flow, leg->status, why);
+    return true;
+}
+
 bool tb__flow_step(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool tells;
     if (leg->is_ending)
-        return false;
+        return step_ending(flow, is_send);
     if (!leg->is_under_way)
         return tb__flow_step_abort_acks(flow, is_send);
     if (leg->is_complete)

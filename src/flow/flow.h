@@ -138,7 +138,9 @@ typedef struct tb__flow_opts {
 
 /* Plans nothing yet. */
 tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out);
-void tb__flow_destroy(tb__flow *flow);
+/* False: a device has not finished a copy. The flow then stays until it has, with all memory that its copies use, which
+ * must not be freed either. */
+bool tb__flow_destroy(tb__flow *flow);
 
 /* A message of a peer's; begins with its kind. False: it makes no sense, and tb_error_detail may say more. */
 bool tb__flow_message(tb__flow *flow, size_t peer, tb__unpack *message);
@@ -204,6 +206,8 @@ typedef struct tb__leg {
     tb_phase copy_phase; /* ... this phase */
     bool is_ending;      /* when the last of them is done */
     int64_t wake_ms;     /* it wants to be stepped then; 0: no time of its own */
+    int64_t stuck_ms;    /* if it ends: copies that are not done by then are given up with their memory */
+    int64_t acks_ms;     /* until when it waits for acknowledgements */
     tb__fault failure;   /* it has failed, and waits a little for who can say why */
     tb__phases *phases;
 } tb__leg;

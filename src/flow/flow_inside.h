@@ -133,6 +133,8 @@ struct tb__flow {
     prepared prepared[COPY_KINDS];
     copying *copyings;
     size_t ncopyings; /* those whose end is being dealt with included */
+    bool is_stuck;    /* a device has not finished copies in time: what they use stays as it is */
+    bool is_orphan;   /* it is destroyed when the last of them is done */
 };
 
 /* flow.c */
@@ -147,6 +149,8 @@ void tb__flow_no_room(tb__flow *flow, const member *from); /* for a message of i
 void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const char *why);
 /* Ends a leg that may end. Others are told `told`; NULL: they know. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told);
+/* A copying is done that a stuck flow had given up. The flow may be gone then. */
+void tb__flow_end_stuck(tb__flow *flow);
 /* What is left to do of a leg that ends, when its last copying is done. */
 void tb__flow_close_leg(tb__flow *flow, bool is_send);
 /* Why a member is gone, in a sentence. */

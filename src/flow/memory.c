@@ -43,5 +43,5 @@ bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor) {
     const tb__flow_tensor *used = dst ? dst : src;
     if (used)
         *tensor = used->spec.name;
-    return sends || receives || (dst && flow->shadow.is_applying) || (used && flow->staged.held_by);
+    return sends || receives || (dst && flow->shadow.is_applying) || (used && (flow->staged.held_by || flow->is_stuck));
 }

@@ -441,8 +441,13 @@ void tb__loop_destroy(tb__loop *loop) {
     for (size_t i = 0; i < loop->ntransports; i++)
         tb__transport_close(&loop->transports[i]);
     tb__peers_free(loop);
-    for (size_t i = 0; i < loop->ndevices; i++)
-        tb__device_close(loop->devices[i]);
+    for (size_t i = 0; i < loop->ndevices; i++) {
+        const tb__submitted *unfinished = loop->submitted;
+        while (unfinished && unfinished->device != loop->devices[i])
+            unfinished = unfinished->next;
+        if (!unfinished) /* else it is left as it is */
+            tb__device_close(loop->devices[i]);
+    }
     if (loop->timer >= 0)
         tb__fd_close(loop->timer);
     if (loop->wake >= 0)
