@@ -126,7 +126,7 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
 /* For a caller that waits for what others write, and has waited for a while: asks the store something. A connection
  * that is silent where a new one is answered is lost by that, and then there is a new one. Ends when the store has
  * answered, at once while it is lost. */
-void tb__directory_ask(tb__directory *directory, int timeout_ms);
+void tb__directory_probe_store(tb__directory *directory, int timeout_ms);
 
 /* TB_OK, or with the reason in tb_error_detail: TB_LOST while the store is lost, TB_CONFLICT if it stays lost because
  * another process is in this one's place. */

@@ -12,13 +12,13 @@ typedef struct tb__store_deadline {
 } tb__store_deadline;
 
 /* Before each question: gives the store's next call the time that is left, or fails because there is none. */
-tb_status tb__store_deadline_continue(const tb__store_deadline *deadline);
+tb_status tb__store_deadline_apply(const tb__store_deadline *deadline);
 
 /* Takes the seat; `is_again`: it was this process's before the store was lost. Both who sits there already and who
  * thinks that the group has another size may be about to be found dead, so they are given a moment to disappear; then
  * TB_CONFLICT. */
-tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index, const tb__seat *mine,
-                         bool is_again);
+tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index,
+                         const tb__seat_record *mine, bool is_again);
 
 /* Leaves a seat that was claimed, because of a failure: keeps its sentence and returns its status. */
 tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group, int32_t index, tb_status status);
@@ -35,6 +35,6 @@ tb_status tb__rank_reclaim(const tb__store_deadline *deadline, const char *holde
 tb_status tb__ranks_reserve(const tb__store_deadline *deadline, int32_t next_rank);
 
 /* From now on this is the rank that the seat had last. */
-tb_status tb__seat_remember(const tb__store_deadline *deadline, const char *group, int32_t index, int32_t rank);
+tb_status tb__seat_remember_rank(const tb__store_deadline *deadline, const char *group, int32_t index, int32_t rank);
 
 #endif

@@ -27,7 +27,7 @@ struct tb__directory {
     char *url, *token;
     tb__directory_opts opts; /* without the token */
     char holder[600];        /* who has the rank: in words, with a number that only this process has */
-    tb__seat self;           /* what all seats have in common */
+    tb__seat_record self;    /* what all seats have in common */
     pid_t owner;
     pthread_t follower;
 
@@ -41,7 +41,7 @@ struct tb__directory {
 
     pthread_mutex_t lock; /* for all that follows */
     pthread_cond_t freed; /* the turn is free, the state is another, or the directory is closing */
-    bool is_taken;        /* the turn: one call at a time changes what this process says */
+    bool is_call_active;  /* the turn: one call at a time changes what this process says */
     bool is_closing;
     bool is_silent;   /* the last call that asked the store had no answer in its time */
     pthread_t helper; /* makes up for notes that could not be withdrawn */
@@ -50,7 +50,7 @@ struct tb__directory {
     char why[512];
     bool has_warned;       /* of the loss */
     uint64_t store_number; /* made of the mark that this store has, and one that takes its place does not */
-    tb__view *view;
+    tb__directory_view *view;
 };
 
 /* The state and, for a failure, tb_error_detail as the reason. */
@@ -58,20 +58,20 @@ void tb__directory_set_state(tb__directory *d, tb_status state);
 
 /* Looks at the store. Afterwards the view is at least as new as the call. The revisions of another store say nothing
  * about which view is newer. */
-tb_status tb__directory_look(tb__directory *d, bool is_other_store);
+tb_status tb__directory_refresh(tb__directory *d, bool is_other_store);
 
 /* Finds out whether this is the store that it was before. With the turn. */
-tb_status tb__directory_know_store(tb__directory *d, const tb__store_deadline *deadline);
+tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadline *deadline);
 
 /* The same by the deadline's deadline. */
-tb_status tb__directory_look_within(tb__directory *d, const tb__store_deadline *deadline);
+tb_status tb__directory_refresh_within(tb__directory *d, const tb__store_deadline *deadline);
 
 /* Waits for the calls before it and, if it needs the store, until that is there. */
-tb_status tb__directory_take_turn(tb__directory *d, tb__store_deadline *deadline, bool needs_store);
+tb_status tb__directory_begin_call(tb__directory *d, tb__store_deadline *deadline, bool needs_store);
 /* Its value is `status`, that of the call. */
-tb_status tb__directory_end_turn(tb__directory *d, tb_status status);
+tb_status tb__directory_end_call(tb__directory *d, tb_status status);
 /* A call that the store was lost under does what it does once more when the store is back. */
-bool tb__directory_is_worth_another_turn(const tb__store_deadline *deadline, tb_status status);
+bool tb__directory_should_retry(const tb__store_deadline *deadline, tb_status status);
 
 void tb__directory_set_silent(tb__directory *d, bool is_silent);
 
@@ -79,16 +79,16 @@ void tb__directory_set_silent(tb__directory *d, bool is_silent);
 const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);
 
 /* Deletes what was withdrawn. With the turn. */
-tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *deadline);
+tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadline *deadline);
 /* Has that done as soon as the store answers. */
-void tb__directory_make_up(tb__directory *d);
+void tb__directory_retry_withdrawals(tb__directory *d);
 void tb__directory_free_notes(tb__directory *d);
 
 /* What a call has until its timeout is over. */
-tb__store_deadline tb__directory_begin(int timeout_ms);
+tb__store_deadline tb__directory_deadline(int timeout_ms);
 
 /* The process in one of its seats, as others see it. */
-tb__seat tb__directory_seat(const tb__directory *d, int32_t size);
+tb__seat_record tb__directory_seat_record(const tb__directory *d, int32_t size);
 
 /* The thread, and whether this is it. */
 void *tb__directory_follow(void *directory);

@@ -5,7 +5,7 @@
  *   last/GROUP/INDEX              the rank that this seat had last
  *   decisions/QUESTION            what was decided, for ever
  *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
- *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat
+ *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat_record
  *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are
  *
  * All that is followed lies under "now/". In names '~' is written "~0" and '/' "~1", as in JSON pointers. */
@@ -49,7 +49,7 @@ typedef struct tb__key_parts {
 bool tb__key_split(const char *key, tb__key_parts *out);
 
 /* Who has a seat. In the store: a line of numbers and the host's name, then the contact's bytes. */
-typedef struct tb__seat {
+typedef struct tb__seat_record {
     int32_t size; /* of the group, in this process's opinion */
     int32_t rank; /* TB_NO_RANK: not known yet */
     uint64_t incarnation;
@@ -58,24 +58,24 @@ typedef struct tb__seat {
     bool is_announced;
     const void *contact; /* points into what was decoded */
     size_t contact_nbytes;
-} tb__seat;
+} tb__seat_record;
 
 typedef struct tb__seat_bytes {
     size_t nbytes;
     char data[TB__MAX_HOST + 128 + TB__DIRECTORY_MAX_CONTACT];
 } tb__seat_bytes;
 
-void tb__seat_encode(const tb__seat *seat, tb__seat_bytes *out);
+void tb__seat_encode(const tb__seat_record *seat, tb__seat_bytes *out);
 
 /* False if it is nonsense for this index. The value must have come from the store. */
-bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat *out);
+bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat_record *out);
 
 /* "process 1234 on host node3 (bus rank 2)" */
 typedef struct tb__seat_name {
     char text[TB__MAX_HOST + 80];
 } tb__seat_name;
 
-tb__seat_name tb__seat_describe(const tb__seat *seat);
+tb__seat_name tb__seat_describe(const tb__seat_record *seat);
 
 /* A number as the store keeps it, at least 0 and at most `max`. */
 bool tb__number_decode(const tb__store_value *value, int64_t max, int64_t *out);

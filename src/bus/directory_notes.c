@@ -22,7 +22,7 @@ void tb__directory_free_notes(tb__directory *d) {
 }
 
 /* With the turn or the lock. */
-static tb__own_note *find_note(const tb__directory *d, const char *key) {
+static tb__own_note *find_own_note(const tb__directory *d, const char *key) {
     for (size_t i = 0; i < d->notes.count; i++) {
         if (strcmp(d->notes.item[i].key, key) == 0)
             return &d->notes.item[i];
@@ -31,7 +31,7 @@ static tb__own_note *find_note(const tb__directory *d, const char *key) {
 }
 
 /* With the turn. */
-static tb__own_note *add_note(tb__directory *d, const char *key) {
+static tb__own_note *add_own_note(tb__directory *d, const char *key) {
     char *copy = tb__strdup(key);
     tb__own_note *note = NULL;
     pthread_mutex_lock(&d->lock);
@@ -56,7 +56,7 @@ static void drop_note(tb__directory *d, tb__own_note *note) {
 }
 
 /* With the turn; the first one that is to be deleted. */
-static tb__own_note *first_owed(tb__directory *d) {
+static tb__own_note *first_withdrawn(tb__directory *d) {
     tb__own_note *owed = NULL;
     pthread_mutex_lock(&d->lock);
     for (size_t i = 0; i < d->notes.count && !owed; i++)
@@ -65,9 +65,9 @@ static tb__own_note *first_owed(tb__directory *d) {
     return owed;
 }
 
-tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *deadline) {
-    for (tb__own_note *note; (note = first_owed(d));) {
-        TB_TRY(tb__store_deadline_continue(deadline));
+tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadline *deadline) {
+    for (tb__own_note *note; (note = first_withdrawn(d));) {
+        TB_TRY(tb__store_deadline_apply(deadline));
         TB_TRY(tb__store_delete(d->store, note->key));
         drop_note(d, note);
     }
@@ -77,31 +77,31 @@ tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *
 /* ---- Making up for what was not withdrawn ----------------------------------------------------------------------- */
 
 /* With the lock held. Where another process is in this one's place, nothing is left to be withdrawn. */
-static bool owes(const tb__directory *d) {
+static bool has_withdrawn_notes(const tb__directory *d) {
     bool is_owing = false;
     for (size_t i = 0; i < d->notes.count && d->state != TB_CONFLICT; i++)
         is_owing |= d->notes.item[i].is_withdrawn;
     return is_owing;
 }
 
-static tb_status clear_and_look(tb__directory *d, const tb__store_deadline *deadline) {
-    TB_TRY(tb__directory_clear_notes(d, deadline));
-    return tb__directory_look_within(d, deadline);
+static tb_status delete_withdrawn_and_refresh(tb__directory *d, const tb__store_deadline *deadline) {
+    TB_TRY(tb__directory_delete_withdrawn(d, deadline));
+    return tb__directory_refresh_within(d, deadline);
 }
 
-static void *make_up(void *arg) {
+static void *withdraw_thread(void *arg) {
     tb__directory *d = arg;
     pthread_mutex_lock(&d->lock);
     while (!d->is_closing) {
-        if (!owes(d)) {
+        if (!has_withdrawn_notes(d)) {
             pthread_cond_wait(&d->freed, &d->lock);
             continue;
         }
         pthread_mutex_unlock(&d->lock);
-        tb__store_deadline deadline = tb__directory_begin(d->opts.timeout_ms);
-        tb_status status = tb__directory_take_turn(d, &deadline, true);
+        tb__store_deadline deadline = tb__directory_deadline(d->opts.timeout_ms);
+        tb_status status = tb__directory_begin_call(d, &deadline, true);
         if (status == TB_OK)
-            status = tb__directory_end_turn(d, clear_and_look(d, &deadline));
+            status = tb__directory_end_call(d, delete_withdrawn_and_refresh(d, &deadline));
         struct timespec until = tb__time_of_ms(tb__now_ms() + RETRY_MS);
         pthread_mutex_lock(&d->lock);
         while (status != TB_OK && !d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
@@ -111,11 +111,11 @@ static void *make_up(void *arg) {
     return NULL;
 }
 
-void tb__directory_make_up(tb__directory *d) {
+void tb__directory_retry_withdrawals(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    bool is_missing = owes(d) && !d->has_helper && !d->is_closing;
+    bool is_missing = has_withdrawn_notes(d) && !d->has_helper && !d->is_closing;
     if (is_missing)
-        d->has_helper = tb__start_thread(&d->helper, "tb-withdraw", make_up, d) == TB_OK;
+        d->has_helper = tb__start_thread(&d->helper, "tb-withdraw", withdraw_thread, d) == TB_OK;
     bool has_failed = is_missing && !d->has_helper;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
@@ -134,26 +134,26 @@ static tb_status check_note(const tb__directory *d, const char *group, int32_t i
 
 static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline, const char *key, const void *data,
                             size_t nbytes) {
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
-    tb_status status = tb__directory_look_within(d, deadline);
+    tb_status status = tb__directory_refresh_within(d, deadline);
     if (status != TB_TOO_BIG)
         return status;
     /* All notes together are more than can be listed, and nobody could see anything any more. */
     tb__saved_detail why = tb__save_detail();
-    if (tb__store_deadline_continue(deadline) == TB_OK)
+    if (tb__store_deadline_apply(deadline) == TB_OK)
         (void)tb__store_delete(d->store, key);
     return tb__fail(TB_TOO_BIG, "%s", why.text);
 }
 
-static tb_status publish(tb__directory *d, const tb__store_deadline *deadline, const char *topic, const char *group,
-                         int32_t index, const void *data, size_t nbytes) {
+static tb_status publish_note(tb__directory *d, const tb__store_deadline *deadline, const char *topic,
+                              const char *group, int32_t index, const void *data, size_t nbytes) {
     tb__key key = tb__key_of_note(topic, group, index);
     TB_TRY(check_note(d, group, index));
     void *copy = tb__malloc(nbytes + 1, 1);
-    tb__own_note *note = copy ? find_note(d, key.text) : NULL;
+    tb__own_note *note = copy ? find_own_note(d, key.text) : NULL;
     if (copy && !note)
-        note = add_note(d, key.text);
+        note = add_own_note(d, key.text);
     if (!note) {
         free(copy);
         return TB_NO_MEMORY;
@@ -182,34 +182,35 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
     TB_TRY(tb__name_check("group", group));
     if (nbytes > TB__DIRECTORY_MAX_NOTE)
         return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
-        status = tb__directory_end_turn(directory, publish(directory, &deadline, topic, group, index, data, nbytes));
-    } while (tb__directory_is_worth_another_turn(&deadline, status));
+        TB_TRY(tb__directory_begin_call(directory, &deadline, true));
+        status =
+            tb__directory_end_call(directory, publish_note(directory, &deadline, topic, group, index, data, nbytes));
+    } while (tb__directory_should_retry(&deadline, status));
     if (status != TB_OK)
-        tb__directory_make_up(directory);
+        tb__directory_retry_withdrawals(directory);
     return status;
 }
 
-static tb_status withdraw(tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *group,
-                          int32_t index) {
+static tb_status withdraw_note(tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *group,
+                               int32_t index) {
     TB_TRY(check_note(d, group, index));
-    tb__own_note *note = find_note(d, key);
+    tb__own_note *note = find_own_note(d, key);
     if (!note)
         return TB_OK; /* it never was there, or has been made up for */
     pthread_mutex_lock(&d->lock);
     note->is_withdrawn = true;
     bool is_there = d->state == TB_OK;
     pthread_mutex_unlock(&d->lock);
-    return is_there ? clear_and_look(d, deadline) : TB_OK;
+    return is_there ? delete_withdrawn_and_refresh(d, deadline) : TB_OK;
 }
 
 /* What can be said without the store: TB_TIMEOUT if that has to be asked, and does not answer. */
-static tb_status withdraw_unasked(tb__directory *d, const char *key, bool *is_enough) {
+static tb_status withdraw_without_store(tb__directory *d, const char *key, bool *is_enough) {
     pthread_mutex_lock(&d->lock);
-    tb__own_note *note = find_note(d, key);
+    tb__own_note *note = find_own_note(d, key);
     bool is_known = note && (note->data || note->is_withdrawn); /* and not just being written */
     if (is_known)
         note->is_withdrawn = true;
@@ -226,26 +227,26 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
     tb__key key = tb__key_of_note(topic, group, index);
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     bool is_over;
-    tb_status status = withdraw_unasked(directory, key.text, &is_over);
+    tb_status status = withdraw_without_store(directory, key.text, &is_over);
     while (!is_over) {
-        status = tb__directory_take_turn(directory, &deadline, false);
+        status = tb__directory_begin_call(directory, &deadline, false);
         if (status == TB_OK)
-            status = tb__directory_end_turn(directory, withdraw(directory, &deadline, key.text, group, index));
+            status = tb__directory_end_call(directory, withdraw_note(directory, &deadline, key.text, group, index));
         else if (status == TB_TIMEOUT)
             tb__directory_set_silent(directory, true);
-        is_over = !tb__directory_is_worth_another_turn(&deadline, status);
+        is_over = !tb__directory_should_retry(&deadline, status);
     }
     if (status != TB_OK)
-        tb__directory_make_up(directory);
+        tb__directory_retry_withdrawals(directory);
     return status;
 }
 
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
     TB_TRY(tb__name_check("topic", topic));
     pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__view_notes(directory->view, topic, out);
+    tb_status status = tb__directory_view_notes(directory->view, topic, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
 }

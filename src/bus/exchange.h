@@ -12,7 +12,7 @@
 #include "reshard/convert.h"
 
 /* What every rank gets to know of a tensor. The strings are the list's. */
-typedef struct tb__described {
+typedef struct tb__tensor_description {
     const char *name;
     const char *layout; /* in seats; NULL: the pair's */
     tb_shape shape;     /* global */
@@ -21,58 +21,59 @@ typedef struct tb__described {
     const char *encode, *scale_group; /* NULL: none */
     tb__encoding encoding;            /* what `encode` says */
     bool is_transformed;
-} tb__described;
+} tb__tensor_description;
 
 /* What one rank, or several alike, have added for a side. */
 typedef struct tb__tensor_list {
     uint64_t hash;
     unsigned char *data;
     size_t nbytes;
-    TB_VEC(tb__described) tensors; /* by name */
+    TB_VEC(tb__tensor_description) tensors; /* by name */
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
     tb_commit commit;
     bool checksum;
 } tb__tensor_list;
 
-void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors);
+void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added_tensor *const *tensors,
+                          size_t ntensors);
 uint64_t tb__tensor_list_hash(const void *data, size_t nbytes);
 /* Takes over the data, also where it fails. */
 tb_status tb__tensor_list_init(tb__tensor_list *list, unsigned char *data, size_t nbytes);
 void tb__tensor_list_fini(tb__tensor_list *list);
 
 /* A tensor that a side has. */
-typedef struct tb__held {
-    const tb__described *as;
-    const tb__tensor *mine;  /* NULL: this process has not added it */
-    const tb_layout *layout; /* in bus ranks */
-} tb__held;
+typedef struct tb__side_tensor {
+    const tb__tensor_description *desc;
+    const tb__added_tensor *mine; /* NULL: this process has not added it */
+    const tb_layout *layout;      /* in bus ranks */
+} tb__side_tensor;
 
 typedef struct tb__exchange_side {
-    bool is_here;                   /* this process is on it */
-    int32_t index;                  /* its seat */
-    TB_VEC(const tb__tensor *) own; /* what it has added, by name, as in its list */
-    uint64_t hash;                  /* of its list */
-    uint64_t *hashes;               /* by seat */
-    int64_t *bucket_size;           /* by seat */
-    bool *has_come;                 /* by seat */
-    TB_VEC(tb__tensor_list) lists;  /* each once */
-    tb__index by_hash;              /* of the lists */
-    TB_VEC(tb__held) tensors;       /* by name; once all lists are there */
-    tb_commit commit;               /* when it receives */
+    bool is_here;                         /* this process is on it */
+    int32_t index;                        /* its seat */
+    TB_VEC(const tb__added_tensor *) own; /* what it has added, by name, as in its list */
+    uint64_t hash;                        /* of its list */
+    uint64_t *hashes;                     /* by seat */
+    int64_t *bucket_size;                 /* by seat */
+    bool *has_come;                       /* by seat */
+    TB_VEC(tb__tensor_list) lists;        /* each once */
+    tb__index by_hash;                    /* of the lists */
+    TB_VEC(tb__side_tensor) tensors;      /* by name; once all lists are there */
+    tb_commit commit;                     /* when it receives */
 } tb__exchange_side;
 
 /* A quantised tensor that is received beside the one that lives. */
-typedef struct tb__shadowed {
+typedef struct tb__encoded_shadow {
     const tb__encoded *live;
     tb__encoded encoded;
     float scale;
     tb__device *device;
     char *memory; /* the device's; NULL: another tensor's is used */
-} tb__shadowed;
+} tb__encoded_shadow;
 
 typedef struct tb__encoded_shadows {
-    TB_VEC(tb__shadowed *) all; /* one for each tensor */
+    TB_VEC(tb__encoded_shadow *) all; /* one for each tensor */
     tb__index by_data;
 } tb__encoded_shadows;
 
@@ -84,7 +85,7 @@ typedef struct tb__goodbye {
 } tb__goodbye;
 
 struct tb__exchange {
-    tb__assembly all; /* first: messages find the exchange through it */
+    tb__handshake all; /* first: messages find the exchange through it */
     tb_world *world;
     tb_batch *batch;
     tb_pair *pair; /* one of this process's, for names and peers */
@@ -98,7 +99,7 @@ struct tb__exchange {
     size_t nhosts;
     enum { EXCHANGE_WAITING, EXCHANGE_AGREED, EXCHANGE_BROKEN } state;
     bool has_agreed;
-    bool owes_loss; /* others have to be told that a rank was lost */
+    bool must_report_loss; /* others have to be told that a rank was lost */
     TB_VEC(struct tb__side_layout {
         const char *text;
         int side;
@@ -106,11 +107,11 @@ struct tb__exchange {
     })
     layouts; /* each once */
     tb__index by_text;
-    tb__flow *flows[2];                     /* by sending side */
-    tb__commit commits[2];                  /* likewise */
-    tb__encoded_shadows shadows[2];         /* likewise */
-    tb__convert *converts[2];               /* of the flows; NULL: nothing is converted */
-    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received */
+    tb__flow *flows[2];                           /* by sending side */
+    tb__commit_machine commits[2];                /* likewise */
+    tb__encoded_shadows shadows[2];               /* likewise */
+    tb__convert *converts[2];                     /* of the flows; NULL: nothing is converted */
+    TB_VEC(const tb__added_tensor *) received[2]; /* by sending side: what this process has of the tensors received */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;
@@ -122,7 +123,7 @@ struct tb__exchange {
 /* Messages to the exchange's port begin with the direction of the flow they are for, or with one of these. */
 enum {
     TB__EXCHANGE_LIST = 2,
-    TB__EXCHANGE_COMMIT = 3, /* plus the direction of the tb__commit they are for */
+    TB__EXCHANGE_COMMIT = 3, /* plus the direction of the tb__commit_machine they are for */
 };
 
 tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out);
@@ -130,25 +131,25 @@ tb_status tb__exchange_announce(tb__exchange *exchange);
 void tb__exchange_destroy(tb__exchange *exchange);
 
 /* A transfer of it has ended: others are told of a loss that was noticed meanwhile. */
-void tb__exchange_tell_loss(tb__exchange *exchange);
+void tb__exchange_report_loss(tb__exchange *exchange);
 
 /* Nothing will go through it any more, for the reason in tb_error_detail. */
 void tb__exchange_break(tb__exchange *exchange, tb_status status, bool tell);
 /* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
  * what it can, because that says that it takes no further part. So does a rank that was told of the loss: the one that
  * told it may have no connection with some of the others. The sentence is in tb_error_detail. */
-void tb__exchange_lose_rank(tb__exchange *exchange);
+void tb__exchange_on_rank_lost(tb__exchange *exchange);
 
 /* exchange_leave.c. This rank leaves. */
 void tb__exchange_leave(tb__exchange *exchange);
 /* Another one has, and this is what it says. */
-void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message);
+void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message);
 /* Tells the flows of a rank that has left. */
-void tb__exchange_tell_gone(tb__exchange *exchange, size_t gone);
+void tb__exchange_report_gone(tb__exchange *exchange, size_t gone);
 void tb__exchange_free_goodbyes(tb__exchange *exchange);
 
 /* TB_TIMEOUT, and a sentence that says what an exchange that is not settled waits for. */
-tb_status tb__exchange_not_settled(const tb__exchange *exchange);
+tb_status tb__exchange_fail_waiting(const tb__exchange *exchange);
 
 const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t hash); /* NULL: it has not come */
 
@@ -159,7 +160,7 @@ tb_status tb__exchange_merge(tb__exchange *exchange, int side);
 tb_status tb__exchange_make_flows(tb__exchange *exchange);
 
 /* exchange_shadow.c. What both sides ask for; fails alike on every rank. */
-tb_status tb__exchange_settle_modes(tb__exchange *exchange);
+tb_status tb__exchange_agree_modes(tb__exchange *exchange);
 /* A shadow for a quantised tensor. */
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out);
 /* Lists moves from the shadows of quantised tensors to their places. */

@@ -27,13 +27,13 @@ void tb__exchange_leave(tb__exchange *exchange) {
     tb__pack_string(&goodbye, why);
     for (int side = 0; side < 2; side++)
         pack_failure(&goodbye, &last[side]);
-    tb__assembly_leave(&exchange->all, &goodbye);
+    tb__handshake_leave(&exchange->all, &goodbye);
     tb__pack_fini(&goodbye);
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
 
-void tb__exchange_tell_gone(tb__exchange *exchange, size_t gone) {
+void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
     for (int i = 0; i < 2; i++) {
         const tb__goodbye *f = &exchange->goodbyes[gone][i];
         if (exchange->flows[i])
@@ -43,7 +43,7 @@ void tb__exchange_tell_gone(tb__exchange *exchange, size_t gone) {
 
 /* What a rank had said does not count any more. Lists stay: they are what their hashes say. */
 static void forget_manifest(tb__exchange *exchange, size_t at) {
-    tb__assembly_forget(&exchange->all, at);
+    tb__handshake_forget(&exchange->all, at);
     for (int side = 0; side < 2; side++) {
         for (int32_t seat = 0; seat < exchange->pair->sides[side].size; seat++) {
             if (exchange->pair->sides[side].peers[seat] == exchange->all.peers[at])
@@ -74,7 +74,7 @@ static tb__failure unpack_failure(tb__unpack *message) {
 /* What needs the rank no more goes on: if it had agreed, everybody has come, although their manifests may still be on
  * their way to us. If it left because something went wrong, that is the reason here, too: it may have heard of a dead
  * rank before us. */
-void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message) {
+void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message) {
     tb__exchange *exchange = (tb__exchange *)all;
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
@@ -89,11 +89,11 @@ void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message) 
     }
     if (exchange->state == EXCHANGE_AGREED && !message->failed && status == TB_LOST) {
         tb__set_detail("%s", why);
-        tb__exchange_lose_rank(exchange);
+        tb__exchange_on_rank_lost(exchange);
     } else if (exchange->state == EXCHANGE_AGREED && !message->failed && status != TB_OK) {
         tb__exchange_break(exchange, tb__fail(status, "%s", why), false);
     }
-    tb__exchange_tell_gone(exchange, at);
+    tb__exchange_report_gone(exchange, at);
 }
 
 void tb__exchange_free_goodbyes(tb__exchange *exchange) {

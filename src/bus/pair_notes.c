@@ -7,7 +7,7 @@
  * refusal that is found at the deadline. Withdrawing a note may take no longer. */
 enum { NOTE_MS = 1000 };
 
-static bool read_refusal(tb__unpack *u, tb__pair_refusal *out) {
+static bool unpack_refusal(tb__unpack *u, tb__pair_refusal *out) {
     out->status = tb__unpack_status(u);
     out->nsubjects = tb__unpack_u32(u);
     if (u->failed || out->nsubjects > TB__MOST_SUBJECTS)
@@ -22,17 +22,17 @@ static bool read_refusal(tb__unpack *u, tb__pair_refusal *out) {
     return !u->failed;
 }
 
-static bool read_note(const tb__note *from, tb__pair_note *out) {
+static bool unpack_note(const tb__note *from, tb__pair_note *out) {
     tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
     out->round = tb__unpack_u32(&u);
     out->why = tb__unpack_string(&u);
-    return read_refusal(&u, &out->refusal) && tb__unpack_is_done(&u);
+    return unpack_refusal(&u, &out->refusal) && tb__unpack_is_done(&u);
 }
 
 bool tb__pair_read_request(const tb__note *from, tb__pair_note *out) {
-    return read_note(from, out) && out->refusal.status == TB_OK;
+    return unpack_note(from, out) && out->refusal.status == TB_OK;
 }
 
 tb_status tb__pair_publish(const tb_pair *pair, uint32_t round, const tb__pair_refusal *refusal, const char *why,
@@ -104,7 +104,7 @@ tb_status tb__pair_check_refusals(const tb_pair *pair, const tb__notes *notes, t
     *last_round = pair->round;
     for (size_t i = 0; i < notes->count; i++) {
         tb__pair_note n;
-        if (!read_note(&notes->item[i], &n))
+        if (!unpack_note(&notes->item[i], &n))
             continue;
         *last_round = n.round > *last_round ? n.round : *last_round;
         if (status != TB_OK || n.refusal.status == TB_OK || n.round < pair->round || is_outdated(pair, &n.refusal))

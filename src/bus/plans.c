@@ -67,8 +67,8 @@ static void pack_opts(tb__pack *key, const tb_ir_opts *o) {
         tb__pack_u32(key, (uint32_t)o->plan->hosts[i]);
 }
 
-static tb_status make_key(tb__pack *key, int32_t rank, const tb_tensor_spec *specs, size_t nspecs,
-                          const tb_ir_opts *opts) {
+static tb_status make_plan_key(tb__pack *key, int32_t rank, const tb_tensor_spec *specs, size_t nspecs,
+                               const tb_ir_opts *opts) {
     packed_layouts known = {0};
     tb_status status = TB_OK;
     tb__pack_u32(key, (uint32_t)rank);
@@ -92,7 +92,7 @@ static bool is_comparable(const tb_tensor_spec *specs, size_t nspecs) {
 
 /* ---- Plans that are kept --------------------------------------------------------------------------------------- */
 
-static struct tb__kept_plan *find(tb__plans *plans, uint64_t hash, const tb__pack *key) {
+static struct tb__kept_plan *find_kept_plan(tb__plans *plans, uint64_t hash, const tb__pack *key) {
     for (size_t i = 0; i < plans->kept.count; i++) {
         struct tb__kept_plan *p = &plans->kept.item[i];
         if (p->hash == hash && p->key.count == key->count && memcmp(p->key.data, key->data, key->count) == 0)
@@ -107,7 +107,7 @@ static void plan_fini(struct tb__kept_plan *plan) {
 }
 
 /* Takes over the key. Where memory is short, the plan is not kept, and that is all. */
-static void keep(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
+static void keep_plan(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
     size_t nbytes = tb__mem_nbytes(key->data) + tb__ir_nbytes(ir);
     if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, plans->clock, nbytes}))
         return;
@@ -117,7 +117,7 @@ static void keep(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
 }
 
 /* Those of models, which were last used at this time. */
-static void drop(tb__plans *plans, uint64_t time) {
+static void evict_plans(tb__plans *plans, uint64_t time) {
     size_t nkept = 0;
     for (size_t i = 0; i < plans->kept.count; i++) {
         struct tb__kept_plan *p = &plans->kept.item[i];
@@ -133,7 +133,7 @@ static void drop(tb__plans *plans, uint64_t time) {
 }
 
 /* What was not used for longest goes first: plans of models, and those of single tensors, which they were made from. */
-static void shrink(tb__plans *plans, tb_plan_cache *cache) {
+static void evict_to_limit(tb__plans *plans, tb_plan_cache *cache) {
     while (plans->nbytes + tb__plan_cache_nbytes(cache) > plans->limit) {
         uint64_t oldest = tb__plan_cache_oldest(cache);
         for (size_t i = 0; i < plans->kept.count; i++)
@@ -141,7 +141,7 @@ static void shrink(tb__plans *plans, tb_plan_cache *cache) {
         if (oldest == UINT64_MAX)
             break;
         plans->evicted += tb__plan_cache_drop(cache, oldest);
-        drop(plans, oldest);
+        evict_plans(plans, oldest);
     }
 }
 
@@ -153,10 +153,10 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
     tb_ir *ir = NULL;
     bool may_keep = is_comparable(specs, nspecs);
     tb__plan_cache_set_time(world->cache, ++plans->clock);
-    tb_status status = may_keep ? make_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
+    tb_status status = may_keep ? make_plan_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
     if (status == TB_OK && may_keep) {
         hash = tb__tensor_list_hash(key.data, key.count);
-        struct tb__kept_plan *found = find(plans, hash, &key);
+        struct tb__kept_plan *found = find_kept_plan(plans, hash, &key);
         if (found) {
             found->used = plans->clock;
             ir = found->ir;
@@ -168,8 +168,8 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
         plans->misses++;
         status = tb_ir_create(world->rank, specs, nspecs, world->cache, opts, &ir);
         if (status == TB_OK && may_keep)
-            keep(plans, hash, &key, ir);
-        shrink(plans, world->cache);
+            keep_plan(plans, hash, &key, ir);
+        evict_to_limit(plans, world->cache);
     }
     tb__pack_fini(&key);
     if (status == TB_OK)

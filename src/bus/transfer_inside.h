@@ -8,9 +8,9 @@
 /* What goes through one pair. */
 typedef struct tb__transfer_part {
     tb__exchange *exchange;
-    tb__commit *commit; /* of a shadowed receive; otherwise NULL */
-    tb__flow *flow;     /* NULL: it is skipped ... */
-    tb_status status;   /* ... for this reason */
+    tb__commit_machine *commit; /* of a shadowed receive; otherwise NULL */
+    tb__flow *flow;             /* NULL: it is skipped ... */
+    tb_status status;           /* ... for this reason */
     char *why;
 } tb__transfer_part;
 

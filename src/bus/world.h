@@ -10,19 +10,19 @@
 #define TB_BUS_WORLD_H
 
 #include "base/mem.h"
-#include "bus/assembly.h"
 #include "bus/commit_log.h"
 #include "bus/directory.h"
+#include "bus/handshake.h"
 #include "flow/flow.h"
 #include "reshard/encode.h"
 #include "tensorbus/plan.h"
 
 #include <stdatomic.h>
 
-typedef struct tb__seat {
+typedef struct tb__membership {
     char *group;
     int32_t index, size;
-} tb__seat;
+} tb__membership;
 
 typedef struct tb__exchange tb__exchange;
 
@@ -71,7 +71,7 @@ struct tb_world {
     int timeout_ms;
     int workers; /* 0: to be worked out */
     tb__port port;
-    TB_VEC(tb__seat) seats; /* the first is the one it joined with */
+    TB_VEC(tb__membership) memberships; /* the first is the one it joined with */
     tb_plan_cache *cache;
     tb__plans plans;
     tb_pair *pairs; /* those that are not destroyed */
@@ -81,8 +81,8 @@ struct tb_world {
         uint32_t round;
     })
     rounds; /* see pair.c */
-    tb__assembly *assemblies;
-    TB_VEC(tb__early) early;
+    tb__handshake *handshakes;
+    TB_VEC(tb__early_manifest) early;
     void (*at_end)(void *arg); /* last of all; NULL: nothing */
     void *at_end_arg;
     tb_world *next; /* of those that a forked child has destroyed */
@@ -90,8 +90,8 @@ struct tb_world {
 
 /* What to do when the world has ended, in whichever thread that is. To be called before anybody else has the world. */
 /* As tb_world_join, for somebody who knows whether all are on one host; otherwise the URL has to tell. */
-TB_API tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
-                                const tb_world_opts *opts, tb_world **out);
+TB_API tb_status tb__world_create(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
+                                  const tb_world_opts *opts, tb_world **out);
 TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
 
 /* TB_REFUSED in a forked child, for an object of the world: public calls check this first. `what` names the object in
@@ -106,10 +106,10 @@ bool tb__world_was_unlocked(const tb_world *world);
 void tb__world_ref(tb_world *world);
 void tb__world_unref(tb_world *world);
 /* Whoever waits in the world looks again. Without the lock. */
-void tb__world_stir(tb_world *world);
+void tb__world_wake_waiters(tb_world *world);
 /* The deadline of a call that was given a timeout; 0 is the world's. */
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
-const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
+const tb__membership *tb__world_find_membership(const tb_world *world, const char *group); /* NULL: not in that group */
 /* Sets how many threads copy, now that others are known to share the host. Without the lock. */
 void tb__world_set_workers(tb_world *world);
 /* Connects with who is in the seat. The label is the loop's if it has not met the process before. With the lock held.
@@ -133,7 +133,7 @@ tb_status tb__world_check_memory(const tb_world *world, const char *device, cons
 void tb__world_add_user(tb_world *world, tb__memory_user *user);
 void tb__world_remove_user(tb_world *world, tb__memory_user *user);
 /* Whether a binding has an element in these bytes, or between elements of its. */
-bool tb__binding_meets(const tb_binding *binding, uintptr_t first, uintptr_t last);
+bool tb__binding_overlaps(const tb_binding *binding, uintptr_t first, uintptr_t last);
 
 /* What this process does to move the tensors: a plan that was made from the very same, or a new one. For flows, whose
  * `arg` is the world; with the lock held. */
@@ -160,23 +160,23 @@ struct tb_pair {
     int32_t size;
     uint32_t round;
     tb_pair *next;
-    bool has_met; /* both sides are known: sizes, peers, layouts */
-    size_t refs;  /* the user's, and one for each exchange, and each batch that has it */
+    bool is_connected; /* both sides are known: sizes, peers, layouts */
+    size_t refs;       /* the user's, and one for each exchange, and each batch that has it */
 };
 
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
-/* As tb_pair_create; TB_CANCELLED once it is unwanted, which the world has to be told by tb__world_stir. `unwanted` may
- * be NULL. */
-tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                          const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out);
+/* As tb_pair_create; TB_CANCELLED once it is unwanted, which the world has to be told by tb__world_wake_waiters.
+ * `cancelled` may be NULL. */
+tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                                      const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out);
 /* Waits until both sides are known. Without the lock. */
-tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
+tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled);
 /* Who has not come yet to a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...". "" if
  * nobody is missing. Without the lock. */
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
 /* For a pair that was made: waits until all its ranks have answered, over the connections that it has, since the call
  * began. TB_LOST if there is one that does not any more, TB_CANCELLED as above. Without the lock. */
-tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
+tb_status tb__pair_ping(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled);
 /* A rank of it is gone, or has left the pair, or made it again with another layout: so it has to be made again here,
  * too. Without the lock. */
 bool tb__pair_is_stale(const tb_pair *pair);
@@ -197,7 +197,7 @@ typedef struct tb__mirrored {
 } tb__mirrored;
 
 /* What this process has added. */
-typedef struct tb__tensor {
+typedef struct tb__added_tensor {
     tb_pair *pair;
     char *name;
     tb_shape shape; /* global */
@@ -213,28 +213,28 @@ typedef struct tb__tensor {
     bool is_transformed;
     bool is_invalidated; /* its memory was */
     tb__mirrored mirrored;
-} tb__tensor;
+} tb__added_tensor;
 
-tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
-                          const tb_transform *transform);
-void tb__tensor_fini(tb__tensor *tensor);
+tb_status tb__added_tensor_init(tb__added_tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
+                                const tb_transform *transform);
+void tb__added_tensor_fini(tb__added_tensor *tensor);
 
 struct tb_batch {
     atomic_size_t refs; /* the user's, and one for each of its transfers */
     tb_world *world;
     char *name;
     tb_batch_opts opts;
-    tb_transform transform;           /* to which opts points, if there is one */
-    tb__pack matching;                /* how names are matched, as it goes into bodies */
-    TB_VEC(tb_pair *) pairs;          /* in which it takes part */
-    TB_VEC(tb__tensor *) tensors;     /* exchanges point to them */
-    TB_VEC(tb__exchange *) exchanges; /* one for each pair that was registered */
+    tb_transform transform;             /* to which opts points, if there is one */
+    tb__pack matching;                  /* how names are matched, as it goes into bodies */
+    TB_VEC(tb_pair *) pairs;            /* in which it takes part */
+    TB_VEC(tb__added_tensor *) tensors; /* exchanges point to them */
+    TB_VEC(tb__exchange *) exchanges;   /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
     tb__memory_user memory;
-    uint64_t nsends;   /* that this process has begun */
-    uint64_t together; /* the last version that all pairs had at one time */
-    size_t nstarting;  /* calls that are about to begin one */
+    uint64_t nsends;         /* that this process has begun */
+    uint64_t common_version; /* the last version that all pairs had at one time */
+    size_t nstarting;        /* calls that are about to begin one */
 };
 
 /* The versions that the pairs of a batch have. */
@@ -254,24 +254,25 @@ static inline bool tb__versions_differ(const tb__versions *v) {
     return v->lowest < v->highest;
 }
 
-/* *together: the last that all had at one time; 0 where one has none. */
-static inline void tb__versions_settle(const tb__versions *v, uint64_t *together) {
+/* *common_version: the last that all had at one time; 0 where one has none. */
+static inline void tb__versions_update_common(const tb__versions *v, uint64_t *common_version) {
     if (v->lowest == v->highest || v->lowest == 0)
-        *together = v->lowest;
+        *common_version = v->lowest;
 }
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
 bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 /* As tb_batch_add. */
-tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
-                        const tb__mirrored *mirrored);
+tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                                 const tb__mirrored *mirrored);
 /* The tensors that this process receives through the pair; none before it is registered. They stay what they are while
  * the pair is in the batch. Without the lock. */
-void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count);
-/* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
-tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__added_tensor *const **out,
+                            size_t *count);
+/* As tb_batch_register; TB_CANCELLED once it is cancelled, as above. */
+tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled);
 /* Looks which versions the pairs have, whenever these may have changed. With the lock held. */
-void tb__batch_settle_version(tb_batch *batch);
+void tb__batch_update_version(tb_batch *batch);
 /* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 /* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */
@@ -279,11 +280,11 @@ bool tb__batch_is_offered(const tb_batch *batch);
 /* As tb_wait, until the transfer's own deadline, for any of these events. */
 tb_status tb__transfer_wait_any(tb_transfer *transfer, unsigned events);
 /* As tb_cancel, but does not wait for the end. */
-void tb__transfer_give_up(tb_transfer *transfer);
+void tb__transfer_begin_cancel(tb_transfer *transfer);
 
 /* How many bytes a transfer has moved in the i-th of its batch's pairs, whose name is the pair's; false: there are no
  * more. Without the lock. */
-bool tb__transfer_share(const tb_transfer *transfer, size_t i, const char **pair, int64_t *bytes_done);
+bool tb__transfer_pair_bytes(const tb_transfer *transfer, size_t i, const char **pair, int64_t *bytes_done);
 
 void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts);
 

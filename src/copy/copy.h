@@ -27,7 +27,7 @@ typedef struct tb__copy_peer {
 } tb__copy_peer;
 
 struct tb_copy {
-    tb__assembly all; /* first: messages find the service through it */
+    tb__handshake all; /* first: messages find the service through it */
     tb__task task;
     tb_world *world;
     char what[TB__DIRECTORY_MAX_NAME + 32];
@@ -83,7 +83,7 @@ void tb__copy_drop_backlog(tb_copy *copy);
 uint32_t tb__copy_flow_number(uint64_t run);
 
 /* The operations with one seat. */
-tb__match_end tb__copy_end(tb_copy *copy, bool is_send, int32_t seat);
+tb__match_end tb__copy_ops_with(tb_copy *copy, bool is_send, int32_t seat);
 
 /* copy_move.c: does what all have agreed on; the lock is free meanwhile. */
 tb_status tb__copy_move(tb_copy *copy);

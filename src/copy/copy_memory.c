@@ -8,7 +8,7 @@
 static bool view_meets(const tb__match_view *v, uintptr_t first, uintptr_t last) {
     tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
     memcpy(b.strides, v->strides, sizeof b.strides);
-    return tb__binding_meets(&b, first, last);
+    return tb__binding_overlaps(&b, first, last);
 }
 
 tb_status tb__copy_check_invalidated(const tb_copy *copy) {

@@ -15,7 +15,7 @@ enum { GRACE_MS = 2000 };
 
 /* ---- Views ----------------------------------------------------------------------------------------------------- */
 
-static tb_binding binding_of(const tb__match_view *v) {
+static tb_binding view_binding(const tb__match_view *v) {
     tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
     memcpy(b.strides, v->strides, sizeof b.strides);
     return b;
@@ -41,14 +41,14 @@ static void part_list_fini(part_list *list) {
     free(list->ids.item);
 }
 
-static bool add_part(part_list *list, const tb__match_view *v, uint64_t id) {
-    return tb__vec_push(&list->parts, binding_of(v)) && tb__vec_push(&list->ids, id);
+static bool add_binding(part_list *list, const tb__match_view *v, uint64_t id) {
+    return tb__vec_push(&list->parts, view_binding(v)) && tb__vec_push(&list->ids, id);
 }
 
 /* What a rank copies to where it is already is neither read nor written. */
-static tb_status collect(tb_copy *copy, bool is_send, which w, bool with_in_place, part_list *out) {
+static tb_status collect_bindings(tb_copy *copy, bool is_send, which w, bool with_in_place, part_list *out) {
     const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
-    tb__match_end others = tb__copy_end(copy, !is_send, copy->index);
+    tb__match_end others = tb__copy_ops_with(copy, !is_send, copy->index);
     size_t at = 0; /* of the other end, as operations with itself stand in the same order in both lists */
     for (size_t i = 0; i < list->ops.count; i++) {
         const tb__match_op *op = &list->ops.item[i];
@@ -60,7 +60,7 @@ static tb_status collect(tb_copy *copy, bool is_send, which w, bool with_in_plac
             const tb__match_view *v = &copy->views.item[op->first_view + j];
             if (other && !with_in_place && is_same_memory(v, &copy->views.item[other->first_view + j]))
                 continue;
-            if (!add_part(out, v, op->task_id))
+            if (!add_binding(out, v, op->task_id))
                 return TB_NO_MEMORY;
         }
     }
@@ -68,9 +68,9 @@ static tb_status collect(tb_copy *copy, bool is_send, which w, bool with_in_plac
 }
 
 /* No two targets share memory, and none has elements that do. */
-static tb_status check_targets(tb_copy *copy) {
+static tb_status check_targets_disjoint(tb_copy *copy) {
     part_list targets = {0};
-    tb_status status = collect(copy, false, WHICH_ALL, true, &targets);
+    tb_status status = collect_bindings(copy, false, WHICH_ALL, true, &targets);
     size_t n = targets.parts.count, a = n, b = n;
     if (status == TB_OK)
         status = tb__bindings_find_overlap(targets.parts.item, n, &a, &b);
@@ -84,11 +84,11 @@ static tb_status check_targets(tb_copy *copy) {
     return status;
 }
 
-static tb_status check_apart(tb_copy *copy, which sources, which targets) {
+static tb_status check_no_overlap(tb_copy *copy, which sources, which targets) {
     part_list from = {0}, to = {0};
-    tb_status status = collect(copy, true, sources, false, &from);
+    tb_status status = collect_bindings(copy, true, sources, false, &from);
     if (status == TB_OK)
-        status = collect(copy, false, targets, false, &to);
+        status = collect_bindings(copy, false, targets, false, &to);
     size_t n = from.parts.count;
     bool *is_hit = n && to.parts.count ? tb__calloc(n, sizeof *is_hit) : NULL;
     if (status == TB_OK && n && to.parts.count)
@@ -107,27 +107,27 @@ static tb_status check_apart(tb_copy *copy, which sources, which targets) {
 
 /* The flow sees to sources and targets of its own that share memory; it does not know of local copies. */
 tb_status tb__copy_check_memory(tb_copy *copy) {
-    TB_TRY(check_targets(copy));
-    TB_TRY(check_apart(copy, WHICH_ALL, WHICH_LOCAL));
-    return check_apart(copy, WHICH_LOCAL, WHICH_REMOTE);
+    TB_TRY(check_targets_disjoint(copy));
+    TB_TRY(check_no_overlap(copy, WHICH_ALL, WHICH_LOCAL));
+    return check_no_overlap(copy, WHICH_LOCAL, WHICH_REMOTE);
 }
 
 /* ---- On this rank ---------------------------------------------------------------------------------------------- */
 
-typedef struct local {
+typedef struct local_moves {
     size_t count;
     tb__move *copies;
     const void **sources;
     int64_t (*strides)[TB_MAX_DIMS];
-} local;
+} local_moves;
 
-static void local_fini(local *l) {
+static void local_fini(local_moves *l) {
     free(l->copies);
     free((void *)l->sources);
     free(l->strides);
 }
 
-static void add_local(local *l, const tb__match_view *from, const tb__match_view *to) {
+static void add_local(local_moves *l, const tb__match_view *from, const tb__match_view *to) {
     size_t i = l->count++;
     l->sources[i] = from->data;
     tb__match_strides(from, l->strides[i]);
@@ -143,8 +143,9 @@ static void add_local(local *l, const tb__match_view *from, const tb__match_view
     tb__match_strides(to, l->copies[i].dst_stride);
 }
 
-static tb_status make_local(tb_copy *copy, local *l) {
-    tb__match_end sends = tb__copy_end(copy, true, copy->index), recvs = tb__copy_end(copy, false, copy->index);
+static tb_status make_local(tb_copy *copy, local_moves *l) {
+    tb__match_end sends = tb__copy_ops_with(copy, true, copy->index),
+                  recvs = tb__copy_ops_with(copy, false, copy->index);
     size_t n = 0;
     for (size_t i = 0; i < sends.nops; i++)
         n += sends.ops[i].nviews;
@@ -183,7 +184,7 @@ static bool is_local_done(void *arg) {
 }
 
 /* Past the deadline it is cancelled. It has ended when this returns: nothing is touched any more. */
-static tb_status copy_local(tb_copy *copy, const local *l) {
+static tb_status copy_local(tb_copy *copy, const local_moves *l) {
     tb__loop *loop = copy->world->loop;
     local_run r = {.run.done = on_local_done, .loop = loop};
     TB_TRY(tb__jobs_prepare(loop, l->copies, l->count, &r.jobs));
@@ -212,8 +213,8 @@ _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "two ranks and a number have 64 b
 
 typedef TB_VEC(tb__flow_tensor) tensor_list;
 
-static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
-    tb__match_end end = tb__copy_end(copy, is_send, seat);
+static tb_status add_peer_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
+    tb__match_end end = tb__copy_ops_with(copy, is_send, seat);
     uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->all.peers[copy->position[seat]]->rank;
     uint64_t key = ((is_send ? here : there) << RANK_BITS | (is_send ? there : here)) << NUMBER_BITS;
     for (size_t i = 0; i < end.nops; i++) {
@@ -244,13 +245,13 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
     return TB_OK;
 }
 
-static int compare_keys(const void *a, const void *b) {
+static int compare_tensor_keys(const void *a, const void *b) {
     const tb__flow_tensor *x = a, *y = b;
     return (x->key > y->key) - (x->key < y->key);
 }
 
-static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
-                           const tb__ir_limits *limits) {
+static tb_status add_tensor_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
+                                  const tb__ir_limits *limits) {
     int32_t source = (int32_t)(t->key >> (RANK_BITS + NUMBER_BITS));
     int32_t target = (int32_t)(t->key >> NUMBER_BITS & (TB_MAX_RANKS - 1));
     tb_chunk chunk = {.transport = TB_P2P,
@@ -275,20 +276,20 @@ static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, con
 }
 
 /* Within a channel chunks stand by key: alike on both ends. */
-static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
+static tb_status make_copy_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
     tb__ir_limits limits = {.bucket_size = copy->bucket_size, .staged = copy->staging_bytes / 4};
     ir->view.rank = copy->world->rank;
     ir->view.bucket_size = copy->bucket_size;
     for (int32_t seat = 0; seat < copy->size; seat++) {
         if (seat == copy->index)
             continue;
-        TB_TRY(add_tensors(copy, ir, seat, true, tensors));
-        TB_TRY(add_tensors(copy, ir, seat, false, tensors));
+        TB_TRY(add_peer_tensors(copy, ir, seat, true, tensors));
+        TB_TRY(add_peer_tensors(copy, ir, seat, false, tensors));
     }
     if (tensors->count)
-        qsort(tensors->item, tensors->count, sizeof *tensors->item, compare_keys);
+        qsort(tensors->item, tensors->count, sizeof *tensors->item, compare_tensor_keys);
     for (size_t i = 0; i < tensors->count; i++) {
-        TB_TRY(add_chunk(copy, ir, (uint32_t)i, &tensors->item[i], &limits));
+        TB_TRY(add_tensor_chunk(copy, ir, (uint32_t)i, &tensors->item[i], &limits));
         if (!tb__vec_push(&ir->names, tensors->item[i].spec.name))
             return TB_NO_MEMORY;
     }
@@ -297,7 +298,7 @@ static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
     return TB_OK;
 }
 
-static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
+static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
     tb__flow_opts opts = {.loop = copy->world->loop,
                           .rank = copy->world->rank,
                           .direction = tb__copy_flow_number(copy->run),
@@ -319,12 +320,12 @@ static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensor
 }
 
 /* None, where nothing goes to or comes from others. */
-static tb_status make_flow(tb_copy *copy) {
+static tb_status make_copy_flow(tb_copy *copy) {
     tensor_list tensors = {0};
     tb__ir *ir = tb__calloc(1, sizeof *ir);
-    tb_status status = ir ? make_ir(copy, ir, &tensors) : TB_NO_MEMORY;
+    tb_status status = ir ? make_copy_ir(copy, ir, &tensors) : TB_NO_MEMORY;
     if (status == TB_OK && tensors.count > 0)
-        status = create_flow(copy, &ir->view, &tensors);
+        status = create_copy_flow(copy, &ir->view, &tensors);
     if (!copy->flow)
         tb_ir_destroy(ir ? &ir->view : NULL);
     free(tensors.item);
@@ -334,7 +335,7 @@ static tb_status make_flow(tb_copy *copy) {
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
 /* The sentence is in tb_error_detail. */
-static void fail(tb_copy *copy, tb_status status) {
+static void fail_copy_run(tb_copy *copy, tb_status status) {
     copy->status = status;
     snprintf(copy->moved_why, sizeof copy->moved_why, "%s", tb_error_detail());
     for (int is_send = 0; is_send < 2; is_send++)
@@ -342,13 +343,13 @@ static void fail(tb_copy *copy, tb_status status) {
     copy->has_moved = true;
 }
 
-static void describe_wait(const tb_copy *copy, char *out, size_t room) {
+static void describe_run_wait(const tb_copy *copy, char *out, size_t room) {
     bool is_send = tb__flow_leg(copy->flow, true)->is_under_way;
     tb__flow_describe_wait(copy->flow, is_send, out, room);
 }
 
 /* Legs that are complete end well, whatever others say; at the deadline, without having sent all they had to say. */
-static void look_at_legs(tb_copy *copy) {
+static void check_legs(tb_copy *copy) {
     bool is_under_way = false, is_complete = true;
     bool is_over = tb__now_ms() >= copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {
@@ -356,24 +357,24 @@ static void look_at_legs(tb_copy *copy) {
         is_under_way |= leg->is_under_way;
         is_complete &= !leg->is_under_way || leg->is_complete;
         if (leg->status != TB_OK) {
-            fail(copy, tb__fail(leg->status, "%s", leg->why));
+            fail_copy_run(copy, tb__fail(leg->status, "%s", leg->why));
             return;
         }
     }
     if (!is_under_way || (is_complete && is_over)) {
         copy->has_moved = true;
     } else if (copy->is_given_up && !is_complete) {
-        fail(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
+        fail_copy_run(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
     } else if (is_over) {
         char waits[TB__WHY_MAX];
-        describe_wait(copy, waits, sizeof waits);
-        fail(copy,
-             tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time: %.300s", copy->what, copy->run, waits));
+        describe_run_wait(copy, waits, sizeof waits);
+        fail_copy_run(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time: %.300s", copy->what,
+                                     copy->run, waits));
     }
 }
 
 /* When it has to be looked at, whatever happens. */
-static int64_t next_look(const tb_copy *copy) {
+static int64_t next_step_ms(const tb_copy *copy) {
     int64_t when_ms = copy->has_moved ? INT64_MAX : copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {
         const tb__leg *leg = tb__flow_leg(copy->flow, is_send);
@@ -383,7 +384,7 @@ static int64_t next_look(const tb_copy *copy) {
     return when_ms;
 }
 
-static bool step(tb__task *task) {
+static bool step_run(tb__task *task) {
     tb_copy *copy = (tb_copy *)((char *)task - offsetof(tb_copy, task));
     if (copy->has_moved)
         return false;
@@ -391,8 +392,8 @@ static bool step(tb__task *task) {
         tb__flow_break(copy->flow, copy->broken, copy->why);
     bool did = tb__flow_step(copy->flow, true);
     did |= tb__flow_step(copy->flow, false);
-    look_at_legs(copy);
-    task->deadline_ms = next_look(copy);
+    check_legs(copy);
+    task->deadline_ms = next_step_ms(copy);
     if (copy->has_moved)
         tb__loop_signal(copy->world->loop);
     return did || copy->has_moved;
@@ -410,7 +411,7 @@ void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
         tb__flow_gone(copy->flow, peer, 1, &(tb__failure){.why = ""});
 }
 
-static void begin(tb_copy *copy) {
+static void begin_flow(tb_copy *copy) {
     copy->phases = (tb__phases){.since = tb__seconds(), .now = TB_PHASE_WAIT};
     for (int is_send = 0; is_send < 2; is_send++)
         tb__flow_begin(copy->flow, is_send, 1, &copy->phases);
@@ -427,35 +428,35 @@ static void begin(tb_copy *copy) {
         if (copy->all.is_gone[i] || copy->peers[i].lost_why)
             tb__copy_flow_gone(copy, i);
     }
-    copy->task.step = step;
+    copy->task.step = step_run;
     copy->task.deadline_ms = copy->deadline_ms;
     tb__loop_add_task(copy->world->loop, &copy->task);
     tb__loop_wake(copy->world->loop);
 }
 
-static void end(tb_copy *copy) {
+static void end_flow(tb_copy *copy) {
     tb__loop *loop = copy->world->loop;
     tb__loop_wait(loop, has_moved, copy, copy->deadline_ms + GRACE_MS);
     tb__loop_remove_task(loop, &copy->task);
     if (!copy->has_moved)
-        fail(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time", copy->what, copy->run));
+        fail_copy_run(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time", copy->what, copy->run));
     tb__flow_destroy(copy->flow);
     copy->flow = NULL;
 }
 
 tb_status tb__copy_move(tb_copy *copy) {
-    local l = {0};
+    local_moves l = {0};
     copy->status = TB_OK;
     copy->has_moved = false;
     tb_status status = make_local(copy, &l);
     if (status == TB_OK)
-        status = make_flow(copy);
+        status = make_copy_flow(copy);
     if (status != TB_OK) {
         local_fini(&l);
         return tb__copy_abort(copy, status);
     }
     if (copy->flow)
-        begin(copy);
+        begin_flow(copy);
     if (l.count) {
         status = copy_local(copy, &l);
         if (status != TB_OK)
@@ -464,7 +465,7 @@ tb_status tb__copy_move(tb_copy *copy) {
     local_fini(&l);
     tb__saved_detail why = tb__save_detail();
     if (copy->flow)
-        end(copy);
+        end_flow(copy);
     if (status != TB_OK)
         return tb__fail(status, "%s", why.text);
     return copy->status == TB_OK ? TB_OK : tb__fail(copy->status, "%s", copy->moved_why);

@@ -8,7 +8,7 @@
 
 #include "base/mem.h"
 #include "bus/agent/agent.h"
-#include "bus/agent/guest.h"
+#include "bus/agent/client_process.h"
 #include "bus/protocol/payload.h"
 #include "bus/protocol/protocol.h"
 #include "bus/store/address.h"
@@ -22,7 +22,7 @@ enum {
     TB__AGENT_MAX_FDS = 4096,       /* of one frame */
     TB__AGENT_MAX_COMMANDS = 64,    /* of a client that are begun and have not ended ... */
     TB__AGENT_MAX_THREADS = 1024,   /* ... and of all clients */
-    TB__AGENT_MAX_CHORES = 64,      /* that are done at once; the others wait */
+    TB__AGENT_MAX_BACKGROUND = 64,  /* that are done at once; the others wait */
     TB__AGENT_MAX_HELD = 256 << 20, /* bytes of a client's frames that are in use; beyond it no more is read */
 };
 
@@ -38,13 +38,13 @@ typedef struct agent_session {
     char *denial; /* it may not come in, for this reason, and is told so when it greets; NULL: it may */
     tb_status denied_with;
     bool has_greeted;
-    bool is_doomed;      /* what is to be sent is sent, then it is closed */
+    bool is_closing;     /* what is to be sent is sent, then it is closed */
     bool is_gone;        /* nothing is read or sent any more; the loop buries it ... */
-    bool is_buried;      /* ... and it stays until its last job has ended */
+    bool has_released;   /* ... and it stays until its last job has ended */
     int64_t deadline_ms; /* for its Hello, and, once it is doomed, for taking what is to be sent */
     char *name;
-    tb__guest guest;
-    pthread_mutex_t guest_lock; /* jobs map and unmap files */
+    tb__client_process process;
+    pthread_mutex_t process_lock; /* jobs map and unmap files */
     tb__frame_reader in;
     tb__fds fds;     /* of the next frame ... */
     tb__fds new_fds; /* ... and what came with the last read: of the last frame of which some has arrived */
@@ -66,10 +66,10 @@ typedef struct agent_pair {
     tb_pair *pair;                                                 /* NULL: it is being made */
     agent_job *maker;                                              /* while it is being made */
     agent_job *waiting;                                            /* who asked for it meanwhile */
-    atomic_bool is_unwanted;                                       /* whoever asked for it is gone before it was made */
+    atomic_bool is_cancelled;                                      /* whoever asked for it is gone before it was made */
     size_t nbatches;                                               /* that use it */
     size_t nchecks;                                                /* jobs that look whether it is still there */
-    atomic_bool is_disturbed;                                      /* they are to end */
+    atomic_bool checks_cancelled;                                  /* they are to end */
     TB_VEC(uint64_t) users;                                        /* sessions */
     uint64_t moved[2];                                             /* bytes that were received and sent */
 } agent_pair;
@@ -83,7 +83,7 @@ typedef struct agent_mirror {
 } agent_mirror;
 
 /* A pair that a batch has. */
-typedef struct agent_share {
+typedef struct agent_batch_pair {
     agent_pair *pair;
     tb_pair *held;         /* its own: a pair may be ended before the batch */
     uint64_t round;        /* which RegisterTensors brought it */
@@ -95,11 +95,11 @@ typedef struct agent_share {
     uint64_t committed;    /* the version that its tensors have here; the client has it, or that failed: */
     bool is_undelivered;   /* the client's memory could not be written, or only in part */
     bool is_torn;
-} agent_share;
+} agent_batch_pair;
 
 /* A file of the client's that tensors are in. */
 typedef struct agent_file {
-    tb__guest_file *file;
+    tb__client_file *file;
     uint64_t round; /* which RegisterTensors brought it: it goes with the last pair of that */
 } agent_file;
 
@@ -107,18 +107,18 @@ typedef struct agent_batch {
     LIST_ENTRY(agent_batch) link;
     char *id;
     agent_session *session;
-    tb_batch *batch;            /* NULL: it is being registered */
-    TB_VEC(agent_share) shares; /* they come and go while there is no transfer */
+    tb_batch *batch;                      /* NULL: it is being registered */
+    TB_VEC(agent_batch_pair) batch_pairs; /* they come and go while there is no transfer */
     TB_VEC(agent_file) files;
     TB_VEC(agent_mirror) mirrors;
     uint64_t round;            /* how many RegisterTensors there were */
     bool is_changing;          /* pairs are coming or going */
     size_t njobs;              /* that use it */
-    agent_job *farewell;       /* who is answered when it is gone */
-    atomic_bool is_unwanted;   /* being registered, it gives up */
+    agent_job *cleanup_job;    /* who is answered when it is gone */
+    atomic_bool is_cancelled;  /* being registered, it gives up */
     pthread_mutex_t lock;      /* guards what follows */
     tb_batch *registering;     /* while it, or one more pair of it, is */
-    bool is_doomed;            /* to be destroyed when there are no jobs */
+    bool is_ending;            /* to be destroyed when there are no jobs */
     bool is_busy[2];           /* there is a job, by direction ... */
     tb_transfer *transfers[2]; /* ... and its transfer, once it has begun */
     tb_transfer_state last;    /* the state of the last one that ended ... */
@@ -148,11 +148,11 @@ struct agent_job {
     tb_pair *made; /* for it */
     agent_batch *batch;
     tb_batch *registered;             /* for it */
-    size_t leaving;                   /* which of its shares is */
+    size_t leaving;                   /* which of its batch_pairs is */
     int64_t *moved;                   /* bytes, by the batch's pairs; NULL: nobody knows */
     unsigned told;                    /* events that the client has heard of */
-    agent_job *next_news;             /* guarded by the agent's lock, like what follows */
-    bool has_news;                    /* there are events that the loop has not seen ... */
+    agent_job *next_raised;           /* guarded by the agent's lock, like what follows */
+    bool is_raised;                   /* there are events that the loop has not seen ... */
     unsigned raised;                  /* ... among these */
     uint64_t attempt;                 /* 0: not known yet */
     tb_status (*run)(agent_job *job); /* in a thread of its own */
@@ -182,18 +182,18 @@ struct tb__agent {
     int spare;          /* closed to accept one client and tell it that descriptors ran out; -1: closed */
     bool is_full;       /* there is none: the listener is not watched */
     bool is_stopping;   /* what is under way ends ... */
-    bool is_cut;        /* ... or is ended */
+    bool is_forced;     /* ... or is ended */
     uint64_t nsessions; /* so far */
     LIST_HEAD(agent_sessions, agent_session) sessions;
     LIST_HEAD(agent_pairs, agent_pair) pairs;
     LIST_HEAD(agent_batches, agent_batch) batches;
     size_t njobs;
-    size_t nbegun;     /* among them: commands that wait for others */
-    size_t nchores;    /* that are being done ... */
-    agent_job *chores; /* ... and those that wait for that */
+    size_t nbegun;         /* among them: commands that wait for others */
+    size_t nbackground;    /* that are being done ... */
+    agent_job *background; /* ... and those that wait for that */
     pthread_mutex_t done_lock;
-    agent_job *done; /* jobs whose threads have ended */
-    agent_job *news; /* transfers that have something to tell; the last comes first */
+    agent_job *done;        /* jobs whose threads have ended */
+    agent_job *raised_jobs; /* transfers that have something to tell; the last comes first */
     int64_t begun_ms;
     agent_totals totals[2];      /* received and sent */
     pthread_mutex_t report_lock; /* guards what follows: other threads ask for reports */
@@ -210,11 +210,11 @@ void tb__agent_session_readable(agent_session *session);
 void tb__agent_session_writable(agent_session *session);
 void tb__agent_session_reply(agent_session *session, const tb__message *reply);
 /* No more is read, and it is closed when all is sent. */
-void tb__agent_session_end(agent_session *session);
+void tb__agent_session_close_when_sent(agent_session *session);
 /* It is gone from now on, but nothing else changes before the loop buries it: whoever calls may be in the middle of
  * what the session has. */
 void tb__agent_session_close(agent_session *session);
-void tb__agent_session_bury(agent_session *session);
+void tb__agent_session_release(agent_session *session);
 void tb__agent_session_free(agent_session *session); /* of one that is buried and has no jobs */
 /* What is read and sent of it, now: its jobs' frames may have gone meanwhile. */
 void tb__agent_session_watch(agent_session *session);
@@ -223,20 +223,20 @@ void tb__agent_session_watch(agent_session *session);
 bool tb__agent_session_keep_fds(agent_session *session);
 
 /* agent_command.c: takes over the job, and answers it, now or later. */
-void tb__agent_do(agent_job *job);
+void tb__agent_run_command(agent_job *job);
 /* The client's own, and one that is not on its way out. */
 tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out);
-void tb__agent_leave_batch(agent_batch *batch); /* of a job that ends */
+void tb__agent_batch_job_ended(agent_batch *batch); /* of a job that ends */
 /* What a thread has done. */
-void tb__agent_finish(agent_job *job);
+void tb__agent_finish_command(agent_job *job);
 /* A client is gone. */
-void tb__agent_forget(tb__agent *agent, agent_session *session);
+void tb__agent_drop_client(tb__agent *agent, agent_session *session);
 
 /* agent_transfer.c */
-void tb__agent_transfer(agent_job *job);
+void tb__agent_begin_transfer(agent_job *job);
 void tb__agent_finish_transfer(agent_job *job);
-void tb__agent_tell(agent_job *job); /* the events that it has raised */
-void tb__agent_query(agent_job *job);
+void tb__agent_send_events(agent_job *job); /* the events that it has raised */
+void tb__agent_query_status(agent_job *job);
 void tb__agent_proceed(agent_job *job);
 
 /* agent_outcome.c: what each pair of a batch has come to. */
@@ -246,14 +246,14 @@ tb_status tb__agent_deliver_late(agent_batch *batch);
 /* The end of a transfer. It may not have begun (NULL); then `status`, whose sentence is `why`, is that of all pairs.
  * The client gets what was received through the pairs that succeeded, and nothing else. Returns the first failure to
  * write the client's memory. */
-tb_status tb__agent_note_end(agent_batch *batch, const tb_transfer *transfer, bool is_send, tb_status status,
-                             const char *why);
+tb_status tb__agent_record_end(agent_batch *batch, const tb_transfer *transfer, bool is_send, tb_status status,
+                               const char *why);
 /* After pairs have come or gone. */
-void tb__agent_settle_version(agent_batch *batch);
+void tb__agent_update_version(agent_batch *batch);
 /* The pairs' outcomes, in the job's memory. Where there is none, nobody will know. */
 void tb__agent_put_outcomes(agent_job *job, agent_batch *batch, tb__message *reply);
 /* What went through each of the batch's pairs; the same holds. */
-void tb__agent_note_moved(agent_job *job, const tb_transfer *transfer);
+void tb__agent_record_moved(agent_job *job, const tb_transfer *transfer);
 bool tb__agent_is_torn(const agent_batch *batch); /* with the batch's lock held */
 
 /* agent_pair.c */
@@ -261,8 +261,8 @@ void tb__agent_init_pair(agent_job *job);
 void tb__agent_finish_init_pair(agent_job *job);
 agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name);
 bool tb__agent_pair_has_user(const agent_pair *pair, const agent_session *session);
-void tb__agent_leave_pair(agent_pair *pair); /* of a batch that ends */
-void tb__agent_forget_pairs(tb__agent *agent, const agent_session *session);
+void tb__agent_pair_remove_batch(agent_pair *pair); /* of a batch that ends */
+void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *session);
 /* Answers those who have waited for a pair long enough; when to look again. */
 int64_t tb__agent_pairs_expire(tb__agent *agent);
 
@@ -281,26 +281,26 @@ void tb__agent_job_end(agent_job *job, tb_status status);
 void tb__agent_job_answer(agent_job *job, tb_status status);
 /* Does `work` in a thread, then `after` in the loop; both at once where there is no thread to be had. Where too many
  * are being done it waits for others. The session, which may be NULL, stays until then. */
-void tb__agent_chore(tb__agent *agent, agent_session *session, void (*work)(void *arg), void (*after)(void *arg),
-                     void *arg);
-void tb__agent_reap(tb__agent *agent);
+void tb__agent_run_in_background(tb__agent *agent, agent_session *session, void (*work)(void *arg),
+                                 void (*after)(void *arg), void *arg);
+void tb__agent_reap_jobs(tb__agent *agent);
 int tb__agent_job_timeout(const agent_job *job);
 
 /* agent_batch.c */
 tb_status tb__agent_batch_fill(agent_job *job); /* in the job's thread */
 /* A pair leaves: its tensors and what memory only they have. In the job's thread. */
-tb_status tb__agent_batch_drop(agent_batch *batch, size_t share);
+tb_status tb__agent_batch_drop(agent_batch *batch, size_t batch_pair);
 void tb__agent_batch_empty(agent_batch *batch); /* of one without jobs: gives up tensors and memory; in any thread */
 
 /* agent_mirror.c */
 /* The mirror of these bytes of the client, for a tensor of the pair. */
-tb_status tb__agent_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb_pair *pair,
-                           agent_mirror **out);
+tb_status tb__agent_get_mirror(agent_batch *batch, const tb__payload_memory *memory, const tb_pair *pair,
+                               agent_mirror **out);
 /* The pair's tensors are gone, and mirrors that nobody else has. */
 void tb__agent_mirrors_drop(agent_batch *batch, const tb_pair *pair);
 /* From the client, all of it; and to the client, what was received through a pair. */
-tb_status tb__agent_fetch(const agent_batch *batch);
-tb_status tb__agent_write_back(const agent_batch *batch, const tb_pair *pair);
+tb_status tb__agent_read_mirrors(const agent_batch *batch);
+tb_status tb__agent_write_mirrors(const agent_batch *batch, const tb_pair *pair);
 /* Whether all of the batch's memory is mirrored, and whether any is. */
 bool tb__agent_is_mirrored(const agent_batch *batch);
 bool tb__agent_has_mirrors(const agent_batch *batch);

@@ -32,7 +32,7 @@ tb_status tb__semaphore_raise(void *semaphore) {
 }
 
 /* Where glibc keeps it. */
-static tb_status find(const char *name, char *path, size_t nbytes) {
+static tb_status format_semaphore_path(const char *name, char *path, size_t nbytes) {
     name += strspn(name, "/");
     int n = snprintf(path, nbytes, "/dev/shm/sem.%s", name);
     return *name && !strchr(name, '/') && n > 0 && (size_t)n < nbytes
@@ -40,7 +40,7 @@ static tb_status find(const char *name, char *path, size_t nbytes) {
                : tb__fail(TB_INVALID, "that is no name of a semaphore");
 }
 
-static tb_status post(const char *path, int fd) {
+static tb_status post_and_unlink(const char *path, int fd) {
     struct stat info;
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
@@ -57,11 +57,11 @@ static tb_status post(const char *path, int fd) {
 
 tb_status tb__semaphore_post(const char *name) {
     char path[300];
-    TB_TRY(find(name, path, sizeof path));
+    TB_TRY(format_semaphore_path(name, path, sizeof path));
     int fd = open(path, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0)
         return tb__fail(TB_IO, "it can't be opened: %s", tb__errno_text(errno));
-    tb_status status = post(path, fd);
+    tb_status status = post_and_unlink(path, fd);
     close(fd);
     return status;
 }

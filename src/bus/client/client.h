@@ -19,8 +19,8 @@ typedef struct tb__client_reply {
 } tb__client_reply;
 
 /* A transfer that was begun without waiting for its end. */
-typedef struct tb__client_transfer {
-    struct tb__client_transfer *next;
+typedef struct tb__pending_transfer {
+    struct tb__pending_transfer *next;
     const tb_client_batch *batch;
     bool is_send;
     uint64_t seq;
@@ -28,7 +28,7 @@ typedef struct tb__client_transfer {
     unsigned events;     /* that were told */
     tb_status status;    /* of one that failed ... */
     char why[TB__CLIENT_WHY];
-} tb__client_transfer;
+} tb__pending_transfer;
 
 struct tb_client_batch {
     tb_client *client;
@@ -60,7 +60,7 @@ struct tb_client {
     uint64_t nframes; /* sent so far */
     tb__frame_reader in;
     tb__client_reply *replies; /* that nobody has waited for yet */
-    tb__client_transfer *transfers;
+    tb__pending_transfer *transfers;
     LIST_HEAD(tb__client_batches, tb_client_batch) batches;
     int32_t rank, index, size;
     int timeout_ms; /* the agent's own, for what does not say */
@@ -73,7 +73,7 @@ struct tb_client {
 };
 
 /* As tb_client_connect. Unless the agent is awaited, TB_IO at once if nobody listens. */
-tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out);
+tb_status tb__client_open(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out);
 
 /* TB_REFUSED in a forked child, for the client or a batch of it: the first thing that public calls ask. */
 tb_status tb__client_check(const tb_client *client, const char *what);
@@ -89,8 +89,8 @@ void tb__client_batch_end(tb_client_batch *batch);
 tb_status tb__client_post(tb_client *client, const tb__message *message, const int *fds, size_t nfds,
                           int64_t deadline_ms, uint64_t *seq);
 /* `what` the agent has to do, for the sentence if it does not. */
-tb_status tb__client_wait(tb_client *client, uint64_t seq, int64_t deadline_ms, const char *what,
-                          tb__client_reply **out);
+tb_status tb__client_await_reply(tb_client *client, uint64_t seq, int64_t deadline_ms, const char *what,
+                                 tb__client_reply **out);
 void tb__client_reply_free(tb__client_reply *reply);
 
 /* Takes what has come, and waits for more if there is none. */

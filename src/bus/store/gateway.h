@@ -35,12 +35,12 @@ typedef struct tb__gateway_call {
     const char *path;
     const tb__bytes *body;
     int64_t deadline_ms;
-    bool is_change_once; /* doing it twice is not the same: once it may have been received it is not sent again */
-    bool is_first;       /* TB_IO at once if no endpoint is there */
-    bool is_farewell;    /* goes on although the gateway was stopped */
+    bool is_not_repeatable; /* doing it twice is not the same: once it may have been received it is not sent again */
+    bool is_first;          /* TB_IO at once if no endpoint is there */
+    bool ignores_stop;      /* goes on although the gateway was stopped */
     /* For a stream: gets each object's "result", and returns true when it has had enough. A connection that breaks is
      * made again, and then the answer begins anew. */
-    bool (*heard)(void *arg, const json_t *result);
+    bool (*on_result)(void *arg, const json_t *result);
     void *arg;
 
     tb__etcd_code code; /* output: why it failed, where etcd has said so */

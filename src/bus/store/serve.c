@@ -7,13 +7,13 @@
 #include <time.h>
 
 /* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */
-enum { FIRST_NAP_MS = 2, LONGEST_NAP_MS = 100 };
+enum { FIRST_DELAY_MS = 2, LONGEST_DELAY_MS = 100 };
 
 /* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
 enum { SILENT_MS = 1000 };
 
 /* TB_IO: nobody was there. TB_LOST: somebody was, but ended just then. Either may be different the next time. */
-static bool is_worth_another_try(tb_status status) {
+static bool should_retry_open(tb_status status) {
     return status == TB_IO || status == TB_LOST;
 }
 
@@ -22,8 +22,8 @@ static bool is_for_others(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
-static tb_status serve(const char *url, const char *token, int timeout_ms, tb__store **store,
-                       tb__store_server **server) {
+static tb_status serve_and_open(const char *url, const char *token, int timeout_ms, tb__store **store,
+                                tb__store_server **server) {
     tb__store_server *mine = NULL;
     if (!tb__store_is_embedded(url))
         return TB_REFUSED;
@@ -45,10 +45,10 @@ static tb_status open_or_serve_now(const char *url, const char *token, int64_t d
     *is_for_later = false;
     if (status == TB_OK)
         *server = NULL;
-    if (!is_worth_another_try(status))
+    if (!should_retry_open(status))
         return status;
     tb__saved_detail why = tb__save_detail();
-    tb_status served = serve(url, token, timeout_ms, store, server);
+    tb_status served = serve_and_open(url, token, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
     if (!*is_for_later)
         return served;
@@ -68,7 +68,7 @@ tb_status tb__store_open_or_serve(const char *url, const char *token, int timeou
                                   tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
     char why[TB__STORE_MAX_URL + 256] = ""; /* the attempt before has failed */
-    for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
+    for (int delay_ms = FIRST_DELAY_MS;; delay_ms = delay_ms * 2 < LONGEST_DELAY_MS ? delay_ms * 2 : LONGEST_DELAY_MS) {
         bool is_for_later;
         int64_t begun_ms = tb__now_ms();
         tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
@@ -79,7 +79,7 @@ tb_status tb__store_open_or_serve(const char *url, const char *token, int timeou
         if (!is_cut)
             snprintf(why, sizeof why, "%s", tb_error_detail());
         int left = tb__ms_until(deadline_ms);
-        tb__sleep_ms(nap_ms < left ? nap_ms : left);
+        tb__sleep_ms(delay_ms < left ? delay_ms : left);
         if (tb__ms_until(deadline_ms) == 0)
             return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
     }

@@ -27,13 +27,13 @@ typedef LIST_HEAD(tb__waiter_list, tb__waiter) tb__waiter_list;
 /* One client's connection. */
 typedef struct tb__session {
     LIST_ENTRY(tb__session) link;
-    TAILQ_ENTRY(tb__session) strangers, dirty;
+    TAILQ_ENTRY(tb__session) pending_hello, dirty;
     struct tb__store_server *server;
     tb__owned_fd socket;
     uint64_t id;
     bool has_greeted;
-    bool is_doomed; /* what can be sent at once is sent, then it is closed */
-    bool is_dirty;  /* to be settled before the loop sleeps again */
+    bool is_closing; /* what can be sent at once is sent, then it is closed */
+    bool is_dirty;   /* to be settled before the loop sleeps again */
     bool has_ephemerals;
     int64_t hello_deadline_ms;
     uint32_t events; /* what epoll watches */
@@ -57,7 +57,7 @@ struct tb__store_server {
     LIST_HEAD(tb__session_list, tb__session) sessions;
     size_t nsessions;
     uint64_t last_session;
-    tb__session_queue strangers; /* have not said hello; the oldest first */
+    tb__session_queue pending_hello; /* have not said hello; the oldest first */
     tb__session_queue dirty;
     tb__waiter_list waiters;
     size_t nbuffers;
