@@ -313,7 +313,7 @@ static void token(void **state) {
 }
 
 static void count_warnings(void *arg, tb_log_level level, const char *line) {
-    if (level == TB_LOG_WARN && strstr(line, "makes no sense"))
+    if (level == TB_LOG_WARN && strstr(line, "is not a valid seat or note"))
         ++*(_Atomic int *)arg;
 }
 

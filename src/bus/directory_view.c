@@ -69,7 +69,8 @@ static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry
     if (is_key && !key.is_note && tb__seat_decode(&entry->value, key.index, &seat))
         return seat.is_announced ? add_seat_entry(view, &key, &seat) : TB_OK;
     if (entry->value.revision > warned)
-        tb__log(TB_LOG_WARN, "directory: the store's '%.200s' makes no sense, it is left out", entry->key);
+        tb__log(TB_LOG_WARN, "directory: the store's key '%.200s' is not a valid seat or note; it is ignored",
+                entry->key);
     return TB_OK;
 }
 

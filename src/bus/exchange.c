@@ -281,12 +281,12 @@ void tb__exchange_destroy(tb__exchange *exchange) {
 
 static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *message) {
     uint32_t to = tb__unpack_u32(message), commit = to - TB__EXCHANGE_COMMIT;
-    tb__set_detail("it can't be read");
+    tb__set_detail("truncated or malformed");
     bool is_valid = to <= 1 ? !message->failed && tb__flow_message(exchange->flows[to], peer, message)
                             : commit <= 1 && tb__commit_message(&exchange->commits[commit], peer, message);
     if (!is_valid)
         tb__exchange_break(exchange,
-                           tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+                           tb__fail_within(TB_INVALID, "%s sent an invalid message about %s",
                                            exchange->all.peers[peer]->label, exchange->what),
                            true);
 }
@@ -390,8 +390,9 @@ static void on_tensor_list(tb__exchange *exchange, size_t at, tb__unpack *messag
     if (copy)
         status = add_tensor_list(&exchange->sides[side], copy, nbytes);
     if (status == TB_INVALID)
-        tb__set_detail("%s sent a list of tensors of %s that makes no sense", exchange->all.peers[at]->label,
-                       exchange->what);
+        tb__set_detail("%s sent an invalid tensor list for %s: %zu bytes for side %u%s", exchange->all.peers[at]->label,
+                       exchange->what, nbytes, (unsigned)side,
+                       is_good ? ", which can't be parsed" : ", truncated or not what their hash says");
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
     else
@@ -521,7 +522,9 @@ static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from
     int64_t bucket_size = tb__unpack_i64(u);
     if (u->failed || side > 1 || seat >= (uint32_t)exchange->pair->sides[side].size ||
         exchange->pair->sides[side].peers[seat] != from || bucket_size < 1)
-        return tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", from->label, exchange->what);
+        return tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %sside %u, seat %u, bucket size %" PRId64,
+                        from->label, exchange->what, u->failed ? "truncated, " : "", (unsigned)side, (unsigned)seat,
+                        bucket_size);
     tb__exchange_side *s = &exchange->sides[side];
     s->has_come[seat] = true;
     s->hashes[seat] = hash;
@@ -534,10 +537,11 @@ static void on_exchange_manifest(tb__handshake *all, size_t at, tb__unpack *u) {
     uint64_t layouts = tb__unpack_u64(u);
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
-    tb_status status = nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
-                           ? TB_OK
-                           : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label,
-                                      exchange->what);
+    tb_status status =
+        nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
+            ? TB_OK
+            : tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %u sides, %" PRId64 " staging bytes",
+                       all->peers[at]->label, exchange->what, (unsigned)nsides, staging_bytes);
     exchange->staging[at] = staging_bytes;
     if (status == TB_OK && layouts != hash_layouts(exchange->pair))
         status = tb__fail(TB_CONFLICT, "%s has made pair '%s' with other layouts: it has to be made again",

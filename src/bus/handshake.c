@@ -248,7 +248,8 @@ void tb__handshake_on_message(tb__port *world_port, tb__peer *from, tb__unpack *
     const char *key = tb__unpack_string(message);
     uint32_t port = tb__unpack_u32(message);
     if (message->failed || kind > MESSAGE_GONE || port == 0) {
-        tb__log(TB_LOG_WARN, "%s sent a message that makes no sense", from->label);
+        tb__log(TB_LOG_WARN, "%s sent an invalid handshake message: %s, kind %u, port %u", from->label,
+                message->failed ? "truncated" : "complete", (unsigned)kind, (unsigned)port);
         return;
     }
     tb__handshake *handshake = find_handshake(world, key);

@@ -99,7 +99,7 @@ tb_status tb__tensor_list_init(tb__tensor_list *list, unsigned char *data, size_
     if (!u.failed && unpack_matching(&u, list) && unpack_tensors(&u, list))
         return TB_OK;
     tb__tensor_list_fini(list);
-    return u.failed ? tb__fail(TB_INVALID, "a list of tensors makes no sense") : TB_NO_MEMORY;
+    return u.failed ? tb__fail(TB_INVALID, "a tensor list of %zu bytes can't be parsed", nbytes) : TB_NO_MEMORY;
 }
 
 void tb__tensor_list_fini(tb__tensor_list *list) {

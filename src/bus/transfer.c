@@ -212,13 +212,16 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     if (t->opts.skip_lost) {
         tb_status loss = check_exchange_usable(exchange, flow, t->is_send);
         if (loss == TB_OK && is_unknown)
-            loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
+            loss =
+                tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
+                         exchange->pair->name, t->batch->name);
         if (loss != TB_OK)
             return skip_part(p, loss);
     } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
         return tb__fail(exchange->all.status, "%s", exchange->all.why);
     } else if (is_unknown) {
-        return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
+        return tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
+                        exchange->pair->name, t->batch->name);
     }
     p->flow = flow;
     p->commit = !t->is_send && exchange->commits[src].is_used ? &exchange->commits[src] : NULL;

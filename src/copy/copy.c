@@ -137,21 +137,21 @@ static void on_copy_message(tb__port *port, tb__peer *from, tb__unpack *message)
     if (at == TB__NOWHERE || copy->broken != TB_OK)
         return;
     uint32_t kind = tb__unpack_u32(message);
-    bool makes_sense = !message->failed;
-    tb__set_detail("it can't be read");
+    bool is_valid = !message->failed;
+    tb__set_detail("truncated or malformed, kind %u", (unsigned)kind);
     if (kind == COPY_READY)
         on_ready(copy, at);
     else if (kind == COPY_OFFER)
-        makes_sense &= on_offer(copy, &copy->peers[at], message);
+        is_valid &= on_offer(copy, &copy->peers[at], message);
     else if (kind == COPY_VOTE)
-        makes_sense &= on_vote(&copy->peers[at], message);
+        is_valid &= on_vote(&copy->peers[at], message);
     else if (kind == COPY_ABORT)
-        makes_sense &= on_copy_abort(copy, message);
+        is_valid &= on_copy_abort(copy, message);
     else
-        makes_sense &= on_flow_message(copy, at, kind, message);
-    if (!makes_sense)
-        tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense", from->label,
-                                             copy->what));
+        is_valid &= on_flow_message(copy, at, kind, message);
+    if (!is_valid)
+        tb__copy_break(copy,
+                       tb__fail_within(TB_INVALID, "%s sent an invalid message about %s", from->label, copy->what));
     tb__loop_signal(copy->world->loop);
 }
 
@@ -216,8 +216,10 @@ static void on_copy_manifest(tb__handshake *all, size_t at, tb__unpack *manifest
     tb_copy *copy = (tb_copy *)all;
     int64_t bucket_size = tb__unpack_i64(manifest), staging_bytes = tb__unpack_i64(manifest);
     if (!tb__unpack_is_done(manifest) || bucket_size < 1 || staging_bytes < TB__LEAST_STAGING) {
-        tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label,
-                                      copy->what));
+        tb__copy_break(copy,
+                       tb__fail(TB_INVALID,
+                                "%s sent an invalid manifest of %s: bucket size %" PRId64 ", %" PRId64 " staging bytes",
+                                all->peers[at]->label, copy->what, bucket_size, staging_bytes));
         return;
     }
     copy->peers[at].bucket_size = bucket_size;
@@ -245,8 +247,8 @@ static void on_copy_goodbye(tb__handshake *all, size_t at, tb__unpack *goodbye) 
     tb_status status = tb__unpack_status(goodbye);
     const char *why = tb__unpack_string(goodbye);
     if (goodbye->failed) {
-        tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a goodbye of %s that makes no sense", all->peers[at]->label,
-                                      copy->what));
+        tb__copy_break(copy,
+                       tb__fail(TB_INVALID, "%s sent a truncated goodbye of %s", all->peers[at]->label, copy->what));
     } else if (status == TB_LOST) {
         drop_peer(copy, at, why);
     } else if (status != TB_OK) {

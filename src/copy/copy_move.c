@@ -418,9 +418,9 @@ static void begin_flow(tb_copy *copy) {
     for (size_t i = 0; i < copy->backlog.count && copy->broken == TB_OK; i++) {
         const struct tb__copy_backlog *b = &copy->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};
-        tb__set_detail("it can't be read");
+        tb__set_detail("truncated or malformed");
         if (!tb__flow_message(copy->flow, b->peer, &message))
-            tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+            tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent an invalid message about %s",
                                                  copy->peers[b->peer].label, copy->what));
     }
     tb__copy_drop_backlog(copy);

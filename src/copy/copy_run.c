@@ -231,7 +231,8 @@ static tb_status compare_offer(tb_copy *copy, const tb__copy_peer *peer, tb__unp
     size_t nrecvs = o->ops.count;
     is_good = is_good && unpack_end(u, o) && tb__unpack_is_done(u);
     if (!is_good)
-        return tb__fail(TB_INVALID, "%s made an offer that makes no sense", peer->label);
+        return tb__fail(TB_INVALID, "%s sent an invalid offer of %zu bytes for run %" PRIu64, peer->label,
+                        peer->offer_nbytes, copy->run);
     tb__match_end sends = tb__copy_ops_with(copy, true, peer->seat), recvs = tb__copy_ops_with(copy, false, peer->seat);
     tb__match_end its_recvs = {.label = peer->label, .ops = o->ops.item, .nops = nrecvs, .views = o->views.item};
     tb__match_end its_sends = {.label = peer->label, .nops = o->ops.count - nrecvs, .views = o->views.item};

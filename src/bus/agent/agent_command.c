@@ -317,7 +317,7 @@ void tb__agent_run_command(agent_job *job) {
     case TB__REPLY:
     case TB__EVENT:
     case TB__MESSAGE_KINDS:
-        tb__agent_job_end(job, tb__fail(TB_INVALID, "that is no command"));
+        tb__agent_job_end(job, tb__fail(TB_INVALID, "message %d is not a command", (int)job->message.kind));
         break;
     }
 }

@@ -277,7 +277,7 @@ static void on_client_frame(agent_session *s, tb__blob map) {
         return;
     }
     if (status == TB_OK && is_no_command(job->message.kind))
-        status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
+        status = tb__fail(TB_INVALID, "a %s is not a command", tb__message_schema(job->message.kind)->name);
     if (status == TB_OK && s->agent->is_stopping && begins_something(job->message.kind))
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK) {

@@ -37,7 +37,7 @@ static tb_status format_semaphore_path(const char *name, char *path, size_t nbyt
     int n = snprintf(path, nbytes, "/dev/shm/sem.%s", name);
     return *name && !strchr(name, '/') && n > 0 && (size_t)n < nbytes
                ? TB_OK
-               : tb__fail(TB_INVALID, "that is no name of a semaphore");
+               : tb__fail(TB_INVALID, "a semaphore's name has no slash but the first, and at most 286 bytes");
 }
 
 static tb_status post_and_unlink(const char *path, int fd) {
@@ -45,7 +45,7 @@ static tb_status post_and_unlink(const char *path, int fd) {
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
     if (!S_ISREG(info.st_mode) || info.st_uid != geteuid() || info.st_size != (off_t)sizeof(sem_t))
-        return tb__fail(TB_INVALID, "it is no semaphore of this user");
+        return tb__fail(TB_INVALID, "it is not a file of %zu bytes that belongs to this user", sizeof(sem_t));
     void *memory = mmap(NULL, sizeof(sem_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return tb__fail(TB_IO, "mmap: %s", strerror(errno));

@@ -153,7 +153,7 @@ static tb_status keep_reply(tb_client *c, tb__blob map) {
     }
     if (status != TB_OK || r->message.kind != TB__REPLY) {
         tb__client_reply_free(r);
-        return fail_lost(c, "it sent what is no reply");
+        return fail_lost(c, "it sent a frame that is neither a Reply nor an Event");
     }
     r->next = c->replies;
     c->replies = r;

@@ -196,7 +196,7 @@ static const char *base64_field(const json_t *kv, const char *field, size_t *len
 }
 
 static tb_status fail_malformed(void) {
-    return tb__fail(TB_IO, "etcd's answer makes no sense");
+    return tb__fail(TB_IO, "etcd's answer has an entry without mod_revision, or whose key or value is not base64");
 }
 
 tb_status tb__etcd_read_value(const json_t *kv, tb__store_value *out) {

@@ -149,7 +149,8 @@ static tb_status txn_compare_and_set(etcd_client *c, const char *key, uint64_t e
         const json_t *range = json_array_get(json_object_get(reply, "responses"), 0);
         status = tb__etcd_read_value(first_kv(json_object_get(range, "response_range")), present);
         if (status == TB_OK && present->revision == expected)
-            status = tb__fail(TB_IO, "%s: etcd's answer makes no sense", c->url);
+            status = tb__fail(TB_IO, "%s: etcd refuses a change for its revision, which is %llu, as expected", c->url,
+                              (unsigned long long)expected);
         else if (status == TB_OK)
             status = fail_conflict(present->revision, expected);
     }
