@@ -1,4 +1,4 @@
-/* Batches: what is added to one, and when it is agreed on. */
+/* Batches: adding tensors and pairs, registration, versions. */
 #include "bus/exchange.h"
 
 #include "base/opts.h"
@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Nothing matched with nothing: what remains is what is wrong with the options themselves. */
+/* Matching empty lists checks only the options. */
 static tb_status check_matching(const tb_batch_opts *o) {
     for (size_t i = 0; i < o->nties; i++) {
         if (!o->ties[i].name || !o->ties[i].canonical)
@@ -153,7 +153,7 @@ tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *nam
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
-/* One for each pair that has none, whichever of its sides this process is on. */
+/* Makes an exchange for each pair that has none, whichever of its sides this process is on. */
 static tb_status make_exchanges(tb_batch *batch) {
     for (size_t i = 0; i < batch->pairs.count; i++) {
         tb_pair *pair = batch->pairs.item[i]; /* never NULL */
@@ -170,14 +170,14 @@ static tb_status make_exchanges(tb_batch *batch) {
     return TB_OK;
 }
 
-/* What breaks later is a transfer's business. */
+/* A failure after the agreement is a transfer's to report. */
 static bool has_failed(const tb__exchange *exchange) {
     return exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed;
 }
 
 typedef struct registration {
     const tb_batch *batch;
-    const atomic_bool *cancelled; /* NULL: it is wanted */
+    const atomic_bool *cancelled; /* NULL: it can't be cancelled */
 } registration;
 
 static bool is_registration_cancelled(const registration *s) {
@@ -213,7 +213,7 @@ static tb_status registration_result(const registration *s) {
     return TB_OK;
 }
 
-/* The next pair to be met, from the i-th on. NULL: that was the last. */
+/* The next pair without an exchange, from the i-th on. NULL: there is none. */
 static tb_pair *next_pair(tb_batch *batch, size_t *i) {
     tb__loop_lock(batch->world->loop);
     while (*i < batch->pairs.count && find_exchange(batch, batch->pairs.item[*i]))
@@ -223,7 +223,7 @@ static tb_pair *next_pair(tb_batch *batch, size_t *i) {
     return pair;
 }
 
-/* Exchanges for what is new. With the lock held. */
+/* Makes and announces exchanges for new pairs. With the lock held. */
 static tb_status announce_exchanges(tb_batch *batch) {
     size_t known = batch->exchanges.count;
     tb_status status = make_exchanges(batch);
@@ -309,7 +309,7 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
     for (size_t i = 0; i < batch->exchanges.count && !*out; i++) {
         if (batch->exchanges.item[i]->state != EXCHANGE_WAITING)
             continue;
-        (void)tb__exchange_fail_waiting(batch->exchanges.item[i]); /* sets the sentence */
+        (void)tb__exchange_fail_waiting(batch->exchanges.item[i]); /* sets tb_error_detail */
         snprintf(out, room, "%s", tb_error_detail());
     }
     tb__loop_unlock(batch->world->loop);
@@ -376,7 +376,7 @@ void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb
     tb__loop_unlock(batch->world->loop);
 }
 
-/* Of the tensors that are received here, through all pairs. */
+/* The versions of the tensors that are received here, by pair. */
 static tb__versions versions_of(const tb_batch *batch, bool *is_torn) {
     tb__versions versions = TB__NO_VERSIONS;
     *is_torn = false;

@@ -12,7 +12,7 @@
 enum { ANSWER_MS = 3000 };
 
 typedef struct question {
-    tb__commit_machine *commit; /* guarded by the loop's lock; NULL: nobody wants to know */
+    tb__commit_machine *commit; /* guarded by the loop's lock; NULL: the answer is not needed any more */
     bool forgets;
     char text[TB__QUESTION_ROOM];
     uint64_t attempt, store_number;
@@ -28,7 +28,7 @@ struct tb__commit_log {
     pthread_mutex_t lock; /* for all that follows; may be taken with the loop's */
     pthread_cond_t changed;
     bool is_stopping;
-    question *first; /* those that wait; behind them, those that are to be forgotten, in any order */
+    question *first; /* questions that wait; deletions come after all of them, in any order */
     question *asked; /* the one that is being asked */
 };
 
@@ -44,7 +44,7 @@ tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__co
     return TB_OK;
 }
 
-/* False: it is neither of the two. */
+/* False: the answer is neither "commit" nor "abort". */
 static bool parse_answer(const char *answer, tb__decision *decision, tb_status *status, const char **why) {
     int code = 0, length = 0;
     *why = "";

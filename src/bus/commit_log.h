@@ -1,4 +1,4 @@
-/* Asks the store, in a thread of its own, whether receives are committed: the loop never waits for the store. */
+/* Proposes decisions to the store in a thread of its own, so that the loop never waits for the store. */
 #ifndef TB_BUS_COMMIT_LOG_H
 #define TB_BUS_COMMIT_LOG_H
 
@@ -12,9 +12,10 @@ typedef enum tb__decision { TB__DECISION_NONE, TB__DECISION_COMMIT, TB__DECISION
 
 enum { TB__QUESTION_ROOM = 128 };
 
-/* The thread is started by the first question. `loop` and `directory` must outlive it. */
+/* The first question starts the thread. `loop` and `directory` must outlive it. */
 tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__commit_log **out);
-/* Waits for the question that is being asked, no longer than the store is given for its answer. NULL is allowed. */
+/* Waits for the proposal that the store is being asked about, at most as long as the store has to answer. NULL is
+ * allowed. */
 void tb__commit_log_destroy(tb__commit_log *commit_log);
 
 /* All below: with the loop's lock. */
@@ -24,9 +25,9 @@ void tb__commit_log_destroy(tb__commit_log *commit_log);
 tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__commit_machine *commit, uint64_t store_number,
                                  const char *question, uint64_t attempt, tb__decision decision, tb_status status,
                                  const char *why);
-/* Nobody will ask this again. What can't be forgotten stays in the store. */
+/* No rank will ask this question again: deletes its answer from the store, if the store can be reached. */
 void tb__commit_log_forget(tb__commit_log *commit_log, const char *question);
-/* Answers to it are dropped. */
+/* Drops answers that are still to come for it. */
 void tb__commit_log_drop(tb__commit_log *commit_log, const tb__commit_machine *commit);
 
 #endif

@@ -1,4 +1,4 @@
-/* What the store said about all groups and notes at one revision. Never changes once made. */
+/* A snapshot of all groups and notes in the store, at one revision. Immutable. */
 #ifndef TB_BUS_DIRECTORY_VIEW_H
 #define TB_BUS_DIRECTORY_VIEW_H
 
@@ -6,14 +6,14 @@
 
 typedef struct tb__directory_view tb__directory_view;
 
-/* Takes the entries over, whatever it returns. What is not in the directory's language is left out; there is a warning
- * in the log if it is newer than revision `warned`. */
+/* Takes over the entries, also if it fails. Ignores invalid entries, and logs a warning for those newer than revision
+ * `warned`. */
 tb_status tb__directory_view_create(tb__store_entries *entries, uint64_t warned, tb__directory_view **out);
 void tb__directory_view_destroy(tb__directory_view *view);
 
 uint64_t tb__directory_view_revision(const tb__directory_view *view);
 
-int32_t tb__directory_view_next_rank(const tb__directory_view *view); /* all ranks are below it */
+int32_t tb__directory_view_next_rank(const tb__directory_view *view); /* one more than the highest rank */
 
 /* As in directory.h. */
 tb_status tb__directory_view_roster(const tb__directory_view *view, const char *group, tb__roster *out);

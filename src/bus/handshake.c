@@ -1,4 +1,4 @@
-/* Manifests and goodbyes, out and in. */
+/* Sends and receives manifests, confirmations, failures and goodbyes. */
 #include "bus/world.h"
 
 #include "base/log.h"
@@ -131,7 +131,8 @@ void tb__handshake_send_broken(tb__handshake *handshake) {
 }
 
 void tb__handshake_leave(tb__handshake *handshake, const tb__pack *goodbye) {
-    for (size_t i = 0; i < handshake->npeers; i++) { /* also to this process: its manifest may still be on its way */
+    for (size_t i = 0; i < handshake->npeers;
+         i++) { /* this process included: its own manifest may still be on the way */
         if (send_handshake(handshake, i, MESSAGE_GONE, goodbye) != TB_OK)
             tb__log(TB_LOG_ERROR, "no memory to tell %s that this process leaves", handshake->peers[i]->label);
     }
@@ -149,7 +150,7 @@ static void drop_early_manifest(tb_world *world, size_t i) {
     world->early.item[i] = world->early.item[--world->early.count];
 }
 
-/* Kept until this process has the handshake. What the same peer sent before is out of date. */
+/* Replaces an earlier manifest of the same peer. */
 static void keep_early_manifest(tb_world *world, tb__peer *from, const char *key, uint32_t port, const tb__unpack *u) {
     for (size_t i = world->early.count; i-- > 0;) {
         const tb__early_manifest *e = &world->early.item[i];
@@ -167,7 +168,7 @@ static void keep_early_manifest(tb_world *world, tb__peer *from, const char *key
 
 static void take_manifest(tb__handshake *handshake, size_t at, uint32_t port, tb__unpack *manifest) {
     handshake->ports[at] = port;
-    if (handshake->status != TB_OK) { /* it belongs to what failed; the next one is for the next of this name */
+    if (handshake->status != TB_OK) { /* the peer makes the handshake again with another manifest */
         send_broken(handshake, at);
         return;
     }
@@ -187,8 +188,7 @@ static void take_manifest(tb__handshake *handshake, size_t at, uint32_t port, tb
         handshake->on_broken(handshake, at, status, tb_error_detail());
 }
 
-/* A rank that has given up while others were missing makes it again, or will be missing: it is told again what we have
- * to say, which it may have forgotten, too. */
+/* The peer may have dropped our manifest, so it is sent again when the peer comes back. */
 void tb__handshake_forget(tb__handshake *handshake, size_t peer) {
     handshake->nunconfirmed += handshake->is_confirmed[peer];
     handshake->is_confirmed[peer] = false;
@@ -263,7 +263,7 @@ void tb__handshake_on_message(tb__port *world_port, tb__peer *from, tb__unpack *
         on_broken_message(handshake, at, message);
     else if (kind == MESSAGE_MANIFEST && at != TB__NOWHERE && handshake->ports[at] == 0)
         take_manifest(handshake, at, port, message);
-    else if (kind == MESSAGE_MANIFEST && !is_known) /* what is known has only been told again */
+    else if (kind == MESSAGE_MANIFEST && !is_known) /* else the peer has repeated a manifest that we already have */
         keep_early_manifest(world, from, key, port, message);
 }
 

@@ -1,5 +1,5 @@
-/* What a side has: the tensors of all its ranks' lists, each once. Ranks that describe one differently, and ranks that
- * hold a part of one and have not added it, are found by everybody alike. */
+/* Merges the tensor lists of a side's ranks. Ranks that describe a tensor differently, and ranks that hold a part of a
+ * tensor that they have not added, are found by all ranks alike. */
 #include "bus/exchange.h"
 
 #include "reshard/names.h"
@@ -15,7 +15,7 @@ typedef struct entry {
     size_t at;   /* in its list */
 } entry;
 
-/* One side's seats and lists, while they are put together. */
+/* The state of merging one side's lists. */
 typedef struct side_merge {
     tb__exchange *exchange;
     int side;
@@ -24,7 +24,7 @@ typedef struct side_merge {
     int32_t *first_seat; /* by list */
     size_t nlists;
     int32_t *seat_of; /* by bus rank */
-    uint64_t *listed; /* by list: the number of the last tensor that is in it */
+    uint64_t *listed; /* by list: the number of the last tensor that was found in it */
 } side_merge;
 
 void tb__shape_text(const tb_shape *shape, char *out, size_t room) {
@@ -82,7 +82,7 @@ static const char *or_none(const char *text) {
     return text ? text : "none";
 }
 
-/* What they differ in; "": nothing. */
+/* Describes the first difference; "" if there is none. */
 static void find_difference(const side_merge *j, const tb__tensor_description *a, const tb__tensor_description *b,
                             char *out, size_t room) {
     out[0] = '\0';
@@ -119,7 +119,7 @@ static tb_status check_descriptions_equal(const side_merge *j, const entry *a, c
                     j->exchange->what, difference);
 }
 
-/* Whether a rank of the mesh has anything of it: the last of many may not. */
+/* Whether a rank holds elements of the tensor: the last ranks of a mesh may have none. */
 static bool holds_part(const tb__side_tensor *held, int32_t rank) {
     tb_local local;
     if (tb_layout_local(held->layout, &held->desc->shape, rank, &local) != TB_OK)
@@ -131,7 +131,7 @@ static bool holds_part(const tb__side_tensor *held, int32_t rank) {
     return holds;
 }
 
-/* Everybody who holds a part of it has added it: those lists have its number. */
+/* Checks that all ranks that hold a part of the tensor have it in their lists. */
 static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, uint64_t number) {
     enum { NAMED = 4 };
     char missing[200] = "";
@@ -160,7 +160,7 @@ static int compare_list_entries(const void *a, const void *b) {
     return c ? c : (x->list > y->list) - (x->list < y->list);
 }
 
-/* All that was added, by name; who gave the first of a name has the lowest seat. */
+/* All tensors of all lists, by name, then by list. */
 static tb_status gather_entries(const side_merge *j, entry **out, size_t *count) {
     size_t n = 0;
     for (size_t i = 0; i < j->nlists; i++)
@@ -203,7 +203,7 @@ static tb_status merge_entries(side_merge *j, const entry *entries, size_t count
     return TB_OK;
 }
 
-/* Numbers the lists by their first seats. */
+/* Numbers the lists in the order of their first seats. */
 static tb_status number_lists(side_merge *j) {
     const tb__exchange_side *s = &j->exchange->sides[j->side];
     const tb__pair_side *seats = &j->exchange->pair->sides[j->side];

@@ -1,11 +1,11 @@
-/* Two groups find each other. Each rank publishes a note under the pair's name: which group it expects, and its side's
- * layout. Every rank reads all notes, so all find the same disagreement. That two ranks can't reach each other only
- * these two find out.
+/* Makes a pair. Each rank publishes a note under the pair's name: the remote group, and its own side's layout. Every
+ * rank reads all notes, so all find the same disagreement. Only the two ranks concerned find out that they can't reach
+ * each other.
  *
  * The first rank that finds a disagreement stops waiting, and its request would disappear before others have read it.
- * So it replaces the request by a *refusal*, which says why. A refusal holds for all ranks until its author makes the
- * pair again, or one of the ranks that it is about is restarted. A rank that was refused makes the pair again in the
- * next *round*, in which refusals of earlier rounds do not count. */
+ * So it replaces the request by a *refusal*, which says why. A refusal is in force for all ranks until its author makes
+ * the pair again, or a rank that it names is restarted. A rank that was refused makes the pair again in the next
+ * *round*, in which refusals of earlier rounds do not count. */
 #include "bus/pair_notes.h"
 
 #include "base/descriptors.h"
@@ -20,8 +20,8 @@
 #include <string.h>
 
 enum {
-    SPIN_US = 50,  /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
-    ASK_MS = 1000, /* what others write to the store does not come for so long: is the store there? */
+    SPIN_US = 50,  /* how long the driver polls before it sleeps, if every rank of the machine has a core */
+    ASK_MS = 1000, /* after waiting this long for others' notes, the store is probed */
     ANSWER_MS = 4000,
 };
 
@@ -56,12 +56,12 @@ typedef struct pairing {
     tb_status status;
     tb__pair_refusal refusal; /* the ranks that `status` is about */
     bool is_complete;
-    bool has_lost; /* one of the ranks that are there was lost, and may be connected again */
+    bool has_lost; /* a rank was lost, and may be connected again */
     uint32_t last_round;
     char missing[512];
 } pairing;
 
-/* The round that the process is in, of pairs of this name. With the lock held; NULL: no memory. */
+/* This process's current round for pairs of this name. With the lock held; NULL: no memory. */
 static uint32_t *round_of(tb_world *world, const char *name) {
     for (size_t i = 0; i < world->rounds.count; i++) {
         if (strcmp(world->rounds.item[i].pair, name) == 0)
@@ -78,7 +78,7 @@ static tb_status add_subject(pairing *m, tb_status status, const char *group, in
     return tb__refusal_add_subject(m->pair, &m->refusal, status, group, index);
 }
 
-/* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
+/* Checks that the requests of group `here` name group `there` and have equal layouts. *count: how many there are. */
 static tb_status compare_requests(pairing *m, const tb__notes *notes, const char *here, const char *there,
                                   int32_t *count, tb__pair_note *agreed) {
     const tb__note *first = NULL;
@@ -140,8 +140,8 @@ static void describe_lost(pairing *m, const char *group, int32_t seat, const tb_
              seat, peer->why ? peer->why : "it was lost");
 }
 
-/* The store may learn later than we that a rank is gone. Its seat is as good as empty; somebody else may take it. True
- * if it can't be connected again. */
+/* This process may notice a loss before the store does. The seat counts as empty: another process may take it. True if
+ * a lost rank can't be connected again. */
 static bool has_lost_member(pairing *m, const char *group, const tb__roster *roster) {
     for (int32_t i = 0; i < roster->size; i++) {
         const tb__member *at = &roster->member[i];
@@ -155,7 +155,7 @@ static bool has_lost_member(pairing *m, const char *group, const tb__roster *ros
     return false;
 }
 
-/* One side: whether it is complete. What it agrees on goes to the pair. */
+/* Checks whether all ranks of a side have requested the pair, and stores what they agree on. */
 static tb_status check_side_complete(pairing *m, const tb__notes *notes, int side, bool *is_complete) {
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
@@ -186,7 +186,7 @@ static bool check_cancelled(pairing *m) {
     return m->status != TB_OK;
 }
 
-/* Nobody waits for it any more, or it is made. */
+/* The pair is connected, or the call was cancelled. */
 static bool is_pairing_over(void *arg) {
     pairing *m = arg;
     return m->pair->is_connected || check_cancelled(m);
@@ -224,8 +224,8 @@ static bool check_requests(void *arg) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-/* `has_gaps`: ranks are missing that were there a moment ago: they are gone, or the store was restarted and has not
- * heard of them yet. */
+/* `has_gaps`: ranks are missing that were present a moment ago: they are gone, or the store was restarted and does not
+ * know them yet. */
 static tb_status connect_side(pairing *m, int side, bool *has_gaps) {
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
@@ -237,7 +237,7 @@ static tb_status connect_side(pairing *m, int side, bool *has_gaps) {
     tb_status status = s->peers || *has_gaps ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < s->size && status == TB_OK && !*has_gaps; i++) {
         status = tb__world_connect(pair->world, s->group, &roster, i, &s->peers[i]);
-        if (tb__is_refusal(status)) { /* a sentence that others will read, too */
+        if (tb__is_refusal(status)) { /* others will read the message, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
             add_subject(m, add_subject(m, status, here, pair->index), s->group, i);
@@ -249,7 +249,7 @@ static tb_status connect_side(pairing *m, int side, bool *has_gaps) {
     return status;
 }
 
-/* Whether all ranks have answered. Also true if one was lost: then there may be others to connect with. */
+/* Whether all ranks have answered. Also true if a rank was lost: another process may take its seat. */
 static bool pair_has_answered(void *arg) {
     pairing *m = arg;
     bool have_all = true;
@@ -258,7 +258,7 @@ static bool pair_has_answered(void *arg) {
         return true;
     for (int side = 0; side < 2; side++) {
         const tb__pair_side *s = &m->pair->sides[side];
-        m->has_lost |= !s->peers; /* another thread, which waits as well, found that they are not all there */
+        m->has_lost |= !s->peers; /* another thread that makes the pair found a rank missing */
         for (int32_t i = 0; s->peers && i < s->size; i++) {
             m->has_lost |= s->peers[i]->is_lost;
             if (s->peers[i]->is_lost) {
@@ -279,7 +279,7 @@ static tb_status fail_pair_timeout(const pairing *m) {
     return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why.text);
 }
 
-/* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
+/* Connects with all ranks. Unless `is_whole` (all are present and have answered), it has to be called again. */
 static tb_status connect_all(pairing *m, int64_t deadline_ms, bool *is_whole) {
     tb__loop *loop = m->pair->world->loop;
     *is_whole = false;
@@ -300,7 +300,7 @@ static tb_status connect_all(pairing *m, int64_t deadline_ms, bool *is_whole) {
     return m->status;
 }
 
-/* For those that are in their seats: of others the store does not tell how to reach them. */
+/* Pings ranks that still have their seats; the store does not tell how to reach others. */
 static tb_status ping_side(tb_pair *pair, const tb__pair_side *s) {
     tb__roster roster;
     tb_status status = TB_OK;
@@ -349,7 +349,7 @@ static tb_status publish_request(tb_pair *pair, const char *layout, int64_t dead
     return tb__pair_publish(pair, pair->round, &(tb__pair_refusal){0}, "", deadline_ms);
 }
 
-/* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
+/* Divides the machine's cores among its ranks. */
 void tb__world_set_workers(tb_world *world) {
     cpu_set_t set;
     int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1, ranks = 1;
@@ -378,7 +378,7 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
     tb__loop_unlock(world->loop);
 }
 
-/* Until `look` is true, or the deadline: false. */
+/* Waits until check_requests is true; false at the deadline. */
 static bool wait_for_others(pairing *m, int64_t deadline_ms) {
     tb__loop *loop = m->pair->world->loop;
     for (;;) {
@@ -406,7 +406,7 @@ tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool
     tb_status status;
     do {
         bool has_looked = wait_for_others(&m, deadline_ms);
-        if (pair->is_connected) { /* by another thread, meanwhile */
+        if (pair->is_connected) { /* another thread has connected it */
             tb__loop_unlock(loop);
             return TB_OK;
         }
@@ -422,7 +422,7 @@ tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool
     if (round) {
         tb__saved_detail why = tb__save_detail();
         m.refusal.status = status;
-        /* where this fails, others find it alone or time out */
+        /* if this fails, the others find the disagreement themselves, or time out */
         tb__pair_publish(pair, m.last_round, &m.refusal, why.text, deadline_ms);
         status = tb__fail(status, "%s", why.text);
     }
@@ -441,7 +441,8 @@ static void free_pair(tb_pair *pair) {
     free(pair);
 }
 
-/* A process makes a pair once from each side: notes are told apart by name and seat. */
+/* Adds the pair to the world's list. A process makes a pair once from each side: notes are told apart by name and seat.
+ */
 static tb_status add_to_world(tb_pair *pair) {
     tb_world *world = pair->world;
     tb_status status = TB_OK;
@@ -531,7 +532,7 @@ tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_g
     return tb__pair_create_cancellable(world, name, remote_group, layout, opts, NULL, out);
 }
 
-/* How many ranks of the side still request the pair with the layouts that it was made with. */
+/* The number of ranks of a side that still request the pair with its layouts. */
 static int32_t count_requests(const tb_pair *pair, int side, const tb__notes *notes) {
     const tb__pair_side *here = &pair->sides[side], *there = &pair->sides[!side];
     int32_t count = 0;

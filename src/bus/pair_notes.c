@@ -1,10 +1,10 @@
-/* Requests and refusals of pairs. What is read was written by other processes, and is checked. */
+/* Packs and unpacks requests and refusals. Notes come from other processes and may be malformed. */
 #include "bus/pair_notes.h"
 
 #include <stdio.h>
 
-/* Writing a note may take at least this long, even if the call has less: that of a call that does not wait, or a
- * refusal that is found at the deadline. Withdrawing a note may take no longer. */
+/* The least timeout for publishing a note, also for a call that does not wait, or for a refusal that is found at the
+ * deadline; and the timeout for withdrawing one. */
 enum { NOTE_MS = 1000 };
 
 static bool unpack_refusal(tb__unpack *u, tb__pair_refusal *out) {
@@ -63,7 +63,7 @@ void tb__pair_withdraw(const tb_pair *pair) {
     tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, NOTE_MS);
 }
 
-/* Who has the seat now; a rank of TB_NO_RANK: nobody. */
+/* The process that has the seat now; its rank is TB_NO_RANK if the seat is empty. */
 static tb_status find_subject(const tb_pair *pair, const char *group, int32_t index, tb__subject *out) {
     tb__roster roster;
     TB_TRY(tb__directory_roster(pair->world->directory, group, &roster));
@@ -86,7 +86,7 @@ tb_status tb__refusal_add_subject(const tb_pair *pair, tb__pair_refusal *refusal
     return tb__fail(status, "%s", why.text);
 }
 
-/* Whether another process has taken the seat of one that it is about. */
+/* Whether another process has taken the seat of one that the refusal names. */
 static bool is_outdated(const tb_pair *pair, const tb__pair_refusal *refusal) {
     for (size_t i = 0; i < refusal->nsubjects; i++) {
         const tb__subject *then = &refusal->subjects[i];

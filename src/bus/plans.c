@@ -1,6 +1,6 @@
-/* Plans of models, which outlive their batches: planning thousands of tensors takes long, and a batch that is made
- * again has mostly the same. A plan is found by all that it was made from, compared in full. What is kept has a bound
- * in bytes. */
+/* A cache of plans of models, which outlives batches: planning thousands of tensors takes long, and a batch that is
+ * made again mostly has the same. A plan is found by a key that contains all its inputs. The cache is bounded in bytes.
+ */
 #include "bus/exchange.h"
 
 #include "base/index.h"
@@ -17,7 +17,7 @@ typedef struct packed_layouts {
     tb__index index;
 } packed_layouts;
 
-/* The layout's number, and, the first time, what it is. */
+/* Packs the layout's number, and its text when it first occurs. */
 static tb_status pack_layout(tb__pack *key, packed_layouts *known, const tb_layout *layout) {
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)layout);
     size_t probe = 0, i;
@@ -81,7 +81,7 @@ static tb_status make_plan_key(tb__pack *key, int32_t rank, const tb_tensor_spec
     return status == TB_OK && key->failed ? TB_NO_MEMORY : status;
 }
 
-/* A function without an argument says the same of equal shapes; one that has it may say something else another time. */
+/* coded_nbytes without an argument is a pure function of the shape; with one, its result may change. */
 static bool is_comparable(const tb_tensor_spec *specs, size_t nspecs) {
     for (size_t i = 0; i < nspecs; i++) {
         if (specs[i].coded_nbytes && specs[i].coded_arg)
@@ -106,7 +106,7 @@ static void plan_fini(struct tb__kept_plan *plan) {
     tb_ir_destroy(plan->ir);
 }
 
-/* Takes over the key. Where memory is short, the plan is not kept, and that is all. */
+/* Takes over the key. If memory is short, the plan is just not kept. */
 static void keep_plan(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
     size_t nbytes = tb__mem_nbytes(key->data) + tb__ir_nbytes(ir);
     if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, plans->clock, nbytes}))
@@ -116,7 +116,7 @@ static void keep_plan(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir)
     tb__ir_ref(ir);
 }
 
-/* Those of models, which were last used at this time. */
+/* Evicts plans last used at this time. */
 static void evict_plans(tb__plans *plans, uint64_t time) {
     size_t nkept = 0;
     for (size_t i = 0; i < plans->kept.count; i++) {
@@ -132,7 +132,7 @@ static void evict_plans(tb__plans *plans, uint64_t time) {
     plans->kept.count = nkept;
 }
 
-/* What was not used for longest goes first: plans of models, and those of single tensors, which they were made from. */
+/* Evicts the least recently used: plans of models, and those of single tensors, which they were made from. */
 static void evict_to_limit(tb__plans *plans, tb_plan_cache *cache) {
     while (plans->nbytes + tb__plan_cache_nbytes(cache) > plans->limit) {
         uint64_t oldest = tb__plan_cache_oldest(cache);

@@ -1,5 +1,4 @@
-/* One tensor that this process adds: the canonical one that its view makes of what is stored, where this process has
- * its part of that, and which of its memory is padding. */
+/* Adds a tensor: applies its view to the stored tensor, binds this rank's part, and finds its padding. */
 #include "bus/exchange.h"
 
 #include "layout/overlap.h"
@@ -29,7 +28,7 @@ static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out)
     return tb_binding_contiguous(given->data, 0, given->dtype, &nothing, out);
 }
 
-/* Where this rank's part is stored. */
+/* Binds this rank's part of the stored tensor. */
 static tb_status bind_storage(const tb_world *world, const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
     TB_TRY(tb_binding_contiguous(given->data, 0, given->dtype, shape, out));
     if (given->strides)
@@ -45,7 +44,7 @@ static tb_status bind_storage(const tb_world *world, const tb_tensor *given, con
     return tb__world_check_memory(world, given->memory, given->scale, given->scale != NULL);
 }
 
-/* The layout's text always travels then: that of the pair is the storage's. */
+/* The viewed layout is always sent, since the pair's layout is that of the storage. */
 static tb_status apply_view(tb__added_tensor *t, const tb_view *view, const tb_shape *stored, const tb_layout *layout) {
     tb_layout *viewed;
     char *text;
@@ -58,7 +57,7 @@ static tb_status apply_view(tb__added_tensor *t, const tb_view *view, const tb_s
     return TB_OK;
 }
 
-/* Quantised storage, of which `mine` is this rank's, and the binding what is seen of it. */
+/* Initialises quantised storage; `mine` is this rank's shape of it. */
 static tb_status init_encoded(tb__added_tensor *t, const tb_tensor *given, const tb_shape *mine) {
     tb__encoding encoding;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
@@ -102,7 +101,7 @@ static tb_status init_binding(tb__added_tensor *t, const tb_tensor *given, const
 }
 
 static tb_status set_conversion(tb__added_tensor *t, const tb_tensor *given, const tb_transform *transform) {
-    tb__encoding encoding; /* for ranks that have nothing of it, too */
+    tb__encoding encoding; /* checked on ranks without a part, too */
     t->is_transformed =
         transform && (!transform->should_transform || transform->should_transform(transform->arg, t->name));
     if (given->encode) {
@@ -120,7 +119,7 @@ static tb_status set_conversion(tb__added_tensor *t, const tb_tensor *given, con
     return TB_OK;
 }
 
-/* Layouts are compared as texts, so each is written in one way. */
+/* Layouts are compared as text, so they are stored in canonical form. */
 static tb_status set_tensor_layout(tb__added_tensor *t, const tb_tensor *given, tb_layout **out) {
     tb_layout *layout;
     TB_TRY(tb_layout_parse(given->layout ? given->layout : t->pair->sides[t->pair->side].layout, &layout));
@@ -146,7 +145,7 @@ tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *
     if (given->group == UINT32_MAX)
         return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
     TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
-    tb_layout *layout; /* in seats: who sits in the others does not matter here */
+    tb_layout *layout; /* in seats */
     TB_TRY(set_tensor_layout(t, given, &layout));
     t->name = tb__strdup(name);
     tb_status status = t->name ? set_conversion(t, given, transform) : TB_NO_MEMORY;

@@ -1,5 +1,5 @@
-/* What a rank has added for a side, as it goes from rank to rank: tensors by name, with all that others have to know of
- * them, and how names are to be matched. */
+/* A rank's tensor list as it is sent: tensors by name, with all that others have to know of them, and how names are
+ * matched. */
 #include "bus/exchange.h"
 
 #include <string.h>
@@ -37,7 +37,7 @@ void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts) {
         tb__pack_string(pack, opts->ignored[i]);
 }
 
-/* These return false where memory is short, too; nonsense is what fails the reader. */
+/* These return false also if memory is short; invalid input sets u->failed. */
 static bool unpack_matching(tb__unpack *u, tb__tensor_list *list) {
     size_t nties = tb__unpack_count(u, 10);
     for (size_t i = 0; i < nties; i++) {

@@ -1,4 +1,4 @@
-/* Transfers: the legs of a batch's flows, begun, stepped and ended together. */
+/* Transfers: begins, steps and ends the legs of a batch's flows together. */
 #include "bus/transfer_inside.h"
 
 #include "base/descriptors.h"
@@ -28,7 +28,7 @@ static void call_progress(tb_transfer *t) {
     t->opts.progress(t->opts.arg, &state);
 }
 
-/* Sends are counted alike everywhere, whoever has begun one more or less than the others. */
+/* All ranks must count sends alike, also one that has begun fewer than its peers. */
 static void update_send_count(tb_transfer *t) {
     uint64_t *count = &t->batch->nsends;
     for (size_t i = 0; i < t->nparts && t->is_send; i++) {
@@ -48,8 +48,8 @@ static void finish_transfer(tb_transfer *t) {
         tb__exchange_report_loss(t->parts[i].exchange);
 }
 
-/* Ends what is under way; what is prepared ends when it is decided, and is held back no longer. Each pair says whom it
- * has waited for. */
+/* Aborts all legs at the deadline, each with the name of what it waited for. A prepared receive ends when it is
+ * decided, and is not held any longer. */
 static void abort_at_deadline(tb_transfer *t) {
     t->is_late = true;
     for (size_t i = 0; i < t->nparts; i++) {
@@ -66,8 +66,8 @@ static void abort_at_deadline(tb_transfer *t) {
     }
 }
 
-/* What all pairs have come to. Those that failed neither read the tensors any more nor change them, so the others
- * release them, and are held back alone. */
+/* The events that all pairs have reached. A failed pair neither reads nor changes the tensors any more: so the others
+ * alone count for RELEASED and DECIDED. */
 static unsigned events_of(const tb_transfer *t) {
     unsigned events = TB_RELEASED | TB_ARRIVED | TB_COMMITTED | TB_DECIDED, others = TB_RELEASED | TB_DECIDED;
     bool has_good = false;
@@ -109,7 +109,7 @@ static void update_events(tb_transfer *t) {
         signal_waiters(t);
 }
 
-/* When it has to be looked at, whatever happens. */
+/* The time of the next step, if no event comes before. */
 static int64_t next_deadline_ms(const tb_transfer *t) {
     int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
     for (size_t i = 0; i < t->nparts; i++) {
@@ -156,7 +156,7 @@ static bool step_transfer(tb__task *task) {
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
-/* On which side of the exchange this process acts. */
+/* The side of the exchange for which this process acts. */
 static tb_status choose_side(const tb__exchange *exchange, bool is_send, const char *group, int *out) {
     const tb__pair_side *sides = exchange->pair->sides;
     if (!exchange->sides[0].is_here || !exchange->sides[1].is_here) {
@@ -179,8 +179,8 @@ static tb_status choose_side(const tb__exchange *exchange, bool is_send, const c
     return TB_OK;
 }
 
-/* Whether nothing can go through the exchange any more. A rank that has left after it did its part in this transfer is
- * not missing. */
+/* TB_LOST, or the exchange's failure, if it can't be used any more. A rank that has left after its part in this
+ * transfer is not missed. */
 static tb_status check_exchange_usable(const tb__exchange *exchange, const tb__flow *flow, bool is_send) {
     if (exchange->state == EXCHANGE_BROKEN)
         return tb__fail(exchange->all.status, "%s", exchange->all.why);
@@ -193,7 +193,7 @@ static tb_status check_exchange_usable(const tb__exchange *exchange, const tb__f
     return TB_OK;
 }
 
-/* The sentence is in tb_error_detail. */
+/* The reason is in tb_error_detail. */
 static tb_status skip_part(tb__transfer_part *p, tb_status status) {
     p->status = status;
     p->why = tb__strdup(tb_error_detail());
@@ -228,7 +228,7 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     return t->is_send ? TB_OK : tb__exchange_check_padding(exchange, !side);
 }
 
-/* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */
+/* A shadow is applied when its own flow does not read the tensors any more; other flows may still read them. */
 static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *receives) {
     for (size_t i = 0; sends && receives && i < receives->nparts; i++) {
         const tb__transfer_part *r = &receives->parts[i];
@@ -267,7 +267,8 @@ static tb_status begin_parts(tb_batch *batch, bool is_send, tb_transfer *t) {
     return TB_OK;
 }
 
-/* What an earlier receive has left open. With skip_lost, a pair that stays so is skipped. */
+/* Asks the store for outcomes that are not known from earlier receives. With skip_lost, a pair whose outcome stays
+ * unknown is skipped. */
 static tb_status resolve_unknown_outcomes(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
     tb_status status = TB_OK;
     for (size_t i = 0; i < 2 * batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++)
@@ -281,7 +282,7 @@ static void free_transfer(tb_transfer *t) {
     free(t);
 }
 
-/* Streams order nothing in host memory, and no other device of this build has any. With the lock held. */
+/* Host memory needs no streams, and no other device of this build has them. With the lock held. */
 static tb_status check_stream(const tb_batch *batch) {
     for (size_t i = 0; i < batch->tensors.count; i++) {
         const tb__added_tensor *t = batch->tensors.item[i];
@@ -341,8 +342,7 @@ tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **o
     return start_transfer(batch, true, opts, out);
 }
 
-/* A manual world may not have taken in yet what others said before: that a transfer has ended is nothing to this one.
- */
+/* A manual world may not have handled earlier messages yet: the end of an earlier transfer must not end this one. */
 tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb__loop_progress(batch->world->loop);
@@ -370,7 +370,7 @@ static bool has_ended(void *arg) {
     return ((const tb_transfer *)arg)->has_ended;
 }
 
-/* A step may be under way in the loop's thread, so ending it is left to that. */
+/* A step may be running in the loop's thread, so the next step ends the legs. */
 static void mark_cancelled(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)

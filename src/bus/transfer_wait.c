@@ -1,4 +1,4 @@
-/* What is told of a transfer, and waiting for it. */
+/* The state of a transfer, and waiting for it. */
 #include "bus/transfer_inside.h"
 
 #include "base/opts.h"
@@ -8,8 +8,8 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-/* What the loop adds to a deadline before a wait without one of its own stops believing in it: the time in which the
- * store is asked how a shadowed receive has ended. */
+/* Added to the transfer's deadline in waits without a timeout: the store may have to be asked for the outcome of a
+ * shadowed receive. */
 enum { GRACE_MS = 6000 };
 
 const char *tb_phase_name(tb_phase phase) {
@@ -154,7 +154,7 @@ static void describe_transfer_wait(const tb_transfer *t, char *out, size_t room)
     }
 }
 
-/* With the lock held; what came about, or why it did not. */
+/* Waits for a condition. With the lock held. */
 static tb_status wait_until_true(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, int timeout_ms,
                                  const char *what) {
     tb__loop *loop = t->batch->world->loop;
@@ -210,7 +210,7 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
 }
 
-/* What is submitted to a stream from now on comes after the event, because that has come about. */
+/* The event has happened when this returns, so work submitted to a stream later comes after it. */
 tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
     if (!stream)
         return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");

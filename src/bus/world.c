@@ -1,4 +1,4 @@
-/* Joining, entering, leaving. */
+/* Joins the bus, enters groups, leaves. */
 #include "bus/world.h"
 
 #include "base/opts.h"
@@ -73,7 +73,7 @@ void tb__world_wake_waiters(tb_world *world) {
     tb__loop_unlock(world->loop);
 }
 
-/* The directory's thread: wakes whoever waits for others to come. */
+/* In the directory's thread. */
 static void on_directory_change(void *arg) {
     tb_world *world = arg;
     if (atomic_load(&world->is_ready))
@@ -174,7 +174,7 @@ void tb_world_destroy(tb_world *world) {
         tb__world_unref(world);
 }
 
-/* What the loop's lock guards. */
+/* Frees what the loop's lock guards. */
 static void free_world_members(tb_world *world) {
     for (size_t i = 0; i < world->memberships.count; i++)
         free(world->memberships.item[i].group);
@@ -189,7 +189,7 @@ static void free_world_members(tb_world *world) {
     tb_plan_cache_destroy(world->cache);
 }
 
-/* In a forked child. The rest is kept, so that tools that look for lost memory find it. */
+/* In a forked child. The world itself stays reachable, so that leak checkers do not report it. */
 static void leave_to_parent(tb_world *world) {
     static _Atomic(tb_world *) kept;
     if (tb__world_was_unlocked(world))
@@ -208,8 +208,7 @@ void tb__world_unref(tb_world *world) {
     }
     atomic_store(&world->is_ready, false);
     tb__commit_log_destroy(world->commit_log);
-    /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
-     */
+    /* The directory first: peers that see the connections end find the seats empty. */
     tb__directory_close(world->directory);
     tb__loop_destroy(world->loop);
     free_world_members(world);

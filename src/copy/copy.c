@@ -1,4 +1,4 @@
-/* Opening and closing a copy service, and what its ranks tell each other. */
+/* Opens and closes a copy service, and handles its messages. */
 #include "copy/copy.h"
 
 #include "base/int.h"
@@ -7,15 +7,15 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-/* ---- Bad news -------------------------------------------------------------------------------------------------- */
+/* ---- Failures -------------------------------------------------------------------------------------------------- */
 
 void tb__copy_break(tb_copy *copy, tb_status status) {
     if (copy->broken != TB_OK)
         return;
     copy->broken = status;
     snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
-    tb__handshake_break(&copy->all, status, false); /* whoever has agreed hears of it by the goodbye */
-    /* The flow is broken by the next step of the run: one may be under way now, in another thread. */
+    tb__handshake_break(&copy->all, status, false); /* peers that have agreed are told by the goodbye */
+    /* The next step breaks the flow: a step may be running in another thread now. */
     tb__loop_wake(copy->world->loop);
     tb__loop_signal(copy->world->loop);
 }
@@ -68,7 +68,7 @@ static bool copy_message(const tb__unpack *message, unsigned char **data, size_t
     return *data != NULL;
 }
 
-/* Its offer to a run that is over is not needed any more when the next one comes. */
+/* A new offer replaces that of the run before. */
 static bool on_offer(tb_copy *copy, tb__copy_peer *peer, tb__unpack *message) {
     uint64_t run = tb__unpack_u64(message);
     unsigned char *data;
@@ -116,8 +116,7 @@ static void on_ready(tb_copy *copy, size_t at) {
         copy->has_agreed &= copy->peers[i].is_ready && copy->all.is_confirmed[i];
 }
 
-/* A peer may be moving data before this rank has everybody's vote; and what it says of a run that is over here does not
- * matter. */
+/* A peer may send data before this rank has all votes: such messages are kept. Messages of earlier runs are ignored. */
 static bool on_flow_message(tb_copy *copy, size_t at, uint32_t number, tb__unpack *message) {
     if (!copy->is_running || number != tb__copy_flow_number(copy->run))
         return true;
@@ -163,7 +162,7 @@ tb_status tb__copy_find_loss(const tb_copy *copy) {
     return TB_OK;
 }
 
-/* The peer takes no further part. What has all that it needs of it goes on. */
+/* The peer is lost. A run that has all it needs from the peer goes on. */
 static void drop_peer(tb_copy *copy, size_t at, const char *why) {
     tb__copy_peer *peer = &copy->peers[at];
     if (!copy->has_agreed || (!peer->lost_why && !(peer->lost_why = tb__strdup(why)))) {
@@ -198,8 +197,8 @@ static tb_status send_copy_manifest(tb__handshake *all, size_t to) {
     return tb__handshake_send_manifest(all, to, &pack);
 }
 
-/* One that has come may have given up since. So it is not enough to have everybody's manifest: all must know that they
- * have. */
+/* A peer may have given up after its manifest. So all ranks confirm that they have all manifests (READY) before the
+ * service is open. */
 static tb_status send_ready(tb_copy *copy) {
     for (size_t i = 0; i < copy->all.npeers; i++) {
         tb__pack pack = {0};
@@ -239,8 +238,7 @@ static void on_copy_broken(tb__handshake *all, size_t at, tb_status status, cons
     tb__copy_break((tb_copy *)all, tb__fail(status, "%s", why));
 }
 
-/* If it closes because something went wrong, that is the reason here, too. If it got tired of waiting it may come
- * again. */
+/* A peer that closes after a failure passes on its reason. One that timed out while opening may open again. */
 static void on_copy_goodbye(tb__handshake *all, size_t at, tb__unpack *goodbye) {
     tb_copy *copy = (tb_copy *)all;
     bool had_agreed = tb__unpack_u32(goodbye) != 0;
@@ -269,14 +267,13 @@ typedef struct waiting {
     tb_world *world;
     const char *group;
     tb__roster roster;
-    tb__peer **peers; /* of its members, when they are connected */
+    tb__peer **peers; /* by seat, once connected */
     tb_status status;
     bool is_complete;
-    bool has_lost; /* one of them was lost, and may be connected again */
+    bool has_lost; /* a peer was lost, and may be connected again */
 } waiting;
 
-/* A seat whose process is known to be lost, and can't be connected again, is as good as empty: somebody else may take
- * it. */
+/* A seat whose process is lost for good counts as empty: another process may take it. */
 static bool is_group_reachable(void *arg) {
     waiting *w = arg;
     tb__roster_fini(&w->roster);
@@ -305,7 +302,7 @@ static tb_status explain_group(const waiting *w, const char *what) {
     return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
 }
 
-/* The labels are this service's own: the loop knows a process by the first group it met it in. */
+/* The labels name this service's group: the loop labels a process by the first group it met it in. */
 static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *by_seat) {
     copy->position = tb__malloc((size_t)copy->size, sizeof *copy->position);
     copy->peers = tb__calloc(copy->all.npeers, sizeof *copy->peers);
@@ -324,7 +321,7 @@ static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *b
 }
 
 static tb_status connect_peers(waiting *w) {
-    free(w->peers); /* of an attempt before */
+    free(w->peers); /* of the attempt before */
     w->peers = tb__calloc((size_t)w->roster.size, sizeof *w->peers);
     tb_status status = w->peers ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++)
@@ -332,7 +329,7 @@ static tb_status connect_peers(waiting *w) {
     return status;
 }
 
-/* Also true if one was lost: then there may be others to connect with. */
+/* Also true if a peer was lost: another process may take its seat. */
 static bool group_has_answered(void *arg) {
     waiting *w = arg;
     bool have_all = true;
@@ -349,7 +346,7 @@ static bool never_true(void *arg) {
     return false;
 }
 
-/* Until all ranks of the group are there, are connected, and have answered. */
+/* Waits until all ranks of the group are present, connected, and have answered. */
 static tb_status await_group(waiting *w, const char *what, int64_t deadline_ms) {
     tb__loop *loop = w->world->loop;
     for (;;) {
@@ -370,7 +367,7 @@ static tb_status await_group(waiting *w, const char *what, int64_t deadline_ms) 
 
 static tb_status begin_handshake(tb_copy *copy, const char *name, const waiting *w) {
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
-    snprintf(key, sizeof key, "copy\n%s\n%s", name, w->group); /* neither has control characters */
+    snprintf(key, sizeof key, "copy\n%s\n%s", name, w->group); /* names have no control characters */
     if (tb__handshake_exists(copy->world, key))
         return tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, w->group);
     copy->size = w->roster.size;
@@ -498,7 +495,7 @@ void tb_copy_close(tb_copy *copy) {
         return;
     tb_world *world = copy->world;
     size_t npeers = copy->all.npeers;
-    if (tb__world_is_inherited(world)) { /* which keeps the rest */
+    if (tb__world_is_inherited(world)) { /* in a forked child: the world keeps the rest */
         if (tb__world_was_unlocked(world))
             free_copy_members(copy, npeers);
         tb__world_unref(world);
@@ -506,7 +503,7 @@ void tb_copy_close(tb_copy *copy) {
     }
     tb__loop_lock(world->loop);
     tb__world_remove_user(world, &copy->memory);
-    if (copy->all.world) /* it got so far as to meet */
+    if (copy->all.world) /* the handshake was initialised */
         leave_handshake(copy);
     tb__loop_unlock(world->loop);
     free_copy_members(copy, npeers);

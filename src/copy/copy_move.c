@@ -1,5 +1,5 @@
-/* The data of a run. What goes to other ranks is a flow's, with a chunk for each tensor; what stays on this one is
- * copied here. */
+/* Moves the data of a run: a flow with a chunk for each tensor moves data between ranks; devices copy data within this
+ * rank. */
 #include "copy/copy.h"
 
 #include "ir/ir.h"
@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A step that is copying when the deadline comes takes so long to notice. */
+/* How long a step that is copying may take to notice the deadline. */
 enum { GRACE_MS = 2000 };
 
 /* ---- Views ----------------------------------------------------------------------------------------------------- */
@@ -28,7 +28,7 @@ static bool is_same_memory(const tb__match_view *a, const tb__match_view *b) {
     return a->data == b->data && memcmp(left, right, (size_t)a->common.ndim * sizeof *left) == 0;
 }
 
-/* The views of a list, but for those of operations of the rank with itself, or only those. */
+/* Which operations: all, those of this rank with itself, or the others. */
 typedef enum which { WHICH_ALL, WHICH_LOCAL, WHICH_REMOTE } which;
 
 typedef struct part_list {
@@ -45,11 +45,12 @@ static bool add_binding(part_list *list, const tb__match_view *v, uint64_t id) {
     return tb__vec_push(&list->parts, view_binding(v)) && tb__vec_push(&list->ids, id);
 }
 
-/* What a rank copies to where it is already is neither read nor written. */
+/* The bindings of sends or receives. A copy of a view to itself reads and writes nothing: it is left out unless
+ * with_in_place. */
 static tb_status collect_bindings(tb_copy *copy, bool is_send, which w, bool with_in_place, part_list *out) {
     const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
     tb__match_end others = tb__copy_ops_with(copy, !is_send, copy->index);
-    size_t at = 0; /* of the other end, as operations with itself stand in the same order in both lists */
+    size_t at = 0; /* index of the matching operation: local sends and receives have the same order */
     for (size_t i = 0; i < list->ops.count; i++) {
         const tb__match_op *op = &list->ops.item[i];
         bool is_local = op->seat == copy->index;
@@ -67,7 +68,7 @@ static tb_status collect_bindings(tb_copy *copy, bool is_send, which w, bool wit
     return TB_OK;
 }
 
-/* No two targets share memory, and none has elements that do. */
+/* TB_INVALID if targets overlap, or a target has overlapping elements. */
 static tb_status check_targets_disjoint(tb_copy *copy) {
     part_list targets = {0};
     tb_status status = collect_bindings(copy, false, WHICH_ALL, true, &targets);
@@ -105,7 +106,7 @@ static tb_status check_no_overlap(tb_copy *copy, which sources, which targets) {
     return status;
 }
 
-/* The flow sees to sources and targets of its own that share memory; it does not know of local copies. */
+/* The flow handles overlap of its own sources and targets; it does not know of local copies. */
 tb_status tb__copy_check_memory(tb_copy *copy) {
     TB_TRY(check_targets_disjoint(copy));
     TB_TRY(check_no_overlap(copy, WHICH_ALL, WHICH_LOCAL));
@@ -165,7 +166,7 @@ static tb_status make_local(tb_copy *copy, local_moves *l) {
     return TB_OK;
 }
 
-/* Copies what stays on this rank, as jobs of devices; from `submitted` until it is done. */
+/* A submission of the local copies to devices. */
 typedef struct local_run {
     tb__jobs_run run; /* first */
     tb__jobs jobs;
@@ -183,7 +184,7 @@ static bool is_local_done(void *arg) {
     return ((const local_run *)arg)->is_done;
 }
 
-/* Past the deadline it is cancelled. It has ended when this returns: nothing is touched any more. */
+/* Cancels the copies at the deadline. When this returns, no memory is used any more. */
 static tb_status copy_local(tb_copy *copy, const local_moves *l) {
     tb__loop *loop = copy->world->loop;
     local_run r = {.run.done = on_local_done, .loop = loop};
@@ -198,7 +199,7 @@ static tb_status copy_local(tb_copy *copy, const local_moves *l) {
     }
     copy->copies_local = false;
     tb__jobs_release(&r.jobs);
-    tb__loop_signal(loop); /* somebody may wait for the memory */
+    tb__loop_signal(loop); /* tb_world_invalidate may wait for the memory */
     if (r.run.status == TB_OK)
         return tb__copy_check_invalidated(copy);
     return tb__fail(r.run.status == TB_CANCELLED ? TB_TIMEOUT : r.run.status, "%s: run %" PRIu64 ": %s", copy->what,
@@ -207,7 +208,8 @@ static tb_status copy_local(tb_copy *copy, const local_moves *l) {
 
 /* ---- Between ranks --------------------------------------------------------------------------------------------- */
 
-/* Ranks speak of a tensor by this: source, target, and which of those it is that go from one to the other. */
+/* The key of a tensor, the same at both ends: source rank, target rank, and the tensor's number among those between the
+ * two. */
 enum { NUMBER_BITS = 24, RANK_BITS = 20 };
 _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "two ranks and a number have 64 bits");
 
@@ -275,7 +277,7 @@ static tb_status add_tensor_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tens
     return tb__ir_add(ir, &chunk, limits);
 }
 
-/* Within a channel chunks stand by key: alike on both ends. */
+/* Chunks of a channel are sorted by key: the same order at both ends. */
 static tb_status make_copy_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
     tb__ir_limits limits = {.bucket_size = copy->bucket_size, .staged = copy->staging_bytes / 4};
     ir->view.rank = copy->world->rank;
@@ -319,7 +321,7 @@ static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *t
     return tb__flow_create(&opts, &copy->flow);
 }
 
-/* None, where nothing goes to or comes from others. */
+/* Makes no flow if this rank has no operations with others. */
 static tb_status make_copy_flow(tb_copy *copy) {
     tensor_list tensors = {0};
     tb__ir *ir = tb__calloc(1, sizeof *ir);
@@ -334,7 +336,7 @@ static tb_status make_copy_flow(tb_copy *copy) {
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
-/* The sentence is in tb_error_detail. */
+/* Ends the run with a failure; its message is in tb_error_detail. */
 static void fail_copy_run(tb_copy *copy, tb_status status) {
     copy->status = status;
     snprintf(copy->moved_why, sizeof copy->moved_why, "%s", tb_error_detail());
@@ -348,7 +350,8 @@ static void describe_run_wait(const tb_copy *copy, char *out, size_t room) {
     tb__flow_describe_wait(copy->flow, is_send, out, room);
 }
 
-/* Legs that are complete end well, whatever others say; at the deadline, without having sent all they had to say. */
+/* A leg that has all its data succeeds, whatever peers report; at the deadline, also if it has not sent its last
+ * messages. */
 static void check_legs(tb_copy *copy) {
     bool is_under_way = false, is_complete = true;
     bool is_over = tb__now_ms() >= copy->deadline_ms;
@@ -373,7 +376,7 @@ static void check_legs(tb_copy *copy) {
     }
 }
 
-/* When it has to be looked at, whatever happens. */
+/* The time of the next step, if no event comes before. */
 static int64_t next_step_ms(const tb_copy *copy) {
     int64_t when_ms = copy->has_moved ? INT64_MAX : copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {
@@ -403,7 +406,7 @@ static bool has_moved(void *arg) {
     return ((const tb_copy *)arg)->has_moved;
 }
 
-/* It has come to this run, so it knows that this has been started. */
+/* The peer has voted, so it knows that the run has started. */
 void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
     if (copy->peers[peer].lost_why)
         tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);

@@ -1,6 +1,6 @@
-/* What is submitted, and how a run goes. Each rank *offers* each other one what it has for it. Who has everybody's
- * offer compares, and *votes*. When all votes are good the data moves; else all fail with the sentence of the lowest
- * seat that found something. */
+/* Submitted operations, and the agreement before a run. Each rank sends every other rank an *offer*: its operations
+ * with that rank. A rank that has all offers compares them with its own operations and sends its *vote*. If all votes
+ * are TB_OK, the data moves; else all ranks fail with the message of the lowest seat that voted otherwise. */
 #include "copy/copy.h"
 
 #include "base/int.h"
@@ -62,7 +62,7 @@ tb_status tb_copy_submit_recv(tb_copy *copy, const tb_copy_view *views, size_t n
     return submit_op(copy, false, views, nviews, source, task_id);
 }
 
-/* The first operation with a seat that is not below this one. */
+/* Index of the first operation with this seat or a higher one. */
 static size_t first_op_with(const tb__copy_list *list, int32_t seat) {
     size_t i = 0;
     TB_BISECT(i, list->ops.count, list->ops.item[i].seat >= seat);
@@ -80,7 +80,7 @@ tb__match_end tb__copy_ops_with(tb_copy *copy, bool is_send, int32_t seat) {
     return end;
 }
 
-/* ---- What this rank can tell by itself -------------------------------------------------------------------------- */
+/* ---- Checks of this rank's own operations ----------------------------------------------------------------------- */
 
 typedef struct use {
     uint64_t task_id;
@@ -99,7 +99,7 @@ static void name_use(const tb_copy *copy, const use *u, char *out, size_t room) 
     snprintf(out, room, "%s %.250s", u->is_send ? "to" : "from", copy->peers[copy->position[u->seat]].label);
 }
 
-/* An id stands for one operation; only that of a rank with itself has both its ends here. */
+/* A task id may be used once, except that a local copy has both a send and a receive. */
 static tb_status check_uses(const tb_copy *copy, const use *uses, size_t n) {
     for (size_t i = 1; i < n; i++) {
         const use *x = &uses[i - 1], *y = &uses[i];
@@ -166,7 +166,7 @@ static void pack_end(tb__pack *pack, const tb__match_end *end) {
     }
 }
 
-/* One whose own lists are wrong offers nothing, so that nobody compares; its vote says what is wrong. */
+/* A rank whose own operations are invalid sends an empty offer, which is not compared; its vote says what is wrong. */
 static tb_status send_offers(tb_copy *copy, bool is_good) {
     for (size_t i = 0; i < copy->all.npeers; i++) {
         tb__pack pack = {0};
@@ -225,7 +225,7 @@ static bool unpack_end(tb__unpack *u, offer *o) {
     return !u->failed;
 }
 
-/* What the peer receives against what this rank sends to it, and the other way round. */
+/* Compares the peer's receives with this rank's sends, and the peer's sends with this rank's receives. */
 static tb_status compare_offer(tb_copy *copy, const tb__copy_peer *peer, tb__unpack *u, offer *o) {
     bool is_good = unpack_end(u, o);
     size_t nrecvs = o->ops.count;
@@ -237,7 +237,7 @@ static tb_status compare_offer(tb_copy *copy, const tb__copy_peer *peer, tb__unp
     tb__match_end its_recvs = {.label = peer->label, .ops = o->ops.item, .nops = nrecvs, .views = o->views.item};
     tb__match_end its_sends = {.label = peer->label, .nops = o->ops.count - nrecvs, .views = o->views.item};
     its_sends.ops = its_sends.nops ? o->ops.item + nrecvs : NULL;
-    /* Both ends look at the lower seat's sends first, and so find the same fault. */
+    /* Both ends check the lower seat's sends first, and so find the same failure. */
     bool is_lower = copy->index < peer->seat;
     TB_TRY(is_lower ? tb__match_ends(&sends, &its_recvs) : tb__match_ends(&its_sends, &recvs));
     return is_lower ? tb__match_ends(&its_sends, &recvs) : tb__match_ends(&sends, &its_recvs);
@@ -332,7 +332,7 @@ static tb_status await_peers(tb_copy *copy, bool for_votes) {
                                          w.nthere, copy->all.npeers));
 }
 
-/* What this rank says of the run; a fault's sentence is in tb_error_detail. */
+/* Sets this rank's vote; the message of a failure is in tb_error_detail. */
 static void set_vote(tb_copy *copy, tb_status status) {
     tb__copy_peer *self = &copy->peers[copy->self];
     self->vote = status;
@@ -343,7 +343,7 @@ static void set_vote(tb_copy *copy, tb_status status) {
     }
 }
 
-/* Until all have voted. */
+/* Exchanges offers and votes with all ranks. */
 static tb_status exchange_votes(tb_copy *copy) {
     const tb__copy_peer *self = &copy->peers[copy->self];
     set_vote(copy, check_own_ops(copy));
@@ -357,8 +357,8 @@ static tb_status exchange_votes(tb_copy *copy) {
     return status == TB_OK ? await_peers(copy, true) : tb__copy_abort(copy, status);
 }
 
-/* Runs that others have given up before this rank came are not its own. They may have done so while its offers were on
- * their way to them: then it has come to the next one. */
+/* Skips runs that others aborted before this rank took part. If they abort one while its offers are on their way, it
+ * takes part in the next. */
 static tb_status run_copy(tb_copy *copy) {
     tb_status status = TB_OK;
     do {

@@ -1,4 +1,4 @@
-/* Views become comparable, operations are paired by id, shapes are split until they are equal. */
+/* Merges the dimensions of views, pairs operations by id, and splits shapes until they are equal. */
 #include "copy/match.h"
 
 #include "base/int.h"
@@ -27,7 +27,7 @@ tb_dtype tb__match_carrier(uint32_t item_bits) {
     }
 }
 
-/* Leaves out dimensions of length 1. */
+/* Removes dimensions of length 1. */
 static void drop_unit_dims(tb__match_view *v) {
     int kept = 0;
     for (int d = 0; d < v->shape.ndim; d++) {
@@ -39,7 +39,7 @@ static void drop_unit_dims(tb__match_view *v) {
     v->shape.ndim = kept;
 }
 
-/* Two items to a byte: what lies in a byte must stay together. */
+/* Two 4-bit items in a byte become one item of 8 bits. */
 static tb_status pair_items(tb__match_view *v) {
     int last = v->shape.ndim - 1;
     if (last < 0 || v->strides[last] != 1 || v->shape.dim[last] % 2)

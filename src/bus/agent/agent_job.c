@@ -1,4 +1,5 @@
-/* Commands under way. A job's thread does nothing but its own work; what comes of it is dealt with by the loop. */
+/* Jobs: commands that run, and background work. A job's thread only does the job's own work; the loop handles its
+ * result. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/log.h"
@@ -35,10 +36,10 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
 
 void tb__agent_job_drop_frame(agent_job *job) {
     if (!job->session)
-        return; /* a chore has none */
+        return; /* background work has no frame */
     size_t before = atomic_fetch_sub(&job->session->nbytes, job->nbytes);
     if (before > TB__AGENT_MAX_HELD)
-        eventfd_write(job->agent->wake, 1); /* the loop may read again */
+        eventfd_write(job->agent->wake, 1); /* the session may be read again */
     free(job->frame);
     job->frame = NULL;
     job->nbytes = 0;
@@ -53,7 +54,7 @@ void tb__agent_job_trim(agent_job *job) {
     if (nbytes > 0) {
         kept = tb__arena_alloc(&job->arena, nbytes, 1);
         if (!kept)
-            return; /* then all of it stays */
+            return; /* then the whole frame is kept */
         memcpy(kept, m->mesh.data, m->mesh.nbytes);
         memcpy(kept + m->mesh.nbytes, m->placements.data, m->placements.nbytes);
         m->mesh.data = kept;
@@ -103,7 +104,7 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
     tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
     if (status == TB_OK)
-        return; /* the job is its thread's now */
+        return; /* the job belongs to its thread now */
     job->status = status;
     snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
     tb__agent_finish_command(job);
@@ -153,7 +154,7 @@ void tb__agent_job_end(agent_job *job, tb_status status) {
         tb__agent_session_close_when_sent(s);
 }
 
-/* ---- Chores ---------------------------------------------------------------------------------------------------- */
+/* ---- Background work ------------------------------------------------------------------------------------------- */
 
 static void finish_background_job(agent_job *job) {
     job->after(job->arg);
@@ -161,7 +162,7 @@ static void finish_background_job(agent_job *job) {
 }
 
 static void start_background_job(agent_job *job) {
-    if (tb__start_thread(&job->thread, "tb-chore", job_main, job) == TB_OK) {
+    if (tb__start_thread(&job->thread, "tb-background", job_main, job) == TB_OK) {
         job->agent->nbackground++;
         return;
     }
@@ -185,7 +186,7 @@ void tb__agent_run_in_background(tb__agent *agent, agent_session *s, void (*work
         start_background_job(job);
         return;
     }
-    job->next = agent->background; /* in which order they are done does not matter */
+    job->next = agent->background; /* their order does not matter */
     agent->background = job;
 }
 

@@ -1,5 +1,5 @@
-/* The store in etcd 3.4 or newer. What is ephemeral hangs on a lease of this client, which a thread keeps alive;
- * waiting is done by etcd's watches. */
+/* The store in etcd 3.4 or newer. Ephemeral keys are bound to a lease of this client, which a thread renews; waits are
+ * etcd's watches. */
 #include "bus/store/etcd_json.h"
 #include "bus/store/etcd_token.h"
 #include "bus/store/gateway.h"
@@ -13,8 +13,8 @@
 
 enum {
     LEASE_S = 5,
-    LINGER_MS = LEASE_S * 1000 + 2500, /* etcd looks for leases that have run out every now and then */
-    REVOKE_MS = 1000,                  /* for giving the lease back; it runs out anyway */
+    LINGER_MS = LEASE_S * 1000 + 2500, /* etcd checks for expired leases periodically */
+    REVOKE_MS = 1000,                  /* for revoking the lease, which expires anyway */
     PAGE = 256,
 };
 
@@ -25,7 +25,7 @@ typedef struct etcd_client {
     tb__gateway *gateway;
     int64_t lease, lease_ms;
     pthread_t keeper;
-    int64_t renewed_ms; /* the keeper's own: when it last asked and was answered */
+    int64_t renewed_ms; /* when the last renewal that succeeded was sent; only the lease thread uses it */
 
     pthread_mutex_t lock;
     pthread_cond_t ended;
@@ -42,7 +42,7 @@ static etcd_key data_key(const char *key) {
     return full;
 }
 
-/* Ends everything that is under way, and the thread, which gives the lease back. */
+/* Ends all calls, and the lease thread, which revokes the lease. */
 static void stop_client(etcd_client *c, const char *why) {
     tb__gateway_stop(c->gateway, why);
     pthread_mutex_lock(&c->lock);
@@ -74,7 +74,7 @@ static tb_status post_request(etcd_client *c, const char *path, tb__bytes *body,
     return post_body(c, &call, body, reply);
 }
 
-/* A change may find that the lease it names is not there any more. */
+/* A change that names an expired lease means that the connection is lost. */
 static tb_status post_change(etcd_client *c, tb__gateway_call *call, tb__bytes *body, json_t **reply) {
     call->deadline_ms = tb__now_ms() + c->timeout_ms;
     tb_status status = post_body(c, call, body, reply);
@@ -191,7 +191,7 @@ typedef struct listing {
     uint64_t revision; /* 0: not known yet */
     json_t *pages;
     bool is_complete;
-    bool is_compacted; /* the revision is gone: begin again */
+    bool is_compacted; /* etcd has compacted the revision: list again from the start */
 } listing;
 
 static tb_status read_page(etcd_client *c, listing *l) {
@@ -244,10 +244,10 @@ static tb_status etcd_list(void *context, const char *prefix, tb__store_entries 
 
 typedef struct watch_state {
     uint64_t since;
-    bool wants_value; /* only a key that is there counts */
-    bool is_behind;   /* etcd has not come as far as `since`, or this member has not */
+    bool wants_value; /* ends only when the key has a value */
+    bool is_behind;   /* the member that answers has not reached `since` */
     bool is_compacted;
-    uint64_t reached; /* the last change that was heard of */
+    uint64_t reached; /* revision of the last change */
     tb_status status;
     tb__store_value value;
 } watch_state;
@@ -317,7 +317,7 @@ static tb_status etcd_wait(void *context, const char *key, int timeout_ms, tb__s
     }
 }
 
-/* The store's revision, as most of its members have it. */
+/* The store's revision, from a linearizable read. */
 static tb_status ask_revision(etcd_client *c, int64_t deadline_ms, uint64_t *revision) {
     tb__store_value value;
     tb__gateway_call call = {.deadline_ms = deadline_ms};
@@ -348,7 +348,7 @@ static tb_status etcd_wait_change(void *context, const char *prefix, uint64_t si
 
 /* ---- The lease -------------------------------------------------------------------------------------------------- */
 
-/* Once, by the time that it runs out. */
+/* Renews the lease once, before it expires. */
 static tb_status renew_lease(etcd_client *c) {
     int64_t begun_ms = tb__now_ms();
     tb__bytes body;
@@ -394,7 +394,7 @@ static void *lease_thread(void *arg) {
         if (status == TB_LOST || (status != TB_OK && is_over))
             stop_client(c, tb_error_detail());
     }
-    /* When it has run out, or nobody was there to renew it, there is nothing to give back. */
+    /* An expired lease need not be revoked. */
     if (tb__ms_until(c->renewed_ms + c->lease_ms) > 0)
         revoke_lease(c);
     return NULL;
@@ -424,7 +424,7 @@ static tb_status check_verifier(const etcd_client *c, const tb__store_value *fou
     return tb__fail(TB_DENIED, "%s: the token is not the one that etcd's key '%s' was made from", c->url, key);
 }
 
-/* Compares with the token of whoever was first in this namespace, or is the first. */
+/* Checks the token against the namespace's verifier, or stores the verifier if there is none. */
 static tb_status check_token(etcd_client *c, const char *name_space, const char *token, int64_t deadline_ms) {
     char key[sizeof TB__ETCD_TOKEN + TB__STORE_MAX_NAMESPACE];
     tb__store_value found = {0};
@@ -464,7 +464,7 @@ static void etcd_hang_up(void *context) {
 
 static void etcd_close(void *context) {
     etcd_client *c = context;
-    /* A forked child has not the thread, and memory as the thread had it at that moment. */
+    /* A forked child does not have the thread, and the memory may be in the middle of a change. */
     if (c->owner != getpid())
         return;
     stop_client(c, "this side has closed it");

@@ -1,5 +1,5 @@
-/* HTTP by libcurl. Each call drives a connection of its own, in the caller's thread: there is nobody to hand work to,
- * and stopping wakes all of them. */
+/* HTTP by libcurl. Each call runs a connection of its own in the caller's thread; tb__gateway_stop wakes all of them.
+ */
 #include "bus/store/gateway.h"
 
 #include "base/mem.h"
@@ -15,7 +15,7 @@
 /* An endpoint that is silent must not use up the time in which another would answer. */
 enum { ATTEMPT_MS = 2000, FIRST_DELAY_MS = 10, LONGEST_DELAY_MS = 500, MAX_REPLY = 48 << 20 };
 
-/* A connection, and what drives it. */
+/* A libcurl handle with its connection, and the multi handle that runs it. */
 typedef struct connection {
     LIST_ENTRY(connection) link;
     CURLM *multi;
@@ -36,7 +36,7 @@ struct tb__gateway {
     size_t nendpoints;
     endpoint endpoints[TB__GATEWAY_MAX_ENDPOINTS];
     atomic_size_t current;    /* the endpoint that answered last */
-    atomic_bool has_answered; /* as etcd does */
+    atomic_bool has_answered; /* an endpoint has answered as etcd does */
 
     pthread_mutex_t lock; /* for all that follows */
     struct connection_list busy, idle;
@@ -111,7 +111,7 @@ tb_status tb__gateway_create(const char *url, tb__gateway **out) {
     return TB_OK;
 }
 
-/* ---- Lines ------------------------------------------------------------------------------------------------------ */
+/* ---- Connections ------------------------------------------------------------------------------------------------ */
 
 static void destroy_connection(const tb__gateway *g, connection *l) {
     if (l->easy)
@@ -155,7 +155,7 @@ static tb_status create_connection(const tb__gateway *g, connection **out) {
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPALIVE, 1L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPIDLE, 10L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPINTVL, 5L);
-    /* The environment's proxies are for the host program. */
+    /* Proxies of the environment are meant for the program's own requests. */
     g->curl->easy_setopt(l->easy, CURLOPT_PROXY, "");
     *out = l;
     return TB_OK;
@@ -225,10 +225,10 @@ bool tb__gateway_is_stopped(tb__gateway *gateway) {
 
 typedef enum outcome {
     ANSWERED,
-    FAILED,     /* for good, with the attempt's status */
-    UNREACHED,  /* nobody is there: the request was not sent */
-    SILENT,     /* nobody has taken it: it was not sent either */
-    UNANSWERED, /* it may have been */
+    FAILED,     /* not to be tried again; the status is the attempt's */
+    UNREACHED,  /* no connection: the request was not sent */
+    SILENT,     /* no answer, and the request was not sent */
+    UNANSWERED, /* no answer, and the request may have been received */
 } outcome;
 
 typedef struct attempt {
@@ -236,7 +236,7 @@ typedef struct attempt {
     tb__gateway_call *call;
     connection *connection;
     const endpoint *to;
-    tb__bytes in;                                    /* of a stream: what has come of the next object */
+    tb__bytes in;                                    /* the answer so far; of a stream, of the next object */
     bool has_begun, is_enough, is_broken, timed_out; /* timed_out: its time was up */
     int64_t begun_ms;
     tb_status status; /* of what was received */
@@ -247,7 +247,7 @@ static json_t *parse_json(const char *text, size_t nbytes) {
     return json_loadb(text, nbytes, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
 }
 
-/* One object of a stream; false: no more is wanted. */
+/* Handles one object of a stream; false: the stream has to end. */
 static bool take_object(attempt *a, const char *text, size_t nbytes) {
     json_t *object = parse_json(text, nbytes);
     const json_t *result = json_object_get(object, "result");
@@ -314,7 +314,7 @@ static void set_request_options(attempt *a, const endpoint *to) {
     a->connection->error[0] = '\0';
 }
 
-/* Lets it run until it ends, or has to. The transfer's end is in `code` if TB_OK. */
+/* Runs the transfer until it ends, times out, or the gateway is stopped. If TB_OK, `code` is its result. */
 static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code) {
     tb__gateway *g = a->gateway;
     for (;;) {
@@ -389,12 +389,12 @@ static outcome read_http_answer(attempt *a, json_t **reply) {
     return FAILED;
 }
 
-/* Ends a sentence about a program that does not do as etcd does. */
+/* Added to error messages while no endpoint has answered as etcd does. */
 static const char *etcd_hint(const tb__gateway *g) {
     return atomic_load(&g->has_answered) ? "" : ": is it etcd?";
 }
 
-/* libcurl's own sentence does not say why. */
+/* libcurl's own message does not name the cause. */
 static void set_connect_detail(const attempt *a) {
     long error = 0;
     a->gateway->curl->easy_getinfo(a->connection->easy, CURLINFO_OS_ERRNO, &error);
@@ -482,7 +482,7 @@ static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
 
 /* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
-/* Whether to try again after this, and otherwise with which status to end. */
+/* Whether to try again; if not, *status is the result of the call. */
 static bool should_retry_call(const tb__gateway *g, const tb__gateway_call *call, outcome last, size_t ntried,
                               tb_status *status) {
     bool is_late = tb__ms_until(call->deadline_ms) == 0;
@@ -518,9 +518,9 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
                 atomic_store(&g->has_answered, true);
             break;
         }
-        /* Whoever fails first at this endpoint moves everybody on to the next one. */
+        /* The first call that fails at this endpoint moves all calls on to the next one. */
         atomic_compare_exchange_strong(&g->current, &seen, (index + 1) % g->nendpoints);
-        /* An attempt that the deadline has cut short says less than the one before. */
+        /* The message of an attempt that was cut short says less than the one before. */
         bool names_time = result == UNANSWERED && a.timed_out && !a.has_begun && !g->has_answered && !why[0];
         if (!a.timed_out || !why[0])
             snprintf(why, sizeof why, "%s", tb_error_detail());

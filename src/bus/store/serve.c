@@ -1,4 +1,4 @@
-/* Meeting without knowing who comes first: connect, or else become the server. */
+/* Connects to a store, or serves it if nobody does. */
 #include "bus/store/address.h"
 #include "bus/store/server.h"
 
@@ -6,18 +6,18 @@
 #include <string.h>
 #include <time.h>
 
-/* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */
+/* There is no notification when a server starts to listen, so attempts are repeated, with growing delays. */
 enum { FIRST_DELAY_MS = 2, LONGEST_DELAY_MS = 100 };
 
 /* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
 enum { SILENT_MS = 1000 };
 
-/* TB_IO: nobody was there. TB_LOST: somebody was, but ended just then. Either may be different the next time. */
+/* TB_IO: nobody listened. TB_LOST: the server ended just then. The next attempt may succeed. */
 static bool should_retry_open(tb_status status) {
     return status == TB_IO || status == TB_LOST;
 }
 
-/* Somebody else was faster, or it is for another host to serve. */
+/* Another process was faster, or the address is another machine's. */
 static bool is_for_others(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
@@ -27,7 +27,7 @@ static tb_status serve_and_open(const char *url, const char *token, int timeout_
     tb__store_server *mine = NULL;
     if (!tb__store_is_embedded(url))
         return TB_REFUSED;
-    /* Who has the address already was asked just now. */
+    /* The caller has just tried to connect. */
     TB_TRY(tb__store_server_start_limited(url, token, &(tb__store_limits){0}, &mine));
     tb_status status = tb__store_open(url, token, timeout_ms, store);
     if (status != TB_OK) {
@@ -38,7 +38,7 @@ static tb_status serve_and_open(const char *url, const char *token, int timeout_
     return TB_OK;
 }
 
-/* `is_for_later`: nobody serves yet, and it is not for this process to. */
+/* `is_for_later`: nobody serves yet, and this process can't. */
 static tb_status open_or_serve_now(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
                                    tb__store **store, tb__store_server **server, bool *is_for_later) {
     tb_status status = tb__store_open_until(url, token, deadline_ms, timeout_ms, store);
@@ -67,12 +67,12 @@ tb_status tb__store_try_open_or_serve(const char *url, const char *token, int ti
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
-    char why[TB__STORE_MAX_URL + 256] = ""; /* the attempt before has failed */
+    char why[TB__STORE_MAX_URL + 256] = ""; /* of the last failed attempt */
     for (int delay_ms = FIRST_DELAY_MS;; delay_ms = delay_ms * 2 < LONGEST_DELAY_MS ? delay_ms * 2 : LONGEST_DELAY_MS) {
         bool is_for_later;
         int64_t begun_ms = tb__now_ms();
         tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
-        /* An attempt that the deadline has cut short says less than the one before. */
+        /* The message of an attempt that was cut short says less than the one before. */
         bool is_cut = status == TB_TIMEOUT && *why && tb__now_ms() - begun_ms < SILENT_MS;
         if (!is_for_later && !is_cut)
             return status;

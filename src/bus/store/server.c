@@ -1,5 +1,5 @@
-/* The embedded server's loop: accepts, reads, settles, sleeps. Sessions are only sent to and closed in settle(), after
- * the events of a round have been handled, so that nothing that handles one can lose its footing. */
+/* The embedded server's loop. It handles the events of a round first; then flush_sessions sends and closes, so that no
+ * handler loses the session it works on. */
 #include "bus/store/server.h"
 
 #include "base/descriptors.h"
@@ -18,9 +18,9 @@
 
 enum {
     NEVENTS = 64,
-    MAX_BUFFERS = 512 << 20, /* of all sessions together, what is half received or not yet sent */
+    MAX_BUFFERS = 512 << 20, /* bytes of all sessions that are half received or not yet sent */
     MAX_DISCARD = 64,        /* reads */
-    REFUSE_MS = 1000,        /* without descriptors: after which those who wait are told */
+    REFUSE_MS = 1000,        /* out of descriptors: after which waiting clients are refused */
     PROBE_MS = 1000,
 };
 
@@ -44,7 +44,8 @@ static void close_session(tb__session *session) {
         if (recv(session->socket.fd, server->scratch, sizeof server->scratch, 0) <= 0)
             break;
     }
-    /* Closing alone would leave it watched as long as a process that is just being spawned has a copy. */
+    /* Until a process that is being spawned has called exec, its copy of the descriptor would keep a closed one
+     * watched. */
     control_epoll(server, EPOLL_CTL_DEL, session->socket.fd, 0, NULL);
     tb__owned_fd_close(&session->socket);
     tb__session_drop_waiters(session);
@@ -73,7 +74,7 @@ static void free_bytes(tb__bytes *bytes) {
     *bytes = (tb__bytes){0};
 }
 
-/* Serves the whole frames that have come, as far as the client takes its replies. */
+/* Serves the complete frames that have arrived, until too many replies wait to be sent. */
 static void serve_frames(tb__session *session) {
     size_t done = 0;
     while (!session->is_closing && !is_busy(session)) {
@@ -102,7 +103,7 @@ static void serve_frames(tb__session *session) {
 static void receive_requests(tb__session *session) {
     tb__store_server *server = session->server;
     tb__session_touch(session);
-    /* One read a round, so that everybody gets a turn. */
+    /* One read a round, for fairness. */
     ssize_t n = recv(session->socket.fd, server->scratch, sizeof server->scratch, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
         return;
@@ -131,7 +132,7 @@ static bool send_replies(tb__session *session) {
     return true;
 }
 
-/* What was sent must not be kept for as long as a slow reader has not read it all. */
+/* Frees the part of a large buffer that was sent, while a slow client reads the rest. */
 static void forget_sent(tb__session *session) {
     if (session->nsent < TB__SESSION_BUSY || session->nsent < session->out.count / 2)
         return;
@@ -166,7 +167,7 @@ static void flush_session(tb__session *session) {
         close_session(session);
 }
 
-/* Closing one session may wake others, which are settled in their turn. */
+/* Closing a session may answer waits of others, which become dirty then. */
 static void flush_sessions(tb__store_server *server) {
     tb__session *session;
     while ((session = TAILQ_FIRST(&server->dirty))) {
@@ -189,7 +190,7 @@ static tb_status check_peer(const tb__store_server *server, int fd) {
     return TB_OK;
 }
 
-/* `status` is why it is refused, for the reason in tb_error_detail, unless that is TB_OK. */
+/* `status`, with tb_error_detail: why the client is refused; TB_OK: it is not. */
 static void add_store_session(tb__store_server *server, int fd, tb_status status) {
     tb__session *session = tb__calloc(1, sizeof *session);
     if (!session) {
@@ -219,8 +220,8 @@ static void add_store_session(tb__store_server *server, int fd, tb_status status
     tb__session_touch(session);
 }
 
-/* Nobody can be accepted: the listener would be ready again at once. It is looked at again when a session ends, or
- * after a moment. Who waits for long is told why. */
+/* accept fails for lack of descriptors or memory, and the listener would be ready again at once. So it is not watched
+ * until a session ends, or a moment has passed. A client that waits for long is refused, with the reason. */
 static void pause_accepting(tb__store_server *server, int error) {
     int64_t now = tb__now_ms();
     tb_status status = tb__fail(TB_REFUSED, "the store can't take another connection: %s", tb__errno_text(error));
@@ -321,10 +322,10 @@ static tb_status start_server(tb__store_server *server, const tb__address *addre
     return tb__start_thread(&server->thread, "tb-store", server_thread, server);
 }
 
-/* When the thread is gone, or was never there. */
+/* The thread has ended, or was never started. */
 static void free_server(tb__store_server *server) {
     tb__session *next;
-    /* The table outlives the sessions only as memory: nobody is left to be told what goes with them. */
+    /* No waits are left to be answered. */
     server->table.changed = NULL;
     for (tb__session *session = LIST_FIRST(&server->sessions); session; session = next) {
         next = LIST_NEXT(session, link);
@@ -377,7 +378,7 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
     return TB_OK;
 }
 
-/* Somebody has the port. A store answers a hello, be it that the token is wrong. */
+/* Another process has the port. A tensorbus store answers a hello, if only to say that the token is wrong. */
 static tb_status explain_conflict(const char *url, const char *token) {
     tb__store *other = NULL;
     tb_status status = tb__store_open(url, token, PROBE_MS, &other);
@@ -396,7 +397,7 @@ tb_status tb__store_server_start(const char *url, const char *token, tb__store_s
 void tb__store_server_stop(tb__store_server *server) {
     if (!server)
         return;
-    /* A forked child has neither the thread nor the descriptors, and memory as the thread had it at that moment. */
+    /* A forked child has neither the thread nor the descriptors, and the memory may be in the middle of a change. */
     if (server->wake.fd < 0)
         return;
     eventfd_write(server->wake.fd, 1);

@@ -1,10 +1,9 @@
-/* The client of the embedded server. Callers queue a request and sleep until its reply comes or their time is up; one
- * thread reads the replies, and sends what the socket did not take at once.
+/* The client of the embedded server. A caller queues a request and sleeps until the reply or its deadline; one thread
+ * reads replies, and sends what the socket did not take at once.
  *
- * When a network was cut and mended, the kernels try ever more seldom to send what was under way: a connection may stay
- * silent for many seconds after the mending, while a new one works at once. So a caller whose reply takes long tries a
- * new one. If that is answered, and this one still is not, then this one is lost. A server that is stopped, or can't be
- * reached, answers neither. */
+ * After a network outage TCP retransmits at growing intervals: an old connection may stay silent for many seconds while
+ * a new one works at once. So a caller whose reply takes long opens a new connection. If that is answered, and the old
+ * one still is not, the old one is lost. A server that is stopped or unreachable answers neither. */
 #include "bus/store/address.h"
 #include "bus/store/protocol.h"
 
@@ -20,11 +19,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
+/* LINGER_MS: the server removes a dead process's keys when the kernel has closed its connection, and the server is
+ * scheduled. */
 enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16, LINGER_MS = 500 };
 
-/* How long nothing may come before a new connection is tried, how long that has to be answered, and how long this one
- * has then. */
+/* How long the connection may be silent before a new one is tried, the time in which that has to be answered, and the
+ * time that the old one has then. */
 enum { SILENCE_MS = 1500, TRIAL_MS = 1000, GRACE_MS = 300 };
 
 /* One caller's request that is under way. */
@@ -39,7 +39,7 @@ typedef struct call {
 
 typedef struct socket_client {
     tb__address address;
-    char *token; /* NULL: this one is a trial */
+    char *token; /* NULL: this is a connection to try whether the server answers */
     _Atomic int timeout_ms;
     tb__owned_fd socket, wake;
     pthread_t thread;
@@ -51,11 +51,11 @@ typedef struct socket_client {
     size_t nsent; /* of out */
     bool is_closing;
     bool is_lost;
-    bool has_answered; /* it is a store */
-    bool is_foreign;   /* it is none */
+    bool has_answered; /* the peer has answered like a store */
+    bool is_foreign;   /* the peer has answered like another program */
     char why[256];
     bool is_trying;   /* a caller tries a new connection */
-    int64_t heard_ms; /* when something has come last */
+    int64_t heard_ms; /* when bytes last arrived */
 
     tb__bytes in; /* the thread's own */
 } socket_client;
@@ -80,7 +80,7 @@ static void send_queued(socket_client *c) {
         else if (errno == EAGAIN)
             return;
         else if (errno == EPIPE || errno == ECONNRESET)
-            return; /* the thread reads what the server had to say before it hung up */
+            return; /* the thread still reads what the server sent before */
         else if (errno != EINTR)
             mark_lost(c, strerror(errno));
     }
@@ -100,9 +100,9 @@ static tb_status queue_request(socket_client *c, const tb__store_message *reques
     return TB_OK;
 }
 
-/* Hands a reply to the caller who waits for it, if one still does. With the lock held. */
+/* Gives a reply to its caller, if that still waits. With the lock held. */
 static void deliver_reply(socket_client *c, const tb__store_message *reply, const uint8_t *frame, size_t nbytes) {
-    if (reply->id == 0) { /* about the connection as such */
+    if (reply->id == 0) { /* it is about the connection */
         char why[sizeof c->why];
         snprintf(why, sizeof why, "the server says: %.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
         mark_lost(c, why);
@@ -126,7 +126,7 @@ static void deliver_replies(socket_client *c) {
         tb__store_message reply;
         size_t used;
         tb_status status = tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used);
-        if (status == TB_OK && used > 0 && !reply.is_reply) /* a program that echoes does so */
+        if (status == TB_OK && used > 0 && !reply.is_reply) /* an echo server does this */
             status = tb__fail(TB_INVALID, "the server sent a request instead of a reply");
         if (status != TB_OK) {
             c->is_foreign = !c->has_answered;
@@ -198,8 +198,8 @@ static tb_status open_client(const tb__address *address, const char *token, bool
                              int timeout_ms, socket_client **out);
 static void socket_close(void *context);
 
-/* With the lock held, which is free meanwhile. What is under way on a connection that is lost must not reach the server
- * after what the next one says: closing it drops that. */
+/* With the lock held, but for the attempt. The old connection is reset (SO_LINGER 0), so that none of its unsent
+ * requests reaches the server after those of the next connection. */
 static void probe_new_connection(socket_client *c, call *mine, int64_t deadline_ms) {
     socket_client *other;
     int64_t begun_ms = tb__now_ms(), trial_ms = begun_ms + TRIAL_MS;
@@ -290,7 +290,7 @@ static tb__span text_span(const char *text) {
     return (tb__span){.data = (const uint8_t *)text, .nbytes = strlen(text)};
 }
 
-/* For requests that are answered with a revision at most. */
+/* For requests whose reply has a revision at most. */
 static tb_status request_revision(socket_client *c, tb__store_message request, int timeout_ms, uint64_t *revision) {
     tb__store_message reply;
     uint8_t *frame;
@@ -451,7 +451,7 @@ static void free_socket_client(socket_client *c) {
 
 static void socket_close(void *context) {
     socket_client *c = context;
-    /* A forked child has neither the thread nor the descriptors, and memory as the thread had it at that moment. */
+    /* A forked child has neither the thread nor the descriptors, and the memory may be in the middle of a change. */
     if (c->socket.fd < 0)
         return;
     pthread_mutex_lock(&c->lock);
@@ -487,8 +487,8 @@ static tb_status start_client(socket_client *c, int64_t deadline_ms) {
     return tb__start_thread(&c->thread, "tb-store-io", io_thread, c);
 }
 
-/* Why the hello had no answer that makes sense. The status stays: whoever listens there may be another the next time.
- */
+/* Why the hello was not answered as by a store. The status stays TB_LOST: another program may listen there the next
+ * time. */
 static tb_status fail_hello(socket_client *c) {
     pthread_mutex_lock(&c->lock);
     bool has_answered = c->has_answered, is_foreign = c->is_foreign;
@@ -538,7 +538,7 @@ static tb_status open_client(const tb__address *address, const char *token, bool
 
 tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
                                 int timeout_ms, const tb__store_ops **ops, void **context) {
-    (void)name_space; /* the server knows of none */
+    (void)name_space; /* it is in the keys */
     tb__address address;
     socket_client *c;
     TB_TRY(tb__address_parse(url, &address));
