@@ -19,7 +19,7 @@ static uint64_t store_now(const tb__commit_machine *c) {
     return tb__directory_store_number(c->exchange->world->directory);
 }
 
-/* There is a new input, for the driver's next step or for tb__commit_resolve. */
+/* Called after a new input: wakes the driver, and tb__commit_resolve. */
 static void wake_driver(const tb__commit_machine *c) {
     tb__loop_wake(c->exchange->world->loop);
     tb__loop_signal(c->exchange->world->loop);
@@ -41,17 +41,17 @@ enum {
     DISCARD_ABORTED = 16,
     DISCARD_UNKNOWN = 32,
     DISCARD_NOT_APPLIED = 64,
-    FORGET = 128, /* what nobody will ask about any more */
+    FORGET = 128, /* answers that no rank will ask for again */
 };
 
-/* Inputs that are not recorded, but looked up. */
+/* Inputs that are looked up at each step. */
 typedef struct conditions {
     int64_t now_ms;
     bool is_cancelled, memory_invalidated; /* of the receive */
     bool store_is_replaced;                /* the one that decides, and has not answered */
 } conditions;
 
-/* Or knows that there is none. */
+/* The store has answered, or has failed to. */
 static bool has_answer(const tb__commit_machine *c) {
     return c->decision != TB__DECISION_NONE || c->unanswered.status != TB_OK;
 }
@@ -64,7 +64,7 @@ static bool all_are_prepared(const tb__commit_machine *c) {
     return true;
 }
 
-/* A receiver that would ask another store than the lead proposes to might be told otherwise than the rest. */
+/* A receiver connected to another store could be told another decision. */
 static void check_stores(tb__commit_machine *c) {
     const tb__exchange *exchange = c->exchange;
     char why[TB__WHY_MAX];
@@ -232,7 +232,7 @@ static void record_question(tb__commit_machine *c, uint64_t attempt) {
         last->last = attempt > last->last ? attempt : last->last;
         return;
     }
-    if (last && count == MOST_SPANS) { /* then attempts that were never asked about are deleted, too */
+    if (last && count == MOST_SPANS) { /* merging spans deletes attempts between them, too, which does no harm */
         all[1].first = all[0].first;
         memmove(all, all + 1, --c->questions.count * sizeof *all);
     }
@@ -262,7 +262,7 @@ bool tb__commit_message(tb__commit_machine *c, size_t from, tb__unpack *message)
 
 /* ---- The store -------------------------------------------------------------------------------------------------- */
 
-/* No other batch has the lead's port, so no other batch asks this. */
+/* Unique to the batch, because the lead's port is. */
 static void name_question(const tb__commit_machine *c, uint64_t attempt, char *out, size_t room) {
     const tb__peer *lead = c->exchange->all.peers[c->lead];
     snprintf(out, room, "%" PRId32 "/%" PRIu64 "/%" PRIu32 "/%d/%" PRIu64, lead->rank, lead->incarnation,

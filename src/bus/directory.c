@@ -1,7 +1,7 @@
-/* The directory: this process's seats in the store, and the turns of the calls that ask it.
+/* The directory: this process's seats in the store, and the calls that use the store, one at a time.
  *
- * The view of the store is replaced as a whole, under the lock, by whichever thread has listed a newer one. A call that
- * changes something lists afterwards, so that it sees its own change whatever the following thread is doing. */
+ * A thread that has listed a newer state replaces the view as a whole, under the lock. A call that changes something
+ * lists afterwards, so that it sees its own change, whatever the following thread is doing. */
 #include "bus/directory_inner.h"
 
 #include "base/int.h"
@@ -14,7 +14,7 @@
 
 enum { REOPEN_MS = 10, LOOK_AGAIN_MS = 50 };
 
-/* With the lock held: why a call that has waited until its deadline has not had its turn. */
+/* With the lock held: why a call could not begin by its deadline. */
 static tb_status fail_begin_call(const tb__directory *d, const tb__store_deadline *deadline) {
     if (d->state == TB_CONFLICT)
         return tb__fail(TB_CONFLICT, "the store is lost for good: %s", d->why);
@@ -24,7 +24,7 @@ static tb_status fail_begin_call(const tb__directory *d, const tb__store_deadlin
                     deadline->timeout_ms);
 }
 
-/* The following thread can't wait for what only itself can bring about. */
+/* The following thread does not wait for the store to come back: only it can bring the store back. */
 tb_status tb__directory_begin_call(tb__directory *d, tb__store_deadline *deadline, bool needs_store) {
     struct timespec until = tb__time_of_ms(deadline->deadline_ms + 1);
     tb_status status = TB_OK;
@@ -92,7 +92,7 @@ tb_status tb__directory_refresh_within(tb__directory *d, const tb__store_deadlin
     return tb__directory_refresh(d, false);
 }
 
-/* Once the seat is claimed: the rank, for the first one, and what others see. */
+/* After a seat was claimed: claims a rank, if this is the first seat, and makes the seat visible. */
 static tb_status publish_claimed_seat(tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
     if (d->self.rank == TB_NO_RANK)
         TB_TRY(tb__rank_claim(deadline, own->group, own->index, d->holder, &d->self.rank, &d->self.incarnation));
@@ -102,7 +102,7 @@ static tb_status publish_claimed_seat(tb__directory *d, const tb__store_deadline
     return tb__directory_refresh_within(d, deadline);
 }
 
-/* There must be room in `seats`. */
+/* `seats` must have room for one more. */
 static tb_status claim_seat(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
                             int32_t size) {
     tb__own_seat own = {.index = index, .size = size};
@@ -118,7 +118,7 @@ static tb_status claim_seat(tb__directory *d, const tb__store_deadline *deadline
     return TB_OK;
 }
 
-/* The threads are gone, or were never there. */
+/* The threads have ended, or were never started. */
 static void free_directory(tb__directory *d) {
     tb__store_close(d->store);
     tb__store_server_stop(d->server);
@@ -186,7 +186,7 @@ tb_status tb__directory_open(const char *url, const char *group, int32_t index, 
     int64_t deadline_ms = tb__now_ms() + opts->timeout_ms;
     for (;;) {
         tb_status status = open_until(url, group, index, size, opts, deadline_ms, out);
-        /* Who served may end just now; then whoever comes next serves, and that may be us. */
+        /* The process that serves the store may end just then; the next one that connects serves, perhaps this one. */
         if (status != TB_LOST || tb__ms_until(deadline_ms) <= REOPEN_MS)
             return status;
         tb__sleep_ms(REOPEN_MS);
@@ -195,7 +195,7 @@ tb_status tb__directory_open(const char *url, const char *group, int32_t index, 
 
 void tb__directory_close(tb__directory *directory) {
     tb__directory *d = directory;
-    /* A forked child has neither the threads nor the connection, and locks as they were at that moment. */
+    /* A forked child has neither the threads nor the connection, and the locks may be held. */
     if (!d || d->owner != getpid())
         return;
     pthread_mutex_lock(&d->lock);
@@ -341,7 +341,7 @@ tb_status tb__directory_forget(tb__directory *directory, const char *question, i
     return tb__directory_end_call(directory, delete_decision(directory, &deadline, key.text));
 }
 
-/* Not needed while another call has the turn: that one asks the store, too. */
+/* If another call is active, that one uses the store. */
 void tb__directory_probe_store(tb__directory *directory, int timeout_ms) {
     tb__store_value mark = {0};
     if (!tb__directory_is_connected(directory))

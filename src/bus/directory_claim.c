@@ -1,4 +1,5 @@
-/* Taking seats and bus ranks. Keys that must not be there are the locks; they go when their process does. */
+/* Claims seats and bus ranks. A claim is an ephemeral key, created by compare-and-set: it goes when its process does.
+ */
 #include "bus/directory_claim.h"
 
 #include "base/log.h"
@@ -8,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* For undoing what has failed: the deadline may have passed, and nobody is to wait for it. */
+/* For undoing a failed claim: the deadline may have passed. */
 enum { UNDO_MS = 1000 };
 
 tb_status tb__store_deadline_apply(const tb__store_deadline *deadline) {
@@ -19,8 +20,7 @@ tb_status tb__store_deadline_apply(const tb__store_deadline *deadline) {
     return TB_OK;
 }
 
-/* Sleeps until something under the prefix has changed since the revision, which advances. TB_TIMEOUT when `until_ms`
- * has come. */
+/* Sleeps until a key under the prefix has changed since the revision, which advances. TB_TIMEOUT at `until_ms`. */
 static tb_status wait_for_change(const tb__store_deadline *deadline, const char *prefix, int64_t until_ms,
                                  uint64_t *revision) {
     int left = tb__ms_until(until_ms < deadline->deadline_ms ? until_ms : deadline->deadline_ms);
@@ -38,8 +38,8 @@ static tb_status fail_seat_taken(const char *group, int32_t index, const tb__sto
                     tb__seat_describe(&other).text);
 }
 
-/* Left over from a call that failed half-way, or from before the store was lost: who has not announced himself may have
- * sat down without a rank. */
+/* Whether the record is this process's own: left over from a call that failed half-way, or from before the store was
+ * lost. A process that has not announced itself may have claimed the seat without a rank. */
 static bool is_own_record(const tb__store_value *present, int32_t index, const tb__seat_record *mine, bool is_again) {
     tb__seat_record other;
     if (mine->rank == TB_NO_RANK || !tb__seat_decode(present, index, &other))
@@ -74,8 +74,8 @@ static tb_status claim_seat_key(const tb__store_deadline *deadline, const char *
     }
 }
 
-/* Whoever has announced himself is right about the size; among the others whoever came first. The later one looks when
- * the earlier one is already there, so that never both stay. */
+/* A member that has announced itself decides the size; of the others, the first. The later one lists after the earlier
+ * one has claimed its seat, so they never both stay. */
 static tb_status compare_size(const tb__store_entry *entry, const char *group, const tb__seat_record *mine,
                               uint64_t revision) {
     tb__key_parts key;
@@ -114,7 +114,7 @@ static tb_status agree_on_size(const tb__store_deadline *deadline, const char *g
 
 tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group, int32_t index, tb_status status) {
     tb__saved_detail why = tb__save_detail();
-    /* If this fails, too, then claiming it again finds out whose it is. */
+    /* If this fails, too, the next claim finds out that the record is its own. */
     if (status != TB_LOST) {
         tb__store_set_timeout(deadline->store, UNDO_MS);
         (void)tb__store_delete(deadline->store, tb__key_of_seat(group, index).text);
@@ -131,7 +131,7 @@ tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, 
     return status == TB_OK ? TB_OK : tb__seat_give_up(deadline, group, index, status);
 }
 
-/* Adds 1 to a counter; `before` is what it was. */
+/* Increments a counter; `before` is its old value. */
 static tb_status increment_counter(const tb__store_deadline *deadline, const char *key, int64_t max, int64_t *before) {
     tb__store_value value;
     TB_TRY(tb__store_deadline_apply(deadline));
@@ -211,7 +211,7 @@ tb_status tb__rank_claim(const tb__store_deadline *deadline, const char *group, 
     return TB_OK;
 }
 
-/* Makes a counter at least this much; `reached` is what it is then. */
+/* Raises a counter to at least this value; `reached` is the result. */
 static tb_status raise_counter(const tb__store_deadline *deadline, const char *key, int64_t least, int64_t *reached) {
     for (;;) {
         tb__store_value value;
@@ -240,7 +240,7 @@ tb_status tb__ranks_reserve(const tb__store_deadline *deadline, int32_t next_ran
     return raise_counter(deadline, "next_rank", next_rank, &reached);
 }
 
-/* Whoever has the rank may be about to be found dead. */
+/* A process that holds the rank may be dead, and is given time to disappear. */
 static tb_status reclaim_rank_key(const tb__store_deadline *deadline, const char *holder, int32_t rank) {
     tb__key key = tb__key_of_rank(rank);
     int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
@@ -252,7 +252,7 @@ static tb_status reclaim_rank_key(const tb__store_deadline *deadline, const char
                                                      TB__STORE_EPHEMERAL, NULL, &present);
         if (status != TB_CONFLICT)
             return status;
-        /* In etcd what this process wrote outlives its connection for a while. */
+        /* With etcd, keys outlive the connection for a while: this one may be our own. */
         expected = present.data && strcmp(present.data, holder) == 0 ? present.revision : 0;
         if (present.revision > since)
             since = present.revision;

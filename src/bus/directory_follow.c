@@ -1,4 +1,4 @@
-/* The thread that follows the store: keeps the view new, and comes back when the store was lost. */
+/* The thread that follows the store: keeps the view up to date, and rejoins a store that was lost. */
 #include "bus/directory_inner.h"
 
 #include "base/index.h"
@@ -10,8 +10,8 @@
 #include <string.h>
 #include <sys/random.h>
 
-/* Following sleeps until something changes or the connection ends; the longest round is only there to be finite.
- * Nothing tells when a lost store is back, so the waits between attempts to reach it grow. */
+/* ROUND_MS bounds a wait that otherwise ends with a change, or with the connection. There is no notification when a
+ * lost store is back, so the delays between attempts to reach it grow. */
 enum {
     ROUND_MS = 60000,
     RETRY_MS = 100,
@@ -37,7 +37,7 @@ void tb__directory_set_state(tb__directory *d, tb_status state) {
     pthread_mutex_unlock(&d->lock);
     if (!is_new || is_closing)
         return;
-    /* Processes that end together lose the store, too: it is no news before it lasts. */
+    /* Processes that end together lose the store, too: a warning is logged only if the loss lasts. */
     if (state == TB_OK)
         tb__log(d->has_warned ? TB_LOG_WARN : TB_LOG_INFO, "directory: the store is back");
     else
@@ -100,7 +100,7 @@ tb_status tb__directory_refresh(tb__directory *d, bool is_other_store) {
     return TB_OK;
 }
 
-/* True if it is time to end. */
+/* True: the directory is closing. */
 static bool sleep_unless_closing(tb__directory *d, int ms) {
     struct timespec until = tb__time_of_ms(tb__now_ms() + ms);
     pthread_mutex_lock(&d->lock);
@@ -133,8 +133,7 @@ tb__seat_record tb__directory_seat_record(const tb__directory *d, int32_t size) 
     return seat;
 }
 
-/* Everything that this process says, once more. The store may have forgotten all of it, or in etcd still have what was
- * written before. */
+/* Writes all that this process has published again. The store may be empty, or, with etcd, still have the old keys. */
 static tb_status republish_all(tb__directory *d, const tb__store_deadline *deadline) {
     for (size_t i = 0; i < d->seats.count; i++) {
         const tb__own_seat *own = &d->seats.item[i];
@@ -152,7 +151,7 @@ static tb_status republish_all(tb__directory *d, const tb__store_deadline *deadl
     return tb__directory_refresh(d, true);
 }
 
-/* With the turn. */
+/* By the active call. */
 static tb_status rejoin_store(tb__directory *d) {
     tb__store *store;
     tb__store_server *server = NULL;
@@ -175,7 +174,7 @@ static tb_status rejoin_store(tb__directory *d) {
     return republish_all(d, &deadline);
 }
 
-/* Waits for the call that has the turn, which can't last: it has a deadline, and the connection is gone. */
+/* Waits for the active call, which ends soon: it has a deadline, and the connection is gone. */
 static tb_status rejoin_store_exclusively(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
     while (d->is_call_active)
@@ -184,7 +183,7 @@ static tb_status rejoin_store_exclusively(tb__directory *d) {
     pthread_mutex_unlock(&d->lock);
     tb_status status = rejoin_store(d);
     tb__store_set_timeout(d->store, d->opts.timeout_ms);
-    /* First the state, so that whoever gets the turn finds it. */
+    /* The state first, so that the next call sees it. */
     if (status == TB_OK || status == TB_CONFLICT)
         tb__directory_set_state(d, status);
     pthread_mutex_lock(&d->lock);
@@ -192,11 +191,11 @@ static tb_status rejoin_store_exclusively(tb__directory *d) {
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
     if (status == TB_OK)
-        tb__directory_retry_withdrawals(d); /* for what was withdrawn while this was under way */
+        tb__directory_retry_withdrawals(d); /* notes may have been withdrawn meanwhile */
     return status;
 }
 
-/* False if it is time to end, or another process is in this one's place. */
+/* False: the directory is closing, or another process has taken this one's rank or seat. */
 static bool rejoin_until_closed(tb__directory *d) {
     int64_t lost_ms = tb__now_ms();
     unsigned seed = (unsigned)d->self.rank * 2654435761u + (unsigned)getpid();
@@ -205,14 +204,14 @@ static bool rejoin_until_closed(tb__directory *d) {
         if (status == TB_OK)
             return true;
         if (status == TB_CONFLICT) {
-            tb__store_hang_up(d->store); /* what it has taken again is for others */
+            tb__store_hang_up(d->store); /* releases what it has claimed again */
             return false;
         }
         if (!d->has_warned && tb__now_ms() - lost_ms > PATIENCE_MS)
             tb__log(TB_LOG_WARN, "directory: the store is lost: %s", d->why);
         d->has_warned |= tb__now_ms() - lost_ms > PATIENCE_MS;
         tb__log(TB_LOG_DEBUG, "directory: the store is not back: %s", tb_error_detail());
-        /* Many that have lost it at once do not come all at once. */
+        /* A random delay, because many processes lose the store at once. */
         if (sleep_unless_closing(d, delay_ms / 2 + rand_r(&seed) % (delay_ms / 2 + 1)))
             return false;
     }
@@ -227,7 +226,7 @@ void *tb__directory_follow(void *directory) {
         tb_status status = tb__store_wait_change(d->store, TB__NOW, told, ROUND_MS, &revision);
         if (status == TB_TIMEOUT)
             continue;
-        /* A call of this process may have been here already. */
+        /* A call of this process may have refreshed the view already. */
         if (status == TB_OK && viewed_revision(d) < revision)
             status = tb__directory_refresh(d, false);
         if (status == TB_LOST) {

@@ -1,4 +1,4 @@
-/* The directory's keys and values. What is read was written by others, and may be anything. */
+/* The directory's keys and values. Other processes write them, so they may be malformed. */
 #include "bus/directory_keys.h"
 
 #include "base/text.h"
@@ -88,7 +88,7 @@ tb_status tb__key_of_decision(const char *question, tb__key *out) {
                : tb__fail(TB_TOO_BIG, "a question's name has at most %d bytes", TB__STORE_MAX_KEY - 10);
 }
 
-/* The opposite of add_name. */
+/* The opposite of append_escaped_name. */
 static bool consume_name(const char **at, char *name) {
     size_t length = 0;
     for (; **at && **at != '/'; (*at)++) {
@@ -127,7 +127,7 @@ bool tb__key_split(const char *key, tb__key_parts *out) {
     if (!tb__read_int(&at, &index) || index < 0 || index >= TB_MAX_RANKS)
         return false;
     out->index = (int32_t)index;
-    /* Only one key stands for a seat: not "07", not " 7". */
+    /* Rejects other spellings of the index: "07", " 7". */
     tb__key same =
         out->is_note ? tb__key_of_note(out->topic, out->group, out->index) : tb__key_of_seat(out->group, out->index);
     return strcmp(same.text, key) == 0;

@@ -1,8 +1,8 @@
 /* The notes that this process publishes.
  *
- * A note that is withdrawn stays in the list until the store has confirmed that it is gone. So withdrawing need not
- * wait for a store that does not answer: what is still owed is made up for by whoever comes back to a store that was
- * lost, and otherwise by a thread, which is started when there is something for it to do. */
+ * A withdrawn note stays in the list until the store has confirmed its deletion, so that withdrawing need not wait for
+ * a store that does not answer. What is left is deleted when a lost store is rejoined, or by a thread, which is started
+ * when it is needed. */
 #include "bus/directory_inner.h"
 
 #include "base/log.h"
@@ -21,7 +21,7 @@ void tb__directory_free_notes(tb__directory *d) {
     free(d->notes.item);
 }
 
-/* With the turn or the lock. */
+/* By the active call, or with the lock held. */
 static tb__own_note *find_own_note(const tb__directory *d, const char *key) {
     for (size_t i = 0; i < d->notes.count; i++) {
         if (strcmp(d->notes.item[i].key, key) == 0)
@@ -30,7 +30,7 @@ static tb__own_note *find_own_note(const tb__directory *d, const char *key) {
     return NULL;
 }
 
-/* With the turn. */
+/* By the active call. */
 static tb__own_note *add_own_note(tb__directory *d, const char *key) {
     char *copy = tb__strdup(key);
     tb__own_note *note = NULL;
@@ -45,7 +45,7 @@ static tb__own_note *add_own_note(tb__directory *d, const char *key) {
     return note;
 }
 
-/* With the turn. */
+/* By the active call. */
 static void drop_note(tb__directory *d, tb__own_note *note) {
     tb__own_note gone = *note;
     pthread_mutex_lock(&d->lock);
@@ -55,7 +55,7 @@ static void drop_note(tb__directory *d, tb__own_note *note) {
     free(gone.data);
 }
 
-/* With the turn; the first one that is to be deleted. */
+/* By the active call: the first note that has to be deleted. */
 static tb__own_note *first_withdrawn(tb__directory *d) {
     tb__own_note *owed = NULL;
     pthread_mutex_lock(&d->lock);
@@ -74,9 +74,9 @@ tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadl
     return TB_OK;
 }
 
-/* ---- Making up for what was not withdrawn ----------------------------------------------------------------------- */
+/* ---- Deleting in the background --------------------------------------------------------------------------------- */
 
-/* With the lock held. Where another process is in this one's place, nothing is left to be withdrawn. */
+/* With the lock held. If another process has taken this one's rank or seat, nothing is left to delete. */
 static bool has_withdrawn_notes(const tb__directory *d) {
     bool is_owing = false;
     for (size_t i = 0; i < d->notes.count && d->state != TB_CONFLICT; i++)
@@ -139,7 +139,7 @@ static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline
     tb_status status = tb__directory_refresh_within(d, deadline);
     if (status != TB_TOO_BIG)
         return status;
-    /* All notes together are more than can be listed, and nobody could see anything any more. */
+    /* All notes together are too long to be listed, and no process would see any of them. */
     tb__saved_detail why = tb__save_detail();
     if (tb__store_deadline_apply(deadline) == TB_OK)
         (void)tb__store_delete(d->store, key);
@@ -169,7 +169,7 @@ static tb_status publish_note(tb__directory *d, const tb__store_deadline *deadli
         note->is_withdrawn = false;
         copy = before;
     } else if (!note->data) {
-        note->is_withdrawn = true; /* it may have been written all the same */
+        note->is_withdrawn = true; /* the store may have it nevertheless */
     }
     pthread_mutex_unlock(&d->lock);
     free(copy);
@@ -199,7 +199,7 @@ static tb_status withdraw_note(tb__directory *d, const tb__store_deadline *deadl
     TB_TRY(check_note(d, group, index));
     tb__own_note *note = find_own_note(d, key);
     if (!note)
-        return TB_OK; /* it never was there, or has been made up for */
+        return TB_OK; /* it was never published, or is deleted already */
     pthread_mutex_lock(&d->lock);
     note->is_withdrawn = true;
     bool is_there = d->state == TB_OK;
@@ -207,11 +207,12 @@ static tb_status withdraw_note(tb__directory *d, const tb__store_deadline *deadl
     return is_there ? delete_withdrawn_and_refresh(d, deadline) : TB_OK;
 }
 
-/* What can be said without the store: TB_TIMEOUT if that has to be asked, and does not answer. */
+/* Withdraws a note without the store, if that is lost or does not answer; the latter is TB_TIMEOUT. `is_enough`: there
+ * is no more to be done. */
 static tb_status withdraw_without_store(tb__directory *d, const char *key, bool *is_enough) {
     pthread_mutex_lock(&d->lock);
     tb__own_note *note = find_own_note(d, key);
-    bool is_known = note && (note->data || note->is_withdrawn); /* and not just being written */
+    bool is_known = note && (note->data || note->is_withdrawn); /* not being written right now */
     if (is_known)
         note->is_withdrawn = true;
     tb_status state = d->state;

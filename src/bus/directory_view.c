@@ -1,4 +1,4 @@
-/* From the store's entries to rosters and notes. */
+/* Makes rosters and notes from the store's entries. */
 #include "bus/directory_view.h"
 
 #include "base/log.h"
@@ -20,9 +20,9 @@ typedef struct note_entry {
 } note_entry;
 
 struct tb__directory_view {
-    tb__store_entries entries; /* what the rest points into */
+    tb__store_entries entries; /* the rest points into them */
     tb__arena names;
-    TB_VEC(seat_entry) seats; /* of those who have announced themselves; by group, then index */
+    TB_VEC(seat_entry) seats; /* of members that have announced themselves; by group, then index */
     TB_VEC(note_entry) notes; /* by topic, group, index */
     const tb__seat_record **by_rank;
 };
@@ -127,7 +127,7 @@ int32_t tb__directory_view_next_rank(const tb__directory_view *view) {
     return view->seats.count > 0 ? view->by_rank[view->seats.count - 1]->rank + 1 : 0;
 }
 
-/* Copies to where `at` points, which advances. Nothing is copied from NULL. */
+/* Copies to *at, and advances it. `data` may be NULL if there are no bytes. */
 static const void *copy_bytes(char **at, const void *data, size_t nbytes) {
     char *copy = *at;
     if (nbytes > 0)

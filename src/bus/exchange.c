@@ -1,6 +1,6 @@
-/* The ranks of a pair agree on a batch. When everybody's manifest counts, the ranks send each other their lists, so
- * that everybody gets each of them once; whoever has all of them finds out what follows. Then there are flows, and
- * messages go to them. */
+/* The ranks of a pair agree on a batch. When all manifests are confirmed, the ranks send each other their tensor lists,
+ * so that each rank gets each list once. A rank that has all lists merges them and makes the flows; messages go to
+ * these from then on. */
 #include "bus/exchange.h"
 
 #include "base/descriptors.h"
@@ -28,7 +28,7 @@ void tb__exchange_break(tb__exchange *exchange, tb_status status, bool tell) {
     }
 }
 
-/* Whether this rank is in a transfer, or will be in one that others have begun. */
+/* Whether this rank is in a transfer, or has to take part in one that others have begun. */
 static bool is_moving(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int src = 0; exchange->sides[side].is_here && src < 2; src++) {
@@ -74,7 +74,7 @@ static int compare_tensor_names(const void *a, const void *b) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-/* Neither name has control characters. */
+/* Names have no control characters. */
 static void format_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
     snprintf(out, room, "batch\n%s\n%s", batch->name, pair->name);
 }
@@ -94,7 +94,7 @@ static tb_status init_handshake(tb__exchange *exchange) {
     return peers && exchange->goodbyes && exchange->staging ? status : TB_NO_MEMORY;
 }
 
-/* Hosts are numbered as they appear by rank: alike on every rank. */
+/* Machines are numbered in the order of their first ranks: the same on every rank. */
 static tb_status number_hosts(tb__exchange *exchange) {
     int32_t most = exchange->all.peers[exchange->all.npeers - 1]->rank, count = 0;
     exchange->nhosts = (size_t)most + 1;
@@ -139,7 +139,7 @@ static tb_status add_tensor_list(tb__exchange_side *s, unsigned char *data, size
     return TB_OK;
 }
 
-/* What this process has added for one side of the pair. */
+/* Collects the tensors that this process has added for one side of the pair. */
 static tb_status collect_own_tensors(tb__exchange *exchange, int side) {
     tb__exchange_side *s = &exchange->sides[side];
     const tb_batch *batch = exchange->batch;
@@ -291,7 +291,7 @@ static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *me
                            true);
 }
 
-/* Every rank has come, but one that is in both groups may have added tensors for one of them only. */
+/* A rank that is in both groups may have added tensors for one of them only. */
 static tb_status check_all_seats_added(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
@@ -304,7 +304,7 @@ static tb_status check_all_seats_added(const tb__exchange *exchange) {
     return TB_OK;
 }
 
-/* A seat whose list is not here yet; NULL: there is none. */
+/* A rank whose list has not arrived; NULL: there is none. */
 static const tb__peer *find_missing(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
@@ -321,7 +321,7 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
     char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
     tb__pair_find_refusal(exchange->pair, refusal, sizeof refusal);
     snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
-    size_t late = all->npeers; /* one that has not registered, or else one that has not confirmed */
+    size_t late = all->npeers; /* a peer that has not registered, or else one that has not confirmed */
     for (size_t i = 0; i < all->npeers; i++) {
         if (!all->is_confirmed[i] && (late == all->npeers || (all->ports[late] && !all->ports[i])))
             late = i;
@@ -342,7 +342,7 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
                     missing ? missing->label : "nobody", what, pair, shortage);
 }
 
-/* Everybody has come, and all lists are here: compare, and begin. */
+/* When all peers are confirmed and all lists are here: merges them and makes the flows. */
 static void try_agree(tb__exchange *exchange) {
     if (exchange->state != EXCHANGE_WAITING || exchange->all.nunconfirmed > 0 || find_missing(exchange))
         return;
@@ -376,7 +376,7 @@ static void try_agree(tb__exchange *exchange) {
     tb__loop_signal(exchange->world->loop);
 }
 
-/* It may come before this rank knows whose it is, and after it has agreed: then it is one that was sent again. */
+/* A list may arrive before the manifests that name its hash, and again after the agreement. */
 static void on_tensor_list(tb__exchange *exchange, size_t at, tb__unpack *message) {
     uint32_t side = tb__unpack_u32(message);
     uint64_t hash = tb__unpack_u64(message);
@@ -423,7 +423,7 @@ static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *mess
 
 /* ---- Manifests, out and in ------------------------------------------------------------------------------------- */
 
-/* A side that has left the pair, and made it again with another layout, may not have been noticed by all. */
+/* In manifests, because some ranks may not have noticed that a side has made the pair again with another layout. */
 static uint64_t hash_layouts(const tb_pair *pair) {
     uint64_t hash[2];
     for (int side = 0; side < 2; side++)
@@ -459,12 +459,12 @@ static tb_status send_tensor_list(tb__exchange *exchange, int side, size_t to) {
     return tb__loop_send(exchange->all.peers[to], exchange->all.ports[to], &pack);
 }
 
-/* Seats that have the same list share the work: the peer at position p gets it from the one that is p-th among them,
- * modulo their number. */
+/* Seats with the same list share the work: the peer at position p gets it from the p-th of them, modulo their number.
+ */
 static tb_status send_own_list(tb__exchange *exchange, int side) {
     const tb__exchange_side *s = &exchange->sides[side];
     const tb__pair_side *seats = &exchange->pair->sides[side];
-    size_t nalike = 1, before = 0; /* this seat is one */
+    size_t nalike = 1, before = 0; /* this seat */
     bool *has = tb__calloc(exchange->all.npeers, sizeof *has);
     if (!has)
         return TB_NO_MEMORY;
@@ -484,7 +484,7 @@ static tb_status send_own_list(tb__exchange *exchange, int side) {
     return status;
 }
 
-/* Before this rank can agree, so that what it leaves behind is enough for the others to. */
+/* Before this rank agrees, so that the others have its lists even if it leaves at once. */
 static tb_status send_own_lists(tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         if (exchange->sides[side].is_here)
@@ -497,7 +497,7 @@ static const char *seat_name(const tb__exchange *exchange, int side, int32_t sea
     return exchange->pair->sides[side].peers[seat]->label;
 }
 
-/* Whether what the seat sent is about this very batch. */
+/* Whether the seat's manifest has arrived, and its rank is confirmed. */
 static bool is_seat_confirmed(const tb__exchange *exchange, int side, int32_t seat) {
     return exchange->sides[side].has_come[seat] &&
            exchange->all.is_confirmed[tb__handshake_find(&exchange->all, exchange->pair->sides[side].peers[seat])];
@@ -552,7 +552,7 @@ static void on_exchange_manifest(tb__handshake *all, size_t at, tb__unpack *u) {
         tb__exchange_break(exchange, status, true);
 }
 
-/* The peer has our manifest, and we have its. */
+/* The peer has confirmed our manifest. */
 static void on_manifest_confirmed(tb__handshake *all, size_t at) {
     tb__exchange *exchange = (tb__exchange *)all;
     tb_status status = TB_OK;

@@ -1,4 +1,4 @@
-/* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
+/* Matches the tensors of the two sides, in each direction, and makes the flows. */
 #include "bus/exchange.h"
 
 #include "base/text.h"
@@ -10,7 +10,7 @@
 
 /* ---- How names are matched ------------------------------------------------------------------------------------- */
 
-/* What all ranks of both sides ask for, each once. */
+/* The ties and ignored patterns of all ranks, each once. */
 typedef struct matching {
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
@@ -35,7 +35,7 @@ static tb_status collect_list(matching *m, const tb__tensor_list *list) {
     return TB_OK;
 }
 
-/* Only lists that a seat stands for count: one that came from a rank that left may be another's. */
+/* Lists that no seat names any more are left out: they came from a rank that has left. */
 static tb_status matching_init(matching *m, const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         const tb__exchange_side *s = &exchange->sides[side];
@@ -95,13 +95,13 @@ static tb_status match_tensors(const tb__exchange *exchange, int src, const matc
                           .nties = m->ties.count,
                           .ignored = m->ignored.item,
                           .nignored = m->ignored.count};
-    /* Nobody knows yet in which direction the batch will go, so groups are told apart by their names. */
+    /* The direction of the batch is not known yet, so messages name the groups. */
     char here[TB__DIRECTORY_MAX_NAME + 16], there[sizeof here];
     snprintf(here, sizeof here, "group '%s'", sides[src].group);
     snprintf(there, sizeof there, "group '%s'", sides[!src].group);
     tb_status status =
         tb__match_names(m->names[src], from->tensors.count, m->names[!src], to->tensors.count, &opts, here, there, out);
-    if (status != TB_OK) /* what is wrong here is what different ranks say */
+    if (status != TB_OK) /* the ranks' options contradict each other */
         return tb__fail_within(status == TB_INVALID ? TB_CONFLICT : status, "%s", exchange->what);
     for (size_t i = 0; i < out->nmatched && status == TB_OK; i++)
         status =
@@ -150,7 +150,7 @@ static const tb__encoded *encoded_of(const tb__side_tensor *held) {
     return held->mine && held->mine->encode && held->mine->encoded.rows ? &held->mine->encoded : NULL;
 }
 
-/* What is done to it on the way. */
+/* The conversion of a tensor between the two sides. */
 static tb_status get_conversion(const tb__exchange *exchange, const tb__side_tensor *from, const tb__side_tensor *to,
                                 tb__convert_how *out) {
     *out = (tb__convert_how){.src_encoding = from->desc->encode ? &from->desc->encoding : NULL,
@@ -231,13 +231,12 @@ static tb_status make_exchange_flow(tb__exchange *exchange, int src, const match
     return status;
 }
 
-/* Padding is written while a receive is under way, when what is sent from the same memory may not have been read yet.
- */
+/* A receive in place writes padding before data sent from the same memory may have been read. */
 tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src) {
     const tb__exchange_side *s = &exchange->sides[src];
     TB_VEC(tb_binding) sources = {0}, padding = {0};
     bool has_room = true, *marks = NULL;
-    if (s->own.count == 0 || exchange->sides[!src].commit == TB_SHADOW) /* a shadow is copied when all was read */
+    if (s->own.count == 0 || exchange->sides[!src].commit == TB_SHADOW) /* a shadow is applied after all reads */
         return TB_OK;
     for (size_t i = 0; i < exchange->received[src].count && has_room; i++) {
         const tb__added_tensor *t = exchange->received[src].item[i];

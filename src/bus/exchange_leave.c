@@ -1,4 +1,4 @@
-/* A rank leaves an exchange, because its batch is destroyed: what it says, and what the others make of it. */
+/* Goodbyes: what a rank says when it leaves an exchange, because its batch is destroyed, and what its peers do then. */
 #include "bus/exchange.h"
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
@@ -10,7 +10,7 @@ static void pack_failure(tb__pack *pack, const tb__failure *last) {
     tb__pack_string(pack, last->why);
 }
 
-/* The failures are for those who have not heard of them: others leave, or are lost, because of them. */
+/* The goodbye repeats the last failures for peers that have not heard of them: ranks leave because of these. */
 void tb__exchange_leave(tb__exchange *exchange) {
     bool is_broken = exchange->state == EXCHANGE_BROKEN;
     const char *why = is_broken ? exchange->all.why : "";
@@ -41,7 +41,7 @@ void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
     }
 }
 
-/* What a rank had said does not count any more. Lists stay: they are what their hashes say. */
+/* Drops the rank's manifest. Its lists stay: they are found by hash. */
 static void forget_manifest(tb__exchange *exchange, size_t at) {
     tb__handshake_forget(&exchange->all, at);
     for (int side = 0; side < 2; side++) {
@@ -52,7 +52,7 @@ static void forget_manifest(tb__exchange *exchange, size_t at) {
     }
 }
 
-/* A direction in which nothing failed ends for the reason that the rank has for leaving. */
+/* In a direction without a failure, the rank's reason for leaving counts. */
 static void keep_failure(tb__goodbye *f, tb__failure last, const char *why) {
     free(f->why);
     f->why = tb__strdup(last.status != TB_OK ? last.why : why);
@@ -71,9 +71,9 @@ static tb__failure unpack_failure(tb__unpack *message) {
     return last;
 }
 
-/* What needs the rank no more goes on: if it had agreed, everybody has come, although their manifests may still be on
- * their way to us. If it left because something went wrong, that is the reason here, too: it may have heard of a dead
- * rank before us. */
+/* Transfers that do not need the rank any more go on: if it had agreed, all ranks have registered, though their
+ * manifests may still be on the way to us. A failure that made it leave is a failure here, too: it may have noticed a
+ * lost rank before us. */
 void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message) {
     tb__exchange *exchange = (tb__exchange *)all;
     bool had_agreed = tb__unpack_u32(message) != 0;
@@ -84,7 +84,7 @@ void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message)
     for (int i = 0; i < 2; i++)
         keep_failure(&exchange->goodbyes[at][i], unpack_failure(message), why);
     if (exchange->state == EXCHANGE_WAITING && (!had_agreed || message->failed)) {
-        forget_manifest(exchange, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
+        forget_manifest(exchange, at); /* its failure concerned an earlier batch, or is reported here as well */
         return;
     }
     if (exchange->state == EXCHANGE_AGREED && !message->failed && status == TB_LOST) {

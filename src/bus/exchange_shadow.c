@@ -1,5 +1,4 @@
-/* Shadowed receives of an exchange: whether a side asks for them, the shadows of quantised tensors, and what may not be
- * overwritten by them. */
+/* Shadowed receives of an exchange: commit modes, shadows of quantised tensors, and checks of overlap. */
 #include "bus/exchange.h"
 
 #include "base/int.h"
@@ -83,7 +82,7 @@ tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded
     return TB_OK;
 }
 
-/* Tensors may have their one scale in one place: then it is the same. */
+/* Tensors may share the memory of a global scale: it is copied once. */
 tb_status tb__exchange_list_shadows(const tb__encoded_shadows *shadows, tb__move_list *out) {
     tb__index by_scale = {0};
     tb_status status = TB_OK;

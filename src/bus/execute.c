@@ -1,4 +1,4 @@
-/* One transfer of a whole model, whichever part this process has in it. */
+/* tb_reshard_execute: sends, receives, or both, according to the groups that this process is in. */
 #include "bus/exchange.h"
 
 #include "base/opts.h"
@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Whether it is on the sending side, on the other, or on both, over all pairs of the batch. */
+/* Whether this process sends, receives, or both, over all pairs of the batch. */
 static tb_status find_roles(const tb_batch *batch, const char *from, bool *sends, bool *receives, char **to) {
     bool is_known = false;
     for (size_t i = 0; i < batch->exchanges.count; i++) {

@@ -1,4 +1,4 @@
-/* Memory that the program invalidates: whoever has tensors in it is told, and waited for. */
+/* tb_world_invalidate: marks the tensors in the memory, and waits until nothing uses it. */
 #include "bus/exchange.h"
 
 #include "layout/overlap.h"
@@ -68,7 +68,7 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
 typedef struct invalidation {
     tb_world *world;
     uintptr_t first, last;
-    char still[256]; /* what uses it */
+    char still[256]; /* names what still uses the memory */
 } invalidation;
 
 static bool is_memory_unused(void *arg) {

@@ -87,8 +87,8 @@ void tb__agent_stop(tb__agent *agent) {
 
 /* ---- The loop -------------------------------------------------------------------------------------------------- */
 
-/* Strangers that do not say who they are are turned away in time, and those who are to go and do not take what they are
- * sent. Returns when to look again. */
+/* Closes sessions that have not sent a Hello in time, and closing ones that do not take their replies. Returns the next
+ * deadline. */
 static int64_t close_expired_sessions(tb__agent *agent) {
     int64_t now = tb__now_ms(), next = INT64_MAX;
     for (agent_session *s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link)) {
@@ -102,7 +102,8 @@ static int64_t close_expired_sessions(tb__agent *agent) {
     return next;
 }
 
-/* Burying one may bring the end of another, whom a reply can't reach any more. */
+/* Releases sessions that are gone, and frees those without jobs. Releasing one may close another, because a reply to it
+ * fails. */
 static void release_sessions(tb__agent *agent) {
     agent_session *s, *next;
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
@@ -121,7 +122,7 @@ static void release_sessions(tb__agent *agent) {
     }
 }
 
-/* What has to be done between events; how long to sleep then. */
+/* Work between events. Returns how long to sleep. */
 static int do_housekeeping(tb__agent *agent) {
     int64_t next = tb__agent_pairs_expire(agent), other = close_expired_sessions(agent);
     release_sessions(agent);
@@ -133,7 +134,7 @@ static int do_housekeeping(tb__agent *agent) {
     return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 
-/* Whoever says it twice does not want to wait: what is under way is cut off when the agent is destroyed. */
+/* The second stop ends the loop at once; tb__agent_destroy then ends what still runs. */
 static void on_stop(tb__agent *agent) {
     eventfd_t times = 0;
     eventfd_read(agent->stop, &times);
@@ -160,7 +161,8 @@ static void on_epoll_event(tb__agent *agent, const struct epoll_event *event) {
         if (!s->is_gone && event->events & EPOLLOUT)
             tb__agent_session_writable(s);
         if (!s->is_gone && event->events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-            if (s->is_closing || !(event->events & EPOLLIN)) /* an end, which would be told again and again */
+            if (s->is_closing ||
+                !(event->events & EPOLLIN)) /* the connection has ended, which epoll would report again and again */
                 tb__agent_session_close(s);
             else
                 tb__agent_session_readable(s);
@@ -189,7 +191,7 @@ void tb__agent_destroy(tb__agent *agent) {
     for (s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link))
         tb__agent_session_close(s);
     release_sessions(agent);
-    while (agent->njobs > 0) { /* those that were cut off give up, and have deadlines */
+    while (agent->njobs > 0) { /* jobs of closed sessions give up, and have deadlines */
         eventfd_t unused;
         struct pollfd end = {.fd = agent->wake, .events = POLLIN};
         poll(&end, 1, do_housekeeping(agent));

@@ -1,4 +1,4 @@
-/* Tensors of clients: where their memory is, here, as pairs come to a batch and go. */
+/* Adds a client's tensors to a batch: maps or mirrors their memory. */
 #include "bus/agent/agent_inside.h"
 
 #include "layout/overlap.h"
@@ -6,7 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* A batch that is being filled, by a job's thread. */
+/* The state of adding tensors to a batch, in a job's thread. */
 typedef struct filling {
     agent_job *job;
     tb_batch *batch;
@@ -46,7 +46,7 @@ static tb_status map_client_file(filling *f, const tb__payload_memory *m, char *
     return TB_OK;
 }
 
-/* One of the tensor's memories. */
+/* Finds one of the tensor's memory areas. */
 static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory, const char *what, uint64_t needed,
                             char **out) {
     *out = NULL;
@@ -117,7 +117,7 @@ static tb_status get_local(const filling *f, const tb__tensor_payload *p, tb_sha
     return TB_OK;
 }
 
-/* Its data begins `back` bytes after its memory, where strides are negative. */
+/* With negative strides, the tensor's data does not begin at the start of its memory. */
 static tb_status locate_plain(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
     tb_binding b;
     uintptr_t first, last;
@@ -167,8 +167,8 @@ static tb_status add_client_tensor(filling *f, const tb__tensor_payload *p) {
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s'", p->name);
     t.layout = layout;
-    status =
-        tb__batch_add_mirrored(f->batch, f->batch_pair->held, p->name, &t, &f->mirrored); /* whose sentences name it */
+    status = tb__batch_add_mirrored(f->batch, f->batch_pair->held, p->name, &t,
+                                    &f->mirrored); /* its error messages name the tensor */
     free(layout);
     if (status != TB_OK)
         return status;
@@ -199,7 +199,7 @@ static tb_status add_all_tensors(filling *f) {
     for (size_t i = 0; i < entries->count; i++) {
         tb__tensor_payload p;
         if (entries->item[i].payload.nbytes == 0)
-            continue; /* it takes part in the pair, below */
+            continue; /* the pair is added below */
         TB_TRY(choose_pair(f, entries->item[i].pair_name));
         tb_status status = tb__tensor_decode(entries->item[i].payload, f->layout, &f->job->arena, &p);
         if (status != TB_OK)
@@ -216,7 +216,7 @@ static tb_status add_all_tensors(filling *f) {
     return TB_OK;
 }
 
-/* While it waits for others, it can be asked for whom. */
+/* tb__agent_make_report describes what the registration waits for. */
 static void set_registering(agent_batch *b, tb_batch *batch) {
     pthread_mutex_lock(&b->lock);
     b->registering = batch;
@@ -227,19 +227,19 @@ static tb_status fill_batch(filling *f) {
     agent_batch *b = f->job->batch;
     TB_TRY(add_all_tensors(f));
     f->job->message.tensors = (tb__entries){0};
-    tb__agent_job_drop_frame(f->job); /* now it waits for others, perhaps for long */
+    tb__agent_job_drop_frame(f->job); /* registering may take long */
     set_registering(b, f->batch);
     tb_status status = tb__batch_register_cancellable(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
     set_registering(b, NULL);
     return status;
 }
 
-/* What came with this round goes again; the loop forgets the batch_pairs. */
+/* Removes what this round has added; the loop removes the batch_pairs. */
 static void undo_round(agent_batch *b) {
     for (size_t i = 0; i < b->batch_pairs.count; i++) {
         if (b->batch_pairs.item[i].round != b->round)
             continue;
-        (void)tb_batch_remove_pair(b->batch, b->batch_pairs.item[i].held); /* or it had not come so far */
+        (void)tb_batch_remove_pair(b->batch, b->batch_pairs.item[i].held); /* fails if the pair was not added yet */
         tb__agent_mirrors_drop(b, b->batch_pairs.item[i].held);
     }
     drop_files(b, b->round);
@@ -263,7 +263,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .nignored = m->ignored.count};
     agent_batch *b = job->batch;
     tb_status status = f.files ? TB_OK : TB_NO_MEMORY;
-    f.batch = b->batch; /* which gets more pairs, if there is one */
+    f.batch = b->batch; /* NULL: it has to be made */
     if (status == TB_OK && !f.batch)
         status = tb_batch_create(job->agent->world, b->id, &opts, &f.batch);
     if (status == TB_OK)

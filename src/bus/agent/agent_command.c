@@ -1,4 +1,4 @@
-/* What the commands do, but for transfers. A batch belongs to one client. */
+/* The commands, except transfers. A batch belongs to one client. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -32,7 +32,7 @@ static void release_batch_pair(const agent_batch *b, const agent_batch_pair *s) 
     tb__agent_pair_remove_batch(s->pair);
 }
 
-/* Nothing of the pair is in use any more. */
+/* Removes a pair whose tensors are gone already. */
 static void remove_batch_pair(agent_batch *b, size_t i) {
     agent_batch_pair gone = b->batch_pairs.item[i];
     pthread_mutex_lock(&b->lock);
@@ -72,13 +72,13 @@ static void finish_ending_batch(void *arg) {
                           cleanup_job->status == TB_OK ? TB_OK : tb__fail(cleanup_job->status, "%s", cleanup_job->why));
 }
 
-/* It may take a while to give back its memory. Its name is taken until then. */
+/* Freeing the memory may take long. The batch's name is taken until then. */
 static void end_batch(agent_batch *b) {
     b->is_ending = true;
     tb__agent_run_in_background(b->session->agent, b->session, empty_agent_batch, finish_ending_batch, b);
 }
 
-/* Ends it when its last job has ended, which is made to be soon. */
+/* Cancels the batch's jobs; the batch ends with the last of them. */
 static void begin_ending_batch(agent_batch *b) {
     pthread_mutex_lock(&b->lock);
     b->is_ending = true;
@@ -117,7 +117,7 @@ static tb_status add_batch_pair(tb__agent *agent, agent_batch *b, agent_pair *p)
     return TB_OK;
 }
 
-/* A rank that has no tensors at all takes part in all pairs that its client has made. */
+/* A rank without tensors takes part in all pairs that its client has made. */
 static tb_status add_client_pairs(const agent_job *job, agent_batch *b) {
     for (agent_pair *p = LIST_FIRST(&job->agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (p->state == PAIR_MADE && tb__agent_pair_has_user(p, job->session))
@@ -128,14 +128,14 @@ static tb_status add_client_pairs(const agent_job *job, agent_batch *b) {
                : tb__fail(TB_INVALID, "batch '%.100s' has no tensors, and its client has made no pair", b->id);
 }
 
-/* Those of the tensors, none of which the batch has from earlier rounds. */
+/* Adds the pairs of the tensors, none of which may be from an earlier round. */
 static tb_status add_named_pairs(const agent_job *job, agent_batch *b) {
     const tb__entries *tensors = &job->message.tensors;
     const char *last = NULL;
     for (size_t i = 0; i < tensors->count; i++) {
         const char *name = tensors->item[i].pair_name;
         if (last && strcmp(last, name) == 0)
-            continue; /* as most do */
+            continue; /* like most */
         last = name;
         agent_pair *p = tb__agent_find_pair(job->agent, name);
         if (!p || p->state != PAIR_MADE)
@@ -150,7 +150,7 @@ static tb_status add_named_pairs(const agent_job *job, agent_batch *b) {
     return TB_OK;
 }
 
-/* Between transfers. */
+/* Pairs change only between transfers. */
 static tb_status begin_change(agent_job *job, agent_batch *b) {
     if (b->is_changing)
         return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
@@ -170,7 +170,7 @@ static void end_change(agent_job *job, tb_status status) {
     tb__agent_batch_job_ended(b);
 }
 
-/* More pairs for a batch that there is. */
+/* Adds pairs to a registered batch. */
 static void extend_batch(agent_job *job, agent_batch *b) {
     tb_status status = begin_change(job, b);
     if (status != TB_OK) {
@@ -236,7 +236,7 @@ static void finish_remove_pair(agent_job *job) {
     end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
 }
 
-/* One pair leaves the batch. */
+/* Removes one pair from the batch. */
 static void begin_remove_pair(agent_job *job, agent_batch *b) {
     const char *pair = job->message.pair_name;
     size_t i = find_batch_pair(b, pair);
@@ -278,7 +278,7 @@ static void reply_report(agent_job *job) {
 
 /* ---- All of them ----------------------------------------------------------------------------------------------- */
 
-/* Those that a thread is started for, or that wait for one. All others are taken at any time. */
+/* Commands that start a thread, or wait for one: their number is limited. */
 static bool may_wait(const tb__message *m) {
     return m->kind == TB__INIT_PAIR || m->kind == TB__REGISTER_TENSORS || m->kind == TB__TRANSFER ||
            (m->kind == TB__CLEANUP_BATCH && m->pair_name);
@@ -337,7 +337,7 @@ static void finish_register(agent_job *job) {
         tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
     } else {
         b->is_ending = true;
-        b->cleanup_job = job; /* told when its name is free again */
+        b->cleanup_job = job; /* answered when the batch's name is free again */
     }
     tb__agent_batch_job_ended(b);
 }

@@ -1,6 +1,6 @@
-/* Mirrors of memory that only the system reaches: read before a transfer. What was received through a pair is written
- * back once it is complete: the elements of the tensors that arrived, and their padding. The rest of the memory is the
- * program's, which may have changed it meanwhile. */
+/* Mirrors of client memory that can't be mapped. They are read before a transfer. Data received through a pair is
+ * written back when it is complete: the elements of its tensors, and their padding. The rest of the memory belongs to
+ * the program, which may have changed it meanwhile. */
 #include "bus/agent/agent_inside.h"
 
 #include "layout/overlap.h"
@@ -34,7 +34,7 @@ static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_
 
 tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, const tb_pair *pair, agent_mirror **out) {
     agent_mirror *mirror;
-    TB_TRY(find_mirror(b, m, &mirror)); /* what is mirrored is read as a whole: nothing of it is in two mirrors */
+    TB_TRY(find_mirror(b, m, &mirror)); /* mirrors must not overlap, because each is read as a whole */
     size_t i = 0;
     while (i < mirror->users.count && mirror->users.item[i] != pair)
         i++;
@@ -93,7 +93,7 @@ tb_status tb__agent_read_mirrors(const agent_batch *b) {
 
 /* ---- Back ------------------------------------------------------------------------------------------------------ */
 
-/* Pieces of equal length that are written together. */
+/* Collects pieces of equal length for one write. */
 typedef struct writer {
     const tb__client_process *process;
     const tb__added_tensor *tensor;
@@ -108,7 +108,7 @@ static tb_status flush_pieces(writer *w) {
     return count ? tb__client_process_write(w->process, w->address, w->base, w->offsets, count, w->nbytes) : TB_OK;
 }
 
-/* What follows is in this memory of the tensor. */
+/* Further pieces are in this memory area. */
 static tb_status choose_memory(writer *w, int memory, const void *base) {
     TB_TRY(flush_pieces(w));
     w->base = base;

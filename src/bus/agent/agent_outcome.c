@@ -1,5 +1,5 @@
-/* What the pairs of a batch have come to: which version the client has through each of them, why the last transfer
- * failed, and what the client gets of one that has ended. */
+/* Results of transfers, by pair of a batch: which version the client has, why the last transfer failed; and delivery to
+ * the client's memory. */
 #include "bus/agent/agent_inside.h"
 
 #include <stdio.h>
@@ -15,7 +15,7 @@ static tb_status write_back_unless_abandoned(agent_batch *b, const tb_pair *pair
                         : tb__agent_write_mirrors(b, pair);
 }
 
-/* Whether this version was dealt with: a send and a receive may both look. */
+/* Whether the version is delivered already: a send and a receive may both check. */
 static bool has_version(agent_batch *b, const agent_batch_pair *s, uint64_t version) {
     pthread_mutex_lock(&b->lock);
     bool is_known = s->committed == version;
@@ -56,7 +56,7 @@ tb_status tb__agent_deliver_late(agent_batch *b) {
 
 /* ---- The end of a transfer ------------------------------------------------------------------------------------- */
 
-/* One pair's; returns whether the client's memory could be written, if that had to be. */
+/* Records the result of one pair. Returns a failure to write the client's memory. */
 static tb_status record_pair_outcome(agent_batch *b, agent_batch_pair *s, const tb_transfer *t, bool is_send,
                                      tb_status status, const char *why) {
     tb_transfer_state state = {.size = sizeof state, .status = status};

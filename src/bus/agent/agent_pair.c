@@ -1,5 +1,5 @@
-/* Pairs, shared by all clients that ask for the same. One is made and ended by threads, as both may wait for others;
- * whoever asks for it meanwhile waits, and asks again when it is over. */
+/* Pairs, shared by all clients that ask for the same one. Threads make and end a pair, since both may wait for other
+ * ranks; a client that asks meanwhile waits, and its command is tried again then. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -51,11 +51,11 @@ static void wait_for_pair(agent_pair *p, agent_job *job) {
     *at = job;
 }
 
-/* What they waited for has failed, or is over: perhaps it can be made now. */
+/* The pair has failed or ended: tries the waiting commands again. */
 static void retry_init_pair(agent_job *waiting) {
     for (agent_job *job = waiting, *next; job; job = next) {
         next = job->next;
-        if (job->session->is_gone) /* nobody would give up what is begun for it */
+        if (job->session->is_gone) /* no client is left to cancel it */
             tb__agent_job_end(job, tb__fail(TB_CANCELLED, "the client is gone"));
         else if (tb__now_ms() < job->deadline_ms)
             tb__agent_init_pair(job);
@@ -111,7 +111,7 @@ static void remove_user(agent_pair *p, const agent_session *s) {
 static void end_unused_pair(agent_pair *p);
 
 static void destroy_pair(void *arg) {
-    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches have it for as long as they need it */
+    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches keep references */
 }
 
 static void finish_ending_pair(void *arg) {
@@ -131,7 +131,7 @@ static void end_pair(agent_pair *p) {
     tb__agent_run_in_background(p->agent, NULL, destroy_pair, finish_ending_pair, p);
 }
 
-/* One that nobody wants any more. */
+/* Ends a pair without users. */
 static void end_unused_pair(agent_pair *p) {
     if (p->users.count > 0 || p->nbatches > 0 || p->nchecks > 0)
         return;
@@ -158,7 +158,7 @@ void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *s) {
     for (p = LIST_FIRST(&agent->pairs); p; p = next) {
         next = LIST_NEXT(p, link);
         remove_user(p, s);
-        if (p->nchecks > 0) { /* whoever is not gone begins again */
+        if (p->nchecks > 0) { /* clients that are left begin again */
             atomic_store(&p->checks_cancelled, true);
             tb__world_wake_waiters(agent->world);
         }
@@ -180,7 +180,7 @@ static tb_status run_init_pair(agent_job *job) {
                                        &job->made);
 }
 
-/* A pair that there is may have a connection that only this end takes for good. */
+/* Pings the ranks of an existing pair: its connections may be dead without this end knowing. */
 static tb_status run_check_pair(agent_job *job) {
     return tb__pair_ping(job->made, job->deadline_ms, &job->pair->checks_cancelled);
 }
@@ -212,7 +212,7 @@ static void finish_check(agent_job *job) {
     job->made = NULL;
     job->next = NULL;
     bool has_room = !is_there || add_user(p, job->session);
-    end_unused_pair(p); /* if nobody wants it */
+    end_unused_pair(p); /* if it has no users */
     if (is_there)
         tb__agent_job_end(job, has_room ? TB_OK : TB_NO_MEMORY);
     else if (job->status == TB_OK || job->status == TB_LOST || job->status == TB_CANCELLED)
@@ -240,7 +240,7 @@ void tb__agent_finish_init_pair(agent_job *job) {
         LIST_REMOVE(p, link);
         free_agent_pair(p);
     }
-    if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* for whoever asked first; others may have more time */
+    if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* the first client's deadline; others may have more time */
         tb__agent_job_end(job, tb__fail(status, "%s", why));
         retry_init_pair(waiting);
         return;
@@ -252,7 +252,7 @@ void tb__agent_finish_init_pair(agent_job *job) {
         tb__agent_job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
     }
     if (status == TB_OK)
-        end_unused_pair(p); /* if all of them have gone meanwhile */
+        end_unused_pair(p); /* if all clients are gone */
 }
 
 static tb_status check_init_pair(const tb__agent *agent, const tb__message *m) {
@@ -274,7 +274,7 @@ static tb_status decode_pair_layout(const tb__message *m, char **out) {
     return status;
 }
 
-/* Joins a pair that there is, or begins one. */
+/* Uses an existing pair, or makes one. */
 static tb_status init_pair(agent_job *job, const char *layout) {
     const tb__message *m = &job->message;
     tb__agent *agent = job->agent;

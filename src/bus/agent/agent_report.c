@@ -1,5 +1,5 @@
-/* What the agent tells of itself, as JSON: for Inspect, and for other threads of its process, which wait until the loop
- * has written it. */
+/* The agent's state as JSON: for Inspect, and for other threads of the process, which wait until the loop has written
+ * it. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -54,7 +54,7 @@ static void report_clients(tb__text *out, const tb__agent *agent, const agent_se
     }
 }
 
-/* Whether all ranks of the pair are there; says who is not. */
+/* Whether no rank of the pair is lost; `why` names a lost one. */
 static bool has_all_ranks(const tb__agent *agent, const tb_pair *pair, char why[SENTENCE]) {
     bool is_lost = false;
     tb__loop_lock(agent->world->loop);
@@ -76,7 +76,7 @@ static void report_pairs(tb__text *out, const tb__agent *agent) {
         char why[SENTENCE] = "";
         const char *state = "ready", *remote_layout = "";
         if (p->state == PAIR_ENDING)
-            continue; /* a thread has it */
+            continue; /* a thread is destroying it */
         if (p->state == PAIR_MAKING) {
             state = "waiting";
             tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
@@ -174,8 +174,8 @@ static void report_batches(tb__text *out, const tb__agent *agent) {
     }
 }
 
-/* Those before it are history: incarnations, and connections with one of them, the last of which comes first in the
- * list. What went to them and came from them still counts. */
+/* Whether this is the newest connection with the newest incarnation of its rank; the newest is first in the list.
+ * `moved` has the bytes of all connections with the rank. */
 static bool is_newest(const tb__peer *all, const tb__peer *peer, uint64_t moved[2]) {
     bool is_newest = true, is_behind = true;
     moved[0] = moved[1] = 0;

@@ -1,4 +1,4 @@
-/* Connections: bytes and descriptors in, frames out of them, replies back. */
+/* Connections of clients: receives frames with descriptors, sends replies. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/descriptors.h"
@@ -25,7 +25,7 @@ static bool exceeds_held_limit(const agent_session *s) {
     return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
 }
 
-/* Most replies go out at once and change nothing: then the system is not called. */
+/* Calls epoll only if the wanted events have changed. */
 static void update_session_epoll(agent_session *s) {
     size_t waiting = s->out.count - s->nsent;
     unsigned wanted = (s->is_closing || exceeds_held_limit(s) || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) |
@@ -50,7 +50,7 @@ static tb_status set_denial(agent_session *s, tb_status status) {
     return s->denial ? TB_OK : TB_NO_MEMORY;
 }
 
-/* `status` is why it may not come in, unless that is TB_OK. */
+/* `status`: why the connection is refused; TB_OK: it is not. */
 static tb_status init_session(agent_session *s, int socket, tb_status status) {
     if (status == TB_OK)
         status = tb__client_process_init(&s->process, socket);
@@ -79,8 +79,8 @@ void tb__agent_listen_again(tb__agent *agent) {
     tb__listener_enable(agent->epoll, agent->listener.socket.fd, &agent->listener, true);
 }
 
-/* The next connection. When there are no descriptors left it gets the one that was spared, to be told so: one at a
- * time, the others wait. *status: whether it may come in. */
+/* Accepts a connection. If descriptors have run out, closes the spare one to accept one client and refuse it; the
+ * others wait. *status: why it is refused. */
 static int accept_client(tb__agent *agent, tb_status *status) {
     *status = TB_OK;
     int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -209,7 +209,7 @@ void tb__agent_session_close_when_sent(agent_session *s) {
     tb__agent_session_writable(s);
 }
 
-/* A frame that could not be read: whoever sent it is told, and no more is believed. */
+/* A frame that can't be read: replies, and closes the connection. */
 static void refuse_frame(agent_session *s, tb_status status) {
     tb__message reply = {.kind = TB__REPLY, .seq = s->nframes, .status = status, .message = tb_error_detail()};
     tb__agent_session_reply(s, &reply);
@@ -248,7 +248,7 @@ static bool is_no_command(tb__message_kind kind) {
     return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
 }
 
-/* Whoever stops still tells what becomes of what is under way, and lets it be ended. */
+/* A stopping agent still answers queries, and lets transfers be ended. */
 static bool begins_something(tb__message_kind kind) {
     return kind == TB__INIT_PAIR || kind == TB__REGISTER_TENSORS || kind == TB__TRANSFER;
 }
@@ -272,7 +272,7 @@ static void on_client_frame(agent_session *s, tb__blob map) {
                                        .timeout_ms = (uint64_t)s->agent->timeout_ms};
         else
             s->is_closing = true;
-        job->message.semaphore_name = NULL; /* strangers have none */
+        job->message.semaphore_name = NULL; /* only clients that have said Hello have semaphores posted */
         tb__agent_job_end(job, status);
         return;
     }
@@ -281,7 +281,7 @@ static void on_client_frame(agent_session *s, tb__blob map) {
     if (status == TB_OK && s->agent->is_stopping && begins_something(job->message.kind))
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK) {
-        tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
+        tb__agent_job_end(job, status); /* framing is intact: the next frame may be valid */
         return;
     }
     tb__agent_job_trim(job);
@@ -305,8 +305,8 @@ static void on_client_frames(agent_session *s) {
         refuse_frame(s, TB_NO_MEMORY);
 }
 
-/* The system ends a read with the message that carries descriptors. So they belong to the last frame of which some has
- * arrived, not to those before it that came with the same read. */
+/* The kernel ends a read at the message that carries descriptors. So they belong to the last frame of which bytes have
+ * arrived, not to earlier ones of the same read. */
 bool tb__agent_session_keep_fds(agent_session *s) {
     size_t n = s->new_fds.count;
     if (n == 0)

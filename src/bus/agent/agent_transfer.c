@@ -1,4 +1,4 @@
-/* Transfers of a client's batch: their threads, and what is told of them while they go on. */
+/* Transfers of a client's batch: their threads, events and queries. */
 #include "bus/agent/agent_inside.h"
 
 #include <stdio.h>
@@ -28,7 +28,7 @@ static void send_event(const agent_job *job, tb__event_name name, uint64_t attem
     tb__agent_session_reply(job->session, &event);
 }
 
-/* Sessions belong to the loop, which sends it. */
+/* Records an event in the job's thread; the loop sends it. */
 static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
     tb__agent *agent = job->agent;
     tb_transfer_state state = {.size = sizeof state};
@@ -58,7 +58,7 @@ void tb__agent_send_events(agent_job *job) {
     job->told |= raised;
 }
 
-/* All that is left to be told of a transfer that has ended. */
+/* Sends the last events of a transfer that has ended. */
 static void send_final_events(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     if (!job->message.events)
@@ -72,8 +72,8 @@ static void send_final_events(agent_job *job) {
         send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why);
 }
 
-/* What has come about from the client's point of view: where its memory is mirrored, it was read before anything was
- * sent, and what is received is there when all of it was written back. */
+/* The events from the client's point of view: mirrored memory is released as soon as it was read, and has arrived when
+ * it is written back. */
 static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over, const tb_transfer_state *state) {
     unsigned seen = state->events;
     if (is_send && tb__agent_is_mirrored(b))
@@ -88,7 +88,8 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over,
 
 /* ---- The thread ------------------------------------------------------------------------------------------------ */
 
-/* Whatever becomes of the transfer, its beginning may have found out that an earlier receive is committed. */
+/* Also if the transfer can't begin, starting it may have found out that an earlier receive is committed, which is
+ * delivered then. */
 static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **out) {
     agent_batch *b = job->batch;
     tb_transfer_opts opts = {.size = sizeof opts,
@@ -102,7 +103,7 @@ static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
-/* One event after the other, as far as the client wants to hear of them. */
+/* Waits for the transfer's events in order, and raises those that the client wants. */
 static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_send) {
     const agent_batch *b = job->batch;
     bool is_shadowed = b->batch->opts.commit == TB_SHADOW;
@@ -114,7 +115,7 @@ static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_s
         raise_event(job, t, TB_RELEASED);
         return TB_OK;
     }
-    /* Where a pair has failed, not everything arrives; the others are held back all the same. */
+    /* If a pair has failed, not everything arrives; the others are held nevertheless. */
     TB_TRY(tb__transfer_wait_any(t, TB_ARRIVED | (job->message.hold ? TB_DECIDED : 0U)));
     tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
@@ -135,7 +136,7 @@ static tb_status run_transfer(agent_job *job) {
     tb_status status = begin_bus_transfer(job, is_send, &t);
     pthread_mutex_lock(&b->lock);
     b->transfers[is_send] = t;
-    bool is_late = t && b->is_ending; /* whoever wanted it has gone before it began */
+    bool is_late = t && b->is_ending; /* the batch was ended before the transfer began */
     pthread_mutex_unlock(&b->lock);
     if (is_late)
         tb_cancel(t);
@@ -173,7 +174,7 @@ static tb_status run_transfer(agent_job *job) {
 
 /* ---- Transfer -------------------------------------------------------------------------------------------------- */
 
-/* How a batch is committed, and whether it is summed, is settled when it is registered. */
+/* Commit mode and checksums are fixed at registration. */
 static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
     bool is_shadow = batch->opts.commit == TB_SHADOW;
     if (m->commit != TB__COMMIT_UNSAID && (m->commit == TB__SHADOW) != is_shadow)

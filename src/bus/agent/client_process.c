@@ -1,4 +1,4 @@
-/* A client's process. Its pid is only believed while the process that connected still has it. */
+/* A client's process. Its pid is trusted only while the process that connected still has it. */
 #include "bus/agent/client_process.h"
 
 #include "base/descriptors.h"
@@ -135,7 +135,7 @@ tb_status tb__client_process_check_memory(const tb__client_process *process, uin
                                  nbytes, address, (long)process->pid, writes ? "write" : "read", at);
 }
 
-/* After a call of the system that was to move so many bytes; the sentence names the address where it stopped. */
+/* Checks the result of process_vm_readv or process_vm_writev; the error message names the address where it stopped. */
 static tb_status check_moved(const tb__client_process *process, ssize_t moved, uint64_t address, const char *what) {
     if (moved > 0)
         return TB_OK;

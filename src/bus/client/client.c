@@ -1,5 +1,5 @@
-/* The client's connection to its agent: frames out, replies in. A reply is kept until the call that waits for it takes
- * it. Once the connection is lost every call says so. */
+/* The client's connection to its agent: sends frames, receives replies. A reply is kept until the call that waits for
+ * it takes it. Once the connection is lost every call fails. */
 #include "bus/client/client.h"
 
 #include "base/descriptors.h"
@@ -17,11 +17,11 @@
 
 enum {
     CONNECT_MS = 5000,
-    COMMAND_MS = 30000, /* of agents that do not tell */
-    GRACE_MS = 5000,    /* what an agent gets beyond the deadline that it was given */
+    COMMAND_MS = 30000, /* if the agent does not tell its timeout */
+    GRACE_MS = 5000,    /* added to the deadline that the agent was given */
     READ_BYTES = 64 << 10,
     FDS_AT_ONCE = 250,
-    RETRY_MS = 20, /* nothing tells when somebody begins to listen */
+    RETRY_MS = 20, /* there is no notification when an agent starts to listen */
 };
 
 /* ---- Sending and receiving ------------------------------------------------------------------------------------- */
@@ -59,7 +59,7 @@ static tb_status poll_socket(tb_client *c, short events, int64_t deadline_ms, co
     }
 }
 
-/* Some bytes, and with them some descriptors. */
+/* Sends some bytes, with some descriptors. */
 static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, const int *fds, size_t nfds,
                             int64_t deadline_ms, size_t *sent) {
     union {
@@ -91,7 +91,8 @@ static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, co
     }
 }
 
-/* All descriptors go with the frame's first bytes: more than the system takes at once, with one byte each time. */
+/* All descriptors go with the frame's first bytes: if they are more than one message takes, one byte goes with each
+ * message but the last. */
 static tb_status send_client_frame(tb_client *c, const tb__bytes *frame, const int *fds, size_t nfds,
                                    int64_t deadline_ms) {
     size_t at = 0;
@@ -99,7 +100,7 @@ static tb_status send_client_frame(tb_client *c, const tb__bytes *frame, const i
         size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent = 0;
         size_t nbytes = nfds > n ? 1 : frame->count - at;
         tb_status status = send_piece(c, frame->item + at, nbytes, fds, n, deadline_ms, &sent);
-        if (status != TB_OK) /* half a frame: nothing after it would make sense */
+        if (status != TB_OK) /* the agent has half a frame: no other can follow */
             return at > 0 ? fail_lost(c, "it does not take what is sent") : status;
         at += sent;
         fds += n;
@@ -171,7 +172,7 @@ static tb__client_reply *find_reply(tb_client *c, uint64_t seq) {
     return NULL;
 }
 
-/* All frames that are here: none is left where nobody would look for it. */
+/* Handles all frames that have arrived: no call would look for them later. */
 static tb_status handle_frames(tb_client *c) {
     for (;;) {
         tb__blob map;
@@ -188,7 +189,8 @@ tb_status tb__client_listen(tb_client *c, int64_t deadline_ms, const char *what)
     TB_TRY(check_connected(c));
     TB_TRY(poll_socket(c, POLLIN, deadline_ms, what));
     c->is_busy = true;
-    tb_status status = receive_bytes(c), taken = handle_frames(c); /* what came before the end counts */
+    tb_status status = receive_bytes(c),
+              taken = handle_frames(c); /* frames that arrived before the connection ended count */
     c->is_busy = false;
     return status == TB_OK ? taken : status;
 }
@@ -244,7 +246,7 @@ tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, si
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
-/* The system says the same of a socket that nobody listens at and of what is no socket. */
+/* ECONNREFUSED is the error for a socket without a listener and for a file that is not a socket. */
 static tb_status fail_refused(const char *path) {
     struct stat info;
     if (stat(path, &info) == 0 && !S_ISSOCK(info.st_mode))
@@ -253,7 +255,7 @@ static tb_status fail_refused(const char *path) {
     return tb__fail(TB_IO, "nobody listens at %s: the agent has ended", path);
 }
 
-/* Nobody listens. An agent that is being started may do so the next time; what is no socket will never be one. */
+/* TB_IO if an agent may listen the next time; TB_INVALID if the path is not a socket. */
 static tb_status fail_no_agent(const tb_client *c, int error) {
     return error == ENOENT ? tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path)
                            : fail_refused(c->path);
@@ -285,7 +287,7 @@ static tb_status connect_to_agent(const tb_client *c, int fd, bool is_awaited, i
             return tb__fail(TB_DENIED, "the socket %s is another user's", c->path);
         if (errno != EAGAIN && errno != EINTR)
             return tb__fail(TB_IO, "%s: %s", c->path, strerror(errno));
-        if (tb__now_ms() >= deadline_ms) /* its queue is full, and it takes nobody out */
+        if (tb__now_ms() >= deadline_ms) /* its queue is full, and it accepts nobody */
             return tb__fail(TB_TIMEOUT, "the agent at %s is silent: it does not accept connections", c->path);
     }
 }

@@ -19,7 +19,7 @@ static struct tb__client_pair *find_client_pair(const tb_client *c, const char *
     return NULL;
 }
 
-/* One that had to be made again may have another layout. */
+/* A pair that was made again may have another layout. */
 static tb_status remember_pair(tb_client *c, const char *name, const char *layout) {
     struct tb__client_pair *known = find_client_pair(c, name);
     struct tb__client_pair pair = {known ? NULL : tb__strdup(name), tb__strdup(layout)};
@@ -105,7 +105,7 @@ tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_
     return TB_OK;
 }
 
-/* Where bytes of this process are, as the agent will find them. */
+/* Describes memory of this process for the agent: a file and an offset, or an address. */
 static tb_status describe_memory(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
                                  tb__payload_memory *out) {
     tb__arena_file file;
@@ -231,7 +231,8 @@ tb_status tb_client_batch_add_pair(tb_client_batch *b, const char *pair) {
     return tb__vec_push(&b->tensors, (struct tb__client_tensor){.pair = known->name}) ? TB_OK : TB_NO_MEMORY;
 }
 
-/* The descriptors that the new tensors name, at their places; others may be closed by now, and are left to any. */
+/* The descriptors that the new tensors use, at their indices. The others may be closed by now: any descriptor fills
+ * their places. */
 static tb_status gather_fds(const tb_client_batch *b, int **out, size_t *count) {
     int *fds = tb__malloc(b->fds.count, sizeof *fds);
     size_t n = 0;
@@ -324,7 +325,7 @@ tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
         return tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->name);
     if (is_there || b->may_be_registered) {
         tb_status status = tb__client_call(b->client, &message, NULL, 0, 0, "removed the pair", NULL);
-        if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may have it after all */
+        if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may not have the pair */
             return status;
     }
     forget_tensors(b, pair);

@@ -1,5 +1,5 @@
-/* Transfers of a client: begun, waited for, asked about. What the agent tells of one that was not waited for is noted
- * whenever it comes, whatever is being waited for. */
+/* Transfers of a client. The agent's events for a transfer that was begun with no_wait are recorded whenever they
+ * arrive, whatever the client is waiting for. */
 #include "bus/client/client.h"
 
 #include "base/opts.h"
@@ -60,7 +60,8 @@ static tb__pending_transfer *find_transfer(const tb_client_batch *b, bool is_sen
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
-/* Events may come with the reply, so it is known before. One that there was goes when the agent has taken this. */
+/* The transfer is added before the call, because events may arrive with the reply. An earlier one is removed when the
+ * agent has accepted this. */
 static tb_status begin_without_waiting(tb_client_batch *b, tb__message *message, const tb_client_transfer_opts *o) {
     tb_client *c = b->client;
     tb__pending_transfer *t = tb__calloc(1, sizeof *t);
@@ -138,7 +139,7 @@ tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int t
     return TB_OK;
 }
 
-/* What is submitted to a stream from now on comes after the event, because that has come about. */
+/* The event has happened when this returns, so work submitted to a stream later comes after it. */
 tb_status tb_client_stream_wait(tb_client_batch *b, bool is_send, tb_event event, const void *stream) {
     if (!stream)
         return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");

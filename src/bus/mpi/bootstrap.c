@@ -1,4 +1,4 @@
-/* Serving and finding the store of a communicator. */
+/* Serves and finds the store of a communicator. */
 #include "bus/mpi/bootstrap.h"
 
 #include "base/descriptors.h"
@@ -52,7 +52,7 @@ static tb_status make_secrets(tb__bootstrap_info *out) {
     return TB_OK;
 }
 
-/* Those that others may know this host by; its own loopback last, where there is nothing else. */
+/* Addresses of this machine's interfaces that are up; loopback only if there are no others. */
 static tb_status list_addresses(tb__bootstrap_info *out, const char *port, bool has_ipv6) {
     struct ifaddrs *all;
     if (getifaddrs(&all) != 0)
@@ -125,7 +125,7 @@ static tb_status name_url(const struct sockaddr_storage *address, char url[BOOTS
     return TB_OK;
 }
 
-/* A connection that is being made, or -1. */
+/* Starts a non-blocking connect; -1: failed. */
 static int start_connect(const struct sockaddr_storage *address) {
     int fd = socket(address->ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     socklen_t length = address->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
@@ -136,7 +136,7 @@ static int start_connect(const struct sockaddr_storage *address) {
     return fd;
 }
 
-/* Which of them stands; -1: none does in time. */
+/* Index of the first connection that is established; -1: none in time. */
 static int first_to_answer(struct pollfd *fds, size_t n, int64_t deadline_ms) {
     int left = tb__ms_until(deadline_ms);
     for (bool any = true; any && left > 0; left = tb__ms_until(deadline_ms)) {
@@ -202,5 +202,5 @@ void tb__bootstrap_leave_folder(const tb__bootstrap_info *info) {
         return;
     name_entry(info, path);
     unlink(path);
-    rmdir(info->folder); /* if anybody is left, it stays */
+    rmdir(info->folder); /* fails while other ranks use it */
 }

@@ -1,7 +1,7 @@
 /* tb_world_from_mpi: the ranks of a communicator agree on a store and join it.
  *
- * All that MPI does here it does without blocking, so that the deadline holds even if a rank never calls. A collective
- * that was begun can't be taken back: what it may still write to is then left to MPI. */
+ * All MPI calls are non-blocking, so that the deadline holds even if a rank never calls. A collective that has begun
+ * can't be cancelled: memory that it may still write to is kept for MPI. */
 #include "tensorbus/mpi.h"
 
 #include "base/index.h"
@@ -22,8 +22,9 @@ typedef struct bootstrap {
     MPI_Comm comm; /* the duplicate */
     int rank, nranks;
     int64_t deadline_ms;
-    int decision[2], decisions[2]; /* a status, and whose it is: the least of all */
-    uint64_t hosts[4], least[4];   /* the host, and its id; of each the complement, whose least tells the greatest */
+    int decision[2], decisions[2]; /* a status and its rank, for MPI_MINLOC */
+    uint64_t hosts[4],
+        least[4]; /* machine hash and host id, each also complemented: MPI_MIN then gives the least and the greatest */
     bool has_one_host, has_one_id;
     char sentence[SENTENCE];
     tb__bootstrap_info info;
@@ -33,7 +34,7 @@ typedef struct bootstrap {
     struct bootstrap *next;
 } bootstrap;
 
-/* Those that a collective of MPI's may still write to. */
+/* States that a collective may still write to. */
 static bootstrap *left_to_mpi;
 
 /* ---- Collectives with a deadline -------------------------------------------------------------------------------- */
@@ -51,8 +52,8 @@ static tb_status wait_collective(const bootstrap *c, MPI_Request *request, int c
     return code == MPI_SUCCESS ? TB_OK : mpi_failed("tb_world_from_mpi", code);
 }
 
-/* Whether `status` is TB_OK on all ranks; if not, what it is on the one where it is worst. `is_broken`: a collective
- * did not come to its end. */
+/* TB_OK if `status` is TB_OK on all ranks; else the lowest status of all. `is_broken`: a collective has not completed.
+ */
 static tb_status agree_on_status(bootstrap *c, tb_status status, bool *is_broken) {
     MPI_Request request;
     c->decision[0] = status;
@@ -75,7 +76,7 @@ static tb_status agree_on_status(bootstrap *c, tb_status status, bool *is_broken
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
-/* Not even the others can be told of this: that takes MPI. */
+/* Other ranks can't be told of this failure, because that takes MPI. */
 static tb_status check_this_thread(void) {
     int level = MPI_THREAD_SINGLE, is_main = 1;
     MPI_Query_thread(&level);
@@ -113,7 +114,7 @@ static tb_status check_threads(bool is_manual) {
     return TB_OK;
 }
 
-/* What this rank can say about its own arguments. */
+/* Checks this rank's arguments. */
 static tb_status check_arguments(const char *group, const tb_world_opts *opts, tb_world_opts *o) {
     TB_TRY(tb__opts_read(o, sizeof *o, opts));
     if (!group || !*group || strlen(group) >= BOOTSTRAP_NAME)
@@ -133,8 +134,7 @@ static tb_status duplicate_comm(bootstrap *c, MPI_Comm comm) {
     return TB_OK;
 }
 
-/* Whether a socket in a folder reaches all, and whether all reach one another by shm: ids may tell apart what is one
- * machine. */
+/* Whether all ranks share a machine (for a Unix socket), and a host id (for shm): ids may divide one machine. */
 static tb_status compare_hosts(bootstrap *c, const char *id) {
     MPI_Request request;
     c->hosts[0] = c->hosts[2] = tb__bootstrap_machine_hash();
@@ -155,7 +155,7 @@ static tb_status join_world(bootstrap *c, const char *group, tb_world_opts o, tb
         return tb__fail(TB_CONFLICT, "it says group '%s', rank 0 says '%s'", group, c->info.group);
     TB_TRY(tb__bootstrap_enter_folder(&c->info));
     c->has_entered = true;
-    /* Who fails here tells the others, who wait until the deadline. */
+    /* Leaves a quarter of the time for telling the others of a failure. */
     int left_ms = tb__ms_until(c->deadline_ms) / 4 * 3;
     TB_TRY(tb__bootstrap_find(&c->info, tb__now_ms() + left_ms, url));
     c->seat = (tb__mpi_seat){.out = c->comm, .in = c->comm};
@@ -191,7 +191,7 @@ static void free_bootstrap(void *arg) {
     free(c);
 }
 
-/* Everything after the ranks have found each other. `is_broken` as in agree. */
+/* All steps after the duplicate communicator exists. `is_broken` as in agree_on_status. */
 static tb_status run_bootstrap(bootstrap *c, tb_status own, const char *group, const tb_world_opts *o, tb_world **world,
                                bool *is_broken) {
     MPI_Request request;
@@ -215,7 +215,7 @@ tb_status tb_world_from_mpi(MPI_Comm comm, const char *group, const tb_world_opt
     bootstrap *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
-    char why[SENTENCE]; /* what follows may have sentences of its own */
+    char why[SENTENCE]; /* later calls overwrite tb_error_detail */
     snprintf(why, sizeof why, "%s", own == TB_OK ? "" : tb_error_detail());
     c->comm = MPI_COMM_NULL;
     c->deadline_ms = tb__now_ms() + (o.timeout_ms > 0 ? o.timeout_ms : DEFAULT_TIMEOUT_MS);
