@@ -32,7 +32,7 @@ static void set_reason(tb__reason *reason, tb_status status, const char *why) {
 
 /* ---- Transitions ------------------------------------------------------------------------------------------------ */
 
-/* What a transition asks for, in the order in which it is done. */
+/* Outputs of a transition, in the order in which they are performed. */
 enum {
     SEND_PREPARED = 1,
     SEND_COMMIT = 2, /* DECIDED */

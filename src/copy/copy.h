@@ -42,7 +42,7 @@ struct tb_copy {
     char why[TB__WHY_MAX];
     size_t nlost; /* peers that were lost: the running run may succeed without them, the next can't */
 
-    /* What was submitted. */
+    /* Submitted operations. */
     tb__copy_list sends, recvs;
     TB_VEC(tb__match_view) views;
     tb__memory_user memory;

@@ -359,7 +359,7 @@ static tb_status exchange_votes(tb_copy *copy) {
 
 /* Skips runs that others aborted before this rank took part. If they abort one while its offers are on their way, it
  * takes part in the next. */
-static tb_status run_copy(tb_copy *copy) {
+static tb_status run_copy_service(tb_copy *copy) {
     tb_status status = TB_OK;
     do {
         if (copy->broken != TB_OK)
@@ -386,7 +386,7 @@ tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
     }
     copy->is_running = true;
     copy->deadline_ms = tb__world_deadline(copy->world, timeout_ms);
-    tb_status status = run_copy(copy);
+    tb_status status = run_copy_service(copy);
     copy->is_running = false;
     copy->sends.ops.count = copy->recvs.ops.count = copy->views.count = 0;
     tb__copy_drop_backlog(copy);

@@ -16,7 +16,7 @@ agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name) {
     return NULL;
 }
 
-/* It is in no list any more. */
+/* The pair must be in no list. */
 static void free_agent_pair(agent_pair *p) {
     free(p->users.item);
     free(p->name);

@@ -1,5 +1,5 @@
-/* sem_post ends the process when a semaphore is not what it should be, and touching memory of a file that was cut short
- * does so, too. So the system does both for us: it adds and wakes in one call, and fails where we would have died. */
+/* sem_post aborts on an invalid semaphore, and touching a mapping of a truncated file is SIGBUS. So one futex call does
+ * both, adds and wakes, and fails instead. */
 #include "bus/agent/semaphore.h"
 
 #include "base/descriptors.h"
@@ -23,7 +23,7 @@ enum { VALUE_AT = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : 4 };
 tb_status tb__semaphore_raise(void *semaphore) {
     void *value = (char *)semaphore + VALUE_AT;
     unsigned add_one = (unsigned)FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0);
-    /* It wakes who waits at the first address; at the second, where it adds, nobody more. */
+    /* Wakes one waiter at the first address; the comparison never holds for the second, where it adds. */
     while (syscall(SYS_futex, value, FUTEX_WAKE_OP, 1, (void *)0, value, add_one) < 0) {
         if (errno != EINTR && errno != EAGAIN)
             return tb__fail(TB_IO, "the semaphore can't be posted: %s", strerror(errno));
@@ -31,7 +31,7 @@ tb_status tb__semaphore_raise(void *semaphore) {
     return TB_OK;
 }
 
-/* Where glibc keeps it. */
+/* The path of glibc's named semaphores. */
 static tb_status format_semaphore_path(const char *name, char *path, size_t nbytes) {
     name += strspn(name, "/");
     int n = snprintf(path, nbytes, "/dev/shm/sem.%s", name);
@@ -49,7 +49,7 @@ static tb_status post_and_unlink(const char *path, int fd) {
     void *memory = mmap(NULL, sizeof(sem_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return tb__fail(TB_IO, "mmap: %s", strerror(errno));
-    unlink(path); /* first, so that whoever is woken finds it gone */
+    unlink(path); /* first, so that the waiter finds it gone */
     tb_status status = tb__semaphore_raise(memory);
     munmap(memory, sizeof(sem_t));
     return status;

@@ -188,7 +188,7 @@ static tb_status take_status(reader *r, tb_status *out) {
     return TB_OK;
 }
 
-/* What bounds the field's numbers bounds the statuses. */
+/* The field's `max` bounds the statuses. */
 static tb_status take_outcomes(reader *r, tb__outcomes *out) {
     static const char *const wanted = "an array of [str, uint, str, uint, bool]";
     tb__outcome *item;
@@ -292,7 +292,7 @@ static tb_status take_field(reader *r, void *at) {
     return tb__fail(TB_INTERNAL, "%s: %s has no type", r->map, r->field->name);
 }
 
-/* Passes over a nil; false if the next value is none. */
+/* Skips a nil; false if the next value is another. */
 static bool accept_nil(tb__cursor *from) {
     if (from->at == from->end || *from->at != 0xc0)
         return false;

@@ -43,7 +43,7 @@ static tb_status take_bytes(tb__cursor *from, uint64_t nbytes, tb__value_type ty
     return TB_OK;
 }
 
-/* What a container claims to hold has at least a byte each. */
+/* Each item of a container has at least a byte. */
 static tb_status take_count(const tb__cursor *from, uint64_t count, tb__value_type type, tb__value *out) {
     if (bytes_left(from) / (type == TB__VALUE_MAP ? 2 : 1) < count)
         return ends_early();

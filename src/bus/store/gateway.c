@@ -334,7 +334,7 @@ static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code
     }
 }
 
-/* What an answer other than 200 means. */
+/* Handles an HTTP status other than 200. */
 static outcome read_http_error(attempt *a, long http) {
     json_t *reply = parse_json((const char *)a->in.item, a->in.count);
     const json_t *code = json_object_get(reply, "code");

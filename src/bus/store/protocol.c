@@ -143,7 +143,7 @@ static void get_body(cursor *c, tb__store_message *m) {
     }
     for (const char *field = fields_of(m); *field && !c->wrong; field++) {
         get_field(c, *field, m);
-        /* What follows is that version's business. */
+        /* The rest is defined by that version. */
         if (*field == 'n' && !m->is_reply && m->version != TB__STORE_VERSION && !c->wrong)
             return;
     }
