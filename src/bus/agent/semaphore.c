@@ -23,7 +23,7 @@ enum { VALUE_AT = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : 4 };
 tb_status tb__semaphore_raise(void *semaphore) {
     void *value = (char *)semaphore + VALUE_AT;
     unsigned add_one = (unsigned)FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0);
-    /* Wakes one waiter at the first address; the comparison never holds for the second, where it adds. */
+    /* Wakes one waiter at the first address, and none at the second, where it adds. */
     while (syscall(SYS_futex, value, FUTEX_WAKE_OP, 1, (void *)0, value, add_one) < 0) {
         if (errno != EINTR && errno != EAGAIN)
             return tb__fail(TB_IO, "the semaphore can't be posted: %s", strerror(errno));
