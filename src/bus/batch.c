@@ -204,7 +204,7 @@ static tb_status registration_result(const registration *s) {
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         const tb__exchange *exchange = batch->exchanges.item[i];
         if (has_failed(exchange))
-            return tb__fail(exchange->all.status, "%s", exchange->all.why);
+            return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     }
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         if (batch->exchanges.item[i]->state == EXCHANGE_WAITING)

@@ -57,7 +57,7 @@ static bool has_answer(const tb__commit_machine *c) {
 }
 
 static bool all_are_prepared(const tb__commit_machine *c) {
-    for (size_t i = 0; i < c->exchange->all.npeers; i++) {
+    for (size_t i = 0; i < c->exchange->handshake.npeers; i++) {
         if (c->receivers[i].is_receiver && c->receivers[i].prepared != c->attempt)
             return false;
     }
@@ -68,11 +68,11 @@ static bool all_are_prepared(const tb__commit_machine *c) {
 static void check_stores(tb__commit_machine *c) {
     const tb__exchange *exchange = c->exchange;
     char why[TB__WHY_MAX];
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
         if (!c->receivers[i].is_receiver || c->receivers[i].store_number == c->store_number)
             continue;
         snprintf(why, sizeof why, "%s was not at the same store as %s, which has to decide %s",
-                 exchange->all.peers[i]->label, exchange->all.peers[c->lead]->label, exchange->what);
+                 exchange->handshake.peers[i]->label, exchange->handshake.peers[c->lead]->label, exchange->what);
         set_reason(&c->reason, TB_LOST, why);
         return;
     }
@@ -188,7 +188,7 @@ static void send_prepared(const tb__commit_machine *c) {
 /* Does nothing at other ranks than the lead. */
 static void send_decided(const tb__commit_machine *c, uint64_t attempt, tb__decision decision, tb_status status,
                          const char *why) {
-    for (size_t i = 0; c->is_lead && i < c->exchange->all.npeers; i++) {
+    for (size_t i = 0; c->is_lead && i < c->exchange->handshake.npeers; i++) {
         if (i == c->lead || !c->receivers[i].is_receiver)
             continue;
         tb__pack pack = {0};
@@ -264,9 +264,9 @@ bool tb__commit_message(tb__commit_machine *c, size_t from, tb__unpack *message)
 
 /* Unique to the batch, because the lead's port is. */
 static void name_question(const tb__commit_machine *c, uint64_t attempt, char *out, size_t room) {
-    const tb__peer *lead = c->exchange->all.peers[c->lead];
+    const tb__peer *lead = c->exchange->handshake.peers[c->lead];
     snprintf(out, room, "%" PRId32 "/%" PRIu64 "/%" PRIu32 "/%d/%" PRIu64, lead->rank, lead->incarnation,
-             c->exchange->all.ports[c->lead], c->src, attempt);
+             c->exchange->handshake.ports[c->lead], c->src, attempt);
 }
 
 /* If nothing could be proposed, the lead can still abort on its own, unless it has proposed to commit before. */
@@ -411,12 +411,12 @@ tb_status tb__commit_init(tb__commit_machine *c, tb__exchange *exchange, int src
         return TB_OK;
     if (!world->commit_log)
         TB_TRY(tb__commit_log_create(world->loop, world->directory, &world->commit_log));
-    c->receivers = tb__calloc(exchange->all.npeers, sizeof *c->receivers);
+    c->receivers = tb__calloc(exchange->handshake.npeers, sizeof *c->receivers);
     if (!c->receivers)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < receivers->size; i++)
-        c->receivers[tb__handshake_find(&exchange->all, receivers->peers[i])].is_receiver = true;
-    c->lead = tb__handshake_find(&exchange->all, receivers->peers[0]);
+        c->receivers[tb__handshake_find(&exchange->handshake, receivers->peers[i])].is_receiver = true;
+    c->lead = tb__handshake_find(&exchange->handshake, receivers->peers[0]);
     c->is_lead = receivers->peers[0]->rank == world->rank;
     *owner = (tb__shadow){.is_used = true,
                           .arg = c,

@@ -14,7 +14,7 @@
 
 static void mark_broken(tb__exchange *exchange, tb_status status, bool tell) {
     exchange->state = EXCHANGE_BROKEN;
-    tb__handshake_break(&exchange->all, status, tell);
+    tb__handshake_break(&exchange->handshake, status, tell);
     tb__loop_wake(exchange->world->loop);
     tb__loop_signal(exchange->world->loop);
 }
@@ -44,17 +44,17 @@ void tb__exchange_report_loss(tb__exchange *exchange) {
     if (!exchange->must_report_loss || is_moving(exchange))
         return;
     exchange->must_report_loss = false;
-    tb__handshake_send_broken(&exchange->all);
+    tb__handshake_send_broken(&exchange->handshake);
 }
 
 void tb__exchange_on_rank_lost(tb__exchange *exchange) {
-    exchange->must_report_loss |= exchange->all.status == TB_OK;
+    exchange->must_report_loss |= exchange->handshake.status == TB_OK;
     mark_broken(exchange, TB_LOST, false);
     tb__exchange_report_loss(exchange);
 }
 
-static void on_peer_broken(tb__handshake *all, size_t at, tb_status status, const char *why) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static void on_peer_broken(tb__handshake *handshake, size_t at, tb_status status, const char *why) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     if (status != TB_LOST || !exchange->has_agreed) {
         tb__exchange_break(exchange, tb__fail(status, "%s", why), false);
         return;
@@ -89,25 +89,26 @@ static tb_status init_handshake(tb__exchange *exchange) {
     format_key(exchange->batch, exchange->pair, key, sizeof key);
     for (size_t i = 0; peers && i < n; i++)
         peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
-    tb_status status = tb__handshake_init(&exchange->all, exchange->world, key, exchange->what, peers, peers ? n : 0);
+    tb_status status =
+        tb__handshake_init(&exchange->handshake, exchange->world, key, exchange->what, peers, peers ? n : 0);
     free(peers);
     return peers && exchange->goodbyes && exchange->staging ? status : TB_NO_MEMORY;
 }
 
 /* Machines are numbered in the order of their first ranks: the same on every rank. */
 static tb_status number_hosts(tb__exchange *exchange) {
-    int32_t most = exchange->all.peers[exchange->all.npeers - 1]->rank, count = 0;
+    int32_t most = exchange->handshake.peers[exchange->handshake.npeers - 1]->rank, count = 0;
     exchange->nhosts = (size_t)most + 1;
     exchange->hosts = tb__calloc(exchange->nhosts, sizeof *exchange->hosts);
     if (!exchange->hosts)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
         int32_t number = count;
         for (size_t j = 0; j < i && number == count; j++) {
-            if (strcmp(exchange->all.peers[i]->host, exchange->all.peers[j]->host) == 0)
-                number = exchange->hosts[exchange->all.peers[j]->rank];
+            if (strcmp(exchange->handshake.peers[i]->host, exchange->handshake.peers[j]->host) == 0)
+                number = exchange->hosts[exchange->handshake.peers[j]->rank];
         }
-        exchange->hosts[exchange->all.peers[i]->rank] = number;
+        exchange->hosts[exchange->handshake.peers[i]->rank] = number;
         count += number == count;
     }
     if (count == 1) {
@@ -173,14 +174,14 @@ static tb_status collect_own_tensors(tb__exchange *exchange, int side) {
 }
 
 static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *message);
-static tb_status send_exchange_manifest(tb__handshake *all, size_t to);
-static void on_exchange_manifest(tb__handshake *all, size_t at, tb__unpack *u);
-static void on_manifest_confirmed(tb__handshake *all, size_t at);
+static tb_status send_exchange_manifest(tb__handshake *handshake, size_t to);
+static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u);
+static void on_manifest_confirmed(tb__handshake *handshake, size_t at);
 
 static void on_exchange_peer_lost(tb__port *port, tb__peer *peer) {
     tb__exchange *exchange = (tb__exchange *)port;
-    size_t at = tb__handshake_find(&exchange->all, peer);
-    if (at == TB__NOWHERE || exchange->all.is_gone[at])
+    size_t at = tb__handshake_find(&exchange->handshake, peer);
+    if (at == TB__NOWHERE || exchange->handshake.is_gone[at])
         return;
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
@@ -224,13 +225,13 @@ tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out
     exchange->staging_bytes = INT64_MAX;
     pair->refs++;
     snprintf(exchange->what, sizeof exchange->what, "batch '%s'", batch->name);
-    exchange->all.port.message = on_exchange_message;
-    exchange->all.port.lost = on_exchange_peer_lost;
-    exchange->all.send_manifest = send_exchange_manifest;
-    exchange->all.on_manifest = on_exchange_manifest;
-    exchange->all.on_confirmed = on_manifest_confirmed;
-    exchange->all.on_broken = on_peer_broken;
-    exchange->all.on_gone = tb__exchange_on_goodbye;
+    exchange->handshake.port.message = on_exchange_message;
+    exchange->handshake.port.lost = on_exchange_peer_lost;
+    exchange->handshake.send_manifest = send_exchange_manifest;
+    exchange->handshake.on_manifest = on_exchange_manifest;
+    exchange->handshake.on_confirmed = on_manifest_confirmed;
+    exchange->handshake.on_broken = on_peer_broken;
+    exchange->handshake.on_gone = tb__exchange_on_goodbye;
     tb_status status = init_exchange(exchange);
     if (status != TB_OK) {
         tb__exchange_destroy(exchange);
@@ -273,7 +274,7 @@ void tb__exchange_destroy(tb__exchange *exchange) {
     free(exchange->hosts);
     tb__exchange_free_goodbyes(exchange);
     free(exchange->staging);
-    tb__handshake_fini(&exchange->all);
+    tb__handshake_fini(&exchange->handshake);
     free(exchange);
 }
 
@@ -287,7 +288,7 @@ static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *me
     if (!is_valid)
         tb__exchange_break(exchange,
                            tb__fail_within(TB_INVALID, "%s sent an invalid message about %s",
-                                           exchange->all.peers[peer]->label, exchange->what),
+                                           exchange->handshake.peers[peer]->label, exchange->what),
                            true);
 }
 
@@ -316,26 +317,27 @@ static const tb__peer *find_missing(const tb__exchange *exchange) {
 }
 
 tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
-    const tb__handshake *all = &exchange->all;
+    const tb__handshake *handshake = &exchange->handshake;
     const char *what = exchange->what, *pair = exchange->pair->name, *shortage = tb__shortage_text();
     char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
     tb__pair_find_refusal(exchange->pair, refusal, sizeof refusal);
     snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
-    size_t late = all->npeers; /* a peer that has not registered, or else one that has not confirmed */
-    for (size_t i = 0; i < all->npeers; i++) {
-        if (!all->is_confirmed[i] && (late == all->npeers || (all->ports[late] && !all->ports[i])))
+    size_t late = handshake->npeers; /* a peer that has not registered, or else one that has not confirmed */
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        if (!handshake->is_confirmed[i] &&
+            (late == handshake->npeers || (handshake->ports[late] && !handshake->ports[i])))
             late = i;
     }
-    if (late < all->npeers) {
-        const char *label = all->peers[late]->label;
-        if (all->ports[late])
+    if (late < handshake->npeers) {
+        const char *label = handshake->peers[late]->label;
+        if (handshake->ports[late])
             return tb__fail(TB_TIMEOUT, "%s has registered %s of pair '%s', but has not confirmed our registration%s",
                             label, what, pair, cause);
         if (*shortage)
             return tb__fail(TB_TIMEOUT, "the registration by %s of %s of pair '%s' has not arrived%s", label, what,
                             pair, cause);
         return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s", label, what,
-                        pair, all->npeers - all->nunconfirmed, all->npeers, cause);
+                        pair, handshake->npeers - handshake->nunconfirmed, handshake->npeers, cause);
     }
     const tb__peer *missing = find_missing(exchange);
     return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",
@@ -344,9 +346,9 @@ tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
 
 /* When all peers are confirmed and all lists are here: merges them and makes the flows. */
 static void try_agree(tb__exchange *exchange) {
-    if (exchange->state != EXCHANGE_WAITING || exchange->all.nunconfirmed > 0 || find_missing(exchange))
+    if (exchange->state != EXCHANGE_WAITING || exchange->handshake.nunconfirmed > 0 || find_missing(exchange))
         return;
-    for (size_t i = 0; i < exchange->all.npeers; i++)
+    for (size_t i = 0; i < exchange->handshake.npeers; i++)
         exchange->staging_bytes = tb__min64(exchange->staging_bytes, exchange->staging[i]);
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
@@ -369,8 +371,8 @@ static void try_agree(tb__exchange *exchange) {
         free(b->data);
     }
     exchange->backlog.count = 0;
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
-        if (exchange->all.is_gone[i])
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
+        if (exchange->handshake.is_gone[i])
             tb__exchange_report_gone(exchange, i);
     }
     tb__loop_signal(exchange->world->loop);
@@ -390,8 +392,8 @@ static void on_tensor_list(tb__exchange *exchange, size_t at, tb__unpack *messag
     if (copy)
         status = add_tensor_list(&exchange->sides[side], copy, nbytes);
     if (status == TB_INVALID)
-        tb__set_detail("%s sent an invalid tensor list for %s: %zu bytes for side %u%s", exchange->all.peers[at]->label,
-                       exchange->what, nbytes, (unsigned)side,
+        tb__set_detail("%s sent an invalid tensor list for %s: %zu bytes for side %u%s",
+                       exchange->handshake.peers[at]->label, exchange->what, nbytes, (unsigned)side,
                        is_good ? ", which can't be parsed" : ", truncated or not what their hash says");
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
@@ -401,7 +403,7 @@ static void on_tensor_list(tb__exchange *exchange, size_t at, tb__unpack *messag
 
 static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__exchange *exchange = (tb__exchange *)port;
-    size_t at = tb__handshake_find(&exchange->all, from);
+    size_t at = tb__handshake_find(&exchange->handshake, from);
     if (at == TB__NOWHERE || (exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed))
         return;
     tb__unpack list = *message;
@@ -431,8 +433,8 @@ static uint64_t hash_layouts(const tb_pair *pair) {
     return tb__tensor_list_hash(hash, sizeof hash);
 }
 
-static tb_status send_exchange_manifest(tb__handshake *all, size_t to) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static tb_status send_exchange_manifest(tb__handshake *handshake, size_t to) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     tb__pack pack = {0};
     tb__pack_u64(&pack, hash_layouts(exchange->pair));
     tb__pack_i64(&pack, exchange->batch->opts.staging_bytes);
@@ -446,7 +448,7 @@ static tb_status send_exchange_manifest(tb__handshake *all, size_t to) {
         tb__pack_u64(&pack, s->hash);
         tb__pack_i64(&pack, exchange->batch->opts.bucket_size);
     }
-    return tb__handshake_send_manifest(all, to, &pack);
+    return tb__handshake_send_manifest(handshake, to, &pack);
 }
 
 static tb_status send_tensor_list(tb__exchange *exchange, int side, size_t to) {
@@ -456,7 +458,7 @@ static tb_status send_tensor_list(tb__exchange *exchange, int side, size_t to) {
     tb__pack_u32(&pack, (uint32_t)side);
     tb__pack_u64(&pack, list->hash);
     tb__pack_bytes(&pack, list->data, list->nbytes);
-    return tb__loop_send(exchange->all.peers[to], exchange->all.ports[to], &pack);
+    return tb__loop_send(exchange->handshake.peers[to], exchange->handshake.ports[to], &pack);
 }
 
 /* Seats with the same list share the work: the peer at position p gets it from the p-th of them, modulo their number.
@@ -465,7 +467,7 @@ static tb_status send_own_list(tb__exchange *exchange, int side) {
     const tb__exchange_side *s = &exchange->sides[side];
     const tb__pair_side *seats = &exchange->pair->sides[side];
     size_t nalike = 1, before = 0; /* this seat */
-    bool *has = tb__calloc(exchange->all.npeers, sizeof *has);
+    bool *has = tb__calloc(exchange->handshake.npeers, sizeof *has);
     if (!has)
         return TB_NO_MEMORY;
     for (int32_t seat = 0; seat < seats->size; seat++) {
@@ -473,10 +475,10 @@ static tb_status send_own_list(tb__exchange *exchange, int side) {
             continue;
         before += seat < s->index;
         nalike += seat != s->index;
-        has[tb__handshake_find(&exchange->all, seats->peers[seat])] = true;
+        has[tb__handshake_find(&exchange->handshake, seats->peers[seat])] = true;
     }
     tb_status status = TB_OK;
-    for (size_t to = 0; to < exchange->all.npeers && status == TB_OK; to++) {
+    for (size_t to = 0; to < exchange->handshake.npeers && status == TB_OK; to++) {
         if (!has[to] && to % nalike == before)
             status = send_tensor_list(exchange, side, to);
     }
@@ -500,7 +502,8 @@ static const char *seat_name(const tb__exchange *exchange, int side, int32_t sea
 /* Whether the seat's manifest has arrived, and its rank is confirmed. */
 static bool is_seat_confirmed(const tb__exchange *exchange, int side, int32_t seat) {
     return exchange->sides[side].has_come[seat] &&
-           exchange->all.is_confirmed[tb__handshake_find(&exchange->all, exchange->pair->sides[side].peers[seat])];
+           exchange->handshake
+               .is_confirmed[tb__handshake_find(&exchange->handshake, exchange->pair->sides[side].peers[seat])];
 }
 
 static tb_status check_bucket_sizes(const tb__exchange *exchange, int side, int32_t seat) {
@@ -532,8 +535,8 @@ static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from
     return TB_OK;
 }
 
-static void on_exchange_manifest(tb__handshake *all, size_t at, tb__unpack *u) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     uint64_t layouts = tb__unpack_u64(u);
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
@@ -541,30 +544,31 @@ static void on_exchange_manifest(tb__handshake *all, size_t at, tb__unpack *u) {
         nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
             ? TB_OK
             : tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %u sides, %" PRId64 " staging bytes",
-                       all->peers[at]->label, exchange->what, (unsigned)nsides, staging_bytes);
+                       handshake->peers[at]->label, exchange->what, (unsigned)nsides, staging_bytes);
     exchange->staging[at] = staging_bytes;
     if (status == TB_OK && layouts != hash_layouts(exchange->pair))
         status = tb__fail(TB_CONFLICT, "%s has made pair '%s' with other layouts: it has to be made again",
-                          all->peers[at]->label, exchange->pair->name);
+                          handshake->peers[at]->label, exchange->pair->name);
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
-        status = read_manifest_side(exchange, all->peers[at], u);
+        status = read_manifest_side(exchange, handshake->peers[at], u);
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
 }
 
 /* The peer has confirmed our manifest. */
-static void on_manifest_confirmed(tb__handshake *all, size_t at) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static void on_manifest_confirmed(tb__handshake *handshake, size_t at) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     tb_status status = TB_OK;
     for (int side = 0; side < 2; side++) {
         for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
-            if (exchange->pair->sides[side].peers[seat] == all->peers[at] && is_seat_confirmed(exchange, side, seat))
+            if (exchange->pair->sides[side].peers[seat] == handshake->peers[at] &&
+                is_seat_confirmed(exchange, side, seat))
                 status = check_bucket_sizes(exchange, side, seat);
         }
     }
-    if (status == TB_OK && all->nunconfirmed == 0)
+    if (status == TB_OK && handshake->nunconfirmed == 0)
         status = check_all_seats_added(exchange);
-    if (status == TB_OK && all->nunconfirmed == 0)
+    if (status == TB_OK && handshake->nunconfirmed == 0)
         status = send_own_lists(exchange);
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
@@ -573,5 +577,5 @@ static void on_manifest_confirmed(tb__handshake *all, size_t at) {
 }
 
 tb_status tb__exchange_announce(tb__exchange *exchange) {
-    return tb__handshake_announce(&exchange->all);
+    return tb__handshake_announce(&exchange->handshake);
 }

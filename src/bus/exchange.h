@@ -86,7 +86,7 @@ typedef struct tb__goodbye {
 } tb__goodbye;
 
 struct tb__exchange {
-    tb__handshake all; /* first: messages find the exchange through it */
+    tb__handshake handshake; /* first: messages find the exchange through it */
     tb_world *world;
     tb_batch *batch;
     tb_pair *pair; /* for names and peers */
@@ -145,7 +145,7 @@ void tb__exchange_on_rank_lost(tb__exchange *exchange);
 /* exchange_leave.c. This rank leaves, with a goodbye. */
 void tb__exchange_leave(tb__exchange *exchange);
 /* The peer has left; `message` is its goodbye. */
-void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message);
+void tb__exchange_on_goodbye(tb__handshake *handshake, size_t at, tb__unpack *message);
 /* Tells the flows that a rank has left. */
 void tb__exchange_report_gone(tb__exchange *exchange, size_t gone);
 void tb__exchange_free_goodbyes(tb__exchange *exchange);

@@ -13,7 +13,7 @@ static void pack_failure(tb__pack *pack, const tb__failure *last) {
 /* The goodbye repeats the last failures for peers that have not heard of them: ranks leave because of these. */
 void tb__exchange_leave(tb__exchange *exchange) {
     bool is_broken = exchange->state == EXCHANGE_BROKEN;
-    const char *why = is_broken ? exchange->all.why : "";
+    const char *why = is_broken ? exchange->handshake.why : "";
     tb__failure last[2] = {{.why = ""}, {.why = ""}};
     tb__pack goodbye = {0};
     tb__pack_u32(&goodbye, exchange->has_agreed);
@@ -23,11 +23,11 @@ void tb__exchange_leave(tb__exchange *exchange) {
         why = *why ? why : last[side].why;
         tb__pack_u64(&goodbye, exchange->flows[side] ? tb__flow_started(exchange->flows[side]) : 0);
     }
-    tb__pack_status(&goodbye, is_broken ? exchange->all.status : TB_OK);
+    tb__pack_status(&goodbye, is_broken ? exchange->handshake.status : TB_OK);
     tb__pack_string(&goodbye, why);
     for (int side = 0; side < 2; side++)
         pack_failure(&goodbye, &last[side]);
-    tb__handshake_leave(&exchange->all, &goodbye);
+    tb__handshake_leave(&exchange->handshake, &goodbye);
     tb__pack_fini(&goodbye);
 }
 
@@ -43,10 +43,10 @@ void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
 
 /* Drops the rank's manifest. Its lists stay: they are found by hash. */
 static void forget_manifest(tb__exchange *exchange, size_t at) {
-    tb__handshake_forget(&exchange->all, at);
+    tb__handshake_forget(&exchange->handshake, at);
     for (int side = 0; side < 2; side++) {
         for (int32_t seat = 0; seat < exchange->pair->sides[side].size; seat++) {
-            if (exchange->pair->sides[side].peers[seat] == exchange->all.peers[at])
+            if (exchange->pair->sides[side].peers[seat] == exchange->handshake.peers[at])
                 exchange->sides[side].has_come[seat] = false;
         }
     }
@@ -74,8 +74,8 @@ static tb__failure unpack_failure(tb__unpack *message) {
 /* Transfers that do not need the rank any more go on: if it had agreed, all ranks have registered, though their
  * manifests may still be on the way to us. A failure that made it leave is a failure here, too: it may have noticed a
  * lost rank before us. */
-void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message) {
-    tb__exchange *exchange = (tb__exchange *)all;
+void tb__exchange_on_goodbye(tb__handshake *handshake, size_t at, tb__unpack *message) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
         exchange->goodbyes[at][i].started = tb__unpack_u64(message);
@@ -97,7 +97,7 @@ void tb__exchange_on_goodbye(tb__handshake *all, size_t at, tb__unpack *message)
 }
 
 void tb__exchange_free_goodbyes(tb__exchange *exchange) {
-    for (size_t i = 0; exchange->goodbyes && i < exchange->all.npeers; i++) {
+    for (size_t i = 0; exchange->goodbyes && i < exchange->handshake.npeers; i++) {
         free(exchange->goodbyes[i][0].why);
         free(exchange->goodbyes[i][1].why);
     }

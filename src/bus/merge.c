@@ -229,7 +229,7 @@ static tb_status number_lists(side_merge *j) {
 
 tb_status tb__exchange_merge(tb__exchange *exchange, int side) {
     size_t size = (size_t)exchange->pair->sides[side].size;
-    size_t nranks = (size_t)exchange->all.peers[exchange->all.npeers - 1]->rank + 1;
+    size_t nranks = (size_t)exchange->handshake.peers[exchange->handshake.npeers - 1]->rank + 1;
     side_merge j = {.exchange = exchange,
                     .side = side,
                     .list_of = tb__malloc(size, sizeof *j.list_of),

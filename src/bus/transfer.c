@@ -183,11 +183,11 @@ static tb_status choose_side(const tb__exchange *exchange, bool is_send, const c
  * transfer is not missed. */
 static tb_status check_exchange_usable(const tb__exchange *exchange, const tb__flow *flow, bool is_send) {
     if (exchange->state == EXCHANGE_BROKEN)
-        return tb__fail(exchange->all.status, "%s", exchange->all.why);
+        return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     bool may_begin = flow && tb__flow_may_begin(flow, is_send);
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
-        if (exchange->all.is_gone[i] && (exchange->all.peers[i]->is_lost || !may_begin))
-            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->all.peers[i]->label, exchange->what,
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
+        if (exchange->handshake.is_gone[i] && (exchange->handshake.peers[i]->is_lost || !may_begin))
+            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->handshake.peers[i]->label, exchange->what,
                             exchange->pair->name);
     }
     return TB_OK;
@@ -218,7 +218,7 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
         if (loss != TB_OK)
             return skip_part(p, loss);
     } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
-        return tb__fail(exchange->all.status, "%s", exchange->all.why);
+        return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     } else if (is_unknown) {
         return tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
                         exchange->pair->name, t->batch->name);

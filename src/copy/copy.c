@@ -14,7 +14,7 @@ void tb__copy_break(tb_copy *copy, tb_status status) {
         return;
     copy->broken = status;
     snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
-    tb__handshake_break(&copy->all, status, false); /* peers that have agreed are told by the goodbye */
+    tb__handshake_break(&copy->handshake, status, false); /* peers that have agreed are told by the goodbye */
     /* The next step breaks the flow: a step may be running in another thread now. */
     tb__loop_wake(copy->world->loop);
     tb__loop_signal(copy->world->loop);
@@ -34,7 +34,7 @@ static void record_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status st
 
 tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
     tb__saved_detail why = tb__save_detail();
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
@@ -43,7 +43,7 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
         tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
         tb__pack_status(&pack, status);
         tb__pack_string(&pack, why.text);
-        if (tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
+        if (tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
     }
     record_abort(copy, copy->run, false, status, why.text);
@@ -112,8 +112,8 @@ static bool on_copy_abort(tb_copy *copy, tb__unpack *message) {
 static void on_ready(tb_copy *copy, size_t at) {
     copy->peers[at].is_ready = true;
     copy->has_agreed = true;
-    for (size_t i = 0; i < copy->all.npeers; i++)
-        copy->has_agreed &= copy->peers[i].is_ready && copy->all.is_confirmed[i];
+    for (size_t i = 0; i < copy->handshake.npeers; i++)
+        copy->has_agreed &= copy->peers[i].is_ready && copy->handshake.is_confirmed[i];
 }
 
 /* A peer may send data before this rank has all votes: such messages are kept. Messages of earlier runs are ignored. */
@@ -132,7 +132,7 @@ static bool on_flow_message(tb_copy *copy, size_t at, uint32_t number, tb__unpac
 
 static void on_copy_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb_copy *copy = (tb_copy *)port;
-    size_t at = tb__handshake_find(&copy->all, from);
+    size_t at = tb__handshake_find(&copy->handshake, from);
     if (at == TB__NOWHERE || copy->broken != TB_OK)
         return;
     uint32_t kind = tb__unpack_u32(message);
@@ -155,7 +155,7 @@ static void on_copy_message(tb__port *port, tb__peer *from, tb__unpack *message)
 }
 
 tb_status tb__copy_find_loss(const tb_copy *copy) {
-    for (size_t i = 0; i < copy->all.npeers && copy->nlost > 0; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers && copy->nlost > 0; i++) {
         if (copy->peers[i].lost_why)
             return tb__fail(TB_LOST, "%s", copy->peers[i].lost_why);
     }
@@ -170,7 +170,7 @@ static void drop_peer(tb_copy *copy, size_t at, const char *why) {
         return;
     }
     copy->nlost++;
-    tb__handshake_break(&copy->all, tb__fail(TB_LOST, "%s", why), false);
+    tb__handshake_break(&copy->handshake, tb__fail(TB_LOST, "%s", why), false);
     if (copy->flow)
         tb__copy_flow_gone(copy, at);
     tb__loop_wake(copy->world->loop);
@@ -179,9 +179,9 @@ static void drop_peer(tb_copy *copy, size_t at, const char *why) {
 
 static void on_copy_peer_lost(tb__port *port, tb__peer *peer) {
     tb_copy *copy = (tb_copy *)port;
-    size_t at = tb__handshake_find(&copy->all, peer);
+    size_t at = tb__handshake_find(&copy->handshake, peer);
     char why[TB__WHY_MAX];
-    if (at == TB__NOWHERE || copy->all.is_gone[at])
+    if (at == TB__NOWHERE || copy->handshake.is_gone[at])
         return;
     snprintf(why, sizeof why, "%s was lost during %s: %s", peer->label, copy->what, peer->why ? peer->why : "?");
     drop_peer(copy, at, why);
@@ -189,70 +189,70 @@ static void on_copy_peer_lost(tb__port *port, tb__peer *peer) {
 
 /* ---- Coming and going ------------------------------------------------------------------------------------------ */
 
-static tb_status send_copy_manifest(tb__handshake *all, size_t to) {
-    const tb_copy *copy = (const tb_copy *)all;
+static tb_status send_copy_manifest(tb__handshake *handshake, size_t to) {
+    const tb_copy *copy = (const tb_copy *)handshake;
     tb__pack pack = {0};
     tb__pack_i64(&pack, copy->opts.bucket_size);
     tb__pack_i64(&pack, copy->opts.staging_bytes);
-    return tb__handshake_send_manifest(all, to, &pack);
+    return tb__handshake_send_manifest(handshake, to, &pack);
 }
 
 /* A peer may have given up after its manifest. So all ranks confirm that they have all manifests (READY) before the
  * service is open. */
 static tb_status send_ready(tb_copy *copy) {
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
         tb__pack_u32(&pack, COPY_READY);
-        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     on_ready(copy, copy->self);
     return TB_OK;
 }
 
-static void on_copy_manifest(tb__handshake *all, size_t at, tb__unpack *manifest) {
-    tb_copy *copy = (tb_copy *)all;
+static void on_copy_manifest(tb__handshake *handshake, size_t at, tb__unpack *manifest) {
+    tb_copy *copy = (tb_copy *)handshake;
     int64_t bucket_size = tb__unpack_i64(manifest), staging_bytes = tb__unpack_i64(manifest);
     if (!tb__unpack_is_done(manifest) || bucket_size < 1 || staging_bytes < TB__LEAST_STAGING) {
         tb__copy_break(copy,
                        tb__fail(TB_INVALID,
                                 "%s sent an invalid manifest of %s: bucket size %" PRId64 ", %" PRId64 " staging bytes",
-                                all->peers[at]->label, copy->what, bucket_size, staging_bytes));
+                                handshake->peers[at]->label, copy->what, bucket_size, staging_bytes));
         return;
     }
     copy->peers[at].bucket_size = bucket_size;
     copy->peers[at].staging_bytes = staging_bytes;
 }
 
-static void on_copy_confirmed(tb__handshake *all, size_t at) {
-    tb_copy *copy = (tb_copy *)all;
+static void on_copy_confirmed(tb__handshake *handshake, size_t at) {
+    tb_copy *copy = (tb_copy *)handshake;
     (void)at;
-    if (all->nunconfirmed == 0 && send_ready(copy) != TB_OK)
+    if (handshake->nunconfirmed == 0 && send_ready(copy) != TB_OK)
         tb__copy_break(copy, TB_NO_MEMORY);
     tb__loop_signal(copy->world->loop);
 }
 
-static void on_copy_broken(tb__handshake *all, size_t at, tb_status status, const char *why) {
+static void on_copy_broken(tb__handshake *handshake, size_t at, tb_status status, const char *why) {
     (void)at;
-    tb__copy_break((tb_copy *)all, tb__fail(status, "%s", why));
+    tb__copy_break((tb_copy *)handshake, tb__fail(status, "%s", why));
 }
 
 /* A peer that closes after a failure passes on its reason. One that timed out while opening may open again. */
-static void on_copy_goodbye(tb__handshake *all, size_t at, tb__unpack *goodbye) {
-    tb_copy *copy = (tb_copy *)all;
+static void on_copy_goodbye(tb__handshake *handshake, size_t at, tb__unpack *goodbye) {
+    tb_copy *copy = (tb_copy *)handshake;
     bool had_agreed = tb__unpack_u32(goodbye) != 0;
     tb_status status = tb__unpack_status(goodbye);
     const char *why = tb__unpack_string(goodbye);
     if (goodbye->failed) {
-        tb__copy_break(copy,
-                       tb__fail(TB_INVALID, "%s sent a truncated goodbye of %s", all->peers[at]->label, copy->what));
+        tb__copy_break(
+            copy, tb__fail(TB_INVALID, "%s sent a truncated goodbye of %s", handshake->peers[at]->label, copy->what));
     } else if (status == TB_LOST) {
         drop_peer(copy, at, why);
     } else if (status != TB_OK) {
         tb__copy_break(copy, tb__fail(status, "%s", why));
     } else if (!had_agreed && !copy->has_agreed) {
-        tb__handshake_forget(all, at);
+        tb__handshake_forget(handshake, at);
         copy->peers[at].is_ready = false;
     } else if (copy->flow) {
         tb__copy_flow_gone(copy, at);
@@ -305,11 +305,11 @@ static tb_status explain_group(const waiting *w, const char *what) {
 /* The labels name this service's group: the loop labels a process by the first group it met it in. */
 static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *by_seat) {
     copy->position = tb__malloc((size_t)copy->size, sizeof *copy->position);
-    copy->peers = tb__calloc(copy->all.npeers, sizeof *copy->peers);
+    copy->peers = tb__calloc(copy->handshake.npeers, sizeof *copy->peers);
     if (!copy->position || !copy->peers)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < copy->size; i++) {
-        size_t at = tb__handshake_find(&copy->all, by_seat[i]);
+        size_t at = tb__handshake_find(&copy->handshake, by_seat[i]);
         copy->position[i] = at;
         copy->peers[at].seat = i;
         copy->peers[at].label = tb__strdup(tb__label_of(by_seat[i]->rank, group, i).text);
@@ -371,7 +371,7 @@ static tb_status begin_handshake(tb_copy *copy, const char *name, const waiting 
     if (tb__handshake_exists(copy->world, key))
         return tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, w->group);
     copy->size = w->roster.size;
-    TB_TRY(tb__handshake_init(&copy->all, copy->world, key, copy->what, w->peers, (size_t)w->roster.size));
+    TB_TRY(tb__handshake_init(&copy->handshake, copy->world, key, copy->what, w->peers, (size_t)w->roster.size));
     return set_labels(copy, w->group, w->peers);
 }
 
@@ -386,11 +386,11 @@ static tb_status await_agreement(tb_copy *copy, int64_t deadline_ms) {
         return tb__fail(copy->broken, "%s", copy->why);
     TB_TRY(tb__copy_find_loss(copy));
     copy->bucket_size = copy->staging_bytes = INT64_MAX;
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         const tb__copy_peer *peer = &copy->peers[i];
-        if (!copy->all.is_confirmed[i])
+        if (!copy->handshake.is_confirmed[i])
             return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", peer->label, copy->what,
-                            copy->all.npeers - copy->all.nunconfirmed, copy->all.npeers);
+                            copy->handshake.npeers - copy->handshake.nunconfirmed, copy->handshake.npeers);
         copy->bucket_size = tb__min64(copy->bucket_size, peer->bucket_size);
         copy->staging_bytes = tb__min64(copy->staging_bytes, peer->staging_bytes);
     }
@@ -407,7 +407,7 @@ static tb_status open_service(tb_copy *copy, const char *name, const char *group
     tb__roster_fini(&w.roster);
     free(w.peers);
     TB_TRY(status);
-    TB_TRY(tb__handshake_announce(&copy->all));
+    TB_TRY(tb__handshake_announce(&copy->handshake));
     return await_agreement(copy, deadline_ms);
 }
 
@@ -439,13 +439,13 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->world = world;
     copy->opts = o;
     copy->index = seat->index;
-    copy->all.port.message = on_copy_message;
-    copy->all.port.lost = on_copy_peer_lost;
-    copy->all.send_manifest = send_copy_manifest;
-    copy->all.on_manifest = on_copy_manifest;
-    copy->all.on_confirmed = on_copy_confirmed;
-    copy->all.on_broken = on_copy_broken;
-    copy->all.on_gone = on_copy_goodbye;
+    copy->handshake.port.message = on_copy_message;
+    copy->handshake.port.lost = on_copy_peer_lost;
+    copy->handshake.send_manifest = send_copy_manifest;
+    copy->handshake.on_manifest = on_copy_manifest;
+    copy->handshake.on_confirmed = on_copy_confirmed;
+    copy->handshake.on_broken = on_copy_broken;
+    copy->handshake.on_gone = on_copy_goodbye;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
     copy->memory.invalidate = tb__copy_invalidate;
     tb__loop_lock(world->loop);
@@ -470,9 +470,9 @@ static void leave_handshake(tb_copy *copy) {
     tb_status status = copy->broken != TB_OK ? tb__fail(copy->broken, "%s", copy->why) : tb__copy_find_loss(copy);
     tb__pack_status(&goodbye, status);
     tb__pack_string(&goodbye, status != TB_OK ? tb_error_detail() : "");
-    tb__handshake_leave(&copy->all, &goodbye);
+    tb__handshake_leave(&copy->handshake, &goodbye);
     tb__pack_fini(&goodbye);
-    tb__handshake_fini(&copy->all);
+    tb__handshake_fini(&copy->handshake);
 }
 
 static void free_copy_members(tb_copy *copy, size_t npeers) {
@@ -494,7 +494,7 @@ void tb_copy_close(tb_copy *copy) {
     if (!copy)
         return;
     tb_world *world = copy->world;
-    size_t npeers = copy->all.npeers;
+    size_t npeers = copy->handshake.npeers;
     if (tb__world_is_inherited(world)) { /* in a forked child: the world keeps the rest */
         if (tb__world_was_unlocked(world))
             free_copy_members(copy, npeers);
@@ -503,7 +503,7 @@ void tb_copy_close(tb_copy *copy) {
     }
     tb__loop_lock(world->loop);
     tb__world_remove_user(world, &copy->memory);
-    if (copy->all.world) /* the handshake was initialised */
+    if (copy->handshake.world) /* the handshake was initialised */
         leave_handshake(copy);
     tb__loop_unlock(world->loop);
     free_copy_members(copy, npeers);

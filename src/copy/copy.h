@@ -27,7 +27,7 @@ typedef struct tb__copy_peer {
 } tb__copy_peer;
 
 struct tb_copy {
-    tb__handshake all; /* first: messages find the service through it */
+    tb__handshake handshake; /* first: messages find the service through it */
     tb__task task;
     tb_world *world;
     char what[TB__DIRECTORY_MAX_NAME + 32];

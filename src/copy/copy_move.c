@@ -217,7 +217,7 @@ typedef TB_VEC(tb__flow_tensor) tensor_list;
 
 static tb_status add_peer_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
     tb__match_end end = tb__copy_ops_with(copy, is_send, seat);
-    uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->all.peers[copy->position[seat]]->rank;
+    uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->handshake.peers[copy->position[seat]]->rank;
     uint64_t key = ((is_send ? here : there) << RANK_BITS | (is_send ? there : here)) << NUMBER_BITS;
     for (size_t i = 0; i < end.nops; i++) {
         for (uint32_t j = 0; j < end.ops[i].nviews; j++, key++) {
@@ -304,10 +304,10 @@ static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *t
     tb__flow_opts opts = {.loop = copy->world->loop,
                           .rank = copy->world->rank,
                           .direction = tb__copy_flow_number(copy->run),
-                          .peers = copy->all.peers,
-                          .ports = copy->all.ports,
-                          .npeers = copy->all.npeers,
-                          .lead = copy->all.npeers,
+                          .peers = copy->handshake.peers,
+                          .ports = copy->handshake.ports,
+                          .npeers = copy->handshake.npeers,
+                          .lead = copy->handshake.npeers,
                           .started = 1,
                           .tensors = tensors->item,
                           .ntensors = tensors->count,
@@ -427,8 +427,8 @@ static void begin_flow(tb_copy *copy) {
                                                  copy->peers[b->peer].label, copy->what));
     }
     tb__copy_drop_backlog(copy);
-    for (size_t i = 0; i < copy->all.npeers; i++) {
-        if (copy->all.is_gone[i] || copy->peers[i].lost_why)
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
+        if (copy->handshake.is_gone[i] || copy->peers[i].lost_why)
             tb__copy_flow_gone(copy, i);
     }
     copy->task.step = step_run;

@@ -168,7 +168,7 @@ static void pack_end(tb__pack *pack, const tb__match_end *end) {
 
 /* A rank whose own operations are invalid sends an empty offer, which is not compared; its vote says what is wrong. */
 static tb_status send_offers(tb_copy *copy, bool is_good) {
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
@@ -179,7 +179,7 @@ static tb_status send_offers(tb_copy *copy, bool is_good) {
             tb__match_end end = tb__copy_ops_with(copy, is_send, copy->peers[i].seat);
             pack_end(&pack, &end);
         }
-        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     return TB_OK;
 }
@@ -264,7 +264,7 @@ static tb_status check_offers(tb_copy *copy) {
 
 static tb_status send_votes(tb_copy *copy) {
     const tb__copy_peer *self = &copy->peers[copy->self];
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
@@ -272,7 +272,7 @@ static tb_status send_votes(tb_copy *copy) {
         tb__pack_u64(&pack, copy->run);
         tb__pack_status(&pack, self->vote);
         tb__pack_string(&pack, self->why);
-        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     return TB_OK;
 }
@@ -302,13 +302,13 @@ static bool has_all_peers(void *arg) {
     w->missing = NULL;
     w->nthere = 0;
     w->is_gone = false;
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         const tb__copy_peer *peer = &copy->peers[i];
         if (i == copy->self || (w->for_votes ? peer->voted : peer->offered) == copy->run) {
             w->nthere++;
-        } else if (!w->missing || ((copy->all.is_gone[i] || peer->lost_why) && !w->is_gone)) {
+        } else if (!w->missing || ((copy->handshake.is_gone[i] || peer->lost_why) && !w->is_gone)) {
             w->missing = peer;
-            w->is_gone = copy->all.is_gone[i] || peer->lost_why;
+            w->is_gone = copy->handshake.is_gone[i] || peer->lost_why;
         }
     }
     return !w->missing || w->is_gone || copy->broken != TB_OK || copy->is_given_up;
@@ -329,7 +329,7 @@ static tb_status await_peers(tb_copy *copy, bool for_votes) {
         return tb__copy_abort(copy, tb__fail(TB_LOST, "%s has closed %s", w.missing->label, copy->what));
     return tb__copy_abort(copy, tb__fail(TB_TIMEOUT, "%s: %s has not %s run %" PRIu64 " (%zu of %zu ranks have)",
                                          copy->what, w.missing->label, for_votes ? "agreed to" : "come to", copy->run,
-                                         w.nthere, copy->all.npeers));
+                                         w.nthere, copy->handshake.npeers));
 }
 
 /* Sets this rank's vote; the message of a failure is in tb_error_detail. */
