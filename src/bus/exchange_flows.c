@@ -231,7 +231,7 @@ static tb_status make_exchange_flow(tb__exchange *exchange, int src, const match
     return status;
 }
 
-/* A receive in place writes padding before data sent from the same memory may have been read. */
+/* A receive in place may write padding before data that is sent from the same memory was read. */
 tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src) {
     const tb__exchange_side *s = &exchange->sides[src];
     TB_VEC(tb_binding) sources = {0}, padding = {0};
