@@ -10,7 +10,7 @@ set(transport_mpi_sources
     src/transport/mpi/mpi.c
 )
 set(bus_mpi_sources
-    src/bus/mpi/meeting.c
+    src/bus/mpi/bootstrap.c
     src/bus/mpi/mpi_world.c
 )
 

@@ -1,4 +1,4 @@
-/* Batches: what is added to one, and when it is agreed on. */
+/* Batches: adding tensors and pairs, registration, versions. */
 #include "bus/exchange.h"
 
 #include "base/opts.h"
@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Nothing matched with nothing: what remains is what is wrong with the options themselves. */
+/* Matching empty lists checks only the options. */
 static tb_status check_matching(const tb_batch_opts *o) {
     for (size_t i = 0; i < o->nties; i++) {
         if (!o->ties[i].name || !o->ties[i].canonical)
@@ -111,29 +111,29 @@ tb_status tb_batch_add_pair(tb_batch *batch, tb_pair *pair) {
     return status;
 }
 
-static void free_tensor(tb__tensor *t) {
-    tb__tensor_fini(t);
+static void free_tensor(tb__added_tensor *t) {
+    tb__added_tensor_fini(t);
     free(t);
 }
 
 tb_status tb_batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor) {
-    return tb__batch_add(batch, pair, name, tensor, &(tb__mirrored){0});
+    return tb__batch_add_mirrored(batch, pair, name, tensor, &(tb__mirrored){0});
 }
 
-tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
-                        const tb__mirrored *mirrored) {
+tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                                 const tb__mirrored *mirrored) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     if (!name || !*name)
         return tb__fail(TB_INVALID, "a tensor needs a name");
     if (pair->world != batch->world)
         return tb__fail(TB_INVALID, "tensor '%.100s': the pair is of another world", name);
-    tb__tensor *t = tb__malloc(1, sizeof *t);
+    tb__added_tensor *t = tb__malloc(1, sizeof *t);
     if (!t)
         return TB_NO_MEMORY;
     tb_tensor given;
     tb_status status = tb__struct_read(&given, sizeof given, tensor, 0, "a tb_tensor");
     if (status == TB_OK)
-        status = tb__tensor_init(t, pair, name, &given, batch->opts.transform);
+        status = tb__added_tensor_init(t, pair, name, &given, batch->opts.transform);
     if (status != TB_OK) {
         free(t);
         return tb__fail_within(status, "tensor '%.100s'", name);
@@ -153,7 +153,7 @@ tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const 
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
-/* One for each pair that has none, whichever of its sides this process is on. */
+/* Makes an exchange for each pair that has none, whichever of its sides this process is on. */
 static tb_status make_exchanges(tb_batch *batch) {
     for (size_t i = 0; i < batch->pairs.count; i++) {
         tb_pair *pair = batch->pairs.item[i]; /* never NULL */
@@ -170,24 +170,24 @@ static tb_status make_exchanges(tb_batch *batch) {
     return TB_OK;
 }
 
-/* What breaks later is a transfer's business. */
+/* A failure after the agreement is a transfer's to report. */
 static bool has_failed(const tb__exchange *exchange) {
     return exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed;
 }
 
-typedef struct settling {
+typedef struct registration {
     const tb_batch *batch;
-    const atomic_bool *unwanted; /* NULL: it is wanted */
-} settling;
+    const atomic_bool *cancelled; /* NULL: it can't be cancelled */
+} registration;
 
-static bool is_unwanted(const settling *s) {
-    return s->unwanted && atomic_load(s->unwanted);
+static bool is_registration_cancelled(const registration *s) {
+    return s->cancelled && atomic_load(s->cancelled);
 }
 
-static bool is_settled(void *arg) {
-    const tb_batch *batch = ((const settling *)arg)->batch;
+static bool is_registration_over(void *arg) {
+    const tb_batch *batch = ((const registration *)arg)->batch;
     bool waits = false;
-    if (is_unwanted(arg))
+    if (is_registration_cancelled(arg))
         return true;
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         if (has_failed(batch->exchanges.item[i]))
@@ -197,23 +197,23 @@ static bool is_settled(void *arg) {
     return !waits;
 }
 
-static tb_status settle(const settling *s) {
+static tb_status registration_result(const registration *s) {
     const tb_batch *batch = s->batch;
-    if (is_unwanted(s))
+    if (is_registration_cancelled(s))
         return tb__fail(TB_CANCELLED, "batch '%s' was given up", batch->name);
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         const tb__exchange *exchange = batch->exchanges.item[i];
         if (has_failed(exchange))
-            return tb__fail(exchange->all.status, "%s", exchange->all.why);
+            return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     }
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         if (batch->exchanges.item[i]->state == EXCHANGE_WAITING)
-            return tb__exchange_not_settled(batch->exchanges.item[i]);
+            return tb__exchange_fail_waiting(batch->exchanges.item[i]);
     }
     return TB_OK;
 }
 
-/* The next pair to be met, from the i-th on. NULL: that was the last. */
+/* The next pair without an exchange, from the i-th on. NULL: there is none. */
 static tb_pair *next_pair(tb_batch *batch, size_t *i) {
     tb__loop_lock(batch->world->loop);
     while (*i < batch->pairs.count && find_exchange(batch, batch->pairs.item[*i]))
@@ -223,8 +223,8 @@ static tb_pair *next_pair(tb_batch *batch, size_t *i) {
     return pair;
 }
 
-/* Exchanges for what is new. With the lock held. */
-static tb_status announce(tb_batch *batch) {
+/* Makes and announces exchanges for new pairs. With the lock held. */
+static tb_status announce_exchanges(tb_batch *batch) {
     size_t known = batch->exchanges.count;
     tb_status status = make_exchanges(batch);
     for (size_t i = known; i < batch->exchanges.count && status == TB_OK; i++)
@@ -232,27 +232,27 @@ static tb_status announce(tb_batch *batch) {
     batch->epoch += status == TB_OK && batch->exchanges.count > known;
     while (status != TB_OK && batch->exchanges.count > known)
         tb__exchange_destroy(batch->exchanges.item[--batch->exchanges.count]);
-    tb__batch_settle_version(batch);
+    tb__batch_update_version(batch);
     return status;
 }
 
 tb_status tb_batch_register(tb_batch *batch, int timeout_ms) {
     TB_TRY(tb__world_check(batch->world, "batch"));
-    return tb__batch_register(batch, timeout_ms, NULL);
+    return tb__batch_register_cancellable(batch, timeout_ms, NULL);
 }
 
-tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted) {
-    settling s = {batch, unwanted};
+tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled) {
+    registration s = {batch, cancelled};
     tb__loop *loop = batch->world->loop;
     int64_t deadline_ms = tb__world_deadline(batch->world, timeout_ms);
     tb_pair *pair;
     for (size_t i = 0; (pair = next_pair(batch, &i)); i++)
-        TB_TRY(tb__pair_meet(pair, deadline_ms, unwanted));
+        TB_TRY(tb__pair_connect(pair, deadline_ms, cancelled));
     tb__loop_lock(loop);
-    tb_status status = announce(batch);
+    tb_status status = announce_exchanges(batch);
     if (status == TB_OK) {
-        tb__loop_wait(loop, is_settled, &s, deadline_ms);
-        status = settle(&s);
+        tb__loop_wait(loop, is_registration_over, &s, deadline_ms);
+        status = registration_result(&s);
     }
     tb__loop_unlock(loop);
     return status;
@@ -285,7 +285,7 @@ static void remove_pair(tb_batch *batch, const char *name) {
     }
     batch->pairs.count = kept;
     batch->epoch++;
-    tb__batch_settle_version(batch);
+    tb__batch_update_version(batch);
 }
 
 tb_status tb_batch_remove_pair(tb_batch *batch, tb_pair *pair) {
@@ -309,7 +309,7 @@ void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room) {
     for (size_t i = 0; i < batch->exchanges.count && !*out; i++) {
         if (batch->exchanges.item[i]->state != EXCHANGE_WAITING)
             continue;
-        (void)tb__exchange_not_settled(batch->exchanges.item[i]); /* sets the sentence */
+        (void)tb__exchange_fail_waiting(batch->exchanges.item[i]); /* sets tb_error_detail */
         snprintf(out, room, "%s", tb_error_detail());
     }
     tb__loop_unlock(batch->world->loop);
@@ -367,7 +367,8 @@ tb_status tb_batch_version(tb_batch *batch, const tb_pair *pair, uint64_t *versi
     return TB_OK;
 }
 
-void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count) {
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__added_tensor *const **out,
+                            size_t *count) {
     tb__loop_lock(batch->world->loop);
     const tb__exchange *exchange = find_exchange(batch, pair);
     *out = exchange ? exchange->received[!pair->side].item : NULL;
@@ -375,7 +376,7 @@ void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb
     tb__loop_unlock(batch->world->loop);
 }
 
-/* Of the tensors that are received here, through all pairs. */
+/* The versions of the tensors that are received here, by pair. */
 static tb__versions versions_of(const tb_batch *batch, bool *is_torn) {
     tb__versions versions = TB__NO_VERSIONS;
     *is_torn = false;
@@ -389,10 +390,10 @@ static tb__versions versions_of(const tb_batch *batch, bool *is_torn) {
     return versions;
 }
 
-void tb__batch_settle_version(tb_batch *batch) {
+void tb__batch_update_version(tb_batch *batch) {
     bool unused;
     tb__versions versions = versions_of(batch, &unused);
-    tb__versions_settle(&versions, &batch->together);
+    tb__versions_update_common(&versions, &batch->common_version);
 }
 
 tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out) {
@@ -400,7 +401,7 @@ tb_status tb_batch_query(tb_batch *batch, tb_batch_state *out) {
     tb_batch_state state = {0};
     tb__loop_lock(batch->world->loop);
     tb__versions versions = versions_of(batch, &state.is_torn);
-    state.version = batch->together;
+    state.version = batch->common_version;
     state.is_mixed = tb__versions_differ(&versions);
     tb__loop_unlock(batch->world->loop);
     return tb__struct_write(out, &state, sizeof state, "a tb_batch_state");

@@ -24,9 +24,9 @@
  * - Anything is lost after "commit" was decided: the ranks that are left commit. A rank whose memory was invalidated
  *   says so, and does not have the version.
  *
- * How it is built. Whatever happens (messages, events of the flow, answers) is recorded in tb__commit as an input. One
- * function in commit.c makes all transitions between states from the inputs, and returns outputs (messages, proposals,
- * apply, discard), which another function performs. It runs in tb__commit_step.
+ * How it is built. Whatever happens (messages, events of the flow, answers) is recorded in tb__commit_machine as an
+ * input. One function in commit.c makes all transitions between states from the inputs, and returns outputs (messages,
+ * proposals, apply, discard), which another function performs. It runs in tb__commit_step.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_BUS_COMMIT_H
@@ -64,7 +64,7 @@ typedef struct tb__attempt_span {
     uint64_t first, last;
 } tb__attempt_span;
 
-struct tb__commit {
+struct tb__commit_machine {
     tb__exchange *exchange;
     int src;      /* the side that sends */
     bool is_used; /* receives are shadowed */
@@ -100,26 +100,27 @@ struct tb__commit {
 };
 
 /* `owner` is for the flow of this direction, which is made next. Where receives are in place, both stay unused. */
-tb_status tb__commit_init(tb__commit *c, tb__exchange *exchange, int src, tb__shadow *owner);
+tb_status tb__commit_init(tb__commit_machine *c, tb__exchange *exchange, int src, tb__shadow *owner);
 /* After the flow is destroyed. */
-void tb__commit_fini(tb__commit *c);
+void tb__commit_fini(tb__commit_machine *c);
 
 /* A message of a peer's, after the number that it begins with. False: it is not valid. */
-bool tb__commit_message(tb__commit *c, size_t from, tb__unpack *message);
+bool tb__commit_message(tb__commit_machine *c, size_t from, tb__unpack *message);
 
 /* The store's answer to a proposal: what is decided, with the reason to abort; or TB__DECISION_NONE, and why there is
  * no answer. From the commit log's thread. */
-void tb__commit_answer(tb__commit *c, uint64_t attempt, tb__decision decision, tb_status status, const char *why);
+void tb__commit_answer(tb__commit_machine *c, uint64_t attempt, tb__decision decision, tb_status status,
+                       const char *why);
 
 /* A transfer begins to receive. */
-void tb__commit_begin(tb__commit *c, const tb_transfer_opts *opts);
+void tb__commit_begin(tb__commit_machine *c, const tb_transfer_opts *opts);
 /* Makes the transitions that can be made; returns whether there were any. By the driver, in a step of the transfer.
  * Lets go of the lock while the program's functions are called. */
-bool tb__commit_step(tb__commit *c);
+bool tb__commit_step(tb__commit_machine *c);
 
 /* Whether a receive has ended without its outcome being known. Then none can begin. */
-bool tb__commit_outcome_is_unknown(const tb__commit *c);
+bool tb__commit_outcome_is_unknown(const tb__commit_machine *c);
 /* Asks the store, and applies the shadow if the answer is "commit". TB_IN_DOUBT if there is no answer. Waits. */
-tb_status tb__commit_resolve(tb__commit *c, int64_t deadline_ms, const tb_transfer_opts *opts);
+tb_status tb__commit_resolve(tb__commit_machine *c, int64_t deadline_ms, const tb_transfer_opts *opts);
 
 #endif

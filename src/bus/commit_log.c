@@ -12,7 +12,7 @@
 enum { ANSWER_MS = 3000 };
 
 typedef struct question {
-    tb__commit *commit; /* guarded by the loop's lock; NULL: nobody wants to know */
+    tb__commit_machine *commit; /* guarded by the loop's lock; NULL: the answer is not needed any more */
     bool forgets;
     char text[TB__QUESTION_ROOM];
     uint64_t attempt, store_number;
@@ -28,7 +28,7 @@ struct tb__commit_log {
     pthread_mutex_t lock; /* for all that follows; may be taken with the loop's */
     pthread_cond_t changed;
     bool is_stopping;
-    question *first; /* those that wait; behind them, those that are to be forgotten, in any order */
+    question *first; /* questions that wait; deletions come after all of them, in any order */
     question *asked; /* the one that is being asked */
 };
 
@@ -44,8 +44,8 @@ tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__co
     return TB_OK;
 }
 
-/* False: it is neither of the two. */
-static bool read_answer(const char *answer, tb__decision *decision, tb_status *status, const char **why) {
+/* False: the answer is neither "commit" nor "abort". */
+static bool parse_answer(const char *answer, tb__decision *decision, tb_status *status, const char **why) {
     int code = 0, length = 0;
     *why = "";
     *status = TB_OK;
@@ -60,13 +60,13 @@ static bool read_answer(const char *answer, tb__decision *decision, tb_status *s
     return true;
 }
 
-static void ask(tb__commit_log *d, const question *q) {
+static void ask_store(tb__commit_log *d, const question *q) {
     char *answer = NULL;
     const char *why = "";
     tb__decision decision = TB__DECISION_NONE;
     tb_status reason = TB_OK;
     tb_status status = tb__directory_decide(d->directory, q->store_number, q->text, q->answer, ANSWER_MS, &answer);
-    if (status == TB_OK && !read_answer(answer, &decision, &reason, &why))
+    if (status == TB_OK && !parse_answer(answer, &decision, &reason, &why))
         status = tb__fail(TB_INVALID, "the store's answer '%.40s' is neither \"commit\" nor \"abort\"", answer);
     if (status != TB_OK) {
         decision = TB__DECISION_NONE;
@@ -80,7 +80,7 @@ static void ask(tb__commit_log *d, const question *q) {
     free(answer);
 }
 
-static void *ask_all(void *arg) {
+static void *commit_log_thread(void *arg) {
     tb__commit_log *d = arg;
     pthread_mutex_lock(&d->lock);
     while (!d->is_stopping) {
@@ -93,7 +93,7 @@ static void *ask_all(void *arg) {
         d->asked = q;
         pthread_mutex_unlock(&d->lock);
         if (!q->forgets)
-            ask(d, q);
+            ask_store(d, q);
         else if (tb__directory_forget(d->directory, q->text, ANSWER_MS) != TB_OK)
             tb__log(TB_LOG_INFO, "what was decided about %s stays in the store: %s", q->text, tb_error_detail());
         pthread_mutex_lock(&d->lock);
@@ -104,11 +104,11 @@ static void *ask_all(void *arg) {
     return NULL;
 }
 
-static tb_status add(tb__commit_log *d, question *q) {
+static tb_status enqueue_question(tb__commit_log *d, question *q) {
     tb_status status = TB_OK;
     pthread_mutex_lock(&d->lock);
     if (!d->has_thread)
-        status = tb__start_thread(&d->thread, "tb-commit_log", ask_all, d);
+        status = tb__start_thread(&d->thread, "tb-commit_log", commit_log_thread, d);
     d->has_thread |= status == TB_OK;
     question **at = &d->first;
     while (*at && !(*at)->forgets)
@@ -123,7 +123,7 @@ static tb_status add(tb__commit_log *d, question *q) {
     return status;
 }
 
-tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit *commit, uint64_t store_number, const char *text,
+tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit_machine *commit, uint64_t store_number, const char *text,
                                  uint64_t attempt, tb__decision decision, tb_status status, const char *why) {
     if (!tb__directory_is_connected(d->directory))
         return tb__fail_within(TB_LOST, "the store, which has to decide it");
@@ -140,7 +140,7 @@ tb_status tb__commit_log_propose(tb__commit_log *d, tb__commit *commit, uint64_t
         snprintf(q->answer, sizeof q->answer, "commit");
     else
         snprintf(q->answer, sizeof q->answer, "abort %d %s", -(int)status, why);
-    return add(d, q);
+    return enqueue_question(d, q);
 }
 
 void tb__commit_log_forget(tb__commit_log *d, const char *text) {
@@ -149,10 +149,10 @@ void tb__commit_log_forget(tb__commit_log *d, const char *text) {
         return;
     q->forgets = true;
     snprintf(q->text, sizeof q->text, "%s", text);
-    (void)add(d, q);
+    (void)enqueue_question(d, q);
 }
 
-void tb__commit_log_drop(tb__commit_log *d, const tb__commit *commit) {
+void tb__commit_log_drop(tb__commit_log *d, const tb__commit_machine *commit) {
     pthread_mutex_lock(&d->lock);
     if (d->asked && d->asked->commit == commit)
         d->asked->commit = NULL;

@@ -1,4 +1,4 @@
-/* Asks the store, in a thread of its own, whether receives are committed: the loop never waits for the store. */
+/* Proposes decisions to the store in a thread of its own, so that the loop never waits for the store. */
 #ifndef TB_BUS_COMMIT_LOG_H
 #define TB_BUS_COMMIT_LOG_H
 
@@ -6,27 +6,28 @@
 #include "loop/loop.h"
 
 typedef struct tb__commit_log tb__commit_log;
-typedef struct tb__commit tb__commit;
+typedef struct tb__commit_machine tb__commit_machine;
 
 typedef enum tb__decision { TB__DECISION_NONE, TB__DECISION_COMMIT, TB__DECISION_ABORT } tb__decision;
 
 enum { TB__QUESTION_ROOM = 128 };
 
-/* The thread is started by the first question. `loop` and `directory` must outlive it. */
+/* The first question starts the thread. `loop` and `directory` must outlive it. */
 tb_status tb__commit_log_create(tb__loop *loop, tb__directory *directory, tb__commit_log **out);
-/* Waits for the question that is being asked, no longer than the store is given for its answer. NULL is allowed. */
+/* Waits for the proposal that the store is being asked about, at most as long as the store has to answer. NULL is
+ * allowed. */
 void tb__commit_log_destroy(tb__commit_log *commit_log);
 
 /* All below: with the loop's lock. */
 
 /* Proposes a decision, with the reason if it is to abort; the answer goes to tb__commit_answer. TB_LOST if the store
  * with this number is known to be gone. If this fails, nothing is proposed. */
-tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__commit *commit, uint64_t store_number,
+tb_status tb__commit_log_propose(tb__commit_log *commit_log, tb__commit_machine *commit, uint64_t store_number,
                                  const char *question, uint64_t attempt, tb__decision decision, tb_status status,
                                  const char *why);
-/* Nobody will ask this again. What can't be forgotten stays in the store. */
+/* No rank will ask this question again: deletes its answer from the store, if the store can be reached. */
 void tb__commit_log_forget(tb__commit_log *commit_log, const char *question);
-/* Answers to it are dropped. */
-void tb__commit_log_drop(tb__commit_log *commit_log, const tb__commit *commit);
+/* Drops answers that are still to come for it. */
+void tb__commit_log_drop(tb__commit_log *commit_log, const tb__commit_machine *commit);
 
 #endif

@@ -1,7 +1,7 @@
-/* The directory: this process's seats in the store, and the turns of the calls that ask it.
+/* The directory: this process's seats in the store, and the calls that use the store, one at a time.
  *
- * The view of the store is replaced as a whole, under the lock, by whichever thread has listed a newer one. A call that
- * changes something lists afterwards, so that it sees its own change whatever the following thread is doing. */
+ * A thread that has listed a newer state replaces the view as a whole, under the lock. A call that changes something
+ * lists afterwards, so that it sees its own change, whatever the following thread is doing. */
 #include "bus/directory_inner.h"
 
 #include "base/int.h"
@@ -14,8 +14,8 @@
 
 enum { REOPEN_MS = 10, LOOK_AGAIN_MS = 50 };
 
-/* With the lock held: why a call that has waited until its deadline has not had its turn. */
-static tb_status fail_turn(const tb__directory *d, const tb__store_deadline *deadline) {
+/* With the lock held: why a call could not begin by its deadline. */
+static tb_status fail_begin_call(const tb__directory *d, const tb__store_deadline *deadline) {
     if (d->state == TB_CONFLICT)
         return tb__fail(TB_CONFLICT, "the store is lost for good: %s", d->why);
     if (d->state == TB_LOST)
@@ -24,21 +24,21 @@ static tb_status fail_turn(const tb__directory *d, const tb__store_deadline *dea
                     deadline->timeout_ms);
 }
 
-/* The following thread can't wait for what only itself can bring about. */
-tb_status tb__directory_take_turn(tb__directory *d, tb__store_deadline *deadline, bool needs_store) {
+/* The following thread does not wait for the store to come back: only it can bring the store back. */
+tb_status tb__directory_begin_call(tb__directory *d, tb__store_deadline *deadline, bool needs_store) {
     struct timespec until = tb__time_of_ms(deadline->deadline_ms + 1);
     tb_status status = TB_OK;
     bool is_late = false;
     pthread_mutex_lock(&d->lock);
     while (!is_late && !d->is_closing &&
-           (d->is_taken || (needs_store && !tb__directory_is_follower() && d->state == TB_LOST)))
+           (d->is_call_active || (needs_store && !tb__directory_is_follower() && d->state == TB_LOST)))
         is_late = pthread_cond_timedwait(&d->freed, &d->lock, &until) == ETIMEDOUT;
     if (d->is_closing)
         status = tb__fail(TB_LOST, "the directory is being closed");
-    else if (d->is_taken || (needs_store && d->state != TB_OK))
-        status = fail_turn(d, deadline);
+    else if (d->is_call_active || (needs_store && d->state != TB_OK))
+        status = fail_begin_call(d, deadline);
     else
-        d->is_taken = true;
+        d->is_call_active = true;
     deadline->store = d->store;
     pthread_mutex_unlock(&d->lock);
     return status;
@@ -50,19 +50,19 @@ void tb__directory_set_silent(tb__directory *d, bool is_silent) {
     pthread_mutex_unlock(&d->lock);
 }
 
-tb_status tb__directory_end_turn(tb__directory *d, tb_status status) {
+tb_status tb__directory_end_call(tb__directory *d, tb_status status) {
     tb__store_set_timeout(d->store, d->opts.timeout_ms);
     if (status == TB_LOST)
         tb__directory_set_state(d, TB_LOST);
     pthread_mutex_lock(&d->lock);
     d->is_silent |= status == TB_TIMEOUT;
-    d->is_taken = false;
+    d->is_call_active = false;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
     return status;
 }
 
-bool tb__directory_is_worth_another_turn(const tb__store_deadline *deadline, tb_status status) {
+bool tb__directory_should_retry(const tb__store_deadline *deadline, tb_status status) {
     return status == TB_LOST && !tb__directory_is_follower() && tb__ms_until(deadline->deadline_ms) > 0;
 }
 
@@ -80,49 +80,49 @@ static tb_status check_seat(const char *group, int32_t index, int32_t size) {
 
 static tb_status write_seat(const tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
     tb__seat_bytes bytes = {0};
-    tb__seat seat = tb__directory_seat(d, own->size);
+    tb__seat_record seat = tb__directory_seat_record(d, own->size);
     tb__seat_encode(&seat, &bytes);
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     return tb__store_set(d->store, tb__key_of_seat(own->group, own->index).text, bytes.data, bytes.nbytes,
                          TB__STORE_EPHEMERAL, NULL);
 }
 
-tb_status tb__directory_look_within(tb__directory *d, const tb__store_deadline *deadline) {
-    TB_TRY(tb__store_deadline_continue(deadline));
-    return tb__directory_look(d, false);
+tb_status tb__directory_refresh_within(tb__directory *d, const tb__store_deadline *deadline) {
+    TB_TRY(tb__store_deadline_apply(deadline));
+    return tb__directory_refresh(d, false);
 }
 
-/* Once the seat is claimed: the rank, for the first one, and what others see. */
-static tb_status settle(tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
+/* After a seat was claimed: claims a rank, if this is the first seat, and makes the seat visible. */
+static tb_status publish_claimed_seat(tb__directory *d, const tb__store_deadline *deadline, const tb__own_seat *own) {
     if (d->self.rank == TB_NO_RANK)
         TB_TRY(tb__rank_claim(deadline, own->group, own->index, d->holder, &d->self.rank, &d->self.incarnation));
-    TB_TRY(tb__seat_remember(deadline, own->group, own->index, d->self.rank));
+    TB_TRY(tb__seat_remember_rank(deadline, own->group, own->index, d->self.rank));
     if (d->self.is_announced)
         TB_TRY(write_seat(d, deadline, own));
-    return tb__directory_look_within(d, deadline);
+    return tb__directory_refresh_within(d, deadline);
 }
 
-/* There must be room in `seats`. */
-static tb_status sit(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
-                     int32_t size) {
+/* `seats` must have room for one more. */
+static tb_status claim_seat(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
+                            int32_t size) {
     tb__own_seat own = {.index = index, .size = size};
     memcpy(own.group, group, strlen(group) + 1);
-    tb__seat claim = tb__directory_seat(d, size);
+    tb__seat_record claim = tb__directory_seat_record(d, size);
     claim.is_announced = false;
     claim.contact_nbytes = 0;
     TB_TRY(tb__seat_claim(deadline, group, index, &claim, false));
-    tb_status status = settle(d, deadline, &own);
+    tb_status status = publish_claimed_seat(d, deadline, &own);
     if (status != TB_OK)
         return tb__seat_give_up(deadline, group, index, status);
     d->seats.item[d->seats.count++] = own;
     return TB_OK;
 }
 
-/* The threads are gone, or were never there. */
-static void destroy(tb__directory *d) {
+/* The threads have ended, or were never started. */
+static void free_directory(tb__directory *d) {
     tb__store_close(d->store);
     tb__store_server_stop(d->server);
-    tb__view_destroy(d->view);
+    tb__directory_view_destroy(d->view);
     pthread_cond_destroy(&d->freed);
     pthread_mutex_destroy(&d->lock);
     free(d->seats.item);
@@ -148,7 +148,7 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         return TB_NO_MEMORY;
     d->opts = *opts;
     d->opts.token = NULL;
-    d->self = (tb__seat){.rank = TB_NO_RANK, .pid = getpid()};
+    d->self = (tb__seat_record){.rank = TB_NO_RANK, .pid = getpid()};
     if (gethostname(d->self.host, sizeof d->self.host - 1) != 0)
         snprintf(d->self.host, sizeof d->self.host, "?");
     d->owner = getpid();
@@ -163,15 +163,15 @@ static tb_status open_until(const char *url, const char *group, int32_t index, i
         status = tb__store_open_or_serve(url, opts->token, tb__ms_until(deadline_ms), &d->store, &d->server);
     tb__store_deadline deadline = {.store = d->store, .deadline_ms = deadline_ms, .timeout_ms = opts->timeout_ms};
     if (status == TB_OK)
-        status = tb__directory_know_store(d, &deadline);
+        status = tb__directory_identify_store(d, &deadline);
     if (status == TB_OK)
-        status = sit(d, &deadline, group, index, size);
+        status = claim_seat(d, &deadline, group, index, size);
     if (status == TB_OK) {
         tb__store_set_timeout(d->store, opts->timeout_ms);
         status = tb__start_thread(&d->follower, "tb-directory", tb__directory_follow, d);
     }
     if (status != TB_OK) {
-        destroy(d);
+        free_directory(d);
         return status;
     }
     *out = d;
@@ -186,7 +186,7 @@ tb_status tb__directory_open(const char *url, const char *group, int32_t index, 
     int64_t deadline_ms = tb__now_ms() + opts->timeout_ms;
     for (;;) {
         tb_status status = open_until(url, group, index, size, opts, deadline_ms, out);
-        /* Who served may end just now; then whoever comes next serves, and that may be us. */
+        /* The process that serves the store may end just then; the next one that connects serves, perhaps this one. */
         if (status != TB_LOST || tb__ms_until(deadline_ms) <= REOPEN_MS)
             return status;
         tb__sleep_ms(REOPEN_MS);
@@ -195,7 +195,7 @@ tb_status tb__directory_open(const char *url, const char *group, int32_t index, 
 
 void tb__directory_close(tb__directory *directory) {
     tb__directory *d = directory;
-    /* A forked child has neither the threads nor the connection, and locks as they were at that moment. */
+    /* A forked child has neither the threads nor the connection, and the locks may be held. */
     if (!d || d->owner != getpid())
         return;
     pthread_mutex_lock(&d->lock);
@@ -206,7 +206,7 @@ void tb__directory_close(tb__directory *directory) {
     pthread_join(d->follower, NULL);
     if (d->has_helper)
         pthread_join(d->helper, NULL);
-    destroy(d);
+    free_directory(d);
 }
 
 int32_t tb__directory_rank(const tb__directory *directory) {
@@ -225,28 +225,29 @@ const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *
     return NULL;
 }
 
-static tb_status enter(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
-                       int32_t size) {
+static tb_status enter_group(tb__directory *d, const tb__store_deadline *deadline, const char *group, int32_t index,
+                             int32_t size) {
     const tb__own_seat *own = tb__directory_find_seat(d, group);
     if (own)
         return tb__fail(TB_CONFLICT, "this process already has seat %" PRId32 " of group '%s'", own->index, group);
     if (!tb__vec_reserve(&d->seats, 1))
         return TB_NO_MEMORY;
-    return sit(d, deadline, group, index, size);
+    return claim_seat(d, deadline, group, index, size);
 }
 
 tb_status tb__directory_enter(tb__directory *directory, const char *group, int32_t index, int32_t size) {
     TB_TRY(check_seat(group, index, size));
-    tb__store_deadline deadline = tb__directory_begin(directory->opts.timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(directory->opts.timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
-        status = tb__directory_end_turn(directory, enter(directory, &deadline, group, index, size));
-    } while (tb__directory_is_worth_another_turn(&deadline, status));
+        TB_TRY(tb__directory_begin_call(directory, &deadline, true));
+        status = tb__directory_end_call(directory, enter_group(directory, &deadline, group, index, size));
+    } while (tb__directory_should_retry(&deadline, status));
     return status;
 }
 
-static tb_status announce(tb__directory *d, const tb__store_deadline *deadline, const void *contact, size_t nbytes) {
+static tb_status write_contact(tb__directory *d, const tb__store_deadline *deadline, const void *contact,
+                               size_t nbytes) {
     if (nbytes > 0)
         memcpy(d->contact, contact, nbytes);
     d->self.contact = d->contact;
@@ -254,25 +255,25 @@ static tb_status announce(tb__directory *d, const tb__store_deadline *deadline, 
     d->self.is_announced = true;
     for (size_t i = 0; i < d->seats.count; i++)
         TB_TRY(write_seat(d, deadline, &d->seats.item[i]));
-    return tb__directory_look_within(d, deadline);
+    return tb__directory_refresh_within(d, deadline);
 }
 
 tb_status tb__directory_announce(tb__directory *directory, const void *contact, size_t nbytes, int timeout_ms) {
     if (nbytes > TB__DIRECTORY_MAX_CONTACT)
         return tb__fail(TB_TOO_BIG, "a contact of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_CONTACT);
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
-        status = tb__directory_end_turn(directory, announce(directory, &deadline, contact, nbytes));
-    } while (tb__directory_is_worth_another_turn(&deadline, status));
+        TB_TRY(tb__directory_begin_call(directory, &deadline, true));
+        status = tb__directory_end_call(directory, write_contact(directory, &deadline, contact, nbytes));
+    } while (tb__directory_should_retry(&deadline, status));
     return status;
 }
 
 tb_status tb__directory_roster(tb__directory *directory, const char *group, tb__roster *out) {
     TB_TRY(tb__name_check("group", group));
     pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__view_roster(directory->view, group, out);
+    tb_status status = tb__directory_view_roster(directory->view, group, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
 }
@@ -282,7 +283,7 @@ tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline
     int64_t begun_ms = tb__now_ms();
     for (;;) {
         pthread_mutex_lock(&directory->lock);
-        tb_status status = tb__view_check_members(directory->view, check);
+        tb_status status = tb__directory_view_check_members(directory->view, check);
         int64_t until_ms = tb__min64(begun_ms + tb__store_linger_ms(directory->store), deadline_ms);
         pthread_mutex_unlock(&directory->lock);
         if (status == TB_OK || tb__ms_until(until_ms) == 0)
@@ -293,15 +294,15 @@ tb_status tb__directory_check_members(tb__directory *directory, int64_t deadline
 
 int32_t tb__directory_count_contacts(tb__directory *directory, const void *prefix, size_t nbytes) {
     pthread_mutex_lock(&directory->lock);
-    int32_t count = tb__view_count_contacts(directory->view, prefix, nbytes);
+    int32_t count = tb__directory_view_count_contacts(directory->view, prefix, nbytes);
     pthread_mutex_unlock(&directory->lock);
     return count;
 }
 
-static tb_status decide(const tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *answer,
-                        char **out) {
+static tb_status write_decision(const tb__directory *d, const tb__store_deadline *deadline, const char *key,
+                                const char *answer, char **out) {
     tb__store_value present;
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     tb_status status =
         tb__store_compare_and_set(d->store, key, 0, answer, strlen(answer), TB__STORE_PERMANENT, NULL, &present);
     if (status == TB_CONFLICT) {
@@ -316,44 +317,44 @@ static tb_status decide(const tb__directory *d, const tb__store_deadline *deadli
 
 tb_status tb__directory_decide(tb__directory *directory, uint64_t store_number, const char *question,
                                const char *answer, int timeout_ms, char **out) {
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
-    TB_TRY(tb__directory_take_turn(directory, &deadline, true));
+    TB_TRY(tb__directory_begin_call(directory, &deadline, true));
     if (tb__directory_store_number(directory) != store_number)
-        return tb__directory_end_turn(
+        return tb__directory_end_call(
             directory, tb__fail(TB_IN_DOUBT, "the store that would know has been lost, and another one is in "
                                              "its place"));
-    return tb__directory_end_turn(directory, decide(directory, &deadline, key.text, answer, out));
+    return tb__directory_end_call(directory, write_decision(directory, &deadline, key.text, answer, out));
 }
 
-static tb_status forget(const tb__directory *d, const tb__store_deadline *deadline, const char *key) {
-    TB_TRY(tb__store_deadline_continue(deadline));
+static tb_status delete_decision(const tb__directory *d, const tb__store_deadline *deadline, const char *key) {
+    TB_TRY(tb__store_deadline_apply(deadline));
     return tb__store_delete(d->store, key);
 }
 
 tb_status tb__directory_forget(tb__directory *directory, const char *question, int timeout_ms) {
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     tb__key key = {0};
     TB_TRY(tb__key_of_decision(question, &key));
-    TB_TRY(tb__directory_take_turn(directory, &deadline, true));
-    return tb__directory_end_turn(directory, forget(directory, &deadline, key.text));
+    TB_TRY(tb__directory_begin_call(directory, &deadline, true));
+    return tb__directory_end_call(directory, delete_decision(directory, &deadline, key.text));
 }
 
-/* Not needed while another call has the turn: that one asks the store, too. */
-void tb__directory_ask(tb__directory *directory, int timeout_ms) {
+/* If another call is active, that one uses the store. */
+void tb__directory_probe_store(tb__directory *directory, int timeout_ms) {
     tb__store_value mark = {0};
     if (!tb__directory_is_connected(directory))
         return;
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
-    if (tb__directory_take_turn(directory, &deadline, true) != TB_OK)
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
+    if (tb__directory_begin_call(directory, &deadline, true) != TB_OK)
         return;
-    tb_status status = tb__store_deadline_continue(&deadline);
+    tb_status status = tb__store_deadline_apply(&deadline);
     if (status == TB_OK)
         status = tb__store_get(deadline.store, "mark", &mark);
     if (status == TB_OK)
         tb__store_value_fini(&mark);
-    tb__directory_end_turn(directory, status);
+    tb__directory_end_call(directory, status);
 }
 
 tb_status tb__directory_state(tb__directory *directory) {

@@ -1,4 +1,5 @@
-/* Taking seats and bus ranks. Keys that must not be there are the locks; they go when their process does. */
+/* Claims seats and bus ranks. A claim is an ephemeral key, created by compare-and-set: it goes when its process does.
+ */
 #include "bus/directory_claim.h"
 
 #include "base/log.h"
@@ -8,10 +9,10 @@
 #include <stdio.h>
 #include <string.h>
 
-/* For undoing what has failed: the deadline may have passed, and nobody is to wait for it. */
+/* For undoing a failed claim: the deadline may have passed. */
 enum { UNDO_MS = 1000 };
 
-tb_status tb__store_deadline_continue(const tb__store_deadline *deadline) {
+tb_status tb__store_deadline_apply(const tb__store_deadline *deadline) {
     int left = tb__ms_until(deadline->deadline_ms);
     if (left == 0)
         return tb__fail(TB_TIMEOUT, "the store has not answered all questions within %d ms", deadline->timeout_ms);
@@ -19,18 +20,17 @@ tb_status tb__store_deadline_continue(const tb__store_deadline *deadline) {
     return TB_OK;
 }
 
-/* Sleeps until something under the prefix has changed since the revision, which advances. TB_TIMEOUT when `until_ms`
- * has come. */
-static tb_status wait_change(const tb__store_deadline *deadline, const char *prefix, int64_t until_ms,
-                             uint64_t *revision) {
+/* Sleeps until a key under the prefix has changed since the revision, which advances. TB_TIMEOUT at `until_ms`. */
+static tb_status wait_for_change(const tb__store_deadline *deadline, const char *prefix, int64_t until_ms,
+                                 uint64_t *revision) {
     int left = tb__ms_until(until_ms < deadline->deadline_ms ? until_ms : deadline->deadline_ms);
     if (left == 0)
         return TB_TIMEOUT;
     return tb__store_wait_change(deadline->store, prefix, *revision, left, revision);
 }
 
-static tb_status seat_taken(const char *group, int32_t index, const tb__store_value *present) {
-    tb__seat other;
+static tb_status fail_seat_taken(const char *group, int32_t index, const tb__store_value *present) {
+    tb__seat_record other;
     if (!tb__seat_decode(present, index, &other))
         return tb__fail(TB_CONFLICT, "seat %" PRId32 " of group '%s' is taken, by somebody who left no name", index,
                         group);
@@ -38,10 +38,10 @@ static tb_status seat_taken(const char *group, int32_t index, const tb__store_va
                     tb__seat_describe(&other).text);
 }
 
-/* Left over from a call that failed half-way, or from before the store was lost: who has not announced himself may have
- * sat down without a rank. */
-static bool is_mine(const tb__store_value *present, int32_t index, const tb__seat *mine, bool is_again) {
-    tb__seat other;
+/* Whether the record is this process's own: left over from a call that failed half-way, or from before the store was
+ * lost. A process that has not announced itself may have claimed the seat without a rank. */
+static bool is_own_record(const tb__store_value *present, int32_t index, const tb__seat_record *mine, bool is_again) {
+    tb__seat_record other;
     if (mine->rank == TB_NO_RANK || !tb__seat_decode(present, index, &other))
         return false;
     if (other.rank == TB_NO_RANK)
@@ -50,36 +50,36 @@ static bool is_mine(const tb__store_value *present, int32_t index, const tb__sea
 }
 
 /* `revision` is that of the claim. */
-static tb_status sit_down(const tb__store_deadline *deadline, const char *group, int32_t index, const tb__seat *mine,
-                          bool is_again, int64_t until_ms, uint64_t *revision) {
+static tb_status claim_seat_key(const tb__store_deadline *deadline, const char *group, int32_t index,
+                                const tb__seat_record *mine, bool is_again, int64_t until_ms, uint64_t *revision) {
     tb__key key = tb__key_of_seat(group, index);
     tb__seat_bytes bytes = {0};
     tb__seat_encode(mine, &bytes);
     uint64_t expected = 0, since = 0;
     for (;;) {
         tb__store_value present;
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         tb_status status = tb__store_compare_and_set(deadline->store, key.text, expected, bytes.data, bytes.nbytes,
                                                      TB__STORE_EPHEMERAL, revision, &present);
         if (status != TB_CONFLICT)
             return status;
-        expected = is_mine(&present, index, mine, is_again) ? present.revision : 0;
+        expected = is_own_record(&present, index, mine, is_again) ? present.revision : 0;
         if (present.revision > since)
             since = present.revision;
-        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(deadline, key.text, until_ms, &since);
+        status = present.revision == 0 || expected > 0 ? TB_OK : wait_for_change(deadline, key.text, until_ms, &since);
         if (status == TB_TIMEOUT)
-            status = seat_taken(group, index, &present);
+            status = fail_seat_taken(group, index, &present);
         tb__store_value_fini(&present);
         TB_TRY(status);
     }
 }
 
-/* Whoever has announced himself is right about the size; among the others whoever came first. The later one looks when
- * the earlier one is already there, so that never both stay. */
-static tb_status compare_size(const tb__store_entry *entry, const char *group, const tb__seat *mine,
+/* A member that has announced itself decides the size; of the others, the first. The later one lists after the earlier
+ * one has claimed its seat, so they never both stay. */
+static tb_status compare_size(const tb__store_entry *entry, const char *group, const tb__seat_record *mine,
                               uint64_t revision) {
     tb__key_parts key;
-    tb__seat other;
+    tb__seat_record other;
     if (!tb__key_split(entry->key, &key) || !tb__seat_decode(&entry->value, key.index, &other))
         return TB_OK;
     if (other.size == mine->size || (!other.is_announced && entry->value.revision > revision))
@@ -90,13 +90,13 @@ static tb_status compare_size(const tb__store_entry *entry, const char *group, c
                     group, other.size, tb__seat_describe(&other).text, key.index, mine->size);
 }
 
-static tb_status agree_on_size(const tb__store_deadline *deadline, const char *group, const tb__seat *mine,
+static tb_status agree_on_size(const tb__store_deadline *deadline, const char *group, const tb__seat_record *mine,
                                int64_t until_ms, uint64_t revision) {
     tb__key prefix = tb__key_of_group(group);
     for (;;) {
         tb__store_entries entries;
         tb_status status = TB_OK;
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         TB_TRY(tb__store_list(deadline->store, prefix.text, &entries));
         for (size_t i = 0; i < entries.count && status == TB_OK; i++)
             status = compare_size(&entries.item[i], group, mine, revision);
@@ -105,7 +105,7 @@ static tb_status agree_on_size(const tb__store_deadline *deadline, const char *g
         if (status == TB_OK)
             return TB_OK;
         tb__saved_detail why = tb__save_detail();
-        status = wait_change(deadline, prefix.text, until_ms, &since);
+        status = wait_for_change(deadline, prefix.text, until_ms, &since);
         if (status == TB_TIMEOUT)
             return tb__fail(TB_CONFLICT, "%s", why.text);
         TB_TRY(status);
@@ -114,7 +114,7 @@ static tb_status agree_on_size(const tb__store_deadline *deadline, const char *g
 
 tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group, int32_t index, tb_status status) {
     tb__saved_detail why = tb__save_detail();
-    /* If this fails, too, then claiming it again finds out whose it is. */
+    /* If this fails, too, the next claim finds out that the record is its own. */
     if (status != TB_LOST) {
         tb__store_set_timeout(deadline->store, UNDO_MS);
         (void)tb__store_delete(deadline->store, tb__key_of_seat(group, index).text);
@@ -122,19 +122,19 @@ tb_status tb__seat_give_up(const tb__store_deadline *deadline, const char *group
     return tb__fail(status, "%s", why.text);
 }
 
-tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index, const tb__seat *mine,
-                         bool is_again) {
+tb_status tb__seat_claim(const tb__store_deadline *deadline, const char *group, int32_t index,
+                         const tb__seat_record *mine, bool is_again) {
     int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
     uint64_t revision = 0;
-    TB_TRY(sit_down(deadline, group, index, mine, is_again, until_ms, &revision));
+    TB_TRY(claim_seat_key(deadline, group, index, mine, is_again, until_ms, &revision));
     tb_status status = agree_on_size(deadline, group, mine, until_ms, revision);
     return status == TB_OK ? TB_OK : tb__seat_give_up(deadline, group, index, status);
 }
 
-/* Adds 1 to a counter; `before` is what it was. */
-static tb_status count_up(const tb__store_deadline *deadline, const char *key, int64_t max, int64_t *before) {
+/* Increments a counter; `before` is its old value. */
+static tb_status increment_counter(const tb__store_deadline *deadline, const char *key, int64_t max, int64_t *before) {
     tb__store_value value;
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_get(deadline->store, key, &value));
     for (;;) {
         int64_t number = 0;
@@ -147,7 +147,7 @@ static tb_status count_up(const tb__store_deadline *deadline, const char *key, i
             return tb__fail(TB_TOO_BIG, "the store's counter '%s' has reached %" PRId64, key, max);
         char text[24];
         int length = snprintf(text, sizeof text, "%" PRId64, number + 1);
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         tb_status status = tb__store_compare_and_set(deadline->store, key, expected, text, (size_t)length,
                                                      TB__STORE_PERMANENT, NULL, &value);
         if (status == TB_OK)
@@ -161,7 +161,7 @@ static tb_status count_up(const tb__store_deadline *deadline, const char *key, i
 static tb_status take_rank(const tb__store_deadline *deadline, int32_t rank, const char *holder) {
     tb__store_value present;
     tb__key key = tb__key_of_rank(rank);
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     tb_status status = tb__store_compare_and_set(deadline->store, key.text, 0, holder, strlen(holder),
                                                  TB__STORE_EPHEMERAL, NULL, &present);
     if (status == TB_CONFLICT) {
@@ -176,7 +176,7 @@ static tb_status take_last_rank(const tb__store_deadline *deadline, const char *
     tb__store_value value;
     tb__key key = tb__key_of_last(group, index);
     int64_t last = 0;
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_get(deadline->store, key.text, &value));
     bool has_last = tb__number_decode(&value, TB_MAX_RANKS - 1, &last);
     tb__store_value_fini(&value);
@@ -190,7 +190,7 @@ static tb_status take_last_rank(const tb__store_deadline *deadline, const char *
 static tb_status take_new_rank(const tb__store_deadline *deadline, const char *holder, int32_t *rank) {
     for (;;) {
         int64_t number;
-        TB_TRY(count_up(deadline, "next_rank", TB_MAX_RANKS, &number));
+        TB_TRY(increment_counter(deadline, "next_rank", TB_MAX_RANKS, &number));
         tb_status status = take_rank(deadline, (int32_t)number, holder);
         if (status == TB_OK)
             *rank = (int32_t)number;
@@ -206,16 +206,16 @@ tb_status tb__rank_claim(const tb__store_deadline *deadline, const char *group, 
     if (status == TB_CONFLICT)
         status = take_new_rank(deadline, holder, rank);
     TB_TRY(status);
-    TB_TRY(count_up(deadline, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
+    TB_TRY(increment_counter(deadline, tb__key_of_counter("incarnations", *rank).text, INT64_MAX, &before));
     *incarnation = (uint64_t)before + 1;
     return TB_OK;
 }
 
-/* Makes a counter at least this much; `reached` is what it is then. */
-static tb_status raise_to(const tb__store_deadline *deadline, const char *key, int64_t least, int64_t *reached) {
+/* Raises a counter to at least this value; `reached` is the result. */
+static tb_status raise_counter(const tb__store_deadline *deadline, const char *key, int64_t least, int64_t *reached) {
     for (;;) {
         tb__store_value value;
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         TB_TRY(tb__store_get(deadline->store, key, &value));
         uint64_t expected = value.revision;
         *reached = 0;
@@ -225,7 +225,7 @@ static tb_status raise_to(const tb__store_deadline *deadline, const char *key, i
             return TB_OK;
         char text[24];
         int length = snprintf(text, sizeof text, "%" PRId64, least);
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         tb_status status = tb__store_compare_and_set(deadline->store, key, expected, text, (size_t)length,
                                                      TB__STORE_PERMANENT, NULL, NULL);
         if (status == TB_OK)
@@ -237,26 +237,26 @@ static tb_status raise_to(const tb__store_deadline *deadline, const char *key, i
 
 tb_status tb__ranks_reserve(const tb__store_deadline *deadline, int32_t next_rank) {
     int64_t reached;
-    return raise_to(deadline, "next_rank", next_rank, &reached);
+    return raise_counter(deadline, "next_rank", next_rank, &reached);
 }
 
-/* Whoever has the rank may be about to be found dead. */
-static tb_status hold_rank(const tb__store_deadline *deadline, const char *holder, int32_t rank) {
+/* A process that holds the rank may be dead, and is given time to disappear. */
+static tb_status reclaim_rank_key(const tb__store_deadline *deadline, const char *holder, int32_t rank) {
     tb__key key = tb__key_of_rank(rank);
     int64_t until_ms = tb__now_ms() + tb__store_linger_ms(deadline->store);
     uint64_t expected = 0, since = 0;
     for (;;) {
         tb__store_value present;
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         tb_status status = tb__store_compare_and_set(deadline->store, key.text, expected, holder, strlen(holder),
                                                      TB__STORE_EPHEMERAL, NULL, &present);
         if (status != TB_CONFLICT)
             return status;
-        /* In etcd what this process wrote outlives its connection for a while. */
+        /* With etcd, keys outlive the connection for a while: this one may be our own. */
         expected = present.data && strcmp(present.data, holder) == 0 ? present.revision : 0;
         if (present.revision > since)
             since = present.revision;
-        status = present.revision == 0 || expected > 0 ? TB_OK : wait_change(deadline, key.text, until_ms, &since);
+        status = present.revision == 0 || expected > 0 ? TB_OK : wait_for_change(deadline, key.text, until_ms, &since);
         if (status == TB_TIMEOUT)
             status = tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by %.300s", rank,
                               (const char *)present.data);
@@ -268,17 +268,17 @@ static tb_status hold_rank(const tb__store_deadline *deadline, const char *holde
 tb_status tb__rank_reclaim(const tb__store_deadline *deadline, const char *holder, int32_t rank, uint64_t incarnation) {
     tb__key key = tb__key_of_counter("incarnations", rank);
     int64_t reached;
-    TB_TRY(hold_rank(deadline, holder, rank));
-    TB_TRY(raise_to(deadline, key.text, (int64_t)incarnation, &reached));
+    TB_TRY(reclaim_rank_key(deadline, holder, rank));
+    TB_TRY(raise_counter(deadline, key.text, (int64_t)incarnation, &reached));
     if (reached > (int64_t)incarnation)
         return tb__fail(TB_CONFLICT, "bus rank %" PRId32 " was taken meanwhile by a process that has ended", rank);
     return TB_OK;
 }
 
-tb_status tb__seat_remember(const tb__store_deadline *deadline, const char *group, int32_t index, int32_t rank) {
+tb_status tb__seat_remember_rank(const tb__store_deadline *deadline, const char *group, int32_t index, int32_t rank) {
     char text[16];
     int length = snprintf(text, sizeof text, "%" PRId32, rank);
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     return tb__store_set(deadline->store, tb__key_of_last(group, index).text, text, (size_t)length, TB__STORE_PERMANENT,
                          NULL);
 }

@@ -1,4 +1,4 @@
-/* The thread that follows the store: keeps the view new, and comes back when the store was lost. */
+/* The thread that follows the store: keeps the view up to date, and rejoins a store that was lost. */
 #include "bus/directory_inner.h"
 
 #include "base/index.h"
@@ -10,9 +10,16 @@
 #include <string.h>
 #include <sys/random.h>
 
-/* Following sleeps until something changes or the connection ends; the longest round is only there to be finite.
- * Nothing tells when a lost store is back, so the waits between attempts to reach it grow. */
-enum { ROUND_MS = 60000, RETRY_MS = 100, FIRST_NAP_MS = 10, LONGEST_NAP_MS = 2000, REACH_MS = 2000, PATIENCE_MS = 500 };
+/* ROUND_MS bounds a wait that otherwise ends with a change, or with the connection. There is no notification when a
+ * lost store is back, so the delays between attempts to reach it grow. */
+enum {
+    ROUND_MS = 60000,
+    RETRY_MS = 100,
+    FIRST_DELAY_MS = 10,
+    LONGEST_DELAY_MS = 2000,
+    REACH_MS = 2000,
+    PATIENCE_MS = 500
+};
 
 static _Thread_local bool is_following;
 
@@ -30,7 +37,7 @@ void tb__directory_set_state(tb__directory *d, tb_status state) {
     pthread_mutex_unlock(&d->lock);
     if (!is_new || is_closing)
         return;
-    /* Processes that end together lose the store, too: it is no news before it lasts. */
+    /* Processes that end together lose the store, too: a warning is logged only if the loss lasts. */
     if (state == TB_OK)
         tb__log(d->has_warned ? TB_LOG_WARN : TB_LOG_INFO, "directory: the store is back");
     else
@@ -40,14 +47,14 @@ void tb__directory_set_state(tb__directory *d, tb_status state) {
         d->has_warned = false;
 }
 
-tb_status tb__directory_know_store(tb__directory *d, const tb__store_deadline *deadline) {
+tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadline *deadline) {
     uint64_t number[2];
     char mark[33] = "";
     tb__store_value present = {0};
     if (getrandom(number, sizeof number, 0) != (ssize_t)sizeof number)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
     snprintf(mark, sizeof mark, "%016" PRIx64 "%016" PRIx64, number[0], number[1]);
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     tb_status status =
         tb__store_compare_and_set(deadline->store, "mark", 0, mark, strlen(mark), TB__STORE_PERMANENT, NULL, &present);
     if (status == TB_CONFLICT) {
@@ -71,30 +78,30 @@ uint64_t tb__directory_store_number(tb__directory *d) {
 
 static uint64_t viewed_revision(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    uint64_t revision = d->view ? tb__view_revision(d->view) : 0;
+    uint64_t revision = d->view ? tb__directory_view_revision(d->view) : 0;
     pthread_mutex_unlock(&d->lock);
     return revision;
 }
 
-tb_status tb__directory_look(tb__directory *d, bool is_other_store) {
+tb_status tb__directory_refresh(tb__directory *d, bool is_other_store) {
     tb__store_entries entries;
-    tb__view *view;
+    tb__directory_view *view;
     TB_TRY(tb__store_list(d->store, TB__NOW, &entries));
-    TB_TRY(tb__view_create(&entries, is_other_store ? 0 : viewed_revision(d), &view));
+    TB_TRY(tb__directory_view_create(&entries, is_other_store ? 0 : viewed_revision(d), &view));
     pthread_mutex_lock(&d->lock);
-    if (!d->view || is_other_store || tb__view_revision(view) > tb__view_revision(d->view)) {
-        tb__view *before = d->view;
+    if (!d->view || is_other_store || tb__directory_view_revision(view) > tb__directory_view_revision(d->view)) {
+        tb__directory_view *before = d->view;
         d->view = view;
         view = before;
     }
     d->is_silent = false;
     pthread_mutex_unlock(&d->lock);
-    tb__view_destroy(view);
+    tb__directory_view_destroy(view);
     return TB_OK;
 }
 
-/* True if it is time to end. */
-static bool pause_following(tb__directory *d, int ms) {
+/* True: the directory is closing. */
+static bool sleep_unless_closing(tb__directory *d, int ms) {
     struct timespec until = tb__time_of_ms(tb__now_ms() + ms);
     pthread_mutex_lock(&d->lock);
     while (!d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
@@ -111,48 +118,47 @@ static bool is_closing(tb__directory *d) {
     return result;
 }
 
-static void tell(const tb__directory *d) {
+static void notify_changed(const tb__directory *d) {
     if (d->opts.changed)
         d->opts.changed(d->opts.arg);
 }
 
-tb__store_deadline tb__directory_begin(int timeout_ms) {
+tb__store_deadline tb__directory_deadline(int timeout_ms) {
     return (tb__store_deadline){.deadline_ms = tb__now_ms() + timeout_ms, .timeout_ms = timeout_ms};
 }
 
-tb__seat tb__directory_seat(const tb__directory *d, int32_t size) {
-    tb__seat seat = d->self;
+tb__seat_record tb__directory_seat_record(const tb__directory *d, int32_t size) {
+    tb__seat_record seat = d->self;
     seat.size = size;
     return seat;
 }
 
-/* Everything that this process says, once more. The store may have forgotten all of it, or in etcd still have what was
- * written before. */
-static tb_status say_again(tb__directory *d, const tb__store_deadline *deadline) {
+/* Writes all that this process has published again. The store may be empty, or, with etcd, still have the old keys. */
+static tb_status republish_all(tb__directory *d, const tb__store_deadline *deadline) {
     for (size_t i = 0; i < d->seats.count; i++) {
         const tb__own_seat *own = &d->seats.item[i];
-        tb__seat seat = tb__directory_seat(d, own->size);
+        tb__seat_record seat = tb__directory_seat_record(d, own->size);
         TB_TRY(tb__seat_claim(deadline, own->group, own->index, &seat, true));
-        TB_TRY(tb__seat_remember(deadline, own->group, own->index, d->self.rank));
+        TB_TRY(tb__seat_remember_rank(deadline, own->group, own->index, d->self.rank));
     }
-    TB_TRY(tb__directory_clear_notes(d, deadline));
+    TB_TRY(tb__directory_delete_withdrawn(d, deadline));
     for (size_t i = 0; i < d->notes.count; i++) {
         const tb__own_note *note = &d->notes.item[i];
-        TB_TRY(tb__store_deadline_continue(deadline));
+        TB_TRY(tb__store_deadline_apply(deadline));
         TB_TRY(tb__store_set(d->store, note->key, note->data, note->nbytes, TB__STORE_EPHEMERAL, NULL));
     }
-    TB_TRY(tb__store_deadline_continue(deadline));
-    return tb__directory_look(d, true);
+    TB_TRY(tb__store_deadline_apply(deadline));
+    return tb__directory_refresh(d, true);
 }
 
-/* With the turn. */
-static tb_status come_back(tb__directory *d) {
+/* By the active call. */
+static tb_status rejoin_store(tb__directory *d) {
     tb__store *store;
     tb__store_server *server = NULL;
     TB_TRY(tb__store_try_open_or_serve(d->url, d->token, REACH_MS, &store, &server));
     pthread_mutex_lock(&d->lock);
     tb__store *before = d->store;
-    int32_t next_rank = tb__view_next_rank(d->view);
+    int32_t next_rank = tb__directory_view_next_rank(d->view);
     d->store = store;
     if (server)
         d->server = server;
@@ -160,53 +166,53 @@ static tb_status come_back(tb__directory *d) {
         tb__store_hang_up(store);
     pthread_mutex_unlock(&d->lock);
     tb__store_close(before);
-    tb__store_deadline deadline = tb__directory_begin(d->opts.timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(d->opts.timeout_ms);
     deadline.store = store;
     TB_TRY(tb__ranks_reserve(&deadline, next_rank > d->self.rank ? next_rank : d->self.rank + 1));
-    TB_TRY(tb__directory_know_store(d, &deadline));
+    TB_TRY(tb__directory_identify_store(d, &deadline));
     TB_TRY(tb__rank_reclaim(&deadline, d->holder, d->self.rank, d->self.incarnation));
-    return say_again(d, &deadline);
+    return republish_all(d, &deadline);
 }
 
-/* Waits for the call that has the turn, which can't last: it has a deadline, and the connection is gone. */
-static tb_status come_back_in_turn(tb__directory *d) {
+/* Waits for the active call, which ends soon: it has a deadline, and the connection is gone. */
+static tb_status rejoin_store_exclusively(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    while (d->is_taken)
+    while (d->is_call_active)
         pthread_cond_wait(&d->freed, &d->lock);
-    d->is_taken = true;
+    d->is_call_active = true;
     pthread_mutex_unlock(&d->lock);
-    tb_status status = come_back(d);
+    tb_status status = rejoin_store(d);
     tb__store_set_timeout(d->store, d->opts.timeout_ms);
-    /* First the state, so that whoever gets the turn finds it. */
+    /* The state first, so that the next call sees it. */
     if (status == TB_OK || status == TB_CONFLICT)
         tb__directory_set_state(d, status);
     pthread_mutex_lock(&d->lock);
-    d->is_taken = false;
+    d->is_call_active = false;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
     if (status == TB_OK)
-        tb__directory_make_up(d); /* for what was withdrawn while this was under way */
+        tb__directory_retry_withdrawals(d); /* notes may have been withdrawn meanwhile */
     return status;
 }
 
-/* False if it is time to end, or another process is in this one's place. */
-static bool recover(tb__directory *d) {
+/* False: the directory is closing, or another process has taken this one's rank or seat. */
+static bool rejoin_until_closed(tb__directory *d) {
     int64_t lost_ms = tb__now_ms();
     unsigned seed = (unsigned)d->self.rank * 2654435761u + (unsigned)getpid();
-    for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
-        tb_status status = come_back_in_turn(d);
+    for (int delay_ms = FIRST_DELAY_MS;; delay_ms = delay_ms * 2 < LONGEST_DELAY_MS ? delay_ms * 2 : LONGEST_DELAY_MS) {
+        tb_status status = rejoin_store_exclusively(d);
         if (status == TB_OK)
             return true;
         if (status == TB_CONFLICT) {
-            tb__store_hang_up(d->store); /* what it has taken again is for others */
+            tb__store_hang_up(d->store); /* releases what it has claimed again */
             return false;
         }
         if (!d->has_warned && tb__now_ms() - lost_ms > PATIENCE_MS)
             tb__log(TB_LOG_WARN, "directory: the store is lost: %s", d->why);
         d->has_warned |= tb__now_ms() - lost_ms > PATIENCE_MS;
         tb__log(TB_LOG_DEBUG, "directory: the store is not back: %s", tb_error_detail());
-        /* Many that have lost it at once do not come all at once. */
-        if (pause_following(d, nap_ms / 2 + rand_r(&seed) % (nap_ms / 2 + 1)))
+        /* A random delay, because many processes lose the store at once. */
+        if (sleep_unless_closing(d, delay_ms / 2 + rand_r(&seed) % (delay_ms / 2 + 1)))
             return false;
     }
 }
@@ -220,23 +226,23 @@ void *tb__directory_follow(void *directory) {
         tb_status status = tb__store_wait_change(d->store, TB__NOW, told, ROUND_MS, &revision);
         if (status == TB_TIMEOUT)
             continue;
-        /* A call of this process may have been here already. */
+        /* A call of this process may have refreshed the view already. */
         if (status == TB_OK && viewed_revision(d) < revision)
-            status = tb__directory_look(d, false);
+            status = tb__directory_refresh(d, false);
         if (status == TB_LOST) {
             tb__directory_set_state(d, TB_LOST);
             if (is_closing(d))
                 break;
-            tell(d);
-            bool is_back = recover(d);
+            notify_changed(d);
+            bool is_back = rejoin_until_closed(d);
             if (is_closing(d))
                 break;
-            tell(d);
+            notify_changed(d);
             if (!is_back)
                 break;
             status = TB_OK;
         } else if (status == TB_OK) {
-            tell(d);
+            notify_changed(d);
         }
         if (status == TB_OK) {
             told = viewed_revision(d);
@@ -246,7 +252,7 @@ void *tb__directory_follow(void *directory) {
         if (!has_warned)
             tb__log(TB_LOG_WARN, "directory: the view of the bus is old: %s", tb_error_detail());
         has_warned = true;
-        if (pause_following(d, RETRY_MS))
+        if (sleep_unless_closing(d, RETRY_MS))
             break;
     }
     return NULL;

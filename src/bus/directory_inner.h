@@ -18,79 +18,78 @@ typedef struct tb__own_seat {
 
 typedef struct tb__own_note {
     char *key;
-    void *data; /* NULL: it is being written for the first time, or that has failed */
+    void *data; /* NULL: its first write is not confirmed */
     size_t nbytes;
-    bool is_withdrawn; /* it is still to be deleted; guarded by the lock */
+    bool is_withdrawn; /* it has to be deleted from the store; guarded by the lock */
 } tb__own_note;
 
 struct tb__directory {
     char *url, *token;
     tb__directory_opts opts; /* without the token */
-    char holder[600];        /* who has the rank: in words, with a number that only this process has */
-    tb__seat self;           /* what all seats have in common */
+    char holder[600];        /* describes this process, with a random number that only it has */
+    tb__seat_record self;    /* this process's part of every seat record */
     pid_t owner;
     pthread_t follower;
 
-    /* These belong to whoever has the turn. The following thread alone replaces the store and the server, with the turn
-     * and the lock, and may use them without. */
+    /* These belong to the active call (tb__directory_begin_call). Only the following thread replaces the store and the
+     * server, as the active call and with the lock held; it may use them without. */
     tb__store *store;
-    tb__store_server *server; /* NULL: somebody else serves */
+    tb__store_server *server; /* NULL: another process serves the store */
     TB_VEC(tb__own_seat) seats;
-    TB_VEC(tb__own_note) notes; /* changed with the lock, too */
+    TB_VEC(tb__own_note) notes; /* changes need the lock, too */
     uint8_t contact[TB__DIRECTORY_MAX_CONTACT];
 
-    pthread_mutex_t lock; /* for all that follows */
-    pthread_cond_t freed; /* the turn is free, the state is another, or the directory is closing */
-    bool is_taken;        /* the turn: one call at a time changes what this process says */
+    pthread_mutex_t lock; /* guards what follows */
+    pthread_cond_t freed; /* no call is active, the state has changed, or the directory is closing */
+    bool is_call_active;  /* one call at a time changes what this process publishes */
     bool is_closing;
-    bool is_silent;   /* the last call that asked the store had no answer in its time */
-    pthread_t helper; /* makes up for notes that could not be withdrawn */
+    bool is_silent;   /* the last request to the store had no answer in time */
+    pthread_t helper; /* deletes notes that could not be deleted when they were withdrawn */
     bool has_helper;
     tb_status state; /* TB_OK, TB_LOST, TB_CONFLICT */
     char why[512];
-    bool has_warned;       /* of the loss */
-    uint64_t store_number; /* made of the mark that this store has, and one that takes its place does not */
-    tb__view *view;
+    bool has_warned;       /* about the loss */
+    uint64_t store_number; /* hash of the random text under the key "mark", which every store has */
+    tb__directory_view *view;
 };
 
-/* The state and, for a failure, tb_error_detail as the reason. */
+/* Sets the state; for a failure, tb_error_detail is the reason. */
 void tb__directory_set_state(tb__directory *d, tb_status state);
 
-/* Looks at the store. Afterwards the view is at least as new as the call. The revisions of another store say nothing
- * about which view is newer. */
-tb_status tb__directory_look(tb__directory *d, bool is_other_store);
+/* Lists the store and replaces the view, unless that is newer. `is_other_store`: revisions can't be compared. */
+tb_status tb__directory_refresh(tb__directory *d, bool is_other_store);
 
-/* Finds out whether this is the store that it was before. With the turn. */
-tb_status tb__directory_know_store(tb__directory *d, const tb__store_deadline *deadline);
+/* Sets store_number. By the active call. */
+tb_status tb__directory_identify_store(tb__directory *d, const tb__store_deadline *deadline);
 
-/* The same by the deadline's deadline. */
-tb_status tb__directory_look_within(tb__directory *d, const tb__store_deadline *deadline);
+/* The same, by the deadline. */
+tb_status tb__directory_refresh_within(tb__directory *d, const tb__store_deadline *deadline);
 
-/* Waits for the calls before it and, if it needs the store, until that is there. */
-tb_status tb__directory_take_turn(tb__directory *d, tb__store_deadline *deadline, bool needs_store);
-/* Its value is `status`, that of the call. */
-tb_status tb__directory_end_turn(tb__directory *d, tb_status status);
-/* A call that the store was lost under does what it does once more when the store is back. */
-bool tb__directory_is_worth_another_turn(const tb__store_deadline *deadline, tb_status status);
+/* Waits until no other call is active and, with needs_store, until the store is there; then this call is active. */
+tb_status tb__directory_begin_call(tb__directory *d, tb__store_deadline *deadline, bool needs_store);
+/* Ends the active call. Returns `status`, the result of the call. */
+tb_status tb__directory_end_call(tb__directory *d, tb_status status);
+/* Whether a call that failed because the store was lost can be repeated before its deadline. */
+bool tb__directory_should_retry(const tb__store_deadline *deadline, tb_status status);
 
 void tb__directory_set_silent(tb__directory *d, bool is_silent);
 
-/* NULL: none in that group. With the turn. */
+/* NULL: this process is not in the group. By the active call. */
 const tb__own_seat *tb__directory_find_seat(const tb__directory *d, const char *group);
 
-/* Deletes what was withdrawn. With the turn. */
-tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *deadline);
-/* Has that done as soon as the store answers. */
-void tb__directory_make_up(tb__directory *d);
+/* Deletes withdrawn notes from the store. By the active call. */
+tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadline *deadline);
+/* The same in the background, as soon as the store answers. */
+void tb__directory_retry_withdrawals(tb__directory *d);
 void tb__directory_free_notes(tb__directory *d);
 
-/* What a call has until its timeout is over. */
-tb__store_deadline tb__directory_begin(int timeout_ms);
+/* The deadline of a call with this timeout. */
+tb__store_deadline tb__directory_deadline(int timeout_ms);
 
-/* The process in one of its seats, as others see it. */
-tb__seat tb__directory_seat(const tb__directory *d, int32_t size);
+/* This process's record for a seat in a group of this size. */
+tb__seat_record tb__directory_seat_record(const tb__directory *d, int32_t size);
 
-/* The thread, and whether this is it. */
+/* The following thread's main function, and whether the caller is that thread. */
 void *tb__directory_follow(void *directory);
 bool tb__directory_is_follower(void);
 

@@ -1,4 +1,4 @@
-/* The directory's keys and values. What is read was written by others, and may be anything. */
+/* The directory's keys and values. Other processes write them, so they may be malformed. */
 #include "bus/directory_keys.h"
 
 #include "base/text.h"
@@ -25,24 +25,24 @@ tb_status tb__name_check(const char *what, const char *name) {
     return TB_OK;
 }
 
-static char *add_text(char *at, const char *text) {
+static char *append_text(char *at, const char *text) {
     size_t length = strlen(text);
     memcpy(at, text, length + 1);
     return at + length;
 }
 
 /* The name and a slash. */
-static char *add_name(char *at, const char *name) {
+static char *append_escaped_name(char *at, const char *name) {
     for (; *name; name++) {
         if (*name == '~' || *name == '/')
-            at = add_text(at, *name == '~' ? "~0" : "~1");
+            at = append_text(at, *name == '~' ? "~0" : "~1");
         else
             *at++ = *name;
     }
-    return add_text(at, "/");
+    return append_text(at, "/");
 }
 
-static void add_index(char *at, int32_t index) {
+static void append_index(char *at, int32_t index) {
     snprintf(at, 12, "%" PRId32, index);
 }
 
@@ -58,25 +58,26 @@ tb__key tb__key_of_rank(int32_t rank) {
 
 tb__key tb__key_of_last(const char *group, int32_t index) {
     tb__key key = {0};
-    add_index(add_name(add_text(key.text, "last/"), group), index);
+    append_index(append_escaped_name(append_text(key.text, "last/"), group), index);
     return key;
 }
 
 tb__key tb__key_of_group(const char *group) {
     tb__key key = {0};
-    add_name(add_text(key.text, TB__NOW "groups/"), group);
+    append_escaped_name(append_text(key.text, TB__NOW "groups/"), group);
     return key;
 }
 
 tb__key tb__key_of_seat(const char *group, int32_t index) {
     tb__key key = {0};
-    add_index(add_name(add_text(key.text, TB__NOW "groups/"), group), index);
+    append_index(append_escaped_name(append_text(key.text, TB__NOW "groups/"), group), index);
     return key;
 }
 
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index) {
     tb__key key = {0};
-    add_index(add_name(add_name(add_text(key.text, TB__NOW "notes/"), topic), group), index);
+    append_index(append_escaped_name(append_escaped_name(append_text(key.text, TB__NOW "notes/"), topic), group),
+                 index);
     return key;
 }
 
@@ -87,8 +88,8 @@ tb_status tb__key_of_decision(const char *question, tb__key *out) {
                : tb__fail(TB_TOO_BIG, "a question's name has at most %d bytes", TB__STORE_MAX_KEY - 10);
 }
 
-/* The opposite of add_name. */
-static bool take_name(const char **at, char *name) {
+/* The opposite of append_escaped_name. */
+static bool consume_name(const char **at, char *name) {
     size_t length = 0;
     for (; **at && **at != '/'; (*at)++) {
         char c = **at;
@@ -106,7 +107,7 @@ static bool take_name(const char **at, char *name) {
     return *(*at)++ == '/' && tb__name_check("key", name) == TB_OK;
 }
 
-static bool take_text(const char **at, const char *text) {
+static bool consume_text(const char **at, const char *text) {
     size_t length = strlen(text);
     if (strncmp(*at, text, length) != 0)
         return false;
@@ -118,21 +119,21 @@ bool tb__key_split(const char *key, tb__key_parts *out) {
     int64_t index;
     const char *at = key;
     out->topic[0] = '\0';
-    out->is_note = take_text(&at, TB__NOW "notes/");
-    if (!out->is_note && !take_text(&at, TB__NOW "groups/"))
+    out->is_note = consume_text(&at, TB__NOW "notes/");
+    if (!out->is_note && !consume_text(&at, TB__NOW "groups/"))
         return false;
-    if ((out->is_note && !take_name(&at, out->topic)) || !take_name(&at, out->group))
+    if ((out->is_note && !consume_name(&at, out->topic)) || !consume_name(&at, out->group))
         return false;
     if (!tb__read_int(&at, &index) || index < 0 || index >= TB_MAX_RANKS)
         return false;
     out->index = (int32_t)index;
-    /* Only one key stands for a seat: not "07", not " 7". */
+    /* Rejects other spellings of the index: "07", " 7". */
     tb__key same =
         out->is_note ? tb__key_of_note(out->topic, out->group, out->index) : tb__key_of_seat(out->group, out->index);
     return strcmp(same.text, key) == 0;
 }
 
-void tb__seat_encode(const tb__seat *seat, tb__seat_bytes *out) {
+void tb__seat_encode(const tb__seat_record *seat, tb__seat_bytes *out) {
     int length = snprintf(out->data, sizeof out->data, "%" PRId32 " %" PRId32 " %" PRIu64 " %" PRId64 " %d %s\n",
                           seat->size, seat->rank, seat->incarnation, seat->pid, seat->is_announced, seat->host);
     out->nbytes = (size_t)length + seat->contact_nbytes;
@@ -140,17 +141,17 @@ void tb__seat_encode(const tb__seat *seat, tb__seat_bytes *out) {
         memcpy(out->data + length, seat->contact, seat->contact_nbytes);
 }
 
-static bool take_number(const char **at, int64_t min, int64_t max, int64_t *out) {
+static bool consume_number(const char **at, int64_t min, int64_t max, int64_t *out) {
     return tb__read_int(at, out) && *out >= min && *out <= max;
 }
 
-bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat *out) {
+bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat_record *out) {
     int64_t size, rank, incarnation, pid, is_announced;
     const char *at = value->data, *end = at + value->nbytes;
     /* The numbers end at the NUL behind the value, if not before. */
-    if (!take_number(&at, 1, TB_MAX_RANKS, &size) || !take_number(&at, TB_NO_RANK, TB_MAX_RANKS - 1, &rank) ||
-        !take_number(&at, 0, INT64_MAX, &incarnation) || !take_number(&at, 0, INT64_MAX, &pid) ||
-        !take_number(&at, 0, 1, &is_announced) || *at != ' ')
+    if (!consume_number(&at, 1, TB_MAX_RANKS, &size) || !consume_number(&at, TB_NO_RANK, TB_MAX_RANKS - 1, &rank) ||
+        !consume_number(&at, 0, INT64_MAX, &incarnation) || !consume_number(&at, 0, INT64_MAX, &pid) ||
+        !consume_number(&at, 0, 1, &is_announced) || *at != ' ')
         return false;
     at++;
     const char *line_end = memchr(at, '\n', (size_t)(end - at));
@@ -158,18 +159,18 @@ bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat *out)
         return false;
     if (index >= size || (is_announced && (rank == TB_NO_RANK || incarnation == 0)))
         return false;
-    *out = (tb__seat){.size = (int32_t)size,
-                      .rank = (int32_t)rank,
-                      .incarnation = (uint64_t)incarnation,
-                      .pid = pid,
-                      .is_announced = is_announced == 1,
-                      .contact = line_end + 1,
-                      .contact_nbytes = (size_t)(end - line_end - 1)};
+    *out = (tb__seat_record){.size = (int32_t)size,
+                             .rank = (int32_t)rank,
+                             .incarnation = (uint64_t)incarnation,
+                             .pid = pid,
+                             .is_announced = is_announced == 1,
+                             .contact = line_end + 1,
+                             .contact_nbytes = (size_t)(end - line_end - 1)};
     memcpy(out->host, at, (size_t)(line_end - at));
     return true;
 }
 
-tb__seat_name tb__seat_describe(const tb__seat *seat) {
+tb__seat_name tb__seat_describe(const tb__seat_record *seat) {
     tb__seat_name name;
     int length = snprintf(name.text, sizeof name.text, "process %" PRId64 " on host %s", seat->pid, seat->host);
     if (seat->rank != TB_NO_RANK)
@@ -179,5 +180,5 @@ tb__seat_name tb__seat_describe(const tb__seat *seat) {
 
 bool tb__number_decode(const tb__store_value *value, int64_t max, int64_t *out) {
     const char *at = value->data;
-    return at && take_number(&at, 0, max, out) && at == (const char *)value->data + value->nbytes;
+    return at && consume_number(&at, 0, max, out) && at == (const char *)value->data + value->nbytes;
 }

@@ -5,7 +5,7 @@
  *   last/GROUP/INDEX              the rank that this seat had last
  *   decisions/QUESTION            what was decided, for ever
  *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
- *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat
+ *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat_record
  *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are
  *
  * All that is followed lies under "now/". In names '~' is written "~0" and '/' "~1", as in JSON pointers. */
@@ -23,7 +23,7 @@ typedef struct tb__key {
     char text[TB__STORE_MAX_KEY + 1];
 } tb__key;
 
-/* `what` is what the sentence calls it: "group", "topic". */
+/* `what` names it in the error message: "group", "topic". */
 tb_status tb__name_check(const char *what, const char *name);
 
 /* Names must have been checked. */
@@ -34,7 +34,7 @@ tb__key tb__key_of_group(const char *group); /* the prefix of its seats */
 tb__key tb__key_of_seat(const char *group, int32_t index);
 tb__key tb__key_of_note(const char *topic, const char *group, int32_t index);
 
-/* The question stands there as it is. */
+/* The question is used verbatim. */
 tb_status tb__key_of_decision(const char *question, tb__key *out);
 
 /* A key under "now/". */
@@ -45,12 +45,12 @@ typedef struct tb__key_parts {
     int32_t index;
 } tb__key_parts;
 
-/* False if the directory would not have written such a key. */
+/* False if the directory writes no such key. */
 bool tb__key_split(const char *key, tb__key_parts *out);
 
-/* Who has a seat. In the store: a line of numbers and the host's name, then the contact's bytes. */
-typedef struct tb__seat {
-    int32_t size; /* of the group, in this process's opinion */
+/* The process in a seat. In the store: a line of numbers and the host's name, then the contact's bytes. */
+typedef struct tb__seat_record {
+    int32_t size; /* of the group, as this process was told */
     int32_t rank; /* TB_NO_RANK: not known yet */
     uint64_t incarnation;
     int64_t pid;
@@ -58,26 +58,26 @@ typedef struct tb__seat {
     bool is_announced;
     const void *contact; /* points into what was decoded */
     size_t contact_nbytes;
-} tb__seat;
+} tb__seat_record;
 
 typedef struct tb__seat_bytes {
     size_t nbytes;
     char data[TB__MAX_HOST + 128 + TB__DIRECTORY_MAX_CONTACT];
 } tb__seat_bytes;
 
-void tb__seat_encode(const tb__seat *seat, tb__seat_bytes *out);
+void tb__seat_encode(const tb__seat_record *seat, tb__seat_bytes *out);
 
-/* False if it is nonsense for this index. The value must have come from the store. */
-bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat *out);
+/* False if the value is malformed, or its group has no seat `index`. It must have come from the store. */
+bool tb__seat_decode(const tb__store_value *value, int32_t index, tb__seat_record *out);
 
 /* "process 1234 on host node3 (bus rank 2)" */
 typedef struct tb__seat_name {
     char text[TB__MAX_HOST + 80];
 } tb__seat_name;
 
-tb__seat_name tb__seat_describe(const tb__seat *seat);
+tb__seat_name tb__seat_describe(const tb__seat_record *seat);
 
-/* A number as the store keeps it, at least 0 and at most `max`. */
+/* Parses a decimal number from 0 to `max`. */
 bool tb__number_decode(const tb__store_value *value, int64_t max, int64_t *out);
 
 #endif

@@ -1,8 +1,8 @@
 /* The notes that this process publishes.
  *
- * A note that is withdrawn stays in the list until the store has confirmed that it is gone. So withdrawing need not
- * wait for a store that does not answer: what is still owed is made up for by whoever comes back to a store that was
- * lost, and otherwise by a thread, which is started when there is something for it to do. */
+ * A withdrawn note stays in the list until the store has confirmed its deletion, so that withdrawing need not wait for
+ * a store that does not answer. What is left is deleted when a lost store is rejoined, or by a thread, which is started
+ * when it is needed. */
 #include "bus/directory_inner.h"
 
 #include "base/log.h"
@@ -21,8 +21,8 @@ void tb__directory_free_notes(tb__directory *d) {
     free(d->notes.item);
 }
 
-/* With the turn or the lock. */
-static tb__own_note *find_note(const tb__directory *d, const char *key) {
+/* By the active call, or with the lock held. */
+static tb__own_note *find_own_note(const tb__directory *d, const char *key) {
     for (size_t i = 0; i < d->notes.count; i++) {
         if (strcmp(d->notes.item[i].key, key) == 0)
             return &d->notes.item[i];
@@ -30,8 +30,8 @@ static tb__own_note *find_note(const tb__directory *d, const char *key) {
     return NULL;
 }
 
-/* With the turn. */
-static tb__own_note *add_note(tb__directory *d, const char *key) {
+/* By the active call. */
+static tb__own_note *add_own_note(tb__directory *d, const char *key) {
     char *copy = tb__strdup(key);
     tb__own_note *note = NULL;
     pthread_mutex_lock(&d->lock);
@@ -45,7 +45,7 @@ static tb__own_note *add_note(tb__directory *d, const char *key) {
     return note;
 }
 
-/* With the turn. */
+/* By the active call. */
 static void drop_note(tb__directory *d, tb__own_note *note) {
     tb__own_note gone = *note;
     pthread_mutex_lock(&d->lock);
@@ -55,8 +55,8 @@ static void drop_note(tb__directory *d, tb__own_note *note) {
     free(gone.data);
 }
 
-/* With the turn; the first one that is to be deleted. */
-static tb__own_note *first_owed(tb__directory *d) {
+/* By the active call: the first note that has to be deleted. */
+static tb__own_note *first_withdrawn(tb__directory *d) {
     tb__own_note *owed = NULL;
     pthread_mutex_lock(&d->lock);
     for (size_t i = 0; i < d->notes.count && !owed; i++)
@@ -65,43 +65,43 @@ static tb__own_note *first_owed(tb__directory *d) {
     return owed;
 }
 
-tb_status tb__directory_clear_notes(tb__directory *d, const tb__store_deadline *deadline) {
-    for (tb__own_note *note; (note = first_owed(d));) {
-        TB_TRY(tb__store_deadline_continue(deadline));
+tb_status tb__directory_delete_withdrawn(tb__directory *d, const tb__store_deadline *deadline) {
+    for (tb__own_note *note; (note = first_withdrawn(d));) {
+        TB_TRY(tb__store_deadline_apply(deadline));
         TB_TRY(tb__store_delete(d->store, note->key));
         drop_note(d, note);
     }
     return TB_OK;
 }
 
-/* ---- Making up for what was not withdrawn ----------------------------------------------------------------------- */
+/* ---- Deleting in the background --------------------------------------------------------------------------------- */
 
-/* With the lock held. Where another process is in this one's place, nothing is left to be withdrawn. */
-static bool owes(const tb__directory *d) {
+/* With the lock held. If another process has taken this one's rank or seat, nothing is left to delete. */
+static bool has_withdrawn_notes(const tb__directory *d) {
     bool is_owing = false;
     for (size_t i = 0; i < d->notes.count && d->state != TB_CONFLICT; i++)
         is_owing |= d->notes.item[i].is_withdrawn;
     return is_owing;
 }
 
-static tb_status clear_and_look(tb__directory *d, const tb__store_deadline *deadline) {
-    TB_TRY(tb__directory_clear_notes(d, deadline));
-    return tb__directory_look_within(d, deadline);
+static tb_status delete_withdrawn_and_refresh(tb__directory *d, const tb__store_deadline *deadline) {
+    TB_TRY(tb__directory_delete_withdrawn(d, deadline));
+    return tb__directory_refresh_within(d, deadline);
 }
 
-static void *make_up(void *arg) {
+static void *withdraw_thread(void *arg) {
     tb__directory *d = arg;
     pthread_mutex_lock(&d->lock);
     while (!d->is_closing) {
-        if (!owes(d)) {
+        if (!has_withdrawn_notes(d)) {
             pthread_cond_wait(&d->freed, &d->lock);
             continue;
         }
         pthread_mutex_unlock(&d->lock);
-        tb__store_deadline deadline = tb__directory_begin(d->opts.timeout_ms);
-        tb_status status = tb__directory_take_turn(d, &deadline, true);
+        tb__store_deadline deadline = tb__directory_deadline(d->opts.timeout_ms);
+        tb_status status = tb__directory_begin_call(d, &deadline, true);
         if (status == TB_OK)
-            status = tb__directory_end_turn(d, clear_and_look(d, &deadline));
+            status = tb__directory_end_call(d, delete_withdrawn_and_refresh(d, &deadline));
         struct timespec until = tb__time_of_ms(tb__now_ms() + RETRY_MS);
         pthread_mutex_lock(&d->lock);
         while (status != TB_OK && !d->is_closing && pthread_cond_timedwait(&d->freed, &d->lock, &until) != ETIMEDOUT)
@@ -111,11 +111,11 @@ static void *make_up(void *arg) {
     return NULL;
 }
 
-void tb__directory_make_up(tb__directory *d) {
+void tb__directory_retry_withdrawals(tb__directory *d) {
     pthread_mutex_lock(&d->lock);
-    bool is_missing = owes(d) && !d->has_helper && !d->is_closing;
+    bool is_missing = has_withdrawn_notes(d) && !d->has_helper && !d->is_closing;
     if (is_missing)
-        d->has_helper = tb__start_thread(&d->helper, "tb-withdraw", make_up, d) == TB_OK;
+        d->has_helper = tb__start_thread(&d->helper, "tb-withdraw", withdraw_thread, d) == TB_OK;
     bool has_failed = is_missing && !d->has_helper;
     pthread_cond_broadcast(&d->freed);
     pthread_mutex_unlock(&d->lock);
@@ -134,26 +134,26 @@ static tb_status check_note(const tb__directory *d, const char *group, int32_t i
 
 static tb_status write_note(tb__directory *d, const tb__store_deadline *deadline, const char *key, const void *data,
                             size_t nbytes) {
-    TB_TRY(tb__store_deadline_continue(deadline));
+    TB_TRY(tb__store_deadline_apply(deadline));
     TB_TRY(tb__store_set(d->store, key, data, nbytes, TB__STORE_EPHEMERAL, NULL));
-    tb_status status = tb__directory_look_within(d, deadline);
+    tb_status status = tb__directory_refresh_within(d, deadline);
     if (status != TB_TOO_BIG)
         return status;
-    /* All notes together are more than can be listed, and nobody could see anything any more. */
+    /* All notes together are too long to be listed, and no process would see any of them. */
     tb__saved_detail why = tb__save_detail();
-    if (tb__store_deadline_continue(deadline) == TB_OK)
+    if (tb__store_deadline_apply(deadline) == TB_OK)
         (void)tb__store_delete(d->store, key);
     return tb__fail(TB_TOO_BIG, "%s", why.text);
 }
 
-static tb_status publish(tb__directory *d, const tb__store_deadline *deadline, const char *topic, const char *group,
-                         int32_t index, const void *data, size_t nbytes) {
+static tb_status publish_note(tb__directory *d, const tb__store_deadline *deadline, const char *topic,
+                              const char *group, int32_t index, const void *data, size_t nbytes) {
     tb__key key = tb__key_of_note(topic, group, index);
     TB_TRY(check_note(d, group, index));
     void *copy = tb__malloc(nbytes + 1, 1);
-    tb__own_note *note = copy ? find_note(d, key.text) : NULL;
+    tb__own_note *note = copy ? find_own_note(d, key.text) : NULL;
     if (copy && !note)
-        note = add_note(d, key.text);
+        note = add_own_note(d, key.text);
     if (!note) {
         free(copy);
         return TB_NO_MEMORY;
@@ -169,7 +169,7 @@ static tb_status publish(tb__directory *d, const tb__store_deadline *deadline, c
         note->is_withdrawn = false;
         copy = before;
     } else if (!note->data) {
-        note->is_withdrawn = true; /* it may have been written all the same */
+        note->is_withdrawn = true; /* the store may have it nevertheless */
     }
     pthread_mutex_unlock(&d->lock);
     free(copy);
@@ -182,35 +182,37 @@ tb_status tb__directory_publish(tb__directory *directory, const char *topic, con
     TB_TRY(tb__name_check("group", group));
     if (nbytes > TB__DIRECTORY_MAX_NOTE)
         return tb__fail(TB_TOO_BIG, "a note of %zu bytes; %d are allowed", nbytes, TB__DIRECTORY_MAX_NOTE);
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     tb_status status;
     do {
-        TB_TRY(tb__directory_take_turn(directory, &deadline, true));
-        status = tb__directory_end_turn(directory, publish(directory, &deadline, topic, group, index, data, nbytes));
-    } while (tb__directory_is_worth_another_turn(&deadline, status));
+        TB_TRY(tb__directory_begin_call(directory, &deadline, true));
+        status =
+            tb__directory_end_call(directory, publish_note(directory, &deadline, topic, group, index, data, nbytes));
+    } while (tb__directory_should_retry(&deadline, status));
     if (status != TB_OK)
-        tb__directory_make_up(directory);
+        tb__directory_retry_withdrawals(directory);
     return status;
 }
 
-static tb_status withdraw(tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *group,
-                          int32_t index) {
+static tb_status withdraw_note(tb__directory *d, const tb__store_deadline *deadline, const char *key, const char *group,
+                               int32_t index) {
     TB_TRY(check_note(d, group, index));
-    tb__own_note *note = find_note(d, key);
+    tb__own_note *note = find_own_note(d, key);
     if (!note)
-        return TB_OK; /* it never was there, or has been made up for */
+        return TB_OK; /* it was never published, or is deleted already */
     pthread_mutex_lock(&d->lock);
     note->is_withdrawn = true;
     bool is_there = d->state == TB_OK;
     pthread_mutex_unlock(&d->lock);
-    return is_there ? clear_and_look(d, deadline) : TB_OK;
+    return is_there ? delete_withdrawn_and_refresh(d, deadline) : TB_OK;
 }
 
-/* What can be said without the store: TB_TIMEOUT if that has to be asked, and does not answer. */
-static tb_status withdraw_unasked(tb__directory *d, const char *key, bool *is_enough) {
+/* Withdraws a note without the store, if that is lost or does not answer; the latter is TB_TIMEOUT. `is_enough`: there
+ * is no more to be done. */
+static tb_status withdraw_without_store(tb__directory *d, const char *key, bool *is_enough) {
     pthread_mutex_lock(&d->lock);
-    tb__own_note *note = find_note(d, key);
-    bool is_known = note && (note->data || note->is_withdrawn); /* and not just being written */
+    tb__own_note *note = find_own_note(d, key);
+    bool is_known = note && (note->data || note->is_withdrawn); /* not being written right now */
     if (is_known)
         note->is_withdrawn = true;
     tb_status state = d->state;
@@ -226,26 +228,26 @@ tb_status tb__directory_withdraw(tb__directory *directory, const char *topic, co
     TB_TRY(tb__name_check("topic", topic));
     TB_TRY(tb__name_check("group", group));
     tb__key key = tb__key_of_note(topic, group, index);
-    tb__store_deadline deadline = tb__directory_begin(timeout_ms);
+    tb__store_deadline deadline = tb__directory_deadline(timeout_ms);
     bool is_over;
-    tb_status status = withdraw_unasked(directory, key.text, &is_over);
+    tb_status status = withdraw_without_store(directory, key.text, &is_over);
     while (!is_over) {
-        status = tb__directory_take_turn(directory, &deadline, false);
+        status = tb__directory_begin_call(directory, &deadline, false);
         if (status == TB_OK)
-            status = tb__directory_end_turn(directory, withdraw(directory, &deadline, key.text, group, index));
+            status = tb__directory_end_call(directory, withdraw_note(directory, &deadline, key.text, group, index));
         else if (status == TB_TIMEOUT)
             tb__directory_set_silent(directory, true);
-        is_over = !tb__directory_is_worth_another_turn(&deadline, status);
+        is_over = !tb__directory_should_retry(&deadline, status);
     }
     if (status != TB_OK)
-        tb__directory_make_up(directory);
+        tb__directory_retry_withdrawals(directory);
     return status;
 }
 
 tb_status tb__directory_notes(tb__directory *directory, const char *topic, tb__notes *out) {
     TB_TRY(tb__name_check("topic", topic));
     pthread_mutex_lock(&directory->lock);
-    tb_status status = tb__view_notes(directory->view, topic, out);
+    tb_status status = tb__directory_view_notes(directory->view, topic, out);
     pthread_mutex_unlock(&directory->lock);
     return status;
 }

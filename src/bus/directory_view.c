@@ -1,4 +1,4 @@
-/* From the store's entries to rosters and notes. */
+/* Makes rosters and notes from the store's entries. */
 #include "bus/directory_view.h"
 
 #include "base/log.h"
@@ -8,105 +8,107 @@
 #include <stdio.h>
 #include <string.h>
 
-typedef struct placed {
+typedef struct seat_entry {
     const char *group;
     int32_t index;
-    tb__seat seat;
-} placed;
+    tb__seat_record seat;
+} seat_entry;
 
-typedef struct posted {
+typedef struct note_entry {
     const char *topic;
     tb__note note;
-} posted;
+} note_entry;
 
-struct tb__view {
-    tb__store_entries entries; /* what the rest points into */
+struct tb__directory_view {
+    tb__store_entries entries; /* the rest points into them */
     tb__arena names;
-    TB_VEC(placed) seats; /* of those who have announced themselves; by group, then index */
-    TB_VEC(posted) notes; /* by topic, group, index */
-    const tb__seat **by_rank;
+    TB_VEC(seat_entry) seats; /* of members that have announced themselves; by group, then index */
+    TB_VEC(note_entry) notes; /* by topic, group, index */
+    const tb__seat_record **by_rank;
 };
 
-static int compare_places(const char *group_a, int32_t a, const char *group_b, int32_t b) {
+static int compare_group_index(const char *group_a, int32_t a, const char *group_b, int32_t b) {
     int order = strcmp(group_a, group_b);
     return order ? order : (a > b) - (a < b);
 }
 
 static int compare_seats(const void *a, const void *b) {
-    const placed *left = a, *right = b;
-    return compare_places(left->group, left->index, right->group, right->index);
+    const seat_entry *left = a, *right = b;
+    return compare_group_index(left->group, left->index, right->group, right->index);
 }
 
-static int compare_notes(const void *a, const void *b) {
-    const posted *left = a, *right = b;
+static int compare_note_entries(const void *a, const void *b) {
+    const note_entry *left = a, *right = b;
     int order = strcmp(left->topic, right->topic);
-    return order ? order : compare_places(left->note.group, left->note.index, right->note.group, right->note.index);
+    return order ? order
+                 : compare_group_index(left->note.group, left->note.index, right->note.group, right->note.index);
 }
 
-static int compare_ranks(const void *a, const void *b) {
-    const tb__seat *left = *(const tb__seat *const *)a, *right = *(const tb__seat *const *)b;
+static int compare_seat_ranks(const void *a, const void *b) {
+    const tb__seat_record *left = *(const tb__seat_record *const *)a, *right = *(const tb__seat_record *const *)b;
     return (left->rank > right->rank) - (left->rank < right->rank);
 }
 
-static tb_status add_note(tb__view *view, const tb__key_parts *key, const tb__store_value *value) {
+static tb_status add_note_entry(tb__directory_view *view, const tb__key_parts *key, const tb__store_value *value) {
     const char *topic = tb__arena_strdup(&view->names, key->topic), *group = tb__arena_strdup(&view->names, key->group);
-    posted note = {topic, {.group = group, .index = key->index, .data = value->data, .nbytes = value->nbytes}};
+    note_entry note = {topic, {.group = group, .index = key->index, .data = value->data, .nbytes = value->nbytes}};
     return topic && group && tb__vec_push(&view->notes, note) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status add_seat(tb__view *view, const tb__key_parts *key, const tb__seat *seat) {
+static tb_status add_seat_entry(tb__directory_view *view, const tb__key_parts *key, const tb__seat_record *seat) {
     const char *group = tb__arena_strdup(&view->names, key->group);
-    return group && tb__vec_push(&view->seats, (placed){group, key->index, *seat}) ? TB_OK : TB_NO_MEMORY;
+    return group && tb__vec_push(&view->seats, (seat_entry){group, key->index, *seat}) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status add_entry(tb__view *view, const tb__store_entry *entry, uint64_t warned) {
+static tb_status add_store_entry(tb__directory_view *view, const tb__store_entry *entry, uint64_t warned) {
     tb__key_parts key;
-    tb__seat seat;
+    tb__seat_record seat;
     bool is_key = tb__key_split(entry->key, &key);
     if (is_key && key.is_note && entry->value.nbytes <= TB__DIRECTORY_MAX_NOTE)
-        return add_note(view, &key, &entry->value);
+        return add_note_entry(view, &key, &entry->value);
     if (is_key && !key.is_note && tb__seat_decode(&entry->value, key.index, &seat))
-        return seat.is_announced ? add_seat(view, &key, &seat) : TB_OK;
+        return seat.is_announced ? add_seat_entry(view, &key, &seat) : TB_OK;
     if (entry->value.revision > warned)
-        tb__log(TB_LOG_WARN, "directory: the store's '%.200s' makes no sense, it is left out", entry->key);
+        tb__log(TB_LOG_WARN, "directory: the store's key '%.200s' is not a valid seat or note; it is ignored",
+                entry->key);
     return TB_OK;
 }
 
-static tb_status fill(tb__view *view, uint64_t warned) {
+static tb_status build_view(tb__directory_view *view, uint64_t warned) {
     for (size_t i = 0; i < view->entries.count; i++)
-        TB_TRY(add_entry(view, &view->entries.item[i], warned));
+        TB_TRY(add_store_entry(view, &view->entries.item[i], warned));
     size_t nseats = view->seats.count;
     if (nseats > 0)
         qsort(view->seats.item, nseats, sizeof *view->seats.item, compare_seats);
     if (view->notes.count > 0)
-        qsort(view->notes.item, view->notes.count, sizeof *view->notes.item, compare_notes);
-    view->by_rank = tb__malloc(nseats, sizeof(tb__seat *));
+        qsort(view->notes.item, view->notes.count, sizeof *view->notes.item, compare_note_entries);
+    view->by_rank = tb__malloc(nseats, sizeof(tb__seat_record *));
     if (!view->by_rank)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < nseats; i++)
         view->by_rank[i] = &view->seats.item[i].seat;
-    qsort(view->by_rank, nseats, sizeof *view->by_rank, compare_ranks);
+    qsort(view->by_rank, nseats, sizeof *view->by_rank, compare_seat_ranks);
     return TB_OK;
 }
 
-tb_status tb__view_create(tb__store_entries *entries, uint64_t warned, tb__view **out) {
-    tb__view *view = tb__calloc(1, sizeof *view);
+tb_status tb__directory_view_create(tb__store_entries *entries, uint64_t warned, tb__directory_view **out) {
+    tb__directory_view *view = tb__calloc(1, sizeof *view);
     if (!view) {
         tb__store_entries_fini(entries);
         return TB_NO_MEMORY;
     }
     view->entries = *entries;
     *entries = (tb__store_entries){0};
-    tb_status status = fill(view, warned);
+    tb_status status = build_view(view, warned);
     if (status != TB_OK) {
-        tb__view_destroy(view);
+        tb__directory_view_destroy(view);
         return status;
     }
     *out = view;
     return TB_OK;
 }
 
-void tb__view_destroy(tb__view *view) {
+void tb__directory_view_destroy(tb__directory_view *view) {
     if (!view)
         return;
     tb__store_entries_fini(&view->entries);
@@ -117,16 +119,16 @@ void tb__view_destroy(tb__view *view) {
     free(view);
 }
 
-uint64_t tb__view_revision(const tb__view *view) {
+uint64_t tb__directory_view_revision(const tb__directory_view *view) {
     return view->entries.revision;
 }
 
-int32_t tb__view_next_rank(const tb__view *view) {
+int32_t tb__directory_view_next_rank(const tb__directory_view *view) {
     return view->seats.count > 0 ? view->by_rank[view->seats.count - 1]->rank + 1 : 0;
 }
 
-/* Copies to where `at` points, which advances. Nothing is copied from NULL. */
-static const void *put(char **at, const void *data, size_t nbytes) {
+/* Copies to *at, and advances it. `data` may be NULL if there are no bytes. */
+static const void *copy_bytes(char **at, const void *data, size_t nbytes) {
     char *copy = *at;
     if (nbytes > 0)
         memcpy(copy, data, nbytes);
@@ -134,7 +136,7 @@ static const void *put(char **at, const void *data, size_t nbytes) {
     return copy;
 }
 
-static void find_group(const tb__view *view, const char *group, size_t *first, size_t *last) {
+static void find_group_seats(const tb__directory_view *view, const char *group, size_t *first, size_t *last) {
     size_t i = 0;
     while (i < view->seats.count && strcmp(view->seats.item[i].group, group) != 0)
         i++;
@@ -144,14 +146,14 @@ static void find_group(const tb__view *view, const char *group, size_t *first, s
     *last = i;
 }
 
-tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *out) {
+tb_status tb__directory_view_roster(const tb__directory_view *view, const char *group, tb__roster *out) {
     size_t first, last, nbytes = 0;
-    find_group(view, group, &first, &last);
+    find_group_seats(view, group, &first, &last);
     if (first == last) {
         *out = (tb__roster){0};
         return TB_OK;
     }
-    const placed *seats = view->seats.item;
+    const seat_entry *seats = view->seats.item;
     tb__roster roster = {.size = seats[first].seat.size};
     for (size_t i = first; i < last; i++)
         nbytes += seats[i].seat.contact_nbytes;
@@ -162,23 +164,23 @@ tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *o
         roster.member[i] = (tb__member){.rank = TB_NO_RANK};
     char *at = (char *)(roster.member + roster.size);
     for (size_t i = first; i < last; i++) {
-        const tb__seat *seat = &seats[i].seat;
+        const tb__seat_record *seat = &seats[i].seat;
         roster.sizes_differ |= seat->size != roster.size;
         if (seats[i].index >= roster.size)
             continue;
         roster.npresent++;
         roster.member[seats[i].index] = (tb__member){.rank = seat->rank,
                                                      .incarnation = seat->incarnation,
-                                                     .contact = put(&at, seat->contact, seat->contact_nbytes),
+                                                     .contact = copy_bytes(&at, seat->contact, seat->contact_nbytes),
                                                      .contact_nbytes = seat->contact_nbytes};
     }
     *out = roster;
     return TB_OK;
 }
 
-tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out) {
+tb_status tb__directory_view_notes(const tb__directory_view *view, const char *topic, tb__notes *out) {
     size_t first = 0, last, nbytes = 0;
-    const posted *posts = view->notes.item;
+    const note_entry *posts = view->notes.item;
     while (first < view->notes.count && strcmp(posts[first].topic, topic) != 0)
         first++;
     for (last = first; last < view->notes.count && strcmp(posts[last].topic, topic) == 0; last++)
@@ -194,18 +196,18 @@ tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out
     char *at = (char *)(notes.item + notes.count);
     for (size_t i = 0; i < notes.count; i++) {
         tb__note note = posts[first + i].note;
-        note.group = put(&at, note.group, strlen(note.group) + 1);
-        note.data = put(&at, note.data, note.nbytes);
+        note.group = copy_bytes(&at, note.group, strlen(note.group) + 1);
+        note.data = copy_bytes(&at, note.data, note.nbytes);
         notes.item[i] = note;
     }
     *out = notes;
     return TB_OK;
 }
 
-tb_status tb__view_check_members(const tb__view *view,
-                                 tb_status (*check)(const void *contact, size_t nbytes, const char *label)) {
+tb_status tb__directory_view_check_members(const tb__directory_view *view,
+                                           tb_status (*check)(const void *contact, size_t nbytes, const char *label)) {
     for (size_t i = 0; i < view->seats.count; i++) {
-        const placed *p = &view->seats.item[i];
+        const seat_entry *p = &view->seats.item[i];
         char label[TB__DIRECTORY_MAX_NAME + 40];
         snprintf(label, sizeof label, "rank %" PRId32 " (%s %" PRId32 ")", p->seat.rank, p->group, p->index);
         TB_TRY(check(p->seat.contact, p->seat.contact_nbytes, label));
@@ -213,10 +215,10 @@ tb_status tb__view_check_members(const tb__view *view,
     return TB_OK;
 }
 
-int32_t tb__view_count_contacts(const tb__view *view, const void *prefix, size_t nbytes) {
+int32_t tb__directory_view_count_contacts(const tb__directory_view *view, const void *prefix, size_t nbytes) {
     int32_t count = 0, last = TB_NO_RANK;
     for (size_t i = 0; i < view->seats.count; i++) {
-        const tb__seat *seat = view->by_rank[i];
+        const tb__seat_record *seat = view->by_rank[i];
         bool is_match = seat->contact_nbytes >= nbytes && (nbytes == 0 || memcmp(seat->contact, prefix, nbytes) == 0);
         if (!is_match || seat->rank == last)
             continue;

@@ -1,25 +1,25 @@
-/* What the store said about all groups and notes at one revision. Never changes once made. */
+/* A snapshot of all groups and notes in the store, at one revision. Immutable. */
 #ifndef TB_BUS_DIRECTORY_VIEW_H
 #define TB_BUS_DIRECTORY_VIEW_H
 
 #include "bus/directory_keys.h"
 
-typedef struct tb__view tb__view;
+typedef struct tb__directory_view tb__directory_view;
 
-/* Takes the entries over, whatever it returns. What is not in the directory's language is left out; there is a warning
- * in the log if it is newer than revision `warned`. */
-tb_status tb__view_create(tb__store_entries *entries, uint64_t warned, tb__view **out);
-void tb__view_destroy(tb__view *view);
+/* Takes over the entries, also if it fails. Ignores invalid entries, and logs a warning for those newer than revision
+ * `warned`. */
+tb_status tb__directory_view_create(tb__store_entries *entries, uint64_t warned, tb__directory_view **out);
+void tb__directory_view_destroy(tb__directory_view *view);
 
-uint64_t tb__view_revision(const tb__view *view);
+uint64_t tb__directory_view_revision(const tb__directory_view *view);
 
-int32_t tb__view_next_rank(const tb__view *view); /* all ranks are below it */
+int32_t tb__directory_view_next_rank(const tb__directory_view *view); /* one more than the highest rank */
 
 /* As in directory.h. */
-tb_status tb__view_roster(const tb__view *view, const char *group, tb__roster *out);
-tb_status tb__view_notes(const tb__view *view, const char *topic, tb__notes *out);
-tb_status tb__view_check_members(const tb__view *view,
-                                 tb_status (*check)(const void *contact, size_t nbytes, const char *label));
-int32_t tb__view_count_contacts(const tb__view *view, const void *prefix, size_t nbytes);
+tb_status tb__directory_view_roster(const tb__directory_view *view, const char *group, tb__roster *out);
+tb_status tb__directory_view_notes(const tb__directory_view *view, const char *topic, tb__notes *out);
+tb_status tb__directory_view_check_members(const tb__directory_view *view,
+                                           tb_status (*check)(const void *contact, size_t nbytes, const char *label));
+int32_t tb__directory_view_count_contacts(const tb__directory_view *view, const void *prefix, size_t nbytes);
 
 #endif

@@ -1,6 +1,6 @@
-/* The ranks of a pair agree on a batch. When everybody's manifest counts, the ranks send each other their lists, so
- * that everybody gets each of them once; whoever has all of them finds out what follows. Then there are flows, and
- * messages go to them. */
+/* The ranks of a pair agree on a batch. When all manifests are confirmed, the ranks send each other their tensor lists,
+ * so that each rank gets each list once. A rank that has all lists merges them and makes the flows; messages go to
+ * these from then on. */
 #include "bus/exchange.h"
 
 #include "base/descriptors.h"
@@ -12,23 +12,23 @@
 #include <stdio.h>
 #include <string.h>
 
-static void close_exchange(tb__exchange *exchange, tb_status status, bool tell) {
+static void mark_broken(tb__exchange *exchange, tb_status status, bool tell) {
     exchange->state = EXCHANGE_BROKEN;
-    tb__assembly_break(&exchange->all, status, tell);
+    tb__handshake_break(&exchange->handshake, status, tell);
     tb__loop_wake(exchange->world->loop);
     tb__loop_signal(exchange->world->loop);
 }
 
 void tb__exchange_break(tb__exchange *exchange, tb_status status, bool tell) {
     tb__saved_detail why = tb__save_detail();
-    close_exchange(exchange, status, tell);
+    mark_broken(exchange, status, tell);
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
             tb__flow_break(exchange->flows[i], status, why.text);
     }
 }
 
-/* Whether this rank is in a transfer, or will be in one that others have begun. */
+/* Whether this rank is in a transfer, or has to take part in one that others have begun. */
 static bool is_moving(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int src = 0; exchange->sides[side].is_here && src < 2; src++) {
@@ -40,21 +40,21 @@ static bool is_moving(const tb__exchange *exchange) {
     return false;
 }
 
-void tb__exchange_tell_loss(tb__exchange *exchange) {
-    if (!exchange->owes_loss || is_moving(exchange))
+void tb__exchange_report_loss(tb__exchange *exchange) {
+    if (!exchange->must_report_loss || is_moving(exchange))
         return;
-    exchange->owes_loss = false;
-    tb__assembly_tell(&exchange->all);
+    exchange->must_report_loss = false;
+    tb__handshake_send_broken(&exchange->handshake);
 }
 
-void tb__exchange_lose_rank(tb__exchange *exchange) {
-    exchange->owes_loss |= exchange->all.status == TB_OK;
-    close_exchange(exchange, TB_LOST, false);
-    tb__exchange_tell_loss(exchange);
+void tb__exchange_on_rank_lost(tb__exchange *exchange) {
+    exchange->must_report_loss |= exchange->handshake.status == TB_OK;
+    mark_broken(exchange, TB_LOST, false);
+    tb__exchange_report_loss(exchange);
 }
 
-static void on_broken(tb__assembly *all, size_t at, tb_status status, const char *why) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static void on_peer_broken(tb__handshake *handshake, size_t at, tb_status status, const char *why) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     if (status != TB_LOST || !exchange->has_agreed) {
         tb__exchange_break(exchange, tb__fail(status, "%s", why), false);
         return;
@@ -64,50 +64,51 @@ static void on_broken(tb__assembly *all, size_t at, tb_status status, const char
             tb__flow_failed(exchange->flows[i], at, why);
     }
     tb__set_detail("%s", why);
-    tb__exchange_lose_rank(exchange);
+    tb__exchange_on_rank_lost(exchange);
 }
 
-static int compare_tensors(const void *a, const void *b) {
-    const tb__tensor *const *x = a, *const *y = b;
+static int compare_tensor_names(const void *a, const void *b) {
+    const tb__added_tensor *const *x = a, *const *y = b;
     return strcmp((*x)->name, (*y)->name);
 }
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-/* Neither name has control characters. */
-static void name_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
+/* Names have no control characters. */
+static void format_key(const tb_batch *batch, const tb_pair *pair, char *out, size_t room) {
     snprintf(out, room, "batch\n%s\n%s", batch->name, pair->name);
 }
 
-static tb_status assemble(tb__exchange *exchange) {
+static tb_status init_handshake(tb__exchange *exchange) {
     const tb__pair_side *sides = exchange->pair->sides;
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
     size_t n = (size_t)sides[0].size + (size_t)sides[1].size;
     tb__peer **peers = tb__malloc(n, sizeof *peers);
     exchange->goodbyes = tb__calloc(n, sizeof *exchange->goodbyes);
     exchange->staging = tb__calloc(n, sizeof *exchange->staging);
-    name_key(exchange->batch, exchange->pair, key, sizeof key);
+    format_key(exchange->batch, exchange->pair, key, sizeof key);
     for (size_t i = 0; peers && i < n; i++)
         peers[i] = i < (size_t)sides[0].size ? sides[0].peers[i] : sides[1].peers[i - (size_t)sides[0].size];
-    tb_status status = tb__assembly_init(&exchange->all, exchange->world, key, exchange->what, peers, peers ? n : 0);
+    tb_status status =
+        tb__handshake_init(&exchange->handshake, exchange->world, key, exchange->what, peers, peers ? n : 0);
     free(peers);
     return peers && exchange->goodbyes && exchange->staging ? status : TB_NO_MEMORY;
 }
 
-/* Hosts are numbered as they appear by rank: alike on every rank. */
+/* Machines are numbered in the order of their first ranks: the same on every rank. */
 static tb_status number_hosts(tb__exchange *exchange) {
-    int32_t most = exchange->all.peers[exchange->all.npeers - 1]->rank, count = 0;
+    int32_t most = exchange->handshake.peers[exchange->handshake.npeers - 1]->rank, count = 0;
     exchange->nhosts = (size_t)most + 1;
     exchange->hosts = tb__calloc(exchange->nhosts, sizeof *exchange->hosts);
     if (!exchange->hosts)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
         int32_t number = count;
         for (size_t j = 0; j < i && number == count; j++) {
-            if (strcmp(exchange->all.peers[i]->host, exchange->all.peers[j]->host) == 0)
-                number = exchange->hosts[exchange->all.peers[j]->rank];
+            if (strcmp(exchange->handshake.peers[i]->host, exchange->handshake.peers[j]->host) == 0)
+                number = exchange->hosts[exchange->handshake.peers[j]->rank];
         }
-        exchange->hosts[exchange->all.peers[i]->rank] = number;
+        exchange->hosts[exchange->handshake.peers[i]->rank] = number;
         count += number == count;
     }
     if (count == 1) {
@@ -118,7 +119,7 @@ static tb_status number_hosts(tb__exchange *exchange) {
     return TB_OK;
 }
 
-static bool is_of(const tb__exchange *exchange, const tb_pair *pair, int side) {
+static bool is_pair_side(const tb__exchange *exchange, const tb_pair *pair, int side) {
     return pair->side == side && strcmp(pair->name, exchange->pair->name) == 0;
 }
 
@@ -128,7 +129,7 @@ const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t
 }
 
 /* Takes over the data. */
-static tb_status add_list(tb__exchange_side *s, unsigned char *data, size_t nbytes) {
+static tb_status add_tensor_list(tb__exchange_side *s, unsigned char *data, size_t nbytes) {
     tb__tensor_list list;
     TB_TRY(tb__tensor_list_init(&list, data, nbytes));
     if (!tb__vec_reserve(&s->lists, 1) || !tb__index_add(&s->by_hash, list.hash, s->lists.count)) {
@@ -139,12 +140,12 @@ static tb_status add_list(tb__exchange_side *s, unsigned char *data, size_t nbyt
     return TB_OK;
 }
 
-/* What this process has added for one side of the pair. */
-static tb_status collect(tb__exchange *exchange, int side) {
+/* Collects the tensors that this process has added for one side of the pair. */
+static tb_status collect_own_tensors(tb__exchange *exchange, int side) {
     tb__exchange_side *s = &exchange->sides[side];
     const tb_batch *batch = exchange->batch;
     for (size_t i = 0; i < batch->pairs.count; i++) {
-        if (is_of(exchange, batch->pairs.item[i], side)) {
+        if (is_pair_side(exchange, batch->pairs.item[i], side)) {
             s->is_here = true;
             s->index = batch->pairs.item[i]->index;
         }
@@ -152,12 +153,12 @@ static tb_status collect(tb__exchange *exchange, int side) {
     if (!s->is_here)
         return TB_OK;
     for (size_t i = 0; i < batch->tensors.count; i++) {
-        const tb__tensor *t = batch->tensors.item[i];
-        if (is_of(exchange, t->pair, side) && !tb__vec_push(&s->own, t))
+        const tb__added_tensor *t = batch->tensors.item[i];
+        if (is_pair_side(exchange, t->pair, side) && !tb__vec_push(&s->own, t))
             return TB_NO_MEMORY;
     }
     if (s->own.count)
-        qsort(s->own.item, s->own.count, sizeof *s->own.item, compare_tensors);
+        qsort(s->own.item, s->own.count, sizeof *s->own.item, compare_tensor_names);
     for (size_t i = 1; i < s->own.count; i++) {
         if (strcmp(s->own.item[i - 1]->name, s->own.item[i]->name) == 0)
             return tb__fail(TB_INVALID, "tensor '%.100s' is in batch '%s' twice", s->own.item[i]->name, batch->name);
@@ -169,18 +170,18 @@ static tb_status collect(tb__exchange *exchange, int side) {
         return TB_NO_MEMORY;
     }
     s->hash = tb__tensor_list_hash(list.data, list.count);
-    return add_list(s, list.data, list.count);
+    return add_tensor_list(s, list.data, list.count);
 }
 
-static void on_message(tb__port *port, tb__peer *from, tb__unpack *message);
-static tb_status send_manifest(tb__assembly *all, size_t to);
-static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u);
-static void count_in(tb__assembly *all, size_t at);
+static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *message);
+static tb_status send_exchange_manifest(tb__handshake *handshake, size_t to);
+static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u);
+static void on_manifest_confirmed(tb__handshake *handshake, size_t at);
 
-static void on_lost(tb__port *port, tb__peer *peer) {
+static void on_exchange_peer_lost(tb__port *port, tb__peer *peer) {
     tb__exchange *exchange = (tb__exchange *)port;
-    size_t at = tb__assembly_find(&exchange->all, peer);
-    if (at == TB__NOWHERE || exchange->all.is_gone[at])
+    size_t at = tb__handshake_find(&exchange->handshake, peer);
+    if (at == TB__NOWHERE || exchange->handshake.is_gone[at])
         return;
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
@@ -188,18 +189,18 @@ static void on_lost(tb__port *port, tb__peer *peer) {
     }
     tb__set_detail("%s was lost during %s: %s", peer->label, exchange->what, peer->why ? peer->why : "?");
     if (exchange->has_agreed)
-        tb__exchange_lose_rank(exchange);
+        tb__exchange_on_rank_lost(exchange);
     else
         tb__exchange_break(exchange, TB_LOST, true);
 }
 
-static tb_status init(tb__exchange *exchange) {
-    TB_TRY(assemble(exchange));
+static tb_status init_exchange(tb__exchange *exchange) {
+    TB_TRY(init_handshake(exchange));
     TB_TRY(number_hosts(exchange));
     for (int side = 0; side < 2; side++) {
         tb__exchange_side *s = &exchange->sides[side];
         size_t size = (size_t)exchange->pair->sides[side].size;
-        TB_TRY(collect(exchange, side));
+        TB_TRY(collect_own_tensors(exchange, side));
         s->hashes = tb__calloc(size, sizeof *s->hashes);
         s->bucket_size = tb__calloc(size, sizeof *s->bucket_size);
         s->has_come = tb__calloc(size, sizeof *s->has_come);
@@ -212,8 +213,8 @@ static tb_status init(tb__exchange *exchange) {
 tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out) {
     tb_world *world = batch->world;
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
-    name_key(batch, pair, key, sizeof key);
-    if (tb__assembly_exists(world, key))
+    format_key(batch, pair, key, sizeof key);
+    if (tb__handshake_exists(world, key))
         return tb__fail(TB_CONFLICT, "there is a batch '%s' of pair '%s' already", batch->name, pair->name);
     tb__exchange *exchange = tb__calloc(1, sizeof *exchange);
     if (!exchange)
@@ -224,14 +225,14 @@ tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out
     exchange->staging_bytes = INT64_MAX;
     pair->refs++;
     snprintf(exchange->what, sizeof exchange->what, "batch '%s'", batch->name);
-    exchange->all.port.message = on_message;
-    exchange->all.port.lost = on_lost;
-    exchange->all.tell = send_manifest;
-    exchange->all.come = take_manifest;
-    exchange->all.counted = count_in;
-    exchange->all.broken = on_broken;
-    exchange->all.gone = tb__exchange_on_goodbye;
-    tb_status status = init(exchange);
+    exchange->handshake.port.message = on_exchange_message;
+    exchange->handshake.port.lost = on_exchange_peer_lost;
+    exchange->handshake.send_manifest = send_exchange_manifest;
+    exchange->handshake.on_manifest = on_exchange_manifest;
+    exchange->handshake.on_confirmed = on_manifest_confirmed;
+    exchange->handshake.on_broken = on_peer_broken;
+    exchange->handshake.on_gone = tb__exchange_on_goodbye;
+    tb_status status = init_exchange(exchange);
     if (status != TB_OK) {
         tb__exchange_destroy(exchange);
         return status;
@@ -240,7 +241,7 @@ tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out
     return TB_OK;
 }
 
-static void side_fini(tb__exchange_side *s) {
+static void exchange_side_fini(tb__exchange_side *s) {
     for (size_t i = 0; i < s->lists.count; i++)
         tb__tensor_list_fini(&s->lists.item[i]);
     free(s->lists.item);
@@ -262,7 +263,7 @@ void tb__exchange_destroy(tb__exchange *exchange) {
             tb__convert_destroy(exchange->converts[side]);
         }
         free(exchange->received[side].item);
-        side_fini(&exchange->sides[side]);
+        exchange_side_fini(&exchange->sides[side]);
     }
     for (size_t i = 0; i < exchange->layouts.count; i++)
         tb_layout_destroy(exchange->layouts.item[i].layout);
@@ -275,26 +276,26 @@ void tb__exchange_destroy(tb__exchange *exchange) {
     free(exchange->hosts);
     tb__exchange_free_goodbyes(exchange);
     free(exchange->staging);
-    tb__assembly_fini(&exchange->all);
+    tb__handshake_fini(&exchange->handshake);
     free(exchange);
 }
 
 /* ---- Agreement -------------------------------------------------------------------------------------------------- */
 
-static void pass_on(tb__exchange *exchange, size_t peer, tb__unpack *message) {
+static void dispatch_message(tb__exchange *exchange, size_t peer, tb__unpack *message) {
     uint32_t to = tb__unpack_u32(message), commit = to - TB__EXCHANGE_COMMIT;
-    tb__set_detail("it can't be read");
+    tb__set_detail("truncated or malformed");
     bool is_valid = to <= 1 ? !message->failed && tb__flow_message(exchange->flows[to], peer, message)
                             : commit <= 1 && tb__commit_message(&exchange->commits[commit], peer, message);
     if (!is_valid)
         tb__exchange_break(exchange,
-                           tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
-                                           exchange->all.peers[peer]->label, exchange->what),
+                           tb__fail_within(TB_INVALID, "%s sent an invalid message about %s",
+                                           exchange->handshake.peers[peer]->label, exchange->what),
                            true);
 }
 
-/* Every rank has come, but one that is in both groups may have added tensors for one of them only. */
-static tb_status check_seats(const tb__exchange *exchange) {
+/* A rank that is in both groups may have added tensors for one of them only. */
+static tb_status check_all_seats_added(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
             if (!exchange->sides[side].has_come[i])
@@ -306,7 +307,7 @@ static tb_status check_seats(const tb__exchange *exchange) {
     return TB_OK;
 }
 
-/* A seat whose list is not here yet; NULL: there is none. */
+/* A rank whose list has not arrived; NULL: there is none. */
 static const tb__peer *find_missing(const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
@@ -317,44 +318,45 @@ static const tb__peer *find_missing(const tb__exchange *exchange) {
     return NULL;
 }
 
-tb_status tb__exchange_not_settled(const tb__exchange *exchange) {
-    const tb__assembly *all = &exchange->all;
+tb_status tb__exchange_fail_waiting(const tb__exchange *exchange) {
+    const tb__handshake *handshake = &exchange->handshake;
     const char *what = exchange->what, *pair = exchange->pair->name, *shortage = tb__shortage_text();
     char refusal[TB__WHY_MAX], cause[2 * TB__WHY_MAX];
     tb__pair_find_refusal(exchange->pair, refusal, sizeof refusal);
     snprintf(cause, sizeof cause, "%s%s%s", shortage, *refusal ? "; " : "", refusal);
-    size_t late = all->npeers; /* one that has not registered, or else one that has not confirmed */
-    for (size_t i = 0; i < all->npeers; i++) {
-        if (!all->counts[i] && (late == all->npeers || (all->ports[late] && !all->ports[i])))
+    size_t late = handshake->npeers; /* a peer that has not registered, or else one that has not confirmed */
+    for (size_t i = 0; i < handshake->npeers; i++) {
+        if (!handshake->is_confirmed[i] &&
+            (late == handshake->npeers || (handshake->ports[late] && !handshake->ports[i])))
             late = i;
     }
-    if (late < all->npeers) {
-        const char *label = all->peers[late]->label;
-        if (all->ports[late])
+    if (late < handshake->npeers) {
+        const char *label = handshake->peers[late]->label;
+        if (handshake->ports[late])
             return tb__fail(TB_TIMEOUT, "%s has registered %s of pair '%s', but has not confirmed our registration%s",
                             label, what, pair, cause);
         if (*shortage)
             return tb__fail(TB_TIMEOUT, "the registration by %s of %s of pair '%s' has not arrived%s", label, what,
                             pair, cause);
         return tb__fail(TB_TIMEOUT, "%s has not registered %s of pair '%s' (%zu of %zu ranks have)%s", label, what,
-                        pair, all->npeers - all->nunknown, all->npeers, cause);
+                        pair, handshake->npeers - handshake->nunconfirmed, handshake->npeers, cause);
     }
     const tb__peer *missing = find_missing(exchange);
     return tb__fail(TB_TIMEOUT, "what %s has added to %s of pair '%s' has not come%s",
                     missing ? missing->label : "nobody", what, pair, shortage);
 }
 
-/* Everybody has come, and all lists are here: compare, and begin. */
+/* When all peers are confirmed and all lists are here: merges them and makes the flows. */
 static void try_agree(tb__exchange *exchange) {
-    if (exchange->state != EXCHANGE_WAITING || exchange->all.nunknown > 0 || find_missing(exchange))
+    if (exchange->state != EXCHANGE_WAITING || exchange->handshake.nunconfirmed > 0 || find_missing(exchange))
         return;
-    for (size_t i = 0; i < exchange->all.npeers; i++)
+    for (size_t i = 0; i < exchange->handshake.npeers; i++)
         exchange->staging_bytes = tb__min64(exchange->staging_bytes, exchange->staging[i]);
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
         status = tb__exchange_merge(exchange, side);
     if (status == TB_OK)
-        status = tb__exchange_settle_modes(exchange);
+        status = tb__exchange_agree_modes(exchange);
     if (status == TB_OK)
         status = tb__exchange_make_flows(exchange);
     if (status != TB_OK) {
@@ -367,19 +369,19 @@ static void try_agree(tb__exchange *exchange) {
         struct tb__backlog *b = &exchange->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};
         if (exchange->state == EXCHANGE_AGREED)
-            pass_on(exchange, b->peer, &message);
+            dispatch_message(exchange, b->peer, &message);
         free(b->data);
     }
     exchange->backlog.count = 0;
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
-        if (exchange->all.is_gone[i])
-            tb__exchange_tell_gone(exchange, i);
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
+        if (exchange->handshake.is_gone[i])
+            tb__exchange_report_gone(exchange, i);
     }
     tb__loop_signal(exchange->world->loop);
 }
 
-/* It may come before this rank knows whose it is, and after it has agreed: then it is one that was sent again. */
-static void take_list(tb__exchange *exchange, size_t at, tb__unpack *message) {
+/* A list may arrive before the manifests that name its hash, and again after the agreement. */
+static void on_tensor_list(tb__exchange *exchange, size_t at, tb__unpack *message) {
     uint32_t side = tb__unpack_u32(message);
     uint64_t hash = tb__unpack_u64(message);
     size_t nbytes;
@@ -390,28 +392,29 @@ static void take_list(tb__exchange *exchange, size_t at, tb__unpack *message) {
     unsigned char *copy = is_good ? tb__memdup(data, nbytes, 1) : NULL;
     tb_status status = is_good ? TB_NO_MEMORY : TB_INVALID;
     if (copy)
-        status = add_list(&exchange->sides[side], copy, nbytes);
+        status = add_tensor_list(&exchange->sides[side], copy, nbytes);
     if (status == TB_INVALID)
-        tb__set_detail("%s sent a list of tensors of %s that makes no sense", exchange->all.peers[at]->label,
-                       exchange->what);
+        tb__set_detail("%s sent an invalid tensor list for %s: %zu bytes for side %u%s",
+                       exchange->handshake.peers[at]->label, exchange->what, nbytes, (unsigned)side,
+                       is_good ? ", which can't be parsed" : ", truncated or not what their hash says");
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
     else
         try_agree(exchange);
 }
 
-static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
+static void on_exchange_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb__exchange *exchange = (tb__exchange *)port;
-    size_t at = tb__assembly_find(&exchange->all, from);
+    size_t at = tb__handshake_find(&exchange->handshake, from);
     if (at == TB__NOWHERE || (exchange->state == EXCHANGE_BROKEN && !exchange->has_agreed))
         return;
     tb__unpack list = *message;
     if (tb__unpack_u32(&list) == TB__EXCHANGE_LIST) {
-        take_list(exchange, at, &list);
+        on_tensor_list(exchange, at, &list);
         return;
     }
     if (exchange->has_agreed) {
-        pass_on(exchange, at, message);
+        dispatch_message(exchange, at, message);
         return;
     }
     size_t nbytes = (size_t)(message->end - message->at);
@@ -424,7 +427,7 @@ static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
 
 /* ---- Manifests, out and in ------------------------------------------------------------------------------------- */
 
-/* A side that has left the pair, and made it again with another layout, may not have been noticed by all. */
+/* In manifests, because some ranks may not have noticed that a side has made the pair again with another layout. */
 static uint64_t hash_layouts(const tb_pair *pair) {
     uint64_t hash[2];
     for (int side = 0; side < 2; side++)
@@ -432,8 +435,8 @@ static uint64_t hash_layouts(const tb_pair *pair) {
     return tb__tensor_list_hash(hash, sizeof hash);
 }
 
-static tb_status send_manifest(tb__assembly *all, size_t to) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static tb_status send_exchange_manifest(tb__handshake *handshake, size_t to) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     tb__pack pack = {0};
     tb__pack_u64(&pack, hash_layouts(exchange->pair));
     tb__pack_i64(&pack, exchange->batch->opts.staging_bytes);
@@ -447,26 +450,26 @@ static tb_status send_manifest(tb__assembly *all, size_t to) {
         tb__pack_u64(&pack, s->hash);
         tb__pack_i64(&pack, exchange->batch->opts.bucket_size);
     }
-    return tb__assembly_send(all, to, &pack);
+    return tb__handshake_send_manifest(handshake, to, &pack);
 }
 
-static tb_status send_list(tb__exchange *exchange, int side, size_t to) {
+static tb_status send_tensor_list(tb__exchange *exchange, int side, size_t to) {
     const tb__tensor_list *list = tb__exchange_list(&exchange->sides[side], exchange->sides[side].hash);
     tb__pack pack = {0};
     tb__pack_u32(&pack, TB__EXCHANGE_LIST);
     tb__pack_u32(&pack, (uint32_t)side);
     tb__pack_u64(&pack, list->hash);
     tb__pack_bytes(&pack, list->data, list->nbytes);
-    return tb__loop_send(exchange->all.peers[to], exchange->all.ports[to], &pack);
+    return tb__loop_send(exchange->handshake.peers[to], exchange->handshake.ports[to], &pack);
 }
 
-/* Seats that have the same list share the work: the peer at position p gets it from the one that is p-th among them,
- * modulo their number. */
-static tb_status send_side(tb__exchange *exchange, int side) {
+/* Seats with the same list share the work: the peer at position p gets it from the p-th of them, modulo their number.
+ */
+static tb_status send_own_list(tb__exchange *exchange, int side) {
     const tb__exchange_side *s = &exchange->sides[side];
     const tb__pair_side *seats = &exchange->pair->sides[side];
-    size_t nalike = 1, before = 0; /* this seat is one */
-    bool *has = tb__calloc(exchange->all.npeers, sizeof *has);
+    size_t nalike = 1, before = 0; /* this seat */
+    bool *has = tb__calloc(exchange->handshake.npeers, sizeof *has);
     if (!has)
         return TB_NO_MEMORY;
     for (int32_t seat = 0; seat < seats->size; seat++) {
@@ -474,22 +477,22 @@ static tb_status send_side(tb__exchange *exchange, int side) {
             continue;
         before += seat < s->index;
         nalike += seat != s->index;
-        has[tb__assembly_find(&exchange->all, seats->peers[seat])] = true;
+        has[tb__handshake_find(&exchange->handshake, seats->peers[seat])] = true;
     }
     tb_status status = TB_OK;
-    for (size_t to = 0; to < exchange->all.npeers && status == TB_OK; to++) {
+    for (size_t to = 0; to < exchange->handshake.npeers && status == TB_OK; to++) {
         if (!has[to] && to % nalike == before)
-            status = send_list(exchange, side, to);
+            status = send_tensor_list(exchange, side, to);
     }
     free(has);
     return status;
 }
 
-/* Before this rank can agree, so that what it leaves behind is enough for the others to. */
-static tb_status send_bodies(tb__exchange *exchange) {
+/* Before this rank agrees, so that the others have its lists even if it leaves at once. */
+static tb_status send_own_lists(tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         if (exchange->sides[side].is_here)
-            TB_TRY(send_side(exchange, side));
+            TB_TRY(send_own_list(exchange, side));
     }
     return TB_OK;
 }
@@ -498,16 +501,17 @@ static const char *seat_name(const tb__exchange *exchange, int side, int32_t sea
     return exchange->pair->sides[side].peers[seat]->label;
 }
 
-/* Whether what the seat sent is about this very batch. */
-static bool counts(const tb__exchange *exchange, int side, int32_t seat) {
+/* Whether the seat's manifest has arrived, and its rank is confirmed. */
+static bool is_seat_confirmed(const tb__exchange *exchange, int side, int32_t seat) {
     return exchange->sides[side].has_come[seat] &&
-           exchange->all.counts[tb__assembly_find(&exchange->all, exchange->pair->sides[side].peers[seat])];
+           exchange->handshake
+               .is_confirmed[tb__handshake_find(&exchange->handshake, exchange->pair->sides[side].peers[seat])];
 }
 
-static tb_status check_side(const tb__exchange *exchange, int side, int32_t seat) {
+static tb_status check_bucket_sizes(const tb__exchange *exchange, int side, int32_t seat) {
     const tb__exchange_side *s = &exchange->sides[side];
     for (int32_t i = 0; i < exchange->pair->sides[side].size; i++) {
-        if (i == seat || !counts(exchange, side, i))
+        if (i == seat || !is_seat_confirmed(exchange, side, i))
             continue;
         if (s->bucket_size[i] != s->bucket_size[seat])
             return tb__fail(TB_CONFLICT, "%s and %s have different bucket sizes for %s: %" PRId64 " and %" PRId64,
@@ -517,13 +521,15 @@ static tb_status check_side(const tb__exchange *exchange, int side, int32_t seat
     return TB_OK;
 }
 
-static tb_status read_side(tb__exchange *exchange, const tb__peer *from, tb__unpack *u) {
+static tb_status read_manifest_side(tb__exchange *exchange, const tb__peer *from, tb__unpack *u) {
     uint32_t side = tb__unpack_u32(u), seat = tb__unpack_u32(u);
     uint64_t hash = tb__unpack_u64(u);
     int64_t bucket_size = tb__unpack_i64(u);
     if (u->failed || side > 1 || seat >= (uint32_t)exchange->pair->sides[side].size ||
         exchange->pair->sides[side].peers[seat] != from || bucket_size < 1)
-        return tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", from->label, exchange->what);
+        return tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %sside %u, seat %u, bucket size %" PRId64,
+                        from->label, exchange->what, u->failed ? "truncated, " : "", (unsigned)side, (unsigned)seat,
+                        bucket_size);
     tb__exchange_side *s = &exchange->sides[side];
     s->has_come[seat] = true;
     s->hashes[seat] = hash;
@@ -531,39 +537,41 @@ static tb_status read_side(tb__exchange *exchange, const tb__peer *from, tb__unp
     return TB_OK;
 }
 
-static void take_manifest(tb__assembly *all, size_t at, tb__unpack *u) {
-    tb__exchange *exchange = (tb__exchange *)all;
+static void on_exchange_manifest(tb__handshake *handshake, size_t at, tb__unpack *u) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     uint64_t layouts = tb__unpack_u64(u);
     int64_t staging_bytes = tb__unpack_i64(u);
     uint32_t nsides = tb__unpack_u32(u);
-    tb_status status = nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
-                           ? TB_OK
-                           : tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label,
-                                      exchange->what);
+    tb_status status =
+        nsides >= 1 && nsides <= 2 && staging_bytes >= TB__LEAST_STAGING
+            ? TB_OK
+            : tb__fail(TB_INVALID, "%s sent an invalid manifest of %s: %u sides, %" PRId64 " staging bytes",
+                       handshake->peers[at]->label, exchange->what, (unsigned)nsides, staging_bytes);
     exchange->staging[at] = staging_bytes;
     if (status == TB_OK && layouts != hash_layouts(exchange->pair))
         status = tb__fail(TB_CONFLICT, "%s has made pair '%s' with other layouts: it has to be made again",
-                          all->peers[at]->label, exchange->pair->name);
+                          handshake->peers[at]->label, exchange->pair->name);
     for (uint32_t i = 0; i < nsides && status == TB_OK; i++)
-        status = read_side(exchange, all->peers[at], u);
+        status = read_manifest_side(exchange, handshake->peers[at], u);
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
 }
 
-/* The peer has our manifest, and we have its. */
-static void count_in(tb__assembly *all, size_t at) {
-    tb__exchange *exchange = (tb__exchange *)all;
+/* The peer has confirmed our manifest. */
+static void on_manifest_confirmed(tb__handshake *handshake, size_t at) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     tb_status status = TB_OK;
     for (int side = 0; side < 2; side++) {
         for (int32_t seat = 0; seat < exchange->pair->sides[side].size && status == TB_OK; seat++) {
-            if (exchange->pair->sides[side].peers[seat] == all->peers[at] && counts(exchange, side, seat))
-                status = check_side(exchange, side, seat);
+            if (exchange->pair->sides[side].peers[seat] == handshake->peers[at] &&
+                is_seat_confirmed(exchange, side, seat))
+                status = check_bucket_sizes(exchange, side, seat);
         }
     }
-    if (status == TB_OK && all->nunknown == 0)
-        status = check_seats(exchange);
-    if (status == TB_OK && all->nunknown == 0)
-        status = send_bodies(exchange);
+    if (status == TB_OK && handshake->nunconfirmed == 0)
+        status = check_all_seats_added(exchange);
+    if (status == TB_OK && handshake->nunconfirmed == 0)
+        status = send_own_lists(exchange);
     if (status != TB_OK)
         tb__exchange_break(exchange, status, true);
     else
@@ -571,5 +579,5 @@ static void count_in(tb__assembly *all, size_t at) {
 }
 
 tb_status tb__exchange_announce(tb__exchange *exchange) {
-    return tb__assembly_announce(&exchange->all);
+    return tb__handshake_announce(&exchange->handshake);
 }

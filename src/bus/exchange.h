@@ -1,8 +1,9 @@
-/* An exchange: all ranks of a pair, and what they have added to one batch. Each sends all others a manifest, with a
- * hash of what it has added for its side; what that is, its *list*, goes to each rank from one of those who have it.
- * From all lists follows what each side has, which tensors belong together, and a flow for each direction.
+/* An exchange of tensor lists among all ranks of a pair, for one batch. Each rank sends all others a manifest with the
+ * hash of its *tensor list*: the tensors that it has added for its side. Of the ranks that have the same list, one
+ * sends it to a given peer. From all lists every rank computes what each side has, which tensors of the two sides
+ * match, and a flow for each direction.
  *
- * All of this needs the loop's lock. */
+ * All functions need the loop's lock. */
 #ifndef TB_BUS_EXCHANGE_H
 #define TB_BUS_EXCHANGE_H
 
@@ -11,8 +12,8 @@
 #include "bus/world.h"
 #include "reshard/convert.h"
 
-/* What every rank gets to know of a tensor. The strings are the list's. */
-typedef struct tb__described {
+/* What a rank tells all others about a tensor. The strings belong to the list. */
+typedef struct tb__tensor_description {
     const char *name;
     const char *layout; /* in seats; NULL: the pair's */
     tb_shape shape;     /* global */
@@ -21,76 +22,77 @@ typedef struct tb__described {
     const char *encode, *scale_group; /* NULL: none */
     tb__encoding encoding;            /* what `encode` says */
     bool is_transformed;
-} tb__described;
+} tb__tensor_description;
 
-/* What one rank, or several alike, have added for a side. */
+/* The tensors that a rank has added for a side. Ranks with equal lists share one. */
 typedef struct tb__tensor_list {
     uint64_t hash;
     unsigned char *data;
     size_t nbytes;
-    TB_VEC(tb__described) tensors; /* by name */
+    TB_VEC(tb__tensor_description) tensors; /* by name */
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
     tb_commit commit;
     bool checksum;
 } tb__tensor_list;
 
-void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors);
+void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added_tensor *const *tensors,
+                          size_t ntensors);
 uint64_t tb__tensor_list_hash(const void *data, size_t nbytes);
-/* Takes over the data, also where it fails. */
+/* Takes over the data, also if it fails. */
 tb_status tb__tensor_list_init(tb__tensor_list *list, unsigned char *data, size_t nbytes);
 void tb__tensor_list_fini(tb__tensor_list *list);
 
-/* A tensor that a side has. */
-typedef struct tb__held {
-    const tb__described *as;
-    const tb__tensor *mine;  /* NULL: this process has not added it */
-    const tb_layout *layout; /* in bus ranks */
-} tb__held;
+/* A tensor of a side's merged list. */
+typedef struct tb__side_tensor {
+    const tb__tensor_description *desc;
+    const tb__added_tensor *mine; /* NULL: this process has not added it */
+    const tb_layout *layout;      /* in bus ranks */
+} tb__side_tensor;
 
 typedef struct tb__exchange_side {
-    bool is_here;                   /* this process is on it */
-    int32_t index;                  /* its seat */
-    TB_VEC(const tb__tensor *) own; /* what it has added, by name, as in its list */
-    uint64_t hash;                  /* of its list */
-    uint64_t *hashes;               /* by seat */
-    int64_t *bucket_size;           /* by seat */
-    bool *has_come;                 /* by seat */
-    TB_VEC(tb__tensor_list) lists;  /* each once */
-    tb__index by_hash;              /* of the lists */
-    TB_VEC(tb__held) tensors;       /* by name; once all lists are there */
-    tb_commit commit;               /* when it receives */
+    bool is_here;                         /* this process is on it */
+    int32_t index;                        /* its seat */
+    TB_VEC(const tb__added_tensor *) own; /* the tensors it has added, by name, in the order of its list */
+    uint64_t hash;                        /* of its list */
+    uint64_t *hashes;                     /* by seat */
+    int64_t *bucket_size;                 /* by seat */
+    bool *has_come;                       /* by seat */
+    TB_VEC(tb__tensor_list) lists;        /* each once */
+    tb__index by_hash;                    /* of the lists */
+    TB_VEC(tb__side_tensor) tensors;      /* by name; once all lists are there */
+    tb_commit commit;                     /* when it receives */
 } tb__exchange_side;
 
-/* A quantised tensor that is received beside the one that lives. */
-typedef struct tb__shadowed {
+/* The shadow of a quantised tensor: where it is received before it is committed. */
+typedef struct tb__encoded_shadow {
     const tb__encoded *live;
     tb__encoded encoded;
     float scale;
     tb__device *device;
-    char *memory; /* the device's; NULL: another tensor's is used */
-} tb__shadowed;
+    char *memory; /* allocated on `device`; NULL: shares the memory of another shadow */
+} tb__encoded_shadow;
 
 typedef struct tb__encoded_shadows {
-    TB_VEC(tb__shadowed *) all; /* one for each tensor */
+    TB_VEC(tb__encoded_shadow *) all; /* one for each tensor */
     tb__index by_data;
 } tb__encoded_shadows;
 
-/* What a rank has said of one direction when it left. */
+/* What a rank that left has said about one direction. */
 typedef struct tb__goodbye {
-    uint64_t started; /* transfers, as far as it knew */
+    uint64_t started; /* transfers that it knew of */
     tb__failure last;
     char *why; /* of the failure */
 } tb__goodbye;
 
 struct tb__exchange {
-    tb__assembly all; /* first: messages find the exchange through it */
+    tb__handshake handshake; /* first: messages find the exchange through it */
     tb_world *world;
     tb_batch *batch;
-    tb_pair *pair; /* one of this process's, for names and peers */
+    tb_pair *pair; /* for names and peers */
     char what[TB__DIRECTORY_MAX_NAME + 16];
     tb__exchange_side sides[2];
-    tb__goodbye (*goodbyes)[2]; /* by peer that is gone, and by sending side */
+    tb__goodbye (*goodbyes)[2]; /* by peer that has left, and by sending side */
     int64_t *staging;           /* by peer: its bound on staging memory */
     int64_t staging_bytes;      /* the least of all ranks */
     bool checksum;              /* any rank asks for it */
@@ -98,7 +100,7 @@ struct tb__exchange {
     size_t nhosts;
     enum { EXCHANGE_WAITING, EXCHANGE_AGREED, EXCHANGE_BROKEN } state;
     bool has_agreed;
-    bool owes_loss; /* others have to be told that a rank was lost */
+    bool must_report_loss; /* the peers have to be told that a rank was lost */
     TB_VEC(struct tb__side_layout {
         const char *text;
         int side;
@@ -106,66 +108,67 @@ struct tb__exchange {
     })
     layouts; /* each once */
     tb__index by_text;
-    tb__flow *flows[2];                     /* by sending side */
-    tb__commit commits[2];                  /* likewise */
-    tb__encoded_shadows shadows[2];         /* likewise */
-    tb__convert *converts[2];               /* of the flows; NULL: nothing is converted */
-    TB_VEC(const tb__tensor *) received[2]; /* by sending side: what this process has of the tensors received */
+    tb__flow *flows[2];                           /* by sending side */
+    tb__commit_machine commits[2];                /* likewise */
+    tb__encoded_shadows shadows[2];               /* likewise */
+    tb__convert *converts[2];                     /* of the flows; NULL: nothing is converted */
+    TB_VEC(const tb__added_tensor *) received[2]; /* by sending side: what this process has of the tensors received */
     TB_VEC(struct tb__backlog {
         size_t peer;
         unsigned char *data;
         size_t nbytes;
     })
-    backlog; /* messages to flows that are not there yet */
+    backlog; /* messages to flows that do not exist yet */
 };
 
 /* Messages to the exchange's port begin with the direction of the flow they are for, or with one of these. */
 enum {
     TB__EXCHANGE_LIST = 2,
-    TB__EXCHANGE_COMMIT = 3, /* plus the direction of the tb__commit they are for */
+    TB__EXCHANGE_COMMIT = 3, /* plus the direction of the tb__commit_machine they are for */
 };
 
 tb_status tb__exchange_create(tb_batch *batch, tb_pair *pair, tb__exchange **out);
 tb_status tb__exchange_announce(tb__exchange *exchange);
 void tb__exchange_destroy(tb__exchange *exchange);
 
-/* A transfer of it has ended: others are told of a loss that was noticed meanwhile. */
-void tb__exchange_tell_loss(tb__exchange *exchange);
+/* Called when a transfer ends: reports a loss that was noticed meanwhile. */
+void tb__exchange_report_loss(tb__exchange *exchange);
 
-/* Nothing will go through it any more, for the reason in tb_error_detail. */
+/* Ends all transfers, and refuses new ones, for the reason in tb_error_detail. `tell`: also informs the peers. */
 void tb__exchange_break(tb__exchange *exchange, tb_status status, bool tell);
-/* A rank is lost: what can end without it does, and nothing new is begun. The others are told when this rank has ended
- * what it can, because that says that it takes no further part. So does a rank that was told of the loss: the one that
- * told it may have no connection with some of the others. The sentence is in tb_error_detail. */
-void tb__exchange_lose_rank(tb__exchange *exchange);
+/* A rank was lost: transfers that do not need it any more go on, and no new one begins. The peers are informed when
+ * this rank has ended its transfers, because the message says that it takes no further part. A rank that hears of a
+ * loss this way forwards it: its informant may have no connection with some of the others. The reason is in
+ * tb_error_detail. */
+void tb__exchange_on_rank_lost(tb__exchange *exchange);
 
-/* exchange_leave.c. This rank leaves. */
+/* exchange_leave.c. This rank leaves, with a goodbye. */
 void tb__exchange_leave(tb__exchange *exchange);
-/* Another one has, and this is what it says. */
-void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message);
-/* Tells the flows of a rank that has left. */
-void tb__exchange_tell_gone(tb__exchange *exchange, size_t gone);
+/* The peer has left; `message` is its goodbye. */
+void tb__exchange_on_goodbye(tb__handshake *handshake, size_t at, tb__unpack *message);
+/* Tells the flows that a rank has left. */
+void tb__exchange_report_gone(tb__exchange *exchange, size_t gone);
 void tb__exchange_free_goodbyes(tb__exchange *exchange);
 
-/* TB_TIMEOUT, and a sentence that says what an exchange that is not settled waits for. */
-tb_status tb__exchange_not_settled(const tb__exchange *exchange);
+/* TB_TIMEOUT, with a message that names what the exchange waits for. */
+tb_status tb__exchange_fail_waiting(const tb__exchange *exchange);
 
-const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t hash); /* NULL: it has not come */
+const tb__tensor_list *tb__exchange_list(const tb__exchange_side *side, uint64_t hash); /* NULL: it has not arrived */
 
-/* What the side has, from the lists of all its seats. Fails alike on every rank. */
+/* Merges the lists of all seats of a side. Every rank fails alike. */
 tb_status tb__exchange_merge(tb__exchange *exchange, int side);
 
-/* Which tensors of the two sides belong together, and a flow for each direction. */
+/* Matches the tensors of the two sides, and makes a flow for each direction. */
 tb_status tb__exchange_make_flows(tb__exchange *exchange);
 
-/* exchange_shadow.c. What both sides ask for; fails alike on every rank. */
-tb_status tb__exchange_settle_modes(tb__exchange *exchange);
-/* A shadow for a quantised tensor. */
+/* exchange_shadow.c. Agrees on commit modes and checksums. Every rank fails alike. */
+tb_status tb__exchange_agree_modes(tb__exchange *exchange);
+/* Makes the shadow of a quantised tensor. */
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out);
-/* Lists moves from the shadows of quantised tensors to their places. */
+/* Appends the moves that copy the shadows into the tensors. */
 tb_status tb__exchange_list_shadows(const tb__encoded_shadows *shadows, tb__move_list *out);
 void tb__exchange_free_shadows(tb__encoded_shadows *shadows);
-/* Whether a shadowed receive would write what is sent through another flow at the same time. */
+/* TB_REFUSED if a shadowed receive would overwrite tensors that another flow is sending. */
 tb_status tb__exchange_check_clash(const tb__exchange *to, const tb__flow *receives, const tb__exchange *from,
                                    const tb__flow *sends);
 

@@ -1,4 +1,4 @@
-/* From what the sides have to flows: in each direction, which tensor of the source is which of the target. */
+/* Matches the tensors of the two sides, in each direction, and makes the flows. */
 #include "bus/exchange.h"
 
 #include "base/text.h"
@@ -10,7 +10,7 @@
 
 /* ---- How names are matched ------------------------------------------------------------------------------------- */
 
-/* What all ranks of both sides ask for, each once. */
+/* The ties and ignored patterns of all ranks, each once. */
 typedef struct matching {
     TB_VEC(tb_tie) ties;
     TB_VEC(const char *) ignored;
@@ -35,7 +35,7 @@ static tb_status collect_list(matching *m, const tb__tensor_list *list) {
     return TB_OK;
 }
 
-/* Only lists that a seat stands for count: one that came from a rank that left may be another's. */
+/* Lists that no seat names any more are left out: they came from a rank that has left. */
 static tb_status matching_init(matching *m, const tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         const tb__exchange_side *s = &exchange->sides[side];
@@ -54,7 +54,7 @@ static tb_status matching_init(matching *m, const tb__exchange *exchange) {
         if (!m->names[side])
             return TB_NO_MEMORY;
         for (size_t i = 0; i < s->tensors.count; i++)
-            m->names[side][i] = s->tensors.item[i].as->name;
+            m->names[side][i] = s->tensors.item[i].desc->name;
     }
     tb__vec_sort_unique(&m->ties, compare_ties);
     tb__vec_sort_unique(&m->ignored, tb__compare_strings);
@@ -68,8 +68,8 @@ static void matching_fini(matching *m) {
     free(m->names[1]);
 }
 
-static tb_status check_shapes(const tb__exchange *exchange, int src, const tb__described *from,
-                              const tb__described *to) {
+static tb_status check_shapes(const tb__exchange *exchange, int src, const tb__tensor_description *from,
+                              const tb__tensor_description *to) {
     const tb__pair_side *sides = exchange->pair->sides;
     if (from->shape.ndim == to->shape.ndim &&
         memcmp(from->shape.dim, to->shape.dim, (size_t)to->shape.ndim * sizeof *to->shape.dim) == 0)
@@ -87,7 +87,7 @@ static tb_status check_shapes(const tb__exchange *exchange, int src, const tb__d
 }
 
 /* In the order of the targets' names. */
-static tb_status match(const tb__exchange *exchange, int src, const matching *m, tb_match *out) {
+static tb_status match_tensors(const tb__exchange *exchange, int src, const matching *m, tb_match *out) {
     const tb__pair_side *sides = exchange->pair->sides;
     const tb__exchange_side *from = &exchange->sides[src], *to = &exchange->sides[!src];
     tb_match_opts opts = {.size = sizeof opts,
@@ -95,17 +95,17 @@ static tb_status match(const tb__exchange *exchange, int src, const matching *m,
                           .nties = m->ties.count,
                           .ignored = m->ignored.item,
                           .nignored = m->ignored.count};
-    /* Nobody knows yet in which direction the batch will go, so groups are told apart by their names. */
+    /* The direction of the batch is not known yet, so messages name the groups. */
     char here[TB__DIRECTORY_MAX_NAME + 16], there[sizeof here];
     snprintf(here, sizeof here, "group '%s'", sides[src].group);
     snprintf(there, sizeof there, "group '%s'", sides[!src].group);
     tb_status status =
         tb__match_names(m->names[src], from->tensors.count, m->names[!src], to->tensors.count, &opts, here, there, out);
-    if (status != TB_OK) /* what is wrong here is what different ranks say */
+    if (status != TB_OK) /* the ranks' options contradict each other */
         return tb__fail_within(status == TB_INVALID ? TB_CONFLICT : status, "%s", exchange->what);
     for (size_t i = 0; i < out->nmatched && status == TB_OK; i++)
         status =
-            check_shapes(exchange, src, from->tensors.item[out->source[i]].as, to->tensors.item[out->target[i]].as);
+            check_shapes(exchange, src, from->tensors.item[out->source[i]].desc, to->tensors.item[out->target[i]].desc);
     if (status != TB_OK)
         tb_match_fini(out);
     return status;
@@ -113,55 +113,57 @@ static tb_status match(const tb__exchange *exchange, int src, const matching *m,
 
 /* ---- Flows ----------------------------------------------------------------------------------------------------- */
 
-static tb_status bind(const tb__held *held, tb_binding *out) {
+static tb_status bind_side_tensor(const tb__side_tensor *held, tb_binding *out) {
     if (held->mine) {
         *out = held->mine->binding;
         return TB_OK;
     }
-    tb_shape nothing = {.ndim = held->as->shape.ndim};
+    tb_shape nothing = {.ndim = held->desc->shape.ndim};
     if (nothing.ndim == 0) /* a scalar always has an element; a row of none does not */
         nothing = (tb_shape){.ndim = 1};
-    return tb_binding_contiguous(NULL, 0, held->as->dtype, &nothing, out);
+    return tb_binding_contiguous(NULL, 0, held->desc->dtype, &nothing, out);
 }
 
-static tb_status make_tensor(const tb__held *from, const tb__held *to, uint64_t key, tb__flow_tensor *out) {
+static tb_status make_tensor(const tb__side_tensor *from, const tb__side_tensor *to, uint64_t key,
+                             tb__flow_tensor *out) {
     *out = (tb__flow_tensor){.key = key,
                              .spec = {.size = sizeof(tb_tensor_spec),
-                                      .name = to->as->name,
-                                      .shape = to->as->shape,
+                                      .name = to->desc->name,
+                                      .shape = to->desc->shape,
                                       .src = from->layout,
                                       .dst = to->layout,
-                                      .src_dtype = from->as->dtype,
-                                      .dst_dtype = to->as->dtype,
-                                      .wire_dtype = from->as->wire_dtype,
-                                      .group = to->as->group}};
+                                      .src_dtype = from->desc->dtype,
+                                      .dst_dtype = to->desc->dtype,
+                                      .wire_dtype = from->desc->wire_dtype,
+                                      .group = to->desc->group}};
     if (to->mine) {
         out->padding = to->mine->padding;
         out->npadding = to->mine->npadding;
     }
     out->src_invalidated = from->mine ? &from->mine->is_invalidated : NULL;
     out->dst_invalidated = to->mine ? &to->mine->is_invalidated : NULL;
-    TB_TRY(bind(from, &out->src));
-    return bind(to, &out->dst);
+    TB_TRY(bind_side_tensor(from, &out->src));
+    return bind_side_tensor(to, &out->dst);
 }
 
-static const tb__encoded *encoded_of(const tb__held *held) {
+static const tb__encoded *encoded_of(const tb__side_tensor *held) {
     return held->mine && held->mine->encode && held->mine->encoded.rows ? &held->mine->encoded : NULL;
 }
 
-/* What is done to it on the way. */
-static tb_status get_how(const tb__exchange *exchange, const tb__held *from, const tb__held *to, tb__convert_how *out) {
-    *out = (tb__convert_how){.src_encoding = from->as->encode ? &from->as->encoding : NULL,
-                             .dst_encoding = to->as->encode ? &to->as->encoding : NULL,
+/* The conversion of a tensor between the two sides. */
+static tb_status get_conversion(const tb__exchange *exchange, const tb__side_tensor *from, const tb__side_tensor *to,
+                                tb__convert_how *out) {
+    *out = (tb__convert_how){.src_encoding = from->desc->encode ? &from->desc->encoding : NULL,
+                             .dst_encoding = to->desc->encode ? &to->desc->encoding : NULL,
                              .src = encoded_of(from),
                              .dst = encoded_of(to),
-                             .scale_group = to->as->scale_group,
-                             .is_transformed = to->as->is_transformed,
-                             .transform = to->as->is_transformed ? exchange->batch->opts.transform : NULL};
-    if (from->as->is_transformed == to->as->is_transformed)
+                             .scale_group = to->desc->scale_group,
+                             .is_transformed = to->desc->is_transformed,
+                             .transform = to->desc->is_transformed ? exchange->batch->opts.transform : NULL};
+    if (from->desc->is_transformed == to->desc->is_transformed)
         return TB_OK;
     return tb__fail(TB_CONFLICT, "%s: one group transforms tensor '%.100s', the other does not", exchange->what,
-                    to->as->name);
+                    to->desc->name);
 }
 
 static bool are_mirrors(const tb__exchange *exchange, int src) {
@@ -171,16 +173,16 @@ static bool are_mirrors(const tb__exchange *exchange, int src) {
     return are_all;
 }
 
-static tb_status create_flow(tb__exchange *exchange, int src, tb__flow_tensor *tensors, const tb__convert_how *how,
-                             size_t ntensors) {
+static tb_status create_exchange_flow(tb__exchange *exchange, int src, tb__flow_tensor *tensors,
+                                      const tb__convert_how *how, size_t ntensors) {
     const tb_batch_opts *o = &exchange->batch->opts;
     tb__flow_opts opts = {.loop = exchange->world->loop,
                           .rank = exchange->world->rank,
                           .direction = (uint32_t)src,
-                          .peers = exchange->all.peers,
-                          .ports = exchange->all.ports,
-                          .npeers = exchange->all.npeers,
-                          .lead = tb__assembly_find(&exchange->all, exchange->pair->sides[src].peers[0]),
+                          .peers = exchange->handshake.peers,
+                          .ports = exchange->handshake.ports,
+                          .npeers = exchange->handshake.npeers,
+                          .lead = tb__handshake_find(&exchange->handshake, exchange->pair->sides[src].peers[0]),
                           .tensors = tensors,
                           .ntensors = ntensors,
                           .get_ir = tb__plans_get,
@@ -202,18 +204,18 @@ static tb_status create_flow(tb__exchange *exchange, int src, tb__flow_tensor *t
     return tb__flow_create(&opts, &exchange->flows[src]);
 }
 
-static tb_status make_flow(tb__exchange *exchange, int src, const matching *m) {
+static tb_status make_exchange_flow(tb__exchange *exchange, int src, const matching *m) {
     tb_match pairs = {.size = sizeof pairs};
-    TB_TRY(match(exchange, src, m, &pairs));
+    TB_TRY(match_tensors(exchange, src, m, &pairs));
     tb__flow_tensor *tensors = tb__malloc(pairs.nmatched, sizeof *tensors);
     tb__convert_how *how = tb__malloc(pairs.nmatched, sizeof *how);
     tb_status status = tensors && how ? TB_OK : TB_NO_MEMORY;
     for (size_t i = 0; i < pairs.nmatched && status == TB_OK; i++) {
-        const tb__held *from = &exchange->sides[src].tensors.item[pairs.source[i]];
-        const tb__held *to = &exchange->sides[!src].tensors.item[pairs.target[i]];
+        const tb__side_tensor *from = &exchange->sides[src].tensors.item[pairs.source[i]];
+        const tb__side_tensor *to = &exchange->sides[!src].tensors.item[pairs.target[i]];
         status = make_tensor(from, to, i, &tensors[i]);
         if (status == TB_OK)
-            status = get_how(exchange, from, to, &how[i]);
+            status = get_conversion(exchange, from, to, &how[i]);
         if (status == TB_OK && how[i].dst && exchange->sides[!src].commit == TB_SHADOW) {
             tensors[i].has_own_shadow = true;
             status = tb__exchange_shadow(exchange, src, how[i].dst, &how[i].dst);
@@ -222,23 +224,22 @@ static tb_status make_flow(tb__exchange *exchange, int src, const matching *m) {
             status = TB_NO_MEMORY;
     }
     if (status == TB_OK)
-        status = create_flow(exchange, src, tensors, how, pairs.nmatched);
+        status = create_exchange_flow(exchange, src, tensors, how, pairs.nmatched);
     free(tensors);
     free(how);
     tb_match_fini(&pairs);
     return status;
 }
 
-/* Padding is written while a receive is under way, when what is sent from the same memory may not have been read yet.
- */
+/* A receive in place may write padding before data that is sent from the same memory was read. */
 tb_status tb__exchange_check_padding(const tb__exchange *exchange, int src) {
     const tb__exchange_side *s = &exchange->sides[src];
     TB_VEC(tb_binding) sources = {0}, padding = {0};
     bool has_room = true, *marks = NULL;
-    if (s->own.count == 0 || exchange->sides[!src].commit == TB_SHADOW) /* a shadow is copied when all was read */
+    if (s->own.count == 0 || exchange->sides[!src].commit == TB_SHADOW) /* a shadow is applied after all reads */
         return TB_OK;
     for (size_t i = 0; i < exchange->received[src].count && has_room; i++) {
-        const tb__tensor *t = exchange->received[src].item[i];
+        const tb__added_tensor *t = exchange->received[src].item[i];
         for (size_t j = 0; j < t->npadding && has_room; j++)
             has_room = tb__vec_push(&padding, t->padding[j]);
     }
@@ -264,7 +265,7 @@ tb_status tb__exchange_make_flows(tb__exchange *exchange) {
     matching m = {0};
     tb_status status = matching_init(&m, exchange);
     for (int src = 0; src < 2 && status == TB_OK; src++)
-        status = make_flow(exchange, src, &m);
+        status = make_exchange_flow(exchange, src, &m);
     matching_fini(&m);
     return status;
 }

@@ -1,4 +1,4 @@
-/* A rank leaves an exchange, because its batch is destroyed: what it says, and what the others make of it. */
+/* Goodbyes: what a rank says when it leaves an exchange, because its batch is destroyed, and what its peers do then. */
 #include "bus/exchange.h"
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
@@ -10,10 +10,10 @@ static void pack_failure(tb__pack *pack, const tb__failure *last) {
     tb__pack_string(pack, last->why);
 }
 
-/* The failures are for those who have not heard of them: others leave, or are lost, because of them. */
+/* The goodbye repeats the last failures for peers that have not heard of them: ranks leave because of these. */
 void tb__exchange_leave(tb__exchange *exchange) {
     bool is_broken = exchange->state == EXCHANGE_BROKEN;
-    const char *why = is_broken ? exchange->all.why : "";
+    const char *why = is_broken ? exchange->handshake.why : "";
     tb__failure last[2] = {{.why = ""}, {.why = ""}};
     tb__pack goodbye = {0};
     tb__pack_u32(&goodbye, exchange->has_agreed);
@@ -23,17 +23,17 @@ void tb__exchange_leave(tb__exchange *exchange) {
         why = *why ? why : last[side].why;
         tb__pack_u64(&goodbye, exchange->flows[side] ? tb__flow_started(exchange->flows[side]) : 0);
     }
-    tb__pack_status(&goodbye, is_broken ? exchange->all.status : TB_OK);
+    tb__pack_status(&goodbye, is_broken ? exchange->handshake.status : TB_OK);
     tb__pack_string(&goodbye, why);
     for (int side = 0; side < 2; side++)
         pack_failure(&goodbye, &last[side]);
-    tb__assembly_leave(&exchange->all, &goodbye);
+    tb__handshake_leave(&exchange->handshake, &goodbye);
     tb__pack_fini(&goodbye);
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
 
-void tb__exchange_tell_gone(tb__exchange *exchange, size_t gone) {
+void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
     for (int i = 0; i < 2; i++) {
         const tb__goodbye *f = &exchange->goodbyes[gone][i];
         if (exchange->flows[i])
@@ -41,18 +41,18 @@ void tb__exchange_tell_gone(tb__exchange *exchange, size_t gone) {
     }
 }
 
-/* What a rank had said does not count any more. Lists stay: they are what their hashes say. */
+/* Drops the rank's manifest. Its lists stay: they are found by hash. */
 static void forget_manifest(tb__exchange *exchange, size_t at) {
-    tb__assembly_forget(&exchange->all, at);
+    tb__handshake_forget(&exchange->handshake, at);
     for (int side = 0; side < 2; side++) {
         for (int32_t seat = 0; seat < exchange->pair->sides[side].size; seat++) {
-            if (exchange->pair->sides[side].peers[seat] == exchange->all.peers[at])
+            if (exchange->pair->sides[side].peers[seat] == exchange->handshake.peers[at])
                 exchange->sides[side].has_come[seat] = false;
         }
     }
 }
 
-/* A direction in which nothing failed ends for the reason that the rank has for leaving. */
+/* In a direction without a failure, the rank's reason for leaving counts. */
 static void keep_failure(tb__goodbye *f, tb__failure last, const char *why) {
     free(f->why);
     f->why = tb__strdup(last.status != TB_OK ? last.why : why);
@@ -71,11 +71,11 @@ static tb__failure unpack_failure(tb__unpack *message) {
     return last;
 }
 
-/* What needs the rank no more goes on: if it had agreed, everybody has come, although their manifests may still be on
- * their way to us. If it left because something went wrong, that is the reason here, too: it may have heard of a dead
- * rank before us. */
-void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message) {
-    tb__exchange *exchange = (tb__exchange *)all;
+/* Transfers that do not need the rank any more go on: if it had agreed, all ranks have registered, though their
+ * manifests may still be on the way to us. A failure that made it leave is a failure here, too: it may have noticed a
+ * lost rank before us. */
+void tb__exchange_on_goodbye(tb__handshake *handshake, size_t at, tb__unpack *message) {
+    tb__exchange *exchange = (tb__exchange *)handshake;
     bool had_agreed = tb__unpack_u32(message) != 0;
     for (int i = 0; i < 2; i++)
         exchange->goodbyes[at][i].started = tb__unpack_u64(message);
@@ -84,20 +84,20 @@ void tb__exchange_on_goodbye(tb__assembly *all, size_t at, tb__unpack *message) 
     for (int i = 0; i < 2; i++)
         keep_failure(&exchange->goodbyes[at][i], unpack_failure(message), why);
     if (exchange->state == EXCHANGE_WAITING && (!had_agreed || message->failed)) {
-        forget_manifest(exchange, at); /* whatever went wrong was the batch it had before, or is heard of here, too */
+        forget_manifest(exchange, at); /* its failure concerned an earlier batch, or is reported here as well */
         return;
     }
     if (exchange->state == EXCHANGE_AGREED && !message->failed && status == TB_LOST) {
         tb__set_detail("%s", why);
-        tb__exchange_lose_rank(exchange);
+        tb__exchange_on_rank_lost(exchange);
     } else if (exchange->state == EXCHANGE_AGREED && !message->failed && status != TB_OK) {
         tb__exchange_break(exchange, tb__fail(status, "%s", why), false);
     }
-    tb__exchange_tell_gone(exchange, at);
+    tb__exchange_report_gone(exchange, at);
 }
 
 void tb__exchange_free_goodbyes(tb__exchange *exchange) {
-    for (size_t i = 0; exchange->goodbyes && i < exchange->all.npeers; i++) {
+    for (size_t i = 0; exchange->goodbyes && i < exchange->handshake.npeers; i++) {
         free(exchange->goodbyes[i][0].why);
         free(exchange->goodbyes[i][1].why);
     }

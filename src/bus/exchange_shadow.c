@@ -1,5 +1,4 @@
-/* Shadowed receives of an exchange: whether a side asks for them, the shadows of quantised tensors, and what may not be
- * overwritten by them. */
+/* Shadowed receives of an exchange: commit modes, shadows of quantised tensors, and checks of overlap. */
 #include "bus/exchange.h"
 
 #include "base/int.h"
@@ -14,7 +13,7 @@ static const char *commit_name(tb_commit commit) {
     return commit == TB_SHADOW ? "shadow" : "in place";
 }
 
-tb_status tb__exchange_settle_modes(tb__exchange *exchange) {
+tb_status tb__exchange_agree_modes(tb__exchange *exchange) {
     for (int side = 0; side < 2; side++) {
         tb__exchange_side *s = &exchange->sides[side];
         const tb__pair_side *seats = &exchange->pair->sides[side];
@@ -34,12 +33,12 @@ tb_status tb__exchange_settle_modes(tb__exchange *exchange) {
 /* ---- Quantised tensors ------------------------------------------------------------------------------------------ */
 
 /* Tensors that are parts of one storage share its shadow. */
-static tb_status give_memory(const tb__loop *loop, tb__encoded_shadows *shadows, tb__shadowed *s) {
+static tb_status alloc_shadow(const tb__loop *loop, tb__encoded_shadows *shadows, tb__encoded_shadow *s) {
     const tb__encoded *live = s->live;
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)live->data);
     size_t probe = 0, i;
     while ((i = tb__index_next(&shadows->by_data, hash, &probe)) != TB__NOWHERE) {
-        const tb__shadowed *other = shadows->all.item[i];
+        const tb__encoded_shadow *other = shadows->all.item[i];
         if (other->live->data == live->data && other->live->scales == live->scales &&
             other->live->matrices == live->matrices && other->live->size.data_nbytes == live->size.data_nbytes) {
             s->encoded.data = other->encoded.data;
@@ -58,7 +57,7 @@ static tb_status give_memory(const tb__loop *loop, tb__encoded_shadows *shadows,
     return tb__index_add(&shadows->by_data, hash, shadows->all.count) ? TB_OK : TB_NO_MEMORY;
 }
 
-static void free_shadowed(tb__shadowed *s) {
+static void free_shadow(tb__encoded_shadow *s) {
     if (s->memory)
         s->device->ops->free(s->device, s->memory);
     free(s);
@@ -66,15 +65,15 @@ static void free_shadowed(tb__shadowed *s) {
 
 tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded *live, const tb__encoded **out) {
     tb__encoded_shadows *shadows = &exchange->shadows[src];
-    tb__shadowed *s = tb__vec_reserve(&shadows->all, 1) ? tb__calloc(1, sizeof *s) : NULL;
+    tb__encoded_shadow *s = tb__vec_reserve(&shadows->all, 1) ? tb__calloc(1, sizeof *s) : NULL;
     if (!s)
         return TB_NO_MEMORY;
     s->live = live;
     s->encoded = *live;
     s->encoded.scale = live->scale ? &s->scale : NULL;
-    tb_status status = give_memory(exchange->world->loop, shadows, s);
+    tb_status status = alloc_shadow(exchange->world->loop, shadows, s);
     if (status != TB_OK) {
-        free_shadowed(s);
+        free_shadow(s);
         return status;
     }
     s->encoded.part.base = s->encoded.data;
@@ -83,12 +82,12 @@ tb_status tb__exchange_shadow(tb__exchange *exchange, int src, const tb__encoded
     return TB_OK;
 }
 
-/* Tensors may have their one scale in one place: then it is the same. */
+/* Tensors may share the memory of a global scale: it is copied once. */
 tb_status tb__exchange_list_shadows(const tb__encoded_shadows *shadows, tb__move_list *out) {
     tb__index by_scale = {0};
     tb_status status = TB_OK;
     for (size_t i = 0; i < shadows->all.count && status == TB_OK; i++) {
-        const tb__shadowed *s = shadows->all.item[i];
+        const tb__encoded_shadow *s = shadows->all.item[i];
         status = tb__encoded_list_copy(&s->encoded, s->live, out);
         if (status != TB_OK || !s->live->scale || !tb__encoding_is_global(&s->live->encoding))
             continue;
@@ -108,7 +107,7 @@ tb_status tb__exchange_list_shadows(const tb__encoded_shadows *shadows, tb__move
 
 void tb__exchange_free_shadows(tb__encoded_shadows *shadows) {
     for (size_t i = 0; i < shadows->all.count; i++)
-        free_shadowed(shadows->all.item[i]);
+        free_shadow(shadows->all.item[i]);
     free(shadows->all.item);
     tb__index_fini(&shadows->by_data);
 }

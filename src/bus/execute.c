@@ -1,4 +1,4 @@
-/* One transfer of a whole model, whichever part this process has in it. */
+/* tb_reshard_execute: sends, receives, or both, according to the groups that this process is in. */
 #include "bus/exchange.h"
 
 #include "base/opts.h"
@@ -6,8 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Whether it is on the sending side, on the other, or on both, over all pairs of the batch. */
-static tb_status find_parts(const tb_batch *batch, const char *from, bool *sends, bool *receives, char **to) {
+/* Whether this process sends, receives, or both, over all pairs of the batch. */
+static tb_status find_roles(const tb_batch *batch, const char *from, bool *sends, bool *receives, char **to) {
     bool is_known = false;
     for (size_t i = 0; i < batch->exchanges.count; i++) {
         const tb__exchange *exchange = batch->exchanges.item[i];
@@ -23,7 +23,7 @@ static tb_status find_parts(const tb_batch *batch, const char *from, bool *sends
     return is_known ? TB_OK : tb__fail(TB_INVALID, "group '%.100s' is in no pair of batch '%s'", from, batch->name);
 }
 
-static tb_status finish(tb_transfer *transfer, tb_status status, tb_transfer_state *out) {
+static tb_status wait_and_destroy(tb_transfer *transfer, tb_status status, tb_transfer_state *out) {
     char why[TB__WHY_MAX] = "";
     if (transfer && status == TB_OK)
         status = tb_wait(transfer, TB_COMMITTED, -1);
@@ -49,7 +49,7 @@ tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfe
     if (received)
         TB_TRY(tb__struct_write(received, &nothing, sizeof nothing, "a tb_transfer_state"));
     TB_TRY(tb_batch_register(batch, o.timeout_ms));
-    TB_TRY(find_parts(batch, from, &sends, &receives, &to));
+    TB_TRY(find_roles(batch, from, &sends, &receives, &to));
     tb_status status = TB_OK;
     if (receives) {
         o.group = to;
@@ -59,6 +59,6 @@ tb_status tb_reshard_execute(tb_batch *batch, const char *from, const tb_transfe
         o.group = from;
         status = tb_send(batch, &o, &sending);
     }
-    status = finish(sending, status, sent);
-    return finish(receiving, status, received);
+    status = wait_and_destroy(sending, status, sent);
+    return wait_and_destroy(receiving, status, received);
 }

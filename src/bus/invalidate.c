@@ -1,4 +1,4 @@
-/* Memory that the program invalidates: whoever has tensors in it is told, and waited for. */
+/* tb_world_invalidate: marks the tensors in the memory, and waits until nothing uses it. */
 #include "bus/exchange.h"
 
 #include "layout/overlap.h"
@@ -20,25 +20,25 @@ void tb__world_remove_user(tb_world *world, tb__memory_user *user) {
         *at = user->next;
 }
 
-bool tb__binding_meets(const tb_binding *binding, uintptr_t first, uintptr_t last) {
+bool tb__binding_overlaps(const tb_binding *binding, uintptr_t first, uintptr_t last) {
     uintptr_t from, to;
     return tb__binding_span(binding, &from, &to) == TB_OK && from < last && first < to;
 }
 
 /* ---- Batches ---------------------------------------------------------------------------------------------------- */
 
-static bool bytes_meet(const void *base, size_t nbytes, uintptr_t first, uintptr_t last) {
+static bool bytes_overlap(const void *base, size_t nbytes, uintptr_t first, uintptr_t last) {
     uintptr_t from = (uintptr_t)base;
     return base && nbytes > 0 && from < last && first < from + nbytes;
 }
 
-static bool tensor_meets(const tb__tensor *t, uintptr_t first, uintptr_t last) {
+static bool tensor_overlaps(const tb__added_tensor *t, uintptr_t first, uintptr_t last) {
     const tb__encoded *e = &t->encoded;
-    bool meets = tb__binding_meets(&t->binding, first, last) ||
-                 bytes_meet(e->scales, (size_t)(e->matrices * e->size.scale_nbytes), first, last) ||
-                 bytes_meet(e->scale, sizeof *e->scale, first, last);
+    bool meets = tb__binding_overlaps(&t->binding, first, last) ||
+                 bytes_overlap(e->scales, (size_t)(e->matrices * e->size.scale_nbytes), first, last) ||
+                 bytes_overlap(e->scale, sizeof *e->scale, first, last);
     for (size_t i = 0; i < t->npadding && !meets; i++)
-        meets = tb__binding_meets(&t->padding[i], first, last);
+        meets = tb__binding_overlaps(&t->padding[i], first, last);
     return meets;
 }
 
@@ -46,7 +46,7 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
     tb_batch *batch = (tb_batch *)((char *)user - offsetof(tb_batch, memory));
     bool has_some = false, is_used = false;
     for (size_t i = 0; i < batch->tensors.count; i++) {
-        bool meets = tensor_meets(batch->tensors.item[i], first, last);
+        bool meets = tensor_overlaps(batch->tensors.item[i], first, last);
         batch->tensors.item[i]->is_invalidated |= meets;
         has_some |= meets;
     }
@@ -68,10 +68,10 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
 typedef struct invalidation {
     tb_world *world;
     uintptr_t first, last;
-    char still[256]; /* what uses it */
+    char still[256]; /* names what still uses the memory */
 } invalidation;
 
-static bool is_free(void *arg) {
+static bool is_memory_unused(void *arg) {
     invalidation *t = arg;
     bool is_used = false;
     for (tb__memory_user *user = t->world->memory_users; user; user = user->next)
@@ -94,7 +94,7 @@ tb_status tb_world_invalidate(tb_world *world, const void *base, size_t nbytes) 
                         "returned",
                         nbytes, base);
     tb__regions_invalidate(world->loop, base, nbytes);
-    bool is_ours = nbytes == 0 || tb__loop_wait(world->loop, is_free, &t, deadline_ms);
+    bool is_ours = nbytes == 0 || tb__loop_wait(world->loop, is_memory_unused, &t, deadline_ms);
     tb__loop_unlock(world->loop);
     return is_ours ? TB_OK
                    : tb__fail(TB_TIMEOUT, "%zu bytes at %p are still in use by %s on rank %d", nbytes, base, t.still,

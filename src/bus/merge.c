@@ -1,5 +1,5 @@
-/* What a side has: the tensors of all its ranks' lists, each once. Ranks that describe one differently, and ranks that
- * hold a part of one and have not added it, are found by everybody alike. */
+/* Merges the tensor lists of a side's ranks. Ranks that describe a tensor differently, and ranks that hold a part of a
+ * tensor that they have not added, are found by all ranks alike. */
 #include "bus/exchange.h"
 
 #include "reshard/names.h"
@@ -10,22 +10,22 @@
 
 /* A tensor in one of the lists. */
 typedef struct entry {
-    const tb__described *as;
+    const tb__tensor_description *desc;
     size_t list; /* in the order of their first seats */
     size_t at;   /* in its list */
 } entry;
 
-/* One side's seats and lists, while they are put together. */
-typedef struct joining {
+/* The state of merging one side's lists. */
+typedef struct side_merge {
     tb__exchange *exchange;
     int side;
     size_t *list_of; /* by seat */
     const tb__tensor_list **lists;
     int32_t *first_seat; /* by list */
-    size_t nbodies;
+    size_t nlists;
     int32_t *seat_of; /* by bus rank */
-    uint64_t *listed; /* by list: the number of the last tensor that is in it */
-} joining;
+    uint64_t *listed; /* by list: the number of the last tensor that was found in it */
+} side_merge;
 
 void tb__shape_text(const tb_shape *shape, char *out, size_t room) {
     size_t at = 0;
@@ -37,7 +37,7 @@ void tb__shape_text(const tb_shape *shape, char *out, size_t room) {
 /* ---- Layouts --------------------------------------------------------------------------------------------------- */
 
 /* Made once for each text. */
-static tb_status get_layout(tb__exchange *exchange, int side, const char *text, const tb_layout **out) {
+static tb_status get_side_layout(tb__exchange *exchange, int side, const char *text, const tb_layout **out) {
     text = text ? text : exchange->pair->sides[side].layout;
     uint64_t hash = tb__hash((uint64_t)side, tb__name_hash(text));
     size_t probe = 0, i;
@@ -62,11 +62,11 @@ static tb_status get_layout(tb__exchange *exchange, int side, const char *text, 
 
 /* ---- Who says what --------------------------------------------------------------------------------------------- */
 
-static const char *label_of(const joining *j, int32_t seat) {
+static const char *label_of(const side_merge *j, int32_t seat) {
     return j->exchange->pair->sides[j->side].peers[seat]->label;
 }
 
-static const char *layout_text(const joining *j, const tb__described *t) {
+static const char *layout_text(const side_merge *j, const tb__tensor_description *t) {
     return t->layout ? t->layout : j->exchange->pair->sides[j->side].layout;
 }
 
@@ -82,8 +82,9 @@ static const char *or_none(const char *text) {
     return text ? text : "none";
 }
 
-/* What they differ in; "": nothing. */
-static void find_difference(const joining *j, const tb__described *a, const tb__described *b, char *out, size_t room) {
+/* Describes the first difference; "" if there is none. */
+static void find_difference(const side_merge *j, const tb__tensor_description *a, const tb__tensor_description *b,
+                            char *out, size_t room) {
     out[0] = '\0';
     if (a->shape.ndim != b->shape.ndim ||
         memcmp(a->shape.dim, b->shape.dim, (size_t)a->shape.ndim * sizeof *a->shape.dim) != 0) {
@@ -108,30 +109,30 @@ static void find_difference(const joining *j, const tb__described *a, const tb__
     }
 }
 
-static tb_status compare(const joining *j, const entry *a, const entry *b) {
+static tb_status check_descriptions_equal(const side_merge *j, const entry *a, const entry *b) {
     char difference[256];
-    find_difference(j, a->as, b->as, difference, sizeof difference);
+    find_difference(j, a->desc, b->desc, difference, sizeof difference);
     if (!*difference)
         return TB_OK;
     return tb__fail(TB_CONFLICT, "%s and %s describe tensor '%.100s' of %s differently: %s",
-                    label_of(j, j->first_seat[a->list]), label_of(j, j->first_seat[b->list]), a->as->name,
+                    label_of(j, j->first_seat[a->list]), label_of(j, j->first_seat[b->list]), a->desc->name,
                     j->exchange->what, difference);
 }
 
-/* Whether a rank of the mesh has anything of it: the last of many may not. */
-static bool holds_part(const tb__held *held, int32_t rank) {
+/* Whether a rank holds elements of the tensor: the last ranks of a mesh may have none. */
+static bool holds_part(const tb__side_tensor *held, int32_t rank) {
     tb_local local;
-    if (tb_layout_local(held->layout, &held->as->shape, rank, &local) != TB_OK)
+    if (tb_layout_local(held->layout, &held->desc->shape, rank, &local) != TB_OK)
         return true;
     bool holds = true;
-    for (int d = 0; d < held->as->shape.ndim; d++)
+    for (int d = 0; d < held->desc->shape.ndim; d++)
         holds &= local.shape.dim[d] > 0;
     tb_local_fini(&local);
     return holds;
 }
 
-/* Everybody who holds a part of it has added it: those lists have its number. */
-static tb_status check_mesh(const joining *j, const tb__held *held, uint64_t number) {
+/* Checks that all ranks that hold a part of the tensor have it in their lists. */
+static tb_status check_mesh(const side_merge *j, const tb__side_tensor *held, uint64_t number) {
     enum { NAMED = 4 };
     char missing[200] = "";
     size_t at = 0, count = 0;
@@ -148,53 +149,53 @@ static tb_status check_mesh(const joining *j, const tb__held *held, uint64_t num
     if (count > NAMED && at < sizeof missing)
         snprintf(missing + at, sizeof missing - at, " and %zu more", count - NAMED);
     return tb__fail(TB_CONFLICT, "tensor '%.100s' was not added to %s by all who hold a part of it: %s has not",
-                    held->as->name, j->exchange->what, missing);
+                    held->desc->name, j->exchange->what, missing);
 }
 
 /* ---- Together -------------------------------------------------------------------------------------------------- */
 
-static int compare_entries(const void *a, const void *b) {
+static int compare_list_entries(const void *a, const void *b) {
     const entry *x = a, *y = b;
-    int c = strcmp(x->as->name, y->as->name);
+    int c = strcmp(x->desc->name, y->desc->name);
     return c ? c : (x->list > y->list) - (x->list < y->list);
 }
 
-/* All that was added, by name; who gave the first of a name has the lowest seat. */
-static tb_status gather(const joining *j, entry **out, size_t *count) {
+/* All tensors of all lists, by name, then by list. */
+static tb_status gather_entries(const side_merge *j, entry **out, size_t *count) {
     size_t n = 0;
-    for (size_t i = 0; i < j->nbodies; i++)
+    for (size_t i = 0; i < j->nlists; i++)
         n += j->lists[i]->tensors.count;
     entry *entries = tb__malloc(n, sizeof *entries);
     if (!entries)
         return TB_NO_MEMORY;
     n = 0;
-    for (size_t i = 0; i < j->nbodies; i++) {
+    for (size_t i = 0; i < j->nlists; i++) {
         for (size_t k = 0; k < j->lists[i]->tensors.count; k++)
             entries[n++] = (entry){&j->lists[i]->tensors.item[k], i, k};
     }
-    if (j->nbodies > 1 && n > 1)
-        qsort(entries, n, sizeof *entries, compare_entries);
+    if (j->nlists > 1 && n > 1)
+        qsort(entries, n, sizeof *entries, compare_list_entries);
     *out = entries;
     *count = n;
     return TB_OK;
 }
 
-static tb_status unite(joining *j, const entry *entries, size_t count) {
+static tb_status merge_entries(side_merge *j, const entry *entries, size_t count) {
     tb__exchange_side *s = &j->exchange->sides[j->side];
     const tb__tensor_list *own = s->is_here ? tb__exchange_list(s, s->hash) : NULL;
     for (size_t i = 0, next; i < count; i = next) {
-        tb__held held = {.as = entries[i].as};
+        tb__side_tensor held = {.desc = entries[i].desc};
         uint64_t number = i + 1;
-        for (next = i; next < count && strcmp(entries[next].as->name, held.as->name) == 0; next++) {
+        for (next = i; next < count && strcmp(entries[next].desc->name, held.desc->name) == 0; next++) {
             if (next > i)
-                TB_TRY(compare(j, &entries[i], &entries[next]));
+                TB_TRY(check_descriptions_equal(j, &entries[i], &entries[next]));
             j->listed[entries[next].list] = number;
             if (j->lists[entries[next].list] == own)
                 held.mine = s->own.item[entries[next].at];
         }
-        tb_status status = get_layout(j->exchange, j->side, held.as->layout, &held.layout);
+        tb_status status = get_side_layout(j->exchange, j->side, held.desc->layout, &held.layout);
         if (status != TB_OK)
-            return tb__fail_within(status, "tensor '%.100s'", held.as->name);
+            return tb__fail_within(status, "tensor '%.100s'", held.desc->name);
         TB_TRY(check_mesh(j, &held, number));
         if (!tb__vec_push(&s->tensors, held))
             return TB_NO_MEMORY;
@@ -202,8 +203,8 @@ static tb_status unite(joining *j, const entry *entries, size_t count) {
     return TB_OK;
 }
 
-/* Numbers the lists by their first seats. */
-static tb_status order_bodies(joining *j) {
+/* Numbers the lists in the order of their first seats. */
+static tb_status number_lists(side_merge *j) {
     const tb__exchange_side *s = &j->exchange->sides[j->side];
     const tb__pair_side *seats = &j->exchange->pair->sides[j->side];
     size_t *number = tb__malloc(s->lists.count, sizeof *number);
@@ -215,7 +216,7 @@ static tb_status order_bodies(joining *j) {
         const tb__tensor_list *list = tb__exchange_list(s, s->hashes[seat]);
         size_t i = (size_t)(list - s->lists.item);
         if (number[i] == TB__NOWHERE) {
-            number[i] = j->nbodies++;
+            number[i] = j->nlists++;
             j->lists[number[i]] = list;
             j->first_seat[number[i]] = seat;
         }
@@ -228,23 +229,23 @@ static tb_status order_bodies(joining *j) {
 
 tb_status tb__exchange_merge(tb__exchange *exchange, int side) {
     size_t size = (size_t)exchange->pair->sides[side].size;
-    size_t nranks = (size_t)exchange->all.peers[exchange->all.npeers - 1]->rank + 1;
-    joining j = {.exchange = exchange,
-                 .side = side,
-                 .list_of = tb__malloc(size, sizeof *j.list_of),
-                 .lists = tb__malloc(size, sizeof *j.lists),
-                 .first_seat = tb__malloc(size, sizeof *j.first_seat),
-                 .seat_of = tb__calloc(nranks, sizeof *j.seat_of),
-                 .listed = tb__calloc(size, sizeof *j.listed)};
+    size_t nranks = (size_t)exchange->handshake.peers[exchange->handshake.npeers - 1]->rank + 1;
+    side_merge j = {.exchange = exchange,
+                    .side = side,
+                    .list_of = tb__malloc(size, sizeof *j.list_of),
+                    .lists = tb__malloc(size, sizeof *j.lists),
+                    .first_seat = tb__malloc(size, sizeof *j.first_seat),
+                    .seat_of = tb__calloc(nranks, sizeof *j.seat_of),
+                    .listed = tb__calloc(size, sizeof *j.listed)};
     entry *entries = NULL;
     size_t count = 0;
     tb_status status = j.list_of && j.lists && j.first_seat && j.seat_of && j.listed ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = order_bodies(&j);
+        status = number_lists(&j);
     if (status == TB_OK)
-        status = gather(&j, &entries, &count);
+        status = gather_entries(&j, &entries, &count);
     if (status == TB_OK)
-        status = unite(&j, entries, count);
+        status = merge_entries(&j, entries, count);
     free(entries);
     free(j.list_of);
     free(j.lists);

@@ -1,11 +1,11 @@
-/* Two groups find each other. Each rank publishes a note under the pair's name: which group it expects, and its side's
- * layout. Every rank reads all notes, so all find the same disagreement. That two ranks can't reach each other only
- * these two find out.
+/* Makes a pair. Each rank publishes a note under the pair's name: the remote group, and its own side's layout. Every
+ * rank reads all notes, so all find the same disagreement. Only the two ranks concerned find out that they can't reach
+ * each other.
  *
  * The first rank that finds a disagreement stops waiting, and its request would disappear before others have read it.
- * So it replaces the request by a *refusal*, which says why. A refusal holds for all ranks until its author makes the
- * pair again, or one of the ranks that it is about is restarted. A rank that was refused makes the pair again in the
- * next *round*, in which refusals of earlier rounds do not count. */
+ * So it replaces the request by a *refusal*, which says why. A refusal is in force for all ranks until its author makes
+ * the pair again, or a rank that it names is restarted. A rank that was refused makes the pair again in the next
+ * *round*, in which refusals of earlier rounds do not count. */
 #include "bus/pair_notes.h"
 
 #include "base/descriptors.h"
@@ -20,8 +20,8 @@
 #include <string.h>
 
 enum {
-    SPIN_US = 50,  /* how long the driver looks before it sleeps, where every rank of the host has a core for it */
-    ASK_MS = 1000, /* what others write to the store does not come for so long: is the store there? */
+    SPIN_US = 50,  /* how long the driver polls before it sleeps, if every rank of the machine has a core */
+    ASK_MS = 1000, /* after waiting this long for others' notes, the store is probed */
     ANSWER_MS = 4000,
 };
 
@@ -50,18 +50,18 @@ tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_la
 
 /* ---- Agreement ------------------------------------------------------------------------------------------------- */
 
-typedef struct meeting {
+typedef struct pairing {
     tb_pair *pair;
-    const atomic_bool *unwanted; /* NULL: it is wanted */
+    const atomic_bool *cancelled; /* NULL: it is wanted */
     tb_status status;
     tb__pair_refusal refusal; /* the ranks that `status` is about */
     bool is_complete;
-    bool has_lost; /* one of the ranks that are there was lost, and may be connected again */
+    bool has_lost; /* a rank was lost, and may be connected again */
     uint32_t last_round;
     char missing[512];
-} meeting;
+} pairing;
 
-/* The round that the process is in, of pairs of this name. With the lock held; NULL: no memory. */
+/* This process's current round for pairs of this name. With the lock held; NULL: no memory. */
 static uint32_t *round_of(tb_world *world, const char *name) {
     for (size_t i = 0; i < world->rounds.count; i++) {
         if (strcmp(world->rounds.item[i].pair, name) == 0)
@@ -74,13 +74,13 @@ static uint32_t *round_of(tb_world *world, const char *name) {
     return NULL;
 }
 
-static tb_status add_subject(meeting *m, tb_status status, const char *group, int32_t index) {
+static tb_status add_subject(pairing *m, tb_status status, const char *group, int32_t index) {
     return tb__refusal_add_subject(m->pair, &m->refusal, status, group, index);
 }
 
-/* The notes of one side must say the same; `here` and `there` are the groups. Returns how many there are. */
-static tb_status compare_notes(meeting *m, const tb__notes *notes, const char *here, const char *there, int32_t *count,
-                               tb__pair_note *agreed) {
+/* Checks that the requests of group `here` name group `there` and have equal layouts. *count: how many there are. */
+static tb_status compare_requests(pairing *m, const tb__notes *notes, const char *here, const char *there,
+                                  int32_t *count, tb__pair_note *agreed) {
     const tb__note *first = NULL;
     *count = 0;
     for (size_t i = 0; i < notes->count; i++) {
@@ -108,7 +108,7 @@ static tb_status compare_notes(meeting *m, const tb__notes *notes, const char *h
     return TB_OK;
 }
 
-static void name_missing(meeting *m, const char *group, const tb__roster *roster, int32_t nnotes) {
+static void describe_missing(pairing *m, const char *group, const tb__roster *roster, int32_t nnotes) {
     char seats[128];
     if (roster->size == 0)
         snprintf(m->missing, sizeof m->missing, "nobody has joined group '%.100s'", group);
@@ -120,7 +120,7 @@ static void name_missing(meeting *m, const char *group, const tb__roster *roster
                  nnotes, roster->size, group);
 }
 
-static void name_absent(meeting *m, const tb__notes *notes, const char *group, int32_t size) {
+static void describe_absent(pairing *m, const tb__notes *notes, const char *group, int32_t size) {
     for (int32_t i = 0; i < size; i++) {
         bool is_here = false;
         tb__pair_note n;
@@ -135,41 +135,41 @@ static void name_absent(meeting *m, const tb__notes *notes, const char *group, i
     }
 }
 
-static void name_lost(meeting *m, const char *group, int32_t seat, const tb__peer *peer) {
+static void describe_lost(pairing *m, const char *group, int32_t seat, const tb__peer *peer) {
     snprintf(m->missing, sizeof m->missing, "%.100s %" PRId32 " is gone, and nobody has taken its seat: %.200s", group,
              seat, peer->why ? peer->why : "it was lost");
 }
 
-/* The store may learn later than we that a rank is gone. Its seat is as good as empty; somebody else may take it. True
- * if it can't be connected again. */
-static bool names_lost(meeting *m, const char *group, const tb__roster *roster) {
+/* This process may notice a loss before the store does. The seat counts as empty: another process may take it. True if
+ * a lost rank can't be connected again. */
+static bool has_lost_member(pairing *m, const char *group, const tb__roster *roster) {
     for (int32_t i = 0; i < roster->size; i++) {
         const tb__member *at = &roster->member[i];
         const tb__peer *peer = tb__loop_find_peer(m->pair->world->loop, at->rank, at->incarnation);
         if (!peer || !peer->is_lost)
             continue;
-        name_lost(m, group, i, peer);
+        describe_lost(m, group, i, peer);
         if (!tb__peer_can_reconnect(peer))
             return true;
     }
     return false;
 }
 
-/* One side: whether it is complete. What it agrees on goes to the pair. */
-static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool *is_complete) {
+/* Checks whether all ranks of a side have requested the pair, and stores what they agree on. */
+static tb_status check_side_complete(pairing *m, const tb__notes *notes, int side, bool *is_complete) {
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
     tb__roster roster;
     tb__pair_note agreed = {0};
     int32_t nnotes;
-    TB_TRY(compare_notes(m, notes, s->group, pair->sides[!side].group, &nnotes, &agreed));
+    TB_TRY(compare_requests(m, notes, s->group, pair->sides[!side].group, &nnotes, &agreed));
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
     *is_complete = roster.size > 0 && roster.npresent == roster.size && nnotes == roster.size && !roster.sizes_differ;
     if (!*is_complete) {
-        name_missing(m, s->group, &roster, nnotes);
+        describe_missing(m, s->group, &roster, nnotes);
         if (roster.npresent == roster.size && roster.size > 0)
-            name_absent(m, notes, s->group, roster.size);
-    } else if (names_lost(m, s->group, &roster)) {
+            describe_absent(m, notes, s->group, roster.size);
+    } else if (has_lost_member(m, s->group, &roster)) {
         *is_complete = false;
     } else {
         s->size = roster.size;
@@ -180,22 +180,22 @@ static tb_status look_at_side(meeting *m, const tb__notes *notes, int side, bool
     return *is_complete && !s->layout ? TB_NO_MEMORY : TB_OK;
 }
 
-static bool is_unwanted(meeting *m) {
-    if (m->unwanted && atomic_load(m->unwanted))
+static bool check_cancelled(pairing *m) {
+    if (m->cancelled && atomic_load(m->cancelled))
         m->status = tb__fail(TB_CANCELLED, "pair '%s' was given up", m->pair->name);
     return m->status != TB_OK;
 }
 
-/* Nobody waits for it any more, or it is made. */
-static bool is_over(void *arg) {
-    meeting *m = arg;
-    return m->pair->has_met || is_unwanted(m);
+/* The pair is connected, or the call was cancelled. */
+static bool is_pairing_over(void *arg) {
+    pairing *m = arg;
+    return m->pair->is_connected || check_cancelled(m);
 }
 
-static bool look(void *arg) {
-    meeting *m = arg;
+static bool check_requests(void *arg) {
+    pairing *m = arg;
     m->status = TB_OK;
-    if (is_over(m))
+    if (is_pairing_over(m))
         return true;
     tb__notes notes;
     bool is_complete[2] = {false, false};
@@ -216,7 +216,7 @@ static bool look(void *arg) {
         add_subject(m, m->status, group, notes.item[i].index);
     }
     for (int side = 0; side < 2 && m->status == TB_OK; side++)
-        m->status = look_at_side(m, &notes, side, &is_complete[side]);
+        m->status = check_side_complete(m, &notes, side, &is_complete[side]);
     tb__notes_fini(&notes);
     m->is_complete = is_complete[0] && is_complete[1];
     return m->status != TB_OK || m->is_complete;
@@ -224,9 +224,9 @@ static bool look(void *arg) {
 
 /* ---- Making one ------------------------------------------------------------------------------------------------ */
 
-/* `has_gaps`: ranks are missing that were there a moment ago: they are gone, or the store was restarted and has not
- * heard of them yet. */
-static tb_status connect_side(meeting *m, int side, bool *has_gaps) {
+/* `has_gaps`: ranks are missing that were present a moment ago: they are gone, or the store was restarted and does not
+ * know them yet. */
+static tb_status connect_side(pairing *m, int side, bool *has_gaps) {
     tb_pair *pair = m->pair;
     tb__pair_side *s = &pair->sides[side];
     tb__roster roster;
@@ -237,7 +237,7 @@ static tb_status connect_side(meeting *m, int side, bool *has_gaps) {
     tb_status status = s->peers || *has_gaps ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < s->size && status == TB_OK && !*has_gaps; i++) {
         status = tb__world_connect(pair->world, s->group, &roster, i, &s->peers[i]);
-        if (tb__is_refusal(status)) { /* a sentence that others will read, too */
+        if (tb__is_refusal(status)) { /* others will read the message, too */
             const char *here = pair->sides[pair->side].group;
             tb__prefix_detail("%s %" PRId32, here, pair->index);
             add_subject(m, add_subject(m, status, here, pair->index), s->group, i);
@@ -249,20 +249,20 @@ static tb_status connect_side(meeting *m, int side, bool *has_gaps) {
     return status;
 }
 
-/* Whether all ranks have answered. Also true if one was lost: then there may be others to connect with. */
-static bool have_answered(void *arg) {
-    meeting *m = arg;
+/* Whether all ranks have answered. Also true if a rank was lost: another process may take its seat. */
+static bool pair_has_answered(void *arg) {
+    pairing *m = arg;
     bool have_all = true;
     m->has_lost = false;
-    if (is_unwanted(m))
+    if (check_cancelled(m))
         return true;
     for (int side = 0; side < 2; side++) {
         const tb__pair_side *s = &m->pair->sides[side];
-        m->has_lost |= !s->peers; /* another thread, which waits as well, found that they are not all there */
+        m->has_lost |= !s->peers; /* another thread that makes the pair found a rank missing */
         for (int32_t i = 0; s->peers && i < s->size; i++) {
             m->has_lost |= s->peers[i]->is_lost;
             if (s->peers[i]->is_lost) {
-                name_lost(m, s->group, i, s->peers[i]);
+                describe_lost(m, s->group, i, s->peers[i]);
             } else if (!tb__peer_is_reached(s->peers[i])) {
                 have_all = false;
                 snprintf(m->missing, sizeof m->missing, "%s does not answer", s->peers[i]->label);
@@ -272,15 +272,15 @@ static bool have_answered(void *arg) {
     return have_all || m->has_lost;
 }
 
-static tb_status fail_late(const meeting *m) {
+static tb_status fail_pair_timeout(const pairing *m) {
     if (tb__directory_is_connected(m->pair->world->directory))
         return tb__fail(TB_TIMEOUT, "pair '%s': %s%s", m->pair->name, m->missing, tb__shortage_text());
     tb__saved_detail why = tb__save_detail();
     return tb__fail(TB_TIMEOUT, "pair '%s': %s; the store is lost: %s", m->pair->name, m->missing, why.text);
 }
 
-/* Connects with all ranks. `is_whole`: they are there, and have answered. If not, it is to be done once more. */
-static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
+/* Connects with all ranks. Unless `is_whole` (all are present and have answered), it has to be called again. */
+static tb_status connect_all(pairing *m, int64_t deadline_ms, bool *is_whole) {
     tb__loop *loop = m->pair->world->loop;
     *is_whole = false;
     for (int side = 0; side < 2; side++) {
@@ -290,18 +290,18 @@ static tb_status connect_all(meeting *m, int64_t deadline_ms, bool *is_whole) {
             return TB_OK;
     }
     int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
-    bool is_done = tb__loop_wait(loop, have_answered, m, again_ms);
+    bool is_done = tb__loop_wait(loop, pair_has_answered, m, again_ms);
     *is_whole = is_done && !m->has_lost;
-    if (m->status != TB_OK || *is_whole || m->pair->has_met)
+    if (m->status != TB_OK || *is_whole || m->pair->is_connected)
         return m->status;
     if (tb__now_ms() >= deadline_ms)
-        return fail_late(m);
-    tb__loop_wait(loop, is_over, m, again_ms);
+        return fail_pair_timeout(m);
+    tb__loop_wait(loop, is_pairing_over, m, again_ms);
     return m->status;
 }
 
-/* For those that are in their seats: of others the store does not tell how to reach them. */
-static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
+/* Pings ranks that still have their seats; the store does not tell how to reach others. */
+static tb_status ping_side(tb_pair *pair, const tb__pair_side *s) {
     tb__roster roster;
     tb_status status = TB_OK;
     TB_TRY(tb__directory_roster(pair->world->directory, s->group, &roster));
@@ -315,27 +315,27 @@ static tb_status ask_side(tb_pair *pair, const tb__pair_side *s) {
     return status;
 }
 
-tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
-    meeting m = {.pair = pair, .unwanted = unwanted};
+tb_status tb__pair_ping(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled) {
+    pairing m = {.pair = pair, .cancelled = cancelled};
     tb__loop *loop = pair->world->loop;
     tb__loop_lock(loop);
     tb_status status = TB_OK;
     for (int side = 0; side < 2 && status == TB_OK; side++)
-        status = ask_side(pair, &pair->sides[side]);
-    if (status == TB_OK && !tb__loop_wait(loop, have_answered, &m, deadline_ms))
-        status = fail_late(&m);
+        status = ping_side(pair, &pair->sides[side]);
+    if (status == TB_OK && !tb__loop_wait(loop, pair_has_answered, &m, deadline_ms))
+        status = fail_pair_timeout(&m);
     else if (status == TB_OK && m.status == TB_OK && m.has_lost)
         status = tb__fail(TB_LOST, "pair '%s': %s", pair->name, m.missing);
     tb__loop_unlock(loop);
     return status == TB_OK ? m.status : status;
 }
 
-static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms) {
+static tb_status publish_request(tb_pair *pair, const char *layout, int64_t deadline_ms) {
     tb_layout *parsed;
     char *canonical;
     TB_TRY(tb_layout_parse(layout, &parsed));
     tb_status status = tb_layout_format(parsed, &canonical);
-    const tb__seat *seat = tb__world_seat(pair->world, pair->sides[pair->side].group);
+    const tb__membership *seat = tb__world_find_membership(pair->world, pair->sides[pair->side].group);
     for (int32_t i = 0; status == TB_OK && i < tb_layout_nranks(parsed); i++) {
         if (tb_layout_rank_at(parsed, i) >= seat->size) {
             free(canonical);
@@ -349,7 +349,7 @@ static tb_status publish(tb_pair *pair, const char *layout, int64_t deadline_ms)
     return tb__pair_publish(pair, pair->round, &(tb__pair_refusal){0}, "", deadline_ms);
 }
 
-/* Threads that copy: the host's cores, shared by the ranks on it, now that they are known. */
+/* Divides the machine's cores among its ranks. */
 void tb__world_set_workers(tb_world *world) {
     cpu_set_t set;
     int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1, ranks = 1;
@@ -368,37 +368,37 @@ void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t
     *out = '\0';
     tb__loop_lock(world->loop);
     for (tb_pair *p = world->pairs; p; p = p->next) {
-        meeting m = {.pair = p};
-        if (strcmp(p->name, name) != 0 || p->has_met)
+        pairing m = {.pair = p};
+        if (strcmp(p->name, name) != 0 || p->is_connected)
             continue;
-        look(&m);
+        check_requests(&m);
         snprintf(out, room, "%s", m.status == TB_OK ? m.missing : tb_error_detail());
         break;
     }
     tb__loop_unlock(world->loop);
 }
 
-/* Until `look` is true, or the deadline: false. */
-static bool wait_for_others(meeting *m, int64_t deadline_ms) {
+/* Waits until check_requests is true; false at the deadline. */
+static bool wait_for_others(pairing *m, int64_t deadline_ms) {
     tb__loop *loop = m->pair->world->loop;
     for (;;) {
         int64_t ask_ms = tb__now_ms() + ASK_MS;
-        if (tb__loop_wait(loop, look, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
+        if (tb__loop_wait(loop, check_requests, m, ask_ms < deadline_ms ? ask_ms : deadline_ms))
             return true;
         int left_ms = tb__ms_until(deadline_ms);
         if (left_ms == 0)
             return false;
         tb__loop_unlock(loop);
-        tb__directory_ask(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
+        tb__directory_probe_store(m->pair->world->directory, left_ms < ANSWER_MS ? left_ms : ANSWER_MS);
         tb__loop_lock(loop);
     }
 }
 
-tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted) {
+tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled) {
     tb__loop *loop = pair->world->loop;
-    meeting m = {.pair = pair, .unwanted = unwanted};
+    pairing m = {.pair = pair, .cancelled = cancelled};
     tb__loop_lock(loop);
-    if (pair->has_met) {
+    if (pair->is_connected) {
         tb__loop_unlock(loop);
         return TB_OK;
     }
@@ -406,15 +406,15 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     tb_status status;
     do {
         bool has_looked = wait_for_others(&m, deadline_ms);
-        if (pair->has_met) { /* by another thread, meanwhile */
+        if (pair->is_connected) { /* another thread has connected it */
             tb__loop_unlock(loop);
             return TB_OK;
         }
-        status = has_looked ? m.status : fail_late(&m);
+        status = has_looked ? m.status : fail_pair_timeout(&m);
         if (status == TB_OK)
             status = connect_all(&m, deadline_ms, &is_whole);
     } while (status == TB_OK && !is_whole);
-    pair->has_met = status == TB_OK;
+    pair->is_connected = status == TB_OK;
     uint32_t *round = tb__is_refusal(status) ? round_of(pair->world, pair->name) : NULL;
     if (round)
         *round = m.last_round + 1;
@@ -422,7 +422,7 @@ tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *u
     if (round) {
         tb__saved_detail why = tb__save_detail();
         m.refusal.status = status;
-        /* where this fails, others find it alone or time out */
+        /* if this fails, the others find the disagreement themselves, or time out */
         tb__pair_publish(pair, m.last_round, &m.refusal, why.text, deadline_ms);
         status = tb__fail(status, "%s", why.text);
     }
@@ -441,8 +441,9 @@ static void free_pair(tb_pair *pair) {
     free(pair);
 }
 
-/* A process makes a pair once from each side: notes are told apart by name and seat. */
-static tb_status enlist(tb_pair *pair) {
+/* Adds the pair to the world's list. A process makes a pair once from each side: notes are told apart by name and seat.
+ */
+static tb_status add_to_world(tb_pair *pair) {
     tb_world *world = pair->world;
     tb_status status = TB_OK;
     tb__loop_lock(world->loop);
@@ -461,7 +462,7 @@ static tb_status enlist(tb_pair *pair) {
     return status == TB_OK && !round ? TB_NO_MEMORY : status;
 }
 
-static void delist(const tb_pair *pair) {
+static void remove_from_world(const tb_pair *pair) {
     tb_world *world = pair->world;
     tb__loop_lock(world->loop);
     for (tb_pair **at = &world->pairs; *at; at = &(*at)->next) {
@@ -473,8 +474,8 @@ static void delist(const tb_pair *pair) {
     tb__loop_unlock(world->loop);
 }
 
-tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                          const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out) {
+tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                                      const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out) {
     tb_pair_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     int64_t deadline_ms = tb__world_deadline(world, o.timeout_ms);
@@ -483,9 +484,9 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     if (!layout)
         return tb__fail(TB_INVALID, "pair '%s' needs this side's layout", name);
     tb__loop_lock(world->loop); /* seats may be added meanwhile */
-    const char *group = o.group ? o.group : world->seats.item[0].group;
-    const tb__seat *found = tb__world_seat(world, group);
-    tb__seat seat = found ? *found : (tb__seat){0};
+    const char *group = o.group ? o.group : world->memberships.item[0].group;
+    const tb__membership *found = tb__world_find_membership(world, group);
+    tb__membership seat = found ? *found : (tb__membership){0};
     tb__loop_unlock(world->loop);
     if (!found)
         return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
@@ -504,19 +505,19 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
     pair->sides[!pair->side].group = tb__strdup(remote_group);
     tb_status status = pair->name && pair->sides[0].group && pair->sides[1].group ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = enlist(pair);
+        status = add_to_world(pair);
     if (status != TB_OK) {
         free_pair(pair);
         return status;
     }
-    status = publish(pair, layout, deadline_ms);
+    status = publish_request(pair, layout, deadline_ms);
     if (status == TB_OK && !o.no_wait)
-        status = tb__pair_meet(pair, deadline_ms, unwanted);
+        status = tb__pair_connect(pair, deadline_ms, cancelled);
     if (status != TB_OK) {
         tb__saved_detail why = tb__save_detail();
         if (!tb__is_refusal(status)) /* a refusal has replaced the request */
             tb__pair_withdraw(pair);
-        delist(pair);
+        remove_from_world(pair);
         free_pair(pair);
         return tb__fail(status, "%s", why.text);
     }
@@ -528,10 +529,10 @@ tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_
 tb_status tb_pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
                          const tb_pair_opts *opts, tb_pair **out) {
     TB_TRY(tb__world_check(world, "world"));
-    return tb__pair_create(world, name, remote_group, layout, opts, NULL, out);
+    return tb__pair_create_cancellable(world, name, remote_group, layout, opts, NULL, out);
 }
 
-/* How many ranks of the side still request the pair with the layouts that it was made with. */
+/* The number of ranks of a side that still request the pair with its layouts. */
 static int32_t count_requests(const tb_pair *pair, int side, const tb__notes *notes) {
     const tb__pair_side *here = &pair->sides[side], *there = &pair->sides[!side];
     int32_t count = 0;
@@ -548,7 +549,7 @@ bool tb__pair_is_stale(const tb_pair *pair) {
     tb__notes notes;
     tb__loop_lock(pair->world->loop);
     bool has_notes = tb__directory_notes(pair->world->directory, pair->name, &notes) == TB_OK; /* the store is there */
-    for (int side = 0; side < 2 && pair->has_met; side++) {
+    for (int side = 0; side < 2 && pair->is_connected; side++) {
         const tb__pair_side *s = &pair->sides[side];
         for (int32_t i = 0; i < s->size; i++)
             is_stale |= s->peers[i]->is_lost;
@@ -574,7 +575,7 @@ void tb_pair_destroy(tb_pair *pair) {
             tb__pair_unref(pair);
     } else {
         tb__pair_withdraw(pair);
-        delist(pair);
+        remove_from_world(pair);
         tb__loop_lock(world->loop);
         tb__pair_unref(pair);
         tb__loop_unlock(world->loop);

@@ -1,13 +1,13 @@
-/* Requests and refusals of pairs. What is read was written by other processes, and is checked. */
+/* Packs and unpacks requests and refusals. Notes come from other processes and may be malformed. */
 #include "bus/pair_notes.h"
 
 #include <stdio.h>
 
-/* Writing a note may take at least this long, even if the call has less: that of a call that does not wait, or a
- * refusal that is found at the deadline. Withdrawing a note may take no longer. */
+/* The least timeout for publishing a note, also for a call that does not wait, or for a refusal that is found at the
+ * deadline; and the timeout for withdrawing one. */
 enum { NOTE_MS = 1000 };
 
-static bool read_refusal(tb__unpack *u, tb__pair_refusal *out) {
+static bool unpack_refusal(tb__unpack *u, tb__pair_refusal *out) {
     out->status = tb__unpack_status(u);
     out->nsubjects = tb__unpack_u32(u);
     if (u->failed || out->nsubjects > TB__MOST_SUBJECTS)
@@ -22,17 +22,17 @@ static bool read_refusal(tb__unpack *u, tb__pair_refusal *out) {
     return !u->failed;
 }
 
-static bool read_note(const tb__note *from, tb__pair_note *out) {
+static bool unpack_note(const tb__note *from, tb__pair_note *out) {
     tb__unpack u = {from->data, (const unsigned char *)from->data + from->nbytes, false};
     out->remote = tb__unpack_string(&u);
     out->layout = tb__unpack_string(&u);
     out->round = tb__unpack_u32(&u);
     out->why = tb__unpack_string(&u);
-    return read_refusal(&u, &out->refusal) && tb__unpack_is_done(&u);
+    return unpack_refusal(&u, &out->refusal) && tb__unpack_is_done(&u);
 }
 
 bool tb__pair_read_request(const tb__note *from, tb__pair_note *out) {
-    return read_note(from, out) && out->refusal.status == TB_OK;
+    return unpack_note(from, out) && out->refusal.status == TB_OK;
 }
 
 tb_status tb__pair_publish(const tb_pair *pair, uint32_t round, const tb__pair_refusal *refusal, const char *why,
@@ -63,7 +63,7 @@ void tb__pair_withdraw(const tb_pair *pair) {
     tb__directory_withdraw(pair->world->directory, pair->name, pair->sides[pair->side].group, pair->index, NOTE_MS);
 }
 
-/* Who has the seat now; a rank of TB_NO_RANK: nobody. */
+/* The process that has the seat now; its rank is TB_NO_RANK if the seat is empty. */
 static tb_status find_subject(const tb_pair *pair, const char *group, int32_t index, tb__subject *out) {
     tb__roster roster;
     TB_TRY(tb__directory_roster(pair->world->directory, group, &roster));
@@ -86,7 +86,7 @@ tb_status tb__refusal_add_subject(const tb_pair *pair, tb__pair_refusal *refusal
     return tb__fail(status, "%s", why.text);
 }
 
-/* Whether another process has taken the seat of one that it is about. */
+/* Whether another process has taken the seat of one that the refusal names. */
 static bool is_outdated(const tb_pair *pair, const tb__pair_refusal *refusal) {
     for (size_t i = 0; i < refusal->nsubjects; i++) {
         const tb__subject *then = &refusal->subjects[i];
@@ -104,7 +104,7 @@ tb_status tb__pair_check_refusals(const tb_pair *pair, const tb__notes *notes, t
     *last_round = pair->round;
     for (size_t i = 0; i < notes->count; i++) {
         tb__pair_note n;
-        if (!read_note(&notes->item[i], &n))
+        if (!unpack_note(&notes->item[i], &n))
             continue;
         *last_round = n.round > *last_round ? n.round : *last_round;
         if (status != TB_OK || n.refusal.status == TB_OK || n.round < pair->round || is_outdated(pair, &n.refusal))

@@ -1,6 +1,6 @@
-/* Plans of models, which outlive their batches: planning thousands of tensors takes long, and a batch that is made
- * again has mostly the same. A plan is found by all that it was made from, compared in full. What is kept has a bound
- * in bytes. */
+/* A cache of plans of models, which outlives batches: planning thousands of tensors takes long, and a batch that is
+ * made again mostly has the same. A plan is found by a key that contains all its inputs. The cache is bounded in bytes.
+ */
 #include "bus/exchange.h"
 
 #include "base/index.h"
@@ -17,7 +17,7 @@ typedef struct packed_layouts {
     tb__index index;
 } packed_layouts;
 
-/* The layout's number, and, the first time, what it is. */
+/* Packs the layout's number, and its text when it first occurs. */
 static tb_status pack_layout(tb__pack *key, packed_layouts *known, const tb_layout *layout) {
     uint64_t hash = tb__hash(0, (uint64_t)(uintptr_t)layout);
     size_t probe = 0, i;
@@ -67,8 +67,8 @@ static void pack_opts(tb__pack *key, const tb_ir_opts *o) {
         tb__pack_u32(key, (uint32_t)o->plan->hosts[i]);
 }
 
-static tb_status make_key(tb__pack *key, int32_t rank, const tb_tensor_spec *specs, size_t nspecs,
-                          const tb_ir_opts *opts) {
+static tb_status make_plan_key(tb__pack *key, int32_t rank, const tb_tensor_spec *specs, size_t nspecs,
+                               const tb_ir_opts *opts) {
     packed_layouts known = {0};
     tb_status status = TB_OK;
     tb__pack_u32(key, (uint32_t)rank);
@@ -81,7 +81,7 @@ static tb_status make_key(tb__pack *key, int32_t rank, const tb_tensor_spec *spe
     return status == TB_OK && key->failed ? TB_NO_MEMORY : status;
 }
 
-/* A function without an argument says the same of equal shapes; one that has it may say something else another time. */
+/* coded_nbytes without an argument is a pure function of the shape; with one, its result may change. */
 static bool is_comparable(const tb_tensor_spec *specs, size_t nspecs) {
     for (size_t i = 0; i < nspecs; i++) {
         if (specs[i].coded_nbytes && specs[i].coded_arg)
@@ -92,7 +92,7 @@ static bool is_comparable(const tb_tensor_spec *specs, size_t nspecs) {
 
 /* ---- Plans that are kept --------------------------------------------------------------------------------------- */
 
-static struct tb__kept_plan *find(tb__plans *plans, uint64_t hash, const tb__pack *key) {
+static struct tb__kept_plan *find_kept_plan(tb__plans *plans, uint64_t hash, const tb__pack *key) {
     for (size_t i = 0; i < plans->kept.count; i++) {
         struct tb__kept_plan *p = &plans->kept.item[i];
         if (p->hash == hash && p->key.count == key->count && memcmp(p->key.data, key->data, key->count) == 0)
@@ -106,8 +106,8 @@ static void plan_fini(struct tb__kept_plan *plan) {
     tb_ir_destroy(plan->ir);
 }
 
-/* Takes over the key. Where memory is short, the plan is not kept, and that is all. */
-static void keep(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
+/* Takes over the key. If memory is short, the plan is just not kept. */
+static void keep_plan(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
     size_t nbytes = tb__mem_nbytes(key->data) + tb__ir_nbytes(ir);
     if (!tb__vec_push(&plans->kept, (struct tb__kept_plan){hash, *key, ir, plans->clock, nbytes}))
         return;
@@ -116,8 +116,8 @@ static void keep(tb__plans *plans, uint64_t hash, tb__pack *key, tb_ir *ir) {
     tb__ir_ref(ir);
 }
 
-/* Those of models, which were last used at this time. */
-static void drop(tb__plans *plans, uint64_t time) {
+/* Evicts plans last used at this time. */
+static void evict_plans(tb__plans *plans, uint64_t time) {
     size_t nkept = 0;
     for (size_t i = 0; i < plans->kept.count; i++) {
         struct tb__kept_plan *p = &plans->kept.item[i];
@@ -132,8 +132,8 @@ static void drop(tb__plans *plans, uint64_t time) {
     plans->kept.count = nkept;
 }
 
-/* What was not used for longest goes first: plans of models, and those of single tensors, which they were made from. */
-static void shrink(tb__plans *plans, tb_plan_cache *cache) {
+/* Evicts the least recently used: plans of models, and those of single tensors, which they were made from. */
+static void evict_to_limit(tb__plans *plans, tb_plan_cache *cache) {
     while (plans->nbytes + tb__plan_cache_nbytes(cache) > plans->limit) {
         uint64_t oldest = tb__plan_cache_oldest(cache);
         for (size_t i = 0; i < plans->kept.count; i++)
@@ -141,7 +141,7 @@ static void shrink(tb__plans *plans, tb_plan_cache *cache) {
         if (oldest == UINT64_MAX)
             break;
         plans->evicted += tb__plan_cache_drop(cache, oldest);
-        drop(plans, oldest);
+        evict_plans(plans, oldest);
     }
 }
 
@@ -153,10 +153,10 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
     tb_ir *ir = NULL;
     bool may_keep = is_comparable(specs, nspecs);
     tb__plan_cache_set_time(world->cache, ++plans->clock);
-    tb_status status = may_keep ? make_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
+    tb_status status = may_keep ? make_plan_key(&key, world->rank, specs, nspecs, opts) : TB_OK;
     if (status == TB_OK && may_keep) {
         hash = tb__tensor_list_hash(key.data, key.count);
-        struct tb__kept_plan *found = find(plans, hash, &key);
+        struct tb__kept_plan *found = find_kept_plan(plans, hash, &key);
         if (found) {
             found->used = plans->clock;
             ir = found->ir;
@@ -168,8 +168,8 @@ tb_status tb__plans_get(void *arg, const tb_tensor_spec *specs, size_t nspecs, c
         plans->misses++;
         status = tb_ir_create(world->rank, specs, nspecs, world->cache, opts, &ir);
         if (status == TB_OK && may_keep)
-            keep(plans, hash, &key, ir);
-        shrink(plans, world->cache);
+            keep_plan(plans, hash, &key, ir);
+        evict_to_limit(plans, world->cache);
     }
     tb__pack_fini(&key);
     if (status == TB_OK)

@@ -1,5 +1,4 @@
-/* One tensor that this process adds: the canonical one that its view makes of what is stored, where this process has
- * its part of that, and which of its memory is padding. */
+/* Adds a tensor: applies its view to the stored tensor, binds this rank's part, and finds its padding. */
 #include "bus/exchange.h"
 
 #include "layout/overlap.h"
@@ -7,7 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-void tb__tensor_fini(tb__tensor *t) {
+void tb__added_tensor_fini(tb__added_tensor *t) {
     free(t->name);
     free(t->layout);
     free(t->padding);
@@ -15,7 +14,7 @@ void tb__tensor_fini(tb__tensor *t) {
     free(t->scale_group);
 }
 
-static tb_status check_seats(const tb_pair *pair, const tb_layout *layout) {
+static tb_status check_layout_seats(const tb_pair *pair, const tb_layout *layout) {
     for (int32_t i = 0; i < tb_layout_nranks(layout); i++) {
         if (tb_layout_rank_at(layout, i) >= pair->size)
             return tb__fail(TB_INVALID, "its layout names rank %" PRId32 " of group '%s', which has %" PRId32,
@@ -29,8 +28,8 @@ static tb_status bind_nothing(const tb_tensor *given, int ndim, tb_binding *out)
     return tb_binding_contiguous(given->data, 0, given->dtype, &nothing, out);
 }
 
-/* Where this rank's part is stored. */
-static tb_status bind(const tb_world *world, const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
+/* Binds this rank's part of the stored tensor. */
+static tb_status bind_storage(const tb_world *world, const tb_tensor *given, const tb_shape *shape, tb_binding *out) {
     TB_TRY(tb_binding_contiguous(given->data, 0, given->dtype, shape, out));
     if (given->strides)
         memcpy(out->strides, given->strides, (size_t)shape->ndim * sizeof *given->strides);
@@ -45,8 +44,8 @@ static tb_status bind(const tb_world *world, const tb_tensor *given, const tb_sh
     return tb__world_check_memory(world, given->memory, given->scale, given->scale != NULL);
 }
 
-/* The layout's text always travels then: that of the pair is the storage's. */
-static tb_status apply(tb__tensor *t, const tb_view *view, const tb_shape *stored, const tb_layout *layout) {
+/* The viewed layout is always sent, since the pair's layout is that of the storage. */
+static tb_status apply_view(tb__added_tensor *t, const tb_view *view, const tb_shape *stored, const tb_layout *layout) {
     tb_layout *viewed;
     char *text;
     TB_TRY(tb_view_apply(view, stored, layout, &t->shape, &viewed));
@@ -58,8 +57,8 @@ static tb_status apply(tb__tensor *t, const tb_view *view, const tb_shape *store
     return TB_OK;
 }
 
-/* Quantised storage, of which `mine` is this rank's, and the binding what is seen of it. */
-static tb_status encode(tb__tensor *t, const tb_tensor *given, const tb_shape *mine) {
+/* Initialises quantised storage; `mine` is this rank's shape of it. */
+static tb_status init_encoded(tb__added_tensor *t, const tb_tensor *given, const tb_shape *mine) {
     tb__encoding encoding;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
     if (given->strides)
@@ -73,7 +72,7 @@ static tb_status encode(tb__tensor *t, const tb_tensor *given, const tb_shape *m
     return TB_OK;
 }
 
-static tb_status look(tb__tensor *t, const tb_tensor *given, const tb_layout *layout) {
+static tb_status init_binding(tb__added_tensor *t, const tb_tensor *given, const tb_layout *layout) {
     int32_t seat = t->pair->index;
     bool is_outside = tb_layout_index_of(layout, seat) < 0;
     tb_shape stored = t->shape;
@@ -82,13 +81,13 @@ static tb_status look(tb__tensor *t, const tb_tensor *given, const tb_layout *la
     tb_shape mine = local.shape;
     mine.ndim = stored.ndim;
     tb_local_fini(&local);
-    TB_TRY(check_seats(t->pair, layout));
+    TB_TRY(check_layout_seats(t->pair, layout));
     if (!is_outside)
-        TB_TRY(bind(t->pair->world, given, &mine, &t->binding));
+        TB_TRY(bind_storage(t->pair->world, given, &mine, &t->binding));
     tb_view *view = NULL;
     tb_status status = given->view ? tb_view_parse(given->view, &view) : TB_OK;
     if (status == TB_OK && view)
-        status = apply(t, view, &stored, layout);
+        status = apply_view(t, view, &stored, layout);
     if (status == TB_OK && is_outside) {
         status = bind_nothing(given, t->shape.ndim, &t->binding);
     } else if (status == TB_OK && view) {
@@ -98,11 +97,11 @@ static tb_status look(tb__tensor *t, const tb_tensor *given, const tb_layout *la
             status = tb_view_padding(view, &stored, layout, seat, &storage, &t->padding, &t->npadding);
     }
     tb_view_destroy(view);
-    return status == TB_OK && t->encode && !is_outside ? encode(t, given, &mine) : status;
+    return status == TB_OK && t->encode && !is_outside ? init_encoded(t, given, &mine) : status;
 }
 
-static tb_status set_conversion(tb__tensor *t, const tb_tensor *given, const tb_transform *transform) {
-    tb__encoding encoding; /* for ranks that have nothing of it, too */
+static tb_status set_conversion(tb__added_tensor *t, const tb_tensor *given, const tb_transform *transform) {
+    tb__encoding encoding; /* checked on ranks without a part, too */
     t->is_transformed =
         transform && (!transform->should_transform || transform->should_transform(transform->arg, t->name));
     if (given->encode) {
@@ -120,8 +119,8 @@ static tb_status set_conversion(tb__tensor *t, const tb_tensor *given, const tb_
     return TB_OK;
 }
 
-/* Layouts are compared as texts, so each is written in one way. */
-static tb_status set_layout(tb__tensor *t, const tb_tensor *given, tb_layout **out) {
+/* Layouts are compared as text, so they are stored in canonical form. */
+static tb_status set_tensor_layout(tb__added_tensor *t, const tb_tensor *given, tb_layout **out) {
     tb_layout *layout;
     TB_TRY(tb_layout_parse(given->layout ? given->layout : t->pair->sides[t->pair->side].layout, &layout));
     tb_status status = given->layout ? tb_layout_format(layout, &t->layout) : TB_OK;
@@ -133,11 +132,12 @@ static tb_status set_layout(tb__tensor *t, const tb_tensor *given, tb_layout **o
     return TB_OK;
 }
 
-tb_status tb__tensor_init(tb__tensor *t, tb_pair *pair, const char *name, const tb_tensor *given,
-                          const tb_transform *transform) {
+tb_status tb__added_tensor_init(tb__added_tensor *t, tb_pair *pair, const char *name, const tb_tensor *given,
+                                const tb_transform *transform) {
     if (given->ndim < 0 || given->ndim > TB_MAX_DIMS)
         return tb__fail(TB_INVALID, "a tensor has 0 to %d dimensions, not %d", TB_MAX_DIMS, given->ndim);
-    *t = (tb__tensor){.pair = pair, .dtype = given->dtype, .wire_dtype = given->wire_dtype, .group = given->group};
+    *t =
+        (tb__added_tensor){.pair = pair, .dtype = given->dtype, .wire_dtype = given->wire_dtype, .group = given->group};
     t->shape.ndim = given->ndim;
     memcpy(t->shape.dim, given->shape, (size_t)given->ndim * sizeof *given->shape);
     if (given->wire_dtype != TB_DTYPE_NONE && !tb_dtype_bits(given->wire_dtype))
@@ -145,14 +145,14 @@ tb_status tb__tensor_init(tb__tensor *t, tb_pair *pair, const char *name, const 
     if (given->group == UINT32_MAX)
         return tb__fail(TB_INVALID, "groups go up to %" PRIu32, UINT32_MAX - 1);
     TB_TRY(tb_shape_size(&t->shape, t->dtype, NULL, NULL));
-    tb_layout *layout; /* in seats: who sits in the others does not matter here */
-    TB_TRY(set_layout(t, given, &layout));
+    tb_layout *layout; /* in seats */
+    TB_TRY(set_tensor_layout(t, given, &layout));
     t->name = tb__strdup(name);
     tb_status status = t->name ? set_conversion(t, given, transform) : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = look(t, given, layout);
+        status = init_binding(t, given, layout);
     tb_layout_destroy(layout);
     if (status != TB_OK)
-        tb__tensor_fini(t);
+        tb__added_tensor_fini(t);
     return status;
 }

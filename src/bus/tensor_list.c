@@ -1,16 +1,17 @@
-/* What a rank has added for a side, as it goes from rank to rank: tensors by name, with all that others have to know of
- * them, and how names are to be matched. */
+/* A rank's tensor list as it is sent: tensors by name, with all that others have to know of them, and how names are
+ * matched. */
 #include "bus/exchange.h"
 
 #include <string.h>
 
-void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__tensor *const *tensors, size_t ntensors) {
+void tb__tensor_list_pack(tb__pack *pack, const tb_batch *batch, const tb__added_tensor *const *tensors,
+                          size_t ntensors) {
     tb__pack_u32(pack, batch->opts.commit);
     tb__pack_u32(pack, batch->opts.checksum);
     tb__pack_raw(pack, batch->matching.data, batch->matching.count);
     tb__pack_u32(pack, (uint32_t)ntensors);
     for (size_t i = 0; i < ntensors; i++) {
-        const tb__tensor *t = tensors[i];
+        const tb__added_tensor *t = tensors[i];
         tb__pack_string(pack, t->name);
         tb__pack_u32(pack, t->dtype);
         tb__pack_u32(pack, t->wire_dtype);
@@ -36,7 +37,7 @@ void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts) {
         tb__pack_string(pack, opts->ignored[i]);
 }
 
-/* These return false where memory is short, too; nonsense is what fails the reader. */
+/* These return false also if memory is short; invalid input sets u->failed. */
 static bool unpack_matching(tb__unpack *u, tb__tensor_list *list) {
     size_t nties = tb__unpack_count(u, 10);
     for (size_t i = 0; i < nties; i++) {
@@ -53,7 +54,7 @@ static bool unpack_matching(tb__unpack *u, tb__tensor_list *list) {
     return !u->failed;
 }
 
-static void unpack_tensor(tb__unpack *u, tb__described *t) {
+static void unpack_tensor(tb__unpack *u, tb__tensor_description *t) {
     t->name = tb__unpack_string(u);
     t->dtype = (tb_dtype)tb__unpack_u32(u);
     t->wire_dtype = (tb_dtype)tb__unpack_u32(u);
@@ -79,7 +80,7 @@ static void unpack_tensor(tb__unpack *u, tb__described *t) {
 static bool unpack_tensors(tb__unpack *u, tb__tensor_list *list) {
     size_t count = tb__unpack_count(u, 25);
     for (size_t i = 0; i < count; i++) {
-        tb__described t = {0};
+        tb__tensor_description t = {0};
         unpack_tensor(u, &t);
         u->failed |= i > 0 && strcmp(list->tensors.item[i - 1].name, t.name) >= 0;
         if (u->failed || !tb__vec_push(&list->tensors, t))
@@ -98,7 +99,7 @@ tb_status tb__tensor_list_init(tb__tensor_list *list, unsigned char *data, size_
     if (!u.failed && unpack_matching(&u, list) && unpack_tensors(&u, list))
         return TB_OK;
     tb__tensor_list_fini(list);
-    return u.failed ? tb__fail(TB_INVALID, "a list of tensors makes no sense") : TB_NO_MEMORY;
+    return u.failed ? tb__fail(TB_INVALID, "a tensor list of %zu bytes can't be parsed", nbytes) : TB_NO_MEMORY;
 }
 
 void tb__tensor_list_fini(tb__tensor_list *list) {

@@ -15,12 +15,12 @@ static void pack(tb__pack *out) {
     tb_batch_opts opts = {.ties = ties, .nties = 1, .ignored = ignored, .nignored = 2};
     tb_batch batch = {0};
     char scalar[] = "a", matrix[] = "b", layout[] = "mesh=2 place=Shard(0)";
-    tb__tensor first = {.name = scalar, .dtype = TB_F32}, second = {.name = matrix, .dtype = TB_BF16};
+    tb__added_tensor first = {.name = scalar, .dtype = TB_F32}, second = {.name = matrix, .dtype = TB_BF16};
     second.wire_dtype = TB_F32;
     second.group = 7;
     second.shape = (tb_shape){.ndim = 2, .dim = {3, 5}};
     second.layout = layout;
-    const tb__tensor *const tensors[] = {&first, &second};
+    const tb__added_tensor *const tensors[] = {&first, &second};
     tb__matching_pack(&batch.matching, &opts);
     *out = (tb__pack){0};
     tb__tensor_list_pack(out, &batch, tensors, 2);
@@ -52,7 +52,7 @@ static void test_comes_out_as_it_went_in(void **state) {
     assert_string_equal(list.tensors.item[0].name, "a");
     assert_null(list.tensors.item[0].layout);
     assert_int_equal(list.tensors.item[0].shape.ndim, 0);
-    const tb__described *t = &list.tensors.item[1];
+    const tb__tensor_description *t = &list.tensors.item[1];
     assert_string_equal(t->layout, "mesh=2 place=Shard(0)");
     assert_true(t->dtype == TB_BF16 && t->wire_dtype == TB_F32 && t->group == 7);
     assert_true(t->shape.ndim == 2 && t->shape.dim[0] == 3 && t->shape.dim[1] == 5);

@@ -1,4 +1,4 @@
-/* Transfers: the legs of a batch's flows, begun, stepped and ended together. */
+/* Transfers: begins, steps and ends the legs of a batch's flows together. */
 #include "bus/transfer_inside.h"
 
 #include "base/descriptors.h"
@@ -12,12 +12,12 @@
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
-static void tell(tb_transfer *t) {
+static void signal_waiters(tb_transfer *t) {
     eventfd_write(t->event, 1);
     tb__loop_signal(t->batch->world->loop);
 }
 
-static void call_back(tb_transfer *t) {
+static void call_progress(tb_transfer *t) {
     tb_transfer_state state = {.size = sizeof state};
     if (!t->opts.progress)
         return;
@@ -28,8 +28,8 @@ static void call_back(tb_transfer *t) {
     t->opts.progress(t->opts.arg, &state);
 }
 
-/* Sends are counted alike everywhere, whoever has begun one more or less than the others. */
-static void catch_up(tb_transfer *t) {
+/* All ranks must count sends alike, also one that has begun fewer than its peers. */
+static void update_send_count(tb_transfer *t) {
     uint64_t *count = &t->batch->nsends;
     for (size_t i = 0; i < t->nparts && t->is_send; i++) {
         if (t->parts[i].flow && tb__transfer_leg(t, i)->number > *count)
@@ -37,20 +37,20 @@ static void catch_up(tb_transfer *t) {
     }
 }
 
-static void finish(tb_transfer *t) {
-    catch_up(t);
+static void finish_transfer(tb_transfer *t) {
+    update_send_count(t);
     tb__phases_enter(&t->phases, TB_PHASE_WAIT);
     t->has_ended = true;
     t->ended = tb__seconds();
     t->task.deadline_ms = INT64_MAX;
-    tb__batch_settle_version(t->batch);
+    tb__batch_update_version(t->batch);
     for (size_t i = 0; i < t->nparts; i++)
-        tb__exchange_tell_loss(t->parts[i].exchange);
+        tb__exchange_report_loss(t->parts[i].exchange);
 }
 
-/* Ends what is under way; what is prepared ends when it is decided, and is held back no longer. Each pair says whom it
- * has waited for. */
-static void fail_late(tb_transfer *t) {
+/* Aborts all legs at the deadline, each with the name of what it waited for. A prepared receive ends when it is
+ * decided, and is not held any longer. */
+static void abort_at_deadline(tb_transfer *t) {
     t->is_late = true;
     for (size_t i = 0; i < t->nparts; i++) {
         char waits[TB__WHY_MAX];
@@ -66,8 +66,8 @@ static void fail_late(tb_transfer *t) {
     }
 }
 
-/* What all pairs have come to. Those that failed neither read the tensors any more nor change them, so the others
- * release them, and are held back alone. */
+/* The events that all pairs have reached. A failed pair neither reads nor changes the tensors any more: so the others
+ * alone count for RELEASED and DECIDED. */
 static unsigned events_of(const tb_transfer *t) {
     unsigned events = TB_RELEASED | TB_ARRIVED | TB_COMMITTED | TB_DECIDED, others = TB_RELEASED | TB_DECIDED;
     bool has_good = false;
@@ -83,7 +83,7 @@ static unsigned events_of(const tb_transfer *t) {
     return events | (has_good ? others : 0U);
 }
 
-static void look_at_legs(tb_transfer *t) {
+static void update_events(tb_transfer *t) {
     size_t nopen = 0, nended = 0;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
@@ -101,18 +101,18 @@ static void look_at_legs(tb_transfer *t) {
     if (nopen == 0) {
         t->status = t->failed ? t->failed->status : TB_OK;
         snprintf(t->why, sizeof t->why, "%s", t->failed ? t->failed->why : "");
-        finish(t);
+        finish_transfer(t);
     }
     if (has_news)
-        tell(t);
+        signal_waiters(t);
 }
 
-/* When it has to be looked at, whatever happens. */
-static int64_t next_look(const tb_transfer *t) {
+/* The time of the next step, if no event comes before. */
+static int64_t next_deadline_ms(const tb_transfer *t) {
     int64_t when_ms = t->is_late ? INT64_MAX : t->deadline_ms;
     for (size_t i = 0; i < t->nparts; i++) {
         const tb__leg *leg = tb__transfer_leg(t, i);
-        const tb__commit *commit = t->parts[i].commit;
+        const tb__commit_machine *commit = t->parts[i].commit;
         if (leg && !tb__leg_has_ended(leg) && leg->wake_ms && leg->wake_ms < when_ms)
             when_ms = leg->wake_ms;
         if (commit && commit->wake_ms && commit->wake_ms < when_ms)
@@ -121,7 +121,7 @@ static int64_t next_look(const tb_transfer *t) {
     return when_ms;
 }
 
-static bool step(tb__task *task) {
+static bool step_transfer(tb__task *task) {
     tb_transfer *t = (tb_transfer *)task;
     if (t->has_ended)
         return false;
@@ -136,25 +136,25 @@ static bool step(tb__task *task) {
         did |= t->parts[i].commit && tb__commit_step(t->parts[i].commit);
         groups_done += leg->groups_done;
     }
-    look_at_legs(t); /* always: a leg may have been ended by a message, or by a loss */
+    update_events(t); /* always: a leg may have been ended by a message, or by a loss */
     if (!t->has_ended && !t->is_late && tb__now_ms() >= t->deadline_ms) {
-        fail_late(t);
-        look_at_legs(t);
+        abort_at_deadline(t);
+        update_events(t);
         did = true;
     }
     did |= t->nended != nended;
     if (groups_done != t->groups_done)
-        tell(t);
+        signal_waiters(t);
     t->groups_done = groups_done;
     if (did)
-        call_back(t);
-    t->task.deadline_ms = t->has_ended ? INT64_MAX : next_look(t);
+        call_progress(t);
+    t->task.deadline_ms = t->has_ended ? INT64_MAX : next_deadline_ms(t);
     return did;
 }
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
-/* On which side of the exchange this process acts. */
+/* The side of the exchange for which this process acts. */
 static tb_status choose_side(const tb__exchange *exchange, bool is_send, const char *group, int *out) {
     const tb__pair_side *sides = exchange->pair->sides;
     if (!exchange->sides[0].is_here || !exchange->sides[1].is_here) {
@@ -166,9 +166,9 @@ static tb_status choose_side(const tb__exchange *exchange, bool is_send, const c
     } else {
         const tb_world *world = exchange->world;
         int first = 0; /* the side whose group this process entered first */
-        for (size_t i = world->seats.count; i-- > 0;) {
+        for (size_t i = world->memberships.count; i-- > 0;) {
             for (int side = 0; side < 2; side++) {
-                if (strcmp(world->seats.item[i].group, sides[side].group) == 0)
+                if (strcmp(world->memberships.item[i].group, sides[side].group) == 0)
                     first = side;
             }
         }
@@ -177,22 +177,22 @@ static tb_status choose_side(const tb__exchange *exchange, bool is_send, const c
     return TB_OK;
 }
 
-/* Whether nothing can go through the exchange any more. A rank that has left after it did its part in this transfer is
- * not missing. */
-static tb_status find_loss(const tb__exchange *exchange, const tb__flow *flow, bool is_send) {
+/* TB_LOST, or the exchange's failure, if it can't be used any more. A rank that has left after its part in this
+ * transfer is not missed. */
+static tb_status check_exchange_usable(const tb__exchange *exchange, const tb__flow *flow, bool is_send) {
     if (exchange->state == EXCHANGE_BROKEN)
-        return tb__fail(exchange->all.status, "%s", exchange->all.why);
+        return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     bool may_begin = flow && tb__flow_may_begin(flow, is_send);
-    for (size_t i = 0; i < exchange->all.npeers; i++) {
-        if (exchange->all.is_gone[i] && (exchange->all.peers[i]->is_lost || !may_begin))
-            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->all.peers[i]->label, exchange->what,
+    for (size_t i = 0; i < exchange->handshake.npeers; i++) {
+        if (exchange->handshake.is_gone[i] && (exchange->handshake.peers[i]->is_lost || !may_begin))
+            return tb__fail(TB_LOST, "%s has left %s of pair '%s'", exchange->handshake.peers[i]->label, exchange->what,
                             exchange->pair->name);
     }
     return TB_OK;
 }
 
-/* The sentence is in tb_error_detail. */
-static tb_status skip(tb__transfer_part *p, tb_status status) {
+/* The reason is in tb_error_detail. */
+static tb_status skip_part(tb__transfer_part *p, tb_status status) {
     p->status = status;
     p->why = tb__strdup(tb_error_detail());
     return p->why ? TB_OK : TB_NO_MEMORY;
@@ -208,22 +208,25 @@ static tb_status begin_part(tb_transfer *t, tb__exchange *exchange) {
     bool is_unknown =
         tb__commit_outcome_is_unknown(&exchange->commits[0]) || tb__commit_outcome_is_unknown(&exchange->commits[1]);
     if (t->opts.skip_lost) {
-        tb_status loss = find_loss(exchange, flow, t->is_send);
+        tb_status loss = check_exchange_usable(exchange, flow, t->is_send);
         if (loss == TB_OK && is_unknown)
-            loss = tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
+            loss =
+                tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
+                         exchange->pair->name, t->batch->name);
         if (loss != TB_OK)
-            return skip(p, loss);
+            return skip_part(p, loss);
     } else if (exchange->state == EXCHANGE_BROKEN && !(flow && tb__flow_may_begin(flow, t->is_send))) {
-        return tb__fail(exchange->all.status, "%s", exchange->all.why);
+        return tb__fail(exchange->handshake.status, "%s", exchange->handshake.why);
     } else if (is_unknown) {
-        return tb__fail(TB_IN_DOUBT, "pair '%s' of batch '%s' is in doubt", exchange->pair->name, t->batch->name);
+        return tb__fail(TB_IN_DOUBT, "whether the last receive of pair '%s' of batch '%s' is committed is not known",
+                        exchange->pair->name, t->batch->name);
     }
     p->flow = flow;
     p->commit = !t->is_send && exchange->commits[src].is_used ? &exchange->commits[src] : NULL;
     return t->is_send ? TB_OK : tb__exchange_check_padding(exchange, !side);
 }
 
-/* A shadow is copied when nobody reads the tensors through its own flow any more; others may. */
+/* A shadow is applied when its own flow does not read the tensors any more; other flows may still read them. */
 static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *receives) {
     for (size_t i = 0; sends && receives && i < receives->nparts; i++) {
         const tb__transfer_part *r = &receives->parts[i];
@@ -236,7 +239,7 @@ static tb_status check_clashes(const tb_transfer *sends, const tb_transfer *rece
     return TB_OK;
 }
 
-static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
+static tb_status begin_parts(tb_batch *batch, bool is_send, tb_transfer *t) {
     tb_transfer **slot = is_send ? &batch->sending : &batch->receiving;
     size_t nflows = 0;
     if (*slot)
@@ -262,8 +265,9 @@ static tb_status begin(tb_batch *batch, bool is_send, tb_transfer *t) {
     return TB_OK;
 }
 
-/* What an earlier receive has left open. With skip_lost, a pair that stays so is skipped. */
-static tb_status resolve(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
+/* Asks the store for outcomes that are not known from earlier receives. With skip_lost, a pair whose outcome stays
+ * unknown is skipped. */
+static tb_status resolve_unknown_outcomes(tb_batch *batch, const tb_transfer_opts *opts, int64_t deadline_ms) {
     tb_status status = TB_OK;
     for (size_t i = 0; i < 2 * batch->exchanges.count && (status == TB_OK || opts->skip_lost); i++)
         status = tb__commit_resolve(&batch->exchanges.item[i / 2]->commits[i % 2], deadline_ms, opts);
@@ -276,10 +280,10 @@ static void free_transfer(tb_transfer *t) {
     free(t);
 }
 
-/* Streams order nothing in host memory, and no other device of this build has any. With the lock held. */
+/* Host memory needs no streams, and no other device of this build has them. With the lock held. */
 static tb_status check_stream(const tb_batch *batch) {
     for (size_t i = 0; i < batch->tensors.count; i++) {
-        const tb__tensor *t = batch->tensors.item[i];
+        const tb__added_tensor *t = batch->tensors.item[i];
         const tb__device *device = tb__loop_find_device(batch->world->loop, t->binding.base, 1);
         if (device->ops != &tb__host_device_ops)
             return tb__fail(TB_REFUSED, "tensor '%.100s' of batch '%s' is on device '%s', which has no streams",
@@ -288,7 +292,7 @@ static tb_status check_stream(const tb_batch *batch) {
     return TB_OK;
 }
 
-static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
+static tb_status start_transfer(tb_batch *batch, bool is_send, const tb_transfer_opts *opts, tb_transfer **out) {
     tb_transfer_opts o;
     TB_TRY(tb__world_check(batch->world, "batch"));
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
@@ -305,8 +309,8 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
     batch->nstarting++; /* while the lock is free, pairs must not go */
     tb_status status = o.stream ? check_stream(batch) : TB_OK;
     if (status == TB_OK)
-        status = resolve(batch, &o, deadline_ms);
-    tb__batch_settle_version(batch);
+        status = resolve_unknown_outcomes(batch, &o, deadline_ms);
+    tb__batch_update_version(batch);
     batch->nstarting--;
     tb_transfer *t = status == TB_OK ? tb__calloc(1, sizeof *t + batch->exchanges.count * sizeof *t->parts) : NULL;
     if (t) {
@@ -316,9 +320,9 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
         t->begun = t->phases.since = tb__seconds();
         t->phases.now = TB_PHASE_WAIT;
         t->deadline_ms = t->task.deadline_ms = deadline_ms;
-        t->task.step = step;
+        t->task.step = step_transfer;
         t->event = event;
-        status = begin(batch, is_send, t);
+        status = begin_parts(batch, is_send, t);
     }
     tb__loop_unlock(batch->world->loop);
     if (status != TB_OK || !t) {
@@ -333,15 +337,14 @@ static tb_status start(tb_batch *batch, bool is_send, const tb_transfer_opts *op
 }
 
 tb_status tb_send(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
-    return start(batch, true, opts, out);
+    return start_transfer(batch, true, opts, out);
 }
 
-/* A manual world may not have taken in yet what others said before: that a transfer has ended is nothing to this one.
- */
+/* A manual world may not have handled earlier messages yet: the end of an earlier transfer must not end this one. */
 tb_status tb_recv(tb_batch *batch, const tb_transfer_opts *opts, tb_transfer **out) {
     TB_TRY(tb__world_check(batch->world, "batch"));
     tb__loop_progress(batch->world->loop);
-    return start(batch, false, opts, out);
+    return start_transfer(batch, false, opts, out);
 }
 
 /* ---- Proceed, end ---------------------------------------------------------------------------------------------- */
@@ -365,8 +368,8 @@ static bool has_ended(void *arg) {
     return ((const tb_transfer *)arg)->has_ended;
 }
 
-/* A step may be under way in the loop's thread, so ending it is left to that. */
-static void begin_to_cancel(tb_transfer *t) {
+/* A step may be running in the loop's thread, so the next step ends the legs. */
+static void mark_cancelled(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
             tb__transfer_leg(t, i)->is_cancelled = true;
@@ -374,16 +377,16 @@ static void begin_to_cancel(tb_transfer *t) {
     tb__loop_wake(t->batch->world->loop);
 }
 
-static void cancel(tb_transfer *t) {
-    begin_to_cancel(t);
+static void cancel_and_wait(tb_transfer *t) {
+    mark_cancelled(t);
     tb__loop_wait(t->batch->world->loop, has_ended, t, INT64_MAX);
 }
 
-void tb__transfer_give_up(tb_transfer *t) {
+void tb__transfer_begin_cancel(tb_transfer *t) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     if (!t->has_ended)
-        begin_to_cancel(t);
+        mark_cancelled(t);
     tb__loop_unlock(loop);
 }
 
@@ -393,7 +396,7 @@ void tb_cancel(tb_transfer *t) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     if (!t->has_ended)
-        cancel(t);
+        cancel_and_wait(t);
     tb__loop_unlock(loop);
 }
 
@@ -405,7 +408,7 @@ void tb_transfer_destroy(tb_transfer *t) {
         tb__loop *loop = batch->world->loop;
         tb__loop_lock(loop);
         if (!t->has_ended)
-            cancel(t);
+            cancel_and_wait(t);
         tb__loop_remove_task(loop, &t->task);
         if (t->is_send)
             batch->sending = NULL;

@@ -1,16 +1,16 @@
-/* A transfer from inside, for the files that implement it: transfer.c moves it on, transfer_wait.c tells what has come
- * of it. All that changes in it is guarded by the loop's lock. */
+/* The struct of a transfer, for transfer.c (its steps) and transfer_wait.c (its state, and waiting for it). Guarded by
+ * the loop's lock. */
 #ifndef TB_BUS_TRANSFER_INSIDE_H
 #define TB_BUS_TRANSFER_INSIDE_H
 
 #include "bus/exchange.h"
 
-/* What goes through one pair. */
+/* The part of a transfer that goes through one pair. */
 typedef struct tb__transfer_part {
     tb__exchange *exchange;
-    tb__commit *commit; /* of a shadowed receive; otherwise NULL */
-    tb__flow *flow;     /* NULL: it is skipped ... */
-    tb_status status;   /* ... for this reason */
+    tb__commit_machine *commit; /* of a shadowed receive; otherwise NULL */
+    tb__flow *flow;             /* NULL: it is skipped ... */
+    tb_status status;           /* ... for this reason */
     char *why;
 } tb__transfer_part;
 
@@ -27,11 +27,11 @@ struct tb_transfer {
     int64_t deadline_ms;
     double begun, ended;
     tb__phases phases;
-    int event; /* a descriptor, readable when there is news */
+    int event; /* an eventfd, readable when the state has changed */
     tb_transfer_opts opts;
-    int64_t told;         /* bytes, to the callback */
+    int64_t told;         /* bytes_done at the last call of the progress function */
     size_t nended;        /* legs */
-    uint32_t groups_done; /* of all pairs together, when it was last looked at */
+    uint32_t groups_done; /* of all pairs, at the last step */
     size_t nparts;
     tb__transfer_part parts[];
 };
@@ -44,7 +44,7 @@ static inline tb__leg *tb__transfer_leg(const tb_transfer *t, size_t i) {
 /* As tb__world_check. */
 tb_status tb__transfer_check(const tb_transfer *t);
 
-/* What a part that is not skipped has come to: a set of tb_event. */
+/* The events (a set of tb_event) of a part that is not skipped. */
 unsigned tb__part_events(const tb_transfer *t, const tb__transfer_part *p);
 
 /* With the lock held. */

@@ -1,4 +1,4 @@
-/* What is told of a transfer, and waiting for it. */
+/* The state of a transfer, and waiting for it. */
 #include "bus/transfer_inside.h"
 
 #include "base/opts.h"
@@ -8,8 +8,8 @@
 #include <string.h>
 #include <sys/eventfd.h>
 
-/* What the loop adds to a deadline before a wait without one of its own stops believing in it: the time in which the
- * store is asked how a shadowed receive has ended. */
+/* Added to the transfer's deadline in waits without a timeout: the store may have to be asked for the outcome of a
+ * shadowed receive. */
 enum { GRACE_MS = 6000 };
 
 const char *tb_phase_name(tb_phase phase) {
@@ -76,7 +76,7 @@ tb_status tb_transfer_query(const tb_transfer *t, tb_transfer_state *out) {
     return tb__struct_write(out, &state, sizeof state, "a tb_transfer_state");
 }
 
-bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
+bool tb__transfer_pair_bytes(const tb_transfer *t, size_t i, const char **pair, int64_t *bytes_done) {
     if (i >= t->nparts)
         return false;
     tb__loop_lock(t->batch->world->loop);
@@ -86,7 +86,7 @@ bool tb__transfer_share(const tb_transfer *t, size_t i, const char **pair, int64
     return true;
 }
 
-static const tb__transfer_part *find_part(const tb_transfer *t, const tb_pair *pair) {
+static const tb__transfer_part *find_pair_part(const tb_transfer *t, const tb_pair *pair) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (strcmp(t->parts[i].exchange->pair->name, pair->name) == 0)
             return &t->parts[i];
@@ -99,7 +99,7 @@ tb_status tb_transfer_pair(const tb_transfer *t, const tb_pair *pair, tb_transfe
     TB_TRY(tb__transfer_check(t));
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
-    const tb__transfer_part *p = find_part(t, pair);
+    const tb__transfer_part *p = find_pair_part(t, pair);
     const tb__leg *leg = p && p->flow ? tb__flow_leg(p->flow, t->is_send) : NULL;
     tb_transfer_state state = {.attempt = UINT64_MAX};
     if (leg) {
@@ -136,7 +136,7 @@ static bool has_event(void *arg) {
     return (w->t->events & w->event) || w->t->has_ended;
 }
 
-static bool has_group(void *arg) {
+static bool has_received_group(void *arg) {
     const waiting *w = arg;
     bool has_all = true;
     for (size_t i = 0; i < w->t->nparts; i++)
@@ -144,7 +144,7 @@ static bool has_group(void *arg) {
     return has_all || w->t->has_ended;
 }
 
-static void describe_wait(const tb_transfer *t, char *out, size_t room) {
+static void describe_transfer_wait(const tb_transfer *t, char *out, size_t room) {
     snprintf(out, room, "nothing is missing");
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow && !tb__leg_has_ended(tb__transfer_leg(t, i))) {
@@ -154,8 +154,9 @@ static void describe_wait(const tb_transfer *t, char *out, size_t room) {
     }
 }
 
-/* With the lock held; what came about, or why it did not. */
-static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, int timeout_ms, const char *what) {
+/* Waits for a condition. With the lock held. */
+static tb_status wait_until_true(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, int timeout_ms,
+                                 const char *what) {
     tb__loop *loop = t->batch->world->loop;
     int64_t deadline_ms = timeout_ms < 0 ? t->deadline_ms + GRACE_MS : tb__now_ms() + timeout_ms;
     bool is_over = tb__loop_wait(loop, is_true, w, deadline_ms);
@@ -165,7 +166,7 @@ static tb_status wait(tb_transfer *t, bool (*is_true)(void *arg), waiting *w, in
     if (is_over)
         return TB_OK;
     char waits[TB__WHY_MAX];
-    describe_wait(t, waits, sizeof waits);
+    describe_transfer_wait(t, waits, sizeof waits);
     if (timeout_ms < 0)
         return tb__fail(TB_TIMEOUT, "batch '%s' has not %s by the transfer's deadline: %s", t->batch->name, what,
                         waits);
@@ -201,14 +202,15 @@ tb_status tb_wait(tb_transfer *t, tb_event event, int timeout_ms) {
         tb__loop *loop = t->batch->world->loop;
         tb__loop_lock(loop);
         take_groups(t, UINT32_MAX);
-        tb_status status = wait(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
+        tb_status status =
+            wait_until_true(t, has_event, &(waiting){.t = t, .event = event}, timeout_ms, events[i].what);
         tb__loop_unlock(loop);
         return status;
     }
     return tb__fail(TB_INVALID, "%d is not an event", (int)event);
 }
 
-/* What is submitted to a stream from now on comes after the event, because that has come about. */
+/* The event has happened when this returns, so work submitted to a stream later comes after it. */
 tb_status tb_stream_wait(tb_transfer *t, tb_event event, const void *stream) {
     if (!stream)
         return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
@@ -219,7 +221,7 @@ tb_status tb__transfer_wait_any(tb_transfer *t, unsigned events) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     take_groups(t, UINT32_MAX);
-    tb_status status = wait(t, has_event, &(waiting){.t = t, .event = events}, -1, "gone on");
+    tb_status status = wait_until_true(t, has_event, &(waiting){.t = t, .event = events}, -1, "gone on");
     tb__loop_unlock(loop);
     return status;
 }
@@ -233,8 +235,8 @@ tb_status tb_wait_group(tb_transfer *t, uint32_t group, int timeout_ms) {
     tb__loop *loop = t->batch->world->loop;
     tb__loop_lock(loop);
     waiting w = {.t = t, .group = group};
-    bool had = has_group(&w) && !t->has_ended;
-    tb_status status = had ? TB_OK : wait(t, has_group, &w, timeout_ms, "all of the group");
+    bool had = has_received_group(&w) && !t->has_ended;
+    tb_status status = had ? TB_OK : wait_until_true(t, has_received_group, &w, timeout_ms, "all of the group");
     if (status == TB_OK)
         take_groups(t, group);
     tb__loop_unlock(loop);

@@ -1,4 +1,4 @@
-/* Joining, entering, leaving. */
+/* Joins the bus, enters groups, leaves. */
 #include "bus/world.h"
 
 #include "base/opts.h"
@@ -49,42 +49,42 @@ int64_t tb__world_deadline(const tb_world *world, int timeout_ms) {
     return tb__now_ms() + (timeout_ms > 0 ? timeout_ms : world->timeout_ms);
 }
 
-const tb__seat *tb__world_seat(const tb_world *world, const char *group) {
-    for (size_t i = 0; i < world->seats.count; i++) {
-        if (strcmp(world->seats.item[i].group, group) == 0)
-            return &world->seats.item[i];
+const tb__membership *tb__world_find_membership(const tb_world *world, const char *group) {
+    for (size_t i = 0; i < world->memberships.count; i++) {
+        if (strcmp(world->memberships.item[i].group, group) == 0)
+            return &world->memberships.item[i];
     }
     return NULL;
 }
 
-static bool add_seat(tb_world *world, const char *group, int32_t index, int32_t size) {
-    if (!tb__vec_reserve(&world->seats, 1))
+static bool add_membership(tb_world *world, const char *group, int32_t index, int32_t size) {
+    if (!tb__vec_reserve(&world->memberships, 1))
         return false;
-    tb__seat *seat = &world->seats.item[world->seats.count];
-    *seat = (tb__seat){tb__strdup(group), index, size};
-    world->seats.count += seat->group != NULL;
+    tb__membership *seat = &world->memberships.item[world->memberships.count];
+    *seat = (tb__membership){tb__strdup(group), index, size};
+    world->memberships.count += seat->group != NULL;
     return seat->group != NULL;
 }
 
-void tb__world_stir(tb_world *world) {
+void tb__world_wake_waiters(tb_world *world) {
     tb__loop_lock(world->loop);
     tb__loop_signal(world->loop);
     tb__loop_wake(world->loop);
     tb__loop_unlock(world->loop);
 }
 
-/* The directory's thread: wakes whoever waits for others to come. */
-static void on_change(void *arg) {
+/* In the directory's thread. */
+static void on_directory_change(void *arg) {
     tb_world *world = arg;
     if (atomic_load(&world->is_ready))
-        tb__world_stir(world);
+        tb__world_wake_waiters(world);
 }
 
-static void on_lost(tb__port *port, tb__peer *peer) {
-    tb__assemblies_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
+static void on_world_peer_lost(tb__port *port, tb__peer *peer) {
+    tb__handshake_on_lost((tb_world *)((char *)port - offsetof(tb_world, port)), peer);
 }
 
-static tb_status announce(tb_world *world, int64_t deadline_ms) {
+static tb_status announce_world(tb_world *world, int64_t deadline_ms) {
     tb__pack contact = {0};
     TB_TRY(tb__loop_contact(world->loop, &contact));
     tb_status status = tb__directory_announce(world->directory, contact.data, contact.count, tb__ms_until(deadline_ms));
@@ -92,15 +92,15 @@ static tb_status announce(tb_world *world, int64_t deadline_ms) {
     return status;
 }
 
-static tb_status join(tb_world *world, const char *url, const char *group, int32_t index, int32_t size, bool is_local,
-                      const tb_world_opts *o) {
+static tb_status join_bus(tb_world *world, const char *url, const char *group, int32_t index, int32_t size,
+                          bool is_local, const tb_world_opts *o) {
     tb__directory_opts directory = {
-        .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_change, .arg = world};
+        .token = o->token, .timeout_ms = world->timeout_ms, .changed = on_directory_change, .arg = world};
     int64_t deadline_ms = tb__world_deadline(world, 0);
     world->plans.limit = o->plan_bytes ? (size_t)o->plan_bytes : DEFAULT_PLAN_BYTES;
     TB_TRY(tb_plan_cache_create(&world->cache));
     TB_TRY(tb__directory_open(url, group, index, size, &directory, &world->directory));
-    if (!add_seat(world, group, index, size))
+    if (!add_membership(world, group, index, size))
         return TB_NO_MEMORY;
     world->rank = tb__directory_rank(world->directory);
     world->incarnation = tb__directory_incarnation(world->directory);
@@ -112,17 +112,17 @@ static tb_status join(tb_world *world, const char *url, const char *group, int32
                           .manual = o->manual};
     TB_TRY(tb__loop_create(&loop, &world->loop));
     atomic_store(&world->is_ready, true);
-    world->port.message = tb__assemblies_message;
-    world->port.lost = on_lost;
+    world->port.message = tb__handshake_on_message;
+    world->port.lost = on_world_peer_lost;
     tb__loop_lock(world->loop);
     tb__loop_add_port(world->loop, &world->port);
     tb__loop_unlock(world->loop);
-    TB_TRY(announce(world, deadline_ms));
+    TB_TRY(announce_world(world, deadline_ms));
     return tb__directory_check_members(world->directory, deadline_ms, tb__contact_check_version);
 }
 
-tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
-                         const tb_world_opts *opts, tb_world **out) {
+tb_status tb__world_create(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
+                           const tb_world_opts *opts, tb_world **out) {
     tb_world_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
     TB_TRY(tb__world_check_name("group", group));
@@ -139,7 +139,7 @@ tb_status tb__world_join(const char *url, const char *group, int32_t index, int3
     tb__owner_init(&world->owner);
     world->timeout_ms = o.timeout_ms ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     world->workers = o.workers;
-    tb_status status = join(world, url, group, index, size, is_local, &o);
+    tb_status status = join_bus(world, url, group, index, size, is_local, &o);
     if (status != TB_OK) {
         tb_world_destroy(world);
         return status;
@@ -152,7 +152,7 @@ tb_status tb_world_join(const char *url, const char *group, int32_t index, int32
                         tb_world **out) {
     if (!url)
         return tb__fail(TB_INVALID, "a world needs the URL of its store");
-    return tb__world_join(url, group, index, size, tb__store_url_is_local(url), opts, out);
+    return tb__world_create(url, group, index, size, tb__store_url_is_local(url), opts, out);
 }
 
 tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int32_t size) {
@@ -160,7 +160,7 @@ tb_status tb_world_enter(tb_world *world, const char *group, int32_t index, int3
     TB_TRY(tb__world_check_name("group", group));
     TB_TRY(tb__directory_enter(world->directory, group, index, size));
     tb__loop_lock(world->loop);
-    bool added = add_seat(world, group, index, size);
+    bool added = add_membership(world, group, index, size);
     tb__loop_unlock(world->loop);
     return added ? TB_OK : TB_NO_MEMORY;
 }
@@ -174,13 +174,13 @@ void tb_world_destroy(tb_world *world) {
         tb__world_unref(world);
 }
 
-/* What the loop's lock guards. */
-static void free_members(tb_world *world) {
-    for (size_t i = 0; i < world->seats.count; i++)
-        free(world->seats.item[i].group);
-    free(world->seats.item);
+/* Frees what the loop's lock guards. */
+static void free_world_members(tb_world *world) {
+    for (size_t i = 0; i < world->memberships.count; i++)
+        free(world->memberships.item[i].group);
+    free(world->memberships.item);
     for (size_t i = 0; i < world->early.count; i++)
-        tb__early_fini(&world->early.item[i]);
+        tb__early_manifest_fini(&world->early.item[i]);
     free(world->early.item);
     for (size_t i = 0; i < world->rounds.count; i++)
         free(world->rounds.item[i].pair);
@@ -189,11 +189,11 @@ static void free_members(tb_world *world) {
     tb_plan_cache_destroy(world->cache);
 }
 
-/* In a forked child. The rest is kept, so that tools that look for lost memory find it. */
+/* In a forked child. The world itself stays reachable, so that leak checkers do not report it. */
 static void leave_to_parent(tb_world *world) {
     static _Atomic(tb_world *) kept;
     if (tb__world_was_unlocked(world))
-        free_members(world);
+        free_world_members(world);
     world->next = atomic_load(&kept);
     while (!atomic_compare_exchange_weak(&kept, &world->next, world))
         ;
@@ -208,11 +208,10 @@ void tb__world_unref(tb_world *world) {
     }
     atomic_store(&world->is_ready, false);
     tb__commit_log_destroy(world->commit_log);
-    /* First the seats, so that whoever sees us go finds them empty; the thread that follows the store goes with them.
-     */
+    /* The directory first: peers that see the connections end find the seats empty. */
     tb__directory_close(world->directory);
     tb__loop_destroy(world->loop);
-    free_members(world);
+    free_world_members(world);
     if (world->at_end)
         world->at_end(world->at_end_arg);
     free(world);

@@ -1,32 +1,30 @@
-/* What stands behind the public objects that move tensors. Everything hangs on the world's loop, whose lock guards
- * it:
+/* The structs behind the public objects that move tensors, guarded by the lock of the world's loop:
  *
- *   world    loop   + directory
- *   pair     two groups that have found each other: their peers and layouts
- *   batch    tensors; for each pair an *exchange*, in which its ranks agree on them; in each exchange two flows
- *   transfer the legs of one or more flows, stepped as one task
- */
+ *   world     loop + directory
+ *   pair      two groups that have found each other: their peers and layouts
+ *   batch     tensors; for each pair an *exchange*, in which its ranks agree on them; in each exchange two flows
+ *   transfer  the legs of one or more flows, stepped as one task */
 #ifndef TB_BUS_WORLD_H
 #define TB_BUS_WORLD_H
 
 #include "base/mem.h"
-#include "bus/assembly.h"
 #include "bus/commit_log.h"
 #include "bus/directory.h"
+#include "bus/handshake.h"
 #include "flow/flow.h"
 #include "reshard/encode.h"
 #include "tensorbus/plan.h"
 
 #include <stdatomic.h>
 
-typedef struct tb__seat {
+typedef struct tb__membership {
     char *group;
     int32_t index, size;
-} tb__seat;
+} tb__membership;
 
 typedef struct tb__exchange tb__exchange;
 
-/* Plans of models, each with all that it was made from. */
+/* A cache of plans of models, found by all that a plan is made from. */
 typedef struct tb__plans {
     TB_VEC(struct tb__kept_plan {
         uint64_t hash;
@@ -36,8 +34,8 @@ typedef struct tb__plans {
         size_t nbytes; /* of key and plan */
     })
     kept;
-    size_t nbytes; /* of all of them ... */
-    size_t limit;  /* ... and, together with the cache, at most */
+    size_t nbytes; /* of all of them */
+    size_t limit;  /* the bound on it and on the cache of single tensors' plans, together */
     uint64_t clock, hits, misses, evicted;
 } tb__plans;
 
@@ -49,12 +47,12 @@ typedef struct tb__plans_state {
 
 enum { TB__LEAST_STAGING = 64 << 10 }; /* staging_bytes of any rank */
 
-/* Whoever has tensors in memory of the program's: a batch, a copy service. */
+/* A batch or copy service with tensors in the program's memory. */
 typedef struct tb__memory_user tb__memory_user;
 struct tb__memory_user {
-    /* The program invalidates the bytes from `first` to `last`. Marks the tensors in them, for good, and asks transfers
-     * that use them to end. Returns whether something may still read or write them: then `still` says what. Called
-     * again until nothing does. With the lock held. */
+    /* The program invalidates the bytes from `first` to `last`. Marks the tensors in them for good, and asks transfers
+     * that use them to end. Returns whether something may still use them, which `still` then names. Called again until
+     * nothing does. With the lock held. */
     bool (*invalidate)(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
     tb__memory_user *next;
 };
@@ -63,15 +61,15 @@ struct tb_world {
     tb__owner owner;
     atomic_size_t refs; /* the user's, and one for each pair, batch and copy service that the user has */
     tb__loop *loop;
-    _Atomic bool is_ready; /* the loop is there, for the directory's thread */
+    _Atomic bool is_ready; /* `loop` is set; read by the directory's thread */
     tb__directory *directory;
-    tb__commit_log *commit_log; /* NULL: nothing had to be decided yet */
+    tb__commit_log *commit_log; /* NULL: no decision was needed yet */
     int32_t rank;
     uint64_t incarnation;
     int timeout_ms;
-    int workers; /* 0: to be worked out */
+    int workers; /* 0: chosen by tb__world_set_workers */
     tb__port port;
-    TB_VEC(tb__seat) seats; /* the first is the one it joined with */
+    TB_VEC(tb__membership) memberships; /* its seats; the first is the one it joined with */
     tb_plan_cache *cache;
     tb__plans plans;
     tb_pair *pairs; /* those that are not destroyed */
@@ -81,39 +79,41 @@ struct tb_world {
         uint32_t round;
     })
     rounds; /* see pair.c */
-    tb__assembly *assemblies;
-    TB_VEC(tb__early) early;
+    tb__handshake *handshakes;
+    TB_VEC(tb__early_manifest) early;
     void (*at_end)(void *arg); /* last of all; NULL: nothing */
     void *at_end_arg;
     tb_world *next; /* of those that a forked child has destroyed */
 };
 
-/* What to do when the world has ended, in whichever thread that is. To be called before anybody else has the world. */
-/* As tb_world_join, for somebody who knows whether all are on one host; otherwise the URL has to tell. */
-TB_API tb_status tb__world_join(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
-                                const tb_world_opts *opts, tb_world **out);
+/* As tb_world_join, where the caller knows whether all ranks are on one machine. */
+TB_API tb_status tb__world_create(const char *url, const char *group, int32_t index, int32_t size, bool is_local,
+                                  const tb_world_opts *opts, tb_world **out);
+/* Calls `at_end` when the world has ended, in whichever thread that is. Must be set before another thread has the
+ * world. */
 TB_API void tb__world_at_end(tb_world *world, void (*at_end)(void *arg), void *arg);
 
 /* TB_REFUSED in a forked child, for an object of the world: public calls check this first. `what` names the object in
  * the sentence. */
 tb_status tb__world_check(const tb_world *world, const char *what);
-/* In a forked child what is destroyed only gives memory back: that of the object itself, if nobody was changing it when
- * the child was forked. What the threads of the parent use stays; so do the world, the loop and the directory. */
+/* In a forked child, destroying an object only frees its own memory, if no thread was changing the object at the fork.
+ * What the parent's threads use is kept: the world, the loop and the directory. */
 bool tb__world_is_inherited(const tb_world *world);
 bool tb__world_was_unlocked(const tb_world *world);
 
-/* Whoever is made in a world keeps it; the last one ends it. Without the lock. */
+/* Objects made in a world hold a reference; the last one ends the world. Without the lock. */
 void tb__world_ref(tb_world *world);
 void tb__world_unref(tb_world *world);
-/* Whoever waits in the world looks again. Without the lock. */
-void tb__world_stir(tb_world *world);
+/* Makes all waiting calls check their conditions again. Without the lock. */
+void tb__world_wake_waiters(tb_world *world);
 /* The deadline of a call that was given a timeout; 0 is the world's. */
 int64_t tb__world_deadline(const tb_world *world, int timeout_ms);
-const tb__seat *tb__world_seat(const tb_world *world, const char *group); /* NULL: not in that group */
-/* Sets how many threads copy, now that others are known to share the host. Without the lock. */
+const tb__membership *tb__world_find_membership(const tb_world *world,
+                                                const char *group); /* NULL: this process is not in the group */
+/* Sets the number of copying threads from the machine's cores and the ranks on it. Without the lock. */
 void tb__world_set_workers(tb_world *world);
-/* Connects with who is in the seat. The label is the loop's if it has not met the process before. With the lock held.
- */
+/* Connects with the process in the seat. The label is used if the loop has not met the process before. With the lock
+ * held. */
 tb_status tb__world_connect(const tb_world *world, const char *group, const tb__roster *roster, int32_t seat,
                             tb__peer **out);
 enum { TB__CONNECT_AGAIN_MS = 200 }; /* between attempts to connect with a rank that was lost */
@@ -122,21 +122,21 @@ typedef struct tb__label {
     char text[TB__DIRECTORY_MAX_NAME + 48];
 } tb__label;
 tb__label tb__label_of(int32_t rank, const char *group, int32_t seat);
-/* "'a', 'b' and 3 more" of seats that nobody has taken; false: all are. */
+/* "0, 4 and 3 more", the empty seats; false: there are none. */
 bool tb__world_name_missing(const tb__roster *roster, char *out, size_t room);
 tb_status tb__world_check_name(const char *what, const char *name);
 
-/* TB_REFUSED if the bytes are not on the device that the program has named; NULL: it has named none. */
+/* TB_REFUSED if the bytes are not on the named device; NULL: any device will do. */
 tb_status tb__world_check_memory(const tb_world *world, const char *device, const void *address, size_t nbytes);
 
-/* From the first until the last tensor. With the lock held. */
+/* With the lock held. */
 void tb__world_add_user(tb_world *world, tb__memory_user *user);
 void tb__world_remove_user(tb_world *world, tb__memory_user *user);
-/* Whether a binding has an element in these bytes, or between elements of its. */
-bool tb__binding_meets(const tb_binding *binding, uintptr_t first, uintptr_t last);
+/* Whether the span from a binding's first to its last element overlaps these bytes. */
+bool tb__binding_overlaps(const tb_binding *binding, uintptr_t first, uintptr_t last);
 
-/* What this process does to move the tensors: a plan that was made from the very same, or a new one. For flows, whose
- * `arg` is the world; with the lock held. */
+/* The IR of this rank for these tensors, from the cache or newly planned. For flows, whose `arg` is the world; with the
+ * lock held. */
 tb_status tb__plans_get(void *world, const tb_tensor_spec *specs, size_t nspecs, const tb_ir_opts *opts, tb_ir **out);
 void tb__plans_fini(tb__plans *plans);
 void tb__plans_query(const tb_world *world, tb__plans_state *out); /* without the lock */
@@ -160,44 +160,44 @@ struct tb_pair {
     int32_t size;
     uint32_t round;
     tb_pair *next;
-    bool has_met; /* both sides are known: sizes, peers, layouts */
-    size_t refs;  /* the user's, and one for each exchange, and each batch that has it */
+    bool is_connected; /* sizes, peers and layouts of both sides are known, and all ranks have answered */
+    size_t refs;       /* the user's, and one for each exchange, and each batch that has it */
 };
 
 void tb__pair_unref(tb_pair *pair); /* with the lock held */
-/* As tb_pair_create; TB_CANCELLED once it is unwanted, which the world has to be told by tb__world_stir. `unwanted` may
- * be NULL. */
-tb_status tb__pair_create(tb_world *world, const char *name, const char *remote_group, const char *layout,
-                          const tb_pair_opts *opts, const atomic_bool *unwanted, tb_pair **out);
-/* Waits until both sides are known. Without the lock. */
-tb_status tb__pair_meet(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
-/* Who has not come yet to a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...". "" if
- * nobody is missing. Without the lock. */
+/* As tb_pair_create; TB_CANCELLED once *cancelled is set, after which tb__world_wake_waiters has to be called.
+ * `cancelled` may be NULL. */
+tb_status tb__pair_create_cancellable(tb_world *world, const char *name, const char *remote_group, const char *layout,
+                                      const tb_pair_opts *opts, const atomic_bool *cancelled, tb_pair **out);
+/* Waits until all ranks have requested the pair, are connected, and have answered. Without the lock. */
+tb_status tb__pair_connect(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled);
+/* Which ranks have not requested a pair that this process is making: "only 1 of 2 ranks of group 'a' have come; ...";
+ * "" if none is missing. Without the lock. */
 void tb__pair_describe_wait(tb_world *world, const char *name, char *out, size_t room);
-/* For a pair that was made: waits until all its ranks have answered, over the connections that it has, since the call
- * began. TB_LOST if there is one that does not any more, TB_CANCELLED as above. Without the lock. */
-tb_status tb__pair_await(tb_pair *pair, int64_t deadline_ms, const atomic_bool *unwanted);
-/* A rank of it is gone, or has left the pair, or made it again with another layout: so it has to be made again here,
- * too. Without the lock. */
+/* Waits until all ranks of a connected pair have answered since the call began. TB_LOST if a connection is lost;
+ * TB_CANCELLED as above. Without the lock. */
+tb_status tb__pair_ping(tb_pair *pair, int64_t deadline_ms, const atomic_bool *cancelled);
+/* Whether a rank was lost, has left the pair, or has made it again with another layout, so that it has to be made again
+ * here. Without the lock. */
 bool tb__pair_is_stale(const tb_pair *pair);
 /* A side's layout, in bus ranks; `text` NULL: the pair's. */
 tb_status tb__pair_layout(const tb_pair *pair, int side, const char *text, tb_layout **out);
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
 
-/* The memories of a tensor. */
+/* The memory areas of a tensor. */
 enum { TB__DATA, TB__SCALES, TB__SCALE, TB__MEMORIES };
 
-/* Which of a tensor's memories are mirrors of another process's, and by how much to add to an address to get that of
- * the process. Zero-initialised: none is. */
+/* Which memory areas of a tensor are mirrors of a client's memory, and what to add to an address here for the client's.
+ * Zero: none is. */
 typedef struct tb__mirrored {
     bool is_mirror[TB__MEMORIES];
     uint64_t shift[TB__MEMORIES];
-    bool is_all; /* nothing of it is in other memory */
+    bool is_all; /* all of its areas are mirrors */
 } tb__mirrored;
 
-/* What this process has added. */
-typedef struct tb__tensor {
+/* A tensor that this process has added to a batch. */
+typedef struct tb__added_tensor {
     tb_pair *pair;
     char *name;
     tb_shape shape; /* global */
@@ -213,28 +213,28 @@ typedef struct tb__tensor {
     bool is_transformed;
     bool is_invalidated; /* its memory was */
     tb__mirrored mirrored;
-} tb__tensor;
+} tb__added_tensor;
 
-tb_status tb__tensor_init(tb__tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
-                          const tb_transform *transform);
-void tb__tensor_fini(tb__tensor *tensor);
+tb_status tb__added_tensor_init(tb__added_tensor *tensor, tb_pair *pair, const char *name, const tb_tensor *given,
+                                const tb_transform *transform);
+void tb__added_tensor_fini(tb__added_tensor *tensor);
 
 struct tb_batch {
     atomic_size_t refs; /* the user's, and one for each of its transfers */
     tb_world *world;
     char *name;
     tb_batch_opts opts;
-    tb_transform transform;           /* to which opts points, if there is one */
-    tb__pack matching;                /* how names are matched, as it goes into bodies */
-    TB_VEC(tb_pair *) pairs;          /* in which it takes part */
-    TB_VEC(tb__tensor *) tensors;     /* exchanges point to them */
-    TB_VEC(tb__exchange *) exchanges; /* one for each pair that was registered */
+    tb_transform transform;             /* to which opts points, if there is one */
+    tb__pack matching;                  /* ties and ignored patterns, packed for the tensor lists */
+    TB_VEC(tb_pair *) pairs;            /* in which it takes part */
+    TB_VEC(tb__added_tensor *) tensors; /* exchanges point to them */
+    TB_VEC(tb__exchange *) exchanges;   /* one for each pair that was registered */
     uint64_t epoch;
     tb_transfer *sending, *receiving;
     tb__memory_user memory;
-    uint64_t nsends;   /* that this process has begun */
-    uint64_t together; /* the last version that all pairs had at one time */
-    size_t nstarting;  /* calls that are about to begin one */
+    uint64_t nsends;         /* sends begun by this process */
+    uint64_t common_version; /* the last version that all pairs had at the same time */
+    size_t nstarting;        /* calls that are about to begin a transfer */
 };
 
 /* The versions that the pairs of a batch have. */
@@ -254,36 +254,37 @@ static inline bool tb__versions_differ(const tb__versions *v) {
     return v->lowest < v->highest;
 }
 
-/* *together: the last that all had at one time; 0 where one has none. */
-static inline void tb__versions_settle(const tb__versions *v, uint64_t *together) {
+/* Updates *common_version, the last version that all pairs had at the same time; 0 if a pair has none. */
+static inline void tb__versions_update_common(const tb__versions *v, uint64_t *common_version) {
     if (v->lowest == v->highest || v->lowest == 0)
-        *together = v->lowest;
+        *common_version = v->lowest;
 }
 
 void tb__batch_unref(tb_batch *batch); /* without the lock */
 bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
-/* As tb_batch_add. */
-tb_status tb__batch_add(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
-                        const tb__mirrored *mirrored);
-/* The tensors that this process receives through the pair; none before it is registered. They stay what they are while
- * the pair is in the batch. Without the lock. */
-void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__tensor *const **out, size_t *count);
-/* As tb_batch_register; TB_CANCELLED once it is unwanted, as above. */
-tb_status tb__batch_register(tb_batch *batch, int timeout_ms, const atomic_bool *unwanted);
-/* Looks which versions the pairs have, whenever these may have changed. With the lock held. */
-void tb__batch_settle_version(tb_batch *batch);
-/* Whom a batch that is being registered waits for; "" for nobody. Without the lock. */
+/* As tb_batch_add, for memory that may be mirrored. */
+tb_status tb__batch_add_mirrored(tb_batch *batch, tb_pair *pair, const char *name, const tb_tensor *tensor,
+                                 const tb__mirrored *mirrored);
+/* The tensors that this process receives through the pair; none before it is registered. Valid while the pair is in the
+ * batch. Without the lock. */
+void tb__batch_get_received(const tb_batch *batch, const tb_pair *pair, const tb__added_tensor *const **out,
+                            size_t *count);
+/* As tb_batch_register; TB_CANCELLED as for pairs. */
+tb_status tb__batch_register_cancellable(tb_batch *batch, int timeout_ms, const atomic_bool *cancelled);
+/* Updates common_version, after versions or pairs have changed. With the lock held. */
+void tb__batch_update_version(tb_batch *batch);
+/* What a batch that is being registered waits for; "" if nothing. Without the lock. */
 void tb__batch_describe_wait(const tb_batch *batch, char *out, size_t room);
 /* Whether the other side of a pair has begun to send it, and this process has not received that. Without the lock. */
 bool tb__batch_is_offered(const tb_batch *batch);
 /* As tb_wait, until the transfer's own deadline, for any of these events. */
 tb_status tb__transfer_wait_any(tb_transfer *transfer, unsigned events);
 /* As tb_cancel, but does not wait for the end. */
-void tb__transfer_give_up(tb_transfer *transfer);
+void tb__transfer_begin_cancel(tb_transfer *transfer);
 
-/* How many bytes a transfer has moved in the i-th of its batch's pairs, whose name is the pair's; false: there are no
+/* The bytes that a transfer has moved through the i-th pair of its batch, and the pair's name; false: there are no
  * more. Without the lock. */
-bool tb__transfer_share(const tb_transfer *transfer, size_t i, const char **pair, int64_t *bytes_done);
+bool tb__transfer_pair_bytes(const tb_transfer *transfer, size_t i, const char **pair, int64_t *bytes_done);
 
 void tb__matching_pack(tb__pack *pack, const tb_batch_opts *opts);
 

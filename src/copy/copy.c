@@ -1,4 +1,4 @@
-/* Opening and closing a copy service, and what its ranks tell each other. */
+/* Opens and closes a copy service, and handles its messages. */
 #include "copy/copy.h"
 
 #include "base/int.h"
@@ -7,20 +7,20 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-/* ---- Bad news -------------------------------------------------------------------------------------------------- */
+/* ---- Failures -------------------------------------------------------------------------------------------------- */
 
 void tb__copy_break(tb_copy *copy, tb_status status) {
     if (copy->broken != TB_OK)
         return;
     copy->broken = status;
     snprintf(copy->why, sizeof copy->why, "%s", tb_error_detail());
-    tb__assembly_break(&copy->all, status, false); /* whoever has agreed hears of it by the farewell */
-    /* The flow is broken by the next step of the run: one may be under way now, in another thread. */
+    tb__handshake_break(&copy->handshake, status, false); /* peers that have agreed are told by the goodbye */
+    /* The next step breaks the flow: a step may be running in another thread now. */
     tb__loop_wake(copy->world->loop);
     tb__loop_signal(copy->world->loop);
 }
 
-static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status status, const char *why) {
+static void record_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status status, const char *why) {
     copy->aborted = run > copy->aborted ? run : copy->aborted;
     if (!copy->is_running || run != copy->run || copy->is_given_up)
         return;
@@ -34,7 +34,7 @@ static void note_abort(tb_copy *copy, uint64_t run, bool is_late, tb_status stat
 
 tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
     tb__saved_detail why = tb__save_detail();
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
@@ -43,10 +43,10 @@ tb_status tb__copy_abort(tb_copy *copy, tb_status status) {
         tb__pack_u32(&pack, status == TB_TIMEOUT && copy->peers[i].offered < copy->run);
         tb__pack_status(&pack, status);
         tb__pack_string(&pack, why.text);
-        if (tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack) != TB_OK)
+        if (tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack) != TB_OK)
             tb__copy_break(copy, TB_NO_MEMORY);
     }
-    note_abort(copy, copy->run, false, status, why.text);
+    record_abort(copy, copy->run, false, status, why.text);
     return tb__fail(status, "%s", why.text);
 }
 
@@ -62,20 +62,20 @@ void tb__copy_drop_backlog(tb_copy *copy) {
     copy->backlog.count = 0;
 }
 
-static bool keep(const tb__unpack *message, unsigned char **data, size_t *nbytes) {
+static bool copy_message(const tb__unpack *message, unsigned char **data, size_t *nbytes) {
     *nbytes = (size_t)(message->end - message->at);
     *data = tb__memdup(message->at, *nbytes, 1);
     return *data != NULL;
 }
 
-/* Its offer to a run that is over is not needed any more when the next one comes. */
+/* A new offer replaces that of the run before. */
 static bool on_offer(tb_copy *copy, tb__copy_peer *peer, tb__unpack *message) {
     uint64_t run = tb__unpack_u64(message);
     unsigned char *data;
     size_t nbytes;
     if (message->failed || run <= peer->offered)
         return false;
-    if (!keep(message, &data, &nbytes)) {
+    if (!copy_message(message, &data, &nbytes)) {
         tb__copy_break(copy, TB_NO_MEMORY);
         return true;
     }
@@ -98,161 +98,161 @@ static bool on_vote(tb__copy_peer *peer, tb__unpack *message) {
     return true;
 }
 
-static bool on_abort(tb_copy *copy, tb__unpack *message) {
+static bool on_copy_abort(tb_copy *copy, tb__unpack *message) {
     uint64_t run = tb__unpack_u64(message);
     bool is_late = tb__unpack_u32(message) != 0;
     tb_status status = tb__unpack_status(message);
     const char *why = tb__unpack_string(message);
     if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
-    note_abort(copy, run, is_late, status, why);
+    record_abort(copy, run, is_late, status, why);
     return true;
 }
 
 static void on_ready(tb_copy *copy, size_t at) {
     copy->peers[at].is_ready = true;
     copy->has_agreed = true;
-    for (size_t i = 0; i < copy->all.npeers; i++)
-        copy->has_agreed &= copy->peers[i].is_ready && copy->all.counts[i];
+    for (size_t i = 0; i < copy->handshake.npeers; i++)
+        copy->has_agreed &= copy->peers[i].is_ready && copy->handshake.is_confirmed[i];
 }
 
-/* A peer may be moving data before this rank has everybody's vote; and what it says of a run that is over here does not
- * matter. */
+/* A peer may send data before this rank has all votes: such messages are kept. Messages of earlier runs are ignored. */
 static bool on_flow_message(tb_copy *copy, size_t at, uint32_t number, tb__unpack *message) {
     if (!copy->is_running || number != tb__copy_flow_number(copy->run))
         return true;
     if (copy->flow)
         return tb__flow_message(copy->flow, at, message);
     struct tb__copy_backlog b = {.peer = at};
-    if (!keep(message, &b.data, &b.nbytes) || !tb__vec_push(&copy->backlog, b)) {
+    if (!copy_message(message, &b.data, &b.nbytes) || !tb__vec_push(&copy->backlog, b)) {
         free(b.data);
         tb__copy_break(copy, TB_NO_MEMORY);
     }
     return true;
 }
 
-static void on_message(tb__port *port, tb__peer *from, tb__unpack *message) {
+static void on_copy_message(tb__port *port, tb__peer *from, tb__unpack *message) {
     tb_copy *copy = (tb_copy *)port;
-    size_t at = tb__assembly_find(&copy->all, from);
+    size_t at = tb__handshake_find(&copy->handshake, from);
     if (at == TB__NOWHERE || copy->broken != TB_OK)
         return;
     uint32_t kind = tb__unpack_u32(message);
-    bool makes_sense = !message->failed;
-    tb__set_detail("it can't be read");
+    bool is_valid = !message->failed;
+    tb__set_detail("truncated or malformed, kind %u", (unsigned)kind);
     if (kind == COPY_READY)
         on_ready(copy, at);
     else if (kind == COPY_OFFER)
-        makes_sense &= on_offer(copy, &copy->peers[at], message);
+        is_valid &= on_offer(copy, &copy->peers[at], message);
     else if (kind == COPY_VOTE)
-        makes_sense &= on_vote(&copy->peers[at], message);
+        is_valid &= on_vote(&copy->peers[at], message);
     else if (kind == COPY_ABORT)
-        makes_sense &= on_abort(copy, message);
+        is_valid &= on_copy_abort(copy, message);
     else
-        makes_sense &= on_flow_message(copy, at, kind, message);
-    if (!makes_sense)
-        tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense", from->label,
-                                             copy->what));
+        is_valid &= on_flow_message(copy, at, kind, message);
+    if (!is_valid)
+        tb__copy_break(copy,
+                       tb__fail_within(TB_INVALID, "%s sent an invalid message about %s", from->label, copy->what));
     tb__loop_signal(copy->world->loop);
 }
 
 tb_status tb__copy_find_loss(const tb_copy *copy) {
-    for (size_t i = 0; i < copy->all.npeers && copy->nlost > 0; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers && copy->nlost > 0; i++) {
         if (copy->peers[i].lost_why)
             return tb__fail(TB_LOST, "%s", copy->peers[i].lost_why);
     }
     return TB_OK;
 }
 
-/* The peer takes no further part. What has all that it needs of it goes on. */
-static void lose_peer(tb_copy *copy, size_t at, const char *why) {
+/* The peer is lost. A run that has all it needs from the peer goes on. */
+static void drop_peer(tb_copy *copy, size_t at, const char *why) {
     tb__copy_peer *peer = &copy->peers[at];
     if (!copy->has_agreed || (!peer->lost_why && !(peer->lost_why = tb__strdup(why)))) {
         tb__copy_break(copy, tb__fail(TB_LOST, "%s", why));
         return;
     }
     copy->nlost++;
-    tb__assembly_break(&copy->all, tb__fail(TB_LOST, "%s", why), false);
+    tb__handshake_break(&copy->handshake, tb__fail(TB_LOST, "%s", why), false);
     if (copy->flow)
         tb__copy_flow_gone(copy, at);
     tb__loop_wake(copy->world->loop);
     tb__loop_signal(copy->world->loop);
 }
 
-static void on_lost(tb__port *port, tb__peer *peer) {
+static void on_copy_peer_lost(tb__port *port, tb__peer *peer) {
     tb_copy *copy = (tb_copy *)port;
-    size_t at = tb__assembly_find(&copy->all, peer);
+    size_t at = tb__handshake_find(&copy->handshake, peer);
     char why[TB__WHY_MAX];
-    if (at == TB__NOWHERE || copy->all.is_gone[at])
+    if (at == TB__NOWHERE || copy->handshake.is_gone[at])
         return;
     snprintf(why, sizeof why, "%s was lost during %s: %s", peer->label, copy->what, peer->why ? peer->why : "?");
-    lose_peer(copy, at, why);
+    drop_peer(copy, at, why);
 }
 
 /* ---- Coming and going ------------------------------------------------------------------------------------------ */
 
-static tb_status send_manifest(tb__assembly *all, size_t to) {
-    const tb_copy *copy = (const tb_copy *)all;
+static tb_status send_copy_manifest(tb__handshake *handshake, size_t to) {
+    const tb_copy *copy = (const tb_copy *)handshake;
     tb__pack pack = {0};
     tb__pack_i64(&pack, copy->opts.bucket_size);
     tb__pack_i64(&pack, copy->opts.staging_bytes);
-    return tb__assembly_send(all, to, &pack);
+    return tb__handshake_send_manifest(handshake, to, &pack);
 }
 
-/* One that has come may have given up since. So it is not enough to have everybody's manifest: all must know that they
- * have. */
-static tb_status say_ready(tb_copy *copy) {
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+/* A peer may have given up after its manifest. So all ranks confirm that they have all manifests (READY) before the
+ * service is open. */
+static tb_status send_ready(tb_copy *copy) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
         tb__pack_u32(&pack, COPY_READY);
-        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     on_ready(copy, copy->self);
     return TB_OK;
 }
 
-static void on_come(tb__assembly *all, size_t at, tb__unpack *manifest) {
-    tb_copy *copy = (tb_copy *)all;
+static void on_copy_manifest(tb__handshake *handshake, size_t at, tb__unpack *manifest) {
+    tb_copy *copy = (tb_copy *)handshake;
     int64_t bucket_size = tb__unpack_i64(manifest), staging_bytes = tb__unpack_i64(manifest);
     if (!tb__unpack_is_done(manifest) || bucket_size < 1 || staging_bytes < TB__LEAST_STAGING) {
-        tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a manifest of %s that makes no sense", all->peers[at]->label,
-                                      copy->what));
+        tb__copy_break(copy,
+                       tb__fail(TB_INVALID,
+                                "%s sent an invalid manifest of %s: bucket size %" PRId64 ", %" PRId64 " staging bytes",
+                                handshake->peers[at]->label, copy->what, bucket_size, staging_bytes));
         return;
     }
     copy->peers[at].bucket_size = bucket_size;
     copy->peers[at].staging_bytes = staging_bytes;
 }
 
-static void on_counted(tb__assembly *all, size_t at) {
-    tb_copy *copy = (tb_copy *)all;
+static void on_copy_confirmed(tb__handshake *handshake, size_t at) {
+    tb_copy *copy = (tb_copy *)handshake;
     (void)at;
-    if (all->nunknown == 0 && say_ready(copy) != TB_OK)
+    if (handshake->nunconfirmed == 0 && send_ready(copy) != TB_OK)
         tb__copy_break(copy, TB_NO_MEMORY);
     tb__loop_signal(copy->world->loop);
 }
 
-static void on_broken(tb__assembly *all, size_t at, tb_status status, const char *why) {
+static void on_copy_broken(tb__handshake *handshake, size_t at, tb_status status, const char *why) {
     (void)at;
-    tb__copy_break((tb_copy *)all, tb__fail(status, "%s", why));
+    tb__copy_break((tb_copy *)handshake, tb__fail(status, "%s", why));
 }
 
-/* If it closes because something went wrong, that is the reason here, too. If it got tired of waiting it may come
- * again. */
-static void on_gone(tb__assembly *all, size_t at, tb__unpack *farewell) {
-    tb_copy *copy = (tb_copy *)all;
-    bool had_agreed = tb__unpack_u32(farewell) != 0;
-    tb_status status = tb__unpack_status(farewell);
-    const char *why = tb__unpack_string(farewell);
-    if (farewell->failed) {
-        tb__copy_break(copy, tb__fail(TB_INVALID, "%s sent a farewell of %s that makes no sense", all->peers[at]->label,
-                                      copy->what));
+/* A peer that closes after a failure passes on its reason. One that timed out while opening may open again. */
+static void on_copy_goodbye(tb__handshake *handshake, size_t at, tb__unpack *goodbye) {
+    tb_copy *copy = (tb_copy *)handshake;
+    bool had_agreed = tb__unpack_u32(goodbye) != 0;
+    tb_status status = tb__unpack_status(goodbye);
+    const char *why = tb__unpack_string(goodbye);
+    if (goodbye->failed) {
+        tb__copy_break(
+            copy, tb__fail(TB_INVALID, "%s sent a truncated goodbye of %s", handshake->peers[at]->label, copy->what));
     } else if (status == TB_LOST) {
-        lose_peer(copy, at, why);
+        drop_peer(copy, at, why);
     } else if (status != TB_OK) {
         tb__copy_break(copy, tb__fail(status, "%s", why));
     } else if (!had_agreed && !copy->has_agreed) {
-        tb__assembly_forget(all, at);
+        tb__handshake_forget(handshake, at);
         copy->peers[at].is_ready = false;
     } else if (copy->flow) {
         tb__copy_flow_gone(copy, at);
@@ -267,15 +267,14 @@ typedef struct waiting {
     tb_world *world;
     const char *group;
     tb__roster roster;
-    tb__peer **peers; /* of its members, when they are connected */
+    tb__peer **peers; /* by seat, once connected */
     tb_status status;
     bool is_complete;
-    bool has_lost; /* one of them was lost, and may be connected again */
+    bool has_lost; /* a peer was lost, and may be connected again */
 } waiting;
 
-/* A seat whose process is known to be lost, and can't be connected again, is as good as empty: somebody else may take
- * it. */
-static bool has_group(void *arg) {
+/* A seat whose process is lost for good counts as empty: another process may take it. */
+static bool is_group_reachable(void *arg) {
     waiting *w = arg;
     tb__roster_fini(&w->roster);
     w->roster = (tb__roster){0};
@@ -303,14 +302,14 @@ static tb_status explain_group(const waiting *w, const char *what) {
     return tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' is gone, and nobody has taken its seat", what, w->group);
 }
 
-/* The labels are this service's own: the loop knows a process by the first group it met it in. */
+/* The labels name this service's group: the loop labels a process by the first group it met it in. */
 static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *by_seat) {
     copy->position = tb__malloc((size_t)copy->size, sizeof *copy->position);
-    copy->peers = tb__calloc(copy->all.npeers, sizeof *copy->peers);
+    copy->peers = tb__calloc(copy->handshake.npeers, sizeof *copy->peers);
     if (!copy->position || !copy->peers)
         return TB_NO_MEMORY;
     for (int32_t i = 0; i < copy->size; i++) {
-        size_t at = tb__assembly_find(&copy->all, by_seat[i]);
+        size_t at = tb__handshake_find(&copy->handshake, by_seat[i]);
         copy->position[i] = at;
         copy->peers[at].seat = i;
         copy->peers[at].label = tb__strdup(tb__label_of(by_seat[i]->rank, group, i).text);
@@ -321,8 +320,8 @@ static tb_status set_labels(tb_copy *copy, const char *group, tb__peer *const *b
     return TB_OK;
 }
 
-static tb_status connect(waiting *w) {
-    free(w->peers); /* of an attempt before */
+static tb_status connect_peers(waiting *w) {
+    free(w->peers); /* of the attempt before */
     w->peers = tb__calloc((size_t)w->roster.size, sizeof *w->peers);
     tb_status status = w->peers ? TB_OK : TB_NO_MEMORY;
     for (int32_t i = 0; i < w->roster.size && status == TB_OK; i++)
@@ -330,8 +329,8 @@ static tb_status connect(waiting *w) {
     return status;
 }
 
-/* Also true if one was lost: then there may be others to connect with. */
-static bool have_answered(void *arg) {
+/* Also true if a peer was lost: another process may take its seat. */
+static bool group_has_answered(void *arg) {
     waiting *w = arg;
     bool have_all = true;
     w->has_lost = false;
@@ -342,56 +341,56 @@ static bool have_answered(void *arg) {
     return have_all || w->has_lost;
 }
 
-static bool never(void *arg) {
+static bool never_true(void *arg) {
     (void)arg;
     return false;
 }
 
-/* Until all ranks of the group are there, are connected, and have answered. */
+/* Waits until all ranks of the group are present, connected, and have answered. */
 static tb_status await_group(waiting *w, const char *what, int64_t deadline_ms) {
     tb__loop *loop = w->world->loop;
     for (;;) {
-        tb__loop_wait(loop, has_group, w, deadline_ms);
+        tb__loop_wait(loop, is_group_reachable, w, deadline_ms);
         TB_TRY(w->status);
         if (!w->is_complete)
             return explain_group(w, what);
-        TB_TRY(connect(w));
+        TB_TRY(connect_peers(w));
         int64_t again_ms = tb__min64(tb__now_ms() + TB__CONNECT_AGAIN_MS, deadline_ms);
-        if (tb__loop_wait(loop, have_answered, w, again_ms) && !w->has_lost)
+        if (tb__loop_wait(loop, group_has_answered, w, again_ms) && !w->has_lost)
             return TB_OK;
         if (tb__now_ms() >= deadline_ms)
             return w->has_lost ? explain_group(w, what)
                                : tb__fail(TB_TIMEOUT, "%s: a rank of group '%s' does not answer", what, w->group);
-        tb__loop_wait(loop, never, NULL, again_ms);
+        tb__loop_wait(loop, never_true, NULL, again_ms);
     }
 }
 
-static tb_status begin(tb_copy *copy, const char *name, const waiting *w) {
+static tb_status begin_handshake(tb_copy *copy, const char *name, const waiting *w) {
     char key[2 * TB__DIRECTORY_MAX_NAME + 16];
-    snprintf(key, sizeof key, "copy\n%s\n%s", name, w->group); /* neither has control characters */
-    if (tb__assembly_exists(copy->world, key))
+    snprintf(key, sizeof key, "copy\n%s\n%s", name, w->group); /* names have no control characters */
+    if (tb__handshake_exists(copy->world, key))
         return tb__fail(TB_CONFLICT, "there is a %s of group '%s' already", copy->what, w->group);
     copy->size = w->roster.size;
-    TB_TRY(tb__assembly_init(&copy->all, copy->world, key, copy->what, w->peers, (size_t)w->roster.size));
+    TB_TRY(tb__handshake_init(&copy->handshake, copy->world, key, copy->what, w->peers, (size_t)w->roster.size));
     return set_labels(copy, w->group, w->peers);
 }
 
-static bool has_settled(void *arg) {
+static bool has_agreed_or_broken(void *arg) {
     const tb_copy *copy = arg;
     return copy->has_agreed || copy->broken != TB_OK;
 }
 
-static tb_status meet(tb_copy *copy, int64_t deadline_ms) {
-    tb__loop_wait(copy->world->loop, has_settled, copy, deadline_ms);
+static tb_status await_agreement(tb_copy *copy, int64_t deadline_ms) {
+    tb__loop_wait(copy->world->loop, has_agreed_or_broken, copy, deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
     TB_TRY(tb__copy_find_loss(copy));
     copy->bucket_size = copy->staging_bytes = INT64_MAX;
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         const tb__copy_peer *peer = &copy->peers[i];
-        if (!copy->all.counts[i])
+        if (!copy->handshake.is_confirmed[i])
             return tb__fail(TB_TIMEOUT, "%s has not opened %s (%zu of %zu ranks have)", peer->label, copy->what,
-                            copy->all.npeers - copy->all.nunknown, copy->all.npeers);
+                            copy->handshake.npeers - copy->handshake.nunconfirmed, copy->handshake.npeers);
         copy->bucket_size = tb__min64(copy->bucket_size, peer->bucket_size);
         copy->staging_bytes = tb__min64(copy->staging_bytes, peer->staging_bytes);
     }
@@ -404,12 +403,12 @@ static tb_status open_service(tb_copy *copy, const char *name, const char *group
     waiting w = {.world = copy->world, .group = group};
     tb_status status = await_group(&w, copy->what, deadline_ms);
     if (status == TB_OK)
-        status = begin(copy, name, &w);
+        status = begin_handshake(copy, name, &w);
     tb__roster_fini(&w.roster);
     free(w.peers);
     TB_TRY(status);
-    TB_TRY(tb__assembly_announce(&copy->all));
-    return meet(copy, deadline_ms);
+    TB_TRY(tb__handshake_announce(&copy->handshake));
+    return await_agreement(copy, deadline_ms);
 }
 
 static tb_status read_opts(const tb_copy_opts *opts, tb_copy_opts *o) {
@@ -429,8 +428,8 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     TB_TRY(tb__world_check(world, "world"));
     TB_TRY(read_opts(opts, &o));
     TB_TRY(tb__world_check_name("copy service", name));
-    group = group ? group : world->seats.item[0].group;
-    const tb__seat *seat = tb__world_seat(world, group);
+    group = group ? group : world->memberships.item[0].group;
+    const tb__membership *seat = tb__world_find_membership(world, group);
     if (!seat)
         return tb__fail(TB_INVALID, "this process is not in group '%.100s'", group);
     tb_copy *copy = tb__calloc(1, sizeof *copy);
@@ -440,13 +439,13 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
     copy->world = world;
     copy->opts = o;
     copy->index = seat->index;
-    copy->all.port.message = on_message;
-    copy->all.port.lost = on_lost;
-    copy->all.tell = send_manifest;
-    copy->all.come = on_come;
-    copy->all.counted = on_counted;
-    copy->all.broken = on_broken;
-    copy->all.gone = on_gone;
+    copy->handshake.port.message = on_copy_message;
+    copy->handshake.port.lost = on_copy_peer_lost;
+    copy->handshake.send_manifest = send_copy_manifest;
+    copy->handshake.on_manifest = on_copy_manifest;
+    copy->handshake.on_confirmed = on_copy_confirmed;
+    copy->handshake.on_broken = on_copy_broken;
+    copy->handshake.on_gone = on_copy_goodbye;
     snprintf(copy->what, sizeof copy->what, "copy service '%s'", name);
     copy->memory.invalidate = tb__copy_invalidate;
     tb__loop_lock(world->loop);
@@ -465,18 +464,18 @@ tb_status tb_copy_open(tb_world *world, const char *name, const char *group, con
 
 /* ---- Closing --------------------------------------------------------------------------------------------------- */
 
-static void leave(tb_copy *copy) {
-    tb__pack farewell = {0};
-    tb__pack_u32(&farewell, copy->has_agreed);
+static void leave_handshake(tb_copy *copy) {
+    tb__pack goodbye = {0};
+    tb__pack_u32(&goodbye, copy->has_agreed);
     tb_status status = copy->broken != TB_OK ? tb__fail(copy->broken, "%s", copy->why) : tb__copy_find_loss(copy);
-    tb__pack_status(&farewell, status);
-    tb__pack_string(&farewell, status != TB_OK ? tb_error_detail() : "");
-    tb__assembly_leave(&copy->all, &farewell);
-    tb__pack_fini(&farewell);
-    tb__assembly_fini(&copy->all);
+    tb__pack_status(&goodbye, status);
+    tb__pack_string(&goodbye, status != TB_OK ? tb_error_detail() : "");
+    tb__handshake_leave(&copy->handshake, &goodbye);
+    tb__pack_fini(&goodbye);
+    tb__handshake_fini(&copy->handshake);
 }
 
-static void free_members(tb_copy *copy, size_t npeers) {
+static void free_copy_members(tb_copy *copy, size_t npeers) {
     for (size_t i = 0; copy->peers && i < npeers; i++) {
         free(copy->peers[i].label);
         free(copy->peers[i].offer);
@@ -495,19 +494,19 @@ void tb_copy_close(tb_copy *copy) {
     if (!copy)
         return;
     tb_world *world = copy->world;
-    size_t npeers = copy->all.npeers;
-    if (tb__world_is_inherited(world)) { /* which keeps the rest */
+    size_t npeers = copy->handshake.npeers;
+    if (tb__world_is_inherited(world)) { /* in a forked child: the world keeps the rest */
         if (tb__world_was_unlocked(world))
-            free_members(copy, npeers);
+            free_copy_members(copy, npeers);
         tb__world_unref(world);
         return;
     }
     tb__loop_lock(world->loop);
     tb__world_remove_user(world, &copy->memory);
-    if (copy->all.world) /* it got so far as to meet */
-        leave(copy);
+    if (copy->handshake.world) /* the handshake was initialised */
+        leave_handshake(copy);
     tb__loop_unlock(world->loop);
-    free_members(copy, npeers);
+    free_copy_members(copy, npeers);
     free(copy);
     tb__world_unref(world);
 }

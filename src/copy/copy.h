@@ -1,48 +1,48 @@
-/* What the files of the copy service share: copy.c (who takes part, messages), copy_run.c (what is submitted, and how a
- * run goes), copy_move.c (the data), copy_memory.c (memory that the program invalidates). */
+/* What the files of the copy service share: copy.c (opening, closing, messages), copy_run.c (submitted operations, and
+ * the agreement before a run), copy_move.c (the data), copy_memory.c (memory that the program invalidates). */
 #ifndef TB_COPY_COPY_H
 #define TB_COPY_COPY_H
 
 #include "bus/world.h"
 #include "copy/match.h"
 
-/* The operations that one rank has for another, or with all. */
+/* Sends or receives that this rank has submitted. */
 typedef struct tb__copy_list {
-    TB_VEC(tb__match_op) ops; /* by seat and id, once they are checked */
+    TB_VEC(tb__match_op) ops; /* sorted by seat and id when a run begins */
 } tb__copy_list;
 
-/* What another rank has said. */
+/* The state of another rank. */
 typedef struct tb__copy_peer {
     int32_t seat;
     char *label; /* "rank 6 (inference 2)" */
     int64_t bucket_size, staging_bytes;
-    bool is_ready;    /* it has come, and knows that all others have */
-    uint64_t offered; /* the run that it has come to last, and what it has for us */
+    bool is_ready;    /* it has confirmed that all ranks have opened the service */
+    uint64_t offered; /* the last run that it has sent an offer for ... */
     unsigned char *offer;
     size_t offer_nbytes;
-    uint64_t voted; /* the run that it has judged last, and how */
+    uint64_t voted; /* the last run that it has voted on ... */
     tb_status vote;
     char why[TB__WHY_MAX];
-    char *lost_why; /* it takes no further part, for this reason; NULL: it has not failed */
+    char *lost_why; /* why it was lost; NULL: it was not */
 } tb__copy_peer;
 
 struct tb_copy {
-    tb__assembly all; /* first: messages find the service through it */
+    tb__handshake handshake; /* first: messages find the service through it */
     tb__task task;
     tb_world *world;
     char what[TB__DIRECTORY_MAX_NAME + 32];
     tb_copy_opts opts;
-    int32_t index, size;                /* this rank's seat, of so many */
+    int32_t index, size;                /* this rank's seat, and the group's size */
     int64_t bucket_size, staging_bytes; /* the least of all ranks */
-    size_t *position;                   /* by seat: of the peer */
+    size_t *position;                   /* by seat: index in `peers` */
     tb__copy_peer *peers;               /* by position */
     size_t self;
-    bool has_agreed;  /* all have come, and know it */
-    tb_status broken; /* no run can succeed any more, and why */
+    bool has_agreed;  /* all ranks have opened the service, and know that */
+    tb_status broken; /* TB_OK: usable */
     char why[TB__WHY_MAX];
-    size_t nlost; /* peers: the run under way may succeed without them, the next can't */
+    size_t nlost; /* peers that were lost: the running run may succeed without them, the next can't */
 
-    /* What was submitted. */
+    /* Submitted operations. */
     tb__copy_list sends, recvs;
     TB_VEC(tb__match_view) views;
     tb__memory_user memory;
@@ -50,50 +50,51 @@ struct tb_copy {
     /* Runs. */
     uint64_t run; /* the last one */
     bool is_running;
-    uint64_t aborted; /* the last one that was given up; perhaps by others, who have finished the one under way */
-    bool is_given_up; /* the one under way; why: */
-    bool is_late;     /* this rank, perhaps among others, had not come */
+    uint64_t aborted; /* the last run that was aborted, perhaps by others */
+    bool is_given_up; /* the running run was aborted, for the reason below */
+    bool is_late;     /* because this rank had not sent its offer by the others' deadline */
     tb_status abort_status;
     char abort_why[TB__WHY_MAX];
 
     /* The data of one run. */
-    tb__flow *flow; /* NULL: nothing goes to or comes from others */
+    tb__flow *flow; /* NULL: this rank has no operations with others */
     tb__phases phases;
     int64_t deadline_ms;
     bool has_moved;
-    bool copies_local; /* what stays on this rank is being copied */
-    tb_status status;  /* of one that has failed; the sentence is in `moved_why` */
+    bool copies_local; /* local copies are running */
+    tb_status status;  /* of the data's move; the message is in `moved_why` */
     char moved_why[TB__WHY_MAX];
     TB_VEC(struct tb__copy_backlog {
         size_t peer;
         unsigned char *data;
         size_t nbytes;
     })
-    backlog; /* messages to the flow of this run, which is not there yet */
+    backlog; /* messages to the run's flow, which does not exist yet */
 };
 
 /* Messages to the service's port begin with one of these, or with the number of a flow. */
 enum { COPY_READY, COPY_OFFER, COPY_VOTE, COPY_ABORT, COPY_FLOWS };
 
 /* copy.c. All with the lock held. */
-void tb__copy_break(tb_copy *copy, tb_status status); /* for the reason in tb_error_detail */
-/* Gives the run up, for all, for the reason in tb_error_detail; returns the status. */
+void tb__copy_break(tb_copy *copy,
+                    tb_status status); /* makes the service unusable, for the reason in tb_error_detail */
+/* Aborts the run on all ranks, for the reason in tb_error_detail; returns the status. */
 tb_status tb__copy_abort(tb_copy *copy, tb_status status);
 void tb__copy_drop_backlog(tb_copy *copy);
 uint32_t tb__copy_flow_number(uint64_t run);
 
-/* The operations with one seat. */
-tb__match_end tb__copy_end(tb_copy *copy, bool is_send, int32_t seat);
+/* This rank's sends to, or receives from, one seat. */
+tb__match_end tb__copy_ops_with(tb_copy *copy, bool is_send, int32_t seat);
 
-/* copy_move.c: does what all have agreed on; the lock is free meanwhile. */
+/* copy_move.c: moves the data of an agreed run; unlocks meanwhile. */
 tb_status tb__copy_move(tb_copy *copy);
-/* Where local copies would not know what to read, or targets share memory. */
+/* TB_INVALID if targets overlap, or a local copy reads what the run writes. */
 tb_status tb__copy_check_memory(tb_copy *copy);
 void tb__copy_flow_gone(tb_copy *copy, size_t peer);
-/* The service can't be used any more because of peers that were lost. TB_OK: it can. */
+/* TB_LOST if a peer was lost, so that no further run can begin. */
 tb_status tb__copy_find_loss(const tb_copy *copy);
 
-/* copy_memory.c: TB_INVALID, by name, if memory of what was submitted was invalidated. */
+/* copy_memory.c: TB_INVALID, naming the tensor, if memory of a submitted operation was invalidated. */
 tb_status tb__copy_check_invalidated(const tb_copy *copy);
 bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room);
 

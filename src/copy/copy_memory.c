@@ -8,7 +8,7 @@
 static bool view_meets(const tb__match_view *v, uintptr_t first, uintptr_t last) {
     tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
     memcpy(b.strides, v->strides, sizeof b.strides);
-    return tb__binding_meets(&b, first, last);
+    return tb__binding_overlaps(&b, first, last);
 }
 
 tb_status tb__copy_check_invalidated(const tb_copy *copy) {
@@ -28,7 +28,7 @@ tb_status tb__copy_check_invalidated(const tb_copy *copy) {
     return TB_OK;
 }
 
-/* A run that moves nothing yet is given up for all. One that moves is ended by its flow's legs, or ends with the local
+/* A run that has not begun to move data is aborted. One that has is ended by its flow's legs, or ends with its local
  * copies. */
 bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last, char *still, size_t room) {
     tb_copy *copy = (tb_copy *)((char *)user - offsetof(tb_copy, memory));
@@ -45,7 +45,7 @@ bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last,
     if (is_used) {
         snprintf(still, room, "%s of %s", tensor, copy->what);
     } else if (!copy->flow && copy->broken == TB_OK && (!copy->is_given_up || copy->is_late)) {
-        copy->is_given_up = false; /* if others gave it up first, it would now come to the next run */
+        copy->is_given_up = false; /* otherwise this rank, aborted for being late, would take part in the next run */
         tb__copy_abort(copy, tb__copy_check_invalidated(copy));
     }
     return is_used;

@@ -1,5 +1,5 @@
-/* The data of a run. What goes to other ranks is a flow's, with a chunk for each tensor; what stays on this one is
- * copied here. */
+/* Moves the data of a run: a flow with a chunk for each tensor moves data between ranks; devices copy data within this
+ * rank. */
 #include "copy/copy.h"
 
 #include "ir/ir.h"
@@ -10,12 +10,12 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A step that is copying when the deadline comes takes so long to notice. */
+/* How long a step that is copying may take to notice the deadline, and a device to finish what was cancelled. */
 enum { GRACE_MS = 2000, STUCK_MS = 5000 };
 
 /* ---- Views ----------------------------------------------------------------------------------------------------- */
 
-static tb_binding binding_of(const tb__match_view *v) {
+static tb_binding view_binding(const tb__match_view *v) {
     tb_binding b = {.base = v->data, .dtype = v->dtype, .shape = v->shape};
     memcpy(b.strides, v->strides, sizeof b.strides);
     return b;
@@ -28,7 +28,7 @@ static bool is_same_memory(const tb__match_view *a, const tb__match_view *b) {
     return a->data == b->data && memcmp(left, right, (size_t)a->common.ndim * sizeof *left) == 0;
 }
 
-/* The views of a list, but for those of operations of the rank with itself, or only those. */
+/* Which operations: all, those of this rank with itself, or the others. */
 typedef enum which { WHICH_ALL, WHICH_LOCAL, WHICH_REMOTE } which;
 
 typedef struct part_list {
@@ -41,15 +41,16 @@ static void part_list_fini(part_list *list) {
     free(list->ids.item);
 }
 
-static bool add_part(part_list *list, const tb__match_view *v, uint64_t id) {
-    return tb__vec_push(&list->parts, binding_of(v)) && tb__vec_push(&list->ids, id);
+static bool add_binding(part_list *list, const tb__match_view *v, uint64_t id) {
+    return tb__vec_push(&list->parts, view_binding(v)) && tb__vec_push(&list->ids, id);
 }
 
-/* What a rank copies to where it is already is neither read nor written. */
-static tb_status collect(tb_copy *copy, bool is_send, which w, bool with_in_place, part_list *out) {
+/* The bindings of sends or receives. A copy of a view to itself reads and writes nothing: it is left out unless
+ * with_in_place. */
+static tb_status collect_bindings(tb_copy *copy, bool is_send, which w, bool with_in_place, part_list *out) {
     const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
-    tb__match_end others = tb__copy_end(copy, !is_send, copy->index);
-    size_t at = 0; /* of the other end, as operations with itself stand in the same order in both lists */
+    tb__match_end others = tb__copy_ops_with(copy, !is_send, copy->index);
+    size_t at = 0; /* index of the matching operation: local sends and receives have the same order */
     for (size_t i = 0; i < list->ops.count; i++) {
         const tb__match_op *op = &list->ops.item[i];
         bool is_local = op->seat == copy->index;
@@ -60,17 +61,17 @@ static tb_status collect(tb_copy *copy, bool is_send, which w, bool with_in_plac
             const tb__match_view *v = &copy->views.item[op->first_view + j];
             if (other && !with_in_place && is_same_memory(v, &copy->views.item[other->first_view + j]))
                 continue;
-            if (!add_part(out, v, op->task_id))
+            if (!add_binding(out, v, op->task_id))
                 return TB_NO_MEMORY;
         }
     }
     return TB_OK;
 }
 
-/* No two targets share memory, and none has elements that do. */
-static tb_status check_targets(tb_copy *copy) {
+/* TB_INVALID if targets overlap, or a target has overlapping elements. */
+static tb_status check_targets_disjoint(tb_copy *copy) {
     part_list targets = {0};
-    tb_status status = collect(copy, false, WHICH_ALL, true, &targets);
+    tb_status status = collect_bindings(copy, false, WHICH_ALL, true, &targets);
     size_t n = targets.parts.count, a = n, b = n;
     if (status == TB_OK)
         status = tb__bindings_find_overlap(targets.parts.item, n, &a, &b);
@@ -84,11 +85,11 @@ static tb_status check_targets(tb_copy *copy) {
     return status;
 }
 
-static tb_status check_apart(tb_copy *copy, which sources, which targets) {
+static tb_status check_no_overlap(tb_copy *copy, which sources, which targets) {
     part_list from = {0}, to = {0};
-    tb_status status = collect(copy, true, sources, false, &from);
+    tb_status status = collect_bindings(copy, true, sources, false, &from);
     if (status == TB_OK)
-        status = collect(copy, false, targets, false, &to);
+        status = collect_bindings(copy, false, targets, false, &to);
     size_t n = from.parts.count;
     bool *is_hit = n && to.parts.count ? tb__calloc(n, sizeof *is_hit) : NULL;
     if (status == TB_OK && n && to.parts.count)
@@ -105,29 +106,29 @@ static tb_status check_apart(tb_copy *copy, which sources, which targets) {
     return status;
 }
 
-/* The flow sees to sources and targets of its own that share memory; it does not know of local copies. */
+/* The flow handles overlap of its own sources and targets; it does not know of local copies. */
 tb_status tb__copy_check_memory(tb_copy *copy) {
-    TB_TRY(check_targets(copy));
-    TB_TRY(check_apart(copy, WHICH_ALL, WHICH_LOCAL));
-    return check_apart(copy, WHICH_LOCAL, WHICH_REMOTE);
+    TB_TRY(check_targets_disjoint(copy));
+    TB_TRY(check_no_overlap(copy, WHICH_ALL, WHICH_LOCAL));
+    return check_no_overlap(copy, WHICH_LOCAL, WHICH_REMOTE);
 }
 
 /* ---- On this rank ---------------------------------------------------------------------------------------------- */
 
-typedef struct local {
+typedef struct local_moves {
     size_t count;
     tb__move *copies;
     const void **sources;
     int64_t (*strides)[TB_MAX_DIMS];
-} local;
+} local_moves;
 
-static void local_fini(local *l) {
+static void local_fini(local_moves *l) {
     free(l->copies);
     free((void *)l->sources);
     free(l->strides);
 }
 
-static void add_local(local *l, const tb__match_view *from, const tb__match_view *to) {
+static void add_local(local_moves *l, const tb__match_view *from, const tb__match_view *to) {
     size_t i = l->count++;
     l->sources[i] = from->data;
     tb__match_strides(from, l->strides[i]);
@@ -143,8 +144,9 @@ static void add_local(local *l, const tb__match_view *from, const tb__match_view
     tb__match_strides(to, l->copies[i].dst_stride);
 }
 
-static tb_status make_local(tb_copy *copy, local *l) {
-    tb__match_end sends = tb__copy_end(copy, true, copy->index), recvs = tb__copy_end(copy, false, copy->index);
+static tb_status make_local(tb_copy *copy, local_moves *l) {
+    tb__match_end sends = tb__copy_ops_with(copy, true, copy->index),
+                  recvs = tb__copy_ops_with(copy, false, copy->index);
     size_t n = 0;
     for (size_t i = 0; i < sends.nops; i++)
         n += sends.ops[i].nviews;
@@ -164,7 +166,7 @@ static tb_status make_local(tb_copy *copy, local *l) {
     return TB_OK;
 }
 
-/* Copies what stays on this rank, as jobs of devices; from `submitted` until it is done. */
+/* A submission of the local copies to devices. */
 typedef struct local_run {
     tb__jobs_run run; /* first */
     tb__jobs jobs;
@@ -200,7 +202,7 @@ static tb_status end_local(tb_copy *copy, local_run *r) {
 
 /* Past the deadline it is cancelled. If a device does not finish it even then, the service is of no use any more, and
  * the memory stays in use. */
-static tb_status copy_local(tb_copy *copy, const local *l) {
+static tb_status copy_local(tb_copy *copy, const local_moves *l) {
     tb__loop *loop = copy->world->loop;
     local_run *r = tb__calloc(1, sizeof *r);
     if (!r)
@@ -225,15 +227,16 @@ static tb_status copy_local(tb_copy *copy, const local *l) {
 
 /* ---- Between ranks --------------------------------------------------------------------------------------------- */
 
-/* Ranks speak of a tensor by this: source, target, and which of those it is that go from one to the other. */
+/* The key of a tensor, the same at both ends: source rank, target rank, and the tensor's number among those between the
+ * two. */
 enum { NUMBER_BITS = 24, RANK_BITS = 20 };
 _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "two ranks and a number have 64 bits");
 
 typedef TB_VEC(tb__flow_tensor) tensor_list;
 
-static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
-    tb__match_end end = tb__copy_end(copy, is_send, seat);
-    uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->all.peers[copy->position[seat]]->rank;
+static tb_status add_peer_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
+    tb__match_end end = tb__copy_ops_with(copy, is_send, seat);
+    uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->handshake.peers[copy->position[seat]]->rank;
     uint64_t key = ((is_send ? here : there) << RANK_BITS | (is_send ? there : here)) << NUMBER_BITS;
     for (size_t i = 0; i < end.nops; i++) {
         for (uint32_t j = 0; j < end.ops[i].nviews; j++, key++) {
@@ -263,13 +266,13 @@ static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_se
     return TB_OK;
 }
 
-static int compare_keys(const void *a, const void *b) {
+static int compare_tensor_keys(const void *a, const void *b) {
     const tb__flow_tensor *x = a, *y = b;
     return (x->key > y->key) - (x->key < y->key);
 }
 
-static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
-                           const tb__ir_limits *limits) {
+static tb_status add_tensor_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
+                                  const tb__ir_limits *limits) {
     int32_t source = (int32_t)(t->key >> (RANK_BITS + NUMBER_BITS));
     int32_t target = (int32_t)(t->key >> NUMBER_BITS & (TB_MAX_RANKS - 1));
     tb_chunk chunk = {.transport = TB_P2P,
@@ -293,21 +296,21 @@ static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, con
     return tb__ir_add(ir, &chunk, limits);
 }
 
-/* Within a channel chunks stand by key: alike on both ends. */
-static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
+/* Chunks of a channel are sorted by key: the same order at both ends. */
+static tb_status make_copy_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
     tb__ir_limits limits = {.bucket_size = copy->bucket_size, .staged = copy->staging_bytes / 4};
     ir->view.rank = copy->world->rank;
     ir->view.bucket_size = copy->bucket_size;
     for (int32_t seat = 0; seat < copy->size; seat++) {
         if (seat == copy->index)
             continue;
-        TB_TRY(add_tensors(copy, ir, seat, true, tensors));
-        TB_TRY(add_tensors(copy, ir, seat, false, tensors));
+        TB_TRY(add_peer_tensors(copy, ir, seat, true, tensors));
+        TB_TRY(add_peer_tensors(copy, ir, seat, false, tensors));
     }
     if (tensors->count)
-        qsort(tensors->item, tensors->count, sizeof *tensors->item, compare_keys);
+        qsort(tensors->item, tensors->count, sizeof *tensors->item, compare_tensor_keys);
     for (size_t i = 0; i < tensors->count; i++) {
-        TB_TRY(add_chunk(copy, ir, (uint32_t)i, &tensors->item[i], &limits));
+        TB_TRY(add_tensor_chunk(copy, ir, (uint32_t)i, &tensors->item[i], &limits));
         if (!tb__vec_push(&ir->names, tensors->item[i].spec.name))
             return TB_NO_MEMORY;
     }
@@ -316,14 +319,14 @@ static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
     return TB_OK;
 }
 
-static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
+static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensors) {
     tb__flow_opts opts = {.loop = copy->world->loop,
                           .rank = copy->world->rank,
                           .direction = tb__copy_flow_number(copy->run),
-                          .peers = copy->all.peers,
-                          .ports = copy->all.ports,
-                          .npeers = copy->all.npeers,
-                          .lead = copy->all.npeers,
+                          .peers = copy->handshake.peers,
+                          .ports = copy->handshake.ports,
+                          .npeers = copy->handshake.npeers,
+                          .lead = copy->handshake.npeers,
                           .started = 1,
                           .tensors = tensors->item,
                           .ntensors = tensors->count,
@@ -337,13 +340,13 @@ static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensor
     return tb__flow_create(&opts, &copy->flow);
 }
 
-/* None, where nothing goes to or comes from others. */
-static tb_status make_flow(tb_copy *copy) {
+/* Makes no flow if this rank has no operations with others. */
+static tb_status make_copy_flow(tb_copy *copy) {
     tensor_list tensors = {0};
     tb__ir *ir = tb__calloc(1, sizeof *ir);
-    tb_status status = ir ? make_ir(copy, ir, &tensors) : TB_NO_MEMORY;
+    tb_status status = ir ? make_copy_ir(copy, ir, &tensors) : TB_NO_MEMORY;
     if (status == TB_OK && tensors.count > 0)
-        status = create_flow(copy, &ir->view, &tensors);
+        status = create_copy_flow(copy, &ir->view, &tensors);
     if (!copy->flow)
         tb_ir_destroy(ir ? &ir->view : NULL);
     free(tensors.item);
@@ -352,8 +355,8 @@ static tb_status make_flow(tb_copy *copy) {
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
-/* The sentence is in tb_error_detail. */
-static void fail(tb_copy *copy, tb_status status) {
+/* Ends the run with a failure; its message is in tb_error_detail. */
+static void fail_copy_run(tb_copy *copy, tb_status status) {
     copy->status = status;
     snprintf(copy->moved_why, sizeof copy->moved_why, "%s", tb_error_detail());
     for (int is_send = 0; is_send < 2; is_send++)
@@ -361,13 +364,14 @@ static void fail(tb_copy *copy, tb_status status) {
     copy->has_moved = true;
 }
 
-static void describe_wait(const tb_copy *copy, char *out, size_t room) {
+static void describe_run_wait(const tb_copy *copy, char *out, size_t room) {
     bool is_send = tb__flow_leg(copy->flow, true)->is_under_way;
     tb__flow_describe_wait(copy->flow, is_send, out, room);
 }
 
-/* Legs that are complete end well, whatever others say; at the deadline, without having sent all they had to say. */
-static void look_at_legs(tb_copy *copy) {
+/* A leg that has all its data succeeds, whatever peers report; at the deadline, also if it has not sent its last
+ * messages. */
+static void check_legs(tb_copy *copy) {
     bool is_under_way = false, is_complete = true;
     bool is_over = tb__now_ms() >= copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {
@@ -375,24 +379,24 @@ static void look_at_legs(tb_copy *copy) {
         is_under_way |= leg->is_under_way;
         is_complete &= !leg->is_under_way || leg->is_complete;
         if (leg->status != TB_OK) {
-            fail(copy, tb__fail(leg->status, "%s", leg->why));
+            fail_copy_run(copy, tb__fail(leg->status, "%s", leg->why));
             return;
         }
     }
     if (!is_under_way || (is_complete && is_over)) {
         copy->has_moved = true;
     } else if (copy->is_given_up && !is_complete) {
-        fail(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
+        fail_copy_run(copy, tb__fail(copy->abort_status, "%s", copy->abort_why));
     } else if (is_over) {
         char waits[TB__WHY_MAX];
-        describe_wait(copy, waits, sizeof waits);
-        fail(copy,
-             tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time: %.300s", copy->what, copy->run, waits));
+        describe_run_wait(copy, waits, sizeof waits);
+        fail_copy_run(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time: %.300s", copy->what,
+                                     copy->run, waits));
     }
 }
 
-/* When it has to be looked at, whatever happens. */
-static int64_t next_look(const tb_copy *copy) {
+/* The time of the next step, if no event comes before. */
+static int64_t next_step_ms(const tb_copy *copy) {
     int64_t when_ms = copy->has_moved ? INT64_MAX : copy->deadline_ms;
     for (int is_send = 0; is_send < 2; is_send++) {
         const tb__leg *leg = tb__flow_leg(copy->flow, is_send);
@@ -402,7 +406,7 @@ static int64_t next_look(const tb_copy *copy) {
     return when_ms;
 }
 
-static bool step(tb__task *task) {
+static bool step_run(tb__task *task) {
     tb_copy *copy = (tb_copy *)((char *)task - offsetof(tb_copy, task));
     if (copy->has_moved)
         return false;
@@ -410,8 +414,8 @@ static bool step(tb__task *task) {
         tb__flow_break(copy->flow, copy->broken, copy->why);
     bool did = tb__flow_step(copy->flow, true);
     did |= tb__flow_step(copy->flow, false);
-    look_at_legs(copy);
-    task->deadline_ms = next_look(copy);
+    check_legs(copy);
+    task->deadline_ms = next_step_ms(copy);
     if (copy->has_moved)
         tb__loop_signal(copy->world->loop);
     return did || copy->has_moved;
@@ -421,7 +425,7 @@ static bool has_moved(void *arg) {
     return ((const tb_copy *)arg)->has_moved;
 }
 
-/* It has come to this run, so it knows that this has been started. */
+/* The peer has voted, so it knows that the run has started. */
 void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
     if (copy->peers[peer].lost_why)
         tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);
@@ -429,52 +433,52 @@ void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
         tb__flow_gone(copy->flow, peer, 1, &(tb__failure){.why = ""});
 }
 
-static void begin(tb_copy *copy) {
+static void begin_flow(tb_copy *copy) {
     copy->phases = (tb__phases){.since = tb__seconds(), .now = TB_PHASE_WAIT};
     for (int is_send = 0; is_send < 2; is_send++)
         tb__flow_begin(copy->flow, is_send, 1, &copy->phases);
     for (size_t i = 0; i < copy->backlog.count && copy->broken == TB_OK; i++) {
         const struct tb__copy_backlog *b = &copy->backlog.item[i];
         tb__unpack message = {b->data, b->data + b->nbytes, false};
-        tb__set_detail("it can't be read");
+        tb__set_detail("truncated or malformed");
         if (!tb__flow_message(copy->flow, b->peer, &message))
-            tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent a message about %s that makes no sense",
+            tb__copy_break(copy, tb__fail_within(TB_INVALID, "%s sent an invalid message about %s",
                                                  copy->peers[b->peer].label, copy->what));
     }
     tb__copy_drop_backlog(copy);
-    for (size_t i = 0; i < copy->all.npeers; i++) {
-        if (copy->all.is_gone[i] || copy->peers[i].lost_why)
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
+        if (copy->handshake.is_gone[i] || copy->peers[i].lost_why)
             tb__copy_flow_gone(copy, i);
     }
-    copy->task.step = step;
+    copy->task.step = step_run;
     copy->task.deadline_ms = copy->deadline_ms;
     tb__loop_add_task(copy->world->loop, &copy->task);
     tb__loop_wake(copy->world->loop);
 }
 
-static void end(tb_copy *copy) {
+static void end_flow(tb_copy *copy) {
     tb__loop *loop = copy->world->loop;
     tb__loop_wait(loop, has_moved, copy, copy->deadline_ms + GRACE_MS);
     tb__loop_remove_task(loop, &copy->task);
     if (!copy->has_moved)
-        fail(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time", copy->what, copy->run));
+        fail_copy_run(copy, tb__fail(TB_TIMEOUT, "%s: run %" PRIu64 " has not ended in time", copy->what, copy->run));
     tb__flow_destroy(copy->flow);
     copy->flow = NULL;
 }
 
 tb_status tb__copy_move(tb_copy *copy) {
-    local l = {0};
+    local_moves l = {0};
     copy->status = TB_OK;
     copy->has_moved = false;
     tb_status status = make_local(copy, &l);
     if (status == TB_OK)
-        status = make_flow(copy);
+        status = make_copy_flow(copy);
     if (status != TB_OK) {
         local_fini(&l);
         return tb__copy_abort(copy, status);
     }
     if (copy->flow)
-        begin(copy);
+        begin_flow(copy);
     if (l.count) {
         status = copy_local(copy, &l);
         if (status != TB_OK)
@@ -483,7 +487,7 @@ tb_status tb__copy_move(tb_copy *copy) {
     local_fini(&l);
     tb__saved_detail why = tb__save_detail();
     if (copy->flow)
-        end(copy);
+        end_flow(copy);
     if (status != TB_OK)
         return tb__fail(status, "%s", why.text);
     return copy->status == TB_OK ? TB_OK : tb__fail(copy->status, "%s", copy->moved_why);

@@ -1,6 +1,6 @@
-/* What is submitted, and how a run goes. Each rank *offers* each other one what it has for it. Who has everybody's
- * offer compares, and *votes*. When all votes are good the data moves; else all fail with the sentence of the lowest
- * seat that found something. */
+/* Submitted operations, and the agreement before a run. Each rank sends every other rank an *offer*: its operations
+ * with that rank. A rank that has all offers compares them with its own operations and sends its *vote*. If all votes
+ * are TB_OK, the data moves; else all ranks fail with the message of the lowest seat that voted otherwise. */
 #include "copy/copy.h"
 
 #include "base/int.h"
@@ -42,8 +42,8 @@ static tb_status add_op(tb_copy *copy, tb__copy_list *list, const tb_copy_view *
     return TB_OK;
 }
 
-static tb_status submit(tb_copy *copy, bool is_send, const tb_copy_view *views, size_t nviews, int32_t seat,
-                        uint64_t task_id) {
+static tb_status submit_op(tb_copy *copy, bool is_send, const tb_copy_view *views, size_t nviews, int32_t seat,
+                           uint64_t task_id) {
     TB_TRY(tb__world_check(copy->world, "copy service"));
     tb__loop_lock(copy->world->loop);
     tb_status status = add_op(copy, is_send ? &copy->sends : &copy->recvs, views, nviews, seat, task_id);
@@ -54,33 +54,33 @@ static tb_status submit(tb_copy *copy, bool is_send, const tb_copy_view *views, 
 }
 
 tb_status tb_copy_submit_send(tb_copy *copy, const tb_copy_view *views, size_t nviews, int32_t dest, uint64_t task_id) {
-    return submit(copy, true, views, nviews, dest, task_id);
+    return submit_op(copy, true, views, nviews, dest, task_id);
 }
 
 tb_status tb_copy_submit_recv(tb_copy *copy, const tb_copy_view *views, size_t nviews, int32_t source,
                               uint64_t task_id) {
-    return submit(copy, false, views, nviews, source, task_id);
+    return submit_op(copy, false, views, nviews, source, task_id);
 }
 
-/* The first operation with a seat that is not below this one. */
-static size_t first_of(const tb__copy_list *list, int32_t seat) {
+/* Index of the first operation with this seat or a higher one. */
+static size_t first_op_with(const tb__copy_list *list, int32_t seat) {
     size_t i = 0;
     TB_BISECT(i, list->ops.count, list->ops.item[i].seat >= seat);
     return i;
 }
 
-tb__match_end tb__copy_end(tb_copy *copy, bool is_send, int32_t seat) {
+tb__match_end tb__copy_ops_with(tb_copy *copy, bool is_send, int32_t seat) {
     const tb__copy_list *list = is_send ? &copy->sends : &copy->recvs;
     tb__match_end end = {.label = copy->peers[copy->self].label, .views = copy->views.item};
     if (list->ops.item) {
-        size_t first = first_of(list, seat);
+        size_t first = first_op_with(list, seat);
         end.ops = list->ops.item + first;
-        end.nops = first_of(list, seat + 1) - first;
+        end.nops = first_op_with(list, seat + 1) - first;
     }
     return end;
 }
 
-/* ---- What this rank can tell by itself -------------------------------------------------------------------------- */
+/* ---- Checks of this rank's own operations ----------------------------------------------------------------------- */
 
 typedef struct use {
     uint64_t task_id;
@@ -99,7 +99,7 @@ static void name_use(const tb_copy *copy, const use *u, char *out, size_t room) 
     snprintf(out, room, "%s %.250s", u->is_send ? "to" : "from", copy->peers[copy->position[u->seat]].label);
 }
 
-/* An id stands for one operation; only that of a rank with itself has both its ends here. */
+/* A task id may be used once, except that a local copy has both a send and a receive. */
 static tb_status check_uses(const tb_copy *copy, const use *uses, size_t n) {
     for (size_t i = 1; i < n; i++) {
         const use *x = &uses[i - 1], *y = &uses[i];
@@ -132,17 +132,18 @@ static tb_status check_ids(tb_copy *copy) {
     return status;
 }
 
-static void sort(tb__copy_list *list) {
+static void sort_ops(tb__copy_list *list) {
     if (list->ops.count)
         qsort(list->ops.item, list->ops.count, sizeof *list->ops.item, tb__match_compare);
 }
 
-static tb_status check_own(tb_copy *copy) {
-    sort(&copy->sends);
-    sort(&copy->recvs);
+static tb_status check_own_ops(tb_copy *copy) {
+    sort_ops(&copy->sends);
+    sort_ops(&copy->recvs);
     TB_TRY(check_ids(copy));
     TB_TRY(tb__copy_check_invalidated(copy));
-    tb__match_end sender = tb__copy_end(copy, true, copy->index), receiver = tb__copy_end(copy, false, copy->index);
+    tb__match_end sender = tb__copy_ops_with(copy, true, copy->index),
+                  receiver = tb__copy_ops_with(copy, false, copy->index);
     TB_TRY(tb__match_ends(&sender, &receiver));
     tb_status status = tb__copy_check_memory(copy);
     return status == TB_OK ? status : tb__fail_within(status, "%s", copy->peers[copy->self].label);
@@ -165,9 +166,9 @@ static void pack_end(tb__pack *pack, const tb__match_end *end) {
     }
 }
 
-/* One whose own lists are wrong offers nothing, so that nobody compares; its vote says what is wrong. */
+/* A rank whose own operations are invalid sends an empty offer, which is not compared; its vote says what is wrong. */
 static tb_status send_offers(tb_copy *copy, bool is_good) {
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
@@ -175,10 +176,10 @@ static tb_status send_offers(tb_copy *copy, bool is_good) {
         tb__pack_u64(&pack, copy->run);
         tb__pack_u32(&pack, is_good);
         for (int is_send = 0; is_good && is_send < 2; is_send++) {
-            tb__match_end end = tb__copy_end(copy, is_send, copy->peers[i].seat);
+            tb__match_end end = tb__copy_ops_with(copy, is_send, copy->peers[i].seat);
             pack_end(&pack, &end);
         }
-        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     return TB_OK;
 }
@@ -188,7 +189,7 @@ typedef struct offer {
     TB_VEC(tb__match_view) views;
 } offer;
 
-static bool read_view(tb__unpack *u, tb__match_view *v) {
+static bool unpack_view(tb__unpack *u, tb__match_view *v) {
     v->item_bits = tb__unpack_u32(u);
     v->dtype = tb__match_carrier(v->item_bits);
     uint32_t ndim = tb__unpack_u32(u);
@@ -200,7 +201,7 @@ static bool read_view(tb__unpack *u, tb__match_view *v) {
     return !u->failed && tb_shape_size(&v->shape, v->dtype, NULL, &v->nbytes) == TB_OK;
 }
 
-static bool read_op(tb__unpack *u, offer *o, const tb__match_op *last) {
+static bool unpack_op(tb__unpack *u, offer *o, const tb__match_op *last) {
     tb__match_op op = {.task_id = tb__unpack_u64(u), .first_view = o->views.count};
     op.nviews = (uint32_t)tb__unpack_count(u, 16);
     if (u->failed || op.nviews == 0 || (last && last->task_id >= op.task_id) || !tb__vec_push(&o->ops, op) ||
@@ -208,34 +209,35 @@ static bool read_op(tb__unpack *u, offer *o, const tb__match_op *last) {
         return false;
     for (uint32_t i = 0; i < op.nviews; i++) {
         tb__match_view v = {0};
-        if (!read_view(u, &v))
+        if (!unpack_view(u, &v))
             return false;
         o->views.item[o->views.count++] = v;
     }
     return true;
 }
 
-static bool read_end(tb__unpack *u, offer *o) {
+static bool unpack_end(tb__unpack *u, offer *o) {
     size_t n = tb__unpack_count(u, 12), first = o->ops.count;
     for (size_t i = 0; i < n && !u->failed; i++) {
-        if (!read_op(u, o, o->ops.count > first ? &o->ops.item[o->ops.count - 1] : NULL))
+        if (!unpack_op(u, o, o->ops.count > first ? &o->ops.item[o->ops.count - 1] : NULL))
             return false;
     }
     return !u->failed;
 }
 
-/* What the peer receives against what this rank sends to it, and the other way round. */
-static tb_status compare(tb_copy *copy, const tb__copy_peer *peer, tb__unpack *u, offer *o) {
-    bool is_good = read_end(u, o);
+/* Compares the peer's receives with this rank's sends, and the peer's sends with this rank's receives. */
+static tb_status compare_offer(tb_copy *copy, const tb__copy_peer *peer, tb__unpack *u, offer *o) {
+    bool is_good = unpack_end(u, o);
     size_t nrecvs = o->ops.count;
-    is_good = is_good && read_end(u, o) && tb__unpack_is_done(u);
+    is_good = is_good && unpack_end(u, o) && tb__unpack_is_done(u);
     if (!is_good)
-        return tb__fail(TB_INVALID, "%s made an offer that makes no sense", peer->label);
-    tb__match_end sends = tb__copy_end(copy, true, peer->seat), recvs = tb__copy_end(copy, false, peer->seat);
+        return tb__fail(TB_INVALID, "%s sent an invalid offer of %zu bytes for run %" PRIu64, peer->label,
+                        peer->offer_nbytes, copy->run);
+    tb__match_end sends = tb__copy_ops_with(copy, true, peer->seat), recvs = tb__copy_ops_with(copy, false, peer->seat);
     tb__match_end its_recvs = {.label = peer->label, .ops = o->ops.item, .nops = nrecvs, .views = o->views.item};
     tb__match_end its_sends = {.label = peer->label, .nops = o->ops.count - nrecvs, .views = o->views.item};
     its_sends.ops = its_sends.nops ? o->ops.item + nrecvs : NULL;
-    /* Both ends look at the lower seat's sends first, and so find the same fault. */
+    /* Both ends check the lower seat's sends first, and so find the same failure. */
     bool is_lower = copy->index < peer->seat;
     TB_TRY(is_lower ? tb__match_ends(&sends, &its_recvs) : tb__match_ends(&its_sends, &recvs));
     return is_lower ? tb__match_ends(&its_sends, &recvs) : tb__match_ends(&sends, &its_recvs);
@@ -250,7 +252,7 @@ static tb_status check_offers(tb_copy *copy) {
         if (tb__unpack_u32(&u) == 0)
             continue;
         offer o = {0};
-        tb_status status = compare(copy, peer, &u, &o);
+        tb_status status = compare_offer(copy, peer, &u, &o);
         free(o.ops.item);
         free(o.views.item);
         TB_TRY(status);
@@ -262,7 +264,7 @@ static tb_status check_offers(tb_copy *copy) {
 
 static tb_status send_votes(tb_copy *copy) {
     const tb__copy_peer *self = &copy->peers[copy->self];
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         tb__pack pack = {0};
         if (i == copy->self)
             continue;
@@ -270,7 +272,7 @@ static tb_status send_votes(tb_copy *copy) {
         tb__pack_u64(&pack, copy->run);
         tb__pack_status(&pack, self->vote);
         tb__pack_string(&pack, self->why);
-        TB_TRY(tb__loop_send(copy->all.peers[i], copy->all.ports[i], &pack));
+        TB_TRY(tb__loop_send(copy->handshake.peers[i], copy->handshake.ports[i], &pack));
     }
     return TB_OK;
 }
@@ -294,27 +296,27 @@ typedef struct waiting {
     bool is_gone; /* for good */
 } waiting;
 
-static bool has_all(void *arg) {
+static bool has_all_peers(void *arg) {
     waiting *w = arg;
     tb_copy *copy = w->copy;
     w->missing = NULL;
     w->nthere = 0;
     w->is_gone = false;
-    for (size_t i = 0; i < copy->all.npeers; i++) {
+    for (size_t i = 0; i < copy->handshake.npeers; i++) {
         const tb__copy_peer *peer = &copy->peers[i];
         if (i == copy->self || (w->for_votes ? peer->voted : peer->offered) == copy->run) {
             w->nthere++;
-        } else if (!w->missing || ((copy->all.is_gone[i] || peer->lost_why) && !w->is_gone)) {
+        } else if (!w->missing || ((copy->handshake.is_gone[i] || peer->lost_why) && !w->is_gone)) {
             w->missing = peer;
-            w->is_gone = copy->all.is_gone[i] || peer->lost_why;
+            w->is_gone = copy->handshake.is_gone[i] || peer->lost_why;
         }
     }
     return !w->missing || w->is_gone || copy->broken != TB_OK || copy->is_given_up;
 }
 
-static tb_status wait(tb_copy *copy, bool for_votes) {
+static tb_status await_peers(tb_copy *copy, bool for_votes) {
     waiting w = {.copy = copy, .for_votes = for_votes};
-    tb__loop_wait(copy->world->loop, has_all, &w, copy->deadline_ms);
+    tb__loop_wait(copy->world->loop, has_all_peers, &w, copy->deadline_ms);
     if (copy->broken != TB_OK)
         return tb__fail(copy->broken, "%s", copy->why);
     if (copy->is_given_up)
@@ -327,11 +329,11 @@ static tb_status wait(tb_copy *copy, bool for_votes) {
         return tb__copy_abort(copy, tb__fail(TB_LOST, "%s has closed %s", w.missing->label, copy->what));
     return tb__copy_abort(copy, tb__fail(TB_TIMEOUT, "%s: %s has not %s run %" PRIu64 " (%zu of %zu ranks have)",
                                          copy->what, w.missing->label, for_votes ? "agreed to" : "come to", copy->run,
-                                         w.nthere, copy->all.npeers));
+                                         w.nthere, copy->handshake.npeers));
 }
 
-/* What this rank says of the run; a fault's sentence is in tb_error_detail. */
-static void judge(tb_copy *copy, tb_status status) {
+/* Sets this rank's vote; the message of a failure is in tb_error_detail. */
+static void set_vote(tb_copy *copy, tb_status status) {
     tb__copy_peer *self = &copy->peers[copy->self];
     self->vote = status;
     self->why[0] = '\0';
@@ -341,23 +343,23 @@ static void judge(tb_copy *copy, tb_status status) {
     }
 }
 
-/* Until all have voted. */
-static tb_status agree(tb_copy *copy) {
+/* Exchanges offers and votes with all ranks. */
+static tb_status exchange_votes(tb_copy *copy) {
     const tb__copy_peer *self = &copy->peers[copy->self];
-    judge(copy, check_own(copy));
+    set_vote(copy, check_own_ops(copy));
     tb_status status = send_offers(copy, self->vote == TB_OK);
     if (status != TB_OK)
         return tb__copy_abort(copy, status);
-    TB_TRY(wait(copy, false));
+    TB_TRY(await_peers(copy, false));
     if (self->vote == TB_OK)
-        judge(copy, check_offers(copy));
+        set_vote(copy, check_offers(copy));
     status = send_votes(copy);
-    return status == TB_OK ? wait(copy, true) : tb__copy_abort(copy, status);
+    return status == TB_OK ? await_peers(copy, true) : tb__copy_abort(copy, status);
 }
 
-/* Runs that others have given up before this rank came are not its own. They may have done so while its offers were on
- * their way to them: then it has come to the next one. */
-static tb_status run(tb_copy *copy) {
+/* Skips runs that others aborted before this rank took part. If they abort one while its offers are on their way, it
+ * takes part in the next. */
+static tb_status run_copy_service(tb_copy *copy) {
     tb_status status = TB_OK;
     do {
         if (copy->broken != TB_OK)
@@ -365,7 +367,7 @@ static tb_status run(tb_copy *copy) {
         TB_TRY(tb__copy_find_loss(copy));
         copy->run = (copy->aborted > copy->run ? copy->aborted : copy->run) + 1;
         copy->is_given_up = false;
-        status = agree(copy);
+        status = exchange_votes(copy);
     } while (status != TB_OK && copy->is_given_up && copy->is_late);
     TB_TRY(status);
     TB_TRY(count_votes(copy));
@@ -384,7 +386,7 @@ tb_status tb_copy_run(tb_copy *copy, int timeout_ms) {
     }
     copy->is_running = true;
     copy->deadline_ms = tb__world_deadline(copy->world, timeout_ms);
-    tb_status status = run(copy);
+    tb_status status = run_copy_service(copy);
     copy->is_running = false;
     copy->sends.ops.count = copy->recvs.ops.count = copy->views.count = 0;
     tb__copy_drop_backlog(copy);

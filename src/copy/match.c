@@ -1,4 +1,4 @@
-/* Views become comparable, operations are paired by id, shapes are split until they are equal. */
+/* Merges the dimensions of views, pairs operations by id, and splits shapes until they are equal. */
 #include "copy/match.h"
 
 #include "base/int.h"
@@ -27,8 +27,8 @@ tb_dtype tb__match_carrier(uint32_t item_bits) {
     }
 }
 
-/* Leaves out dimensions of length 1. */
-static void squeeze(tb__match_view *v) {
+/* Removes dimensions of length 1. */
+static void drop_unit_dims(tb__match_view *v) {
     int kept = 0;
     for (int d = 0; d < v->shape.ndim; d++) {
         if (v->shape.dim[d] == 1)
@@ -39,7 +39,7 @@ static void squeeze(tb__match_view *v) {
     v->shape.ndim = kept;
 }
 
-/* Two items to a byte: what lies in a byte must stay together. */
+/* Two 4-bit items in a byte become one item of 8 bits. */
 static tb_status pair_items(tb__match_view *v) {
     int last = v->shape.ndim - 1;
     if (last < 0 || v->strides[last] != 1 || v->shape.dim[last] % 2)
@@ -53,7 +53,7 @@ static tb_status pair_items(tb__match_view *v) {
     return TB_OK;
 }
 
-static void merge(tb__match_view *v) {
+static void merge_dims(tb__match_view *v) {
     int kept = 0;
     for (int d = 0; d < v->shape.ndim; d++) {
         if (kept && v->strides[kept - 1] == v->strides[d] * v->shape.dim[d]) {
@@ -86,14 +86,14 @@ tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out) {
     TB_TRY(tb__binding_span(&binding, &first, &last));
     v.shape = shape;
     memcpy(v.strides, binding.strides, sizeof v.strides);
-    squeeze(&v);
+    drop_unit_dims(&v);
     if (nelements == 0) {
         v.shape = (tb_shape){.ndim = 1};
     } else {
         if (v.item_bits == 4)
             TB_TRY(pair_items(&v));
-        squeeze(&v);
-        merge(&v);
+        drop_unit_dims(&v);
+        merge_dims(&v);
     }
     if (v.shape.ndim == 0)
         v.shape = (tb_shape){.ndim = 1, .dim = {1}};
@@ -106,7 +106,7 @@ tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out) {
 /* ---- Shapes ---------------------------------------------------------------------------------------------------- */
 
 /* From the last dimension on: of two lengths the shorter one must divide the longer one, whose rest meets the next. */
-static bool refine(const tb_shape *a, const tb_shape *b, tb_shape *out) {
+static bool split_to_common(const tb_shape *a, const tb_shape *b, tb_shape *out) {
     int64_t dims[2 * TB_MAX_DIMS], left_a = 1, left_b = 1;
     int i = a->ndim, j = b->ndim, n = 0;
     if (a->dim[0] == 0 || b->dim[0] == 0) {
@@ -181,7 +181,7 @@ static tb_status match_views(const tb__match_end *sender, const tb__match_end *r
                         "tensor %" PRIu32 " of task %" PRIu64 " has items of %" PRIu32
                         " bits on %s, which sends it, but of %" PRIu32 " on %s, which receives it",
                         i, id, from->item_bits, sender->label, to->item_bits, receiver->label);
-    if (!refine(&from->shape, &to->shape, &from->common)) {
+    if (!split_to_common(&from->shape, &to->shape, &from->common)) {
         char left[100], right[100];
         name_shape(&from->shape, left, sizeof left);
         name_shape(&to->shape, right, sizeof right);

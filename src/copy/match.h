@@ -1,4 +1,4 @@
-/* What is sent against what is received. Pure: both ends come to the same result, and the same sentence. */
+/* Matches sends with receives. Pure: both ends compute the same result, and the same error message. */
 #ifndef TB_COPY_MATCH_H
 #define TB_COPY_MATCH_H
 
@@ -10,9 +10,9 @@ typedef struct tb__match_view {
     uint32_t item_bits;
     tb_dtype dtype; /* an integer as wide as an item; two 4-bit items are one byte */
     tb_shape shape; /* at least one dimension; [0] if it has no elements */
-    int64_t nbytes; /* follows from the above */
+    int64_t nbytes; /* of all elements */
     int64_t strides[TB_MAX_DIMS];
-    tb_shape common;     /* of a pair that was matched: the shape in which both ends see it */
+    tb_shape common;     /* after matching: the shape that both ends use */
     bool is_invalidated; /* its memory was */
 } tb__match_view;
 
@@ -24,7 +24,7 @@ typedef struct tb__match_op {
     size_t number;     /* in the order of submission */
 } tb__match_op;
 
-/* The operations of one end that go to, or come from, one rank; by task id, each once. */
+/* One rank's operations with another rank, by task id, each once. */
 typedef struct tb__match_end {
     const char *label; /* "rank 6 (inference 2)" */
     const tb__match_op *ops;
@@ -32,17 +32,16 @@ typedef struct tb__match_end {
     tb__match_view *views;
 } tb__match_end;
 
-/* Checks a view. The sentence does not name the task. */
+/* Checks and merges a view. The error message does not name the task. */
 tb_status tb__match_read(const tb_copy_view *view, tb__match_view *out);
 
-/* The dtype that carries items of so many bits; TB_DTYPE_NONE: there are none of that size. */
+/* The unsigned dtype for items of so many bits; TB_DTYPE_NONE: there is none. */
 tb_dtype tb__match_carrier(uint32_t item_bits);
 
-/* Whether the operations belong together, one to one and view by view; those of equal position do, then. Sets the
- * common shapes, at both ends. */
+/* Matches operations of equal position, one to one and view by view. Sets the common shapes at both ends. */
 tb_status tb__match_ends(const tb__match_end *sender, const tb__match_end *receiver);
 
-/* How the view is strided in its common shape. */
+/* The strides of the view in its common shape. */
 void tb__match_strides(const tb__match_view *view, int64_t *strides);
 
 int tb__match_compare(const void *a, const void *b); /* of tb__match_op: by seat, then task id */

@@ -155,7 +155,7 @@ static tb_status read_report(const tool_agent_view *view, const tb__message *rep
 static void take_answer(tool_agent_view *view, int64_t deadline_ms) {
     tb__client_reply *reply;
     json_t *report = NULL;
-    tb_status status = tb__client_wait(view->client, view->seq, deadline_ms, "said what it does", &reply);
+    tb_status status = tb__client_await_reply(view->client, view->seq, deadline_ms, "said what it does", &reply);
     if (status == TB_OK) {
         status = read_report(view, &reply->message, &report);
         tb__client_reply_free(reply);
@@ -181,7 +181,7 @@ void tool_agents_ask(tool_agents *agents, int timeout_ms) {
             .size = sizeof opts, .timeout_ms = timeout_ms, .token = agents->token, .name = agents->name};
         if (view->client || view->retry_ms > tb__now_ms())
             continue;
-        tb_status status = tb__client_connect(view->path, &opts, false, &view->client);
+        tb_status status = tb__client_open(view->path, &opts, false, &view->client);
         if (status != TB_OK)
             give_up(view, status);
     }

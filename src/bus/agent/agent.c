@@ -17,13 +17,13 @@
 
 enum { EVENTS = 64, DEFAULT_TIMEOUT_MS = 30000 };
 
-static tb_status watch(const tb__agent *agent, int fd, const void *what) {
+static tb_status watch_fd(const tb__agent *agent, int fd, const void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)what};
     return epoll_ctl(agent->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK
                                                                    : tb__fail(TB_IO, "epoll_ctl: %s", strerror(errno));
 }
 
-static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
+static tb_status open_agent(tb__agent *agent, const tb__agent_opts *o) {
     char url[sizeof agent->listener.address.url];
     tb__address address;
     if (strlen(o->socket) >= sizeof address.path)
@@ -38,9 +38,9 @@ static tb_status open_all(tb__agent *agent, const tb__agent_opts *o) {
     snprintf(url, sizeof url, "unix:%s", o->socket);
     TB_TRY(tb__address_parse(url, &address));
     TB_TRY(tb__listener_open(&address, &agent->listener));
-    TB_TRY(watch(agent, agent->listener.socket.fd, &agent->listener));
-    TB_TRY(watch(agent, agent->wake, &agent->wake));
-    TB_TRY(watch(agent, agent->stop, &agent->stop));
+    TB_TRY(watch_fd(agent, agent->listener.socket.fd, &agent->listener));
+    TB_TRY(watch_fd(agent, agent->wake, &agent->wake));
+    TB_TRY(watch_fd(agent, agent->stop, &agent->stop));
     tb_world_opts world = {.size = sizeof world,
                            .token = o->token,
                            .timeout_ms = agent->timeout_ms,
@@ -67,7 +67,7 @@ tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out) {
     tb__monotonic_cond_init(&agent->report_made);
     agent->group = tb__strdup(opts->group);
     agent->token = opts->token ? tb__strdup(opts->token) : NULL;
-    tb_status status = agent->group && (!opts->token || agent->token) ? open_all(agent, opts) : TB_NO_MEMORY;
+    tb_status status = agent->group && (!opts->token || agent->token) ? open_agent(agent, opts) : TB_NO_MEMORY;
     if (status != TB_OK) {
         tb__saved_detail why = tb__save_detail();
         tb__agent_destroy(agent);
@@ -87,12 +87,12 @@ void tb__agent_stop(tb__agent *agent) {
 
 /* ---- The loop -------------------------------------------------------------------------------------------------- */
 
-/* Strangers that do not say who they are are turned away in time, and those who are to go and do not take what they are
- * sent. Returns when to look again. */
-static int64_t turn_away(tb__agent *agent) {
+/* Closes sessions that have not sent a Hello in time, and closing ones that do not take their replies. Returns the next
+ * deadline. */
+static int64_t close_expired_sessions(tb__agent *agent) {
     int64_t now = tb__now_ms(), next = INT64_MAX;
     for (agent_session *s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link)) {
-        if (s->is_gone || (s->has_greeted && !s->is_doomed))
+        if (s->is_gone || (s->has_greeted && !s->is_closing))
             continue;
         if (s->deadline_ms <= now)
             tb__agent_session_close(s);
@@ -102,29 +102,30 @@ static int64_t turn_away(tb__agent *agent) {
     return next;
 }
 
-/* Burying one may bring the end of another, whom a reply can't reach any more. */
-static void sweep(tb__agent *agent) {
+/* Releases sessions that are gone, and frees those without jobs. Releasing one may close another, because a reply to it
+ * fails. */
+static void release_sessions(tb__agent *agent) {
     agent_session *s, *next;
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
         next = LIST_NEXT(s, link);
-        if (!s->is_gone || s->is_buried)
+        if (!s->is_gone || s->has_released)
             continue;
-        tb__agent_session_bury(s);
+        tb__agent_session_release(s);
         next = LIST_FIRST(&agent->sessions);
     }
     for (s = LIST_FIRST(&agent->sessions); s; s = next) {
         next = LIST_NEXT(s, link);
-        if (s->is_buried && s->njobs == 0)
+        if (s->has_released && s->njobs == 0)
             tb__agent_session_free(s);
         else
             tb__agent_session_watch(s);
     }
 }
 
-/* What has to be done between events; how long to sleep then. */
-static int tidy(tb__agent *agent) {
-    int64_t next = tb__agent_pairs_expire(agent), other = turn_away(agent);
-    sweep(agent);
+/* Work between events. Returns how long to sleep. */
+static int do_housekeeping(tb__agent *agent) {
+    int64_t next = tb__agent_pairs_expire(agent), other = close_expired_sessions(agent);
+    release_sessions(agent);
     next = tb__min64(next, other);
     if (agent->is_full)
         tb__agent_listen_again(agent);
@@ -133,11 +134,11 @@ static int tidy(tb__agent *agent) {
     return next == INT64_MAX ? -1 : tb__ms_until(next) + 1;
 }
 
-/* Whoever says it twice does not want to wait: what is under way is cut off when the agent is destroyed. */
+/* The second stop ends the loop at once; tb__agent_destroy then ends what still runs. */
 static void on_stop(tb__agent *agent) {
     eventfd_t times = 0;
     eventfd_read(agent->stop, &times);
-    agent->is_cut = agent->is_stopping || times > 1;
+    agent->is_forced = agent->is_stopping || times > 1;
     if (agent->is_stopping)
         return;
     agent->is_stopping = true;
@@ -145,7 +146,7 @@ static void on_stop(tb__agent *agent) {
     tb__log(TB_LOG_INFO, "agent: stopping; %zu commands are under way", agent->njobs);
 }
 
-static void on_event(tb__agent *agent, const struct epoll_event *event) {
+static void on_epoll_event(tb__agent *agent, const struct epoll_event *event) {
     eventfd_t unused;
     if (event->data.ptr == &agent->listener) {
         tb__agent_accept(agent);
@@ -153,14 +154,15 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
         on_stop(agent);
     } else if (event->data.ptr == &agent->wake) {
         eventfd_read(agent->wake, &unused);
-        tb__agent_reap(agent);
+        tb__agent_reap_jobs(agent);
         tb__agent_serve_reports(agent);
     } else {
         agent_session *s = event->data.ptr;
         if (!s->is_gone && event->events & EPOLLOUT)
             tb__agent_session_writable(s);
         if (!s->is_gone && event->events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-            if (s->is_doomed || !(event->events & EPOLLIN)) /* an end, which would be told again and again */
+            if (s->is_closing ||
+                !(event->events & EPOLLIN)) /* the connection has ended, which epoll would report again and again */
                 tb__agent_session_close(s);
             else
                 tb__agent_session_readable(s);
@@ -171,13 +173,13 @@ static void on_event(tb__agent *agent, const struct epoll_event *event) {
 tb_status tb__agent_run(tb__agent *agent) {
     struct epoll_event events[EVENTS];
     int sleep_ms = -1;
-    while (!agent->is_cut && (!agent->is_stopping || agent->njobs > 0)) {
+    while (!agent->is_forced && (!agent->is_stopping || agent->njobs > 0)) {
         int n = epoll_wait(agent->epoll, events, EVENTS, sleep_ms);
         if (n < 0 && errno != EINTR)
             return tb__fail(TB_IO, "epoll_wait: %s", strerror(errno));
         for (int i = 0; i < n; i++)
-            on_event(agent, &events[i]);
-        sleep_ms = tidy(agent);
+            on_epoll_event(agent, &events[i]);
+        sleep_ms = do_housekeeping(agent);
     }
     return TB_OK;
 }
@@ -188,14 +190,14 @@ void tb__agent_destroy(tb__agent *agent) {
     agent_session *s;
     for (s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link))
         tb__agent_session_close(s);
-    sweep(agent);
-    while (agent->njobs > 0) { /* those that were cut off give up, and have deadlines */
+    release_sessions(agent);
+    while (agent->njobs > 0) { /* jobs of closed sessions give up, and have deadlines */
         eventfd_t unused;
         struct pollfd end = {.fd = agent->wake, .events = POLLIN};
-        poll(&end, 1, tidy(agent));
+        poll(&end, 1, do_housekeeping(agent));
         eventfd_read(agent->wake, &unused);
-        tb__agent_reap(agent);
-        sweep(agent);
+        tb__agent_reap_jobs(agent);
+        release_sessions(agent);
     }
     if (agent->listener.socket.fd >= 0)
         tb__listener_close(&agent->listener);

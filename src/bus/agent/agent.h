@@ -1,6 +1,6 @@
-/* An agent: owns a seat on the bus, and moves tensors for programs of the same user that connect to its socket. One
- * loop sleeps on all descriptors; commands that have to wait for other ranks are done by threads of their own, so that
- * none holds up another. A program that dies takes its batches along, and nothing else. */
+/* An agent: a daemon with a seat on the bus that moves tensors for programs of the same user, which connect to its
+ * socket. One loop sleeps on all descriptors; commands that have to wait for other ranks run in threads of their own,
+ * so that none holds up another. When a program dies, its batches end, and nothing else. */
 #ifndef TB_BUS_AGENT_AGENT_H
 #define TB_BUS_AGENT_AGENT_H
 
@@ -13,8 +13,8 @@ typedef struct tb__agent_opts {
     const char *store;  /* a URL */
     const char *group;
     int32_t index, size;
-    const char *token;            /* of the store, and of clients; NULL: none is asked for */
-    int timeout_ms;               /* of joining, and of commands that do not say; 0: 30 s */
+    const char *token;            /* for the store, and expected from clients; NULL: none */
+    int timeout_ms;               /* for joining, and for commands without a timeout; 0: 30 s */
     int workers;                  /* 0: as many as there are cores for this rank */
     const char *transport, *host; /* as in tb_world_opts */
     bool checksum;                /* all batches have it */
@@ -24,8 +24,8 @@ typedef struct tb__agent_opts {
 /* Joins the bus and listens. */
 tb_status tb__agent_create(const tb__agent_opts *opts, tb__agent **out);
 
-/* Serves until it is told to stop; then takes no new commands, and returns when those under way have ended, or when it
- * is told again. */
+/* Serves until tb__agent_stop. Then it accepts no new commands, and returns when those that run have ended, or at the
+ * second tb__agent_stop. */
 tb_status tb__agent_run(tb__agent *agent);
 
 /* From any thread, or a signal handler. */
@@ -35,8 +35,8 @@ void tb__agent_destroy(tb__agent *agent);
 
 int32_t tb__agent_rank(const tb__agent *agent);
 
-/* What the agent does, as docs/protocol.md says of Inspect: a JSON object, to be freed by the caller. From any thread
- * while the agent runs, but that of tb__agent_run; TB_TIMEOUT if that has not answered in time. */
+/* The agent's state as the JSON object of Inspect (docs/protocol.md), to be freed by the caller. From any thread but
+ * that of tb__agent_run, while that runs; TB_TIMEOUT if it does not answer in time. */
 tb_status tb__agent_report(tb__agent *agent, int timeout_ms, char **out);
 
 #endif

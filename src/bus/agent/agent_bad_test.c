@@ -74,7 +74,7 @@ static void test_nobody_there(void **state) {
     memset(longer, 'x', sizeof longer - 1);
     longer[sizeof longer - 1] = '\0';
     check_fails(tb_client_connect(longer, NULL, &c), TB_INVALID, "too long");
-    check_fails(tb__client_connect(path, NULL, false, &c), TB_IO, "there is no socket");
+    check_fails(tb__client_open(path, NULL, false, &c), TB_IO, "there is no socket");
     check_fails(tb_client_connect(path, &opts, &c), TB_IO, "there is no socket");
     check_fails(tb_client_connect("", NULL, &c), TB_INVALID, "is empty");
     check_fails(tb_client_connect(folder, NULL, &c), TB_INVALID, "is a folder");
@@ -86,7 +86,7 @@ static void test_nobody_there(void **state) {
     snprintf(name.sun_path, sizeof name.sun_path, "%s", path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     check(fd >= 0 && bind(fd, (const struct sockaddr *)&name, sizeof name) == 0);
-    check_fails(tb__client_connect(path, NULL, false, &c), TB_IO, "nobody listens");
+    check_fails(tb__client_open(path, NULL, false, &c), TB_IO, "nobody listens");
     int64_t begun_ms = tb__now_ms();
     check_fails(tb_client_connect(path, &opts, &c), TB_IO, "nobody listens");
     check(tb__now_ms() - begun_ms >= SOON_MS);
@@ -426,7 +426,7 @@ static void agent_goes(rank *r) {
         check_fails(tb_client_query(b, &status), TB_LOST, "is gone");
         check_fails(tb_client_register(unused, 0), TB_LOST, "is gone");
         check_fails(tb_client_init_pair(c, "q", "b", "mesh=1 place=R", 0), TB_LOST, "is gone");
-        check_fails(tb__client_connect(seat_of(r)->path, NULL, false, &late), TB_IO, "there is no socket");
+        check_fails(tb__client_open(seat_of(r)->path, NULL, false, &late), TB_IO, "there is no socket");
     }
     tb_client_batch_destroy(unused);
     tb_client_close(c);

@@ -1,4 +1,4 @@
-/* Tensors of clients: where their memory is, here, as pairs come to a batch and go. */
+/* Adds a client's tensors to a batch: maps or mirrors their memory. */
 #include "bus/agent/agent_inside.h"
 
 #include "layout/overlap.h"
@@ -6,35 +6,35 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* A batch that is being filled, by a job's thread. */
+/* The state of adding tensors to a batch, in a job's thread. */
 typedef struct filling {
     agent_job *job;
     tb_batch *batch;
-    tb__guest_file **files; /* by descriptor of the frame; NULL: not mapped yet */
-    agent_share *share;     /* of the tensor before ... */
-    tb_layout *layout;      /* ... and its layout */
-    uint64_t nbytes;        /* of the tensor */
-    tb__mirrored mirrored;  /* what of it is */
+    tb__client_file **files;      /* by descriptor of the frame; NULL: not mapped yet */
+    agent_batch_pair *batch_pair; /* of the tensor before ... */
+    tb_layout *layout;            /* ... and its layout */
+    uint64_t nbytes;              /* of the tensor */
+    tb__mirrored mirrored;        /* what of it is */
 } filling;
 
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
-static tb_status map_file(filling *f, const tb__payload_memory *m, char **out) {
+static tb_status map_client_file(filling *f, const tb__payload_memory *m, char **out) {
     agent_job *job = f->job;
     if (m->fd >= job->nfds)
         return tb__fail(TB_INVALID, "its memory is in descriptor %" PRIu32 ", but %zu came with the command", m->fd,
                         job->nfds);
-    tb__guest_file *file = f->files[m->fd];
+    tb__client_file *file = f->files[m->fd];
     if (!file) {
-        pthread_mutex_lock(&job->session->guest_lock);
-        tb_status status = tb__guest_take_file(&job->session->guest, job->fds[m->fd], &file);
-        pthread_mutex_unlock(&job->session->guest_lock);
+        pthread_mutex_lock(&job->session->process_lock);
+        tb_status status = tb__client_process_map_file(&job->session->process, job->fds[m->fd], &file);
+        pthread_mutex_unlock(&job->session->process_lock);
         TB_TRY(status);
         f->files[m->fd] = file;
         if (!tb__vec_push(&job->batch->files, ((agent_file){file, job->batch->round}))) {
-            pthread_mutex_lock(&job->session->guest_lock);
-            tb__guest_put_file(&job->session->guest, file);
-            pthread_mutex_unlock(&job->session->guest_lock);
+            pthread_mutex_lock(&job->session->process_lock);
+            tb__client_process_unmap_file(&job->session->process, file);
+            pthread_mutex_unlock(&job->session->process_lock);
             f->files[m->fd] = NULL;
             return TB_NO_MEMORY;
         }
@@ -46,9 +46,9 @@ static tb_status map_file(filling *f, const tb__payload_memory *m, char **out) {
     return TB_OK;
 }
 
-/* One of the tensor's memories. */
-static tb_status find_memory(filling *f, const tb__payload_memory *m, int memory, const char *what, uint64_t needed,
-                             char **out) {
+/* Finds one of the tensor's memory areas. */
+static tb_status map_memory(filling *f, const tb__payload_memory *m, int memory, const char *what, uint64_t needed,
+                            char **out) {
     *out = NULL;
     if (needed == 0)
         return TB_OK;
@@ -57,10 +57,10 @@ static tb_status find_memory(filling *f, const tb__payload_memory *m, int memory
         return tb__fail(TB_INVALID, "%s %" PRIu64 " bytes, but %" PRIu64 " are given", what, needed, m->nbytes);
     if (m->kind == TB__MEMORY_FD) {
         f->mirrored.is_all = false;
-        return map_file(f, m, out);
+        return map_client_file(f, m, out);
     }
     agent_mirror *mirror;
-    TB_TRY(tb__agent_mirror(f->job->batch, m, f->share->held, &mirror));
+    TB_TRY(tb__agent_get_mirror(f->job->batch, m, f->batch_pair->held, &mirror));
     f->mirrored.is_mirror[memory] = true;
     f->mirrored.shift[memory] = mirror->address - (uint64_t)(uintptr_t)mirror->data;
     *out = mirror->data;
@@ -70,10 +70,10 @@ static tb_status find_memory(filling *f, const tb__payload_memory *m, int memory
 void tb__agent_batch_empty(agent_batch *b) {
     agent_session *s = b->session;
     tb_batch_destroy(b->batch);
-    pthread_mutex_lock(&s->guest_lock);
+    pthread_mutex_lock(&s->process_lock);
     for (size_t i = 0; i < b->files.count; i++)
-        tb__guest_put_file(&s->guest, b->files.item[i].file);
-    pthread_mutex_unlock(&s->guest_lock);
+        tb__client_process_unmap_file(&s->process, b->files.item[i].file);
+    pthread_mutex_unlock(&s->process_lock);
     free(b->files.item);
     tb__agent_mirrors_free(b);
 }
@@ -81,24 +81,24 @@ void tb__agent_batch_empty(agent_batch *b) {
 static void drop_files(agent_batch *b, uint64_t round) {
     agent_session *s = b->session;
     size_t nkept = 0;
-    pthread_mutex_lock(&s->guest_lock);
+    pthread_mutex_lock(&s->process_lock);
     for (size_t i = 0; i < b->files.count; i++) {
         if (b->files.item[i].round == round)
-            tb__guest_put_file(&s->guest, b->files.item[i].file);
+            tb__client_process_unmap_file(&s->process, b->files.item[i].file);
         else
             b->files.item[nkept++] = b->files.item[i];
     }
-    pthread_mutex_unlock(&s->guest_lock);
+    pthread_mutex_unlock(&s->process_lock);
     b->files.count = nkept;
 }
 
 tb_status tb__agent_batch_drop(agent_batch *b, size_t leaving) {
-    tb_pair *pair = b->shares.item[leaving].held;
-    uint64_t round = b->shares.item[leaving].round;
+    tb_pair *pair = b->batch_pairs.item[leaving].held;
+    uint64_t round = b->batch_pairs.item[leaving].round;
     bool is_last = true;
     TB_TRY(tb_batch_remove_pair(b->batch, pair));
-    for (size_t i = 0; i < b->shares.count; i++)
-        is_last &= i == leaving || b->shares.item[i].round != round;
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        is_last &= i == leaving || b->batch_pairs.item[i].round != round;
     if (is_last)
         drop_files(b, round);
     tb__agent_mirrors_drop(b, pair);
@@ -117,8 +117,8 @@ static tb_status get_local(const filling *f, const tb__tensor_payload *p, tb_sha
     return TB_OK;
 }
 
-/* Its data begins `back` bytes after its memory, where strides are negative. */
-static tb_status find_plain(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
+/* With negative strides, the tensor's data does not begin at the start of its memory. */
+static tb_status locate_plain(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
     tb_binding b;
     uintptr_t first, last;
     char *memory;
@@ -126,32 +126,32 @@ static tb_status find_plain(filling *f, const tb__tensor_payload *p, const tb_sh
     if (p->has_strides)
         memcpy(b.strides, p->strides, sizeof b.strides);
     TB_TRY(tb__binding_span(&b, &first, &last));
-    TB_TRY(find_memory(f, &p->data, TB__DATA, "this rank's part of it has", last - first, &memory));
+    TB_TRY(map_memory(f, &p->data, TB__DATA, "this rank's part of it has", last - first, &memory));
     t->data = memory ? memory + (UINTPTR_MAX / 2 - first) : NULL;
     return TB_OK;
 }
 
-static tb_status find_encoded(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
+static tb_status locate_encoded(filling *f, const tb__tensor_payload *p, const tb_shape *local, tb_tensor *t) {
     tb__encoding encoding;
     tb__encoded_size size;
     TB_TRY(tb__encoding_parse(p->encode, &encoding));
     TB_TRY(tb__encoded_measure(&encoding, local, &size));
-    TB_TRY(find_memory(f, &p->data, TB__DATA, "its data has", size.data_nbytes, (char **)&t->data));
-    TB_TRY(find_memory(f, &p->scales, TB__SCALES, "its scales have", size.scales_nbytes, (char **)&t->scales));
-    return find_memory(f, &p->scale, TB__SCALE, "its scale has", size.scale_nbytes, (char **)&t->scale);
+    TB_TRY(map_memory(f, &p->data, TB__DATA, "its data has", size.data_nbytes, (char **)&t->data));
+    TB_TRY(map_memory(f, &p->scales, TB__SCALES, "its scales have", size.scales_nbytes, (char **)&t->scales));
+    return map_memory(f, &p->scale, TB__SCALE, "its scale has", size.scale_nbytes, (char **)&t->scale);
 }
 
 /* Where the stored tensor is, and its layout, which is to be freed. */
-static tb_status locate(filling *f, const tb__tensor_payload *p, tb_tensor *t, char **layout) {
+static tb_status locate_tensor(filling *f, const tb__tensor_payload *p, tb_tensor *t, char **layout) {
     tb_shape local;
     f->nbytes = 0;
     f->mirrored = (tb__mirrored){.is_all = true};
     TB_TRY(get_local(f, p, &local));
-    TB_TRY(p->encode ? find_encoded(f, p, &local, t) : find_plain(f, p, &local, t));
+    TB_TRY(p->encode ? locate_encoded(f, p, &local, t) : locate_plain(f, p, &local, t));
     return p->layout ? tb_layout_format(p->layout, layout) : TB_OK;
 }
 
-static tb_status add(filling *f, const tb__tensor_payload *p) {
+static tb_status add_client_tensor(filling *f, const tb__tensor_payload *p) {
     tb_tensor t = {.size = sizeof t,
                    .dtype = p->dtype,
                    .ndim = p->shape.ndim,
@@ -163,83 +163,84 @@ static tb_status add(filling *f, const tb__tensor_payload *p) {
                    .scale_group = p->scale_group};
     char *layout = NULL;
     memcpy(t.shape, p->shape.dim, sizeof t.shape);
-    tb_status status = locate(f, p, &t, &layout);
+    tb_status status = locate_tensor(f, p, &t, &layout);
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s'", p->name);
     t.layout = layout;
-    status = tb__batch_add(f->batch, f->share->held, p->name, &t, &f->mirrored); /* whose sentences name it */
+    status = tb__batch_add_mirrored(f->batch, f->batch_pair->held, p->name, &t,
+                                    &f->mirrored); /* its error messages name the tensor */
     free(layout);
     if (status != TB_OK)
         return status;
     pthread_mutex_lock(&f->job->batch->lock);
-    f->share->ntensors++;
-    f->share->nbytes += f->nbytes;
+    f->batch_pair->ntensors++;
+    f->batch_pair->nbytes += f->nbytes;
     pthread_mutex_unlock(&f->job->batch->lock);
     return TB_OK;
 }
 
 static tb_status choose_pair(filling *f, const char *name) {
     const agent_batch *b = f->job->batch;
-    if (f->share && strcmp(f->share->pair->name, name) == 0)
+    if (f->batch_pair && strcmp(f->batch_pair->pair->name, name) == 0)
         return TB_OK;
     tb_layout_destroy(f->layout);
     f->layout = NULL;
-    f->share = NULL;
-    for (size_t i = 0; i < b->shares.count && !f->share; i++) {
-        if (strcmp(b->shares.item[i].pair->name, name) == 0)
-            f->share = &b->shares.item[i];
+    f->batch_pair = NULL;
+    for (size_t i = 0; i < b->batch_pairs.count && !f->batch_pair; i++) {
+        if (strcmp(b->batch_pairs.item[i].pair->name, name) == 0)
+            f->batch_pair = &b->batch_pairs.item[i];
     }
-    return f->share ? tb_layout_parse(f->share->pair->layout, &f->layout)
-                    : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
+    return f->batch_pair ? tb_layout_parse(f->batch_pair->pair->layout, &f->layout)
+                         : tb__fail(TB_INTERNAL, "pair '%.100s' is gone", name);
 }
 
-static tb_status add_all(filling *f) {
+static tb_status add_all_tensors(filling *f) {
     const tb__entries *entries = &f->job->message.tensors;
     for (size_t i = 0; i < entries->count; i++) {
         tb__tensor_payload p;
         if (entries->item[i].payload.nbytes == 0)
-            continue; /* it takes part in the pair, below */
+            continue; /* the pair is added below */
         TB_TRY(choose_pair(f, entries->item[i].pair_name));
         tb_status status = tb__tensor_decode(entries->item[i].payload, f->layout, &f->job->arena, &p);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor %zu", i);
-        status = add(f, &p);
+        status = add_client_tensor(f, &p);
         tb_layout_destroy(p.layout);
         TB_TRY(status);
     }
     const agent_batch *b = f->job->batch;
-    for (size_t i = 0; i < b->shares.count; i++) {
-        if (b->shares.item[i].round == b->round)
-            TB_TRY(tb_batch_add_pair(f->batch, b->shares.item[i].held));
+    for (size_t i = 0; i < b->batch_pairs.count; i++) {
+        if (b->batch_pairs.item[i].round == b->round)
+            TB_TRY(tb_batch_add_pair(f->batch, b->batch_pairs.item[i].held));
     }
     return TB_OK;
 }
 
-/* While it waits for others, it can be asked for whom. */
+/* tb__agent_make_report describes what the registration waits for. */
 static void set_registering(agent_batch *b, tb_batch *batch) {
     pthread_mutex_lock(&b->lock);
     b->registering = batch;
     pthread_mutex_unlock(&b->lock);
 }
 
-static tb_status fill(filling *f) {
+static tb_status fill_batch(filling *f) {
     agent_batch *b = f->job->batch;
-    TB_TRY(add_all(f));
+    TB_TRY(add_all_tensors(f));
     f->job->message.tensors = (tb__entries){0};
-    tb__agent_job_drop_frame(f->job); /* now it waits for others, perhaps for long */
+    tb__agent_job_drop_frame(f->job); /* registering may take long */
     set_registering(b, f->batch);
-    tb_status status = tb__batch_register(f->batch, tb__agent_job_timeout(f->job), &b->is_unwanted);
+    tb_status status = tb__batch_register_cancellable(f->batch, tb__agent_job_timeout(f->job), &b->is_cancelled);
     set_registering(b, NULL);
     return status;
 }
 
-/* What came with this round goes again; the loop forgets the shares. */
-static void undo(agent_batch *b) {
-    for (size_t i = 0; i < b->shares.count; i++) {
-        if (b->shares.item[i].round != b->round)
+/* Removes what this round has added; the loop removes the batch_pairs. */
+static void undo_round(agent_batch *b) {
+    for (size_t i = 0; i < b->batch_pairs.count; i++) {
+        if (b->batch_pairs.item[i].round != b->round)
             continue;
-        (void)tb_batch_remove_pair(b->batch, b->shares.item[i].held); /* or it had not come so far */
-        tb__agent_mirrors_drop(b, b->shares.item[i].held);
+        (void)tb_batch_remove_pair(b->batch, b->batch_pairs.item[i].held); /* fails if the pair was not added yet */
+        tb__agent_mirrors_drop(b, b->batch_pairs.item[i].held);
     }
     drop_files(b, b->round);
 }
@@ -262,11 +263,11 @@ tb_status tb__agent_batch_fill(agent_job *job) {
                           .nignored = m->ignored.count};
     agent_batch *b = job->batch;
     tb_status status = f.files ? TB_OK : TB_NO_MEMORY;
-    f.batch = b->batch; /* which gets more pairs, if there is one */
+    f.batch = b->batch; /* NULL: it has to be made */
     if (status == TB_OK && !f.batch)
         status = tb_batch_create(job->agent->world, b->id, &opts, &f.batch);
     if (status == TB_OK)
-        status = fill(&f);
+        status = fill_batch(&f);
     tb_layout_destroy(f.layout);
     free(f.files);
     if (status == TB_OK) {
@@ -275,7 +276,7 @@ tb_status tb__agent_batch_fill(agent_job *job) {
     }
     tb__saved_detail why = tb__save_detail();
     if (b->batch)
-        undo(b);
+        undo_round(b);
     else
         tb_batch_destroy(f.batch);
     return tb__fail(status, "%s", why.text);

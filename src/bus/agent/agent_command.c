@@ -1,4 +1,4 @@
-/* What the commands do, but for transfers. A batch belongs to one client. */
+/* The commands, except transfers. A batch belongs to one client. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -18,97 +18,97 @@ static agent_batch *find_batch(const tb__agent *agent, const char *id) {
 
 tb_status tb__agent_get_batch(const agent_job *job, agent_batch **out) {
     agent_batch *b = find_batch(job->agent, job->message.batch_id);
-    if (!b || b->session != job->session || b->is_doomed)
+    if (!b || b->session != job->session || b->is_ending)
         return tb__fail(TB_INVALID, "there is no batch '%.100s'", job->message.batch_id);
     *out = b;
     return TB_OK;
 }
 
-static void leave_pair(const agent_batch *b, const agent_share *s) {
+static void release_batch_pair(const agent_batch *b, const agent_batch_pair *s) {
     tb__loop *loop = b->session->agent->world->loop;
     tb__loop_lock(loop);
     tb__pair_unref(s->held);
     tb__loop_unlock(loop);
-    tb__agent_leave_pair(s->pair);
+    tb__agent_pair_remove_batch(s->pair);
 }
 
-/* Nothing of the pair is in use any more. */
-static void remove_share(agent_batch *b, size_t i) {
-    agent_share gone = b->shares.item[i];
+/* Removes a pair whose tensors are gone already. */
+static void remove_batch_pair(agent_batch *b, size_t i) {
+    agent_batch_pair gone = b->batch_pairs.item[i];
     pthread_mutex_lock(&b->lock);
-    b->shares.count--;
-    memmove(&b->shares.item[i], &b->shares.item[i + 1], (b->shares.count - i) * sizeof gone);
+    b->batch_pairs.count--;
+    memmove(&b->batch_pairs.item[i], &b->batch_pairs.item[i + 1], (b->batch_pairs.count - i) * sizeof gone);
     pthread_mutex_unlock(&b->lock);
-    tb__agent_settle_version(b);
-    leave_pair(b, &gone);
+    tb__agent_update_version(b);
+    release_batch_pair(b, &gone);
 }
 
 static void remove_round(agent_batch *b, uint64_t round) {
-    for (size_t i = b->shares.count; i-- > 0;) {
-        if (b->shares.item[i].round == round)
-            remove_share(b, i);
+    for (size_t i = b->batch_pairs.count; i-- > 0;) {
+        if (b->batch_pairs.item[i].round == round)
+            remove_batch_pair(b, i);
     }
 }
 
-static void free_batch(agent_batch *b) {
-    for (size_t i = 0; i < b->shares.count; i++)
-        leave_pair(b, &b->shares.item[i]);
+static void free_agent_batch(agent_batch *b) {
+    for (size_t i = 0; i < b->batch_pairs.count; i++)
+        release_batch_pair(b, &b->batch_pairs.item[i]);
     pthread_mutex_destroy(&b->lock);
     LIST_REMOVE(b, link);
-    free(b->shares.item);
+    free(b->batch_pairs.item);
     free(b->id);
     free(b);
 }
 
-static void empty_batch(void *arg) {
+static void empty_agent_batch(void *arg) {
     tb__agent_batch_empty(arg);
 }
 
-static void after_batch(void *arg) {
-    agent_job *farewell = ((agent_batch *)arg)->farewell;
-    free_batch(arg);
-    if (farewell)
-        tb__agent_job_end(farewell,
-                          farewell->status == TB_OK ? TB_OK : tb__fail(farewell->status, "%s", farewell->why));
+static void finish_ending_batch(void *arg) {
+    agent_job *cleanup_job = ((agent_batch *)arg)->cleanup_job;
+    free_agent_batch(arg);
+    if (cleanup_job)
+        tb__agent_job_end(cleanup_job,
+                          cleanup_job->status == TB_OK ? TB_OK : tb__fail(cleanup_job->status, "%s", cleanup_job->why));
 }
 
-/* It may take a while to give back its memory. Its name is taken until then. */
+/* Freeing the memory may take long. The batch's name is taken until then. */
 static void end_batch(agent_batch *b) {
-    b->is_doomed = true;
-    tb__agent_chore(b->session->agent, b->session, empty_batch, after_batch, b);
+    b->is_ending = true;
+    tb__agent_run_in_background(b->session->agent, b->session, empty_agent_batch, finish_ending_batch, b);
 }
 
-/* Ends it when its last job has ended, which is made to be soon. */
-static void doom_batch(agent_batch *b) {
+/* Cancels the batch's jobs; the batch ends with the last of them. */
+static void begin_ending_batch(agent_batch *b) {
     pthread_mutex_lock(&b->lock);
-    b->is_doomed = true;
+    b->is_ending = true;
     for (int i = 0; i < 2; i++) {
         if (b->transfers[i])
-            tb__transfer_give_up(b->transfers[i]);
+            tb__transfer_begin_cancel(b->transfers[i]);
     }
     pthread_mutex_unlock(&b->lock);
     if (!b->batch || b->is_changing) {
-        atomic_store(&b->is_unwanted, true);
-        tb__world_stir(b->session->agent->world);
+        atomic_store(&b->is_cancelled, true);
+        tb__world_wake_waiters(b->session->agent->world);
     }
     if (b->njobs == 0)
         end_batch(b);
 }
 
-void tb__agent_leave_batch(agent_batch *b) {
-    if (--b->njobs == 0 && b->is_doomed)
+void tb__agent_batch_job_ended(agent_batch *b) {
+    if (--b->njobs == 0 && b->is_ending)
         end_batch(b);
 }
 
-static size_t find_share(const agent_batch *b, const char *pair) {
+static size_t find_batch_pair(const agent_batch *b, const char *pair) {
     size_t i = 0;
-    while (i < b->shares.count && strcmp(b->shares.item[i].pair->name, pair) != 0)
+    while (i < b->batch_pairs.count && strcmp(b->batch_pairs.item[i].pair->name, pair) != 0)
         i++;
     return i;
 }
 
-static tb_status take_pair(tb__agent *agent, agent_batch *b, agent_pair *p) {
-    if (!tb__vec_push(&b->shares, (agent_share){.pair = p, .held = p->pair, .round = b->round}))
+static tb_status add_batch_pair(tb__agent *agent, agent_batch *b, agent_pair *p) {
+    if (!tb__vec_push(&b->batch_pairs, (agent_batch_pair){.pair = p, .held = p->pair, .round = b->round}))
         return TB_NO_MEMORY;
     p->nbatches++;
     tb__loop_lock(agent->world->loop);
@@ -117,40 +117,40 @@ static tb_status take_pair(tb__agent *agent, agent_batch *b, agent_pair *p) {
     return TB_OK;
 }
 
-/* A rank that has no tensors at all takes part in all pairs that its client has made. */
-static tb_status take_all_pairs(const agent_job *job, agent_batch *b) {
+/* A rank without tensors takes part in all pairs that its client has made. */
+static tb_status add_client_pairs(const agent_job *job, agent_batch *b) {
     for (agent_pair *p = LIST_FIRST(&job->agent->pairs); p; p = LIST_NEXT(p, link)) {
         if (p->state == PAIR_MADE && tb__agent_pair_has_user(p, job->session))
-            TB_TRY(take_pair(job->agent, b, p));
+            TB_TRY(add_batch_pair(job->agent, b, p));
     }
-    return b->shares.count > 0
+    return b->batch_pairs.count > 0
                ? TB_OK
                : tb__fail(TB_INVALID, "batch '%.100s' has no tensors, and its client has made no pair", b->id);
 }
 
-/* Those of the tensors, none of which the batch has from earlier rounds. */
-static tb_status take_pairs(const agent_job *job, agent_batch *b) {
+/* Adds the pairs of the tensors, none of which may be from an earlier round. */
+static tb_status add_named_pairs(const agent_job *job, agent_batch *b) {
     const tb__entries *tensors = &job->message.tensors;
     const char *last = NULL;
     for (size_t i = 0; i < tensors->count; i++) {
         const char *name = tensors->item[i].pair_name;
         if (last && strcmp(last, name) == 0)
-            continue; /* as most do */
+            continue; /* like most */
         last = name;
         agent_pair *p = tb__agent_find_pair(job->agent, name);
         if (!p || p->state != PAIR_MADE)
             return tb__fail(TB_INVALID, "there is no pair '%.100s'", name);
-        size_t known = find_share(b, name);
-        if (known < b->shares.count && b->shares.item[known].round == b->round)
+        size_t known = find_batch_pair(b, name);
+        if (known < b->batch_pairs.count && b->batch_pairs.item[known].round == b->round)
             continue;
-        if (known < b->shares.count)
+        if (known < b->batch_pairs.count)
             return tb__fail(TB_CONFLICT, "pair '%.100s' is in batch '%.100s' already", name, b->id);
-        TB_TRY(take_pair(job->agent, b, p));
+        TB_TRY(add_batch_pair(job->agent, b, p));
     }
     return TB_OK;
 }
 
-/* Between transfers. */
+/* Pairs change only between transfers. */
 static tb_status begin_change(agent_job *job, agent_batch *b) {
     if (b->is_changing)
         return tb__fail(TB_REFUSED, "pairs of batch '%.100s' are coming or going", b->id);
@@ -167,18 +167,18 @@ static void end_change(agent_job *job, tb_status status) {
     agent_batch *b = job->batch;
     b->is_changing = false;
     tb__agent_job_end(job, status);
-    tb__agent_leave_batch(b);
+    tb__agent_batch_job_ended(b);
 }
 
-/* More pairs for a batch that there is. */
-static void extend(agent_job *job, agent_batch *b) {
+/* Adds pairs to a registered batch. */
+static void extend_batch(agent_job *job, agent_batch *b) {
     tb_status status = begin_change(job, b);
     if (status != TB_OK) {
         tb__agent_job_end(job, status);
         return;
     }
     b->round++;
-    status = take_pairs(job, b);
+    status = add_named_pairs(job, b);
     if (status == TB_OK && job->message.tensors.count == 0)
         status = tb__fail(TB_INVALID, "no tensors are given for batch '%.100s'", b->id);
     if (status == TB_OK) {
@@ -193,8 +193,8 @@ static void extend(agent_job *job, agent_batch *b) {
 static void begin_register(agent_job *job) {
     const char *id = job->message.batch_id;
     agent_batch *b = find_batch(job->agent, id);
-    if (b && b->session == job->session && b->batch && !b->is_doomed) {
-        extend(job, b);
+    if (b && b->session == job->session && b->batch && !b->is_ending) {
+        extend_batch(job, b);
         return;
     }
     tb_status status = b ? tb__fail(TB_CONFLICT, "there is a batch '%.100s' already", id) : TB_OK;
@@ -212,10 +212,10 @@ static void begin_register(agent_job *job) {
     b->session = job->session;
     b->round = 1;
     LIST_INSERT_HEAD(&job->agent->batches, b, link);
-    status = job->message.tensors.count > 0 ? take_pairs(job, b) : take_all_pairs(job, b);
+    status = job->message.tensors.count > 0 ? add_named_pairs(job, b) : add_client_pairs(job, b);
     if (status != TB_OK) {
         tb__agent_job_answer(job, status);
-        free_batch(b);
+        free_agent_batch(b);
         tb__agent_job_end(job, status);
         return;
     }
@@ -226,22 +226,22 @@ static void begin_register(agent_job *job) {
 
 /* ---- The others ------------------------------------------------------------------------------------------------ */
 
-static tb_status run_leave(agent_job *job) {
+static tb_status run_remove_pair(agent_job *job) {
     return tb__agent_batch_drop(job->batch, job->leaving);
 }
 
-static void finish_leave(agent_job *job) {
+static void finish_remove_pair(agent_job *job) {
     if (job->status == TB_OK)
-        remove_share(job->batch, job->leaving);
+        remove_batch_pair(job->batch, job->leaving);
     end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
 }
 
-/* One pair leaves the batch. */
-static void leave(agent_job *job, agent_batch *b) {
+/* Removes one pair from the batch. */
+static void begin_remove_pair(agent_job *job, agent_batch *b) {
     const char *pair = job->message.pair_name;
-    size_t i = find_share(b, pair);
+    size_t i = find_batch_pair(b, pair);
     tb_status status = !b->batch ? tb__fail(TB_REFUSED, "batch '%.100s' is being registered", b->id)
-                       : i == b->shares.count
+                       : i == b->batch_pairs.count
                            ? tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->id)
                            : begin_change(job, b);
     if (status != TB_OK) {
@@ -249,10 +249,10 @@ static void leave(agent_job *job, agent_batch *b) {
         return;
     }
     job->leaving = i;
-    tb__agent_job_start(job, run_leave);
+    tb__agent_job_start(job, run_remove_pair);
 }
 
-static void cleanup(agent_job *job) {
+static void begin_cleanup(agent_job *job) {
     agent_batch *b = NULL;
     tb_status status = tb__agent_get_batch(job, &b);
     if (status != TB_OK) {
@@ -260,14 +260,14 @@ static void cleanup(agent_job *job) {
         return;
     }
     if (job->message.pair_name) {
-        leave(job, b);
+        begin_remove_pair(job, b);
         return;
     }
-    b->farewell = job;
-    doom_batch(b);
+    b->cleanup_job = job;
+    begin_ending_batch(b);
 }
 
-static void inspect(agent_job *job) {
+static void reply_report(agent_job *job) {
     char *report = NULL;
     tb_status status = tb__agent_make_report(job->agent, job->session, &report);
     if (status == TB_OK)
@@ -278,13 +278,13 @@ static void inspect(agent_job *job) {
 
 /* ---- All of them ----------------------------------------------------------------------------------------------- */
 
-/* Those that a thread is started for, or that wait for one. All others are taken at any time. */
+/* Commands that start a thread, or wait for one: their number is limited. */
 static bool may_wait(const tb__message *m) {
     return m->kind == TB__INIT_PAIR || m->kind == TB__REGISTER_TENSORS || m->kind == TB__TRANSFER ||
            (m->kind == TB__CLEANUP_BATCH && m->pair_name);
 }
 
-void tb__agent_do(agent_job *job) {
+void tb__agent_run_command(agent_job *job) {
     job->deadline_ms = tb__now_ms() + tb__agent_job_timeout(job);
     tb_status status = may_wait(&job->message) ? tb__agent_job_begin(job) : TB_OK;
     if (status != TB_OK) {
@@ -299,25 +299,25 @@ void tb__agent_do(agent_job *job) {
         begin_register(job);
         break;
     case TB__TRANSFER:
-        tb__agent_transfer(job);
+        tb__agent_begin_transfer(job);
         break;
     case TB__QUERY_STATUS:
-        tb__agent_query(job);
+        tb__agent_query_status(job);
         break;
     case TB__CLEANUP_BATCH:
-        cleanup(job);
+        begin_cleanup(job);
         break;
     case TB__PROCEED:
         tb__agent_proceed(job);
         break;
     case TB__INSPECT:
-        inspect(job);
+        reply_report(job);
         break;
     case TB__HELLO:
     case TB__REPLY:
     case TB__EVENT:
     case TB__MESSAGE_KINDS:
-        tb__agent_job_end(job, tb__fail(TB_INVALID, "that is no command"));
+        tb__agent_job_end(job, tb__fail(TB_INVALID, "message %d is not a command", (int)job->message.kind));
         break;
     }
 }
@@ -328,32 +328,32 @@ static void finish_register(agent_job *job) {
         if (job->status != TB_OK)
             remove_round(b, b->round);
         else
-            tb__agent_settle_version(b);
+            tb__agent_update_version(b);
         end_change(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
         return;
     }
     b->batch = job->registered;
-    if (job->status == TB_OK || b->farewell) {
+    if (job->status == TB_OK || b->cleanup_job) {
         tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
     } else {
-        b->is_doomed = true;
-        b->farewell = job; /* told when its name is free again */
+        b->is_ending = true;
+        b->cleanup_job = job; /* answered when the batch's name is free again */
     }
-    tb__agent_leave_batch(b);
+    tb__agent_batch_job_ended(b);
 }
 
-void tb__agent_finish(agent_job *job) {
+void tb__agent_finish_command(agent_job *job) {
     if (job->message.kind == TB__INIT_PAIR)
         tb__agent_finish_init_pair(job);
     else if (job->message.kind == TB__REGISTER_TENSORS)
         finish_register(job);
     else if (job->message.kind == TB__CLEANUP_BATCH)
-        finish_leave(job);
+        finish_remove_pair(job);
     else
         tb__agent_finish_transfer(job);
 }
 
-void tb__agent_forget(tb__agent *agent, agent_session *s) {
+void tb__agent_drop_client(tb__agent *agent, agent_session *s) {
     agent_batch *b, *next;
     for (b = LIST_FIRST(&agent->batches); b; b = next) {
         next = LIST_NEXT(b, link);
@@ -362,8 +362,8 @@ void tb__agent_forget(tb__agent *agent, agent_session *s) {
         pthread_mutex_lock(&b->lock);
         b->is_abandoned = true;
         pthread_mutex_unlock(&b->lock);
-        if (!b->is_doomed)
-            doom_batch(b);
+        if (!b->is_ending)
+            begin_ending_batch(b);
     }
-    tb__agent_forget_pairs(agent, s);
+    tb__agent_drop_client_pairs(agent, s);
 }

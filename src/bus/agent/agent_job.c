@@ -1,4 +1,5 @@
-/* Commands under way. A job's thread does nothing but its own work; what comes of it is dealt with by the loop. */
+/* Jobs: commands that run, and background work. A job's thread only does the job's own work; the loop handles its
+ * result. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/log.h"
@@ -35,10 +36,10 @@ agent_job *tb__agent_job_create(agent_session *s, tb__blob map) {
 
 void tb__agent_job_drop_frame(agent_job *job) {
     if (!job->session)
-        return; /* a chore has none */
+        return; /* background work has no frame */
     size_t before = atomic_fetch_sub(&job->session->nbytes, job->nbytes);
     if (before > TB__AGENT_MAX_HELD)
-        eventfd_write(job->agent->wake, 1); /* the loop may read again */
+        eventfd_write(job->agent->wake, 1); /* the session may be read again */
     free(job->frame);
     job->frame = NULL;
     job->nbytes = 0;
@@ -53,7 +54,7 @@ void tb__agent_job_trim(agent_job *job) {
     if (nbytes > 0) {
         kept = tb__arena_alloc(&job->arena, nbytes, 1);
         if (!kept)
-            return; /* then all of it stays */
+            return; /* then the whole frame is kept */
         memcpy(kept, m->mesh.data, m->mesh.nbytes);
         memcpy(kept + m->mesh.nbytes, m->placements.data, m->placements.nbytes);
         m->mesh.data = kept;
@@ -103,10 +104,10 @@ void tb__agent_job_start(agent_job *job, tb_status (*run)(agent_job *job)) {
     job->run = run;
     tb_status status = tb__start_thread(&job->thread, "tb-job", job_main, job);
     if (status == TB_OK)
-        return; /* the job is its thread's now */
+        return; /* the job belongs to its thread now */
     job->status = status;
     snprintf(job->why, sizeof job->why, "%s", tb_error_detail());
-    tb__agent_finish(job);
+    tb__agent_finish_command(job);
 }
 
 /* ---- The end --------------------------------------------------------------------------------------------------- */
@@ -149,27 +150,28 @@ void tb__agent_job_end(agent_job *job, tb_status status) {
     tb__agent_job_answer(job, status);
     post_semaphore(job);
     free_job(job);
-    if (s->is_doomed)
-        tb__agent_session_end(s);
+    if (s->is_closing)
+        tb__agent_session_close_when_sent(s);
 }
 
-/* ---- Chores ---------------------------------------------------------------------------------------------------- */
+/* ---- Background work ------------------------------------------------------------------------------------------- */
 
-static void finish_chore(agent_job *job) {
+static void finish_background_job(agent_job *job) {
     job->after(job->arg);
     free_job(job);
 }
 
-static void start_chore(agent_job *job) {
-    if (tb__start_thread(&job->thread, "tb-chore", job_main, job) == TB_OK) {
-        job->agent->nchores++;
+static void start_background_job(agent_job *job) {
+    if (tb__start_thread(&job->thread, "tb-background", job_main, job) == TB_OK) {
+        job->agent->nbackground++;
         return;
     }
     job->work(job->arg);
-    finish_chore(job);
+    finish_background_job(job);
 }
 
-void tb__agent_chore(tb__agent *agent, agent_session *s, void (*work)(void *arg), void (*after)(void *arg), void *arg) {
+void tb__agent_run_in_background(tb__agent *agent, agent_session *s, void (*work)(void *arg), void (*after)(void *arg),
+                                 void *arg) {
     agent_job *job = tb__calloc(1, sizeof *job);
     if (!job) {
         work(arg);
@@ -180,40 +182,40 @@ void tb__agent_chore(tb__agent *agent, agent_session *s, void (*work)(void *arg)
     agent->njobs++;
     if (s)
         s->njobs++;
-    if (agent->nchores < TB__AGENT_MAX_CHORES) {
-        start_chore(job);
+    if (agent->nbackground < TB__AGENT_MAX_BACKGROUND) {
+        start_background_job(job);
         return;
     }
-    job->next = agent->chores; /* in which order they are done does not matter */
-    agent->chores = job;
+    job->next = agent->background; /* their order does not matter */
+    agent->background = job;
 }
 
-static void start_chores(tb__agent *agent) {
-    while (agent->chores && agent->nchores < TB__AGENT_MAX_CHORES) {
-        agent_job *job = agent->chores;
-        agent->chores = job->next;
-        start_chore(job);
+static void start_background_jobs(tb__agent *agent) {
+    while (agent->background && agent->nbackground < TB__AGENT_MAX_BACKGROUND) {
+        agent_job *job = agent->background;
+        agent->background = job->next;
+        start_background_job(job);
     }
 }
 
-void tb__agent_reap(tb__agent *agent) {
+void tb__agent_reap_jobs(tb__agent *agent) {
     pthread_mutex_lock(&agent->done_lock);
-    agent_job *list = agent->done, *news = agent->news;
-    agent->done = agent->news = NULL;
+    agent_job *list = agent->done, *news = agent->raised_jobs;
+    agent->done = agent->raised_jobs = NULL;
     pthread_mutex_unlock(&agent->done_lock);
     for (agent_job *job = news, *next; job; job = next) { /* first: some of them may have ended, too */
-        next = job->next_news;
-        tb__agent_tell(job);
+        next = job->next_raised;
+        tb__agent_send_events(job);
     }
     for (agent_job *job = list, *next; job; job = next) {
         next = job->next;
         pthread_join(job->thread, NULL);
         if (!job->work) {
-            tb__agent_finish(job);
+            tb__agent_finish_command(job);
             continue;
         }
-        agent->nchores--;
-        finish_chore(job);
+        agent->nbackground--;
+        finish_background_job(job);
     }
-    start_chores(agent);
+    start_background_jobs(agent);
 }

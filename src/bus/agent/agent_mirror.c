@@ -1,6 +1,6 @@
-/* Mirrors of memory that only the system reaches: read before a transfer. What was received through a pair is written
- * back once it is complete: the elements of the tensors that arrived, and their padding. The rest of the memory is the
- * program's, which may have changed it meanwhile. */
+/* Mirrors of client memory that can't be mapped. They are read before a transfer. Data received through a pair is
+ * written back when it is complete: the elements of its tensors, and their padding. The rest of the memory belongs to
+ * the program, which may have changed it meanwhile. */
 #include "bus/agent/agent_inside.h"
 
 #include "layout/overlap.h"
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PIECES = TB__GUEST_PIECES };
+enum { PIECES = TB__CLIENT_PROCESS_PIECES };
 
 static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_mirror **out) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
@@ -21,7 +21,7 @@ static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_
             return tb__fail(TB_REFUSED, "its memory and another tensor's overlap without being the same; use memory of "
                                         "tb_alloc");
     }
-    TB_TRY(tb__guest_check(&b->session->guest, m->address, m->nbytes, false));
+    TB_TRY(tb__client_process_check_memory(&b->session->process, m->address, m->nbytes, false));
     agent_mirror new = {.address = m->address, .nbytes = m->nbytes};
     TB_TRY(tb_alloc(new.nbytes, (void **)&new.data));
     if (!tb__vec_push(&b->mirrors, new)) {
@@ -32,9 +32,9 @@ static tb_status find_mirror(agent_batch *b, const tb__payload_memory *m, agent_
     return TB_OK;
 }
 
-tb_status tb__agent_mirror(agent_batch *b, const tb__payload_memory *m, const tb_pair *pair, agent_mirror **out) {
+tb_status tb__agent_get_mirror(agent_batch *b, const tb__payload_memory *m, const tb_pair *pair, agent_mirror **out) {
     agent_mirror *mirror;
-    TB_TRY(find_mirror(b, m, &mirror)); /* what is mirrored is read as a whole: nothing of it is in two mirrors */
+    TB_TRY(find_mirror(b, m, &mirror)); /* mirrors must not overlap, because each is read as a whole */
     size_t i = 0;
     while (i < mirror->users.count && mirror->users.item[i] != pair)
         i++;
@@ -83,34 +83,34 @@ void tb__agent_mirrors_free(agent_batch *b) {
     b->mirrors.count = 0;
 }
 
-tb_status tb__agent_fetch(const agent_batch *b) {
+tb_status tb__agent_read_mirrors(const agent_batch *b) {
     for (size_t i = 0; i < b->mirrors.count; i++) {
         const agent_mirror *m = &b->mirrors.item[i];
-        TB_TRY(tb__guest_read(&b->session->guest, m->address, m->data, m->nbytes));
+        TB_TRY(tb__client_process_read(&b->session->process, m->address, m->data, m->nbytes));
     }
     return TB_OK;
 }
 
 /* ---- Back ------------------------------------------------------------------------------------------------------ */
 
-/* Pieces of equal length that are written together. */
+/* Collects pieces of equal length for one write. */
 typedef struct writer {
-    const tb__guest *guest;
-    const tb__tensor *tensor;
+    const tb__client_process *process;
+    const tb__added_tensor *tensor;
     const char *base; /* of the offsets, here ... */
     uint64_t address; /* ... and in the process */
     size_t offsets[PIECES], count, nbytes;
 } writer;
 
-static tb_status flush(writer *w) {
+static tb_status flush_pieces(writer *w) {
     size_t count = w->count;
     w->count = 0;
-    return count ? tb__guest_write(w->guest, w->address, w->base, w->offsets, count, w->nbytes) : TB_OK;
+    return count ? tb__client_process_write(w->process, w->address, w->base, w->offsets, count, w->nbytes) : TB_OK;
 }
 
-/* What follows is in this memory of the tensor. */
+/* Further pieces are in this memory area. */
 static tb_status choose_memory(writer *w, int memory, const void *base) {
-    TB_TRY(flush(w));
+    TB_TRY(flush_pieces(w));
     w->base = base;
     w->address = (uint64_t)(uintptr_t)base + w->tensor->mirrored.shift[memory];
     return TB_OK;
@@ -118,7 +118,7 @@ static tb_status choose_memory(writer *w, int memory, const void *base) {
 
 static tb_status write_piece(writer *w, size_t offset, size_t nbytes) {
     if (w->count == PIECES || w->nbytes != nbytes)
-        TB_TRY(flush(w));
+        TB_TRY(flush_pieces(w));
     w->nbytes = nbytes;
     w->offsets[w->count++] = offset;
     return TB_OK;
@@ -224,7 +224,7 @@ static tb_status write_encoded(writer *w) {
 }
 
 static tb_status write_tensor(writer *w) {
-    const tb__tensor *t = w->tensor;
+    const tb__added_tensor *t = w->tensor;
     if (t->encode)
         return write_encoded(w);
     if (!t->mirrored.is_mirror[TB__DATA])
@@ -235,16 +235,16 @@ static tb_status write_tensor(writer *w) {
     return TB_OK;
 }
 
-tb_status tb__agent_write_back(const agent_batch *b, const tb_pair *pair) {
-    const tb__tensor *const *tensors;
+tb_status tb__agent_write_mirrors(const agent_batch *b, const tb_pair *pair) {
+    const tb__added_tensor *const *tensors;
     size_t count;
     if (!tb__agent_has_mirrors(b))
         return TB_OK;
     tb__batch_get_received(b->batch, pair, &tensors, &count);
     for (size_t i = 0; i < count; i++) {
-        writer w = {.guest = &b->session->guest, .tensor = tensors[i]};
+        writer w = {.process = &b->session->process, .tensor = tensors[i]};
         TB_TRY(write_tensor(&w));
-        TB_TRY(flush(&w));
+        TB_TRY(flush_pieces(&w));
     }
     return TB_OK;
 }

@@ -1,5 +1,5 @@
-/* Pairs, shared by all clients that ask for the same. One is made and ended by threads, as both may wait for others;
- * whoever asks for it meanwhile waits, and asks again when it is over. */
+/* Pairs, shared by all clients that ask for the same one. Threads make and end a pair, since both may wait for other
+ * ranks; a client that asks meanwhile waits, and its command is tried again then. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -16,8 +16,8 @@ agent_pair *tb__agent_find_pair(const tb__agent *agent, const char *name) {
     return NULL;
 }
 
-/* It is in no list any more. */
-static void free_pair(agent_pair *p) {
+/* The pair must be in no list. */
+static void free_agent_pair(agent_pair *p) {
     free(p->users.item);
     free(p->name);
     free(p->remote);
@@ -34,7 +34,7 @@ static agent_pair *new_pair(tb__agent *agent, const tb__message *m, const char *
     p->remote = tb__strdup(m->remote_name);
     p->layout = tb__strdup(layout);
     if (!p->name || !p->remote || !p->layout) {
-        free_pair(p);
+        free_agent_pair(p);
         return NULL;
     }
     LIST_INSERT_HEAD(&agent->pairs, p, link);
@@ -51,11 +51,11 @@ static void wait_for_pair(agent_pair *p, agent_job *job) {
     *at = job;
 }
 
-/* What they waited for has failed, or is over: perhaps it can be made now. */
-static void ask_again(agent_job *waiting) {
+/* The pair has failed or ended: tries the waiting commands again. */
+static void retry_init_pair(agent_job *waiting) {
     for (agent_job *job = waiting, *next; job; job = next) {
         next = job->next;
-        if (job->session->is_gone) /* nobody would give up what is begun for it */
+        if (job->session->is_gone) /* no client is left to cancel it */
             tb__agent_job_end(job, tb__fail(TB_CANCELLED, "the client is gone"));
         else if (tb__now_ms() < job->deadline_ms)
             tb__agent_init_pair(job);
@@ -108,13 +108,13 @@ static void remove_user(agent_pair *p, const agent_session *s) {
 
 /* ---- Its end --------------------------------------------------------------------------------------------------- */
 
-static void drop_pair(agent_pair *p);
+static void end_unused_pair(agent_pair *p);
 
 static void destroy_pair(void *arg) {
-    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches have it for as long as they need it */
+    tb_pair_destroy(((agent_pair *)arg)->pair); /* batches keep references */
 }
 
-static void after_pair(void *arg) {
+static void finish_ending_pair(void *arg) {
     agent_pair *p = arg;
     agent_job *waiting = p->waiting;
     LIST_REMOVE(p, link);
@@ -122,51 +122,51 @@ static void after_pair(void *arg) {
     p->pair = NULL;
     p->state = PAIR_OVER;
     p->users.count = 0; /* only batches still have it */
-    drop_pair(p);
-    ask_again(waiting);
+    end_unused_pair(p);
+    retry_init_pair(waiting);
 }
 
 static void end_pair(agent_pair *p) {
     p->state = PAIR_ENDING;
-    tb__agent_chore(p->agent, NULL, destroy_pair, after_pair, p);
+    tb__agent_run_in_background(p->agent, NULL, destroy_pair, finish_ending_pair, p);
 }
 
-/* One that nobody wants any more. */
-static void drop_pair(agent_pair *p) {
+/* Ends a pair without users. */
+static void end_unused_pair(agent_pair *p) {
     if (p->users.count > 0 || p->nbatches > 0 || p->nchecks > 0)
         return;
     if (p->state == PAIR_MADE)
         end_pair(p);
     else if (p->state == PAIR_OVER)
-        free_pair(p);
+        free_agent_pair(p);
 }
 
-void tb__agent_leave_pair(agent_pair *p) {
+void tb__agent_pair_remove_batch(agent_pair *p) {
     p->nbatches--;
-    drop_pair(p);
+    end_unused_pair(p);
 }
 
-static bool is_wanted(const agent_pair *p) {
+static bool has_waiting_client(const agent_pair *p) {
     bool is_wanted = !p->maker->session->is_gone;
     for (const agent_job *job = p->waiting; job; job = job->next)
         is_wanted |= !job->session->is_gone;
     return is_wanted;
 }
 
-void tb__agent_forget_pairs(tb__agent *agent, const agent_session *s) {
+void tb__agent_drop_client_pairs(tb__agent *agent, const agent_session *s) {
     agent_pair *p, *next;
     for (p = LIST_FIRST(&agent->pairs); p; p = next) {
         next = LIST_NEXT(p, link);
         remove_user(p, s);
-        if (p->nchecks > 0) { /* whoever is not gone begins again */
-            atomic_store(&p->is_disturbed, true);
-            tb__world_stir(agent->world);
+        if (p->nchecks > 0) { /* clients that are left begin again */
+            atomic_store(&p->checks_cancelled, true);
+            tb__world_wake_waiters(agent->world);
         }
-        if (p->state == PAIR_MAKING && !is_wanted(p)) {
-            atomic_store(&p->is_unwanted, true);
-            tb__world_stir(agent->world);
+        if (p->state == PAIR_MAKING && !has_waiting_client(p)) {
+            atomic_store(&p->is_cancelled, true);
+            tb__world_wake_waiters(agent->world);
         }
-        drop_pair(p);
+        end_unused_pair(p);
     }
 }
 
@@ -176,16 +176,17 @@ static tb_status run_init_pair(agent_job *job) {
     agent_pair *p = job->pair;
     int left_ms = tb__ms_until(job->deadline_ms);
     tb_pair_opts opts = {.size = sizeof opts, .timeout_ms = left_ms > 0 ? left_ms : 1};
-    return tb__pair_create(job->agent->world, p->name, p->remote, p->layout, &opts, &p->is_unwanted, &job->made);
+    return tb__pair_create_cancellable(job->agent->world, p->name, p->remote, p->layout, &opts, &p->is_cancelled,
+                                       &job->made);
 }
 
-/* A pair that there is may have a connection that only this end takes for good. */
+/* Pings the ranks of an existing pair: its connections may be dead without this end knowing. */
 static tb_status run_check_pair(agent_job *job) {
-    return tb__pair_await(job->made, job->deadline_ms, &job->pair->is_disturbed);
+    return tb__pair_ping(job->made, job->deadline_ms, &job->pair->checks_cancelled);
 }
 
 static void check_pair(agent_pair *p, agent_job *job) {
-    if (tb__pair_await(p->pair, tb__now_ms(), NULL) == TB_OK) {
+    if (tb__pair_ping(p->pair, tb__now_ms(), NULL) == TB_OK) {
         tb__agent_job_end(job, add_user(p, job->session) ? TB_OK : TB_NO_MEMORY);
         return;
     }
@@ -206,16 +207,16 @@ static void finish_check(agent_job *job) {
     tb__pair_unref(job->made);
     tb__loop_unlock(loop);
     if (--p->nchecks == 0)
-        atomic_store(&p->is_disturbed, false);
+        atomic_store(&p->checks_cancelled, false);
     job->pair = NULL;
     job->made = NULL;
     job->next = NULL;
     bool has_room = !is_there || add_user(p, job->session);
-    drop_pair(p); /* if nobody wants it */
+    end_unused_pair(p); /* if it has no users */
     if (is_there)
         tb__agent_job_end(job, has_room ? TB_OK : TB_NO_MEMORY);
     else if (job->status == TB_OK || job->status == TB_LOST || job->status == TB_CANCELLED)
-        ask_again(job);
+        retry_init_pair(job);
     else
         tb__agent_job_end(job, tb__fail(job->status, "%s", job->why));
 }
@@ -237,11 +238,11 @@ void tb__agent_finish_init_pair(agent_job *job) {
         p->state = PAIR_MADE;
     } else {
         LIST_REMOVE(p, link);
-        free_pair(p);
+        free_agent_pair(p);
     }
-    if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* for whoever asked first; others may have more time */
+    if (status == TB_TIMEOUT || status == TB_CANCELLED) { /* the first client's deadline; others may have more time */
         tb__agent_job_end(job, tb__fail(status, "%s", why));
-        ask_again(waiting);
+        retry_init_pair(waiting);
         return;
     }
     job->next = waiting;
@@ -251,10 +252,10 @@ void tb__agent_finish_init_pair(agent_job *job) {
         tb__agent_job_end(job, !has_room ? TB_NO_MEMORY : status == TB_OK ? TB_OK : tb__fail(status, "%s", why));
     }
     if (status == TB_OK)
-        drop_pair(p); /* if all of them have gone meanwhile */
+        end_unused_pair(p); /* if all clients are gone */
 }
 
-static tb_status check_side(const tb__agent *agent, const tb__message *m) {
+static tb_status check_init_pair(const tb__agent *agent, const tb__message *m) {
     if (strcmp(m->local_name, agent->group) != 0)
         return tb__fail(TB_INVALID, "this agent is %s %" PRId32 ", and has no seat in group '%.100s'", agent->group,
                         agent->index, m->local_name);
@@ -265,7 +266,7 @@ static tb_status check_side(const tb__agent *agent, const tb__message *m) {
     return TB_OK;
 }
 
-static tb_status get_layout(const tb__message *m, char **out) {
+static tb_status decode_pair_layout(const tb__message *m, char **out) {
     tb_layout *layout;
     TB_TRY(tb__layout_decode(m->mesh, m->placements, &layout));
     tb_status status = tb_layout_format(layout, out);
@@ -273,7 +274,7 @@ static tb_status get_layout(const tb__message *m, char **out) {
     return status;
 }
 
-/* Joins a pair that there is, or begins one. */
+/* Uses an existing pair, or makes one. */
 static tb_status init_pair(agent_job *job, const char *layout) {
     const tb__message *m = &job->message;
     tb__agent *agent = job->agent;
@@ -282,7 +283,7 @@ static tb_status init_pair(agent_job *job, const char *layout) {
         end_pair(p);
         p = tb__agent_find_pair(agent, m->pair_name);
     }
-    if (p && (p->state == PAIR_ENDING || atomic_load(&p->is_unwanted))) {
+    if (p && (p->state == PAIR_ENDING || atomic_load(&p->is_cancelled))) {
         wait_for_pair(p, job);
         return TB_OK;
     }
@@ -306,9 +307,9 @@ static tb_status init_pair(agent_job *job, const char *layout) {
 
 void tb__agent_init_pair(agent_job *job) {
     char *layout = NULL;
-    tb_status status = check_side(job->agent, &job->message);
+    tb_status status = check_init_pair(job->agent, &job->message);
     if (status == TB_OK)
-        status = get_layout(&job->message, &layout);
+        status = decode_pair_layout(&job->message, &layout);
     if (status == TB_OK)
         status = init_pair(job, layout);
     free(layout);

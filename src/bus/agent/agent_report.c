@@ -1,5 +1,5 @@
-/* What the agent tells of itself, as JSON: for Inspect, and for other threads of its process, which wait until the loop
- * has written it. */
+/* The agent's state as JSON: for Inspect, and for other threads of the process, which wait until the loop has written
+ * it. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/process.h"
@@ -16,46 +16,46 @@ enum { SENTENCE = 700 };
 /* ---- Pieces ---------------------------------------------------------------------------------------------------- */
 
 /* "key":"text" */
-static void add_text(tb__text *out, const char *key, const char *text) {
+static void report_text(tb__text *out, const char *key, const char *text) {
     tb__text_add(out, "\"%s\":", key);
     tb__text_add_json(out, text);
 }
 
-static void add_phases(tb__text *out, const tb_transfer_state *state) {
+static void report_phases(tb__text *out, const tb_transfer_state *state) {
     tb__text_add(out, "\"phases\":{");
     for (int i = 0; i < TB_PHASE_COUNT; i++)
         tb__text_add(out, "%s\"%s\":%.6f", i ? "," : "", tb_phase_name((tb_phase)i), state->phase[i]);
     tb__text_add(out, "}");
 }
 
-static void add_transfer(tb__text *out, const tb_transfer_state *state, bool is_send) {
+static void report_transfer(tb__text *out, const tb_transfer_state *state, bool is_send) {
     tb__text_add(out,
                  "{\"direction\":\"%s\",\"attempt\":%" PRIu64 ",\"bytes_done\":%" PRId64 ",\"bytes_total\":%" PRId64
                  ",\"groups_done\":%" PRIu32 ",\"groups_total\":%" PRIu32 ",\"seconds\":%.6f,\"gb_per_s\":%.3f,",
                  is_send ? "send" : "recv", state->attempt, state->bytes_done, state->bytes_total, state->groups_done,
                  state->groups_total, state->seconds,
                  state->seconds > 0 ? (double)state->bytes_done / state->seconds / 1e9 : 0.0);
-    add_phases(out, state);
+    report_phases(out, state);
     tb__text_add(out, "}");
 }
 
 /* ---- Lists ----------------------------------------------------------------------------------------------------- */
 
-static void add_clients(tb__text *out, const tb__agent *agent, const agent_session *asker) {
+static void report_clients(tb__text *out, const tb__agent *agent, const agent_session *asker) {
     const char *comma = "";
     for (const agent_session *s = LIST_FIRST(&agent->sessions); s; s = LIST_NEXT(s, link)) {
         if (s == asker || s->is_gone || !s->has_greeted)
             continue;
         tb__text_add(out, "%s{", comma);
-        add_text(out, "name", s->name);
-        tb__text_add(out, ",\"pid\":%ld,\"commands\":%" PRIu64 ",\"under_way\":%zu}", (long)s->guest.pid,
+        report_text(out, "name", s->name);
+        tb__text_add(out, ",\"pid\":%ld,\"commands\":%" PRIu64 ",\"under_way\":%zu}", (long)s->process.pid,
                      s->nframes - 1, s->njobs);
         comma = ",";
     }
 }
 
-/* Whether all ranks of the pair are there; says who is not. */
-static bool is_whole(const tb__agent *agent, const tb_pair *pair, char why[SENTENCE]) {
+/* Whether no rank of the pair is lost; `why` names a lost one. */
+static bool has_all_ranks(const tb__agent *agent, const tb_pair *pair, char why[SENTENCE]) {
     bool is_lost = false;
     tb__loop_lock(agent->world->loop);
     for (int side = 0; side < 2; side++) {
@@ -70,40 +70,40 @@ static bool is_whole(const tb__agent *agent, const tb_pair *pair, char why[SENTE
     return !is_lost;
 }
 
-static void add_pairs(tb__text *out, const tb__agent *agent) {
+static void report_pairs(tb__text *out, const tb__agent *agent) {
     const char *comma = "";
     for (const agent_pair *p = LIST_FIRST(&agent->pairs); p; p = LIST_NEXT(p, link)) {
         char why[SENTENCE] = "";
         const char *state = "ready", *remote_layout = "";
         if (p->state == PAIR_ENDING)
-            continue; /* a thread has it */
+            continue; /* a thread is destroying it */
         if (p->state == PAIR_MAKING) {
             state = "waiting";
             tb__pair_describe_wait(agent->world, p->name, why, sizeof why);
         } else {
             remote_layout = p->pair->sides[!p->pair->side].layout;
-            if (!is_whole(agent, p->pair, why))
+            if (!has_all_ranks(agent, p->pair, why))
                 state = "lost";
         }
         tb__text_add(out, "%s{", comma);
-        add_text(out, "name", p->name);
+        report_text(out, "name", p->name);
         tb__text_add(out, ",");
-        add_text(out, "local", agent->group);
+        report_text(out, "local", agent->group);
         tb__text_add(out, ",");
-        add_text(out, "remote", p->remote);
+        report_text(out, "remote", p->remote);
         tb__text_add(out, ",");
-        add_text(out, "layout", p->layout);
+        report_text(out, "layout", p->layout);
         tb__text_add(out, ",");
-        add_text(out, "remote_layout", remote_layout);
+        report_text(out, "remote_layout", remote_layout);
         tb__text_add(out, ",\"state\":\"%s\",", state);
-        add_text(out, "why", why);
+        report_text(out, "why", why);
         tb__text_add(out, ",\"clients\":%zu,\"batches\":%zu,\"sent\":%" PRIu64 ",\"received\":%" PRIu64 "}",
                      p->users.count, p->nbatches, p->moved[1], p->moved[0]);
         comma = ",";
     }
 }
 
-static void add_batch(tb__text *out, agent_batch *b) {
+static void report_batch(tb__text *out, agent_batch *b) {
     tb_transfer_state now[2] = {{.size = sizeof *now}, {.size = sizeof *now}}, last;
     bool is_moving[2], was_send;
     char error[TB__WHY_MAX], why[SENTENCE] = "";
@@ -119,15 +119,15 @@ static void add_batch(tb__text *out, agent_batch *b) {
     uint64_t version = b->version, nbytes = 0;
     bool is_mixed = b->is_mixed;
     size_t ntensors = 0;
-    for (size_t i = 0; i < b->shares.count; i++) {
-        ntensors += b->shares.item[i].ntensors;
-        nbytes += b->shares.item[i].nbytes;
+    for (size_t i = 0; i < b->batch_pairs.count; i++) {
+        ntensors += b->batch_pairs.item[i].ntensors;
+        nbytes += b->batch_pairs.item[i].nbytes;
     }
     if (b->registering)
         tb__batch_describe_wait(b->registering, why, sizeof why);
-    bool is_doomed = b->is_doomed;
+    bool is_ending = b->is_ending;
     pthread_mutex_unlock(&b->lock);
-    const char *state = is_doomed                      ? "ending"
+    const char *state = is_ending                      ? "ending"
                         : !b->batch || *why            ? "registering"
                         : is_moving[0] && is_moving[1] ? "sending and receiving"
                         : is_moving[1]                 ? "sending"
@@ -135,13 +135,13 @@ static void add_batch(tb__text *out, agent_batch *b) {
                         : *error                       ? "failed"
                                                        : "idle";
     tb__text_add(out, "{");
-    add_text(out, "id", b->id);
+    report_text(out, "id", b->id);
     tb__text_add(out, ",");
-    add_text(out, "client", b->session->name);
-    tb__text_add(out, ",\"pid\":%ld,\"pairs\":[", (long)b->session->guest.pid);
-    for (size_t i = 0; i < b->shares.count; i++) {
+    report_text(out, "client", b->session->name);
+    tb__text_add(out, ",\"pid\":%ld,\"pairs\":[", (long)b->session->process.pid);
+    for (size_t i = 0; i < b->batch_pairs.count; i++) {
         tb__text_add(out, "%s", i ? "," : "");
-        tb__text_add_json(out, b->shares.item[i].pair->name);
+        tb__text_add_json(out, b->batch_pairs.item[i].pair->name);
     }
     tb__text_add(out,
                  "],\"tensors\":%zu,\"bytes\":%" PRIu64 ",\"state\":\"%s\",\"version\":%" PRIu64
@@ -149,33 +149,33 @@ static void add_batch(tb__text *out, agent_batch *b) {
                  ntensors, nbytes, state, version, is_mixed ? "true" : "false");
     for (int i = 0; i < 2; i++) {
         if (is_moving[i])
-            add_transfer(out, &now[i], i == 1);
+            report_transfer(out, &now[i], i == 1);
         if (i == 0 && is_moving[0] && is_moving[1])
             tb__text_add(out, ",");
     }
     tb__text_add(out, "],\"last\":");
     if (last.seconds > 0)
-        add_transfer(out, &last, was_send);
+        report_transfer(out, &last, was_send);
     else
         tb__text_add(out, "null");
     tb__text_add(out, ",");
-    add_text(out, "error", error);
+    report_text(out, "error", error);
     tb__text_add(out, ",");
-    add_text(out, "why", why);
+    report_text(out, "why", why);
     tb__text_add(out, "}");
 }
 
-static void add_batches(tb__text *out, const tb__agent *agent) {
+static void report_batches(tb__text *out, const tb__agent *agent) {
     const char *comma = "";
     for (agent_batch *b = LIST_FIRST(&agent->batches); b; b = LIST_NEXT(b, link)) {
         tb__text_add(out, "%s", comma);
-        add_batch(out, b);
+        report_batch(out, b);
         comma = ",";
     }
 }
 
-/* Those before it are history: incarnations, and connections with one of them, the last of which comes first in the
- * list. What went to them and came from them still counts. */
+/* Whether this is the newest connection with the newest incarnation of its rank; the newest is first in the list.
+ * `moved` has the bytes of all connections with the rank. */
 static bool is_newest(const tb__peer *all, const tb__peer *peer, uint64_t moved[2]) {
     bool is_newest = true, is_behind = true;
     moved[0] = moved[1] = 0;
@@ -191,7 +191,7 @@ static bool is_newest(const tb__peer *all, const tb__peer *peer, uint64_t moved[
 }
 
 /* All ranks but this one. */
-static void add_peers(tb__text *out, const tb_world *world) {
+static void report_peers(tb__text *out, const tb_world *world) {
     const char *comma = "";
     uint64_t moved[2];
     tb__loop_lock(world->loop);
@@ -201,19 +201,19 @@ static void add_peers(tb__text *out, const tb_world *world) {
         if (p == self || !is_newest(all, p, moved))
             continue;
         tb__text_add(out, "%s{\"rank\":%" PRId32 ",", comma, p->rank);
-        add_text(out, "label", p->label);
+        report_text(out, "label", p->label);
         tb__text_add(out, ",");
-        add_text(out, "host", p->host);
+        report_text(out, "host", p->host);
         tb__text_add(out, ",\"transport\":\"%s\",\"sent\":%" PRIu64 ",\"received\":%" PRIu64 ",\"alive\":%s,",
                      p->transport->ops->name, moved[1], moved[0], p->is_lost ? "false" : "true");
-        add_text(out, "why", p->is_lost && p->why ? p->why : "");
+        report_text(out, "why", p->is_lost && p->why ? p->why : "");
         tb__text_add(out, "}");
         comma = ",";
     }
     tb__loop_unlock(world->loop);
 }
 
-static void add_totals(tb__text *out, const tb__agent *agent) {
+static void report_totals(tb__text *out, const tb__agent *agent) {
     static const char *const names[] = {"recv", "send"};
     for (int i = 0; i < 2; i++) {
         const agent_totals *t = &agent->totals[i];
@@ -223,7 +223,7 @@ static void add_totals(tb__text *out, const tb__agent *agent) {
     }
 }
 
-static void add_plans(tb__text *out, const tb_world *world) {
+static void report_plans(tb__text *out, const tb_world *world) {
     tb__plans_state s;
     tb__plans_query(world, &s);
     tb__text_add(out,
@@ -236,7 +236,7 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
     tb__text text = {0};
     bool is_connected = tb__directory_is_connected(agent->world->directory);
     tb__text_add(&text, "{");
-    add_text(&text, "group", agent->group);
+    report_text(&text, "group", agent->group);
     tb__text_add(&text,
                  ",\"index\":%" PRId32 ",\"size\":%" PRId32 ",\"rank\":%" PRId32 ",\"incarnation\":%" PRIu64
                  ",\"pid\":%ld,\"version\":\"%s\",\"protocol\":%d,\"state\":\"%s\",\"uptime\":%.3f",
@@ -244,19 +244,19 @@ tb_status tb__agent_make_report(tb__agent *agent, const agent_session *asker, ch
                  tb_version_string(), TB__PROTOCOL_VERSION, agent->is_stopping ? "stopping" : "serving",
                  (double)(tb__now_ms() - agent->begun_ms) / 1e3);
     tb__text_add(&text, ",\"store\":{\"connected\":%s,", is_connected ? "true" : "false");
-    add_text(&text, "why", is_connected ? "" : tb_error_detail());
+    report_text(&text, "why", is_connected ? "" : tb_error_detail());
     tb__text_add(&text, "},\"clients\":[");
-    add_clients(&text, agent, asker);
+    report_clients(&text, agent, asker);
     tb__text_add(&text, "],\"pairs\":[");
-    add_pairs(&text, agent);
+    report_pairs(&text, agent);
     tb__text_add(&text, "],\"batches\":[");
-    add_batches(&text, agent);
+    report_batches(&text, agent);
     tb__text_add(&text, "],\"peers\":[");
-    add_peers(&text, agent->world);
+    report_peers(&text, agent->world);
     tb__text_add(&text, "],\"totals\":{");
-    add_totals(&text, agent);
+    report_totals(&text, agent);
     tb__text_add(&text, "},");
-    add_plans(&text, agent->world);
+    report_plans(&text, agent->world);
     tb__text_add(&text, "}");
     return tb__text_take(&text, out);
 }

@@ -1,4 +1,4 @@
-/* Connections: bytes and descriptors in, frames out of them, replies back. */
+/* Connections of clients: receives frames with descriptors, sends replies. */
 #include "bus/agent/agent_inside.h"
 
 #include "base/descriptors.h"
@@ -21,14 +21,14 @@ enum {
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
-static bool is_full(const agent_session *s) {
+static bool exceeds_held_limit(const agent_session *s) {
     return atomic_load(&s->nbytes) > TB__AGENT_MAX_HELD;
 }
 
-/* Most replies go out at once and change nothing: then the system is not called. */
-static void watch(agent_session *s) {
+/* Calls epoll only if the wanted events have changed. */
+static void update_session_epoll(agent_session *s) {
     size_t waiting = s->out.count - s->nsent;
-    unsigned wanted = (s->is_doomed || is_full(s) || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) |
+    unsigned wanted = (s->is_closing || exceeds_held_limit(s) || waiting > BUSY_BYTES ? 0U : (unsigned)EPOLLIN) |
                       (waiting > 0 ? (unsigned)EPOLLOUT : 0U);
     if (wanted == s->watched)
         return;
@@ -39,33 +39,33 @@ static void watch(agent_session *s) {
 
 void tb__agent_session_watch(agent_session *s) {
     if (!s->is_gone)
-        watch(s);
+        update_session_epoll(s);
 }
 
 /* For the reason in tb_error_detail. */
-static tb_status deny(agent_session *s, tb_status status) {
+static tb_status set_denial(agent_session *s, tb_status status) {
     tb__log(TB_LOG_WARN, "agent: a connection was refused: %s", tb_error_detail());
     s->denied_with = status;
     s->denial = tb__strdup(tb_error_detail());
     return s->denial ? TB_OK : TB_NO_MEMORY;
 }
 
-/* `status` is why it may not come in, unless that is TB_OK. */
-static tb_status init(agent_session *s, int socket, tb_status status) {
+/* `status`: why the connection is refused; TB_OK: it is not. */
+static tb_status init_session(agent_session *s, int socket, tb_status status) {
     if (status == TB_OK)
-        status = tb__guest_init(&s->guest, socket);
+        status = tb__client_process_init(&s->process, socket);
     if (status != TB_OK)
-        TB_TRY(deny(s, status));
+        TB_TRY(set_denial(s, status));
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = s};
     if (epoll_ctl(s->agent->epoll, EPOLL_CTL_ADD, socket, &event) != 0) {
-        tb__guest_fini(&s->guest);
+        tb__client_process_fini(&s->process);
         return tb__fail(TB_IO, "epoll_ctl: %s", strerror(errno));
     }
     s->socket = socket;
     s->watched = EPOLLIN;
     s->in.max_nbytes = TB__HELLO_MAX;
     s->deadline_ms = tb__now_ms() + (s->denial ? DENIED_MS : PATIENCE_MS);
-    pthread_mutex_init(&s->guest_lock, NULL);
+    pthread_mutex_init(&s->process_lock, NULL);
     LIST_INSERT_HEAD(&s->agent->sessions, s, link);
     return TB_OK;
 }
@@ -79,9 +79,9 @@ void tb__agent_listen_again(tb__agent *agent) {
     tb__listener_enable(agent->epoll, agent->listener.socket.fd, &agent->listener, true);
 }
 
-/* The next connection. When there are no descriptors left it gets the one that was spared, to be told so: one at a
- * time, the others wait. *status: whether it may come in. */
-static int accept_one(tb__agent *agent, tb_status *status) {
+/* Accepts a connection. If descriptors have run out, closes the spare one to accept one client and refuse it; the
+ * others wait. *status: why it is refused. */
+static int accept_client(tb__agent *agent, tb_status *status) {
     *status = TB_OK;
     int fd = accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd >= 0 || !tb__is_out_of_descriptors(errno) || agent->spare < 0)
@@ -92,13 +92,13 @@ static int accept_one(tb__agent *agent, tb_status *status) {
     return accept4(agent->listener.socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
 }
 
-static void add_session(tb__agent *agent, int fd, tb_status status) {
+static void add_agent_session(tb__agent *agent, int fd, tb_status status) {
     agent_session *s = tb__calloc(1, sizeof *s);
     if (s) {
         s->agent = agent;
         s->id = ++agent->nsessions;
-        s->guest.pidfd = -1;
-        status = init(s, fd, status);
+        s->process.pidfd = -1;
+        status = init_session(s, fd, status);
     }
     if (s && status == TB_OK)
         return;
@@ -112,9 +112,9 @@ static void add_session(tb__agent *agent, int fd, tb_status status) {
 void tb__agent_accept(tb__agent *agent) {
     while (!agent->is_full) {
         tb_status status;
-        int fd = accept_one(agent, &status), error = errno;
+        int fd = accept_client(agent, &status), error = errno;
         if (fd >= 0)
-            add_session(agent, fd, status);
+            add_agent_session(agent, fd, status);
         if (fd >= 0 ? agent->spare < 0 : tb__is_shortage(error)) {
             if (fd < 0)
                 tb__log(TB_LOG_ERROR, "agent: accept: %s", tb__errno_text(error));
@@ -130,8 +130,8 @@ void tb__agent_accept(tb__agent *agent) {
 
 void tb__agent_session_free(agent_session *s) {
     LIST_REMOVE(s, link);
-    tb__guest_fini(&s->guest);
-    pthread_mutex_destroy(&s->guest_lock);
+    tb__client_process_fini(&s->process);
+    pthread_mutex_destroy(&s->process_lock);
     free(s->name);
     free(s->denial);
     free(s);
@@ -151,15 +151,15 @@ static void close_fds(tb__fds *fds) {
     *fds = (tb__fds){0};
 }
 
-void tb__agent_session_bury(agent_session *s) {
-    s->is_buried = true;
+void tb__agent_session_release(agent_session *s) {
+    s->has_released = true;
     close(s->socket);
     close_fds(&s->fds);
     close_fds(&s->new_fds);
     tb__frame_reader_fini(&s->in);
     free(s->out.item);
     s->out = (tb__bytes){0};
-    tb__agent_forget(s->agent, s);
+    tb__agent_drop_client(s->agent, s);
 }
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
@@ -181,12 +181,12 @@ void tb__agent_session_writable(agent_session *s) {
         return;
     if (s->nsent == s->out.count) {
         s->nsent = s->out.count = 0;
-        if (s->is_doomed) {
+        if (s->is_closing) {
             tb__agent_session_close(s);
             return;
         }
     }
-    watch(s);
+    update_session_epoll(s);
 }
 
 void tb__agent_session_reply(agent_session *s, const tb__message *reply) {
@@ -201,24 +201,24 @@ void tb__agent_session_reply(agent_session *s, const tb__message *reply) {
     tb__agent_session_writable(s);
 }
 
-void tb__agent_session_end(agent_session *s) {
+void tb__agent_session_close_when_sent(agent_session *s) {
     if (s->is_gone)
         return;
-    s->is_doomed = true;
+    s->is_closing = true;
     s->deadline_ms = tb__now_ms() + PATIENCE_MS;
     tb__agent_session_writable(s);
 }
 
-/* A frame that could not be read: whoever sent it is told, and no more is believed. */
-static void refuse(agent_session *s, tb_status status) {
+/* A frame that can't be read: replies, and closes the connection. */
+static void refuse_frame(agent_session *s, tb_status status) {
     tb__message reply = {.kind = TB__REPLY, .seq = s->nframes, .status = status, .message = tb_error_detail()};
     tb__agent_session_reply(s, &reply);
-    tb__agent_session_end(s);
+    tb__agent_session_close_when_sent(s);
 }
 
 /* ---- In -------------------------------------------------------------------------------------------------------- */
 
-static bool is_token(const char *wanted, const char *given) {
+static bool is_agent_token(const char *wanted, const char *given) {
     size_t n = strlen(wanted), m = given ? strlen(given) : 0;
     unsigned char difference = n != m;
     for (size_t i = 0; i < n; i++) /* takes as long whatever was given */
@@ -226,7 +226,7 @@ static bool is_token(const char *wanted, const char *given) {
     return !difference;
 }
 
-static tb_status greet(agent_session *s, const agent_job *job) {
+static tb_status check_hello(agent_session *s, const agent_job *job) {
     const tb__message *hello = &job->message;
     tb__agent *agent = s->agent;
     if (s->denial)
@@ -234,7 +234,7 @@ static tb_status greet(agent_session *s, const agent_job *job) {
     if (hello->kind != TB__HELLO)
         return tb__fail(TB_INVALID, "the first message has to be a Hello");
     TB_TRY(tb__hello_check(hello));
-    if (agent->token && !is_token(agent->token, hello->token))
+    if (agent->token && !is_agent_token(agent->token, hello->token))
         return tb__fail(TB_DENIED, "the token is wrong");
     s->name = tb__strdup(hello->client ? hello->client : "");
     if (!s->name)
@@ -248,21 +248,21 @@ static bool is_no_command(tb__message_kind kind) {
     return kind == TB__HELLO || kind == TB__REPLY || kind == TB__EVENT;
 }
 
-/* Whoever stops still tells what becomes of what is under way, and lets it be ended. */
+/* A stopping agent still answers queries, and lets transfers be ended. */
 static bool begins_something(tb__message_kind kind) {
     return kind == TB__INIT_PAIR || kind == TB__REGISTER_TENSORS || kind == TB__TRANSFER;
 }
 
-static void take_frame(agent_session *s, tb__blob map) {
+static void on_client_frame(agent_session *s, tb__blob map) {
     agent_job *job = tb__agent_job_create(s, map);
     if (!job) {
-        refuse(s, TB_NO_MEMORY);
+        refuse_frame(s, TB_NO_MEMORY);
         return;
     }
     tb_status status = tb__message_decode((tb__blob){job->frame, map.nbytes}, &job->arena, &job->message);
     if (!s->has_greeted) {
         if (status == TB_OK)
-            status = greet(s, job);
+            status = check_hello(s, job);
         if (status == TB_OK)
             job->reply = (tb__message){.version = tb__some_uint(TB__PROTOCOL_VERSION),
                                        .rank = tb__some_uint((uint64_t)s->agent->world->rank),
@@ -271,42 +271,42 @@ static void take_frame(agent_session *s, tb__blob map) {
                                        .size = tb__some_uint((uint64_t)s->agent->size),
                                        .timeout_ms = (uint64_t)s->agent->timeout_ms};
         else
-            s->is_doomed = true;
-        job->message.semaphore_name = NULL; /* strangers have none */
+            s->is_closing = true;
+        job->message.semaphore_name = NULL; /* only clients that have said Hello have semaphores posted */
         tb__agent_job_end(job, status);
         return;
     }
     if (status == TB_OK && is_no_command(job->message.kind))
-        status = tb__fail(TB_INVALID, "a %s is no command", tb__message_schema(job->message.kind)->name);
+        status = tb__fail(TB_INVALID, "a %s is not a command", tb__message_schema(job->message.kind)->name);
     if (status == TB_OK && s->agent->is_stopping && begins_something(job->message.kind))
         status = tb__fail(TB_REFUSED, "the agent is stopping");
     if (status != TB_OK) {
-        tb__agent_job_end(job, status); /* frames can still be told apart: the next may be good */
+        tb__agent_job_end(job, status); /* framing is intact: the next frame may be valid */
         return;
     }
     tb__agent_job_trim(job);
-    tb__agent_do(job);
+    tb__agent_run_command(job);
 }
 
-static void take_frames(agent_session *s) {
-    while (!s->is_gone && !s->is_doomed) {
+static void on_client_frames(agent_session *s) {
+    while (!s->is_gone && !s->is_closing) {
         tb__blob map;
         bool has_frame;
         tb_status status = tb__frame_next(&s->in, &map, &has_frame);
         if (status != TB_OK) {
-            refuse(s, status);
+            refuse_frame(s, status);
             return;
         }
         if (!has_frame)
             break;
-        take_frame(s, map);
+        on_client_frame(s, map);
     }
     if (!tb__agent_session_keep_fds(s))
-        refuse(s, TB_NO_MEMORY);
+        refuse_frame(s, TB_NO_MEMORY);
 }
 
-/* The system ends a read with the message that carries descriptors. So they belong to the last frame of which some has
- * arrived, not to those before it that came with the same read. */
+/* The kernel ends a read at the message that carries descriptors. So they belong to the last frame of which bytes have
+ * arrived, not to earlier ones of the same read. */
 bool tb__agent_session_keep_fds(agent_session *s) {
     size_t n = s->new_fds.count;
     if (n == 0)
@@ -319,7 +319,7 @@ bool tb__agent_session_keep_fds(agent_session *s) {
     return true;
 }
 
-static tb_status take_fds(agent_session *s, const struct msghdr *message) {
+static tb_status receive_fds(agent_session *s, const struct msghdr *message) {
     tb_status status = TB_OK;
     for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR((struct msghdr *)message, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
@@ -341,11 +341,11 @@ static tb_status take_fds(agent_session *s, const struct msghdr *message) {
 
 void tb__agent_session_readable(agent_session *s) {
     size_t total = 0;
-    while (!s->is_gone && !s->is_doomed && !is_full(s) && total < 4 * READ_BYTES) {
+    while (!s->is_gone && !s->is_closing && !exceeds_held_limit(s) && total < 4 * READ_BYTES) {
         uint8_t *room;
         size_t nbytes = READ_BYTES;
         if (tb__frame_room(&s->in, &room, &nbytes) != TB_OK) {
-            refuse(s, TB_NO_MEMORY);
+            refuse_frame(s, TB_NO_MEMORY);
             return;
         }
         union {
@@ -364,14 +364,14 @@ void tb__agent_session_readable(agent_session *s) {
             tb__agent_session_close(s);
             return;
         }
-        tb_status status = take_fds(s, &message);
+        tb_status status = receive_fds(s, &message);
         if (status != TB_OK) {
-            refuse(s, status);
+            refuse_frame(s, status);
             return;
         }
         tb__frame_filled(&s->in, (size_t)n);
         total += (size_t)n;
-        take_frames(s);
+        on_client_frames(s);
         if ((size_t)n < nbytes)
             return; /* that was all, or epoll says that there is more */
     }

@@ -9,12 +9,12 @@
 /* ---- Both ways ------------------------------------------------------------------------------------------------- */
 
 static void both_ways(rank *r) {
-    guest_setup s;
+    client_setup s;
     move_in(r, &s, "mesh=2 place=S0", "mesh=2 place=S1", 24, 20);
     check(tb_client_index(s.client) == r->index && tb_client_size(s.client) == r->size);
     check(strcmp(tb_client_group(s.client), r->group) == 0);
     for (uint32_t version = 1; version <= 4; version++)
-        guest_exchange(r, &s, version % 2 ? "a" : "b", version);
+        client_exchange(r, &s, version % 2 ? "a" : "b", version);
     tb_client_status status = {.size = sizeof status};
     check_ok(tb_client_query(s.batch, &status));
     check(strcmp(status.state, "idle") == 0 && !*status.error && status.version > 0 && !status.transfer_signal);
@@ -396,7 +396,7 @@ static void take_semaphore(sem_t *semaphore, const char *name) {
 }
 
 static void later(rank *r) {
-    guest_setup s;
+    client_setup s;
     char name[64];
     tb_client_status status = {.size = sizeof status};
     move_in(r, &s, "mesh=2 place=S0", "mesh=1 place=R", 40, 30);
@@ -445,7 +445,7 @@ static void close_early(rank *r) {
     enum { SIDE = 1200, NROUNDS = 16 };
     const uint32_t own = 0xeeeeeeee;
     for (int round = 0; round < NROUNDS; round++) {
-        guest_setup s;
+        client_setup s;
         tb_client_transfer_opts opts = {.size = sizeof opts, .no_wait = true};
         bool closes = is_a(r) == round % 2;
         move_in(r, &s, "mesh=1 place=S0", "mesh=1 place=S1", SIDE, SIDE);

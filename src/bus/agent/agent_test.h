@@ -131,13 +131,13 @@ static inline tb_client *open_client(const rank *r) {
 
 /* ---- The usual set-up, through an agent ------------------------------------------------------------------------ */
 
-typedef struct guest_setup {
+typedef struct client_setup {
     tb_client *client;
     tb_client_batch *batch;
     part w;
-} guest_setup;
+} client_setup;
 
-static inline void move_in(rank *r, guest_setup *s, const char *layout_a, const char *layout_b, int64_t rows,
+static inline void move_in(rank *r, client_setup *s, const char *layout_a, const char *layout_b, int64_t rows,
                            int64_t columns) {
     const char *layout = is_a(r) ? layout_a : layout_b;
     part_init(&s->w, layout, r->index, rows, columns);
@@ -150,13 +150,13 @@ static inline void move_in(rank *r, guest_setup *s, const char *layout_a, const 
     check_ok(tb_client_register(s->batch, 0));
 }
 
-static inline void move_out(guest_setup *s) {
+static inline void move_out(client_setup *s) {
     tb_client_batch_destroy(s->batch);
     tb_client_close(s->client);
     part_fini(&s->w);
 }
 
-static inline void guest_exchange(rank *r, guest_setup *s, const char *from, uint32_t version) {
+static inline void client_exchange(rank *r, client_setup *s, const char *from, uint32_t version) {
     bool is_send = strcmp(r->group, from) == 0;
     if (is_send)
         part_fill(&s->w, version);

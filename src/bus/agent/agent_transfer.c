@@ -1,4 +1,4 @@
-/* Transfers of a client's batch: their threads, and what is told of them while they go on. */
+/* Transfers of a client's batch: their threads, events and queries. */
 #include "bus/agent/agent_inside.h"
 
 #include <stdio.h>
@@ -28,7 +28,7 @@ static void send_event(const agent_job *job, tb__event_name name, uint64_t attem
     tb__agent_session_reply(job->session, &event);
 }
 
-/* Sessions belong to the loop, which sends it. */
+/* Records an event in the job's thread; the loop sends it. */
 static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
     tb__agent *agent = job->agent;
     tb_transfer_state state = {.size = sizeof state};
@@ -36,20 +36,20 @@ static void raise_event(agent_job *job, const tb_transfer *t, tb_event event) {
     pthread_mutex_lock(&agent->done_lock);
     job->raised |= (unsigned)event;
     job->attempt = state.attempt;
-    if (!job->has_news) {
-        job->has_news = true;
-        job->next_news = agent->news;
-        agent->news = job;
+    if (!job->is_raised) {
+        job->is_raised = true;
+        job->next_raised = agent->raised_jobs;
+        agent->raised_jobs = job;
     }
     pthread_mutex_unlock(&agent->done_lock);
     eventfd_write(agent->wake, 1);
 }
 
-void tb__agent_tell(agent_job *job) {
+void tb__agent_send_events(agent_job *job) {
     pthread_mutex_lock(&job->agent->done_lock);
     unsigned raised = job->raised;
     uint64_t attempt = job->attempt;
-    job->has_news = false;
+    job->is_raised = false;
     pthread_mutex_unlock(&job->agent->done_lock);
     for (size_t i = 0; i < NEVENTS; i++) {
         if (raised & ~job->told & (unsigned)events[i].event)
@@ -58,8 +58,8 @@ void tb__agent_tell(agent_job *job) {
     job->told |= raised;
 }
 
-/* All that is left to be told of a transfer that has ended. */
-static void tell_end(agent_job *job) {
+/* Sends the last events of a transfer that has ended. */
+static void send_final_events(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     if (!job->message.events)
         return;
@@ -67,13 +67,13 @@ static void tell_end(agent_job *job) {
         job->raised |= (unsigned)(is_send ? TB_RELEASED : TB_ARRIVED) | TB_COMMITTED;
         job->attempt = job->reply.version.value;
     }
-    tb__agent_tell(job);
+    tb__agent_send_events(job);
     if (job->status != TB_OK)
         send_event(job, TB__EVENT_FAILED, job->attempt, job->status, job->why);
 }
 
-/* What has come about from the client's point of view: where its memory is mirrored, it was read before anything was
- * sent, and what is received is there when all of it was written back. */
+/* The events from the client's point of view: mirrored memory is released as soon as it was read, and has arrived when
+ * it is written back. */
 static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over, const tb_transfer_state *state) {
     unsigned seen = state->events;
     if (is_send && tb__agent_is_mirrored(b))
@@ -88,22 +88,23 @@ static unsigned seen_by_client(const agent_batch *b, bool is_send, bool is_over,
 
 /* ---- The thread ------------------------------------------------------------------------------------------------ */
 
-/* Whatever becomes of the transfer, its beginning may have found out that an earlier receive is committed. */
-static tb_status begin(agent_job *job, bool is_send, tb_transfer **out) {
+/* Also if the transfer can't begin, starting it may have found out that an earlier receive is committed, which is
+ * delivered then. */
+static tb_status begin_bus_transfer(agent_job *job, bool is_send, tb_transfer **out) {
     agent_batch *b = job->batch;
     tb_transfer_opts opts = {.size = sizeof opts,
                              .timeout_ms = tb__agent_job_timeout(job),
                              .skip_lost = job->message.skip_lost,
                              .hold = job->message.hold};
-    TB_TRY(tb__agent_fetch(b)); /* also to receive: what does not arrive stays as it is */
+    TB_TRY(tb__agent_read_mirrors(b)); /* also to receive: what does not arrive stays as it is */
     tb_status status = is_send ? tb_send(b->batch, &opts, out) : tb_recv(b->batch, &opts, out);
     tb__saved_detail why = tb__save_detail();
     TB_TRY(tb__agent_deliver_late(b));
     return status == TB_OK ? TB_OK : tb__fail(status, "%s", why.text);
 }
 
-/* One event after the other, as far as the client wants to hear of them. */
-static tb_status follow(agent_job *job, tb_transfer *t, bool is_send) {
+/* Waits for the transfer's events in order, and raises those that the client wants. */
+static tb_status raise_transfer_events(agent_job *job, tb_transfer *t, bool is_send) {
     const agent_batch *b = job->batch;
     bool is_shadowed = b->batch->opts.commit == TB_SHADOW;
     if (!job->message.events)
@@ -114,7 +115,7 @@ static tb_status follow(agent_job *job, tb_transfer *t, bool is_send) {
         raise_event(job, t, TB_RELEASED);
         return TB_OK;
     }
-    /* Where a pair has failed, not everything arrives; the others are held back all the same. */
+    /* If a pair has failed, not everything arrives; the others are held nevertheless. */
     TB_TRY(tb__transfer_wait_any(t, TB_ARRIVED | (job->message.hold ? TB_DECIDED : 0U)));
     tb_transfer_state state = {.size = sizeof state};
     tb_transfer_query(t, &state);
@@ -132,21 +133,21 @@ static tb_status run_transfer(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     tb_transfer *t = NULL;
     tb_transfer_state state = {.size = sizeof state};
-    tb_status status = begin(job, is_send, &t);
+    tb_status status = begin_bus_transfer(job, is_send, &t);
     pthread_mutex_lock(&b->lock);
     b->transfers[is_send] = t;
-    bool is_late = t && b->is_doomed; /* whoever wanted it has gone before it began */
+    bool is_late = t && b->is_ending; /* the batch was ended before the transfer began */
     pthread_mutex_unlock(&b->lock);
     if (is_late)
         tb_cancel(t);
     if (status == TB_OK)
-        status = follow(job, t, is_send);
+        status = raise_transfer_events(job, t, is_send);
     if (status == TB_OK)
         status = tb_wait(t, TB_COMMITTED, -1);
     char why[TB__WHY_MAX] = "";
     if (status != TB_OK)
         snprintf(why, sizeof why, "%s", tb_error_detail());
-    tb_status delivered = tb__agent_note_end(b, t, is_send, status, why);
+    tb_status delivered = tb__agent_record_end(b, t, is_send, status, why);
     if (status == TB_OK && delivered != TB_OK) {
         status = delivered;
         snprintf(why, sizeof why, "%s", tb_error_detail());
@@ -160,7 +161,7 @@ static tb_status run_transfer(agent_job *job) {
     b->transfers[is_send] = NULL;
     pthread_mutex_unlock(&b->lock);
     if (status == TB_OK)
-        tb__agent_note_moved(job, t);
+        tb__agent_record_moved(job, t);
     tb_transfer_destroy(t);
     if (status != TB_OK)
         return tb__fail(status, "%s", why);
@@ -173,7 +174,7 @@ static tb_status run_transfer(agent_job *job) {
 
 /* ---- Transfer -------------------------------------------------------------------------------------------------- */
 
-/* How a batch is committed, and whether it is summed, is settled when it is registered. */
+/* Commit mode and checksums are fixed at registration. */
 static tb_status check_modes(const tb__message *m, const tb_batch *batch) {
     bool is_shadow = batch->opts.commit == TB_SHADOW;
     if (m->commit != TB__COMMIT_UNSAID && (m->commit == TB__SHADOW) != is_shadow)
@@ -200,7 +201,7 @@ static tb_status check_free(const agent_batch *b, bool is_send) {
     return TB_OK;
 }
 
-void tb__agent_transfer(agent_job *job) {
+void tb__agent_begin_transfer(agent_job *job) {
     bool is_send = job->message.direction == TB__SEND;
     agent_batch *b = NULL;
     tb_status status = tb__agent_get_batch(job, &b);
@@ -234,8 +235,8 @@ static void count_transfer(const agent_job *job) {
     totals->ndone++;
     totals->nbytes += job->reply.bytes.value;
     totals->seconds += job->reply.seconds.value;
-    for (size_t i = 0; job->moved && i < b->shares.count; i++)
-        b->shares.item[i].pair->moved[is_send] += (uint64_t)job->moved[i];
+    for (size_t i = 0; job->moved && i < b->batch_pairs.count; i++)
+        b->batch_pairs.item[i].pair->moved[is_send] += (uint64_t)job->moved[i];
 }
 
 void tb__agent_finish_transfer(agent_job *job) {
@@ -247,11 +248,11 @@ void tb__agent_finish_transfer(agent_job *job) {
         snprintf(b->error, sizeof b->error, "%s", job->why);
         pthread_mutex_unlock(&b->lock);
     }
-    if (b->shares.count > 1)
+    if (b->batch_pairs.count > 1)
         tb__agent_put_outcomes(job, b, &job->reply);
-    tell_end(job);
+    send_final_events(job);
     tb__agent_job_end(job, job->status == TB_OK ? TB_OK : tb__fail(job->status, "%s", job->why));
-    tb__agent_leave_batch(b);
+    tb__agent_batch_job_ended(b);
 }
 
 /* ---- What is asked of one that goes on ------------------------------------------------------------------------- */
@@ -270,7 +271,7 @@ static tb__texts name_events(agent_job *job, unsigned seen) {
     return (tb__texts){.count = n, .item = names};
 }
 
-void tb__agent_query(agent_job *job) {
+void tb__agent_query_status(agent_job *job) {
     agent_batch *b = NULL;
     tb__state_name asked = job->message.state_name;
     tb__message *r = &job->reply;

@@ -35,7 +35,7 @@ static bool is_explained(const char *what) {
 
 #define refused(call, what) child_check(tb_error_set(TB_OK, "") == TB_OK && (call) == TB_REFUSED && is_explained(what))
 
-static void use_all(const guest_setup *s) {
+static void use_all(const client_setup *s) {
     tb_client_batch *other = NULL;
     tb_client_status status = {.size = sizeof status};
     tb_client_pair_state pair = {.size = sizeof pair};
@@ -65,7 +65,7 @@ static void connect_again(const rank *r) {
     tb_client_close(own);
 }
 
-static void let_children_use(const rank *r, guest_setup *s) {
+static void let_children_use(const rank *r, client_setup *s) {
     for (int i = 0; i < 4; i++) {
         fflush(NULL);
         pid_t pid = fork();
@@ -92,10 +92,10 @@ static void let_children_use(const rank *r, guest_setup *s) {
 }
 
 static void go_on(rank *r) {
-    guest_setup s;
+    client_setup s;
     tb_client_transfer_opts no_wait = {.size = sizeof no_wait, .no_wait = true};
     move_in(r, &s, "mesh=1 place=R", "mesh=2 place=S0", ROWS, COLUMNS);
-    guest_exchange(r, &s, "a", 1);
+    client_exchange(r, &s, "a", 1);
     meet(r);
     if (is_a(r)) {
         part_fill(&s.w, 2);
@@ -111,7 +111,7 @@ static void go_on(rank *r) {
         check_ok(tb_client_transfer(s.batch, false, NULL));
     check(part_holds(&s.w, 2));
     meet(r);
-    guest_exchange(r, &s, "b", 3);
+    client_exchange(r, &s, "b", 3);
     move_out(&s);
 }
 

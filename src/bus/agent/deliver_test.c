@@ -423,7 +423,7 @@ static void test_parts(void **state) {
 
 /* The agent has one copy of the tensors: what is being sent from it must not be overwritten, nor what arrives in it. */
 static void both_ways(rank *r) {
-    guest_setup s;
+    client_setup s;
     uint32_t *mine = calloc(ROWS * COLUMNS, sizeof *mine);
     tb_tensor t = {.size = sizeof t, .data = mine, .dtype = TB_U32, .ndim = 2, .shape = {ROWS, COLUMNS}};
     tb_client_transfer_opts no_wait = {.size = sizeof no_wait, .no_wait = true};

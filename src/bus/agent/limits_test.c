@@ -171,7 +171,7 @@ static void test_full_and_gone(void **state) {
     run_agents(full_and_gone, 1, 0);
 }
 
-/* ---- Chores ---------------------------------------------------------------------------------------------------- */
+/* ---- Background work ------------------------------------------------------------------------------------------- */
 
 /* Batches of clients that go end by and by, more of them than are ended at once. */
 static void many_batches(rank *r) {

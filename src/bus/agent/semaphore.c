@@ -1,5 +1,5 @@
-/* sem_post ends the process when a semaphore is not what it should be, and touching memory of a file that was cut short
- * does so, too. So the system does both for us: it adds and wakes in one call, and fails where we would have died. */
+/* sem_post aborts on an invalid semaphore, and touching a mapping of a truncated file is SIGBUS. So one futex call does
+ * both, adds and wakes, and fails instead. */
 #include "bus/agent/semaphore.h"
 
 #include "base/descriptors.h"
@@ -23,7 +23,7 @@ enum { VALUE_AT = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 0 : 4 };
 tb_status tb__semaphore_raise(void *semaphore) {
     void *value = (char *)semaphore + VALUE_AT;
     unsigned add_one = (unsigned)FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0);
-    /* It wakes who waits at the first address; at the second, where it adds, nobody more. */
+    /* Wakes one waiter at the first address, and none at the second, where it adds. */
     while (syscall(SYS_futex, value, FUTEX_WAKE_OP, 1, (void *)0, value, add_one) < 0) {
         if (errno != EINTR && errno != EAGAIN)
             return tb__fail(TB_IO, "the semaphore can't be posted: %s", strerror(errno));
@@ -31,25 +31,25 @@ tb_status tb__semaphore_raise(void *semaphore) {
     return TB_OK;
 }
 
-/* Where glibc keeps it. */
-static tb_status find(const char *name, char *path, size_t nbytes) {
+/* The path of glibc's named semaphores. */
+static tb_status format_semaphore_path(const char *name, char *path, size_t nbytes) {
     name += strspn(name, "/");
     int n = snprintf(path, nbytes, "/dev/shm/sem.%s", name);
     return *name && !strchr(name, '/') && n > 0 && (size_t)n < nbytes
                ? TB_OK
-               : tb__fail(TB_INVALID, "that is no name of a semaphore");
+               : tb__fail(TB_INVALID, "a semaphore's name has no slash but the first, and at most 286 bytes");
 }
 
-static tb_status post(const char *path, int fd) {
+static tb_status post_and_unlink(const char *path, int fd) {
     struct stat info;
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_IO, "fstat: %s", strerror(errno));
     if (!S_ISREG(info.st_mode) || info.st_uid != geteuid() || info.st_size != (off_t)sizeof(sem_t))
-        return tb__fail(TB_INVALID, "it is no semaphore of this user");
+        return tb__fail(TB_INVALID, "it is not a file of %zu bytes that belongs to this user", sizeof(sem_t));
     void *memory = mmap(NULL, sizeof(sem_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED)
         return tb__fail(TB_IO, "mmap: %s", strerror(errno));
-    unlink(path); /* first, so that whoever is woken finds it gone */
+    unlink(path); /* first, so that the waiter finds it gone */
     tb_status status = tb__semaphore_raise(memory);
     munmap(memory, sizeof(sem_t));
     return status;
@@ -57,11 +57,11 @@ static tb_status post(const char *path, int fd) {
 
 tb_status tb__semaphore_post(const char *name) {
     char path[300];
-    TB_TRY(find(name, path, sizeof path));
+    TB_TRY(format_semaphore_path(name, path, sizeof path));
     int fd = open(path, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0)
         return tb__fail(TB_IO, "it can't be opened: %s", tb__errno_text(errno));
-    tb_status status = post(path, fd);
+    tb_status status = post_and_unlink(path, fd);
     close(fd);
     return status;
 }

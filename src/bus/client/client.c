@@ -1,5 +1,5 @@
-/* The client's connection to its agent: frames out, replies in. A reply is kept until the call that waits for it takes
- * it. Once the connection is lost every call says so. */
+/* The client's connection to its agent: sends frames, receives replies. A reply is kept until the call that waits for
+ * it takes it. Once the connection is lost every call fails. */
 #include "bus/client/client.h"
 
 #include "base/descriptors.h"
@@ -17,16 +17,16 @@
 
 enum {
     CONNECT_MS = 5000,
-    COMMAND_MS = 30000, /* of agents that do not tell */
-    GRACE_MS = 5000,    /* what an agent gets beyond the deadline that it was given */
+    COMMAND_MS = 30000, /* if the agent does not tell its timeout */
+    GRACE_MS = 5000,    /* added to the deadline that the agent was given */
     READ_BYTES = 64 << 10,
     FDS_AT_ONCE = 250,
-    RETRY_MS = 20, /* nothing tells when somebody begins to listen */
+    RETRY_MS = 20, /* there is no notification when an agent starts to listen */
 };
 
 /* ---- Sending and receiving ------------------------------------------------------------------------------------- */
 
-static tb_status lose(tb_client *c, const char *why) {
+static tb_status fail_lost(tb_client *c, const char *why) {
     if (c->broken == TB_OK) {
         c->broken = TB_LOST;
         snprintf(c->why, sizeof c->why, "the agent at %s is gone: %s", c->path, why);
@@ -42,24 +42,24 @@ bool tb__client_is_half_changed(const tb_client *c) {
     return tb__is_inherited(&c->owner) && c->is_busy;
 }
 
-static tb_status check(const tb_client *c) {
+static tb_status check_connected(const tb_client *c) {
     return c->broken == TB_OK ? TB_OK : tb__fail(c->broken, "%s", c->why);
 }
 
-static tb_status wait_for(tb_client *c, short events, int64_t deadline_ms, const char *what) {
+static tb_status poll_socket(tb_client *c, short events, int64_t deadline_ms, const char *what) {
     for (;;) {
         struct pollfd fd = {.fd = c->socket.fd, .events = events};
         int n = poll(&fd, 1, tb__ms_until(deadline_ms));
         if (n > 0)
             return TB_OK;
         if (n < 0 && errno != EINTR)
-            return lose(c, strerror(errno));
+            return fail_lost(c, strerror(errno));
         if (tb__now_ms() >= deadline_ms)
             return tb__fail(TB_TIMEOUT, "the agent at %s is silent: it has not %s in time", c->path, what);
     }
 }
 
-/* Some bytes, and with them some descriptors. */
+/* Sends some bytes, with some descriptors. */
 static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, const int *fds, size_t nfds,
                             int64_t deadline_ms, size_t *sent) {
     union {
@@ -86,20 +86,22 @@ static tb_status send_piece(tb_client *c, const uint8_t *data, size_t nbytes, co
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
-            return lose(c, strerror(errno));
-        TB_TRY(wait_for(c, POLLOUT, deadline_ms, "taken a command"));
+            return fail_lost(c, strerror(errno));
+        TB_TRY(poll_socket(c, POLLOUT, deadline_ms, "taken a command"));
     }
 }
 
-/* All descriptors go with the frame's first bytes: more than the system takes at once, with one byte each time. */
-static tb_status send_frame(tb_client *c, const tb__bytes *frame, const int *fds, size_t nfds, int64_t deadline_ms) {
+/* All descriptors go with the frame's first bytes: if they are more than one message takes, one byte goes with each
+ * message but the last. */
+static tb_status send_client_frame(tb_client *c, const tb__bytes *frame, const int *fds, size_t nfds,
+                                   int64_t deadline_ms) {
     size_t at = 0;
     while (at < frame->count) {
         size_t n = nfds < FDS_AT_ONCE ? nfds : FDS_AT_ONCE, sent = 0;
         size_t nbytes = nfds > n ? 1 : frame->count - at;
         tb_status status = send_piece(c, frame->item + at, nbytes, fds, n, deadline_ms, &sent);
-        if (status != TB_OK) /* half a frame: nothing after it would make sense */
-            return at > 0 ? lose(c, "it does not take what is sent") : status;
+        if (status != TB_OK) /* the agent has half a frame: no other can follow */
+            return at > 0 ? fail_lost(c, "it does not take what is sent") : status;
         at += sent;
         fds += n;
         nfds -= n;
@@ -107,7 +109,7 @@ static tb_status send_frame(tb_client *c, const tb__bytes *frame, const int *fds
     return TB_OK;
 }
 
-static tb_status read_some(tb_client *c) {
+static tb_status receive_bytes(tb_client *c) {
     uint8_t *room;
     size_t nbytes = READ_BYTES;
     TB_TRY(tb__frame_room(&c->in, &room, &nbytes));
@@ -116,7 +118,7 @@ static tb_status read_some(tb_client *c) {
     tb__frame_filled(&c->in, n > 0 ? (size_t)n : 0);
     if (n > 0 || (n < 0 && (error == EAGAIN || error == EWOULDBLOCK || error == EINTR)))
         return TB_OK;
-    return lose(c, n == 0 ? "it has closed the connection" : strerror(error));
+    return fail_lost(c, n == 0 ? "it has closed the connection" : strerror(error));
 }
 
 static void drop_replies(tb_client *c) {
@@ -152,7 +154,7 @@ static tb_status keep_reply(tb_client *c, tb__blob map) {
     }
     if (status != TB_OK || r->message.kind != TB__REPLY) {
         tb__client_reply_free(r);
-        return lose(c, "it sent what is no reply");
+        return fail_lost(c, "it sent a frame that is neither a Reply nor an Event");
     }
     r->next = c->replies;
     c->replies = r;
@@ -170,13 +172,13 @@ static tb__client_reply *find_reply(tb_client *c, uint64_t seq) {
     return NULL;
 }
 
-/* All frames that are here: none is left where nobody would look for it. */
-static tb_status take_frames(tb_client *c) {
+/* Handles all frames that have arrived: no call would look for them later. */
+static tb_status handle_frames(tb_client *c) {
     for (;;) {
         tb__blob map;
         bool has_frame = false;
         if (tb__frame_next(&c->in, &map, &has_frame) != TB_OK)
-            return lose(c, "it sent a frame that is too long");
+            return fail_lost(c, "it sent a frame that is too long");
         if (!has_frame)
             return TB_OK;
         TB_TRY(keep_reply(c, map));
@@ -184,15 +186,17 @@ static tb_status take_frames(tb_client *c) {
 }
 
 tb_status tb__client_listen(tb_client *c, int64_t deadline_ms, const char *what) {
-    TB_TRY(check(c));
-    TB_TRY(wait_for(c, POLLIN, deadline_ms, what));
+    TB_TRY(check_connected(c));
+    TB_TRY(poll_socket(c, POLLIN, deadline_ms, what));
     c->is_busy = true;
-    tb_status status = read_some(c), taken = take_frames(c); /* what came before the end counts */
+    tb_status status = receive_bytes(c),
+              taken = handle_frames(c); /* frames that arrived before the connection ended count */
     c->is_busy = false;
     return status == TB_OK ? taken : status;
 }
 
-tb_status tb__client_wait(tb_client *c, uint64_t seq, int64_t deadline_ms, const char *what, tb__client_reply **out) {
+tb_status tb__client_await_reply(tb_client *c, uint64_t seq, int64_t deadline_ms, const char *what,
+                                 tb__client_reply **out) {
     while (!(*out = find_reply(c, seq))) {
         tb_status status = tb__client_listen(c, deadline_ms, what);
         if (status == TB_OK)
@@ -205,29 +209,29 @@ tb_status tb__client_wait(tb_client *c, uint64_t seq, int64_t deadline_ms, const
 tb_status tb__client_post(tb_client *c, const tb__message *message, const int *fds, size_t nfds, int64_t deadline_ms,
                           uint64_t *seq) {
     tb__bytes frame = {0};
-    TB_TRY(check(c));
+    TB_TRY(check_connected(c));
     tb_status status = tb__message_encode(message, &frame);
     if (status == TB_OK)
-        status = send_frame(c, &frame, fds, nfds, deadline_ms);
+        status = send_client_frame(c, &frame, fds, nfds, deadline_ms);
     free(frame.item);
     if (status == TB_OK)
         *seq = c->nframes++;
     return status;
 }
 
-static tb_status check_timeout(int timeout_ms) {
+static tb_status check_client_timeout(int timeout_ms) {
     return timeout_ms >= 0 ? TB_OK : tb__fail(TB_INVALID, "a timeout of %d ms; it can't be negative", timeout_ms);
 }
 
 tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, size_t nfds, int timeout_ms,
                           const char *what, tb__client_reply **out) {
-    TB_TRY(check_timeout(timeout_ms));
+    TB_TRY(check_client_timeout(timeout_ms));
     int64_t deadline_ms = tb__now_ms() + (timeout_ms ? timeout_ms : c->timeout_ms) + GRACE_MS;
     uint64_t seq;
     tb__client_reply *reply;
     message->timeout_ms = (uint64_t)timeout_ms;
     TB_TRY(tb__client_post(c, message, fds, nfds, deadline_ms, &seq));
-    TB_TRY(tb__client_wait(c, seq, deadline_ms, what, &reply));
+    TB_TRY(tb__client_await_reply(c, seq, deadline_ms, what, &reply));
     if (reply->message.status != TB_OK) {
         tb_status status = tb__fail(reply->message.status, "%s", reply->message.message);
         tb__client_reply_free(reply);
@@ -242,8 +246,8 @@ tb_status tb__client_call(tb_client *c, tb__message *message, const int *fds, si
 
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
-/* The system says the same of a socket that nobody listens at and of what is no socket. */
-static tb_status refused(const char *path) {
+/* ECONNREFUSED is the error for a socket without a listener and for a file that is not a socket. */
+static tb_status fail_refused(const char *path) {
     struct stat info;
     if (stat(path, &info) == 0 && !S_ISSOCK(info.st_mode))
         return tb__fail(TB_INVALID, "%s is %s, and no agent's socket", path,
@@ -251,14 +255,14 @@ static tb_status refused(const char *path) {
     return tb__fail(TB_IO, "nobody listens at %s: the agent has ended", path);
 }
 
-/* Nobody listens. An agent that is being started may do so the next time; what is no socket will never be one. */
-static tb_status absent(const tb_client *c, int error) {
+/* TB_IO if an agent may listen the next time; TB_INVALID if the path is not a socket. */
+static tb_status fail_no_agent(const tb_client *c, int error) {
     return error == ENOENT ? tb__fail(TB_IO, "there is no socket %s: is the agent running?", c->path)
-                           : refused(c->path);
+                           : fail_refused(c->path);
 }
 
 /* Says whether the socket is missing, refused, or silent. */
-static tb_status connect_to(const tb_client *c, int fd, bool is_awaited, int64_t deadline_ms) {
+static tb_status connect_to_agent(const tb_client *c, int fd, bool is_awaited, int64_t deadline_ms) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     if (!*c->path)
         return tb__fail(TB_INVALID, "the path of the agent's socket is empty");
@@ -272,7 +276,7 @@ static tb_status connect_to(const tb_client *c, int fd, bool is_awaited, int64_t
         if (connect(fd, (const struct sockaddr *)&name, sizeof name) == 0)
             return TB_OK;
         if (errno == ENOENT || errno == ECONNREFUSED) {
-            tb_status status = absent(c, errno);
+            tb_status status = fail_no_agent(c, errno);
             left_ms = tb__ms_until(deadline_ms);
             if (status != TB_IO || !is_awaited || left_ms == 0)
                 return status;
@@ -283,20 +287,20 @@ static tb_status connect_to(const tb_client *c, int fd, bool is_awaited, int64_t
             return tb__fail(TB_DENIED, "the socket %s is another user's", c->path);
         if (errno != EAGAIN && errno != EINTR)
             return tb__fail(TB_IO, "%s: %s", c->path, strerror(errno));
-        if (tb__now_ms() >= deadline_ms) /* its queue is full, and it takes nobody out */
+        if (tb__now_ms() >= deadline_ms) /* its queue is full, and it accepts nobody */
             return tb__fail(TB_TIMEOUT, "the agent at %s is silent: it does not accept connections", c->path);
     }
 }
 
-static tb_status open_socket(tb_client *c, bool is_awaited, int64_t deadline_ms) {
+static tb_status open_agent_socket(tb_client *c, bool is_awaited, int64_t deadline_ms) {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return tb__fail(TB_IO, "socket: %s", tb__errno_text(errno));
     tb__owned_fd_init(&c->socket, fd); /* before it is connected: that may take a while */
-    return connect_to(c, fd, is_awaited, deadline_ms);
+    return connect_to_agent(c, fd, is_awaited, deadline_ms);
 }
 
-static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_ms) {
+static tb_status say_hello(tb_client *c, const tb_client_opts *o, int64_t deadline_ms) {
     tb__message hello = {.kind = TB__HELLO,
                          .protocol = TB__PROTOCOL_VERSION,
                          .token = o->token,
@@ -304,7 +308,7 @@ static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_m
     uint64_t seq;
     tb__client_reply *reply;
     TB_TRY(tb__client_post(c, &hello, NULL, 0, deadline_ms, &seq));
-    TB_TRY(tb__client_wait(c, seq, deadline_ms, "answered the hello", &reply));
+    TB_TRY(tb__client_await_reply(c, seq, deadline_ms, "answered the hello", &reply));
     const tb__message *m = &reply->message;
     tb_status status = m->status == TB_OK ? TB_OK : tb__fail(m->status, "%s: %s", c->path, m->message);
     if (status == TB_OK) {
@@ -319,10 +323,10 @@ static tb_status greet(tb_client *c, const tb_client_opts *o, int64_t deadline_m
     return status;
 }
 
-tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out) {
+tb_status tb__client_open(const char *path, const tb_client_opts *opts, bool is_awaited, tb_client **out) {
     tb_client_opts o;
     TB_TRY(tb__opts_read(&o, sizeof o, opts));
-    TB_TRY(check_timeout(o.timeout_ms));
+    TB_TRY(check_client_timeout(o.timeout_ms));
     int64_t deadline_ms = tb__now_ms() + (o.timeout_ms ? o.timeout_ms : CONNECT_MS);
     tb_client *c = tb__calloc(1, sizeof *c);
     if (!c)
@@ -331,9 +335,9 @@ tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool 
     c->refs = 1;
     tb__owner_init(&c->owner);
     c->path = tb__strdup(path);
-    tb_status status = c->path ? open_socket(c, is_awaited, deadline_ms) : TB_NO_MEMORY;
+    tb_status status = c->path ? open_agent_socket(c, is_awaited, deadline_ms) : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = greet(c, &o, deadline_ms);
+        status = say_hello(c, &o, deadline_ms);
     if (status != TB_OK) {
         tb_client_close(c);
         return status;
@@ -343,7 +347,7 @@ tb_status tb__client_connect(const char *path, const tb_client_opts *opts, bool 
 }
 
 tb_status tb_client_connect(const char *path, const tb_client_opts *opts, tb_client **out) {
-    return tb__client_connect(path, opts, true, out);
+    return tb__client_open(path, opts, true, out);
 }
 
 void tb__client_unref(tb_client *c) {

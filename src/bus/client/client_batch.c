@@ -11,7 +11,7 @@
 
 /* ---- Pairs ----------------------------------------------------------------------------------------------------- */
 
-static struct tb__client_pair *find_pair(const tb_client *c, const char *name) {
+static struct tb__client_pair *find_client_pair(const tb_client *c, const char *name) {
     for (size_t i = 0; i < c->pairs.count; i++) {
         if (strcmp(c->pairs.item[i].name, name) == 0)
             return &c->pairs.item[i];
@@ -19,9 +19,9 @@ static struct tb__client_pair *find_pair(const tb_client *c, const char *name) {
     return NULL;
 }
 
-/* One that had to be made again may have another layout. */
+/* A pair that was made again may have another layout. */
 static tb_status remember_pair(tb_client *c, const char *name, const char *layout) {
-    struct tb__client_pair *known = find_pair(c, name);
+    struct tb__client_pair *known = find_client_pair(c, name);
     struct tb__client_pair pair = {known ? NULL : tb__strdup(name), tb__strdup(layout)};
     if (known && pair.layout) {
         free(known->layout);
@@ -105,9 +105,9 @@ tb_status tb_client_batch_create(tb_client *c, const char *name, const tb_batch_
     return TB_OK;
 }
 
-/* Where bytes of this process are, as the agent will find them. */
-static tb_status find_memory(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
-                             tb__payload_memory *out) {
+/* Describes memory of this process for the agent: a file and an offset, or an address. */
+static tb_status describe_memory(tb_client_batch *b, struct tb__client_tensor *mine, const void *at, size_t nbytes,
+                                 tb__payload_memory *out) {
     tb__arena_file file;
     if (nbytes == 0)
         return TB_OK;
@@ -124,8 +124,8 @@ static tb_status find_memory(tb_client_batch *b, struct tb__client_tensor *mine,
     return i < b->fds.count || tb__vec_push(&b->fds, file.fd) ? TB_OK : TB_NO_MEMORY;
 }
 
-static tb_status find_plain(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
-                            const tb_shape *local, tb__tensor_payload *p) {
+static tb_status describe_plain(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
+                                const tb_shape *local, tb__tensor_payload *p) {
     tb_binding binding;
     uintptr_t first, last;
     TB_TRY(tb_binding_contiguous(t->data, 0, t->dtype, local, &binding));
@@ -134,23 +134,23 @@ static tb_status find_plain(tb_client_batch *b, struct tb__client_tensor *mine, 
     TB_TRY(tb__binding_span(&binding, &first, &last));
     if (first != last && !t->data)
         return tb__fail(TB_INVALID, "its data is NULL, but this rank holds some of it");
-    return find_memory(b, mine, (void *)first, last - first, &p->data); // NOLINT(performance-no-int-to-ptr)
+    return describe_memory(b, mine, (void *)first, last - first, &p->data); // NOLINT(performance-no-int-to-ptr)
 }
 
-static tb_status find_encoded(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
-                              const tb_shape *local, tb__tensor_payload *p) {
+static tb_status describe_encoded(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
+                                  const tb_shape *local, tb__tensor_payload *p) {
     tb__encoding encoding;
     tb__encoded_size size;
     TB_TRY(tb__encoding_parse(t->encode, &encoding));
     TB_TRY(tb__encoded_measure(&encoding, local, &size));
-    TB_TRY(find_memory(b, mine, t->data, size.data_nbytes, &p->data));
+    TB_TRY(describe_memory(b, mine, t->data, size.data_nbytes, &p->data));
     if (t->scales)
-        TB_TRY(find_memory(b, mine, t->scales, size.scales_nbytes, &p->scales));
-    return t->scale ? find_memory(b, mine, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
+        TB_TRY(describe_memory(b, mine, t->scales, size.scales_nbytes, &p->scales));
+    return t->scale ? describe_memory(b, mine, t->scale, size.scale_nbytes, &p->scale) : TB_OK;
 }
 
-static tb_status describe(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t, tb_layout *pair,
-                          tb__tensor_payload *p) {
+static tb_status describe_tensor(tb_client_batch *b, struct tb__client_tensor *mine, const tb_tensor *t,
+                                 tb_layout *pair, tb__tensor_payload *p) {
     tb_local local;
     p->dtype = t->dtype;
     p->shape.ndim = t->ndim;
@@ -169,13 +169,13 @@ static tb_status describe(tb_client_batch *b, struct tb__client_tensor *mine, co
     tb_shape part = local.shape;
     part.ndim = t->ndim;
     tb_local_fini(&local);
-    return t->encode ? find_encoded(b, mine, t, &part, p) : find_plain(b, mine, t, &part, p);
+    return t->encode ? describe_encoded(b, mine, t, &part, p) : describe_plain(b, mine, t, &part, p);
 }
 
-static tb_status add(tb_client_batch *b, const char *pair_name, const tb_tensor *t, tb_layout *pair,
-                     tb__tensor_payload *p) {
+static tb_status encode_tensor(tb_client_batch *b, const char *pair_name, const tb_tensor *t, tb_layout *pair,
+                               tb__tensor_payload *p) {
     struct tb__client_tensor mine = {.pair = pair_name};
-    TB_TRY(describe(b, &mine, t, pair, p));
+    TB_TRY(describe_tensor(b, &mine, t, pair, p));
     tb_status status = tb__tensor_encode(p, pair, &mine.payload);
     if (status == TB_OK && !tb__vec_push(&b->tensors, mine))
         status = TB_NO_MEMORY;
@@ -195,7 +195,7 @@ static bool has_pair(const tb_client_batch *b, const char *pair) {
 
 tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *name, const tb_tensor *tensor) {
     TB_TRY(tb__client_check(b->client, "batch"));
-    const struct tb__client_pair *known = find_pair(b->client, pair);
+    const struct tb__client_pair *known = find_client_pair(b->client, pair);
     if (!known)
         return tb__fail(TB_INVALID, "tensor '%.100s': there is no pair '%.100s'", name, pair);
     if (has_pair(b, pair))
@@ -213,7 +213,7 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
     tb_layout *layout;
     tb__tensor_payload p = {.name = name};
     TB_TRY(tb_layout_parse(known->layout, &layout));
-    status = add(b, known->name, &t, layout, &p);
+    status = encode_tensor(b, known->name, &t, layout, &p);
     tb_layout_destroy(p.layout);
     tb_layout_destroy(layout);
     if (status != TB_OK)
@@ -223,7 +223,7 @@ tb_status tb_client_batch_add(tb_client_batch *b, const char *pair, const char *
 
 tb_status tb_client_batch_add_pair(tb_client_batch *b, const char *pair) {
     TB_TRY(tb__client_check(b->client, "batch"));
-    const struct tb__client_pair *known = find_pair(b->client, pair);
+    const struct tb__client_pair *known = find_client_pair(b->client, pair);
     if (!known)
         return tb__fail(TB_INVALID, "there is no pair '%.100s'", pair);
     if (has_pair(b, pair))
@@ -231,7 +231,8 @@ tb_status tb_client_batch_add_pair(tb_client_batch *b, const char *pair) {
     return tb__vec_push(&b->tensors, (struct tb__client_tensor){.pair = known->name}) ? TB_OK : TB_NO_MEMORY;
 }
 
-/* The descriptors that the new tensors name, at their places; others may be closed by now, and are left to any. */
+/* The descriptors that the new tensors use, at their indices. The others may be closed by now: any descriptor fills
+ * their places. */
 static tb_status gather_fds(const tb_client_batch *b, int **out, size_t *count) {
     int *fds = tb__malloc(b->fds.count, sizeof *fds);
     size_t n = 0;
@@ -324,7 +325,7 @@ tb_status tb_client_batch_remove_pair(tb_client_batch *b, const char *pair) {
         return tb__fail(TB_INVALID, "pair '%.100s' is not in batch '%.100s'", pair, b->name);
     if (is_there || b->may_be_registered) {
         tb_status status = tb__client_call(b->client, &message, NULL, 0, 0, "removed the pair", NULL);
-        if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may have it after all */
+        if (status != TB_OK && (is_there || status != TB_INVALID)) /* the agent may not have the pair */
             return status;
     }
     forget_tensors(b, pair);

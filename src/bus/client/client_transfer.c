@@ -1,5 +1,5 @@
-/* Transfers of a client: begun, waited for, asked about. What the agent tells of one that was not waited for is noted
- * whenever it comes, whatever is being waited for. */
+/* Transfers of a client. The agent's events for a transfer that was begun with no_wait are recorded whenever they
+ * arrive, whatever the client is waiting for. */
 #include "bus/client/client.h"
 
 #include "base/opts.h"
@@ -23,7 +23,7 @@ static const struct {
 enum { NEVENTS = sizeof events / sizeof *events };
 
 void tb__client_on_event(tb_client *c, const tb__message *m) {
-    for (tb__client_transfer *t = c->transfers; t; t = t->next) {
+    for (tb__pending_transfer *t = c->transfers; t; t = t->next) {
         if (t->seq != m->seq)
             continue;
         if (m->event != TB__EVENT_FAILED) {
@@ -35,8 +35,8 @@ void tb__client_on_event(tb_client *c, const tb__message *m) {
     }
 }
 
-static void forget_transfer(tb_client *c, tb__client_transfer *gone) {
-    tb__client_transfer **at = &c->transfers;
+static void forget_transfer(tb_client *c, tb__pending_transfer *gone) {
+    tb__pending_transfer **at = &c->transfers;
     while (*at != gone)
         at = &(*at)->next;
     *at = gone->next;
@@ -44,15 +44,15 @@ static void forget_transfer(tb_client *c, tb__client_transfer *gone) {
 }
 
 void tb__client_forget(tb_client *c, const tb_client_batch *b) {
-    for (tb__client_transfer *t = c->transfers, *next; t; t = next) {
+    for (tb__pending_transfer *t = c->transfers, *next; t; t = next) {
         next = t->next;
         if (!b || t->batch == b)
             forget_transfer(c, t);
     }
 }
 
-static tb__client_transfer *find_transfer(const tb_client_batch *b, bool is_send, const tb__client_transfer *but) {
-    tb__client_transfer *t = b->client->transfers;
+static tb__pending_transfer *find_transfer(const tb_client_batch *b, bool is_send, const tb__pending_transfer *but) {
+    tb__pending_transfer *t = b->client->transfers;
     while (t && (t == but || t->batch != b || t->is_send != is_send))
         t = t->next;
     return t;
@@ -60,21 +60,22 @@ static tb__client_transfer *find_transfer(const tb_client_batch *b, bool is_send
 
 /* ---- Begin ----------------------------------------------------------------------------------------------------- */
 
-/* Events may come with the reply, so it is known before. One that there was goes when the agent has taken this. */
-static tb_status begin(tb_client_batch *b, tb__message *message, const tb_client_transfer_opts *o) {
+/* The transfer is added before the call, because events may arrive with the reply. An earlier one is removed when the
+ * agent has accepted this. */
+static tb_status begin_without_waiting(tb_client_batch *b, tb__message *message, const tb_client_transfer_opts *o) {
     tb_client *c = b->client;
-    tb__client_transfer *t = tb__calloc(1, sizeof *t);
+    tb__pending_transfer *t = tb__calloc(1, sizeof *t);
     if (!t)
         return TB_NO_MEMORY;
-    *t =
-        (tb__client_transfer){.next = c->transfers,
-                              .batch = b,
-                              .is_send = message->direction == TB__SEND,
-                              .seq = c->nframes,
-                              .deadline_ms = tb__now_ms() + (o->timeout_ms ? o->timeout_ms : c->timeout_ms) + GRACE_MS};
+    *t = (tb__pending_transfer){.next = c->transfers,
+                                .batch = b,
+                                .is_send = message->direction == TB__SEND,
+                                .seq = c->nframes,
+                                .deadline_ms =
+                                    tb__now_ms() + (o->timeout_ms ? o->timeout_ms : c->timeout_ms) + GRACE_MS};
     c->transfers = t;
     tb_status status = tb__client_call(c, message, NULL, 0, o->timeout_ms, "begun the transfer", NULL);
-    tb__client_transfer *gone = status == TB_OK ? find_transfer(b, t->is_send, t) : t;
+    tb__pending_transfer *gone = status == TB_OK ? find_transfer(b, t->is_send, t) : t;
     if (gone)
         forget_transfer(c, gone);
     return status;
@@ -95,7 +96,7 @@ tb_status tb_client_transfer(tb_client_batch *b, bool is_send, const tb_client_t
                            .skip_lost = o.skip_lost,
                            .semaphore_name = o.semaphore};
     if (o.no_wait)
-        return begin(b, &message, &o);
+        return begin_without_waiting(b, &message, &o);
     return tb__client_call(b->client, &message, NULL, 0, o.timeout_ms, "ended the transfer", NULL);
 }
 
@@ -109,7 +110,7 @@ tb_status tb_client_proceed(tb_client_batch *b) {
 
 tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int timeout_ms) {
     TB_TRY(tb__client_check(b->client, "batch"));
-    const tb__client_transfer *t = find_transfer(b, is_send, NULL);
+    const tb__pending_transfer *t = find_transfer(b, is_send, NULL);
     size_t i = 0;
     while (i < NEVENTS && events[i].event != event)
         i++;
@@ -138,7 +139,7 @@ tb_status tb_client_wait(tb_client_batch *b, bool is_send, tb_event event, int t
     return TB_OK;
 }
 
-/* What is submitted to a stream from now on comes after the event, because that has come about. */
+/* The event has happened when this returns, so work submitted to a stream later comes after it. */
 tb_status tb_client_stream_wait(tb_client_batch *b, bool is_send, tb_event event, const void *stream) {
     if (!stream)
         return tb__fail(TB_INVALID, "stream is NULL; it points to a handle");
@@ -147,7 +148,7 @@ tb_status tb_client_stream_wait(tb_client_batch *b, bool is_send, tb_event event
 
 /* ---- Questions ------------------------------------------------------------------------------------------------- */
 
-static tb_status ask(tb_client_batch *b, tb__client_reply **out) {
+static tb_status query_agent(tb_client_batch *b, tb__client_reply **out) {
     TB_TRY(tb__client_check(b->client, "batch"));
     tb__message message = {.kind = TB__QUERY_STATUS, .batch_id = b->name};
     return tb__client_call(b->client, &message, NULL, 0, 0, "told the status", out);
@@ -166,7 +167,7 @@ static unsigned read_events(const tb__texts *names) {
 
 tb_status tb_client_query(tb_client_batch *b, tb_client_status *out) {
     tb__client_reply *reply;
-    TB_TRY(ask(b, &reply));
+    TB_TRY(query_agent(b, &reply));
     const tb__message *m = &reply->message;
     tb_client_status now = {.transfer_signal = m->transfer_signal.value,
                             .version = m->version.value,
@@ -188,7 +189,7 @@ tb_status tb_client_query(tb_client_batch *b, tb_client_status *out) {
 tb_status tb_client_query_pair(tb_client_batch *b, const char *pair, tb_client_pair_state *out) {
     tb__client_reply *reply;
     const tb__outcome *found = NULL;
-    TB_TRY(ask(b, &reply));
+    TB_TRY(query_agent(b, &reply));
     const tb__outcomes *pairs = &reply->message.pairs;
     for (size_t i = 0; i < pairs->count && !found; i++) {
         if (strcmp(pairs->item[i].pair_name, pair) == 0)

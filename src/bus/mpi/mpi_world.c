@@ -1,14 +1,14 @@
 /* tb_world_from_mpi: the ranks of a communicator agree on a store and join it.
  *
- * All that MPI does here it does without blocking, so that the deadline holds even if a rank never calls. A collective
- * that was begun can't be taken back: what it may still write to is then left to MPI. */
+ * All MPI calls are non-blocking, so that the deadline holds even if a rank never calls. A collective that has begun
+ * can't be cancelled: memory that it may still write to is kept for MPI. */
 #include "tensorbus/mpi.h"
 
 #include "base/index.h"
 #include "base/mem.h"
 #include "base/opts.h"
 #include "base/process.h"
-#include "bus/mpi/meeting.h"
+#include "bus/mpi/bootstrap.h"
 #include "bus/world.h"
 #include "transport/mpi/mpi.h"
 
@@ -18,51 +18,54 @@
 
 enum { DEFAULT_TIMEOUT_MS = 30000, SENTENCE = 512 };
 
-typedef struct convention {
+typedef struct bootstrap {
     MPI_Comm comm; /* the duplicate */
     int rank, nranks;
     int64_t deadline_ms;
-    int decision[2], decisions[2]; /* a status, and whose it is: the least of all */
-    uint64_t hosts[4], least[4];   /* the host, and its id; of each the complement, whose least tells the greatest */
+    int decision[2], decisions[2]; /* a status and its rank, for MPI_MINLOC */
+    uint64_t hosts[4],
+        least[4]; /* machine hash and host id, each also complemented: MPI_MIN then gives the least and the greatest */
     bool has_one_host, has_one_id;
     char sentence[SENTENCE];
-    tb__invitation invitation;
+    tb__bootstrap_info info;
     bool has_entered;
     tb__store_server *server;
     tb__mpi_seat seat;
-    struct convention *next;
-} convention;
+    struct bootstrap *next;
+} bootstrap;
 
-/* Those that a collective of MPI's may still write to. */
-static convention *left_to_mpi;
+/* States that a collective may still write to. */
+static bootstrap *left_to_mpi;
 
 /* ---- Collectives with a deadline -------------------------------------------------------------------------------- */
 
-static tb_status finish(const convention *c, MPI_Request *request, int code) {
+static tb_status wait_collective(const bootstrap *c, MPI_Request *request, int code) {
     int is_done = 0;
-    for (int64_t nap_ns = 1000; code == MPI_SUCCESS && !is_done; nap_ns += nap_ns < 1000000 ? nap_ns / 2 : 0) {
+    for (int64_t delay_ns = 1000; code == MPI_SUCCESS && !is_done; delay_ns += delay_ns < 1000000 ? delay_ns / 2 : 0) {
         code = MPI_Test(request, &is_done, MPI_STATUS_IGNORE);
         if (is_done || code != MPI_SUCCESS)
             break;
         if (tb__now_ms() >= c->deadline_ms)
             return tb__fail(TB_TIMEOUT, "not all ranks of the communicator have called tb_world_from_mpi in time");
-        nanosleep(&(struct timespec){.tv_nsec = nap_ns}, NULL);
+        nanosleep(&(struct timespec){.tv_nsec = delay_ns}, NULL);
     }
     return code == MPI_SUCCESS ? TB_OK : mpi_failed("tb_world_from_mpi", code);
 }
 
-/* Whether `status` is TB_OK on all ranks; if not, what it is on the one where it is worst. `is_broken`: a collective
- * did not come to its end. */
-static tb_status agree(convention *c, tb_status status, bool *is_broken) {
+/* TB_OK if `status` is TB_OK on all ranks; else the lowest status of all. `is_broken`: a collective has not completed.
+ */
+static tb_status agree_on_status(bootstrap *c, tb_status status, bool *is_broken) {
     MPI_Request request;
     c->decision[0] = status;
     c->decision[1] = c->rank;
     if (status != TB_OK)
         snprintf(c->sentence, sizeof c->sentence, "%s", tb_error_detail());
     *is_broken = true;
-    TB_TRY(finish(c, &request, MPI_Iallreduce(c->decision, c->decisions, 1, MPI_2INT, MPI_MINLOC, c->comm, &request)));
+    TB_TRY(wait_collective(c, &request,
+                           MPI_Iallreduce(c->decision, c->decisions, 1, MPI_2INT, MPI_MINLOC, c->comm, &request)));
     if (c->decisions[0] != TB_OK)
-        TB_TRY(finish(c, &request, MPI_Ibcast(c->sentence, SENTENCE, MPI_CHAR, c->decisions[1], c->comm, &request)));
+        TB_TRY(wait_collective(c, &request,
+                               MPI_Ibcast(c->sentence, SENTENCE, MPI_CHAR, c->decisions[1], c->comm, &request)));
     *is_broken = false;
     if (c->decisions[0] == TB_OK)
         return TB_OK;
@@ -73,7 +76,7 @@ static tb_status agree(convention *c, tb_status status, bool *is_broken) {
 
 /* ---- Steps ----------------------------------------------------------------------------------------------------- */
 
-/* Not even the others can be told of this: that takes MPI. */
+/* Other ranks can't be told of this failure, because that takes MPI. */
 static tb_status check_this_thread(void) {
     int level = MPI_THREAD_SINGLE, is_main = 1;
     MPI_Query_thread(&level);
@@ -111,75 +114,75 @@ static tb_status check_threads(bool is_manual) {
     return TB_OK;
 }
 
-/* What this rank can say about its own arguments. */
-static tb_status check_own(const char *group, const tb_world_opts *opts, tb_world_opts *o) {
+/* Checks this rank's arguments. */
+static tb_status check_arguments(const char *group, const tb_world_opts *opts, tb_world_opts *o) {
     TB_TRY(tb__opts_read(o, sizeof *o, opts));
-    if (!group || !*group || strlen(group) >= MEETING_NAME)
-        return tb__fail(TB_INVALID, "a group needs a name, of less than %d bytes", MEETING_NAME);
+    if (!group || !*group || strlen(group) >= BOOTSTRAP_NAME)
+        return tb__fail(TB_INVALID, "a group needs a name, of less than %d bytes", BOOTSTRAP_NAME);
     if (o->timeout_ms < 0)
         return tb__fail(TB_INVALID, "timeout_ms can't be negative");
     TB_TRY(check_threads(o->manual));
     return tb_transport_register(&tb__mpi_ops);
 }
 
-static tb_status duplicate(convention *c, MPI_Comm comm) {
+static tb_status duplicate_comm(bootstrap *c, MPI_Comm comm) {
     MPI_Request request;
-    TB_TRY(finish(c, &request, MPI_Comm_idup(comm, &c->comm, &request)));
+    TB_TRY(wait_collective(c, &request, MPI_Comm_idup(comm, &c->comm, &request)));
     MPI_Comm_set_errhandler(c->comm, MPI_ERRORS_RETURN);
     MPI_Comm_rank(c->comm, &c->rank);
     MPI_Comm_size(c->comm, &c->nranks);
     return TB_OK;
 }
 
-/* Whether a socket in a folder reaches all, and whether all reach one another by shm: ids may tell apart what is one
- * machine. */
-static tb_status compare_hosts(convention *c, const char *id) {
+/* Whether all ranks share a machine (for a Unix socket), and a host id (for shm): ids may divide one machine. */
+static tb_status compare_hosts(bootstrap *c, const char *id) {
     MPI_Request request;
-    c->hosts[0] = c->hosts[2] = tb__meeting_host();
+    c->hosts[0] = c->hosts[2] = tb__bootstrap_machine_hash();
     for (; id && *id; id++)
         c->hosts[2] = tb__hash(c->hosts[2], (unsigned char)*id);
     c->hosts[1] = ~c->hosts[0];
     c->hosts[3] = ~c->hosts[2];
-    TB_TRY(finish(c, &request, MPI_Iallreduce(c->hosts, c->least, 4, MPI_UINT64_T, MPI_MIN, c->comm, &request)));
+    TB_TRY(
+        wait_collective(c, &request, MPI_Iallreduce(c->hosts, c->least, 4, MPI_UINT64_T, MPI_MIN, c->comm, &request)));
     c->has_one_host = c->least[0] == ~c->least[1];
     c->has_one_id = c->least[2] == ~c->least[3];
     return TB_OK;
 }
 
-static tb_status join(convention *c, const char *group, tb_world_opts o, tb_world **out) {
-    char url[MEETING_URL];
-    if (strcmp(group, c->invitation.group) != 0)
-        return tb__fail(TB_CONFLICT, "it says group '%s', rank 0 says '%s'", group, c->invitation.group);
-    TB_TRY(tb__meeting_enter(&c->invitation));
+static tb_status join_world(bootstrap *c, const char *group, tb_world_opts o, tb_world **out) {
+    char url[BOOTSTRAP_URL];
+    if (strcmp(group, c->info.group) != 0)
+        return tb__fail(TB_CONFLICT, "it says group '%s', rank 0 says '%s'", group, c->info.group);
+    TB_TRY(tb__bootstrap_enter_folder(&c->info));
     c->has_entered = true;
-    /* Who fails here tells the others, who wait until the deadline. */
+    /* Leaves a quarter of the time for telling the others of a failure. */
     int left_ms = tb__ms_until(c->deadline_ms) / 4 * 3;
-    TB_TRY(tb__meeting_find(&c->invitation, tb__now_ms() + left_ms, url));
+    TB_TRY(tb__bootstrap_find(&c->info, tb__now_ms() + left_ms, url));
     c->seat = (tb__mpi_seat){.out = c->comm, .in = c->comm};
-    memcpy(c->seat.uid, c->invitation.uid, sizeof c->seat.uid);
+    memcpy(c->seat.uid, c->info.uid, sizeof c->seat.uid);
     o.size = sizeof o;
-    o.token = c->invitation.token;
+    o.token = c->info.token;
     int timeout_ms = o.timeout_ms > 0 ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     o.timeout_ms = left_ms > 0 ? left_ms : 1;
     tb__mpi_take_seat(&c->seat);
-    tb_status status = tb__world_join(url, group, c->rank, c->nranks, c->has_one_id, &o, out);
+    tb_status status = tb__world_create(url, group, c->rank, c->nranks, c->has_one_id, &o, out);
     tb__mpi_take_seat(NULL);
     if (status == TB_OK)
         (*out)->timeout_ms = timeout_ms;
     return status;
 }
 
-static void leave(convention *c) {
+static void leave_store(bootstrap *c) {
     bool has_folder = c->has_entered || c->server;
     tb__store_server_stop(c->server);
     if (has_folder)
-        tb__meeting_leave(&c->invitation);
+        tb__bootstrap_leave_folder(&c->info);
 }
 
-static void dissolve(void *arg) {
-    convention *c = arg;
+static void free_bootstrap(void *arg) {
+    bootstrap *c = arg;
     int is_finalised = 0;
-    leave(c);
+    leave_store(c);
     mpi_lock();
     MPI_Finalized(&is_finalised);
     if (!is_finalised && c->comm != MPI_COMM_NULL && !c->seat.is_taken)
@@ -188,56 +191,56 @@ static void dissolve(void *arg) {
     free(c);
 }
 
-/* Everything after the ranks have found each other. `is_broken` as in agree. */
-static tb_status convene(convention *c, tb_status own, const char *group, const tb_world_opts *o, tb_world **world,
-                         bool *is_broken) {
+/* All steps after the duplicate communicator exists. `is_broken` as in agree_on_status. */
+static tb_status run_bootstrap(bootstrap *c, tb_status own, const char *group, const tb_world_opts *o, tb_world **world,
+                               bool *is_broken) {
     MPI_Request request;
-    TB_TRY(agree(c, own, is_broken));
+    TB_TRY(agree_on_status(c, own, is_broken));
     *is_broken = true;
     TB_TRY(compare_hosts(c, o->host));
     tb_status status = TB_OK;
     if (c->rank == 0)
-        status = tb__meeting_serve(group, c->has_one_host, &c->invitation, &c->server);
-    TB_TRY(agree(c, status, is_broken));
+        status = tb__bootstrap_serve(group, c->has_one_host, &c->info, &c->server);
+    TB_TRY(agree_on_status(c, status, is_broken));
     *is_broken = true;
-    TB_TRY(finish(c, &request, MPI_Ibcast(&c->invitation, (int)sizeof c->invitation, MPI_BYTE, 0, c->comm, &request)));
-    status = join(c, group, *o, world);
-    return agree(c, status, is_broken);
+    TB_TRY(wait_collective(c, &request, MPI_Ibcast(&c->info, (int)sizeof c->info, MPI_BYTE, 0, c->comm, &request)));
+    status = join_world(c, group, *o, world);
+    return agree_on_status(c, status, is_broken);
 }
 
 tb_status tb_world_from_mpi(MPI_Comm comm, const char *group, const tb_world_opts *opts, tb_world **out) {
     TB_TRY(check_mpi(comm));
     tb_world_opts o = {0};
-    tb_status own = check_own(group, opts, &o);
-    convention *c = tb__calloc(1, sizeof *c);
+    tb_status own = check_arguments(group, opts, &o);
+    bootstrap *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
-    char why[SENTENCE]; /* what follows may have sentences of its own */
+    char why[SENTENCE]; /* later calls overwrite tb_error_detail */
     snprintf(why, sizeof why, "%s", own == TB_OK ? "" : tb_error_detail());
     c->comm = MPI_COMM_NULL;
     c->deadline_ms = tb__now_ms() + (o.timeout_ms > 0 ? o.timeout_ms : DEFAULT_TIMEOUT_MS);
     tb_world *world = NULL;
     bool is_broken = true;
-    tb_status status = duplicate(c, comm);
+    tb_status status = duplicate_comm(c, comm);
     if (status == TB_OK && own != TB_OK)
         tb__set_detail("%s", why);
     if (status == TB_OK)
-        status = convene(c, own, group, &o, &world, &is_broken);
+        status = run_bootstrap(c, own, group, &o, &world, &is_broken);
     if (status == TB_OK) {
-        tb__world_at_end(world, dissolve, c);
+        tb__world_at_end(world, free_bootstrap, c);
         *out = world;
         return TB_OK;
     }
     snprintf(why, sizeof why, "%s", tb_error_detail());
     tb_world_destroy(world);
     if (is_broken) {
-        leave(c);
+        leave_store(c);
         mpi_lock();
         c->next = left_to_mpi;
         left_to_mpi = c;
         mpi_unlock();
     } else {
-        dissolve(c);
+        free_bootstrap(c);
     }
     return tb__fail(status, "%s", why);
 }

@@ -3,7 +3,7 @@
 #include "tensorbus/mpi.h"
 
 #include "bus/bus_test.h"
-#include "bus/mpi/meeting.h"
+#include "bus/mpi/bootstrap.h"
 #include "bus/store/store.h"
 #include "bus/world.h"
 
@@ -235,29 +235,29 @@ static void all_fail_together(void **state) {
 /* Between hosts: at a port, of whichever address is reached. */
 static void ranks_meet_at_a_port(void **state) {
     (void)state;
-    static tb__invitation invitation;
+    static tb__bootstrap_info info;
     tb__store_server *server = NULL;
     tb__store *store;
-    char url[MEETING_URL];
+    char url[BOOTSTRAP_URL];
     if (my_rank == 0)
-        check_ok(tb__meeting_serve("all", false, &invitation, &server));
-    MPI_Bcast(&invitation, (int)sizeof invitation, MPI_BYTE, 0, MPI_COMM_WORLD);
-    check_ok(tb__meeting_enter(&invitation));
-    check_ok(tb__meeting_find(&invitation, tb__now_ms() + PATIENCE_MS, url));
+        check_ok(tb__bootstrap_serve("all", false, &info, &server));
+    MPI_Bcast(&info, (int)sizeof info, MPI_BYTE, 0, MPI_COMM_WORLD);
+    check_ok(tb__bootstrap_enter_folder(&info));
+    check_ok(tb__bootstrap_find(&info, tb__now_ms() + PATIENCE_MS, url));
     check(strncmp(url, "tcp://", 6) == 0);
     check_fails(tb__store_open(url, "a guess", PATIENCE_MS, &store), TB_DENIED, "token");
-    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = invitation.token};
+    tb_world_opts opts = {.size = sizeof opts, .timeout_ms = PATIENCE_MS, .token = info.token};
     tb_world *world;
     check_ok(tb_world_join(url, "all", my_rank, NRANKS, &opts, &world));
     check_ok(tb_world_wait(world, "all", PATIENCE_MS));
     MPI_Barrier(MPI_COMM_WORLD);
     tb_world_destroy(world);
     MPI_Barrier(MPI_COMM_WORLD);
-    tb__meeting_leave(&invitation);
+    tb__bootstrap_leave_folder(&info);
     tb__store_server_stop(server);
     MPI_Barrier(MPI_COMM_WORLD);
-    invitation.naddresses = 1; /* nobody is there any more */
-    check_fails(tb__meeting_find(&invitation, tb__now_ms() + PATIENCE_MS, url), TB_TIMEOUT, "answers at none");
+    info.naddresses = 1; /* nobody is there any more */
+    check_fails(tb__bootstrap_find(&info, tb__now_ms() + PATIENCE_MS, url), TB_TIMEOUT, "answers at none");
 }
 
 static double seconds_of(const struct rusage *use) {

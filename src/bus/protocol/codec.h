@@ -12,11 +12,11 @@
 
 enum {
     TB__MAX_TEXT = 64 << 10,    /* bytes of a text */
-    TB__MAX_SENTENCE = 4 << 10, /* the encoder cuts longer ones */
+    TB__MAX_SENTENCE = 4 << 10, /* the encoder truncates longer ones */
     TB__MAX_ITEMS = 1 << 20,    /* of an array */
 };
 
-/* A number that may not be there. */
+/* A value that may be absent. */
 typedef struct tb__maybe_uint {
     bool is_set;
     uint64_t value;
@@ -64,7 +64,7 @@ typedef struct tb__texts {
     const char *const *item;
 } tb__texts;
 
-/* What became of one pair's part of a transfer. */
+/* The result of one pair's part of a transfer. */
 typedef struct tb__outcome {
     const char *pair_name;
     tb_status status;
@@ -84,7 +84,7 @@ typedef struct tb__ints {
     bool is_set; /* where it may be nil */
 } tb__ints;
 
-/* What a field is in the map, and in the struct. */
+/* The type of a field in the map, and in the struct. */
 typedef enum tb__field_type {
     TB__FIELD_TEXT,        /* str, UTF-8 without NUL: const char *, NULL for none */
     TB__FIELD_SENTENCE,    /* the same; the encoder makes UTF-8 of anything */
@@ -120,7 +120,7 @@ typedef struct tb__field {
     size_t offset;              /* in the struct */
     uint64_t max;               /* UINT, MAYBE_UINT, STATUS: the largest; 0: any */
     const char *const *choices; /* CHOICE: ends with NULL */
-    const char *about;          /* what it is, for the manual */
+    const char *about;          /* for docs/protocol.md */
 } tb__field;
 
 typedef struct tb__schema {

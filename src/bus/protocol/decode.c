@@ -15,7 +15,7 @@ typedef struct reader {
     const tb__field *field;
 } reader;
 
-static void *member(void *out, const tb__field *field) {
+static void *field_address(void *out, const tb__field *field) {
     return (char *)out + field->offset;
 }
 
@@ -36,14 +36,14 @@ static tb_status wrong_type(const reader *r, const tb__value *value, const char 
                     wanted);
 }
 
-static tb_status take(reader *r, tb__value_type type, const char *wanted, tb__value *out) {
+static tb_status take_typed(reader *r, tb__value_type type, const char *wanted, tb__value *out) {
     TB_TRY(tb__value_take(&r->from, out));
     return out->type == type ? TB_OK : wrong_type(r, out, wanted);
 }
 
 static tb_status take_string(reader *r, size_t most, const char **out) {
     tb__value value;
-    TB_TRY(take(r, TB__VALUE_STR, "a string", &value));
+    TB_TRY(take_typed(r, TB__VALUE_STR, "a string", &value));
     size_t nbytes = value.bytes.nbytes;
     if (nbytes > most)
         return tb__fail(TB_TOO_BIG, "%s: %s has %zu bytes; at most %zu are allowed", r->map, r->field->name, nbytes,
@@ -61,13 +61,13 @@ static tb_status take_string(reader *r, size_t most, const char **out) {
     return TB_OK;
 }
 
-static tb_status take_text(reader *r, const char **out) {
+static tb_status take_field_text(reader *r, const char **out) {
     return take_string(r, r->field->type == TB__FIELD_SENTENCE ? TB__MAX_SENTENCE : TB__MAX_TEXT, out);
 }
 
 static tb_status take_uint(reader *r, uint64_t *out) {
     tb__value value;
-    TB_TRY(take(r, TB__VALUE_UINT, "a number that is not negative", &value));
+    TB_TRY(take_typed(r, TB__VALUE_UINT, "a number that is not negative", &value));
     if (r->field->max && value.positive > r->field->max)
         return tb__fail(TB_TOO_BIG, "%s: %s is %" PRIu64 "; it is at most %" PRIu64, r->map, r->field->name,
                         value.positive, r->field->max);
@@ -75,9 +75,9 @@ static tb_status take_uint(reader *r, uint64_t *out) {
     return TB_OK;
 }
 
-static tb_status take_float(reader *r, double *out) {
+static tb_status take_field_float(reader *r, double *out) {
     tb__value value;
-    TB_TRY(take(r, TB__VALUE_FLOAT, "a float", &value));
+    TB_TRY(take_typed(r, TB__VALUE_FLOAT, "a float", &value));
     if (!isfinite(value.number))
         return tb__fail(TB_INVALID, "%s: %s is not finite", r->map, r->field->name);
     *out = value.number;
@@ -86,14 +86,14 @@ static tb_status take_float(reader *r, double *out) {
 
 static tb_status take_bool(reader *r, bool *out) {
     tb__value value;
-    TB_TRY(take(r, TB__VALUE_BOOL, "a bool", &value));
+    TB_TRY(take_typed(r, TB__VALUE_BOOL, "a bool", &value));
     *out = value.is_true;
     return TB_OK;
 }
 
 static tb_status take_choice(reader *r, unsigned *out) {
     const char *text;
-    TB_TRY(take_text(r, &text));
+    TB_TRY(take_field_text(r, &text));
     for (unsigned i = 0; r->field->choices[i]; i++) {
         if (strcmp(r->field->choices[i], text) == 0) {
             *out = i + (r->field->rule == TB__OPTION);
@@ -107,7 +107,7 @@ static tb_status take_choice(reader *r, unsigned *out) {
 
 static tb_status take_dtype(reader *r, tb_dtype *out) {
     const char *text;
-    TB_TRY(take_text(r, &text));
+    TB_TRY(take_field_text(r, &text));
     tb_status status = tb_dtype_parse(text, out);
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s: %s", r->map, r->field->name);
 }
@@ -127,9 +127,9 @@ static tb_status take_container(reader *r, tb__value_type type, const char *want
 
 /* An array's header, and room for its items. How many it claims was compared with the bytes that are there, of which
  * each item has at least `least`. */
-static tb_status take_array(reader *r, size_t size, size_t least, size_t *count, void **items) {
+static tb_status take_field_array(reader *r, size_t size, size_t least, size_t *count, void **items) {
     tb__value value;
-    TB_TRY(take(r, TB__VALUE_ARRAY, "an array", &value));
+    TB_TRY(take_typed(r, TB__VALUE_ARRAY, "an array", &value));
     if (value.count > TB__MAX_ITEMS)
         return tb__fail(TB_TOO_BIG, "%s: %s has %" PRIu32 " items; at most %d are allowed", r->map, r->field->name,
                         value.count, TB__MAX_ITEMS);
@@ -146,7 +146,7 @@ static tb_status take_array(reader *r, size_t size, size_t least, size_t *count,
 /* The header of an item of an array, which is an array of so many. */
 static tb_status take_item(reader *r, uint32_t count, const char *wanted) {
     tb__value value;
-    TB_TRY(take(r, TB__VALUE_ARRAY, wanted, &value));
+    TB_TRY(take_typed(r, TB__VALUE_ARRAY, wanted, &value));
     if (value.count != count)
         return tb__fail(TB_INVALID, "%s: %s has an item of %" PRIu32 "; it must be %s", r->map, r->field->name,
                         value.count, wanted);
@@ -156,12 +156,12 @@ static tb_status take_item(reader *r, uint32_t count, const char *wanted) {
 static tb_status take_entries(reader *r, tb__entries *out) {
     tb__entry *item;
     size_t count;
-    TB_TRY(take_array(r, sizeof *item, 4, &count, (void **)&item));
+    TB_TRY(take_field_array(r, sizeof *item, 4, &count, (void **)&item));
     for (size_t i = 0; i < count; i++) {
         tb__value payload;
         TB_TRY(take_item(r, 2, "an array of [str, bin]"));
-        TB_TRY(take_text(r, &item[i].pair_name));
-        TB_TRY(take(r, TB__VALUE_BIN, "an array of [str, bin]", &payload));
+        TB_TRY(take_field_text(r, &item[i].pair_name));
+        TB_TRY(take_typed(r, TB__VALUE_BIN, "an array of [str, bin]", &payload));
         item[i].payload = payload.bytes;
     }
     *out = (tb__entries){.count = count, .item = item};
@@ -171,11 +171,11 @@ static tb_status take_entries(reader *r, tb__entries *out) {
 static tb_status take_ties(reader *r, tb__ties *out) {
     tb_tie *item;
     size_t count;
-    TB_TRY(take_array(r, sizeof *item, 3, &count, (void **)&item));
+    TB_TRY(take_field_array(r, sizeof *item, 3, &count, (void **)&item));
     for (size_t i = 0; i < count; i++) {
         TB_TRY(take_item(r, 2, "an array of [str, str]"));
-        TB_TRY(take_text(r, &item[i].name));
-        TB_TRY(take_text(r, &item[i].canonical));
+        TB_TRY(take_field_text(r, &item[i].name));
+        TB_TRY(take_field_text(r, &item[i].canonical));
     }
     *out = (tb__ties){.count = count, .item = item};
     return TB_OK;
@@ -188,19 +188,19 @@ static tb_status take_status(reader *r, tb_status *out) {
     return TB_OK;
 }
 
-/* What bounds the field's numbers bounds the statuses. */
+/* The field's `max` bounds the statuses. */
 static tb_status take_outcomes(reader *r, tb__outcomes *out) {
     static const char *const wanted = "an array of [str, uint, str, uint, bool]";
     tb__outcome *item;
     size_t count;
-    TB_TRY(take_array(r, sizeof *item, 6, &count, (void **)&item));
+    TB_TRY(take_field_array(r, sizeof *item, 6, &count, (void **)&item));
     for (size_t i = 0; i < count; i++) {
         tb__value version;
         TB_TRY(take_item(r, 5, wanted));
-        TB_TRY(take_text(r, &item[i].pair_name));
+        TB_TRY(take_field_text(r, &item[i].pair_name));
         TB_TRY(take_status(r, &item[i].status));
         TB_TRY(take_string(r, TB__MAX_SENTENCE, &item[i].message));
-        TB_TRY(take(r, TB__VALUE_UINT, wanted, &version));
+        TB_TRY(take_typed(r, TB__VALUE_UINT, wanted, &version));
         item[i].version = version.positive;
         TB_TRY(take_bool(r, &item[i].is_torn));
     }
@@ -211,9 +211,9 @@ static tb_status take_outcomes(reader *r, tb__outcomes *out) {
 static tb_status take_texts(reader *r, tb__texts *out) {
     const char **item;
     size_t count;
-    TB_TRY(take_array(r, sizeof *item, 1, &count, (void **)&item));
+    TB_TRY(take_field_array(r, sizeof *item, 1, &count, (void **)&item));
     for (size_t i = 0; i < count; i++)
-        TB_TRY(take_text(r, &item[i]));
+        TB_TRY(take_field_text(r, &item[i]));
     *out = (tb__texts){.count = count, .item = item};
     return TB_OK;
 }
@@ -221,7 +221,7 @@ static tb_status take_texts(reader *r, tb__texts *out) {
 static tb_status take_ints(reader *r, tb__ints *out) {
     int64_t *item;
     size_t count;
-    TB_TRY(take_array(r, sizeof *item, 1, &count, (void **)&item));
+    TB_TRY(take_field_array(r, sizeof *item, 1, &count, (void **)&item));
     for (size_t i = 0; i < count; i++) {
         tb__value value;
         TB_TRY(tb__value_take(&r->from, &value));
@@ -242,7 +242,7 @@ static tb_status take_field(reader *r, void *at) {
     switch (r->field->type) {
     case TB__FIELD_TEXT:
     case TB__FIELD_SENTENCE:
-        return take_text(r, at);
+        return take_field_text(r, at);
     case TB__FIELD_CHOICE:
         return take_choice(r, at);
     case TB__FIELD_DTYPE:
@@ -264,13 +264,13 @@ static tb_status take_field(reader *r, void *at) {
         return take_uint(r, &((tb__maybe_uint *)at)->value);
     case TB__FIELD_MAYBE_FLOAT:
         ((tb__maybe_float *)at)->is_set = true;
-        return take_float(r, &((tb__maybe_float *)at)->value);
+        return take_field_float(r, &((tb__maybe_float *)at)->value);
     case TB__FIELD_MAYBE_BOOL:
         ((tb__maybe_bool *)at)->is_set = true;
         return take_bool(r, &((tb__maybe_bool *)at)->value);
     case TB__FIELD_BIN: {
         tb__value value;
-        TB_TRY(take(r, TB__VALUE_BIN, "bytes", &value));
+        TB_TRY(take_typed(r, TB__VALUE_BIN, "bytes", &value));
         *(tb__blob *)at = value.bytes;
         return TB_OK;
     }
@@ -292,7 +292,7 @@ static tb_status take_field(reader *r, void *at) {
     return tb__fail(TB_INTERNAL, "%s: %s has no type", r->map, r->field->name);
 }
 
-/* Passes over a nil; false if the next value is none. */
+/* Skips a nil; false if the next value is another. */
 static bool accept_nil(tb__cursor *from) {
     if (from->at == from->end || *from->at != 0xc0)
         return false;
@@ -309,7 +309,7 @@ static size_t find_field(const tb__schema *schema, tb__blob key) {
 }
 
 /* One key and its value. `seen` has a bit for each field, and one for the type. */
-static tb_status take_pair(reader *r, const tb__schema *schema, uint64_t *seen, void *out) {
+static tb_status take_key_value(reader *r, const tb__schema *schema, uint64_t *seen, void *out) {
     static const tb__field type = {.name = "type"};
     tb__value key;
     TB_TRY(tb__value_take(&r->from, &key));
@@ -327,7 +327,7 @@ static tb_status take_pair(reader *r, const tb__schema *schema, uint64_t *seen, 
         return tb__value_skip(&r->from, 1);
     if (r->field->rule != TB__REQUIRED && accept_nil(&r->from))
         return TB_OK;
-    return take_field(r, member(out, r->field));
+    return take_field(r, field_address(out, r->field));
 }
 
 tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *arena, void *out) {
@@ -341,7 +341,7 @@ tb_status tb__map_decode(const tb__schema *schema, tb__blob bytes, tb__arena *ar
         return tb__fail(TB_INVALID, "%s is %s; it must be a map", schema->name, tb__value_type_name(header.type));
     uint64_t seen = 0;
     for (uint32_t i = 0; i < header.count; i++)
-        TB_TRY(take_pair(&r, schema, &seen, out));
+        TB_TRY(take_key_value(&r, schema, &seen, out));
     for (size_t i = 0; i < schema->nfields; i++) {
         if (schema->fields[i].rule != TB__OPTION && !(seen >> i & 1))
             return tb__fail(TB_INVALID, "%s: %s is missing", schema->name, schema->fields[i].name);

@@ -14,7 +14,7 @@ typedef struct writer {
 } writer;
 
 /* The packer's own errors are of no interest: it fails where this does, and then the sentence is set. */
-static int append(void *data, const char *bytes, size_t nbytes) {
+static int append_packed(void *data, const char *bytes, size_t nbytes) {
     tb__bytes *out = data;
     if (!tb__vec_reserve(out, nbytes))
         return -1;
@@ -24,16 +24,16 @@ static int append(void *data, const char *bytes, size_t nbytes) {
     return 0;
 }
 
-static tb_status wrote(int result) {
+static tb_status packer_status(int result) {
     return result == 0 ? TB_OK : TB_NO_MEMORY;
 }
 
-static const void *member(const void *from, const tb__field *field) {
+static const void *const_field_address(const void *from, const tb__field *field) {
     return (const char *)from + field->offset;
 }
 
 /* Whether there is something to write other than nil or the default. */
-static bool is_set(const tb__field *field, const void *at) {
+static bool field_is_set(const tb__field *field, const void *at) {
     switch (field->type) {
     case TB__FIELD_TEXT:
     case TB__FIELD_SENTENCE:
@@ -74,7 +74,7 @@ static bool is_set(const tb__field *field, const void *at) {
 }
 
 static tb_status put_str(writer *w, const char *text, size_t nbytes) {
-    return wrote(msgpack_pack_str_with_body(&w->packer, text, nbytes));
+    return packer_status(msgpack_pack_str_with_body(&w->packer, text, nbytes));
 }
 
 static tb_status put_text(writer *w, const char *text) {
@@ -110,17 +110,17 @@ static tb_status put_uint(writer *w, uint64_t value) {
     if (w->field->max && value > w->field->max)
         return tb__fail(TB_TOO_BIG, "%s: %s is %" PRIu64 "; it is at most %" PRIu64, w->map, w->field->name, value,
                         w->field->max);
-    return wrote(msgpack_pack_uint64(&w->packer, value));
+    return packer_status(msgpack_pack_uint64(&w->packer, value));
 }
 
 static tb_status put_bool(writer *w, bool value) {
-    return wrote(value ? msgpack_pack_true(&w->packer) : msgpack_pack_false(&w->packer));
+    return packer_status(value ? msgpack_pack_true(&w->packer) : msgpack_pack_false(&w->packer));
 }
 
 static tb_status put_float(writer *w, double value) {
     if (!isfinite(value))
         return tb__fail(TB_INVALID, "%s: %s is not finite", w->map, w->field->name);
-    return wrote(msgpack_pack_double(&w->packer, value));
+    return packer_status(msgpack_pack_double(&w->packer, value));
 }
 
 static tb_status put_choice(writer *w, unsigned value) {
@@ -135,21 +135,21 @@ static tb_status put_choice(writer *w, unsigned value) {
 static tb_status put_bin(writer *w, tb__blob bytes) {
     if (bytes.nbytes > UINT32_MAX)
         return tb__fail(TB_TOO_BIG, "%s: %s has %zu bytes", w->map, w->field->name, bytes.nbytes);
-    TB_TRY(wrote(msgpack_pack_bin(&w->packer, bytes.nbytes)));
-    return bytes.nbytes ? wrote(msgpack_pack_bin_body(&w->packer, bytes.data, bytes.nbytes)) : TB_OK;
+    TB_TRY(packer_status(msgpack_pack_bin(&w->packer, bytes.nbytes)));
+    return bytes.nbytes ? packer_status(msgpack_pack_bin_body(&w->packer, bytes.data, bytes.nbytes)) : TB_OK;
 }
 
 static tb_status put_count(writer *w, size_t count) {
     if (count > TB__MAX_ITEMS)
         return tb__fail(TB_TOO_BIG, "%s: %s has %zu items; at most %d are allowed", w->map, w->field->name, count,
                         TB__MAX_ITEMS);
-    return wrote(msgpack_pack_array(&w->packer, count));
+    return packer_status(msgpack_pack_array(&w->packer, count));
 }
 
 static tb_status put_entries(writer *w, const tb__entries *entries) {
     TB_TRY(put_count(w, entries->count));
     for (size_t i = 0; i < entries->count; i++) {
-        TB_TRY(wrote(msgpack_pack_array(&w->packer, 2)));
+        TB_TRY(packer_status(msgpack_pack_array(&w->packer, 2)));
         TB_TRY(put_text(w, entries->item[i].pair_name));
         TB_TRY(put_bin(w, entries->item[i].payload));
     }
@@ -159,7 +159,7 @@ static tb_status put_entries(writer *w, const tb__entries *entries) {
 static tb_status put_ties(writer *w, const tb__ties *ties) {
     TB_TRY(put_count(w, ties->count));
     for (size_t i = 0; i < ties->count; i++) {
-        TB_TRY(wrote(msgpack_pack_array(&w->packer, 2)));
+        TB_TRY(packer_status(msgpack_pack_array(&w->packer, 2)));
         TB_TRY(put_text(w, ties->item[i].name));
         TB_TRY(put_text(w, ties->item[i].canonical));
     }
@@ -174,11 +174,11 @@ static tb_status put_outcomes(writer *w, const tb__outcomes *outcomes) {
     TB_TRY(put_count(w, outcomes->count));
     for (size_t i = 0; i < outcomes->count; i++) {
         const tb__outcome *o = &outcomes->item[i];
-        TB_TRY(wrote(msgpack_pack_array(&w->packer, 5)));
+        TB_TRY(packer_status(msgpack_pack_array(&w->packer, 5)));
         TB_TRY(put_text(w, o->pair_name));
         TB_TRY(put_status(w, o->status));
         TB_TRY(put_sentence(w, o->message));
-        TB_TRY(wrote(msgpack_pack_uint64(&w->packer, o->version)));
+        TB_TRY(packer_status(msgpack_pack_uint64(&w->packer, o->version)));
         TB_TRY(put_bool(w, o->is_torn));
     }
     return TB_OK;
@@ -194,14 +194,14 @@ static tb_status put_texts(writer *w, const tb__texts *texts) {
 static tb_status put_ints(writer *w, const tb__ints *ints) {
     TB_TRY(put_count(w, ints->count));
     for (size_t i = 0; i < ints->count; i++)
-        TB_TRY(wrote(msgpack_pack_int64(&w->packer, ints->item[i])));
+        TB_TRY(packer_status(msgpack_pack_int64(&w->packer, ints->item[i])));
     return TB_OK;
 }
 
 static tb_status put_value(writer *w, tb__blob value) {
     if (value.nbytes == 0)
         return tb__fail(TB_INVALID, "%s: %s is not set", w->map, w->field->name);
-    return wrote(append(w->packer.data, (const char *)value.data, value.nbytes));
+    return packer_status(append_packed(w->packer.data, (const char *)value.data, value.nbytes));
 }
 
 static tb_status put_field(writer *w, const void *at) {
@@ -250,21 +250,22 @@ static tb_status put_field(writer *w, const void *at) {
 static tb_status put_map(writer *w, const tb__schema *schema, const void *from) {
     size_t count = schema->has_type;
     for (size_t i = 0; i < schema->nfields; i++)
-        count += schema->fields[i].rule != TB__OPTION || is_set(&schema->fields[i], member(from, &schema->fields[i]));
-    TB_TRY(wrote(msgpack_pack_map(&w->packer, count)));
+        count += schema->fields[i].rule != TB__OPTION ||
+                 field_is_set(&schema->fields[i], const_field_address(from, &schema->fields[i]));
+    TB_TRY(packer_status(msgpack_pack_map(&w->packer, count)));
     if (schema->has_type) {
         TB_TRY(put_str(w, "type", strlen("type")));
         TB_TRY(put_str(w, schema->name, strlen(schema->name)));
     }
     for (size_t i = 0; i < schema->nfields; i++) {
         w->field = &schema->fields[i];
-        const void *at = member(from, w->field);
-        bool is_there = is_set(w->field, at);
+        const void *at = const_field_address(from, w->field);
+        bool is_there = field_is_set(w->field, at);
         if (w->field->rule == TB__OPTION && !is_there)
             continue;
         TB_TRY(put_str(w, w->field->name, strlen(w->field->name)));
         if (w->field->rule == TB__NILABLE && !is_there)
-            TB_TRY(wrote(msgpack_pack_nil(&w->packer)));
+            TB_TRY(packer_status(msgpack_pack_nil(&w->packer)));
         else
             TB_TRY(put_field(w, at));
     }
@@ -274,7 +275,7 @@ static tb_status put_map(writer *w, const tb__schema *schema, const void *from) 
 tb_status tb__map_encode(const tb__schema *schema, const void *from, tb__bytes *out) {
     size_t start = out->count;
     writer w = {.map = schema->name};
-    msgpack_packer_init(&w.packer, out, append);
+    msgpack_packer_init(&w.packer, out, append_packed);
     tb_status status = put_map(&w, schema, from);
     if (status != TB_OK)
         out->count = start;

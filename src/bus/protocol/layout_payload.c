@@ -38,7 +38,7 @@ tb_status tb__mesh_encode(const tb_layout *layout, tb__bytes *out) {
     return status;
 }
 
-static int append(void *data, const char *bytes, size_t nbytes) {
+static int append_payload(void *data, const char *bytes, size_t nbytes) {
     tb__bytes *out = data;
     if (!tb__vec_reserve(out, nbytes))
         return -1;
@@ -47,7 +47,7 @@ static int append(void *data, const char *bytes, size_t nbytes) {
     return 0;
 }
 
-static int put_text(msgpack_packer *packer, const char *text) {
+static int pack_text(msgpack_packer *packer, const char *text) {
     return msgpack_pack_str_with_body(packer, text, strlen(text));
 }
 
@@ -70,11 +70,11 @@ static int put_placement(msgpack_packer *packer, const tb_placement *place) {
     size_t more = place->kind == TB_BLOCK_SHARD ? place->nsizes : has_one;
     size_t count = place->kind == TB_REPLICATE ? 1 : 2 + more;
     int failed = msgpack_pack_array(packer, count);
-    failed |= put_text(packer, tb__placement_tag(place->kind));
+    failed |= pack_text(packer, tb__placement_tag(place->kind));
     if (tb__placement_shards(place))
         failed |= msgpack_pack_int64(packer, place->dim);
     if (place->kind == TB_PARTIAL)
-        failed |= put_text(packer, tb__reduce_op_name(place->op));
+        failed |= pack_text(packer, tb__reduce_op_name(place->op));
     else if (place->kind == TB_STRIDED_SHARD)
         failed |= msgpack_pack_int64(packer, place->split);
     else if (place->kind == TB_EXPLICIT)
@@ -87,7 +87,7 @@ static int put_placement(msgpack_packer *packer, const tb_placement *place) {
 tb_status tb__placements_encode(const tb_layout *layout, tb__bytes *out) {
     size_t start = out->count;
     msgpack_packer packer;
-    msgpack_packer_init(&packer, out, append);
+    msgpack_packer_init(&packer, out, append_payload);
     int failed = msgpack_pack_array(&packer, (size_t)layout->ndim);
     for (int m = 0; m < layout->ndim && !failed; m++)
         failed = put_placement(&packer, &layout->place[m]);
@@ -110,7 +110,7 @@ static tb_status take_int(tb__cursor *from, const char *what, int64_t *out) {
     return TB_OK;
 }
 
-static tb_status take_array(tb__cursor *from, const char *what, uint32_t *count) {
+static tb_status take_array_header(tb__cursor *from, const char *what, uint32_t *count) {
     tb__value value;
     TB_TRY(tb__value_take(from, &value));
     if (value.type != TB__VALUE_ARRAY)
@@ -122,14 +122,14 @@ static tb_status take_array(tb__cursor *from, const char *what, uint32_t *count)
 /* Goes over the lists: counts their segments first, then, with somewhere to put them, reads them. */
 static tb_status walk_lists(tb__cursor from, size_t *ends, tb_segment *segments, uint32_t *nlists, size_t *nsegments,
                             tb__cursor *end) {
-    TB_TRY(take_array(&from, "an Explicit's lists", nlists));
+    TB_TRY(take_array_header(&from, "an Explicit's lists", nlists));
     size_t n = 0;
     for (uint32_t r = 0; r < *nlists; r++) {
         uint32_t count, two;
-        TB_TRY(take_array(&from, "an Explicit's list", &count));
+        TB_TRY(take_array_header(&from, "an Explicit's list", &count));
         for (uint32_t i = 0; i < count; i++, n++) {
             tb_segment s;
-            TB_TRY(take_array(&from, "an Explicit's segment", &two));
+            TB_TRY(take_array_header(&from, "an Explicit's segment", &two));
             if (two != 2)
                 return tb__fail(TB_INVALID, "an Explicit's segment has %" PRIu32 " numbers; it must be [start, stop]",
                                 two);
@@ -174,7 +174,7 @@ static tb_status take_sizes(tb__cursor *from, tb__arena *arena, uint32_t count, 
 }
 
 /* A short string; "" for what is none. */
-static tb_status take_word(tb__cursor *from, char *out, size_t nbytes) {
+static tb_status take_short_string(tb__cursor *from, char *out, size_t nbytes) {
     tb__value value;
     TB_TRY(tb__value_take(from, &value));
     bool fits = value.type == TB__VALUE_STR && value.bytes.nbytes < nbytes;
@@ -192,7 +192,7 @@ static tb_status wrong_placement(void) {
 
 static tb_status take_kind(tb__cursor *from, tb_placement_kind *out) {
     char tag[8];
-    TB_TRY(take_word(from, tag, sizeof tag));
+    TB_TRY(take_short_string(from, tag, sizeof tag));
     for (int kind = 0; tb__placement_tag((tb_placement_kind)kind); kind++) {
         if (strcmp(tb__placement_tag((tb_placement_kind)kind), tag) == 0) {
             *out = (tb_placement_kind)kind;
@@ -204,7 +204,7 @@ static tb_status take_kind(tb__cursor *from, tb_placement_kind *out) {
 
 static tb_status take_placement(tb__cursor *from, tb__arena *arena, tb_placement *out) {
     uint32_t count;
-    TB_TRY(take_array(from, "a placement", &count));
+    TB_TRY(take_array_header(from, "a placement", &count));
     if (count == 0)
         return wrong_placement();
     TB_TRY(take_kind(from, &out->kind));
@@ -214,7 +214,7 @@ static tb_status take_placement(tb__cursor *from, tb__arena *arena, tb_placement
         char op[16];
         if (count != 2)
             return wrong_placement();
-        TB_TRY(take_word(from, op, sizeof op));
+        TB_TRY(take_short_string(from, op, sizeof op));
         if (!tb__reduce_op_read(op, &out->op))
             return tb__fail(TB_INVALID, "[\"P\",op] takes sum, avg, min, max or product");
         return TB_OK;
@@ -238,7 +238,7 @@ static tb_status take_placements(tb__blob bytes, int ndim, tb__arena *arena, tb_
     TB_TRY(tb__value_check(bytes));
     tb__cursor from = tb__cursor_over(bytes);
     uint32_t count;
-    TB_TRY(take_array(&from, "the list", &count));
+    TB_TRY(take_array_header(&from, "the list", &count));
     if (count != (uint32_t)ndim)
         return tb__fail(TB_INVALID, "%" PRIu32 " of them for a mesh of %d dims", count, ndim);
     for (uint32_t m = 0; m < count; m++) {

@@ -211,7 +211,7 @@ static tb_status find_kind(tb__blob map, tb__message_kind *out) {
                     (const char *)type.bytes.data);
 }
 
-static tb_status decode(tb__blob map, tb__arena *arena, tb__message *out) {
+static tb_status decode_by_kind(tb__blob map, tb__arena *arena, tb__message *out) {
     TB_TRY(find_kind(map, &out->kind));
     tb__message message = {.kind = out->kind};
     tb__value version;
@@ -244,7 +244,7 @@ tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out) {
     tb_status status = tb__value_check(map);
     if (status != TB_OK)
         return tb__fail_within(status, "a frame of %zu bytes", map.nbytes);
-    status = decode(map, arena, out);
+    status = decode_by_kind(map, arena, out);
     if (status != TB_OK)
         out->semaphore_name = find_semaphore(map, arena);
     return status;

@@ -1,5 +1,5 @@
-/* What stands in the bytes of commands, as MessagePack of our own: meshes, placements, tensors. Like messages, maps are
- * described by tables; placements are the arrays that our JSON has, too.
+/* The payloads of commands, in MessagePack: meshes, placements, tensors. Maps are described by tables, like messages;
+ * placements are the same arrays as in our JSON.
  *
  *   mesh        {shape: [2, 2], ranks: [4, 5, 6, 7] or nil}        nil: 0, 1, 2, ...
  *   placements  one to a dim of the mesh: ["R"], ["S", dim], ["SS", dim, split], ["BS", dim, size, ...],
@@ -32,8 +32,8 @@ typedef enum tb__memory_kind {
     TB__MEMORY_ADDRESS, /* in the client's own address space */
 } tb__memory_kind;
 
-/* Where a tensor's bytes are. `offset + nbytes` and `address + nbytes` do not overflow; whether they lie in the file or
- * in the client's maps is the agent's to see. */
+/* Where a tensor's bytes are. `offset + nbytes` and `address + nbytes` do not overflow; the agent checks that they lie
+ * in the file or in the client's maps. */
 typedef struct tb__payload_memory {
     tb__memory_kind kind;
     uint32_t fd;     /* index among the descriptors of the frame */

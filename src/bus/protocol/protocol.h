@@ -18,7 +18,7 @@ enum {
     TB__PROTOCOL_VERSION = 1,
     TB__FRAME_HEADER = 4,
     TB__FRAME_MAX = 64 << 20, /* bytes of a map */
-    TB__HELLO_MAX = 4 << 10,  /* all that a stranger can make an agent keep */
+    TB__HELLO_MAX = 4 << 10,  /* bytes of a map before the Hello is accepted */
 };
 
 typedef enum tb__message_kind {
@@ -64,7 +64,7 @@ typedef struct tb__message {
     /* Hello */
     uint64_t protocol;  /* key `version`: the protocol's */
     const char *token;  /* NULL: none */
-    const char *client; /* whom `tensorbus status` shows */
+    const char *client; /* the name that `tensorbus status` shows */
 
     /* every command */
     tb__maybe_float timestamp;  /* seconds; the client's own */
@@ -137,15 +137,16 @@ tb_status tb__message_decode(tb__blob map, tb__arena *arena, tb__message *out);
 /* Whether the Hello is of our version; TB_REFUSED, with both numbers, if not. */
 tb_status tb__hello_check(const tb__message *hello);
 
-/* Makes frames of a stream of bytes. Its memory grows as they arrive, never by what a length claims; a frame that
- * claims to be longer than max_nbytes is refused as soon as its length is known. Zero-initialised is ready to use. */
+/* Splits a stream of bytes into frames. Its memory grows with the bytes that arrive, not with the lengths that frames
+ * claim; a frame that claims more than max_nbytes is refused as soon as its length is known. Zero-initialised is ready
+ * to use. */
 typedef struct tb__frame_reader {
     tb__bytes bytes;
     size_t taken;      /* bytes of frames that were handed out */
     size_t max_nbytes; /* of a map; 0: TB__FRAME_MAX. May be changed between frames */
 } tb__frame_reader;
 
-/* Where to read the next bytes to, at least one and at most `nbytes`; then says how many came. */
+/* Room for the next bytes, at least one and at most `nbytes`; tb__frame_filled tells how many were read. */
 tb_status tb__frame_room(tb__frame_reader *reader, uint8_t **at, size_t *nbytes);
 void tb__frame_filled(tb__frame_reader *reader, size_t nbytes);
 

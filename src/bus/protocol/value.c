@@ -15,7 +15,7 @@ const char *tb__value_type_name(tb__value_type type) {
     return type_names[type];
 }
 
-static size_t left(const tb__cursor *from) {
+static size_t bytes_left(const tb__cursor *from) {
     return (size_t)(from->end - from->at);
 }
 
@@ -24,8 +24,8 @@ static tb_status ends_early(void) {
 }
 
 /* A big-endian number of so many bytes. */
-static tb_status take_number(tb__cursor *from, size_t nbytes, uint64_t *out) {
-    if (left(from) < nbytes)
+static tb_status take_big_endian(tb__cursor *from, size_t nbytes, uint64_t *out) {
+    if (bytes_left(from) < nbytes)
         return ends_early();
     uint64_t value = 0;
     for (size_t i = 0; i < nbytes; i++)
@@ -36,16 +36,16 @@ static tb_status take_number(tb__cursor *from, size_t nbytes, uint64_t *out) {
 }
 
 static tb_status take_bytes(tb__cursor *from, uint64_t nbytes, tb__value_type type, tb__value *out) {
-    if (left(from) < nbytes)
+    if (bytes_left(from) < nbytes)
         return ends_early();
     *out = (tb__value){.type = type, .bytes = {.data = from->at, .nbytes = (size_t)nbytes}};
     from->at += nbytes;
     return TB_OK;
 }
 
-/* What a container claims to hold has at least a byte each. */
+/* Each item of a container has at least a byte. */
 static tb_status take_count(const tb__cursor *from, uint64_t count, tb__value_type type, tb__value *out) {
-    if (left(from) / (type == TB__VALUE_MAP ? 2 : 1) < count)
+    if (bytes_left(from) / (type == TB__VALUE_MAP ? 2 : 1) < count)
         return ends_early();
     *out = (tb__value){.type = type, .count = (uint32_t)count};
     return TB_OK;
@@ -53,7 +53,7 @@ static tb_status take_count(const tb__cursor *from, uint64_t count, tb__value_ty
 
 static tb_status take_signed(tb__cursor *from, size_t nbytes, tb__value *out) {
     uint64_t raw;
-    TB_TRY(take_number(from, nbytes, &raw));
+    TB_TRY(take_big_endian(from, nbytes, &raw));
     unsigned unused = 64 - 8 * (unsigned)nbytes;
     int64_t value = (int64_t)(raw << unused) >> unused;
     *out = value < 0 ? (tb__value){.type = TB__VALUE_NEGATIVE, .negative = value}
@@ -61,9 +61,9 @@ static tb_status take_signed(tb__cursor *from, size_t nbytes, tb__value *out) {
     return TB_OK;
 }
 
-static tb_status take_float(tb__cursor *from, size_t nbytes, tb__value *out) {
+static tb_status take_float_value(tb__cursor *from, size_t nbytes, tb__value *out) {
     uint64_t raw;
-    TB_TRY(take_number(from, nbytes, &raw));
+    TB_TRY(take_big_endian(from, nbytes, &raw));
     double number;
     if (nbytes == 4) {
         uint32_t bits = (uint32_t)raw;
@@ -91,21 +91,21 @@ static tb_status take_tagged(tb__cursor *from, unsigned tag, tb__value *out) {
     case 0xc4:
     case 0xc5:
     case 0xc6:
-        TB_TRY(take_number(from, (size_t)1 << (tag - 0xc4), &n));
+        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xc4), &n));
         return take_bytes(from, n, TB__VALUE_BIN, out);
     case 0xc7:
     case 0xc8:
     case 0xc9:
-        TB_TRY(take_number(from, (size_t)1 << (tag - 0xc7), &n));
+        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xc7), &n));
         return take_bytes(from, n + 1, TB__VALUE_EXT, out); /* its type is a byte */
     case 0xca:
     case 0xcb:
-        return take_float(from, tag == 0xca ? 4 : 8, out);
+        return take_float_value(from, tag == 0xca ? 4 : 8, out);
     case 0xcc:
     case 0xcd:
     case 0xce:
     case 0xcf:
-        TB_TRY(take_number(from, (size_t)1 << (tag - 0xcc), &n));
+        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xcc), &n));
         *out = (tb__value){.type = TB__VALUE_UINT, .positive = n};
         return TB_OK;
     case 0xd0:
@@ -122,15 +122,15 @@ static tb_status take_tagged(tb__cursor *from, unsigned tag, tb__value *out) {
     case 0xd9:
     case 0xda:
     case 0xdb:
-        TB_TRY(take_number(from, (size_t)1 << (tag - 0xd9), &n));
+        TB_TRY(take_big_endian(from, (size_t)1 << (tag - 0xd9), &n));
         return take_bytes(from, n, TB__VALUE_STR, out);
     case 0xdc:
     case 0xdd:
-        TB_TRY(take_number(from, tag == 0xdc ? 2 : 4, &n));
+        TB_TRY(take_big_endian(from, tag == 0xdc ? 2 : 4, &n));
         return take_count(from, n, TB__VALUE_ARRAY, out);
     case 0xde:
     case 0xdf:
-        TB_TRY(take_number(from, tag == 0xde ? 2 : 4, &n));
+        TB_TRY(take_big_endian(from, tag == 0xde ? 2 : 4, &n));
         return take_count(from, n, TB__VALUE_MAP, out);
     default:
         return tb__fail(TB_INVALID, "0x%02x begins no MessagePack value", tag);
@@ -178,7 +178,7 @@ tb_status tb__value_check(tb__blob bytes) {
     tb__cursor from = tb__cursor_over(bytes);
     TB_TRY(tb__value_skip(&from, 0));
     if (from.at != from.end)
-        return tb__fail(TB_INVALID, "%zu bytes after the MessagePack value", left(&from));
+        return tb__fail(TB_INVALID, "%zu bytes after the MessagePack value", bytes_left(&from));
     return TB_OK;
 }
 

@@ -1,6 +1,6 @@
-/* MessagePack, read one value at a time where it lies. Nothing is allocated and nothing recurses: a header that claims
- * more than the bytes behind it can hold is refused when it is met, and values that nobody wants are skipped with a
- * small stack. The library's own unpacker builds a tree, in memory that it takes by what headers claim. */
+/* Reads MessagePack one value at a time, in place, without allocation or recursion. A header that claims more than the
+ * bytes behind it can hold is refused; unwanted values are skipped with a small stack. The unpacker of msgpack-c builds
+ * a tree, and allocates what headers claim. */
 #ifndef TB_BUS_PROTOCOL_VALUE_H
 #define TB_BUS_PROTOCOL_VALUE_H
 
@@ -36,7 +36,7 @@ typedef struct tb__value {
     };
 } tb__value;
 
-/* What is left of the input. */
+/* The rest of the input. */
 typedef struct tb__cursor {
     const uint8_t *at, *end;
 } tb__cursor;

@@ -38,15 +38,15 @@ tb_status tb__host_port_parse(const char *text, tb__address *out);
  * always written: the errno of connect or socket; 0 if neither failed. */
 tb_status tb__address_connect(const tb__address *address, int64_t deadline_ms, int *fd, int *error);
 
-/* Nagle's delay has no place between small requests and replies. A host that has gone is found out within 25 seconds:
- * by keepalives, and while something that was sent waits to be acknowledged, when none are sent, by a timeout. */
+/* Disables Nagle's delay, and detects a dead peer machine within 25 seconds: by keepalives and, while sent bytes are
+ * not acknowledged, when no keepalives are sent, by TCP_USER_TIMEOUT. */
 void tb__set_tcp_options(int fd);
 
 /* The addresses of a TCP host, to be freed with freeaddrinfo. A name that no server answers for is given up in time. */
 tb_status tb__resolve(const tb__address *address, int64_t deadline_ms, struct addrinfo **out);
 
-/* Whether none of them leads to this host from elsewhere. A name may be one of these on its own host alone: Debian and
- * Ubuntu write "127.0.1.1 NAME" into /etc/hosts. */
+/* Whether all addresses are loopback. A name may resolve to loopback on its own machine only: Debian and Ubuntu write
+ * "127.0.1.1 NAME" into /etc/hosts. */
 bool tb__is_loopback(const struct addrinfo *names);
 
 /* The first of them, without its port. */
@@ -63,8 +63,8 @@ typedef struct tb__listener {
     ino_t inode;
 } tb__listener;
 
-/* TB_CONFLICT if somebody else serves there, TB_REFUSED if the address is no address of this host, or a name that
- * promises to be reached from elsewhere and is not. */
+/* TB_CONFLICT if another process serves there; TB_REFUSED if the address is not this machine's, or a name that other
+ * machines would use resolves to loopback here. */
 tb_status tb__listener_open(const tb__address *address, tb__listener *out);
 
 /* Also removes the files, unless this is a forked child. */

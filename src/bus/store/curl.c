@@ -13,7 +13,7 @@ static char failure[256]; /* empty: it is loaded */
 #define SLOT(name)                                                                                                     \
     { "curl_" #name, &curl.name, sizeof curl.name }
 
-static void load(void) {
+static void load_curl(void) {
     const tb__symbol slots[] = {
         SLOT(global_init),         SLOT(easy_init),     SLOT(easy_cleanup), SLOT(easy_setopt),
         SLOT(easy_getinfo),        SLOT(easy_strerror), SLOT(slist_append), SLOT(slist_free_all),
@@ -29,7 +29,7 @@ static void load(void) {
 }
 
 tb_status tb__curl_load(const tb__curl **out) {
-    pthread_once(&once, load);
+    pthread_once(&once, load_curl);
     if (failure[0])
         return tb__fail(TB_IO, "etcd is reached through libcurl, which can't be loaded: %s", failure);
     *out = &curl;

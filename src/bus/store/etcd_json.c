@@ -16,7 +16,7 @@ static size_t encoded_size(size_t nbytes) {
     return (nbytes + 2) / 3 * 4;
 }
 
-static char *encode(char *at, const uint8_t *data, size_t nbytes) {
+static char *base64_encode(char *at, const uint8_t *data, size_t nbytes) {
     for (size_t i = 0; i < nbytes; i += 3) {
         size_t n = nbytes - i < 3 ? nbytes - i : 3;
         uint32_t bits = (uint32_t)data[i] << 16;
@@ -43,7 +43,7 @@ static int digit_value(char c) {
 }
 
 /* There is room for 3 bytes for every 4 digits. */
-static bool decode(const char *text, size_t length, char *out, size_t *nbytes) {
+static bool base64_decode(const char *text, size_t length, char *out, size_t *nbytes) {
     uint32_t bits = 0;
     int nbits = 0;
     size_t count = 0;
@@ -66,7 +66,7 @@ static bool decode(const char *text, size_t length, char *out, size_t *nbytes) {
 
 /* ---- Requests --------------------------------------------------------------------------------------------------- */
 
-static bool add(tb__bytes *out, const char *text) {
+static bool append_json(tb__bytes *out, const char *text) {
     size_t length = strlen(text);
     if (!tb__vec_reserve(out, length))
         return false;
@@ -75,22 +75,23 @@ static bool add(tb__bytes *out, const char *text) {
     return true;
 }
 
-static bool add_bytes(tb__bytes *out, const char *field, const void *data, size_t nbytes) {
-    if (!add(out, "\"") || !add(out, field) || !add(out, "\":\"") || !tb__vec_reserve(out, encoded_size(nbytes)))
+static bool append_base64(tb__bytes *out, const char *field, const void *data, size_t nbytes) {
+    if (!append_json(out, "\"") || !append_json(out, field) || !append_json(out, "\":\"") ||
+        !tb__vec_reserve(out, encoded_size(nbytes)))
         return false;
     char *begin = (char *)out->item + out->count;
-    out->count += (size_t)(encode(begin, data, nbytes) - begin);
-    return add(out, "\"");
+    out->count += (size_t)(base64_encode(begin, data, nbytes) - begin);
+    return append_json(out, "\"");
 }
 
-static bool add_number(tb__bytes *out, const char *field, int64_t number) {
+static bool append_number(tb__bytes *out, const char *field, int64_t number) {
     char text[80];
     snprintf(text, sizeof text, "\"%s\":\"%" PRId64 "\"", field, number);
-    return add(out, text);
+    return append_json(out, text);
 }
 
 /* The first key that does not begin with the prefix any more. */
-static bool add_end(tb__bytes *out, const char *prefix) {
+static bool append_range_end(tb__bytes *out, const char *prefix) {
     uint8_t end[TB__STORE_MAX_NAMESPACE + TB__STORE_MAX_KEY + 64];
     size_t length = strlen(prefix);
     memcpy(end, prefix, length + 1);
@@ -98,23 +99,24 @@ static bool add_end(tb__bytes *out, const char *prefix) {
         length--;
     if (length > 0)
         end[length - 1]++;
-    return add(out, ",") && add_bytes(out, "range_end", end, length);
+    return append_json(out, ",") && append_base64(out, "range_end", end, length);
 }
 
-static bool add_key(tb__bytes *out, const char *key, tb__etcd_scope scope) {
-    return add_bytes(out, "key", key, strlen(key)) && (scope == TB__ETCD_KEY || add_end(out, key));
+static bool append_key(tb__bytes *out, const char *key, tb__etcd_scope scope) {
+    return append_base64(out, "key", key, strlen(key)) && (scope == TB__ETCD_KEY || append_range_end(out, key));
 }
 
-static bool add_put(tb__bytes *out, const char *key, const void *data, size_t nbytes, int64_t lease) {
-    return add(out, "{") && add_key(out, key, TB__ETCD_KEY) && add(out, ",") && add_bytes(out, "value", data, nbytes) &&
-           (lease == 0 || (add(out, ",") && add_number(out, "lease", lease))) && add(out, "}");
+static bool append_put(tb__bytes *out, const char *key, const void *data, size_t nbytes, int64_t lease) {
+    return append_json(out, "{") && append_key(out, key, TB__ETCD_KEY) && append_json(out, ",") &&
+           append_base64(out, "value", data, nbytes) &&
+           (lease == 0 || (append_json(out, ",") && append_number(out, "lease", lease))) && append_json(out, "}");
 }
 
-static int64_t limited(uint64_t revision) {
+static int64_t clamp_revision(uint64_t revision) {
     return revision > INT64_MAX ? INT64_MAX : (int64_t)revision;
 }
 
-static tb_status finish(tb__bytes *out, bool is_made) {
+static tb_status finish_request(tb__bytes *out, bool is_made) {
     if (is_made)
         return TB_OK;
     free(out->item);
@@ -124,30 +126,32 @@ static tb_status finish(tb__bytes *out, bool is_made) {
 
 tb_status tb__etcd_range(const char *key, tb__etcd_scope scope, tb__bytes *out) {
     *out = (tb__bytes){0};
-    return finish(out, add(out, "{") && add_key(out, key, scope) && add(out, "}"));
+    return finish_request(out, append_json(out, "{") && append_key(out, key, scope) && append_json(out, "}"));
 }
 
 tb_status tb__etcd_page(const char *prefix, const char *from, int64_t limit, uint64_t revision, tb__bytes *out) {
     *out = (tb__bytes){0};
-    return finish(out, add(out, "{") && add_key(out, from, TB__ETCD_KEY) && add_end(out, prefix) && add(out, ",") &&
-                           add_number(out, "limit", limit) && add(out, ",") &&
-                           add_number(out, "revision", limited(revision)) && add(out, "}"));
+    return finish_request(out, append_json(out, "{") && append_key(out, from, TB__ETCD_KEY) &&
+                                   append_range_end(out, prefix) && append_json(out, ",") &&
+                                   append_number(out, "limit", limit) && append_json(out, ",") &&
+                                   append_number(out, "revision", clamp_revision(revision)) && append_json(out, "}"));
 }
 
 tb_status tb__etcd_put(const char *key, const void *data, size_t nbytes, int64_t lease, tb__bytes *out) {
     *out = (tb__bytes){0};
-    return finish(out, add_put(out, key, data, nbytes, lease));
+    return finish_request(out, append_put(out, key, data, nbytes, lease));
 }
 
 tb_status tb__etcd_compare_and_set(const char *key, uint64_t expected, const void *data, size_t nbytes, int64_t lease,
                                    tb__bytes *out) {
     *out = (tb__bytes){0};
-    return finish(out, add(out, "{\"compare\":[{\"target\":\"MOD\",\"result\":\"EQUAL\",") &&
-                           add_key(out, key, TB__ETCD_KEY) && add(out, ",") &&
-                           add_number(out, "mod_revision", limited(expected)) &&
-                           add(out, "}],\"success\":[{\"request_put\":") && add_put(out, key, data, nbytes, lease) &&
-                           add(out, "}],\"failure\":[{\"request_range\":{") && add_key(out, key, TB__ETCD_KEY) &&
-                           add(out, "}}]}"));
+    return finish_request(out, append_json(out, "{\"compare\":[{\"target\":\"MOD\",\"result\":\"EQUAL\",") &&
+                                   append_key(out, key, TB__ETCD_KEY) && append_json(out, ",") &&
+                                   append_number(out, "mod_revision", clamp_revision(expected)) &&
+                                   append_json(out, "}],\"success\":[{\"request_put\":") &&
+                                   append_put(out, key, data, nbytes, lease) &&
+                                   append_json(out, "}],\"failure\":[{\"request_range\":{") &&
+                                   append_key(out, key, TB__ETCD_KEY) && append_json(out, "}}]}"));
 }
 
 tb_status tb__etcd_delete(const char *key, tb__etcd_scope scope, tb__bytes *out) {
@@ -157,13 +161,15 @@ tb_status tb__etcd_delete(const char *key, tb__etcd_scope scope, tb__bytes *out)
 tb_status tb__etcd_watch(const char *key, tb__etcd_scope scope, uint64_t start, tb__bytes *out) {
     *out = (tb__bytes){0};
     /* In fragments: what has happened since long ago may be more than one message can carry. */
-    return finish(out, add(out, "{\"create_request\":{") && add_key(out, key, scope) && add(out, ",") &&
-                           add_number(out, "start_revision", limited(start)) && add(out, ",\"fragment\":true}}"));
+    return finish_request(out, append_json(out, "{\"create_request\":{") && append_key(out, key, scope) &&
+                                   append_json(out, ",") &&
+                                   append_number(out, "start_revision", clamp_revision(start)) &&
+                                   append_json(out, ",\"fragment\":true}}"));
 }
 
 tb_status tb__etcd_number(const char *field, int64_t number, tb__bytes *out) {
     *out = (tb__bytes){0};
-    return finish(out, add(out, "{") && add_number(out, field, number) && add(out, "}"));
+    return finish_request(out, append_json(out, "{") && append_number(out, field, number) && append_json(out, "}"));
 }
 
 /* ---- Answers ---------------------------------------------------------------------------------------------------- */
@@ -183,14 +189,14 @@ uint64_t tb__etcd_read_revision(const json_t *reply) {
 }
 
 /* Digits of a field that holds bytes. */
-static const char *text_of(const json_t *kv, const char *field, size_t *length) {
+static const char *base64_field(const json_t *kv, const char *field, size_t *length) {
     const json_t *value = json_object_get(kv, field);
     *length = json_string_length(value);
     return json_is_string(value) ? json_string_value(value) : "";
 }
 
-static tb_status no_sense(void) {
-    return tb__fail(TB_IO, "etcd's answer makes no sense");
+static tb_status fail_malformed(void) {
+    return tb__fail(TB_IO, "etcd's answer has an entry without mod_revision, or whose key or value is not base64");
 }
 
 tb_status tb__etcd_read_value(const json_t *kv, tb__store_value *out) {
@@ -200,16 +206,16 @@ tb_status tb__etcd_read_value(const json_t *kv, tb__store_value *out) {
         return TB_OK;
     }
     size_t length;
-    const char *text = text_of(kv, "value", &length);
+    const char *text = base64_field(kv, "value", &length);
     tb__store_value value = {.revision = (uint64_t)revision};
     if (revision < 1)
-        return no_sense();
+        return fail_malformed();
     char *data = tb__malloc(length / 4 * 3 + 4, 1);
     if (!data)
         return TB_NO_MEMORY;
-    if (!decode(text, length, data, &value.nbytes)) {
+    if (!base64_decode(text, length, data, &value.nbytes)) {
         free(data);
-        return no_sense();
+        return fail_malformed();
     }
     data[value.nbytes] = '\0';
     value.data = data;
@@ -220,14 +226,14 @@ tb_status tb__etcd_read_value(const json_t *kv, tb__store_value *out) {
 /* Writes the entry's bytes at `at`, which advances. */
 static bool read_entry(const json_t *kv, size_t strip, char **at, tb__store_entry *out) {
     size_t key_length, length, key_nbytes, nbytes;
-    const char *key_text = text_of(kv, "key", &key_length), *text = text_of(kv, "value", &length);
+    const char *key_text = base64_field(kv, "key", &key_length), *text = base64_field(kv, "value", &length);
     int64_t revision = tb__etcd_read_number(kv, "mod_revision");
     char *key = *at, *data;
-    if (!decode(key_text, key_length, key, &key_nbytes) || key_nbytes < strip || revision < 1)
+    if (!base64_decode(key_text, key_length, key, &key_nbytes) || key_nbytes < strip || revision < 1)
         return false;
     key[key_nbytes] = '\0';
     data = key + key_nbytes + 1;
-    if (!decode(text, length, data, &nbytes))
+    if (!base64_decode(text, length, data, &nbytes))
         return false;
     data[nbytes] = '\0';
     *at = data + nbytes + 1;
@@ -242,8 +248,8 @@ tb_status tb__etcd_measure(const json_t *pages, size_t *count, size_t *nbytes) {
     *count = *nbytes = 0;
     json_array_foreach(pages, i, page) {
         json_array_foreach(json_object_get(page, "kvs"), k, kv) {
-            text_of(kv, "key", &key_length);
-            text_of(kv, "value", &length);
+            base64_field(kv, "key", &key_length);
+            base64_field(kv, "value", &length);
             *nbytes += key_length / 4 * 3 + length / 4 * 3 + 8;
             (*count)++;
         }
@@ -265,7 +271,7 @@ tb_status tb__etcd_read_entries(const json_t *pages, size_t strip, uint64_t revi
     size_t n = 0;
     json_array_foreach(pages, i, page){
         json_array_foreach(json_object_get(page, "kvs"), k, kv){if (!read_entry(kv, strip, &at, &item[n++])){free(item);
-    return no_sense();
+    return fail_malformed();
 }
 }
 }
@@ -276,8 +282,8 @@ return TB_OK;
 bool tb__etcd_read_last_key(const json_t *page, char *out, size_t room) {
     const json_t *kvs = json_object_get(page, "kvs");
     size_t count = json_array_size(kvs), length, nbytes;
-    const char *text = text_of(count > 0 ? json_array_get(kvs, count - 1) : NULL, "key", &length);
-    if (length == 0 || length / 4 * 3 + 4 > room || !decode(text, length, out, &nbytes))
+    const char *text = base64_field(count > 0 ? json_array_get(kvs, count - 1) : NULL, "key", &length);
+    if (length == 0 || length / 4 * 3 + 4 > room || !base64_decode(text, length, out, &nbytes))
         return false;
     out[nbytes] = '\0';
     return true;

@@ -1,7 +1,6 @@
-/* What etcd's gateway is asked and what it answers: JSON in which bytes are base64 and 64-bit numbers are text. Pure
- * functions.
+/* Requests to etcd's gateway, and its answers: JSON with base64 for bytes and text for 64-bit numbers. Pure functions.
  *
- * All keys lie under "tensorbus/data/", so that other users of the same etcd are not in the way. */
+ * All keys lie under "tensorbus/data/", apart from those of other users of the same etcd. */
 #ifndef TB_BUS_STORE_ETCD_JSON_H
 #define TB_BUS_STORE_ETCD_JSON_H
 
@@ -17,7 +16,7 @@ typedef enum tb__etcd_scope {
     TB__ETCD_PREFIX,
 } tb__etcd_scope;
 
-/* Each makes a request's body, whose item is for free. Keys are etcd's, with what they lie under. */
+/* Each makes the body of a request, whose `item` is to be freed. Keys are etcd's, with the prefix. */
 tb_status tb__etcd_range(const char *key, tb__etcd_scope scope, tb__bytes *out);
 
 /* All keys from `from` on that begin with the prefix, at most `limit`; as they were at the revision, if that is not 0.
@@ -43,7 +42,7 @@ tb_status tb__etcd_measure(const json_t *pages, size_t *count, size_t *nbytes);
 /* The pairs of several pages as entries, without what lies before their keys. */
 tb_status tb__etcd_read_entries(const json_t *pages, size_t strip, uint64_t revision, tb__store_entries *out);
 
-/* The last key of a page; its room is that of the longest key. False if there is none, or it makes no sense. */
+/* The last key of a page, into room for the longest key. False if the page has none, or it is not base64. */
 bool tb__etcd_read_last_key(const json_t *page, char *out, size_t room);
 
 #endif

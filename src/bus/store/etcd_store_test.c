@@ -278,10 +278,10 @@ static void strange_answers(void **state) {
     } cases[] = {
         {"404 Not Found", "Not Found", TB_REFUSED, "no etcd 3.4"},
         {"200 OK", "hello", TB_REFUSED, "no JSON"},
-        {"200 OK", "{}", TB_IO, "makes no sense"},
+        {"200 OK", "{}", TB_IO, "refuses a change"},
         {"200 OK", "{\"succeeded\":true}", TB_REFUSED, "grants no leases"},
-        {"200 OK", "{\"kvs\":[{\"key\":\"?\",\"value\":1}]}", TB_IO, "makes no sense"},
-        {"200 OK", "{\"kvs\":[{\"value\":\"?\",\"mod_revision\":\"3\"}]}", TB_IO, "makes no sense"},
+        {"200 OK", "{\"kvs\":[{\"key\":\"?\",\"value\":1}]}", TB_IO, "an entry without mod_revision"},
+        {"200 OK", "{\"kvs\":[{\"value\":\"?\",\"mod_revision\":\"3\"}]}", TB_IO, "an entry without mod_revision"},
         {"200 OK", "{\"kvs\":[{\"value\":\"QUJD\",\"mod_revision\":\"3\"}]}", TB_DENIED, "token"},
         {"403 Forbidden", "{\"code\":7,\"message\":\"go away\"}", TB_DENIED, "go away"},
         {"503 Unavailable", "{\"code\":14,\"message\":\"no leader\"}", TB_TIMEOUT, "no leader"},

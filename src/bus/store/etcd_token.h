@@ -1,6 +1,6 @@
-/* etcd knows nothing of tensorbus's tokens. Whoever opens a namespace first leaves something there by which a token can
- * be recognised but not read off; the others compare. This keeps out who does not know the token by mistake. Who can
- * write to etcd by other means has to be kept out by etcd. */
+/* Tokens in etcd, which does not know them. The first process that opens a namespace stores a *verifier* there, a
+ * salted HMAC of its token; the others check their tokens against it. This blocks clients with a wrong token, but not
+ * those that write to etcd by other means. */
 #ifndef TB_BUS_STORE_ETCD_TOKEN_H
 #define TB_BUS_STORE_ETCD_TOKEN_H
 

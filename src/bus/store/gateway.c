@@ -1,5 +1,5 @@
-/* HTTP by libcurl. Each call drives a connection of its own, in the caller's thread: there is nobody to hand work to,
- * and stopping wakes all of them. */
+/* HTTP by libcurl. Each call runs a connection of its own in the caller's thread; tb__gateway_stop wakes all of them.
+ */
 #include "bus/store/gateway.h"
 
 #include "base/mem.h"
@@ -13,17 +13,17 @@
 #include <string.h>
 
 /* An endpoint that is silent must not use up the time in which another would answer. */
-enum { ATTEMPT_MS = 2000, FIRST_NAP_MS = 10, LONGEST_NAP_MS = 500, MAX_REPLY = 48 << 20 };
+enum { ATTEMPT_MS = 2000, FIRST_DELAY_MS = 10, LONGEST_DELAY_MS = 500, MAX_REPLY = 48 << 20 };
 
-/* A connection, and what drives it. */
-typedef struct line {
-    LIST_ENTRY(line) link;
+/* A libcurl handle with its connection, and the multi handle that runs it. */
+typedef struct connection {
+    LIST_ENTRY(connection) link;
     CURLM *multi;
     CURL *easy;
     char error[CURL_ERROR_SIZE];
-} line;
+} connection;
 
-LIST_HEAD(line_list, line);
+LIST_HEAD(connection_list, connection);
 
 typedef struct endpoint {
     char url[300];
@@ -36,10 +36,10 @@ struct tb__gateway {
     size_t nendpoints;
     endpoint endpoints[TB__GATEWAY_MAX_ENDPOINTS];
     atomic_size_t current;    /* the endpoint that answered last */
-    atomic_bool has_answered; /* as etcd does */
+    atomic_bool has_answered; /* an endpoint has answered as etcd does */
 
     pthread_mutex_t lock; /* for all that follows */
-    struct line_list busy, idle;
+    struct connection_list busy, idle;
     bool is_stopped;
     char why[256];
 };
@@ -81,7 +81,7 @@ static tb_status read_endpoints(tb__gateway *g) {
     }
 }
 
-static bool add_header(tb__gateway *g, const char *text) {
+static bool add_http_header(tb__gateway *g, const char *text) {
     struct curl_slist *longer = g->curl->slist_append(g->headers, text);
     if (longer)
         g->headers = longer;
@@ -100,8 +100,8 @@ tb_status tb__gateway_create(const char *url, tb__gateway **out) {
     if (status == TB_OK)
         status = tb__curl_load(&g->curl);
     /* A member that has lost the others says so instead of letting a watch sleep on; a large body is sent at once. */
-    if (status == TB_OK && (!add_header(g, "Content-Type: application/json") ||
-                            !add_header(g, "Grpc-Metadata-hasleader: true") || !add_header(g, "Expect:")))
+    if (status == TB_OK && (!add_http_header(g, "Content-Type: application/json") ||
+                            !add_http_header(g, "Grpc-Metadata-hasleader: true") || !add_http_header(g, "Expect:")))
         status = tb__fail(TB_NO_MEMORY, "no memory for HTTP headers");
     if (status != TB_OK) {
         tb__gateway_destroy(g);
@@ -111,9 +111,9 @@ tb_status tb__gateway_create(const char *url, tb__gateway **out) {
     return TB_OK;
 }
 
-/* ---- Lines ------------------------------------------------------------------------------------------------------ */
+/* ---- Connections ------------------------------------------------------------------------------------------------ */
 
-static void destroy_line(const tb__gateway *g, line *l) {
+static void destroy_connection(const tb__gateway *g, connection *l) {
     if (l->easy)
         g->curl->easy_cleanup(l->easy);
     if (l->multi)
@@ -136,14 +136,14 @@ static int on_socket_closed(void *arg, curl_socket_t fd) {
     return 0;
 }
 
-static tb_status create_line(const tb__gateway *g, line **out) {
-    line *l = tb__calloc(1, sizeof *l);
+static tb_status create_connection(const tb__gateway *g, connection **out) {
+    connection *l = tb__calloc(1, sizeof *l);
     if (!l)
         return TB_NO_MEMORY;
     l->multi = g->curl->multi_init();
     l->easy = g->curl->easy_init();
     if (!l->multi || !l->easy) {
-        destroy_line(g, l);
+        destroy_connection(g, l);
         return tb__fail(TB_NO_MEMORY, "no memory for a connection");
     }
     g->curl->multi_setopt(l->multi, CURLMOPT_MAXCONNECTS, 1L);
@@ -155,7 +155,7 @@ static tb_status create_line(const tb__gateway *g, line **out) {
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPALIVE, 1L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPIDLE, 10L);
     g->curl->easy_setopt(l->easy, CURLOPT_TCP_KEEPINTVL, 5L);
-    /* The environment's proxies are for the host program. */
+    /* Proxies of the environment are meant for the program's own requests. */
     g->curl->easy_setopt(l->easy, CURLOPT_PROXY, "");
     *out = l;
     return TB_OK;
@@ -165,16 +165,16 @@ static tb_status fail_stopped(const tb__gateway *g) {
     return tb__fail(TB_LOST, "%s: the connection was lost: %s", g->url, g->why);
 }
 
-static tb_status take_line(tb__gateway *g, bool is_farewell, line **out) {
+static tb_status take_connection(tb__gateway *g, bool ignores_stop, connection **out) {
     tb_status status = TB_OK;
     pthread_mutex_lock(&g->lock);
-    line *l = LIST_FIRST(&g->idle);
-    if (g->is_stopped && !is_farewell)
+    connection *l = LIST_FIRST(&g->idle);
+    if (g->is_stopped && !ignores_stop)
         status = fail_stopped(g);
     else if (l)
         LIST_REMOVE(l, link);
     else
-        status = create_line(g, &l);
+        status = create_connection(g, &l);
     if (status == TB_OK)
         LIST_INSERT_HEAD(&g->busy, l, link);
     pthread_mutex_unlock(&g->lock);
@@ -183,7 +183,7 @@ static tb_status take_line(tb__gateway *g, bool is_farewell, line **out) {
     return status;
 }
 
-static void give_back(tb__gateway *g, line *l) {
+static void release_connection(tb__gateway *g, connection *l) {
     pthread_mutex_lock(&g->lock);
     LIST_REMOVE(l, link);
     LIST_INSERT_HEAD(&g->idle, l, link);
@@ -194,9 +194,9 @@ void tb__gateway_destroy(tb__gateway *gateway) {
     if (!gateway)
         return;
     while (!LIST_EMPTY(&gateway->idle)) {
-        line *l = LIST_FIRST(&gateway->idle);
+        connection *l = LIST_FIRST(&gateway->idle);
         LIST_REMOVE(l, link);
-        destroy_line(gateway, l);
+        destroy_connection(gateway, l);
     }
     if (gateway->headers)
         gateway->curl->slist_free_all(gateway->headers);
@@ -209,7 +209,7 @@ void tb__gateway_stop(tb__gateway *gateway, const char *why) {
     if (!gateway->is_stopped)
         snprintf(gateway->why, sizeof gateway->why, "%s", why);
     gateway->is_stopped = true;
-    for (line *l = LIST_FIRST(&gateway->busy); l; l = LIST_NEXT(l, link))
+    for (connection *l = LIST_FIRST(&gateway->busy); l; l = LIST_NEXT(l, link))
         gateway->curl->multi_wakeup(l->multi);
     pthread_mutex_unlock(&gateway->lock);
 }
@@ -225,31 +225,31 @@ bool tb__gateway_is_stopped(tb__gateway *gateway) {
 
 typedef enum outcome {
     ANSWERED,
-    FAILED,     /* for good, with the attempt's status */
-    UNREACHED,  /* nobody is there: the request was not sent */
-    SILENT,     /* nobody has taken it: it was not sent either */
-    UNANSWERED, /* it may have been */
+    FAILED,     /* not to be tried again; the status is the attempt's */
+    UNREACHED,  /* no connection: the request was not sent */
+    SILENT,     /* no answer, and the request was not sent */
+    UNANSWERED, /* no answer, and the request may have been received */
 } outcome;
 
 typedef struct attempt {
     tb__gateway *gateway;
     tb__gateway_call *call;
-    line *line;
+    connection *connection;
     const endpoint *to;
-    tb__bytes in;                                 /* of a stream: what has come of the next object */
-    bool has_begun, is_enough, is_broken, is_cut; /* is_cut: its time was up */
+    tb__bytes in;                                    /* the answer so far; of a stream, of the next object */
+    bool has_begun, is_enough, is_broken, timed_out; /* timed_out: its time was up */
     int64_t begun_ms;
     tb_status status; /* of what was received */
 } attempt;
 
-static json_t *parse(const char *text, size_t nbytes) {
+static json_t *parse_json(const char *text, size_t nbytes) {
     json_error_t error;
     return json_loadb(text, nbytes, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &error);
 }
 
-/* One object of a stream; false: no more is wanted. */
+/* Handles one object of a stream; false: the stream has to end. */
 static bool take_object(attempt *a, const char *text, size_t nbytes) {
-    json_t *object = parse(text, nbytes);
+    json_t *object = parse_json(text, nbytes);
     const json_t *result = json_object_get(object, "result");
     if (!result) {
         const char *message = json_string_value(json_object_get(json_object_get(object, "error"), "message"));
@@ -257,7 +257,7 @@ static bool take_object(attempt *a, const char *text, size_t nbytes) {
         a->is_broken = true;
     } else {
         a->has_begun = true;
-        a->is_enough = a->call->heard(a->call->arg, result);
+        a->is_enough = a->call->on_result(a->call->arg, result);
     }
     json_decref(object);
     return !a->is_broken && !a->is_enough;
@@ -293,15 +293,15 @@ static size_t on_bytes(char *data, size_t size, size_t count, void *arg) {
     }
     memcpy(a->in.item + a->in.count, data, count);
     a->in.count += count;
-    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_RESPONSE_CODE, &http);
-    if (a->call->heard && http == 200 && !take_objects(a))
+    a->gateway->curl->easy_getinfo(a->connection->easy, CURLINFO_RESPONSE_CODE, &http);
+    if (a->call->on_result && http == 200 && !take_objects(a))
         return 0;
     return count;
 }
 
-static void prepare(attempt *a, const endpoint *to) {
+static void set_request_options(attempt *a, const endpoint *to) {
     const tb__curl *curl = a->gateway->curl;
-    CURL *easy = a->line->easy;
+    CURL *easy = a->connection->easy;
     char url[sizeof to->url + 64];
     snprintf(url, sizeof url, "%s%s", to->url, a->call->path);
     curl->easy_setopt(easy, CURLOPT_URL, url);
@@ -310,33 +310,33 @@ static void prepare(attempt *a, const endpoint *to) {
     curl->easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_bytes);
     curl->easy_setopt(easy, CURLOPT_WRITEDATA, a);
     /* On a connection that was idle libcurl would send it a second time if that turns out to have been closed. */
-    curl->easy_setopt(easy, CURLOPT_FRESH_CONNECT, (long)a->call->is_change_once);
-    a->line->error[0] = '\0';
+    curl->easy_setopt(easy, CURLOPT_FRESH_CONNECT, (long)a->call->is_not_repeatable);
+    a->connection->error[0] = '\0';
 }
 
-/* Lets it run until it ends, or has to. The transfer's end is in `code` if TB_OK. */
-static tb_status drive(attempt *a, int64_t attempt_ms, CURLcode *code) {
+/* Runs the transfer until it ends, times out, or the gateway is stopped. If TB_OK, `code` is its result. */
+static tb_status perform_transfer(attempt *a, int64_t attempt_ms, CURLcode *code) {
     tb__gateway *g = a->gateway;
     for (;;) {
         int nrunning = 0, nleft = 0;
-        g->curl->multi_perform(a->line->multi, &nrunning);
-        const CURLMsg *message = nrunning ? NULL : g->curl->multi_info_read(a->line->multi, &nleft);
+        g->curl->multi_perform(a->connection->multi, &nrunning);
+        const CURLMsg *message = nrunning ? NULL : g->curl->multi_info_read(a->connection->multi, &nleft);
         if (nrunning == 0) {
             *code = message ? message->data.result : CURLE_FAILED_INIT;
             return TB_OK;
         }
-        if (!a->call->is_farewell && tb__gateway_is_stopped(g))
+        if (!a->call->ignores_stop && tb__gateway_is_stopped(g))
             return fail_stopped(g);
         int left = tb__ms_until(a->has_begun ? a->call->deadline_ms : attempt_ms);
         if (left == 0)
             return TB_TIMEOUT;
-        g->curl->multi_poll(a->line->multi, NULL, 0, left, NULL);
+        g->curl->multi_poll(a->connection->multi, NULL, 0, left, NULL);
     }
 }
 
-/* What an answer other than 200 means. */
-static outcome read_refusal(attempt *a, long http) {
-    json_t *reply = parse((const char *)a->in.item, a->in.count);
+/* Handles an HTTP status other than 200. */
+static outcome read_http_error(attempt *a, long http) {
+    json_t *reply = parse_json((const char *)a->in.item, a->in.count);
     const json_t *code = json_object_get(reply, "code");
     const char *message = json_string_value(json_object_get(reply, "message"));
     const char *url = a->gateway->url;
@@ -371,17 +371,17 @@ static outcome read_refusal(attempt *a, long http) {
     return result;
 }
 
-static outcome read_answer(attempt *a, json_t **reply) {
+static outcome read_http_answer(attempt *a, json_t **reply) {
     long http = 0;
-    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_RESPONSE_CODE, &http);
+    a->gateway->curl->easy_getinfo(a->connection->easy, CURLINFO_RESPONSE_CODE, &http);
     if (http != 200)
-        return read_refusal(a, http);
-    if (a->call->heard) { /* a stream that ends by itself */
+        return read_http_error(a, http);
+    if (a->call->on_result) { /* a stream that ends by itself */
         if (!a->is_broken)
             tb__set_detail("%s: the stream ended", a->gateway->url);
         return UNANSWERED;
     }
-    *reply = parse((const char *)a->in.item, a->in.count);
+    *reply = parse_json((const char *)a->in.item, a->in.count);
     if (*reply)
         return ANSWERED;
     a->status =
@@ -389,15 +389,15 @@ static outcome read_answer(attempt *a, json_t **reply) {
     return FAILED;
 }
 
-/* Ends a sentence about a program that does not do as etcd does. */
-static const char *question(const tb__gateway *g) {
+/* Added to error messages while no endpoint has answered as etcd does. */
+static const char *etcd_hint(const tb__gateway *g) {
     return atomic_load(&g->has_answered) ? "" : ": is it etcd?";
 }
 
-/* libcurl's own sentence does not say why. */
-static void say_unconnected(const attempt *a) {
+/* libcurl's own message does not name the cause. */
+static void set_connect_detail(const attempt *a) {
     long error = 0;
-    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_OS_ERRNO, &error);
+    a->gateway->curl->easy_getinfo(a->connection->easy, CURLINFO_OS_ERRNO, &error);
     if (error == ECONNREFUSED)
         tb__set_detail("%s: connection refused, nobody listens at %s", a->gateway->url, a->to->url);
     else if (error)
@@ -405,7 +405,7 @@ static void say_unconnected(const attempt *a) {
 }
 
 /* The transfer ended; `code` is libcurl's. */
-static outcome judge(attempt *a, CURLcode code, json_t **reply) {
+static outcome classify_result(attempt *a, CURLcode code, json_t **reply) {
     const tb__curl *curl = a->gateway->curl;
     if (a->is_enough)
         return ANSWERED;
@@ -414,22 +414,23 @@ static outcome judge(attempt *a, CURLcode code, json_t **reply) {
     if (a->is_broken)
         return UNANSWERED;
     if (code == CURLE_OK)
-        return read_answer(a, reply);
-    tb__set_detail("%s: %s", a->gateway->url, a->line->error[0] ? a->line->error : curl->easy_strerror(code));
+        return read_http_answer(a, reply);
+    tb__set_detail("%s: %s", a->gateway->url,
+                   a->connection->error[0] ? a->connection->error : curl->easy_strerror(code));
     switch (code) {
     case CURLE_COULDNT_CONNECT:
-        say_unconnected(a);
+        set_connect_detail(a);
         return UNREACHED;
     case CURLE_COULDNT_RESOLVE_HOST:
         return UNREACHED;
     case CURLE_UNSUPPORTED_PROTOCOL:
     case CURLE_WEIRD_SERVER_REPLY:
         a->status = tb__fail(TB_REFUSED, "%s: %s answers, but not in HTTP%s", a->gateway->url, a->to->url,
-                             question(a->gateway));
+                             etcd_hint(a->gateway));
         return FAILED;
     case CURLE_GOT_NOTHING:
         tb__set_detail("%s: %s closes connections without an answer%s", a->gateway->url, a->to->url,
-                       question(a->gateway));
+                       etcd_hint(a->gateway));
         return UNANSWERED;
     case CURLE_OUT_OF_MEMORY:
         a->status = TB_NO_MEMORY;
@@ -439,10 +440,10 @@ static outcome judge(attempt *a, CURLcode code, json_t **reply) {
     }
 }
 
-static outcome judge_silence(attempt *a) {
+static outcome classify_timeout(attempt *a) {
     long nsent = 0;
-    a->is_cut = true;
-    a->gateway->curl->easy_getinfo(a->line->easy, CURLINFO_REQUEST_SIZE, &nsent);
+    a->timed_out = true;
+    a->gateway->curl->easy_getinfo(a->connection->easy, CURLINFO_REQUEST_SIZE, &nsent);
     int waited_ms = (int)(tb__now_ms() - a->begun_ms);
     if (a->has_begun)
         tb__set_detail("%s", a->gateway->url);
@@ -462,30 +463,30 @@ static outcome try_endpoint(attempt *a, size_t index, json_t **reply) {
         attempt_ms = tb__now_ms() + ATTEMPT_MS;
     a->to = &g->endpoints[index];
     a->begun_ms = tb__now_ms();
-    prepare(a, a->to);
-    if (g->curl->multi_add_handle(a->line->multi, a->line->easy) != CURLM_OK) {
+    set_request_options(a, a->to);
+    if (g->curl->multi_add_handle(a->connection->multi, a->connection->easy) != CURLM_OK) {
         a->status = tb__fail(TB_NO_MEMORY, "no memory for a request");
         return FAILED;
     }
-    tb_status status = drive(a, attempt_ms, &code);
+    tb_status status = perform_transfer(a, attempt_ms, &code);
     outcome result = FAILED;
     if (status == TB_OK)
-        result = judge(a, code, reply);
+        result = classify_result(a, code, reply);
     else if (status == TB_TIMEOUT)
-        result = judge_silence(a);
+        result = classify_timeout(a);
     else
         a->status = status;
-    g->curl->multi_remove_handle(a->line->multi, a->line->easy);
+    g->curl->multi_remove_handle(a->connection->multi, a->connection->easy);
     return result;
 }
 
 /* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
-/* Whether to try again after this, and otherwise with which status to end. */
-static bool is_worth_another_try(const tb__gateway *g, const tb__gateway_call *call, outcome last, size_t ntried,
-                                 tb_status *status) {
+/* Whether to try again; if not, *status is the result of the call. */
+static bool should_retry_call(const tb__gateway *g, const tb__gateway_call *call, outcome last, size_t ntried,
+                              tb_status *status) {
     bool is_late = tb__ms_until(call->deadline_ms) == 0;
-    if (last == UNANSWERED && call->is_change_once) {
+    if (last == UNANSWERED && call->is_not_repeatable) {
         *status = TB_TIMEOUT;
         return false;
     }
@@ -504,9 +505,9 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
     *reply = NULL;
     if (given_ms == 0)
         return tb__fail(TB_TIMEOUT, "%s: no time was left to ask it", g->url);
-    TB_TRY(take_line(g, call->is_farewell, &a.line));
+    TB_TRY(take_connection(g, call->ignores_stop, &a.connection));
     tb_status status = TB_OK;
-    int nap_ms = FIRST_NAP_MS;
+    int delay_ms = FIRST_DELAY_MS;
     char why[256] = "";
     for (size_t ntried = 1;; ntried++) {
         size_t index = g->current % g->nendpoints, seen = index;
@@ -517,30 +518,33 @@ tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t 
                 atomic_store(&g->has_answered, true);
             break;
         }
-        /* Whoever fails first at this endpoint moves everybody on to the next one. */
+        /* The first call that fails at this endpoint moves all calls on to the next one. */
         atomic_compare_exchange_strong(&g->current, &seen, (index + 1) % g->nendpoints);
-        /* An attempt that the deadline has cut short says less than the one before. */
-        bool names_time = result == UNANSWERED && a.is_cut && !a.has_begun && !g->has_answered && !why[0];
-        if (!a.is_cut || !why[0])
+        /* The message of an attempt that was cut short says less than the one before. */
+        bool names_time = result == UNANSWERED && a.timed_out && !a.has_begun && !g->has_answered && !why[0];
+        if (!a.timed_out || !why[0])
             snprintf(why, sizeof why, "%s", tb_error_detail());
-        if (!is_worth_another_try(g, call, result, ntried, &status)) {
-            if (status == TB_TIMEOUT && result == UNANSWERED && call->is_change_once)
+        if (!should_retry_call(g, call, result, ntried, &status)) {
+            if (status == TB_TIMEOUT && result == UNANSWERED && call->is_not_repeatable)
                 tb__set_detail("no answer to a change, which may have been made: %s", why);
             else if (status == TB_TIMEOUT && !names_time)
                 tb__set_detail("nothing within %d ms: %s", given_ms, why);
             break;
         }
         if (a.has_begun)
-            nap_ms = FIRST_NAP_MS;
-        a = (attempt){.gateway = g, .call = call, .line = a.line, .in = {.item = a.in.item, .capacity = a.in.capacity}};
+            delay_ms = FIRST_DELAY_MS;
+        a = (attempt){.gateway = g,
+                      .call = call,
+                      .connection = a.connection,
+                      .in = {.item = a.in.item, .capacity = a.in.capacity}};
         if (ntried % g->nendpoints == 0) {
             int left = tb__ms_until(call->deadline_ms);
             /* Ends early when the gateway is stopped; the next attempt finds that out. */
-            g->curl->multi_poll(a.line->multi, NULL, 0, nap_ms < left ? nap_ms : left, NULL);
-            nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS;
+            g->curl->multi_poll(a.connection->multi, NULL, 0, delay_ms < left ? delay_ms : left, NULL);
+            delay_ms = delay_ms * 2 < LONGEST_DELAY_MS ? delay_ms * 2 : LONGEST_DELAY_MS;
         }
     }
     free(a.in.item);
-    give_back(g, a.line);
+    release_connection(g, a.connection);
     return status;
 }

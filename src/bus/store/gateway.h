@@ -1,6 +1,7 @@
-/* etcd's JSON gateway: one JSON object is posted, one or many come back, from whichever of several endpoints answers.
+/* A client of etcd's JSON gateway: posts a JSON object to whichever endpoint answers, and receives one, or a stream of
+ * them.
  *
- * Calls may come from several threads at once; each has a connection of its own, which is kept for the next. */
+ * Calls may come from several threads at once; each uses a connection of its own, which is kept for later calls. */
 #ifndef TB_BUS_STORE_GATEWAY_H
 #define TB_BUS_STORE_GATEWAY_H
 
@@ -13,17 +14,17 @@ typedef struct tb__gateway tb__gateway;
 
 enum { TB__GATEWAY_MAX_ENDPOINTS = 16 };
 
-/* "etcd://host:port,host:port,..." Connects to nobody yet. */
+/* "etcd://host:port,host:port,..." Does not connect yet. */
 tb_status tb__gateway_create(const char *url, tb__gateway **out);
 
 /* No call may be under way. NULL is allowed. */
 void tb__gateway_destroy(tb__gateway *gateway);
 
-/* Every call that is under way, and all later ones, return TB_LOST with this reason. Only the first reason counts. */
+/* Makes every running call, and all later ones, return TB_LOST with this reason. Only the first reason counts. */
 void tb__gateway_stop(tb__gateway *gateway, const char *why);
 bool tb__gateway_is_stopped(tb__gateway *gateway);
 
-/* What etcd said no with: gRPC's codes. */
+/* gRPC codes with which etcd refuses a request. */
 typedef enum tb__etcd_code {
     TB__ETCD_OK = 0,
     TB__ETCD_NOT_FOUND = 5,     /* there is no such lease */
@@ -35,19 +36,19 @@ typedef struct tb__gateway_call {
     const char *path;
     const tb__bytes *body;
     int64_t deadline_ms;
-    bool is_change_once; /* doing it twice is not the same: once it may have been received it is not sent again */
-    bool is_first;       /* TB_IO at once if no endpoint is there */
-    bool is_farewell;    /* goes on although the gateway was stopped */
-    /* For a stream: gets each object's "result", and returns true when it has had enough. A connection that breaks is
-     * made again, and then the answer begins anew. */
-    bool (*heard)(void *arg, const json_t *result);
+    bool is_not_repeatable; /* once it may have been received, it is not sent again */
+    bool is_first;          /* TB_IO at once if no endpoint is there */
+    bool ignores_stop;      /* runs although the gateway was stopped */
+    /* For a stream: gets the "result" of each object, and returns true to end the stream. After a lost connection the
+     * request is sent again, and the stream starts over. */
+    bool (*on_result)(void *arg, const json_t *result);
     void *arg;
 
-    tb__etcd_code code; /* output: why it failed, where etcd has said so */
+    tb__etcd_code code; /* output: the code with which etcd refused it */
 } tb__gateway_call;
 
-/* Where nothing answers it is tried again, at every endpoint, until the deadline: TB_TIMEOUT. `reply` is for
- * json_decref, and NULL after a stream. */
+/* Tries all endpoints again and again until the deadline: TB_TIMEOUT. `reply` is for json_decref, and NULL after a
+ * stream. */
 tb_status tb__gateway_post(tb__gateway *gateway, tb__gateway_call *call, json_t **reply);
 
 #endif

@@ -142,7 +142,7 @@ static tb_status name_port(tb__address *address, int fd) {
     return TB_OK;
 }
 
-/* Whoever was given the URL elsewhere would look for it at another address of this host. */
+/* A process on another machine would resolve the name to another address. */
 static tb_status check_reach(const tb__address *address, const struct addrinfo *names) {
     if (tb__store_url_is_local(address->url) || !tb__is_loopback(names))
         return TB_OK;

@@ -143,7 +143,7 @@ static void get_body(cursor *c, tb__store_message *m) {
     }
     for (const char *field = fields_of(m); *field && !c->wrong; field++) {
         get_field(c, *field, m);
-        /* What follows is that version's business. */
+        /* The rest is defined by that version. */
         if (*field == 'n' && !m->is_reply && m->version != TB__STORE_VERSION && !c->wrong)
             return;
     }
@@ -177,7 +177,7 @@ tb_status tb__store_decode(const uint8_t *data, size_t nbytes, size_t max_nbytes
 }
 
 /* Writing, into space that was reserved. */
-static void put_uint(tb__bytes *out, uint64_t value, size_t nbytes) {
+static void put_little_endian(tb__bytes *out, uint64_t value, size_t nbytes) {
     for (size_t i = 0; i < nbytes; i++)
         out->item[out->count++] = (uint8_t)(value >> (8 * i));
 }
@@ -188,36 +188,36 @@ static void put_bytes(tb__bytes *out, tb__span span) {
     out->count += span.nbytes;
 }
 
-static void put_field(tb__bytes *out, char field, const tb__store_message *m) {
+static void put_store_field(tb__bytes *out, char field, const tb__store_message *m) {
     switch (field) {
     case 'm':
-        put_uint(out, TB__STORE_MAGIC, 4);
+        put_little_endian(out, TB__STORE_MAGIC, 4);
         break;
     case 'n':
-        put_uint(out, m->version, 4);
+        put_little_endian(out, m->version, 4);
         break;
     case 'k':
     case 'p':
-        put_uint(out, m->key.nbytes, 2);
+        put_little_endian(out, m->key.nbytes, 2);
         put_bytes(out, m->key);
         break;
     case 'v':
-        put_uint(out, m->value.nbytes, 4);
+        put_little_endian(out, m->value.nbytes, 4);
         put_bytes(out, m->value);
         break;
     case 't':
     case 's':
-        put_uint(out, m->value.nbytes, 2);
+        put_little_endian(out, m->value.nbytes, 2);
         put_bytes(out, m->value);
         break;
     case 'r':
-        put_uint(out, m->revision, 8);
+        put_little_endian(out, m->revision, 8);
         break;
     case 'b':
-        put_uint(out, (uint64_t)m->lifetime, 1);
+        put_little_endian(out, (uint64_t)m->lifetime, 1);
         break;
     case 'l':
-        put_uint(out, m->nentries, 4);
+        put_little_endian(out, m->nentries, 4);
         put_bytes(out, m->entries);
         break;
     }
@@ -227,15 +227,15 @@ tb_status tb__store_encode(const tb__store_message *message, tb__bytes *out) {
     if (!tb__vec_reserve(out, 64 + message->key.nbytes + message->value.nbytes + message->entries.nbytes))
         return TB_NO_MEMORY;
     size_t start = out->count;
-    put_uint(out, 0, HEADER);
-    put_uint(out, message->id, 8);
-    put_uint(out, (unsigned)message->op | (message->is_reply ? REPLY_BIT : 0), 1);
+    put_little_endian(out, 0, HEADER);
+    put_little_endian(out, message->id, 8);
+    put_little_endian(out, (unsigned)message->op | (message->is_reply ? REPLY_BIT : 0), 1);
     if (message->is_reply)
-        put_uint(out, (uint64_t)-message->status, 1);
+        put_little_endian(out, (uint64_t)-message->status, 1);
     for (const char *field = fields_of(message); *field; field++)
-        put_field(out, *field, message);
+        put_store_field(out, *field, message);
     tb__bytes length = {.item = out->item + start};
-    put_uint(&length, out->count - start - HEADER, HEADER);
+    put_little_endian(&length, out->count - start - HEADER, HEADER);
     return TB_OK;
 }
 
@@ -243,9 +243,9 @@ tb_status tb__store_add_entry(tb__bytes *entries, tb__span key, uint64_t revisio
     tb__store_message m = {.key = key, .revision = revision, .value = value};
     if (!tb__vec_reserve(entries, 64 + key.nbytes + value.nbytes))
         return TB_NO_MEMORY;
-    put_field(entries, 'k', &m);
-    put_field(entries, 'r', &m);
-    put_field(entries, 'v', &m);
+    put_store_field(entries, 'k', &m);
+    put_store_field(entries, 'r', &m);
+    put_store_field(entries, 'v', &m);
     return TB_OK;
 }
 

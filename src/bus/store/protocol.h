@@ -33,7 +33,7 @@ enum {
     TB__STORE_VERSION = 1,
     TB__STORE_MAX_WIRE_KEY = TB__STORE_MAX_NAMESPACE + 1 + TB__STORE_MAX_KEY,
     TB__STORE_MAX_TOKEN = 510,
-    TB__STORE_MAX_HELLO = 1024, /* all that a stranger can make the server keep */
+    TB__STORE_MAX_HELLO = 1024, /* bytes of a request before the hello is accepted */
     TB__STORE_MAX_REQUEST = TB__STORE_MAX_VALUE + 2048,
     TB__STORE_MAX_REPLY = 16 << 20,
 };
@@ -54,7 +54,7 @@ typedef enum tb__store_op {
 
 const char *tb__store_op_name(tb__store_op op);
 
-/* Bytes that belong to somebody else. */
+/* Bytes that it does not own. */
 typedef struct tb__span {
     const uint8_t *data;
     size_t nbytes;

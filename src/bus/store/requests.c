@@ -12,10 +12,10 @@ void tb__session_touch(tb__session *session) {
 
 static void send_reply(tb__session *session, const tb__store_message *reply) {
     tb__session_touch(session);
-    if (session->is_doomed)
+    if (session->is_closing)
         return;
     if (tb__store_encode(reply, &session->out) != TB_OK || session->out.count - session->nsent > TB__SESSION_STUCK)
-        session->is_doomed = true;
+        session->is_closing = true;
 }
 
 void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status) {
@@ -46,7 +46,7 @@ static void reply_record(tb__session *session, uint64_t id, tb__store_op op, tb_
 }
 
 /* Takes as long for any token as for any other. */
-static bool is_token(const tb__store_server *server, tb__span given) {
+static bool is_server_token(const tb__store_server *server, tb__span given) {
     uint8_t padded[TB__STORE_MAX_TOKEN] = {0};
     if (given.nbytes > 0)
         memcpy(padded, given.data, given.nbytes);
@@ -56,7 +56,7 @@ static bool is_token(const tb__store_server *server, tb__span given) {
     return difference == 0;
 }
 
-static void hello(tb__session *session, const tb__store_message *request) {
+static void serve_hello(tb__session *session, const tb__store_message *request) {
     tb__store_server *server = session->server;
     tb_status status = TB_OK;
     if (session->has_greeted)
@@ -64,20 +64,20 @@ static void hello(tb__session *session, const tb__store_message *request) {
     else if (request->version != TB__STORE_VERSION)
         status = tb__fail(TB_REFUSED, "the client speaks version %u of the store's protocol, the server version %u",
                           (unsigned)request->version, (unsigned)TB__STORE_VERSION);
-    else if (!is_token(server, request->value))
+    else if (!is_server_token(server, request->value))
         status = tb__fail(TB_DENIED, "the token is not the server's");
     if (status != TB_OK) {
         tb__session_refuse(session, request->id, request->op, status);
-        session->is_doomed = true;
+        session->is_closing = true;
         return;
     }
     session->has_greeted = true;
-    TAILQ_REMOVE(&server->strangers, session, strangers);
+    TAILQ_REMOVE(&server->pending_hello, session, pending_hello);
     send_reply(session, &(tb__store_message){
                             .id = request->id, .op = request->op, .is_reply = true, .version = TB__STORE_VERSION});
 }
 
-static void set(tb__session *session, const tb__store_message *request) {
+static void serve_set(tb__session *session, const tb__store_message *request) {
     tb__store_table *table = &session->server->table;
     bool is_ephemeral = request->lifetime == TB__STORE_EPHEMERAL;
     tb_status status = tb__store_table_set(table, request->key, request->value, is_ephemeral ? session->id : 0);
@@ -89,29 +89,29 @@ static void set(tb__session *session, const tb__store_message *request) {
     reply_revision(session, request, table->revision);
 }
 
-static void get(tb__session *session, const tb__store_message *request) {
+static void serve_get(tb__session *session, const tb__store_message *request) {
     reply_record(session, request->id, request->op, TB_OK, tb__store_table_find(&session->server->table, request->key));
 }
 
-static void compare_and_set(tb__session *session, const tb__store_message *request) {
+static void serve_compare_and_set(tb__session *session, const tb__store_message *request) {
     const tb__record *present = tb__store_table_find(&session->server->table, request->key);
     if ((present ? present->revision : 0) == request->revision)
-        set(session, request);
+        serve_set(session, request);
     else
         reply_record(session, request->id, request->op, TB_CONFLICT, present);
 }
 
-static void delete_key(tb__session *session, const tb__store_message *request) {
+static void serve_delete(tb__session *session, const tb__store_message *request) {
     tb__store_table_remove(&session->server->table, request->key);
     reply_revision(session, request, session->server->table.revision);
 }
 
-static void delete_prefix(tb__session *session, const tb__store_message *request) {
+static void serve_delete_prefix(tb__session *session, const tb__store_message *request) {
     tb__store_table_remove_prefix(&session->server->table, request->key);
     reply_revision(session, request, session->server->table.revision);
 }
 
-static void list(tb__session *session, const tb__store_message *request) {
+static void serve_list(tb__session *session, const tb__store_message *request) {
     const tb__store_table *table = &session->server->table;
     size_t first, last, nbytes = 0;
     tb__store_table_range(table, request->key, &first, &last);
@@ -169,7 +169,7 @@ static void remove_waiter(tb__waiter *waiter) {
     free(waiter);
 }
 
-static void wait_key(tb__session *session, const tb__store_message *request) {
+static void serve_wait(tb__session *session, const tb__store_message *request) {
     const tb__record *present = tb__store_table_find(&session->server->table, request->key);
     if (present)
         reply_record(session, request->id, request->op, TB_OK, present);
@@ -177,7 +177,7 @@ static void wait_key(tb__session *session, const tb__store_message *request) {
         add_waiter(session, request);
 }
 
-static void wait_change(tb__session *session, const tb__store_message *request) {
+static void serve_wait_change(tb__session *session, const tb__store_message *request) {
     const tb__store_table *table = &session->server->table;
     if (tb__store_table_changed_since(table, request->key, request->revision))
         reply_revision(session, request, table->revision);
@@ -185,7 +185,7 @@ static void wait_change(tb__session *session, const tb__store_message *request) 
         add_waiter(session, request);
 }
 
-static void cancel(tb__session *session, const tb__store_message *request) {
+static void serve_cancel(tb__session *session, const tb__store_message *request) {
     for (tb__waiter *waiter = LIST_FIRST(&session->waiters); waiter; waiter = LIST_NEXT(waiter, in_session)) {
         if (waiter->id == request->id) {
             remove_waiter(waiter);
@@ -223,16 +223,16 @@ void tb__wake_waiters(void *server, const tb__record *record, bool is_removed) {
 }
 
 static void (*const handlers[])(tb__session *session, const tb__store_message *request) = {
-    [TB__STORE_HELLO] = hello,
-    [TB__STORE_SET] = set,
-    [TB__STORE_GET] = get,
-    [TB__STORE_WAIT] = wait_key,
-    [TB__STORE_COMPARE_AND_SET] = compare_and_set,
-    [TB__STORE_DELETE] = delete_key,
-    [TB__STORE_DELETE_PREFIX] = delete_prefix,
-    [TB__STORE_LIST] = list,
-    [TB__STORE_WAIT_CHANGE] = wait_change,
-    [TB__STORE_CANCEL] = cancel,
+    [TB__STORE_HELLO] = serve_hello,
+    [TB__STORE_SET] = serve_set,
+    [TB__STORE_GET] = serve_get,
+    [TB__STORE_WAIT] = serve_wait,
+    [TB__STORE_COMPARE_AND_SET] = serve_compare_and_set,
+    [TB__STORE_DELETE] = serve_delete,
+    [TB__STORE_DELETE_PREFIX] = serve_delete_prefix,
+    [TB__STORE_LIST] = serve_list,
+    [TB__STORE_WAIT_CHANGE] = serve_wait_change,
+    [TB__STORE_CANCEL] = serve_cancel,
 };
 
 _Static_assert(sizeof handlers / sizeof *handlers == TB__STORE_NOPS, "every operation has a handler");
@@ -247,6 +247,6 @@ void tb__session_serve(tb__session *session, const tb__store_message *request) {
         handlers[request->op](session, request);
     } else {
         tb__session_refuse(session, request->id, request->op, status);
-        session->is_doomed = true;
+        session->is_closing = true;
     }
 }

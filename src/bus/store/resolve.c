@@ -1,5 +1,4 @@
-/* Names to addresses, within a deadline: the system's resolver knows none, so it runs in a thread that may be left
- * behind. */
+/* Resolves names by a deadline: getaddrinfo has no timeout, so it runs in a thread that is abandoned then. */
 #include "bus/store/address.h"
 
 #include "base/mem.h"
@@ -9,7 +8,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
-/* Freed by whoever is done with it last. */
+/* Freed by the caller or the thread, whichever is done last. */
 typedef struct lookup {
     pthread_mutex_t lock;
     pthread_cond_t finished;

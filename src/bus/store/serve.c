@@ -1,4 +1,4 @@
-/* Meeting without knowing who comes first: connect, or else become the server. */
+/* Connects to a store, or serves it if nobody does. */
 #include "bus/store/address.h"
 #include "bus/store/server.h"
 
@@ -6,28 +6,28 @@
 #include <string.h>
 #include <time.h>
 
-/* Nothing tells when somebody begins to listen, so the waits between attempts grow to this. */
-enum { FIRST_NAP_MS = 2, LONGEST_NAP_MS = 100 };
+/* There is no notification when a server starts to listen, so attempts are repeated, with growing delays. */
+enum { FIRST_DELAY_MS = 2, LONGEST_DELAY_MS = 100 };
 
 /* A store that has not answered for this long is silent; after less, the deadline may have come too early. */
 enum { SILENT_MS = 1000 };
 
-/* TB_IO: nobody was there. TB_LOST: somebody was, but ended just then. Either may be different the next time. */
-static bool is_worth_another_try(tb_status status) {
+/* TB_IO: nobody listened. TB_LOST: the server ended just then. The next attempt may succeed. */
+static bool should_retry_open(tb_status status) {
     return status == TB_IO || status == TB_LOST;
 }
 
-/* Somebody else was faster, or it is for another host to serve. */
+/* Another process was faster, or the address is another machine's. */
 static bool is_for_others(tb_status status) {
     return status == TB_CONFLICT || status == TB_REFUSED;
 }
 
-static tb_status serve(const char *url, const char *token, int timeout_ms, tb__store **store,
-                       tb__store_server **server) {
+static tb_status serve_and_open(const char *url, const char *token, int timeout_ms, tb__store **store,
+                                tb__store_server **server) {
     tb__store_server *mine = NULL;
     if (!tb__store_is_embedded(url))
         return TB_REFUSED;
-    /* Who has the address already was asked just now. */
+    /* The caller has just tried to connect. */
     TB_TRY(tb__store_server_start_limited(url, token, &(tb__store_limits){0}, &mine));
     tb_status status = tb__store_open(url, token, timeout_ms, store);
     if (status != TB_OK) {
@@ -38,17 +38,17 @@ static tb_status serve(const char *url, const char *token, int timeout_ms, tb__s
     return TB_OK;
 }
 
-/* `is_for_later`: nobody serves yet, and it is not for this process to. */
+/* `is_for_later`: nobody serves yet, and this process can't. */
 static tb_status open_or_serve_now(const char *url, const char *token, int64_t deadline_ms, int timeout_ms,
                                    tb__store **store, tb__store_server **server, bool *is_for_later) {
     tb_status status = tb__store_open_until(url, token, deadline_ms, timeout_ms, store);
     *is_for_later = false;
     if (status == TB_OK)
         *server = NULL;
-    if (!is_worth_another_try(status))
+    if (!should_retry_open(status))
         return status;
     tb__saved_detail why = tb__save_detail();
-    tb_status served = serve(url, token, timeout_ms, store, server);
+    tb_status served = serve_and_open(url, token, timeout_ms, store, server);
     *is_for_later = is_for_others(served);
     if (!*is_for_later)
         return served;
@@ -67,19 +67,19 @@ tb_status tb__store_try_open_or_serve(const char *url, const char *token, int ti
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server) {
     int64_t deadline_ms = tb__now_ms() + timeout_ms;
-    char why[TB__STORE_MAX_URL + 256] = ""; /* the attempt before has failed */
-    for (int nap_ms = FIRST_NAP_MS;; nap_ms = nap_ms * 2 < LONGEST_NAP_MS ? nap_ms * 2 : LONGEST_NAP_MS) {
+    char why[TB__STORE_MAX_URL + 256] = ""; /* of the last failed attempt */
+    for (int delay_ms = FIRST_DELAY_MS;; delay_ms = delay_ms * 2 < LONGEST_DELAY_MS ? delay_ms * 2 : LONGEST_DELAY_MS) {
         bool is_for_later;
         int64_t begun_ms = tb__now_ms();
         tb_status status = open_or_serve_now(url, token, deadline_ms, timeout_ms, store, server, &is_for_later);
-        /* An attempt that the deadline has cut short says less than the one before. */
+        /* The message of an attempt that was cut short says less than the one before. */
         bool is_cut = status == TB_TIMEOUT && *why && tb__now_ms() - begun_ms < SILENT_MS;
         if (!is_for_later && !is_cut)
             return status;
         if (!is_cut)
             snprintf(why, sizeof why, "%s", tb_error_detail());
         int left = tb__ms_until(deadline_ms);
-        tb__sleep_ms(nap_ms < left ? nap_ms : left);
+        tb__sleep_ms(delay_ms < left ? delay_ms : left);
         if (tb__ms_until(deadline_ms) == 0)
             return tb__fail(TB_TIMEOUT, "no store within %d ms: %s", timeout_ms, why);
     }

@@ -1,5 +1,5 @@
-/* The embedded server's loop: accepts, reads, settles, sleeps. Sessions are only sent to and closed in settle(), after
- * the events of a round have been handled, so that nothing that handles one can lose its footing. */
+/* The embedded server's loop. It handles the events of a round first; then flush_sessions sends and closes, so that no
+ * handler loses the session it works on. */
 #include "bus/store/server.h"
 
 #include "base/descriptors.h"
@@ -18,13 +18,13 @@
 
 enum {
     NEVENTS = 64,
-    MAX_BUFFERS = 512 << 20, /* of all sessions together, what is half received or not yet sent */
+    MAX_BUFFERS = 512 << 20, /* bytes of all sessions that are half received or not yet sent */
     MAX_DISCARD = 64,        /* reads */
-    REFUSE_MS = 1000,        /* without descriptors: after which those who wait are told */
+    REFUSE_MS = 1000,        /* out of descriptors: after which waiting clients are refused */
     PROBE_MS = 1000,
 };
 
-static bool watch(tb__store_server *server, int op, int fd, uint32_t events, void *what) {
+static bool control_epoll(tb__store_server *server, int op, int fd, uint32_t events, void *what) {
     struct epoll_event event = {.events = events, .data.ptr = what};
     return epoll_ctl(server->epoll.fd, op, fd, &event) == 0;
 }
@@ -44,14 +44,15 @@ static void close_session(tb__session *session) {
         if (recv(session->socket.fd, server->scratch, sizeof server->scratch, 0) <= 0)
             break;
     }
-    /* Closing alone would leave it watched as long as a process that is just being spawned has a copy. */
-    watch(server, EPOLL_CTL_DEL, session->socket.fd, 0, NULL);
+    /* Until a process that is being spawned has called exec, its copy of the descriptor would keep a closed one
+     * watched. */
+    control_epoll(server, EPOLL_CTL_DEL, session->socket.fd, 0, NULL);
     tb__owned_fd_close(&session->socket);
     tb__session_drop_waiters(session);
     if (session->is_dirty)
         TAILQ_REMOVE(&server->dirty, session, dirty);
     if (!session->has_greeted)
-        TAILQ_REMOVE(&server->strangers, session, strangers);
+        TAILQ_REMOVE(&server->pending_hello, session, pending_hello);
     LIST_REMOVE(session, link);
     server->nsessions--;
     server->nbuffers -= session->nbuffers;
@@ -68,21 +69,21 @@ static bool is_busy(const tb__session *session) {
     return session->out.count - session->nsent > TB__SESSION_BUSY;
 }
 
-static void empty(tb__bytes *bytes) {
+static void free_bytes(tb__bytes *bytes) {
     free(bytes->item);
     *bytes = (tb__bytes){0};
 }
 
-/* Serves the whole frames that have come, as far as the client takes its replies. */
+/* Serves the complete frames that have arrived, until too many replies wait to be sent. */
 static void serve_frames(tb__session *session) {
     size_t done = 0;
-    while (!session->is_doomed && !is_busy(session)) {
+    while (!session->is_closing && !is_busy(session)) {
         tb__store_message request;
         size_t used, max = session->has_greeted ? TB__STORE_MAX_REQUEST : TB__STORE_MAX_HELLO;
         tb_status status = tb__store_decode(session->in.item + done, session->in.count - done, max, &request, &used);
         if (status != TB_OK) {
             tb__session_refuse(session, request.id, request.op, status);
-            session->is_doomed = true;
+            session->is_closing = true;
             break;
         }
         if (used == 0)
@@ -94,20 +95,20 @@ static void serve_frames(tb__session *session) {
         return;
     session->in.count -= done;
     if (session->in.count == 0)
-        empty(&session->in);
+        free_bytes(&session->in);
     else
         memmove(session->in.item, session->in.item + done, session->in.count);
 }
 
-static void receive(tb__session *session) {
+static void receive_requests(tb__session *session) {
     tb__store_server *server = session->server;
     tb__session_touch(session);
-    /* One read a round, so that everybody gets a turn. */
+    /* One read a round, for fairness. */
     ssize_t n = recv(session->socket.fd, server->scratch, sizeof server->scratch, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
         return;
     if (n <= 0 || !tb__vec_reserve(&session->in, (size_t)n)) {
-        session->is_doomed = true;
+        session->is_closing = true;
         return;
     }
     memcpy(session->in.item + session->in.count, server->scratch, (size_t)n);
@@ -127,11 +128,11 @@ static bool send_replies(tb__session *session) {
         session->nsent += (size_t)n;
     }
     session->nsent = 0;
-    empty(&session->out);
+    free_bytes(&session->out);
     return true;
 }
 
-/* What was sent must not be kept for as long as a slow reader has not read it all. */
+/* Frees the part of a large buffer that was sent, while a slow client reads the rest. */
 static void forget_sent(tb__session *session) {
     if (session->nsent < TB__SESSION_BUSY || session->nsent < session->out.count / 2)
         return;
@@ -140,10 +141,10 @@ static void forget_sent(tb__session *session) {
     session->nsent = 0;
 }
 
-static void settle_one(tb__session *session) {
+static void flush_session(tb__session *session) {
     tb__store_server *server = session->server;
     bool is_whole = send_replies(session);
-    while (is_whole && !session->is_doomed && !is_busy(session) && session->in.count > 0) {
+    while (is_whole && !session->is_closing && !is_busy(session) && session->in.count > 0) {
         size_t before = session->in.count;
         serve_frames(session);
         is_whole = send_replies(session);
@@ -154,7 +155,7 @@ static void settle_one(tb__session *session) {
     size_t nbuffers = session->in.capacity + session->out.capacity;
     server->nbuffers += nbuffers - session->nbuffers;
     session->nbuffers = nbuffers;
-    if (!is_whole || session->is_doomed || (nbuffers > 0 && server->nbuffers > MAX_BUFFERS)) {
+    if (!is_whole || session->is_closing || (nbuffers > 0 && server->nbuffers > MAX_BUFFERS)) {
         close_session(session);
         return;
     }
@@ -162,17 +163,17 @@ static void settle_one(tb__session *session) {
     if (events == session->events)
         return;
     session->events = events;
-    if (!watch(server, EPOLL_CTL_MOD, session->socket.fd, events, session))
+    if (!control_epoll(server, EPOLL_CTL_MOD, session->socket.fd, events, session))
         close_session(session);
 }
 
-/* Closing one session may wake others, which are settled in their turn. */
-static void settle(tb__store_server *server) {
+/* Closing a session may answer waits of others, which become dirty then. */
+static void flush_sessions(tb__store_server *server) {
     tb__session *session;
     while ((session = TAILQ_FIRST(&server->dirty))) {
         TAILQ_REMOVE(&server->dirty, session, dirty);
         session->is_dirty = false;
-        settle_one(session);
+        flush_session(session);
     }
 }
 
@@ -189,8 +190,8 @@ static tb_status check_peer(const tb__store_server *server, int fd) {
     return TB_OK;
 }
 
-/* `status` is why it is refused, for the reason in tb_error_detail, unless that is TB_OK. */
-static void add_session(tb__store_server *server, int fd, tb_status status) {
+/* `status`, with tb_error_detail: why the client is refused; TB_OK: it is not. */
+static void add_store_session(tb__store_server *server, int fd, tb_status status) {
     tb__session *session = tb__calloc(1, sizeof *session);
     if (!session) {
         tb__fd_close(fd);
@@ -207,20 +208,20 @@ static void add_session(tb__store_server *server, int fd, tb_status status) {
     tb__owned_fd_init(&session->socket, fd);
     LIST_INIT(&session->waiters);
     LIST_INSERT_HEAD(&server->sessions, session, link);
-    TAILQ_INSERT_TAIL(&server->strangers, session, strangers);
+    TAILQ_INSERT_TAIL(&server->pending_hello, session, pending_hello);
     server->nsessions++;
     if (status != TB_OK) {
         tb__log(TB_LOG_WARN, "store %s: a connection was refused: %s", server->listener.address.url, tb_error_detail());
         tb__session_refuse(session, 0, TB__STORE_HELLO, status);
-        session->is_doomed = true;
-    } else if (!watch(server, EPOLL_CTL_ADD, fd, session->events, session)) {
-        session->is_doomed = true;
+        session->is_closing = true;
+    } else if (!control_epoll(server, EPOLL_CTL_ADD, fd, session->events, session)) {
+        session->is_closing = true;
     }
     tb__session_touch(session);
 }
 
-/* Nobody can be accepted: the listener would be ready again at once. It is looked at again when a session ends, or
- * after a moment. Who waits for long is told why. */
+/* accept fails for lack of descriptors or memory, and the listener would be ready again at once. So it is not watched
+ * until a session ends, or a moment has passed. A client that waits for long is refused, with the reason. */
 static void pause_accepting(tb__store_server *server, int error) {
     int64_t now = tb__now_ms();
     tb_status status = tb__fail(TB_REFUSED, "the store can't take another connection: %s", tb__errno_text(error));
@@ -235,16 +236,16 @@ static void pause_accepting(tb__store_server *server, int error) {
     tb__owned_fd_close(&server->spare);
     int fd = tb__fd_own(accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd >= 0)
-        add_session(server, fd, status);
+        add_store_session(server, fd, status);
 }
 
-static void accept_all(tb__store_server *server) {
+static void accept_clients(tb__store_server *server) {
     for (int i = 0; i < NEVENTS; i++) {
         int fd = tb__fd_own(accept4(server->listener.socket.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
         int error = fd < 0 ? errno : 0;
         if (fd >= 0) {
             server->full_since_ms = 0;
-            add_session(server, fd, TB_OK);
+            add_store_session(server, fd, TB_OK);
         } else if (tb__is_shortage(error)) {
             pause_accepting(server, error);
             return;
@@ -254,27 +255,28 @@ static void accept_all(tb__store_server *server) {
     }
 }
 
-static void drop_silent(tb__store_server *server) {
+static void refuse_silent(tb__store_server *server) {
     int64_t now = tb__now_ms();
-    for (tb__session *session = TAILQ_FIRST(&server->strangers); session; session = TAILQ_NEXT(session, strangers)) {
+    for (tb__session *session = TAILQ_FIRST(&server->pending_hello); session;
+         session = TAILQ_NEXT(session, pending_hello)) {
         if (session->hello_deadline_ms > now)
             break;
-        if (session->is_doomed)
+        if (session->is_closing)
             continue;
         tb__set_detail("no hello within %d ms", server->limits.hello_timeout_ms);
         tb__session_refuse(session, 0, TB__STORE_HELLO, TB_TIMEOUT);
-        session->is_doomed = true;
+        session->is_closing = true;
     }
 }
 
 static int how_long_to_sleep(const tb__store_server *server) {
     if (server->is_full)
         return tb__ms_until(server->full_until_ms);
-    const tb__session *oldest = TAILQ_FIRST(&server->strangers);
+    const tb__session *oldest = TAILQ_FIRST(&server->pending_hello);
     return oldest ? tb__ms_until(oldest->hello_deadline_ms) : -1;
 }
 
-static void *run(void *arg) {
+static void *server_thread(void *arg) {
     tb__store_server *server = arg;
     struct epoll_event events[NEVENTS];
     for (;;) {
@@ -287,20 +289,20 @@ static void *run(void *arg) {
             if (what == &server->wake)
                 return NULL;
             if (what == &server->listener) {
-                accept_all(server);
+                accept_clients(server);
             } else if (events[i].events & EPOLLIN) {
-                receive(session);
+                receive_requests(session);
             } else {
-                session->is_doomed |= (events[i].events & (EPOLLHUP | EPOLLERR)) != 0;
+                session->is_closing |= (events[i].events & (EPOLLHUP | EPOLLERR)) != 0;
                 tb__session_touch(session);
             }
         }
-        drop_silent(server);
-        settle(server);
+        refuse_silent(server);
+        flush_sessions(server);
     }
 }
 
-static tb_status start(tb__store_server *server, const tb__address *address) {
+static tb_status start_server(tb__store_server *server, const tb__address *address) {
     TB_TRY(tb__listener_open(address, &server->listener));
     int epoll = epoll_create1(EPOLL_CLOEXEC);
     if (epoll < 0)
@@ -314,16 +316,16 @@ static tb_status start(tb__store_server *server, const tb__address *address) {
     if (spare < 0)
         return tb__fail(TB_IO, "%s: eventfd: %s", address->url, tb__errno_text(errno));
     tb__owned_fd_init(&server->spare, spare);
-    if (!watch(server, EPOLL_CTL_ADD, wake, EPOLLIN, &server->wake) ||
-        !watch(server, EPOLL_CTL_ADD, server->listener.socket.fd, EPOLLIN, &server->listener))
+    if (!control_epoll(server, EPOLL_CTL_ADD, wake, EPOLLIN, &server->wake) ||
+        !control_epoll(server, EPOLL_CTL_ADD, server->listener.socket.fd, EPOLLIN, &server->listener))
         return tb__fail(TB_IO, "%s: epoll: %s", address->url, tb__errno_text(errno));
-    return tb__start_thread(&server->thread, "tb-store", run, server);
+    return tb__start_thread(&server->thread, "tb-store", server_thread, server);
 }
 
-/* When the thread is gone, or was never there. */
-static void destroy(tb__store_server *server) {
+/* The thread has ended, or was never started. */
+static void free_server(tb__store_server *server) {
     tb__session *next;
-    /* The table outlives the sessions only as memory: nobody is left to be told what goes with them. */
+    /* No waits are left to be answered. */
     server->table.changed = NULL;
     for (tb__session *session = LIST_FIRST(&server->sessions); session; session = next) {
         next = LIST_NEXT(session, link);
@@ -365,18 +367,18 @@ tb_status tb__store_server_start_limited(const char *url, const char *token, con
     server->listener.socket.fd = server->listener.lock.fd = server->epoll.fd = server->wake.fd = server->spare.fd = -1;
     LIST_INIT(&server->sessions);
     LIST_INIT(&server->waiters);
-    TAILQ_INIT(&server->strangers);
+    TAILQ_INIT(&server->pending_hello);
     TAILQ_INIT(&server->dirty);
-    tb_status status = start(server, &address);
+    tb_status status = start_server(server, &address);
     if (status != TB_OK) {
-        destroy(server);
+        free_server(server);
         return status;
     }
     *out = server;
     return TB_OK;
 }
 
-/* Somebody has the port. A store answers a hello, be it that the token is wrong. */
+/* Another process has the port. A tensorbus store answers a hello, if only to say that the token is wrong. */
 static tb_status explain_conflict(const char *url, const char *token) {
     tb__store *other = NULL;
     tb_status status = tb__store_open(url, token, PROBE_MS, &other);
@@ -395,12 +397,12 @@ tb_status tb__store_server_start(const char *url, const char *token, tb__store_s
 void tb__store_server_stop(tb__store_server *server) {
     if (!server)
         return;
-    /* A forked child has neither the thread nor the descriptors, and memory as the thread had it at that moment. */
+    /* A forked child has neither the thread nor the descriptors, and the memory may be in the middle of a change. */
     if (server->wake.fd < 0)
         return;
     eventfd_write(server->wake.fd, 1);
     pthread_join(server->thread, NULL);
-    destroy(server);
+    free_server(server);
 }
 
 const char *tb__store_server_url(const tb__store_server *server) {

@@ -1,8 +1,8 @@
-/* The embedded store: one thread of the calling process that sleeps in epoll and serves the clients of store.h.
+/* The embedded store server: one thread of the calling process that sleeps in epoll and serves the clients of store.h.
  *
- * A client says hello with the token first, and on a Unix socket must be a process of the same user. Whatever a client
- * sends or fails to read, it costs the server bounded memory, and no other client its turn. Sending something malformed
- * ends its connection. */
+ * A client's first request is a hello with the token; on a Unix socket it must be a process of the same user. The
+ * server's memory for a client is bounded, and no client can starve another. A malformed request ends the connection.
+ */
 #ifndef TB_BUS_STORE_SERVER_H
 #define TB_BUS_STORE_SERVER_H
 
@@ -10,8 +10,8 @@
 
 typedef struct tb__store_server tb__store_server;
 
-/* Listens at the URL; a namespace in it means nothing here. TB_CONFLICT if somebody else serves there. The socket that
- * a dead server has left behind is replaced. */
+/* Listens at the URL; a namespace in it is ignored. TB_CONFLICT if another process serves there. The socket of a dead
+ * server is replaced. */
 TB_API tb_status tb__store_server_start(const char *url, const char *token, tb__store_server **out);
 
 /* Zero means the default. */
@@ -30,13 +30,13 @@ TB_API void tb__store_server_stop(tb__store_server *server);
 /* Where it listens, with the port that was chosen for port 0. Valid until it stops. */
 TB_API const char *tb__store_server_url(const tb__store_server *server);
 
-/* Connects; if nobody listens and the address is one of this host, becomes the server and connects to itself; else
- * tries again until the timeout. Among any number of processes that do this at once exactly one serves: it gets
- * `server`, to be stopped after its store is closed, and the others get NULL. */
+/* Connects; if nobody listens and the address is one of this machine, serves and connects to itself; else tries again
+ * until the timeout. Of any number of processes that do this at once exactly one serves: it gets `server`, to be
+ * stopped after its store is closed; the others get NULL. */
 tb_status tb__store_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                   tb__store_server **server);
 
-/* One attempt of that. Whatever it fails with may be different the next time. */
+/* One attempt of that. A failure may not happen the next time. */
 tb_status tb__store_try_open_or_serve(const char *url, const char *token, int timeout_ms, tb__store **store,
                                       tb__store_server **server);
 

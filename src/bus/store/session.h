@@ -7,12 +7,12 @@
 #include "bus/store/table.h"
 
 enum {
-    TB__SESSION_BUSY = 1 << 20,   /* with this much to send, no more of its requests are read */
-    TB__SESSION_STUCK = 64 << 20, /* with this much it is dropped: only waits that come true lead here */
+    TB__SESSION_BUSY = 1 << 20,   /* bytes to send with which no more requests are read from it */
+    TB__SESSION_STUCK = 64 << 20, /* bytes to send with which it is dropped; only waits that are answered lead here */
     TB__SESSION_MAX_WAITERS = 1024,
 };
 
-/* A wait or a wait_change that sleeps. */
+/* A wait or wait_change that is not answered yet. */
 typedef struct tb__waiter {
     LIST_ENTRY(tb__waiter) in_server, in_session;
     struct tb__session *session;
@@ -27,19 +27,19 @@ typedef LIST_HEAD(tb__waiter_list, tb__waiter) tb__waiter_list;
 /* One client's connection. */
 typedef struct tb__session {
     LIST_ENTRY(tb__session) link;
-    TAILQ_ENTRY(tb__session) strangers, dirty;
+    TAILQ_ENTRY(tb__session) pending_hello, dirty;
     struct tb__store_server *server;
     tb__owned_fd socket;
     uint64_t id;
     bool has_greeted;
-    bool is_doomed; /* what can be sent at once is sent, then it is closed */
-    bool is_dirty;  /* to be settled before the loop sleeps again */
+    bool is_closing; /* it is closed after one attempt to send its replies */
+    bool is_dirty;   /* flush_sessions has to look at it before the loop sleeps again */
     bool has_ephemerals;
     int64_t hello_deadline_ms;
     uint32_t events; /* what epoll watches */
     tb__bytes in, out;
     size_t nsent;    /* of out */
-    size_t nbuffers; /* bytes that the server counts for it */
+    size_t nbuffers; /* bytes of `in` and `out` that are in the server's nbuffers */
     size_t nwaiters;
     tb__waiter_list waiters;
 } tb__session;
@@ -57,28 +57,28 @@ struct tb__store_server {
     LIST_HEAD(tb__session_list, tb__session) sessions;
     size_t nsessions;
     uint64_t last_session;
-    tb__session_queue strangers; /* have not said hello; the oldest first */
+    tb__session_queue pending_hello; /* sessions that have not said hello; the oldest first */
     tb__session_queue dirty;
     tb__waiter_list waiters;
     size_t nbuffers;
     bool is_full;          /* out of descriptors: the listener is not watched ... */
     int64_t full_until_ms; /* ... until then, at the latest */
-    int64_t full_since_ms; /* since when nobody could be accepted; 0: the last one could */
+    int64_t full_since_ms; /* since when accept has failed; 0: the last one succeeded */
     int64_t warn_again_ms; /* when that may be logged again */
-    tb__owned_fd spare;    /* is given up to tell somebody so, one at a time */
+    tb__owned_fd spare;    /* closed in order to accept one client and refuse it */
     uint8_t scratch[1 << 16];
 };
 
-/* Carries out one request. Replies are queued; nothing is sent or closed before the session is settled. */
+/* Runs one request. Replies are queued; sending and closing is left to flush_sessions. */
 void tb__session_serve(tb__session *session, const tb__store_message *request);
 
-/* Replies with the calling thread's error sentence. */
+/* Replies with a failure, whose message is tb_error_detail. */
 void tb__session_refuse(tb__session *session, uint64_t id, tb__store_op op, tb_status status);
 
-void tb__session_touch(tb__session *session); /* marks it dirty */
+void tb__session_touch(tb__session *session); /* has flush_sessions look at it */
 void tb__session_drop_waiters(tb__session *session);
 
-/* tb__store_table.changed: wakes those who wait for the key. The context is the server. */
+/* tb__store_table.changed: answers waits for the key. The context is the server. */
 void tb__wake_waiters(void *server, const tb__record *record, bool is_removed);
 
 #endif

@@ -128,7 +128,7 @@ static void a_directory_comes_back(void **state) {
     int64_t deadline_ms = tb__now_ms() + PATIENCE_MS;
     while (roster.npresent == 0) {
         assert_true(tb__now_ms() < deadline_ms);
-        tb__directory_ask(here, 4000);
+        tb__directory_probe_store(here, 4000);
         tb__roster_fini(&roster);
         assert_ok(tb__directory_roster(here, "there", &roster));
         poll(NULL, 0, 10);

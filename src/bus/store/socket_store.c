@@ -1,10 +1,9 @@
-/* The client of the embedded server. Callers queue a request and sleep until its reply comes or their time is up; one
- * thread reads the replies, and sends what the socket did not take at once.
+/* The client of the embedded server. A caller queues a request and sleeps until the reply or its deadline; one thread
+ * reads replies, and sends what the socket did not take at once.
  *
- * When a network was cut and mended, the kernels try ever more seldom to send what was under way: a connection may stay
- * silent for many seconds after the mending, while a new one works at once. So a caller whose reply takes long tries a
- * new one. If that is answered, and this one still is not, then this one is lost. A server that is stopped, or can't be
- * reached, answers neither. */
+ * After a network outage TCP retransmits at growing intervals: an old connection may stay silent for many seconds while
+ * a new one works at once. So a caller whose reply takes long opens a new connection. If that is answered, and the old
+ * one still is not, the old one is lost. A server that is stopped or unreachable answers neither. */
 #include "bus/store/address.h"
 #include "bus/store/protocol.h"
 
@@ -20,11 +19,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* The server hears of a death when the kernel closes the connection, and has to have a turn then. */
+/* LINGER_MS: the server removes a dead process's keys when the kernel has closed its connection, and the server is
+ * scheduled. */
 enum { MAX_UNSENT = 16 << 20, READ_SIZE = 1 << 16, LINGER_MS = 500 };
 
-/* How long nothing may come before a new connection is tried, how long that has to be answered, and how long this one
- * has then. */
+/* How long the connection may be silent before a new one is tried, the time in which that has to be answered, and the
+ * time that the old one has then. */
 enum { SILENCE_MS = 1500, TRIAL_MS = 1000, GRACE_MS = 300 };
 
 /* One caller's request that is under way. */
@@ -37,9 +37,9 @@ typedef struct call {
     size_t nbytes;
 } call;
 
-typedef struct client {
+typedef struct socket_client {
     tb__address address;
-    char *token; /* NULL: this one is a trial */
+    char *token; /* NULL: this is a connection to try whether the server answers */
     _Atomic int timeout_ms;
     tb__owned_fd socket, wake;
     pthread_t thread;
@@ -51,17 +51,17 @@ typedef struct client {
     size_t nsent; /* of out */
     bool is_closing;
     bool is_lost;
-    bool has_answered; /* it is a store */
-    bool is_foreign;   /* it is none */
+    bool has_answered; /* the peer has answered like a store */
+    bool is_foreign;   /* the peer has answered like another program */
     char why[256];
     bool is_trying;   /* a caller tries a new connection */
-    int64_t heard_ms; /* when something has come last */
+    int64_t heard_ms; /* when bytes last arrived */
 
     tb__bytes in; /* the thread's own */
-} client;
+} socket_client;
 
 /* With the lock held. */
-static void lose(client *c, const char *why) {
+static void mark_lost(socket_client *c, const char *why) {
     if (c->is_lost)
         return;
     c->is_lost = true;
@@ -72,7 +72,7 @@ static void lose(client *c, const char *why) {
 }
 
 /* With the lock held. Sends what the socket takes without blocking. */
-static void flush(client *c) {
+static void send_queued(socket_client *c) {
     while (c->nsent < c->out.count && !c->is_lost) {
         ssize_t n = send(c->socket.fd, c->out.item + c->nsent, c->out.count - c->nsent, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n >= 0)
@@ -80,9 +80,9 @@ static void flush(client *c) {
         else if (errno == EAGAIN)
             return;
         else if (errno == EPIPE || errno == ECONNRESET)
-            return; /* the thread reads what the server had to say before it hung up */
+            return; /* the thread still reads what the server sent before */
         else if (errno != EINTR)
-            lose(c, strerror(errno));
+            mark_lost(c, strerror(errno));
     }
     free(c->out.item);
     c->out = (tb__bytes){0};
@@ -90,22 +90,22 @@ static void flush(client *c) {
 }
 
 /* With the lock held. */
-static tb_status queue(client *c, const tb__store_message *request) {
+static tb_status queue_request(socket_client *c, const tb__store_message *request) {
     if (c->out.count - c->nsent > MAX_UNSENT)
         return tb__fail(TB_TIMEOUT, "%s: silent, %zu bytes wait to be sent", c->address.url, c->out.count - c->nsent);
     TB_TRY(tb__store_encode(request, &c->out));
-    flush(c);
+    send_queued(c);
     if (c->out.count > 0)
         eventfd_write(c->wake.fd, 1);
     return TB_OK;
 }
 
-/* Hands a reply to the caller who waits for it, if one still does. With the lock held. */
-static void deliver(client *c, const tb__store_message *reply, const uint8_t *frame, size_t nbytes) {
-    if (reply->id == 0) { /* about the connection as such */
+/* Gives a reply to its caller, if that still waits. With the lock held. */
+static void deliver_reply(socket_client *c, const tb__store_message *reply, const uint8_t *frame, size_t nbytes) {
+    if (reply->id == 0) { /* it is about the connection */
         char why[sizeof c->why];
         snprintf(why, sizeof why, "the server says: %.*s", (int)reply->value.nbytes, (const char *)reply->value.data);
-        lose(c, why);
+        mark_lost(c, why);
         return;
     }
     for (call *waiting = LIST_FIRST(&c->calls); waiting; waiting = LIST_NEXT(waiting, link)) {
@@ -120,23 +120,23 @@ static void deliver(client *c, const tb__store_message *reply, const uint8_t *fr
 }
 
 /* With the lock held. */
-static void deliver_all(client *c) {
+static void deliver_replies(socket_client *c) {
     size_t done = 0;
     while (!c->is_lost) {
         tb__store_message reply;
         size_t used;
         tb_status status = tb__store_decode(c->in.item + done, c->in.count - done, TB__STORE_MAX_REPLY, &reply, &used);
-        if (status == TB_OK && used > 0 && !reply.is_reply) /* a program that echoes does so */
+        if (status == TB_OK && used > 0 && !reply.is_reply) /* an echo server does this */
             status = tb__fail(TB_INVALID, "the server sent a request instead of a reply");
         if (status != TB_OK) {
             c->is_foreign = !c->has_answered;
-            lose(c, tb_error_detail());
+            mark_lost(c, tb_error_detail());
             break;
         }
         if (used == 0)
             break;
         c->has_answered = true;
-        deliver(c, &reply, c->in.item + done, used);
+        deliver_reply(c, &reply, c->in.item + done, used);
         done += used;
     }
     if (done == 0)
@@ -150,7 +150,7 @@ static void deliver_all(client *c) {
     c->in = (tb__bytes){0};
 }
 
-static void receive(client *c) {
+static void receive_replies(socket_client *c) {
     uint8_t bytes[READ_SIZE];
     ssize_t n = recv(c->socket.fd, bytes, sizeof bytes, MSG_DONTWAIT);
     int error = errno;
@@ -159,19 +159,19 @@ static void receive(client *c) {
     if (n > 0 && tb__vec_reserve(&c->in, (size_t)n)) {
         memcpy(c->in.item + c->in.count, bytes, (size_t)n);
         c->in.count += (size_t)n;
-        deliver_all(c);
+        deliver_replies(c);
     } else if (n > 0) {
-        lose(c, "out of memory");
+        mark_lost(c, "out of memory");
     } else if (n == 0) {
-        lose(c, "the server closed the connection");
+        mark_lost(c, "the server closed the connection");
     } else if (error != EAGAIN && error != EINTR) {
-        lose(c, strerror(error));
+        mark_lost(c, strerror(error));
     }
     pthread_mutex_unlock(&c->lock);
 }
 
-static void *run(void *arg) {
-    client *c = arg;
+static void *io_thread(void *arg) {
+    socket_client *c = arg;
     for (;;) {
         pthread_mutex_lock(&c->lock);
         bool is_over = c->is_closing || c->is_lost, has_output = c->out.count > 0;
@@ -186,22 +186,22 @@ static void *run(void *arg) {
             eventfd_read(c->wake.fd, &ignored);
         if (fds[0].revents & POLLOUT) {
             pthread_mutex_lock(&c->lock);
-            flush(c);
+            send_queued(c);
             pthread_mutex_unlock(&c->lock);
         }
         if (fds[0].revents & (POLLIN | POLLHUP | POLLERR))
-            receive(c);
+            receive_replies(c);
     }
 }
 
 static tb_status open_client(const tb__address *address, const char *token, bool is_trial, int64_t deadline_ms,
-                             int timeout_ms, client **out);
+                             int timeout_ms, socket_client **out);
 static void socket_close(void *context);
 
-/* With the lock held, which is free meanwhile. What is under way on a connection that is lost must not reach the server
- * after what the next one says: closing it drops that. */
-static void try_another(client *c, call *mine, int64_t deadline_ms) {
-    client *other;
+/* With the lock held, but for the attempt. The old connection is reset (SO_LINGER 0), so that none of its unsent
+ * requests reaches the server after those of the next connection. */
+static void probe_new_connection(socket_client *c, call *mine, int64_t deadline_ms) {
+    socket_client *other;
     int64_t begun_ms = tb__now_ms(), trial_ms = begun_ms + TRIAL_MS;
     c->is_trying = true;
     pthread_mutex_unlock(&c->lock);
@@ -217,13 +217,13 @@ static void try_another(client *c, call *mine, int64_t deadline_ms) {
     if (status == TB_OK && !mine->is_answered && !c->is_lost && c->heard_ms < begun_ms) {
         struct linger at_once = {.l_onoff = 1, .l_linger = 0};
         setsockopt(c->socket.fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-        lose(c, "it was silent, and a new one was answered");
+        mark_lost(c, "it was silent, and a new one was answered");
     }
     c->is_trying = false;
 }
 
 /* With the lock held. Until there is a reply, the connection is lost, or the time is up. */
-static void await_reply(client *c, call *mine, bool is_prompt, int64_t deadline_ms) {
+static void await_reply(socket_client *c, call *mine, bool is_prompt, int64_t deadline_ms) {
     int64_t since_ms = tb__now_ms();
     while (!mine->is_answered && !c->is_lost && tb__now_ms() < deadline_ms) {
         int64_t silent_ms = (since_ms > c->heard_ms ? since_ms : c->heard_ms) + SILENCE_MS, until_ms = deadline_ms;
@@ -235,14 +235,14 @@ static void await_reply(client *c, call *mine, bool is_prompt, int64_t deadline_
             continue;
         since_ms = tb__now_ms();
         if (!c->is_trying)
-            try_another(c, mine, deadline_ms);
+            probe_new_connection(c, mine, deadline_ms);
     }
 }
 
 /* Queues the request and sleeps. On success the reply is in `frame`, which the caller frees, and `reply` points into
  * it. */
-static tb_status exchange(client *c, tb__store_message *request, int timeout_ms, tb__store_message *reply,
-                          uint8_t **frame) {
+static tb_status request_reply(socket_client *c, tb__store_message *request, int timeout_ms, tb__store_message *reply,
+                               uint8_t **frame) {
     if (c->socket.fd < 0)
         return tb__fail(TB_LOST, "%s: the connection belongs to the process that opened it", c->address.url);
     int64_t deadline_ms = tb__now_ms() + timeout_ms + 1;
@@ -252,7 +252,7 @@ static tb_status exchange(client *c, tb__store_message *request, int timeout_ms,
     tb__monotonic_cond_init(&mine.answered);
     pthread_mutex_lock(&c->lock);
     LIST_INSERT_HEAD(&c->calls, &mine, link);
-    tb_status status = c->is_lost ? TB_OK : queue(c, request);
+    tb_status status = c->is_lost ? TB_OK : queue_request(c, request);
     if (status == TB_OK)
         await_reply(c, &mine, is_prompt, deadline_ms);
     LIST_REMOVE(&mine, link);
@@ -261,7 +261,7 @@ static tb_status exchange(client *c, tb__store_message *request, int timeout_ms,
         status = tb__fail(TB_LOST, "%s: the connection was lost: %s", c->address.url, c->why);
     } else if (status == TB_OK && !is_answered) {
         if (!is_prompt)
-            (void)queue(c, &(tb__store_message){.id = mine.id, .op = TB__STORE_CANCEL});
+            (void)queue_request(c, &(tb__store_message){.id = mine.id, .op = TB__STORE_CANCEL});
         status = tb__fail(TB_TIMEOUT, "%s: nothing within %d ms", c->address.url, timeout_ms);
     }
     pthread_mutex_unlock(&c->lock);
@@ -290,11 +290,11 @@ static tb__span text_span(const char *text) {
     return (tb__span){.data = (const uint8_t *)text, .nbytes = strlen(text)};
 }
 
-/* For requests that are answered with a revision at most. */
-static tb_status simple(client *c, tb__store_message request, int timeout_ms, uint64_t *revision) {
+/* For requests whose reply has a revision at most. */
+static tb_status request_revision(socket_client *c, tb__store_message request, int timeout_ms, uint64_t *revision) {
     tb__store_message reply;
     uint8_t *frame;
-    TB_TRY(exchange(c, &request, timeout_ms, &reply, &frame));
+    TB_TRY(request_reply(c, &request, timeout_ms, &reply, &frame));
     *revision = reply.revision;
     free(frame);
     return TB_OK;
@@ -315,10 +315,10 @@ static tb_status copy_value(const tb__store_message *reply, tb__store_value *out
     return TB_OK;
 }
 
-static tb_status read_value(client *c, tb__store_op op, const char *key, int timeout_ms, tb__store_value *out) {
+static tb_status read_value(socket_client *c, tb__store_op op, const char *key, int timeout_ms, tb__store_value *out) {
     tb__store_message request = {.op = op, .key = text_span(key)}, reply;
     uint8_t *frame;
-    TB_TRY(exchange(c, &request, timeout_ms, &reply, &frame));
+    TB_TRY(request_reply(c, &request, timeout_ms, &reply, &frame));
     tb_status status = copy_value(&reply, out);
     free(frame);
     return status;
@@ -326,17 +326,17 @@ static tb_status read_value(client *c, tb__store_op op, const char *key, int tim
 
 static tb_status socket_set(void *context, const char *key, const void *data, size_t nbytes,
                             tb__store_lifetime lifetime, uint64_t *revision) {
-    client *c = context;
-    return simple(c,
-                  (tb__store_message){.op = TB__STORE_SET,
-                                      .key = text_span(key),
-                                      .value = {.data = data, .nbytes = nbytes},
-                                      .lifetime = lifetime},
-                  c->timeout_ms, revision);
+    socket_client *c = context;
+    return request_revision(c,
+                            (tb__store_message){.op = TB__STORE_SET,
+                                                .key = text_span(key),
+                                                .value = {.data = data, .nbytes = nbytes},
+                                                .lifetime = lifetime},
+                            c->timeout_ms, revision);
 }
 
 static tb_status socket_get(void *context, const char *key, tb__store_value *out) {
-    client *c = context;
+    socket_client *c = context;
     return read_value(c, TB__STORE_GET, key, c->timeout_ms, out);
 }
 
@@ -347,7 +347,7 @@ static tb_status socket_wait(void *context, const char *key, int timeout_ms, tb_
 static tb_status socket_compare_and_set(void *context, const char *key, uint64_t expected, const void *data,
                                         size_t nbytes, tb__store_lifetime lifetime, uint64_t *revision,
                                         tb__store_value *present) {
-    client *c = context;
+    socket_client *c = context;
     tb__store_message request = {.op = TB__STORE_COMPARE_AND_SET,
                                  .key = text_span(key),
                                  .revision = expected,
@@ -355,7 +355,7 @@ static tb_status socket_compare_and_set(void *context, const char *key, uint64_t
                                  .lifetime = lifetime};
     tb__store_message reply = {0};
     uint8_t *frame = NULL;
-    tb_status status = exchange(c, &request, c->timeout_ms, &reply, &frame);
+    tb_status status = request_reply(c, &request, c->timeout_ms, &reply, &frame);
     if (status == TB_OK) {
         *revision = reply.revision;
     } else if (status == TB_CONFLICT) {
@@ -371,16 +371,17 @@ static tb_status socket_compare_and_set(void *context, const char *key, uint64_t
 }
 
 static tb_status socket_delete(void *context, const char *key) {
-    client *c = context;
+    socket_client *c = context;
     uint64_t revision;
-    return simple(c, (tb__store_message){.op = TB__STORE_DELETE, .key = text_span(key)}, c->timeout_ms, &revision);
+    return request_revision(c, (tb__store_message){.op = TB__STORE_DELETE, .key = text_span(key)}, c->timeout_ms,
+                            &revision);
 }
 
 static tb_status socket_delete_prefix(void *context, const char *prefix) {
-    client *c = context;
+    socket_client *c = context;
     uint64_t revision;
-    return simple(c, (tb__store_message){.op = TB__STORE_DELETE_PREFIX, .key = text_span(prefix)}, c->timeout_ms,
-                  &revision);
+    return request_revision(c, (tb__store_message){.op = TB__STORE_DELETE_PREFIX, .key = text_span(prefix)},
+                            c->timeout_ms, &revision);
 }
 
 /* The array of entries, then their keys and values, each with a NUL after it. */
@@ -408,10 +409,10 @@ static tb_status copy_entries(const tb__store_message *reply, tb__store_entries 
 }
 
 static tb_status socket_list(void *context, const char *prefix, tb__store_entries *out) {
-    client *c = context;
+    socket_client *c = context;
     tb__store_message request = {.op = TB__STORE_LIST, .key = text_span(prefix)}, reply;
     uint8_t *frame;
-    TB_TRY(exchange(c, &request, c->timeout_ms, &reply, &frame));
+    TB_TRY(request_reply(c, &request, c->timeout_ms, &reply, &frame));
     tb_status status = copy_entries(&reply, out);
     free(frame);
     return status;
@@ -419,26 +420,26 @@ static tb_status socket_list(void *context, const char *prefix, tb__store_entrie
 
 static tb_status socket_wait_change(void *context, const char *prefix, uint64_t since, int timeout_ms,
                                     uint64_t *revision) {
-    return simple(context,
-                  (tb__store_message){.op = TB__STORE_WAIT_CHANGE, .key = text_span(prefix), .revision = since},
-                  timeout_ms, revision);
+    return request_revision(
+        context, (tb__store_message){.op = TB__STORE_WAIT_CHANGE, .key = text_span(prefix), .revision = since},
+        timeout_ms, revision);
 }
 
 static void socket_set_timeout(void *context, int timeout_ms) {
-    client *c = context;
+    socket_client *c = context;
     c->timeout_ms = timeout_ms;
 }
 
 static void socket_hang_up(void *context) {
-    client *c = context;
+    socket_client *c = context;
     if (c->socket.fd < 0)
         return;
     pthread_mutex_lock(&c->lock);
-    lose(c, "this side has hung up");
+    mark_lost(c, "this side has hung up");
     pthread_mutex_unlock(&c->lock);
 }
 
-static void destroy(client *c) {
+static void free_socket_client(socket_client *c) {
     tb__owned_fd_close(&c->socket);
     tb__owned_fd_close(&c->wake);
     pthread_mutex_destroy(&c->lock);
@@ -449,8 +450,8 @@ static void destroy(client *c) {
 }
 
 static void socket_close(void *context) {
-    client *c = context;
-    /* A forked child has neither the thread nor the descriptors, and memory as the thread had it at that moment. */
+    socket_client *c = context;
+    /* A forked child has neither the thread nor the descriptors, and the memory may be in the middle of a change. */
     if (c->socket.fd < 0)
         return;
     pthread_mutex_lock(&c->lock);
@@ -458,7 +459,7 @@ static void socket_close(void *context) {
     pthread_mutex_unlock(&c->lock);
     eventfd_write(c->wake.fd, 1);
     pthread_join(c->thread, NULL);
-    destroy(c);
+    free_socket_client(c);
 }
 
 static const tb__store_ops socket_ops = {
@@ -476,19 +477,19 @@ static const tb__store_ops socket_ops = {
     .linger_ms = LINGER_MS,
 };
 
-static tb_status start(client *c, int64_t deadline_ms) {
+static tb_status start_client(socket_client *c, int64_t deadline_ms) {
     int fd, error, wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake < 0)
         return tb__fail(TB_IO, "eventfd: %s", tb__errno_text(errno));
     tb__owned_fd_init(&c->wake, wake);
     TB_TRY(tb__address_connect(&c->address, deadline_ms, &fd, &error));
     tb__owned_fd_init(&c->socket, fd);
-    return tb__start_thread(&c->thread, "tb-store-io", run, c);
+    return tb__start_thread(&c->thread, "tb-store-io", io_thread, c);
 }
 
-/* Why the hello had no answer that makes sense. The status stays: whoever listens there may be another the next time.
- */
-static tb_status fail_hello(client *c) {
+/* Why the hello was not answered as by a store. The status stays TB_LOST: another program may listen there the next
+ * time. */
+static tb_status fail_hello(socket_client *c) {
     pthread_mutex_lock(&c->lock);
     bool has_answered = c->has_answered, is_foreign = c->is_foreign;
     pthread_mutex_unlock(&c->lock);
@@ -503,8 +504,8 @@ static tb_status fail_hello(client *c) {
 }
 
 static tb_status open_client(const tb__address *address, const char *token, bool is_trial, int64_t deadline_ms,
-                             int timeout_ms, client **out) {
-    client *c = tb__calloc(1, sizeof *c);
+                             int timeout_ms, socket_client **out) {
+    socket_client *c = tb__calloc(1, sizeof *c);
     if (!c)
         return TB_NO_MEMORY;
     c->address = *address;
@@ -512,15 +513,15 @@ static tb_status open_client(const tb__address *address, const char *token, bool
     c->socket.fd = c->wake.fd = -1;
     pthread_mutex_init(&c->lock, NULL);
     LIST_INIT(&c->calls);
-    tb_status status = start(c, deadline_ms);
+    tb_status status = start_client(c, deadline_ms);
     if (status != TB_OK) {
-        destroy(c);
+        free_socket_client(c);
         return status;
     }
     uint64_t unused;
-    status =
-        simple(c, (tb__store_message){.op = TB__STORE_HELLO, .version = TB__STORE_VERSION, .value = text_span(token)},
-               tb__ms_until(deadline_ms), &unused);
+    status = request_revision(
+        c, (tb__store_message){.op = TB__STORE_HELLO, .version = TB__STORE_VERSION, .value = text_span(token)},
+        tb__ms_until(deadline_ms), &unused);
     if (status == TB_TIMEOUT)
         status = tb__fail(TB_TIMEOUT, "%s: silent, somebody listens there but does not answer", address->url);
     else if (status == TB_LOST)
@@ -537,9 +538,9 @@ static tb_status open_client(const tb__address *address, const char *token, bool
 
 tb_status tb__socket_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
                                 int timeout_ms, const tb__store_ops **ops, void **context) {
-    (void)name_space; /* the server knows of none */
+    (void)name_space; /* it is in the keys */
     tb__address address;
-    client *c;
+    socket_client *c;
     TB_TRY(tb__address_parse(url, &address));
     if (strlen(token) > TB__STORE_MAX_TOKEN)
         return tb__fail(TB_TOO_BIG, "a token of %zu bytes; %d are allowed", strlen(token), TB__STORE_MAX_TOKEN);

@@ -106,7 +106,7 @@ static tb_status make_prefix(const tb__store *store, const char *prefix, full_ke
     return TB_OK;
 }
 
-static tb_status make_key(const tb__store *store, const char *key, full_key *out) {
+static tb_status make_full_key(const tb__store *store, const char *key, full_key *out) {
     if (!*key)
         return tb__fail(TB_INVALID, "a key is empty");
     return make_prefix(store, key, out);
@@ -118,12 +118,12 @@ static tb_status check_value(size_t nbytes) {
     return TB_OK;
 }
 
-static tb_status check_timeout(int timeout_ms) {
+static tb_status check_wait_timeout(int timeout_ms) {
     return timeout_ms < 0 ? tb__fail(TB_INVALID, "a timeout of %d ms", timeout_ms) : TB_OK;
 }
 
 /* Says which key a failure is about. */
-static tb_status about(tb_status status, const char *verb, const char *key) {
+static tb_status name_key_in_error(tb_status status, const char *verb, const char *key) {
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s '%.90s'", verb, key);
 }
 
@@ -136,24 +136,24 @@ tb_status tb__store_set(tb__store *store, const char *key, const void *data, siz
                         uint64_t *revision) {
     full_key full;
     uint64_t made = 0;
-    TB_TRY(make_key(store, key, &full));
-    TB_TRY(about(check_value(nbytes), "set", key));
+    TB_TRY(make_full_key(store, key, &full));
+    TB_TRY(name_key_in_error(check_value(nbytes), "set", key));
     tb_status status = store->ops->set(store->context, full.text, data, nbytes, lifetime, &made);
     give_revision(status, made, revision);
-    return about(status, "set", key);
+    return name_key_in_error(status, "set", key);
 }
 
 tb_status tb__store_get(tb__store *store, const char *key, tb__store_value *out) {
     full_key full;
-    TB_TRY(make_key(store, key, &full));
-    return about(store->ops->get(store->context, full.text, out), "get", key);
+    TB_TRY(make_full_key(store, key, &full));
+    return name_key_in_error(store->ops->get(store->context, full.text, out), "get", key);
 }
 
 tb_status tb__store_wait(tb__store *store, const char *key, int timeout_ms, tb__store_value *out) {
     full_key full;
-    TB_TRY(make_key(store, key, &full));
-    TB_TRY(check_timeout(timeout_ms));
-    return about(store->ops->wait(store->context, full.text, timeout_ms, out), "wait for", key);
+    TB_TRY(make_full_key(store, key, &full));
+    TB_TRY(check_wait_timeout(timeout_ms));
+    return name_key_in_error(store->ops->wait(store->context, full.text, timeout_ms, out), "wait for", key);
 }
 
 tb_status tb__store_compare_and_set(tb__store *store, const char *key, uint64_t expected, const void *data,
@@ -162,8 +162,8 @@ tb_status tb__store_compare_and_set(tb__store *store, const char *key, uint64_t 
     full_key full;
     uint64_t made = 0;
     tb__store_value found = {0};
-    TB_TRY(make_key(store, key, &full));
-    TB_TRY(about(check_value(nbytes), "compare and set", key));
+    TB_TRY(make_full_key(store, key, &full));
+    TB_TRY(name_key_in_error(check_value(nbytes), "compare and set", key));
     tb_status status =
         store->ops->compare_and_set(store->context, full.text, expected, data, nbytes, lifetime, &made, &found);
     give_revision(status, made, revision);
@@ -171,25 +171,25 @@ tb_status tb__store_compare_and_set(tb__store *store, const char *key, uint64_t 
         *present = found;
     else
         tb__store_value_fini(&found);
-    return about(status, "compare and set", key);
+    return name_key_in_error(status, "compare and set", key);
 }
 
 tb_status tb__store_delete(tb__store *store, const char *key) {
     full_key full;
-    TB_TRY(make_key(store, key, &full));
-    return about(store->ops->delete_key(store->context, full.text), "delete", key);
+    TB_TRY(make_full_key(store, key, &full));
+    return name_key_in_error(store->ops->delete_key(store->context, full.text), "delete", key);
 }
 
 tb_status tb__store_delete_prefix(tb__store *store, const char *prefix) {
     full_key full;
     TB_TRY(make_prefix(store, prefix, &full));
-    return about(store->ops->delete_prefix(store->context, full.text), "delete all of", prefix);
+    return name_key_in_error(store->ops->delete_prefix(store->context, full.text), "delete all of", prefix);
 }
 
 tb_status tb__store_list(tb__store *store, const char *prefix, tb__store_entries *out) {
     full_key full;
     TB_TRY(make_prefix(store, prefix, &full));
-    TB_TRY(about(store->ops->list(store->context, full.text, out), "list", prefix));
+    TB_TRY(name_key_in_error(store->ops->list(store->context, full.text, out), "list", prefix));
     for (size_t i = 0; i < out->count; i++)
         out->item[i].key += store->prefix_length;
     return TB_OK;
@@ -200,10 +200,10 @@ tb_status tb__store_wait_change(tb__store *store, const char *prefix, uint64_t s
     full_key full;
     uint64_t reached = 0;
     TB_TRY(make_prefix(store, prefix, &full));
-    TB_TRY(check_timeout(timeout_ms));
+    TB_TRY(check_wait_timeout(timeout_ms));
     tb_status status = store->ops->wait_change(store->context, full.text, since, timeout_ms, &reached);
     give_revision(status, reached, revision);
-    return about(status, "wait for a change of", prefix);
+    return name_key_in_error(status, "wait for a change of", prefix);
 }
 
 void tb__store_value_fini(tb__store_value *value) {

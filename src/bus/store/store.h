@@ -1,5 +1,5 @@
-/* The key-value store through which processes that were launched on their own meet. This is its interface; what stands
- * behind it is chosen by the URL's scheme:
+/* The key-value store through which independently launched processes find each other. The URL's scheme chooses the
+ * implementation:
  *
  *   unix:/path/to.sock     the embedded server (server.h) on a Unix socket
  *   tcp://127.0.0.1:7000   the same over TCP: a name, an IPv4 address or a bracketed IPv6 one
@@ -7,15 +7,16 @@
  *
  * "?namespace=NAME" after any of them puts "NAME/" before every key, which the caller never sees.
  *
- * Every change gets the next number of the store's one revision counter, from 1. Calls may come from several threads
- * at once, and a wait in one does not hold up the others. Waits end after the timeout they are given, all other calls
- * after the one given at open, with TB_TIMEOUT; a change that timed out may still take effect. Once the connection is
- * lost every call returns TB_LOST, and the object is only good to be closed. It belongs to the process that opened it:
- * in a forked child it counts as lost.
+ * Every change gets the next number of the store's revision counter, from 1. Calls may come from several threads at
+ * once, and a wait in one does not hold up the others. Waits end after their own timeout, all other calls after the
+ * timeout given at open, with TB_TIMEOUT; a change that timed out may still take effect. Once the connection is lost
+ * every call returns TB_LOST, and the store can only be closed. It belongs to the process that opened it: in a forked
+ * child it counts as lost.
  *
- * In etcd the connection is a lease of a few seconds: it is lost when nobody has answered for that long, and what a
- * dead process wrote stays for that long. The token is kept per namespace, by whoever opens it first; it keeps out who
- * comes by mistake, and etcd has to be protected by its own means. Revisions are etcd's, for all its users. */
+ * With etcd the connection is a lease of a few seconds: it is lost when no endpoint has answered for that long, and
+ * what a dead process wrote stays for that long. The token is kept per namespace, by the first process that opens it;
+ * it blocks clients with a wrong token, but not other users of etcd, which has to be protected by its own means.
+ * Revisions are etcd's, shared by all its users. */
 #ifndef TB_BUS_STORE_STORE_H
 #define TB_BUS_STORE_STORE_H
 
@@ -29,7 +30,7 @@ enum {
 
 typedef enum tb__store_lifetime {
     TB__STORE_PERMANENT, /* until it is deleted, or the server ends */
-    TB__STORE_EPHEMERAL, /* until the connection that wrote it last ends, however that comes about */
+    TB__STORE_EPHEMERAL, /* until the connection that wrote it last ends, for whatever reason */
 } tb__store_lifetime;
 
 typedef struct tb__store_value {
@@ -51,7 +52,7 @@ typedef struct tb__store_entries {
 
 typedef struct tb__store tb__store;
 
-/* Connects, once. TB_IO if nobody serves there, TB_TIMEOUT if somebody does but is silent, TB_DENIED for a wrong token,
+/* Connects, once. TB_IO if nobody listens there, TB_TIMEOUT if the server does not answer, TB_DENIED for a wrong token,
  * TB_REFUSED for another protocol version. A token of NULL is "". */
 tb_status tb__store_open(const char *url, const char *token, int timeout_ms, tb__store **out);
 
@@ -61,8 +62,8 @@ void tb__store_set_timeout(tb__store *store, int timeout_ms);
 /* How long what a dead process wrote may still be there. */
 int tb__store_linger_ms(const tb__store *store);
 
-/* Ends the connection, for a thread that waits and has to be told to stop: every call that is under way, and all later
- * ones, return TB_LOST. The store has to be closed none the less. */
+/* Ends the connection: every call that is running, and all later ones, return TB_LOST. Stops a thread that waits. The
+ * store still has to be closed. */
 void tb__store_hang_up(tb__store *store);
 
 /* Ephemeral keys go with it. No other call may be under way. NULL is allowed. */
@@ -92,8 +93,8 @@ tb_status tb__store_delete_prefix(tb__store *store, const char *prefix);
 tb_status tb__store_list(tb__store *store, const char *prefix, tb__store_entries *out);
 
 /* Sleeps until a key that starts with the prefix was written or deleted after revision `since`. To follow a prefix:
- * list it, wait for a change since the list's revision, list it again. Wakes for nothing where so much has changed
- * since then that the server can't tell. */
+ * list it, wait for a change since the list's revision, list it again. May return without a change if the server's log
+ * does not reach back to `since`. */
 tb_status tb__store_wait_change(tb__store *store, const char *prefix, uint64_t since, int timeout_ms,
                                 uint64_t *revision);
 
@@ -129,7 +130,7 @@ tb_status tb__socket_store_open(const char *url, const char *name_space, const c
 tb_status tb__etcd_store_open(const char *url, const char *name_space, const char *token, int64_t deadline_ms,
                               int timeout_ms, const tb__store_ops **ops, void **context);
 
-/* Whether processes of this library serve it themselves (server.h). */
+/* Whether the store is an embedded server (server.h). */
 bool tb__store_is_embedded(const char *url);
 
 /* As tb__store_open, with a deadline of its own for connecting. */

@@ -1,4 +1,4 @@
-/* What a store's server puts up with: strangers, nonsense, silence, crowds, files that are in the way. */
+/* What a store's server puts up with: pending_hello, nonsense, silence, crowds, files that are in the way. */
 #include "bus/store/store_test.h"
 
 #include <sys/resource.h>

@@ -23,7 +23,7 @@ bool tb__span_starts_with(tb__span span, tb__span prefix) {
     return span.nbytes >= prefix.nbytes && (prefix.nbytes == 0 || memcmp(span.data, prefix.data, prefix.nbytes) == 0);
 }
 
-static int compare(tb__span a, tb__span b) {
+static int compare_spans(tb__span a, tb__span b) {
     size_t shorter = a.nbytes < b.nbytes ? a.nbytes : b.nbytes;
     int order = shorter ? memcmp(a.data, b.data, shorter) : 0;
     return order ? order : (a.nbytes > b.nbytes) - (a.nbytes < b.nbytes);
@@ -32,12 +32,12 @@ static int compare(tb__span a, tb__span b) {
 /* The first record whose key is not before `key`. */
 static size_t lower_bound(const tb__store_table *table, tb__span key) {
     size_t i = 0;
-    TB_BISECT(i, table->records.count, compare(tb__record_key(table->records.item[i]), key) >= 0);
+    TB_BISECT(i, table->records.count, compare_spans(tb__record_key(table->records.item[i]), key) >= 0);
     return i;
 }
 
 static bool is_at(const tb__store_table *table, size_t i, tb__span key) {
-    return i < table->records.count && compare(tb__record_key(table->records.item[i]), key) == 0;
+    return i < table->records.count && compare_spans(tb__record_key(table->records.item[i]), key) == 0;
 }
 
 void tb__store_table_fini(tb__store_table *table) {
@@ -61,7 +61,7 @@ void tb__store_table_range(const tb__store_table *table, tb__span prefix, size_t
 }
 
 /* Gives the change its revision, remembers it, and tells. */
-static void change(tb__store_table *table, tb__record *record, bool is_removed) {
+static void log_change(tb__store_table *table, tb__record *record, bool is_removed) {
     record->revision = ++table->revision;
     size_t slot = record->revision % TB__STORE_LOG;
     if (table->log[slot].revision > table->horizon)
@@ -101,7 +101,7 @@ tb_status tb__store_table_set(tb__store_table *table, tb__span key, tb__span val
     }
     *at = record;
     table->nbytes = table->nbytes - freed + cost;
-    change(table, record, false);
+    log_change(table, record, false);
     return TB_OK;
 }
 
@@ -115,7 +115,7 @@ static void remove_range(tb__store_table *table, size_t first, size_t last, uint
             continue;
         }
         table->nbytes -= cost_of(item[i]);
-        change(table, item[i], true);
+        log_change(table, item[i], true);
         free(item[i]);
     }
     if (kept == last)

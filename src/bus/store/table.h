@@ -1,5 +1,5 @@
-/* What the embedded server keeps: keys in order, the revision counter, and a log of recent changes by which it can
- * tell whether anything under a prefix has changed. One thread. */
+/* The embedded server's data: sorted keys, the revision counter, and a log of recent changes, which tells whether
+ * anything under a prefix has changed. For one thread. */
 #ifndef TB_BUS_STORE_TABLE_H
 #define TB_BUS_STORE_TABLE_H
 
@@ -19,7 +19,7 @@ typedef struct tb__store_table {
     TB_VEC(tb__record *) records; /* by key */
     uint64_t revision;
     size_t nbytes, max_nbytes; /* keys, values and what it takes to keep them */
-    uint64_t horizon;          /* of changes up to this revision it is no longer known which keys they were */
+    uint64_t horizon;          /* the log does not have the keys of changes up to this revision */
     struct {
         uint64_t revision;
         size_t nbytes;
@@ -49,7 +49,7 @@ void tb__store_table_remove(tb__store_table *table, tb__span key);
 void tb__store_table_remove_prefix(tb__store_table *table, tb__span prefix);
 void tb__store_table_remove_owner(tb__store_table *table, uint64_t owner);
 
-/* True also if it can't be told: the revision is older than the log, or not one of this table. */
+/* True also if the log does not reach back to the revision, or the revision is not one of this table. */
 bool tb__store_table_changed_since(const tb__store_table *table, tb__span prefix, uint64_t since);
 
 bool tb__span_starts_with(tb__span span, tb__span prefix);

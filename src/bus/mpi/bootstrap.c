@@ -1,5 +1,5 @@
-/* Serving and finding the store of a communicator. */
-#include "bus/mpi/meeting.h"
+/* Serves and finds the store of a communicator. */
+#include "bus/mpi/bootstrap.h"
 
 #include "base/descriptors.h"
 #include "base/index.h"
@@ -22,7 +22,7 @@
 
 /* ---- Serving --------------------------------------------------------------------------------------------------- */
 
-uint64_t tb__meeting_host(void) {
+uint64_t tb__bootstrap_machine_hash(void) {
     static const char *const namespaces[] = {"/proc/self/ns/net", "/proc/self/ns/mnt"};
     char name[128] = "";
     uint64_t hash = 1;
@@ -42,8 +42,8 @@ uint64_t tb__meeting_host(void) {
     return hash;
 }
 
-static tb_status draw(tb__invitation *out) {
-    unsigned char secret[(MEETING_SECRET - 1) / 2];
+static tb_status make_secrets(tb__bootstrap_info *out) {
+    unsigned char secret[(BOOTSTRAP_SECRET - 1) / 2];
     if (getrandom(out->uid, sizeof out->uid, 0) != (ssize_t)sizeof out->uid ||
         getrandom(secret, sizeof secret, 0) != (ssize_t)sizeof secret)
         return tb__fail(TB_IO, "random numbers: %s", strerror(errno));
@@ -52,13 +52,13 @@ static tb_status draw(tb__invitation *out) {
     return TB_OK;
 }
 
-/* Those that others may know this host by; its own loopback last, where there is nothing else. */
-static tb_status list_addresses(tb__invitation *out, const char *port, bool has_ipv6) {
+/* Addresses of this machine's interfaces that are up; loopback only if there are no others. */
+static tb_status list_addresses(tb__bootstrap_info *out, const char *port, bool has_ipv6) {
     struct ifaddrs *all;
     if (getifaddrs(&all) != 0)
         return tb__fail(TB_IO, "this host's addresses: %s", strerror(errno));
     for (int pass = 0; pass < 2; pass++) {
-        for (const struct ifaddrs *at = all; at && out->naddresses < MEETING_ADDRESSES; at = at->ifa_next) {
+        for (const struct ifaddrs *at = all; at && out->naddresses < BOOTSTRAP_ADDRESSES; at = at->ifa_next) {
             bool is_loopback = at->ifa_flags & IFF_LOOPBACK;
             int family = at->ifa_addr ? at->ifa_addr->sa_family : AF_UNSPEC;
             if (!(at->ifa_flags & IFF_UP) || is_loopback != (pass == 1) || (pass == 1 && out->naddresses > 0))
@@ -82,7 +82,7 @@ static tb_status list_addresses(tb__invitation *out, const char *port, bool has_
     return out->naddresses ? TB_OK : tb__fail(TB_IO, "this host has no address that others could reach it by");
 }
 
-static tb_status serve_port(tb__invitation *out, tb__store_server **server) {
+static tb_status serve_port(tb__bootstrap_info *out, tb__store_server **server) {
     bool has_ipv6 = tb__store_server_start("tcp://[::]:0", out->token, server) == TB_OK;
     if (!has_ipv6)
         TB_TRY(tb__store_server_start("tcp://0.0.0.0:0", out->token, server));
@@ -93,8 +93,8 @@ static tb_status serve_port(tb__invitation *out, tb__store_server **server) {
     return status;
 }
 
-static tb_status serve_socket(tb__invitation *out, tb__store_server **server) {
-    char url[MEETING_URL];
+static tb_status serve_socket(tb__bootstrap_info *out, tb__store_server **server) {
+    char url[BOOTSTRAP_URL];
     snprintf(out->folder, sizeof out->folder, "/tmp/tensorbus-mpi-XXXXXX");
     if (!mkdtemp(out->folder))
         return tb__fail(TB_IO, "%s: %s", out->folder, strerror(errno));
@@ -105,28 +105,28 @@ static tb_status serve_socket(tb__invitation *out, tb__store_server **server) {
     return status;
 }
 
-tb_status tb__meeting_serve(const char *group, bool is_one_host, tb__invitation *out, tb__store_server **server) {
+tb_status tb__bootstrap_serve(const char *group, bool is_one_host, tb__bootstrap_info *out, tb__store_server **server) {
     memset(out, 0, sizeof *out);
     snprintf(out->group, sizeof out->group, "%s", group);
-    TB_TRY(draw(out));
+    TB_TRY(make_secrets(out));
     return is_one_host ? serve_socket(out, server) : serve_port(out, server);
 }
 
 /* ---- Finding --------------------------------------------------------------------------------------------------- */
 
-static tb_status name_url(const struct sockaddr_storage *address, char url[MEETING_URL]) {
+static tb_status name_url(const struct sockaddr_storage *address, char url[BOOTSTRAP_URL]) {
     char host[INET6_ADDRSTRLEN + 16], port[8];
     bool is_ipv6 = address->ss_family == AF_INET6;
     int error = getnameinfo((const struct sockaddr *)address, sizeof *address, host, sizeof host, port, sizeof port,
                             NI_NUMERICHOST | NI_NUMERICSERV);
     if (error != 0)
         return tb__fail(TB_IO, "an address of the store: %s", gai_strerror(error));
-    snprintf(url, MEETING_URL, "tcp://%s%s%s:%s", is_ipv6 ? "[" : "", host, is_ipv6 ? "]" : "", port);
+    snprintf(url, BOOTSTRAP_URL, "tcp://%s%s%s:%s", is_ipv6 ? "[" : "", host, is_ipv6 ? "]" : "", port);
     return TB_OK;
 }
 
-/* A connection that is being made, or -1. */
-static int reach_out(const struct sockaddr_storage *address) {
+/* Starts a non-blocking connect; -1: failed. */
+static int start_connect(const struct sockaddr_storage *address) {
     int fd = socket(address->ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     socklen_t length = address->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
     if (fd >= 0 && connect(fd, (const struct sockaddr *)address, length) != 0 && errno != EINPROGRESS) {
@@ -136,7 +136,7 @@ static int reach_out(const struct sockaddr_storage *address) {
     return fd;
 }
 
-/* Which of them stands; -1: none does in time. */
+/* Index of the first connection that is established; -1: none in time. */
 static int first_to_answer(struct pollfd *fds, size_t n, int64_t deadline_ms) {
     int left = tb__ms_until(deadline_ms);
     for (bool any = true; any && left > 0; left = tb__ms_until(deadline_ms)) {
@@ -157,38 +157,38 @@ static int first_to_answer(struct pollfd *fds, size_t n, int64_t deadline_ms) {
     return -1;
 }
 
-tb_status tb__meeting_find(const tb__invitation *invitation, int64_t deadline_ms, char url[MEETING_URL]) {
-    if (invitation->folder[0]) {
-        snprintf(url, MEETING_URL, "unix:%s/s", invitation->folder);
+tb_status tb__bootstrap_find(const tb__bootstrap_info *info, int64_t deadline_ms, char url[BOOTSTRAP_URL]) {
+    if (info->folder[0]) {
+        snprintf(url, BOOTSTRAP_URL, "unix:%s/s", info->folder);
         return TB_OK;
     }
-    struct pollfd fds[MEETING_ADDRESSES];
-    size_t n = invitation->naddresses;
+    struct pollfd fds[BOOTSTRAP_ADDRESSES];
+    size_t n = info->naddresses;
     for (size_t i = 0; i < n; i++)
-        fds[i] = (struct pollfd){.fd = reach_out(&invitation->addresses[i]), .events = POLLOUT};
+        fds[i] = (struct pollfd){.fd = start_connect(&info->addresses[i]), .events = POLLOUT};
     int first = first_to_answer(fds, n, deadline_ms);
     for (size_t i = 0; i < n; i++) {
         if (fds[i].fd >= 0)
             close(fds[i].fd);
     }
     if (first >= 0)
-        return name_url(&invitation->addresses[first], url);
-    TB_TRY(name_url(&invitation->addresses[0], url));
+        return name_url(&info->addresses[first], url);
+    TB_TRY(name_url(&info->addresses[0], url));
     return tb__fail(TB_TIMEOUT, "the store of the communicator's rank 0 answers at none of its %zu addresses (%s, ...)",
                     n, url);
 }
 
 /* ---- The folder ------------------------------------------------------------------------------------------------ */
 
-static void name_entry(const tb__invitation *invitation, char path[MEETING_URL]) {
-    snprintf(path, MEETING_URL, "%s/%ld", invitation->folder, (long)getpid());
+static void name_entry(const tb__bootstrap_info *info, char path[BOOTSTRAP_URL]) {
+    snprintf(path, BOOTSTRAP_URL, "%s/%ld", info->folder, (long)getpid());
 }
 
-tb_status tb__meeting_enter(const tb__invitation *invitation) {
-    char path[MEETING_URL];
-    if (!invitation->folder[0])
+tb_status tb__bootstrap_enter_folder(const tb__bootstrap_info *info) {
+    char path[BOOTSTRAP_URL];
+    if (!info->folder[0])
         return TB_OK;
-    name_entry(invitation, path);
+    name_entry(info, path);
     int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
         return tb__fail(TB_IO, "%s: %s", path, tb__errno_text(errno));
@@ -196,11 +196,11 @@ tb_status tb__meeting_enter(const tb__invitation *invitation) {
     return TB_OK;
 }
 
-void tb__meeting_leave(const tb__invitation *invitation) {
-    char path[MEETING_URL];
-    if (!invitation->folder[0])
+void tb__bootstrap_leave_folder(const tb__bootstrap_info *info) {
+    char path[BOOTSTRAP_URL];
+    if (!info->folder[0])
         return;
-    name_entry(invitation, path);
+    name_entry(info, path);
     unlink(path);
-    rmdir(invitation->folder); /* if anybody is left, it stays */
+    rmdir(info->folder); /* fails while other ranks use it */
 }

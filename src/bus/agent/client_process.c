@@ -1,5 +1,5 @@
-/* A client's process. Its pid is only believed while the process that connected still has it. */
-#include "bus/agent/guest.h"
+/* A client's process. Its pid is trusted only while the process that connected still has it. */
+#include "bus/agent/client_process.h"
 
 #include "base/descriptors.h"
 #include "base/mem.h"
@@ -26,45 +26,45 @@ static tb_status read_start_time(pid_t pid, uint64_t *out) {
                            : tb__fail(TB_IO, "/proc/%ld/stat: %s", (long)pid, tb__errno_text(errno));
 }
 
-tb_status tb__guest_init(tb__guest *guest, int socket) {
+tb_status tb__client_process_init(tb__client_process *process, int socket) {
     struct ucred who;
     socklen_t length = sizeof who;
-    *guest = (tb__guest){.pidfd = -1};
+    *process = (tb__client_process){.pidfd = -1};
     if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
         return tb__fail(TB_IO, "SO_PEERCRED: %s", strerror(errno));
     if (who.uid != geteuid())
         return tb__fail(TB_DENIED, "user %u may not use the agent of user %u", (unsigned)who.uid, (unsigned)geteuid());
-    guest->pid = who.pid;
-    guest->pidfd = (int)syscall(SYS_pidfd_open, who.pid, 0);
-    tb_status status = read_start_time(guest->pid, &guest->start_time);
+    process->pid = who.pid;
+    process->pidfd = (int)syscall(SYS_pidfd_open, who.pid, 0);
+    tb_status status = read_start_time(process->pid, &process->start_time);
     if (status != TB_OK)
-        tb__guest_fini(guest);
+        tb__client_process_fini(process);
     return status;
 }
 
-void tb__guest_fini(tb__guest *guest) {
-    while (guest->files) {
-        guest->files->refs = 1;
-        tb__guest_put_file(guest, guest->files);
+void tb__client_process_fini(tb__client_process *process) {
+    while (process->files) {
+        process->files->refs = 1;
+        tb__client_process_unmap_file(process, process->files);
     }
-    tb__fd_close(guest->pidfd);
-    guest->pidfd = -1;
+    tb__fd_close(process->pidfd);
+    process->pidfd = -1;
 }
 
 /* ---- Files ----------------------------------------------------------------------------------------------------- */
 
-tb_status tb__guest_take_file(tb__guest *guest, int fd, tb__guest_file **out) {
+tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__client_file **out) {
     struct stat info;
     if (fstat(fd, &info) != 0)
         return tb__fail(TB_INVALID, "a descriptor: %s", strerror(errno));
-    for (tb__guest_file *file = guest->files; file; file = file->next) {
+    for (tb__client_file *file = process->files; file; file = file->next) {
         if (file->device == info.st_dev && file->inode == info.st_ino) {
             file->refs++;
             *out = file;
             return TB_OK;
         }
     }
-    tb__guest_file *file = tb__calloc(1, sizeof *file);
+    tb__client_file *file = tb__calloc(1, sizeof *file);
     if (!file)
         return TB_NO_MEMORY;
     tb_status status = tb__memory_adopt(fd, &file->base, &file->nbytes);
@@ -75,16 +75,16 @@ tb_status tb__guest_take_file(tb__guest *guest, int fd, tb__guest_file **out) {
     file->device = info.st_dev;
     file->inode = info.st_ino;
     file->refs = 1;
-    file->next = guest->files;
-    guest->files = file;
+    file->next = process->files;
+    process->files = file;
     *out = file;
     return TB_OK;
 }
 
-void tb__guest_put_file(tb__guest *guest, tb__guest_file *file) {
+void tb__client_process_unmap_file(tb__client_process *process, tb__client_file *file) {
     if (--file->refs > 0)
         return;
-    for (tb__guest_file **at = &guest->files; *at; at = &(*at)->next) {
+    for (tb__client_file **at = &process->files; *at; at = &(*at)->next) {
         if (*at == file) {
             *at = file->next;
             break;
@@ -97,22 +97,23 @@ void tb__guest_put_file(tb__guest *guest, tb__guest_file *file) {
 /* ---- Addresses ------------------------------------------------------------------------------------------------- */
 
 /* Whether the pid is still that of the process that connected. */
-static tb_status check_alive(const tb__guest *guest) {
-    struct pollfd end = {.fd = guest->pidfd, .events = POLLIN};
+static tb_status check_alive(const tb__client_process *process) {
+    struct pollfd end = {.fd = process->pidfd, .events = POLLIN};
     uint64_t start_time;
-    if (guest->pidfd >= 0 && poll(&end, 1, 0) > 0)
-        return tb__fail(TB_LOST, "process %ld is gone", (long)guest->pid);
-    TB_TRY(read_start_time(guest->pid, &start_time));
-    return start_time == guest->start_time ? TB_OK : tb__fail(TB_LOST, "process %ld is gone", (long)guest->pid);
+    if (process->pidfd >= 0 && poll(&end, 1, 0) > 0)
+        return tb__fail(TB_LOST, "process %ld is gone", (long)process->pid);
+    TB_TRY(read_start_time(process->pid, &start_time));
+    return start_time == process->start_time ? TB_OK : tb__fail(TB_LOST, "process %ld is gone", (long)process->pid);
 }
 
-tb_status tb__guest_check(const tb__guest *guest, uint64_t address, size_t nbytes, bool writes) {
+tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes,
+                                          bool writes) {
     char path[64], line[512];
     uint64_t at = address, stop;
     if (__builtin_add_overflow(address, nbytes, &stop))
         return tb__fail(TB_INVALID, "%zu bytes at 0x%" PRIx64 " are no memory", nbytes, address);
-    TB_TRY(check_alive(guest));
-    snprintf(path, sizeof path, "/proc/%ld/maps", (long)guest->pid);
+    TB_TRY(check_alive(process));
+    snprintf(path, sizeof path, "/proc/%ld/maps", (long)process->pid);
     FILE *maps = fopen(path, "re");
     if (!maps)
         return tb__fail(TB_DENIED, "%s: %s", path, tb__errno_text(errno));
@@ -131,50 +132,50 @@ tb_status tb__guest_check(const tb__guest *guest, uint64_t address, size_t nbyte
     return at >= stop ? TB_OK
                       : tb__fail(TB_INVALID,
                                  "%zu bytes at 0x%" PRIx64 " run past what process %ld may %s: it ends at 0x%" PRIx64,
-                                 nbytes, address, (long)guest->pid, writes ? "write" : "read", at);
+                                 nbytes, address, (long)process->pid, writes ? "write" : "read", at);
 }
 
-/* After a call of the system that was to move so many bytes; the sentence names the address where it stopped. */
-static tb_status check_moved(const tb__guest *guest, ssize_t moved, uint64_t address, const char *what) {
+/* Checks the result of process_vm_readv or process_vm_writev; the error message names the address where it stopped. */
+static tb_status check_moved(const tb__client_process *process, ssize_t moved, uint64_t address, const char *what) {
     if (moved > 0)
         return TB_OK;
     int error = moved < 0 ? errno : 0;
     return tb__fail(error == EPERM   ? TB_DENIED
                     : error == ESRCH ? TB_LOST
                                      : TB_IO,
-                    "memory of process %ld at 0x%" PRIx64 " can't be %s: %s%s", (long)guest->pid, address, what,
+                    "memory of process %ld at 0x%" PRIx64 " can't be %s: %s%s", (long)process->pid, address, what,
                     moved == 0 ? "nothing was moved" : strerror(error),
                     error == EPERM ? "; use memory of tb_alloc" : "");
 }
 
-tb_status tb__guest_read(const tb__guest *guest, uint64_t address, void *to, size_t nbytes) {
-    TB_TRY(check_alive(guest));
+tb_status tb__client_process_read(const tb__client_process *process, uint64_t address, void *to, size_t nbytes) {
+    TB_TRY(check_alive(process));
     for (size_t at = 0; at < nbytes;) {
         size_t n = nbytes - at < MOST_AT_ONCE ? nbytes - at : MOST_AT_ONCE;
         struct iovec here = {(char *)to + at, n};
         struct iovec there = {(void *)(uintptr_t)(address + at), n}; // NOLINT(performance-no-int-to-ptr)
-        ssize_t moved = process_vm_readv(guest->pid, &here, 1, &there, 1, 0);
-        TB_TRY(check_moved(guest, moved, address + at, "read"));
+        ssize_t moved = process_vm_readv(process->pid, &here, 1, &there, 1, 0);
+        TB_TRY(check_moved(process, moved, address + at, "read"));
         at += (size_t)moved;
     }
     return TB_OK;
 }
 
-tb_status tb__guest_write(const tb__guest *guest, uint64_t address, const void *from, const size_t *offsets, size_t n,
-                          size_t nbytes) {
-    TB_TRY(check_alive(guest));
+tb_status tb__client_process_write(const tb__client_process *process, uint64_t address, const void *from,
+                                   const size_t *offsets, size_t n, size_t nbytes) {
+    TB_TRY(check_alive(process));
     for (size_t i = 0, at = 0; i < n;) {
-        struct iovec here[TB__GUEST_PIECES], there[TB__GUEST_PIECES];
+        struct iovec here[TB__CLIENT_PROCESS_PIECES], there[TB__CLIENT_PROCESS_PIECES];
         size_t count = 0, most = MOST_AT_ONCE;
-        for (size_t j = i, from_at = at; j < n && count < TB__GUEST_PIECES && most > 0; j++, from_at = 0) {
+        for (size_t j = i, from_at = at; j < n && count < TB__CLIENT_PROCESS_PIECES && most > 0; j++, from_at = 0) {
             size_t length = nbytes - from_at < most ? nbytes - from_at : most;
             here[count] = (struct iovec){(char *)from + offsets[j] + from_at, length};
             there[count++] = (struct iovec){(void *)(uintptr_t)(address + offsets[j] + from_at),
                                             length}; // NOLINT: of another process
             most -= length;
         }
-        ssize_t moved = process_vm_writev(guest->pid, here, count, there, count, 0);
-        TB_TRY(check_moved(guest, moved, address + offsets[i] + at, "written"));
+        ssize_t moved = process_vm_writev(process->pid, here, count, there, count, 0);
+        TB_TRY(check_moved(process, moved, address + offsets[i] + at, "written"));
         at += (size_t)moved; /* perhaps the end of one piece, and some after it */
         i += at / nbytes;
         at %= nbytes;

@@ -1,0 +1,46 @@
+/* A client's process and its memory: files that it hands over (memory of tb_alloc, which is mapped), and any other
+ * address, which only process_vm_readv and process_vm_writev reach. */
+#ifndef TB_BUS_AGENT_CLIENT_PROCESS_H
+#define TB_BUS_AGENT_CLIENT_PROCESS_H
+
+#include "base/error.h"
+
+#include <sys/types.h>
+
+enum { TB__CLIENT_PROCESS_PIECES = 512 }; /* pieces that one process_vm_writev writes */
+
+/* A file that the client has handed over. Mapped once, however often it is handed over. */
+typedef struct tb__client_file {
+    dev_t device;
+    ino_t inode;
+    void *base;
+    size_t nbytes;
+    size_t refs;
+    struct tb__client_file *next;
+} tb__client_file;
+
+typedef struct tb__client_process {
+    pid_t pid;
+    int pidfd;           /* -1: the kernel has no pidfds */
+    uint64_t start_time; /* in ticks since the system started: a pid may be used again */
+    tb__client_file *files;
+} tb__client_process;
+
+/* Identifies the process by the socket's credentials. TB_DENIED if it is another user's. */
+tb_status tb__client_process_init(tb__client_process *process, int socket);
+void tb__client_process_fini(tb__client_process *process); /* unmaps all files */
+
+/* Maps a file. Each call needs an unmap. */
+tb_status tb__client_process_map_file(tb__client_process *process, int fd, tb__client_file **out);
+void tb__client_process_unmap_file(tb__client_process *process, tb__client_file *file);
+
+/* TB_INVALID unless the process has all of these bytes mapped for reading, and with `writes` for writing. */
+tb_status tb__client_process_check_memory(const tb__client_process *process, uint64_t address, size_t nbytes,
+                                          bool writes);
+
+tb_status tb__client_process_read(const tb__client_process *process, uint64_t address, void *to, size_t nbytes);
+/* Pieces of `nbytes` each, at the same offsets from `from` and from the address. */
+tb_status tb__client_process_write(const tb__client_process *process, uint64_t address, const void *from,
+                                   const size_t *offsets, size_t n, size_t nbytes);
+
+#endif
