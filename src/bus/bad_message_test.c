@@ -89,7 +89,7 @@ static void tell_a_lie(rank *r) {
 
 static void test_places(void **state) {
     (void)state;
-    static const char outside[] = "tensor 'w' is not inside of its memory", word[] = "its word";
+    static const char outside[] = "tensor 'w' is not inside of its memory", word[] = "its exposure";
     const int64_t most = INT64_MAX, least = INT64_MIN;
     const lie lies[] = {
         {.words = NULL},
@@ -188,7 +188,8 @@ static void send_bad_frame(rank *r) {
         while (peer->rank == r->world->rank)
             peer = peer->next;
         piece = (tb_piece){bytes, f->nbytes};
-        op = (tb_op){.kind = TB_OP_SEND, .peer = peer->wire, .tag = TB__TAG_MESSAGE, .pieces = &piece, .npieces = 1};
+        op = (tb_op){
+            .kind = TB_OP_SEND, .peer = peer->transport_rank, .tag = TB__TAG_MESSAGE, .pieces = &piece, .npieces = 1};
         op.done = ignore;
         check_ok(tb__transport_post(peer->transport, &op));
         tb__loop_unlock(r->world->loop);

@@ -182,7 +182,7 @@ static void send_prepared(const tb__commit *c) {
     tb__pack pack = {0};
     begin_message(c, &pack, MESSAGE_PREPARED, c->attempt);
     tb__pack_u64(&pack, c->store_number);
-    tb__flow_send(flow_of(c), c->lead, &pack);
+    tb__flow_send_owner_message(flow_of(c), c->lead, &pack);
 }
 
 /* Does nothing at other ranks than the lead. */
@@ -196,7 +196,7 @@ static void send_decided(const tb__commit *c, uint64_t attempt, tb__decision dec
         tb__pack_u32(&pack, decision);
         tb__pack_status(&pack, status);
         tb__pack_string(&pack, why);
-        tb__flow_send(flow_of(c), i, &pack);
+        tb__flow_send_owner_message(flow_of(c), i, &pack);
     }
 }
 
@@ -217,7 +217,7 @@ static bool on_decided(tb__commit *c, uint64_t attempt, tb__unpack *message) {
     if (!tb__unpack_is_done(message) || (!is_commit && (decision != TB__DECISION_ABORT || status == TB_OK)))
         return false;
     if (!is_commit)
-        tb__flow_note_abort(flow_of(c), attempt, tb__flow_number(flow_of(c), attempt), status, why);
+        tb__flow_record_abort(flow_of(c), attempt, tb__flow_number(flow_of(c), attempt), status, why);
     note_decision(c, attempt, (tb__decision)decision, status, why);
     return true;
 }
@@ -416,12 +416,8 @@ tb_status tb__commit_init(tb__commit *c, tb__exchange *exchange, int src, tb__sh
         c->receivers[tb__assembly_find(&exchange->all, receivers->peers[i])].is_receiver = true;
     c->lead = tb__assembly_find(&exchange->all, receivers->peers[0]);
     c->is_lead = receivers->peers[0]->rank == world->rank;
-    *owner = (tb__shadow){.is_used = true,
-                          .arg = c,
-                          .event = on_event,
-                          .needs = needs,
-                          .applying = on_applying,
-                          .list = list_shadows};
+    *owner = (tb__shadow){
+        .is_used = true, .arg = c, .event = on_event, .needs = needs, .applying = on_applying, .list = list_shadows};
     return TB_OK;
 }
 

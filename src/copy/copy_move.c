@@ -405,9 +405,9 @@ static bool has_moved(void *arg) {
 /* It has come to this run, so it knows that this has been started. */
 void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
     if (copy->peers[peer].lost_why)
-        tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);
+        tb__flow_on_peer_failed(copy->flow, peer, copy->peers[peer].lost_why);
     else
-        tb__flow_gone(copy->flow, peer, 1, &(tb__failure){.why = ""});
+        tb__flow_on_peer_left(copy->flow, peer, 1, &(tb__failure){.why = ""});
 }
 
 static void begin(tb_copy *copy) {

@@ -235,7 +235,7 @@ static void tell_others(const tb__convert *c, const unit *u, tb__flow *flow, uin
         tb__pack pack = {0};
         tb__pack_u32(&pack, (uint32_t)(u - c->units.item));
         tb__pack_u32(&pack, bits);
-        tb__flow_note(flow, u->ranks[i], attempt, &pack);
+        tb__flow_send_gather_message(flow, u->ranks[i], attempt, &pack);
         tb__pack_fini(&pack);
     }
 }
@@ -348,14 +348,14 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
     TB_TRY(tb__convert_steps(c, tensors, opts->staging_bytes / 4));
     opts->staging_bytes -= opts->staging_bytes / 4;
     opts->own_staging_bytes -= opts->own_staging_bytes / 4;
-    opts->host_groups = c->host_groups;
+    opts->user_groups = c->user_groups;
     opts->gather = (tb__gather){.slot_nbytes = c->slot_nbytes,
                                 .nslots = c->nslots,
                                 .arg = c,
                                 .list = list_step,
                                 .next = next_step,
                                 .awaits = awaits,
-                                .note = take_note};
+                                .on_message = take_note};
     return TB_OK;
 }
 
@@ -395,7 +395,7 @@ void tb__convert_destroy(tb__convert *c) {
     free(c->units.item);
     free(c->entries);
     free(c->order);
-    free(c->host_groups);
+    free(c->user_groups);
     free(c->unit_of);
     free(c);
 }

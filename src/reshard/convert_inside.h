@@ -42,7 +42,7 @@ struct tb__convert {
     size_t *order;  /* of those that gather, unit by unit */
     TB_VEC(unit) units;
     size_t ngroups;
-    uint32_t *host_groups;
+    uint32_t *user_groups;
     size_t *unit_of; /* by group: the first of its units, or where it would be */
     size_t slot_nbytes;
     uint32_t nslots;

@@ -346,7 +346,7 @@ tb_status tb__convert_steps(tb__convert *c, tb__flow_tensor *tensors, int64_t mo
     w.slot = most_nbytes / 2 < SLOT_NBYTES ? most_nbytes / 2 : SLOT_NBYTES;
     tb_status status = items && c->order ? walk_items(&w, items) : TB_NO_MEMORY;
     free(items);
-    c->host_groups = w.hosts.item;
+    c->user_groups = w.hosts.item;
     c->unit_of = w.first_units.item;
     return status;
 }
