@@ -38,7 +38,7 @@ TB_API unsigned long long tb__descriptor_limit(void);
 
 /* A transport could not do something ("accept a connection", a string that stays) for want of descriptors or memory,
  * and tries again. To be called at each try, at least twice a second. Any thread. */
-void tb__shortage_note(const char *what, int error);
+void tb__shortage_record(const char *what, int error);
 
 /* "; this process can't accept a connection: REASON" while a transport notes that, else "". For the error of a wait
  * that has timed out: the peer may have done its part. The text is the thread's, until the next call. */
