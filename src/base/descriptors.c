@@ -36,7 +36,7 @@ const char *tb__errno_text(int error) {
     return text;
 }
 
-enum { SHORTAGE_MS = 1000 }; /* how long a note counts */
+enum { SHORTAGE_MS = 1000 }; /* how long a recorded shortage counts */
 
 static _Atomic(const char *) shortage;
 static _Atomic int shortage_error;

@@ -10,10 +10,6 @@
 #include <stdio.h>
 #include <string.h>
 
-static int64_t distance(tb_dtype dtype, int64_t elements) {
-    return tb_dtype_bits(dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(dtype) / 8);
-}
-
 static int64_t element_offset(const int64_t *strides, int ndim, const int64_t *start) {
     int64_t offset = 0;
     for (int d = 0; d < ndim; d++)
@@ -22,7 +18,7 @@ static int64_t element_offset(const int64_t *strides, int ndim, const int64_t *s
 }
 
 size_t tb__box_offset(const tb_binding *binding, const tb_box *box) {
-    return (size_t)distance(binding->dtype, element_offset(binding->strides, binding->shape.ndim, box->start));
+    return (size_t)tb__dtype_offset(binding->dtype, element_offset(binding->strides, binding->shape.ndim, box->start));
 }
 
 int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer) {
@@ -42,7 +38,7 @@ void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *
 }
 
 char *tb__binding_at(const tb_binding *b, const int64_t *start) {
-    return (char *)b->base + b->offset + distance(b->dtype, element_offset(b->strides, b->shape.ndim, start));
+    return (char *)b->base + b->offset + tb__dtype_offset(b->dtype, element_offset(b->strides, b->shape.ndim, start));
 }
 
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk) {
@@ -149,7 +145,7 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
         if (t->spec.band)
             in_band[0] -= (int64_t)(chunk->group - t->spec.group) * t->spec.band;
         *out = tb__flow_slot(flow, chunk) + t->slot_offset +
-               distance(t->spec.dst_dtype, element_offset(strides, chunk->ndim, in_band));
+               tb__dtype_offset(t->spec.dst_dtype, element_offset(strides, chunk->ndim, in_band));
         return TB_OK;
     }
     if (e->kind == END_SOURCE || e->kind == END_TARGET) {
@@ -166,7 +162,8 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
         return TB_OK;
     }
     remote_tensor *p = tb__member_find_tensor(e->member, chunk->tensor);
-    int64_t offset = (int64_t)p->offset + distance(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
+    int64_t offset =
+        (int64_t)p->offset + tb__dtype_offset(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
     memcpy(strides, p->strides, sizeof p->strides);
     *out = p->map + offset;
     if (p->map)

@@ -1,4 +1,4 @@
-/* Quantising and its way back in host memory: at once, or in parts that several threads do. */
+/* Quantising and dequantising in host memory: at once, or in parts for several threads. */
 #ifndef TB_DEVICE_HOST_QUANT_H
 #define TB_DEVICE_HOST_QUANT_H
 
