@@ -212,7 +212,7 @@ _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "two ranks and a number have 64 b
 
 typedef TB_VEC(tb__flow_tensor) tensor_list;
 
-static tb_status add_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
+static tb_status add_tensors(tb_copy *copy, tb__owned_ir *ir, int32_t seat, bool is_send, tensor_list *out) {
     tb__match_end end = tb__copy_end(copy, is_send, seat);
     uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->all.peers[copy->position[seat]]->rank;
     uint64_t key = ((is_send ? here : there) << RANK_BITS | (is_send ? there : here)) << NUMBER_BITS;
@@ -249,7 +249,7 @@ static int compare_keys(const void *a, const void *b) {
     return (x->key > y->key) - (x->key < y->key);
 }
 
-static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
+static tb_status add_chunk(const tb_copy *copy, tb__owned_ir *ir, uint32_t tensor, const tb__flow_tensor *t,
                            const tb__ir_limits *limits) {
     int32_t source = (int32_t)(t->key >> (RANK_BITS + NUMBER_BITS));
     int32_t target = (int32_t)(t->key >> NUMBER_BITS & (TB_MAX_RANKS - 1));
@@ -275,7 +275,7 @@ static tb_status add_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, con
 }
 
 /* Within a channel chunks stand by key: alike on both ends. */
-static tb_status make_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
+static tb_status make_ir(tb_copy *copy, tb__owned_ir *ir, tensor_list *tensors) {
     tb__ir_limits limits = {.bucket_size = copy->bucket_size, .staged = copy->staging_bytes / 4};
     ir->view.rank = copy->world->rank;
     ir->view.bucket_size = copy->bucket_size;
@@ -321,7 +321,7 @@ static tb_status create_flow(tb_copy *copy, tb_ir *ir, const tensor_list *tensor
 /* None, where nothing goes to or comes from others. */
 static tb_status make_flow(tb_copy *copy) {
     tensor_list tensors = {0};
-    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    tb__owned_ir *ir = tb__calloc(1, sizeof *ir);
     tb_status status = ir ? make_ir(copy, ir, &tensors) : TB_NO_MEMORY;
     if (status == TB_OK && tensors.count > 0)
         status = create_flow(copy, &ir->view, &tensors);

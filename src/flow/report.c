@@ -366,7 +366,7 @@ tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out) {
     for (size_t i = 0; is_send && is_known && i < flow->nmembers; i++)
         is_known = !flow->members[i].setup.is_reader || flow->members[i].setup.has_reach;
     if (!is_known)
-        return tb__fail(TB_REFUSED, "%s has not been %s yet: what goes which way is settled by the first transfer",
+        return tb__fail(TB_REFUSED, "%s has not been %s yet: the first transfer decides how tensors are moved",
                         flow->what, is_send ? "sent" : "received");
     tb__text t = {0};
     size_t count = 0;

@@ -131,7 +131,7 @@ static tb_status open_temporary(tb__draft *draft) {
 }
 
 /* Only what says that there is no room is a failure: not every file system can promise it. */
-static tb_status reserve(const tb__draft *draft, int64_t nbytes) {
+static tb_status reserve_blocks(const tb__draft *draft, int64_t nbytes) {
     if (nbytes > 0 && fallocate(draft->fd, 0, 0, nbytes) == 0)
         return TB_OK;
     if (nbytes > 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG))
@@ -152,7 +152,7 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
     if (status == TB_OK)
         status = open_temporary(&made);
     if (status == TB_OK)
-        status = reserve(&made, nbytes);
+        status = reserve_blocks(&made, nbytes);
     if (status != TB_OK)
         tb__draft_fini(&made);
     else

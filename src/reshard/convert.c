@@ -6,7 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { MOST_NOTES = 4 }; /* of a rank */
+enum { MAX_AMAXES = 4 }; /* of a rank */
 
 /* ---- The user's own -------------------------------------------------------------------------------------------- */
 
@@ -84,7 +84,7 @@ static tb_dtype decoded_dtype(const entry *e, tb_dtype dst) {
     return is_plain_float(dst) ? dst : TB_F32;
 }
 
-static tb_status settle_transformed(entry *e, tb__flow_tensor *t) {
+static tb_status choose_transformed(entry *e, tb__flow_tensor *t) {
     const tb_transform *own = e->how.transform;
     if (e->how.src_encoding || e->how.dst_encoding)
         return tb__fail(TB_REFUSED, "it is encoded, and a transform is to convert it, too");
@@ -97,7 +97,7 @@ static tb_status settle_transformed(entry *e, tb__flow_tensor *t) {
     return TB_OK;
 }
 
-static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
+static tb_status choose_encoded(entry *e, tb__flow_tensor *t) {
     tb_tensor_spec *spec = &t->spec;
     const tb__encoding *to = e->how.dst_encoding;
     if (e->how.src_encoding) {
@@ -124,7 +124,7 @@ static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
     return TB_OK;
 }
 
-static tb_status settle(entry *e, tb__flow_tensor *t) {
+static tb_status choose_conversion(entry *e, tb__flow_tensor *t) {
     e->name = tb__strdup(t->spec.name);
     e->codec.arg = e;
     if (!e->name)
@@ -135,9 +135,9 @@ static tb_status settle(entry *e, tb__flow_tensor *t) {
         e->dst_encoding = *e->how.dst_encoding;
     tb_status status = TB_OK;
     if (e->how.is_transformed)
-        status = settle_transformed(e, t);
+        status = choose_transformed(e, t);
     else if (e->how.src_encoding || e->how.dst_encoding)
-        status = settle_encoded(e, t);
+        status = choose_encoded(e, t);
     t->codec = t->spec.coded ? &e->codec : NULL;
     return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", e->name);
 }
@@ -210,23 +210,23 @@ static tb_status list_write(const tb__convert *c, const unit *u, uint32_t group,
     return u->is_global ? list_scale(c, u, out) : TB_OK;
 }
 
-static bool add_note(unit *u, note new) {
+static bool record_peer_amax(unit *u, peer_amax new) {
     size_t oldest = TB__NOWHERE, count = 0;
-    for (size_t i = 0; i < u->notes.count; i++) {
-        if (u->notes.item[i].rank != new.rank)
+    for (size_t i = 0; i < u->peer_amaxes.count; i++) {
+        if (u->peer_amaxes.item[i].rank != new.rank)
             continue;
         count++;
-        if (oldest == TB__NOWHERE || u->notes.item[i].attempt < u->notes.item[oldest].attempt)
+        if (oldest == TB__NOWHERE || u->peer_amaxes.item[i].attempt < u->peer_amaxes.item[oldest].attempt)
             oldest = i;
     }
-    if (count == MOST_NOTES) {
-        u->notes.item[oldest] = new;
+    if (count == MAX_AMAXES) {
+        u->peer_amaxes.item[oldest] = new;
         return true;
     }
-    return tb__vec_push(&u->notes, new);
+    return tb__vec_push(&u->peer_amaxes, new);
 }
 
-static void tell_others(const tb__convert *c, const unit *u, tb__flow *flow, uint64_t attempt, float amax) {
+static void send_amax(const tb__convert *c, const unit *u, tb__flow *flow, uint64_t attempt, float amax) {
     uint32_t bits;
     memcpy(&bits, &amax, sizeof bits);
     for (size_t i = 0; i < u->nranks; i++) {
@@ -240,10 +240,10 @@ static void tell_others(const tb__convert *c, const unit *u, tb__flow *flow, uin
     }
 }
 
-static const note *find_note(const unit *u, int32_t rank, uint64_t attempt) {
-    for (size_t i = 0; i < u->notes.count; i++) {
-        if (u->notes.item[i].rank == rank && u->notes.item[i].attempt == attempt)
-            return &u->notes.item[i];
+static const peer_amax *find_peer_amax(const unit *u, int32_t rank, uint64_t attempt) {
+    for (size_t i = 0; i < u->peer_amaxes.count; i++) {
+        if (u->peer_amaxes.item[i].rank == rank && u->peer_amaxes.item[i].attempt == attempt)
+            return &u->peer_amaxes.item[i];
     }
     return NULL;
 }
@@ -251,14 +251,14 @@ static const note *find_note(const unit *u, int32_t rank, uint64_t attempt) {
 /* The scale of a unit that was measured, once all who have parts of it have said how large theirs are. */
 static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, bool *waits) {
     if (u->told != attempt) {
-        if (!add_note(u, (note){c->rank, attempt, u->amax}))
+        if (!record_peer_amax(u, (peer_amax){c->rank, attempt, u->amax}))
             return TB_NO_MEMORY;
-        tell_others(c, u, flow, attempt, u->amax);
+        send_amax(c, u, flow, attempt, u->amax);
         u->told = attempt;
     }
-    float amax = find_note(u, c->rank, attempt)->amax;
+    float amax = find_peer_amax(u, c->rank, attempt)->amax;
     for (size_t i = 0; i < u->nranks; i++) {
-        const note *n = find_note(u, u->ranks[i], attempt);
+        const peer_amax *n = find_peer_amax(u, u->ranks[i], attempt);
         if (!n) {
             *waits = true;
             c->awaited = u->ranks[i];
@@ -321,17 +321,17 @@ static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t
     return TB_OK;
 }
 
-static int32_t awaits(void *arg) {
+static int32_t awaited_rank(void *arg) {
     return ((const tb__convert *)arg)->awaited;
 }
 
-static bool take_note(void *arg, int32_t rank, uint64_t attempt, tb__unpack *message) {
+static bool on_peer_amax(void *arg, int32_t rank, uint64_t attempt, tb__unpack *message) {
     tb__convert *c = arg;
     uint32_t at = tb__unpack_u32(message), bits = tb__unpack_u32(message);
-    note new = {.rank = rank, .attempt = attempt};
+    peer_amax new = {.rank = rank, .attempt = attempt};
     memcpy(&new.amax, &bits, sizeof bits);
     return tb__unpack_is_done(message) && at < c->units.count && c->units.item[at].is_global &&
-           add_note(&c->units.item[at], new);
+           record_peer_amax(&c->units.item[at], new);
 }
 
 /* ---- All of it ------------------------------------------------------------------------------------------------- */
@@ -340,7 +340,7 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
     bool gathers = false;
     for (size_t i = 0; i < c->nentries; i++) {
         c->entries[i].how = how[i];
-        TB_TRY(settle(&c->entries[i], &tensors[i]));
+        TB_TRY(choose_conversion(&c->entries[i], &tensors[i]));
         gathers |= tensors[i].is_gathered;
     }
     if (!gathers)
@@ -355,7 +355,7 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
                                 .list = list_step,
                                 .next = next_step,
                                 .awaits = awaits,
-                                .on_message = take_note};
+                                .on_message = on_peer_amax};
     return TB_OK;
 }
 
@@ -390,7 +390,7 @@ void tb__convert_destroy(tb__convert *c) {
         free(c->entries[i].name);
     for (size_t i = 0; i < c->units.count; i++) {
         free(c->units.item[i].ranks);
-        free(c->units.item[i].notes.item);
+        free(c->units.item[i].peer_amaxes.item);
     }
     free(c->units.item);
     free(c->entries);

@@ -17,11 +17,11 @@ typedef struct entry {
     int64_t band;
 } entry;
 
-typedef struct note {
+typedef struct peer_amax {
     int32_t rank;
     uint64_t attempt;
     float amax;
-} note;
+} peer_amax;
 
 /* Tensors that gather together and are quantised together: one, or a scale group. */
 typedef struct unit {
@@ -32,7 +32,7 @@ typedef struct unit {
     int32_t *ranks;
     uint64_t measured, told; /* attempts */
     float amax, scale;       /* of this rank's parts, and of all: where is_global */
-    TB_VEC(note) notes;
+    TB_VEC(peer_amax) peer_amaxes;
 } unit;
 
 struct tb__convert {

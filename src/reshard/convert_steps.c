@@ -41,7 +41,7 @@ static tb_status find_most(const tb_tensor_spec *spec, const tb_tensor_spec *bef
     return TB_OK;
 }
 
-static tb_status measure(tb__convert *c, const tb__flow_tensor *tensors) {
+static tb_status measure_slots(tb__convert *c, const tb__flow_tensor *tensors) {
     const entry *before = NULL;
     for (size_t i = 0; i < c->nentries; i++) {
         entry *e = &c->entries[i];
@@ -207,7 +207,7 @@ static tb_status find_bands(const tb_tensor_spec *spec, bool *has_bands) {
 }
 
 /* Cuts a tensor that is too large for a slot into bands, if it can be. */
-static tb_status cut(const walk *w, size_t index, bool *is_cut) {
+static tb_status cut_bands(const walk *w, size_t index, bool *is_cut) {
     entry *e = &w->c->entries[index];
     const tb__quant_format *format = &e->dst_encoding.format;
     int64_t row = 1, step = tb__encoded_band(format, &e->most);
@@ -249,7 +249,7 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
         nbytes += c->entries[c->order[u.first + i]].nbytes;
     bool is_cut = false;
     if (u.count == 1 && nbytes > w->slot)
-        TB_TRY(cut(w, first, &is_cut));
+        TB_TRY(cut_bands(w, first, &is_cut));
     if (is_cut)
         nbytes = c->entries[first].nbytes;
     if (nbytes > w->most)
@@ -339,7 +339,7 @@ static tb_status walk_items(walk *w, const item *items) {
 }
 
 tb_status tb__convert_steps(tb__convert *c, tb__flow_tensor *tensors, int64_t most_nbytes) {
-    TB_TRY(measure(c, tensors));
+    TB_TRY(measure_slots(c, tensors));
     item *items = sort_items(c, tensors);
     c->order = tb__malloc(c->nentries, sizeof *c->order);
     walk w = {.c = c, .tensors = tensors, .most = most_nbytes, .used = -1};
