@@ -39,8 +39,9 @@ static void send_lie(tb__flow *flow, const lie *l) {
     flow->setup.is_bound = true; /* so that the truth is not told */
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, false);
-    pack_key(&pack, l->has_small_words ? flow->setup.src_regions[0] : flow->direct.words_region, reader->peer);
-    tb__pack_u64(&pack, l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.word - flow->direct.words));
+    pack_key(&pack, l->has_small_words ? flow->setup.src_regions[0] : flow->direct.exposures_region, reader->peer);
+    tb__pack_u64(&pack,
+                 l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
     uint32_t count = l->twice ? 2 : 1;
     tb__pack_u32(&pack, count);
     for (uint32_t i = 0; i < count; i++) {

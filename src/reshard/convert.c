@@ -354,7 +354,7 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
                                 .arg = c,
                                 .list = list_step,
                                 .next = next_step,
-                                .awaits = awaits,
+                                .awaits = awaited_rank,
                                 .on_message = on_peer_amax};
     return TB_OK;
 }

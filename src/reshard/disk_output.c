@@ -42,7 +42,7 @@ static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safeten
 }
 
 /* Takes the notes of the source. Programs that load models want to know which library's tensors these are. */
-static tb_status list_notes(const tb__disk *disk, bool is_model, tb__safetensors_metadata **out, size_t *count) {
+static tb_status list_metadata(const tb__disk *disk, bool is_model, tb__safetensors_metadata **out, size_t *count) {
     const tb__safetensors *first = tb__disk_input_first(disk->input);
     size_t n = first ? first->header.nmetadata : 0;
     bool has_format = false;
@@ -85,8 +85,8 @@ static tb_status create_files(tb__disk_output *output, const tb__disk *disk, con
     return TB_OK;
 }
 
-static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir,
-                              const tb__disk_opts *opts) {
+static tb_status init_output(tb__disk_output *output, const tb__disk *disk, const char *dir,
+                             const tb__disk_opts *opts) {
     tb__safetensors_metadata *metadata;
     size_t nmetadata;
     if (opts->is_model && disk->nranks != 1)
@@ -95,7 +95,7 @@ static tb_status create_files(tb__disk_output *output, const tb__disk *disk, con
     tb__safetensor *tensors = tb__malloc(disk->count, TB__DISK_SLOTS * sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = list_notes(disk, opts->is_model, &metadata, &nmetadata);
+        status = list_metadata(disk, opts->is_model, &metadata, &nmetadata);
     if (status == TB_OK) {
         status = create_files(output, disk, dir, opts, tensors, metadata, nmetadata);
         free(metadata);
@@ -109,7 +109,7 @@ tb_status tb__disk_output_create(const tb__disk *disk, const char *dir, const tb
     tb__disk_output *output = tb__calloc(1, sizeof *output);
     if (!output)
         return TB_NO_MEMORY;
-    tb_status status = create_files(output, disk, dir, opts);
+    tb_status status = init_output(output, disk, dir, opts);
     if (status != TB_OK)
         tb__disk_output_destroy(output);
     else

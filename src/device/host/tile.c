@@ -302,7 +302,7 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
         const void *rows[TB__COMBINE_MAX];
         for (uint32_t k = 0; k < copy->nsrc; k++)
             rows[k] = source_row(n, k, index, len, count, NULL);
-        n->reduce_tile(dst, rows, copy->nsrc, count, n->stream);
+        n->reduce(dst, rows, copy->nsrc, count, n->stream);
         return;
     }
     if (n->narrow_rows) {

@@ -66,8 +66,7 @@ void ucx_watch_peer(ucx_peer *peer) {
     if (u->has_backup_driver || !tb__ucx_has_backup_driver)
         return;
     u->quit = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    u->has_backup_driver =
-        u->quit >= 0 && tb__start_thread(&u->run_backup_driver, "tb-ucx", run_backup_driver, u) == TB_OK;
+    u->has_backup_driver = u->quit >= 0 && tb__start_thread(&u->backup_driver, "tb-ucx", run_backup_driver, u) == TB_OK;
     if (!u->has_backup_driver)
         tb__log(TB_LOG_WARN, "ucx: there is no backup driver: %s", tb_error_detail());
 }
@@ -75,7 +74,7 @@ void ucx_watch_peer(ucx_peer *peer) {
 void ucx_stop_backup_driver(ucx *u) {
     if (u->has_backup_driver) {
         eventfd_write(u->quit, 1);
-        pthread_join(u->run_backup_driver, NULL);
+        pthread_join(u->backup_driver, NULL);
     }
     tb__fd_close(u->quit);
 }
