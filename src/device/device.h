@@ -6,12 +6,12 @@
  * device.c.
  *
  * Rules:
- *  - Outside of src/device nobody dereferences a tensor's address.
+ *  - Only src/device dereferences addresses of tensors.
  *  - One thread at a time uses an open device: the driver of the world's loop. Nothing here waits. `run` and `checksum`
  *    submit work; fences complete in `progress`, and only there.
  *  - What a job reads and writes is the device's from `run` until the fence is done, whatever its status. A run that
  *    was cancelled is done when it touches nothing any more.
- *  - If `run` fails, its fence is never completed. A failure later on is the fence's status and sentence.
+ *  - If `run` fails, its fence is never completed. A failure later on is the fence's status and message.
  *  - The device of the destination does a move, unless that is in host memory and the source is not: then the source's
  *    does. So every device can use host memory, and the host device no other.
  *  - Runs of one device may be done in any order, and at the same time: what must be first is named in `after`. */

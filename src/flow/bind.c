@@ -276,7 +276,7 @@ static bool unpack_remote_tensor(tb__flow *flow, member *m, tb__unpack *message)
     if (tensor == TB__NOWHERE)
         return false;
     remote_tensor p = {.tensor = (uint32_t)tensor};
-    p.overwrites_source = tb__unpack_u32(message) != 0;
+    p.is_overwritten = tb__unpack_u32(message) != 0;
     p.remote = import_memory(flow, m, message, &p.why_staged);
     p.offset = tb__unpack_u64(message);
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
@@ -298,7 +298,7 @@ static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
             const tb_chunk *chunk = &ir->chunks[ir->entries[first[i].first_entry + j].chunk];
             for (uint32_t k = 0; k < l->nsenders; k++) {
                 const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[k]], chunk->tensor);
-                if (p && p->overwrites_source && !tb__flow_is_in_place(flow, chunk))
+                if (p && p->is_overwritten && !tb__flow_is_in_place(flow, chunk))
                     return true;
             }
         }

@@ -98,7 +98,7 @@ static void end_apply(tb__flow *flow, tb_status status, const char *why) {
     }
     tb__flow_tell_owner(flow, TB__SHADOW_APPLIED, status, why);
     tb__loop_wake(flow->o.loop);
-    tb__loop_signal(flow->o.loop); /* tb_invalidate may wait for the memory */
+    tb__loop_signal(flow->o.loop); /* tb_world_invalidate may wait for the memory */
 }
 
 static void end_commit_copy(copy_op *c, tb_status status) {

@@ -254,7 +254,7 @@ static void end_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->is_committed = true;
     leg->is_released |= is_send;
-    begin_end(flow, is_send); /* everybody has what was staged */
+    begin_end(flow, is_send); /* all receivers have the staged buckets */
 }
 
 /* Whether messages of this rank would be lost if the process ended now. */
@@ -357,8 +357,8 @@ void tb__flow_on_peer_failed(tb__flow *flow, size_t position, const char *why) {
     drop_member(flow, &flow->members[position], TB_LOST, why, false);
 }
 
-/* The one who leaves may have heard before this rank why the transfer has failed, so it says that, too. Memory that was
- * taken away stays away: this is the reason for transfers that would follow, too. */
+/* A member that leaves may know, before this rank does, why the transfer has failed, so its goodbye says that.
+ * Invalidated memory stays invalid: then later transfers fail for the same reason. */
 void tb__flow_on_peer_left(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
     member *m = &flow->members[position];
     tb_status status = last->status == TB_INVALID ? TB_INVALID : TB_LOST;

@@ -108,7 +108,7 @@ typedef struct tb__flow_opts {
     tb__peer *const *peers; /* all ranks of both sides, each once, this one too; borrowed */
     const uint32_t *ports;  /* theirs; borrowed */
     size_t npeers;
-    size_t lead;      /* position of the peer that issues numbers; npeers: nobody does ... */
+    size_t lead;      /* position of the peer that issues numbers; npeers: no peer does ... */
     uint64_t started; /* ... beyond this one, which all know of */
     const tb__flow_tensor *tensors;
     size_t ntensors; /* by key */

@@ -15,7 +15,7 @@
 /* Where a sender keeps one of its tensors. */
 typedef struct remote_tensor {
     uint32_t tensor;
-    bool overwrites_source; /* its rank will overwrite it during the transfer */
+    bool is_overwritten;    /* its rank will overwrite it during the transfer */
     const char *why_staged; /* why it can't be read; NULL: it can */
     tb_remote *remote;
     char *map;           /* NULL: it is not mapped, but read ... */
@@ -36,7 +36,7 @@ typedef struct bucket_path {
 /* A channel of the IR, and this rank's roles in it. */
 typedef struct lane {
     const tb_channel *channel;
-    const tb_chunk *first; /* sources, targets and dtypes are the same for all its chunks */
+    const tb_chunk *first; /* source, contributors and targets are the same for all its chunks */
     bool is_target, is_channel_source, is_contributor;
     uint32_t nsenders;
     uint32_t *senders; /* positions of members, in the order of reduction; none: the targets get zeros */

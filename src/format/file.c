@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 tb_status tb__file_fail_within(tb_status status, const char *path) {
-    enum { MOST = 240 }; /* leaves room for the sentence */
+    enum { MOST = 240 }; /* leaves room for the message */
     tb__saved_detail inner = tb__save_detail();
     size_t length = strlen(path);
     const char *end = length > MOST ? path + length - MOST : path;
@@ -234,8 +234,8 @@ int tb__leftovers_is_one(const struct dirent *e) {
     return end && (ends_in(start, end, ".safetensors") || ends_in(start, end, ".safetensors.index.json"));
 }
 
-/* A process holds the lock of the file that it writes. Whoever gets the lock may delete the file: no process opens
- * another one's, as the name contains the process id. */
+/* A process holds the lock of the file that it writes. A process that gets the lock may delete the file: no process
+ * opens another one's, as the name contains the process id. */
 static void remove_leftover(const char *path, tb__leftovers *out) {
     struct stat about;
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);

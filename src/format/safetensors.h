@@ -1,10 +1,9 @@
 /* Files of tensors in the safetensors format: a length (u64, little-endian), a JSON header of that length that says
  * what there is, and the data, tensor after tensor, row-major, without holes.
  *
- * What is read is checked completely before any of it is used; one sentence names the file and the tensor that is
- * wrong. Accepted is what the format's own library accepts, except for what tensorbus has no words for: dtypes that are
- * not in tb_dtype (6-bit floats, the FNUZ kinds, complex numbers), more than 8 dims, and names with a zero character.
- */
+ * What is read is checked completely before any of it is used; the message names the file and the tensor that is wrong.
+ * Accepted is what the format's own library accepts, except for what tensorbus has no words for: dtypes that are not in
+ * tb_dtype (6-bit floats, the FNUZ kinds, complex numbers), more than 8 dims, and names with a zero character. */
 #ifndef TB_FORMAT_SAFETENSORS_H
 #define TB_FORMAT_SAFETENSORS_H
 
@@ -100,7 +99,7 @@ tb_status tb__safetensors_read_back(const tb__safetensors_writer *writer, size_t
                                     void *buffer);
 
 /* Checks that all was written and hands it to the system, or with `sync` to the disk; then commit can hardly fail. For
- * those who commit several files together. */
+ * callers that commit several files together. */
 tb_status tb__safetensors_finish(tb__safetensors_writer *writer, bool sync);
 
 /* Gives the file its name; finishes it first, if that was not done. */

@@ -1,5 +1,5 @@
 /* The table of an axis on which an Explicit placement takes part: the lists of all coordinates, cut wherever any of
- * them begins or ends, and the cuts sorted into classes by who holds them. */
+ * them begins or ends, and the cuts sorted into classes by their holders. */
 #include "layout/axis.h"
 
 #include "base/index.h"

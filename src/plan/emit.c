@@ -1,4 +1,4 @@
-/* Routes: who takes part in one, and the boxes of a cell or of slices of it. */
+/* Routes: their ranks, and the boxes of a cell or of its slices. */
 #include "plan/walk.h"
 
 #include <string.h>
@@ -129,8 +129,8 @@ static int64_t served_index(const tb__receivers *r, int64_t q) {
     return q + (int64_t)tb__absent_upto(r->absent, q);
 }
 
-/* All receivers of a cell but the absent one, beginning after it. In a cell that everybody wants, each source leaves
- * out itself; a list of their own for each would take the square of their number. */
+/* All receivers of a cell but the absent one, beginning after it. In a cell that all source ranks want, each source
+ * omits itself; a list of their own for each would take the square of their number. */
 static tb_status set_others(tb__walk *w, const tb__receivers *r, const int32_t *own, tb__parties *who) {
     const tb__grid *dst = &w->plan->dst;
     int64_t n = r->count + 1, absent = r->absent->index[0];

@@ -49,7 +49,7 @@ typedef struct tb__run {
  * does. */
 typedef struct tb__absent {
     int32_t cls[TB_MAX_DIMS]; /* the cell's target classes */
-    tb__wide start;           /* the cell's, as if nobody were absent */
+    tb__wide start;           /* of the cell on the line, if none were absent */
     int64_t volume;
     const int64_t *index; /* numbers among the cell's receivers, ascending */
     size_t count;
@@ -70,7 +70,7 @@ typedef struct tb__replica_set {
 
 typedef struct tb__cell {
     tb__pairing *dim[TB_MAX_DIMS];
-    tb__wide start; /* on the line as if nobody were absent */
+    tb__wide start; /* on the line, if no receiver were absent */
     int64_t volume;
     int64_t nreceivers;
 } tb__cell;
@@ -118,7 +118,7 @@ tb_status tb__cell_lists(const tb_plan *plan, tb__cell *cell, tb__arena *arena);
 size_t tb__absent_before(const tb__absent *absent, int64_t index);
 size_t tb__absent_upto(const tb__absent *absent, int64_t served);
 
-/* From a position on the line to the same as if nobody were absent. */
+/* From a position on the line to that on the line without absences. */
 tb__wide tb__line_expand(const tb_plan *plan, const tb__replica_set *set, tb__wide position);
 
 #endif

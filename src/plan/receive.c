@@ -1,5 +1,5 @@
-/* What a rank receives. It works out where its (cell, receiver) pairs stand on the replica sets' lines, and so which
- * members serve it. */
+/* What a rank receives: it computes the positions of its (cell, receiver) pairs on the replica sets' lines, and from
+ * these the members that serve it. */
 #include "plan/walk.h"
 
 #include <string.h>

@@ -156,7 +156,7 @@ typedef struct memory {
 enum { MEMORY_SLOTS = 256, MEMORY_RECEIVERS = 1 << 20 };
 
 struct tb__replica_set_memory {
-    memory slot[MEMORY_SLOTS]; /* by hash; a newcomer takes the place of whoever is there */
+    memory slot[MEMORY_SLOTS]; /* by hash; a new entry replaces the old one */
     size_t nreceivers;
     absentees last; /* of a replica set that can't be remembered */
 };
@@ -240,7 +240,7 @@ static tb_status set_absent(const tb_plan *plan, tb__replica_set *set, const abs
         if (!tb__counts_once(plan))
             a->weight = (tb__wide)(uint64_t)cell.volume * a->count;
         else if (a->count == (uint64_t)cell.nreceivers)
-            a->weight = (uint64_t)cell.volume; /* nobody is left */
+            a->weight = (uint64_t)cell.volume; /* all receivers are absent */
         set->line -= a->weight;
     }
     return TB_OK;
@@ -273,7 +273,7 @@ static tb_status init_line(const tb_plan *plan, tb__replica_set *set, tb_routes 
     TB_TRY(find_or_list_absentees(plan, set, scratch, &absent));
     size_t nreceivers = (size_t)(plan->dst_layout->nranks / plan->dst.partial.size);
     if (plan->src.partial.count == 0 && !plan->has_tables && absent->nreceivers == nreceivers && !plan->hosts) {
-        set->line = 0; /* every target rank is a member: nothing moves, and nobody asks who they are */
+        set->line = 0; /* every target rank is a member: nothing moves */
         return TB_OK;
     }
     return set_absent(plan, set, absent, &scratch->arena);

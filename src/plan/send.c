@@ -1,4 +1,4 @@
-/* What a rank sends. It works out which stretch of its replica sets' lines is its own, and so whom it serves. */
+/* What a rank sends: it computes its part of its replica sets' lines, and from that its receivers. */
 #include "plan/walk.h"
 
 /* Moves the pairing of axis d to the target class that holds pair number `position` of the replica set's indices. */
@@ -17,7 +17,7 @@ static tb__wide pairs_of(const tb_plan *plan, int d, const tb__pairing *p) {
     return (tb__wide)(uint64_t)p->count * tb__class_weight(plan, d, p->dst_class);
 }
 
-/* The cell in which a position, counted as if nobody were excluded, lies. */
+/* The cell at a position of the line without absences. */
 static tb_status cell_at(tb__walk *w, const tb__replica_set *set, tb__wide position, tb__pairing *pairing,
                          tb__cell *cell) {
     int n = w->plan->shape.ndim;
@@ -115,7 +115,7 @@ static tb_status send_part(tb__walk *w, const tb__replica_set *set, int64_t m) {
     return TB_OK;
 }
 
-/* The part of a Partial source's contributors: they take part in what each of the others ships or keeps. */
+/* The part of a Partial source's contributors: they contribute to what each of the others sends or keeps. */
 static tb_status send_contributions(tb__walk *w, const tb__replica_set *set, int64_t m) {
     int64_t nparts = w->plan->src.partial.size, first = m - m % nparts;
     for (int64_t other = first; other < first + nparts; other++)

@@ -1,4 +1,4 @@
-/* Who converts a tensor, and what is done when it is sent, when it comes, and when all of it is here. */
+/* Chooses where each tensor is converted, and converts it: when it is packed, unpacked, or gathered. */
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
@@ -8,7 +8,7 @@
 
 enum { MAX_AMAXES = 4 }; /* of a rank */
 
-/* ---- The user's own -------------------------------------------------------------------------------------------- */
+/* ---- The user's transforms ------------------------------------------------------------------------------------- */
 
 static tb_transform_piece piece_of(const entry *e, int ndim, const int64_t *len) {
     tb_transform_piece piece = {.size = sizeof piece, .name = e->name, .dtype = e->dtype, .ndim = ndim};
@@ -45,7 +45,7 @@ static tb_status user_unpack(void *arg, const tb_chunk *chunk, const tb_binding 
     return e->how.transform->finalize_recv(e->how.transform->arg, &piece, dst, wire);
 }
 
-/* ---- Ours ------------------------------------------------------------------------------------------------------ */
+/* ---- Encodings ------------------------------------------------------------------------------------------------- */
 
 static tb_status decode_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, tb__mapping *mapping,
                              int64_t offset, tb__move_list *out) {
@@ -77,7 +77,7 @@ static bool is_plain_float(tb_dtype dtype) {
     return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16;
 }
 
-/* What numbers a quantised source becomes. Those of mxfp8 are bf16 as they are. */
+/* The dtype that a quantised source is dequantised to. mxfp8 fits into bf16 exactly. */
 static tb_dtype decoded_dtype(const entry *e, tb_dtype dst) {
     if (e->how.dst_encoding)
         return e->src_encoding.format.kind == TB__QUANT_MXFP8 ? TB_BF16 : TB_F32;
@@ -142,7 +142,7 @@ static tb_status choose_conversion(entry *e, tb__flow_tensor *t) {
     return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", e->name);
 }
 
-/* ---- What is complete ------------------------------------------------------------------------------------------ */
+/* ---- Gathered groups ------------------------------------------------------------------------------------------- */
 
 /* The rows of a tensor's part that are in the slot. */
 static int64_t rows_in(const entry *e, const unit *u, uint32_t group, int64_t *first) {
@@ -180,7 +180,7 @@ static tb_status list_amax(const tb__convert *c, unit *u, const char *slot, tb__
     return TB_OK;
 }
 
-/* The one scale of a unit, to where its tensors have it. Several may have it in one place. */
+/* Lists the moves of a unit's global scale to its tensors, which may share it. */
 static tb_status list_scale(const tb__convert *c, const unit *u, tb__move_list *out) {
     const float *before = NULL;
     for (size_t i = 0; i < u->count; i++) {
@@ -198,7 +198,7 @@ static tb_status list_scale(const tb__convert *c, const unit *u, tb__move_list *
     return TB_OK;
 }
 
-/* What is in the slot becomes the unit's tensors. */
+/* Lists the moves that quantise the slot into the unit's tensors. */
 static tb_status list_write(const tb__convert *c, const unit *u, uint32_t group, const char *slot, tb__move_list *out) {
     for (size_t i = 0; i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];
@@ -248,7 +248,7 @@ static const peer_amax *find_peer_amax(const unit *u, int32_t rank, uint64_t att
     return NULL;
 }
 
-/* The scale of a unit that was measured, once all who have parts of it have said how large theirs are. */
+/* Computes the scale of a measured unit, once all ranks with parts of it have sent their largest magnitudes. */
 static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, bool *waits) {
     if (u->told != attempt) {
         if (!record_peer_amax(u, (peer_amax){c->rank, attempt, u->amax}))
@@ -268,7 +268,7 @@ static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_
     return tb__quant_scale(&c->entries[c->order[u->first]].dst_encoding.format, amax, &u->scale);
 }
 
-/* Those who have no part of a scale group are not told how large others' are, and need not know. */
+/* Ranks without a part of a scale group do not get the others' magnitudes, and do not need them. */
 static bool is_concerned(const tb__convert *c, const unit *u) {
     bool is_listed = u->nranks == 0;
     for (size_t i = 0; i < u->nranks; i++)
@@ -297,7 +297,7 @@ static tb_status list_step(void *arg, uint32_t group, tb__gather_step step, cons
     return TB_OK;
 }
 
-/* Units with a scale for all of them are measured first; then their ranks tell each other what they found. */
+/* Units with a global scale are measured first; then their ranks exchange the results. */
 static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, tb__gather_step *out) {
     tb__convert *c = arg;
     bool measures = false, waits = false;
@@ -334,7 +334,7 @@ static bool on_peer_amax(void *arg, int32_t rank, uint64_t attempt, tb__unpack *
            record_peer_amax(&c->units.item[at], new);
 }
 
-/* ---- All of it ------------------------------------------------------------------------------------------------- */
+/* ---- Set-up ---------------------------------------------------------------------------------------------------- */
 
 static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tensors, const tb__convert_how *how) {
     bool gathers = false;

@@ -1,5 +1,5 @@
-/* Which tensors gather together, in which order: steps, each of them a group of the flow. The host's groups keep their
- * order; within one, what is not gathered comes first. */
+/* Divides gathered tensors into steps, each of them a group of the flow. The program's groups keep their order; within
+ * one, tensors that are not gathered come first. */
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
@@ -10,7 +10,7 @@
 
 enum { SLOT_NBYTES = 8 << 20 }; /* a slot is no larger without need, so that it stays in the cache */
 
-/* ---- What a tensor takes --------------------------------------------------------------------------------------- */
+/* ---- Sizes ----------------------------------------------------------------------------------------------------- */
 
 static bool is_same_shape(const tb_shape *a, const tb_shape *b) {
     return a->ndim == b->ndim && memcmp(a->dim, b->dim, (size_t)a->ndim * sizeof *a->dim) == 0;
@@ -137,12 +137,12 @@ static tb_status check_unit(const tb__convert *c, const tb__flow_tensor *tensors
     return TB_OK;
 }
 
-/* Where the steps have come. */
+/* State while steps are assigned. */
 typedef struct walk {
     tb__convert *c;
     tb__flow_tensor *tensors;
-    int64_t slot;    /* as large as it should be */
-    int64_t most;    /* and may be */
+    int64_t slot;    /* preferred size */
+    int64_t most;    /* largest size allowed */
     uint32_t group;  /* the next one */
     int64_t used;    /* of the slot of the one before; negative: nothing can be added to that */
     int64_t largest; /* of all slots */
@@ -282,7 +282,7 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
     return TB_OK;
 }
 
-/* Items a .. b-1 have one group of the host's. */
+/* Items a .. b-1 are of one group of the program. */
 static tb_status add_host(walk *w, const item *items, size_t a, size_t b, size_t *norder) {
     tb__convert *c = w->c;
     w->used = -1;

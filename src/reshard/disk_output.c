@@ -41,7 +41,7 @@ static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safeten
     return TB_OK;
 }
 
-/* Takes the notes of the source. Programs that load models want to know which library's tensors these are. */
+/* Takes the metadata of the source. Programs that load models want to know which library's tensors these are. */
 static tb_status list_metadata(const tb__disk *disk, bool is_model, tb__safetensors_metadata **out, size_t *count) {
     const tb__safetensors *first = tb__disk_input_first(disk->input);
     size_t n = first ? first->header.nmetadata : 0;

@@ -300,7 +300,7 @@ typedef struct stretch {
     int64_t first, end;
 } stretch;
 
-/* The next stretch that nobody has. */
+/* The next stretch that no worker has taken. */
 static tb_status take_stretch(worker *w, stretch *out) {
     job *j = w->job;
     tb_status status = TB_OK;

@@ -1,6 +1,6 @@
 /* A pool of threads and a queue of work. Each thread takes the next piece of the first work in the queue; a work leaves
  * the queue when its last piece has been taken, and is over when its last piece is done. A thread that is slow to wake
- * up holds nobody back. */
+ * up delays no other. */
 #include "device/host/workers.h"
 
 #include "base/int.h"
@@ -92,7 +92,7 @@ static void *run_worker(void *arg) {
     return NULL;
 }
 
-/* The child has no threads but the one that forked, whoever held the locks. */
+/* The child has only the thread that forked; the locks may have been held by others. */
 static void after_fork_in_child(void) {
     pthread_mutex_init(&pool.changing, NULL);
     pthread_mutex_init(&pool.lock, NULL);
