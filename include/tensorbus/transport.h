@@ -16,8 +16,8 @@
  *    A message of more than TB_SHORT_MAX bytes is sent when its RECV is posted (tb_op.is_expected), under a tag that no
  *    other message between the two ranks has. So a transport keeps short messages until they are received, and no
  *    others.
- *  - Structs that begin with `size`, which whoever fills them in sets to their sizeof, grow at the end only. A
- *    transport reads no further than `size` of what the world hands to it.
+ *  - Structs that begin with `size`, which is set to their sizeof, grow at the end only. A transport reads no further
+ *    than `size` of structs that it gets.
  */
 #ifndef TENSORBUS_TRANSPORT_H
 #define TENSORBUS_TRANSPORT_H
@@ -35,34 +35,34 @@ enum {
     TB_OP_WHY_MAX = 128,
 };
 
-/* What the world tells a transport, and how the transport tells the world. Valid while it is open. */
+/* The world's parameters and callbacks. Valid while the transport is open. */
 typedef struct tb_transport_env {
     size_t size;
     int32_t rank;
     void *arg;
     void (*lost)(void *arg, int32_t peer, const char *why);
-    bool is_driven; /* progress is called whenever there is something to do, by a thread that is away only while it
-                       copies, or is in a function of the host's */
+    bool is_driven; /* a thread calls progress whenever there is something to do, except while it copies or is in a
+                       function of the program */
     void (*reached)(void *arg, int32_t peer); /* is_reached has become true, in progress; may be NULL */
 } tb_transport_env;
 
 typedef enum tb_mem_kind { TB_MEM_HOST, TB_MEM_PINNED, TB_MEM_CUDA } tb_mem_kind;
 
-/* Memory to register: an allocation, or a part of one. */
+/* Memory to register: an allocation, or a part of it. */
 typedef struct tb_mem_desc {
     size_t size;
     void *base;
     size_t nbytes;
     tb_mem_kind kind;
     int device;    /* of TB_MEM_CUDA */
-    int fd;        /* the memfd behind it, sealed against shrinking, needed for the call only; -1: none */
+    int fd;        /* its memfd, sealed against shrinking, which may be closed after the call; -1: none */
     size_t offset; /* of base in fd */
 } tb_mem_desc;
 
 typedef struct tb_mem tb_mem;       /* this rank's memory, registered */
 typedef struct tb_remote tb_remote; /* a peer's memory */
 
-/* Enough to find a registration from another rank. Fixed size, to be copied into messages. */
+/* Identifies a registration to another rank. Fixed size; can be copied into messages. */
 typedef struct tb_mem_key {
     uint32_t nbytes;
     unsigned char bytes[TB_MEM_KEY_MAX];
@@ -84,48 +84,48 @@ typedef struct tb_range {
 typedef struct tb_op tb_op;
 struct tb_op {
     tb_op_kind kind;
-    int32_t peer; /* whom to, whom from */
+    int32_t peer; /* destination or source */
     uint64_t tag;
-    const tb_piece *pieces; /* one after the other; they stay the caller's, unchanged until done */
+    const tb_piece *pieces; /* owned by the caller, unchanged until done */
     size_t npieces;
-    bool is_expected; /* SEND: the peer has said that it has posted the RECV. If it has cancelled it since then, the
-                         message is dropped, and the SEND is done */
+    bool is_expected;        /* SEND: the peer has confirmed that the RECV is posted. If it was cancelled meanwhile, the
+                                message is dropped, and the SEND succeeds */
     void (*done)(tb_op *op); /* called with the fields below set */
     void *arg;
     tb_status status;
-    char why[TB_OP_WHY_MAX]; /* the sentence of a failure; empty: the status says all */
-    size_t nbytes; /* RECV: how many came; more than the pieces hold is TB_TOO_BIG, and none are kept */
-    void *state;   /* the transport's own while it has the operation; NULL before and after */
+    char why[TB_OP_WHY_MAX]; /* message of a failure; may be empty */
+    size_t nbytes; /* RECV: size of the message; TB_TOO_BIG, and nothing is stored, if the pieces are too small */
+    void *state;   /* owned by the transport while the operation is posted; else NULL */
 };
 
 typedef struct tb_transport_ops {
     size_t size;
     const char *name;
-    unsigned memory; /* a bit for each tb_mem_kind that the pieces of SEND and RECV may lie in: 1 << TB_MEM_HOST, ... */
+    unsigned memory; /* a bit for each tb_mem_kind that pieces may be in: 1 << TB_MEM_HOST, ... */
     bool is_local;   /* reaches processes of the same machine only */
 
-    /* Opens an endpoint of this rank. TB_REFUSED: it is not for this world, which goes without it unless it was asked
-     * for by name. */
+    /* Opens an endpoint of this rank. TB_REFUSED: it can't be used in this world, which does without it unless it was
+     * requested by name. */
     tb_status (*open)(const tb_transport_env *env, void **context);
-    /* Completes what is under way with TB_CANCELLED, and forgets all memory. Never fails. */
+    /* Completes all operations with TB_CANCELLED, and unregisters all memory. Never fails. */
     void (*close)(void *context);
 
-    /* What other ranks need to connect to this one; *nbytes is the room there is, then what was used. */
+    /* The address by which other ranks connect to this one; *nbytes: size of the buffer, then of the address. */
     tb_status (*address)(void *context, void *buffer, size_t *nbytes);
-    /* (optional; default true) Whether the process with this address can be connected to. Both ends must say the same.
-     * Where it can't, the reason may be left as the sentence of tb_error_detail. */
+    /* (optional; default true) Whether the process with this address can be connected to. Both ends must agree. If
+     * false, tb_error_detail may have the reason. */
     bool (*reaches)(void *context, const void *address, size_t nbytes);
-    /* Makes a peer reachable. May be asked from both ends at once. Operations may be posted at once and wait for it.
-     * What is wrong with the peer is told of "it": the world puts before it who that is.
+    /* Connects to a peer. Both ends may do so at once. Operations may be posted at once, and wait for the connection.
+     * Error messages call the peer "it": the world puts its name in front.
      *
      * With `disconnect`, connecting to a peer that was lost begins a new connection, unless the peer has begun one
      * since then. Messages of the old connection never arrive on the new one. If the peer begins a new connection while
      * this end still has the old one, the old one is lost first. */
     tb_status (*connect)(void *context, int32_t peer, const void *address, size_t nbytes);
 
-    /* (optional, all of mem_...; default: TB_REFUSED) Without them no peer reaches this rank's memory. */
+    /* (optional, all of mem_...; default: TB_REFUSED) Without them peers can't access this rank's memory. */
     tb_status (*mem_register)(void *context, const tb_mem_desc *desc, tb_mem **out);
-    /* Every later access by a peer fails, by name. The caller sees to it that none is under way. */
+    /* Later accesses by peers fail with TB_INVALID. The caller ensures that none is under way. */
     void (*mem_unregister)(void *context, tb_mem *mem);
     /* A key that `peer` may import once a message sent after this call has reached it. */
     tb_status (*mem_export)(void *context, tb_mem *mem, int32_t peer, tb_mem_key *out);
@@ -134,41 +134,39 @@ typedef struct tb_transport_ops {
     /* (optional; default NULL) An address at which the peer's memory can be read and written, or NULL where it can't.
      * Valid until the remote is released. What is read may have become invalid: see mem_is_valid. */
     void *(*mem_map)(void *context, tb_remote *remote);
-    /* (optional; default true) False once the owner has unregistered the memory or is lost. To be asked after reading
-     * through a mapping, before the bytes are believed. */
+    /* (optional; default true) False once the owner has unregistered the memory or is lost. Check it after reading
+     * through a mapping, before the bytes are used. */
     bool (*mem_is_valid)(void *context, const tb_remote *remote);
 
-    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces at once, one after the other;
-     * both lists have the same number of bytes in all, else TB_INVALID. What is out of bounds is refused before
-     * anything is read. May be called from any thread while the remote is held, also while another uses the transport.
-     */
+    /* (optional; default: TB_REFUSED) Reads ranges of a peer's memory into the pieces, synchronously; both lists must
+     * have the same number of bytes, else TB_INVALID. Ranges out of bounds are refused before anything is read. May be
+     * called from any thread while the remote is held, also while another uses the transport. */
     tb_status (*mem_read)(void *context, tb_remote *remote, const tb_range *ranges, size_t nranges,
                           const tb_piece *pieces, size_t npieces);
 
     tb_status (*post)(void *context, tb_op *op);
-    /* Completes an operation that has not completed with TB_CANCELLED; nothing of its memory is written after the call,
-     * and nobody who reads it then believes what they read. It completes with TB_TIMEOUT instead, after seconds, if the
-     * system or a library below does not release the memory, which may then still be read or written. The message that
-     * a cancelled receive has been matched with is dropped, and its send is done. A receive that has got a part of a
-     * message whose send is cancelled completes with TB_CANCELLED, too; one that has got nothing may go on waiting. */
+    /* Completes an operation that has not completed with TB_CANCELLED; its memory is not written after the call, and a
+     * peer that still reads it discards the data. It completes with TB_TIMEOUT instead, after seconds, if the system or
+     * a library below does not release the memory, which may then still be read or written. A message that a cancelled
+     * receive was matched with is dropped, and its send succeeds. A receive with a part of a message whose send is
+     * cancelled completes with TB_CANCELLED, too; one without may go on waiting. */
     void (*cancel)(void *context, tb_op *op);
-    /* Does what can be done without waiting; calls `done` and `lost`. */
+    /* Makes progress without blocking; calls `done` and `lost`. */
     tb_status (*progress)(void *context);
-    /* Readable when progress has something to do. To be waited for after a progress that did. */
+    /* Readable when progress has something to do. Wait for it after a call of progress. */
     int (*fd)(void *context);
-    /* (optional; default true) False while a connection that was there before `connect`, or that takes the place of a
-     * lost one, has not carried an answer of the peer since `connect` was called. */
+    /* (optional; default true) After `connect` of a peer that was connected before, or was lost: false until the peer
+     * has answered over the connection. */
     bool (*is_reached)(void *context, int32_t peer);
     /* (optional; default: a peer that was lost stays lost) Ends the connection: the peer is lost at both ends, and
      * `lost` is called in progress. `connect` begins another one. */
     void (*disconnect)(void *context, int32_t peer, const char *why);
 } tb_transport_ops;
 
-/* Adds a transport to those of the library, in the whole process, for good: after those for processes of one host,
- * before those that go over the network, because whoever brings one means it to be used. The table is copied, its name
- * is not. The same one again, by its name and `open`, is no error; TB_CONFLICT if another has its name; TB_INVALID if a
- * slot is missing that is not optional, or host memory is not among what it carries. Worlds that are there already do
- * without. Any thread. */
+/* Registers a transport in the process, permanently. In the order of preference it comes after transports within a
+ * machine and before network transports. The table is copied, its name is not. Registering the same name and `open`
+ * again is no error; TB_CONFLICT if another transport has the name; TB_INVALID if a required slot is missing, or
+ * TB_MEM_HOST is not in `memory`. Existing worlds do not use it. Any thread. */
 TB_API tb_status tb_transport_register(const tb_transport_ops *ops);
 
 /* An open transport. */

@@ -1,11 +1,11 @@
-/* Bytes: those of somebody else, and a buffer of one's own that grows. */
+/* Borrowed bytes, and a growing buffer. */
 #ifndef TB_BASE_BYTES_H
 #define TB_BASE_BYTES_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Bytes that belong to somebody else. */
+/* Borrowed bytes. */
 typedef struct tb__blob {
     const uint8_t *data;
     size_t nbytes;

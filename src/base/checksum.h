@@ -1,12 +1,12 @@
-/* Checksums, by which bytes that were changed on their way are told from those that were not: XXH3 with 64 bits of each
- * block of 64 KiB, then of the blocks' sums, as little-endian words. So the blocks can be summed in any order. */
+/* Checksums of data in transit: 64-bit XXH3 of each block of 64 KiB, then of these sums, as little-endian words. So
+ * blocks can be summed in any order. */
 #ifndef TB_BASE_CHECKSUM_H
 #define TB_BASE_CHECKSUM_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TB__CHECKSUM_BLOCK = 64 << 10 }; /* bytes; the last block has what is left */
+enum { TB__CHECKSUM_BLOCK = 64 << 10 }; /* bytes; the last block may be shorter */
 
 static inline size_t tb__checksum_nblocks(size_t nbytes) {
     return nbytes / TB__CHECKSUM_BLOCK + (nbytes % TB__CHECKSUM_BLOCK != 0);
@@ -15,7 +15,7 @@ static inline size_t tb__checksum_nblocks(size_t nbytes) {
 /* XXH3 of the bytes: of one block, or of the sums of all of them. */
 uint64_t tb__checksum_block(const void *data, size_t nbytes);
 
-/* The checksum. */
+/* The checksum of any number of bytes. */
 uint64_t tb__checksum(const void *data, size_t nbytes);
 
 #endif

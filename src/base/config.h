@@ -1,6 +1,6 @@
 /* Settings that come from the environment: one table of names, environment names, defaults and help.
  *
- * Only programs read them, once, when they start; the library's layers are handed values and never look here. */
+ * Only programs read them, once, at start; the library's layers get values as options. */
 #ifndef TB_BASE_CONFIG_H
 #define TB_BASE_CONFIG_H
 
@@ -23,7 +23,7 @@ typedef enum tb__config_kind {
 
 typedef struct tb__config_entry {
     const char *name, *env;
-    const char *initial; /* the value while the environment says nothing, as the environment would write it */
+    const char *initial; /* the default, in the environment's notation */
     tb__config_kind kind;
     const char *help;
 } tb__config_entry;
@@ -38,7 +38,7 @@ typedef struct tb__config {
 /* Reads the environment. A variable that is empty counts as not set; one that is malformed fails, by name. */
 tb_status tb__config_load(tb__config *out);
 
-/* A value as the environment would write it. */
+/* Appends a value in the environment's notation. */
 void tb__config_add(const tb__config *config, tb__config_key key, tb__text *text);
 
 static inline tb_log_level tb__config_log(const tb__config *config) {

@@ -36,13 +36,13 @@ const char *tb__errno_text(int error) {
     return text;
 }
 
-enum { SHORTAGE_MS = 1000 }; /* how long a note counts */
+enum { SHORTAGE_MS = 1000 }; /* how long a recorded shortage counts */
 
 static _Atomic(const char *) shortage;
 static _Atomic int shortage_error;
 static _Atomic int64_t shortage_end_ms;
 
-void tb__shortage_note(const char *what, int error) {
+void tb__shortage_record(const char *what, int error) {
     atomic_store(&shortage, what);
     atomic_store(&shortage_error, error);
     atomic_store(&shortage_end_ms, tb__now_ms() + SHORTAGE_MS);

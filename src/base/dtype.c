@@ -30,24 +30,24 @@ static const struct {
     [TB_F4E2M1] = {"f4e2m1", "f4e2m1", "F4", 4, TB__OPAQUE},
 };
 
-static bool known(tb_dtype dtype) {
+static bool is_known(tb_dtype dtype) {
     return (unsigned)dtype < TB_DTYPE_COUNT && table[dtype].name;
 }
 
 const char *tb_dtype_name(tb_dtype dtype) {
-    return known(dtype) ? table[dtype].name : NULL;
+    return is_known(dtype) ? table[dtype].name : NULL;
 }
 
 const char *tb__dtype_safetensors(tb_dtype dtype) {
-    return known(dtype) ? table[dtype].safetensors : NULL;
+    return is_known(dtype) ? table[dtype].safetensors : NULL;
 }
 
 unsigned tb_dtype_bits(tb_dtype dtype) {
-    return known(dtype) ? table[dtype].bits : 0;
+    return is_known(dtype) ? table[dtype].bits : 0;
 }
 
 tb__dtype_class tb__dtype_class_of(tb_dtype dtype) {
-    return known(dtype) ? table[dtype].cls : TB__OPAQUE;
+    return is_known(dtype) ? table[dtype].cls : TB__OPAQUE;
 }
 
 tb_status tb_dtype_parse(const char *name, tb_dtype *out) {

@@ -12,14 +12,19 @@ typedef enum tb__dtype_class {
 
 tb__dtype_class tb__dtype_class_of(tb_dtype dtype);
 
-const char *tb__dtype_safetensors(tb_dtype dtype); /* "BF16", as safetensors files have it; NULL for what is no dtype */
+const char *tb__dtype_safetensors(tb_dtype dtype); /* "BF16", as in safetensors files; NULL if dtype is invalid */
 
 /* Elements that share a byte: 2 for f4e2m1, else 1. */
 static inline int64_t tb__dtype_packing(tb_dtype dtype) {
     return tb_dtype_bits(dtype) == 4 ? 2 : 1;
 }
 
-/* Bytes of so many elements next to one another. */
+/* Bytes from one element to another that is so many elements away, which is even for f4e2m1. */
+static inline int64_t tb__dtype_offset(tb_dtype dtype, int64_t elements) {
+    return tb_dtype_bits(dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(dtype) / 8);
+}
+
+/* Bytes of so many contiguous elements. */
 static inline int64_t tb__dtype_bytes(tb_dtype dtype, int64_t nelements) {
     int64_t packing = tb__dtype_packing(dtype), bits = tb_dtype_bits(dtype);
     return packing > 1 ? (nelements + packing - 1) / packing : nelements * (bits / 8);

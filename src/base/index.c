@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-static void insert(tb__index *index, struct tb__index_slot entry) {
+static void insert_slot(tb__index *index, struct tb__index_slot entry) {
     size_t at = entry.hash & (index->nslots - 1);
     while (index->slot[at].position)
         at = (at + 1) & (index->nslots - 1);
@@ -20,12 +20,12 @@ bool tb__index_add(tb__index *index, uint64_t hash, size_t position) {
             return false;
         for (size_t i = 0; i < index->nslots; i++) {
             if (index->slot[i].position)
-                insert(&grown, index->slot[i]);
+                insert_slot(&grown, index->slot[i]);
         }
         free(index->slot);
         *index = grown;
     }
-    insert(index, (struct tb__index_slot){hash, position + 1});
+    insert_slot(index, (struct tb__index_slot){hash, position + 1});
     index->count++;
     return true;
 }

@@ -23,7 +23,7 @@ typedef struct tb__index {
 } tb__index;
 
 TB_API bool tb__index_add(tb__index *index, uint64_t hash, size_t position); /* false: no memory */
-void tb__index_clear(tb__index *index); /* it can take as many again without more memory */
+void tb__index_clear(tb__index *index);                                      /* keeps the memory */
 TB_API size_t tb__index_next(const tb__index *index, uint64_t hash, size_t *probe);
 TB_API void tb__index_fini(tb__index *index);
 

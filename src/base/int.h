@@ -12,7 +12,7 @@ static inline int64_t tb__max64(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-/* The first multiple from n on. */
+/* Rounds n up to a multiple. */
 static inline int64_t tb__align(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
@@ -33,8 +33,8 @@ static inline int tb__compare_uint64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Sets the variable i to the first number from i on for which the claim, an expression in i, is true; to `end` if there
- * is none. From there on the claim must stay true. */
+/* Binary search: sets the variable i to the first number in i .. end-1 for which the claim, an expression in i, is
+ * true; to `end` if there is none. The claim must be true for all numbers after that one. */
 #define TB_BISECT(i, end, claim)                                                                                       \
     do {                                                                                                               \
         __typeof__(i) low_ = (i), high_ = (end);                                                                       \

@@ -1,4 +1,4 @@
-/* Libraries that are loaded when they are first needed, so that tensorbus works where there are none. */
+/* Libraries that are loaded on first use, so that tensorbus works without them. */
 #ifndef TB_BASE_LIBRARY_H
 #define TB_BASE_LIBRARY_H
 
@@ -11,7 +11,7 @@ typedef struct tb__symbol {
     size_t nbytes; /* of the slot */
 } tb__symbol;
 
-/* Loads the library, for good, and finds all the functions. NULL: it can't be, and `why` says why. */
+/* Loads the library, which is never unloaded, and finds all functions. NULL: failure, for the reason in `why`. */
 void *tb__library_load(const char *name, const tb__symbol *symbols, size_t nsymbols, char *why, size_t room);
 
 #endif

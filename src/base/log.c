@@ -13,7 +13,7 @@ static tb_log_fn sink;
 static void *sink_arg;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Another thread may have had it: a sink takes its time. */
+/* Another thread may have held the lock at the fork. */
 static void after_fork_in_child(void) {
     pthread_mutex_init(&lock, NULL);
 }

@@ -1,4 +1,4 @@
-/* Messages for whoever runs the program. Costs a comparison while nobody listens. */
+/* The log. Costs one comparison if the level is off. */
 #ifndef TB_BASE_LOG_H
 #define TB_BASE_LOG_H
 

@@ -17,7 +17,7 @@ void tb__mem_fail_after(long n) {
     fail_after = n;
 }
 
-static bool refused(size_t count, size_t size) {
+static bool is_refused(size_t count, size_t size) {
     if (fail_after > 0)
         fail_after--;
     else if (fail_after == 0)
@@ -25,22 +25,22 @@ static bool refused(size_t count, size_t size) {
     return size != 0 && count > PTRDIFF_MAX / size;
 }
 
-static void *checked(void *ptr, size_t count, size_t size) {
+static void *check_result(void *ptr, size_t count, size_t size) {
     if (!ptr)
         tb__set_detail("out of memory: %zu times %zu bytes", count, size);
     return ptr;
 }
 
 void *tb__calloc(size_t count, size_t size) {
-    return checked(refused(count, size) ? NULL : calloc(count ? count : 1, size), count, size);
+    return check_result(is_refused(count, size) ? NULL : calloc(count ? count : 1, size), count, size);
 }
 
 void *tb__malloc(size_t count, size_t size) {
-    return checked(refused(count, size) ? NULL : malloc(count && size ? count * size : 1), count, size);
+    return check_result(is_refused(count, size) ? NULL : malloc(count && size ? count * size : 1), count, size);
 }
 
 void *tb__realloc(void *ptr, size_t count, size_t size) {
-    return checked(refused(count, size) ? NULL : realloc(ptr, count && size ? count * size : 1), count, size);
+    return check_result(is_refused(count, size) ? NULL : realloc(ptr, count && size ? count * size : 1), count, size);
 }
 
 void *tb__memdup(const void *from, size_t count, size_t size) {
@@ -69,7 +69,7 @@ bool tb__vec_grow(void **items, size_t *capacity, size_t need, size_t size) {
 
 enum { BLOCK_SIZE = 16 * 1024 };
 
-static bool add_block(tb__arena *arena, size_t nbytes) {
+static bool add_arena_block(tb__arena *arena, size_t nbytes) {
     struct tb__arena_block *block = arena->spare;
     if (block && block->size >= nbytes) {
         arena->spare = block->prev;
@@ -89,10 +89,10 @@ static bool add_block(tb__arena *arena, size_t nbytes) {
 
 void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size) {
     if (size != 0 && count > (PTRDIFF_MAX - 4096) / size)
-        return checked(NULL, count, size);
+        return check_result(NULL, count, size);
     size_t align = _Alignof(max_align_t);
     size_t nbytes = count && size ? (count * size + align - 1) / align * align : align; /* never NULL for nothing */
-    if ((size_t)(arena->end - arena->next) < nbytes && !add_block(arena, nbytes))
+    if ((size_t)(arena->end - arena->next) < nbytes && !add_arena_block(arena, nbytes))
         return NULL;
     void *p = arena->next;
     arena->next += nbytes;

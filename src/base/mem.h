@@ -7,20 +7,20 @@
 
 #include <stdlib.h>
 
-/* Like calloc, malloc and realloc of count*size bytes; NULL, with the sentence set, if that overflows or fails. */
+/* Like calloc, malloc and realloc of count*size bytes; NULL, with tb_error_detail, if that overflows or fails. */
 TB_API void *tb__calloc(size_t count, size_t size);
 TB_API void *tb__malloc(size_t count, size_t size);
 TB_API void *tb__realloc(void *ptr, size_t count, size_t size);
 void *tb__memdup(const void *from, size_t count, size_t size);
 TB_API char *tb__strdup(const char *string);
 
-/* What an allocation of these takes, the allocator's own share included; 0 for NULL. */
+/* Bytes that an allocation takes, including the allocator's overhead; 0 for NULL. */
 size_t tb__mem_nbytes(const void *ptr);
 
-/* Tests: the allocation after `n` more on this thread fails, and those after it; negative: none. */
+/* For tests: after `n` more allocations on this thread, all fail; negative: none. */
 void tb__mem_fail_after(long n);
 
-/* Memory that is given back all at once. Zero-initialised is ready to use. */
+/* Memory that is freed all at once. Zero-initialised: empty. */
 typedef struct tb__arena {
     struct tb__arena_block *head, *spare;
     char *next, *end;
@@ -28,9 +28,9 @@ typedef struct tb__arena {
 
 void *tb__arena_alloc(tb__arena *arena, size_t count, size_t size);
 char *tb__arena_strdup(tb__arena *arena, const char *string);
-void tb__arena_reset(tb__arena *arena); /* forgets what was allocated, keeps the memory for next time */
+void tb__arena_reset(tb__arena *arena); /* frees all allocations, but keeps the memory */
 void tb__arena_fini(tb__arena *arena);
-size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */
+size_t tb__arena_nbytes(const tb__arena *arena); /* that the arena takes */
 
 /* TB_VEC(int) v = {0}; if (!tb__vec_push(&v, 1)) return TB_NO_MEMORY; ... free(v.item); */
 #define TB_VEC(type)                                                                                                   \
@@ -43,7 +43,7 @@ size_t tb__arena_nbytes(const tb__arena *arena); /* that it takes */
     (((v)->item && (v)->count + (more) <= (v)->capacity) ||                                                            \
      tb__vec_grow((void **)&(v)->item, &(v)->capacity, (v)->count + (more), sizeof *(v)->item))
 
-/* Sorts, and keeps one of those that are equal; how many these are. */
+/* Sorts and removes duplicates; returns the new count. */
 #define tb__vec_sort_unique(v, compare)                                                                                \
     ((v)->count = (v)->count ? tb__sort_unique((v)->item, (v)->count, sizeof *(v)->item, compare) : 0)
 

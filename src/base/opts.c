@@ -3,20 +3,20 @@
 
 #include <string.h>
 
-enum { SIZE_LIMIT = 1 << 16 }; /* no struct comes near it, but what stands in a `size` that was not set may */
+enum { SIZE_LIMIT = 1 << 16 }; /* no struct is that large, but an uninitialised `size` may be */
 
 static size_t min_size(size_t a, size_t b) {
     return a < b ? a : b;
 }
 
-static size_t size_of(const void *callers) {
+static size_t callers_size(const void *callers) {
     size_t size;
     memcpy(&size, callers, sizeof size);
     return size;
 }
 
 tb_status tb__struct_check(const void *callers, const char *what) {
-    size_t given = size_of(callers);
+    size_t given = callers_size(callers);
     if (given < sizeof given || given > SIZE_LIMIT)
         return tb__fail(TB_INVALID, "%s has size %zu; set it to sizeof the struct", what, given);
     return TB_OK;
@@ -24,7 +24,7 @@ tb_status tb__struct_check(const void *callers, const char *what) {
 
 static tb_status read_struct(void *ours, size_t size, const void *callers, const char *what) {
     TB_TRY(tb__struct_check(callers, what));
-    size_t given = size_of(callers);
+    size_t given = callers_size(callers);
     for (size_t i = size; i < given; i++) {
         if (((const unsigned char *)callers)[i] != 0)
             return tb__fail(TB_REFUSED,
@@ -47,16 +47,16 @@ tb_status tb__opts_read(void *ours, size_t size, const void *callers) {
 
 tb_status tb__struct_read(void *ours, size_t size, const void *callers, size_t i, const char *what) {
     TB_TRY(tb__struct_check(callers, what));
-    const char *from = (const char *)callers + i * size_of(callers);
-    if (size_of(from) != size_of(callers))
-        return tb__fail(TB_INVALID, "%s has size %zu, but the first in its array has %zu", what, size_of(from),
-                        size_of(callers));
+    const char *from = (const char *)callers + i * callers_size(callers);
+    if (callers_size(from) != callers_size(callers))
+        return tb__fail(TB_INVALID, "%s has size %zu, but the first in its array has %zu", what, callers_size(from),
+                        callers_size(callers));
     return read_struct(ours, size, from, what);
 }
 
 tb_status tb__struct_write(void *callers, const void *ours, size_t size, const char *what) {
     TB_TRY(tb__struct_check(callers, what));
-    size_t given = size_of(callers);
+    size_t given = callers_size(callers);
     memset(callers, 0, given);
     memcpy(callers, ours, min_size(given, size));
     memcpy(callers, &given, sizeof given);
@@ -64,7 +64,7 @@ tb_status tb__struct_write(void *callers, const void *ours, size_t size, const c
 }
 
 void tb__struct_take(void *ours, size_t size, void *callers) {
-    size_t given = size_of(callers);
+    size_t given = callers_size(callers);
     memset(ours, 0, size);
     if (given <= sizeof given)
         return;

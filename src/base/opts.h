@@ -9,16 +9,16 @@
  * caller's has fields that we do not know and that are not zero. ours->size becomes `size`. */
 TB_API tb_status tb__opts_read(void *ours, size_t size, const void *callers);
 
-/* The same for any other struct, which is the i-th of an array; all in it have one size. `what` is for sentences. */
+/* The same for any other struct, which is the i-th of an array; all in it have one size. `what` is for messages. */
 tb_status tb__struct_read(void *ours, size_t size, const void *callers, size_t i, const char *what);
 
-/* Whether the size of a struct that is to be filled in can be one. */
+/* Checks the size field of a struct that is to be filled in. */
 tb_status tb__struct_check(const void *callers, const char *what);
 
 /* Fills in the fields that the caller's struct has, and zeros for those that we do not know; its size stays. */
 tb_status tb__struct_write(void *callers, const void *ours, size_t size, const char *what);
 
-/* Moves the fields out of a struct that was filled in, which has zeros then; its size stays. */
+/* Moves the fields out of a filled-in struct, and zeroes them there; its size stays. */
 void tb__struct_take(void *ours, size_t size, void *callers);
 
 #endif

@@ -6,7 +6,7 @@
 #include <endian.h>
 #include <string.h>
 
-enum { MOST_STATUS = 64 }; /* as far as statuses will ever go */
+enum { MAX_STATUS = 64 }; /* statuses stay below that */
 
 void tb__pack_raw(tb__pack *pack, const void *data, size_t nbytes) {
     if (pack->failed || (nbytes > pack->capacity - pack->count &&
@@ -88,7 +88,7 @@ int64_t tb__unpack_i64(tb__unpack *u) {
 
 tb_status tb__unpack_status(tb__unpack *u) {
     uint32_t code = tb__unpack_u32(u);
-    u->failed |= code > MOST_STATUS;
+    u->failed |= code > MAX_STATUS;
     return u->failed ? TB_OK : (tb_status) - (int)code;
 }
 

@@ -1,12 +1,12 @@
-/* Messages between processes as bytes: numbers little-endian, at no alignment; strings and blobs with their length
- * before them. What others wrote may be nonsense, so reading checks everything: after a failed read all later ones give
- * zeros, and the reader asks once, at the end. */
+/* Serialised messages between processes: numbers little-endian and unaligned; strings and blobs after their length.
+ * Input may be malformed, so reading checks everything: after a failed read all later ones return zeros, and the caller
+ * checks once, at the end. */
 #ifndef TB_BASE_PACK_H
 #define TB_BASE_PACK_H
 
 #include "base/error.h"
 
-/* Zero-initialised is empty. After a failed append it stays failed; ask once, at the end. */
+/* Zero-initialised: empty. After a failed append it stays failed; check once, at the end. */
 typedef struct tb__pack {
     unsigned char *data;
     size_t count, capacity;
@@ -34,7 +34,7 @@ tb_status tb__unpack_status(tb__unpack *u);
 const void *tb__unpack_raw(tb__unpack *u, size_t nbytes);    /* NULL if there are fewer */
 const void *tb__unpack_bytes(tb__unpack *u, size_t *nbytes); /* points into the message */
 const char *tb__unpack_string(tb__unpack *u);                /* likewise; never NULL */
-size_t tb__unpack_count(tb__unpack *u, size_t least);        /* a u32; fails if so many of `least` bytes can't follow */
-bool tb__unpack_is_done(const tb__unpack *u);                /* all was read, and nothing failed */
+size_t tb__unpack_count(tb__unpack *u, size_t least);        /* a u32; fails if fewer than count * least bytes follow */
+bool tb__unpack_is_done(const tb__unpack *u);                /* everything was read, and nothing failed */
 
 #endif

@@ -1,4 +1,4 @@
-/* Threads without signals, and what a forked child finds. */
+/* Threads that block signals, and descriptors in forked children. */
 #include "base/process.h"
 
 #include <errno.h>
@@ -19,8 +19,8 @@ static LIST_HEAD(owned_list, tb__owned_fd) all = LIST_HEAD_INITIALIZER(all);
 
 /* A bit for each descriptor that a child closes. Systems give the lowest number that is free, so there is none beyond
  * this while fewer are open. */
-enum { MOST_FDS = 1 << 20, WORD_BITS = 64 };
-static _Atomic uint64_t closed_in_child[MOST_FDS / WORD_BITS];
+enum { MAX_FDS = 1 << 20, WORD_BITS = 64 };
+static _Atomic uint64_t closed_in_child[MAX_FDS / WORD_BITS];
 static _Atomic int last_fd = -1; /* the highest that was ever owned */
 
 static void before_fork(void) {
@@ -60,7 +60,7 @@ tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *
 }
 
 int tb__fd_own(int fd) {
-    if (fd < 0 || fd >= MOST_FDS)
+    if (fd < 0 || fd >= MAX_FDS)
         return fd;
     pthread_once(&once, watch_forks);
     int last = last_fd;
@@ -74,7 +74,7 @@ void tb__fd_close(int fd) {
     if (fd < 0)
         return;
     /* In this order: once it is closed, its number may become that of another's descriptor. */
-    if (fd < MOST_FDS)
+    if (fd < MAX_FDS)
         atomic_fetch_and(&closed_in_child[fd / WORD_BITS], ~((uint64_t)1 << fd % WORD_BITS));
     /* A process that is just being spawned may have a copy, which must not keep a connection going. */
     shutdown(fd, SHUT_RDWR);

@@ -1,6 +1,6 @@
-/* Living inside somebody else's process: a clock for deadlines, threads that take no signals, and what a forked child
- * may do with the objects it has inherited: nothing but free them. It has neither the threads nor the descriptors, and
- * locks and memory as other threads had them at that moment. */
+/* A library's manners in a program's process: a clock for deadlines, threads that block signals, and fork. A forked
+ * child may only destroy the objects that it inherits: it has neither their threads nor their descriptors, and locks
+ * and memory are in whatever state other threads had them. */
 #ifndef TB_BASE_PROCESS_H
 #define TB_BASE_PROCESS_H
 
@@ -29,13 +29,14 @@ static inline bool tb__is_inherited(const tb__owner *of) {
 /* TB_REFUSED in a forked child: "this WHAT belongs to process 123; a forked child can't use it: INSTEAD". */
 tb_status tb__owner_check(const tb__owner *owner, const char *what, const char *instead);
 
-/* Closes the descriptor in every child that is forked from now on. A child that kept it would hold up what its end
- * announces: that a client has died, that a server's lock and port are free. Returns the descriptor; -1 is allowed. */
+/* Closes the descriptor in every child that is forked from now on. A copy in a child would hide that this process has
+ * closed it: that a client has died, or that a server's lock and port are free. Returns the descriptor; -1 is allowed.
+ */
 int tb__fd_own(int fd);
-/* Closes it here; -1 is allowed. A socket is shut down for everybody who has a copy. */
+/* Closes it here; -1 is allowed. A socket is shut down, also for copies in other processes. */
 void tb__fd_close(int fd);
 
-/* A descriptor that is owned, and that a forked child can tell from one of its own. */
+/* An owned descriptor that a forked child sees as closed. */
 typedef struct tb__owned_fd {
     LIST_ENTRY(tb__owned_fd) link;
     int fd; /* -1 in a forked child, where it is closed */
@@ -45,13 +46,12 @@ typedef struct tb__owned_fd {
 void tb__owned_fd_init(tb__owned_fd *owned, int fd);
 void tb__owned_fd_close(tb__owned_fd *owned);
 
-/* When the process was started, so that its number can't be mistaken for a later one's. False: it can't be told, errno
- * says why; ENOENT: there is none. */
+/* The start time of a process, to detect a reused pid. False: unknown, see errno; ENOENT: no such process. */
 bool tb__process_start_time(pid_t pid, uint64_t *out);
 
 tb_status tb__start_thread(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
 
-/* A condition whose timed waits take the times below. */
+/* A condition whose timed waits use CLOCK_MONOTONIC, as the times below. */
 void tb__monotonic_cond_init(pthread_cond_t *cond);
 
 static inline int64_t tb__now_ms(void) {
@@ -64,7 +64,7 @@ static inline struct timespec tb__time_of_ms(int64_t ms) {
     return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
 }
 
-void tb__sleep_ms(int64_t ms); /* whatever signals come */
+void tb__sleep_ms(int64_t ms); /* restarts after signals */
 
 /* What poll and epoll_wait take: never negative, and rounded so that sleeping it reaches the deadline. */
 static inline int tb__ms_until(int64_t deadline_ms) {

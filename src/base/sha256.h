@@ -19,7 +19,6 @@ void tb__sha256_end(tb__sha256 *hash, uint8_t out[TB__SHA256_NBYTES]);
 void tb__hmac_sha256(const void *key, size_t key_nbytes, const void *data, size_t nbytes,
                      uint8_t out[TB__SHA256_NBYTES]);
 
-/* Takes as long whatever the bytes are. */
 bool tb__is_equal_in_constant_time(const void *a, const void *b, size_t nbytes);
 
 #endif

@@ -1,4 +1,4 @@
-/* Status codes, the thread's error sentence, the version. */
+/* Status codes, the thread's error message, the version. */
 #include "base/error.h"
 #include "base/text.h"
 

@@ -4,7 +4,7 @@
 
 #include "base/error.h"
 
-/* Zero-initialised is an empty string. After a failed append it stays failed; ask once, at the end. */
+/* Zero-initialised: empty. After a failed append it stays failed; check once, at the end. */
 typedef struct tb__text {
     char *data;
     size_t count, capacity;
@@ -12,13 +12,13 @@ typedef struct tb__text {
 } tb__text;
 
 void tb__text_add(tb__text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
-void tb__text_add_json(tb__text *text, const char *string); /* a JSON string; what is not UTF-8 becomes ? */
+void tb__text_add_json(tb__text *text, const char *string); /* a JSON string; invalid UTF-8 becomes ? */
 bool tb__is_utf8(const char *string);
 void tb__text_tame(char *string);        /* white space becomes a blank, other control characters become ? */
-int tb__utf8_length(const char *string); /* of the character that it begins with; 0 if that is no UTF-8 */
+int tb__utf8_length(const char *string); /* of the first character; 0 if that is not UTF-8 */
 void tb__text_fini(tb__text *text);
 
-/* Hands the string over to the caller (free), or fails if an append failed. */
+/* Gives the string to the caller, who frees it; fails if an append failed. */
 tb_status tb__text_take(tb__text *text, char **out);
 
 int tb__compare_strings(const void *a, const void *b); /* for qsort of an array of const char * */

@@ -39,8 +39,9 @@ static void send_lie(tb__flow *flow, const lie *l) {
     flow->setup.is_bound = true; /* so that the truth is not told */
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, false);
-    pack_key(&pack, l->has_small_words ? flow->setup.src_regions[0] : flow->direct.words_region, reader->peer);
-    tb__pack_u64(&pack, l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.word - flow->direct.words));
+    pack_key(&pack, l->has_small_words ? flow->setup.src_regions[0] : flow->direct.exposures_region, reader->peer);
+    tb__pack_u64(&pack,
+                 l->is_word ? l->word_offset : (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
     uint32_t count = l->twice ? 2 : 1;
     tb__pack_u32(&pack, count);
     for (uint32_t i = 0; i < count; i++) {
@@ -89,7 +90,7 @@ static void tell_a_lie(rank *r) {
 
 static void test_places(void **state) {
     (void)state;
-    static const char outside[] = "tensor 'w' is not inside of its memory", word[] = "its word";
+    static const char outside[] = "tensor 'w' is not inside of its memory", word[] = "its exposure";
     const int64_t most = INT64_MAX, least = INT64_MIN;
     const lie lies[] = {
         {.words = NULL},
@@ -188,7 +189,8 @@ static void send_bad_frame(rank *r) {
         while (peer->rank == r->world->rank)
             peer = peer->next;
         piece = (tb_piece){bytes, f->nbytes};
-        op = (tb_op){.kind = TB_OP_SEND, .peer = peer->wire, .tag = TB__TAG_MESSAGE, .pieces = &piece, .npieces = 1};
+        op = (tb_op){
+            .kind = TB_OP_SEND, .peer = peer->transport_rank, .tag = TB__TAG_MESSAGE, .pieces = &piece, .npieces = 1};
         op.done = ignore;
         check_ok(tb__transport_post(peer->transport, &op));
         tb__loop_unlock(r->world->loop);

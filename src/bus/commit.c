@@ -182,7 +182,7 @@ static void send_prepared(const tb__commit_machine *c) {
     tb__pack pack = {0};
     begin_message(c, &pack, MESSAGE_PREPARED, c->attempt);
     tb__pack_u64(&pack, c->store_number);
-    tb__flow_send(flow_of(c), c->lead, &pack);
+    tb__flow_send_owner_message(flow_of(c), c->lead, &pack);
 }
 
 /* Does nothing at other ranks than the lead. */
@@ -196,7 +196,7 @@ static void send_decided(const tb__commit_machine *c, uint64_t attempt, tb__deci
         tb__pack_u32(&pack, decision);
         tb__pack_status(&pack, status);
         tb__pack_string(&pack, why);
-        tb__flow_send(flow_of(c), i, &pack);
+        tb__flow_send_owner_message(flow_of(c), i, &pack);
     }
 }
 
@@ -218,7 +218,7 @@ static bool on_decided(tb__commit_machine *c, uint64_t attempt, tb__unpack *mess
     if (!tb__unpack_is_done(message) || (!is_commit && (decision != TB__DECISION_ABORT || status == TB_OK)))
         return false;
     if (!is_commit)
-        tb__flow_note_abort(flow_of(c), attempt, tb__flow_number(flow_of(c), attempt), status, why);
+        tb__flow_record_abort(flow_of(c), attempt, tb__flow_number(flow_of(c), attempt), status, why);
     record_decision(c, attempt, (tb__decision)decision, status, why);
     return true;
 }

@@ -61,7 +61,7 @@ static void on_peer_broken(tb__handshake *handshake, size_t at, tb_status status
     }
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
-            tb__flow_failed(exchange->flows[i], at, why);
+            tb__flow_on_peer_failed(exchange->flows[i], at, why);
     }
     tb__set_detail("%s", why);
     tb__exchange_on_rank_lost(exchange);
@@ -185,7 +185,7 @@ static void on_exchange_peer_lost(tb__port *port, tb__peer *peer) {
         return;
     for (int i = 0; i < 2; i++) {
         if (exchange->flows[i])
-            tb__flow_lost(exchange->flows[i], at);
+            tb__flow_on_peer_lost(exchange->flows[i], at);
     }
     tb__set_detail("%s was lost during %s: %s", peer->label, exchange->what, peer->why ? peer->why : "?");
     if (exchange->has_agreed)

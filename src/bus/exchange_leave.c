@@ -37,7 +37,7 @@ void tb__exchange_report_gone(tb__exchange *exchange, size_t gone) {
     for (int i = 0; i < 2; i++) {
         const tb__goodbye *f = &exchange->goodbyes[gone][i];
         if (exchange->flows[i])
-            tb__flow_gone(exchange->flows[i], gone, f->started, &f->last);
+            tb__flow_on_peer_left(exchange->flows[i], gone, f->started, &f->last);
     }
 }
 

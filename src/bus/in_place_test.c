@@ -154,8 +154,8 @@ static void much(rank *r) {
         check_ok((is_a(r) ? tb_send : tb_recv)(s.batch, NULL, &t));
         check_ok(tb_wait(t, TB_COMMITTED, -1));
         const tb__flow *flow = s.batch->exchanges.item[0]->flows[0]; /* from a to b */
-        check(flow->staged.nbytes_most <= STAGING && flow->staged.nbytes == 0);
-        check(flow->staged.nbytes_most > 0 || !is_a(r)); /* receivers may read what is staged where it is */
+        check(flow->staged.nbytes_max <= STAGING && flow->staged.nbytes == 0);
+        check(flow->staged.nbytes_max > 0 || !is_a(r)); /* receivers may read what is staged where it is */
         for (size_t i = 0; is_partial && !is_a(r) && i < s.w.count; i++)
             check(part_bytes(&s.w)[i] == 2 * part_value(&s.w, i, version));
         check(is_partial || part_holds(&s.w, version));

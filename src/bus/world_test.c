@@ -125,7 +125,7 @@ static void test_hosts(void **state) {
         else
             check_fails(tb_pair_create(b, "p", "a", "mesh=1 place=R", NULL, &pair[1]), TB_REFUSED,
                         "has no transport in common with us, or is on another host: it has self, shm, we have self, "
-                        "shm; the store is one that only this host reaches");
+                        "shm; the store can be reached on this machine only");
         tb_pair_destroy(pair[1]);
         tb_pair_destroy(pair[0]);
         tb_world_destroy(b);

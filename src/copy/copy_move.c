@@ -234,7 +234,7 @@ _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "two ranks and a number have 64 b
 
 typedef TB_VEC(tb__flow_tensor) tensor_list;
 
-static tb_status add_peer_tensors(tb_copy *copy, tb__ir *ir, int32_t seat, bool is_send, tensor_list *out) {
+static tb_status add_peer_tensors(tb_copy *copy, tb__owned_ir *ir, int32_t seat, bool is_send, tensor_list *out) {
     tb__match_end end = tb__copy_ops_with(copy, is_send, seat);
     uint64_t here = (uint64_t)copy->world->rank, there = (uint64_t)copy->handshake.peers[copy->position[seat]]->rank;
     uint64_t key = ((is_send ? here : there) << RANK_BITS | (is_send ? there : here)) << NUMBER_BITS;
@@ -271,7 +271,7 @@ static int compare_tensor_keys(const void *a, const void *b) {
     return (x->key > y->key) - (x->key < y->key);
 }
 
-static tb_status add_tensor_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tensor, const tb__flow_tensor *t,
+static tb_status add_tensor_chunk(const tb_copy *copy, tb__owned_ir *ir, uint32_t tensor, const tb__flow_tensor *t,
                                   const tb__ir_limits *limits) {
     int32_t source = (int32_t)(t->key >> (RANK_BITS + NUMBER_BITS));
     int32_t target = (int32_t)(t->key >> NUMBER_BITS & (TB_MAX_RANKS - 1));
@@ -297,7 +297,7 @@ static tb_status add_tensor_chunk(const tb_copy *copy, tb__ir *ir, uint32_t tens
 }
 
 /* Chunks of a channel are sorted by key: the same order at both ends. */
-static tb_status make_copy_ir(tb_copy *copy, tb__ir *ir, tensor_list *tensors) {
+static tb_status make_copy_ir(tb_copy *copy, tb__owned_ir *ir, tensor_list *tensors) {
     tb__ir_limits limits = {.bucket_size = copy->bucket_size, .staged = copy->staging_bytes / 4};
     ir->view.rank = copy->world->rank;
     ir->view.bucket_size = copy->bucket_size;
@@ -343,7 +343,7 @@ static tb_status create_copy_flow(tb_copy *copy, tb_ir *ir, const tensor_list *t
 /* Makes no flow if this rank has no operations with others. */
 static tb_status make_copy_flow(tb_copy *copy) {
     tensor_list tensors = {0};
-    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    tb__owned_ir *ir = tb__calloc(1, sizeof *ir);
     tb_status status = ir ? make_copy_ir(copy, ir, &tensors) : TB_NO_MEMORY;
     if (status == TB_OK && tensors.count > 0)
         status = create_copy_flow(copy, &ir->view, &tensors);
@@ -428,9 +428,9 @@ static bool has_moved(void *arg) {
 /* The peer has voted, so it knows that the run has started. */
 void tb__copy_flow_gone(tb_copy *copy, size_t peer) {
     if (copy->peers[peer].lost_why)
-        tb__flow_failed(copy->flow, peer, copy->peers[peer].lost_why);
+        tb__flow_on_peer_failed(copy->flow, peer, copy->peers[peer].lost_why);
     else
-        tb__flow_gone(copy->flow, peer, 1, &(tb__failure){.why = ""});
+        tb__flow_on_peer_left(copy->flow, peer, 1, &(tb__failure){.why = ""});
 }
 
 static void begin_flow(tb_copy *copy) {

@@ -1,5 +1,5 @@
-/* A move: a box of elements that is copied, cast, reduced, quantised or zeroed on its way from one or several strided
- * places to another. Of a copy:
+/* A move: a box of elements that is copied, cast, reduced or quantised from one or several strided sources to a strided
+ * destination, or zeroed. A copy does:
  *
  *     dst[i, j, ...] = dst_dtype(wire_dtype(src_0[i, j, ...] op src_1[i, j, ...] op ...))
  *
@@ -14,13 +14,13 @@
 #include "device/quant.h"
 #include "tensorbus/plan.h"
 
-typedef struct tb__mapping tb__mapping; /* another process's memory, as this one reaches it */
+typedef struct tb__mapping tb__mapping; /* mapped memory of another process */
 
-/* Stands for the buffer of a run. */
+/* The mapping of sources in the buffer of a run. */
 #define TB__IN_BUFFER ((tb__mapping *)1)
 
-/* How a tensor is quantised, and which part of it a move is about: so many rows of a matrix, from `first` on, and so
- * many columns; all of them, unless it is dequantised. */
+/* A quantised matrix, and where the move's rows begin in it: at row `first`; and when dequantising, at column
+ * first_column. */
 typedef struct tb__quantised {
     tb__quant_format format;
     int64_t rows, columns, first, first_column;
@@ -38,33 +38,33 @@ typedef enum tb__move_kind {
 
 typedef struct tb__move {
     tb__move_kind kind;
-    uint32_t part; /* of the job that it belongs to: any number, by which it is run */
+    uint32_t part; /* of the job that it belongs to: any number; runs select parts by it */
     int ndim;      /* 2 for all but copies: rows and columns */
     int64_t len[TB_MAX_DIMS];
     void *dst;
     int64_t dst_stride[TB_MAX_DIMS]; /* elements; may be negative */
-    uint32_t nsrc;                   /* 0: zeros, and only the destination's fields count */
+    uint32_t nsrc;                   /* 0: zeroes the destination */
     const void *const *src;
     const int64_t (*src_stride)[TB_MAX_DIMS]; /* one row per source; elements; may be negative or 0 */
-    /* One per source: its address is an offset in it, or in the buffer of a run (TB__IN_BUFFER). NULL, of one or of
-     * all: it is an address. */
+    /* Per source: if set, the source's address is an offset in the mapping, or in the run's buffer (TB__IN_BUFFER). The
+     * array may be NULL. */
     tb__mapping *const *src_mapping;
-    bool is_dst_in_buffer; /* likewise; of QUANTISE: data and scales */
+    bool is_dst_in_buffer; /* dst is an offset in the run's buffer; of QUANTISE: data and scales are */
     tb_dtype src_dtype, wire_dtype, dst_dtype;
-    tb_reduce_op op;                /* where nsrc > 1 */
+    tb_reduce_op op;                /* if nsrc > 1 */
     uint64_t avg_divisor;           /* if over 1, a sum is divided by this before it is rounded */
     const tb__quantised *quantised; /* of QUANTISE and DEQUANTISE */
     float *amax;                    /* of AMAX; in host memory */
-    const char *name; /* of the tensor, for the sentence of a failure; NULL: it is not named. Borrowed by the job */
+    const char *name;               /* of the tensor, for messages; may be NULL. Borrowed by the job */
 } tb__move;
 
-/* Moves that are being listed. Zero-initialised is ready to use. */
+/* A list of moves. Zero-initialised: empty. */
 typedef struct tb__move_list {
     tb__arena arena;
     TB_VEC(tb__move) moves;
 } tb__move_list;
 
-/* Copies what the move points to, but for tensors and mappings. */
+/* Copies the move and its arrays. */
 tb_status tb__move_list_add(tb__move_list *list, const tb__move *move);
 void tb__move_list_fini(tb__move_list *list);
 
@@ -72,7 +72,7 @@ void tb__move_list_fini(tb__move_list *list);
  * have even strides in all others.
  *
  * Source and destination must not overlap, and neither may the destinations of moves that are run together: the caller
- * sees to that. Everything else is checked here. */
+ * must ensure that. Everything else is checked here. */
 tb_status tb__move_check(const tb__move *move);
 
 /* Bytes read and written, and those written alone. */

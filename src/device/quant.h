@@ -36,9 +36,9 @@ typedef struct tb__quant_format {
     bool is_swizzled;     /* mxfp8 and nvfp4: scales in tiles of 128 x 4, what they have too much is zero; else rows */
 } tb__quant_format;
 
-const char *tb__quant_name(tb__quant_kind kind); /* "mxfp8"; NULL for what is none */
+const char *tb__quant_name(tb__quant_kind kind); /* "mxfp8"; NULL if kind is invalid */
 
-/* What a quantised tensor takes. */
+/* The sizes of a quantised tensor. */
 typedef struct tb__quant_size {
     tb_dtype data_dtype, scale_dtype;                /* scale_dtype: of those in memory */
     int64_t data_nbytes;                             /* row-major, without gaps */

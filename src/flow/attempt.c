@@ -1,21 +1,20 @@
-/* The attempts of a flow: which of them have been started, what they are called, and which have ended without success.
- * A rank may be idle for any number of them, so what it keeps is short: one entry for each run of numbers, and the last
- * few reasons; neighbours among the older ones become one entry. */
+/* The attempts of a flow: see attempt.h. A rank may miss any number of attempts, so their record is bounded: one entry
+ * for each run of consecutive numbers, and the last few failures; older neighbours are merged. */
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
 
 #include <string.h>
 
-enum { MOST_ABORTS = 64, MOST_STARTS = 64, ABORT_ACK_MS = 1000 };
+enum { MAX_ABORTS = 64, MAX_STARTS = 64, ABORT_ACK_MS = 1000 };
 
 /* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
-bool tb__flow_note_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    tb__flow_note_started(flow, attempt);
+bool tb__flow_record_start(tb__flow *flow, uint64_t attempt, uint64_t number) {
+    tb__flow_record_started(flow, attempt);
     if (flow->attempts.starts.count && tb__flow_number(flow, attempt) == number)
         return true;
-    if (flow->attempts.starts.count == MOST_STARTS)
+    if (flow->attempts.starts.count == MAX_STARTS)
         memmove(flow->attempts.starts.item, flow->attempts.starts.item + 1,
                 --flow->attempts.starts.count * sizeof *flow->attempts.starts.item);
     return tb__vec_push(&flow->attempts.starts, (issued){attempt, number});
@@ -55,7 +54,7 @@ uint64_t tb__flow_started(const tb__flow *flow) {
     return flow->attempts.started;
 }
 
-void tb__flow_note_started(tb__flow *flow, uint64_t started) {
+void tb__flow_record_started(tb__flow *flow, uint64_t started) {
     flow->attempts.started = started > flow->attempts.started ? started : flow->attempts.started;
 }
 
@@ -74,23 +73,23 @@ uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
     return flow->version;
 }
 
-/* ---- Attempts that have ended ----------------------------------------------------------------------------------- */
+/* ---- Failed attempts ------------------------------------------------------------------------------------------- */
 
-/* The first entry that does not lie before the attempt. */
-static size_t find_place(const tb__flow *flow, uint64_t attempt) {
+/* The first entry that does not end before the attempt. */
+static size_t find_abort_index(const tb__flow *flow, uint64_t attempt) {
     size_t i = 0;
     TB_BISECT(i, flow->attempts.aborts.count, flow->attempts.aborts.item[i].last >= attempt);
     return i;
 }
 
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt) {
-    size_t at = find_place(flow, attempt);
+    size_t at = find_abort_index(flow, attempt);
     return at < flow->attempts.aborts.count && flow->attempts.aborts.item[at].first <= attempt
                ? &flow->attempts.aborts.item[at]
                : NULL;
 }
 
-/* The attempt that a leg has, or waits for, is in the gap behind this entry. */
+/* Whether a leg has, or waits for, an attempt in the gap between before[0] and before[1]. */
 static bool is_in_use(const tb__flow *flow, const tb__abort *before) {
     const tb__leg *legs[] = {&flow->send, &flow->recv};
     const uint64_t last[] = {flow->attempts.last_sent, flow->attempts.last_received};
@@ -102,10 +101,10 @@ static bool is_in_use(const tb__flow *flow, const tb__abort *before) {
     return false;
 }
 
-/* Makes the two oldest neighbours one entry. If there are none, what lies between two entries counts as ended, too: the
- * rank has had it, or had no part in it. But not an attempt that a leg is in: one that is prepared for it may commit.
- */
-static void join_two(tb__flow *flow) {
+/* Merges the two oldest adjacent entries. If none are adjacent, merges two with a gap between them: this rank has
+ * finished the attempts in the gap, or had no part in them. A gap with a leg's current attempt is kept, because that
+ * may still commit. */
+static void merge_two_aborts(tb__flow *flow) {
     tb__abort *item = flow->attempts.aborts.item;
     size_t n = flow->attempts.aborts.count, at = 0;
     while (at + 1 < n && item[at].last + 1 < item[at + 1].first)
@@ -119,17 +118,17 @@ static void join_two(tb__flow *flow) {
     memmove(item + at, item + at + 1, (--flow->attempts.aborts.count - at) * sizeof *item);
 }
 
-void tb__flow_note_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
+void tb__flow_record_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
     if (tb__flow_find_abort(flow, attempt))
         return;
     tb__staged_drop_announcements(flow, attempt, attempt);
-    if (flow->attempts.aborts.count == MOST_ABORTS)
-        join_two(flow);
+    if (flow->attempts.aborts.count == MAX_ABORTS)
+        merge_two_aborts(flow);
     tb__abort abort = {attempt, attempt, number, status, NULL};
-    size_t at = find_place(flow, attempt);
+    size_t at = find_abort_index(flow, attempt);
     if (tb__flow_find_abort(flow, attempt) || !tb__vec_reserve(&flow->attempts.aborts, 1) ||
         !(abort.why = tb__strdup(why)))
-        return; /* the deadline ends it instead */
+        return; /* without a record, the leg ends at its deadline */
     memmove(flow->attempts.aborts.item + at + 1, flow->attempts.aborts.item + at,
             (flow->attempts.aborts.count++ - at) * sizeof *flow->attempts.aborts.item);
     flow->attempts.aborts.item[at] = abort;
@@ -148,9 +147,9 @@ bool tb__flow_is_offered(const tb__flow *flow) {
            flow->report.broken.status == TB_OK;
 }
 
-/* A receiver passes over attempts that ended before it came. A sender passes over those that are older than its own,
- * by number. If its own has ended, it stops before that one and fails by it: sent with the next attempt, it would be
- * mixed with another version. Within an entry, numbers are counted back from the last attempt. */
+/* A receiver skips attempts that failed before it began. A sender skips those with lower numbers than its own. If its
+ * own number has failed, it stops before that attempt and fails with it: sent with the next attempt, it would be mixed
+ * with another version. Within an entry, numbers count back from the last attempt. */
 void tb__flow_skip_ended(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     uint64_t *last = last_of(flow, is_send);
@@ -172,9 +171,9 @@ void tb__attempts_fini(struct flow_attempts *attempts) {
     free(attempts->starts.item);
 }
 
-/* ---- Who has heard of an end ------------------------------------------------------------------------------------ */
+/* ---- Acknowledged aborts --------------------------------------------------------------------------------------- */
 
-/* In a flow where nobody issues numbers, no attempt follows that could be mistaken for another. */
+/* Without a lead there is one attempt only, which can't be mistaken for another. */
 static bool needs_abort_acks(const tb__flow *flow) {
     return flow->o.lead < flow->nmembers;
 }
@@ -191,8 +190,8 @@ void tb__flow_on_abort_ack(member *from, uint64_t attempt) {
     }
 }
 
-/* A rank that has heard of the end before it begins to receive passes over the attempt. So the leg has not ended, for
- * its user, before all have. One that is silent is not waited for much longer. */
+/* A rank that knows of the failure when it begins to receive skips the attempt. So the leg does not end, for its user,
+ * before all members know. Silent ones are given ABORT_ACK_MS. */
 void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->wake_ms = leg->acks_ms = tb__now_ms() + ABORT_ACK_MS;
@@ -203,7 +202,7 @@ void tb__flow_await_abort_acks(tb__flow *flow, bool is_send) {
     }
 }
 
-/* Where nothing can be begun any more, nobody has to hear. */
+/* If no further transfer can begin, acknowledgements do not matter. */
 bool tb__flow_step_abort_acks(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool is_over = flow->report.broken.status != TB_OK || flow->ngone > 0 || tb__now_ms() >= leg->acks_ms;

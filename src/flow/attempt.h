@@ -1,6 +1,6 @@
-/* The attempts of a flow (attempt.c): which have been started, what they are called, which have ended without success,
- * and which this rank's legs have had. struct flow_attempts is written there only. Attempts are the flow's own, one
- * after the other; what they are called is the batch's business.
+/* The attempts of a flow (attempt.c): which have started, under which transfer number, which have failed, and which of
+ * them this rank's legs have taken. Only attempt.c writes struct flow_attempts. A flow counts its attempts 1, 2, 3,
+ * ...; the batch gives each a transfer number.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_ATTEMPT_H
@@ -11,13 +11,13 @@
 
 typedef struct member member;
 
-/* A transfer that the lead has begun, and what it is called. Those that follow are called by the numbers that follow,
- * up to the next entry. */
+/* An attempt that the lead has started, and its transfer number. Later attempts have consecutive numbers, up to the
+ * next entry. */
 typedef struct issued {
     uint64_t attempt, number;
 } issued;
 
-/* Attempts that have ended without success. What is said of them is said of the last one. */
+/* A range of failed attempts. Number, status and message are those of the last one. */
 typedef struct tb__abort {
     uint64_t first, last;
     uint64_t number;
@@ -28,29 +28,29 @@ typedef struct tb__abort {
 struct flow_attempts {
     uint64_t started;
     TB_VEC(issued) starts;             /* ascending */
-    uint64_t last_sent, last_received; /* that legs of this rank have had */
+    uint64_t last_sent, last_received; /* taken by legs of this rank */
     TB_VEC(tb__abort) aborts;          /* ascending */
 };
 
-/* False: there is no memory for it. */
-bool tb__flow_note_start(tb__flow *flow, uint64_t attempt, uint64_t number);
-/* So many have been started, as another rank says. */
-void tb__flow_note_started(tb__flow *flow, uint64_t started);
-/* Of the last one that was begun, as far as this rank knows. */
+/* Records the transfer number of an attempt. False: no memory. */
+bool tb__flow_record_start(tb__flow *flow, uint64_t attempt, uint64_t number);
+/* Another rank knows of so many started attempts. */
+void tb__flow_record_started(tb__flow *flow, uint64_t started);
+/* The transfer number of the last attempt that this rank knows of. */
 uint64_t tb__flow_last_number(const tb__flow *flow);
-/* The last attempt that a leg of this rank has had. */
+/* The last attempt that the leg has taken. */
 uint64_t tb__flow_last_attempt(const tb__flow *flow, bool is_send);
-/* The leg has had the attempt after that, too; which that is. */
+/* Counts the attempt after that as taken, and returns it. */
 uint64_t tb__flow_count_attempt(tb__flow *flow, bool is_send);
-/* The lead's send takes the next number of all. */
+/* The lead's send takes a new attempt. */
 uint64_t tb__flow_issue_attempt(tb__flow *flow);
-/* The first attempt after that one that has not ended. */
+/* The first attempt after the leg's last one that has not failed. */
 uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send);
 void tb__flow_skip_ended(tb__flow *flow, bool is_send);
-/* Gives a leg that waits for a number the next one, if there is one. */
+/* Gives a leg without an attempt the next one, if that has started. Returns whether the leg has one. */
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send);
 const tb__abort *tb__flow_find_abort(const tb__flow *flow, uint64_t attempt);
-/* All have been told that the leg has failed: waits until they have heard it. */
+/* Makes a failed leg wait until all members have acknowledged its ABORT. */
 void tb__flow_await_abort_acks(tb__flow *flow, bool is_send);
 void tb__flow_ack_abort(tb__flow *flow, member *to, uint64_t attempt);
 void tb__flow_on_abort_ack(member *from, uint64_t attempt);

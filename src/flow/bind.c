@@ -9,17 +9,19 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* Below this, reading a peer's memory run by run costs more than having it packed. */
-enum { LEAST_RUN = 2048 };
-enum { MOST_SENDERS_READ = 1024 }; /* at a time, when they are not mapped */
+/* Shorter contiguous runs of bytes cost more to read one by one than to have packed. */
+enum { MIN_RUN = 2048 };
+enum { MAX_SENDERS_READ = 1024 }; /* at once, if they are not mapped */
 
-place *tb__member_place(const member *m, uint32_t tensor) {
+remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor) {
     size_t i = 0;
-    TB_BISECT(i, m->setup.places.count, m->setup.places.item[i].tensor >= tensor);
-    return i < m->setup.places.count && m->setup.places.item[i].tensor == tensor ? &m->setup.places.item[i] : NULL;
+    TB_BISECT(i, m->setup.remote_tensors.count, m->setup.remote_tensors.item[i].tensor >= tensor);
+    return i < m->setup.remote_tensors.count && m->setup.remote_tensors.item[i].tensor == tensor
+               ? &m->setup.remote_tensors.item[i]
+               : NULL;
 }
 
-bool tb__flow_is_far(const tb__flow *flow, int32_t rank) {
+bool tb__flow_is_on_other_machine(const tb__flow *flow, int32_t rank) {
     return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
 }
 
@@ -33,13 +35,13 @@ static bool has_target(const lane *l, int32_t rank) {
     return false;
 }
 
-/* Marks the tensors that the reader gets of this rank. */
+/* Marks the tensors that the reader gets from this rank. */
 static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_read) {
     const tb_ir *ir = flow->setup.ir;
     memset(is_read, 0, flow->o.ntensors * sizeof *is_read);
     for (size_t i = 0; i < ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        if (!(l->is_shipper || l->is_contributor) || !has_target(l, reader->peer->rank))
+        if (!(l->is_channel_source || l->is_contributor) || !has_target(l, reader->peer->rank))
             continue;
         const tb_bucket *first = &ir->buckets[l->channel->first_bucket], *last = first + l->channel->nbuckets;
         for (const tb_bucket *b = first; b < last; b++) {
@@ -49,12 +51,12 @@ static void mark_tensors(const tb__flow *flow, const member *reader, bool *is_re
     }
 }
 
-/* A key to the memory for the peer; or why there is none. */
-static const char *make_key(const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer,
-                            tb_mem_key *key) {
+/* Exports the memory to the peer. Returns NULL, or the reason why there is no key. */
+static const char *export_key(const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer,
+                              tb_mem_key *key) {
     if (!region)
         return "it has no elements here";
-    if (tb__flow_is_far(flow, peer->rank))
+    if (tb__flow_is_on_other_machine(flow, peer->rank))
         return "it is on another machine";
     if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
         return "other processes can't map the memory of its device";
@@ -65,15 +67,15 @@ static const char *make_key(const tb__flow *flow, const void *memory, tb__region
 
 void tb__flow_pack_key(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region, tb__peer *peer) {
     tb_mem_key key = {0};
-    const char *why = make_key(flow, memory, region, peer, &key);
+    const char *why = export_key(flow, memory, region, peer, &key);
     tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
 }
 
-/* The same, and why there is none. */
+/* Packs the key, or an empty one and the reason. */
 static void pack_key_or_why(tb__pack *pack, const tb__flow *flow, const void *memory, tb__region *region,
                             tb__peer *peer) {
     tb_mem_key key = {0};
-    const char *why = make_key(flow, memory, region, peer, &key);
+    const char *why = export_key(flow, memory, region, peer, &key);
     tb__pack_bytes(pack, key.bytes, why ? 0 : key.nbytes);
     if (why)
         tb__pack_string(pack, why);
@@ -83,8 +85,8 @@ static void send_bind(tb__flow *flow, member *reader, bool *is_read) {
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_BIND, 0);
     tb__pack_u32(&pack, flow->o.staged);
-    pack_key_or_why(&pack, flow, flow->direct.words, flow->direct.words_region, reader->peer);
-    tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.word - flow->direct.words));
+    pack_key_or_why(&pack, flow, flow->direct.exposures, flow->direct.exposures_region, reader->peer);
+    tb__pack_u64(&pack, (uint64_t)((char *)reader->direct.exposure - flow->direct.exposures));
     mark_tensors(flow, reader, is_read);
     uint32_t count = 0;
     for (size_t i = 0; i < flow->o.ntensors; i++)
@@ -125,9 +127,9 @@ tb_status tb__flow_send_binds(tb__flow *flow) {
     return TB_OK;
 }
 
-/* ---- What a reader reaches -------------------------------------------------------------------------------------- */
+/* ---- REACH ----------------------------------------------------------------------------------------------------- */
 
-/* Keeps a sentence for as long as the flow is there. */
+/* Copies a message into the flow's arena. */
 static const char *keep_sentence(tb__flow *flow, const char *sentence) {
     const char *kept = tb__arena_strdup(&flow->setup.arena, sentence);
     return kept ? kept : "there is no memory for the reason";
@@ -138,10 +140,10 @@ static tb_status import_key(const member *m, const void *bytes, size_t nbytes, t
     if (nbytes > sizeof key.bytes)
         return tb__fail(TB_INVALID, "its key has %zu bytes", nbytes);
     memcpy(key.bytes, bytes, nbytes);
-    return tb__transport_import(m->peer->transport, m->peer->wire, &key, out);
+    return tb__transport_import(m->peer->transport, m->peer->transport_rank, &key, out);
 }
 
-/* The memory to which the message has a key; NULL: *why says why it can't be had, or the message is malformed. */
+/* Imports the memory by the key in the message. NULL: *why is the reason, or the message is malformed. */
 static tb_remote *import_memory(tb__flow *flow, const member *m, tb__unpack *message, const char **why) {
     size_t nbytes;
     tb_remote *remote = NULL;
@@ -157,7 +159,7 @@ static tb_remote *import_memory(tb__flow *flow, const member *m, tb__unpack *mes
     return remote;
 }
 
-/* Whether all of these bytes lie in the memory, of which the transport knows the size. None of them is touched. */
+/* Checks that the byte range lies inside the remote memory. Reads nothing. */
 static tb_status check_inside(const member *m, tb_remote *remote, uint64_t first, uint64_t last) {
     return tb__transport_read(m->peer->transport, remote, (tb_range[]){{first, 0}, {last, 0}}, 2, NULL, 0);
 }
@@ -175,13 +177,13 @@ char *tb__member_map(member *m, const void *key, size_t key_nbytes, size_t nbyte
     return map;
 }
 
-/* The bytes of a tensor that this rank reads, counted from element (0, 0, ...). */
+/* The byte range of a tensor that this rank reads, relative to element (0, 0, ...). */
 typedef struct span {
     int64_t first, last; /* equal: none */
-    bool is_bad;         /* they are more than there can be */
+    bool is_bad;         /* it overflows */
 } span;
 
-static void add_chunk(const tb_chunk *chunk, const place *p, tb_dtype dtype, span *out) {
+static void add_chunk_moves(const tb_chunk *chunk, const remote_tensor *p, tb_dtype dtype, span *out) {
     int64_t low = 0, high = 0, bits = tb_dtype_bits(dtype);
     for (int d = 0; d < chunk->ndim; d++) {
         int64_t start, stop;
@@ -199,7 +201,7 @@ static void add_chunk(const tb_chunk *chunk, const place *p, tb_dtype dtype, spa
     out->last = is_first || last > out->last ? last : out->last;
 }
 
-/* By place. What is coded is not read in place. */
+/* The span of each remote tensor. Coded tensors are not read in place. */
 static void find_spans(const tb__flow *flow, const member *m, span *spans) {
     const tb_ir *ir = flow->setup.ir;
     uint32_t position = (uint32_t)(m - flow->members);
@@ -212,17 +214,18 @@ static void find_spans(const tb__flow *flow, const member *m, span *spans) {
             const tb_bucket *bucket = &ir->buckets[l->channel->first_bucket + j];
             for (size_t k = 0; k < bucket->nentries; k++) {
                 const tb_chunk *chunk = &ir->chunks[ir->entries[bucket->first_entry + k].chunk];
-                const place *p = tb__member_place(m, chunk->tensor);
+                const remote_tensor *p = tb__member_find_tensor(m, chunk->tensor);
                 if (p)
-                    add_chunk(chunk, p, flow->tensors[p->tensor].spec.src_dtype, &spans[p - m->setup.places.item]);
+                    add_chunk_moves(chunk, p, flow->tensors[p->tensor].spec.src_dtype,
+                                    &spans[p - m->setup.remote_tensors.item]);
             }
         }
     }
 }
 
-/* Finds out whether the tensor can be read without the sender's help; where it is not mapped, by reading a byte. False:
- * what the sender says of it leads out of the memory. */
-static bool reach_place(tb__flow *flow, const member *m, place *p, const span *read) {
+/* Tests whether the tensor can be read directly: mapped, or else by reading one byte. False: the sender's offset and
+ * strides lead outside of the memory. */
+static bool map_remote_tensor(tb__flow *flow, const member *m, remote_tensor *p, const span *read) {
     int64_t first, last;
     if (!p->remote)
         return true;
@@ -245,16 +248,16 @@ static bool reach_place(tb__flow *flow, const member *m, place *p, const span *r
     return true;
 }
 
-static bool reach_places(tb__flow *flow, member *m) {
-    span *spans = tb__calloc(m->setup.places.count, sizeof *spans);
+static bool map_remote_tensors(tb__flow *flow, member *m) {
+    span *spans = tb__calloc(m->setup.remote_tensors.count, sizeof *spans);
     bool is_good = true;
     if (!spans) {
-        tb__flow_no_room(flow, m);
+        tb__flow_fail_no_memory(flow, m);
         return true;
     }
     find_spans(flow, m, spans);
-    for (size_t i = 0; i < m->setup.places.count && is_good; i++)
-        is_good = reach_place(flow, m, &m->setup.places.item[i], &spans[i]);
+    for (size_t i = 0; i < m->setup.remote_tensors.count && is_good; i++)
+        is_good = map_remote_tensor(flow, m, &m->setup.remote_tensors.item[i], &spans[i]);
     free(spans);
     return is_good;
 }
@@ -265,22 +268,23 @@ static size_t find_tensor(const tb__flow *flow, uint64_t key) {
     return i < flow->o.ntensors && flow->tensors[i].key == key ? i : TB__NOWHERE;
 }
 
-static bool read_place(tb__flow *flow, member *m, tb__unpack *message) {
+static bool unpack_remote_tensor(tb__flow *flow, member *m, tb__unpack *message) {
     uint64_t name = tb__unpack_u64(message);
     size_t tensor = message->failed ? TB__NOWHERE : find_tensor(flow, name);
     if (!message->failed && tensor == TB__NOWHERE)
         tb__set_detail("there is no tensor of key %" PRIu64, name);
     if (tensor == TB__NOWHERE)
         return false;
-    place p = {.tensor = (uint32_t)tensor};
-    p.overwrites_source = tb__unpack_u32(message) != 0;
+    remote_tensor p = {.tensor = (uint32_t)tensor};
+    p.is_overwritten = tb__unpack_u32(message) != 0;
     p.remote = import_memory(flow, m, message, &p.why_staged);
     p.offset = tb__unpack_u64(message);
     for (int d = 0; d < flow->tensors[p.tensor].spec.shape.ndim; d++)
         p.strides[d] = tb__unpack_i64(message);
-    bool is_in_order = m->setup.places.count == 0 || m->setup.places.item[m->setup.places.count - 1].tensor < p.tensor;
-    /* There is room; what was imported is released with the places. */
-    m->setup.places.item[m->setup.places.count++] = p;
+    bool is_in_order = m->setup.remote_tensors.count == 0 ||
+                       m->setup.remote_tensors.item[m->setup.remote_tensors.count - 1].tensor < p.tensor;
+    /* Capacity is reserved. tb__flow_unbind releases the remote memory, also after an error. */
+    m->setup.remote_tensors.item[m->setup.remote_tensors.count++] = p;
     if (!is_in_order && !message->failed)
         tb__set_detail("tensors are not in order");
     return is_in_order && !message->failed;
@@ -293,8 +297,8 @@ static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
         for (size_t j = 0; j < first[i].nentries; j++) {
             const tb_chunk *chunk = &ir->chunks[ir->entries[first[i].first_entry + j].chunk];
             for (uint32_t k = 0; k < l->nsenders; k++) {
-                const place *p = tb__member_place(&flow->members[l->senders[k]], chunk->tensor);
-                if (p && p->overwrites_source && !tb__flow_is_in_place(flow, chunk))
+                const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[k]], chunk->tensor);
+                if (p && p->is_overwritten && !tb__flow_is_in_place(flow, chunk))
                     return true;
             }
         }
@@ -302,14 +306,14 @@ static bool lane_overwrites_source(const tb__flow *flow, const lane *l) {
     return false;
 }
 
-/* Both parts that this rank has of the tensor. */
+/* Whether this rank's parts of the tensor, source and target, are in host memory. */
 static bool is_on_host(const tb__flow *flow, const tb__flow_tensor *t) {
     return tb__loop_is_host_memory(flow->o.loop, t->src.base) && tb__loop_is_host_memory(flow->o.loop, t->dst.base);
 }
 
 /* Why a chunk can't be read from a sender; NULL: it can. */
 static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk, const member *m, bool *is_mapped) {
-    const place *p = tb__member_place(m, chunk->tensor);
+    const remote_tensor *p = tb__member_find_tensor(m, chunk->tensor);
     if (!p)
         return "its rank did not say where it is";
     *is_mapped = p->map != NULL;
@@ -317,16 +321,16 @@ static const char *why_staged_chunk(const tb__flow *flow, const tb_chunk *chunk,
         return p->why_staged;
     int outer;
     int64_t run = tb__box_run(chunk->ndim, chunk->len, p->strides, &outer);
-    bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < LEAST_RUN;
+    bool is_short = tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, run) < MIN_RUN;
     if (outer > 0 && is_short)
         return "its memory can't be mapped, and it lies there in short runs";
-    /* The host device reads it, which can combine it with host memory only, and write it only there. */
+    /* Only the host device can read it, which can't access other devices' memory. */
     return is_on_host(flow, &flow->tensors[chunk->tensor])
                ? NULL
                : "its memory can't be mapped, and this rank's is on a device";
 }
 
-/* Why nothing of the lane can be read from its senders; NULL: what its buckets say counts. */
+/* Why no bucket of the lane can be read; NULL: see why_staged_bucket. */
 static const char *why_staged_lane(const tb__flow *flow, const lane *l) {
     if (flow->o.staged || flow->o.checksum)
         return flow->o.staged ? "this rank has asked for it" : "buckets have checksums";
@@ -353,11 +357,11 @@ static const char *why_staged_bucket(const tb__flow *flow, const lane *l, const 
             all_mapped &= is_mapped;
         }
     }
-    return l->nsenders > MOST_SENDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
+    return l->nsenders > MAX_SENDERS_READ && !all_mapped ? "too many ranks would have to be read at a time" : NULL;
 }
 
-/* What this rank has itself is never staged. Buckets that are reduced are staged all, or none: ranks combine them in
- * one order. */
+/* This rank's own data is never staged. The buckets of a reduced lane are all staged or none is: all ranks combine them
+ * in one order. */
 static void choose_paths(tb__flow *flow, lane *l) {
     const tb_bucket *buckets = &flow->setup.ir->buckets[l->channel->first_bucket];
     bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
@@ -374,14 +378,14 @@ static void choose_paths(tb__flow *flow, lane *l) {
         paths[i].why_staged = why_all;
         l->takes_staged = paths[i].takes_staged = true;
     }
-    /* A rank that overwrites its own sources does not write what comes staged before it may write anything: held back
-     * in the memory through which others' data has to come, it could hold them up for ever. */
+    /* A rank that overwrites sources must not write staged buckets before all readers have stashed. Kept in
+     * POOL_RECEIVE until then, they could block others' buckets for ever; so they go to the stash. */
     l->overwrites_source = lane_overwrites_source(flow, l) || (flow->setup.overwrites_any_source && l->takes_staged);
     for (uint32_t i = 0; l->overwrites_source && i < l->nsenders; i++)
-        flow->members[l->senders[i]].setup.naside += l->channel->nbuckets;
+        flow->members[l->senders[i]].setup.nstash += l->channel->nbuckets;
 }
 
-/* The lane's buckets that have to be sent to this rank, as runs of neighbours. */
+/* Packs the lane's staged buckets as runs of consecutive ones. Returns the number of runs. */
 static uint32_t pack_staged(const tb__flow *flow, const lane *l, tb__pack *list) {
     const bucket_path *paths = &flow->setup.paths[l->channel->first_bucket];
     uint32_t nruns = 0;
@@ -406,15 +410,14 @@ static void send_reach(tb__flow *flow, member *sender) {
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
         bool is_from = false;
-        bool is_asked =
-            l->is_target && l->takes_staged && l->parent == l->shipper; /* others know that they hand it on */
+        bool is_asked = l->is_target && l->takes_staged && l->parent == l->source; /* relays know it without REACH */
         for (uint32_t j = 0; is_asked && j < l->nsenders; j++)
             is_from |= l->senders[j] == position;
         if (is_from)
             count += pack_staged(flow, l, &list);
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_REACH, 0);
-    tb__pack_u32(&pack, sender->setup.naside > 0);
+    tb__pack_u32(&pack, sender->setup.nstash > 0);
     tb__pack_u32(&pack, count);
     if (count)
         tb__pack_raw(&pack, list.data, list.count);
@@ -431,7 +434,7 @@ static tb_status choose_all_paths(tb__flow *flow) {
     return tb__staged_fit_stash(flow);
 }
 
-/* When all senders have said where their tensors are: decides what is staged, and tells them. */
+/* When all senders have sent BIND: decides what is staged, and sends REACH. */
 bool tb__flow_try_reach(tb__flow *flow) {
     if (flow->setup.is_reached)
         return false;
@@ -452,26 +455,26 @@ bool tb__flow_try_reach(tb__flow *flow) {
     return true;
 }
 
-/* The word by which the sender says what this rank may read, in memory of the sender's that is mapped here. Where it is
- * not, there is none. */
-static bool find_word(member *from, uint64_t offset) {
-    char *words = tb__transport_map(from->peer->transport, from->direct.words);
+/* Finds this rank's exposure in the mapped memory of the sender; leaves NULL if that is not mapped. False: the offset
+ * is bad. */
+static bool map_exposure(member *from, uint64_t offset) {
+    char *exposures = tb__transport_map(from->peer->transport, from->direct.exposures);
     uint64_t last;
-    if (!words)
+    if (!exposures)
         return true;
     tb_status status = __builtin_add_overflow(offset, sizeof(uint64_t), &last)
                            ? tb__fail(TB_INVALID, "its offset is %" PRIu64, offset)
-                           : check_inside(from, from->direct.words, offset, last);
-    if (status == TB_INVALID && tb__transport_is_valid(from->peer->transport, from->direct.words)) {
-        tb__prefix_detail("its word lies outside of its memory");
+                           : check_inside(from, from->direct.exposures, offset, last);
+    if (status == TB_INVALID && tb__transport_is_valid(from->peer->transport, from->direct.exposures)) {
+        tb__prefix_detail("its exposure lies outside of its memory");
         return false;
     }
-    if (((uintptr_t)words + offset) % sizeof(uint64_t) != 0) {
-        tb__set_detail("its word at byte %" PRIu64 " is not aligned", offset);
+    if (((uintptr_t)exposures + offset) % sizeof(uint64_t) != 0) {
+        tb__set_detail("its exposure at byte %" PRIu64 " is not aligned", offset);
         return false;
     }
     if (status == TB_OK)
-        from->direct.peer_exposure = (_Atomic uint64_t *)(void *)(words + offset);
+        from->direct.peer_exposure = (_Atomic uint64_t *)(void *)(exposures + offset);
     return true;
 }
 
@@ -481,31 +484,32 @@ bool tb__flow_on_bind(tb__flow *flow, member *from, tb__unpack *message) {
         return false;
     }
     bool wants_staging = tb__unpack_u32(message) != 0;
-    from->direct.words = import_memory(flow, from, message, &from->setup.why_staged);
+    from->direct.exposures = import_memory(flow, from, message, &from->setup.why_staged);
     uint64_t offset = tb__unpack_u64(message);
-    if (message->failed || (from->direct.words && !find_word(from, offset)))
+    if (message->failed || (from->direct.exposures && !map_exposure(from, offset)))
         return false;
     if (wants_staging)
         from->setup.why_staged = "its rank has asked for it";
     else if (!from->direct.peer_exposure && !from->setup.why_staged)
-        from->setup.why_staged = "the word by which its rank exposes it can't be mapped";
+        from->setup.why_staged = "its rank's exposure can't be mapped";
     size_t count = tb__unpack_count(message, 24);
-    if (!tb__vec_reserve(&from->setup.places, count)) {
-        tb__flow_no_room(flow, from);
+    if (!tb__vec_reserve(&from->setup.remote_tensors, count)) {
+        tb__flow_fail_no_memory(flow, from);
         return true;
     }
     for (size_t i = 0; i < count; i++) {
-        if (!read_place(flow, from, message))
+        if (!unpack_remote_tensor(flow, from, message))
             return false;
     }
-    if (!tb__unpack_is_done(message) || !reach_places(flow, from))
+    if (!tb__unpack_is_done(message) || !map_remote_tensors(flow, from))
         return false;
     from->setup.is_bound = true;
     tb__flow_try_reach(flow);
     return true;
 }
 
-/* The member must be sent so many buckets of a lane, from this one on. False: it must not, or has said so before. */
+/* Stages `count` buckets of a lane for the member, from this one on. False: it is not a target of them, or asks twice.
+ */
 static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t count, const char *why) {
     lane *l = tb__flow_lane(flow, bucket);
     uint32_t position = (uint32_t)(to - flow->members);
@@ -521,7 +525,7 @@ static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t 
         if (!p->staged)
             p->staged = tb__arena_alloc(&flow->setup.arena, l->first->ntargets, sizeof *p->staged);
         if (!p->staged) {
-            tb__flow_no_room(flow, to);
+            tb__flow_fail_no_memory(flow, to);
             return true;
         }
         l->nstaged += p->nstaged == 0;
@@ -534,7 +538,7 @@ static bool stage_for(tb__flow *flow, const member *to, size_t bucket, uint32_t 
 bool tb__flow_on_reach(tb__flow *flow, member *from, tb__unpack *message) {
     if (!from->setup.is_reader || from->setup.has_reach || !flow->setup.is_planned)
         return false;
-    from->setup.stashes = tb__unpack_u32(message) != 0;
+    from->setup.must_stash = tb__unpack_u32(message) != 0;
     size_t nruns = tb__unpack_count(message, 16);
     for (size_t i = 0; i < nruns; i++) {
         uint64_t id = tb__unpack_u64(message);
@@ -565,16 +569,16 @@ bool tb__flow_all_have_reach(const tb__flow *flow) {
 void tb__flow_unbind(tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
-        if (!m->peer) /* the flow could not be made */
+        if (!m->peer) /* tb__flow_create failed */
             continue;
         const tb_transport *t = m->peer->transport;
-        for (size_t j = 0; j < m->setup.places.count; j++) {
-            tb__host_unmap_reader(m->setup.places.item[j].reader);
-            if (m->setup.places.item[j].remote)
-                t->ops->mem_release(t->context, m->setup.places.item[j].remote);
+        for (size_t j = 0; j < m->setup.remote_tensors.count; j++) {
+            tb__host_unmap_reader(m->setup.remote_tensors.item[j].reader);
+            if (m->setup.remote_tensors.item[j].remote)
+                t->ops->mem_release(t->context, m->setup.remote_tensors.item[j].remote);
         }
-        free(m->setup.places.item);
-        if (m->direct.words)
-            t->ops->mem_release(t->context, m->direct.words);
+        free(m->setup.remote_tensors.item);
+        if (m->direct.exposures)
+            t->ops->mem_release(t->context, m->direct.exposures);
     }
 }

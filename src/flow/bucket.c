@@ -1,10 +1,11 @@
-/* Staged buckets. A bucket is announced to those who want it. A receiver that can map the sender's buffer reads it
- * there and says so (TAKEN); the sender withdraws the buffer from others' reach before it uses it for anything else,
- * and what was read after that does not count. Other receivers ask for the bucket (GO), and it is sent to them. Nobody
- * asks before it has memory for it, and a bucket that was announced is complete; so memory that is in use for receiving
- * always becomes free again. A rank that hands a bucket on keeps it until all have it to whom it does; these have
- * higher ranks, so that the last of them waits for nobody. */
+/* Staged buckets. A bucket is announced to its receivers. One that can map the sender's buffer reads it there and sends
+ * TAKEN; the sender revokes access to the buffer before it reuses it, and a read that ends later fails. Other receivers
+ * ask for the bucket (GO), and it is sent to them. A receiver asks only when it has memory for it, and an announced
+ * bucket is complete; so memory for receiving always becomes free again. A relay keeps a bucket until all its children
+ * have it; these have higher ranks, so there is no cycle of waits. */
 #include "flow/flow_inside.h"
+
+#include "base/int.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -31,7 +32,7 @@ size_t tb__flow_find_bucket(const tb__flow *flow, uint64_t id, uint32_t part) {
 /* ---- Memory ---------------------------------------------------------------------------------------------------- */
 
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes) {
-    /* Something always fits: alignment may make a bucket a few bytes longer than it was cut to be. */
+    /* An empty pool takes any bucket: alignment may make it a few bytes longer than the limit it was cut to. */
     return flow->staged.pool_used[which] == 0 ||
            flow->staged.pool_used[which] + (int64_t)nbytes <= flow->staged.pool_size[which];
 }
@@ -42,8 +43,8 @@ void *tb__flow_stage(tb__flow *flow, pool which, size_t nbytes) {
         return NULL;
     flow->staged.pool_used[which] += (int64_t)nbytes;
     flow->staged.nbytes += (int64_t)nbytes;
-    if (flow->staged.nbytes > flow->staged.nbytes_most)
-        flow->staged.nbytes_most = flow->staged.nbytes;
+    if (flow->staged.nbytes > flow->staged.nbytes_max)
+        flow->staged.nbytes_max = flow->staged.nbytes;
     return buffer;
 }
 
@@ -55,40 +56,39 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes) {
     flow->staged.nbytes -= (int64_t)nbytes;
 }
 
-static void raise(int64_t *most, int64_t nbytes) {
+static void raise_max(int64_t *most, int64_t nbytes) {
     *most = nbytes > *most ? nbytes : *most;
 }
 
-/* What the largest bucket takes of each pool; 0: it is not used. */
+/* The size of the largest bucket in each pool; 0: the pool is not used. */
 static void find_largest(const tb__flow *flow, int64_t largest[POOL_STASH]) {
     memset(largest, 0, POOL_STASH * sizeof *largest);
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        bool is_local = l->is_shipper && l->is_target;
+        bool is_local = l->is_channel_source && l->is_target;
         for (size_t j = 0; j < l->channel->nbuckets; j++) {
             const tb_bucket *bucket = &flow->setup.ir->buckets[l->channel->first_bucket + j];
             int64_t raw = tb__flow_raw_size(flow, bucket), inputs = raw * ((int64_t)l->nsenders - 1);
-            if ((l->is_shipper || l->is_contributor) && !is_local)
-                raise(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
-            if (l->is_shipper && !is_local && l->nsenders > 1)
-                raise(&largest[POOL_REDUCE], inputs + bucket->total_bytes);
+            if ((l->is_channel_source || l->is_contributor) && !is_local)
+                raise_max(&largest[POOL_SEND], l->is_contributor ? raw : bucket->total_bytes);
+            if (l->is_channel_source && !is_local && l->nsenders > 1)
+                raise_max(&largest[POOL_REDUCE], inputs + bucket->total_bytes);
             if (is_local && l->takes_staged)
-                raise(&largest[POOL_COMBINE], inputs);
+                raise_max(&largest[POOL_COMBINE], inputs);
             if (l->is_target && l->takes_staged)
-                raise(&largest[POOL_RECEIVE], bucket->total_bytes);
+                raise_max(&largest[POOL_RECEIVE], bucket->total_bytes);
         }
     }
 }
 
-/* What all that is put aside takes, against what there is. Where that is little, the other pools have to do with room
- * for one bucket each. */
+/* If the stash does not fit beside the other pools, they shrink to room for one bucket each. */
 tb_status tb__staged_fit_stash(tb__flow *flow) {
     int64_t need = 0, room = flow->o.own_staging_bytes, most_room = room, largest[POOL_STASH];
     find_largest(flow, largest);
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
         for (size_t j = 0; l->is_target && l->overwrites_source && j < l->channel->nbuckets; j++)
-            need += (flow->setup.ir->buckets[l->channel->first_bucket + j].total_bytes + 63) / 64 * 64;
+            need += tb__align(flow->setup.ir->buckets[l->channel->first_bucket + j].total_bytes, 64);
     }
     for (int p = 0; p < POOL_STASH; p++) {
         room -= largest[p] ? flow->staged.pool_size[p] : 0;
@@ -143,7 +143,7 @@ void tb__staged_bucket_destroy(staged_bucket *p) {
     }
     if (p->remote)
         release_remote(flow, p->messages[0].member, p->remote);
-    tb__region_put(p->region); /* before its memory is used for anything else */
+    tb__region_put(p->region); /* before its memory is reused */
     tb__flow_unstage(flow, p->pool, p->buffer, p->nbytes);
     tb__flow_unstage(flow, p->output_pool, p->output, p->output_nbytes);
     flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
@@ -163,7 +163,8 @@ static void on_bucket_message(tb_op *op) {
     tb__staged_bucket_leg(p)->in_flight--;
     tb__leg_idle(tb__staged_bucket_leg(p));
     bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
-    bool is_to_lost = op->kind == TB_OP_SEND && op->status == TB_LOST; /* whether it is needed is another question */
+    bool is_to_lost =
+        op->kind == TB_OP_SEND && op->status == TB_LOST; /* find_missing_member decides whether that matters */
     if (op->status == TB_OK && is_short) {
         op->status = TB_INVALID;
         snprintf(op->why, sizeof op->why, "%zu bytes came, not %zu", op->nbytes, c->piece.nbytes);
@@ -177,11 +178,11 @@ static void post_message(bucket_message *c, tb_op_kind kind) {
     tb__flow *flow = c->staged_bucket->flow;
     const member *m = &flow->members[c->member];
     c->op = (tb_op){.kind = kind,
-                    .peer = m->peer->wire,
+                    .peer = m->peer->transport_rank,
                     .tag = c->tag,
                     .pieces = c->staged_bucket->pieces ? c->staged_bucket->pieces : &c->piece,
                     .npieces = c->staged_bucket->pieces ? c->staged_bucket->npieces : 1,
-                    .is_expected = kind == TB_OP_SEND, /* whoever says GO has posted the receive before */
+                    .is_expected = kind == TB_OP_SEND, /* the receive was posted before GO */
                     .done = on_bucket_message,
                     .arg = c};
     c->is_posted = true;
@@ -222,8 +223,9 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     flow->recv.in_flight--;
     tb__leg_idle(&flow->recv);
     if (!is_valid)
-        return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED, "%s withdrew bucket %zu of %s while it was read",
-                        from->peer->label, p->bucket, flow->what);
+        return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED,
+                        "%s fail_withdrawn bucket %zu of %s while it was read", from->peer->label, p->bucket,
+                        flow->what);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_TAKEN, flow->recv.attempt);
     tb__pack_u64(&pack, c->tag);
@@ -315,7 +317,7 @@ void tb__staged_bucket_announce(staged_bucket *p) {
         return;
     uint64_t sum = p->kind == STAGED_IN ? p->messages[0].sum : p->sum;
     p->is_announced = true;
-    if (p->buffer && !p->lane->is_contributor) /* without it, the bucket is sent */
+    if (p->buffer && !p->lane->is_contributor) /* on failure the bucket is sent instead */
         (void)tb__region_get(flow->o.loop, p->buffer, p->nbytes, &p->region);
     for (size_t i = p->kind == STAGED_IN; i < p->nmessages; i++) {
         bucket_message *c = &p->messages[i];
@@ -338,7 +340,7 @@ void tb__staged_bucket_announce(staged_bucket *p) {
     }
 }
 
-/* What was announced to the member under this tag, and not asked for; NULL: the bucket was given up. */
+/* The message announced to the member under this tag, and not asked for yet; NULL: its leg has ended. */
 static bucket_message *find_announced(const tb__flow *flow, const member *to, uint64_t tag) {
     for (staged_bucket *p = flow->staged.buckets; p; p = p->next) {
         for (size_t i = p->kind == STAGED_IN; p->is_announced && i < p->nmessages; i++) {
@@ -383,16 +385,16 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
         return false;
     const lane *l = tb__flow_lane(flow, a.bucket);
     const tb_bucket *bucket = &flow->setup.ir->buckets[a.bucket];
-    int64_t nbytes = l->is_shipper ? tb__flow_raw_size(flow, bucket) : bucket->total_bytes;
-    bool makes_sense = l->is_shipper ? l->nsenders > 1 : l->is_target && l->parent == a.member;
-    if (!makes_sense || (int64_t)a.nbytes != nbytes) {
+    int64_t nbytes = l->is_channel_source ? tb__flow_raw_size(flow, bucket) : bucket->total_bytes;
+    bool is_from_sender = l->is_channel_source ? l->nsenders > 1 : l->is_target && l->parent == a.member;
+    if (!is_from_sender || (int64_t)a.nbytes != nbytes) {
         tb__set_detail("it announces %zu bytes of bucket %zu, which has %" PRId64 " and comes from %s", a.nbytes,
-                       a.bucket, nbytes, makes_sense ? "it" : "elsewhere");
+                       a.bucket, nbytes, is_from_sender ? "it" : "elsewhere");
         return false;
     }
     if (tb__flow_find_abort(flow, attempt))
         return true;
-    bool is_known = !l->is_shipper && attempt == flow->recv.attempt && flow->staged.is_taken[a.bucket];
+    bool is_known = !l->is_channel_source && attempt == flow->recv.attempt && flow->staged.is_taken[a.bucket];
     for (size_t i = 0; i < flow->staged.announcements.count && !is_known; i++) {
         const announcement *other = &flow->staged.announcements.item[i];
         is_known = other->bucket == a.bucket && other->member == a.member && other->attempt == attempt;
@@ -401,12 +403,12 @@ bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__un
         tb__set_detail("it announces bucket %zu twice", a.bucket);
         return false;
     }
-    /* What is combined, handed on or put aside needs memory of this rank's. */
-    if (!l->is_shipper && l->nchildren == 0 && !l->overwrites_source)
+    /* Buckets that are combined, relayed or stashed need a buffer of this rank. */
+    if (!l->is_channel_source && l->nchildren == 0 && !l->overwrites_source)
         a.map = tb__member_map(from, key, key_nbytes, a.nbytes, &a.remote);
     if (!tb__vec_push(&flow->staged.announcements, a)) {
         release_remote(flow, a.member, a.remote);
-        tb__flow_no_room(flow, from);
+        tb__flow_fail_no_memory(flow, from);
     }
     return true;
 }

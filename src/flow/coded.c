@@ -1,8 +1,7 @@
-/* Buckets of coded tensors. Conversions that come with tensorbus are moves, like any copy. The user's own are functions
- * that get host memory: boxes of tensors elsewhere are copied to scratch memory before, and from there afterwards. So a
- * bucket is packed by copies to scratch memory, functions and moves to its buffer, in this order; and unpacked by
- * copies to scratch memory, because a function need not write all of a box, functions, moves from the buffer and copies
- * from scratch memory. */
+/* Buckets of coded tensors. Conversions that come with tensorbus are moves. A user's conversion is a function on host
+ * memory; boxes of tensors on other devices are copied to scratch memory before and back afterwards. Order of packing:
+ * copies to scratch, functions, moves to the buffer. Order of unpacking: copies to scratch (a function need not write
+ * all of a box), functions, moves from the buffer, copies from scratch. */
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
@@ -15,7 +14,6 @@ static const tb_binding *binding_of(const tb__flow_tensor *t, bool packs) {
     return packs ? &t->src : &t->dst;
 }
 
-/* The chunk's box in the tensor. */
 static tb_binding box_of(const tb__flow_tensor *t, const tb_chunk *chunk, bool packs) {
     tb_binding box = *binding_of(t, packs);
     box.offset += (int64_t)tb__box_offset(&box, packs ? &chunk->src : &chunk->dst);
@@ -31,7 +29,7 @@ static int64_t nbytes_of(const tb_binding *box) {
     return tb__align(tb__dtype_bytes(box->dtype, n), 64);
 }
 
-/* The same box in scratch memory, from there on: row-major, with offsets from the memory's beginning. */
+/* The box in scratch memory: row-major, with offsets relative to the scratch memory. */
 static tb_status scratch_of(const tb_binding *box, int64_t at, tb_binding *out) {
     return tb_binding_contiguous(NULL, at, box->dtype, &box->shape, out);
 }
@@ -52,7 +50,6 @@ static bool needs_scratch(const tb__flow *flow, const tb_chunk *chunk, bool pack
 
 /* ---- Moves ------------------------------------------------------------------------------------------------------- */
 
-/* Between a box in a tensor and one in scratch memory. */
 static tb_status list_scratch(const tb_binding *box, const tb_binding *scratch, bool is_back, tb__move_list *out) {
     const tb_binding *from = is_back ? scratch : box, *to = is_back ? box : scratch;
     const void *src = (const char *)from->base + from->offset;
@@ -72,7 +69,7 @@ static tb_status list_scratch(const tb_binding *box, const tb_binding *scratch, 
     return tb__move_list_add(out, &move);
 }
 
-/* What has no codec at one end travels as its elements. */
+/* Without a codec at this end, the wire form must be the plain elements. */
 static tb_status check_elements(const tb__flow *flow, const tb_chunk *chunk) {
     int64_t n = 1;
     for (int d = 0; d < chunk->ndim; d++)
@@ -127,7 +124,7 @@ tb_status tb__flow_list_coded(tb__flow *flow, copy_kind kind, const tb_bucket_en
 
 /* ---- Steps ------------------------------------------------------------------------------------------------------- */
 
-tb_status tb__flow_begin_coded(copying *c) {
+tb_status tb__flow_begin_coded(copy_op *c) {
     const tb__flow *flow = c->flow;
     const tb_bucket *bucket = &flow->setup.ir->buckets[c->parts[0]];
     bool packs = c->kind == COPY_PACK;
@@ -141,7 +138,7 @@ tb_status tb__flow_begin_coded(copying *c) {
     return nbytes ? tb_alloc((size_t)nbytes, (void **)&c->scratch) : TB_OK;
 }
 
-/* Whether the leg still wants what is being converted. */
+/* Fails if the leg was cancelled, or its memory invalidated, during the user's function. */
 static tb_status check_wanted(const tb__flow *flow, bool is_send) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     if (leg->memory_invalidated)
@@ -150,7 +147,7 @@ static tb_status check_wanted(const tb__flow *flow, bool is_send) {
                              : TB_OK;
 }
 
-static tb_status call_user(const copying *c, const tb_bucket_entry *entry, int64_t at) {
+static tb_status call_user(const copy_op *c, const tb_bucket_entry *entry, int64_t at) {
     tb__flow *flow = c->flow;
     const tb_chunk *chunk = &flow->setup.ir->chunks[entry->chunk];
     const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
@@ -170,7 +167,7 @@ static tb_status call_user(const copying *c, const tb_bucket_entry *entry, int64
     return status == TB_OK ? check_wanted(flow, c->is_send) : tb__fail_within(status, "tensor '%.100s'", t->spec.name);
 }
 
-static tb_status call_all(const copying *c) {
+static tb_status call_all(const copy_op *c) {
     tb__flow *flow = c->flow;
     const tb_bucket *bucket = &flow->setup.ir->buckets[c->parts[0]];
     bool packs = c->kind == COPY_PACK;
@@ -187,7 +184,7 @@ static tb_status call_all(const copying *c) {
     return TB_OK;
 }
 
-tb_status tb__flow_step_coded(copying *c) {
+tb_status tb__flow_step_coded(copy_op *c) {
     switch (c->running) {
     case COPY_SCRATCH_SRC:
     case COPY_SCRATCH_DST:

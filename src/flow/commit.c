@@ -1,11 +1,10 @@
-/* Shadowed receives. Data lands in shadow memory beside the targets; a receive that has all of it is prepared, and
- * waits until its owner has it applied (the shadow is copied into the tensors) or discarded (they keep what they have).
- */
+/* Shadowed receives. Data lands in shadow memory; a complete receive is prepared, and waits until its owner has it
+ * applied (the shadow is copied into the tensors) or discarded (the tensors keep their contents). */
 #include "flow/flow_inside.h"
 
 #include <stdio.h>
 
-/* Only ranks that receive need it. */
+/* Whether the flow makes a shadow for the tensor. */
 bool tb__flow_has_shadow(const tb__flow *flow, size_t i) {
     const tb__flow_tensor *t = &flow->tensors[i];
     return !t->is_gathered && !t->has_own_shadow && flow->setup.dst_regions[i];
@@ -17,10 +16,11 @@ tb_status tb__flow_make_shadow(tb__flow *flow) {
         return TB_NO_MEMORY;
     for (size_t i = 0; i < flow->o.ntensors; i++)
         has[i] = tb__flow_has_shadow(flow, i);
-    tb_status status = tb__flow_bind_beside(flow, false, has, &flow->shadow.live);
+    tb_status status = tb__flow_bind_duplicates(flow, false, has, &flow->shadow.live);
     free(has);
     TB_TRY(status);
-    return tb__flow_prepare_copies(flow, COPY_COMMIT); /* now, because a failure to apply can't be undone elsewhere */
+    return tb__flow_prepare_copies(flow,
+                                   COPY_COMMIT); /* now, because other ranks may have committed when applying fails */
 }
 
 void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status status, const char *why) {
@@ -67,11 +67,11 @@ void tb__flow_discard(tb__flow *flow, bool is_aborted, tb_status status, const c
     leg->is_under_way = false;
     leg->status = status;
     snprintf(leg->why, sizeof leg->why, "%s", why);
-    char words[TB__WORDS_MAX];
-    tb__flow_own_words(flow, status, leg->why, words);
+    char reason[TB__REASON_MAX];
+    tb__flow_reason_for_others(flow, status, leg->why, reason);
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].setup.is_sender)
-            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, status, words);
+            tb__flow_tell_abort(flow, i, leg->attempt, leg->number, status, reason);
     }
 }
 
@@ -83,7 +83,7 @@ static void call_applying(tb__flow *flow, bool is_done) {
     tb__loop_lock(flow->o.loop);
 }
 
-/* The receive may have been discarded before. */
+/* The receive may have been discarded meanwhile. */
 static void end_apply(tb__flow *flow, tb_status status, const char *why) {
     tb__leg *leg = &flow->recv;
     flow->shadow.is_applying = false;
@@ -98,10 +98,10 @@ static void end_apply(tb__flow *flow, tb_status status, const char *why) {
     }
     tb__flow_tell_owner(flow, TB__SHADOW_APPLIED, status, why);
     tb__loop_wake(flow->o.loop);
-    tb__loop_signal(flow->o.loop); /* somebody may wait for the memory */
+    tb__loop_signal(flow->o.loop); /* tb_world_invalidate may wait for the memory */
 }
 
-static void end_commit_copy(copying *c, tb_status status) {
+static void end_commit_copy(copy_op *c, tb_status status) {
     if (status == TB_OK)
         call_applying(c->flow, true);
     end_apply(c->flow, status, c->why);
@@ -111,10 +111,10 @@ void tb__flow_apply(tb__flow *flow) {
     flow->shadow.is_applying = true;
     call_applying(flow, false);
     tb_status status = tb__flow_check_memory(flow, false);
-    copying *c = status == TB_OK ? tb__flow_new_copying(flow, false, COPY_COMMIT, 0) : NULL;
+    copy_op *c = status == TB_OK ? tb__flow_new_copy_op(flow, false, COPY_COMMIT, 0) : NULL;
     if (c) {
         c->end = end_commit_copy;
-        status = tb__flow_start_copying(c);
+        status = tb__flow_start_copy_op(c);
     } else if (status == TB_OK) {
         status = TB_NO_MEMORY;
     }

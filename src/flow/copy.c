@@ -1,18 +1,14 @@
-/* Buckets become moves. All moves of one kind are prepared together, as a job whose parts are the buckets, when the
- * first of them is needed; a *copying* runs some of the parts, and ends in what happens next. */
+/* Copies of buckets and tensors as device moves. All moves of one kind are prepared together when the first is needed,
+ * as a job whose parts are the buckets. A copy operation (copy_op) runs some of the parts, then calls its `end`. */
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 #include "device/host/reader.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-
-/* Bytes from one element to another that is so many elements away. */
-static int64_t distance(tb_dtype dtype, int64_t elements) {
-    return tb_dtype_bits(dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(dtype) / 8);
-}
 
 static int64_t element_offset(const int64_t *strides, int ndim, const int64_t *start) {
     int64_t offset = 0;
@@ -22,7 +18,7 @@ static int64_t element_offset(const int64_t *strides, int ndim, const int64_t *s
 }
 
 size_t tb__box_offset(const tb_binding *binding, const tb_box *box) {
-    return (size_t)distance(binding->dtype, element_offset(binding->strides, binding->shape.ndim, box->start));
+    return (size_t)tb__dtype_offset(binding->dtype, element_offset(binding->strides, binding->shape.ndim, box->start));
 }
 
 int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer) {
@@ -42,7 +38,7 @@ void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *
 }
 
 char *tb__binding_at(const tb_binding *b, const int64_t *start) {
-    return (char *)b->base + b->offset + distance(b->dtype, element_offset(b->strides, b->shape.ndim, start));
+    return (char *)b->base + b->offset + tb__dtype_offset(b->dtype, element_offset(b->strides, b->shape.ndim, start));
 }
 
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk) {
@@ -67,12 +63,8 @@ static int64_t nelements(const tb_chunk *chunk) {
     return n;
 }
 
-static int64_t align64(int64_t n) {
-    return (n + 63) / 64 * 64;
-}
-
 static int64_t raw_nbytes(const tb__flow *flow, const tb_chunk *chunk) {
-    return align64(tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, nelements(chunk)));
+    return tb__align(tb__dtype_bytes(flow->tensors[chunk->tensor].spec.src_dtype, nelements(chunk)), 64);
 }
 
 int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket) {
@@ -91,31 +83,31 @@ int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket) {
     return nbytes;
 }
 
-/* ---- Ends ----------------------------------------------------------------------------------------------------- */
+/* ---- Ends of moves --------------------------------------------------------------------------------------------- */
 
-/* One end of a move of a chunk. */
+/* The source or destination of a chunk's move. */
 typedef enum end_kind {
-    END_FEEDER, /* the tensor of a member that was bound */
+    END_SENDER, /* a sender's tensor, from its BIND */
     END_SOURCE, /* this rank's source tensor */
     END_TARGET, /* this rank's target tensor */
-    END_BUCKET, /* a buffer with the bucket's offsets, in the wire dtype */
-    END_RAW,    /* a buffer of contributions, in the source's dtype */
+    END_BUCKET, /* a bucket's buffer, in the wire dtype */
+    END_RAW,    /* a buffer of contributions, in the source dtype */
 } end_kind;
 
-typedef struct end {
+typedef struct move_end {
     end_kind kind;
-    member *member;    /* of FEEDER */
-    size_t raw_offset; /* of RAW: of the bucket's contribution in the buffer */
-} end;
+    member *member;    /* of SENDER */
+    size_t raw_offset; /* of RAW: offset of the contribution in the buffer */
+} move_end;
 
-/* The chunk of a bucket that is looked at. */
-typedef struct item {
+/* A chunk in a bucket. */
+typedef struct bucket_chunk {
     const tb_chunk *chunk;
     const tb_bucket_entry *entry;
-    size_t raw_offset; /* in a contribution to the bucket */
-} item;
+    size_t raw_offset; /* its offset in a contribution to the bucket */
+} bucket_chunk;
 
-static void row_major(const tb_chunk *chunk, const int64_t *len, int64_t *strides) {
+static void row_major_strides(const tb_chunk *chunk, const int64_t *len, int64_t *strides) {
     int64_t stride = 1;
     for (int d = chunk->ndim; d-- > 0;) {
         strides[d] = stride;
@@ -124,36 +116,36 @@ static void row_major(const tb_chunk *chunk, const int64_t *len, int64_t *stride
 }
 
 static tb_status read_remote(void *arg, const tb_range *ranges, size_t nranges, void *to, size_t nbytes) {
-    const place *p = arg;
+    const remote_tensor *p = arg;
     tb_status status = tb__transport_read(p->owner->transport, p->remote, ranges, nranges, &(tb_piece){to, nbytes}, 1);
     return status == TB_OK ? TB_OK : tb__fail_within(status, "%s", p->owner->label);
 }
 
-static tb_status map_reader(member *m, place *p, tb_dtype dtype, tb__mapping **out) {
+static tb_status map_reader(member *m, remote_tensor *p, tb_dtype dtype, tb__mapping **out) {
     (void)dtype;
     if (!p->reader) {
         p->owner = m->peer;
-        p->reader = tb__host_map_reader(SIZE_MAX >> 8, read_remote, p); /* bounds were checked when it was bound */
+        p->reader = tb__host_map_reader(SIZE_MAX >> 8, read_remote, p); /* bounds were checked on BIND */
     }
     *out = p->reader;
     return p->reader ? TB_OK : TB_NO_MEMORY;
 }
 
-/* Where an end has the chunk, and how it is strided there. *mapping says what the address counts from. */
-static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *strides, void **out,
-                        tb__mapping **mapping) {
+/* The chunk's address and strides at this end. The address is relative to *mapping, unless that is NULL. */
+static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chunk *it, int64_t *strides, void **out,
+                            tb__mapping **mapping) {
     const tb_chunk *chunk = it->chunk;
     const tb__flow_tensor *t = &flow->tensors[chunk->tensor];
     const int64_t *start = e->kind == END_TARGET ? chunk->dst.start : chunk->src.start;
     *mapping = NULL;
-    if (e->kind == END_TARGET && t->is_gathered) { /* its band begins in the slot */
+    if (e->kind == END_TARGET && t->is_gathered) { /* the slot begins with the tensor's band */
         int64_t in_band[TB_MAX_DIMS];
         memcpy(in_band, start, sizeof in_band);
-        row_major(chunk, t->dst.shape.dim, strides);
+        row_major_strides(chunk, t->dst.shape.dim, strides);
         if (t->spec.band)
             in_band[0] -= (int64_t)(chunk->group - t->spec.group) * t->spec.band;
         *out = tb__flow_slot(flow, chunk) + t->slot_offset +
-               distance(t->spec.dst_dtype, element_offset(strides, chunk->ndim, in_band));
+               tb__dtype_offset(t->spec.dst_dtype, element_offset(strides, chunk->ndim, in_band));
         return TB_OK;
     }
     if (e->kind == END_SOURCE || e->kind == END_TARGET) {
@@ -164,13 +156,14 @@ static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *s
     }
     if (e->kind == END_BUCKET || e->kind == END_RAW) {
         size_t offset = e->kind == END_BUCKET ? (size_t)it->entry->offset : e->raw_offset + it->raw_offset;
-        row_major(chunk, chunk->len, strides);
+        row_major_strides(chunk, chunk->len, strides);
         *mapping = TB__IN_BUFFER;
         *out = (void *)offset; // NOLINT(performance-no-int-to-ptr)
         return TB_OK;
     }
-    place *p = tb__member_place(e->member, chunk->tensor);
-    int64_t offset = (int64_t)p->offset + distance(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
+    remote_tensor *p = tb__member_find_tensor(e->member, chunk->tensor);
+    int64_t offset =
+        (int64_t)p->offset + tb__dtype_offset(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
     memcpy(strides, p->strides, sizeof p->strides);
     *out = p->map + offset;
     if (p->map)
@@ -181,8 +174,8 @@ static tb_status locate(tb__flow *flow, const end *e, const item *it, int64_t *s
 
 /* ---- Jobs ------------------------------------------------------------------------------------------------------ */
 
-static tb_status add_chunk(tb__flow *flow, tb__move_list *out, uint32_t bucket, const item *it, const end *from,
-                           size_t nfrom, const end *to) {
+static tb_status add_chunk_moves(tb__flow *flow, tb__move_list *out, uint32_t bucket, const bucket_chunk *it,
+                                 const move_end *from, size_t nfrom, const move_end *to) {
     const tb_chunk *chunk = it->chunk;
     const tb_tensor_spec *spec = &flow->tensors[chunk->tensor].spec;
     const void **src = tb__arena_alloc(&out->arena, nfrom, sizeof *src);
@@ -205,18 +198,18 @@ static tb_status add_chunk(tb__flow *flow, tb__move_list *out, uint32_t bucket, 
     for (size_t i = 0; i < nfrom; i++) {
         void *at = NULL;
         memset(strides[i], 0, sizeof *strides);
-        TB_TRY(locate(flow, &from[i], it, strides[i], &at, &mappings[i]));
+        TB_TRY(locate_end(flow, &from[i], it, strides[i], &at, &mappings[i]));
         src[i] = at;
     }
-    TB_TRY(locate(flow, to, it, move.dst_stride, &move.dst, &to_buffer));
+    TB_TRY(locate_end(flow, to, it, move.dst_stride, &move.dst, &to_buffer));
     move.is_dst_in_buffer = to_buffer != NULL;
-    if (nfrom && from[0].kind == END_BUCKET) { /* reduced and cast to the wire dtype before */
+    if (nfrom && from[0].kind == END_BUCKET) { /* a bucket is reduced and in the wire dtype already */
         move.src_dtype = chunk->wire_dtype;
         move.avg_divisor = 1;
     }
     if (to->kind == END_BUCKET)
         move.dst_dtype = chunk->wire_dtype;
-    if (to->kind == END_RAW) { /* a contribution goes as it is */
+    if (to->kind == END_RAW) { /* contributions are not converted */
         move.wire_dtype = move.dst_dtype = spec->src_dtype;
         move.avg_divisor = 1;
     }
@@ -224,12 +217,12 @@ static tb_status add_chunk(tb__flow *flow, tb__move_list *out, uint32_t bucket, 
 }
 
 tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out) {
-    item it = {.chunk = &flow->setup.ir->chunks[entry->chunk], .entry = entry};
-    end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
-    return add_chunk(flow, out, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
+    bucket_chunk it = {.chunk = &flow->setup.ir->chunks[entry->chunk], .entry = entry};
+    move_end tensor = {.kind = packs ? END_SOURCE : END_TARGET}, bucket = {.kind = END_BUCKET};
+    return add_chunk_moves(flow, out, 0, &it, packs ? &tensor : &bucket, 1, packs ? &bucket : &tensor);
 }
 
-/* The bytes between chunks are zero, so that a bucket's bytes depend on its tensors only. */
+/* Bytes between chunks are zeroed, so that a bucket's checksum depends on its tensors only. */
 static tb_status add_gap(tb__move_list *out, uint32_t bucket, int64_t from, int64_t to) {
     tb__move zeros = {.part = bucket,
                       .ndim = 1,
@@ -241,38 +234,38 @@ static tb_status add_gap(tb__move_list *out, uint32_t bucket, int64_t from, int6
     return to > from ? tb__move_list_add(out, &zeros) : TB_OK;
 }
 
-static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, const end *from, size_t nfrom,
-                            const end *to) {
+static tb_status add_bucket(tb__flow *flow, tb__move_list *out, size_t index, const move_end *from, size_t nfrom,
+                            const move_end *to) {
     const tb_bucket *bucket = &flow->setup.ir->buckets[index];
     const tb_bucket_entry *entries = &flow->setup.ir->entries[bucket->first_entry];
-    bool is_pull = to->kind == END_TARGET && nfrom == 1 && from[0].kind == END_FEEDER;
+    bool is_pull = to->kind == END_TARGET && nfrom == 1 && from[0].kind == END_SENDER;
     size_t raw = 0;
     for (size_t i = 0; i < bucket->nentries; i++) {
-        item it = {.chunk = &flow->setup.ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
+        bucket_chunk it = {.chunk = &flow->setup.ir->chunks[entries[i].chunk], .entry = &entries[i], .raw_offset = raw};
         raw += (size_t)raw_nbytes(flow, it.chunk);
         if (to->kind == END_BUCKET && i + 1 < bucket->nentries)
             TB_TRY(add_gap(out, (uint32_t)index, entries[i].offset + entries[i].nbytes, entries[i + 1].offset));
         if (!is_pull || !tb__flow_is_in_place(flow, it.chunk))
-            TB_TRY(add_chunk(flow, out, (uint32_t)index, &it, from, nfrom, to));
+            TB_TRY(add_chunk_moves(flow, out, (uint32_t)index, &it, from, nfrom, to));
     }
     return TB_OK;
 }
 
-/* Whether a bucket of the lane is copied so. */
-static bool is_copied_so(const lane *l, const bucket_path *path, copy_kind kind) {
-    bool is_read = l->is_target && !path->takes_staged, is_combined = l->is_shipper && l->nsenders > 1;
+/* Whether buckets of the lane need a copy of this kind. */
+static bool needs_copy(const lane *l, const bucket_path *path, copy_kind kind) {
+    bool is_read = l->is_target && !path->takes_staged, is_combined = l->is_channel_source && l->nsenders > 1;
     if (l->first->is_coded) {
         bool packs = kind == COPY_PACK || kind == COPY_SCRATCH_SRC;
         bool unpacks = kind == COPY_UNPACK || kind == COPY_SCRATCH_DST || kind == COPY_SCRATCH_BACK;
-        return (packs && l->is_shipper) || (unpacks && l->is_target);
+        return (packs && l->is_channel_source) || (unpacks && l->is_target);
     }
     switch (kind) {
     case COPY_DIRECT:
         return is_read && !l->overwrites_source;
-    case COPY_ASIDE:
+    case COPY_STASH:
         return is_read && l->overwrites_source;
     case COPY_PACK:
-        return path->nstaged && l->is_shipper && l->nsenders == 1;
+        return path->nstaged && l->is_channel_source && l->nsenders == 1;
     case COPY_CONTRIBUTE:
         return path->nstaged && l->is_contributor;
     case COPY_UNPACK:
@@ -305,14 +298,14 @@ static tb_status add_coded_lane(tb__flow *flow, tb__move_list *out, const lane *
 }
 
 static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, copy_kind kind) {
-    end one = {.kind = kind == COPY_UNPACK ? END_BUCKET : END_SOURCE}, to = {.kind = END_BUCKET}, *from = &one;
+    move_end one = {.kind = kind == COPY_UNPACK ? END_BUCKET : END_SOURCE}, to = {.kind = END_BUCKET}, *from = &one;
     size_t nfrom = 1;
     bool is_combined = kind == COPY_COMBINE || kind == COPY_COMBINE_IN;
     if (kind == COPY_DIRECT || kind == COPY_UNPACK || kind == COPY_COMBINE_IN)
         to.kind = END_TARGET;
     else if (kind == COPY_CONTRIBUTE)
         to.kind = END_RAW;
-    if (is_combined || kind == COPY_DIRECT || kind == COPY_ASIDE) {
+    if (is_combined || kind == COPY_DIRECT || kind == COPY_STASH) {
         nfrom = l->nsenders;
         from = tb__arena_alloc(&out->arena, nfrom, sizeof *from);
         if (!from)
@@ -320,23 +313,23 @@ static tb_status add_lane(tb__flow *flow, tb__move_list *out, const lane *l, cop
     }
     for (size_t i = 0; i < l->channel->nbuckets; i++) {
         size_t bucket = l->channel->first_bucket + i;
-        if (!is_copied_so(l, &flow->setup.paths[bucket], kind))
+        if (!needs_copy(l, &flow->setup.paths[bucket], kind))
             continue;
         size_t raw = (size_t)tb__flow_raw_size(flow, &flow->setup.ir->buckets[bucket]), others = 0;
         for (size_t j = 0; from != &one && j < nfrom; j++) {
             bool is_raw = is_combined && l->senders[j] != flow->self;
-            from[j] = (end){.kind = !is_combined ? END_FEEDER
-                                    : is_raw     ? END_RAW
-                                                 : END_SOURCE,
-                            .member = &flow->members[l->senders[j]],
-                            .raw_offset = is_raw ? raw * others++ : 0};
+            from[j] = (move_end){.kind = !is_combined ? END_SENDER
+                                         : is_raw     ? END_RAW
+                                                      : END_SOURCE,
+                                 .member = &flow->members[l->senders[j]],
+                                 .raw_offset = is_raw ? raw * others++ : 0};
         }
         TB_TRY(add_bucket(flow, out, bucket, from, nfrom, &to));
     }
     return TB_OK;
 }
 
-/* Whole tensors: from the live ones to the snapshot, or from the shadow to the live ones. */
+/* A whole tensor: to its snapshot, or from its shadow. */
 static tb_status add_tensor(tb__move_list *out, const tb_binding *from, const tb_binding *to) {
     const void **src = tb__arena_alloc(&out->arena, 1, sizeof *src);
     tb__mapping **mapping = tb__arena_alloc(&out->arena, 1, sizeof *mapping);
@@ -391,7 +384,7 @@ static tb_status add_tensors(tb__flow *flow, tb__move_list *out, copy_kind kind)
     return kind == COPY_COMMIT && owner->list ? owner->list(owner->arg, out) : TB_OK;
 }
 
-/* Of whole tensors, so that there are no parts. */
+/* Whether copies of this kind are of whole tensors, and have no parts. */
 static bool is_whole(copy_kind kind) {
     return kind == COPY_SNAPSHOT || kind == COPY_COMMIT || kind == COPY_PADDING;
 }
@@ -405,7 +398,7 @@ static tb_status list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out)
         const lane *l = &flow->setup.lanes[i];
         if (!l->first->is_coded)
             TB_TRY(add_lane(flow, out, l, kind));
-        else if (is_copied_so(l, &flow->setup.paths[l->channel->first_bucket], kind))
+        else if (needs_copy(l, &flow->setup.paths[l->channel->first_bucket], kind))
             TB_TRY(add_coded_lane(flow, out, l, kind));
     }
     return TB_OK;
@@ -429,12 +422,12 @@ void tb__flow_release_copies(tb__flow *flow) {
         tb__jobs_release(&flow->prepared[kind].jobs);
 }
 
-/* ---- Copyings --------------------------------------------------------------------------------------------------- */
+/* ---- Copy operations ------------------------------------------------------------------------------------------- */
 
-static tb_phase phase_of(const copying *c) {
+static tb_phase phase_of(const copy_op *c) {
     switch (c->kind) {
     case COPY_DIRECT:
-    case COPY_ASIDE:
+    case COPY_STASH:
         return TB_PHASE_WIRE;
     case COPY_COMMIT:
         return TB_PHASE_COMMIT;
@@ -448,40 +441,40 @@ static tb_phase phase_of(const copying *c) {
     }
 }
 
-static void end_copying(tb__jobs_run *run);
+static void on_run_done(tb__jobs_run *run);
 
-static bool is_coded(const copying *c) {
+static bool is_coded(const copy_op *c) {
     return (c->kind == COPY_PACK || c->kind == COPY_UNPACK) && tb__flow_first_chunk(c->flow, c->parts[0])->is_coded;
 }
 
-/* What is run after what was; COPY_KINDS: nothing. */
-static tb_status step_copying(copying *c) {
+/* Sets `running` to the kind of the next run; COPY_KINDS: none. */
+static tb_status next_run_of(copy_op *c) {
     if (is_coded(c))
         return tb__flow_step_coded(c);
     c->running = COPY_KINDS;
     return TB_OK;
 }
 
-static void submit_run(copying *c) {
+static void submit_run(copy_op *c) {
     bool fills_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
     tb__run what = {.parts = is_whole(c->running) ? NULL : c->parts,
                     .nparts = c->nparts,
                     .src_buffer = c->scratch && c->running != COPY_UNPACK ? c->scratch : c->from,
                     .dst_buffer = fills_scratch ? c->scratch : c->to};
-    c->run = (tb__jobs_run){.done = end_copying};
+    c->run = (tb__jobs_run){.done = on_run_done};
     if (c->running == COPY_SUM)
         tb__jobs_submit_sum(c->flow->o.loop, c->from, c->nbytes, &c->run);
     else
         tb__jobs_submit(c->flow->o.loop, &c->flow->prepared[c->running].jobs, &what, &c->run);
 }
 
-static bool has_work(const copying *c) {
+static bool has_work(const copy_op *c) {
     bool needs_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
     return c->flow->prepared[c->running].jobs.count > 0 && (c->scratch || !needs_scratch);
 }
 
-/* False: nothing is left, or it has failed. */
-static bool run_next(copying *c, tb_status *status) {
+/* Submits the next run. False: none is left, or it has failed. */
+static bool run_next(copy_op *c, tb_status *status) {
     while (*status == TB_OK && c->running != COPY_KINDS) {
         *status = tb__flow_prepare_copies(c->flow, c->running);
         if (*status != TB_OK)
@@ -490,62 +483,62 @@ static bool run_next(copying *c, tb_status *status) {
             submit_run(c);
             return true;
         }
-        *status = step_copying(c);
+        *status = next_run_of(c);
     }
     return false;
 }
 
-/* The flow stays until the end of it. */
-static void finish_copying(copying *c, tb_status status) {
+/* tb__flow_destroy waits for the last line (ncopy_ops). */
+static void finish_copy_op(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->ncopying--;
+    leg->ncopies--;
     tb__leg_idle(leg);
-    for (copying **at = &flow->copyings; *at; at = &(*at)->next) {
+    for (copy_op **at = &flow->copy_ops; *at; at = &(*at)->next) {
         if (*at == c) {
             *at = c->next;
             break;
         }
     }
     if (flow->is_stuck) {
-        tb__flow_drop_copying(c);
+        tb__flow_free_copy_op(c);
         tb__flow_end_stuck(flow);
         return;
     }
     if (status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
     c->end(c, status);
-    tb__flow_drop_copying(c);
+    tb__flow_free_copy_op(c);
     tb__flow_close_leg(flow, is_send);
-    flow->ncopyings--;
+    flow->ncopy_ops--;
     tb__loop_wake(flow->o.loop);
     tb__loop_signal(flow->o.loop);
 }
 
-static void end_copying(tb__jobs_run *run) {
-    copying *c = (copying *)run;
+static void on_run_done(tb__jobs_run *run) {
+    copy_op *c = (copy_op *)run;
     tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
     bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->is_stuck;
     if (status == TB_OK && !is_ending)
-        status = step_copying(c);
+        status = next_run_of(c);
     if (is_ending || !run_next(c, &status))
-        finish_copying(c, status);
+        finish_copy_op(c, status);
 }
 
-copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts) {
-    copying *c = tb__calloc(1, sizeof *c);
+copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts) {
+    copy_op *c = tb__calloc(1, sizeof *c);
     uint32_t *parts = tb__malloc(nparts, sizeof *parts);
     if (!c || !parts) {
         free(c);
         free(parts);
         return NULL;
     }
-    *c = (copying){.flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
+    *c = (copy_op){.flow = flow, .is_send = is_send, .kind = kind, .parts = parts};
     return c;
 }
 
-void tb__flow_drop_copying(copying *c) {
+void tb__flow_free_copy_op(copy_op *c) {
     if (c) {
         free(c->parts);
         tb_free(c->scratch);
@@ -553,7 +546,7 @@ void tb__flow_drop_copying(copying *c) {
     free(c);
 }
 
-tb_status tb__flow_start_copying(copying *c) {
+tb_status tb__flow_start_copy_op(copy_op *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
     c->running = c->kind;
@@ -561,25 +554,25 @@ tb_status tb__flow_start_copying(copying *c) {
     if (status == TB_OK)
         status = tb__flow_prepare_copies(flow, c->running);
     if (status != TB_OK) {
-        tb__flow_drop_copying(c);
+        tb__flow_free_copy_op(c);
         return status;
     }
     flow->has_written |=
         (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED) &&
         !flow->o.shadow.is_used;
-    leg->ncopying++;
-    flow->ncopyings++;
-    c->next = flow->copyings;
-    flow->copyings = c;
+    leg->ncopies++;
+    flow->ncopy_ops++;
+    c->next = flow->copy_ops;
+    flow->copy_ops = c;
     leg->copy_phase = phase_of(c);
     tb__leg_idle(leg);
     if (!run_next(c, &status))
-        finish_copying(c, status);
+        finish_copy_op(c, status);
     return TB_OK;
 }
 
-void tb__flow_cancel_copyings(tb__flow *flow, bool is_send) {
-    for (copying *c = flow->copyings; c; c = c->next) {
+void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send) {
+    for (copy_op *c = flow->copy_ops; c; c = c->next) {
         if (c->is_send == is_send)
             tb__jobs_cancel(flow->o.loop, &c->run);
     }

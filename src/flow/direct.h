@@ -1,7 +1,7 @@
-/* Exposures and direct reads (direct.c). A sender has a word in shared memory for each reader, which says for which
- * attempt the reader may read its tensors; the reader completes it, or the sender revokes it, by compare-and-set. The
- * reader runs parts of one job, which was prepared for the plan. struct flow_direct and struct member_direct are
- * written in direct.c; but bind.c maps the words of senders.
+/* Exposures and direct reads (direct.c). An *exposure* is a 64-bit word in the sender's shared memory, one for each
+ * reader. It says for which attempt the reader may read the sender's tensors; the reader completes it, or the sender
+ * revokes it, by compare-and-set. The reader runs parts of one job, which was prepared for the plan. Only direct.c
+ * writes struct flow_direct and struct member_direct, except that bind.c maps the exposures of senders.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_DIRECT_H
@@ -11,61 +11,61 @@
 
 #include <stdatomic.h>
 
-/* An exposure's word: attempt << 2 | state. */
+/* An exposure's value: attempt << 2 | state. */
 enum { EXPOSURE_READY = 1, EXPOSURE_COMPLETE = 2, EXPOSURE_REVOKED = 3 };
 
-/* Each word has a cache line. */
-enum { WORD_STRIDE = 64 };
+/* Each exposure has a cache line. */
+enum { EXPOSURE_STRIDE = 64 };
 
 struct flow_direct {
-    char *words; /* of all readers */
-    tb__region *words_region;
-    bool is_exposed;           /* the attempt that is being sent */
-    uint64_t writable_attempt; /* the last one for which sources may be overwritten */
+    char *exposures; /* for all readers */
+    tb__region *exposures_region;
+    bool is_exposed;           /* tensors are exposed for the attempt that is being sent */
+    uint64_t writable_attempt; /* the last attempt for which this rank may overwrite its sources */
     size_t readers_left, committers_left;
     uint32_t next_lane_in;
 };
 
-/* What this rank and another one read of each other, in the transfers under way. */
+/* Progress of direct reads between this rank and another one, in the current transfers. */
 struct member_direct {
-    _Atomic uint64_t *word;                   /* of what we expose to it */
+    _Atomic uint64_t *exposure;               /* of this rank's tensors to it */
     bool has_stashed, is_done, has_committed; /* as a reader */
 
-    tb_remote *words;
-    _Atomic uint64_t *peer_exposure; /* as a sender: its word for us; NULL: it is not mapped */
-    uint64_t ready;                  /* for which attempt it is */
-    size_t left, aside_left;         /* buckets of its that are not here, and that are to be put aside */
-    bool is_concluded;               /* it has been told that all is here */
+    tb_remote *exposures;
+    _Atomic uint64_t *peer_exposure; /* as a sender: of its tensors to this rank; NULL: not mapped */
+    uint64_t ready;                  /* the attempt of its last READY */
+    size_t left, stash_left;         /* its buckets that have not arrived, and that have not been stashed */
+    bool is_concluded;               /* it knows that all its buckets have arrived */
 };
 
-/* A word for each reader, in a cache line of its own. */
-tb_status tb__flow_make_words(tb__flow *flow);
-void tb__flow_free_words(tb__flow *flow);
+tb_status tb__flow_make_exposures(tb__flow *flow);
+void tb__flow_free_exposures(tb__flow *flow);
 
 /* Sending: */
-void tb__flow_forget_exposures(tb__flow *flow); /* of the attempt before: a send begins */
+void tb__flow_forget_exposures(tb__flow *flow); /* of the previous attempt, when a send begins */
 void tb__flow_expose(tb__flow *flow);
-void tb__flow_revoke(tb__flow *flow); /* every exposure of the attempt that is being sent */
+void tb__flow_revoke(tb__flow *flow); /* all exposures of the current send */
 void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt);
 void tb__flow_on_committed(tb__flow *flow, member *from, uint64_t attempt);
-bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* it needs this rank no more */
-void tb__flow_read_word(tb__flow *flow, member *reader); /* of one that is gone: it may have completed its exposure */
+bool tb__flow_is_served(const tb__flow *flow, const member *reader); /* the reader does not need this rank any more */
+void tb__flow_check_exposure_of(tb__flow *flow,
+                                member *reader); /* whether a reader that is gone had completed its exposure */
 
 /* Receiving: */
 void tb__flow_open_reads(tb__flow *flow);
 bool tb__flow_on_ready(tb__flow *flow, member *from, uint64_t attempt);
-/* Reads what is ready; *did: something was. */
+/* Starts a read of what is ready; *did: there was something. */
 tb_status tb__flow_step_reads(tb__flow *flow, bool *did);
-/* Whether this rank's targets may be written: nobody still reads what they overwrite. */
+/* Whether this rank may write its targets: no reader still needs the sources that they overwrite. */
 bool tb__flow_may_write(const tb__flow *flow);
-/* A bucket of the lane is in the tensors, or was put aside. */
+/* Counts a bucket of the lane that is in the tensors, or in the stash. */
 tb_status tb__flow_count_arrived(tb__flow *flow, const lane *l);
-void tb__flow_count_aside(tb__flow *flow, const lane *l);
-/* Tells senders of which everything is here that they are not needed any more. */
+void tb__flow_count_stashed(tb__flow *flow, const lane *l);
+/* Sends DONE to senders all of whose buckets have arrived. */
 tb_status tb__flow_conclude(tb__flow *flow);
-void tb__flow_conclude_gone(tb__flow *flow, member *sender); /* if all that comes from it is here */
-/* Whether what was read of the group was good: none of its senders has withdrawn it. */
+void tb__flow_conclude_gone(tb__flow *flow, member *sender); /* if all its buckets have arrived */
+/* Checks that no sender has revoked its exposure while the group was read. */
 tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g);
 
 #endif

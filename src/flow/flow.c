@@ -1,4 +1,4 @@
-/* A flow's life, the numbers of its transfers, and the messages about them. */
+/* A flow: creation, its two legs, members that leave, and the dispatch of messages. */
 #include "flow/flow_inside.h"
 
 #include "base/log.h"
@@ -7,10 +7,10 @@
 #include <stdio.h>
 #include <string.h>
 
-/* So long a device has to finish a copy that was cancelled. */
+/* How long a device may take to finish a copy that was cancelled. */
 enum { STUCK_MS = 5000 };
 
-/* ---- Life ----------------------------------------------------------------------------------------------------- */
+/* ---- Create and destroy ---------------------------------------------------------------------------------------- */
 
 static tb_status add_members(tb__flow *flow) {
     const tb__flow_opts *o = &flow->o;
@@ -44,13 +44,13 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     if (opts->ntensors)
         memcpy(flow->tensors, opts->tensors, opts->ntensors * sizeof *flow->tensors);
     flow->setup.ir = opts->ir;
-    tb__flow_note_started(flow, opts->started);
+    tb__flow_record_started(flow, opts->started);
     *out = flow;
     return TB_OK;
 }
 
-static bool has_no_copyings(void *arg) {
-    return ((const tb__flow *)arg)->ncopyings == 0;
+static bool has_no_copy_ops(void *arg) {
+    return ((const tb__flow *)arg)->ncopy_ops == 0;
 }
 
 static void free_flow(tb__flow *flow) {
@@ -75,9 +75,9 @@ bool tb__flow_destroy(tb__flow *flow) {
         return true;
     tb__flow_fini_report(flow);
     for (int is_send = 0; is_send < 2; is_send++)
-        tb__flow_cancel_copyings(flow, is_send);
+        tb__flow_cancel_copy_ops(flow, is_send);
     int64_t stuck_ms = flow->is_stuck ? 0 : tb__now_ms() + STUCK_MS;
-    if (flow->ncopyings && !tb__loop_wait(flow->o.loop, has_no_copyings, flow, stuck_ms)) {
+    if (flow->ncopy_ops && !tb__loop_wait(flow->o.loop, has_no_copy_ops, flow, stuck_ms)) {
         tb__log(TB_LOG_ERROR, "%s: a device has not finished a copy; the memory that it uses is not given back",
                 flow->what);
         flow->is_stuck = flow->is_orphan = true;
@@ -88,7 +88,7 @@ bool tb__flow_destroy(tb__flow *flow) {
 }
 
 void tb__flow_end_stuck(tb__flow *flow) {
-    if (--flow->ncopyings == 0 && flow->is_orphan)
+    if (--flow->ncopy_ops == 0 && flow->is_orphan)
         free_flow(flow);
 }
 
@@ -96,7 +96,7 @@ tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
     return is_send ? &flow->send : &flow->recv;
 }
 
-member *tb__flow_find(tb__flow *flow, int32_t rank) {
+member *tb__flow_find_member(tb__flow *flow, int32_t rank) {
     size_t probe = 0, at;
     while ((at = tb__index_next(&flow->by_rank, tb__hash(0, (uint64_t)rank), &probe)) != TB__NOWHERE) {
         if (flow->members[at].peer->rank == rank)
@@ -123,7 +123,7 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     tb__flow_fail_later(flow, status, tb_error_detail());
 }
 
-void tb__flow_send(tb__flow *flow, size_t position, tb__pack *message) {
+void tb__flow_send_owner_message(tb__flow *flow, size_t position, tb__pack *message) {
     tb__flow_send_message(flow, &flow->members[position], message);
 }
 
@@ -133,12 +133,12 @@ void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attem
     tb__flow_send_message(flow, to, &pack);
 }
 
-void tb__flow_note(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *note) {
+void tb__flow_send_gather_message(tb__flow *flow, int32_t rank, uint64_t attempt, tb__pack *message) {
     tb__pack pack = {0};
-    tb__flow_begin_message(flow, &pack, MESSAGE_NOTE, attempt);
-    tb__pack_raw(&pack, note->data, note->count);
-    pack.failed |= note->failed;
-    member *to = tb__flow_find(flow, rank);
+    tb__flow_begin_message(flow, &pack, MESSAGE_GATHER, attempt);
+    tb__pack_raw(&pack, message->data, message->count);
+    pack.failed |= message->failed;
+    member *to = tb__flow_find_member(flow, rank);
     if (to)
         tb__flow_send_message(flow, to, &pack);
     else
@@ -149,7 +149,7 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
                          const char *why) {
     tb__pack pack = {0};
     if (position == flow->self) {
-        tb__flow_note_abort(flow, attempt, number, status, why);
+        tb__flow_record_abort(flow, attempt, number, status, why);
         return;
     }
     tb__flow_begin_message(flow, &pack, MESSAGE_ABORT, attempt);
@@ -179,11 +179,11 @@ void tb__leg_idle(tb__leg *leg) {
     if (!leg->is_under_way)
         return;
     tb_phase idle = leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT;
-    tb__phases_enter(leg->phases, leg->ncopying ? leg->copy_phase : idle);
+    tb__phases_enter(leg->phases, leg->ncopies ? leg->copy_phase : idle);
 }
 
-static void issue(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    if (!tb__flow_note_start(flow, attempt, number)) {
+static void announce_attempt(tb__flow *flow, uint64_t attempt, uint64_t number) {
+    if (!tb__flow_record_start(flow, attempt, number)) {
         tb_status status =
             tb__fail_within(TB_NO_MEMORY, "rank %" PRId32 ": the number of a transfer of %s", flow->o.rank, flow->what);
         tb__flow_fail_later(flow, status, tb_error_detail());
@@ -211,17 +211,17 @@ void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *p
         if (flow->o.lead == flow->self && flow->report.broken.status == TB_OK && flow->ngone == 0 &&
             !tb__flow_find_abort(flow, tb__flow_last_attempt(flow, true) + 1)) {
             leg->attempt = tb__flow_issue_attempt(flow);
-            issue(flow, leg->attempt, number);
+            announce_attempt(flow, leg->attempt, number);
         }
     } else {
         flow->takes_all = false;
-        flow->hosts_taken = 0;
+        flow->user_groups_taken = 0;
         flow->has_written = false;
     }
 }
 
-/* What has been written without all of it having come is said where it is, and not to others. */
-static void note_torn(tb__flow *flow) {
+/* Adds to this rank's own message, which other ranks do not get, that its tensors are partly written. */
+static void mark_torn(tb__flow *flow) {
     char why[TB__WHY_MAX];
     flow->is_torn = true;
     snprintf(why, sizeof why, "%s", flow->recv.why);
@@ -230,19 +230,19 @@ static void note_torn(tb__flow *flow) {
 
 void tb__flow_close_leg(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->is_ending || leg->ncopying > 0)
+    if (!leg->is_ending || leg->ncopies > 0)
         return;
     leg->is_ending = leg->is_under_way = false;
     tb__staged_close(flow, is_send);
     tb__loop_wake(flow->o.loop);
 }
 
-/* It is over when no copy is under way any more. */
+/* The leg ends when no copy is under way any more. */
 static void begin_end(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->is_ending = true;
     leg->stuck_ms = tb__now_ms() + STUCK_MS;
-    tb__flow_cancel_copyings(flow, is_send);
+    tb__flow_cancel_copy_ops(flow, is_send);
     tb__flow_close_leg(flow, is_send);
 }
 
@@ -253,14 +253,14 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
     if (is_send)
         tb__flow_revoke(flow);
     begin_end(flow, is_send);
-    /* Without a number it was to have the next one, which others of its side may be waiting for, too. But a receiver
-     * that got tired of waiting does not stop a sender that is about to come. */
+    /* A leg without an attempt ends the next one, which other ranks of its side may wait for, too. But a receiver's
+     * timeout must not stop a sender that is about to begin. */
     if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
         leg->attempt = tb__flow_count_attempt(flow, is_send);
         leg->number = is_send ? leg->number : tb__flow_last_number(flow) + 1;
     }
     if (leg->attempt) {
-        tb__flow_note_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
+        tb__flow_record_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
         if (!is_send)
             tb__flow_tell_owner(flow, TB__SHADOW_FAILED, status, told ? told : leg->why);
         if (told) {
@@ -269,7 +269,7 @@ void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char
         }
     }
     if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
-        note_torn(flow);
+        mark_torn(flow);
     tb__loop_wake(flow->o.loop);
 }
 
@@ -277,10 +277,10 @@ static void end_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     leg->is_committed = true;
     leg->is_released |= is_send;
-    begin_end(flow, is_send); /* everybody has what was staged */
+    begin_end(flow, is_send); /* all receivers have the staged buckets */
 }
 
-/* Whether messages of this rank have not left it yet, which would be lost if the process ended now. */
+/* Whether messages of this rank would be lost if the process ended now. */
 static bool has_unsent(const tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].peer->nunsent > 0 && !flow->members[i].peer->is_lost)
@@ -289,8 +289,8 @@ static bool has_unsent(const tb__flow *flow) {
     return false;
 }
 
-/* Nothing that happens to others matters to a leg that is complete. It ends when its messages are on their way, so that
- * nobody misses them if the process ends then; when it is cancelled, or at its deadline, without them. */
+/* A complete leg does not depend on other ranks any more. It ends when its messages have been sent, so that they are
+ * not lost if the process exits; or, without them, when it is cancelled or at its deadline. */
 static bool step_complete(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool did = is_send && tb__staged_step_out(flow);
@@ -303,16 +303,16 @@ static bool step_complete(tb__flow *flow, bool is_send) {
     return true;
 }
 
-/* `tells`: others are told, in this rank's own words. */
+/* `tells`: the other members are told. */
 static void fail_leg(tb__flow *flow, bool is_send, const tb__fault *fault, bool tells) {
-    char words[TB__WORDS_MAX];
+    char reason[TB__REASON_MAX];
     if (!tb__flow_leg(flow, is_send)->is_under_way || tb__flow_leg(flow, is_send)->is_ending)
         return;
     if (tb__flow_leg(flow, is_send)->is_complete) {
         end_complete(flow, is_send);
         return;
     }
-    const char *told = tells ? tb__flow_own_words(flow, fault->status, fault->why, words) : NULL;
+    const char *told = tells ? tb__flow_reason_for_others(flow, fault->status, fault->why, reason) : NULL;
     if (!is_send && flow->shadow.is_prepared)
         tb__flow_would_end(flow, fault->status, told ? told : fault->why);
     else
@@ -335,13 +335,13 @@ void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *
 }
 
 static void break_flow(tb__flow *flow, tb_status status, const char *why, bool tells) {
-    char words[TB__WORDS_MAX];
-    if (!tb__flow_note_broken(flow, status, why))
+    char reason[TB__REASON_MAX];
+    if (!tb__flow_record_broken(flow, status, why))
         return;
     fail_leg(flow, true, &flow->report.broken, false);
     fail_leg(flow, false, &flow->report.broken, false);
     if (tells)
-        tell_abort(flow, 0, 0, status, tb__flow_own_words(flow, status, flow->report.broken.why, words));
+        tell_abort(flow, 0, 0, status, tb__flow_reason_for_others(flow, status, flow->report.broken.why, reason));
     tb__loop_wake(flow->o.loop);
 }
 
@@ -349,8 +349,7 @@ void tb__flow_break(tb__flow *flow, tb_status status, const char *why) {
     break_flow(flow, status, why, true);
 }
 
-/* The member takes no further part, for this reason. Legs that still need it fail by that, at their
- * next step. */
+/* The member takes no further part, for this reason. Legs that still need it fail in their next step. */
 static void drop_member(tb__flow *flow, member *m, tb_status status, const char *why, bool is_orderly) {
     if (m->is_gone)
         return;
@@ -360,7 +359,7 @@ static void drop_member(tb__flow *flow, member *m, tb_status status, const char 
     m->lost_ms = is_orderly ? 0 : tb__now_ms();
     flow->ngone++;
     tb__staged_drop_sends(flow, m);
-    tb__flow_read_word(flow, m);
+    tb__flow_check_exposure_of(flow, m);
     tb__flow_conclude_gone(flow, m);
     tb__loop_wake(flow->o.loop);
 }
@@ -369,7 +368,7 @@ const char *tb__member_why_gone(const member *m) {
     return m->gone_why ? m->gone_why : m->peer->label;
 }
 
-void tb__flow_lost(tb__flow *flow, size_t position) {
+void tb__flow_on_peer_lost(tb__flow *flow, size_t position) {
     member *m = &flow->members[position];
     char why[TB__WHY_MAX];
     snprintf(why, sizeof why, "%s was lost during %s: %s", m->peer->label, flow->what,
@@ -377,18 +376,18 @@ void tb__flow_lost(tb__flow *flow, size_t position) {
     drop_member(flow, m, TB_LOST, why, false);
 }
 
-void tb__flow_failed(tb__flow *flow, size_t position, const char *why) {
+void tb__flow_on_peer_failed(tb__flow *flow, size_t position, const char *why) {
     drop_member(flow, &flow->members[position], TB_LOST, why, false);
 }
 
-/* The one who leaves may have heard before this rank why the transfer has failed, so it says that, too. Memory that was
- * taken away stays away: this is the reason for transfers that would follow, too. */
-void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
+/* A member that leaves may know, before this rank does, why the transfer has failed, so its goodbye says that.
+ * Invalidated memory stays invalid: then later transfers fail for the same reason. */
+void tb__flow_on_peer_left(tb__flow *flow, size_t position, uint64_t started, const tb__failure *last) {
     member *m = &flow->members[position];
     tb_status status = last->status == TB_INVALID ? TB_INVALID : TB_LOST;
-    tb__flow_note_started(flow, started);
+    tb__flow_record_started(flow, started);
     if (last->attempt)
-        tb__flow_note_abort(flow, last->attempt, last->number, last->status, last->why);
+        tb__flow_record_abort(flow, last->attempt, last->number, last->status, last->why);
     char why[TB__WHY_MAX];
     if (status == TB_INVALID)
         snprintf(why, sizeof why, "%s", last->why);
@@ -398,7 +397,8 @@ void tb__flow_gone(tb__flow *flow, size_t position, uint64_t started, const tb__
     drop_member(flow, m, status, why, true);
 }
 
-/* That tensors are torn is not said to others. A rank that is in doubt does not say that the attempt has failed. */
+/* For other ranks: without the note that tensors are torn. A rank with TB_IN_DOUBT does not report a failed attempt,
+ * because others may have committed it. */
 tb__failure tb__flow_last_failure(const tb__flow *flow) {
     const tb__leg *leg = flow->send.status != TB_OK ? &flow->send : &flow->recv;
     const tb__abort *abort = leg->status != TB_IN_DOUBT ? tb__flow_find_abort(flow, leg->attempt) : NULL;
@@ -453,8 +453,8 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
         fail_leg(flow, is_send, &leg->failure, true);
         return true;
     }
-    if (!flow->setup
-             .is_planned) { /* only the plan says who is needed, and it may be gone already: the next step looks */
+    if (!flow->setup.is_planned) { /* only the plan says which members are needed; the next step checks whether they are
+                                      gone */
         (void)tb__flow_ensure_plan(flow, leg);
         return true;
     }
@@ -463,14 +463,15 @@ bool tb__flow_step(tb__flow *flow, bool is_send) {
 
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
-void tb__flow_no_room(tb__flow *flow, const member *from) {
+void tb__flow_fail_no_memory(tb__flow *flow, const member *from) {
     char why[TB__WHY_MAX];
     snprintf(why, sizeof why, "rank %" PRId32 " has no memory for a message of %s about %s", flow->o.rank,
              from->peer->label, flow->what);
     tb__flow_fail_later(flow, TB_NO_MEMORY, why);
 }
 
-/* Attempt 0: for good. A rank that ends so because another was lost may have been needed, or not. */
+/* Attempt 0: the rank's flow is broken. If another member's loss broke it, this rank need not break: it may not need
+ * either of them. */
 static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message) {
     uint64_t number = tb__unpack_u64(message);
     tb_status status = tb__unpack_status(message);
@@ -478,11 +479,11 @@ static bool on_abort(tb__flow *flow, member *from, uint64_t attempt, tb__unpack 
     if (!tb__unpack_is_done(message) || status == TB_OK)
         return false;
     if (attempt == 0 && status == TB_LOST)
-        tb__flow_failed(flow, (size_t)(from - flow->members), why);
+        tb__flow_on_peer_failed(flow, (size_t)(from - flow->members), why);
     else if (attempt == 0)
         break_flow(flow, status, why, false);
     else
-        tb__flow_note_abort(flow, attempt, number, status, why);
+        tb__flow_record_abort(flow, attempt, number, status, why);
     if (attempt != 0)
         tb__flow_ack_abort(flow, from, attempt);
     return true;
@@ -492,8 +493,8 @@ static bool on_start(tb__flow *flow, const member *from, uint64_t attempt, tb__u
     uint64_t number = tb__unpack_u64(message);
     if (!tb__unpack_is_done(message) || from != &flow->members[flow->o.lead])
         return false;
-    if (!tb__flow_note_start(flow, attempt, number))
-        tb__flow_no_room(flow, from);
+    if (!tb__flow_record_start(flow, attempt, number))
+        tb__flow_fail_no_memory(flow, from);
     return true;
 }
 
@@ -519,8 +520,9 @@ static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t
     case MESSAGE_DONE:
         tb__flow_on_done(flow, from, attempt);
         return from->setup.is_reader;
-    case MESSAGE_NOTE:
-        return flow->o.gather.note && flow->o.gather.note(flow->o.gather.arg, from->peer->rank, attempt, message);
+    case MESSAGE_GATHER:
+        return flow->o.gather.on_message &&
+               flow->o.gather.on_message(flow->o.gather.arg, from->peer->rank, attempt, message);
     case MESSAGE_ABORT:
         return on_abort(flow, from, attempt, message);
     case MESSAGE_COMMITTED:

@@ -1,6 +1,6 @@
-/* A flow, made of the structs that its files own: setup.h, direct.h, staged.h, attempt.h and report.h; and what copies
- * (copy.c, coded.c), groups (group.c) and shadowed receives (commit.c) have. flow.c has its life, its legs and the
- * dispatch of messages; recv.c and send.c the steps of a leg. */
+/* struct tb__flow: the structs of setup.h, direct.h, staged.h, attempt.h and report.h, and the state of copies (copy.c,
+ * coded.c), groups (group.c) and shadowed receives (commit.c). flow.c creates it, begins and ends legs, and dispatches
+ * messages; recv.c and send.c have the steps of a leg. */
 #ifndef TB_FLOW_FLOW_INSIDE_H
 #define TB_FLOW_FLOW_INSIDE_H
 
@@ -21,7 +21,7 @@ typedef enum message_kind {
     MESSAGE_TAKEN,
     MESSAGE_STASHED,
     MESSAGE_DONE,
-    MESSAGE_NOTE,
+    MESSAGE_GATHER,
     MESSAGE_ABORT,
     MESSAGE_COMMITTED,
     MESSAGE_ABORT_ACK,
@@ -34,19 +34,19 @@ struct member {
     uint32_t port;
     bool is_gone;
     tb_status gone_status;
-    char *gone_why;      /* a sentence; NULL: there was no memory for it */
-    int64_t lost_ms;     /* when that was noticed; 0: it has left in an orderly way */
-    bool missed_message; /* a message to it could not be sent: it has to hear that the flow is broken */
-    uint64_t unacked[2]; /* by leg (is_send): it has not confirmed that this attempt has failed; 0: none */
+    char *gone_why;      /* message; NULL: there was no memory for it */
+    int64_t lost_ms;     /* when its loss was noticed; 0: it left in an orderly way */
+    bool missed_message; /* a message to it could not be sent: it must be told that the flow is broken */
+    uint64_t unacked[2]; /* by leg (is_send): the failed attempt that it has not acknowledged; 0: none */
 
     struct member_setup setup;
     struct member_direct direct;
 };
 
-/* What is done with the bytes of buckets, or of whole tensors. */
+/* Copies of buckets, or of whole tensors. */
 typedef enum copy_kind {
     COPY_DIRECT,       /* from senders' tensors to the targets */
-    COPY_ASIDE,        /* from senders' tensors to a bucket */
+    COPY_STASH,        /* from senders' tensors to a bucket in the stash */
     COPY_PACK,         /* from sources to a bucket */
     COPY_CONTRIBUTE,   /* from sources to a contribution */
     COPY_UNPACK,       /* from a bucket to the targets */
@@ -55,47 +55,47 @@ typedef enum copy_kind {
     COPY_SNAPSHOT,     /* from sources to the snapshot */
     COPY_COMMIT,       /* from the shadow to the targets, and zeros to their padding */
     COPY_PADDING,      /* zeros to the padding of targets */
-    COPY_SUM,          /* nowhere: only the checksum of a buffer is computed */
+    COPY_SUM,          /* only the checksum of a buffer */
     COPY_SCRATCH_SRC,  /* of coded buckets: from sources to scratch memory */
     COPY_SCRATCH_DST,  /* from targets to scratch memory */
     COPY_SCRATCH_BACK, /* from scratch memory to targets */
-    COPY_MEASURE,      /* nowhere: the largest magnitudes of groups that were gathered */
+    COPY_MEASURE,      /* only the largest magnitudes of gathered groups */
     COPY_GATHERED,     /* from slots to targets */
     COPY_KINDS
 } copy_kind;
 
-/* All copies of a kind. */
+/* The jobs of all copies of a kind. */
 typedef struct prepared {
     bool is_done;
     tb__jobs jobs;
 } prepared;
 
-typedef struct copying copying;
+typedef struct copy_op copy_op;
 
-/* Copies under way. */
-struct copying {
+/* A copy operation under way. */
+struct copy_op {
     tb__jobs_run run; /* first */
     tb__flow *flow;
-    bool is_send; /* whose leg it belongs to */
+    bool is_send; /* belongs to the send, else to the receive */
     copy_kind kind;
-    copy_kind running; /* of a coded bucket: one of several kinds that make it up */
+    copy_kind running; /* a coded bucket takes several runs of different kinds */
     char *scratch;     /* likewise: row-major boxes in host memory */
-    uint32_t *parts;   /* buckets, or groups that were gathered */
+    uint32_t *parts;   /* buckets, or gathered groups */
     size_t nparts;
     char *from, *to;             /* buffers */
-    char why[TB__FENCE_WHY_MAX]; /* the sentence of a failure, for `end` */
-    void (*end)(copying *c, tb_status status);
-    staged_bucket *staged_bucket; /* for whoever ends it */
-    bucket_message *message;      /* likewise, of a sum */
+    char why[TB__FENCE_WHY_MAX]; /* message of a failure, for `end` */
+    void (*end)(copy_op *c, tb_status status);
+    staged_bucket *staged_bucket; /* for `end` */
+    bucket_message *message;      /* likewise, of a checksum */
     size_t nbytes;
-    copying *next;
+    copy_op *next;
 };
 
-/* Shadowed receives: written by commit.c alone. */
+/* Shadowed receives: only commit.c writes it. */
 typedef struct shadow {
-    tb_binding *live; /* per tensor: the target, where dst is the shadow */
-    bool is_prepared; /* the receive under way has all its data, and waits to be applied or discarded */
-    bool would_end;   /* it has a reason to end, which its owner knows */
+    tb_binding *live; /* per tensor: the program's binding, if dst is the shadow */
+    bool is_prepared; /* the receive is complete, and waits to be applied or discarded */
+    bool would_end;   /* it has a reason to fail, which was reported to its owner */
     bool is_applying; /* the shadow is being copied into the tensors */
 } shadow;
 
@@ -113,122 +113,121 @@ struct tb__flow {
     struct flow_report report;
 
     shadow shadow;
-    uint64_t version; /* that is in the targets */
-    bool has_written; /* the receive under way, into the targets themselves */
+    uint64_t version; /* in the targets */
+    bool has_written; /* the current receive has written into the targets themselves */
     bool is_torn;
 
     struct flow_staged staged;
 
     /* One transfer each. */
     tb__leg send, recv;
-    uint64_t snapshot_attempt;      /* that was taken for this one, or is being taken ... */
+    uint64_t snapshot_attempt;      /* the snapshot was taken for this attempt, or is being taken ... */
     bool is_taking_snapshot;        /* ... now */
-    size_t groups_done, slots_done; /* groups that are here, and of them those that were gathered */
-    bool is_handing_on;             /* the next one that was gathered is being measured or written */
-    size_t hosts_taken;             /* groups of the host's, by the host ... */
-    bool takes_all;                 /* ... as soon as they are there */
+    size_t groups_done, slots_done; /* groups that are complete, and how many of them were gathered */
+    bool is_gathered_step_running;  /* the next gathered group is being measured or written */
+    size_t user_groups_taken;       /* taken by the program ... */
+    bool takes_all;                 /* ... as soon as they arrive */
     char *slots;                    /* memory to gather in */
     size_t buckets_left;
     bool is_clearing_padding;
     prepared prepared[COPY_KINDS];
-    copying *copyings;
-    size_t ncopyings; /* those whose end is being dealt with included */
-    bool is_stuck;    /* a device has not finished copies in time: what they use stays as it is */
-    bool is_orphan;   /* it is destroyed when the last of them is done */
+    copy_op *copy_ops;
+    size_t ncopy_ops; /* including those whose `end` is running */
+    bool is_stuck;    /* a device has not finished copies in time: the memory that they use is kept */
+    bool is_orphan;   /* it is destroyed when the last copy is done */
 };
 
 /* flow.c */
-member *tb__flow_find(tb__flow *flow, int32_t rank);
+member *tb__flow_find_member(tb__flow *flow, int32_t rank);
 void tb__flow_begin_message(tb__flow *flow, tb__pack *pack, message_kind kind, uint64_t attempt);
-/* Takes over what is packed. If it can't be sent, the flow breaks, soon. */
+/* Takes ownership of the pack. If it can't be sent, the flow breaks in the driver's next step. */
 void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack);
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt);
-void tb__flow_no_room(tb__flow *flow, const member *from); /* for a message of its: the flow breaks, soon */
-/* Something failed that has to do with others. Who is gone, and why somebody took his data back, is mostly about to be
- * told: the leg waits for that, a moment, and fails with its own sentence only if nobody says more. */
+void tb__flow_fail_no_memory(tb__flow *flow,
+                             const member *from); /* for a message from it: the flow breaks in the driver's next step */
+/* An operation with another rank failed. The cause, such as a lost or failed rank, is mostly about to be reported: the
+ * leg waits REASON_MS for that, and otherwise fails with its own message. */
 void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const char *why);
-/* Ends a leg that may end. Others are told `told`; NULL: they know. */
+/* Ends a leg. `told` is the reason that other members get; NULL: they know. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told);
-/* A copying is done that a stuck flow had given up. The flow may be gone then. */
+/* A copy is done that a stuck flow had given up. Frees the flow after the last one, if it is an orphan. */
 void tb__flow_end_stuck(tb__flow *flow);
-/* What is left to do of a leg that ends, when its last copying is done. */
+/* Finishes a leg that ends, once its last copy operation is done. */
 void tb__flow_close_leg(tb__flow *flow, bool is_send);
-/* Why a member is gone, in a sentence. */
+/* Why a member is gone. */
 const char *tb__member_why_gone(const member *m);
-/* Back to waiting, in one way or the other. */
+/* Enters the phase that fits the leg's copies and messages under way. */
 void tb__leg_idle(tb__leg *leg);
 
 /* copy.c */
-/* Made ready to be run, the first time. */
+/* Prepares the jobs of this kind, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
-void tb__flow_release_copies(tb__flow *flow); /* no copying is under way */
-/* One without parts yet, with room for so many; NULL: no memory. It is the flow's once it is started, and its end is
- * called by the driver, between steps, or at once where there is nothing to copy. If it can't be started, it is gone.
- */
-copying *tb__flow_new_copying(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
-tb_status tb__flow_start_copying(copying *c);
-void tb__flow_drop_copying(copying *c); /* that was not started; NULL is allowed */
-void tb__flow_cancel_copyings(tb__flow *flow, bool is_send);
-/* The moves of a chunk that is copied to its place in the bucket, or from there, element by element. */
+void tb__flow_release_copies(tb__flow *flow); /* no copy operation is under way */
+/* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow, also on
+ * failure. Its `end` is called by the driver, between steps, or at once if there is nothing to copy. */
+copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
+tb_status tb__flow_start_copy_op(copy_op *c);
+void tb__flow_free_copy_op(copy_op *c); /* one that was not started; NULL is allowed */
+void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
+/* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
 tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
-int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without what lies between chunks */
+int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
 int64_t tb__flow_raw_size(const tb__flow *flow, const tb_bucket *bucket);
-/* Whether both are the same elements of the same memory. */
+/* Whether the chunk's source and target are the same elements of the same memory. */
 bool tb__flow_is_in_place(const tb__flow *flow, const tb_chunk *chunk);
 size_t tb__box_offset(const tb_binding *binding, const tb_box *box);
 char *tb__binding_at(const tb_binding *binding, const int64_t *index);
-/* How many elements of a box lie together, one after the other; `outer` is how many dims count such runs. */
+/* The number of contiguous elements of a box; *outer: how many outer dims count such runs. */
 int64_t tb__box_run(int ndim, const int64_t *len, const int64_t *strides, int *outer);
-/* Where the n-th run of a box that begins at `start` begins. */
+/* The index at which the n-th run of a box begins, for a box at `start`. */
 void tb__box_run_start(int64_t n, int outer, const int64_t *len, const int64_t *start, int64_t *index);
 
 /* coded.c */
-/* Makes scratch memory for a bucket where its chunks need it, and chooses what is run first. */
-tb_status tb__flow_begin_coded(copying *c);
-/* Chooses what is run next; COPY_KINDS: nothing is left. Calls functions of the user's in between, with the lock free.
- */
-tb_status tb__flow_step_coded(copying *c);
-/* The moves of one chunk; `scratch` is where its box is in scratch memory, and is moved on. */
+/* Allocates scratch memory for a bucket whose chunks need it, and sets `running` to the first kind. */
+tb_status tb__flow_begin_coded(copy_op *c);
+/* Sets `running` to the next kind; COPY_KINDS: done. Calls the user's functions in between, without the lock. */
+tb_status tb__flow_step_coded(copy_op *c);
+/* Lists the moves of one chunk; *scratch is the offset of its box in scratch memory, and is advanced. */
 tb_status tb__flow_list_coded(tb__flow *flow, copy_kind kind, const tb_bucket_entry *entry, int64_t *scratch,
                               tb__move_list *out);
 
 /* group.c */
-/* The moves of all groups that are gathered. */
+/* Lists the moves of all gathered groups. */
 tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *out);
 tb_status tb__flow_open_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
-/* One bucket of the group is here. */
+/* Counts a bucket of the group that has arrived. */
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
-/* Hands the next group on, if it is complete and was gathered. */
-tb_status tb__flow_hand_on(tb__flow *flow, bool *did);
+/* Measures or writes the next group, if it is complete and gathered. */
+tb_status tb__flow_step_gathered(tb__flow *flow, bool *did);
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk);
 
 /* send.c, recv.c */
 bool tb__flow_step_send(tb__flow *flow);
 bool tb__flow_step_recv(tb__flow *flow);
-/* Something of the receive has been done, or has failed. */
+/* A part of the receive is done, or has failed. */
 void tb__flow_end_step_recv(tb__flow *flow, tb_status status, const char *why);
-/* Whether the window has room for it. */
+/* Whether the bucket may be received now: its group is in the window, or it goes to the stash. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);
-/* A bucket is in the tensors. */
+/* Counts a bucket that is in the tensors. */
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 
-/* flow.c: tells one member, which may be this rank itself, that an attempt has ended for it. */
+/* flow.c: sends ABORT to one member; if that is this rank, records it. */
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
                          const char *why);
 
 /* commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
 bool tb__flow_has_shadow(const tb__flow *flow, size_t tensor);
-/* All of a shadowed receive is in the shadow. */
+/* The shadowed receive is complete. */
 void tb__flow_prepare(tb__flow *flow);
-bool tb__flow_step_prepared(tb__flow *flow); /* looks for a reason to end */
-/* The prepared receive has a reason to end, in words that all may hear. */
+bool tb__flow_step_prepared(tb__flow *flow); /* checks for a reason to fail */
+/* The prepared receive has a reason to fail, with a message for all ranks. */
 void tb__flow_would_end(tb__flow *flow, tb_status status, const char *why);
-/* About the receive under way; does nothing where receives are not shadowed. */
+/* An event of the current receive; no-op if receives are not shadowed. */
 void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status status, const char *why);
 
-/* memory.c: TB_INVALID, by name, if memory that the leg uses was invalidated. */
+/* memory.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
 
 #endif

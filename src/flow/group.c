@@ -1,4 +1,4 @@
-/* Groups: what arrives together, how many may be under way, and those that are gathered and handed on. */
+/* Tensor groups: the window, arrival, and groups that are gathered before they are written. */
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
@@ -17,19 +17,19 @@ static bool is_gathered(const tb__flow *flow, const tb_bucket *bucket) {
     return false;
 }
 
-/* The first group that is not before the one the host calls so. */
-static size_t find_host(const tb__flow *flow, uint32_t host) {
+/* The first group with this user group, or a higher one. */
+static size_t find_user_group(const tb__flow *flow, uint32_t host) {
     size_t i = 0;
-    TB_BISECT(i, flow->setup.groups.count, flow->setup.groups.item[i].host >= host);
+    TB_BISECT(i, flow->setup.groups.count, flow->setup.groups.item[i].user_group >= host);
     return i;
 }
 
-static size_t count_hosts(const tb__flow *flow) {
+static size_t count_user_groups(const tb__flow *flow) {
     return flow->setup.groups.count ? flow->setup.groups.item[flow->setup.groups.count - 1].ordinal + 1 : 0;
 }
 
 static size_t ordinal_at(const tb__flow *flow, size_t at) {
-    return at < flow->setup.groups.count ? flow->setup.groups.item[at].ordinal : count_hosts(flow);
+    return at < flow->setup.groups.count ? flow->setup.groups.item[at].ordinal : count_user_groups(flow);
 }
 
 static size_t find_group(const tb__flow *flow, uint32_t number) {
@@ -38,7 +38,7 @@ static size_t find_group(const tb__flow *flow, uint32_t number) {
     return i;
 }
 
-/* Until when senders of what is gathered are needed. */
+/* Sets for each sender the last gathered group that needs it. */
 static void set_gatherings(tb__flow *flow) {
     for (size_t i = 0; i < flow->setup.ir->nbuckets; i++) {
         const tb_bucket *bucket = &flow->setup.ir->buckets[i];
@@ -53,7 +53,7 @@ static void set_gatherings(tb__flow *flow) {
     }
 }
 
-/* Which lanes have buckets of each group. Groups never fall within a channel. */
+/* Lists each group's lanes. Groups ascend within a channel. */
 static tb_status list_lanes(tb__flow *flow) {
     for (int pass = 0; pass < 2; pass++) {
         for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
@@ -81,7 +81,6 @@ static tb_status list_lanes(tb__flow *flow) {
     return TB_OK;
 }
 
-/* The groups of what this rank receives, ascending. */
 tb_status tb__flow_count_groups(tb__flow *flow) {
     const tb_ir *ir = flow->setup.ir;
     for (size_t i = 0; i < ir->nbuckets; i++) {
@@ -104,12 +103,12 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
     }
     flow->setup.groups.count = kept;
     for (size_t i = 0; i < kept; i++) {
-        g[i].host = flow->o.host_groups ? flow->o.host_groups[g[i].number] : g[i].number;
-        g[i].ordinal = i ? g[i - 1].ordinal + (g[i].host != g[i - 1].host) : 0;
+        g[i].user_group = flow->o.user_groups ? flow->o.user_groups[g[i].number] : g[i].number;
+        g[i].ordinal = i ? g[i - 1].ordinal + (g[i].user_group != g[i - 1].user_group) : 0;
         if (g[i].slot != TB__NOWHERE)
             g[i].slot = slots++;
     }
-    flow->recv.groups_total = (uint32_t)count_hosts(flow);
+    flow->recv.groups_total = (uint32_t)count_user_groups(flow);
     set_gatherings(flow);
     return list_lanes(flow);
 }
@@ -121,7 +120,7 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
         gathers |= flow->setup.groups.item[i].slot != TB__NOWHERE;
     }
     flow->groups_done = flow->slots_done = 0;
-    flow->is_handing_on = false;
+    flow->is_gathered_step_running = false;
     if (gathers && !flow->slots)
         flow->slots = tb__malloc(flow->o.gather.nslots, flow->o.gather.slot_nbytes);
     return gathers && !flow->slots ? TB_NO_MEMORY : TB_OK;
@@ -135,20 +134,20 @@ bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
         return false;
     if (flow->o.group_window == 0)
         return true;
-    size_t taken = flow->takes_all ? ordinal_at(flow, flow->groups_done) : flow->hosts_taken;
+    size_t taken = flow->takes_all ? ordinal_at(flow, flow->groups_done) : flow->user_groups_taken;
     return g->ordinal < taken + flow->o.group_window;
 }
 
 bool tb__flow_has_group(const tb__flow *flow, uint32_t host) {
-    return flow->recv.attempt && flow->groups_done >= find_host(flow, host + 1);
+    return flow->recv.attempt && flow->groups_done >= find_user_group(flow, host + 1);
 }
 
 void tb__flow_take_groups(tb__flow *flow, uint32_t host) {
     if (host == UINT32_MAX) {
         flow->takes_all = true;
     } else {
-        size_t taken = ordinal_at(flow, find_host(flow, host + 1));
-        flow->hosts_taken = taken > flow->hosts_taken ? taken : flow->hosts_taken;
+        size_t taken = ordinal_at(flow, find_user_group(flow, host + 1));
+        flow->user_groups_taken = taken > flow->user_groups_taken ? taken : flow->user_groups_taken;
     }
     tb__loop_wake(flow->o.loop);
 }
@@ -165,8 +164,8 @@ static void count_done(tb__flow *flow) {
     flow->recv.groups_done = (uint32_t)ordinal_at(flow, flow->groups_done);
 }
 
-/* Groups that are in place. */
-static tb_status advance(tb__flow *flow) {
+/* Counts complete groups that are not gathered as done. */
+static tb_status advance_groups(tb__flow *flow) {
     for (const group *g; (g = next_complete(flow)) && g->slot == TB__NOWHERE;) {
         TB_TRY(tb__flow_check_exposures(flow, g));
         count_done(flow);
@@ -176,7 +175,7 @@ static tb_status advance(tb__flow *flow) {
 
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number) {
     flow->setup.groups.item[find_group(flow, number)].left--;
-    return advance(flow);
+    return advance_groups(flow);
 }
 
 static char *slot_of(const tb__flow *flow, const group *g) {
@@ -202,16 +201,16 @@ tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *
     return TB_OK;
 }
 
-static void end_handing_on(copying *c, tb_status status) {
+static void end_gathered_step(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     const char *why = c->why;
-    flow->is_handing_on = false;
+    flow->is_gathered_step_running = false;
     if (flow->recv.is_ending)
         return;
     if (status == TB_OK && c->kind == COPY_GATHERED) {
         flow->slots_done++;
         count_done(flow);
-        status = advance(flow);
+        status = advance_groups(flow);
         if (status == TB_OK)
             status = tb__flow_conclude(flow);
         why = tb_error_detail();
@@ -222,23 +221,23 @@ static void end_handing_on(copying *c, tb_status status) {
         tb__flow_end_step_recv(flow, TB_OK, "");
 }
 
-tb_status tb__flow_hand_on(tb__flow *flow, bool *did) {
+tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
     const group *g = next_complete(flow);
     const tb__gather *gather = &flow->o.gather;
     tb__gather_step step;
-    if (!g || g->slot == TB__NOWHERE || flow->is_handing_on)
+    if (!g || g->slot == TB__NOWHERE || flow->is_gathered_step_running)
         return TB_OK;
     TB_TRY(tb__flow_check_exposures(flow, g));
     TB_TRY(gather->next(gather->arg, flow, flow->recv.attempt, g->number, &step));
     if (step == TB__GATHER_WAIT) {
-        const member *awaited = flow->ngone ? tb__flow_find(flow, gather->awaits(gather->arg)) : NULL;
+        const member *awaited = flow->ngone ? tb__flow_find_member(flow, gather->awaits(gather->arg)) : NULL;
         return awaited && awaited->is_gone ? tb__fail(awaited->gone_status, "%s", tb__member_why_gone(awaited)) : TB_OK;
     }
-    copying *c = tb__flow_new_copying(flow, false, step == TB__GATHER_MEASURE ? COPY_MEASURE : COPY_GATHERED, 1);
+    copy_op *c = tb__flow_new_copy_op(flow, false, step == TB__GATHER_MEASURE ? COPY_MEASURE : COPY_GATHERED, 1);
     if (!c)
         return TB_NO_MEMORY;
     c->parts[c->nparts++] = g->number;
-    c->end = end_handing_on;
-    flow->is_handing_on = *did = true;
-    return tb__flow_start_copying(c);
+    c->end = end_gathered_step;
+    flow->is_gathered_step_running = *did = true;
+    return tb__flow_start_copy_op(c);
 }

@@ -1,10 +1,10 @@
-/* Memory that the program invalidates while tensors of a flow are in it. Only the driver ends a leg, so a leg that uses
- * the memory is marked here, and ends in its next step. Until then it is under way, and may read and write. */
+/* Memory that the program invalidates while a flow uses it. Only the driver ends a leg, so a leg that uses the memory
+ * is marked here, and ends in its next step. Until then it may read and write. */
 #include "flow/flow_inside.h"
 
 #include <inttypes.h>
 
-static bool is_set(const bool *flag) {
+static bool is_flag_set(const bool *flag) {
     return flag && *flag;
 }
 
@@ -12,13 +12,13 @@ static bool is_set(const bool *flag) {
 static const tb__flow_tensor *find_invalidated(const tb__flow *flow, bool is_src) {
     for (size_t i = 0; i < flow->o.ntensors; i++) {
         const tb__flow_tensor *t = &flow->tensors[i];
-        if (is_set(is_src ? t->src_invalidated : t->dst_invalidated))
+        if (is_flag_set(is_src ? t->src_invalidated : t->dst_invalidated))
             return t;
     }
     return NULL;
 }
 
-/* A receive that was marked because of this rank's own send, which it reads from, fails by the source. */
+/* A receive that was marked because it reads from this rank's own send names the source tensor. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
     const tb__flow_tensor *t = find_invalidated(flow, is_send);
     if (!t && !is_send && flow->recv.memory_invalidated)
@@ -29,8 +29,7 @@ tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
                     t->spec.name, flow->o.rank, flow->what);
 }
 
-/* What was released, or is in a snapshot, is not read any more. What is prepared is written only if the memory is still
- * there when it is decided. */
+/* Released sources are not read any more. A prepared receive checks the memory again before it is applied. */
 bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor) {
     const tb__flow_tensor *src = find_invalidated(flow, true), *dst = find_invalidated(flow, false);
     tb__leg *send = &flow->send, *recv = &flow->recv;

@@ -1,17 +1,17 @@
-/* Buckets that need no buffer: where their bytes lie in long runs in this rank's tensors, a message is sent from there,
- * or received there. The other end need not do the same: the bytes are those of the bucket. */
+/* Buckets that need no buffer: if their bytes lie in long runs in this rank's tensors, the message is sent from there,
+ * or received there. The other end may use a buffer: the bytes on the wire are the same. */
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"
 
 #include <string.h>
 
-/* Shorter ones are gathered faster than they are listed. */
-enum { LEAST_MEAN_RUN = 2048 };
+/* Shorter runs are faster to pack than to list. */
+enum { MIN_MEAN_RUN = 2048 };
 
 typedef TB_VEC(tb_piece) pieces;
 
-/* The runs of a chunk, in the order of its elements. */
+/* Appends the contiguous runs of a chunk. */
 static bool add_runs(const tb_chunk *chunk, const tb_binding *b, const int64_t *start, size_t most, pieces *out) {
     int outer;
     int64_t run = tb__box_run(chunk->ndim, chunk->len, b->strides, &outer), count = 1, index[TB_MAX_DIMS];
@@ -27,9 +27,9 @@ static bool add_runs(const tb_chunk *chunk, const tb_binding *b, const int64_t *
     return true;
 }
 
-/* `gap` is where bytes between chunks come from, or go to. */
+/* `gap`: memory for the bytes between chunks. */
 static bool add_entries(const tb__flow *flow, const tb_bucket *bucket, bool is_target, char *gap, pieces *out) {
-    size_t most = (size_t)bucket->total_bytes / LEAST_MEAN_RUN + 1;
+    size_t most = (size_t)bucket->total_bytes / MIN_MEAN_RUN + 1;
     int64_t at = 0;
     for (size_t i = 0; i < bucket->nentries; i++) {
         const tb_bucket_entry *entry = &flow->setup.ir->entries[bucket->first_entry + i];

@@ -1,12 +1,11 @@
-/* The steps of a receive: read what is ready, take what was sent, write what was put aside, and arrive. */
+/* The steps of a receive: read what is exposed, accept staged buckets, write the stash, finish. */
 #include "flow/flow_inside.h"
 
 #include <string.h>
 
-enum { MOST_COPYINGS = 2 }; /* under way: a rank that is ready late does not wait for all that was there before */
+enum { MAX_COPY_OPS = 2 }; /* under way, so that a sender that gets ready late does not wait for all earlier reads */
 
-/* What is put aside is not in the tensors yet. It must not wait for groups to be taken, for nothing arrives before all
- * of it was put aside. */
+/* Stashing does not write tensors. It must not wait for the window, because no group arrives before all is stashed. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
     return l->overwrites_source || tb__flow_is_in_window(flow, bucket);
 }
@@ -17,14 +16,15 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
     return tb__flow_count_arrived(flow, l);
 }
 
-static void end_padding(copying *c, tb_status status) {
+static void end_padding(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     flow->is_clearing_padding = false;
     if (!flow->recv.is_ending)
         tb__flow_end_step_recv(flow, status, c->why);
 }
 
-/* Data and padding are different memory, so they are written in any order. A shadow's padding is the tensors'. */
+/* Data and padding are disjoint, so the order does not matter. Shadows have no padding: COPY_COMMIT clears that of the
+ * tensors. */
 static tb_status clear_padding(tb__flow *flow) {
     size_t n = 0;
     for (size_t i = 0; i < flow->o.ntensors && !flow->o.shadow.is_used; i++)
@@ -32,12 +32,12 @@ static tb_status clear_padding(tb__flow *flow) {
     flow->is_clearing_padding = false;
     if (n == 0)
         return TB_OK;
-    copying *c = tb__flow_new_copying(flow, false, COPY_PADDING, 0);
+    copy_op *c = tb__flow_new_copy_op(flow, false, COPY_PADDING, 0);
     if (!c)
         return TB_NO_MEMORY;
     flow->is_clearing_padding = true;
     c->end = end_padding;
-    return tb__flow_start_copying(c);
+    return tb__flow_start_copy_op(c);
 }
 
 static tb_status open_transfer(tb__flow *flow) {
@@ -53,8 +53,8 @@ static tb_status open_transfer(tb__flow *flow) {
     return clear_padding(flow);
 }
 
-/* All of it is here. In place it is live, too. */
-static tb_status arrive(tb__flow *flow) {
+/* All data has arrived. Without a shadow it is in the tensors. */
+static tb_status finish_receive(tb__flow *flow) {
     tb__leg *leg = &flow->recv;
     if (flow->o.shadow.is_used) {
         TB_TRY(tb__flow_check_memory(flow, false));
@@ -84,17 +84,17 @@ static bool step_receive(tb__flow *flow) {
         tb_status opened = open_transfer(flow);
         if (opened != TB_OK)
             tb__flow_abort(flow, false, opened, tb_error_detail());
-        return true; /* from now on it needs others than before, who may be gone already: the next step looks */
+        return true; /* it needs other members now; the next step checks whether they are gone */
     }
     bool did = false;
-    tb_status status = tb__flow_hand_on(flow, &did);
+    tb_status status = tb__flow_step_gathered(flow, &did);
     if (status != TB_OK) {
         tb__flow_abort(flow, false, status, tb_error_detail());
         return true;
     }
     if (did || has_all(flow))
         return did;
-    bool may_copy = leg->ncopying < MOST_COPYINGS;
+    bool may_copy = leg->ncopies < MAX_COPY_OPS;
     status = may_copy ? tb__staged_write_stash(flow, &did) : TB_OK;
     if (may_copy && !did && status == TB_OK)
         status = tb__flow_step_reads(flow, &did);
@@ -106,13 +106,13 @@ static bool step_receive(tb__flow *flow) {
     return true;
 }
 
-/* All senders have been told that they are not needed any more, and may be gone before the next step. */
-static bool try_arrive(tb__flow *flow) {
+/* Called right after the last arrival: senders have got DONE, and may be gone before the next step. */
+static bool try_finish_receive(tb__flow *flow) {
     const tb__leg *leg = &flow->recv;
     if (!leg->is_under_way || leg->is_ending || !leg->attempt || leg->failure.status != TB_OK || leg->is_complete ||
         flow->shadow.is_prepared || !has_all(flow))
         return false;
-    tb_status status = arrive(flow);
+    tb_status status = finish_receive(flow);
     if (status != TB_OK)
         tb__flow_abort(flow, false, status, tb_error_detail());
     return true;
@@ -122,10 +122,10 @@ void tb__flow_end_step_recv(tb__flow *flow, tb_status status, const char *why) {
     if (status != TB_OK)
         tb__flow_await_reason(flow, false, status, why);
     else
-        try_arrive(flow);
+        try_finish_receive(flow);
 }
 
 bool tb__flow_step_recv(tb__flow *flow) {
     bool did = step_receive(flow);
-    return try_arrive(flow) || did;
+    return try_finish_receive(flow) || did;
 }

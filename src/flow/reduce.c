@@ -1,7 +1,7 @@
-/* Reductions of what can't be read in place. They need the contributions of several ranks at once. All ranks pack
- * contributions, and begin reductions, in one order: that of buckets by group, then id. So the first unfinished
- * reduction has its contributions packed or about to be, and memory at the rank that combines them: it never waits for
- * a later one. */
+/* Reductions of staged buckets. A reduction needs the contributions of several ranks at once. All ranks pack
+ * contributions, and begin reductions, in one order: by group, then id. So the contributions to the first unfinished
+ * reduction are packed or next to be, and it has memory at the rank that combines them: it never waits for a later one.
+ */
 #include "flow/flow_inside.h"
 
 bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b) {
@@ -14,12 +14,12 @@ bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b) {
 
 /* ---- Reductions ------------------------------------------------------------------------------------------------ */
 
-static bool reduces(const lane *l, bool is_send) {
-    return l->is_shipper && l->nsenders > 1 &&
+static bool is_reduced_here(const lane *l, bool is_send) {
+    return l->is_channel_source && l->nsenders > 1 &&
            (is_send ? l->nstaged && !l->is_target : l->is_target && l->takes_staged);
 }
 
-static size_t *position(lane *l, bool is_send) {
+static size_t *next_bucket(lane *l, bool is_send) {
     return is_send ? &l->staged_lane.to_send : &l->staged_lane.to_combine;
 }
 
@@ -27,18 +27,18 @@ static lane *choose_reduction(tb__flow *flow, bool is_send) {
     lane *best = NULL;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         lane *l = &flow->setup.lanes[i];
-        size_t at = *position(l, is_send);
-        if (reduces(l, is_send) && at < l->channel->nbuckets &&
+        size_t at = *next_bucket(l, is_send);
+        if (is_reduced_here(l, is_send) && at < l->channel->nbuckets &&
             (!best || tb__flow_is_before(flow, l->channel->first_bucket + at,
-                                         best->channel->first_bucket + *position(best, is_send))))
+                                         best->channel->first_bucket + *next_bucket(best, is_send))))
             best = l;
     }
     return best;
 }
 
-/* Memory for all contributions to a bucket, and for what becomes of them. */
+/* Allocates memory for the contributions to a bucket and for the result. */
 static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *did) {
-    size_t index = l->channel->first_bucket + *position(l, is_send);
+    size_t index = l->channel->first_bucket + *next_bucket(l, is_send);
     const tb_bucket *bucket = &flow->setup.ir->buckets[index];
     pool from = is_send ? POOL_REDUCE : POOL_COMBINE, to = is_send ? POOL_REDUCE : POOL_STASH;
     size_t raw = (size_t)tb__flow_raw_size(flow, bucket), inputs = raw * (l->nsenders - 1);
@@ -64,7 +64,7 @@ static tb_status begin_reduction(tb__flow *flow, lane *l, bool is_send, bool *di
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
-    ++*position(l, is_send);
+    ++*next_bucket(l, is_send);
     l->staged_lane.in_flight += is_send;
     for (uint32_t i = 0, j = 0; i < l->nsenders; i++) {
         if (l->senders[i] == flow->self)
@@ -95,7 +95,7 @@ static bool ask_for_inputs(staged_bucket *p) {
     return did;
 }
 
-/* What becomes of contributions that were combined. */
+/* Sends, stashes or counts the result of a reduction. */
 static tb_status use_output(staged_bucket *p) {
     tb__flow *flow = p->flow;
     if (p->is_send) {
@@ -110,7 +110,7 @@ static tb_status use_output(staged_bucket *p) {
         return TB_OK;
     }
     if (p->output) {
-        TB_TRY(tb__staged_put_aside(flow, p->lane, p->bucket, p->output, p->output_nbytes));
+        TB_TRY(tb__staged_stash(flow, p->lane, p->bucket, p->output, p->output_nbytes));
         p->output = NULL;
         return TB_OK;
     }
@@ -118,7 +118,7 @@ static tb_status use_output(staged_bucket *p) {
     return tb__flow_bucket_arrived(flow, p->lane, p->bucket);
 }
 
-static void end_combine(copying *c, tb_status status) {
+static void end_combine(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     staged_bucket *p = c->staged_bucket;
     bool is_send = p->is_send;
@@ -136,10 +136,10 @@ static void end_combine(copying *c, tb_status status) {
         tb__flow_await_reason(flow, true, status, why);
 }
 
-/* The contributions become a bucket to be shipped or put aside, or this rank's tensors. */
-static tb_status combine(staged_bucket *p) {
+/* Combines the contributions into a bucket to be sent or stashed, or into this rank's tensors. */
+static tb_status combine_contributions(staged_bucket *p) {
     tb__flow *flow = p->flow;
-    copying *c = tb__flow_new_copying(flow, p->is_send, p->output ? COPY_COMBINE : COPY_COMBINE_IN, 1);
+    copy_op *c = tb__flow_new_copy_op(flow, p->is_send, p->output ? COPY_COMBINE : COPY_COMBINE_IN, 1);
     if (!c)
         return TB_NO_MEMORY;
     p->is_begun = true;
@@ -148,7 +148,7 @@ static tb_status combine(staged_bucket *p) {
     c->to = p->output;
     c->staged_bucket = p;
     c->end = end_combine;
-    return tb__flow_start_copying(c);
+    return tb__flow_start_copy_op(c);
 }
 
 bool tb__staged_step_reduce(tb__flow *flow, bool is_send) {
@@ -165,7 +165,7 @@ bool tb__staged_step_reduce(tb__flow *flow, bool is_send) {
         bool is_checked;
         status = tb__staged_bucket_check_sums(p, &is_checked);
         if (status == TB_OK && is_checked) {
-            status = combine(p);
+            status = combine_contributions(p);
             did = true;
             break;
         }

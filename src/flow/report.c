@@ -1,4 +1,4 @@
-/* What is told about a flow: see report.h. */
+/* The diagnostics of a flow: see report.h. */
 #include "flow/flow_inside.h"
 
 #include "base/text.h"
@@ -6,22 +6,23 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-enum { AGAIN_MS = 20 }; /* after which who has missed a message is told again that the flow is broken */
+enum { RETRY_MS = 20 }; /* between attempts to tell a member that the flow is broken */
 
 /* ---- Reasons ---------------------------------------------------------------------------------------------------- */
 
-/* What others are told of a reason: a sentence about a wait says who was waited for, or why, but not by whom. */
-const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]) {
+/* A message about a wait names the awaited rank, but not the waiting one, so that is put in front. */
+const char *tb__flow_reason_for_others(const tb__flow *flow, tb_status status, const char *why,
+                                       char reason[TB__REASON_MAX]) {
     bool is_wait = status == TB_TIMEOUT || status == TB_IN_DOUBT;
     const char *label = flow->members[flow->self].peer->label;
-    snprintf(words, TB__WORDS_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
-    return words;
+    snprintf(reason, TB__REASON_MAX, "%s%s%s", is_wait ? label : "", is_wait ? ": " : "", why);
+    return reason;
 }
 
-/* A member that is gone and that the leg can't do without; NULL: none. Without a number, a leg needs all: nobody begins
- * a transfer any more. But the number of one that has been begun may still be on its way, if another rank issues it:
- * the leg is stepped again when that is over. */
-static const member *find_needed(tb__flow *flow, bool is_send) {
+/* A member that is gone and that the leg needs; NULL: none. A leg without an attempt needs all members: no further
+ * transfer begins. But the START of an earlier one may still be on its way from the lead, so the leg waits REASON_MS
+ * for it. */
+static const member *find_missing_member(tb__flow *flow, bool is_send) {
     tb__leg *leg = tb__flow_leg(flow, is_send);
     bool is_idle = !leg->attempt && tb__flow_last_attempt(flow, is_send) >= tb__flow_started(flow);
     int64_t now_ms = tb__now_ms(), wake_ms = INT64_MAX;
@@ -43,9 +44,9 @@ tb__fault tb__fault_of(tb_status status, const char *why) {
     return fault;
 }
 
-/* A leg that came when an attempt had ended, and waits for the next one: if memory was taken away, there is none, and
- * that is why others leave. */
-static tb__fault reason_without(const tb__flow *flow, bool is_send, const member *gone) {
+/* A leg that began after a failed attempt waits for the next one. If that attempt failed because memory was
+ * invalidated, there is no next one, and that is why members leave. */
+static tb__fault reason_for_missing(const tb__flow *flow, bool is_send, const member *gone) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     uint64_t last = tb__flow_last_attempt(flow, is_send);
     const tb__abort *before = leg->attempt || gone->lost_ms ? NULL : tb__flow_find_abort(flow, last);
@@ -68,17 +69,17 @@ tb__fault tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
         return tb__fault_of(abort->status, abort->why);
     }
     *tells = true;
-    const member *gone = flow->ngone ? find_needed(flow, is_send) : NULL;
+    const member *gone = flow->ngone ? find_missing_member(flow, is_send) : NULL;
     if (leg->memory_invalidated)
         status = tb__flow_check_memory(flow, is_send);
     else if (gone)
-        return reason_without(flow, is_send, gone);
+        return reason_for_missing(flow, is_send, gone);
     else if (leg->is_cancelled)
         status = tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     return tb__fault_of(status, status == TB_OK ? "" : tb_error_detail());
 }
 
-bool tb__flow_note_broken(tb__flow *flow, tb_status status, const char *why) {
+bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why) {
     if (flow->report.broken.status != TB_OK)
         return false;
     flow->report.broken = tb__fault_of(status, why);
@@ -87,20 +88,20 @@ bool tb__flow_note_broken(tb__flow *flow, tb_status status, const char *why) {
 
 /* ---- Breaking later --------------------------------------------------------------------------------------------- */
 
-/* A message that could not be sent, or another failure in the middle of something that must not end a leg on the spot,
- * breaks the flow from a task of its own. Whoever has missed a message is told that the flow is broken, again and again
- * until that message gets through: what was missing was memory, of which there may be some later. */
+/* A failure where a leg must not end at once, such as an unsent message, breaks the flow from a task of its own.
+ * Members that missed a message are told that the flow is broken, repeatedly until that succeeds: memory was lacking,
+ * and may be free later. */
 static bool tell_uninformed(tb__flow *flow) {
-    char words[TB__WORDS_MAX];
+    char reason[TB__REASON_MAX];
     bool did = false;
-    tb__flow_own_words(flow, flow->report.broken.status, flow->report.broken.why, words);
+    tb__flow_reason_for_others(flow, flow->report.broken.status, flow->report.broken.why, reason);
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
         if (!m->missed_message)
             continue;
-        m->missed_message = false; /* it may be set again */
+        m->missed_message = false; /* a failed send sets it again */
         if (i != flow->self)
-            tb__flow_tell_abort(flow, i, 0, 0, flow->report.broken.status, words);
+            tb__flow_tell_abort(flow, i, 0, 0, flow->report.broken.status, reason);
         did |= !m->missed_message;
     }
     return did;
@@ -118,7 +119,7 @@ static bool step_breaking(tb__task *task) {
     task->deadline_ms = INT64_MAX;
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (flow->members[i].missed_message)
-            task->deadline_ms = tb__now_ms() + AGAIN_MS;
+            task->deadline_ms = tb__now_ms() + RETRY_MS;
     }
     return did;
 }
@@ -143,19 +144,19 @@ void tb__flow_fini_report(tb__flow *flow) {
 
 typedef bool wait_test(const tb__flow *flow, bool is_send, const member *m);
 
-/* Without whom the owner can't have the receive applied. */
-static bool has_to_commit(const tb__flow *flow, const member *m) {
+/* Whether the owner needs the member to have the receive applied. */
+static bool owes_commit(const tb__flow *flow, const member *m) {
     const tb__shadow *owner = &flow->o.shadow;
     return owner->is_used && owner->needs(owner->arg, flow->recv.attempt, (size_t)(m - flow->members));
 }
 
-/* Before there is data. */
-static bool has_to_come(const tb__flow *flow, bool is_send, const member *m) {
+/* Whether the member has to do something before data can flow: start, bind, reach, ready; of a send, finish reading. */
+static bool owes_progress(const tb__flow *flow, bool is_send, const member *m) {
     const tb__leg *leg = is_send ? &flow->send : &flow->recv;
     if (is_send && flow->direct.is_exposed)
         return m->setup.is_reader && !tb__flow_is_served(flow, m);
     if (!is_send && flow->shadow.is_prepared)
-        return has_to_commit(flow, m);
+        return owes_commit(flow, m);
     if (leg->attempt == 0 && (!is_send || flow->self != flow->o.lead) && (is_send || flow->setup.is_reached))
         return m == &flow->members[flow->o.lead];
     if (is_send)
@@ -173,8 +174,9 @@ static bool is_announced(const tb__flow *flow, size_t bucket) {
     return false;
 }
 
-/* Who sends what is staged, or hands it on, and has not: what it has announced waits for room here. */
-static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
+/* Whether the member has not announced, or not sent, a staged bucket. One that it has announced waits for room at this
+ * rank. */
+static bool owes_staged_data(const tb__flow *flow, bool is_send, const member *m) {
     if (is_send || !flow->recv.attempt || !flow->setup.is_planned)
         return false;
     for (const staged_bucket *p = flow->staged.buckets; p; p = p->next) {
@@ -183,7 +185,7 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
     }
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        bool is_from = l->is_target && l->takes_staged && !l->is_shipper && &flow->members[l->parent] == m;
+        bool is_from = l->is_target && l->takes_staged && !l->is_channel_source && &flow->members[l->parent] == m;
         for (size_t j = 0; is_from && j < l->channel->nbuckets; j++) {
             size_t bucket = l->channel->first_bucket + j;
             if (flow->setup.paths[bucket].takes_staged && !flow->staged.is_taken[bucket] && !is_announced(flow, bucket))
@@ -193,8 +195,8 @@ static bool has_to_send(const tb__flow *flow, bool is_send, const member *m) {
     return false;
 }
 
-/* To whom this rank hands on what it has got. */
-static bool has_to_take(const tb__flow *flow, bool is_send, const member *m) {
+/* Whether this rank is relaying a bucket to the member. */
+static bool owes_relay_receive(const tb__flow *flow, bool is_send, const member *m) {
     for (const staged_bucket *p = flow->staged.buckets; p && !is_send; p = p->next) {
         for (size_t i = 1; p->kind == STAGED_IN && p->is_announced && i < p->nmessages; i++) {
             if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
@@ -204,13 +206,13 @@ static bool has_to_take(const tb__flow *flow, bool is_send, const member *m) {
     return false;
 }
 
-/* Whose data is not all here. */
-static bool has_more(const tb__flow *flow, bool is_send, const member *m) {
+/* Whether buckets of the member are missing. */
+static bool owes_data(const tb__flow *flow, bool is_send, const member *m) {
     return !is_send && flow->recv.attempt && m->setup.is_sender && !m->direct.is_concluded;
 }
 
-/* Whose contributions to what this rank ships are not all here. */
-static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *m) {
+/* Whether contributions of the member to a reduction at this rank are missing. */
+static bool owes_contribution(const tb__flow *flow, bool is_send, const member *m) {
     for (const staged_bucket *p = flow->staged.buckets; p && is_send; p = p->next) {
         for (size_t i = 0; p->is_send && p->kind == STAGED_REDUCE && i < p->nmessages; i++) {
             if (!p->messages[i].is_done && &flow->members[p->messages[i].member] == m)
@@ -219,7 +221,7 @@ static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *
     }
     for (size_t i = 0; is_send && flow->direct.is_exposed && i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        bool reduces = l->is_shipper && !l->is_target && l->nstaged && l->nsenders > 1;
+        bool reduces = l->is_channel_source && !l->is_target && l->nstaged && l->nsenders > 1;
         for (uint32_t j = 0; reduces && l->staged_lane.to_send < l->channel->nbuckets && j < l->nsenders; j++) {
             if (&flow->members[l->senders[j]] == m)
                 return true;
@@ -231,18 +233,18 @@ static bool has_to_contribute(const tb__flow *flow, bool is_send, const member *
 bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m) {
     if (is_send)
         return (m->setup.is_reader && !(flow->direct.is_exposed && tb__flow_is_served(flow, m))) ||
-               has_to_contribute(flow, true, m);
+               owes_contribution(flow, true, m);
     if (!flow->recv.attempt)
         return m->setup.is_sender;
-    return has_more(flow, false, m) || has_to_send(flow, false, m) || has_to_commit(flow, m);
+    return owes_data(flow, false, m) || owes_staged_data(flow, false, m) || owes_commit(flow, m);
 }
 
-/* That the leg has failed. */
-static bool has_to_hear(const tb__flow *flow, bool is_send, const member *m) {
+/* Whether the member has not acknowledged that the leg has failed. */
+static bool owes_abort_ack(const tb__flow *flow, bool is_send, const member *m) {
     return (is_send ? &flow->send : &flow->recv)->awaits_abort_acks && m->unacked[is_send] != 0;
 }
 
-/* The first member of which it is true, and how many others there are. */
+/* The first member that passes the test, and how many others do. */
 static const char *find_awaited(const tb__flow *flow, bool is_send, wait_test *is_awaited, size_t *others) {
     const char *first = NULL;
     *others = 0;
@@ -256,9 +258,9 @@ static const char *find_awaited(const tb__flow *flow, bool is_send, wait_test *i
 }
 
 static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test) {
-    if (test == has_to_hear)
+    if (test == owes_abort_ack)
         return "to hear that it has failed";
-    if (test == has_to_take)
+    if (test == owes_relay_receive)
         return "to receive";
     if (!is_send)
         return flow->shadow.is_prepared ? "to commit" : "to send";
@@ -268,7 +270,7 @@ static const char *what_for(const tb__flow *flow, bool is_send, wait_test *test)
 }
 
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room) {
-    static wait_test *const tests[] = {has_to_hear, has_to_come, has_to_send, has_to_take, has_more};
+    static wait_test *const tests[] = {owes_abort_ack, owes_progress, owes_staged_data, owes_relay_receive, owes_data};
     const size_t ntests = sizeof tests / sizeof *tests;
     const char *first = NULL;
     size_t others = 0, i = 0;
@@ -276,7 +278,7 @@ void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room
         first = find_awaited(flow, is_send, tests[i], &others);
     const char *what = what_for(flow, is_send, tests[i - 1]);
     if (!first && !is_send && flow->o.gather.awaits) {
-        const member *m = tb__flow_find(flow, flow->o.gather.awaits(flow->o.gather.arg));
+        const member *m = tb__flow_find_member(flow, flow->o.gather.awaits(flow->o.gather.arg));
         first = m ? m->peer->label : NULL;
     }
     if (!first)
@@ -296,7 +298,7 @@ static void add_box(tb__text *t, const tb_box *box, const tb_chunk *c) {
     tb__text_add(t, "]");
 }
 
-/* What becomes of a piece that is received. */
+/* How a received piece gets into the tensor. */
 static const char *write_back(const tb__flow *flow, const lane *l, const bucket_path *path, const tb_chunk *c) {
     const tb__flow_tensor *t = &flow->tensors[c->tensor];
     if (t->is_gathered || (c->is_coded && (t->codec->list_unpack || t->codec->call_unpack)))
@@ -306,10 +308,10 @@ static const char *write_back(const tb__flow *flow, const lane *l, const bucket_
     return path->takes_staged || l->overwrites_source || c->is_coded ? "copy" : "direct";
 }
 
-/* How a piece that is read gets here: through a mapping of the senders' memory, or by calls of the transport. */
+/* How a piece is read: through a mapping of the senders' memory, or by calls of the transport. */
 static const char *reach_name(const tb__flow *flow, const lane *l, const tb_chunk *c) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
-        const place *p = tb__member_place(&flow->members[l->senders[i]], c->tensor);
+        const remote_tensor *p = tb__member_find_tensor(&flow->members[l->senders[i]], c->tensor);
         if (p && !p->map)
             return "not mapped";
     }
@@ -343,7 +345,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
             tb__text_add(t, "nobody: zeros");
         else
             add_ranks(t, &c->source, 1);
-        if (l->parent != l->shipper)
+        if (l->parent != l->source)
             tb__text_add(t, " by way of %" PRId32, flow->members[l->parent].peer->rank);
         tb__text_add(t, ", %s", write_back(flow, l, path, c));
         if (path->takes_staged && !c->is_coded)
@@ -351,7 +353,7 @@ static void add_piece(tb__text *t, const tb__flow *flow, bool is_send, size_t bu
         else if (l->nsenders > 0 && !c->is_coded)
             tb__text_add(t, ", %s", reach_name(flow, l, c));
         for (uint32_t i = 0; i < l->nchildren; i++)
-            tb__text_add(t, "%s%" PRId32, i ? "," : ", handed on to ", flow->members[l->children[i]].peer->rank);
+            tb__text_add(t, "%s%" PRId32, i ? "," : ", relayed to ", flow->members[l->children[i]].peer->rank);
     }
     tb__text_add(t, ", %s %" PRId64 " bytes, id %016" PRIx64, tb_transport_kind_name(c->transport), c->nbytes, c->id);
     if (c->part)
@@ -364,7 +366,7 @@ tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out) {
     for (size_t i = 0; is_send && is_known && i < flow->nmembers; i++)
         is_known = !flow->members[i].setup.is_reader || flow->members[i].setup.has_reach;
     if (!is_known)
-        return tb__fail(TB_REFUSED, "%s has not been %s yet: what goes which way is settled by the first transfer",
+        return tb__fail(TB_REFUSED, "%s has not been %s yet: the first transfer decides how tensors are moved",
                         flow->what, is_send ? "sent" : "received");
     tb__text t = {0};
     size_t count = 0;

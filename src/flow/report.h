@@ -1,5 +1,5 @@
-/* What is told about a flow (report.c): why it is broken, why a leg fails, whom it waits for, and the dump. struct
- * report is written there only.
+/* The diagnostics of a flow (report.c): why it is broken, why a leg fails, which members it waits for, and the dump.
+ * Only report.c writes struct flow_report.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_REPORT_H
@@ -12,22 +12,23 @@ typedef struct member member;
 enum { REASON_MS = 1000 }; /* how long to wait for another rank's report of the cause */
 
 struct flow_report {
-    tb__fault broken;  /* nothing moves any more */
-    tb__fault failure; /* it is going to break ... */
-    tb__task task;     /* ... by this, which tells those who have to hear of it */
+    tb__fault broken;  /* set: no transfer can run any more */
+    tb__fault failure; /* it breaks with this, ... */
+    tb__task task;     /* ... in a step of this task, which also informs the members */
 };
 
-/* Whether a leg can't end well without the member. */
+/* Whether the leg can't succeed without the member. */
 bool tb__flow_needs(const tb__flow *flow, bool is_send, const member *m);
-/* What has come about that ends the leg; TB_OK: nothing. `tells`: others have to hear of it. */
+/* A reason for the leg to fail; TB_OK: none. *tells: other members do not know it yet. */
 tb__fault tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells);
-/* This rank's reason, for others. */
-enum { TB__WORDS_MAX = TB__WHY_MAX + 256 };
-const char *tb__flow_own_words(const tb__flow *flow, tb_status status, const char *why, char words[TB__WORDS_MAX]);
-/* Breaks the flow in the driver's next turn: a leg must not end in the middle of what has failed. */
+/* The reason as other ranks get it. */
+enum { TB__REASON_MAX = TB__WHY_MAX + 256 };
+const char *tb__flow_reason_for_others(const tb__flow *flow, tb_status status, const char *why,
+                                       char reason[TB__REASON_MAX]);
+/* Breaks the flow in the driver's next step, for failures in code that a leg must not end in. */
 void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why);
-/* The first reason counts. False: it was broken before. */
-bool tb__flow_note_broken(tb__flow *flow, tb_status status, const char *why);
+/* False: the flow was broken before, and keeps its first reason. */
+bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why);
 void tb__flow_fini_report(tb__flow *flow);
 
 #endif

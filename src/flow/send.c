@@ -1,7 +1,7 @@
-/* The steps of a send: take the snapshot, expose the tensors, send what is staged, until everybody is done. */
+/* The steps of a send: take the snapshot, expose the tensors, send staged buckets, wait for all readers. */
 #include "flow/flow_inside.h"
 
-static void end_snapshot(copying *c, tb_status status) {
+static void end_snapshot(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     flow->is_taking_snapshot = false;
     if (status != TB_OK && !flow->send.is_ending)
@@ -9,13 +9,13 @@ static void end_snapshot(copying *c, tb_status status) {
 }
 
 static tb_status take_snapshot(tb__flow *flow) {
-    copying *c = tb__flow_new_copying(flow, true, COPY_SNAPSHOT, 0);
+    copy_op *c = tb__flow_new_copy_op(flow, true, COPY_SNAPSHOT, 0);
     if (!c)
         return TB_NO_MEMORY;
     flow->snapshot_attempt = flow->send.attempt;
     flow->is_taking_snapshot = true;
     c->end = end_snapshot;
-    tb_status status = tb__flow_start_copying(c);
+    tb_status status = tb__flow_start_copy_op(c);
     flow->is_taking_snapshot &= status == TB_OK;
     return status;
 }

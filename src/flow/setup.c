@@ -1,9 +1,10 @@
-/* The plan of a flow: the IR and its lanes, who reads from whom, memory for snapshots and shadows, and which sources
- * this rank is going to overwrite while others read them. */
+/* The plan of a flow: the IR and its lanes, which members read from which, memory for snapshots and shadows, and which
+ * sources this rank's targets overwrite. */
 #include "flow/flow_inside.h"
 #include "layout/overlap.h"
 
 #include "base/dtype.h"
+#include "base/int.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -18,7 +19,7 @@ static tb_status make_ir(tb__flow *flow) {
     for (size_t i = 0; i < o->ntensors; i++)
         specs[i] = flow->tensors[i].spec;
     tb_plan_opts plan = {.size = sizeof plan, .hosts = o->hosts, .nhosts = o->nhosts};
-    /* Both ends build the same buckets, whichever of them turn out to be staged. */
+    /* Buckets do not depend on which of them are staged, so that both ends build the same. */
     tb_ir_opts opts = {.size = sizeof opts,
                        .bucket_size = o->bucket_size,
                        .staging_bytes = o->staging_bytes,
@@ -54,15 +55,15 @@ static tb_status set_senders(tb__flow *flow, lane *l) {
     if (!l->senders)
         return TB_NO_MEMORY;
     for (uint32_t i = 0; i < l->nsenders; i++) {
-        member *m = tb__flow_find(flow, ranks[i]);
+        member *m = tb__flow_find_member(flow, ranks[i]);
         if (!m)
             return tb__fail(TB_INTERNAL, "rank %" PRId32 " sends %s but is in neither group", ranks[i], flow->what);
         l->senders[i] = (uint32_t)(m - flow->members);
     }
-    member *shipper = l->nsenders ? tb__flow_find(flow, first->source) : &flow->members[flow->self];
-    if (!shipper)
-        return tb__fail(TB_INTERNAL, "rank %" PRId32 " ships %s but is in neither group", first->source, flow->what);
-    l->shipper = (uint32_t)(shipper - flow->members);
+    member *source = l->nsenders ? tb__flow_find_member(flow, first->source) : &flow->members[flow->self];
+    if (!source)
+        return tb__fail(TB_INTERNAL, "rank %" PRId32 " sends %s but is in neither group", first->source, flow->what);
+    l->source = (uint32_t)(source - flow->members);
     return TB_OK;
 }
 
@@ -74,11 +75,11 @@ static bool is_sender_of(const tb__flow *flow, const lane *l) {
     return false;
 }
 
-/* Who sends it to this rank, and to whom this rank hands it on. */
-static tb_status set_family(tb__flow *flow, lane *l) {
+/* The member that sends staged buckets to this rank, and the members that this rank relays them to. */
+static tb_status set_relay_links(tb__flow *flow, lane *l) {
     const tb_chunk *first = l->first;
     const int32_t *via = l->channel->via;
-    l->parent = l->shipper;
+    l->parent = l->source;
     if (!l->is_target || !via)
         return TB_OK;
     l->children = tb__arena_alloc(&flow->setup.arena, first->ntargets, sizeof *l->children);
@@ -88,7 +89,7 @@ static tb_status set_family(tb__flow *flow, lane *l) {
         bool is_parent = first->targets[i] == flow->o.rank, is_child = via[i] == flow->o.rank;
         if (!is_parent && !is_child)
             continue;
-        const member *m = tb__flow_find(flow, is_parent ? via[i] : first->targets[i]);
+        const member *m = tb__flow_find_member(flow, is_parent ? via[i] : first->targets[i]);
         if (!m)
             return tb__fail(TB_INTERNAL, "rank %" PRId32 " is on the way of %s but in neither group",
                             is_parent ? via[i] : first->targets[i], flow->what);
@@ -110,9 +111,9 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
     l->first = first_chunk(ir, &ir->buckets[channel->first_bucket]);
     TB_TRY(set_senders(flow, l));
     l->is_target = l->first->is_target;
-    l->is_shipper = l->nsenders && l->shipper == flow->self;
-    l->is_contributor = !l->is_shipper && is_sender_of(flow, l);
-    TB_TRY(set_family(flow, l));
+    l->is_channel_source = l->nsenders && l->source == flow->self;
+    l->is_contributor = !l->is_channel_source && is_sender_of(flow, l);
+    TB_TRY(set_relay_links(flow, l));
     int64_t nbytes = lane_nbytes(ir, channel);
     if (l->is_target) {
         flow->recv.bytes_total += nbytes;
@@ -122,8 +123,8 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
             flow->members[l->senders[i]].setup.sends_nbytes += nbytes;
         }
     }
-    for (uint32_t i = 0; (l->is_shipper || l->is_contributor) && i < l->first->ntargets; i++) {
-        member *m = tb__flow_find(flow, l->first->targets[i]);
+    for (uint32_t i = 0; (l->is_channel_source || l->is_contributor) && i < l->first->ntargets; i++) {
+        member *m = tb__flow_find_member(flow, l->first->targets[i]);
         if (!m)
             return tb__fail(TB_INTERNAL, "rank %" PRId32 " reads %s but is in neither group", l->first->targets[i],
                             flow->what);
@@ -168,8 +169,8 @@ static tb_status get_regions(tb__flow *flow, bool is_src, tb__region **regions) 
     return TB_OK;
 }
 
-/* Memory of the device for those of the tensors that are on it, which are bound to it, and not left any more. */
-static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bool *left, tb_binding *live_of) {
+/* Binds all tensors of `left` that are on the device to new memory there, and clears their `left`. */
+static tb_status bind_duplicates_on(tb__flow *flow, tb__device *device, bool is_src, bool *left, tb_binding *live_of) {
     size_t at = 0;
     char *memory = NULL;
     for (int pass = 0; pass < 2; pass++) {
@@ -177,7 +178,7 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
         at = 0;
         if (pass == 1) {
             TB_TRY(device->ops->alloc(device, total, (void **)&memory));
-            if (!tb__vec_push(&flow->setup.beside, ((device_memory){device, memory}))) {
+            if (!tb__vec_push(&flow->setup.duplicates, ((device_memory){device, memory}))) {
                 device->ops->free(device, memory);
                 return TB_NO_MEMORY;
             }
@@ -185,7 +186,7 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
         for (size_t i = 0; i < flow->o.ntensors; i++) {
             tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
             int64_t nbytes;
-            /* in the second pass, those of the first one only: the others' live_of is not set */
+            /* the second pass binds those that the first one has seen: only these have live_of set */
             if (!left[i] || (pass == 1 && live_of[i].dtype == TB_DTYPE_NONE) ||
                 tb__loop_find_device(flow->o.loop, (pass ? &live_of[i] : b)->base, 1) != device)
                 continue;
@@ -196,13 +197,13 @@ static tb_status bind_beside(tb__flow *flow, tb__device *device, bool is_src, bo
                 TB_TRY(tb_binding_contiguous(memory, (int64_t)at, b->dtype, &live_of[i].shape, b));
                 left[i] = false;
             }
-            at += ((size_t)nbytes + 63) / 64 * 64;
+            at += (size_t)tb__align(nbytes, 64);
         }
     }
     return TB_OK;
 }
 
-tb_status tb__flow_bind_beside(tb__flow *flow, bool is_src, const bool *has, tb_binding **out) {
+tb_status tb__flow_bind_duplicates(tb__flow *flow, bool is_src, const bool *has, tb_binding **out) {
     tb_binding *live_of = *out = tb__calloc(flow->o.ntensors, sizeof **out);
     bool *left = tb__memdup(has, flow->o.ntensors, sizeof *left);
     tb_status status = live_of && left ? TB_OK : TB_NO_MEMORY;
@@ -211,13 +212,13 @@ tb_status tb__flow_bind_beside(tb__flow *flow, bool is_src, const bool *has, tb_
             continue;
         const tb_binding *b = is_src ? &flow->tensors[i].src : &flow->tensors[i].dst;
         tb__device *device = tb__loop_find_device(flow->o.loop, b->base, 1);
-        status = bind_beside(flow, device, is_src, left, live_of);
+        status = bind_duplicates_on(flow, device, is_src, left, live_of);
     }
     free(left);
     return status;
 }
 
-/* A second home for the source tensors, from which they are sent. */
+/* Sources are sent from a snapshot, in memory of the flow. */
 static tb_status make_snapshot(tb__flow *flow) {
     bool *all = tb__calloc(flow->o.ntensors, sizeof *all);
     tb_status status = all ? TB_OK : TB_NO_MEMORY;
@@ -229,7 +230,7 @@ static tb_status make_snapshot(tb__flow *flow) {
                               flow->tensors[i].spec.name, flow->what);
     }
     if (status == TB_OK)
-        status = tb__flow_bind_beside(flow, true, all, &flow->setup.snapshot_of);
+        status = tb__flow_bind_duplicates(flow, true, all, &flow->setup.snapshot_of);
     free(all);
     return status;
 }
@@ -254,8 +255,8 @@ static tb_status check_targets(const tb__flow *flow) {
     return status;
 }
 
-/* Which source tensors this rank overwrites: those that share memory with boxes it writes. Boxes that are in place
- * already are not written. */
+/* Finds the source tensors that share memory with boxes that this rank writes. Boxes that are in place already are not
+ * written. */
 static tb_status find_overwritten(tb__flow *flow) {
     const tb_ir *ir = flow->setup.ir;
     size_t n = flow->o.ntensors;
@@ -271,13 +272,13 @@ static tb_status find_overwritten(tb__flow *flow) {
         status = tb__bindings_mark_overlaps(sources, n, writes.item, writes.count, flow->setup.overwritten);
     for (size_t i = 0; i < n && status == TB_OK; i++)
         flow->setup.overwrites_any_source |= flow->setup.overwritten[i];
-    if (status == TB_OK && flow->setup.snapshot_of) { /* others read the snapshot; it only has to be taken first */
+    if (status == TB_OK && flow->setup.snapshot_of) { /* readers use the snapshot, which only has to be taken first */
         flow->setup.overwrites_live = flow->setup.overwrites_any_source;
         flow->setup.overwrites_any_source = false;
         memset(flow->setup.overwritten, 0, n * sizeof *flow->setup.overwritten);
     }
     if (status == TB_OK &&
-        flow->setup.overwrites_any_source) { /* whole tensors meet; now look at what is really written */
+        flow->setup.overwrites_any_source) { /* whole tensors overlap; now check the boxes that are really written */
         writes.count = 0;
         for (size_t i = 0; i < ir->nchunks && status == TB_OK; i++) {
             const tb_chunk *chunk = &ir->chunks[i];
@@ -308,7 +309,7 @@ static tb_status find_overwritten(tb__flow *flow) {
     return status;
 }
 
-/* ---- All of it ------------------------------------------------------------------------------------------------ */
+/* ---- Plan ------------------------------------------------------------------------------------------------------ */
 
 static tb_status make_plan(tb__flow *flow) {
     size_t n = flow->o.ntensors;
@@ -321,7 +322,7 @@ static tb_status make_plan(tb__flow *flow) {
     TB_TRY(check_targets(flow));
     if (flow->o.snapshot)
         TB_TRY(make_snapshot(flow));
-    /* A shadow is copied when all ranks have what they read, sources that share memory with the targets too. */
+    /* Shadows are copied when no rank reads any more, so targets may overlap sources. */
     if (!flow->o.shadow.is_used)
         TB_TRY(find_overwritten(flow));
     TB_TRY(get_regions(flow, true, flow->setup.src_regions));
@@ -329,7 +330,7 @@ static tb_status make_plan(tb__flow *flow) {
     if (flow->o.shadow.is_used)
         TB_TRY(tb__flow_make_shadow(flow));
     TB_TRY(make_lanes(flow));
-    TB_TRY(tb__flow_make_words(flow));
+    TB_TRY(tb__flow_make_exposures(flow));
     return tb__staged_init(flow);
 }
 
@@ -363,7 +364,7 @@ void tb__flow_unplan(tb__flow *flow) {
         if (flow->setup.dst_regions)
             tb__region_put(flow->setup.dst_regions[i]);
     }
-    tb__flow_free_words(flow);
+    tb__flow_free_exposures(flow);
     free(flow->setup.src_regions);
     free(flow->setup.dst_regions);
     free(flow->setup.overwritten);
@@ -375,8 +376,8 @@ void tb__flow_unplan(tb__flow *flow) {
     tb__index_fini(&flow->setup.by_bucket);
     tb__arena_fini(&flow->setup.arena);
     tb_ir_destroy(flow->setup.ir);
-    for (size_t i = 0; i < flow->setup.beside.count; i++)
-        flow->setup.beside.item[i].device->ops->free(flow->setup.beside.item[i].device,
-                                                     flow->setup.beside.item[i].memory);
-    free(flow->setup.beside.item);
+    for (size_t i = 0; i < flow->setup.duplicates.count; i++)
+        flow->setup.duplicates.item[i].device->ops->free(flow->setup.duplicates.item[i].device,
+                                                         flow->setup.duplicates.item[i].memory);
+    free(flow->setup.duplicates.item);
 }

@@ -1,12 +1,11 @@
-/* Buckets that are packed, and those that come and are unpacked: out of their sender's buffer where it is mapped. What
- * lies in long runs at one end is sent from there, or received there, without a buffer. */
+/* Packs and announces outgoing buckets; unpacks received ones, from the sender's buffer if it is mapped; and the stash.
+ * A bucket whose bytes lie in long runs is sent from the tensors, or received into them, without a buffer. */
 #include "flow/flow_inside.h"
 
 #include <string.h>
 
 /* ---- Out ------------------------------------------------------------------------------------------------------- */
 
-/* A bucket that goes to all who want it staged. */
 staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t bucket) {
     const bucket_path *path = &flow->setup.paths[bucket];
     staged_bucket *p = tb__staged_bucket_create(flow, l, bucket, true, path->nstaged);
@@ -31,9 +30,9 @@ static size_t packed_size(const tb__flow *flow, const lane *l, size_t bucket) {
     return (size_t)(l->is_contributor ? tb__flow_raw_size(flow, b) : b->total_bytes);
 }
 
-/* Contributions, and what is not reduced. */
-static bool packs(const lane *l) {
-    return l->nstaged && (l->is_contributor || (l->is_shipper && !l->is_target && l->nsenders == 1));
+/* Whether this rank packs the lane's buckets from its tensors: contributions, and buckets that are not reduced. */
+static bool is_packed_here(const lane *l) {
+    return l->nstaged && (l->is_contributor || (l->is_channel_source && !l->is_target && l->nsenders == 1));
 }
 
 void tb__staged_open_send(tb__flow *flow) {
@@ -42,9 +41,9 @@ void tb__staged_open_send(tb__flow *flow) {
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         lane *l = &flow->setup.lanes[i];
         l->staged_lane.to_send = tb__lane_next_staged(flow, l, 0);
-        if (l->is_contributor || (l->is_shipper && !l->is_target))
+        if (l->is_contributor || (l->is_channel_source && !l->is_target))
             flow->staged.sends_left += l->nstaged;
-        for (size_t j = 0; packs(l) && (j = tb__lane_next_staged(flow, l, j)) < l->channel->nbuckets; j++) {
+        for (size_t j = 0; is_packed_here(l) && (j = tb__lane_next_staged(flow, l, j)) < l->channel->nbuckets; j++) {
             int64_t nbytes = (int64_t)packed_size(flow, l, l->channel->first_bucket + j);
             flow->staged.largest_out = nbytes > flow->staged.largest_out ? nbytes : flow->staged.largest_out;
         }
@@ -55,7 +54,8 @@ static uint32_t next_group(const tb__flow *flow, const lane *l) {
     return flow->setup.ir->buckets[next_to_send(l)].group;
 }
 
-/* Receivers may hold back a group until those before it have arrived. So it must not take the room that these need. */
+/* Receivers may not accept a group before earlier ones have arrived. So later groups leave room for a bucket of the
+ * lowest one. */
 static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
     if (!can_send(l))
         return false;
@@ -66,19 +66,20 @@ static bool can_pack(const tb__flow *flow, const lane *l, uint32_t lowest) {
                      flow->staged.pool_size[POOL_SEND];
 }
 
-/* The lane whose bucket is packed next: contributions in their order; others as they come round, lower groups first. */
+/* The lane whose bucket is packed next: contributions in the order of reductions; others round robin, lower groups
+ * first. */
 static lane *choose_out(tb__flow *flow) {
     lane *contribution = NULL, *plain = NULL;
     size_t n = flow->setup.ir->nchannels;
     uint32_t lowest = UINT32_MAX;
     for (size_t i = 0; i < n; i++) {
         const lane *l = &flow->setup.lanes[i];
-        if (packs(l) && l->staged_lane.to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
+        if (is_packed_here(l) && l->staged_lane.to_send < l->channel->nbuckets && next_group(flow, l) < lowest)
             lowest = next_group(flow, l);
     }
     for (size_t i = 0; i < n; i++) {
         lane *l = &flow->setup.lanes[(flow->staged.next_lane + i) % n];
-        if (!packs(l) || l->staged_lane.to_send == l->channel->nbuckets)
+        if (!is_packed_here(l) || l->staged_lane.to_send == l->channel->nbuckets)
             continue;
         if (l->is_contributor &&
             (!contribution || tb__flow_is_before(flow, next_to_send(l), next_to_send(contribution))))
@@ -90,7 +91,7 @@ static lane *choose_out(tb__flow *flow) {
     return contribution && can_pack(flow, contribution, lowest) ? contribution : plain;
 }
 
-static void end_pack(copying *c, tb_status status) {
+static void end_pack(copy_op *c, tb_status status) {
     if (c->flow->send.is_ending)
         return;
     if (status == TB_OK)
@@ -106,7 +107,7 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     if (!p)
         return TB_NO_MEMORY;
     if (l->is_contributor)
-        p->messages[0].member = l->shipper;
+        p->messages[0].member = l->source;
     p->kind = STAGED_OUT;
     p->pool = POOL_SEND;
     p->nbytes = nbytes;
@@ -122,14 +123,14 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
         tb__staged_bucket_announce(p);
         return TB_OK;
     }
-    copying *c = tb__flow_new_copying(flow, true, l->is_contributor ? COPY_CONTRIBUTE : COPY_PACK, 1);
+    copy_op *c = tb__flow_new_copy_op(flow, true, l->is_contributor ? COPY_CONTRIBUTE : COPY_PACK, 1);
     if (!c)
         return TB_NO_MEMORY;
     c->parts[c->nparts++] = (uint32_t)index;
     c->to = p->buffer;
     c->staged_bucket = p;
     c->end = end_pack;
-    return tb__flow_start_copying(c);
+    return tb__flow_start_copy_op(c);
 }
 
 bool tb__staged_step_out(tb__flow *flow) {
@@ -164,10 +165,10 @@ void tb__staged_open_recv(tb__flow *flow) {
     memset(flow->staged.is_taken, 0, flow->setup.ir->nbuckets * sizeof *flow->staged.is_taken);
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++)
         flow->setup.lanes[i].staged_lane.to_combine = 0;
-    tb__staged_drop_announcements(flow, 0, flow->recv.attempt - 1); /* of transfers that are over */
+    tb__staged_drop_announcements(flow, 0, flow->recv.attempt - 1); /* of earlier transfers */
 }
 
-/* Reads it in the sender's buffer. */
+/* Reads the bucket in the sender's buffer. */
 static void begin_read(staged_bucket *p, const announcement *a) {
     bucket_message *c = &p->messages[0];
     p->remote = a->remote;
@@ -181,7 +182,7 @@ static void begin_read(staged_bucket *p, const announcement *a) {
     tb__leg_idle(&p->flow->recv);
 }
 
-static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
+static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l) {
     staged_bucket *p = tb__staged_bucket_create(flow, l, a->bucket, false, 1 + l->nchildren);
     if (!p)
         return TB_NO_MEMORY;
@@ -194,7 +195,7 @@ static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
         begin_read(p, a);
         return TB_OK;
     }
-    /* What is handed on stays in a buffer: the host may use its tensors when they have arrived. */
+    /* A bucket that is relayed needs a buffer: the program may change its tensors once they have arrived. */
     if (!l->overwrites_source && l->nchildren == 0 && tb__flow_may_write(flow))
         p->pieces = tb__flow_pieces(flow, l, a->bucket, true, &p->npieces);
     p->buffer = p->pieces ? NULL : tb__flow_stage(flow, p->pool, p->nbytes);
@@ -210,7 +211,7 @@ static tb_status accept(tb__flow *flow, const announcement *a, lane *l) {
     return TB_OK;
 }
 
-/* The lowest group of which there are buckets to be handed on that were not asked for yet. */
+/* The lowest group with buckets to relay that were not accepted yet. */
 static uint32_t lowest_relay(const tb__flow *flow) {
     uint32_t lowest = UINT32_MAX;
     for (size_t i = 0; flow->setup.largest_relay && i < flow->setup.ir->nchannels; i++) {
@@ -225,8 +226,8 @@ static uint32_t lowest_relay(const tb__flow *flow) {
     return lowest;
 }
 
-/* Those to whom a bucket is handed on may hold it back until groups before it have arrived. So it must not take the
- * room that these need. */
+/* A child may not accept a bucket before earlier groups have arrived. So later groups leave room for a bucket of the
+ * lowest one. */
 static bool has_room(const tb__flow *flow, const lane *l, const announcement *a, uint32_t lowest) {
     if (l->overwrites_source)
         return tb__flow_has_room(flow, POOL_STASH, a->nbytes);
@@ -236,26 +237,26 @@ static bool has_room(const tb__flow *flow, const lane *l, const announcement *a,
            flow->staged.pool_size[POOL_RECEIVE];
 }
 
-/* Asks for announced buckets while there is memory for them. */
-static tb_status accept_all(tb__flow *flow, bool *did) {
+/* Accepts announced buckets while there is memory for them. */
+static tb_status accept_announcements(tb__flow *flow, bool *did) {
     uint32_t lowest = flow->staged.announcements.count ? lowest_relay(flow) : 0;
     for (size_t i = 0; i < flow->staged.announcements.count;) {
         announcement a = flow->staged.announcements.item[i];
         lane *l = tb__flow_lane(flow, a.bucket);
-        if (a.attempt != flow->recv.attempt || l->is_shipper ||
+        if (a.attempt != flow->recv.attempt || l->is_channel_source ||
             !tb__flow_admits(flow, l, &flow->setup.ir->buckets[a.bucket]) ||
             !(a.map || has_room(flow, l, &a, lowest))) {
             i++;
             continue;
         }
         *did = true;
-        TB_TRY(accept(flow, &a, l));
+        TB_TRY(accept_announced(flow, &a, l));
         tb__staged_forget(flow, i);
     }
     return TB_OK;
 }
 
-static void end_unpack(copying *c, tb_status status) {
+static void end_unpack(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     staged_bucket *p = c->staged_bucket;
     p->is_unpacked = true;
@@ -276,38 +277,38 @@ static void end_unpack(copying *c, tb_status status) {
     tb__flow_end_step_recv(flow, status, why);
 }
 
-static tb_status unpack(tb__flow *flow, staged_bucket *p) {
+static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
     lane *l = p->lane;
     char *from = p->map ? p->map : p->buffer;
     p->is_begun = true;
     if (l->overwrites_source) {
-        TB_TRY(tb__staged_put_aside(flow, l, p->bucket, p->buffer, p->nbytes));
+        TB_TRY(tb__staged_stash(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
     } else if (p->pieces) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
-        copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+        copy_op *c = tb__flow_new_copy_op(flow, false, COPY_UNPACK, 1);
         if (!c)
             return TB_NO_MEMORY;
         c->parts[c->nparts++] = (uint32_t)p->bucket;
         c->from = from;
         c->staged_bucket = p;
         c->end = end_unpack;
-        return tb__flow_start_copying(c);
+        return tb__flow_start_copy_op(c);
     }
     p->is_unpacked = true;
     return TB_OK;
 }
 
-/* Whether what came can go where it belongs. What is put aside takes its buffer along, when all have it. */
+/* Whether a received bucket can be written or stashed now. The stash takes the buffer, so all children must have the
+ * bucket first. */
 static bool can_unpack(const tb__flow *flow, const staged_bucket *p) {
     return !p->is_begun && (p->lane->overwrites_source ? p->left == 0 : p->pieces || tb__flow_may_write(flow));
 }
 
-/* What can be done for a staged_bucket that has come: it goes on to others and to its place, in this order, and is gone
- * when it is in both. */
-static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
+/* Advances a received bucket: checks it, announces it to children, unpacks it, and frees it when all are done. */
+static tb_status process_received(tb__flow *flow, staged_bucket *p, bool *did) {
     bool is_checked;
     TB_TRY(tb__staged_bucket_check_sums(p, &is_checked));
     if (!is_checked)
@@ -319,7 +320,7 @@ static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
     }
     if (can_unpack(flow, p)) {
         *did = true;
-        return unpack(flow, p); /* p may be gone */
+        return unpack_bucket(flow, p); /* may free p */
     }
     if (p->is_unpacked && p->left == 0) {
         *did = true;
@@ -330,7 +331,7 @@ static tb_status take(tb__flow *flow, staged_bucket *p, bool *did) {
 
 bool tb__staged_step_in(tb__flow *flow) {
     bool did = false;
-    tb_status status = accept_all(flow, &did);
+    tb_status status = accept_announcements(flow, &did);
     bool took = false;
     for (staged_bucket *p = flow->staged.buckets, *next; p && status == TB_OK && !took; p = next) {
         next = p->next;
@@ -338,7 +339,7 @@ bool tb__staged_step_in(tb__flow *flow) {
             continue;
         status = tb__staged_bucket_check(p);
         if (status == TB_OK && (p->map || p->messages[0].is_done))
-            status = take(flow, p, &took);
+            status = process_received(flow, p, &took);
     }
     if (status != TB_OK) {
         tb__flow_await_reason(flow, false, status, tb_error_detail());
@@ -349,14 +350,14 @@ bool tb__staged_step_in(tb__flow *flow) {
 
 /* ---- The stash ------------------------------------------------------------------------------------------------- */
 
-tb_status tb__staged_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
+tb_status tb__staged_stash(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes) {
     if (!tb__vec_push(&flow->staged.stash, (stashed){l, bucket, buffer, nbytes}))
         return TB_NO_MEMORY;
-    tb__flow_count_aside(flow, l);
+    tb__flow_count_stashed(flow, l);
     return TB_OK;
 }
 
-/* What was put aside and may be written now; NULL: nothing. */
+/* A bucket of the stash that may be written now; NULL: none. */
 static stashed *find_writable(tb__flow *flow) {
     for (size_t i = flow->staged.stash.count; i-- > 0 && tb__flow_may_write(flow);) {
         if (tb__flow_is_in_window(flow, &flow->setup.ir->buckets[flow->staged.stash.item[i].bucket]))
@@ -365,7 +366,7 @@ static stashed *find_writable(tb__flow *flow) {
     return NULL;
 }
 
-static void end_stash_write(copying *c, tb_status status) {
+static void end_stash_write(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
     if (flow->recv.is_ending)
@@ -385,7 +386,7 @@ tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
         return TB_OK;
     stashed s = *at;
     *did = true;
-    copying *c = tb__flow_new_copying(flow, false, COPY_UNPACK, 1);
+    copy_op *c = tb__flow_new_copy_op(flow, false, COPY_UNPACK, 1);
     if (!c)
         return TB_NO_MEMORY;
     *at = flow->staged.stash.item[--flow->staged.stash.count];
@@ -393,7 +394,7 @@ tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
     c->from = s.buffer;
     c->nbytes = s.nbytes;
     c->end = end_stash_write;
-    tb_status status = tb__flow_start_copying(c);
+    tb_status status = tb__flow_start_copy_op(c);
     if (status != TB_OK)
         tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
     return status;

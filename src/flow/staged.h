@@ -1,7 +1,6 @@
-/* Staged buckets: data that a reader does not read in the sender's tensors. struct flow_staged is written by bucket.c
- * (memory, one bucket and its messages), staged.c (packing, unpacking, the stash), reduce.c (combining contributions),
- * pieces.c (buckets that need no buffer) and sum.c (checksums), and by nobody else. All of this needs the loop's lock.
- */
+/* Staged buckets: data that a reader does not read from the sender's tensors. Only these write struct flow_staged:
+ * bucket.c (memory, one bucket and its messages), staged.c (packing, unpacking, the stash), reduce.c (combining
+ * contributions), pieces.c (buckets that need no buffer) and sum.c (checksums). All of this needs the loop's lock. */
 #ifndef TB_FLOW_STAGED_H
 #define TB_FLOW_STAGED_H
 
@@ -12,13 +11,13 @@
 typedef struct lane lane;
 typedef struct member member;
 
-/* Staging memory is dealt out by use, so that no use can starve another. */
+/* Staging memory is divided by purpose, so that none can starve another. */
 typedef enum pool {
     POOL_SEND,    /* packed buckets and contributions */
-    POOL_REDUCE,  /* contributions that came, for what is shipped, and that itself */
-    POOL_COMBINE, /* contributions that came, for this rank's own tensors */
-    POOL_RECEIVE, /* buckets that came */
-    POOL_STASH,   /* what was put aside; as large as the others leave it */
+    POOL_REDUCE,  /* received contributions to buckets that this rank reduces and sends, and these buckets */
+    POOL_COMBINE, /* received contributions to this rank's own tensors */
+    POOL_RECEIVE, /* received buckets */
+    POOL_STASH,   /* buckets that can't be written yet; gets what the other pools leave */
     POOL_COUNT
 } pool;
 
@@ -28,57 +27,57 @@ typedef struct staged_bucket staged_bucket;
 typedef struct bucket_message {
     staged_bucket *staged_bucket;
     uint32_t member;
-    uint64_t tag, sum; /* the sum that the sender has told */
+    uint64_t tag, sum; /* sum: the checksum from the sender */
     tb_op op;
     tb_piece piece;
     bool is_posted, is_done;
 } bucket_message;
 
-/* A bucket on its way through staging memory. */
+/* A bucket in staging memory, to be sent, received or reduced. */
 struct staged_bucket {
     tb__flow *flow;
     lane *lane;
-    size_t bucket; /* of the IR */
+    size_t bucket; /* index in the IR */
     enum { STAGED_OUT, STAGED_IN, STAGED_REDUCE } kind;
     bool is_send;      /* whose leg it belongs to */
-    bool is_announced; /* those who get it know */
-    bool is_summed;    /* its checksums are known, or being computed ... */
-    size_t nsums;      /* ... so many still */
-    uint64_t sum;      /* of what goes out */
-    bool is_relayed;   /* of what came: it is announced to those to whom it is handed on */
-    bool is_begun;     /* it is being copied, or was */
-    bool is_unpacked;  /* what came is in its place */
+    bool is_announced; /* to its receivers */
+    bool is_summed;    /* its checksums are known, or being computed: ... */
+    size_t nsums;      /* ... this many still */
+    uint64_t sum;      /* of an outgoing bucket */
+    bool is_relayed;   /* of a received bucket: announced to the lane's children */
+    bool is_begun;     /* its copy has begun */
+    bool is_unpacked;  /* of a received bucket: it is in the tensors or the stash */
     pool pool;
-    char *buffer; /* what goes out or comes in; of a reduction: the contributions, one after the other */
+    char *buffer; /* of a reduction: the contributions, one after the other */
     size_t nbytes;
-    tb_piece *pieces; /* instead: where the tensors have it; NULL: there is a buffer */
+    tb_piece *pieces; /* its bytes in the tensors; NULL: it has a buffer */
     size_t npieces;
-    tb__region *region; /* of the buffer, for receivers that read it there; NULL: none does */
-    tb_remote *remote;  /* of what came: the sender's buffer, which is read there; NULL: it is received */
-    char *map;          /* where that is mapped */
-    char *output;       /* of a reduction: the bucket to be shipped or put aside; NULL: it goes into the tensors */
+    tb__region *region; /* of the buffer, for receivers that map it; NULL: none does */
+    tb_remote *remote;  /* of a received bucket: the sender's buffer, if it is read there; else NULL */
+    char *map;          /* mapping of `remote` */
+    char *output;       /* of a reduction: the bucket to be sent or stashed; NULL: the result goes into the tensors */
     pool output_pool;
     size_t output_nbytes;
     size_t left; /* messages that are not done */
     tb_status status;
     staged_bucket *next;
     size_t nmessages;
-    bucket_message messages[]; /* of what came in: the first; the others hand it on */
+    bucket_message messages[]; /* of a received bucket: [0] receives it, the others relay it */
 };
 
-/* A bucket that a peer has packed for us. */
+/* A bucket that a peer has packed for this rank. */
 typedef struct announcement {
     uint64_t attempt;
     uint32_t member;
     size_t bucket;
     uint64_t tag;
     size_t nbytes;
-    uint64_t sum;      /* where there are checksums */
-    tb_remote *remote; /* the sender's buffer, to be read there; NULL: it is to be received */
+    uint64_t sum;      /* if checksums are enabled */
+    tb_remote *remote; /* the sender's buffer, if it can be read there; NULL: ask for the bucket */
     char *map;
 } announcement;
 
-/* A bucket that was put aside. */
+/* A bucket in the stash. */
 typedef struct stashed {
     lane *lane;
     size_t bucket;
@@ -86,53 +85,54 @@ typedef struct stashed {
     size_t nbytes;
 } stashed;
 
-/* What has been done of a lane, in the transfers under way. */
+/* Progress of a lane in the current transfers. */
 struct staged_lane {
-    size_t to_send, to_combine; /* the next bucket, from the channel's first */
-    uint32_t in_flight;         /* buckets that are packed, and that not all have who get them */
+    size_t to_send, to_combine; /* index of the next bucket in the channel */
+    uint32_t in_flight;         /* buckets that are packed but not received by all */
 };
 
 struct flow_staged {
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    int64_t nbytes, nbytes_most;    /* of all pools together, now and ever */
-    staged_bucket *buckets;         /* under way */
-    char gaps[2][TB__BUCKET_ALIGN]; /* between the chunks of what is sent without a buffer: zeros; and received:
-                                       anything */
-    const member *held_by;          /* a message to or from it has not given this rank's tensors back; NULL: none */
+    int64_t nbytes, nbytes_max; /* of all pools, now and at most */
+    staged_bucket *buckets;     /* under way, a list */
+    char gaps[2]
+             [TB__BUCKET_ALIGN]; /* bytes between chunks, for buckets without a buffer: [0] zeros to send, [1] a sink */
+    const member *held_by; /* a cancelled message to or from it may still access this rank's tensors; NULL: none */
 
     /* Of the send. */
     size_t sends_left;   /* buckets, over all lanes */
     int64_t largest_out; /* bytes of a bucket that is packed */
-    uint32_t next_lane;  /* where to look for the next one */
+    uint32_t next_lane;  /* where the search for the next bucket starts */
 
     /* Of the receive. */
     TB_VEC(announcement) announcements;
-    bool *is_taken; /* per bucket that is handed on: it was asked for */
-    size_t nrelays; /* buckets that are being handed on */
+    bool *is_taken; /* per bucket: its announcement was accepted */
+    size_t nrelays; /* buckets that are being relayed */
     TB_VEC(stashed) stash;
 };
 
 /* ---- For the rest of the flow ---------------------------------------------------------------------------------- */
 
-tb_status tb__staged_init(tb__flow *flow); /* when the lanes are known */
-void tb__staged_fini(tb__flow *flow);      /* no copying is under way */
-/* Whether all that has to be put aside fits; the other pools make room for it. */
+tb_status tb__staged_init(tb__flow *flow); /* after the lanes are made */
+void tb__staged_fini(tb__flow *flow);      /* no copy operation is under way */
+/* TB_REFUSED if the stash does not fit into staging memory. May shrink the other pools. */
 tb_status tb__staged_fit_stash(tb__flow *flow);
-/* The next transfer begins. */
+/* At the begin of a transfer. */
 void tb__staged_open_send(tb__flow *flow);
 void tb__staged_open_recv(tb__flow *flow);
-/* The leg is over: gives back its buckets, and of a receive the stash. */
+/* At the end of a leg: frees its buckets, and of a receive the stash. */
 void tb__staged_close(tb__flow *flow, bool is_send);
 bool tb__staged_step_out(tb__flow *flow);                  /* packs and announces */
-bool tb__staged_step_in(tb__flow *flow);                   /* takes what was announced, unpacks it, and hands it on */
+bool tb__staged_step_in(tb__flow *flow);                   /* accepts announced buckets, unpacks and relays them */
 bool tb__staged_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */
-/* A bucket is in staging memory of the stash, which goes over to it. */
-tb_status tb__staged_put_aside(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
-/* Writes some of the stash, if that may be written now; `did` says whether. */
+/* Adds a bucket to the stash, which takes ownership of the buffer (of POOL_STASH). */
+tb_status tb__staged_stash(tb__flow *flow, lane *l, size_t bucket, char *buffer, size_t nbytes);
+/* Writes a bucket of the stash, if that is allowed now; *did: it was. */
 tb_status tb__staged_write_stash(tb__flow *flow, bool *did);
-/* Announcements of attempts from the first to the last: they are asked for no more. */
+/* Forgets announcements of attempts `first` to `last`. */
 void tb__staged_drop_announcements(tb__flow *flow, uint64_t first, uint64_t last);
-void tb__staged_drop_sends(tb__flow *flow, const member *to); /* buckets that one that is gone has not asked for */
+void tb__staged_drop_sends(tb__flow *flow,
+                           const member *to); /* announced buckets that a member, now gone, has not asked for */
 
 /* Messages. False: it is not valid; tb_error_detail may say why. */
 bool tb__staged_on_bucket(tb__flow *flow, member *from, uint64_t attempt, tb__unpack *message);
@@ -149,27 +149,29 @@ void tb__flow_unstage(tb__flow *flow, pool which, void *buffer, size_t nbytes);
 
 bool tb__flow_has_room(const tb__flow *flow, pool which, size_t nbytes);
 staged_bucket *tb__staged_bucket_create(tb__flow *flow, lane *l, size_t bucket, bool is_send, size_t nmessages);
-staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l, size_t bucket); /* for all who want it staged */
+staged_bucket *tb__staged_bucket_create_out(tb__flow *flow, lane *l,
+                                            size_t bucket); /* for all targets that it is staged for */
 void tb__staged_bucket_destroy(staged_bucket *p);
 tb__leg *tb__staged_bucket_leg(const staged_bucket *p);
-tb_status tb__staged_bucket_check(const staged_bucket *p); /* whether a message of it has failed */
-/* Tells those who get it that it is there. */
+tb_status tb__staged_bucket_check(const staged_bucket *p); /* fails if one of its messages has failed */
+/* Announces it to its receivers. */
 void tb__staged_bucket_announce(staged_bucket *p);
-/* Takes what was announced: the receive is there before the sender hears that it may send. */
+/* Posts the receive of an announced bucket, then tells the sender to send it. */
 void tb__bucket_message_ask(bucket_message *c, const announcement *a);
-/* Takes it off the list; what it has is the caller's. */
+/* Removes an announcement from the list, without releasing its `remote`. */
 void tb__staged_forget(tb__flow *flow, size_t announcement);
-/* The bucket was read in its sender's buffer, which is free then. TB_CANCELLED: the sender took it back before. */
+/* Ends reading a bucket in its sender's buffer, and tells the sender. TB_CANCELLED: the sender had withdrawn the
+ * buffer. */
 tb_status tb__staged_bucket_end_read(staged_bucket *p);
 /* The order of reductions: the same on every rank. */
 bool tb__flow_is_before(const tb__flow *flow, size_t a, size_t b);
-/* A bucket where the tensors have it, in order, if that is in long runs: of this rank's sources, or of its targets.
- * Whoever calls frees the pieces; NULL: it needs a buffer. */
+/* The bytes of a bucket in this rank's sources or targets, as pieces, if they lie in long runs. The caller frees the
+ * array. NULL: the bucket needs a buffer. */
 tb_piece *tb__flow_pieces(tb__flow *flow, const lane *l, size_t bucket, bool is_target, size_t *count);
-/* Computes the checksum of what goes out, if there are checksums, and calls tb__staged_bucket_announce then. False: it
- * is known, or there is none. */
+/* Starts the checksum of an outgoing bucket, and announces the bucket when it is known. False: it is known, or
+ * checksums are disabled. */
 bool tb__staged_bucket_begin_sum(staged_bucket *p);
-/* Whether what came is what was sent: *is_checked once that is known. The leg fails if it is not. */
+/* Compares the checksums of a received bucket; *is_checked when all are compared. The leg fails if one differs. */
 tb_status tb__staged_bucket_check_sums(staged_bucket *p, bool *is_checked);
 
 #endif

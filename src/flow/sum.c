@@ -1,13 +1,13 @@
-/* Checksums of what goes through staging memory, where they are asked for: the sender tells the sum of a bucket with
- * its announcement, and whoever gets the bucket compares. */
+/* Checksums of staged buckets, if enabled: the sender announces a bucket with its checksum, and the receiver compares.
+ */
 #include "flow/flow_inside.h"
 
 void (*tb__flow_on_arrival)(void *bytes, size_t nbytes);
 
-/* Ends in `end`, which finds the sum in the copying's run. */
+/* `end` gets the checksum by tb__jobs_sum. */
 static tb_status begin_sum(staged_bucket *p, bucket_message *message, char *bytes, size_t nbytes,
-                           void (*end)(copying *c, tb_status status)) {
-    copying *c = tb__flow_new_copying(p->flow, p->is_send, COPY_SUM, 0);
+                           void (*end)(copy_op *c, tb_status status)) {
+    copy_op *c = tb__flow_new_copy_op(p->flow, p->is_send, COPY_SUM, 0);
     if (!c)
         return TB_NO_MEMORY;
     c->from = bytes;
@@ -16,12 +16,12 @@ static tb_status begin_sum(staged_bucket *p, bucket_message *message, char *byte
     c->message = message;
     c->end = end;
     p->nsums++;
-    return tb__flow_start_copying(c);
+    return tb__flow_start_copy_op(c);
 }
 
 /* ---- Out -------------------------------------------------------------------------------------------------------- */
 
-static void end_out_sum(copying *c, tb_status status) {
+static void end_out_sum(copy_op *c, tb_status status) {
     staged_bucket *p = c->staged_bucket;
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
@@ -45,7 +45,7 @@ bool tb__staged_bucket_begin_sum(staged_bucket *p) {
 
 /* ---- In --------------------------------------------------------------------------------------------------------- */
 
-static void end_in_sum(copying *c, tb_status status) {
+static void end_in_sum(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     staged_bucket *p = c->staged_bucket;
     const bucket_message *m = c->message;
@@ -64,14 +64,14 @@ static void end_in_sum(copying *c, tb_status status) {
     }
     if (status == TB_OK)
         return;
-    p->nsums++; /* never again: it is not used */
+    p->nsums++; /* a bad bucket never counts as checked */
     tb__flow_await_reason(flow, p->is_send, status, why);
 }
 
 tb_status tb__staged_bucket_check_sums(staged_bucket *p, bool *is_checked) {
     for (size_t i = 0; !p->is_summed && i < p->nmessages; i++) {
         bucket_message *m = &p->messages[i];
-        if (m->op.kind != TB_OP_RECV || p->pieces) /* what goes without a buffer goes without a sum */
+        if (m->op.kind != TB_OP_RECV || p->pieces) /* checksums need a buffer */
             continue;
         if (tb__flow_on_arrival)
             tb__flow_on_arrival(m->piece.base, m->piece.nbytes);

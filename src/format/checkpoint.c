@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static tb_status holds(const char *dir, const char *name, bool *out) {
+static tb_status has_file(const char *dir, const char *name, bool *out) {
     char *path;
     struct stat about;
     TB_TRY(tb__file_join(dir, name, &path));
@@ -20,8 +20,8 @@ static tb_status holds(const char *dir, const char *name, bool *out) {
 
 static tb_status look_into(const char *dir, tb__checkpoint_kind *out) {
     bool has_model, has_index;
-    TB_TRY(holds(dir, TB__MODEL_FILE, &has_model));
-    TB_TRY(holds(dir, TB__MODEL_INDEX, &has_index));
+    TB_TRY(has_file(dir, TB__MODEL_FILE, &has_model));
+    TB_TRY(has_file(dir, TB__MODEL_INDEX, &has_index));
     if (has_model || has_index) {
         *out = has_model ? TB__CHECKPOINT_MODEL : TB__CHECKPOINT_INDEX;
         return TB_OK;
@@ -272,7 +272,7 @@ static tb_status list_other_index(tb__checkpoint *c, const char *dir, unindexed_
     char *path;
     json_t *json = NULL;
     bool is_there;
-    TB_TRY(holds(dir, TB__MODEL_INDEX, &is_there));
+    TB_TRY(has_file(dir, TB__MODEL_INDEX, &is_there));
     if (!is_there)
         return TB_OK;
     TB_TRY(tb__file_join(dir, TB__MODEL_INDEX, &path));

@@ -20,7 +20,7 @@ typedef enum tb__checkpoint_kind {
     TB__CHECKPOINT_RANKS,
 } tb__checkpoint_kind;
 
-/* What is there; TB_INVALID if it is none of these. */
+/* Detects the kind; TB_INVALID if it is none of these. */
 tb_status tb__checkpoint_look(const char *path, tb__checkpoint_kind *out);
 
 /* ---- Models (checkpoint.c) ----------------------------------------------------------------------------------- */
@@ -53,11 +53,11 @@ typedef struct tb__checkpoint {
 
 /* Opens every file, and finds every tensor of the index in the file it names. What else there is in these files and in
  * others of the directory (*.safetensors) is listed as unindexed: transformers ignores it. So is what other files
- * beside model.safetensors have, or have by an index. total_size is kept, not checked, since it is wrong in models that
- * are about. */
+ * beside model.safetensors have, or have by an index. total_size is kept, not checked, because it is wrong in published
+ * models. */
 tb_status tb__checkpoint_open(const char *path, tb__checkpoint **out);
 
-/* TB_INVALID, with a sentence that names the first, if there are unindexed tensors. */
+/* TB_INVALID, with a message that names the first, if there are unindexed tensors. */
 tb_status tb__checkpoint_refuse_unindexed(const tb__checkpoint *checkpoint, const char *dir);
 void tb__checkpoint_close(tb__checkpoint *checkpoint); /* accepts NULL */
 
@@ -76,7 +76,7 @@ typedef struct tb__rank_file {
 
 typedef struct tb__rank_files {
     size_t count;
-    const tb__rank_file *files; /* by rank; gaps are the caller's to judge */
+    const tb__rank_file *files; /* by rank; there may be gaps */
     size_t nothers;             /* *.safetensors files of no rank */
     const char **others;        /* their names, by strcmp */
     tb__arena arena;
@@ -94,14 +94,15 @@ tb_status tb__rank_file_path(const char *dir, int32_t rank, char **out);
 /* A model that is being written. None of its files has its name until all are complete, and the index is last. */
 typedef struct tb__checkpoint_writer tb__checkpoint_writer;
 
-/* Deals the tensors out in the order given, a file after the other, each with at most max_file_nbytes of data; 0 means
- * no limit. A tensor that is larger has a file of its own. One file is model.safetensors, several are
- * model-00001-of-00003.safetensors and so on, with an index: all as huggingface_hub does it. Each file has the notes.
+/* Assigns the tensors to files in the order given, one file after the other, each with at most max_file_nbytes of data;
+ * 0 means no limit. A tensor that is larger has a file of its own. One file is model.safetensors, several are
+ * model-00001-of-00003.safetensors and so on, with an index: all as huggingface_hub does it. Each file has the
+ * metadata.
  *
  * Makes the directory if it is not there. TB_REFUSED if another run writes into it, or if it holds files of a
  * checkpoint: old and new files would be mixed. What killed runs left there is removed and counted. */
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
-                                const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
+                                const tb__safetensors_metadata *metadata, size_t nmetadata, int64_t max_file_nbytes,
                                 tb__leftovers *removed, tb__checkpoint_writer **out);
 
 /* As for one file: parts in any order, from any threads, each byte once. */

@@ -11,9 +11,10 @@ static void write_text(const char *path, const char *text) {
 
 /* Writes tensors, whose data is that of byte_of, as a model. */
 static tb_status write_model(const char *dir, const tb__safetensor *tensors, size_t count,
-                             const tb__safetensors_note *notes, size_t nnotes, int64_t max_nbytes, bool sync) {
+                             const tb__safetensors_metadata *metadata, size_t nmetadata, int64_t max_nbytes,
+                             bool sync) {
     tb__checkpoint_writer *writer = NULL;
-    TB_TRY(tb__checkpoint_create(dir, tensors, count, notes, nnotes, max_nbytes, &(tb__leftovers){0}, &writer));
+    TB_TRY(tb__checkpoint_create(dir, tensors, count, metadata, nmetadata, max_nbytes, &(tb__leftovers){0}, &writer));
     tb_status status = TB_OK;
     for (size_t i = count; i-- > 0 && status == TB_OK;) {
         int64_t nbytes;
@@ -58,7 +59,7 @@ static void official_model(void **state) {
     static const char *const names[] = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
                                         TB__MODEL_INDEX};
     const char *dir = path_in(f, "again");
-    assert_ok(write_model(dir, tensors, 4, c->files[0]->header.notes, 1, 66, true));
+    assert_ok(write_model(dir, tensors, 4, c->files[0]->header.metadata, 1, 66, true));
     tb__checkpoint_close(c);
     tb__checkpoint_close(NULL);
     assert_int_equal(count_entries(dir), 3);

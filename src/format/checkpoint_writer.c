@@ -10,10 +10,10 @@
 #include <unistd.h>
 
 /* Where a tensor went: to a file, and to which place among those given for that file. */
-typedef struct seat {
+typedef struct slot {
     size_t file, place;
     int64_t nbytes;
-} seat;
+} slot;
 
 typedef struct part {
     char name[64];
@@ -26,7 +26,7 @@ struct tb__checkpoint_writer {
     tb__folder folder;
     size_t count, nparts;
     const char **names; /* of the tensors */
-    seat *seats;
+    slot *slots;
     part *parts;
     bool is_committed;
     tb__arena arena;
@@ -42,9 +42,9 @@ static tb_status deal_out(tb__checkpoint_writer *w, int64_t max_nbytes) {
     size_t nbegun = 0, nclosed = 0, current = SIZE_MAX;
     int64_t filled = 0;
     for (size_t i = 0; i < w->count; i++) {
-        int64_t nbytes = w->seats[i].nbytes;
+        int64_t nbytes = w->slots[i].nbytes;
         if (nbytes > max_nbytes) {
-            w->seats[i].file = nbegun;
+            w->slots[i].file = nbegun;
             number[nbegun++] = nclosed++;
             continue;
         }
@@ -56,13 +56,13 @@ static tb_status deal_out(tb__checkpoint_writer *w, int64_t max_nbytes) {
             current = nbegun++;
             filled = 0;
         }
-        w->seats[i].file = current;
+        w->slots[i].file = current;
         filled += nbytes;
     }
     if (current != SIZE_MAX)
         number[current] = nclosed++;
     for (size_t i = 0; i < w->count; i++)
-        w->seats[i].file = number[w->seats[i].file];
+        w->slots[i].file = number[w->slots[i].file];
     free(number);
     w->nparts = nclosed ? nclosed : 1;
     return TB_OK;
@@ -71,21 +71,21 @@ static tb_status deal_out(tb__checkpoint_writer *w, int64_t max_nbytes) {
 static tb_status take_tensors(tb__checkpoint_writer *w, const tb__safetensor *tensors, size_t count) {
     w->count = count;
     w->names = tb__arena_alloc(&w->arena, count, sizeof *w->names);
-    w->seats = tb__arena_alloc(&w->arena, count, sizeof *w->seats);
-    if (!w->names || !w->seats)
+    w->slots = tb__arena_alloc(&w->arena, count, sizeof *w->slots);
+    if (!w->names || !w->slots)
         return TB_NO_MEMORY;
     int64_t total = 0;
     for (size_t i = 0; i < count; i++) {
         const char *name = w->names[i] = tb__arena_strdup(&w->arena, tensors[i].name);
         if (!name)
             return TB_NO_MEMORY;
-        w->seats[i] = (seat){0};
-        tb_status status = tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &w->seats[i].nbytes);
+        w->slots[i] = (slot){0};
+        tb_status status = tb_shape_size(&tensors[i].shape, tensors[i].dtype, NULL, &w->slots[i].nbytes);
         if (status != TB_OK)
             return tb__fail_within(status, "tensor '%.100s'", name);
-        if (w->seats[i].nbytes > (INT64_C(1) << 62) - total)
+        if (w->slots[i].nbytes > (INT64_C(1) << 62) - total)
             return tb__fail(TB_TOO_BIG, "the tensors have more than 2^62 bytes together");
-        total += w->seats[i].nbytes;
+        total += w->slots[i].nbytes;
     }
     return TB_OK;
 }
@@ -106,21 +106,21 @@ static tb_status check_names(const tb__checkpoint_writer *w) {
 }
 
 static tb_status create_part(tb__checkpoint_writer *w, size_t k, const tb__safetensor *tensors,
-                             const tb__safetensors_note *notes, size_t nnotes) {
+                             const tb__safetensors_metadata *metadata, size_t nmetadata) {
     part *p = &w->parts[k];
     size_t n = 0;
     tb__safetensor *mine = tb__malloc(w->count, sizeof *mine);
     if (!mine)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < w->count; i++) {
-        if (w->seats[i].file == k) {
-            w->seats[i].place = n;
+        if (w->slots[i].file == k) {
+            w->slots[i].place = n;
             mine[n++] = tensors[i];
         }
     }
     tb_status status = tb__file_join(w->folder.path, p->name, &p->path);
     if (status == TB_OK)
-        status = tb__safetensors_create(p->path, mine, n, notes, nnotes, &p->writer);
+        status = tb__safetensors_create(p->path, mine, n, metadata, nmetadata, &p->writer);
     free(mine);
     return status;
 }
@@ -138,7 +138,7 @@ static tb_status clear_folder(const tb__checkpoint_writer *w, tb__leftovers *rem
 }
 
 static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *tensors,
-                              const tb__safetensors_note *notes, size_t nnotes, tb__leftovers *removed) {
+                              const tb__safetensors_metadata *metadata, size_t nmetadata, tb__leftovers *removed) {
     w->parts = tb__arena_alloc(&w->arena, w->nparts, sizeof *w->parts);
     if (!w->parts)
         return TB_NO_MEMORY;
@@ -149,12 +149,12 @@ static tb_status create_parts(tb__checkpoint_writer *w, const tb__safetensor *te
     }
     TB_TRY(clear_folder(w, removed));
     for (size_t k = 0; k < w->nparts; k++)
-        TB_TRY(create_part(w, k, tensors, notes, nnotes));
+        TB_TRY(create_part(w, k, tensors, metadata, nmetadata));
     return TB_OK;
 }
 
 tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, size_t count,
-                                const tb__safetensors_note *notes, size_t nnotes, int64_t max_file_nbytes,
+                                const tb__safetensors_metadata *metadata, size_t nmetadata, int64_t max_file_nbytes,
                                 tb__leftovers *removed, tb__checkpoint_writer **out) {
     tb__checkpoint_writer *w = tb__calloc(1, sizeof *w);
     if (!w)
@@ -167,7 +167,7 @@ tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, 
     if (status == TB_OK)
         status = tb__folder_take(&w->folder, dir);
     if (status == TB_OK)
-        status = create_parts(w, tensors, notes, nnotes, removed);
+        status = create_parts(w, tensors, metadata, nmetadata, removed);
     if (status != TB_OK)
         tb__checkpoint_writer_destroy(w);
     else
@@ -176,12 +176,12 @@ tb_status tb__checkpoint_create(const char *dir, const tb__safetensor *tensors, 
 }
 
 tb_status tb__checkpoint_write(tb__checkpoint_writer *w, size_t i, int64_t offset, const void *bytes, size_t nbytes) {
-    return tb__safetensors_write(w->parts[w->seats[i].file].writer, w->seats[i].place, offset, bytes, nbytes);
+    return tb__safetensors_write(w->parts[w->slots[i].file].writer, w->slots[i].place, offset, bytes, nbytes);
 }
 
 tb_status tb__checkpoint_read_back(const tb__checkpoint_writer *w, size_t i, int64_t offset, size_t nbytes,
                                    void *buffer) {
-    const seat *s = &w->seats[i];
+    const slot *s = &w->slots[i];
     return tb__safetensors_read_back(w->parts[s->file].writer, s->place, offset, nbytes, buffer);
 }
 
@@ -201,8 +201,8 @@ static tb_status index_text(const tb__checkpoint_writer *w, tb__text *out) {
     if (!entries)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < w->count; i++) {
-        total += w->seats[i].nbytes;
-        entries[i] = (entry){w->names[i], w->parts[w->seats[i].file].name};
+        total += w->slots[i].nbytes;
+        entries[i] = (entry){w->names[i], w->parts[w->slots[i].file].name};
     }
     qsort(entries, w->count, sizeof *entries, compare_entries);
     tb__text_add(out, "{\n  \"metadata\": {\n    \"total_size\": %" PRId64 "\n  },\n  \"weight_map\": {", total);

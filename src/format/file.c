@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 tb_status tb__file_fail_within(tb_status status, const char *path) {
-    enum { MOST = 240 }; /* leaves room for the sentence */
+    enum { MOST = 240 }; /* leaves room for the message */
     tb__saved_detail inner = tb__save_detail();
     size_t length = strlen(path);
     const char *end = length > MOST ? path + length - MOST : path;
@@ -131,7 +131,7 @@ static tb_status open_temporary(tb__draft *draft) {
 }
 
 /* Only what says that there is no room is a failure: not every file system can promise it. */
-static tb_status reserve(const tb__draft *draft, int64_t nbytes) {
+static tb_status reserve_blocks(const tb__draft *draft, int64_t nbytes) {
     if (nbytes > 0 && fallocate(draft->fd, 0, 0, nbytes) == 0)
         return TB_OK;
     if (nbytes > 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG))
@@ -152,7 +152,7 @@ tb_status tb__draft_init(tb__draft *draft, const char *path, int64_t nbytes) {
     if (status == TB_OK)
         status = open_temporary(&made);
     if (status == TB_OK)
-        status = reserve(&made, nbytes);
+        status = reserve_blocks(&made, nbytes);
     if (status != TB_OK)
         tb__draft_fini(&made);
     else
@@ -234,8 +234,8 @@ int tb__leftovers_is_one(const struct dirent *e) {
     return end && (ends_in(start, end, ".safetensors") || ends_in(start, end, ".safetensors.index.json"));
 }
 
-/* A process holds the lock of the file that it writes. Whoever gets the lock may delete the file: no process opens
- * another one's, as the name contains the process id. */
+/* A process holds the lock of the file that it writes. A process that gets the lock may delete the file: no process
+ * opens another one's, as the name contains the process id. */
 static void remove_leftover(const char *path, tb__leftovers *out) {
     struct stat about;
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);

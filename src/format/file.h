@@ -1,4 +1,4 @@
-/* Files that are read and written in pieces, and what is said when that fails. Every sentence names the file. */
+/* Files that are read and written in pieces. Every error message names the file. */
 #ifndef TB_FORMAT_FILE_H
 #define TB_FORMAT_FILE_H
 
@@ -6,10 +6,11 @@
 
 #include <dirent.h>
 
-/* tb__file_fail(status, path, format, ...): as tb__fail, with "PATH: " before the sentence; of a long path the end. */
+/* tb__file_fail(status, path, format, ...): as tb__fail, with "PATH: " before the message; long paths are shortened at
+ * the front. */
 #define tb__file_fail(status, path, ...) (tb__set_detail(__VA_ARGS__), tb__file_fail_within(status, path))
 
-/* Puts "PATH: " before the sentence kept. Its value is `status`. */
+/* Puts "PATH: " before the message of tb_error_detail. Its value is `status`. */
 tb_status tb__file_fail_within(tb_status status, const char *path);
 
 /* "PATH: WHAT: " and what errno says. */
@@ -18,7 +19,7 @@ tb_status tb__file_fail_errno(tb_status status, const char *path, const char *wh
 /* A regular file, for reading. TB_INVALID if there is none at this path, TB_IO if it can't be opened. */
 tb_status tb__file_open(const char *path, int *fd, int64_t *nbytes);
 
-/* All of it: what is interrupted or cut short goes on where it was. Any thread may call these. */
+/* Complete reads and writes: interrupted or short ones are continued. Any thread may call these. */
 tb_status tb__file_read(int fd, const char *path, int64_t offset, void *buffer, size_t nbytes);
 tb_status tb__file_write(int fd, const char *path, int64_t offset, const void *bytes, size_t nbytes);
 

@@ -1,10 +1,9 @@
 /* Files of tensors in the safetensors format: a length (u64, little-endian), a JSON header of that length that says
  * what there is, and the data, tensor after tensor, row-major, without holes.
  *
- * What is read is checked completely before any of it is used; one sentence names the file and the tensor that is
- * wrong. Accepted is what the format's own library accepts, except for what tensorbus has no words for: dtypes that are
- * not in tb_dtype (6-bit floats, the FNUZ kinds, complex numbers), more than 8 dims, and names with a zero character.
- */
+ * What is read is checked completely before any of it is used; the message names the file and the tensor that is wrong.
+ * Accepted is what the format's own library accepts, except for what tensorbus has no words for: dtypes that are not in
+ * tb_dtype (6-bit floats, the FNUZ kinds, complex numbers), more than 8 dims, and names with a zero character. */
 #ifndef TB_FORMAT_SAFETENSORS_H
 #define TB_FORMAT_SAFETENSORS_H
 
@@ -21,9 +20,9 @@ typedef struct tb__safetensor {
     int64_t offset, nbytes; /* in the data */
 } tb__safetensor;
 
-typedef struct tb__safetensors_note {
+typedef struct tb__safetensors_metadata {
     const char *key, *value;
-} tb__safetensors_note;
+} tb__safetensors_metadata;
 
 /* ---- Headers (safetensors_parse.c, safetensors_format.c): no I/O ---------------------------------------------- */
 
@@ -31,8 +30,8 @@ typedef struct tb__safetensors_header {
     size_t count;
     const tb__safetensor *tensors;        /* as they lie in the data: by offset, without holes */
     const tb__safetensor *const *by_name; /* in the order of strcmp */
-    size_t nnotes;
-    const tb__safetensors_note *notes; /* "__metadata__", by key */
+    size_t nmetadata;
+    const tb__safetensors_metadata *metadata; /* "__metadata__", by key */
     int64_t data_nbytes;
     tb__arena arena; /* all of the above */
 } tb__safetensors_header;
@@ -56,10 +55,10 @@ typedef struct tb__safetensors_plan {
 
 /* Lays out tensors, of which name, dtype and shape are given, and writes offset and nbytes into them. The order is that
  * of the official library, the widest dtypes first, so that every tensor is aligned to its elements; then by name. The
- * bytes are that library's, too, for up to one note: it writes several in an order that changes from run to run, here
- * they are sorted. plan->head is to be freed by the caller. */
-tb_status tb__safetensors_format(tb__safetensor *tensors, size_t count, const tb__safetensors_note *notes,
-                                 size_t nnotes, tb__safetensors_plan *plan);
+ * bytes are that library's, too, for up to one metadata entry: it writes several in an order that changes from run to
+ * run, here they are sorted. plan->head is to be freed by the caller. */
+tb_status tb__safetensors_format(tb__safetensor *tensors, size_t count, const tb__safetensors_metadata *metadata,
+                                 size_t nmetadata, tb__safetensors_plan *plan);
 
 /* Adds a JSON string as the official library writes it. */
 void tb__safetensors_add_string(tb__text *out, const char *string);
@@ -86,9 +85,10 @@ tb_status tb__safetensors_read(const tb__safetensors *file, const tb__safetensor
 /* A file that is being written, under a temporary name in the same directory until it is committed. */
 typedef struct tb__safetensors_writer tb__safetensors_writer;
 
-/* Of the tensors and notes, which are copied, offset and nbytes are not looked at. */
+/* Of the tensors and metadata, which are copied, offset and nbytes are not looked at. */
 tb_status tb__safetensors_create(const char *path, const tb__safetensor *tensors, size_t count,
-                                 const tb__safetensors_note *notes, size_t nnotes, tb__safetensors_writer **out);
+                                 const tb__safetensors_metadata *metadata, size_t nmetadata,
+                                 tb__safetensors_writer **out);
 
 /* Writes a part of tensor i of those given. Parts may come in any order and from any threads, but each byte once. */
 tb_status tb__safetensors_write(tb__safetensors_writer *writer, size_t i, int64_t offset, const void *bytes,
@@ -99,7 +99,7 @@ tb_status tb__safetensors_read_back(const tb__safetensors_writer *writer, size_t
                                     void *buffer);
 
 /* Checks that all was written and hands it to the system, or with `sync` to the disk; then commit can hardly fail. For
- * those who commit several files together. */
+ * callers that commit several files together. */
 tb_status tb__safetensors_finish(tb__safetensors_writer *writer, bool sync);
 
 /* Gives the file its name; finishes it first, if that was not done. */

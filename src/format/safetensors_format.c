@@ -27,8 +27,8 @@ static int compare_names(const void *left, const void *right) {
 }
 
 static int compare_notes(const void *left, const void *right) {
-    return strcmp((*(const tb__safetensors_note *const *)left)->key,
-                  (*(const tb__safetensors_note *const *)right)->key);
+    return strcmp((*(const tb__safetensors_metadata *const *)left)->key,
+                  (*(const tb__safetensors_metadata *const *)right)->key);
 }
 
 void tb__safetensors_add_string(tb__text *out, const char *string) {
@@ -89,16 +89,16 @@ static tb_status place_tensors(tb__safetensor *tensors, size_t count, tb__safete
     return TB_OK;
 }
 
-static tb_status add_notes(tb__text *out, const tb__safetensors_note *notes, size_t nnotes) {
-    const tb__safetensors_note **order = tb__malloc(nnotes, sizeof *order);
+static tb_status add_metadata(tb__text *out, const tb__safetensors_metadata *metadata, size_t nmetadata) {
+    const tb__safetensors_metadata **order = tb__malloc(nmetadata, sizeof *order);
     if (!order)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < nnotes; i++)
-        order[i] = &notes[i];
-    qsort(order, nnotes, sizeof *order, compare_notes);
+    for (size_t i = 0; i < nmetadata; i++)
+        order[i] = &metadata[i];
+    qsort(order, nmetadata, sizeof *order, compare_notes);
     tb_status status = TB_OK;
     tb__text_add(out, "\"__metadata__\":{");
-    for (size_t i = 0; i < nnotes && status == TB_OK; i++) {
+    for (size_t i = 0; i < nmetadata && status == TB_OK; i++) {
         if (!tb__is_utf8(order[i]->key) || !tb__is_utf8(order[i]->value))
             status = tb__fail(TB_INVALID, "'%.100s' in the metadata is not UTF-8", order[i]->key);
         else if (strlen(order[i]->key) > TB__SAFETENSORS_MAX_HEADER ||
@@ -125,12 +125,12 @@ static void add_tensor(tb__text *out, const tb__safetensor *t) {
 }
 
 static tb_status add_header(tb__text *out, tb__safetensor *const *order, size_t count,
-                            const tb__safetensors_note *notes, size_t nnotes) {
+                            const tb__safetensors_metadata *metadata, size_t nmetadata) {
     tb__text_add(out, "%*s{", TB__SAFETENSORS_LENGTH, ""); /* room for the length */
-    if (nnotes > 0)
-        TB_TRY(add_notes(out, notes, nnotes));
+    if (nmetadata > 0)
+        TB_TRY(add_metadata(out, metadata, nmetadata));
     for (size_t i = 0; i < count; i++) {
-        tb__text_add(out, i > 0 || nnotes > 0 ? "," : "");
+        tb__text_add(out, i > 0 || nmetadata > 0 ? "," : "");
         add_tensor(out, order[i]);
         if (out->count > TB__SAFETENSORS_MAX_HEADER + TB__SAFETENSORS_LENGTH)
             break; /* no need for the rest */
@@ -145,8 +145,8 @@ static tb_status add_header(tb__text *out, tb__safetensor *const *order, size_t 
     return TB_OK;
 }
 
-tb_status tb__safetensors_format(tb__safetensor *tensors, size_t count, const tb__safetensors_note *notes,
-                                 size_t nnotes, tb__safetensors_plan *plan) {
+tb_status tb__safetensors_format(tb__safetensor *tensors, size_t count, const tb__safetensors_metadata *metadata,
+                                 size_t nmetadata, tb__safetensors_plan *plan) {
     tb__text text = {0};
     tb__safetensors_plan made = {0};
     tb__safetensor **order = tb__malloc(count, sizeof *order);
@@ -154,7 +154,7 @@ tb_status tb__safetensors_format(tb__safetensor *tensors, size_t count, const tb
         return TB_NO_MEMORY;
     tb_status status = place_tensors(tensors, count, order, &made.data_nbytes);
     if (status == TB_OK)
-        status = add_header(&text, order, count, notes, nnotes);
+        status = add_header(&text, order, count, metadata, nmetadata);
     free(order);
     made.head_nbytes = text.count;
     if (status == TB_OK)

@@ -95,7 +95,7 @@ static int compare_names(const void *left, const void *right) {
 }
 
 static int compare_keys(const void *left, const void *right) {
-    return strcmp(((const tb__safetensors_note *)left)->key, ((const tb__safetensors_note *)right)->key);
+    return strcmp(((const tb__safetensors_metadata *)left)->key, ((const tb__safetensors_metadata *)right)->key);
 }
 
 /* Sorted by offset, each tensor must begin where the one before it ends, and the last must end where the file does. */
@@ -134,21 +134,21 @@ static tb_status read_notes(const json_t *json, tb__safetensors_header *header) 
     size_t n = json_object_size(json), i = 0;
     if (!json_is_object(json))
         return tb__fail(TB_INVALID, "'__metadata__' is not an object");
-    tb__safetensors_note *notes = tb__arena_alloc(&header->arena, n, sizeof *notes);
-    if (!notes)
+    tb__safetensors_metadata *metadata = tb__arena_alloc(&header->arena, n, sizeof *metadata);
+    if (!metadata)
         return TB_NO_MEMORY;
     for (void *it = json_object_iter((json_t *)json); it; it = json_object_iter_next((json_t *)json, it), i++) {
         const char *key = json_object_iter_key(it), *value = json_string_value(json_object_iter_value(it));
         if (!value)
             return tb__fail(TB_INVALID, "'%.100s' in '__metadata__' is not a string", key);
-        notes[i].key = tb__arena_strdup(&header->arena, key);
-        notes[i].value = tb__arena_strdup(&header->arena, value);
-        if (!notes[i].key || !notes[i].value)
+        metadata[i].key = tb__arena_strdup(&header->arena, key);
+        metadata[i].value = tb__arena_strdup(&header->arena, value);
+        if (!metadata[i].key || !metadata[i].value)
             return TB_NO_MEMORY;
     }
-    qsort(notes, n, sizeof *notes, compare_keys);
-    header->notes = notes;
-    header->nnotes = n;
+    qsort(metadata, n, sizeof *metadata, compare_keys);
+    header->metadata = metadata;
+    header->nmetadata = n;
     return TB_OK;
 }
 

@@ -11,9 +11,9 @@
 
 /* Writes tensors, whose data is that of byte_of, whole. */
 static tb_status write_all(const char *path, const tb__safetensor *tensors, size_t count,
-                           const tb__safetensors_note *notes, size_t nnotes) {
+                           const tb__safetensors_metadata *metadata, size_t nmetadata) {
     tb__safetensors_writer *writer = NULL;
-    TB_TRY(tb__safetensors_create(path, tensors, count, notes, nnotes, &writer));
+    TB_TRY(tb__safetensors_create(path, tensors, count, metadata, nmetadata, &writer));
     tb_status status = TB_OK;
     for (size_t i = count; i-- > 0 && status == TB_OK;) {
         int64_t nbytes = 0;
@@ -42,7 +42,7 @@ static void official_files(void **state) {
     folder *f = *state;
     static const struct {
         const char *name;
-        size_t count, nnotes;
+        size_t count, nmetadata;
     } files[] = {{"every_dtype.safetensors", 19, 1}, {"names.safetensors", 6, 1}, {"empty.safetensors", 0, 0}};
     for (size_t k = 0; k < sizeof files / sizeof *files; k++) {
         const char *path = golden(f, files[k].name), *copy = path_in(f, "copy");
@@ -50,14 +50,14 @@ static void official_files(void **state) {
         assert_ok(tb__safetensors_open(path, &file));
         const tb__safetensors_header *h = &file->header;
         assert_int_equal(h->count, files[k].count);
-        assert_int_equal(h->nnotes, files[k].nnotes);
+        assert_int_equal(h->nmetadata, files[k].nmetadata);
         for (size_t i = 0; i < h->count; i++) {
             const tb__safetensor *t = &h->tensors[i];
             assert_ptr_equal(tb__safetensors_find(h, t->name), t);
             assert_data(file, t);
         }
         assert_null(tb__safetensors_find(h, "no such tensor"));
-        assert_ok(write_all(copy, h->tensors, h->count, h->notes, h->nnotes));
+        assert_ok(write_all(copy, h->tensors, h->count, h->metadata, h->nmetadata));
         tb__safetensors_close(file);
         assert_same_bytes(path, copy);
     }
@@ -68,8 +68,8 @@ static void official_header(void **state) {
     tb__safetensors *file;
     assert_ok(tb__safetensors_open(golden(f, "every_dtype.safetensors"), &file));
     const tb__safetensors_header *h = &file->header;
-    assert_string_equal(h->notes[0].key, "format");
-    assert_string_equal(h->notes[0].value, "pt");
+    assert_string_equal(h->metadata[0].key, "format");
+    assert_string_equal(h->metadata[0].value, "pt");
     assert_string_equal(h->by_name[0]->name, "a.bf16");
     assert_string_equal(h->tensors[0].name, "a.u64");
     const tb__safetensor *t = tb__safetensors_find(h, "a.f4");
@@ -211,7 +211,7 @@ static void liberties(void **state) {
     assert_string_equal(file->header.tensors[1].name, "z");
     assert_string_equal(file->header.tensors[2].name, "b");
     assert_string_equal(file->header.by_name[1]->name, "b");
-    assert_int_equal(file->header.nnotes, 0);
+    assert_int_equal(file->header.nmetadata, 0);
     tb__safetensors_close(file);
 }
 
@@ -314,14 +314,14 @@ static void bad_tensors(void **state) {
         assert_fails(tb__safetensors_create(path, tensors, 2, NULL, 0, &writer), cases[i].status, cases[i].sentence);
         check_sentence("/out.safetensors: ");
     }
-    static const tb__safetensors_note twice[] = {{"k", "1"}, {"k", "2"}}, wrong[] = {{"k", "\x80"}};
+    static const tb__safetensors_metadata twice[] = {{"k", "1"}, {"k", "2"}}, wrong[] = {{"k", "\x80"}};
     assert_fails(tb__safetensors_create(path, two, 2, twice, 2, &writer), TB_INVALID, "'k' is twice in the metadata");
     assert_fails(tb__safetensors_create(path, two, 2, wrong, 1, &writer), TB_INVALID,
                  "'k' in the metadata is not UTF-8");
     char *longest = malloc(TB__SAFETENSORS_MAX_HEADER + 1);
     memset(longest, 'x', TB__SAFETENSORS_MAX_HEADER);
     longest[TB__SAFETENSORS_MAX_HEADER] = '\0';
-    const tb__safetensors_note large = {"k", longest};
+    const tb__safetensors_metadata large = {"k", longest};
     assert_fails(tb__safetensors_create(path, two, 2, &large, 1, &writer), TB_TOO_BIG, "beyond the format's limit");
     free(longest);
     assert_null(writer);
@@ -453,17 +453,17 @@ static void random_files(void **state) {
             for (int d = 0; d < tensors[i].shape.ndim; d++)
                 tensors[i].shape.dim[d] = rng_range(&r, 0, 5) * (tensors[i].dtype == TB_F4E2M1 ? 2 : 1);
         }
-        const tb__safetensors_note notes[] = {{"z", names[0]}, {"a\n", "b"}};
-        size_t nnotes = (size_t)rng_range(&r, 0, 2);
+        const tb__safetensors_metadata metadata[] = {{"z", names[0]}, {"a\n", "b"}};
+        size_t nmetadata = (size_t)rng_range(&r, 0, 2);
         random_name(&r, names[0], 0);
-        assert_ok(write_all(path, tensors, count, notes, nnotes));
+        assert_ok(write_all(path, tensors, count, metadata, nmetadata));
         tb__safetensors *file;
         assert_ok(tb__safetensors_open(path, &file));
         const tb__safetensors_header *h = &file->header;
         assert_int_equal(h->count, count);
-        assert_int_equal(h->nnotes, nnotes);
-        if (nnotes == 2)
-            assert_string_equal(h->notes[1].value, names[0]);
+        assert_int_equal(h->nmetadata, nmetadata);
+        if (nmetadata == 2)
+            assert_string_equal(h->metadata[1].value, names[0]);
         for (size_t i = 0; i < count; i++) {
             const tb__safetensor *t = tb__safetensors_find(h, names[i]);
             assert_non_null(t);
@@ -473,7 +473,7 @@ static void random_files(void **state) {
             assert_data(file, t);
         }
         assert_int_equal(file->data_start % 8, 0);
-        assert_ok(write_all(again, h->tensors, h->count, h->notes, h->nnotes));
+        assert_ok(write_all(again, h->tensors, h->count, h->metadata, h->nmetadata));
         assert_same_bytes(path, again);
         tb__safetensors_close(file);
     }
@@ -483,7 +483,7 @@ static void random_files(void **state) {
 static void out_of_memory(void **state) {
     folder *f = *state;
     const char *path = path_in(f, "out.safetensors");
-    static const tb__safetensors_note note = {"k", "v"};
+    static const tb__safetensors_metadata note = {"k", "v"};
     tb__safetensors_writer *writer = NULL;
     tb__safetensors *file = NULL;
     tb_status status = TB_NO_MEMORY;

@@ -31,9 +31,10 @@ static bool copy_tensors(tb__safetensors_writer *w, const tb__safetensor *tensor
     return true;
 }
 
-static tb_status begin(tb__safetensors_writer *w, const char *path, const tb__safetensors_note *notes, size_t nnotes) {
+static tb_status begin_file(tb__safetensors_writer *w, const char *path, const tb__safetensors_metadata *metadata,
+                            size_t nmetadata) {
     tb__safetensors_plan plan;
-    tb_status status = tb__safetensors_format(w->tensors, w->count, notes, nnotes, &plan);
+    tb_status status = tb__safetensors_format(w->tensors, w->count, metadata, nmetadata, &plan);
     if (status != TB_OK)
         return tb__file_fail_within(status, path);
     w->data_start = (int64_t)plan.head_nbytes;
@@ -45,12 +46,13 @@ static tb_status begin(tb__safetensors_writer *w, const char *path, const tb__sa
 }
 
 tb_status tb__safetensors_create(const char *path, const tb__safetensor *tensors, size_t count,
-                                 const tb__safetensors_note *notes, size_t nnotes, tb__safetensors_writer **out) {
+                                 const tb__safetensors_metadata *metadata, size_t nmetadata,
+                                 tb__safetensors_writer **out) {
     tb__safetensors_writer *w = tb__calloc(1, sizeof *w);
     if (!w)
         return TB_NO_MEMORY;
     w->draft.fd = -1;
-    tb_status status = copy_tensors(w, tensors, count) ? begin(w, path, notes, nnotes) : TB_NO_MEMORY;
+    tb_status status = copy_tensors(w, tensors, count) ? begin_file(w, path, metadata, nmetadata) : TB_NO_MEMORY;
     if (status != TB_OK)
         tb__safetensors_writer_destroy(w);
     else

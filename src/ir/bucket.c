@@ -16,8 +16,8 @@ static int compare_lists(const int32_t *a, uint32_t na, const int32_t *b, uint32
     return (na > nb) - (na < nb);
 }
 
-/* What chunks of one bucket share. A reduce-only chunk is keyed by the targets of the rank that ships, like the chunk
- * it belongs to there, so that all members of a reduction keep in step. */
+/* What chunks of one bucket share. A reduce-only chunk is keyed by the targets of the source, like the chunk that it
+ * belongs to there, so that all members of a reduction have the same order. */
 static int compare_keys(const tb_chunk *x, const tb_chunk *y) {
     if (x->transport != y->transport)
         return x->transport < y->transport ? -1 : 1;
@@ -61,7 +61,7 @@ int64_t tb__chunk_widening(const tb_chunk *chunk) {
 }
 
 /* Whether a chunk fits behind what a bucket has, in the wire dtype and as contributions, which are aligned alike. */
-static bool fits(const tb_chunk *chunk, const tb_bucket *bucket, int64_t staged, const tb__ir_limits *limits) {
+static bool fits_bucket(const tb_chunk *chunk, const tb_bucket *bucket, int64_t staged, const tb__ir_limits *limits) {
     if (chunk->nbytes > limits->bucket_size - tb__align(bucket->total_bytes, TB__BUCKET_ALIGN))
         return false;
     return limits->staged == INT64_MAX || chunk->nbytes * tb__chunk_widening(chunk) <=
@@ -70,10 +70,10 @@ static bool fits(const tb_chunk *chunk, const tb_bucket *bucket, int64_t staged,
 
 /* Adds chunk i to the last bucket of the channel, or to a new one if it does not fit or begins a group. *staged is the
  * size of the last bucket's contributions. */
-static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, const tb__ir_limits *limits, int64_t *staged) {
+static bool add_entry(tb__owned_ir *ir, tb_channel *channel, size_t i, const tb__ir_limits *limits, int64_t *staged) {
     const tb_chunk *chunk = &ir->chunks.item[i];
     tb_bucket *bucket = channel->nbuckets ? &ir->buckets.item[ir->buckets.count - 1] : NULL;
-    if (!bucket || bucket->group != chunk->group || !fits(chunk, bucket, *staged, limits)) {
+    if (!bucket || bucket->group != chunk->group || !fits_bucket(chunk, bucket, *staged, limits)) {
         tb_bucket new = {.channel = ir->channels.count - 1, .group = chunk->group, .first_entry = ir->entries.count};
         if (!tb__vec_push(&ir->buckets, new))
             return false;
@@ -92,7 +92,7 @@ static bool add_entry(tb__ir *ir, tb_channel *channel, size_t i, const tb__ir_li
     return true;
 }
 
-tb_status tb__ir_pack(tb__ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight) {
+tb_status tb__ir_pack(tb__owned_ir *ir, const tb__ir_limits *limits, uint32_t max_in_flight) {
     tb_chunk *chunks = ir->chunks.item;
     size_t n = ir->chunks.count;
     if (n)

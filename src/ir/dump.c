@@ -31,8 +31,8 @@ static void add_key(tb__text *t, const tb_chunk *c) {
     }
 }
 
-/* Who sends to whom, where not all of it comes from the source: "0>1>2,3" has 0 send to 1, and 1 to 2 and 3. */
-static void add_way(tb__text *t, const tb_chunk *c, const int32_t *via, int32_t from) {
+/* The relays of a broadcast: in "0>1>2,3", 0 sends to 1, and 1 relays to 2 and 3. */
+static void add_relay(tb__text *t, const tb_chunk *c, const int32_t *via, int32_t from) {
     bool is_first = true;
     for (uint32_t i = 0; i < c->ntargets; i++) {
         if (via[i] != from)
@@ -43,10 +43,10 @@ static void add_way(tb__text *t, const tb_chunk *c, const int32_t *via, int32_t 
     }
 }
 
-static void add_ways(tb__text *t, const tb_chunk *c, const int32_t *via) {
-    add_way(t, c, via, c->source);
+static void add_relays(tb__text *t, const tb_chunk *c, const int32_t *via) {
+    add_relay(t, c, via, c->source);
     for (uint32_t i = 0; i < c->ntargets; i++)
-        add_way(t, c, via, c->targets[i]);
+        add_relay(t, c, via, c->targets[i]);
 }
 
 static void add_entry(tb__text *t, const tb_ir *ir, const tb_bucket_entry *entry) {
@@ -85,7 +85,7 @@ tb_status tb_ir_dump_text(const tb_ir *ir, char **out) {
         const tb_chunk *key = &ir->chunks[ir->entries[bucket->first_entry].chunk];
         add_key(&t, key);
         if (channel->via)
-            add_ways(&t, key, channel->via);
+            add_relays(&t, key, channel->via);
         tb__text_add(&t, "; %" PRIu32 " in flight\n", channel->max_in_flight);
         for (size_t b = 0; b < channel->nbuckets; b++, bucket++) {
             tb__text_add(&t, "  bucket %zu: %zu chunks, %" PRId64 " bytes", channel->first_bucket + b, bucket->nentries,

@@ -1,5 +1,5 @@
-/* How a broadcast gets to several hosts: to one rank of each, which hands it on to the others of its host and to the
- * next host. The source sends it out once, however many there are. */
+/* Relays of broadcasts to several hosts: one rank of each host receives it, and relays it to the other ranks of its
+ * host and to the next host. The source sends it once, however many hosts there are. */
 #include "ir/ir.h"
 
 #include <string.h>
@@ -37,8 +37,8 @@ static const target *find_lead(const fan *f, int32_t host) {
     return NULL;
 }
 
-/* Whoever hands on has a lower rank than whom it hands to. So nobody waits in a circle for memory to receive in. */
-static void choose_ways(fan *f, size_t nbuckets) {
+/* A relay has a lower rank than its receivers, so that waits for memory can't form a cycle. */
+static void choose_relays(fan *f, size_t nbuckets) {
     const tb_chunk *key = f->key;
     for (uint32_t i = 0; i < key->ntargets; i++)
         f->targets[i] = (target){key->targets[i], i};
@@ -54,24 +54,24 @@ static void choose_ways(fan *f, size_t nbuckets) {
         f->via[f->leads[i].position] = f->leads[is_chain ? i - 1 : (i - 1) / 2].rank;
 }
 
-bool tb__ir_hands_on(const tb_chunk *key, const tb_plan_opts *plan) {
+bool tb__ir_uses_relays(const tb_chunk *key, const tb_plan_opts *plan) {
     uint32_t away = 0;
     for (uint32_t i = 0; plan && plan->hosts && key->source != TB_NO_RANK && away < 2 && i < key->ntargets; i++)
         away += plan->hosts[key->targets[i]] != plan->hosts[key->source];
     return away > 1;
 }
 
-static tb_status fan_out(tb__ir *ir, tb_channel *channel, const tb_plan_opts *plan) {
+static tb_status fan_out_channel(tb__owned_ir *ir, tb_channel *channel, const tb_plan_opts *plan) {
     fan f = {.key = &ir->chunks.item[ir->entries.item[ir->buckets.item[channel->first_bucket].first_entry].chunk],
              .hosts = plan->hosts};
     uint32_t n = f.key->ntargets;
-    if (f.key->transport != TB_BROADCAST || !tb__ir_hands_on(f.key, plan))
+    if (f.key->transport != TB_BROADCAST || !tb__ir_uses_relays(f.key, plan))
         return TB_OK;
     f.via = tb__malloc(n, sizeof *f.via);
     f.targets = tb__malloc(n, sizeof *f.targets);
     f.leads = tb__malloc(n, sizeof *f.leads);
     if (f.via && f.targets && f.leads) {
-        choose_ways(&f, channel->nbuckets);
+        choose_relays(&f, channel->nbuckets);
         channel->via = tb__ir_ranks(ir, f.via, n);
     }
     free(f.via);
@@ -80,8 +80,8 @@ static tb_status fan_out(tb__ir *ir, tb_channel *channel, const tb_plan_opts *pl
     return channel->via ? TB_OK : TB_NO_MEMORY;
 }
 
-tb_status tb__ir_fan_out(tb__ir *ir, const tb_plan_opts *plan) {
+tb_status tb__ir_fan_out(tb__owned_ir *ir, const tb_plan_opts *plan) {
     for (size_t i = 0; plan && plan->hosts && i < ir->channels.count; i++)
-        TB_TRY(fan_out(ir, &ir->channels.item[i], plan));
+        TB_TRY(fan_out_channel(ir, &ir->channels.item[i], plan));
     return TB_OK;
 }

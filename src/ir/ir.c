@@ -10,7 +10,7 @@
 
 enum { NAME_BITS = 22, PIECE_BITS = 18, SUB_BITS = 4 }; /* of an id; the target rank has the other 20 */
 enum { MOST_CHUNKS = 1 << 21 };
-enum { LEAST_HANDED_ON = 64 << 10 }; /* smaller messages would take longer than waiting for a larger one */
+enum { MIN_RELAYED_NBYTES = 64 << 10 }; /* smaller messages cost more than the pipelining gains */
 #define MOST_NBYTES ((int64_t)1 << 62)
 
 const char *tb_transport_kind_name(tb_transport_kind kind) {
@@ -44,7 +44,7 @@ tb_status tb__wire_dtype(tb_dtype src, tb_dtype dst, tb_dtype asked, tb_dtype *o
     return TB_OK;
 }
 
-const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
+const int32_t *tb__ir_ranks(tb__owned_ir *ir, const int32_t *ranks, uint32_t count) {
     uint64_t hash = count;
     for (uint32_t i = 0; i < count; i++)
         hash = tb__hash(hash, (uint64_t)ranks[i]);
@@ -67,7 +67,7 @@ const int32_t *tb__ir_ranks(tb__ir *ir, const int32_t *ranks, uint32_t count) {
 
 /* A batch on its way to chunks. */
 typedef struct builder {
-    tb__ir *ir;
+    tb__owned_ir *ir;
     tb_plan_cache *cache;
     const tb_plan_opts *plan_opts;
     tb__ir_limits limits;
@@ -95,7 +95,7 @@ tb__role tb__route_role(const tb_route *route, int32_t rank) {
 
 /* A chunk on its way to parts of up to most_bytes. */
 typedef struct cutter {
-    tb__ir *ir;
+    tb__owned_ir *ir;
     const tb_tensor_spec *spec; /* of a coded chunk; else it may be NULL */
     int64_t most_bytes;
     uint32_t *part;
@@ -108,7 +108,7 @@ static int64_t thickness_of(const tb_chunk *chunk, int d) {
     return chunk->is_coded ? chunk->len[d] : tb__dtype_packing(chunk->wire_dtype);
 }
 
-static void shorten(const cutter *c, tb_chunk *chunk, int d, int64_t at, int64_t rows) {
+static void shorten_chunk(const cutter *c, tb_chunk *chunk, int d, int64_t at, int64_t rows) {
     int64_t packing = d == chunk->ndim - 1 ? tb__dtype_packing(chunk->wire_dtype) : 1;
     int64_t before = chunk->len[d] / packing;
     chunk->src.start[d] += at;
@@ -141,14 +141,14 @@ static tb_status add_parts(const cutter *c, const tb_chunk *chunk, int d) {
     rows = rows > 0 ? rows : thickness;
     for (int64_t at = 0; at < chunk->len[d]; at += rows) {
         tb_chunk slice = *chunk;
-        shorten(c, &slice, d, at, chunk->len[d] - at < rows ? chunk->len[d] - at : rows);
+        shorten_chunk(c, &slice, d, at, chunk->len[d] - at < rows ? chunk->len[d] - at : rows);
         TB_TRY(add_parts(c, &slice, d + 1));
     }
     return TB_OK;
 }
 
 /* Parts are numbered from *part on, and a coded chunk is measured as its tensor says. */
-static tb_status add_chunk_parts(tb__ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec,
+static tb_status add_chunk_parts(tb__owned_ir *ir, const tb_chunk *chunk, const tb_tensor_spec *spec,
                                  const tb__ir_limits *limits, uint32_t *part) {
     cutter c = {ir, spec, tb__chunk_limit(chunk, limits) / tb__chunk_widening(chunk), part};
     if (limits->chunk && limits->chunk < c.most_bytes)
@@ -156,18 +156,18 @@ static tb_status add_chunk_parts(tb__ir *ir, const tb_chunk *chunk, const tb_ten
     return add_parts(&c, chunk, 0);
 }
 
-tb_status tb__ir_add(tb__ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits) {
+tb_status tb__ir_add(tb__owned_ir *ir, const tb_chunk *chunk, const tb__ir_limits *limits) {
     uint32_t part = 0;
     return add_chunk_parts(ir, chunk, NULL, limits, &part);
 }
 
-/* What is handed on goes in parts of a bucket, so that one is on its way to the next host while the next is received.
- * All who have to do with the chunk know its targets and the hosts, and cut alike. */
+/* Relayed chunks are cut to the size of a bucket, so that one is sent to the next host while the next is received. All
+ * ranks of the chunk know its targets and the hosts, and cut the same way. */
 static tb__ir_limits limits_of(const builder *b, const tb_chunk *chunk) {
     tb__ir_limits limits = b->limits;
-    bool is_cut = limits.staged != INT64_MAX && limits.bucket_size > 1 && tb__ir_hands_on(chunk, b->plan_opts);
+    bool is_cut = limits.staged != INT64_MAX && limits.bucket_size > 1 && tb__ir_uses_relays(chunk, b->plan_opts);
     if (is_cut)
-        limits.chunk = limits.bucket_size > LEAST_HANDED_ON ? limits.bucket_size : LEAST_HANDED_ON;
+        limits.chunk = limits.bucket_size > MIN_RELAYED_NBYTES ? limits.bucket_size : MIN_RELAYED_NBYTES;
     return limits;
 }
 
@@ -187,13 +187,13 @@ static tb_status add_bands(builder *b, const tb_tensor_spec *spec, const tb_chun
             return tb__fail(TB_TOO_BIG, "there are more than 2^32 groups");
         slice.group = spec->group + (uint32_t)band;
         if (next - at < chunk->len[0])
-            shorten(&c, &slice, 0, at - first, next - at);
+            shorten_chunk(&c, &slice, 0, at - first, next - at);
         TB_TRY(add_chunk_parts(b->ir, &slice, spec, &limits, &part));
     }
     return TB_OK;
 }
 
-static tb_status measure(const tb_tensor_spec *spec, tb_chunk *chunk) {
+static tb_status measure_coded(const tb_tensor_spec *spec, tb_chunk *chunk) {
     tb_shape shape = {.ndim = chunk->ndim};
     memcpy(shape.dim, chunk->len, sizeof shape.dim);
     TB_TRY(tb_shape_size(&shape, chunk->wire_dtype, NULL, &chunk->nbytes));
@@ -233,7 +233,7 @@ static tb_status add_chunk(builder *b, uint32_t tensor, const tb_tensor_spec *sp
     if (spec->coded && (route->ncontributors || route->source == TB_NO_RANK))
         return tb__fail(TB_REFUSED, "a Partial tensor can't be converted on its way");
     memcpy(chunk.len, route->len, (size_t)chunk.ndim * sizeof *chunk.len);
-    TB_TRY(measure(spec, &chunk));
+    TB_TRY(measure_coded(spec, &chunk));
     chunk.targets = tb__ir_ranks(b->ir, route->targets, route->ntargets);
     chunk.contributors = tb__ir_ranks(b->ir, route->contributors, route->ncontributors);
     if (!chunk.targets || !chunk.contributors)
@@ -252,7 +252,7 @@ static tb_status add_tensor(builder *b, uint32_t index, const tb_tensor_spec *sp
     const tb_plan *plan;
     const tb_routes *routes;
     const uint32_t *numbers;
-    /* Also where the rank takes no part: what is refused, is refused by all. */
+    /* Also if the rank takes no part, so that all ranks refuse alike. */
     TB_TRY(tb_plan_cache_get(b->cache, spec->src, spec->dst, &spec->shape, spec->src_dtype, &opts, &plan));
     if (tb_layout_index_of(spec->src, rank) < 0 && tb_layout_index_of(spec->dst, rank) < 0)
         return TB_OK;
@@ -302,7 +302,7 @@ tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntens
         return tb__fail(TB_INVALID, "bucket_size and staging_bytes can't be negative");
     int64_t bucket_size = o.bucket_size ? o.bucket_size : 16 << 20;
     int64_t staging_bytes = o.staging_bytes ? o.staging_bytes : 256 << 20;
-    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    tb__owned_ir *ir = tb__calloc(1, sizeof *ir);
     if (!ir)
         return TB_NO_MEMORY;
     ir->view.rank = rank;
@@ -327,7 +327,7 @@ tb_status tb_ir_create(int32_t rank, const tb_tensor_spec *tensors, size_t ntens
     return TB_OK;
 }
 
-void tb__ir_finish(tb__ir *ir) {
+void tb__ir_finish(tb__owned_ir *ir) {
     ir->view.ntensors = ir->names.count;
     ir->view.names = ir->names.item;
     ir->view.nchunks = ir->chunks.count;
@@ -341,18 +341,18 @@ void tb__ir_finish(tb__ir *ir) {
 }
 
 size_t tb__ir_nbytes(const tb_ir *view) {
-    const tb__ir *ir = (const tb__ir *)view;
+    const tb__owned_ir *ir = (const tb__owned_ir *)view;
     return tb__mem_nbytes(ir) + tb__arena_nbytes(&ir->arena) + tb__mem_nbytes(ir->names.item) +
            tb__mem_nbytes(ir->chunks.item) + tb__mem_nbytes(ir->entries.item) + tb__mem_nbytes(ir->buckets.item) +
            tb__mem_nbytes(ir->channels.item) + tb__mem_nbytes(ir->lists.item) + tb__mem_nbytes(ir->by_ranks.slot);
 }
 
 void tb__ir_ref(tb_ir *view) {
-    ((tb__ir *)view)->nshares++;
+    ((tb__owned_ir *)view)->nshares++;
 }
 
 void tb_ir_destroy(tb_ir *view) {
-    tb__ir *ir = (tb__ir *)view;
+    tb__owned_ir *ir = (tb__owned_ir *)view;
     if (!ir)
         return;
     if (ir->nshares > 0) {

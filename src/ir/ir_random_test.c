@@ -272,7 +272,7 @@ static void both_ends_build_the_same_buckets(void **state) {
     static batch b;
     static tb_ir *ir[NRANKS];
     uint64_t seed = test_seed();
-    int64_t n = test_cases(600), least_part = tb__least_part;
+    int64_t n = test_cases(600), least_part = tb__min_part_nbytes;
     for (int64_t i = 0; i < n; i++) {
         rng r = {seed + (uint64_t)i};
         for (int t = 0; t < MAX_TENSORS; t++)
@@ -298,7 +298,8 @@ static void both_ends_build_the_same_buckets(void **state) {
                            .bucket_size = (int64_t[]){1, 100, 256, 1 << 20}[rng_range(&r, 0, 3)],
                            .staging_bytes = (int64_t[]){64, 256, 4096, 1 << 20}[rng_range(&r, 0, 3)],
                            .direct = rng_range(&r, 0, 4) == 0};
-        tb__least_part = (int64_t[]){1, 64, 1024}[rng_range(&r, 0, 2)]; /* such tensors are cut for other hosts, too */
+        tb__min_part_nbytes =
+            (int64_t[]){1, 64, 1024}[rng_range(&r, 0, 2)]; /* such tensors are cut for other hosts, too */
         for (int32_t rank = 0; rank < NRANKS; rank++)
             assert_int_equal(tb_ir_create(rank, b.spec, b.count, rank % 2 ? cache : NULL, &opts, &ir[rank]), TB_OK);
         for (int32_t rank = 0; rank < NRANKS; rank++) {
@@ -327,7 +328,7 @@ static void both_ends_build_the_same_buckets(void **state) {
         tb_plan_cache_destroy(cache);
         free_batch(&b);
     }
-    tb__least_part = least_part;
+    tb__min_part_nbytes = least_part;
 }
 
 int main(void) {

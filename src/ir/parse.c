@@ -1,4 +1,4 @@
-/* Reads the JSON dump of an IR back, and believes none of it. */
+/* Reads the JSON dump of an IR, and validates all of it. */
 #include "base/dtype.h"
 #include "ir/ir.h"
 #include "layout/layout.h"
@@ -28,7 +28,8 @@ static tb_status read_bool(const json_t *object, const char *key, bool *out) {
     return json_is_boolean(value) ? TB_OK : tb__fail(TB_INVALID, "'%s' is missing or not true or false", key);
 }
 
-static tb_status read_ranks(tb__ir *ir, const json_t *object, const char *key, uint32_t *count, const int32_t **out) {
+static tb_status read_ranks(tb__owned_ir *ir, const json_t *object, const char *key, uint32_t *count,
+                            const int32_t **out) {
     const json_t *array;
     TB_TRY(read_array(object, key, &array));
     size_t n = json_array_size(array);
@@ -80,7 +81,7 @@ static tb_status read_dtype(const json_t *object, const char *key, tb_dtype *out
 }
 
 /* Fields of one chunk; `chunk` already has what its channel says. */
-static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chunk, int64_t *offset) {
+static tb_status read_chunk(const tb__owned_ir *ir, const json_t *json, tb_chunk *chunk, int64_t *offset) {
     const json_t *shape;
     int64_t value;
     TB_TRY(read_dtype(json, "src_dtype", &chunk->src_dtype));
@@ -133,7 +134,7 @@ static tb_status read_chunk(const tb__ir *ir, const json_t *json, tb_chunk *chun
     return TB_OK;
 }
 
-static tb_status read_bucket(tb__ir *ir, const json_t *json, const tb_chunk *key, uint32_t least_group) {
+static tb_status read_bucket(tb__owned_ir *ir, const json_t *json, const tb_chunk *key, uint32_t least_group) {
     const json_t *chunks;
     tb_bucket bucket = {.channel = ir->channels.count - 1, .first_entry = ir->entries.count};
     int64_t total, group;
@@ -182,7 +183,7 @@ static tb_status check_key(const tb_chunk *key) {
 }
 
 /* Every target gets it from the source, or from a target of a lower rank. */
-static tb_status read_via(tb__ir *ir, const json_t *json, const tb_chunk *key, const int32_t **out) {
+static tb_status read_via(tb__owned_ir *ir, const json_t *json, const tb_chunk *key, const int32_t **out) {
     uint32_t count;
     TB_TRY(read_ranks(ir, json, "via", &count, out));
     bool makes_sense = key->transport == TB_BROADCAST && count == key->ntargets;
@@ -196,7 +197,7 @@ static tb_status read_via(tb__ir *ir, const json_t *json, const tb_chunk *key, c
                        : tb__fail(TB_INVALID, "'via' does not say for each target of a BROADCAST who sends to it");
 }
 
-static tb_status read_channel(tb__ir *ir, const json_t *json) {
+static tb_status read_channel(tb__owned_ir *ir, const json_t *json) {
     const json_t *buckets;
     const char *transport = json_string_value(json_object_get(json, "transport"));
     tb_channel channel = {.first_bucket = ir->buckets.count};
@@ -232,7 +233,7 @@ static tb_status read_channel(tb__ir *ir, const json_t *json) {
     return TB_OK;
 }
 
-static tb_status read_ir(tb__ir *ir, const json_t *json) {
+static tb_status read_ir(tb__owned_ir *ir, const json_t *json) {
     const json_t *tensors, *channels;
     int64_t rank;
     if (!json_is_object(json))
@@ -263,7 +264,7 @@ tb_status tb_ir_parse_json(const char *text, size_t length, tb_ir **out) {
     json_t *json = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
     if (!json)
         return tb__fail(TB_INVALID, "line %d, column %d: %.200s", error.line, error.column, error.text);
-    tb__ir *ir = tb__calloc(1, sizeof *ir);
+    tb__owned_ir *ir = tb__calloc(1, sizeof *ir);
     tb_status status = ir ? read_ir(ir, json) : TB_NO_MEMORY;
     json_decref(json);
     if (status != TB_OK) {

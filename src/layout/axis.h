@@ -12,7 +12,7 @@
 #include "base/wide.h"
 #include "tensorbus/plan.h"
 
-/* More would be a mistake or an attack. */
+/* Limits against mistakes and attacks. */
 enum {
     TB__MAX_SEGMENTS = 1 << 20,       /* of one list */
     TB__MAX_TABLE_SEGMENTS = 1 << 22, /* of all lists of an axis together */

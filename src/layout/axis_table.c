@@ -1,5 +1,5 @@
 /* The table of an axis on which an Explicit placement takes part: the lists of all coordinates, cut wherever any of
- * them begins or ends, and the cuts sorted into classes by who holds them. */
+ * them begins or ends, and the cuts sorted into classes by their holders. */
 #include "layout/axis.h"
 
 #include "base/index.h"
@@ -24,7 +24,7 @@ static int compare_held(const void *a, const void *b) {
     return (x->offset > y->offset) - (x->offset < y->offset);
 }
 
-static tb_status collect(const tb__axis *axis, int dim, held_list *all) {
+static tb_status collect_lists(const tb__axis *axis, int dim, held_list *all) {
     tb__arena arena = {0};
     tb_status status = TB_OK;
     for (int32_t coord = 0; coord < axis->ncoords && status == TB_OK; coord++) {
@@ -81,7 +81,7 @@ static int32_t class_of(builder *b, const held *active, size_t count) {
 }
 
 /* Whether [start, ...) with these offsets carries on the last segment at every holder. */
-static bool continues(const builder *b, int64_t start, int32_t cls, const held *active, size_t count) {
+static bool continues_segment(const builder *b, int64_t start, int32_t cls, const held *active, size_t count) {
     if (b->segments.count == 0)
         return false;
     const tb__table_segment *last = &b->segments.item[b->segments.count - 1];
@@ -98,7 +98,7 @@ static tb_status add_segment(builder *b, int dim, int64_t start, int64_t stop, c
     int32_t cls = class_of(b, active, count);
     if (cls < 0)
         return TB_NO_MEMORY;
-    if (continues(b, start, cls, active, count)) {
+    if (continues_segment(b, start, cls, active, count)) {
         b->segments.item[b->segments.count - 1].stop = stop;
         return TB_OK;
     }
@@ -117,7 +117,7 @@ static tb_status add_segment(builder *b, int dim, int64_t start, int64_t stop, c
 
 /* Sweeps over the indices. `active` holds the runs that contain the current index, sorted by coordinate, each trimmed
  * to begin there. */
-static tb_status sweep(builder *b, int dim, const held_list *all, bool distinct) {
+static tb_status sweep_lists(builder *b, int dim, const held_list *all, bool distinct) {
     held_list active = {0}, firsts = {0};
     tb_status status = TB_OK;
     size_t next = 0, work = 0;
@@ -224,9 +224,9 @@ struct tb__axis_table *tb__axis_table_create(const tb__axis *axis, int dim, tb_s
     held_list all = {0};
     builder b = {0};
     tb__axis_table *table = tb__calloc(1, sizeof *table);
-    *status = table ? collect(axis, dim, &all) : TB_NO_MEMORY;
+    *status = table ? collect_lists(axis, dim, &all) : TB_NO_MEMORY;
     if (*status == TB_OK)
-        *status = sweep(&b, dim, &all, axis->distinct);
+        *status = sweep_lists(&b, dim, &all, axis->distinct);
     free(all.item);
     tb__index_fini(&b.by_holders);
     if (!table)

@@ -12,7 +12,7 @@ typedef struct tb__term {
 
 /* Whether the form takes any value from lo to hi; lo <= hi. At most 2*TB_MAX_DIMS terms, by ascending steps; the sum of
  * all and the bounds stay below 2^61. Where bounds and divisors don't decide, choices are tried: *steps is what is left
- * of them, and TB_TOO_BIG, without a sentence, says that it was used up. */
+ * of them, TB_TOO_BIG, without a message: they are used up. */
 tb_status tb__form_reaches(const tb__term *terms, int count, int64_t lo, int64_t hi, int64_t *steps, bool *reaches);
 
 #endif

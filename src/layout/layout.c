@@ -105,7 +105,7 @@ static tb_status set_ranks(tb_layout *layout, const int32_t *ranks) {
     return TB_OK;
 }
 
-static void mix(uint64_t *hash, const void *data, size_t nbytes) {
+static void mix_hash(uint64_t *hash, const void *data, size_t nbytes) {
     const unsigned char *p = data;
     for (size_t i = 0; i < nbytes; i++)
         *hash = (*hash ^ p[i]) * 1099511628211U;
@@ -113,21 +113,21 @@ static void mix(uint64_t *hash, const void *data, size_t nbytes) {
 
 static void set_hash(tb_layout *layout) {
     uint64_t h = 1469598103934665603U;
-    mix(&h, layout->shape, (size_t)layout->ndim * sizeof *layout->shape);
-    mix(&h, &layout->first, sizeof layout->first);
+    mix_hash(&h, layout->shape, (size_t)layout->ndim * sizeof *layout->shape);
+    mix_hash(&h, &layout->first, sizeof layout->first);
     if (layout->ranks)
-        mix(&h, layout->ranks, (size_t)layout->nranks * sizeof *layout->ranks);
+        mix_hash(&h, layout->ranks, (size_t)layout->nranks * sizeof *layout->ranks);
     for (int m = 0; m < layout->ndim; m++) {
         const tb_placement *p = &layout->place[m];
-        mix(&h, &p->kind, sizeof p->kind);
-        mix(&h, &p->dim, sizeof p->dim);
-        mix(&h, &p->split, sizeof p->split);
-        mix(&h, &p->op, sizeof p->op);
+        mix_hash(&h, &p->kind, sizeof p->kind);
+        mix_hash(&h, &p->dim, sizeof p->dim);
+        mix_hash(&h, &p->split, sizeof p->split);
+        mix_hash(&h, &p->op, sizeof p->op);
         if (p->nsizes)
-            mix(&h, p->sizes, p->nsizes * sizeof *p->sizes);
+            mix_hash(&h, p->sizes, p->nsizes * sizeof *p->sizes);
         if (p->nlists) {
-            mix(&h, p->list_ends, p->nlists * sizeof *p->list_ends);
-            mix(&h, p->segments, p->list_ends[p->nlists - 1] * sizeof *p->segments);
+            mix_hash(&h, p->list_ends, p->nlists * sizeof *p->list_ends);
+            mix_hash(&h, p->segments, p->list_ends[p->nlists - 1] * sizeof *p->segments);
         }
     }
     layout->hash = h;

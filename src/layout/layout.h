@@ -25,7 +25,7 @@ struct tb_layout {
 };
 
 tb_layout *tb__layout_ref(const tb_layout *layout);
-size_t tb__layout_nbytes(const tb_layout *layout); /* memory that it takes */
+size_t tb__layout_nbytes(const tb_layout *layout); /* memory in bytes */
 
 /* Placements. What a parse makes owns its arrays, and is freed by fini. */
 tb_status tb__placement_parse(const char **at, tb_placement *out);
@@ -34,7 +34,7 @@ tb_status tb__placement_from_json(const json_t *json, tb_placement *out);
 tb_status tb__placement_copy(const tb_placement *from, tb_placement *out);
 void tb__placement_fini(tb_placement *placement);
 bool tb__placement_shards(const tb_placement *placement);
-const char *tb__placement_tag(tb_placement_kind kind); /* "SS", as in JSON; NULL for what is no kind */
+const char *tb__placement_tag(tb_placement_kind kind); /* "SS", as in JSON; NULL if kind is invalid */
 const char *tb__reduce_op_name(tb_reduce_op op);
 bool tb__reduce_op_read(const char *name, tb_reduce_op *out);
 
@@ -65,7 +65,7 @@ typedef enum tb__side {
     TB__TARGET, /* Partial(avg, min, max) puts the value everywhere: such mesh dimensions are copies */
 } tb__side;
 
-/* Checks everything that the layout and the shape can get wrong together. The layout must outlive the grid. */
+/* Checks that the layout fits the shape. The layout must outlive the grid. */
 tb_status tb__grid_init(tb__grid *grid, const tb_layout *layout, const tb_shape *shape, tb__side side);
 void tb__grid_fini(tb__grid *grid);
 size_t tb__grid_nbytes(const tb__grid *grid); /* memory behind it; the layout is not its own */
@@ -73,7 +73,7 @@ size_t tb__grid_nbytes(const tb__grid *grid); /* memory behind it; the layout is
 /* The largest part of any rank, per dimension, and at least the tensor's own shape. */
 tb_shape tb__grid_longest(const tb__grid *grid);
 
-/* Where a rank stands. */
+/* A rank's position in a grid. */
 typedef struct tb__place {
     int32_t coord[TB_MAX_DIMS]; /* per axis */
     int32_t copy, part;         /* index in copies, in partial */

@@ -164,7 +164,7 @@ static bool is_even(const box *b) {
     return true;
 }
 
-static tb_status compare(const box *a, const box *b, bool *is_shared) {
+static tb_status boxes_share_byte(const box *a, const box *b, bool *is_shared) {
     int64_t steps = STEPS;
     if (a->is_packed && b->is_packed)
         return is_even(a) ? compare_packed(b, a, &steps, is_shared) : compare_packed(a, b, &steps, is_shared);
@@ -221,7 +221,7 @@ static tb_status find_pair(box *boxes, size_t count, size_t n, size_t *a, size_t
     for (size_t i = 0; i < count; i++) {
         for (size_t j = i + 1; j < count && boxes[j].first < boxes[i].last; j++) {
             bool is_shared;
-            tb_status status = compare(&boxes[i], &boxes[j], &is_shared);
+            tb_status status = boxes_share_byte(&boxes[i], &boxes[j], &is_shared);
             size_t x = boxes[i].binding, y = boxes[j].binding;
             if (status != TB_OK)
                 return fail_pair(status, &boxes[x < y ? i : j], &boxes[x < y ? j : i]);
@@ -283,7 +283,7 @@ tb_status tb__bindings_mark_overlaps(const tb_binding *bindings, size_t n, const
             bool is_shared;
             if (marks[ours->binding])
                 continue;
-            status = compare(ours, other, &is_shared);
+            status = boxes_share_byte(ours, other, &is_shared);
             if (status == TB_OK)
                 marks[ours->binding] = is_shared;
             else

@@ -11,8 +11,8 @@ tb_status tb__binding_span(const tb_binding *binding, uintptr_t *first, uintptr_
 
 /* Finds two of the n bindings that share a byte: *a < *b are their positions; *a == n: there are none. Halves of one
  * byte are shared, too. A binding that uses an element twice (stride 0, or strides that fold it onto itself) counts as
- * a pair of its own: *a == *b. TB_TOO_BIG where that can't be told at reasonable cost, with a sentence that says which
- * two. */
+ * a pair of its own: *a == *b. TB_TOO_BIG, with a message that names the two, if that can't be decided at reasonable
+ * cost. */
 tb_status tb__bindings_find_overlap(const tb_binding *bindings, size_t n, size_t *a, size_t *b);
 
 /* Marks each binding of the first list that shares a byte with any of the second: marks[i] says so. Marks are undefined

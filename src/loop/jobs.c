@@ -5,8 +5,7 @@
 
 #include <stdio.h>
 
-/* The device of the destination does a move, unless that is in host memory and the source is not: so any address that
- * is not in host memory decides. */
+/* The destination's device does a move; if the destination is in host memory, the first device that owns an operand. */
 static tb__device *choose_device(const tb__loop *loop, const tb__move *move) {
     tb__device *host = tb__loop_find_device(loop, NULL, 0), *device = host;
     const tb__quantised *q = move->quantised;
@@ -27,8 +26,8 @@ static tb__device *choose_device(const tb__loop *loop, const tb__move *move) {
     return device;
 }
 
-static tb_status prepare_for(tb__device *device, tb__device *const *devices, const tb__move *moves, size_t nmoves,
-                             tb__move *some, tb__jobs *out) {
+static tb_status prepare_device_job(tb__device *device, tb__device *const *devices, const tb__move *moves,
+                                    size_t nmoves, tb__move *some, tb__jobs *out) {
     size_t n = 0;
     for (size_t i = 0; i < out->count; i++) {
         if (out->item[i].device == device)
@@ -54,7 +53,7 @@ tb_status tb__jobs_prepare(const tb__loop *loop, const tb__move *moves, size_t n
         devices[i] = choose_device(loop, &moves[i]);
     for (size_t i = 0; i < nmoves && status == TB_OK; i++) {
         if (i == 0 || devices[i] != devices[i - 1])
-            status = prepare_for(devices[i], devices, moves, nmoves, some, out);
+            status = prepare_device_job(devices[i], devices, moves, nmoves, some, out);
     }
     free(devices);
     free(some);

@@ -1,4 +1,4 @@
-/* Moves that may be of several devices: a job for each device that has something to do, prepared once and run together.
+/* Moves on several devices: one job per device, prepared once and run together.
  * All of this needs the loop's lock. */
 #ifndef TB_LOOP_JOBS_H
 #define TB_LOOP_JOBS_H
@@ -15,16 +15,16 @@ typedef struct tb__jobs {
     size_t count;
 } tb__jobs;
 
-/* Moves are needed for the call only; their memory and mappings until the jobs are released. */
+/* `moves` may be freed after the call; the memory and mappings that they name must stay until the jobs are released. */
 tb_status tb__jobs_prepare(const tb__loop *loop, const tb__move *moves, size_t nmoves, tb__jobs *out);
-void tb__jobs_release(tb__jobs *jobs); /* none of their runs is under way */
+void tb__jobs_release(tb__jobs *jobs); /* no run may be in progress */
 
-/* A run of all jobs, or a checksum. Zero-initialised but for `done`, before it is submitted. */
+/* A run of all jobs, or a checksum. Set `done` and zero the rest before submitting. */
 typedef struct tb__jobs_run tb__jobs_run;
 struct tb__jobs_run {
-    /* Called once, by the driver and never from inside of tb__jobs_submit. */
+    /* Called once, by the driver, never from inside tb__jobs_submit. */
     void (*done)(tb__jobs_run *run);
-    tb_status status; /* then: the first failure, and its sentence */
+    tb_status status; /* when done: the first failure, and its message */
     char why[TB__FENCE_WHY_MAX];
 
     size_t left; /* jobs that are not done */
@@ -34,7 +34,7 @@ struct tb__jobs_run {
     } item[TB__JOBS_MAX];
 };
 
-/* What `what` points to stays until the run is done. There must be jobs. */
+/* What `what` points to must stay until the run is done. There must be at least one job. */
 void tb__jobs_submit(tb__loop *loop, const tb__jobs *jobs, const tb__run *what, tb__jobs_run *run);
 /* Computes a checksum of the bytes, on their device. */
 void tb__jobs_submit_sum(tb__loop *loop, const void *bytes, size_t nbytes, tb__jobs_run *run);
@@ -42,7 +42,7 @@ static inline uint64_t tb__jobs_sum(const tb__jobs_run *run) {
     return run->item[0].submitted.sum;
 }
 
-/* The run is done soon, one way or the other. */
+/* `done` follows soon, with TB_CANCELLED or not. */
 void tb__jobs_cancel(tb__loop *loop, tb__jobs_run *run);
 
 #endif

@@ -58,7 +58,7 @@ void tb__loop_poke(tb__loop *loop) {
 }
 
 void tb__loop_wake(tb__loop *loop) {
-    loop->again = true;
+    loop->step_again = true;
     if (!loop->is_in_step)
         tb__loop_poke(loop);
 }
@@ -67,9 +67,9 @@ void tb__loop_set_spin(tb__loop *loop, int microseconds) {
     loop->spin_us = microseconds;
 }
 
-/* ---- Turns ---------------------------------------------------------------------------------------------------- */
+/* ---- Steps ---------------------------------------------------------------------------------------------------- */
 
-/* Tasks may come and go while the lock is free during a step, so the walk begins again where the list changed. */
+/* A step may release the lock, and tasks may be added or removed meanwhile; then the walk starts over. */
 static bool step_tasks(tb__loop *loop) {
     bool did = false;
     for (tb__task *task = loop->tasks; task;) {
@@ -78,7 +78,7 @@ static bool step_tasks(tb__loop *loop) {
         did |= task->step(task);
         task->is_stepping = false;
         if (changes != loop->task_changes) {
-            pthread_cond_broadcast(&loop->changed); /* whoever removes it waits */
+            pthread_cond_broadcast(&loop->changed); /* tb__loop_remove_task may wait */
             return true;
         }
         task = task->next;
@@ -110,7 +110,7 @@ static void begin_submitted(tb__loop *loop) {
     }
 }
 
-/* The lock is free while devices work. Whoever is told that something is done may submit more. */
+/* The lock is released while devices work. `done` functions may submit more. */
 static bool progress_devices(tb__loop *loop) {
     bool did = false;
     if (!loop->submitted)
@@ -133,23 +133,23 @@ static bool progress_devices(tb__loop *loop) {
     return did;
 }
 
-/* One look at everything. Whether there may be more to do at once. */
-static bool turn(tb__loop *loop) {
+/* Transports, tasks and devices, once each. Returns whether there may be more to do. */
+static bool step_loop(tb__loop *loop) {
     loop->is_in_step = true;
     atomic_store(&loop->driver, &this_thread);
-    loop->again = false;
+    loop->step_again = false;
     for (size_t i = 0; i < loop->ntransports; i++) {
         const tb_transport *t = &loop->transports[i];
         tb_status status = t->ops->progress(t->context);
         if (status != TB_OK)
             tb__log(TB_LOG_ERROR, "transport %s: %s", t->ops->name, tb_error_detail());
     }
-    tb__peers_tell_losses(loop);
+    tb__peers_report_losses(loop);
     bool did = step_tasks(loop);
     did |= progress_devices(loop);
     loop->is_in_step = false;
     atomic_store(&loop->driver, NULL);
-    return did || loop->again;
+    return did || loop->step_again;
 }
 
 static void set_timer(tb__loop *loop) {
@@ -165,9 +165,9 @@ static void set_timer(tb__loop *loop) {
     timerfd_settime(loop->timer, TFD_TIMER_ABSTIME, &when, NULL);
 }
 
-/* Sleeps, without the lock, until a transport, a timer or a poke has something to say. A short look before: waking up
- * costs much more than what is mostly waited for. */
-static void sleep_until(tb__loop *loop, int timeout_ms) {
+/* Sleeps, without the lock, until a descriptor is readable. Polls for a moment first: most waits are shorter than
+ * waking up takes. */
+static void wait_for_events(tb__loop *loop, int timeout_ms) {
     set_timer(loop);
     int spin_us = loop->tasks ? loop->spin_us : 0;
     pthread_mutex_unlock(&loop->lock);
@@ -183,8 +183,8 @@ static void sleep_until(tb__loop *loop, int timeout_ms) {
     pthread_mutex_lock(&loop->lock);
 }
 
-/* What woke us is level-triggered: taken back before the turn that looks at everything. */
-static void take_wakes(tb__loop *loop) {
+/* Descriptors are level-triggered: reset them before the step that checks everything. */
+static void clear_wakeups(tb__loop *loop) {
     eventfd_t unused;
     uint64_t expirations;
     eventfd_read(loop->wake, &unused);
@@ -192,37 +192,37 @@ static void take_wakes(tb__loop *loop) {
         loop->timer_ms = INT64_MAX - 1; /* to be set again */
 }
 
-static void *drive(void *arg) {
+static void *run_driver(void *arg) {
     tb__loop *loop = arg;
     pthread_mutex_lock(&loop->lock);
     loop->is_driven = true;
     while (!loop->stopping) {
-        take_wakes(loop);
-        if (!turn(loop) && !loop->stopping)
-            sleep_until(loop, -1);
+        clear_wakeups(loop);
+        if (!step_loop(loop) && !loop->stopping)
+            wait_for_events(loop, -1);
     }
     pthread_mutex_unlock(&loop->lock);
     return NULL;
 }
 
 /* Drives until it is true or the deadline has passed. */
-static bool drive_until(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
+static bool drive_until_true(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
     loop->is_driven = true;
-    do { /* at least once: who only looks wants to see what is there */
-        take_wakes(loop);
-        if (!turn(loop) && !is_true(arg))
-            sleep_until(loop, tb__ms_until(deadline_ms));
+    do { /* at least once: a call without a timeout must see pending events */
+        clear_wakeups(loop);
+        if (!step_loop(loop) && !is_true(arg))
+            wait_for_events(loop, tb__ms_until(deadline_ms));
     } while (!is_true(arg) && tb__now_ms() < deadline_ms);
     bool result = is_true(arg);
     loop->is_driven = false;
-    pthread_cond_broadcast(&loop->changed); /* somebody else may have to drive now */
+    pthread_cond_broadcast(&loop->changed); /* another waiter may have to drive now */
     return result;
 }
 
 bool tb__loop_wait(tb__loop *loop, bool (*is_true)(void *arg), void *arg, int64_t deadline_ms) {
     while (!is_true(arg)) {
         if (!loop->is_driven && !loop->has_thread)
-            return drive_until(loop, is_true, arg, deadline_ms);
+            return drive_until_true(loop, is_true, arg, deadline_ms);
         struct timespec until = tb__time_of_ms(deadline_ms < INT64_MAX / 2 ? deadline_ms : tb__now_ms() + (1 << 30));
         if (pthread_cond_timedwait(&loop->changed, &loop->lock, &until) == ETIMEDOUT)
             return is_true(arg);
@@ -234,8 +234,8 @@ void tb__loop_progress(tb__loop *loop) {
     pthread_mutex_lock(&loop->lock);
     if (!loop->is_driven && !loop->has_thread) {
         loop->is_driven = true;
-        take_wakes(loop);
-        bool again = turn(loop);
+        clear_wakeups(loop);
+        bool again = step_loop(loop);
         loop->is_driven = false;
         set_timer(loop);
         if (again)
@@ -318,11 +318,11 @@ uint64_t tb__loop_new_tag(tb__loop *loop) {
     return TB__TAG_DATA | ++loop->last_tag;
 }
 
-/* ---- Life ----------------------------------------------------------------------------------------------------- */
+/* ---- Create and destroy ---------------------------------------------------------------------------------------- */
 
 static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const char *name) {
     tb_transport_env env = {.size = sizeof env,
-                            .rank = loop->wire,
+                            .rank = loop->transport_rank,
                             .arg = loop,
                             .lost = tb__peer_on_lost,
                             .reached = tb__peer_on_reached,
@@ -338,7 +338,7 @@ static tb_status open_transport(tb__loop *loop, const tb__loop_opts *o, const ch
     return TB_OK;
 }
 
-/* All that this machine has. */
+/* All devices of this machine. */
 static tb_status open_devices(tb__loop *loop) {
     for (const tb__device_ops *const *ops = tb__devices; *ops; ops++) {
         for (int index = 0;; index++) {
@@ -358,30 +358,30 @@ static tb_status open_devices(tb__loop *loop) {
     return TB_OK;
 }
 
-/* What is not there is of no concern before somebody can't be reached without it. */
-static void note_missing(tb__loop *loop, const char *name) {
+/* A missing transport is no error until a peer can't be reached without it. */
+static void record_missing_transport(tb__loop *loop, const char *name) {
     size_t n = strlen(loop->missing);
     tb__log(TB_LOG_DEBUG, "transport %s: %s", name, tb_error_detail());
     snprintf(loop->missing + n, sizeof loop->missing - n, "%s%s: %s", n ? "; " : "", name, tb_error_detail());
 }
 
-/* `self` for this process; for the others, what the registry has, or the one that was asked for. */
+/* `self` for this process; for peers all transports of the registry, or the requested one. */
 static tb_status open_transports(tb__loop *loop, const tb__loop_opts *o) {
     bool is_auto = !o->transport || strcmp(o->transport, "auto") == 0;
     bool is_known = is_auto;
-    loop->is_asked = !is_auto;
+    loop->is_transport_requested = !is_auto;
     if (is_auto && o->is_local)
         snprintf(loop->missing, sizeof loop->missing,
-                 "the store is one that only this host reaches, so no transport to others was opened");
+                 "the store can be reached on this machine only, so no network transport was opened");
     for (const tb_transport_ops *const *ops = tb__transports; *ops; ops++) {
         const char *name = (*ops)->name;
-        bool is_asked = !is_auto && strcmp(name, o->transport) == 0;
-        bool is_needed = *ops == &tb__self_ops || is_asked || (is_auto && (*ops)->is_local);
-        is_known |= is_asked;
+        bool is_requested = !is_auto && strcmp(name, o->transport) == 0;
+        bool is_needed = *ops == &tb__self_ops || is_requested || (is_auto && (*ops)->is_local);
+        is_known |= is_requested;
         if (is_needed)
             TB_TRY(open_transport(loop, o, name));
         else if (is_auto && !o->is_local && open_transport(loop, o, name) != TB_OK)
-            note_missing(loop, name);
+            record_missing_transport(loop, name);
     }
     return is_known ? TB_OK : tb__fail(TB_INVALID, "there is no transport '%.40s'", o->transport);
 }
@@ -394,7 +394,7 @@ static tb_status open_descriptors(tb__loop *loop) {
     if (loop->epoll < 0 || loop->wake < 0 || loop->timer < 0 ||
         epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->wake, &event) != 0 ||
         epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->timer, &event) != 0)
-        return tb__fail(TB_IO, "an event loop: %s", tb__errno_text(errno));
+        return tb__fail(TB_IO, "create an event loop: %s", tb__errno_text(errno));
     return TB_OK;
 }
 
@@ -405,8 +405,8 @@ tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
     loop->epoll = loop->wake = loop->timer = -1;
     loop->timer_ms = INT64_MAX;
     loop->rank = opts->rank;
-    loop->wire = tb__wire_rank(opts->rank, opts->incarnation);
-    tb__get_host(opts->host, loop->host);
+    loop->transport_rank = tb__transport_rank(opts->rank, opts->incarnation);
+    tb__get_machine_id(opts->host, loop->host);
     pthread_mutex_init(&loop->lock, NULL);
     tb__monotonic_cond_init(&loop->changed);
     tb_status status = open_descriptors(loop);
@@ -416,7 +416,7 @@ tb_status tb__loop_create(const tb__loop_opts *opts, tb__loop **out) {
         status = open_transports(loop, opts);
     if (status == TB_OK && !opts->manual) {
         loop->has_thread = true;
-        status = tb__start_thread(&loop->thread, "tensorbus", drive, loop);
+        status = tb__start_thread(&loop->thread, "tensorbus", run_driver, loop);
         loop->has_thread = status == TB_OK;
     }
     if (status != TB_OK) {
@@ -437,7 +437,7 @@ void tb__loop_destroy(tb__loop *loop) {
         pthread_mutex_unlock(&loop->lock);
         pthread_join(loop->thread, NULL);
     }
-    loop->stopping = true; /* what ends now tells nobody */
+    loop->stopping = true; /* losses are not reported any more */
     for (size_t i = 0; i < loop->ntransports; i++)
         tb__transport_close(&loop->transports[i]);
     tb__peers_free(loop);

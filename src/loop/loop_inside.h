@@ -13,28 +13,28 @@ enum { TB__TAG_MESSAGE = 0 };
 #define TB__TAG_DATA ((uint64_t)1 << 63)
 
 struct tb__loop {
-    int32_t rank, wire;
+    int32_t rank, transport_rank;
     pthread_mutex_t lock;
     pthread_cond_t changed;
     pthread_t thread;
     bool has_thread, stopping;
-    bool is_driven;               /* somebody is the driver */
-    bool is_in_step;              /* who looks at everything before sleeping */
-    _Atomic(const void *) driver; /* what tells the thread apart that is turning; NULL: nobody is */
-    bool again;
+    bool is_driven;               /* some thread is the driver */
+    bool is_in_step;              /* the driver checks everything before it sleeps */
+    _Atomic(const void *) driver; /* identifies the thread that runs a step; NULL: none does */
+    bool step_again;
     int spin_us;
     int epoll, wake, timer;
     int64_t timer_ms; /* what the timer is set to */
     char host[TB__CONTACT_PREFIX];
     tb_transport transports[TB__MAX_TRANSPORTS]; /* in order of preference */
     size_t ntransports;
-    bool is_asked;                        /* one of them was asked for, and is used for all peers */
+    bool is_transport_requested;          /* opts name one of them, which is used for all peers */
     char missing[256];                    /* transports that could not be opened, and why */
     tb__device *devices[TB__MAX_DEVICES]; /* the host last */
     size_t ndevices;
-    tb__submitted *submitted; /* what devices have not done yet */
+    tb__submitted *submitted; /* not done yet */
     tb__peer *peers;
-    size_t nuntold; /* of them, those that are lost, and that the ports have not been told of */
+    size_t nunreported; /* lost peers whose loss the ports have not heard of */
     tb__port *ports;
     tb__task *tasks;
     struct tb__region *regions[TB__REGION_BUCKETS];
@@ -43,12 +43,12 @@ struct tb__loop {
     uint64_t last_tag;
 };
 
-void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]);
-int32_t tb__wire_rank(int32_t rank, uint64_t incarnation);
-void tb__peer_on_lost(void *arg, int32_t wire, const char *why);
-/* Tells the ports who was lost. Only between steps: ports end what steps are about. */
-void tb__peers_tell_losses(tb__loop *loop);
-void tb__peer_on_reached(void *arg, int32_t wire);
+void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]);
+int32_t tb__transport_rank(int32_t rank, uint64_t incarnation);
+void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why);
+/* Reports lost peers to the ports. Not during a step of a task: ports may end what the task works on. */
+void tb__peers_report_losses(tb__loop *loop);
+void tb__peer_on_reached(void *arg, int32_t transport_rank);
 void tb__peers_free(tb__loop *loop);
 
 #endif

@@ -1,6 +1,6 @@
-/* Peers, and the messages between loops. A message is a frame: the port it is for, its length, then its bytes if they
- * fit. The bytes of a longer message follow the frame in parts that are short enough to be sent before they are
- * expected. Everything has one tag, so a peer's messages stay in order. */
+/* Peers, and the messages between loops. A message is a frame: port, length, then the bytes if they fit. The bytes of a
+ * longer message follow in parts, short enough to be sent before their receives are posted. All have one tag, so a
+ * peer's messages stay in order. */
 #include "loop/loop_inside.h"
 
 #include "base/checksum.h"
@@ -17,20 +17,20 @@
 
 enum {
     FRAME_HEADER = 12,     /* port, nbytes */
-    FRAME_ROOM = 4096,     /* with the bytes behind the header */
+    FRAME_ROOM = 4096,     /* header and bytes */
     MAX_MESSAGE = 1 << 30, /* bytes */
     RANK_BITS = 20,
-    AGAIN_MS = 20, /* until an operation that there was no memory for is tried again */
+    RETRY_MS = 20, /* until an operation that failed for lack of memory is tried again */
 };
 
 _Static_assert(TB_MAX_RANKS == 1 << RANK_BITS, "a bus rank fits");
 
-/* Transports never meet two incarnations under one number (as long as there are no 2,047 between them). */
-int32_t tb__wire_rank(int32_t rank, uint64_t incarnation) {
+/* Incarnations of a rank have different transport ranks (unless there are 2,047 between them). */
+int32_t tb__transport_rank(int32_t rank, uint64_t incarnation) {
     return (int32_t)((incarnation - 1) % 2047 << RANK_BITS | (uint64_t)rank);
 }
 
-/* ---- Where we are --------------------------------------------------------------------------------------------- */
+/* ---- Contact -------------------------------------------------------------------------------------------------- */
 
 static size_t read_line(const char *path, char *out, size_t room) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -43,9 +43,9 @@ static size_t read_line(const char *path, char *out, size_t room) {
     return n > 0 ? (size_t)n : 0;
 }
 
-/* Processes with the same one can meet on sockets of the machine: the same boot of the same kernel, and the same
- * network namespace. Where the system does not tell, its name must do. */
-void tb__get_host(const char *given, char host[TB__CONTACT_PREFIX]) {
+/* Processes with equal ids can connect through local sockets: same boot of the same kernel, same network namespace. The
+ * host name stands in for an unknown boot id. */
+void tb__get_machine_id(const char *given, char host[TB__CONTACT_PREFIX]) {
     memset(host, 0, TB__CONTACT_PREFIX);
     if (given) {
         snprintf(host, TB__CONTACT_PREFIX, "%s", given);
@@ -89,48 +89,48 @@ tb_status tb__loop_contact(tb__loop *loop, tb__pack *out) {
 
 static void receive_frame(tb__peer *peer);
 
-/* Whoever posts may find out that the peer is lost, in the middle of anything. So nobody is told here: nothing is sent
- * to the peer any more, and the driver tells the ports in its next turn. */
-static void lose_peer(tb__peer *peer, const char *why) {
+/* Any post may detect a loss, in the middle of other work. So the ports are not called here, but in the driver's next
+ * step; until then nothing is sent to the peer. */
+static void mark_peer_lost(tb__peer *peer, const char *why) {
     tb__loop *loop = peer->loop;
     if (peer->is_lost || loop->stopping)
         return;
     peer->is_lost = true;
     peer->why = tb__strdup(why ? why : "it is gone");
     tb__log(TB_LOG_INFO, "%s is lost: %s", peer->label, peer->why ? peer->why : "");
-    loop->nuntold++;
+    loop->nunreported++;
     tb__loop_wake(loop);
 }
 
-static void tell_ports(tb__peer *peer) {
-    peer->is_told = true;
-    peer->loop->nuntold--;
+static void report_loss_to_ports(tb__peer *peer) {
+    peer->loss_reported = true;
+    peer->loop->nunreported--;
     for (tb__port *port = peer->loop->ports; port; port = port->next) {
         if (port->lost)
             port->lost(port, peer);
     }
 }
 
-void tb__peers_tell_losses(tb__loop *loop) {
-    if (loop->nuntold == 0)
+void tb__peers_report_losses(tb__loop *loop) {
+    if (loop->nunreported == 0)
         return;
-    while (loop->nuntold > 0) { /* what a port does then may lead to other losses */
+    while (loop->nunreported > 0) { /* ports may cause further losses */
         for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
-            if (peer->is_lost && !peer->is_told)
-                tell_ports(peer);
+            if (peer->is_lost && !peer->loss_reported)
+                report_loss_to_ports(peer);
         }
     }
     tb__loop_signal(loop);
 }
 
-/* This end can't go on with the connection; the other end is told. */
-static void break_off(tb__peer *peer, const char *why) {
-    lose_peer(peer, why);
-    if (!peer->is_over)
-        tb__transport_disconnect(peer->transport, peer->wire, why);
+/* Gives up the connection at this end, and tells the other end. */
+static void disconnect_peer(tb__peer *peer, const char *why) {
+    mark_peer_lost(peer, why);
+    if (!peer->is_disconnected)
+        tb__transport_disconnect(peer->transport, peer->transport_rank, why);
 }
 
-static void deliver(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
+static void deliver_message(tb__peer *peer, uint32_t id, const unsigned char *data, size_t nbytes) {
     tb__loop *loop = peer->loop;
     for (tb__port *port = loop->ports; port; port = port->next) {
         if (port->id == id) {
@@ -153,13 +153,13 @@ static uint32_t frame_port(const tb__peer *peer, uint64_t *nbytes) {
 static void receive_part(tb__peer *peer);
 static tb_status post_parts(tb__peer *peer);
 
-static bool try_again(tb__task *task) {
-    tb__peer *peer = (tb__peer *)((char *)task - offsetof(tb__peer, again));
+static bool retry_posts(tb__task *task) {
+    tb__peer *peer = (tb__peer *)((char *)task - offsetof(tb__peer, retry_task));
     if (peer->is_lost || peer->loop->stopping || tb__now_ms() < task->deadline_ms)
         return false;
     task->deadline_ms = INT64_MAX;
     if (peer->unposted && post_parts(peer) == TB_LOST)
-        lose_peer(peer, tb_error_detail());
+        mark_peer_lost(peer, tb_error_detail());
     if (!peer->is_receive_due)
         return true;
     peer->is_receive_due = false;
@@ -170,24 +170,25 @@ static bool try_again(tb__task *task) {
     return true;
 }
 
-/* There is no memory for an operation. If the connection were given up for it, the peer would not hear of that. */
-static void try_later(tb__peer *peer) {
-    if (!peer->again.step) {
-        peer->again.step = try_again;
-        tb__loop_add_task(peer->loop, &peer->again);
+/* For an operation that failed for lack of memory. Disconnecting would need memory, too: the peer would not hear of it.
+ */
+static void schedule_retry(tb__peer *peer) {
+    if (!peer->retry_task.step) {
+        peer->retry_task.step = retry_posts;
+        tb__loop_add_task(peer->loop, &peer->retry_task);
     }
-    peer->again.deadline_ms = tb__now_ms() + AGAIN_MS;
+    peer->retry_task.deadline_ms = tb__now_ms() + RETRY_MS;
 }
 
-static void receive_later(tb__peer *peer) {
+static void schedule_receive(tb__peer *peer) {
     peer->is_receive_due = true;
-    try_later(peer);
+    schedule_retry(peer);
 }
 
 static void post_receive(tb__peer *peer, void (*done)(tb_op *op), void *base, size_t nbytes) {
     peer->receive_piece = (tb_piece){base, nbytes};
     peer->receive = (tb_op){.kind = TB_OP_RECV,
-                            .peer = peer->wire,
+                            .peer = peer->transport_rank,
                             .tag = TB__TAG_MESSAGE,
                             .pieces = &peer->receive_piece,
                             .npieces = 1,
@@ -195,19 +196,19 @@ static void post_receive(tb__peer *peer, void (*done)(tb_op *op), void *base, si
                             .arg = peer};
     tb_status status = tb__peer_post(peer, &peer->receive);
     if (status == TB_NO_MEMORY)
-        receive_later(peer);
+        schedule_receive(peer);
     else if (status != TB_OK)
-        break_off(peer, tb_error_detail());
+        disconnect_peer(peer, tb_error_detail());
 }
 
-/* Nothing is received from the peer any more. Peers stay, and those that come again and again would add up. */
+/* Nothing is received from the peer any more. Its struct stays, so buffers of reconnecting peers would pile up. */
 static void free_inbox(tb__peer *peer) {
     free(peer->inbox);
-    free(peer->body);
-    peer->inbox = peer->body = NULL;
+    free(peer->message_bytes);
+    peer->inbox = peer->message_bytes = NULL;
 }
 
-/* Whether a frame or a part has come; if not, nothing more does. */
+/* Whether the receive succeeded; if not, receiving has ended. */
 static bool check_received(tb__peer *peer, const tb_op *op) {
     if (op->status == TB_OK)
         return true;
@@ -216,7 +217,7 @@ static bool check_received(tb__peer *peer, const tb_op *op) {
     else
         tb__set_detail("its frame can't be received: %s", tb__op_why(op));
     if (op->status != TB_LOST && op->status != TB_CANCELLED)
-        break_off(peer, tb_error_detail());
+        disconnect_peer(peer, tb_error_detail());
     free_inbox(peer);
     return false;
 }
@@ -230,15 +231,15 @@ static void on_part(tb_op *op) {
     peer->received += op->nbytes;
     if (op->nbytes < peer->receive_piece.nbytes) {
         tb__set_detail("truncated message: got %zu of %" PRIu64 " bytes", peer->received, nbytes);
-        break_off(peer, tb_error_detail());
+        disconnect_peer(peer, tb_error_detail());
         free_inbox(peer);
     } else if (peer->received < nbytes) {
         receive_part(peer);
     } else {
-        unsigned char *body = peer->body;
-        peer->body = NULL;
+        unsigned char *body = peer->message_bytes;
+        peer->message_bytes = NULL;
         peer->is_in_message = false;
-        deliver(peer, port, body, nbytes);
+        deliver_message(peer, port, body, nbytes);
         free(body);
         receive_frame(peer);
     }
@@ -253,16 +254,16 @@ static void on_frame(tb_op *op) {
     size_t held = op->nbytes >= FRAME_HEADER ? op->nbytes - FRAME_HEADER : 0; /* of the message */
     if (op->nbytes < FRAME_HEADER) {
         tb__set_detail("truncated frame: got %zu of %d bytes", op->nbytes, FRAME_HEADER);
-        break_off(peer, tb_error_detail());
+        disconnect_peer(peer, tb_error_detail());
     } else if (nbytes == held) {
-        deliver(peer, port, peer->inbox + FRAME_HEADER, nbytes);
+        deliver_message(peer, port, peer->inbox + FRAME_HEADER, nbytes);
         receive_frame(peer);
     } else if (held > 0) {
         tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes and holds %zu", nbytes, held);
-        break_off(peer, tb_error_detail());
+        disconnect_peer(peer, tb_error_detail());
     } else if (nbytes > MAX_MESSAGE) {
         tb__set_detail("wrong frame: it announces a message of %" PRIu64 " bytes, %d are allowed", nbytes, MAX_MESSAGE);
-        break_off(peer, tb_error_detail());
+        disconnect_peer(peer, tb_error_detail());
     } else {
         peer->is_in_message = true;
         peer->received = 0;
@@ -275,12 +276,12 @@ static void receive_part(tb__peer *peer) {
     (void)frame_port(peer, &nbytes);
     if (peer->is_lost || peer->loop->stopping)
         return;
-    if (!peer->body && !(peer->body = tb__malloc(nbytes, 1))) {
-        receive_later(peer);
+    if (!peer->message_bytes && !(peer->message_bytes = tb__malloc(nbytes, 1))) {
+        schedule_receive(peer);
         return;
     }
     size_t left = nbytes - peer->received;
-    post_receive(peer, on_part, peer->body + peer->received, left < TB_SHORT_MAX ? left : TB_SHORT_MAX);
+    post_receive(peer, on_part, peer->message_bytes + peer->received, left < TB_SHORT_MAX ? left : TB_SHORT_MAX);
 }
 
 static void receive_frame(tb__peer *peer) {
@@ -288,18 +289,18 @@ static void receive_frame(tb__peer *peer) {
         post_receive(peer, on_frame, peer->inbox, FRAME_ROOM);
 }
 
-void tb__peer_on_lost(void *arg, int32_t wire, const char *why) {
+void tb__peer_on_lost(void *arg, int32_t transport_rank, const char *why) {
     tb__loop *loop = arg;
     for (tb__peer *peer = loop->peers; peer; peer = peer->next) {
-        if (peer->wire == wire && !peer->is_over) {
-            peer->is_over = true;
-            lose_peer(peer, why);
+        if (peer->transport_rank == transport_rank && !peer->is_disconnected) {
+            peer->is_disconnected = true;
+            mark_peer_lost(peer, why);
         }
     }
 }
 
-void tb__peer_on_reached(void *arg, int32_t wire) {
-    (void)wire;
+void tb__peer_on_reached(void *arg, int32_t transport_rank) {
+    (void)transport_rank;
     tb__loop_signal(arg);
 }
 
@@ -319,34 +320,34 @@ typedef struct tb__outgoing {
     } parts[];
 } outgoing;
 
-static void forget_parts(outgoing *out, size_t count) {
+static void complete_parts(outgoing *out, size_t count) {
     out->left -= count;
     if (out->left > 0)
         return;
     if (--out->peer->nunsent == 0)
-        tb__loop_wake(out->peer->loop); /* a leg may wait for that, whoever posts or cancels */
+        tb__loop_wake(out->peer->loop); /* a flow may wait for that */
     tb__pack_fini(&out->message);
     free(out);
 }
 
 static void on_part_sent(tb_op *op) {
-    forget_parts(op->arg, 1);
+    complete_parts(op->arg, 1);
 }
 
-/* Posts what is left of the message that is unposted. The parts of a message have to follow its frame, or the peer
- * would take the next message for them: if there is no memory, they are tried again, and go before anything else. */
+/* Posts the remaining parts of peer->unposted. They must directly follow the frame, or the peer would take the next
+ * message for them. So after a lack of memory they are retried before anything else is sent. */
 static tb_status post_parts(tb__peer *peer) {
     outgoing *out = peer->unposted;
     tb_status status = TB_OK;
     while (out->nposted < out->nparts && (status = tb__peer_post(peer, &out->parts[out->nposted].op)) == TB_OK)
         out->nposted++;
     if (status != TB_OK && status != TB_LOST && out->nposted > 0) {
-        try_later(peer);
+        schedule_retry(peer);
         return TB_OK;
     }
     peer->unposted = NULL;
     if (status != TB_OK)
-        forget_parts(out, out->nparts - out->nposted);
+        complete_parts(out, out->nparts - out->nposted);
     return status;
 }
 
@@ -368,7 +369,7 @@ static outgoing *new_outgoing(tb__peer *peer, uint32_t port, tb__pack *message) 
         size_t at = i ? (i - 1) * TB_SHORT_MAX : 0, left = nbytes - at;
         out->parts[i].piece = (tb_piece){out->message.data + at, left < TB_SHORT_MAX ? left : TB_SHORT_MAX};
         out->parts[i].op = (tb_op){.kind = TB_OP_SEND,
-                                   .peer = peer->wire,
+                                   .peer = peer->transport_rank,
                                    .tag = TB__TAG_MESSAGE,
                                    .pieces = i ? &out->parts[i].piece : out->frame,
                                    .npieces = is_short ? 2 : 1,
@@ -382,7 +383,7 @@ static outgoing *new_outgoing(tb__peer *peer, uint32_t port, tb__pack *message) 
 tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
     tb_status status = peer->unposted && !peer->is_lost ? post_parts(peer) : TB_OK;
     if (status == TB_LOST)
-        lose_peer(peer, tb_error_detail());
+        mark_peer_lost(peer, tb_error_detail());
     outgoing *out = message->failed || peer->is_lost || peer->unposted ? NULL : new_outgoing(peer, port, message);
     if (!out) {
         bool is_short = message->failed || !peer->is_lost;
@@ -393,7 +394,7 @@ tb_status tb__loop_send(tb__peer *peer, uint32_t port, tb__pack *message) {
     status = post_parts(peer);
     tb__loop_wake(peer->loop);
     if (status == TB_LOST) {
-        lose_peer(peer, tb_error_detail());
+        mark_peer_lost(peer, tb_error_detail());
         return TB_OK;
     }
     return status;
@@ -413,7 +414,7 @@ tb_status tb__contact_check_version(const void *contact, size_t nbytes, const ch
                     theirs ? theirs : "of an unknown version", ours);
 }
 
-/* The address that a transport has among a process's; NULL: the process has not opened it. */
+/* The process's address for this transport; NULL: the process has not opened the transport. */
 static const void *find_address(tb__unpack transports, const char *transport, size_t *nbytes) {
     uint32_t count = tb__unpack_u32(&transports);
     for (uint32_t i = 0; i < count && !transports.failed; i++) {
@@ -425,15 +426,14 @@ static const void *find_address(tb__unpack transports, const char *transport, si
     return NULL;
 }
 
-/* The first of the loop's transports that gets to a process with these transports, and the address it has there. The
- * other end comes to the same one: both look at the same things, in the same order. If none does, `why` has what a
- * transport has said of it. */
+/* The loop's first transport that reaches a process with these addresses. The other end finds the same one, because
+ * both compare the same lists in the same order. NULL: none does; `why` may say more. */
 static const tb_transport *choose_transport(const tb__loop *loop, bool is_here, bool is_near, tb__unpack transports,
                                             const void **address, size_t *nbytes, char *why, size_t room) {
     for (size_t i = 0; i < loop->ntransports; i++) {
         const tb_transport *t = &loop->transports[i];
         bool is_self = t->ops == &tb__self_ops;
-        if (is_self != is_here || (t->ops->is_local && !is_near && !loop->is_asked))
+        if (is_self != is_here || (t->ops->is_local && !is_near && !loop->is_transport_requested))
             continue;
         *address = find_address(transports, t->ops->name, nbytes);
         tb__set_detail("%s", "");
@@ -445,8 +445,8 @@ static const tb_transport *choose_transport(const tb__loop *loop, bool is_here, 
     return NULL;
 }
 
-/* Names of transports, of which both sides might lack one. */
-static tb_status refuse(const tb__loop *loop, const char *label, tb__unpack transports, const char *why) {
+/* The message lists the transports of both ends. */
+static tb_status fail_no_transport(const tb__loop *loop, const char *label, tb__unpack transports, const char *why) {
     char theirs[128] = "", ours[128] = "";
     uint32_t count = tb__unpack_u32(&transports);
     for (uint32_t i = 0; i < count && !transports.failed; i++) {
@@ -466,19 +466,19 @@ static tb_status refuse(const tb__loop *loop, const char *label, tb__unpack tran
 
 static void free_peer(tb__peer *peer) {
     if (peer->unposted)
-        forget_parts(peer->unposted, peer->unposted->left);
+        complete_parts(peer->unposted, peer->unposted->left);
     free(peer->label);
     free(peer->host);
     free(peer->why);
     free(peer->inbox);
-    free(peer->body);
+    free(peer->message_bytes);
     free(peer);
 }
 
 tb__peer *tb__loop_find_peer(tb__loop *loop, int32_t rank, uint64_t incarnation) {
-    int32_t wire = tb__wire_rank(rank, incarnation);
+    int32_t transport_rank = tb__transport_rank(rank, incarnation);
     tb__peer *peer = loop->peers;
-    while (peer && peer->wire != wire)
+    while (peer && peer->transport_rank != transport_rank)
         peer = peer->next;
     return peer;
 }
@@ -492,7 +492,7 @@ bool tb__peer_can_reconnect(const tb__peer *peer) {
 }
 
 bool tb__peer_is_reached(const tb__peer *peer) {
-    return !peer->is_lost && tb__transport_is_reached(peer->transport, peer->wire);
+    return !peer->is_lost && tb__transport_is_reached(peer->transport, peer->transport_rank);
 }
 
 tb_status tb__peer_post(const tb__peer *peer, tb_op *op) {
@@ -501,23 +501,23 @@ tb_status tb__peer_post(const tb__peer *peer, tb_op *op) {
     return tb__transport_post(peer->transport, op);
 }
 
-/* A process that there is a connection with, or was. */
-static tb_status connect_known(tb__peer *known, tb__unpack transports) {
+/* Asks a known peer, if its connection stands, to answer (tb__peer_is_reached). */
+static tb_status check_known_peer(tb__peer *known, tb__unpack transports) {
     const tb_transport *t = known->transport;
     size_t nbytes = 0;
     const void *address = find_address(transports, t->ops->name, &nbytes);
     if (known->is_lost || !t->ops->is_reached || !address)
         return TB_OK;
-    return t->ops->connect(t->context, known->wire, address, nbytes);
+    return t->ops->connect(t->context, known->transport_rank, address, nbytes);
 }
 
 tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, const void *contact, size_t nbytes,
                            const char *label, tb__peer **out) {
-    int32_t wire = tb__wire_rank(rank, incarnation);
+    int32_t transport_rank = tb__transport_rank(rank, incarnation);
     uint64_t hash = tb__checksum(contact, nbytes);
     tb__peer *known = tb__loop_find_peer(loop, rank, incarnation);
-    bool may_renew = known && known->is_over && tb__peer_can_reconnect(known);
-    /* A store that was lost with its processes may give the number of a dead one again. */
+    bool may_renew = known && known->is_disconnected && tb__peer_can_reconnect(known);
+    /* A new store may assign the rank and incarnation of a process that died with the old store. */
     if (known && known->contact != hash && !may_renew)
         return tb__fail(TB_CONFLICT,
                         "%s has the number of another process, %s, which we met before the store was lost: one of them "
@@ -531,20 +531,20 @@ tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, c
     tb__unpack_string(&reader); /* the version */
     *out = known;
     if (known && !may_renew)
-        return connect_known(known, reader);
+        return check_known_peer(known, reader);
     TB_TRY(tb__contact_check_version(contact, nbytes, label));
     bool is_near = memcmp(loop->host, host, TB__CONTACT_PREFIX) == 0;
-    const tb_transport *transport =
-        choose_transport(loop, wire == loop->wire, is_near, reader, &address, &address_nbytes, why, sizeof why);
+    const tb_transport *transport = choose_transport(loop, transport_rank == loop->transport_rank, is_near, reader,
+                                                     &address, &address_nbytes, why, sizeof why);
     if (!transport)
-        return refuse(loop, label, reader, why);
+        return fail_no_transport(loop, label, reader, why);
     tb__peer *peer = tb__calloc(1, sizeof *peer);
     if (!peer)
         return TB_NO_MEMORY;
     peer->loop = loop;
     peer->rank = rank;
     peer->incarnation = incarnation;
-    peer->wire = wire;
+    peer->transport_rank = transport_rank;
     peer->contact = hash;
     peer->transport = transport;
     peer->label = tb__strdup(label);
@@ -554,7 +554,7 @@ tb_status tb__loop_connect(tb__loop *loop, int32_t rank, uint64_t incarnation, c
         free_peer(peer);
         return TB_NO_MEMORY;
     }
-    tb_status status = transport->ops->connect(transport->context, wire, address, address_nbytes);
+    tb_status status = transport->ops->connect(transport->context, transport_rank, address, address_nbytes);
     if (status != TB_OK) {
         tb__prefix_detail("%s", label);
         free_peer(peer);

@@ -36,7 +36,7 @@ tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region *
     return TB_OK;
 }
 
-static void unregister(tb__region *region) {
+static void unregister_region(tb__region *region) {
     for (size_t i = 0; i < region->loop->ntransports; i++) {
         const tb_transport *t = &region->loop->transports[i];
         if (region->mem[i])
@@ -48,7 +48,7 @@ static void unregister(tb__region *region) {
 void tb__region_put(tb__region *region) {
     if (!region || --region->refs > 0)
         return;
-    unregister(region);
+    unregister_region(region);
     *region->link = region->next;
     if (region->next)
         region->next->link = region->link;
@@ -69,7 +69,7 @@ tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out)
         }
         TB_TRY(tb__transport_register(t, &desc, &region->mem[i]));
     }
-    return t->ops->mem_export(t->context, region->mem[i], peer->wire, out);
+    return t->ops->mem_export(t->context, region->mem[i], peer->transport_rank, out);
 }
 
 void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes) {
@@ -78,7 +78,7 @@ void tb__regions_invalidate(tb__loop *loop, const void *base, size_t nbytes) {
         for (tb__region *region = loop->regions[i]; region; region = region->next) {
             if (region->is_valid && region->base < last && first < region->base + region->nbytes) {
                 region->is_valid = false;
-                unregister(region);
+                unregister_region(region);
             }
         }
     }

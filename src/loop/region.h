@@ -1,5 +1,5 @@
-/* Local memory that tensors live in, as far as peers may reach it. A region is known to a transport from the moment it
- * is first exported there. Once invalidated it stays so, under its epoch: whoever has a key to it fails by name.
+/* Local memory of tensors that peers may access. A region is registered with a transport when it is first exported
+ * there. Once invalidated it stays invalid: accesses with its keys fail.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_LOOP_REGION_H
@@ -9,11 +9,11 @@
 
 typedef struct tb__region tb__region;
 
-/* The region of exactly these bytes; a new one if there is none that is valid. */
+/* A reference to the valid region of exactly these bytes, which is made if there is none. */
 tb_status tb__region_get(tb__loop *loop, void *base, size_t nbytes, tb__region **out);
 void tb__region_put(tb__region *region); /* NULL is allowed */
 
-/* A key for the peer. */
+/* A key by which the peer can access the region. */
 tb_status tb__region_export(tb__region *region, tb__peer *peer, tb_mem_key *out);
 
 /* Makes every region that shares a byte with these invalid. */

@@ -70,7 +70,7 @@ tb_status tb_plan_cache_get(tb_plan_cache *cache, const tb_layout *src, const tb
 }
 
 /* A copy without the scratch memory that working routes out takes. */
-static tb_status compact(const tb_routes *from, tb_routes **out) {
+static tb_status copy_compact(const tb_routes *from, tb_routes **out) {
     tb_routes *copy;
     TB_TRY(tb_routes_create(&copy));
     size_t count = from->list.count;
@@ -130,7 +130,7 @@ static tb_status find_routes(tb_plan_cache *cache, const tb_plan *plan, int32_t 
     }
     routes_entry entry = {.plan = plan, .rank = rank, .rotation = rotation, .hash = hash, .used = cache->time};
     TB_TRY(tb_plan_routes(plan, rank, rotation, cache->scratch));
-    TB_TRY(compact(cache->scratch, &entry.routes));
+    TB_TRY(copy_compact(cache->scratch, &entry.routes));
     if (!tb__vec_reserve(&cache->routes, 1) || !tb__index_add(&cache->by_routes, hash, cache->routes.count)) {
         tb_routes_destroy(entry.routes);
         return TB_NO_MEMORY;
@@ -162,7 +162,7 @@ tb_status tb__plan_cache_numbered(tb_plan_cache *cache, const tb_plan *plan, int
     return TB_OK;
 }
 
-/* ---- What is kept ---------------------------------------------------------------------------------------------- */
+/* ---- Eviction -------------------------------------------------------------------------------------------------- */
 
 void tb__plan_cache_set_time(tb_plan_cache *cache, uint64_t time) {
     cache->time = time;

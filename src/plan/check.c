@@ -1,5 +1,5 @@
-/* The proof of a whole plan, by other means than those it was made with: it looks at boxes and index lists only, and
- * knows nothing of groups, lines or cuts. */
+/* Checks a whole plan independently of how it was made: by boxes and index lists only, without replica sets, lines or
+ * cuts. */
 #include "plan/plan.h"
 
 #include "base/int.h"
@@ -27,30 +27,30 @@ typedef struct checker {
     TB_VEC(const tb_route *) boxes;
 } checker;
 
-static void mix(uint64_t *h, uint64_t value) {
+static void mix_hash(uint64_t *h, uint64_t value) {
     *h = (*h ^ value) * 0x9E3779B97F4A7C15U;
     *h ^= *h >> 32;
 }
 
-static void add(fingerprint *sum, const tb_plan *plan, const tb_route *route, int32_t peer) {
+static void add_fingerprint(fingerprint *sum, const tb_plan *plan, const tb_route *route, int32_t peer) {
     uint64_t a = 1, b = 2;
     uint64_t head[] = {(uint64_t)route->source, (uint64_t)peer,  (uint64_t)route->order, route->src_cell,
                        route->dst_cell,         route->ntargets, route->ncontributors};
     for (size_t i = 0; i < sizeof head / sizeof *head; i++)
-        mix(&a, head[i]), mix(&b, head[i]);
+        mix_hash(&a, head[i]), mix_hash(&b, head[i]);
     for (uint32_t i = 0; i < route->ntargets; i++)
-        mix(&a, (uint64_t)route->targets[i]), mix(&b, (uint64_t)route->targets[i]);
+        mix_hash(&a, (uint64_t)route->targets[i]), mix_hash(&b, (uint64_t)route->targets[i]);
     for (uint32_t i = 0; i < route->ncontributors; i++)
-        mix(&a, (uint64_t)route->contributors[i]), mix(&b, (uint64_t)route->contributors[i]);
+        mix_hash(&a, (uint64_t)route->contributors[i]), mix_hash(&b, (uint64_t)route->contributors[i]);
     for (int d = 0; d < plan->shape.ndim; d++) {
-        mix(&a, (uint64_t)route->src.start[d]), mix(&b, (uint64_t)route->src.start[d]);
-        mix(&a, (uint64_t)route->len[d]), mix(&b, (uint64_t)route->len[d]);
+        mix_hash(&a, (uint64_t)route->src.start[d]), mix_hash(&b, (uint64_t)route->src.start[d]);
+        mix_hash(&a, (uint64_t)route->len[d]), mix_hash(&b, (uint64_t)route->len[d]);
     }
     sum->a += a;
     sum->b += b;
 }
 
-static bool same(fingerprint x, fingerprint y) {
+static bool same_fingerprint(fingerprint x, fingerprint y) {
     return x.a == y.a && x.b == y.b;
 }
 
@@ -134,7 +134,7 @@ static int compare_starts(const void *a, const void *b) {
     return (s > t) - (s < t);
 }
 
-static bool overlap(const tb_route *a, const tb_route *b, int ndim) {
+static bool boxes_overlap(const tb_route *a, const tb_route *b, int ndim) {
     for (int d = 0; d < ndim; d++) {
         if (a->dst.start[d] + a->len[d] <= b->dst.start[d] || b->dst.start[d] + b->len[d] <= a->dst.start[d])
             return false;
@@ -168,7 +168,7 @@ static tb_status check_disjoint(checker *c) {
             const tb_route *b = c->boxes.item[j];
             if (ndim && b->dst.start[best] >= a->dst.start[best] + a->len[best])
                 break;
-            if (overlap(a, b, ndim))
+            if (boxes_overlap(a, b, ndim))
                 return tb__fail(TB_INTERNAL, "two boxes overlap, from ranks %" PRId32 " and %" PRId32, a->source,
                                 b->source);
         }
@@ -219,15 +219,15 @@ static tb_status check_rank(checker *c, int32_t rank) {
                 return TB_NO_MEMORY;
         }
         if (route->source != TB_NO_RANK && mine)
-            add(&c->received, plan, route, rank);
+            add_fingerprint(&c->received, plan, route, rank);
         for (uint32_t t = 0; t < route->ntargets && sends; t++)
-            add(&c->sent, plan, route, route->targets[t]);
+            add_fingerprint(&c->sent, plan, route, route->targets[t]);
         for (uint32_t p = 0; p < route->ncontributors && sends; p++) {
             if (route->contributors[p] != rank)
-                add(&c->combined, plan, route, route->contributors[p]);
+                add_fingerprint(&c->combined, plan, route, route->contributors[p]);
         }
         if (!mine && !sends)
-            add(&c->contributed, plan, route, rank);
+            add_fingerprint(&c->contributed, plan, route, rank);
     }
     if (covered != wanted)
         return tb__fail(TB_INTERNAL, "%" PRId64 " elements are written where %" PRId64 " are wanted", covered, wanted);
@@ -246,9 +246,9 @@ static tb_status check_all(checker *c) {
                 return tb__fail_within(status, "plan of rank %" PRId32, rank);
         }
     }
-    if (!same(c->received, c->sent))
+    if (!same_fingerprint(c->received, c->sent))
         return tb__fail(TB_INTERNAL, "what is sent is not what is received");
-    if (!same(c->combined, c->contributed))
+    if (!same_fingerprint(c->combined, c->contributed))
         return tb__fail(TB_INTERNAL, "what is contributed is not what is combined");
     return TB_OK;
 }

@@ -1,4 +1,4 @@
-/* Cutting a line among those who serve it. */
+/* Cutting a line: see cut.h. */
 #include "plan/cut.h"
 
 #include "base/dtype.h"
@@ -15,14 +15,14 @@ int64_t tb__part_at(const tb__cuts *c, tb__wide position) {
 }
 
 /* The outermost dim whose slices are fine enough for the balance: it keeps the longest contiguous runs whole. */
-tb__knife tb__knife_choose(const tb_plan *plan, const tb__cuts *c, const tb__cell *cell, tb__wide weight) {
+tb__slicing tb__slicing_choose(const tb_plan *plan, const tb__cuts *c, const tb__cell *cell, tb__wide weight) {
     tb__wide needed = tb__wide_div(weight * (uint64_t)c->nparts * SLICES_PER_PART, c->line);
-    tb__knife best = {.dim = -1, .nslices = 1, .thickness = 1};
+    tb__slicing best = {.dim = -1, .nslices = 1, .thickness = 1};
     for (int d = 0; d < plan->shape.ndim - plan->whole_rows; d++) {
         int64_t thickness = d == plan->shape.ndim - 1 ? tb__dtype_packing(plan->dtype) : 1;
         int64_t nslices = cell->dim[d]->count / thickness;
         if (best.dim < 0 || nslices > best.nslices)
-            best = (tb__knife){.dim = d, .nslices = nslices, .thickness = thickness};
+            best = (tb__slicing){.dim = d, .nslices = nslices, .thickness = thickness};
         if ((uint64_t)nslices >= needed)
             break;
     }
@@ -40,18 +40,18 @@ tb__knife tb__knife_choose(const tb_plan *plan, const tb__cuts *c, const tb__cel
 }
 
 /* The slice of what begins at `position` that is nearest to `from`. */
-static int64_t nearest_slice(const tb__knife *knife, tb__wide from, tb__wide position) {
-    tb__wide end = position + knife->slice * (uint64_t)knife->nslices;
-    if (from < position + knife->lo)
+static int64_t nearest_slice(const tb__slicing *slicing, tb__wide from, tb__wide position) {
+    tb__wide end = position + slicing->slice * (uint64_t)slicing->nslices;
+    if (from < position + slicing->lo)
         return 0;
-    if (from + knife->hi >= end)
-        return knife->nslices;
-    return (int64_t)tb__wide_div(from - position + knife->slice / 2, knife->slice);
+    if (from + slicing->hi >= end)
+        return slicing->nslices;
+    return (int64_t)tb__wide_div(from - position + slicing->slice / 2, slicing->slice);
 }
 
-tb__slices tb__part_slices(const tb__cuts *c, const tb__knife *knife, int64_t k, tb__wide position) {
-    tb__slices s = {.lo = nearest_slice(knife, tb__part_start(c, k), position),
-                    .hi = nearest_slice(knife, tb__part_start(c, k + 1), position)};
-    s.is_whole = s.lo == 0 && s.hi == knife->nslices;
+tb__slices tb__part_slices(const tb__cuts *c, const tb__slicing *slicing, int64_t k, tb__wide position) {
+    tb__slices s = {.lo = nearest_slice(slicing, tb__part_start(c, k), position),
+                    .hi = nearest_slice(slicing, tb__part_start(c, k + 1), position)};
+    s.is_whole = s.lo == 0 && s.hi == slicing->nslices;
     return s;
 }

@@ -1,4 +1,4 @@
-/* Routes: who takes part in one, and the boxes of a cell or of slices of it. */
+/* Routes: their ranks, and the boxes of a cell or of its slices. */
 #include "plan/walk.h"
 
 #include <string.h>
@@ -17,7 +17,7 @@ typedef struct runs {
 } runs;
 
 /* Of the indices that the runs hold, in their order, keeps [lo, hi). */
-static tb_status trim(runs *r, int64_t lo, int64_t hi, tb__arena *arena) {
+static tb_status trim_runs(runs *r, int64_t lo, int64_t hi, tb__arena *arena) {
     tb__run *kept = tb__arena_alloc(arena, r->count, sizeof *kept);
     size_t count = 0;
     if (!kept)
@@ -33,8 +33,8 @@ static tb_status trim(runs *r, int64_t lo, int64_t hi, tb__arena *arena) {
     return TB_OK;
 }
 
-tb_status tb__emit(tb__walk *w, const tb__group *group, const tb__cell *cell, const tb__parties *who,
-                   const tb__knife *knife, const tb__slices *slices) {
+tb_status tb__emit(tb__walk *w, const tb__replica_set *set, const tb__cell *cell, const tb__parties *who,
+                   const tb__slicing *slicing, const tb__slices *slices) {
     const tb_plan *plan = w->plan;
     int n = plan->shape.ndim;
     int32_t cls[TB_MAX_DIMS];
@@ -45,8 +45,8 @@ tb_status tb__emit(tb__walk *w, const tb__group *group, const tb__cell *cell, co
         const tb__axis *dst = &plan->dst.axis[d];
         TB_TRY(tb__pairing_runs(plan, d, cell->dim[d], who->src_holder[d], w->arena));
         axis[d] = (runs){cell->dim[d]->runs, cell->dim[d]->nruns};
-        if (slices && !slices->is_whole && d == knife->dim)
-            TB_TRY(trim(&axis[d], slices->lo * knife->thickness, slices->hi * knife->thickness, w->arena));
+        if (slices && !slices->is_whole && d == slicing->dim)
+            TB_TRY(trim_runs(&axis[d], slices->lo * slicing->thickness, slices->hi * slicing->thickness, w->arena));
         stride[d] = step;
         step *= tb__axis_local(dst, tb__axis_holder(dst, cls[d], who->first_holder[d]));
     }
@@ -55,7 +55,7 @@ tb_status tb__emit(tb__walk *w, const tb__group *group, const tb__cell *cell, co
                       .targets = who->targets,
                       .ncontributors = who->ncontributors,
                       .contributors = who->contributors,
-                      .src_cell = cell_number(&plan->src, group->cls),
+                      .src_cell = cell_number(&plan->src, set->cls),
                       .dst_cell = cell_number(&plan->dst, cls)};
     size_t at[TB_MAX_DIMS] = {0};
     for (int d = n; d >= 0;) {
@@ -84,20 +84,20 @@ int32_t *tb__one_rank(tb__walk *w, int32_t rank) {
     return ranks;
 }
 
-tb_status tb__set_source(tb__walk *w, const tb__group *group, int64_t m, tb__parties *who) {
+tb_status tb__set_source(tb__walk *w, const tb__replica_set *set, int64_t m, tb__parties *who) {
     const tb__grid *src = &w->plan->src;
     int64_t nparts = src->partial.size;
-    who->source = tb__holder_rank(src, group->cls, nparts, m, who->src_holder);
+    who->source = tb__holder_rank(src, set->cls, nparts, m, who->src_holder);
     if (src->partial.count == 0)
         return TB_OK;
     int32_t unused[TB_MAX_DIMS];
-    int32_t first = tb__holder_rank(src, group->cls, nparts, m - m % nparts, unused);
+    int32_t first = tb__holder_rank(src, set->cls, nparts, m - m % nparts, unused);
     if (!w->contributors.ranks || w->contributors.first != first) { /* the first tells the others */
         int32_t *ranks = tb__arena_alloc(w->arena, (size_t)nparts, sizeof *ranks);
         if (!ranks)
             return TB_NO_MEMORY;
         for (int64_t p = 0; p < nparts; p++)
-            ranks[p] = tb__holder_rank(src, group->cls, nparts, m - m % nparts + p, unused);
+            ranks[p] = tb__holder_rank(src, set->cls, nparts, m - m % nparts + p, unused);
         w->contributors.first = first;
         w->contributors.ranks = ranks;
     }
@@ -106,13 +106,13 @@ tb_status tb__set_source(tb__walk *w, const tb__group *group, int64_t m, tb__par
     return TB_OK;
 }
 
-tb__receivers tb__receivers_of(const tb_plan *plan, const tb__group *group, const tb__cell *cell) {
+tb__receivers tb__receivers_of(const tb_plan *plan, const tb__replica_set *set, const tb__cell *cell) {
     tb__receivers r = {.position = cell->start, .count = cell->nreceivers};
     tb__cell_classes(plan, cell, r.cls);
     for (int d = 0; d < plan->shape.ndim; d++)
         r.repeats |= tb__axis_repeats(&plan->dst.axis[d], r.cls[d]);
-    for (size_t i = 0; i < group->nabsent && group->absent[i].start <= cell->start; i++) {
-        const tb__absent *a = &group->absent[i];
+    for (size_t i = 0; i < set->nabsent && set->absent[i].start <= cell->start; i++) {
+        const tb__absent *a = &set->absent[i];
         if (a->start < cell->start) {
             r.position -= a->weight;
         } else {
@@ -125,12 +125,12 @@ tb__receivers tb__receivers_of(const tb_plan *plan, const tb__group *group, cons
 }
 
 /* The number among all receivers of the q-th that the line serves. */
-static int64_t served(const tb__receivers *r, int64_t q) {
+static int64_t served_index(const tb__receivers *r, int64_t q) {
     return q + (int64_t)tb__absent_upto(r->absent, q);
 }
 
-/* All receivers of a cell but the absent one, beginning after it. In a cell that everybody wants, each source leaves
- * out itself; a list of their own for each would take the square of their number. */
+/* All receivers of a cell but the absent one, beginning after it. In a cell that all source ranks want, each source
+ * omits itself; a list of their own for each would take the square of their number. */
 static tb_status set_others(tb__walk *w, const tb__receivers *r, const int32_t *own, tb__parties *who) {
     const tb__grid *dst = &w->plan->dst;
     int64_t n = r->count + 1, absent = r->absent->index[0];
@@ -156,7 +156,7 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
         return set_others(w, r, own, who);
     const tb__grid *dst = &w->plan->dst;
     int32_t unused[TB_MAX_DIMS];
-    int32_t first_rank = tb__holder_rank(dst, r->cls, 1, served(r, first), who->first_holder);
+    int32_t first_rank = tb__holder_rank(dst, r->cls, 1, served_index(r, first), who->first_holder);
     memcpy(who->own_holder, own ? own : who->first_holder, sizeof who->own_holder);
     bool same = w->memo.ranks && w->memo.absent == r->absent && w->memo.first == first && w->memo.last == last &&
                 memcmp(w->memo.cls, r->cls, sizeof r->cls) == 0;
@@ -166,9 +166,9 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
             return TB_NO_MEMORY;
         w->memo.ranks[0] = first_rank;
         for (int64_t q = first + 1; q <= last; q++)
-            w->memo.ranks[q - first] = tb__holder_rank(dst, r->cls, 1, served(r, q), unused);
+            w->memo.ranks[q - first] = tb__holder_rank(dst, r->cls, 1, served_index(r, q), unused);
         memcpy(w->memo.cls, r->cls, sizeof r->cls);
-        w->memo.absent = r->absent; /* one of the walk's: those of no two groups are at the same address */
+        w->memo.absent = r->absent; /* one of the walk's: those of no two replica sets are at the same address */
         w->memo.first = first;
         w->memo.last = last;
     }
@@ -177,31 +177,31 @@ tb_status tb__set_targets(tb__walk *w, const tb__receivers *r, int64_t first, in
     return TB_OK;
 }
 
-void tb__whole_range(const tb__cuts *c, const tb__knife *knife, int64_t k, const tb__cell *cell, const tb__receivers *r,
-                     int64_t *first, int64_t *last) {
+void tb__whole_range(const tb__cuts *c, const tb__slicing *slicing, int64_t k, const tb__cell *cell,
+                     const tb__receivers *r, int64_t *first, int64_t *last) {
     tb__wide volume = (uint64_t)cell->volume;
-    tb__wide from = tb__part_start(c, k), to = tb__part_start(c, k + 1) + knife->hi;
-    *first = from < r->position + knife->lo ? 0 : (int64_t)tb__wide_div(from - knife->lo - r->position, volume) + 1;
+    tb__wide from = tb__part_start(c, k), to = tb__part_start(c, k + 1) + slicing->hi;
+    *first = from < r->position + slicing->lo ? 0 : (int64_t)tb__wide_div(from - slicing->lo - r->position, volume) + 1;
     *last = to < r->position + volume ? -1 : (int64_t)tb__wide_div(to - volume - r->position, volume);
     if (*last >= r->count)
         *last = r->count - 1;
 }
 
-void tb__note_cut(tb__walk *w, const tb__knife *knife, const tb__cuts *c, int64_t k, tb__wide position,
-                  tb__wide weight) {
+void tb__record_cut(tb__walk *w, const tb__slicing *slicing, const tb__cuts *c, int64_t k, tb__wide position,
+                    tb__wide weight) {
     bool is_cut = tb__part_start(c, k) > position || tb__part_start(c, k + 1) < position + weight;
-    if (is_cut && knife->lo + knife->hi > w->routes->max_slice)
-        w->routes->max_slice = knife->lo + knife->hi;
+    if (is_cut && slicing->lo + slicing->hi > w->routes->max_slice)
+        w->routes->max_slice = slicing->lo + slicing->hi;
 }
 
-tb_status tb__emit_local(tb__walk *w, const tb__group *group, const tb__cell *cell, int32_t rank, int64_t m,
+tb_status tb__emit_local(tb__walk *w, const tb__replica_set *set, const tb__cell *cell, int32_t rank, int64_t m,
                          const int32_t *dst_holder) {
     tb__parties who = {.ntargets = 1};
-    TB_TRY(tb__set_source(w, group, m, &who));
+    TB_TRY(tb__set_source(w, set, m, &who));
     memcpy(who.first_holder, dst_holder, sizeof who.first_holder);
     memcpy(who.own_holder, dst_holder, sizeof who.own_holder);
     who.targets = tb__one_rank(w, rank);
     if (!who.targets)
         return TB_NO_MEMORY;
-    return tb__emit(w, group, cell, &who, NULL, NULL);
+    return tb__emit(w, set, cell, &who, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* Groups, cells, and positions on a group's line. */
+/* Replica sets, cells, and positions on a replica set's line. */
 #include "plan/line.h"
 
 #include "base/int.h"
@@ -119,11 +119,11 @@ tb_status tb__pairing_runs(const tb_plan *plan, int d, tb__pairing *pairing, int
     return TB_OK;
 }
 
-tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meetings *out, tb__arena *arena) {
+tb_status tb__axis_list_pairings(const tb_plan *plan, int d, int32_t coord, tb__axis_pairings *out, tb__arena *arena) {
     const tb__axis *src = &plan->src.axis[d], *dst = &plan->dst.axis[d];
     const tb__slot *slot;
     size_t nslots, capacity = 0;
-    *out = (tb__meetings){0};
+    *out = (tb__axis_pairings){0};
     TB_TRY(tb__axis_slots(dst, coord, arena, &slot, &nslots));
     for (size_t i = 0; i < nslots; i++) {
         tb__spans mine;
@@ -157,15 +157,15 @@ tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meeti
     return TB_OK;
 }
 
-void tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
-                    tb__cell *cell) {
+void tb__replica_set_cell(const tb_plan *plan, const tb__replica_set *set, const int32_t *cls, tb__pairing *pairing,
+                          tb__cell *cell) {
     for (int d = 0; d < plan->shape.ndim; d++) {
         tb__pairing *p = &pairing[d];
-        *p = (tb__pairing){.src_class = group->cls[d],
+        *p = (tb__pairing){.src_class = set->cls[d],
                            .dst_class = cls[d],
-                           .src = group->spans[d],
-                           .tally = group->tally[d],
-                           .total = group->total[d]};
+                           .src = set->spans[d],
+                           .tally = set->tally[d],
+                           .total = set->total[d]};
         tb__pairing_init(plan, d, p);
         cell->dim[d] = p;
     }

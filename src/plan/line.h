@@ -1,4 +1,4 @@
-/* Groups, cells, and positions on a group's line. See plan.h for the words. */
+/* Replica sets, cells, and positions on a replica set's line. See plan.h for the terms. */
 #ifndef TB_PLAN_LINE_H
 #define TB_PLAN_LINE_H
 
@@ -49,14 +49,14 @@ typedef struct tb__run {
  * does. */
 typedef struct tb__absent {
     int32_t cls[TB_MAX_DIMS]; /* the cell's target classes */
-    tb__wide start;           /* the cell's, as if nobody were absent */
+    tb__wide start;           /* of the cell on the line, if none were absent */
     int64_t volume;
     const int64_t *index; /* numbers among the cell's receivers, ascending */
     size_t count;
     tb__wide weight; /* elements that the line is shorter by */
 } tb__absent;
 
-typedef struct tb__group {
+typedef struct tb__replica_set {
     int32_t cls[TB_MAX_DIMS];
     tb__spans spans[TB_MAX_DIMS];
     const tb__tally *tally[TB_MAX_DIMS]; /* over the target classes */
@@ -66,11 +66,11 @@ typedef struct tb__group {
     int64_t nparts;     /* that it is cut into, at most one for each member */
     tb__absent *absent; /* ascending */
     size_t nabsent;
-} tb__group;
+} tb__replica_set;
 
 typedef struct tb__cell {
     tb__pairing *dim[TB_MAX_DIMS];
-    tb__wide start; /* on the line as if nobody were absent */
+    tb__wide start; /* on the line, if no receiver were absent */
     int64_t volume;
     int64_t nreceivers;
 } tb__cell;
@@ -81,33 +81,35 @@ int32_t tb__holder_rank(const tb__grid *grid, const int32_t *cls, int64_t nparts
 int64_t tb__holder_index(const tb__grid *grid, const int32_t *cls, int64_t nparts, const int32_t *holder, int32_t copy,
                          int32_t part);
 
-/* Whether the rank is a member of the group: if so, its holder numbers and its index. */
-bool tb__group_has(const tb_plan *plan, const tb__group *group, int32_t rank, int32_t *holder, int64_t *index);
+/* Whether the rank is a member of the replica set: if so, its holder numbers and its index. */
+bool tb__replica_set_has(const tb_plan *plan, const tb__replica_set *set, int32_t rank, int32_t *holder,
+                         int64_t *index);
 
-/* Fills in the rest of a group whose classes, spans, tallies and totals are set. Valid until the next group is. */
-tb_status tb__group_init(const tb_plan *plan, tb__group *group, tb_routes *scratch);
+/* Fills in the rest of a replica set whose classes, spans, tallies and totals are set. Valid until the next replica set
+ * is. */
+tb_status tb__replica_set_init(const tb_plan *plan, tb__replica_set *set, tb_routes *scratch);
 
 /* Fills in before and count of a pairing whose classes, spans, tally and total are set. */
 void tb__pairing_init(const tb_plan *plan, int d, tb__pairing *pairing);
 tb_status tb__pairing_runs(const tb_plan *plan, int d, tb__pairing *pairing, int32_t src_holder, tb__arena *arena);
 
-/* The pairings of one axis that a receiver at this coordinate has to do with, and its holder number in each. */
-typedef struct tb__meetings {
+/* The pairings of one axis with a class that this coordinate holds, and its holder number in each. */
+typedef struct tb__axis_pairings {
     tb__pairing *pairing;
     int32_t *holder;
     size_t count;
-} tb__meetings;
+} tb__axis_pairings;
 
-tb_status tb__axis_meetings(const tb_plan *plan, int d, int32_t coord, tb__meetings *out, tb__arena *arena);
+tb_status tb__axis_list_pairings(const tb_plan *plan, int d, int32_t coord, tb__axis_pairings *out, tb__arena *arena);
 
 /* Fills in the rest of a cell whose pairings are set. */
 void tb__cell_init(const tb_plan *plan, tb__cell *cell);
 void tb__cell_classes(const tb_plan *plan, const tb__cell *cell, int32_t *cls);
 
-/* The cell of a group with given target classes; its pairings are put into `pairing`, without the lists of the target
- * classes. */
-void tb__group_cell(const tb_plan *plan, const tb__group *group, const int32_t *cls, tb__pairing *pairing,
-                    tb__cell *cell);
+/* The cell of a replica set with given target classes; its pairings are put into `pairing`, without the lists of the
+ * target classes. */
+void tb__replica_set_cell(const tb_plan *plan, const tb__replica_set *set, const int32_t *cls, tb__pairing *pairing,
+                          tb__cell *cell);
 /* The lists, which boxes are made from. */
 tb_status tb__cell_lists(const tb_plan *plan, tb__cell *cell, tb__arena *arena);
 
@@ -116,7 +118,7 @@ tb_status tb__cell_lists(const tb_plan *plan, tb__cell *cell, tb__arena *arena);
 size_t tb__absent_before(const tb__absent *absent, int64_t index);
 size_t tb__absent_upto(const tb__absent *absent, int64_t served);
 
-/* From a position on the line to the same as if nobody were absent. */
-tb__wide tb__line_expand(const tb_plan *plan, const tb__group *group, tb__wide position);
+/* From a position on the line to that on the line without absences. */
+tb__wide tb__line_expand(const tb_plan *plan, const tb__replica_set *set, tb__wide position);
 
 #endif

@@ -28,20 +28,20 @@ typedef struct numbering {
 } numbering;
 
 static tb_status run_starts(numbering *n, int d, int32_t coord, starts *out) {
-    tb__meetings meetings;
-    TB_TRY(tb__axis_meetings(n->plan, d, coord, &meetings, &n->arena));
+    tb__axis_pairings pairings;
+    TB_TRY(tb__axis_list_pairings(n->plan, d, coord, &pairings, &n->arena));
     size_t count = 0;
-    for (size_t i = 0; i < meetings.count; i++) {
-        TB_TRY(tb__pairing_runs(n->plan, d, &meetings.pairing[i], 0, &n->arena));
-        count += meetings.pairing[i].nruns;
+    for (size_t i = 0; i < pairings.count; i++) {
+        TB_TRY(tb__pairing_runs(n->plan, d, &pairings.pairing[i], 0, &n->arena));
+        count += pairings.pairing[i].nruns;
     }
     out->at = tb__arena_alloc(&n->arena, count, sizeof *out->at);
     if (!out->at)
         return TB_NO_MEMORY;
-    for (size_t i = 0; i < meetings.count; i++) {
-        const tb__pairing *p = &meetings.pairing[i];
+    for (size_t i = 0; i < pairings.count; i++) {
+        const tb__pairing *p = &pairings.pairing[i];
         for (size_t r = 0; r < p->nruns; r++)
-            out->at[out->count++] = tb__span_offset(p->runs[r].dst, meetings.holder[i]) + p->runs[r].shift;
+            out->at[out->count++] = tb__span_offset(p->runs[r].dst, pairings.holder[i]) + p->runs[r].shift;
     }
     return TB_OK;
 }
@@ -72,7 +72,7 @@ static tb_status box_starts(numbering *n, int32_t target, starts *out) {
     return TB_OK;
 }
 
-static tb_status lookup(numbering *n, int axis, int32_t key, const starts **out) {
+static tb_status find_starts(numbering *n, int axis, int32_t key, const starts **out) {
     uint64_t hash = tb__hash((uint64_t)axis + 1, (uint64_t)key);
     size_t probe = 0, at;
     while ((at = tb__index_next(&n->by_key, hash, &probe)) != TB__NOWHERE) {
@@ -109,7 +109,7 @@ static tb_status number_route(numbering *n, bool is_product, const tb_route *rou
         return TB_OK;
     }
     if (!is_product) {
-        TB_TRY(lookup(n, -1, route->targets[0], &s));
+        TB_TRY(find_starts(n, -1, route->targets[0], &s));
         *out = index_of(s, route->order);
         return TB_OK;
     }
@@ -118,7 +118,7 @@ static tb_status number_route(numbering *n, bool is_product, const tb_route *rou
     int64_t left = route->order;
     for (int d = n->plan->shape.ndim - 1; d >= 0; d--) {
         int64_t length = tb__axis_local(&n->plan->dst.axis[d], place.coord[d]);
-        TB_TRY(lookup(n, d, place.coord[d], &s));
+        TB_TRY(find_starts(n, d, place.coord[d], &s));
         index += index_of(s, left % length) * scale;
         scale *= s->count;
         left /= length;

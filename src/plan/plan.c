@@ -1,4 +1,4 @@
-/* Plans: everything that source layout, target layout, shape and dtype can get wrong together is found here. */
+/* Plans: checks of source layout, target layout, shape and dtype together. */
 #include "plan/plan.h"
 
 #include "base/dtype.h"
@@ -7,7 +7,7 @@
 
 #include <inttypes.h>
 
-/* Where groups differ in size, rotations would repeat late or never; a bounded number keeps the cache bounded. */
+/* Where replica sets differ in size, rotations would repeat late or never; a bounded number keeps the cache bounded. */
 enum { ROTATIONS = 64 };
 
 static tb_status check_partial(const tb_layout *layout, tb_dtype dtype, const char *side) {
@@ -78,11 +78,11 @@ static tb_status check_cells(const tb__grid *grid) {
     return TB_OK;
 }
 
-static bool meet(const tb_layout *a, const tb_layout *b) {
+static bool layouts_share_rank(const tb_layout *a, const tb_layout *b) {
     if (!a->ranks && !b->ranks)
         return a->first < b->first + b->nranks && b->first < a->first + a->nranks;
     if (a->nranks > b->nranks)
-        return meet(b, a);
+        return layouts_share_rank(b, a);
     for (int32_t i = 0; i < a->nranks; i++) {
         if (tb_layout_index_of(b, tb_layout_rank_at(a, i)) >= 0)
             return true;
@@ -116,7 +116,7 @@ static tb_status set_hosts(tb_plan *plan, const tb_plan_opts *opts) {
     return TB_OK;
 }
 
-static tb_status init(tb_plan *plan, const tb_plan_opts *callers) {
+static tb_status init_plan(tb_plan *plan, const tb_plan_opts *callers) {
     tb_plan_opts opts;
     TB_TRY(tb__opts_read(&opts, sizeof opts, callers));
     TB_TRY(tb_shape_size(&plan->shape, plan->dtype, NULL, NULL));
@@ -142,14 +142,14 @@ static tb_status init(tb_plan *plan, const tb_plan_opts *callers) {
     TB_TRY(check_cells(&plan->src));
     TB_TRY(check_cells(&plan->dst));
     TB_TRY(check_coverage(plan));
-    plan->meshes_meet = meet(plan->src_layout, plan->dst_layout);
+    plan->meshes_overlap = layouts_share_rank(plan->src_layout, plan->dst_layout);
     plan->rotation_period = (uint64_t)(plan->src.copies.size * plan->src.partial.size);
     for (int d = 0; d < plan->shape.ndim; d++) {
         plan->has_tables |= plan->src.axis[d].table || plan->dst.axis[d].table;
         if (plan->src.axis[d].table)
             plan->rotation_period = ROTATIONS;
     }
-    if (opts.hosts) { /* a host may have any number of members; still, all members of a group take turns */
+    if (opts.hosts) { /* a host may have any number of members; still, all members of a replica set take turns */
         uint64_t n = plan->rotation_period;
         plan->rotation_period = (ROTATIONS + n - 1) / n * n;
         TB_TRY(set_hosts(plan, &opts));
@@ -171,7 +171,7 @@ tb_status tb_plan_create(const tb_layout *src, const tb_layout *dst, const tb_sh
     plan->dst_layout = tb__layout_ref(dst);
     plan->shape = *shape;
     plan->dtype = dtype;
-    tb_status status = init(plan, opts);
+    tb_status status = init_plan(plan, opts);
     if (status != TB_OK) {
         tb_plan_destroy(plan);
         return status;

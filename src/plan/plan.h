@@ -1,13 +1,13 @@
 /* Plans inside the library.
  *
- * Vocabulary: a *group* is the source ranks that hold one cell of the source grid (a class per axis); any of them can
- * send its elements. A *cell* here is where a group's cell and a cell of the target grid meet: a product of index
- * lists, which every *receiver* (a rank that holds the target's cell) gets. A group's *line* is its (cell, receiver)
- * pairs laid end to end, cells in lexicographic order of target classes and receivers inside; cut into as many equal
- * parts as the group has members, it tells each member what to send. Where hosts are known, and at a Partial source, a
- * cell stands there with all its receivers together; where hosts are known, a short line has fewer parts than members.
- * Because both grids are products, a position on the line is a sum of products of per-axis counts, and nobody needs to
- * walk the line to find their place on it. */
+ * Vocabulary: a *replica set* is the source ranks that hold one cell of the source grid (a class per axis); any of them
+ * can send its elements. A *cell* here is where a replica set's cell and a cell of the target grid meet: a product of
+ * index lists, which every *receiver* (a rank that holds the target's cell) gets. A replica set's *line* is its (cell,
+ * receiver) pairs laid end to end, cells in lexicographic order of target classes and receivers inside; cut into as
+ * many equal parts as the replica set has members, it tells each member what to send. Where hosts are known, and at a
+ * Partial source, a cell stands there with all its receivers together; where hosts are known, a short line has fewer
+ * parts than members. Because both grids are products, a position on the line is a sum of products of per-axis counts,
+ * so that a rank finds its positions without walking the line. */
 #ifndef TB_PLAN_PLAN_H
 #define TB_PLAN_PLAN_H
 
@@ -18,7 +18,7 @@ struct tb_plan {
     tb_shape shape;
     tb_dtype dtype;
     tb__grid src, dst;
-    bool meshes_meet; /* some rank is in both */
+    bool meshes_overlap; /* some rank is in both */
     bool unbalanced, whole_rows;
     int32_t *hosts; /* by rank; NULL: not known */
     size_t nhosts;
@@ -29,38 +29,36 @@ struct tb_plan {
 
 struct tb_routes {
     TB_VEC(tb_route) list;
-    tb__arena arena;                 /* rank lists of the routes, and scratch memory of tb_plan_routes */
-    int32_t *ranks;                  /* rank lists of a compact copy, which has no arena */
-    struct tb__group_memory *memory; /* what group.c remembers from one tensor to the next; NULL until needed */
-    tb__wide max_slice;              /* elements; see tb_plan_stats */
+    tb__arena arena;                       /* rank lists of the routes, and scratch memory of tb_plan_routes */
+    int32_t *ranks;                        /* rank lists of a compact copy, which has no arena */
+    struct tb__replica_set_memory *memory; /* cache of replica_set.c from tensor to tensor; NULL until needed */
+    tb__wide max_slice;                    /* elements; see tb_plan_stats */
 };
 
-/* Memory that they take; layouts, which may be shared, count in full. */
+/* Memory in bytes; layouts, which may be shared, count in full. */
 size_t tb__plan_nbytes(const tb_plan *plan);
 size_t tb__routes_nbytes(const tb_routes *routes);
 
-/* Where cells count once, a line has one part for each so many bytes of it, and at most one for each member. The same
- * on all ranks; tests may change it. */
-extern int64_t tb__least_part;
+/* Where cells count once, a line has one part per so many bytes, and at most one per member. The same on all ranks;
+ * tests may change it. */
+extern int64_t tb__min_part_nbytes;
 
-/* Elements on the line of the group with these source classes, and its members. */
+/* Elements on the line of the replica set with these source classes, and its members. */
 tb_status tb__plan_line(const tb_plan *plan, const int32_t *classes, tb_routes *scratch, tb__wide *line,
                         int64_t *nmembers);
 
-void tb__group_memory_destroy(struct tb__group_memory *memory);
+void tb__replica_set_memory_destroy(struct tb__replica_set_memory *memory);
 
 /* For each route, the index of its box among all boxes of its first target, by offset: what ids are made of. The array
- * has one element per route, and is the caller's to free. */
+ * has one element per route, and the caller frees it. */
 tb_status tb__plan_number(const tb_plan *plan, uint64_t rotation, const tb_routes *routes, uint32_t **out);
 
-/* What the cache has is stamped with the time at which it was last asked for. The clock stands still until the next
- * one: what is used between belongs together. */
+/* Sets the time stamp of entries that are used from now on. */
 void tb__plan_cache_set_time(tb_plan_cache *cache, uint64_t time);
-/* The bytes of all plans and routes, and when those that were not used for longest were (UINT64_MAX: there are none).
- */
+/* The bytes of all plans and routes, and the oldest time stamp (UINT64_MAX: the cache is empty). */
 size_t tb__plan_cache_nbytes(const tb_plan_cache *cache);
 uint64_t tb__plan_cache_oldest(const tb_plan_cache *cache);
-/* Drops what was last used at this time or before it; how many plans. What the cache has given out of them is gone. */
+/* Frees entries with this time stamp or an older one, which must not be in use; returns the number of plans. */
 size_t tb__plan_cache_drop(tb_plan_cache *cache, uint64_t time);
 
 /* As tb_plan_cache_routes, with the numbers of the routes. */

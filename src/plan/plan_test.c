@@ -182,7 +182,7 @@ static int64_t count_sends(const random_case *c, int64_t element, const int32_t 
 static struct {
     uint64_t holders, senders; /* senders: to other hosts */
     int64_t nbytes;            /* to be sent */
-} group[MAX_ELEMENTS];
+} set[MAX_ELEMENTS];
 static int64_t ngroups, group_of[MAX_ELEMENTS];
 
 static void find_groups(const random_case *c, int64_t nelements, const int32_t *hosts) {
@@ -192,15 +192,15 @@ static void find_groups(const random_case *c, int64_t nelements, const int32_t *
         for (int32_t m = 0; m < c->src.nranks; m++)
             holders |= (uint64_t)holds(&parts[0][m], e) << m;
         int64_t g = 0;
-        while (g < ngroups && group[g].holders != holders)
+        while (g < ngroups && set[g].holders != holders)
             g++;
         if (g == ngroups) {
-            group[ngroups].holders = holders;
-            group[ngroups].senders = 0;
-            group[ngroups++].nbytes = 0;
+            set[ngroups].holders = holders;
+            set[ngroups].senders = 0;
+            set[ngroups++].nbytes = 0;
         }
         group_of[e] = g;
-        group[g].nbytes += count_sends(c, e, hosts) * tb_dtype_bits(c->dtype) / 8;
+        set[g].nbytes += count_sends(c, e, hosts) * tb_dtype_bits(c->dtype) / 8;
     }
 }
 
@@ -210,14 +210,14 @@ static int64_t naive_bound(int64_t least, bool *groups_meet) {
     int64_t bound = 0;
     *groups_meet = false;
     for (int64_t g = 0; g < ngroups; g++) {
-        int64_t members = __builtin_popcountll(group[g].holders), nbytes = group[g].nbytes;
+        int64_t members = __builtin_popcountll(set[g].holders), nbytes = set[g].nbytes;
         if (members) {
             int64_t share = (nbytes + members - 1) / members, smallest = nbytes < least ? nbytes : least;
             share = share > smallest ? share : smallest;
             bound = share > bound ? share : bound;
         }
         for (int64_t h = 0; h < g; h++)
-            *groups_meet |= (group[g].holders & group[h].holders) != 0;
+            *groups_meet |= (set[g].holders & set[h].holders) != 0;
     }
     return bound;
 }
@@ -282,7 +282,7 @@ static void check_once(const random_case *c, const tb_plan *plan, const int32_t 
                 assert_int_equal(reached[element], 0); /* it leaves no host a second time */
                 reached[element] = targets;
                 sender[element] = source->rank;
-                group[group_of[element]].senders |= (uint64_t)1 << m;
+                set[group_of[element]].senders |= (uint64_t)1 << m;
                 sent++;
             }
         }
@@ -312,11 +312,12 @@ static void check_once(const random_case *c, const tb_plan *plan, const int32_t 
         }
     }
     for (int64_t g = 0; g < ngroups; g++)
-        assert_true(__builtin_popcountll(group[g].senders) <= (group[g].nbytes + tb__least_part - 1) / tb__least_part);
+        assert_true(__builtin_popcountll(set[g].senders) <=
+                    (set[g].nbytes + tb__min_part_nbytes - 1) / tb__min_part_nbytes);
     tb_plan_stats stats = {.size = sizeof stats};
     bool groups_meet;
     assert_int_equal(tb_plan_stats_compute(plan, &stats), TB_OK);
-    int64_t bound = naive_bound(tb__least_part, &groups_meet), itemsize = tb_dtype_bits(c->dtype) / 8;
+    int64_t bound = naive_bound(tb__min_part_nbytes, &groups_meet), itemsize = tb_dtype_bits(c->dtype) / 8;
     if (!groups_meet) /* no cut divides an element */
         assert_true(most * itemsize <= bound + (stats.max_slice > itemsize ? stats.max_slice : itemsize));
     tb_plan_stats_fini(&stats);
@@ -333,7 +334,7 @@ static void check_hosts(const random_case *c, const tb_layout *src, const tb_lay
             hosts[parts[0][m].rank] = (int32_t)rng_range(r, 0, 1);
     }
     /* Lines of a few bytes are cut, too: as finely as can be, or so that some have fewer parts than members. */
-    tb__least_part = (int64_t[]){1, rng_range(r, 2, 64), rng_range(r, 64, 2048)}[rng_range(r, 0, 2)];
+    tb__min_part_nbytes = (int64_t[]){1, rng_range(r, 2, 64), rng_range(r, 64, 2048)}[rng_range(r, 0, 2)];
     tb_plan_opts opts = {.size = sizeof opts, .hosts = hosts, .nhosts = 128};
     tb_plan *plan;
     assert_int_equal(tb_plan_create(src, dst, &c->shape, c->dtype, &opts, &plan), TB_OK);

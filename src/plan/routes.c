@@ -1,6 +1,6 @@
-/* What one rank sends and receives: its place on the lines of the groups it has to do with, turned into routes. Sender
- * and receiver each find their own place, and cut a pair at the same slices, so the two lists agree without a word
- * exchanged. */
+/* What one rank sends and receives: its place on the lines of the replica sets it has to do with, turned into routes.
+ * Sender and receiver each find their own place, and cut a pair at the same slices, so the two lists agree without
+ * communication. */
 #include "plan/walk.h"
 
 static _Thread_local int merge_dim, merge_ndim; /* qsort has no argument for them */
@@ -26,7 +26,7 @@ static int compare_for_merge(const void *a, const void *b) {
     return 0;
 }
 
-static bool continues(const tb_route *x, const tb_route *y) {
+static bool boxes_are_adjacent(const tb_route *x, const tb_route *y) {
     if (x->source != y->source || x->source == TB_NO_RANK || x->ntargets != 1 || y->ntargets != 1 ||
         x->targets[0] != y->targets[0])
         return false;
@@ -40,7 +40,7 @@ static bool continues(const tb_route *x, const tb_route *y) {
 }
 
 /* Boxes of neighbouring classes can be contiguous at both ends. Both ends see the same boxes, and merge them alike. */
-static void merge(tb_routes *routes, int ndim) {
+static void merge_boxes(tb_routes *routes, int ndim) {
     tb_route *list = routes->list.item;
     merge_ndim = ndim;
     for (int d = ndim - 1; d >= 0 && routes->list.count > 1; d--) {
@@ -49,7 +49,7 @@ static void merge(tb_routes *routes, int ndim) {
         size_t kept = 1;
         for (size_t i = 1; i < routes->list.count; i++) {
             tb_route *last = &list[kept - 1];
-            if (continues(last, &list[i])) {
+            if (boxes_are_adjacent(last, &list[i])) {
                 last->len[d] += list[i].len[d];
                 last->nelements += list[i].nelements;
             } else {
@@ -72,7 +72,7 @@ tb_status tb_plan_routes(const tb_plan *plan, int32_t rank, uint64_t rotation, t
     if (status != TB_OK)
         routes->list.count = 0;
     else if (plan->has_tables)
-        merge(routes, plan->shape.ndim);
+        merge_boxes(routes, plan->shape.ndim);
     return status;
 }
 
@@ -94,7 +94,7 @@ void tb_routes_destroy(tb_routes *routes) {
         return;
     free(routes->list.item);
     free(routes->ranks);
-    tb__group_memory_destroy(routes->memory);
+    tb__replica_set_memory_destroy(routes->memory);
     tb__arena_fini(&routes->arena);
     free(routes);
 }

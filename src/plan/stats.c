@@ -1,4 +1,4 @@
-/* Figures of a whole plan, and the bound that no choice among replicas can beat. */
+/* Statistics of a whole plan, and the lower bound over all choices of replicas. */
 #include "plan/plan.h"
 
 #include "base/dtype.h"
@@ -30,7 +30,7 @@ static tb_status set_ranks(const tb_plan *plan, tb_plan_stats *s) {
 }
 
 /* Adds count*nbytes; what is beyond INT64_MAX stays there. */
-static void add(int64_t *sum, int64_t nbytes, uint64_t count) {
+static void add_saturating(int64_t *sum, int64_t nbytes, uint64_t count) {
     int64_t product;
     if (__builtin_mul_overflow(nbytes, count, &product) || __builtin_add_overflow(*sum, product, sum))
         *sum = INT64_MAX;
@@ -43,21 +43,21 @@ static void add_route(const tb_plan *plan, tb_plan_stats *s, int32_t i, const tb
         return;
     if (route->source != rank) {
         for (uint32_t t = 0; t < route->ntargets; t++)
-            add(&s->recv_bytes[i], nbytes, route->targets[t] == rank);
+            add_saturating(&s->recv_bytes[i], nbytes, route->targets[t] == rank);
         return;
     }
-    add(&s->reduce_bytes[i], nbytes, route->ncontributors ? route->ncontributors - 1 : 0);
-    add(&s->nchunks, route->ntargets, 1);
+    add_saturating(&s->reduce_bytes[i], nbytes, route->ncontributors ? route->ncontributors - 1 : 0);
+    add_saturating(&s->nchunks, route->ntargets, 1);
     if (route->targets[0] == rank) {
-        add(&s->local_bytes, nbytes, 1);
+        add_saturating(&s->local_bytes, nbytes, 1);
         return;
     }
-    add(&s->send_bytes[i], nbytes, route->ntargets);
-    add(&s->total_bytes, nbytes, route->ntargets);
-    add(&s->egress_bytes[i], nbytes, 1);
+    add_saturating(&s->send_bytes[i], nbytes, route->ntargets);
+    add_saturating(&s->total_bytes, nbytes, route->ntargets);
+    add_saturating(&s->egress_bytes[i], nbytes, 1);
 }
 
-/* The largest, over groups, of what the group has to send divided by its members. */
+/* The largest, over replica sets, of what the replica set has to send divided by its members. */
 static tb_status set_bound(const tb_plan *plan, tb_routes *scratch, tb_plan_stats *s) {
     tb_plan balanced = *plan; /* the bound knows neither hosts nor the first replica */
     balanced.hosts = NULL;
@@ -85,7 +85,7 @@ static tb_status set_bound(const tb_plan *plan, tb_routes *scratch, tb_plan_stat
     return TB_OK;
 }
 
-static tb_status compute(const tb_plan *plan, tb_routes *routes, tb_plan_stats *s) {
+static tb_status compute_stats(const tb_plan *plan, tb_routes *routes, tb_plan_stats *s) {
     TB_TRY(set_ranks(plan, s));
     tb__wide max_slice = 0;
     for (int32_t i = 0; i < s->nranks; i++) {
@@ -104,7 +104,7 @@ tb_status tb_plan_stats_compute(const tb_plan *plan, tb_plan_stats *out) {
     tb_routes *routes;
     TB_TRY(tb_routes_create(&routes));
     tb_plan_stats stats = {.size = sizeof stats};
-    tb_status status = compute(plan, routes, &stats);
+    tb_status status = compute_stats(plan, routes, &stats);
     tb_routes_destroy(routes);
     if (status == TB_OK)
         status = tb__struct_write(out, &stats, sizeof stats, "a tb_plan_stats");

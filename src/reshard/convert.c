@@ -1,4 +1,4 @@
-/* Who converts a tensor, and what is done when it is sent, when it comes, and when all of it is here. */
+/* Chooses where each tensor is converted, and converts it: when it is packed, unpacked, or gathered. */
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
@@ -6,9 +6,9 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { MOST_NOTES = 4 }; /* of a rank */
+enum { MAX_AMAXES = 4 }; /* of a rank */
 
-/* ---- The user's own -------------------------------------------------------------------------------------------- */
+/* ---- The user's transforms ------------------------------------------------------------------------------------- */
 
 static tb_transform_piece piece_of(const entry *e, int ndim, const int64_t *len) {
     tb_transform_piece piece = {.size = sizeof piece, .name = e->name, .dtype = e->dtype, .ndim = ndim};
@@ -45,7 +45,7 @@ static tb_status user_unpack(void *arg, const tb_chunk *chunk, const tb_binding 
     return e->how.transform->finalize_recv(e->how.transform->arg, &piece, dst, wire);
 }
 
-/* ---- Ours ------------------------------------------------------------------------------------------------------ */
+/* ---- Encodings ------------------------------------------------------------------------------------------------- */
 
 static tb_status decode_pack(void *arg, const tb_chunk *chunk, const tb_binding *src, tb__mapping *mapping,
                              int64_t offset, tb__move_list *out) {
@@ -77,14 +77,14 @@ static bool is_plain_float(tb_dtype dtype) {
     return dtype == TB_F32 || dtype == TB_F16 || dtype == TB_BF16;
 }
 
-/* What numbers a quantised source becomes. Those of mxfp8 are bf16 as they are. */
+/* The dtype that a quantised source is dequantised to. mxfp8 fits into bf16 exactly. */
 static tb_dtype decoded_dtype(const entry *e, tb_dtype dst) {
     if (e->how.dst_encoding)
         return e->src_encoding.format.kind == TB__QUANT_MXFP8 ? TB_BF16 : TB_F32;
     return is_plain_float(dst) ? dst : TB_F32;
 }
 
-static tb_status settle_transformed(entry *e, tb__flow_tensor *t) {
+static tb_status choose_transformed(entry *e, tb__flow_tensor *t) {
     const tb_transform *own = e->how.transform;
     if (e->how.src_encoding || e->how.dst_encoding)
         return tb__fail(TB_REFUSED, "it is encoded, and a transform is to convert it, too");
@@ -97,7 +97,7 @@ static tb_status settle_transformed(entry *e, tb__flow_tensor *t) {
     return TB_OK;
 }
 
-static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
+static tb_status choose_encoded(entry *e, tb__flow_tensor *t) {
     tb_tensor_spec *spec = &t->spec;
     const tb__encoding *to = e->how.dst_encoding;
     if (e->how.src_encoding) {
@@ -124,7 +124,7 @@ static tb_status settle_encoded(entry *e, tb__flow_tensor *t) {
     return TB_OK;
 }
 
-static tb_status settle(entry *e, tb__flow_tensor *t) {
+static tb_status choose_conversion(entry *e, tb__flow_tensor *t) {
     e->name = tb__strdup(t->spec.name);
     e->codec.arg = e;
     if (!e->name)
@@ -135,14 +135,14 @@ static tb_status settle(entry *e, tb__flow_tensor *t) {
         e->dst_encoding = *e->how.dst_encoding;
     tb_status status = TB_OK;
     if (e->how.is_transformed)
-        status = settle_transformed(e, t);
+        status = choose_transformed(e, t);
     else if (e->how.src_encoding || e->how.dst_encoding)
-        status = settle_encoded(e, t);
+        status = choose_encoded(e, t);
     t->codec = t->spec.coded ? &e->codec : NULL;
     return status == TB_OK ? TB_OK : tb__fail_within(status, "tensor '%.100s'", e->name);
 }
 
-/* ---- What is complete ------------------------------------------------------------------------------------------ */
+/* ---- Gathered groups ------------------------------------------------------------------------------------------- */
 
 /* The rows of a tensor's part that are in the slot. */
 static int64_t rows_in(const entry *e, const unit *u, uint32_t group, int64_t *first) {
@@ -180,7 +180,7 @@ static tb_status list_amax(const tb__convert *c, unit *u, const char *slot, tb__
     return TB_OK;
 }
 
-/* The one scale of a unit, to where its tensors have it. Several may have it in one place. */
+/* Lists the moves of a unit's global scale to its tensors, which may share it. */
 static tb_status list_scale(const tb__convert *c, const unit *u, tb__move_list *out) {
     const float *before = NULL;
     for (size_t i = 0; i < u->count; i++) {
@@ -198,7 +198,7 @@ static tb_status list_scale(const tb__convert *c, const unit *u, tb__move_list *
     return TB_OK;
 }
 
-/* What is in the slot becomes the unit's tensors. */
+/* Lists the moves that quantise the slot into the unit's tensors. */
 static tb_status list_write(const tb__convert *c, const unit *u, uint32_t group, const char *slot, tb__move_list *out) {
     for (size_t i = 0; i < u->count; i++) {
         const entry *e = &c->entries[c->order[u->first + i]];
@@ -210,23 +210,23 @@ static tb_status list_write(const tb__convert *c, const unit *u, uint32_t group,
     return u->is_global ? list_scale(c, u, out) : TB_OK;
 }
 
-static bool add_note(unit *u, note new) {
+static bool record_peer_amax(unit *u, peer_amax new) {
     size_t oldest = TB__NOWHERE, count = 0;
-    for (size_t i = 0; i < u->notes.count; i++) {
-        if (u->notes.item[i].rank != new.rank)
+    for (size_t i = 0; i < u->peer_amaxes.count; i++) {
+        if (u->peer_amaxes.item[i].rank != new.rank)
             continue;
         count++;
-        if (oldest == TB__NOWHERE || u->notes.item[i].attempt < u->notes.item[oldest].attempt)
+        if (oldest == TB__NOWHERE || u->peer_amaxes.item[i].attempt < u->peer_amaxes.item[oldest].attempt)
             oldest = i;
     }
-    if (count == MOST_NOTES) {
-        u->notes.item[oldest] = new;
+    if (count == MAX_AMAXES) {
+        u->peer_amaxes.item[oldest] = new;
         return true;
     }
-    return tb__vec_push(&u->notes, new);
+    return tb__vec_push(&u->peer_amaxes, new);
 }
 
-static void tell_others(const tb__convert *c, const unit *u, tb__flow *flow, uint64_t attempt, float amax) {
+static void send_amax(const tb__convert *c, const unit *u, tb__flow *flow, uint64_t attempt, float amax) {
     uint32_t bits;
     memcpy(&bits, &amax, sizeof bits);
     for (size_t i = 0; i < u->nranks; i++) {
@@ -235,30 +235,30 @@ static void tell_others(const tb__convert *c, const unit *u, tb__flow *flow, uin
         tb__pack pack = {0};
         tb__pack_u32(&pack, (uint32_t)(u - c->units.item));
         tb__pack_u32(&pack, bits);
-        tb__flow_note(flow, u->ranks[i], attempt, &pack);
+        tb__flow_send_gather_message(flow, u->ranks[i], attempt, &pack);
         tb__pack_fini(&pack);
     }
 }
 
-static const note *find_note(const unit *u, int32_t rank, uint64_t attempt) {
-    for (size_t i = 0; i < u->notes.count; i++) {
-        if (u->notes.item[i].rank == rank && u->notes.item[i].attempt == attempt)
-            return &u->notes.item[i];
+static const peer_amax *find_peer_amax(const unit *u, int32_t rank, uint64_t attempt) {
+    for (size_t i = 0; i < u->peer_amaxes.count; i++) {
+        if (u->peer_amaxes.item[i].rank == rank && u->peer_amaxes.item[i].attempt == attempt)
+            return &u->peer_amaxes.item[i];
     }
     return NULL;
 }
 
-/* The scale of a unit that was measured, once all who have parts of it have said how large theirs are. */
+/* Computes the scale of a measured unit, once all ranks with parts of it have sent their largest magnitudes. */
 static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_t attempt, bool *waits) {
     if (u->told != attempt) {
-        if (!add_note(u, (note){c->rank, attempt, u->amax}))
+        if (!record_peer_amax(u, (peer_amax){c->rank, attempt, u->amax}))
             return TB_NO_MEMORY;
-        tell_others(c, u, flow, attempt, u->amax);
+        send_amax(c, u, flow, attempt, u->amax);
         u->told = attempt;
     }
-    float amax = find_note(u, c->rank, attempt)->amax;
+    float amax = find_peer_amax(u, c->rank, attempt)->amax;
     for (size_t i = 0; i < u->nranks; i++) {
-        const note *n = find_note(u, u->ranks[i], attempt);
+        const peer_amax *n = find_peer_amax(u, u->ranks[i], attempt);
         if (!n) {
             *waits = true;
             c->awaited = u->ranks[i];
@@ -268,7 +268,7 @@ static tb_status agree_on_scale(tb__convert *c, unit *u, tb__flow *flow, uint64_
     return tb__quant_scale(&c->entries[c->order[u->first]].dst_encoding.format, amax, &u->scale);
 }
 
-/* Those who have no part of a scale group are not told how large others' are, and need not know. */
+/* Ranks without a part of a scale group do not get the others' magnitudes, and do not need them. */
 static bool is_concerned(const tb__convert *c, const unit *u) {
     bool is_listed = u->nranks == 0;
     for (size_t i = 0; i < u->nranks; i++)
@@ -297,7 +297,7 @@ static tb_status list_step(void *arg, uint32_t group, tb__gather_step step, cons
     return TB_OK;
 }
 
-/* Units with a scale for all of them are measured first; then their ranks tell each other what they found. */
+/* Units with a global scale are measured first; then their ranks exchange the results. */
 static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t group, tb__gather_step *out) {
     tb__convert *c = arg;
     bool measures = false, waits = false;
@@ -321,26 +321,26 @@ static tb_status next_step(void *arg, tb__flow *flow, uint64_t attempt, uint32_t
     return TB_OK;
 }
 
-static int32_t awaits(void *arg) {
+static int32_t awaited_rank(void *arg) {
     return ((const tb__convert *)arg)->awaited;
 }
 
-static bool take_note(void *arg, int32_t rank, uint64_t attempt, tb__unpack *message) {
+static bool on_peer_amax(void *arg, int32_t rank, uint64_t attempt, tb__unpack *message) {
     tb__convert *c = arg;
     uint32_t at = tb__unpack_u32(message), bits = tb__unpack_u32(message);
-    note new = {.rank = rank, .attempt = attempt};
+    peer_amax new = {.rank = rank, .attempt = attempt};
     memcpy(&new.amax, &bits, sizeof bits);
     return tb__unpack_is_done(message) && at < c->units.count && c->units.item[at].is_global &&
-           add_note(&c->units.item[at], new);
+           record_peer_amax(&c->units.item[at], new);
 }
 
-/* ---- All of it ------------------------------------------------------------------------------------------------- */
+/* ---- Set-up ---------------------------------------------------------------------------------------------------- */
 
 static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tensors, const tb__convert_how *how) {
     bool gathers = false;
     for (size_t i = 0; i < c->nentries; i++) {
         c->entries[i].how = how[i];
-        TB_TRY(settle(&c->entries[i], &tensors[i]));
+        TB_TRY(choose_conversion(&c->entries[i], &tensors[i]));
         gathers |= tensors[i].is_gathered;
     }
     if (!gathers)
@@ -348,14 +348,14 @@ static tb_status fill(tb__convert *c, tb__flow_opts *opts, tb__flow_tensor *tens
     TB_TRY(tb__convert_steps(c, tensors, opts->staging_bytes / 4));
     opts->staging_bytes -= opts->staging_bytes / 4;
     opts->own_staging_bytes -= opts->own_staging_bytes / 4;
-    opts->host_groups = c->host_groups;
+    opts->user_groups = c->user_groups;
     opts->gather = (tb__gather){.slot_nbytes = c->slot_nbytes,
                                 .nslots = c->nslots,
                                 .arg = c,
                                 .list = list_step,
                                 .next = next_step,
-                                .awaits = awaits,
-                                .note = take_note};
+                                .awaits = awaited_rank,
+                                .on_message = on_peer_amax};
     return TB_OK;
 }
 
@@ -390,12 +390,12 @@ void tb__convert_destroy(tb__convert *c) {
         free(c->entries[i].name);
     for (size_t i = 0; i < c->units.count; i++) {
         free(c->units.item[i].ranks);
-        free(c->units.item[i].notes.item);
+        free(c->units.item[i].peer_amaxes.item);
     }
     free(c->units.item);
     free(c->entries);
     free(c->order);
-    free(c->host_groups);
+    free(c->user_groups);
     free(c->unit_of);
     free(c);
 }

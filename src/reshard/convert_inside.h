@@ -1,4 +1,4 @@
-/* What convert.c (who converts, and when) and convert_steps.c (what gathers together) share. */
+/* Shared by convert.c (conversions) and convert_steps.c (which tensors are gathered together). */
 #ifndef TB_RESHARD_CONVERT_INSIDE_H
 #define TB_RESHARD_CONVERT_INSIDE_H
 
@@ -10,29 +10,29 @@ typedef struct entry {
     tb__convert_how how;
     tb__encoding src_encoding, dst_encoding; /* what `how` points to */
     tb__codec codec;
-    tb_dtype dtype; /* of what is gathered, or sent to a transformation */
-    tb_shape most;  /* no target's part is longer in any dim */
-    int64_t nbytes; /* of that, gathered */
+    tb_dtype dtype; /* of gathered data, or of a transform's input */
+    tb_shape most;  /* the largest part of any target, by dim */
+    int64_t nbytes; /* of that, in a slot */
     size_t slot_offset;
     int64_t band;
 } entry;
 
-typedef struct note {
+typedef struct peer_amax {
     int32_t rank;
     uint64_t attempt;
     float amax;
-} note;
+} peer_amax;
 
-/* Tensors that gather together and are quantised together: one, or a scale group. */
+/* Tensors that are gathered and quantised together: one, or a scale group. */
 typedef struct unit {
     size_t first, count; /* of `order` */
     uint32_t group;
     bool is_global;
-    size_t nranks; /* that tell each other, this one too, if it has a part */
+    size_t nranks; /* that exchange magnitudes, including this one if it has a part */
     int32_t *ranks;
     uint64_t measured, told; /* attempts */
     float amax, scale;       /* of this rank's parts, and of all: where is_global */
-    TB_VEC(note) notes;
+    TB_VEC(peer_amax) peer_amaxes;
 } unit;
 
 struct tb__convert {
@@ -42,14 +42,14 @@ struct tb__convert {
     size_t *order;  /* of those that gather, unit by unit */
     TB_VEC(unit) units;
     size_t ngroups;
-    uint32_t *host_groups;
+    uint32_t *user_groups;
     size_t *unit_of; /* by group: the first of its units, or where it would be */
     size_t slot_nbytes;
     uint32_t nslots;
-    int32_t awaited; /* a rank that has not said what it has to */
+    int32_t awaited; /* a rank whose magnitude is missing */
 };
 
-/* Which tensors gather when; sets the groups and bands of all tensors. */
+/* Chooses the order of gathering; sets the groups and bands of all tensors. */
 tb_status tb__convert_steps(tb__convert *convert, tb__flow_tensor *tensors, int64_t most_nbytes);
 
 #endif

@@ -1,5 +1,5 @@
-/* Which tensors gather together, in which order: steps, each of them a group of the flow. The host's groups keep their
- * order; within one, what is not gathered comes first. */
+/* Divides gathered tensors into steps, each of them a group of the flow. The program's groups keep their order; within
+ * one, tensors that are not gathered come first. */
 #include "reshard/convert_inside.h"
 
 #include "base/dtype.h"
@@ -10,7 +10,7 @@
 
 enum { SLOT_NBYTES = 8 << 20 }; /* a slot is no larger without need, so that it stays in the cache */
 
-/* ---- What a tensor takes --------------------------------------------------------------------------------------- */
+/* ---- Sizes ----------------------------------------------------------------------------------------------------- */
 
 static bool is_same_shape(const tb_shape *a, const tb_shape *b) {
     return a->ndim == b->ndim && memcmp(a->dim, b->dim, (size_t)a->ndim * sizeof *a->dim) == 0;
@@ -41,7 +41,7 @@ static tb_status find_most(const tb_tensor_spec *spec, const tb_tensor_spec *bef
     return TB_OK;
 }
 
-static tb_status measure(tb__convert *c, const tb__flow_tensor *tensors) {
+static tb_status measure_slots(tb__convert *c, const tb__flow_tensor *tensors) {
     const entry *before = NULL;
     for (size_t i = 0; i < c->nentries; i++) {
         entry *e = &c->entries[i];
@@ -137,12 +137,12 @@ static tb_status check_unit(const tb__convert *c, const tb__flow_tensor *tensors
     return TB_OK;
 }
 
-/* Where the steps have come. */
+/* State while steps are assigned. */
 typedef struct walk {
     tb__convert *c;
     tb__flow_tensor *tensors;
-    int64_t slot;    /* as large as it should be */
-    int64_t most;    /* and may be */
+    int64_t slot;    /* preferred size */
+    int64_t most;    /* largest size allowed */
     uint32_t group;  /* the next one */
     int64_t used;    /* of the slot of the one before; negative: nothing can be added to that */
     int64_t largest; /* of all slots */
@@ -207,7 +207,7 @@ static tb_status find_bands(const tb_tensor_spec *spec, bool *has_bands) {
 }
 
 /* Cuts a tensor that is too large for a slot into bands, if it can be. */
-static tb_status cut(const walk *w, size_t index, bool *is_cut) {
+static tb_status cut_bands(const walk *w, size_t index, bool *is_cut) {
     entry *e = &w->c->entries[index];
     const tb__quant_format *format = &e->dst_encoding.format;
     int64_t row = 1, step = tb__encoded_band(format, &e->most);
@@ -249,7 +249,7 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
         nbytes += c->entries[c->order[u.first + i]].nbytes;
     bool is_cut = false;
     if (u.count == 1 && nbytes > w->slot)
-        TB_TRY(cut(w, first, &is_cut));
+        TB_TRY(cut_bands(w, first, &is_cut));
     if (is_cut)
         nbytes = c->entries[first].nbytes;
     if (nbytes > w->most)
@@ -282,7 +282,7 @@ static tb_status add_unit(walk *w, uint32_t host, unit u) {
     return TB_OK;
 }
 
-/* Items a .. b-1 have one group of the host's. */
+/* Items a .. b-1 are of one group of the program. */
 static tb_status add_host(walk *w, const item *items, size_t a, size_t b, size_t *norder) {
     tb__convert *c = w->c;
     w->used = -1;
@@ -339,14 +339,14 @@ static tb_status walk_items(walk *w, const item *items) {
 }
 
 tb_status tb__convert_steps(tb__convert *c, tb__flow_tensor *tensors, int64_t most_nbytes) {
-    TB_TRY(measure(c, tensors));
+    TB_TRY(measure_slots(c, tensors));
     item *items = sort_items(c, tensors);
     c->order = tb__malloc(c->nentries, sizeof *c->order);
     walk w = {.c = c, .tensors = tensors, .most = most_nbytes, .used = -1};
     w.slot = most_nbytes / 2 < SLOT_NBYTES ? most_nbytes / 2 : SLOT_NBYTES;
     tb_status status = items && c->order ? walk_items(&w, items) : TB_NO_MEMORY;
     free(items);
-    c->host_groups = w.hosts.item;
+    c->user_groups = w.hosts.item;
     c->unit_of = w.first_units.item;
     return status;
 }

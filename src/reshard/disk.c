@@ -224,7 +224,7 @@ static tb_status add_target_bytes(tb__disk *disk, tb__disk_tensor *t) {
 }
 
 /* What is written is worked out by the quantiser, from numbers as the source has them. */
-static tb_status settle_quantised(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
+static tb_status prepare_quantised(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
     tb__quant_size size;
     TB_TRY(tb__disk_quant_check(&rule->dst_quant, &t->shape, t->src_dtype));
     TB_TRY(tb__disk_quant_init(&t->dst_quant, &rule->dst_quant, t->name, &disk->arena));
@@ -235,7 +235,7 @@ static tb_status settle_quantised(tb__disk *disk, tb__disk_tensor *t, const tb__
     return t->dst_quant.scale_name ? tb__disk_take_amax(disk, t) : TB_OK;
 }
 
-static tb_status check_strangers(const tb__disk *disk, const tb__disk_tensor *t, const char *name) {
+static tb_status check_unknown_ranks(const tb__disk *disk, const tb__disk_tensor *t, const char *name) {
     const char *stranger = name ? tb__disk_input_stranger(disk->input, t->src, name) : NULL;
     if (!stranger)
         return TB_OK;
@@ -247,9 +247,9 @@ static tb_status check_strangers(const tb__disk *disk, const tb__disk_tensor *t,
 static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
     if (rule->src_quant.kind)
         TB_TRY(tb__disk_quant_init(&t->src_quant, &rule->src_quant, t->name, &disk->arena));
-    TB_TRY(check_strangers(disk, t, t->name));
-    TB_TRY(check_strangers(disk, t, t->src_quant.scales_name));
-    TB_TRY(check_strangers(disk, t, t->src_quant.scale_name));
+    TB_TRY(check_unknown_ranks(disk, t, t->name));
+    TB_TRY(check_unknown_ranks(disk, t, t->src_quant.scales_name));
+    TB_TRY(check_unknown_ranks(disk, t, t->src_quant.scale_name));
     if (rule->has_shape)
         t->shape = rule->shape;
     else
@@ -263,11 +263,11 @@ static tb_status find_sources(tb__disk *disk, tb__disk_tensor *t, const tb__spec
     return TB_OK;
 }
 
-static tb_status settle(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
+static tb_status prepare_tensor(tb__disk *disk, tb__disk_tensor *t, const tb__spec_rule *rule) {
     if (t->src_dtype == TB_DTYPE_NONE) /* all parts are empty, and no file has one */
         t->src_dtype = rule->src_dtype != TB_DTYPE_NONE ? rule->src_dtype : TB_F32;
     if (rule->dst_quant.kind) {
-        TB_TRY(settle_quantised(disk, t, rule));
+        TB_TRY(prepare_quantised(disk, t, rule));
     } else {
         t->dst_dtype = t->band_dtype = rule->dst_dtype != TB_DTYPE_NONE ? rule->dst_dtype : t->src_dtype;
         bool is_narrow = tb_dtype_bits(t->dst_dtype) <= 8; /* asked for in so many words */
@@ -305,7 +305,7 @@ static tb_status add_tensor(tb__disk *disk, const tb__spec *spec, const char *na
     tb_status status = check_sides(disk, t, rule);
     if (status == TB_OK) {
         TB_TRY(find_sources(disk, t, rule));
-        status = settle(disk, t, rule);
+        status = prepare_tensor(disk, t, rule);
     }
     if (status != TB_OK)
         return tb__fail_within(status, "tensor '%.100s'", name);
@@ -387,7 +387,7 @@ static tb_status add_tensors(tb__disk *disk, const tb__spec *spec) {
     return status;
 }
 
-static tb_status open_all(tb__disk *disk, const tb__spec *spec, const char *dir, bool ignore_unindexed) {
+static tb_status open_disk(tb__disk *disk, const tb__spec *spec, const char *dir, bool ignore_unindexed) {
     int32_t *ranks;
     size_t nranks;
     TB_TRY(list_ranks(spec, false, &ranks, &nranks));
@@ -403,7 +403,7 @@ tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unind
     tb__disk *disk = tb__calloc(1, sizeof *disk);
     if (!disk)
         return TB_NO_MEMORY;
-    tb_status status = open_all(disk, spec, dir, ignore_unindexed);
+    tb_status status = open_disk(disk, spec, dir, ignore_unindexed);
     if (status != TB_OK)
         tb__disk_close(disk);
     else

@@ -56,8 +56,8 @@ typedef struct tb__disk {
 } tb__disk;
 
 /* Opens all files of the source and finds everything wrong that can be found without reading data: a rank's file that
- * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors for which the spec
- * has no word, tensors and files that would not be read (unless these are ignored). The spec must outlive it. */
+ * is missing, a tensor that is missing in one, shapes and dtypes that contradict the spec, tensors that the spec does
+ * not mention, tensors and files that would not be read (unless these are ignored). The spec must outlive it. */
 tb_status tb__disk_open(const tb__spec *spec, const char *dir, bool ignore_unindexed, tb__disk **out);
 void tb__disk_close(tb__disk *disk); /* accepts NULL */
 

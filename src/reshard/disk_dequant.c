@@ -23,7 +23,7 @@ static tb_status read_scale(const tb__disk_source *source, float *out) {
                          source->tensor->name, (double)*out);
 }
 
-static tb_status find(const tb__disk_input *input, int32_t rank, const char *name, tb__disk_source *out) {
+static tb_status find_source(const tb__disk_input *input, int32_t rank, const char *name, tb__disk_source *out) {
     *out = tb__disk_input_find(input, rank, name);
     if (out->tensor)
         return TB_OK;
@@ -34,13 +34,13 @@ tb_status tb__disk_origin_find(const tb__disk_input *input, const tb__disk_tenso
                                tb__disk_origin *out) {
     tb__disk_source scale;
     *out = (tb__disk_origin){.scale = 0};
-    TB_TRY(find(input, rank, t->name, &out->data));
+    TB_TRY(find_source(input, rank, t->name, &out->data));
     out->shape = tb__disk_quant_part(&t->src_quant, &out->data.tensor->shape);
     if (t->src_quant.scales_name)
-        TB_TRY(find(input, rank, t->src_quant.scales_name, &out->scales));
+        TB_TRY(find_source(input, rank, t->src_quant.scales_name, &out->scales));
     if (!t->src_quant.scale_name)
         return TB_OK;
-    TB_TRY(find(input, rank, t->src_quant.scale_name, &scale));
+    TB_TRY(find_source(input, rank, t->src_quant.scale_name, &scale));
     return read_scale(&scale, &out->scale);
 }
 

@@ -18,7 +18,7 @@ void tb__disk_gather_fini(tb__disk_gather *g) {
     free(g->strides.item);
 }
 
-static void row_major(const tb_shape *shape, int64_t *stride) {
+static void row_major_strides(const tb_shape *shape, int64_t *stride) {
     int64_t step = 1;
     for (int d = shape->ndim - 1; d >= 0; d--) {
         stride[d] = step;
@@ -34,7 +34,7 @@ static tb_status find_sources(tb__disk_gather *g, const tb__disk_tensor *t, cons
     for (uint32_t i = 0; i < piece->nsources; i++) {
         tb__disk_origin *origin = &g->sources.item[g->sources.count++];
         TB_TRY(tb__disk_origin_find(g->input, t, piece->sources[i], origin));
-        row_major(&origin->shape, g->strides.item[g->strides.count++].dim);
+        row_major_strides(&origin->shape, g->strides.item[g->strides.count++].dim);
         g->from.item[g->from.count++] = NULL;
     }
     return TB_OK;
@@ -66,7 +66,7 @@ static bool next_index(int64_t *index, const int64_t *len, const int64_t *step, 
     return false;
 }
 
-static int64_t dot(const int64_t *index, const int64_t *stride, int ndim) {
+static int64_t offset_of(const int64_t *index, const int64_t *stride, int ndim) {
     int64_t sum = 0;
     for (int d = 0; d < ndim; d++)
         sum += index[d] * stride[d];
@@ -77,10 +77,10 @@ static tb_status read_direct(const tb__disk_gather *g, const tb__disk_tensor *t,
                              const int64_t *dst_stride, int64_t run, int outer) {
     const tb__disk_source *source = &g->sources.item[0].data;
     const int64_t *src_stride = g->strides.item[0].dim;
-    int64_t index[TB_MAX_DIMS] = {0}, first = dot(piece->src, src_stride, t->shape.ndim);
+    int64_t index[TB_MAX_DIMS] = {0}, first = offset_of(piece->src, src_stride, t->shape.ndim);
     do {
-        int64_t from = tb__dtype_bytes(t->src_dtype, first + dot(index, src_stride, outer));
-        int64_t at = tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, outer));
+        int64_t from = tb__dtype_bytes(t->src_dtype, first + offset_of(index, src_stride, outer));
+        int64_t at = tb__dtype_bytes(t->band_dtype, offset_of(index, dst_stride, outer));
         TB_TRY(tb__safetensors_read(source->file, source->tensor, from, (size_t)tb__dtype_bytes(t->src_dtype, run),
                                     (char *)to + at));
     } while (next_index(index, piece->len, NULL, outer));
@@ -132,7 +132,7 @@ static tb_status load_box(tb__disk_gather *g, const tb__disk_tensor *t, const in
         }
         for (int d = 0; d < t->shape.ndim; d++)
             span += stride[d] * (len[d] - 1);
-        int64_t from = tb__dtype_bytes(t->src_dtype, dot(start, stride, t->shape.ndim));
+        int64_t from = tb__dtype_bytes(t->src_dtype, offset_of(start, stride, t->shape.ndim));
         TB_TRY(tb__safetensors_read(origin->data.file, origin->data.tensor, from,
                                     (size_t)tb__dtype_bytes(t->src_dtype, span), place));
     }
@@ -167,15 +167,15 @@ static tb_status read_staged(tb__disk_gather *g, const tb__disk_tensor *t, const
         copy.dst_dtype = t->band_dtype;
         copy.op = t->plan->src.op;
         copy.avg_divisor = piece->nsources > 1 ? t->plan->src.avg_divisor : 1;
-        copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, dot(index, dst_stride, ndim));
+        copy.dst = (char *)to + tb__dtype_bytes(t->band_dtype, offset_of(index, dst_stride, ndim));
         TB_TRY(tb__move_check(&copy));
         tb__move_run(&copy, tb__move_whole(&copy), false);
     } while (next_index(index, piece->len, cut.step, ndim));
     return TB_OK;
 }
 
-static tb_status fill_zeros(const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
-                            const int64_t *dst_stride) {
+static tb_status write_zeros(const tb__disk_tensor *t, const tb__disk_piece *piece, void *to,
+                             const int64_t *dst_stride) {
     tb__move copy = {.ndim = t->shape.ndim, .dst = to, .dst_dtype = t->band_dtype};
     for (int d = 0; d < copy.ndim; d++) {
         copy.len[d] = piece->len[d];
@@ -195,7 +195,7 @@ tb_status tb__disk_gather_piece(tb__disk_gather *g, const tb__disk_tensor *t, co
             return TB_OK;
     }
     if (piece->nsources == 0)
-        return fill_zeros(t, piece, to, dst_stride);
+        return write_zeros(t, piece, to, dst_stride);
     TB_TRY(find_sources(g, t, piece));
     if (is_direct(t, piece, g->strides.item[0].dim, dst_stride, &run, &outer))
         return read_direct(g, t, piece, to, dst_stride, run, outer);

@@ -77,14 +77,14 @@ static void stock_case(stock *s, const json_t *line, const char *name) {
     }
 }
 
-static void check_case(shelf *out, const json_t *line, const char *name) {
+static void check_case(target_files *out, const json_t *line, const char *name) {
     const char *rank;
     const json_t *local;
     json_object_foreach(json_object_get(line, "locals"), rank, local) {
         tb_shape shape;
         int64_t nbytes;
         int32_t *expected = golden_part(line, rank, &shape);
-        unsigned char *got = shelf_get(out, atoi(rank), name, TB_I32, &shape);
+        unsigned char *got = target_files_get(out, atoi(rank), name, TB_I32, &shape);
         assert_ok(tb_shape_size(&shape, TB_I32, NULL, &nbytes));
         assert_memory_equal(got, expected, (size_t)nbytes);
         free(expected);
@@ -119,7 +119,7 @@ static void dtensor_pairs(void **state) {
     char name[32];
     int npairs = 0;
     for (int pass = 0; pass < 2; pass++) {
-        shelf out = {.dir = path_in(f, "out")};
+        target_files out = {.dir = path_in(f, "out")};
         for (int i = 0; i < NLAYOUTS; i++) {
             for (int k = 0; k < NLAYOUTS; k++) {
                 if (!json_equal(json_object_get(lines[i], "shape"), json_object_get(lines[k], "shape")))
@@ -139,7 +139,7 @@ static void dtensor_pairs(void **state) {
             stock_write(&s, path_in(f, "in"), count_ranks(lines));
             reshard_entries(tensors, path_in(f, "in"), path_in(f, "out"), &(tb__disk_opts){.verify = true});
         }
-        shelf_fini(&out);
+        target_files_fini(&out);
     }
     assert_int_equal(npairs, 550);
     free_lines(lines, NLAYOUTS);
@@ -173,7 +173,7 @@ static void dtensor_there_and_back(void **state) {
     read_lines("dtensor_layouts.jsonl", lines, NLAYOUTS);
     json_t *there = json_object(), *back = json_object();
     stock s = {0};
-    shelf out = {.dir = path_in(f, "back")};
+    target_files out = {.dir = path_in(f, "back")};
     char name[32];
     for (int i = 0; i < NLAYOUTS; i++) {
         snprintf(name, sizeof name, "case_%d", i);
@@ -191,7 +191,7 @@ static void dtensor_there_and_back(void **state) {
         snprintf(name, sizeof name, "case_%d", i);
         check_case(&out, lines[i], name);
     }
-    shelf_fini(&out);
+    target_files_fini(&out);
     free_lines(lines, NLAYOUTS);
 }
 
@@ -242,11 +242,11 @@ static int64_t place_in(const tb_shape *from, const tb_shape *to, int dim, int64
     return (outer * to->dim[dim] + index) * inner + i % inner;
 }
 
-static void check_megatron_rank(shelf *out, const json_t *line, const char *name, int rank, const json_t *ops) {
+static void check_megatron_rank(target_files *out, const json_t *line, const char *name, int rank, const json_t *ops) {
     int dim = (int)json_integer_value(json_object_get(line, "dim"));
     tb_shape src = read_shape(json_object_get(line, "src_local")), dst = read_shape(json_object_get(line, "dst_local"));
     int64_t n = size_of(&dst), inner = 1;
-    int32_t *got = (int32_t *)shelf_get(out, rank, name, TB_I32, &dst);
+    int32_t *got = (int32_t *)target_files_get(out, rank, name, TB_I32, &dst);
     for (int d = dim + 1; d < dst.ndim; d++)
         inner *= dst.dim[d];
     for (int64_t i = 0; i < n; i++) {
@@ -293,7 +293,7 @@ static void megatron_plans(void **state) {
     }
     stock_write(&s, path_in(f, "in"), (int32_t)nranks);
     reshard_entries(tensors, path_in(f, "in"), path_in(f, "out"), &(tb__disk_opts){0});
-    shelf out = {.dir = path_in(f, "out")};
+    target_files out = {.dir = path_in(f, "out")};
     for (int i = 0; i < NPLANS; i++) {
         const char *rank;
         const json_t *ops;
@@ -303,7 +303,7 @@ static void megatron_plans(void **state) {
             check_megatron_rank(&out, lines[i], name, atoi(rank), ops);
         }
     }
-    shelf_fini(&out);
+    target_files_fini(&out);
     free_lines(lines, NPLANS);
 }
 

@@ -25,7 +25,7 @@ static int compare_ranks(const void *left, const void *right) {
 }
 
 /* A rank that no mesh has is not left out in silence: the spec may be that of another checkpoint. */
-static tb_status check_strangers(const tb__rank_files *found, const int32_t *ranks, size_t nranks) {
+static tb_status check_unwanted_files(const tb__rank_files *found, const int32_t *ranks, size_t nranks) {
     for (size_t i = 0, k = 0; i < found->count; i++) {
         while (k < nranks && ranks[k] < found->files[i].rank)
             k++;
@@ -62,7 +62,7 @@ static tb_status open_ranks(tb__disk_input *input, const char *dir, const int32_
         input->nranks++;
     }
     TB_TRY(tb__rank_files_init(dir, &input->found));
-    TB_TRY(check_strangers(&input->found, ranks, nranks));
+    TB_TRY(check_unwanted_files(&input->found, ranks, nranks));
     return ignore_unindexed ? TB_OK : refuse_others(&input->found, dir);
 }
 

@@ -1,4 +1,4 @@
-/* What the parts of reshard/disk.h share. */
+/* Shared by the files that implement reshard/disk.h. */
 #ifndef TB_RESHARD_DISK_INSIDE_H
 #define TB_RESHARD_DISK_INSIDE_H
 
@@ -33,7 +33,7 @@ tb_status tb__disk_input_names(const tb__disk_input *input, const char ***names,
 /* Of all files that have the name, the first whose rank is not in the layout; NULL: there is none. */
 const char *tb__disk_input_stranger(const tb__disk_input *input, const tb_layout *layout, const char *name);
 
-/* The first file, whose notes the target gets; NULL if there is none. */
+/* The first file, whose metadata the target gets; NULL if there is none. */
 const tb__safetensors *tb__disk_input_first(const tb__disk_input *input);
 
 /* ---- Quantised tensors in files (disk_quant.c) ---------------------------------------------------------------- */
@@ -129,7 +129,7 @@ tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t sl
 tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
                                size_t nbytes);
 tb_status tb__disk_output_commit(tb__disk_output *output, bool sync);
-void tb__disk_output_destroy(tb__disk_output *output); /* what was not committed goes away; accepts NULL */
+void tb__disk_output_destroy(tb__disk_output *output); /* removes uncommitted files; accepts NULL */
 
 /* ---- Quantised sources (disk_dequant.c) ----------------------------------------------------------------------- */
 
@@ -208,7 +208,7 @@ typedef struct tb__disk_comparer {
     atomic_int_fast64_t *bytes_done;
 } tb__disk_comparer;
 
-/* TB_INVALID, with a sentence that names the tensor and the ranks, if they differ. */
+/* TB_INVALID, with a message that names the tensor and the ranks, if they differ. */
 tb_status tb__disk_compare(const tb__disk_comparer *comparer, const tb__disk_tensor *tensor,
                            const tb__disk_comparison *comparison);
 

@@ -41,33 +41,33 @@ static tb_status list_tensors(const tb__disk *disk, rank_file *file, tb__safeten
     return TB_OK;
 }
 
-/* Takes the notes of the source. Programs that load models want to know which library's tensors these are. */
-static tb_status list_notes(const tb__disk *disk, bool is_model, tb__safetensors_note **out, size_t *count) {
+/* Takes the metadata of the source. Programs that load models want to know which library's tensors these are. */
+static tb_status list_metadata(const tb__disk *disk, bool is_model, tb__safetensors_metadata **out, size_t *count) {
     const tb__safetensors *first = tb__disk_input_first(disk->input);
-    size_t n = first ? first->header.nnotes : 0;
+    size_t n = first ? first->header.nmetadata : 0;
     bool has_format = false;
-    tb__safetensors_note *notes = tb__malloc(n + 1, sizeof *notes);
-    if (!notes)
+    tb__safetensors_metadata *metadata = tb__malloc(n + 1, sizeof *metadata);
+    if (!metadata)
         return TB_NO_MEMORY;
     for (size_t i = 0; i < n; i++) {
-        notes[i] = first->header.notes[i];
-        has_format |= strcmp(notes[i].key, "format") == 0;
+        metadata[i] = first->header.metadata[i];
+        has_format |= strcmp(metadata[i].key, "format") == 0;
     }
     if (is_model && !has_format)
-        notes[n++] = (tb__safetensors_note){"format", "pt"};
-    *out = notes;
+        metadata[n++] = (tb__safetensors_metadata){"format", "pt"};
+    *out = metadata;
     *count = n;
     return TB_OK;
 }
 
 static tb_status create_rank(tb__disk_output *output, rank_file *file, const tb__safetensor *tensors,
-                             const tb__safetensors_note *notes, size_t nnotes) {
+                             const tb__safetensors_metadata *metadata, size_t nmetadata) {
     TB_TRY(tb__rank_file_path(output->folder.path, file->rank, &file->path));
-    return tb__safetensors_create(file->path, tensors, file->slots.count, notes, nnotes, &file->writer);
+    return tb__safetensors_create(file->path, tensors, file->slots.count, metadata, nmetadata, &file->writer);
 }
 
 static tb_status create_files(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts,
-                              tb__safetensor *tensors, const tb__safetensors_note *notes, size_t nnotes) {
+                              tb__safetensor *tensors, const tb__safetensors_metadata *metadata, size_t nmetadata) {
     tb__leftovers unused = {0}, *removed = opts->removed ? opts->removed : &unused;
     if (!opts->is_model) {
         TB_TRY(tb__folder_take(&output->folder, dir));
@@ -78,26 +78,27 @@ static tb_status create_files(tb__disk_output *output, const tb__disk *disk, con
         file->rank = disk->ranks[i];
         TB_TRY(list_tensors(disk, file, tensors));
         if (opts->is_model)
-            return tb__checkpoint_create(dir, tensors, file->slots.count, notes, nnotes, opts->max_file_bytes, removed,
-                                         &output->model);
-        TB_TRY(create_rank(output, file, tensors, notes, nnotes));
+            return tb__checkpoint_create(dir, tensors, file->slots.count, metadata, nmetadata, opts->max_file_bytes,
+                                         removed, &output->model);
+        TB_TRY(create_rank(output, file, tensors, metadata, nmetadata));
     }
     return TB_OK;
 }
 
-static tb_status create(tb__disk_output *output, const tb__disk *disk, const char *dir, const tb__disk_opts *opts) {
-    tb__safetensors_note *notes;
-    size_t nnotes;
+static tb_status init_output(tb__disk_output *output, const tb__disk *disk, const char *dir,
+                             const tb__disk_opts *opts) {
+    tb__safetensors_metadata *metadata;
+    size_t nmetadata;
     if (opts->is_model && disk->nranks != 1)
         return tb__fail(TB_INVALID, "a model is written by one target rank, but the spec has %zu", disk->nranks);
     output->ranks = tb__calloc(disk->nranks, sizeof *output->ranks);
     tb__safetensor *tensors = tb__malloc(disk->count, TB__DISK_SLOTS * sizeof *tensors);
     tb_status status = output->ranks && tensors ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK)
-        status = list_notes(disk, opts->is_model, &notes, &nnotes);
+        status = list_metadata(disk, opts->is_model, &metadata, &nmetadata);
     if (status == TB_OK) {
-        status = create_files(output, disk, dir, opts, tensors, notes, nnotes);
-        free(notes);
+        status = create_files(output, disk, dir, opts, tensors, metadata, nmetadata);
+        free(metadata);
     }
     free(tensors);
     return status;
@@ -108,7 +109,7 @@ tb_status tb__disk_output_create(const tb__disk *disk, const char *dir, const tb
     tb__disk_output *output = tb__calloc(1, sizeof *output);
     if (!output)
         return TB_NO_MEMORY;
-    tb_status status = create(output, disk, dir, opts);
+    tb_status status = init_output(output, disk, dir, opts);
     if (status != TB_OK)
         tb__disk_output_destroy(output);
     else
@@ -127,7 +128,7 @@ static int compare_sizes(const void *left, const void *right) {
 }
 
 /* A rank's file, and which of its tensors this is. */
-static const rank_file *find(const tb__disk_output *output, int32_t rank, size_t slot, size_t *place) {
+static const rank_file *find_rank_file(const tb__disk_output *output, int32_t rank, size_t slot, size_t *place) {
     const rank_file key = {.rank = rank};
     const rank_file *file = bsearch(&key, output->ranks, output->nranks, sizeof key, compare_ranks);
     const size_t *at = bsearch(&slot, file->slots.item, file->slots.count, sizeof slot, compare_sizes);
@@ -138,7 +139,7 @@ static const rank_file *find(const tb__disk_output *output, int32_t rank, size_t
 tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, const void *bytes,
                                 size_t nbytes) {
     size_t i;
-    const rank_file *file = find(output, rank, slot, &i);
+    const rank_file *file = find_rank_file(output, rank, slot, &i);
     return output->model ? tb__checkpoint_write(output->model, i, offset, bytes, nbytes)
                          : tb__safetensors_write(file->writer, i, offset, bytes, nbytes);
 }
@@ -146,7 +147,7 @@ tb_status tb__disk_output_write(tb__disk_output *output, int32_t rank, size_t sl
 tb_status tb__disk_output_read(const tb__disk_output *output, int32_t rank, size_t slot, int64_t offset, void *buffer,
                                size_t nbytes) {
     size_t i;
-    const rank_file *file = find(output, rank, slot, &i);
+    const rank_file *file = find_rank_file(output, rank, slot, &i);
     return output->model ? tb__checkpoint_read_back(output->model, i, offset, nbytes, buffer)
                          : tb__safetensors_read_back(file->writer, i, offset, nbytes, buffer);
 }

@@ -181,22 +181,22 @@ static void check_bytes(const unsigned char *got, const void *expected, int64_t 
 }
 
 /* The files have just this. */
-static void check_pack(shelf *out, const pack *k, const char *name, int rank) {
+static void check_pack(target_files *out, const pack *k, const char *name, int rank) {
     char other[64];
     tb_shape shape = data_shape(k);
-    unsigned char *got = shelf_get(out, rank, name, data_dtype(k), &shape);
+    unsigned char *got = target_files_get(out, rank, name, data_dtype(k), &shape);
     check_bytes(got, k->data, k->nmatrices * k->size.data_nbytes, name, rank);
     free(got);
     if (has_scales(k)) {
         shape = scales_shape(k);
         snprintf(other, sizeof other, "%s%s", name, ending(k, false));
-        got = shelf_get(out, rank, other, scales_dtype(k), &shape);
+        got = target_files_get(out, rank, other, scales_dtype(k), &shape);
         check_bytes(got, k->scales, k->nmatrices * k->size.scale_nbytes, other, rank);
         free(got);
     }
     if (has_scale(k)) {
         snprintf(other, sizeof other, "%s%s", name, ending(k, true));
-        got = shelf_get(out, rank, other, TB_F32, &(tb_shape){0});
+        got = target_files_get(out, rank, other, TB_F32, &(tb_shape){0});
         check_bytes(got, &k->scale, 4, other, rank);
         free(got);
     }
@@ -292,7 +292,7 @@ static void first_leg(folder *f, trip *trips, int n, const tb__disk_opts *opts) 
     }
     stock_write(&s, path_in(f, "plain"), 1);
     reshard_entries(tensors, path_in(f, "plain"), path_in(f, "four"), opts);
-    shelf out = {.dir = path_in(f, "four")};
+    target_files out = {.dir = path_in(f, "four")};
     for (int i = 0; i < n; i++) {
         trip *t = &trips[i];
         uint64_t *read = malloc((size_t)size_of(&t->shape) * sizeof *read);
@@ -306,11 +306,11 @@ static void first_leg(folder *f, trip *trips, int n, const tb__disk_opts *opts) 
         free(t->values);
         t->values = read;
     }
-    shelf_fini(&out);
+    target_files_fini(&out);
 }
 
-static void check_plain(shelf *out, const trip *t, const part *p, int rank) {
-    unsigned char *got = shelf_get(out, rank, t->name, t->plain, &p->shape);
+static void check_plain(target_files *out, const trip *t, const part *p, int rank) {
+    unsigned char *got = target_files_get(out, rank, t->name, t->plain, &p->shape);
     size_t size = number_size(t->plain);
     for (int64_t i = 0; i < size_of(&p->shape); i++) {
         uint64_t expected = number_cast(t->dtype, t->plain, t->values[place_of(p, i)]);
@@ -336,7 +336,7 @@ static void second_leg(folder *f, const trip *trips, int n, bool is_plain, const
             json_object_del(json_object_get(tensors, t->name), "shape");
     }
     reshard_entries(tensors, path_in(f, "four"), path_in(f, to), opts);
-    shelf out = {.dir = path_in(f, to)};
+    target_files out = {.dir = path_in(f, to)};
     for (int i = 0; i < n; i++) {
         const trip *t = &trips[i];
         for (int rank = 0; rank < 2; rank++) {
@@ -350,7 +350,7 @@ static void second_leg(folder *f, const trip *trips, int n, bool is_plain, const
             pack_fini(&k);
         }
     }
-    shelf_fini(&out);
+    target_files_fini(&out);
     remove_tree(path_in(f, to));
 }
 
@@ -415,7 +415,8 @@ static void stock_grouped(stock *s, const char *const *names, uint64_t values[GR
     }
 }
 
-static void check_grouped(shelf *out, tb__quant_format format, const char *name, const uint64_t *values, float amax) {
+static void check_grouped(target_files *out, tb__quant_format format, const char *name, const uint64_t *values,
+                          float amax) {
     for (int rank = 0; rank < 4; rank++) {
         part p = part_of(&grouped_shape, 0, 2, rank % 2);
         pack k = pack_make(&p, format, values, TB_F32, amax);
@@ -446,14 +447,14 @@ static void groups(void **state) {
         const char *name = tb__quant_name(formats[i].kind);
         snprintf(text, sizeof text, spec, name, name, name, name);
         assert_ok(reshard_text(text, path_in(f, "in"), path_in(f, "out"), &(tb__disk_opts){.verify = true}));
-        shelf out = {.dir = path_in(f, "out")};
+        target_files out = {.dir = path_in(f, "out")};
         check_grouped(&out, formats[i], "a.5.w1", values[0], 21);
         check_grouped(&out, formats[i], "a.5.w3", values[1], 21);
         check_grouped(&out, formats[i], "a.6.w1", values[2], 23);
         check_grouped(&out, formats[i], "a.6.w3", values[3], 23);
         check_grouped(&out, formats[i], "one", values[4], 24);
         check_grouped(&out, formats[i], "parts", values[5], 0);
-        shelf_fini(&out);
+        target_files_fini(&out);
         remove_tree(path_in(f, "out"));
     }
     check_refused(f,
@@ -477,22 +478,22 @@ static void zeros_and_nothing(void **state) {
         add_entry(there, "w", &whole.shape, TB_BF16, json_string("R"),
                   cut_side(2, 0, quant_json(&formats[i], true, NULL), TB_DTYPE_NONE));
         reshard_entries(there, path_in(f, "in"), path_in(f, "two"), &(tb__disk_opts){.verify = true});
-        shelf out = {.dir = path_in(f, "two")};
+        target_files out = {.dir = path_in(f, "two")};
         for (int rank = 0; rank < 2; rank++) {
             part p = part_of(&whole.shape, 0, 2, rank);
             pack k = pack_make(&p, formats[i], values, TB_BF16, 0);
             check_pack(&out, &k, "w", rank);
             pack_fini(&k);
         }
-        shelf_fini(&out);
+        target_files_fini(&out);
         add_entry(back, "w", &whole.shape, TB_BF16, cut_side(2, 0, quant_json(&formats[i], false, NULL), TB_DTYPE_NONE),
                   json_string("R"));
         reshard_entries(back, path_in(f, "two"), path_in(f, "one"), &(tb__disk_opts){.verify = true});
-        out = (shelf){.dir = path_in(f, "one")};
-        unsigned char *got = shelf_get(&out, 0, "w", TB_BF16, &whole.shape);
+        out = (target_files){.dir = path_in(f, "one")};
+        unsigned char *got = target_files_get(&out, 0, "w", TB_BF16, &whole.shape);
         check_bytes(got, (const char[64]){0}, 64, "w", 0);
         free(got);
-        shelf_fini(&out);
+        target_files_fini(&out);
         remove_tree(path_in(f, "one"));
         remove_tree(path_in(f, "two"));
     }

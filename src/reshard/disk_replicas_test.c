@@ -104,12 +104,12 @@ static void flip_element(const char *dir, const tb_layout *layout, const element
 }
 
 static void check_target(const char *dir) {
-    shelf out = {.dir = dir};
-    uint32_t *got = (uint32_t *)shelf_get(&out, 0, "w", TB_F32, &whole);
+    target_files out = {.dir = dir};
+    uint32_t *got = (uint32_t *)target_files_get(&out, 0, "w", TB_F32, &whole);
     for (int64_t i = 0; i < ROWS * COLUMNS; i++)
         assert_int_equal(got[i], bits_of(i, 0));
     free(got);
-    shelf_fini(&out);
+    target_files_fini(&out);
 }
 
 /* Every element of every rank differs once; then it does together with its copies, so that only other parts that have
@@ -219,12 +219,12 @@ static void forgotten_rule(void **state) {
     assert_fails(reshard_text(spec, in, out, &(tb__disk_opts){0}), TB_INVALID, "up_proj");
     assert_int_equal(count_entries(out), 1);
     assert_ok(reshard_text(spec, in, out, &(tb__disk_opts){.trust_replicas = true, .verify = true}));
-    shelf target = {.dir = out};
-    int32_t *got = (int32_t *)shelf_get(&target, 0, "up_proj", TB_I32, &(tb_shape){2, {2, 4}});
+    target_files target = {.dir = out};
+    int32_t *got = (int32_t *)target_files_get(&target, 0, "up_proj", TB_I32, &(tb_shape){2, {2, 4}});
     for (int32_t i = 0; i < 8; i++)
         assert_int_equal(got[i], i);
     free(got);
-    shelf_fini(&target);
+    target_files_fini(&target);
 }
 
 /* Shards that are not all of one size, or not there, contradict the spec before any data is read. */

@@ -156,7 +156,8 @@ static tb_status part_shape(const tb__disk_tensor *t, int32_t rank, tb_shape *ou
 }
 
 /* What of a piece lies in the band; false: nothing. */
-static bool clip(const tb__disk_piece *piece, int ndim, const int64_t *start, const int64_t *len, tb__disk_piece *out) {
+static bool clip_piece(const tb__disk_piece *piece, int ndim, const int64_t *start, const int64_t *len,
+                       tb__disk_piece *out) {
     *out = *piece;
     for (int d = 0; d < ndim; d++) {
         int64_t lo = piece->dst[d] > start[d] ? piece->dst[d] : start[d];
@@ -179,7 +180,7 @@ static tb_status gather_band(worker *w, const tb__disk_tensor *t, const int64_t 
         int64_t at = 0;
         if (ndim && piece->dst[0] >= start[0] + len[0])
             break;
-        if (!clip(piece, ndim, start, len, &part))
+        if (!clip_piece(piece, ndim, start, len, &part))
             continue;
         for (int d = 0; d < ndim; d++)
             at += part.dst[d] * w->bands.stride[d];
@@ -195,7 +196,7 @@ static const char *name_of(const tb__disk_tensor *t, size_t slot) {
 }
 
 /* Writes what belongs to a slot from `offset` on, or compares it with what was written. */
-static tb_status deliver(worker *w, size_t slot, int64_t offset, const unsigned char *bytes, size_t nbytes) {
+static tb_status write_or_verify(worker *w, size_t slot, int64_t offset, const unsigned char *bytes, size_t nbytes) {
     const tb__disk_tensor *t = &w->job->disk->tensors[w->tensor];
     if (!w->job->is_verifying)
         TB_TRY(tb__disk_output_write(w->job->output, w->rank, slot, offset, bytes, nbytes));
@@ -240,13 +241,13 @@ static tb_status do_quantised(worker *w, const tb__disk_tensor *t, const tb__dis
     tb_status status = tb__disk_quantise(t, &w->bands, band, scale, w->band, w->quantised, &q);
     if (status != TB_OK)
         return fail_band(w, t, band, status);
-    TB_TRY(deliver(w, slot + TB__DISK_DATA, q.data_offset, q.data, q.data_nbytes));
+    TB_TRY(write_or_verify(w, slot + TB__DISK_DATA, q.data_offset, q.data, q.data_nbytes));
     if (!t->dst_quant.scales_name)
         return TB_OK;
-    return deliver(w, slot + TB__DISK_SCALES, q.scale_offset, q.scales, q.scale_nbytes);
+    return write_or_verify(w, slot + TB__DISK_SCALES, q.scale_offset, q.scales, q.scale_nbytes);
 }
 
-static tb_status look_at(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
+static tb_status measure_band(worker *w, const tb__disk_tensor *t, const tb__disk_band *band) {
     _Atomic uint32_t *most = &w->job->amax[tb__disk_amax_of(t, w->rank)];
     uint32_t bits, before = atomic_load(most);
     float amax;
@@ -266,11 +267,11 @@ static tb_status do_band(worker *w, int64_t i) {
     tb__disk_bands_at(&w->bands, i, &band);
     TB_TRY(gather_band(w, t, band.start, band.len));
     if (w->job->is_looking)
-        return look_at(w, t, &band);
+        return measure_band(w, t, &band);
     if (t->dst_quant.format.kind)
         return do_quantised(w, t, &band);
-    return deliver(w, TB__DISK_SLOTS * w->tensor, tb__dtype_bytes(t->dst_dtype, band.first), w->band,
-                   (size_t)tb__dtype_bytes(t->dst_dtype, band.nelements));
+    return write_or_verify(w, TB__DISK_SLOTS * w->tensor, tb__dtype_bytes(t->dst_dtype, band.first), w->band,
+                           (size_t)tb__dtype_bytes(t->dst_dtype, band.nelements));
 }
 
 /* The scales of whole parts, once everything has been looked at. */
@@ -282,7 +283,8 @@ static tb_status deliver_scales(worker *w) {
             w->tensor = i;
             w->rank = tb_layout_rank_at(t->dst, k);
             TB_TRY(part_scale(w->job, t, w->rank, &scale));
-            TB_TRY(deliver(w, TB__DISK_SLOTS * i + TB__DISK_SCALE, 0, (const unsigned char *)&scale, sizeof scale));
+            TB_TRY(write_or_verify(w, TB__DISK_SLOTS * i + TB__DISK_SCALE, 0, (const unsigned char *)&scale,
+                                   sizeof scale));
         }
     }
     return TB_OK;
@@ -298,7 +300,7 @@ typedef struct stretch {
     int64_t first, end;
 } stretch;
 
-/* The next stretch that nobody has. */
+/* The next stretch that no worker has taken. */
 static tb_status take_stretch(worker *w, stretch *out) {
     job *j = w->job;
     tb_status status = TB_OK;
@@ -345,7 +347,7 @@ static tb_status take_stretch(worker *w, stretch *out) {
     return status;
 }
 
-static tb_status work(worker *w) {
+static tb_status run_bands(worker *w) {
     job *j = w->job;
     const tb__disk_comparer comparer = {.gather = &w->gather,
                                         .one = w->band,
@@ -369,9 +371,9 @@ static tb_status work(worker *w) {
     return TB_OK;
 }
 
-static void *run_worker(void *arg) {
+static void *run_disk_worker(void *arg) {
     worker *w = arg;
-    tb_status status = work(w);
+    tb_status status = run_bands(w);
     if (status != TB_OK)
         fail_job(w->job, status);
     pthread_mutex_lock(&w->job->lock);
@@ -404,7 +406,7 @@ static void worker_fini(worker *w) {
 }
 
 /* Until all threads have ended, or progress wants it to end. */
-static void watch(job *j, const tb__disk_opts *opts) {
+static void report_progress(job *j, const tb__disk_opts *opts) {
     bool is_over = false;
     while (!is_over) {
         int64_t compared = j->is_verifying || opts->trust_replicas ? 0 : j->disk->replica_nbytes;
@@ -434,7 +436,7 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
         pthread_mutex_lock(&j->lock);
         j->nrunning++;
         pthread_mutex_unlock(&j->lock);
-        tb_status status = tb__start_thread(&w->thread, "tb-reshard", run_worker, w);
+        tb_status status = tb__start_thread(&w->thread, "tb-reshard", run_disk_worker, w);
         if (status != TB_OK) {
             fail_job(j, status);
             pthread_mutex_lock(&j->lock);
@@ -443,7 +445,7 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
             break;
         }
     }
-    watch(j, opts);
+    report_progress(j, opts);
     for (int i = 0; i < started; i++)
         pthread_join(workers[i].thread, NULL);
     j->is_comparing = false;
@@ -451,7 +453,7 @@ static tb_status run_pass(job *j, const tb__disk_opts *opts, worker *workers, in
 }
 
 /* Writes everything, or compares it. When comparing, scales of whole parts are worked out again, too. */
-static tb_status run_all(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
+static tb_status run_workers(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
     atomic_store(&j->bytes_done, 0);
     if (j->disk->namax > 0) {
         for (size_t i = 0; i < j->disk->namax; i++)
@@ -466,10 +468,10 @@ static tb_status run_all(job *j, const tb__disk_opts *opts, worker *workers, int
 
 static tb_status run_passes(job *j, const tb__disk_opts *opts, worker *workers, int nworkers) {
     j->is_comparing = !opts->trust_replicas;
-    TB_TRY(run_all(j, opts, workers, nworkers));
+    TB_TRY(run_workers(j, opts, workers, nworkers));
     if (opts->verify) {
         j->is_verifying = true;
-        TB_TRY(run_all(j, opts, workers, nworkers));
+        TB_TRY(run_workers(j, opts, workers, nworkers));
     }
     return tb__disk_output_commit(j->output, opts->sync);
 }

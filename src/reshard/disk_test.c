@@ -137,12 +137,12 @@ static uint64_t expected_value(const job *j, int64_t place) {
     return number_reduce(j->c.dtype, j->wire, j->dst_dtype, j->op, j->divisor, bits, (size_t)j->nparts);
 }
 
-static void check_job(shelf *out, const job *j, const char *name) {
+static void check_job(target_files *out, const job *j, const char *name) {
     size_t size = number_size(j->dst_dtype);
     for (int32_t m = 0; m < j->c.dst.nranks; m++) {
         tb_shape shape;
         int64_t n, *places = places_of(&j->c.dst, &j->c.shape, m, &shape, &n);
-        unsigned char *got = shelf_get(out, j->c.dst.ranks[m], name, j->dst_dtype, &shape);
+        unsigned char *got = target_files_get(out, j->c.dst.ranks[m], name, j->dst_dtype, &shape);
         bool zero = is_zero(&j->c.dst, m);
         for (int64_t i = 0; i < n; i++) {
             uint64_t expected = zero ? 0 : expected_value(j, places[i]);
@@ -193,12 +193,12 @@ static void random_layouts(void **state) {
                 unlink(keep_path(f, dir, file));
         }
         reshard_entries(tensors, dir, path_in(f, to), &(tb__disk_opts){.verify = true, .band_bytes = bands[round % 4]});
-        shelf out = {.dir = path_in(f, to)};
+        target_files out = {.dir = path_in(f, to)};
         for (int i = 0; i < CASES_TOGETHER; i++) {
             snprintf(name, sizeof name, "case_%d", i);
             check_job(&out, &jobs[i], name);
         }
-        shelf_fini(&out);
+        target_files_fini(&out);
         remove_tree(dir);
         remove_tree(path_in(f, to));
     }
@@ -251,20 +251,20 @@ static void bands_and_runs(void **state) {
     stock_write(&s, path_in(f, "in"), 4);
     reshard_entries(tensors, path_in(f, "in"), path_in(f, "out"),
                     &(tb__disk_opts){.verify = true, .memory = TB__DISK_MIN_MEMORY, .threads = 3});
-    shelf out = {.dir = path_in(f, "out")};
+    target_files out = {.dir = path_in(f, "out")};
     for (int k = 0; k < N; k++) {
         stock_matrix(&expected, layouts[k], "x");
         for (int32_t rank = 0; rank < 4; rank++) {
             struct stocked *part = &expected.tensors.item[4 * k + rank];
             for (int i = 0; i < N; i++) {
                 snprintf(name, sizeof name, "%d_to_%d", i, k);
-                unsigned char *got = shelf_get(&out, rank, name, TB_I32, &part->about.shape);
+                unsigned char *got = target_files_get(&out, rank, name, TB_I32, &part->about.shape);
                 assert_memory_equal(got, part->bytes, (size_t)part->about.nbytes);
                 free(got);
             }
         }
     }
-    shelf_fini(&out);
+    target_files_fini(&out);
     stock_write(&expected, path_in(f, "unused"), 0);
 }
 
@@ -409,10 +409,10 @@ static void empty_parts(void **state) {
     char text[256];
     snprintf(text, sizeof text, spec, "\"shape\": [1], ");
     assert_ok(reshard_text(text, path_in(f, "in"), path_in(f, "out"), &(tb__disk_opts){.verify = true}));
-    shelf out = {.dir = path_in(f, "out")};
+    target_files out = {.dir = path_in(f, "out")};
     for (int32_t rank = 0; rank < 3; rank++)
-        free(shelf_get(&out, rank, "w", TB_I32, &(tb_shape){1, {rank == 0}}));
-    shelf_fini(&out);
+        free(target_files_get(&out, rank, "w", TB_I32, &(tb_shape){1, {rank == 0}}));
+    target_files_fini(&out);
     snprintf(text, sizeof text, spec, "");
     check_refused(f, text, path_in(f, "in"), TB_INVALID, "/in/rank_1.safetensors: tensor 'w' is not in it");
 }
@@ -488,14 +488,14 @@ static void deduced_shapes(void **state) {
                                "{\"match\": \"b\", \"src\": {\"tp\": \"BlockShard(1,1000,4000)\"}},"
                                "{\"match\": \"[c-z]\", \"src\": {\"placements\": [[\"S\", 0], [\"SS\", 0, 3]]}}]}";
     assert_ok(reshard_text(text, path_in(f, "in"), path_in(f, "out"), &(tb__disk_opts){0}));
-    shelf out = {.dir = path_in(f, "out")};
+    target_files out = {.dir = path_in(f, "out")};
     for (const char *name = "a\0b\0c\0"; *name; name += 2) {
-        int32_t *got = (int32_t *)shelf_get(&out, 0, name, TB_I32, &(tb_shape){2, {ROWS, COLUMNS}});
+        int32_t *got = (int32_t *)target_files_get(&out, 0, name, TB_I32, &(tb_shape){2, {ROWS, COLUMNS}});
         for (int32_t i = 0; i < ROWS * COLUMNS; i++)
             assert_int_equal(got[i], i);
         free(got);
     }
-    shelf_fini(&out);
+    target_files_fini(&out);
 }
 
 #define with_folder(test) cmocka_unit_test_setup_teardown(test, folder_set_up, folder_tear_down)

@@ -66,14 +66,14 @@ static inline void stock_write(stock *s, const char *dir, int32_t nranks) {
 enum { MOST_RANKS = 256 };
 
 /* What a target holds. */
-typedef struct shelf {
+typedef struct target_files {
     tb__safetensors *ranks[MOST_RANKS]; /* opened when they are asked for */
     const char *dir;
-} shelf;
+} target_files;
 
 /* The bytes of a tensor, which must have this dtype and shape; to be freed. */
-static inline unsigned char *shelf_get(shelf *s, int32_t rank, const char *name, tb_dtype dtype,
-                                       const tb_shape *shape) {
+static inline unsigned char *target_files_get(target_files *s, int32_t rank, const char *name, tb_dtype dtype,
+                                              const tb_shape *shape) {
     assert_true(rank < MOST_RANKS);
     if (!s->ranks[rank]) {
         char *path;
@@ -91,10 +91,10 @@ static inline unsigned char *shelf_get(shelf *s, int32_t rank, const char *name,
     return bytes;
 }
 
-static inline void shelf_fini(shelf *s) {
+static inline void target_files_fini(target_files *s) {
     for (int i = 0; i < MOST_RANKS; i++)
         tb__safetensors_close(s->ranks[i]);
-    *s = (shelf){0};
+    *s = (target_files){0};
 }
 
 /* Reshards by a spec of text. */

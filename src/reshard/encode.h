@@ -1,7 +1,6 @@
-/* Tensors that a side keeps quantised: data and scales in memory of the host's, which stay where they are. Rows of the
- * canonical tensor are rows of the storage, whole, in any order that a view makes of them; the storage is a stack of
- * matrices, each quantised by itself, of which a rank may know several tensors (q, k and v; w1 and w3 of all experts).
- */
+/* Tensors that a side keeps quantised: data and scales in the program's memory. Rows of the canonical tensor are rows
+ * of the storage, whole, in any order that a view makes of them; the storage is a stack of matrices, each quantised by
+ * itself, of which a rank may know several tensors (q, k and v; w1 and w3 of all experts). */
 #ifndef TB_RESHARD_ENCODE_H
 #define TB_RESHARD_ENCODE_H
 
@@ -15,11 +14,11 @@ typedef struct tb__encoding {
 
 /* "mxfp8", "mxfp8(floor,swizzled,sender)", "fp8_block(power_of_two)", "fp8_tensor", "nvfp4(swizzled)". */
 tb_status tb__encoding_parse(const char *text, tb__encoding *out);
-bool tb__encoding_is_global(const tb__encoding *encoding); /* it has a scale for the whole of a tensor */
+bool tb__encoding_is_global(const tb__encoding *encoding); /* it has one scale for a whole tensor */
 
-/* What storage of this shape, which is one rank's, takes as a stack of matrices. */
+/* The sizes of a rank's storage of this shape, as a stack of matrices. */
 typedef struct tb__encoded_size {
-    int64_t columns, matrix_rows, matrices; /* no matrices: there is nothing */
+    int64_t columns, matrix_rows, matrices; /* matrices is 0 if it is empty */
     tb__quant_size matrix;
     size_t data_nbytes, scales_nbytes, scale_nbytes; /* of all of them; of the one scale, if it has such */
 } tb__encoded_size;
@@ -67,10 +66,10 @@ bool tb__encoded_takes_bands(const tb__encoded *encoded, int64_t band);
 tb_status tb__encoded_list_write(const tb__encoded *encoded, int64_t first, int64_t rows, const void *from,
                                  tb_dtype dtype, const float *scale, const char *name, tb__move_list *out);
 
-/* The one scale of a global one, from host memory to its place. */
+/* Copies the global scale from host memory to the tensor's. */
 tb_status tb__encoded_list_scale(const float *from, float *to, tb__move_list *out);
 
-/* What is in the part, its data and scales, as it is, into the same part of another storage of the same shape. */
+/* Copies data and scales of the part to the same part of another storage of the same shape. */
 tb_status tb__encoded_list_copy(const tb__encoded *from, const tb__encoded *to, tb__move_list *out);
 
 /* The numbers of a box of the part, row-major, into the buffer of a run from `offset` on. */

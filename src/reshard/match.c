@@ -24,7 +24,7 @@ typedef struct matching {
     side source, target;
 } matching;
 
-static size_t find(const side *s, const char *name, uint64_t hash) {
+static size_t find_hashed(const side *s, const char *name, uint64_t hash) {
     size_t probe = 0, i;
     while ((i = tb__index_next(&s->index, hash, &probe)) != TB__NOWHERE) {
         if (strcmp(s->name[i], name) == 0)
@@ -34,7 +34,7 @@ static size_t find(const side *s, const char *name, uint64_t hash) {
 }
 
 static size_t find_name(const side *s, const char *name) {
-    return find(s, name, tb__name_hash(name));
+    return find_hashed(s, name, tb__name_hash(name));
 }
 
 static tb_status side_init(side *s, const char *const *names, size_t count) {
@@ -44,7 +44,7 @@ static tb_status side_init(side *s, const char *const *names, size_t count) {
         return TB_NO_MEMORY;
     for (size_t i = 0; i < count; i++) {
         uint64_t hash = tb__name_hash(names[i]);
-        if (find(s, names[i], hash) != TB__NOWHERE)
+        if (find_hashed(s, names[i], hash) != TB__NOWHERE)
             return tb__fail(TB_INVALID, "'%.200s' is in %s twice", names[i], s->label);
         if (!tb__index_add(&s->index, hash, i))
             return TB_NO_MEMORY;

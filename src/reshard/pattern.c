@@ -36,7 +36,7 @@ void tb__pattern_fini(tb__pattern *pattern) {
     *pattern = (tb__pattern){0};
 }
 
-static void capture(tb__capture *captures, int i, const char *start, const char *stop) {
+static void set_capture(tb__capture *captures, int i, const char *start, const char *stop) {
     if (i < TB__CAPTURES)
         captures[i] = (tb__capture){start, (size_t)(stop - start)};
 }
@@ -50,9 +50,9 @@ static bool match_glob(const char *p, const char *s, tb__capture *captures) {
             star = p++;
             from = taken = s;
             star_capture = ++n;
-            capture(captures, n, from, taken);
+            set_capture(captures, n, from, taken);
         } else if (*p == '?' && *s) {
-            capture(captures, ++n, s, s + 1);
+            set_capture(captures, ++n, s, s + 1);
             p++;
             s++;
         } else if (*p && *p == *s) {
@@ -64,7 +64,7 @@ static bool match_glob(const char *p, const char *s, tb__capture *captures) {
             s = ++taken;
             p = star + 1;
             n = star_capture;
-            capture(captures, n, from, taken);
+            set_capture(captures, n, from, taken);
         } else {
             return false;
         }
@@ -78,7 +78,7 @@ static bool match_regex(const regex_t *regex, const char *name, size_t length, t
         return false;
     for (int i = 1; i < TB__CAPTURES; i++) {
         bool is_used = match[i].rm_so >= 0;
-        capture(captures, i, name + (is_used ? match[i].rm_so : 0), name + (is_used ? match[i].rm_eo : 0));
+        set_capture(captures, i, name + (is_used ? match[i].rm_so : 0), name + (is_used ? match[i].rm_eo : 0));
     }
     return true;
 }

@@ -40,7 +40,7 @@ typedef struct tb__spec {
 } tb__spec;
 
 tb_status tb__spec_parse(const char *text, size_t length, tb__spec **out);
-tb_status tb__spec_load(const char *path, tb__spec **out); /* every sentence names the file */
+tb_status tb__spec_load(const char *path, tb__spec **out); /* every error message names the file */
 void tb__spec_destroy(tb__spec *spec);                     /* accepts NULL */
 
 /* What holds for the tensor of this name; NULL if nothing does. */

@@ -1,4 +1,4 @@
-/* What the parts of reshard/spec.h share. */
+/* Shared by the files that implement reshard/spec.h. */
 #ifndef TB_RESHARD_SPEC_INSIDE_H
 #define TB_RESHARD_SPEC_INSIDE_H
 

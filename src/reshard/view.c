@@ -176,7 +176,7 @@ static tb_status split_off(digits *from, int64_t size, digits *out) {
                             digit->count, size);
         }
     }
-    /* one value: a digit all the same, for it also says who has it */
+    /* a digit of one value is kept, because it tells which ranks hold it */
     if (n == 0)
         taken[n++] = (tb__digit){last.axis, last.stride, 1};
     out->count = n;

@@ -248,7 +248,7 @@ static bool check_nest(const walk *w, const nest *n) {
     return true;
 }
 
-static tb_status refuse(const walk *w) {
+static tb_status refuse_axis(const walk *w) {
     return tb__fail(TB_REFUSED,
                     "what a rank holds of dim %d of the stored tensor is no box of even strides in the view", w->axis);
 }
@@ -269,7 +269,7 @@ static tb_status fill_share(const walk *w, const nest *n, tb__arena *arena, tb__
         if (length > 1) {
             step = w->position[every] - w->position[0];
             if (d->inner > 1 && step != d->stride * d->inner)
-                return refuse(w);
+                return refuse_axis(w);
             step = d->inner > 1 ? d->stride : step;
         }
         for (int64_t i = 0; i < length; i++) {
@@ -331,7 +331,7 @@ static tb_status share_walk(const tb__form *form, walk *w, tb__spans list, tb__a
     if (out->is_empty)
         return TB_OK;
     if (!find_nest(w, &n) || !check_nest(w, &n))
-        return refuse(w);
+        return refuse_axis(w);
     return fill_share(w, &n, arena, out);
 }
 

@@ -11,7 +11,7 @@ typedef struct place {
     tb__spans list[TB_MAX_DIMS];
 } place;
 
-static tb_status find_place(const tb__grid *grid, int32_t rank, tb__arena *arena, place *out) {
+static tb_status find_rank_place(const tb__grid *grid, int32_t rank, tb__arena *arena, place *out) {
     tb__place at;
     out->is_member = tb__grid_place(grid, rank, &at);
     for (int d = 0; d < grid->shape.ndim && out->is_member; d++)
@@ -56,8 +56,8 @@ static tb_status bind_dim(const tb__form *form, const tb__share *share, const tb
     return TB_OK;
 }
 
-static tb_status bind(const tb__form *form, const place *at, const tb_binding *from, tb__arena *arena, tb_binding *out,
-                      bool *is_empty) {
+static tb_status bind_form(const tb__form *form, const place *at, const tb_binding *from, tb__arena *arena,
+                           tb_binding *out, bool *is_empty) {
     tb__share *share = tb__arena_alloc(arena, (size_t)form->naxes, sizeof *share);
     if (!share)
         return TB_NO_MEMORY;
@@ -111,11 +111,11 @@ static tb_status bind_ops(const tb__view_op *ops, size_t nops, const tb_shape *s
     place at = {0};
     TB_TRY(tb__form_init(&form, shape, ops, nops));
     TB_TRY(tb__grid_init(&grid, layout, shape, TB__SOURCE));
-    tb_status status = find_place(&grid, rank, &arena, &at);
+    tb_status status = find_rank_place(&grid, rank, &arena, &at);
     if (status == TB_OK)
         status = check_binding(&at, shape, binding);
     if (status == TB_OK)
-        status = bind(&form, &at, binding, &arena, out, is_empty);
+        status = bind_form(&form, &at, binding, &arena, out, is_empty);
     tb__arena_fini(&arena);
     tb__grid_fini(&grid);
     return status;

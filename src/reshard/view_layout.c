@@ -185,7 +185,7 @@ static bool is_all(const tb__values *values, int64_t count) {
     return values->count == 1 && values->item[0].start == 0 && values->item[0].stop == count;
 }
 
-/* A list that is the same everywhere, but not all there is, still has to be said by some mesh dim of its axis. */
+/* A list that is the same everywhere, but not all there is, has to be expressed by some mesh dim of its axis. */
 static tb_status claim_constant(viewing *v, int digit) {
     int axis = v->form.digit[digit].axis, d = dim_of_digit(&v->form, digit);
     if (is_all(&v->share[axis][0].values[digit], v->form.digit[digit].count))
@@ -434,7 +434,7 @@ static bool is_only_cut(const mesh *m, int d) {
 }
 
 /* Takes ranks that hold nothing out of the mesh, coordinate by coordinate: one expert of a stack is on few ranks, and
- * nobody else has to do with it. */
+ * the others hold nothing of it. */
 static tb_status drop_idle(viewing *v, mesh *m, int d, int32_t *ranks, int64_t *nranks) {
     tb_placement *p = &m->place[d];
     int64_t before = m->shape[d], kept = 0, inner = 1, left = 0;

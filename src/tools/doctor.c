@@ -98,7 +98,7 @@ static void add_http(doctor *d, const char *name) {
 
 static void add_host(doctor *d, const char *name) {
     char id[TB__CONTACT_PREFIX + 1] = "", called[256] = "";
-    tb__get_host(NULL, id);
+    tb__get_machine_id(NULL, id);
     gethostname(called, sizeof called - 1);
     doctor_add(d, DOCTOR_OK, name, NULL, "'%s', called %s; who says the same is reached by shm", id, called);
 }

@@ -78,7 +78,7 @@ static void pick_lanes(const char *lanes, bool is_far, tb__text *out) {
     char lane[128];
     int n;
     for (; sscanf(lanes, "%127s%n", lane, &n) == 1; lanes += n) {
-        if (tb__ucx_lane_is_far(lane) == is_far)
+        if (tb__ucx_lane_is_network(lane) == is_far)
             tb__text_add(out, "%s%s", out->count ? ", " : "", lane);
     }
 }

@@ -36,7 +36,7 @@ typedef struct report {
     tb__text unindexed;
     TB_VEC(int32_t) ranks;
     tool_table tensors, files;
-    tb__text tensors_json, files_json, notes;
+    tb__text tensors_json, files_json, metadata;
     tb__text first_notes; /* of the first file, so that the others need not repeat them */
 } report;
 
@@ -120,8 +120,8 @@ static void add_tensor(report *r, const tb__safetensors *file, const tb__safeten
 static void add_notes(report *r, const tb__safetensors *file) {
     enum { MOST = 100 };
     tb__text lines = {0};
-    for (size_t i = 0; i < file->header.nnotes; i++) {
-        const tb__safetensors_note *note = &file->header.notes[i];
+    for (size_t i = 0; i < file->header.nmetadata; i++) {
+        const tb__safetensors_metadata *note = &file->header.metadata[i];
         tb__text value = {0};
         tool_add_name(&value, note->value);
         tb__text_add(&lines, "metadata    ");
@@ -131,16 +131,16 @@ static void add_notes(report *r, const tb__safetensors *file) {
         tb__text_fini(&value);
     }
     if (r->nfiles == 0) {
-        tb__text_add(&r->notes, "%s", lines.data ? lines.data : "");
+        tb__text_add(&r->metadata, "%s", lines.data ? lines.data : "");
         r->first_notes = lines;
         return;
     }
     if (strcmp(lines.data ? lines.data : "", r->first_notes.data ? r->first_notes.data : "") != 0) {
-        tb__text_add(&r->notes, "of file     ");
-        tool_add_name(&r->notes, name_of(r, file));
-        tb__text_add(&r->notes, "\n%s", lines.data ? lines.data : "");
+        tb__text_add(&r->metadata, "of file     ");
+        tool_add_name(&r->metadata, name_of(r, file));
+        tb__text_add(&r->metadata, "\n%s", lines.data ? lines.data : "");
     }
-    r->notes.failed |= lines.failed;
+    r->metadata.failed |= lines.failed;
     tb__text_fini(&lines);
 }
 
@@ -152,11 +152,11 @@ static void add_file_json(report *r, const tb__safetensors *file, int32_t rank) 
     if (has_ranks(r))
         tb__text_add(out, ",\"rank\":%" PRId32, rank);
     tb__text_add(out, ",\"tensors\":%zu,\"bytes\":%" PRId64 ",\"metadata\":{", h->count, h->data_nbytes);
-    for (size_t i = 0; i < h->nnotes; i++) {
+    for (size_t i = 0; i < h->nmetadata; i++) {
         tb__text_add(out, i ? "," : "");
-        tb__text_add_json(out, h->notes[i].key);
+        tb__text_add_json(out, h->metadata[i].key);
         tb__text_add(out, ":");
-        tb__text_add_json(out, h->notes[i].value);
+        tb__text_add_json(out, h->metadata[i].value);
     }
     tb__text_add(out, "}}");
 }
@@ -260,7 +260,7 @@ static void add_heading(tb__text *out, const report *r) {
         tb__text_add(out, "index       says %" PRId64 " bytes\n", r->index_nbytes);
     if (r->nunindexed > 0)
         tb__text_add(out, "ignored     %s\n", r->unindexed.data ? r->unindexed.data : "");
-    tb__text_add(out, "%s", r->notes.data ? r->notes.data : "");
+    tb__text_add(out, "%s", r->metadata.data ? r->metadata.data : "");
 }
 
 static void add_tables(tb__text *out, report *r) {
@@ -284,7 +284,7 @@ static void free_report(report *r) {
     tb__text_fini(&rest);
     tb__text_fini(&r->files_json);
     tb__text_fini(&r->tensors_json);
-    tb__text_fini(&r->notes);
+    tb__text_fini(&r->metadata);
     tb__text_fini(&r->first_notes);
     tb__text_fini(&r->unindexed);
     free(r->ranks.item);
@@ -304,7 +304,7 @@ static int run(const tb__config *config, const char *const *value) {
     else if (status == TB_OK)
         add_tables(&out, &r);
     out.failed |=
-        r.files_json.failed || r.tensors_json.failed || r.notes.failed || r.first_notes.failed || r.unindexed.failed;
+        r.files_json.failed || r.tensors_json.failed || r.metadata.failed || r.first_notes.failed || r.unindexed.failed;
     free_report(&r);
     return status == TB_OK ? tool_print(&out) : tool_fail_status(status);
 }

@@ -1,4 +1,4 @@
-/* Who waits: in a list, or in a table where entries are found by (peer, tag). The oldest comes first. */
+/* FIFO lists of waiting operations and messages, and hash tables of them by (peer, tag). */
 #ifndef TB_TRANSPORT_MATCH_H
 #define TB_TRANSPORT_MATCH_H
 
@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The first member of whatever waits, in one list or table at a time. */
+/* First member of an entry, which is in one list or table at a time. */
 typedef struct tb__waiter {
     struct tb__waiter *next;
     int32_t peer;
@@ -16,7 +16,7 @@ typedef struct tb__waiter {
 
 /* Zero-initialised is empty, here and below. */
 typedef struct tb__waiters {
-    tb__waiter *first, **last; /* last: where the next one goes, unless it is empty */
+    tb__waiter *first, **last; /* last: link for the next entry, unless the list is empty */
 } tb__waiters;
 
 static inline void tb__waiters_add(tb__waiters *list, tb__waiter *w) {
@@ -27,7 +27,7 @@ static inline void tb__waiters_add(tb__waiters *list, tb__waiter *w) {
     list->last = &w->next;
 }
 
-/* Takes out the one that `at` points to. */
+/* Removes the entry that `at` points to. */
 static inline tb__waiter *tb__waiters_unlink(tb__waiters *list, tb__waiter **at) {
     tb__waiter *w = *at;
     *at = w->next;
@@ -41,7 +41,7 @@ static inline tb__waiter *tb__waiters_take(tb__waiters *list) {
     return list->first ? tb__waiters_unlink(list, &list->first) : NULL;
 }
 
-/* Takes out one in particular, if it is there. */
+/* Removes the entry, if it is there. */
 static inline void tb__waiters_remove(tb__waiters *list, const tb__waiter *w) {
     tb__waiter **at = &list->first;
     while (*at && *at != w)
@@ -65,7 +65,7 @@ static inline void tb__match_add(tb__match *m, tb__waiter *w) {
     tb__waiters_add(&m->bucket[tb__match_bucket(w->peer, w->tag)], w);
 }
 
-/* Takes out the oldest with this peer and tag; NULL if there is none. */
+/* Removes the oldest entry with this peer and tag; NULL if there is none. */
 static inline tb__waiter *tb__match_take(tb__match *m, int32_t peer, uint64_t tag) {
     tb__waiters *list = &m->bucket[tb__match_bucket(peer, tag)];
     for (tb__waiter **at = &list->first; *at; at = &(*at)->next) {
@@ -75,21 +75,20 @@ static inline tb__waiter *tb__match_take(tb__match *m, int32_t peer, uint64_t ta
     return NULL;
 }
 
-/* Takes out one in particular, if it is there. */
+/* Removes the entry, if it is there. */
 static inline void tb__match_remove(tb__match *m, const tb__waiter *w) {
     tb__waiters_remove(&m->bucket[tb__match_bucket(w->peer, w->tag)], w);
 }
 
-/* The counterpart of one that is new, which is taken from among those that wait. NULL: there is none, and the new one
- * waits where it will be looked for. */
-static inline tb__waiter *tb__match_meet(tb__match *others, tb__match *own, tb__waiter *w) {
+/* Removes the counterpart of a new entry from `others`. NULL: there is none, and the entry was added to `own`. */
+static inline tb__waiter *tb__match_take_or_add(tb__match *others, tb__match *own, tb__waiter *w) {
     tb__waiter *other = tb__match_take(others, w->peer, w->tag);
     if (!other)
         tb__match_add(own, w);
     return other;
 }
 
-/* Takes out any with this peer; any at all if peer is negative. NULL if there is none. */
+/* Removes any entry of this peer, or of all if peer is negative. NULL if there is none. */
 static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
     for (size_t b = 0; b < TB__MATCH_BUCKETS; b++) {
         tb__waiters *list = &m->bucket[b];
@@ -101,7 +100,7 @@ static inline tb__waiter *tb__match_drain(tb__match *m, int32_t peer) {
     return NULL;
 }
 
-/* Frees those. */
+/* Frees these entries. */
 static inline void tb__match_free(tb__match *m, int32_t peer) {
     for (tb__waiter *w; (w = tb__match_drain(m, peer));)
         free(w);

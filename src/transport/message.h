@@ -1,5 +1,5 @@
-/* What transports that match messages with receives themselves have in common: short messages that come before their
- * receives, and how operations begin and end. */
+/* Shared by transports that match messages with receives themselves: unexpected messages, and the begin and end of
+ * operations. */
 #ifndef TB_TRANSPORT_MESSAGE_H
 #define TB_TRANSPORT_MESSAGE_H
 
@@ -10,33 +10,34 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A short message that came before its receive, in one block of memory. */
-typedef struct tb__arrival {
+/* A short message that came before its receive was posted. */
+typedef struct tb__unexpected {
     tb__waiter waiter;
     size_t nbytes;
     unsigned char data[];
-} tb__arrival;
+} tb__unexpected;
 
-/* The bytes are the caller's to fill in. NULL: there is no memory. */
-static inline tb__arrival *tb__arrival_create(int32_t peer, uint64_t tag, size_t nbytes) {
-    tb__arrival *a = tb__malloc(1, sizeof *a + nbytes);
+/* The caller fills in `data`. NULL: no memory. */
+static inline tb__unexpected *tb__unexpected_create(int32_t peer, uint64_t tag, size_t nbytes) {
+    tb__unexpected *a = tb__malloc(1, sizeof *a + nbytes);
     if (a)
-        *a = (tb__arrival){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes};
+        *a = (tb__unexpected){.waiter = {.peer = peer, .tag = tag}, .nbytes = nbytes};
     return a;
 }
 
-/* A message that nobody waits for is kept. False: there is no memory. */
-static inline bool tb__arrival_keep(tb__match *arrivals, int32_t peer, uint64_t tag, const void *data, size_t nbytes) {
-    tb__arrival *a = tb__arrival_create(peer, tag, nbytes);
+/* Keeps a copy of an unexpected message. False: no memory. */
+static inline bool tb__unexpected_add(tb__match *unexpected, int32_t peer, uint64_t tag, const void *data,
+                                      size_t nbytes) {
+    tb__unexpected *a = tb__unexpected_create(peer, tag, nbytes);
     if (!a)
         return false;
     if (nbytes > 0)
         memcpy(a->data, data, nbytes);
-    tb__match_add(arrivals, &a->waiter);
+    tb__match_add(unexpected, &a->waiter);
     return true;
 }
 
-/* What a transport has of an operation: so much memory, which begins with a waiter. NULL: there is none. */
+/* Allocates a transport's state of an operation, `size` bytes that begin with a waiter. NULL: no memory. */
 static inline void *tb__op_begin(tb_op *op, size_t size) {
     tb__waiter *w = tb__calloc(1, size);
     if (w) {
@@ -47,7 +48,7 @@ static inline void *tb__op_begin(tb_op *op, size_t size) {
     return w;
 }
 
-/* A message of nbytes is for a receive that has room for fewer; returns what that ends with. */
+/* Fails a receive with too little room for a message of nbytes; returns its status. */
 static inline tb_status tb__op_too_big(tb_op *op, size_t room, size_t nbytes) {
     op->nbytes = nbytes;
     snprintf(op->why, sizeof op->why, "%zu bytes came with tag %" PRIu64 ", more than the %zu there is room for",
@@ -55,13 +56,13 @@ static inline tb_status tb__op_too_big(tb_op *op, size_t room, size_t nbytes) {
     return TB_TOO_BIG;
 }
 
-/* The send of a message that has come in part was cancelled; returns what the receive ends with. */
+/* Fails a receive whose message was cancelled by the sender; returns its status. */
 static inline tb_status tb__op_withdrawn(tb_op *op) {
     snprintf(op->why, sizeof op->why, "its sender has cancelled it");
     return TB_CANCELLED;
 }
 
-/* Puts a message into a receive that has room for so many bytes; returns what it ends with. */
+/* Copies a message into a receive with `room` bytes; returns the receive's status. */
 static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, size_t nbytes) {
     op->nbytes = nbytes;
     if (nbytes > room)
@@ -70,8 +71,8 @@ static inline tb_status tb__op_fill(tb_op *op, size_t room, const void *data, si
     return TB_OK;
 }
 
-/* Frees what a transport has of an operation that is over, and tells so. */
-static inline void tb__op_tell(tb_op *op) {
+/* Frees a transport's state of an operation, and calls `done`. */
+static inline void tb__op_complete(tb_op *op) {
     free(op->state);
     op->state = NULL;
     op->done(op);

@@ -12,14 +12,14 @@ static const tb_transport_ops *const built_in[] = {&tb__self_ops, &tb__shm_ops, 
 
 const tb_transport_ops *const *_Atomic tb__transports = built_in;
 
-/* What registering a transport leaves. Old lists are kept, for somebody may be reading one. */
-typedef struct list {
-    struct list *before;
+/* A table with a registered transport. Old tables are kept, because another thread may be reading one. */
+typedef struct transport_list {
+    struct transport_list *before;
     tb_transport_ops added;
     const tb_transport_ops *all[]; /* ends with NULL */
-} list;
+} transport_list;
 
-static list *newest;
+static transport_list *newest;
 
 static tb_status add_transport(const tb_transport_ops *ops) {
     const tb_transport_ops *const *old = tb__transports;
@@ -31,7 +31,7 @@ static tb_status add_transport(const tb_transport_ops *ops) {
         if (old[n] == &tb__shm_ops)
             at = n + 1;
     }
-    list *l = tb__malloc(1, sizeof *l + (n + 2) * sizeof *l->all);
+    transport_list *l = tb__malloc(1, sizeof *l + (n + 2) * sizeof *l->all);
     if (!l)
         return TB_NO_MEMORY;
     l->before = newest;
@@ -147,14 +147,14 @@ size_t tb__pieces_size(const tb_piece *pieces, size_t npieces) {
     return nbytes;
 }
 
-/* A place in a list of pieces. */
+/* A position in a list of pieces. */
 typedef struct cursor {
     const tb_piece *pieces;
-    size_t npieces, skip; /* left, and how much of the first is behind us */
+    size_t npieces, skip; /* remaining pieces, and bytes of the first that are done */
 } cursor;
 
-/* Moves on by up to `most` bytes, which lie together where it returns; NULL at the end. */
-static char *next(cursor *c, size_t most, size_t *n) {
+/* Returns the address of the next *n contiguous bytes, at most `most`, and advances; NULL at the end. */
+static char *next_run(cursor *c, size_t most, size_t *n) {
     while (c->npieces > 0 && c->skip >= c->pieces->nbytes) {
         c->skip -= c->pieces->nbytes;
         c->pieces++;
@@ -169,36 +169,36 @@ static char *next(cursor *c, size_t most, size_t *n) {
 }
 
 /* Copies nbytes between memory and the pieces. */
-static void move(cursor *c, char *memory, size_t nbytes, bool to_memory) {
+static void copy_pieces(cursor *c, char *memory, size_t nbytes, bool to_memory) {
     char *piece;
     size_t n;
-    for (; nbytes > 0 && (piece = next(c, nbytes, &n)); memory += n, nbytes -= n)
+    for (; nbytes > 0 && (piece = next_run(c, nbytes, &n)); memory += n, nbytes -= n)
         memcpy(to_memory ? memory : piece, to_memory ? piece : memory, n);
 }
 
 void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes) {
-    move(&(cursor){pieces, npieces, skip}, to, nbytes, true);
+    copy_pieces(&(cursor){pieces, npieces, skip}, to, nbytes, true);
 }
 
 void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes) {
-    move(&(cursor){pieces, npieces, skip}, (char *)from, nbytes, false);
+    copy_pieces(&(cursor){pieces, npieces, skip}, (char *)from, nbytes, false);
 }
 
-void tb__pieces_seek(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t at) {
+void tb__pieces_seek(const tb_piece *pieces, size_t npieces, tb__piece_cursor *mark, size_t at) {
     if (at < mark->before)
-        *mark = (tb__mark){0};
+        *mark = (tb__piece_cursor){0};
     while (mark->piece < npieces && at - mark->before >= pieces[mark->piece].nbytes)
         mark->before += pieces[mark->piece++].nbytes;
 }
 
-void tb__pieces_gather_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, void *to,
+void tb__pieces_gather_on(const tb_piece *pieces, size_t npieces, tb__piece_cursor *mark, size_t skip, void *to,
                           size_t nbytes) {
     tb__pieces_seek(pieces, npieces, mark, skip);
     tb__pieces_gather(pieces + mark->piece, npieces - mark->piece, skip - mark->before, to, nbytes);
 }
 
-void tb__pieces_scatter_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, const void *from,
-                           size_t nbytes) {
+void tb__pieces_scatter_on(const tb_piece *pieces, size_t npieces, tb__piece_cursor *mark, size_t skip,
+                           const void *from, size_t nbytes) {
     tb__pieces_seek(pieces, npieces, mark, skip);
     tb__pieces_scatter(pieces + mark->piece, npieces - mark->piece, skip - mark->before, from, nbytes);
 }
@@ -207,7 +207,7 @@ void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, siz
     cursor at = {to, nto, 0};
     for (size_t i = 0; i < nfrom && nbytes > 0; i++) {
         size_t n = from[i].nbytes < nbytes ? from[i].nbytes : nbytes;
-        move(&at, from[i].base, n, false);
+        copy_pieces(&at, from[i].base, n, false);
         nbytes -= n;
     }
 }
@@ -232,5 +232,5 @@ void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges,
                      size_t npieces) {
     cursor at = {pieces, npieces, 0};
     for (size_t i = 0; i < nranges; i++)
-        move(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, false);
+        copy_pieces(&at, (char *)memory + ranges[i].offset, ranges[i].nbytes, false);
 }

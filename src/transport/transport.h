@@ -1,5 +1,4 @@
-/* The side of transports that the layers above see: the registry, and wrappers that hold the defaults of optional
- * slots. */
+/* Transports as the layers above see them: the registry, and wrappers with the defaults of optional slots. */
 #ifndef TB_TRANSPORT_TRANSPORT_H
 #define TB_TRANSPORT_TRANSPORT_H
 
@@ -7,17 +6,17 @@
 #include "base/text.h"
 #include "tensorbus/transport.h"
 
-/* All transports of this build, and those that were registered, in order of preference; ends with NULL. A table that
- * was looked at stays as it is. */
+/* All built-in and registered transports, in order of preference; ends with NULL. Registering makes a new table, and
+ * old ones stay valid. */
 extern const tb_transport_ops *const *_Atomic tb__transports;
 
 tb_status tb__transport_open(const char *name, const tb_transport_env *env, tb_transport *out);
 void tb__transport_close(tb_transport *transport);
 
-/* The slots, by name. Where one is missing they do what transport.h says. */
+/* Call the slot of that name, or do what tensorbus/transport.h says if it is NULL. */
 bool tb__transport_reaches(const tb_transport *t, const void *address, size_t nbytes);
 tb_status tb__transport_post(const tb_transport *t, tb_op *op);
-/* Why an operation that is done has failed. */
+/* The message of a failed operation. */
 const char *tb__op_why(const tb_op *op);
 void tb__transport_cancel(const tb_transport *t, tb_op *op);
 bool tb__transport_is_reached(const tb_transport *t, int32_t peer);
@@ -29,48 +28,49 @@ bool tb__transport_is_valid(const tb_transport *t, const tb_remote *remote);
 tb_status tb__transport_read(const tb_transport *t, tb_remote *remote, const tb_range *ranges, size_t nranges,
                              const tb_piece *pieces, size_t npieces);
 
-/* Bytes in all pieces. (Exported, like all that is marked TB_API in these headers, for the libraries beside this one.)
- */
+/* Bytes in all pieces. (TB_API exports it to the other libraries of tensorbus, as all that is marked so in internal
+ * headers.) */
 TB_API size_t tb__pieces_size(const tb_piece *pieces, size_t npieces);
 
 /* Copies between pieces and contiguous memory, beginning `skip` bytes into the pieces. */
 TB_API void tb__pieces_gather(const tb_piece *pieces, size_t npieces, size_t skip, void *to, size_t nbytes);
 TB_API void tb__pieces_scatter(const tb_piece *pieces, size_t npieces, size_t skip, const void *from, size_t nbytes);
 
-/* How far one has come in a list of pieces, which may be long. Zero-initialised is its beginning. */
-typedef struct tb__mark {
-    size_t piece, before; /* the bytes before this piece */
-} tb__mark;
+/* A position in a long list of pieces. Zero-initialised: the beginning. */
+typedef struct tb__piece_cursor {
+    size_t piece, before; /* before: bytes before this piece */
+} tb__piece_cursor;
 
-/* Moves the mark to the piece that byte `at` is in: past empty ones, to the end if it is behind the last. */
-void tb__pieces_seek(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t at);
+/* Moves the cursor to the piece with byte `at`, or to the end. */
+void tb__pieces_seek(const tb_piece *pieces, size_t npieces, tb__piece_cursor *mark, size_t at);
 
-/* As above, for those who come again for what follows: from the mark on, which moves to `skip`. */
-void tb__pieces_gather_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, void *to, size_t nbytes);
-void tb__pieces_scatter_on(const tb_piece *pieces, size_t npieces, tb__mark *mark, size_t skip, const void *from,
-                           size_t nbytes);
+/* As above, for repeated calls: starts at the cursor, which moves to `skip`. */
+void tb__pieces_gather_on(const tb_piece *pieces, size_t npieces, tb__piece_cursor *mark, size_t skip, void *to,
+                          size_t nbytes);
+void tb__pieces_scatter_on(const tb_piece *pieces, size_t npieces, tb__piece_cursor *mark, size_t skip,
+                           const void *from, size_t nbytes);
 
 /* Copies from pieces to pieces; both hold at least nbytes. */
 void tb__pieces_copy(const tb_piece *from, size_t nfrom, const tb_piece *to, size_t nto, size_t nbytes);
 
-/* Whether the ranges lie inside memory of nbytes and have as many bytes as the pieces. `rank` is whose it is. */
+/* Checks that the ranges lie inside memory of nbytes and have as many bytes as the pieces. `rank` owns the memory. */
 tb_status tb__ranges_check(const tb_range *ranges, size_t nranges, const tb_piece *pieces, size_t npieces,
                            size_t nbytes, int32_t rank);
 
-/* Copies ranges of memory to the pieces. tb__ranges_check comes first. */
+/* Copies ranges of memory to the pieces. Call tb__ranges_check first. */
 void tb__ranges_copy(const void *memory, const tb_range *ranges, size_t nranges, const tb_piece *pieces,
                      size_t npieces);
 
 extern const tb_transport_ops tb__self_ops, tb__shm_ops, tb__ucx_ops;
 
-/* ---- What is told of ucx -------------------------------------------------------------------------------------- */
+/* ---- ucx ------------------------------------------------------------------------------------------------------- */
 
-enum { TB__UCX_MAJOR = 1, TB__UCX_MINOR = 13 }; /* the oldest version that does */
+enum { TB__UCX_MAJOR = 1, TB__UCX_MINOR = 13 }; /* the oldest version that is supported */
 
-/* "tcp/eth0 posix/memory": a word for each lane that an open ucx transport may use, as its environment is. */
+/* "tcp/eth0 posix/memory": the lanes that an open ucx transport may use, as UCX's environment variables allow. */
 void tb__ucx_list_lanes(const tb_transport *ucx, tb__text *out);
 
-/* Whether a lane leads to other hosts. */
-bool tb__ucx_lane_is_far(const char *lane);
+/* Whether a lane reaches other machines. */
+bool tb__ucx_lane_is_network(const char *lane);
 
 #endif

@@ -23,10 +23,10 @@ static void check_header(const tb__safetensors_header *h, int64_t data_nbytes) {
         note_magnitude(2, t->shape.ndim);
     }
     expect(end == data_nbytes);
-    for (size_t i = 1; i < h->nnotes; i++)
-        expect(strcmp(h->notes[i - 1].key, h->notes[i].key) < 0);
+    for (size_t i = 1; i < h->nmetadata; i++)
+        expect(strcmp(h->metadata[i - 1].key, h->metadata[i].key) < 0);
     note_magnitude(3, (int64_t)h->count);
-    note_magnitude(4, (int64_t)h->nnotes);
+    note_magnitude(4, (int64_t)h->nmetadata);
 }
 
 /* Written by us, it has the same tensors and notes; written again, the same bytes. */
@@ -37,14 +37,14 @@ static void check_round_trip(const tb__safetensors_header *h) {
     expect(tensors);
     for (size_t i = 0; i < h->count; i++)
         tensors[i] = h->tensors[i];
-    if (succeeded(tb__safetensors_format(tensors, h->count, h->notes, h->nnotes, &plan))) {
+    if (succeeded(tb__safetensors_format(tensors, h->count, h->metadata, h->nmetadata, &plan))) {
         size_t length;
         int64_t file_nbytes = (int64_t)plan.head_nbytes + plan.data_nbytes;
         expect(plan.data_nbytes == h->data_nbytes && plan.head_nbytes % 8 == 0);
         expect(tb__safetensors_length(plan.head, file_nbytes, &length) == TB_OK && length + 8 == plan.head_nbytes);
         expect(tb__safetensors_parse(plan.head + 8, length, plan.data_nbytes, &back) == TB_OK);
         check_header(&back, h->data_nbytes);
-        expect(back.count == h->count && back.nnotes == h->nnotes);
+        expect(back.count == h->count && back.nmetadata == h->nmetadata);
         for (size_t i = 0; i < h->count; i++) {
             const tb__safetensor *t = tb__safetensors_find(&back, tensors[i].name);
             expect(t && t->dtype == tensors[i].dtype && t->offset == tensors[i].offset);
@@ -54,11 +54,11 @@ static void check_round_trip(const tb__safetensors_header *h) {
         }
         for (size_t i = 0; i < h->count; i++)
             tensors[i] = back.tensors[i];
-        for (size_t i = 0; i < h->nnotes; i++) {
-            expect(strcmp(back.notes[i].key, h->notes[i].key) == 0);
-            expect(strcmp(back.notes[i].value, h->notes[i].value) == 0);
+        for (size_t i = 0; i < h->nmetadata; i++) {
+            expect(strcmp(back.metadata[i].key, h->metadata[i].key) == 0);
+            expect(strcmp(back.metadata[i].value, h->metadata[i].value) == 0);
         }
-        expect(tb__safetensors_format(tensors, back.count, back.notes, back.nnotes, &again) == TB_OK);
+        expect(tb__safetensors_format(tensors, back.count, back.metadata, back.nmetadata, &again) == TB_OK);
         expect(again.head_nbytes == plan.head_nbytes && memcmp(again.head, plan.head, plan.head_nbytes) == 0);
         free(again.head);
         free(plan.head);

@@ -475,7 +475,7 @@ static void join(worker *w, uint64_t number) {
 void random_work(const random_pool *pool, uint64_t seed, int64_t ncases) {
     static worker w;
     w.pool = pool;
-    tb__least_part = 64; /* some of these small tensors are cut among replicas for other hosts, others are not */
+    tb__min_part_nbytes = 64; /* some of these small tensors are cut among replicas for other hosts, others are not */
     for (int64_t i = 0; i < ncases; i++) {
         uint64_t this = seed + (uint64_t)i;
         w.case_seed = this;

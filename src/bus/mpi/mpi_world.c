@@ -30,7 +30,7 @@ typedef struct bootstrap {
     tb__bootstrap_info info;
     bool has_entered;
     tb__store_server *server;
-    tb__mpi_seat seat;
+    tb__mpi_comms comms;
     struct bootstrap *next;
 } bootstrap;
 
@@ -158,15 +158,15 @@ static tb_status join_world(bootstrap *c, const char *group, tb_world_opts o, tb
     /* Leaves a quarter of the time for telling the others of a failure. */
     int left_ms = tb__ms_until(c->deadline_ms) / 4 * 3;
     TB_TRY(tb__bootstrap_find(&c->info, tb__now_ms() + left_ms, url));
-    c->seat = (tb__mpi_seat){.out = c->comm, .in = c->comm};
-    memcpy(c->seat.uid, c->info.uid, sizeof c->seat.uid);
+    c->comms = (tb__mpi_comms){.out = c->comm, .in = c->comm};
+    memcpy(c->comms.uid, c->info.uid, sizeof c->comms.uid);
     o.size = sizeof o;
     o.token = c->info.token;
     int timeout_ms = o.timeout_ms > 0 ? o.timeout_ms : DEFAULT_TIMEOUT_MS;
     o.timeout_ms = left_ms > 0 ? left_ms : 1;
-    tb__mpi_take_seat(&c->seat);
+    tb__mpi_set_next_comms(&c->comms);
     tb_status status = tb__world_create(url, group, c->rank, c->nranks, c->has_one_id, &o, out);
-    tb__mpi_take_seat(NULL);
+    tb__mpi_set_next_comms(NULL);
     if (status == TB_OK)
         (*out)->timeout_ms = timeout_ms;
     return status;
@@ -185,7 +185,7 @@ static void free_bootstrap(void *arg) {
     leave_store(c);
     mpi_lock();
     MPI_Finalized(&is_finalised);
-    if (!is_finalised && c->comm != MPI_COMM_NULL && !c->seat.is_taken)
+    if (!is_finalised && c->comm != MPI_COMM_NULL && !c->comms.is_taken)
         MPI_Comm_free(&c->comm);
     mpi_unlock();
     free(c);

@@ -25,30 +25,30 @@ static void drop_dim(tb__byte_box *box, int d) {
     }
 }
 
-static void swap(int64_t *a, int64_t *b) {
+static void swap_values(int64_t *a, int64_t *b) {
     int64_t t = *a;
     *a = *b;
     *b = t;
 }
 
 /* Outermost first: by the destination's step, then by the source's. */
-static bool comes_before(const tb__byte_box *box, int a, int b) {
+static bool is_outer_dim(const tb__byte_box *box, int a, int b) {
     int64_t x = llabs(box->dst_step[a]), y = llabs(box->dst_step[b]);
     return x != y ? x > y : llabs(box->src_step[a]) > llabs(box->src_step[b]);
 }
 
 static void sort_dims(tb__byte_box *box) {
     for (int i = 1; i < box->ndim; i++) {
-        for (int d = i; d > 0 && comes_before(box, d, d - 1); d--) {
-            swap(&box->len[d], &box->len[d - 1]);
-            swap(&box->dst_step[d], &box->dst_step[d - 1]);
-            swap(&box->src_step[d], &box->src_step[d - 1]);
+        for (int d = i; d > 0 && is_outer_dim(box, d, d - 1); d--) {
+            swap_values(&box->len[d], &box->len[d - 1]);
+            swap_values(&box->dst_step[d], &box->dst_step[d - 1]);
+            swap_values(&box->src_step[d], &box->src_step[d - 1]);
         }
     }
 }
 
 /* The same bytes in fewer dimensions and longer runs. A dimension that both sides walk backwards is turned round. */
-static void collapse(tb__byte_box *box) {
+static void collapse_box(tb__byte_box *box) {
     for (int d = box->ndim - 1; d >= 0; d--) {
         if (box->len[d] == 1) {
             drop_dim(box, d);
@@ -189,10 +189,10 @@ static void zero_row(char *dst, int64_t dst_step, int64_t n, size_t run, bool st
 typedef struct walk {
     const tb__byte_box *box;
     const tb__kernels *kernels;
-    enum { ZEROS, RUNS, STREAM_RUNS, GATHER, TURN } kind;
+    enum { ZEROS, RUNS, STREAM_RUNS, GATHER, TRANSPOSE } kind;
     bool stream;
     int inner; /* dimensions that the kind deals with: the last ones */
-    tb__swapped_dims turn;
+    tb__swapped_dims swapped;
 } walk;
 
 /* Whether streaming the runs one by one writes whole lines only. */
@@ -203,7 +203,7 @@ static bool fills_lines(const tb__byte_box *box) {
     return all % 64 == 0;
 }
 
-static bool try_turn(walk *w, tb__byte_box *box) {
+static bool try_transpose(walk *w, tb__byte_box *box) {
     int last = box->ndim - 1, best = last;
     for (int d = 0; d < last; d++) {
         if (llabs(box->src_step[d]) < llabs(box->src_step[best]))
@@ -216,11 +216,11 @@ static bool try_turn(walk *w, tb__byte_box *box) {
     if (!tb__is_swapped(box->run, dst_step, src_step))
         return false;
     for (int d = best; d + 1 < last; d++) {
-        swap(&box->len[d], &box->len[d + 1]);
-        swap(&box->dst_step[d], &box->dst_step[d + 1]);
-        swap(&box->src_step[d], &box->src_step[d + 1]);
+        swap_values(&box->len[d], &box->len[d + 1]);
+        swap_values(&box->dst_step[d], &box->dst_step[d + 1]);
+        swap_values(&box->src_step[d], &box->src_step[d + 1]);
     }
-    w->turn = (tb__swapped_dims){
+    w->swapped = (tb__swapped_dims){
         .run = box->run,
         .len = {box->len[last - 1], box->len[last]},
         .dst_step = {dst_step[0], dst_step[1]},
@@ -229,25 +229,25 @@ static bool try_turn(walk *w, tb__byte_box *box) {
     return true;
 }
 
-static void choose(walk *w, tb__byte_box *box, bool stream) {
+static void choose_walk(walk *w, tb__byte_box *box, bool stream) {
     w->inner = 1;
     if (!box->src)
         w->kind = ZEROS;
-    else if (box->ndim >= 2 && try_turn(w, box))
-        w->kind = TURN;
+    else if (box->ndim >= 2 && try_transpose(w, box))
+        w->kind = TRANSPOSE;
     else if (stream && (box->run >= STREAM_RUN || fills_lines(box)))
         w->kind = STREAM_RUNS;
     else if (stream && box->run <= GATHER_BYTES / 4 && box->ndim && box->dst_step[box->ndim - 1] == (int64_t)box->run)
         w->kind = GATHER;
     else
         w->kind = RUNS;
-    if (w->kind == TURN)
+    if (w->kind == TRANSPOSE)
         w->inner = 2;
     /* Zeros are streamed by the same rule; a lone run has no dimension. */
     w->stream = stream && (w->kind != ZEROS || box->run >= STREAM_RUN || fills_lines(box));
 }
 
-static void innermost(const walk *w, char *dst, const char *src) {
+static void copy_innermost(const walk *w, char *dst, const char *src) {
     const tb__byte_box *box = w->box;
     int d = box->ndim - 1;
     int64_t n = d < 0 ? 1 : box->len[d], dst_step = d < 0 ? 0 : box->dst_step[d],
@@ -265,8 +265,8 @@ static void innermost(const walk *w, char *dst, const char *src) {
     case GATHER:
         gather_row(dst, src, src_step, n, box->run, w->kernels);
         break;
-    case TURN:
-        tb__transpose(dst, src, &w->turn, w->stream);
+    case TRANSPOSE:
+        tb__transpose(dst, src, &w->swapped, w->stream);
         break;
     }
 }
@@ -284,18 +284,18 @@ void tb__bytes_move(const tb__byte_box *original, bool stream) {
     const char *from = box.src;
     if (!from)
         box.src = box.dst; /* steps along, and is not read */
-    collapse(&box);
+    collapse_box(&box);
     if (!from)
         box.src = NULL;
     walk w = {.box = &box, .kernels = tb__kernels_get()};
-    choose(&w, &box, stream);
+    choose_walk(&w, &box, stream);
 
     int outer = box.ndim - w.inner;
     int64_t index[TB_MAX_DIMS] = {0};
     char *dst = box.dst;
     const char *src = from ? box.src : box.dst;
     for (;;) {
-        innermost(&w, dst, src);
+        copy_innermost(&w, dst, src);
         int d = outer - 1;
         for (; d >= 0; d--) {
             dst += box.dst_step[d];

@@ -27,6 +27,6 @@ typedef struct tb__swapped_dims {
 } tb__swapped_dims;
 
 bool tb__is_swapped(size_t run, const int64_t dst_step[2], const int64_t src_step[2]);
-void tb__transpose(char *dst, const char *src, const tb__swapped_dims *turn, bool stream);
+void tb__transpose(char *dst, const char *src, const tb__swapped_dims *dims, bool stream);
 
 #endif

@@ -1,45 +1,45 @@
 /* The tree of extents: a treap, in which each node knows the longest offered extent below it. */
 #include "device/host/extent.h"
 
-static size_t longest(const tb__extent *node) {
+static size_t longest_of(const tb__extent *node) {
     return node ? node->longest : 0;
 }
 
-static void settle(tb__extent *node) {
+static void update_longest(tb__extent *node) {
     size_t most = node->is_offered ? node->nbytes : 0;
-    if (longest(node->left) > most)
-        most = longest(node->left);
-    if (longest(node->right) > most)
-        most = longest(node->right);
+    if (longest_of(node->left) > most)
+        most = longest_of(node->left);
+    if (longest_of(node->right) > most)
+        most = longest_of(node->right);
     node->longest = most;
 }
 
 /* Cuts a tree into what starts below the address and the rest. */
-static void split(tb__extent *node, uintptr_t start, tb__extent **below, tb__extent **rest) {
+static void split_tree(tb__extent *node, uintptr_t start, tb__extent **below, tb__extent **rest) {
     if (!node) {
         *below = *rest = NULL;
         return;
     }
     if (node->start < start) {
-        split(node->right, start, &node->right, rest);
+        split_tree(node->right, start, &node->right, rest);
         *below = node;
     } else {
-        split(node->left, start, below, &node->left);
+        split_tree(node->left, start, below, &node->left);
         *rest = node;
     }
-    settle(node);
+    update_longest(node);
 }
 
 /* All of `a` starts below all of `b`. */
-static tb__extent *join(tb__extent *a, tb__extent *b) {
+static tb__extent *join_trees(tb__extent *a, tb__extent *b) {
     if (!a || !b)
         return a ? a : b;
     tb__extent *top = a->priority >= b->priority ? a : b;
     if (top == a)
-        a->right = join(a->right, b);
+        a->right = join_trees(a->right, b);
     else
-        b->left = join(a, b->left);
-    settle(top);
+        b->left = join_trees(a, b->left);
+    update_longest(top);
     return top;
 }
 
@@ -51,27 +51,27 @@ void tb__extents_add(tb__extents *extents, tb__extent *extent) {
     r ^= r << 5;
     extents->random = extent->priority = r;
     extent->left = extent->right = NULL;
-    settle(extent);
+    update_longest(extent);
     tb__extent *below, *rest;
-    split(extents->root, extent->start, &below, &rest);
-    extents->root = join(join(below, extent), rest);
+    split_tree(extents->root, extent->start, &below, &rest);
+    extents->root = join_trees(join_trees(below, extent), rest);
 }
 
 void tb__extents_remove(tb__extents *extents, tb__extent *extent) {
     tb__extent *below, *it, *above;
-    split(extents->root, extent->start, &below, &it);
-    split(it, extent->start + 1, &it, &above);
-    extents->root = join(below, above);
+    split_tree(extents->root, extent->start, &below, &it);
+    split_tree(it, extent->start + 1, &it, &above);
+    extents->root = join_trees(below, above);
 }
 
-static void update(tb__extent *node, const tb__extent *extent) {
+static void update_path(tb__extent *node, const tb__extent *extent) {
     if (node != extent)
-        update(extent->start < node->start ? node->left : node->right, extent);
-    settle(node);
+        update_path(extent->start < node->start ? node->left : node->right, extent);
+    update_longest(node);
 }
 
 void tb__extents_update(tb__extents *extents, const tb__extent *extent) {
-    update(extents->root, extent);
+    update_path(extents->root, extent);
 }
 
 tb__extent *tb__extents_at(const tb__extents *extents, uintptr_t address) {
@@ -86,10 +86,10 @@ tb__extent *tb__extents_at(const tb__extents *extents, uintptr_t address) {
 
 tb__extent *tb__extents_fit(const tb__extents *extents, size_t nbytes) {
     tb__extent *node = extents->root;
-    if (longest(node) < nbytes)
+    if (longest_of(node) < nbytes)
         return NULL;
     for (;;) {
-        if (longest(node->left) >= nbytes)
+        if (longest_of(node->left) >= nbytes)
             node = node->left;
         else if (node->is_offered && node->nbytes >= nbytes)
             return node;

@@ -1,5 +1,5 @@
-/* The host device: memory of processors. All memory that no other device knows is taken for its own; what tb_alloc
- * gave can be shared with other processes. */
+/* The host device: CPU memory. It owns all memory that no other device does; memory of tb_alloc can be shared with
+ * other processes. */
 #include "device/host/host.h"
 
 #include "base/descriptors.h"
@@ -18,7 +18,7 @@
 
 static tb_status host_open(int index, tb__device **out) {
     if (index != 0)
-        return tb__fail(TB_REFUSED, "there is one host device, not one with index %d", index);
+        return tb__fail(TB_REFUSED, "there is one host device, of index 0, not %d", index);
     tb__host_device *device = tb__calloc(1, sizeof *device);
     if (!device)
         return TB_NO_MEMORY;
@@ -65,7 +65,7 @@ static void host_free(tb__device *device, void *address) {
 
 /* ---- Other processes -------------------------------------------------------------------------------------------- */
 
-/* Where the memory is in the file that the descriptor is of. */
+/* The contents of a tb__memory_key: a range of the descriptor's file. */
 typedef struct key {
     uint64_t device, inode, offset, nbytes;
 } key;

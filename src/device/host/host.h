@@ -1,4 +1,4 @@
-/* What the files of the host device share: host.c (memory) and job.c (work). */
+/* Shared by host.c (memory) and job.c (runs). */
 #ifndef TB_DEVICE_HOST_HOST_H
 #define TB_DEVICE_HOST_HOST_H
 
@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <sys/queue.h>
 
-/* A file that was mapped: memory of another process. It may have grown since then, and be mapped again. */
+/* A mapped file with memory of another process. If it has grown, it is mapped again. */
 typedef struct tb__host_file {
     uint64_t device, inode;
     char *base;
@@ -20,11 +20,11 @@ typedef struct tb__host_file {
 typedef struct tb__host_mapping {
     tb__mapping base;
     tb__host_file *file;
-    tb__host_read_fn *read; /* instead: how its bytes are read */
+    tb__host_read_fn *read; /* set: the memory is not mapped, but read by this */
     void *read_arg;
 } tb__host_mapping;
 
-/* NULL: it has an address. */
+/* The mapping, if its memory must be read; NULL: it is mapped. */
 static inline const tb__host_mapping *tb__host_reader(const tb__mapping *mapping) {
     const tb__host_mapping *host = (const tb__host_mapping *)mapping;
     return mapping && mapping != TB__IN_BUFFER && mapping->ops == &tb__host_device_ops && host->read ? host : NULL;
@@ -35,12 +35,12 @@ TAILQ_HEAD(tb__host_runs, tb__host_run);
 
 typedef struct tb__host_device {
     tb__device base;
-    int wake; /* an eventfd: workers have ended a run */
+    int wake; /* an eventfd: written when workers have ended a run */
     LIST_HEAD(, tb__host_file) files;
-    struct tb__host_runs waiting; /* for fences that come first */
+    struct tb__host_runs waiting; /* for other fences */
     struct tb__host_runs running;
     pthread_mutex_t lock;       /* guards what follows, which any thread changes */
-    struct tb__host_runs ended; /* all pieces are done; their fences are not told yet */
+    struct tb__host_runs ended; /* all pieces are done, but not the fence */
 } tb__host_device;
 
 tb_status tb__host_prepare(tb__device *device, const tb__move *moves, size_t nmoves, tb__job **out);
@@ -50,7 +50,7 @@ tb_status tb__host_checksum(tb__device *device, const void *address, size_t nbyt
 void tb__host_cancel(tb__device *device, tb__fence *fence);
 bool tb__host_progress(tb__device *device);
 
-/* A part of a copy with sources whose mappings are read. */
-tb_status tb__host_read_and_run(const tb__move *copy, tb__part part, bool stream);
+/* Does a share of a copy with sources that must be read. */
+tb_status tb__host_read_and_run(const tb__move *copy, tb__move_share part, bool stream);
 
 #endif

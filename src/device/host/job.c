@@ -1,8 +1,9 @@
-/* Jobs of the host device. A run is work of the pool's; whoever calls progress does pieces of it, too, and completes
- * the fences of runs that have ended. */
+/* Jobs of the host device. A run is work for the worker pool; progress does pieces of it, too, and completes the fences
+ * of runs that have ended. */
 #include "device/host/host.h"
 
 #include "base/checksum.h"
+#include "base/int.h"
 #include "base/mem.h"
 #include "base/wide.h"
 #include "device/host/kernel.h"
@@ -18,25 +19,25 @@
 typedef struct part {
     uint32_t number;
     size_t first;      /* of its moves */
-    uint64_t last_run; /* the number of that which has it */
+    uint64_t last_run; /* number of the last run that included it */
 } part;
 
 struct tb__job {
     tb__arena arena;
     tb__move *moves; /* by part */
-    tb__line line;
-    part *parts; /* by number; one more at the end, of no moves */
+    tb__move_costs costs;
+    part *parts; /* by number; the last one is a sentinel */
     size_t nparts, nquantised;
     uint64_t nruns;
 };
 
-/* Moves of the job that follow one another, and where they begin on the run's line and on the job's. */
-typedef struct stretch {
+/* Consecutive moves of the job in a run: where their costs begin in the run and in the job. */
+typedef struct job_segment {
     int64_t begin, job_begin;
-} stretch;
+} job_segment;
 
 /* A move of the run that is not a copy. */
-typedef struct step {
+typedef struct quant_step {
     size_t move;
     bool is_dequant;
     union {
@@ -44,7 +45,7 @@ typedef struct step {
         tb__dequant_job dequant;
     };
     tb__quant_tensor tensor;
-} step;
+} quant_step;
 
 struct tb__host_run {
     tb__work work;
@@ -53,24 +54,24 @@ struct tb__host_run {
     tb__fence *fence;
     char *src_buffer, *dst_buffer;
     bool stream, is_cancelled;
-    stretch *stretches;
-    size_t nstretches;
-    step *steps; /* by move */
+    job_segment *segments;
+    size_t nsegments;
+    quant_step *steps; /* by move */
     size_t nsteps;
     tb__fence **after;
     size_t nafter;
     const char *bytes; /* of a checksum */
     size_t nbytes;
-    uint64_t *sums, *sum; /* of blocks, and where the result goes */
+    uint64_t *sums, *sum; /* checksums of blocks, and the result */
     bool is_begun;
-    tb_status status; /* of pieces that failed; with the device's lock held while there are any */
+    tb_status status; /* first failure of a piece; guarded by the device's lock */
     char why[TB__FENCE_WHY_MAX];
     TAILQ_ENTRY(tb__host_run) link, ended_link;
 };
 
 /* ---- Preparing -------------------------------------------------------------------------------------------------- */
 
-/* An address for each source, but for those in buffers and those that must be read. */
+/* Resolves mappings to addresses, except for buffers and mappings that must be read. */
 static tb_status resolve_sources(tb__job *job, tb__move *move) {
     const void **src = tb__arena_alloc(&job->arena, move->nsrc, sizeof *src);
     int64_t(*stride)[TB_MAX_DIMS] = tb__arena_alloc(&job->arena, move->nsrc, sizeof *stride);
@@ -120,9 +121,9 @@ static tb_status sort_moves(const tb__move *moves, size_t nmoves, tb__move *out)
 
 static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
     job->moves = tb__arena_alloc(&job->arena, nmoves, sizeof *job->moves);
-    job->line.ends = tb__arena_alloc(&job->arena, nmoves, sizeof *job->line.ends);
+    job->costs.ends = tb__arena_alloc(&job->arena, nmoves, sizeof *job->costs.ends);
     job->parts = tb__arena_alloc(&job->arena, nmoves + 1, sizeof *job->parts);
-    if (!job->moves || !job->line.ends || !job->parts)
+    if (!job->moves || !job->costs.ends || !job->parts)
         return TB_NO_MEMORY;
     TB_TRY(sort_moves(moves, nmoves, job->moves));
     for (size_t i = 0; i < nmoves; i++) {
@@ -141,9 +142,9 @@ static tb_status fill_job(tb__job *job, const tb__move *moves, size_t nmoves) {
             job->parts[job->nparts++] = (part){.number = move->part, .first = i};
     }
     job->parts[job->nparts] = (part){.first = nmoves};
-    job->line.moves = job->moves;
-    job->line.n = nmoves;
-    tb__line_measure(&job->line);
+    job->costs.moves = job->moves;
+    job->costs.n = nmoves;
+    tb__move_costs_measure(&job->costs);
     return TB_OK;
 }
 
@@ -167,19 +168,13 @@ void tb__host_release(tb__device *device, tb__job *job) {
 
 /* ---- Working, in any thread ------------------------------------------------------------------------------------- */
 
-static step *find_step(const tb__host_run *run, size_t move) {
-    size_t low = 0, high = run->nsteps;
-    while (low + 1 < high) {
-        size_t middle = low + (high - low) / 2;
-        if (run->steps[middle].move <= move)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &run->steps[low];
+static quant_step *find_step(const tb__host_run *run, size_t move) {
+    size_t i = 0;
+    TB_BISECT(i, run->nsteps, run->steps[i].move >= move);
+    return &run->steps[i];
 }
 
-static void run_step(step *s, int64_t from, int64_t to, int64_t of) {
+static void run_step(quant_step *s, int64_t from, int64_t to, int64_t of) {
     int64_t nparts = s->is_dequant ? s->dequant.nparts : s->quant.nparts;
     int64_t first = (int64_t)((tb__wide)nparts * (tb__wide)from / (tb__wide)of),
             last = (int64_t)((tb__wide)nparts * (tb__wide)to / (tb__wide)of);
@@ -189,7 +184,7 @@ static void run_step(step *s, int64_t from, int64_t to, int64_t of) {
         tb__quant_run(&s->quant, first, last);
 }
 
-/* The first failure counts. For the reason in tb_error_detail, which is this thread's. */
+/* Records the first failure, with this thread's tb_error_detail. */
 static void fail_run(tb__host_run *run, tb_status status) {
     pthread_mutex_lock(&run->device->lock);
     if (run->status == TB_OK) {
@@ -199,8 +194,8 @@ static void fail_run(tb__host_run *run, tb_status status) {
     pthread_mutex_unlock(&run->device->lock);
 }
 
-/* A move with sources in the run's buffer, or in memory that must be read, or to the buffer. */
-static tb_status run_placed(const tb__host_run *run, const tb__move *move, tb__part share) {
+/* A copy from or to the run's buffers, or from memory that must be read. */
+static tb_status run_with_buffers(const tb__host_run *run, const tb__move *move, tb__move_share share) {
     const void *few[16], **src = few;
     tb__move placed = *move;
     bool must_read = false;
@@ -231,32 +226,32 @@ static void run_move(void *arg, size_t index, int64_t from, int64_t to, int64_t 
         run_step(find_step(run, index), from, to, of);
         return;
     }
-    tb__part share = tb__move_cut(move, from, to, of);
+    tb__move_share share = tb__move_cut(move, from, to, of);
     tb_status status = TB_OK;
     if (move->src_mapping || move->is_dst_in_buffer)
-        status = run_placed(run, move, share);
+        status = run_with_buffers(run, move, share);
     else
         tb__move_run(move, share, run->stream);
     if (status != TB_OK)
         fail_run(run, status);
 }
 
-/* A piece may reach over several stretches. */
+/* A piece may reach over several segments. */
 static void run_piece(void *arg, int64_t from, int64_t to) {
     tb__host_run *run = arg;
-    size_t low = 0, high = run->nstretches;
+    size_t low = 0, high = run->nsegments;
     while (low + 1 < high) {
         size_t middle = low + (high - low) / 2;
-        if (run->stretches[middle].begin <= from)
+        if (run->segments[middle].begin <= from)
             low = middle;
         else
             high = middle;
     }
-    for (size_t i = low; i < run->nstretches && run->stretches[i].begin < to; i++) {
-        const stretch *s = &run->stretches[i];
-        int64_t end = i + 1 < run->nstretches ? s[1].begin : run->work.total;
+    for (size_t i = low; i < run->nsegments && run->segments[i].begin < to; i++) {
+        const job_segment *s = &run->segments[i];
+        int64_t end = i + 1 < run->nsegments ? s[1].begin : run->work.total;
         int64_t a = from > s->begin ? from : s->begin, b = to < end ? to : end, shift = s->job_begin - s->begin;
-        tb__line_run(&run->job->line, a + shift, b + shift, run_move, run);
+        tb__move_costs_run(&run->job->costs, a + shift, b + shift, run_move, run);
     }
     if (run->stream)
         tb__kernels_get()->fence();
@@ -270,7 +265,7 @@ static void sum_blocks(void *arg, int64_t from, int64_t to) {
     }
 }
 
-static _Thread_local const tb__host_device *progressing; /* this thread is going to look */
+static _Thread_local const tb__host_device *progressing; /* this thread will check `ended` anyway */
 
 static void on_work_done(tb__work *work) {
     tb__host_run *run = work->arg;
@@ -286,7 +281,7 @@ static void on_work_done(tb__work *work) {
 
 static void free_run(tb__host_run *run) {
     if (run) {
-        free(run->stretches);
+        free(run->segments);
         free(run->steps);
         free(run->sums);
         free(run->after);
@@ -294,7 +289,7 @@ static void free_run(tb__host_run *run) {
     free(run);
 }
 
-static tb_status begin_step(step *s, const tb__host_run *run, size_t index) {
+static tb_status begin_step(quant_step *s, const tb__host_run *run, size_t index) {
     const tb__move *move = &run->job->moves[index];
     const tb__quantised *q = move->quantised;
     s->move = index;
@@ -321,7 +316,7 @@ static tb_status name_failure(tb_status status, const tb__move *move) {
     return status != TB_OK && move->name ? tb__fail_within(status, "tensor '%.100s'", move->name) : status;
 }
 
-/* Those of all stretches. The scales of a run are those that it finds when it begins. */
+/* Begins all quantising moves. Scales are read here, when the run begins. */
 static tb_status begin_steps(tb__host_run *run) {
     for (size_t i = 0; i < run->nsteps; i++) {
         tb_status status = begin_step(&run->steps[i], run, run->steps[i].move);
@@ -332,24 +327,18 @@ static tb_status begin_steps(tb__host_run *run) {
 }
 
 static part *find_part(const tb__job *job, uint32_t number) {
-    size_t low = 0, high = job->nparts;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (job->parts[middle].number < number)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < job->nparts && job->parts[low].number == number ? &job->parts[low] : NULL;
+    size_t i = 0;
+    TB_BISECT(i, job->nparts, job->parts[i].number >= number);
+    return i < job->nparts && job->parts[i].number == number ? &job->parts[i] : NULL;
 }
 
 static void add_moves(tb__host_run *run, size_t first, size_t last, int64_t *written) {
-    const tb__line *line = &run->job->line;
+    const tb__move_costs *costs = &run->job->costs;
     if (first == last)
         return;
-    int64_t begin = tb__line_begin(line, first);
-    run->stretches[run->nstretches++] = (stretch){.begin = run->work.total, .job_begin = begin};
-    run->work.total += line->ends[last - 1] - begin;
+    int64_t begin = tb__move_costs_begin(costs, first);
+    run->segments[run->nsegments++] = (job_segment){.begin = run->work.total, .job_begin = begin};
+    run->work.total += costs->ends[last - 1] - begin;
     for (size_t i = first; i < last; i++) {
         *written += tb__move_written(&run->job->moves[i]);
         if (run->job->moves[i].kind != TB__MOVE_COPY)
@@ -358,7 +347,7 @@ static void add_moves(tb__host_run *run, size_t first, size_t last, int64_t *wri
 }
 
 static int compare_steps(const void *a, const void *b) {
-    const step *x = a, *y = b;
+    const quant_step *x = a, *y = b;
     return x->move < y->move ? -1 : x->move > y->move;
 }
 
@@ -366,13 +355,13 @@ static tb_status choose_moves(tb__host_run *run, const tb__run *what) {
     tb__job *job = run->job;
     size_t nparts = what->parts ? what->nparts : 1;
     int64_t written = 0;
-    run->stretches = tb__malloc(nparts, sizeof *run->stretches);
+    run->segments = tb__malloc(nparts, sizeof *run->segments);
     run->steps = tb__calloc(job->nquantised, sizeof *run->steps);
-    if ((nparts && !run->stretches) || (job->nquantised && !run->steps))
+    if ((nparts && !run->segments) || (job->nquantised && !run->steps))
         return TB_NO_MEMORY;
     job->nruns++;
     if (!what->parts)
-        add_moves(run, 0, job->line.n, &written);
+        add_moves(run, 0, job->costs.n, &written);
     for (size_t i = 0; what->parts && i < what->nparts; i++) {
         part *p = find_part(job, what->parts[i]);
         if (!p)
@@ -391,7 +380,7 @@ static tb_status choose_moves(tb__host_run *run, const tb__run *what) {
 static void end_run(tb__host_run *run, tb_status status) {
     tb__fence *fence = run->fence;
     for (size_t i = 0; status == TB_OK && i < run->nsteps; i++) {
-        step *s = &run->steps[i];
+        quant_step *s = &run->steps[i];
         const tb__move *move = &run->job->moves[s->move];
         float amax = 0;
         if (s->is_dequant)
@@ -410,8 +399,8 @@ static void end_run(tb__host_run *run, tb_status status) {
     free_run(run);
 }
 
-/* Whether what must be done first is done. */
-static bool may_begin(const tb__host_run *run, tb_status *status) {
+/* Whether the fences that the run waits for are done; *status: one has failed. */
+static bool is_ready(const tb__host_run *run, tb_status *status) {
     *status = TB_OK;
     for (size_t i = 0; i < run->nafter; i++) {
         if (!run->after[i]->is_done)
@@ -422,7 +411,6 @@ static bool may_begin(const tb__host_run *run, tb_status *status) {
     return true;
 }
 
-/* What is of one piece is left to progress, which comes soon. */
 static void begin_run(tb__host_run *run) {
     tb_status status = run->is_cancelled ? tb__fail(TB_CANCELLED, "it was cancelled") : begin_steps(run);
     if (status != TB_OK || run->work.total == 0) {
@@ -447,7 +435,7 @@ static tb__host_run *new_run(tb__device *device, tb__fence *fence, tb__work_fn *
     return run;
 }
 
-/* Fences complete in progress, even those of runs that are done at once. */
+/* Even an empty run completes its fence in progress. */
 static void queue_run(tb__host_run *run) {
     run->fence->state = run;
     TAILQ_INSERT_TAIL(&run->device->waiting, run, link);
@@ -498,17 +486,17 @@ void tb__host_cancel(tb__device *device, tb__fence *fence) {
     run->is_cancelled = true;
     run->nafter = 0;
     if (run->is_begun)
-        tb__workers_drop(&run->work);
+        tb__workers_cancel(&run->work);
 }
 
 /* ---- Progress --------------------------------------------------------------------------------------------------- */
 
-static bool begin_waiting(tb__host_device *device) {
+static bool begin_ready_runs(tb__host_device *device) {
     bool did = false;
     for (tb__host_run *run = TAILQ_FIRST(&device->waiting), *next; run; run = next) {
         tb_status status;
         next = TAILQ_NEXT(run, link);
-        if (!may_begin(run, &status))
+        if (!is_ready(run, &status))
             continue;
         TAILQ_REMOVE(&device->waiting, run, link);
         if (status == TB_OK)
@@ -520,7 +508,7 @@ static bool begin_waiting(tb__host_device *device) {
     return did;
 }
 
-static bool end_ended(tb__host_device *device) {
+static bool complete_ended_runs(tb__host_device *device) {
     bool did = false;
     for (;;) {
         pthread_mutex_lock(&device->lock);
@@ -538,7 +526,7 @@ static bool end_ended(tb__host_device *device) {
 }
 
 /* One piece of the first run that has one. */
-static bool do_piece(tb__host_device *device) {
+static bool help_one_piece(tb__host_device *device) {
     tb__host_run *run;
     progressing = device;
     TAILQ_FOREACH(run, &device->running, link) {
@@ -553,7 +541,7 @@ bool tb__host_progress(tb__device *base) {
     tb__host_device *device = (tb__host_device *)base;
     eventfd_t unused;
     eventfd_read(device->wake, &unused);
-    bool did = begin_waiting(device);
-    did |= do_piece(device);
-    return end_ended(device) || did;
+    bool did = begin_ready_runs(device);
+    did |= help_one_piece(device);
+    return complete_ended_runs(device) || did;
 }

@@ -188,7 +188,7 @@ AVX2_INLINE __m256 apply(tb_reduce_op op, __m256 a, __m256 b) {
     }
 }
 
-AVX2_INLINE __m256 settle(__m256 a) {
+AVX2_INLINE __m256 canonical_nan(__m256 a) {
     return float_of(choose(nan_mask(a), _mm256_set1_epi32(0x7fc00000), bits_of(a)));
 }
 
@@ -221,7 +221,7 @@ AVX2_INLINE void combine(tb_dtype dtype, tb_reduce_op op, void *dst, const void 
                 a[v] = apply(op, a[v], load8(dtype, src[k], i + 8 * v));
         }
         for (size_t v = 0; v < STEP / 8; v++)
-            _mm256_storeu_ps(acc + i + 8 * v, settle(a[v]));
+            _mm256_storeu_ps(acc + i + 8 * v, canonical_nan(a[v]));
     }
     if (i < n)
         combine_rest(dtype, op, acc + i, src, nsrc, i, n, resume);
@@ -297,7 +297,7 @@ AVX2_INLINE void reduce(tb_dtype dtype, tb_reduce_op op, void *dst, const void *
                 a[v] = apply(op, a[v], b[v]);
         }
         for (int v = 0; v < 4; v++)
-            a[v] = settle(a[v]);
+            a[v] = canonical_nan(a[v]);
         store32(dtype, out + i * size, a, stream);
     }
     if (i == n)

@@ -165,7 +165,7 @@ COMBINE_F32_ALL(e4m3, TB_F8E4M3)
 COMBINE_F32_ALL(e5m2, TB_F8E5M2)
 
 /* Sums and products of integers are worked out in an unsigned type no narrower than int, where wrapping is defined. */
-#define COMBINE(name, type, wide, op, expr, settle)                                                                    \
+#define COMBINE(name, type, wide, op, expr, canonical_nan)                                                             \
     static void name##_##op(void *acc, const void *const *src, uint32_t nsrc, size_t n, bool resume) {                 \
         typedef type any __attribute__((aligned(1), may_alias));                                                       \
         any *out = acc;                                                                                                \
@@ -178,16 +178,16 @@ COMBINE_F32_ALL(e5m2, TB_F8E5M2)
                 out[i] = (type)(expr);                                                                                 \
             }                                                                                                          \
         }                                                                                                              \
-        if (settle) {                                                                                                  \
+        if (canonical_nan) {                                                                                           \
             for (size_t i = 0; i < n; i++)                                                                             \
                 out[i] = out[i] == out[i] ? out[i] : (type)float_of(F32_NAN);                                          \
         }                                                                                                              \
     }
-#define COMBINE_ALL(name, type, wide, settle)                                                                          \
-    COMBINE(name, type, wide, sum, a + b, settle)                                                                      \
-    COMBINE(name, type, type, min, LESSER(a, b), settle)                                                               \
-    COMBINE(name, type, type, max, GREATER(a, b), settle)                                                              \
-    COMBINE(name, type, wide, product, a *b, settle)
+#define COMBINE_ALL(name, type, wide, canonical_nan)                                                                   \
+    COMBINE(name, type, wide, sum, a + b, canonical_nan)                                                               \
+    COMBINE(name, type, type, min, LESSER(a, b), canonical_nan)                                                        \
+    COMBINE(name, type, type, max, GREATER(a, b), canonical_nan)                                                       \
+    COMBINE(name, type, wide, product, a *b, canonical_nan)
 COMBINE_ALL(f64, double, double, true)
 COMBINE_ALL(u8, uint8_t, uint32_t, false)
 COMBINE_ALL(u16, uint16_t, uint32_t, false)

@@ -1,5 +1,5 @@
 /* tb_alloc and tb_free. Large requests have arenas of their own, small ones share arenas, in which each takes the first
- * free extent that is long enough. What is free is known here and in extent.c, and nowhere in the memory itself.
+ * free extent that is long enough. The bookkeeping is outside of the memory itself, which peers can write to.
  *
  * A descriptor is scarce, and a file that has no pages costs nothing. So files are made much longer than what is asked
  * for, and arenas take their places in them: each new file is as long as all before it together, within bounds. What an
@@ -33,7 +33,7 @@ enum {
     COLOUR_STEP = 4096,
 };
 
-static const size_t least_file = (size_t)1 << 30, most_file = (size_t)64 << 30;
+static const size_t min_file = (size_t)1 << 30, max_file = (size_t)64 << 30;
 
 typedef struct tb__memory_arena arena;
 
@@ -58,7 +58,7 @@ struct tb__memory_arena {
 static struct {
     pthread_mutex_t lock;
     tb__extents extents;
-    LIST_HEAD(file_list, file) files, inherited;  /* inherited: the parent's, of which we have no memory */
+    LIST_HEAD(file_list, file) files, inherited;  /* inherited: the parent's files, not mapped here */
     TAILQ_HEAD(idle_list, tb__memory_arena) idle; /* without allocations; the longest idle first */
     size_t busy_bytes, idle_bytes;                /* of arenas */
     size_t file_bytes;                            /* of files for several arenas */
@@ -67,8 +67,8 @@ static struct {
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Addresses that stay taken, without memory. */
-static void hide(void *base, size_t nbytes) {
+/* Unmaps memory, but keeps its addresses reserved. */
+static void unmap_but_reserve(void *base, size_t nbytes) {
     (void)mmap(base, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
@@ -85,7 +85,7 @@ static void after_fork_in_parent(void) {
 static void after_fork_in_child(void) {
     file *it;
     while ((it = LIST_FIRST(&pool.files))) {
-        hide(it->map.base, it->map.nbytes);
+        unmap_but_reserve(it->map.base, it->map.nbytes);
         close(it->map.fd);
         it->map.fd = -1;
         LIST_REMOVE(it, link);
@@ -123,7 +123,7 @@ static bool has_huge_pages(size_t nbytes) {
 }
 
 /* Addresses that begin at a multiple of the huge page's size, without memory, or NULL. */
-static void *reserve(size_t nbytes) {
+static void *reserve_addresses(size_t nbytes) {
     char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (space == MAP_FAILED)
         return NULL;
@@ -155,7 +155,7 @@ static tb_status open_file(size_t nbytes, bool is_huge, file **out) {
     void *base = NULL;
     if (ftruncate(fd, (off_t)nbytes) == 0 && (!is_huge || fallocate(fd, 0, 0, (off_t)nbytes) == 0) &&
         fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
-        base = reserve(nbytes);
+        base = reserve_addresses(nbytes);
     if (!base) {
         int error = errno;
         close(fd);
@@ -181,7 +181,7 @@ static void close_file(file *it) {
     free(it);
 }
 
-/* The kernel promises more than it has, and kills who believes it. What can't be there is refused here. */
+/* The kernel overcommits, and kills processes that use it. So requests beyond the machine's memory are refused here. */
 static tb_status check_room(size_t nbytes) {
     struct sysinfo info;
     struct rlimit limit;
@@ -206,7 +206,7 @@ static void release_arena(arena *it) {
     if (TAILQ_EMPTY(&from->arenas)) {
         close_file(from);
     } else {
-        hide(it->base, it->nbytes);
+        unmap_but_reserve(it->base, it->nbytes);
         (void)fallocate(from->map.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->base - (char *)from->map.base,
                         (off_t)it->nbytes);
     }
@@ -234,8 +234,8 @@ static size_t find_room(const file *in, size_t nbytes, arena **next) {
 /* A new file, for this arena and, where the process may have that, for many others. */
 static tb_status add_file(size_t nbytes, file **out) {
     struct rlimit limit;
-    size_t size = pool.file_bytes < least_file ? least_file : pool.file_bytes;
-    size = size < most_file ? size : most_file;
+    size_t size = pool.file_bytes < min_file ? min_file : pool.file_bytes;
+    size = size < max_file ? size : max_file;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < size)
         size = limit.rlim_cur / HUGE_PAGE * HUGE_PAGE;
     if (size > nbytes && open_file(size, false, out) == TB_OK)
@@ -269,7 +269,7 @@ static tb_status place_arena(arena *it, size_t nbytes) {
         TAILQ_INSERT_TAIL(&in->arenas, it, link);
     if (map_part(&in->map, it->base, nbytes)) {
         if (!in->is_whole)
-            madvise(it->base, nbytes, MADV_HUGEPAGE); /* where the kernel knows better, that is fine too */
+            madvise(it->base, nbytes, MADV_HUGEPAGE); /* a hint only */
         return TB_OK;
     }
     int error = errno;
@@ -277,7 +277,7 @@ static tb_status place_arena(arena *it, size_t nbytes) {
     if (TAILQ_EMPTY(&in->arenas))
         close_file(in);
     else
-        hide(it->base, nbytes);
+        unmap_but_reserve(it->base, nbytes);
     return tb__fail(error == ENOMEM || error == ENOSPC ? TB_NO_MEMORY : TB_IO, "an arena of %zu bytes: %s", nbytes,
                     strerror(error));
 }
@@ -327,8 +327,8 @@ static tb__extent *find_idle(size_t nbytes) {
     return best;
 }
 
-/* Leaves the extent nbytes, and what it has beyond them to a new one. */
-static tb_status cut(tb__extent *extent, size_t nbytes) {
+/* Shortens the extent to nbytes; a new free extent gets the rest. */
+static tb_status split_extent(tb__extent *extent, size_t nbytes) {
     tb__extent *rest = tb__calloc(1, sizeof *rest);
     if (!rest)
         return TB_NO_MEMORY;
@@ -346,13 +346,13 @@ static tb_status cut(tb__extent *extent, size_t nbytes) {
     return TB_OK;
 }
 
-static tb_status take(size_t nbytes, size_t asked, tb__extent **out) {
+static tb_status allocate_extent(size_t nbytes, size_t asked, tb__extent **out) {
     bool is_large = nbytes > SHARED_BYTES - (COLOURS - 1) * COLOUR_STEP;
     tb__extent *extent = is_large ? find_idle(nbytes) : tb__extents_fit(&pool.extents, nbytes);
     if (!extent)
         TB_TRY(add_arena(nbytes, is_large, &extent));
     if (!is_large && extent->nbytes > nbytes)
-        TB_TRY(cut(extent, nbytes));
+        TB_TRY(split_extent(extent, nbytes));
     extent->is_used = true;
     extent->is_offered = false;
     extent->asked = asked;
@@ -373,15 +373,14 @@ tb_status tb_alloc(size_t nbytes, void **out) {
     tb__extent *extent;
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&pool.lock);
-    tb_status status = take(round_up(nbytes > 0 ? nbytes : 1, ALIGNMENT), nbytes, &extent);
+    tb_status status = allocate_extent(round_up(nbytes > 0 ? nbytes : 1, ALIGNMENT), nbytes, &extent);
     if (status == TB_OK)
         *out = (void *)extent->start;
     pthread_mutex_unlock(&pool.lock);
     return status;
 }
 
-/* Gives what the right one has to the left one. */
-static void merge(tb__extent *left, tb__extent *right) {
+static void merge_extents(tb__extent *left, tb__extent *right) {
     tb__extents_remove(&pool.extents, right);
     left->nbytes += right->nbytes;
     left->next = right->next;
@@ -390,15 +389,15 @@ static void merge(tb__extent *left, tb__extent *right) {
     free(right);
 }
 
-static void give_back(tb__extent *extent) {
+static void free_extent(tb__extent *extent) {
     arena *from = extent->arena;
     extent->is_used = false;
     extent->is_offered = !from->is_large;
     if (extent->next && !extent->next->is_used)
-        merge(extent, extent->next);
+        merge_extents(extent, extent->next);
     if (extent->prev && !extent->prev->is_used) {
         extent = extent->prev;
-        merge(extent, extent->next);
+        merge_extents(extent, extent->next);
     }
     tb__extents_update(&pool.extents, extent);
     if (--from->nallocations > 0)
@@ -424,20 +423,20 @@ void tb_free(void *ptr) {
     tb__extent *extent = tb__extents_at(&pool.extents, (uintptr_t)ptr);
     bool is_ours = extent && extent->is_used && extent->start == (uintptr_t)ptr;
     if (is_ours)
-        give_back(extent);
+        free_extent(extent);
     bool is_known = is_ours || is_inherited((uintptr_t)ptr);
     pthread_mutex_unlock(&pool.lock);
     if (!is_known)
         tb__log(TB_LOG_ERROR, "tb_free: %p is not the start of a live allocation; nothing is freed", ptr);
 }
 
-/* ---- Of other processes ---------------------------------------------------------------------------------------- */
+/* ---- Memory of other processes --------------------------------------------------------------------------------- */
 
 static tb_status map_foreign(int fd, tb__arena_file *out) {
     struct stat info;
     int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return tb__fail(TB_DENIED, "the memory is no memfd that is sealed against shrinking");
+        return tb__fail(TB_DENIED, "the memory is not a memfd that is sealed against shrinking");
     if (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE))
         return tb__fail(TB_DENIED, "the memory is sealed against writing");
     if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR)
@@ -450,7 +449,7 @@ static tb_status map_foreign(int fd, tb__arena_file *out) {
     out->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (out->fd < 0)
         return tb__fail(TB_IO, "fcntl: %s", tb__errno_text(errno));
-    out->base = reserve(out->nbytes);
+    out->base = reserve_addresses(out->nbytes);
     if (out->base && map_part(out, out->base, out->nbytes))
         return TB_OK;
     tb_status status = tb__fail(TB_NO_MEMORY, "%zu bytes of another process: %s", out->nbytes, strerror(errno));
@@ -476,7 +475,7 @@ tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes) {
     *made = (arena){.file = from,
                     .base = from->map.base,
                     .nbytes = from->map.nbytes,
-                    .nallocations = 1, /* which nobody frees */
+                    .nallocations = 1, /* never freed by tb_free */
                     .is_large = true,
                     .first = extent};
     TAILQ_INSERT_HEAD(&from->arenas, made, link);

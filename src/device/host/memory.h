@@ -1,28 +1,27 @@
-/* Memory that peers can map: what tb_alloc hands out. It is cut from *arenas*, which are parts of memfds that are
- * sealed against shrinking and mapped shared, in huge pages where the kernel gives them. Arenas without allocations are
- * kept, so that the next ones find warm pages: up to 1 GiB, or as much as the arenas in use have, if that is more. A
- * process has few memfds, however much it allocates: one more each time that what it has doubles, and one for each 64
- * GiB. */
+/* tb_alloc: memory that peers can map. It is cut from *arenas*, which are parts of memfds that are sealed against
+ * shrinking and mapped shared, in huge pages where the kernel gives them. Arenas without allocations are kept, so that
+ * the next ones find warm pages: up to 1 GiB, or as much as the arenas in use have, if that is more. A process has few
+ * memfds, however much it allocates: one more each time that what it has doubles, and one for each 64 GiB. */
 #ifndef TB_DEVICE_HOST_MEMORY_H
 #define TB_DEVICE_HOST_MEMORY_H
 
 #include "base/error.h"
 
 /* The file that an arena is a part of. The descriptor and the addresses last as long as the allocation by which it was
- * found: whoever needs them longer duplicates the descriptor. Not all of the file is mapped. Peers that are given it
- * can write to all of it, other allocations included. */
+ * found: to keep them longer, duplicate the descriptor. Not all of the file is mapped. Peers that are given it can
+ * write to all of it, other allocations included. */
 typedef struct tb__arena_file {
     void *base; /* byte 0 of the file */
     size_t nbytes;
     int fd;
 } tb__arena_file;
 
-/* The file that all of these bytes lie in, inside of one live allocation; of no bytes, their address. False: they are
- * no memory of tb_alloc. */
+/* The file that holds all of these bytes, which must be in one live allocation. False: they are not memory of tb_alloc.
+ */
 bool tb__memory_find(const void *ptr, size_t nbytes, tb__arena_file *out);
 
-/* Maps the memory of another process, a memfd that is sealed against shrinking, so that tensors in it can be reached
- * like those of tb_alloc. The descriptor stays the caller's. *base is byte 0 of the file. */
+/* Maps the memory of another process, a memfd that is sealed against shrinking, so that peers can map tensors in it
+ * like those of tb_alloc. The caller keeps the descriptor. *base is byte 0 of the file. */
 tb_status tb__memory_adopt(int fd, void **base, size_t *nbytes);
 void tb__memory_abandon(void *base); /* no tensor in it is used any more */
 

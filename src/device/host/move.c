@@ -1,6 +1,7 @@
-/* Copies, cut. Plain ones become moves of bytes; the others go tile by tile through tile.c. */
+/* Shares of copies. Plain copies become byte moves; the others go tile by tile through tile.c. */
 #include "device/host/move.h"
 
+#include "base/int.h"
 #include "base/mem.h"
 #include "base/wide.h"
 #include "device/host/bytes.h"
@@ -17,8 +18,8 @@ static bool is_plain(const tb__move *copy) {
            copy->wire_dtype == copy->dst_dtype;
 }
 
-tb__part tb__move_whole(const tb__move *copy) {
-    return copy->ndim ? (tb__part){0, 0, copy->len[0]} : (tb__part){-1, 0, 1};
+tb__move_share tb__move_whole(const tb__move *copy) {
+    return copy->ndim ? (tb__move_share){0, 0, copy->len[0]} : (tb__move_share){-1, 0, 1};
 }
 
 /* Long enough to be cut finely; if none is, the longest. Outer ones first, so that runs stay whole. */
@@ -48,14 +49,14 @@ static int64_t cut_at(const tb__move *copy, int dim, int64_t at, int64_t of) {
     return index < first ? 0 : index - (index - first) % per_line;
 }
 
-tb__part tb__move_cut(const tb__move *copy, int64_t from, int64_t to, int64_t of) {
+tb__move_share tb__move_cut(const tb__move *copy, int64_t from, int64_t to, int64_t of) {
     if (copy->ndim == 0)
-        return (tb__part){-1, 0, from == 0};
+        return (tb__move_share){-1, 0, from == 0};
     int dim = choose_dim(copy);
-    return (tb__part){dim, cut_at(copy, dim, from, of), cut_at(copy, dim, to, of)};
+    return (tb__move_share){dim, cut_at(copy, dim, from, of), cut_at(copy, dim, to, of)};
 }
 
-static void move_bytes(const tb__move *copy, tb__part part, bool stream) {
+static void move_bytes(const tb__move *copy, tb__move_share part, bool stream) {
     unsigned bits = tb_dtype_bits(copy->dst_dtype);
     bool is_packed = bits == 4;
     int pairs = is_packed ? tb__move_packed_dim(copy) : -1;
@@ -83,7 +84,7 @@ static void move_bytes(const tb__move *copy, tb__part part, bool stream) {
     tb__bytes_move(&box, stream);
 }
 
-void tb__move_run(const tb__move *copy, tb__part part, bool stream) {
+void tb__move_run(const tb__move *copy, tb__move_share part, bool stream) {
     if (part.lo >= part.hi || tb__move_is_empty(copy))
         return;
     if (copy->nsrc == 0 || is_plain(copy))
@@ -94,45 +95,39 @@ void tb__move_run(const tb__move *copy, tb__part part, bool stream) {
 
 /* ---- Many moves ------------------------------------------------------------------------------------------------ */
 
-void tb__line_measure(const tb__line *line) {
+void tb__move_costs_measure(const tb__move_costs *costs) {
     int64_t end = 0;
-    for (size_t i = 0; i < line->n; i++)
-        line->ends[i] = end += tb__move_traffic(&line->moves[i]) + MOVE_BYTES;
+    for (size_t i = 0; i < costs->n; i++)
+        costs->ends[i] = end += tb__move_traffic(&costs->moves[i]) + MOVE_BYTES;
 }
 
 /* The first move that ends beyond `at`. */
-static size_t find_move(const tb__line *line, int64_t at) {
-    size_t low = 0, high = line->n;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (line->ends[middle] > at)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
+static size_t find_move(const tb__move_costs *costs, int64_t at) {
+    size_t i = 0;
+    TB_BISECT(i, costs->n, costs->ends[i] > at);
+    return i;
 }
 
-void tb__line_run(const tb__line *line, int64_t from, int64_t to, tb__line_fn *fn, void *arg) {
-    for (size_t i = find_move(line, from); i < line->n; i++) {
-        int64_t begin = tb__line_begin(line, i), length = line->ends[i] - begin;
+void tb__move_costs_run(const tb__move_costs *costs, int64_t from, int64_t to, tb__share_fn *fn, void *arg) {
+    for (size_t i = find_move(costs, from); i < costs->n; i++) {
+        int64_t begin = tb__move_costs_begin(costs, i), length = costs->ends[i] - begin;
         if (begin >= to)
             return;
         if (length >= TB__PIECE_BYTES)
             fn(arg, i, from > begin ? from - begin : 0, to - begin < length ? to - begin : length, length);
-        else if (begin >= from) /* whole, to whoever has its beginning */
+        else if (begin >= from) /* short moves are not divided: the share with the beginning does it */
             fn(arg, i, 0, length, length);
     }
 }
 
 typedef struct batch {
-    tb__line line;
+    tb__move_costs costs;
     bool stream;
 } batch;
 
 static void run_copy(void *arg, size_t move, int64_t from, int64_t to, int64_t of) {
     const batch *b = arg;
-    const tb__move *copy = &b->line.moves[move];
+    const tb__move *copy = &b->costs.moves[move];
     tb__move_run(copy, tb__move_cut(copy, from, to, of), b->stream);
 }
 
@@ -140,15 +135,15 @@ static void run_all(void *arg, int64_t from, int64_t to) {
     const batch *b = arg;
     (void)from;
     (void)to;
-    for (size_t i = 0; i < b->line.n; i++)
-        tb__move_run(&b->line.moves[i], tb__move_whole(&b->line.moves[i]), b->stream);
+    for (size_t i = 0; i < b->costs.n; i++)
+        tb__move_run(&b->costs.moves[i], tb__move_whole(&b->costs.moves[i]), b->stream);
     if (b->stream)
         tb__kernels_get()->fence();
 }
 
 static void run_share(void *arg, int64_t from, int64_t to) {
     batch *b = arg;
-    tb__line_run(&b->line, from, to, run_copy, b);
+    tb__move_costs_run(&b->costs, from, to, run_copy, b);
     if (b->stream)
         tb__kernels_get()->fence();
 }
@@ -160,18 +155,18 @@ tb_status tb__moves_run(const tb__move *copies, size_t n) {
         written += tb__move_written(&copies[i]);
         traffic += tb__move_traffic(&copies[i]);
     }
-    batch b = {.line = {.moves = copies, .n = n}, .stream = written >= TB__STREAM_BYTES};
+    batch b = {.costs = {.moves = copies, .n = n}, .stream = written >= TB__STREAM_BYTES};
     tb__work work = {.fn = run_all, .arg = &b, .total = 1, .piece = 1};
-    /* Without memory for the line, this thread does it all. */
+    /* Without memory for the costs, this thread does all of it. */
     if (tb__workers_count() > 1 && traffic / 2 >= TB__PIECE_BYTES)
-        b.line.ends = tb__malloc(n, sizeof *b.line.ends);
-    if (b.line.ends) {
-        tb__line_measure(&b.line);
+        b.costs.ends = tb__malloc(n, sizeof *b.costs.ends);
+    if (b.costs.ends) {
+        tb__move_costs_measure(&b.costs);
         work.fn = run_share;
-        work.total = b.line.ends[n - 1];
+        work.total = b.costs.ends[n - 1];
         work.piece = tb__workers_piece(work.total);
     }
     tb__workers_run(&work);
-    free(b.line.ends);
+    free(b.costs.ends);
     return TB_OK;
 }

@@ -129,7 +129,7 @@ static const char *source_at(const job *j, int64_t row, int64_t column) {
 }
 
 /* Notes the first element of the unit that is not finite. */
-static void note_bad(job *j, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+static void record_bad(job *j, int64_t row, int64_t rows, int64_t column, int64_t columns) {
     for (int64_t r = row; r < row + rows; r++) {
         for (int64_t c = column; c < column + columns; c++) {
             if (j->kernels->amax[j->from.dtype](source_at(j, r, c), 1) < TB__F32_INF)
@@ -142,7 +142,7 @@ static void note_bad(job *j, int64_t row, int64_t rows, int64_t column, int64_t 
     }
 }
 
-static void note_amax(job *j, uint32_t amax) {
+static void record_amax(job *j, uint32_t amax) {
     uint32_t before = atomic_load_explicit(&j->amax, memory_order_relaxed);
     while (amax > before && !atomic_compare_exchange_weak(&j->amax, &before, amax)) {
     }
@@ -168,7 +168,7 @@ static void place_scales(const job *j, const uint8_t *scales, int64_t row, int64
 }
 
 /* The rows of the last tiles that the tensor does not have. */
-static void clear_padding(const job *j) {
+static void clear_scale_padding(const job *j) {
     uint8_t *out = j->to.scales;
     for (int64_t row = j->to.rows; row % TILE_ROWS != 0; row++) {
         for (int64_t c = 0; c < j->size.scale_columns; c += 4)
@@ -236,7 +236,7 @@ static uint32_t fp8_blocks(const job *j, int64_t row, int64_t rows, int64_t colu
     return all;
 }
 
-static uint32_t run_unit(const job *j, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+static uint32_t quantise_unit(const job *j, int64_t row, int64_t rows, int64_t column, int64_t columns) {
     if (j->is_amax)
         return j->kernels->amax[j->from.dtype](source_at(j, row, column), (size_t)columns);
     switch (j->to.format.kind) {
@@ -258,12 +258,12 @@ void tb__quant_run(job *j, int64_t from, int64_t to) {
     for (int64_t u = begin; u < end; u++) {
         int64_t row = u / j->across * j->band, column = u % j->across * j->width;
         int64_t rows = tb__min64(j->band, j->rows - row), columns = tb__min64(j->width, j->columns - column);
-        uint32_t amax = run_unit(j, row, rows, column, columns);
+        uint32_t amax = quantise_unit(j, row, rows, column, columns);
         all = amax > all ? amax : all;
         if (amax >= TB__F32_INF)
-            note_bad(j, row, rows, column, columns);
+            record_bad(j, row, rows, column, columns);
     }
-    note_amax(j, all);
+    record_amax(j, all);
     if (j->stream)
         tb__kernels_get()->fence();
 }
@@ -326,27 +326,27 @@ tb_status tb__quant_end(const job *j, float *amax) {
         return tb__fail(TB_INVALID, "the element at row %" PRId64 ", column %" PRId64 " is not finite",
                         j->first_row + bad / j->tensor_columns, bad % j->tensor_columns);
     if (!j->is_amax && j->to.format.is_swizzled && j->ends_tensor)
-        clear_padding(j);
+        clear_scale_padding(j);
     if (amax)
         *amax = tb__f32_of(atomic_load(&j->amax));
     return TB_OK;
 }
 
-static void run_parts(void *arg, int64_t from, int64_t to) {
+static void quantise_parts(void *arg, int64_t from, int64_t to) {
     tb__quant_run(arg, from, to);
 }
 
 tb_status tb__quant_amax(const tb__quant_rows *from, int64_t rows, int64_t columns, float *out) {
     job j;
     TB_TRY(tb__quant_begin(&j, NULL, 0, rows, columns, from));
-    tb__workers_for(j.nparts, run_parts, &j);
+    tb__workers_for(j.nparts, quantise_parts, &j);
     return tb__quant_end(&j, out);
 }
 
 tb_status tb__quant_quantise(const tb__quant_tensor *to, int64_t first, int64_t rows, const tb__quant_rows *from) {
     job j;
     TB_TRY(tb__quant_begin(&j, to, first, rows, to->columns, from));
-    tb__workers_for(j.nparts, run_parts, &j);
+    tb__workers_for(j.nparts, quantise_parts, &j);
     return tb__quant_end(&j, NULL);
 }
 

@@ -1,4 +1,4 @@
-/* Quantising and its way back in host memory: at once, or in parts that several threads do. */
+/* Quantising and dequantising in host memory: at once, or in parts for several threads. */
 #ifndef TB_DEVICE_HOST_QUANT_H
 #define TB_DEVICE_HOST_QUANT_H
 
@@ -10,11 +10,9 @@
  * from the first one here. Amax of a scale group is the largest of its parts. */
 tb_status tb__quant_amax(const tb__quant_rows *from, int64_t rows, int64_t columns, float *out);
 
-/* Quantises rows first .. first+rows-1, which are whole bands, into their places in `to`. Where an element is not
- * finite, TB_INVALID, and the sentence says which is the first, counting rows in the tensor; what the band's places
- * hold then is not defined. Scales that tiles have too many of are set with the last row. Splits the rows among the
- * workers.
- */
+/* Quantises rows first .. first+rows-1, which are whole bands, into their places in `to`. TB_INVALID, with a message
+ * that names the first such element, if one is not finite; the contents of the band are undefined then. Scales that
+ * tiles have too many of are set with the last row. Splits the rows among the workers. */
 tb_status tb__quant_quantise(const tb__quant_tensor *to, int64_t first, int64_t rows, const tb__quant_rows *from);
 
 /* The other way: rows first .. first+rows-1, any, as f32, f16 or bf16. A product is rounded to f32, then to those. */

@@ -14,14 +14,14 @@ enum {
 
 typedef tb__dequant_job job;
 
-static float e4m3(uint8_t code) {
+static float decode_e4m3(uint8_t code) {
     float x;
     tb__kernels_portable.widen[TB_F8E4M3](&x, &code, 1);
     return x;
 }
 
 /* 255 is E8M0's NaN. */
-static float e8m0(uint8_t byte) {
+static float decode_e8m0(uint8_t byte) {
     if (byte == 255)
         return tb__f32_of(0x7fc00000);
     return byte ? tb__f32_of((uint32_t)byte << 23) : 0x1p-127F;
@@ -37,7 +37,7 @@ static float scale_at(const job *j, int64_t row, int64_t column) {
         return ((const float *)from->scales)[row / TB__FP8_BLOCK * columns + column];
     int64_t at = from->format.is_swizzled ? tb__quant_swizzle(row, column, columns) : row * columns + column;
     uint8_t byte = ((const uint8_t *)from->scales)[at];
-    return from->format.kind == TB__QUANT_MXFP8 ? e8m0(byte) : e4m3(byte) * from->scale;
+    return from->format.kind == TB__QUANT_MXFP8 ? decode_e8m0(byte) : decode_e4m3(byte) * from->scale;
 }
 
 static int64_t block_of(tb__quant_kind kind) {
@@ -74,7 +74,7 @@ static void codes_to_f32(const job *j, float *out, int64_t row, int64_t column, 
         out[i] = e2m1[data[(at + i) / 2] & 15];
 }
 
-static void run_unit(const job *j, int64_t row, int64_t at) {
+static void dequantise_unit(const job *j, int64_t row, int64_t at) {
     float x[PIECE];
     int64_t n = tb__min64(PIECE, j->columns - at), block = block_of(j->from.format.kind), column = j->first_column + at;
     codes_to_f32(j, x, j->first + row, column, n);
@@ -98,7 +98,7 @@ void tb__dequant_run(const job *j, int64_t from, int64_t to) {
     int64_t each = j->nunits / j->nparts, more = j->nunits % j->nparts;
     int64_t end = to * each + tb__min64(to, more);
     for (int64_t u = from * each + tb__min64(from, more); u < end; u++)
-        run_unit(j, u / j->across, u % j->across * PIECE);
+        dequantise_unit(j, u / j->across, u % j->across * PIECE);
 }
 
 tb_status tb__dequant_begin(job *j, const tb__quant_tensor *from, int64_t first, int64_t rows, int64_t first_column,
@@ -114,13 +114,13 @@ tb_status tb__dequant_begin(job *j, const tb__quant_tensor *from, int64_t first,
     return TB_OK;
 }
 
-static void run_parts(void *arg, int64_t from, int64_t to) {
+static void dequantise_parts(void *arg, int64_t from, int64_t to) {
     tb__dequant_run(arg, from, to);
 }
 
 tb_status tb__quant_dequantise(const tb__quant_tensor *from, int64_t first, int64_t rows, const tb__quant_rows *to) {
     job j;
     TB_TRY(tb__dequant_begin(&j, from, first, rows, 0, from->columns, to));
-    tb__workers_for(j.nparts, run_parts, &j);
+    tb__workers_for(j.nparts, dequantise_parts, &j);
     return TB_OK;
 }

@@ -1,4 +1,4 @@
-/* What quantising and its way back check alike. */
+/* Checks shared by quantising and dequantising. */
 #ifndef TB_DEVICE_HOST_QUANT_INSIDE_H
 #define TB_DEVICE_HOST_QUANT_INSIDE_H
 

@@ -1,8 +1,8 @@
 /* Quantisers of one row, or of a piece of one that begins with a block; in portable C and for AVX2, with the same bits.
  *
  * Each returns the bits of the largest magnitude: those of infinity or more where an element is not finite, and then
- * what it wrote means nothing. With `stream`, data that is aligned for it goes past the cache; the caller ends with the
- * fence of exec's kernels. */
+ * what it wrote means nothing. With `stream`, data that is aligned for it goes past the cache; the caller calls
+ * tb__kernels.fence at the end. */
 #ifndef TB_DEVICE_HOST_QUANT_KERNEL_H
 #define TB_DEVICE_HOST_QUANT_KERNEL_H
 
@@ -25,7 +25,7 @@ typedef struct tb__quant_kernels {
                                       bool stream);
 } tb__quant_kernels;
 
-/* Goes with the set that exec's kernels have chosen, or were told to use. */
+/* Of the same set as tb__kernels_get. */
 const tb__quant_kernels *tb__quant_kernels_get(void);
 
 extern const tb__quant_kernels tb__quant_kernels_portable;

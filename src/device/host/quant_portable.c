@@ -1,4 +1,4 @@
-/* The quantisers in plain C: block by block, by way of f32 and exec's casts. */
+/* The quantisers in plain C: block by block, by way of f32 and the casts of kernel.h. */
 #include "device/host/kernel.h"
 #include "device/host/quant_kernel.h"
 

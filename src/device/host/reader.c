@@ -1,5 +1,4 @@
-/* Copies from memory that has to be read first: block by block, so that what was read is still in the cache when it is
- * copied on. */
+/* Copies from memory that must be read: block by block, so that a block is still in the cache when it is copied. */
 #include "device/host/reader.h"
 
 #include "base/dtype.h"
@@ -10,7 +9,7 @@
 
 enum {
     BLOCK_BYTES = 1 << 20, /* of all sources together */
-    MOST_RANGES = 1024,    /* per call */
+    MAX_RANGES = 1024,     /* per call */
 };
 
 tb__mapping *tb__host_map_reader(size_t nbytes, tb__host_read_fn *read, void *arg) {
@@ -24,11 +23,6 @@ tb__mapping *tb__host_map_reader(size_t nbytes, tb__host_read_fn *read, void *ar
 
 void tb__host_unmap_reader(tb__mapping *mapping) {
     free(mapping);
-}
-
-/* Bytes from one element to another that is so many elements away. */
-static int64_t distance(tb_dtype dtype, int64_t elements) {
-    return tb_dtype_bits(dtype) == 4 ? elements / 2 : elements * (tb_dtype_bits(dtype) / 8);
 }
 
 static int64_t count_elements(const tb__move *copy, const int64_t *len) {
@@ -59,7 +53,7 @@ static void choose_block(const tb__move *copy, const int64_t *len, int64_t *bloc
 static tb_status read_block(const tb__move *copy, uint32_t k, const int64_t *start, const int64_t *len, char *to) {
     const tb__host_mapping *mapping = tb__host_reader(copy->src_mapping[k]);
     const int64_t *stride = copy->src_stride[k];
-    tb_range ranges[MOST_RANGES];
+    tb_range ranges[MAX_RANGES];
     int64_t run = 1, index[TB_MAX_DIMS] = {0};
     int outer = copy->ndim;
     size_t nranges = 0, filled = 0;
@@ -71,12 +65,12 @@ static tb_status read_block(const tb__move *copy, uint32_t k, const int64_t *sta
         for (int d = 0; d < copy->ndim; d++)
             at += (start[d] + index[d]) * stride[d];
         ranges[nranges++] =
-            (tb_range){(size_t)((int64_t)(uintptr_t)copy->src[k] + distance(copy->src_dtype, at)), run_nbytes};
+            (tb_range){(size_t)((int64_t)(uintptr_t)copy->src[k] + tb__dtype_offset(copy->src_dtype, at)), run_nbytes};
         int d = outer - 1;
         while (d >= 0 && ++index[d] == len[d])
             index[d--] = 0;
         is_last = d < 0;
-        if (is_last || nranges == MOST_RANGES) {
+        if (is_last || nranges == MAX_RANGES) {
             TB_TRY(mapping->read(mapping->read_arg, ranges, nranges, to + filled, nranges * run_nbytes));
             filled += nranges * run_nbytes;
             nranges = 0;
@@ -85,7 +79,7 @@ static tb_status read_block(const tb__move *copy, uint32_t k, const int64_t *sta
     return TB_OK;
 }
 
-/* One block: what can be addressed stays where it is. */
+/* Copies one block; only sources that must be read go through `bounce`. */
 static tb_status run_block(const tb__move *copy, const int64_t *start, const int64_t *len, char *bounce,
                            const void **src, int64_t (*stride)[TB_MAX_DIMS], bool stream) {
     tb__move block = *copy;
@@ -105,19 +99,19 @@ static tb_status run_block(const tb__move *copy, const int64_t *start, const int
         int64_t offset = 0;
         for (int d = 0; d < copy->ndim; d++)
             offset += start[d] * copy->src_stride[k][d];
-        src[k] = (const char *)copy->src[k] + distance(copy->src_dtype, offset);
+        src[k] = (const char *)copy->src[k] + tb__dtype_offset(copy->src_dtype, offset);
         memcpy(stride[k], copy->src_stride[k], sizeof *stride);
     }
     for (int d = 0; d < copy->ndim; d++)
         at += start[d] * copy->dst_stride[d];
-    block.dst = (char *)copy->dst + distance(copy->dst_dtype, at);
+    block.dst = (char *)copy->dst + tb__dtype_offset(copy->dst_dtype, at);
     block.src = src;
     block.src_stride = (const int64_t(*)[TB_MAX_DIMS])stride;
     tb__move_run(&block, tb__move_whole(&block), stream);
     return TB_OK;
 }
 
-tb_status tb__host_read_and_run(const tb__move *copy, tb__part part, bool stream) {
+tb_status tb__host_read_and_run(const tb__move *copy, tb__move_share part, bool stream) {
     int64_t first[TB_MAX_DIMS] = {0}, len[TB_MAX_DIMS], block[TB_MAX_DIMS], start[TB_MAX_DIMS];
     memcpy(len, copy->len, sizeof len);
     if (part.dim >= 0) {

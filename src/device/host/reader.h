@@ -1,5 +1,4 @@
-/* Memory of another process that the host device can't address, but read: through the system, or by what a transport
- * offers. */
+/* Memory of another process that can't be mapped, but read: by a system call, or by a transport. */
 #ifndef TB_DEVICE_HOST_READER_H
 #define TB_DEVICE_HOST_READER_H
 

@@ -26,7 +26,7 @@ typedef struct scratch {
  * does. */
 typedef struct nest {
     const tb__move *copy;
-    tb__part part;
+    tb__move_share part;
     const tb__kernels *kernels;
     bool stream;
     tb__reduce_fn *reduce; /* for rows that are in place on all sides; NULL: step by step */
@@ -42,44 +42,44 @@ static size_t size_of(tb_dtype dtype) {
     return tb_dtype_bits(dtype) / 8;
 }
 
-static const int64_t *strides(const nest *n, int64_t source) {
+static const int64_t *strides_of(const nest *n, int64_t source) {
     return source < 0 ? n->copy->dst_stride : n->copy->src_stride[source];
 }
 
-static bool merges(const nest *n, int outer, int inner) {
+static bool can_merge(const nest *n, int outer, int inner) {
     for (int64_t k = -1; k < (int64_t)n->copy->nsrc; k++) {
-        const int64_t *stride = strides(n, k);
+        const int64_t *stride = strides_of(n, k);
         if (stride[n->dim[outer]] != stride[n->dim[inner]] * n->len[inner])
             return false;
     }
     return true;
 }
 
-static bool comes_before(const tb__move *copy, int a, int b) {
+static bool is_outer(const tb__move *copy, int a, int b) {
     int64_t x = llabs(copy->dst_stride[a]), y = llabs(copy->dst_stride[b]);
     return x != y ? x > y : llabs(copy->src_stride[0][a]) > llabs(copy->src_stride[0][b]);
 }
 
-static int64_t length(const nest *n, int d) {
+static int64_t dim_length(const nest *n, int d) {
     return d == n->part.dim ? n->part.hi - n->part.lo : n->copy->len[d];
 }
 
-static void collapse(nest *n) {
+static void collapse_dims(nest *n) {
     const tb__move *copy = n->copy;
     int order[TB_MAX_DIMS], ndim = 0;
     for (int d = 0; d < copy->ndim; d++) {
-        if (length(n, d) == 1)
+        if (dim_length(n, d) == 1)
             continue;
         int i = ndim++;
-        for (; i > 0 && comes_before(copy, d, order[i - 1]); i--)
+        for (; i > 0 && is_outer(copy, d, order[i - 1]); i--)
             order[i] = order[i - 1];
         order[i] = d;
     }
     for (int i = 0; i < ndim; i++) {
         int d = order[i], at = n->ndim++;
         n->dim[at] = d;
-        n->len[at] = length(n, d);
-        if (at > 0 && merges(n, at - 1, at)) {
+        n->len[at] = dim_length(n, d);
+        if (at > 0 && can_merge(n, at - 1, at)) {
             n->dim[at - 1] = d;
             n->len[at - 1] *= n->len[at];
             n->ndim--;
@@ -114,7 +114,7 @@ static tb__narrow_rows_fn *whole_rows(const nest *n) {
 static bool has_rows(const nest *n) {
     int last = n->ndim - 1;
     for (int64_t k = -1; k < (int64_t)n->copy->nsrc; k++) {
-        if (strides(n, k)[n->dim[last]] != 1)
+        if (strides_of(n, k)[n->dim[last]] != 1)
             return false;
     }
     return n->len[last] >= ROW;
@@ -172,7 +172,7 @@ static bool is_row(const nest *n, const int64_t *stride, const int64_t *len, siz
 }
 
 /* The box between a tile's place in memory and a row. */
-static tb__byte_box between(const nest *n, const int64_t *stride, const int64_t *len, size_t count, size_t size) {
+static tb__byte_box row_box(const nest *n, const int64_t *stride, const int64_t *len, size_t count, size_t size) {
     tb__byte_box box = {.ndim = n->ndim, .run = size};
     int64_t packed = (int64_t)count;
     for (int d = 0; d < n->ndim; d++) {
@@ -202,14 +202,14 @@ static const void *source_row(const nest *n, uint32_t k, const int64_t *index, c
             tb__touch(from + count * n->src_size + at);
         return from;
     }
-    tb__byte_box box = between(n, stride, len, count, n->src_size);
+    tb__byte_box box = row_box(n, stride, len, count, n->src_size);
     box.src = from;
     box.dst = packed;
     tb__bytes_move(&box, false);
     return packed;
 }
 
-static void divide(tb_dtype dtype, void *acc, size_t count, uint64_t divisor) {
+static void divide_row(tb_dtype dtype, void *acc, size_t count, uint64_t divisor) {
     if (dtype == TB_F64) {
         typedef double any __attribute__((aligned(1), may_alias));
         any *a = acc;
@@ -224,7 +224,8 @@ static void divide(tb_dtype dtype, void *acc, size_t count, uint64_t divisor) {
 }
 
 /* Reduces into `acc`, which may be the destination itself. */
-static void reduce(const nest *n, const int64_t *index, const int64_t *len, size_t count, char *acc, char *packed) {
+static void reduce_tile(const nest *n, const int64_t *index, const int64_t *len, size_t count, char *acc,
+                        char *packed) {
     const tb__move *copy = n->copy;
     tb__combine_fn *combine = n->kernels->combine[copy->src_dtype][copy->op];
     if (!combine)
@@ -242,11 +243,11 @@ static void reduce(const nest *n, const int64_t *index, const int64_t *len, size
         combine(acc, group, size, count, resume);
     } while (k < copy->nsrc);
     if (copy->avg_divisor > 1)
-        divide(copy->src_dtype, acc, count, copy->avg_divisor);
+        divide_row(copy->src_dtype, acc, count, copy->avg_divisor);
 }
 
 /* Between two of the dtypes that there are casts for, or the same. */
-static void cast(const nest *n, void *dst, tb_dtype to, const void *src, tb_dtype from, size_t count) {
+static void cast_row(const nest *n, void *dst, tb_dtype to, const void *src, tb_dtype from, size_t count) {
     if (to == from) {
         if (dst != src)
             memcpy(dst, src, count * size_of(to));
@@ -267,14 +268,14 @@ static void cast(const nest *n, void *dst, tb_dtype to, const void *src, tb_dtyp
 }
 
 /* What `row` holds, in dtype `from`, through the wire dtype to `out`. */
-static void finish(const nest *n, const void *row, tb_dtype from, void *out, size_t count, char *wire) {
+static void finish_row(const nest *n, const void *row, tb_dtype from, void *out, size_t count, char *wire) {
     tb_dtype mid = n->copy->wire_dtype, to = n->copy->dst_dtype;
     if (from == mid || mid == to) {
-        cast(n, out, to, row, from, count);
+        cast_row(n, out, to, row, from, count);
         return;
     }
-    cast(n, wire, mid, row, from, count);
-    cast(n, out, to, wire, mid, count);
+    cast_row(n, wire, mid, row, from, count);
+    cast_row(n, out, to, wire, mid, count);
 }
 
 /* The rows of a tile, a piece of each in turns, so that the processor reads ahead in all of them. */
@@ -286,8 +287,8 @@ static void finish_rows(const nest *n, const int64_t *index, const int64_t *len,
     for (int64_t at = 0; at < run; at += PIECE) {
         int64_t now = run - at < PIECE ? run - at : PIECE;
         for (int64_t i = 0; i < len[row]; i++)
-            finish(n, from + i * step + at * (int64_t)n->src_size, n->copy->src_dtype,
-                   out + (i * run + at) * (int64_t)n->dst_size, (size_t)now, wire);
+            finish_row(n, from + i * step + at * (int64_t)n->src_size, n->copy->src_dtype,
+                       out + (i * run + at) * (int64_t)n->dst_size, (size_t)now, wire);
     }
 }
 
@@ -319,14 +320,14 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
         finish_rows(n, index, len, out, s->wire);
     } else if (copy->nsrc == 1 && copy->avg_divisor <= 1) {
         const void *row = source_row(n, 0, index, len, count, s->packed);
-        finish(n, row, copy->src_dtype, out, count, s->wire);
+        finish_row(n, row, copy->src_dtype, out, count, s->wire);
     } else {
         bool in_f32 = n->kernels->widen[copy->src_dtype];
         tb_dtype acc_dtype = in_f32 ? TB_F32 : copy->src_dtype;
         bool is_final = acc_dtype == copy->wire_dtype && acc_dtype == copy->dst_dtype;
         char *acc = is_final ? out : s->acc;
-        reduce(n, index, len, count, acc, s->packed);
-        finish(n, acc, acc_dtype, out, count, s->wire);
+        reduce_tile(n, index, len, count, acc, s->packed);
+        finish_row(n, acc, acc_dtype, out, count, s->wire);
     }
 
     if (out == dst)
@@ -335,7 +336,7 @@ static void run_tile(const nest *n, const int64_t *index, const int64_t *len, sc
         n->kernels->stream(dst, out, count * n->dst_size, out);
         return;
     }
-    tb__byte_box box = between(n, copy->dst_stride, len, count, n->dst_size);
+    tb__byte_box box = row_box(n, copy->dst_stride, len, count, n->dst_size);
     for (int d = 0; d < box.ndim; d++) {
         int64_t step = box.dst_step[d];
         box.dst_step[d] = box.src_step[d];
@@ -357,7 +358,7 @@ static int64_t first_step(const nest *n) {
     return ahead % (int64_t)n->dst_size ? 0 : ahead / (int64_t)n->dst_size;
 }
 
-void tb__tiles_run(const tb__move *copy, tb__part part, bool stream) {
+void tb__tiles_run(const tb__move *copy, tb__move_share part, bool stream) {
     nest n = {
         .copy = copy,
         .part = part,
@@ -366,7 +367,7 @@ void tb__tiles_run(const tb__move *copy, tb__part part, bool stream) {
         .src_size = size_of(copy->src_dtype),
         .dst_size = size_of(copy->dst_dtype),
     };
-    collapse(&n);
+    collapse_dims(&n);
     choose_tile(&n);
     int last = n.ndim - 1;
     int64_t first = n.narrow_rows ? 0 : first_step(&n);

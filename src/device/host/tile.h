@@ -5,6 +5,6 @@
 #include "device/host/move.h"
 
 /* A part of a copy, neither of them empty, that casts or reduces. */
-void tb__tiles_run(const tb__move *copy, tb__part part, bool stream);
+void tb__tiles_run(const tb__move *copy, tb__move_share part, bool stream);
 
 #endif

@@ -1,5 +1,6 @@
 /* Copies in which the destination runs along one dimension and the source along another. Both sides are used a cache
  * line at a time: a tile is as many elements each way as fill a line. */
+#include "base/int.h"
 #include "device/host/bytes.h"
 #include "device/host/kernel.h"
 
@@ -23,7 +24,7 @@ bool tb__is_swapped(size_t run, const int64_t dst_step[2], const int64_t src_ste
 }
 
 /* n0 x n1 elements, one at a time. */
-static void turn_any(char *dst, const char *src, const tb__swapped_dims *t, int64_t n0, int64_t n1) {
+static void transpose_any(char *dst, const char *src, const tb__swapped_dims *t, int64_t n0, int64_t n1) {
 #define LOOP(size)                                                                                                     \
     for (int64_t i = 0; i < n0; i++) {                                                                                 \
         for (int64_t j = 0; j < n1; j++) {                                                                             \
@@ -55,20 +56,20 @@ static void turn_any(char *dst, const char *src, const tb__swapped_dims *t, int6
 
 typedef __m128i vec;
 
-static inline vec load(const char *src) {
+static inline vec load_vec(const char *src) {
     return _mm_loadu_si128((const __m128i *)src);
 }
 
-static inline void store(char *dst, vec x) {
+static inline void store_vec(char *dst, vec x) {
     _mm_storeu_si128((__m128i *)dst, x);
 }
 
 /* Interleaving register i with register i + count/2, log2(count) times, transposes a square of them. */
-#define TURN_BLOCK(name, count, low, high)                                                                             \
+#define TRANSPOSE_BLOCK(name, count, low, high)                                                                        \
     static inline void name(char *dst, int64_t dst_step, const char *src, int64_t src_step) {                          \
         vec a[count], b[count];                                                                                        \
         for (int64_t i = 0; i < (count); i++)                                                                          \
-            a[i] = load(src + i * src_step);                                                                           \
+            a[i] = load_vec(src + i * src_step);                                                                       \
         for (int width = 1; width < (count); width *= 2) {                                                             \
             for (int64_t i = 0; i < (count) / 2; i++) {                                                                \
                 b[2 * i] = low(a[i], a[i + (count) / 2]);                                                              \
@@ -78,35 +79,35 @@ static inline void store(char *dst, vec x) {
                 a[i] = b[i];                                                                                           \
         }                                                                                                              \
         for (int64_t i = 0; i < (count); i++)                                                                          \
-            store(dst + i * dst_step, a[i]);                                                                           \
+            store_vec(dst + i * dst_step, a[i]);                                                                       \
     }
-TURN_BLOCK(turn_block_1, 16, _mm_unpacklo_epi8, _mm_unpackhi_epi8)
-TURN_BLOCK(turn_block_2, 8, _mm_unpacklo_epi16, _mm_unpackhi_epi16)
-TURN_BLOCK(turn_block_4, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32)
-TURN_BLOCK(turn_block_8, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64)
+TRANSPOSE_BLOCK(transpose_block_1, 16, _mm_unpacklo_epi8, _mm_unpackhi_epi8)
+TRANSPOSE_BLOCK(transpose_block_2, 8, _mm_unpacklo_epi16, _mm_unpackhi_epi16)
+TRANSPOSE_BLOCK(transpose_block_4, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32)
+TRANSPOSE_BLOCK(transpose_block_8, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64)
 
-static inline void turn_block_16(char *dst, int64_t dst_step, const char *src, int64_t src_step) {
+static inline void transpose_block_16(char *dst, int64_t dst_step, const char *src, int64_t src_step) {
     (void)dst_step;
     (void)src_step;
-    store(dst, load(src));
+    store_vec(dst, load_vec(src));
 }
 
 /* A tile of LINE/size x LINE/size elements: rows of `dst` lie dst_step apart, those of `src` src_step. */
-#define TURN_TILE(size)                                                                                                \
-    static void turn_tile_##size(char *dst, int64_t dst_step, const char *src, int64_t src_step) {                     \
+#define TRANSPOSE_TILE(size)                                                                                           \
+    static void transpose_tile_##size(char *dst, int64_t dst_step, const char *src, int64_t src_step) {                \
         enum { SIDE = 16 / (size) };                                                                                   \
         for (int64_t i = 0; i < LINE / 16; i++) {                                                                      \
             for (int64_t j = 0; j < LINE / 16; j++) {                                                                  \
-                turn_block_##size(dst + j * SIDE * dst_step + 16 * i, dst_step, src + i * SIDE * src_step + 16 * j,    \
-                                  src_step);                                                                           \
+                transpose_block_##size(dst + j * SIDE * dst_step + 16 * i, dst_step,                                   \
+                                       src + i * SIDE * src_step + 16 * j, src_step);                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
-TURN_TILE(1)
-TURN_TILE(2)
-TURN_TILE(4)
-TURN_TILE(8)
-TURN_TILE(16)
+TRANSPOSE_TILE(1)
+TRANSPOSE_TILE(2)
+TRANSPOSE_TILE(4)
+TRANSPOSE_TILE(8)
+TRANSPOSE_TILE(16)
 
 typedef void tile_fn(char *dst, int64_t dst_step, const char *src, int64_t src_step);
 
@@ -116,15 +117,15 @@ static tile_fn *tile_for(const tb__swapped_dims *t) {
         return NULL;
     switch (t->run) {
     case 1:
-        return turn_tile_1;
+        return transpose_tile_1;
     case 2:
-        return turn_tile_2;
+        return transpose_tile_2;
     case 4:
-        return turn_tile_4;
+        return transpose_tile_4;
     case 8:
-        return turn_tile_8;
+        return transpose_tile_8;
     case 16:
-        return turn_tile_16;
+        return transpose_tile_16;
     default:
         return NULL;
     }
@@ -141,7 +142,8 @@ static tile_fn *tile_for(const tb__swapped_dims *t) {
 
 #endif
 
-static void turn_tile(char *dst, const char *src, const tb__swapped_dims *t, tile_fn *tile, const tb__kernels *stream) {
+static void transpose_tile(char *dst, const char *src, const tb__swapped_dims *t, tile_fn *tile,
+                           const tb__kernels *stream) {
     if (!stream) {
         tile(dst, t->dst_step[0], src, t->src_step[1]);
         return;
@@ -153,22 +155,18 @@ static void turn_tile(char *dst, const char *src, const tb__swapped_dims *t, til
         stream->stream(dst + i * t->dst_step[0], block + i * LINE, LINE, block);
 }
 
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
 /* One square; side is a tile's, in elements. */
-static void turn_square(char *dst, const char *src, const tb__swapped_dims *t, int64_t n0, int64_t n1, int64_t side,
-                        tile_fn *tile, const tb__kernels *stream) {
+static void transpose_square(char *dst, const char *src, const tb__swapped_dims *t, int64_t n0, int64_t n1,
+                             int64_t side, tile_fn *tile, const tb__kernels *stream) {
     for (int64_t i = 0; i < n0; i += side) {
         for (int64_t j = 0; j < n1; j += side) {
             char *to = dst + i * t->dst_step[0] + j * t->dst_step[1];
             const char *from = src + i * t->src_step[0] + j * t->src_step[1];
-            int64_t rows = min64(side, n0 - i), columns = min64(side, n1 - j);
+            int64_t rows = tb__min64(side, n0 - i), columns = tb__min64(side, n1 - j);
             if (tile && rows == side && columns == side)
-                turn_tile(to, from, t, tile, stream);
+                transpose_tile(to, from, t, tile, stream);
             else
-                turn_any(to, from, t, rows, columns);
+                transpose_any(to, from, t, rows, columns);
         }
     }
 }
@@ -180,8 +178,9 @@ void tb__transpose(char *dst, const char *src, const tb__swapped_dims *t, bool s
     const tb__kernels *kernels = stream && aligned ? tb__kernels_get() : NULL;
     for (int64_t i = 0; i < t->len[0]; i += square) {
         for (int64_t j = 0; j < t->len[1]; j += square) {
-            turn_square(dst + i * t->dst_step[0] + j * t->dst_step[1], src + i * t->src_step[0] + j * t->src_step[1], t,
-                        min64(square, t->len[0] - i), min64(square, t->len[1] - j), side, tile, kernels);
+            transpose_square(dst + i * t->dst_step[0] + j * t->dst_step[1],
+                             src + i * t->src_step[0] + j * t->src_step[1], t, tb__min64(square, t->len[0] - i),
+                             tb__min64(square, t->len[1] - j), side, tile, kernels);
         }
     }
 }

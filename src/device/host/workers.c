@@ -1,7 +1,9 @@
 /* A pool of threads and a queue of work. Each thread takes the next piece of the first work in the queue; a work leaves
  * the queue when its last piece has been taken, and is over when its last piece is done. A thread that is slow to wake
- * up holds nobody back. */
+ * up delays no other. */
 #include "device/host/workers.h"
+
+#include "base/int.h"
 
 #include <fenv.h>
 #include <pthread.h>
@@ -9,9 +11,9 @@
 #include <stdatomic.h>
 
 enum {
-    PIECES_EACH = 16,     /* per thread: they are not equally fast */
-    MOST_BYTES = 8 << 20, /* in a piece: who helps has other things to do, too */
-    SPINS = 500,          /* some microseconds: works often follow one another */
+    PIECES_EACH = 16,          /* per thread: they are not equally fast */
+    MAX_PIECE_BYTES = 8 << 20, /* in a piece: the loop's driver helps, and has other things to do */
+    SPINS = 500,               /* some microseconds: works often follow one another */
 };
 
 static struct {
@@ -41,12 +43,8 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static int64_t min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-/* With the lock held, if no piece of it is under way or left. Lets go of the lock to call `done`, and after that the
- * work is not touched any more. */
+/* With the lock held, when no piece is under way or left. Releases the lock to call `done`; the work may be freed then.
+ */
 static void end_work(tb__work *work) {
     if (!work->done) {
         work->is_over = true;
@@ -58,9 +56,9 @@ static void end_work(tb__work *work) {
     pthread_mutex_lock(&pool.lock);
 }
 
-/* With the lock held, which is free while the piece is done. */
-static void do_piece(tb__work *work) {
-    int64_t from = work->next, to = from + min64(work->piece, work->total - from);
+/* With the lock held; releases it while the piece is done. */
+static void run_next_piece(tb__work *work) {
+    int64_t from = work->next, to = from + tb__min64(work->piece, work->total - from);
     work->next = to;
     work->ninside++;
     if (to == work->total)
@@ -79,7 +77,7 @@ static void *run_worker(void *arg) {
     while (!pool.is_stopping) {
         tb__work *work = TAILQ_FIRST(&pool.queue);
         if (work) {
-            do_piece(work);
+            run_next_piece(work);
             continue;
         }
         uint64_t seen = atomic_load_explicit(&pool.nsubmitted, memory_order_relaxed);
@@ -94,7 +92,7 @@ static void *run_worker(void *arg) {
     return NULL;
 }
 
-/* The child has no threads but the one that forked, whoever held the locks. */
+/* The child has only the thread that forked; the locks may have been held by others. */
 static void after_fork_in_child(void) {
     pthread_mutex_init(&pool.changing, NULL);
     pthread_mutex_init(&pool.lock, NULL);
@@ -105,12 +103,12 @@ static void after_fork_in_child(void) {
     pool.nthreads = 0;
 }
 
-/* Before anybody can have a lock: the end of a child takes one, too. */
+/* At load time, before any lock can be held: the exit of a child takes one, too. */
 __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(NULL, NULL, after_fork_in_child);
 }
 
-/* Fewer threads than wanted are no failure: who waits can do it all. */
+/* Fewer threads than wanted are no failure: waiting threads can do all of it. */
 static void start_threads(void) {
     pthread_mutex_lock(&pool.changing);
     int wanted = atomic_load(&pool.wanted) - 1;
@@ -182,13 +180,13 @@ bool tb__workers_help(tb__work *work) {
     pthread_mutex_lock(&pool.lock);
     bool has_piece = work->next < work->total;
     if (has_piece)
-        do_piece(work);
+        run_next_piece(work);
     pthread_mutex_unlock(&pool.lock);
     fesetenv(&env);
     return has_piece;
 }
 
-void tb__workers_drop(tb__work *work) {
+void tb__workers_cancel(tb__work *work) {
     pthread_mutex_lock(&pool.lock);
     if (work->next < work->total) {
         TAILQ_REMOVE(&pool.queue, work, link);
@@ -223,12 +221,12 @@ void tb__workers_run(tb__work *work) {
 
 int64_t tb__workers_piece(int64_t nbytes) {
     int64_t piece = nbytes / ((int64_t)tb__workers_count() * PIECES_EACH) + 1;
-    return piece < TB__PIECE_BYTES ? TB__PIECE_BYTES : min64(piece, MOST_BYTES);
+    return piece < TB__PIECE_BYTES ? TB__PIECE_BYTES : tb__min64(piece, MAX_PIECE_BYTES);
 }
 
 void tb__workers_for(int64_t n, tb__work_fn *fn, void *arg) {
     if (n <= 0)
         return;
-    int64_t npieces = min64((int64_t)tb__workers_count() * PIECES_EACH, n);
+    int64_t npieces = tb__min64((int64_t)tb__workers_count() * PIECES_EACH, n);
     tb__workers_run(&(tb__work){.fn = fn, .arg = arg, .total = n, .piece = (n - 1) / npieces + 1});
 }

@@ -1,6 +1,5 @@
-/* The threads that work on tensors, shared by the whole process. They are started when there is work for them, sleep
- * when there is none, and are not there after a fork until there is work again. Whoever waits for work does pieces of
- * it, too, so that it is done even where no thread could be started. */
+/* The worker threads of the process. They are started on first use, also after a fork, and sleep when there is no work.
+ * A thread that waits for work does pieces of it, too, so that it completes even if no thread could be started. */
 #ifndef TB_DEVICE_HOST_WORKERS_H
 #define TB_DEVICE_HOST_WORKERS_H
 
@@ -10,26 +9,27 @@
 
 enum {
     TB__WORKERS_MAX = 256,
-    TB__STREAM_BYTES = 8 << 20, /* work that writes this much would push out of the cache what others have there */
-    TB__PIECE_BYTES = 128 << 10 /* less than this is not worth a thread */
+    TB__STREAM_BYTES = 8 << 20, /* work that writes this much bypasses the cache */
+    TB__PIECE_BYTES = 128 << 10 /* shorter pieces are not worth a thread */
 };
 
-/* How many threads work at a time, the one that waits among them; 1 at first. */
+/* The number of threads that work at a time, including the one that waits; initially 1. */
 void tb__workers_set(int n);
 int tb__workers_count(void);
 
-/* Does the part from .. to-1 of some work; of one piece of work several parts at once. What it writes past the cache it
- * fences itself. It runs in the default floating-point environment, and may not wait for work. */
+/* Does units from .. to-1 of some work; several threads may call it for one work at a time. It has to fence its
+ * streaming stores. It runs in the default floating-point environment, and must not wait for other work. */
 typedef void tb__work_fn(void *arg, int64_t from, int64_t to);
 
-/* Work on a line from 0 to total-1, which is cut into pieces. */
+/* Units of work 0 .. total-1, which are divided into pieces. */
 typedef struct tb__work tb__work;
 struct tb__work {
     tb__work_fn *fn;
     void *arg;
     int64_t total; /* at least 1 */
     int64_t piece; /* length of a piece */
-    /* Called once, by the thread that has done the last piece. The work is the caller's again. NULL: somebody waits. */
+    /* Called once, by the thread that has done the last piece; the pool does not use the struct any more. NULL:
+     * tb__workers_run waits. */
     void (*done)(tb__work *work);
 
     /* The pool's. */
@@ -39,17 +39,17 @@ struct tb__work {
     TAILQ_ENTRY(tb__work) link;
 };
 
-/* The pieces are done from now on. Needs no memory and can't fail. */
+/* Queues the work. Needs no memory and can't fail. */
 void tb__workers_submit(tb__work *work);
-/* Does one piece of it, in this thread; false: all have been begun. Only while the work is not over. */
+/* Does one piece in this thread; false: all pieces have begun. Only until `done` is called. */
 bool tb__workers_help(tb__work *work);
-/* Begins no more pieces. The work is over when those under way are: `done` is called, here if there are none. */
-void tb__workers_drop(tb__work *work);
+/* Begins no more pieces. `done` is called when those under way are done; here, if there are none. */
+void tb__workers_cancel(tb__work *work);
 
-/* Does all of it, `done` being NULL, and returns when it is over. */
+/* Does all of it and returns when it is done; work->done must be NULL. */
 void tb__workers_run(tb__work *work);
 
-/* How long pieces should be of work that moves so many bytes, and is as long as that. */
+/* The length of pieces for work whose units are bytes. */
 int64_t tb__workers_piece(int64_t nbytes);
 
 /* Calls fn(arg, from, to) for parts that make up 0 .. n-1, each once, and returns when all are done. With n the caller

@@ -370,7 +370,7 @@ static void test_dropped(void **state) {
         submit(&s, COUNTED, 1 + i % 7);
         for (int k = 0; k < i % 50; k++)
             tb__workers_help(&s.work);
-        tb__workers_drop(&s.work);
+        tb__workers_cancel(&s.work);
         while (!atomic_load(&s.ndone))
             sched_yield();
         int64_t n = 0, parts = s.t.parts;
@@ -379,7 +379,7 @@ static void test_dropped(void **state) {
         for (int64_t k = n; k < COUNTED; k++)
             assert_int_equal(s.t.count[k], 0);
         assert_false(tb__workers_help(&s.work));
-        tb__workers_drop(&s.work);
+        tb__workers_cancel(&s.work);
         assert_int_equal(s.t.parts, parts);
         assert_int_equal(s.ndone, 1);
     }

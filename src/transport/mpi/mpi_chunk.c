@@ -1,15 +1,16 @@
-/* Where chunks are sent from and received to.
+/* The memory of chunks.
  *
- * Memory that lies together is used as it is. Pieces are described to MPI by a derived datatype
- * (MPI_Type_create_hindexed) if they are not too short on average: 4 MiB in pieces of 256 bytes to 64 KiB took half the
- * time that packing, sending and unpacking took, in Open MPI 4.1 and in MPICH 4.0; in pieces of 64 bytes, half as long
- * again. So those are packed into a buffer, as is what nobody wants any more. */
+ * Contiguous memory is used directly. Pieces are described to MPI by a derived datatype (MPI_Type_create_hindexed) if
+ * they are not too short on average: 4 MiB in pieces of 256 bytes to 64 KiB took half as long as packing, sending and
+ * unpacking, in Open MPI 4.1 and in MPICH 4.0; in pieces of 64 bytes, 1.5 times as long. So short pieces are packed
+ * into a buffer. Discarded chunks use the buffer, too. */
 #include "transport/mpi/mpi.h"
 
-enum { LEAST_PIECE = 256 };
+enum { MIN_PIECE = 256 };
 
-/* How many pieces have a share of the bytes; `lengths` and `places`, unless NULL, are filled in. */
-static int list_shares(const tb_op *op, size_t offset, size_t nbytes, int *lengths, MPI_Aint *places) {
+/* Returns the number of pieces with some of the bytes, and lists them in `lengths` and `places`, unless these are NULL.
+ */
+static int list_segments(const tb_op *op, size_t offset, size_t nbytes, int *lengths, MPI_Aint *places) {
     int count = 0;
     for (size_t i = 0; i < op->npieces && nbytes > 0; i++) {
         const tb_piece *p = &op->pieces[i];
@@ -29,12 +30,12 @@ static int list_shares(const tb_op *op, size_t offset, size_t nbytes, int *lengt
     return count;
 }
 
-static tb_status describe(const tb_op *op, size_t offset, size_t nbytes, int count, MPI_Datatype *out) {
+static tb_status make_datatype(const tb_op *op, size_t offset, size_t nbytes, int count, MPI_Datatype *out) {
     int *lengths = tb__malloc((size_t)count, sizeof *lengths);
     MPI_Aint *places = tb__malloc((size_t)count, sizeof *places);
     tb_status status = lengths && places ? TB_OK : TB_NO_MEMORY;
     if (status == TB_OK) {
-        list_shares(op, offset, nbytes, lengths, places);
+        list_segments(op, offset, nbytes, lengths, places);
         int code = MPI_Type_create_hindexed(count, lengths, places, MPI_BYTE, out);
         if (code == MPI_SUCCESS && (code = MPI_Type_commit(out)) != MPI_SUCCESS)
             MPI_Type_free(out);
@@ -45,21 +46,21 @@ static tb_status describe(const tb_op *op, size_t offset, size_t nbytes, int cou
     return status;
 }
 
-/* What MPI is told: so many of a type at an address. */
+/* Arguments of MPI_Issend and MPI_Irecv. */
 typedef struct memory {
     void *base;
     int count;
     MPI_Datatype type;
-    bool is_made; /* the type is to be freed */
+    bool is_made; /* the type must be freed */
 } memory;
 
 static tb_status find_memory(const message *msg, chunk *c, bool is_send, memory *out) {
     const tb_op *op = msg->op;
-    int nshares = op ? list_shares(op, c->offset, c->nbytes, NULL, NULL) : 0;
+    int nsegments = op ? list_segments(op, c->offset, c->nbytes, NULL, NULL) : 0;
     *out = (memory){.base = MPI_BOTTOM, .count = 1, .type = MPI_BYTE};
-    c->is_direct = nshares > 0 && c->nbytes / (size_t)nshares >= LEAST_PIECE;
+    c->is_direct = nsegments > 0 && c->nbytes / (size_t)nsegments >= MIN_PIECE;
     if (c->is_direct && op->npieces > 1) {
-        TB_TRY(describe(op, c->offset, c->nbytes, nshares, &out->type));
+        TB_TRY(make_datatype(op, c->offset, c->nbytes, nsegments, &out->type));
         out->is_made = true;
         return TB_OK;
     }
@@ -82,14 +83,14 @@ tb_status mpi_begin_chunk(mpi *m, message *msg, size_t i) {
     memory at;
     MPI_Request request;
     TB_TRY(mpi_reserve_request(m));
-    c->is_done = c->is_recalled = false;
+    c->is_done = c->cancel_requested = false;
     c->offset = msg->posted;
     c->nbytes = msg->nbytes - msg->posted < CHUNK ? msg->nbytes - msg->posted : CHUNK;
     TB_TRY(find_memory(msg, c, is_send, &at));
-    int code = is_send ? MPI_Issend(at.base, at.count, at.type, msg->rank, msg->tag, m->seat.out, &request)
-                       : MPI_Irecv(at.base, at.count, at.type, msg->rank, msg->tag, m->seat.in, &request);
+    int code = is_send ? MPI_Issend(at.base, at.count, at.type, msg->rank, msg->tag, m->comms.out, &request)
+                       : MPI_Irecv(at.base, at.count, at.type, msg->rank, msg->tag, m->comms.in, &request);
     if (at.is_made)
-        MPI_Type_free(&at.type); /* MPI keeps it for as long as the request needs it */
+        MPI_Type_free(&at.type); /* MPI keeps it until the request completes */
     if (code != MPI_SUCCESS)
         return mpi_failed(is_send ? "MPI_Issend" : "MPI_Irecv", code);
     c->request = mpi_keep_request(m, request, (owner){msg, i});

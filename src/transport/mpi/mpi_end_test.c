@@ -112,7 +112,7 @@ static void frames_keep_their_order(void **state) {
         uint64_t serial = (uint64_t)(N - 1 - i);
         frames[i].header = (header){.kind = FRAME_SHORT, .tag = 5, .nbytes = 8, .serial = serial};
         memset(frames[i].data, (int)serial, 8);
-        MPI_Isend(&frames[i], sizeof frames[i], MPI_BYTE, 0, FRAME_TAG, a->seat.out, &requests[i]);
+        MPI_Isend(&frames[i], sizeof frames[i], MPI_BYTE, 0, FRAME_TAG, a->comms.out, &requests[i]);
         in[i] = (tb_piece){got[i], 8};
         make_op(&receives[i], TB_OP_RECV, e.rank_a, 5, &in[i], 1);
         assert_int_equal(tb__transport_post(&e.b, &receives[i]), TB_OK);
@@ -358,7 +358,7 @@ static void a_loss_waits_for_what_is_half_way(void **state) {
     if (my_rank == 0) {
         wait_for_flag(STANDS, &t);
         mpi_lock();
-        mpi_lose(t.context, 2, "of the test");
+        mpi_lose_peer(t.context, 2, "of the test");
         mpi_unlock();
         printf("    %s\n", is_done(&op) ? "nothing was half-way" : "something was half-way");
         assert_int_equal(nlost, is_done(&op));

@@ -1,8 +1,8 @@
-/* Frames: writing them, the ring of receives for them, and their order.
+/* Frames: sending them, the ring of receives for them, and their order.
  *
- * MPI matches the frames of one rank in the order in which they were sent, but where it sends them by rendezvous a
- * later one may be there first. So they are numbered, and one that has overtaken another waits for it outside the ring:
- * a rank that stands still keeps the places of those that it has begun to send, and no more. */
+ * MPI matches the frames of one rank in order, but by rendezvous a later one may complete first. So frames are
+ * numbered, and an early one waits outside the ring: a rank that is stopped occupies only the slots of frames that it
+ * has begun to send. */
 #include "transport/mpi/mpi.h"
 
 #include "base/log.h"
@@ -10,18 +10,18 @@
 
 #include <string.h>
 
-/* ---- Writing --------------------------------------------------------------------------------------------------- */
+/* ---- Sending --------------------------------------------------------------------------------------------------- */
 
-tb_status mpi_send_frame(mpi *m, message *msg, size_t nbytes_behind) {
+tb_status mpi_send_frame(mpi *m, message *msg, size_t data_nbytes) {
     MPI_Request request;
     msg->header.serial = m->peers[msg->rank].nwritten;
-    int code = MPI_Isend(&msg->header, (int)(sizeof msg->header + nbytes_behind), MPI_BYTE, msg->rank, FRAME_TAG,
-                         m->seat.out, &request);
+    int code = MPI_Isend(&msg->header, (int)(sizeof msg->header + data_nbytes), MPI_BYTE, msg->rank, FRAME_TAG,
+                         m->comms.out, &request);
     if (code != MPI_SUCCESS)
         return mpi_failed("MPI_Isend", code);
     m->peers[msg->rank].nwritten++;
     msg->chunks[0].request = mpi_keep_request(m, request, (owner){msg, 0});
-    mpi_note_event(m);
+    mpi_record_event(m);
     return TB_OK;
 }
 
@@ -44,11 +44,11 @@ void mpi_send_bye(mpi *m, int rank) {
 
 /* ---- The ring -------------------------------------------------------------------------------------------------- */
 
-tb_status mpi_fill_place(mpi *m, size_t at) {
-    place *p = &m->ring[at];
+tb_status mpi_post_ring_receive(mpi *m, size_t at) {
+    ring_slot *p = &m->ring[at];
     MPI_Request request;
     TB_TRY(mpi_reserve_request(m));
-    int code = MPI_Irecv(p->bytes, (int)sizeof p->bytes, MPI_BYTE, MPI_ANY_SOURCE, FRAME_TAG, m->seat.in, &request);
+    int code = MPI_Irecv(p->bytes, (int)sizeof p->bytes, MPI_BYTE, MPI_ANY_SOURCE, FRAME_TAG, m->comms.in, &request);
     if (code != MPI_SUCCESS)
         return mpi_failed("MPI_Irecv", code);
     p->request = mpi_keep_request(m, request, (owner){NULL, at});
@@ -57,68 +57,68 @@ tb_status mpi_fill_place(mpi *m, size_t at) {
 
 void mpi_drop_ring(mpi *m) {
     int64_t deadline_ms = tb__now_ms() + CLOSE_MS;
-    bool is_taken_back;
+    bool was_cancelled;
     for (size_t i = 0; m->ring && i < RING; i++) {
         if (m->ring[i].request != NO_REQUEST)
-            mpi_recall_request(m, m->ring[i].request);
+            mpi_cancel_request(m, m->ring[i].request);
     }
     for (size_t i = 0; m->ring && i < RING; i++) {
         if (m->ring[i].request != NO_REQUEST)
-            mpi_end_request(m, m->ring[i].request, deadline_ms, &is_taken_back);
+            mpi_end_request(m, m->ring[i].request, deadline_ms, &was_cancelled);
         m->ring[i].request = NO_REQUEST;
     }
 }
 
-/* ---- Opening --------------------------------------------------------------------------------------------------- */
+/* ---- Receiving ------------------------------------------------------------------------------------------------- */
 
-/* The next one of its rank. */
-static void open_frame(mpi *m, int rank, const unsigned char *bytes, size_t nbytes) {
+/* Handles the next frame of the rank. */
+static void handle_frame(mpi *m, int rank, const unsigned char *bytes, size_t nbytes) {
     header h;
     memcpy(&h, bytes, sizeof h);
-    m->peers[rank].nopened++;
-    if (h.kind != FRAME_BYE && (m->is_over || m->peers[rank].is_lost))
+    m->peers[rank].nhandled++;
+    if (h.kind != FRAME_BYE && (m->is_closed || m->peers[rank].is_lost))
         return;
     if (mpi_on_frame(m, rank, &h, bytes + sizeof h, nbytes - sizeof h) != TB_OK)
-        mpi_lose(m, rank, tb_error_detail());
+        mpi_lose_peer(m, rank, tb_error_detail());
 }
 
-/* Those that have waited for the last one. */
-static void open_early(mpi *m, int rank) {
-    tb__arrival *e;
-    while ((e = (tb__arrival *)tb__match_take(&m->early, rank, m->peers[rank].nopened))) {
-        open_frame(m, rank, e->data, e->nbytes);
+/* Handles frames that have waited for the previous one. */
+static void handle_early_frames(mpi *m, int rank) {
+    tb__unexpected *e;
+    while ((e = (tb__unexpected *)tb__match_take(&m->early, rank, m->peers[rank].nhandled))) {
+        handle_frame(m, rank, e->data, e->nbytes);
         free(e);
     }
 }
 
-static tb_status take_frame(mpi *m, const place *in) {
+static tb_status handle_or_queue_frame(mpi *m, const ring_slot *in) {
     header h;
     if (in->rank < 0 || in->rank >= m->nranks)
         return TB_OK;
     if (in->error != MPI_SUCCESS || in->nbytes < sizeof h) {
-        tb__set_detail("it sent what makes no sense");
+        tb__set_detail("truncated frame: got %zu of at least %zu bytes", in->nbytes, sizeof h);
         if (in->error != MPI_SUCCESS)
             mpi_failed("MPI", in->error);
-        mpi_lose(m, in->rank, tb_error_detail());
+        mpi_lose_peer(m, in->rank, tb_error_detail());
         return TB_OK;
     }
     memcpy(&h, in->bytes, sizeof h);
-    if (h.serial != m->peers[in->rank].nopened)
-        return tb__arrival_keep(&m->early, in->rank, h.serial, in->bytes, in->nbytes) ? TB_OK : TB_NO_MEMORY;
-    open_frame(m, in->rank, in->bytes, in->nbytes);
-    open_early(m, in->rank);
+    if (h.serial != m->peers[in->rank].nhandled)
+        return tb__unexpected_add(&m->early, in->rank, h.serial, in->bytes, in->nbytes) ? TB_OK : TB_NO_MEMORY;
+    handle_frame(m, in->rank, in->bytes, in->nbytes);
+    handle_early_frames(m, in->rank);
     return TB_OK;
 }
 
-tb_status mpi_open_frames(mpi *m) {
+tb_status mpi_handle_frames(mpi *m) {
     for (size_t at = 0; at < RING && m->ndone > 0; at++) {
-        place *p = &m->ring[at];
+        ring_slot *p = &m->ring[at];
         if (!p->is_done)
             continue;
-        TB_TRY(take_frame(m, p)); /* one that there was no memory for stays where it is */
+        TB_TRY(handle_or_queue_frame(m, p)); /* without memory, the frame stays in its slot */
         p->is_done = false;
         m->ndone--;
-        TB_TRY(mpi_fill_place(m, at));
+        TB_TRY(mpi_post_ring_receive(m, at));
     }
     return TB_OK;
 }

@@ -1,4 +1,4 @@
-/* Messages: short ones are frames, long ones follow a frame in chunks. */
+/* Messages: short ones are frames; long ones are a frame and chunks. */
 #include "transport/mpi/mpi.h"
 
 #include "base/process.h"
@@ -10,10 +10,10 @@
 
 static bool is_waiting(message_state state) {
     return state == MESSAGE_WAITS || state == MESSAGE_QUEUED || state == MESSAGE_RECEIVES ||
-           state == MESSAGE_ENDS; /* what is to come of it may take its time */
+           state == MESSAGE_ENDS; /* they wait for the other rank */
 }
 
-/* Leaving a state gives back what it had. */
+/* Updates counters, and frees the MPI tag of a send. */
 void mpi_set_state(mpi *m, message *msg, message_state state) {
     m->nwaiting += (size_t)is_waiting(state) - (size_t)is_waiting(msg->state);
     m->nqueued += (size_t)(state == MESSAGE_QUEUED) - (size_t)(msg->state == MESSAGE_QUEUED);
@@ -22,8 +22,8 @@ void mpi_set_state(mpi *m, message *msg, message_state state) {
     msg->state = state;
 }
 
-message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_t nbytes_behind) {
-    message *msg = tb__malloc(1, sizeof *msg + nbytes_behind);
+message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_t data_nbytes) {
+    message *msg = tb__malloc(1, sizeof *msg + data_nbytes);
     if (!msg)
         return NULL;
     *msg = (message){.state = state, .op = op, .rank = rank, .end = SIZE_MAX, .error = MPI_SUCCESS};
@@ -40,10 +40,10 @@ message *mpi_new_message(mpi *m, message_state state, tb_op *op, int rank, size_
     return msg;
 }
 
-void mpi_ripen(mpi *m, message *msg) {
-    if (!msg->is_ripe)
-        TAILQ_INSERT_TAIL(&m->ripe, msg, ripe);
-    msg->is_ripe = true;
+void mpi_mark_ready(mpi *m, message *msg) {
+    if (!msg->is_ready)
+        TAILQ_INSERT_TAIL(&m->ready, msg, ready);
+    msg->is_ready = true;
 }
 
 bool mpi_is_held(const message *msg, bool is_direct) {
@@ -53,13 +53,13 @@ bool mpi_is_held(const message *msg, bool is_direct) {
     return is;
 }
 
-/* Takes it out of all that leads to it. */
+/* Removes it from all lists. */
 static void unlink_message(mpi *m, message *msg) {
-    if (msg->is_ripe)
-        TAILQ_REMOVE(&m->ripe, msg, ripe);
+    if (msg->is_ready)
+        TAILQ_REMOVE(&m->ready, msg, ready);
     TAILQ_REMOVE(&m->all, msg, all);
     mpi_set_state(m, msg, MESSAGE_FRAME);
-    free(msg->arrival);
+    free(msg->short_message);
 }
 
 void mpi_free_message(mpi *m, message *msg) {
@@ -69,19 +69,19 @@ void mpi_free_message(mpi *m, message *msg) {
     free(msg);
 }
 
-/* What MPI may still read or write when its endpoint is gone. It is kept, and nothing leads to it but this. */
-static message_list left_behind = TAILQ_HEAD_INITIALIZER(left_behind);
+/* Messages that MPI may still access after their endpoint was freed. The list keeps leak checkers quiet. */
+static message_list abandoned = TAILQ_HEAD_INITIALIZER(abandoned);
 
-void mpi_leave_message(mpi *m, message *msg) {
+void mpi_abandon_message(mpi *m, message *msg) {
     if (!mpi_is_held(msg, false)) {
         mpi_free_message(m, msg);
         return;
     }
     unlink_message(m, msg);
-    TAILQ_INSERT_TAIL(&left_behind, msg, all);
+    TAILQ_INSERT_TAIL(&abandoned, msg, all);
 }
 
-static void complete(tb_op *op, tb_status status) {
+static void complete_op(tb_op *op, tb_status status) {
     if (!op)
         return;
     if (status == TB_TIMEOUT)
@@ -91,16 +91,16 @@ static void complete(tb_op *op, tb_status status) {
     op->done(op);
 }
 
-void mpi_tell(message *msg, tb_status status) {
+void mpi_complete_op(message *msg, tb_status status) {
     tb_op *op = msg->op;
     msg->op = NULL;
-    complete(op, status);
+    complete_op(op, status);
 }
 
 void mpi_finish(mpi *m, message *msg, tb_status status) {
     tb_op *op = msg->op;
     mpi_free_message(m, msg);
-    complete(op, status);
+    complete_op(op, status);
 }
 
 /* ---- Posting --------------------------------------------------------------------------------------------------- */
@@ -121,17 +121,17 @@ static tb_status post_short(mpi *m, tb_op *op, int rank, size_t nbytes) {
     return status;
 }
 
-static void match(mpi *m, message *msg, tb__arrival *a) {
+static void set_matched(mpi *m, message *msg, tb__unexpected *a) {
     mpi_set_state(m, msg, MESSAGE_MATCHED);
-    msg->arrival = a;
-    mpi_ripen(m, msg);
+    msg->short_message = a;
+    mpi_mark_ready(m, msg);
 }
 
-/* Finds a short message for the receive, or lets it wait. */
+/* Matches the receive with an unexpected message, or lets it wait. */
 static void match_receive(mpi *m, message *msg) {
-    tb__arrival *a = (tb__arrival *)tb__match_meet(&m->arrivals, &m->receives, &msg->waiter);
+    tb__unexpected *a = (tb__unexpected *)tb__match_take_or_add(&m->unexpected, &m->receives, &msg->waiter);
     if (a)
-        match(m, msg, a);
+        set_matched(m, msg, a);
     else
         mpi_set_state(m, msg, MESSAGE_WAITS);
 }
@@ -140,14 +140,14 @@ tb_status mpi_post_receive(mpi *m, tb_op *op, int rank) {
     message *msg = mpi_new_message(m, MESSAGE_WAITS, op, rank, 0);
     if (!msg)
         return TB_NO_MEMORY;
-    mpi_note_event(m);
+    mpi_record_event(m);
     match_receive(m, msg);
     return TB_OK;
 }
 
 /* ---- Chunks ---------------------------------------------------------------------------------------------------- */
 
-/* Keeps the window full. A send that was given up sends no more; a receive that was, throws away what still comes. */
+/* Keeps the window full. A cancelled send stops; a cancelled receive discards what still arrives. */
 static tb_status begin_chunks(mpi *m, message *msg) {
     bool is_send = msg->state == MESSAGE_SENDS;
     while (msg->posted < msg->nbytes && msg->posted < msg->end && (msg->op || !is_send)) {
@@ -178,11 +178,11 @@ static void move_chunks(mpi *m, message *msg) {
     } else if (!is_send && (msg->done == msg->nbytes || msg->done >= msg->end)) {
         mpi_finish(m, msg, msg->done == msg->nbytes || !msg->op ? TB_OK : tb__op_withdrawn(msg->op));
     } else if (begin_chunks(m, msg) != TB_OK) {
-        mpi_lose(m, msg->rank, tb_error_detail());
+        mpi_lose_peer(m, msg->rank, tb_error_detail());
     }
 }
 
-/* The first MPI tag that is free, less 1; MAX_STREAMS: there is none. */
+/* The first free MPI tag, minus 1; MAX_STREAMS: none. */
 static size_t find_stream(const mpi *m) {
     size_t at = 0;
     while (at < MAX_STREAMS && m->streams[at])
@@ -198,7 +198,7 @@ static tb_status begin_send(mpi *m, message *msg, size_t stream) {
     msg->tag = (int)stream + 1;
     mpi_set_state(m, msg, MESSAGE_SENDS);
     if (begin_chunks(m, msg) != TB_OK)
-        mpi_ripen(m, msg); /* tried again in progress, where peers can be lost */
+        mpi_mark_ready(m, msg); /* progress tries again, where a failure can lose the peer */
     return TB_OK;
 }
 
@@ -209,7 +209,7 @@ void mpi_send_queued(mpi *m) {
         while (msg->state != MESSAGE_QUEUED)
             msg = TAILQ_NEXT(msg, all);
         if (begin_send(m, msg, stream) != TB_OK)
-            mpi_lose(m, msg->rank, tb_error_detail());
+            mpi_lose_peer(m, msg->rank, tb_error_detail());
     }
 }
 
@@ -229,24 +229,24 @@ tb_status mpi_post_send(mpi *m, tb_op *op, int rank) {
     return status;
 }
 
-static void take_arrival(mpi *m, message *msg) {
-    const tb__arrival *a = msg->arrival;
+static void finish_short_receive(mpi *m, message *msg) {
+    const tb__unexpected *a = msg->short_message;
     mpi_finish(m, msg, tb__op_fill(msg->op, msg->nbytes, a->data, a->nbytes));
 }
 
-void mpi_go_on(mpi *m, message *msg) {
+void mpi_advance_message(mpi *m, message *msg) {
     int error = msg->error;
     if (error != MPI_SUCCESS && !m->peers[msg->rank].is_lost) {
-        msg->error = MPI_SUCCESS; /* it stays ripe, and is gone on with, unless that has ended it */
+        msg->error = MPI_SUCCESS; /* it stays in the ready list, unless losing the peer frees it */
         mpi_failed("MPI", error);
-        mpi_lose(m, msg->rank, tb_error_detail());
+        mpi_lose_peer(m, msg->rank, tb_error_detail());
         return;
     }
-    TAILQ_REMOVE(&m->ripe, msg, ripe);
-    msg->is_ripe = false;
+    TAILQ_REMOVE(&m->ready, msg, ready);
+    msg->is_ready = false;
     switch (msg->state) {
     case MESSAGE_MATCHED:
-        take_arrival(m, msg);
+        finish_short_receive(m, msg);
         break;
     case MESSAGE_FRAME:
         mpi_finish(m, msg, TB_OK);
@@ -260,29 +260,29 @@ void mpi_go_on(mpi *m, message *msg) {
         break;
     case MESSAGE_WAITS:
     case MESSAGE_QUEUED:
-        break; /* nothing of these completes */
+        break; /* they have no requests */
     }
 }
 
-/* ---- What comes ------------------------------------------------------------------------------------------------ */
+/* ---- Frames ---------------------------------------------------------------------------------------------------- */
 
-static tb_status on_short(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes) {
+static tb_status on_short(mpi *m, int rank, const header *h, const unsigned char *data, size_t nbytes) {
     if (nbytes != h->nbytes)
         return tb__fail(TB_INVALID, "truncated message: got %zu of %" PRIu64 " bytes", nbytes, h->nbytes);
     message *msg = (message *)tb__match_take(&m->receives, rank, h->tag);
     if (!msg)
-        return h->is_expected || tb__arrival_keep(&m->arrivals, rank, h->tag, behind, nbytes) ? TB_OK : TB_NO_MEMORY;
-    tb__arrival *a = tb__arrival_create(rank, h->tag, nbytes);
+        return h->is_expected || tb__unexpected_add(&m->unexpected, rank, h->tag, data, nbytes) ? TB_OK : TB_NO_MEMORY;
+    tb__unexpected *a = tb__unexpected_create(rank, h->tag, nbytes);
     if (!a) {
         tb__match_add(&m->receives, &msg->waiter);
         return TB_NO_MEMORY;
     }
-    memcpy(a->data, behind, nbytes);
-    match(m, msg, a);
+    memcpy(a->data, data, nbytes);
+    set_matched(m, msg, a);
     return TB_OK;
 }
 
-/* If the receive was cancelled, or has no room, the chunks are received all the same, and thrown away. */
+/* If the receive was cancelled, or is too small, the chunks are received and discarded. */
 static tb_status on_long(mpi *m, int rank, const header *h) {
     if (h->nbytes <= TB_SHORT_MAX)
         return tb__fail(TB_INVALID, "it sent %" PRIu64 " bytes as a long message", h->nbytes);
@@ -300,13 +300,13 @@ static tb_status on_long(mpi *m, int rank, const header *h) {
     msg->id = h->id;
     msg->tag = (int)(h->id % MAX_STREAMS) + 1;
     mpi_set_state(m, msg, MESSAGE_RECEIVES);
-    mpi_ripen(m, msg); /* its chunks are begun next */
+    mpi_mark_ready(m, msg); /* progress starts its chunks */
     if (refused != TB_OK)
-        complete(op, refused);
+        complete_op(op, refused);
     return TB_OK;
 }
 
-/* The sender's chunks end early: the receives beyond that are for nothing. */
+/* The sender stops early: cancels the receives of later chunks. */
 static tb_status on_withdraw(mpi *m, int rank, const header *h) {
     message *msg = TAILQ_FIRST(&m->all);
     while (msg && (msg->state != MESSAGE_RECEIVES || msg->rank != rank || msg->id != h->id))
@@ -314,25 +314,25 @@ static tb_status on_withdraw(mpi *m, int rank, const header *h) {
     if (!msg)
         return TB_OK;
     msg->end = h->nbytes;
-    TB_TRY(mpi_take_back(m, msg, msg->end, tb__now_ms() + CANCEL_MS));
-    mpi_ripen(m, msg);
+    TB_TRY(mpi_cancel_chunks(m, msg, msg->end, tb__now_ms() + CANCEL_MS));
+    mpi_mark_ready(m, msg);
     return TB_OK;
 }
 
-tb_status mpi_on_frame(mpi *m, int rank, const header *h, const unsigned char *behind, size_t nbytes) {
+tb_status mpi_on_frame(mpi *m, int rank, const header *h, const unsigned char *data, size_t nbytes) {
     switch (h->kind) {
     case FRAME_SHORT:
-        return on_short(m, rank, h, behind, nbytes);
+        return on_short(m, rank, h, data, nbytes);
     case FRAME_LONG:
         return on_long(m, rank, h);
     case FRAME_WITHDRAW:
         return on_withdraw(m, rank, h);
     case FRAME_BYE:
-        m->nbyes++;
+        m->ngoodbyes++;
         m->has_leavers = true;
         m->peers[rank].has_left = true;
         return TB_OK;
     default:
-        return tb__fail(TB_INVALID, "it sent a frame of kind %" PRIu32 ", which there is not", h->kind);
+        return tb__fail(TB_INVALID, "it sent a frame of unknown kind %" PRIu32 "", h->kind);
     }
 }

@@ -1,10 +1,9 @@
-/* Requests under way, in one table, so that one call looks at all of them; and when to look.
+/* Requests under way, in one table, so that one call tests all of them; and the polling timer.
  *
- * MPI has no descriptor to sleep on. A timer stands in for it: it is off while nothing is waited for. While MPI moves
- * bytes it is always due, since MPI moves them only when it is called, and so on for HOT_NS after the last that
- * happened. Otherwise it fires every few microseconds while things happen, and less and less often when they don't:
- * after an eighth of the time that nothing has happened, but at least every SLOWEST_NS. So waiting costs little, and
- * takes little longer than it must. */
+ * MPI has no descriptor to sleep on, so a timer tells when to poll. It is off while nothing is waited for. While MPI
+ * has requests it is always due, because MPI makes progress only when called, until HOT_NS after the last event.
+ * Otherwise it fires every few microseconds after an event, and then less and less often: after an eighth of the time
+ * since the last event, but at least every SLOWEST_NS. So waiting costs little CPU time and little latency. */
 #include "transport/mpi/mpi.h"
 
 #include "base/descriptors.h"
@@ -16,14 +15,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HOT_NS = 10000000, FASTEST_NS = 20000, NAP_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
+enum { HOT_NS = 10000000, FASTEST_NS = 20000, YIELD_NS = 20000, SLOWEST_NS = 2000000, QUIET_SHARE = 8 };
 
 /* ---- The lock -------------------------------------------------------------------------------------------------- */
 
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-static int depth; /* how often its thread has it */
-static int nnaps; /* under way */
-static bool has_naps = true;
+static int depth;     /* of recursion */
+static int nyielding; /* threads in mpi_yield_lock */
+static bool may_yield = true;
 
 void mpi_lock(void) {
     pthread_mutex_lock(&lock);
@@ -35,27 +34,27 @@ void mpi_unlock(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Callbacks come back in, and nap there: then all that was locked is unlocked. */
+/* A callback may call in again and yield there, so all levels are unlocked. */
 static void sleep_unlocked(void) {
     int n = depth;
     for (int i = 0; i < n; i++)
         mpi_unlock();
-    nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+    nanosleep(&(struct timespec){.tv_nsec = YIELD_NS}, NULL);
     for (int i = 0; i < n; i++)
         mpi_lock();
 }
 
-void mpi_nap(void) {
-    if (!has_naps)
+void mpi_yield_lock(void) {
+    if (!may_yield)
         return;
-    nnaps++;
+    nyielding++;
     sleep_unlocked();
-    nnaps--;
+    nyielding--;
 }
 
-void mpi_end_naps(void) {
-    has_naps = false;
-    while (nnaps > 0) /* whoever wakes up keeps the lock until it is through */
+void mpi_stop_yielding(void) {
+    may_yield = false;
+    while (nyielding > 0) /* a thread that wakes up keeps the lock until it is done */
         sleep_unlocked();
 }
 
@@ -90,14 +89,14 @@ void mpi_requests_fini(mpi *m) {
 
 /* ---- The timer ------------------------------------------------------------------------------------------------- */
 
-void mpi_note_event(mpi *m) {
+void mpi_record_event(mpi *m) {
     m->event_ns = now_ns();
 }
 
 static int64_t wanted_interval(const mpi *m) {
-    if (m->is_over)
-        return m->has_to_tell;
-    if (!TAILQ_EMPTY(&m->ripe))
+    if (m->is_closed)
+        return m->has_to_report;
+    if (!TAILQ_EMPTY(&m->ready))
         return 1;
     if (m->nunder_way + m->nwaiting == 0)
         return 0;
@@ -105,7 +104,7 @@ static int64_t wanted_interval(const mpi *m) {
     if (m->nunder_way > 0 && quiet_ns < HOT_NS)
         return 1;
     while (interval < wanted && interval < SLOWEST_NS)
-        interval *= 2; /* in steps, so that it is not set anew each time */
+        interval *= 2; /* in steps, so that the timer is not set each time */
     return interval < SLOWEST_NS ? interval : SLOWEST_NS;
 }
 
@@ -161,7 +160,7 @@ static void drop_request(mpi *m, size_t at) {
     m->spare.item[m->spare.count++] = at;
 }
 
-static void note_frame(mpi *m, place *p, const MPI_Status *status, int error) {
+static void record_frame(mpi *m, ring_slot *p, const MPI_Status *status, int error) {
     int n = 0;
     MPI_Get_count(status, MPI_BYTE, &n);
     p->request = NO_REQUEST;
@@ -172,23 +171,23 @@ static void note_frame(mpi *m, place *p, const MPI_Status *status, int error) {
     m->ndone++;
 }
 
-/* Only noted here: what follows from it calls back, which may change everything. */
-static void note_done(mpi *m, size_t at, const MPI_Status *status, int error) {
+/* Only records it: handling calls back, which may change the table. */
+static void record_completion(mpi *m, size_t at, const MPI_Status *status, int error) {
     owner o = m->owners.item[at];
     int is_cancelled = 0;
     drop_request(m, at);
     if (!o.message) {
-        note_frame(m, &m->ring[o.at], status, error);
+        record_frame(m, &m->ring[o.at], status, error);
         return;
     }
     chunk *c = &o.message->chunks[o.at];
-    if (c->is_recalled && error == MPI_SUCCESS)
+    if (c->cancel_requested && error == MPI_SUCCESS)
         MPI_Test_cancelled(status, &is_cancelled);
     c->request = NO_REQUEST;
     c->is_done = !is_cancelled;
     if (error != MPI_SUCCESS)
         o.message->error = error;
-    mpi_ripen(m, o.message);
+    mpi_mark_ready(m, o.message);
 }
 
 tb_status mpi_test_requests(mpi *m, bool *did) {
@@ -199,16 +198,16 @@ tb_status mpi_test_requests(mpi *m, bool *did) {
         return mpi_failed("MPI_Testsome", code);
     for (int i = 0; *did && i < n; i++) {
         size_t at = (size_t)m->outcomes[i];
-        note_done(m, at, &m->statuses[i], code == MPI_SUCCESS ? MPI_SUCCESS : m->statuses[i].MPI_ERROR);
+        record_completion(m, at, &m->statuses[i], code == MPI_SUCCESS ? MPI_SUCCESS : m->statuses[i].MPI_ERROR);
     }
     return TB_OK;
 }
 
-void mpi_recall_request(mpi *m, size_t at) {
+void mpi_cancel_request(mpi *m, size_t at) {
     MPI_Cancel(&m->requests.item[at]);
 }
 
-tb_status mpi_end_request(mpi *m, size_t at, int64_t deadline_ms, bool *is_taken_back) {
+tb_status mpi_end_request(mpi *m, size_t at, int64_t deadline_ms, bool *was_cancelled) {
     int is_done = 0, is_cancelled = 0;
     for (;;) {
         MPI_Status status;
@@ -219,9 +218,9 @@ tb_status mpi_end_request(mpi *m, size_t at, int64_t deadline_ms, bool *is_taken
             break;
         if (tb__now_ms() >= deadline_ms)
             return tb__fail(TB_TIMEOUT, "a message stands still half-way, and MPI can't take it back");
-        mpi_nap();
+        mpi_yield_lock();
     }
-    *is_taken_back = is_cancelled;
+    *was_cancelled = is_cancelled;
     drop_request(m, at);
     return TB_OK;
 }

@@ -22,18 +22,18 @@ enum { PATIENCE_MS = 60000, NRANKS = 4 };
 static int my_rank;
 static int nlost; /* peers, by the ends of this process */
 
-static inline void on_lost(void *arg, int32_t wire, const char *why) {
+static inline void on_lost(void *arg, int32_t transport_rank, const char *why) {
     (void)arg;
-    (void)wire;
+    (void)transport_rank;
     (void)why;
     nlost++;
 }
 
-static inline void open_end(tb_transport *t, tb__mpi_seat *seat, int32_t rank) {
+static inline void open_end(tb_transport *t, tb__mpi_comms *comms, int32_t rank) {
     tb_transport_env env = {.size = sizeof env, .rank = rank, .lost = on_lost};
-    tb__mpi_take_seat(seat);
+    tb__mpi_set_next_comms(comms);
     assert_int_equal(tb__transport_open("mpi", &env, t), TB_OK);
-    tb__mpi_take_seat(NULL);
+    tb__mpi_set_next_comms(NULL);
 }
 
 static inline void connect_ends(const tb_transport *from, const tb_transport *to, int32_t rank_to) {
@@ -49,8 +49,8 @@ static inline void make(endpoints *e) {
     MPI_Comm_dup(MPI_COMM_SELF, &back);
     e->rank_a = 3;
     e->rank_b = 70000;
-    open_end(&e->a, &(tb__mpi_seat){.out = there, .in = back}, e->rank_a);
-    open_end(&e->b, &(tb__mpi_seat){.out = back, .in = there}, e->rank_b);
+    open_end(&e->a, &(tb__mpi_comms){.out = there, .in = back}, e->rank_a);
+    open_end(&e->b, &(tb__mpi_comms){.out = back, .in = there}, e->rank_b);
     connect_ends(&e->a, &e->b, e->rank_b);
     connect_ends(&e->b, &e->a, e->rank_a);
 }
@@ -66,7 +66,7 @@ static inline void open_among_ranks(tb_transport *t) {
     size_t n = sizeof address;
     MPI_Comm comm;
     MPI_Comm_dup(MPI_COMM_WORLD, &comm);
-    open_end(t, &(tb__mpi_seat){.out = comm, .in = comm, .uid = {1, 2, 3}}, 100 + my_rank);
+    open_end(t, &(tb__mpi_comms){.out = comm, .in = comm, .uid = {1, 2, 3}}, 100 + my_rank);
     assert_int_equal(t->ops->address(t->context, address, &n), TB_OK);
     MPI_Allgather(address, TB_ADDRESS_MAX, MPI_BYTE, all, TB_ADDRESS_MAX, MPI_BYTE, MPI_COMM_WORLD);
     for (int i = 0; i < NRANKS; i++)

@@ -1,4 +1,4 @@
-/* The reference transport: one rank that talks to itself, by memcpy. What the others must do can be read off it. */
+/* The transport of a rank to itself, by memcpy. It is the reference for the others. */
 #include "transport/message.h"
 
 #include "base/descriptors.h"
@@ -15,7 +15,7 @@ typedef struct posted {
     tb__waiter waiter;
     tb_op *op;
     struct posted *next_ready;
-    struct posted *counterpart; /* of a receive that is ready: the send. NULL of a send: it is dropped */
+    struct posted *counterpart; /* of a ready receive: its send. NULL: a send without a receive, which is dropped */
 } posted;
 
 typedef struct self {
@@ -52,9 +52,9 @@ static tb_status self_open(const tb_transport_env *env, void **context) {
     return TB_OK;
 }
 
-static void finish(posted *p, tb_status status) {
+static void complete_op(posted *p, tb_status status) {
     p->op->status = status;
-    tb__op_tell(p->op);
+    tb__op_complete(p->op);
 }
 
 static void mem_unref(struct tb_mem *mem) {
@@ -66,13 +66,13 @@ static void self_close(void *context) {
     self *s = context;
     tb__waiter *w;
     while ((w = tb__match_drain(&s->sends, -1)) || (w = tb__match_drain(&s->receives, -1)))
-        finish((posted *)w, TB_CANCELLED);
+        complete_op((posted *)w, TB_CANCELLED);
     while (s->ready) {
         posted *p = s->ready;
         s->ready = p->next_ready;
         if (p->counterpart)
-            finish(p->counterpart, TB_CANCELLED);
-        finish(p, TB_CANCELLED);
+            complete_op(p->counterpart, TB_CANCELLED);
+        complete_op(p, TB_CANCELLED);
     }
     for (size_t i = 0; i < s->memory.count; i++) {
         if (s->memory.item[i])
@@ -205,7 +205,7 @@ static tb_status self_post(void *context, tb_op *op) {
     return TB_OK;
 }
 
-static void receive(posted *p) {
+static void deliver(posted *p) {
     tb_op *from = p->counterpart->op, *to = p->op;
     size_t nbytes = tb__pieces_size(from->pieces, from->npieces);
     tb_status status = TB_OK;
@@ -215,8 +215,8 @@ static void receive(posted *p) {
         status = tb__op_too_big(to, room, nbytes);
     else
         tb__pieces_copy(from->pieces, from->npieces, to->pieces, to->npieces, nbytes);
-    finish(p->counterpart, TB_OK);
-    finish(p, status);
+    complete_op(p->counterpart, TB_OK);
+    complete_op(p, status);
 }
 
 static tb_status self_progress(void *context) {
@@ -229,15 +229,14 @@ static tb_status self_progress(void *context) {
         if (!s->ready)
             s->ready_end = &s->ready;
         if (p->counterpart)
-            receive(p);
+            deliver(p);
         else
-            finish(p, TB_OK);
+            complete_op(p, TB_OK);
     }
     return TB_OK;
 }
 
-/* Takes it out of the list of what is ready. */
-static void unready(self *s, posted *p) {
+static void remove_ready(self *s, posted *p) {
     posted **at = &s->ready;
     while (*at && *at != p)
         at = &(*at)->next_ready;
@@ -253,18 +252,18 @@ static void self_cancel(void *context, tb_op *op) {
     if (!p)
         return;
     tb__match_remove(op->kind == TB_OP_SEND ? &s->sends : &s->receives, &p->waiter);
-    posted *ready = s->ready; /* what it may already have been paired with, or itself */
+    posted *ready = s->ready; /* the operation itself, or the receive that it was paired with */
     while (ready && ready != p && ready->counterpart != p)
         ready = ready->next_ready;
     if (ready)
-        unready(s, ready);
+        remove_ready(s, ready);
     if (ready == p && p->counterpart) {
-        finish(p->counterpart, TB_OK);
-    } else if (ready && ready != p) { /* a receive, which waits for another message */
+        complete_op(p->counterpart, TB_OK);
+    } else if (ready && ready != p) { /* the receive waits for another message */
         ready->counterpart = NULL;
         tb__match_add(&s->receives, &ready->waiter);
     }
-    finish(p, TB_CANCELLED);
+    complete_op(p, TB_CANCELLED);
 }
 
 static int self_fd(void *context) {

@@ -1,4 +1,4 @@
-/* The shm transport: opening, meeting peers, noticing that they are gone, and the event loop. */
+/* The shm transport: opening and closing, peers and their loss, progress. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -21,11 +21,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* What the address of an endpoint holds. */
 typedef struct address {
     uint32_t magic, version;
     char name[32];
-    uint64_t users; /* the namespace of the user's number */
+    uint64_t users; /* inode of the user namespace */
     uint64_t user;
 } address;
 
@@ -33,7 +32,7 @@ void *shm_map_fd(int fd, size_t nbytes) {
     void *map = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (map == MAP_FAILED)
         return NULL;
-    madvise(map, nbytes, MADV_DONTFORK); /* a child would keep the pages when their owner has given them up */
+    madvise(map, nbytes, MADV_DONTFORK); /* a child would keep pages that their owner has freed */
     return map;
 }
 
@@ -46,10 +45,10 @@ void shm_finish(shm *s, shm_posted *p, tb_status status) {
     eventfd_write(s->wake, 1);
 }
 
-static void tell_all(shm *s) {
+static void complete_finished(shm *s) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&s->finished)))
-        tb__op_tell(((shm_posted *)w)->op);
+        tb__op_complete(((shm_posted *)w)->op);
 }
 
 shm_peer *shm_find(const shm *s, int32_t rank) {
@@ -99,7 +98,7 @@ static tb_status open_control(shm *s) {
 }
 
 static void set_name(struct sockaddr_un *to, const char *name, socklen_t *length) {
-    *to = (struct sockaddr_un){.sun_family = AF_UNIX}; /* a leading NUL: no file, gone with its last user */
+    *to = (struct sockaddr_un){.sun_family = AF_UNIX}; /* a leading NUL: abstract namespace, no file */
     size_t n = strnlen(name, 32);
     memcpy(to->sun_path + 1, name, n);
     *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
@@ -119,12 +118,12 @@ static tb_status open_listener(shm *s) {
     return TB_OK;
 }
 
-static tb_status watch(shm *s, int fd, void *what) {
+static tb_status watch_fd(shm *s, int fd, void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
     return epoll_ctl(s->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK : tb__fail(TB_IO, "epoll: %s", strerror(errno));
 }
 
-static tb_status open_all(shm *s) {
+static tb_status open_resources(shm *s) {
     s->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
     s->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     s->retry = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
@@ -133,9 +132,9 @@ static tb_status open_all(shm *s) {
     (void)tb__process_start_time(getpid(), &s->start_time);
     TB_TRY(open_control(s));
     TB_TRY(open_listener(s));
-    TB_TRY(watch(s, s->listener, &s->listen_watch));
-    TB_TRY(watch(s, s->retry, &s->retry_watch));
-    return watch(s, s->wake, &s->wake_watch);
+    TB_TRY(watch_fd(s, s->listener, &s->listen_watch));
+    TB_TRY(watch_fd(s, s->retry, &s->retry_watch));
+    return watch_fd(s, s->wake, &s->wake_watch);
 }
 
 void shm_free_link(shm *s, shm_link *link) {
@@ -150,7 +149,7 @@ static void unmap_ring(unsigned char **ring) {
     *ring = NULL;
 }
 
-/* What is of no use without its sockets goes with them. */
+/* Closes sockets, pidfd and rings. */
 static void close_connection(shm *s, shm_peer *peer) {
     shm_link_close(s, &peer->out);
     if (peer->in)
@@ -173,9 +172,9 @@ static void free_peer(shm *s, shm_peer *peer) {
     free(peer);
 }
 
-/* A connection with this number in the place of one that is lost, which goes, unless there are remotes of it. NULL:
- * there is no memory. */
-static shm_peer *renew(shm *s, shm_peer *lost, uint64_t number) {
+/* Replaces a lost connection by a new one with this number, and frees the lost one unless it has remotes. NULL: no
+ * memory. */
+static shm_peer *replace_peer(shm *s, shm_peer *lost, uint64_t number) {
     shm_peer *peer = tb__vec_reserve(&s->retired, 1) ? tb__calloc(1, sizeof *peer) : NULL;
     if (!peer)
         return NULL;
@@ -205,15 +204,15 @@ static void shm_close(void *context) {
     shm *s = context;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_drop_messages(s, s->peers.item[i], TB_CANCELLED);
-    tell_all(s);
+    complete_finished(s);
     for (size_t i = 0; i < s->peers.count; i++)
         free_peer(s, s->peers.item[i]);
     for (size_t i = 0; i < s->retired.count; i++)
         free_peer(s, s->retired.item[i]);
     free(s->retired.item);
-    for (size_t i = 0; i < s->strangers.count; i++)
-        shm_free_link(s, s->strangers.item[i]);
-    free(s->strangers.item);
+    for (size_t i = 0; i < s->unidentified.count; i++)
+        shm_free_link(s, s->unidentified.item[i]);
+    free(s->unidentified.item);
     free(s->peers.item);
     tb__index_fini(&s->by_rank);
     shm_memory_close(s);
@@ -234,7 +233,7 @@ static tb_status shm_open_endpoint(const tb_transport_env *env, void **context) 
     s->wake_watch = WATCH_WAKE;
     s->retry_watch = WATCH_RETRY;
     s->epoll = s->wake = s->retry = s->listener = s->control_fd = -1;
-    tb_status status = open_all(s);
+    tb_status status = open_resources(s);
     if (status != TB_OK) {
         shm_close(s);
         return status;
@@ -259,12 +258,13 @@ static tb_status shm_address(void *context, void *buffer, size_t *nbytes) {
     return TB_OK;
 }
 
-/* Others are not let in. Among namespaces of users the numbers don't say who is who; then the socket does. */
+/* Only processes of the same user connect. User ids of different namespaces can't be compared; then accept checks them.
+ */
 static bool shm_reaches(void *context, const void *bytes, size_t nbytes) {
     (void)context;
     address a;
     if (nbytes != sizeof a || (memcpy(&a, bytes, sizeof a), a.version != SHM_VERSION))
-        return true; /* connect tells what is wrong */
+        return true; /* shm_connect reports the error */
     if (a.users != user_namespace() || a.user == geteuid())
         return true;
     tb__set_detail("it runs as user %" PRIu64 ", we as user %" PRIu32, a.user, (uint32_t)geteuid());
@@ -282,7 +282,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
         return tb__fail(TB_INVALID, "it speaks version %" PRIu32 " of transport shm, we %d", a.version, SHM_VERSION);
     shm_peer *peer = find_or_add(s, rank);
     if (peer && atomic_load(&peer->is_lost))
-        peer = renew(s, peer, peer->number + 1);
+        peer = replace_peer(s, peer, peer->number + 1);
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->out.fd >= 0)
@@ -306,7 +306,7 @@ static tb_status shm_connect(void *context, int32_t rank, const void *bytes, siz
                              &(struct iovec){&hello, sizeof hello}, 1, s->control_fd);
     if (error) {
         shm_link_close(s, &peer->out);
-        return tb__fail(TB_LOST, "greeting it through its socket: %s", strerror(error));
+        return tb__fail(TB_LOST, "sending it a hello: %s", strerror(error));
     }
     return shm_link_watch(s, &peer->out);
 }
@@ -315,13 +315,13 @@ void shm_lose(shm *s, shm_peer *peer, const char *why) {
     if (atomic_load(&peer->is_lost))
         return;
     if (why != peer->why)
-        snprintf(peer->why, sizeof peer->why, "%s", why); /* before others can see it */
+        snprintf(peer->why, sizeof peer->why, "%s", why); /* before is_lost is set: other threads read it then */
     atomic_store(&peer->is_lost, true);
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, why);
     shm_drop_messages(s, peer, TB_LOST);
     close_connection(s, peer);
     shm_mappings_forget(peer);
-    tell_all(s);
+    complete_finished(s);
     if (s->env.lost)
         s->env.lost(s->env.arg, peer->rank, why);
 }
@@ -332,7 +332,7 @@ static void shm_disconnect(void *context, int32_t rank, const char *why) {
     if (!peer || atomic_load(&peer->is_lost))
         return;
     snprintf(peer->why, sizeof peer->why, "%s",
-             why); /* the caller may be in a callback of its links, so it is lost later */
+             why); /* the caller may be in a callback of its links, so the peer is lost later */
     peer->is_ending = true;
     eventfd_write(s->wake, 1);
 }
@@ -344,24 +344,24 @@ static void end_disconnected(shm *s) {
     }
 }
 
-/* The connection that a hello belongs to. One with a higher number than ours takes the place of what we have, which is
- * lost, if it is not yet. NULL: it is late. */
+/* The connection that a hello belongs to. One with a higher number than ours replaces ours, which is lost first. NULL:
+ * the hello is late. */
 static shm_peer *find_connection(shm *s, int32_t rank, uint64_t number) {
     shm_peer *peer = find_or_add(s, rank);
     if (!peer || (number == peer->number && !atomic_load(&peer->is_lost)))
         return peer;
     if (number <= peer->number)
         return NULL;
-    if (peer->out.fd < 0 && !peer->in && !atomic_load(&peer->is_lost)) { /* there was none yet */
+    if (peer->out.fd < 0 && !peer->in && !atomic_load(&peer->is_lost)) { /* not connected yet */
         peer->number = number;
         return peer;
     }
     shm_lose(s, peer, "it has begun a new connection");
-    return renew(s, peer, number);
+    return replace_peer(s, peer, number);
 }
 
-/* Binds the peer's process number to the process that is there now, and tries whether its memory can be read. */
-static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello) {
+/* Opens a pidfd of the peer, and tests whether its memory can be read. False: errno says why. */
+static bool open_peer_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello) {
     struct ucred who;
     socklen_t length = sizeof who;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
@@ -371,9 +371,9 @@ static bool meet_process(shm *s, shm_peer *peer, int fd, const shm_hello *hello)
     if (peer->pidfd < 0 && tb__is_out_of_descriptors(errno))
         return false;
     if (peer->pidfd < 0)
-        return true; /* another pid namespace: the socket alone tells when it is gone, and memory can't be read */
+        return true; /* another pid namespace: only the socket shows its end, and its memory can't be read */
     peer->watch = WATCH_PROCESS;
-    if (watch(s, peer->pidfd, peer) != TB_OK)
+    if (watch_fd(s, peer->pidfd, peer) != TB_OK)
         return false;
     uint64_t probe = 0, started = 0;
     struct iovec here = {&probe, sizeof probe};
@@ -390,14 +390,14 @@ static bool is_control_page(int fd) {
     return seals >= 0 && seals & F_SEAL_SHRINK && fstat(fd, &info) == 0 && info.st_size >= (off_t)sizeof(shm_control);
 }
 
-static void forget_stranger(shm *s, const shm_link *link) {
-    for (size_t i = 0; i < s->strangers.count; i++) {
-        if (s->strangers.item[i] == link)
-            s->strangers.item[i] = s->strangers.item[--s->strangers.count];
+static void remove_unidentified(shm *s, const shm_link *link) {
+    for (size_t i = 0; i < s->unidentified.count; i++) {
+        if (s->unidentified.item[i] == link)
+            s->unidentified.item[i] = s->unidentified.item[--s->unidentified.count];
     }
 }
 
-/* A stranger says who it is. */
+/* The first frame of an accepted link. */
 static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
     shm_hello hello;
     if (frame->kind != SHM_HELLO || nbytes != sizeof hello || fd == -1)
@@ -412,8 +412,8 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
         return false;
     shm_control *control = fd >= 0 ? shm_map_fd(fd, sizeof *control) : NULL;
     errno = fd >= 0 ? errno : EMFILE;
-    if (!control || !meet_process(s, peer, link->fd, &hello)) {
-        tb__log(TB_LOG_WARN, "rank %" PRId32 " can't be met: %s", hello.rank, tb__errno_text(errno));
+    if (!control || !open_peer_process(s, peer, link->fd, &hello)) {
+        tb__log(TB_LOG_WARN, "rank %" PRId32 " can't connect: %s", hello.rank, tb__errno_text(errno));
         if (tb__is_out_of_descriptors(errno))
             shm_tell_shortage(s, link);
         if (control)
@@ -421,15 +421,15 @@ static bool on_hello(shm *s, shm_link *link, const shm_frame *frame, const unsig
         return false;
     }
     peer->control = control;
-    forget_stranger(s, link);
+    remove_unidentified(s, link);
     link->peer = peer;
     peer->in = link;
     shm_link_send(s, link, &(shm_frame){.kind = SHM_WELCOME, .serial = peer->can_read}, -1);
     return true;
 }
 
-/* What is still to be read. A frame may lead to the peer's loss, which closes the link. */
-static void drain(shm *s, shm_peer *peer, bool is_out) {
+/* Handles frames that are still in the socket. A frame may lose the peer, which closes the link. */
+static void read_remaining_frames(shm *s, shm_peer *peer, bool is_out) {
     unsigned char data[SHM_MAX_FRAME];
     for (bool is_good = true; is_good;) {
         shm_link *link = is_out ? &peer->out : peer->in;
@@ -445,16 +445,16 @@ static void drain(shm *s, shm_peer *peer, bool is_out) {
     }
 }
 
-/* It is gone, but what it has said before counts: that it is done, for one, or why it goes. What was read goes to
- * receives that are posted, and these lead to others. */
-static void end_peer(shm *s, shm_peer *peer, const char *why) {
-    drain(s, peer, false);
-    drain(s, peer, true);
-    tell_all(s);
+/* The peer is gone. Frames that it sent before are handled first, such as SHM_DONE or SHM_SHORTAGE, and receives
+ * completed. */
+static void finish_peer(shm *s, shm_peer *peer, const char *why) {
+    read_remaining_frames(s, peer, false);
+    read_remaining_frames(s, peer, true);
+    complete_finished(s);
     shm_lose(s, peer, why);
 }
 
-/* Frames of one link, a bounded number so that others get their turn. */
+/* Handles frames of one link, a bounded number for fairness. */
 static void read_link(shm *s, shm_link *link) {
     unsigned char data[SHM_MAX_FRAME];
     for (int i = 0; i < 64; i++) {
@@ -475,10 +475,10 @@ static void read_link(shm *s, shm_link *link) {
             continue;
         tb__saved_detail why = tb__save_detail();
         if (!peer) {
-            forget_stranger(s, link);
+            remove_unidentified(s, link);
             shm_free_link(s, link);
         } else if (n < 0) {
-            end_peer(s, peer, "its connection ended");
+            finish_peer(s, peer, "its connection ended");
         } else {
             shm_lose(s, peer, why.text);
         }
@@ -501,13 +501,13 @@ static void on_event(shm *s, const struct epoll_event *event) {
         shm_retry(s);
         break;
     case WATCH_PROCESS:
-        end_peer(s, event->data.ptr, "its process ended");
+        finish_peer(s, event->data.ptr, "its process ended");
         break;
     case WATCH_LINK:
         if (event->events & EPOLLOUT) {
             shm_link_flush(s, link);
             if (link->is_out && link->queue_count == 0)
-                shm_push(s, link->peer);
+                shm_send_queued(s, link->peer);
         }
         if (event->events & (EPOLLIN | EPOLLHUP | EPOLLERR))
             read_link(s, link);
@@ -517,12 +517,12 @@ static void on_event(shm *s, const struct epoll_event *event) {
 
 static tb_status shm_progress(void *context) {
     shm *s = context;
-    struct epoll_event event; /* one at a time: handling one may close what another is about */
+    struct epoll_event event; /* one at a time: handling one may close the descriptor of another */
     for (int i = 0; i < 256 && epoll_wait(s->epoll, &event, 1, 0) == 1; i++)
         on_event(s, &event);
     end_disconnected(s);
     bool more = shm_read_slices(s);
-    tell_all(s);
+    complete_finished(s);
     if (more)
         eventfd_write(s->wake, 1);
     return TB_OK;

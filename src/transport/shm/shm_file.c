@@ -1,6 +1,6 @@
-/* Files behind memory. A process keeps thousands of tensors in a few memfds, so what is sent and mapped is the file:
- * its descriptor goes to a peer once, the peer maps all of it once, and registrations are offsets in it. When the last
- * registration in a file is gone, peers are told, and let go of its pages. */
+/* Files of registered memory. A process keeps thousands of tensors in a few memfds, so files are sent and mapped, not
+ * tensors: a peer gets the descriptor once and maps the whole file once; registrations are offsets in it. When a file
+ * has no registration left, peers are told to unmap it. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -18,12 +18,11 @@ static bool is_sealed(int fd) {
     int seals = fcntl(fd, F_GET_SEALS);
     bool is = seals >= 0 && seals & F_SEAL_SHRINK;
     if (!is)
-        tb__set_detail("its memory is no memfd that is sealed against shrinking");
+        tb__set_detail("its memory is not a memfd that is sealed against shrinking");
     return is;
 }
 
-/* A ring that is shorter than it should be, or becomes so, would be a fault when it is read. Older versions leave the
- * sealing to us. */
+/* Reading a ring that is too short, or shrinks, would be a SIGBUS. Older versions do not seal it, so this end does. */
 unsigned char *shm_map_ring(int fd) {
     const size_t nbytes = (size_t)SHM_RING_SLOTS * SHM_RING_SLOT_SIZE;
     struct stat info;
@@ -40,7 +39,7 @@ unsigned char *shm_map_ring(int fd) {
     return ring;
 }
 
-/* A place in the list of files; SIZE_MAX if memory is short. */
+/* A free index in the list of files; SIZE_MAX: no memory. */
 static size_t free_slot(shm *s) {
     for (size_t i = 0; i < s->files.count; i++) {
         if (!s->files.item[i])
@@ -54,7 +53,7 @@ static tb_status add_file(shm *s, int fd, const struct stat *info, shm_file **ou
     shm_file *file = slot < SIZE_MAX ? tb__calloc(1, sizeof *file) : NULL;
     if (!file)
         return TB_NO_MEMORY;
-    /* While it is open its number can't become another file's. */
+    /* While a descriptor is open, the inode number can't be reused. */
     int copy = tb__fd_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (copy < 0) {
         free(file);
@@ -83,7 +82,7 @@ tb_status shm_file_take(shm *s, const tb_mem_desc *desc, shm_file **out) {
     shm_file *file = NULL;
     for (size_t i = 0; i < s->files.count && !file; i++) {
         shm_file *f = s->files.item[i];
-        /* One that has grown since counts as another: peers have mapped what it was. */
+        /* A file that has grown counts as a new one: peers have mapped the old size. */
         if (f && f->dev == info.st_dev && f->ino == info.st_ino && desc->offset + desc->nbytes <= f->nbytes)
             file = f;
     }
@@ -124,7 +123,7 @@ tb_status shm_file_send(shm *s, const shm_file *file, shm_peer *peer) {
     }
     shm_frame frame = {.kind = SHM_FILE, .serial = file->id};
     if (peer->out.queue_count > 0 || shm_link_try(&peer->out, &frame, NULL, 0, file->fd) != 0) {
-        int fd = fcntl(file->fd, F_DUPFD_CLOEXEC, 0); /* the file may be gone when it is sent */
+        int fd = fcntl(file->fd, F_DUPFD_CLOEXEC, 0); /* the file may be closed before it is sent */
         if (fd < 0)
             return tb__fail(TB_IO, "memory's descriptor: %s", tb__errno_text(errno));
         shm_link_send(s, &peer->out, &frame, fd);
@@ -149,29 +148,29 @@ shm_mapping *shm_mapping_find(const shm_peer *peer, uint64_t file) {
     return NULL;
 }
 
-void shm_on_again(shm *s, shm_peer *peer, const shm_frame *frame) {
+void shm_on_resend(shm *s, shm_peer *peer, const shm_frame *frame) {
     for (size_t i = 0; i < s->files.count && i < peer->sent.count; i++) {
         if (peer->sent.item[i] == frame->serial)
             peer->sent.item[i] = 0;
     }
 }
 
-/* What there was no descriptor for can't be mapped. Tensors in it are sent instead. */
-static void note_shortage(shm_peer *peer, shm_mapping *mapping) {
+/* The file's descriptor was lost, so it can't be mapped: its tensors are sent instead. */
+static void record_shortage(shm_peer *peer, shm_mapping *mapping) {
     mapping->error = EMFILE;
     tb__log(TB_LOG_WARN, "memory of rank %" PRId32 " can't be mapped, and will be sent: %s", peer->rank,
             tb__errno_text(EMFILE));
-    shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_AGAIN, .serial = mapping->file}, -1);
+    shm_link_send(peer->owner, peer->in, &(shm_frame){.kind = SHM_RESEND, .serial = mapping->file}, -1);
 }
 
 bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {
     struct stat info;
     shm_mapping *mapping = shm_mapping_find(peer, frame->serial);
-    bool comes_again = mapping && !mapping->base && mapping->error == EMFILE;
-    if (fd == -1 || frame->serial == 0 || (mapping && !comes_again))
+    bool is_resent = mapping && !mapping->base && mapping->error == EMFILE;
+    if (fd == -1 || frame->serial == 0 || (mapping && !is_resent))
         return false;
     if (fd != SHM_FD_LOST && (!is_sealed(fd) || fstat(fd, &info) != 0))
-        return false; /* its owner could make us fault */
+        return false; /* its owner could shrink it, and cause a SIGBUS here */
     if (!mapping) {
         mapping = tb__calloc(1, sizeof *mapping);
         if (!mapping || !tb__vec_push(&peer->mappings, mapping)) {
@@ -181,32 +180,32 @@ bool shm_on_file(shm_peer *peer, const shm_frame *frame, int fd) {
         mapping->file = frame->serial;
     }
     if (fd == SHM_FD_LOST) {
-        note_shortage(peer, mapping);
+        record_shortage(peer, mapping);
         return true;
     }
     mapping->base = shm_map_fd(fd, (size_t)info.st_size);
     if (mapping->base)
         mapping->nbytes = (size_t)info.st_size;
     else
-        mapping->error = errno; /* told to whoever imports a part of it */
+        mapping->error = errno; /* for shm_import_key */
     return true;
 }
 
-static void unmap(shm_mapping *mapping) {
+static void free_mapping(shm_mapping *mapping) {
     if (mapping->base)
         munmap(mapping->base, mapping->nbytes);
     free(mapping);
 }
 
-/* Unmaps it if its owner has no use for it any more, and nobody here has. */
-static void settle(shm_peer *peer, shm_mapping *mapping) {
+/* Unmaps the file if its owner has forgotten it and no remote refers to it. */
+static void unmap_if_unused(shm_peer *peer, shm_mapping *mapping) {
     if (!mapping->is_forgotten || mapping->refs > 0)
         return;
     for (size_t i = 0; i < peer->mappings.count; i++) {
         if (peer->mappings.item[i] == mapping)
             peer->mappings.item[i] = peer->mappings.item[--peer->mappings.count];
     }
-    unmap(mapping);
+    free_mapping(mapping);
 }
 
 void shm_on_forget(shm_peer *peer, const shm_frame *frame) {
@@ -214,12 +213,12 @@ void shm_on_forget(shm_peer *peer, const shm_frame *frame) {
     if (!mapping)
         return;
     mapping->is_forgotten = true;
-    settle(peer, mapping);
+    unmap_if_unused(peer, mapping);
 }
 
 void shm_mapping_release(shm_peer *peer, shm_mapping *mapping) {
     mapping->refs--;
-    settle(peer, mapping);
+    unmap_if_unused(peer, mapping);
 }
 
 void shm_mappings_forget(shm_peer *peer) {
@@ -230,14 +229,14 @@ void shm_mappings_forget(shm_peer *peer) {
         if (mapping->refs > 0)
             peer->mappings.item[kept++] = mapping;
         else
-            unmap(mapping);
+            free_mapping(mapping);
     }
     peer->mappings.count = kept;
 }
 
 void shm_mappings_close(shm_peer *peer) {
     for (size_t i = 0; i < peer->mappings.count; i++)
-        unmap(peer->mappings.item[i]);
+        free_mapping(peer->mappings.item[i]);
     free(peer->mappings.item);
     free(peer->sent.item);
 }

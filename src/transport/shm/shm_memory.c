@@ -1,4 +1,4 @@
-/* Memory that peers reach: mapped where there is a file behind it, else read through the kernel. */
+/* Memory that peers access: mapped if it belongs to a file, else read by process_vm_readv. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -7,7 +7,6 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* What a key holds. */
 typedef struct key {
     uint32_t id, unused;
     uint64_t epoch, base, nbytes;
@@ -16,7 +15,7 @@ typedef struct key {
 
 _Static_assert(sizeof(key) <= TB_MEM_KEY_MAX, "a key fits");
 
-/* A number that nobody has, lowest ones first, so that little of the control page is ever touched. */
+/* A free registration id; low ones first, so that few pages of the control page are touched. */
 static tb_status take_id(shm *s, uint32_t *id) {
     if (s->memory_free > 0) {
         *id = s->memory_free - 1;
@@ -92,15 +91,15 @@ tb_status shm_export(void *context, tb_mem *mem, int32_t rank, tb_mem_key *out) 
     return TB_OK;
 }
 
-/* Where a key's memory is mapped here; NULL for memory without a file. */
+/* The mapping of a key's file; NULL for memory without a file. */
 static tb_status find_mapping(const shm_peer *peer, const key *k, shm_mapping **out) {
     *out = NULL;
     if (k->file == 0)
         return TB_OK;
     shm_mapping *mapping = shm_mapping_find(peer, k->file);
     if (!mapping)
-        return tb__fail(TB_INVALID, "the file of rank %" PRId32 "'s memory %" PRIu32 " has not come", peer->rank,
-                        k->id);
+        return tb__fail(TB_INVALID, "the file of rank %" PRId32 "'s memory %" PRIu32 " has not been received",
+                        peer->rank, k->id);
     if (!mapping->base)
         return tb__fail(TB_IO, "mapping rank %" PRId32 "'s memory %" PRIu32 ": %s", peer->rank, k->id,
                         tb__errno_text(mapping->error));
@@ -173,7 +172,7 @@ static tb_status check_valid(const tb_remote *remote) {
     return TB_OK;
 }
 
-/* A place in a list of local pieces, or of ranges that begin at `base` in another process. */
+/* A position in a list of local pieces, or of ranges relative to `base` in another process. */
 typedef struct cursor {
     bool is_remote;
     const tb_piece *pieces;
@@ -182,24 +181,24 @@ typedef struct cursor {
     size_t count, at, skip; /* the next byte is `skip` bytes into item `at` */
 } cursor;
 
-static struct iovec item(const cursor *c, size_t i) {
+static struct iovec cursor_item(const cursor *c, size_t i) {
     if (!c->is_remote)
         return (struct iovec){c->pieces[i].base, c->pieces[i].nbytes};
     uint64_t address = c->base + c->ranges[i].offset;
     return (struct iovec){(void *)(uintptr_t)address, c->ranges[i].nbytes}; // NOLINT(performance-no-int-to-ptr)
 }
 
-static void advance(cursor *c, size_t nbytes) {
+static void advance_cursor(cursor *c, size_t nbytes) {
     c->skip += nbytes;
-    for (size_t n; c->at < c->count && c->skip >= (n = item(c, c->at).iov_len); c->at++)
+    for (size_t n; c->at < c->count && c->skip >= (n = cursor_item(c, c->at).iov_len); c->at++)
         c->skip -= n;
 }
 
-/* As much as one call takes of what comes next, up to nbytes. */
-static size_t look_ahead(const cursor *c, size_t nbytes, struct iovec out[SHM_MAX_IOV]) {
+/* Lists the next bytes, at most nbytes and as many pieces as one call takes. */
+static size_t fill_iov(const cursor *c, size_t nbytes, struct iovec out[SHM_MAX_IOV]) {
     size_t count = 0, skip = c->skip;
     for (size_t i = c->at; i < c->count && nbytes > 0 && count < SHM_MAX_IOV; i++, skip = 0) {
-        struct iovec v = item(c, i);
+        struct iovec v = cursor_item(c, i);
         size_t n = v.iov_len - skip < nbytes ? v.iov_len - skip : nbytes;
         if (n > 0)
             out[count++] = (struct iovec){(char *)v.iov_base + skip, n};
@@ -212,17 +211,17 @@ tb_status shm_process_read(const shm_peer *peer, const tb_piece *pieces, size_t 
                            const tb_range *ranges, size_t nranges, size_t skip, size_t nbytes) {
     cursor local = {.pieces = pieces, .count = npieces};
     cursor remote = {.is_remote = true, .ranges = ranges, .base = base, .count = nranges};
-    advance(&local, skip);
-    advance(&remote, skip);
+    advance_cursor(&local, skip);
+    advance_cursor(&remote, skip);
     while (nbytes > 0) {
         struct iovec here[SHM_MAX_IOV], there[SHM_MAX_IOV];
-        size_t nhere = look_ahead(&local, nbytes, here), nthere = look_ahead(&remote, nbytes, there);
+        size_t nhere = fill_iov(&local, nbytes, here), nthere = fill_iov(&remote, nbytes, there);
         ssize_t n = process_vm_readv(peer->pid, here, nhere, there, nthere, 0);
         if (n <= 0)
             return tb__fail(n < 0 && errno == ESRCH ? TB_LOST : TB_IO, "reading rank %" PRId32 "'s memory: %s",
                             peer->rank, n < 0 ? strerror(errno) : "nothing there");
-        advance(&local, (size_t)n);
-        advance(&remote, (size_t)n);
+        advance_cursor(&local, (size_t)n);
+        advance_cursor(&remote, (size_t)n);
         nbytes -= (size_t)n;
     }
     return TB_OK;
@@ -244,5 +243,5 @@ tb_status shm_read(void *context, tb_remote *remote, const tb_range *ranges, siz
             shm_process_read(peer, pieces, npieces, remote->base, ranges, nranges, 0, tb__pieces_size(pieces, npieces));
     if (status != TB_OK && shm_is_valid(NULL, remote))
         return status;
-    return check_valid(remote); /* what was withdrawn meanwhile is not believed, and may not be there any more */
+    return check_valid(remote); /* what was read during an unregister is not valid */
 }

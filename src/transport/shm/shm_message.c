@@ -18,7 +18,7 @@ static uint64_t word_value(uint64_t serial, uint64_t state) {
     return serial << 2 | state;
 }
 
-/* A free word of the control page, set to a new message; false if all are taken. */
+/* Assigns a free word of the control page to a new message; false if all are in use. */
 static bool take_word(shm *s, shm_posted *p) {
     for (uint32_t i = 0; i < SHM_LONG_MESSAGES; i++) {
         uint32_t slot = (s->next_message + i) % SHM_LONG_MESSAGES;
@@ -61,18 +61,18 @@ static int send_long(shm *s, shm_peer *peer, shm_posted *p) {
     return error;
 }
 
-void shm_push(shm *s, shm_peer *peer) {
+void shm_send_queued(shm *s, shm_peer *peer) {
     shm_posted *p;
     while ((p = (shm_posted *)peer->queue.first) && peer->out.is_ready && peer->out.queue_count == 0) {
         bool is_short = p->nbytes <= TB_SHORT_MAX;
         int error = is_short ? send_short(peer, p) : send_long(s, peer, p);
         if (error == EAGAIN && peer->sending.first && !is_short && peer->out.queue_count == 0 &&
             atomic_load(message_word(s->control, s->next_message)) != 0)
-            return; /* all words are taken: an answer will bring us back here */
+            return; /* all words are in use: on_done calls this again */
         if (error == EAGAIN)
             shm_link_want_write(s, &peer->out, true);
         if (error)
-            return; /* a broken socket is seen by the event loop */
+            return; /* epoll reports a broken socket */
         tb__waiters_take(&peer->queue);
         if (is_short) {
             shm_finish(s, p, TB_OK);
@@ -103,7 +103,7 @@ static bool make_ring(shm *s, shm_peer *peer) {
         return false;
     }
     peer->ring_free = (1U << SHM_RING_SLOTS) - 1;
-    (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); /* the peer sees to it, too */
+    (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); /* the peer adds the seal, too */
     shm_link_send(s, &peer->out, &(shm_frame){.kind = SHM_RING}, fd);
     return true;
 }
@@ -131,13 +131,13 @@ void shm_fill_ring(shm *s, shm_peer *peer) {
 static void on_done(shm *s, shm_peer *peer, const shm_frame *frame) {
     shm_posted *p = find_long(&peer->sending, frame->serial);
     if (!p)
-        return; /* revoked meanwhile */
+        return; /* it was revoked meanwhile */
     tb__waiters_remove(&peer->sending, &p->waiter);
     free_word(s, p);
     if (frame->tag)
         snprintf(p->op->why, sizeof p->op->why, "it could not read our memory");
     shm_finish(s, p, frame->tag ? TB_IO : TB_OK);
-    shm_push(s, peer);
+    shm_send_queued(s, peer);
 }
 
 /* ---- Receiving ------------------------------------------------------------------------------------------------- */
@@ -147,7 +147,6 @@ static void send_done(shm *s, shm_peer *peer, uint64_t serial, tb_status status)
         shm_link_send(s, peer->in, &(shm_frame){.kind = SHM_DONE, .serial = serial, .tag = (uint64_t)-status}, -1);
 }
 
-/* The receive gets nothing more of the long message. */
 static void stop_receiving(shm *s, shm_posted *p) {
     tb__waiters_remove(&p->peer->receiving, &p->waiter);
     s->nreading -= !p->by_ring;
@@ -160,7 +159,7 @@ static void end_receive(shm *s, shm_posted *p, tb_status status) {
     shm_finish(s, p, status);
 }
 
-/* All bytes are in. They count unless the sender has revoked them meanwhile. */
+/* All bytes are read. They are valid unless the sender has revoked the message meanwhile. */
 static void complete_receive(shm *s, shm_posted *p) {
     uint64_t ready = word_value(p->serial, MESSAGE_READY);
     bool is_complete = atomic_compare_exchange_strong(message_word(p->peer->control, p->slot), &ready,
@@ -175,9 +174,9 @@ static void read_slice(shm *s, shm_posted *p) {
     tb_status status = shm_process_read(p->peer, p->op->pieces, p->op->npieces, 0, p->ranges, p->nranges, p->at, n);
     p->at += n;
     bool is_revoked = atomic_load(message_word(p->peer->control, p->slot)) != word_value(p->serial, MESSAGE_READY);
-    if (is_revoked) { /* whoever revokes may give the memory back at once */
+    if (is_revoked) { /* the sender may free the memory as soon as it has revoked the message */
         end_receive(s, p, tb__op_withdrawn(p->op));
-    } else if (status != TB_OK) { /* the sender's memory is gone, or the sender is, of which we shall hear */
+    } else if (status != TB_OK) { /* the sender has unmapped the memory, or has exited, which is reported later */
         snprintf(p->op->why, sizeof p->op->why, "%s", tb_error_detail());
         send_done(s, p->peer, p->serial, status);
         end_receive(s, p, status);
@@ -203,7 +202,7 @@ static bool on_message(shm *s, shm_peer *peer, const shm_frame *frame, const uns
     shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
     if (p)
         shm_finish(s, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
-    return p || frame->is_expected || tb__arrival_keep(&s->arrivals, peer->rank, frame->tag, data, nbytes);
+    return p || frame->is_expected || tb__unexpected_add(&s->unexpected, peer->rank, frame->tag, data, nbytes);
 }
 
 static bool check_ranges(const tb_range *ranges, size_t count, uint64_t nbytes) {
@@ -230,7 +229,7 @@ static bool on_long(shm *s, shm_peer *peer, const shm_frame *frame, const unsign
         return false;
     }
     shm_posted *p = (shm_posted *)tb__match_take(&s->receives, peer->rank, frame->tag);
-    if (!p || frame->nbytes > p->nbytes) { /* the receive was cancelled, or has no room */
+    if (!p || frame->nbytes > p->nbytes) { /* the receive was cancelled, or is too small */
         free(ranges);
         send_done(s, peer, frame->serial, TB_OK);
         if (p)
@@ -277,9 +276,9 @@ static bool on_chunk(shm *s, shm_peer *peer, const shm_frame *frame) {
     return true;
 }
 
-/* Finds a short message for the receive, or lets it wait. */
+/* Matches the receive with an unexpected message, or lets it wait. */
 static void match_receive(shm *s, shm_posted *p) {
-    tb__arrival *a = (tb__arrival *)tb__match_meet(&s->arrivals, &s->receives, &p->waiter);
+    tb__unexpected *a = (tb__unexpected *)tb__match_take_or_add(&s->unexpected, &s->receives, &p->waiter);
     p->state = SHM_WAITING;
     if (a)
         shm_finish(s, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
@@ -300,13 +299,13 @@ tb_status shm_post_message(shm *s, shm_peer *peer, tb_op *op) {
     } else {
         p->state = SHM_QUEUED;
         tb__waiters_add(&peer->queue, &p->waiter);
-        shm_push(s, peer);
+        shm_send_queued(s, peer);
     }
     return TB_OK;
 }
 
 bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned char *data, size_t nbytes, int fd) {
-    tb__set_detail("it sent what makes no sense");
+    tb__set_detail("it sent an invalid frame of kind %u with %zu bytes of data", (unsigned)frame->kind, nbytes);
     shm_peer *peer = link->peer;
     char why[96];
     if (link->is_out) {
@@ -314,7 +313,7 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
         case SHM_WELCOME:
             peer->it_can_read = frame->serial != 0;
             link->is_ready = true;
-            shm_push(s, peer);
+            shm_send_queued(s, peer);
             return true;
         case SHM_CREDIT:
             if (frame->slot >= SHM_RING_SLOTS)
@@ -325,8 +324,8 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
         case SHM_DONE:
             on_done(s, peer, frame);
             return true;
-        case SHM_AGAIN:
-            shm_on_again(s, peer, frame);
+        case SHM_RESEND:
+            shm_on_resend(s, peer, frame);
             return true;
         case SHM_SHORTAGE:
             snprintf(why, sizeof why, "it is out of file descriptors: its RLIMIT_NOFILE is %" PRIu64, frame->nbytes);
@@ -353,7 +352,7 @@ bool shm_on_frame(shm *s, shm_link *link, const shm_frame *frame, const unsigned
         return true;
     case SHM_RING:
         if (fd == SHM_FD_LOST) {
-            shm_give_up(s, peer);
+            shm_lose_by_shortage(s, peer);
             return false;
         }
         if (fd >= 0 && !peer->ring_in)
@@ -375,7 +374,7 @@ static void cancel_send(shm *s, shm_posted *p) {
                                                      word_value(p->serial, MESSAGE_REVOKED));
     tb__waiters_remove(&p->peer->sending, &p->waiter);
     free_word(s, p);
-    p->op->status = is_revoked ? TB_CANCELLED : TB_OK; /* the receiver was first: it is delivered */
+    p->op->status = is_revoked ? TB_CANCELLED : TB_OK; /* TB_OK: the receiver had completed it before */
     if (is_revoked)
         shm_link_send(s, &p->peer->out, &(shm_frame){.kind = SHM_REVOKE, .serial = p->serial}, -1);
 }
@@ -397,7 +396,7 @@ void shm_cancel_message(shm *s, shm_posted *p) {
         cancel_send(s, p);
     else
         cancel_receive(s, p);
-    tb__op_tell(p->op);
+    tb__op_complete(p->op);
 }
 
 void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
@@ -405,7 +404,7 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
     while ((w = tb__waiters_take(&peer->queue)))
         shm_finish(s, (shm_posted *)w, status);
     while ((w = tb__waiters_take(&peer->sending))) {
-        shm_posted *p = (shm_posted *)w; /* the word tells whether it was received, also if the answer did not come */
+        shm_posted *p = (shm_posted *)w; /* the word tells whether it was received, even if SHM_DONE has not arrived */
         bool is_complete = atomic_load(message_word(s->control, p->slot)) == word_value(p->serial, MESSAGE_COMPLETE);
         free_word(s, p);
         shm_finish(s, p, is_complete ? TB_OK : status);
@@ -414,5 +413,5 @@ void shm_drop_messages(shm *s, shm_peer *peer, tb_status status) {
         end_receive(s, (shm_posted *)peer->receiving.first, status);
     while ((w = tb__match_drain(&s->receives, peer->rank)))
         shm_finish(s, (shm_posted *)w, status);
-    tb__match_free(&s->arrivals, peer->rank);
+    tb__match_free(&s->unexpected, peer->rank);
 }

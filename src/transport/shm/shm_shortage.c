@@ -1,5 +1,5 @@
-/* What is done when this process has no file descriptors left: what failed is tried again, connections are accepted
- * only if there is room for what they bring, and peers that have to be given up are told why. */
+/* Shortage of file descriptors: failed operations are retried, connections are accepted only if descriptors are left
+ * for their hello, and peers that are lost for it are told why. */
 #include "transport/shm/shm.h"
 
 #include "base/descriptors.h"
@@ -15,7 +15,7 @@
 
 void shm_retry_later(shm *s, const char *what, int error) {
     struct itimerspec when = {.it_value = tb__time_of_ms(TB__RELISTEN_MS)}, now;
-    tb__shortage_note(what, error);
+    tb__shortage_record(what, error);
     if (timerfd_gettime(s->retry, &now) == 0 && (now.it_value.tv_sec || now.it_value.tv_nsec))
         return;
     if (tb__may_warn(&s->warn_again_ms))
@@ -27,19 +27,19 @@ void shm_tell_shortage(shm *s, shm_link *link) {
     shm_link_send(s, link, &(shm_frame){.kind = SHM_SHORTAGE, .nbytes = tb__descriptor_limit()}, -1);
 }
 
-void shm_give_up(shm *s, shm_peer *peer) {
+void shm_lose_by_shortage(shm *s, shm_peer *peer) {
     char why[256];
     snprintf(why, sizeof why, "what it sent can't be received: %s", tb__errno_text(EMFILE));
     shm_tell_shortage(s, peer->in);
     shm_lose(s, peer, why);
 }
 
-/* Descriptors that are taken before a connection is accepted, and released before its hello is read: so that there are
- * some for what comes with it, and for what it takes to find its process. False: there are none. */
-static bool reserve(shm *s, shm_link *link) {
-    for (size_t i = 0; i < SHM_MEETING_FDS; i++)
+/* Opens descriptors before a connection is accepted, which are closed before its hello is read: so that there are some
+ * for the hello's descriptor and the pidfd. False: there are none. */
+static bool reserve_descriptors(shm *s, shm_link *link) {
+    for (size_t i = 0; i < SHM_HELLO_FDS; i++)
         link->reserved[i] = -1;
-    for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
+    for (size_t i = 0; i < SHM_HELLO_FDS; i++) {
         link->reserved[i] = tb__fd_own(fcntl(s->wake, F_DUPFD_CLOEXEC, 0));
         if (link->reserved[i] < 0)
             return false;
@@ -48,20 +48,20 @@ static bool reserve(shm *s, shm_link *link) {
 }
 
 void shm_release_reserved(shm_link *link) {
-    for (size_t i = 0; i < SHM_MEETING_FDS; i++) {
+    for (size_t i = 0; i < SHM_HELLO_FDS; i++) {
         tb__fd_close(link->reserved[i]);
         link->reserved[i] = -1;
     }
 }
 
-/* It would be ready again at once. */
+/* Stops watching the listener, which would be readable again at once. */
 static void stop_accepting(shm *s, int error) {
-    s->is_full = true;
+    s->is_accept_paused = true;
     tb__listener_enable(s->epoll, s->listener, &s->listen_watch, false);
     shm_retry_later(s, "accept a connection", error);
 }
 
-/* Whether there may be more to accept. */
+/* Returns whether there may be more to accept. */
 static bool accept_one(shm *s) {
     struct ucred who;
     socklen_t length = sizeof who;
@@ -70,10 +70,11 @@ static bool accept_one(shm *s) {
         stop_accepting(s, ENOMEM);
         return false;
     }
-    link->fd = reserve(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
+    link->fd =
+        reserve_descriptors(s, link) ? tb__fd_own(accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) : -1;
     int error = link->fd < 0 ? errno : 0;
     bool is_ours = !error && getsockopt(link->fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
-    if (is_ours && tb__vec_push(&s->strangers, link)) {
+    if (is_ours && tb__vec_push(&s->unidentified, link)) {
         shm_link_watch(s, link);
         return true;
     }
@@ -92,9 +93,9 @@ void shm_retry(shm *s) {
     uint64_t expirations;
     ssize_t unused = read(s->retry, &expirations, sizeof expirations);
     (void)unused;
-    if (s->is_full)
+    if (s->is_accept_paused)
         tb__listener_enable(s->epoll, s->listener, &s->listen_watch, true);
-    s->is_full = false;
+    s->is_accept_paused = false;
     for (size_t i = 0; i < s->peers.count; i++)
         shm_fill_ring(s, s->peers.item[i]);
 }

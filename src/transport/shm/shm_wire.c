@@ -1,4 +1,4 @@
-/* Frames on Unix sockets of the kind that keeps packets apart, with descriptors beside them. */
+/* Frames on Unix sockets of type SOCK_SEQPACKET, with file descriptors. */
 #include "transport/shm/shm.h"
 
 #include <errno.h>
@@ -55,7 +55,7 @@ int shm_link_try(shm_link *link, const shm_frame *frame, const struct iovec *dat
     return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS ? EAGAIN : errno;
 }
 
-static bool enqueue(shm_link *link, const shm_frame *frame, int fd) {
+static bool enqueue_frame(shm_link *link, const shm_frame *frame, int fd) {
     if (link->queue_count == link->queue_capacity &&
         !tb__vec_grow((void **)&link->queue, &link->queue_capacity, link->queue_count + 1, sizeof *link->queue))
         return false;
@@ -67,13 +67,13 @@ void shm_link_send(shm *s, shm_link *link, const shm_frame *frame, int fd) {
     int error = EAGAIN;
     if (link->fd >= 0 && link->queue_count == 0)
         error = shm_link_try(link, frame, NULL, 0, fd);
-    if (error == EAGAIN && link->fd >= 0 && enqueue(link, frame, fd)) {
+    if (error == EAGAIN && link->fd >= 0 && enqueue_frame(link, frame, fd)) {
         shm_link_want_write(s, link, true);
         return;
     }
     if (fd >= 0)
         close(fd);
-    /* Any other error breaks the socket, which the event loop sees as well. */
+    /* Any other error breaks the socket, which epoll reports. */
 }
 
 void shm_link_flush(shm *s, shm_link *link) {
@@ -100,7 +100,7 @@ void shm_link_close(shm *s, shm_link *link) {
     free(link->queue);
     link->queue = NULL;
     link->queue_count = link->queue_capacity = 0;
-    if (link->fd >= 0) { /* a process being spawned may hold a copy for a moment: closing ours is not enough */
+    if (link->fd >= 0) { /* remove it explicitly: a child being spawned may hold a copy for a moment */
         epoll_ctl(s->epoll, EPOLL_CTL_DEL, link->fd, NULL);
         tb__fd_close(link->fd);
     }
@@ -121,13 +121,13 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
     do {
         n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     } while (n < 0 && errno == EINTR);
-    if (n < 0 && errno == ECONNRESET) /* is told once, before what the other end has sent until then */
+    if (n < 0 && errno == ECONNRESET) /* reported once, before frames that the other end has sent */
         n = recvmsg(link->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
         *is_empty = true;
         return 0;
     }
-    /* The system drops descriptors that the process has no room for; the frame itself is there. */
+    /* The kernel drops descriptors that exceed the process's limit; the frame itself is valid. */
     bool is_short = message.msg_flags & MSG_CTRUNC && n > 0 && !CMSG_FIRSTHDR(&message);
     bool is_good = n >= (ssize_t)sizeof *frame && !(message.msg_flags & MSG_TRUNC) &&
                    (is_short || !(message.msg_flags & MSG_CTRUNC));
@@ -135,7 +135,7 @@ ssize_t shm_link_receive(shm_link *link, shm_frame *frame, void *data, size_t ro
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
             continue;
         size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-        for (size_t i = 0; i < count; i++) { /* one is expected; others are not left open */
+        for (size_t i = 0; i < count; i++) { /* one is expected; others are closed */
             int got;
             memcpy(&got, CMSG_DATA(c) + i * sizeof got, sizeof got);
             if (is_good && *fd < 0)

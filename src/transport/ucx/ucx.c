@@ -1,4 +1,4 @@
-/* The ucx transport: opening, meeting peers, noticing that they are gone, and waking up. */
+/* The ucx transport: opening and closing, peers and their loss, progress. */
 #include "transport/ucx/ucx.h"
 
 #include "base/checksum.h"
@@ -18,8 +18,8 @@
 #include <unistd.h>
 
 enum {
-    TURNS = 256,             /* of UCX, before others get theirs */
-    CLOSE_TIMEOUT_MS = 1000, /* for what is on its way when we leave */
+    MAX_PROGRESS_CALLS = 256, /* of UCX in one progress */
+    CLOSE_TIMEOUT_MS = 1000,  /* for frames in flight when we close */
 };
 
 ucx_peer *ucx_find(const ucx *u, int32_t rank) {
@@ -41,7 +41,7 @@ ucx_peer *ucx_find_or_add(ucx *u, int32_t rank) {
     peer->owner = u;
     peer->rank = rank;
     peer->number = 1;
-    peer->patience = UCX_PATIENCE;
+    peer->max_unanswered_beats = UCX_HELLO_BEATS;
     if (!tb__vec_reserve(&u->peers, 1) || !tb__index_add(&u->by_rank, tb__hash(0, (uint32_t)rank), u->peers.count)) {
         free(peer);
         return NULL;
@@ -56,20 +56,20 @@ void ucx_wake(ucx *u) {
     u->is_awake = true;
 }
 
-void ucx_fail(ucx_peer *peer, const char *why) {
-    if (ucx_is_over(peer))
+void ucx_fail_peer(ucx_peer *peer, const char *why) {
+    if (ucx_has_failed(peer))
         return;
     peer->why = why;
-    ucx_drop_held(peer);
+    ucx_drop_queued(peer);
     ucx_wake(peer->owner);
 }
 
-void ucx_break(ucx_peer *peer, ucs_status_t status) {
-    if (ucx_is_over(peer))
+void ucx_fail_peer_by_status(ucx_peer *peer, ucs_status_t status) {
+    if (ucx_has_failed(peer))
         return;
-    snprintf(peer->words, sizeof peer->words, "its connection ended (UCX: %s)",
+    snprintf(peer->why_text, sizeof peer->why_text, "its connection ended (UCX: %s)",
              peer->owner->call->status_string(status));
-    ucx_fail(peer, peer->words);
+    ucx_fail_peer(peer, peer->why_text);
 }
 
 int ucx_try_descriptors(size_t needed) {
@@ -86,12 +86,12 @@ int ucx_try_descriptors(size_t needed) {
     return error;
 }
 
-/* UCX does not say that it could not open something. */
+/* UCX does not report that a descriptor could not be opened. */
 static bool is_out_of_descriptors(void) {
     return tb__is_out_of_descriptors(ucx_try_descriptors(1));
 }
 
-static tb_status fail(const ucx *u, const char *what, ucs_status_t status) {
+static tb_status fail_by_status(const ucx *u, const char *what, ucs_status_t status) {
     return tb__fail(TB_IO, "%s: %s", what,
                     is_out_of_descriptors() ? tb__errno_text(EMFILE) : u->call->status_string(status));
 }
@@ -116,8 +116,8 @@ static bool has_rdma(void) {
     return has;
 }
 
-/* Unless the environment says what it is to be. UCX takes any name; what it has no use for is noted in its log. */
-static void set(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
+/* Sets an option of UCX, unless the environment does. UCX accepts unknown names, with a message in its log. */
+static void set_config(const ucx *u, ucp_config_t *config, const char *variable, const char *name, const char *value) {
     if (getenv(variable))
         return;
     ucs_status_t status = u->call->config_modify(config, name, value);
@@ -125,23 +125,22 @@ static void set(const ucx *u, ucp_config_t *config, const char *variable, const 
         tb__log(TB_LOG_WARN, "ucx: setting %s: %s", variable, u->call->status_string(status));
 }
 
-/* UCX looks after its endpoints now and then: RDMA lanes notice the end of an idle peer in no other way. TCP's are
- * looked after by the kernel, and only while nothing is on its way: what UCX would send to see whether the peer is
- * there keeps the kernel from finding out that it is not.
+/* RDMA lanes detect the end of an idle peer only by UCX's keepalive. TCP has the kernel's, which works only while no
+ * data is in flight: keepalives of UCX would keep it from detecting a loss.
  *
- * And it would wait for connections over TCP, two minutes where nobody answers, while all other peers wait for us. The
- * name of that is the first one in UCX 1.13, the second one in 1.18. */
+ * By default UCX connects over TCP in a blocking way, up to two minutes, which would delay all other peers. The option
+ * has the first name in UCX 1.13, the second one in 1.18. */
 static void make_settings(const ucx *u, ucp_config_t *config) {
-    set(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
-    set(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
-    set(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y");
+    set_config(u, config, "UCX_KEEPALIVE_INTERVAL", "KEEPALIVE_INTERVAL", has_rdma() ? "2s" : "inf");
+    set_config(u, config, "UCX_TCP_CONN_NB", "CONN_NB", "y");
+    set_config(u, config, "UCX_TCP_CONN_NB", "TCP_CONN_NB", "y");
 }
 
 static tb_status open_context(ucx *u) {
     ucp_config_t *config;
     ucs_status_t status = u->call->config_read(NULL, NULL, &config);
     if (status != UCS_OK)
-        return fail(u, "reading UCX's settings", status);
+        return fail_by_status(u, "reading UCX's settings", status);
     make_settings(u, config);
     ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES,
                            .features = UCP_FEATURE_AM | UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP};
@@ -153,17 +152,17 @@ static tb_status open_context(ucx *u) {
 static tb_status open_worker(ucx *u) {
     ucp_worker_params_t params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                                   .thread_mode = UCS_THREAD_MODE_SERIALIZED};
-    ucx_sockets_look(u);
+    ucx_sockets_snapshot(u);
     ucs_status_t status = u->call->worker_create(u->context, &params, &u->worker);
-    ucx_sockets_take_new(u);
+    ucx_sockets_adopt_new(u);
     if (status != UCS_OK) {
         u->worker = NULL;
-        return fail(u, "making a worker of UCX", status);
+        return fail_by_status(u, "making a worker of UCX", status);
     }
     ucp_worker_attr_t attr = {.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER};
     status = u->call->worker_query(u->worker, &attr);
     if (status != UCS_OK)
-        return fail(u, "asking UCX's worker", status);
+        return fail_by_status(u, "asking UCX's worker", status);
     if (attr.max_am_header < sizeof(ucx_frame))
         return tb__fail(TB_REFUSED, "UCX's headers have at most %zu bytes here; %zu are needed", attr.max_am_header,
                         sizeof(ucx_frame));
@@ -174,7 +173,7 @@ static tb_status open_worker(ucx *u) {
                                       .cb = ucx_on_active_message,
                                       .arg = u};
     status = u->call->worker_set_am_recv_handler(u->worker, &handler);
-    return status == UCS_OK ? TB_OK : fail(u, "setting a handler of UCX", status);
+    return status == UCS_OK ? TB_OK : fail_by_status(u, "setting a handler of UCX", status);
 }
 
 static tb_status make_address(ucx *u) {
@@ -182,7 +181,7 @@ static tb_status make_address(ucx *u) {
     size_t n;
     ucs_status_t status = u->call->worker_get_address(u->worker, &bytes, &n);
     if (status != UCS_OK)
-        return fail(u, "asking UCX for an address", status);
+        return fail_by_status(u, "asking UCX for an address", status);
     ucx_address head = {.magic = UCX_MAGIC, .version = UCX_VERSION, .id = u->id, .nbytes = n};
     head.checksum = tb__checksum(bytes, n);
     u->address_nbytes = sizeof head + n;
@@ -202,12 +201,12 @@ static tb_status make_address(ucx *u) {
                           u->address_nbytes, TB_ADDRESS_MAX);
 }
 
-static tb_status watch(ucx *u, int fd) {
+static tb_status watch_fd(ucx *u, int fd) {
     struct epoll_event event = {.events = EPOLLIN};
     return epoll_ctl(u->epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? TB_OK : tb__fail(TB_IO, "epoll: %s", strerror(errno));
 }
 
-static tb_status open_all(ucx *u) {
+static tb_status open_resources(ucx *u) {
     u->epoll = tb__fd_own(epoll_create1(EPOLL_CLOEXEC));
     u->wake = tb__fd_own(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     u->timer = tb__fd_own(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
@@ -216,21 +215,21 @@ static tb_status open_all(ucx *u) {
         return tb__fail(TB_IO, "epoll, eventfd and timerfd: %s", tb__errno_text(errno));
     if (getrandom(&u->id, sizeof u->id, 0) != sizeof u->id)
         return tb__fail(TB_IO, "getrandom: %s", strerror(errno));
-    u->id |= 1; /* 0 is nobody */
+    u->id |= 1; /* 0 means unknown */
     TB_TRY(ucx_load(&u->call));
     TB_TRY(ucx_begin_use());
     u->is_user = true;
     TB_TRY(open_context(u));
     TB_TRY(open_worker(u));
     TB_TRY(make_address(u));
-    TB_TRY(ucx_listen(u));
+    TB_TRY(ucx_receive_hellos(u));
     ucs_status_t status = u->call->worker_get_efd(u->worker, &u->worker_fd);
     if (status != UCS_OK)
-        return fail(u, "asking UCX for a descriptor", status);
-    TB_TRY(watch(u, u->worker_fd));
-    TB_TRY(watch(u, u->wake));
-    TB_TRY(watch(u, u->timer));
-    TB_TRY(watch(u, u->guard));
+        return fail_by_status(u, "asking UCX for a descriptor", status);
+    TB_TRY(watch_fd(u, u->worker_fd));
+    TB_TRY(watch_fd(u, u->wake));
+    TB_TRY(watch_fd(u, u->timer));
+    TB_TRY(watch_fd(u, u->guard));
     struct timespec often = tb__time_of_ms(UCX_GUARD_MS);
     timerfd_settime(u->guard, 0, &(struct itimerspec){often, often}, NULL);
     ucx_wake(u); /* the first progress arms UCX's descriptor */
@@ -246,13 +245,13 @@ static void on_closed(void *request, ucs_status_t status, void *arg) {
     u->npending--;
 }
 
-/* Counts a request of an endpoint as pending, if it is. */
-static void pend(ucx *u, ucs_status_ptr_t request) {
+/* Counts a request in npending, if it is under way. */
+static void count_pending(ucx *u, ucs_status_ptr_t request) {
     if (request && !UCS_PTR_IS_ERR(request))
         u->npending++;
 }
 
-void ucx_hang_up(ucx_peer *peer) {
+void ucx_close_endpoint(ucx_peer *peer) {
     ucx *u = peer->owner;
     ucp_ep_h ep = peer->ep;
     ucp_request_param_t param = {.op_attr_mask =
@@ -262,49 +261,49 @@ void ucx_hang_up(ucx_peer *peer) {
                                  .user_data = u};
     peer->ep = NULL;
     if (ep)
-        pend(u, u->call->ep_close_nbx(ep, &param));
+        count_pending(u, u->call->ep_close_nbx(ep, &param));
 }
 
-bool ucx_await(ucx *u, const size_t *count, int timeout_ms) {
+bool ucx_progress_until_zero(ucx *u, const size_t *count, int timeout_ms) {
     for (int64_t deadline_ms = tb__now_ms() + timeout_ms; *count > 0 && tb__now_ms() < deadline_ms;) {
         if (u->call->worker_progress(u->worker) == 0 && *count > 0 && u->call->worker_arm(u->worker) == UCS_OK)
             poll(&(struct pollfd){.fd = u->worker_fd, .events = POLLIN}, 1, 10);
     }
-    ucx_wake(u); /* what has come meanwhile is to be told, and UCX's descriptor to be armed */
+    ucx_wake(u); /* so that the driver reports what has happened, and arms UCX's descriptor */
     return *count == 0;
 }
 
-/* What was sent is sent, and peers hear that we leave. */
-static void say_goodbye(ucx *u) {
+/* Flushes what was sent, says goodbye to peers, and closes the endpoints. */
+static void send_goodbyes(ucx *u) {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA, .cb.send = on_closed, .user_data = u};
     for (size_t i = 0; i < u->peers.count; i++)
         ucx_send(u->peers.item[i], &(ucx_frame){.kind = UCX_BYE});
-    ucx_await(u, &u->nheld, CLOSE_TIMEOUT_MS);
+    ucx_progress_until_zero(u, &u->nqueued, CLOSE_TIMEOUT_MS);
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
         if (peer->ep && !peer->why)
-            pend(u, u->call->ep_flush_nbx(peer->ep, &param));
+            count_pending(u, u->call->ep_flush_nbx(peer->ep, &param));
     }
-    ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
+    ucx_progress_until_zero(u, &u->npending, CLOSE_TIMEOUT_MS);
     for (size_t i = 0; i < u->peers.count; i++)
-        ucx_hang_up(u->peers.item[i]);
-    ucx_await(u, &u->npending, CLOSE_TIMEOUT_MS);
+        ucx_close_endpoint(u->peers.item[i]);
+    ucx_progress_until_zero(u, &u->npending, CLOSE_TIMEOUT_MS);
     for (size_t i = 0; i < u->peers.count; i++)
-        ucx_await(u, &u->peers.item[i]->nrequests, CLOSE_TIMEOUT_MS);
+        ucx_progress_until_zero(u, &u->peers.item[i]->nrequests, CLOSE_TIMEOUT_MS);
 }
 
 static void ucx_close(void *context) {
     ucx *u = context;
-    ucx_end_stand_in(u);
+    ucx_stop_backup_driver(u);
     for (size_t i = 0; i < u->peers.count; i++)
         ucx_drop_messages(u, u->peers.item[i], TB_CANCELLED);
     if (u->worker) {
-        say_goodbye(u);
-        ucx_listen_no_more(u);
+        send_goodbyes(u);
+        ucx_stop_receiving_hellos(u);
         u->call->worker_destroy(u->worker);
     }
-    ucx_tell_all(u); /* now that UCX has none of their memory */
+    ucx_complete_finished(u); /* after UCX has released their memory */
     if (u->context)
         u->call->cleanup(u->context);
     if (u->is_user)
@@ -312,7 +311,7 @@ static void ucx_close(void *context) {
     ucx_free_transfers(u);
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
-        ucx_drop_messages(u, peer, TB_CANCELLED); /* what came while we left */
+        ucx_drop_messages(u, peer, TB_CANCELLED); /* posted or received meanwhile */
         ucx_free_peer(peer);
     }
     for (size_t i = 0; i < u->retired.count; i++)
@@ -333,8 +332,8 @@ static void ucx_close(void *context) {
     free(u);
 }
 
-/* UCX ends the process if it gets no descriptor for its event thread. So the descriptors that it takes at first, some
- * twenty with one network device, have to be there. */
+/* UCX aborts the process if it gets no descriptor for its event thread. So check first that there are enough; it takes
+ * some twenty with one network device. */
 static tb_status check_descriptors(void) {
     enum { NEEDED = 32 };
     int error = ucx_try_descriptors(NEEDED);
@@ -349,7 +348,7 @@ static tb_status ucx_open(const tb_transport_env *env, void **context) {
     u->env = *env;
     u->epoll = u->wake = u->timer = u->guard = u->quit = -1;
     u->lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    tb_status status = open_all(u);
+    tb_status status = open_resources(u);
     if (status != TB_OK) {
         ucx_close(u);
         return status;
@@ -371,18 +370,18 @@ static tb_status ucx_get_address(void *context, void *buffer, size_t *nbytes) {
 
 static tb_status connect_to(ucx *u, int32_t rank, const void *address, size_t nbytes) {
     ucx_address head;
-    TB_TRY(ucx_check_address(address, nbytes, &head)); /* before there is a peer of that rank */
+    TB_TRY(ucx_check_address(address, nbytes, &head)); /* before a peer is added */
     ucx_peer *peer = ucx_find_or_add(u, rank);
     if (!peer)
         return TB_NO_MEMORY;
     if (peer->is_lost)
-        peer = ucx_renew(peer, peer->number + 1);
+        peer = ucx_replace_peer(peer, peer->number + 1);
     if (!peer)
         return TB_NO_MEMORY;
     bool was_there = peer->ep;
-    TB_TRY(ucx_reach(peer, address, nbytes));
+    TB_TRY(ucx_connect_endpoint(peer, address, nbytes));
     if (was_there)
-        ucx_ask(peer);
+        ucx_ping(peer);
     return TB_OK;
 }
 
@@ -394,13 +393,13 @@ static tb_status ucx_connect(void *context, int32_t rank, const void *address, s
     return status;
 }
 
-/* Not driven, it answers whenever its program waits for something. */
+/* A peer without a loop thread answers only when its program waits, so its answer is not required. */
 static bool ucx_is_reached(void *context, int32_t rank) {
     ucx *u = context;
     pthread_mutex_lock(&u->lock);
     const ucx_peer *peer = ucx_find(u, rank);
-    bool is_reached = peer && !ucx_is_over(peer) &&
-                      (peer->is_met ? !peer->is_driven || peer->answered == peer->asked : peer->number == 1);
+    bool is_reached = peer && !ucx_has_failed(peer) &&
+                      (peer->has_hello ? !peer->is_driven || peer->last_pong == peer->last_ping : peer->number == 1);
     pthread_mutex_unlock(&u->lock);
     return is_reached;
 }
@@ -409,37 +408,37 @@ static void ucx_disconnect(void *context, int32_t rank, const char *why) {
     ucx *u = context;
     pthread_mutex_lock(&u->lock);
     ucx_peer *peer = ucx_find(u, rank);
-    if (peer && !ucx_is_over(peer)) {
-        snprintf(peer->words, sizeof peer->words, "%s", why);
-        ucx_fail(peer, peer->words);
+    if (peer && !ucx_has_failed(peer)) {
+        snprintf(peer->why_text, sizeof peer->why_text, "%s", why);
+        ucx_fail_peer(peer, peer->why_text);
     }
     pthread_mutex_unlock(&u->lock);
 }
 
-static void lose(ucx *u, ucx_peer *peer) {
+static void lose_peer(ucx *u, ucx_peer *peer) {
     tb__log(TB_LOG_INFO, "rank %" PRId32 " is lost: %s", peer->rank, peer->why);
-    ucx_hang_up(peer);
-    if (!ucx_await(u, &peer->nrequests, UCX_LOSE_TIMEOUT_MS))
-        tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", peer->nrequests, peer->rank);
+    ucx_close_endpoint(peer);
+    if (!ucx_progress_until_zero(u, &peer->nrequests, UCX_LOSE_TIMEOUT_MS))
+        tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not completed", peer->nrequests, peer->rank);
     peer->is_lost = true;
     ucx_drop_messages(u, peer, TB_LOST);
     tb__match_free(&u->early, peer->rank);
-    ucx_tell_all(u);
+    ucx_complete_finished(u);
     if (u->env.lost)
         u->env.lost(u->env.arg, peer->rank, peer->why);
-    if (peer->next && ucx_find(u, peer->rank) == peer)
-        ucx_take_next(peer);
+    if (peer->successor && ucx_find(u, peer->rank) == peer)
+        ucx_accept_successor(peer);
 }
 
-/* What a peer has said before it went counts: it is told first, and what that leads to. */
-static void tell(ucx *u) {
-    ucx_tell_all(u);
+/* Messages that a peer sent before its loss are delivered first. */
+static void report_events(ucx *u) {
+    ucx_complete_finished(u);
     for (size_t i = 0; i < u->peers.count; i++) {
         ucx_peer *peer = u->peers.item[i];
         if (peer->why && !peer->is_lost) {
-            lose(u, peer);
-        } else if (peer->has_news && u->env.reached) {
-            peer->has_news = false;
+            lose_peer(u, peer);
+        } else if (peer->reached_changed && u->env.reached) {
+            peer->reached_changed = false;
             u->env.reached(u->env.arg, peer->rank);
         }
     }
@@ -448,10 +447,10 @@ static void tell(ucx *u) {
 
 /* ---- Operations ----------------------------------------------------------------------------------------------- */
 
-static tb_status post(ucx *u, tb_op *op) {
+static tb_status post_locked(ucx *u, tb_op *op) {
     ucx_peer *peer = op->kind == TB_OP_RECV ? ucx_find_or_add(u, op->peer) : ucx_find(u, op->peer);
-    /* One that is about to be lost is not yet: there may be messages left of it, and whoever answers them is told then.
-     */
+    /* A peer that is about to be lost still counts as connected: its last messages may lead to new operations, which
+     * lose_peer ends. */
     bool is_lost = peer && peer->is_lost;
     if (!peer || is_lost || (op->kind == TB_OP_SEND && !peer->ep))
         return tb__fail(TB_LOST, "%s", is_lost ? peer->why : "it is not connected");
@@ -461,7 +460,7 @@ static tb_status post(ucx *u, tb_op *op) {
 static tb_status ucx_post(void *context, tb_op *op) {
     ucx *u = context;
     pthread_mutex_lock(&u->lock);
-    tb_status status = post(u, op);
+    tb_status status = post_locked(u, op);
     pthread_mutex_unlock(&u->lock);
     return status;
 }
@@ -474,37 +473,37 @@ static void ucx_cancel(void *context, tb_op *op) {
     pthread_mutex_unlock(&u->lock);
 }
 
-static void sleep_no_more(ucx *u) {
+static void clear_wake(ucx *u) {
     eventfd_t unused;
     if (u->is_awake)
         eventfd_read(u->wake, &unused);
     u->is_awake = false;
 }
 
-void ucx_work(ucx *u) {
-    for (int i = 0; i < TURNS && u->call->worker_progress(u->worker) > 0; i++)
+void ucx_progress_worker(ucx *u) {
+    for (int i = 0; i < MAX_PROGRESS_CALLS && u->call->worker_progress(u->worker) > 0; i++)
         ;
 }
 
-/* Until UCX has nothing to do and its descriptor is armed; else ours stays readable. */
-static tb_status progress(ucx *u) {
-    u->nturns++;
+/* Until UCX is idle and its descriptor is armed; otherwise ours stays readable. */
+static tb_status progress_locked(ucx *u) {
+    u->nprogress_calls++;
     ucx_sockets_guard(u);
-    for (int i = 0; i < TURNS; i++) {
-        sleep_no_more(u);
+    for (int i = 0; i < MAX_PROGRESS_CALLS; i++) {
+        clear_wake(u);
         unsigned did = u->call->worker_progress(u->worker);
         if (did == 0)
-            ucx_beat(u);
-        tell(u);
+            ucx_heartbeat(u);
+        report_events(u);
         if (did > 0 || u->is_awake)
             continue;
         ucs_status_t status = u->call->worker_arm(u->worker);
         if (status == UCS_OK)
             return TB_OK;
         if (status != UCS_ERR_BUSY)
-            return fail(u, "arming UCX's descriptor", status);
+            return fail_by_status(u, "arming UCX's descriptor", status);
     }
-    ucx_beat(u);
+    ucx_heartbeat(u);
     ucx_wake(u);
     return TB_OK;
 }
@@ -512,7 +511,7 @@ static tb_status progress(ucx *u) {
 static tb_status ucx_progress(void *context) {
     ucx *u = context;
     pthread_mutex_lock(&u->lock);
-    tb_status status = progress(u);
+    tb_status status = progress_locked(u);
     pthread_mutex_unlock(&u->lock);
     return status;
 }

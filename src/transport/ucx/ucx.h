@@ -1,14 +1,13 @@
-/* The ucx transport: processes of many machines, through OpenUCX.
+/* The ucx transport: processes on many machines, through OpenUCX.
  *
- * Everything but the first message to a peer travels as active messages of one kind, each with a frame of ours in its
- * header: so a receiver knows who sent what, tags have all their 64 bits for each pair of ranks, and what is too long
- * is known before it is received. (UCX's own tags are matched across all senders together. Large messages are as fast
- * either way.)
+ * All but the first message to a peer are active messages of one id, with a frame of ours as the header. So a receiver
+ * knows the sender, tags have 64 bits for each pair of ranks, and messages that are too long are known before they are
+ * received. (UCX's own tags are matched across all senders. Large messages are as fast either way.)
  *
- * The first is a hello, under a tag, and nothing else is sent before the peer's has come (ucx_meet.c).
+ * The first is a hello, a tagged message; nothing else is sent before the peer's hello has arrived (ucx_handshake.c).
  *
- * Short messages carry their bytes. Long ones, whose receive is posted, come in chunks, which go in one of two ways.
- * The sender chooses, by the lanes that UCX found:
+ * Short messages carry their bytes. Long ones, whose receive is posted already, are sent in chunks, in one of two ways.
+ * The sender chooses by the lanes that UCX found:
  *
  *  - copied, over TCP: into memory of ours before UCX sees them, and at the receiver out of UCX's own. Chunks are short
  *    enough to be in the cache when they are copied, and go at once (eager): UCX sends a segment from where it is, and
@@ -16,13 +15,13 @@
  *  - direct, over RDMA and shared memory: long ones, from where they lie in the sender's operation to where they belong
  *    in the receiver's, by UCX's rendezvous. An adapter then reads the sender's memory itself.
  *
- * UCX can't be told to keep its hands off memory that it was given. So an operation of which direct chunks are under
- * way is not done, whatever becomes of it, before UCX has given them back (`nrequests`). Where the peer stands still
- * that takes the end of its endpoint, and so of the peer.
+ * UCX can't release the memory of a request early. So an operation with direct chunks under way is not done, even if it
+ * fails or is cancelled, before UCX has completed these requests (`nrequests`). If the peer is stopped, that takes
+ * closing its endpoint, which loses the peer.
  *
- * Peers reach no memory here (no mem_... slots). TCP can't read a peer's memory. Shared memory lanes read whatever is
- * at an address, registered or not; and InfiniBand answers an access to what has been unregistered by breaking the
- * connection. Neither makes an access fail by name, and only that one. */
+ * There is no access to peers' memory (no mem_... slots). TCP can't read a peer's memory. Shared memory lanes read
+ * whatever is at an address, registered or not; and InfiniBand answers an access to what has been unregistered by
+ * breaking the connection. Neither lets a single access fail with an error. */
 #ifndef TB_TRANSPORT_UCX_UCX_H
 #define TB_TRANSPORT_UCX_UCX_H
 
@@ -35,44 +34,44 @@
 enum {
     UCX_MAGIC = 0x54425558,
     UCX_VERSION = 5,
-    UCX_ACTIVE_MESSAGE = 1,    /* the number of our handler */
-    UCX_CHUNK_SIZE = 60 << 10, /* of a long message: with headers, one segment of UCX's TCP */
-    UCX_WINDOW = 16,           /* chunks on their way to one peer */
-    UCX_SPARE = 64,            /* chunks that are kept to be used again */
+    UCX_ACTIVE_MESSAGE = 1,    /* id of our handler */
+    UCX_CHUNK_SIZE = 60 << 10, /* with headers, one segment of UCX's TCP */
+    UCX_WINDOW = 16,           /* chunks in flight to one peer */
+    UCX_SPARE = 64,            /* free chunks that are kept for reuse */
 
-    UCX_DIRECT_SIZE = 4 << 20,    /* of direct chunks, if there is so much */
-    UCX_DIRECT_LEAST = 64 << 10,  /* what is shorter is copied */
-    UCX_DIRECT_WINDOW = 4,        /* direct chunks on their way to one peer */
-    UCX_PIECE_LONG = 256 << 10,   /* a piece that is a chunk of its own: memory in one piece is what adapters read */
-    UCX_PIECE_LEAST = 4 << 10,    /* pieces that are shorter on average are copied */
-    UCX_CHUNK_MOST = 8 << 20,     /* that is received */
-    UCX_CANCEL_TIMEOUT_MS = 1000, /* for what is under way of an operation that is given up */
-    UCX_LOSE_TIMEOUT_MS = 10000,  /* for what UCX has of an endpoint that is closed; it takes moments */
+    UCX_DIRECT_SIZE = 4 << 20,    /* of direct chunks, at most */
+    UCX_DIRECT_MIN = 64 << 10,    /* shorter chunks are copied */
+    UCX_DIRECT_WINDOW = 4,        /* direct chunks in flight to one peer */
+    UCX_PIECE_LONG = 256 << 10,   /* a longer piece is a chunk of its own: adapters read contiguous memory */
+    UCX_PIECE_MIN = 4 << 10,      /* pieces that are shorter on average are copied */
+    UCX_CHUNK_MAX = 8 << 20,      /* that is accepted */
+    UCX_CANCEL_TIMEOUT_MS = 1000, /* for UCX to complete the requests of a cancelled operation */
+    UCX_LOSE_TIMEOUT_MS = 10000,  /* for UCX to complete the requests of a closed endpoint */
 };
 
 typedef enum ucx_kind {
-    UCX_HELLO,   /* first of all, under a tag of UCX's; tag: whether the sender is driven; number: the number of the
-                    connection, 0 is 1; carries the sender's address */
+    UCX_HELLO,   /* first, a tagged message of UCX; tag: whether the sender's loop has a thread; number: of the
+                    connection, 0 means 1; carries the sender's address */
     UCX_MESSAGE, /* tag; carries the bytes */
     UCX_REVOKE,  /* id, tag: the long message is withdrawn */
-    UCX_DONE,    /* back: id: the long message is in, or nobody receives it */
-    UCX_BYE,     /* last of all */
-    UCX_PING,    /* is somebody there? at: a number for the answer, or 0 */
-    UCX_PONG,    /* somebody is; at: of the PING */
-    UCX_CHUNK,   /* id, tag, nbytes: of a long message, and where in it, `at`, the bytes belong that it carries. Chunks
-                    come in any order, and may overtake others or be overtaken */
+    UCX_DONE,    /* back: id: the long message is received, or has no receive any more */
+    UCX_BYE,     /* the sender closes */
+    UCX_PING,    /* at: a number for the PONG, or 0 */
+    UCX_PONG,    /* at: of the PING */
+    UCX_CHUNK,   /* id, tag, nbytes: of a long message; at: offset of the bytes that it carries. Chunks arrive in any
+                    order, also relative to other frames */
 } ucx_kind;
 
-/* In the byte order of the machine, as UCX's own headers are. */
+/* In the machine's byte order, like UCX's own headers. */
 typedef struct ucx_frame {
-    uint16_t kind, is_expected; /* the latter of short messages, as in tb_op */
+    uint16_t kind, is_expected; /* is_expected: of short messages, as in tb_op */
     int32_t rank;               /* the sender's */
-    uint64_t from;   /* the sender's id, or, after the first connection, one made of it and the connection's number */
-    uint64_t serial; /* counts what the sender sent to this receiver, but for chunks */
-    uint64_t id;     /* of a long message, at its sender */
+    uint64_t from;              /* ucx_connection_id of the sender and the connection */
+    uint64_t serial;            /* counts the sender's frames to this receiver, except chunks */
+    uint64_t id;                /* of a long message, at its sender */
     uint64_t tag, nbytes;
     uint64_t number; /* of the connection */
-    uint64_t at;     /* where in the message a chunk belongs */
+    uint64_t at;     /* offset of a chunk in the message */
 } ucx_frame;
 
 typedef struct ucx ucx;
@@ -80,9 +79,9 @@ typedef struct ucx_peer ucx_peer;
 
 typedef enum ucx_state {
     UCX_SENDING,   /* a long message */
-    UCX_WAITING,   /* a receive of which nothing has come */
+    UCX_WAITING,   /* a receive without a message yet */
     UCX_RECEIVING, /* a long message */
-    UCX_ENDING,    /* it ends when UCX has given back its memory */
+    UCX_ENDING,    /* it ends when UCX has completed its requests */
     UCX_FINISHED,
 } ucx_state;
 
@@ -92,153 +91,153 @@ typedef struct ucx_posted {
     tb_op *op;
     ucx_peer *peer;
     ucx_state state;
-    size_t nbytes, at;  /* in all, and how much has been sent */
-    tb__mark mark;      /* where in the operation chunks come from, or go to */
-    uint64_t id;        /* of the long message */
-    size_t coming, got; /* of a receive: bytes of chunks that came or are being fetched; of those that are in */
-    size_t nrequests;   /* direct chunks: UCX may touch the operation's memory while there are any; or a short message
-                           that it has not taken yet */
+    size_t nbytes, at;     /* at: how much has been sent */
+    tb__piece_cursor mark; /* position of chunks in the operation's pieces */
+    uint64_t id;           /* of the long message */
+    size_t coming,
+        got; /* of a receive: bytes of chunks that have arrived or are being fetched; of those that are done */
+    size_t
+        nrequests; /* UCX's requests for direct chunks, which access the operation's memory, or for the short message */
 } ucx_posted;
 
-/* Something that UCX works on, with memory of ours, or with an operation's. It lasts until UCX says that it is done,
- * whatever becomes of the operation. */
+/* A request of UCX, with memory of ours or of an operation. It exists until UCX has completed it, also after the
+ * operation has ended. */
 typedef struct ucx_transfer {
     ucx *owner;
     ucx_peer *peer;
-    struct ucx_transfer *next, **link; /* in the list of all of them */
+    struct ucx_transfer *next, **link; /* in the list of all transfers */
     ucx_frame frame;
     size_t nbytes;
-    bool is_direct;     /* the bytes are in an operation's memory, not in `data`, which may have a list of the pieces */
-    bool is_sent;       /* direct, and not received */
-    ucx_posted *direct; /* whose memory it is, or who waits until it is sent; NULL: nobody does, or it is disowned */
-    bool is_spare;      /* has room for a chunk that is copied, and can be used again */
-    struct ucx_transfer *later; /* the next one that is held */
+    bool is_direct;     /* the bytes are in an operation's memory; `data` may have an iov list */
+    bool is_sent;       /* direct: sent, not received */
+    ucx_posted *direct; /* the operation whose memory it uses, or that waits for it; NULL: none, or detached */
+    bool is_spare;      /* has room for a copied chunk, and can be reused */
+    struct ucx_transfer *next_queued; /* in ucx_peer.queued */
     _Alignas(ucp_dt_iov_t) unsigned char data[];
 } ucx_transfer;
 
-/* Where some bytes of an operation lie. */
-typedef struct ucx_place {
-    const tb_piece *pieces; /* from the first one on */
-    size_t skip;            /* in the first one */
-    size_t nbytes, npieces; /* in all; those that are not empty */
-} ucx_place;
+/* A range of an operation's bytes, as pieces. */
+typedef struct ucx_span {
+    const tb_piece *pieces; /* the first piece with bytes of it */
+    size_t skip;            /* bytes to skip in the first piece */
+    size_t nbytes, npieces; /* npieces: without empty ones */
+} ucx_span;
 
-/* A connection that the peer has begun, to take the place of one that is not told to be lost yet. */
-typedef struct ucx_next {
+/* A newer connection that the peer has begun, while the loss of the current one is not reported yet. */
+typedef struct ucx_successor {
     uint64_t number;
     bool is_driven;
     size_t nbytes;
     unsigned char address[];
-} ucx_next;
+} ucx_successor;
 
-/* A connection with a peer. After a loss the next one has an object of its own, with a higher number; both ends use the
- * highest number that either of them has begun. */
+/* A connection with a peer. A connection after a loss is a new ucx_peer with a higher number; both ends use the highest
+ * number that either has begun. */
 struct ucx_peer {
     ucx *owner;
     int32_t rank;
     uint64_t id;            /* of the peer's process; 0: not known yet */
     uint64_t number;        /* of the connection, from 1 */
-    ucp_ep_h ep;            /* NULL: none yet, or no more */
-    uint64_t nendpoints;    /* that were made for the peer, in all its connections */
-    bool is_met;            /* its hello has come */
-    unsigned char *address; /* of a peer that we have not met, to say hello again */
+    ucp_ep_h ep;            /* NULL: none, or closed */
+    uint64_t nendpoints;    /* that were created for the peer, in all its connections */
+    bool has_hello;         /* its hello has arrived */
+    unsigned char *address; /* of a peer without hello, to send ours again */
     size_t address_nbytes;
-    unsigned unheard;         /* beats since we have said hello to such a peer, */
-    unsigned patience;        /* and how many there may be */
-    ucx_next *next;           /* NULL: none */
-    uint64_t asked, answered; /* the last PING that is_reached waits for, and the last that was answered */
-    bool has_news;            /* is_reached may have become true */
-    size_t ntransfers;        /* that point here */
+    unsigned unanswered_beats;     /* heartbeats since our last hello, until the peer's arrives, */
+    unsigned max_unanswered_beats; /* and the limit */
+    ucx_successor *successor;      /* NULL: none */
+    uint64_t last_ping, last_pong; /* numbers of the last PING for is_reached, and of the last PONG */
+    bool reached_changed;          /* is_reached may have changed to true */
+    size_t ntransfers;             /* that refer to this peer */
     bool is_lost;
-    const char *why;                 /* it is to be lost when there is time; NULL: it is not */
-    char words[96];                  /* room for that, where UCX says it */
-    ucx_transfer *held, **last_held; /* what it is to be sent when we have met */
+    const char *why;                     /* the next progress loses the peer for this reason; NULL: it does not */
+    char why_text[96];                   /* buffer for `why` */
+    ucx_transfer *queued, **last_queued; /* frames to be sent when its hello has arrived */
     uint64_t serial_out, serial_in, last_id;
-    bool is_driven;        /* it works all the time, as it says */
-    bool is_heard;         /* something has come from it since the last beat, */
-    bool is_sending;       /* chunks, even */
-    unsigned silence;      /* beats since then */
-    bool is_direct;        /* its lanes are such that chunks go from their place */
-    size_t in_flight;      /* chunks on their way to it that were copied */
-    size_t ndirect;        /* those that were not */
-    size_t nrequests;      /* and those that are being fetched */
-    tb__waiters sending;   /* long sends */
-    tb__waiters receiving; /* receives that get a long message of its */
-    tb__waiters ending;    /* sends and receives that wait for UCX only */
+    bool is_driven;         /* its loop has a thread, as its hello says */
+    bool has_received;      /* frames since the last heartbeat, */
+    bool is_sending_chunks; /* chunks among them */
+    unsigned silent_beats;  /* heartbeats since the last frame */
+    bool is_direct;         /* its lanes support direct chunks */
+    size_t in_flight;       /* copied chunks in flight to it */
+    size_t ndirect;         /* direct chunks in flight to it */
+    size_t nrequests;       /* these, and direct chunks being fetched */
+    tb__waiters sending;    /* long sends */
+    tb__waiters receiving;  /* receives of a long message from it */
+    tb__waiters ending;     /* operations that only wait for UCX */
 };
 
 /* A socket on which UCX listens. */
 typedef struct ucx_listener {
     int fd;
-    uint64_t number; /* the kernel's for it: the descriptor may be another's by now */
+    uint64_t number; /* the kernel's socket cookie: the descriptor may have been reused */
 } ucx_listener;
 
 struct ucx {
-    pthread_mutex_t lock; /* recursive. Held by the driver while it is here, or by who stands in for it */
-    uint64_t nturns;      /* how often the driver has been here */
-    pthread_t stand_in;
-    bool has_stand_in;
-    int quit; /* readable: it may go */
+    pthread_mutex_t lock;     /* recursive; held by the driver or the backup driver */
+    uint64_t nprogress_calls; /* by the driver */
+    pthread_t backup_driver;
+    bool has_backup_driver;
+    int quit; /* eventfd that stops it */
     const ucx_functions *call;
     tb_transport_env env;
     bool is_user; /* ucx_begin_use has been called */
-    uint64_t id;  /* random: a peer of the same rank is not taken for the one before */
+    uint64_t id;  /* random: tells processes of the same rank apart */
     ucp_context_h context;
     ucp_worker_h worker;
     unsigned char *address; /* ours, as peers get it */
     size_t address_nbytes;
-    int epoll, wake;            /* UCX's descriptor and ours, in one */
+    int epoll, wake;            /* epoll: of UCX's descriptor and ours */
     int worker_fd;              /* UCX's */
     int timer;                  /* of the heartbeat */
-    bool is_beating;            /* the timer is set */
+    bool is_timer_set;          /* the timer is set */
     bool is_awake;              /* `wake` is readable */
-    TB_VEC(ucx_peer *) peers;   /* the last connection with each */
+    TB_VEC(ucx_peer *) peers;   /* the newest connection with each */
     tb__index by_rank;          /* in there */
-    TB_VEC(ucx_peer *) retired; /* connections before, until UCX has nothing of them */
-    tb__match receives, arrivals;
-    tb__match early;         /* by serial: frames, with what they carry, that came before one with a lower serial */
-    tb__waiters finished;    /* to be told in the next progress */
-    ucx_transfer *transfers; /* that UCX has */
+    TB_VEC(ucx_peer *) retired; /* older connections, until UCX has completed their requests */
+    tb__match receives, unexpected;
+    tb__match early;         /* by serial: frames that arrived before one with a lower serial */
+    tb__waiters finished;    /* to be completed in the next progress */
+    ucx_transfer *transfers; /* under way */
     ucx_transfer *spare;     /* of chunks */
     size_t nspare;
     size_t npending;         /* endpoints that UCX is flushing or closing */
-    size_t nheld;            /* frames to peers that we have not met */
-    unsigned char *hello;    /* where the next one is received */
-    TB_VEC(int) descriptors; /* that there were before UCX made some */
-    TB_VEC(uint16_t) ports;  /* on which it listens */
+    size_t nqueued;          /* frames to peers whose hello has not arrived */
+    unsigned char *hello;    /* receive buffer of the next hello */
+    TB_VEC(int) descriptors; /* open before a call of UCX */
+    TB_VEC(uint16_t) ports;  /* that UCX listens on */
     TB_VEC(ucx_listener) listeners;
-    bool is_paused;         /* the listeners accept nothing: descriptors are running out */
-    int guard;              /* a timer: when to look at that ... */
-    int64_t guard_again_ms; /* ... but not before */
-    void *listening;        /* UCX's request for it; NULL: none */
+    bool is_paused;         /* listeners are paused, because descriptors are running out */
+    int guard;              /* timer to check that ... */
+    int64_t guard_again_ms; /* ... but not before this time */
+    void *listening;        /* UCX's request for the next hello; NULL: none */
 };
 
 /* ucx.c */
 ucx_peer *ucx_find(const ucx *u, int32_t rank);
 ucx_peer *ucx_find_or_add(ucx *u, int32_t rank);
 void ucx_wake(ucx *u);
-/* Lets UCX do what it can, within bounds. */
-void ucx_work(ucx *u);
-/* The peer's loss is told in the next progress; `why` is a constant. */
-void ucx_fail(ucx_peer *peer, const char *why);
-/* The same, by what UCX says of the connection. */
-void ucx_break(ucx_peer *peer, ucs_status_t status);
-/* Closes the endpoint at once, whatever is on its way: UCX gives back what it has of it, without the peer. */
-void ucx_hang_up(ucx_peer *peer);
-/* Lets UCX work until there are none of these, which it counts. False: the time is up. */
-bool ucx_await(ucx *u, const size_t *count, int timeout_ms);
-/* Whether this process can open so many files, at most 64; else the error. */
+/* Calls ucp_worker_progress, a bounded number of times. */
+void ucx_progress_worker(ucx *u);
+/* The next progress loses the peer; `why` must stay valid. */
+void ucx_fail_peer(ucx_peer *peer, const char *why);
+/* The same, with UCX's status as the reason. */
+void ucx_fail_peer_by_status(ucx_peer *peer, ucs_status_t status);
+/* Closes the endpoint by force: UCX completes its requests without the peer. */
+void ucx_close_endpoint(ucx_peer *peer);
+/* Calls ucp_worker_progress until *count is 0. False: timeout. */
+bool ucx_progress_until_zero(ucx *u, const size_t *count, int timeout_ms);
+/* Whether this process can open `needed` files, at most 64: 0 or an errno. */
 int ucx_try_descriptors(size_t needed);
-/* The sentence after `what` is UCX's; where there is no device, or none that leads to a peer, it matters which ones it
- * may use. */
+/* Fails with `what`, UCX's status and the variables that select its devices. */
 tb_status ucx_fail_by_choice(const ucx *u, const char *what, ucs_status_t status, tb_status out);
-static inline bool ucx_is_over(const ucx_peer *peer) {
+static inline bool ucx_has_failed(const ucx_peer *peer) {
     return peer->is_lost || peer->why;
 }
 
-/* ucx_meet.c: connections and hellos. */
+/* ucx_handshake.c: connections and hellos. */
 
-/* What comes before UCX's own address. UCX believes any bytes it is given, so it is given none that have suffered. */
+/* Precedes UCX's own address. UCX does not validate addresses, so they have a checksum. */
 typedef struct ucx_address {
     uint32_t magic, version;
     uint64_t id;
@@ -246,116 +245,116 @@ typedef struct ucx_address {
 } ucx_address;
 
 tb_status ucx_check_address(const void *address, size_t nbytes, ucx_address *head);
-/* An endpoint to the worker with this address, if the peer has none, with our hello on its way. */
-tb_status ucx_reach(ucx_peer *peer, const void *address, size_t nbytes);
-/* A connection with this number in the place of one that is lost. NULL: there is no memory. */
-ucx_peer *ucx_renew(ucx_peer *lost, uint64_t number);
-/* What a sender puts into frames of a connection. */
-uint64_t ucx_mark(uint64_t id, uint64_t number);
+/* Creates an endpoint to the worker with this address, if the peer has none, and sends our hello. */
+tb_status ucx_connect_endpoint(ucx_peer *peer, const void *address, size_t nbytes);
+/* Replaces a lost connection by a new one with this number. NULL: no memory. */
+ucx_peer *ucx_replace_peer(ucx_peer *lost, uint64_t number);
+/* ucx_frame.from of a process's connection. */
+uint64_t ucx_connection_id(uint64_t id, uint64_t number);
 void ucx_free_peer(ucx_peer *peer);
-/* Those of which UCX has nothing any more. */
+/* Frees retired connections without requests. */
 void ucx_free_retired(ucx *u);
-/* Asks the peer whether it is there: for is_reached. */
-void ucx_ask(ucx_peer *peer);
-/* Receives the hellos of peers from now on, or no more. */
-tb_status ucx_listen(ucx *u);
-void ucx_listen_no_more(ucx *u);
-void ucx_say_hello(ucx_peer *peer);
-/* The frame is sent when we have met the peer. */
-void ucx_hold(ucx_transfer *t);
-/* Its hello has come. */
-void ucx_meet(ucx_peer *peer, bool is_driven);
-/* The next connection begins when a hello was not answered for this many beats; for one after a loss it is the second.
- */
-enum { UCX_PATIENCE = 8, UCX_PATIENCE_AGAIN = 2 };
-void ucx_say_hello_again(ucx_peer *peer);
-/* Takes up the connection that the peer has begun, in the place of this one, which is lost. */
-void ucx_take_next(ucx_peer *lost);
-void ucx_drop_held(ucx_peer *peer);
+/* Sends a PING whose PONG makes is_reached true. */
+void ucx_ping(ucx_peer *peer);
+/* Starts and stops receiving hellos. */
+tb_status ucx_receive_hellos(ucx *u);
+void ucx_stop_receiving_hellos(ucx *u);
+void ucx_send_hello(ucx_peer *peer);
+/* The frame is sent when the peer's hello has arrived. */
+void ucx_queue_until_hello(ucx_transfer *t);
+/* The peer's hello has arrived. */
+void ucx_complete_handshake(ucx_peer *peer, bool is_driven);
+/* A new connection begins when a hello was not answered for so many heartbeats; the second is for connections after a
+ * loss. */
+enum { UCX_HELLO_BEATS = 8, UCX_HELLO_BEATS_AGAIN = 2 };
+void ucx_retry_hello(ucx_peer *peer);
+/* Replaces a lost connection by the successor that the peer has begun. */
+void ucx_accept_successor(ucx_peer *lost);
+void ucx_drop_queued(ucx_peer *peer);
 
-/* ucx_wire.c: frames. What can't be sent loses the peer. */
+/* ucx_wire.c: frames. A failure to send loses the peer. */
 
-/* With room for so many bytes in `data`; NULL: there is no memory. */
+/* With `room` bytes in `data`; NULL: no memory. */
 ucx_transfer *ucx_new_transfer(ucx_peer *peer, const ucx_frame *frame, size_t nbytes, size_t room);
 void ucx_release(ucx_transfer *t);
-/* Says whom it is from, and numbers it. */
-void ucx_sign(ucx_transfer *t);
-/* Hands it to UCX, with memory of ours (NULL), or from its place. */
-void ucx_dispatch(ucx_transfer *t, const ucx_place *place);
-/* What UCX calls when it has sent a transfer. */
+/* Sets the frame's sender and serial. */
+void ucx_set_sender(ucx_transfer *t);
+/* Sends it from `data` (span is NULL), or from an operation's memory. */
+void ucx_send_transfer(ucx_transfer *t, const ucx_span *place);
+/* UCX's callback when a transfer has been sent. */
 void ucx_on_sent(void *request, ucs_status_t status, void *arg);
-/* What UCX returns for a transfer that it was given: whether it is under way. Else it is gone. */
+/* Handles what UCX returned for a transfer. False: it is complete or has failed, and was freed. */
 bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request);
 void ucx_send(ucx_peer *peer, const ucx_frame *frame);
-void ucx_send_for(ucx_posted *p, const ucx_frame *frame); /* the short message of an operation, which waits for it */
-/* Whether another chunk may be on its way to the peer. */
+void ucx_send_for(ucx_posted *p,
+                  const ucx_frame *frame); /* the short message of an operation, which completes with it */
+/* Whether the window has room for another chunk. */
 bool ucx_may_send_chunk(const ucx_peer *peer);
-/* Sends the next chunk of a long message. False: there is no memory for it. */
+/* Sends the next chunk of a long message. False: no memory. */
 bool ucx_send_chunk(ucx_posted *p);
-/* UCX has not given back what it has of an operation, and the operation ends all the same. */
-void ucx_disown(ucx *u, const ucx_posted *p);
+/* For an operation that ends although UCX has not completed its requests. */
+void ucx_detach_requests(ucx *u, const ucx_posted *p);
 ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
                                    const ucp_am_recv_param_t *param);
-void ucx_free_transfers(ucx *u); /* when UCX is gone */
+void ucx_free_transfers(ucx *u); /* after UCX is closed */
 
 /* ucx_message.c: sends and receives. */
 tb_status ucx_post_message(ucx *u, ucx_peer *peer, tb_op *op);
 void ucx_cancel_message(ucx *u, ucx_posted *p);
-/* A frame in its turn. False: it is not valid. */
+/* Handles a frame, in order of serials. False: it is not valid. */
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
-/* The receive that a chunk of so many bytes is for, which are counted as coming; NULL: there is none. */
+/* Finds the receive of a chunk, and counts its bytes in `coming`. NULL: there is none. */
 ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbytes);
-/* A chunk that was expected is there; data is NULL where it is in its place. */
+/* An expected chunk has arrived; data is NULL if it was received directly. */
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes);
-/* UCX has given back a direct chunk of it. */
-void ucx_give_back(ucx_posted *p);
-/* Sends chunks of long messages, as many as the window lets through. */
+/* UCX has completed a request of the operation. */
+void ucx_on_request_done(ucx_posted *p);
+/* Sends chunks of long messages until the window is full. */
 void ucx_send_chunks(ucx_peer *peer);
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status);
-void ucx_tell_all(ucx *u);
+void ucx_complete_finished(ucx *u);
 
-/* ucx_pulse.c: whether peers are still there, and that we are. */
+/* ucx_heartbeat.c: detects peers that are gone, and shows them that we are alive. */
 
-/* Asks a peer and loses it after so many beats of silence. A beat is a second; tests may change that. */
-enum { UCX_ASK = 3, UCX_LOSE = 13 };
-extern int tb__ucx_beat_ms;
-/* Tests: false: nobody works for endpoints that are opened from then on but those who drive them. */
-extern bool tb__ucx_stands_in;
-/* The peer has told whether it is driven. */
+/* Pings a silent peer, and loses it, after so many heartbeats. A heartbeat is a second; tests may change that. */
+enum { UCX_PING_BEATS = 3, UCX_LOSE_BEATS = 13 };
+extern int tb__ucx_heartbeat_ms;
+/* For tests: false: no backup driver for transports that are opened from then on. */
+extern bool tb__ucx_has_backup_driver;
+/* The peer's hello says whether it is driven. */
 void ucx_watch_peer(ucx_peer *peer);
-/* Our hello is on its way to the peer. */
+/* Our hello has been sent to the peer. */
 void ucx_await_peer(ucx_peer *peer);
-/* Something has come from it. */
-void ucx_hear(ucx_peer *peer, bool is_chunk);
-/* To be called after UCX has handed over what there is. */
-void ucx_beat(ucx *u);
-void ucx_end_stand_in(ucx *u);
+/* A frame of the peer has arrived. */
+void ucx_record_traffic(ucx_peer *peer, bool is_chunk);
+/* Call after ucp_worker_progress has returned 0, so that pending frames count. */
+void ucx_heartbeat(ucx *u);
+void ucx_stop_backup_driver(ucx *u);
 
-/* ucx_sockets.c: what UCX would let other programs inherit. */
+/* ucx_sockets.c: sockets of UCX that child processes would inherit. */
 
-/* Before and after UCX is called to make sockets. */
-void ucx_sockets_look(ucx *u);
-void ucx_sockets_take_new(ucx *u);
-/* When it has accepted some. */
-void ucx_sockets_take_accepted(ucx *u);
-/* UCX stops listening for good when it can't accept a connection for want of descriptors. So the listeners are paused
- * while few are left. To be called often; it looks every UCX_GUARD_MS. */
+/* Call before and after a function of UCX that creates sockets. */
+void ucx_sockets_snapshot(ucx *u);
+void ucx_sockets_adopt_new(ucx *u);
+/* Call when UCX has accepted connections. */
+void ucx_sockets_adopt_accepted(ucx *u);
+/* UCX stops listening for good when accept fails for lack of descriptors. So the listeners are paused while few are
+ * left. Call it often; it checks every UCX_GUARD_MS. */
 enum { UCX_GUARD_MS = 100 };
 void ucx_sockets_guard(ucx *u);
 
-/* ucx_direct.c: what is sent and received without a copy. */
+/* ucx_direct.c: chunks that are sent and received without a copy. */
 
-/* Whether the endpoint has lanes for it. */
+/* Whether the endpoint has lanes for direct chunks. */
 bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep);
-/* Tests: 1 and 0 say so in place of the lanes of endpoints that are made from then on; -1: the lanes do. */
+/* For tests: 1 and 0 override ucx_has_direct_lanes for new endpoints; -1 does not. */
 extern int tb__ucx_direct;
-/* The next bytes of an operation from `at` on, at most so many, that are worth sending as one direct chunk. False: none
- * are. */
-bool ucx_place_next(ucx_posted *p, size_t at, size_t most, ucx_place *out);
-/* Where bytes of an operation lie. False: in pieces that are too short to be received to. */
-bool ucx_place_all(ucx_posted *p, size_t at, size_t nbytes, ucx_place *out);
-/* What UCX is given: memory and its count, of the type that is set in `param`. A list of pieces is written to `list`.
- */
-void *ucx_place_memory(const ucx_place *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count);
+/* The next bytes of an operation from `at` on, at most `most`, to send as one direct chunk. False: they are better
+ * copied. */
+bool ucx_span_next(ucx_posted *p, size_t at, size_t most, ucx_span *out);
+/* The span of these bytes. False: its pieces are too short for a direct receive. */
+bool ucx_span_all(ucx_posted *p, size_t at, size_t nbytes, ucx_span *out);
+/* Memory, count and datatype (in `param`) for UCX. Several pieces are listed in `list`. */
+void *ucx_span_memory(const ucx_span *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count);
 
 #endif

@@ -1,4 +1,4 @@
-/* Chunks that are sent from where they lie: over which lanes, and which bytes of an operation. */
+/* Direct chunks: which lanes support them, and which bytes of an operation they have. */
 #include "transport/ucx/ucx.h"
 
 #include <stdio.h>
@@ -6,8 +6,8 @@
 
 int tb__ucx_direct = -1;
 
-/* A line as " lane[0]:  4:rc_mlx5/mlx5_0:1.0 md[3] -> ...": the kind of lane stands between the second colon and the
- * slash. Over TCP a copy is faster, and whatever is no lane is none of them. */
+/* Parses a line such as " lane[0]:  4:rc_mlx5/mlx5_0:1.0 md[3] -> ...": the lane's transport stands between the second
+ * colon and the slash. TCP is not direct: a copy is faster there. */
 static bool is_direct_lane(const char *line) {
     const char *at = strstr(line, "lane[");
     at = at ? strstr(at, "]:") : NULL;
@@ -25,7 +25,7 @@ static bool is_direct_lane(const char *line) {
     return false;
 }
 
-/* UCX 1.13 tells of its lanes in no other way than by printing them. */
+/* UCX 1.13 can only print its lanes. */
 bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep) {
     char *text = NULL;
     size_t nbytes;
@@ -43,14 +43,14 @@ bool ucx_has_direct_lanes(const ucx *u, ucp_ep_h ep) {
     return is_direct;
 }
 
-/* The piece that `at` is in. */
-static ucx_place seek(ucx_posted *p, size_t at) {
+/* An empty span at byte `at`. */
+static ucx_span seek_span(ucx_posted *p, size_t at) {
     tb__pieces_seek(p->op->pieces, p->op->npieces, &p->mark, at);
-    return (ucx_place){.pieces = p->op->pieces + p->mark.piece, .skip = at - p->mark.before};
+    return (ucx_span){.pieces = p->op->pieces + p->mark.piece, .skip = at - p->mark.before};
 }
 
-/* Goes on by nbytes, which are there. */
-static void extend(ucx_place *place, size_t nbytes) {
+/* Extends the span by nbytes, which must exist. */
+static void extend_span(ucx_span *place, size_t nbytes) {
     size_t skip = place->skip;
     for (const tb_piece *piece = place->pieces; nbytes > 0; piece++, skip = 0) {
         size_t here = piece->nbytes - skip < nbytes ? piece->nbytes - skip : nbytes;
@@ -60,32 +60,32 @@ static void extend(ucx_place *place, size_t nbytes) {
     }
 }
 
-static bool is_coarse(const ucx_place *place) {
-    return place->npieces == 1 || place->nbytes / place->npieces >= UCX_PIECE_LEAST;
+static bool has_long_pieces(const ucx_span *place) {
+    return place->npieces == 1 || place->nbytes / place->npieces >= UCX_PIECE_MIN;
 }
 
-bool ucx_place_next(ucx_posted *p, size_t at, size_t most, ucx_place *out) {
+bool ucx_span_next(ucx_posted *p, size_t at, size_t most, ucx_span *out) {
     size_t left = p->nbytes - at;
-    ucx_place place = seek(p, at);
+    ucx_span place = seek_span(p, at);
     size_t here = place.pieces->nbytes - place.skip;
     size_t nbytes = here >= UCX_PIECE_LONG ? here : left;
-    extend(&place, nbytes < most ? nbytes : most);
-    if (place.nbytes < UCX_DIRECT_LEAST || !is_coarse(&place))
+    extend_span(&place, nbytes < most ? nbytes : most);
+    if (place.nbytes < UCX_DIRECT_MIN || !has_long_pieces(&place))
         return false;
     *out = place;
     return true;
 }
 
-bool ucx_place_all(ucx_posted *p, size_t at, size_t nbytes, ucx_place *out) {
+bool ucx_span_all(ucx_posted *p, size_t at, size_t nbytes, ucx_span *out) {
     if (nbytes == 0)
         return false;
-    ucx_place place = seek(p, at);
-    extend(&place, nbytes);
+    ucx_span place = seek_span(p, at);
+    extend_span(&place, nbytes);
     *out = place;
-    return is_coarse(&place);
+    return has_long_pieces(&place);
 }
 
-void *ucx_place_memory(const ucx_place *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count) {
+void *ucx_span_memory(const ucx_span *place, ucp_dt_iov_t *list, ucp_request_param_t *param, size_t *count) {
     if (place->npieces == 1) {
         *count = place->nbytes;
         return (char *)place->pieces->base + place->skip;

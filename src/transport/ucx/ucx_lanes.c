@@ -1,10 +1,11 @@
-/* What UCX may use here, as far as it tells: of all that there is, what UCX_TLS and UCX_NET_DEVICES leave. */
+/* Lists the lanes that UCX may use: those of this machine that UCX_TLS and UCX_NET_DEVICES allow. */
 #include "transport/ucx/ucx.h"
 
 #include <stdio.h>
 #include <string.h>
 
-/* Lines as "#      resource 2  :  md 1  dev 2  flags -- tcp/eth0". There is no other way to be told in 1.13. */
+/* Parses lines such as "#      resource 2  :  md 1  dev 2  flags -- tcp/eth0". UCX 1.13 has no other interface for
+ * this. */
 void tb__ucx_list_lanes(const tb_transport *transport, tb__text *out) {
     const ucx *u = transport->context;
     char *text = NULL;
@@ -24,7 +25,7 @@ void tb__ucx_list_lanes(const tb_transport *transport, tb__text *out) {
     free(text);
 }
 
-bool tb__ucx_lane_is_far(const char *lane) {
+bool tb__ucx_lane_is_network(const char *lane) {
     static const char *const kinds[] = {"tcp/", "rc_", "dc_", "ud_", "srd/", "ugni_"};
     bool is_network = false;
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)

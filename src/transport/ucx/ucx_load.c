@@ -1,4 +1,4 @@
-/* Finds OpenUCX's functions, and keeps it from printing and from catching signals in programs that are not its own. */
+/* Loads OpenUCX's functions, redirects its log, and keeps it from installing signal handlers. */
 #include "transport/ucx/ucx_load.h"
 
 #include "base/library.h"
@@ -15,19 +15,19 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The oldest that is known to work: active messages with rendezvous, keepalive. */
+/* The oldest version that works: active messages with rendezvous, keepalive. */
 enum { MAJOR = TB__UCX_MAJOR, MINOR = TB__UCX_MINOR };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ucx_functions ucx;
 static char failure[256]; /* empty: it is loaded */
 
-/* What UCX's own header says of handlers of its log. That header is not made for C17: later ones have asm. */
+/* The type of UCX's log handlers. Its own header is not C17: later versions use asm. */
 typedef int log_handler(const char *file, unsigned line, const char *function, ucs_log_level_t level,
                         const void *component, const char *message, va_list ap);
 enum { THAT_IS_ALL = 0 }; /* of handlers */
 
-/* What it would print goes to our log, one step less urgent: a peer that is gone is an error to it, to us an event. */
+/* UCX's messages go to our log, one level lower: a lost peer is an error to UCX, but an event to us. */
 static __attribute__((format(printf, 6, 0))) int to_our_log(const char *file, unsigned line, const char *function,
                                                             ucs_log_level_t level, const void *component,
                                                             const char *message, va_list ap) {
@@ -43,20 +43,21 @@ static __attribute__((format(printf, 6, 0))) int to_our_log(const char *file, un
     return THAT_IS_ALL;
 }
 
-static bool is_set(const char *name) {
+static bool is_env_set(const char *name) {
     return getenv(name) != NULL;
 }
 
-/* These two are not in the interface of every build: what can't be had is done without. */
+/* Not every build of UCX exports these two functions; they are optional. */
 static void make_quiet(void *library) {
     void (*push)(log_handler * handler);
     void (*disable)(void);
-    void *function = is_set("UCX_LOG_LEVEL") || is_set("UCX_LOG_FILE") ? NULL : dlsym(library, "ucs_log_push_handler");
+    void *function =
+        is_env_set("UCX_LOG_LEVEL") || is_env_set("UCX_LOG_FILE") ? NULL : dlsym(library, "ucs_log_push_handler");
     if (function) {
         memcpy(&push, &function, sizeof push);
         push(to_our_log);
     }
-    bool is_asked = is_set("UCX_HANDLE_ERRORS") || is_set("UCX_ERROR_SIGNALS");
+    bool is_asked = is_env_set("UCX_HANDLE_ERRORS") || is_env_set("UCX_ERROR_SIGNALS");
     function = is_asked ? NULL : dlsym(library, "ucs_debug_disable_signals");
     if (function) {
         memcpy(&disable, &function, sizeof disable);
@@ -67,7 +68,7 @@ static void make_quiet(void *library) {
 #define SLOT(name)                                                                                                     \
     { "ucp_" #name, &ucx.name, sizeof ucx.name }
 
-static void load(void) {
+static void load_functions(void) {
     const tb__symbol slots[] = {
         SLOT(get_version),
         SLOT(config_read),
@@ -110,7 +111,7 @@ static void load(void) {
 }
 
 tb_status ucx_load(const ucx_functions **out) {
-    pthread_once(&once, load);
+    pthread_once(&once, load_functions);
     if (failure[0])
         return tb__fail(TB_REFUSED, "transport ucx needs OpenUCX %d.%d or later (apt install libucx0): %s", MAJOR,
                         MINOR, failure);
@@ -119,7 +120,7 @@ tb_status ucx_load(const ucx_functions **out) {
 }
 
 static atomic_size_t nusers;
-static atomic_uint used_by; /* the process of them, as forks count it */
+static atomic_uint used_by; /* tb__nforks of the using process */
 
 tb_status ucx_begin_use(void) {
     if (nusers > 0 && used_by != tb__nforks)

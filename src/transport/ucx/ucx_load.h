@@ -1,4 +1,4 @@
-/* OpenUCX, loaded when the first ucx transport is opened, so that the library works where there is none. */
+/* OpenUCX, loaded when the first ucx transport is opened, so that tensorbus works without it. */
 #ifndef TB_TRANSPORT_UCX_UCX_LOAD_H
 #define TB_TRANSPORT_UCX_UCX_LOAD_H
 
@@ -40,7 +40,7 @@ typedef struct ucx_functions {
 /* Once loaded it stays. */
 tb_status ucx_load(const ucx_functions **out);
 
-/* Between these two UCX has threads, which a forked process lacks: in one that was forked meanwhile, begin refuses. */
+/* Between these two UCX has threads, which a forked child lacks; there ucx_begin_use fails. */
 tb_status ucx_begin_use(void);
 void ucx_end_use(void);
 

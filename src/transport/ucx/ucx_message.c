@@ -6,7 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-static void finish(ucx *u, ucx_posted *p, tb_status status) {
+static void finish_op(ucx *u, ucx_posted *p, tb_status status) {
     p->op->status = status;
     if (status == TB_LOST)
         snprintf(p->op->why, sizeof p->op->why, "%s", p->peer->why ? p->peer->why : "it is lost");
@@ -15,10 +15,10 @@ static void finish(ucx *u, ucx_posted *p, tb_status status) {
     ucx_wake(u);
 }
 
-void ucx_tell_all(ucx *u) {
+void ucx_complete_finished(ucx *u) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&u->finished)))
-        tb__op_tell(((ucx_posted *)w)->op);
+        tb__op_complete(((ucx_posted *)w)->op);
 }
 
 static ucx_posted *find_long(const tb__waiters *list, uint64_t id) {
@@ -28,7 +28,7 @@ static ucx_posted *find_long(const tb__waiters *list, uint64_t id) {
     return (ucx_posted *)w;
 }
 
-/* Lets the operation, which is in no list, wait for UCX, which still has some of its memory. */
+/* Makes the operation, which is in no list, wait until UCX has completed its requests. */
 static void await_ucx(ucx_posted *p) {
     p->state = UCX_ENDING;
     tb__waiters_add(&p->peer->ending, &p->waiter);
@@ -40,12 +40,12 @@ static void send_done(ucx_peer *peer, uint64_t id) {
     ucx_send(peer, &(ucx_frame){.kind = UCX_DONE, .id = id});
 }
 
-/* Finds a short message for the receive, or lets it wait. */
+/* Matches the receive with an unexpected message, or lets it wait. */
 static void match_receive(ucx *u, ucx_posted *p) {
-    tb__arrival *a = (tb__arrival *)tb__match_meet(&u->arrivals, &u->receives, &p->waiter);
+    tb__unexpected *a = (tb__unexpected *)tb__match_take_or_add(&u->unexpected, &u->receives, &p->waiter);
     p->state = UCX_WAITING;
     if (a)
-        finish(u, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
+        finish_op(u, p, tb__op_fill(p->op, p->nbytes, a->data, a->nbytes));
     free(a);
 }
 
@@ -54,18 +54,18 @@ static bool on_message(ucx *u, ucx_peer *peer, const ucx_frame *frame, const uns
         return false;
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (p)
-        finish(u, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
-    return p || frame->is_expected || tb__arrival_keep(&u->arrivals, peer->rank, frame->tag, data, nbytes);
+        finish_op(u, p, tb__op_fill(p->op, p->nbytes, data, nbytes));
+    return p || frame->is_expected || tb__unexpected_add(&u->unexpected, peer->rank, frame->tag, data, nbytes);
 }
 
-/* The receive of a long message of which no chunk has come before; NULL: it was cancelled, or has no room. */
+/* Starts the receive of a long message, on its first chunk; NULL: the receive was cancelled, or is too small. */
 static ucx_posted *begin_receive(ucx_peer *peer, const ucx_frame *frame) {
     ucx *u = peer->owner;
     ucx_posted *p = (ucx_posted *)tb__match_take(&u->receives, peer->rank, frame->tag);
     if (!p)
         return NULL;
     if (frame->nbytes > p->nbytes) {
-        finish(u, p, tb__op_too_big(p->op, p->nbytes, frame->nbytes));
+        finish_op(u, p, tb__op_too_big(p->op, p->nbytes, frame->nbytes));
         return NULL;
     }
     p->op->nbytes = frame->nbytes;
@@ -84,7 +84,7 @@ ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbyt
         return NULL;
     }
     size_t all = p->op->nbytes;
-    if (nbytes == 0 || nbytes > UCX_CHUNK_MOST || frame->at > all || nbytes > all - frame->at ||
+    if (nbytes == 0 || nbytes > UCX_CHUNK_MAX || frame->at > all || nbytes > all - frame->at ||
         nbytes > all - p->coming)
         return NULL;
     p->coming += nbytes;
@@ -93,7 +93,7 @@ ucx_posted *ucx_expect_chunk(ucx_peer *peer, const ucx_frame *frame, size_t nbyt
 
 void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
     ucx_posted *p = find_long(&peer->receiving, frame->id);
-    if (!p) /* any more */
+    if (!p) /* it was cancelled meanwhile */
         return;
     if (data)
         tb__pieces_scatter_on(p->op->pieces, p->op->npieces, &p->mark, frame->at, data, nbytes);
@@ -102,10 +102,10 @@ void ucx_on_chunk(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         return;
     tb__waiters_remove(&peer->receiving, &p->waiter);
     send_done(peer, p->id);
-    finish(peer->owner, p, TB_OK);
+    finish_op(peer->owner, p, TB_OK);
 }
 
-/* Chunks of the message may still come, and find no receive. */
+/* Chunks of the message may still arrive; they find no receive. */
 static void on_revoke(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     ucx_posted *p = find_long(&peer->receiving, frame->id);
     if (p)
@@ -115,7 +115,7 @@ static void on_revoke(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     if (p && p->nrequests > 0)
         await_ucx(p);
     else if (p)
-        finish(u, p, tb__op_withdrawn(p->op));
+        finish_op(u, p, tb__op_withdrawn(p->op));
 }
 
 /* ---- Sending -------------------------------------------------------------------------------------------------- */
@@ -127,7 +127,7 @@ void ucx_send_chunks(ucx_peer *peer) {
             if (!ucx_may_send_chunk(peer))
                 return;
             if (!ucx_send_chunk(p)) {
-                ucx_fail(peer, "there is no memory for what it is to be sent");
+                ucx_fail_peer(peer, "no memory to send it a chunk");
                 return;
             }
         }
@@ -137,7 +137,8 @@ void ucx_send_chunks(ucx_peer *peer) {
 static void send_message(ucx_posted *p) {
     tb_op *op = p->op;
     ucx_frame frame = {.kind = UCX_MESSAGE, .is_expected = op->is_expected, .tag = op->tag, .nbytes = p->nbytes};
-    if (p->nbytes <= TB_SHORT_MAX) { /* a copy goes; it is sent when UCX has taken it: our process may end then */
+    if (p->nbytes <= TB_SHORT_MAX) { /* a copy is sent; the operation is done when UCX has sent it, because the process
+                                        may exit then */
         p->nrequests = 1;
         await_ucx(p);
         ucx_send_for(p, &frame);
@@ -172,16 +173,16 @@ static void on_done(ucx *u, ucx_peer *peer, const ucx_frame *frame) {
     if (p->nrequests > 0)
         await_ucx(p);
     else
-        finish(u, p, TB_OK);
+        finish_op(u, p, TB_OK);
 }
 
 bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
     ucx *u = peer->owner;
     switch ((ucx_kind)frame->kind) {
     case UCX_HELLO:
-        if (ucx_reach(peer, data, nbytes) != TB_OK)
+        if (ucx_connect_endpoint(peer, data, nbytes) != TB_OK)
             return false;
-        ucx_meet(peer, frame->tag);
+        ucx_complete_handshake(peer, frame->tag);
         return true;
     case UCX_MESSAGE:
         return on_message(u, peer, frame, data, nbytes);
@@ -192,15 +193,15 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
         on_done(u, peer, frame);
         return true;
     case UCX_BYE:
-        ucx_fail(peer, "it has left");
+        ucx_fail_peer(peer, "it has left");
         return true;
     case UCX_PING:
         ucx_send(peer, &(ucx_frame){.kind = UCX_PONG, .at = frame->at});
         return true;
     case UCX_PONG:
-        if (frame->at > peer->answered)
-            peer->answered = frame->at;
-        peer->has_news = true;
+        if (frame->at > peer->last_pong)
+            peer->last_pong = frame->at;
+        peer->reached_changed = true;
         ucx_wake(u);
         return true;
     default:
@@ -208,29 +209,29 @@ bool ucx_on_frame(ucx_peer *peer, const ucx_frame *frame, const unsigned char *d
     }
 }
 
-void ucx_give_back(ucx_posted *p) {
+void ucx_on_request_done(ucx_posted *p) {
     p->nrequests--;
     if (p->nrequests > 0 || p->state != UCX_ENDING)
         return;
     tb__waiters_remove(&p->peer->ending, &p->waiter);
-    finish(p->peer->owner, p, p->op->kind == TB_OP_SEND ? TB_OK : tb__op_withdrawn(p->op));
+    finish_op(p->peer->owner, p, p->op->kind == TB_OP_SEND ? TB_OK : tb__op_withdrawn(p->op));
 }
 
-/* ---- Giving up ------------------------------------------------------------------------------------------------ */
+/* ---- Cancelling ------------------------------------------------------------------------------------------------ */
 
-/* Returns when UCX has nothing of the operation any more, which is in no list. A peer that stands still for so long is
- * given up for it. */
+/* Waits until UCX has completed all requests of the operation, which is in no list. If the peer does not respond, it is
+ * lost for that. */
 static void await_requests(ucx *u, ucx_posted *p) {
     ucx_peer *peer = p->peer;
-    if (peer->ep && !peer->why && ucx_await(u, &p->nrequests, UCX_CANCEL_TIMEOUT_MS))
+    if (peer->ep && !peer->why && ucx_progress_until_zero(u, &p->nrequests, UCX_CANCEL_TIMEOUT_MS))
         return;
-    ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}); /* for when it moves again; it may get through */
-    ucx_fail(peer, "it stood still while an operation with it was given up");
-    ucx_hang_up(peer);
-    if (ucx_await(u, &p->nrequests, UCX_LOSE_TIMEOUT_MS))
+    ucx_send(peer, &(ucx_frame){.kind = UCX_BYE}); /* in case the peer resumes */
+    ucx_fail_peer(peer, "it stood still while an operation with it was given up");
+    ucx_close_endpoint(peer);
+    if (ucx_progress_until_zero(u, &p->nrequests, UCX_LOSE_TIMEOUT_MS))
         return;
-    tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not come back", p->nrequests, peer->rank);
-    ucx_disown(u, p);
+    tb__log(TB_LOG_ERROR, "ucx: %zu requests of rank %" PRId32 " have not completed", p->nrequests, peer->rank);
+    ucx_detach_requests(u, p);
     p->op->status = TB_TIMEOUT;
     snprintf(p->op->why, sizeof p->op->why, "UCX has not given back the memory");
 }
@@ -239,14 +240,15 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     ucx_peer *peer = p->peer;
     if (p->state == UCX_FINISHED) {
         tb__waiters_remove(&u->finished, &p->waiter);
-        tb__op_tell(p->op);
+        tb__op_complete(p->op);
         return;
     }
-    if (p->state == UCX_ENDING && p->op->kind == TB_OP_SEND && p->nbytes <= TB_SHORT_MAX) { /* the copy goes anyway */
+    if (p->state == UCX_ENDING && p->op->kind == TB_OP_SEND &&
+        p->nbytes <= TB_SHORT_MAX) { /* the copy is sent anyway */
         tb__waiters_remove(&peer->ending, &p->waiter);
-        ucx_disown(u, p);
+        ucx_detach_requests(u, p);
         p->op->status = TB_OK;
-        tb__op_tell(p->op);
+        tb__op_complete(p->op);
         return;
     }
     p->op->status = TB_CANCELLED;
@@ -265,19 +267,19 @@ void ucx_cancel_message(ucx *u, ucx_posted *p) {
     if (p->nrequests > 0)
         await_requests(u, p);
     ucx_wake(u);
-    tb__op_tell(p->op);
+    tb__op_complete(p->op);
 }
 
 void ucx_drop_messages(ucx *u, ucx_peer *peer, tb_status status) {
     tb__waiter *w;
     while ((w = tb__waiters_take(&peer->sending)) || (w = tb__waiters_take(&peer->receiving)))
-        finish(u, (ucx_posted *)w, status);
+        finish_op(u, (ucx_posted *)w, status);
     while ((w = tb__waiters_take(&peer->ending))) {
         ucx_posted *p = (ucx_posted *)w;
-        ucx_disown(u, p);
-        finish(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
+        ucx_detach_requests(u, p);
+        finish_op(u, p, p->op->kind == TB_OP_SEND ? TB_OK : status);
     }
     while ((w = tb__match_drain(&u->receives, peer->rank)))
-        finish(u, (ucx_posted *)w, status);
-    tb__match_free(&u->arrivals, peer->rank);
+        finish_op(u, (ucx_posted *)w, status);
+    tb__match_free(&u->unexpected, peer->rank);
 }

@@ -1,11 +1,10 @@
-/* UCX's TCP sockets, which it lets other programs inherit. A rank that is killed is noticed at once because the kernel
- * closes its connections; but not while a process that it has started holds them, too. So they are found, and neither
- * go with an exec nor stay open in a fork.
+/* Keeps child processes from inheriting UCX's TCP sockets. A killed rank is noticed at once because the kernel closes
+ * its connections; but not while a child process holds them, too. So these sockets get close-on-exec, and are closed in
+ * forked children.
  *
- * They are found by when they appear: sockets of TCP that are there after UCX was called and were not before, of the
- * kind that it makes. Other threads may have made one just then; it would have to be without a delay, not blocking and
- * open to other programs to be taken for one of UCX's. Those that UCX has accepted have the port of one on which it
- * listens. One that is not found is no harm: the peer is missed a little later. */
+ * UCX's sockets are those that appear during a call of UCX: TCP, non-blocking, TCP_NODELAY, without close-on-exec. (A
+ * socket of another thread would have to be the same to be mistaken for one.) Accepted sockets have the port of one of
+ * UCX's listeners. A socket that is missed does little harm: the loss of the rank is noticed later. */
 #include "transport/ucx/ucx.h"
 
 #include "base/descriptors.h"
@@ -22,14 +21,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* ---- What a fork leaves alone ---------------------------------------------------------------------------------- */
+/* ---- Forks ----------------------------------------------------------------------------------------------------- */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static TB_VEC(uint64_t) known; /* by descriptor: the socket that it was; 0: none */
-static int nothing = -1;       /* what a forked process has in place of it */
+static TB_VEC(uint64_t) known;  /* by descriptor: cookie of the UCX socket; 0: none */
+static int placeholder_fd = -1; /* replaces them in a forked child */
 
-/* The kernel's number for a socket, which no other ever has; 0: it is none. */
+/* The kernel's cookie of a socket, which is never reused; 0: not a socket. */
 static uint64_t number_of(int fd) {
     uint64_t number = 0;
     socklen_t length = sizeof number;
@@ -44,22 +43,22 @@ static void after_fork(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* The descriptors stay taken: whoever closes them for UCX would close another one's. */
-static void in_fork(void) {
-    for (size_t fd = 0; nothing >= 0 && fd < known.count; fd++) {
+/* The descriptors stay in use: UCX's own close in the child must not close a later file. */
+static void close_in_child(void) {
+    for (size_t fd = 0; placeholder_fd >= 0 && fd < known.count; fd++) {
         if (known.item[fd] != 0 && known.item[fd] == number_of((int)fd))
-            dup3(nothing, (int)fd, O_CLOEXEC);
+            dup3(placeholder_fd, (int)fd, O_CLOEXEC);
     }
     pthread_mutex_unlock(&lock);
 }
 
-static void prepare(void) {
-    nothing = eventfd(0, EFD_CLOEXEC);
-    pthread_atfork(before_fork, after_fork, in_fork);
+static void init_fork_handlers(void) {
+    placeholder_fd = eventfd(0, EFD_CLOEXEC);
+    pthread_atfork(before_fork, after_fork, close_in_child);
 }
 
-static void keep_to_ourselves(int fd) {
-    pthread_once(&once, prepare);
+static void close_in_children(int fd) {
+    pthread_once(&once, init_fork_handlers);
     if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
         return;
     pthread_mutex_lock(&lock);
@@ -71,21 +70,21 @@ static void keep_to_ourselves(int fd) {
     pthread_mutex_unlock(&lock);
 }
 
-/* ---- Which they are -------------------------------------------------------------------------------------------- */
+/* ---- UCX's sockets --------------------------------------------------------------------------------------------- */
 
-static int option(int fd, int level, int name) {
+static int socket_option(int fd, int level, int name) {
     int value = 0;
     socklen_t length = sizeof value;
     return getsockopt(fd, level, name, &value, &length) == 0 ? value : 0;
 }
 
-/* A socket of TCP that other programs inherit: its port, else 0. */
+/* The port of a TCP socket without close-on-exec; 0: it is none. */
 static uint16_t port_of(int fd) {
     struct sockaddr_storage name = {0};
     socklen_t length = sizeof name;
     int flags = fcntl(fd, F_GETFD);
     if (flags < 0 || flags & FD_CLOEXEC || getsockname(fd, (struct sockaddr *)&name, &length) != 0 ||
-        option(fd, SOL_SOCKET, SO_PROTOCOL) != IPPROTO_TCP)
+        socket_option(fd, SOL_SOCKET, SO_PROTOCOL) != IPPROTO_TCP)
         return 0;
     return name.ss_family == AF_INET    ? ntohs(((struct sockaddr_in *)&name)->sin_port)
            : name.ss_family == AF_INET6 ? ntohs(((struct sockaddr_in6 *)&name)->sin6_port)
@@ -94,11 +93,11 @@ static uint16_t port_of(int fd) {
 
 static bool is_like_ucx(int fd) {
     int flags = fcntl(fd, F_GETFL);
-    return flags >= 0 && flags & O_NONBLOCK && option(fd, IPPROTO_TCP, TCP_NODELAY);
+    return flags >= 0 && flags & O_NONBLOCK && socket_option(fd, IPPROTO_TCP, TCP_NODELAY);
 }
 
-/* Calls a function with each descriptor there is, but for the one that shows them. */
-static void for_each(ucx *u, void (*call)(ucx *u, int fd)) {
+/* Calls a function for each open descriptor of the process. */
+static void for_each_descriptor(ucx *u, void (*call)(ucx *u, int fd)) {
     DIR *dir = opendir("/proc/self/fd");
     for (const struct dirent *entry; dir && (entry = readdir(dir));) {
         int fd = entry->d_name[0] == '.' ? -1 : (int)strtol(entry->d_name, NULL, 10);
@@ -109,58 +108,58 @@ static void for_each(ucx *u, void (*call)(ucx *u, int fd)) {
         closedir(dir);
 }
 
-static void note(ucx *u, int fd) {
+static void record_descriptor(ucx *u, int fd) {
     tb__vec_push(&u->descriptors, fd);
 }
 
-void ucx_sockets_look(ucx *u) {
+void ucx_sockets_snapshot(ucx *u) {
     u->descriptors.count = 0;
-    for_each(u, note);
+    for_each_descriptor(u, record_descriptor);
 }
 
-static void take_new(ucx *u, int fd) {
+static void adopt_new(ucx *u, int fd) {
     for (size_t i = 0; i < u->descriptors.count; i++) {
         if (u->descriptors.item[i] == fd)
             return;
     }
     uint16_t port = port_of(fd);
-    bool is_listener = port && option(fd, SOL_SOCKET, SO_ACCEPTCONN);
+    bool is_listener = port && socket_option(fd, SOL_SOCKET, SO_ACCEPTCONN);
     if (is_listener) {
         tb__vec_push(&u->ports, port);
         tb__vec_push(&u->listeners, ((ucx_listener){fd, number_of(fd)}));
     }
     if (is_listener || (port && is_like_ucx(fd)))
-        keep_to_ourselves(fd);
+        close_in_children(fd);
 }
 
-void ucx_sockets_take_new(ucx *u) {
-    for_each(u, take_new);
+void ucx_sockets_adopt_new(ucx *u) {
+    for_each_descriptor(u, adopt_new);
 }
 
-static void take_accepted(ucx *u, int fd) {
+static void adopt_accepted(ucx *u, int fd) {
     uint16_t port = port_of(fd);
     for (size_t i = 0; port && i < u->ports.count; i++) {
         if (u->ports.item[i] == port) {
-            keep_to_ourselves(fd);
+            close_in_children(fd);
             return;
         }
     }
 }
 
-void ucx_sockets_take_accepted(ucx *u) {
+void ucx_sockets_adopt_accepted(ucx *u) {
     if (u->ports.count > 0)
-        for_each(u, take_accepted);
+        for_each_descriptor(u, adopt_accepted);
 }
 
-/* ---- When descriptors run out ----------------------------------------------------------------------------------- */
+/* ---- Shortage of descriptors ----------------------------------------------------------------------------------- */
 
-enum { LEAST_MARGIN = 4, MOST_MARGIN = 32, NEIGHBOURS = 4 };
+enum { MIN_MARGIN = 4, MAX_MARGIN = 32, NEIGHBOURS = 4 };
 
-/* The lowest free number is taken first, so those near the limit are in use when there are few left. Some program may
- * have chosen one of them; not several in a row. */
+/* The kernel assigns the lowest free number, so if numbers near the limit are in use, few are left. A program may have
+ * chosen one of them with dup2, but hardly several in a row. */
 static bool is_running_out(void) {
     unsigned long long limit = tb__descriptor_limit(), margin = limit / 32;
-    margin = margin < LEAST_MARGIN ? LEAST_MARGIN : margin > MOST_MARGIN ? MOST_MARGIN : margin;
+    margin = margin < MIN_MARGIN ? MIN_MARGIN : margin > MAX_MARGIN ? MAX_MARGIN : margin;
     int first = (int)((limit < INT32_MAX ? limit : INT32_MAX) - margin);
     for (int fd = first; fd < first + NEIGHBOURS; fd++) {
         if (fcntl(fd, F_GETFD) < 0)
@@ -169,8 +168,7 @@ static bool is_running_out(void) {
     return true;
 }
 
-/* A filter that drops all packets of a listener. The other end tries to connect again after one second, two, four ...
- */
+/* Attaches a filter that drops all packets of the listener. TCP of the other end retries after 1, 2, 4 ... seconds. */
 static void pause_listener(int fd, bool is_paused) {
     struct sock_filter drop_all = {.code = BPF_RET | BPF_K, .k = 0};
     struct sock_fprog program = {.len = 1, .filter = &drop_all};
@@ -191,7 +189,7 @@ void ucx_sockets_guard(ucx *u) {
     (void)unused;
     bool is_paused = is_running_out();
     if (is_paused)
-        tb__shortage_note("accept a connection", EMFILE);
+        tb__shortage_record("accept a connection", EMFILE);
     for (size_t i = 0; i < u->listeners.count; i++) {
         ucx_listener *l = &u->listeners.item[i];
         if (number_of(l->fd) != l->number) {

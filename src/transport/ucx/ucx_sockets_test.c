@@ -50,7 +50,7 @@ static void play(tb_transport *t, const unsigned char *address, size_t nbytes, i
     for (bool has_told = false;;) {
         t->ops->progress(t->context);
         const ucx_peer *peer = ucx_find(t->context, 0);
-        if (!has_told && peer && peer->is_met) {
+        if (!has_told && peer && peer->has_hello) {
             start_another(h->way, in);
             has_told = write(out, "x", 1) == 1;
         }

@@ -1,4 +1,4 @@
-/* Frames: what UCX is given to send, what it hands over, and the order of it. */
+/* Frames: sending them through UCX, receiving them, and keeping their order. */
 #include "transport/ucx/ucx.h"
 
 #include <string.h>
@@ -51,8 +51,8 @@ void ucx_free_transfers(ucx *u) {
     u->transfers = u->spare = NULL;
 }
 
-/* UCX has an operation's memory from now on. */
-static void lend(ucx_transfer *t, ucx_posted *p, bool is_sent) {
+/* UCX accesses the operation's memory from now on. */
+static void begin_direct(ucx_transfer *t, ucx_posted *p, bool is_sent) {
     t->direct = p;
     t->is_direct = true;
     t->is_sent = is_sent;
@@ -61,8 +61,8 @@ static void lend(ucx_transfer *t, ucx_posted *p, bool is_sent) {
     t->peer->ndirect += is_sent;
 }
 
-/* UCX is done with it. */
-static void let_go(ucx_transfer *t) {
+/* UCX has completed the request. */
+static void end_transfer(ucx_transfer *t) {
     ucx_posted *p = t->direct;
     if (t->is_direct) {
         t->peer->nrequests--;
@@ -70,20 +70,20 @@ static void let_go(ucx_transfer *t) {
     }
     ucx_release(t);
     if (p)
-        ucx_give_back(p);
+        ucx_on_request_done(p);
 }
 
-/* What went wrong is told by the endpoint as well, unless it was one request only. */
+/* An error of the endpoint is also reported to on_endpoint_error, but that of a single request is not. */
 void ucx_on_sent(void *request, ucs_status_t status, void *arg) {
     ucx_transfer *t = arg;
     ucx_peer *peer = t->peer;
     bool is_chunk = t->frame.kind == UCX_CHUNK;
     if (t->is_direct && status != UCS_OK)
-        ucx_break(peer, status);
+        ucx_fail_peer_by_status(peer, status);
     if (is_chunk && !t->is_direct)
         peer->in_flight--;
     peer->owner->call->request_free(request);
-    let_go(t);
+    end_transfer(t);
     if (is_chunk)
         ucx_send_chunks(peer);
 }
@@ -92,19 +92,19 @@ bool ucx_is_under_way(ucx_transfer *t, ucs_status_ptr_t request) {
     if (request && !UCS_PTR_IS_ERR(request))
         return true;
     if (request)
-        ucx_break(t->peer, UCS_PTR_STATUS(request));
-    let_go(t);
+        ucx_fail_peer_by_status(t->peer, UCS_PTR_STATUS(request));
+    end_transfer(t);
     return false;
 }
 
-void ucx_sign(ucx_transfer *t) {
+void ucx_set_sender(ucx_transfer *t) {
     t->frame.rank = t->owner->env.rank;
-    t->frame.from = ucx_mark(t->owner->id, t->peer->number);
+    t->frame.from = ucx_connection_id(t->owner->id, t->peer->number);
     if (t->frame.kind != UCX_CHUNK)
         t->frame.serial = t->peer->serial_out++;
 }
 
-void ucx_dispatch(ucx_transfer *t, const ucx_place *place) {
+void ucx_send_transfer(ucx_transfer *t, const ucx_span *place) {
     ucx_peer *peer = t->peer;
     bool is_copied_chunk = t->frame.kind == UCX_CHUNK && !place;
     ucp_request_param_t param = {.op_attr_mask =
@@ -113,8 +113,8 @@ void ucx_dispatch(ucx_transfer *t, const ucx_place *place) {
                                  .cb.send = ucx_on_sent,
                                  .user_data = t};
     size_t count = t->nbytes;
-    const void *memory = place ? ucx_place_memory(place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
-    ucx_sign(t);
+    const void *memory = place ? ucx_span_memory(place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
+    ucx_set_sender(t);
     peer->in_flight += is_copied_chunk;
     ucs_status_ptr_t request =
         peer->owner->call->am_send_nbx(peer->ep, UCX_ACTIVE_MESSAGE, &t->frame, sizeof t->frame, memory, count, &param);
@@ -122,22 +122,22 @@ void ucx_dispatch(ucx_transfer *t, const ucx_place *place) {
         peer->in_flight -= is_copied_chunk;
 }
 
-/* `op` is done when UCX has taken it; NULL: nobody waits for that. */
+/* `op` is done when UCX has sent the frame; NULL: no operation. */
 static void send_frame(ucx_peer *peer, const ucx_frame *frame, const tb_piece *pieces, size_t npieces, ucx_posted *op) {
     if (!peer->ep || peer->why)
-        return; /* what waits for it ends when the peer is lost, which is next */
+        return; /* lose_peer ends the operations */
     size_t nbytes = tb__pieces_size(pieces, npieces);
     ucx_transfer *t = ucx_new_transfer(peer, frame, nbytes, nbytes);
     if (!t) {
-        ucx_fail(peer, "there is no memory for what it is to be told");
+        ucx_fail_peer(peer, "no memory to send it a frame");
         return;
     }
     tb__pieces_gather(pieces, npieces, 0, t->data, nbytes);
     t->direct = op;
-    if (peer->is_met)
-        ucx_dispatch(t, NULL);
+    if (peer->has_hello)
+        ucx_send_transfer(t, NULL);
     else
-        ucx_hold(t);
+        ucx_queue_until_hello(t);
 }
 
 void ucx_send(ucx_peer *peer, const ucx_frame *frame) {
@@ -149,18 +149,19 @@ void ucx_send_for(ucx_posted *p, const ucx_frame *frame) {
 }
 
 bool ucx_may_send_chunk(const ucx_peer *peer) {
-    return peer->ep && peer->is_met && !peer->why && peer->in_flight < UCX_WINDOW && peer->ndirect < UCX_DIRECT_WINDOW;
+    return peer->ep && peer->has_hello && !peer->why && peer->in_flight < UCX_WINDOW &&
+           peer->ndirect < UCX_DIRECT_WINDOW;
 }
 
-/* How much memory a list of the pieces takes; none where there is but one. */
-static size_t list_room(const ucx_place *place) {
+/* Bytes of an iov list of the span; 0 for one piece. */
+static size_t list_room(const ucx_span *place) {
     return place->npieces > 1 ? place->npieces * sizeof(ucp_dt_iov_t) : 0;
 }
 
 bool ucx_send_chunk(ucx_posted *p) {
     const tb_op *op = p->op;
-    ucx_place place;
-    bool is_direct = p->peer->is_direct && ucx_place_next(p, p->at, UCX_DIRECT_SIZE, &place);
+    ucx_span place;
+    bool is_direct = p->peer->is_direct && ucx_span_next(p, p->at, UCX_DIRECT_SIZE, &place);
     size_t left = p->nbytes - p->at;
     size_t nbytes = is_direct ? place.nbytes : left < UCX_CHUNK_SIZE ? left : UCX_CHUNK_SIZE;
     ucx_frame frame = {.kind = UCX_CHUNK, .id = p->id, .tag = op->tag, .nbytes = p->nbytes, .at = p->at};
@@ -169,14 +170,14 @@ bool ucx_send_chunk(ucx_posted *p) {
         return false;
     p->at += nbytes;
     if (is_direct)
-        lend(t, p, true);
+        begin_direct(t, p, true);
     else
         tb__pieces_gather_on(op->pieces, op->npieces, &p->mark, frame.at, t->data, nbytes);
-    ucx_dispatch(t, is_direct ? &place : NULL);
+    ucx_send_transfer(t, is_direct ? &place : NULL);
     return true;
 }
 
-void ucx_disown(ucx *u, const ucx_posted *p) {
+void ucx_detach_requests(ucx *u, const ucx_posted *p) {
     for (ucx_transfer *t = u->transfers; t; t = t->next) {
         if (t->direct == p)
             t->direct = NULL;
@@ -187,33 +188,33 @@ static void on_received(void *request, ucs_status_t status, size_t length, void 
     ucx_transfer *t = arg;
     ucx_peer *peer = t->peer;
     if (status == UCS_OK)
-        ucx_hear(peer, true);
+        ucx_record_traffic(peer, true);
     if (status == UCS_OK && length == t->nbytes)
         ucx_on_chunk(peer, &t->frame, t->is_direct ? NULL : t->data, t->nbytes);
     else if (status != UCS_ERR_CANCELED)
-        ucx_fail(peer, "what it sent did not come whole");
+        ucx_fail_peer(peer, "a chunk of it was truncated");
     if (request)
         peer->owner->call->request_free(request);
-    let_go(t);
+    end_transfer(t);
 }
 
-/* The bytes are still at the sender. */
-static ucs_status_t fetch(ucx_posted *p, const ucx_frame *frame, void *descriptor, size_t nbytes) {
+/* Receives the data of a rendezvous. */
+static ucs_status_t fetch_chunk(ucx_posted *p, const ucx_frame *frame, void *descriptor, size_t nbytes) {
     ucx_peer *peer = p->peer;
-    ucx_place place;
-    bool is_direct = ucx_place_all(p, frame->at, nbytes, &place);
+    ucx_span place;
+    bool is_direct = ucx_span_all(p, frame->at, nbytes, &place);
     ucx_transfer *t = ucx_new_transfer(peer, frame, nbytes, is_direct ? list_room(&place) : nbytes);
     if (!t) {
-        ucx_fail(peer, "there is no memory for what it sent");
+        ucx_fail_peer(peer, "no memory to receive from it");
         return UCS_OK;
     }
     ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
                                  .cb.recv_am = on_received,
                                  .user_data = t};
     size_t count = nbytes;
-    void *memory = is_direct ? ucx_place_memory(&place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
+    void *memory = is_direct ? ucx_span_memory(&place, (ucp_dt_iov_t *)t->data, &param, &count) : t->data;
     if (is_direct)
-        lend(t, p, false);
+        begin_direct(t, p, false);
     const ucx_functions *call = peer->owner->call;
     ucs_status_ptr_t request = call->am_recv_data_nbx(peer->owner->worker, descriptor, memory, count, &param);
     if (UCS_PTR_IS_ERR(request) || !request)
@@ -221,17 +222,17 @@ static ucs_status_t fetch(ucx_posted *p, const ucx_frame *frame, void *descripto
     return UCS_INPROGRESS;
 }
 
-static void take_in_turn(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+static void handle_in_order(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
     peer->serial_in++;
     if (!peer->why && !ucx_on_frame(peer, frame, data, nbytes))
-        ucx_fail(peer, "it sent what makes no sense");
+        ucx_fail_peer(peer, "it sent an invalid frame");
 }
 
-/* UCX makes no promise about the order of active messages. */
-static void keep_early(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
-    tb__arrival *e = tb__arrival_create(peer->rank, frame->serial, sizeof *frame + nbytes);
+/* UCX does not keep the order of active messages. */
+static void queue_early(ucx_peer *peer, const ucx_frame *frame, const unsigned char *data, size_t nbytes) {
+    tb__unexpected *e = tb__unexpected_create(peer->rank, frame->serial, sizeof *frame + nbytes);
     if (!e) {
-        ucx_fail(peer, "there is no memory for what it sent");
+        ucx_fail_peer(peer, "no memory to receive from it");
         return;
     }
     memcpy(e->data, frame, sizeof *frame);
@@ -240,23 +241,23 @@ static void keep_early(ucx_peer *peer, const ucx_frame *frame, const unsigned ch
     tb__match_add(&peer->owner->early, &e->waiter);
 }
 
-/* Those that have waited for the last one. */
-static void take_early(ucx_peer *peer) {
-    tb__arrival *e;
-    while ((e = (tb__arrival *)tb__match_take(&peer->owner->early, peer->rank, peer->serial_in))) {
+/* Handles frames that have waited for the previous one. */
+static void handle_early(ucx_peer *peer) {
+    tb__unexpected *e;
+    while ((e = (tb__unexpected *)tb__match_take(&peer->owner->early, peer->rank, peer->serial_in))) {
         ucx_frame frame;
         memcpy(&frame, e->data, sizeof frame);
-        take_in_turn(peer, &frame, e->data + sizeof frame, e->nbytes - sizeof frame);
+        handle_in_order(peer, &frame, e->data + sizeof frame, e->nbytes - sizeof frame);
         free(e);
     }
 }
 
-/* Whom it is from; NULL if from nobody we deal with. */
+/* The sender of a frame; NULL: unknown, failed, or of another connection. */
 static ucx_peer *sender_of(ucx *u, const ucx_frame *frame) {
     ucx_peer *peer = frame->rank >= 0 && frame->from != 0 ? ucx_find_or_add(u, frame->rank) : NULL;
     if (peer && peer->id == 0)
         peer->id = frame->from;
-    return peer && ucx_mark(peer->id, peer->number) == frame->from && !ucx_is_over(peer) ? peer : NULL;
+    return peer && ucx_connection_id(peer->id, peer->number) == frame->from && !ucx_has_failed(peer) ? peer : NULL;
 }
 
 ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_length, void *data, size_t nbytes,
@@ -269,21 +270,21 @@ ucs_status_t ucx_on_active_message(void *arg, const void *header, size_t header_
     ucx_peer *peer = sender_of(arg, &frame);
     if (!peer)
         return UCS_OK;
-    ucx_hear(peer, frame.kind == UCX_CHUNK);
+    ucx_record_traffic(peer, frame.kind == UCX_CHUNK);
     if (frame.kind == UCX_CHUNK) {
         ucx_posted *p = ucx_expect_chunk(peer, &frame, nbytes);
         if (!p)
             return UCS_OK;
         if (is_elsewhere)
-            return fetch(p, &frame, data, nbytes);
+            return fetch_chunk(p, &frame, data, nbytes);
         ucx_on_chunk(peer, &frame, data, nbytes);
     } else if (is_elsewhere || frame.serial < peer->serial_in) {
-        ucx_fail(peer, "it sent what makes no sense");
+        ucx_fail_peer(peer, "it sent a frame out of order, or by rendezvous");
     } else if (frame.serial > peer->serial_in) {
-        keep_early(peer, &frame, data, nbytes);
+        queue_early(peer, &frame, data, nbytes);
     } else {
-        take_in_turn(peer, &frame, data, nbytes);
-        take_early(peer);
+        handle_in_order(peer, &frame, data, nbytes);
+        handle_early(peer);
     }
     return UCS_OK;
 }

@@ -57,7 +57,7 @@ static bool kill_after(int nsteps, who connects) {
         poll(NULL, 0, SETTLE_MS);
         u->call->worker_progress(u->worker);
         const ucx_peer *peer = ucx_find(u, 1);
-        has_met = peer && peer->is_met;
+        has_met = peer && peer->has_hello;
     }
     stranger_kill(&o);
     stranger_close(&o);

@@ -14,7 +14,7 @@
 enum { BEAT_MS = 20, NEVER_MS = 3600000 };
 
 static void make_with(endpoints *e, int beat_ms) {
-    tb__ucx_beat_ms = beat_ms;
+    tb__ucx_heartbeat_ms = beat_ms;
     make(e);
     send_byte(e, true, 1, 1);
     send_byte(e, false, 1, 2);
@@ -34,7 +34,7 @@ static void a_silent_peer_is_lost(void **state) {
     endpoints e;
     make_with(&e, BEAT_MS);
     ucx *a = e.a.context;
-    assert_true(a->is_beating);
+    assert_true(a->is_timer_set);
     unsigned char byte;
     tb_piece in = {&byte, 1};
     tb_op receive;
@@ -43,12 +43,12 @@ static void a_silent_peer_is_lost(void **state) {
     endpoints alone = {e.a, e.a, e.rank_a, e.rank_a};
     int64_t before = tb__now_ms();
     work_until_lost(&alone, &lost_by_a);
-    assert_true(tb__now_ms() - before >= (UCX_LOSE - 2) * BEAT_MS);
+    assert_true(tb__now_ms() - before >= (UCX_LOSE_BEATS - 2) * BEAT_MS);
     assert_string_equal(lost_by_a.why, "nothing has come from it for 13 s");
     assert_int_equal(lost_by_a.rank, e.rank_b);
     assert_int_equal(receive.status, TB_LOST);
     live(&alone, 2);
-    assert_false(a->is_beating); /* there is nobody left */
+    assert_false(a->is_timer_set); /* there is nobody left */
     unmake(&e);
 }
 
@@ -59,7 +59,7 @@ static void an_idle_peer_is_not(void **state) {
     make_with(&e, BEAT_MS);
     const ucx_peer *b = ucx_find(e.a.context, e.rank_b);
     uint64_t said = b->serial_in;
-    live(&e, 4 * UCX_LOSE);
+    live(&e, 4 * UCX_LOSE_BEATS);
     assert_int_equal(lost_by_a.count + lost_by_b.count, 0);
     assert_true(b->serial_in > said);
     send_byte(&e, true, 3, 3);
@@ -73,7 +73,7 @@ static void a_peer_whose_driver_is_away_is_not(void **state) {
     tb_piece out = {from, sizeof from}, in = {to, sizeof to};
     tb_op send, receive;
     endpoints e;
-    tb__ucx_stands_in = true;
+    tb__ucx_has_backup_driver = true;
     make_with(&e, BEAT_MS);
     memset(from, 5, sizeof from);
     make_op(&receive, TB_OP_RECV, e.rank_a, 9, &in, 1);
@@ -81,7 +81,7 @@ static void a_peer_whose_driver_is_away_is_not(void **state) {
     make_op(&send, TB_OP_SEND, e.rank_b, 9, &out, 1);
     post(&e.a, &send);
     endpoints alone = {e.a, e.a, e.rank_a, e.rank_a};
-    live(&alone, 3 * UCX_LOSE);
+    live(&alone, 3 * UCX_LOSE_BEATS);
     assert_int_equal(lost_by_a.count, 0);
     for (time_t deadline = seconds() + 60; !is_done(&send) && seconds() < deadline; rest(&alone))
         progress(&alone);
@@ -93,7 +93,7 @@ static void a_peer_whose_driver_is_away_is_not(void **state) {
     send_byte(&e, true, 3, 3);
     assert_int_equal(lost_by_a.count + lost_by_b.count, 0);
     unmake(&e);
-    tb__ucx_stands_in = false;
+    tb__ucx_has_backup_driver = false;
 }
 
 /* Whoever works only when its program waits can't answer in between. */
@@ -105,10 +105,10 @@ static void who_is_not_driven_is_left_alone(void **state) {
     ends_are_driven = true;
     const ucx *a = e.a.context;
     live(&e, 2); /* until nobody's hello is awaited */
-    assert_false(a->is_beating);
+    assert_false(a->is_timer_set);
     ucx_find(e.a.context, e.rank_b)->is_driven = true; /* one of two is not enough */
     ucx_watch_peer(ucx_find(e.a.context, e.rank_b));
-    assert_false(a->is_beating);
+    assert_false(a->is_timer_set);
     unmake(&e);
 }
 
@@ -116,7 +116,7 @@ static void who_is_not_driven_is_left_alone(void **state) {
 static void beat(ucx *u) {
     assert_int_equal(timerfd_settime(u->timer, 0, &(struct itimerspec){.it_value = {.tv_nsec = 1}}, NULL), 0);
     assert_int_equal(poll(&(struct pollfd){.fd = u->timer, .events = POLLIN}, 1, 1000), 1);
-    ucx_beat(u);
+    ucx_heartbeat(u);
 }
 
 /* What a sender asks comes after its chunks: it need not. */
@@ -127,15 +127,15 @@ static void a_sender_is_told_unasked(void **state) {
     progress(&e);
     ucx_peer *b = ucx_find(e.a.context, e.rank_b), *a = ucx_find(e.b.context, e.rank_a);
     uint64_t said = b->serial_in;
-    ucx_hear(a, false);
+    ucx_record_traffic(a, false);
     beat(e.b.context);
     assert_int_equal(a->serial_out, said);
-    ucx_hear(a, true);
+    ucx_record_traffic(a, true);
     beat(e.b.context);
-    b->is_heard = false;
-    for (time_t deadline = seconds() + 60; !b->is_heard && seconds() < deadline; rest(&e))
+    b->has_received = false;
+    for (time_t deadline = seconds() + 60; !b->has_received && seconds() < deadline; rest(&e))
         progress(&e);
-    assert_true(b->is_heard);
+    assert_true(b->has_received);
     assert_int_equal(b->serial_in, said + 1);
     unmake(&e);
 }
