@@ -165,9 +165,10 @@ static tb_status locate_end(tb__flow *flow, const move_end *e, const bucket_chun
     int64_t offset =
         (int64_t)p->offset + tb__dtype_offset(t->spec.src_dtype, element_offset(p->strides, chunk->ndim, start));
     memcpy(strides, p->strides, sizeof p->strides);
-    *out = p->map + offset;
-    if (p->map)
+    if (p->map) {
+        *out = p->map + offset;
         return TB_OK;
+    }
     *out = (void *)(uintptr_t)offset; // NOLINT(performance-no-int-to-ptr)
     return map_reader(e->member, p, t->spec.src_dtype, mapping);
 }

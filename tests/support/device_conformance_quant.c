@@ -171,6 +171,8 @@ static void check_amax(suite *s, matrix *m, tb__move *moves) {
             moves[k].amax = &amax;
         run_moves(s, m->plain.owner == s->host ? s->host : s->device, moves, n, NULL);
         assert_true(amax == (i ? m->amax * 2 + 1 : m->amax)); /* raised, never lowered */
+        for (size_t k = 0; k < n; k++)
+            moves[k].amax = NULL;
     }
 }
 

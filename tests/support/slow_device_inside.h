@@ -45,7 +45,7 @@ typedef struct slow_state {
     char *seen, *alias; /* the two mappings of the pool; NULL: it is not there yet */
     size_t used;
     uint64_t nallocations;
-    LIST_HEAD(, allocation) allocations;
+    LIST_HEAD(allocations, allocation) allocations;
     rng random;
     int64_t most_us;
     fault calls[SLOW_DEVICE_NCALLS], run, hold;

@@ -36,7 +36,7 @@ TAILQ_HEAD(tb__host_runs, tb__host_run);
 typedef struct tb__host_device {
     tb__device base;
     int wake; /* an eventfd: written when workers have ended a run */
-    LIST_HEAD(, tb__host_file) files;
+    LIST_HEAD(tb__host_files, tb__host_file) files;
     struct tb__host_runs waiting; /* for other fences */
     struct tb__host_runs running;
     pthread_mutex_t lock;       /* guards what follows, which any thread changes */

@@ -302,7 +302,7 @@ static tb_status begin_step(quant_step *s, const tb__host_run *run, size_t index
                                        .data = to ? to + (uintptr_t)q->data : q->data,
                                        .scales = to ? to + (uintptr_t)q->scales : q->scales,
                                        .scale = q->scale ? *q->scale : 0};
-    if (s->is_dequant) {
+    if (q && s->is_dequant) {
         tb__quant_rows rows = {.data = move->dst, .dtype = move->dst_dtype, .stride = move->dst_stride[0]};
         rows.data = move->is_dst_in_buffer ? run->dst_buffer + (uintptr_t)move->dst : move->dst;
         return tb__dequant_begin(&s->dequant, &s->tensor, q->first, move->len[0], q->first_column, move->len[1], &rows);

@@ -373,11 +373,9 @@ static void test_dropped(void **state) {
         tb__workers_cancel(&s.work);
         while (!atomic_load(&s.ndone))
             sched_yield();
-        int64_t n = 0, parts = s.t.parts;
-        while (n < COUNTED && s.t.count[n] == 1)
-            n++;
-        for (int64_t k = n; k < COUNTED; k++)
-            assert_int_equal(s.t.count[k], 0);
+        int64_t parts = s.t.parts;
+        for (int64_t k = 1; k < COUNTED; k++) /* what was done is at the beginning */
+            assert_true(s.t.count[k] == 0 || (s.t.count[k] == 1 && s.t.count[k - 1] == 1));
         assert_false(tb__workers_help(&s.work));
         tb__workers_cancel(&s.work);
         assert_int_equal(s.t.parts, parts);
