@@ -45,7 +45,7 @@ bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last,
     if (is_used) {
         snprintf(still, room, "%s of %s", tensor, copy->what);
     } else if (!copy->flow && copy->broken == TB_OK && (!copy->is_given_up || copy->is_late)) {
-        copy->is_given_up = false; /* if others gave it up first, it would now come to the next run */
+        copy->is_given_up = false; /* by another rank: this one would begin the next run, and must not */
         tb__copy_abort(copy, tb__copy_check_invalidated(copy));
     }
     return is_used;
