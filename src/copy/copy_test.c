@@ -528,11 +528,13 @@ static void *run_elsewhere(void *arg) {
     return NULL;
 }
 
-/* Rank 0 invalidates what it has submitted: before the run, or while the run waits for rank 1. Both fail by name, and
- * nothing is read or written. Then all is well again. */
+/* Rank 0 invalidates what it has submitted: before the run, while the run waits for rank 1, or when rank 1 has just
+ * given that run up, so that rank 0 would begin the next one. Both ranks fail by name, and nothing is read or written.
+ * Then all is well again. */
 static void taken_away(rank *r) {
     enum { N = 1000 };
-    bool is_early = r->scene->shared != NULL;
+    const char *moment = r->scene->shared;
+    bool is_early = strcmp(moment, "early") == 0, is_given_up = strcmp(moment, "given up") == 0;
     tb_copy *copy = open_service(r, NULL);
     runner n = {.copy = copy};
     pthread_t thread;
@@ -553,6 +555,10 @@ static void taken_away(rank *r) {
             for (bool is_running = is_early; !is_running; usleep(100)) {
                 tb__loop_lock(r->world->loop);
                 is_running = copy->is_running;
+                if (is_running && is_given_up) { /* as by an ABORT of rank 1 that has come, but was not looked at yet */
+                    copy->is_given_up = copy->is_late = true;
+                    copy->abort_status = TB_TIMEOUT;
+                }
                 tb__loop_unlock(r->world->loop);
             }
             if (!is_early)
@@ -621,7 +627,8 @@ static void memory_is_taken_in_the_rush(void **state) {
 
 static void memory_is_taken_away(void **state) {
     (void)state;
-    run_ranks(taken_away, 2, 0, NULL);
+    run_ranks(taken_away, 2, 0, "waiting");
+    run_ranks(taken_away, 2, 0, "given up");
     run_ranks(taken_away, 2, 0, "early");
 }
 
