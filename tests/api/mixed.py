@@ -55,7 +55,7 @@ def build_old(folder):
 
 def find_old():
     build = os.environ["TB_BUILD"]
-    place = os.environ.get("TENSORBUS_OLD") or build_old(f"{build}/old")
+    place = os.environ.get("TENSORBUS_OLD") or build_old(f"{build}/old-{OLD_COMMIT[:12]}-{OLD_PROGRAM[:12]}")
     if not place:
         print(f"skipped: $TENSORBUS_OLD is not set, and this clone has no commit {OLD_COMMIT}")
         sys.exit(77)
