@@ -270,7 +270,7 @@ typedef struct tb_channel {
     size_t first_bucket, nbuckets;
     uint32_t max_in_flight;
     /* A BROADCAST that leaves its host: for each target, which rank sends it there. The source sends to one rank
-     * of another host, and that one hands on. NULL: the source sends to all. */
+     * of another host, which relays it. NULL: the source sends to all. */
     const int32_t *via;
 } tb_channel;
 
@@ -289,7 +289,7 @@ typedef struct tb_ir {
 
 typedef struct tb_ir_opts {
     size_t size;
-    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone. A broadcast that is handed on is cut to it (but not to less
+    int64_t bucket_size;    /* 16 MiB; 1: every chunk alone. A broadcast that is relayed is cut to it (but not to less
                                than 64 KiB), so that buckets follow one another from host to host */
     int64_t staging_bytes;  /* 256 MiB; staged buckets have at most a quarter of it, and larger chunks are cut. Where
                                n ranks contribute, an n-th of that, in the wider of source and wire dtype: a rank that

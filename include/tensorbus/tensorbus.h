@@ -317,7 +317,8 @@ typedef enum tb_commit {
 typedef struct tb_batch_opts {
     size_t size;
     int64_t bucket_size;    /* 16 MiB; what is sent together. The sending side's counts */
-    int64_t staging_bytes;  /* 256 MiB; the most memory this rank may use for tensors that are not read in place */
+    int64_t staging_bytes;  /* 256 MiB; the most memory this rank may use for tensors that are not read in place.
+                               Snapshots, shadows, and buffers of conversions on this rank come on top */
     uint32_t max_in_flight; /* 2; buckets under way per channel */
     uint32_t group_window;  /* how many groups of tensors may be under way at a time; default: all */
     bool staged;            /* use staging memory for everything, as between machines */
@@ -331,8 +332,9 @@ typedef struct tb_batch_opts {
     size_t nignored;
     const tb_transform *transform; /* see Transforms; its arg is borrowed until the batch is destroyed */
     tb_commit commit;
-    bool checksum; /* every bucket goes with a sum of its bytes, which is compared where it arrives; nothing is read in
-                      place then. Asked for by any rank of either side, it is so for all */
+    bool checksum; /* every bucket goes with a sum of its bytes, which is compared where it arrives, before it is
+                      unpacked; nothing is read in place then. Copies within a rank, and conversions at either end,
+                      are not covered. Asked for by any rank of either side, it is so for all */
 } tb_batch_opts;
 
 typedef struct tb_tensor {
