@@ -112,12 +112,10 @@ void tb__flow_apply(tb__flow *flow) {
     call_applying(flow, false);
     tb_status status = tb__flow_check_memory(flow, false);
     copy_op *c = status == TB_OK ? tb__flow_new_copy_op(flow, false, COPY_COMMIT, 0) : NULL;
-    if (c) {
-        c->end = end_commit_copy;
-        status = tb__flow_start_copy_op(c);
-    } else if (status == TB_OK) {
-        status = TB_NO_MEMORY;
+    if (!c) {
+        end_apply(flow, status == TB_OK ? TB_NO_MEMORY : status, tb_error_detail());
+        return;
     }
-    if (status != TB_OK)
-        end_apply(flow, status, tb_error_detail());
+    c->end = end_commit_copy;
+    tb__flow_start_copy_op(c);
 }

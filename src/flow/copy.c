@@ -469,6 +469,10 @@ static void submit_run(copy_op *c) {
         tb__jobs_submit(c->flow->o.loop, &c->flow->prepared[c->running].jobs, &what, &c->run);
 }
 
+static bool writes_targets(const copy_op *c) {
+    return c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED;
+}
+
 static bool has_work(const copy_op *c) {
     bool needs_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
     return c->flow->prepared[c->running].jobs.count > 0 && (c->scratch || !needs_scratch);
@@ -477,9 +481,12 @@ static bool has_work(const copy_op *c) {
 /* Submits the next run. False: none is left, or it has failed. */
 static bool run_next(copy_op *c, tb_status *status) {
     while (*status == TB_OK && c->running != COPY_KINDS) {
-        *status = tb__flow_prepare_copies(c->flow, c->running);
-        if (*status != TB_OK)
+        *status = c->running == COPY_SUM ? TB_OK : tb__flow_prepare_copies(c->flow, c->running);
+        if (*status != TB_OK) {
+            *status = tb__flow_fail_copy_op(c, *status, tb_error_detail());
             break;
+        }
+        c->flow->has_written |= writes_targets(c) && !c->flow->o.shadow.is_used;
         if (c->running == COPY_SUM || has_work(c)) {
             submit_run(c);
             return true;
@@ -489,13 +496,19 @@ static bool run_next(copy_op *c, tb_status *status) {
     return false;
 }
 
-/* tb__flow_destroy waits for the last line (ncopy_ops). */
+/* Whether another rank is the cause of a failed run: the host device could not read that rank's memory. */
+static bool is_failed_read(const copy_op *c, tb_status status) {
+    return (c->kind == COPY_DIRECT || c->kind == COPY_STASH) && c->run.failed &&
+           c->run.failed->ops == &tb__host_device_ops &&
+           (status == TB_LOST || status == TB_INVALID || status == TB_CANCELLED);
+}
+
+/* A failure of this rank's own ends the leg at once. The leg can't close before `end` has returned. tb__flow_destroy
+ * waits for the last line (ncopy_ops). */
 static void finish_copy_op(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->ncopies--;
-    tb__leg_idle(leg);
     for (copy_op **at = &flow->copy_ops; *at; at = &(*at)->next) {
         if (*at == c) {
             *at = c->next;
@@ -503,14 +516,19 @@ static void finish_copy_op(copy_op *c, tb_status status) {
         }
     }
     if (flow->is_stuck) {
+        leg->ncopies--;
         tb__flow_free_copy_op(c);
         tb__flow_end_stuck(flow);
         return;
     }
     if (status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
+    if (status != TB_OK && c->kind != COPY_COMMIT && !is_failed_read(c, status))
+        tb__flow_abort(flow, is_send, status, c->why);
     c->end(c, status);
     tb__flow_free_copy_op(c);
+    leg->ncopies--;
+    tb__leg_idle(leg);
     tb__flow_close_leg(flow, is_send);
     flow->ncopy_ops--;
     tb__loop_wake(flow->o.loop);
@@ -519,7 +537,11 @@ static void finish_copy_op(copy_op *c, tb_status status) {
 
 static void on_run_done(tb__jobs_run *run) {
     copy_op *c = (copy_op *)run;
-    tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
+    tb_status status = TB_OK;
+    if (run->status != TB_OK && is_failed_read(c, run->status))
+        status = tb__fail(run->status, "%s", run->why);
+    else if (run->status != TB_OK)
+        status = tb__flow_fail_copy_op(c, run->status, run->why);
     bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->is_stuck;
     if (status == TB_OK && !is_ending)
         status = next_run_of(c);
@@ -547,29 +569,19 @@ void tb__flow_free_copy_op(copy_op *c) {
     free(c);
 }
 
-tb_status tb__flow_start_copy_op(copy_op *c) {
+void tb__flow_start_copy_op(copy_op *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
     c->running = c->kind;
-    tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
-    if (status == TB_OK)
-        status = tb__flow_prepare_copies(flow, c->running);
-    if (status != TB_OK) {
-        tb__flow_free_copy_op(c);
-        return status;
-    }
-    flow->has_written |=
-        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED) &&
-        !flow->o.shadow.is_used;
     leg->ncopies++;
     flow->ncopy_ops++;
     c->next = flow->copy_ops;
     flow->copy_ops = c;
     leg->copy_phase = phase_of(c);
     tb__leg_idle(leg);
+    tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
     if (!run_next(c, &status))
         finish_copy_op(c, status);
-    return TB_OK;
 }
 
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send) {

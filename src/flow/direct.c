@@ -322,55 +322,44 @@ static tb_status read_into_stash(tb__flow *flow, lane *l) {
     c->nbytes = nbytes;
     c->end = end_stash_read;
     l->to_take = next_to_take(flow, l, l->to_take + 1);
-    tb_status status = tb__flow_start_copy_op(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, buffer, nbytes);
-    return status;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static void end_own_unpack(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
-    const char *why = c->why;
     free(c->from);
     if (flow->recv.is_ending)
         return;
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
-        why = tb_error_detail();
-    }
-    tb__flow_end_step_recv(flow, status, why);
+    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+    status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 static tb_status begin_own_conversion(tb__flow *flow, size_t bucket, copy_kind kind, char *buffer,
                                       void (*end)(copy_op *c, tb_status status)) {
     copy_op *c = tb__flow_new_copy_op(flow, false, kind, 1);
-    tb_status status = TB_NO_MEMORY;
-    if (c) {
-        c->parts[c->nparts++] = (uint32_t)bucket;
-        c->from = kind == COPY_UNPACK ? buffer : NULL;
-        c->to = kind == COPY_PACK ? buffer : NULL;
-        c->end = end;
-        status = tb__flow_start_copy_op(c);
-    }
-    if (status != TB_OK)
+    if (!c) {
         free(buffer);
-    return status;
+        return TB_NO_MEMORY;
+    }
+    c->parts[c->nparts++] = (uint32_t)bucket;
+    c->from = kind == COPY_UNPACK ? buffer : NULL;
+    c->to = kind == COPY_PACK ? buffer : NULL;
+    c->end = end;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static void end_own_pack(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
-    const char *why = c->why;
-    if (flow->recv.is_ending || status != TB_OK)
+    if (flow->recv.is_ending) {
         free(c->to);
-    if (flow->recv.is_ending)
         return;
-    if (status == TB_OK) {
-        status = begin_own_conversion(flow, c->parts[0], COPY_UNPACK, c->to, end_own_unpack);
-        why = tb_error_detail();
     }
+    status = begin_own_conversion(flow, c->parts[0], COPY_UNPACK, c->to, end_own_unpack);
     if (status != TB_OK)
-        tb__flow_end_step_recv(flow, status, why);
+        tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 /* A coded bucket of this rank for itself: packed and unpacked through a buffer, as between two ranks. */
@@ -404,7 +393,8 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
         }
     }
     c->end = end_read;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static tb_status read_next(tb__flow *flow, lane *l) {

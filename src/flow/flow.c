@@ -222,10 +222,11 @@ void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *p
 
 /* Adds to this rank's own message, which other ranks do not get, that its tensors are partly written. */
 static void mark_torn(tb__flow *flow) {
+    static const char torn[] = "; a part of it has been written: the tensors are torn";
     char why[TB__WHY_MAX];
     flow->is_torn = true;
     snprintf(why, sizeof why, "%s", flow->recv.why);
-    snprintf(flow->recv.why, sizeof flow->recv.why, "%.400s; a part of it has been written: the tensors are torn", why);
+    snprintf(flow->recv.why, sizeof flow->recv.why, "%.*s%s", (int)(sizeof why - sizeof torn), why, torn);
 }
 
 void tb__flow_close_leg(tb__flow *flow, bool is_send) {

@@ -82,8 +82,11 @@ struct copy_op {
     char *scratch;     /* likewise: row-major boxes in host memory */
     uint32_t *parts;   /* buckets, or gathered groups */
     size_t nparts;
-    char *from, *to;             /* buffers */
-    char why[TB__FENCE_WHY_MAX]; /* message of a failure, for `end` */
+    char *from, *to;       /* buffers */
+    char why[TB__WHY_MAX]; /* message of a failure, for `end` */
+    /* Called by the driver, between steps, or at once if there is nothing to copy. A failure has ended the leg before
+     * that. Only a failed read of another rank's memory (COPY_DIRECT, COPY_STASH) and a failed COPY_COMMIT are left to
+     * `end`. */
     void (*end)(copy_op *c, tb_status status);
     staged_bucket *staged_bucket; /* for `end` */
     bucket_message *message;      /* likewise, of a checksum */
@@ -163,10 +166,9 @@ void tb__leg_idle(tb__leg *leg);
 /* Prepares the jobs of this kind, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
 void tb__flow_release_copies(tb__flow *flow); /* no copy operation is under way */
-/* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow, also on
- * failure. Its `end` is called by the driver, between steps, or at once if there is nothing to copy. */
+/* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow. */
 copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
-tb_status tb__flow_start_copy_op(copy_op *c);
+void tb__flow_start_copy_op(copy_op *c);
 void tb__flow_free_copy_op(copy_op *c); /* one that was not started; NULL is allowed */
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
 /* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
@@ -215,6 +217,9 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 /* flow.c: sends ABORT to one member; if that is this rank, records it. */
 void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
                          const char *why);
+
+/* report.c: fails with a message that names this rank, the device if one failed, the tensors and the flow. */
+tb_status tb__flow_fail_copy_op(const copy_op *c, tb_status status, const char *why);
 
 /* commit.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);

@@ -203,20 +203,18 @@ tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *
 
 static void end_gathered_step(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
-    const char *why = c->why;
     flow->is_gathered_step_running = false;
     if (flow->recv.is_ending)
         return;
-    if (status == TB_OK && c->kind == COPY_GATHERED) {
+    if (c->kind == COPY_GATHERED) {
         flow->slots_done++;
         count_done(flow);
         status = advance_groups(flow);
         if (status == TB_OK)
             status = tb__flow_conclude(flow);
-        why = tb_error_detail();
     }
     if (status != TB_OK)
-        tb__flow_abort(flow, false, status, why);
+        tb__flow_abort(flow, false, status, tb_error_detail());
     else
         tb__flow_end_step_recv(flow, TB_OK, "");
 }
@@ -239,5 +237,6 @@ tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
     c->parts[c->nparts++] = g->number;
     c->end = end_gathered_step;
     flow->is_gathered_step_running = *did = true;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }

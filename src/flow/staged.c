@@ -92,12 +92,9 @@ static lane *choose_out(tb__flow *flow) {
 }
 
 static void end_pack(copy_op *c, tb_status status) {
-    if (c->flow->send.is_ending)
-        return;
-    if (status == TB_OK)
+    (void)status;
+    if (!c->flow->send.is_ending)
         tb__staged_bucket_announce(c->staged_bucket);
-    else
-        tb__flow_await_reason(c->flow, true, status, c->why);
 }
 
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
@@ -130,7 +127,8 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     c->to = p->buffer;
     c->staged_bucket = p;
     c->end = end_pack;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 bool tb__staged_step_out(tb__flow *flow) {
@@ -262,19 +260,14 @@ static void end_unpack(copy_op *c, tb_status status) {
     p->is_unpacked = true;
     if (flow->recv.is_ending)
         return;
-    const char *why = c->why;
-    if (status == TB_OK) {
-        status = tb__staged_bucket_end_read(p);
-        why = tb_error_detail();
-    }
+    status = tb__staged_bucket_end_read(p);
     if (status == TB_OK) {
         flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
-        why = tb_error_detail();
     }
     if (p->left == 0)
         tb__staged_bucket_destroy(p);
-    tb__flow_end_step_recv(flow, status, why);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
@@ -295,7 +288,8 @@ static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
         c->from = from;
         c->staged_bucket = p;
         c->end = end_unpack;
-        return tb__flow_start_copy_op(c);
+        tb__flow_start_copy_op(c);
+        return TB_OK;
     }
     p->is_unpacked = true;
     return TB_OK;
@@ -371,13 +365,9 @@ static void end_stash_write(copy_op *c, tb_status status) {
     tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
     if (flow->recv.is_ending)
         return;
-    const char *why = c->why;
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
-        why = tb_error_detail();
-    }
-    tb__flow_end_step_recv(flow, status, why);
+    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
+    status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
@@ -394,8 +384,6 @@ tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
     c->from = s.buffer;
     c->nbytes = s.nbytes;
     c->end = end_stash_write;
-    tb_status status = tb__flow_start_copy_op(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    return status;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
