@@ -6,6 +6,7 @@
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -133,22 +134,30 @@ static void release_remote(tb__flow *flow, uint32_t position, tb_remote *remote)
         t->ops->mem_release(t->context, remote);
 }
 
-void tb__staged_bucket_destroy(staged_bucket *p) {
+/* Of one that is in no list any more. One with a message that may still access its memory is kept. */
+static void free_bucket(staged_bucket *p, bool is_held) {
     tb__flow *flow = p->flow;
-    for (staged_bucket **at = &flow->staged.buckets; *at; at = &(*at)->next) {
-        if (*at == p) {
-            *at = p->next;
-            break;
-        }
-    }
     if (p->remote)
         release_remote(flow, p->messages[0].member, p->remote);
     tb__region_put(p->region); /* before its memory is reused */
+    flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
+    if (is_held) {
+        p->next = flow->staged.held;
+        flow->staged.held = p;
+        return;
+    }
     tb__flow_unstage(flow, p->pool, p->buffer, p->nbytes);
     tb__flow_unstage(flow, p->output_pool, p->output, p->output_nbytes);
-    flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
     free(p->pieces);
     free(p);
+}
+
+void tb__staged_bucket_destroy(staged_bucket *p) {
+    staged_bucket **at = &p->flow->staged.buckets;
+    while (*at != p)
+        at = &(*at)->next;
+    *at = p->next;
+    free_bucket(p, false);
 }
 
 tb__leg *tb__staged_bucket_leg(const staged_bucket *p) {
@@ -248,24 +257,45 @@ tb_status tb__staged_bucket_check(const staged_bucket *p) {
                     failed ? tb__op_why(&failed->op) : tb_status_string(p->status));
 }
 
-static void drop_buckets(tb__flow *flow, bool is_send) {
-    for (staged_bucket *p = flow->staged.buckets, *next; p; p = next) {
-        next = p->next;
-        if (p->is_send != is_send)
+/* Returns whether one of them may still access the bucket's memory. */
+static bool cancel_messages(staged_bucket *p) {
+    bool is_held = false;
+    for (size_t i = 0; i < p->nmessages; i++) {
+        bucket_message *c = &p->messages[i];
+        if (!c->is_posted || c->is_done)
             continue;
-        for (size_t i = 0; i < p->nmessages; i++) {
-            bucket_message *c = &p->messages[i];
-            const tb__peer *peer = flow->members[c->member].peer;
-            if (!c->is_posted || c->is_done)
-                continue;
-            tb__transport_cancel(peer->transport, &c->op);
-            if (c->op.status == TB_TIMEOUT && p->pieces)
-                flow->staged.held_by = &flow->members[c->member];
+        tb__transport_cancel(p->flow->members[c->member].peer->transport, &c->op);
+        is_held |= c->op.status == TB_TIMEOUT;
+    }
+    return is_held;
+}
+
+static void drop_buckets(tb__flow *flow, bool is_send) {
+    for (staged_bucket **at = &flow->staged.buckets, *p; (p = *at);) {
+        if (p->is_send != is_send) {
+            at = &p->next;
+            continue;
         }
-        tb__staged_bucket_destroy(p);
+        bool is_held = cancel_messages(p);
+        *at = p->next;
+        free_bucket(p, is_held);
     }
     for (size_t i = 0; flow->setup.ir && flow->setup.lanes && is_send && i < flow->setup.ir->nchannels; i++)
         flow->setup.lanes[i].staged_lane.in_flight = 0;
+}
+
+const tb__flow_tensor *tb__staged_find_held(const tb__flow *flow, uintptr_t first, uintptr_t last) {
+    const tb_ir *ir = flow->setup.ir;
+    uintptr_t from, to;
+    for (const staged_bucket *p = flow->staged.held; p; p = p->next) {
+        const tb_bucket *bucket = &ir->buckets[p->bucket];
+        for (size_t i = 0; p->pieces && i < bucket->nentries; i++) {
+            const tb__flow_tensor *t = &flow->tensors[ir->chunks[ir->entries[bucket->first_entry + i].chunk].tensor];
+            if (tb__binding_span(p->is_send ? &t->src : &t->dst, &from, &to) == TB_OK && from < last && first < to)
+                return t;
+        }
+    }
+    return NULL;
 }
 
 void tb__staged_close(tb__flow *flow, bool is_send) {

@@ -53,7 +53,11 @@ static bool has_no_copy_ops(void *arg) {
     return ((const tb__flow *)arg)->ncopy_ops == 0;
 }
 
-static void free_flow(tb__flow *flow) {
+/* Flows whose memory a transport may still access. Only leak checkers look at the list. */
+static _Atomic(tb__flow *) kept_flows;
+
+/* False: memory that a transport may still access is kept. */
+static bool free_flow(tb__flow *flow) {
     tb__flow_release_copies(flow);
     tb__staged_fini(flow);
     if (flow->members)
@@ -67,7 +71,12 @@ static void free_flow(tb__flow *flow) {
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
+    if (flow->staged.held) {
+        flow->next_kept = atomic_exchange(&kept_flows, flow);
+        return false;
+    }
     free(flow);
+    return true;
 }
 
 bool tb__flow_destroy(tb__flow *flow) {
@@ -83,13 +92,12 @@ bool tb__flow_destroy(tb__flow *flow) {
         flow->is_stuck = flow->is_orphan = true;
         return false;
     }
-    free_flow(flow);
-    return true;
+    return free_flow(flow);
 }
 
 void tb__flow_end_stuck(tb__flow *flow) {
     if (--flow->ncopy_ops == 0 && flow->is_orphan)
-        free_flow(flow);
+        (void)free_flow(flow);
 }
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {

@@ -136,8 +136,8 @@ typedef struct tb__flow_opts {
 
 /* Plans nothing yet. */
 tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out);
-/* False: a device has not finished a copy. The flow then stays until it has, with all memory that its copies use, which
- * must not be freed either. */
+/* False: a device has not finished a copy, or a transport has not given a message back. The memory that they use is
+ * kept, for good in the case of a message, and the owner must not free the tensors' memory either. */
 bool tb__flow_destroy(tb__flow *flow);
 
 /* Handles a message of a peer, which begins with its kind. False: it is not valid; tb_error_detail may say why. */
@@ -237,10 +237,10 @@ bool tb__flow_step(tb__flow *flow, bool is_send);
  * peers have acknowledged it, so that no later receive fails for this reason. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why);
 
-/* The program has invalidated memory of tensors (src_invalidated, dst_invalidated). Makes the legs that use it fail in
- * their next step; later legs fail before they use it. Returns whether a leg may still access the memory; *tensor names
- * a tensor in it. */
-bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor);
+/* The program has invalidated the memory at first .. last-1, which is memory of tensors (src_invalidated,
+ * dst_invalidated). Makes the legs that use it fail in their next step; later legs fail before they use it. Returns
+ * whether the memory may still be accessed; *tensor names a tensor in it. */
+bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, const char **tensor);
 
 /* Writes which ranks the leg waits for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);

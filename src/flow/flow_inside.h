@@ -138,6 +138,7 @@ struct tb__flow {
     size_t ncopy_ops; /* including those whose `end` is running */
     bool is_stuck;    /* a device has not finished copies in time: the memory that they use is kept */
     bool is_orphan;   /* it is destroyed when the last copy is done */
+    tb__flow *next_kept;
 };
 
 /* flow.c */

@@ -376,6 +376,8 @@ void tb__flow_unplan(tb__flow *flow) {
     tb__index_fini(&flow->setup.by_bucket);
     tb__arena_fini(&flow->setup.arena);
     tb_ir_destroy(flow->setup.ir);
+    if (flow->staged.held)
+        return; /* they may still be accessed */
     for (size_t i = 0; i < flow->setup.duplicates.count; i++)
         flow->setup.duplicates.item[i].device->ops->free(flow->setup.duplicates.item[i].device,
                                                          flow->setup.duplicates.item[i].memory);
