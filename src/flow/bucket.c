@@ -169,8 +169,7 @@ static void on_bucket_message(tb_op *op) {
     staged_bucket *p = c->staged_bucket;
     c->is_done = true;
     p->left--;
-    tb__staged_bucket_leg(p)->in_flight--;
-    tb__leg_idle(tb__staged_bucket_leg(p));
+    tb__leg_end_message(tb__staged_bucket_leg(p));
     bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
     bool is_to_lost =
         op->kind == TB_OP_SEND && op->status == TB_LOST; /* find_missing_member decides whether that matters */
@@ -195,8 +194,7 @@ static void post_message(bucket_message *c, tb_op_kind kind) {
                     .done = on_bucket_message,
                     .arg = c};
     c->is_posted = true;
-    tb__staged_bucket_leg(c->staged_bucket)->in_flight++;
-    tb__leg_idle(tb__staged_bucket_leg(c->staged_bucket));
+    tb__leg_begin_message(tb__staged_bucket_leg(c->staged_bucket));
     tb_status status = tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
@@ -229,8 +227,7 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     p->map = NULL;
     c->is_done = true;
     p->left--;
-    flow->recv.in_flight--;
-    tb__leg_idle(&flow->recv);
+    tb__leg_end_message(&flow->recv);
     if (!is_valid)
         return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED,
                         "%s has withdrawn bucket %zu of %s while it was read", from->peer->label, p->bucket,

@@ -114,7 +114,6 @@ static tb_status use_output(staged_bucket *p) {
         p->output = NULL;
         return TB_OK;
     }
-    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
     return tb__flow_bucket_arrived(flow, p->lane, p->bucket);
 }
 

@@ -34,7 +34,7 @@ static const member *find_missing_member(tb__flow *flow, bool is_send) {
         wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
     }
     if (!leg->attempt)
-        leg->wake_ms = is_idle ? wake_ms : 0;
+        tb__leg_wake_at(leg, is_idle ? wake_ms : 0);
     return NULL;
 }
 
@@ -188,6 +188,11 @@ void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why) {
     }
     flow->report.task.deadline_ms = tb__now_ms();
     tb__loop_wake(flow->o.loop);
+}
+
+void tb__flow_miss_message(tb__flow *flow, member *to, tb_status status, const char *why) {
+    to->missed_message = true;
+    tb__flow_fail_later(flow, status, why);
 }
 
 void tb__flow_fini_report(tb__flow *flow) {

@@ -176,8 +176,7 @@ static void begin_read(staged_bucket *p, const announcement *a) {
     c->sum = a->sum;
     c->op.kind = TB_OP_RECV;
     c->piece = (tb_piece){a->map, a->nbytes};
-    p->flow->recv.in_flight++;
-    tb__leg_idle(&p->flow->recv);
+    tb__leg_begin_message(&p->flow->recv);
 }
 
 static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l) {
@@ -201,7 +200,8 @@ static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
-    flow->has_written |= p->pieces && !flow->o.shadow.is_used;
+    if (p->pieces)
+        tb__flow_mark_written(flow);
     for (uint32_t i = 0; i < l->nchildren; i++)
         p->messages[1 + i].member = l->children[i];
     p->messages[0].piece = (tb_piece){p->buffer, p->nbytes};
@@ -261,10 +261,8 @@ static void end_unpack(copy_op *c, tb_status status) {
     if (flow->recv.is_ending)
         return;
     status = tb__staged_bucket_end_read(p);
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+    if (status == TB_OK)
         status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
-    }
     if (p->left == 0)
         tb__staged_bucket_destroy(p);
     tb__flow_end_step_recv(flow, status, tb_error_detail());
@@ -278,7 +276,6 @@ static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
         TB_TRY(tb__staged_stash(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
     } else if (p->pieces) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
         copy_op *c = tb__flow_new_copy_op(flow, false, COPY_UNPACK, 1);
@@ -365,7 +362,6 @@ static void end_stash_write(copy_op *c, tb_status status) {
     tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
     if (flow->recv.is_ending)
         return;
-    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
     status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
     tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
