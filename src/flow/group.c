@@ -91,8 +91,9 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
     }
     group *g = flow->setup.groups.item;
     size_t n = flow->setup.groups.count, kept = 0, slots = 0;
-    if (n)
-        qsort(g, n, sizeof *g, compare_groups);
+    if (!g)
+        return TB_OK; /* this rank receives nothing */
+    qsort(g, n, sizeof *g, compare_groups);
     for (size_t i = 0; i < n; i++) {
         if (kept && g[kept - 1].number == g[i].number) {
             g[kept - 1].nbuckets++;
@@ -108,9 +109,10 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
         if (g[i].slot != TB__NOWHERE)
             g[i].slot = slots++;
     }
-    tb__leg_set_groups(&flow->recv, 0, count_user_groups(flow));
     set_gatherings(flow);
-    return list_lanes(flow);
+    TB_TRY(list_lanes(flow));
+    tb__leg_set_groups(&flow->recv, 0, count_user_groups(flow));
+    return TB_OK;
 }
 
 void tb__flow_begin_groups(tb__flow *flow) {
