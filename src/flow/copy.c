@@ -539,12 +539,12 @@ static void finish_copy_op(copy_op *c, tb_status status) {
 
 static void on_run_done(tb__jobs_run *run) {
     copy_op *c = (copy_op *)run;
+    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->copies.is_stuck;
     tb_status status = TB_OK;
-    if (run->status != TB_OK && is_failed_read(c, run->status))
-        status = tb__fail(run->status, "%s", run->why);
+    if (run->status != TB_OK && (is_ending || is_failed_read(c, run->status)))
+        status = tb__fail(run->status, "%s", run->why); /* the tensors of a stuck flow may be gone */
     else if (run->status != TB_OK)
         status = tb__flow_fail_copy_op(c, run->status, run->why);
-    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->copies.is_stuck;
     if (status == TB_OK && !is_ending)
         status = next_run_of(c);
     if (is_ending || !run_next(c, &status))
