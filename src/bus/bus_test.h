@@ -51,6 +51,7 @@ struct scene {
     const char *transport;    /* all of them use this one; NULL: what is best */
     bool is_manual;           /* their worlds are */
     int64_t plan_bytes;       /* of their worlds; 0: the default */
+    int timeout_ms;           /* likewise; 0: PATIENCE_MS */
 };
 
 static _Thread_local rank *me; /* NULL: the test's own thread */
@@ -131,7 +132,7 @@ static inline void *rank_main(void *arg) {
     if (setjmp(r->end) == 0) {
         const scene *s = r->scene;
         tb_world_opts opts = {.size = sizeof opts,
-                              .timeout_ms = PATIENCE_MS,
+                              .timeout_ms = s->timeout_ms ? s->timeout_ms : PATIENCE_MS,
                               .manual = s->is_manual,
                               .plan_bytes = s->plan_bytes,
                               .transport = s->transport ? s->transport

@@ -85,7 +85,8 @@ static unsigned follow_decision(tb__commit_machine *c) {
     return c->is_decided ? SEND_COMMIT : DISCARD_ABORTED;
 }
 
-/* Makes at most one transition, and returns what is to be done. Only this function sets the state. */
+/* Makes at most one transition, and returns what is to be done. Only this function and follow_decision set the state.
+ */
 static unsigned make_transition(tb__commit_machine *c, const conditions *s) {
     bool is_over = c->is_late || s->is_cancelled; /* nothing is waited for any more */
     bool is_undecided = c->state >= COMMIT_PREPARED && c->state <= COMMIT_UNANSWERED;

@@ -3,7 +3,7 @@
  *   next_rank                     the first bus rank that nobody has had
  *   incarnations/RANK             how often the rank has been taken
  *   last/GROUP/INDEX              the rank that this seat had last
- *   decisions/QUESTION            what was decided, for ever
+ *   decisions/QUESTION            what was decided; deleted when no rank can ask for it any more
  *   ranks/RANK                    ephemeral: the rank is in use; a sentence about who has it
  *   now/groups/GROUP/INDEX        ephemeral: the seat is taken; see tb__seat_record
  *   now/notes/TOPIC/GROUP/INDEX   ephemeral: a note, its bytes as they are

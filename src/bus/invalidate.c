@@ -54,7 +54,7 @@ bool tb__batch_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last
         for (int src = 0; src < 2; src++) {
             const char *tensor = "";
             tb__flow *flow = batch->exchanges.item[i]->flows[src];
-            if (!flow || !tb__flow_mark_invalidated(flow, &tensor))
+            if (!flow || !tb__flow_mark_invalidated(flow, first, last, &tensor))
                 continue;
             snprintf(still, room, "tensor '%.100s' of batch '%s'", tensor, batch->name);
             is_used = true;

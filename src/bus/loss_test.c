@@ -263,6 +263,67 @@ static void test_cancelled(void **state) {
                                .cancels = true});
 }
 
+/* ---- A message that its transport does not give back ------------------------------------------------------------- */
+
+enum { MATRIX = 1024, MOST_ROUNDS = 1000, HASTY_MS = 4000 };
+
+/* The sender cancels transfers until one stops in the middle of a message. Only the tensor of that message stays in
+ * use; tensors have a bucket each, and one bucket at a time is under way. */
+static void hold_message(rank *r) {
+    const char *names[2] = {"v", "w"};
+    tb_batch_opts opts = {.size = sizeof opts, .bucket_size = MATRIX * MATRIX * 4, .max_in_flight = 1};
+    tb_pair *pair = NULL;
+    tb_batch *batch = NULL;
+    part parts[2];
+    int nheld = 0;
+    check_ok(tb_pair_create(r->world, "p", other_group(r), "mesh=1 place=Replicate", NULL, &pair));
+    check_ok(tb_batch_create(r->world, "step", &opts, &batch));
+    for (int i = 0; i < 2; i++) {
+        part_init(&parts[i], "mesh=1 place=Replicate", 0, MATRIX, MATRIX);
+        part_fill(&parts[i], 1);
+        tb_tensor tensor = part_tensor(&parts[i]);
+        check_ok(tb_batch_add(batch, pair, names[i], &tensor));
+    }
+    check_ok(tb_batch_register(batch, 0));
+    if (is_a(r))
+        cut_hold_cancelled();
+    for (int round = 0; !cut_has_happened() || round == 0; round++) {
+        tb_transfer *t = NULL;
+        check(round < MOST_ROUNDS);
+        meet(r);
+        check_ok((is_a(r) ? tb_send : tb_recv)(batch, NULL, &t));
+        if (is_a(r)) {
+            usleep(500 + (unsigned)round * 331 % 8000);
+            tb_cancel(t);
+        }
+        (void)tb_wait(t, TB_COMMITTED, -1);
+        tb_transfer_destroy(t);
+        meet(r);
+    }
+    for (int i = 0; is_a(r) && i < 2; i++) {
+        char held[64];
+        snprintf(held, sizeof held, "still in use by tensor '%s' of batch 'step'", names[i]);
+        tb_status status = tb_world_invalidate(r->world, parts[i].data, 4);
+        check(status == TB_OK || (status == TB_TIMEOUT && strstr(tb_error_detail(), held)));
+        nheld += status != TB_OK;
+    }
+    check(nheld == is_a(r));
+    meet(r);
+    tb_batch_destroy(batch);
+    tb_pair_destroy(pair);
+    part_fini(&parts[0]);
+    part_fini(&parts[1]);
+}
+
+static void test_message_not_given_back(void **state) {
+    scene s;
+    (void)state;
+    scene_init(&s);
+    s.transport = "cut";
+    s.timeout_ms = HASTY_MS;
+    run_ranks_in(&s, hold_message, 1, 1, NULL);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_late),
@@ -272,6 +333,7 @@ int main(void) {
         cmocka_unit_test(test_buckets_that_are_handed_on),
         cmocka_unit_test(test_shadowed),
         cmocka_unit_test(test_cancelled),
+        cmocka_unit_test(test_message_not_given_back),
     };
     cut_register();
     return cmocka_run_group_tests(tests, NULL, NULL);

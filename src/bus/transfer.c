@@ -372,7 +372,7 @@ static bool has_ended(void *arg) {
 static void mark_cancelled(tb_transfer *t) {
     for (size_t i = 0; i < t->nparts; i++) {
         if (t->parts[i].flow)
-            tb__transfer_leg(t, i)->is_cancelled = true;
+            tb__leg_cancel(tb__transfer_leg(t, i));
     }
     tb__loop_wake(t->batch->world->loop);
 }

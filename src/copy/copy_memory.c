@@ -41,7 +41,7 @@ bool tb__copy_invalidate(tb__memory_user *user, uintptr_t first, uintptr_t last,
     if (!has_some || !copy->is_running)
         return false;
     const char *tensor = "a tensor";
-    bool is_used = copy->copies_local || (copy->flow && tb__flow_mark_invalidated(copy->flow, &tensor));
+    bool is_used = copy->copies_local || (copy->flow && tb__flow_mark_invalidated(copy->flow, first, last, &tensor));
     if (is_used) {
         snprintf(still, room, "%s of %s", tensor, copy->what);
     } else if (!copy->flow && copy->broken == TB_OK && (!copy->is_given_up || copy->is_late)) {

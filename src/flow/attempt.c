@@ -68,11 +68,6 @@ bool tb__flow_take_attempt(tb__flow *flow, bool is_send) {
     return leg->attempt > 0;
 }
 
-uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
-    *is_torn = flow->is_torn;
-    return flow->version;
-}
-
 /* ---- Failed attempts ------------------------------------------------------------------------------------------- */
 
 /* The first entry that does not end before the attempt. */

@@ -1,5 +1,6 @@
 /* The attempts of a flow (attempt.c): which have started, under which transfer number, which have failed, and which of
- * them this rank's legs have taken. Only attempt.c writes struct flow_attempts. A flow counts its attempts 1, 2, 3,
+ * them this rank's legs have taken. Only attempt.c writes struct flow_attempts, and the attempt, the number and the
+ * acknowledgements of a tb__leg. A flow counts its attempts 1, 2, 3,
  * ...; the batch gives each a transfer number.
  *
  * All of this needs the loop's lock. */
@@ -26,7 +27,7 @@ typedef struct tb__abort {
 } tb__abort;
 
 struct flow_attempts {
-    uint64_t started;
+    uint64_t started;                  /* the last attempt that this rank knows to have started */
     TB_VEC(issued) starts;             /* ascending */
     uint64_t last_sent, last_received; /* taken by legs of this rank */
     TB_VEC(tb__abort) aborts;          /* ascending */
@@ -34,7 +35,7 @@ struct flow_attempts {
 
 /* Records the transfer number of an attempt. False: no memory. */
 bool tb__flow_record_start(tb__flow *flow, uint64_t attempt, uint64_t number);
-/* Another rank knows of so many started attempts. */
+/* Another rank knows that this attempt has started. */
 void tb__flow_record_started(tb__flow *flow, uint64_t started);
 /* The transfer number of the last attempt that this rank knows of. */
 uint64_t tb__flow_last_number(const tb__flow *flow);
@@ -46,6 +47,7 @@ uint64_t tb__flow_count_attempt(tb__flow *flow, bool is_send);
 uint64_t tb__flow_issue_attempt(tb__flow *flow);
 /* The first attempt after the leg's last one that has not failed. */
 uint64_t tb__flow_next_attempt(const tb__flow *flow, bool is_send);
+/* Counts attempts that failed before the leg began as taken; of a send, those with a lower number than its own. */
 void tb__flow_skip_ended(tb__flow *flow, bool is_send);
 /* Gives a leg without an attempt the next one, if that has started. Returns whether the leg has one. */
 bool tb__flow_take_attempt(tb__flow *flow, bool is_send);

@@ -1,5 +1,5 @@
 /* Which tensors can be reached. Senders tell readers where their tensors are (BIND); readers try to map or read them,
- * and answer which channels have to be staged for them, and why (REACH). */
+ * and answer which buckets have to be staged for them, and why (REACH). */
 #include "flow/flow_inside.h"
 
 #include "base/dtype.h"

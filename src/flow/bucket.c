@@ -6,6 +6,7 @@
 #include "flow/flow_inside.h"
 
 #include "base/int.h"
+#include "layout/overlap.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -133,22 +134,30 @@ static void release_remote(tb__flow *flow, uint32_t position, tb_remote *remote)
         t->ops->mem_release(t->context, remote);
 }
 
-void tb__staged_bucket_destroy(staged_bucket *p) {
+/* Of one that is in no list any more. One with a message that may still access its memory is kept. */
+static void free_bucket(staged_bucket *p, bool is_held) {
     tb__flow *flow = p->flow;
-    for (staged_bucket **at = &flow->staged.buckets; *at; at = &(*at)->next) {
-        if (*at == p) {
-            *at = p->next;
-            break;
-        }
-    }
     if (p->remote)
         release_remote(flow, p->messages[0].member, p->remote);
     tb__region_put(p->region); /* before its memory is reused */
+    flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
+    if (is_held) {
+        p->next = flow->staged.held;
+        flow->staged.held = p;
+        return;
+    }
     tb__flow_unstage(flow, p->pool, p->buffer, p->nbytes);
     tb__flow_unstage(flow, p->output_pool, p->output, p->output_nbytes);
-    flow->staged.nrelays -= p->kind == STAGED_IN && p->nmessages > 1;
     free(p->pieces);
     free(p);
+}
+
+void tb__staged_bucket_destroy(staged_bucket *p) {
+    staged_bucket **at = &p->flow->staged.buckets;
+    while (*at != p)
+        at = &(*at)->next;
+    *at = p->next;
+    free_bucket(p, false);
 }
 
 tb__leg *tb__staged_bucket_leg(const staged_bucket *p) {
@@ -160,8 +169,7 @@ static void on_bucket_message(tb_op *op) {
     staged_bucket *p = c->staged_bucket;
     c->is_done = true;
     p->left--;
-    tb__staged_bucket_leg(p)->in_flight--;
-    tb__leg_idle(tb__staged_bucket_leg(p));
+    tb__leg_end_message(tb__staged_bucket_leg(p));
     bool is_short = op->kind == TB_OP_RECV && op->nbytes != c->piece.nbytes;
     bool is_to_lost =
         op->kind == TB_OP_SEND && op->status == TB_LOST; /* find_missing_member decides whether that matters */
@@ -186,8 +194,7 @@ static void post_message(bucket_message *c, tb_op_kind kind) {
                     .done = on_bucket_message,
                     .arg = c};
     c->is_posted = true;
-    tb__staged_bucket_leg(c->staged_bucket)->in_flight++;
-    tb__leg_idle(tb__staged_bucket_leg(c->staged_bucket));
+    tb__leg_begin_message(tb__staged_bucket_leg(c->staged_bucket));
     tb_status status = tb__peer_post(m->peer, &c->op);
     if (status != TB_OK) {
         c->op.status = status;
@@ -220,11 +227,10 @@ tb_status tb__staged_bucket_end_read(staged_bucket *p) {
     p->map = NULL;
     c->is_done = true;
     p->left--;
-    flow->recv.in_flight--;
-    tb__leg_idle(&flow->recv);
+    tb__leg_end_message(&flow->recv);
     if (!is_valid)
         return tb__fail(from->peer->is_lost ? TB_LOST : TB_CANCELLED,
-                        "%s fail_withdrawn bucket %zu of %s while it was read", from->peer->label, p->bucket,
+                        "%s has withdrawn bucket %zu of %s while it was read", from->peer->label, p->bucket,
                         flow->what);
     tb__pack pack = {0};
     tb__flow_begin_message(flow, &pack, MESSAGE_TAKEN, flow->recv.attempt);
@@ -248,24 +254,45 @@ tb_status tb__staged_bucket_check(const staged_bucket *p) {
                     failed ? tb__op_why(&failed->op) : tb_status_string(p->status));
 }
 
-static void drop_buckets(tb__flow *flow, bool is_send) {
-    for (staged_bucket *p = flow->staged.buckets, *next; p; p = next) {
-        next = p->next;
-        if (p->is_send != is_send)
+/* Returns whether one of them may still access the bucket's memory. */
+static bool cancel_messages(staged_bucket *p) {
+    bool is_held = false;
+    for (size_t i = 0; i < p->nmessages; i++) {
+        bucket_message *c = &p->messages[i];
+        if (!c->is_posted || c->is_done)
             continue;
-        for (size_t i = 0; i < p->nmessages; i++) {
-            bucket_message *c = &p->messages[i];
-            const tb__peer *peer = flow->members[c->member].peer;
-            if (!c->is_posted || c->is_done)
-                continue;
-            tb__transport_cancel(peer->transport, &c->op);
-            if (c->op.status == TB_TIMEOUT && p->pieces)
-                flow->staged.held_by = &flow->members[c->member];
+        tb__transport_cancel(p->flow->members[c->member].peer->transport, &c->op);
+        is_held |= c->op.status == TB_TIMEOUT;
+    }
+    return is_held;
+}
+
+static void drop_buckets(tb__flow *flow, bool is_send) {
+    for (staged_bucket **at = &flow->staged.buckets, *p; (p = *at);) {
+        if (p->is_send != is_send) {
+            at = &p->next;
+            continue;
         }
-        tb__staged_bucket_destroy(p);
+        bool is_held = cancel_messages(p);
+        *at = p->next;
+        free_bucket(p, is_held);
     }
     for (size_t i = 0; flow->setup.ir && flow->setup.lanes && is_send && i < flow->setup.ir->nchannels; i++)
         flow->setup.lanes[i].staged_lane.in_flight = 0;
+}
+
+const tb__flow_tensor *tb__staged_find_held(const tb__flow *flow, uintptr_t first, uintptr_t last) {
+    const tb_ir *ir = flow->setup.ir;
+    uintptr_t from, to;
+    for (const staged_bucket *p = flow->staged.held; p; p = p->next) {
+        const tb_bucket *bucket = &ir->buckets[p->bucket];
+        for (size_t i = 0; p->pieces && i < bucket->nentries; i++) {
+            const tb__flow_tensor *t = &flow->tensors[ir->chunks[ir->entries[bucket->first_entry + i].chunk].tensor];
+            if (tb__binding_span(p->is_send ? &t->src : &t->dst, &from, &to) == TB_OK && from < last && first < to)
+                return t;
+        }
+    }
+    return NULL;
 }
 
 void tb__staged_close(tb__flow *flow, bool is_send) {

@@ -4,6 +4,7 @@
 
 #include "base/dtype.h"
 #include "base/int.h"
+#include "base/log.h"
 #include "device/host/reader.h"
 
 #include <inttypes.h>
@@ -406,7 +407,7 @@ static tb_status list_copies(tb__flow *flow, copy_kind kind, tb__move_list *out)
 }
 
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
-    prepared *out = &flow->prepared[kind];
+    prepared *out = &flow->copies.prepared[kind];
     tb__move_list list = {0};
     if (out->is_done)
         return TB_OK;
@@ -420,7 +421,7 @@ tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind) {
 
 void tb__flow_release_copies(tb__flow *flow) {
     for (int kind = 0; kind < COPY_KINDS; kind++)
-        tb__jobs_release(&flow->prepared[kind].jobs);
+        tb__jobs_release(&flow->copies.prepared[kind].jobs);
 }
 
 /* ---- Copy operations ------------------------------------------------------------------------------------------- */
@@ -466,20 +467,28 @@ static void submit_run(copy_op *c) {
     if (c->running == COPY_SUM)
         tb__jobs_submit_sum(c->flow->o.loop, c->from, c->nbytes, &c->run);
     else
-        tb__jobs_submit(c->flow->o.loop, &c->flow->prepared[c->running].jobs, &what, &c->run);
+        tb__jobs_submit(c->flow->o.loop, &c->flow->copies.prepared[c->running].jobs, &what, &c->run);
+}
+
+static bool writes_targets(const copy_op *c) {
+    return c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED;
 }
 
 static bool has_work(const copy_op *c) {
     bool needs_scratch = c->running == COPY_SCRATCH_SRC || c->running == COPY_SCRATCH_DST;
-    return c->flow->prepared[c->running].jobs.count > 0 && (c->scratch || !needs_scratch);
+    return c->flow->copies.prepared[c->running].jobs.count > 0 && (c->scratch || !needs_scratch);
 }
 
 /* Submits the next run. False: none is left, or it has failed. */
 static bool run_next(copy_op *c, tb_status *status) {
     while (*status == TB_OK && c->running != COPY_KINDS) {
-        *status = tb__flow_prepare_copies(c->flow, c->running);
-        if (*status != TB_OK)
+        *status = c->running == COPY_SUM ? TB_OK : tb__flow_prepare_copies(c->flow, c->running);
+        if (*status != TB_OK) {
+            *status = tb__flow_fail_copy_op(c, *status, tb_error_detail());
             break;
+        }
+        if (writes_targets(c))
+            tb__flow_mark_written(c->flow);
         if (c->running == COPY_SUM || has_work(c)) {
             submit_run(c);
             return true;
@@ -489,38 +498,53 @@ static bool run_next(copy_op *c, tb_status *status) {
     return false;
 }
 
-/* tb__flow_destroy waits for the last line (ncopy_ops). */
+/* Whether another rank is the cause of a failed run: the host device could not read that rank's memory. */
+static bool is_failed_read(const copy_op *c, tb_status status) {
+    return (c->kind == COPY_DIRECT || c->kind == COPY_STASH) && c->run.failed &&
+           c->run.failed->ops == &tb__host_device_ops &&
+           (status == TB_LOST || status == TB_INVALID || status == TB_CANCELLED);
+}
+
+/* A failure of this rank's own ends the leg at once. The leg can't close before `end` has returned. tb__flow_destroy
+ * waits for the last line (ncopy_ops). */
 static void finish_copy_op(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
     bool is_send = c->is_send;
     tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->ncopies--;
-    tb__leg_idle(leg);
-    for (copy_op **at = &flow->copy_ops; *at; at = &(*at)->next) {
+    for (copy_op **at = &flow->copies.ops; *at; at = &(*at)->next) {
         if (*at == c) {
             *at = c->next;
             break;
         }
     }
-    if (flow->is_stuck) {
+    if (flow->copies.is_stuck) {
+        tb__leg_end_copy(leg);
         tb__flow_free_copy_op(c);
-        tb__flow_end_stuck(flow);
+        if (--flow->copies.nops == 0 && flow->copies.is_orphan)
+            (void)tb__flow_free(flow);
         return;
     }
     if (status != TB_OK)
         snprintf(c->why, sizeof c->why, "%s", tb_error_detail());
+    if (status != TB_OK && c->kind != COPY_COMMIT && !is_failed_read(c, status))
+        tb__flow_abort(flow, is_send, status, c->why);
     c->end(c, status);
     tb__flow_free_copy_op(c);
+    tb__leg_end_copy(leg);
     tb__flow_close_leg(flow, is_send);
-    flow->ncopy_ops--;
+    flow->copies.nops--;
     tb__loop_wake(flow->o.loop);
     tb__loop_signal(flow->o.loop);
 }
 
 static void on_run_done(tb__jobs_run *run) {
     copy_op *c = (copy_op *)run;
-    tb_status status = run->status == TB_OK ? TB_OK : tb__fail(run->status, "%s", run->why);
-    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->is_stuck;
+    bool is_ending = tb__flow_leg(c->flow, c->is_send)->is_ending || c->flow->copies.is_stuck;
+    tb_status status = TB_OK;
+    if (run->status != TB_OK && (is_ending || is_failed_read(c, run->status)))
+        status = tb__fail(run->status, "%s", run->why); /* the tensors of a stuck flow may be gone */
+    else if (run->status != TB_OK)
+        status = tb__flow_fail_copy_op(c, run->status, run->why);
     if (status == TB_OK && !is_ending)
         status = next_run_of(c);
     if (is_ending || !run_next(c, &status))
@@ -547,34 +571,42 @@ void tb__flow_free_copy_op(copy_op *c) {
     free(c);
 }
 
-tb_status tb__flow_start_copy_op(copy_op *c) {
+void tb__flow_start_copy_op(copy_op *c) {
     tb__flow *flow = c->flow;
     tb__leg *leg = tb__flow_leg(flow, c->is_send);
     c->running = c->kind;
+    flow->copies.nops++;
+    c->next = flow->copies.ops;
+    flow->copies.ops = c;
+    tb__leg_begin_copy(leg, phase_of(c));
     tb_status status = is_coded(c) ? tb__flow_begin_coded(c) : TB_OK;
-    if (status == TB_OK)
-        status = tb__flow_prepare_copies(flow, c->running);
-    if (status != TB_OK) {
-        tb__flow_free_copy_op(c);
-        return status;
-    }
-    flow->has_written |=
-        (c->kind == COPY_DIRECT || c->kind == COPY_UNPACK || c->kind == COPY_COMBINE_IN || c->kind == COPY_GATHERED) &&
-        !flow->o.shadow.is_used;
-    leg->ncopies++;
-    flow->ncopy_ops++;
-    c->next = flow->copy_ops;
-    flow->copy_ops = c;
-    leg->copy_phase = phase_of(c);
-    tb__leg_idle(leg);
     if (!run_next(c, &status))
         finish_copy_op(c, status);
-    return TB_OK;
 }
 
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send) {
-    for (copy_op *c = flow->copy_ops; c; c = c->next) {
+    for (copy_op *c = flow->copies.ops; c; c = c->next) {
         if (c->is_send == is_send)
             tb__jobs_cancel(flow->o.loop, &c->run);
     }
+}
+
+void tb__flow_give_up_copies(tb__flow *flow) {
+    flow->copies.is_stuck = true;
+}
+
+static bool has_no_copy_ops(void *arg) {
+    return ((const tb__flow *)arg)->copies.nops == 0;
+}
+
+bool tb__flow_end_copies(tb__flow *flow) {
+    for (int is_send = 0; is_send < 2; is_send++)
+        tb__flow_cancel_copy_ops(flow, is_send);
+    int64_t stuck_ms = flow->copies.is_stuck ? 0 : tb__now_ms() + STUCK_MS;
+    if (flow->copies.nops == 0 || tb__loop_wait(flow->o.loop, has_no_copy_ops, flow, stuck_ms))
+        return true;
+    tb__log(TB_LOG_ERROR, "%s: a device has not finished a copy; the memory that it uses is not given back",
+            flow->what);
+    flow->copies.is_stuck = flow->copies.is_orphan = true;
+    return false;
 }

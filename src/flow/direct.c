@@ -42,7 +42,8 @@ void tb__flow_on_stashed(tb__flow *flow, member *from, uint64_t attempt) {
 }
 
 static void update_send_complete(tb__flow *flow) {
-    flow->send.is_complete = flow->direct.readers_left == 0 && flow->direct.committers_left == 0;
+    if (flow->direct.readers_left == 0 && flow->direct.committers_left == 0)
+        tb__leg_complete(&flow->send);
 }
 
 void tb__flow_forget_exposures(tb__flow *flow) {
@@ -67,7 +68,8 @@ void tb__flow_expose(tb__flow *flow) {
         if (flow->members[i].setup.is_reader)
             tb__flow_tell(flow, &flow->members[i], MESSAGE_READY, leg->attempt);
     }
-    leg->is_released = flow->setup.snapshot_of != NULL;
+    if (flow->setup.snapshot_of)
+        tb__leg_release(leg);
     update_send_complete(flow);
 }
 
@@ -77,7 +79,7 @@ void tb__flow_on_done(tb__flow *flow, member *from, uint64_t attempt) {
     tb__flow_on_stashed(flow, from, attempt); /* the STASHED message of a lost reader may be lost */
     from->direct.is_done = true;
     flow->direct.readers_left--;
-    flow->send.bytes_done += from->setup.reads_nbytes;
+    tb__leg_add_bytes(&flow->send, from->setup.reads_nbytes);
     from->peer->moved[1] += (uint64_t)from->setup.reads_nbytes;
     update_send_complete(flow);
 }
@@ -183,7 +185,7 @@ tb_status tb__flow_conclude(tb__flow *flow) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         member *m = &flow->members[i];
         if (m->setup.is_sender && !m->direct.is_concluded && m->direct.left == 0 &&
-            flow->groups_done >= m->setup.gathers_until)
+            flow->groups.done >= m->setup.gathers_until)
             TB_TRY(conclude_sender(flow, m));
     }
     return TB_OK;
@@ -206,7 +208,7 @@ tb_status tb__flow_check_exposures(const tb__flow *flow, const group *g) {
 tb_status tb__flow_count_arrived(tb__flow *flow, const lane *l) {
     for (uint32_t i = 0; i < l->nsenders; i++) {
         member *m = &flow->members[l->senders[i]];
-        if (--m->direct.left == 0 && flow->groups_done >= m->setup.gathers_until)
+        if (--m->direct.left == 0 && flow->groups.done >= m->setup.gathers_until)
             TB_TRY(conclude_sender(flow, m));
     }
     return TB_OK;
@@ -288,10 +290,8 @@ static void end_read(copy_op *c, tb_status status) {
         fail_read(flow, c, status);
         return;
     }
-    for (size_t i = 0; i < c->nparts && status == TB_OK; i++) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[i]);
+    for (size_t i = 0; i < c->nparts && status == TB_OK; i++)
         status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[i]), c->parts[i]);
-    }
     tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
@@ -322,55 +322,43 @@ static tb_status read_into_stash(tb__flow *flow, lane *l) {
     c->nbytes = nbytes;
     c->end = end_stash_read;
     l->to_take = next_to_take(flow, l, l->to_take + 1);
-    tb_status status = tb__flow_start_copy_op(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, buffer, nbytes);
-    return status;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static void end_own_unpack(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
-    const char *why = c->why;
     free(c->from);
     if (flow->recv.is_ending)
         return;
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
-        why = tb_error_detail();
-    }
-    tb__flow_end_step_recv(flow, status, why);
+    status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 static tb_status begin_own_conversion(tb__flow *flow, size_t bucket, copy_kind kind, char *buffer,
                                       void (*end)(copy_op *c, tb_status status)) {
     copy_op *c = tb__flow_new_copy_op(flow, false, kind, 1);
-    tb_status status = TB_NO_MEMORY;
-    if (c) {
-        c->parts[c->nparts++] = (uint32_t)bucket;
-        c->from = kind == COPY_UNPACK ? buffer : NULL;
-        c->to = kind == COPY_PACK ? buffer : NULL;
-        c->end = end;
-        status = tb__flow_start_copy_op(c);
-    }
-    if (status != TB_OK)
+    if (!c) {
         free(buffer);
-    return status;
+        return TB_NO_MEMORY;
+    }
+    c->parts[c->nparts++] = (uint32_t)bucket;
+    c->from = kind == COPY_UNPACK ? buffer : NULL;
+    c->to = kind == COPY_PACK ? buffer : NULL;
+    c->end = end;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static void end_own_pack(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
-    const char *why = c->why;
-    if (flow->recv.is_ending || status != TB_OK)
+    if (flow->recv.is_ending) {
         free(c->to);
-    if (flow->recv.is_ending)
         return;
-    if (status == TB_OK) {
-        status = begin_own_conversion(flow, c->parts[0], COPY_UNPACK, c->to, end_own_unpack);
-        why = tb_error_detail();
     }
+    status = begin_own_conversion(flow, c->parts[0], COPY_UNPACK, c->to, end_own_unpack);
     if (status != TB_OK)
-        tb__flow_end_step_recv(flow, status, why);
+        tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 /* A coded bucket of this rank for itself: packed and unpacked through a buffer, as between two ranks. */
@@ -404,7 +392,8 @@ static tb_status read_buckets(tb__flow *flow, lane *first) {
         }
     }
     c->end = end_read;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static tb_status read_next(tb__flow *flow, lane *l) {

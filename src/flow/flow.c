@@ -1,4 +1,4 @@
-/* A flow: creation, its two legs, members that leave, and the dispatch of messages. */
+/* A flow: creation, messages out, members that leave, breaking, and the dispatch of messages in. */
 #include "flow/flow_inside.h"
 
 #include "base/log.h"
@@ -6,9 +6,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-
-/* How long a device may take to finish a copy that was cancelled. */
-enum { STUCK_MS = 5000 };
 
 /* ---- Create and destroy ---------------------------------------------------------------------------------------- */
 
@@ -49,11 +46,10 @@ tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out) {
     return TB_OK;
 }
 
-static bool has_no_copy_ops(void *arg) {
-    return ((const tb__flow *)arg)->ncopy_ops == 0;
-}
+/* Flows whose memory a transport may still access. Only leak checkers look at the list. */
+static _Atomic(tb__flow *) kept_flows;
 
-static void free_flow(tb__flow *flow) {
+bool tb__flow_free(tb__flow *flow) {
     tb__flow_release_copies(flow);
     tb__staged_fini(flow);
     if (flow->members)
@@ -63,37 +59,23 @@ static void free_flow(tb__flow *flow) {
     tb__flow_unplan(flow);
     tb__attempts_fini(&flow->attempts);
     tb__index_fini(&flow->by_rank);
-    free(flow->slots);
+    tb__flow_free_groups(flow);
     free(flow->members);
     free(flow->tensors);
     free(flow->what);
+    if (flow->staged.held) {
+        flow->next_kept = atomic_exchange(&kept_flows, flow);
+        return false;
+    }
     free(flow);
+    return true;
 }
 
 bool tb__flow_destroy(tb__flow *flow) {
     if (!flow)
         return true;
     tb__flow_fini_report(flow);
-    for (int is_send = 0; is_send < 2; is_send++)
-        tb__flow_cancel_copy_ops(flow, is_send);
-    int64_t stuck_ms = flow->is_stuck ? 0 : tb__now_ms() + STUCK_MS;
-    if (flow->ncopy_ops && !tb__loop_wait(flow->o.loop, has_no_copy_ops, flow, stuck_ms)) {
-        tb__log(TB_LOG_ERROR, "%s: a device has not finished a copy; the memory that it uses is not given back",
-                flow->what);
-        flow->is_stuck = flow->is_orphan = true;
-        return false;
-    }
-    free_flow(flow);
-    return true;
-}
-
-void tb__flow_end_stuck(tb__flow *flow) {
-    if (--flow->ncopy_ops == 0 && flow->is_orphan)
-        free_flow(flow);
-}
-
-tb__leg *tb__flow_leg(tb__flow *flow, bool is_send) {
-    return is_send ? &flow->send : &flow->recv;
+    return tb__flow_end_copies(flow) && tb__flow_free(flow);
 }
 
 member *tb__flow_find_member(tb__flow *flow, int32_t rank) {
@@ -117,10 +99,9 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack) {
     tb_status status = tb__loop_send(to->peer, to->port, pack);
     if (status == TB_OK)
         return;
-    to->missed_message = true;
     status = tb__fail_within(status, "rank %" PRId32 ": a message of %s to %s could not be sent", flow->o.rank,
                              flow->what, to->peer->label);
-    tb__flow_fail_later(flow, status, tb_error_detail());
+    tb__flow_miss_message(flow, to, status, tb_error_detail());
 }
 
 void tb__flow_send_owner_message(tb__flow *flow, size_t position, tb__pack *message) {
@@ -159,189 +140,24 @@ void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint
     tb__flow_send_message(flow, &flow->members[position], &pack);
 }
 
-static void tell_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
+void tb__flow_tell_all_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why) {
     for (size_t i = 0; i < flow->nmembers; i++) {
         if (i != flow->self)
             tb__flow_tell_abort(flow, i, attempt, number, status, why);
     }
 }
 
-/* ---- Legs ----------------------------------------------------------------------------------------------------- */
-
-void tb__phases_enter(tb__phases *phases, tb_phase phase) {
-    double now = tb__seconds();
-    phases->seconds[phases->now] += now - phases->since;
-    phases->since = now;
-    phases->now = phase;
-}
-
-void tb__leg_idle(tb__leg *leg) {
-    if (!leg->is_under_way)
-        return;
-    tb_phase idle = leg->in_flight ? TB_PHASE_WIRE : TB_PHASE_WAIT;
-    tb__phases_enter(leg->phases, leg->ncopies ? leg->copy_phase : idle);
-}
-
-static void announce_attempt(tb__flow *flow, uint64_t attempt, uint64_t number) {
-    if (!tb__flow_record_start(flow, attempt, number)) {
-        tb_status status =
-            tb__fail_within(TB_NO_MEMORY, "rank %" PRId32 ": the number of a transfer of %s", flow->o.rank, flow->what);
-        tb__flow_fail_later(flow, status, tb_error_detail());
-    }
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (i == flow->self)
-            continue;
-        tb__pack pack = {0};
-        tb__flow_begin_message(flow, &pack, MESSAGE_START, attempt);
-        tb__pack_u64(&pack, number);
-        tb__flow_send_message(flow, &flow->members[i], &pack);
-    }
-}
-
-void tb__flow_begin(tb__flow *flow, bool is_send, uint64_t number, tb__phases *phases) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    *leg = (tb__leg){.is_under_way = true,
-                     .number = number,
-                     .bytes_total = leg->bytes_total,
-                     .groups_total = leg->groups_total,
-                     .phases = phases};
-    tb__flow_skip_ended(flow, is_send);
-    if (is_send) {
-        tb__flow_forget_exposures(flow);
-        if (flow->o.lead == flow->self && flow->report.broken.status == TB_OK && flow->ngone == 0 &&
-            !tb__flow_find_abort(flow, tb__flow_last_attempt(flow, true) + 1)) {
-            leg->attempt = tb__flow_issue_attempt(flow);
-            announce_attempt(flow, leg->attempt, number);
-        }
-    } else {
-        flow->takes_all = false;
-        flow->user_groups_taken = 0;
-        flow->has_written = false;
-    }
-}
-
-/* Adds to this rank's own message, which other ranks do not get, that its tensors are partly written. */
-static void mark_torn(tb__flow *flow) {
-    char why[TB__WHY_MAX];
-    flow->is_torn = true;
-    snprintf(why, sizeof why, "%s", flow->recv.why);
-    snprintf(flow->recv.why, sizeof flow->recv.why, "%.400s; a part of it has been written: the tensors are torn", why);
-}
-
-void tb__flow_close_leg(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    if (!leg->is_ending || leg->ncopies > 0)
-        return;
-    leg->is_ending = leg->is_under_way = false;
-    tb__staged_close(flow, is_send);
-    tb__loop_wake(flow->o.loop);
-}
-
-/* The leg ends when no copy is under way any more. */
-static void begin_end(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->is_ending = true;
-    leg->stuck_ms = tb__now_ms() + STUCK_MS;
-    tb__flow_cancel_copy_ops(flow, is_send);
-    tb__flow_close_leg(flow, is_send);
-}
-
-void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->status = status;
-    snprintf(leg->why, sizeof leg->why, "%s", why);
-    if (is_send)
-        tb__flow_revoke(flow);
-    begin_end(flow, is_send);
-    /* A leg without an attempt ends the next one, which other ranks of its side may wait for, too. But a receiver's
-     * timeout must not stop a sender that is about to begin. */
-    if (!leg->attempt && told && (is_send || status != TB_TIMEOUT)) {
-        leg->attempt = tb__flow_count_attempt(flow, is_send);
-        leg->number = is_send ? leg->number : tb__flow_last_number(flow) + 1;
-    }
-    if (leg->attempt) {
-        tb__flow_record_abort(flow, leg->attempt, leg->number, status, leg->why); /* for the other leg, too */
-        if (!is_send)
-            tb__flow_tell_owner(flow, TB__SHADOW_FAILED, status, told ? told : leg->why);
-        if (told) {
-            tell_abort(flow, leg->attempt, leg->number, status, told);
-            tb__flow_await_abort_acks(flow, is_send);
-        }
-    }
-    if (!is_send && leg->attempt && flow->has_written && !flow->o.targets_are_mirrors)
-        mark_torn(flow);
-    tb__loop_wake(flow->o.loop);
-}
-
-static void end_complete(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    leg->is_committed = true;
-    leg->is_released |= is_send;
-    begin_end(flow, is_send); /* all receivers have the staged buckets */
-}
-
-/* Whether messages of this rank would be lost if the process ended now. */
-static bool has_unsent(const tb__flow *flow) {
-    for (size_t i = 0; i < flow->nmembers; i++) {
-        if (flow->members[i].peer->nunsent > 0 && !flow->members[i].peer->is_lost)
-            return true;
-    }
-    return false;
-}
-
-/* A complete leg does not depend on other ranks any more. It ends when its messages have been sent, so that they are
- * not lost if the process exits; or, without them, when it is cancelled or at its deadline. */
-static bool step_complete(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool did = is_send && tb__staged_step_out(flow);
-    bool is_sent = !is_send || flow->staged.sends_left == 0;
-    leg->wake_ms = 0;
-    leg->is_released |= is_send && is_sent;
-    if ((!is_sent || has_unsent(flow)) && !leg->is_cancelled)
-        return did;
-    end_complete(flow, is_send);
-    return true;
-}
-
-/* `tells`: the other members are told. */
-static void fail_leg(tb__flow *flow, bool is_send, const tb__fault *fault, bool tells) {
-    char reason[TB__REASON_MAX];
-    if (!tb__flow_leg(flow, is_send)->is_under_way || tb__flow_leg(flow, is_send)->is_ending)
-        return;
-    if (tb__flow_leg(flow, is_send)->is_complete) {
-        end_complete(flow, is_send);
-        return;
-    }
-    const char *told = tells ? tb__flow_reason_for_others(flow, fault->status, fault->why, reason) : NULL;
-    if (!is_send && flow->shadow.is_prepared)
-        tb__flow_would_end(flow, fault->status, told ? told : fault->why);
-    else
-        tb__flow_end_leg(flow, is_send, fault->status, fault->why, told);
-}
-
-void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const char *why) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    if ((status != TB_LOST && status != TB_INVALID && status != TB_CANCELLED) || leg->is_cancelled) {
-        tb__flow_abort(flow, is_send, status, why);
-        return;
-    }
-    leg->failure = tb__fault_of(status, why);
-    leg->wake_ms = tb__now_ms() + REASON_MS;
-}
-
-void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why) {
-    tb__fault fault = tb__fault_of(status, why);
-    fail_leg(flow, is_send, &fault, true);
-}
+/* ---- Breaking, and members that leave -------------------------------------------------------------------------- */
 
 static void break_flow(tb__flow *flow, tb_status status, const char *why, bool tells) {
     char reason[TB__REASON_MAX];
     if (!tb__flow_record_broken(flow, status, why))
         return;
-    fail_leg(flow, true, &flow->report.broken, false);
-    fail_leg(flow, false, &flow->report.broken, false);
+    tb__flow_fail_leg(flow, true, &flow->report.broken, false);
+    tb__flow_fail_leg(flow, false, &flow->report.broken, false);
     if (tells)
-        tell_abort(flow, 0, 0, status, tb__flow_reason_for_others(flow, status, flow->report.broken.why, reason));
+        tb__flow_tell_all_abort(flow, 0, 0, status,
+                                tb__flow_reason_for_others(flow, status, flow->report.broken.why, reason));
     tb__loop_wake(flow->o.loop);
 }
 
@@ -412,55 +228,6 @@ bool tb__flow_may_begin(const tb__flow *flow, bool is_send) {
            (flow->ngone == 0 || tb__flow_next_attempt(flow, is_send) <= flow->attempts.started);
 }
 
-/* Waits for copies that are under way; in vain, if a device does not finish them. Then the leg ends, and the flow is of
- * no use any more. */
-static bool step_ending(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    char why[TB__WHY_MAX];
-    leg->wake_ms = leg->stuck_ms;
-    if (tb__now_ms() < leg->stuck_ms)
-        return false;
-    snprintf(why, sizeof why,
-             "%.350s%sa device of rank %" PRId32 " has not finished a copy of %.60s: its tensors stay in use", leg->why,
-             *leg->why ? "; " : "", flow->o.rank, flow->what);
-    snprintf(leg->why, sizeof leg->why, "%s", why);
-    leg->status = leg->status == TB_OK ? TB_TIMEOUT : leg->status;
-    leg->is_ending = leg->is_under_way = false;
-    flow->is_stuck = true;
-    tb__flow_break(flow, leg->status, why);
-    return true;
-}
-
-bool tb__flow_step(tb__flow *flow, bool is_send) {
-    tb__leg *leg = tb__flow_leg(flow, is_send);
-    bool tells;
-    if (leg->is_ending)
-        return step_ending(flow, is_send);
-    if (!leg->is_under_way)
-        return tb__flow_step_abort_acks(flow, is_send);
-    if (leg->is_complete)
-        return step_complete(flow, is_send);
-    if (!is_send && flow->shadow.is_prepared)
-        return tb__flow_step_prepared(flow);
-    tb__fault reason = tb__flow_find_reason(flow, is_send, &tells);
-    if (reason.status != TB_OK) {
-        fail_leg(flow, is_send, &reason, tells);
-        return true;
-    }
-    if (leg->failure.status != TB_OK) {
-        if (tb__now_ms() < leg->wake_ms)
-            return false;
-        fail_leg(flow, is_send, &leg->failure, true);
-        return true;
-    }
-    if (!flow->setup.is_planned) { /* only the plan says which members are needed; the next step checks whether they are
-                                      gone */
-        (void)tb__flow_ensure_plan(flow, leg);
-        return true;
-    }
-    return is_send ? tb__flow_step_send(flow) : tb__flow_step_recv(flow);
-}
-
 /* ---- Messages in ---------------------------------------------------------------------------------------------- */
 
 void tb__flow_fail_no_memory(tb__flow *flow, const member *from) {
@@ -501,7 +268,7 @@ static bool on_start(tb__flow *flow, const member *from, uint64_t attempt, tb__u
 static bool on_message(tb__flow *flow, member *from, message_kind kind, uint64_t attempt, tb__unpack *message) {
     switch (kind) {
     case MESSAGE_BIND:
-        return !tb__flow_ensure_plan(flow, NULL) || tb__flow_on_bind(flow, from, message);
+        return !tb__flow_ensure_plan(flow) || tb__flow_on_bind(flow, from, message);
     case MESSAGE_REACH:
         return tb__flow_on_reach(flow, from, message);
     case MESSAGE_START:

@@ -18,7 +18,10 @@
  * If a rank's targets overlap its sources, its readers first copy these sources to a buffer, the *stash* (STASHED); the
  * rank writes nothing before all have.
  *
- * All of this needs the loop's lock, which a step may release while it copies. */
+ * Copies are asynchronous: a step submits them to devices, and a later call of the loop's driver continues with their
+ * result. A leg that fails ends when its last copy is done.
+ *
+ * All of this needs the loop's lock. A step releases it while it calls functions of the user. */
 #ifndef TB_FLOW_FLOW_H
 #define TB_FLOW_FLOW_H
 
@@ -136,8 +139,8 @@ typedef struct tb__flow_opts {
 
 /* Plans nothing yet. */
 tb_status tb__flow_create(const tb__flow_opts *opts, tb__flow **out);
-/* False: a device has not finished a copy. The flow then stays until it has, with all memory that its copies use, which
- * must not be freed either. */
+/* False: a device has not finished a copy, or a transport has not given a message back. The memory that they use is
+ * kept, for good in the case of a message, and the owner must not free the tensors' memory either. */
 bool tb__flow_destroy(tb__flow *flow);
 
 /* Handles a message of a peer, which begins with its kind. False: it is not valid; tb_error_detail may say why. */
@@ -184,7 +187,8 @@ typedef struct tb__fault {
 
 tb__fault tb__fault_of(tb_status status, const char *why);
 
-/* A leg: this rank's send or receive of one transfer. */
+/* A leg: this rank's send or receive of one transfer. Only leg.c and attempt.c write it; programs of the flow read it.
+ */
 typedef struct tb__leg {
     bool is_under_way;
     bool awaits_abort_acks;  /* it has failed, and waits until its peers have acknowledged that */
@@ -210,6 +214,7 @@ typedef struct tb__leg {
 } tb__leg;
 
 tb__leg *tb__flow_leg(tb__flow *flow, bool is_send);
+void tb__leg_cancel(tb__leg *leg); /* its next step ends it */
 
 static inline bool tb__leg_has_ended(const tb__leg *leg) {
     return !leg->is_under_way && !leg->awaits_abort_acks;
@@ -232,15 +237,15 @@ uint64_t tb__flow_number(const tb__flow *flow, uint64_t attempt);
 /* Makes progress where possible; returns whether it did. */
 bool tb__flow_step(tb__flow *flow, bool is_send);
 
-/* Fails the leg, here and at the peers, for this reason. Tensors are not accessed any more when this returns, unless a
- * step is running. A prepared receive stays under way; its owner gets TB__SHADOW_WOULD_END. The leg has ended when the
- * peers have acknowledged it, so that no later receive fails for this reason. */
+/* Fails the leg, here and at the peers, for this reason. Tensors are accessed until the leg is not under way any more:
+ * it ends when its last copy is done. A prepared receive stays under way; its owner gets TB__SHADOW_WOULD_END. The leg
+ * has ended when the peers have acknowledged it, so that no later receive fails for this reason. */
 void tb__flow_abort(tb__flow *flow, bool is_send, tb_status status, const char *why);
 
-/* The program has invalidated memory of tensors (src_invalidated, dst_invalidated). Makes the legs that use it fail in
- * their next step; later legs fail before they use it. Returns whether a leg may still access the memory; *tensor names
- * a tensor in it. */
-bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor);
+/* The program has invalidated the memory at first .. last-1, which is memory of tensors (src_invalidated,
+ * dst_invalidated). Makes the legs that use it fail in their next step; later legs fail before they use it. Returns
+ * whether the memory may still be accessed; *tensor names a tensor in it. */
+bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, const char **tensor);
 
 /* Writes which ranks the leg waits for, and for what. */
 void tb__flow_describe_wait(tb__flow *flow, bool is_send, char *out, size_t room);
@@ -253,8 +258,8 @@ void tb__flow_send_gather_message(tb__flow *flow, int32_t rank, uint64_t attempt
 tb_status tb__flow_dump(const tb__flow *flow, bool is_send, char **out);
 
 /* Copies the shadow of the last prepared receive into the tensors, and tells the senders. The receive is under way, or
- * was discarded without being aborted. TB__SHADOW_APPLIED reports the result, maybe before this returns. Releases the
- * lock meanwhile. */
+ * was discarded without being aborted. TB__SHADOW_APPLIED reports the result, when the copy is done or before this
+ * returns. Releases the lock while it calls `applying`. */
 void tb__flow_apply(tb__flow *flow);
 /* Ends the prepared receive; the tensors keep what they hold. If it is aborted, all ranks are told that it has failed.
  * Otherwise others may have applied it, and only the senders hear that this rank has not. */

@@ -1,6 +1,7 @@
-/* struct tb__flow: the structs of setup.h, direct.h, staged.h, attempt.h and report.h, and the state of copies (copy.c,
- * coded.c), groups (group.c) and shadowed receives (commit.c). flow.c creates it, begins and ends legs, and dispatches
- * messages; recv.c and send.c have the steps of a leg. */
+/* struct tb__flow, and the functions that its files call in one another. Each struct in it has an owner, one or a few
+ * files that alone write it: see its comment, and the table in docs/design.md.
+ *
+ * All of this needs the loop's lock. */
 #ifndef TB_FLOW_FLOW_INSIDE_H
 #define TB_FLOW_FLOW_INSIDE_H
 
@@ -28,7 +29,7 @@ typedef enum message_kind {
     MESSAGE_KINDS
 } message_kind;
 
-/* Another rank of the flow, or this one. */
+/* Another rank of the flow, or this one. Only flow.c writes it, but for what it says. */
 struct member {
     tb__peer *peer;
     uint32_t port;
@@ -36,8 +37,8 @@ struct member {
     tb_status gone_status;
     char *gone_why;      /* message; NULL: there was no memory for it */
     int64_t lost_ms;     /* when its loss was noticed; 0: it left in an orderly way */
-    bool missed_message; /* a message to it could not be sent: it must be told that the flow is broken */
-    uint64_t unacked[2]; /* by leg (is_send): the failed attempt that it has not acknowledged; 0: none */
+    bool missed_message; /* a message to it could not be sent: it must be told that the flow is broken (report.c) */
+    uint64_t unacked[2]; /* by leg (is_send): the failed attempt that it has not acknowledged (attempt.c); 0: none */
 
     struct member_setup setup;
     struct member_direct direct;
@@ -82,8 +83,11 @@ struct copy_op {
     char *scratch;     /* likewise: row-major boxes in host memory */
     uint32_t *parts;   /* buckets, or gathered groups */
     size_t nparts;
-    char *from, *to;             /* buffers */
-    char why[TB__FENCE_WHY_MAX]; /* message of a failure, for `end` */
+    char *from, *to;       /* buffers */
+    char why[TB__WHY_MAX]; /* message of a failure, for `end` */
+    /* Called by the driver, between steps, or at once if there is nothing to copy. A failure has ended the leg before
+     * that. Only a failed read of another rank's memory (COPY_DIRECT, COPY_STASH) and a failed COPY_COMMIT are left to
+     * `end`. */
     void (*end)(copy_op *c, tb_status status);
     staged_bucket *staged_bucket; /* for `end` */
     bucket_message *message;      /* likewise, of a checksum */
@@ -91,7 +95,7 @@ struct copy_op {
     copy_op *next;
 };
 
-/* Shadowed receives: only commit.c writes it. */
+/* Shadowed receives: only shadow.c writes it. */
 typedef struct shadow {
     tb_binding *live; /* per tensor: the program's binding, if dst is the shadow */
     bool is_prepared; /* the receive is complete, and waits to be applied or discarded */
@@ -99,6 +103,41 @@ typedef struct shadow {
     bool is_applying; /* the shadow is being copied into the tensors */
 } shadow;
 
+/* The targets of the receive: only recv.c writes it. */
+struct flow_targets {
+    uint64_t version; /* that they hold */
+    bool has_written; /* the current receive has written into the tensors themselves */
+    bool is_torn;     /* a failed receive has */
+    size_t buckets_left;
+    bool is_clearing_padding;
+};
+
+/* The snapshot of the sources: only send.c writes it. */
+struct flow_snapshot {
+    uint64_t attempt; /* that it was taken for, or is being taken for */
+    bool is_being_taken;
+};
+
+/* Tensor groups of the receive: only group.c writes it. */
+struct flow_groups {
+    size_t done, slots_done;  /* groups that are complete, and how many of them were gathered */
+    bool is_step_running;     /* the next gathered group is being measured or written */
+    size_t user_groups_taken; /* by the program ... */
+    bool takes_all;           /* ... which takes all of them as they arrive */
+    char *slots;              /* memory to gather in */
+};
+
+/* Only copy.c writes it. */
+struct flow_copies {
+    prepared prepared[COPY_KINDS];
+    copy_op *ops;   /* under way, a list */
+    size_t nops;    /* including those whose `end` is running */
+    bool is_stuck;  /* a device has not finished copies in time: the memory that they use is kept */
+    bool is_orphan; /* the flow is freed when the last copy is done */
+};
+
+/* What is not in a struct of its own is written by flow.c only, except that setup.c binds `tensors` to snapshots and
+ * shadows. */
 struct tb__flow {
     tb__flow_opts o;
     char *what;
@@ -106,35 +145,19 @@ struct tb__flow {
     member *members;
     size_t nmembers, self, ngone;
     tb__index by_rank;
+    tb__flow *next_kept; /* of flows that are kept for good */
 
     struct flow_setup setup;
     struct flow_direct direct;
+    struct flow_staged staged;
     struct flow_attempts attempts;
     struct flow_report report;
-
+    struct flow_copies copies;
+    struct flow_groups groups;
+    struct flow_snapshot snapshot;
+    struct flow_targets targets;
     shadow shadow;
-    uint64_t version; /* in the targets */
-    bool has_written; /* the current receive has written into the targets themselves */
-    bool is_torn;
-
-    struct flow_staged staged;
-
-    /* One transfer each. */
     tb__leg send, recv;
-    uint64_t snapshot_attempt;      /* the snapshot was taken for this attempt, or is being taken ... */
-    bool is_taking_snapshot;        /* ... now */
-    size_t groups_done, slots_done; /* groups that are complete, and how many of them were gathered */
-    bool is_gathered_step_running;  /* the next gathered group is being measured or written */
-    size_t user_groups_taken;       /* taken by the program ... */
-    bool takes_all;                 /* ... as soon as they arrive */
-    char *slots;                    /* memory to gather in */
-    size_t buckets_left;
-    bool is_clearing_padding;
-    prepared prepared[COPY_KINDS];
-    copy_op *copy_ops;
-    size_t ncopy_ops; /* including those whose `end` is running */
-    bool is_stuck;    /* a device has not finished copies in time: the memory that they use is kept */
-    bool is_orphan;   /* it is destroyed when the last copy is done */
 };
 
 /* flow.c */
@@ -145,30 +168,55 @@ void tb__flow_send_message(tb__flow *flow, member *to, tb__pack *pack);
 void tb__flow_tell(tb__flow *flow, member *to, message_kind kind, uint64_t attempt);
 void tb__flow_fail_no_memory(tb__flow *flow,
                              const member *from); /* for a message from it: the flow breaks in the driver's next step */
+/* Why a member is gone. */
+const char *tb__member_why_gone(const member *m);
+/* Sends ABORT to one member, or to all others. If that one is this rank, records it. */
+void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
+                         const char *why);
+void tb__flow_tell_all_abort(tb__flow *flow, uint64_t attempt, uint64_t number, tb_status status, const char *why);
+/* No copy operation is under way. False: memory that a transport may still access is kept. */
+bool tb__flow_free(tb__flow *flow);
+
+/* leg.c */
+/* How long a device may take to finish a copy that was cancelled. */
+enum { STUCK_MS = 5000 };
+void tb__leg_begin_copy(tb__leg *leg, tb_phase phase);
+void tb__leg_end_copy(tb__leg *leg);
+void tb__leg_begin_message(tb__leg *leg); /* of a staged bucket */
+void tb__leg_end_message(tb__leg *leg);
+void tb__leg_add_bytes(tb__leg *leg, int64_t nbytes); /* that are done */
+void tb__leg_add_total(tb__leg *leg, int64_t nbytes);
+void tb__leg_set_groups(tb__leg *leg, size_t done, size_t total);
+void tb__leg_release(tb__leg *leg);
+void tb__leg_arrive(tb__leg *leg);
+void tb__leg_complete(tb__leg *leg);
+void tb__leg_invalidate(tb__leg *leg);               /* its next step ends it */
+void tb__leg_wake_at(tb__leg *leg, int64_t wake_ms); /* 0: never */
+/* Ends a prepared receive that is not aborted. */
+void tb__leg_drop(tb__leg *leg, tb_status status, const char *why);
 /* An operation with another rank failed. The cause, such as a lost or failed rank, is mostly about to be reported: the
  * leg waits REASON_MS for that, and otherwise fails with its own message. */
 void tb__flow_await_reason(tb__flow *flow, bool is_send, tb_status status, const char *why);
+/* Ends a leg that is under way, or makes a prepared receive report the fault. `tells`: other members do not know it. */
+void tb__flow_fail_leg(tb__flow *flow, bool is_send, const tb__fault *fault, bool tells);
 /* Ends a leg. `told` is the reason that other members get; NULL: they know. */
 void tb__flow_end_leg(tb__flow *flow, bool is_send, tb_status status, const char *why, const char *told);
-/* A copy is done that a stuck flow had given up. Frees the flow after the last one, if it is an orphan. */
-void tb__flow_end_stuck(tb__flow *flow);
 /* Finishes a leg that ends, once its last copy operation is done. */
 void tb__flow_close_leg(tb__flow *flow, bool is_send);
-/* Why a member is gone. */
-const char *tb__member_why_gone(const member *m);
-/* Enters the phase that fits the leg's copies and messages under way. */
-void tb__leg_idle(tb__leg *leg);
 
 /* copy.c */
 /* Prepares the jobs of this kind, the first time. */
 tb_status tb__flow_prepare_copies(tb__flow *flow, copy_kind kind);
 void tb__flow_release_copies(tb__flow *flow); /* no copy operation is under way */
-/* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow, also on
- * failure. Its `end` is called by the driver, between steps, or at once if there is nothing to copy. */
+/* A copy operation with room for so many parts; NULL: no memory. Starting it passes ownership to the flow. */
 copy_op *tb__flow_new_copy_op(tb__flow *flow, bool is_send, copy_kind kind, size_t nparts);
-tb_status tb__flow_start_copy_op(copy_op *c);
+void tb__flow_start_copy_op(copy_op *c);
 void tb__flow_free_copy_op(copy_op *c); /* one that was not started; NULL is allowed */
 void tb__flow_cancel_copy_ops(tb__flow *flow, bool is_send);
+/* A device has not finished copies in time: they are not waited for, and the memory that they use is kept. */
+void tb__flow_give_up_copies(tb__flow *flow);
+/* Cancels copies and waits for them. False: a device does not finish; the flow is freed when it does. */
+bool tb__flow_end_copies(tb__flow *flow);
 /* Lists the moves between a chunk's tensor and its place in the bucket, without a codec. */
 tb_status tb__flow_list_elements(tb__flow *flow, const tb_bucket_entry *entry, bool packs, tb__move_list *out);
 int64_t tb__flow_bucket_nbytes(const tb__flow *flow, size_t bucket); /* without gaps between chunks */
@@ -194,7 +242,9 @@ tb_status tb__flow_list_coded(tb__flow *flow, copy_kind kind, const tb_bucket_en
 /* group.c */
 /* Lists the moves of all gathered groups. */
 tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *out);
-tb_status tb__flow_open_groups(tb__flow *flow);
+void tb__flow_begin_groups(tb__flow *flow);     /* when a receive begins */
+tb_status tb__flow_open_groups(tb__flow *flow); /* when its attempt has started */
+void tb__flow_free_groups(tb__flow *flow);
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket);
 /* Counts a bucket of the group that has arrived. */
 tb_status tb__flow_count_group(tb__flow *flow, uint32_t number);
@@ -209,14 +259,17 @@ bool tb__flow_step_recv(tb__flow *flow);
 void tb__flow_end_step_recv(tb__flow *flow, tb_status status, const char *why);
 /* Whether the bucket may be received now: its group is in the window, or it goes to the stash. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket);
+void tb__flow_begin_targets(tb__flow *flow); /* when a receive begins */
+void tb__flow_mark_written(tb__flow *flow);  /* no-op if receives are shadowed */
+void tb__flow_mark_torn(tb__flow *flow);
+void tb__flow_set_version(tb__flow *flow); /* to that of the current receive */
 /* Counts a bucket that is in the tensors. */
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket);
 
-/* flow.c: sends ABORT to one member; if that is this rank, records it. */
-void tb__flow_tell_abort(tb__flow *flow, size_t position, uint64_t attempt, uint64_t number, tb_status status,
-                         const char *why);
+/* report.c: fails with a message that names this rank, the device if one failed, the tensors and the flow. */
+tb_status tb__flow_fail_copy_op(const copy_op *c, tb_status status, const char *why);
 
-/* commit.c */
+/* shadow.c */
 tb_status tb__flow_make_shadow(tb__flow *flow);
 bool tb__flow_has_shadow(const tb__flow *flow, size_t tensor);
 /* The shadowed receive is complete. */
@@ -227,7 +280,7 @@ void tb__flow_would_end(tb__flow *flow, tb_status status, const char *why);
 /* An event of the current receive; no-op if receives are not shadowed. */
 void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status status, const char *why);
 
-/* memory.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
+/* invalidate.c: TB_INVALID, naming the tensor, if memory that the leg uses was invalidated. */
 tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send);
 
 #endif

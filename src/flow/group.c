@@ -91,8 +91,9 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
     }
     group *g = flow->setup.groups.item;
     size_t n = flow->setup.groups.count, kept = 0, slots = 0;
-    if (n)
-        qsort(g, n, sizeof *g, compare_groups);
+    if (!g)
+        return TB_OK; /* this rank receives nothing */
+    qsort(g, n, sizeof *g, compare_groups);
     for (size_t i = 0; i < n; i++) {
         if (kept && g[kept - 1].number == g[i].number) {
             g[kept - 1].nbuckets++;
@@ -108,9 +109,19 @@ tb_status tb__flow_count_groups(tb__flow *flow) {
         if (g[i].slot != TB__NOWHERE)
             g[i].slot = slots++;
     }
-    flow->recv.groups_total = (uint32_t)count_user_groups(flow);
     set_gatherings(flow);
-    return list_lanes(flow);
+    TB_TRY(list_lanes(flow));
+    tb__leg_set_groups(&flow->recv, 0, count_user_groups(flow));
+    return TB_OK;
+}
+
+void tb__flow_begin_groups(tb__flow *flow) {
+    flow->groups.takes_all = false;
+    flow->groups.user_groups_taken = 0;
+}
+
+void tb__flow_free_groups(tb__flow *flow) {
+    free(flow->groups.slots);
 }
 
 tb_status tb__flow_open_groups(tb__flow *flow) {
@@ -119,35 +130,36 @@ tb_status tb__flow_open_groups(tb__flow *flow) {
         flow->setup.groups.item[i].left = flow->setup.groups.item[i].nbuckets;
         gathers |= flow->setup.groups.item[i].slot != TB__NOWHERE;
     }
-    flow->groups_done = flow->slots_done = 0;
-    flow->is_gathered_step_running = false;
-    if (gathers && !flow->slots)
-        flow->slots = tb__malloc(flow->o.gather.nslots, flow->o.gather.slot_nbytes);
-    return gathers && !flow->slots ? TB_NO_MEMORY : TB_OK;
+    flow->groups.done = flow->groups.slots_done = 0;
+    flow->groups.is_step_running = false;
+    if (gathers && !flow->groups.slots)
+        flow->groups.slots = tb__malloc(flow->o.gather.nslots, flow->o.gather.slot_nbytes);
+    return gathers && !flow->groups.slots ? TB_NO_MEMORY : TB_OK;
 }
 
 /* ---- Windows --------------------------------------------------------------------------------------------------- */
 
 bool tb__flow_is_in_window(const tb__flow *flow, const tb_bucket *bucket) {
     const group *g = &flow->setup.groups.item[find_group(flow, bucket->group)];
-    if (g->slot != TB__NOWHERE && g->slot >= flow->slots_done + flow->o.gather.nslots)
+    if (g->slot != TB__NOWHERE && g->slot >= flow->groups.slots_done + flow->o.gather.nslots)
         return false;
     if (flow->o.group_window == 0)
         return true;
-    size_t taken = flow->takes_all ? ordinal_at(flow, flow->groups_done) : flow->user_groups_taken;
+    size_t taken = flow->groups.takes_all ? ordinal_at(flow, flow->groups.done) : flow->groups.user_groups_taken;
     return g->ordinal < taken + flow->o.group_window;
 }
 
 bool tb__flow_has_group(const tb__flow *flow, uint32_t host) {
-    return flow->recv.attempt && flow->groups_done >= find_user_group(flow, host + 1);
+    return flow->recv.attempt && flow->groups.done >= find_user_group(flow, host + 1);
 }
 
 void tb__flow_take_groups(tb__flow *flow, uint32_t host) {
     if (host == UINT32_MAX) {
-        flow->takes_all = true;
+        flow->groups.takes_all = true;
     } else {
         size_t taken = ordinal_at(flow, find_user_group(flow, host + 1));
-        flow->user_groups_taken = taken > flow->user_groups_taken ? taken : flow->user_groups_taken;
+        flow->groups.user_groups_taken =
+            taken > flow->groups.user_groups_taken ? taken : flow->groups.user_groups_taken;
     }
     tb__loop_wake(flow->o.loop);
 }
@@ -155,13 +167,13 @@ void tb__flow_take_groups(tb__flow *flow, uint32_t host) {
 /* ---- Arrivals -------------------------------------------------------------------------------------------------- */
 
 static group *next_complete(tb__flow *flow) {
-    group *next = flow->groups_done < flow->setup.groups.count ? &flow->setup.groups.item[flow->groups_done] : NULL;
+    group *next = flow->groups.done < flow->setup.groups.count ? &flow->setup.groups.item[flow->groups.done] : NULL;
     return next && next->left == 0 ? next : NULL;
 }
 
 static void count_done(tb__flow *flow) {
-    flow->groups_done++;
-    flow->recv.groups_done = (uint32_t)ordinal_at(flow, flow->groups_done);
+    flow->groups.done++;
+    tb__leg_set_groups(&flow->recv, ordinal_at(flow, flow->groups.done), count_user_groups(flow));
 }
 
 /* Counts complete groups that are not gathered as done. */
@@ -179,7 +191,7 @@ tb_status tb__flow_count_group(tb__flow *flow, uint32_t number) {
 }
 
 static char *slot_of(const tb__flow *flow, const group *g) {
-    return flow->slots + g->slot % flow->o.gather.nslots * flow->o.gather.slot_nbytes;
+    return flow->groups.slots + g->slot % flow->o.gather.nslots * flow->o.gather.slot_nbytes;
 }
 
 char *tb__flow_slot(const tb__flow *flow, const tb_chunk *chunk) {
@@ -203,20 +215,18 @@ tb_status tb__flow_list_gathered(tb__flow *flow, copy_kind kind, tb__move_list *
 
 static void end_gathered_step(copy_op *c, tb_status status) {
     tb__flow *flow = c->flow;
-    const char *why = c->why;
-    flow->is_gathered_step_running = false;
+    flow->groups.is_step_running = false;
     if (flow->recv.is_ending)
         return;
-    if (status == TB_OK && c->kind == COPY_GATHERED) {
-        flow->slots_done++;
+    if (c->kind == COPY_GATHERED) {
+        flow->groups.slots_done++;
         count_done(flow);
         status = advance_groups(flow);
         if (status == TB_OK)
             status = tb__flow_conclude(flow);
-        why = tb_error_detail();
     }
     if (status != TB_OK)
-        tb__flow_abort(flow, false, status, why);
+        tb__flow_abort(flow, false, status, tb_error_detail());
     else
         tb__flow_end_step_recv(flow, TB_OK, "");
 }
@@ -225,7 +235,7 @@ tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
     const group *g = next_complete(flow);
     const tb__gather *gather = &flow->o.gather;
     tb__gather_step step;
-    if (!g || g->slot == TB__NOWHERE || flow->is_gathered_step_running)
+    if (!g || g->slot == TB__NOWHERE || flow->groups.is_step_running)
         return TB_OK;
     TB_TRY(tb__flow_check_exposures(flow, g));
     TB_TRY(gather->next(gather->arg, flow, flow->recv.attempt, g->number, &step));
@@ -238,6 +248,7 @@ tb_status tb__flow_step_gathered(tb__flow *flow, bool *did) {
         return TB_NO_MEMORY;
     c->parts[c->nparts++] = g->number;
     c->end = end_gathered_step;
-    flow->is_gathered_step_running = *did = true;
-    return tb__flow_start_copy_op(c);
+    flow->groups.is_step_running = *did = true;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }

@@ -5,22 +5,48 @@
 
 enum { MAX_COPY_OPS = 2 }; /* under way, so that a sender that gets ready late does not wait for all earlier reads */
 
+/* ---- Targets ---------------------------------------------------------------------------------------------------- */
+
+void tb__flow_begin_targets(tb__flow *flow) {
+    flow->targets.has_written = false;
+}
+
+void tb__flow_mark_written(tb__flow *flow) {
+    flow->targets.has_written |= !flow->o.shadow.is_used;
+}
+
+void tb__flow_mark_torn(tb__flow *flow) {
+    flow->targets.is_torn = true;
+}
+
+void tb__flow_set_version(tb__flow *flow) {
+    flow->targets.version = tb__flow_number(flow, flow->recv.attempt);
+    flow->targets.is_torn = false;
+}
+
+uint64_t tb__flow_version(const tb__flow *flow, bool *is_torn) {
+    *is_torn = flow->targets.is_torn;
+    return flow->targets.version;
+}
+
+/* ---- Steps ------------------------------------------------------------------------------------------------------ */
+
 /* Stashing does not write tensors. It must not wait for the window, because no group arrives before all is stashed. */
 bool tb__flow_admits(const tb__flow *flow, const lane *l, const tb_bucket *bucket) {
     return l->overwrites_source || tb__flow_is_in_window(flow, bucket);
 }
 
 tb_status tb__flow_bucket_arrived(tb__flow *flow, lane *l, size_t bucket) {
-    flow->buckets_left--;
+    flow->targets.buckets_left--;
+    tb__leg_add_bytes(&flow->recv, tb__flow_bucket_nbytes(flow, bucket));
     TB_TRY(tb__flow_count_group(flow, flow->setup.ir->buckets[bucket].group));
     return tb__flow_count_arrived(flow, l);
 }
 
 static void end_padding(copy_op *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    flow->is_clearing_padding = false;
-    if (!flow->recv.is_ending)
-        tb__flow_end_step_recv(flow, status, c->why);
+    c->flow->targets.is_clearing_padding = false;
+    if (!c->flow->recv.is_ending)
+        tb__flow_end_step_recv(c->flow, status, c->why);
 }
 
 /* Data and padding are disjoint, so the order does not matter. Shadows have no padding: COPY_COMMIT clears that of the
@@ -29,23 +55,24 @@ static tb_status clear_padding(tb__flow *flow) {
     size_t n = 0;
     for (size_t i = 0; i < flow->o.ntensors && !flow->o.shadow.is_used; i++)
         n += flow->tensors[i].npadding;
-    flow->is_clearing_padding = false;
+    flow->targets.is_clearing_padding = false;
     if (n == 0)
         return TB_OK;
     copy_op *c = tb__flow_new_copy_op(flow, false, COPY_PADDING, 0);
     if (!c)
         return TB_NO_MEMORY;
-    flow->is_clearing_padding = true;
+    flow->targets.is_clearing_padding = true;
     c->end = end_padding;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 static tb_status open_transfer(tb__flow *flow) {
     TB_TRY(tb__flow_check_memory(flow, false));
-    flow->buckets_left = 0;
+    flow->targets.buckets_left = 0;
     for (size_t i = 0; i < flow->setup.ir->nchannels; i++) {
         const lane *l = &flow->setup.lanes[i];
-        flow->buckets_left += l->is_target ? l->channel->nbuckets : 0;
+        flow->targets.buckets_left += l->is_target ? l->channel->nbuckets : 0;
     }
     TB_TRY(tb__flow_open_groups(flow));
     tb__flow_open_reads(flow);
@@ -61,15 +88,15 @@ static tb_status finish_receive(tb__flow *flow) {
         tb__flow_prepare(flow);
         return TB_OK;
     }
-    leg->is_arrived = leg->is_complete = true;
-    flow->version = tb__flow_number(flow, leg->attempt);
-    flow->is_torn = false;
+    tb__leg_arrive(leg);
+    tb__leg_complete(leg);
+    tb__flow_set_version(flow);
     return TB_OK;
 }
 
 static bool has_all(const tb__flow *flow) {
-    return flow->buckets_left == 0 && flow->staged.nrelays == 0 && flow->groups_done == flow->setup.groups.count &&
-           !flow->is_clearing_padding;
+    return flow->targets.buckets_left == 0 && flow->staged.nrelays == 0 &&
+           flow->groups.done == flow->setup.groups.count && !flow->targets.is_clearing_padding;
 }
 
 static bool step_receive(tb__flow *flow) {
@@ -99,7 +126,7 @@ static bool step_receive(tb__flow *flow) {
     if (may_copy && !did && status == TB_OK)
         status = tb__flow_step_reads(flow, &did);
     if (!did && status == TB_OK)
-        return (flow->buckets_left > 0 || flow->staged.nrelays > 0) &&
+        return (flow->targets.buckets_left > 0 || flow->staged.nrelays > 0) &&
                (tb__staged_step_in(flow) || tb__staged_step_reduce(flow, false));
     if (status != TB_OK)
         tb__flow_await_reason(flow, false, status, tb_error_detail());

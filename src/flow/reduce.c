@@ -114,7 +114,6 @@ static tb_status use_output(staged_bucket *p) {
         p->output = NULL;
         return TB_OK;
     }
-    flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
     return tb__flow_bucket_arrived(flow, p->lane, p->bucket);
 }
 
@@ -124,16 +123,12 @@ static void end_combine(copy_op *c, tb_status status) {
     bool is_send = p->is_send;
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
-    const char *why = c->why;
-    if (status == TB_OK) {
-        status = use_output(p);
-        why = tb_error_detail();
-    }
+    status = use_output(p);
     tb__staged_bucket_destroy(p);
     if (!is_send)
-        tb__flow_end_step_recv(flow, status, why);
+        tb__flow_end_step_recv(flow, status, tb_error_detail());
     else if (status != TB_OK)
-        tb__flow_await_reason(flow, true, status, why);
+        tb__flow_await_reason(flow, true, status, tb_error_detail());
 }
 
 /* Combines the contributions into a bucket to be sent or stashed, or into this rank's tensors. */
@@ -148,7 +143,8 @@ static tb_status combine_contributions(staged_bucket *p) {
     c->to = p->output;
     c->staged_bucket = p;
     c->end = end_combine;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 bool tb__staged_step_reduce(tb__flow *flow, bool is_send) {

@@ -34,7 +34,7 @@ static const member *find_missing_member(tb__flow *flow, bool is_send) {
         wake_ms = m->is_gone && over_ms < wake_ms ? over_ms : wake_ms;
     }
     if (!leg->attempt)
-        leg->wake_ms = is_idle ? wake_ms : 0;
+        tb__leg_wake_at(leg, is_idle ? wake_ms : 0);
     return NULL;
 }
 
@@ -77,6 +77,61 @@ tb__fault tb__flow_find_reason(tb__flow *flow, bool is_send, bool *tells) {
     else if (leg->is_cancelled)
         status = tb__fail(TB_CANCELLED, "rank %" PRId32 " cancelled %s", flow->o.rank, flow->what);
     return tb__fault_of(status, status == TB_OK ? "" : tb_error_detail());
+}
+
+static void widen_range(const tb__flow *flow, size_t bucket, uint32_t range[2]) {
+    const tb_ir *ir = flow->setup.ir;
+    const tb_bucket *b = &ir->buckets[bucket];
+    for (size_t i = 0; i < b->nentries; i++) {
+        uint32_t tensor = ir->chunks[ir->entries[b->first_entry + i].chunk].tensor;
+        range[0] = tensor < range[0] ? tensor : range[0];
+        range[1] = tensor > range[1] ? tensor : range[1];
+    }
+}
+
+/* The first and the last tensor that the operation copies. */
+static void find_range(const copy_op *c, uint32_t range[2]) {
+    const tb__flow *flow = c->flow;
+    bool is_group = c->kind == COPY_MEASURE || c->kind == COPY_GATHERED;
+    range[0] = UINT32_MAX;
+    range[1] = 0;
+    if (c->kind == COPY_SUM)
+        widen_range(flow, c->staged_bucket->bucket, range);
+    for (size_t i = 0; !is_group && i < c->nparts; i++)
+        widen_range(flow, c->parts[i], range);
+    for (size_t i = 0; is_group && i < flow->setup.ir->nbuckets; i++) {
+        const tb_bucket *b = &flow->setup.ir->buckets[i];
+        if (b->group == c->parts[0] && flow->setup.lanes[b->channel].is_target)
+            widen_range(flow, i, range);
+    }
+    if (range[0] > range[1]) { /* all */
+        range[0] = 0;
+        range[1] = (uint32_t)flow->o.ntensors - 1;
+    }
+}
+
+tb_status tb__flow_fail_copy_op(const copy_op *c, tb_status status, const char *why) {
+    const tb__flow *flow = c->flow;
+    bool is_group = c->kind == COPY_MEASURE || c->kind == COPY_GATHERED;
+    bool is_direct = c->kind == COPY_DIRECT || c->kind == COPY_STASH;
+    bool is_staged = c->kind == COPY_SUM || (c->nparts > 0 && !is_group && !is_direct);
+    uint32_t range[2];
+    char device[64] = "", names[160], inner[TB__WHY_MAX];
+    find_range(c, range);
+    const char *first = flow->tensors[range[0]].spec.name, *last = flow->tensors[range[1]].spec.name;
+    snprintf(inner, sizeof inner, "%s", why); /* it may be tb_error_detail */
+    if (c->run.failed)
+        snprintf(device, sizeof device, ": the %s device", c->run.failed->ops->name);
+    if (range[0] == range[1])
+        snprintf(names, sizeof names, "tensor '%.100s'", first);
+    else
+        snprintf(names, sizeof names, "%stensors '%.60s' ... '%.60s'", is_staged ? "a staged bucket of " : "", first,
+                 last);
+    return tb__fail(status, "%.60s%s could not %s %s of %.80s: %s", flow->members[flow->self].peer->label, device,
+                    c->kind == COPY_SUM ? "compute the checksum of"
+                    : is_group          ? "convert"
+                                        : "copy",
+                    names, flow->what, inner);
 }
 
 bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why) {
@@ -133,6 +188,11 @@ void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why) {
     }
     flow->report.task.deadline_ms = tb__now_ms();
     tb__loop_wake(flow->o.loop);
+}
+
+void tb__flow_miss_message(tb__flow *flow, member *to, tb_status status, const char *why) {
+    to->missed_message = true;
+    tb__flow_fail_later(flow, status, why);
 }
 
 void tb__flow_fini_report(tb__flow *flow) {

@@ -1,5 +1,5 @@
-/* The diagnostics of a flow (report.c): why it is broken, why a leg fails, which members it waits for, and the dump.
- * Only report.c writes struct flow_report.
+/* Diagnostics of a flow (report.c): why it is broken, why a leg fails, which members it waits for, which tensors a
+ * failed copy had, and the dump. Only report.c writes struct flow_report.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_REPORT_H
@@ -27,6 +27,8 @@ const char *tb__flow_reason_for_others(const tb__flow *flow, tb_status status, c
                                        char reason[TB__REASON_MAX]);
 /* Breaks the flow in the driver's next step, for failures in code that a leg must not end in. */
 void tb__flow_fail_later(tb__flow *flow, tb_status status, const char *why);
+/* Likewise, for a message to the member that could not be sent. */
+void tb__flow_miss_message(tb__flow *flow, member *to, tb_status status, const char *why);
 /* False: the flow was broken before, and keeps its first reason. */
 bool tb__flow_record_broken(tb__flow *flow, tb_status status, const char *why);
 void tb__flow_fini_report(tb__flow *flow);

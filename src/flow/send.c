@@ -2,22 +2,19 @@
 #include "flow/flow_inside.h"
 
 static void end_snapshot(copy_op *c, tb_status status) {
-    tb__flow *flow = c->flow;
-    flow->is_taking_snapshot = false;
-    if (status != TB_OK && !flow->send.is_ending)
-        tb__flow_abort(flow, true, status, c->why);
+    (void)status;
+    c->flow->snapshot.is_being_taken = false;
 }
 
 static tb_status take_snapshot(tb__flow *flow) {
     copy_op *c = tb__flow_new_copy_op(flow, true, COPY_SNAPSHOT, 0);
     if (!c)
         return TB_NO_MEMORY;
-    flow->snapshot_attempt = flow->send.attempt;
-    flow->is_taking_snapshot = true;
+    flow->snapshot.attempt = flow->send.attempt;
+    flow->snapshot.is_being_taken = true;
     c->end = end_snapshot;
-    tb_status status = tb__flow_start_copy_op(c);
-    flow->is_taking_snapshot &= status == TB_OK;
-    return status;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 bool tb__flow_step_send(tb__flow *flow) {
@@ -26,10 +23,10 @@ bool tb__flow_step_send(tb__flow *flow) {
     if (status == TB_OK && (!tb__flow_take_attempt(flow, true) || !tb__flow_all_have_reach(flow)))
         return false;
     if (status == TB_OK && !flow->direct.is_exposed) {
-        if (flow->is_taking_snapshot)
+        if (flow->snapshot.is_being_taken)
             return false;
         status = tb__flow_check_memory(flow, true);
-        if (status == TB_OK && flow->setup.snapshot_of && flow->snapshot_attempt != leg->attempt) {
+        if (status == TB_OK && flow->setup.snapshot_of && flow->snapshot.attempt != leg->attempt) {
             status = take_snapshot(flow);
         } else if (status == TB_OK) {
             tb__staged_open_send(flow);
@@ -47,6 +44,6 @@ bool tb__flow_step_send(tb__flow *flow) {
     if (flow->direct.readers_left > 0 || flow->staged.sends_left > 0)
         return false;
     bool was_released = leg->is_released;
-    leg->is_released = true;
+    tb__leg_release(leg);
     return !was_released;
 }

@@ -116,7 +116,7 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
     TB_TRY(set_relay_links(flow, l));
     int64_t nbytes = lane_nbytes(ir, channel);
     if (l->is_target) {
-        flow->recv.bytes_total += nbytes;
+        tb__leg_add_total(&flow->recv, nbytes);
         for (uint32_t i = 0; i < l->nsenders; i++) {
             flow->members[l->senders[i]].setup.is_sender = true;
             flow->members[l->senders[i]].setup.nbuckets += channel->nbuckets;
@@ -130,7 +130,7 @@ static tb_status make_lane(tb__flow *flow, lane *l, const tb_channel *channel) {
                             flow->what);
         m->setup.is_reader = true;
         m->setup.reads_nbytes += nbytes;
-        flow->send.bytes_total += nbytes;
+        tb__leg_add_total(&flow->send, nbytes);
     }
     return TB_OK;
 }
@@ -342,14 +342,8 @@ tb_status tb__flow_plan(tb__flow *flow) {
     return status;
 }
 
-bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg) {
-    if (flow->setup.is_planned)
-        return true;
-    if (leg)
-        tb__phases_enter(leg->phases, TB_PHASE_PLAN);
+bool tb__flow_ensure_plan(tb__flow *flow) {
     tb_status status = tb__flow_plan(flow);
-    if (leg)
-        tb__leg_idle(leg);
     if (status != TB_OK) {
         status = tb__fail_within(status, "rank %" PRId32, flow->o.rank);
         tb__flow_break(flow, status, tb_error_detail());
@@ -376,6 +370,8 @@ void tb__flow_unplan(tb__flow *flow) {
     tb__index_fini(&flow->setup.by_bucket);
     tb__arena_fini(&flow->setup.arena);
     tb_ir_destroy(flow->setup.ir);
+    if (flow->staged.held)
+        return; /* they may still be accessed */
     for (size_t i = 0; i < flow->setup.duplicates.count; i++)
         flow->setup.duplicates.item[i].device->ops->free(flow->setup.duplicates.item[i].device,
                                                          flow->setup.duplicates.item[i].memory);

@@ -1,6 +1,6 @@
 /* Set-up of a flow, once for each plan: the IR and its lanes, tensor groups, memory for snapshots and shadows
- * (setup.c), and which tensors of other ranks can be reached (bind.c). Only these two write struct flow_setup and
- * struct member_setup.
+ * (setup.c), and which tensors of other ranks can be reached (bind.c). Only these two, and group.c for the list of
+ * groups, write struct flow_setup, struct member_setup and lane.
  *
  * All of this needs the loop's lock. */
 #ifndef TB_FLOW_SETUP_H
@@ -107,7 +107,7 @@ struct member_setup {
 /* setup.c */
 tb_status tb__flow_plan(tb__flow *flow);
 /* Plans, the first time. A failure breaks the flow. */
-bool tb__flow_ensure_plan(tb__flow *flow, tb__leg *leg);
+bool tb__flow_ensure_plan(tb__flow *flow);
 /* Binds sources, or targets, to new memory on their devices, for snapshots and shadows. *out is the array of previous
  * bindings; the caller frees it, also after a failure. */
 tb_status tb__flow_bind_duplicates(tb__flow *flow, bool is_src, const bool *has, tb_binding **out);

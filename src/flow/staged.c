@@ -92,12 +92,9 @@ static lane *choose_out(tb__flow *flow) {
 }
 
 static void end_pack(copy_op *c, tb_status status) {
-    if (c->flow->send.is_ending)
-        return;
-    if (status == TB_OK)
+    (void)status;
+    if (!c->flow->send.is_ending)
         tb__staged_bucket_announce(c->staged_bucket);
-    else
-        tb__flow_await_reason(c->flow, true, status, c->why);
 }
 
 static tb_status pack_bucket(tb__flow *flow, lane *l) {
@@ -130,7 +127,8 @@ static tb_status pack_bucket(tb__flow *flow, lane *l) {
     c->to = p->buffer;
     c->staged_bucket = p;
     c->end = end_pack;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 bool tb__staged_step_out(tb__flow *flow) {
@@ -178,8 +176,7 @@ static void begin_read(staged_bucket *p, const announcement *a) {
     c->sum = a->sum;
     c->op.kind = TB_OP_RECV;
     c->piece = (tb_piece){a->map, a->nbytes};
-    p->flow->recv.in_flight++;
-    tb__leg_idle(&p->flow->recv);
+    tb__leg_begin_message(&p->flow->recv);
 }
 
 static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l) {
@@ -203,7 +200,8 @@ static tb_status accept_announced(tb__flow *flow, const announcement *a, lane *l
         tb__staged_bucket_destroy(p);
         return TB_NO_MEMORY;
     }
-    flow->has_written |= p->pieces && !flow->o.shadow.is_used;
+    if (p->pieces)
+        tb__flow_mark_written(flow);
     for (uint32_t i = 0; i < l->nchildren; i++)
         p->messages[1 + i].member = l->children[i];
     p->messages[0].piece = (tb_piece){p->buffer, p->nbytes};
@@ -262,19 +260,12 @@ static void end_unpack(copy_op *c, tb_status status) {
     p->is_unpacked = true;
     if (flow->recv.is_ending)
         return;
-    const char *why = c->why;
-    if (status == TB_OK) {
-        status = tb__staged_bucket_end_read(p);
-        why = tb_error_detail();
-    }
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
+    status = tb__staged_bucket_end_read(p);
+    if (status == TB_OK)
         status = tb__flow_bucket_arrived(flow, p->lane, p->bucket);
-        why = tb_error_detail();
-    }
     if (p->left == 0)
         tb__staged_bucket_destroy(p);
-    tb__flow_end_step_recv(flow, status, why);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
@@ -285,7 +276,6 @@ static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
         TB_TRY(tb__staged_stash(flow, l, p->bucket, p->buffer, p->nbytes));
         p->buffer = NULL;
     } else if (p->pieces) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, p->bucket);
         TB_TRY(tb__flow_bucket_arrived(flow, l, p->bucket));
     } else {
         copy_op *c = tb__flow_new_copy_op(flow, false, COPY_UNPACK, 1);
@@ -295,7 +285,8 @@ static tb_status unpack_bucket(tb__flow *flow, staged_bucket *p) {
         c->from = from;
         c->staged_bucket = p;
         c->end = end_unpack;
-        return tb__flow_start_copy_op(c);
+        tb__flow_start_copy_op(c);
+        return TB_OK;
     }
     p->is_unpacked = true;
     return TB_OK;
@@ -371,13 +362,8 @@ static void end_stash_write(copy_op *c, tb_status status) {
     tb__flow_unstage(flow, POOL_STASH, c->from, c->nbytes);
     if (flow->recv.is_ending)
         return;
-    const char *why = c->why;
-    if (status == TB_OK) {
-        flow->recv.bytes_done += tb__flow_bucket_nbytes(flow, c->parts[0]);
-        status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
-        why = tb_error_detail();
-    }
-    tb__flow_end_step_recv(flow, status, why);
+    status = tb__flow_bucket_arrived(flow, tb__flow_lane(flow, c->parts[0]), c->parts[0]);
+    tb__flow_end_step_recv(flow, status, tb_error_detail());
 }
 
 tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
@@ -394,8 +380,6 @@ tb_status tb__staged_write_stash(tb__flow *flow, bool *did) {
     c->from = s.buffer;
     c->nbytes = s.nbytes;
     c->end = end_stash_write;
-    tb_status status = tb__flow_start_copy_op(c);
-    if (status != TB_OK)
-        tb__flow_unstage(flow, POOL_STASH, s.buffer, s.nbytes);
-    return status;
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }

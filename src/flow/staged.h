@@ -93,11 +93,12 @@ struct staged_lane {
 
 struct flow_staged {
     int64_t pool_used[POOL_COUNT], pool_size[POOL_COUNT];
-    int64_t nbytes, nbytes_max; /* of all pools, now and at most */
-    staged_bucket *buckets;     /* under way, a list */
-    char gaps[2]
-             [TB__BUCKET_ALIGN]; /* bytes between chunks, for buckets without a buffer: [0] zeros to send, [1] a sink */
-    const member *held_by; /* a cancelled message to or from it may still access this rank's tensors; NULL: none */
+    int64_t nbytes, nbytes_max;     /* of all pools, now and at most */
+    staged_bucket *buckets;         /* under way, a list */
+    char gaps[2][TB__BUCKET_ALIGN]; /* bytes between chunks of buckets without a buffer: [0] zeros to send, [1] a sink
+                                     */
+    staged_bucket *held; /* a list: buckets with a message that the transport has not given back, and that may still
+                            access memory. They are never freed */
 
     /* Of the send. */
     size_t sends_left;   /* buckets, over all lanes */
@@ -122,6 +123,8 @@ void tb__staged_open_send(tb__flow *flow);
 void tb__staged_open_recv(tb__flow *flow);
 /* At the end of a leg: frees its buckets, and of a receive the stash. */
 void tb__staged_close(tb__flow *flow, bool is_send);
+/* A tensor with memory in first .. last-1 that a message of a held bucket may still access; NULL: none. */
+const tb__flow_tensor *tb__staged_find_held(const tb__flow *flow, uintptr_t first, uintptr_t last);
 bool tb__staged_step_out(tb__flow *flow);                  /* packs and announces */
 bool tb__staged_step_in(tb__flow *flow);                   /* accepts announced buckets, unpacks and relays them */
 bool tb__staged_step_reduce(tb__flow *flow, bool is_send); /* gathers contributions and combines them */

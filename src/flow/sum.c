@@ -16,21 +16,20 @@ static tb_status begin_sum(staged_bucket *p, bucket_message *message, char *byte
     c->message = message;
     c->end = end;
     p->nsums++;
-    return tb__flow_start_copy_op(c);
+    tb__flow_start_copy_op(c);
+    return TB_OK;
 }
 
 /* ---- Out -------------------------------------------------------------------------------------------------------- */
 
 static void end_out_sum(copy_op *c, tb_status status) {
     staged_bucket *p = c->staged_bucket;
+    (void)status;
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
     p->nsums--;
     p->sum = tb__jobs_sum(&c->run);
-    if (status == TB_OK)
-        tb__staged_bucket_announce(p);
-    else
-        tb__flow_await_reason(c->flow, c->is_send, status, c->why);
+    tb__staged_bucket_announce(p);
 }
 
 bool tb__staged_bucket_begin_sum(staged_bucket *p) {
@@ -52,20 +51,16 @@ static void end_in_sum(copy_op *c, tb_status status) {
     const tb_chunk *first = tb__flow_first_chunk(flow, p->bucket);
     if (tb__staged_bucket_leg(p)->is_ending)
         return;
-    p->nsums--;
-    const char *why = c->why;
-    if (status == TB_OK && tb__jobs_sum(&c->run) != m->sum) {
-        status = tb__fail(TB_IO,
-                          "bucket %zu of %s, which begins with tensor '%.100s', has come from %s with other bytes than "
-                          "it was sent with",
-                          p->bucket, flow->what, flow->tensors[first->tensor].spec.name,
-                          flow->members[m->member].peer->label);
-        why = tb_error_detail();
-    }
-    if (status == TB_OK)
+    if (tb__jobs_sum(&c->run) == m->sum) {
+        p->nsums--; /* a bad bucket never counts as checked */
         return;
-    p->nsums++; /* a bad bucket never counts as checked */
-    tb__flow_await_reason(flow, p->is_send, status, why);
+    }
+    status =
+        tb__fail(TB_IO,
+                 "bucket %zu of %s, which begins with tensor '%.100s', has come from %s with other bytes than it "
+                 "was sent with",
+                 p->bucket, flow->what, flow->tensors[first->tensor].spec.name, flow->members[m->member].peer->label);
+    tb__flow_abort(flow, p->is_send, status, tb_error_detail());
 }
 
 tb_status tb__staged_bucket_check_sums(staged_bucket *p, bool *is_checked) {

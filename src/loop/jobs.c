@@ -73,6 +73,7 @@ static void on_job_done(tb__submitted *submitted) {
     const tb__fence *fence = &submitted->fence;
     if (fence->status != TB_OK && (run->status == TB_OK || run->status == TB_CANCELLED)) {
         run->status = fence->status;
+        run->failed = submitted->device;
         snprintf(run->why, sizeof run->why, "%s", fence->why);
     }
     if (--run->left == 0)

@@ -24,8 +24,9 @@ typedef struct tb__jobs_run tb__jobs_run;
 struct tb__jobs_run {
     /* Called once, by the driver, never from inside tb__jobs_submit. */
     void (*done)(tb__jobs_run *run);
-    tb_status status; /* when done: the first failure, and its message */
+    tb_status status; /* when done: the first failure, its message, and the device that failed */
     char why[TB__FENCE_WHY_MAX];
+    const tb__device *failed;
 
     size_t left; /* jobs that are not done */
     struct tb__jobs_item {

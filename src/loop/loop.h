@@ -1,9 +1,10 @@
 /* The event loop of a process: its open transports, its peers, the messages they exchange, and tasks that run in steps.
  *
  * One lock guards the loop and whatever uses it (flows, transfers). One thread at a time is the *driver*: it makes
- * progress on the transports, which call back with the lock held, and steps the tasks, which may release the lock while
- * they copy. The driver is the loop's own thread; in a manual loop, any thread that waits or calls tb__loop_progress.
- * It sleeps on file descriptors. */
+ * progress on the transports, which call back with the lock held, gives submitted work to the devices, and steps the
+ * tasks. Copies are asynchronous: a task submits them, and the driver calls `done` when a device has finished; the lock
+ * is free while devices make progress. The driver is the loop's own thread; in a manual loop, any thread that waits or
+ * calls tb__loop_progress. It sleeps on file descriptors. */
 #ifndef TB_LOOP_LOOP_H
 #define TB_LOOP_LOOP_H
 

@@ -27,6 +27,7 @@ typedef struct endpoint {
     void *inner;
     int epoll, event;
     _Atomic uint64_t ncalls, at; /* at 0: never */
+    atomic_bool holds_cancelled;
     bool is_over, has_told;
     int32_t peers[MAX_PEERS];
     bool is_lost[MAX_PEERS];
@@ -45,6 +46,11 @@ static atomic_bool has_happened;
 void cut_arm(uint64_t n) {
     atomic_store(&has_happened, false);
     atomic_store(&last_opened->at, atomic_load(&last_opened->ncalls) + n);
+}
+
+void cut_hold_cancelled(void) {
+    atomic_store(&has_happened, false);
+    atomic_store(&last_opened->holds_cancelled, true);
 }
 
 bool cut_has_happened(void) {
@@ -122,6 +128,13 @@ static void on_done(tb_op *op) {
     tracked *t = op->arg;
     if (op->status == TB_CANCELLED && is_lost(t->owner, op->peer))
         op->status = TB_LOST;
+    size_t nbytes = 0;
+    for (size_t i = 0; i < op->npieces; i++)
+        nbytes += op->pieces[i].nbytes;
+    if (op->status == TB_CANCELLED && nbytes > TB_SHORT_MAX && atomic_load(&t->owner->holds_cancelled)) {
+        op->status = TB_TIMEOUT;
+        atomic_store(&has_happened, true);
+    }
     LIST_REMOVE(t, link);
     op->done = t->done;
     op->arg = t->arg;

@@ -15,10 +15,14 @@ void cut_register(void);
 /* Of the endpoint that this thread opened last: the n-th post or cancel from now on, counted from 1, is the one. */
 void cut_arm(uint64_t n);
 
+/* Of the endpoint that this thread opened last: from now on, a cancelled long message completes with TB_TIMEOUT, as if
+ * a library below had not given back its memory. cut_has_happened tells whether one has. */
+void cut_hold_cancelled(void);
+
 /* Two ranks lose each other, each in its own next progress. Any thread. */
 void cut_link(int32_t one, int32_t other);
 
-/* Whether an endpoint has come to that call since the last cut_arm. Any thread. */
+/* Whether an endpoint has come to that call since the last cut_arm or cut_hold_cancelled. Any thread. */
 bool cut_has_happened(void);
 
 #endif

@@ -174,8 +174,7 @@ static allocation *find_allocation(const void *address, size_t nbytes) {
     if (!slow.seen || p < slow.seen || p >= slow.seen + POOL_NBYTES)
         return NULL;
     size_t offset = (size_t)(p - slow.seen);
-    allocation *a;
-    LIST_FOREACH(a, &slow.allocations, link) {
+    for (allocation *a = LIST_FIRST(&slow.allocations); a; a = LIST_NEXT(a, link)) {
         if (offset >= a->offset && offset - a->offset <= a->nbytes && nbytes <= a->nbytes - (offset - a->offset))
             return a;
     }

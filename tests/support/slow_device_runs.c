@@ -237,9 +237,9 @@ void *slow_do_runs(void *arg) {
     slow_device *device = arg;
     slow_lock();
     while (!device->is_stopping) {
-        slow_run *run, *chosen = NULL;
+        slow_run *chosen = NULL;
         int64_t now = now_us(), due = INT64_MAX, ngoing = 0;
-        TAILQ_FOREACH(run, &device->begun, link) {
+        for (slow_run *run = TAILQ_FIRST(&device->begun); run; run = TAILQ_NEXT(run, link)) {
             if (may_go_on(run, now) && rng_range(&slow.random, 0, ngoing++) == 0)
                 chosen = run;
             else if (run->due_us > now && run->due_us < due)

@@ -122,11 +122,9 @@ static tb_status host_map(tb__device *base, const tb__memory_key *given, int fd,
     tb__host_mapping *mapping = tb__calloc(1, sizeof *mapping);
     if (!mapping)
         return TB_NO_MEMORY;
-    tb__host_file *file;
-    LIST_FOREACH(file, &device->files, link) {
-        if (file->device == info.st_dev && file->inode == info.st_ino && k.offset + k.nbytes <= file->nbytes)
-            break;
-    }
+    tb__host_file *file = LIST_FIRST(&device->files);
+    while (file && (file->device != info.st_dev || file->inode != info.st_ino || k.offset + k.nbytes > file->nbytes))
+        file = LIST_NEXT(file, link);
     if (!file) {
         tb_status status = map_file(fd, &info, &file);
         if (status != TB_OK) {

@@ -527,12 +527,10 @@ static bool complete_ended_runs(tb__host_device *device) {
 
 /* One piece of the first run that has one. */
 static bool help_one_piece(tb__host_device *device) {
-    tb__host_run *run;
+    tb__host_run *run = TAILQ_FIRST(&device->running);
     progressing = device;
-    TAILQ_FOREACH(run, &device->running, link) {
-        if (tb__workers_help(&run->work))
-            break;
-    }
+    while (run && !tb__workers_help(&run->work))
+        run = TAILQ_NEXT(run, link);
     progressing = NULL;
     return run;
 }

@@ -128,7 +128,7 @@ tb_status tb__host_read_and_run(const tb__move *copy, tb__move_share part, bool 
     tb_status status = bounce && src && stride ? TB_OK : TB_NO_MEMORY;
     memcpy(start, first, sizeof start);
     while (status == TB_OK) {
-        int64_t now[TB_MAX_DIMS];
+        int64_t now[TB_MAX_DIMS] = {0};
         for (int d = 0; d < copy->ndim; d++) {
             int64_t left = first[d] + len[d] - start[d];
             now[d] = left < block[d] ? left : block[d];

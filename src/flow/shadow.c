@@ -31,7 +31,7 @@ void tb__flow_tell_owner(tb__flow *flow, tb__shadow_event event, tb_status statu
 /* ---- Prepared --------------------------------------------------------------------------------------------------- */
 
 void tb__flow_prepare(tb__flow *flow) {
-    flow->recv.is_arrived = true;
+    tb__leg_arrive(&flow->recv);
     flow->shadow.is_prepared = true;
     flow->shadow.would_end = false;
     tb__flow_tell_owner(flow, TB__SHADOW_PREPARED, TB_OK, "");
@@ -64,9 +64,7 @@ void tb__flow_discard(tb__flow *flow, bool is_aborted, tb_status status, const c
         tb__flow_end_leg(flow, false, status, why, why);
         return;
     }
-    leg->is_under_way = false;
-    leg->status = status;
-    snprintf(leg->why, sizeof leg->why, "%s", why);
+    tb__leg_drop(leg, status, why);
     char reason[TB__REASON_MAX];
     tb__flow_reason_for_others(flow, status, leg->why, reason);
     for (size_t i = 0; i < flow->nmembers; i++) {
@@ -88,9 +86,10 @@ static void end_apply(tb__flow *flow, tb_status status, const char *why) {
     tb__leg *leg = &flow->recv;
     flow->shadow.is_applying = false;
     if (status == TB_OK) {
-        flow->version = tb__flow_number(flow, leg->attempt);
+        tb__flow_set_version(flow);
         flow->shadow.is_prepared = false;
-        leg->is_complete = leg->is_under_way;
+        if (leg->is_under_way)
+            tb__leg_complete(leg);
         for (size_t i = 0; i < flow->nmembers; i++) {
             if (flow->members[i].setup.is_sender)
                 tb__flow_tell(flow, &flow->members[i], MESSAGE_COMMITTED, leg->attempt);
@@ -112,12 +111,10 @@ void tb__flow_apply(tb__flow *flow) {
     call_applying(flow, false);
     tb_status status = tb__flow_check_memory(flow, false);
     copy_op *c = status == TB_OK ? tb__flow_new_copy_op(flow, false, COPY_COMMIT, 0) : NULL;
-    if (c) {
-        c->end = end_commit_copy;
-        status = tb__flow_start_copy_op(c);
-    } else if (status == TB_OK) {
-        status = TB_NO_MEMORY;
+    if (!c) {
+        end_apply(flow, status == TB_OK ? TB_NO_MEMORY : status, tb_error_detail());
+        return;
     }
-    if (status != TB_OK)
-        end_apply(flow, status, tb_error_detail());
+    c->end = end_commit_copy;
+    tb__flow_start_copy_op(c);
 }

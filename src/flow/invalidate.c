@@ -30,17 +30,19 @@ tb_status tb__flow_check_memory(const tb__flow *flow, bool is_send) {
 }
 
 /* Released sources are not read any more. A prepared receive checks the memory again before it is applied. */
-bool tb__flow_mark_invalidated(tb__flow *flow, const char **tensor) {
+bool tb__flow_mark_invalidated(tb__flow *flow, uintptr_t first, uintptr_t last, const char **tensor) {
     const tb__flow_tensor *src = find_invalidated(flow, true), *dst = find_invalidated(flow, false);
     tb__leg *send = &flow->send, *recv = &flow->recv;
     bool sends = src && send->is_under_way && !send->is_released;
-    send->memory_invalidated |= sends;
-    recv->memory_invalidated |= recv->is_under_way && (sends || dst);
+    if (sends)
+        tb__leg_invalidate(send);
+    if (recv->is_under_way && (sends || dst))
+        tb__leg_invalidate(recv);
     bool receives = recv->memory_invalidated && recv->is_under_way && !flow->shadow.is_prepared;
     if (send->memory_invalidated || recv->memory_invalidated)
         tb__loop_wake(flow->o.loop);
-    const tb__flow_tensor *used = dst ? dst : src;
+    const tb__flow_tensor *held = tb__staged_find_held(flow, first, last), *used = held ? held : dst ? dst : src;
     if (used)
         *tensor = used->spec.name;
-    return sends || receives || (dst && flow->shadow.is_applying) || (used && (flow->staged.held_by || flow->is_stuck));
+    return sends || receives || held || (dst && flow->shadow.is_applying) || (used && flow->copies.is_stuck);
 }
