@@ -149,7 +149,7 @@ bool tb__flow_may_write(const tb__flow *flow) {
 }
 
 static tb_status fail_withdrawn(const tb__flow *flow, const member *m) {
-    return tb__fail(TB_CANCELLED, "%s fail_withdrawn %s while it was being read", m->peer->label, flow->what);
+    return tb__fail(TB_CANCELLED, "%s withdrew %s while it was being read", m->peer->label, flow->what);
 }
 
 /* All buckets of this sender have arrived: completes its exposure. */
