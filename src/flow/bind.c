@@ -21,10 +21,6 @@ remote_tensor *tb__member_find_tensor(const member *m, uint32_t tensor) {
                : NULL;
 }
 
-bool tb__flow_is_on_other_machine(const tb__flow *flow, int32_t rank) {
-    return flow->o.hosts && flow->o.hosts[rank] != flow->o.hosts[flow->o.rank];
-}
-
 /* ---- BIND ----------------------------------------------------------------------------------------------------- */
 
 static bool has_target(const lane *l, int32_t rank) {
@@ -56,7 +52,7 @@ static const char *export_key(const tb__flow *flow, const void *memory, tb__regi
                               tb_mem_key *key) {
     if (!region)
         return "it has no elements here";
-    if (tb__flow_is_on_other_machine(flow, peer->rank))
+    if (flow->o.hosts && flow->o.hosts[peer->rank] != flow->o.hosts[flow->o.rank])
         return "it is on another machine";
     if (peer->rank != flow->o.rank && !tb__loop_is_host_memory(flow->o.loop, memory))
         return "other processes can't map the memory of its device";

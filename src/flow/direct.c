@@ -137,8 +137,7 @@ void tb__flow_open_reads(tb__flow *flow) {
     flow->direct.next_lane_in = n ? (uint32_t)(flow->self % n) : 0;
 }
 
-bool tb__flow_on_ready(tb__flow *flow, member *from, uint64_t attempt) {
-    (void)flow;
+bool tb__member_on_ready(member *from, uint64_t attempt) {
     from->direct.ready = attempt;
     return from->setup.is_sender;
 }
