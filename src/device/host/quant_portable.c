@@ -29,15 +29,11 @@ ALWAYS_INLINE uint32_t load(tb_dtype dtype, float *out, const void *src, size_t 
     return amax;
 }
 
-static uint32_t larger(uint32_t a, uint32_t b) {
-    return a > b ? a : b;
-}
-
 ALWAYS_INLINE uint32_t amax(tb_dtype dtype, const void *src, size_t n) {
     float x[STEP];
     uint32_t all = 0;
     for (size_t i = 0; i < n; i += STEP)
-        all = larger(all, load(dtype, x, src, i, tb__min_size(STEP, n - i)));
+        all = tb__larger(all, load(dtype, x, src, i, tb__min_size(STEP, n - i)));
     return all;
 }
 
@@ -52,7 +48,7 @@ ALWAYS_INLINE uint32_t mxfp8(tb_dtype dtype, uint8_t *data, uint8_t *scales, con
             x[k] *= factor;
         tb__kernels_portable.narrow[TB_F8E4M3](data + i, x, count);
         scales[i / TB__MXFP8_BLOCK] = (uint8_t)scale;
-        all = larger(all, most);
+        all = tb__larger(all, most);
     }
     return all;
 }
@@ -62,7 +58,7 @@ ALWAYS_INLINE uint32_t fp8(tb_dtype dtype, uint8_t *data, const void *src, size_
     uint32_t all = 0;
     for (size_t i = 0; i < n; i += STEP) {
         size_t count = tb__min_size(STEP, n - i);
-        all = larger(all, load(dtype, x, src, i, count));
+        all = tb__larger(all, load(dtype, x, src, i, count));
         for (size_t k = 0; k < count; k++)
             x[k] /= scale;
         tb__kernels_portable.narrow[TB_F8E4M3](data + i, x, count);
@@ -92,7 +88,7 @@ ALWAYS_INLINE uint32_t nvfp4(tb_dtype dtype, uint8_t *data, uint8_t *scales, con
         for (size_t k = 0; k + 1 < count; k += 2)
             data[(i + k) / 2] = (uint8_t)(e2m1_round(x[k] / divisor) | e2m1_round(x[k + 1] / divisor) << 4);
         scales[i / TB__NVFP4_BLOCK] = scale;
-        all = larger(all, most);
+        all = tb__larger(all, most);
     }
     return all;
 }
